@@ -1,0 +1,180 @@
+"""Floating-point dtypes: their names, and which half the device is fast at.
+
+A dtype is held as its `jax.numpy` scalar type (`jnp.float16`), which is hashable,
+picklable, callable, and equal to `np.dtype("float16")`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+# The first name of a dtype is the one that is written, the others are read as well.
+DTYPE_NAMES: dict[Any, tuple[str, ...]] = {
+    jnp.bfloat16: ("bf16", "bfloat16"),
+    jnp.float16: ("f16", "float16"),
+    jnp.float32: ("full", "f32", "float32"),
+    jnp.float64: ("f64", "float64"),
+}
+
+HALF_DTYPES = (jnp.float16, jnp.bfloat16)
+
+# Keyed by np.dtype, which is what an array's `dtype` is.
+_CASTABLE = frozenset(np.dtype(dtype) for dtype in DTYPE_NAMES)
+_HALF = frozenset(np.dtype(dtype) for dtype in HALF_DTYPES)
+
+
+def is_castable(dtype: Any) -> bool:
+    """Return whether arrays of this `dtype` take part in mixed precision.
+
+    True for bf16, f16, f32 and f64. False for integers, bools, complex numbers, keys,
+    and for fp8 and narrower: those are narrower than half, and whoever made them chose
+    their scale with care.
+    """
+    return dtype in _CASTABLE
+
+
+def is_half(dtype: Any) -> bool:
+    """Return whether this `dtype` of an array is float16 or bfloat16."""
+    return dtype in _HALF
+
+
+def parse_dtype(value: Any) -> Any:
+    """Return the floating dtype that a name or a dtype-like object stands for.
+
+    Args:
+      value: `"half"`, any of the names in `DTYPE_NAMES`, the NumPy name of another
+        floating dtype (`"float8_e4m3fn"`), or a dtype (`jnp.float16`,
+        `np.dtype("float16")`).
+
+    Returns:
+      The `jax.numpy` scalar type, such as `jnp.float16`.
+
+    Raises:
+      ValueError: the name is not known, or the dtype is not a floating one.
+      TypeError: the value is neither a name nor a dtype.
+
+    Examples:
+      >>> parse_dtype("bf16") is jnp.bfloat16
+      True
+    """
+    if isinstance(value, str):
+        name = value.strip()
+        if name == "half":
+            return half_dtype()
+        for dtype, names in DTYPE_NAMES.items():
+            if name in names:
+                return dtype
+        # float8_e4m3fn and its like: what `str` writes for them must be read back.
+        if not (name.startswith("float") and "_e" in name and hasattr(jnp, name)):
+            raise ValueError(f"Unknown dtype {name!r}, expected {known_names()}.")
+        return getattr(jnp, name)
+    try:
+        if value is None:  # NumPy would read None as float64.
+            raise TypeError
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(
+            f"Expected a floating dtype or its name ({known_names()}), got {value!r}."
+        ) from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"Expected a floating dtype ({known_names()}), got {dtype.name!r}."
+        )
+    return getattr(jnp, dtype.name)
+
+
+def known_names() -> str:
+    """Return the dtype names that strings may use, for error messages."""
+    names = [name for names in DTYPE_NAMES.values() for name in names]
+    return "one of " + ", ".join(["half", *names])
+
+
+def dtype_name(dtype: DTypeLike) -> str:
+    """Return the short name of a dtype: `"f16"`, `"full"`, `"float8_e4m3fn"`."""
+    for known, names in DTYPE_NAMES.items():
+        if dtype == known:
+            return names[0]
+    return jnp.dtype(dtype).name
+
+
+def half_dtype(platform: str | None = None) -> Any:
+    """Return the half-precision dtype of a platform, by jmp's rule.
+
+    Args:
+      platform: `"cpu"`, `"gpu"`, `"tpu"`…; the default is that of the first device.
+
+    Returns:
+      `jnp.bfloat16` on TPU, `jnp.float16` anywhere else.
+
+    Examples:
+      >>> half_dtype("tpu") == jnp.bfloat16
+      True
+    """
+    if platform is None:
+        platform = jax.local_devices()[0].platform
+    return jnp.bfloat16 if platform == "tpu" else jnp.float16
+
+
+def best_half_dtype(device: Any = None) -> Any:
+    """Return the half-precision dtype that trains best on a device.
+
+    bfloat16 needs no loss scale and is as fast as float16 wherever the hardware has
+    it: on TPU and on NVIDIA GPUs from compute capability 8.0. Older GPUs have f16.
+
+    Args:
+      device: a `jax.Device`; the default is the first one.
+
+    Returns:
+      `jnp.float16` on GPUs before compute capability 8.0, else `jnp.bfloat16`.
+    """
+    capability = compute_capability(device)
+    is_old = capability is not None and capability < (8, 0)
+    return jnp.float16 if is_old else jnp.bfloat16
+
+
+def compute_capability(device: Any = None) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU, None for any other device."""
+    device = jax.local_devices()[0] if device is None else device
+    text = str(getattr(device, "compute_capability", ""))
+    major, _, minor = text.partition(".")
+    # AMD GPUs answer with an architecture name such as "gfx90a".
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def slow_half_reason(dtype: DTypeLike, device: Any = None) -> str | None:
+    """Return why a half dtype is not fast on a device, or None where it is.
+
+    Args:
+      dtype: the compute dtype; only float16 and bfloat16 can be slow.
+      device: a `jax.Device`; the default is the first one.
+
+    Examples:
+      >>> slow_half_reason(jnp.float32) is None
+      True
+    """
+    if not is_half(np.dtype(dtype)):
+        return None
+    device = jax.local_devices()[0] if device is None else device
+    name, kind = np.dtype(dtype).name, getattr(device, "device_kind", device.platform)
+    capability = compute_capability(device)
+    if device.platform == "cpu":
+        return (
+            f"{name} is slower than float32 on the CPU ({kind}): good for testing, "
+            "not for speed"
+        )
+    if device.platform == "tpu" and dtype == jnp.float16:
+        return f"the matrix units of a TPU ({kind}) have no float16: use bfloat16"
+    if capability is not None and capability < (7, 0):
+        return (
+            f"{kind} has compute capability {capability[0]}.{capability[1]}; half "
+            "precision is fast from 7.0 (Tensor Cores)"
+        )
+    if capability is not None and capability < (8, 0) and dtype == jnp.bfloat16:
+        return (
+            f"{kind} has compute capability {capability[0]}.{capability[1]}; bfloat16 "
+            "is fast from 8.0: use float16"
+        )
+    return None
