@@ -1,0 +1,56 @@
+"""Mixed precision for JAX: policies, loss scales, and optimisers that mind them."""
+
+from jmp_lite.dtypes import best_half_dtype, half_dtype
+from jmp_lite.gradients import scaled_grad, scaled_value_and_grad
+from jmp_lite.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    get_loss_scale,
+    loss_scale_for,
+)
+from jmp_lite.optimizers import (
+    LossScaleCollapsed,
+    ScaleAwareState,
+    check_progress,
+    metrics,
+    scale_aware,
+)
+from jmp_lite.policy import (
+    Policy,
+    PolicyMap,
+    cast_to_full,
+    cast_to_half,
+    get_policy,
+)
+from jmp_lite.trees import all_finite, cast_floating, cast_like, select_tree
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DynamicLossScale",
+    "LossScale",
+    "LossScaleCollapsed",
+    "NoOpLossScale",
+    "Policy",
+    "PolicyMap",
+    "ScaleAwareState",
+    "StaticLossScale",
+    "all_finite",
+    "best_half_dtype",
+    "cast_floating",
+    "cast_like",
+    "cast_to_full",
+    "cast_to_half",
+    "check_progress",
+    "get_loss_scale",
+    "get_policy",
+    "half_dtype",
+    "loss_scale_for",
+    "metrics",
+    "scale_aware",
+    "scaled_grad",
+    "scaled_value_and_grad",
+    "select_tree",
+]
