@@ -1,0 +1,65 @@
+# Two commands matter: `make demo` and `make test`. `make help` lists the rest.
+
+# A version manager's shim may be on PATH and yet not run: take the first that does.
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	$$p -c pass 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+# The oldest JAX we support. `make test JAX="jax jaxlib" VENV=.venv-newest`: the newest.
+JAX ?= jax==0.10.0 jaxlib==0.10.0
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+# worksteal keeps a file's tests together, so they share compiled programs, until one
+# worker runs dry.
+PYTEST_WORKERS ?= -n 2 --dist worksteal
+
+BIN = $(VENV)/bin
+
+.PHONY: help demo test lint pytest format clean FORCE
+
+help:  ## Show this list.
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/demo.stamp  ## Train on real digits in three precisions (DEMO_ARGS=...).
+	$(BIN)/python -m examples.digits $(DEMO_ARGS)
+
+test: lint pytest  ## Everything CI runs: linters, types, tests, doctests, README code.
+
+lint: $(VENV)/dev.stamp  ## ruff and pyright.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+pytest: $(VENV)/dev.stamp  ## Tests, doctests and README code (PYTEST_ARGS="-k policy").
+	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+format: $(VENV)/dev.stamp  ## Rewrite the code as ruff would have it.
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## Remove the environments and everything that was built or cached.
+	rm -rf .venv .venv-newest build dist out .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: an environment is installed again only when what it is made from changes.
+# PYTHON is read once, when an environment is created: `make clean` to change it.
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No Python found: set PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is too old: 3.11 or newer is needed" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Rewritten only when JAX changes, so that another JAX means another installation.
+$(VENV)/jax.txt: FORCE | $(BIN)/python
+	@printf '%s\n' $(JAX) | cmp -s - $@ || printf '%s\n' $(JAX) > $@
+
+$(VENV)/demo.stamp: pyproject.toml Makefile $(VENV)/jax.txt
+	@echo "Installing what the demo needs into $(VENV) (about half a minute) ..."
+	@$(BIN)/python -m pip install --quiet --upgrade -r $(VENV)/jax.txt -e '.[examples]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml Makefile $(VENV)/jax.txt
+	@echo "Installing what the tests need into $(VENV) (about a minute) ..."
+	@$(BIN)/python -m pip install --quiet --upgrade -r $(VENV)/jax.txt -e '.[dev]'
+	@touch $(VENV)/demo.stamp $@

@@ -1,0 +1,63 @@
+"""What every test may rely on: eight CPU devices, strict JAX, fixed randomness."""
+
+import os
+
+# XLA reads these once, when JAX is first imported: before anything else.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
+).strip()
+
+# ruff: noqa: E402  (the environment has to be set above the imports of JAX)
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+# A first call compiles, which takes longer than hypothesis thinks an example should.
+_COMPILING = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile("dev", max_examples=25, **_COMPILING)
+hypothesis.settings.register_profile(
+    "ci", max_examples=50, derandomize=True, database=None, **_COMPILING
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Keep --doctest-modules from importing the helper scripts beside the tests."""
+    is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith(
+        "test_"
+    )
+    return True if is_helper else None
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Refuse implicit promotion, which is how mixed precision goes wrong unseen.
+
+    `@pytest.mark.standard_promotion` opts out, for tests that run other people's
+    models: these lean on JAX's defaults.
+    """
+    if request.node.get_closest_marker("standard_promotion"):
+        yield
+        return
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def getkey() -> Callable[[], jax.Array]:
+    """Hand out PRNG keys: a fresh one at each call, the same ones in every run."""
+    key = jax.random.key(20240229)
+
+    def next_key() -> jax.Array:
+        nonlocal key
+        key, fresh = jax.random.split(key)
+        return fresh
+
+    return next_key
