@@ -79,7 +79,8 @@ def parse_dtype(value: Any) -> Any:
         raise TypeError(
             f"Expected a floating dtype or its name ({known_names()}), got {value!r}."
         ) from None
-    if not jnp.issubdtype(dtype, jnp.floating):
+    # NumPy's longdouble is floating, and JAX has no such thing.
+    if not (jnp.issubdtype(dtype, jnp.floating) and hasattr(jnp, dtype.name)):
         raise ValueError(
             f"Expected a floating dtype ({known_names()}), got {dtype.name!r}."
         )
@@ -129,6 +130,10 @@ def best_half_dtype(device: Any = None) -> Any:
 
     Returns:
       `jnp.float16` on GPUs before compute capability 8.0, else `jnp.bfloat16`.
+
+    Examples:
+      >>> best_half_dtype() in HALF_DTYPES
+      True
     """
     capability = compute_capability(device)
     is_old = capability is not None and capability < (8, 0)

@@ -40,7 +40,8 @@ def scaled_value_and_grad(
       `scale_aware`, which unscales them, or for `loss_scale.unscale`.
 
     Raises:
-      TypeError: `fun` is not callable.
+      TypeError: `fun` is not callable; in the call: it returns no pair where
+        `has_aux` is set, or what `jax.value_and_grad` cannot differentiate.
       ValueError: there is no loss scale, or several, in `loss_scale`.
 
     Examples:
@@ -60,7 +61,9 @@ def scaled_value_and_grad(
 
     @functools.wraps(fun, assigned=("__name__", "__doc__"), updated=())
     def scaled_loss(*args, **kwargs):
-        value, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        value, aux = fun(*args, **kwargs), None
+        if has_aux:
+            value, aux = _pair(value)
         return scale(value), (value, aux)
 
     value_and_grad = jax.value_and_grad(scaled_loss, argnums, has_aux=True, **kwargs)
@@ -112,3 +115,12 @@ def scaled_grad(
         return (grads, value[1]) if has_aux else grads
 
     return fun_grad
+
+
+def _pair(output: Any) -> Any:
+    if isinstance(output, tuple) and len(output) == 2:
+        return output
+    raise TypeError(
+        "Expected a function with has_aux=True to return a pair (loss, aux), got "
+        f"{output!r}."
+    )

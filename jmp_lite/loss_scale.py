@@ -37,6 +37,9 @@ class NoOpLossScale:
       3.0
     """
 
+    def __post_init__(self):
+        compat.register_with_flax_serialization(type(self))
+
     @property
     def loss_scale(self) -> int:
         """The scale, 1."""
@@ -69,20 +72,21 @@ class StaticLossScale:
       0.5
     """
 
-    loss_scale: Any
+    loss_scale: Any = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self):
+        compat.register_with_flax_serialization(type(self))
         # Hashable, also when an array was given; a tracer stays what it is.
-        if _is_concrete_number(self.loss_scale):
+        if trees.is_concrete_number(self.loss_scale):
             object.__setattr__(self, "loss_scale", float(self.loss_scale))
 
     def scale(self, tree: T) -> T:
         """Return the tree times the scale, as `DynamicLossScale.scale` does."""
-        return _multiply(tree, self.loss_scale)
+        return trees.multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Return the tree over the scale, as `DynamicLossScale.unscale` does."""
-        return _multiply(tree, 1 / self.loss_scale)
+        return trees.multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Return this same loss scale."""
@@ -164,7 +168,7 @@ class DynamicLossScale:
         for name in ("loss_scale", "min_loss_scale"):
             _warn_if_not_floating(getattr(self, name), name)
         scale, bad_steps = self.loss_scale, self.bad_steps
-        if _is_concrete_number(scale):
+        if trees.is_concrete_number(scale):
             _check_positive(scale)
         settings = {
             "min_loss_scale": _static_number(self.min_loss_scale, "min_loss_scale"),
@@ -175,9 +179,9 @@ class DynamicLossScale:
         self._check_settings(**settings)
         if self.backoff_factor is None:
             settings["backoff_factor"] = 1 / self.factor
-        if self.hysteresis > 1:
-            bad_steps = 0 if bad_steps is None else bad_steps
-            settings["bad_steps"] = _as_scalar(bad_steps, jnp.int32)
+        bad_steps = 0 if bad_steps is None else bad_steps
+        counts = self.hysteresis > 1
+        settings["bad_steps"] = _as_scalar(bad_steps, jnp.int32) if counts else None
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
@@ -191,7 +195,7 @@ class DynamicLossScale:
           The tree, f16 and bf16 leaves now f32 (a loss × 65536 would leave f16's
           range); integers, bools, keys, `float0` and objects as they are.
         """
-        return _multiply(tree, self.loss_scale)
+        return trees.multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Divide the numbers of a tree by the scale.
@@ -204,7 +208,7 @@ class DynamicLossScale:
           complex leaves stay complex; integers, bools, keys, `float0` and objects are
           as they were.
         """
-        return _multiply(tree, 1 / self.loss_scale)
+        return trees.multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """Return the next loss scale.
@@ -228,7 +232,8 @@ class DynamicLossScale:
         counter = jnp.where(finite, counter + 1, 0)
         grow = finite & (counter >= int(self.period))
         bad_steps, lower = self._count_bad_steps(finite, grow)
-        ceiling, floor = min(self.max_loss_scale, _LARGEST), self._floor()
+        ceiling = min(self.max_loss_scale, _LARGEST)
+        floor = max(self.min_loss_scale, _SMALLEST)
         grown = jnp.maximum(jnp.minimum(scale * self.factor, ceiling), scale)
         lowered = jnp.minimum(jnp.maximum(scale * self.backoff_factor, floor), scale)
         scale = jnp.where(grow, grown, jnp.where(lower, lowered, scale))
@@ -252,36 +257,25 @@ class DynamicLossScale:
         kept = jnp.where(finite, self.bad_steps, counted)
         return jnp.where(refill, 0, kept), lower
 
-    def _floor(self) -> float:
-        return max(self.min_loss_scale, _SMALLEST)
-
-    def _check_settings(
-        self, min_loss_scale: float, max_loss_scale: float, **_
-    ) -> None:
+    def _check_settings(self, min_loss_scale: float, max_loss_scale: float, **_):
         backoff = self.backoff_factor
+        refill = self.hysteresis_refill
         checks = {
-            "period to be at least 1": (self.period, self.period >= 1),
-            "factor to be finite and above 1": (
-                self.factor,
-                1 < self.factor < math.inf,
-            ),
-            "backoff_factor to be between 0 and 1": (
-                backoff,
-                backoff is None or 0 < backoff < 1,
-            ),
-            "hysteresis to be at least 1": (self.hysteresis, self.hysteresis >= 1),
-            f"hysteresis_refill to be one of {_REFILLS}": (
-                self.hysteresis_refill,
-                self.hysteresis_refill in _REFILLS,
-            ),
-            "0 <= min_loss_scale <= max_loss_scale": (
-                (min_loss_scale, max_loss_scale),
-                0 <= min_loss_scale <= max_loss_scale,
-            ),
+            "period": ("at least 1, a whole int32", _is_count(self.period)),
+            "factor": ("finite and above 1", 1 < self.factor < math.inf),
+            "backoff_factor": ("between 0 and 1", backoff is None or 0 < backoff < 1),
+            "hysteresis": ("at least 1, a whole int32", _is_count(self.hysteresis)),
+            "hysteresis_refill": (f"one of {_REFILLS}", refill in _REFILLS),
         }
-        for expected, (got, holds) in checks.items():
+        for name, (expected, holds) in checks.items():
             if not holds:
-                raise ValueError(f"Expected {expected}, got {got!r}.")
+                got = getattr(self, name)
+                raise ValueError(f"Expected {name} to be {expected}, got {got!r}.")
+        if not 0 <= min_loss_scale <= max_loss_scale:
+            raise ValueError(
+                "Expected 0 <= min_loss_scale <= max_loss_scale, got "
+                f"{min_loss_scale} and {max_loss_scale}."
+            )
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
@@ -357,31 +351,8 @@ def check_loss_scale(loss_scale: Any) -> None:
             "Expected a NoOpLossScale, StaticLossScale or DynamicLossScale, got "
             f"{loss_scale!r}."
         )
-    if _is_concrete_number(loss_scale.loss_scale):
+    if trees.is_concrete_number(loss_scale.loss_scale):
         _check_positive(loss_scale.loss_scale)
-
-
-def _multiply(tree: T, factor: Any) -> T:
-    return jax.tree.map(lambda x: _multiply_leaf(x, factor), tree)
-
-
-def _multiply_leaf(x: Any, factor: Any) -> Any:
-    if not trees.is_inexact(x):
-        return x
-    if not trees.is_array(x):
-        # A Python number is a float32 of no dtype yet.
-        x = jnp.asarray(x, jnp.complex64 if isinstance(x, complex) else jnp.float32)
-    x = trees.cast_at_least_float32(x)
-    return x * jnp.asarray(factor, jnp.float32).astype(x.dtype)
-
-
-def _is_concrete_number(x: Any) -> bool:
-    """Return whether a value is here now: not a tracer, shape, sharding or object."""
-    if isinstance(x, jax.core.Tracer):
-        return False
-    if isinstance(x, np.ndarray | np.generic | jax.Array):
-        return x.ndim == 0
-    return isinstance(x, int | float)
 
 
 def _as_scalar(x: Any, dtype: Any) -> Any:
@@ -393,7 +364,7 @@ def _as_scalar(x: Any, dtype: Any) -> Any:
 
 
 def _static_number(x: Any, name: str) -> float:
-    if not _is_concrete_number(x):
+    if not trees.is_concrete_number(x):
         raise TypeError(
             f"Expected {name} to be a number known when the program is traced, got "
             f"{x!r}: it is a constant of the program, not a part of the state."
@@ -403,8 +374,15 @@ def _static_number(x: Any, name: str) -> float:
 
 def _check_positive(scale: Any) -> None:
     value = float(scale)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"Expected a positive, finite loss scale, got {value}.")
+    if not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(
+            f"Expected a positive, finite loss scale, got {value}; float32 holds it "
+            "and its inverse from 2**-126 to 2**126."
+        )
+
+
+def _is_count(x: Any) -> bool:
+    return float(x).is_integer() and 1 <= x < 2**31
 
 
 def _warn_if_not_floating(x: Any, name: str) -> None:

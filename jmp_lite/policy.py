@@ -198,6 +198,7 @@ class PolicyMap:
     Raises:
       ValueError: a pattern is not a regular expression, or a policy is unknown; in
         the casts and `explain`: a pattern matched no leaf.
+      TypeError: `rules` is not a mapping.
 
     Examples:
       >>> policy = PolicyMap("mixed_float16", {r".*/norm/.*": "full"})
@@ -209,13 +210,19 @@ class PolicyMap:
       Keras' DTypePolicyMap, which also asks for a full match.
     """
 
-    default: Policy
+    default: Any  # given as a policy or its string, kept as a `Policy`
     rules: Any = ()  # given as a mapping, kept as a tuple of pairs: it is hashable
     allow_unused: bool = False
 
     def __post_init__(self):
         rules = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
-        pairs = tuple((_checked(pattern), get_policy(p)) for pattern, p in rules)
+        try:
+            pairs = [(pattern, policy) for pattern, policy in rules]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"Expected a mapping of patterns to policies, got {self.rules!r}."
+            ) from None
+        pairs = tuple((_checked(pattern), get_policy(p)) for pattern, p in pairs)
         object.__setattr__(self, "default", get_policy(self.default))
         object.__setattr__(self, "rules", pairs)
 
@@ -260,14 +267,20 @@ class PolicyMap:
         """
         if role not in ("param", "compute", "output"):
             raise ValueError(f"Expected 'param', 'compute' or 'output', got {role!r}.")
-        cast = jax.eval_shape(
-            lambda: jax.tree.map(
-                lambda x: x if trees.is_array(x) else None,
-                self._cast(tree, f"{role}_dtype"),
-            )
+        shapes = jax.tree.map(
+            lambda x: (
+                jax.ShapeDtypeStruct(x.shape, x.dtype) if trees.is_castable(x) else x
+            ),
+            tree,
         )
-        leaves = jax.tree_util.tree_leaves_with_path(cast)
-        return {trees.key_path(path): leaf.dtype for path, leaf in leaves}
+        leaves = jax.tree_util.tree_leaves_with_path(
+            self._cast(shapes, f"{role}_dtype")
+        )
+        return {
+            trees.key_path(path): leaf.dtype
+            for path, leaf in leaves
+            if trees.is_array(leaf)
+        }
 
     def check_unused(self, paths: Iterable[str]) -> None:
         """Raise if a pattern decides none of these paths, naming the nearest ones.
@@ -314,6 +327,8 @@ class PolicyMap:
 
 def _checked(pattern: Any) -> str:
     try:
+        if not isinstance(pattern, str):
+            raise TypeError("not a string")
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ValueError(
@@ -325,6 +340,12 @@ def _checked(pattern: Any) -> str:
 def cast_to_full(tree: T) -> T:
     """Cast the floating arrays of a tree to float32.
 
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The tree, as `cast_floating(tree, jnp.float32)` returns it.
+
     Examples:
       >>> cast_to_full(jnp.ones(2, jnp.bfloat16)).dtype
       dtype('float32')
@@ -334,6 +355,12 @@ def cast_to_full(tree: T) -> T:
 
 def cast_to_half(tree: T) -> T:
     """Cast the floating arrays of a tree to `half_dtype()`.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The tree, as `cast_floating(tree, half_dtype())` returns it.
 
     Examples:
       >>> cast_to_half(jnp.ones(2)).dtype == dtypes.half_dtype()

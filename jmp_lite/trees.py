@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jmp_lite import dtypes
@@ -117,6 +118,11 @@ def cast_at_least_float32(tree: T) -> T:
     )
 
 
+def multiply(tree: T, factor: Any) -> T:
+    """Multiply the numbers of a tree, half-precision ones as float32, by a scalar."""
+    return jax.tree.map(lambda x: _multiply(x, factor), tree)
+
+
 def all_finite(tree: Any) -> jax.Array:
     """Return whether every number in a tree is finite.
 
@@ -145,6 +151,15 @@ def is_inexact(x: Any) -> bool:
     if isinstance(x, float | complex):
         return True
     return is_castable(x) or (is_array(x) and _is_complex(x.dtype))
+
+
+def is_concrete_number(x: Any) -> bool:
+    """Return whether a value is here now: not a tracer, shape, sharding or object."""
+    if isinstance(x, Tracer):
+        return False
+    if isinstance(x, np.ndarray | np.generic | jax.Array):
+        return x.ndim == 0
+    return isinstance(x, int | float)
 
 
 class NotABooleanScalarError(TypeError, AssertionError):
@@ -188,6 +203,16 @@ def key_path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def _multiply(x: Any, factor: Any) -> Any:
+    if not is_inexact(x):
+        return x
+    if not is_array(x):
+        # A Python number is a float32 of no dtype yet.
+        x = jnp.asarray(x, jnp.complex64 if isinstance(x, complex) else jnp.float32)
+    x = cast_at_least_float32(x)
+    return x * jnp.asarray(factor, x.dtype)
+
+
 def _cast(x: Any, dtype: DTypeLike) -> Any:
     if not is_castable(x) or x.dtype == dtype:
         return x
@@ -205,14 +230,19 @@ def _is_complex(dtype: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    return is_array(x) or isinstance(x, bool | int | float | complex)
+    """Return whether a leaf is a value that `where` can choose."""
+    if isinstance(x, np.ndarray | np.generic):
+        # Not NumPy's strings and objects.
+        is_bool = x.dtype in (np.bool_, jax.dtypes.float0)
+        return is_bool or jnp.issubdtype(x.dtype, np.number)
+    return isinstance(x, jax.Array | bool | int | float | complex)
 
 
 def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
     if x is y:
         return x
     if not (_is_number(x) and _is_number(y)):
-        if type(x) is type(y) and x == y:
+        if type(x) is type(y) and np.all(x == y):
             return x
         raise ValueError(
             f"select_tree cannot choose between {x!r} and {y!r} at {key_path(path)!r}: "

@@ -38,7 +38,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """
     states = _find_states(opt_state)
     return {
-        (f"{path}/{name}" if len(states) > 1 else name): value
+        # nnx.Optimizer keeps each array in a Variable: what is returned is the array.
+        (f"{path}/{name}" if len(states) > 1 else name): jax.numpy.asarray(value)
         for path, state in states.items()
         for name, value in {
             "loss_scale": jax.numpy.asarray(

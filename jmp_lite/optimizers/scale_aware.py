@@ -100,30 +100,35 @@ def scale_aware(
     first_loss_scale = loss_scale
     inner = optax.with_extra_args_support(inner)
 
-    def init_fn(params):
+    def init_fn(params: Any) -> Any:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         return ScaleAwareState(
             inner_state=jax.tree.map(_with_lasting_dtype, inner_state),
-            loss_scale=first_loss_scale,
+            # Copied: the step may donate its state, and another state or optimiser may
+            # have started from the same loss scale.
+            loss_scale=jax.tree.map(jnp.copy, first_loss_scale),
             grads_finite=jnp.array(True),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
         )
 
-    def update_fn(updates, state, params=None, *, value=None, **extra):
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
         _check_arguments(updates, state, params)
         # Checked after unscaling: below 1, a scale can lift a finite number to inf.
         # XLA fuses the multiplication into both readers; no copy is kept.
         grads = state.loss_scale.unscale(updates)
-        value = trees.cast_at_least_float32(value)
+        if value is not None:
+            value = trees.cast_at_least_float32(jnp.asarray(value))
         value_finite = trees.all_finite(value)
         finite = trees.all_finite(grads) & value_finite
         if axis_name is not None:
             finite, value_finite = _agree(finite, value_finite, axis_name)
 
         if skip_nonfinite:
-            grads = _where(finite, grads, 0.0)
-            value = _where(finite, value, 0.0)
+            grads = _where(finite, grads, 0)
+            value = _where(finite, value, 0)
         if value is not None:
             extra["value"] = value
         new_updates, inner_state = inner.update(
@@ -131,7 +136,7 @@ def scale_aware(
         )
         inner_state = jax.tree.map(_with_dtype_of, inner_state, state.inner_state)
         if skip_nonfinite:
-            new_updates = _where(finite, new_updates, -0.0)
+            new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
             inner_state = trees.select_tree(finite, inner_state, state.inner_state)
 
         adjusted = state.loss_scale.adjust(finite)
@@ -149,18 +154,26 @@ def scale_aware(
 def _agree(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:
     """Return both verdicts, true where they are true on all devices of the axes."""
     failures = jnp.stack([~finite, ~value_finite]).astype(jnp.int32)
+    # shard_map tracks which axes a value varies over, and psum wants all or none of
+    # its axes among them: adding zero times the index makes it all. XLA drops it.
+    failures = failures + 0 * jax.lax.axis_index(axis_name)
     failures = jax.lax.psum(failures, axis_name)
     return failures[0] == 0, failures[1] == 0
 
 
-def _where(finite: jax.Array, tree: Any, other: float) -> Any:
+def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
     """Replace the numbers of a tree where not finite; fp8, keys, float0 stay."""
 
     def where(x):
         is_number = trees.is_inexact(x) or (
             trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)
         )
-        return jnp.where(finite, x, jnp.asarray(other, x.dtype)) if is_number else x
+        if not is_number:
+            return x
+        x = jnp.asarray(x)
+        is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+        replacement = other if is_complex else other.real
+        return jnp.where(finite, x, jnp.asarray(replacement, x.dtype))
 
     return jax.tree.map(where, tree)
 
@@ -169,7 +182,8 @@ def _with_lasting_dtype(x: Any) -> Any:
     """Return a number as an array whose dtype is strong: it survives every update."""
     if isinstance(x, bool | int | float | complex):
         x = jnp.asarray(x)
-    if not isinstance(x, jax.Array) or not x.weak_type:
+    # A key array is a jax.Array without a weak_type.
+    if not isinstance(x, jax.Array) or not getattr(x, "weak_type", False):
         return x
     return jax.lax.convert_element_type(x, x.dtype)
 

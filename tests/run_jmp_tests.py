@@ -1,0 +1,96 @@
+"""Run jmp's own tests against jmp_lite, and print what came of it as JSON.
+
+Run by `test_jmp_compatibility.py` in a process of its own, since the name `jmp` is
+taken here. jmp's test files come out of its installed wheel; every module of jmp that
+they import is ours, and jmp's own code cannot be loaded.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import sys
+import types
+import unittest
+from typing import Any
+
+import jmp_lite
+from jmp_lite import dtypes
+
+TESTS = ("loss_scale_test", "policy_test")
+
+
+def our_module(name: str, **private: Any) -> types.ModuleType:
+    """Return a module of jmp's name that holds our public names."""
+    module = types.ModuleType(name)
+    for public in jmp_lite.__all__:
+        setattr(module, public, getattr(jmp_lite, public))
+    for key, value in private.items():
+        setattr(module, key, value)
+    sys.modules[name] = module
+    return module
+
+
+class RefuseJmp:
+    """An import hook in front of all others: jmp's own code is not to be found."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        del path, target
+        if name.partition(".")[0] == "jmp":
+            raise ImportError(f"{name} is not to be loaded: jmp_lite stands for it.")
+
+
+def load(path: pathlib.Path) -> types.ModuleType:
+    """Import a file under a name of its own."""
+    spec = importlib.util.spec_from_file_location(f"jmps_own_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    """Load and run the tests; print the counts and the names of those that failed."""
+    sys.meta_path.insert(0, RefuseJmp())
+    names = {dtype: names for dtype, names in dtypes.DTYPE_NAMES.items()}
+    loss_scale = our_module("jmp._src.loss_scale")
+    policy = our_module("jmp._src.policy", dtype_to_names=names)
+    our_module("jmp", _src=our_module("jmp._src", loss_scale=loss_scale, policy=policy))
+
+    files = importlib.metadata.files("jmp") or []
+    paths = {
+        path.stem: pathlib.Path(str(path.locate()))
+        for path in files
+        if path.suffix == ".py"
+    }
+    suite = unittest.TestSuite()
+    for test in TESTS:
+        module = load(paths[test])
+        assert module.jmp in (loss_scale, policy)
+        suite.addTests(unittest.defaultTestLoader.loadTestsFromModule(module))
+    result = unittest.TestResult()
+    suite.run(result)
+
+    package = paths["loss_scale_test"].parent
+    loaded = [getattr(module, "__file__", None) for module in sys.modules.values()]
+    of_jmp = [pathlib.Path(file) for file in loaded if file]
+    print(
+        json.dumps(
+            {
+                "version": importlib.metadata.version("jmp"),
+                "ran": result.testsRun,
+                "skipped": len(result.skipped),
+                "failed": sorted(
+                    test.id().partition(" ")[0].rpartition(".")[2]
+                    for test, _ in result.failures + result.errors
+                ),
+                "files": sorted(p.stem for p in of_jmp if p.is_relative_to(package)),
+                "policy": policy.Policy.__module__,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""What holds for every public object, and must for each new one.
+
+A new public class needs a line in INSTANCES, a function in ON_ARRAYS or ON_THE_HOST, an
+optimiser in TRANSFORMATIONS: the first tests fail until it has one.
+"""
+
+import dataclasses
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_lite
+from jmp_lite import (
+    DynamicLossScale,
+    LossScaleCollapsed,
+    NoOpLossScale,
+    Policy,
+    PolicyMap,
+    StaticLossScale,
+    scale_aware,
+)
+
+PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array([0.5, 4.0])}
+GRADS = {"w": jnp.array([8.0, 16.0]), "b": jnp.array([-8.0, 32.0])}
+DYNAMIC = DynamicLossScale(
+    8.0,
+    counter=5,
+    period=7,
+    factor=4,
+    min_loss_scale=0.5,
+    backoff_factor=0.5,
+    max_loss_scale=64.0,
+    hysteresis=3,
+    hysteresis_refill="growth",
+    bad_steps=2,
+)
+POLICY = Policy("bf16", "f16", "f64")
+
+# Every optimiser of the package, around an inner one with moments. Powers of two only,
+# so that however XLA fuses, results are the same to the bit.
+TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
+    "scale_aware": lambda: scale_aware(optax.sgd(0.5, momentum=0.5), DYNAMIC),
+}
+
+
+def a_state() -> Any:
+    """Return the state of an optimiser after a step that was skipped."""
+    tx = scale_aware(optax.sgd(0.5, momentum=0.5), DYNAMIC)
+    _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    return tx.update({"w": GRADS["w"] * jnp.inf, "b": GRADS["b"]}, state, PARAMS)[1]
+
+
+# One instance of every public class, no field of which has its default.
+INSTANCES: dict[str, Callable[[], Any]] = {
+    "DynamicLossScale": lambda: DYNAMIC,
+    "NoOpLossScale": NoOpLossScale,
+    "Policy": lambda: POLICY,
+    "PolicyMap": lambda: PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
+    "ScaleAwareState": a_state,
+    "StaticLossScale": lambda: StaticLossScale(16.0),
+}
+ERRORS = [LossScaleCollapsed]
+
+TREE = {"h": jnp.array([1.0, 2.0], jnp.float16), "f": jnp.ones(2), "n": jnp.arange(2)}
+
+
+def loss(params, x):
+    return jnp.sum((params["w"] * x - params["b"]) ** 2)
+
+
+# Functions of arrays: what to call, and on what. Each belongs to the name before "/".
+ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "all_finite": (jmp_lite.all_finite, (TREE,)),
+    "cast_floating": (lambda t: jmp_lite.cast_floating(t, jnp.bfloat16), (TREE,)),
+    "cast_like": (jmp_lite.cast_like, (TREE, dict(TREE, f=TREE["h"]))),
+    "cast_to_full": (jmp_lite.cast_to_full, (TREE,)),
+    "cast_to_half": (jmp_lite.cast_to_half, (TREE,)),
+    "get_loss_scale": (jmp_lite.get_loss_scale, (a_state(),)),
+    "metrics": (jmp_lite.metrics, (a_state(),)),
+    "select_tree": (
+        jmp_lite.select_tree,
+        (jnp.bool_(False), PARAMS, GRADS),
+    ),
+    "scaled_grad": (
+        lambda ls, p, x: jmp_lite.scaled_grad(loss, loss_scale=ls)(p, x),
+        (DYNAMIC, PARAMS, GRADS["w"]),
+    ),
+    "scaled_value_and_grad": (
+        lambda ls, p, x: jmp_lite.scaled_value_and_grad(loss, loss_scale=ls)(p, x),
+        (DYNAMIC, PARAMS, GRADS["w"]),
+    ),
+    "Policy/cast_to_param": (Policy("f16", "f16", "f16").cast_to_param, (TREE,)),
+    "Policy/cast_to_compute": (POLICY.cast_to_compute, (TREE,)),
+    "Policy/cast_to_output": (POLICY.with_output_dtype("f32").cast_to_output, (TREE,)),
+    "PolicyMap/cast_to_compute": (
+        PolicyMap("full", {"h": "bf16"}).cast_to_compute,
+        (TREE,),
+    ),
+    "StaticLossScale/scale": (StaticLossScale(8.0).scale, (TREE,)),
+    "StaticLossScale/unscale": (StaticLossScale(8.0).unscale, (TREE,)),
+    "DynamicLossScale/scale": (lambda ls, t: ls.scale(t), (DYNAMIC, TREE)),
+    "DynamicLossScale/unscale": (lambda ls, t: ls.unscale(t), (DYNAMIC, TREE)),
+    "DynamicLossScale/adjust": (
+        lambda ls, finite: ls.adjust(finite),
+        (DYNAMIC, jnp.bool_(True)),
+    ),
+    "NoOpLossScale/scale": (NoOpLossScale().scale, (TREE,)),
+    "scale_aware/update": (TRANSFORMATIONS["scale_aware"]().update, (GRADS, a_state())),
+}
+# Functions that are asked on the host, before or between steps.
+ON_THE_HOST = [
+    "best_half_dtype",
+    "check_progress",
+    "get_policy",
+    "half_dtype",
+    "loss_scale_for",
+]
+
+
+# Every public object is in its table.
+
+
+def of_kind(kind: type) -> set[str]:
+    return {
+        name for name in jmp_lite.__all__ if isinstance(getattr(jmp_lite, name), kind)
+    }
+
+
+def test_every_public_class_is_held_to_the_contracts():
+    assert of_kind(type) == INSTANCES.keys() | {error.__name__ for error in ERRORS}
+    for name, make in INSTANCES.items():
+        assert type(make()) is getattr(jmp_lite, name)
+
+
+def test_every_public_function_is_held_to_the_contracts():
+    functions = {name for name in ON_ARRAYS if "/" not in name} | {*ON_THE_HOST}
+    assert of_kind(types.FunctionType) == functions | TRANSFORMATIONS.keys()
+
+
+def test_no_field_of_an_instance_has_its_default():
+    for make in INSTANCES.values():
+        instance = make()
+        if not dataclasses.is_dataclass(instance):
+            continue
+        for field in dataclasses.fields(instance):
+            assert getattr(instance, field.name) != field.default, field.name
+
+
+# Classes.
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert type(got) is type(expected)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal(got, expected)
+    chex.assert_trees_all_equal_dtypes(got, expected)
+    for field in dataclasses.fields(got) if dataclasses.is_dataclass(got) else ():
+        assert getattr(got, field.name) == getattr(expected, field.name), field.name
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_an_instance_survives_a_tree_round_trip(name):
+    instance = INSTANCES[name]()
+    leaves, structure = jax.tree.flatten(instance)
+    assert_same(jax.tree.unflatten(structure, leaves), instance)
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(instance)
+    assert_same(jax.tree.unflatten(structure, [x for _, x in with_paths]), instance)
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_an_instance_survives_jit_and_pickle(name):
+    instance = INSTANCES[name]()
+    assert_same(jax.jit(lambda x: x)(instance), instance)
+    assert_same(pickle.loads(pickle.dumps(instance)), instance)
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_a_structure_takes_any_leaf(name):
+    instance = INSTANCES[name]()
+    structure = jax.tree.structure(instance)
+    filled = jax.tree.map(lambda _: object(), instance)
+    assert type(filled) is type(instance)
+    assert jax.tree.structure(filled) == structure
+    assert hash(structure) == hash(jax.tree.structure(INSTANCES[name]()))
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_what_has_no_leaves_is_a_constant(name):
+    instance = INSTANCES[name]()
+    if not jax.tree.leaves(instance):
+        again = pickle.loads(pickle.dumps(instance))
+        assert instance == again and hash(instance) == hash(again)
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_an_instance_is_frozen(name):
+    instance = INSTANCES[name]()
+    fields = [
+        *getattr(instance, "_fields", ()),
+        *getattr(instance, "__dataclass_fields__", ()),
+        "another",
+    ]
+    for field in fields:
+        with pytest.raises(AttributeError):
+            setattr(instance, field, None)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_pickles_with_its_text(error):
+    again = pickle.loads(pickle.dumps(error("the text")))
+    assert type(again) is error and str(again) == "the text"
+
+
+@pytest.mark.parametrize("name", jmp_lite.__all__)
+def test_public_objects_pickle_by_name(name):
+    value = getattr(jmp_lite, name)
+    assert pickle.loads(pickle.dumps(value)) == value
+
+
+# Functions.
+
+
+@pytest.mark.parametrize("name", ON_ARRAYS)
+def test_jit_does_what_eager_does_and_compiles_once(name):
+    function, arguments = ON_ARRAYS[name]
+    traces = []
+
+    @jax.jit
+    def jitted(*arguments):
+        traces.append(1)
+        return function(*arguments)
+
+    expected = function(*arguments)
+    chex.assert_trees_all_equal(jitted(*arguments), expected)
+    chex.assert_trees_all_equal_dtypes(jitted(*arguments), expected)
+    jitted(*jax.tree.map(np.asarray, arguments))
+    assert len(traces) == 1
+    shapes = jax.eval_shape(function, *arguments)
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        shapes, jax.eval_shape(lambda: expected)
+    )
+
+
+@pytest.mark.parametrize("name", ON_ARRAYS)
+def test_vmap_does_to_each_row_what_eager_does(name):
+    function, arguments = ON_ARRAYS[name]
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), arguments)
+    result = jax.vmap(function)(*stacked)
+    expected = jax.tree.map(lambda x: jnp.stack([x, x]), function(*arguments))
+    chex.assert_trees_all_equal(result, expected)
+
+
+# Optimisers.
+
+
+def batches() -> Any:
+    """Return gradients of four steps, the second and the last not finite."""
+    factors = jnp.array([1.0, jnp.inf, 2.0, jnp.nan])
+    return jax.tree.map(lambda g: jnp.outer(factors, g), GRADS)
+
+
+def run_eagerly(tx: Any) -> tuple[Any, Any]:
+    params, state = PARAMS, tx.init(PARAMS)
+    for step in range(4):
+        grads = jax.tree.map(lambda g, i=step: g[i], batches())
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_an_optimiser_is_one_compilation_and_keeps_its_dtypes(name):
+    tx = TRANSFORMATIONS[name]()
+    traces = []
+
+    @jax.jit
+    def update(grads, state, params):
+        traces.append(1)
+        return tx.update(grads, state, params)
+
+    first = state = tx.init(PARAMS)
+    params = PARAMS
+    for step in range(4):
+        grads = jax.tree.map(lambda g, i=step: g[i], batches())
+        updates, state = update(grads, state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, first)
+        assert jax.tree.structure(state) == jax.tree.structure(first)
+        params = optax.apply_updates(params, updates)
+    update(GRADS, pickle.loads(pickle.dumps(state)), params)
+    assert len(traces) == 1
+    chex.assert_trees_all_equal((params, state), run_eagerly(tx))
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_an_optimiser_runs_in_a_scan(name):
+    tx = TRANSFORMATIONS[name]()
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    carry, _ = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), batches())
+    chex.assert_trees_all_equal(carry, run_eagerly(tx))
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_an_optimiser_runs_in_a_vmap(name):
+    tx = TRANSFORMATIONS[name]()
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+    states = jax.vmap(tx.init)(stacked)
+    two = jax.tree.map(lambda g: g[:2], batches())  # one finite, one not
+    _, states = jax.vmap(tx.update)(two, states, stacked)
+    assert states.grads_finite.tolist() == [True, False]
+    for row in range(2):
+        grads = jax.tree.map(lambda g, i=row: g[i], two)
+        _, expected = tx.update(grads, tx.init(PARAMS), PARAMS)
+        got = jax.tree.map(lambda x, i=row: x[i], states)
+        chex.assert_trees_all_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_an_optimiser_speaks_optaxs_protocol(name):
+    tx = TRANSFORMATIONS[name]()
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    chained = optax.chain(tx, optax.scale(1.0))
+    updates, _ = chained.update(GRADS, chained.init(PARAMS), PARAMS, unknown=1)
+    expected, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+    chex.assert_trees_all_equal(updates, expected)

@@ -1,0 +1,204 @@
+"""dtypes: names are read and written back, and devices are told apart."""
+
+import dataclasses
+import pickle
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jmp_lite import dtypes
+
+FLOATS = {
+    "float16": jnp.float16,
+    "bfloat16": jnp.bfloat16,
+    "float32": jnp.float32,
+    "float64": jnp.float64,
+    "float8_e4m3fn": jnp.float8_e4m3fn,
+    "float8_e5m2": jnp.float8_e5m2,
+}
+SHORT_NAMES = {
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "full",
+    "float64": "f64",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """What the library asks of a `jax.Device`, for hardware that is not here."""
+
+    platform: str
+    compute_capability: str | None = None
+
+    @property
+    def device_kind(self) -> str:
+        return f"a {self.platform} {self.compute_capability}"
+
+
+@st.composite
+def spellings(draw):
+    """Draw a dtype's NumPy name, and one way of writing that dtype."""
+    name = draw(st.sampled_from(sorted(FLOATS)))
+    scalar_type = FLOATS[name]
+    ways = [name, f" {name} ", scalar_type, np.dtype(name), jnp.dtype(name)]
+    if name in SHORT_NAMES:
+        ways.append(SHORT_NAMES[name])
+    if hasattr(np, name):
+        ways.append(getattr(np, name))
+    return name, draw(st.sampled_from(ways))
+
+
+@given(spellings())
+def test_every_spelling_is_read_as_the_same_object(drawn):
+    name, spelling = drawn
+    assert dtypes.parse_dtype(spelling) is FLOATS[name]
+
+
+@given(spellings())
+def test_a_written_name_is_read_back(drawn):
+    _, spelling = drawn
+    dtype = dtypes.parse_dtype(spelling)
+    assert dtypes.parse_dtype(dtypes.dtype_name(dtype)) is dtype
+
+
+@pytest.mark.parametrize(("long", "short"), SHORT_NAMES.items())
+def test_names_are_written_short(long, short):
+    assert dtypes.dtype_name(FLOATS[long]) == short
+    assert dtypes.dtype_name(np.dtype(long)) == short
+
+
+@pytest.mark.parametrize("name", ["f32", "full", "float32"])
+def test_float32_has_three_names(name):
+    assert dtypes.parse_dtype(name) is jnp.float32
+
+
+def test_half_is_the_half_dtype_of_the_platform():
+    assert dtypes.parse_dtype("half") is dtypes.half_dtype()
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+def test_a_parsed_dtype_is_hashable_and_pickles(dtype):
+    parsed = dtypes.parse_dtype(dtype)
+    assert {parsed: 1}[dtype] == 1
+    assert pickle.loads(pickle.dumps(parsed)) is parsed
+
+
+@pytest.mark.parametrize("name", ["float17", "", "Float16", "float_e", "floor", "int8"])
+def test_an_unknown_name_lists_the_known_ones(name):
+    known = "half, bf16, bfloat16, f16, float16, full, f32, float32, f64, float64"
+    with pytest.raises(ValueError) as error:
+        dtypes.parse_dtype(name)
+    assert str(error.value) == f"Unknown dtype {name!r}, expected one of {known}."
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool, np.complex64, "V4", np.longdouble])
+def test_a_dtype_that_is_not_a_jax_float_is_refused(dtype):
+    dtype = np.dtype(dtype)
+    with pytest.raises(ValueError, match=f"Expected a floating .* got '{dtype.name}'"):
+        dtypes.parse_dtype(dtype)
+
+
+@pytest.mark.parametrize("value", [None, 3, object(), ["f16"], np.ones(2)])
+def test_what_is_no_dtype_is_refused(value):
+    with pytest.raises(TypeError, match="Expected a floating dtype or its name") as e:
+        dtypes.parse_dtype(value)
+    assert f"got {value!r}." in str(e.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64])
+def test_the_four_floats_take_part_in_mixed_precision(dtype):
+    assert dtypes.is_castable(np.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.int32, jnp.bool_, jnp.complex64, jnp.float8_e4m3fn, jnp.float8_e5m2]
+)
+def test_other_dtypes_do_not_take_part(dtype):
+    assert not dtypes.is_castable(np.dtype(dtype))
+    assert not dtypes.is_half(np.dtype(dtype))
+
+
+def test_half_is_float16_and_bfloat16_only():
+    half = [name for name, dtype in FLOATS.items() if dtypes.is_half(np.dtype(dtype))]
+    assert half == ["float16", "bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [("cpu", jnp.float16), ("gpu", jnp.float16), ("tpu", jnp.bfloat16)],
+)
+def test_half_dtype_follows_jmp(platform, expected):
+    assert dtypes.half_dtype(platform) is expected
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (FakeDevice("gpu", "6.1"), jnp.float16),
+        (FakeDevice("gpu", "7.0"), jnp.float16),
+        (FakeDevice("gpu", "7.5"), jnp.float16),
+        (FakeDevice("gpu", "8.0"), jnp.bfloat16),
+        (FakeDevice("gpu", "9.0"), jnp.bfloat16),
+        (FakeDevice("gpu", "10.0"), jnp.bfloat16),
+        (FakeDevice("gpu", "gfx90a"), jnp.bfloat16),
+        (FakeDevice("tpu"), jnp.bfloat16),
+        (FakeDevice("cpu"), jnp.bfloat16),
+    ],
+    ids=str,
+)
+def test_the_best_half_dtype_is_bfloat16_where_the_hardware_has_it(device, expected):
+    assert dtypes.best_half_dtype(device) is expected
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (FakeDevice("gpu", "7.5"), (7, 5)),
+        (FakeDevice("gpu", "12.0"), (12, 0)),
+        (FakeDevice("gpu", "gfx90a"), None),
+        (FakeDevice("gpu", "9"), None),
+        (FakeDevice("cpu"), None),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_compute_capability_is_read_only_from_nvidia_devices(device, expected):
+    assert dtypes.compute_capability(device) == expected
+
+
+SLOW = [
+    (jnp.float16, FakeDevice("cpu"), "float16 is slower than float32 on the CPU"),
+    (jnp.bfloat16, FakeDevice("cpu"), "bfloat16 is slower than float32 on the CPU"),
+    (jnp.float16, FakeDevice("tpu"), "have no float16: use bfloat16"),
+    (jnp.float16, FakeDevice("gpu", "6.1"), "compute capability 6.1; half"),
+    (jnp.bfloat16, FakeDevice("gpu", "6.1"), "compute capability 6.1; half"),
+    (jnp.bfloat16, FakeDevice("gpu", "7.5"), "7.5; bfloat16 is fast from 8.0: use fl"),
+]
+FAST = [
+    (jnp.float16, FakeDevice("gpu", "7.0")),
+    (jnp.float16, FakeDevice("gpu", "9.0")),
+    (jnp.bfloat16, FakeDevice("gpu", "8.0")),
+    (jnp.float16, FakeDevice("gpu", "gfx90a")),
+    (jnp.bfloat16, FakeDevice("tpu")),
+    (jnp.float32, FakeDevice("cpu")),
+    (jnp.float64, FakeDevice("gpu", "6.1")),
+]
+
+
+@pytest.mark.parametrize(("dtype", "device", "reason"), SLOW, ids=str)
+def test_a_slow_half_dtype_says_why(dtype, device, reason):
+    assert reason in (dtypes.slow_half_reason(dtype, device) or "")
+
+
+@pytest.mark.parametrize(("dtype", "device"), FAST, ids=str)
+def test_a_fast_dtype_has_no_reason(dtype, device):
+    assert dtypes.slow_half_reason(dtype, device) is None
+
+
+def test_without_a_device_the_first_one_is_asked():
+    reason = dtypes.slow_half_reason(jnp.float16)
+    assert reason is not None and "on the CPU" in reason

@@ -1,0 +1,363 @@
+"""Loss scales: what they do to numbers, what they refuse, how they are chosen."""
+
+import math
+import pickle
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jmp_lite import (
+    DynamicLossScale,
+    NoOpLossScale,
+    PolicyMap,
+    StaticLossScale,
+    get_loss_scale,
+    get_policy,
+    loss_scale_for,
+    scale_aware,
+)
+from jmp_lite.loss_scale import check_loss_scale
+
+SCALING = {
+    "static": StaticLossScale(1024.0),
+    "dynamic": DynamicLossScale(1024.0),
+    "dynamic from f16": DynamicLossScale(np.float16(1024)),
+    "dynamic from array": DynamicLossScale(jnp.bfloat16(1024)),
+}
+
+
+@pytest.fixture(params=SCALING)
+def loss_scale(request) -> Any:
+    return SCALING[request.param]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (jnp.float16, "float32"),
+        (jnp.bfloat16, "float32"),
+        (jnp.float32, "float32"),
+        (jnp.float64, "float64"),
+        (jnp.complex64, "complex64"),
+    ],
+)
+def test_half_comes_back_as_float32_and_wider_as_it_was(loss_scale, dtype, expected):
+    with jax.enable_x64(True):
+        x = jnp.full((2,), 3, dtype)
+        scaled, unscaled = loss_scale.scale({"x": x}), loss_scale.unscale({"x": x})
+    assert str(scaled["x"].dtype) == str(unscaled["x"].dtype) == expected
+    assert scaled["x"].tolist() == [3 * 1024] * 2
+    assert unscaled["x"].tolist() == [3 / 1024] * 2
+
+
+def test_an_f16_loss_times_65536_is_finite():
+    # flax's DynamicScale loses its first step to this.
+    loss = jnp.float16(2.5)
+    assert float(DynamicLossScale(65536.0).scale(loss)) == 2.5 * 65536
+    assert float(StaticLossScale(65536.0).scale(loss)) == 2.5 * 65536
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_unscaling_does_not_round_to_half(loss_scale, dtype):
+    # jmp, given a scale in f16 or as a Python number, stays in f16: 5.96e-8 at best.
+    x = jnp.array(1e-3, dtype)
+    assert float(loss_scale.unscale(x)) == float(x) / 1024
+    tiny = jnp.array(2.0**-24, dtype)
+    assert float(loss_scale.unscale(tiny)) == 2.0**-34
+
+
+def test_complex_gradients_keep_their_imaginary_part(loss_scale):
+    x = jnp.array([1 + 2j, -3j])
+    assert loss_scale.unscale(loss_scale.scale(x)).tolist() == [1 + 2j, -3j]
+
+
+def test_what_is_no_floating_number_passes_through(loss_scale):
+    leaves = [
+        jnp.arange(2),
+        jnp.array([True]),
+        jax.random.key(0),
+        np.zeros(2, jax.dtypes.float0),
+        jnp.ones(2, jnp.float8_e4m3fn),
+        7,
+        True,
+        "text",
+        jax.nn.relu,
+    ]
+    for result in loss_scale.scale(leaves), loss_scale.unscale(leaves):
+        assert all(x is y for x, y in zip(leaves, result, strict=True))
+    assert loss_scale.scale({"x": None}) == {"x": None}
+
+
+@pytest.mark.parametrize(("x", "dtype"), [(2.0, jnp.float32), (2j, jnp.complex64)])
+def test_python_numbers_are_scaled_as_float32(loss_scale, x, dtype):
+    scaled = loss_scale.scale(x)
+    assert scaled.dtype == dtype and complex(scaled) == x * 1024
+
+
+@pytest.mark.parametrize("exponent", [-126, -1, 0, 15, 24, 126])
+def test_powers_of_two_are_undone_bit_for_bit(exponent, getkey):
+    x = jax.random.normal(getkey(), (64,))
+    for loss_scale in DynamicLossScale(2.0**exponent), StaticLossScale(2.0**exponent):
+        result = loss_scale.unscale(loss_scale.scale(x))
+        # Where the product itself is a normal number.
+        kept = np.abs(np.asarray(x, np.float64)) * 2.0**exponent >= 2.0**-126
+        assert np.array_equal(result[kept], x[kept]) and kept.sum() > 10
+
+
+def test_no_op_and_static_scales_stay_as_they_are():
+    for loss_scale in NoOpLossScale(), StaticLossScale(8.0):
+        assert loss_scale.adjust(jnp.bool_(False)) is loss_scale
+        assert jax.tree.leaves(loss_scale) == []
+    tree = {"x": jnp.ones(2, jnp.float16)}
+    assert NoOpLossScale().scale(tree) is NoOpLossScale().unscale(tree) is tree
+    assert NoOpLossScale().loss_scale == 1
+
+
+@pytest.mark.parametrize("value", [8, 8.0, np.float32(8), jnp.float32(8)])
+def test_a_static_scale_is_one_hashable_constant_however_given(value):
+    loss_scale = StaticLossScale(value)
+    assert loss_scale == StaticLossScale(8.0)
+    assert {loss_scale: 1}[StaticLossScale(8.0)] == 1
+    assert pickle.loads(pickle.dumps(loss_scale)) == loss_scale
+
+
+def test_a_bare_static_scale_of_zero_is_jmps_to_build_and_ours_to_refuse():
+    loss_scale = StaticLossScale(0)
+    with pytest.raises(ValueError, match="positive, finite loss scale, got 0.0"):
+        scale_aware(optax.sgd(0.1), loss_scale)
+
+
+@pytest.mark.parametrize(
+    "finite", [True, np.bool_(True), jnp.bool_(True), jnp.int32(1)]
+)
+def test_adjust_takes_any_boolean_scalar(finite):
+    adjusted = DynamicLossScale(8.0, period=1).adjust(finite)
+    assert float(adjusted.loss_scale) == 16.0
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 2)])
+def test_adjust_refuses_a_vector_and_says_what_makes_a_scalar(shape):
+    expected = f"boolean scalar, got shape ({shape[0]},"
+    with pytest.raises(ValueError) as error:
+        DynamicLossScale(8.0).adjust(jnp.ones(shape, jnp.bool_))
+    assert expected in str(error.value)
+    assert str(error.value).endswith("; all_finite(grads) makes one.")
+
+
+# Constructor.
+
+
+def test_defaults_are_those_of_the_documentation():
+    loss_scale = DynamicLossScale()
+    assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (2.0**15, 0)
+    assert (loss_scale.period, loss_scale.factor) == (2000, 2)
+    assert (loss_scale.min_loss_scale, loss_scale.max_loss_scale) == (1.0, 2.0**24)
+    assert (loss_scale.backoff_factor, loss_scale.hysteresis) == (0.5, 1)
+    assert loss_scale.hysteresis_refill == "scale_change"
+    assert loss_scale.bad_steps is None
+
+
+def test_positional_arguments_are_in_jmps_order():
+    loss_scale = DynamicLossScale(4.0, 1, 3, 5, 0.5)
+    assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (4.0, 1)
+    assert (loss_scale.period, loss_scale.factor) == (3, 5)
+    assert (loss_scale.min_loss_scale, loss_scale.backoff_factor) == (0.5, 1 / 5)
+    with pytest.raises(TypeError, match="positional arguments"):
+        DynamicLossScale(4.0, 1, 3, 5, 0.5, 0.5)  # pyright: ignore[reportCallIssue] - the point
+
+
+@pytest.mark.parametrize(
+    "scale", [2.0**15, np.float16(2**15), jnp.bfloat16(2**15), np.float64(2**15)]
+)
+def test_leaves_are_float32_and_int32_from_the_first_call_on(scale):
+    with jax.enable_x64(True):
+        loss_scale = DynamicLossScale(scale, np.int64(3), hysteresis=2)
+        for step in loss_scale, loss_scale.adjust(True), loss_scale.adjust(False):
+            dtypes = [str(x.dtype) for x in jax.tree.leaves(step)]
+            assert dtypes == ["float32", "int32", "int32"]
+            assert not any(x.weak_type for x in jax.tree.leaves(step))
+
+
+@pytest.mark.parametrize("scale", [8, np.int32(8), jnp.int32(8)])
+def test_an_integer_scale_warns_at_its_user_and_becomes_float32(scale):
+    with pytest.warns(UserWarning, match="Expected floating type for loss_scale") as w:
+        loss_scale = DynamicLossScale(scale)
+    assert [warning.filename for warning in w] == [__file__]
+    assert loss_scale.loss_scale.dtype == jnp.float32
+    assert float(loss_scale.loss_scale) == 8.0
+
+
+def test_an_integer_floor_warns():
+    with pytest.warns(UserWarning, match="Expected floating type for min_loss_scale"):
+        assert DynamicLossScale(8.0, min_loss_scale=2).min_loss_scale == 2.0
+
+
+def test_no_warning_where_nothing_is_wrong():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DynamicLossScale(8.0, max_loss_scale=2**16, hysteresis=2)
+
+
+BAD_SCALES = [0.0, -0.0, -8.0, math.nan, math.inf, -math.inf, 1e-60, 1e39, 2.0**127]
+
+
+@pytest.mark.parametrize("scale", BAD_SCALES)
+@pytest.mark.parametrize("make", [float, np.float64])
+def test_a_scale_that_cannot_scale_is_refused(scale, make):
+    expected = "Expected a positive, finite loss scale, got "
+    with pytest.raises(ValueError, match=expected) as error:
+        DynamicLossScale(make(scale))
+    assert f"got {scale}; " in str(error.value)
+    with pytest.raises(ValueError, match=expected):
+        check_loss_scale(StaticLossScale(make(scale)))
+
+
+@pytest.mark.parametrize("scale", [jnp.float32(0), jnp.float32(np.nan)])
+def test_a_scale_that_is_an_array_is_checked_as_well(scale):
+    with pytest.raises(ValueError, match="Expected a positive, finite loss scale, got"):
+        DynamicLossScale(scale)
+
+
+COUNT = "at least 1, a whole int32"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"period": 0}, f"Expected period to be {COUNT}, got 0."),
+        ({"period": -5}, f"Expected period to be {COUNT}, got -5."),
+        ({"period": 2.5}, f"Expected period to be {COUNT}, got 2.5."),
+        ({"period": math.nan}, f"Expected period to be {COUNT}, got nan."),
+        ({"period": math.inf}, f"Expected period to be {COUNT}, got inf."),
+        ({"period": 2**31}, f"Expected period to be {COUNT}, got 2147483648."),
+        ({"factor": 1}, "Expected factor to be finite and above 1, got 1."),
+        ({"factor": 0.5}, "Expected factor to be finite and above 1, got 0.5."),
+        ({"factor": math.inf}, "Expected factor to be finite and above 1, got inf."),
+        ({"factor": math.nan}, "Expected factor to be finite and above 1, got nan."),
+        (
+            {"backoff_factor": 0},
+            "Expected backoff_factor to be between 0 and 1, got 0.",
+        ),
+        (
+            {"backoff_factor": 1},
+            "Expected backoff_factor to be between 0 and 1, got 1.",
+        ),
+        ({"hysteresis": 0}, f"Expected hysteresis to be {COUNT}, got 0."),
+        ({"hysteresis": 1.5}, f"Expected hysteresis to be {COUNT}, got 1.5."),
+        (
+            {"hysteresis_refill": "never"},
+            "Expected hysteresis_refill to be one of ('scale_change', 'growth', "
+            "'finite_step'), got 'never'.",
+        ),
+        (
+            {"min_loss_scale": 4.0, "max_loss_scale": 2.0},
+            "Expected 0 <= min_loss_scale <= max_loss_scale, got 4.0 and 2.0.",
+        ),
+        (
+            {"min_loss_scale": -1.0},
+            "Expected 0 <= min_loss_scale <= max_loss_scale, got -1.0 and 16777216.0.",
+        ),
+        (
+            {"max_loss_scale": math.nan},
+            "Expected 0 <= min_loss_scale <= max_loss_scale, got 1.0 and nan.",
+        ),
+    ],
+    ids=str,
+)
+def test_a_setting_out_of_its_range_is_refused(settings, expected):
+    with pytest.raises(ValueError) as error:
+        DynamicLossScale(8.0, **settings)
+    assert str(error.value) == expected
+
+
+@pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])
+@pytest.mark.parametrize("value", [None, "1", np.ones(2)])
+def test_bounds_are_constants_of_the_program(name, value):
+    expected = f"Expected {name} to be a number known when the program is traced, got"
+    with pytest.raises(TypeError, match=expected):
+        DynamicLossScale(8.0, **{name: value})
+    with pytest.raises(TypeError, match=f"{expected} .*: it is a constant"):
+        jax.jit(lambda x: DynamicLossScale(8.0, **{name: x}).loss_scale)(1.0)
+
+
+def test_a_count_of_bad_steps_is_dropped_where_nothing_counts_them():
+    loss_scale = DynamicLossScale(8.0, bad_steps=3)
+    assert loss_scale.bad_steps is None
+    assert float(loss_scale.adjust(False).loss_scale) == 4.0
+
+
+# loss_scale_for, get_loss_scale, check_loss_scale.
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("mixed_float16", DynamicLossScale),
+        ("float16", DynamicLossScale),
+        ("p=f32,c=f32,o=f16", NoOpLossScale),
+        ("p=f16,c=bf16", NoOpLossScale),
+        ("mixed_bfloat16", NoOpLossScale),
+        ("full", NoOpLossScale),
+        (get_policy("c=f16"), DynamicLossScale),
+        (PolicyMap("full", {"a": "float16"}), DynamicLossScale),
+        (PolicyMap("float16", {"a": "full"}), DynamicLossScale),
+        (PolicyMap("full", {"a": "bf16"}), NoOpLossScale),
+    ],
+    ids=str,
+)
+def test_only_float16_compute_needs_a_loss_scale(policy, expected):
+    assert type(loss_scale_for(policy)) is expected
+
+
+def test_loss_scale_for_refuses_what_is_no_policy():
+    with pytest.raises(TypeError, match="Expected a Policy or its string, got 16"):
+        loss_scale_for(16)  # pyright: ignore[reportArgumentType] - the point
+
+
+@pytest.mark.parametrize(
+    "loss_scale", [NoOpLossScale(), StaticLossScale(8.0), DynamicLossScale(8.0)]
+)
+def test_a_loss_scale_is_found_at_any_depth(loss_scale):
+    state = scale_aware(optax.sgd(0.1), loss_scale).init(jnp.ones(2))
+    for tree in loss_scale, {"a": [None, loss_scale]}, {"opt": (state, jnp.ones(2))}:
+        assert get_loss_scale(tree) == loss_scale
+
+
+def test_no_loss_scale_is_an_error_that_says_what_there_was():
+    expected = (
+        r"Found no loss scale in a tree of type dict with the leaves \['a/b'\]; ex"
+    )
+    with pytest.raises(ValueError, match=expected):
+        get_loss_scale({"a": {"b": jnp.ones(2)}})
+
+
+def test_several_loss_scales_are_an_error_that_says_where():
+    tree = {"d": StaticLossScale(2.0), "g": [DynamicLossScale(2.0)]}
+    expected = (
+        r"Expected one loss scale, found several, at \['d', 'g/0'\]: pass the part"
+    )
+    with pytest.raises(ValueError, match=expected):
+        get_loss_scale(tree)
+
+
+@pytest.mark.parametrize("value", [None, 8.0, DynamicLossScale])
+def test_what_is_no_loss_scale_is_refused(value):
+    expected = "Expected a NoOpLossScale, StaticLossScale or DynamicLossScale, got "
+    with pytest.raises(TypeError, match=expected) as error:
+        check_loss_scale(value)
+    assert repr(value) in str(error.value)
+
+
+def test_a_scale_without_a_known_value_passes():
+    @jax.jit
+    def check(scale):
+        check_loss_scale(DynamicLossScale(scale))
+        return scale
+
+    assert float(check(0.0)) == 0.0
+    check_loss_scale(jax.tree.map(lambda _: object(), DynamicLossScale(8.0)))

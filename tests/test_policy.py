@@ -1,0 +1,251 @@
+"""Policy and get_policy: three dtypes, said in any way, read back from their text."""
+
+import pickle
+import warnings
+from typing import Any, NamedTuple
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jmp_lite import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
+from tests.test_dtypes import FAST, SLOW, FakeDevice, spellings
+
+F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
+CASTS = ["cast_to_param", "cast_to_compute", "cast_to_output"]
+MIXED = Policy(F32, F16, BF16)
+
+
+class Batch(NamedTuple):
+    image: Any
+    label: Any
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"), list(zip(CASTS, [F32, F16, BF16], strict=True)), ids=CASTS
+)
+def test_each_role_casts_to_its_own_dtype(cast, dtype):
+    image = {"a": jnp.ones(2, F16), "b": np.ones(2), "c": None}
+    tree = Batch(image, label=jnp.arange(2))
+    result = getattr(MIXED, cast)(tree)
+    assert result.image["a"].dtype == result.image["b"].dtype == dtype
+    assert result.label is tree.label and result.image["c"] is None
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_fp8_leaves_are_not_lifted_to_half(cast):
+    leaf = jnp.ones(2, jnp.float8_e4m3fn)
+    assert getattr(MIXED, cast)(leaf) is leaf
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_keys_scalars_and_functions_are_left_alone(cast):
+    tree = [
+        jax.random.key(0),
+        1.0,
+        1j,
+        "s",
+        jax.nn.relu,
+        np.zeros(2, jax.dtypes.float0),
+    ]
+    assert all(x is y for x, y in zip(getattr(MIXED, cast)(tree), tree, strict=True))
+
+
+def test_modules_are_cast_whole(getkey):
+    mlp = MIXED.cast_to_compute(eqx.nn.MLP(2, 2, 2, 1, key=getkey()))
+    assert mlp.layers[0].weight.dtype == F16
+    linear = MIXED.cast_to_compute(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert linear.kernel[...].dtype == F16
+
+
+def test_a_policy_casts_shapes_before_there_are_arrays():
+    shapes = jax.eval_shape(lambda: {"w": jnp.ones(2), "n": jnp.arange(2)})
+    assert jax.tree.map(lambda x: str(x.dtype), MIXED.cast_to_compute(shapes)) == {
+        "w": "float16",
+        "n": "int32",
+    }
+
+
+@given(spellings(), spellings(), spellings())
+def test_a_policy_is_read_back_from_its_text(param, compute, output):
+    policy = Policy(param[1], compute[1], output[1])
+    assert get_policy(str(policy)) == policy
+    assert hash(get_policy(str(policy))) == hash(policy)
+    assert [np.dtype(d).name for d in (policy.param_dtype, policy.compute_dtype)] == [
+        param[0],
+        compute[0],
+    ]
+
+
+@given(spellings(), spellings(), spellings(), st.sampled_from([",", " , ", ", "]))
+def test_the_grammar_reads_long_and_short_keys(param, compute, output, comma):
+    names = [dtype[0] for dtype in (param, compute, output)]
+    expected = Policy(*names)
+    for keys in ("p", "c", "o"), ("params", "compute", "output"):
+        parts = [f"{key}={name}" for key, name in zip(keys, names, strict=True)]
+        assert get_policy(comma.join(parts)) == expected
+        assert get_policy(comma.join(reversed(parts))) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("float16", (F16, F16, F16)),
+        ("bf16", (BF16, BF16, BF16)),
+        (" full ", (F32, F32, F32)),
+        ("f64", (F64, F64, F64)),
+        ("params=float32,compute=float16,output=float32", (F32, F16, F32)),
+        ("p = f32 , c = bf16 , o = f32", (F32, BF16, F32)),
+        ("c=f16", (F32, F16, F16)),
+        ("p=f16", (F16, F16, F16)),
+        ("p=f16,c=bf16", (F16, BF16, BF16)),
+        ("p=bf16,o=f32", (BF16, BF16, F32)),
+        ("o=f16", (F32, F32, F16)),
+        ("mixed_float16", (F32, F16, F32)),
+        (" mixed_bfloat16 ", (F32, BF16, F32)),
+        ("p=float8_e4m3fn,c=bf16", (jnp.float8_e4m3fn, BF16, BF16)),
+    ],
+)
+def test_what_is_not_said_follows_jmp(text, expected):
+    policy = get_policy(text)
+    assert (policy.param_dtype, policy.compute_dtype, policy.output_dtype) == expected
+
+
+def test_half_means_the_half_dtype_of_the_platform():
+    assert get_policy("half") == Policy(*[half_dtype()] * 3)
+    assert get_policy("c=half").compute_dtype == half_dtype()
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [("7.0", F16), ("8.0", BF16), (None, BF16)]
+)
+def test_mixed_takes_the_best_half_of_the_device(monkeypatch, capability, expected):
+    devices = [FakeDevice("gpu" if capability else "tpu", capability)]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert get_policy("mixed") == Policy(F32, expected, F32)
+
+
+def test_the_text_is_jmps_short_form():
+    assert str(Policy(np.dtype("float32"), "float16", jnp.bfloat16)) == (
+        "p=full,c=f16,o=bf16"
+    )
+    assert repr(MIXED) == "get_policy('p=full,c=f16,o=bf16')"
+    assert eval(repr(MIXED), {"get_policy": get_policy}) == MIXED
+
+
+def test_a_policy_is_returned_as_it_is():
+    assert get_policy(MIXED) is MIXED
+
+
+def test_however_its_dtypes_are_given_a_policy_is_one_key():
+    policies = {
+        Policy(F16, F16, F16),
+        Policy("float16", "f16", np.float16),
+        Policy(np.dtype("float16"), jnp.dtype("float16"), "half"),
+    }
+    assert policies == {get_policy("float16")}
+    assert MIXED not in policies
+
+
+def test_with_output_dtype_changes_only_that():
+    assert MIXED.with_output_dtype("f64") == Policy(F32, F16, F64)
+    assert MIXED == Policy(F32, F16, BF16)
+    with pytest.raises(ValueError, match="Unknown dtype 'f99'"):
+        MIXED.with_output_dtype("f99")
+
+
+def test_a_policy_is_frozen_and_pickles():
+    with pytest.raises(AttributeError, match="cannot assign to field 'param_dtype'"):
+        MIXED.param_dtype = F16  # pyright: ignore[reportAttributeAccessIssue] - the point
+    assert pickle.loads(pickle.dumps(MIXED)) == MIXED
+
+
+def test_a_policy_is_static_under_jit():
+    assert jax.tree.leaves(MIXED) == []
+
+    @jax.jit
+    @chex.assert_max_traces(n=2)
+    def cast(policy, x):
+        return policy.cast_to_compute(x)
+
+    for policy in MIXED, Policy("f32", "f16", "bf16"), get_policy("p=full,c=bf16"):
+        assert cast(policy, jnp.ones(2)).dtype == policy.compute_dtype
+
+
+def test_cast_to_full_and_half():
+    tree = {"h": jnp.ones(2, BF16), "i": jnp.arange(2), "f": jnp.ones(2)}
+    dtypes = {name: x.dtype for name, x in cast_to_full(tree).items()}
+    assert dtypes == {"h": F32, "i": jnp.int32, "f": F32}
+    dtypes = {name: x.dtype for name, x in cast_to_half(tree).items()}
+    assert dtypes == {"h": half_dtype(), "i": jnp.int32, "f": half_dtype()}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "float17",
+            "Unknown dtype 'float17', expected one of half, bf16, .* mixed_flo",
+        ),
+        ("", "Unknown dtype '', expected one of half"),
+        ("compute_float16", "Unknown dtype 'compute_float16', .* mixed_bfloat16"),
+        ("c=float17", "Unknown dtype 'float17', expected one of half, bf16"),
+        ("c=", "Unknown dtype '', expected one of half"),
+        ("c=mixed", "Unknown dtype 'mixed', expected one of half"),
+        ("d=f16", "Cannot read 'd=f16' in the policy 'd=f16': expected params=, comp"),
+        ("c=f16,", r"Cannot read '' in the policy 'c=f16,': expected .*\(p=, c=, o="),
+        ("c=f16,o", "Cannot read 'o' in the policy"),
+        ("c=f16,compute=f16", "Cannot read 'compute=f16' .*, each at most once"),
+        ("c=int8", "Unknown dtype 'int8', expected one of half"),
+    ],
+)
+def test_a_policy_that_cannot_be_read_says_what_could(text, expected):
+    with pytest.raises(ValueError, match=expected):
+        get_policy(text)
+
+
+@pytest.mark.parametrize("value", [None, 3, ("f16", "f16", "f16"), jnp.float16])
+def test_what_is_no_policy_is_refused(value):
+    with pytest.raises(TypeError, match="Expected a Policy or its string, got"):
+        get_policy(value)
+
+
+@pytest.mark.parametrize("position", range(3))
+@pytest.mark.parametrize(
+    ("dtype", "error", "expected"),
+    [
+        (jnp.int32, ValueError, "Expected a floating dtype .* got 'int32'"),
+        (jnp.complex64, ValueError, "Expected a floating dtype .* got 'complex64'"),
+        (np.longdouble, ValueError, "Expected a floating dtype .* got 'float128'"),
+        ("f17", ValueError, "Unknown dtype 'f17'"),
+        (None, TypeError, "Expected a floating dtype or its name .* got None"),
+    ],
+)
+def test_a_dtype_that_is_not_floating_is_refused(position, dtype, error, expected):
+    dtypes: list[Any] = [F32, F32, F32]
+    dtypes[position] = dtype
+    with pytest.raises(error, match=expected):
+        Policy(*dtypes)
+
+
+@pytest.mark.parametrize(("dtype", "device", "reason"), SLOW, ids=str)
+def test_check_device_warns_once_where_half_is_slow(dtype, device, reason):
+    policy = Policy(F32, dtype, F32)
+    with pytest.warns(UserWarning) as caught:
+        text = policy.check_device(device)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert text is not None and reason in text
+    assert str(caught[0].message) == f"{policy}: {text}."
+
+
+@pytest.mark.parametrize(("dtype", "device"), FAST, ids=str)
+def test_check_device_is_silent_where_half_is_fast(dtype, device):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Policy(F32, dtype, F32).check_device(device) is None

@@ -1,0 +1,166 @@
+"""The public names: sorted, complete, documented, and where they say they are."""
+
+import ast
+import builtins
+import dataclasses
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import re
+import types
+from typing import Any
+
+import pytest
+
+import jmp_lite
+
+SECTIONS = re.compile(r"^(Args|Attributes|Returns|Raises|Examples|References):$", re.M)
+
+PACKAGES = ["jmp_lite"] + [
+    info.name
+    for info in pkgutil.walk_packages(jmp_lite.__path__, "jmp_lite.")
+    if info.ispkg
+]
+# A union of classes is documented where they are.
+DOCUMENTED = [
+    name
+    for name in jmp_lite.__all__
+    if not isinstance(getattr(jmp_lite, name), types.UnionType)
+]
+
+
+def public(name: str) -> Any:
+    return getattr(jmp_lite, name)
+
+
+def sections(value: Any) -> dict[str, str]:
+    """Return the text under each Google-style heading of a docstring."""
+    parts = SECTIONS.split(inspect.getdoc(value) or "")
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def parameters(value: Any) -> list[str]:
+    """Return the names that a caller may pass, `*` and `**` ones included."""
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value) if field.init]
+    stars = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    signature = inspect.signature(value)
+    return [stars.get(p.kind, "") + p.name for p in signature.parameters.values()]
+
+
+def is_exception(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
+def is_state(value: Any) -> bool:
+    """Return whether this is a NamedTuple that a factory makes."""
+    return isinstance(value, type) and issubclass(value, tuple)
+
+
+def raised_in(function: Any) -> list[type]:
+    """Return the errors that a function's own source raises."""
+    tree = ast.parse(inspect.getsource(function))
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    names = [
+        exc.func.id
+        for exc in raised
+        if isinstance(exc, ast.Call) and isinstance(exc.func, ast.Name)
+    ]
+    known = vars(builtins) | function.__globals__
+    return [known[name] for name in names]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_is_sorted_and_complete(package):
+    module = importlib.import_module(package)
+    names = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert module.__all__ == sorted(names)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_public_object_is_defined_in_the_package(name):
+    value = public(name)
+    assert value.__module__.startswith("jmp_lite.")
+    assert getattr(importlib.import_module(value.__module__), name) is value
+    assert value.__qualname__ == name
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_docstring_opens_with_one_sentence(name):
+    doc = inspect.getdoc(public(name)) or ""
+    first, _, rest = doc.partition("\n\n")
+    assert first.endswith(".") and "\n" not in first and len(first) <= 88
+    is_bare = is_exception(public(name)) or doc == first
+    assert rest or is_bare
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_parameter_is_documented(name):
+    value = public(name)
+    if is_exception(value):
+        return  # made by us, with a message
+    heading = "Attributes" if is_state(value) else "Args"
+    names = list(value._fields) if is_state(value) else parameters(value)
+    text = sections(value).get(heading, "")
+    documented = re.findall(r"^  ([*\w]+): \S", text, re.M)
+    assert documented == names
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_function_says_what_it_returns(name):
+    value = public(name)
+    if isinstance(value, types.FunctionType):
+        returns_nothing = inspect.signature(value).return_annotation is None
+        assert ("Returns" in sections(value)) == (not returns_nothing)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_errors_that_are_raised_are_documented(name):
+    value = public(name)
+    text = sections(value).get("Raises", "")
+    for error in raised_in(value) if isinstance(value, types.FunctionType) else ():
+        # By its own name or that of what it is.
+        assert any(f"{base.__name__}:" in text for base in error.__mro__), error
+
+
+def test_the_check_of_raised_errors_sees_them():
+    assert raised_in(jmp_lite.scale_aware) == [TypeError]
+    assert set(raised_in(jmp_lite.get_policy)) == {ValueError, TypeError}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_there_is_an_example_that_checks_something(name):
+    value = public(name)
+    if is_exception(value) or is_state(value):
+        return  # made by functions, whose examples show them
+    examples = sections(value).get("Examples", "")
+    lines = examples.strip().splitlines()
+    assert any(line.strip().startswith(">>> ") for line in lines)
+    # It is a doctest: the run collects the package (`testpaths`). A function that only
+    # raises shows that it does not.
+    checks = not lines[-1].strip().startswith((">>>", "..."))
+    assert checks or inspect.signature(value).return_annotation is None
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_every_public_method_has_a_docstring(name):
+    value = public(name)
+    if not isinstance(value, type) or is_exception(value) or is_state(value):
+        return
+    methods = [m for m in vars(value) if not m.startswith("_")]
+    for method in methods:
+        member = vars(value)[method]
+        if callable(member) or isinstance(member, property):
+            assert (member.__doc__ or "").strip(), f"{name}.{method}"
+
+
+def test_the_package_is_typed():
+    assert (pathlib.Path(jmp_lite.__path__[0]) / "py.typed").is_file()

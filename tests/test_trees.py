@@ -1,0 +1,358 @@
+"""trees: the floating arrays of any pytree are cast, checked and chosen; no others."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jmp_lite import all_finite, cast_floating, cast_like, select_tree, trees
+
+FLOATS = [jnp.bfloat16, jnp.float16, jnp.float32, np.dtype("float64")]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    kernel: Any
+    name: str = dataclasses.field(metadata={"static": True})
+
+
+def not_castable() -> dict[str, Any]:
+    """Return one leaf of every kind that mixed precision leaves alone."""
+    return {
+        "int array": jnp.arange(3),
+        "numpy int": np.arange(3),
+        "uint8": jnp.ones(2, jnp.uint8),
+        "int4": jnp.ones(2, jnp.int4),
+        "bool array": jnp.array([True, False]),
+        "complex": jnp.ones(2, jnp.complex64),
+        "key": jax.random.key(0),
+        "keys": jax.random.split(jax.random.key(0), 2),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "fp8": jnp.ones(2, jnp.float8_e4m3fn),
+        "other fp8": jnp.ones(2, jnp.float8_e5m2),
+        "int shape": jax.ShapeDtypeStruct((2,), jnp.int32),
+        "Python int": 3,
+        "Python float": 3.0,
+        "Python bool": True,
+        "Python complex": 1j,
+        "string": "text",
+        "numpy string": np.array(["text"]),
+        "numpy object": np.array([object()]),
+        "object": object(),
+        "function": jax.nn.relu,
+    }
+
+
+NOT_CASTABLE = not_castable()
+
+
+@pytest.mark.parametrize("kind", NOT_CASTABLE)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_leaf_that_is_no_floating_array_is_returned_itself(kind, dtype):
+    leaf = NOT_CASTABLE[kind]
+    assert cast_floating({"x": leaf}, dtype)["x"] is leaf
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+def test_every_floating_array_is_cast(source, target):
+    tree = {
+        "numpy": np.ones(2, source),
+        "numpy scalar": np.ones((), source)[()],
+        "shape": jax.ShapeDtypeStruct((2,), source),
+    }
+    with jax.enable_x64(True):
+        tree["jax"] = jnp.ones(2, source)
+        tree["scalar"] = jnp.ones((), source)
+        result = cast_floating(tree, target)
+    assert {name: x.dtype for name, x in result.items()} == dict.fromkeys(tree, target)
+    assert all(x.shape == tree[name].shape for name, x in result.items())
+
+
+def test_an_array_of_the_right_dtype_is_not_copied():
+    tree = {"jax": jnp.ones(2, jnp.float16), "numpy": np.ones(2, np.float16)}
+    result = cast_floating(tree, "float16")
+    assert result["jax"] is tree["jax"] and result["numpy"] is tree["numpy"]
+
+
+def test_a_numpy_array_stays_on_the_host():
+    assert isinstance(cast_floating(np.ones(2), jnp.bfloat16), np.ndarray)
+
+
+def test_a_cast_rounds_to_nearest():
+    x = jnp.array([1 + 2**-11, 1 + 3 * 2**-12])  # a tie goes to even
+    assert cast_floating(x, jnp.float16).tolist() == [1.0, 1 + 2**-10]
+
+
+def test_tracers_are_cast():
+    jaxpr = jax.make_jaxpr(lambda x, n: cast_floating((x, n), jnp.float16))(
+        jnp.ones(2), jnp.arange(2)
+    )
+    assert [str(aval) for aval in jaxpr.out_avals] == ["float16[2]", "int32[2]"]
+
+
+def test_a_sharding_of_a_shape_survives_the_cast():
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding)
+    assert cast_floating(shape, jnp.float16).sharding == sharding
+
+
+def test_none_stays_none():
+    assert cast_floating({"x": None}, jnp.float16) == {"x": None}
+
+
+def test_containers_keep_their_types():
+    layer = Layer(jnp.ones(2), name="dense")
+    tree = Pair([jnp.ones(2)], (layer, {"b": jnp.ones(2)}))
+    result = cast_floating(tree, jnp.float16)
+    assert jax.tree.structure(result) == jax.tree.structure(tree)
+    assert isinstance(result, Pair) and result.second[0].name == "dense"
+    assert {x.dtype for x in jax.tree.leaves(result)} == {np.dtype("float16")}
+
+
+def test_an_equinox_module_keeps_its_functions(getkey):
+    mlp = eqx.nn.MLP(2, 3, width_size=4, depth=1, key=getkey())
+    result = cast_floating(mlp, jnp.bfloat16)
+    assert result.activation is mlp.activation
+    arrays = [x for x in jax.tree.leaves(result) if eqx.is_array(x)]
+    assert [x.dtype for x in arrays] == [jnp.bfloat16] * 4
+
+
+def test_an_nnx_module_is_a_tree_like_any_other():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    result = cast_floating(model, jnp.bfloat16)
+    assert isinstance(result, nnx.Linear)
+    assert result.kernel[...].dtype == jnp.bfloat16
+    assert model.kernel[...].dtype == jnp.float32
+
+
+def test_an_nnx_state_keeps_its_keys_and_counts():
+    state = nnx.state(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    kinds = {str(x.dtype) for x in jax.tree.leaves(state)}
+    cast_state = cast_floating(state, jnp.float16)
+    assert {str(x.dtype) for x in jax.tree.leaves(cast_state)} == kinds
+    assert "uint32" in kinds and any("key" in kind for kind in kinds)
+
+
+LEAVES = st.sampled_from(
+    [*NOT_CASTABLE.values(), *(np.ones(2, dtype) for dtype in FLOATS)]
+)
+TREES = st.recursive(
+    LEAVES | st.none(),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), children, max_size=3)
+        | st.tuples(children, children).map(lambda pair: Pair(*pair))
+        | children.map(lambda child: Layer(child, name="x"))
+    ),
+    max_leaves=8,
+)
+
+
+@given(TREES, st.sampled_from(FLOATS))
+def test_in_any_tree_the_floats_change_and_nothing_else(tree, dtype):
+    result = cast_floating(tree, dtype)
+    assert jax.tree.structure(result) == jax.tree.structure(tree)
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True):
+        is_float = isinstance(x, np.ndarray) and x.dtype in FLOATS
+        assert y.dtype == dtype if is_float else y is x
+
+
+@given(TREES)
+def test_any_tree_is_selected_from_itself(tree):
+    result = select_tree(True, tree, tree)
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True):
+        assert y is x
+
+
+# cast_like, cast_at_least_float32, multiply.
+
+
+def test_cast_like_takes_each_dtype_from_its_counterpart():
+    tree = {"a": jnp.ones(2), "b": jnp.ones(2), "n": jnp.arange(2), "x": jnp.ones(2)}
+    like = {
+        "a": jnp.ones(3, jnp.bfloat16),
+        "b": jax.ShapeDtypeStruct((), jnp.float16),
+        "n": jnp.ones(2),
+        "x": 1,
+    }
+    dtypes = {name: x.dtype for name, x in cast_like(tree, like).items()}
+    assert dtypes == {
+        "a": jnp.bfloat16,
+        "b": jnp.float16,
+        "n": jnp.int32,
+        "x": jnp.float32,
+    }
+
+
+def test_cast_like_names_the_paths_that_differ():
+    tree, like = {"a": {"b": jnp.ones(2)}}, {"a": {"c": jnp.ones(2)}}
+    expected = r"cast_like got .* first has \['a/b'\], only the second \['a/c'\]"
+    with pytest.raises(ValueError, match=expected):
+        cast_like(tree, like)
+
+
+def test_only_half_precision_is_lifted_to_float32():
+    tree = [np.ones(2, dtype) for dtype in FLOATS] + [NOT_CASTABLE["fp8"]]
+    result = [str(x.dtype) for x in trees.cast_at_least_float32(tree)]
+    assert result == ["float32", "float32", "float32", "float64", "float8_e4m3fn"]
+
+
+# all_finite.
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", [*FLOATS, np.complex64], ids=str)
+def test_one_bad_number_in_any_dtype_is_found(bad, dtype):
+    x = np.ones((2, 2), dtype)
+    assert bool(all_finite({"a": np.ones(3), "b": x}))
+    x[1, 1] = bad
+    assert not bool(all_finite({"a": np.ones(3), "b": x}))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), complex(0, float("inf"))])
+def test_python_numbers_are_checked_too(bad):
+    assert not bool(all_finite([1.0, bad]))
+
+
+def test_a_bad_imaginary_part_is_found():
+    assert not bool(all_finite(jnp.array([1 + 1j, complex(1, np.nan)])))
+
+
+def test_leaves_without_a_finite_or_infinite_are_not_asked():
+    leaves = {k: x for k, x in NOT_CASTABLE.items() if k != "numpy string"}
+    assert bool(all_finite(leaves | {"fp8": jnp.full(2, jnp.nan, jnp.float8_e4m3fn)}))
+
+
+@pytest.mark.parametrize("tree", [None, {}, [], "text", 10**400], ids=repr)
+def test_a_tree_without_floats_is_finite(tree):
+    assert bool(all_finite(tree))
+
+
+def test_the_verdict_is_one_bool_under_jit_and_vmap():
+    x = jnp.array([[1.0, 2.0], [1.0, jnp.nan]])
+    assert jax.jit(all_finite)(x).dtype == jnp.bool_
+    assert jax.vmap(all_finite)(x).tolist() == [True, False]
+
+
+# select_tree.
+
+
+@pytest.mark.parametrize("pred", [True, np.bool_(True), jnp.bool_(True)])
+def test_a_true_predicate_of_any_kind_takes_the_first(pred):
+    assert select_tree(pred, {"a": 1.0}, {"a": 2.0})["a"] == 1.0
+    assert select_tree(~np.bool_(pred), {"a": 1.0}, {"a": 2.0})["a"] == 2.0
+
+
+PAIRS = {
+    "ints": (jnp.arange(2), jnp.zeros(2, jnp.int32)),
+    "bools": (jnp.array([True]), jnp.array([False])),
+    "bf16": (jnp.ones(2, jnp.bfloat16), jnp.zeros(2, jnp.bfloat16)),
+    "complex": (jnp.full(2, 1j), jnp.zeros(2, jnp.complex64)),
+    "fp8": (jnp.ones(2, jnp.float8_e4m3fn), jnp.zeros(2, jnp.float8_e4m3fn)),
+    "keys": (jax.random.key(0), jax.random.key(1)),
+    "numpy": (np.ones(2, np.float32), np.zeros(2, np.float32)),
+    "Python ints": (1, 2),
+    "Python bools": (True, False),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_either_of_two_leaves_is_chosen_bit_for_bit(kind):
+    a, b = PAIRS[kind]
+    for pred, expected in [(True, a), (False, b)]:
+        chosen = jax.jit(select_tree)(jnp.bool_(pred), a, b)
+        if kind == "keys":
+            chosen, expected = (
+                jax.random.key_data(chosen),
+                jax.random.key_data(expected),
+            )
+        assert np.array_equal(chosen, expected)
+        assert chosen.dtype == jnp.asarray(expected).dtype
+
+
+def test_a_nan_in_the_other_tree_does_not_leak():
+    chosen = select_tree(True, jnp.ones(2), jnp.full(2, jnp.nan))
+    assert chosen.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["string", "function", "numpy object", "int shape"])
+def test_equal_leaves_that_are_no_numbers_come_back(kind):
+    x, y = not_castable()[kind], not_castable()[kind]
+    y = x if kind == "numpy object" else y
+    assert select_tree(False, {"x": x}, {"x": y})["x"] is x
+
+
+def test_float0_comes_back():
+    x, y = not_castable()["float0"], not_castable()["float0"]
+    assert select_tree(False, x, y) is x
+
+
+def test_modules_are_selected(getkey):
+    a, b = (eqx.nn.MLP(2, 3, 4, 1, key=getkey()) for _ in range(2))
+    chosen = select_tree(jnp.bool_(False), a, b)
+    assert chosen.activation is a.activation
+    assert np.array_equal(chosen.layers[0].weight, b.layers[0].weight)
+    one, two = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in range(2))
+    chosen = select_tree(jnp.bool_(False), one, two)
+    assert np.array_equal(chosen.kernel[...], two.kernel[...])
+
+
+@pytest.mark.parametrize(
+    ("pred", "got"),
+    [
+        (jnp.ones(1, jnp.bool_), r"bool of shape \(1,\)"),
+        (1, r"int32 of shape \(\)"),
+        (jnp.float32(1), r"float32 of shape \(\)"),
+    ],
+)
+def test_a_predicate_that_is_no_boolean_scalar_is_refused(pred, got):
+    with pytest.raises(TypeError, match=f"expected boolean scalar, got {got}"):
+        select_tree(pred, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "got"),
+    [
+        (jnp.ones(2), jnp.ones(3), r"float32\[2\] and float32\[3\]"),
+        (jnp.ones(2), jnp.ones(2, jnp.int32), r"float32\[2\] and int32\[2\]"),
+        (jnp.ones(2), jnp.ones((1, 2)), r"float32\[2\] and float32\[1, 2\]"),
+        (1.0, 1, r"float32\[\] and int32\[\]"),
+    ],
+)
+def test_leaves_that_do_not_match_are_named(a, b, got):
+    expected = f"select_tree got {got} at 'x/y'; expected the same shape and dtype"
+    with pytest.raises(ValueError, match=expected):
+        select_tree(True, {"x": {"y": a}}, {"x": {"y": b}})
+
+
+def test_different_objects_cannot_be_chosen_between():
+    expected = "cannot choose between 'relu' and 'gelu' at 'x': leaves that are no arr"
+    with pytest.raises(ValueError, match=expected):
+        select_tree(True, {"x": "relu"}, {"x": "gelu"})
+
+
+def test_trees_of_different_structure_are_refused():
+    expected = r"select_tree got .* first has \['a'\], only the second \['b'\]"
+    with pytest.raises(ValueError, match=expected):
+        select_tree(True, {"a": 1.0}, {"b": 1.0})
+
+
+def test_selecting_a_tree_is_one_compilation():
+    select = jax.jit(chex.assert_max_traces(select_tree, n=1))
+    for value in range(3):
+        select(jnp.bool_(value), jnp.float32(value), jnp.float32(0))
