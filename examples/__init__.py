@@ -1,0 +1,1 @@
+"""Examples: each file is a program, `common/` is what they share."""

@@ -1,0 +1,1 @@
+"""What the examples share: data, the training loop, bytes, tables and figures."""

@@ -1,0 +1,272 @@
+"""What a run leaves behind: a table, the same in markdown, one figure, and JSON."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+# Okabe and Ito's palette: told apart by colour-blind readers, and in grey as well.
+_COLORS = ["#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7"]
+# float32 lies beneath as a broad band: the runs on top of it should be on top of it.
+_STYLES = [
+    {"linewidth": 4.5, "alpha": 0.3},
+    {"linewidth": 1.4},
+    {"linewidth": 1.4, "linestyle": (0, (4, 2))},
+    {"linewidth": 1.8, "linestyle": (0, (1, 1))},
+]
+
+Histories = dict[str, dict[str, np.ndarray]]
+
+
+@dataclasses.dataclass
+class Record:
+    """One training run."""
+
+    model: str
+    policy: str
+    seed: int
+    test_accuracy: float
+    step_ms: float
+    param_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    history: dict[str, np.ndarray]
+
+    @property
+    def final_loss(self) -> float:
+        """The training loss, averaged over the last 20 steps."""
+        return float(np.mean(self.history["loss"][-20:]))
+
+
+@dataclasses.dataclass
+class TinyGradients:
+    """Runs on a loss × `weight`, so small that float16 needs a scale; by run's name.
+
+    Attributes:
+      weight: what the loss was multiplied by.
+      reference: the name of the float32 run.
+      first_scale: the loss scale of the first step that was taken.
+      flushed: the share of the reference's non-zero gradient entries that are 0.
+      history: metrics `[steps]`.
+    """
+
+    weight: float
+    reference: str
+    first_scale: dict[str, float]
+    flushed: dict[str, float]
+    history: dict[str, dict[str, np.ndarray]]
+
+
+def summarise(
+    records: Iterable[Record], *, by_seed: bool = False
+) -> list[dict[str, str]]:
+    """Return the rows of the table: a model and policy each, averaged over seeds.
+
+    Args:
+      records: all runs.
+      by_seed: whether to add a column with the accuracy of each seed.
+
+    Returns:
+      Column to text, for each row.
+    """
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.model, record.policy), []).append(record)
+    rows = []
+    for (model, policy), group in groups.items():
+        accuracies = [100 * r.test_accuracy for r in group]
+        row = {
+            "run": f"{model} {policy}",
+            "test acc. %": f"{np.mean(accuracies):.2f}",
+            "final loss": f"{np.mean([r.final_loss for r in group]):.4f}",
+            "skips": _range([r.history["skipped_steps"][-1] for r in group]),
+            "loss scale": _range(
+                [r.history["loss_scale"][-1] for r in group], power_of_two
+            ),
+            "step ms": f"{np.median([r.step_ms for r in group]):.1f}",
+            "params MiB": f"{group[0].param_bytes / 2**20:.2f}",
+            "optim. MiB": f"{group[0].optimizer_bytes / 2**20:.2f}",
+            "activ. MiB": f"{group[0].activation_bytes / 2**20:.2f}",
+        }
+        if by_seed:
+            row["acc. by seed"] = ", ".join(f"{x:.1f}" for x in accuracies)
+        rows.append(row)
+    return rows
+
+
+def summarise_tiny(tiny: TinyGradients) -> list[dict[str, str]]:
+    """Return the rows of the table about tiny gradients."""
+    rows = []
+    for label, flushed in tiny.flushed.items():
+        loss = tiny.history[label]["loss"] / tiny.weight
+        is_reference = label == tiny.reference
+        rows.append(
+            {
+                f"loss × {power_of_two(tiny.weight)}": label,
+                "first scale": power_of_two(tiny.first_scale[label]),
+                "gradients now 0": (
+                    "reference" if is_reference else f"{100 * flushed:.2f} %"
+                ),
+                "loss, first": f"{loss[0]:.4f}",
+                "loss, final": f"{np.mean(loss[-20:]):.4f}",
+            }
+        )
+    return rows
+
+
+def rich_table(rows: list[dict[str, str]]) -> Table:
+    """Return rows as a table for the terminal, with a gap between models."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        # Narrow enough for a terminal of 80 columns.
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    first, *others = rows[0]
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        # Rich would shorten words before it wraps a header between them.
+        table.add_column(name.replace(" ", "\n", 1), justify="right")
+    models = [row[first].split()[0] for row in rows]
+    for row, model, following in zip(rows, models, [*models[1:], ""], strict=True):
+        end = "run" in row and model != following
+        table.add_row(*row.values(), end_section=end)
+    return table
+
+
+def markdown_table(rows: list[dict[str, str]]) -> str:
+    """Return rows as a markdown table."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(r.values()) for r in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def power_of_two(x: float) -> str:
+    """Return `2^15` for 32768, and other numbers as they are."""
+    exponent = math.log2(x)
+    if x == 1:
+        return "1"
+    return f"2^{exponent:g}" if exponent.is_integer() else f"{x:g}"
+
+
+def write(
+    out: Path,
+    settings: dict[str, Any],
+    records: list[Record],
+    tiny: TinyGradients | None,
+) -> None:
+    """Write results.json, table.md and, of the first seed, digits.png into a folder."""
+    by_seed = len({r.seed for r in records}) > 1
+    tables = [summarise(records, by_seed=by_seed)]
+    results = {
+        "settings": settings,
+        "runs": [{**_plain(r), "final_loss": r.final_loss} for r in records],
+    }
+    if tiny is not None:
+        tables.append(summarise_tiny(tiny))
+        results["tiny_gradients"] = _plain(tiny)
+    (out / "results.json").write_text(json.dumps(results))
+    (out / "table.md").write_text("\n".join(map(markdown_table, tables)))
+    save_figure(
+        [r for r in records if r.seed == records[0].seed], tiny, out / "digits.png"
+    )
+
+
+def save_figure(records: list[Record], tiny: TinyGradients | None, path: Path) -> None:
+    """Draw losses above and loss scales below, a column per model."""
+    columns = {}
+    for record in records:
+        label = f"{record.policy} ({100 * record.test_accuracy:.1f} %)"
+        columns.setdefault(record.model, {})[label] = record.history
+    titles = {m: f"{m.upper()}, test accuracy in brackets" for m in columns}
+    if tiny is not None:
+        columns["tiny"] = {
+            label: {**history, "loss": history["loss"] / tiny.weight}
+            for label, history in tiny.history.items()
+        }
+        titles["tiny"] = (
+            f"MLP, loss × $2^{{{math.log2(tiny.weight):g}}}$: what the scale is for"
+        )
+
+    fig = Figure(figsize=(4.6 * len(columns) + 0.6, 6), layout="constrained")
+    axes = fig.subplots(
+        2, len(columns), height_ratios=[3, 2], sharex="col", squeeze=False
+    )
+    for (name, runs), (top, bottom) in zip(columns.items(), axes.T, strict=True):
+        # The third of the tiny runs is not bfloat16: it looks different from it.
+        looks = [_look(i) for i in ((0, 1, 3) if name == "tiny" else range(len(runs)))]
+        _draw_losses(top, runs, looks)
+        _draw_scales(bottom, runs, looks)
+        top.set_title(titles[name], fontsize=11)
+        bottom.set_xlabel("step")
+    axes[0, 0].set_ylabel("training loss (running mean)")
+    axes[1, 0].set_ylabel("loss scale")
+    fig.savefig(path, dpi=100)
+
+
+def _draw_losses(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None:
+    for (label, history), look in zip(runs.items(), looks, strict=True):
+        loss = history["loss"]
+        window = max(1, min(10, len(loss) // 10))
+        smooth = np.convolve(loss, np.ones(window) / window, mode="valid")
+        steps = np.arange(window - 1, len(loss))
+        ax.plot(steps, smooth, label=label, **look)
+    ax.set_yscale("log")
+    ax.legend(frameon=False, fontsize=9)
+    ax.grid(alpha=0.25)
+
+
+def _draw_scales(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None:
+    drawn = False
+    for history, look in zip(runs.values(), looks, strict=True):
+        scale, taken = history["scale_used"], history["grads_finite"]
+        steps = np.arange(len(scale))
+        skipped = steps[~taken]
+        if np.all(scale == 1) and not len(skipped):
+            continue  # no loss scale
+        drawn = True
+        color = look["color"]
+        ax.step(steps, scale, where="post", color=color, linewidth=1.4)
+        ax.plot(
+            skipped,
+            scale[skipped],
+            linestyle="none",
+            marker="x",
+            markersize=6,
+            color=color,
+            label=f"{len(skipped)} of {len(steps)} steps skipped",
+        )
+    ax.set_yscale("log", base=2)
+    ax.grid(alpha=0.25)
+    if drawn:
+        ax.legend(frameon=False, fontsize=9)
+    else:
+        ax.text(0.5, 0.5, "no loss scale", ha="center", transform=ax.transAxes)
+
+
+def _look(index: int) -> dict[str, Any]:
+    return {
+        "color": _COLORS[index % len(_COLORS)],
+        **_STYLES[index % len(_STYLES)],
+    }
+
+
+def _range(values: list[Any], text: Callable[[Any], str] = str) -> str:
+    low, high = text(min(values)), text(max(values))
+    return low if low == high else f"{low}-{high}"
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    def plain(x):
+        if isinstance(x, dict):
+            return {key: plain(value) for key, value in x.items()}
+        return x.tolist() if isinstance(x, np.ndarray) else x
+
+    return plain(vars(record))

@@ -1,0 +1,361 @@
+"""Train on real handwritten digits in float32, float16 and bfloat16, side by side.
+
+    python examples/digits.py                                    # everything, on a CPU
+    python examples/digits.py --policy mixed_float16 --loss-scale 1024 --model cnn
+    python examples/digits.py --seeds 3                          # mean accuracies
+
+Two models: the MLP of Keras' mixed precision guide (784-width-width-10) and a small CNN
+with BatchNorm. Then the MLP once more with a loss so small that float16 loses its
+gradients: what the loss scale is for. Writes a figure, a table and results.json.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+from rich.console import Console
+
+from examples.common import report
+from examples.common.cli import (
+    check_loss_scale,
+    make_folder,
+    parse_policies,
+    slow_reasons,
+)
+from examples.common.data import Digits, batches, load_digits
+from examples.common.loop import Result, Run, Step, train_side_by_side
+from examples.common.memory import activation_bytes, tree_bytes
+from jmp_lite import (
+    DynamicLossScale,
+    LossScale,
+    LossScaleCollapsed,
+    NoOpLossScale,
+    Policy,
+    StaticLossScale,
+    get_policy,
+    loss_scale_for,
+    metrics,
+    scale_aware,
+    scaled_value_and_grad,
+    select_tree,
+)
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+BATCH_SIZE = 128
+
+
+class MLP(nn.Module):
+    """Keras' mixed precision guide: 784-width-width-10 (its width is 4096)."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x, *, train: bool):
+        del train
+        x = x.reshape(x.shape[0], -1)
+        for _ in range(2):
+            x = nn.relu(nn.Dense(self.width)(x))
+        return nn.Dense(10)(x)
+
+
+class CNN(nn.Module):
+    """Two convolutions with BatchNorm, which keeps its statistics in float32."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x, *, train: bool):
+        for channels in (self.width // 32, self.width // 16):
+            x = nn.Conv(channels, (3, 3), strides=2, use_bias=False)(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+            x = nn.relu(x)
+        return nn.Dense(10)(x.reshape(x.shape[0], -1))
+
+
+MODELS = {"mlp": MLP, "cnn": CNN}
+
+
+class TrainState(NamedTuple):
+    params: Any
+    batch_stats: Any
+    opt_state: Any
+
+
+def make_loss_fn(model: nn.Module, policy: Policy, *, weight: float = 1.0):
+    """Return the loss: half precision inside the model, the policy's output outside."""
+
+    def loss_fn(params, batch_stats, batch: Digits):
+        # Cast inside what is differentiated: the gradients come back in the dtype of
+        # the parameters. `batch_stats` are no parameters: they stay float32.
+        variables = {
+            "params": policy.cast_to_compute(params),
+            "batch_stats": batch_stats,
+        }
+        logits, updated = model.apply(
+            variables,
+            policy.cast_to_compute(batch.image),
+            train=True,
+            mutable=["batch_stats"],
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            policy.cast_to_output(logits), batch.label
+        )
+        return weight * losses.mean(), updated.get("batch_stats", {})
+
+    return loss_fn
+
+
+def make_step(loss_fn, tx: optax.GradientTransformationExtraArgs) -> Step:
+    """Return a whole train step; `tx` is a `scale_aware` optimiser."""
+
+    def step(state: TrainState, batch: Digits):
+        value_and_grad = scaled_value_and_grad(
+            loss_fn, loss_scale=state.opt_state, has_aux=True
+        )
+        (loss, batch_stats), grads = value_and_grad(
+            state.params, state.batch_stats, batch
+        )
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+        params = optax.apply_updates(state.params, updates)
+        # A skipped step leaves all as it was, BatchNorm's statistics included.
+        log = metrics(opt_state)
+        batch_stats = select_tree(log["grads_finite"], batch_stats, state.batch_stats)
+        # `log["loss_scale"]` is that of the next step; the figure shows this step's.
+        used = metrics(state.opt_state)["loss_scale"]
+        log |= {"loss": loss, "scale_used": used}
+        return TrainState(params, batch_stats, opt_state), log
+
+    return step
+
+
+def init_state(model: nn.Module, policy: Policy, tx, *, seed: int) -> TrainState:
+    image = jnp.zeros((1, 28, 28, 1))
+    variables = model.init(jax.random.key(seed), image, train=False)
+    params = policy.cast_to_param(variables["params"])
+    return TrainState(params, variables.get("batch_stats", {}), tx.init(params))
+
+
+def choose_loss_scale(policy: Policy, static: float = 0.0) -> LossScale:
+    """Return the loss scale of a run: `static`, or a dynamic one where that is 0."""
+    if isinstance(loss_scale_for(policy), NoOpLossScale):
+        return NoOpLossScale()
+    if static:
+        return StaticLossScale(static)
+    # The default starts at 2**15 and grows every 2000 steps: right for a long run, and
+    # nothing to see in this one. Start at the ceiling, and try for more every 50 steps.
+    return DynamicLossScale(2.0**24, period=50)
+
+
+def accuracy(model, policy: Policy, state: TrainState, test: Digits) -> float:
+    @jax.jit
+    def predict(state, image):
+        variables = {
+            "params": policy.cast_to_compute(state.params),
+            "batch_stats": state.batch_stats,
+        }
+        logits = model.apply(variables, policy.cast_to_compute(image), train=False)
+        return logits.argmax(-1)
+
+    return float(np.mean(np.asarray(predict(state, test.image)) == test.label))
+
+
+def train_model(
+    name: str,
+    policies: dict[str, Policy],
+    data: tuple[Digits, Digits],
+    *,
+    width: int,
+    steps: int,
+    seed: int,
+    static_scale: float,
+    console: Console,
+) -> list[report.Record]:
+    """Train one model under each policy; return what goes into the table."""
+    train, test = data
+    model = MODELS[name](width)
+    runs, losses = {}, {}
+    for label, policy in policies.items():
+        tx = scale_aware(optax.adam(1e-3), choose_loss_scale(policy, static_scale))
+        losses[label] = make_loss_fn(model, policy)
+        state = init_state(model, policy, tx, seed=seed)
+        runs[label] = Run(make_step(losses[label], tx), state)
+    results = train_side_by_side(
+        runs,
+        batches(train, batch_size=BATCH_SIZE, steps=steps, seed=seed),
+        title=name,
+        steps=steps,
+        console=console,
+    )
+
+    def record(label: str, result: Result) -> report.Record:
+        state, loss_fn = result.state, losses[label]
+        return report.Record(
+            model=name,
+            policy=label,
+            seed=seed,
+            test_accuracy=accuracy(model, policies[label], state, test),
+            step_ms=1e3 * result.step_seconds,
+            param_bytes=tree_bytes(state.params),
+            optimizer_bytes=tree_bytes(state.opt_state),
+            activation_bytes=activation_bytes(
+                lambda params, batch: loss_fn(params, state.batch_stats, batch)[0],
+                state.params,
+                Digits(train.image[:BATCH_SIZE], train.label[:BATCH_SIZE]),
+            ),
+            history=result.history,
+        )
+
+    return [record(label, result) for label, result in results.items()]
+
+
+def tiny_gradients(
+    train: Digits, *, width: int, steps: int, seed: int, console: Console
+) -> report.TinyGradients:
+    """Train on a loss × 2**-20, as if it were averaged over a megapixel.
+
+    The learning rate makes up for it, so in exact arithmetic nothing changes. In
+    float16, whose smallest number is 2**-24, the gradients are gone.
+    """
+    weight = 2.0**-20
+    model = MLP(width)
+    f32, f16 = get_policy("float32"), get_policy("mixed_float16")
+    setups = {
+        "float32": (f32, NoOpLossScale()),
+        "float16, dynamic loss scale": (f16, DynamicLossScale(period=50)),
+        "float16, no loss scale": (f16, NoOpLossScale()),
+    }
+    runs = {}
+    for label, (policy, loss_scale) in setups.items():
+        tx = scale_aware(optax.sgd(0.1 / weight, momentum=0.9), loss_scale)
+        step = make_step(make_loss_fn(model, policy, weight=weight), tx)
+        runs[label] = Run(step, init_state(model, policy, tx, seed=seed))
+    params = jax.tree.map(np.asarray, runs["float32"].state.params)
+    data = list(batches(train, batch_size=BATCH_SIZE, steps=steps, seed=seed))
+    results = train_side_by_side(runs, data, title="tiny", steps=steps, console=console)
+
+    def grads(label: str, scale: float):
+        loss_fn = make_loss_fn(model, setups[label][0], weight=weight)
+        value_and_grad = scaled_value_and_grad(
+            loss_fn, loss_scale=StaticLossScale(scale), has_aux=True
+        )
+        return jax.jit(value_and_grad)(params, {}, data[0])[1]
+
+    reference = grads("float32", 1.0)
+    # Skipped steps change nothing: the first step that is taken still has the first
+    # parameters, and the scale that the search has settled on.
+    scales = {label: _first_scale(result) for label, result in results.items()}
+    return report.TinyGradients(
+        weight=weight,
+        reference="float32",
+        first_scale=scales,
+        flushed={
+            label: flushed_fraction(reference, grads(label, scale))
+            for label, scale in scales.items()
+        },
+        history={label: result.history for label, result in results.items()},
+    )
+
+
+def flushed_fraction(reference: Any, grads: Any) -> float:
+    """Return the share of entries not 0 in `reference` that are 0 in `grads`."""
+    nonzero = jax.tree.map(lambda r: np.asarray(r) != 0, reference)
+    lost = jax.tree.map(lambda n, g: n & (np.asarray(g) == 0), nonzero, grads)
+    total = sum(n.sum() for n in jax.tree.leaves(nonzero))
+    return float(sum(x.sum() for x in jax.tree.leaves(lost)) / total)
+
+
+def _first_scale(result: Result) -> float:
+    taken = int(np.argmax(result.history["grads_finite"]))
+    return float(result.history["scale_used"][taken])
+
+
+def main(
+    policy: Annotated[
+        str, typer.Option(help="all, or a policy: mixed_float16, p=f32,c=f16,o=f32 ...")
+    ] = "all",
+    loss_scale: Annotated[
+        float,
+        typer.Option(
+            callback=check_loss_scale,
+            help="0: dynamic; a power of two: static. For float16 only.",
+        ),
+    ] = 0.0,
+    model: Annotated[Literal["all", "mlp", "cnn"], typer.Option()] = "all",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 500,
+    width: Annotated[
+        int | None,
+        typer.Option(
+            min=32,
+            help="Units of the MLP's two layers; the CNN has width/32 and width/16 "
+            "channels. By default 512 on a CPU, else 4096, as in Keras' guide.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds.")] = 1,
+    out: Annotated[
+        Path, typer.Option(callback=make_folder, help="Where to write.")
+    ] = Path("out/digits"),
+) -> None:
+    """Train on real digits in float32, float16 and bfloat16, side by side."""
+    console = Console()
+    policies = parse_policies(policy, POLICIES)
+    device = jax.local_devices()[0]
+    width = width or (512 if device.platform == "cpu" else 4096)
+    train, test = load_digits()
+    console.print(
+        f"{len(train.label)} digits to train on, {len(test.label)} to test; width "
+        f"{width}, batches of {BATCH_SIZE}, {steps} steps; jax {jax.__version__} on "
+        f"{device.device_kind}."
+    )
+    records, tiny = [], None
+    try:
+        for this_seed in range(seed, seed + seeds):
+            for name in MODELS if model == "all" else [model]:
+                records += train_model(
+                    name,
+                    policies,
+                    (train, test),
+                    width=width,
+                    steps=steps,
+                    seed=this_seed,
+                    static_scale=loss_scale,
+                    console=console,
+                )
+        if any(p.compute_dtype == jnp.float16 for p in policies.values()):
+            tiny = tiny_gradients(
+                train, width=width, steps=min(steps, 300), seed=seed, console=console
+            )
+    except LossScaleCollapsed as error:
+        console.print(f"Stopped: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
+
+    console.print(
+        report.rich_table(report.summarise(records)),
+        "Step: median, the runs taking turns. Activations: what the forward pass of "
+        "one batch saves for the backward pass. Loss: mean of the last 20 steps.",
+        *(f"Mind: {reason}." for reason in slow_reasons(policies.values())),
+        sep="\n",
+        highlight=False,
+    )
+    if tiny is not None:
+        console.print(report.rich_table(report.summarise_tiny(tiny)))
+    settings = {
+        "width": width,
+        "steps": steps,
+        "batch_size": BATCH_SIZE,
+        "static_loss_scale": loss_scale,
+        "device": device.device_kind,
+        "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+    }
+    report.write(out, settings, records, tiny)
+    console.print(f"Wrote digits.png, table.md and results.json into {out}.")
+
+
+if __name__ == "__main__":
+    typer.run(main)
