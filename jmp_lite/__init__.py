@@ -1,5 +1,12 @@
 """Mixed precision for JAX: policies, loss scales, and optimisers that mind them."""
 
+from jmp_lite.autocast import (
+    OpRules,
+    autocast,
+    default_rules,
+    explain,
+    full_precision,
+)
 from jmp_lite.dtypes import best_half_dtype, half_dtype
 from jmp_lite.gradients import scaled_grad, scaled_value_and_grad
 from jmp_lite.loss_scale import (
@@ -33,17 +40,22 @@ __all__ = [
     "LossScale",
     "LossScaleCollapsed",
     "NoOpLossScale",
+    "OpRules",
     "Policy",
     "PolicyMap",
     "ScaleAwareState",
     "StaticLossScale",
     "all_finite",
+    "autocast",
     "best_half_dtype",
     "cast_floating",
     "cast_like",
     "cast_to_full",
     "cast_to_half",
     "check_progress",
+    "default_rules",
+    "explain",
+    "full_precision",
     "get_loss_scale",
     "get_policy",
     "half_dtype",

@@ -5,9 +5,22 @@ question about a version or about an optional library that may or may not be loa
 is asked here, so that an upgrade is a change to one file.
 """
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
+
+import jax
+from jax._src import source_info_util as source_info_util_private
+from jax.extend import linear_util, source_info_util
+from jax.extend.core import (
+    ClosedJaxpr,
+    Literal,
+    Primitive,
+    jaxprs_in_params,
+    primitives,
+)
 
 
 def register_with_flax_serialization(cls: type) -> None:
@@ -20,7 +33,7 @@ def register_with_flax_serialization(cls: type) -> None:
     Args:
       cls: a dataclass; its non-static fields are what is saved.
     """
-    serialization = sys.modules.get("flax.serialization")
+    serialization: Any = sys.modules.get("flax.serialization")
     # Half-way through `import flax` the module is there but not yet filled.
     register = getattr(serialization, "register_serialization_state", None)
     if register is None or cls in _REGISTERED_WITH_FLAX:
@@ -50,3 +63,146 @@ def register_with_flax_serialization(cls: type) -> None:
 
 # A record of what flax's registry was told, not a setting: it only grows.
 _REGISTERED_WITH_FLAX: set[type] = set()
+
+
+# --- jaxprs -----------------------------------------------------------------------
+
+
+def primitive_names() -> frozenset[str]:
+    """Return the names of the primitives that this JAX exports."""
+    return frozenset(
+        value.name
+        for value in vars(primitives).values()
+        if isinstance(value, Primitive)
+    )
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Return the jaxpr inside a closed one (from 0.12 on they are one class)."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def consts_of(jaxpr: Any) -> tuple[Any, ...]:
+    """Return the values of a jaxpr's constvars; an open jaxpr has none."""
+    return tuple(getattr(jaxpr, "consts", ()))
+
+
+def like(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a closed jaxpr in the form of another, and what becomes an input by that.
+
+    Args:
+      closed: a closed jaxpr.
+      old: a closed jaxpr, or an open one (remat holds such), whose successor has the
+        constants of `closed` as its first inputs.
+    """
+    if isinstance(old, ClosedJaxpr):
+        return closed, ()
+    opened, consts = open_jaxpr(closed), consts_of(closed)
+    invars = [*opened.constvars, *opened.invars]
+    return opened.replace(constvars=[], invars=invars) if consts else opened, consts
+
+
+def is_literal(var: Any) -> bool:
+    """Return whether an operand is a number written into the jaxpr."""
+    return isinstance(var, Literal)
+
+
+def name_stack(eqn: Any) -> str:
+    """Return the name scopes of an equation, relative to its jaxpr."""
+    return str(eqn.source_info.name_stack)
+
+
+def source_line(eqn: Any) -> str:
+    """Return `file:line` of the user's code that made an equation, or `""`.
+
+    Frames of JAX are left out by JAX, those of flax and of this package here.
+    """
+    frames = source_info_util_private.user_frames(eqn.source_info.traceback)
+    for frame in frames:
+        path = frame.file_name.replace("\\", "/")
+        if not any(part in path for part in _LIBRARY_PATHS):
+            return f"{frame.file_name}:{frame.start_line}"
+    return ""
+
+
+_LIBRARY_PATHS = ("/site-packages/flax/", "/site-packages/equinox/", "/jmp_lite/")
+
+
+def jaxprs_of(eqn: Any) -> list[Any]:
+    """Return the open jaxprs among the parameters of an equation."""
+    return list(jaxprs_in_params(eqn.params))
+
+
+def is_default_precision(precision: Any) -> bool:
+    """Return whether a product's `precision` is what it is when nobody sets it."""
+    if isinstance(precision, tuple):
+        return all(map(is_default_precision, precision))
+    return precision is None or precision == jax.lax.Precision.DEFAULT
+
+
+def bind(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
+    """Run an equation on other operands, in its own name scope and source line.
+
+    Args:
+      eqn: the equation.
+      args: its operands.
+      params: its parameters; the default is its own.
+
+    Returns:
+      Its results, as a list also where there is but one.
+    """
+    with _in_context_of(eqn):
+        params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+        outs = eqn.primitive.bind(*args, **dict(params or {}))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def call(eqn: Any, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in the name scope and source line of an equation."""
+    with _in_context_of(eqn):
+        return fun(*args)
+
+
+@contextlib.contextmanager
+def _in_context_of(eqn: Any):
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int] | None:
+    """Return how many constants and carries a scan has; None if it does not say."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    if "ft_in" in params:  # since 0.12: three flat trees, of constants, carries and xs
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return None
+
+
+def shard_map_axes(params: dict[str, Any]) -> Any:
+    """Return the axes that a shard_map makes manual; None if it does not say."""
+    return params.get("manual_axes", params.get("newly_manual_axes"))
+
+
+def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> Any:
+    """Run a `custom_jvp_call` or `custom_vjp_call` with its functions wrapped.
+
+    Args:
+      eqn: the equation.
+      args: its operands.
+      wrap: called as `wrap(fun, role)` for the function and its rules, in the order in
+        which JAX binds them, `role` being 0, 1…; returns what runs instead.
+    """
+    with _in_context_of(eqn):
+        params = eqn.primitive.get_bind_params(eqn.params)
+        subfuns = tuple(
+            linear_util.wrap_init(
+                wrap(subfun.call_wrapped, role), debug_info=subfun.debug_info
+            )
+            for role, subfun in enumerate(params.pop("subfuns"))
+        )
+        return eqn.primitive.bind(*args, subfuns=subfuns, **params)

@@ -22,6 +22,7 @@ from jmp_lite import (
     DynamicLossScale,
     LossScaleCollapsed,
     NoOpLossScale,
+    OpRules,
     Policy,
     PolicyMap,
     StaticLossScale,
@@ -62,6 +63,7 @@ def a_state() -> Any:
 INSTANCES: dict[str, Callable[[], Any]] = {
     "DynamicLossScale": lambda: DYNAMIC,
     "NoOpLossScale": NoOpLossScale,
+    "OpRules": lambda: OpRules({"tanh": "full"}, low_results=False),
     "Policy": lambda: POLICY,
     "PolicyMap": lambda: PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
     "ScaleAwareState": a_state,
@@ -79,6 +81,11 @@ def loss(params, x):
 # Functions of arrays: what to call, and on what. Each belongs to the name before "/".
 ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "all_finite": (jmp_lite.all_finite, (TREE,)),
+    "autocast": (
+        jmp_lite.autocast(lambda w, x: jnp.exp(jnp.dot(x, w)), "mixed_bfloat16"),
+        (jnp.eye(2), jnp.ones((3, 2))),
+    ),
+    "full_precision": (jmp_lite.full_precision(jnp.dot), (jnp.eye(2), jnp.ones(2))),
     "cast_floating": (lambda t: jmp_lite.cast_floating(t, jnp.bfloat16), (TREE,)),
     "cast_like": (jmp_lite.cast_like, (TREE, dict(TREE, f=TREE["h"]))),
     "cast_to_full": (jmp_lite.cast_to_full, (TREE,)),
@@ -119,6 +126,8 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 ON_THE_HOST = [
     "best_half_dtype",
     "check_progress",
+    "default_rules",
+    "explain",
     "get_policy",
     "half_dtype",
     "loss_scale_for",

@@ -5,7 +5,7 @@ accumulation go inside it, where gradients are unscaled, float32 and finite.
 """
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class ScaleAwareState(NamedTuple):
 
 
 def scale_aware(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     loss_scale: LossScale | None = None,
     *,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
@@ -57,7 +57,7 @@ def scale_aware(
     keeps a copy of the gradients.
 
     Args:
-      inner: any optax transformation.
+      inner: any optax transformation, or `optax.MultiSteps` as it is.
       loss_scale: the first loss scale; the default is `DynamicLossScale()`.
       axis_name: the mapped axes (`pmap`, `shard_map`) over which devices must agree,
         where each of them sees only its own gradients. Not needed under `jit`.
@@ -98,6 +98,10 @@ def scale_aware(
         loss_scale = DynamicLossScale()
     check_loss_scale(loss_scale)
     first_loss_scale = loss_scale
+    if isinstance(inner, optax.MultiSteps):
+        # Not a transformation to optax, which would drop its extra arguments.
+        update = cast(Any, inner.update)  # typed for its own kind of state only
+        inner = optax.GradientTransformationExtraArgs(inner.init, update)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> Any:

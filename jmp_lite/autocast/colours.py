@@ -1,0 +1,110 @@
+"""Colours and demands: what is known of an f32 value in a jaxpr.
+
+The colour of a value says what made it::
+
+  LOW      held in the compute dtype
+  CONST    a number written in the program that the compute dtype can hold
+  BIAS     an input that was broadcast up or looked up, or made of such: as a NEUTRAL
+           operand smaller than another, it joins LOW ones (biases, embeddings)
+  NEUTRAL  an input, or an input that was only moved: parameters, data
+  FULL     held in f32: made by what is unsafe in half, or mixed with that
+  OTHER    not f32: none of our business
+
+The demand for a value says what uses it: a product (WANT_LOW), something that is kept
+in f32 (WANT_F32), or whoever called (WANT_OUTPUT); it is the union of all its uses.
+"""
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+Colour = enum.IntEnum("Colour", "LOW CONST BIAS NEUTRAL FULL OTHER")
+LOW, CONST, BIAS, NEUTRAL, FULL, OTHER = Colour
+
+WANT_LOW, WANT_F32, WANT_OUTPUT = 1, 2, 4
+
+# Moves that neither drop elements nor sum in their transpose: a parameter that is only
+# moved on its way to a product is cast before the move, which moves half the bytes.
+_CAST_BEFORE = frozenset(
+    "reshape transpose squeeze expand_dims rev copy all_gather all_gather_invariant "
+    "all_to_all ppermute".split()
+)
+
+
+def is_f32(var: Any) -> bool:
+    """Return whether a variable is float32."""
+    return getattr(var.aval, "dtype", None) == np.float32
+
+
+def is_float(var: Any) -> bool:
+    """Return whether a variable is floating or complex."""
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def casts_before(eqn: Any) -> bool:
+    """Return whether a cast of this move's result may happen before the move."""
+    return eqn.primitive.name in _CAST_BEFORE
+
+
+def of_constant(x: Any, compute_dtype: Any) -> Colour:
+    """Return CONST for a scalar that the compute dtype holds, FULL if it does not.
+
+    Arrays that are known now and overflow are FULL too (−1e10 masks); others are
+    NEUTRAL.
+    """
+    if isinstance(x, Tracer) or np.size(x) > 2**16:
+        return NEUTRAL
+    values = np.abs(np.asarray(x, np.float64))
+    info = jnp.finfo(compute_dtype)
+    if np.any((values > float(info.max)) & np.isfinite(values)):
+        return FULL
+    if values.ndim > 0:
+        return NEUTRAL
+    return FULL if 0 < values < float(info.tiny) else CONST
+
+
+def joins_low(eqn: Any, ins: Sequence[Colour]) -> bool:
+    """Return whether an elementwise equation runs in half, by its operands' colours."""
+    size = max(math.prod(v.aval.shape) for v in eqn.invars)
+    return LOW in ins and all(
+        c in (LOW, CONST, BIAS, OTHER)
+        or (c == NEUTRAL and math.prod(v.aval.shape) < size)
+        for c, v in zip(ins, eqn.invars, strict=True)
+    )
+
+
+def of_move(eqn: Any, op_class: str, operands: list[Colour]) -> Colour:
+    """Return the colour of an elementwise result that is not LOW."""
+    if not operands or any(c not in (NEUTRAL, BIAS, CONST) for c in operands):
+        return FULL
+    if NEUTRAL not in operands:
+        return BIAS if BIAS in operands else CONST
+    if op_class != "follow":
+        return FULL
+    grows = eqn.primitive.name == "broadcast_in_dim" and (
+        math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.invars[0].aval.shape)
+    )
+    return BIAS if grows or eqn.primitive.name == "gather" else NEUTRAL
+
+
+def join(colours: list[Colour]) -> Colour:
+    """Return the colour of a result that several branches agree on."""
+    if all(c == colours[0] for c in colours):
+        return colours[0]
+    return FULL
+
+
+def passed_on(eqn: Any, op_class: str, runs_low: bool, out: int) -> int:
+    """Return what an elementwise equation asks of its operands."""
+    is_sum_of_gradients = eqn.primitive.name == "add_any"
+    if out == WANT_OUTPUT and (op_class == "follow" or is_sum_of_gradients):
+        return WANT_OUTPUT
+    if not (runs_low or casts_before(eqn)):
+        return WANT_F32
+    return out & WANT_LOW | (WANT_F32 if out & (WANT_F32 | WANT_OUTPUT) else 0)

@@ -1,0 +1,246 @@
+"""Run a painted jaxpr: every equation again, on values in the dtypes of its plan.
+
+A variable has at most two values, the one it was made as and its cast, each made once.
+What is read in half a second time is the same cast, but differentiates as a cast of its
+own: so the gradients of a weight that is used many times add up in float32.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jmp_lite import compat
+from jmp_lite.autocast import control_flow
+from jmp_lite.autocast.colours import LOW, NEUTRAL, WANT_OUTPUT
+from jmp_lite.autocast.paint import Painter, Plan, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function traced on its arguments.
+
+    Attributes:
+      closed: its jaxpr, of the arguments that are arrays.
+      args: those arguments.
+      restore: makes the function's result from the jaxpr's outputs.
+    """
+
+    closed: Any
+    args: list[Any]
+    restore: Callable[[Sequence[Any]], Any]
+
+
+def trace(fun: Callable[..., Any], args: Any, as_f32: Any = None) -> Traced:
+    """Trace a function; arguments that are no arrays reach it as they are.
+
+    Args:
+      fun: the function.
+      args: its positional arguments, pytrees.
+      as_f32: a dtype; arguments that have it are traced as if they were float32.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    dynamic = [i for i, leaf in enumerate(leaves) if _is_traceable(leaf)]
+    out_tree, static_outs = None, {}
+
+    def flat_fun(*arrays):
+        nonlocal out_tree
+        filled = list(leaves)
+        for i, array in zip(dynamic, arrays, strict=True):
+            filled[i] = array
+        outs, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
+        static_outs.update(
+            {i: out for i, out in enumerate(outs) if not _is_traceable(out)}
+        )
+        return [out for out in outs if _is_traceable(out)]
+
+    avals = [jax.typeof(leaves[i]) for i in dynamic]
+    if as_f32 is not None:
+        avals = [
+            a.update(dtype=jnp.dtype("float32")) if a.dtype == as_f32 else a
+            for a in avals
+        ]
+    closed = jax.make_jaxpr(flat_fun)(*avals)
+
+    def restore(outs):
+        remaining = iter(outs)
+        count = len(outs) + len(static_outs)
+        merged = [
+            static_outs[i] if i in static_outs else next(remaining)
+            for i in range(count)
+        ]
+        return jax.tree.unflatten(out_tree, merged)
+
+    return Traced(closed, [leaves[i] for i in dynamic], restore)
+
+
+class Rewriter:
+    """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr."""
+
+    def __init__(self, painter: Painter):
+        self.painter = painter
+        self.low_dtype = jnp.dtype(painter.compute_dtype)
+        self._closed: dict[Any, Any] = {}
+
+    def run(self, plan: Plan, low_out: tuple[bool, ...], *args: Any) -> list[Any]:
+        """Return the outputs of a jaxpr, in half where `low_out` says so."""
+        values = _Values(self.low_dtype)
+        values.write(plan.jaxpr.constvars, plan.consts)
+        values.write(plan.jaxpr.invars, args)
+        for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
+            operands = values.read(eqn.invars, step.low_in)
+            if step.bodies:
+                site = self._site(eqn, step, operands, values)
+                outs = control_flow.build(site)
+            elif step.op_class == "lower" and any(step.low_in):
+                outs = [self._product(eqn, operands, step.low_out[0])]
+            else:
+                outs = compat.bind(eqn, operands)
+            values.write(eqn.outvars, outs)
+        return values.read(plan.jaxpr.outvars, low_out)
+
+    def rewrite(self, fun: Callable[..., Any], args: Sequence[Any], low: bool) -> Any:
+        """Trace a function that JAX calls later (a derivative rule), and run it.
+
+        Args:
+          fun: the function.
+          args: its arguments; those in the compute dtype stand for float32 ones where
+            `low` is set.
+          low: whether that is so.
+        """
+        traced = trace(fun, args, self.low_dtype if low else None)
+        jaxpr, consts = (
+            compat.open_jaxpr(traced.closed),
+            compat.consts_of(traced.closed),
+        )
+        colours = [
+            LOW if low and jax.typeof(x).dtype == self.low_dtype else NEUTRAL
+            for x in traced.args
+        ]
+        wants = [WANT_OUTPUT] * len(jaxpr.outvars)
+        plan = self.painter.paint(jaxpr, consts, colours, wants)
+        low_out = (False,) * len(jaxpr.outvars)
+        return traced.restore(self.run(plan, low_out, *traced.args))
+
+    def _site(self, eqn: Any, step: Step, operands: list[Any], values: "_Values"):
+        frames = control_flow.frames(eqn) or ()
+        bodies = [
+            self._body(
+                plan,
+                tuple(i is not None and step.low_out[i] for i in frame.results),
+            )
+            for plan, frame in zip(step.bodies, frames, strict=True)
+        ]
+        return control_flow.Site(
+            eqn=eqn,
+            bodies=bodies,
+            args=operands,
+            low_in=step.low_in,
+            low_out=step.low_out,
+            low_dtype=self.low_dtype,
+            read_f32=lambda i: values.read([eqn.invars[i]], [False])[0],
+            recast=recast,
+            rewrite=self.rewrite,
+        )
+
+    def _body(self, plan: Plan, low_out: tuple[bool, ...]) -> control_flow.Body:
+        def fun(*args):
+            return self.run(plan, low_out, *args)
+
+        def closed():
+            key = (plan, low_out)
+            if key not in self._closed:
+                avals = [
+                    v.aval.update(dtype=self.low_dtype) if low else v.aval
+                    for v, low in zip(plan.jaxpr.invars, plan.low_in, strict=True)
+                ]
+                self._closed[key] = jax.make_jaxpr(fun)(*avals)
+            return self._closed[key]
+
+        return control_flow.Body(fun, closed)
+
+    def _product(self, eqn: Any, operands: list[Any], low_result: bool) -> Any:
+        def bind(dtype, *operands):
+            params = {**eqn.params, "preferred_element_type": jnp.dtype(dtype)}
+            return compat.bind(eqn, operands, params)[0]
+
+        if low_result:
+            return bind(self.low_dtype, *operands)
+        return _f32_product(bind, self.low_dtype, operands)
+
+
+class _Values:
+    """The values of a jaxpr's variables."""
+
+    def __init__(self, low_dtype: Any):
+        self.low_dtype = low_dtype
+        self._made: dict[Any, Any] = {}
+        self._cast: dict[Any, Any] = {}
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        self._made.update(zip(variables, values, strict=True))
+
+    def read(self, variables: Sequence[Any], low: Sequence[bool]) -> list[Any]:
+        return [self._read(v, is_low) for v, is_low in zip(variables, low, strict=True)]
+
+    def _read(self, var: Any, low: bool) -> Any:
+        if compat.is_literal(var):
+            return np.asarray(var.val, self.low_dtype) if low else var.val
+        value = self._made[var]
+        if getattr(var.aval, "dtype", None) != jnp.float32:
+            return value
+        dtype = self.low_dtype if low else jnp.dtype(jnp.float32)
+        if value.dtype == dtype:
+            return value
+        if var in self._cast:
+            return recast(value, self._cast[var]) if low else self._cast[var]
+        self._cast[var] = jax.lax.convert_element_type(value, dtype)
+        return self._cast[var]
+
+
+@jax.custom_jvp
+def recast(x: jax.Array, cast: jax.Array) -> jax.Array:
+    """Return `cast`, which was made from `x`, as if it were cast from `x` here."""
+    del x
+    return cast
+
+
+@recast.defjvp
+def _recast_jvp(primals, tangents):
+    (_, cast), (x_dot, _) = primals, tangents
+    return cast, jax.lax.convert_element_type(x_dot, cast.dtype)
+
+
+def _f32_product(bind: Callable[..., Any], low_dtype: Any, operands: list[Any]) -> Any:
+    """Return a product of half operands in f32, whose derivatives are half products.
+
+    The plain derivative of a product with an f32 result multiplies half by f32.
+    """
+
+    @jax.custom_jvp
+    def product(*operands):
+        return bind(jnp.float32, *operands)
+
+    def jvp(primals, tangents):
+        out = product(*primals)
+        terms = []
+        for i in (0, 1):  # a product is linear in each of its first two operands
+            if not isinstance(tangents[i], SymbolicZero):
+                mixed = list(primals)
+                mixed[i] = tangents[i]
+                terms.append(bind(low_dtype, *mixed))
+        if not terms:
+            return out, jnp.zeros_like(out)
+        return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
+
+    product.defjvp(jvp, symbolic_zeros=True)
+    return product(*operands)
+
+
+def _is_traceable(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return is_array and x.dtype != jax.dtypes.float0 and x.dtype != object

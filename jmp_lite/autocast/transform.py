@@ -1,0 +1,242 @@
+"""`autocast` and `full_precision`: the transformations themselves.
+
+Limits: what runs is a trace of the function, so Python-level dtype checks in it see
+float32; `pallas_call`, `custom_linear_solve`, callbacks and what else `control_flow`
+does not know is left alone, and `explain` lists it.
+"""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite import compat, dtypes, trees
+from jmp_lite.autocast import scopes
+from jmp_lite.autocast.colours import NEUTRAL, WANT_OUTPUT
+from jmp_lite.autocast.ops import OpRules, default_rules
+from jmp_lite.autocast.paint import Painter, Plan
+from jmp_lite.autocast.rewrite import Rewriter, Traced, trace
+from jmp_lite.policy import Policy, PolicyMap, get_policy
+
+
+def autocast(
+    fun: Callable[..., Any],
+    policy: Policy | PolicyMap | str = "mixed",
+    *,
+    rules: OpRules | None = None,
+) -> Callable[..., Any]:
+    """Return a function that computes in half precision where that is safe.
+
+    Matrix products run in the compute dtype; exponentials, logarithms, sums and losses
+    in float32; elementwise arithmetic in half where all it works on is. Only float32 is
+    ever lowered: other dtypes, products with a `precision`, explicit conversions and
+    `full_precision` regions stay as the program has them. Gradients of float32
+    parameters are float32, from `grad(autocast(f))` and from `autocast(grad(f))`; the
+    second takes them straight from the float32 accumulator of the products.
+
+    In float16, train with a loss scale (`scale_aware`): autocast does not add one.
+
+    Args:
+      fun: any JAX function, whatever control flow is in it.
+      policy: a policy or its string; its `compute_dtype` is float16 or bfloat16. A
+        `PolicyMap` has patterns over name-scope paths (`"decoder/layer_3/attention"`;
+        flax's modules enter one each), which hold for all that is inside the scope: one
+        whose policy computes in float32 leaves it alone, one with a float32
+        `output_dtype` gives its matrix products' results in float32.
+      rules: which primitive is in which class; the default is
+        `default_rules(compute_dtype)`.
+
+    Returns:
+      A function of the same signature and the same output dtypes. Arguments that are
+      numbers, functions or `None` reach `fun` as they are.
+
+    Raises:
+      TypeError: `fun` is not callable or is an nnx module; in a call: an argument is
+        neither array, number nor function.
+      ValueError: the policy does not compute in half, or in two kinds of half; in a
+        call: a pattern of the policy matches no scope.
+
+    Examples:
+      >>> def f(w, x):
+      ...     return jax.nn.softmax(x @ w)
+      >>> w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+      >>> jaxpr = jax.make_jaxpr(autocast(f, "mixed_bfloat16"))(w, x)
+      >>> "bf16[4,8] = dot_general" in str(jaxpr), jaxpr.out_avals[0].dtype
+      (True, dtype('float32'))
+
+    References:
+      torch.amp.autocast; TensorFlow's auto_mixed_precision graph pass.
+    """
+    _check_function(fun, "autocast")
+    policy, compute_dtype = check_policy(policy)
+    if rules is None:
+        rules = default_rules(compute_dtype)
+    if not isinstance(rules, OpRules):
+        raise TypeError(f"Expected OpRules, got {rules!r}.")
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        painting = paint_call(fun, policy, compute_dtype, rules, args, kwargs)
+        if not painting.is_any_lowered() and "lower" in dict(rules.classes).values():
+            warnings.warn(
+                f"autocast lowered nothing in {_name_of(fun)}: it has no matrix "
+                "product of float32 arrays that policy and rules let it lower.",
+                stacklevel=2,
+            )
+        with jax.named_scope(scopes.REWRITTEN):
+            return painting.run()
+
+    return wrapped
+
+
+def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that `autocast` leaves alone: all in it runs as written.
+
+    Args:
+      fun: any function.
+
+    Returns:
+      The same function, marked by a name scope.
+
+    Raises:
+      TypeError: `fun` is not callable.
+
+    Examples:
+      >>> def f(x):
+      ...     return x @ x, full_precision(jnp.dot)(x, x)
+      >>> half, full = autocast(f, "mixed_bfloat16")(jnp.float32([1.01]))
+      >>> bool(full == jnp.float32(1.01) ** 2), bool(half == full)
+      (True, False)
+    """
+    _check_function(fun, "full_precision")
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        with jax.named_scope(scopes.ISLAND):
+            return fun(*args, **kwargs)
+
+    return wrapped
+
+
+class Painting:
+    """A function traced on its arguments, and the plan for it."""
+
+    def __init__(self, traced: Traced, painter: Painter, plan: Plan):
+        self.traced, self.painter, self.plan = traced, painter, plan
+
+    def run(self) -> Any:
+        """Return what the function returns, in the dtypes that it would have."""
+        plan = self.plan
+        outs = Rewriter(self.painter).run(
+            plan, (False,) * len(plan.low_out), *self.traced.args
+        )
+        return self.traced.restore(outs)
+
+    def is_any_lowered(self) -> bool:
+        """Return whether any product runs in half."""
+        return any(
+            step.op_class == "lower" and any(step.low_in)
+            for plan in _plans(self.plan)
+            for step in plan.steps
+        )
+
+
+def paint_call(
+    fun: Callable[..., Any],
+    policy: Policy | PolicyMap,
+    compute_dtype: Any,
+    rules: OpRules,
+    args: Any,
+    kwargs: Any,
+) -> Painting:
+    """Trace a call and paint it."""
+    _check_arguments((args, kwargs))
+    traced = trace(lambda args, kwargs: fun(*args, **kwargs), (args, kwargs))
+    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
+    regions = scopes.Regions(policy)
+    painter = Painter(rules, regions, compute_dtype)
+    plan = painter.paint(
+        jaxpr,
+        consts,
+        [NEUTRAL] * len(jaxpr.invars),
+        [WANT_OUTPUT] * len(jaxpr.outvars),
+    )
+    regions.check_unused()
+    return Painting(traced, painter, plan)
+
+
+def check_policy(policy: Policy | PolicyMap | str) -> tuple[Policy | PolicyMap, Any]:
+    """Return the policy and the one half dtype that it computes in.
+
+    Raises:
+      ValueError: there is none, or more than one.
+    """
+    if not isinstance(policy, PolicyMap):
+        policy = get_policy(policy)
+        policies = [policy]
+    else:
+        policies = [policy.default, *(p for _, p in policy.rules)]
+    computes = {p.compute_dtype for p in policies}
+    halves = computes & set(dtypes.HALF_DTYPES)
+    if len(halves) != 1 or computes - halves - {jnp.float32}:
+        raise ValueError(
+            "autocast expects a policy that computes in float16 or in bfloat16 (and "
+            "scopes that compute in float32), got "
+            f"{', '.join(sorted(map(str, policies)))}."
+        )
+    return policy, halves.pop()
+
+
+def _plans(plan: Plan) -> list[Plan]:
+    found = [plan]
+    for step in plan.steps:
+        for body in step.bodies:
+            found += _plans(body)
+    return found
+
+
+def _name_of(fun: Any) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def _check_function(fun: Any, caller: str) -> None:
+    if not callable(fun):
+        raise TypeError(f"{caller} expects a function, got {fun!r}.")
+    if _is_nnx_module(fun) or _is_nnx_module(getattr(fun, "__self__", None)):
+        raise TypeError(_nnx_advice(f"{caller} got"))
+
+
+def _check_arguments(args_and_kwargs: Any) -> None:
+    if any(
+        _is_nnx_module(x)
+        for x in jax.tree.leaves(args_and_kwargs, is_leaf=_is_nnx_module)
+    ):
+        raise TypeError(_nnx_advice("a function under autocast got"))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args_and_kwargs):
+        is_array = trees.is_array(leaf) and leaf.dtype != object
+        if is_array or isinstance(leaf, bool | int | float | complex) or callable(leaf):
+            continue
+        index = trees.key_path(path[1:])
+        raise TypeError(
+            f"A function under autocast got {leaf!r} as its argument {index!r}; "
+            "expected arrays, numbers or functions. Bind other values with "
+            "functools.partial."
+        )
+
+
+def _is_nnx_module(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Module)
+
+
+def _nnx_advice(got: str) -> str:
+    return (
+        f"{got} an nnx module, whose changes of state (statistics, random streams) "
+        "would be lost in the trace. Split it with graphdef, state = nnx.split(model); "
+        "in the function, call nnx.merge(graphdef, state), and return nnx.state of it "
+        "where it changes."
+    )
