@@ -1,0 +1,31 @@
+"""Compare trees bit for bit: -0.0 is not 0.0, and a NaN is the NaN it is."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def raw_bits(tree: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return the dtype, shape and bytes of each leaf, by key path."""
+    return {
+        jax.tree_util.keystr(path): _leaf_bits(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def avals(tree: Any) -> dict[str, str]:
+    """Return the shape, dtype and weak type of each leaf, by key path."""
+    return {
+        jax.tree_util.keystr(path): str(jax.typeof(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _leaf_bits(leaf: Any) -> tuple[str, tuple[int, ...], bytes]:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else type(leaf).__name__
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    array = np.asarray(leaf)
+    return str(dtype), array.shape, array.tobytes()

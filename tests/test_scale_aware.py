@@ -1,0 +1,359 @@
+"""What a step of `scale_aware` does, on optimisers small enough to follow by hand."""
+
+import math
+from typing import Any, cast
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_lite
+from jmp_lite import DynamicLossScale, StaticLossScale, scale_aware
+
+
+def _recording(seen: list[Any]) -> optax.GradientTransformationExtraArgs:
+    """An optimiser that takes the gradients as updates, and notes its arguments."""
+
+    def init_fn(params):
+        del params
+        return {"count": jnp.int32(0)}
+
+    def update_fn(updates, state, params=None, **extra):
+        seen.append((updates, params, extra))
+        return updates, {"count": state["count"] + 1}
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def test_the_inner_optimiser_sees_unscaled_float32_gradients_and_params():
+    seen: list[Any] = []
+    tx: Any = scale_aware(_recording(seen), DynamicLossScale(2.0**10))
+    params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)}
+    # 2e-7 is below the smallest normal float16, and 2**10 times 2e-7 is not.
+    grads = {
+        "a": jnp.full(2, 2e-7 * 2**10, jnp.float16),
+        "b": jnp.full(2, 3.0 * 2**10, jnp.bfloat16),
+    }
+
+    updates, state = tx.update(grads, tx.init(params), params)
+
+    (inner_grads, inner_params, extra) = seen[0]
+    assert {x.dtype.name for x in jax.tree.leaves([inner_grads, inner_params])} == {
+        "float32"
+    }
+    np.testing.assert_allclose(inner_grads["a"], 2e-7, rtol=1e-3)
+    np.testing.assert_array_equal(updates["b"], [3.0, 3.0])
+    assert extra == {}
+    assert state.inner_state["count"] == 1
+
+
+def test_extra_arguments_reach_the_inner_optimiser():
+    seen: list[Any] = []
+    tx: Any = scale_aware(_recording(seen), StaticLossScale(4.0))
+    grads = jnp.ones(2, jnp.float16)
+
+    tx.update(grads, tx.init(grads), grads, value=jnp.float16(0.5), temperature=3)
+
+    extra = seen[0][2]
+    assert extra["temperature"] == 3
+    assert extra["value"].dtype == jnp.float32
+    assert float(extra["value"]) == 0.5
+
+
+@pytest.mark.standard_promotion  # optax's own count: an int32 plus a float
+def test_extra_arguments_reach_what_multi_steps_wraps():
+    seen: list[Any] = []
+    inner = optax.MultiSteps(_recording(seen), every_k_schedule=1)
+    tx = scale_aware(inner, StaticLossScale(4.0))
+    params = jnp.ones(2)
+    tx.update(params, tx.init(params), params, value=0.5)
+    assert {tuple(extra) for _, _, extra in seen} == {("value",)}
+
+
+def test_an_inner_optimiser_without_extra_arguments_takes_a_value_all_the_same():
+    tx: Any = scale_aware(optax.sgd(1.0), StaticLossScale(4.0))
+    params = jnp.zeros(2)
+    updates, _ = tx.update(jnp.ones(2) * 4, tx.init(params), params, value=0.5)
+    np.testing.assert_array_equal(updates, [-1.0, -1.0])
+
+
+def test_the_state_keeps_the_dtypes_of_init_whatever_the_inner_optimiser_does():
+    def init_fn(params):
+        return {"count": 0, "rate": 0.5, "seen": jnp.zeros_like(params)}
+
+    def update_fn(updates, state, params=None):
+        del params
+        drifting = {
+            "count": jnp.float32(state["count"]) + 1,
+            "rate": state["rate"],
+            "seen": updates.astype(jnp.bfloat16),
+        }
+        return updates, drifting
+
+    tx = scale_aware(optax.GradientTransformation(init_fn, update_fn))
+    params = jnp.ones(2, jnp.float16)
+    state: Any = tx.init(params)
+    expected = bitwise.avals(state.inner_state)
+    assert sorted(expected.values()) == ["float32[2]", "float32[]", "int32[]"]
+    for _ in range(2):
+        _, state = tx.update(params, state, params)
+        assert bitwise.avals(state.inner_state) == expected
+    assert int(state.inner_state["count"]) == 2
+
+
+def test_the_counters_follow_the_steps():
+    tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(8.0, period=2))
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    rows = []
+    for grad in (1.0, 1.0, jnp.inf, jnp.nan, 1.0, -jnp.inf):
+        _, state = tx.update(jnp.full(1, grad), state, params)
+        rows.append([x.item() for x in jmp_lite.metrics(state).values()])
+
+    assert rows == [
+        # loss_scale, grads_finite, skipped_steps, consecutive_skips
+        [8.0, True, 0, 0],
+        [16.0, True, 0, 0],
+        [8.0, False, 1, 1],
+        [4.0, False, 2, 2],
+        [4.0, True, 2, 0],
+        [2.0, False, 3, 1],
+    ]
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf, math.nan])
+@pytest.mark.parametrize("grad", [1.0, jnp.nan])
+def test_a_bad_batch_is_skipped_and_keeps_the_scale(value, grad):
+    tx: Any = scale_aware(
+        _recording([]), DynamicLossScale(8.0, counter=5, hysteresis=2)
+    )
+    params = jnp.ones(2)
+    state = tx.init(params)
+
+    updates, skipped = tx.update(jnp.full(2, grad), state, params, value=value)
+
+    assert bitwise.raw_bits(params + updates) == bitwise.raw_bits(params)
+    assert bitwise.raw_bits(skipped.loss_scale) == bitwise.raw_bits(state.loss_scale)
+    assert bitwise.raw_bits(skipped.inner_state) == bitwise.raw_bits(state.inner_state)
+    assert not skipped.grads_finite
+    assert (int(skipped.skipped_steps), int(skipped.consecutive_skips)) == (1, 1)
+
+
+def test_an_overflow_at_a_good_batch_lowers_the_scale():
+    tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(8.0))
+    params = jnp.ones(2)
+    grads = jnp.array([1.0, jnp.inf])
+    _, state = tx.update(grads, tx.init(params), params, value=jnp.float32(2.0))
+    assert float(state.loss_scale.loss_scale) == 4.0
+
+
+def test_without_skipping_the_step_is_taken_and_still_counted():
+    seen: list[Any] = []
+    tx: Any = scale_aware(_recording(seen), DynamicLossScale(8.0), skip_nonfinite=False)
+    params = jnp.ones(2)
+    grads = jnp.array([jnp.nan, 8.0])
+
+    updates, state = tx.update(grads, tx.init(params), params, value=jnp.nan)
+
+    np.testing.assert_array_equal(updates, [jnp.nan, 1.0])
+    np.testing.assert_array_equal(seen[0][0], [jnp.nan, 1.0])
+    assert math.isnan(seen[0][2]["value"])
+    assert int(state.inner_state["count"]) == 1
+    assert (int(state.skipped_steps), bool(state.grads_finite)) == (1, False)
+    assert float(state.loss_scale.loss_scale) == 8.0  # the value was not finite
+
+    _, state = tx.update(grads, state, params)
+    assert float(state.loss_scale.loss_scale) == 4.0
+
+
+def test_the_inner_optimiser_never_sees_a_nan():
+    seen: list[Any] = []
+    tx: Any = scale_aware(_recording(seen), DynamicLossScale(8.0))
+    params = jnp.ones(3)
+    grads = jnp.array([jnp.nan, jnp.inf, 8.0])
+    tx.update(grads, tx.init(params), params, value=jnp.nan)
+    assert bitwise.raw_bits(seen[0][0]) == bitwise.raw_bits(jnp.zeros(3))
+    assert float(seen[0][2]["value"]) == 0.0
+
+
+def test_a_scale_below_one_that_lifts_a_gradient_to_inf_is_noticed():
+    loss_scale = DynamicLossScale(2.0**-4, min_loss_scale=2.0**-8)
+    tx: Any = scale_aware(optax.sgd(1.0), loss_scale)
+    params = jnp.ones(1)
+    grads = jnp.array([1e38])  # finite, and 16 times it is not
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert not state.grads_finite
+    np.testing.assert_array_equal(params + updates, params)
+
+
+def test_the_scale_does_not_change_without_a_dynamic_scale():
+    for loss_scale in (StaticLossScale(2.0), jmp_lite.NoOpLossScale()):
+        tx: Any = scale_aware(optax.sgd(1.0), loss_scale)
+        params = jnp.zeros(1)
+        updates, state = tx.update(jnp.ones(1), tx.init(params), params)
+        assert float(updates[0]) == -1 / loss_scale.loss_scale
+        _, state = tx.update(jnp.full(1, jnp.inf), state, params)
+        assert state.loss_scale == loss_scale
+        assert int(state.skipped_steps) == 1
+
+
+def test_the_default_is_a_dynamic_loss_scale():
+    state: Any = scale_aware(optax.sgd(1.0)).init(jnp.zeros(1))
+    assert state.loss_scale == DynamicLossScale()
+
+
+def test_complex_params_are_updated_and_kept_bit_for_bit():
+    tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(4.0))
+    params = jnp.array([complex(-0.0, -0.0), complex(1.0, -0.0), 2 + 3j], jnp.complex64)
+    state = tx.init(params)
+
+    grads = jnp.array([4 + 8j, 0, 0], jnp.complex64)
+    updates, state = tx.update(grads, state, params)
+    assert updates[0] == -(1 + 2j)
+
+    for bad in (complex(math.nan, 0), complex(0, math.inf)):
+        grads = jnp.array([0, bad, 0], jnp.complex64)
+        updates, state = tx.update(grads, state, params)
+        assert not state.grads_finite
+        assert bitwise.raw_bits(params + updates) == bitwise.raw_bits(params)
+
+
+@pytest.mark.standard_promotion  # a float16 parameter plus a float32 update
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_zeros_keep_their_sign_and_half_its_subnormals_on_a_skip(dtype):
+    params = jnp.array([0.0, -0.0, 1.0, -1.0], dtype)
+    if dtype == jnp.float16:
+        params = params.at[2].set(6e-8)
+    tx: Any = scale_aware(optax.sgd(1.0))
+    updates, _ = tx.update(params.at[0].set(jnp.nan), tx.init(params), params)
+    applied = optax.apply_updates(params, updates)
+    assert bitwise.raw_bits(applied) == bitwise.raw_bits(params)
+
+
+def test_leaves_that_are_no_numbers_pass_through():
+    inner = optax.masked(optax.sgd(1.0), {"w": True, "step": False, "frozen": False})
+    tx: Any = scale_aware(inner, DynamicLossScale(4.0))
+    params = {"w": jnp.ones(2), "step": jnp.int32(3), "frozen": None}
+    for step_grad in (np.zeros((), jax.dtypes.float0), jnp.int32(0)):
+        grads = {"w": jnp.full(2, 4.0), "step": step_grad, "frozen": None}
+        updates, state = tx.update(grads, tx.init(params), params)
+        np.testing.assert_array_equal(updates["w"], [-1.0, -1.0])
+        assert updates["frozen"] is None
+        assert updates["step"].dtype == step_grad.dtype
+        assert state.grads_finite
+
+        grads["w"] = grads["w"].at[1].set(jnp.inf)
+        updates, state = tx.update(grads, state, params)
+        assert bitwise.raw_bits(params["w"] + updates["w"]) == bitwise.raw_bits(
+            params["w"]
+        )
+        assert not state.grads_finite
+
+
+def test_integer_updates_are_zero_on_a_skip():
+    tx: Any = scale_aware(optax.identity())
+    params = {"w": jnp.ones(2), "step": jnp.int32(3)}
+    grads = {"w": jnp.full(2, jnp.nan), "step": jnp.int32(1)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert int(updates["step"]) == 0
+
+
+def test_gradients_of_integer_params_are_checked_with_the_others():
+    tx: Any = scale_aware(optax.masked(optax.sgd(1.0), {"w": True, "index": False}))
+    params = {"w": jnp.ones(3), "index": jnp.int32(1)}
+    state = tx.init(params)
+
+    def loss(params):
+        return params["w"][params["index"]] ** 2
+
+    grads = jmp_lite.scaled_grad(loss, loss_scale=state, allow_int=True)(params)
+    updates, state = tx.update(grads, state, params)
+
+    np.testing.assert_array_equal(updates["w"], [0.0, -2.0, 0.0])
+    assert updates["index"].dtype == jax.dtypes.float0
+
+
+def test_an_empty_tree_is_a_finite_step():
+    tx: Any = scale_aware(optax.sgd(1.0))
+    updates, state = tx.update({}, tx.init({}), {})
+    assert updates == {}
+    assert state.grads_finite
+
+
+def test_params_may_be_left_out_where_the_inner_optimiser_allows_it():
+    tx: Any = scale_aware(optax.sgd(1.0), StaticLossScale(2.0))
+    updates, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+    np.testing.assert_array_equal(updates, [-0.5, -0.5])
+
+
+def test_optimisers_may_share_a_loss_scale_that_is_adjusted_once():
+    loss_scale = DynamicLossScale(8.0)
+    txs = [optax.sgd(1.0), optax.sgd(1.0, momentum=0.5)]
+    params = [jnp.ones(2), jnp.ones(2)]
+    states = [tx.init(p) for tx, p in zip(txs, params, strict=True)]
+    grads = loss_scale.unscale([jnp.ones(2), jnp.array([1.0, jnp.inf])])
+    finite = jmp_lite.all_finite(grads)
+
+    for i, tx in enumerate(txs):
+        updates, state = tx.update(grads[i], states[i], params[i])
+        states[i] = jmp_lite.select_tree(finite, state, states[i])
+        stepped = cast(jax.Array, optax.apply_updates(params[i], updates))
+        params[i] = jmp_lite.select_tree(finite, stepped, params[i])
+
+    assert bitwise.raw_bits(params) == bitwise.raw_bits([jnp.ones(2)] * 2)
+    assert float(loss_scale.adjust(finite).loss_scale) == 4.0
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("inner", [None, 1e-3, optax.sgd, "adam"])
+def test_what_is_no_optimiser_is_refused(inner):
+    with pytest.raises(TypeError, match="Expected an optax transformation to wrap"):
+        scale_aware(inner)
+
+
+@pytest.mark.parametrize("loss_scale", [1024.0, "dynamic", DynamicLossScale])
+def test_what_is_no_loss_scale_is_refused(loss_scale):
+    expected = "Expected a NoOpLossScale, StaticLossScale or DynamicLossScale, got"
+    with pytest.raises(TypeError, match=expected):
+        scale_aware(optax.sgd(1.0), loss_scale)
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, math.nan, math.inf])
+def test_a_scale_that_cannot_scale_is_refused(scale):
+    expected = f"Expected a positive, finite loss scale, got {scale}"
+    with pytest.raises(ValueError, match=expected):
+        scale_aware(optax.sgd(1.0), StaticLossScale(scale))
+    with pytest.raises(ValueError, match=expected):
+        scale_aware(optax.sgd(1.0), DynamicLossScale(scale))
+
+
+def test_gradients_of_another_structure_are_refused():
+    tx: Any = scale_aware(optax.sgd(1.0))
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    expected = r"gradients and parameters of the same structure.*'v'.*'w'"
+    with pytest.raises(ValueError, match=expected):
+        tx.update({"v": jnp.ones(2)}, state, params)
+
+
+def test_the_state_of_another_optimiser_is_refused():
+    inner = optax.adam(1e-3)
+    tx: Any = scale_aware(inner)
+    params = jnp.ones(2)
+    expected = r"Expected the state that scale_aware\(...\).init\(params\) made, got "
+    with pytest.raises(ValueError, match=expected + "tuple"):
+        tx.update(params, inner.init(params), params)
+    with pytest.raises(ValueError, match=expected + "NoneType"):
+        tx.update(params, cast(Any, None), params)
+
+
+def test_a_state_without_a_loss_scale_cannot_scale_a_loss():
+    state = optax.adam(1e-3).init(jnp.ones(2))
+    expected = "Found no loss scale in a tree of type tuple"
+    with pytest.raises(ValueError, match=expected):
+        jmp_lite.scaled_value_and_grad(jnp.sum, loss_scale=state)

@@ -1,0 +1,283 @@
+"""The promises of `scale_aware`, over every kind of optimiser and pair of dtypes."""
+
+import collections
+import functools
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import jmp_lite
+
+# Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
+pytestmark = pytest.mark.standard_promotion
+
+_RATE = 1e-2
+
+
+def _dithered_sgd():
+    """An optimiser with a typed key, and a count that starts as a Python number."""
+
+    def init_fn(params):
+        del params
+        return {"key": jax.random.key(7), "count": 0}
+
+    def update_fn(updates, state, params=None):
+        del params
+        key, noise_key = jax.random.split(state["key"])
+        noise = 1e-3 * jax.random.normal(noise_key)
+        rate = _RATE / (1 + state["count"])
+        updates = jax.tree.map(lambda g: -rate * (g + noise), updates)
+        return updates, {"key": key, "count": state["count"] + 1}
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+INNERS = {
+    "adam": lambda: optax.adam(_RATE),
+    "adamw": lambda: optax.adamw(optax.linear_schedule(_RATE, 0.0, 100)),
+    "momentum": lambda: optax.sgd(_RATE, momentum=0.9, nesterov=True),
+    "adafactor": lambda: optax.adafactor(_RATE, min_dim_size_to_factor=2),
+    "lion": lambda: optax.lion(_RATE),
+    "lamb": lambda: optax.lamb(_RATE),
+    "schedule_free_adamw": lambda: contrib.schedule_free_adamw(_RATE),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(_RATE), every_k_schedule=2),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.linear_schedule(_RATE, 0.0, 100), b1=0.8
+    ),
+    "partition": lambda: optax.partition(
+        {"matrix": optax.adam(_RATE), "vector": optax.sgd(_RATE, momentum=0.9)},
+        {"w": "matrix", "b": "vector"},
+    ),
+    "masked": lambda: optax.masked(optax.adam(_RATE), {"w": True, "b": False}),
+    "clipped": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(_RATE), optax.scale(0.5)
+    ),
+    "ema": lambda: optax.chain(optax.adam(_RATE), optax.ema(0.9)),
+    "add_noise": lambda: optax.chain(
+        optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(_RATE)
+    ),
+    "dithered_sgd": _dithered_sgd,
+}
+
+_DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
+
+over_inners = pytest.mark.parametrize("name", INNERS)
+over_grad_dtypes = pytest.mark.parametrize("grad_dtype", _DTYPES)
+over_param_dtypes = pytest.mark.parametrize("param_dtype", _DTYPES)
+
+
+# Whether `b1 * m + g` is rounded once or twice hangs on what XLA fuses around it. Where
+# such terms cancel that shows as tens of ULP, between any two programs. Unoptimised,
+# each operation rounds once, and what is left is what scale_aware does.
+_UNOPTIMISED = {"xla_backend_optimization_level": 0}
+
+
+class _Programs:
+    """An optimiser, wrapped and not, each compiled once per pair of dtypes."""
+
+    def __init__(self, name: str):
+        loss_scale = jmp_lite.DynamicLossScale(2.0**10, min_loss_scale=2.0**-12)
+        inner = INNERS[name]()
+        wrapped: Any = jmp_lite.scale_aware(inner, loss_scale)
+        self.traces = collections.Counter()
+        self.inner_init, self.wrapped_init = inner.init, wrapped.init
+
+        def step(grads, state, params):
+            updates, state = wrapped.update(grads, state, params)
+            return updates, optax.apply_updates(params, updates), state
+
+        def counted_step(grads, state, params):
+            self.traces[grads["w"].dtype, params["w"].dtype] += 1
+            return step(grads, state, params)
+
+        def inner_update(grads, state, params):
+            return inner.update(grads, state, params)
+
+        self.step = jax.jit(counted_step)
+        self.unoptimised_step = jax.jit(step, compiler_options=_UNOPTIMISED)
+        self.unoptimised_inner_update = jax.jit(
+            inner_update, compiler_options=_UNOPTIMISED
+        )
+
+
+_programs = functools.cache(_Programs)
+
+
+def _params(dtype: str) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    w, b = rng.normal(size=(3, 4)), rng.normal(size=4)
+    # Both zeros: a skipped step must know them apart.
+    w[0, 0], w[1, 1], b[0], b[1] = 0.0, -0.0, 0.0, -0.0
+    return {"w": jnp.asarray(w, _DTYPES[dtype]), "b": jnp.asarray(b, _DTYPES[dtype])}
+
+
+def _grads(dtype: str, seed: int) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    w, b = rng.normal(size=(3, 4)), rng.normal(size=4)
+    return {"w": jnp.asarray(w, _DTYPES[dtype]), "b": jnp.asarray(b, _DTYPES[dtype])}
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+@over_inners
+@over_grad_dtypes
+@over_param_dtypes
+def test_a_skipped_step_leaves_no_trace(name, grad_dtype, param_dtype):
+    programs = _programs(name)
+    params = _params(param_dtype)
+    state = programs.wrapped_init(params)
+    step = programs.step
+    for bad, seed in ((jnp.inf, 1), (jnp.nan, 2)):
+        _, params, state = step(_grads(grad_dtype, seed), state, params)
+        before = params, state.inner_state
+        bad_grads = _grads(grad_dtype, seed + 10)
+        bad_grads["w"] = bad_grads["w"].at[2, 3].set(bad)
+
+        updates, params, skipped = step(bad_grads, state, params)
+
+        assert not skipped.grads_finite
+        assert skipped.loss_scale.loss_scale == state.loss_scale.loss_scale / 2
+        after = params, skipped.inner_state
+        assert bitwise.raw_bits(after) == bitwise.raw_bits(before)
+        assert all((np.signbit(u) & (u == 0)).all() for u in jax.tree.leaves(updates))
+        # And the next step goes on as if it had not been: schedules, keys, counts.
+        skipped = skipped._replace(loss_scale=state.loss_scale)
+        grads = _grads(grad_dtype, seed + 20)
+        with_skip, without = step(grads, skipped, params), step(grads, state, params)
+        assert bitwise.raw_bits(with_skip[:2]) == bitwise.raw_bits(without[:2])
+        inner_states = with_skip[2].inner_state, without[2].inner_state
+        assert bitwise.raw_bits(inner_states[0]) == bitwise.raw_bits(inner_states[1])
+
+
+@over_inners
+@over_grad_dtypes
+@over_param_dtypes
+def test_state_keeps_its_dtypes_in_one_program(name, grad_dtype, param_dtype):
+    programs = _programs(name)
+    params = _params(param_dtype)
+    state = programs.wrapped_init(params)
+    structure, expected = jax.tree.structure(state), bitwise.avals(state)
+    for seed in range(3):
+        grads = _grads(grad_dtype, seed)
+        if seed == 1:
+            grads["b"] = grads["b"].at[0].set(jnp.inf)
+        updates, params, state = programs.step(grads, state, params)
+        assert jax.tree.structure(state) == structure
+        assert bitwise.avals(state) == expected
+        assert all(u.dtype == jnp.float32 for u in updates.values())
+        assert all(p.dtype == _DTYPES[param_dtype] for p in params.values())
+    floating = [
+        x.dtype
+        for x in jax.tree.leaves(state.inner_state)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    assert all(dtype == jnp.float32 for dtype in floating)
+    pair = jnp.dtype(_DTYPES[grad_dtype]), jnp.dtype(_DTYPES[param_dtype])
+    assert programs.traces[pair] == 1
+
+
+@over_inners
+@over_grad_dtypes
+@over_param_dtypes
+def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype):
+    programs = _programs(name)
+    first_params = _params(param_dtype)
+    first_state = programs.wrapped_init(first_params)
+    first_inner_state = programs.inner_init(_float32(first_params))
+    is_usual = (grad_dtype, param_dtype) == ("f16", "f32")
+    for exponent in range(-10, 25) if is_usual else (-10, 0, 24):
+        scale = 2.0**exponent
+        loss_scale = jmp_lite.DynamicLossScale(scale, min_loss_scale=2.0**-12)
+        params, inner_state = first_params, first_inner_state
+        state = first_state._replace(loss_scale=loss_scale)
+        for seed in (1, 2):
+            scaled = _grads(grad_dtype, seed)
+            true_grads = jax.tree.map(
+                lambda s, scale=scale: np.asarray(s, np.float32) / np.float32(scale),
+                scaled,
+            )
+            expected, inner_state = programs.unoptimised_inner_update(
+                true_grads, inner_state, _float32(params)
+            )
+            updates, params, state = programs.unoptimised_step(scaled, state, params)
+            for key in expected:
+                np.testing.assert_array_max_ulp(
+                    np.asarray(updates[key]), np.asarray(expected[key]), maxulp=2
+                )
+
+
+def test_the_injected_learning_rate_can_be_read_and_set():
+    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    tx: Any = jmp_lite.scale_aware(inner, jmp_lite.StaticLossScale(4.0))
+    params = jnp.ones(2, jnp.float16)
+    state = tx.init(params)
+    assert float(state.inner_state.hyperparams["learning_rate"]) == 0.5
+
+    state.inner_state.hyperparams["learning_rate"] = jnp.float32(0.25)
+    updates, state = tx.update(jnp.full(2, 8.0, jnp.float16), state, params)
+
+    np.testing.assert_array_equal(updates, [-0.5, -0.5])
+
+
+def test_a_scheduled_learning_rate_waits_for_a_skipped_step():
+    inner = optax.inject_hyperparams(optax.sgd)(
+        learning_rate=lambda count: 1.0 / (1 + count)
+    )
+    tx: Any = jmp_lite.scale_aware(inner, jmp_lite.StaticLossScale(1.0))
+    params, rates = jnp.ones(2), []
+    state = tx.init(params)
+    for grad in (1.0, jnp.nan, jnp.nan, 1.0, 1.0):
+        _, state = tx.update(jnp.full(2, grad), state, params)
+        rates.append(float(state.inner_state.hyperparams["learning_rate"]))
+
+    np.testing.assert_allclose(rates, [1.0, 1.0, 1.0, 1 / 2, 1 / 3])
+
+
+def test_a_nan_microbatch_costs_only_that_microbatch():
+    tx: Any = jmp_lite.scale_aware(
+        optax.MultiSteps(optax.adam(_RATE), every_k_schedule=3),
+        jmp_lite.DynamicLossScale(8.0, min_loss_scale=8.0),
+    )
+    update = jax.jit(tx.update)
+    microbatches = [jnp.full(2, g, jnp.float16) for g in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)]
+    nan = jnp.array([1.0, jnp.nan], jnp.float16)
+
+    def train(stream):
+        params = jnp.ones(2)
+        state = tx.init(params)
+        for grads in stream:
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return np.asarray(params), state
+
+    clean, clean_state = train(microbatches)
+    # One at the start of an accumulation, one inside it, one as the one that emits.
+    stream = [nan, *microbatches[:1], nan, *microbatches[1:5], nan, *microbatches[5:]]
+    noisy, noisy_state = train(stream)
+
+    assert bitwise.raw_bits(noisy) == bitwise.raw_bits(clean)
+    assert not (noisy == 1.0).any()
+    inner_states = noisy_state.inner_state, clean_state.inner_state
+    assert bitwise.raw_bits(inner_states[0]) == bitwise.raw_bits(inner_states[1])
+    assert int(noisy_state.skipped_steps) == 3
+
+
+def test_clipping_sees_unscaled_gradients():
+    tx: Any = jmp_lite.scale_aware(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)),
+        jmp_lite.StaticLossScale(2.0**10),
+    )
+    params = jnp.zeros(2, jnp.float16)
+    scaled = jnp.array([0.3, 0.4], jnp.float32) * 2**10
+
+    updates, _ = tx.update(scaled.astype(jnp.float16), tx.init(params), params)
+
+    np.testing.assert_allclose(updates, [-0.3, -0.4], rtol=1e-3)
