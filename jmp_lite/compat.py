@@ -133,6 +133,13 @@ def jaxprs_of(eqn: Any) -> list[Any]:
     return list(jaxprs_in_params(eqn.params))
 
 
+def is_retyping(eqn: Any) -> bool:
+    """Return whether an equation changes nothing but how firmly a dtype is meant."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
+
+
 def is_default_precision(precision: Any) -> bool:
     """Return whether a product's `precision` is what it is when nobody sets it."""
     if isinstance(precision, tuple):

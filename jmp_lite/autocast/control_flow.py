@@ -211,7 +211,8 @@ def _build_while(site: Site):
 
 
 def _cond_frames(eqn: Any) -> tuple[Frame, ...] | None:
-    if eqn.invars[0].aval.shape != () or "branches" not in eqn.params:
+    is_per_platform = eqn.params.get("branches_platforms") is not None
+    if is_per_platform or eqn.invars[0].aval.shape or "branches" not in eqn.params:
         return None
     casts_in = frozenset(range(len(eqn.invars) - 1))
     return tuple(_frame(b, 1, casts_in=casts_in) for b in eqn.params["branches"])
@@ -268,10 +269,15 @@ def _build_custom_jvp(site: Site):
         def jvp(*primals_and_tangents):
             # The rule was written for the dtypes of the program: it is traced in them.
             outs = site.rewrite(fun, primals_and_tangents, True)
-            low_out = (*site.low_out, *site.low_out)
+            dtypes = [
+                site.low_dtype if low else v.aval.dtype
+                for v, low in zip(site.eqn.outvars, site.low_out, strict=True)
+            ]
             return [
-                out.astype(site.low_dtype) if low and hasattr(out, "astype") else out
-                for out, low in zip(outs, low_out, strict=True)
+                out.astype(dtype)
+                if isinstance(out, jax.Array) and out.dtype != dtype
+                else out
+                for out, dtype in zip(outs, dtypes * 2, strict=True)
             ]
 
         return jvp

@@ -111,6 +111,11 @@ class OpRules:
     def _by_name(self) -> dict[str, OpClass]:
         return dict(self.classes)
 
+    @property
+    def lowers_anything(self) -> bool:
+        """Whether any primitive is in the class `lower`."""
+        return "lower" in self._by_name.values()
+
     def class_of(self, primitive: str) -> OpClass:
         """Return the class of a primitive, `"keep"` where it is not listed."""
         return self._by_name.get(primitive, "keep")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_lite import compat
-from jmp_lite.autocast import colours, control_flow, scopes
+from jmp_lite.autocast import colours, control_flow, scopes, softmax
 from jmp_lite.autocast.colours import (
     BIAS,
     FULL,
@@ -33,11 +33,14 @@ class Step:
     """What becomes of one equation.
 
     Attributes:
-      op_class: its class in the rule table, or `"sub"` if it holds jaxprs.
+      op_class: its class in the rule table, `"sub"` if it holds jaxprs, `"softmax"` if
+        it is the quotient of one.
       low_in: per operand, whether it is handed over in half.
       low_out: per result, whether it is half.
       bodies: the plans of its sub-jaxprs.
       reason: why it is as it is, for `explain`.
+      passes: whether the result is the operand: nothing is left to be done.
+      quotient: what a `"softmax"` is made of.
     """
 
     op_class: str
@@ -45,6 +48,8 @@ class Step:
     low_out: tuple[bool, ...]
     bodies: tuple["Plan", ...] = ()
     reason: str = ""
+    passes: bool = False
+    quotient: softmax.Softmax | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,6 +123,7 @@ class _Painting:
     def __init__(self, painter: Painter, jaxpr: Any, consts: Sequence[Any], scope: str):
         self.painter, self.rules = painter, painter.rules
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
+        self.softmaxes = softmax.find(jaxpr) if self.rules.lowers_anything else {}
         self.regions = [
             painter.regions.at(scope, compat.name_stack(eqn)) for eqn in jaxpr.eqns
         ]
@@ -164,11 +170,16 @@ class _Painting:
         for var, colour in zip(self.jaxpr.invars, in_colours, strict=True):
             of[var] = colour if colours.is_f32(var) else OTHER
         steps = []
-        for eqn, region, demand in zip(
-            self.jaxpr.eqns, self.regions, demands, strict=True
+        for index, (eqn, region, demand) in enumerate(
+            zip(self.jaxpr.eqns, self.regions, demands, strict=True)
         ):
             ins = [self._read(of, v) for v in eqn.invars]
-            step, outs = self._paint_equation(eqn, region, ins, demand)
+            if region.is_low and index in self.softmaxes and demand == (WANT_LOW,):
+                step, outs = _softmax_step(self.softmaxes[index])
+            else:
+                step, outs = self._paint_equation(eqn, region, ins, demand)
+            if compat.is_retyping(eqn) and any(step.low_in):
+                step = dataclasses.replace(step, passes=True)
             steps.append(step)
             for var, colour in zip(eqn.outvars, outs, strict=True):
                 of[var] = colour if colours.is_f32(var) else OTHER
@@ -178,6 +189,8 @@ class _Painting:
         """Return the step of an equation and the colours of its results."""
         name = eqn.primitive.name
         op_class = self.rules.class_of(name)
+        if compat.is_retyping(eqn):  # f32 to f32, as jnp.where does to its numbers
+            op_class = "follow"
         if not region.is_low:
             return _kept(eqn, "keep", region.reason)
         if op_class == "lower":
@@ -317,6 +330,11 @@ class _Painting:
 def _kept(eqn: Any, op_class: str, reason: str) -> tuple[Step, list[Colour]]:
     low_in, low_out = (False,) * len(eqn.invars), (False,) * len(eqn.outvars)
     return Step(op_class, low_in, low_out, reason=reason), [FULL] * len(eqn.outvars)
+
+
+def _softmax_step(found: softmax.Softmax) -> tuple[Step, list[Colour]]:
+    step = Step("softmax", (False, False), (True,), quotient=found)
+    return step, [LOW]
 
 
 def _why_not_lower(eqn: Any, ins: Sequence[Colour]) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite import compat
-from jmp_lite.autocast import control_flow
-from jmp_lite.autocast.colours import LOW, NEUTRAL, WANT_OUTPUT
+from jmp_lite.autocast import control_flow, products
+from jmp_lite.autocast.colours import LOW, NEUTRAL, WANT_F32, WANT_OUTPUT
 from jmp_lite.autocast.paint import Painter, Plan, Step
+from jmp_lite.autocast.softmax import softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,11 @@ class Rewriter:
 
     def __init__(self, painter: Painter):
         self.painter = painter
+        self.rule_painter = Painter(
+            painter.rules.replace(low_results=True),
+            painter.regions,
+            painter.compute_dtype,
+        )
         self.low_dtype = jnp.dtype(painter.compute_dtype)
         self._closed: dict[Any, Any] = {}
 
@@ -96,8 +101,15 @@ class Rewriter:
             if step.bodies:
                 site = self._site(eqn, step, operands, values)
                 outs = control_flow.build(site)
+            elif step.quotient is not None:
+                logits = values.read_as_made(step.quotient.logits)
+                axes = step.quotient.axes
+                outs = [compat.call(eqn, softmax, logits, axes, self.low_dtype)]
+            elif step.passes:
+                outs = operands
             elif step.op_class == "lower" and any(step.low_in):
-                outs = [self._product(eqn, operands, step.low_out[0])]
+                low_result = step.low_out[0]
+                outs = [products.run(eqn, operands, self.low_dtype, low_result)]
             else:
                 outs = compat.bind(eqn, operands)
             values.write(eqn.outvars, outs)
@@ -110,7 +122,7 @@ class Rewriter:
           fun: the function.
           args: its arguments; those in the compute dtype stand for float32 ones where
             `low` is set.
-          low: whether that is so.
+          low: whether that is so. Outputs are then half where half is at hand.
         """
         traced = trace(fun, args, self.low_dtype if low else None)
         jaxpr, consts = (
@@ -121,9 +133,12 @@ class Rewriter:
             LOW if low and jax.typeof(x).dtype == self.low_dtype else NEUTRAL
             for x in traced.args
         ]
-        wants = [WANT_OUTPUT] * len(jaxpr.outvars)
-        plan = self.painter.paint(jaxpr, consts, colours, wants)
-        low_out = (False,) * len(jaxpr.outvars)
+        # In the rule of a JVP, products are linear in a tangent, and transposed where
+        # they stand: f32 results would make their transposes mix half with f32.
+        painter = self.rule_painter if low else self.painter
+        wants = [WANT_F32 if low else WANT_OUTPUT] * len(jaxpr.outvars)
+        plan = painter.paint(jaxpr, consts, colours, wants)
+        low_out = tuple(low and is_low for is_low in plan.low_out)
         return traced.restore(self.run(plan, low_out, *traced.args))
 
     def _site(self, eqn: Any, step: Step, operands: list[Any], values: "_Values"):
@@ -163,15 +178,6 @@ class Rewriter:
 
         return control_flow.Body(fun, closed)
 
-    def _product(self, eqn: Any, operands: list[Any], low_result: bool) -> Any:
-        def bind(dtype, *operands):
-            params = {**eqn.params, "preferred_element_type": jnp.dtype(dtype)}
-            return compat.bind(eqn, operands, params)[0]
-
-        if low_result:
-            return bind(self.low_dtype, *operands)
-        return _f32_product(bind, self.low_dtype, operands)
-
 
 class _Values:
     """The values of a jaxpr's variables."""
@@ -186,6 +192,9 @@ class _Values:
 
     def read(self, variables: Sequence[Any], low: Sequence[bool]) -> list[Any]:
         return [self._read(v, is_low) for v, is_low in zip(variables, low, strict=True)]
+
+    def read_as_made(self, var: Any) -> Any:
+        return self._made[var]
 
     def _read(self, var: Any, low: bool) -> Any:
         if compat.is_literal(var):
@@ -213,32 +222,6 @@ def recast(x: jax.Array, cast: jax.Array) -> jax.Array:
 def _recast_jvp(primals, tangents):
     (_, cast), (x_dot, _) = primals, tangents
     return cast, jax.lax.convert_element_type(x_dot, cast.dtype)
-
-
-def _f32_product(bind: Callable[..., Any], low_dtype: Any, operands: list[Any]) -> Any:
-    """Return a product of half operands in f32, whose derivatives are half products.
-
-    The plain derivative of a product with an f32 result multiplies half by f32.
-    """
-
-    @jax.custom_jvp
-    def product(*operands):
-        return bind(jnp.float32, *operands)
-
-    def jvp(primals, tangents):
-        out = product(*primals)
-        terms = []
-        for i in (0, 1):  # a product is linear in each of its first two operands
-            if not isinstance(tangents[i], SymbolicZero):
-                mixed = list(primals)
-                mixed[i] = tangents[i]
-                terms.append(bind(low_dtype, *mixed))
-        if not terms:
-            return out, jnp.zeros_like(out)
-        return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
-
-    product.defjvp(jvp, symbolic_zeros=True)
-    return product(*operands)
 
 
 def _is_traceable(x: Any) -> bool:

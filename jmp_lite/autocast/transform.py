@@ -81,7 +81,7 @@ def autocast(
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
         painting = paint_call(fun, policy, compute_dtype, rules, args, kwargs)
-        if not painting.is_any_lowered() and "lower" in dict(rules.classes).values():
+        if not painting.is_any_lowered() and rules.lowers_anything:
             warnings.warn(
                 f"autocast lowered nothing in {_name_of(fun)}: it has no matrix "
                 "product of float32 arrays that policy and rules let it lower.",
