@@ -1,0 +1,73 @@
+"""The transformer that several benchmarks compile: written in f32, or cast by hand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def init(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
+    """Return the shapes of the parameters: six a layer, embedding tied to the head."""
+
+    def shape(*dims):
+        return jnp.zeros(dims, jnp.float32)
+
+    def layer():
+        return {
+            "norm_1": shape(width),
+            "qkv": shape(width, 3 * width),
+            "out": shape(width, width),
+            "norm_2": shape(width),
+            "up": shape(width, 4 * width),
+            "down": shape(4 * width, width),
+        }
+
+    return {
+        "embedding": shape(vocabulary, width),
+        "norm": shape(width),
+        **{f"layer_{i}": layer() for i in range(layers)},
+    }
+
+
+def loss_fn(params: Any, tokens: jax.Array, heads: int, dtype: Any) -> jax.Array:
+    """Return the mean cross entropy of the next token.
+
+    In f32 this is plain code. In half it is cast by hand as flax's `dtype=` would have
+    it: products and the residual stream in half, norms, softmax and loss in f32.
+
+    Args:
+      params: as `init` makes them.
+      tokens: `[B, S]`, int32.
+      heads: attention heads.
+      dtype: the compute dtype.
+    """
+    batch, length = tokens.shape
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    x = params["embedding"].astype(dtype)[tokens]
+    width = x.shape[-1]
+    layers = [params[name] for name in sorted(params) if name.startswith("layer_")]
+    for layer in layers:
+        weights = {name: w.astype(dtype) for name, w in layer.items()}
+        h = _norm(x, layer["norm_1"], dtype)
+        qkv = (h @ weights["qkv"]).reshape(batch, length, 3, heads, width // heads)
+        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        logits = jnp.einsum("bshd,bthd->bhst", q, k) * (width // heads) ** -0.5
+        logits = jnp.where(mask, logits.astype(jnp.float32), -1e9)
+        probabilities = jax.nn.softmax(logits).astype(dtype)
+        h = jnp.einsum("bhst,bthd->bshd", probabilities, v)
+        x = x + h.reshape(batch, length, width) @ weights["out"]
+        h = _norm(x, layer["norm_2"], dtype)
+        x = x + jax.nn.gelu(h @ weights["up"]) @ weights["down"]
+    x = _norm(x, params["norm"], dtype)
+    logits = (x @ params["embedding"].T.astype(dtype)).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits[:, :-1], tokens[:, 1:]
+    ).mean()
+
+
+def _norm(x: jax.Array, gain: jax.Array, dtype: Any) -> jax.Array:
+    x = x.astype(jnp.float32)
+    centred = x - x.mean(-1, keepdims=True)
+    variance = (centred**2).mean(-1, keepdims=True)
+    return (centred * jax.lax.rsqrt(variance + 1e-5) * gain).astype(dtype)
