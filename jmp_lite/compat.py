@@ -5,7 +5,6 @@ question about a version or about an optional library that may or may not be loa
 is asked here, so that an upgrade is a change to one file.
 """
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -158,7 +157,8 @@ def bind(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]
     Returns:
       Its results, as a list also where there is but one.
     """
-    with _in_context_of(eqn):
+    user_context, manager = _contexts_of(eqn)
+    with user_context, manager:
         params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
         outs = eqn.primitive.bind(*args, **dict(params or {}))
     return list(outs) if eqn.primitive.multiple_results else [outs]
@@ -166,18 +166,16 @@ def bind(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]
 
 def call(eqn: Any, fun: Callable[..., Any], *args: Any) -> Any:
     """Call a function in the name scope and source line of an equation."""
-    with _in_context_of(eqn):
+    user_context, manager = _contexts_of(eqn)
+    with user_context, manager:
         return fun(*args)
 
 
-@contextlib.contextmanager
-def _in_context_of(eqn: Any):
+def _contexts_of(eqn: Any) -> tuple[Any, Any]:
+    """Return the contexts that JAX itself enters to run an equation of a jaxpr."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with (
-        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-        eqn.ctx.manager,
-    ):
-        yield
+    source = eqn.source_info.traceback
+    return source_info_util.user_context(source, name_stack=stack), eqn.ctx.manager
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int] | None:
@@ -204,7 +202,8 @@ def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> 
       wrap: called as `wrap(fun, role)` for the function and its rules, in the order in
         which JAX binds them, `role` being 0, 1…; returns what runs instead.
     """
-    with _in_context_of(eqn):
+    user_context, manager = _contexts_of(eqn)
+    with user_context, manager:
         params = eqn.primitive.get_bind_params(eqn.params)
         subfuns = tuple(
             linear_util.wrap_init(

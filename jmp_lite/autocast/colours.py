@@ -15,6 +15,7 @@ in f32 (WANT_F32), or whoever called (WANT_OUTPUT); it is the union of all its u
 """
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -36,9 +37,12 @@ _CAST_BEFORE = frozenset(
 )
 
 
+F32 = np.dtype(np.float32)
+
+
 def is_f32(var: Any) -> bool:
     """Return whether a variable is float32."""
-    return getattr(var.aval, "dtype", None) == np.float32
+    return getattr(var.aval, "dtype", None) == F32
 
 
 def is_float(var: Any) -> bool:
@@ -58,15 +62,22 @@ def of_constant(x: Any, compute_dtype: Any) -> Colour:
     Arrays that are known now and overflow are FULL too (−1e10 masks); others are
     NEUTRAL.
     """
-    if isinstance(x, Tracer) or np.size(x) > 2**16:
+    if isinstance(x, Tracer):
+        return NEUTRAL
+    if np.ndim(x) == 0:
+        return _of_number(float(x), jnp.dtype(compute_dtype))
+    if np.size(x) > 2**16:
         return NEUTRAL
     values = np.abs(np.asarray(x, np.float64))
+    overflows = (values > float(jnp.finfo(compute_dtype).max)) & np.isfinite(values)
+    return FULL if np.any(overflows) else NEUTRAL
+
+
+@functools.cache
+def _of_number(x: float, compute_dtype: Any) -> Colour:
     info = jnp.finfo(compute_dtype)
-    if np.any((values > float(info.max)) & np.isfinite(values)):
-        return FULL
-    if values.ndim > 0:
-        return NEUTRAL
-    return FULL if 0 < values < float(info.tiny) else CONST
+    is_held = float(info.tiny) <= abs(x) <= float(info.max)
+    return CONST if is_held or x == 0 or not math.isfinite(x) else FULL
 
 
 def joins_low(eqn: Any, ins: Sequence[Colour]) -> bool:

@@ -127,6 +127,21 @@ class _Painting:
         self.regions = [
             painter.regions.at(scope, compat.name_stack(eqn)) for eqn in jaxpr.eqns
         ]
+        self.classes = [
+            # f32 to f32, as jnp.where does to its numbers
+            "follow" if compat.is_retyping(e) else self.rules.class_of(e.primitive.name)
+            for e in jaxpr.eqns
+        ]
+        # An equation is painted again only if what its painting depends on has changed.
+        self.minds_demand = [
+            op_class in ("lower", "keep")
+            or colours.casts_before(e)
+            or i in self.softmaxes
+            for i, (e, op_class) in enumerate(
+                zip(jaxpr.eqns, self.classes, strict=True)
+            )
+        ]
+        self.painted: list[Any] = [None] * len(jaxpr.eqns)
 
     def plan(self, in_colours: tuple[Colour, ...], wants: tuple[int, ...]) -> Plan:
         """Paint until the colours and the demands agree."""
@@ -174,25 +189,23 @@ class _Painting:
             zip(self.jaxpr.eqns, self.regions, demands, strict=True)
         ):
             ins = [self._read(of, v) for v in eqn.invars]
-            if region.is_low and index in self.softmaxes and demand == (WANT_LOW,):
-                step, outs = _softmax_step(self.softmaxes[index])
-            else:
-                step, outs = self._paint_equation(eqn, region, ins, demand)
-            if compat.is_retyping(eqn) and any(step.low_in):
-                step = dataclasses.replace(step, passes=True)
+            basis = (ins, demand if self.minds_demand[index] else None)
+            if self.painted[index] is None or self.painted[index][0] != basis:
+                step_and_outs = self._paint_equation(index, eqn, region, ins, demand)
+                self.painted[index] = (basis, step_and_outs)
+            step, outs = self.painted[index][1]
             steps.append(step)
             for var, colour in zip(eqn.outvars, outs, strict=True):
                 of[var] = colour if colours.is_f32(var) else OTHER
         return steps, of
 
-    def _paint_equation(self, eqn, region, ins, demand):
+    def _paint_equation(self, index, eqn, region, ins, demand):
         """Return the step of an equation and the colours of its results."""
-        name = eqn.primitive.name
-        op_class = self.rules.class_of(name)
-        if compat.is_retyping(eqn):  # f32 to f32, as jnp.where does to its numbers
-            op_class = "follow"
+        op_class = self.classes[index]
         if not region.is_low:
             return _kept(eqn, "keep", region.reason)
+        if index in self.softmaxes and demand == (WANT_LOW,):
+            return _softmax_step(self.softmaxes[index])
         if op_class == "lower":
             return self._paint_product(eqn, region, ins, demand)
         if op_class in ("widest", "follow"):
@@ -226,9 +239,9 @@ class _Painting:
         joins = colours.joins_low(eqn, ins)
         if joins or (casts and demand == (WANT_LOW,)):
             low_out = tuple(colours.is_f32(v) for v in eqn.outvars)
-            return Step(op_class, tuple(c != OTHER for c in ins), low_out), [
-                LOW for _ in eqn.outvars
-            ]
+            low_in, passes = tuple(c != OTHER for c in ins), compat.is_retyping(eqn)
+            step = Step(op_class, low_in, low_out, passes=passes)
+            return step, [LOW] * len(eqn.outvars)
         step, _ = _kept(eqn, op_class, "an operand is f32" if LOW in operands else "")
         return step, [colours.of_move(eqn, op_class, operands) for _ in eqn.outvars]
 

@@ -15,7 +15,14 @@ import numpy as np
 
 from jmp_lite import compat
 from jmp_lite.autocast import control_flow, products
-from jmp_lite.autocast.colours import LOW, NEUTRAL, WANT_F32, WANT_OUTPUT
+from jmp_lite.autocast.colours import (
+    F32,
+    LOW,
+    NEUTRAL,
+    WANT_F32,
+    WANT_OUTPUT,
+    is_f32,
+)
 from jmp_lite.autocast.paint import Painter, Plan, Step
 from jmp_lite.autocast.softmax import softmax
 
@@ -191,6 +198,7 @@ class _Values:
         self._made.update(zip(variables, values, strict=True))
 
     def read(self, variables: Sequence[Any], low: Sequence[bool]) -> list[Any]:
+        """Return values, each in half or in the dtype that the program gave it."""
         return [self._read(v, is_low) for v, is_low in zip(variables, low, strict=True)]
 
     def read_as_made(self, var: Any) -> Any:
@@ -200,9 +208,9 @@ class _Values:
         if compat.is_literal(var):
             return np.asarray(var.val, self.low_dtype) if low else var.val
         value = self._made[var]
-        if getattr(var.aval, "dtype", None) != jnp.float32:
+        if not is_f32(var):
             return value
-        dtype = self.low_dtype if low else jnp.dtype(jnp.float32)
+        dtype = self.low_dtype if low else F32
         if value.dtype == dtype:
             return value
         if var in self._cast:

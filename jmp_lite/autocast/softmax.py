@@ -70,7 +70,8 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
     return tuple(spread.params.get("broadcast_dimensions", ())) == others
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+# Traced once for each shape, and put in place as if it were written there.
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def softmax(logits: jax.Array, axes: tuple[int, ...], dtype: Any) -> jax.Array:
     """Return `exp(logits) / sum(exp(logits))` in `dtype`; the logits' maximum is 0.
 
@@ -79,6 +80,11 @@ def softmax(logits: jax.Array, axes: tuple[int, ...], dtype: Any) -> jax.Array:
       axes: what to sum over.
       dtype: the dtype of the result.
     """
+    return _softmax(logits, axes, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _softmax(logits: jax.Array, axes: tuple[int, ...], dtype: Any) -> jax.Array:
     exp = jnp.exp(logits.astype(jnp.float32))
     probabilities = (exp / jnp.sum(exp, axes, keepdims=True)).astype(dtype)
     if logits.dtype == dtype:
@@ -89,10 +95,10 @@ def softmax(logits: jax.Array, axes: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.lax.optimization_barrier(probabilities)
 
 
-@softmax.defjvp
+@_softmax.defjvp
 def _softmax_jvp(axes, dtype, primals, tangents):
     (logits,), (logits_dot,) = primals, tangents
-    probabilities = softmax(logits, axes, dtype)
+    probabilities = _softmax(logits, axes, dtype)
     p, dz = probabilities.astype(jnp.float32), logits_dot.astype(jnp.float32)
     mean = jnp.sum(p * dz, axes, keepdims=True)
     return probabilities, (p * (dz - mean)).astype(dtype)
