@@ -3,6 +3,7 @@
     python examples/digits.py                                    # everything, on a CPU
     python examples/digits.py --policy mixed_float16 --loss-scale 1024 --model cnn
     python examples/digits.py --seeds 3                          # mean accuracies
+    python examples/digits.py --autocast                         # nothing cast by hand
 
 Two models: the MLP of Keras' mixed precision guide (784-width-width-10) and a small CNN
 with BatchNorm. Then the MLP once more with a loss so small that float16 loses its
@@ -31,15 +32,14 @@ from examples.common.cli import (
 from examples.common.data import Digits, batches, load_digits
 from examples.common.loop import Result, Run, Step, train_side_by_side
 from examples.common.memory import activation_bytes, tree_bytes
+from examples.common.precision import autocast_if_half, choose_loss_scale, way
 from jmp_lite import (
     DynamicLossScale,
-    LossScale,
     LossScaleCollapsed,
     NoOpLossScale,
     Policy,
     StaticLossScale,
     get_policy,
-    loss_scale_for,
     metrics,
     scale_aware,
     scaled_value_and_grad,
@@ -87,28 +87,46 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-def make_loss_fn(model: nn.Module, policy: Policy, *, weight: float = 1.0):
-    """Return the loss: half precision inside the model, the policy's output outside."""
+def make_forward(model: nn.Module, *, train: bool):
+    """Return the model as a function, plain float32 code: what autocast is for."""
 
-    def loss_fn(params, batch_stats, batch: Digits):
+    def forward(params, batch_stats, image):
+        variables = {"params": params, "batch_stats": batch_stats}
+        logits, updated = model.apply(
+            variables, image, train=train, mutable=["batch_stats"]
+        )
+        return logits, updated.get("batch_stats", {})
+
+    return forward
+
+
+def cast_by_hand(forward, policy: Policy):
+    """Return `forward`, half precision inside, the policy's output outside."""
+
+    def cast_forward(params, batch_stats, image):
         # Cast inside what is differentiated: the gradients come back in the dtype of
         # the parameters. `batch_stats` are no parameters: they stay float32.
-        variables = {
-            "params": policy.cast_to_compute(params),
-            "batch_stats": batch_stats,
-        }
-        logits, updated = model.apply(
-            variables,
-            policy.cast_to_compute(batch.image),
-            train=True,
-            mutable=["batch_stats"],
-        )
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            policy.cast_to_output(logits), batch.label
-        )
-        return weight * losses.mean(), updated.get("batch_stats", {})
+        params, image = policy.cast_to_compute((params, image))
+        logits, batch_stats = forward(params, batch_stats, image)
+        return policy.cast_to_output(logits), batch_stats
 
-    return loss_fn
+    return cast_forward
+
+
+def make_loss_fn(
+    model: nn.Module, policy: Policy, *, use_autocast: bool, weight: float = 1.0
+):
+    """Return the loss under a policy: the whole by autocast, or the model by hand."""
+    forward = make_forward(model, train=True)
+    if not use_autocast:
+        forward = cast_by_hand(forward, policy)
+
+    def loss_fn(params, batch_stats, batch: Digits):
+        logits, batch_stats = forward(params, batch_stats, batch.image)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.label)
+        return weight * losses.mean(), batch_stats
+
+    return autocast_if_half(loss_fn, policy) if use_autocast else loss_fn
 
 
 def make_step(loss_fn, tx: optax.GradientTransformationExtraArgs) -> Step:
@@ -141,28 +159,15 @@ def init_state(model: nn.Module, policy: Policy, tx, *, seed: int) -> TrainState
     return TrainState(params, variables.get("batch_stats", {}), tx.init(params))
 
 
-def choose_loss_scale(policy: Policy, static: float = 0.0) -> LossScale:
-    """Return the loss scale of a run: `static`, or a dynamic one where that is 0."""
-    if isinstance(loss_scale_for(policy), NoOpLossScale):
-        return NoOpLossScale()
-    if static:
-        return StaticLossScale(static)
-    # The default starts at 2**15 and grows every 2000 steps: right for a long run, and
-    # nothing to see in this one. Start at the ceiling, and try for more every 50 steps.
-    return DynamicLossScale(2.0**24, period=50)
-
-
-def accuracy(model, policy: Policy, state: TrainState, test: Digits) -> float:
-    @jax.jit
-    def predict(state, image):
-        variables = {
-            "params": policy.cast_to_compute(state.params),
-            "batch_stats": state.batch_stats,
-        }
-        logits = model.apply(variables, policy.cast_to_compute(image), train=False)
-        return logits.argmax(-1)
-
-    return float(np.mean(np.asarray(predict(state, test.image)) == test.label))
+def accuracy(
+    model, policy: Policy, state: TrainState, test: Digits, *, use_autocast: bool
+) -> float:
+    """Return the share of digits read right."""
+    forward = make_forward(model, train=False)
+    run = autocast_if_half if use_autocast else cast_by_hand
+    predict = jax.jit(run(forward, policy))
+    logits, _ = predict(state.params, state.batch_stats, test.image)
+    return float(np.mean(np.asarray(logits.argmax(-1)) == test.label))
 
 
 def train_model(
@@ -174,6 +179,7 @@ def train_model(
     steps: int,
     seed: int,
     static_scale: float,
+    use_autocast: bool,
     console: Console,
 ) -> list[report.Record]:
     """Train one model under each policy; return what goes into the table."""
@@ -182,7 +188,7 @@ def train_model(
     runs, losses = {}, {}
     for label, policy in policies.items():
         tx = scale_aware(optax.adam(1e-3), choose_loss_scale(policy, static_scale))
-        losses[label] = make_loss_fn(model, policy)
+        losses[label] = make_loss_fn(model, policy, use_autocast=use_autocast)
         state = init_state(model, policy, tx, seed=seed)
         runs[label] = Run(make_step(losses[label], tx), state)
     results = train_side_by_side(
@@ -199,7 +205,9 @@ def train_model(
             model=name,
             policy=label,
             seed=seed,
-            test_accuracy=accuracy(model, policies[label], state, test),
+            score=accuracy(
+                model, policies[label], state, test, use_autocast=use_autocast
+            ),
             step_ms=1e3 * result.step_seconds,
             param_bytes=tree_bytes(state.params),
             optimizer_bytes=tree_bytes(state.opt_state),
@@ -215,7 +223,13 @@ def train_model(
 
 
 def tiny_gradients(
-    train: Digits, *, width: int, steps: int, seed: int, console: Console
+    train: Digits,
+    *,
+    width: int,
+    steps: int,
+    seed: int,
+    use_autocast: bool,
+    console: Console,
 ) -> report.TinyGradients:
     """Train on a loss × 2**-20, as if it were averaged over a megapixel.
 
@@ -230,19 +244,21 @@ def tiny_gradients(
         "float16, dynamic loss scale": (f16, DynamicLossScale(period=50)),
         "float16, no loss scale": (f16, NoOpLossScale()),
     }
-    runs = {}
+    runs, losses = {}, {}
     for label, (policy, loss_scale) in setups.items():
         tx = scale_aware(optax.sgd(0.1 / weight, momentum=0.9), loss_scale)
-        step = make_step(make_loss_fn(model, policy, weight=weight), tx)
-        runs[label] = Run(step, init_state(model, policy, tx, seed=seed))
+        losses[label] = make_loss_fn(
+            model, policy, use_autocast=use_autocast, weight=weight
+        )
+        state = init_state(model, policy, tx, seed=seed)
+        runs[label] = Run(make_step(losses[label], tx), state)
     params = jax.tree.map(np.asarray, runs["float32"].state.params)
     data = list(batches(train, batch_size=BATCH_SIZE, steps=steps, seed=seed))
     results = train_side_by_side(runs, data, title="tiny", steps=steps, console=console)
 
     def grads(label: str, scale: float):
-        loss_fn = make_loss_fn(model, setups[label][0], weight=weight)
         value_and_grad = scaled_value_and_grad(
-            loss_fn, loss_scale=StaticLossScale(scale), has_aux=True
+            losses[label], loss_scale=StaticLossScale(scale), has_aux=True
         )
         return jax.jit(value_and_grad)(params, {}, data[0])[1]
 
@@ -279,6 +295,9 @@ def main(
     policy: Annotated[
         str, typer.Option(help="all, or a policy: mixed_float16, p=f32,c=f16,o=f32 ...")
     ] = "all",
+    autocast: Annotated[
+        bool, typer.Option(help="Half precision by autocast, or cast by hand.")
+    ] = False,
     loss_scale: Annotated[
         float,
         typer.Option(
@@ -304,7 +323,7 @@ def main(
 ) -> None:
     """Train on real digits in float32, float16 and bfloat16, side by side."""
     console = Console()
-    policies = parse_policies(policy, POLICIES)
+    policies = parse_policies(policy, POLICIES, use_autocast=autocast)
     device = jax.local_devices()[0]
     width = width or (512 if device.platform == "cpu" else 4096)
     train, test = load_digits()
@@ -325,18 +344,25 @@ def main(
                     steps=steps,
                     seed=this_seed,
                     static_scale=loss_scale,
+                    use_autocast=autocast,
                     console=console,
                 )
         if any(p.compute_dtype == jnp.float16 for p in policies.values()):
             tiny = tiny_gradients(
-                train, width=width, steps=min(steps, 300), seed=seed, console=console
+                train,
+                width=width,
+                steps=min(steps, 300),
+                seed=seed,
+                use_autocast=autocast,
+                console=console,
             )
     except LossScaleCollapsed as error:
         console.print(f"Stopped: {error}", style="red", markup=False)
         raise typer.Exit(1) from None
 
+    title = f"Half precision: {way(autocast)}"
     console.print(
-        report.rich_table(report.summarise(records)),
+        report.rich_table(report.summarise(records, report.ACCURACY), title),
         "Step: median, the runs taking turns. Activations: what the forward pass of "
         "one batch saves for the backward pass. Loss: mean of the last 20 steps.",
         *(f"Mind: {reason}." for reason in slow_reasons(policies.values())),
@@ -346,6 +372,7 @@ def main(
     if tiny is not None:
         console.print(report.rich_table(report.summarise_tiny(tiny)))
     settings = {
+        "half_precision": way(autocast),
         "width": width,
         "steps": steps,
         "batch_size": BATCH_SIZE,
@@ -353,7 +380,8 @@ def main(
         "device": device.device_kind,
         "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
     }
-    report.write(out, settings, records, tiny)
+    score = report.ACCURACY
+    report.write(out, "digits", settings, records, score=score, title=title, tiny=tiny)
     console.print(f"Wrote digits.png, table.md and results.json into {out}.")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import optax
 import pytest
@@ -32,21 +33,22 @@ def _read(out: Path) -> dict[str, Any]:
     return json.loads((out / "results.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def static(tmp_path_factory) -> tuple[str, Path]:
+@pytest.fixture(scope="module", params=["--no-autocast", "--autocast"])
+def static(tmp_path_factory, request) -> tuple[str, Path]:
     """Return what the three runs of the MLP printed, and where they wrote."""
     out = tmp_path_factory.mktemp("static")
     args = [*_TINY, "--model", "mlp", "--loss-scale", "1024", "--out", str(out)]
+    args.append(request.param)
     result = _invoke(*args)
     assert result.exit_code == 0, result.output
     return result.output, out
 
 
-@pytest.fixture(scope="module")
-def dynamic(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", params=["--no-autocast", "--autocast"])
+def dynamic(tmp_path_factory, request) -> Path:
     """Return where the float16 run of the CNN wrote."""
     out = tmp_path_factory.mktemp("dynamic") / "not" / "there" / "yet"
-    args = [*_TINY, "--model", "cnn", "--policy", "mixed_float16"]
+    args = [*_TINY, "--model", "cnn", "--policy", "mixed_float16", request.param]
     result = _invoke(*args, "--out", str(out))
     assert result.exit_code == 0, result.output
     return out
@@ -55,7 +57,7 @@ def dynamic(tmp_path_factory) -> Path:
 def test_digits_writes_a_figure_a_table_and_its_numbers(static):
     _, out = static
     assert (out / "digits.png").read_bytes().startswith(b"\x89PNG")
-    first, _, *rows = (out / "table.md").read_text().splitlines()
+    _, _, first, _, *rows = (out / "table.md").read_text().splitlines()
     assert "test acc. %" in first and "activ. MiB" in first
     runs = _read(out)["runs"]
     assert [r["policy"] for r in runs] == list(digits.POLICIES)
@@ -63,6 +65,26 @@ def test_digits_writes_a_figure_a_table_and_its_numbers(static):
         assert row.startswith(f"| mlp {run['policy']} | ")
         assert f"| {run['final_loss']:.4f} |" in row
         assert len(run["history"]["loss"]) == 20
+
+
+def test_digits_says_where_half_precision_comes_from(static):
+    printed, out = static
+    way = _read(out)["settings"]["half_precision"]
+    assert f"\nHalf precision: {way} " in printed
+    assert (out / "table.md").read_text().startswith(f"**Half precision: {way}**\n\n|")
+
+
+def test_digits_autocast_is_another_program(tmp_path):
+    ways, losses = [], []
+    for flag in ("--autocast", "--no-autocast"):
+        args = [*_TINY, "--model", "cnn", "--policy", "mixed_bfloat16", flag]
+        assert _invoke(*args, "--out", str(tmp_path / flag)).exit_code == 0
+        results = _read(tmp_path / flag)
+        ways.append(results["settings"]["half_precision"])
+        losses.append(results["runs"][0]["history"]["loss"])
+    assert ways == ["autocast", "cast by hand"]
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(*losses, rtol=0.02)
 
 
 def test_digits_table_fits_a_terminal_of_80_columns(static):
@@ -129,6 +151,7 @@ def test_digits_stops_when_every_step_is_skipped(tmp_path):
     [
         (["--policy", "float15"], "Unknown dtype 'float15', expected one of half"),
         (["--policy", "c=int32"], "Unknown dtype 'int32', expected one of half"),
+        (["--policy", "c=f64", "--autocast"], "autocast computes in float16 or bfl"),
         (["--loss-scale", "1000"], "expected 0 (dynamic) or a power of two, got 1000."),
         (["--loss-scale", "-2"], "expected 0 (dynamic) or a power of two, got -2."),
         (["--loss-scale", "nan"], "expected 0 (dynamic) or a power of two, got nan."),
@@ -149,16 +172,29 @@ def test_digits_refuses_bad_arguments(args, expected, tmp_path):
     assert expected in printed
 
 
-def _cnn_step():
+def _cnn_step(*, use_autocast: bool):
     policy = jmp_lite.get_policy("mixed_float16")
     model = digits.CNN(width=32)
     tx = jmp_lite.scale_aware(optax.adam(1e-3), jmp_lite.DynamicLossScale(2.0**10))
-    step = jax.jit(digits.make_step(digits.make_loss_fn(model, policy), tx))
+    loss_fn = digits.make_loss_fn(model, policy, use_autocast=use_autocast)
+    step = jax.jit(digits.make_step(loss_fn, tx))
     return step, digits.init_state(model, policy, tx, seed=0)
 
 
-def test_digits_skipped_step_leaves_batch_stats_as_they_were(getkey):
-    step, state = _cnn_step()
+@pytest.mark.parametrize("use_autocast", [False, True])
+def test_digits_step_has_half_products(use_autocast, getkey):
+    step, state = _cnn_step(use_autocast=use_autocast)
+    image = jax.random.uniform(getkey(), (4, 28, 28, 1))
+    jaxpr = jaxprs.trace(step, state, data.Digits(image, jnp.arange(4)))
+    # Forward two convolutions and a dense layer; backward two products for each, but
+    # for the first, whose input needs no gradient.
+    dtypes = [jaxprs.operand_dtypes(eqn) for eqn in jaxprs.products(jaxpr)]
+    assert dtypes == [("float16", "float16")] * (3 + 5)
+
+
+@pytest.mark.parametrize("use_autocast", [False, True])
+def test_digits_skipped_step_leaves_batch_stats_as_they_were(use_autocast, getkey):
+    step, state = _cnn_step(use_autocast=use_autocast)
     image = jax.random.uniform(getkey(), (4, 28, 28, 1))
     label = jnp.arange(4)
     after, log = step(state, data.Digits(image, label))
@@ -231,26 +267,31 @@ def _record(seed: int, accuracy: float, scale: float) -> report.Record:
     return report.Record("mlp", "float32", seed, accuracy, 2.0, 0, 0, 2**20, history)
 
 
+def _write(out: Path, records: list[report.Record]) -> None:
+    report.write(out, "digits", {}, records, score=report.ACCURACY, title="By hand")
+
+
 def test_table_names_each_seed_where_there_are_several(tmp_path):
     records = [_record(0, 0.90, 1.0), _record(1, 0.92, 1.0)]
-    report.write(tmp_path, {}, records, None)
-    (row,) = (tmp_path / "table.md").read_text().splitlines()[2:]
+    _write(tmp_path, records)
+    (row,) = (tmp_path / "table.md").read_text().splitlines()[4:]
     assert row.endswith("| 90.0, 92.0 |")
-    assert [run["seed"] for run in _read(tmp_path)["runs"]] == [0, 1]
-    report.write(tmp_path, {}, records[:1], None)
+    runs = _read(tmp_path)["runs"]
+    assert [(r["seed"], r["test_accuracy"]) for r in runs] == [(0, 0.90), (1, 0.92)]
+    _write(tmp_path, records[:1])
     assert "seed" not in (tmp_path / "table.md").read_text()
 
 
 def test_summary_averages_over_seeds():
     records = [_record(0, 0.90, 2.0**15), _record(1, 0.92, 2.0**17)]
-    (row,) = report.summarise(records, by_seed=True)
+    (row,) = report.summarise(records, report.ACCURACY, by_seed=True)
     assert row["run"] == "mlp float32"
     assert row["test acc. %"] == "91.00"
-    assert row["acc. by seed"] == "90.0, 92.0"
+    assert row["by seed"] == "90.0, 92.0"
     assert row["loss scale"] == "2^15-2^17"
     assert row["skips"] == "3"
     assert row["activ. MiB"] == "1.00"
-    assert "acc. by seed" not in report.summarise(records)[0]
+    assert "by seed" not in report.summarise(records, report.ACCURACY)[0]
 
 
 @pytest.mark.parametrize(

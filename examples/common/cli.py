@@ -5,30 +5,45 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+import jax.numpy as jnp
 import typer
 
+from examples.common.precision import is_half
 from jmp_lite import Policy, get_policy
 
 
-def parse_policies(text: str, names: Iterable[str]) -> dict[str, Policy]:
+def parse_policies(
+    text: str, names: Iterable[str], *, use_autocast: bool
+) -> dict[str, Policy]:
     """Return the policies that `--policy` asks for, by name.
 
     Args:
       text: "all", or one policy.
       names: what "all" stands for.
+      use_autocast: whether they are for autocast, which lowers float32 to half.
 
     Returns:
       Name to policy.
 
     Raises:
-      typer.BadParameter: `text` is no policy.
+      typer.BadParameter: `text` is no policy, or none for autocast.
     """
     try:
-        return {name: get_policy(name) for name in (names if text == "all" else [text])}
+        policies = {n: get_policy(n) for n in (names if text == "all" else [text])}
     except ValueError as error:
         raise typer.BadParameter(
             f"{error} Or all: {', '.join(names)}.", param_hint="'--policy'"
         ) from None
+    for policy in policies.values():
+        if use_autocast and not (
+            is_half(policy) or policy.compute_dtype == jnp.float32
+        ):
+            raise typer.BadParameter(
+                "autocast computes in float16 or bfloat16 (or leaves float32 as it "
+                f"is), got {policy}.",
+                param_hint="'--policy'",
+            )
+    return policies
 
 
 def check_loss_scale(loss_scale: float) -> float:

@@ -26,14 +26,44 @@ _STYLES = [
 Histories = dict[str, dict[str, np.ndarray]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What runs are judged by.
+
+    Attributes:
+      key: its name in results.json.
+      column: its name in the table, two words.
+      text: how its mean is written.
+      short_text: how the score of one run is written.
+      unit: what it is divided by where it is written, 0.01 for percent.
+    """
+
+    key: str
+    column: str
+    text: str
+    short_text: str
+    unit: float = 1.0
+
+    def mean(self, records: list["Record"]) -> str:
+        """Return the mean score of some runs as text."""
+        return self.text.format(np.mean([r.score for r in records]) / self.unit)
+
+    def of(self, record: "Record") -> str:
+        """Return the score of one run as text."""
+        return self.short_text.format(record.score / self.unit)
+
+
+ACCURACY = Score("test_accuracy", "test acc. %", "{:.2f}", "{:.1f}", unit=0.01)
+
+
 @dataclasses.dataclass
 class Record:
-    """One training run."""
+    """One training run, and what it is judged by: `score`."""
 
     model: str
     policy: str
     seed: int
-    test_accuracy: float
+    score: float
     step_ms: float
     param_bytes: int
     optimizer_bytes: int
@@ -66,13 +96,14 @@ class TinyGradients:
 
 
 def summarise(
-    records: Iterable[Record], *, by_seed: bool = False
+    records: Iterable[Record], score: Score, *, by_seed: bool = False
 ) -> list[dict[str, str]]:
     """Return the rows of the table: a model and policy each, averaged over seeds.
 
     Args:
       records: all runs.
-      by_seed: whether to add a column with the accuracy of each seed.
+      score: what their scores are.
+      by_seed: whether to add a column with the score of each seed.
 
     Returns:
       Column to text, for each row.
@@ -82,10 +113,9 @@ def summarise(
         groups.setdefault((record.model, record.policy), []).append(record)
     rows = []
     for (model, policy), group in groups.items():
-        accuracies = [100 * r.test_accuracy for r in group]
         row = {
             "run": f"{model} {policy}",
-            "test acc. %": f"{np.mean(accuracies):.2f}",
+            score.column: score.mean(group),
             "final loss": f"{np.mean([r.final_loss for r in group]):.4f}",
             "skips": _range([r.history["skipped_steps"][-1] for r in group]),
             "loss scale": _range(
@@ -97,7 +127,7 @@ def summarise(
             "activ. MiB": f"{group[0].activation_bytes / 2**20:.2f}",
         }
         if by_seed:
-            row["acc. by seed"] = ", ".join(f"{x:.1f}" for x in accuracies)
+            row["by seed"] = ", ".join(map(score.of, group))
         rows.append(row)
     return rows
 
@@ -122,9 +152,11 @@ def summarise_tiny(tiny: TinyGradients) -> list[dict[str, str]]:
     return rows
 
 
-def rich_table(rows: list[dict[str, str]]) -> Table:
+def rich_table(rows: list[dict[str, str]], title: str | None = None) -> Table:
     """Return rows as a table for the terminal, with a gap between models."""
     table = Table(
+        title=title,
+        title_justify="left",
         box=box.SIMPLE_HEAD,
         # Narrow enough for a terminal of 80 columns.
         pad_edge=False,
@@ -158,34 +190,56 @@ def power_of_two(x: float) -> str:
 
 def write(
     out: Path,
+    name: str,
     settings: dict[str, Any],
     records: list[Record],
-    tiny: TinyGradients | None,
+    *,
+    score: Score,
+    title: str,
+    tiny: TinyGradients | None = None,
 ) -> None:
-    """Write results.json, table.md and, of the first seed, digits.png into a folder."""
+    """Write results.json, table.md and, of the first seed, a figure into a folder.
+
+    Args:
+      out: the folder.
+      name: the figure is `<name>.png`.
+      settings: what was run, for results.json.
+      records: all runs.
+      score: what their scores are.
+      title: of the table.
+      tiny: a second table and a column of the figure.
+    """
     by_seed = len({r.seed for r in records}) > 1
-    tables = [summarise(records, by_seed=by_seed)]
+    tables = [summarise(records, score, by_seed=by_seed)]
     results = {
         "settings": settings,
-        "runs": [{**_plain(r), "final_loss": r.final_loss} for r in records],
+        "runs": [
+            {
+                **{score.key if k == "score" else k: x for k, x in _plain(r).items()},
+                "final_loss": r.final_loss,
+            }
+            for r in records
+        ],
     }
     if tiny is not None:
         tables.append(summarise_tiny(tiny))
         results["tiny_gradients"] = _plain(tiny)
     (out / "results.json").write_text(json.dumps(results))
-    (out / "table.md").write_text("\n".join(map(markdown_table, tables)))
-    save_figure(
-        [r for r in records if r.seed == records[0].seed], tiny, out / "digits.png"
-    )
+    text = "\n".join([f"**{title}**\n", *map(markdown_table, tables)])
+    (out / "table.md").write_text(text)
+    first_seed = [r for r in records if r.seed == records[0].seed]
+    save_figure(first_seed, score, tiny, out / f"{name}.png")
 
 
-def save_figure(records: list[Record], tiny: TinyGradients | None, path: Path) -> None:
+def save_figure(
+    records: list[Record], score: Score, tiny: TinyGradients | None, path: Path
+) -> None:
     """Draw losses above and loss scales below, a column per model."""
     columns = {}
     for record in records:
-        label = f"{record.policy} ({100 * record.test_accuracy:.1f} %)"
+        label = f"{record.policy} ({score.of(record)})"
         columns.setdefault(record.model, {})[label] = record.history
-    titles = {m: f"{m.upper()}, test accuracy in brackets" for m in columns}
+    titles = {m: f"{m.upper()}, {score.column} in brackets" for m in columns}
     if tiny is not None:
         columns["tiny"] = {
             label: {**history, "loss": history["loss"] / tiny.weight}

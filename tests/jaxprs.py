@@ -1,0 +1,123 @@
+"""Look into jaxprs: their equations at any depth, products and casts among them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite import compat
+
+PRODUCTS = (
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot",
+    "ragged_dot_general",
+)
+HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+
+
+def trace(fun: Any, *args: Any) -> Any:
+    """Return the open jaxpr of a function on its arguments."""
+    return opened(jax.make_jaxpr(fun)(*args))
+
+
+def opened(jaxpr: Any) -> Any:
+    """Return the jaxpr inside a closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """Return the jaxprs among an equation's parameters.
+
+    Of branches for different platforms the last, which is every accelerator's.
+    """
+    if eqn.params.get("branches_platforms"):
+        return [opened(eqn.params["branches"][-1])]
+    found = []
+    for value in eqn.params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(opened(x), "eqns"):
+                found.append(opened(x))
+    return found
+
+
+def scopes(jaxpr: Any) -> Iterator[Any]:
+    """Yield a jaxpr and all those inside it."""
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for body in bodies(eqn):
+            yield from scopes(body)
+
+
+def equations(jaxpr: Any, *names: str) -> list[Any]:
+    """Return the equations at any depth, in order, of some primitives or of all."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if not names or eqn.primitive.name in names:
+            found.append(eqn)
+        for body in bodies(eqn):
+            found += equations(body, *names)
+    return found
+
+
+def products(jaxpr: Any) -> list[Any]:
+    """Return the matrix products and convolutions."""
+    return equations(jaxpr, *PRODUCTS)
+
+
+def operand_dtypes(eqn: Any) -> tuple[str, ...]:
+    """Return the dtypes of a product's two operands."""
+    return tuple(str(v.aval.dtype) for v in eqn.invars[:2])
+
+
+def is_half(eqn: Any) -> bool:
+    """Return whether both operands of a product are in half precision."""
+    return all(v.aval.dtype in HALF for v in eqn.invars[:2])
+
+
+def has_precision(eqn: Any) -> bool:
+    """Return whether the program chose a product's precision."""
+    precision = eqn.params.get("precision")
+    return precision not in (None, (jax.lax.Precision.DEFAULT,) * 2)
+
+
+def not_lowered(jaxpr: Any) -> list[tuple[str, ...]]:
+    """Return the operand dtypes of products that should be in half and are not."""
+    return [
+        operand_dtypes(eqn)
+        for eqn in products(jaxpr)
+        if "float32" in operand_dtypes(eqn) and not has_precision(eqn)
+    ]
+
+
+def dtypes(jaxpr: Any) -> set[Any]:
+    """Return the dtypes of all that is computed."""
+    return {
+        v.aval.dtype
+        for eqn in equations(jaxpr)
+        for v in eqn.outvars
+        if hasattr(v.aval, "dtype")
+    }
+
+
+def wasted_casts(jaxpr: Any) -> list[str]:
+    """Return what is cast twice to one dtype in one scope, or there and back."""
+    wasted = []
+    for scope in scopes(jaxpr):
+        made_by, seen = {}, set()
+        for eqn in scope.eqns:
+            if eqn.primitive.name != "convert_element_type":
+                continue
+            (operand,), (result,) = eqn.invars, eqn.outvars
+            if compat.is_literal(operand):
+                continue
+            key = operand, result.aval.dtype
+            if key in seen:
+                wasted.append(f"twice: {operand.aval} to {result.aval}")
+            source = made_by.get(operand)
+            if source is not None and source.aval.dtype == result.aval.dtype:
+                wasted.append(f"there and back: {operand.aval} to {result.aval}")
+            seen.add(key)
+            made_by[result] = operand
+    return wasted

@@ -1,0 +1,218 @@
+"""The transformer example runs, and its float32 code trains in half by autocast."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import jmp_lite
+from examples import transformer
+from examples.common import text
+
+# flax.linen leans on JAX's promotion of dtypes.
+pytestmark = pytest.mark.standard_promotion
+
+_APP = typer.Typer()
+_APP.command()(transformer.main)
+_TINY = ["--width", "32", "--layers", "1", "--steps", "20"]
+
+
+def _invoke(*args: str):
+    return CliRunner().invoke(_APP, list(args), env={"COLUMNS": "80"})
+
+
+def _read(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text())
+
+
+def _train(out: Path, *args: str) -> tuple[str, Path]:
+    result = _invoke(*_TINY, *args, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    return result.output, out
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> tuple[str, Path]:
+    """Return what the three runs under autocast printed, and where they wrote."""
+    out = tmp_path_factory.mktemp("autocast")
+    return _train(out, "--loss-scale", "1024")
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory) -> tuple[str, Path]:
+    """Return the same of a float16 run that is cast by hand; its scale is dynamic."""
+    out = tmp_path_factory.mktemp("by_hand")
+    return _train(out, "--policy", "mixed_float16", "--no-autocast")
+
+
+def test_transformer_writes_a_figure_a_table_and_its_numbers(ran):
+    printed, out = ran
+    results = _read(out)
+    assert (out / "transformer.png").read_bytes().startswith(b"\x89PNG")
+    title, _, columns, _, *rows = (out / "table.md").read_text().splitlines()
+    assert title == "**Half precision: autocast**"
+    assert "\nHalf precision: autocast " in printed
+    assert "valid. loss" in columns
+    for row, run in zip(rows, results["runs"], strict=True):
+        assert row.startswith(f"| lm {run['policy']} | {run['validation_loss']:.4f} |")
+        assert len(run["history"]["loss"]) == 20
+
+
+def test_transformer_says_where_half_precision_comes_from(ran, by_hand):
+    for (printed, out), way in ((ran, "autocast"), (by_hand, "cast by hand")):
+        assert f"\nHalf precision: {way} " in printed
+        assert f"**Half precision: {way}**\n" in (out / "table.md").read_text()
+        assert _read(out)["settings"]["half_precision"] == way
+
+
+def test_transformer_half_runs_follow_float32(ran):
+    runs = {run["policy"]: run for run in _read(ran[1])["runs"]}
+    full = runs["float32"]
+    expected = np.array(full["history"]["loss"])
+    assert expected[-1] < 0.8 * expected[0]
+    for name, tolerance in {"mixed_float16": 0.01, "mixed_bfloat16": 0.02}.items():
+        run = runs[name]
+        np.testing.assert_allclose(run["history"]["loss"], expected, rtol=tolerance)
+        assert run["history"]["loss"] != full["history"]["loss"]
+        np.testing.assert_allclose(
+            run["validation_loss"], full["validation_loss"], rtol=tolerance
+        )
+        assert run["activation_bytes"] < full["activation_bytes"]
+        assert run["param_bytes"] == full["param_bytes"]
+
+
+def test_transformer_explains_each_layer_under_autocast(ran, by_hand):
+    for found in ("What autocast does under mixed_float16", "layer_0/up"):
+        assert found in ran[0] and found not in by_hand[0]
+
+
+def test_transformer_dynamic_scale_counts_its_skips(by_hand):
+    (run,) = _read(by_hand[1])["runs"]
+    history = run["history"]
+    taken = history["grads_finite"]
+    assert not taken[0] and taken[-1]
+    assert history["skipped_steps"][-1] == taken.count(False)
+    assert history["loss_scale"][-1] == 2.0 ** (24 - taken.count(False))
+
+
+def _step(policy: jmp_lite.Policy, *, use_autocast: bool):
+    model = transformer.Transformer(width=32, layers=2)
+    tx = transformer.make_optimizer(policy, steps=20, static_scale=1024.0)
+    loss_fn = transformer.make_loss_fn(model, policy, use_autocast=use_autocast)
+    step = transformer.make_step(loss_fn, tx)
+    return step, transformer.init_state(model, policy, tx, seed=0)
+
+
+@pytest.mark.parametrize("use_autocast", [True, False])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_transformer_step_has_half_products(name, use_autocast):
+    policy = jmp_lite.get_policy(f"mixed_{name}")
+    step, state = _step(policy, use_autocast=use_autocast)
+    tokens = jnp.zeros((2, transformer.CONTEXT + 1), jnp.int32)
+    jaxpr = jaxprs.trace(step, state, tokens)
+    # Six products a layer and the head, and two backward for each.
+    dtypes = [jaxprs.operand_dtypes(eqn) for eqn in jaxprs.products(jaxpr)]
+    assert dtypes == [(name, name)] * 3 * (2 * 6 + 1)
+
+
+def test_transformer_model_casts_nothing():
+    policy = jmp_lite.get_policy("float32")
+    step, state = _step(policy, use_autocast=True)
+    tokens = jnp.zeros((2, transformer.CONTEXT + 1), jnp.int32)
+    dtypes = {
+        v.aval.dtype.name
+        for eqn in jaxprs.equations(jaxprs.trace(step, state, tokens))
+        for v in eqn.outvars
+    }
+    assert "float32" in dtypes
+    assert not dtypes & {"float16", "bfloat16"}
+
+
+def test_transformer_sees_no_byte_before_its_turn(getkey):
+    model = transformer.Transformer(width=32, layers=1)
+    tokens = jax.random.randint(getkey(), (1, 16), 0, 256)
+    params = jax.jit(model.init)(getkey(), tokens)
+    others = tokens.at[0, 10].add(1) % 256
+    apply = jax.jit(model.apply)
+    before, after = (np.array(apply(params, t)) for t in (tokens, others))
+    changed = (before != after).any(axis=(0, 2))
+    np.testing.assert_array_equal(changed, np.arange(16) >= 10)
+
+
+def test_transformer_stops_when_every_step_is_skipped(tmp_path):
+    args = ["--policy", "mixed_float16", "--loss-scale", str(2.0**60)]
+    args += ["--width", "32", "--layers", "1", "--steps", "50"]
+    result = _invoke(*args, "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "The last 50 steps" in " ".join(result.output.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--policy", "float15"], "Unknown dtype 'float15', expected one of half"),
+        (["--policy", "c=f64"], "autocast computes in float16 or bfloat16"),
+        (["--loss-scale", "3"], "expected 0 (dynamic) or a power of two, got 3."),
+        (["--steps", "0"], "greater than or equal to 1"),
+        (["--layers", "0"], "greater than or equal to 1"),
+        (["--width", "48"], "expected a multiple of 32, got 48."),
+        (["--seed", "-1"], "greater than or equal to 0"),
+        (["--out", __file__], "cannot write to"),
+    ],
+)
+def test_transformer_refuses_bad_arguments(args, expected, tmp_path):
+    result = _invoke("--out", str(tmp_path), *args)
+    assert result.exit_code == 2
+    # The message is in a box, wrapped to the width of the terminal.
+    printed = " ".join(result.output.replace("│", " ").split())
+    assert args[0] in printed
+    assert expected in printed
+
+
+def test_sources_hold_out_every_tenth_file(tmp_path):
+    for i in range(21):
+        (tmp_path / f"m{i:02}.py").write_bytes(bytes([i]))
+    (tmp_path / "notes.txt").write_bytes(b"no module")
+    train, validation = text.load_sources(tmp_path)
+    assert (train.dtype, validation.dtype) == (np.uint8, np.uint8)
+    np.testing.assert_array_equal(validation, [0, 10, 20])
+    np.testing.assert_array_equal(train, [i for i in range(21) if i % 10])
+
+
+def test_sources_of_a_python_without_them(tmp_path):
+    with pytest.raises(FileNotFoundError, match="at least 10 .py files in .* got 0"):
+        text.load_sources(tmp_path)
+
+
+def test_sources_of_this_python_are_its_modules():
+    train, validation = text.load_sources()
+    assert len(train) > 5 * len(validation) > 500_000
+    assert b"def dataclass(" in train.tobytes()
+    np.testing.assert_array_equal(text.load_sources()[0], train)
+
+
+def test_batches_are_windows_of_the_text():
+    source = np.arange(20, dtype=np.uint8)
+    options = {"batch_size": 64, "length": 5, "steps": 2, "seed": 0}
+    first, second = text.text_batches(source, **options)
+    assert (first.shape, first.dtype) == ((64, 5), np.int32)
+    np.testing.assert_array_equal(first - first[:, :1], [range(5)] * 64)
+    # Every start is drawn, the last one too.
+    assert set(first[:, 0]) | set(second[:, 0]) == set(range(16))
+    again, _ = text.text_batches(source, **options)
+    np.testing.assert_array_equal(again, first)
+
+
+def test_even_windows_reach_both_ends():
+    source = np.arange(10, dtype=np.uint8)
+    found = text.even_windows(source, count=3, length=4)
+    np.testing.assert_array_equal(found[:, 0], [0, 3, 6])
+    assert found[-1, -1] == 9
