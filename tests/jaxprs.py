@@ -101,6 +101,14 @@ def dtypes(jaxpr: Any) -> set[Any]:
     }
 
 
+def dtypes_of_products(fun: Any, *args: Any) -> list[tuple[str, ...]]:
+    """Return each product's operand dtypes and that of its result."""
+    return [
+        (*operand_dtypes(eqn), str(eqn.outvars[0].aval.dtype))
+        for eqn in products(trace(fun, *args))
+    ]
+
+
 def wasted_casts(jaxpr: Any) -> list[str]:
     """Return what is cast twice to one dtype in one scope, or there and back."""
     wasted = []

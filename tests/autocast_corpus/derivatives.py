@@ -1,0 +1,234 @@
+"""Rules of the user's own, derivatives of derivatives, and what builds on them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.experimental.ode import odeint
+
+from autocast_corpus.program import FORWARD_ONLY, normal, program, weight
+
+no_forward_mode = functools.partial(
+    program, checks_not=("jvp",), why="custom_vjp has no forward mode in JAX"
+)
+
+
+@jax.custom_vjp
+def clipped_product(x, w):
+    """Return a product whose gradient is clipped on its way back."""
+    return jnp.exp(-jnp.abs(x @ w))
+
+
+def _clipped_forward(x, w):
+    out = jnp.exp(-jnp.abs(x @ w))
+    return out, (x, w, out)
+
+
+def _clipped_backward(residuals, ct):
+    x, w, out = residuals
+    ct = -jnp.clip(ct, -0.5, 0.5) * out * jnp.sign(x @ w)
+    return ct @ w.T, x.T @ ct
+
+
+clipped_product.defvjp(_clipped_forward, _clipped_backward)
+
+
+@no_forward_mode()
+def custom_vjp():
+    def fun(w, x):
+        return clipped_product(x, w) @ w
+
+    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+
+
+@no_forward_mode()
+def custom_vjp_in_scan():
+    def fun(w, x):
+        def step(x, _):
+            return x + clipped_product(x, w), None
+
+        return lax.scan(step, x, None, length=3)[0] @ w
+
+    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+
+
+@no_forward_mode()
+def custom_vjp_in_remat():
+    def fun(w, x):
+        block = jax.checkpoint(lambda x: clipped_product(x @ w, w))
+        return block(block(x))
+
+    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+
+
+@no_forward_mode()
+def custom_vjp_with_symbolic_zeros():
+    @jax.custom_vjp
+    def product(x, w, b):
+        return x @ w + b
+
+    def forward(x, w, b):
+        out = product(x.value, w.value, b.value)
+        return out, (x.value, w.value if x.perturbed else None)
+
+    def backward(residuals, ct):
+        x, w = residuals
+        if isinstance(ct, jax.custom_derivatives.SymbolicZero):
+            return None, None, None
+        return None if w is None else ct @ w.T, x.T @ ct, ct
+
+    product.defvjp(forward, backward, symbolic_zeros=True)
+
+    def fun(params, x):
+        hidden = product(x, params["w"], params["b"])
+        return product(jnp.tanh(hidden), params["w"], params["b"])
+
+    return fun, ({"w": weight(0, 8, 8), "b": normal(1, 4, 8)}, normal(2, 4, 8))
+
+
+@no_forward_mode()
+def custom_vjp_with_static_arguments():
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+    def apply(activation, x, scale):
+        return scale * activation(x)
+
+    def forward(activation, x, scale):
+        return scale * activation(x), x
+
+    def backward(activation, scale, x, ct):
+        _, pull = jax.vjp(activation, x)
+        return (scale * pull(ct)[0],)
+
+    apply.defvjp(forward, backward)
+
+    def fun(w, x):
+        return apply(jnp.tanh, apply(lambda x: x * 2.0, x @ w, 0.5) @ w, 3.0)
+
+    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+
+
+@program()
+def custom_jvp():
+    @jax.custom_jvp
+    def project(x, w):
+        return jnp.log1p(jnp.exp(x @ w))
+
+    @project.defjvp
+    def _(primals, tangents):
+        (x, w), (x_dot, w_dot) = primals, tangents
+        return project(x, w), jax.nn.sigmoid(x @ w) * (x_dot @ w + x @ w_dot)
+
+    def fun(w, x):
+        return project(project(x, w), w)
+
+    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+
+
+@program()
+def custom_root():
+    def solve(residual, start):
+        def newton(_, x):
+            value, slope = jax.jvp(residual, (x,), (jnp.ones_like(x),))
+            return x - value / slope
+
+        return lax.fori_loop(0, 8, newton, start)
+
+    def tangent_solve(linear, y):
+        return y / linear(jnp.ones_like(y))
+
+    def fun(w, x):
+        target = jnp.abs(x @ w) + 1.0
+        root = lax.custom_root(
+            lambda x: x**3 + x - target, jnp.ones_like(target), solve, tangent_solve
+        )
+        return root @ w
+
+    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+
+
+@program()
+def custom_linear_solve():
+    def fun(w, x):
+        matrix = w @ w.T + 4.0 * jnp.eye(8, dtype=w.dtype)
+        solution, _ = jax.scipy.sparse.linalg.cg(
+            lambda v: jnp.matmul(matrix, v, precision="highest"), x, maxiter=8
+        )
+        return solution @ w
+
+    return fun, (weight(0, 8, 8), normal(1, 8))
+
+
+@no_forward_mode(tolerance=16, grad_tolerance=24)
+def ode():
+    def fun(w, x):
+        def velocity(x, t, w):
+            return jnp.tanh(x @ w) * jnp.cos(t)
+
+        times = jnp.linspace(0.0, 1.0, 3, dtype=jnp.float32)
+        return odeint(velocity, x, times, w, rtol=1e-3, atol=1e-3)
+
+    return fun, (weight(0, 4, 4), normal(1, 2, 4))
+
+
+@program()
+def maml():
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w) - x) ** 2)
+
+    def fun(w, x, y):
+        adapted = w - 0.5 * jax.grad(loss)(w, x)
+        return loss(adapted, y)
+
+    return fun, (weight(0, 8, 8), normal(1, 4, 8), normal(2, 4, 8))
+
+
+@program()
+def hessian_vector_product():
+    def loss(w, x):
+        return jnp.sum(jax.nn.softmax(x @ w @ w) ** 2)
+
+    def fun(w, x):
+        v = jnp.sin(10.0 * w)
+        return jax.jvp(lambda w: jax.grad(loss)(w, x), (w,), (v,))[1]
+
+    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+
+
+@program(checks_not=FORWARD_ONLY, why="its line search is a while loop", tolerance=64)
+def lbfgs():
+    solver = optax.lbfgs(memory_size=2)
+
+    def fun(w, x):
+        def loss(w):
+            return jnp.mean((x @ w - x[:, :2]) ** 2) + 0.1 * jnp.mean(w**2)
+
+        def step(carry, _):
+            w, state = carry
+            value, grad = optax.value_and_grad_from_state(loss)(w, state=state)
+            updates, state = solver.update(
+                grad, state, w, value=value, grad=grad, value_fn=loss
+            )
+            return (optax.apply_updates(w, updates), state), value
+
+        (w, _), values = lax.scan(step, (w, solver.init(w)), None, length=2)
+        return w, values
+
+    return fun, (weight(0, 4, 2), normal(1, 8, 4))
+
+
+PROGRAMS = (
+    custom_vjp,
+    custom_vjp_in_scan,
+    custom_vjp_in_remat,
+    custom_vjp_with_symbolic_zeros,
+    custom_vjp_with_static_arguments,
+    custom_jvp,
+    custom_root,
+    custom_linear_solve,
+    ode,
+    maml,
+    hessian_vector_product,
+    lbfgs,
+)

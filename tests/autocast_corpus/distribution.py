@@ -1,0 +1,115 @@
+"""Programs over several devices: four of the eight that the tests have."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autocast_corpus.program import BATCHED, normal, program, weight
+
+unbatched = functools.partial(
+    program, checks_not=BATCHED, why="the batch would be a dimension of the mesh"
+)
+
+
+def mesh():
+    """Return a mesh of four devices, `"x"`."""
+    devices = jax.devices()[:4]
+    return jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+@program()
+def sharded_jit():
+    rows, columns = NamedSharding(mesh(), P("x")), NamedSharding(mesh(), P(None, "x"))
+
+    @functools.partial(jax.jit, in_shardings=(columns, rows), out_shardings=rows)
+    def layer(w, x):
+        hidden = lax.with_sharding_constraint(x @ w, rows)
+        return jax.nn.gelu(hidden) @ w.T
+
+    def fun(w, x):
+        return layer(w, layer(w, x))
+
+    return fun, (weight(0, 8, 16), normal(1, 4, 8))
+
+
+@program()
+def shard_map_psum_scatter():
+    @functools.partial(
+        jax.shard_map, mesh=mesh(), in_specs=(P("x"), P(None, "x")), out_specs=P("x")
+    )
+    def layer(w, x):
+        return lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
+
+    def fun(w, x):
+        return jnp.tanh(layer(w, x))
+
+    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+
+
+@program()
+def shard_map_ring():
+    @functools.partial(
+        jax.shard_map, mesh=mesh(), in_specs=(P("x"), P("x")), out_specs=P("x")
+    )
+    def ring(w, x):
+        around = [(i, (i + 1) % 4) for i in range(4)]
+        total = x @ w[0]
+        for _ in range(3):
+            w = lax.ppermute(w, "x", around)
+            total = total + jnp.tanh(x @ w[0])
+        return total
+
+    return ring, (weight(0, 4, 8, 8), normal(1, 4, 8))
+
+
+@program()
+def shard_map_with_jit_and_scan():
+    @functools.partial(
+        jax.shard_map, mesh=mesh(), in_specs=(P(), P("x")), out_specs=(P("x"), P())
+    )
+    def layers(w, x):
+        @jax.jit
+        def step(x, w):
+            return x + jnp.tanh(x @ w), None
+
+        x = lax.scan(step, x, w)[0]
+        return x, lax.pmean(jnp.sum(x @ w[0]), "x")
+
+    return layers, (weight(0, 3, 8, 8), normal(1, 4, 8))
+
+
+@program()
+def shard_map_all_gather():
+    @functools.partial(
+        jax.shard_map, mesh=mesh(), in_specs=(P("x"), P("x")), out_specs=P("x")
+    )
+    def layer(w, x):
+        w = lax.all_gather(w, "x", tiled=True)
+        return jax.nn.relu(x @ w)
+
+    return layer, (weight(0, 8, 8), normal(1, 4, 8))
+
+
+@unbatched()
+def pmap():
+    def fun(w, x):
+        def layer(w, x):
+            return lax.psum(jnp.tanh(x @ w), "x") @ w
+
+        return jax.pmap(layer, axis_name="x", in_axes=(None, 0))(w, x)
+
+    return fun, (weight(0, 8, 8), normal(1, 2, 4, 8))
+
+
+PROGRAMS = (
+    sharded_jit,
+    shard_map_psum_scatter,
+    shard_map_ring,
+    shard_map_with_jit_and_scan,
+    shard_map_all_gather,
+    pmap,
+)

@@ -1,0 +1,219 @@
+"""Models of Flax (linen and nnx) and Equinox."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+from autocast_corpus.program import Program, normal, program
+
+third_party = functools.partial(program, third_party=True)
+
+
+def init(module: nn.Module, *args: jax.Array):
+    """Return the variables of a module."""
+    return jax.jit(module.init)({"params": jax.random.key(0)}, *args)
+
+
+@third_party()
+def linen_mlp():
+    class MLP(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Dense(16)(x))
+            return nn.log_softmax(nn.Dense(8)(nn.LayerNorm()(x)))
+
+    x = normal(1, 4, 8)
+    return MLP().apply, (init(MLP(), x), x)
+
+
+@third_party()
+def linen_cnn_batch_norm():
+    class CNN(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Conv(8, (3, 3))(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+            x = nn.avg_pool(x, (2, 2), (2, 2))
+            x = nn.max_pool(nn.Conv(8, (3, 3))(x), (2, 2), (2, 2))
+            return nn.Dense(4)(x.reshape(x.shape[0], -1))
+
+    x = normal(1, 4, 8, 8, 4)
+    variables = init(CNN(), x)
+
+    def fun(params, batch_stats, x):
+        return CNN().apply(
+            {"params": params, "batch_stats": batch_stats}, x, mutable=["batch_stats"]
+        )
+
+    return fun, (variables["params"], variables["batch_stats"], x)
+
+
+@third_party()
+def linen_lstm():
+    model, x = nn.RNN(nn.LSTMCell(8)), normal(1, 2, 5, 8)
+    return model.apply, (init(model, x), x)
+
+
+@third_party()
+def linen_scan_of_remat():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(8)(nn.gelu(nn.Dense(16)(nn.LayerNorm()(x)))), None
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(
+                nn.remat(Block, prevent_cse=False),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=3,
+            )
+            return nn.Dense(4)(layers()(x, None)[0])
+
+    x = normal(1, 4, 8)
+    return Stack().apply, (init(Stack(), x), x)
+
+
+@third_party()
+def linen_attention():
+    model = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8)
+    x = normal(1, 2, 6, 8)
+    mask = nn.make_causal_mask(x[..., 0])
+
+    def fun(params, x):
+        return model.apply(params, x, mask=mask)
+
+    return fun, (init(model, x), x)
+
+
+@third_party()
+def linen_norms():
+    class Norms(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.GroupNorm(num_groups=2)(nn.Dense(8)(x))
+            x = nn.RMSNorm()(nn.Dense(8)(x))
+            return nn.WeightNorm(nn.Dense(8))(x)
+
+    x = normal(1, 4, 8)
+    return Norms().apply, (init(Norms(), x), x)
+
+
+@third_party()
+def linen_conv_transpose():
+    model, x = nn.ConvTranspose(8, (3, 3), strides=(2, 2)), normal(1, 2, 4, 4, 4)
+    return model.apply, (init(model, x), x)
+
+
+class Block(nnx.Module):
+    """A transformer's layer, with dropout."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm1, self.norm2 = nnx.LayerNorm(8, rngs=rngs), nnx.RMSNorm(8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2, in_features=8, decode=False, dropout_rate=0.1, rngs=rngs
+        )
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x), deterministic=False)
+        x = x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))))
+        return x
+
+
+class Linear(nnx.Module):
+    """A residual layer without randomness."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+@third_party()
+def nnx_transformer():
+    class Transformer(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(16, 8, rngs=rngs)
+            self.block = Block(rngs)
+            self.head = nnx.Linear(8, 16, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.head(self.block(self.embed(tokens)))
+
+    graphdef, params, rest = nnx.split(Transformer(nnx.Rngs(0)), nnx.Param, ...)
+
+    def fun(params, rest, tokens):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        logits = model(tokens)
+        return logits, nnx.state(model, nnx.RngState)
+
+    return fun, (params, rest, jnp.arange(12).reshape(2, 6))
+
+
+@third_party()
+def nnx_scan():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def make(rngs):
+        return Linear(rngs)
+
+    graphdef, params = nnx.split(make(nnx.Rngs(0)))
+
+    def fun(params, x):
+        @nnx.scan
+        def run(x, layer):
+            return layer(x), None
+
+        return run(x, nnx.merge(graphdef, params))[0]
+
+    return fun, (params, normal(1, 4, 8))
+
+
+@third_party()
+def nnx_remat():
+    graphdef, params = nnx.split(Linear(nnx.Rngs(0)))
+
+    def fun(params, x):
+        @nnx.remat
+        def run(layer, x):
+            return layer(x)
+
+        layer = nnx.merge(graphdef, params)
+        return run(layer, run(layer, x))
+
+    return fun, (params, normal(1, 4, 8))
+
+
+@third_party()
+def equinox_mlp():
+    model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def fun(params, x):
+        return jax.vmap(eqx.combine(params, static))(x)
+
+    return fun, (params, normal(1, 4, 8))
+
+
+PROGRAMS: tuple[Program, ...] = (
+    linen_mlp,
+    linen_cnn_batch_norm,
+    linen_lstm,
+    linen_scan_of_remat,
+    linen_attention,
+    linen_norms,
+    linen_conv_transpose,
+    nnx_transformer,
+    nnx_scan,
+    nnx_remat,
+    equinox_mlp,
+)

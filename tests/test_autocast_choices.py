@@ -1,0 +1,166 @@
+"""What the program chose stays, and what the policy says of a scope holds in it."""
+
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import jaxprs
+import pytest
+from autocast_corpus.program import DTYPES, POLICIES, normal, weight
+from jax import lax
+from jaxprs import dtypes_of_products
+
+from jmp_lite import PolicyMap, autocast, full_precision
+
+BF16 = POLICIES["bf16"]
+W, X = weight(0, 8, 8), normal(1, 4, 8)
+BOTH = pytest.mark.parametrize("half", POLICIES)
+
+
+@BOTH
+def test_integers_and_what_is_made_of_them_never_go_low(half: str) -> None:
+    def fun(w, x, positions):
+        angles = positions.astype(jnp.float32)[:, None] * 0.01
+        return jnp.sin(angles) * (x @ w), positions * 2, jnp.argmax(x @ w, -1)
+
+    positions = jnp.arange(4) + 8000
+    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W, X, positions)
+    assert jaxprs.products(jaxpr) and not jaxprs.not_lowered(jaxpr)
+    for eqn in jaxprs.equations(jaxpr, "convert_element_type"):
+        source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        assert not (jnp.issubdtype(source, jnp.integer) and target == DTYPES[half])
+    (sine,) = jaxprs.equations(jaxpr, "sin")
+    assert sine.outvars[0].aval.dtype == jnp.float32
+
+
+def _kept(fun: Any, *args: Any) -> bool:
+    """Return whether autocast leaves the product of a function as it is."""
+
+    def both(*args):
+        return fun(*args), W @ W  # the second is there to be lowered
+
+    plain = dtypes_of_products(fun, *args)
+    found = dtypes_of_products(autocast(both, BF16), *args)
+    # A second product that is a result may come in float32 from the accumulator.
+    assert found[-1][:2] == ("bfloat16", "bfloat16")
+    return found[:-1] == plain
+
+
+@pytest.mark.standard_promotion
+def test_what_the_program_chose_stays() -> None:
+    half, other = W.astype(jnp.bfloat16), W.astype(jnp.float16)
+    assert _kept(lambda w: jnp.matmul(w, w, precision="highest"), W)
+    assert _kept(lambda w: jnp.matmul(w, w, precision=lax.Precision.HIGH), W)
+    assert _kept(lambda w: w @ w, half)
+    assert _kept(lambda w: w @ w, other)
+    assert _kept(lambda w: w @ w, W.astype(jnp.complex64))
+    assert _kept(lambda w: w @ w, W.astype(jnp.int32))
+    assert _kept(lambda w: jnp.matmul(w, w, preferred_element_type=jnp.float32), half)
+    assert _kept(full_precision(lambda w: w @ w), W)
+    assert _kept(full_precision(jax.jit(lambda w: jnp.sin(w @ w))), W)
+    assert not _kept(lambda w: w @ w, W)
+
+
+def test_a_default_precision_of_jax_is_the_programs_choice() -> None:
+    with jax.default_matmul_precision("highest"):
+        with pytest.warns(UserWarning, match="lowered nothing"):
+            found = dtypes_of_products(autocast(lambda w: w @ w, BF16), W)
+    assert found == [("float32", "float32", "float32")]
+
+
+def test_explicit_half_code_is_the_same_bit_for_bit() -> None:
+    def fun(w, x):
+        low = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        return low, jnp.tanh(low).astype(jnp.float32)
+
+    with pytest.warns(UserWarning, match="lowered nothing"):
+        out = jax.jit(autocast(fun, BF16))(W, X)
+    assert bitwise.raw_bits(out) == bitwise.raw_bits(jax.jit(fun)(W, X))
+
+
+def test_a_region_in_full_precision_is_the_same_bit_for_bit() -> None:
+    region = full_precision(lambda w, x: jax.nn.softmax(x @ w))
+
+    def fun(w, x):
+        return region(w, x), x @ w
+
+    out, _ = jax.jit(autocast(fun, BF16))(W, X)
+    assert bitwise.raw_bits(out) == bitwise.raw_bits(jax.jit(region)(W, X))
+
+
+def test_full_precision_holds_in_the_backward_pass() -> None:
+    region = full_precision(lambda w, x: jnp.sin(x @ w))
+
+    def fun(w, x):
+        return jnp.sum(region(w, x) @ w)
+
+    found = dtypes_of_products(autocast(jax.grad(fun), BF16), W, X)
+    inside = [f for f in found if f == ("float32", "float32", "float32")]
+    # x @ w and its weight's gradient; `fun`'s own are half.
+    assert len(inside) == 2 and len(found) > 2
+
+
+@pytest.mark.parametrize("outer", POLICIES)
+def test_the_inner_autocast_wins(outer: str) -> None:
+    inner = "f16" if outer == "bf16" else "bf16"
+
+    def fun(w, x):
+        return autocast(lambda x: jnp.tanh(x @ w), POLICIES[inner])(x) @ w
+
+    names = [jnp.dtype(DTYPES[half]).name for half in (inner, outer)]
+    found = dtypes_of_products(autocast(fun, POLICIES[outer]), W, X)
+    assert [f[0] for f in found] == names
+    grads = dtypes_of_products(
+        autocast(jax.grad(lambda *a: jnp.sum(fun(*a))), BF16), W, X
+    )
+    assert {f[0] for f in grads} <= {"bfloat16", "float16"}
+
+
+# Policies by scope.
+
+
+def _model(w: jax.Array, x: jax.Array) -> Any:
+    with jax.named_scope("decoder"):
+        for i in range(2):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+    with jax.named_scope("head"):
+        return x @ w
+
+
+@BOTH
+def test_a_scope_that_computes_in_f32_is_left_alone(half: str) -> None:
+    policy = PolicyMap(POLICIES[half], {".*/layer_1": "float32"})
+    name = jnp.dtype(DTYPES[half]).name
+    found = dtypes_of_products(autocast(_model, policy), W, X)
+    assert [f[0] for f in found] == [name, "float32", name]
+    assert found[1] == ("float32", "float32", "float32")
+
+
+def test_patterns_hold_in_the_backward_pass_too() -> None:
+    policy = PolicyMap(BF16, {"decoder/layer_1": "float32"})
+    grad = autocast(jax.grad(lambda *args: jnp.sum(_model(*args))), policy)
+    found = [f[0] for f in dtypes_of_products(grad, W, X)]
+    assert found.count("float32") == 3  # forward, by the weight, by the input
+
+
+def test_a_scope_with_f32_output_takes_the_accumulator() -> None:
+    policy = PolicyMap("p=f32,c=bf16,o=bf16", {".*head": "p=f32,c=bf16,o=f32"})
+    found = dtypes_of_products(autocast(_model, policy), W, X)
+    assert found[-1] == ("bfloat16", "bfloat16", "float32")
+    assert {f[2] for f in found[:-1]} == {"bfloat16"}
+
+
+def test_patterns_reach_into_loops() -> None:
+    def fun(w, x):
+        def step(x, _):
+            with jax.named_scope("exact"):
+                x = jnp.tanh(x @ w)
+            return x @ w, None
+
+        return lax.scan(step, x, None, length=3)[0]
+
+    policy = PolicyMap(BF16, {".*exact": "float32"})
+    found = [f[0] for f in dtypes_of_products(autocast(fun, policy), W, X)]
+    assert found == ["float32", "bfloat16"]

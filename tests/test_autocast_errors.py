@@ -1,0 +1,282 @@
+"""Bad input is refused at the call, in words; what is not understood is left alone."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from autocast_corpus.program import POLICIES, normal, relative_error, weight
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas
+
+from jmp_lite import OpRules, PolicyMap, autocast, default_rules, full_precision
+
+W, X = weight(0, 8, 8), normal(1, 4, 8)
+BF16 = POLICIES["bf16"]
+
+
+def product(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ w
+
+
+# Policies.
+
+
+@pytest.mark.parametrize(
+    ("policy", "got"),
+    [
+        ("float32", "p=full,c=full,o=full"),
+        ("p=f32,c=f64,o=f32", "p=full,c=f64,o=full"),
+        (PolicyMap(BF16, {".*": "p=f32,c=f16,o=f32"}), "c=bf16"),
+        (PolicyMap("float32", {}), "c=full"),
+    ],
+)
+def test_a_policy_computes_in_one_kind_of_half(policy: Any, got: str) -> None:
+    with pytest.raises(ValueError, match="float16 or in bfloat16") as caught:
+        autocast(product, policy)
+    assert got in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", ["int8", "p=f32,c=int32,o=f32", "half precision"])
+def test_a_policy_that_is_none_is_refused(policy: str) -> None:
+    with pytest.raises(ValueError, match="dtype"):
+        autocast(product, policy)
+
+
+def test_a_policy_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="Expected a Policy or its string, got 16"):
+        autocast(product, 16)  # pyright: ignore[reportArgumentType] - refused
+
+
+def test_a_pattern_that_matches_no_scope_names_the_nearest() -> None:
+    def model(w, x):
+        with jax.named_scope("decoder"), jax.named_scope("layer_0"):
+            return x @ w
+
+    policy = PolicyMap(BF16, {"decoder/layer0": "float32"})
+    with pytest.raises(ValueError, match="'decoder/layer0' matches no path") as caught:
+        autocast(model, policy)(W, X)
+    assert "decoder/layer_0" in str(caught.value)
+
+
+# Rules.
+
+
+def test_an_unknown_primitive_is_named() -> None:
+    with pytest.raises(ValueError, match=r"Unknown primitives \['matmul'\]") as caught:
+        default_rules(jnp.bfloat16).replace(matmul="lower")
+    assert "'dot_general'" in str(caught.value)
+
+
+def test_an_unknown_class_is_named() -> None:
+    with pytest.raises(ValueError, match="for 'tanh', got 'half'"):
+        OpRules({"tanh": "half"})
+
+
+def test_rules_are_a_table() -> None:
+    with pytest.raises(TypeError, match="Expected OpRules, got"):
+        autocast(product, BF16, rules={"tanh": "full"})  # pyright: ignore[reportArgumentType] - refused
+
+
+# Functions and arguments.
+
+
+@pytest.mark.parametrize("transform", [autocast, full_precision])
+def test_what_is_no_function_is_refused(transform: Any) -> None:
+    with pytest.raises(TypeError, match=r"expects a function, got 3\.0"):
+        transform(3.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "shown"),
+    [
+        ("relu", "'relu'"),
+        (np.array([None, "x"]), "None"),
+        (object(), "object object"),
+    ],
+    ids=["string", "object array", "object"],
+)
+def test_an_argument_that_is_no_array_is_named(bad: Any, shown: str) -> None:
+    low = autocast(lambda options, x: x @ W, BF16)
+    with pytest.raises(TypeError, match="as its argument") as caught:
+        low({"activation": bad}, X)
+    message = str(caught.value)
+    assert shown in message and "activation" in message
+    assert "arrays, numbers or functions" in message
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x)
+
+    def twice(self, x: jax.Array) -> jax.Array:
+        return self(self(x))
+
+
+def test_an_nnx_module_is_sent_to_split_and_merge() -> None:
+    model = Model()
+    calls = [
+        lambda: autocast(model, BF16),
+        lambda: autocast(model.twice, BF16),
+        lambda: autocast(lambda model, x: model(x), BF16)(model, X),
+        lambda: autocast(lambda models, x: models[0](x), BF16)([model], X),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match="an nnx module") as caught:
+            call()
+        assert "nnx.split(model)" in str(caught.value)
+
+
+@pytest.mark.standard_promotion
+def test_the_advice_for_nnx_modules_works() -> None:
+    model = Model()
+    graphdef, state = nnx.split(model)
+    low = autocast(lambda state, x: nnx.merge(graphdef, state)(x), BF16)
+    assert relative_error([low(state, X)], [model(X)]) < 0.02
+
+
+def test_a_user_error_is_the_users_own() -> None:
+    with pytest.raises(TypeError, match="add got incompatible shapes"):
+        autocast(lambda w, x: x @ w + w, BF16)(W, X)
+
+
+# Nothing to do.
+
+
+def test_lowering_nothing_warns() -> None:
+    def wave(x):
+        return jnp.sin(x)
+
+    with pytest.warns(UserWarning, match="autocast lowered nothing in wave"):
+        out = autocast(wave, BF16)(X)
+    np.testing.assert_array_equal(out, jnp.sin(X))
+
+
+def test_lowering_something_or_asking_for_nothing_does_not_warn() -> None:
+    rules = default_rules(jnp.bfloat16)
+    nothing = OpRules([(p, c) for p, c in rules.classes if c != "lower"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autocast(product, BF16)(W, X)
+        autocast(jnp.sin, BF16, rules=nothing)(X)
+
+
+# What is left alone, and is right all the same.
+
+
+def check_left_alone(between: Any, primitive: str, holds: str = "") -> None:
+    """Check that a primitive between two products is what it was without autocast.
+
+    Args:
+      between: what is between the products.
+      primitive: what is looked for in it.
+      holds: a primitive inside of that one, where there are others of its kind.
+    """
+
+    def fun(w, x):
+        return between(x @ w) @ w
+
+    low = autocast(fun, BF16)
+    jaxpr, plain = jaxprs.trace(low, W, X), jaxprs.trace(fun, W, X)
+    (found,), (expected,) = (
+        [
+            eqn
+            for eqn in jaxprs.equations(j, primitive)
+            if not holds or any(jaxprs.equations(b, holds) for b in jaxprs.bodies(eqn))
+        ]
+        for j in (jaxpr, plain)
+    )
+    for ours, theirs in (
+        (found.invars, expected.invars),
+        (found.outvars, expected.outvars),
+    ):
+        assert [v.aval for v in ours] == [v.aval for v in theirs]
+    assert found.params.keys() == expected.params.keys()
+    # The last product's result is that of the function: from the f32 accumulator.
+    (first, *_, last) = jaxprs.products(jaxpr)
+    assert first is not last and jaxprs.is_half(first) and jaxprs.is_half(last)
+    assert relative_error([jax.jit(low)(W, X)], [jax.jit(fun)(W, X)]) < 0.03
+
+
+def test_pallas_call_is_left_alone() -> None:
+    def kernel(x_ref, out_ref):
+        out_ref[...] = 2.0 * x_ref[...]
+
+    def between(x):
+        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas.pallas_call(kernel, out_shape=kind, interpret=True)(x)
+
+    check_left_alone(between, "pallas_call")
+
+
+def test_custom_linear_solve_is_left_alone() -> None:
+    def between(x):
+        matrix = jnp.diag(jnp.arange(1.0, 5.0, dtype=jnp.float32))
+
+        def matvec(v):
+            return jnp.matmul(matrix, v, precision="highest")
+
+        return lax.custom_linear_solve(
+            matvec, x, lambda _, b: b / jnp.diag(matrix)[:, None]
+        )
+
+    check_left_alone(between, "custom_linear_solve")
+
+
+def test_pure_callback_is_left_alone() -> None:
+    def between(x):
+        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: np.asarray(x) * 2, kind, x)
+
+    check_left_alone(between, "pure_callback")
+
+
+def test_linear_algebra_is_left_alone() -> None:
+    def between(x):
+        gram = jnp.matmul(x, x.T, precision="highest") + jnp.eye(4, dtype=x.dtype)
+        return jnp.linalg.cholesky(gram, symmetrize_input=False) @ x
+
+    def fun(w, x):
+        return between(x @ w)
+
+    jaxpr = jaxprs.trace(autocast(fun, BF16), W, X)
+    (cholesky,) = jaxprs.equations(jaxpr, "cholesky")
+    assert cholesky.outvars[0].aval.dtype == jnp.float32
+
+
+def test_platform_branches_are_left_alone() -> None:
+    def between(x):
+        return lax.platform_dependent(
+            x, cpu=lambda x: jnp.sin(x), default=lambda x: jnp.cos(x)
+        )
+
+    check_left_alone(between, "cond", holds="cos")
+
+
+def test_a_reduction_with_a_function_of_its_own_is_left_alone() -> None:
+    def between(x):
+        total = lax.reduce(x, np.float32(0), lambda a, b: a + b * b, (1,))
+        return x * total[:, None]
+
+    check_left_alone(between, "reduce")
+
+
+def test_effects_keep_their_order() -> None:
+    seen = []
+
+    def fun(w, x):
+        for i in range(3):
+            x = x @ w
+            jax.debug.callback(lambda _, i=i: seen.append(i), x[0, 0], ordered=True)
+        return x
+
+    jax.block_until_ready(jax.jit(autocast(fun, BF16))(W, X))
+    jax.effects_barrier()
+    assert seen == [0, 1, 2]

@@ -1,0 +1,315 @@
+"""What autocast leaves in the jaxpr: which equation has which dtype, and how often."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from autocast_corpus.program import DTYPES, POLICIES, normal, relative_error, weight
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jmp_lite import PolicyMap, autocast, compat
+
+BF16 = POLICIES["bf16"]
+W, X = weight(0, 8, 8), normal(1, 4, 8)
+BOTH = pytest.mark.parametrize("half", POLICIES)
+
+
+def casts_to(jaxpr: Any, dtype: Any, shape: tuple[int, ...]) -> list[Any]:
+    """Return the casts to a dtype of arrays of a shape, at any depth."""
+    return [
+        eqn
+        for eqn in jaxprs.equations(jaxpr, "convert_element_type")
+        if eqn.outvars[0].aval.dtype == dtype and eqn.outvars[0].aval.shape == shape
+    ]
+
+
+def gradients(fun: Any, half: str) -> dict[str, Any]:
+    """Return both orders of autocast and the gradient."""
+    return {
+        "grad_outside": jax.grad(autocast(fun, POLICIES[half])),
+        "grad_inside": autocast(jax.grad(fun), POLICIES[half]),
+    }
+
+
+# The backward pass.
+
+
+@BOTH
+def test_products_with_f32_results_have_half_backward_passes(half: str) -> None:
+    def conv(w, x):
+        return lax.conv_general_dilated(x, w, (1,), "SAME")
+
+    def fun(params, x):
+        heads = jnp.exp(-jnp.abs(x @ params["dense"]))
+        images = jnp.exp(-jnp.abs(conv(params["conv"], x[None])))
+        return jnp.sum(heads**2) + jnp.sum(images**2)
+
+    params = {"dense": W, "conv": normal(2, 4, 4, 3)}
+    policy = PolicyMap(POLICIES[half], {"head": POLICIES[half]})
+
+    def in_head(params, x):
+        with jax.named_scope("head"):
+            return fun(params, x)
+
+    name = jnp.dtype(DTYPES[half]).name
+    forward = jaxprs.dtypes_of_products(autocast(in_head, policy), params, X)
+    assert forward == [(name, name, "float32")] * 2
+    low = autocast(in_head, policy)
+    for grad in (jax.grad(low, (0, 1)), autocast(jax.grad(in_head, (0, 1)), policy)):
+        found = jaxprs.dtypes_of_products(grad, params, X)
+        assert {f[:2] for f in found} == {(name, name)} and len(found) >= 6
+
+
+def _recurrent(dtype: Any, remat: bool) -> Any:
+    """Return a loss that uses a weight in each of 1000 steps, and its arguments."""
+
+    def fun(w, xs):
+        w = w.astype(dtype)
+
+        def step(h, x):
+            h = jnp.tanh((h.astype(dtype) @ w).astype(jnp.float32) + x)
+            return h, jnp.mean(h)
+
+        h = jnp.zeros(xs.shape[1:], jnp.float32)
+        return jnp.mean(lax.scan(jax.checkpoint(step) if remat else step, h, xs)[1])
+
+    return fun, (0.5 * weight(0, 8, 8), 0.5 + 0.1 * normal(1, 1000, 4, 8))
+
+
+def _unrolled(dtype: Any, jitted: bool) -> Any:
+    """Return a loss that uses a weight 100 times in one scope, and its arguments."""
+
+    def layer(w, x):
+        return jnp.sum(jnp.abs((x.astype(dtype) @ w).astype(jnp.float32)))
+
+    layer = jax.jit(layer) if jitted else layer
+
+    def fun(w, xs):
+        w = w.astype(dtype)
+        return sum(layer(w, x) for x in xs) / len(xs)
+
+    return fun, (jnp.abs(weight(0, 4, 4)), jnp.abs(normal(1, 100, 2, 4)))
+
+
+@pytest.mark.parametrize("model", [_recurrent, _unrolled])
+@pytest.mark.parametrize("in_body", [False, True], ids=["plain", "in remat or jit"])
+def test_gradient_of_a_weight_used_often_adds_up_in_f32(
+    model: Any, in_body: bool
+) -> None:
+    fun, args = model(jnp.float32, in_body)
+    expected = jax.jit(jax.grad(fun))(*args)
+    for grad in gradients(fun, "bf16").values():
+        assert relative_error([jax.jit(grad)(*args)], [expected]) < 3e-3
+    # A weight cast once, by hand, adds its gradient up in half.
+    by_hand, _ = model(jnp.bfloat16, in_body)
+    out = jax.jit(jax.grad(by_hand))(*args)
+    assert relative_error([out], [expected]) > 6e-3
+
+
+@pytest.mark.parametrize("order", ["grad_outside", "grad_inside"])
+def test_no_gradient_of_a_weight_is_added_in_half(order: str) -> None:
+    def fun(w, x):
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    w = weight(0, 8, 8)
+    jaxpr = jaxprs.trace(gradients(fun, "bf16")[order], w, X)
+    sums = [
+        eqn.outvars[0].aval.dtype
+        for eqn in jaxprs.equations(jaxpr, "add_any", "add")
+        if eqn.outvars[0].aval.shape == w.shape
+    ]
+    assert len(sums) == 2 and set(sums) == {jnp.dtype("float32")}
+
+
+# Casts.
+
+
+@BOTH
+def test_a_weight_is_cast_once_in_its_scope(half: str) -> None:
+    def fun(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return x @ w.T
+
+    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W, X)
+    assert len(casts_to(jaxpr, DTYPES[half], (8, 8))) == 1
+
+
+@BOTH
+def test_a_weight_is_cast_once_for_all_calls_of_a_jit(half: str) -> None:
+    @jax.jit
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def fun(w, x):
+        return layer(w, layer(w, layer(w, x)))
+
+    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W, X)
+    assert len(casts_to(jaxpr, DTYPES[half], (8, 8))) == 1
+
+
+def _scan(w: jax.Array, x: jax.Array) -> jax.Array:
+    def step(x, _):
+        return jnp.tanh(x @ w), None
+
+    return lax.scan(step, x, None, length=5)[0]
+
+
+def _while(w: jax.Array, x: jax.Array) -> jax.Array:
+    def step(carry):
+        i, x = carry
+        return i + 1, jnp.tanh(x @ w)
+
+    return lax.while_loop(lambda carry: carry[0] < 5, step, (0, x))[1]
+
+
+def _nested(w: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, 3, lambda _, x: _scan(w, x), x)
+
+
+@BOTH
+@pytest.mark.parametrize("loop", [_scan, _while, _nested])
+def test_an_invariant_weight_is_cast_outside_of_the_loop(loop: Any, half: str) -> None:
+    jaxpr = jaxprs.trace(autocast(loop, POLICIES[half]), W, X)
+    outermost = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("scan", "while")]
+    bodies = [body for eqn in outermost for body in jaxprs.bodies(eqn)]
+    assert outermost and jaxprs.products(jaxpr)
+    assert not any(casts_to(body, DTYPES[half], (8, 8)) for body in bodies)
+    assert len(casts_to(jaxpr, DTYPES[half], (8, 8))) == 1
+
+
+def test_stacked_weights_are_cast_before_the_scan_that_reads_them() -> None:
+    def fun(ws, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    jaxpr = jaxprs.trace(autocast(fun, BF16), weight(0, 3, 8, 8), X)
+    assert len(casts_to(jaxpr, jnp.bfloat16, (3, 8, 8))) == 1
+    assert not casts_to(jaxpr, jnp.bfloat16, (8, 8))
+
+
+# What stays.
+
+
+def test_a_jit_keeps_its_name_donation_and_shardings() -> None:
+    mesh = jax.make_mesh(
+        (4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    rows = NamedSharding(mesh, P("x"))
+
+    @functools.partial(
+        jax.jit, donate_argnums=1, in_shardings=(None, rows), out_shardings=rows
+    )
+    def decoder(w, x):
+        return x @ w
+
+    (plain,) = jaxprs.equations(jaxprs.trace(decoder, W, X), "jit")
+    (low,) = jaxprs.equations(jaxprs.trace(autocast(decoder, BF16), W, X), "jit")
+    assert low.params["name"] == "decoder"
+    for key in plain.params.keys() - {"jaxpr"}:
+        assert low.params[key] == plain.params[key], key
+    assert jaxprs.not_lowered(jaxprs.opened(low.params["jaxpr"])) == []
+
+
+def test_equal_bodies_stay_one_jaxpr() -> None:
+    @jax.jit
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def fun(ws, x):
+        for w in ws:
+            x = layer(w, x)
+        return x
+
+    jaxpr = jaxprs.trace(autocast(fun, BF16), [W] * 4, X)
+    bodies = [eqn.params["jaxpr"] for eqn in jaxprs.equations(jaxpr, "jit")]
+    assert len(bodies) == 4
+    # The first reads the input, in float32; the others what the last one gave.
+    assert len({id(body) for body in bodies}) <= 2
+
+
+def test_a_checkpoint_keeps_its_policy() -> None:
+    policy = jax.checkpoint_policies.dots_saveable
+
+    def fun(w, x):
+        return jax.checkpoint(lambda x: jnp.sin(x @ w), policy=policy)(x)
+
+    (eqn,) = jaxprs.equations(
+        jaxprs.trace(autocast(fun, BF16), W, X), "checkpoint", "remat2", "remat"
+    )
+    assert eqn.params["policy"] is policy
+
+
+@BOTH
+def test_name_stacks_and_source_lines_stay(half: str) -> None:
+    def fun(w, x):
+        with jax.named_scope("decoder"):
+            return jax.jit(lambda x: lax.scan(lambda x, _: (x @ w, x), x, None, 2)[0])(
+                x
+            )
+
+    plain = jaxprs.trace(fun, W, X)
+    low = jaxprs.trace(autocast(fun, POLICIES[half]), W, X)
+    for name in ("jit", "scan", "dot_general"):
+        (before,), (after,) = (jaxprs.equations(j, name) for j in (plain, low))
+        assert compat.source_line(after) == compat.source_line(before)
+        assert compat.source_line(after).startswith(__file__)
+    (call,) = jaxprs.equations(low, "jit")
+    assert "decoder" in str(call.source_info.name_stack).split("/")
+
+
+# Transformations and ahead of time.
+
+
+def test_eval_shape_says_what_the_function_says() -> None:
+    def fun(w, x):
+        return {"logits": x @ w, "top": jnp.argmax(x @ w, -1)}
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, X)]
+    assert jax.eval_shape(autocast(fun, BF16), *shapes) == jax.eval_shape(fun, *shapes)
+
+
+def test_ahead_of_time() -> None:
+    fun = jax.jit(autocast(lambda w, x: jnp.tanh(x @ w), BF16))
+    compiled = fun.lower(W, X).compile()
+    np.testing.assert_array_equal(compiled(W, X), fun(W, X))
+    assert "bf16" in fun.lower(W, X).as_text()
+
+
+def test_one_trace_for_one_kind_of_arguments() -> None:
+    traces = []
+
+    @jax.jit
+    def step(w, x):
+        traces.append(None)
+        return autocast(lambda w, x: x @ w, BF16)(w, x)
+
+    step(W, X)
+    step(W + 1.0, X)
+    assert len(traces) == 1
+
+
+def test_weak_types_are_the_functions_own() -> None:
+    def fun(w, x, scale):
+        return x @ w * scale, scale * 2, jnp.sum(x @ w) * 0.5
+
+    plain = jax.make_jaxpr(fun)(W, X, 3.0).out_avals
+    assert jax.make_jaxpr(autocast(fun, BF16))(W, X, 3.0).out_avals == plain
+
+
+def test_arguments_that_are_no_arrays_reach_the_function() -> None:
+    def fun(activation, w, x, scale=1.0, bias=None):
+        out = activation(x @ w) * scale
+        return out if bias is None else out + bias
+
+    low = autocast(fun, BF16)
+    out = low(jnp.tanh, W, X, scale=2.0)
+    assert relative_error([out], [fun(jnp.tanh, W, X, scale=2.0)]) < 0.02
+    np.testing.assert_array_equal(low(jnp.tanh, W, np.asarray(X), 2.0, None), out)
