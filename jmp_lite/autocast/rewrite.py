@@ -104,7 +104,8 @@ class Rewriter:
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
         for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
-            operands = values.read(eqn.invars, step.low_in)
+            spread = eqn.outvars[0].aval if step.op_class == "widest" else None
+            operands = values.read(eqn.invars, step.low_in, spread)
             if step.bodies:
                 site = self._site(eqn, step, operands, values)
                 outs = control_flow.build(site)
@@ -197,9 +198,30 @@ class _Values:
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         self._made.update(zip(variables, values, strict=True))
 
-    def read(self, variables: Sequence[Any], low: Sequence[bool]) -> list[Any]:
-        """Return values, each in half or in the dtype that the program gave it."""
-        return [self._read(v, is_low) for v, is_low in zip(variables, low, strict=True)]
+    def read(
+        self, variables: Sequence[Any], low: Sequence[bool], spread: Any = None
+    ) -> list[Any]:
+        """Return values, each in half or in the dtype that the program gave it.
+
+        A bias that is cast for an elementwise result (`spread`, its aval) is broadcast
+        first: the gradient of a broadcast is a sum, and that one is then float32.
+        """
+        return [
+            self._read_spread(v, spread)
+            if is_low and spread is not None and self._is_bias(v, spread)
+            else self._read(v, is_low)
+            for v, is_low in zip(variables, low, strict=True)
+        ]
+
+    def _is_bias(self, var: Any, spread: Any) -> bool:
+        if compat.is_literal(var) or not is_f32(var) or not var.aval.shape:
+            return False
+        return var.aval.shape != spread.shape and self._made[var].dtype == F32
+
+    def _read_spread(self, var: Any, spread: Any) -> Any:
+        dims = tuple(range(len(spread.shape)))
+        value = jax.lax.broadcast_in_dim(self._made[var], spread.shape, dims)
+        return jax.lax.convert_element_type(value, self.low_dtype)
 
     def read_as_made(self, var: Any) -> Any:
         return self._made[var]
