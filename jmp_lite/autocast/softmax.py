@@ -73,10 +73,11 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
 # Traced once for each shape, and put in place as if it were written there.
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def softmax(logits: jax.Array, axes: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return `exp(logits) / sum(exp(logits))` in `dtype`; the logits' maximum is 0.
+    """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
 
     Args:
-      logits: f32, or half.
+      logits: f32, or half; what keeps them in range (taking off the maximum) is the
+        program's own and has been done.
       axes: what to sum over.
       dtype: the dtype of the result.
     """
