@@ -19,10 +19,14 @@ from jmp_lite.loss_scale import (
 )
 from jmp_lite.optimizers import (
     LossScaleCollapsed,
+    MasterWeightsState,
     ScaleAwareState,
+    StochasticRoundingState,
     check_progress,
+    master_weights,
     metrics,
     scale_aware,
+    stochastic_rounding,
 )
 from jmp_lite.policy import (
     Policy,
@@ -39,12 +43,14 @@ __all__ = [
     "DynamicLossScale",
     "LossScale",
     "LossScaleCollapsed",
+    "MasterWeightsState",
     "NoOpLossScale",
     "OpRules",
     "Policy",
     "PolicyMap",
     "ScaleAwareState",
     "StaticLossScale",
+    "StochasticRoundingState",
     "all_finite",
     "autocast",
     "best_half_dtype",
@@ -60,9 +66,11 @@ __all__ = [
     "get_policy",
     "half_dtype",
     "loss_scale_for",
+    "master_weights",
     "metrics",
     "scale_aware",
     "scaled_grad",
     "scaled_value_and_grad",
     "select_tree",
+    "stochastic_rounding",
 ]

@@ -26,7 +26,9 @@ from jmp_lite import (
     Policy,
     PolicyMap,
     StaticLossScale,
+    master_weights,
     scale_aware,
+    stochastic_rounding,
 )
 
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array([0.5, 4.0])}
@@ -45,16 +47,26 @@ DYNAMIC = DynamicLossScale(
 )
 POLICY = Policy("bf16", "f16", "f64")
 
-# Every optimiser of the package, around an inner one with moments. Powers of two only,
-# so that however XLA fuses, results are the same to the bit.
+
+def momentum() -> Any:
+    """Return a scale-aware optimiser with moments.
+
+    Powers of two only, so that however XLA fuses, results are the same to the bit.
+    """
+    return scale_aware(optax.sgd(0.5, momentum=0.5), DYNAMIC)
+
+
+# Every optimiser of the package.
 TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
-    "scale_aware": lambda: scale_aware(optax.sgd(0.5, momentum=0.5), DYNAMIC),
+    "master_weights": lambda: master_weights(momentum()),
+    "scale_aware": momentum,
+    "stochastic_rounding": lambda: stochastic_rounding(momentum(), jax.random.key(3)),
 }
 
 
-def a_state() -> Any:
+def a_state(name: str = "scale_aware") -> Any:
     """Return the state of an optimiser after a step that was skipped."""
-    tx = scale_aware(optax.sgd(0.5, momentum=0.5), DYNAMIC)
+    tx = TRANSFORMATIONS[name]()
     _, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     return tx.update({"w": GRADS["w"] * jnp.inf, "b": GRADS["b"]}, state, PARAMS)[1]
 
@@ -62,12 +74,14 @@ def a_state() -> Any:
 # One instance of every public class, no field of which has its default.
 INSTANCES: dict[str, Callable[[], Any]] = {
     "DynamicLossScale": lambda: DYNAMIC,
+    "MasterWeightsState": lambda: a_state("master_weights"),
     "NoOpLossScale": NoOpLossScale,
     "OpRules": lambda: OpRules({"tanh": "full"}, low_results=False),
     "Policy": lambda: POLICY,
     "PolicyMap": lambda: PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
     "ScaleAwareState": a_state,
     "StaticLossScale": lambda: StaticLossScale(16.0),
+    "StochasticRoundingState": lambda: a_state("stochastic_rounding"),
 }
 ERRORS = [LossScaleCollapsed]
 
@@ -121,6 +135,10 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "NoOpLossScale/scale": (NoOpLossScale().scale, (TREE,)),
     "scale_aware/update": (TRANSFORMATIONS["scale_aware"]().update, (GRADS, a_state())),
+    "master_weights/update": (
+        TRANSFORMATIONS["master_weights"]().update,
+        (GRADS, a_state("master_weights"), PARAMS),
+    ),
 }
 # Functions that are asked on the host, before or between steps.
 ON_THE_HOST = [
@@ -328,7 +346,7 @@ def test_an_optimiser_runs_in_a_vmap(name):
     states = jax.vmap(tx.init)(stacked)
     two = jax.tree.map(lambda g: g[:2], batches())  # one finite, one not
     _, states = jax.vmap(tx.update)(two, states, stacked)
-    assert states.grads_finite.tolist() == [True, False]
+    assert jmp_lite.metrics(states)["grads_finite"].tolist() == [True, False]
     for row in range(2):
         grads = jax.tree.map(lambda g, i=row: g[i], two)
         _, expected = tx.update(grads, tx.init(PARAMS), PARAMS)

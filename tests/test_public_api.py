@@ -132,7 +132,8 @@ def test_the_errors_that_are_raised_are_documented(name):
 
 
 def test_the_check_of_raised_errors_sees_them():
-    assert raised_in(jmp_lite.scale_aware) == [TypeError]
+    raised = raised_in(jmp_lite.check_progress)
+    assert set(raised) == {ValueError, jmp_lite.LossScaleCollapsed}
     assert set(raised_in(jmp_lite.get_policy)) == {ValueError, TypeError}
 
 

@@ -5,15 +5,15 @@ accumulation go inside it, where gradients are unscaled, float32 and finite.
 """
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jmp_lite import trees
 from jmp_lite.loss_scale import DynamicLossScale, LossScale, check_loss_scale
+from jmp_lite.optimizers import wrapping
 
 
 class ScaleAwareState(NamedTuple):
@@ -68,7 +68,8 @@ def scale_aware(
       A transformation. `update(grads, state, params, *, value=None, **extra)` takes
       scaled gradients of any float dtypes and returns float32 updates (float64 stays
       float64), which `optax.apply_updates` casts to the dtype of the parameters.
-      `value` is the unscaled loss, f32 `[]`. The dtypes of the state never change.
+      `value` is the unscaled loss, f32 `[]`, without a gradient penalty: an overflow
+      of that would pass for a bad batch. The dtypes of the state never change.
 
     Raises:
       TypeError: `inner` is not an optax transformation; `loss_scale` is not a loss
@@ -92,22 +93,16 @@ def scale_aware(
       (https://arxiv.org/abs/1710.03740); torch.amp.GradScaler; Keras'
       LossScaleOptimizer.
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"Expected an optax transformation to wrap, got {inner!r}.")
+    inner = wrapping.as_transformation(inner)
     if loss_scale is None:
         loss_scale = DynamicLossScale()
     check_loss_scale(loss_scale)
     first_loss_scale = loss_scale
-    if isinstance(inner, optax.MultiSteps):
-        # Not a transformation to optax, which would drop its extra arguments.
-        update = cast(Any, inner.update)  # typed for its own kind of state only
-        inner = optax.GradientTransformationExtraArgs(inner.init, update)
-    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> Any:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         return ScaleAwareState(
-            inner_state=jax.tree.map(_with_lasting_dtype, inner_state),
+            inner_state=jax.tree.map(wrapping.with_lasting_dtype, inner_state),
             # Copied: the step may donate its state, and another state or optimiser may
             # have started from the same loss scale.
             loss_scale=jax.tree.map(jnp.copy, first_loss_scale),
@@ -135,10 +130,13 @@ def scale_aware(
             value = _where(finite, value, 0)
         if value is not None:
             extra["value"] = value
+        extra = wrapping.give_stored_dtypes(params, extra)
         new_updates, inner_state = inner.update(
             grads, state.inner_state, trees.cast_at_least_float32(params), **extra
         )
-        inner_state = jax.tree.map(_with_dtype_of, inner_state, state.inner_state)
+        inner_state = jax.tree.map(
+            wrapping.with_dtype_of, inner_state, state.inner_state
+        )
         if skip_nonfinite:
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
             inner_state = trees.select_tree(finite, inner_state, state.inner_state)
@@ -166,11 +164,11 @@ def _agree(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:
 
 
 def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
-    """Replace the numbers of a tree where not finite; fp8, keys, float0 stay."""
+    """Replace the numbers of a tree where not finite; keys and float0 stay."""
 
     def where(x):
         is_number = trees.is_inexact(x) or (
-            trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)
+            trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
         )
         if not is_number:
             return x
@@ -180,24 +178,6 @@ def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
         return jnp.where(finite, x, jnp.asarray(replacement, x.dtype))
 
     return jax.tree.map(where, tree)
-
-
-def _with_lasting_dtype(x: Any) -> Any:
-    """Return a number as an array whose dtype is strong: it survives every update."""
-    if isinstance(x, bool | int | float | complex):
-        x = jnp.asarray(x)
-    # A key array is a jax.Array without a weak_type.
-    if not isinstance(x, jax.Array) or not getattr(x, "weak_type", False):
-        return x
-    return jax.lax.convert_element_type(x, x.dtype)
-
-
-def _with_dtype_of(new: Any, old: Any) -> Any:
-    if new is old or not isinstance(old, jax.Array | np.ndarray):
-        return new
-    if jnp.issubdtype(old.dtype, jax.dtypes.extended):
-        return new
-    return jnp.asarray(new).astype(old.dtype)
 
 
 def _check_arguments(grads: Any, state: Any, params: Any) -> None:

@@ -1,0 +1,404 @@
+"""`master_weights`: what half loses the masters keep, and the parameters are theirs."""
+
+import functools
+from typing import Any
+
+import bitwise
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jmp_lite
+from jmp_lite import MasterWeightsState, StaticLossScale, master_weights, scale_aware
+from jmp_lite.optimizers import wrapping
+
+# Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
+pytestmark = pytest.mark.standard_promotion
+
+apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
+
+HALVES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
+in_halves = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+
+# Unoptimised, XLA rounds once an operation, and two programs agree to the bit.
+_UNOPTIMISED = {"xla_backend_optimization_level": 0}
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def _trainer(tx: Any, **options: Any) -> Any:
+    @functools.partial(jax.jit, **options)
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    return step
+
+
+# Why, and that it works.
+
+
+@pytest.mark.parametrize(("dtype", "small"), [("bf16", 1e-3), ("f16", 4e-4)])
+def test_small_updates_are_lost_in_half_and_add_up_in_the_masters(dtype, small):
+    steps = round(1 / small)
+
+    def train(tx: Any) -> Any:
+        def step(carry, _):
+            params, state = carry
+            updates, state = tx.update(jnp.float32(-small), state, params)
+            return (apply_updates(params, updates), state), None
+
+        params = jnp.ones([], HALVES[dtype])
+        return jax.lax.scan(step, (params, tx.init(params)), length=steps)[0]
+
+    assert float(train(optax.sgd(1.0))[0]) == 1.0
+    params, state = train(master_weights(optax.sgd(1.0)))
+    total = np.float32(1.0)
+    for _ in range(steps):
+        total += np.float32(small)
+    assert float(state.masters) == total
+    assert float(params) == 2.0 and params.dtype == HALVES[dtype]
+
+
+@in_halves
+def test_the_masters_train_as_float32_parameters_do_bit_for_bit(dtype):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-2))
+    rng = np.random.default_rng(0)
+    params = {
+        "w": jnp.asarray(rng.normal(size=(5, 3)), dtype),
+        "b": jnp.zeros(3, dtype),
+    }
+    plain = _cast(params, jnp.float32)
+    tx = master_weights(inner)
+    state, plain_state = tx.init(params), inner.init(plain)
+    step = _trainer(tx, compiler_options=_UNOPTIMISED)
+    plain_step = _trainer(inner, compiler_options=_UNOPTIMISED)
+    for _ in range(10):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), params)
+        grads = _cast(grads, dtype)
+        params, state = step(params, state, grads)
+        plain, plain_state = plain_step(plain, plain_state, _cast(grads, jnp.float32))
+        assert bitwise.raw_bits(state.masters) == bitwise.raw_bits(plain)
+        assert bitwise.raw_bits(state.inner_state) == bitwise.raw_bits(plain_state)
+        assert bitwise.raw_bits(params) == bitwise.raw_bits(_cast(plain, dtype))
+
+
+@in_halves
+def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
+    # The fine-tuning recipe of BERT: linear warm-up and decay, clipping, and no weight
+    # decay of biases and norms.
+    schedule = optax.join_schedules(
+        [optax.linear_schedule(0.0, 1e-2, 4), optax.linear_schedule(1e-2, 0.0, 16)], [4]
+    )
+    recipe = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            schedule,
+            weight_decay=1e-2,
+            mask={"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}},
+        ),
+    )
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(2, 16, 6))
+    first = {
+        "dense": {
+            "kernel": jnp.asarray(rng.normal(size=(6, 6)), dtype),
+            "bias": jnp.zeros(6, dtype),
+        },
+        "norm": {"scale": jnp.ones(6, dtype)},
+    }
+
+    def loss(params, x, y):
+        params = _cast(params, dtype)
+        h = x.astype(dtype) @ params["dense"]["kernel"] + params["dense"]["bias"]
+        h = (h * params["norm"]["scale"]).astype(jnp.float32)
+        return jnp.mean((h - y) ** 2)
+
+    def train(tx: Any, params: Any) -> Any:
+        @functools.partial(jax.jit, compiler_options=_UNOPTIMISED)
+        def step(params, state, x):
+            fun = jmp_lite.scaled_value_and_grad(loss, loss_scale=state)
+            value, grads = fun(params, x, y)
+            updates, state = tx.update(grads, state, params, value=value)
+            return apply_updates(params, updates), state, value
+
+        state, values = tx.init(params), []
+        for i in range(20):
+            bad_batch = x * (jnp.nan if i == 7 else 1.0)
+            params, state, value = step(params, state, bad_batch)
+            values.append(float(value))
+        return params, state, values
+
+    loss_scale = jmp_lite.DynamicLossScale(2.0**8, period=5)
+    mixed = scale_aware(recipe, loss_scale)
+    expected, mixed_state, values = train(mixed, _cast(first, jnp.float32))
+    params, state, _ = train(scale_aware(master_weights(recipe), loss_scale), first)
+
+    assert values[-1] < 0.95 * values[0]
+    masters = state.inner_state.masters
+    assert bitwise.raw_bits(masters) == bitwise.raw_bits(expected)
+    assert bitwise.raw_bits(params) == bitwise.raw_bits(_cast(expected, dtype))
+    inner_states = state.inner_state.inner_state, mixed_state.inner_state
+    assert bitwise.raw_bits(inner_states[0]) == bitwise.raw_bits(inner_states[1])
+    assert bitwise.raw_bits(state.loss_scale) == bitwise.raw_bits(
+        mixed_state.loss_scale
+    )
+    assert int(state.skipped_steps) == 1
+
+
+# After every step the parameters are the masters' cast.
+
+_DTYPES = st.sampled_from([jnp.float16, jnp.bfloat16, jnp.float32])
+_LEAVES = st.tuples(_DTYPES, st.sampled_from([(), (3,), (2, 3)]), st.integers(-20, 8))
+_TREES = st.recursive(
+    _LEAVES.map(lambda leaf: ("leaf", leaf)),
+    lambda trees: (
+        st.lists(trees, min_size=1, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "b/c"]), trees, min_size=1)
+    ),
+    max_leaves=4,
+)
+
+
+def _build(tree: Any, rng: np.random.Generator) -> Any:
+    if isinstance(tree, list):
+        return [_build(x, rng) for x in tree]
+    if isinstance(tree, dict):
+        return {name: _build(x, rng) for name, x in tree.items()}
+    dtype, shape, exponent = tree[1]
+    return jnp.asarray(rng.normal(size=shape) * 2.0**exponent, dtype)
+
+
+def _can_be_reached(old: Any, new: Any) -> np.ndarray:
+    """Return where the bound that the documentation gives holds."""
+    ratio = {"float16": 2.0**12, "bfloat16": 2.0**15}.get(str(old.dtype), 1.0)
+    old, new = np.abs(np.float64(old)), np.abs(np.float64(new))
+    return (new == 0) | (old <= ratio * new) | (ratio == 1.0)
+
+
+@hypothesis.given(tree=_TREES, seed=st.integers(0, 2**16), wraps=st.booleans())
+def test_parameters_are_the_cast_of_their_masters_after_each_step(tree, seed, wraps):
+    rng = np.random.default_rng(seed)
+    params = _build(tree, rng)
+    adam, loss_scale = optax.adam(2.0**-4), StaticLossScale(4.0)
+    if wraps:
+        tx = master_weights(scale_aware(adam, loss_scale))
+    else:
+        tx = scale_aware(master_weights(adam), loss_scale)
+    state: Any = tx.init(params)
+    step = _trainer(tx)
+    for _ in range(12):
+        grads = jax.tree.map(
+            lambda p: jnp.asarray(rng.standard_cauchy(p.shape), p.dtype), params
+        )
+        old, (params, state) = params, step(params, state, grads)
+        masters = (state if wraps else state.inner_state).masters
+        for p, m, before in zip(
+            *map(jax.tree.leaves, (params, masters, old)), strict=True
+        ):
+            assert m.dtype == jnp.float32
+            rounded = m.astype(p.dtype)
+            same = np.asarray(p == rounded)
+            assert (same | ~_can_be_reached(before, rounded)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ratio"), [(np.float16, 2.0**12), (ml_dtypes.bfloat16, 2.0**15)]
+)
+def test_the_update_is_exact_within_the_bound_and_not_far_beyond(dtype, ratio):
+    rng = np.random.default_rng(0)
+    old = rng.integers(0, 2**16, 200_000).astype(np.uint16).view(dtype)
+    with np.errstate(invalid="ignore"):  # among the bit patterns are NaNs
+        size = np.abs(np.float32(old))
+    old = old[(size > 1e-20) & (size < 1e30)]
+    shrink = rng.normal(size=old.shape) * 2.0 ** -rng.uniform(-1, 20, old.shape)
+    with np.errstate(over="ignore"):
+        new = (np.float32(old) * shrink).astype(dtype)
+    old, new = old[np.isfinite(new)], new[np.isfinite(new)]
+
+    update = wrapping.update_between(
+        jnp.asarray(old, jnp.float32), jnp.asarray(new, jnp.float32)
+    )
+    got = np.asarray(apply_updates(jnp.asarray(old), update))
+
+    within = (new == 0) | (np.abs(np.float64(old)) <= ratio * np.abs(np.float64(new)))
+    assert within.mean() > 0.5 and (~within).mean() > 0.1
+    np.testing.assert_array_equal(got[within], new[within])
+    assert (got[~within] != new[~within]).any()
+
+
+def test_what_one_update_cannot_reach_the_next_one_does():
+    # From 1 to 2**-20 + 2**-25: float32 has no difference of the two.
+    small = 2.0**-20 + 2.0**-25
+    tx: Any = master_weights(optax.sgd(1.0))
+    params = jnp.ones([], jnp.bfloat16)
+    state = tx.init(params)
+    state = state._replace(masters=jnp.float32(small))  # as after such a step
+    step = _trainer(tx)
+    params, state = step(params, state, jnp.float32(0.0))
+    assert float(params) != small
+    params, state = step(params, state, jnp.float32(0.0))
+    assert float(params) == float(state.masters) == small
+
+
+@in_halves
+@pytest.mark.parametrize("jit", [False, True])
+def test_rounding_is_that_of_a_cast_to_the_bit(dtype, jit):
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 200_000, dtype=np.uint64).astype(np.uint32)
+    ties = np.arange(-5000, 5000, dtype=np.float32) * np.float32(2.0**-26)
+    near_zero = rng.normal(size=100_000) * 2.0 ** rng.uniform(-28, -12, 100_000)
+    edges = [0.0, -0.0, 65504, 65519.99, 65520, 3.38e38, 3.4e38, np.inf, -np.inf]
+    x = np.concatenate(
+        [bits.view(np.float32), ties, near_zero, edges], dtype=np.float32
+    )
+    # The CPU takes float32's own subnormals for 0.
+    x = x[~np.isnan(x) & ((np.abs(x) > 1.2e-38) | (x == 0))]
+
+    fun = jax.jit(wrapping.round_to, static_argnums=1) if jit else wrapping.round_to
+    rounded = np.asarray(fun(jnp.asarray(x), dtype))
+
+    with np.errstate(over="ignore"):
+        expected = x.astype(jnp.dtype(dtype)).astype(np.float32)
+    assert bitwise.raw_bits(rounded) == bitwise.raw_bits(expected)
+    assert np.isnan(fun(jnp.float32(jnp.nan), dtype))
+
+
+# Trees, states, memory.
+
+
+def test_other_leaves_are_left_alone():
+    def init_fn(params):
+        return jax.tree.map(lambda _: None, params)
+
+    def update_fn(updates, state, params=None):
+        is_float = jax.tree.map(lambda p: isinstance(p, jax.Array), params)
+        assert is_float["name"] is False
+        return jax.tree.map(
+            lambda g: -g if getattr(g, "dtype", None) == jnp.float32 else g, updates
+        ), state
+
+    params = {
+        "w": jnp.ones(2, jnp.float16),
+        "n": jnp.arange(2),
+        "z": jnp.ones(2, jnp.complex64),
+        "q": jnp.ones(2, jnp.float8_e4m3fn),
+        "key": jax.random.key(0),
+        "name": "name",
+        "none": None,
+    }
+    grads = params | {
+        "n": np.zeros(2, jax.dtypes.float0),
+        "key": np.zeros((), jax.dtypes.float0),
+    }
+    tx: Any = master_weights(optax.GradientTransformation(init_fn, update_fn))
+    state = tx.init(params)
+    assert jax.tree.structure(state.masters) == jax.tree.structure(params)
+    updates, after = tx.update(grads, state, params)
+    np.testing.assert_array_equal(updates["w"], [-1.0, -1.0])
+    for name in ("n", "z", "q", "key", "name"):
+        assert updates[name] is grads[name]
+        assert after.masters[name] is state.masters[name]
+    np.testing.assert_array_equal(after.masters["w"], [0.0, 0.0])
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        params = {"d": jnp.ones(2), "h": jnp.ones(2, jnp.bfloat16)}
+        assert params["d"].dtype == jnp.float64
+        tx: Any = master_weights(optax.sgd(1e-9))
+        state = tx.init(params)
+        updates, state = tx.update(params, state, params)
+        stepped = apply_updates(params, updates)
+        assert {k: str(x.dtype) for k, x in stepped.items()} == {
+            "d": "float64",
+            "h": "bfloat16",
+        }
+        assert state.masters["h"].dtype == jnp.float32
+        np.testing.assert_array_equal(stepped["d"], [1 - 1e-9] * 2)
+        np.testing.assert_array_equal(state.masters["d"], stepped["d"])
+
+
+@in_halves
+def test_zeros_keep_their_sign_where_nothing_moves(dtype):
+    params = jnp.array([0.0, -0.0, 1.0], dtype)
+    tx: Any = master_weights(optax.sgd(1.0))
+    for grad in (0.0, -0.0):
+        updates, _ = tx.update(jnp.full(3, grad), tx.init(params), params)
+        stepped = apply_updates(params, updates)
+        assert bitwise.raw_bits(stepped) == bitwise.raw_bits(params)
+
+
+@pytest.mark.parametrize("name", ["adam", "lookahead_like"])
+def test_a_donated_step_works_in_place_and_copies_nothing(name):
+    if name == "adam":
+        inner = optax.adam(1e-3)
+    else:  # a state that starts from the parameters themselves, as averages do
+        inner = optax.GradientTransformation(
+            lambda params: params, lambda updates, state, params=None: (updates, state)
+        )
+    tx: Any = scale_aware(master_weights(inner), StaticLossScale(8.0))
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(64)}
+    state = tx.init(params)
+    grads = jax.tree.map(lambda p: p * 0.5, params)
+    step = _trainer(tx, donate_argnums=(0, 1))
+    memory: Any = step.lower(params, state, grads).compile().memory_analysis()
+    kept = sum(x.nbytes for x in jax.tree.leaves((params, state)))
+    # All but the last verdict, which no step reads.
+    assert memory.alias_size_in_bytes == kept - 1
+    for _ in range(2):
+        params, state = step(params, state, grads)
+    masters = state.inner_state.masters
+    expected = _cast(masters, jnp.bfloat16)["w"]
+    np.testing.assert_array_equal(params["w"], expected)
+    np.testing.assert_array_equal(params["b"], masters["b"])
+
+
+def test_optax_finds_the_masters_as_it_finds_moments():
+    # Sharding recipes map over what in a state looks like parameters.
+    tx = master_weights(optax.adam(1e-3))
+    params = {"w": jnp.ones((2, 2), jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16)}
+    names = {"w": "cut", "b": "whole"}
+    specs: Any = optax.tree.map_params(
+        tx,
+        lambda _, name: name,
+        tx.init(params),
+        names,
+        transform_non_params=lambda _: None,
+    )
+    assert specs.masters == names
+    assert specs.inner_state[0].mu == names
+
+
+def test_errors_say_what_is_expected():
+    with pytest.raises(
+        TypeError, match="Expected an optax transformation to wrap, got 3"
+    ):
+        master_weights(3)  # pyright: ignore[reportArgumentType]
+    tx: Any = master_weights(optax.sgd(1.0))
+    params = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"Expected parameters: call update\(grads"):
+        tx.update(params, tx.init(params))
+    with pytest.raises(
+        ValueError, match=r"master_weights\(...\).init\(params\) made, go"
+    ):
+        tx.update(params, optax.sgd(1.0).init(params), params)
+    flattened: Any = scale_aware(optax.flatten(tx))
+    halves = {"a": jnp.ones(2, jnp.float16)}
+    with pytest.raises(
+        ValueError, match=r"(?s)Cannot tell .* \[''\] .* \[\"\['a'\]\"\]"
+    ):
+        flattened.update(halves, flattened.init(halves), halves)
+
+
+def test_the_state_is_what_it_says():
+    state: Any = master_weights(optax.sgd(1.0)).init(jnp.ones(2, jnp.float16))
+    assert isinstance(state, MasterWeightsState)
+    assert state._fields == ("inner_state", "masters")

@@ -1,0 +1,237 @@
+"""`stochastic_rounding`: right on average, to one of the two neighbours, finite."""
+
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jmp_lite import StochasticRoundingState, scale_aware, stochastic_rounding
+
+# Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
+pytestmark = pytest.mark.standard_promotion
+
+apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
+
+HALVES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
+in_halves = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+
+_COPIES = 100_000
+
+
+def _draw(start: Any, update: float, dtype: Any, copies: int = _COPIES) -> np.ndarray:
+    """Return many parameters that took one and the same step from one start."""
+    tx: Any = stochastic_rounding(optax.sgd(-1.0), jax.random.key(1))
+    params = jnp.full(copies, start, dtype)
+    updates, _ = tx.update(jnp.full(copies, update), tx.init(params), params)
+    stepped = apply_updates(params, updates)
+    assert stepped.dtype == dtype
+    return np.asarray(stepped)
+
+
+def _z_score(draws: np.ndarray, exact: float) -> float:
+    wide = draws.astype(np.float64)
+    deviation = wide.std() / np.sqrt(wide.size)
+    return float((wide.mean() - exact) / deviation)
+
+
+# Updates that fall between two numbers, from numbers of every kind: the last of a
+# binade, subnormal ones of float16 (a multiple of 2**-24 below 2**-14), negative ones.
+@pytest.mark.parametrize(
+    ("dtype", "start", "update"),
+    [
+        ("bf16", 1.0, 1e-3),
+        ("bf16", 1.0, -1e-3),
+        ("bf16", -3.0, 0.01),
+        ("bf16", 1.9921875, 0.005),
+        ("bf16", 2.0**-100, 2.0**-109 * 1.3),
+        ("bf16", 0.0, 2.0**-20 * 1.2345),
+        ("f16", 1.0, 1e-4),
+        ("f16", 1.0, -1e-4),
+        ("f16", 2047.5, 0.3),
+        ("f16", 2.0**-14, -(2.0**-24) * 0.3),
+        ("f16", 2.0**-20, 2.0**-24 * 0.7),
+        ("f16", -(2.0**-20), 2.0**-24 * 1.25),
+        ("f16", 0.0, 2.0**-24 * 0.1),
+        ("f16", 0.0, -(2.0**-24) * 0.1),
+    ],
+)
+def test_a_step_goes_to_a_neighbour_and_is_unbiased(dtype, start, update):
+    dtype = HALVES[dtype]
+    start = float(jnp.asarray(start, dtype))
+    exact = np.float32(start) + np.float32(update)
+    draws = _draw(start, update, dtype)
+
+    low, high = np.unique(np.float32(draws))
+    assert low <= exact <= high
+    lower, higher = jnp.asarray([low, high], dtype)
+    assert jnp.nextafter(lower, jnp.asarray(jnp.inf, dtype)) == higher
+    assert abs(_z_score(draws, float(exact))) < 3.5
+
+
+def test_a_bias_of_a_twentieth_would_be_found():
+    exact = 1.0 + 1e-3
+    draws = _draw(1.0, 1e-3, jnp.bfloat16)
+    assert abs(_z_score(np.append(np.ones(_COPIES // 20), draws), exact)) > 4
+
+
+@pytest.mark.parametrize(("dtype", "small"), [("bf16", 1e-3), ("f16", 4e-4)])
+def test_small_updates_add_up_on_average(dtype, small):
+    steps = round(1 / small)
+
+    def train(tx: Any, params: Any) -> Any:
+        def step(carry, _):
+            params, state = carry
+            updates, state = tx.update(jnp.full_like(params, -small), state, params)
+            return (apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), length=steps)[0][0]
+
+    params = jnp.ones(1000, HALVES[dtype])
+    assert (train(optax.sgd(1.0), params) == 1.0).all()
+    stepped = train(stochastic_rounding(optax.sgd(1.0), jax.random.key(0)), params)
+    # What is passed on is itself rounded: the gradient in half.
+    expected = 1.0 + steps * float(jnp.asarray(small, HALVES[dtype]))
+    assert abs(_z_score(np.asarray(stepped), expected)) < 3.5
+    assert abs(float(stepped.astype(jnp.float32).mean()) - expected) < 0.01
+
+
+@in_halves
+def test_a_finite_number_stays_finite_and_others_are_what_they_were(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    spacing = largest - float(jnp.nextafter(jnp.asarray(largest, dtype), dtype(0)))
+    for sign in (1.0, -1.0):
+        for beyond in (0.3 * spacing, 0.9 * spacing):
+            assert (
+                _draw(sign * largest, sign * beyond, dtype, 50) == sign * largest
+            ).all()
+        low, high = np.unique(
+            np.abs(np.float32(_draw(sign * largest, -sign * 0.5 * spacing, dtype)))
+        )
+        assert high == largest and low == largest - spacing
+        assert (_draw(0.0, sign * np.inf, dtype, 50) == sign * np.inf).all()
+    assert np.isnan(np.float32(_draw(1.0, np.nan, dtype, 50))).all()
+
+
+@in_halves
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_zero_update_leaves_every_bit(dtype, zero):
+    patterns = np.arange(0, 2**16, 7).astype(np.uint16).view(jnp.dtype(dtype))
+    with np.errstate(invalid="ignore"):  # among the bit patterns are NaNs
+        wide = np.float32(patterns)
+    # The CPU takes float32's own subnormals for 0.
+    patterns = patterns[np.isfinite(wide) & ((np.abs(wide) > 1.2e-38) | (wide == 0))]
+    params = jnp.append(jnp.asarray(patterns), jnp.asarray([0.0, -0.0], dtype))
+    tx: Any = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    updates, _ = tx.update(jnp.full(params.shape, zero), tx.init(params), params)
+    assert bitwise.raw_bits(apply_updates(params, updates)) == bitwise.raw_bits(params)
+
+
+def test_float32_parameters_take_the_update_as_it_is():
+    params = {"f": jnp.arange(3.0), "n": jnp.arange(3)}
+    inner: Any = optax.masked(optax.adam(1e-2), {"f": True, "n": False})
+    tx: Any = stochastic_rounding(inner, jax.random.key(0))
+    grads = {"f": jnp.ones(3), "n": np.zeros(3, jax.dtypes.float0)}
+    updates, state = tx.update(grads, tx.init(params), params)
+    expected, expected_state = inner.update(grads, inner.init(params), params)
+    assert updates["n"] is grads["n"]
+    assert bitwise.raw_bits(updates["f"]) == bitwise.raw_bits(expected["f"])
+    assert bitwise.raw_bits(state.inner_state) == bitwise.raw_bits(expected_state)
+
+
+def test_each_leaf_and_each_step_has_noise_of_its_own():
+    params = {name: jnp.ones(64, jnp.bfloat16) for name in "ab"}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, -(2.0**-8)), params)
+    tx: Any = stochastic_rounding(optax.sgd(1.0), jax.random.key(0))
+    first, state = tx.update(grads, tx.init(params), params)
+    second, _ = tx.update(grads, state, params)
+    again, _ = tx.update(grads, tx.init(params), params)
+    moved = [np.asarray(u) != 0 for u in (first["a"], first["b"], second["a"])]
+    for i, one in enumerate(moved):
+        assert 16 < one.sum() < 48
+        assert all((one != other).sum() > 16 for other in moved[:i])
+    assert bitwise.raw_bits(again) == bitwise.raw_bits(first)
+
+
+# The key and the state.
+
+
+def _raw(key: Any) -> Any:
+    return jax.random.key_data(key)
+
+
+KEYS = {
+    "typed": jax.random.key(5),
+    "raw": _raw(jax.random.key(5)),
+    "numpy": np.asarray(_raw(jax.random.key(5))),
+    "rbg": jax.random.key(5, impl="rbg"),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_of_any_kind_is_taken_and_stays_of_its_kind(name):
+    tx: Any = stochastic_rounding(optax.adam(1e-2), KEYS[name])
+    params = {"w": jnp.ones((8, 8), jnp.float16)}
+    state = first = tx.init(params)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(params, state, params)
+        assert bitwise.avals(state) == bitwise.avals(first)
+    assert bitwise.raw_bits(state.key) != bitwise.raw_bits(first.key)
+    assert state.inner_state[0].mu["w"].dtype == jnp.float32
+    reference: Any = stochastic_rounding(optax.adam(1e-2), KEYS["typed"])
+    expected, _ = reference.update(params, reference.init(params), params)
+    same = bitwise.raw_bits(tx.update(params, first, params)[0])
+    assert (same == bitwise.raw_bits(expected)) == (name != "rbg")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(0, None, "key", jnp.zeros(2), jnp.zeros(3, jnp.uint32), jnp.uint32(1)),
+        *(
+            jax.random.split(jax.random.key(0)),
+            _raw(jax.random.split(jax.random.key(0))),
+        ),
+    ],
+    ids=repr,
+)
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(
+        TypeError, match=r"Expected one PRNG key, such as jax.random.key"
+    ):
+        stochastic_rounding(optax.sgd(1.0), key)
+
+
+def test_a_donated_state_leaves_the_callers_key_and_a_second_state():
+    key = jax.random.key(0)
+    tx: Any = stochastic_rounding(optax.sgd(1.0), key)
+    params = jnp.ones(4, jnp.bfloat16)
+    for _ in range(2):
+        state = tx.init(params)
+        _, after = jax.jit(tx.update, donate_argnums=1)(params, state, params)
+        assert state.key.is_deleted() and not key.is_deleted()
+        assert isinstance(after, StochasticRoundingState)
+
+
+def test_errors_say_what_is_expected():
+    with pytest.raises(
+        TypeError, match="Expected an optax transformation to wrap, got 3"
+    ):
+        stochastic_rounding(3, KEYS["raw"])  # pyright: ignore[reportArgumentType]
+    tx: Any = stochastic_rounding(optax.sgd(1.0), KEYS["raw"])
+    params = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"Expected parameters: call update\(grads"):
+        tx.update(params, tx.init(params))
+    with pytest.raises(
+        ValueError, match=r"stochastic_rounding\(...\).init\(params\) made"
+    ):
+        tx.update(params, optax.sgd(1.0).init(params), params)
+    flattened: Any = scale_aware(optax.flatten(tx))
+    halves = {"a": jnp.ones(2, jnp.float16)}
+    with pytest.raises(
+        ValueError, match=r"(?s)Cannot tell .* \[''\] .* \[\"\['a'\]\"\]"
+    ):
+        flattened.update(halves, flattened.init(halves), halves)
