@@ -6,11 +6,14 @@ is asked here, so that an upgrade is a change to one file.
 """
 
 import dataclasses
+import platform
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.version
 from jax._src import source_info_util as source_info_util_private
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import (
@@ -64,6 +67,22 @@ def register_with_flax_serialization(cls: type) -> None:
 _REGISTERED_WITH_FLAX: set[type] = set()
 
 
+def weakly_typed(x: jax.Array) -> jax.Array:
+    """Return an array with a dtype that yields in promotion, as a Python number's."""
+    return primitives.convert_element_type_p.bind(
+        x, new_dtype=x.dtype, weak_type=True, sharding=None
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, jax and jaxlib, by name."""
+    return {
+        "Python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+    }
+
+
 # --- jaxprs -----------------------------------------------------------------------
 
 
@@ -114,17 +133,33 @@ def name_stack(eqn: Any) -> str:
 def source_line(eqn: Any) -> str:
     """Return `file:line` of the user's code that made an equation, or `""`.
 
-    Frames of JAX are left out by JAX, those of flax and of this package here.
+    Frames of JAX are left out by JAX, those of libraries and of this package here.
     """
     frames = source_info_util_private.user_frames(eqn.source_info.traceback)
     for frame in frames:
-        path = frame.file_name.replace("\\", "/")
-        if not any(part in path for part in _LIBRARY_PATHS):
+        if not _is_in_library(frame.file_name):
             return f"{frame.file_name}:{frame.start_line}"
     return ""
 
 
-_LIBRARY_PATHS = ("/site-packages/flax/", "/site-packages/equinox/", "/jmp_lite/")
+_LIBRARY_PATHS = (
+    *(f"/site-packages/{name}/" for name in ("flax", "equinox", "optax", "chex")),
+    __file__.replace("\\", "/").removesuffix("compat.py"),
+)
+
+
+def is_library_call(eqn: Any) -> bool:
+    """Return whether an equation calls a function that JAX or a library has jitted."""
+    info = getattr(open_jaxpr(eqn.params.get("jaxpr")), "debug_info", None)
+    path = getattr(info, "func_filename", None) or ""
+    return path.startswith(_JAX) or _is_in_library(path)
+
+
+def _is_in_library(path: str) -> bool:
+    return any(part in path.replace("\\", "/") for part in _LIBRARY_PATHS)
+
+
+_JAX = str(Path(jax.__file__).parent)
 
 
 def jaxprs_of(eqn: Any) -> list[Any]:
@@ -162,6 +197,20 @@ def bind(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]
         params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
         outs = eqn.primitive.bind(*args, **dict(params or {}))
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def evaluate(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
+    """Run an open jaxpr, each equation in its own name scope and source line."""
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(var):
+        return var.val if is_literal(var) else values[var]
+
+    for eqn in jaxpr.eqns:
+        outs = bind(eqn, [read(v) for v in eqn.invars])
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def call(eqn: Any, fun: Callable[..., Any], *args: Any) -> Any:

@@ -164,3 +164,55 @@ def test_patterns_reach_into_loops() -> None:
     policy = PolicyMap(BF16, {".*exact": "float32"})
     found = [f[0] for f in dtypes_of_products(autocast(fun, policy), W, X)]
     assert found == ["float32", "bfloat16"]
+
+
+@BOTH
+def test_the_angles_of_rotary_embeddings_never_go_low(half: str) -> None:
+    def angles(positions, frequencies, w, x):
+        a = jnp.einsum("i,j->ij", positions, frequencies)
+        b = positions[:, None] @ frequencies[None]
+        return a, b, x @ w
+
+    positions, frequencies = jnp.arange(8.0) + 4000, normal(3, 8)
+    expected = angles(positions, frequencies, W, X)
+    found = autocast(angles, POLICIES[half])(positions, frequencies, W, X)
+    assert bitwise.raw_bits(found[:2]) == bitwise.raw_bits(expected[:2])
+
+
+@BOTH
+def test_a_square_that_is_summed_is_taken_in_f32(half: str) -> None:
+    def norms(w, x):
+        y = x @ w
+        return jnp.sum(jnp.square(y)), jnp.sum(y * y), jnp.sum(y**2)
+
+    jaxpr = jaxprs.trace(autocast(norms, POLICIES[half]), W, X)
+    squares = jaxprs.equations(jaxpr, "square", "mul", "integer_pow")
+    assert len(squares) == 3
+    assert {eqn.outvars[0].aval.dtype for eqn in squares} == {jnp.dtype("float32")}
+
+
+def test_a_variance_by_squares_is_as_good_as_that_of_a_model_cast_by_hand() -> None:
+    def normalised(w, x, dtype):
+        y = (x.astype(dtype) @ w.astype(dtype) + jnp.asarray(30, dtype)).astype("f4")
+        mean, squares = y.mean(-1, keepdims=True), (y * y).mean(-1, keepdims=True)
+        return (y - mean) * lax.rsqrt(squares - mean * mean + jnp.float32(1e-3))
+
+    def error(out):
+        return jnp.linalg.norm(out - full) / jnp.linalg.norm(full)
+
+    w, x = weight(4, 64, 64), normal(5, 32, 64)
+    full = normalised(w, x, jnp.float32)
+    by_hand = error(normalised(w, x, jnp.bfloat16))
+    cast = error(autocast(lambda w, x: normalised(w, x, jnp.float32), BF16)(w, x))
+    assert cast < 1.5 * by_hand < 0.1
+
+
+def test_patterns_hold_in_what_a_checkpoint_computes_again() -> None:
+    def loss(w, x):
+        with jax.named_scope("model"):
+            return jnp.sum(jax.checkpoint(_model)(w, x))
+
+    policy = PolicyMap(BF16, {"model/decoder/layer_1": "full"})
+    found = dtypes_of_products(autocast(jax.grad(loss), policy), W, X)
+    # Forward, forward again, by the weight and by the input.
+    assert [dtypes[0] for dtypes in found].count("float32") == 4

@@ -56,6 +56,16 @@ def casts_before(eqn: Any) -> bool:
     return eqn.primitive.name in _CAST_BEFORE
 
 
+def is_square(eqn: Any) -> bool:
+    """Return whether an equation squares its operand."""
+    name, operands = eqn.primitive.name, eqn.invars
+    return (
+        name == "square"
+        or (name == "integer_pow" and eqn.params["y"] == 2)
+        or (name == "mul" and operands[0] is operands[1])
+    )
+
+
 def of_constant(x: Any, compute_dtype: Any) -> Colour:
     """Return CONST for a scalar that the compute dtype holds, FULL if it does not.
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite import compat
-from jmp_lite.autocast import scopes
+from jmp_lite.autocast import products, scopes
 from jmp_lite.autocast.ops import OpRules, default_rules
 from jmp_lite.autocast.paint import Plan, Step
 from jmp_lite.autocast.transform import check_policy, paint_call
@@ -140,14 +139,14 @@ class Report:
             layers.setdefault(row.layer, []).append(row)
         for layer, rows in layers.items():
             report = Report(tuple(rows), 0)
-            products = [row for row in rows if row.flops]
-            half = sum(row.is_half for row in products)
-            odd = sum(not row.aligned for row in products)
-            flops = sum(row.flops * row.times for row in products)
+            matmuls = [row for row in rows if row.flops]
+            half = sum(row.is_half for row in matmuls)
+            odd = sum(not row.aligned for row in matmuls)
+            flops = sum(row.flops * row.times for row in matmuls)
             yield [
                 layer or "(no scope)",
-                f"{half} of {len(products)}" if products else "",
-                f"{flops:.3g}" if products else "",
+                f"{half} of {len(matmuls)}" if matmuls else "",
+                f"{flops:.3g}" if matmuls else "",
                 f"{odd}" if odd else "",
                 f"{sum(row.is_half for row in rows if not row.flops)}",
                 "; ".join(f"{n} × {reason}" for reason, n in report.kept.items()),
@@ -229,8 +228,8 @@ def _rows(plan: Plan, scope: str, times: int, low_dtype: Any) -> Iterator[Row]:
             before=_dtypes(eqn, Step("", (False,) * len(eqn.invars), (), ()), None),
             after=_dtypes(eqn, step, low_dtype),
             reason=reason,
-            flops=_flops(eqn),
-            aligned=all(d % _ALIGNMENT == 0 for d in _dimensions(eqn)),
+            flops=products.flops(eqn),
+            aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(eqn)),
             times=times,
         )
 
@@ -247,36 +246,6 @@ def _dtypes(eqn: Any, step: Step, low_dtype: Any) -> str:
 
 
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32"}
-
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-
-
-def _flops(eqn: Any) -> int:
-    """Return 2 × multiplications of a matrix product, 0 for anything else."""
-    if eqn.primitive.name not in _PRODUCTS:
-        return 0
-    lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2 * math.prod(out) * math.prod(lhs[i] for i in contracted)
-    if eqn.primitive.name == "conv_general_dilated":
-        out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(out) * math.prod(rhs) // max(out_features, 1)
-    return 2 * math.prod(out) * lhs[-1]  # ragged: rows × columns × what is summed
-
-
-def _dimensions(eqn: Any) -> list[int]:
-    """Return the dimensions of a matrix product that its tiles run over."""
-    if eqn.primitive.name != "dot_general":
-        return []
-    lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    (of_lhs, of_rhs), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    free = [
-        math.prod(d for i, d in enumerate(s) if i not in (*batch, *contracted))
-        for s, batch, contracted in ((lhs, lhs_batch, of_lhs), (rhs, rhs_batch, of_rhs))
-    ]
-    return [*free, math.prod(lhs[i] for i in of_lhs)]
 
 
 def _count_casts(jaxpr: Any) -> int:

@@ -49,8 +49,9 @@ _TABLE: dict[OpClass, tuple[tuple[str, str], ...]] = {
     "widest": (
         ("add add_any sub mul div rem neg", "tf infer, torch promote"),
         ("max min abs sign clamp nextafter", "tf clear, torch promote"),
-        ("square integer_pow", "tf infer; f16: see below"),
+        ("square integer_pow", "tf infer; summed or in f16: f32"),
         ("tanh logistic erf erfc atan2", "tf infer, torch promote (atan2)"),
+        ("one_minus_square", "the derivative of tanh, from jax 0.12 on"),
         ("floor ceil round", "tf clear"),
     ),
     "follow": (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_lite import compat
-from jmp_lite.autocast import colours, control_flow, scopes, softmax
+from jmp_lite.autocast import colours, control_flow, products, scopes, softmax
 from jmp_lite.autocast.colours import (
     BIAS,
     FULL,
@@ -136,12 +136,15 @@ class _Painting:
         self.minds_demand = [
             op_class in ("lower", "keep")
             or colours.casts_before(e)
+            or colours.is_square(e)
             or i in self.softmaxes
             for i, (e, op_class) in enumerate(
                 zip(jaxpr.eqns, self.classes, strict=True)
             )
         ]
         self.painted: list[Any] = [None] * len(jaxpr.eqns)
+        # Results that are half because a parameter is cast before it is moved.
+        self.cast_moves: set[Any] = set()
 
     def plan(self, in_colours: tuple[Colour, ...], wants: tuple[int, ...]) -> Plan:
         """Paint until the colours and the demands agree."""
@@ -150,7 +153,7 @@ class _Painting:
         demands, known = hoped, [(0,) * len(e.outvars) for e in eqns]
         while True:
             steps, of = self._forward(in_colours, demands)
-            demand_of = self._backward(steps, wants)
+            demand_of = self._backward(steps, wants, of)
             # Demands only grow from one round to the next, so this comes to an end.
             found = [
                 tuple(
@@ -185,6 +188,7 @@ class _Painting:
         for var, colour in zip(self.jaxpr.invars, in_colours, strict=True):
             of[var] = colour if colours.is_f32(var) else OTHER
         steps = []
+        self.cast_moves = set()
         for index, (eqn, region, demand) in enumerate(
             zip(self.jaxpr.eqns, self.regions, demands, strict=True)
         ):
@@ -195,6 +199,8 @@ class _Painting:
                 self.painted[index] = (basis, step_and_outs)
             step, outs = self.painted[index][1]
             steps.append(step)
+            if any(step.low_out) and colours.casts_before(eqn) and LOW not in ins:
+                self.cast_moves.update(eqn.outvars)
             for var, colour in zip(eqn.outvars, outs, strict=True):
                 of[var] = colour if colours.is_f32(var) else OTHER
         return steps, of
@@ -208,6 +214,8 @@ class _Painting:
             return _softmax_step(self.softmaxes[index])
         if op_class == "lower":
             return self._paint_product(eqn, region, ins, demand)
+        if colours.is_square(eqn) and demand == (WANT_F32,):
+            return _kept(eqn, "full", "a square that is summed")
         if op_class in ("widest", "follow"):
             return self._paint_elementwise(eqn, op_class, ins, demand)
         if op_class == "full":
@@ -304,7 +312,7 @@ class _Painting:
             plans = []
         return Step("sub", low_in, low_out, tuple(plans)), outs
 
-    def _backward(self, steps, wants) -> dict[Any, int]:
+    def _backward(self, steps, wants, of) -> dict[Any, int]:
         """Return the demand for each variable."""
         demand: dict[Any, int] = {}
 
@@ -325,12 +333,21 @@ class _Painting:
                 asked = [WANT_LOW] * len(eqn.invars)
             elif step.op_class in ("widest", "follow"):
                 want = colours.passed_on(eqn, step.op_class, any(step.low_in), out)
-                asked = [want] * len(eqn.invars)
+                # A bias is cast where it is added, once it is broadcast: so its
+                # gradient is summed in f32, also if it was reshaped on the way.
+                asked = [
+                    WANT_F32 if self._is_bias(of, v, eqn) else want for v in eqn.invars
+                ]
             else:
                 asked = [WANT_F32] * len(eqn.invars)
             for var, want in zip(eqn.invars, asked, strict=True):
                 ask(var, want)
         return demand
+
+    def _is_bias(self, of: dict[Any, Colour], var: Any, eqn: Any) -> bool:
+        if compat.is_literal(var) or var.aval.size >= eqn.outvars[0].aval.size:
+            return False
+        return var in self.cast_moves or of[var] in (NEUTRAL, BIAS)
 
     def _read(self, of: dict[Any, Colour], var: Any) -> Colour:
         if not compat.is_literal(var):
@@ -356,6 +373,8 @@ def _why_not_lower(eqn: Any, ins: Sequence[Colour]) -> str:
         for v in (*eqn.invars, *eqn.outvars)
     ):
         return "a dtype the program chose"
+    if products.is_outer(eqn):
+        return "an outer product: it sums nothing"
     if not compat.is_default_precision(eqn.params.get("precision")):
         return "a precision the program chose"
     return "" if any(c != OTHER for c in ins) else "no f32 operand"

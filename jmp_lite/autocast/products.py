@@ -4,6 +4,7 @@ A product of half operands accumulates in f32. Its result is either rounded to h
 is the accumulator itself (`preferred_element_type`), which costs nothing but the room.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite import compat
+
+NAMES = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
 
 def run(eqn: Any, operands: Sequence[Any], low_dtype: Any, low_result: bool) -> Any:
@@ -67,3 +70,35 @@ def _f32_product(bind: Callable[..., Any], low_dtype: Any, operands: Any) -> Any
 
     product.defjvp(jvp, symbolic_zeros=True)
     return product(*operands)
+
+
+def flops(eqn: Any) -> int:
+    """Return 2 × multiplications of a matrix product, 0 for anything else."""
+    if eqn.primitive.name not in NAMES:
+        return 0
+    lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * math.prod(out) * math.prod(lhs[i] for i in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(out) * math.prod(rhs) // max(out_features, 1)
+    return 2 * math.prod(out) * lhs[-1]  # ragged: rows × columns × what is summed
+
+
+def dimensions(eqn: Any) -> list[int]:
+    """Return the dimensions of a matrix product that its tiles run over."""
+    if eqn.primitive.name != "dot_general":
+        return []
+    lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    (of_lhs, of_rhs), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    free = [
+        math.prod(d for i, d in enumerate(s) if i not in (*batch, *contracted))
+        for s, batch, contracted in ((lhs, lhs_batch, of_lhs), (rhs, rhs_batch, of_rhs))
+    ]
+    return [*free, math.prod(lhs[i] for i in of_lhs)]
+
+
+def is_outer(eqn: Any) -> bool:
+    """Return whether an equation is an outer product: one that sums nothing."""
+    return eqn.primitive.name == "dot_general" and dimensions(eqn)[2] == 1

@@ -2,7 +2,8 @@
 
 JAX notes the scope of each equation (`jax.named_scope`; flax's modules enter one), and
 wraps it as it differentiates: `jvp(decoder)`, `transpose(jvp(decoder))`. The path is
-what is left without the wrappers: `"decoder/layer_3/attention"`.
+what is left without the wrappers: `"decoder/layer_3/attention"`. What `jax.checkpoint`
+computes again is where it was computed first.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from jmp_lite.policy import Policy, PolicyMap
 ISLAND = "jmp_lite_full_precision"
 REWRITTEN = "jmp_lite_autocast"
 MARKS = (ISLAND, REWRITTEN)
+# The scope that JAX enters for what `jax.checkpoint` computes again.
+REMATTED = "rematted_computation"
 
 _WRAPPED = re.compile(r"\w+\(([^()]*)\)")
 
@@ -29,11 +32,18 @@ def clean(name_stack: str) -> str:
     Examples:
       >>> clean("transpose(jvp(decoder))/layer_3/jvp()")
       'decoder/layer_3'
+      >>> clean("transpose(jvp(decoder))/jvp(decoder)/rematted_computation/layer_3")
+      'decoder/layer_3'
     """
+    # In the derivative of a checkpoint, scopes are noted again from the outermost on.
+    outer, _, inner = name_stack.rpartition("/jvp(")
+    again = clean(f"jvp({inner}") if outer else ""
+    if again and f"{again}/".startswith(f"{clean(outer)}/"):
+        return again
     unwrapped = None
     while unwrapped != name_stack:
         unwrapped, name_stack = name_stack, _WRAPPED.sub(r"\1", name_stack)
-    return "/".join(part for part in name_stack.split("/") if part)
+    return "/".join(p for p in name_stack.split("/") if p and p != REMATTED)
 
 
 def join(outer: str, inner: str) -> str:

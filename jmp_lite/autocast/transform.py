@@ -169,7 +169,9 @@ def paint_call(
     return Painting(traced, painter, plan)
 
 
-def check_policy(policy: Policy | PolicyMap | str) -> tuple[Policy | PolicyMap, Any]:
+def check_policy(
+    policy: Policy | PolicyMap | str, caller: str = "autocast"
+) -> tuple[Policy | PolicyMap, Any]:
     """Return the policy and the one half dtype that it computes in.
 
     Raises:
@@ -184,7 +186,7 @@ def check_policy(policy: Policy | PolicyMap | str) -> tuple[Policy | PolicyMap, 
     halves = computes & set(dtypes.HALF_DTYPES)
     if len(halves) != 1 or computes - halves - {jnp.float32}:
         raise ValueError(
-            "autocast expects a policy that computes in float16 or in bfloat16 (and "
+            f"{caller} expects a policy that computes in float16 or in bfloat16 (and "
             "scopes that compute in float32), got "
             f"{', '.join(sorted(map(str, policies)))}."
         )
@@ -210,12 +212,19 @@ def _check_function(fun: Any, caller: str) -> None:
         raise TypeError(_nnx_advice(f"{caller} got"))
 
 
+def refuse_modules(args_and_kwargs: Any, who: str) -> None:
+    """Raise if an argument is an nnx module.
+
+    Raises:
+      TypeError: it is, and what to do instead.
+    """
+    leaves = jax.tree.leaves(args_and_kwargs, is_leaf=_is_nnx_module)
+    if any(map(_is_nnx_module, leaves)):
+        raise TypeError(_nnx_advice(f"{who} got"))
+
+
 def _check_arguments(args_and_kwargs: Any) -> None:
-    if any(
-        _is_nnx_module(x)
-        for x in jax.tree.leaves(args_and_kwargs, is_leaf=_is_nnx_module)
-    ):
-        raise TypeError(_nnx_advice("a function under autocast got"))
+    refuse_modules(args_and_kwargs, "a function under autocast")
     for path, leaf in jax.tree_util.tree_leaves_with_path(args_and_kwargs):
         is_array = trees.is_array(leaf) and leaf.dtype != object
         if is_array or isinstance(leaf, bool | int | float | complex) or callable(leaf):
