@@ -1,0 +1,198 @@
+"""What looking at the gradients costs: tree_stats in a train step, and other ways.
+
+    python -m benchmarks.tree_stats
+
+Whole float32 train steps with Adam, of an MLP 784-1024-1024-10 and of the benchmarks'
+transformer cut to a CPU's size. Every contender looks at all gradients in every step,
+but for `lax.cond`, whose steps here are those that do not look. A round times each of
+them for a few steps, in an order that rotates, and divides by the bare step's time in
+that same round. Reported are medians and quartiles of these ratios, of the time and of
+the processor time of all threads, which other work does not stretch. Who looks every
+100 steps pays a hundredth of what is above 1.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks import step_overhead, transformer
+from jmp_lite.numerics import EXPONENTS, empty, tree_stats
+
+BARE = "bare step"
+
+Look = Callable[[Any], Any]  # gradients -> what is known of them
+LossFn = Callable[[Any, Any], jax.Array]
+
+
+def by_casting(grads: Any) -> Any:
+    """What one would write by hand: the same counts, of a cast, without a histogram."""
+
+    def count(x):
+        half, magnitude = x.astype(jnp.float16), jnp.abs(x)
+        finite, small = jnp.isfinite(x), jnp.abs(half) < jnp.finfo(half).tiny
+        return {
+            "nonfinite": jnp.sum(~finite),
+            "zero": jnp.sum(x == 0),
+            "flush": jnp.sum((half == 0) & (x != 0)),
+            "subnormal": jnp.sum(small & (half != 0)),
+            "overflow": jnp.sum(finite & ~jnp.isfinite(half)),
+            "max_abs": jnp.max(jnp.where(finite, magnitude, 0)),
+            "min_abs": jnp.min(jnp.where(finite & (x != 0), magnitude, jnp.inf)),
+        }
+
+    return jax.tree.map(count, grads)
+
+
+def by_jnp_histogram(grads: Any) -> Any:
+    edges = jnp.asarray([2.0**e for e in (*EXPONENTS, EXPONENTS[-1] + 1)], jnp.float32)
+    return jax.tree.map(lambda x: jnp.histogram(jnp.abs(x), bins=edges)[0], grads)
+
+
+def in_a_cond(grads: Any) -> Any:
+    """Look every so many steps, in one program: here, at a step that does not."""
+
+    def look(grads):
+        return tree_stats(grads, "f16").total()
+
+    # Known at run time only.
+    is_time = jax.tree.leaves(grads)[0].ravel()[0] > 1e30
+    return jax.lax.cond(is_time, look, lambda grads: empty(), grads)
+
+
+CONTENDERS: dict[str, Look] = {
+    BARE: lambda grads: (),
+    "tree_stats, no histogram": lambda g: tree_stats(g, "f16", histogram=False),
+    "tree_stats": lambda g: tree_stats(g, "f16"),
+    "in lax.cond, not taken": in_a_cond,
+    "by casting, by hand": by_casting,
+    "jnp.histogram": by_jnp_histogram,
+}
+
+
+def make_mlp() -> tuple[LossFn, Any, Any]:
+    params, batch = step_overhead.make_problem(256)
+    return step_overhead.mlp_loss, params, batch
+
+
+def make_transformer() -> tuple[LossFn, Any, Any]:
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: (
+            jnp.asarray(rng.normal(0, x.shape[0] ** -0.5, x.shape), x.dtype)
+            if x.ndim == 2
+            else jnp.ones_like(x)
+        ),
+        transformer.init(layers=4, width=256, vocabulary=256),
+    )
+    tokens = jnp.asarray(rng.integers(0, 256, (4, 64)), jnp.int32)
+    return lambda p, t: transformer.loss_fn(p, t, 4, jnp.float32), params, tokens
+
+
+PROBLEMS = {
+    "MLP 784-1024-1024-10, batch 256": make_mlp,
+    "transformer, 4 layers of 256, 4 × 64 tokens": make_transformer,
+}
+
+
+def measure(
+    loss_fn: LossFn, params: Any, batch: Any, *, rounds: int, steps: int, title: str
+) -> dict[str, list[tuple[float, float]]]:
+    """Return seconds and processor seconds per step `[rounds, 2]` of each contender."""
+    tx = optax.adam(1e-4)
+
+    def make_step(look):
+        def step(state, batch):
+            params, opt_state = state
+            grads = jax.grad(loss_fn)(params, batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), look(grads)
+
+        return step
+
+    programs, states = {}, {}
+    for name, look in CONTENDERS.items():
+        # Donated states cannot share their arrays.
+        state = jax.tree.map(jnp.copy, (params, tx.init(params)))
+        step = jax.jit(make_step(look), donate_argnums=0)
+        programs[name] = step.lower(state, batch).compile()
+        states[name], _ = jax.block_until_ready(programs[name](state, batch))
+    seconds = {name: [] for name in CONTENDERS}
+    names = list(CONTENDERS)
+    for index in track(range(rounds), title):
+        shift = index % len(names)
+        for name in names[shift:] + names[:shift]:
+            program, state, found = programs[name], states[name], None
+            start, start_cpu = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                state, found = program(state, batch)
+            states[name], _ = jax.block_until_ready((state, found))
+            ends = time.perf_counter() - start, time.process_time() - start_cpu
+            seconds[name].append((ends[0] / steps, ends[1] / steps))
+    for name, state in states.items():
+        if not all(np.isfinite(x).all() for x in jax.tree.leaves(state)):
+            raise RuntimeError(f"{name} is no longer finite: nothing was measured.")
+    return seconds
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1)] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 3,
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path(
+        "benchmarks/results/cpu/tree_stats.json"
+    ),
+) -> None:
+    """Measure what statistics of the gradients add to a train step."""
+    device = jax.local_devices()[0].device_kind
+    settings = {"jax": jax.__version__, "device": device, "steps": steps}
+    results: dict[str, Any] = {"settings": settings, "problems": {}}
+    console = Console()
+    for title, make in PROBLEMS.items():
+        loss_fn, params, batch = make()
+        seconds = measure(
+            loss_fn, params, batch, rounds=rounds, steps=steps, title=title
+        )
+        size = sum(x.size for x in jax.tree.leaves(params))
+        results["problems"][title] = {"parameters": size, "seconds": seconds}
+        table = Table(
+            title=f"{title}: {size / 1e6:.2f} M parameters", box=box.SIMPLE_HEAD
+        )
+        table.add_column("step")
+        for name in (f"time / {BARE}", "processor time", "ms more"):
+            table.add_column(name, justify="right")
+        for name, times in seconds.items():
+            ratios = np.divide(times, seconds[BARE])
+            low, middle, high = np.percentile(ratios, [25, 50, 75], axis=0)
+            more = np.subtract(times, seconds[BARE])[:, 1]
+            table.add_row(
+                name,
+                *[
+                    f"{middle[i]:.2f} ({low[i]:.2f}-{high[i]:.2f})"
+                    for i in range(len(middle))
+                ],
+                f"{1e3 * np.median(more):.1f}",
+            )
+        bare = 1e3 * np.median(seconds[BARE], axis=0)
+        table.caption = (
+            f"{BARE}: {bare[0]:.1f} ms, {bare[1]:.1f} ms of processors; medians and "
+            f"quartiles of {rounds} rounds"
+        )
+        console.print(table)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results))
+    console.print(f"On {device}. Wrote {out}.")
+
+
+if __name__ == "__main__":
+    typer.run(main)

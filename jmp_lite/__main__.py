@@ -1,0 +1,60 @@
+"""The command line: `python -m jmp_lite doctor`."""
+
+import sys
+from typing import Annotated
+
+from jmp_lite import doctor as doctors
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import Progress
+except ImportError as error:
+    sys.exit(
+        f"python -m jmp_lite needs {error.name}, which is not installed: "
+        "pip install 'jmp-lite[numerics]'"
+    )
+
+app = typer.Typer(add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
+def main(context: typer.Context) -> None:
+    """Mixed precision for JAX, from the command line."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def doctor(
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables.")
+    ] = False,
+    seconds: Annotated[
+        float,
+        typer.Option(min=0.1, max=600, help="About how long to time products for."),
+    ] = 10.0,
+) -> None:
+    """Measure what half precision does on this machine, and what to train with."""
+    # Of the two streams, only stdout is for what was found.
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("timing matrix products", total=1.0)
+        try:
+            diagnosis = doctors.diagnose(
+                seconds=seconds,
+                on_progress=lambda share: progress.update(task, completed=share),
+            )
+        except (RuntimeError, ValueError) as error:
+            progress.stop()
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+    if json:
+        print(diagnosis.to_json())
+        return
+    console = Console()
+    for part in diagnosis.render():
+        console.print(part)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m jmp_lite")

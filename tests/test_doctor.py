@@ -1,0 +1,329 @@
+"""The doctor: what it measures and prints, and advises for hardware not here."""
+
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from jmp_lite import doctor, get_policy, loss_scale_for, measurements
+from jmp_lite.__main__ import app
+from jmp_lite.measurements import Rate
+
+DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    platform: str
+    device_kind: str
+    compute_capability: str | None = None
+
+
+CPU = FakeDevice("cpu", "cpu")
+GTX_1080 = FakeDevice("gpu", "GTX 1080", "6.1")
+V100 = FakeDevice("gpu", "V100", "7.0")
+A100 = FakeDevice("gpu", "A100", "8.0")
+TPU = FakeDevice("tpu", "TPU v5e")
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, args, prog_name="python -m jmp_lite")
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+# What it advises.
+
+
+@pytest.mark.parametrize(
+    ("device", "ratios", "policy", "why"),
+    [
+        (CPU, {"bfloat16": 0.4, "float16": 0.1}, "float32", "bfloat16 is slower than"),
+        (CPU, {}, "float32", "bfloat16 is slower than"),
+        (CPU, {"bfloat16": 3.5}, "mixed_bfloat16", "at 3.50 × the rate of float32"),
+        (GTX_1080, {"float16": 0.9}, "float32", "half precision is fast from 7.0"),
+        (
+            V100,
+            {"bfloat16": 0.5, "float16": 5.0},
+            "mixed_float16",
+            "at 5.00 × the rate",
+        ),
+        (V100, {}, "mixed_float16", "V100 has no fast bfloat16"),
+        (A100, {"bfloat16": 2.0}, "mixed_bfloat16", "has the range of float32"),
+        (A100, {"float16": 2.0}, "mixed_bfloat16", "has the range of float32"),
+        (A100, {"bfloat16": 0.8}, "mixed_bfloat16", "less than this device can do"),
+        (TPU, {"bfloat16": 1.0, "float16": 1.0}, "mixed_bfloat16", "has the range of"),
+    ],
+    ids=lambda x: getattr(x, "device_kind", None),
+)
+def test_a_device_gets_the_policy_that_trains_fast_on_it(device, ratios, policy, why):
+    recommendation = doctor.recommend(device, ratios)
+    assert recommendation.policy == policy
+    assert why in " ".join(recommendation.why)
+    assert all(reason[-1] == "." for reason in recommendation.why)
+    needs_scale = jax.tree.leaves(loss_scale_for(get_policy(policy))) != []
+    assert recommendation.loss_scale == ("dynamic" if needs_scale else "none")
+
+
+def test_slow_half_precision_is_offered_for_testing():
+    assert 'get_policy("mixed_bfloat16")' in doctor.recommend(CPU, {}).why[-1]
+    assert 'get_policy("mixed_float16")' in doctor.recommend(GTX_1080, {}).why[-1]
+
+
+def test_a_driver_that_jax_does_not_use_is_noticed(tmp_path: Path):
+    driver = tmp_path / "version"
+    assert doctor.find_missing({"cpu"}, driver=driver) == ()
+    driver.touch()
+    (missing,) = doctor.find_missing({"cpu"}, driver=driver)
+    assert "JAX sees the CPU only: pip install 'jmp-lite[gpu]'" in missing
+    assert doctor.find_missing({"gpu"}, driver=driver) == ()
+
+
+# What it measures.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "normal", "subnormal"),
+    [
+        (jnp.float16, 65504.0, 2.0**-14, 2.0**-24),
+        (jnp.bfloat16, 2.0**128 - 2.0**120, 2.0**-126, 2.0**-133),
+        (jnp.float32, 2.0**128 - 2.0**104, 2.0**-126, 2.0**-149),
+    ],
+)
+def test_the_range_of_a_dtype(dtype, largest, normal, subnormal):
+    found = measurements.measure_range(dtype)
+    assert dataclasses.astuple(found)[:-1] == (
+        np.dtype(dtype).name,
+        largest,
+        normal,
+        subnormal,
+    )
+    # XLA on the CPU computes both halves in float32, and flushes its subnormals.
+    assert found.keeps_subnormals == (dtype == jnp.float16)
+
+
+def test_float32_products_are_float32_here():
+    bits, error = measurements.measure_float32()
+    assert bits == 23
+    assert 1e-8 < error < 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(jnp.bfloat16, 7), (jnp.float16, 10)])
+def test_products_in_half_are_seen_to_be(monkeypatch, dtype, bits):
+    def dot(a, b):
+        half = a.astype(dtype), b.astype(dtype)
+        return jax.lax.dot(*half, preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(measurements.jnp, "dot", dot)
+    found, error = measurements.measure_float32()
+    assert found == bits
+    assert 2.0 ** -(bits + 3) < error < 2.0**-bits
+
+
+def test_rates_are_measured_by_turns_and_compared_within_a_round(monkeypatch):
+    clock = [0.0]
+    order = []
+    costs = {"float32": 4.0, "bfloat16": 2.0, "float16": 8.0}
+
+    def compile_products(size):
+        def make(name):
+            def call():
+                order.append((size, name))
+                # The machine is slower and slower.
+                clock[0] += costs[name] * (size / 256) ** 3 * (1 + len(order) / 100)
+
+            return call
+
+        return {name: make(name) for name in costs}, {"float8_e5m2": "no such unit"}
+
+    monkeypatch.setattr(measurements, "_compile_products", compile_products)
+    monkeypatch.setattr(measurements.time, "perf_counter", lambda: clock[0])
+    shares = []
+    rates = measurements.measure_rates(5000.0, shares.append)
+    assert {size for size, _ in order} == {256, 1024}  # 4096 would not fit
+    timed = [name for size, name in order if size == 1024][3:]
+    assert timed == list(costs) * (len(timed) // 3) and len(timed) >= 9
+    ratios = {rate.dtype: rate.over_float32 for rate in rates if not rate.error}
+    for name, ratio in ratios.items():
+        assert ratio == pytest.approx(4.0 / costs[name], rel=0.05)
+    by_name = {rate.dtype: rate for rate in rates}
+    assert by_name["float8_e5m2"] == Rate("float8_e5m2", 1024, error="no such unit")
+    float32 = by_name["float32"]
+    assert float32.size == 1024 and float32.seconds is not None
+    assert float32.tflops == pytest.approx(2 * 1024**3 / float32.seconds / 1e12)
+    assert shares == sorted(shares) and shares[-1] == 1.0
+
+
+def test_what_does_not_compile_says_why(monkeypatch):
+    dot = jax.lax.dot
+
+    def no_fp8(a, b, **kwargs):
+        if a.dtype == jnp.float8_e5m2:
+            raise NotImplementedError("no fp8 on this device\nand more lines")
+        return dot(a, b, **kwargs)
+
+    monkeypatch.setattr(measurements.jax.lax, "dot", no_fp8)
+    runs, errors = measurements._compile_products(8)
+    assert list(runs) == DTYPES[:-1]
+    assert errors == {"float8_e5m2": "no fp8 on this device"}
+    assert {name: str(run().dtype) for name, run in runs.items()} == {
+        **{name: name for name in DTYPES[:3]},
+        "float8_e4m3fn": "float32",
+    }
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
+def test_no_time_is_refused(seconds):
+    with pytest.raises(ValueError, match="Expected a positive number of seconds, got"):
+        doctor.diagnose(seconds=seconds)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no backend"), AssertionError()])
+def test_no_device_is_said(monkeypatch, error):
+    def local_devices():
+        raise error
+
+    monkeypatch.setattr(doctor.jax, "local_devices", local_devices)
+    with pytest.raises(RuntimeError) as raised:
+        doctor.diagnose()
+    assert (
+        str(raised.value) == f"JAX finds no device (JAX_PLATFORMS is 'cpu'): {error!r}"
+    )
+    result = run("doctor")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.strip().endswith(str(raised.value))
+
+
+# What it prints.
+
+
+def test_json_is_all_that_goes_to_stdout():
+    result = run("doctor", "--json", "--seconds", "0.1")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert list(found) == [f.name for f in dataclasses.fields(doctor.Diagnosis)]
+    assert found["versions"]["jax"] == jax.__version__
+    assert list(found["versions"]) == ["Python", "jax", "jaxlib"]
+    assert found["devices"] == [
+        {"platform": "cpu", "kind": "cpu", "compute_capability": None, "count": 8}
+    ]
+    assert [rate["dtype"] for rate in found["rates"]] == DTYPES
+    for rate in found["rates"]:
+        assert rate["error"] == "" and rate["seconds"] > 0 and rate["tflops"] > 0
+    assert found["rates"][0]["over_float32"] == 1
+    assert [row["dtype"] for row in found["ranges"]] == [
+        "float32",
+        "float16",
+        "bfloat16",
+    ]
+    assert found["float32_bits"] == 23
+    assert get_policy(found["recommendation"]["policy"])
+    assert set(found["recommendation"]) == {"policy", "loss_scale", "why"}
+    assert isinstance(found["missing"], list)
+
+
+def diagnosis(**changes: Any) -> doctor.Diagnosis:
+    made = doctor.Diagnosis(
+        versions={"jax": "1.2.3"},
+        devices=(
+            {
+                "platform": "gpu",
+                "kind": "A100",
+                "compute_capability": "8.0",
+                "count": 4,
+            },
+        ),
+        rates=(
+            Rate("float32", 4096, 1e-3, 137.0, 1.0),
+            Rate("float8_e5m2", 4096, error="no such unit"),
+        ),
+        ranges=(measurements.Range("float16", 65504.0, 2.0**-14, 2.0**-24, False),),
+        float32_bits=10,
+        float32_error=3e-4,
+        recommendation=doctor.recommend(A100, {"bfloat16": 2.0}),
+        missing=("Something is missing.",),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def render(found: doctor.Diagnosis) -> str:
+    console = Console(width=80)
+    with console.capture() as capture:
+        for part in found.render():
+            console.print(part)
+    return in_one_line(capture.get())
+
+
+def test_the_tables_say_it_all():
+    text = render(diagnosis())
+    for expected in (
+        "jax 1.2.3",
+        "gpu: A100 8.0 4",
+        "products of 4096 × 4096",
+        "float32 137 1.00",
+        "float8_e5m2 - no such unit",
+        "float16 65504 2^-14 2^-24 flushed to 0",
+        "keep 10 of 23 bits (TF32): relative error 3.0e-04.",
+        'jax.default_matmul_precision("highest") keeps all',
+        'Train with get_policy("mixed_bfloat16"), loss scale: none.',
+        "- bfloat16 products run at 2.00 × the rate of float32 here.",
+        "- Something is missing.",
+    ):
+        assert expected in text
+    assert "highest" not in render(diagnosis(float32_bits=23))
+
+
+def test_the_command_prints_tables():
+    result = run("doctor", "--seconds", "0.1")
+    assert result.exit_code == 0
+    text = in_one_line(result.stdout)
+    assert "cpu: cpu - 8" in text
+    assert "products of 256 × 256" in text and "Train with get_policy(" in text
+    assert "timing" not in text
+
+
+# The command line.
+
+
+def test_without_a_command_there_is_help():
+    result = run()
+    assert result.exit_code == 0
+    assert "Usage: python -m jmp_lite" in result.stdout and "doctor" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["docter"], "No such command 'docter'"),
+        (["doctor", "--seconds", "0"], "Invalid value for '--seconds'"),
+        (["doctor", "--seconds", "soon"], "Invalid value for '--seconds'"),
+        (["doctor", "--jason"], "No such option: --jason"),
+        (["doctor", "now"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_reason(args, message):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert message in in_one_line(result.stderr)
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("library", ["typer", "rich.console"])
+def test_a_missing_library_is_named_with_what_installs_it(monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, "jmp_lite.__main__", raising=False)
+    with pytest.raises(SystemExit) as raised:
+        importlib.import_module("jmp_lite.__main__")
+    assert library in str(raised.value)
+    assert "pip install 'jmp-lite[numerics]'" in str(raised.value)

@@ -1,0 +1,218 @@
+"""Figures: what is drawn is what was counted, and everything has its name."""
+
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from jmp_lite.numerics import EXPONENTS, TreeStats, tree_stats, value_stats
+from jmp_lite.numerics.plot import plot_heat_map, plot_histograms
+
+RNG = np.random.default_rng(0)
+NAMED = {
+    "encoder": value_stats(np.float32(RNG.lognormal(-9, 9, 500)), "f16"),
+    "a/long/name/of/a/layer": value_stats(
+        np.array([1.0, 1.5, 0.25], np.float32), "f16"
+    ),
+    "nothing": value_stats(np.zeros(3, np.float32), "f16"),
+}
+
+
+def spans(axes: Any) -> dict[str, tuple[float, float]]:
+    """Return from where to where each named part of the range is shaded."""
+    shades = [p for p in axes.patches if p.get_height() == 1 and p.get_alpha()]
+    found = {}
+    for text in axes.texts:
+        (span,) = (
+            (p.get_x(), p.get_x() + p.get_width())
+            for p in shades
+            if p.get_x() < text.get_position()[0] < p.get_x() + p.get_width()
+        )
+        found[text.get_text()] = span
+    assert len(found) == len(shades)
+    return found
+
+
+def test_bars_are_the_counts():
+    (axes,) = plot_histograms(NAMED, "f16").axes
+    assert [c.get_label() for c in axes.containers] == list(NAMED)
+    for row, (bars, stats) in enumerate(
+        zip(axes.containers, NAMED.values(), strict=True)
+    ):
+        counts = dict(zip(EXPONENTS, np.asarray(stats.histogram), strict=True))
+        drawn = {int(bar.get_x()): abs(bar.get_height()) for bar in bars}
+        assert set(drawn) == {e for e, n in counts.items() if n}
+        for bar in bars:
+            assert bar.get_width() == 1  # from 2**e to 2**(e + 1)
+            assert max(bar.get_y(), bar.get_y() + bar.get_height()) == row + 0.43
+        # Six decades are the whole height, 0.86 of a row.
+        for exponent, height in drawn.items():
+            share = 10 ** (6 * (height / 0.86 - 1))
+            count = share * sum(counts.values())
+            np.testing.assert_allclose(count, counts[exponent], rtol=1e-6)
+
+
+def test_a_single_number_among_a_billion_is_seen():
+    histogram = np.zeros(len(EXPONENTS))
+    histogram[[10, 70]] = 1, 1e9
+    stats = NAMED["nothing"]._replace(histogram=histogram)
+    (axes,) = plot_histograms({"x": stats}, "f16").axes
+    rare, common = axes.containers[0]
+    np.testing.assert_allclose(rare.get_height(), -0.86 * 0.02)
+    np.testing.assert_allclose(common.get_height(), -0.86)
+
+
+def test_float16s_range_is_shaded_and_named():
+    (axes,) = plot_histograms(NAMED, jnp.float16).axes
+    info = jnp.finfo(jnp.float16)
+    low, high = axes.get_xlim()
+    # What is larger than half of the smallest subnormal rounds up to it.
+    to_zero = np.log2(float(info.smallest_subnormal)) - 1
+    to_normal = np.log2(float(info.smallest_normal))
+    to_infinity = np.ceil(np.log2(float(info.max)))
+    assert spans(axes) == {
+        "flush": (low, to_zero),
+        "subnormal": (to_zero, to_normal),
+        "normal": (to_normal, to_infinity),
+        "overflow": (to_infinity, high),
+    }
+    assert low <= EXPONENTS[0] and high > max(
+        c[-1].get_x() for c in axes.containers[:2]
+    )
+
+
+def test_bfloat16_has_no_border_in_sight():
+    (axes,) = plot_histograms(NAMED, "bf16").axes
+    assert spans(axes) == {"normal": axes.get_xlim()}
+    assert "bfloat16" in axes.get_xlabel()
+
+
+def test_everything_drawn_is_in_sight():
+    extremes = value_stats(np.array([1e-45, 3e38], np.float32), "f16")
+    (axes,) = plot_histograms({"x": extremes}, "bf16").axes
+    low, high = axes.get_xlim()
+    assert low <= EXPONENTS[0] and EXPONENTS[-1] + 1 <= high
+
+
+def test_layers_are_named_from_top_to_bottom():
+    (axes,) = plot_histograms(NAMED, "f16").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(NAMED)
+    bottom, top = axes.get_ylim()
+    assert (bottom, top) == (2.5, -0.5)
+    assert "float16" in axes.get_xlabel() and "log2" in axes.get_xlabel()
+
+
+def test_a_layer_is_anything_with_a_histogram():
+    class Shown(NamedTuple):
+        histogram: tuple[int, ...]
+
+    (axes,) = plot_histograms({"x": Shown((0,) * 64 + (3,) + (0,) * 31)}, "f16").axes
+    (bar,) = axes.containers[0]
+    assert (bar.get_x(), bar.get_height()) == (0, -0.86)
+
+
+def test_forty_layers_have_room():
+    named = {f"decoder/layer_{i}/attention/query": NAMED["encoder"] for i in range(40)}
+    figure = plot_histograms(named, "f16")
+    assert figure.get_figheight() > 40 * 0.25
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+    for above, below in zip(boxes[:-1], boxes[1:], strict=True):
+        assert above.y0 >= below.y1  # no label lies on another
+    assert min(box.x0 for box in boxes) >= 0  # nor is one cut off
+
+
+def test_a_layer_of_zeros_is_a_row_without_bars(tmp_path):
+    figure = plot_histograms({"nothing": NAMED["nothing"]}, "f16")
+    figure.savefig(tmp_path / "a.png")
+    assert [list(bars) for bars in figure.axes[0].containers] == [[]]
+
+
+def test_no_layers_are_refused():
+    with pytest.raises(ValueError, match="nothing to draw: expected a layer"):
+        plot_histograms({}, "f16")
+    with pytest.raises(ValueError, match="nothing to draw: expected a layer"):
+        plot_heat_map([], ["a"], np.zeros((0, 1)))
+
+
+def test_a_layer_without_a_histogram_is_refused():
+    bare = value_stats(1.0, "f16", histogram=False)
+    with pytest.raises(ValueError, match=r"got none of \['b'\]: count with histogram="):
+        plot_histograms({"a": NAMED["encoder"], "b": bare}, "f16")
+    with pytest.raises(ValueError, match="histogram=True"):
+        tree_stats({"w": jnp.ones(2)}, "f16", histogram=False).plot()
+
+
+def test_a_dtype_that_nothing_is_cast_to_is_refused():
+    with pytest.raises(ValueError, match="got float8_e5m2"):
+        plot_histograms(NAMED, "float8_e5m2")
+
+
+def test_statistics_of_a_tree_plot_themselves():
+    found = tree_stats({"b": jnp.ones(2), "w": jnp.full(3, 1e-9)}, "f16")
+    for stats in (found, TreeStats.from_json(found.to_json())):
+        (axes,) = stats.plot().axes
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "w"]
+        assert [bars[0].get_x() for bars in axes.containers] == [0, -30]
+
+
+VALUES = [[0.0, 0.25, 1.0], [1e-7, 0.0312, np.nan]]
+
+
+def test_each_cell_has_its_number_and_its_colour():
+    figure = plot_heat_map(["x", "y"], ["flush", "overflow", "error"], VALUES)
+    axes, bar = figure.axes
+    texts = {t.get_position()[::-1]: t.get_text() for t in axes.texts}
+    expected = [["0", "25%", "100%"], ["<0.001%", "3.1%", ""]]
+    assert texts == {(i, j): expected[i][j] for i in (0, 1) for j in (0, 1, 2)}
+    (image,) = axes.images
+    drawn: Any = image.get_array()
+    np.testing.assert_array_equal(
+        drawn.mask, [[True, False, False], [False] * 2 + [True]]
+    )
+    np.testing.assert_array_equal(drawn.compressed(), [0.25, 1.0, 1e-7, 0.0312])
+    assert (image.norm.vmin, image.norm.vmax) == (1e-6, 1)
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["x", "y"]
+    assert [t.get_text() for t in axes.get_xticklabels()] == [
+        "flush",
+        "overflow",
+        "error",
+    ]
+    assert bar.get_ylabel() == "share"
+
+
+def test_the_numbers_in_the_cells_can_be_read():
+    shares = np.geomspace(1e-6, 1, 60)[:, None]
+    axes = plot_heat_map([""] * 60, ["a"], shares).axes[0]
+    (image,) = axes.images
+
+    def luminance(colour):  # of sRGB, as WCAG defines it
+        linear = [
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+            for c in to_rgb(colour)
+        ]
+        return np.dot(linear, [0.2126, 0.7152, 0.0722])
+
+    for text, (share,) in zip(axes.texts, shares, strict=True):
+        cell = luminance(image.cmap(image.norm(share))[:3])
+        low, high = sorted([cell, luminance(text.get_color())])
+        assert (high + 0.05) / (low + 0.05) > 3.9, share
+
+
+def test_values_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"shape \[2, 1\], got \[2, 3\]"):
+        plot_heat_map(["x", "y"], ["flush"], VALUES)
+
+
+def test_no_display_and_no_global_state_is_asked_for():
+    code = (
+        "import sys, jmp_lite.numerics.plot as plot\n"
+        "plot.plot_heat_map(['a'], ['b'], [[0.5]]).savefig(sys.argv[1])\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, "/dev/null"], check=True)

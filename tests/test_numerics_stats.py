@@ -1,0 +1,459 @@
+"""Statistics of numbers: as NumPy has them, at every border, however they run."""
+
+import functools
+import io
+import json
+import pickle
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from jmp_lite.numerics import (
+    EXPONENTS,
+    TreeStats,
+    ValueStats,
+    empty,
+    merge,
+    stats,
+    tree_stats,
+    value_stats,
+)
+from jmp_lite.numerics.stats import merge_stacked
+from tests.bitwise import raw_bits
+
+HALVES = [jnp.float16, jnp.bfloat16]
+COUNTS = ValueStats._fields[:6]
+
+
+def expected_stats(x: Any, dtype: Any) -> dict[str, Any]:
+    """Return the statistics as NumPy has them: by casting, in float64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        magnitudes = np.abs(np.asarray(x).astype(np.float64)).ravel()
+        rounded = magnitudes.astype(dtype).astype(np.float64)
+    numbers = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
+    exponents = np.clip(np.frexp(numbers)[1] - 1, EXPONENTS[0], EXPONENTS[-1])
+    smallest_normal = float(jnp.finfo(dtype).smallest_normal)
+    return {
+        "size": magnitudes.size,
+        "nonfinite": np.sum(~np.isfinite(magnitudes)),
+        "zero": np.sum(magnitudes == 0),
+        "subnormal": np.sum((rounded > 0) & (rounded < smallest_normal)),
+        "flush": np.sum((rounded == 0) & (magnitudes > 0)),
+        "overflow": np.sum(np.isfinite(magnitudes) & np.isinf(rounded)),
+        "max_abs": np.max(numbers, initial=0.0).astype(np.float32),
+        "min_abs": np.min(numbers, initial=np.inf).astype(np.float32),
+        "histogram": [np.sum(exponents == e) for e in EXPONENTS],
+    }
+
+
+def floats(values: list[float]) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def as_lists(found: ValueStats) -> dict[str, Any]:
+    return {name: np.asarray(x).tolist() for name, x in found._asdict().items()}
+
+
+def assert_matches_numpy(x: Any, dtype: Any) -> None:
+    expected = {n: np.asarray(v).tolist() for n, v in expected_stats(x, dtype).items()}
+    assert as_lists(value_stats(x, dtype)) == expected
+
+
+# Numbers.
+
+
+def borders(dtype: Any) -> list[float]:
+    """Return where the classes of numbers meet, and the float32 on either side."""
+    info = jnp.finfo(dtype)
+    tiny, spacing = (
+        float(info.smallest_normal),
+        float(info.smallest_normal) * float(info.eps),
+    )
+    largest = float(info.max)
+    ulp = largest - float(np.nextafter(info.max, dtype(0)))
+    exact = [
+        spacing / 2,  # ties to 0
+        spacing,
+        1.5 * spacing,  # ties up, between two subnormals
+        tiny - spacing,
+        tiny - spacing / 2,  # ties to the smallest normal
+        tiny,
+        1.0,
+        largest,
+        largest + ulp / 2,  # ties to infinity
+    ]
+    exact = [np.float32(x) for x in exact]
+    return [np.nextafter(x, side) for x in exact for side in (x, np.float32(0), np.inf)]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_each_border_is_where_a_cast_has_it(dtype, sign):
+    for x in borders(dtype):
+        assert_matches_numpy(np.float32(sign * x), dtype)
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (65504.0, None),  # the largest
+        (65519.99609375, None),
+        (65520.0, "overflow"),
+        (-65520.0, "overflow"),
+        (2.0**-14, None),  # the smallest normal
+        (2.0**-14 - 2.0**-25, None),
+        (2.0**-14 - 2.0**-24, "subnormal"),
+        (2.0**-24, "subnormal"),  # the smallest subnormal
+        (2.0**-25 + 2.0**-48, "subnormal"),
+        (2.0**-25, "flush"),
+        (2.0**-149, "flush"),
+        (0.0, "zero"),
+        (-0.0, "zero"),
+        (np.inf, "nonfinite"),
+        (-np.inf, "nonfinite"),
+        (np.nan, "nonfinite"),
+    ],
+)
+def test_a_number_is_counted_once(value, count):
+    found = as_lists(value_stats(np.float32(value), jnp.float16))
+    assert [name for name in COUNTS[1:] if found[name]] == [count] * bool(count)
+    is_number = count not in ("zero", "nonfinite")
+    assert found["max_abs"] == (abs(value) if is_number else 0)
+    assert found["min_abs"] == (abs(value) if is_number else np.inf)
+    assert sum(found["histogram"]) == is_number
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, jnp.float32])
+@pytest.mark.parametrize("held", HALVES)
+def test_every_half_number_is_counted_as_numpy_does(held, dtype):
+    every = np.arange(2**16, dtype=np.uint16).view(held)
+    assert_matches_numpy(every.reshape(2, 64, -1), dtype)
+
+
+@pytest.mark.parametrize("held", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_every_fp8_number_is_counted_as_numpy_does(held):
+    every = np.arange(2**8, dtype=np.uint8).view(held)
+    for dtype in HALVES:
+        assert_matches_numpy(every, dtype)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, jnp.float32])
+def test_float32_of_every_exponent_is_counted_as_numpy_does(dtype):
+    bits = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32)
+    assert_matches_numpy(bits.view(np.float32).reshape(100, -1), dtype)
+
+
+def test_float64_is_counted_as_it_is():
+    with jax.enable_x64(True):
+        bits = np.random.default_rng(0).integers(0, 2**64, 10_000, np.uint64)
+        x = bits.view(np.float64)
+        # NumPy casts to float16 at once; what float32 rounds up stays below.
+        x[:2] = 65520 * (1 - 2.0**-50), 2.0**-25 * (1 + 2.0**-50)
+        x[2:][~(np.abs(x[2:]) < 1e38)] = 1.0  # extremes are float32
+        assert_matches_numpy(x, jnp.float16)
+        assert value_stats(x[:2], jnp.float16).overflow == 0
+        assert value_stats(x, jnp.float64).flush == 0
+
+
+def test_a_complex_number_is_two_numbers():
+    x = np.array([[3 + 1e-9j, np.nan - 1e9j]], np.complex64)
+    parts = np.stack([x.real, x.imag])
+    assert_matches_numpy(parts, jnp.float16)
+    assert as_lists(value_stats(x, "f16")) == as_lists(value_stats(parts, "f16"))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 1, 7)])
+def test_any_shape_will_do(shape):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    assert_matches_numpy(x, jnp.float16)
+
+
+def test_a_subnormal_that_is_given_is_counted_and_one_that_is_computed_is_flushed():
+    smallest = jnp.float32(np.finfo(np.float32).smallest_normal)
+    given = value_stats(np.float32(2.0**-130), jnp.bfloat16)
+    assert (given.subnormal, given.zero, given.min_abs) == (1, 0, np.float32(2.0**-130))
+    # XLA computes so on the CPU: the zero was there before it was counted.
+    computed = jax.jit(lambda x: value_stats(x * x.dtype.type(1 / 16), "bf16"))
+    assert computed(smallest).zero == 1
+
+
+def test_both_ways_of_counting_bins_agree():
+    bins = jnp.asarray(np.random.default_rng(0).integers(0, 97, (50, 20)), jnp.uint8)
+    expected = np.bincount(np.ravel(bins), minlength=97)[:-1]
+    np.testing.assert_array_equal(stats._count_by_scatter(bins), expected)
+    np.testing.assert_array_equal(stats._count_by_comparison(bins), expected)
+
+
+@pytest.mark.parametrize("x", [3, np.arange(3), np.True_])
+def test_what_is_no_float_is_refused(x):
+    with pytest.raises(TypeError, match=r"Expected an array of floats, got (int|bool)"):
+        value_stats(x, "f16")
+
+
+def test_a_dtype_that_nothing_is_cast_to_is_refused():
+    with pytest.raises(ValueError, match="one of half, .*, got float8_e5m2"):
+        value_stats(1.0, "float8_e5m2")
+    with pytest.raises(ValueError, match="Unknown dtype 'f17'"):
+        tree_stats({}, "f17")
+
+
+# However they run.
+
+X = np.random.default_rng(1).lognormal(-9, 8, (8, 4, 6)).astype(np.float32)
+
+
+@pytest.mark.parametrize("histogram", [True, False])
+def test_jit_vmap_and_scan_find_what_eager_finds(histogram):
+    def count(x):
+        return value_stats(x, jnp.float16, histogram=histogram)
+
+    each = [raw_bits(count(x)) for x in X]
+    in_vmap = jax.vmap(count)(X)
+    _, in_scan = jax.jit(lambda xs: lax.scan(lambda c, x: (c, count(x)), 0, xs))(X)
+    for i, expected in enumerate(each):
+        assert raw_bits(jax.jit(count)(X[i])) == expected
+        for stacked in (in_vmap, in_scan):
+            assert raw_bits(jax.tree.map(lambda x, i=i: x[i], stacked)) == expected
+
+
+def test_steps_add_up_in_a_scan():
+    def step(total, x):
+        return merge(total, value_stats(x, jnp.float16)), None
+
+    total, _ = jax.jit(lambda xs: lax.scan(step, empty(), xs))(X)
+    assert raw_bits(total) == raw_bits(value_stats(X, jnp.float16))
+
+
+def test_the_first_and_the_last_bin_hold_what_lies_beyond():
+    x = floats([2.0**-149, 2.0**-65, 2.0**-64, 1.9 * 2.0**31, 2.0**32, 3e38])
+    histogram = value_stats(x, "f16").histogram
+    assert (histogram[0], histogram[-1], histogram.sum()) == (3, 3, 6)
+
+
+def test_nothing_without_a_histogram_makes_one():
+    x = jnp.ones(3)
+    without = value_stats(x, "f16", histogram=False)
+    assert without.histogram is None
+    assert merge(without, value_stats(x, "f16")).histogram is None
+    assert merge(without, empty(histogram=False)) == without
+    program = str(jax.make_jaxpr(lambda x: value_stats(x, "f16", histogram=False))(x))
+    assert "scatter" not in program and "platform_index" not in program
+
+
+def test_an_array_is_read_by_one_reduction():
+    def count(x):
+        return value_stats(x, "f16", histogram=False)
+
+    program = str(jax.make_jaxpr(count)(X))
+    assert re.findall(r"= (\w*reduce\w*)\[", program) == ["reduce"]
+    assert program.count("bitcast_convert_type[new_dtype=uint32]") == 1
+    assert "reshape" not in program
+
+
+def test_subnormal_extremes_survive_merging():
+    low, high = np.float32(2.0**-140), np.float32(2.0**-130)
+    found = jax.jit(merge)(value_stats(low, "f16"), value_stats(high, "f16"))
+    assert np.asarray(found.min_abs) == low and np.asarray(found.max_abs) == high
+    total = jax.jit(lambda t: tree_stats(t, "f16").total())({"a": low, "b": high})
+    assert np.asarray(total.min_abs) == low and np.asarray(total.max_abs) == high
+
+
+@pytest.mark.parametrize("histogram", [True, False])
+def test_a_sharded_array_stays_where_it_is(histogram):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    x = X.reshape(16, 12)
+    sharding = NamedSharding(mesh, PartitionSpec("a", "b"))
+    count = jax.jit(functools.partial(value_stats, dtype="f16", histogram=histogram))
+    compiled = count.lower(jax.device_put(x, sharding)).compile()
+    found = compiled(jax.device_put(x, sharding))
+    assert raw_bits(found) == raw_bits(value_stats(x, "f16", histogram=histogram))
+    program = compiled.as_text() or ""
+    moved = re.findall(r"= \w+\[([\d,]*)\]\S* all-(?:gather|to-all)", program)
+    sizes = [int(np.prod([int(d) for d in shape.split(",") if d])) for shape in moved]
+    assert sizes and max(sizes) <= 8  # one number per device
+
+
+def test_an_explicitly_sharded_array_is_counted():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("a")))
+        found = jax.jit(lambda x: tree_stats({"x": x}, "f16").total())(x)
+    assert raw_bits(found) == raw_bits(value_stats(X, "f16"))
+
+
+def test_shards_are_counted_in_a_shard_map():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    count = jax.shard_map(
+        lambda x: jax.tree.map(lambda n: n[None], value_stats(x, "f16")),
+        mesh=mesh,
+        in_specs=PartitionSpec("a"),
+        out_specs=PartitionSpec("a"),
+    )
+    found = jax.jit(lambda x: merge_stacked(count(x)))(X)
+    assert raw_bits(found) == raw_bits(value_stats(X, "f16"))
+
+
+def test_nothing_comes_to_the_host():
+    x = jax.device_put(X)
+    count = jax.jit(lambda x: value_stats(x, "f16"))
+    count(x)
+    with jax.transfer_guard("disallow"):
+        jax.block_until_ready(count(x))
+    assert "callback" not in str(jax.make_jaxpr(count)(x))
+
+
+def test_gradients_flow_past_it():
+    def loss(w):
+        return jnp.sum(w**2), value_stats(w, "f16")
+
+    grads, found = jax.jit(jax.grad(loss, has_aux=True))(jnp.array([1e-9, 2.0]))
+    assert found.flush == 1
+    np.testing.assert_array_equal(grads, floats([2e-9, 4.0]))
+
+
+# Trees.
+
+TREE = {
+    "b": jnp.array([0.0, 1e-9, -1e9], jnp.float32),
+    "h": jnp.array([[6e-8, jnp.inf]], jnp.float16),
+    "w": jnp.array([1.0, 1e-6], jnp.bfloat16),
+    "count": jnp.int32(3),
+    "key": jax.random.key(0),
+    "none": None,
+    "rate": 1e-9,
+    "name": "adam",
+    "empty": np.zeros((2, 0), np.float32),
+}
+
+
+def test_a_leaf_is_counted_under_its_path():
+    found = tree_stats({"layer": [TREE]}, "f16").named()
+    assert list(found) == [f"layer/0/{name}" for name in ("b", "empty", "h", "w")]
+    for path, leaf_stats in found.items():
+        leaf = TREE[path[-1]] if path[-1] != "y" else TREE["empty"]
+        assert as_lists(leaf_stats) == as_lists(value_stats(leaf, "f16"))
+
+
+def test_a_total_is_that_of_all_numbers():
+    leaves = [np.ravel(TREE[n]).astype(np.float32) for n in ("b", "h", "w")]
+    total = jax.jit(lambda: tree_stats(TREE, "f16").total())()
+    everything = np.concatenate(leaves)
+    assert as_lists(total) == as_lists(value_stats(everything, "f16"))
+    without = tree_stats(TREE, "f16", histogram=False).total()
+    assert raw_bits(without) == raw_bits(total._replace(histogram=None))
+
+
+def test_a_tree_without_floats_has_no_statistics():
+    found = tree_stats({"n": 3, "k": jnp.arange(2)}, "bf16")
+    assert found.paths == () and found.named() == {}
+    assert raw_bits(found.total()) == raw_bits(empty())
+
+
+def test_the_statistics_of_steps_are_stacked_and_read_one_by_one():
+    _, found = jax.jit(
+        lambda xs: lax.scan(lambda c, x: (c, tree_stats({"x": x}, "f16")), 0, xs)
+    )(X)
+    with pytest.raises(ValueError, match=r"one step, got them stacked to \[8, 1\]"):
+        found.named()
+    third = jax.tree.map(lambda x: x[3], found)
+    assert as_lists(third.named()["x"]) == as_lists(value_stats(X[3], "f16"))
+    assert TreeStats.from_json(found.to_json()).stats.size.shape == (8, 1)
+
+
+@pytest.mark.parametrize("histogram", [True, False])
+@pytest.mark.parametrize("tree", [TREE, {}, {"x": floats([2.0**-140, 3e38])}])
+def test_json_brings_back_every_bit(tree, histogram):
+    found = tree_stats(tree, "f16", histogram=histogram)
+    text = found.to_json()
+    again = TreeStats.from_json(text)
+    assert raw_bits(again.stats) == raw_bits(found.stats)
+    assert (again.paths, again.dtype) == (found.paths, found.dtype)
+    assert again.to_json() == text
+    assert "Infinity" not in text and json.loads(text)["dtype"] == "f16"
+    assert pickle.loads(pickle.dumps(found)).to_json() == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"stats": {"n": 1}, "paths": [], "dtype": "f16"}']
+)
+def test_other_json_is_refused(text):
+    with pytest.raises(ValueError, match="Expected the JSON of a TreeStats"):
+        TreeStats.from_json(text)
+
+
+def render(table: Any) -> list[str]:
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().splitlines()
+
+
+def test_the_table_has_the_worst_leaf_on_top():
+    tree = {
+        "fine": jnp.ones(2000),
+        "zeros": jnp.zeros(2),
+        "rare": jnp.ones(5000).at[0].set(1e-9),
+        "flushed": jnp.full(3, 1e-9),
+        "subnormal": jnp.full(3, 1e-5),
+        "nan": jnp.array([1.0, jnp.nan]),
+        "large": jnp.array([1.0, 1e9]),
+    }
+    lines = render(tree_stats(tree, "f16", histogram=False).table())
+    rows = {cells[0]: cells[1:] for cells in map(str.split, lines) if len(cells) == 8}
+    order = ["nan", "large", "flushed", "rare", "subnormal", "fine", "zeros"]
+    assert [name for name in rows if name in tree] == order
+    assert rows["nan"] == ["2", "50.0%", "-", "-", "-", "-", "0…0"]
+    assert rows["rare"] == ["5e+03", "-", "-", "<0.1%", "-", "-", "-30…0"]
+    assert rows["zeros"] == ["2", *"----", "100.0%", "-"]
+    assert "rounded to float16" in lines[0]
+
+
+# In a train step.
+
+
+def make_step(*, log_stats: bool):
+    def step(w, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+        found = tree_stats(grads, "f16") if log_stats else None
+        return w - 0.1 * grads, loss, found
+
+    return step
+
+
+def test_a_switch_that_is_off_leaves_the_program_as_it_was():
+    def bare(w, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+        return w - 0.1 * grads, loss, None
+
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
+    off, on = (jax.make_jaxpr(make_step(log_stats=log))(w, x) for log in (False, True))
+    assert str(off) == str(jax.make_jaxpr(bare)(w, x))
+    assert str(on) != str(off)
+
+
+def test_a_step_that_looks_trains_as_one_that_does_not():
+    w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
+    step = jax.jit(
+        lambda w, x, log_stats: make_step(log_stats=log_stats)(w, x), static_argnums=2
+    )
+    new_w, loss, found = step(w, x, True)
+    assert raw_bits((new_w, loss, None)) == raw_bits(step(w, x, False))
+    assert found.stats.size.tolist() == [6]
+
+
+def test_a_scan_looks_at_some_steps():
+    def look(grads):
+        return tree_stats(grads, "f16").total()
+
+    def step(i, grads):
+        return i + 1, lax.cond(i % 4 == 0, look, lambda grads: empty(), grads)
+
+    _, found = jax.jit(lambda xs: lax.scan(step, 0, xs))(X)
+    assert found.size.tolist() == [24, 0, 0, 0, 24, 0, 0, 0]
