@@ -1,0 +1,1 @@
+"""What `lint` looks for: a program as a list of operations, and rules over it."""

@@ -1,0 +1,297 @@
+"""`lint` finds what is planted, on its line, and nothing in programs that are sound."""
+
+import inspect
+import io
+import json
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from lint_corpus import BF16, F16, F32, HAZARDS, Case, full, half
+from lint_harmless import HARMLESS
+from rich.console import Console
+
+import jmp_lite.linen
+from jmp_lite import PolicyMap, autocast, full_precision
+from jmp_lite.numerics import LintReport, lint
+
+
+def rules(report: LintReport) -> list[str]:
+    """Return the rule of each finding."""
+    return [finding.rule for finding in report.findings]
+
+
+# The corpus.
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("case", HAZARDS + HARMLESS, ids=lambda case: case.name)
+def test_what_is_planted_is_found_on_its_line_and_nothing_else(case: Case) -> None:
+    fun, *args = case.make()
+    report = lint(fun, case.policy, target=case.target)(*args)
+    found = {(finding.rule, finding.line) for finding in report.findings}
+    assert found == case.expected, str(report)
+
+
+def test_the_corpus_plants_each_rule() -> None:
+    assert {case.rule for case in HAZARDS} == {rule.name for rule in _rules()}
+    assert all(case.expected for case in HAZARDS)
+    assert len(HAZARDS) >= 25
+
+
+def _rules() -> Any:
+    return inspect.getmodule(lint).RULES  # pyright: ignore[reportOptionalMemberAccess]
+
+
+# What a finding says.
+
+
+def attend(x: jax.Array) -> jax.Array:
+    """Return half-precision self-attention, softmax included."""
+    return jax.nn.softmax(x @ x.T) @ x
+
+
+def test_a_finding_says_what_where_and_what_to_do() -> None:
+    def fun(x):
+        for i in range(2):
+            with jax.named_scope(f"block_{i}/attention"):
+                x = attend(x)
+        return x
+
+    report = lint(fun, "mixed_float16")(half(8, 8))
+    line = inspect.getsourcelines(attend)[1] + 2
+    (finding,) = report.findings
+    assert finding.rule == "softmax-in-half"
+    assert finding.severity == "warning"
+    assert finding.layer == "*/attention"
+    assert finding.line == f"{__file__}:{line}"
+    assert finding.primitive == "exp"
+    assert finding.times == 2
+    assert finding.what == "the exponentials of a softmax are float16"
+    assert finding.why.startswith("Small probabilities are lost")
+    assert "x.astype(jnp.float32)" in finding.fix
+    assert str(finding).startswith(
+        f"{__file__}:{line}: warning: softmax-in-half: exp: the exponentials of a "
+        "softmax are float16 (*/attention) ×2. Small"
+    )
+
+
+def test_the_derivative_of_a_checkpoint_is_in_the_layer_it_is_of() -> None:
+    def fun(x):
+        with jax.named_scope("model"):
+
+            @jax.checkpoint
+            def block(x):
+                with jax.named_scope("layer"):
+                    return attend(x)
+
+            return jnp.sum(block(x).astype(F32))
+
+    findings = lint(jax.grad(fun), "mixed_float16")(half(8, 8)).findings
+    assert {(finding.rule, finding.layer) for finding in findings} == {
+        ("softmax-in-half", "model/layer")
+    }
+
+
+def test_each_call_of_a_jitted_function_of_jax_has_its_own_line() -> None:
+    def fun(x):
+        x = jnp.where(x > 0, x, -1e9)
+        return jnp.where(x > 1, x, -1e9)
+
+    first = inspect.getsourcelines(fun)[1] + 1
+    findings = lint(fun, "mixed_float16")(half(4)).findings
+    assert [f.line for f in findings] == [f"{__file__}:{first + i}" for i in (0, 1)]
+
+
+def test_the_worst_comes_first() -> None:
+    def fun(x, w):
+        y = jax.nn.softmax(x @ w.astype(x.dtype))
+        return (x.astype(F32) @ w) + (y / 1e-9).astype(F32)
+
+    report = lint(fun, "mixed_float16")(half(8, 8), full(8, 8))
+    assert [f.severity for f in report.findings] == ["error", "warning", "speed"]
+
+
+def test_a_cast_that_autocast_inserts_has_the_line_of_its_use() -> None:
+    def fun(w, x):
+        return jnp.sum((x.astype(F16).astype(F32) @ w) ** 2)
+
+    report = lint(autocast(fun, "mixed_float16"), "mixed_float16")(
+        full(8, 8), full(8, 8)
+    )
+    line = inspect.getsourcelines(fun)[1] + 1
+    assert {f.line for f in report.findings} == {f"{__file__}:{line}"}
+
+
+def test_the_share_of_float32_flops_is_by_line_and_in_total() -> None:
+    def fun(x, w):
+        y = x @ w
+        z = jax.lax.scan(lambda y, _: (y @ w, None), y, length=2)[0]
+        return z.astype(F16) @ w.astype(F16)
+
+    report = lint(fun, "mixed_float16")(full(8, 8), full(8, 8))
+    assert report.f32_flops_share == 0.75
+    assert [finding.what for finding in report.findings] == [
+        "float32; 25.0% of all matrix-product FLOPs on this line",
+        "float32; 50.0% of all matrix-product FLOPs on this line",
+    ]
+
+
+# The report.
+
+
+def report_of_two() -> LintReport:
+    def fun(x):
+        return attend(x) / 1e-9
+
+    return lint(fun, "mixed_float16")(half(12, 8))
+
+
+def test_a_report_is_as_long_and_as_true_as_its_findings() -> None:
+    report = report_of_two()
+    assert len(report) == 3
+    assert report
+    sound = lint(jnp.tanh, "mixed_float16")(half(4))
+    assert len(sound) == 0
+    assert not sound
+    assert str(sound) == "no findings"
+    assert len(str(report).splitlines()) == 3
+
+
+def test_a_report_survives_json() -> None:
+    report = report_of_two()
+    assert LintReport.from_json(report.to_json()) == report
+    assert json.loads(report.to_json())["findings"][0]["severity"] == "error"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"findings": [{"rule": 1}]}', "null"])
+def test_json_of_something_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="Expected the JSON of a LintReport, got"):
+        LintReport.from_json(text)
+
+
+def test_a_table_has_a_row_per_finding() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    table = report_of_two().table()
+    console.print(table)
+    text = console.export_text()
+    assert table.row_count == 3
+    assert "lint: 3 findings, 0.0% of matrix-product FLOPs left in float32" in text
+    assert "softmax-in-half" in text
+    assert "no multiple of 8: 12 ×2" in text
+
+
+# Policies and targets.
+
+
+def test_what_the_policy_keeps_in_float32_is_not_left_there() -> None:
+    def fun(x, w):
+        with jax.named_scope("body"):
+            x = x @ w
+        with jax.named_scope("head"):
+            return x @ w
+
+    args = full(8, 8), full(8, 8)
+    policy = PolicyMap("mixed_bfloat16", {"head": "full"})
+    report = lint(fun, policy)(*args)
+    assert [finding.layer for finding in report.findings] == ["body"]
+    assert report.f32_flops_share == 0.5
+    assert not lint(autocast(fun, policy), policy)(*args)
+    assert not lint(full_precision(fun), "mixed_bfloat16")(*args)
+
+
+@pytest.mark.standard_promotion
+def test_patterns_may_be_paths_of_linen_modules() -> None:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="head")(nn.Dense(8, name="body")(x))
+
+    policy = PolicyMap("mixed_bfloat16", {"head": "full"})
+    model, x = jmp_lite.linen.with_policy(Model(), policy), full(8, 8)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    variables = jax.eval_shape(Model().init, key, x)
+    assert not lint(model.apply, policy)(variables, x)
+    findings = lint(model.apply, "mixed_bfloat16")(variables, x).findings
+    assert [finding.layer for finding in findings] == ["Model/head"]
+
+
+def test_a_pattern_that_matches_no_scope_is_refused() -> None:
+    policy = PolicyMap("mixed_bfloat16", {"haed": "full"})
+    with pytest.raises(ValueError, match="'haed' matches no path"):
+        lint(attend, policy)(half(8, 8, dtype=BF16))
+
+
+def test_a_value_is_judged_by_its_own_dtype() -> None:
+    def fun(x):
+        return x / (jnp.abs(x) + 1e-8)
+
+    assert not lint(fun, "mixed_float16")(full(4))
+    assert not lint(fun, "mixed_float16")(half(4, dtype=BF16))
+    assert rules(lint(fun, "mixed_bfloat16")(half(4))) == ["eps-flushes"]
+
+
+def test_the_target_is_that_of_the_device_and_a_gpu_on_a_cpu() -> None:
+    args = half(128, 128), half(128, 24)
+    assert not lint(jnp.dot, "mixed_float16")(*args)
+    report = lint(jnp.dot, "mixed_float16", target="tpu")(*args)
+    assert [f.what for f in report.findings] == ["no multiple of 128: 24"]
+
+
+def test_nothing_is_computed() -> None:
+    size = 2**40
+    report = lint(jax.nn.softmax, "mixed_float16")(half(size, size))
+    assert rules(report) == ["softmax-in-half"]
+
+
+def test_arrays_shapes_and_other_arguments_are_all_arguments() -> None:
+    def fun(x, *, scale, function):
+        return function(x["a"]) * scale + x["b"]
+
+    x = {"a": jnp.ones((2, 4), F16), "b": 2.0}
+    shapes = {"a": half(2, 4), "b": 2.0}
+    (of_arrays, of_shapes) = (
+        lint(fun, "mixed_float16")(tree, scale=1e-6, function=jax.nn.softmax)
+        for tree in (x, shapes)
+    )
+    assert of_arrays == of_shapes
+    assert rules(of_arrays) == ["eps-flushes", "softmax-in-half"]
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("fun", [None, 3, "f"])
+def test_what_cannot_be_called_is_refused(fun: Any) -> None:
+    with pytest.raises(TypeError, match=f"lint expects a function, got {fun!r}"):
+        lint(fun, "mixed_float16")
+
+
+@pytest.mark.parametrize(
+    ("policy", "got"),
+    [
+        ("full", "p=full,c=full,o=full"),
+        (
+            PolicyMap("mixed_float16", {"a": "mixed_bfloat16"}),
+            "p=full,c=bf16,o=full, p=full,c=f16,o=full",
+        ),
+    ],
+)
+def test_a_policy_without_one_half_dtype_is_refused(policy: Any, got: str) -> None:
+    text = "lint expects a policy that computes in float16 or in bfloat16.*got " + got
+    with pytest.raises(ValueError, match=text):
+        lint(jnp.tanh, policy)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="Unknown dtype 'halv'"):
+        lint(jnp.tanh, "halv")
+    with pytest.raises(TypeError, match="Expected a Policy or its string, got 16"):
+        lint(jnp.tanh, 16)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unknown_target_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expected target='gpu' or 'tpu', got 'cpu'"):
+        lint(jnp.tanh, "mixed_float16", target="cpu")  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,143 @@
+"""`lint` has nothing to say of sound models, and of their gradients."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from lint_corpus import full, ints
+
+import jmp_lite.linen
+import jmp_lite.nnx
+from jmp_lite import autocast
+from jmp_lite.numerics import lint
+
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=not train, use_fast_variance=False
+        )
+        x = nn.relu(norm()(nn.Conv(16, (3, 3))(x)))
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        x = nn.relu(norm()(nn.Conv(32, (3, 3), use_bias=False)(x)))
+        x = nn.avg_pool(x, (2, 2), (2, 2)).reshape(x.shape[0], -1)
+        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(nn.Dense(64)(x)))
+        return nn.Dense(16)(x)
+
+
+class Block(nnx.Module):
+    def __init__(self, features, rngs):
+        norm = functools.partial(nnx.LayerNorm, use_fast_variance=False, rngs=rngs)
+        self.norms = nnx.List([norm(features), norm(features)])
+        self.attention = nnx.MultiHeadAttention(
+            2, features, dropout_rate=0.1, decode=False, deterministic=False, rngs=rngs
+        )
+        self.up = nnx.Linear(features, 4 * features, rngs=rngs)
+        self.down = nnx.Linear(4 * features, features, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x, mask):
+        x = x + self.attention(self.norms[0](x), mask=mask)
+        x = x + self.dropout(self.down(jax.nn.gelu(self.up(self.norms[1](x)))))
+        return x
+
+
+class Transformer(nnx.Module):
+    def __init__(self, vocabulary, features, rngs):
+        self.embed = nnx.Embed(vocabulary, features, rngs=rngs)
+        self.positions = nnx.Embed(16, features, rngs=rngs)
+        self.blocks = nnx.List([Block(features, rngs) for _ in range(2)])
+        self.norm = nnx.LayerNorm(features, use_fast_variance=False, rngs=rngs)
+        self.head = nnx.Linear(features, vocabulary, rngs=rngs)
+
+    def __call__(self, tokens):
+        mask = nnx.make_causal_mask(tokens)
+        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))[None]
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+def conv_net(policy: str | None) -> tuple[Any, ...]:
+    """Return the loss of the convolutional model and its arguments, as shapes."""
+    plain = ConvNet()
+    model = plain if policy is None else jmp_lite.linen.with_policy(plain, policy)
+    x, labels, key = (
+        full(2, 8, 8, 3),
+        ints(2),
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    variables = jax.eval_shape(functools.partial(plain.init, train=False), key, x)
+
+    def loss(params, statistics, x, labels, key):
+        logits, _ = model.apply(
+            {"params": params, "batch_stats": statistics},
+            x,
+            train=True,
+            mutable=["batch_stats"],
+            rngs={"dropout": key},
+        )
+        return _cross_entropy(logits, labels)
+
+    return loss, variables["params"], variables["batch_stats"], x, labels, key
+
+
+def transformer(policy: str | None) -> tuple[Any, ...]:
+    """Return the loss of the transformer and its arguments."""
+    model = Transformer(32, 16, nnx.Rngs(0))
+    if policy is not None:
+        model = jmp_lite.nnx.with_policy(model, policy)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, rest, tokens):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        return _cross_entropy(model(tokens), tokens)
+
+    return loss, params, rest, ints(2, 8)
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.mean(losses)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", [conv_net, transformer])
+def test_sound_models_have_no_findings(make: Any, policy: str) -> None:
+    by_module, *args = make(policy)
+    written, *_ = make(None)
+    lowered = autocast(written, policy)
+    for fun in (
+        by_module,
+        lowered,
+        jax.value_and_grad(by_module),
+        jax.value_and_grad(lowered),
+        autocast(jax.value_and_grad(written), policy),
+    ):
+        report = lint(fun, policy)(*args)
+        assert not report, str(report)
+        assert report.f32_flops_share == 0.0
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("make", [conv_net, transformer])
+def test_a_model_in_float32_is_a_model_left_in_float32(make: Any) -> None:
+    fun, *args = make(None)
+    report = lint(jax.grad(fun), "mixed_float16")(*args)
+    assert {finding.rule for finding in report.findings} == {"float32-product"}
+    assert report.f32_flops_share == 1.0
+
+
+@pytest.mark.standard_promotion
+def test_modules_that_hold_their_state_are_functions_too() -> None:
+    model = jmp_lite.nnx.with_policy(Transformer(32, 16, nnx.Rngs(0)), "mixed_bfloat16")
+    assert not lint(model, "mixed_bfloat16")(ints(2, 8))
