@@ -1,0 +1,56 @@
+"""One of two processes that save and restore a state which spans them both.
+
+`python -m tests.checkpoint_of_two_processes ADDRESS INDEX FOLDER`, once for each index.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+from jmp_lite import checkpoint
+
+
+def main(address: str, index: int, folder: Path) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, num_processes=2, process_id=index)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def put(x, *axes):
+        return jax.device_put(x, NamedSharding(mesh, P(*axes)))
+
+    state = {
+        "sharded": put(np.arange(8, dtype=np.float32), "data"),
+        "replicated": put(np.float32(3.0)),
+        "key": jax.jit(
+            lambda: jax.random.key(7), out_shardings=NamedSharding(mesh, P())
+        )(),
+        "local": jnp.int32(5),
+        "loss_scale": jmp.DynamicLossScale(8.0),
+    }
+    for step in (1, 2, 2, 3):  # one is replaced, and one is dropped
+        checkpoint.save(folder, state, step=step, keep=2)
+    like = state | {"sharded": put(np.zeros(8, jnp.bfloat16), "data")}
+    restored = checkpoint.restore(folder, like, cast=True)
+    assert restored.step == checkpoint.latest_step(folder) == 3
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "3"]
+    sharded = restored.state["sharded"]
+    assert sharded.sharding == state["sharded"].sharding
+    assert sharded.dtype == jnp.bfloat16
+    for shard in sharded.addressable_shards:
+        np.testing.assert_array_equal(shard.data, np.arange(8)[shard.index])
+    assert float(restored.state["replicated"]) == 3.0
+    assert int(restored.state["local"]) == 5
+    key = jax.random.key_data(restored.state["key"])
+    np.testing.assert_array_equal(key, jax.random.key_data(jax.random.key(7)))
+    print(f"process {index}: {str(restored.casts)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,487 @@
+"""A checkpoint brings back every bit, dtype, weak type and place of a state."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import bitwise
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+from jmp_lite import checkpoint
+from jmp_lite.linen import TrainState
+
+ROOT = Path(__file__).parent.parent
+
+DTYPES = [
+    *["bool", "int4", "int8", "int16", "int32", "uint4", "uint8", "uint16", "uint32"],
+    *["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3"],
+    *["bfloat16", "float16", "float32", "complex64"],
+]
+
+
+class State(NamedTuple):
+    step: Any
+    params: Any
+    opt_state: Any = ()
+    rng: Any = None
+
+
+def random_bits(dtype: Any, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> Any:
+    """Return an array whose bits are drawn: NaNs of all kinds, subnormals, -0.0."""
+    rng, dtype = np.random.default_rng(seed), np.dtype(dtype)
+    if dtype == np.bool_ or dtype.name in ("int4", "uint4"):  # not all bits are theirs
+        return rng.integers(0, 2, shape).astype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(rng.bytes(size), np.uint8).view(dtype).reshape(shape)
+
+
+def round_trip(folder: Path, state: Any, like: Any = None, **kwargs: Any) -> Any:
+    checkpoint.save(folder, state, step=0, **kwargs)
+    restored = checkpoint.restore(folder, state if like is None else like)
+    assert (restored.step, restored.casts) == (0, {})
+    return restored.state
+
+
+def assert_same(restored: Any, state: Any) -> None:
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
+    assert bitwise.avals(restored) == bitwise.avals(state)
+    for new, old in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert type(new) is type(old)
+        if isinstance(old, jax.Array):
+            assert (new.sharding, new.committed) == (old.sharding, old.committed)
+
+
+def make_mesh(devices: int = 8) -> jax.sharding.Mesh:
+    return jax.make_mesh(
+        (devices,),
+        ("data",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
+
+
+# Every kind of leaf.
+
+
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    arrays = {dtype: random_bits(dtype) for dtype in DTYPES}
+    state = {"numpy": arrays, "jax": jax.tree.map(jnp.asarray, arrays)}
+    assert_same(round_trip(tmp_path, state), state)
+
+
+def test_64_bit_dtypes_come_back_under_x64(tmp_path: Path) -> None:
+    with jax.enable_x64(True):
+        arrays = {
+            d: random_bits(d) for d in ("int64", "uint64", "float64", "complex128")
+        }
+        state = {"numpy": arrays, "jax": jax.tree.map(jnp.asarray, arrays)}
+        assert_same(round_trip(tmp_path, state), state)
+
+
+def test_numpy_keeps_64_bits_without_x64(tmp_path: Path) -> None:
+    state = {"x": np.float64(0.1), "n": np.array([2**40])}
+    assert_same(round_trip(tmp_path, state), state)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_prng_keys_come_back(impl: str, tmp_path: Path) -> None:
+    key = jax.random.key(3, impl=impl)
+    state = {"key": key, "keys": jax.random.split(key, (2, 3)), "none": key[None][:0]}
+    restored = round_trip(tmp_path, state)
+    assert_same(restored, state)
+    assert jax.random.bits(restored["key"]) == jax.random.bits(key)
+
+
+def test_shapes_of_keys_are_enough_to_restore_them(tmp_path: Path) -> None:
+    state = {"key": jax.random.key(3), "old": jax.random.PRNGKey(3)}
+    like = jax.eval_shape(lambda: state)
+    assert_same(round_trip(tmp_path, state, like), state)
+
+
+def test_numbers_and_what_is_no_array_come_back(tmp_path: Path) -> None:
+    state = {
+        "numbers": (1, -2.5, True, 1e-320, float("inf"), 3 + 4j, 2**63 - 1),
+        "numpy": (np.float32(0.1), np.int16(3), np.array(2.0)),
+        "nothing": (None, (), {}, optax.EmptyState()),
+        "empty": (jnp.zeros((0, 3)), np.zeros(0, np.int8)),
+        "objects": (jnp.tanh, "text", np.array(["text"])),
+    }
+    restored = round_trip(tmp_path, state)
+    objects, restored_objects = state.pop("objects"), restored.pop("objects")
+    assert all(a is b for a, b in zip(objects, restored_objects, strict=True))
+    assert restored["numbers"] == state["numbers"]
+    assert jax.tree.map(type, restored) == jax.tree.map(type, state)
+    assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
+
+
+@pytest.mark.parametrize("state", [(), {"x": jnp.zeros(0)}, jnp.ones(2), 7])
+def test_a_state_may_be_empty_or_a_leaf(state: Any, tmp_path: Path) -> None:
+    assert_same(round_trip(tmp_path, state), state)
+
+
+def test_numpy_arrays_that_come_back_can_be_written_to(tmp_path: Path) -> None:
+    restored = round_trip(tmp_path, {"x": np.arange(3)})
+    restored["x"][0] = 5
+    assert restored["x"].tolist() == [5, 1, 2]
+
+
+def test_names_with_dots_and_slashes_stay_apart(tmp_path: Path) -> None:
+    names = ["a.b", "a-b", "a b", "é", "0", "", "a//b", ".zarray"]
+    state = {name: jnp.float32(i) for i, name in enumerate(names)}
+    state = {**state, "a": {"b": jnp.float32(99), "c.d": jnp.float32(98)}}
+    assert_same(round_trip(tmp_path, state), state)
+
+
+leaves = st.builds(
+    lambda dtype, shape, seed, kind: kind(random_bits(dtype, tuple(shape), seed)),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.integers(0, 2**16),
+    st.sampled_from([np.asarray, jnp.asarray]),
+) | st.sampled_from([None, 1, 2.5, False])
+names = st.text("ab./0", max_size=3)
+states = st.recursive(
+    leaves,
+    lambda inner: (
+        st.dictionaries(names, inner, max_size=3)
+        | st.lists(inner, max_size=3)
+        | st.builds(State, inner, inner, inner, inner)
+    ),
+    max_leaves=6,
+)
+
+
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(states)
+def test_any_pytree_comes_back(state: Any) -> None:
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+    hypothesis.assume(len(set(paths)) == len(paths))
+    with tempfile.TemporaryDirectory() as folder:
+        assert_same(round_trip(Path(folder), state), state)
+
+
+# Where leaves go.
+
+
+def test_arrays_go_onto_the_sharding_of_like(tmp_path: Path) -> None:
+    rows = NamedSharding(make_mesh(), P("data"))
+    everywhere = NamedSharding(make_mesh(), P())
+    state = {
+        "sharded": jax.device_put(jnp.arange(16.0), rows),
+        "replicated": jax.device_put(jnp.arange(3, dtype=jnp.bfloat16), everywhere),
+        "keys": jax.device_put(jax.random.split(jax.random.key(0), 8), rows),
+        "elsewhere": jax.device_put(jnp.ones(2), jax.devices()[3]),
+        "free": jnp.int32(3),
+    }
+    restored = round_trip(tmp_path, state)
+    assert_same(restored, state)
+    # A scalar that is tied to no device may meet arrays on any.
+    assert jax.jit(lambda t: t["sharded"] * t["free"].astype(float))(restored)[2] == 6.0
+
+
+def test_a_state_moves_to_other_devices(tmp_path: Path) -> None:
+    x = jax.device_put(jnp.arange(16.0), NamedSharding(make_mesh(8), P("data")))
+    on_two = NamedSharding(make_mesh(2), P("data"))
+    for sharding in (on_two, SingleDeviceSharding(jax.devices()[5])):
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        restored = round_trip(tmp_path, {"x": x}, {"x": like})["x"]
+        assert restored.sharding == sharding
+        np.testing.assert_array_equal(restored, np.arange(16.0))
+
+
+def test_the_kind_of_leaf_is_that_of_like(tmp_path: Path) -> None:
+    state = {
+        "numpy": jnp.ones(2),
+        "jax": np.ones(2, np.float32),
+        "number": 3,
+        "array": 4,
+    }
+    like = {
+        "numpy": np.zeros(2, np.float32),
+        "jax": jnp.zeros(2),
+        "number": jnp.int32(0),
+    }
+    like["array"] = np.zeros([], np.int16)
+    state["shape"] = 5
+    like["shape"] = jax.ShapeDtypeStruct((), jnp.int32, weak_type=True)
+    restored = round_trip(tmp_path, state, like)
+    assert isinstance(restored["numpy"], np.ndarray)
+    assert isinstance(restored["jax"], jax.Array)
+    assert_same(restored["number"], jnp.int32(3))
+    assert_same(restored["shape"], jnp.asarray(5))
+    assert (restored["array"].dtype, restored["array"]) == (np.int16, 4)
+
+
+def test_a_donated_state_tells_what_to_restore(tmp_path: Path) -> None:
+    sharding = NamedSharding(make_mesh(), P())
+    state = {"w": jax.device_put(jnp.arange(4.0), sharding), "key": jax.random.key(1)}
+    copy = jax.tree.map(jnp.copy, state)
+    checkpoint.save(tmp_path, state, step=1)
+    jax.tree.map(lambda x: x.delete(), state)
+    assert_same(checkpoint.restore(tmp_path, state).state, copy)
+
+
+def test_a_restored_state_can_be_donated(tmp_path: Path) -> None:
+    sharding = NamedSharding(make_mesh(), P())
+    state = {"w": jax.device_put(jnp.arange(400.0), sharding), "n": jnp.arange(300)}
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    restored = round_trip(tmp_path, state)
+    assert_same(step(step(restored)), step(step(state)))
+
+
+# Training goes on.
+
+
+def make_tx() -> optax.GradientTransformationExtraArgs:
+    schedule = optax.cosine_decay_schedule(1e-2, 100)
+    inner = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.inject_hyperparams(optax.adamw)(learning_rate=schedule),
+    )
+    return jmp.scale_aware(
+        optax.MultiSteps(inner, every_k_schedule=3),
+        jmp.DynamicLossScale(8.0, period=2, hysteresis=2),
+    )
+
+
+def gradients(index: int) -> dict[str, jax.Array]:
+    value = jnp.inf if index == 3 else 0.1 * index
+    return {"w": jnp.full(4, value, jnp.float16), "b": jnp.float16(value)}
+
+
+@pytest.mark.standard_promotion  # optax's optimisers need it
+def test_a_restored_step_is_the_same_and_does_not_compile_again(tmp_path: Path) -> None:
+    tx, traces = make_tx(), []
+
+    @jax.jit
+    def step(state, grads):
+        traces.append(1)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return State(state.step + 1, params, opt_state, jax.random.split(state.rng)[0])
+
+    # As people start: a step of no dtype, and weakly typed parameters.
+    params = {"w": jnp.full(4, 0.5), "b": jnp.float32(0)}
+    fresh = State(0, params, tx.init(params), jax.random.key(0))
+    state = fresh
+    for index in range(5):
+        state = step(state, gradients(index))
+        checkpoint.save(tmp_path, state)
+    traced = len(traces)
+    for index in (3, 4):
+        restored = checkpoint.restore(tmp_path, fresh, step=index)
+        resumed = restored.state
+        assert (restored.step, int(resumed.step)) == (index, index)
+        for rest in range(index, 5):
+            resumed = step(resumed, gradients(rest))
+        assert_same(resumed, state)
+    assert len(traces) == traced
+    assert jmp.metrics(state.opt_state)["skipped_steps"] == 1
+
+
+def test_a_fresh_state_keeps_its_weak_types(tmp_path: Path) -> None:
+    state = {"weak": jnp.full((2, 3), 0.5), "n": jnp.asarray(3), "strong": jnp.ones(2)}
+    assert state["weak"].weak_type
+    assert state["n"].weak_type
+    assert_same(round_trip(tmp_path, state), state)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    "loss_scale",
+    [
+        jmp.NoOpLossScale(),
+        jmp.StaticLossScale(128.0),
+        jmp.DynamicLossScale(8.0, 3, period=7),
+        jmp.DynamicLossScale(8.0, hysteresis=2, max_loss_scale=float("inf")),
+    ],
+    ids=["noop", "static", "dynamic", "hysteresis"],
+)
+def test_every_loss_scale_comes_back(loss_scale: Any, tmp_path: Path) -> None:
+    tx = jmp.scale_aware(optax.adam(1e-3), loss_scale)
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    for value in (jnp.inf, 1.0):
+        _, state = tx.update({"w": jnp.full(3, value)}, state, params)
+    assert_same(round_trip(tmp_path, state, tx.init(params)), state)
+
+
+def test_the_settings_of_a_loss_scale_are_those_of_like(tmp_path: Path) -> None:
+    like = jmp.DynamicLossScale(1.0, period=500)
+    restored = round_trip(tmp_path, jmp.DynamicLossScale(8.0, 3, period=7), like)
+    assert restored.period == 500
+    assert (float(restored.loss_scale), int(restored.counter)) == (8.0, 3)
+
+
+@pytest.mark.standard_promotion  # optax's optimisers need it
+def test_flax_train_states_come_back(tmp_path: Path) -> None:
+    tx = make_tx()
+    params = {"w": jnp.ones(4), "b": jnp.float32(0)}
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (train_state.TrainState, {}),
+        (
+            TrainState,
+            {
+                "batch_stats": {"mean": jnp.zeros(4), "var": jnp.ones(4)},
+                "rng": jax.random.key(3),
+                "ema_decay": 0.9,
+            },
+        ),
+    ]
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    for index, (cls, fields) in enumerate(kinds):
+        fresh = cls.create(apply_fn=jnp.tanh, params=params, tx=tx, **fields)
+        state = fresh
+        for i in range(5):
+            state = step(state, gradients(i))
+            checkpoint.save(tmp_path / str(index), state)  # the same step after a skip
+        restored = checkpoint.restore(tmp_path / str(index), fresh)
+        assert restored.step == int(state.step)
+        assert restored.state.tx is tx
+        assert restored.state.apply_fn is jnp.tanh
+        assert_same(restored.state, state)
+        assert_same(step(restored.state, gradients(5)), step(state, gradients(5)))
+
+
+def test_modules_of_equinox_and_nnx_come_back(tmp_path: Path) -> None:
+    mlp = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    other = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(1))
+    restored = round_trip(tmp_path / "equinox", mlp, other)
+    assert restored.activation is other.activation
+    assert bitwise.raw_bits(eqx.filter(restored, eqx.is_array)) == bitwise.raw_bits(
+        eqx.filter(mlp, eqx.is_array)
+    )
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    like = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(1)))
+    assert_same(round_trip(tmp_path / "nnx", state, like), state)
+
+
+# The folder.
+
+
+def test_the_newest_few_are_kept(tmp_path: Path) -> None:
+    assert checkpoint.latest_step(tmp_path / "none") is None
+    assert checkpoint.latest_step(tmp_path) is None
+    for step in (0, 2, 5, 30):
+        checkpoint.save(tmp_path, State(jnp.int32(step), jnp.float32(step)), keep=2)
+        assert checkpoint.latest_step(tmp_path) == step
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["30", "5"]
+    like = State(0, jnp.float32(0))
+    assert checkpoint.restore(tmp_path, like).state.params == 30.0
+    assert checkpoint.restore(str(tmp_path), like, step=5).state.params == 5.0
+
+
+def test_a_step_is_saved_anew(tmp_path: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        checkpoint.save(tmp_path, {"x": jnp.float32(value)}, step=4, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+    restored = checkpoint.restore(tmp_path, {"x": jnp.float32(0)})
+    assert restored.state["x"] == 3.0
+
+
+def test_a_relative_folder_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save("runs/a", {"x": 1}, step=1)
+    assert checkpoint.restore(tmp_path / "runs" / "a", {"x": 0}).state == {"x": 1}
+
+
+def test_what_failed_leaves_the_last_one_and_is_cleared_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def value(step=None):
+        return checkpoint.restore(tmp_path, {"x": 0.0}, step=step).state["x"]
+
+    def fail(*args, **kwargs):
+        raise OSError("no space left")
+
+    checkpoint.save(tmp_path, {"x": 1.0}, step=1)
+    for step in (1, 2):  # one that would replace, and one that is new
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp.JsonCheckpointHandler, "async_save", fail)
+            with pytest.raises(OSError, match="no space left"):
+                checkpoint.save(tmp_path, {"x": 9.0}, step=step)
+        assert (checkpoint.latest_step(tmp_path), value()) == (1, 1.0)
+    assert len(list(tmp_path.iterdir())) > 1
+    checkpoint.save(tmp_path, {"x": 3.0}, step=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+    assert (value(1), value()) == (1.0, 3.0)
+
+
+def test_save_leaves_no_thread_behind(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=1)
+    before = set(threading.enumerate())
+    for step in (2, 3):
+        checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=step)
+        checkpoint.restore(tmp_path, {"x": jnp.ones(3)})
+    assert set(threading.enumerate()) <= before
+
+
+def test_orbax_reads_it_without_us(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"dense": [jnp.arange(3.0)]}, step=1)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        arrays = checkpointer.restore(tmp_path / "1" / "state")
+    np.testing.assert_array_equal(arrays["dense/0"], [0.0, 1.0, 2.0])
+
+
+# Processes.
+
+
+def test_two_processes_save_and_restore_one_state(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "tests.checkpoint_of_two_processes", address]
+    # One device each.
+    environment = os.environ | {"XLA_FLAGS": ""}
+    processes = [
+        subprocess.Popen(
+            [*command, str(index), str(tmp_path)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in (0, 1)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    for index, output in enumerate(outputs):
+        assert f"process {index}: sharded  float32 -> bfloat16\n" in output, output
+
+
+def test_runs_that_are_killed_end_at_the_same_bits() -> None:
+    command = [sys.executable, "-m", "tests.kill_and_resume", "--kills", "6"]
+    environment = os.environ | {"XLA_FLAGS": ""}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    counts = json.loads(result.stdout.splitlines()[-1])
+    assert (counts["kills"], counts["differences"]) == (6, 0)
+    assert counts["mid_window"] > 0, result.stdout
+    assert counts["after_skip"] > 0, result.stdout

@@ -1,0 +1,202 @@
+"""Restoring across dtypes: what is cast, what is told, and what is refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import bitwise
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+from jmp_lite import checkpoint
+from jmp_lite.linen import TrainState
+
+FLOATS = ["bfloat16", "float16", "float32"]
+
+
+def save_and_restore(folder: Path, state: Any, like: Any, **kwargs: Any) -> Any:
+    checkpoint.save(folder, state, step=0)
+    return checkpoint.restore(folder, like, **kwargs)
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.Conv(4, (3, 3))(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(3)(nn.relu(x).mean((1, 2)))
+
+
+@pytest.mark.standard_promotion
+def test_a_float32_model_with_batch_norm_becomes_half_and_float32_again(
+    tmp_path: Path,
+) -> None:
+    model: Any = ConvNet()
+    x = jnp.ones((2, 4, 4, 1))
+    variables = model.init(jax.random.key(0), x, train=False)
+    mean = variables["batch_stats"]["BatchNorm_0"]["mean"] + 0.3
+    variables["batch_stats"]["BatchNorm_0"]["mean"] = mean
+    half = jmp.cast_to_half(variables)
+
+    restored = save_and_restore(tmp_path, variables, half, cast=True)
+    assert bitwise.raw_bits(restored.state) == bitwise.raw_bits(half)
+    assert len(restored.casts) == len(jax.tree.leaves(variables))
+    line = "batch_stats/BatchNorm_0/mean  float32 -> float16"
+    assert line in str(restored.casts).splitlines()
+
+    back = save_and_restore(tmp_path, restored.state, variables, cast=True).state
+    assert bitwise.avals(back) == bitwise.avals(variables)
+    assert bitwise.raw_bits(back) == bitwise.raw_bits(jmp.cast_to_full(half))
+    assert model.apply(back, x, train=False).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("to", FLOATS)
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_every_float_becomes_every_other(to: str, kind: Any, tmp_path: Path) -> None:
+    values = np.array([1.0, -0.0, 0.1, 300.5, np.inf, -np.inf, np.nan])
+    state = {dtype: kind(values.astype(np.dtype(dtype))) for dtype in FLOATS}
+    like = {dtype: kind(np.zeros(7, np.dtype(to))) for dtype in FLOATS}
+    restored = save_and_restore(tmp_path, state, like, cast=True)
+    expected = {dtype: x.astype(np.dtype(to)) for dtype, x in state.items()}
+    assert bitwise.raw_bits(restored.state) == bitwise.raw_bits(expected)
+    assert restored.casts == {
+        dtype: (np.dtype(dtype), np.dtype(to), 0) for dtype in FLOATS if dtype != to
+    }
+
+
+def test_float64_becomes_float32(tmp_path: Path) -> None:
+    with jax.enable_x64(True):
+        checkpoint.save(tmp_path, {"x": jnp.full(2, 0.1)}, step=0)
+    restored = checkpoint.restore(tmp_path, {"x": jnp.zeros(2)}, cast=True)
+    assert bitwise.raw_bits(restored.state) == bitwise.raw_bits({"x": jnp.full(2, 0.1)})
+
+
+def test_a_policy_map_chooses_by_path(tmp_path: Path) -> None:
+    policy = jmp.PolicyMap("bfloat16", {".*/norm/.*": "full"})
+    state = {
+        "dec": {"norm": {"scale": jnp.ones(2)}, "w": jnp.ones(2)},
+        "n": jnp.ones(1),
+    }
+    restored = save_and_restore(tmp_path, state, policy.cast_to_param(state), cast=True)
+    assert restored.state["dec"]["norm"]["scale"].dtype == jnp.float32
+    assert restored.state["dec"]["w"].dtype == jnp.bfloat16
+    assert str(restored.casts) == (
+        "dec/w  float32 -> bfloat16\nn      float32 -> bfloat16"
+    )
+
+
+@pytest.mark.standard_promotion
+def test_a_train_state_goes_to_half_params_and_keeps_its_optimiser(
+    tmp_path: Path,
+) -> None:
+    tx = jmp.scale_aware(optax.sgd(0.1, momentum=0.9), jmp.DynamicLossScale(8.0))
+
+    def create(dtype):
+        params = {"w": jnp.ones(3, dtype)}
+        return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    state = create(jnp.float32).apply_gradients(grads={"w": jnp.ones(3)})
+    restored = save_and_restore(tmp_path, state, create(jnp.bfloat16), cast=True)
+    assert list(restored.casts) == ["params/w"]
+    assert bitwise.raw_bits(restored.state.opt_state) == bitwise.raw_bits(
+        state.opt_state
+    )
+    stepped = restored.state.apply_gradients(grads={"w": jnp.ones(3, jnp.bfloat16)})
+    assert (int(stepped.step), stepped.params["w"].dtype) == (2, jnp.bfloat16)
+
+
+def test_a_cast_array_goes_onto_its_sharding(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("data"))
+    state = {"x": jax.device_put(jnp.arange(8.0), sharding)}
+    like = jmp.cast_to_half(state)
+    restored = save_and_restore(tmp_path, state, like, cast=True).state["x"]
+    assert (restored.dtype, restored.sharding) == (jnp.float16, sharding)
+
+
+def test_other_dtypes_are_an_error_that_says_how_to_cast(tmp_path: Path) -> None:
+    state = {"w": [jnp.ones(2), jnp.ones((2, 3))], "n": jnp.ones(2, jnp.bfloat16)}
+    with pytest.raises(ValueError) as error:
+        save_and_restore(tmp_path, state, jmp.cast_to_half(state))
+    assert str(error.value) == (
+        f"Step 0 in {tmp_path} does not fit `like`: it has n (bfloat16[2], `like` has "
+        "float16[2]), w/0 (float32[2], `like` has float16[2]), w/1 (float32[2, 3], "
+        "`like` has float16[2, 3]). cast=True casts them."
+    )
+
+
+def test_same_dtypes_need_no_cast(tmp_path: Path) -> None:
+    state = {"w": jnp.ones(2)}
+    restored = save_and_restore(tmp_path, state, state, cast=True)
+    assert str(restored.casts) == "no leaf was cast"
+
+
+@pytest.mark.parametrize(
+    ("saved", "like"),
+    [
+        (jnp.int32(1), jnp.float32(1)),
+        (jnp.float32(1), jnp.int32(1)),
+        (jnp.int32(1), jnp.int8(1)),
+        (jnp.bool_(True), jnp.float32(1)),
+        (jnp.complex64(1), jnp.float32(1)),
+        (jnp.float32(1), jnp.float8_e4m3fn(1)),
+        (jnp.float32(1), jax.random.key(0)),
+        (jax.random.key(0), jax.random.key(0, impl="rbg")),
+        (jnp.float32(1), "text"),
+        (2.0, jnp.int32(1)),
+        (2, 2.0),
+        (True, 1),
+        (1, jnp.bool_(True)),
+        (jnp.float32(1), jnp.ones(1)),
+        (jnp.float32(1), jnp.ones(1, jnp.float16)),
+        (1.0, jnp.ones(1)),
+    ],
+)
+def test_only_floating_arrays_of_the_same_shape_are_cast(
+    saved: Any, like: Any, tmp_path: Path
+) -> None:
+    text = r"has x \(.*, `like` has .*\)\. Only floating arrays of the same shape"
+    with pytest.raises(ValueError, match=text):
+        save_and_restore(tmp_path, {"x": saved}, {"x": like}, cast=True)
+
+
+def test_a_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
+    state = {"w": jnp.array([1.0, -7e4, 1e9, jnp.inf]), "b": jnp.ones(1)}
+    like = {"w": jnp.zeros(4, jnp.float16), "b": jnp.zeros(1, jnp.float16)}
+    for kind in (np.asarray, jnp.asarray):
+        with pytest.raises(ValueError) as error:
+            save_and_restore(tmp_path, jax.tree.map(kind, state), like, cast=True)
+        assert str(error.value) == (
+            f"Step 0 in {tmp_path}: w does not fit into float16: 2 of 4 numbers, up to "
+            "1e+09, would become inf. Let `like` have a wider dtype there."
+        )
+    like = {"w": jnp.zeros(4, jnp.bfloat16), "b": jnp.zeros(1, jnp.float16)}
+    restored = checkpoint.restore(tmp_path, like, cast=True)
+    assert restored.state["w"][2] == jnp.bfloat16(1e9)
+
+
+def test_a_python_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("x does not fit into float16: 1 of 1")
+    ):
+        save_and_restore(tmp_path, {"x": 1e6}, {"x": jnp.float16(0)})
+    restored = checkpoint.restore(tmp_path, {"x": jnp.float32(0)})
+    assert bitwise.raw_bits(restored.state) == bitwise.raw_bits({"x": jnp.float32(1e6)})
+    with pytest.raises(ValueError, match=re.escape("x is 1099511627776, beyond int32")):
+        save_and_restore(tmp_path, {"x": 2**40}, {"x": jnp.int32(0)})
+
+
+def test_numbers_that_become_zero_are_counted(tmp_path: Path) -> None:
+    state = {"v": jnp.array([1e-9, 0.0, 1.0, -1e-12]), "w": jnp.ones(2)}
+    restored = save_and_restore(tmp_path, state, jmp.cast_to_half(state), cast=True)
+    assert restored.casts["v"] == (jnp.float32, jnp.float16, 2)
+    assert str(restored.casts) == (
+        "v  float32 -> float16, 2 became 0\nw  float32 -> float16"
+    )

@@ -1,0 +1,234 @@
+"""What cannot be saved or restored says why, and leaves the last good state alone."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jmp_lite as jmp
+from jmp_lite import checkpoint
+from jmp_lite.checkpoint import save_restore
+
+
+class State(NamedTuple):
+    step: Any
+    params: Any
+
+
+# Folders and steps.
+
+
+def test_a_folder_without_checkpoints_says_what_it_holds(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(ValueError) as error:
+        checkpoint.restore(folder, {})
+    text = f"There is no checkpoint in {folder}: there is no such folder."
+    assert str(error.value) == text
+    folder.mkdir()
+    with pytest.raises(ValueError, match="it holds nothing"):
+        checkpoint.restore(folder, {})
+    for name in ("notes.txt", "7.orbax-checkpoint-tmp", "a", "b", "c"):
+        (folder / name).mkdir()
+    text = r"it holds 7\.orbax-checkpoint-tmp, a, b, c and 1 more\."
+    with pytest.raises(ValueError, match=text):
+        checkpoint.restore(folder, {})
+    assert checkpoint.latest_step(folder) is None
+
+
+def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
+    for step in (1, 5):
+        checkpoint.save(tmp_path, {"x": 1}, step=step)
+    with pytest.raises(ValueError) as error:
+        checkpoint.restore(tmp_path, {"x": 1}, step=3)
+    assert str(error.value) == f"There is no step 3 in {tmp_path}: it has [1, 5]."
+
+
+def test_an_older_step_is_not_saved(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"x": 1}, step=5)
+    with pytest.raises(ValueError) as error:
+        checkpoint.save(tmp_path, {"x": 2}, step=4)
+    assert str(error.value) == (
+        f"Step 4 is older than step 5, the newest in {tmp_path}. Save into another "
+        "folder, or remove the later steps if they are not wanted."
+    )
+    assert checkpoint.restore(tmp_path, {"x": 0}).state == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("state", "kwargs", "text"),
+    [
+        ({"x": 1}, {}, r"a step of at least 0, got None: give step=, or a state that"),
+        (State(None, 1), {}, r"a step of at least 0, got None: give step="),
+        (State(jnp.int32(-1), 1), {}, r"a step of at least 0, got -1"),
+        ({"x": 1}, {"step": -2}, r"a step of at least 0, got -2"),
+        ({"x": 1}, {"step": 1, "keep": 0}, r"keep at least 1 checkpoint, got keep=0"),
+        ({"x": [2**70]}, {"step": 1}, r"x/0 is 1180591620717411303424: more than 64"),
+        ({"a": {"b": 1}, "a/b": 2}, {"step": 1}, r"Several leaves have the path a/b:"),
+    ],
+)
+def test_what_cannot_be_saved_says_why(
+    state: Any, kwargs: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        checkpoint.save(tmp_path / "run", state, **kwargs)
+    assert not (tmp_path / "run").exists()
+
+
+# Another structure.
+
+
+def test_another_structure_names_the_paths(tmp_path: Path) -> None:
+    state = {"w": jnp.ones(2), "old": [1.0, None], "k": jax.random.key(0)}
+    checkpoint.save(tmp_path, state, step=3)
+    like = {"w": jnp.ones(2), "new": np.ones((2, 3), np.float16), "k": None, "f": len}
+    with pytest.raises(ValueError) as error:
+        checkpoint.restore(tmp_path, like, cast=True)
+    assert str(error.value) == (
+        f"Step 3 in {tmp_path} has another structure than `like`: only the checkpoint "
+        "has k (key<fry>[]), old/0 (a Python float), only `like` has f (no array), new "
+        "(float16[2, 3])."
+    )
+
+
+def test_many_paths_are_counted(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {}, step=3)
+    like = {f"w{i}": i for i in range(9)}
+    with pytest.raises(
+        ValueError, match=r"only `like` has w0 \(.*w3 \(.* and 5 more\."
+    ):
+        checkpoint.restore(tmp_path, like)
+
+
+def test_other_shapes_name_the_paths(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"w": jnp.ones(2), "b": jnp.ones((0, 2))}, step=3)
+    like = {"w": jnp.ones((2, 1)), "b": jnp.ones((0, 3))}
+    with pytest.raises(ValueError) as error:
+        checkpoint.restore(tmp_path, like)
+    assert str(error.value) == (
+        f"Step 3 in {tmp_path} does not fit `like`: it has b (float32[0, 2], `like` "
+        "has float32[0, 3]), w (float32[2], `like` has float32[2, 1]). Only floating "
+        "arrays of the same shape can be cast."
+    )
+
+
+LOSS_SCALES = {
+    "NoOpLossScale": jmp.NoOpLossScale(),
+    "StaticLossScale": jmp.StaticLossScale(8.0),
+    "DynamicLossScale": jmp.DynamicLossScale(8.0),
+    "DynamicLossScale with hysteresis > 1": jmp.DynamicLossScale(8.0, hysteresis=3),
+}
+
+
+@pytest.mark.parametrize("saved", LOSS_SCALES)
+def test_another_kind_of_loss_scale_is_named(saved: str, tmp_path: Path) -> None:
+    states = {
+        name: {
+            "opt": jmp.scale_aware(optax.sgd(0.1), loss_scale).init({"w": jnp.ones(2)})
+        }
+        for name, loss_scale in LOSS_SCALES.items()
+    }
+    checkpoint.save(tmp_path, states[saved], step=3)
+    for wanted in LOSS_SCALES.keys() - {saved}:
+        with pytest.raises(ValueError) as error:
+            checkpoint.restore(tmp_path, states[wanted], cast=True)
+        assert str(error.value) == (
+            f"Step 3 in {tmp_path} has a {saved} at 'opt/loss_scale', `like` has a "
+            f"{wanted}. Restore into the kind that was saved, then put the other in "
+            "its place."
+        )
+    # As it says.
+    state = checkpoint.restore(tmp_path, states[saved]).state["opt"]
+    state = state._replace(loss_scale=jmp.NoOpLossScale())
+    jmp.scale_aware(optax.sgd(0.1), jmp.NoOpLossScale()).update(
+        {"w": jnp.ones(2)}, state
+    )
+
+
+# Damage.
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, empty, flip_a_bit])
+def test_a_damaged_checkpoint_is_an_error_or_every_bit(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    # Of two arrays, the one that is read when the other fails makes Orbax complain.
+    good = {"x": jnp.arange(5000.0).at[7].set(0.1)}
+    checkpoint.save(tmp_path / "run", {"x": jnp.ones(5000)}, step=4)
+    checkpoint.save(tmp_path / "run", good, step=6)
+    folder, refused = tmp_path / "copy", []
+    files = [p for p in (tmp_path / "run" / "6").rglob("*") if p.is_file()]
+    for file in files:
+        shutil.copytree(tmp_path / "run", folder)
+        damage(folder / file.relative_to(tmp_path / "run"))
+        try:
+            state = checkpoint.restore(folder, good).state
+        except ValueError as error:
+            refused.append(file.name)
+            assert str(error).startswith(
+                f"Step 6 in {folder} cannot be read: it is damaged, or not of "
+                "jmp_lite. step= chooses another, of [4]. ("
+            )
+            older = checkpoint.restore(folder, good, step=4)
+            assert older.state["x"][7] == 1.0
+        else:
+            assert bitwise.raw_bits(state) == bitwise.raw_bits(good)
+        shutil.rmtree(folder)
+    assert "metadata" in refused  # the record
+    assert "manifest.ocdbt" in refused
+    assert len(refused) >= 4
+
+
+def test_a_damaged_newest_step_can_be_saved_again(tmp_path: Path) -> None:
+    for step in (4, 6):
+        checkpoint.save(tmp_path, {"x": jnp.float32(step)}, step=step)
+    shutil.rmtree(tmp_path / "6" / "state")
+    with pytest.raises(ValueError, match=r"Step 6 in .* cannot be read"):
+        checkpoint.restore(tmp_path, {"x": jnp.float32(0)})
+    state = checkpoint.restore(tmp_path, {"x": jnp.float32(0)}, step=4).state
+    checkpoint.save(tmp_path, {"x": state["x"] + 2}, step=6)
+    assert checkpoint.restore(tmp_path, {"x": jnp.float32(0)}).state["x"] == 6.0
+
+
+def test_the_checkpoint_of_another_program_is_not_ours(tmp_path: Path) -> None:
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        manager.save(3, args=ocp.args.StandardSave({"x": jnp.ones(2)}))
+    assert checkpoint.latest_step(tmp_path) == 3
+    with pytest.raises(ValueError) as error:
+        checkpoint.restore(tmp_path, {"x": jnp.ones(2)})
+    assert str(error.value).startswith(
+        f"Step 3 in {tmp_path} cannot be read: it is damaged, or not of jmp_lite. "
+        "It is the only one. (FileNotFoundError: "
+    )
+
+
+def test_a_format_of_the_future_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(save_restore, "_FORMAT", 2)
+        checkpoint.save(tmp_path, {}, step=1)
+    with pytest.raises(ValueError, match=r"\(ValueError: expected format 1, got 2\)"):
+        checkpoint.restore(tmp_path, {})

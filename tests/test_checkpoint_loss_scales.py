@@ -1,0 +1,204 @@
+"""Loss scales of jmp and flax go on here as they would have gone on there."""
+
+import dataclasses
+import random
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+
+import jmp_lite
+from jmp_lite import DynamicLossScale
+from jmp_lite.checkpoint import convert_loss_scale
+
+
+def flax_step(scale: Any, finite: bool) -> Any:
+    grad = jnp.float32(1.0 if finite else jnp.inf)
+    return scale.value_and_grad(lambda x: x * grad)(jnp.float32(1.0)).dynamic_scale
+
+
+def jmp_step(scale: Any, finite: bool) -> Any:
+    return scale.adjust(jnp.bool_(finite))
+
+
+FLAX = DynamicScale(
+    growth_factor=4.0,
+    backoff_factor=0.25,
+    growth_interval=3,
+    scale=64.0,
+    minimum_scale=2.0,
+)
+JMP = jmp.DynamicLossScale(
+    jnp.float32(64.0), jnp.int32(0), 3, 4, min_loss_scale=jnp.float32(2.0)
+)
+FLAX_FIELDS = {
+    field.name: getattr(FLAX, field.name) for field in dataclasses.fields(FLAX)
+}
+JMP_FIELDS = {field.name: getattr(JMP, field.name) for field in dataclasses.fields(JMP)}
+
+
+# jmp's factor is an int, and its unflatten forgets min_loss_scale: steps are eager.
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    ("there", "step", "scale_name", "counter_name"),
+    [(FLAX, flax_step, "scale", "fin_steps"), (JMP, jmp_step, "loss_scale", "counter")],
+    ids=["flax", "jmp"],
+)
+def test_a_converted_loss_scale_goes_on_as_it_would_there(
+    there: Any, step: Any, scale_name: str, counter_name: str
+) -> None:
+    rng = random.Random(0)
+    for _ in range(5):
+        there = step(there, rng.random() < 0.8)
+    here = convert_loss_scale(there)
+    for _ in range(40):
+        finite = rng.random() < 0.8
+        there, here = step(there, finite), here.adjust(finite)
+        assert float(here.loss_scale) == float(getattr(there, scale_name))
+        assert int(here.counter) == int(getattr(there, counter_name))
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (FLAX, DynamicLossScale(64.0, 0, 4, 4.0, 2.0)),
+        (JMP, DynamicLossScale(64.0, 0, 3, 4.0, 2.0)),
+        (FLAX_FIELDS, DynamicLossScale(64.0, 0, 4, 4.0, 2.0)),
+        (JMP_FIELDS, DynamicLossScale(64.0, 0, 3, 4.0, 2.0)),
+        (DynamicScale(), DynamicLossScale(2.0**16, 0, 2001, 2.0, 2.0**-126)),
+        (jmp.DynamicLossScale(jnp.float32(8.0)), DynamicLossScale(8.0)),
+        (
+            flax.serialization.to_state_dict(DynamicScale(fin_steps=5)),
+            DynamicLossScale(2.0**16, 5, 2001, 2.0, 2.0**-126),
+        ),
+        (
+            {"scale": np.float32(4), "fin_steps": np.array(5), "growth_interval": 9},
+            DynamicLossScale(4.0, 5, 10, 2.0, 2.0**-126),
+        ),
+        (
+            {"scale": 4, "fin_steps": 5, "minimum_scale": None},
+            DynamicLossScale(4.0, 5, 2001, 2.0, 0.0),
+        ),
+        ({"loss_scale": jnp.float32(4), "counter": 5}, DynamicLossScale(4.0, 5)),
+        (DynamicLossScale(4.0, hysteresis=2), DynamicLossScale(4.0, hysteresis=2)),
+    ],
+)
+def test_objects_and_what_they_are_saved_as_convert(saved: Any, expected: Any) -> None:
+    converted = convert_loss_scale(saved)
+    assert jax.tree.structure(converted) == jax.tree.structure(expected)
+    assert jax.tree.leaves(converted) == jax.tree.leaves(expected)
+    assert jax.tree.map(jax.typeof, converted) == jax.tree.map(jax.typeof, expected)
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        (
+            3.0,
+            r"loss scale of jmp \(loss_scale, .*\) or of flax \(scale, .*\), got float",
+        ),
+        ({"scale": 4.0}, r"got dict with \['scale'\]"),
+        (
+            {"scale": 4.0, "fin_steps": 1, "x": 1},
+            r"got dict with \['fin_steps', 'scale'",
+        ),
+        (jmp_lite.NoOpLossScale(), r"got NoOpLossScale with \[\]"),
+        (
+            jmp.StaticLossScale(jnp.float32(2)),
+            r"got StaticLossScale with \['loss_scale'",
+        ),
+        (
+            {"scale": np.ones(8), "fin_steps": np.zeros(8)},
+            r"Expected scale to be a scalar, got shape \(8,\): a replicated state",
+        ),
+        ({"scale": 0.0, "fin_steps": 1}, "positive, finite loss scale, got 0.0"),
+        ({"loss_scale": np.inf, "counter": 1}, "positive, finite loss scale, got inf"),
+    ],
+)
+def test_anything_else_is_refused(saved: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        convert_loss_scale(saved)
+
+
+# The whole way: from a checkpoint of another program to steps here.
+
+
+class TheirState(NamedTuple):
+    step: Any
+    params: Any
+    opt_state: Any
+    loss_scale: Any
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def train_there(step: Any, loss_scale: Any) -> TheirState:
+    tx, params = optax.adam(0.1), {"w": jnp.ones((3, 2))}
+    opt_state = tx.init(params)
+    for index, finite in enumerate((True, True, False, True)):
+        loss_scale = step(loss_scale, finite)
+        if finite:
+            grads = jax.grad(loss_fn)(params, jnp.full((4, 3), 0.1 * index))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+    return TheirState(jnp.int32(4), params, opt_state, loss_scale)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("there", ["flax", "jmp"])
+def test_training_goes_on_from_the_checkpoint_of_another_program(
+    there: str, tmp_path: Path
+) -> None:
+    state = train_there(*((flax_step, FLAX) if there == "flax" else (jmp_step, JMP)))
+    saved = state
+    if there == "jmp":  # Orbax cannot map over jmp's object; its fields are saved
+        fields = dataclasses.fields(state.loss_scale)
+        loss_scale = {f.name: getattr(state.loss_scale, f.name) for f in fields}
+        saved = state._replace(loss_scale=loss_scale)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "theirs", saved)
+        checkpointer.wait_until_finished()
+        with warnings.catch_warnings(action="ignore"):  # it is read without shardings
+            raw = checkpointer.restore(tmp_path / "theirs")
+
+    their_scale = raw["loss_scale"]
+    if there == "flax":  # which leaves its settings out
+        settings = {"growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
+        their_scale = {**their_scale, **settings, "minimum_scale": 2.0}
+    loss_scale = convert_loss_scale(their_scale)
+    tx = jmp_lite.scale_aware(optax.adam(0.1), loss_scale)
+    opt_state: Any = tx.init(raw["params"])
+    leaves = jax.tree.leaves(raw["opt_state"])
+    opt_state = opt_state._replace(
+        inner_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), leaves)
+    )
+
+    @jax.jit
+    def step(params, opt_state, x):
+        fun = jmp_lite.scaled_value_and_grad(loss_fn, loss_scale=opt_state)
+        loss, grads = fun(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, theirs = raw["params"], state
+    for index in range(4):
+        x = jnp.full((4, 3), 0.2 * index)
+        params, opt_state = step(params, opt_state, x)
+        grads = jax.grad(loss_fn)(theirs.params, x)
+        updates, inner = optax.adam(0.1).update(grads, theirs.opt_state)
+        theirs_next = optax.apply_updates(theirs.params, updates)
+        theirs = theirs._replace(params=theirs_next, opt_state=inner)
+        np.testing.assert_allclose(params["w"], theirs.params["w"], rtol=1e-5)
+    assert int(jmp_lite.metrics(opt_state)["skipped_steps"]) == 0
+    assert float(opt_state.loss_scale.loss_scale) > float(loss_scale.loss_scale)
