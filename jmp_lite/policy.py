@@ -248,8 +248,17 @@ class PolicyMap:
 
     def at(self, path: str) -> Policy:
         """Return the policy of one key path."""
+        return self.rule_for(path) or self.default
+
+    def rule_for(self, path: str) -> Policy | None:
+        """Return the policy that a pattern gives to a path, None if none matches."""
         index = self._index_at(path)
-        return self.default if index is None else self.rules[index][1]
+        return None if index is None else self.rules[index][1]
+
+    def pattern_for(self, path: str) -> str | None:
+        """Return the pattern that decides a path, None if none does."""
+        index = self._index_at(path)
+        return None if index is None else self.rules[index][0]
 
     def explain(self, tree: Any, role: str = "compute") -> dict[str, Any]:
         """List the dtype that each array of a tree is cast to.

@@ -1,0 +1,232 @@
+"""Policies over the modules of an nnx model, its source untouched.
+
+Limits: a layer of flax is told its compute dtype by its `dtype`. A module of your own
+is handed its parameters in it; what it is given by others it takes as it is, and only
+the model itself has its output cast. flax's attention is told to take its softmax in
+float32; one that a model writes itself has the dtype of its logits.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from jmp_lite import attention, dtypes, trees
+from jmp_lite.module_policies import (
+    Explanation,
+    ModuleDtypes,
+    ModulePolicies,
+    ModulePolicy,
+    given_dtype,
+    nearest,
+    why,
+)
+from jmp_lite.policy import Policy, PolicyMap
+
+
+def with_policy(
+    model: nnx.Module,
+    policy: Policy | PolicyMap | str,
+    classes: Mapping[type[nnx.Module], Policy | str] | None = None,
+) -> "PolicyModule":
+    """Return a copy of a model that runs under a policy, or one per path and class.
+
+    Parameters are kept in the param dtype of their module. flax's layers compute in
+    its compute dtype (their `dtype`), other modules get their parameters in it; the
+    model's outputs have the default's output dtype. Statistics of flax's norms are
+    float32, and so is the softmax of flax's attention. A `dtype` that the author of the
+    model has set on a layer stays.
+
+    Args:
+      model: an nnx module; it stays as it is.
+      policy: the policy of all of it; or a `PolicyMap`, whose patterns match whole
+        module paths (`"layers/0/attention"`). A policy holds for all that is inside
+        the module, unless another rule does. Of a rule's output dtype only that for the
+        model itself (`""`) is used.
+      classes: module class (or base class) to policy. Paths come first.
+
+    Returns:
+      An nnx module that is called as `model` is, and holds the copy as `.model`.
+
+    Raises:
+      TypeError: `model` is not an nnx module.
+      ValueError: an unknown policy; a pattern or class names no module.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> linear = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+      >>> model = with_policy(linear, "p=f32,c=bf16,o=f32")
+      >>> model(jnp.ones((2, 3))).dtype, model.model(jnp.ones((2, 3))).dtype
+      (dtype('float32'), dtype(bfloat16))
+      >>> model.explain()[""].compute
+      'bf16'
+
+    References:
+      Keras' `dtype` of a layer.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"Expected an nnx module, got {model!r}.")
+    policies = ModulePolicies(policy, classes or ())
+    model = nnx.clone(model)
+    modules = _modules(model)
+    of = _resolve(policies, modules)
+    own_dtypes = {path: _own_dtype(module) for path, module in modules.items()}
+    nnx.update(model, _cast(nnx.state(model, nnx.Param), of, "param_dtype", of))
+    for path, module in modules.items():
+        _tell(module, of[path].policy.compute_dtype, own_dtypes[path])
+    return PolicyModule(model, policies, own_dtypes)
+
+
+class PolicyModule(nnx.Module):
+    """An nnx module under policies; made by `with_policy`.
+
+    It passes calls on and nothing else: other methods and attributes of the model are
+    those of `.model`.
+
+    Attributes:
+      model: the module, its layers told their dtypes.
+      policies: which policy each module in it has.
+    """
+
+    def __init__(self, model: Any, policies: ModulePolicies, own_dtypes: Any):
+        self.model = model
+        self.policies = policies
+        self.own_dtypes = tuple(sorted(own_dtypes.items()))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's output, in the default policy's output dtype."""
+        modules = _modules(self.model)
+        of = _resolve(self.policies, modules)
+        params = nnx.state(self.model, nnx.Param)
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        owners = {_owner(path, modules) for path, _ in leaves}
+        handed = {path for path in owners if not _is_told(modules[path])}
+        if "" in handed:
+            args, kwargs = of[""].policy.cast_to_compute((args, kwargs))
+        if handed:
+            params = _cast(params, of, "compute_dtype", handed)
+            out = self._call_copy(params, args, kwargs)
+        else:
+            out = self.model(*args, **kwargs)
+        return of[""].policy.cast_to_output(out)
+
+    def explain(self) -> Explanation:
+        """List what each module does under the policies; `.table()` is for people.
+
+        The output dtypes are those of flax's layers and of the model itself; what
+        other modules return is not known before they are called.
+        """
+        modules = _modules(self.model)
+        of, own_dtypes = _resolve(self.policies, modules), dict(self.own_dtypes)
+        params: dict[str, set[str]] = {path: set() for path in modules}
+        leaves = jax.tree_util.tree_leaves_with_path(nnx.state(self.model, nnx.Param))
+        for path, leaf in leaves:
+            params[_owner(path, modules)].add(dtypes.dtype_name(leaf.dtype))
+        rows = []
+        for path, module in sorted(modules.items()):
+            own, policy = own_dtypes.get(path), of[path].policy
+            compute = dtypes.dtype_name(policy.compute_dtype if own is None else own)
+            output = (compute,) if _is_told(module) else ()
+            row = ModuleDtypes(
+                path=path,
+                module=type(module).__name__,
+                params=tuple(sorted(params[path])),
+                compute=compute,
+                output=output if path else (dtypes.dtype_name(policy.output_dtype),),
+                why=why(self.policies, path, type(module), own),
+            )
+            rows.append(row)
+        return Explanation(tuple(rows))
+
+    def _call_copy(self, params: Any, args: Any, kwargs: Any) -> Any:
+        """Call a copy that has these parameters; take back what it changes."""
+        graphdef, old_params, rest = nnx.split(self.model, nnx.Param, ...)
+        copy = nnx.merge(graphdef, params, rest)
+        old = {path: _raw(leaf) for path, leaf in nnx.to_flat_state(nnx.state(copy))}
+        out = copy(*args, **kwargs)
+        # Nothing else: under a transformation, a variable from outside can be read but
+        # not set.
+        changed = {
+            path: leaf
+            for path, leaf in nnx.to_flat_state(nnx.state(copy))
+            if path not in old or _raw(leaf) is not old[path]
+        }
+        for path, param in nnx.to_flat_state(old_params):
+            if path in changed:
+                changed[path] = trees.cast_like(changed[path], param)
+        nnx.update(self.model, nnx.from_flat_state(changed))
+        return out
+
+
+def _modules(model: nnx.Module) -> dict[str, Any]:
+    """Return the modules of a model by path, each of them once, itself included."""
+    return {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
+
+
+def _raw(leaf: Any) -> Any:
+    """Return the very value that a variable holds; an array is its own."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _resolve(policies: ModulePolicies, modules: Mapping[str, Any]) -> Any:
+    return policies.resolve({path: type(m) for path, m in modules.items()})
+
+
+def _owner(path: Any, modules: Mapping[str, Any]) -> str:
+    """Return the path of the module that holds the parameter at a key path."""
+    return nearest(trees.key_path(path), modules) or ""
+
+
+def _cast(
+    params: Any, of: Mapping[str, ModulePolicy], role: str, owners: Container[str]
+) -> Any:
+    """Return parameters, those of some modules in a dtype of the module's policy."""
+
+    def cast(path, leaf):
+        owner = _owner(path, of)
+        if owner not in owners:
+            return leaf
+        return trees.cast_floating(leaf, getattr(of[owner].policy, role))
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
+# Their statistics, running ones too, stay in the dtype they have: only the result is
+# cast, by the `dtype` of the layer.
+_NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
+
+# They write to the weights of the layer inside, which casts for itself.
+_RENORMS = (nnx.WeightNorm, nnx.SpectralNorm)
+
+
+def _own_dtype(module: nnx.Module) -> Any:
+    """Return the `dtype` that the author gave a layer, None if none."""
+    dtype = given_dtype(module)
+    if isinstance(module, nnx.Embed) and dtype == module.embedding.dtype:
+        return None  # an embedding whose author said nothing takes its table's
+    return dtype
+
+
+def _is_told(module: nnx.Module) -> bool:
+    """Return whether a module casts as its `dtype` says."""
+    return "dtype" in vars(module)
+
+
+def _tell(module: Any, compute_dtype: Any, own_dtype: Any) -> None:
+    """Set the dtypes of a flax layer; other modules are left alone."""
+    cls = type(module)
+    is_free = getattr(module, "dtype", None) is None or issubclass(cls, nnx.Embed)
+    if _is_told(module) and own_dtype is None and is_free:
+        module.dtype = None if issubclass(cls, _RENORMS) else compute_dtype
+    if issubclass(cls, _NORMS) and module.promote_dtype is promote_dtype:
+        module.promote_dtype = _keep_dtypes
+    in_float32 = attention.softmax_in_float32(getattr(module, "attention_fn", None))
+    if in_float32 is not None:
+        module.attention_fn = in_float32
+
+
+def _keep_dtypes(arrays: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
+    del options
+    return arrays

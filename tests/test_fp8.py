@@ -1,0 +1,274 @@
+"""fp8: leaves that are neither scaled nor averaged, and flax's scales and histories.
+
+flax keeps the scale of each fp8 operand, and a history of its largest magnitudes
+(amax), among the variables; the "gradient" of such a leaf is its new value.
+"""
+
+import functools
+from typing import Any
+
+import bitwise
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.linen import fp8_ops
+from flax.training import train_state
+
+import jmp_lite
+from jmp_lite import DynamicLossScale, StaticLossScale, scale_aware
+from jmp_lite.linen import TrainState
+
+pytestmark = [
+    pytest.mark.standard_promotion,  # flax's
+    pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is dep:DeprecationWarning"),
+]
+
+_OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
+
+# Each operation rounds once, in any program, so that equal means equal.
+_UNOPTIMISED = {"xla_backend_optimization_level": 0}
+
+# The direct op sums products of fp8 numbers before it scales them: beyond float16.
+_OPS = {
+    jnp.bfloat16: fp8_ops.Fp8DirectDotGeneralOp,
+    jnp.float16: fp8_ops.Fp8DotGeneralOp,
+}
+over_dtypes = pytest.mark.parametrize("dtype", _OPS, ids=["bfloat16", "float16"])
+
+
+class _Model(nn.Module):
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        op = functools.partial(_OPS[self.dtype], amax_history_length=3)
+        dense = functools.partial(nn.Dense, dtype=self.dtype, dot_general_cls=op)
+        # Without a bias, no gradient but the kernels' sees what comes back.
+        x = nn.tanh(dense(8, use_bias=False)(x))
+        return dense(2, use_bias=False)(x)
+
+
+def _batches(n, size=1.0) -> Any:
+    """Return inputs, labels, and a factor of the loss."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(n, 4, 3)), rng.normal(size=(n, 4, 2))
+    return [(jnp.float32(x[i]), jnp.float32(y[i]), size) for i in range(n)]
+
+
+def _state(cls, dtype, tx, **fields) -> Any:
+    model = _Model(dtype)
+    variables = model.init(jax.random.key(0), _batches(1)[0][0])
+    return cls.create(apply_fn=model.apply, params=variables, tx=tx, **fields)
+
+
+def _scaled_loss(variables, state, batch):
+    x, y, size = batch
+    out = state.apply_fn(variables, x).astype(jnp.float32)
+    loss = size * jnp.mean((out - y) ** 2)
+    try:
+        loss_scale = jmp_lite.get_loss_scale(state.opt_state)
+    except ValueError:  # a plain optimiser
+        return loss
+    return loss_scale.scale(loss)
+
+
+@functools.partial(jax.jit, compiler_options=_UNOPTIMISED)
+def _step(state, batch):
+    grads = jax.grad(_scaled_loss)(state.params, state, batch)
+    return state.apply_gradients(grads=grads)
+
+
+def _split(metadata):
+    """Return the leaves of operands, and those of the gradients of results."""
+    leaves = jax.tree_util.tree_leaves_with_path(metadata)
+    named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    of_grads = {name: x for name, x in named.items() if "output_grad" in name}
+    of_operands = {name: x for name, x in named.items() if name not in of_grads}
+    assert len(of_grads) == 4 and len(of_operands) == 8
+    return of_operands, of_grads
+
+
+# In float16 the scale of a gradient, amax / 57344, is cast to float16 as well: without
+# a loss scale, it is subnormal where amax is below 3.5. Hence the 64, and the 2**8.
+@pytest.mark.parametrize(
+    ("dtype", "scale", "size"),
+    [(jnp.bfloat16, 2.0**12, 1.0), (jnp.float16, 2.0**8, 64.0)],
+    ids=["bfloat16", "float16"],
+)
+def test_scales_and_histories_are_those_without_a_loss_scale(dtype, scale, size):
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    plain = _state(train_state.TrainState, dtype, inner)
+    scaled = _state(TrainState, dtype, scale_aware(inner, StaticLossScale(scale)))
+    first = plain.params
+    for i, batch in enumerate(_batches(5, size)):
+        plain, scaled = _step(plain, batch), _step(scaled, batch)
+        assert bitwise.raw_bits(scaled.params["params"]) == bitwise.raw_bits(
+            plain.params["params"]
+        )
+        of_operands, of_grads = _split(scaled.params[_OWG])
+        expected_operands, expected_grads = _split(plain.params[_OWG])
+        assert bitwise.raw_bits(of_operands) == bitwise.raw_bits(expected_operands)
+        # These are in the units of the gradient that comes back, which is scaled. In
+        # the first step there is no history yet, and the scale is the initial 1.
+        for name, leaf in of_grads.items():
+            is_first_scale = i == 0 and name.endswith("scale']")
+            factor = 1 if is_first_scale else scale
+            np.testing.assert_array_equal(leaf, factor * expected_grads[name])
+    unchanged = jax.tree.map(lambda x, y: (x == y).all(), scaled.params, first)
+    assert not any(jax.tree.leaves(unchanged))
+
+
+@over_dtypes
+def test_a_skipped_step_leaves_scales_and_histories(dtype):
+    first, second, third = _batches(3)
+    bad = third[0].at[0, 0].set(jnp.nan), *third[1:]
+    tx = scale_aware(optax.adamw(1e-2), DynamicLossScale(2.0**8))
+    ours, theirs = (
+        _state(TrainState, dtype, tx),
+        _state(train_state.TrainState, dtype, tx),
+    )
+    ours, theirs = _step(ours, first), _step(theirs, first)
+
+    skipped = _step(ours, bad)
+
+    assert bitwise.raw_bits(skipped.params) == bitwise.raw_bits(ours.params)
+    assert (int(ours.step), int(skipped.step)) == (1, 1)
+    assert float(skipped.opt_state.loss_scale.loss_scale) == 2.0**7
+    # flax keeps the NaN for as many steps as the history is long: 1024 by default.
+    theirs = _step(theirs, bad)
+    assert not jmp_lite.all_finite(theirs.params[_OWG])
+    assert jmp_lite.all_finite(theirs.params["params"])
+    # The run goes on as if the batch had not been.
+    skipped = skipped.replace(opt_state=ours.opt_state)
+    assert bitwise.raw_bits(_step(skipped, second).params) == bitwise.raw_bits(
+        _step(ours, second).params
+    )
+
+
+def test_an_overflow_that_fp8_clips_is_seen_all_the_same():
+    state = _state(
+        TrainState, jnp.float16, scale_aware(optax.sgd(1e-2), DynamicLossScale(2.0**24))
+    )
+    x, y, size = _batches(1)[0]
+    batch = x[:1], y[:1], size  # no sum over examples, which would overflow by itself
+    grads = jax.jit(jax.grad(_scaled_loss))(state.params, state, batch)
+    assert jmp_lite.all_finite(grads["params"])
+    assert not jmp_lite.all_finite(grads[_OWG])
+
+    first = state.params
+    while not state.opt_state.grads_finite or not state.opt_state.skipped_steps:
+        # No clipped gradient was taken on the way.
+        assert bitwise.raw_bits(state.params) == bitwise.raw_bits(first)
+        state = _step(state, batch)
+    assert 2.0**10 < float(state.opt_state.loss_scale.loss_scale) < 2.0**20
+    assert jmp_lite.all_finite(state.params)
+
+
+def test_accumulation_takes_each_new_history_and_averages_none():
+    inner = optax.MultiSteps(optax.sgd(1e-2), every_k_schedule=2)
+    state = _state(
+        TrainState, jnp.bfloat16, scale_aware(inner, StaticLossScale(2.0**8))
+    )
+    first, second, _ = _batches(3)
+    bad = second[0].at[0, 0].set(jnp.inf), *second[1:]
+    for batch in (first, bad, second):
+        before = state
+        grads = jax.jit(jax.grad(_scaled_loss), compiler_options=_UNOPTIMISED)(
+            state.params, state, batch
+        )
+        state = _step(state, batch)
+        expected = before.params[_OWG] if batch is bad else grads[_OWG]
+        assert bitwise.raw_bits(state.params[_OWG]) == bitwise.raw_bits(expected)
+        moved = bitwise.raw_bits(state.params["params"]) != bitwise.raw_bits(
+            before.params["params"]
+        )
+        assert moved == (batch is second)
+
+
+def test_an_average_of_the_parameters_has_the_newest_scales():
+    tx = scale_aware(optax.sgd(1e-1), StaticLossScale(2.0**8))
+    state = _state(TrainState, jnp.bfloat16, tx, ema_decay=0.5)
+    for batch in _batches(2):
+        state = _step(state, batch)
+    assert bitwise.raw_bits(state.ema[_OWG]) == bitwise.raw_bits(state.params[_OWG])
+    kernels = state.ema["params"], state.params["params"]
+    assert bitwise.raw_bits(kernels[0]) != bitwise.raw_bits(kernels[1])
+
+
+# Leaves of these dtypes in a gradient tree, with plain scale_aware.
+
+
+@pytest.mark.parametrize("under", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3fnuz]
+)
+def test_fp8_leaves_are_not_unscaled_and_stay_on_a_skip(dtype, under):
+    tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(4.0))
+    update = under(tx.update)
+    params = {"w": jnp.ones(2), "fp8": jnp.array([1.0, -0.0, 2.0, 240.0], dtype)}
+    state = tx.init(params)
+    grads = {"w": jnp.full(2, 4.0), "fp8": jnp.array([1.0, 2.0, -4.0, 0.5], dtype)}
+
+    updates, state = update(grads, state, params)
+    assert state.grads_finite
+    assert updates["fp8"].dtype == dtype
+    assert updates["fp8"].astype(jnp.float32).tolist() == [-1.0, -2.0, 4.0, -0.5]
+    assert updates["w"].tolist() == [-1.0, -1.0]
+
+    # Not asked whether it is finite: narrow types say NaN for what is out of range.
+    nan = {"fp8": jnp.array([jnp.nan, 2.0, 1.0, 1.0], dtype)}
+    _, state = update(grads | nan, state, params)
+    assert state.grads_finite
+
+    updates, state = update(grads | nan | {"w": grads["w"] / 0}, state, params)
+    assert not state.grads_finite
+    stepped = optax.apply_updates(params, updates)
+    assert bitwise.raw_bits(stepped) == bitwise.raw_bits(params)
+
+
+def test_flax_fp8_metadata_dtypes_pass_through():
+    def as_metadata(x):
+        return jax.lax.convert_element_type(jnp.float32(x), fp8_ops.fp32_max_grad)
+
+    inner = optax.masked(optax.adam(1.0), {"w": True, "amax": False})
+    tx: Any = scale_aware(inner, DynamicLossScale(4.0))
+    params = {"w": jnp.ones(2), "amax": as_metadata([1.0, 2.0])}
+    state = tx.init(params)
+    for grad in (1.0, jnp.nan):
+        grads = {"w": jnp.full(2, grad), "amax": as_metadata([8.0, jnp.inf])}
+        updates, state = tx.update(grads, state, params)
+        assert updates["amax"].dtype == fp8_ops.fp32_max_grad
+        amax = jax.lax.convert_element_type(updates["amax"], jnp.float32)
+        assert amax.tolist() == [8.0, np.inf]
+        assert bool(state.grads_finite) == (grad == 1.0)
+
+
+@over_dtypes
+def test_by_hand_the_optimiser_gets_the_parameters_only(dtype):
+    model, batches = _Model(dtype), _batches(2)
+    variables = model.init(jax.random.key(0), batches[0][0])
+    tx: Any = scale_aware(optax.adamw(1e-2), StaticLossScale(2.0**8))
+    state = _state(TrainState, dtype, tx)
+    opt_state = tx.init(variables["params"])
+
+    @functools.partial(jax.jit, compiler_options=_UNOPTIMISED)
+    def step(variables, opt_state, batch):
+        def loss(variables):
+            x, y, _ = batch
+            out = jnp.float32(model.apply(variables, x))
+            return jnp.mean((out - y) ** 2)
+
+        grads = jmp_lite.scaled_grad(loss, loss_scale=opt_state)(variables)
+        updates, opt_state = tx.update(grads["params"], opt_state, variables["params"])
+        params = optax.apply_updates(variables["params"], updates)
+        taken = {"params": params, _OWG: grads[_OWG]}
+        kept = jmp_lite.select_tree(opt_state.grads_finite, taken, variables)
+        return kept, opt_state
+
+    for batch in batches:
+        variables, opt_state = step(variables, opt_state, batch)
+        state = _step(state, batch)
+    assert bitwise.raw_bits(variables) == bitwise.raw_bits(state.params)

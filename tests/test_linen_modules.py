@@ -1,0 +1,353 @@
+"""Modules of all kinds under policies: lifted, shared, with collections and streams."""
+
+from typing import Any
+
+import bitwise
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import optax
+import pytest
+from flax.core import freeze
+from linen_models import (
+    HALVES,
+    KEY,
+    Deep,
+    Mlp,
+    X,
+    dtypes,
+    init,
+    products,
+    shapes,
+)
+
+from jmp_lite import PolicyMap, get_policy
+from jmp_lite.linen import with_policy
+
+# flax's layers promote: a half-precision input meets float32 statistics.
+pytestmark = pytest.mark.standard_promotion
+
+in_both_halves = pytest.mark.parametrize("half", HALVES)
+
+
+# What a model is made of.
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.shared = nn.Dense(4)
+        self.many = [nn.Dense(4), nn.LayerNorm()]
+        self.named = {"head": nn.Dense(2)}
+
+    def encode(self, x):
+        x = self.shared(x)
+        for layer in self.many:
+            x = layer(x)
+        return x
+
+    def __call__(self, x):
+        return self.named["head"](self.shared(self.encode(x)))
+
+
+def test_setup_style_and_shared_modules():
+    model = with_policy(Setup(), PolicyMap("mixed_float16", {"named_head": "full"}))
+    variables = shapes(model, X)
+    rows = {row.path: row.compute for row in model.explain(variables, X).rows}
+    assert rows == {
+        "": "f16",
+        "shared": "f16",
+        "many_0": "f16",
+        "many_1": "f16",
+        "named_head": "full",
+    }
+    half, full = ("float16",) * 3, ("float32",) * 3
+    assert jaxprs.dtypes_of_products(lambda v: model.apply(v, X), variables) == [
+        half,  # shared
+        half,  # many_0
+        half,  # shared, again
+        full,  # named_head
+    ]
+
+
+@pytest.mark.parametrize(
+    "method", ["encode", Setup.encode, lambda module, x: module.encode(x)]
+)
+def test_another_method(method):
+    model = with_policy(Setup(), "mixed_float16")
+    variables = shapes(model, X)
+    out = jax.eval_shape(lambda v: model.apply(v, X, method=method), variables)
+    assert out.dtype == jnp.float32
+    explanation = model.explain(variables, X, method=method)
+    assert explanation["many_1"].output == ("f16",)
+    only = shapes(model, X, method=method)
+    assert sorted(only["params"]) == ["many_0", "many_1", "shared"]
+
+
+def test_a_shared_scope():
+    class Lora(nn.Module):
+        base: nn.Module
+
+        def setup(self):
+            self.a = self.param("a", nn.initializers.ones, (4, 4))
+            nn.share_scope(self, self.base)
+
+        def __call__(self, x):
+            return self.base(x) + x @ self.a
+
+    model = with_policy(Lora(nn.Dense(4)), "mixed_float16")
+    assert sorted(shapes(model, X)["params"]) == ["a", "bias", "kernel"]
+    assert products(model, X) == {("float16",) * 3}
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, carry, _=None):
+        return carry + nn.Dense(4)(nn.LayerNorm()(carry)), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(
+            nn.remat(Block),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        return scan(name="blocks")(x, None)[0]
+
+
+def test_layers_under_scan_and_remat():
+    model = with_policy(Scanned(), "mixed_float16")
+    variables = shapes(model, X)
+    assert variables["params"]["blocks"]["Dense_0"]["kernel"].shape == (3, 4, 4)
+    assert products(model, X) == {("float16",) * 3}
+    grads = jax.eval_shape(jax.grad(lambda v: model.apply(v, X).sum()), variables)
+    assert dtypes(grads) == {"float32"}
+
+
+def test_a_loop_whose_carry_changes_its_dtype_needs_a_rule_for_its_body():
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, carry, _):
+            return nn.Dense(4)(carry), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return nn.scan(Body, length=2, **axes)(name="body")(x, None)[0]
+
+    model = with_policy(Model(), "mixed_float16")
+    variables = shapes(model, X)
+    with pytest.raises(TypeError, match="carry"):
+        jax.eval_shape(model.apply, variables, X)
+    policy = PolicyMap("mixed_float16", {"body": "mixed_float16"})
+    assert products(with_policy(Model(), policy), X) == {("float16",) * 3}
+
+
+def test_layers_under_vmap_cond_and_while():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            vmap = nn.vmap(
+                nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}
+            )
+            x = vmap(4, name="each")(x)
+            one, two = nn.Dense(4, name="one"), nn.Dense(4, name="two")
+            if self.is_initializing():
+                return two(one(x))
+            x = nn.cond(True, lambda _, x: one(x), lambda _, x: two(x), self, x)
+            return nn.while_loop(
+                lambda _, carry: carry[0] < 3,
+                lambda _, carry: (carry[0] + 1, two(carry[1])),
+                self,
+                (0, x),
+            )[1]
+
+    model = with_policy(Model(), "mixed_bfloat16")
+    variables = shapes(model, X)
+    assert variables["params"]["each"]["kernel"].shape == (2, 4, 4)
+    found = jaxprs.dtypes_of_products(lambda v: model.apply(v, X), variables)
+    assert found == [("bfloat16",) * 3] * 4
+
+
+JitBlock = nn.jit(Block)  # at the top, where one trace would serve every caller
+
+
+class Jitted(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x, _ = JitBlock(name="first")(x)
+        x, _ = JitBlock(name="second")(x)
+        return nn.jit(nn.MultiHeadDotProductAttention)(2, name="attention")(x)
+
+
+def test_what_nn_jit_has_traced_is_not_taken_for_another_policy():
+    for policy in ("mixed_float16", "mixed_bfloat16", "full", "mixed_float16"):
+        model = with_policy(Jitted(), policy)
+        dtype = jnp.dtype(get_policy(policy).compute_dtype).name
+        for _ in range(2):
+            assert products(model, X) == {(dtype,) * 3}
+        explanation = model.explain(shapes(model, X), X)
+        assert len(explanation["first/Dense_0"].output) == 1
+    policy = PolicyMap("mixed_float16", {"first/Dense_0": "full"})
+    assert ("float32",) * 3 in products(with_policy(Jitted(), policy), X)
+    plain = jaxprs.dtypes_of_products(
+        lambda v: Jitted().apply(v, X), shapes(Jitted(), X)
+    )
+    assert set(plain) == {("float32",) * 3}
+
+
+# Collections, streams, transformations.
+
+
+def test_other_collections_are_handed_through():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen = self.variable("counts", "seen", lambda: jnp.float32(0.1))
+            seen.value += 1
+            self.sow("intermediates", "h", x)
+            return nn.Dense(2)(x)
+
+    model = with_policy(Model(), "mixed_float16")
+    variables = init(model, X)
+    assert variables["counts"]["seen"].dtype == jnp.float32
+    out, state = model.apply(variables, X, mutable=["counts", "intermediates"])
+    assert out.shape == (2, 6, 2)
+    assert float(state["counts"]["seen"]) == pytest.approx(2.1)
+    assert state["intermediates"]["h"][0].dtype == jnp.float32
+    assert with_policy(Mlp(), "half").apply(init(Mlp(), X), X, mutable=[])[1] == {}
+
+
+def test_parameters_come_back_unrounded_where_all_is_mutable():
+    model = with_policy(Mlp(), "mixed_bfloat16")
+    variables = init(model, X)
+    _, state = model.apply(variables, X, mutable=True)
+    assert bitwise.raw_bits(state) == bitwise.raw_bits(variables)
+    frozen = freeze(variables)
+    _, state = model.apply(frozen, X, mutable=["params"])
+    assert bitwise.raw_bits(state) == bitwise.raw_bits(variables)
+
+
+def test_parameters_that_a_call_changes_or_makes():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.variable("params", "w", lambda: jnp.ones(4))
+            w.value = w.value * 2
+            return x * w.value
+
+    model = with_policy(Model(), "mixed_float16")
+    variables = init(model, X)
+    _, state = model.apply(variables, X, mutable=["params"])
+    assert state["params"]["w"].dtype == jnp.float32
+    assert state["params"]["w"].tolist() == [4.0] * 4  # init called it once
+    out, made = with_policy(Mlp(), "mixed_float16").apply(
+        {}, X, mutable=True, rngs={"params": KEY}
+    )
+    assert out.dtype == jnp.float32
+    assert sorted(made["params"]) == ["first", "last"]
+
+
+def test_dropout_drops_what_it_drops_without_a_policy():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dropout(0.5, deterministic=False)(nn.Dense(32)(x))
+            return x == 0
+
+    model = with_policy(Model(), "mixed_float16")
+    variables = init(model, X)
+    rngs = {"dropout": jax.random.key(5)}
+    dropped = model.apply(variables, X, rngs=rngs)
+    expected = Model().apply(variables, X, rngs=rngs)
+    np.testing.assert_array_equal(dropped, expected)
+
+
+def test_intermediates_are_captured():
+    model = with_policy(Deep(), "mixed_float16")
+    _, state = model.apply(
+        init(model, X), X, capture_intermediates=True, mutable=["intermediates"]
+    )
+    found = {
+        path: leaf[0].dtype
+        for path, leaf in {
+            "first": state["intermediates"]["body"]["first"]["__call__"],
+            "": state["intermediates"]["__call__"],
+        }.items()
+    }
+    assert found == {"first": jnp.float16, "": jnp.float32}
+
+
+def test_lazy_init_and_shapes():
+    model = with_policy(Deep(), PolicyMap("full", {"head": "half"}))
+    variables = model.lazy_init(KEY, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert bitwise.raw_bits(variables) == bitwise.raw_bits(model.init(KEY, X))
+    shapes = jax.eval_shape(model.init, KEY, X)
+    assert bitwise.avals(variables) == bitwise.avals(jax.jit(model.init)(KEY, X))
+    out = jax.eval_shape(model.apply, shapes, X)
+    assert (out.shape, out.dtype) == ((2, 6, 2), jnp.float32)
+    assert model.explain(shapes, X)["head"].compute == "f16"
+
+
+def test_eager_is_jit_and_nothing_compiles_twice():
+    model = with_policy(Deep(), "mixed_float16")
+    variables = init(model, X)
+    traces = []
+
+    @jax.jit
+    def call(variables, x):
+        traces.append(x.shape)
+        return model.apply(variables, x)
+
+    out = call(variables, X)
+    np.testing.assert_allclose(out, model.apply(variables, X), atol=2e-3)
+    call(variables, X + 1)
+    assert len(traces) == 1
+    again = with_policy(Deep(), "mixed_float16")
+    assert (again, hash(again)) == (model, hash(model))
+
+
+def test_a_map_over_examples():
+    model = with_policy(Mlp(), "mixed_float16")
+    variables = init(model, X)
+    each = jax.vmap(model.apply, in_axes=(None, 0))(variables, X)
+    np.testing.assert_allclose(each, model.apply(variables, X), atol=2e-3)
+    jac = jax.jit(jax.jacfwd(lambda x: model.apply(variables, x)))(X[0, 0])
+    assert jac.shape == (3, 4)
+
+
+def test_variables_may_be_used_outside_of_a_policy_and_the_module_stays():
+    module = Deep()
+    model = with_policy(module, "mixed_bfloat16")
+    variables = init(model, X)
+    expected = module.apply(variables, X)
+    np.testing.assert_allclose(model.apply(variables, X), expected, atol=0.05)
+    assert model.module is module
+    assert module == Deep()
+    assert bitwise.raw_bits(module.apply(variables, X)) == bitwise.raw_bits(expected)
+
+
+def test_a_model_that_trains():
+    model = with_policy(Deep(), "mixed_bfloat16")
+    variables = init(model, X)
+    tx = optax.sgd(0.1)
+
+    @jax.jit
+    def step(variables, state):
+        def loss(variables):
+            return jnp.mean((model.apply(variables, X) - 1) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(variables)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(variables, updates), state, value
+
+    state, losses = tx.init(variables), []
+    for _ in range(20):
+        variables, state, value = step(variables, state)
+        losses.append(float(value))
+    assert losses[-1] < losses[0] / 10

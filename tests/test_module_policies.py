@@ -1,0 +1,240 @@
+"""Which policy a module has: paths before classes before what is around it."""
+
+import pickle
+
+import jax.numpy as jnp
+import pytest
+
+from jmp_lite import Policy, PolicyMap, get_policy
+from jmp_lite.module_policies import (
+    Explanation,
+    ModuleDtypes,
+    ModulePolicies,
+    given_dtype,
+    nearest,
+    why,
+)
+
+
+class _Layer:
+    pass
+
+
+class _Dense(_Layer):
+    pass
+
+
+class _Norm(_Layer):
+    pass
+
+
+MODULES = {
+    "": object,
+    "encoder": object,
+    "encoder/dense": _Dense,
+    "encoder/norm": _Norm,
+    "encoder/deep/er/dense": _Dense,  # what is between holds no module
+    "head": _Dense,
+}
+
+
+def _of(policy, classes=(), modules=None):
+    found = ModulePolicies(policy, classes).resolve(modules or MODULES)
+    return {path: str(of.policy.compute_dtype.__name__) for path, of in found.items()}
+
+
+def test_without_rules_every_module_has_the_default():
+    found = ModulePolicies("mixed_float16").resolve(MODULES)
+    assert found.keys() == MODULES.keys()
+    assert {of.policy for of in found.values()} == {get_policy("mixed_float16")}
+    assert not any(of.is_own for of in found.values())
+
+
+def test_a_policy_holds_for_all_that_is_inside_the_module():
+    policy = PolicyMap("mixed_bfloat16", {"encoder": "full"})
+    assert _of(policy) == {
+        "": "bfloat16",
+        "encoder": "float32",
+        "encoder/dense": "float32",
+        "encoder/norm": "float32",
+        "encoder/deep/er/dense": "float32",
+        "head": "bfloat16",
+    }
+    found = ModulePolicies(policy).resolve(MODULES)
+    assert [path for path, of in found.items() if of.is_own] == ["encoder"]
+
+
+def test_an_inner_rule_comes_before_an_outer_one():
+    policy = PolicyMap("mixed_bfloat16", {"encoder": "full", "encoder/dense": "half"})
+    of = _of(policy)
+    assert of["encoder"] == of["encoder/norm"] == "float32"
+    assert of["encoder/dense"] == "float16"
+
+
+def test_the_model_itself_is_the_empty_path():
+    of = ModulePolicies(PolicyMap("full", {"": "half"})).resolve(MODULES)
+    assert of[""].is_own
+    assert {str(m.policy) for m in of.values()} == {"p=f16,c=f16,o=f16"}
+
+
+def test_a_pattern_must_match_the_whole_path():
+    of = _of(PolicyMap("full", {".*/dense": "half"}))
+    assert [path for path, dtype in of.items() if dtype == "float16"] == [
+        "encoder/dense",
+        "encoder/deep/er/dense",
+    ]
+
+
+def test_the_first_pattern_that_matches_decides():
+    rules = {"encoder/dense": "float32", "encoder/.*": "bfloat16", ".*": "half"}
+    of = _of(PolicyMap("full", rules))
+    assert of["encoder/dense"] == "float32"
+    assert of["encoder/norm"] == "bfloat16"
+    assert of[""] == of["encoder"] == of["head"] == "float16"
+
+
+def test_a_path_comes_before_a_class_and_a_class_before_what_is_around():
+    of = _of(
+        PolicyMap("full", {"encoder": "bfloat16", "head": "float32"}),
+        {_Dense: "half"},
+    )
+    assert of["encoder/norm"] == "bfloat16"
+    assert of["encoder/dense"] == of["encoder/deep/er/dense"] == "float16"
+    assert of["head"] == "float32"
+
+
+def test_a_class_stands_for_its_subclasses_and_the_first_one_decides():
+    assert _of("full", {_Layer: "half"})["encoder/norm"] == "float16"
+    of = _of("full", {_Norm: "bfloat16", _Layer: "half"})
+    assert (of["encoder/norm"], of["head"]) == ("bfloat16", "float16")
+    of = _of(PolicyMap("full", allow_unused=True), {_Layer: "half", _Norm: "bfloat16"})
+    assert of["encoder/norm"] == "float16"
+
+
+def test_the_order_of_the_modules_does_not_matter():
+    policy = PolicyMap("mixed_bfloat16", {"encoder": "full"})
+    backwards = dict(reversed(MODULES.items()))
+    assert _of(policy, modules=backwards) == _of(policy)
+
+
+def test_a_string_a_policy_and_a_map_are_the_same():
+    policy = Policy("float32", "float16", "float32")
+    for same in ("mixed_float16", policy, PolicyMap(policy)):
+        assert ModulePolicies(same) == ModulePolicies(policy)
+
+
+def test_policies_are_hashable_and_survive_pickling():
+    policies = ModulePolicies(PolicyMap("half", {"head": "full"}), {_Norm: "full"})
+    again = pickle.loads(pickle.dumps(policies))
+    assert again == policies
+    assert hash(again) == hash(policies)
+    assert ModulePolicies(again.policy, again.classes) == policies
+
+
+def test_a_pattern_that_matches_nothing_names_the_nearest_paths():
+    policies = ModulePolicies(PolicyMap("full", {"encoder/dens": "half"}))
+    with pytest.raises(ValueError, match="'encoder/dens' matches no path.*the nearest"):
+        policies.resolve(MODULES)
+    with pytest.raises(ValueError, match=r"nearest are \['encoder/dense'"):
+        policies.resolve(MODULES)
+
+
+def test_a_class_that_the_model_lacks_is_an_error():
+    class Attention:
+        pass
+
+    with pytest.raises(
+        ValueError,
+        match=r"no Attention for the policy of that class; it has \['_Dense', '_Norm', "
+        r"'object'\]",
+    ):
+        ModulePolicies("full", {Attention: "half"}).resolve(MODULES)
+    silenced = PolicyMap("full", {"nowhere": "half"}, allow_unused=True)
+    assert ModulePolicies(silenced, {Attention: "half"}).resolve(MODULES)
+
+
+@pytest.mark.parametrize(
+    "classes", [{"head": "full"}, [_Dense], "full", 5, {_Dense(): "full"}, ((),)]
+)
+def test_what_is_no_mapping_of_classes_is_an_error(classes):
+    with pytest.raises(
+        TypeError, match="Expected a mapping of module classes to policies, got"
+    ):
+        ModulePolicies("full", classes)
+
+
+def test_an_unknown_policy_is_an_error():
+    with pytest.raises(ValueError, match="Unknown dtype 'mixed_float61'"):
+        ModulePolicies("mixed_float61")
+    with pytest.raises(ValueError, match="Unknown dtype 'helf'"):
+        ModulePolicies("full", {_Dense: "helf"})
+    with pytest.raises(TypeError, match="Expected a Policy or its string, got None"):
+        ModulePolicies(None)
+
+
+def test_nearest_is_the_innermost_module_that_a_path_lies_in():
+    modules = {"": 0, "a": 1, "a/b/c": 2}
+    assert nearest("a/b/c/kernel", modules) == "a/b/c"
+    assert nearest("a/b/kernel", modules) == "a"
+    assert nearest("ab/kernel", modules) == ""
+    assert nearest("a", modules) == ""  # not itself: a parameter may have that name
+    assert nearest("b/kernel", {"a": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "cls", "own_dtype", "expected"),
+    [
+        ("encoder/dense", _Dense, jnp.float32, "its own dtype=full"),
+        ("encoder/dense", _Dense, None, "path 'encoder/.*'"),
+        ("head", _Dense, None, "class _Layer"),
+        ("other", object, None, "the module around it"),
+        ("", object, None, "the default"),
+    ],
+)
+def test_why_says_what_decided(path, cls, own_dtype, expected):
+    policies = ModulePolicies(
+        PolicyMap("full", {"encoder/.*": "half"}), {_Layer: "half"}
+    )
+    assert why(policies, path, cls, own_dtype) == expected
+
+
+def test_a_field_called_dtype_may_be_something_else():
+    class Module:
+        dtype = None
+
+    module = Module()
+    for dtype, expected in [
+        (None, None),
+        ("bfloat16", "bfloat16"),
+        (_Dense(), None),
+        ("a name", None),
+    ]:
+        module.dtype = dtype
+        found = given_dtype(module)
+        assert (found and found.__name__) == expected
+    assert given_dtype(object()) is None
+
+
+def _rows():
+    return (
+        ModuleDtypes("", "Model", (), "f16", ("full",), "the default"),
+        ModuleDtypes("a", "Dense", ("f16", "full"), "f16", (), "path 'a'"),
+    )
+
+
+def test_an_explanation_is_asked_by_path():
+    explanation = Explanation(_rows())
+    assert explanation["a"].why == "path 'a'"
+    with pytest.raises(KeyError, match=r"no module 'b' in \['', 'a'\]"):
+        _ = explanation["b"]
+
+
+def test_an_explanation_prints_as_a_table():
+    import rich.console
+
+    console = rich.console.Console(width=100)
+    with console.capture() as captured:
+        console.print(Explanation(_rows()).table())
+    text = captured.get()
+    for cell in ("path", "why", "Model", "the default", "Dense", "path 'a'", "full"):
+        assert cell in text
