@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite import compat
+from jmp_lite.autocast.products import is_outer
 
 PRODUCTS = (
     "dot_general",
@@ -87,7 +88,8 @@ def not_lowered(jaxpr: Any) -> list[tuple[str, ...]]:
     return [
         operand_dtypes(eqn)
         for eqn in products(jaxpr)
-        if "float32" in operand_dtypes(eqn) and not has_precision(eqn)
+        if "float32" in operand_dtypes(eqn)
+        and not (has_precision(eqn) or is_outer(eqn))
     ]
 
 
