@@ -30,7 +30,9 @@ def init(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def loss_fn(params: Any, tokens: jax.Array, heads: int, dtype: Any) -> jax.Array:
+def loss_fn(
+    params: Any, tokens: jax.Array, heads: int, dtype: Any, remat: bool = False
+) -> jax.Array:
     """Return the mean cross entropy of the next token.
 
     In f32 this is plain code. In half it is cast by hand as flax's `dtype=` would have
@@ -41,29 +43,39 @@ def loss_fn(params: Any, tokens: jax.Array, heads: int, dtype: Any) -> jax.Array
       tokens: `[B, S]`, int32.
       heads: attention heads.
       dtype: the compute dtype.
+      remat: whether the backward pass computes each layer again, from what went in.
     """
-    batch, length = tokens.shape
-    mask = jnp.tril(jnp.ones((length, length), bool))
+
+    def layer_fn(x, layer):
+        return _layer(x, layer, heads, dtype)
+
+    if remat:
+        layer_fn = jax.checkpoint(layer_fn)
     x = params["embedding"].astype(dtype)[tokens]
-    width = x.shape[-1]
-    layers = [params[name] for name in sorted(params) if name.startswith("layer_")]
-    for layer in layers:
-        weights = {name: w.astype(dtype) for name, w in layer.items()}
-        h = _norm(x, layer["norm_1"], dtype)
-        qkv = (h @ weights["qkv"]).reshape(batch, length, 3, heads, width // heads)
-        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        logits = jnp.einsum("bshd,bthd->bhst", q, k) * (width // heads) ** -0.5
-        logits = jnp.where(mask, logits.astype(jnp.float32), -1e9)
-        probabilities = jax.nn.softmax(logits).astype(dtype)
-        h = jnp.einsum("bhst,bthd->bshd", probabilities, v)
-        x = x + h.reshape(batch, length, width) @ weights["out"]
-        h = _norm(x, layer["norm_2"], dtype)
-        x = x + jax.nn.gelu(h @ weights["up"]) @ weights["down"]
+    for name in sorted(params):
+        if name.startswith("layer_"):
+            x = layer_fn(x, params[name])
     x = _norm(x, params["norm"], dtype)
     logits = (x @ params["embedding"].T.astype(dtype)).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(
         logits[:, :-1], tokens[:, 1:]
     ).mean()
+
+
+def _layer(x: jax.Array, layer: Any, heads: int, dtype: Any) -> jax.Array:
+    batch, length, width = x.shape
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    weights = {name: w.astype(dtype) for name, w in layer.items()}
+    h = _norm(x, layer["norm_1"], dtype)
+    qkv = (h @ weights["qkv"]).reshape(batch, length, 3, heads, width // heads)
+    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    logits = jnp.einsum("bshd,bthd->bhst", q, k) * (width // heads) ** -0.5
+    logits = jnp.where(mask, logits.astype(jnp.float32), -1e9)
+    probabilities = jax.nn.softmax(logits).astype(dtype)
+    h = jnp.einsum("bhst,bthd->bshd", probabilities, v)
+    x = x + h.reshape(batch, length, width) @ weights["out"]
+    h = _norm(x, layer["norm_2"], dtype)
+    return x + jax.nn.gelu(h @ weights["up"]) @ weights["down"]
 
 
 def _norm(x: jax.Array, gain: jax.Array, dtype: Any) -> jax.Array:

@@ -1,5 +1,6 @@
 """Mixed precision for JAX: policies, loss scales, and optimisers that mind them."""
 
+from jmp_lite import numerics as numerics
 from jmp_lite.autocast import (
     OpRules,
     autocast,

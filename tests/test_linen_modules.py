@@ -325,7 +325,7 @@ def test_variables_may_be_used_outside_of_a_policy_and_the_module_stays():
     module = Deep()
     model = with_policy(module, "mixed_bfloat16")
     variables = init(model, X)
-    expected = module.apply(variables, X)
+    expected: Any = module.apply(variables, X)
     np.testing.assert_allclose(model.apply(variables, X), expected, atol=0.05)
     assert model.module is module
     assert module == Deep()

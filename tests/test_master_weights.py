@@ -271,6 +271,17 @@ def test_rounding_is_that_of_a_cast_to_the_bit(dtype, jit):
     assert np.isnan(fun(jnp.float32(jnp.nan), dtype))
 
 
+@in_halves
+def test_rounding_rests_on_no_cast_that_xla_may_take_out(dtype):
+    # For a GPU it does: f32 -> half -> f32 is nothing to it.
+    tx: Any = master_weights(optax.sgd(1.0))
+    params = jnp.ones(2, dtype)
+    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type"]
+    assert {e.params["new_dtype"].name for e in casts} == {"float32"}
+    assert "reduce_precision" in {e.primitive.name for e in jaxpr.eqns}
+
+
 # Trees, states, memory.
 
 

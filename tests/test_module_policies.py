@@ -238,3 +238,13 @@ def test_an_explanation_prints_as_a_table():
     text = captured.get()
     for cell in ("path", "why", "Model", "the default", "Dense", "path 'a'", "full"):
         assert cell in text
+
+
+def test_a_map_says_which_pattern_and_which_policy_a_path_has():
+    policy = PolicyMap("full", {"a": "half", ".*": "bfloat16"})
+    assert (policy.pattern_for("a"), policy.pattern_for("b")) == ("a", ".*")
+    assert policy.rule_for("a") == get_policy("half")
+    none = PolicyMap("full", {"a": "half"})
+    assert none.pattern_for("b") is None
+    assert none.rule_for("b") is None
+    assert none.at("b") == get_policy("full")

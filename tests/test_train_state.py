@@ -144,7 +144,7 @@ def run_with_an_overflow(state, step):
         state, _ = step(state, batch(n))
     before = state
     after, _ = step(state, batch(2, OVERFLOWING))
-    state = after
+    state, loss = after, None
     for n in range(3, 8):
         state, loss = step(state, batch(n))
     return before, after, state, loss
@@ -515,7 +515,7 @@ def test_sharded_over_devices():
     assert {x.sharding.num_devices for x in jax.tree.leaves(state)} == {8}
 
 
-def test_each_device_on_its_own_gradients():
+def test_devices_agree_on_whether_a_step_is_taken():
     tx = scale_aware(optax.sgd(0.1), DynamicLossScale(8.0), axis_name="data")
     params = {"w": jnp.ones(2)}
     state: Any = TrainState.create(
@@ -531,9 +531,10 @@ def test_each_device_on_its_own_gradients():
         out_specs=PartitionSpec(),
     )
     def step(state, x):
-        grads = {"w": jax.lax.pmean(x[0] * jnp.ones(2), "data")}
-        mean = jax.lax.pmean(x[0], "data")
-        return state.apply_gradients(grads=grads, value=mean, batch_stats=mean)
+        # The loss is each device's own, and so is what is wrong with it.
+        mean = jax.lax.pmean(jnp.nan_to_num(x[0]), "data")
+        grads = {"w": mean * jnp.ones(2)}
+        return state.apply_gradients(grads=grads, value=x[0], batch_stats=mean)
 
     state = step(state, jnp.ones(8))
     assert (int(state.step), float(state.batch_stats)) == (1, 1.0)
@@ -541,6 +542,7 @@ def test_each_device_on_its_own_gradients():
     state = step(state, jnp.ones(8).at[5].set(jnp.nan))
     assert without_scale(state) == before
     assert int(state.opt_state.skipped_steps) == 1
+    assert float(state.opt_state.loss_scale.loss_scale) == 8.0
 
 
 # Saved and restored.

@@ -51,7 +51,7 @@ def trace(fun: Callable[..., Any], args: Any, as_f32: Any = None) -> Traced:
       as_f32: a dtype; arguments that have it are traced as if they were float32.
     """
     leaves, tree = jax.tree.flatten(args)
-    dynamic = [i for i, leaf in enumerate(leaves) if _is_traceable(leaf)]
+    dynamic = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
     out_tree, static_outs = None, {}
 
     def flat_fun(*arrays):
@@ -61,9 +61,9 @@ def trace(fun: Callable[..., Any], args: Any, as_f32: Any = None) -> Traced:
             filled[i] = array
         outs, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
         static_outs.update(
-            {i: out for i, out in enumerate(outs) if not _is_traceable(out)}
+            {i: out for i, out in enumerate(outs) if not is_traceable(out)}
         )
-        return [out for out in outs if _is_traceable(out)]
+        return [out for out in outs if is_traceable(out)]
 
     avals = [jax.typeof(leaves[i]) for i in dynamic]
     if as_f32 is not None:
@@ -100,28 +100,29 @@ class Rewriter:
 
     def run(self, plan: Plan, low_out: tuple[bool, ...], *args: Any) -> list[Any]:
         """Return the outputs of a jaxpr, in half where `low_out` says so."""
-        values = _Values(self.low_dtype)
+        values = Values(self.low_dtype)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
         for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
-            spread = eqn.outvars[0].aval if step.op_class == "widest" else None
-            operands = values.read(eqn.invars, step.low_in, spread)
-            if step.bodies:
-                site = self._site(eqn, step, operands, values)
-                outs = control_flow.build(site)
-            elif step.quotient is not None:
-                logits = values.read_as_made(step.quotient.logits)
-                axes = step.quotient.axes
-                outs = [compat.call(eqn, softmax, logits, axes, self.low_dtype)]
-            elif step.passes:
-                outs = operands
-            elif step.op_class == "lower" and any(step.low_in):
-                low_result = step.low_out[0]
-                outs = [products.run(eqn, operands, self.low_dtype, low_result)]
-            else:
-                outs = compat.bind(eqn, operands)
-            values.write(eqn.outvars, outs)
+            values.write(eqn.outvars, self.run_step(eqn, step, values))
         return values.read(plan.jaxpr.outvars, low_out)
+
+    def run_step(self, eqn: Any, step: Step, values: "Values") -> Sequence[Any]:
+        """Return the results of one equation, run as its step says."""
+        spread = eqn.outvars[0].aval if step.op_class == "widest" else None
+        # A cast is in the layer of what it is first made for.
+        operands = compat.call(eqn, values.read, eqn.invars, step.low_in, spread)
+        if step.bodies:
+            return control_flow.build(self._site(eqn, step, operands, values))
+        if step.quotient is not None:
+            logits = values.read_as_made(step.quotient.logits)
+            axes = step.quotient.axes
+            return [compat.call(eqn, softmax, logits, axes, self.low_dtype)]
+        if step.passes:
+            return operands
+        if step.op_class == "lower" and any(step.low_in):
+            return [products.run(eqn, operands, self.low_dtype, step.low_out[0])]
+        return compat.bind(eqn, operands)
 
     def rewrite(self, fun: Callable[..., Any], args: Sequence[Any], low: bool) -> Any:
         """Trace a function that JAX calls later (a derivative rule), and run it.
@@ -149,7 +150,7 @@ class Rewriter:
         low_out = tuple(low and is_low for is_low in plan.low_out)
         return traced.restore(self.run(plan, low_out, *traced.args))
 
-    def _site(self, eqn: Any, step: Step, operands: list[Any], values: "_Values"):
+    def _site(self, eqn: Any, step: Step, operands: list[Any], values: "Values"):
         frames = control_flow.frames(eqn) or ()
         bodies = [
             self._body(
@@ -187,8 +188,8 @@ class Rewriter:
         return control_flow.Body(fun, closed)
 
 
-class _Values:
-    """The values of a jaxpr's variables."""
+class Values:
+    """The values of a jaxpr's variables, each as it was made and as it was cast."""
 
     def __init__(self, low_dtype: Any):
         self.low_dtype = low_dtype
@@ -196,6 +197,7 @@ class _Values:
         self._cast: dict[Any, Any] = {}
 
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Note the values of variables, in the dtypes they were made in."""
         self._made.update(zip(variables, values, strict=True))
 
     def read(
@@ -224,6 +226,7 @@ class _Values:
         return jax.lax.convert_element_type(value, self.low_dtype)
 
     def read_as_made(self, var: Any) -> Any:
+        """Return a value in the dtype it was made in."""
         return self._made[var]
 
     def _read(self, var: Any, low: bool) -> Any:
@@ -254,6 +257,7 @@ def _recast_jvp(primals, tangents):
     return cast, jax.lax.convert_element_type(x_dot, cast.dtype)
 
 
-def _is_traceable(x: Any) -> bool:
+def is_traceable(x: Any) -> bool:
+    """Return whether an argument is traced; others reach the function as they are."""
     is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
     return is_array and x.dtype != jax.dtypes.float0 and x.dtype != object

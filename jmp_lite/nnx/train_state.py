@@ -85,7 +85,12 @@ class TrainState:
         """
         if not isinstance(model, nnx.Module):
             raise TypeError(f"Expected an nnx module, got {model!r}.")
-        nnx.filterlib.to_predicate(moves_on_skip)  # raises if it is none
+        try:
+            nnx.filterlib.to_predicate(moves_on_skip)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"Expected an nnx filter for moves_on_skip, got {moves_on_skip!r}."
+            ) from None
         if isinstance(moves_on_skip, list):  # static, so hashable
             moves_on_skip = tuple(moves_on_skip)
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
@@ -131,14 +136,14 @@ class TrainState:
           ValueError: `grads` or `rest` of another structure, shape or dtype.
         """
         rest = self.rest if rest is None else rest
-        # What moves anyway says nothing of the step.
-        moves = nnx.Nothing() if self.moves_on_skip is None else self.moves_on_skip
+        moves = self.moves_on_skip
         params, opt_state, finite = rollback.update(
             self.tx,
             grads,
             self.opt_state,
             self.params,
             value=value,
+            # What moves anyway says nothing of the step.
             others=nnx.filter_state(rest, nnx.Not(moves)),
             old_others=nnx.filter_state(self.rest, nnx.Not(moves)),
         )

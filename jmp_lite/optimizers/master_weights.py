@@ -38,9 +38,10 @@ def master_weights(
     So after each step the parameters are the masters, rounded. What is stored in
     float32 takes `u` and equals its master; `optax.partition` saves it one.
 
-    Goes around `scale_aware` or inside of it, and with `optax.MultiSteps`, `partition`
-    or `masked` around both; in a chain it comes last. The masters are the model: after
-    setting parameters by other means than updates, call `init` again.
+    Goes around `scale_aware` or inside of it; in a chain it comes last. What stands
+    between the two hands on extra arguments, as optax' `MultiSteps`, `partition`,
+    `masked` and `inject_hyperparams` do: they say which parameters are in half. The
+    masters are the model: after setting parameters by hand, call `init` again.
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps` as it is.

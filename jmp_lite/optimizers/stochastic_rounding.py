@@ -28,8 +28,9 @@ def stochastic_rounding(
     """Train parameters that are stored in half, rounding each step at random.
 
     An update below half the spacing of a half number is lost when it is added to it.
-    Rounded up as often as it is far from the number below, it is there on average, and
-    no float32 copy is kept. For parameters `p` in half::
+    Rounding the sum up with a probability that is its distance from the number below,
+    in spacings, keeps the update on average: no float32 copy is needed. For parameters
+    `p` in half::
 
       u, inner = inner.update(float32(g), inner_state, float32(p), ...)
       x = float32(p) + u,  lo <= x <= hi  the half numbers next to it
@@ -38,13 +39,14 @@ def stochastic_rounding(
     Float32 parameters take `u` as it is. A finite number stays finite. Where replicas
     hold the same key, as they do under `jit` and `pmap`, they round alike.
 
-    Goes around `scale_aware` or inside of it, and with `optax.MultiSteps`, `partition`
-    or `masked` around both; in a chain it comes last.
+    Goes around `scale_aware` or inside of it; in a chain it comes last. What stands
+    between the two hands on extra arguments, as optax' `MultiSteps`, `partition`,
+    `masked` and `inject_hyperparams` do: they say which parameters are in half.
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps` as it is.
-      key: a PRNG key, typed or raw. One of `jax.random.key(0, impl="rbg")` takes less
-        time and memory on GPU and TPU.
+      key: a PRNG key, typed or raw. JAX draws faster on TPU from one that was made with
+        `impl="rbg"`.
 
     Returns:
       A transformation. `update(grads, state, params, **extra)` takes gradients of any

@@ -1,0 +1,319 @@
+"""What made the first NaN or inf is found: which operation, where, out of what."""
+
+import json
+import pickle
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from planted_hazards import HAZARDS, QUIET, Hazard
+
+from jmp_lite.numerics import NonFinite, Tripwire, first_nonfinite, with_tripwire
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(
+            hazard,
+            id=hazard.name,
+            marks=[pytest.mark.standard_promotion] if hazard.third_party else [],
+        )
+        for hazard in HAZARDS
+    ]
+
+
+def _found(report: NonFinite | None) -> tuple[Any, ...]:
+    assert report is not None
+    return report.primitive, report.layer, report.direction, report.dtype
+
+
+@pytest.mark.parametrize("hazard", _cases())
+def test_the_operation_at_fault_is_found(hazard: Hazard) -> None:
+    fun, args = hazard.make()
+    report = first_nonfinite(fun)(*args)
+    assert _found(report) == hazard.found
+    assert report is not None and report.line == hazard.line
+    assert report.iterations == hazard.iterations
+    np.testing.assert_allclose(report.operands, hazard.operands or (), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", QUIET, ids=lambda make: make.__name__)
+def test_nothing_is_found_where_all_results_are_finite(make: Any) -> None:
+    fun, args = make()
+    leaves = [x for x in jax.tree.leaves(fun(*args)) if x.dtype != bool]
+    assert all(np.isfinite(x).all() for x in leaves)
+    assert first_nonfinite(fun)(*args) is None
+
+
+# Inside of jit.
+
+_IN_JIT = (
+    "eps_that_is_zero_in_half",
+    "product_under_autocast",
+    "computed_again_in_the_backward_pass",
+    "iteration_of_a_scan_in_a_scan",
+    "iteration_of_a_backward_scan",
+    "iteration_of_a_while",
+    "branch_of_a_cond",
+    "argument_with_a_nan",
+)
+
+
+@pytest.mark.parametrize("hazard", [h for h in HAZARDS if h.name in _IN_JIT])
+def test_a_tripwire_finds_it_inside_of_jit(hazard: Hazard) -> None:
+    fun, args = hazard.make()
+    result, tripwire = jax.jit(with_tripwire(fun))(*args)
+    report = tripwire.report()
+    assert _found(report) == hazard.found
+    assert report is not None and report.line == hazard.line
+    assert report.iterations == hazard.iterations
+    assert report.operands == ()
+    assert bitwise.raw_bits(result) == bitwise.raw_bits(jax.jit(fun)(*args))
+
+
+def _train_step(w, x):
+    def loss(w):
+        h = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+        return jnp.mean(jnp.square(h))
+
+    value, grad = jax.value_and_grad(loss)(w)
+    return w - 0.1 * grad, value
+
+
+def test_a_watched_step_compiles_once_and_fires_when_it_should():
+    step: Any = jax.jit(with_tripwire(_train_step))
+    w, x = jnp.full((3, 4, 4), 0.1, jnp.float32), jnp.ones((2, 4))
+    for _ in range(3):
+        (w, _), tripwire = step(w, x)
+        assert tripwire.report() is None
+    _, tripwire = step(w, x.at[0, 0].set(jnp.nan))
+    assert step._cache_size() == 1
+    assert str(tripwire.report()) == (
+        "A number that is not finite came in with the argument 1."
+    )
+
+
+def test_a_watched_step_gives_the_result_of_the_step():
+    w, x = jnp.full((3, 4, 4), 0.1, jnp.float32), jnp.ones((2, 4))
+    result, _ = jax.jit(with_tripwire(_train_step))(w, x)
+    expected = jax.jit(_train_step)(w, x)
+    assert bitwise.avals(result) == bitwise.avals(expected)
+    for a, b in zip(result, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_watching_adds_six_integers_to_the_results():
+    w, x = jnp.full((3, 4, 4), 0.1, jnp.float32), jnp.ones((2, 4))
+    plain = jax.eval_shape(_train_step, w, x)
+    result, tripwire = jax.eval_shape(with_tripwire(_train_step), w, x)
+    assert jax.tree.map(str, result) == jax.tree.map(str, plain)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(tripwire)] == [((6,), np.int32)]
+
+
+def test_watching_keeps_few_arrays():
+    def fun(x):
+        return jnp.sum(jnp.exp(jnp.sin(x) * 2.0) + 1.0)
+
+    x = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    compiled: Any = [jax.jit(f).lower(x).compile() for f in (fun, with_tripwire(fun))]
+    temporary = [c.memory_analysis().temp_size_in_bytes for c in compiled]
+    # XLA writes down what it would else have fused away; no masks, nor all of it.
+    assert temporary[1] < temporary[0] + 2 * 4 * x.size
+
+
+def _reports(tripwires: Tripwire) -> list[NonFinite | None]:
+    return [
+        jax.tree.map(lambda x, i=i: x[i], tripwires).report()
+        for i in range(len(tripwires.origin))
+    ]
+
+
+def test_a_tripwire_is_stacked_by_scan_and_vmap():
+    def steps(xs):
+        return lax.scan(lambda c, x: (c, with_tripwire(jnp.log)(x)[1]), 0, xs)[1]
+
+    for tripwires in (
+        jax.jit(steps)(jnp.array([1.0, 0.0])),
+        jax.vmap(with_tripwire(jnp.log))(jnp.array([1.0, 0.0]))[1],
+    ):
+        with pytest.raises(ValueError, match=r"stacked to \[2\]: take run i of them"):
+            tripwires.report()
+        reports = _reports(tripwires)
+        assert reports[0] is None
+        assert _found(reports[1]) == ("log", "", "forward", "float32")
+
+
+def test_a_tripwire_in_a_shard_map_is_that_of_each_device():
+    devices, auto = jax.devices()[:2], (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), auto, devices=devices)
+    spec = jax.sharding.PartitionSpec("x")
+
+    def fun(x):
+        tripwire = with_tripwire(
+            lambda x: lax.scan(lambda h, _: (jnp.log(h), None), x, None, length=2)
+        )(x)[1]
+        return jax.tree.map(lambda x: x[None], tripwire)
+
+    mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec))
+    reports = _reports(mapped(jnp.array([3.0, 1.0])))
+    assert reports[0] is None
+    assert reports[1] is not None and reports[1].iterations == (1,)
+
+
+def test_a_tripwire_is_not_differentiated():
+    watched = with_tripwire(jnp.square)
+    for fun in (watched, jax.jit(watched), jax.vmap(watched)):
+        with pytest.raises(TypeError, match=r"take the gradient inside, with_tripwire"):
+            jax.grad(lambda x, fun=fun: jnp.sum(fun(x)[0]))(jnp.ones(2))
+    (value, grad), tripwire = with_tripwire(jax.value_and_grad(jnp.square))(3.0)
+    assert (float(value), float(grad), tripwire.report()) == (9.0, 6.0, None)
+
+
+# What counts as the first.
+
+
+def test_the_earliest_of_several_is_found():
+    def fun(x):
+        a = jnp.log(x)
+        b = 1.0 / x
+        return b, a
+
+    report = first_nonfinite(fun)(jnp.zeros(2))
+    assert report is not None and report.primitive == "log"
+
+
+def test_what_was_repaired_is_not_found():
+    def fun(x):
+        x = jnp.nan_to_num(jnp.log(x), neginf=1e30)
+        return x * 1e10
+
+    report = first_nonfinite(fun)(jnp.array([0.0, 1.0]))
+    assert report is not None and report.primitive == "mul"
+    assert report.operands[0] == (0.0, np.float32(1e30))
+
+
+def test_an_overflow_beside_a_mask_is_found():
+    def fun(x, mask):
+        x = jnp.where(mask, x, -jnp.inf)
+        return jnp.exp(x) + jnp.where(mask, 0.0, x)
+
+    x, mask = jnp.array([100.0, 1.0]), jnp.array([True, False])
+    report = first_nonfinite(fun)(x, mask)
+    assert report is not None and report.primitive == "exp"
+    assert report.operands == ((-np.inf, 100.0),)
+
+
+def test_an_infinite_state_that_stays_is_the_last_suspect():
+    def step(best, x):
+        return jnp.minimum(best, x), jnp.log(x)
+
+    report = first_nonfinite(step)(jnp.float32(jnp.inf), jnp.float32(0.0))
+    assert report is not None and report.primitive == "log"
+    report = first_nonfinite(lambda best, x: (best, x))(jnp.float32(jnp.inf), 1)
+    assert report is not None and (report.primitive, report.layer) == ("argument", "0")
+
+
+def test_five_loops_name_the_four_outer_iterations():
+    def nested(depth, x):
+        if not depth:
+            return jnp.log(x)
+
+        def step(x, i):
+            return nested(depth - 1, jnp.where(i == 1, x * 0.0, x)), None
+
+        return lax.scan(step, x, jnp.arange(2))[0]
+
+    report = first_nonfinite(lambda x: nested(5, x))(jnp.float32(np.e**np.e))
+    assert report is not None and len(report.iterations) == 4
+
+
+def test_arguments_have_their_key_paths():
+    def fun(*args, **kwargs):
+        return args, kwargs
+
+    bad = jnp.array(jnp.nan)
+    find = first_nonfinite(fun)
+    args = ({"a": [1, "text", bad]}, None)
+    report = find(*args, 2.0, b=jnp.ones(2))
+    assert report is not None and report.layer == "0/a/2"
+    report = find({"a": np.zeros(2, jax.dtypes.float0)}, b={"c": bad})
+    assert report is not None and report.layer == "b/c"
+
+
+def test_other_dtypes_pass(getkey):
+    def fun(key, n, c, small):
+        noise = jax.random.normal(key, (2,))
+        return n + 1, c * c + 1, small.astype(jnp.float32) + noise, key
+
+    args = (getkey(), jnp.arange(2), jnp.ones(2, jnp.complex64))
+    small = jnp.ones(2, jnp.float8_e4m3fn)
+    assert first_nonfinite(fun)(*args, small) is None
+    report = first_nonfinite(fun)(*args[:2], args[2] * jnp.complex64(jnp.nan), small)
+    assert report is not None and report.primitive == "argument"
+
+
+# Reports.
+
+
+def _report() -> NonFinite:
+    def fun(x):
+        with jax.named_scope("layer"):
+            return lax.scan(lambda c, x: (c, 1.0 / x - x), 0, x)[1]
+
+    report = first_nonfinite(fun)(jnp.array([1.0, 0.0]))
+    assert report is not None
+    return report
+
+
+def test_a_report_is_a_sentence():
+    report = _report()
+    file, _, number = report.line.rpartition(":")
+    assert file == __file__ and int(number) > 0
+    assert str(report) == (
+        f"div (float32, forward, iteration [1]) in layer at {report.line} made the "
+        "first number that is not finite out of [1, 1] and [0, 0]."
+    )
+    constant = first_nonfinite(lambda x: x + jnp.inf)(jnp.ones(2))
+    assert str(constant) == "A number that is not finite is a constant of the program."
+
+
+def test_a_report_is_json_without_nan():
+    report = NonFinite("add", "a", "f:1", "forward", "float16", (1,), ((-np.inf, 2.0),))
+    fields = json.loads(report.to_json())
+    assert fields["operands"] == [["-inf", 2.0]]
+    assert fields["iterations"] == [1]
+    assert set(fields) == set(vars(report))
+
+
+def test_a_tripwire_survives_pickling_and_the_tree():
+    _, tripwire = with_tripwire(jnp.log)(jnp.zeros(2))
+    copies = (
+        pickle.loads(pickle.dumps(tripwire)),
+        jax.tree.map(lambda x: x, tripwire),
+        jax.device_get(tripwire),
+    )
+    for copy in copies:
+        assert isinstance(copy, Tripwire)
+        assert copy.report() == tripwire.report()
+    jax.tree.map(lambda _: object(), tripwire)
+
+
+# Errors.
+
+
+def test_errors_say_what_was_got():
+    for transform in (first_nonfinite, with_tripwire):
+        with pytest.raises(TypeError, match="Expected a function to watch, got 3"):
+            transform(3)  # pyright: ignore[reportArgumentType] - that is the point
+
+
+@pytest.mark.standard_promotion
+def test_an_nnx_module_is_refused():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"watch got an nnx module.*nnx\.split"):
+        first_nonfinite(lambda m, x: m(x))(model, jnp.ones(2))

@@ -1,0 +1,351 @@
+"""The walker runs programs as they are, equation by equation, and counts right."""
+
+import functools
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_corpus import PROGRAMS, Program
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite
+from jmp_lite import compat
+from jmp_lite.autocast.rewrite import trace
+from jmp_lite.numerics.sites import Site, sites
+from jmp_lite.numerics.walk import Equation, Walker
+
+
+class _Counter(Walker):
+    """Records how often each site ran; carries how many equations made a value."""
+
+    def observe(self, equation: Equation) -> Any:
+        deepest = np.int32(0)
+        for tag in equation.tags:
+            deepest = jnp.maximum(deepest, tag)
+        return [deepest + 1] * len(equation.outs), np.ones(1, np.int32)
+
+    def tag_constant(self, value: Any) -> Any:
+        del value
+        return np.int32(0)
+
+    def empty(self) -> Any:
+        return np.int32(0)
+
+    def merge(self, a: Any, b: Any) -> Any:
+        return a + b
+
+    def unstack(self, tag: Any, length: int) -> Any:
+        return jnp.broadcast_to(tag, (length,))
+
+    def stack(self, tags: Any) -> Any:
+        return tags.max(initial=0)
+
+
+def walk(fun: Any, *args: Any) -> tuple[Any, list[Any], Any, Any]:
+    """Return a function's result, how deep each output is, the counts and the clock."""
+    traced = trace(fun, args)
+    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
+    tags = [np.int32(0)] * len(traced.args)
+    outs, depths, counts, clock = _Counter().run(jaxpr, consts, traced.args, tags)
+    return traced.restore(outs), depths, counts, clock
+
+
+def sites_of(fun: Any, *args: Any) -> list[Site]:
+    return sites(compat.open_jaxpr(trace(fun, args).closed))
+
+
+# Code for tiny arrays need not be good: that halves what compiling costs.
+_jit = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
+
+
+def _cases(programs: Any) -> list[Any]:
+    return [
+        pytest.param(
+            program,
+            id=program.name,
+            marks=[pytest.mark.standard_promotion] if program.third_party else [],
+        )
+        for program in programs
+    ]
+
+
+def assert_same(result: Any, expected: Any, found: list[Site]) -> None:
+    """Assert that results are the same to the bit, or nearly if there is a loop.
+
+    What counts the iterations is in the loop's body, which XLA may then fuse otherwise.
+    """
+    assert bitwise.avals(result) == bitwise.avals(expected)
+    if not any(site.loops for site in found):
+        assert bitwise.raw_bits(result) == bitwise.raw_bits(expected)
+    numbers = [jax.tree.leaves(x) for x in (result, expected)]
+    for x, y in zip(*numbers, strict=True):
+        if jnp.issubdtype(x.dtype, jnp.number):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        else:
+            assert bitwise.raw_bits(x) == bitwise.raw_bits(y)
+
+
+# The corpus. Under jit both are one program of XLA's, which then fuses them alike.
+
+
+@pytest.mark.parametrize("program", _cases(PROGRAMS))
+def test_a_walk_gives_the_bits_of_the_program(program: Program) -> None:
+    with program.context():
+        fun, args = program.make()
+        result, _, counts, clock = _jit(lambda *args: walk(fun, *args))(*args)
+        expected = _jit(fun)(*args)
+        found = sites_of(fun, *args)
+    assert_same(result, expected, found)
+    counts = np.asarray(counts).tolist()
+    assert int(clock) == sum(counts)
+    for site, count in zip(found, counts, strict=True):
+        # A branch runs less often, or not at all.
+        assert site.times is None or count <= site.times
+
+
+_REVERSE = [p for p in PROGRAMS if "grad_outside" not in p.without]
+
+
+@pytest.mark.parametrize("program", _cases(_REVERSE[::4]))
+def test_a_walk_gives_the_bits_of_the_gradient(program: Program) -> None:
+    with program.context():
+        fun, args = program.make()
+
+        def loss(*args):
+            outs = jax.tree.leaves(fun(*args))
+            floats = [x for x in outs if jnp.issubdtype(x.dtype, jnp.floating)]
+            return sum(jnp.sum(jnp.sin(x)).astype(jnp.float32) for x in floats)
+
+        grad = jax.value_and_grad(loss)
+        result = _jit(lambda *args: walk(grad, *args)[0])(*args)
+        expected = _jit(grad)(*args)
+        found = sites_of(grad, *args)
+    assert_same(result, expected, found)
+    directions = {site.direction for site in found}
+    assert directions == {"forward", "backward"}
+
+
+# How often each equation runs: eagerly, and in a program.
+
+
+def scan_of_five(x):
+    def step(h, _):
+        return jnp.sin(h), h
+
+    return lax.scan(step, x, None, length=5, unroll=2)
+
+
+def scan_in_reverse(xs):
+    return lax.scan(lambda h, x: (h + x, h * x), 0.0, xs, reverse=True)
+
+
+def scan_in_a_scan(xs):
+    def outer(h, row):
+        return lax.scan(lambda h, x: (h * x, None), jnp.cos(h), row)[0], None
+
+    return lax.scan(outer, jnp.float32(1.0), xs)[0]
+
+
+def scan_of_nothing(xs):
+    h, ys = lax.scan(lambda h, x: (h + x, jnp.exp(x)), jnp.float32(0.0), xs)
+    return h - 1.0, ys
+
+
+def scan_of_constants(w):
+    return lax.scan(lambda h, _: (h @ w, None), jnp.eye(2), None, length=3)[0]
+
+
+def while_below(x):
+    return lax.while_loop(lambda x: x < 100.0, lambda x: x * 3.0, x)
+
+
+def while_with_a_condition_each(xs):
+    return jax.vmap(while_below)(xs)
+
+
+def branches(i, x):
+    choices = [jnp.sin, lambda x: jnp.cos(jnp.exp(x)), lambda x: x]
+    return lax.switch(i, choices, x), lax.cond(i > 0, jnp.tanh, jnp.log1p, x)
+
+
+def calls(x):
+    inner = jax.jit(lambda x: jnp.sin(x))
+    return jax.checkpoint(inner)(inner(x)), jax.nn.relu(x)
+
+
+def with_keys_and_integers(key, n):
+    key, fresh = jax.random.split(key)
+    return key, jax.random.key_data(fresh), n // 2, n > 3
+
+
+ONE = np.float32(1.0)
+
+COUNTS = [
+    (scan_of_five, (ONE,), [("sin", 5)]),
+    (scan_in_reverse, (np.ones(4, np.float32),), [("add", 4), ("mul", 4)]),
+    (scan_in_a_scan, (np.ones((3, 2), np.float32),), [("cos", 3), ("mul", 6)]),
+    (scan_of_nothing, (np.ones(0, np.float32),), [("add", 0), ("exp", 0), ("sub", 1)]),
+    (scan_of_constants, (np.eye(2, dtype=np.float32),), [("dot_general", 3)]),
+    (while_below, (ONE * 2,), [("lt", 0), ("mul", 4)]),
+    (while_with_a_condition_each, (np.array([1, 99], np.float32),), [("while", 1)]),
+    (branches, (np.int32(1), ONE), [("sin", 0), ("exp", 1), ("cos", 1), ("tanh", 1)]),
+    (branches, (np.int32(0), ONE), [("sin", 1), ("cos", 0), ("log1p", 1)]),
+    (calls, (ONE,), [("sin", 1), ("sin", 1), ("max", 1)]),
+]
+
+
+@pytest.mark.parametrize("in_jit", [False, True])
+@pytest.mark.parametrize(
+    ("fun", "args", "expected"), COUNTS, ids=[fun.__name__ for fun, _, _ in COUNTS]
+)
+def test_each_equation_is_counted_as_often_as_it_runs(
+    fun: Any, args: Any, expected: Any, in_jit: bool
+) -> None:
+    run = jax.jit(lambda *a: walk(fun, *a)) if in_jit else functools.partial(walk, fun)
+    result, _, counts, clock = run(*args)
+    assert bitwise.raw_bits(result) == bitwise.raw_bits(fun(*args))
+    assert int(clock) == int(np.sum(counts))
+    names = [site.primitive for site in sites_of(fun, *args)]
+    found = list(zip(names, np.asarray(counts).tolist(), strict=True))
+    listed = {name for name, _ in expected}
+    assert [pair for pair in found if pair[0] in listed] == expected
+
+
+def test_times_and_loops_are_those_of_the_scans_around():
+    found = sites_of(scan_in_a_scan, jnp.ones((3, 2)))
+    assert [(s.primitive, s.times, s.loops) for s in found] == [
+        ("cos", 3, 1),
+        ("mul", 6, 2),
+    ]
+    (lt, mul) = sites_of(while_below, jnp.float32(2.0))
+    assert (lt.times, mul.times, mul.loops) == (None, None, 1)
+
+
+def test_what_is_carried_goes_through_calls_loops_and_branches():
+    def fun(x, y):
+        x = jax.jit(jnp.sin)(x)  # 1
+        h, rows = lax.scan(lambda h, r: (h + x, r * r), y, jnp.stack([y, y]))
+        z = lax.cond(x > 0.0, lambda h: jnp.exp(jnp.exp(h)), lambda h: h, h)
+        return x, h, rows, z, y
+
+    _, depths, _, _ = walk(fun, jnp.float32(1.0), jnp.float32(2.0))
+    stacked = 3  # two broadcasts at once, and what joins them; then the product
+    assert [int(d) for d in depths] == [1, 3, stacked, 5, 0]
+
+
+def test_keys_and_integers_pass(getkey):
+    key = getkey()
+    result, *_ = walk(with_keys_and_integers, key, jnp.int32(7))
+    expected = with_keys_and_integers(key, jnp.int32(7))
+    assert bitwise.raw_bits(result) == bitwise.raw_bits(expected)
+
+
+def test_effects_happen_once_and_in_order():
+    seen: list[float] = []
+
+    def fun(x):
+        def step(x, _):
+            jax.debug.callback(seen.append, x, ordered=True)
+            return x + 1.0, None
+
+        x = lax.scan(step, x, None, length=3)[0]
+        jax.debug.callback(seen.append, x, ordered=True)
+        return x
+
+    walk(fun, jnp.float32(0.0))
+    jax.effects_barrier()
+    assert [float(x) for x in seen] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_shard_map_is_one_site():
+    devices, auto = jax.devices()[:2], (AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), auto, devices=devices)
+    mapped = jax.shard_map(
+        lambda x: lax.psum(jnp.sin(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+    )
+    result, _, counts, _ = walk(mapped, jnp.ones(2))
+    assert [site.primitive for site in sites_of(mapped, jnp.ones(2))] == ["shard_map"]
+    assert np.asarray(counts).tolist() == [1]
+    assert float(result[0]) == pytest.approx(2 * np.sin(1.0))
+
+
+# Where each equation is.
+
+
+def test_a_site_has_its_layer_line_and_direction():
+    def fun(x):
+        with jax.named_scope("outer"):
+            with jax.named_scope("inner"):
+                x = jnp.sin(x)
+            return jnp.sum(x * x)
+
+    line = fun.__code__.co_firstlineno + 3
+    found = sites_of(jax.grad(fun), jnp.ones(2))
+    (sin,) = [s for s in found if s.primitive == "sin"]
+    assert (sin.layer, sin.direction, sin.dtype) == (
+        "outer/inner",
+        "forward",
+        "float32",
+    )
+    assert sin.line == f"{__file__}:{line}"
+    last = found[-1]
+    assert (last.primitive, last.layer, last.direction) == (
+        "mul",
+        "outer/inner",
+        "backward",
+    )
+
+
+def test_the_layer_of_what_is_computed_again_is_where_it_was_computed():
+    @jax.checkpoint
+    def block(x):
+        with jax.named_scope("block"):
+            return jnp.sin(jnp.exp(x))
+
+    found = sites_of(jax.grad(lambda x: jnp.sum(block(x))), jnp.ones(2))
+    places = [(s.primitive, s.layer, s.direction) for s in found if s.layer]
+    assert ("exp", "block", "forward") in places
+    assert ("mul", "block", "backward") in places
+    assert {layer for _, layer, _ in places} == {"block"}
+
+
+def test_a_library_function_that_is_traced_once_has_the_line_of_each_call():
+    def fun(x):
+        x = jnp.linalg.norm(x)
+        return jnp.linalg.norm(x + 1.0)
+
+    first = fun.__code__.co_firstlineno + 1
+    lines = {s.line for s in sites_of(fun, jnp.ones(2)) if s.primitive == "sqrt"}
+    assert lines == {f"{__file__}:{first}", f"{__file__}:{first + 1}"}
+
+
+def test_a_jitted_function_of_the_user_has_its_own_lines():
+    @jax.jit
+    def norm(x):
+        return jnp.sqrt(jnp.sum(x))
+
+    plain: Any = norm
+    line = plain.__wrapped__.__code__.co_firstlineno + 2
+    (sqrt,) = [s for s in sites_of(norm, jnp.ones(2)) if s.primitive == "sqrt"]
+    assert sqrt.line == f"{__file__}:{line}"
+
+
+def test_marks_of_autocast_are_no_layers():
+    fun = jmp_lite.full_precision(lambda w, x: jnp.tanh(x @ w))
+    found = sites_of(
+        jmp_lite.autocast(lambda w, x: fun(w, x) @ w, "mixed_bfloat16"),
+        jnp.eye(2),
+        jnp.eye(2),
+    )
+    assert {site.layer for site in found} == {""}
