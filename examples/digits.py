@@ -24,29 +24,32 @@ from rich.console import Console
 
 from examples.common import report
 from examples.common.cli import (
-    check_loss_scale,
-    make_folder,
+    AutocastOption,
+    LossScaleOption,
+    OutOption,
+    PolicyOption,
+    SeedOption,
+    SeedsOption,
+    StepsOption,
     parse_policies,
     slow_reasons,
+    stop_if_collapsed,
 )
 from examples.common.data import Digits, batches, load_digits
-from examples.common.loop import Result, Run, Step, train_side_by_side
+from examples.common.loop import Result, Run, Step, step_log, train_side_by_side
 from examples.common.memory import activation_bytes, tree_bytes
-from examples.common.precision import autocast_if_half, choose_loss_scale, way
+from examples.common.precision import autocast_if_half, choose_loss_scale
 from jmp_lite import (
     DynamicLossScale,
-    LossScaleCollapsed,
     NoOpLossScale,
     Policy,
     StaticLossScale,
     get_policy,
-    metrics,
     scale_aware,
     scaled_value_and_grad,
     select_tree,
 )
 
-POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 BATCH_SIZE = 128
 
 
@@ -141,12 +144,9 @@ def make_step(loss_fn, tx: optax.GradientTransformationExtraArgs) -> Step:
         )
         updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
+        log = step_log(state.opt_state, opt_state, loss)
         # A skipped step leaves all as it was, BatchNorm's statistics included.
-        log = metrics(opt_state)
         batch_stats = select_tree(log["grads_finite"], batch_stats, state.batch_stats)
-        # `log["loss_scale"]` is that of the next step; the figure shows this step's.
-        used = metrics(state.opt_state)["loss_scale"]
-        log |= {"loss": loss, "scale_used": used}
         return TrainState(params, batch_stats, opt_state), log
 
     return step
@@ -208,7 +208,7 @@ def train_model(
             score=accuracy(
                 model, policies[label], state, test, use_autocast=use_autocast
             ),
-            step_ms=1e3 * result.step_seconds,
+            step_ms=result.step_ms,
             param_bytes=tree_bytes(state.params),
             optimizer_bytes=tree_bytes(state.opt_state),
             activation_bytes=activation_bytes(
@@ -292,21 +292,11 @@ def _first_scale(result: Result) -> float:
 
 
 def main(
-    policy: Annotated[
-        str, typer.Option(help="all, or a policy: mixed_float16, p=f32,c=f16,o=f32 ...")
-    ] = "all",
-    autocast: Annotated[
-        bool, typer.Option(help="Half precision by autocast, or cast by hand.")
-    ] = False,
-    loss_scale: Annotated[
-        float,
-        typer.Option(
-            callback=check_loss_scale,
-            help="0: dynamic; a power of two: static. For float16 only.",
-        ),
-    ] = 0.0,
+    policy: PolicyOption = "all",
+    autocast: AutocastOption = False,
+    loss_scale: LossScaleOption = 0.0,
     model: Annotated[Literal["all", "mlp", "cnn"], typer.Option()] = "all",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 500,
+    steps: StepsOption = 500,
     width: Annotated[
         int | None,
         typer.Option(
@@ -315,15 +305,13 @@ def main(
             "channels. By default 512 on a CPU, else 4096, as in Keras' guide.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds.")] = 1,
-    out: Annotated[
-        Path, typer.Option(callback=make_folder, help="Where to write.")
-    ] = Path("out/digits"),
+    seed: SeedOption = 0,
+    seeds: SeedsOption = 1,
+    out: OutOption = Path("out/digits"),
 ) -> None:
     """Train on real digits in float32, float16 and bfloat16, side by side."""
     console = Console()
-    policies = parse_policies(policy, POLICIES, use_autocast=autocast)
+    policies = parse_policies(policy, use_autocast=autocast)
     device = jax.local_devices()[0]
     width = width or (512 if device.platform == "cpu" else 4096)
     train, test = load_digits()
@@ -333,7 +321,7 @@ def main(
         f"{device.device_kind}."
     )
     records, tiny = [], None
-    try:
+    with stop_if_collapsed(console):
         for this_seed in range(seed, seed + seeds):
             for name in MODELS if model == "all" else [model]:
                 records += train_model(
@@ -356,33 +344,26 @@ def main(
                 use_autocast=autocast,
                 console=console,
             )
-    except LossScaleCollapsed as error:
-        console.print(f"Stopped: {error}", style="red", markup=False)
-        raise typer.Exit(1) from None
-
-    title = f"Half precision: {way(autocast)}"
-    console.print(
-        report.rich_table(report.summarise(records, report.ACCURACY), title),
-        "Step: median, the runs taking turns. Activations: what the forward pass of "
-        "one batch saves for the backward pass. Loss: mean of the last 20 steps.",
-        *(f"Mind: {reason}." for reason in slow_reasons(policies.values())),
-        sep="\n",
-        highlight=False,
+    way = "autocast" if autocast else "cast by hand"
+    report.publish(
+        console,
+        out,
+        "digits",
+        settings={
+            "half_precision": way,
+            "width": width,
+            "steps": steps,
+            "batch_size": BATCH_SIZE,
+            "static_loss_scale": loss_scale,
+            "device": device.device_kind,
+            "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+        },
+        records=records,
+        score=report.ACCURACY,
+        title=f"Half precision: {way}",
+        notes=slow_reasons(policies.values()),
+        tiny=tiny,
     )
-    if tiny is not None:
-        console.print(report.rich_table(report.summarise_tiny(tiny)))
-    settings = {
-        "half_precision": way(autocast),
-        "width": width,
-        "steps": steps,
-        "batch_size": BATCH_SIZE,
-        "static_loss_scale": loss_scale,
-        "device": device.device_kind,
-        "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
-    }
-    score = report.ACCURACY
-    report.write(out, "digits", settings, records, score=score, title=title, tiny=tiny)
-    console.print(f"Wrote digits.png, table.md and results.json into {out}.")
 
 
 if __name__ == "__main__":

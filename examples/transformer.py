@@ -1,54 +1,60 @@
 """Train a language model on Python's own sources in float32, float16 and bfloat16.
 
     python examples/transformer.py                               # all three, on a CPU
+    python examples/transformer.py --checkpoints out/saved       # to stop and go on
     python examples/transformer.py --policy mixed_float16 --loss-scale 1024
-    python examples/transformer.py --no-autocast                 # cast by hand instead
+    python examples/transformer.py --no-autocast                 # with_policy instead
 
-A small decoder-only transformer over bytes. The model is plain float32 code: `autocast`
-lowers what is safe in half precision, and the table it prints says what and why. Writes
-a figure, a table and results.json.
+A small decoder-only transformer over bytes, in Flax nnx. The model is plain float32
+code: `autocast` lowers what is safe in half precision, and the table it prints says
+what and why. Writes a figure, a table and results.json.
 """
 
 import functools
 import platform
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import flax
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
+from flax import nnx
 from rich.console import Console
 
 from examples.common import report
 from examples.common.cli import (
-    check_loss_scale,
-    make_folder,
+    AutocastOption,
+    CheckpointsOption,
+    LossScaleOption,
+    OutOption,
+    PolicyOption,
+    SaveEveryOption,
+    SeedOption,
+    SeedsOption,
+    StepsOption,
+    check_settings,
     parse_policies,
     slow_reasons,
+    stop_if_collapsed,
 )
-from examples.common.loop import Result, Run, Step, train_side_by_side
+from examples.common.loop import (
+    Checkpoints,
+    Result,
+    Run,
+    Step,
+    ema_decay,
+    step_log,
+    train_side_by_side,
+)
 from examples.common.memory import activation_bytes, tree_bytes
-from examples.common.precision import (
-    autocast_if_half,
-    choose_loss_scale,
-    is_half,
-    way,
-)
+from examples.common.precision import autocast_if_half, choose_loss_scale, is_half
 from examples.common.text import even_windows, load_sources, text_batches
-from jmp_lite import (
-    LossScaleCollapsed,
-    Policy,
-    explain,
-    metrics,
-    scale_aware,
-    scaled_value_and_grad,
-)
+from jmp_lite import Policy, explain, scale_aware, scaled_value_and_grad
+from jmp_lite.nnx import TrainState, with_policy
 
-POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 SCORE = report.Score("validation_loss", "valid. loss", "{:.4f}", "{:.3f}")
 HEAD_WIDTH = 32
 CONTEXT = 64
@@ -56,214 +62,201 @@ BATCH_SIZE = 16
 VALIDATION_WINDOWS = 512
 
 
-class Attention(nn.Module):
-    """Causal attention; `width / HEAD_WIDTH` heads."""
-
-    @nn.compact
-    def __call__(self, x):
-        batch, length, width = x.shape
-        qkv = nn.Dense(3 * width, use_bias=False, name="qkv")(x)
-        q, k, v = jnp.split(qkv.reshape(batch, length, -1, HEAD_WIDTH), 3, axis=2)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / HEAD_WIDTH**0.5
-        causal = jnp.tril(jnp.ones((length, length), bool))
-        weights = nn.softmax(jnp.where(causal, scores, -jnp.inf))
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-        return nn.Dense(width, name="out")(mixed.reshape(batch, length, width))
-
-
-class Block(nn.Module):
+class Block(nnx.Module):
     """Attention and an MLP, each normalised before and added to what came in."""
 
-    @nn.compact
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            width // HEAD_WIDTH, width, decode=False, rngs=rngs
+        )
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
     def __call__(self, x):
-        x = x + Attention(name="attention")(nn.LayerNorm()(x))
-        h = nn.gelu(nn.Dense(4 * x.shape[-1], name="up")(nn.LayerNorm()(x)))
-        return x + nn.Dense(x.shape[-1], name="down")(h)
+        # nnx names no scopes: these are for the table of `explain`.
+        with jax.named_scope("attention"):
+            x = x + self.attention(self.attention_norm(x), is_causal=True)
+        with jax.named_scope("mlp"):
+            return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
 
 
-class Transformer(nn.Module):
+class Transformer(nnx.Module):
     """From bytes `[batch, length]` to the logits of the next ones, `[..., 256]`."""
 
-    width: int
-    layers: int
+    def __init__(self, width: int, layers: int, *, rngs: nnx.Rngs):
+        self.bytes = nnx.Embed(256, width, rngs=rngs)
+        self.positions = nnx.Embed(CONTEXT, width, rngs=rngs)
+        self.layers = nnx.List([Block(width, rngs=rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, 256, rngs=rngs)
 
-    @nn.compact
     def __call__(self, tokens):
-        positions = jnp.arange(tokens.shape[1])
-        x = nn.Embed(256, self.width, name="bytes")(tokens)
-        x = x + nn.Embed(CONTEXT, self.width, name="positions")(positions)
-        for i in range(self.layers):
-            x = Block(name=f"layer_{i}")(x)
-        return nn.Dense(256, name="head")(nn.LayerNorm()(x))
+        x = self.bytes(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for i, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{i}"):
+                x = layer(x)
+        with jax.named_scope("head"):
+            return self.head(self.norm(x))
 
 
-class TrainState(NamedTuple):
-    params: Any
-    opt_state: Any
+@functools.partial(nnx.jit, static_argnums=(0, 1, 2))
+def make_model(width: int, layers: int, seed: int) -> Transformer:
+    """Return a model, its weights drawn in one compiled program."""
+    return Transformer(width, layers, rngs=nnx.Rngs(seed))
 
 
-def plain_loss(model: nn.Module, params, tokens):
+def plain_loss(graphdef, params, rest, tokens):
     """Return the mean cross entropy of each next byte. Knows nothing of precision."""
-    logits = model.apply({"params": params}, tokens[:, :-1])
-    return cross_entropy(logits, tokens[:, 1:])
+    logits = nnx.merge(graphdef, params, rest)(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return losses.mean()
 
 
-def hand_cast_loss(model: nn.Module, policy: Policy, params, tokens):
-    """Return the same: half precision inside the model, the policy's output outside."""
-    logits = model.apply({"params": policy.cast_to_compute(params)}, tokens[:, :-1])
-    return cross_entropy(policy.cast_to_output(logits), tokens[:, 1:])
+def make_loss_fn(state: TrainState, policy: Policy, *, use_autocast: bool):
+    """Return `loss_fn(params, rest, tokens)` under a policy."""
+    loss_fn = functools.partial(plain_loss, state.graphdef)
+    return autocast_if_half(loss_fn, policy) if use_autocast else loss_fn
 
 
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def make_loss_fn(model: nn.Module, policy: Policy, *, use_autocast: bool):
-    """Return `loss_fn(params, tokens)` under a policy."""
-    if use_autocast:
-        return autocast_if_half(functools.partial(plain_loss, model), policy)
-    return functools.partial(hand_cast_loss, model, policy)
-
-
-def make_optimizer(policy: Policy, *, steps: int, static_scale: float):
-    """Return AdamW, warmed up and decayed, in a `scale_aware` optimiser."""
-    # Inside of it gradients are unscaled, float32 and finite: the place to clip them.
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    return scale_aware(inner, choose_loss_scale(policy, static_scale))
-
-
-def make_step(loss_fn, tx: optax.GradientTransformationExtraArgs) -> Step:
-    """Return a whole train step; `tx` is a `scale_aware` optimiser."""
+def make_step(loss_fn) -> Step:
+    """Return a whole train step."""
 
     def step(state: TrainState, tokens):
         value_and_grad = scaled_value_and_grad(loss_fn, loss_scale=state.opt_state)
-        loss, grads = value_and_grad(state.params, tokens)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
-        params = optax.apply_updates(state.params, updates)
-        # The log has the loss scale of the next step; the figure shows this step's.
-        used = metrics(state.opt_state)["loss_scale"]
-        log = metrics(opt_state) | {"loss": loss, "scale_used": used}
-        return TrainState(params, opt_state), log
+        loss, grads = value_and_grad(state.params, state.rest, tokens)
+        after = state.apply_gradients(grads=grads, value=loss)
+        return after, step_log(state, after, loss)
 
     return step
 
 
-def init_state(model: nn.Module, policy: Policy, tx, *, seed: int) -> TrainState:
-    tokens = jnp.zeros((1, CONTEXT), jnp.int32)
-    params = jax.jit(model.init)(jax.random.key(seed), tokens)["params"]
-    params = policy.cast_to_param(params)
-    return TrainState(params, tx.init(params))
+def init_state(
+    model: nnx.Module,
+    policy: Policy,
+    *,
+    use_autocast: bool,
+    steps: int,
+    static_scale: float,
+) -> TrainState:
+    """Return the state at step 0, with AdamW, warmed up, decayed and clipped."""
+    # Inside `scale_aware` gradients are unscaled, f32 and finite: the place to clip.
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    tx = scale_aware(inner, choose_loss_scale(policy, static_scale))
+    if use_autocast:
+        model = policy.cast_to_param(model)
+    else:
+        model = with_policy(model, policy)
+    return TrainState.create(model, tx, ema_decay=ema_decay(steps))
 
 
-def validation_loss(loss_fn, params, text: np.ndarray) -> float:
-    """Return the mean loss over windows spread evenly over the validation text."""
+def validation_loss(loss_fn, state: TrainState, text: np.ndarray) -> float:
+    """Return the mean loss of the averaged weights over windows all over the text."""
     tokens = even_windows(text, count=VALIDATION_WINDOWS, length=CONTEXT + 1)
     batches = tokens.reshape(-1, BATCH_SIZE, CONTEXT + 1)
-    losses = jax.jit(lambda p, t: jax.lax.map(lambda b: loss_fn(p, b), t))
-    return float(np.mean(np.asarray(losses(params, batches), np.float64)))
+    losses = jax.jit(lambda p, r, ts: jax.lax.map(lambda t: loss_fn(p, r, t), ts))
+    return float(
+        np.mean(np.asarray(losses(state.ema, state.rest, batches), np.float64))
+    )
+
+
+def train_seed(
+    policies: dict[str, Policy],
+    texts: tuple[np.ndarray, np.ndarray],
+    *,
+    width: int,
+    layers: int,
+    steps: int,
+    seed: int,
+    static_scale: float,
+    use_autocast: bool,
+    checkpoints: Checkpoints | None,
+    console: Console,
+) -> list[report.Record]:
+    """Train under each policy; return what goes into the table."""
+    train, validation = texts
+    model = make_model(width, layers, seed)
+    runs, losses = {}, {}
+    for label, policy in policies.items():
+        state = init_state(
+            model,
+            policy,
+            use_autocast=use_autocast,
+            steps=steps,
+            static_scale=static_scale,
+        )
+        losses[label] = make_loss_fn(state, policy, use_autocast=use_autocast)
+        runs[label] = Run(make_step(losses[label]), state)
+    results = train_side_by_side(
+        runs,
+        text_batches(
+            train, batch_size=BATCH_SIZE, length=CONTEXT + 1, steps=steps, seed=seed
+        ),
+        title=f"seed {seed}",
+        steps=steps,
+        console=console,
+        checkpoints=checkpoints,
+    )
+
+    def record(label: str, result: Result) -> report.Record:
+        loss_fn, state = losses[label], result.state
+        return report.Record(
+            model="",
+            policy=label,
+            seed=seed,
+            score=validation_loss(loss_fn, state, validation),
+            step_ms=result.step_ms,
+            param_bytes=tree_bytes(state.params),
+            optimizer_bytes=tree_bytes(state.opt_state),
+            activation_bytes=activation_bytes(
+                lambda params, tokens: loss_fn(params, state.rest, tokens),
+                state.params,
+                even_windows(train, count=BATCH_SIZE, length=CONTEXT + 1),
+            ),
+            history=result.history,
+        )
+
+    return [record(label, result) for label, result in results.items()]
+
+
+def print_choices(policy: Policy, width: int, layers: int, console: Console) -> None:
+    """Print what autocast does in each layer."""
+    graphdef, params, rest = nnx.split(make_model(width, layers, 0), nnx.Param, ...)
+    tokens = jnp.zeros((BATCH_SIZE, CONTEXT + 1), jnp.int32)
+    explained = explain(functools.partial(plain_loss, graphdef), policy)
+    console.print(explained(params, rest, tokens).table())
 
 
 def main(
-    policy: Annotated[
-        str, typer.Option(help="all, or a policy: mixed_float16, p=f32,c=f16,o=f32 ...")
-    ] = "all",
-    autocast: Annotated[
-        bool, typer.Option(help="Half precision by autocast, or cast by hand.")
-    ] = True,
-    loss_scale: Annotated[
-        float,
-        typer.Option(
-            callback=check_loss_scale,
-            help="0: dynamic; a power of two: static. For float16 only.",
-        ),
-    ] = 0.0,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 800,
+    policy: PolicyOption = "all",
+    autocast: AutocastOption = True,
+    loss_scale: LossScaleOption = 0.0,
+    steps: StepsOption = 800,
     width: Annotated[
         int,
         typer.Option(min=HEAD_WIDTH, help=f"Features; a multiple of {HEAD_WIDTH}."),
     ] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights and batches.")] = 0,
-    out: Annotated[
-        Path, typer.Option(callback=make_folder, help="Where to write.")
-    ] = Path("out/transformer"),
+    seed: SeedOption = 0,
+    seeds: SeedsOption = 1,
+    out: OutOption = Path("out/transformer"),
+    checkpoints: CheckpointsOption = None,
+    save_every: SaveEveryOption = 100,
 ) -> None:
     """Train a language model in float32, float16 and bfloat16, side by side."""
     console = Console()
-    policies = parse_policies(policy, POLICIES, use_autocast=autocast)
+    policies = parse_policies(policy, use_autocast=autocast)
     if width % HEAD_WIDTH:
         raise typer.BadParameter(
             f"expected a multiple of {HEAD_WIDTH}, got {width}.", param_hint="'--width'"
         )
-    train, validation = load_sources()
-    model = Transformer(width, layers)
-    title = f"Half precision: {way(autocast)}"
+    way = "autocast" if autocast else "with_policy"
     device = jax.local_devices()[0]
-    console.print(
-        f"{len(train) / 1e6:.1f} MB of Python {platform.python_version()}'s modules to "
-        f"train on, {len(validation) / 1e6:.1f} MB to validate; {layers} layers of "
-        f"width {width}, batches of {BATCH_SIZE} × {CONTEXT} bytes, {steps} steps; "
-        f"jax {jax.__version__} on {device.device_kind}."
-    )
-
-    runs, losses = {}, {}
-    for label, p in policies.items():
-        tx = make_optimizer(p, steps=steps, static_scale=loss_scale)
-        losses[label] = make_loss_fn(model, p, use_autocast=autocast)
-        state = init_state(model, p, tx, seed=seed)
-        runs[label] = Run(make_step(losses[label], tx), state)
-    example = even_windows(train, count=BATCH_SIZE, length=CONTEXT + 1)
-    half = next((label for label, p in policies.items() if is_half(p)), None)
-    if autocast and half is not None:
-        explained = explain(functools.partial(plain_loss, model), policies[half])
-        console.print(f"What autocast does under {half}:")
-        console.print(explained(runs[half].state.params, example).table())
-
-    try:
-        results = train_side_by_side(
-            runs,
-            text_batches(
-                train,
-                batch_size=BATCH_SIZE,
-                length=CONTEXT + 1,
-                steps=steps,
-                seed=seed,
-            ),
-            title="lm",
-            steps=steps,
-            console=console,
-        )
-    except LossScaleCollapsed as error:
-        console.print(f"Stopped: {error}", style="red", markup=False)
-        raise typer.Exit(1) from None
-
-    def record(label: str, result: Result) -> report.Record:
-        params, opt_state = result.state
-        return report.Record(
-            model="lm",
-            policy=label,
-            seed=seed,
-            score=validation_loss(losses[label], params, validation),
-            step_ms=1e3 * result.step_seconds,
-            param_bytes=tree_bytes(params),
-            optimizer_bytes=tree_bytes(opt_state),
-            activation_bytes=activation_bytes(losses[label], params, example),
-            history=result.history,
-        )
-
-    records = [record(label, result) for label, result in results.items()]
-    console.print(
-        report.rich_table(report.summarise(records, SCORE), title),
-        "Losses: nats per byte; final: the training loss, mean of the last 20 steps. "
-        "Step: median, the runs taking turns. Activations: what the forward pass of "
-        "one batch saves for the backward pass.",
-        *(f"Mind: {reason}." for reason in slow_reasons(policies.values())),
-        sep="\n",
-        highlight=False,
-    )
     settings = {
-        "half_precision": way(autocast),
+        "half_precision": way,
+        "policies": {label: str(p) for label, p in policies.items()},
         "width": width,
         "layers": layers,
         "steps": steps,
@@ -274,8 +267,47 @@ def main(
         "python": platform.python_version(),
         "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
     }
-    report.write(out, "transformer", settings, records, score=SCORE, title=title)
-    console.print(f"Wrote transformer.png, table.md and results.json into {out}.")
+    if checkpoints is not None:
+        check_settings(checkpoints, settings)
+    train, validation = load_sources()
+    console.print(
+        f"{len(train) / 1e6:.1f} MB of Python {platform.python_version()}'s modules to "
+        f"train on, {len(validation) / 1e6:.1f} MB to validate; {layers} layers of "
+        f"width {width}, batches of {BATCH_SIZE} × {CONTEXT} bytes, {steps} steps; "
+        f"jax {jax.__version__} on {device.device_kind}."
+    )
+    half = next((label for label, p in policies.items() if is_half(p)), None)
+    if autocast and half is not None:
+        console.print(f"What autocast does under {half}:")
+        print_choices(policies[half], width, layers, console)
+    records = []
+    with stop_if_collapsed(console):
+        for this_seed in range(seed, seed + seeds):
+            saves = checkpoints and Checkpoints(
+                checkpoints / f"{this_seed}", save_every
+            )
+            records += train_seed(
+                policies,
+                (train, validation),
+                width=width,
+                layers=layers,
+                steps=steps,
+                seed=this_seed,
+                static_scale=loss_scale,
+                use_autocast=autocast,
+                checkpoints=saves,
+                console=console,
+            )
+    report.publish(
+        console,
+        out,
+        "transformer",
+        settings,
+        records,
+        score=SCORE,
+        title=f"Half precision: {way}",
+        notes=["Losses: nats per byte.", *slow_reasons(policies.values())],
+    )
 
 
 if __name__ == "__main__":

@@ -10,22 +10,30 @@ import jaxprs
 import numpy as np
 import pytest
 import typer
+from flax import nnx
 from typer.testing import CliRunner
 
 import jmp_lite
 from examples import transformer
-from examples.common import text
+from examples.common import loop, text
 
-# flax.linen leans on JAX's promotion of dtypes.
+# flax leans on JAX's promotion of dtypes.
 pytestmark = pytest.mark.standard_promotion
 
 _APP = typer.Typer()
 _APP.command()(transformer.main)
 _TINY = ["--width", "32", "--layers", "1", "--steps", "20"]
+_TOLD = ["--policy", "mixed_float16", "--no-autocast"]
 
 
-def _invoke(*args: str):
-    return CliRunner().invoke(_APP, list(args), env={"COLUMNS": "80"})
+class StoppedError(Exception):
+    """What stops a training in the middle."""
+
+
+def _invoke(*args: str, catch: bool = True):
+    return CliRunner().invoke(
+        _APP, list(args), env={"COLUMNS": "80"}, catch_exceptions=catch
+    )
 
 
 def _read(out: Path) -> dict[str, Any]:
@@ -46,10 +54,10 @@ def ran(tmp_path_factory) -> tuple[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def by_hand(tmp_path_factory) -> tuple[str, Path]:
-    """Return the same of a float16 run that is cast by hand; its scale is dynamic."""
-    out = tmp_path_factory.mktemp("by_hand")
-    return _train(out, "--policy", "mixed_float16", "--no-autocast")
+def told(tmp_path_factory) -> tuple[str, Path]:
+    """Return the same of a float16 run under `with_policy`; its scale is dynamic."""
+    out = tmp_path_factory.mktemp("told")
+    return _train(out, *_TOLD)
 
 
 def test_transformer_writes_a_figure_a_table_and_its_numbers(ran):
@@ -60,13 +68,14 @@ def test_transformer_writes_a_figure_a_table_and_its_numbers(ran):
     assert title == "**Half precision: autocast**"
     assert "\nHalf precision: autocast " in printed
     assert "valid. loss" in columns
+    assert "…" not in printed
     for row, run in zip(rows, results["runs"], strict=True):
-        assert row.startswith(f"| lm {run['policy']} | {run['validation_loss']:.4f} |")
+        assert row.startswith(f"| {run['policy']} | {run['validation_loss']:.4f} |")
         assert len(run["history"]["loss"]) == 20
 
 
-def test_transformer_says_where_half_precision_comes_from(ran, by_hand):
-    for (printed, out), way in ((ran, "autocast"), (by_hand, "cast by hand")):
+def test_transformer_says_where_half_precision_comes_from(ran, told):
+    for (printed, out), way in ((ran, "autocast"), (told, "with_policy")):
         assert f"\nHalf precision: {way} " in printed
         assert f"**Half precision: {way}**\n" in (out / "table.md").read_text()
         assert _read(out)["settings"]["half_precision"] == way
@@ -88,13 +97,13 @@ def test_transformer_half_runs_follow_float32(ran):
         assert run["param_bytes"] == full["param_bytes"]
 
 
-def test_transformer_explains_each_layer_under_autocast(ran, by_hand):
-    for found in ("What autocast does under mixed_float16", "layer_0/up"):
-        assert found in ran[0] and found not in by_hand[0]
+def test_transformer_explains_each_layer_under_autocast(ran, told):
+    for found in ("What autocast does under mixed_float16", "layer_0/mlp"):
+        assert found in ran[0] and found not in told[0]
 
 
-def test_transformer_dynamic_scale_counts_its_skips(by_hand):
-    (run,) = _read(by_hand[1])["runs"]
+def test_transformer_dynamic_scale_counts_its_skips(told):
+    (run,) = _read(told[1])["runs"]
     history = run["history"]
     taken = history["grads_finite"]
     assert not taken[0] and taken[-1]
@@ -102,29 +111,58 @@ def test_transformer_dynamic_scale_counts_its_skips(by_hand):
     assert history["loss_scale"][-1] == 2.0 ** (24 - taken.count(False))
 
 
-def _step(policy: jmp_lite.Policy, *, use_autocast: bool):
-    model = transformer.Transformer(width=32, layers=2)
-    tx = transformer.make_optimizer(policy, steps=20, static_scale=1024.0)
-    loss_fn = transformer.make_loss_fn(model, policy, use_autocast=use_autocast)
-    step = transformer.make_step(loss_fn, tx)
-    return step, transformer.init_state(model, policy, tx, seed=0)
+def test_transformer_goes_on_from_a_checkpoint_bit_for_bit(told, tmp_path, monkeypatch):
+    saved = ["--checkpoints", str(tmp_path / "saved"), "--save-every", "8"]
+    save = loop.save
+
+    def save_or_stop(folder, state, *, step):
+        if step == 16:
+            raise StoppedError
+        save(folder, state, step=step)
+
+    monkeypatch.setattr(loop, "save", save_or_stop)
+    with pytest.raises(StoppedError):
+        _invoke(*_TINY, *_TOLD, *saved, "--out", str(tmp_path), catch=False)
+    monkeypatch.setattr(loop, "save", save)
+    printed, out = _train(tmp_path, *_TOLD, *saved)
+    assert "seed 0: on from step 8, saved in" in printed
+    resumed, whole = (_read(folder)["runs"] for folder in (out, told[1]))
+    for run in (*resumed, *whole):
+        del run["step_ms"]
+    assert resumed == whole
+
+
+def _start(policy: jmp_lite.Policy, *, use_autocast: bool):
+    """Return a step, and the shapes of the state to start from."""
+
+    def init():
+        model = transformer.make_model(32, 2, 0)
+        options = {"use_autocast": use_autocast, "steps": 20, "static_scale": 1024.0}
+        return transformer.init_state(model, policy, **options)
+
+    state = jax.eval_shape(init)
+    loss_fn = transformer.make_loss_fn(state, policy, use_autocast=use_autocast)
+    return transformer.make_step(loss_fn), state
 
 
 @pytest.mark.parametrize("use_autocast", [True, False])
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_transformer_step_has_half_products(name, use_autocast):
     policy = jmp_lite.get_policy(f"mixed_{name}")
-    step, state = _step(policy, use_autocast=use_autocast)
+    step, state = _start(policy, use_autocast=use_autocast)
     tokens = jnp.zeros((2, transformer.CONTEXT + 1), jnp.int32)
     jaxpr = jaxprs.trace(step, state, tokens)
-    # Six products a layer and the head, and two backward for each.
+    # Eight products a layer and the head, and two backward for each. An operand may be
+    # the float32 gradient of attention's logits, which JAX rounds inside the product.
     dtypes = [jaxprs.operand_dtypes(eqn) for eqn in jaxprs.products(jaxpr)]
-    assert dtypes == [(name, name)] * 3 * (2 * 6 + 1)
+    assert len(dtypes) == 3 * (2 * 8 + 1)
+    assert dtypes[:17] == [(name, name)] * 17
+    assert all(name in operands for operands in dtypes)
 
 
 def test_transformer_model_casts_nothing():
     policy = jmp_lite.get_policy("float32")
-    step, state = _step(policy, use_autocast=True)
+    step, state = _start(policy, use_autocast=True)
     tokens = jnp.zeros((2, transformer.CONTEXT + 1), jnp.int32)
     dtypes = {
         v.aval.dtype.name
@@ -135,13 +173,19 @@ def test_transformer_model_casts_nothing():
     assert not dtypes & {"float16", "bfloat16"}
 
 
+@pytest.mark.parametrize("use_autocast", [True, False])
+def test_transformer_keeps_parameters_in_the_param_dtype(use_autocast):
+    policy = jmp_lite.get_policy("half")
+    _, state = _start(policy, use_autocast=use_autocast)
+    for tree, dtype in ((state.params, policy.param_dtype), (state.ema, jnp.float32)):
+        assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype(dtype)}
+
+
 def test_transformer_sees_no_byte_before_its_turn(getkey):
-    model = transformer.Transformer(width=32, layers=1)
+    model = transformer.make_model(32, 1, 0)
     tokens = jax.random.randint(getkey(), (1, 16), 0, 256)
-    params = jax.jit(model.init)(getkey(), tokens)
     others = tokens.at[0, 10].add(1) % 256
-    apply = jax.jit(model.apply)
-    before, after = (np.array(apply(params, t)) for t in (tokens, others))
+    before, after = (np.array(nnx.jit(model)(t)) for t in (tokens, others))
     changed = (before != after).any(axis=(0, 2))
     np.testing.assert_array_equal(changed, np.arange(16) >= 10)
 

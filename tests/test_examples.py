@@ -1,5 +1,6 @@
 """The examples run, and show what they say they show."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 import optax
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import jmp_lite
 from examples import digits
-from examples.common import data, memory, report
+from examples.common import cli, data, memory, report
 
 # flax.linen leans on JAX's promotion of dtypes.
 pytestmark = pytest.mark.standard_promotion
@@ -60,7 +62,7 @@ def test_digits_writes_a_figure_a_table_and_its_numbers(static):
     _, _, first, _, *rows = (out / "table.md").read_text().splitlines()
     assert "test acc. %" in first and "activ. MiB" in first
     runs = _read(out)["runs"]
-    assert [r["policy"] for r in runs] == list(digits.POLICIES)
+    assert [r["policy"] for r in runs] == list(cli.POLICIES)
     for row, run in zip(rows, runs, strict=False):
         assert row.startswith(f"| mlp {run['policy']} | ")
         assert f"| {run['final_loss']:.4f} |" in row
@@ -268,7 +270,16 @@ def _record(seed: int, accuracy: float, scale: float) -> report.Record:
 
 
 def _write(out: Path, records: list[report.Record]) -> None:
-    report.write(out, "digits", {}, records, score=report.ACCURACY, title="By hand")
+    report.publish(
+        Console(quiet=True),
+        out,
+        "digits",
+        {},
+        records,
+        score=report.ACCURACY,
+        title="By hand",
+        notes=[],
+    )
 
 
 def test_table_names_each_seed_where_there_are_several(tmp_path):
@@ -292,6 +303,15 @@ def test_summary_averages_over_seeds():
     assert row["skips"] == "3"
     assert row["activ. MiB"] == "1.00"
     assert "by seed" not in report.summarise(records, report.ACCURACY)[0]
+
+
+def test_summary_has_further_columns_and_no_empty_name():
+    record = _record(0, 0.90, 1.0)
+    record = dataclasses.replace(record, model="", columns={"noise": 0.25})
+    (row,) = report.summarise([record], report.ACCURACY)
+    assert row["run"] == "float32"
+    assert list(row)[1:4] == ["test acc. %", "noise", "final loss"]
+    assert row["noise"] == "0.25"
 
 
 @pytest.mark.parametrize(

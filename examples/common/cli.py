@@ -1,25 +1,28 @@
 """Arguments that the examples share: read, checked, refused with a reason."""
 
+import contextlib
+import json
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import typer
+from rich.console import Console
 
 from examples.common.precision import is_half
-from jmp_lite import Policy, get_policy
+from jmp_lite import LossScaleCollapsed, Policy, get_policy
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
-def parse_policies(
-    text: str, names: Iterable[str], *, use_autocast: bool
-) -> dict[str, Policy]:
+def parse_policies(text: str, *, use_autocast: bool = False) -> dict[str, Policy]:
     """Return the policies that `--policy` asks for, by name.
 
     Args:
-      text: "all", or one policy.
-      names: what "all" stands for.
+      text: "all" `POLICIES`, or one policy.
       use_autocast: whether they are for autocast, which lowers float32 to half.
 
     Returns:
@@ -29,10 +32,10 @@ def parse_policies(
       typer.BadParameter: `text` is no policy, or none for autocast.
     """
     try:
-        policies = {n: get_policy(n) for n in (names if text == "all" else [text])}
+        policies = {n: get_policy(n) for n in (POLICIES if text == "all" else [text])}
     except ValueError as error:
         raise typer.BadParameter(
-            f"{error} Or all: {', '.join(names)}.", param_hint="'--policy'"
+            f"{error} Or all: {', '.join(POLICIES)}.", param_hint="'--policy'"
         ) from None
     for policy in policies.values():
         if use_autocast and not (
@@ -60,23 +63,96 @@ def check_loss_scale(loss_scale: float) -> float:
     )
 
 
-def make_folder(path: Path) -> Path:
-    """Return `--out`, a folder that now exists.
+def make_folder(path: Path | None) -> Path | None:
+    """Return a folder that now exists; None where none is asked for.
 
     Raises:
       typer.BadParameter: it cannot be made.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"cannot write to {path}: {error.strerror}.") from None
     return path
 
 
+def check_settings(checkpoints: Path, settings: dict[str, Any]) -> None:
+    """Write what a run is beside its checkpoints; refuse to go on with another one.
+
+    Args:
+      checkpoints: the folder.
+      settings: whatever the result depends on.
+
+    Raises:
+      typer.BadParameter: what is there was made with other settings.
+    """
+    path = checkpoints / "settings.json"
+    text = json.dumps(settings, indent=1)
+    if not path.exists():
+        # Renamed when it is whole: a run may be stopped at any moment.
+        path.with_suffix(".part").write_text(text)
+        path.with_suffix(".part").rename(path)
+    settings, saved = json.loads(text), json.loads(path.read_text())
+    others = [
+        f"{key} {saved.get(key)!r} (now {settings.get(key)!r})"
+        for key in {**saved, **settings}
+        if saved.get(key) != settings.get(key)
+    ]
+    if others:
+        raise typer.BadParameter(
+            f"{checkpoints} holds a run with other settings: {', '.join(others)}.",
+            param_hint="'--checkpoints'",
+        )
+
+
+@contextlib.contextmanager
+def stop_if_collapsed(console: Console) -> Iterator[None]:
+    """Say why a run gets nowhere any more, and exit.
+
+    Raises:
+      typer.Exit: a run raised `LossScaleCollapsed`.
+    """
+    try:
+        yield
+    except LossScaleCollapsed as error:
+        console.print(f"Stopped: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
+
+
 def slow_reasons(policies: Iterable[Policy]) -> list[str]:
-    """Return why this device is slow at these policies; nothing where it is fast."""
+    """Return a line for each policy that this device is slow at, saying why."""
     with warnings.catch_warnings():
         # Said once, under the table, instead of a warning before the run.
         warnings.simplefilter("ignore")
         reasons = [policy.check_device() for policy in policies]
-    return [reason for reason in reasons if reason]
+    return [f"Mind: {reason}." for reason in reasons if reason]
+
+
+PolicyOption = Annotated[
+    str, typer.Option(help="all, or a policy: mixed_float16, p=f32,c=f16,o=f32 ...")
+]
+AutocastOption = Annotated[
+    bool, typer.Option(help="Half precision by autocast, or cast by hand.")
+]
+LossScaleOption = Annotated[
+    float,
+    typer.Option(
+        callback=check_loss_scale,
+        help="0: dynamic; a power of two: static. For float16 only.",
+    ),
+]
+StepsOption = Annotated[int, typer.Option(min=1, help="Training steps.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="The first seed.")]
+SeedsOption = Annotated[int, typer.Option(min=1, help="How many seeds.")]
+OutOption = Annotated[Path, typer.Option(callback=make_folder, help="Where to write.")]
+CheckpointsOption = Annotated[
+    Path | None,
+    typer.Option(
+        callback=make_folder,
+        help="Save here; the same command again goes on from what is there.",
+    ),
+]
+SaveEveryOption = Annotated[
+    int, typer.Option(min=1, help="Steps between two checkpoints.")
+]

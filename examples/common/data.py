@@ -59,3 +59,23 @@ def batches(
             : steps - first
         ]:
             yield Digits(data.image[index], data.label[index])
+
+
+def add_noise(
+    data: Digits, rng: np.random.Generator, *, shift: int = 2, noise: float = 1.0
+) -> Digits:
+    """Return the digits, each moved and with noise of its own.
+
+    Args:
+      data: the digits.
+      rng: where the randomness comes from.
+      shift: by how many pixels they are moved at most, each way.
+      noise: its standard deviation; from black to white is 1.
+    """
+    padded = np.pad(data.image, ((0, 0), (shift, shift), (shift, shift), (0, 0)))
+    n, height, width, _ = data.image.shape
+    top, left = rng.integers(2 * shift + 1, size=(2, n, 1, 1))
+    rows, columns = np.arange(height)[:, None], np.arange(width)
+    image = padded[np.arange(n)[:, None, None], top + rows, left + columns]
+    image += noise * rng.standard_normal(image.shape, np.float32)
+    return Digits(image, data.label)

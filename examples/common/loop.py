@@ -1,10 +1,13 @@
-"""Train several runs side by side: the same batches, one progress bar each."""
+"""Train several runs side by side: the same batches, one progress bar each.
+
+A training that saves checkpoints goes on from the last of them, bit for bit.
+"""
 
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from jmp_lite import check_progress
+from jmp_lite import check_progress, metrics
+from jmp_lite.checkpoint import latest_step, restore, save
 
 # `step(state, batch)` returns the next state and scalar metrics, "loss" among them.
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
@@ -29,13 +33,45 @@ class Run:
     state: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """Where a training is saved, and after how many steps each time."""
+
+    folder: Path
+    every: int
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Result:
-    """The last state of a run, its metrics `[steps]`, and its median step time."""
+    """A run so far: its state, its metrics `[steps]`, and how long each step took."""
 
     state: Any
     history: dict[str, np.ndarray]
-    step_seconds: float
+    seconds: np.ndarray
+
+    @property
+    def step_ms(self) -> float:
+        """The median step time."""
+        return 1e3 * float(np.median(self.seconds))
+
+
+def ema_decay(steps: int) -> float:
+    """Return the decay of an average over about the last tenth of a training."""
+    return steps / (steps + 10)
+
+
+def step_log(before: Any, after: Any, loss: jax.Array) -> dict[str, jax.Array]:
+    """Return what a step logs: its loss, the loss scale that it used, its skips.
+
+    Args:
+      before: the state that the step began with, or that of its optimiser.
+      after: the same when it was done.
+      loss: f32 `[]`, unscaled.
+    """
+    # `metrics(after)` has the loss scale of the next step; the figure shows this one's.
+    used = metrics(before)["loss_scale"]
+    return metrics(after) | {"loss": loss, "scale_used": used}
 
 
 def train_side_by_side(
@@ -45,6 +81,7 @@ def train_side_by_side(
     title: str,
     steps: int,
     console: Console,
+    checkpoints: Checkpoints | None = None,
 ) -> dict[str, Result]:
     """Train every run on the same batches, by turns.
 
@@ -53,10 +90,11 @@ def train_side_by_side(
 
     Args:
       runs: name to run. Their states are donated: do not use them again.
-      batches: at least `steps` batches.
+      batches: at least `steps` batches, the same ones each time it is called.
       title: what to write before each progress bar.
       steps: how many steps to train.
       console: where the progress bars go.
+      checkpoints: where to save, and from where to go on; None for neither.
 
     Returns:
       Name to result.
@@ -67,13 +105,23 @@ def train_side_by_side(
     first, batches = _peek(batches)
     # Compiled once and ahead: a state whose dtypes changed would be an error here, not
     # a second compilation that nobody notices.
-    compiled = {
-        name: jax.jit(run.step, donate_argnums=0).lower(run.state, first).compile()
+    lowered = {
+        name: jax.jit(run.step, donate_argnums=0).lower(run.state, first)
         for name, run in runs.items()
     }
-    states = {name: run.state for name, run in runs.items()}
-    logs: dict[str, list[dict[str, np.ndarray]]] = {name: [] for name in runs}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    compiled = {name: program.compile() for name, program in lowered.items()}
+    results = {
+        name: Result(
+            run.state, _zeros(lowered[name].out_info[1], steps), np.zeros(steps)
+        )
+        for name, run in runs.items()
+    }
+    done, every = 0, steps if checkpoints is None else checkpoints.every
+    if checkpoints is not None and latest_step(checkpoints.folder) is not None:
+        saved = restore(checkpoints.folder, results)
+        # In the order of the runs: a dict that was a pytree has its keys sorted.
+        results, done = {name: saved.state[name] for name in runs}, saved.step
+        console.print(f"{title}: on from step {done}, saved in {checkpoints.folder}.")
 
     with Progress(
         TextColumn("{task.description}"),
@@ -84,42 +132,44 @@ def train_side_by_side(
     ) as progress:
         width = max(map(len, runs))
         bars = {
-            name: progress.add_task(f"{title} {name:{width}}", total=steps, status="")
+            name: progress.add_task(
+                f"{title} {name:{width}}", total=steps, completed=done, status=""
+            )
             for name in runs
         }
-        for chunk in _chunks(itertools.islice(batches, steps), CHUNK):
-            chunk = jax.device_put(chunk)
-            for name, step in compiled.items():
+        batches = itertools.islice(batches, done, None)
+        while done < steps:
+            stop = min(_next(done, CHUNK), _next(done, every), steps)
+            chunk = jax.device_put(list(itertools.islice(batches, stop - done)))
+            for name, result in results.items():
                 start = time.perf_counter()
-                log = []
+                logs = []
                 for batch in chunk:
-                    states[name], metrics = step(states[name], batch)
-                    log.append(metrics)
-                logs[name] += jax.device_get(log)
-                seconds[name].append((time.perf_counter() - start) / len(chunk))
-                check_progress(states[name])
-                progress.update(
-                    bars[name], advance=len(chunk), status=_status(logs[name][-1])
-                )
-
-    return {
-        name: Result(
-            state=states[name],
-            history={
-                key: np.stack([m[key] for m in logs[name]]) for key in logs[name][0]
-            },
-            step_seconds=statistics.median(seconds[name]),
-        )
-        for name in runs
-    }
+                    result.state, log = compiled[name](result.state, batch)
+                    logs.append(log)
+                logs = jax.device_get(logs)
+                result.seconds[done:stop] = (time.perf_counter() - start) / len(chunk)
+                for key, values in result.history.items():
+                    values[done:stop] = [log[key] for log in logs]
+                check_progress(result.state)
+                progress.update(bars[name], completed=stop, status=_status(logs[-1]))
+            done = stop
+            if checkpoints is not None and (done == steps or done % every == 0):
+                save(checkpoints.folder, results, step=done)
+    return results
 
 
-def _status(metrics: dict[str, np.ndarray]) -> str:
-    text = f"loss {metrics['loss']:.3g}"
-    if metrics["loss_scale"] != 1:
-        text += f"  scale 2^{np.log2(metrics['loss_scale']):g}"
-    if metrics["skipped_steps"]:
-        text += f"  skipped {metrics['skipped_steps']}"
+def _zeros(log: dict[str, Any], steps: int) -> dict[str, np.ndarray]:
+    """Return the metrics `[steps]` of a run that has none yet."""
+    return {key: np.zeros((steps, *x.shape), x.dtype) for key, x in log.items()}
+
+
+def _status(log: dict[str, np.ndarray]) -> str:
+    text = f"loss {log['loss']:.3g}"
+    if log["loss_scale"] != 1:
+        text += f"  scale 2^{np.log2(log['loss_scale']):g}"
+    if log["skipped_steps"]:
+        text += f"  skipped {log['skipped_steps']}"
     return text
 
 
@@ -129,6 +179,6 @@ def _peek(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
     return first, itertools.chain([first], iterator)
 
 
-def _chunks(iterator: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while chunk := list(itertools.islice(iterator, size)):
-        yield chunk
+def _next(done: int, every: int) -> int:
+    """Return the first multiple of `every` after a step."""
+    return (done // every + 1) * every

@@ -34,11 +34,6 @@ def autocast_if_half(fun: Callable[..., Any], policy: Policy) -> Callable[..., A
     return autocast(fun, policy) if is_half(policy) else fun
 
 
-def way(use_autocast: bool) -> str:
-    """Return how half precision comes about, for titles and results.json."""
-    return "autocast" if use_autocast else "cast by hand"
-
-
 def choose_loss_scale(policy: Policy, static: float = 0.0) -> LossScale:
     """Return the loss scale of a run: `static`, or a dynamic one where that is 0."""
     if isinstance(loss_scale_for(policy), NoOpLossScale):

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and in grey as well.
@@ -22,6 +23,11 @@ _STYLES = [
     {"linewidth": 1.4, "linestyle": (0, (4, 2))},
     {"linewidth": 1.8, "linestyle": (0, (1, 1))},
 ]
+
+_NOTE = (
+    "Final loss: mean of the last 20 steps. Step: median, the runs taking turns. "
+    "Activations: what the forward pass of one batch saves for the backward pass."
+)
 
 Histories = dict[str, dict[str, np.ndarray]]
 
@@ -44,6 +50,11 @@ class Score:
     short_text: str
     unit: float = 1.0
 
+    @property
+    def title(self) -> str:
+        """What the figure says of its labels, where there is one model."""
+        return f"{self.key.replace('_', ' ').capitalize()} in brackets"
+
     def mean(self, records: list["Record"]) -> str:
         """Return the mean score of some runs as text."""
         return self.text.format(np.mean([r.score for r in records]) / self.unit)
@@ -58,7 +69,10 @@ ACCURACY = Score("test_accuracy", "test acc. %", "{:.2f}", "{:.1f}", unit=0.01)
 
 @dataclasses.dataclass
 class Record:
-    """One training run, and what it is judged by: `score`."""
+    """One training run, what it is judged by, and further columns of the table.
+
+    `model` is "" where there is only one.
+    """
 
     model: str
     policy: str
@@ -69,6 +83,7 @@ class Record:
     optimizer_bytes: int
     activation_bytes: int
     history: dict[str, np.ndarray]
+    columns: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def final_loss(self) -> float:
@@ -114,8 +129,12 @@ def summarise(
     rows = []
     for (model, policy), group in groups.items():
         row = {
-            "run": f"{model} {policy}",
+            "run": f"{model} {policy}".strip(),
             score.column: score.mean(group),
+            **{
+                column: f"{np.mean([r.columns[column] for r in group]):.2f}"
+                for column in group[0].columns
+            },
             "final loss": f"{np.mean([r.final_loss for r in group]):.4f}",
             "skips": _range([r.history["skipped_steps"][-1] for r in group]),
             "loss scale": _range(
@@ -159,15 +178,14 @@ def rich_table(rows: list[dict[str, str]], title: str | None = None) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
         # Narrow enough for a terminal of 80 columns.
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
     first, *others = rows[0]
     table.add_column(first, no_wrap=True)
     for name in others:
         # Rich would shorten words before it wraps a header between them.
         table.add_column(name.replace(" ", "\n", 1), justify="right")
-    models = [row[first].split()[0] for row in rows]
+    models = [row[first].rpartition(" ")[0] for row in rows]
     for row, model, following in zip(rows, models, [*models[1:], ""], strict=True):
         end = "run" in row and model != following
         table.add_row(*row.values(), end_section=end)
@@ -188,7 +206,8 @@ def power_of_two(x: float) -> str:
     return f"2^{exponent:g}" if exponent.is_integer() else f"{x:g}"
 
 
-def write(
+def publish(
+    console: Console,
     out: Path,
     name: str,
     settings: dict[str, Any],
@@ -196,21 +215,31 @@ def write(
     *,
     score: Score,
     title: str,
+    notes: Iterable[str],
     tiny: TinyGradients | None = None,
 ) -> None:
-    """Write results.json, table.md and, of the first seed, a figure into a folder.
+    """Print the table; write results.json, table.md and, of the first seed, a figure.
 
     Args:
+      console: where to print.
       out: the folder.
       name: the figure is `<name>.png`.
       settings: what was run, for results.json.
       records: all runs.
       score: what their scores are.
       title: of the table.
+      notes: what else to say beneath it.
       tiny: a second table and a column of the figure.
     """
     by_seed = len({r.seed for r in records}) > 1
     tables = [summarise(records, score, by_seed=by_seed)]
+    console.print(
+        rich_table(summarise(records, score), title),
+        _NOTE,
+        *notes,
+        sep="\n",
+        highlight=False,
+    )
     results = {
         "settings": settings,
         "runs": [
@@ -223,12 +252,14 @@ def write(
     }
     if tiny is not None:
         tables.append(summarise_tiny(tiny))
+        console.print(rich_table(tables[-1]))
         results["tiny_gradients"] = _plain(tiny)
     (out / "results.json").write_text(json.dumps(results))
     text = "\n".join([f"**{title}**\n", *map(markdown_table, tables)])
     (out / "table.md").write_text(text)
     first_seed = [r for r in records if r.seed == records[0].seed]
     save_figure(first_seed, score, tiny, out / f"{name}.png")
+    console.print(f"Wrote {name}.png, table.md and results.json into {out}.")
 
 
 def save_figure(
@@ -239,7 +270,10 @@ def save_figure(
     for record in records:
         label = f"{record.policy} ({score.of(record)})"
         columns.setdefault(record.model, {})[label] = record.history
-    titles = {m: f"{m.upper()}, {score.column} in brackets" for m in columns}
+    titles = {
+        model: f"{model.upper()}, {score.column} in brackets" if model else score.title
+        for model in columns
+    }
     if tiny is not None:
         columns["tiny"] = {
             label: {**history, "loss": history["loss"] / tiny.weight}
@@ -272,7 +306,8 @@ def _draw_losses(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None
         smooth = np.convolve(loss, np.ones(window) / window, mode="valid")
         steps = np.arange(window - 1, len(loss))
         ax.plot(steps, smooth, label=label, **look)
-    ax.set_yscale("log")
+    smallest, largest = ax.dataLim.intervaly
+    ax.set_yscale("log" if largest > 10 * smallest else "linear")
     ax.legend(frameon=False, fontsize=9)
     ax.grid(alpha=0.25)
 
