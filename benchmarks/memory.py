@@ -29,6 +29,7 @@ for _name, _value in {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_ID": "0",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled",
 }.items():
     os.environ.setdefault(_name, _value)
