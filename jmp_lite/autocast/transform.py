@@ -108,7 +108,7 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     Examples:
       >>> def f(x):
       ...     return x @ x, full_precision(jnp.dot)(x, x)
-      >>> half, full = autocast(f, "mixed_bfloat16")(jnp.float32([1.01]))
+      >>> half, full = autocast(f, "mixed_bfloat16")(jnp.float32([1.01, 0.0]))
       >>> bool(full == jnp.float32(1.01) ** 2), bool(half == full)
       (True, False)
     """

@@ -41,6 +41,8 @@ class Row:
       reads_half: whether it is a product of half operands.
 
     Examples:
+      >>> import jax.numpy as jnp
+      >>> from jmp_lite.numerics import dry_run
       >>> report = dry_run(jnp.dot, "mixed_float16")(jnp.ones((8, 8)), jnp.eye(8))
       >>> [row.primitive for row in report.rows]
       ['lhs of dot_general', 'rhs of dot_general', 'dot_general']
@@ -88,6 +90,8 @@ class Report:
       dtype: the name of the compute dtype.
 
     Examples:
+      >>> import jax.numpy as jnp
+      >>> from jmp_lite.numerics import dry_run
       >>> report = dry_run(jnp.dot, "mixed_float16")(jnp.ones((8, 8)), jnp.eye(8))
       >>> Report.from_json(report.to_json()) == report
       True

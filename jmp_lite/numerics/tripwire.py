@@ -40,6 +40,7 @@ class NonFinite:
         if nobody looked (`Tripwire.report`).
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> found = first_nonfinite(lambda x: jnp.exp(x) - 1)(jnp.float32(100.0))
       >>> found.primitive, found.dtype, found.operands
       ('exp', 'float32', ((100.0, 100.0),))
@@ -96,6 +97,7 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
       TypeError: `fun` is not callable; in a call: an argument is an nnx module.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> def f(x):
       ...     return jnp.log(x - 1.0).sum()
       >>> found = first_nonfinite(f)(jnp.ones(3))
@@ -138,6 +140,7 @@ def with_tripwire(fun: Callable[..., Any]) -> Callable[..., tuple[Any, "Tripwire
         the result is differentiated.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> loss, tripwire = jax.jit(with_tripwire(lambda x: 1 / x))(jnp.float32(0.0))
       >>> tripwire.report().primitive
       'div'
@@ -161,6 +164,7 @@ class Tripwire:
       arguments: the key paths of its arguments; static.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> _, tripwire = with_tripwire(jnp.sqrt)(jnp.float32(4.0))
       >>> tripwire.report() is None
       True
