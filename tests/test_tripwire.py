@@ -122,8 +122,8 @@ def test_watching_keeps_few_arrays():
     x = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
     compiled: Any = [jax.jit(f).lower(x).compile() for f in (fun, with_tripwire(fun))]
     temporary = [c.memory_analysis().temp_size_in_bytes for c in compiled]
-    # XLA writes down what it would else have fused away; no masks, nor all of it.
-    assert temporary[1] < temporary[0] + 2 * 4 * x.size
+    # XLA writes down some of the four arrays that it would else have fused away.
+    assert temporary[1] < temporary[0] + 3 * 4 * x.size
 
 
 def _reports(tripwires: Tripwire) -> list[NonFinite | None]:

@@ -90,8 +90,8 @@ def advise(
     Dry-runs the scaled loss and its gradient on one batch; finds the power of two that
     lifts the largest gradient in half to an eighth of what the dtype holds; puts each
     layer whose operations overflow, or lose more than 32 roundings, into float32; and
-    runs again, until nothing changes. It judges operation by operation: what loses its
-    accuracy only later, in float32, is not seen.
+    runs again, until nothing changes. What a layer loses and only another one shows, in
+    float32, is not seen.
 
     Args:
       loss_fn: returns a scalar loss, written in float32.
@@ -134,8 +134,8 @@ def advise(
             # In the backward pass, what is out of range may be so for want of a scale.
             bad = [
                 row
-                for row in report.worst(len(report.rows))
-                if _is_bad(row) and (row.direction == "forward" or fitting == scale)
+                for row in _bad_rows(report)
+                if row.direction == "forward" or fitting == scale
             ]
             worst = {row.layer: row for row in reversed(bad) if row.layer}
             new = {layer: row for layer, row in worst.items() if layer not in full}
@@ -160,10 +160,26 @@ def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any
     return jax.value_and_grad(scaled, argnums, has_aux=True)
 
 
-def _is_bad(row: Row) -> bool:
-    if not row.is_half:
-        return False
-    return row.overflow > 0 or row.lost > _ROUNDINGS * float(jnp.finfo(row.held).eps)
+def _bad_rows(report: Report) -> list[Row]:
+    """Return the operations that overflow or are the first to lose accuracy."""
+    limit = _ROUNDINGS * float(jnp.finfo(report.dtype).eps)
+    made = [r for r in report.rows if r.direction == "forward" and not r.is_operand]
+    result = {row.layer: row for row in made}
+    half_layers = {row.layer for row in report.rows if row.is_half}
+
+    def is_bad(row):
+        if row.is_half and (row.overflow or math.isinf(row.lost)):
+            return True
+        # What comes after a loss may be right again once that is repaired.
+        if row.lost <= limit or min(row.error, 1.0) - row.lost > limit:
+            return False
+        # A float32 operation shows what half ones of its layer have lost, unless the
+        # layer gets over it: a mean that is 0 but for roundings, say.
+        is_forward = row.direction == "forward"
+        is_result_bad = is_forward and result[row.layer].error > limit
+        return row.is_half or (row.layer in half_layers and is_result_bad)
+
+    return [row for row in report.worst(len(report.rows)) if is_bad(row)]
 
 
 def _why(row: Row, dtype: str) -> str:

@@ -242,7 +242,9 @@ def _measure(
 ) -> Record:
     found = stats.value_stats(full, low_dtype)
     error = _relative_error(low, full)
-    lost = jnp.where(jnp.isinf(error_in), 0.0, jnp.maximum(error - error_in, 0.0))
+    # Beyond 1 nothing is right any more, and it can only be lost once.
+    lost = jnp.maximum(jnp.minimum(error, 1.0) - jnp.minimum(error_in, 1.0), 0.0)
+    lost = jnp.where(jnp.isinf(error) & jnp.isfinite(error_in), jnp.inf, lost)
     record = Record(found, error, lost, jnp.asarray(backward))
     return jax.tree.map(lambda x: x[None], record)
 

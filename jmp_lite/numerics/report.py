@@ -36,7 +36,8 @@ class Row:
       min_abs: the smallest but 0; inf if there is none.
       error: of the policy's run, relative to float32 (2-norm); inf if it alone
         overflowed.
-      lost: what of that the operands did not have.
+      lost: what of that, up to 1, the operands did not have; inf if they had not yet
+        overflowed.
       histogram: how many numbers have each exponent, as `EXPONENTS` lists them.
       reads_half: whether it is a product of half operands.
 
@@ -71,6 +72,11 @@ class Row:
     def is_half(self) -> bool:
         """Whether the policy has these numbers in half precision."""
         return self.held in _HALF
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether these numbers are not made here, only read."""
+        return " of " in self.primitive
 
     @property
     def badness(self) -> tuple[float, ...]:
@@ -126,6 +132,7 @@ class Report:
         Raises:
           ImportError: rich is not installed (`pip install jmp-lite[numerics]`).
         """
+        from rich import box
         from rich.table import Table
 
         rows = self.rows if every_op else self.layers()
@@ -136,15 +143,12 @@ class Report:
             f"{noun}",
             caption="overflow, flush: fractions that would be inf, 0; error: relative "
             "to float32; lost: of that, here; ←: backward",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
         )
-        op = "op" if every_op else "worst op"
-        for name in ("layer", op, "held", *_NUMBERS, "line"):
-            table.add_column(
-                name,
-                justify="right" if name in _NUMBERS else "left",
-                overflow="fold",
-                no_wrap=name not in (op, "line"),
-            )
+        table.add_column("layer: " + ("op" if every_op else "worst op"))
+        for name in _NUMBERS:
+            table.add_column(name, justify="right", no_wrap=True)
         for row in shown:
             is_bad = row.is_half and (row.overflow or row.flush > 0.01)
             table.add_row(*_cells(row), style="red" if is_bad else None)
@@ -220,7 +224,7 @@ class Report:
 
 
 _MAY_BE_INF = ("min_abs", "error", "lost")
-_NUMBERS = ("max |x|", "overflow", "flush", "error", "lost")
+_NUMBERS = ("in", "max |x|", "overflow", "flush", "error", "lost")
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
 
 
@@ -322,12 +326,10 @@ def _title(row: Row) -> str:
 
 def _cells(row: Row) -> tuple[str, ...]:
     return (
-        _title(row),
-        row.primitive,
+        f"{_title(row)}\n  {row.primitive}, {row.line.rpartition('/')[2]}",
         _SHORT.get(row.held, row.held),
         f"{row.max_abs:.1e}",
         *(f"{x:.1%}" if x else "" for x in (row.overflow, row.flush)),
         f"{row.error:.0e}" if row.error else "",
         f"{row.lost:.0e}" if row.lost else "",
-        row.line.rpartition("/")[2],
     )

@@ -1,0 +1,401 @@
+"""A dry run: its statistics against NumPy, its policy's run against autocast itself."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from autocast_corpus import PROGRAMS, Program
+from autocast_corpus.program import DTYPES, POLICIES, relative_error
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+from jmp_lite.autocast.ops import default_rules
+from jmp_lite.autocast.transform import check_policy, paint_call
+from jmp_lite.numerics import EXPONENTS, Report, Row, dry_run
+from jmp_lite.numerics.dry_run import _run
+
+
+def run_both(fun: Any, policy: Any, *args: Any) -> tuple[Any, Any, Report]:
+    """Return the results of the float32 run, those of the policy's, and the report."""
+    policy, dtype = check_policy(policy)
+    painting = paint_call(fun, policy, dtype, default_rules(dtype), args, {})
+    return _run(painting)
+
+
+def rows(report: Report, primitive: str) -> list[Row]:
+    return [row for row in report.rows if row.primitive == primitive]
+
+
+def row(report: Report, primitive: str) -> Row:
+    (found,) = rows(report, primitive)
+    return found
+
+
+# The policy's run is what autocast makes of the function, if XLA rounds as it is told.
+
+_exact = functools.partial(
+    jax.jit, compiler_options={"xla_allow_excess_precision": False}
+)
+
+
+# One of each kind: every form of control flow, rules, effects, dtypes.
+_CORPUS = {
+    "linen_scan_of_remat": "bf16",
+    "scan_reversed_and_unrolled": "f16",
+    "while_loop": "bf16",
+    "cond": "f16",
+    "switch": "bf16",
+    "checkpoint": "f16",
+    "key_in_carry": "bf16",
+    "scan_in_cond_in_scan": "f16",
+    "custom_vjp_in_scan": "bf16",
+    "custom_jvp": "f16",
+    "maml": "f16",
+    "causal_attention": "bf16",
+    "shard_map_with_jit_and_scan": "f16",
+    "donated_buffers": "bf16",
+    "x64": "f16",
+}
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(
+            program,
+            _CORPUS[program.name],
+            id=program.name,
+            marks=[pytest.mark.standard_promotion] if program.third_party else [],
+        )
+        for program in PROGRAMS
+        if program.name in _CORPUS
+    ]
+
+
+@pytest.mark.parametrize(("program", "half"), _cases())
+def test_the_run_of_the_policy_is_that_of_autocast(program: Program, half: str) -> None:
+    with program.context():
+        fun, args = program.make()
+        full, low, report = run_both(fun, POLICIES[half], *args)
+        expected = jax.tree.leaves(_exact(jmp.autocast(fun, POLICIES[half]))(*args))
+        plain = jax.tree.leaves(fun(*args))
+    assert [x.dtype for x in full] == [x.dtype for x in plain]
+    floats = [i for i, x in enumerate(full) if jnp.issubdtype(x.dtype, jnp.floating)]
+    low = [np.asarray(low[i], np.float64) for i in floats]
+    # What XLA fuses in float32 may make a number round the other way.
+    roundoff = float(jnp.finfo(DTYPES[half]).eps) / 2
+    assert relative_error(low, [expected[i] for i in floats]) < roundoff / 2
+    assert relative_error([full[i] for i in floats], [plain[i] for i in floats]) < 1e-5
+    assert report.rows
+    assert all(np.isfinite(row.error) for row in report.rows)
+
+
+@pytest.mark.parametrize("half", POLICIES)
+def test_what_is_not_looked_into_runs_as_autocast_has_it(half: str) -> None:
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    @jax.vmap
+    def grow(x):
+        body = lambda x: (x @ jnp.full((2, 2), 1.01)) @ jnp.full((2, 2), 0.99)  # noqa: E731
+        return lax.while_loop(lambda x: jnp.sum(x) < 100.0, body, x)
+
+    def fun(w, x):
+        hidden = (x @ w) @ w
+        sharded = jax.shard_map(
+            jnp.dot, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")
+        )(hidden, w)
+        return grow(sharded @ w), jax.lax.platform_dependent(hidden, default=jnp.sin)
+
+    w, x = jnp.array([[0.7, 0.1], [0.2, 0.9]]), jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    _, low, report = run_both(fun, POLICIES[half], w, x)
+    expected = jax.tree.leaves(jmp.autocast(fun, POLICIES[half])(w, x))
+    for got, wanted in zip(low, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), wanted)
+    primitives = {row.primitive for row in report.rows}
+    assert {"shard_map", "while", "cond"} <= primitives
+
+
+@pytest.mark.parametrize("half", POLICIES)
+def test_the_gradient_runs_as_autocast_has_it(half: str) -> None:
+    def loss(w, x):
+        def layer(x, w):
+            return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), None
+
+        return jnp.sum(lax.scan(layer, x, w)[0] ** 2)
+
+    w, x = jnp.linspace(-1.0, 1.0, 32).reshape(2, 4, 4), jnp.ones((3, 4))
+    grad = jax.grad(loss)
+    _, (low,), report = run_both(grad, POLICIES[half], w, x)
+    expected = _exact(jmp.autocast(grad, POLICIES[half]))(w, x)
+    assert relative_error([low], [expected]) < 1e-6
+    assert {row.direction for row in report.rows} == {"forward", "backward"}
+
+
+# The numbers, against NumPy in float64.
+
+
+def expected_numbers(x: np.ndarray, dtype: Any) -> dict[str, Any]:
+    """Return the fields of a row as NumPy has them, by casting."""
+    x = np.abs(np.asarray(x, np.float64)).ravel()
+    with np.errstate(over="ignore"):
+        half = x.astype(dtype).astype(np.float64)
+    finite, nonzero = np.isfinite(x), x > 0
+    numbers = x[finite & nonzero]
+    exponents = np.floor(np.log2(numbers))
+    return {
+        "size": x.size,
+        "nonfinite": np.mean(~finite),
+        "zero": np.mean(x == 0),
+        "subnormal": np.mean((half > 0) & (half < float(jnp.finfo(dtype).tiny))),
+        "flush": np.mean((half == 0) & nonzero),
+        "overflow": np.mean(np.isinf(half) & finite),
+        "max_abs": np.max(numbers),
+        "min_abs": np.min(numbers),
+        "histogram": tuple(int(np.sum(exponents == e)) for e in EXPONENTS),
+    }
+
+
+def assert_numbers(row: Row, x: Any, dtype: Any) -> None:
+    expected = expected_numbers(np.asarray(x), dtype)
+    for name, value in expected.items():
+        assert getattr(row, name) == pytest.approx(value, rel=1e-6), name
+
+
+VALUES = [0.0, 1.0, -3.0, 3e-5, 4e-8, 1e-12, 7e4, -1e6, 65520.0, 2.0**-25, jnp.inf]
+
+
+@pytest.mark.parametrize("half", POLICIES)
+def test_statistics_are_those_of_numpy(half: str) -> None:
+    def fun(x, y):
+        product = x[None, :] @ y  # of x, rounded, and y, rounded
+        return jnp.exp(-jnp.abs(x)) * 1e-6, product
+
+    x = jnp.array(VALUES[:-1], jnp.float32)
+    y = jnp.eye(10) * 3.0
+    report = dry_run(fun, POLICIES[half])(x, y)
+    dtype = DTYPES[half]
+    exact = np.asarray(x, np.float64)
+    assert_numbers(row(report, "abs"), np.abs(exact), dtype)
+    assert_numbers(row(report, "lhs of dot_general"), exact, dtype)
+    assert_numbers(row(report, "rhs of dot_general"), y, dtype)
+    assert_numbers(row(report, "dot_general"), 3.0 * exact, dtype)
+    tiny = np.exp(-np.abs(exact)).astype(np.float32) * np.float32(1e-6)
+    assert row(report, "mul").flush == expected_numbers(tiny, dtype)["flush"]
+
+
+def test_numbers_that_are_not_finite_in_float32_are_counted_as_such():
+    report = dry_run(lambda x: -x @ jnp.eye(11), "mixed_float16")(
+        jnp.array(VALUES, jnp.float32)
+    )
+    neg = row(report, "neg")
+    assert neg.nonfinite == pytest.approx(1 / 11) and neg.size == 11
+    assert neg.error == 0.0
+
+
+@pytest.mark.parametrize("half", POLICIES)
+def test_errors_are_those_of_numpy(half: str, getkey) -> None:
+    def fun(w, x):
+        return jnp.exp(x @ w)
+
+    w, x = jax.random.normal(getkey(), (16, 8)), jax.random.normal(getkey(), (4, 16))
+    report = dry_run(fun, POLICIES[half])(w, x)
+    dtype = DTYPES[half]
+    full_w, full_x = (np.asarray(a, np.float64) for a in (w, x))
+    half_w, half_x = (np.asarray(a.astype(dtype), np.float64) for a in (w, x))
+    lhs, rhs = row(report, "lhs of dot_general"), row(report, "rhs of dot_general")
+    assert lhs.error == pytest.approx(relative_error([half_x], [full_x]), rel=1e-4)
+    assert rhs.error == pytest.approx(relative_error([half_w], [full_w]), rel=1e-4)
+    assert (lhs.lost, rhs.lost) == (lhs.error, rhs.error)
+    product = relative_error([half_x @ half_w], [full_x @ full_w])
+    dot = row(report, "dot_general")
+    assert dot.error == pytest.approx(product, rel=0.3 if half == "bf16" else 0.05)
+    out = jmp.autocast(fun, POLICIES[half])(w, x)
+    exp = row(report, "exp")
+    assert exp.error == pytest.approx(relative_error([out], [fun(w, x)]), rel=1e-3)
+    assert exp.lost == pytest.approx(max(exp.error - dot.error, 0.0))
+
+
+def test_what_overflows_alone_has_an_infinite_error_that_is_lost_once():
+    def fun(w, x):
+        hidden = ((x @ w) @ w) @ w
+        return hidden / 2e8
+
+    report = dry_run(fun, "mixed_float16")(jnp.eye(4) * 500.0, jnp.full((2, 4), 1.6))
+    first, second, third = rows(report, "dot_general")
+    assert first.error < 1e-3
+    assert (second.error, second.lost, second.overflow) == (np.inf, np.inf, 1.0)
+    assert (third.error, third.lost) == (np.inf, 0.0)
+    assert [r.held for r in (first, second, third)] == ["float16"] * 2 + ["float32"]
+    division = row(report, "div")
+    assert (division.error, division.lost, division.overflow) == (np.inf, 0.0, 0.0)
+
+
+def test_a_cancellation_is_lost_where_it_happens():
+    def fun(w, x):
+        return ((x @ w) - (x @ (w * 1.001))) @ w
+
+    report = dry_run(fun, "mixed_bfloat16")(jnp.eye(4) * 1.37, jnp.ones((2, 4)) * 1.23)
+    worst = report.worst(1)[0]
+    assert worst.primitive == "sub" and worst.lost > 0.5
+
+
+# Loops and branches.
+
+
+def test_a_loop_counts_all_of_its_iterations():
+    def fun(w, xs):
+        def step(h, x):
+            return jnp.tanh(h @ w) * x, jnp.max(h)
+
+        return lax.scan(step, jnp.ones((2, 4)), xs)
+
+    xs = jnp.array([1.0, 1e9, 1e-9])
+    report = dry_run(fun, "mixed_float16")(jnp.eye(4), xs)
+    mul = row(report, "mul")
+    assert (mul.times, mul.size) == (3, 24)
+    h, expected = np.ones((2, 4)), []
+    for x in np.asarray(xs, np.float64):
+        h = np.tanh(h) * x
+        expected.append(h)
+    stacked = expected_numbers(np.stack(expected), jnp.float16)
+    assert mul.overflow == stacked["overflow"] == pytest.approx(1 / 3)
+    assert mul.flush == stacked["flush"] == pytest.approx(1 / 3)
+    assert mul.max_abs == pytest.approx(stacked["max_abs"], rel=1e-5)
+    assert sum(mul.histogram) == 24
+
+
+def test_a_branch_that_is_not_taken_has_no_rows():
+    def fun(w, x):
+        return lax.cond(x[0, 0] > 0.0, lambda x: jnp.exp(x @ w), lambda x: x * 1e9, x)
+
+    report = dry_run(fun, "mixed_float16")(jnp.eye(2), jnp.ones((2, 2)))
+    assert rows(report, "exp") and not rows(report, "mul")
+
+
+def test_a_while_runs_as_often_as_in_float32():
+    def fun(w, x):
+        return lax.while_loop(lambda x: x[0, 0] < 1.0, lambda x: (x + 0.0003) @ w, x)
+
+    def count(report):
+        return row(report, "add").size
+
+    w, x = jnp.eye(2), jnp.full((2, 2), 0.99)
+    report = dry_run(fun, "mixed_bfloat16")(w, x)
+    # In bfloat16 alone, 0.9902 + 0.0003 rounds back, and it would never end.
+    assert count(report) == 4 * 34
+    assert row(report, "add").times is None
+
+
+# Policies, layers, models.
+
+
+def two_layers(w, x):
+    with jax.named_scope("net"):
+        with jax.named_scope("first"):
+            x = jnp.tanh(x @ w)
+        with jax.named_scope("second"):
+            return jnp.tanh(x @ w)
+
+
+def test_a_layer_in_float32_holds_nothing_in_half():
+    policy = jmp.PolicyMap("mixed_bfloat16", {".*/second": "full"})
+    report = dry_run(two_layers, policy)(jnp.eye(4), jnp.ones((2, 4)))
+    held = {}
+    for found in report.rows:
+        held.setdefault(found.layer, set()).add(found.is_half)
+    assert held == {"net/first": {True}, "net/second": {False}}
+    whole = dry_run(two_layers, "mixed_bfloat16")(jnp.eye(4), jnp.ones((2, 4)))
+    assert sum(r.is_half for r in whole.rows) > sum(r.is_half for r in report.rows)
+
+
+def test_rules_are_those_of_autocast():
+    rules = default_rules(jnp.bfloat16).replace(tanh="full")
+    report = dry_run(two_layers, "mixed_bfloat16", rules=rules)(
+        jnp.eye(4), jnp.ones((2, 4))
+    )
+    assert {r.held for r in rows(report, "tanh")} == {"float32"}
+    report = dry_run(two_layers, "mixed_bfloat16")(jnp.eye(4), jnp.ones((2, 4)))
+    assert {r.held for r in rows(report, "tanh")} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("half", POLICIES)
+def test_operands_are_rows_of_their_own_and_have_their_own_direction(half: str) -> None:
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.sum(jnp.sin(x @ w))
+
+    report = dry_run(jax.grad(loss), POLICIES[half])(jnp.eye(4), jnp.ones((2, 4)))
+    lhs, rhs = rows(report, "lhs of dot_general"), rows(report, "rhs of dot_general")
+    assert [r.direction for r in lhs] == ["forward", "backward"]  # x, then dy
+    assert [r.direction for r in rhs] == ["forward", "forward"]  # w, then x
+    assert all(r.is_half for r in lhs + rhs)
+    assert [r.reads_half for r in rows(report, "dot_general")] == [True, True]
+    assert {r.layer for r in report.rows} == {"layer"}
+
+
+def test_rows_of_what_is_computed_again_are_forward():
+    @jax.checkpoint
+    def block(w, x):
+        with jax.named_scope("block"):
+            return jnp.sin(jnp.exp(x @ w))
+
+    grad = jax.grad(lambda w, x: jnp.sum(block(w, x)))
+    report = dry_run(grad, "mixed_bfloat16")(jnp.eye(4), jnp.ones((2, 4)))
+    assert {r.direction for r in rows(report, "exp")} == {"forward"}
+    assert {(r.layer, r.direction) for r in report.layers() if r.layer} == {
+        ("block", "forward"),
+        ("block", "backward"),
+    }
+
+
+@pytest.mark.standard_promotion
+def test_a_linen_model_has_its_modules_as_layers(getkey) -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(4, name="up")(x)
+            return nn.Dense(2, name="down")(nn.LayerNorm(name="norm")(x))
+
+    net, x = Net(), jnp.ones((2, 3))
+    variables = net.init(getkey(), x)
+    report = dry_run(net.apply, "mixed_float16")(variables, x)
+    assert [r.layer for r in report.layers()] == ["Net/up", "Net/norm", "Net/down"]
+    assert [r.is_half for r in report.layers()] == [True, False, True]
+    assert {r.layer for r in report.layers(1)} == {"Net"}
+
+
+@pytest.mark.standard_promotion
+def test_an_nnx_model_has_the_layers_that_the_user_names() -> None:
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+
+    def fun(state, x):
+        with jax.named_scope("up"):
+            return nnx.merge(graphdef, state)(x)
+
+    report = dry_run(fun, "mixed_float16")(state, jnp.ones((2, 3)))
+    assert {r.layer for r in report.rows} == {"up"}
+    assert all(r.line.startswith(__file__) for r in report.rows)
+    with pytest.raises(TypeError, match=r"got an nnx module.*nnx\.split"):
+        dry_run(lambda m, x: m(x), "mixed_float16")(model, jnp.ones((2, 3)))
+
+
+# Errors.
+
+
+def test_errors_say_what_was_got():
+    with pytest.raises(TypeError, match="Expected a function to run, got 3"):
+        dry_run(3, "mixed_float16")  # pyright: ignore[reportArgumentType] - that is the point
+    with pytest.raises(
+        ValueError, match="expects a policy that computes in float16 or"
+    ):
+        dry_run(two_layers, "full")
+    policy = jmp.PolicyMap("mixed_float16", {"net/thrid": "full"})
+    with pytest.raises(ValueError, match=r"net/thrid.*net"):
+        dry_run(two_layers, policy)(jnp.eye(4), jnp.ones((2, 4)))

@@ -1,0 +1,224 @@
+"""The report of a dry run: its order, its layers, its tables, figures and JSON."""
+
+import dataclasses
+import io
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from jmp_lite.numerics import EXPONENTS, Report, Row, dry_run
+
+HISTOGRAM = tuple(2 if e == 3 else 1 if e == -30 else 0 for e in EXPONENTS)
+ROW = Row(
+    layer="net/a",
+    primitive="dot_general",
+    line="/code/model.py:12",
+    direction="forward",
+    held="float16",
+    times=2,
+    size=4,
+    nonfinite=0.0,
+    zero=0.25,
+    subnormal=0.0,
+    flush=0.25,
+    overflow=0.0,
+    max_abs=8.0,
+    min_abs=2.0**-30,
+    error=0.002,
+    lost=0.001,
+    histogram=HISTOGRAM,
+    reads_half=True,
+)
+
+
+def a_row(**changes: Any) -> Row:
+    return dataclasses.replace(ROW, **changes)
+
+
+ROWS = (
+    a_row(primitive="lhs of dot_general", flush=0.5),
+    a_row(),
+    a_row(layer="net/b", primitive="exp", held="float32", overflow=0.5, lost=0.004),
+    a_row(layer="net/b/c", overflow=0.25, error=math.inf, lost=math.inf, flush=0.0),
+    a_row(layer="net/a", direction="backward", lost=0.0, size=12, times=None),
+    a_row(layer="", primitive="add", held="float32", lost=0.0, max_abs=1e30),
+)
+REPORT = Report(ROWS, "float16")
+
+
+def printed(table: Any, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue] - a StringIO
+
+
+@pytest.fixture(scope="module")
+def real() -> Report:
+    """Return the report of a loss whose second layer overflows, and its gradient."""
+
+    def loss(w, x):
+        for name in ("first", "second", "third"):
+            with jax.named_scope(name):
+                x = jnp.tanh(x * 100.0) if name == "first" else x * 400.0
+                x = x @ w
+        return jnp.mean(x)
+
+    return dry_run(jax.grad(loss), "mixed_float16")(jnp.eye(4), jnp.ones((2, 4)))
+
+
+# Order.
+
+
+def test_worst_is_overflow_then_accuracy_then_flush():
+    assert [ROWS.index(row) for row in REPORT.worst()] == [3, 2, 0, 1, 4, 5]
+    assert REPORT.worst(2) == (ROWS[3], ROWS[2])
+    assert a_row(held="float32", overflow=1.0, lost=0.0).badness == (0.0, 0.0, 0.0)
+
+
+def test_what_overflows_is_worst(real):
+    worst = real.worst(1)[0]
+    assert worst.layer == "third" and worst.overflow == 1.0
+    assert worst.error == math.inf
+
+
+def test_half_is_what_the_policy_has_in_half():
+    assert [row.is_half for row in ROWS] == [True, True, False, True, True, False]
+    assert a_row(held="bfloat16").is_half
+
+
+# Layers.
+
+
+def test_layers_are_in_the_order_of_the_program_with_directions_apart():
+    found = [(row.layer, row.direction) for row in REPORT.layers()]
+    assert found == [
+        ("net/a", "forward"),
+        ("net/b", "forward"),
+        ("net/b/c", "forward"),
+        ("net/a", "backward"),
+        ("", "forward"),
+    ]
+    found = [(row.layer, row.direction) for row in REPORT.layers(1)]
+    assert found == [("net", "forward"), ("net", "backward"), ("", "forward")]
+
+
+def test_a_layer_counts_what_it_has_in_half():
+    net = REPORT.layers(1)[0]
+    half = [ROWS[0], ROWS[1], ROWS[3]]
+    assert net.size == 12
+    assert net.flush == pytest.approx((0.5 + 0.25 + 0.0) / 3)
+    assert net.overflow == pytest.approx(0.25 / 3)
+    assert (net.error, net.lost) == (math.inf, math.inf)
+    assert net.primitive == "dot_general" and net.line == ROWS[3].line
+    assert net.histogram == tuple(3 * n for n in HISTOGRAM)
+    assert (net.max_abs, net.min_abs) == (8.0, 2.0**-30)
+    assert all(row.is_half for row in half) and net.is_half
+
+
+def test_a_layer_without_half_counts_all_it_has():
+    layer = REPORT.layers()[1]
+    assert not layer.is_half and layer.overflow == 0.5 and layer.primitive == "exp"
+
+
+def test_fractions_of_a_layer_are_by_numbers_not_by_operations():
+    rows = (a_row(size=1, flush=1.0), a_row(size=9, flush=0.0))
+    assert Report(rows, "float16").layers()[0].flush == pytest.approx(0.1)
+
+
+# Tables.
+
+
+def test_the_table_has_a_row_per_layer_worst_first():
+    text = printed(REPORT.table())
+    assert "dry run in float16: the worst 5 of 5 layers" in text
+    lines = [line for line in text.splitlines() if "net/" in line]
+    assert [line.split()[0] for line in lines] == ["net/b/c", "net/b", "net/a", "net/a"]
+    assert "25.0%" in lines[0] and "inf" in lines[0] and "f16" in lines[0]
+    assert ", model.py:12" in text and "/code" not in text
+    assert "net/a ←" in text and "(no layer)" in text
+
+
+def test_the_table_of_operations_has_every_row():
+    text = printed(REPORT.table(every_op=True, count=3))
+    assert "the worst 3 of 6 operations" in text
+    assert text.count("dot_general") == 2 and "lhs of dot_general" in text
+
+
+def test_the_table_fits_a_narrow_terminal():
+    text = printed(REPORT.table(), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "net/b/c" in text
+
+
+# Figures.
+
+
+def labels(figure: Figure) -> list[str]:
+    return [label.get_text() for label in figure.axes[0].get_yticklabels()]
+
+
+def test_figures_have_a_row_per_layer_with_half(real):
+    for figure in (REPORT.plot(), REPORT.heat_map()):
+        assert labels(figure) == ["net/a", "net/b/c", "net/a ←"]
+    assert labels(REPORT.plot(depth=1)) == ["net", "net ←"]
+    assert labels(real.plot())[:3] == ["first", "second", "third"]
+
+
+def test_figures_of_a_report_without_half_have_all_layers():
+    rows = tuple(dataclasses.replace(row, held="float32") for row in ROWS)
+    names = ["net/a", "net/b", "net/b/c", "net/a ←", "(no layer)"]
+    assert labels(Report(rows, "float16").plot()) == names
+
+
+def test_the_heat_map_shows_what_is_lost():
+    texts = [text.get_text() for text in REPORT.heat_map(depth=1).axes[0].texts]
+    ticks = REPORT.heat_map().axes[0].get_xticklabels()
+    assert [t.get_text() for t in ticks] == [
+        "overflow",
+        "flush to 0",
+        "subnormal",
+        "error",
+    ]
+    assert texts[:4] == ["8.3%", "25%", "0", "100%"]
+
+
+# JSON.
+
+
+@pytest.mark.parametrize("which", ["made", "real"])
+def test_json_comes_back_exactly(which, real):
+    report = REPORT if which == "made" else real
+    text = report.to_json()
+    assert Report.from_json(text) == report
+    assert Report.from_json(text).to_json() == text
+
+
+def test_json_has_no_infinity():
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    data = json.loads(REPORT.to_json(), parse_constant=refuse)
+    assert data["dtype"] == "float16"
+    assert data["rows"][3]["error"] is None
+    assert set(data["rows"][0]) == {field.name for field in dataclasses.fields(Row)}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": 1}', "1"])
+def test_other_json_is_refused(text):
+    with pytest.raises(ValueError, match="Expected the JSON of a Report: "):
+        Report.from_json(text)
+
+
+def test_a_report_is_plain_numbers(real):
+    for row in real.rows:
+        for field in dataclasses.fields(Row):
+            value = getattr(row, field.name)
+            assert type(value) in (str, int, float, bool, tuple, type(None)), field.name
+        assert np.sum(row.histogram) <= row.size
