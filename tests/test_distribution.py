@@ -1,5 +1,6 @@
 """One verdict on all devices: a non-finite value on one shard skips the step on all."""
 
+import re
 from typing import Any
 
 import bitwise
@@ -62,8 +63,8 @@ def _params():
     }
 
 
-def _batch(bad_row=None):
-    x = np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)
+def _batch(bad_row=None, rows=16):
+    x = np.random.default_rng(1).normal(size=(rows, 16)).astype(np.float32)
     if bad_row is not None:
         x[bad_row] *= 1e3
     return jnp.asarray(x)
@@ -280,3 +281,143 @@ def test_pmap_agrees(bad_row, averaged):
         first = jax.tree.map(lambda x: x[0], [stepped, params])
         _assert_stepped(first[0], first[1], bad_row)
         assert all(len(set(_shards(x))) == 1 for x in jax.tree.leaves(stepped))
+
+
+def _mlp_loss(params, x):
+    """Overflows float16 backward, and not forward, for x above some hundreds."""
+    x, w1, w2 = (a.astype(jnp.float16) for a in (x, params["w1"], params["w2"]))
+    return jnp.mean(jnp.square((jax.nn.relu(x @ w1) @ w2).astype(jnp.float32)))
+
+
+def _mlp_params():
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (16, 32), "w2": (32, 16)}
+    return {
+        name: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def _laid_out(tree, mesh, specs):
+    """Put `{"w1", "w2"}` wherever it is in a tree as specs say, and all else whole."""
+
+    def put(path, x):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return jax.device_put(x, NamedSharding(mesh, specs.get(name, P())))
+
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+# Mesh, and how the parameters and the batch are cut.
+_LAYOUTS = {
+    "data parallel": ((8,), ("data",), {}),
+    "fsdp": ((8,), ("data",), {"w1": P(None, "data"), "w2": P("data")}),
+    "tensor parallel": (
+        (2, 4),
+        ("data", "model"),
+        {"w1": P(None, "model"), "w2": P("model")},
+    ),
+}
+
+
+def _laid_out_step(layout):
+    """Return a train step, and what it starts from, laid out over eight devices."""
+    shape, names, specs = _LAYOUTS[layout]
+    mesh = _mesh(shape, names)
+    tx = _transformation()
+    params = _laid_out(_mlp_params(), mesh, specs)
+    state = _laid_out(tx.init(_mlp_params()), mesh, specs)
+    rows = NamedSharding(mesh, P("data"))
+    step: Any = jax.jit(_train_step(tx, _mlp_loss), donate_argnums=(0, 1))
+    return step, params, state, rows
+
+
+layouts = pytest.mark.parametrize("layout", _LAYOUTS)
+
+
+@layouts
+@bad_or_not
+def test_each_layout_trains_as_one_device_does(layout, bad_row):
+    step, params, state, rows = _laid_out_step(layout)
+    before = bitwise.raw_bits(params)
+    stepped, state = step(params, state, jax.device_put(_batch(bad_row), rows))
+
+    _assert_one_verdict(state, finite=bad_row is None)
+    if bad_row is not None:
+        assert bitwise.raw_bits(stepped) == before
+        return
+    tx, params = _transformation(), _mlp_params()
+    expected: Any = _train_step(tx, _mlp_loss)(params, tx.init(params), _batch())[0]
+    for name, leaf in expected.items():
+        assert (leaf != params[name]).all()
+        np.testing.assert_allclose(stepped[name], leaf, atol=1e-4)
+
+
+@layouts
+def test_each_layout_stays_as_it_is_and_compiles_once(layout):
+    step, params, state, rows = _laid_out_step(layout)
+    shardings = jax.tree.map(lambda x: x.sharding, (params, state))
+    for bad_row in (None, 0, None, 11):
+        batch = jax.device_put(_batch(bad_row), rows)
+        params, state = step(params, state, batch)
+        same = jax.tree.map(
+            lambda x, s: x.sharding.is_equivalent_to(s, x.ndim),
+            (params, state),
+            shardings,
+        )
+        assert all(jax.tree.leaves(same))
+
+    assert step._cache_size() == 1
+    assert int(state.skipped_steps) == 2
+
+
+@layouts
+def test_each_layout_updates_a_donated_state_in_place(layout):
+    step, params, state, rows = _laid_out_step(layout)
+    batch = jax.device_put(_batch(), rows)
+    # No step reads what the one before it found: XLA is not given that bool.
+    read = params, state._replace(grads_finite=None)
+    held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(read)]
+    compiled: Any = step.lower(params, state, batch).compile()
+
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(held)
+    step(params, state, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(read))
+
+
+def _collectives(program, kind):
+    """Return the dtype and shape of all that collectives of a kind result in."""
+    results = re.findall(rf" = (.*?) {kind}(?:-start)?\(", program)
+    return {x for result in results for x in re.findall(r"\w+\[[\d,]*\]", result)}
+
+
+@pytest.mark.parametrize(
+    ("way", "policy", "moved"),
+    [
+        ("cast", "float32", "f32"),
+        ("cast", "mixed_float16", "f16"),
+        ("autocast", "mixed_float16", "f16"),
+    ],
+)
+def test_fsdp_gathers_weights_and_sums_gradients_in_half(way, policy, moved):
+    # In float16: XLA widens what is bfloat16 before it moves it, on the CPU.
+    policy = jmp_lite.get_policy(policy)
+
+    def plain_loss(params, x):
+        y = jax.nn.relu(x @ params["w1"]) @ params["w2"]
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    def cast_loss(params, x):
+        return plain_loss(*policy.cast_to_compute((params, x)))
+
+    loss = cast_loss if way == "cast" else jmp_lite.autocast(plain_loss, policy)
+    _, params, state, rows = _laid_out_step("fsdp")
+    # So many rows that it is cheaper to move the weights than them.
+    batch = jax.device_put(_batch(rows=256), rows)
+    step = jax.jit(_train_step(_transformation(), loss))
+    program = step.lower(params, state, batch).compile().as_text()
+
+    weights = {f"{moved}[16,32]", f"{moved}[32,16]"}
+    assert _collectives(program, "all-gather") == weights
+    sums = _collectives(program, "(?:all-reduce|reduce-scatter)")
+    assert {x for x in sums if "," in x} == weights

@@ -140,7 +140,7 @@ def train_side_by_side(
         batches = itertools.islice(batches, done, None)
         while done < steps:
             stop = min(_next(done, CHUNK), _next(done, every), steps)
-            chunk = jax.device_put(list(itertools.islice(batches, stop - done)))
+            chunk = _put(list(itertools.islice(batches, stop - done)))
             for name, result in results.items():
                 start = time.perf_counter()
                 logs = []
@@ -157,6 +157,13 @@ def train_side_by_side(
             if checkpoints is not None and (done == steps or done % every == 0):
                 save(checkpoints.folder, results, step=done)
     return results
+
+
+def _put(batches: list[Any]) -> list[Any]:
+    """Return batches on the device, or on all those that they span already."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), batches
+    )
 
 
 def _zeros(log: dict[str, Any], steps: int) -> dict[str, np.ndarray]:

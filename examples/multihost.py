@@ -1,0 +1,319 @@
+"""Train one model on many devices of many hosts: data parallel, and fully sharded.
+
+On this machine: two processes of two CPU devices each, or four of one:
+
+    python -m examples.multihost --processes 2 --devices 2
+    python -m examples.multihost --processes 4 --checkpoints out/saved
+
+On all hosts of a TPU pod slice, of a Slurm job or of Open MPI; this on each of them:
+
+    python -m examples.multihost --hosts --checkpoints gs://BUCKET/run
+
+On hosts with GPUs and no such thing; `--process` counts from 0, which is HOST0:
+
+    python -m examples.multihost --coordinator HOST0:1234 --processes 2 --process 0
+
+The model and its train step are those of `examples/transformer.py`, unchanged: under
+sharded `jit` a step knows nothing of devices, and one verdict on its gradients holds on
+all of them. `data` keeps the whole state on each device; `fsdp` cuts it along one axis
+of each array, and gathers the weights, cast to half precision already, where they are
+used. A run goes on from its checkpoints, on as many processes and devices as there are.
+"""
+
+import functools
+import json
+import math
+import platform
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import flax
+import jax
+import numpy as np
+import optax
+import typer
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from examples import transformer
+from examples.common import report
+from examples.common.cli import (
+    LossScaleOption,
+    OutOption,
+    PolicyOption,
+    SaveEveryOption,
+    SeedOption,
+    StepsOption,
+    check_settings,
+    make_folder,
+    parse_policies,
+    slow_reasons,
+    stop_if_collapsed,
+)
+from examples.common.loop import Checkpoints, Result, Run, Step, train_side_by_side
+from examples.common.processes import join, launch
+from examples.common.text import load_sources, text_batches
+from jmp_lite import Policy
+
+LAYOUTS = ("data", "fsdp")
+Layout = Literal["data", "fsdp", "both"]
+
+
+def make_mesh() -> Mesh:
+    """Return all devices of all processes, in one row."""
+    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+
+def lay_out(tree: Any, mesh: Mesh, layout: str) -> Any:
+    """Constrain where the arrays of a tree are, in a function that is compiled.
+
+    Args:
+      tree: arrays.
+      mesh: devices in one row, its axis called "data".
+      layout: "data" leaves each array whole on every device; "fsdp" cuts it along the
+        longest axis that the number of devices divides, if there is one.
+
+    Returns:
+      The same arrays.
+    """
+
+    def spec(shape: tuple[int, ...]) -> P:
+        fit = [n if n and n % mesh.size == 0 else 0 for n in shape]
+        if layout == "data" or not any(fit):
+            return P()
+        return P(*[None] * fit.index(max(fit)), "data")
+
+    return jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(
+            x, NamedSharding(mesh, spec(x.shape))
+        ),
+        tree,
+    )
+
+
+def make_run(
+    policy: Policy,
+    mesh: Mesh,
+    layout: str,
+    *,
+    width: int,
+    layers: int,
+    steps: int,
+    seed: int,
+    static_scale: float,
+) -> Run:
+    """Return the transformer's train step and its state at step 0, laid out."""
+
+    def init():
+        model = transformer.make_model(width, layers, seed)
+        state = transformer.init_state(
+            model, policy, use_autocast=True, steps=steps, static_scale=static_scale
+        )
+        return lay_out(state, mesh, layout)
+
+    # Compiled with its layout: no device ever holds more than its part.
+    state = jax.jit(init)()
+    step = transformer.make_step(
+        transformer.make_loss_fn(state, policy, use_autocast=True)
+    )
+    return Run(laid_out_step(step, mesh, layout), state)
+
+
+def laid_out_step(step: Step, mesh: Mesh, layout: str) -> Step:
+    """Return a step whose new state is where the old one was."""
+
+    def laid_out(state, batch):
+        after, log = step(state, batch)
+        return lay_out(after, mesh, layout), lay_out(log, mesh, "data")
+
+    return laid_out
+
+
+def spread(batches: Iterator[np.ndarray], mesh: Mesh) -> Iterator[jax.Array]:
+    """Yield batches of which each device has its rows.
+
+    Args:
+      batches: the same ones in every process, `[batch, length]`.
+      mesh: all devices.
+    """
+    rows = NamedSharding(mesh, P("data"))
+    for batch in batches:
+        # A process is asked for the rows of its own devices only.
+        yield jax.make_array_from_callback(batch.shape, rows, batch.__getitem__)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the bytes of the arrays of a tree that one device holds."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def publish(
+    console: Console, out: Path, settings: dict[str, Any], results: dict[str, Result]
+) -> None:
+    """Print a table and write results.json, if this is the first process."""
+    rows = [
+        {
+            "run": label,
+            "final loss": f"{np.mean(result.history['loss'][-20:]):.4f}",
+            "skips": f"{result.history['skipped_steps'][-1]}",
+            "loss scale": report.power_of_two(result.history["loss_scale"][-1]),
+            "step ms": f"{result.step_ms:.1f}",
+            "params MiB": f"{bytes_per_device(result.state.params) / 2**20:.2f}",
+            "optim. MiB": f"{bytes_per_device(result.state.opt_state) / 2**20:.2f}",
+        }
+        for label, result in results.items()
+    ]
+    console.print(
+        report.rich_table(rows, "One model, many devices"),
+        "Final loss: mean of the last 20 steps, nats per byte. MiB: on each device.",
+        sep="\n",
+        highlight=False,
+    )
+    if jax.process_index() == 0:
+        runs = [
+            row | {"history": {k: v.tolist() for k, v in result.history.items()}}
+            for row, result in zip(rows, results.values(), strict=True)
+        ]
+        text = json.dumps({"settings": settings, "runs": runs})
+        (out / "results.json").write_text(text)
+        console.print(f"Wrote results.json into {out}.")
+
+
+def main(
+    policy: PolicyOption = "mixed",
+    layout: Annotated[Layout, typer.Option(help="How the state is laid out.")] = "both",
+    loss_scale: LossScaleOption = 0.0,
+    steps: StepsOption = 100,
+    width: Annotated[
+        int,
+        typer.Option(
+            min=transformer.HEAD_WIDTH,
+            help=f"Features; a multiple of {transformer.HEAD_WIDTH}.",
+        ),
+    ] = 128,
+    layers: Annotated[int, typer.Option(min=0, help="Blocks.")] = 2,
+    batch_size: Annotated[int, typer.Option(min=1, help="Of all devices.")] = 16,
+    seed: SeedOption = 0,
+    out: OutOption = Path("out/multihost"),
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(
+            parser=epath.Path,
+            callback=make_folder,
+            help="A folder that all hosts see; the same command goes on from there.",
+        ),
+    ] = None,
+    save_every: SaveEveryOption = 100,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Start so many on this CPU; with --hosts or --coordinator, how many "
+            "there must be.",
+        ),
+    ] = 0,
+    devices: Annotated[
+        int, typer.Option(min=1, help="CPU devices of each of --processes.")
+    ] = 1,
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="Several hosts, which JAX finds by itself.")
+    ] = False,
+    coordinator: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the first of --processes.")
+    ] = None,
+    process: Annotated[
+        int | None, typer.Option(help="Which of --processes this is, from 0.")
+    ] = None,
+) -> None:
+    """Train one model on all devices of all processes."""
+    if processes and not hosts and process is coordinator is None:
+        raise typer.Exit(launch(processes, devices))
+    join(processes, process, coordinator, hosts=hosts)
+    policies = parse_policies(policy, use_autocast=True)
+    if width % transformer.HEAD_WIDTH:
+        raise typer.BadParameter(
+            f"expected a multiple of {transformer.HEAD_WIDTH}, got {width}.",
+            param_hint="'--width'",
+        )
+    if batch_size % jax.device_count():
+        raise typer.BadParameter(
+            f"expected a multiple of the {jax.device_count()} devices, got "
+            f"{batch_size}.",
+            param_hint="'--batch-size'",
+        )
+    settings = {
+        "policies": {label: str(p) for label, p in policies.items()},
+        "layout": layout,
+        "width": width,
+        "layers": layers,
+        "steps": steps,
+        "batch_size": batch_size,
+        "static_loss_scale": loss_scale,
+        "seed": seed,
+        "python": platform.python_version(),
+        "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+    }
+    console = Console(quiet=jax.process_index() != 0)
+    if checkpoints is not None and jax.process_index() == 0:
+        check_settings(checkpoints, settings)
+    text, _ = load_sources()
+    multihost_utils.assert_equal(
+        np.uint32(zlib.crc32(text.tobytes())),
+        "The hosts have different versions of Python.",
+    )
+    mesh = make_mesh()
+    console.print(
+        f"Processes: {jax.process_count()}; devices: {mesh.size} "
+        f"({jax.local_devices()[0].device_kind}); {layers} layers of width {width}, "
+        f"batches of {batch_size} × {transformer.CONTEXT} bytes, {steps} steps; "
+        f"jax {jax.__version__}."
+    )
+    make = functools.partial(
+        make_run,
+        mesh=mesh,
+        width=width,
+        layers=layers,
+        steps=steps,
+        seed=seed,
+        static_scale=loss_scale,
+    )
+    runs = {
+        f"{label} {one}": make(p, layout=one)
+        for label, p in policies.items()
+        for one in (LAYOUTS if layout == "both" else [layout])
+    }
+    batches = text_batches(
+        text,
+        batch_size=batch_size,
+        length=transformer.CONTEXT + 1,
+        steps=steps,
+        seed=seed,
+    )
+    with stop_if_collapsed(console):
+        results = train_side_by_side(
+            runs,
+            spread(batches, mesh),
+            title=f"{jax.process_count()} × {jax.local_device_count()}",
+            steps=steps,
+            console=console,
+            checkpoints=checkpoints and Checkpoints(checkpoints / "run", save_every),
+        )
+    where = {
+        "device": jax.local_devices()[0].device_kind,
+        "processes": jax.process_count(),
+        "devices": mesh.size,
+    }
+    publish(console, out, settings | where, results)
+    console.print(*slow_reasons(policies.values()), sep="\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,225 @@
+"""Several processes train as one does: to rounding, to the skip, through a kill.
+
+The processes are real ones, of `jax.distributed`, with four CPU devices in all.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from examples import multihost
+from jmp_lite import checkpoint
+
+# flax leans on JAX's promotion of dtypes.
+pytestmark = pytest.mark.standard_promotion
+
+ROOT = Path(__file__).parent.parent
+DEVICES = 4
+SETTINGS = ["--width", "32", "--layers", "0", "--steps", "12"]
+SETTINGS += ["--policy", "mixed_float16"]
+_APP = typer.Typer()
+_APP.command()(multihost.main)
+
+
+def _launch(out: Path, processes: int, *args: str, kill: str = "") -> tuple[int, str]:
+    """Run the example in processes; return its exit status and what it printed."""
+    environment = os.environ | {
+        "XLA_FLAGS": "",  # those of the tests are for eight devices
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles three times as fast
+        "KILL": kill,
+    }
+    command = [sys.executable, "-m", "tests.process_of_a_run", "--out", str(out)]
+    command += ["--processes", str(processes), "--devices", str(DEVICES // processes)]
+    launcher = subprocess.Popen(
+        [*command, *SETTINGS, *args],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = launcher.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        output, _ = launcher.communicate()
+        raise AssertionError(f"Still running after 300 s:\n{output}") from None
+    # It leaves no process behind.
+    with pytest.raises(ProcessLookupError):
+        os.killpg(launcher.pid, 0)
+    return launcher.returncode, output
+
+
+class Trained(NamedTuple):
+    """What a run of some layout leaves: its history, and its whole state by path."""
+
+    history: dict[str, list[Any]]
+    state: dict[str, np.ndarray]
+
+
+def _train(out: Path, processes: int, *args: str) -> dict[str, Trained]:
+    status, output = _launch(out, processes, *args)
+    assert status == 0, output
+    # One of them says it all.
+    assert output.count("One model, many devices") == 1
+    runs = {
+        run["run"]: run["history"]
+        for run in json.loads((out / "results.json").read_text())["runs"]
+    }
+    with np.load(out / "states.npz") as file:
+        states = dict(file)
+    return {
+        label.split()[-1]: Trained(
+            history,
+            {k.removeprefix(label): x for k, x in states.items() if label in k},
+        )
+        for label, history in runs.items()
+    }
+
+
+def _assert_alike(run: Trained, expected: Trained) -> None:
+    """Check losses and state to rounding, and each decision exactly."""
+    np.testing.assert_allclose(run.history["loss"], expected.history["loss"], rtol=1e-5)
+    assert run.history | {"loss": None} == expected.history | {"loss": None}
+    assert run.state.keys() == expected.state.keys()
+    for name, leaf in expected.state.items():
+        if leaf.dtype.kind == "f":
+            tolerance = 1e-4 * float(abs(leaf).max(initial=0.0))
+            np.testing.assert_allclose(run.state[name], leaf, rtol=0, atol=tolerance)
+        else:
+            np.testing.assert_array_equal(run.state[name], leaf)
+
+
+def test_processes_train_as_one_does_through_overflows_and_a_kill(
+    tmp_path: Path,
+) -> None:
+    # One test: in several, which workers share out, processes would run twice.
+    outs = {n: tmp_path / str(n) for n in (1, 2, 4)}
+    layouts = {1: "both", 2: "both", 4: "fsdp"}
+    trained = {n: _train(out, n, "--layout", layouts[n]) for n, out in outs.items()}
+
+    _check_that_it_trains(trained[1]["fsdp"])
+    for processes, layout in ((1, "data"), (2, "data"), (2, "fsdp"), (4, "fsdp")):
+        _assert_alike(trained[processes][layout], trained[1]["fsdp"])
+    for processes in (2, 4):
+        _check_bad_steps(outs[processes], processes)
+    _check_that_it_goes_on_when_killed(tmp_path / "killed", trained[2]["fsdp"])
+
+
+def _check_that_it_trains(run: Trained) -> None:
+    """Check that float16 overflows at first, and then learns."""
+    skips = run.history["skipped_steps"][-1]
+    assert 0 < skips < 10
+    assert run.history["grads_finite"] == [False] * skips + [True] * (12 - skips)
+    assert run.history["loss"][-1] < run.history["loss"][0]
+    assert any("embedding" in path for path in run.state)
+
+
+def _check_bad_steps(out: Path, processes: int) -> None:
+    """Check that what is bad in one process skips the step in all of them."""
+    paths = [out / f"bad_steps_{i}.json" for i in range(processes)]
+    seen = [json.loads(path.read_text()) for path in paths]
+    # A loss that is not finite is no overflow: the scale stays.
+    scales = {"none": 1024, "overflow": 512, "nan": 1024, "gradient": 512}
+    for case, scale in scales.items():
+        bad = case != "none"
+        assert sum(process[case].pop("has_bad_row") for process in seen) == 1
+        for process in seen:
+            assert process[case] == {
+                "same": [bad],
+                "finite": not bad,
+                "loss_scale": scale,
+                "skipped": int(bad),
+            }
+
+
+def _check_that_it_goes_on_when_killed(out: Path, expected: Trained) -> None:
+    """Kill one of two processes; resume, and end at the very same bits."""
+    saves = ["--layout", "fsdp", "--checkpoints", str(out / "saved")]
+    saves += ["--save-every", "4"]
+    status, output = _launch(out, 2, *saves, kill="1@8")
+    assert status == 1
+    assert "Process 1 of 2 ended with signal 9; the others, which would" in output
+    assert checkpoint.latest_step(out / "saved" / "run") == 4
+    assert not (out / "results.json").exists()
+
+    resumed = _train(out, 2, *saves)["fsdp"]
+    assert resumed.history == expected.history
+    assert resumed.state.keys() == expected.state.keys()
+    for name, leaf in expected.state.items():
+        assert resumed.state[name].tobytes() == leaf.tobytes(), name
+
+    # Once more from the middle, on the eight devices of this one process.
+    shutil.rmtree(out / "saved" / "run" / "12")
+    result = CliRunner().invoke(
+        _APP, [*SETTINGS, *saves, "--out", str(out)], catch_exceptions=False
+    )
+    assert "1 × 8: on from step 8, saved in" in " ".join(result.output.split())
+    (run,) = json.loads((out / "results.json").read_text())["runs"]
+    _assert_alike(Trained(run["history"], {}), Trained(expected.history, {}))
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--batch-size", "12"], "expected a multiple of the 8 devices, got 12."),
+        (["--width", "48"], "expected a multiple of 32, got 48."),
+        (["--process", "0"], "--process and --coordinator go together."),
+        (
+            ["--coordinator", "localhost:1"],
+            "--process and --coordinator go together.",
+        ),
+        (
+            ["--coordinator", "localhost:1", "--process", "2", "--processes", "2"],
+            "expected less than --processes, which is 2; got 2.",
+        ),
+        (
+            ["--coordinator", "localhost:1", "--process", "0", "--hosts"],
+            "expected --hosts or --coordinator, got both.",
+        ),
+        (["--hosts", "--processes", "4"], "expected 4 processes, got 1."),
+    ],
+)
+def test_multihost_refuses_bad_arguments(
+    args: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
+    _assert_refused(args, expected, tmp_path)
+
+
+def test_multihost_says_what_to_do_where_jax_finds_no_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def initialize() -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    _assert_refused(
+        ["--hosts"],
+        "JAX finds no TPU pod slice, Slurm or Open MPI here (coordinator_address "
+        "should be defined.): say --coordinator, --processes and --process.",
+        tmp_path,
+    )
+
+
+def _assert_refused(args: list[str], expected: str, out: Path) -> None:
+    result = CliRunner().invoke(_APP, ["--out", str(out), *args], env={"COLUMNS": "80"})
+    assert result.exit_code == 2
+    # The message is in a box, wrapped to the width of the terminal.
+    printed = " ".join(result.output.replace("│", " ").split())
+    assert expected in printed
