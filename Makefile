@@ -8,6 +8,7 @@ VENV ?= .venv
 JAX ?= jax==0.10.0 jaxlib==0.10.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+PROGRAMS_ARGS ?=
 
 # worksteal keeps a file's tests together, so they share compiled programs, until one
 # worker runs dry.
@@ -15,7 +16,7 @@ PYTEST_WORKERS ?= -n 2 --dist worksteal
 
 BIN = $(VENV)/bin
 
-.PHONY: help demo test lint pytest format clean FORCE
+.PHONY: help demo test lint pytest programs format clean FORCE
 
 help:  ## Show this list.
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -33,22 +34,31 @@ lint: $(VENV)/dev.stamp  ## ruff and pyright.
 pytest: $(VENV)/dev.stamp  ## Tests, doctests and README code (PYTEST_ARGS="-k policy").
 	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
+# Its own environment: the figures are those of one jax and one compiler.
+ifeq ($(shell uname -sm),Linux x86_64)
+programs: .venv-programs/stamp  ## Have compiled train steps grown? (PROGRAMS_ARGS=...).
+	.venv-programs/bin/python -m benchmarks.programs --check $(PROGRAMS_ARGS)
+else
+programs:
+	@echo "Compilers for GPUs and TPUs are for Linux on x86_64: not checked here."
+endif
+
 format: $(VENV)/dev.stamp  ## Rewrite the code as ruff would have it.
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:  ## Remove the environments and everything that was built or cached.
-	rm -rf .venv .venv-newest build dist out .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-newest .venv-programs build dist out .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: an environment is installed again only when what it is made from changes.
 # PYTHON is read once, when an environment is created: `make clean` to change it.
 
-$(BIN)/python:
+$(BIN)/python .venv-programs/bin/python:
 	@test -n "$(PYTHON)" || { echo "No Python found: set PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is too old: 3.11 or newer is needed" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@D:/bin=)
 
 # Rewritten only when JAX changes, so that another JAX means another installation.
 $(VENV)/jax.txt: FORCE | $(BIN)/python
@@ -63,3 +73,10 @@ $(VENV)/dev.stamp: pyproject.toml Makefile $(VENV)/jax.txt
 	@echo "Installing what the tests need into $(VENV) (about a minute) ..."
 	@$(BIN)/python -m pip install --quiet --upgrade -r $(VENV)/jax.txt -e '.[dev]'
 	@touch $(VENV)/demo.stamp $@
+
+.venv-programs/stamp: benchmarks/programs-requirements.txt pyproject.toml Makefile \
+		| .venv-programs/bin/python
+	@echo "Installing compilers for GPUs and TPUs into .venv-programs (a minute) ..."
+	@.venv-programs/bin/python -m pip install --quiet \
+		-r benchmarks/programs-requirements.txt -e '.[flax,numerics]'
+	@touch $@

@@ -1,46 +1,29 @@
 """Where the memory of training goes, and what each way of saving it is worth.
 
-    pip install jax-cuda12-pjrt==$JAX jax-cuda12-plugin==$JAX
-    pip install nvidia-cuda-nvcc-cu12==12.9.*
     python -m benchmarks.memory --device h100
-
-    pip install libtpu==0.0.42.*    # for jax 0.10.2
     python -m benchmarks.memory --device v5e
 
-with JAX the version of jax. Compiles one train step of a transformer for each way to
-store parameters, each optimiser, and with layers computed again in the backward pass or
-not, for a device that need not be there. Bytes of parameters, optimiser state and
-gradients are those of the arrays; the peak is what XLA's program takes. Nothing is run.
+in the environment of programs-requirements.txt, which `make programs` makes.
+Compiles one train step of a transformer for each way to store parameters, each
+optimiser, and with layers computed again in the backward pass or not, for a device that
+need not be there. Bytes of parameters, optimiser state and gradients are those of the
+arrays; the peak is what XLA's program takes. Nothing is run.
 """
 
 import functools
-import importlib.metadata
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-# Read when JAX starts: compile for a TPU without looking for one.
-for _name, _value in {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_ID": "0",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_LOG_DIR": "disabled",
-}.items():
-    os.environ.setdefault(_name, _value)
+from benchmarks import targets  # first: it sets the environment that JAX reads
 
-# ruff: noqa: E402  (the environment has to be set above the imports of JAX)
+# ruff: isort: split
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from rich import box
 from rich.console import Console
@@ -49,15 +32,10 @@ from rich.table import Table
 
 import jmp_lite
 from benchmarks import transformer
-from benchmarks.autocast_memory import H100
+from benchmarks.common import provenance
 from examples.common.memory import tree_bytes
 
 Device = Literal["h100", "v5e", "cpu"]
-NAMES = {
-    "h100": "NVIDIA H100 (compiled for, not run on)",
-    "v5e": "TPU v5e (compiled for, not run on)",
-    "cpu": "CPU (compiled for, not run on)",
-}
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": lambda: optax.adam(1e-3),
@@ -88,16 +66,7 @@ PARTS = ("parameters", "optimizer state", "gradients", "temporary", "peak")
 
 def target_sharding(device: Device) -> Any:
     """Return the sharding that makes a program one for the device."""
-    if device == "cpu":
-        return jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-    if device == "h100":
-        target = topologies.get_topology_desc(
-            platform="cuda", target_config=H100, topology="1x1x1"
-        )
-    else:
-        target = topologies.get_topology_desc("v5e:2x2", platform="tpu")
-    mesh = jax.sharding.Mesh(np.array(target.devices[:1]), ("data",))
-    return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(targets.mesh(device), PartitionSpec())
 
 
 def program(
@@ -243,17 +212,6 @@ def _parts(row: dict[str, Any]) -> dict[str, int]:
     return known | {"rest": row["peak"] - sum(known.values())}
 
 
-def git_revision() -> str:
-    """Return the commit this runs from, "" outside of a repository."""
-    result = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    return result.stdout.strip()
-
-
 def main(
     device: Device = "h100",
     half: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
@@ -288,16 +246,11 @@ def main(
     out = out or Path(f"benchmarks/results/{device}-compiled")
     out.mkdir(parents=True, exist_ok=True)
     settings = {
-        "device": NAMES[device],
         "half": half,
         **sizes,
         "parameter count": results[BASELINE]["parameters"] // 4,
         "unit": "bytes",
-        "git": git_revision(),
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "optax": optax.__version__,
-        "jmp_lite": jmp_lite.__version__,
+        **provenance(targets.NAMES[device]),
     }
     rows = [
         {"stored": stored, "optimizer": optimizer, "remat": remat, **row}
@@ -308,7 +261,7 @@ def main(
     count = settings["parameter count"] / 1e6
     title = (
         f"{layers}-layer transformer, {count:.0f} M parameters, "
-        f"{batch} × {length} tokens, {half}\n{NAMES[device]}"
+        f"{batch} × {length} tokens, {half}\n{targets.NAMES[device]}"
     )
     plot(results, title, out / "memory.png")
     console.print(f"Written: {out}/memory.json and memory.png")

@@ -1,22 +1,30 @@
-"""What loss scaling adds to a train step: scale_aware and its peers over bare adam.
+"""What loss scaling adds to a train step: scale_aware and its peers over the bare step.
 
-    python -m benchmarks.step_overhead --out out/step_overhead
+    python -m benchmarks.step_overhead
 
-An MLP 784-1024-1024-10 in float32, one whole train step, every contender in this one
-process. A round times each of them for a few steps, in an order that rotates, and
-divides by bare adam's time in that same round: whatever else the machine does weighs on
-both. Reported are the median and the quartiles of these ratios, and the ratio of the
-bytes that the compiled programs read and write by XLA's own count, which has no noise.
-mpx is not here: it scales only where it also casts to half precision.
+Two problems in float32, whole train steps, every contender in this one process. An MLP
+784-1024-1024-10 under Adam, AdamW and Adafactor, batches of 256 and 16. And one matrix
+of 1.6 million parameters under Adam, cut into 1 to 400 leaves: what a leaf costs.
+
+A round times each contender for a few steps, in an order that rotates, and divides by
+the bare optimiser's time in that same round: whatever else the machine does weighs on
+both. Reported are medians and quartiles of these ratios, and the ratio of the bytes
+that the compiled programs read and write by XLA's own count, which has no noise. The
+compiler's processor time is noted too: at 400 leaves it takes minutes for flax; jmp
+is left out there.
+
+`lax.cond` by hand is the least that a skip can cost on a CPU: it puts a branch around
+optimiser and update, which an optax transformation cannot (it never sees the update
+applied), and which on accelerators costs more than choosing does. mpx is not here: it
+scales only where it also casts to half precision.
 """
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import jmp
@@ -26,20 +34,26 @@ import typer
 from flax.training.dynamic_scale import DynamicScale
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jmp_lite
+from benchmarks.common import provenance
+from benchmarks.timing import quartiles, quartiles_text, take_turns
 
-BASELINE, OURS = "bare adam", "jmp_lite scale_aware"
+BASELINE, OURS = "bare optimiser", "jmp_lite scale_aware"
 
 LossFn = Callable[[Any, Any], jax.Array]
 Step = Callable[[Any, Any], Any]  # (state, batch) -> state
+Contender = Callable[[Any, LossFn, Any], tuple[Step, Any]]  # optimiser, loss, params
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adam": lambda: optax.adam(1e-3),
+    "adamw": lambda: optax.adamw(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3),
+}
 
 
-def bare_adam(loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    tx = optax.adam(1e-3)
-
+def bare(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     def step(state, batch):
         params, opt_state = state
         grads = jax.grad(loss_fn)(params, batch)
@@ -49,21 +63,13 @@ def bare_adam(loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     return step, (params, tx.init(params))
 
 
-def apply_if_finite(loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+def apply_if_finite(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     """Skips, but has no loss scale."""
-    tx = optax.apply_if_finite(optax.adam(1e-3), max_consecutive_errors=5)
-
-    def step(state, batch):
-        params, opt_state = state
-        grads = jax.grad(loss_fn)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step, (params, tx.init(params))
+    return bare(optax.apply_if_finite(tx, max_consecutive_errors=5), loss_fn, params)
 
 
-def with_scale_aware(loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    tx = jmp_lite.scale_aware(optax.adam(1e-3))
+def with_scale_aware(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+    tx = jmp_lite.scale_aware(tx)
 
     def step(state, batch):
         params, opt_state = state
@@ -75,9 +81,8 @@ def with_scale_aware(loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     return step, (params, tx.init(params))
 
 
-def with_jmp(loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+def with_jmp(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     """As jmp's README has it."""
-    tx = optax.adam(1e-3)
 
     def step(state, batch):
         params, opt_state, leaves = state
@@ -98,9 +103,8 @@ def with_jmp(loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     return step, (params, tx.init(params), leaves)
 
 
-def with_flax(loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+def with_flax(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     """As flax's examples have it."""
-    tx = optax.adam(1e-3)
 
     def step(state, batch):
         params, opt_state, scale = state
@@ -120,13 +124,35 @@ def with_flax(loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     return step, (params, tx.init(params), scale)
 
 
-CONTENDERS: dict[str, Callable[[LossFn, Any], tuple[Step, Any]]] = {
-    BASELINE: bare_adam,
+def with_cond(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+    def step(state, batch):
+        params, opt_state, loss_scale = state
+        grads = jmp_lite.scaled_grad(loss_fn, loss_scale=loss_scale)(params, batch)
+        finite = jmp_lite.all_finite(loss_scale.unscale(grads))
+
+        def take(params, opt_state):
+            updates, opt_state = tx.update(loss_scale.unscale(grads), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = jax.lax.cond(
+            finite, take, lambda *state: state, params, opt_state
+        )
+        return params, opt_state, loss_scale.adjust(finite)
+
+    return step, (params, tx.init(params), jmp_lite.DynamicLossScale())
+
+
+CONTENDERS: dict[str, Contender] = {
+    BASELINE: bare,
     OURS: with_scale_aware,
     "jmp DynamicLossScale": with_jmp,
     "flax DynamicScale": with_flax,
-    "optax apply_if_finite (no scale)": apply_if_finite,
+    "optax apply_if_finite": apply_if_finite,
+    "lax.cond by hand": with_cond,
 }
+# jmp's verdict is an AND of all leaves, which XLA puts into the update of each: at
+# 400 leaves compiling was given up after 7 minutes on busy cores, at 10 GB.
+MOST_LEAVES = {"jmp DynamicLossScale": 100}
 
 
 def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -137,8 +163,8 @@ def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def make_problem(batch_size: int) -> tuple[list[jax.Array], Any]:
-    sizes = [784, 1024, 1024, 10]
+def make_problem(batch_size: int, width: int = 1024) -> tuple[list[jax.Array], Any]:
+    sizes = [784, width, width, 10]
     rng = np.random.default_rng(0)
     params = [
         jnp.asarray(rng.normal(0, fan_in**-0.5, (fan_in, fan_out)), jnp.float32)
@@ -148,90 +174,269 @@ def make_problem(batch_size: int) -> tuple[list[jax.Array], Any]:
     return params, (images, jnp.asarray(rng.integers(0, 10, batch_size)))
 
 
+COLUMNS = 1600  # of the matrix that is cut into leaves
+
+
+def columns_loss(params: list[jax.Array], batch: Any) -> jax.Array:
+    x, targets = batch
+    losses = [
+        jnp.sum((x @ kernel - target) ** 2)
+        for kernel, target in zip(params, targets, strict=True)
+    ]
+    return jnp.stack(losses).sum() / (len(x) * COLUMNS)
+
+
+def make_columns(
+    leaves: int, batch_size: int, width: int = 1024
+) -> tuple[list[jax.Array], Any]:
+    """Return a matrix `[width, 1600]`, cut between columns, and its batch."""
+    rng = np.random.default_rng(0)
+    kernel = rng.normal(0, width**-0.5, (width, COLUMNS)).astype(np.float32)
+    x = rng.normal(size=(batch_size, width)).astype(np.float32)
+    targets = rng.normal(size=(batch_size, COLUMNS)).astype(np.float32)
+    kernels, targets = (
+        [jnp.asarray(part) for part in np.split(whole, leaves, axis=1)]
+        for whole in (kernel, targets)
+    )
+    return kernels, (jnp.asarray(x), targets)
+
+
 def measure(
-    contenders: dict[str, Any], batch_size: int, *, rounds: int, steps: int, title: str
+    optimizer: str,
+    loss_fn: LossFn,
+    params: Any,
+    batch: Any,
+    *,
+    rounds: int,
+    steps: int,
+    title: str,
 ) -> dict[str, dict[str, Any]]:
-    """Return, per contender, seconds `[rounds]` and the bytes of its program."""
-    params, batch = make_problem(batch_size)
-    programs, states = {}, {}
+    """Return, per contender, samples, bytes, and their ratios to the bare step's."""
+    programs, states, compiled = {}, {}, {}
+    contenders = {
+        name: make
+        for name, make in CONTENDERS.items()
+        if len(jax.tree.leaves(params)) <= MOST_LEAVES.get(name, COLUMNS)
+    }
     for name, make in contenders.items():
         # Donated states cannot share their arrays.
-        step, state = make(mlp_loss, jax.tree.map(jnp.copy, params))
-        programs[name] = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-        states[name] = jax.block_until_ready(programs[name](state, batch))
-    seconds = {name: [] for name in contenders}
-    names = list(contenders)
-    for index in track(range(rounds), title):
-        shift = index % len(names)
-        for name in names[shift:] + names[:shift]:
-            program, state = programs[name], states[name]
-            start = time.perf_counter()
-            for _ in range(steps):
-                state = program(state, batch)
-            states[name] = jax.block_until_ready(state)
-            seconds[name].append((time.perf_counter() - start) / steps)
+        start = jax.tree.map(jnp.copy, params)
+        step, states[name] = make(OPTIMIZERS[optimizer](), loss_fn, start)
+        lowered = jax.jit(step, donate_argnums=0).lower(states[name], batch)
+        since = time.process_time()
+        program: Any = lowered.compile()
+        compiled[name] = {
+            "compile_processor_seconds": time.process_time() - since,
+            "bytes": program.cost_analysis()["bytes accessed"],
+        }
+        programs[name] = lambda state, step=program: step(state, batch)
+    samples = take_turns(programs, states, rounds=rounds, steps=steps, title=title)
     for name, state in states.items():
         if not all(np.isfinite(x).all() for x in jax.tree.leaves(state)):
             raise RuntimeError(f"{name} is no longer finite: nothing was measured.")
-    return {
-        name: {
-            "seconds": seconds[name],
-            "bytes": programs[name].cost_analysis()["bytes accessed"],
-        }
-        for name in names
-    }
 
-
-def summarise(measured: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return, per contender, quartiles of the ratios of time, and a ratio of bytes."""
-
-    def quartiles(name: str, over: str) -> list[float]:
-        ratios = np.divide(measured[name]["seconds"], measured[over]["seconds"])
-        return np.percentile(ratios, [25, 50, 75]).tolist()
+    def over(name: str, other: str, key: str) -> list[float]:
+        return quartiles(samples[name][key], samples[other][key])
 
     return {
         name: {
-            "over_baseline": quartiles(name, BASELINE),
-            "over_ours": quartiles(name, OURS),
-            "bytes_over_baseline": row["bytes"] / measured[BASELINE]["bytes"],
+            **samples[name],
+            **compiled[name],
+            "over_bare": over(name, BASELINE, "seconds"),
+            "processor_over_bare": over(name, BASELINE, "processor_seconds"),
+            "over_ours": over(name, OURS, "seconds"),
+            **{
+                f"{key.removesuffix('_processor_seconds')}_over_bare": value
+                / compiled[BASELINE][key]
+                for key, value in compiled[name].items()
+            },
         }
-        for name, row in measured.items()
+        for name in contenders
     }
+
+
+def rich_table(title: str, rows: dict[str, dict[str, Any]]) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1)
+    )
+    table.add_column("step", no_wrap=True)
+    for name in ("time\n/ bare", "time\n/ scale_aware", "processor\n/ bare"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("bytes\n/ bare", "compiling\n/ bare"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            *map(quartiles_text, (row["over_bare"], row["over_ours"])),
+            f"{row['processor_over_bare'][1]:.2f}",
+            f"{row['bytes_over_bare']:.2f}",
+            f"{row['compile_over_bare']:.1f}",
+        )
+    return table
+
+
+def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw ratios to the bare step: time of the MLP, time and compiling over leaves."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    # Okabe and Ito's palette: told apart by colour-blind readers; the markers help.
+    looks = dict(
+        zip(
+            list(CONTENDERS)[1:],
+            [
+                {"color": "#0072B2", "marker": "o"},
+                {"color": "#D55E00", "marker": "s"},
+                {"color": "#E69F00", "marker": "^"},
+                {"color": "#009E73", "marker": "D"},
+                {"color": "#666666", "marker": "x"},
+            ],
+            strict=True,
+        )
+    )
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=(5, 4, 4))
+    mlps = [case for case in cases if case["problem"] == "mlp"]
+    sweep = [case for case in cases if case["problem"] == "columns"]
+    for offset, (name, look) in enumerate(looks.items()):
+        look = {"markersize": 6, "linewidth": 1.2, "label": name, **look}
+        rows = [case["contenders"][name] for case in mlps]
+        places = [i + 0.13 * (offset - 2) for i in range(len(mlps))]
+        _draw_quartiles(left, places, rows, {**look, "linestyle": "none"})
+        drawn = [case for case in sweep if name in case["contenders"]]
+        rows = [case["contenders"][name] for case in drawn]
+        places = [case["leaves"] for case in drawn]
+        _draw_quartiles(middle, places, rows, look)
+        right.plot(places, [row["compile_over_bare"] for row in rows], **look)
+    names = [f"{case['optimizer']}\nbatch {case['batch']}" for case in mlps]
+    left.set_xticks(range(len(mlps)), names, fontsize=9)
+    left.set_title("time of a step: MLP 784-1024-1024-10", fontsize=10)
+    left.set_ylabel("over the bare optimiser's")
+    for axes, what in (
+        (middle, "time of a step"),
+        (right, "compiling"),
+    ):
+        axes.set_title(f"{what}: one matrix, Adam, batch 16", fontsize=10)
+        axes.set_xlabel("leaves that it is cut into")
+        axes.set_xscale("log")
+        axes.set_xticks([c["leaves"] for c in sweep], [f"{c['leaves']}" for c in sweep])
+        axes.xaxis.set_minor_locator(NullLocator())
+    right.set_yscale("log")
+    right.yaxis.set_major_formatter("{x:g}")
+    for axes in (left, middle, right):
+        axes.axhline(1, color="black", linewidth=1)
+        axes.grid(axis="y", alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        *left.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=5,
+        fontsize=9,
+    )
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_quartiles(axes: Any, places: Any, rows: Any, look: dict[str, Any]) -> None:
+    low, middle, high = np.reshape([row["over_bare"] for row in rows], (-1, 3)).T
+    axes.errorbar(places, middle, yerr=(middle - low, high - middle), **look)
+
+
+def check_optimizers(names: Iterable[str]) -> list[str]:
+    """Return names of optimisers, each once.
+
+    Raises:
+      typer.BadParameter: one is not known.
+    """
+    for name in names:
+        if name not in OPTIMIZERS:
+            raise typer.BadParameter(
+                f"expected some of {', '.join(OPTIMIZERS)}, got {name!r}."
+            )
+    return list(dict.fromkeys(names))
+
+
+def check_leaves(leaves: Iterable[int]) -> list[int]:
+    """Return numbers of leaves into which the columns can be cut evenly.
+
+    Raises:
+      typer.BadParameter: one does not divide them.
+    """
+    for n in leaves:
+        if n < 1 or COLUMNS % n:
+            raise typer.BadParameter(
+                f"expected divisors of {COLUMNS} (the matrix's columns), got {n}."
+            )
+    return sorted(set(leaves))
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where to write results.json.")] = Path(
-        "out/step_overhead"
-    ),
-    rounds: Annotated[int, typer.Option(min=1)] = 120,
+    optimizer: Annotated[
+        list[str],
+        typer.Option(help="For the MLP; may be repeated.", callback=check_optimizers),
+    ] = ["adam", "adamw", "adafactor"],  # noqa: B006 - typer's way; never changed
+    batch: Annotated[
+        list[int], typer.Option(help="For the MLP; may be repeated.", min=1)
+    ] = [256, 16],  # noqa: B006
+    leaves: Annotated[
+        list[int],
+        typer.Option(
+            help="Leaves to cut a matrix of 1600 columns into; may be repeated.",
+            callback=check_leaves,
+        ),
+    ] = [1, 4, 16, 64, 400],  # noqa: B006
+    width: Annotated[
+        int, typer.Option(min=1, help="The MLP's, and the matrix's rows.")
+    ] = 1024,
+    rounds: Annotated[int, typer.Option(min=1)] = 60,
     steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 4,
+    out: Annotated[
+        Path, typer.Option(help="Folder for step_overhead.json and step_overhead.png.")
+    ] = Path("benchmarks/results/cpu"),
 ) -> None:
     """Measure what loss scaling adds to a train step."""
     out.mkdir(parents=True, exist_ok=True)
-    device = jax.local_devices()[0].device_kind
-    versions = {m.__name__: m.__version__ for m in (jax, optax, flax, jmp)}
-    results: dict[str, Any] = {"device": device, "versions": versions, "batches": {}}
-    console = Console()
-    for batch_size in (256, 16):
-        title = f"batch {batch_size}"
-        measured = measure(
-            CONTENDERS, batch_size, rounds=rounds, steps=steps, title=title
+    about = provenance()
+    settings = {"width": width, "rounds": rounds, "steps": steps, **about}
+    console, cases = Console(width=100), []
+
+    def run(title: str, loss_fn: LossFn, data: Any, **case: Any) -> None:
+        rows = measure(
+            case["optimizer"],
+            loss_fn,
+            *data,
+            rounds=rounds,
+            steps=steps,
+            title=title,
         )
-        summary = summarise(measured)
-        results["batches"][batch_size] = {"summary": summary, "measured": measured}
-        table = Table(title=f"{title}, on {device}", box=box.SIMPLE_HEAD)
-        table.add_column("step")
-        for name in (f"time / {BASELINE}", "time / scale_aware", f"bytes / {BASELINE}"):
-            table.add_column(name.replace(" / ", "\n/ "), justify="right")
-        for name, row in summary.items():
-            times = (row["over_baseline"], row["over_ours"])
-            texts = [f"{q[1]:.2f} ({q[0]:.2f}-{q[2]:.2f})" for q in times]
-            table.add_row(name, *texts, f"{row['bytes_over_baseline']:.2f}")
-        console.print(table)
-    (out / "results.json").write_text(json.dumps(results))
+        cases.append({**case, "contenders": rows})
+        console.print(rich_table(title, rows))
+
+    for name in optimizer:
+        for size in dict.fromkeys(batch):
+            run(
+                f"MLP, {name}, batch {size}",
+                mlp_loss,
+                make_problem(size, width),
+                **{"problem": "mlp", "optimizer": name, "batch": size, "leaves": 3},
+            )
+    for n in leaves:
+        run(
+            f"{n} leaves, adam, batch 16",
+            columns_loss,
+            make_columns(n, 16, width),
+            **{"problem": "columns", "optimizer": "adam", "batch": 16, "leaves": n},
+        )
+    text = json.dumps({"settings": settings, "cases": cases})
+    (out / "step_overhead.json").write_text(text + "\n", encoding="utf-8")
+    title = (
+        f"What loss scaling adds to a float32 train step, on {about['device']} "
+        f"({about['host']})\nmedians and quartiles of {rounds} rounds of {steps} steps"
+    )
+    plot(cases, title, out / "step_overhead.png")
     console.print(
-        f"Medians (and quartiles) of {rounds} rounds of {steps} steps. Wrote "
-        f"results.json into {out}."
+        f"Medians (and quartiles) of {rounds} rounds of {steps} steps, on "
+        f"{about['device']}.\nWritten: {out}/step_overhead.json and step_overhead.png"
     )
 
 

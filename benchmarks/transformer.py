@@ -30,6 +30,13 @@ def init(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
     }
 
 
+def stack(params: Any) -> dict[str, Any]:
+    """Return the parameters with the layers stacked in one, for `loss_fn` to scan."""
+    layers = [params[name] for name in _layers(params)]
+    rest = {name: params[name] for name in ("embedding", "norm")}
+    return rest | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *layers)}
+
+
 def loss_fn(
     params: Any, tokens: jax.Array, heads: int, dtype: Any, remat: bool = False
 ) -> jax.Array:
@@ -39,7 +46,7 @@ def loss_fn(
     it: products and the residual stream in half, norms, softmax and loss in f32.
 
     Args:
-      params: as `init` makes them.
+      params: as `init` makes them, or `stack`.
       tokens: `[B, S]`, int32.
       heads: attention heads.
       dtype: the compute dtype.
@@ -52,14 +59,19 @@ def loss_fn(
     if remat:
         layer_fn = jax.checkpoint(layer_fn)
     x = params["embedding"].astype(dtype)[tokens]
-    for name in sorted(params):
-        if name.startswith("layer_"):
-            x = layer_fn(x, params[name])
+    for name in _layers(params):
+        x = layer_fn(x, params[name])
+    if "layers" in params:
+        x, _ = jax.lax.scan(lambda x, w: (layer_fn(x, w), None), x, params["layers"])
     x = _norm(x, params["norm"], dtype)
     logits = (x @ params["embedding"].T.astype(dtype)).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(
         logits[:, :-1], tokens[:, 1:]
     ).mean()
+
+
+def _layers(params: Any) -> list[str]:
+    return sorted(name for name in params if name.startswith("layer_"))
 
 
 def _layer(x: jax.Array, layer: Any, heads: int, dtype: Any) -> jax.Array:

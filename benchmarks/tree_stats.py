@@ -12,7 +12,6 @@ the processor time of all threads, which other work does not stretch. Who looks 
 """
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,10 +23,11 @@ import optax
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks import step_overhead, transformer
+from benchmarks.common import provenance
+from benchmarks.timing import take_turns
 from jmp_lite.numerics import EXPONENTS, empty, tree_stats
 
 BARE = "bare step"
@@ -126,24 +126,17 @@ def measure(
         # Donated states cannot share their arrays.
         state = jax.tree.map(jnp.copy, (params, tx.init(params)))
         step = jax.jit(make_step(look), donate_argnums=0)
-        programs[name] = step.lower(state, batch).compile()
-        states[name], _ = jax.block_until_ready(programs[name](state, batch))
-    seconds = {name: [] for name in CONTENDERS}
-    names = list(CONTENDERS)
-    for index in track(range(rounds), title):
-        shift = index % len(names)
-        for name in names[shift:] + names[:shift]:
-            program, state, found = programs[name], states[name], None
-            start, start_cpu = time.perf_counter(), time.process_time()
-            for _ in range(steps):
-                state, found = program(state, batch)
-            states[name], _ = jax.block_until_ready((state, found))
-            ends = time.perf_counter() - start, time.process_time() - start_cpu
-            seconds[name].append((ends[0] / steps, ends[1] / steps))
-    for name, state in states.items():
+        compiled = step.lower(state, batch).compile()
+        programs[name] = lambda state, step=compiled: step(state[0], batch)
+        states[name] = (state, ())
+    samples = take_turns(programs, states, rounds=rounds, steps=steps, title=title)
+    for name, (state, _) in states.items():
         if not all(np.isfinite(x).all() for x in jax.tree.leaves(state)):
             raise RuntimeError(f"{name} is no longer finite: nothing was measured.")
-    return seconds
+    return {
+        name: list(zip(row["seconds"], row["processor_seconds"], strict=True))
+        for name, row in samples.items()
+    }
 
 
 def main(
@@ -154,8 +147,7 @@ def main(
     ),
 ) -> None:
     """Measure what statistics of the gradients add to a train step."""
-    device = jax.local_devices()[0].device_kind
-    settings = {"jax": jax.__version__, "device": device, "steps": steps}
+    settings = {"steps": steps, **provenance()}
     results: dict[str, Any] = {"settings": settings, "problems": {}}
     console = Console()
     for title, make in PROBLEMS.items():
@@ -191,7 +183,7 @@ def main(
         console.print(table)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(results))
-    console.print(f"On {device}. Wrote {out}.")
+    console.print(f"On {settings['device']}. Wrote {out}.")
 
 
 if __name__ == "__main__":

@@ -97,7 +97,3 @@ def test_tables_have_every_combination_and_what_each_is_worth():
 def test_the_figure_is_drawn(tmp_path):
     memory.plot(_results(), "title", tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_revision_is_that_of_a_commit():
-    assert memory.git_revision().removesuffix("-dirty").isalnum()

@@ -1,0 +1,286 @@
+"""The train steps that benchmarks compile: models, casts and layouts."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jmp_lite
+from benchmarks import transformer
+from benchmarks.models import ResNet
+from jmp_lite.linen import with_policy
+
+PLAIN, BY_HAND, POLICY = "as written", "by hand", "policy"
+GRAD_AUTOCAST, AUTOCAST_GRAD = "grad(autocast(f))", "autocast(grad(f))"
+
+# Every model takes `(params, *batch)` and returns a loss and what is to be kept.
+Loss = Callable[..., tuple[jax.Array, Any]]
+Sizes = dict[str, dict[str, Any]]
+
+SIZES: dict[str, Sizes] = {
+    # Layers are written out, so a program's size, and the time it takes to compile, is
+    # that of its layers, and on TPUs that of its arrays as well.
+    "ci": {
+        "transformer": {
+            "layers": 1,
+            "width": 256,
+            "heads": 4,
+            "vocabulary": 2048,
+            "batch": 8,
+            "length": 256,
+        },
+        "mlp": {"width": 1024, "batch": 2048},
+        "cnn": {
+            "blocks": (1, 1),
+            "width": 32,
+            "classes": 10,
+            "image": 64,
+            "batch": 32,
+        },
+    },
+    "full": {
+        "transformer": {
+            "layers": 6,
+            "width": 1024,
+            "heads": 16,
+            "vocabulary": 32000,
+            "batch": 8,
+            "length": 1024,
+        },
+        "mlp": {"width": 4096, "batch": 8192},
+        "cnn": {  # ResNet-50
+            "blocks": (3, 4, 6, 3),
+            "width": 64,
+            "classes": 1000,
+            "image": 224,
+            "batch": 64,
+        },
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An Adam step.
+
+    Attributes:
+      model: a key of `MODELS`.
+      dtype: the compute dtype.
+      cast: how it comes to be that.
+      scaled: whether the loss is scaled, by `scale_aware`.
+      layout: `"one device"`; on four: `"data parallel"`, or `"FSDP"`, which holds a
+        quarter of each parameter on each.
+    """
+
+    model: str
+    dtype: str = "float32"
+    cast: str = PLAIN
+    scaled: bool = False
+    layout: str = "one device"
+
+    def __str__(self) -> str:
+        layout = "" if self.layout == "one device" else f", {self.layout}"
+        scaled = ", scale_aware" if self.scaled else ""
+        cast = "" if self.cast == PLAIN else f" {self.cast}"
+        return f"{self.model}{layout}: {self.dtype}{cast}{scaled}"
+
+    @property
+    def base(self) -> "Step":
+        """What the figures of this one are held against."""
+        if self.scaled:
+            return dataclasses.replace(self, scaled=False)
+        if self.dtype == "float32":
+            return self
+        return dataclasses.replace(self, cast=BY_HAND)
+
+
+def transformer_loss(dtype: str, sizes: dict[str, Any]) -> Loss:
+    def loss(params, tokens):
+        heads = sizes["heads"]
+        return transformer.loss_fn(params, tokens, heads, jnp.dtype(dtype)), ()
+
+    return loss
+
+
+def mlp_loss(dtype: str, sizes: dict[str, Any]) -> Loss:
+    """The MLP of TensorFlow's guide to mixed precision in Keras."""
+    del sizes
+
+    def loss(params, images, labels):
+        x = images.astype(dtype)
+        for i, (kernel, bias) in enumerate(params):
+            x = x @ kernel.astype(dtype) + bias.astype(dtype)
+            x = jax.nn.relu(x) if i < len(params) - 1 else x.astype(jnp.float32)
+        return _cross_entropy(x, labels), ()
+
+    return loss
+
+
+def cnn_loss(dtype: str, sizes: dict[str, Any], policy: str = "") -> Loss:
+    model: Any = _resnet(sizes, None if dtype == "float32" else jnp.dtype(dtype))
+    if policy:
+        model = with_policy(model, policy)
+
+    def loss(params, batch_stats, images, labels):
+        variables = {"params": params, "batch_stats": batch_stats}
+        logits, updated = model.apply(variables, images, mutable=["batch_stats"])
+        return _cross_entropy(logits.astype(jnp.float32), labels), updated[
+            "batch_stats"
+        ]
+
+    return loss
+
+
+def _cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _resnet(sizes: dict[str, Any], dtype: Any) -> ResNet:
+    return ResNet(sizes["blocks"], sizes["width"], sizes["classes"], dtype)
+
+
+def _transformer_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
+    params = transformer.init(sizes["layers"], sizes["width"], sizes["vocabulary"])
+    return params, (), jnp.zeros((sizes["batch"], sizes["length"]), jnp.int32)
+
+
+def _mlp_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
+    widths, batch = [784, sizes["width"], sizes["width"], 10], sizes["batch"]
+    params = [
+        (jnp.zeros((n, m)), jnp.zeros(m))
+        for n, m in zip(widths[:-1], widths[1:], strict=True)
+    ]
+    return params, (), jnp.zeros((batch, 784)), jnp.zeros(batch, jnp.int32)
+
+
+def _cnn_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
+    images = jnp.zeros((sizes["batch"], sizes["image"], sizes["image"], 3))
+    variables = _resnet(sizes, None).init(jax.random.key(0), images)
+    labels = jnp.zeros(sizes["batch"], jnp.int32)
+    return variables["params"], variables["batch_stats"], images, labels
+
+
+# Name -> its loss for a dtype and sizes; its parameters, kept values and batch.
+MODELS: dict[str, tuple[Any, Any]] = {
+    "transformer": (transformer_loss, _transformer_shapes),
+    "mlp": (mlp_loss, _mlp_shapes),
+    "cnn": (cnn_loss, _cnn_shapes),
+}
+
+
+def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
+    """Return `fun(opt_state, params, *rest) -> ((loss, kept), grads)`."""
+    make_loss, _ = MODELS[step.model]
+    policy = f"mixed_{step.dtype}"
+    if step.cast in (PLAIN, BY_HAND):
+        loss = make_loss(step.dtype, sizes)
+    elif step.cast != POLICY:
+        loss = make_loss("float32", sizes)
+    elif step.model == "cnn":
+        loss = make_loss("float32", sizes, policy)
+    else:
+        half_loss = make_loss(step.dtype, sizes)
+        cast = jmp_lite.get_policy(policy).cast_to_compute
+
+        def loss(params, *rest):
+            return half_loss(cast(params), *rest)
+
+    if step.cast == GRAD_AUTOCAST:
+        loss = jmp_lite.autocast(loss, policy)
+
+    def fun(opt_state, *args):
+        if step.scaled:
+            return jmp_lite.scaled_value_and_grad(
+                loss, loss_scale=opt_state, has_aux=True
+            )(*args)
+        return jax.value_and_grad(loss, has_aux=True)(*args)
+
+    if step.cast == AUTOCAST_GRAD:
+        return jmp_lite.autocast(fun, policy)
+    return fun
+
+
+def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a train step to compile, and the shapes it takes.
+
+    Args:
+      step: which.
+      sizes: an entry of `SIZES`.
+      mesh: what it is for, with an axis "data".
+
+    Returns:
+      `fun(params, opt_state, kept, *batch) -> params, opt_state, kept, loss`, jitted;
+      shapes with shardings; the first three of them are donated.
+    """
+    model_sizes = sizes[step.model]
+    _, make_shapes = MODELS[step.model]
+    value_and_grad = _value_and_grad(step, model_sizes)
+    tx = optax.adam(1e-3)
+    if step.scaled:
+        tx = jmp_lite.scale_aware(tx)
+
+    def fun(params, opt_state, kept, *batch):
+        held = (kept,) if jax.tree.leaves(kept) else ()
+        (loss, kept), grads = value_and_grad(opt_state, params, *held, *batch)
+        extra = {"value": loss} if step.scaled else {}
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        return optax.apply_updates(params, updates), opt_state, kept, loss
+
+    params, kept, *batch = jax.eval_shape(lambda: make_shapes(model_sizes))
+    opt_state = jax.eval_shape(tx.init, params)
+    place = functools.partial(_placed, mesh)
+    is_sharded = step.layout == "FSDP"
+    held = jax.tree.map(
+        lambda x: place(x, is_sharded and x.ndim > 0), (params, opt_state, kept)
+    )
+    batch = jax.tree.map(lambda x: place(x, mesh.size > 1), batch)
+    shardings = jax.tree.map(lambda x: x.sharding, held)
+    jitted = jax.jit(
+        fun,
+        donate_argnums=(0, 1, 2),
+        out_shardings=(*shardings, None),
+        # No step reads whether the last one was finite: its byte would not be donated.
+        keep_unused=True,
+    )
+    return jitted, (*held, *batch)
+
+
+def _placed(mesh: Any, x: Any, is_split: bool) -> jax.ShapeDtypeStruct:
+    spec = PartitionSpec("data") if is_split else PartitionSpec()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def _halves(model: str, *casts: str) -> list[Step]:
+    return [
+        Step(model, dtype, cast) for dtype in ("bfloat16", "float16") for cast in casts
+    ]
+
+
+_AUTOCASTS = (GRAD_AUTOCAST, AUTOCAST_GRAD)
+STEPS: list[Step] = [
+    Step("transformer"),
+    *_halves("transformer", BY_HAND, POLICY, *_AUTOCASTS),
+    Step("transformer", "float16", BY_HAND, scaled=True),
+    Step("mlp"),
+    *_halves("mlp", BY_HAND, GRAD_AUTOCAST),
+    Step("mlp", "float16", BY_HAND, scaled=True),
+    Step("cnn"),
+    *_halves("cnn", BY_HAND, POLICY, GRAD_AUTOCAST),
+    Step("cnn", "float16", BY_HAND, scaled=True),
+    *(
+        Step("transformer", dtype, cast, scaled, layout)
+        for layout in ("data parallel", "FSDP")
+        for dtype, cast, scaled in (
+            ("float32", PLAIN, False),
+            ("bfloat16", BY_HAND, False),
+            ("bfloat16", GRAD_AUTOCAST, False),
+            ("float16", BY_HAND, False),
+            ("float16", BY_HAND, True),
+        )
+    ),
+]

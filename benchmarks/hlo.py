@@ -1,0 +1,145 @@
+"""What an optimised program does, counted in its text.
+
+Instructions in the body of a loop count once: write the loops out.
+"""
+
+import collections
+import math
+import re
+from typing import NamedTuple
+
+# "%name = shape opcode(operands), ...": the shape may be a tuple, and what is called in
+# its layouts is upper case ("T(8,128)").
+_INSTRUCTION = re.compile(
+    r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ?\b([a-z][a-z0-9-]*)\((.*?)\)(?:, |$)"
+)
+_ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+\w*)\[([0-9,]*)\](\{[^}]*\})?")
+_OPERAND = re.compile(r"%([\w.-]+)")
+_ALIAS = re.compile(r"\{[0-9, ]*\}: \([0-9]+, \{[0-9, ]*\}, (?:may|must)-alias\)")
+
+# Names for values, that no device has to do anything about.
+_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
+_FREE_CALLS = re.compile(
+    r'custom_call_target="(ConcatBitcast|AssumeGatherIndicesInBound'
+    r'|GatherScatterIndicesBitpacked|Sharding)"'
+)
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+_HOST_OPS = ("infeed", "outfeed", "send", "recv")
+_HOST_CALLS = re.compile(r'custom_call_target="[^"]*(callback|Host)[^"]*"', re.I)
+_SCRATCH = "S(1)"  # a TPU's memory on the chip, in a layout
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
+
+
+class Counts(NamedTuple):
+    """What a program does.
+
+    Attributes:
+      kernels: what the device is told to do, one after the other: instructions of the
+        entry computation but names, scalars by themselves, collectives, and copies that
+        go on beside the others.
+      casts: conversions to a floating dtype, inside of kernels too.
+      conditionals: branches.
+      host_transfers: what waits for the host.
+      aliased: arguments whose memory a result takes over.
+      traffic: bytes that kernels and copies of the entry computation read from and
+        write to the device's main memory. XLA's own count takes a whole array for each
+        slice of it that a TPU fetches ahead of time; this one takes the slice.
+      collectives: bytes that collectives leave on a device, by "opcode dtype".
+    """
+
+    kernels: int
+    casts: int
+    conditionals: int
+    host_transfers: int
+    aliased: int
+    traffic: int
+    collectives: dict[str, int]
+
+
+def count(text: str) -> Counts:
+    """Count in the text of an optimised HLO module."""
+    header, *lines = text.splitlines()
+    in_entry = False
+    found, moved, sizes = collections.Counter(), collections.Counter(), {}
+    for line in lines:
+        if line and not line[0].isspace():
+            in_entry = line.startswith("ENTRY")
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        name, shape, opcode, operands = match.groups()
+        arrays = _arrays(shape)
+        collective = opcode.removesuffix("-start")
+        if collective in _COLLECTIVES:
+            for array in _left(arrays, opcode):
+                moved[f"{collective} {array.dtype}"] += array.size
+        elif in_entry:
+            found["kernels"] += _is_kernel(arrays, opcode, line)
+        if in_entry:
+            sizes[name] = sum(a.size for a in arrays if not a.is_scratch)
+            read = sum(sizes.get(x, 0) for x in _OPERAND.findall(operands))
+            found["traffic"] += _traffic(arrays, opcode, line, read + sizes[name])
+        found["casts"] += opcode == "convert" and arrays[0].dtype[0] in "bf"
+        found["conditionals"] += opcode == "conditional"
+        found["host_transfers"] += opcode in _HOST_OPS or bool(_HOST_CALLS.search(line))
+    return Counts(
+        kernels=found["kernels"],
+        casts=found["casts"],
+        conditionals=found["conditionals"],
+        host_transfers=found["host_transfers"],
+        aliased=len(_ALIAS.findall(header)),
+        traffic=found["traffic"],
+        collectives=dict(sorted(moved.items())),
+    )
+
+
+class _Array(NamedTuple):
+    dtype: str
+    is_scalar: bool
+    size: int
+    is_scratch: bool
+
+
+def _arrays(shape: str) -> list[_Array]:
+    """Return the arrays of a shape, which may be a tuple of them."""
+    found = []
+    for dtype, dims, layout in _ARRAY.findall(shape):
+        size = _BYTES.get(dtype, 4) * math.prod(int(d) for d in dims.split(",") if d)
+        found.append(_Array(dtype, not dims, size, _SCRATCH in layout))
+    return found
+
+
+def _is_free(opcode: str, line: str) -> bool:
+    is_name = opcode in _FREE or opcode.endswith("-done")
+    return is_name or (opcode == "custom-call" and bool(_FREE_CALLS.search(line)))
+
+
+def _is_kernel(arrays: list[_Array], opcode: str, line: str) -> bool:
+    if _is_free(opcode, line) or opcode.endswith("-start"):
+        return False
+    is_opaque = opcode in ("fusion", "custom-call")
+    return is_opaque or not all(a.is_scalar for a in arrays)
+
+
+def _traffic(arrays: list[_Array], opcode: str, line: str, touched: int) -> int:
+    if _is_free(opcode, line):
+        return 0
+    if opcode not in ("copy-start", "slice-start"):
+        return touched
+    # From and to, and then what keeps count of it.
+    size = min(a.size for a in arrays[:2])
+    return size * sum(not a.is_scratch for a in arrays[:2])
+
+
+def _left(arrays: list[_Array], opcode: str) -> list[_Array]:
+    """Return what a collective leaves, without its operands."""
+    if opcode not in ("all-gather-start", "collective-permute-start"):
+        return arrays
+    arrays = [a for a in arrays if not a.is_scalar]
+    return arrays[len(arrays) // 2 :]

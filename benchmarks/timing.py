@@ -1,0 +1,60 @@
+"""Time programs beside each other, so that other work weighs on all of them alike."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import track
+
+Samples = dict[str, list[float]]  # "seconds" and "processor_seconds" of each round
+
+
+def take_turns(
+    programs: Mapping[str, Callable[[Any], Any]],
+    states: dict[str, Any],
+    *,
+    rounds: int,
+    steps: int,
+    title: str,
+) -> dict[str, Samples]:
+    """Run every program for a few steps in each round, in an order that rotates.
+
+    Args:
+      programs: name to `state -> state`, compiled; it may donate its state.
+      states: name to the first state; each is replaced by the last one.
+      rounds: how often each has its turn.
+      steps: how many steps make a turn; 1 or more.
+      title: what to write before the progress bar.
+
+    Returns:
+      Per name, for each round, seconds per step on the clock and on the processor: the
+      latter of all threads of this process, which other work does not stretch.
+    """
+    samples = {name: {"seconds": [], "processor_seconds": []} for name in programs}
+    names = list(programs)
+    for name in names:  # what is slow only once
+        states[name] = jax.block_until_ready(programs[name](states[name]))
+    for index in track(range(rounds), title):
+        shift = index % len(names)
+        for name in names[shift:] + names[:shift]:
+            program, state = programs[name], states[name]
+            start, start_processor = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                state = program(state)
+            states[name] = jax.block_until_ready(state)
+            ends = time.perf_counter() - start, time.process_time() - start_processor
+            for key, seconds in zip(samples[name], ends, strict=True):
+                samples[name][key].append(round(seconds / steps, 9))
+    return samples
+
+
+def quartiles(times: Sequence[float], of: Sequence[float]) -> list[float]:
+    """Return quartiles of the ratios of two programs' times within a round."""
+    return np.percentile(np.divide(times, of), [25, 50, 75]).tolist()
+
+
+def quartiles_text(values: Sequence[float]) -> str:
+    low, middle, high = values
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"

@@ -1,0 +1,247 @@
+"""The check of compiled programs: what it reads in them, and when it fails."""
+
+import dataclasses
+import fnmatch
+import io
+import json
+
+import jax
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks import hlo, programs, targets
+from benchmarks.compiled_steps import BY_HAND, SIZES, STEPS, Step, build
+
+# Optax, flax and the benchmarks' models promote by themselves.
+pytestmark = pytest.mark.standard_promotion
+
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), \
+{1, 0}: (2, {}, must-alias) }, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
+
+%fused (p.1: f32[8,4]) -> f16[8,4] {
+  %p.1 = f32[8,4]{1,0} parameter(0)
+  %half.1 = f16[8,4]{1,0} convert(%p.1), metadata={op_name="jit(step)/convert (x)"}
+  ROOT %index.1 = s32[8,4]{1,0} convert(%half.1)
+}
+
+%branch (b: f32[8,4]) -> f32[8,4] {
+  %b = f32[8,4]{1,0} parameter(0)
+  ROOT %copied = f32[8,4]{1,0} copy(%b)
+}
+
+ENTRY %main (w: f32[8,4], t: s32[], m: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+  %w = f32[8,4]{1,0:T(8,128)} parameter(0), sharding={replicated}
+  %t = s32[] parameter(1)
+  %m = f32[8,4]{1,0:T(8,128)} parameter(2)
+  %ahead = ((f32[8,4]{1,0}), f32[2,4]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%w)
+  %there = f32[2,4]{1,0:T(8,128)S(1)} slice-done(%ahead)
+  %half = f16[8,4]{1,0:T(8,128)(2,1)} fusion(%w, %there), kind=kLoop, calls=%fused
+  %next = s32[] add(%t, %t)
+  %start = (f16[8,4]{1,0}, f16[32,4]{1,0}) all-gather-start(%half), dimensions={0}
+  %all = f16[32,4]{1,0} all-gather-done(%start)
+  %sums = (f32[8,4]{1,0}, bf16[2,4]{1,0}) all-reduce(%w, %there), to_apply=%add
+  %sum = f32[8,4]{1,0} get-tuple-element(%sums), index=0
+  %chosen = f32[8,4]{1,0} conditional(%t, %sum, %m), branch_computations={%branch}
+  %told = () custom-call(%chosen), custom_call_target="xla_ffi_python_gpu_callback"
+  %names = f32[8,4]{1,0} custom-call(%chosen), custom_call_target="ConcatBitcast"
+  ROOT %out = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%chosen, %names)
+}
+"""
+
+
+def test_everything_in_the_text_of_a_program_is_counted():
+    counts = hlo.count(PROGRAM)
+    # fusion, conditional, callback: not names, a scalar's add, or what goes on beside
+    assert counts.kernels == 3
+    assert counts.casts == 1  # to f16, inside of the fusion; not the one to s32
+    assert counts.conditionals == 1
+    assert counts.host_transfers == 1
+    assert counts.aliased == 2
+    assert counts.collectives == {
+        "all-gather f16": 32 * 4 * 2,
+        "all-reduce bf16": 2 * 4 * 2,
+        "all-reduce f32": 8 * 4 * 4,
+    }
+
+
+def test_traffic_takes_a_slice_that_is_fetched_ahead_once():
+    entry = PROGRAM[PROGRAM.index("  %ahead") : PROGRAM.index("  %next")]
+    head = PROGRAM[: PROGRAM.index("  %ahead")]
+    # 32 bytes of the slice; w read and half written by the fusion.
+    assert hlo.count(head + entry).traffic == 2 * 4 * 4 + 8 * 4 * (4 + 2)
+
+
+def test_a_collective_is_no_kernel_and_its_bytes_are_those_it_leaves():
+    line = "  %x = bf16[16]{0} reduce-scatter(%y), dimensions={0}\n"
+    counts = hlo.count("HloModule m\nENTRY %main () -> bf16[16] {\n" + line + "}")
+    assert (counts.kernels, counts.collectives) == (0, {"reduce-scatter bf16": 32})
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_every_step_keeps_the_dtypes_of_what_it_takes(step):
+    # One device stands for all: shapes are the same.
+    fun, shapes = build(step, SIZES["ci"], targets.mesh("cpu"))
+    *held, loss = fun.eval_shape(*shapes)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), list(shapes[:3])
+    )
+    assert loss.dtype == "float32"
+    assert str(step.base) in {str(s) for s in STEPS}
+
+
+def test_a_compiled_step_has_every_figure_and_takes_over_what_is_donated():
+    step = Step("mlp", "float16", BY_HAND, scaled=True)
+    row = programs.measure(*programs.lower(step, "cpu", "ci"))
+    assert row.keys() >= set(_row("x")) - {"step"}
+    assert row["aliased"] == row["donated"] == 3 * 6 + 1 + 5
+    assert row["aliased bytes"] == row["donated bytes"]
+    assert row["host_transfers"] == 0
+
+
+def _row(name, **figures):
+    return {
+        "step": name,
+        "leaves": 10,
+        "donated": 4,
+        "donated bytes": 400,
+        "bytes accessed": 10_000,
+        "peak": 1000,
+        "temporary": 1000,
+        "kernels": 1000,
+        "aliased bytes": 400,
+        "casts": 3,
+        "conditionals": 0,
+        "host_transfers": 0,
+        "aliased": 4,
+        "traffic": 10_000,
+        "collectives": {},
+    } | figures
+
+
+@pytest.mark.parametrize("figure", programs.GUARDED)
+def test_what_grows_by_more_than_a_hundredth_fails(figure):
+    committed = {"a": _row("a", **{figure: 10_000})}
+    assert not programs.growth(committed, {"a": _row("a", **{figure: 10_090})})
+    assert not programs.growth(committed, {"a": _row("a", **{figure: 5000})})
+    (row,) = programs.growth(committed, {"a": _row("a", **{figure: 10_110})})
+    assert row == ("a", figure, "10,000 → 10,110", "1.011×", "at most 1.01×")
+
+
+def test_a_step_that_only_one_side_has_fails():
+    rows = programs.growth({"old": _row("old")}, {"new": _row("new")})
+    assert [row[:3] for row in rows] == [
+        ("new", "", "only measured"),
+        ("old", "", "only committed"),
+    ]
+
+
+PLAIN = Step("transformer", "float16", BY_HAND)
+SCALED = dataclasses.replace(PLAIN, scaled=True)
+
+
+def _broken(device="h100", **figures):
+    rows = [_row(str(PLAIN)), _row(str(SCALED), **figures)]
+    return [
+        row[1]
+        for row in programs.broken_limits(device, "full", {r["step"]: r for r in rows})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "figure", "fits", "breaks"),
+    [
+        ("h100", "bytes accessed", 10_100, 10_101),
+        ("h100", "temporary", 5096, 5097),
+        ("v5e", "traffic", 10_400, 10_401),
+        ("h100", "kernels", 1024, 1025),  # of ten leaves
+        ("v5e", "kernels", 1010, 1011),
+        ("h100", "conditionals", 0, 1),
+        ("v5e", "host_transfers", 0, 1),
+        ("h100", "aliased", 4, 3),
+    ],
+)
+def test_what_scaling_may_cost_has_limits(device, figure, fits, breaks):
+    assert _broken(device, **{figure: fits}) == []
+    assert _broken(device, **{figure: breaks}) == [figure]
+
+
+def test_a_buffer_that_is_not_taken_over_breaks_a_limit():
+    assert _broken("h100", **{"aliased bytes": 399}) == ["aliased"]
+
+
+def test_parameters_gathered_in_float32_break_a_limit():
+    name = str(dataclasses.replace(SCALED, layout="FSDP"))
+    good = {"all-gather f16": 1000, "all-gather f32": 10}
+    bad = {"all-gather f16": 1000, "all-gather f32": 11}
+    for gathered, found in ((good, []), (bad, ["all-gather"])):
+        rows = {name: _row(name, collectives=gathered)}
+        broken = programs.broken_limits("v5e", "ci", rows)
+        assert [row[1] for row in broken] == found
+
+
+def _run(*args):
+    app = typer.Typer()
+    app.command()(programs.main)
+    return CliRunner().invoke(app, list(args))
+
+
+def test_the_check_names_the_versions_that_differ(monkeypatch):
+    here = programs.versions() | {"jaxlib": "0.0.1", "libtpu": "none"}
+    monkeypatch.setattr(programs, "versions", lambda: here)
+    result = _run("--check", "--device", "v5e")
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert "jaxlib: got 0.0.1, expected 0.10.2" in lines
+    assert "libtpu: got none, expected 0.0.42.1" in lines
+    assert lines[-1].startswith("`make programs` makes an environment")
+
+
+def test_the_check_passes_on_the_committed_figures_and_fails_on_more(monkeypatch):
+    settings, committed = programs.read(programs.result_path("v100", "ci"))
+    monkeypatch.setattr(programs, "versions", lambda: settings["compiled with"])
+    monkeypatch.setattr(programs, "measure_all", lambda device, size: committed)
+    result = _run("--check", "--device", "v100")
+    assert (result.exit_code, result.output.splitlines()[-1]) == (
+        0,
+        "Nothing has grown.",
+    )
+    name = next(iter(committed))
+    grown = committed[name] | {"peak": int(committed[name]["peak"] * 1.02)}
+    monkeypatch.setattr(
+        programs, "measure_all", lambda device, size: committed | {name: grown}
+    )
+    result = _run("--check", "--device", "v100")
+    assert result.exit_code == 1
+    assert "1.020×" in result.output and name in result.output
+    assert result.output.splitlines()[-1] == "Something has grown."
+
+
+@pytest.mark.parametrize("device", programs.DEFAULT_DEVICES)
+def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device):
+    settings, rows = programs.read(programs.result_path(device, "ci"))
+    assert list(rows) == [str(step) for step in programs.steps_for(device)]
+    assert all(row.keys() == _row("").keys() for row in rows.values())
+    assert settings["device"] == targets.NAMES[device]
+    sizes = json.loads(json.dumps(SIZES["ci"]))  # lists for tuples
+    assert {model: settings[model] for model in sizes} == sizes
+    pins = dict(
+        line.split("==")
+        for line in programs.REQUIREMENTS.read_text().splitlines()
+        if not line.startswith("#")
+    )
+    assert settings["compiled with"].keys() == pins.keys()
+    for name, pin in pins.items():
+        assert fnmatch.fnmatch(settings["compiled with"][name], pin)
+    assert programs.broken_limits(device, "ci", rows) == []
+
+
+def test_the_table_and_the_figure_show_every_step(tmp_path):
+    _, rows = programs.read(programs.result_path("h100", "ci"))
+    text = io.StringIO()
+    Console(width=200, file=text).print(programs.table("h100", rows))
+    assert all(str(step) in text.getvalue() for step in STEPS)
+    programs.plot("h100", rows, tmp_path / "programs.png")
+    assert (tmp_path / "programs.png").read_bytes().startswith(b"\x89PNG")

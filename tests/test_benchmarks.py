@@ -1,0 +1,302 @@
+"""The benchmarks that run: each from end to end, cut to the smallest size."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks import convergence, step_overhead, timing, torch_gpt, train_step
+from benchmarks.common import git_revision, provenance
+
+# Optax, flax and the benchmarks' models promote by themselves.
+pytestmark = pytest.mark.standard_promotion
+
+PNG = b"\x89PNG"
+
+
+def _invoke(main: Any, *args: str):
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "100"})
+
+
+def _run(main: Any, out: Path, *args: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark; return its JSON, and what it printed."""
+    result = _invoke(main, *args, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    (path,) = out.glob("*.json")
+    figures = list(out.glob("*.png"))
+    assert figures and all(path.read_bytes().startswith(PNG) for path in figures)
+    found = json.loads(path.read_text())
+    # Enough to run it again, and to know what it speaks of.
+    assert found["settings"].items() >= provenance().items()
+    return found, result.output
+
+
+def _are_finite(values: Any) -> bool:
+    return bool(np.isfinite(np.asarray(values, np.float64)).all())
+
+
+def test_provenance_names_device_revision_and_versions():
+    found = provenance()
+    assert found["device"] == jax.local_devices()[0].device_kind
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["git"] == git_revision()
+    assert provenance("NVIDIA H100")["device"] == "NVIDIA H100"
+
+
+def test_turns_rotate_and_every_round_has_a_sample():
+    calls: list[str] = []
+
+    def program(name):
+        def step(state):
+            calls.append(name)
+            return state + 1
+
+        return step
+
+    states: dict[str, Any] = {"a": 0, "b": 0}
+    samples = timing.take_turns(
+        {"a": program("a"), "b": program("b")}, states, rounds=2, steps=2, title=""
+    )
+    assert "".join(calls) == "ab" + "aabb" + "bbaa"
+    assert states == {"a": 5, "b": 5}
+    assert {len(x) for row in samples.values() for x in row.values()} == {2}
+    assert timing.quartiles([1.0, 2.0, 6.0], [1.0, 1.0, 2.0]) == [1.5, 2.0, 2.5]
+
+
+def test_step_overhead_sweeps_leaves_and_keeps_raw_samples(tmp_path):
+    found, text = _run(
+        step_overhead.main,
+        tmp_path,
+        *("--optimizer", "adam", "--batch", "4", "--leaves", "2"),
+        *("--width", "8", "--rounds", "2", "--steps", "1"),
+    )
+    assert "bytes" in text
+    assert [case["leaves"] for case in found["cases"]] == [3, 2]
+    for case in found["cases"]:
+        assert list(case["contenders"]) == list(step_overhead.CONTENDERS)
+        bare = case["contenders"][step_overhead.BASELINE]
+        assert bare["over_bare"] == [1, 1, 1] and bare["bytes_over_bare"] == 1
+        for row in case["contenders"].values():
+            assert len(row["seconds"]) == len(row["processor_seconds"]) == 2
+            assert _are_finite([row[key] for key in ("over_bare", "over_ours")])
+            assert row["bytes"] >= bare["bytes"] and _are_finite(
+                row["compile_over_bare"]
+            )
+
+
+def test_the_leaves_of_the_sweep_are_one_matrix_cut_up():
+    loss = {}
+    for leaves in (1, 16):
+        params, batch = step_overhead.make_columns(leaves, 4, width=8)
+        assert len(params) == leaves
+        assert sum(x.size for x in params) == 8 * step_overhead.COLUMNS
+        loss[leaves] = float(step_overhead.columns_loss(params, batch))
+    assert math.isclose(loss[1], loss[16], rel_tol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--leaves", "7"], "expected divisors of 1600"),
+        (["--optimizer", "sgd"], "expected some of adam, adamw, adafactor"),
+        (["--rounds", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_step_overhead_refuses_what_it_cannot_measure(args, message):
+    result = _invoke(step_overhead.main, *args)
+    assert result.exit_code == 2 and message in _plain(result.output)
+
+
+def _plain(text: str) -> str:
+    """Return text without the box that is drawn around it."""
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_train_step_measures_every_model(tmp_path, monkeypatch):
+    tiny = {
+        "mlp": {"width": 8, "batch": 4},
+        "cnn": {"blocks": (1,), "width": 2, "classes": 3, "image": 8, "batch": 2},
+        "gpt": {
+            **{"layers": 1, "width": 8, "heads": 2, "vocabulary": 16},
+            **{"length": 8, "batch": 2},
+        },
+    }
+    monkeypatch.setitem(train_step.SIZES, "ci", tiny)
+    some = [train_step.Way("float32"), train_step.Way("float16", "policy")]
+    monkeypatch.setattr(train_step, "ways", lambda platform: some)
+    found, text = _run(train_step.main, tmp_path, "--rounds", "2", "--steps", "1")
+    assert train_step.CPU_NOTE in _plain(text) and train_step.CPU_NOTE in found["notes"]
+    assert "not measured, torch" in _plain(text)
+    assert list(found["models"]) == ["mlp", "cnn", "gpt"]
+    for result in found["models"].values():
+        assert list(result["rows"]) == ["float32", "float16 policy"]
+        for row in result["rows"].values():
+            assert len(row["seconds"]) == 2 and _are_finite(row["over_float32"])
+            assert row["memory"] > row["temporary"] > 0
+            assert row["device_peak"] is None  # a CPU does not tell
+
+
+@pytest.mark.parametrize("precision", train_step.HALVES)
+@pytest.mark.parametrize(
+    "cast", [train_step.POLICY, train_step.AUTOCAST, train_step.BY_HAND]
+)
+def test_products_are_in_half_whichever_way_they_got_there(precision, cast):
+    way = train_step.Way(precision, cast)
+    problem = train_step.make_problem("mlp", {"width": 8})
+    loss_fn = problem.loss(way)
+    if cast == train_step.AUTOCAST:
+        loss_fn = train_step.jmp_lite.autocast(loss_fn, f"mixed_{precision}")
+    text = str(jax.make_jaxpr(loss_fn)(*problem.init(), *problem.batch(4)))
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    short = {"bfloat16": "bf16", "float16": "f16"}[precision]
+    # In float16 autocast leaves the last of the three, the logits, in float32.
+    in_half = sum(f":{short}[" in line for line in products)
+    assert len(products) == 3
+    assert in_half == (2 if (precision, cast) == ("float16", "autocast") else 3)
+
+
+def test_tf32_is_compared_on_gpus_only():
+    assert str(train_step.ways("gpu")[1]) == "TF32"
+    assert train_step.TF32 not in map(str, train_step.ways("tpu"))
+    assert len(train_step.ways("cpu")) == 7
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"), [("cnn", 25.5e6), ("gpt", 123.6e6), ("mlp", 20.0e6)]
+)
+def test_full_models_have_the_sizes_that_they_are_known_by(model, parameters):
+    problem = train_step.make_problem(model, train_step.SIZES["full"][model])
+    params, _ = jax.eval_shape(problem.init)
+    count = sum(x.size for x in jax.tree.leaves(params))
+    assert math.isclose(count, parameters, rel_tol=0.005)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 64, 100, 1000])
+def test_the_largest_batch_is_found_by_doubling_and_bisection(limit):
+    tried: list[int] = []
+
+    def fits(n):
+        tried.append(n)
+        return n <= limit
+
+    found = train_step.largest(fits, 64)
+    assert found <= limit < found + max(2, found / 16 + 1)
+    assert len(tried) < 20
+
+
+def test_a_full_memory_is_told_from_other_errors(monkeypatch):
+    errors = {8: "RESOURCE_EXHAUSTED: Out of memory", 16: "INTERNAL: a bug"}
+
+    def fail(problem, way, batch_size):
+        raise jax.errors.JaxRuntimeError(errors[batch_size])
+
+    monkeypatch.setattr(train_step, "Program", fail)
+    way: Any = train_step.Way("float32")
+    problem = train_step.make_problem("mlp", {"width": 8})
+    assert not train_step.batch_fits(problem, way, 8)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        train_step.batch_fits(problem, way, 16)
+
+
+def test_peaks_of_an_allocator_are_told_apart_while_they_rise(monkeypatch):
+    way = train_step.Way("float32")
+    problem = train_step.make_problem("mlp", {"width": 8})
+    programs = {n: train_step.Program(problem, way, n) for n in (64, 4, 16)}
+    # Before and after each, the smallest program first.
+    readings = iter([100, 200, 200, 200, 200, 300])
+    monkeypatch.setattr(train_step, "device_peak", lambda: next(readings))
+    assert train_step.measure_peaks(programs) == {4: 200, 16: None, 64: 300}
+
+
+def test_largest_batches_are_tabled_beside_float32(monkeypatch):
+    limits = {"float32": 10, "bfloat16 policy": 20}
+    some = [train_step.Way("float32"), train_step.Way("bfloat16", "policy")]
+    monkeypatch.setattr(train_step, "ways", lambda platform: some)
+    monkeypatch.setattr(
+        train_step, "batch_fits", lambda problem, way, n: n <= limits[str(way)]
+    )
+    found = train_step.largest_batches({"mlp": {"width": 8, "batch": 4}})
+    rows = found["mlp"]["rows"]
+    assert {name: row["largest_batch"] for name, row in rows.items()} == limits
+    table = train_step.batch_table("MLP", rows)
+    assert list(table.columns[2].cells) == ["1.00", "2.00"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--largest-batch"], "a CPU never says that its memory is full"),
+        (["--size", "full"], "full is for accelerators: expected ci on a cpu"),
+        (["--model", "lstm"], "expected some of mlp, cnn, gpt, got 'lstm'"),
+    ],
+)
+def test_train_step_refuses_what_it_cannot_measure(args, message):
+    result = _invoke(train_step.main, *args)
+    assert result.exit_code == 2 and message in _plain(result.output)
+
+
+def test_torch_is_left_out_with_a_reason(monkeypatch):
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(torch_gpt.importlib, "import_module", missing)
+    assert torch_gpt.why_not() == "torch is not installed"
+
+
+def test_convergence_shows_what_a_loss_scale_is_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(convergence, "WIDTH", 32)
+    args = ("--task", "tiny", "--seeds", "2", "--steps", "3")
+    found, text = _run(convergence.main, tmp_path, *args)
+    assert convergence.UNSCALED in text
+    assert (tmp_path / "convergence_gradients.png").exists()
+    tiny = found["tasks"]["tiny"]
+    assert list(tiny["runs"]) == ["float32", "float16", convergence.UNSCALED]
+    for curves in tiny["runs"].values():
+        assert [len(curve["loss"]) for curve in curves] == [3, 3]
+        assert _are_finite([curve["loss"] for curve in curves])
+    flushed = tiny["gradients"]["first"]["stats"]["flush"]
+    assert sum(flushed) > 0
+    # Without a scale nothing is learned from gradients that float16 does not have.
+    scaled, unscaled = (
+        tiny["runs"][name][0]["loss"] for name in ("float16", convergence.UNSCALED)
+    )
+    assert scaled != unscaled
+
+
+def test_convergence_trains_in_every_precision(monkeypatch):
+    monkeypatch.setattr(convergence, "WIDTH", 32)
+    runs = convergence.TASKS["mlp"].train(0, 2, Console(file=io.StringIO()))
+    assert list(runs) == list(convergence.RUNS)
+
+
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+def test_convergence_trains_the_other_examples_too(name, monkeypatch):
+    monkeypatch.setattr(convergence, "RUNS", {"float32": ("float32", 0.0)})
+    monkeypatch.setattr(convergence, "WIDTH", 32)
+    monkeypatch.setattr(convergence, "RESNET_WIDTHS", (2,))
+    monkeypatch.setattr(convergence, "SHAPE", {"width": 32, "layers": 1})
+    console = Console(file=io.StringIO())
+    result = convergence.measure(convergence.TASKS[name], [0], 2, console)
+    (curve,) = result["runs"]["float32"]
+    assert _are_finite([*curve["loss"], curve["validation_loss"]])
+    for step in ("first", "last"):
+        stats = result["gradients"][step]
+        assert sum(stats["stats"]["size"]) > 0 and sum(stats["stats"]["nonfinite"]) == 0
+    # It has trained with the loss whose gradients these are.
+    assert result["gradients"]["first"] != result["gradients"]["last"]
+
+
+def test_convergence_refuses_a_task_that_it_does_not_know():
+    result = _invoke(convergence.main, "--task", "imagenet")
+    message = "expected some of mlp, cnn, tiny, resnet, transformer, got 'imagenet'"
+    assert result.exit_code == 2 and message in _plain(result.output)
