@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import transformer
-from benchmarks.common import provenance
-from benchmarks.timing import quartiles, quartiles_text
+from benchmarks.common import transformer
+from benchmarks.common.provenance import provenance
+from benchmarks.common.timing import quartiles, quartiles_text
 from jmp_lite import autocast
 
 WIDTH, HEADS, VOCABULARY = 32, 4, 64

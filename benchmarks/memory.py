@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from benchmarks import targets  # first: it sets the environment that JAX reads
+from benchmarks.common import targets  # first: it sets the environment that JAX reads
 
 # ruff: isort: split
 import jax
@@ -31,8 +31,8 @@ from rich.progress import track
 from rich.table import Table
 
 import jmp_lite
-from benchmarks import transformer
-from benchmarks.common import provenance
+from benchmarks.common import transformer
+from benchmarks.common.provenance import provenance
 from examples.common.memory import tree_bytes
 
 Device = Literal["h100", "v5e", "cpu"]

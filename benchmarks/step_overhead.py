@@ -21,138 +21,30 @@ scales only where it also casts to half precision.
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 import typer
-from flax.training.dynamic_scale import DynamicScale
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import jmp_lite
-from benchmarks.common import provenance
-from benchmarks.timing import quartiles, quartiles_text, take_turns
-
-BASELINE, OURS = "bare optimiser", "jmp_lite scale_aware"
-
-LossFn = Callable[[Any, Any], jax.Array]
-Step = Callable[[Any, Any], Any]  # (state, batch) -> state
-Contender = Callable[[Any, LossFn, Any], tuple[Step, Any]]  # optimiser, loss, params
-
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "adam": lambda: optax.adam(1e-3),
-    "adamw": lambda: optax.adamw(1e-3),
-    "adafactor": lambda: optax.adafactor(1e-3),
-}
-
-
-def bare(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    def step(state, batch):
-        params, opt_state = state
-        grads = jax.grad(loss_fn)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step, (params, tx.init(params))
-
-
-def apply_if_finite(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    """Skips, but has no loss scale."""
-    return bare(optax.apply_if_finite(tx, max_consecutive_errors=5), loss_fn, params)
-
-
-def with_scale_aware(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    tx = jmp_lite.scale_aware(tx)
-
-    def step(state, batch):
-        params, opt_state = state
-        grad_fn = jmp_lite.scaled_grad(loss_fn, loss_scale=opt_state)
-        grads = grad_fn(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step, (params, tx.init(params))
-
-
-def with_jmp(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    """As jmp's README has it."""
-
-    def step(state, batch):
-        params, opt_state, leaves = state
-        loss_scale = jax.tree.unflatten(structure, leaves)
-        grads = jax.grad(lambda p: loss_scale.scale(loss_fn(p, batch)))(params)
-        grads = loss_scale.unscale(grads)
-        finite = jmp.all_finite(grads)
-        loss_scale = loss_scale.adjust(finite)
-        updates, new_opt_state = tx.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
-        params, opt_state = jmp.select_tree(
-            finite, (new_params, new_opt_state), (params, opt_state)
-        )
-        return params, opt_state, jax.tree.leaves(loss_scale)
-
-    # Passed as its leaves: jmp's loss scale itself does not survive `jit(f).lower`.
-    leaves, structure = jax.tree.flatten(jmp.DynamicLossScale(jnp.float32(2.0**15)))
-    return step, (params, tx.init(params), leaves)
-
-
-def with_flax(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    """As flax's examples have it."""
-
-    def step(state, batch):
-        params, opt_state, scale = state
-        grad_fn = scale.value_and_grad(lambda p: loss_fn(p, batch))
-        scale, finite, _, grads = grad_fn(params)
-        updates, new_opt_state = tx.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (new_params, new_opt_state),
-            (params, opt_state),
-        )
-        return params, opt_state, scale
-
-    # Arrays from the start: with its own Python scalars it would compile twice.
-    scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(2.0**15))  # pyright: ignore[reportArgumentType] - annotated as Python numbers, made to be traced
-    return step, (params, tx.init(params), scale)
-
-
-def with_cond(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    def step(state, batch):
-        params, opt_state, loss_scale = state
-        grads = jmp_lite.scaled_grad(loss_fn, loss_scale=loss_scale)(params, batch)
-        finite = jmp_lite.all_finite(loss_scale.unscale(grads))
-
-        def take(params, opt_state):
-            updates, opt_state = tx.update(loss_scale.unscale(grads), opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = jax.lax.cond(
-            finite, take, lambda *state: state, params, opt_state
-        )
-        return params, opt_state, loss_scale.adjust(finite)
-
-    return step, (params, tx.init(params), jmp_lite.DynamicLossScale())
-
-
-CONTENDERS: dict[str, Contender] = {
-    BASELINE: bare,
-    OURS: with_scale_aware,
-    "jmp DynamicLossScale": with_jmp,
-    "flax DynamicScale": with_flax,
-    "optax apply_if_finite": apply_if_finite,
-    "lax.cond by hand": with_cond,
-}
-# jmp's verdict is an AND of all leaves, which XLA puts into the update of each: at
-# 400 leaves compiling was given up after 7 minutes on busy cores, at 10 GB.
-MOST_LEAVES = {"jmp DynamicLossScale": 100}
+from benchmarks.common.cli import some_of
+from benchmarks.common.contenders import (
+    BASELINE,
+    CONTENDERS,
+    MOST_LEAVES,
+    OPTIMIZERS,
+    OURS,
+    LossFn,
+)
+from benchmarks.common.provenance import provenance
+from benchmarks.common.timing import quartiles, quartiles_text, take_turns
 
 
 def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -342,20 +234,6 @@ def _draw_quartiles(axes: Any, places: Any, rows: Any, look: dict[str, Any]) -> 
     axes.errorbar(places, middle, yerr=(middle - low, high - middle), **look)
 
 
-def check_optimizers(names: Iterable[str]) -> list[str]:
-    """Return names of optimisers, each once.
-
-    Raises:
-      typer.BadParameter: one is not known.
-    """
-    for name in names:
-        if name not in OPTIMIZERS:
-            raise typer.BadParameter(
-                f"expected some of {', '.join(OPTIMIZERS)}, got {name!r}."
-            )
-    return list(dict.fromkeys(names))
-
-
 def check_leaves(leaves: Iterable[int]) -> list[int]:
     """Return numbers of leaves into which the columns can be cut evenly.
 
@@ -373,18 +251,20 @@ def check_leaves(leaves: Iterable[int]) -> list[int]:
 def main(
     optimizer: Annotated[
         list[str],
-        typer.Option(help="For the MLP; may be repeated.", callback=check_optimizers),
+        typer.Option(
+            help="For the MLP; may be repeated.", callback=some_of(OPTIMIZERS)
+        ),
     ] = ["adam", "adamw", "adafactor"],  # noqa: B006 - typer's way; never changed
     batch: Annotated[
         list[int], typer.Option(help="For the MLP; may be repeated.", min=1)
-    ] = [256, 16],  # noqa: B006
+    ] = [256, 16],  # noqa: B006 - likewise
     leaves: Annotated[
         list[int],
         typer.Option(
             help="Leaves to cut a matrix of 1600 columns into; may be repeated.",
             callback=check_leaves,
         ),
-    ] = [1, 4, 16, 64, 400],  # noqa: B006
+    ] = [1, 4, 16, 64, 400],  # noqa: B006 - likewise
     width: Annotated[
         int, typer.Option(min=1, help="The MLP's, and the matrix's rows.")
     ] = 1024,

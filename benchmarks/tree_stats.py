@@ -25,9 +25,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import step_overhead, transformer
-from benchmarks.common import provenance
-from benchmarks.timing import take_turns
+from benchmarks import step_overhead
+from benchmarks.common import transformer
+from benchmarks.common.provenance import provenance
+from benchmarks.common.timing import take_turns
 from jmp_lite.numerics import EXPONENTS, empty, tree_stats
 
 BARE = "bare step"

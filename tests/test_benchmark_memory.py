@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from benchmarks import memory, transformer
+from benchmarks import memory
+from benchmarks.common import transformer
 from examples.common.memory import activation_bytes
 
 # Optax and the benchmark's model promote by themselves.

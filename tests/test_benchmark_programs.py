@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import hlo, programs, targets
-from benchmarks.compiled_steps import BY_HAND, SIZES, STEPS, Step, build
+from benchmarks import programs
+from benchmarks.common import hlo, limits, targets
+from benchmarks.common.compiled_steps import BY_HAND, SIZES, STEPS, Step, build
 
 # Optax, flax and the benchmarks' models promote by themselves.
 pytestmark = pytest.mark.standard_promotion
@@ -121,17 +122,17 @@ def _row(name, **figures):
     } | figures
 
 
-@pytest.mark.parametrize("figure", programs.GUARDED)
+@pytest.mark.parametrize("figure", limits.GUARDED)
 def test_what_grows_by_more_than_a_hundredth_fails(figure):
     committed = {"a": _row("a", **{figure: 10_000})}
-    assert not programs.growth(committed, {"a": _row("a", **{figure: 10_090})})
-    assert not programs.growth(committed, {"a": _row("a", **{figure: 5000})})
-    (row,) = programs.growth(committed, {"a": _row("a", **{figure: 10_110})})
+    assert not limits.growth(committed, {"a": _row("a", **{figure: 10_090})})
+    assert not limits.growth(committed, {"a": _row("a", **{figure: 5000})})
+    (row,) = limits.growth(committed, {"a": _row("a", **{figure: 10_110})})
     assert row == ("a", figure, "10,000 → 10,110", "1.011×", "at most 1.01×")
 
 
 def test_a_step_that_only_one_side_has_fails():
-    rows = programs.growth({"old": _row("old")}, {"new": _row("new")})
+    rows = limits.growth({"old": _row("old")}, {"new": _row("new")})
     assert [row[:3] for row in rows] == [
         ("new", "", "only measured"),
         ("old", "", "only committed"),
@@ -146,7 +147,7 @@ def _broken(device="h100", **figures):
     rows = [_row(str(PLAIN)), _row(str(SCALED), **figures)]
     return [
         row[1]
-        for row in programs.broken_limits(device, "full", {r["step"]: r for r in rows})
+        for row in limits.broken_limits(device, "full", {r["step"]: r for r in rows})
     ]
 
 
@@ -178,7 +179,7 @@ def test_parameters_gathered_in_float32_break_a_limit():
     bad = {"all-gather f16": 1000, "all-gather f32": 11}
     for gathered, found in ((good, []), (bad, ["all-gather"])):
         rows = {name: _row(name, collectives=gathered)}
-        broken = programs.broken_limits("v5e", "ci", rows)
+        broken = limits.broken_limits("v5e", "ci", rows)
         assert [row[1] for row in broken] == found
 
 
@@ -235,7 +236,7 @@ def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device):
     assert settings["compiled with"].keys() == pins.keys()
     for name, pin in pins.items():
         assert fnmatch.fnmatch(settings["compiled with"][name], pin)
-    assert programs.broken_limits(device, "ci", rows) == []
+    assert limits.broken_limits(device, "ci", rows) == []
 
 
 def test_the_table_and_the_figure_show_every_step(tmp_path):

@@ -13,8 +13,10 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import convergence, step_overhead, timing, torch_gpt, train_step
-from benchmarks.common import git_revision, provenance
+import jmp_lite
+from benchmarks import convergence, step_overhead, train_step
+from benchmarks.common import contenders, problems, tasks, timing, torch_gpt
+from benchmarks.common.provenance import git_revision, provenance
 
 # Optax, flax and the benchmarks' models promote by themselves.
 pytestmark = pytest.mark.standard_promotion
@@ -83,8 +85,8 @@ def test_step_overhead_sweeps_leaves_and_keeps_raw_samples(tmp_path):
     assert "bytes" in text
     assert [case["leaves"] for case in found["cases"]] == [3, 2]
     for case in found["cases"]:
-        assert list(case["contenders"]) == list(step_overhead.CONTENDERS)
-        bare = case["contenders"][step_overhead.BASELINE]
+        assert list(case["contenders"]) == list(contenders.CONTENDERS)
+        bare = case["contenders"][contenders.BASELINE]
         assert bare["over_bare"] == [1, 1, 1] and bare["bytes_over_bare"] == 1
         for row in case["contenders"].values():
             assert len(row["seconds"]) == len(row["processor_seconds"]) == 2
@@ -131,7 +133,7 @@ def test_train_step_measures_every_model(tmp_path, monkeypatch):
             **{"length": 8, "batch": 2},
         },
     }
-    monkeypatch.setitem(train_step.SIZES, "ci", tiny)
+    monkeypatch.setitem(problems.SIZES, "ci", tiny)
     some = [train_step.Way("float32"), train_step.Way("float16", "policy")]
     monkeypatch.setattr(train_step, "ways", lambda platform: some)
     found, text = _run(train_step.main, tmp_path, "--rounds", "2", "--steps", "1")
@@ -146,16 +148,14 @@ def test_train_step_measures_every_model(tmp_path, monkeypatch):
             assert row["device_peak"] is None  # a CPU does not tell
 
 
-@pytest.mark.parametrize("precision", train_step.HALVES)
-@pytest.mark.parametrize(
-    "cast", [train_step.POLICY, train_step.AUTOCAST, train_step.BY_HAND]
-)
+@pytest.mark.parametrize("precision", problems.HALVES)
+@pytest.mark.parametrize("cast", [problems.POLICY, problems.AUTOCAST, problems.BY_HAND])
 def test_products_are_in_half_whichever_way_they_got_there(precision, cast):
     way = train_step.Way(precision, cast)
     problem = train_step.make_problem("mlp", {"width": 8})
     loss_fn = problem.loss(way)
-    if cast == train_step.AUTOCAST:
-        loss_fn = train_step.jmp_lite.autocast(loss_fn, f"mixed_{precision}")
+    if cast == problems.AUTOCAST:
+        loss_fn = jmp_lite.autocast(loss_fn, f"mixed_{precision}")
     text = str(jax.make_jaxpr(loss_fn)(*problem.init(), *problem.batch(4)))
     products = [line for line in text.splitlines() if "dot_general" in line]
     short = {"bfloat16": "bf16", "float16": "f16"}[precision]
@@ -167,7 +167,7 @@ def test_products_are_in_half_whichever_way_they_got_there(precision, cast):
 
 def test_tf32_is_compared_on_gpus_only():
     assert str(train_step.ways("gpu")[1]) == "TF32"
-    assert train_step.TF32 not in map(str, train_step.ways("tpu"))
+    assert problems.TF32 not in map(str, train_step.ways("tpu"))
     assert len(train_step.ways("cpu")) == 7
 
 
@@ -175,7 +175,7 @@ def test_tf32_is_compared_on_gpus_only():
     ("model", "parameters"), [("cnn", 25.5e6), ("gpt", 123.6e6), ("mlp", 20.0e6)]
 )
 def test_full_models_have_the_sizes_that_they_are_known_by(model, parameters):
-    problem = train_step.make_problem(model, train_step.SIZES["full"][model])
+    problem = train_step.make_problem(model, problems.SIZES["full"][model])
     params, _ = jax.eval_shape(problem.init)
     count = sum(x.size for x in jax.tree.leaves(params))
     assert math.isclose(count, parameters, rel_tol=0.005)
@@ -254,13 +254,13 @@ def test_torch_is_left_out_with_a_reason(monkeypatch):
 
 
 def test_convergence_shows_what_a_loss_scale_is_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(convergence, "WIDTH", 32)
+    monkeypatch.setattr(tasks, "WIDTH", 32)
     args = ("--task", "tiny", "--seeds", "2", "--steps", "3")
     found, text = _run(convergence.main, tmp_path, *args)
-    assert convergence.UNSCALED in text
+    assert tasks.UNSCALED in text
     assert (tmp_path / "convergence_gradients.png").exists()
     tiny = found["tasks"]["tiny"]
-    assert list(tiny["runs"]) == ["float32", "float16", convergence.UNSCALED]
+    assert list(tiny["runs"]) == ["float32", "float16", tasks.UNSCALED]
     for curves in tiny["runs"].values():
         assert [len(curve["loss"]) for curve in curves] == [3, 3]
         assert _are_finite([curve["loss"] for curve in curves])
@@ -268,25 +268,25 @@ def test_convergence_shows_what_a_loss_scale_is_for(tmp_path, monkeypatch):
     assert sum(flushed) > 0
     # Without a scale nothing is learned from gradients that float16 does not have.
     scaled, unscaled = (
-        tiny["runs"][name][0]["loss"] for name in ("float16", convergence.UNSCALED)
+        tiny["runs"][name][0]["loss"] for name in ("float16", tasks.UNSCALED)
     )
     assert scaled != unscaled
 
 
 def test_convergence_trains_in_every_precision(monkeypatch):
-    monkeypatch.setattr(convergence, "WIDTH", 32)
-    runs = convergence.TASKS["mlp"].train(0, 2, Console(file=io.StringIO()))
-    assert list(runs) == list(convergence.RUNS)
+    monkeypatch.setattr(tasks, "WIDTH", 32)
+    runs = tasks.TASKS["mlp"].train(0, 2, Console(file=io.StringIO()))
+    assert list(runs) == list(tasks.RUNS)
 
 
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 def test_convergence_trains_the_other_examples_too(name, monkeypatch):
-    monkeypatch.setattr(convergence, "RUNS", {"float32": ("float32", 0.0)})
-    monkeypatch.setattr(convergence, "WIDTH", 32)
-    monkeypatch.setattr(convergence, "RESNET_WIDTHS", (2,))
-    monkeypatch.setattr(convergence, "SHAPE", {"width": 32, "layers": 1})
+    monkeypatch.setattr(tasks, "RUNS", {"float32": ("float32", 0.0)})
+    monkeypatch.setattr(tasks, "WIDTH", 32)
+    monkeypatch.setattr(tasks, "RESNET_WIDTHS", (2,))
+    monkeypatch.setattr(tasks, "SHAPE", {"width": 32, "layers": 1})
     console = Console(file=io.StringIO())
-    result = convergence.measure(convergence.TASKS[name], [0], 2, console)
+    result = convergence.measure(tasks.TASKS[name], [0], 2, console)
     (curve,) = result["runs"]["float32"]
     assert _are_finite([*curve["loss"], curve["validation_loss"]])
     for step in ("first", "last"):

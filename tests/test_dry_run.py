@@ -102,7 +102,9 @@ def test_what_is_not_looked_into_runs_as_autocast_has_it(half: str) -> None:
 
     @jax.vmap
     def grow(x):
-        body = lambda x: (x @ jnp.full((2, 2), 1.01)) @ jnp.full((2, 2), 0.99)  # noqa: E731
+        def body(x):
+            return (x @ jnp.full((2, 2), 1.01)) @ jnp.full((2, 2), 0.99)
+
         return lax.while_loop(lambda x: jnp.sum(x) < 100.0, body, x)
 
     def fun(w, x):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.standard_promotion
 
 _APP = typer.Typer()
 _APP.command()(find_the_overflow.main)
-_PLANTED = "Transformer/mlp_1/down"
+_PLANTED = "Transformer/mlp_0/down"
 
 
 def _invoke(*args: str):
@@ -31,7 +31,7 @@ def _invoke(*args: str):
 def ran(tmp_path_factory) -> tuple[str, Path, dict[str, Any]]:
     """Return what it printed, where it wrote, and its results."""
     out = tmp_path_factory.mktemp("overflow")
-    tiny = ["--width", "32", "--layers", "2", "--steps", "20", "--out", str(out)]
+    tiny = ["--width", "32", "--layers", "1", "--steps", "20", "--out", str(out)]
     result = _invoke(*tiny)
     assert result.exit_code == 0, result.output
     return result.output, out, json.loads((out / "results.json").read_text())

@@ -137,7 +137,6 @@ class _Lockstep(Walker):
         self.low_dtype = rewriter.low_dtype
         nothing = jax.tree.map(np.asarray, stats.empty())
         self.nothing = Record(nothing, np.float32(0), np.float32(0), np.bool_(False))
-        self.unseen = jax.tree.map(lambda x: np.expand_dims(x, 0), self.nothing)
 
     def observe(self, equation: Equation) -> tuple[Sequence[Any], Any]:
         tags = equation.tags
@@ -145,7 +144,7 @@ class _Lockstep(Walker):
         lows, operands = self._run_low(equation, step)
         if equation.moment.loops:
             lows = [self._as_rounded(low) for low in lows]
-        read = [self.unseen] * 2
+        read = [self.none_ran(1)[0]] * 2
         errors = [tag.error for tag in tags]
         if step is not None and step.op_class == "lower" and any(step.low_in):
             for i in (0, 1):
@@ -156,7 +155,7 @@ class _Lockstep(Walker):
             errors.append(equation.tag_of(step.quotient.logits).error)
         is_backward = self.known[equation.site].direction == "backward"
         error_in = functools.reduce(jnp.maximum, errors, np.float32(0))
-        made, out_tags = self.unseen, []
+        made, out_tags = self.none_ran(1)[0], []
         for out, low in zip(equation.outs, lows, strict=True):
             if not trees.is_castable(out):
                 # What has no error of its own hands on that of its operands.

@@ -169,8 +169,9 @@ class Walker:
 
     def none_ran(self, count: int) -> Any:
         """Return the records of so many sites that did not run."""
+        # Of NumPy: XLA would be asked once for each equation.
         return jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), self.empty()
+            lambda x: np.broadcast_to(x, (count, *np.shape(x))), self.empty()
         )
 
     def join(self, records: Sequence[Any]) -> Any:

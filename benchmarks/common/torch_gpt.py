@@ -1,7 +1,7 @@
 """The benchmarks' transformer in PyTorch, as its users have it: torch.amp, compiled.
 
 Attention is torch's own, which picks a fused kernel; the model is otherwise that of
-`benchmarks.transformer`. torch is no dependency: without it nothing is measured.
+`benchmarks.common.transformer`. torch is no dependency: without it nothing is measured.
 """
 
 import importlib

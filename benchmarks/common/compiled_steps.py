@@ -11,8 +11,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_lite
-from benchmarks import transformer
-from benchmarks.models import ResNet
+from benchmarks.common import transformer
+from benchmarks.common.models import ResNet
 from jmp_lite.linen import with_policy
 
 PLAIN, BY_HAND, POLICY = "as written", "by hand", "policy"

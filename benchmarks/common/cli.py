@@ -1,0 +1,23 @@
+"""Arguments that the benchmarks share."""
+
+from collections.abc import Callable, Iterable
+
+import typer
+
+
+def some_of(known: Iterable[str]) -> Callable[[Iterable[str]], list[str]]:
+    """Return a callback that passes on names, each once, if all of them are known.
+
+    It raises `typer.BadParameter` if one is not.
+    """
+    known = list(known)
+
+    def check(names: Iterable[str]) -> list[str]:
+        for name in names:
+            if name not in known:
+                raise typer.BadParameter(
+                    f"expected some of {', '.join(known)}, got {name!r}."
+                )
+        return list(dict.fromkeys(names))
+
+    return check

@@ -1,0 +1,133 @@
+"""What compiled programs may cost: no more than was committed, nor than each other."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from benchmarks.common import targets  # first: it sets the environment that JAX reads
+
+# ruff: isort: split
+from benchmarks.common.compiled_steps import BY_HAND, GRAD_AUTOCAST, POLICY, Step
+
+Row = dict[str, Any]
+Results = dict[str, Row]  # by str(step)
+
+GUARDED = ("bytes accessed", "peak", "kernels")  # none may grow by more than
+TOLERANCE = 1.01
+
+
+class Limit(NamedTuple):
+    """A figure of one step may be at most this many times that of another.
+
+    Attributes:
+      step: whose figure.
+      base: of which step it is a multiple.
+      figure: a key of a row.
+      times: the multiple.
+      per_leaf: what may be added to it for each leaf of the parameters.
+      plus: what may be added to it once.
+    """
+
+    step: Step
+    base: Step
+    figure: str
+    times: float
+    per_leaf: int = 0
+    plus: int = 0
+
+
+def other_versions(committed: Row, here: dict[str, str]) -> list[str]:
+    """Return a line for each package that is not of the version of the figures."""
+    return [
+        f"{name}: got {here.get(name, 'none')}, expected {version}"
+        for name, version in committed["compiled with"].items()
+        if here.get(name) != version
+    ]
+
+
+def growth(committed: Results, measured: Results) -> list[tuple[str, ...]]:
+    """Return a row of a table for each figure that has grown."""
+    rows = []
+    for name in sorted({*committed, *measured}):
+        if name not in measured or name not in committed:
+            where = "committed" if name in committed else "measured"
+            rows.append((name, "", f"only {where}", "", "write the figures anew"))
+            continue
+        for figure in GUARDED:
+            old, new = committed[name][figure], measured[name][figure]
+            if new > old * TOLERANCE:
+                allowed = f"at most {TOLERANCE}×"
+                ratio = f"{new / old:.3f}×" if old else "new"
+                rows.append((name, figure, f"{old:,} → {new:,}", ratio, allowed))
+    return rows
+
+
+def limits(device: str, size: str) -> list[Limit]:
+    """Return what must hold between the steps of a device, whatever is committed.
+
+    At size "ci" kernels and gradients weigh more than in a model of many layers, so
+    the limits are wider: they are what was measured, and a little room.
+    """
+    is_full, is_tpu = size == "full", targets.is_tpu(device)
+    read = "traffic" if is_tpu else "bytes accessed"
+    found = []
+    for model, cast in (
+        ("transformer", GRAD_AUTOCAST),
+        ("mlp", GRAD_AUTOCAST),
+        ("cnn", POLICY),
+    ):
+        pair = Step(model, "bfloat16", cast), Step(model, "bfloat16", BY_HAND)
+        found += [
+            Limit(*pair, read, TOLERANCE),
+            Limit(*pair, "peak", TOLERANCE),
+            Limit(*pair, "kernels", TOLERANCE, plus=0 if is_full else 6),
+        ]
+    plain = Step("transformer", "float16", BY_HAND)
+    pair = dataclasses.replace(plain, scaled=True), plain
+    if is_tpu:
+        return [
+            *found,
+            Limit(*pair, read, 1.04),
+            Limit(*pair, "kernels", 1.0, per_leaf=1),
+        ]
+    return [
+        *found,
+        Limit(*pair, read, 1.01 if is_full else 1.03),
+        # Parts of the verdict, a byte each.
+        Limit(*pair, "temporary", 1.0, plus=4096),
+        # XLA reduces a large array in two kernels; then there are verdict and scale.
+        Limit(*pair, "kernels", 1.0, per_leaf=2, plus=4),
+    ]
+
+
+def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, ...]]:
+    """Return a row of a table for each promise that does not hold."""
+    rows = []
+    for step, base, figure, times, per_leaf, plus in limits(device, size):
+        if str(step) not in results or str(base) not in results:
+            continue
+        row, base_row = results[str(step)], results[str(base)]
+        most = base_row[figure] * times + per_leaf * row["leaves"] + plus
+        if row[figure] > most:
+            figures = f"{row[figure]:,} against {base_row[figure]:,}"
+            ratio = f"{row[figure] / base_row[figure]:.3f}×"
+            rows.append((str(step), figure, figures, ratio, f"at most {most:,.0f}"))
+    for name, row in results.items():
+        rows += [
+            (name, figure, f"{row[figure]}", "", "none")
+            for figure in ("conditionals", "host_transfers")
+            if row[figure]
+        ]
+        # A TPU's buffers are whole tiles: they may be larger than their arrays.
+        if row["aliased"] != row["donated"] or (
+            row["aliased bytes"] < row["donated bytes"]
+        ):
+            figures = f"{row['aliased']} of {row['donated']} donated"
+            rows.append((name, "aliased", figures, "", "all"))
+        gathered = row["collectives"]
+        half = sum(gathered.get(f"all-gather {dtype}", 0) for dtype in ("f16", "bf16"))
+        if "FSDP" in name and BY_HAND in name:
+            full = gathered.get("all-gather f32", 0)
+            if full > 0.01 * half:  # the gains of norms are used in float32
+                figures = f"{full:,} in float32, {half:,} in half"
+                rows.append((name, "all-gather", figures, "", "1 % in float32"))
+    return rows
