@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks import step_overhead
 from benchmarks.common import transformer
 from benchmarks.common.provenance import provenance
-from benchmarks.common.timing import take_turns
+from benchmarks.common.timing import Samples, quartiles, quartiles_text, take_turns
 from jmp_lite.numerics import EXPONENTS, empty, tree_stats
 
 BARE = "bare step"
@@ -109,8 +109,8 @@ PROBLEMS = {
 
 def measure(
     loss_fn: LossFn, params: Any, batch: Any, *, rounds: int, steps: int, title: str
-) -> dict[str, list[tuple[float, float]]]:
-    """Return seconds and processor seconds per step `[rounds, 2]` of each contender."""
+) -> dict[str, Samples]:
+    """Return the times of each contender: see `take_turns`."""
     tx = optax.adam(1e-4)
 
     def make_step(look):
@@ -134,57 +134,87 @@ def measure(
     for name, (state, _) in states.items():
         if not all(np.isfinite(x).all() for x in jax.tree.leaves(state)):
             raise RuntimeError(f"{name} is no longer finite: nothing was measured.")
-    return {
-        name: list(zip(row["seconds"], row["processor_seconds"], strict=True))
-        for name, row in samples.items()
-    }
+    return samples
+
+
+def rich_table(title: str, samples: dict[str, Samples]) -> Table:
+    """Return medians (quartiles) of the ratios to the bare step within a round."""
+    bare = samples[BARE]
+    clock, processor = (
+        1e3 * np.median(bare[k]) for k in ("seconds", "processor_seconds")
+    )
+    table = Table(
+        title=title,
+        caption=f"{BARE}: {clock:.1f} ms, {processor:.1f} ms of processors",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("step")
+    for name in (f"time / {BARE}", "processor time", "ms more"):
+        table.add_column(name, justify="right")
+    for name, row in samples.items():
+        more = np.subtract(row["processor_seconds"], bare["processor_seconds"])
+        ratios = [quartiles_text(quartiles(row[key], bare[key])) for key in row]
+        table.add_row(name, *ratios, f"{1e3 * np.median(more):.1f}")
+    return table
+
+
+def plot(problems: dict[str, dict[str, Samples]], path: Path) -> None:
+    """Draw the processor time of every contender over the bare step's."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    names = [name for name in CONTENDERS if name != BARE]
+    for axes, (title, samples) in zip(
+        figure.subplots(1, len(problems), sharey=True), problems.items(), strict=True
+    ):
+        seconds = {name: row["processor_seconds"] for name, row in samples.items()}
+        found = [quartiles(seconds[name], seconds[BARE]) for name in names]
+        low, middle, high = np.transpose(found)
+        spread = [middle - low, high - middle]
+        axes.errorbar(middle, names, xerr=spread, fmt="o", color="#0072B2", capsize=3)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("processor time / bare step's")
+        axes.grid(axis="x", alpha=0.25)
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=110)
 
 
 def main(
     rounds: Annotated[int, typer.Option(min=1)] = 60,
     steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 3,
-    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path(
-        "benchmarks/results/cpu/tree_stats.json"
+    out: Annotated[Path, typer.Option(help="the folder of the results")] = Path(
+        "benchmarks/results/cpu"
     ),
 ) -> None:
     """Measure what statistics of the gradients add to a train step."""
-    settings = {"steps": steps, **provenance()}
-    results: dict[str, Any] = {"settings": settings, "problems": {}}
+    out.mkdir(parents=True, exist_ok=True)
+    about = provenance()
     console = Console()
+    found, sizes = {}, {}
     for title, make in PROBLEMS.items():
         loss_fn, params, batch = make()
-        seconds = measure(
+        sizes[title] = sum(x.size for x in jax.tree.leaves(params))
+        found[title] = measure(
             loss_fn, params, batch, rounds=rounds, steps=steps, title=title
         )
-        size = sum(x.size for x in jax.tree.leaves(params))
-        results["problems"][title] = {"parameters": size, "seconds": seconds}
-        table = Table(
-            title=f"{title}: {size / 1e6:.2f} M parameters", box=box.SIMPLE_HEAD
+        console.print(
+            rich_table(f"{title}: {sizes[title] / 1e6:.2f} M parameters", found[title])
         )
-        table.add_column("step")
-        for name in (f"time / {BARE}", "processor time", "ms more"):
-            table.add_column(name, justify="right")
-        for name, times in seconds.items():
-            ratios = np.divide(times, seconds[BARE])
-            low, middle, high = np.percentile(ratios, [25, 50, 75], axis=0)
-            more = np.subtract(times, seconds[BARE])[:, 1]
-            table.add_row(
-                name,
-                *[
-                    f"{middle[i]:.2f} ({low[i]:.2f}-{high[i]:.2f})"
-                    for i in range(len(middle))
-                ],
-                f"{1e3 * np.median(more):.1f}",
-            )
-        bare = 1e3 * np.median(seconds[BARE], axis=0)
-        table.caption = (
-            f"{BARE}: {bare[0]:.1f} ms, {bare[1]:.1f} ms of processors; medians and "
-            f"quartiles of {rounds} rounds"
-        )
-        console.print(table)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results))
-    console.print(f"On {settings['device']}. Wrote {out}.")
+    results = {
+        "settings": {"rounds": rounds, "steps": steps, "unit": "s", **about},
+        "problems": {
+            title: {"parameters": sizes[title], "samples": samples}
+            for title, samples in found.items()
+        },
+    }
+    text = json.dumps(results)
+    (out / "tree_stats.json").write_text(text + "\n", encoding="utf-8")
+    plot(found, out / "tree_stats.png")
+    console.print(
+        f"Medians and quartiles of {rounds} rounds of {steps} steps, on "
+        f"{about['device']}.\nWritten: {out}/tree_stats.json and tree_stats.png"
+    )
 
 
 if __name__ == "__main__":

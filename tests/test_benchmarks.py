@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import jmp_lite
-from benchmarks import convergence, step_overhead, train_step
+from benchmarks import convergence, step_overhead, train_step, tree_stats
 from benchmarks.common import contenders, problems, tasks, timing, torch_gpt
 from benchmarks.common.provenance import git_revision, provenance
 
@@ -122,6 +122,21 @@ def test_step_overhead_refuses_what_it_cannot_measure(args, message):
 def _plain(text: str) -> str:
     """Return text without the box that is drawn around it."""
     return " ".join(text.replace("│", " ").split())
+
+
+def test_tree_stats_measures_every_way_to_look(tmp_path, monkeypatch):
+    def make_small():
+        params, batch = step_overhead.make_problem(4, width=8)
+        return step_overhead.mlp_loss, params, batch
+
+    monkeypatch.setattr(tree_stats, "PROBLEMS", {"a": make_small, "b": make_small})
+    found, text = _run(tree_stats.main, tmp_path, "--rounds", "2", "--steps", "1")
+    assert all(name in text for name in tree_stats.CONTENDERS)
+    for problem in found["problems"].values():
+        assert problem["parameters"] == 784 * 8 + 8 * 8 + 8 * 10
+        assert list(problem["samples"]) == list(tree_stats.CONTENDERS)
+        for row in problem["samples"].values():
+            assert _are_finite(list(row.values())) and len(row["seconds"]) == 2
 
 
 def test_train_step_measures_every_model(tmp_path, monkeypatch):
