@@ -10,9 +10,8 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 PROGRAMS_ARGS ?=
 
-# worksteal keeps a file's tests together, so they share compiled programs, until one
-# worker runs dry.
-PYTEST_WORKERS ?= -n 2 --dist worksteal
+# A file's tests stay together, and share what was compiled and trained for them.
+PYTEST_WORKERS ?= -n 2 --dist loadfile
 
 BIN = $(VENV)/bin
 
