@@ -216,3 +216,94 @@ def test_patterns_hold_in_what_a_checkpoint_computes_again() -> None:
     found = dtypes_of_products(autocast(jax.grad(loss), policy), W, X)
     # Forward, forward again, by the weight and by the input.
     assert [dtypes[0] for dtypes in found].count("float32") == 4
+
+
+def _norm(x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
+
+
+def _norm_after_each_product(w, x):
+    """Residual blocks whose stream is made by norms, as with BatchNorm."""
+    x = jax.nn.relu(_norm(x @ w))
+    for _ in range(2):
+        x = jax.nn.relu(x + _norm(jnp.tanh(x @ w) @ w))
+    return x @ w
+
+
+def _dtypes_of_relus(fun: Any) -> list[str]:
+    return [
+        str(e.outvars[0].aval.dtype)
+        for e in jaxprs.trace(fun, W, X).eqns
+        if e.primitive.name == "custom_jvp_call" and "max" in str(e)
+    ]
+
+
+def test_a_stream_that_norms_make_is_half_where_products_read_it() -> None:
+    # Rounded once, before the relu, for all that reads it: what is added next, too.
+    relus = _dtypes_of_relus(autocast(_norm_after_each_product, BF16))
+    assert relus == ["bfloat16"] * 3
+    # float16 has no range to spare.
+    relus = _dtypes_of_relus(autocast(_norm_after_each_product, POLICIES["f16"]))
+    assert relus == ["float32"] * 3
+
+
+def test_what_is_more_than_read_by_products_stays_f32() -> None:
+    def pooled(w, x):
+        return jnp.mean(jax.nn.relu(_norm(x @ w)), 0) @ w
+
+    assert _dtypes_of_relus(autocast(pooled, BF16)) == ["float32"]
+
+    def returned(w, x):
+        x = jax.nn.relu(_norm(x @ w))
+        return x, x @ w
+
+    assert _dtypes_of_relus(autocast(returned, BF16)) == ["float32"]
+
+
+def test_a_stream_that_norms_make_is_as_good_as_one_cast_by_hand() -> None:
+    def by_hand(w, x):
+        def low(x):
+            return x.astype(jnp.bfloat16)
+
+        def product(x):
+            return low(x) @ low(w)
+
+        def norm(x):
+            return low(_norm(x.astype(jnp.float32)))
+
+        x = jax.nn.relu(norm(product(x)))
+        for _ in range(2):
+            x = jax.nn.relu(x + norm(product(jnp.tanh(product(x)))))
+        return product(x).astype(jnp.float32)
+
+    w, x = weight(0, 64, 64), normal(1, 256, 64)
+    exact = _norm_after_each_product(w, x)
+    errors = [
+        jnp.linalg.norm(jax.jit(fun)(w, x) - exact)
+        for fun in (autocast(_norm_after_each_product, BF16), by_hand)
+    ]
+    assert errors[0] <= errors[1]
+
+
+def test_parameters_that_are_updated_stay_f32_between_products() -> None:
+    def inner_loop(w, x):
+        def loss(w):
+            return jnp.mean(jnp.square(x @ w))
+
+        for _ in range(3):
+            w = w - 1e-4 * jax.grad(loss)(w)
+        return w
+
+    exact, found = inner_loop(W, X) - W, autocast(inner_loop, BF16)(W, X) - W
+    assert jnp.linalg.norm(found - exact) < 0.02 * jnp.linalg.norm(exact)
+
+
+def test_small_steps_of_a_state_are_not_lost() -> None:
+    def euler(w, x):
+        for _ in range(4):
+            x = x + 1e-4 * jnp.sin(x @ w)
+        return x
+
+    exact, found = euler(W, X) - X, autocast(euler, BF16)(W, X) - X
+    assert jnp.linalg.norm(found - exact) < 0.02 * jnp.linalg.norm(exact)

@@ -7,11 +7,15 @@ The colour of a value says what made it::
   BIAS     an input that was broadcast up or looked up, or made of such: as a NEUTRAL
            operand smaller than another, it joins LOW ones (biases, embeddings)
   NEUTRAL  an input, or an input that was only moved: parameters, data
+  SPREAD   a FULL value that was broadcast up: statistics, on their way to
+  NORMED   LOW values, scaled and shifted in f32 by SPREAD ones: what norms make
   FULL     held in f32: made by what is unsafe in half, or mixed with that
   OTHER    not f32: none of our business
 
 The demand for a value says what uses it: a product (WANT_LOW), something that is kept
 in f32 (WANT_F32), or whoever called (WANT_OUTPUT); it is the union of all its uses.
+Beside these, WANT_PRODUCT says that a product itself is among them, and WANT_EXACT that
+one of those in f32 is more than elementwise arithmetic.
 """
 
 import enum
@@ -24,10 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-Colour = enum.IntEnum("Colour", "LOW CONST BIAS NEUTRAL FULL OTHER")
-LOW, CONST, BIAS, NEUTRAL, FULL, OTHER = Colour
+Colour = enum.IntEnum("Colour", "LOW CONST BIAS NEUTRAL SPREAD NORMED FULL OTHER")
+LOW, CONST, BIAS, NEUTRAL, SPREAD, NORMED, FULL, OTHER = Colour
 
 WANT_LOW, WANT_F32, WANT_OUTPUT = 1, 2, 4
+WANT = WANT_LOW | WANT_F32 | WANT_OUTPUT
+WANT_PRODUCT, WANT_EXACT = 8, 16
 
 # Moves that neither drop elements nor sum in their transpose: a parameter that is only
 # moved on its way to a product is cast before the move, which moves half the bytes.
@@ -36,6 +42,8 @@ _CAST_BEFORE = frozenset(
     "all_to_all ppermute".split()
 )
 
+# To round before them is to round after them, as it is before moves.
+_MONOTONE = ("max", "min", "clamp")
 
 F32 = np.dtype(np.float32)
 
@@ -100,18 +108,37 @@ def joins_low(eqn: Any, ins: Sequence[Colour]) -> bool:
     )
 
 
-def of_move(eqn: Any, op_class: str, operands: list[Colour]) -> Colour:
+def of_move(eqn: Any, op_class: str, ins: Sequence[Colour]) -> Colour:
     """Return the colour of an elementwise result that is not LOW."""
-    if not operands or any(c not in (NEUTRAL, BIAS, CONST) for c in operands):
+    spread = {FULL: SPREAD, NEUTRAL: NEUTRAL if op_class == "follow" else BIAS}
+    operands = {
+        spread.get(c, c) if _is_spread(eqn, op_class, v) else c
+        for c, v in zip(ins, eqn.invars, strict=True)
+        if c != OTHER
+    }
+    if not operands or FULL in operands:
         return FULL
     if NEUTRAL not in operands:
-        return BIAS if BIAS in operands else CONST
-    if op_class != "follow":
+        if LOW in operands or NORMED in operands:
+            return NORMED
+        return next(c for c in (SPREAD, BIAS, CONST) if c in operands)
+    if op_class != "follow" or not operands <= {NEUTRAL, BIAS, CONST}:
         return FULL
-    grows = eqn.primitive.name == "broadcast_in_dim" and (
-        math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.invars[0].aval.shape)
-    )
+    grows = _is_spread(eqn, op_class, eqn.invars[0])
     return BIAS if grows or eqn.primitive.name == "gather" else NEUTRAL
+
+
+def _is_spread(eqn: Any, op_class: str, var: Any) -> bool:
+    """Return whether an operand is broadcast, by itself or in arithmetic."""
+    if op_class == "follow" and eqn.primitive.name != "broadcast_in_dim":
+        return False
+    return math.prod(var.aval.shape) < math.prod(eqn.outvars[0].aval.shape)
+
+
+def rounds(colour: Colour, demand: int) -> bool:
+    """Return whether a norm's result is half for all, as a product has it anyway."""
+    asked, unasked = WANT_F32 | WANT_PRODUCT, WANT_OUTPUT | WANT_EXACT
+    return colour == NORMED and demand & (asked | unasked) == asked
 
 
 def join(colours: list[Colour]) -> Colour:
@@ -123,9 +150,14 @@ def join(colours: list[Colour]) -> Colour:
 
 def passed_on(eqn: Any, op_class: str, runs_low: bool, out: int) -> int:
     """Return what an elementwise equation asks of its operands."""
+    rounds_before = op_class == "follow" or eqn.primitive.name in _MONOTONE
+    beside, out = out & ~WANT if rounds_before else 0, out & WANT
+    if out & WANT_OUTPUT:
+        beside |= WANT_EXACT
     is_sum_of_gradients = eqn.primitive.name == "add_any"
     if out == WANT_OUTPUT and (op_class == "follow" or is_sum_of_gradients):
-        return WANT_OUTPUT
+        return WANT_OUTPUT | beside
     if not (runs_low or casts_before(eqn)):
-        return WANT_F32
-    return out & WANT_LOW | (WANT_F32 if out & (WANT_F32 | WANT_OUTPUT) else 0)
+        return WANT_F32 | beside
+    in_f32 = WANT_F32 if out & (WANT_F32 | WANT_OUTPUT) else 0
+    return out & WANT_LOW | in_f32 | beside

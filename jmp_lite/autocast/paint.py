@@ -19,10 +19,14 @@ from jmp_lite.autocast.colours import (
     FULL,
     LOW,
     NEUTRAL,
+    NORMED,
     OTHER,
+    WANT,
+    WANT_EXACT,
     WANT_F32,
     WANT_LOW,
     WANT_OUTPUT,
+    WANT_PRODUCT,
     Colour,
 )
 from jmp_lite.autocast.ops import OpRules
@@ -79,7 +83,9 @@ class Plan:
         """Whether the jaxpr can run as it is."""
         if any(self.low_in) or any(self.low_out):
             return False
-        return not any(any(step.low_in) or step.bodies for step in self.steps)
+        return not any(
+            any(step.low_in) or any(step.low_out) or step.bodies for step in self.steps
+        )
 
 
 class Painter:
@@ -168,7 +174,7 @@ class _Painting:
         return Plan(
             jaxpr=self.jaxpr,
             consts=self.consts,
-            steps=tuple(steps),
+            steps=tuple(map(_without_idle_bodies, steps)),
             low_in=tuple(c == LOW for c in in_colours),
             low_out=tuple(c == LOW for c in out_colours),
             out_colours=out_colours,
@@ -198,6 +204,8 @@ class _Painting:
                 step_and_outs = self._paint_equation(index, eqn, region, ins, demand)
                 self.painted[index] = (basis, step_and_outs)
             step, outs = self.painted[index][1]
+            if NORMED in outs and self.rules.low_results:
+                step, outs = _rounded(step, outs, demand)
             steps.append(step)
             if any(step.low_out) and colours.casts_before(eqn) and LOW not in ins:
                 self.cast_moves.update(eqn.outvars)
@@ -207,17 +215,17 @@ class _Painting:
 
     def _paint_equation(self, index, eqn, region, ins, demand):
         """Return the step of an equation and the colours of its results."""
-        op_class = self.classes[index]
+        op_class, wants = self.classes[index], tuple(d & WANT for d in demand)
         if not region.is_low:
             return _kept(eqn, "keep", region.reason)
-        if index in self.softmaxes and demand == (WANT_LOW,):
+        if index in self.softmaxes and wants == (WANT_LOW,):
             return _softmax_step(self.softmaxes[index])
         if op_class == "lower":
-            return self._paint_product(eqn, region, ins, demand)
-        if colours.is_square(eqn) and demand == (WANT_F32,):
+            return self._paint_product(eqn, region, ins, wants)
+        if colours.is_square(eqn) and wants == (WANT_F32,):
             return _kept(eqn, "full", "a square that is summed")
         if op_class in ("widest", "follow"):
-            return self._paint_elementwise(eqn, op_class, ins, demand)
+            return self._paint_elementwise(eqn, op_class, ins, wants)
         if op_class == "full":
             return _kept(eqn, "full", "unsafe in half")
         frames = control_flow.frames(eqn)
@@ -227,7 +235,7 @@ class _Painting:
         return _kept(eqn, "keep", "not looked into" if held else "not in the rules")
 
     def _paint_product(self, eqn, region, ins, demand):
-        why_not = _why_not_lower(eqn, ins)
+        why_not = products.why_not_lower(eqn, ins)
         if why_not:
             return _kept(eqn, "keep", why_not)
         (want,) = demand
@@ -251,7 +259,7 @@ class _Painting:
             step = Step(op_class, low_in, low_out, passes=passes)
             return step, [LOW] * len(eqn.outvars)
         step, _ = _kept(eqn, op_class, "an operand is f32" if LOW in operands else "")
-        return step, [colours.of_move(eqn, op_class, operands) for _ in eqn.outvars]
+        return step, [colours.of_move(eqn, op_class, ins) for _ in eqn.outvars]
 
     def _paint_bodies(self, eqn, frames, ins, demand):
         scope = scopes.join(self.scope, compat.name_stack(eqn))
@@ -283,7 +291,7 @@ class _Painting:
         moved_out = [
             i
             for i, c in enumerate(ins)
-            if wants[i] == WANT_LOW and i in sinks and c in (NEUTRAL, BIAS, FULL)
+            if wants[i] & WANT == WANT_LOW and i in sinks and c in (NEUTRAL, BIAS, FULL)
         ]
         if moved_out:
             for i in moved_out:
@@ -308,8 +316,6 @@ class _Painting:
             c == LOW and colours.is_f32(v)
             for c, v in zip(outs, eqn.outvars, strict=True)
         )
-        if not any(low_in) and all(plan.changes_nothing for plan in plans):
-            plans = []
         return Step("sub", low_in, low_out, tuple(plans)), outs
 
     def _backward(self, steps, wants, of) -> dict[Any, int]:
@@ -330,7 +336,7 @@ class _Painting:
             if frames is not None:
                 asked = _operand_wants(len(eqn.invars), frames, step.bodies)
             elif step.op_class == "lower":
-                asked = [WANT_LOW] * len(eqn.invars)
+                asked = [WANT_LOW | WANT_PRODUCT] * len(eqn.invars)
             elif step.op_class in ("widest", "follow"):
                 want = colours.passed_on(eqn, step.op_class, any(step.low_in), out)
                 # A bias is cast where it is added, once it is broadcast: so its
@@ -339,7 +345,7 @@ class _Painting:
                     WANT_F32 if self._is_bias(of, v, eqn) else want for v in eqn.invars
                 ]
             else:
-                asked = [WANT_F32] * len(eqn.invars)
+                asked = [WANT_F32 | WANT_EXACT] * len(eqn.invars)
             for var, want in zip(eqn.invars, asked, strict=True):
                 ask(var, want)
         return demand
@@ -367,17 +373,17 @@ def _softmax_step(found: softmax.Softmax) -> tuple[Step, list[Colour]]:
     return step, [LOW]
 
 
-def _why_not_lower(eqn: Any, ins: Sequence[Colour]) -> str:
-    if any(
-        colours.is_float(v) and not colours.is_f32(v)
-        for v in (*eqn.invars, *eqn.outvars)
-    ):
-        return "a dtype the program chose"
-    if products.is_outer(eqn):
-        return "an outer product: it sums nothing"
-    if not compat.is_default_precision(eqn.params.get("precision")):
-        return "a precision the program chose"
-    return "" if any(c != OTHER for c in ins) else "no f32 operand"
+def _without_idle_bodies(step: Step) -> Step:
+    if any(step.low_in) or not all(plan.changes_nothing for plan in step.bodies):
+        return step
+    return dataclasses.replace(step, bodies=())
+
+
+def _rounded(step: Step, outs: Sequence[Colour], demand: Sequence[int]) -> Any:
+    rounds = list(map(colours.rounds, outs, demand))
+    low_out = tuple(map(max, step.low_out, rounds))
+    outs = [LOW if r else c for r, c in zip(rounds, outs, strict=True)]
+    return dataclasses.replace(step, low_out=low_out), outs
 
 
 def _at_boundary(colour: Colour, is_pinned: bool) -> Colour:
@@ -388,5 +394,6 @@ def _operand_wants(count: int, frames: Any, plans: Sequence[Plan]) -> list[int]:
     wants = [0] * count
     for frame, plan in zip(frames, plans, strict=True):
         for k, i in enumerate(frame.operands):
-            wants[i] |= WANT_F32 if k in frame.pinned_in else plan.wants[k]
+            is_pinned = k in frame.pinned_in
+            wants[i] |= WANT_F32 | WANT_EXACT if is_pinned else plan.wants[k]
     return wants

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite import compat
+from jmp_lite.autocast import colours
+from jmp_lite.autocast.colours import OTHER, Colour
 
 NAMES = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
@@ -102,3 +104,17 @@ def dimensions(eqn: Any) -> list[int]:
 def is_outer(eqn: Any) -> bool:
     """Return whether an equation is an outer product: one that sums nothing."""
     return eqn.primitive.name == "dot_general" and dimensions(eqn)[2] == 1
+
+
+def why_not_lower(eqn: Any, ins: Sequence[Colour]) -> str:
+    """Return why a product stays as it is, by its operands' colours; "" if not."""
+    if any(
+        colours.is_float(v) and not colours.is_f32(v)
+        for v in (*eqn.invars, *eqn.outvars)
+    ):
+        return "a dtype the program chose"
+    if is_outer(eqn):
+        return "an outer product: it sums nothing"
+    if not compat.is_default_precision(eqn.params.get("precision")):
+        return "a precision the program chose"
+    return "" if any(c != OTHER for c in ins) else "no f32 operand"

@@ -122,7 +122,16 @@ class Rewriter:
             return operands
         if step.op_class == "lower" and any(step.low_in):
             return [products.run(eqn, operands, self.low_dtype, step.low_out[0])]
-        return compat.bind(eqn, operands)
+        results = compat.bind(eqn, operands)
+        if any(step.low_out) and not any(step.low_in):
+            return compat.call(eqn, self._in_half, results, step.low_out)
+        return results
+
+    def _in_half(self, values: Sequence[Any], low: Sequence[bool]) -> list[Any]:
+        return [
+            jax.lax.convert_element_type(x, self.low_dtype) if is_low else x
+            for x, is_low in zip(values, low, strict=True)
+        ]
 
     def rewrite(self, fun: Callable[..., Any], args: Sequence[Any], low: bool) -> Any:
         """Trace a function that JAX calls later (a derivative rule), and run it.
