@@ -164,9 +164,9 @@ def plot(problems: dict[str, dict[str, Samples]], path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     names = [name for name in CONTENDERS if name != BARE]
-    for axes, (title, samples) in zip(
-        figure.subplots(1, len(problems), sharey=True), problems.items(), strict=True
-    ):
+    panels = figure.subplots(1, len(problems), sharey=True)
+    panels[0].invert_yaxis()
+    for axes, (title, samples) in zip(panels, problems.items(), strict=True):
         seconds = {name: row["processor_seconds"] for name, row in samples.items()}
         found = [quartiles(seconds[name], seconds[BARE]) for name in names]
         low, middle, high = np.transpose(found)
@@ -176,7 +176,6 @@ def plot(problems: dict[str, dict[str, Samples]], path: Path) -> None:
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("processor time / bare step's")
         axes.grid(axis="x", alpha=0.25)
-    axes.invert_yaxis()
     figure.savefig(path, dpi=110)
 
 
