@@ -15,7 +15,7 @@ The colour of a value says what made it::
 The demand for a value says what uses it: a product (WANT_LOW), something that is kept
 in f32 (WANT_F32), or whoever called (WANT_OUTPUT); it is the union of all its uses.
 Beside these, WANT_PRODUCT says that a product itself is among them, and WANT_EXACT that
-one of those in f32 is more than elementwise arithmetic.
+what is made of it is returned, or summed in f32 or the like: rounding it would be seen.
 """
 
 import enum
