@@ -10,8 +10,9 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 PROGRAMS_ARGS ?=
 
-# A file's tests stay together, and share what was compiled and trained for them.
-PYTEST_WORKERS ?= -n 2 --dist loadfile
+# A file's tests stay together, and share what was compiled and trained for them; files
+# come in their order, so that the one whose single test takes long is not the last.
+PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN = $(VENV)/bin
 

@@ -26,9 +26,6 @@ _POLICIES = {
 }
 over_dtypes = pytest.mark.parametrize("dtype", _POLICIES)
 
-# Each operation rounds once, in any program, so that equal means equal.
-_UNOPTIMISED = {"xla_backend_optimization_level": 0}
-
 
 def _params() -> Any:
     rng = np.random.default_rng(0)
@@ -147,7 +144,7 @@ def _scanned_step(dtype):
         updates, state = _TX.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss_scale, scales
 
-    return jax.jit(step, compiler_options=_UNOPTIMISED)
+    return jax.jit(step, compiler_options=bitwise.UNOPTIMISED)
 
 
 def _first(loss_scale):

@@ -50,15 +50,13 @@ def _check_eager(program: Program, half: str) -> None:
 
 
 def _check_jit(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    out = _jit(autocast(fun, POLICIES[half]))(*args)
+    out = _cast(program, half)(*_made(program)[1])
     _assert_same_avals(out, _value(program))
     _assert_close(out, _value(program), half, program.tolerance)
 
 
 def _check_products(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), *args)
+    jaxpr = _jaxpr(_cast(program, half), program)
     name = jnp.dtype(DTYPES[half]).name
     half_ones = filter(jaxprs.is_half, jaxprs.products(jaxpr))
     assert {jaxprs.operand_dtypes(eqn) for eqn in half_ones} == {(name, name)}
@@ -66,27 +64,22 @@ def _check_products(program: Program, half: str) -> None:
 
 
 def _check_grad_products(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    outside = jax.grad(_loss(autocast(fun, POLICIES[half])))
-    inside = autocast(jax.grad(_loss(fun)), POLICIES[half])
-    assert not jaxprs.not_lowered(jaxprs.trace(outside, *args))
-    assert not jaxprs.not_lowered(jaxprs.trace(inside, *args))
+    assert not jaxprs.not_lowered(_jaxpr(_grad_outside(program, half), program))
+    assert not jaxprs.not_lowered(_jaxpr(_grad_inside(program, half), program))
 
 
 def _check_casts(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    plain = jaxprs.wasted_casts(jaxprs.trace(fun, *args))
-    low = jaxprs.wasted_casts(jaxprs.trace(autocast(fun, POLICIES[half]), *args))
+    plain = jaxprs.wasted_casts(_jaxpr(_plain(program), program))
+    low = jaxprs.wasted_casts(_jaxpr(_cast(program, half), program))
     assert low == plain
 
 
 def _check_grad_casts(program: Program, half: str) -> None:
     # Of autocast(grad(f)): the backward pass of grad(autocast(f)) is JAX's, where two
     # products that share a cotangent cast it twice.
-    fun, args = _made(program)
-    plain = jaxprs.wasted_casts(jaxprs.trace(jax.grad(_loss(fun)), *args))
-    inside = autocast(jax.grad(_loss(fun)), POLICIES[half])
-    assert jaxprs.wasted_casts(jaxprs.trace(inside, *args)) == plain
+    plain = jaxprs.wasted_casts(_jaxpr(_plain_grad(program), program))
+    inside = _jaxpr(_grad_inside(program, half), program)
+    assert jaxprs.wasted_casts(inside) == plain
 
 
 def _check_identity(program: Program, half: str) -> None:
@@ -122,15 +115,13 @@ def _check_jvp(program: Program, half: str) -> None:
 
 
 def _check_grad_outside(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    grad = jax.grad(_loss(autocast(fun, POLICIES[half])))
-    _assert_close_gradient(program, half, _jit(grad)(*args))
+    grad = _grad_outside(program, half)(*_made(program)[1])
+    _assert_close_gradient(program, half, grad)
 
 
 def _check_grad_inside(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    grad = autocast(jax.value_and_grad(_loss(fun)), POLICIES[half])
-    _assert_close_gradient(program, half, _jit(grad)(*args)[1])
+    _, grad = _grad_inside(program, half)(*_made(program)[1])
+    _assert_close_gradient(program, half, grad)
 
 
 def _assert_close_gradient(program: Program, half: str, grad: Any) -> None:
@@ -149,7 +140,8 @@ _jit = functools.partial(
 )
 
 
-# What float32 says. Kept, for the checks of one program ask for it several times.
+# What is traced and compiled once, for several checks ask for it: the same jitted
+# function answers from its cache.
 
 
 @functools.cache
@@ -157,10 +149,43 @@ def _made(program: Program) -> tuple[Any, tuple[Any, ...]]:
     return program.make()
 
 
+@functools.lru_cache(maxsize=2)
+def _plain(program: Program) -> Any:
+    return _jit(_made(program)[0])
+
+
+@functools.lru_cache(maxsize=2)
+def _plain_grad(program: Program) -> Any:
+    return _jit(jax.value_and_grad(_loss(_made(program)[0])))
+
+
+@functools.lru_cache(maxsize=2)
+def _cast(program: Program, half: str) -> Any:
+    return _jit(autocast(_made(program)[0], POLICIES[half]))
+
+
+@functools.lru_cache(maxsize=2)
+def _grad_outside(program: Program, half: str) -> Any:
+    return _jit(jax.grad(_loss(autocast(_made(program)[0], POLICIES[half]))))
+
+
+@functools.lru_cache(maxsize=2)
+def _grad_inside(program: Program, half: str) -> Any:
+    grad = jax.value_and_grad(_loss(_made(program)[0]))
+    return _jit(autocast(grad, POLICIES[half]))
+
+
+def _jaxpr(fun: Any, program: Program) -> Any:
+    """Return the open jaxpr of a jitted function on the arguments of a program."""
+    return jaxprs.opened(fun.trace(*_made(program)[1]).jaxpr)
+
+
+# What float32 says.
+
+
 @functools.cache
 def _value(program: Program) -> Any:
-    fun, args = _made(program)
-    return _jit(fun)(*args)
+    return _plain(program)(*_made(program)[1])
 
 
 @functools.cache
@@ -177,8 +202,7 @@ def _pushed_value(program: Program) -> Any:
 
 @functools.cache
 def _gradient(program: Program) -> Any:
-    fun, args = _made(program)
-    return _jit(jax.grad(_loss(fun)))(*args)
+    return _plain_grad(program)(*_made(program)[1])[1]
 
 
 # What is done to a function.

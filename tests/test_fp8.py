@@ -28,8 +28,6 @@ pytestmark = [
 
 _OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
 
-# Each operation rounds once, in any program, so that equal means equal.
-_UNOPTIMISED = {"xla_backend_optimization_level": 0}
 
 # The direct op sums products of fp8 numbers before it scales them: beyond float16.
 _OPS = {
@@ -75,7 +73,7 @@ def _scaled_loss(variables, state, batch):
     return loss_scale.scale(loss)
 
 
-@functools.partial(jax.jit, compiler_options=_UNOPTIMISED)
+@functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
 def _step(state, batch):
     grads = jax.grad(_scaled_loss)(state.params, state, batch)
     return state.apply_gradients(grads=grads)
@@ -176,7 +174,7 @@ def test_accumulation_takes_each_new_history_and_averages_none():
     bad = second[0].at[0, 0].set(jnp.inf), *second[1:]
     for batch in (first, bad, second):
         before = state
-        grads = jax.jit(jax.grad(_scaled_loss), compiler_options=_UNOPTIMISED)(
+        grads = jax.jit(jax.grad(_scaled_loss), compiler_options=bitwise.UNOPTIMISED)(
             state.params, state, batch
         )
         state = _step(state, batch)
@@ -254,7 +252,7 @@ def test_by_hand_the_optimiser_gets_the_parameters_only(dtype):
     state = _state(TrainState, dtype, tx)
     opt_state = tx.init(variables["params"])
 
-    @functools.partial(jax.jit, compiler_options=_UNOPTIMISED)
+    @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
     def step(variables, opt_state, batch):
         def loss(variables):
             x, y, _ = batch

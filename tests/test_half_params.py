@@ -264,8 +264,7 @@ def test_the_loss_reaches_a_scale_aware_inside(wrap):
 @pytest.mark.parametrize("order", ["inside", "around"])
 @with_wrappers
 def test_a_scan_does_what_single_steps_do(order, wrap):
-    # Unoptimised, XLA rounds once an operation, and two programs agree to the bit.
-    options: Any = {"compiler_options": {"xla_backend_optimization_level": 0}}
+    options: Any = {"compiler_options": bitwise.UNOPTIMISED}
     tx = COMPOSITIONS[order](wrap)
     params = _params()
     stream = [_grads(params, seed, np.nan if seed == 1 else None) for seed in range(3)]

@@ -28,9 +28,6 @@ pytestmark = pytest.mark.standard_promotion
 
 in_both_halves = pytest.mark.parametrize("half", HALVES)
 
-# With optimisations, XLA rounds to half or not as it likes.
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
-
 
 class ConvNet(nn.Module):
     dtype: Any = None
@@ -74,7 +71,7 @@ def test_all_is_bit_for_bit_as_cast_by_hand(half, model):
 
     def compiled(apply):
         fun = jax.grad(lambda v: loss(apply, v), has_aux=True)
-        return jax.jit(fun, compiler_options=UNOPTIMISED)(variables)
+        return jax.jit(fun, compiler_options=bitwise.UNOPTIMISED)(variables)
 
     grads, (out, state) = compiled(ours.apply)
     expected_grads, (expected, expected_state) = compiled(by_hand.apply)

@@ -26,8 +26,6 @@ from jmp_lite.linen import with_policy
 # flax's layers promote: a half-precision input meets float32 statistics.
 pytestmark = pytest.mark.standard_promotion
 
-# With optimisations, XLA fuses two ways of writing one thing in two ways.
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
 
 in_both_halves = pytest.mark.parametrize("half", HALVES)
 
@@ -287,7 +285,7 @@ def test_attention_in_float32_is_flax_own():
         out, expected = (
             jax.jit(
                 lambda v, m=m, kwargs=kwargs: m.apply(v, X, **kwargs),
-                compiler_options=UNOPTIMISED,
+                compiler_options=bitwise.UNOPTIMISED,
             )(variables)
             for m in (with_policy(plain, "full"), plain)
         )

@@ -25,9 +25,6 @@ apply_updates: Any = optax.apply_updates  # typed for a tree that may be anythin
 HALVES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
 in_halves = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 
-# Unoptimised, XLA rounds once an operation, and two programs agree to the bit.
-_UNOPTIMISED = {"xla_backend_optimization_level": 0}
-
 
 def _cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), tree)
@@ -78,8 +75,8 @@ def test_the_masters_train_as_float32_parameters_do_bit_for_bit(dtype):
     plain = _cast(params, jnp.float32)
     tx = master_weights(inner)
     state, plain_state = tx.init(params), inner.init(plain)
-    step = _trainer(tx, compiler_options=_UNOPTIMISED)
-    plain_step = _trainer(inner, compiler_options=_UNOPTIMISED)
+    step = _trainer(tx, compiler_options=bitwise.UNOPTIMISED)
+    plain_step = _trainer(inner, compiler_options=bitwise.UNOPTIMISED)
     for _ in range(10):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), params)
         grads = _cast(grads, dtype)
@@ -122,7 +119,7 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
         return jnp.mean((h - y) ** 2)
 
     def train(tx: Any, params: Any) -> Any:
-        @functools.partial(jax.jit, compiler_options=_UNOPTIMISED)
+        @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
         def step(params, state, x):
             fun = jmp_lite.scaled_value_and_grad(loss, loss_scale=state)
             value, grads = fun(params, x, y)

@@ -20,9 +20,6 @@ pytestmark = pytest.mark.standard_promotion  # flax's layers promote
 HALVES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
 in_both_halves = pytest.mark.parametrize("half", HALVES)
 
-# With optimisations, XLA rounds to half or not as it likes.
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
-
 
 def normal(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
@@ -141,7 +138,7 @@ def test_all_is_bit_for_bit_as_cast_by_hand(half, cls):
             return jnp.sum(out.astype(jnp.float32) ** 2), out
 
         fun = jax.grad(loss, has_aux=True)
-        return jax.jit(fun, compiler_options=UNOPTIMISED)(params)
+        return jax.jit(fun, compiler_options=bitwise.UNOPTIMISED)(params)
 
     grads, out = compiled(ours)
     expected_grads, expected = compiled(by_hand)

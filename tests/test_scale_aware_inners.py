@@ -72,12 +72,6 @@ over_grad_dtypes = pytest.mark.parametrize("grad_dtype", _DTYPES)
 over_param_dtypes = pytest.mark.parametrize("param_dtype", _DTYPES)
 
 
-# Whether `b1 * m + g` is rounded once or twice hangs on what XLA fuses around it. Where
-# such terms cancel that shows as tens of ULP, between any two programs. Unoptimised,
-# each operation rounds once, and what is left is what scale_aware does.
-_UNOPTIMISED = {"xla_backend_optimization_level": 0}
-
-
 class _Programs:
     """An optimiser, wrapped and not, each compiled once per pair of dtypes."""
 
@@ -100,9 +94,9 @@ class _Programs:
             return inner.update(grads, state, params)
 
         self.step = jax.jit(counted_step)
-        self.unoptimised_step = jax.jit(step, compiler_options=_UNOPTIMISED)
+        self.unoptimised_step = jax.jit(step, compiler_options=bitwise.UNOPTIMISED)
         self.unoptimised_inner_update = jax.jit(
-            inner_update, compiler_options=_UNOPTIMISED
+            inner_update, compiler_options=bitwise.UNOPTIMISED
         )
 
 

@@ -24,8 +24,6 @@ _POLICIES = {
 }
 _EPS = {"float16": 2**-10, "bfloat16": 2**-7}
 
-# Each operation rounds once, in any program, so that equal means equal.
-_UNOPTIMISED = {"xla_backend_optimization_level": 0}
 
 over_half = pytest.mark.parametrize("dtype", _EPS)
 
@@ -136,7 +134,7 @@ def test_the_sum_of_losses_in_float32_is_exact_whatever_their_scales():
             for name, scale in zip(_WEIGHTS, scales, strict=True)
         }
         fun = functools.partial(_task_grads, policy)
-        fun = jax.jit(fun, compiler_options=_UNOPTIMISED)
+        fun = jax.jit(fun, compiler_options=bitwise.UNOPTIMISED)
         grads, finite = fun(params, loss_scales, batch)
         assert all(finite.values())
         return grads
@@ -254,7 +252,7 @@ def _penalty_grads(dtype, inner, outer, size=1.0) -> Any:
             return _penalty(_POLICIES[dtype], params, x, inner, size)
 
         fun = jmp_lite.scaled_grad(loss, loss_scale=outer)
-        grads = jax.jit(fun, compiler_options=_UNOPTIMISED)(params)
+        grads = jax.jit(fun, compiler_options=bitwise.UNOPTIMISED)(params)
         return jax.tree.map(np.asarray, outer.unscale(grads))
 
 

@@ -28,9 +28,6 @@ from jmp_lite.linen import TrainState, with_policy
 
 pytestmark = pytest.mark.standard_promotion  # flax's norms, and optax's counts
 
-# Each operation rounds once, in any program, so that equal means equal.
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
-
 
 class Net(nn.Module):
     """A batch norm between two layers, as small as it can be."""
@@ -91,7 +88,7 @@ def train_step(state, x):
     return state, loss
 
 
-STEP: Any = jax.jit(train_step, compiler_options=UNOPTIMISED)
+STEP: Any = jax.jit(train_step, compiler_options=bitwise.UNOPTIMISED)
 
 
 def without_scale(state: Any) -> Any:
@@ -117,7 +114,7 @@ class FlaxState(train_state.TrainState):
     dynamic_scale: Any
 
 
-@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+@functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
 def flax_step(state, x):
     """Step as flax's imagenet example does: parameters and optimiser are selected."""
     rng, dropout_rng = jax.random.split(state.rng)
@@ -250,7 +247,7 @@ def gradients_of(state: Any, factor: float = 1.0) -> Any:
     )
 
 
-@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+@functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
 def apply(state, grads, value, size):
     """Apply gradients, with all that a step may bring along."""
     fields: Any = {
@@ -397,7 +394,7 @@ def test_finite_steps_are_flax_own_bit_for_bit(name, wrap):
         apply_fn=None, params=ours.params, tx=inner
     )
 
-    @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+    @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
     def flax_apply(state, grads):
         return state.apply_gradients(grads=grads)
 
@@ -478,7 +475,7 @@ def test_a_loop_over_steps():
     sizes = jnp.array([1.0, OVERFLOWING, 1.0])
     batches = jnp.stack([batch(n) for n in range(3)])
 
-    @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+    @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
     def loop(state):
         return jax.lax.scan(
             lambda s, xs: (train_step(s, xs[0] * xs[1])[0], None),

@@ -26,8 +26,6 @@ from jmp_lite.nnx import TrainState, with_policy
 
 pytestmark = pytest.mark.standard_promotion  # flax's norms, and optax's counts
 
-# Each operation rounds once, in any program, so that equal means equal.
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
 OVERFLOWING = 1e6  # beyond float16, and in every sum
 SCALE = DynamicLossScale(2.0**10)
 
@@ -74,7 +72,7 @@ def train_step(state, x):
     return state.apply_gradients(grads=grads, rest=rest), loss
 
 
-STEP: Any = jax.jit(train_step, compiler_options=UNOPTIMISED)
+STEP: Any = jax.jit(train_step, compiler_options=bitwise.UNOPTIMISED)
 
 
 def without_scale(state: Any) -> Any:
@@ -151,7 +149,7 @@ STATES: dict[str, Any] = {
 }
 
 
-@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+@functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
 def apply(state, factor, value, size):
     """Apply gradients, with all that a step may bring along."""
     grads = jax.tree.map(lambda p: jnp.cos(p) * factor, state.params)
@@ -223,12 +221,12 @@ def test_finite_steps_are_those_of_optax_and_of_flax_optimizer():
     state = make_state(scale_aware(inner, StaticLossScale(2.0**8)))
     model = make_model()
     optimizer = nnx.Optimizer(model, inner, wrt=nnx.Param)
-    update = jax.jit(inner.update, compiler_options=UNOPTIMISED)
+    update = jax.jit(inner.update, compiler_options=bitwise.UNOPTIMISED)
     params, opt_state = state.params, inner.init(state.params)
     for _ in range(3):
         grads = jax.tree.map(jnp.cos, params)
         updates, opt_state = update(grads, opt_state, params)
-        params = jax.jit(optax.apply_updates, compiler_options=UNOPTIMISED)(
+        params = jax.jit(optax.apply_updates, compiler_options=bitwise.UNOPTIMISED)(
             params, updates
         )
         optimizer.update(model, jax.tree.map(jnp.cos, nnx.state(model, nnx.Param)))
