@@ -192,10 +192,13 @@ def bind(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]
     Returns:
       Its results, as a list also where there is but one.
     """
-    user_context, manager = _contexts_of(eqn)
-    with user_context, manager:
-        params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-        outs = eqn.primitive.bind(*args, **dict(params or {}))
+    return call(eqn, bind_here, eqn, args, params)
+
+
+def bind_here(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
+    """Run an equation as `bind` does, in the scope and source line of the caller."""
+    params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    outs = eqn.primitive.bind(*args, **dict(params or {}))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 

@@ -261,6 +261,18 @@ def test_what_is_more_than_read_by_products_stays_f32() -> None:
     assert _dtypes_of_relus(autocast(returned, BF16)) == ["float32"]
 
 
+@pytest.mark.parametrize("half", POLICIES)
+def test_comparisons_of_what_norms_make_stay_comparisons(half: str) -> None:
+    def masked(w, x):
+        x = _norm(x @ w)
+        return x, lax.select(x > 0, jnp.ones_like(x), jnp.zeros_like(x)) @ w
+
+    _, out = autocast(masked, POLICIES[half])(W, X)
+    _, expected = masked(W, X)
+    error = jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected)
+    assert error < 4 * float(jnp.finfo(DTYPES[half]).eps)
+
+
 def test_a_stream_that_norms_make_is_as_good_as_one_cast_by_hand() -> None:
     def by_hand(w, x):
         def low(x):

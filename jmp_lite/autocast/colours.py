@@ -56,7 +56,12 @@ def is_f32(var: Any) -> bool:
 def is_float(var: Any) -> bool:
     """Return whether a variable is floating or complex."""
     dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return dtype is not None and _is_inexact(dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def casts_before(eqn: Any) -> bool:
@@ -100,8 +105,10 @@ def _of_number(x: float, compute_dtype: Any) -> Colour:
 
 def joins_low(eqn: Any, ins: Sequence[Colour]) -> bool:
     """Return whether an elementwise equation runs in half, by its operands' colours."""
+    if LOW not in ins:
+        return False
     size = max(math.prod(v.aval.shape) for v in eqn.invars)
-    return LOW in ins and all(
+    return all(
         c in (LOW, CONST, BIAS, OTHER)
         or (c == NEUTRAL and math.prod(v.aval.shape) < size)
         for c, v in zip(ins, eqn.invars, strict=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jmp_lite import compat
 from jmp_lite.autocast import products, scopes
 from jmp_lite.autocast.ops import OpRules, default_rules
-from jmp_lite.autocast.paint import Plan, Step
+from jmp_lite.autocast.plans import Plan, Step
 from jmp_lite.autocast.transform import check_policy, paint_call
 from jmp_lite.policy import Policy, PolicyMap
 

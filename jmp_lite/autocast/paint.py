@@ -8,12 +8,14 @@ Sub-jaxprs (of jit, scan, …) are painted the same way, once per combination of
 and demands; `control_flow` says how their values are those of the equation around them.
 """
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from jmp_lite import compat
-from jmp_lite.autocast import colours, control_flow, products, scopes, softmax
+from jmp_lite.autocast import colours, equations, products, scopes, softmax
 from jmp_lite.autocast.colours import (
     BIAS,
     FULL,
@@ -29,63 +31,9 @@ from jmp_lite.autocast.colours import (
     WANT_PRODUCT,
     Colour,
 )
+from jmp_lite.autocast.equations import Equation
 from jmp_lite.autocast.ops import OpRules
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What becomes of one equation.
-
-    Attributes:
-      op_class: its class in the rule table, `"sub"` if it holds jaxprs, `"softmax"` if
-        it is the quotient of one.
-      low_in: per operand, whether it is handed over in half.
-      low_out: per result, whether it is half.
-      bodies: the plans of its sub-jaxprs.
-      reason: why it is as it is, for `explain`.
-      passes: whether the result is the operand: nothing is left to be done.
-      quotient: what a `"softmax"` is made of.
-    """
-
-    op_class: str
-    low_in: tuple[bool, ...]
-    low_out: tuple[bool, ...]
-    bodies: tuple["Plan", ...] = ()
-    reason: str = ""
-    passes: bool = False
-    quotient: softmax.Softmax | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-    """What becomes of a jaxpr.
-
-    Attributes:
-      jaxpr: the jaxpr.
-      consts: the values of its constvars.
-      steps: one per equation.
-      low_in: per input, whether it is handed over in half.
-      low_out: per output, whether half is what is at hand.
-      out_colours: per output, its colour.
-      wants: per input, the demand for it.
-    """
-
-    jaxpr: Any
-    consts: tuple[Any, ...]
-    steps: tuple[Step, ...]
-    low_in: tuple[bool, ...]
-    low_out: tuple[bool, ...]
-    out_colours: tuple[Colour, ...]
-    wants: tuple[int, ...]
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether the jaxpr can run as it is."""
-        if any(self.low_in) or any(self.low_out):
-            return False
-        return not any(
-            any(step.low_in) or any(step.low_out) or step.bodies for step in self.steps
-        )
+from jmp_lite.autocast.plans import Plan, Step
 
 
 class Painter:
@@ -124,113 +72,117 @@ class Painter:
 
 
 class _Painting:
-    """The painting of one jaxpr."""
+    """The painting of one jaxpr.
+
+    Attributes:
+      of: the colour of each variable.
+      steps: the step of each equation.
+      cast_moves: results that are half because a parameter is cast before it is moved.
+      readers: the equations, by index, that have a variable as an operand.
+      minds: per equation, whether its step depends on the demand for its results.
+      is_stale: per equation, whether it is to be painted, for the first time or because
+        what its step depends on has changed.
+    """
 
     def __init__(self, painter: Painter, jaxpr: Any, consts: Sequence[Any], scope: str):
         self.painter, self.rules = painter, painter.rules
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
-        self.softmaxes = softmax.find(jaxpr) if self.rules.lowers_anything else {}
-        self.regions = [
-            painter.regions.at(scope, compat.name_stack(eqn)) for eqn in jaxpr.eqns
-        ]
-        self.classes = [
-            # f32 to f32, as jnp.where does to its numbers
-            "follow" if compat.is_retyping(e) else self.rules.class_of(e.primitive.name)
-            for e in jaxpr.eqns
-        ]
-        # An equation is painted again only if what its painting depends on has changed.
-        self.minds_demand = [
-            op_class in ("lower", "keep")
-            or colours.casts_before(e)
-            or colours.is_square(e)
-            or i in self.softmaxes
-            for i, (e, op_class) in enumerate(
-                zip(jaxpr.eqns, self.classes, strict=True)
-            )
-        ]
-        self.painted: list[Any] = [None] * len(jaxpr.eqns)
-        # Results that are half because a parameter is cast before it is moved.
+        self.equations = equations.find(
+            jaxpr, painter.rules, painter.regions, scope, painter.compute_dtype
+        )
+        self.of: dict[Any, Colour] = {}
+        self.steps: list[Any] = [None] * len(self.equations)
         self.cast_moves: set[Any] = set()
+        self.readers: dict[Any, list[int]] = collections.defaultdict(list)
+        for index, equation in enumerate(self.equations):
+            for var, fixed in zip(equation.eqn.invars, equation.fixed, strict=True):
+                if fixed is None:
+                    self.readers[var].append(index)
+        self.minds = [equation.minds_demand for equation in self.equations]
+        self.is_stale = [True] * len(self.equations)
 
     def plan(self, in_colours: tuple[Colour, ...], wants: tuple[int, ...]) -> Plan:
         """Paint until the colours and the demands agree."""
-        eqns = self.jaxpr.eqns
-        hoped: list[tuple[int, ...]] = [(WANT_LOW,) * len(e.outvars) for e in eqns]
-        demands, known = hoped, [(0,) * len(e.outvars) for e in eqns]
+        self._colour_inputs(in_colours)
+        demands: dict[Any, int] = collections.defaultdict(lambda: WANT_LOW)
+        known: dict[Any, int] = {}
         while True:
-            steps, of = self._forward(in_colours, demands)
-            demand_of = self._backward(steps, wants, of)
+            self._forward(demands)
+            demand_of = self._backward(wants)
             # Demands only grow from one round to the next, so this comes to an end.
-            found = [
-                tuple(
-                    d | demand_of.get(v, 0) for d, v in zip(ds, e.outvars, strict=True)
-                )
-                for ds, e in zip(known, eqns, strict=True)
-            ]
-            if found == demands:
+            found = {v: d | known.get(v, 0) for v, d in demand_of.items()}
+            if found == known:
                 break
+            for index, equation in enumerate(self.equations):
+                if self.minds[index]:
+                    results = equation.eqn.outvars
+                    self.is_stale[index] = any(found[v] != demands[v] for v in results)
             demands = known = found
-        out_colours = tuple(self._read(of, v) for v in self.jaxpr.outvars)
+        out_colours = tuple(self._colour(v) for v in self.jaxpr.outvars)
         return Plan(
             jaxpr=self.jaxpr,
             consts=self.consts,
-            steps=tuple(map(_without_idle_bodies, steps)),
+            steps=tuple(map(_without_idle_bodies, self.steps)),
             low_in=tuple(c == LOW for c in in_colours),
             low_out=tuple(c == LOW for c in out_colours),
             out_colours=out_colours,
             wants=tuple(demand_of.get(v, 0) for v in self.jaxpr.invars),
         )
 
-    def _forward(self, in_colours, demands):
-        """Return each equation's step and each variable's colour."""
-        of: dict[Any, Colour] = {}
+    def _colour_inputs(self, in_colours):
         for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):
-            is_f32 = colours.is_f32(var)
-            of[var] = (
-                colours.of_constant(const, self.painter.compute_dtype)
-                if is_f32
-                else OTHER
-            )
+            is_f32, dtype = colours.is_f32(var), self.painter.compute_dtype
+            self.of[var] = colours.of_constant(const, dtype) if is_f32 else OTHER
         for var, colour in zip(self.jaxpr.invars, in_colours, strict=True):
-            of[var] = colour if colours.is_f32(var) else OTHER
-        steps = []
-        self.cast_moves = set()
-        for index, (eqn, region, demand) in enumerate(
-            zip(self.jaxpr.eqns, self.regions, demands, strict=True)
-        ):
-            ins = [self._read(of, v) for v in eqn.invars]
-            basis = (ins, demand if self.minds_demand[index] else None)
-            if self.painted[index] is None or self.painted[index][0] != basis:
-                step_and_outs = self._paint_equation(index, eqn, region, ins, demand)
-                self.painted[index] = (basis, step_and_outs)
-            step, outs = self.painted[index][1]
-            if NORMED in outs and self.rules.low_results:
-                step, outs = _rounded(step, outs, demand)
-            steps.append(step)
-            if any(step.low_out) and colours.casts_before(eqn) and LOW not in ins:
-                self.cast_moves.update(eqn.outvars)
-            for var, colour in zip(eqn.outvars, outs, strict=True):
-                of[var] = colour if colours.is_f32(var) else OTHER
-        return steps, of
+            self.of[var] = colour if colours.is_f32(var) else OTHER
 
-    def _paint_equation(self, index, eqn, region, ins, demand):
+    def _forward(self, demands):
+        """Paint what is stale, in order, and what reads results of another colour."""
+        of = self.of
+        for index, equation in enumerate(self.equations):
+            if not self.is_stale[index]:
+                continue
+            self.is_stale[index] = False
+            eqn = equation.eqn
+            operands = zip(eqn.invars, equation.fixed, strict=True)
+            ins = [of[v] if fixed is None else fixed for v, fixed in operands]
+            demand = [demands[v] for v in eqn.outvars]
+            step, outs = self._paint_equation(equation, ins, demand)
+            if not all(equation.is_f32):
+                of_f32 = zip(outs, equation.is_f32, strict=True)
+                outs = [c if is_f32 else OTHER for c, is_f32 in of_f32]
+            if NORMED in outs and self.rules.low_results:
+                self.minds[index] = True
+                step, outs = _rounded(step, outs, demand)
+            self.steps[index] = step
+            if LOW in outs and LOW not in ins and colours.casts_before(eqn):
+                self.cast_moves.update(eqn.outvars)
+            else:
+                self.cast_moves.difference_update(eqn.outvars)
+            for var, colour in zip(eqn.outvars, outs, strict=True):
+                if of.get(var) != colour:
+                    of[var] = colour
+                    for reader in self.readers.get(var, ()):
+                        self.is_stale[reader] = True
+
+    def _paint_equation(self, equation: Equation, ins, demand):
         """Return the step of an equation and the colours of its results."""
-        op_class, wants = self.classes[index], tuple(d & WANT for d in demand)
+        eqn, op_class, region = equation.eqn, equation.op_class, equation.region
+        wants = [d & WANT for d in demand]
         if not region.is_low:
             return _kept(eqn, "keep", region.reason)
-        if index in self.softmaxes and wants == (WANT_LOW,):
-            return _softmax_step(self.softmaxes[index])
+        if equation.quotient is not None and wants == [WANT_LOW]:
+            return _softmax_step(equation.quotient)
         if op_class == "lower":
             return self._paint_product(eqn, region, ins, wants)
-        if colours.is_square(eqn) and wants == (WANT_F32,):
+        if wants == [WANT_F32] and colours.is_square(eqn):
             return _kept(eqn, "full", "a square that is summed")
         if op_class in ("widest", "follow"):
             return self._paint_elementwise(eqn, op_class, ins, wants)
         if op_class == "full":
             return _kept(eqn, "full", "unsafe in half")
-        frames = control_flow.frames(eqn)
-        if frames is not None:
-            return self._paint_bodies(eqn, frames, ins, demand)
+        if equation.frames is not None:
+            return self._paint_bodies(eqn, equation.frames, ins, demand)
         held = compat.jaxprs_of(eqn)
         return _kept(eqn, "keep", "not looked into" if held else "not in the rules")
 
@@ -251,9 +203,10 @@ class _Painting:
             low = tuple(c == LOW for c in ins)
             return Step(op_class, low, low), ins
         operands = [c for c in ins if c != OTHER]
-        casts = colours.casts_before(eqn) and operands == [NEUTRAL]
-        joins = colours.joins_low(eqn, ins)
-        if joins or (casts and demand == (WANT_LOW,)):
+        is_cast_before = (
+            operands == [NEUTRAL] and demand == [WANT_LOW] and colours.casts_before(eqn)
+        )
+        if is_cast_before or colours.joins_low(eqn, ins):
             low_out = tuple(colours.is_f32(v) for v in eqn.outvars)
             low_in, passes = tuple(c != OTHER for c in ins), compat.is_retyping(eqn)
             step = Step(op_class, low_in, low_out, passes=passes)
@@ -318,54 +271,59 @@ class _Painting:
         )
         return Step("sub", low_in, low_out, tuple(plans)), outs
 
-    def _backward(self, steps, wants, of) -> dict[Any, int]:
+    def _backward(self, wants) -> dict[Any, int]:
         """Return the demand for each variable."""
-        demand: dict[Any, int] = {}
-
-        def ask(var, want):
-            if not compat.is_literal(var):
-                demand[var] = demand.get(var, 0) | want
-
+        demand: dict[Any, int] = collections.defaultdict(int)
         for var, want in zip(self.jaxpr.outvars, wants, strict=True):
-            ask(var, want)
-        for eqn, step in zip(reversed(self.jaxpr.eqns), reversed(steps), strict=True):
+            if not compat.is_literal(var):
+                demand[var] |= want
+        pairs = zip(reversed(self.equations), reversed(self.steps), strict=True)
+        for equation, step in pairs:
             out = 0
-            for var in eqn.outvars:
-                out |= demand.get(var, 0)
-            frames = control_flow.frames(eqn) if step.bodies else None
-            if frames is not None:
-                asked = _operand_wants(len(eqn.invars), frames, step.bodies)
-            elif step.op_class == "lower":
-                asked = [WANT_LOW | WANT_PRODUCT] * len(eqn.invars)
-            elif step.op_class in ("widest", "follow"):
-                want = colours.passed_on(eqn, step.op_class, any(step.low_in), out)
-                # A bias is cast where it is added, once it is broadcast: so its
-                # gradient is summed in f32, also if it was reshaped on the way.
-                asked = [
-                    WANT_F32 if self._is_bias(of, v, eqn) else want for v in eqn.invars
-                ]
-            else:
-                asked = [WANT_F32 | WANT_EXACT] * len(eqn.invars)
-            for var, want in zip(eqn.invars, asked, strict=True):
-                ask(var, want)
+            for var in equation.eqn.outvars:
+                out |= demand[var]
+            asked = self._asked(equation, step, out)
+            for var, want in zip(equation.eqn.invars, asked, strict=True):
+                if not compat.is_literal(var):
+                    demand[var] |= want
         return demand
 
-    def _is_bias(self, of: dict[Any, Colour], var: Any, eqn: Any) -> bool:
-        if compat.is_literal(var) or var.aval.size >= eqn.outvars[0].aval.size:
-            return False
-        return var in self.cast_moves or of[var] in (NEUTRAL, BIAS)
+    def _asked(self, equation: Equation, step: Step, out: int) -> list[int]:
+        """Return what an equation asks of its operands."""
+        operands = equation.eqn.invars
+        if step.bodies:
+            return _operand_wants(len(operands), equation.frames, step.bodies)
+        if step.op_class == "lower":
+            return [WANT_LOW | WANT_PRODUCT] * len(operands)
+        if step.op_class not in ("widest", "follow"):
+            return [WANT_F32 | WANT_EXACT] * len(operands)
+        runs_low = any(step.low_in)
+        want = colours.passed_on(equation.eqn, step.op_class, runs_low, out)
+        # A bias is cast where it is added, once it is broadcast: so its gradient is
+        # summed in f32, also if it was reshaped on the way.
+        return [
+            WANT_F32 if is_smaller and self._is_bias(v) else want
+            for v, is_smaller in zip(operands, equation.is_smaller, strict=True)
+        ]
 
-    def _read(self, of: dict[Any, Colour], var: Any) -> Colour:
-        if not compat.is_literal(var):
-            return of[var]
-        if not colours.is_f32(var):
-            return OTHER
-        return colours.of_constant(var.val, self.painter.compute_dtype)
+    def _is_bias(self, var: Any) -> bool:
+        if compat.is_literal(var):
+            return False
+        return var in self.cast_moves or self.of[var] in (NEUTRAL, BIAS)
+
+    def _colour(self, var: Any) -> Colour:
+        fixed = equations.fixed_colour(var, self.painter.compute_dtype)
+        return self.of[var] if fixed is None else fixed
 
 
 def _kept(eqn: Any, op_class: str, reason: str) -> tuple[Step, list[Colour]]:
-    low_in, low_out = (False,) * len(eqn.invars), (False,) * len(eqn.outvars)
-    return Step(op_class, low_in, low_out, reason=reason), [FULL] * len(eqn.outvars)
+    step = _kept_step(op_class, len(eqn.invars), len(eqn.outvars), reason)
+    return step, [FULL] * len(eqn.outvars)
+
+
+@functools.cache  # most steps of a program are one of few
+def _kept_step(op_class: str, ins: int, outs: int, reason: str) -> Step:
+    return Step(op_class, (False,) * ins, (False,) * outs, reason=reason)
 
 
 def _softmax_step(found: softmax.Softmax) -> tuple[Step, list[Colour]]:
@@ -374,7 +332,9 @@ def _softmax_step(found: softmax.Softmax) -> tuple[Step, list[Colour]]:
 
 
 def _without_idle_bodies(step: Step) -> Step:
-    if any(step.low_in) or not all(plan.changes_nothing for plan in step.bodies):
+    if not step.bodies or any(step.low_in):
+        return step
+    if not all(plan.changes_nothing for plan in step.bodies):
         return step
     return dataclasses.replace(step, bodies=())
 

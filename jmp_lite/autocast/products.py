@@ -31,7 +31,7 @@ def run(eqn: Any, operands: Sequence[Any], low_dtype: Any, low_result: bool) -> 
 
     def bind(dtype, *operands):
         preferred = {"preferred_element_type": jnp.dtype(dtype)}
-        return compat.bind(eqn, operands, {**eqn.params, **preferred})[0]
+        return compat.bind_here(eqn, operands, {**eqn.params, **preferred})[0]
 
     if low_result:
         return bind(low_dtype, *operands)

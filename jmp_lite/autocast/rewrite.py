@@ -23,7 +23,8 @@ from jmp_lite.autocast.colours import (
     WANT_OUTPUT,
     is_f32,
 )
-from jmp_lite.autocast.paint import Painter, Plan, Step
+from jmp_lite.autocast.paint import Painter
+from jmp_lite.autocast.plans import Plan, Step
 from jmp_lite.autocast.softmax import softmax
 
 
@@ -109,22 +110,25 @@ class Rewriter:
 
     def run_step(self, eqn: Any, step: Step, values: "Values") -> Sequence[Any]:
         """Return the results of one equation, run as its step says."""
-        spread = eqn.outvars[0].aval if step.op_class == "widest" else None
         # A cast is in the layer of what it is first made for.
-        operands = compat.call(eqn, values.read, eqn.invars, step.low_in, spread)
         if step.bodies:
+            operands = compat.call(eqn, values.read, eqn.invars, step.low_in)
             return control_flow.build(self._site(eqn, step, operands, values))
+        return compat.call(eqn, self._run_step_here, eqn, step, values)
+
+    def _run_step_here(self, eqn: Any, step: Step, values: "Values") -> Sequence[Any]:
         if step.quotient is not None:
             logits = values.read_as_made(step.quotient.logits)
-            axes = step.quotient.axes
-            return [compat.call(eqn, softmax, logits, axes, self.low_dtype)]
+            return [softmax(logits, step.quotient.axes, self.low_dtype)]
+        spread = eqn.outvars[0].aval if step.op_class == "widest" else None
+        operands = values.read(eqn.invars, step.low_in, spread)
         if step.passes:
             return operands
-        if step.op_class == "lower" and any(step.low_in):
+        if step.op_class == "lower" and True in step.low_in:
             return [products.run(eqn, operands, self.low_dtype, step.low_out[0])]
-        results = compat.bind(eqn, operands)
-        if any(step.low_out) and not any(step.low_in):
-            return compat.call(eqn, self._in_half, results, step.low_out)
+        results = compat.bind_here(eqn, operands)
+        if True in step.low_out and True not in step.low_in:
+            return self._in_half(results, step.low_out)
         return results
 
     def _in_half(self, values: Sequence[Any], low: Sequence[bool]) -> list[Any]:
@@ -218,38 +222,37 @@ class Values:
         first: the gradient of a broadcast is a sum, and that one is then float32.
         """
         return [
-            self._read_spread(v, spread)
-            if is_low and spread is not None and self._is_bias(v, spread)
-            else self._read(v, is_low)
+            self._read_low(v, spread) if is_low else self._read(v)
             for v, is_low in zip(variables, low, strict=True)
         ]
-
-    def _is_bias(self, var: Any, spread: Any) -> bool:
-        if compat.is_literal(var) or not is_f32(var) or not var.aval.shape:
-            return False
-        return var.aval.shape != spread.shape and self._made[var].dtype == F32
-
-    def _read_spread(self, var: Any, spread: Any) -> Any:
-        dims = tuple(range(len(spread.shape)))
-        value = jax.lax.broadcast_in_dim(self._made[var], spread.shape, dims)
-        return jax.lax.convert_element_type(value, self.low_dtype)
 
     def read_as_made(self, var: Any) -> Any:
         """Return a value in the dtype it was made in."""
         return self._made[var]
 
-    def _read(self, var: Any, low: bool) -> Any:
+    def _read(self, var: Any) -> Any:
         if compat.is_literal(var):
-            return np.asarray(var.val, self.low_dtype) if low else var.val
+            return var.val
         value = self._made[var]
-        if not is_f32(var):
+        if not is_f32(var) or value.dtype == F32:
             return value
-        dtype = self.low_dtype if low else F32
-        if value.dtype == dtype:
+        if var not in self._cast:
+            self._cast[var] = jax.lax.convert_element_type(value, F32)
+        return self._cast[var]
+
+    def _read_low(self, var: Any, spread: Any) -> Any:
+        if compat.is_literal(var):
+            return np.asarray(var.val, self.low_dtype)
+        value = self._made[var]
+        if not is_f32(var) or value.dtype == self.low_dtype:
             return value
+        if spread is not None and var.aval.shape not in ((), spread.shape):
+            dims = tuple(range(len(spread.shape)))
+            value = jax.lax.broadcast_in_dim(value, spread.shape, dims)
+            return jax.lax.convert_element_type(value, self.low_dtype)
         if var in self._cast:
-            return recast(value, self._cast[var]) if low else self._cast[var]
-        self._cast[var] = jax.lax.convert_element_type(value, dtype)
+            return recast(value, self._cast[var])
+        self._cast[var] = jax.lax.convert_element_type(value, self.low_dtype)
         return self._cast[var]
 
 

@@ -18,7 +18,8 @@ from jmp_lite import compat, dtypes, trees
 from jmp_lite.autocast import scopes
 from jmp_lite.autocast.colours import NEUTRAL, WANT_OUTPUT
 from jmp_lite.autocast.ops import OpRules, default_rules
-from jmp_lite.autocast.paint import Painter, Plan
+from jmp_lite.autocast.paint import Painter
+from jmp_lite.autocast.plans import Plan
 from jmp_lite.autocast.rewrite import Rewriter, Traced, trace
 from jmp_lite.policy import Policy, PolicyMap, get_policy
 

@@ -17,7 +17,7 @@ import numpy as np
 from jmp_lite import compat, trees
 from jmp_lite.autocast.colours import is_f32
 from jmp_lite.autocast.ops import OpRules, default_rules
-from jmp_lite.autocast.paint import Plan, Step
+from jmp_lite.autocast.plans import Plan, Step
 from jmp_lite.autocast.rewrite import Rewriter, Values
 from jmp_lite.autocast.transform import Painting, check_policy, paint_call
 from jmp_lite.numerics import stats

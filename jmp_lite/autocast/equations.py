@@ -1,0 +1,96 @@
+"""What painting asks of an equation and finds in the program alone: found once.
+
+An equation is painted several times, as the demands for its results become known; the
+numbers in it, the sizes of its operands, and its place in the model stay what they are.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from jmp_lite import compat
+from jmp_lite.autocast import colours, control_flow, scopes, softmax
+from jmp_lite.autocast.colours import OTHER, Colour
+from jmp_lite.autocast.ops import OpRules
+
+
+class Equation(NamedTuple):
+    """An equation of a jaxpr, and what does not change while it is painted.
+
+    Attributes:
+      eqn: the equation.
+      op_class: its class in the rule table.
+      region: how its place in the model is treated.
+      frames: the jaxprs that it holds, where they are understood.
+      quotient: the softmax whose last equation it is.
+      fixed: per operand, its colour if it is a number or not f32, else None.
+      is_smaller: per operand, whether it is smaller than an elementwise result.
+      is_f32: per result, whether it is f32.
+      minds_demand: whether its painting depends on the demand for its results.
+    """
+
+    eqn: Any
+    op_class: str
+    region: scopes.Region
+    frames: tuple[control_flow.Frame, ...] | None
+    quotient: softmax.Softmax | None
+    fixed: tuple[Colour | None, ...]
+    is_smaller: tuple[bool, ...]
+    is_f32: tuple[bool, ...]
+    minds_demand: bool
+
+
+def find(
+    jaxpr: Any,
+    rules: OpRules,
+    regions: scopes.Regions,
+    scope: str,
+    compute_dtype: Any,
+) -> list[Equation]:
+    """Return the equations of a jaxpr.
+
+    Args:
+      jaxpr: the jaxpr, open.
+      rules: the table of classes.
+      regions: the regions of the policy.
+      scope: the name scope that the jaxpr is called in.
+      compute_dtype: the half dtype that numbers are to be held in.
+    """
+    softmaxes = softmax.find(jaxpr) if rules.lowers_anything else {}
+
+    def make(index, eqn):
+        # f32 to f32, as jnp.where does to its numbers
+        is_move = compat.is_retyping(eqn)
+        op_class = "follow" if is_move else rules.class_of(eqn.primitive.name)
+        is_elementwise = op_class in ("widest", "follow")
+        size = _size(eqn.outvars[0]) if is_elementwise else 0
+        return Equation(
+            eqn=eqn,
+            op_class=op_class,
+            region=regions.at(scope, compat.name_stack(eqn)),
+            frames=control_flow.frames(eqn) if op_class == "keep" else None,
+            quotient=softmaxes.get(index),
+            fixed=tuple([fixed_colour(v, compute_dtype) for v in eqn.invars]),
+            is_smaller=tuple([size > 0 and _size(v) < size for v in eqn.invars]),
+            is_f32=tuple(map(colours.is_f32, eqn.outvars)),
+            minds_demand=(
+                op_class in ("lower", "keep")
+                or colours.casts_before(eqn)
+                or colours.is_square(eqn)
+                or index in softmaxes
+            ),
+        )
+
+    return [make(index, eqn) for index, eqn in enumerate(jaxpr.eqns)]
+
+
+def fixed_colour(var: Any, compute_dtype: Any) -> Colour | None:
+    """Return the colour of an operand that is a number or not f32, None for others."""
+    if not colours.is_f32(var):
+        return OTHER
+    if compat.is_literal(var):
+        return colours.of_constant(var.val, compute_dtype)
+    return None
+
+
+def _size(var: Any) -> int:
+    return math.prod(getattr(var.aval, "shape", ()))
