@@ -5,7 +5,8 @@
 
 Forward pass and gradient of the benchmarks' transformer, 12 to 96 layers: unrolled, so
 that every layer is traced, and in a `scan`, where one is. Plain and autocast take turns
-in one process. Measured is processor time, which other work stretches less.
+in one process. Measured is processor time, which other work stretches less, without
+Python's collector, as `timeit` has it: whom it stops is chance.
 """
 
 import gc
@@ -70,7 +71,8 @@ def measure(
         for name, cast in CASTS.items():
             # A new function each time, or JAX would answer from its cache.
             fun = jax.jit(make(cast(lambda *args: loss(*args))))
-            gc.collect()  # who is timed does not pay for the garbage of another
+            gc.collect()
+            gc.disable()
             start = time.process_time()
             traced = fun.trace(params, tokens)
             row[name] = {"trace": time.process_time() - start}
@@ -78,6 +80,7 @@ def measure(
                 start = time.process_time()
                 traced.lower().compile()
                 row[name]["compile"] = time.process_time() - start
+            gc.enable()
         rows.append(row)
     return rows[1:]  # the first fills caches
 

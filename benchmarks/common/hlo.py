@@ -48,8 +48,9 @@ class Counts(NamedTuple):
       host_transfers: what waits for the host.
       aliased: arguments whose memory a result takes over.
       traffic: bytes that kernels and copies of the entry computation read from and
-        write to the device's main memory. XLA's own count takes a whole array for each
-        slice of it that a TPU fetches ahead of time; this one takes the slice.
+        write to the device's main memory. XLA's own count does not tell the memories
+        of a TPU apart: what is fetched ahead of time it has four times (a copy) or five
+        (slices that are joined) before anything reads it; this one has it once.
       collectives: bytes that collectives leave on a device, by "opcode dtype".
     """
 
