@@ -2,7 +2,8 @@
 
     make programs                             # have the committed figures grown?
     python -m benchmarks.programs             # write them anew
-    python -m benchmarks.programs --device h100 --device v6e --size full
+    python -m benchmarks.programs --device h100 --device v5p --size full
+    (ulimit -s unlimited; python -m benchmarks.programs --device v6e)
 
 Compiles train steps for GPUs and TPUs with neither at hand (targets.py), in the
 environment of programs-requirements.txt: written in float32, cast by hand, by a policy,
@@ -15,6 +16,7 @@ import enum
 import importlib.metadata
 import json
 import math
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -274,6 +276,12 @@ def main(
     """Compile every step for every device; write JSON and figures, or check."""
     console = Console(width=160)
     devices = [str(d) for d in device or DEFAULT_DEVICES]
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if Device.V6E in devices and stack != resource.RLIM_INFINITY:
+        raise typer.BadParameter(
+            "libtpu overflows its stack on convolutions for v6e: run `ulimit -s "
+            "unlimited` in this shell first."
+        )
     failed = False
     size = "ci" if check else size
     missing = [d for d in devices if check and not result_path(d, size).exists()]

@@ -81,6 +81,15 @@ def test_a_collective_is_no_kernel_and_its_bytes_are_those_it_leaves():
     assert (counts.kernels, counts.collectives) == (0, {"reduce-scatter bf16": 32})
 
 
+def test_a_collective_in_pieces_is_counted_once():
+    lines = [
+        f"  %{name} = f16[16]{{0}} all-gather(%y), channel_id={channel}\n"
+        for name, channel in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    text = "HloModule m\nENTRY %main () -> f16[16] {\n" + "".join(lines) + "}"
+    assert hlo.count(text).collectives == {"all-gather f16": 2 * 16 * 2}
+
+
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_every_step_keeps_the_dtypes_of_what_it_takes(step):
     # One device stands for all: shapes are the same.
@@ -187,6 +196,13 @@ def _run(*args):
     app = typer.Typer()
     app.command()(programs.main)
     return CliRunner().invoke(app, list(args))
+
+
+def test_v6e_asks_for_the_stack_that_its_compiler_takes(monkeypatch):
+    monkeypatch.setattr(programs.resource, "getrlimit", lambda _: (2**23, 2**23))
+    result = _run("--device", "v6e")
+    assert result.exit_code == 2
+    assert "ulimit -s" in result.output
 
 
 def test_the_check_names_the_versions_that_differ(monkeypatch):

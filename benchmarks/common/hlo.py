@@ -32,6 +32,8 @@ _COLLECTIVES = (
 )
 _HOST_OPS = ("infeed", "outfeed", "send", "recv")
 _HOST_CALLS = re.compile(r'custom_call_target="[^"]*(callback|Host)[^"]*"', re.I)
+# What a TPU does piece by piece beside other work has one channel, in every piece.
+_CHANNEL = re.compile(r"channel_id=([0-9]+)")
 _SCRATCH = "S(1)"  # a TPU's memory on the chip, in a layout
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
 
@@ -51,7 +53,8 @@ class Counts(NamedTuple):
         write to the device's main memory. XLA's own count does not tell the memories
         of a TPU apart: what is fetched ahead of time it has four times (a copy) or five
         (slices that are joined) before anything reads it; this one has it once.
-      collectives: bytes that collectives leave on a device, by "opcode dtype".
+      collectives: bytes that collectives leave on a device, by "opcode dtype". A TPU
+        sums float16 two by two, in u32.
     """
 
     kernels: int
@@ -68,6 +71,7 @@ def count(text: str) -> Counts:
     header, *lines = text.splitlines()
     in_entry = False
     found, moved, sizes = collections.Counter(), collections.Counter(), {}
+    pieces = set()
     for line in lines:
         if line and not line[0].isspace():
             in_entry = line.startswith("ENTRY")
@@ -78,8 +82,11 @@ def count(text: str) -> Counts:
         arrays = _arrays(shape)
         collective = opcode.removesuffix("-start")
         if collective in _COLLECTIVES:
-            for array in _left(arrays, opcode):
+            channel = _CHANNEL.search(line)
+            piece = channel.group() if channel else name
+            for array in _left(arrays, opcode) if piece not in pieces else ():
                 moved[f"{collective} {array.dtype}"] += array.size
+            pieces.add(piece)
         elif in_entry:
             found["kernels"] += _is_kernel(arrays, opcode, line)
         if in_entry:
