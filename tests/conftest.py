@@ -70,6 +70,13 @@ def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Let go of what a file has compiled: a process may map only so much code."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def getkey() -> Callable[[], jax.Array]:
     """Hand out PRNG keys: a fresh one at each call, the same ones in every run."""
