@@ -1,18 +1,18 @@
 """Compare trees bit for bit: -0.0 is not 0.0, and a NaN is the NaN it is."""
 
+import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
 
 # Compiler options with which each operation rounds once, in any program, so that equal
 # means equal. Optimised, XLA rounds `b1 * m + g` once or twice, and to half or not, by
 # what it fuses around it: where terms cancel that shows as tens of ULP.
 UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0}
-if jaxlib.version.__version_info__[:2] == (0, 10):
-    UNOPTIMISED["xla_cpu_use_fusion_emitters"] = True  # conftest has it off
+if "--xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", ""):
+    UNOPTIMISED["xla_cpu_use_fusion_emitters"] = True  # as conftest.py has it off
 
 
 def raw_bits(tree: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -14,7 +14,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         # and change no operation, are not.
         "--xla_backend_optimization_level=0",
         # Nor is the code that 0.10 makes of fusions, with a compiler of its own that
-        # takes half of all the time. Later releases are faster, and have no choice.
+        # takes half of all the time. The newest is faster, and knows no such flag.
         *(
             ["--xla_cpu_use_fusion_emitters=false"]
             if jaxlib.version.__version_info__[:2] == (0, 10)

@@ -28,7 +28,6 @@ pytestmark = [
 
 _OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
 
-
 # The direct op sums products of fp8 numbers before it scales them: beyond float16.
 _OPS = {
     jnp.bfloat16: fp8_ops.Fp8DirectDotGeneralOp,

@@ -26,7 +26,6 @@ from jmp_lite.linen import with_policy
 # flax's layers promote: a half-precision input meets float32 statistics.
 pytestmark = pytest.mark.standard_promotion
 
-
 in_both_halves = pytest.mark.parametrize("half", HALVES)
 
 

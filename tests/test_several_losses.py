@@ -24,7 +24,6 @@ _POLICIES = {
 }
 _EPS = {"float16": 2**-10, "bfloat16": 2**-7}
 
-
 over_half = pytest.mark.parametrize("dtype", _EPS)
 
 

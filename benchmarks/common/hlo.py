@@ -84,9 +84,10 @@ def count(text: str) -> Counts:
         if collective in _COLLECTIVES:
             channel = _CHANNEL.search(line)
             piece = channel.group() if channel else name
-            for array in _left(arrays, opcode) if piece not in pieces else ():
-                moved[f"{collective} {array.dtype}"] += array.size
-            pieces.add(piece)
+            if piece not in pieces:
+                pieces.add(piece)
+                for array in _left(arrays, opcode):
+                    moved[f"{collective} {array.dtype}"] += array.size
         elif in_entry:
             found["kernels"] += _is_kernel(arrays, opcode, line)
         if in_entry:

@@ -115,12 +115,24 @@ def joins_low(eqn: Any, ins: Sequence[Colour]) -> bool:
     )
 
 
-def of_move(eqn: Any, op_class: str, ins: Sequence[Colour]) -> Colour:
-    """Return the colour of an elementwise result that is not LOW."""
+def of_move(
+    eqn: Any, op_class: str, ins: Sequence[Colour], is_smaller: Sequence[bool]
+) -> Colour:
+    """Return the colour of an elementwise result that is not LOW.
+
+    Args:
+      eqn: the equation.
+      op_class: its class in the rule table.
+      ins: its operands' colours.
+      is_smaller: per operand, whether it is smaller than the result.
+    """
+    # Is an operand broadcast, by itself or in arithmetic?
+    may_spread = op_class != "follow" or eqn.primitive.name == "broadcast_in_dim"
+    is_spread = [may_spread and smaller for smaller in is_smaller]
     spread = {FULL: SPREAD, NEUTRAL: NEUTRAL if op_class == "follow" else BIAS}
     operands = {
-        spread.get(c, c) if _is_spread(eqn, op_class, v) else c
-        for c, v in zip(ins, eqn.invars, strict=True)
+        spread.get(c, c) if spreads else c
+        for c, spreads in zip(ins, is_spread, strict=True)
         if c != OTHER
     }
     if not operands or FULL in operands:
@@ -131,15 +143,7 @@ def of_move(eqn: Any, op_class: str, ins: Sequence[Colour]) -> Colour:
         return next(c for c in (SPREAD, BIAS, CONST) if c in operands)
     if op_class != "follow" or not operands <= {NEUTRAL, BIAS, CONST}:
         return FULL
-    grows = _is_spread(eqn, op_class, eqn.invars[0])
-    return BIAS if grows or eqn.primitive.name == "gather" else NEUTRAL
-
-
-def _is_spread(eqn: Any, op_class: str, var: Any) -> bool:
-    """Return whether an operand is broadcast, by itself or in arithmetic."""
-    if op_class == "follow" and eqn.primitive.name != "broadcast_in_dim":
-        return False
-    return math.prod(var.aval.shape) < math.prod(eqn.outvars[0].aval.shape)
+    return BIAS if is_spread[0] or eqn.primitive.name == "gather" else NEUTRAL
 
 
 def rounds(colour: Colour, demand: int) -> bool:

@@ -178,7 +178,7 @@ class _Painting:
         if wants == [WANT_F32] and colours.is_square(eqn):
             return _kept(eqn, "full", "a square that is summed")
         if op_class in ("widest", "follow"):
-            return self._paint_elementwise(eqn, op_class, ins, wants)
+            return self._paint_elementwise(equation, ins, wants)
         if op_class == "full":
             return _kept(eqn, "full", "unsafe in half")
         if equation.frames is not None:
@@ -198,7 +198,8 @@ class _Painting:
         step = Step("lower", low_in, (low,), reason=reason)
         return step, [LOW if low else FULL]
 
-    def _paint_elementwise(self, eqn, op_class, ins, demand):
+    def _paint_elementwise(self, equation: Equation, ins, demand):
+        eqn, op_class = equation.eqn, equation.op_class
         if len(eqn.outvars) == len(ins) > 1:  # a barrier: result i is operand i
             low = tuple(c == LOW for c in ins)
             return Step(op_class, low, low), ins
@@ -207,12 +208,12 @@ class _Painting:
             operands == [NEUTRAL] and demand == [WANT_LOW] and colours.casts_before(eqn)
         )
         if is_cast_before or colours.joins_low(eqn, ins):
-            low_out = tuple(colours.is_f32(v) for v in eqn.outvars)
             low_in, passes = tuple(c != OTHER for c in ins), compat.is_retyping(eqn)
-            step = Step(op_class, low_in, low_out, passes=passes)
+            step = Step(op_class, low_in, equation.is_f32, passes=passes)
             return step, [LOW] * len(eqn.outvars)
         step, _ = _kept(eqn, op_class, "an operand is f32" if LOW in operands else "")
-        return step, [colours.of_move(eqn, op_class, ins) for _ in eqn.outvars]
+        colour = colours.of_move(eqn, op_class, ins, equation.is_smaller)
+        return step, [colour] * len(eqn.outvars)
 
     def _paint_bodies(self, eqn, frames, ins, demand):
         scope = scopes.join(self.scope, compat.name_stack(eqn))

@@ -124,10 +124,10 @@ class Rewriter:
         operands = values.read(eqn.invars, step.low_in, spread)
         if step.passes:
             return operands
-        if step.op_class == "lower" and True in step.low_in:
+        if step.op_class == "lower" and any(step.low_in):
             return [products.run(eqn, operands, self.low_dtype, step.low_out[0])]
         results = compat.bind_here(eqn, operands)
-        if True in step.low_out and True not in step.low_in:
+        if any(step.low_out) and not any(step.low_in):
             return self._in_half(results, step.low_out)
         return results
 
