@@ -185,7 +185,7 @@ def table(device: str, results: Results) -> Table:
         "kernels": ("kernels", 1),
     }
     titles = [title for title, _ in columns.values()]
-    for title in (*titles, "casts", "branches", "host"):
+    for title in (*titles, "casts", "sums in half", "branches", "host"):
         found.add_column(title, justify="right")
     for step in STEPS:
         row = results.get(str(step))
@@ -198,7 +198,8 @@ def table(device: str, results: Results) -> Table:
             else f"{row[key] / unit:.4g}"
             for key, (_, unit) in columns.items()
         ]
-        cells += [str(row[key]) for key in ("casts", "conditionals", "host_transfers")]
+        counts = ("casts", "half_sums", "conditionals", "host_transfers")
+        cells += [str(row[key]) for key in counts]
         found.add_row(str(step), *cells)
     return found
 

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 
 from jmp_lite import compat, dtypes, trees
 from jmp_lite.autocast import scopes
-from jmp_lite.autocast.colours import NEUTRAL, WANT_OUTPUT
 from jmp_lite.autocast.ops import OpRules, default_rules
 from jmp_lite.autocast.paint import Painter
-from jmp_lite.autocast.plans import Plan
+from jmp_lite.autocast.plans import AsWritten, Plan
 from jmp_lite.autocast.rewrite import Rewriter, Traced, trace
 from jmp_lite.policy import Policy, PolicyMap, get_policy
 
@@ -123,6 +122,45 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the same values whose gradients are summed in float32.
+
+    For code that is cast to half precision by hand or by `policy.cast_to_compute`. What
+    it broadcasts, repeats, gathers or uses many times is a sum in its backward pass,
+    which JAX makes in the dtype of the value: the gradient of a bfloat16 bias stops
+    growing after a few hundred rows. Here those sums are float32. Values, and the
+    dtypes of values and gradients, are those of `fun`; forward sums are as it has them.
+    `autocast` and `with_policy` do this by themselves.
+
+    Args:
+      fun: any JAX function of arrays, in half precision or in part of it.
+
+    Returns:
+      A function of the same signature.
+
+    Raises:
+      TypeError: `fun` is not callable or is an nnx module.
+
+    Examples:
+      >>> def loss(table, rows):
+      ...     return table.astype(jnp.bfloat16)[rows].astype(jnp.float32).mean()
+      >>> table, rows = jnp.ones(1), jnp.zeros(1024, jnp.int32)
+      >>> jax.grad(loss)(table, rows), jax.grad(sums_in_float32(loss))(table, rows)
+      (Array([0.25], dtype=float32), Array([1.], dtype=float32))
+    """
+    _check_function(fun, "sums_in_float32")
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        traced = trace(lambda args, kwargs: fun(*args, **kwargs), (args, kwargs))
+        planner = AsWritten()
+        plan = planner.paint_traced(traced.closed)
+        outs = Rewriter(planner).run(plan, plan.low_out, *traced.args)
+        return traced.restore(outs)
+
+    return wrapped
+
+
 class Painting:
     """A function traced on its arguments, and the plan for it."""
 
@@ -157,15 +195,9 @@ def paint_call(
     """Trace a call and paint it."""
     _check_arguments((args, kwargs))
     traced = trace(lambda args, kwargs: fun(*args, **kwargs), (args, kwargs))
-    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     regions = scopes.Regions(policy)
     painter = Painter(rules, regions, compute_dtype)
-    plan = painter.paint(
-        jaxpr,
-        consts,
-        [NEUTRAL] * len(jaxpr.invars),
-        [WANT_OUTPUT] * len(jaxpr.outvars),
-    )
+    plan = painter.paint_traced(traced.closed)
     regions.check_unused()
     return Painting(traced, painter, plan)
 
