@@ -256,9 +256,9 @@ def nothing_in_half(what: str, kept: Sequence[str], policy: Policy, remedy: str)
     return (
         f"0 of {what} run in {jnp.dtype(policy.compute_dtype).name} under the policy "
         f"{policy}: {len(kept)} of its modules have a `dtype` that their author set, "
-        f"and only a rule outweighs that: {', '.join(names)}{more}. Make the model "
-        f"without a dtype ({remedy}), or give it a rule (`PolicyMap('full', {{'': "
-        f"'{policy}'}})`), or use jmp_lite.autocast."
+        f"and only a rule outweighs that: {', '.join(names)}{more}. Give it a rule "
+        f"(`PolicyMap('full', {{'': '{policy}'}})`), or make it without a dtype "
+        f"({remedy}), or use jmp_lite.autocast."
     )
 
 

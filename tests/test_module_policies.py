@@ -236,9 +236,9 @@ def test_the_warning_names_some_of_many():
     assert text == (
         "0 of the 9 layers of Net run in float16 under the policy p=full,c=f16,o=full: "
         "8 of its modules have a `dtype` that their author set, and only a rule "
-        "outweighs that: the model itself, a, b, c, d, …. Make the model without a "
-        "dtype (`Net(dtype=None)`), or give it a rule (`PolicyMap('full', {'': "
-        "'p=full,c=f16,o=full'})`), or use jmp_lite.autocast."
+        "outweighs that: the model itself, a, b, c, d, …. Give it a rule "
+        "(`PolicyMap('full', {'': 'p=full,c=f16,o=full'})`), or make it without a "
+        "dtype (`Net(dtype=None)`), or use jmp_lite.autocast."
     )
 
 

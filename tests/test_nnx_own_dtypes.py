@@ -159,9 +159,9 @@ def test_a_default_that_reaches_no_layer_warns(name, layers, kept, names):
     assert text == (
         f"0 of the {layers} layers of {name} run in bfloat16 under the policy "
         f"p=full,c=bf16,o=full: {kept} of its modules have a `dtype` that their author "
-        f"set, and only a rule outweighs that: {names}. Make the model without a dtype "
-        "(`dtype=None`), or give it a rule (`PolicyMap('full', {'': "
-        "'p=full,c=bf16,o=full'})`), or use jmp_lite.autocast."
+        f"set, and only a rule outweighs that: {names}. Give it a rule "
+        "(`PolicyMap('full', {'': 'p=full,c=bf16,o=full'})`), or make it without a "
+        "dtype (`dtype=None`), or use jmp_lite.autocast."
     )
     with pytest.warns(UserWarning, match="layers of") as caught:
         model = with_policy(plain, "mixed_bfloat16")

@@ -240,9 +240,9 @@ def test_what_is_inside_and_has_no_parameters_is_not_rounded_by_a_rule_around_it
 NOTHING = (
     r"0 of the {count} matrix products of {name} run in {half} under the policy "
     r"p=full,c={short},o=full: {kept} of its modules have a `dtype` that their author "
-    r"set, and only a rule outweighs that: {first}.*\. Make the model without a dtype "
-    r"\(`model\.clone\(dtype=None\)`, or in its config\), or give it a rule "
-    r"\(`PolicyMap\('full', {{'': '{short_policy}'}}\)`\), or use jmp_lite\.autocast\."
+    r"set, and only a rule outweighs that: {first}.*\. Give it a rule "
+    r"\(`PolicyMap\('full', {{'': '{short_policy}'}}\)`\), or make it without a dtype "
+    r"\(`model\.clone\(dtype=None\)`, or in its config\), or use jmp_lite\.autocast\."
 )
 
 
