@@ -191,6 +191,33 @@ def test_a_rule_reaches_through_scan_remat_and_jit(rule):
     assert models.dtypes(grads) == {"float32"}
 
 
+LAYERS: dict[str, Any] = {
+    "attention": nn.MultiHeadAttention(2, normalize_qk=True, dtype=jnp.float32),
+    "LSTM": nn.RNN(nn.OptimizedLSTMCell(3, dtype=jnp.float32)),
+    "weight norm": nn.WeightNorm(nn.Dense(3, dtype=jnp.float32)),
+    "vmap": nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(
+        3, dtype=jnp.float32
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_layers_inside_of_a_layer_are_in_half_under_a_rule(name):
+    model = with_policy(LAYERS[name], PolicyMap("full", {"": "mixed_bfloat16"}))
+    assert models.products(model, X) == {("bfloat16",) * 3}
+
+
+def test_a_cache_has_the_dtype_of_the_rule():
+    attention = nn.MultiHeadAttention(2, decode=True, dtype=jnp.float32)
+    model = with_policy(attention, PolicyMap("full", {"": "mixed_float16"}))
+    variables = shapes(model, X)
+    assert variables["cache"]["cached_key"].dtype == jnp.float16
+    _, state = jax.eval_shape(
+        lambda v: model.apply(v, X[:, :1], mutable=["cache"]), variables
+    )
+    assert state["cache"]["cached_key"].dtype == jnp.float16
+
+
 def test_norms_keep_their_statistics_in_float32_under_a_rule():
     model = with_policy(models.ResNet(), PolicyMap("full", {"": "mixed_float16"}))
     variables = shapes(model, X)
