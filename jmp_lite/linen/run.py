@@ -113,10 +113,10 @@ class Run:
             )
 
     def missed_products(self, fun: Callable[..., Any], cast: Any) -> int:
-        """Return how many products of a call are to be in half, if none of them is.
+        """Return how many products a call has, if none is in half that should be.
 
-        Only where that comes from the `dtype` that the author of the model set: it is
-        0 where no module is kept from half so, or any product is in half.
+        It is 0 where any product is in half, and where no module is kept from half by
+        the `dtype` that the author of the model set.
 
         Args:
           fun: the call, as a function of the variables.
