@@ -228,7 +228,7 @@ def test_the_dtype_that_an_author_set_stays():
         def __call__(self, x):
             return self.table(jnp.arange(6)) + self.attention(self.mine(x))
 
-    model = with_policy(Model(nnx.Rngs(0)), "mixed_float16", {nnx.Linear: "full"})
+    model = with_policy(Model(nnx.Rngs(0)), "mixed_float16")
     explanation = model.explain()
     assert explanation["mine"].why == "its own dtype=bf16"
     assert explanation["attention/query"].compute == "full"
@@ -298,7 +298,9 @@ def test_an_embedding_in_half_also_as_the_last_layer():
 
 def test_a_simple_cell_is_float32_unless_told_by_its_author():
     """Its `dtype` is float32 where nobody says a word."""
-    model = with_policy(nnx.RNN(nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0))), "half")
+    plain = nnx.RNN(nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match="0 of the 3 layers of RNN run in float16"):
+        model = with_policy(plain, "half")
     assert model.explain()["cell"].why == "its own dtype=full"
 
 

@@ -6,7 +6,6 @@ does not know is left alone, and `explain` lists it.
 """
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -241,7 +240,9 @@ def _name_of(fun: Any) -> str:
 def _check_function(fun: Any, caller: str) -> None:
     if not callable(fun):
         raise TypeError(f"{caller} expects a function, got {fun!r}.")
-    if _is_nnx_module(fun) or _is_nnx_module(getattr(fun, "__self__", None)):
+    if compat.is_nnx_module(fun) or compat.is_nnx_module(
+        getattr(fun, "__self__", None)
+    ):
         raise TypeError(_nnx_advice(f"{caller} got"))
 
 
@@ -251,8 +252,8 @@ def refuse_modules(args_and_kwargs: Any, who: str) -> None:
     Raises:
       TypeError: it is, and what to do instead.
     """
-    leaves = jax.tree.leaves(args_and_kwargs, is_leaf=_is_nnx_module)
-    if any(map(_is_nnx_module, leaves)):
+    leaves = jax.tree.leaves(args_and_kwargs, is_leaf=compat.is_nnx_module)
+    if any(map(compat.is_nnx_module, leaves)):
         raise TypeError(_nnx_advice(f"{who} got"))
 
 
@@ -266,13 +267,10 @@ def _check_arguments(args_and_kwargs: Any) -> None:
         raise TypeError(
             f"A function under autocast got {leaf!r} as its argument {index!r}; "
             "expected arrays, numbers or functions. Bind other values with "
-            "functools.partial."
+            "functools.partial. Of a model that holds them, hand over the arrays alone "
+            "(arrays, rest = equinox.partition(model, equinox.is_array)), and in the "
+            "function call equinox.combine(arrays, rest)."
         )
-
-
-def _is_nnx_module(x: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Module)
 
 
 def _nnx_advice(got: str) -> str:

@@ -6,7 +6,9 @@ the model itself has its output cast. flax's attention is told to take its softm
 float32; one that a model writes itself has the dtype of its logits.
 """
 
-from collections.abc import Container, Mapping
+import dataclasses
+import warnings
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +22,9 @@ from jmp_lite.module_policies import (
     ModulePolicies,
     ModulePolicy,
     given_dtype,
+    kept_from_half,
     nearest,
+    nothing_in_half,
     why,
 )
 from jmp_lite.policy import Policy, PolicyMap
@@ -36,8 +40,11 @@ def with_policy(
     Parameters are kept in the param dtype of their module. flax's layers compute in
     its compute dtype (their `dtype`), other modules get their parameters in it; the
     model's outputs have the default's output dtype. Statistics of flax's norms are
-    float32, and so is the softmax of flax's attention. A `dtype` that the author of the
-    model has set on a layer stays.
+    float32, and so is the softmax of flax's attention.
+
+    The default policy leaves a `dtype` that the author of the model set on a module. A
+    rule outweighs it, in the module that it names and in those inside. Warns where the
+    default policy is to be in half, and no layer is, for that reason.
 
     Args:
       model: an nnx module; it stays as it is.
@@ -75,7 +82,10 @@ def with_policy(
     own_dtypes = {path: _own_dtype(module) for path, module in modules.items()}
     nnx.update(model, _cast(nnx.state(model, nnx.Param), of, "param_dtype", of))
     for path, module in modules.items():
-        _tell(module, of[path].policy.compute_dtype, own_dtypes[path])
+        _tell(module, of[path], own_dtypes[path])
+    text = _nothing_in_half(model, modules, of, own_dtypes)
+    if text is not None:
+        warnings.warn(text, stacklevel=2)
     return PolicyModule(model, policies, own_dtypes)
 
 
@@ -127,7 +137,8 @@ class PolicyModule(nnx.Module):
         rows = []
         for path, module in sorted(modules.items()):
             own, policy = own_dtypes.get(path), of[path].policy
-            compute = dtypes.dtype_name(policy.compute_dtype if own is None else own)
+            kept = None if of[path].rule is not None else own
+            compute = dtypes.dtype_name(policy.compute_dtype if kept is None else kept)
             output = (compute,) if _is_told(module) else ()
             row = ModuleDtypes(
                 path=path,
@@ -135,7 +146,7 @@ class PolicyModule(nnx.Module):
                 params=tuple(sorted(params[path])),
                 compute=compute,
                 output=output if path else (dtypes.dtype_name(policy.output_dtype),),
-                why=why(self.policies, path, type(module), own),
+                why=why(of[path], path, own),
             )
             rows.append(row)
         return Explanation(tuple(rows))
@@ -214,17 +225,62 @@ def _is_told(module: nnx.Module) -> bool:
     return "dtype" in vars(module)
 
 
-def _tell(module: Any, compute_dtype: Any, own_dtype: Any) -> None:
+def _tell(module: Any, of: ModulePolicy, own_dtype: Any) -> None:
     """Set the dtypes of a flax layer; other modules are left alone."""
     cls = type(module)
+    is_outweighed = own_dtype is not None and of.rule is not None
     is_free = getattr(module, "dtype", None) is None or issubclass(cls, nnx.Embed)
-    if _is_told(module) and own_dtype is None and is_free:
-        module.dtype = None if issubclass(cls, _RENORMS) else compute_dtype
+    if _is_told(module) and (is_outweighed or (own_dtype is None and is_free)):
+        module.dtype = None if issubclass(cls, _RENORMS) else of.policy.compute_dtype
+    if is_outweighed and issubclass(cls, nnx.SimpleCell):
+        module.activation_fn = _InFloat32(module.activation_fn)
     if issubclass(cls, _NORMS) and module.promote_dtype is promote_dtype:
         module.promote_dtype = _keep_dtypes
     in_float32 = attention.softmax_in_float32(getattr(module, "attention_fn", None))
     if in_float32 is not None:
         module.attention_fn = in_float32
+
+
+@dataclasses.dataclass(frozen=True)
+class _InFloat32:
+    """An activation that is float32: what a cell hands on in a loop keeps its dtype."""
+
+    fun: Callable[[jax.Array], jax.Array]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fun(trees.cast_at_least_float32(x))
+
+
+def _nothing_in_half(
+    model: nnx.Module,
+    modules: Mapping[str, Any],
+    of: Mapping[str, ModulePolicy],
+    own_dtypes: Mapping[str, Any],
+) -> str | None:
+    """Return the warning that no layer is in half as it should be; None if one is."""
+    layers = [
+        path
+        for path, module in modules.items()
+        if _is_told(module) and not isinstance(module, (*_NORMS, nnx.Embed))
+    ]
+    kept = [path for path in kept_from_half(of, own_dtypes) if _is_told(modules[path])]
+    if not layers or set(layers) - set(kept):
+        return None
+    # What a module of one's own does with its parameters is not known before a call:
+    # weights are multiplied, a table of positions is added. Tables are smaller.
+    of_layers = in_half = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param)):
+        owner = _owner(path, modules)
+        of_layers += leaf.size if owner in layers else 0
+        in_half += 0 if _is_told(modules[owner]) else leaf.size
+    if in_half >= of_layers:
+        return None
+    return nothing_in_half(
+        f"the {len(layers)} layers of {type(model).__name__}",
+        kept,
+        of[layers[0]].policy,
+        "`dtype=None`",
+    )
 
 
 def _keep_dtypes(arrays: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
