@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jaxlib.version
+from jax._src import core as core_private
 from jax._src import source_info_util as source_info_util_private
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import (
@@ -99,6 +100,11 @@ def versions() -> dict[str, str]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
     }
+
+
+def is_tracing() -> bool:
+    """Return whether any transformation of JAX (`jit`, `grad`, `vmap`…) is at work."""
+    return not core_private.trace_state_clean()
 
 
 # --- jaxprs -----------------------------------------------------------------------

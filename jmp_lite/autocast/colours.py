@@ -37,9 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-Colour = enum.IntEnum(
-    "Colour", "LOW CONST BIAS NEUTRAL SPREAD NORMED FULL WHOLE OTHER"
-)
+Colour = enum.IntEnum("Colour", "LOW CONST BIAS NEUTRAL SPREAD NORMED FULL WHOLE OTHER")
 LOW, CONST, BIAS, NEUTRAL, SPREAD, NORMED, FULL, WHOLE, OTHER = Colour
 IGNORED = (WHOLE, OTHER)
 

@@ -18,13 +18,13 @@ from jmp_lite import compat
 from jmp_lite.autocast import colours, equations, products, scopes, softmax
 from jmp_lite.autocast.colours import (
     BIAS,
+    CONST,
     FULL,
     IGNORED,
     LOW,
     NEUTRAL,
     NORMED,
     OTHER,
-    CONST,
     WANT,
     WANT_DIGITS,
     WANT_EXACT,
@@ -82,7 +82,6 @@ class Painter:
                 tuple(in_colours), tuple(wants)
             )
         return self._plans[key]
-
 
     def paint_traced(
         self,
@@ -160,6 +159,7 @@ class _Painting:
             low_out=tuple(c == LOW for c in out_colours),
             out_colours=out_colours,
             wants=tuple(demand_of.get(v, 0) for v in self.jaxpr.invars),
+            numbers=frozenset(v for v, c in self.of.items() if c == CONST),
             is_rule=self.painter.is_rule,
         )
 
@@ -247,7 +247,10 @@ class _Painting:
             operands == [NEUTRAL] and demand == [WANT_LOW] and colours.casts_before(eqn)
         )
         if is_cast_before or colours.joins_low(eqn, ins):
-            low_in, passes = tuple(c not in IGNORED for c in ins), compat.is_retyping(eqn)
+            low_in, passes = (
+                tuple(c not in IGNORED for c in ins),
+                compat.is_retyping(eqn),
+            )
             step = Step(op_class, low_in, equation.is_f32, passes=passes)
             return step, [LOW] * len(eqn.outvars)
         step, _ = _kept(eqn, op_class, "an operand is f32" if LOW in operands else "")

@@ -48,6 +48,7 @@ class Plan:
       low_out: per output, whether half is what is at hand.
       out_colours: per output, its colour.
       wants: per input, the demand for it.
+      numbers: the variables that are numbers of the program, which half can hold.
       is_rule: whether it is, or is in, a rule for derivatives.
     """
 
@@ -58,6 +59,7 @@ class Plan:
     low_out: tuple[bool, ...]
     out_colours: tuple[Colour, ...]
     wants: tuple[int, ...]
+    numbers: frozenset[Any] = frozenset()
     is_rule: bool = False
 
     @functools.cached_property

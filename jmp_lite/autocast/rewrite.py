@@ -89,7 +89,7 @@ class Rewriter:
 
     def run(self, plan: Plan, low_out: tuple[bool, ...], *args: Any) -> list[Any]:
         """Return the outputs of a jaxpr, in half where `low_out` says so."""
-        values = Values(self.low_dtype, plan.uses)
+        values = Values(self.low_dtype, plan.uses, plan.numbers)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
         for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):

@@ -1,10 +1,10 @@
 """Half-precision values whose gradients are summed in float32.
 
-What is broadcast, repeated, gathered or used many times in the forward pass is a sum in
-the backward pass, and JAX makes that sum in the dtype of the value. In bfloat16 a sum of
-more than 256 equal terms stops growing; in float16 it may overflow. The functions here
-compute what the plain operations compute, bit for bit, and differentiate so that each
-of these sums has float32 terms and a float32 result.
+What is broadcast, repeated, gathered or used many times in the forward pass is a sum
+in the backward pass, and JAX makes that sum in the dtype of the value. A bfloat16 sum
+of more than 256 equal terms stops growing; one in float16 may overflow. The functions
+here compute what the plain operations compute, bit for bit, and differentiate so that
+each of these sums has float32 terms and a float32 result.
 
 All of it rests on one primitive, `differentiate_as(value, expression)`: it is `value`,
 and its derivative is that of `expression`. So a half array is broadcast in half, and
@@ -99,7 +99,9 @@ def _transpose(cotangent: Any, value: Any, expression: Any, *like: Any) -> Any:
 
 def _batch(operands: Any, axes: Any) -> Any:
     (size,) = {
-        x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None
+        x.shape[axis]
+        for x, axis in zip(operands, axes, strict=True)
+        if axis is not None
     }
     value, expression = (
         lax.broadcast(x, (size,)) if axis is None else jnp.moveaxis(x, axis, 0)
@@ -118,6 +120,16 @@ mlir.register_lowering(
 
 
 # Operations.
+
+
+def in_float32(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
+    """Run an equation on float32 operands, and cast its result to half.
+
+    For rules of derivatives: what they do to a tangent is transposed as it stands, so
+    that `differentiate_as`, whose value is not what it is differentiated as, is no use.
+    """
+    (result,) = compat.bind_here(eqn, operands)
+    return [lax.convert_element_type(result, dtype)]
 
 
 def spread(
@@ -163,31 +175,35 @@ def scale(eqn: Any, array: Any, factor: Any, factor_in_f32: Any, *like: Any) -> 
 
 
 def sums_backward(eqn: Any) -> bool:
-    """Return whether the transpose of an equation sums, in its first operand's dtype.
+    """Return whether the transpose of an equation sums, in its operands' dtype.
 
     Elementwise equations, which broadcast, are not asked here.
     """
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
-        return math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.invars[0].aval.shape)
-    return name in _REPEATING or name in _CHOOSING
+        return math.prod(eqn.outvars[0].aval.shape) > math.prod(
+            eqn.invars[0].aval.shape
+        )
+    is_padded_with_variable = name == "pad" and not compat.is_literal(eqn.invars[1])
+    return name in _REPEATING or name in _CHOOSING or is_padded_with_variable
 
 
-def bind(eqn: Any, operands: Sequence[Any], in_f32: Any) -> list[Any]:
+def bind(eqn: Any, operands: Sequence[Any], in_f32: Sequence[Any]) -> list[Any]:
     """Run an equation for which `sums_backward` is true.
 
     Args:
       eqn: the equation.
-      operands: its operands, the first of them half.
-      in_f32: the first operand in float32, whose gradient is taken.
+      operands: its operands.
+      in_f32: the same, those that are half in float32: their gradients are taken.
     """
-    (value,) = compat.bind_here(eqn, operands)
+    # Or JAX would compute what the derivative of the value needs.
+    (value,) = compat.bind_here(eqn, list(map(lax.stop_gradient, operands)))
     if eqn.primitive.name in ("reduce_max", "reduce_min"):
-        expression = _mean_of_chosen(value, operands[0], in_f32, eqn.params["axes"])
+        expression = _mean_of_chosen(value, operands[0], in_f32[0], eqn.params["axes"])
     elif eqn.primitive.name == "gather" and _takes_one_along_an_axis(eqn):
-        expression = _one_along_an_axis(eqn, in_f32, operands[1])
+        expression = _one_along_an_axis(eqn, in_f32[0], operands[1])
     else:
-        (expression,) = compat.bind_here(eqn, [in_f32, *operands[1:]])
+        (expression,) = compat.bind_here(eqn, in_f32)
     return [differentiate_as(value, expression)]
 
 
@@ -201,9 +217,7 @@ def _mean_of_chosen(chosen: Any, array: Any, in_f32: Any, axes: Any) -> jax.Arra
 def _takes_one_along_an_axis(eqn: Any) -> bool:
     """Return whether a gather is `take_along_axis` of one index, as of labels."""
     numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
-    others = tuple(
-        i for i in range(operand.ndim) if i not in numbers.start_index_map
-    )
+    others = tuple(i for i in range(operand.ndim) if i not in numbers.start_index_map)
     return (
         len(others) == operand.ndim - 1
         and numbers.operand_batching_dims == others

@@ -151,6 +151,8 @@ def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
+        if not compat.is_tracing():  # so nobody asks for a gradient
+            return fun(*args, **kwargs)
         traced = trace(lambda args, kwargs: fun(*args, **kwargs), (args, kwargs))
         planner = AsWritten()
         plan = planner.paint_traced(traced.closed)

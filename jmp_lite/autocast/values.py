@@ -1,4 +1,4 @@
-"""The values of a jaxpr's variables as it runs: as they were made, and as they are read.
+"""The values of a jaxpr's variables as it runs: as they were made, as they are read.
 
 A variable has at most two values, the one it was made as and its cast, each made once.
 Every read in half precision differentiates as a cast of its own: the gradients of what
@@ -54,7 +54,6 @@ class Uses:
       of: how an equation does, by its `id`, for those that have half operands.
       many: the variables of so many half gradients that their sum is to be float32.
       differentiated: the variables through which a gradient may pass.
-      numbers: the variables that are made of numbers written in the program alone.
       is_rule: whether the jaxpr is a rule for derivatives. JAX transposes it as it
         stands, so that an operation on a tangent is to be linear in it.
     """
@@ -62,7 +61,6 @@ class Uses:
     of: Mapping[int, Use]
     many: frozenset[Any]
     differentiated: frozenset[Any]
-    numbers: frozenset[Any]
     is_rule: bool = False
 
 
@@ -77,7 +75,7 @@ def find_uses(
       is_rule: whether the jaxpr is a rule for derivatives.
     """
     differentiated = _differentiated(jaxpr)
-    of, reads, reads_in_f32, numbers = {}, collections.Counter(), set(), set()
+    of, reads, reads_in_f32 = {}, collections.Counter(), set()
     inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
     for eqn, low in zip(jaxpr.eqns, low_in, strict=True):
         half = _half_operands(eqn, low)
@@ -85,8 +83,6 @@ def find_uses(
         inputs.update(
             dict.fromkeys(eqn.outvars, _union(inputs.get(v, 0) for v in variables))
         )
-        if numbers.issuperset(variables):
-            numbers.update(eqn.outvars)
         is_differentiated = not differentiated.isdisjoint(eqn.outvars)
         if any(half) and is_differentiated:
             of[id(eqn)] = _use(eqn, half, differentiated, inputs)
@@ -96,7 +92,7 @@ def find_uses(
     reads.update(_variables(jaxpr.outvars))
     reads.update(reads_in_f32)
     many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
-    return Uses(of, many, differentiated, frozenset(numbers), is_rule)
+    return Uses(of, many, differentiated, is_rule)
 
 
 def _variables(operands: Iterable[Any]) -> Iterator[Any]:
@@ -139,8 +135,9 @@ def _use(eqn: Any, half: Any, differentiated: Any, inputs: Mapping[Any, int]) ->
                 like[i] = others
             if name in sums.BROADCASTING and var.aval.shape != shape:
                 smaller.append(i)
-    first, is_half = eqn.invars[0], half[0]
-    may_sum = is_half and not compat.is_literal(first) and first in differentiated
+    may_sum = not differentiated.isdisjoint(
+        _variables(itertools.compress(eqn.invars, half))
+    )
     return Use(half, like, smaller, may_sum and sums.sums_backward(eqn))
 
 
@@ -160,7 +157,7 @@ def _union(bits: Iterable[int]) -> int:
     return functools.reduce(operator.or_, bits, 0)
 
 
-_NO_USES = Uses({}, frozenset(), frozenset(), frozenset())
+_NO_USES = Uses({}, frozenset(), frozenset())
 
 
 class Values:
@@ -169,11 +166,17 @@ class Values:
     Args:
       low_dtype: the compute dtype.
       uses: how the jaxpr uses them; by default, no derivative is taken.
+      numbers: the variables that are numbers of the program, which half can hold.
     """
 
-    def __init__(self, low_dtype: Any, uses: Uses = _NO_USES):
+    def __init__(
+        self,
+        low_dtype: Any,
+        uses: Uses = _NO_USES,
+        numbers: frozenset[Any] = frozenset(),
+    ):
         self.low_dtype = low_dtype
-        self.uses = uses
+        self.uses, self.numbers = uses, numbers
         self._made: dict[Any, Any] = {}
         # The cast of a float32 value to half, or the float32 value of a half one.
         self._cast: dict[Any, Any] = {}
@@ -217,6 +220,7 @@ class Values:
           eqn: the equation.
           low: per operand, whether a float32 one is read in half.
         """
+        self._note_origin(eqn)
         use, joins = self.uses.of.get(id(eqn)), eqn.primitive.name in sums.JOINING
         if use is None:  # it has no half operands, or no derivative
             operands = [
@@ -224,6 +228,10 @@ class Values:
                 for v, is_low in zip(eqn.invars, low, strict=True)
             ]
             return compat.bind_here(eqn, operands)
+        if self.uses.is_rule and (use.smaller or use.sums_backward):
+            (out,) = eqn.outvars
+            dtype = self.low_dtype if is_f32(out) else out.aval.dtype
+            return sums.in_float32(eqn, self._all_in_f32(eqn, use), dtype)
         operands = [
             self._value_in_half(v, joins)[0]
             if i in use.smaller
@@ -235,9 +243,18 @@ class Values:
         if use.smaller:
             return [self._broadcast(eqn, operands, use)]
         if use.sums_backward:
-            return sums.bind(eqn, operands, self.in_f32(eqn.invars[0]))
-        self._note_origin(eqn)
+            return sums.bind(eqn, operands, self._all_in_f32(eqn, use))
         return compat.bind_here(eqn, operands)
+
+    def _all_in_f32(self, eqn: Any, use: Use) -> list[Any]:
+        return [
+            self._as_written(v)
+            if not is_half
+            else np.asarray(v.val, F32)
+            if compat.is_literal(v)
+            else self.in_f32(v)
+            for v, is_half in zip(eqn.invars, use.half, strict=True)
+        ]
 
     def _as_written(self, var: Any) -> Any:
         if compat.is_literal(var):
@@ -265,8 +282,7 @@ class Values:
         value = self._made[var]
         if not is_f32(var) or value.dtype == self.low_dtype:
             return value, var not in self.uses.many
-        may_exceed = self.low_dtype == jnp.bfloat16 and var not in self.uses.numbers
-        if joins and may_exceed:
+        if joins and self.low_dtype == jnp.bfloat16 and var not in self.numbers:
             if var not in self._saturated:
                 self._saturated[var] = sums.saturate(value, self.low_dtype)
             return self._saturated[var], False
@@ -284,8 +300,7 @@ class Values:
         """Run an elementwise equation some of whose half operands are smaller."""
         name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
         first = use.smaller[0]
-        may_scale = len(use.smaller) == 1 and not self.uses.is_rule
-        if may_scale and (name == "mul" or (name == "div" and first == 1)):
+        if len(use.smaller) == 1 and (name == "mul" or (name == "div" and first == 1)):
             factor = operands[first], self.in_f32(eqn.invars[first])
             like = self._like(use, first)
             return sums.scale(eqn, operands[1 - first], *factor, *like)
@@ -296,12 +311,13 @@ class Values:
 
     def _note_origin(self, eqn: Any) -> None:
         """Note where the float32 original of a half result can be had."""
-        if len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+        name = eqn.primitive.name
+        if name != "convert_element_type" and name not in _MOVES:
             return
-        (var,), (out,), name = eqn.invars, eqn.outvars, eqn.primitive.name
+        (var,), (out,) = eqn.invars, eqn.outvars
         if not sums.is_half(out) or compat.is_literal(var):
             return
-        if name == "convert_element_type" and is_f32(var):
-            self._cast[out] = self.in_f32(var)
-        elif name in _MOVES and (var in self._cast or var in self._moved_by):
+        if name in _MOVES and (var in self._cast or var in self._moved_by):
             self._moved_by[out] = eqn
+        elif name not in _MOVES and is_f32(var):
+            self._cast[out] = self.in_f32(var)

@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 
 from jmp_lite import trees
+from jmp_lite.autocast.transform import sums_in_float32
 from jmp_lite.linen.run import Run, ignore
 from jmp_lite.module_policies import Explanation, ModulePolicies, nothing_in_half
 from jmp_lite.policy import Policy, PolicyMap
@@ -104,9 +105,10 @@ class PolicyModule:
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """Return `module.apply(...)`, run under the policies.
 
-        Gradients for parameters have the dtype of the parameters. Warns where the
-        default policy is to be in half, and no matrix product is, since the author of
-        the model set a `dtype` on its modules.
+        Gradients for parameters have the dtype of the parameters, and are summed in
+        float32 where the model broadcasts, gathers or repeats half values. Warns where
+        the default policy is to be in half, and no matrix product is, since the author
+        of the model set a `dtype` on its modules.
 
         Raises:
           ValueError: a pattern or class of the policies names no module.
@@ -125,11 +127,16 @@ class PolicyModule:
                 "`model.clone(dtype=None)`, or in its config",
             )
             warnings.warn(text, stacklevel=2)
-        out = run(self.module.apply, cast, *args, **kwargs)
-        if not kwargs.get("mutable"):
-            return out
-        out, updated = out
-        return out, _with_dtypes_of(variables, cast, updated)
+
+        def call(variables, args, kwargs):
+            cast = run.cast(variables)
+            out = run(self.module.apply, cast, *args, **kwargs)
+            if not kwargs.get("mutable"):
+                return out
+            out, updated = out
+            return out, _with_dtypes_of(variables, cast, updated)
+
+        return sums_in_float32(call)(variables, args, kwargs)
 
     def explain(self, variables: Any, *args: Any, **kwargs: Any) -> Explanation:
         """List what each module does under the policies, in the order of the calls.

@@ -7,6 +7,7 @@ float32; one that a model writes itself has the dtype of its logits.
 """
 
 import dataclasses
+import operator
 import warnings
 from collections.abc import Callable, Container, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from jmp_lite import attention, dtypes, trees
+from jmp_lite.autocast.transform import sums_in_float32
 from jmp_lite.module_policies import (
     Explanation,
     ModuleDtypes,
@@ -109,17 +111,14 @@ class PolicyModule(nnx.Module):
         """Return the model's output, in the default policy's output dtype."""
         modules = _modules(self.model)
         of = _resolve(self.policies, modules)
-        params = nnx.state(self.model, nnx.Param)
-        leaves = jax.tree_util.tree_leaves_with_path(params)
+        leaves = jax.tree_util.tree_leaves_with_path(nnx.state(self.model, nnx.Param))
         owners = {_owner(path, modules) for path, _ in leaves}
         handed = {path for path in owners if not _is_told(modules[path])}
         if "" in handed:
             args, kwargs = of[""].policy.cast_to_compute((args, kwargs))
-        if handed:
-            params = _cast(params, of, "compute_dtype", handed)
-            out = self._call_copy(params, args, kwargs)
-        else:
-            out = self.model(*args, **kwargs)
+        out = self._call_copy(
+            lambda params: _cast(params, of, "compute_dtype", handed), args, kwargs
+        )
         return of[""].policy.cast_to_output(out)
 
     def explain(self) -> Explanation:
@@ -151,24 +150,63 @@ class PolicyModule(nnx.Module):
             rows.append(row)
         return Explanation(tuple(rows))
 
-    def _call_copy(self, params: Any, args: Any, kwargs: Any) -> Any:
-        """Call a copy that has these parameters; take back what it changes."""
-        graphdef, old_params, rest = nnx.split(self.model, nnx.Param, ...)
-        copy = nnx.merge(graphdef, params, rest)
-        old = {path: _raw(leaf) for path, leaf in nnx.to_flat_state(nnx.state(copy))}
-        out = copy(*args, **kwargs)
-        # Nothing else: under a transformation, a variable from outside can be read but
-        # not set.
-        changed = {
-            path: leaf
-            for path, leaf in nnx.to_flat_state(nnx.state(copy))
-            if path not in old or _raw(leaf) is not old[path]
-        }
-        for path, param in nnx.to_flat_state(old_params):
-            if path in changed:
-                changed[path] = trees.cast_like(changed[path], param)
-        nnx.update(self.model, nnx.from_flat_state(changed))
+    def _call_copy(self, cast: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
+        """Call a copy with its parameters cast; take back what the call changes."""
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+        nodes = [leaf for leaf in leaves if _is_node(leaf)]
+        others = [None if _is_node(leaf) else leaf for leaf in leaves]
+        # Random streams among the arguments change, too; and they may be the model's.
+        graphdef, params, rest = nnx.split((self.model, nodes), nnx.Param, ...)
+        copy = None
+
+        def call(params, rest, others):
+            nonlocal copy
+            cast_params = (
+                nnx.State({**params, 0: cast(params[0])}) if params else params
+            )
+            copy, nodes = nnx.merge(graphdef, cast_params, rest)
+            filled = iter(nodes)
+            args, kwargs = tree.unflatten(
+                next(filled) if _is_node(leaf) else other
+                for leaf, other in zip(leaves, others, strict=True)
+            )
+            old = {p: _arrays(leaf) for p, leaf in _flat_state((copy, nodes)).items()}
+            out = copy(*args, **kwargs)
+            # Nothing else: under a transformation, a variable from outside can be read
+            # but not set.
+            changed = {
+                path: leaf
+                for path, leaf in _flat_state((copy, nodes)).items()
+                if path not in old or not _is_same(_arrays(leaf), old[path])
+            }
+            for path, param in nnx.to_flat_state(params):
+                if path in changed:
+                    changed[path] = trees.cast_like(changed[path], param)
+            return out, nnx.from_flat_state(changed)
+
+        out, changed = sums_in_float32(call)(params, rest, others)
+        nnx.update((self.model, nodes), changed)
+        _copy_settings(copy, self.model)
         return out
+
+
+def _is_node(x: Any) -> bool:
+    """Return whether an argument is nnx' own: a module, a random stream, a variable."""
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _flat_state(nodes: Any) -> dict[Any, Any]:
+    return dict(nnx.to_flat_state(nnx.state(nodes)))
+
+
+def _copy_settings(source: nnx.Module, target: nnx.Module) -> None:
+    """Give a model the Python numbers and strings that a call of its copy has set."""
+    targets = _modules(target)
+    for path, module in _modules(source).items():
+        for name, value in vars(module).items():
+            is_setting = value is None or isinstance(value, bool | int | float | str)
+            if is_setting and vars(targets[path]).get(name) != value:
+                setattr(targets[path], name, value)
 
 
 def _modules(model: nnx.Module) -> dict[str, Any]:
@@ -176,9 +214,14 @@ def _modules(model: nnx.Module) -> dict[str, Any]:
     return {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
 
 
-def _raw(leaf: Any) -> Any:
-    """Return the very value that a variable holds; an array is its own."""
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+def _arrays(leaf: Any) -> list[Any]:
+    """Return the very arrays that a variable holds; an array is its own."""
+    is_variable = isinstance(leaf, nnx.Variable)
+    return jax.tree.leaves(leaf.get_raw_value() if is_variable else leaf)
+
+
+def _is_same(arrays: list[Any], others: list[Any]) -> bool:
+    return len(arrays) == len(others) and all(map(operator.is_, arrays, others))
 
 
 def _resolve(policies: ModulePolicies, modules: Mapping[str, Any]) -> Any:
