@@ -9,6 +9,9 @@ in one process. Measured is processor time, which other work stretches less, wit
 Python's collector, as `timeit` has it: whom it stops is chance.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import gc
 import json
 import time

@@ -13,6 +13,9 @@ Also drawn: of which size the gradients are, in float32, at the first and the la
 of the first seed, over the range of float16.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -19,6 +19,9 @@ from typing import Annotated, Any, Literal
 from benchmarks.common import targets  # first: it sets the environment that JAX reads
 
 # ruff: isort: split
+from benchmarks.common import requirements  # noqa: F401 - what to install
+
+# ruff: isort: split
 import jax
 import jax.numpy as jnp
 import numpy as np

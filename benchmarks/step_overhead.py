@@ -19,6 +19,9 @@ applied), and which on accelerators costs more than choosing does. mpx is not he
 scales only where it also casts to half precision.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import json
 import time
 from collections.abc import Iterable

@@ -27,6 +27,9 @@ from typing import Annotated, Any, Literal
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # ruff: noqa: E402  (the environment has to be set above the imports of JAX)
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import jax
 import numpy as np
 import optax

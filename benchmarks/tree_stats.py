@@ -11,6 +11,9 @@ the processor time of all threads, which other work does not stretch. Who looks 
 100 steps pays a hundredth of what is above 1.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import json
 from collections.abc import Callable
 from pathlib import Path

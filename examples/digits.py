@@ -10,6 +10,9 @@ with BatchNorm. Then the MLP once more with a loss so small that float16 loses i
 gradients: what the loss scale is for. Writes a figure, a table and results.json.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 

@@ -11,6 +11,9 @@ which loss scale fits. With that the model trains as it does in float32. Writes 
 tables and results.json.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import functools
 import json
 import platform

@@ -20,6 +20,9 @@ of each array, and gathers the weights, cast to half precision already, where th
 used. A run goes on from its checkpoints, on as many processes and devices as there are.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import functools
 import json
 import math

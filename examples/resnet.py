@@ -9,6 +9,9 @@ A Flax linen model whose source says nothing of precision: `with_policy` does.
 step leaves all of it as it was. Writes a figure, a table and results.json.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import functools
 from collections.abc import Iterator
 from pathlib import Path

@@ -10,6 +10,9 @@ code: `autocast` lowers what is safe in half precision, and the table it prints 
 what and why. Writes a figure, a table and results.json.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import functools
 import platform
 from pathlib import Path
