@@ -38,6 +38,7 @@ from examples.common.cli import (
     slow_reasons,
     stop_if_collapsed,
 )
+from examples.common.command import run_command
 from examples.common.data import Digits, batches, load_digits
 from examples.common.loop import Result, Run, Step, step_log, train_side_by_side
 from examples.common.memory import activation_bytes, tree_bytes
@@ -370,4 +371,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -29,12 +29,13 @@ import optax
 import typer
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import track
 
 import jmp_lite as jmp
 from examples.common import report
 from examples.common.cli import OutOption, SeedOption, StepsOption
+from examples.common.command import run_command
 from examples.common.loop import Result, Run, step_log, train_side_by_side
+from examples.common.progress import track
 from examples.common.text import even_windows, load_sources, text_batches
 
 HEAD_WIDTH = 32
@@ -133,7 +134,7 @@ def validation_loss(loss_fn, params, text: np.ndarray) -> float:
 def train_broken(run: Run, batches, console: Console) -> tuple[int, str]:
     """Return how many steps were taken, and why the run should stop."""
     step, state = jax.jit(run.step), run.state
-    for tokens in track(batches, "float16", BROKEN_STEPS, console=console):
+    for tokens in track(batches, "float16", total=BROKEN_STEPS, console=console):
         state, _ = step(state, tokens)
     taken = BROKEN_STEPS - int(jmp.metrics(state.opt_state)["skipped_steps"])
     try:
@@ -278,4 +279,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -58,6 +58,7 @@ from examples.common.cli import (
     slow_reasons,
     stop_if_collapsed,
 )
+from examples.common.command import run_command
 from examples.common.loop import Checkpoints, Result, Run, Step, train_side_by_side
 from examples.common.processes import join, launch
 from examples.common.text import load_sources, text_batches
@@ -319,4 +320,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)
