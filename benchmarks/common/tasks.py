@@ -112,7 +112,7 @@ def first_and_last(
       loss_fn: `(params, state, batch) -> loss`.
       data: its batches.
       steps: how many.
-      console: where the progress bar goes.
+      console: where to say how far it is.
     """
     data, grad = list(data), jax.jit(jax.grad(loss_fn))
     first = grad(run.state.params, run.state, data[0])  # the training donates the state
