@@ -28,9 +28,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.cli import some_of
-from benchmarks.common.tasks import BASELINE, RUNS, TASKS, TITLES, UNSCALED, Task
+from benchmarks.common.tasks import (
+    BASELINE,
+    RUNS,
+    TASKS,
+    TITLES,
+    UNSCALED,
+    Task,
+    load_sources_once,
+)
 from examples.common.cli import SeedOption, SeedsOption, make_out, stop_if_collapsed
 from examples.common.results import provenance, write_result
+from examples.common.text import fingerprint
 from jmp_lite.numerics import TreeStats, tree_stats
 from jmp_lite.numerics.plot import plot_histograms
 
@@ -168,6 +177,8 @@ def main(
     """Train the examples' tasks in every precision, over several seeds."""
     console, results = Console(width=110), {}
     settings = {"first_seed": seed, "seeds": seeds, **provenance()}
+    if "transformer" in task:
+        settings["text"] = fingerprint(*load_sources_once())
     with stop_if_collapsed(console):
         for name in task:
             console.print(TITLES[name], style="bold")

@@ -16,7 +16,6 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -43,6 +42,7 @@ from examples.common.data import Digits, batches, load_digits
 from examples.common.loop import Result, Run, Step, step_log, train_side_by_side
 from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import autocast_if_half, choose_loss_scale
+from examples.common.results import provenance
 from jmp_lite import (
     DynamicLossScale,
     NoOpLossScale,
@@ -316,7 +316,7 @@ def main(
     """Train on real digits in float32, float16 and bfloat16, side by side."""
     console = Console()
     policies = parse_policies(policy, use_autocast=autocast)
-    device = jax.local_devices()[0]
+    device, about = jax.local_devices()[0], provenance()
     width = width or (512 if device.platform == "cpu" else 4096)
     train, test = load_digits()
     console.print(
@@ -359,8 +359,7 @@ def main(
             "steps": steps,
             "batch_size": BATCH_SIZE,
             "static_loss_scale": loss_scale,
-            "device": device.device_kind,
-            "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+            **about,
         },
         records=records,
         score=report.ACCURACY,

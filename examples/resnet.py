@@ -54,6 +54,7 @@ from examples.common.loop import (
 )
 from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import choose_loss_scale
+from examples.common.results import provenance
 from jmp_lite import Policy, scale_aware, scaled_value_and_grad
 from jmp_lite.linen import PolicyModule, TrainState, with_policy
 
@@ -269,7 +270,7 @@ def main(
     console = Console()
     policies = parse_policies(policy)
     widths = tuple(width * 2**stage for stage in range(stages))
-    device = jax.local_devices()[0]
+    device, about = jax.local_devices()[0], provenance()
     settings = {
         "half_precision": "with_policy",
         "policies": {label: str(p) for label, p in policies.items()},
@@ -306,7 +307,7 @@ def main(
         console,
         out,
         "resnet",
-        settings,
+        settings | about,
         records,
         score=SCORE,
         title="Half precision: with_policy",

@@ -55,7 +55,13 @@ from examples.common.loop import (
 )
 from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import autocast_if_half, choose_loss_scale, is_half
-from examples.common.text import even_windows, load_sources, text_batches
+from examples.common.results import provenance
+from examples.common.text import (
+    even_windows,
+    fingerprint,
+    load_sources,
+    text_batches,
+)
 from jmp_lite import Policy, explain, scale_aware, scaled_value_and_grad
 from jmp_lite.nnx import TrainState, with_policy
 
@@ -257,7 +263,8 @@ def main(
             f"expected a multiple of {HEAD_WIDTH}, got {width}.", param_hint="'--width'"
         )
     way = "autocast" if autocast else "with_policy"
-    device = jax.local_devices()[0]
+    device, about = jax.local_devices()[0], provenance()
+    train, validation = load_sources()
     settings = {
         "half_precision": way,
         "policies": {label: str(p) for label, p in policies.items()},
@@ -268,12 +275,11 @@ def main(
         "batch_size": BATCH_SIZE,
         "static_loss_scale": loss_scale,
         "device": device.device_kind,
-        "python": platform.python_version(),
+        "text": fingerprint(train, validation),
         "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
     }
     if checkpoints is not None:
         check_settings(checkpoints, settings)
-    train, validation = load_sources()
     console.print(
         f"{len(train) / 1e6:.1f} MB of Python {platform.python_version()}'s modules to "
         f"train on, {len(validation) / 1e6:.1f} MB to validate; {layers} layers of "
@@ -306,7 +312,7 @@ def main(
         console,
         out,
         "transformer",
-        settings,
+        settings | about,
         records,
         score=SCORE,
         title=f"Half precision: {way}",

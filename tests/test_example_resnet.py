@@ -51,7 +51,12 @@ def _invoke(*args: str):
 
 
 def _read(out: Path) -> dict[str, Any]:
-    return json.loads((out / "results.json").read_text())
+    """Return the results of an example, the history of each run in its place."""
+    names = "results.json", "history.json"
+    results, histories = (json.loads((out / name).read_text()) for name in names)
+    for run, history in zip(results["runs"], histories["runs"], strict=True):
+        run["history"] = history
+    return results
 
 
 def _train(out: Path, *args: str) -> str:

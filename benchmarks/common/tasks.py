@@ -56,7 +56,7 @@ def curve(record: report.Record, **scores: float) -> Curve:
     return {
         "loss": rounded(record.history["loss"]),
         "skipped": int(record.history["skipped_steps"][-1]),
-        "final_loss": record.final_loss,
+        "final_loss": float(np.mean(record.history["loss"][-20:])),
         **scores,
     }
 
