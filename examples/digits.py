@@ -198,7 +198,7 @@ def train_model(
     results = train_side_by_side(
         runs,
         batches(train, batch_size=BATCH_SIZE, steps=steps, seed=seed),
-        title=name,
+        title=f"seed {seed} {name}",
         steps=steps,
         console=console,
     )
@@ -258,7 +258,9 @@ def tiny_gradients(
         runs[label] = Run(make_step(losses[label], tx), state)
     params = jax.tree.map(np.asarray, runs["float32"].state.params)
     data = list(batches(train, batch_size=BATCH_SIZE, steps=steps, seed=seed))
-    results = train_side_by_side(runs, data, title="tiny", steps=steps, console=console)
+    results = train_side_by_side(
+        runs, data, title=f"seed {seed} tiny", steps=steps, console=console
+    )
 
     def grads(label: str, scale: float):
         value_and_grad = scaled_value_and_grad(
