@@ -1,9 +1,9 @@
 """Train on real handwritten digits in float32, float16 and bfloat16, side by side.
 
-    python examples/digits.py                                    # everything, on a CPU
-    python examples/digits.py --policy mixed_float16 --loss-scale 1024 --model cnn
-    python examples/digits.py --seeds 3                          # mean accuracies
-    python examples/digits.py --autocast                         # nothing cast by hand
+    python -m examples.digits                                    # everything, on a CPU
+    python -m examples.digits --policy mixed_float16 --loss-scale 1024 --model cnn
+    python -m examples.digits --seeds 3                          # mean accuracies
+    python -m examples.digits --autocast                         # nothing cast by hand
 
 Two models: the MLP of Keras' mixed precision guide (784-width-width-10) and a small CNN
 with BatchNorm. Then the MLP once more with a loss so small that float16 loses its

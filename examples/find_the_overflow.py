@@ -1,7 +1,7 @@
 """Find what overflows in float16, and repair it: a small transformer on real text.
 
-    python examples/find_the_overflow.py
-    python examples/find_the_overflow.py --steps 500 --out out/overflow
+    python -m examples.find_the_overflow
+    python -m examples.find_the_overflow --steps 500 --out out/overflow
 
 One MLP multiplies its features by a gain before it squares them, and divides by the
 gain's square after its second layer. In float32 that changes nothing; in float16 the

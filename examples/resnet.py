@@ -1,8 +1,8 @@
 """Train a residual network on noisy digits in float32, float16 and bfloat16.
 
-    python examples/resnet.py                                    # all three, on a CPU
-    python examples/resnet.py --seeds 3 --checkpoints out/saved  # to stop and go on
-    python examples/resnet.py --policy mixed_float16 --loss-scale 1024
+    python -m examples.resnet                                    # all three, on a CPU
+    python -m examples.resnet --seeds 3 --checkpoints out/saved  # to stop and go on
+    python -m examples.resnet --policy mixed_float16 --loss-scale 1024
 
 A Flax linen model whose source says nothing of precision: `with_policy` does.
 `TrainState` holds BatchNorm's statistics and an average of the weights too; a skipped

@@ -1,9 +1,9 @@
 """Train a language model on Python's own sources in float32, float16 and bfloat16.
 
-    python examples/transformer.py                               # all three, on a CPU
-    python examples/transformer.py --checkpoints out/saved       # to stop and go on
-    python examples/transformer.py --policy mixed_float16 --loss-scale 1024
-    python examples/transformer.py --no-autocast                 # with_policy instead
+    python -m examples.transformer                               # all three, on a CPU
+    python -m examples.transformer --checkpoints out/saved       # to stop and go on
+    python -m examples.transformer --policy mixed_float16 --loss-scale 1024
+    python -m examples.transformer --no-autocast                 # with_policy instead
 
 A small decoder-only transformer over bytes, in Flax nnx. The model is plain float32
 code: `autocast` lowers what is safe in half precision, and the table it prints says

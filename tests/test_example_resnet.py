@@ -29,7 +29,7 @@ _APP.command()(resnet.main)
 _TINY = ["--width", "2", "--stages", "1", "--steps", "12"]
 _HALF = [*_TINY, "--policy", "mixed_float16"]
 
-# As `python examples/resnet.py`, but the process is killed instead of its second save.
+# As `python -m examples.resnet`, but the process is killed instead of its second save.
 _KILLED = """
 import os, signal, typer
 from examples import resnet
