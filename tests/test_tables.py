@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import tables
-from benchmarks.common import measured_tables
+from benchmarks.common import contenders, measured_tables
 from benchmarks.common.committed import RESULTS, load
 from examples.common.results import COMMITTED, ROOT, git_revision
 
@@ -163,6 +163,18 @@ def test_differences_are_those_of_means_and_of_seeds(monkeypatch):
     assert list(half.values()) == ["mixed_float16, autocast", "+2.00 %", "3.0 %"]
     assert full["largest of a seed"] == "66.7 %"  # 1 and 2, over their mean
     assert measured_tables.percent(0.99999) == "0 %"
+
+
+def test_a_peer_that_was_not_measured_is_said_to_be_so(monkeypatch):
+    row = {"over_bare": [1.0, 1.25, 1.5], "compile_over_bare": 2.0}
+    names = set(measured_tables._PEERS) - {contenders.JMP}
+    case = {
+        **{"problem": "mlp", "optimizer": "adam", "batch": 16},
+        "contenders": dict.fromkeys(names, row),
+    }
+    monkeypatch.setattr(measured_tables, "load", lambda name: {"cases": [case]})
+    cells = [row["adam, batch 16"] for row in measured_tables.overhead(["adam"])]
+    assert cells == ["1.25", "not measured", "1.25", "1.25", "1.25"]
 
 
 def test_the_commands_are_listed_once_each(capsys):

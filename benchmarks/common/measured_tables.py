@@ -149,7 +149,7 @@ def overhead_of_leaves() -> Rows:
 
 def _overhead(case: dict[str, Any], name: str, compiling: bool = False) -> str:
     if name not in case["contenders"]:
-        return ""
+        return "not measured"
     row = case["contenders"][name]
     text, compile_time = f"{row['over_bare'][1]:.2f}", row["compile_over_bare"]
     if compiling:
