@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_lite import dtypes
+from jmp_lite import dtypes, extras
 from jmp_lite.policy import Policy, PolicyMap, get_policy
 
 
@@ -193,9 +193,10 @@ class Explanation:
         """Return a `rich` table, a row per module.
 
         Raises:
-          ImportError: rich is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        from rich.table import Table
+        with extras.needed("numerics"):
+            from rich.table import Table
 
         table = Table(title="Policies of modules")
         for name in ("path", "module", "params", "compute", "output", "why"):
