@@ -321,8 +321,8 @@ def test_sums_in_float32_of_code_cast_by_hand(half: str, wrap: Any) -> None:
     args, dtype = (FEW, jnp.zeros(WIDTH)), DTYPES[half]
     expected = jax.grad(by_hand, (0, 1))(*args, jnp.float32)
 
-    def loss(*args):
-        return wrap(lambda *args: by_hand(*args, dtype))(*args)
+    def loss(table, bias):
+        return wrap(lambda table, bias: by_hand(table, bias, dtype))(table, bias)
 
     plain, better = (
         jax.jit(jax.grad(fun, (0, 1)))(*args) for fun in (loss, sums_in_float32(loss))
@@ -352,7 +352,7 @@ def test_a_loop_over_half_constants_sums_their_gradient_in_float32() -> None:
 
 def test_sums_in_float32_wants_a_function() -> None:
     with pytest.raises(TypeError, match="sums_in_float32 expects a function, got 3"):
-        sums_in_float32(3)
+        sums_in_float32(3)  # pyright: ignore[reportArgumentType]
 
 
 class LinenNet(nn.Module):

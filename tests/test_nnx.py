@@ -724,3 +724,38 @@ def test_other_methods_are_those_of_the_model():
     with pytest.raises(AttributeError, match="encode"):
         getattr(model, "encode")  # noqa: B009 - pyright knows that it is not there
     assert functools.reduce(getattr, ["model", "first", "dtype"], model) == jnp.float16
+
+
+class Counting(nnx.Module):
+    """Has a parameter of its own, drops by the streams it is given, and counts."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+        self.w, self.calls = nnx.Param(jnp.ones(2)), 0
+
+    def __call__(self, x, rngs):
+        self.calls += 1
+        return self.dropout(self.linear(x) * self.w[...], rngs=rngs)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "full"])
+def test_random_streams_that_a_call_is_given_go_on(policy):
+    def call(model, x, rngs):
+        return model(x, rngs)
+
+    model, rngs = with_policy(Counting(nnx.Rngs(0)), policy), nnx.Rngs(dropout=1)
+    outs = [
+        model(X, rngs),
+        nnx.jit(call)(model, X, rngs),
+        nnx.jit(call)(model, X, rngs),
+    ]
+    assert rngs.dropout.count[...] == 3
+    assert not jnp.array_equal(outs[1], outs[2])
+
+
+def test_numbers_that_a_call_sets_are_the_models():
+    model, rngs = with_policy(Counting(nnx.Rngs(0)), "mixed_float16"), nnx.Rngs(1)
+    model(X, rngs)
+    model(X, rngs)
+    assert model.model.calls == 2

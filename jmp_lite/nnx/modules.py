@@ -7,6 +7,7 @@ float32; one that a model writes itself has the dtype of its logits.
 """
 
 import dataclasses
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Container, Mapping
@@ -114,11 +115,13 @@ class PolicyModule(nnx.Module):
         leaves = jax.tree_util.tree_leaves_with_path(nnx.state(self.model, nnx.Param))
         owners = {_owner(path, modules) for path, _ in leaves}
         handed = {path for path in owners if not _is_told(modules[path])}
-        if "" in handed:
-            args, kwargs = of[""].policy.cast_to_compute((args, kwargs))
-        out = self._call_copy(
-            lambda params: _cast(params, of, "compute_dtype", handed), args, kwargs
-        )
+
+        def cast(params, inputs):
+            if "" in handed:
+                inputs = of[""].policy.cast_to_compute(inputs)
+            return _cast(params, of, "compute_dtype", handed), inputs
+
+        out = self._call_copy(cast, args, kwargs)
         return of[""].policy.cast_to_output(out)
 
     def explain(self) -> Explanation:
@@ -150,33 +153,32 @@ class PolicyModule(nnx.Module):
             rows.append(row)
         return Explanation(tuple(rows))
 
-    def _call_copy(self, cast: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
-        """Call a copy with its parameters cast; take back what the call changes."""
+    def _call_copy(self, cast: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a copy with parameters and inputs cast; take back what it changes."""
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        nodes = [leaf for leaf in leaves if _is_node(leaf)]
-        others = [None if _is_node(leaf) else leaf for leaf in leaves]
-        # Random streams among the arguments change, too; and they may be the model's.
+        is_node = list(map(_is_node, leaves))
+        # Random streams among the arguments change too; and they may be the model's.
+        nodes = list(itertools.compress(leaves, is_node))
+        inputs = [None if node else x for node, x in zip(is_node, leaves, strict=True)]
         graphdef, params, rest = nnx.split((self.model, nodes), nnx.Param, ...)
-        copy = None
+        settings: dict[str, dict[str, Any]] = {}
 
-        def call(params, rest, others):
-            nonlocal copy
-            cast_params = (
-                nnx.State({**params, 0: cast(params[0])}) if params else params
-            )
-            copy, nodes = nnx.merge(graphdef, cast_params, rest)
-            filled = iter(nodes)
+        def call(params, rest, inputs):
+            of_model, inputs = cast(params.get(0, nnx.State({})), inputs)
+            both = nnx.merge(graphdef, nnx.State({**params, 0: of_model}), rest)
+            copy, given = both[0], iter(both[1])
             args, kwargs = tree.unflatten(
-                next(filled) if _is_node(leaf) else other
-                for leaf, other in zip(leaves, others, strict=True)
+                next(given) if node else x
+                for node, x in zip(is_node, inputs, strict=True)
             )
-            old = {p: _arrays(leaf) for p, leaf in _flat_state((copy, nodes)).items()}
+            old = {path: _arrays(leaf) for path, leaf in _flat_state(both).items()}
             out = copy(*args, **kwargs)
+            settings.update({path: _settings(m) for path, m in _modules(copy).items()})
             # Nothing else: under a transformation, a variable from outside can be read
             # but not set.
             changed = {
                 path: leaf
-                for path, leaf in _flat_state((copy, nodes)).items()
+                for path, leaf in _flat_state(both).items()
                 if path not in old or not _is_same(_arrays(leaf), old[path])
             }
             for path, param in nnx.to_flat_state(params):
@@ -184,9 +186,12 @@ class PolicyModule(nnx.Module):
                     changed[path] = trees.cast_like(changed[path], param)
             return out, nnx.from_flat_state(changed)
 
-        out, changed = sums_in_float32(call)(params, rest, others)
+        out, changed = sums_in_float32(call)(params, rest, inputs)
         nnx.update((self.model, nodes), changed)
-        _copy_settings(copy, self.model)
+        for path, module in _modules(self.model).items():
+            for name, value in settings[path].items():
+                if vars(module).get(name) != value:
+                    setattr(module, name, value)
         return out
 
 
@@ -199,14 +204,10 @@ def _flat_state(nodes: Any) -> dict[Any, Any]:
     return dict(nnx.to_flat_state(nnx.state(nodes)))
 
 
-def _copy_settings(source: nnx.Module, target: nnx.Module) -> None:
-    """Give a model the Python numbers and strings that a call of its copy has set."""
-    targets = _modules(target)
-    for path, module in _modules(source).items():
-        for name, value in vars(module).items():
-            is_setting = value is None or isinstance(value, bool | int | float | str)
-            if is_setting and vars(targets[path]).get(name) != value:
-                setattr(targets[path], name, value)
+def _settings(module: nnx.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are plain Python: no array has them."""
+    plain = bool, int, float, str, type(None)
+    return {k: v for k, v in vars(module).items() if isinstance(v, plain)}
 
 
 def _modules(model: nnx.Module) -> dict[str, Any]:
