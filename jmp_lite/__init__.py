@@ -7,6 +7,7 @@ from jmp_lite.autocast import (
     default_rules,
     explain,
     full_precision,
+    sums_in_float32,
 )
 from jmp_lite.dtypes import best_half_dtype, half_dtype
 from jmp_lite.gradients import scaled_grad, scaled_value_and_grad
@@ -74,4 +75,5 @@ __all__ = [
     "scaled_value_and_grad",
     "select_tree",
     "stochastic_rounding",
+    "sums_in_float32",
 ]

@@ -16,6 +16,7 @@ import jax
 import jaxlib.version
 from jax._src import core as core_private
 from jax._src import source_info_util as source_info_util_private
+from jax._src.lax import lax as lax_private
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import (
     ClosedJaxpr,
@@ -203,6 +204,11 @@ def is_default_precision(precision: Any) -> bool:
     if isinstance(precision, tuple):
         return all(map(is_default_precision, precision))
     return precision is None or precision == jax.lax.Precision.DEFAULT
+
+
+def is_precision_of_context(precision: Any) -> bool:
+    """Return whether a `precision` is the one of `jax.default_matmul_precision`."""
+    return precision == lax_private.canonicalize_precision(None)
 
 
 def bind(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]:

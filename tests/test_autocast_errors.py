@@ -13,7 +13,15 @@ from flax import nnx
 from jax import lax
 from jax.experimental import pallas
 
-from jmp_lite import OpRules, PolicyMap, autocast, default_rules, full_precision
+from jmp_lite import (
+    OpRules,
+    PolicyMap,
+    autocast,
+    default_rules,
+    explain,
+    full_precision,
+)
+from jmp_lite.numerics import dry_run, first_nonfinite
 
 W, X = weight(0, 8, 8), normal(1, 4, 8)
 BF16 = POLICIES["bf16"]
@@ -157,6 +165,89 @@ def test_lowering_nothing_warns() -> None:
     with pytest.warns(UserWarning, match="autocast lowered nothing in wave"):
         out = autocast(wave, BF16)(X)
     np.testing.assert_array_equal(out, jnp.sin(X))
+
+
+# The precision of the matrix products of a whole program.
+
+
+@pytest.mark.parametrize(
+    "precision", ["high", "highest", "float32", "tensorfloat32", "BF16_BF16_F32"]
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_lowering_nothing_for_the_precision_of_the_context_says_so(precision, times):
+    def model(w, x):
+        for _ in range(times):
+            x = jax.jit(jnp.matmul)(x, w)
+        return x
+
+    reason = "the precision of jax.default_matmul_precision"
+    with jax.default_matmul_precision(precision):
+        assert explain(model, BF16)(W, X).kept[reason] == times
+        said = (
+            rf"lowered nothing in model: .* \({times} × {reason}\)\. "
+            rf"jax.default_matmul_precision is '{precision}' where it is called; under "
+            r'jax.default_matmul_precision\("default"\) autocast lowers them'
+        )
+        with pytest.warns(UserWarning, match=said):
+            out = autocast(model, BF16)(W, X)
+        np.testing.assert_array_equal(out, model(W, X))
+        with jax.default_matmul_precision("default"), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            autocast(model, BF16)(W, X)
+
+
+def test_a_precision_in_the_program_is_the_programs_own() -> None:
+    def model(w, x):
+        with jax.default_matmul_precision("highest"):
+            return x @ w
+
+    said = r"\(1 × a precision the program chose\)\.$"
+    with pytest.warns(UserWarning, match=said):
+        autocast(model, BF16)(W, X)
+
+
+def test_lowering_nothing_says_what_is_left_alone() -> None:
+    def model(w, x):
+        whole = jnp.arange(8, dtype=jnp.int32)
+        return full_precision(jnp.matmul)(x, w), whole @ whole
+
+    with pytest.warns(UserWarning, match=r"\(1 × full_precision; 1 × no f32 operand"):
+        autocast(model, BF16)(W, X)
+    with pytest.warns(UserWarning, match=r"lowered nothing in sin: it has no matrix p"):
+        autocast(jnp.sin, BF16)(X)
+
+
+# The user's function by its name.
+
+
+@pytest.mark.parametrize("call", [autocast, explain, first_nonfinite, dry_run])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.grad])
+def test_an_error_of_tracing_names_the_users_function(call: Any, wrap: Any) -> None:
+    def model(w, batch):
+        x = batch["x"]
+        return (x @ w).sum() if x.sum() > 0 else w.sum()
+
+    args = () if call is first_nonfinite else (BF16,)
+    line = f"{__file__}:{model.__code__.co_firstlineno}"
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        call(wrap(model), *args)(W, {"x": X})
+    assert f"the function model at {line}" in str(error.value)
+    assert "depends on the value of the argument batch['x']" in str(error.value)
+
+
+# Patterns.
+
+
+def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none() -> None:
+    policy = PolicyMap(BF16, {"decoder": "full"})
+    said = "product has no name scope that one could match .'decoder' is the first"
+    with pytest.raises(ValueError, match=said):
+        autocast(product, policy)(W, X)
+    with pytest.raises(ValueError, match="jax.named_scope; modules of flax.linen"):
+        jax.jit(autocast(product, policy))(W, X)
+    everything = PolicyMap(BF16, {".*": "full"})
+    with pytest.warns(UserWarning, match="its policy computes in float32"):
+        autocast(product, everything)(W, X)
 
 
 def test_lowering_something_or_asking_for_nothing_does_not_warn() -> None:

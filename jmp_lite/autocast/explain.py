@@ -218,9 +218,6 @@ def _rows(plan: Plan, scope: str, times: int, low_dtype: Any) -> Iterator[Row]:
             yield from _rows(body, layer, inner_times, low_dtype)
         if step.bodies:
             continue
-        reason = step.reason
-        if step.op_class == "sub":
-            reason = "holds nothing to lower"
         yield Row(
             layer="/".join(p for p in layer.split("/") if p not in scopes.MARKS),
             primitive=eqn.primitive.name,
@@ -228,7 +225,7 @@ def _rows(plan: Plan, scope: str, times: int, low_dtype: Any) -> Iterator[Row]:
             op_class=step.op_class,
             before=_dtypes(eqn, Step("", (False,) * len(eqn.invars), (), ()), None),
             after=_dtypes(eqn, step, low_dtype),
-            reason=reason,
+            reason=step.reason,
             flops=products.flops(eqn),
             aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(eqn)),
             times=times,

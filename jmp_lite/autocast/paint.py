@@ -154,7 +154,7 @@ class _Painting:
         return Plan(
             jaxpr=self.jaxpr,
             consts=self.consts,
-            steps=tuple(map(_without_idle_bodies, self.steps)),
+            steps=tuple(map(_idle_if_nothing_changes, self.steps)),
             low_in=tuple(c == LOW for c in in_colours),
             low_out=tuple(c == LOW for c in out_colours),
             out_colours=out_colours,
@@ -247,10 +247,8 @@ class _Painting:
             operands == [NEUTRAL] and demand == [WANT_LOW] and colours.casts_before(eqn)
         )
         if is_cast_before or colours.joins_low(eqn, ins):
-            low_in, passes = (
-                tuple(c not in IGNORED for c in ins),
-                compat.is_retyping(eqn),
-            )
+            low_in = tuple(c not in IGNORED for c in ins)
+            passes = compat.is_retyping(eqn)
             step = Step(op_class, low_in, equation.is_f32, passes=passes)
             return step, [LOW] * len(eqn.outvars)
         step, _ = _kept(eqn, op_class, "an operand is f32" if LOW in operands else "")
@@ -293,9 +291,7 @@ class _Painting:
             for i in moved_out:
                 ins[i] = LOW
             plans = paint()
-        pinned = {
-            i for f in frames for k, i in enumerate(f.operands) if k in f.pinned_in
-        }
+        pinned = {f.operands[k] for f in frames for k in f.pinned_in}
         outs = [
             colours.join(
                 [
@@ -308,10 +304,8 @@ class _Painting:
             for i in range(len(eqn.outvars))
         ]
         low_in = tuple(c == LOW and i not in pinned for i, c in enumerate(ins))
-        low_out = tuple(
-            c == LOW and colours.is_f32(v)
-            for c, v in zip(outs, eqn.outvars, strict=True)
-        )
+        is_f32 = map(colours.is_f32, eqn.outvars)
+        low_out = tuple(c == LOW and f32 for c, f32 in zip(outs, is_f32, strict=True))
         return Step("sub", low_in, low_out, tuple(plans)), outs
 
     def _backward(self, wants) -> dict[Any, int]:
@@ -379,12 +373,11 @@ def _softmax_step(found: softmax.Softmax) -> tuple[Step, list[Colour]]:
     return step, [LOW]
 
 
-def _without_idle_bodies(step: Step) -> Step:
+def _idle_if_nothing_changes(step: Step) -> Step:
     if not step.bodies or any(step.low_in):
         return step
-    if not all(plan.changes_nothing for plan in step.bodies):
-        return step
-    return dataclasses.replace(step, bodies=())
+    is_idle = all(plan.changes_nothing for plan in step.bodies)
+    return dataclasses.replace(step, is_idle=is_idle)
 
 
 def _rounded(step: Step, outs: Sequence[Colour], demand: Sequence[int]) -> Any:

@@ -22,6 +22,7 @@ class Step:
       low_in: per operand, whether it is handed over in half.
       low_out: per result, whether it is half.
       bodies: the plans of its sub-jaxprs.
+      is_idle: whether nothing changes in them: the equation runs as it is.
       reason: why it is as it is, for `explain`.
       passes: whether the result is the operand: nothing is left to be done.
       quotient: what a `"softmax"` is made of.
@@ -34,6 +35,12 @@ class Step:
     reason: str = ""
     passes: bool = False
     quotient: softmax.Softmax | None = None
+    is_idle: bool = False
+
+    @property
+    def runs_bodies(self) -> bool:
+        """Whether it has sub-jaxprs that run by plans of their own."""
+        return bool(self.bodies) and not self.is_idle
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +78,7 @@ class Plan:
     @property
     def has_bodies(self) -> bool:
         """Whether there are jaxprs in it that are run by plans of their own."""
-        return any(step.bodies for step in self.steps)
+        return any(step.runs_bodies for step in self.steps)
 
     @property
     def changes_nothing(self) -> bool:
@@ -79,7 +86,8 @@ class Plan:
         if any(self.low_in) or any(self.low_out):
             return False
         return not any(
-            any(step.low_in) or any(step.low_out) or step.bodies for step in self.steps
+            any(step.low_in) or any(step.low_out) or step.runs_bodies
+            for step in self.steps
         )
 
 
@@ -122,4 +130,4 @@ class AsWritten:
         bodies = tuple(self.plan(frame.jaxpr, frame.consts) for frame in frames)
         is_idle = not any(plan.uses.of or plan.has_bodies for plan in bodies)
         low_in, low_out = (False,) * len(eqn.invars), (False,) * len(eqn.outvars)
-        return Step("keep", low_in, low_out, () if is_idle else bodies)
+        return Step("keep", low_in, low_out, bodies, is_idle=is_idle)

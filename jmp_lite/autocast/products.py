@@ -17,6 +17,7 @@ from jmp_lite.autocast import colours
 from jmp_lite.autocast.colours import IGNORED, Colour
 
 NAMES = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+PRECISION_OF_CONTEXT = "the precision of jax.default_matmul_precision"
 
 
 def run(eqn: Any, operands: Sequence[Any], low_dtype: Any, low_result: bool) -> Any:
@@ -88,6 +89,12 @@ def flops(eqn: Any) -> int:
     return 2 * math.prod(out) * lhs[-1]  # ragged: rows × columns × what is summed
 
 
+def count(eqn: Any) -> int:
+    """Return how many matrix products an equation is, or holds."""
+    held = (e for j in compat.jaxprs_of(eqn) for e in compat.open_jaxpr(j).eqns)
+    return (eqn.primitive.name in NAMES) + sum(map(count, held))
+
+
 def dimensions(eqn: Any) -> list[int]:
     """Return the dimensions of a matrix product that its tiles run over."""
     if eqn.primitive.name != "dot_general":
@@ -115,6 +122,8 @@ def why_not_lower(eqn: Any, ins: Sequence[Colour]) -> str:
         return "a dtype the program chose"
     if is_outer(eqn):
         return "an outer product: it sums nothing"
-    if not compat.is_default_precision(eqn.params.get("precision")):
-        return "a precision the program chose"
+    precision = eqn.params.get("precision")
+    if not compat.is_default_precision(precision):
+        of_context = compat.is_precision_of_context(precision)
+        return PRECISION_OF_CONTEXT if of_context else "a precision the program chose"
     return "" if any(c not in IGNORED for c in ins) else "no f32 operand"

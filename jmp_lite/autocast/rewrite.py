@@ -1,6 +1,7 @@
 """Run a painted jaxpr: every equation again, on values in the dtypes of its plan."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,37 +36,44 @@ class Traced:
 
 
 def trace(
-    fun: Callable[..., Any], args: Any, as_f32: Sequence[bool] | None = None
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    as_f32: Sequence[bool] | None = None,
 ) -> Traced:
     """Trace a function; arguments that are no arrays reach it as they are.
 
     Args:
       fun: the function.
       args: its positional arguments, pytrees.
+      kwargs: those by name.
       as_f32: per leaf, whether it is traced as if it were float32; default: none is.
     """
-    leaves, tree = jax.tree.flatten(args)
+    leaves, tree = jax.tree.flatten((args, kwargs or {}))
     dynamic = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
     out_tree, static_outs = None, {}
 
-    def flat_fun(*arrays):
+    # JAX' errors name the function that this wraps, and the arguments that it has.
+    @functools.wraps(fun, updated=())
+    def traced(*args, **kwargs):
         nonlocal out_tree
         filled = list(leaves)
-        for i, array in zip(dynamic, arrays, strict=True):
+        for i, array in zip(dynamic, jax.tree.leaves((args, kwargs)), strict=True):
             filled[i] = array
-        outs, out_tree = jax.tree.flatten(fun(*jax.tree.unflatten(tree, filled)))
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
         static_outs.update(
             {i: out for i, out in enumerate(outs) if not is_traceable(out)}
         )
         return [out for out in outs if is_traceable(out)]
 
-    avals = [
-        jax.typeof(leaves[i]).update(dtype=np.dtype(np.float32))
-        if as_f32 and as_f32[i]
-        else jax.typeof(leaves[i])
-        for i in dynamic
-    ]
-    closed = jax.make_jaxpr(flat_fun)(*avals)
+    avals: list[Any] = [None] * len(leaves)  # None is no leaf: it is left out
+    for i in dynamic:
+        aval = jax.typeof(leaves[i])
+        to_f32 = as_f32 is not None and as_f32[i]
+        avals[i] = aval.update(dtype=np.dtype(np.float32)) if to_f32 else aval
+    arg_avals, kwarg_avals = jax.tree.unflatten(tree, avals)
+    closed = jax.make_jaxpr(traced)(*arg_avals, **kwarg_avals)
 
     def restore(outs):
         remaining = iter(outs)
@@ -99,7 +107,7 @@ class Rewriter:
     def run_step(self, eqn: Any, step: Step, values: Values) -> Sequence[Any]:
         """Return the results of one equation, run as its step says."""
         # A cast is in the layer of what it is first made for.
-        if step.bodies:
+        if step.runs_bodies:
             operands = compat.call(eqn, values.read, eqn.invars, step.low_in)
             return control_flow.build(self._site(eqn, step, operands, values))
         return compat.call(eqn, self._run_step_here, eqn, step, values)
@@ -141,7 +149,7 @@ class Rewriter:
           args: its arguments, primals and tangents.
           low: per argument, whether it is half and stands for a float32 one.
         """
-        traced = trace(fun, args, low)
+        traced = trace(fun, args, as_f32=low)
         colours = [LOW if low[i] else NEUTRAL for i in traced.indices]
         # Products are linear in a tangent, and transposed where they stand: f32 results
         # would make their transposes mix half with f32.

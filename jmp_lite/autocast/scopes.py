@@ -86,10 +86,29 @@ class Regions:
             self._regions[path] = self._make(path)
         return self._regions[path]
 
-    def check_unused(self) -> None:
-        """Raise if a pattern of the policy matches no path that was asked for."""
-        if isinstance(self.policy, PolicyMap):
+    def check_unused(self, name: str) -> None:
+        """Raise if a pattern of the policy matches no path that was asked for.
+
+        Args:
+          name: the name of the function whose paths they are.
+
+        Raises:
+          ValueError: as said, with the nearest paths, or that there is none.
+        """
+        if not isinstance(self.policy, PolicyMap):
+            return
+        paths = sorted(path for path in self.paths if path)
+        try:
             self.policy.check_unused(sorted(self.paths))
+        except ValueError as error:
+            if paths:
+                raise
+            raise ValueError(
+                f"The policy has patterns, and {name} has no name scope that one could "
+                f"match ({self.policy.rules[0][0]!r} is the first). Enter one around "
+                "what is meant, with jax.named_scope; modules of flax.linen enter one "
+                "each."
+            ) from error
 
     def _make(self, path: str) -> Region:
         parts = path.split("/")

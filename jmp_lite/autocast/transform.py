@@ -5,6 +5,7 @@ float32; `pallas_call`, `custom_linear_solve`, callbacks and what else `control_
 does not know is left alone, and `explain` lists it.
 """
 
+import collections
 import functools
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite import compat, dtypes, trees
-from jmp_lite.autocast import scopes
+from jmp_lite.autocast import products, scopes
 from jmp_lite.autocast.ops import OpRules, default_rules
 from jmp_lite.autocast.paint import Painter
 from jmp_lite.autocast.plans import AsWritten, Plan
@@ -82,8 +83,7 @@ def autocast(
         painting = paint_call(fun, policy, compute_dtype, rules, args, kwargs)
         if not painting.is_any_lowered() and rules.lowers_anything:
             warnings.warn(
-                f"autocast lowered nothing in {_name_of(fun)}: it has no matrix "
-                "product of float32 arrays that policy and rules let it lower.",
+                f"autocast lowered nothing in {name_of(fun)}: {painting.why()}",
                 stacklevel=2,
             )
         with jax.named_scope(scopes.REWRITTEN):
@@ -153,7 +153,7 @@ def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args, **kwargs):
         if not compat.is_tracing():  # so nobody asks for a gradient
             return fun(*args, **kwargs)
-        traced = trace(lambda args, kwargs: fun(*args, **kwargs), (args, kwargs))
+        traced = trace(fun, args, kwargs)
         planner = AsWritten()
         plan = planner.paint_traced(traced.closed)
         outs = Rewriter(planner).run(plan, plan.low_out, *traced.args)
@@ -184,6 +184,26 @@ class Painting:
             for step in plan.steps
         )
 
+    def why(self) -> str:
+        """Return why no product runs in half, where none does."""
+        kept = collections.Counter(
+            step.reason
+            for plan in _plans(self.plan)
+            for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
+            for _ in range(0 if step.bodies else products.count(eqn))
+        )
+        if not kept:
+            return "it has no matrix product."
+        reasons = "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())
+        why = f"its matrix products are left as they are ({reasons})."
+        if products.PRECISION_OF_CONTEXT in kept:
+            why += (
+                f" jax.default_matmul_precision is {_matmul_precision()!r} where it is "
+                'called; under jax.default_matmul_precision("default") autocast lowers '
+                "them."
+            )
+        return why
+
 
 def paint_call(
     fun: Callable[..., Any],
@@ -195,11 +215,11 @@ def paint_call(
 ) -> Painting:
     """Trace a call and paint it."""
     _check_arguments((args, kwargs))
-    traced = trace(lambda args, kwargs: fun(*args, **kwargs), (args, kwargs))
+    traced = trace(fun, args, kwargs)
     regions = scopes.Regions(policy)
     painter = Painter(rules, regions, compute_dtype)
     plan = painter.paint_traced(traced.closed)
-    regions.check_unused()
+    regions.check_unused(name_of(fun))
     return Painting(traced, painter, plan)
 
 
@@ -235,7 +255,12 @@ def _plans(plan: Plan) -> list[Plan]:
     return found
 
 
-def _name_of(fun: Any) -> str:
+def _matmul_precision() -> Any:
+    return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def name_of(fun: Any) -> str:
+    """Return what to call a function in a message."""
     return getattr(fun, "__name__", type(fun).__name__)
 
 

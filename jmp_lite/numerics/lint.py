@@ -15,7 +15,7 @@ import jax
 
 from jmp_lite import extras
 from jmp_lite.autocast import scopes
-from jmp_lite.autocast.transform import check_policy
+from jmp_lite.autocast.transform import check_policy, name_of
 from jmp_lite.numerics.hazards import accuracy, constants, positions, speed
 from jmp_lite.numerics.hazards.program import Op, trace
 from jmp_lite.numerics.hazards.ranges import Ranges
@@ -202,7 +202,7 @@ def lint(
         share = sum(left.values()) / total if total else 0.0
         for op in ops:
             program.is_low(op)
-        regions.check_unused()
+        regions.check_unused(name_of(fun))
         return LintReport(tuple(findings), share)
 
     return linted

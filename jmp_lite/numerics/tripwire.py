@@ -215,7 +215,7 @@ def _check_function(fun: Any) -> None:
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
-    return trace(lambda a, k: fun(*a, **k), (args, kwargs))
+    return trace(fun, args, kwargs)
 
 
 def _watch(traced: Traced, args_and_kwargs: Any) -> tuple[Any, Tripwire]:
