@@ -90,6 +90,50 @@ def test_a_collective_in_pieces_is_counted_once():
     assert hlo.count(text).collectives == {"all-gather f16": 2 * 16 * 2}
 
 
+SUMS = """\
+HloModule m
+
+%add.1 (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum.1 = bf16[] add(%a, %b)
+}
+
+%larger (a.2: bf16[], b.2: bf16[]) -> bf16[] {
+  %a.2 = bf16[] parameter(0)
+  %b.2 = bf16[] parameter(1)
+  ROOT %max.2 = bf16[] maximum(%a.2, %b.2)
+}
+
+%fused (x: bf16[8,4]) -> bf16[4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %zero = bf16[] constant(0)
+  ROOT %inner = bf16[4]{0} reduce(%x, %zero), dimensions={0}, to_apply=%add.1
+}
+
+ENTRY %main (h: bf16[8,4], w: f32[8,4], i: s32[8,1], z: bf16[]) -> bf16[4] {
+  %h = bf16[8,4]{1,0} parameter(0)
+  %w = f32[8,4]{1,0} parameter(1)
+  %i = s32[8,1]{1,0} parameter(2)
+  %z = bf16[] parameter(3)
+  %whole = f32[4]{0} reduce(%w, %z), dimensions={0}, to_apply=%add.1
+  %most = bf16[4]{0} reduce(%h, %z), dimensions={0}, to_apply=%larger
+  %rows = bf16[8,4]{1,0} scatter(%h, %i, %h), to_apply=%add.1
+  %set = bf16[8,4]{1,0} scatter(%h, %i, %h), to_apply=%larger
+  %pool = f16[4,4]{1,0} reduce-window(%h, %z), window={size=2x1}, to_apply=%add.1
+  %all = bf16[8,4]{1,0} all-reduce(%h), to_apply=%add.1
+  %two = (f32[4]{0}, bf16[4]{0}) reduce(%w, %h, %z, %z), to_apply=%add.1
+  ROOT %out = bf16[4]{0} fusion(%h), kind=kInput, calls=%fused
+}
+"""
+
+
+def test_sums_in_half_are_counted_and_neither_maxima_nor_collectives():
+    # In the fusion, the scatter, the window, and one of the pair.
+    assert hlo.count(SUMS).half_sums == 4
+    assert hlo.count(SUMS.replace("bf16", "f32").replace("f16", "f32")).half_sums == 0
+
+
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_every_step_keeps_the_dtypes_of_what_it_takes(step):
     # One device stands for all: shapes are the same.
@@ -123,6 +167,7 @@ def _row(name, **figures):
         "kernels": 1000,
         "aliased bytes": 400,
         "casts": 3,
+        "half_sums": 0,
         "conditionals": 0,
         "host_transfers": 0,
         "aliased": 4,
@@ -180,6 +225,14 @@ def test_what_scaling_may_cost_has_limits(device, figure, fits, breaks):
 
 def test_a_buffer_that_is_not_taken_over_breaks_a_limit():
     assert _broken("h100", **{"aliased bytes": 399}) == ["aliased"]
+
+
+@pytest.mark.parametrize("how", ["grad(autocast(f))", "autocast(grad(f))"])
+def test_a_sum_in_half_under_autocast_breaks_a_limit(how):
+    step = dataclasses.replace(SCALED, cast=how)
+    for name, found in ((str(step), ["half_sums"]), (str(SCALED), [])):
+        rows = {name: _row(name, half_sums=1)}
+        assert [row[1] for row in limits.broken_limits("h100", "ci", rows)] == found
 
 
 def test_parameters_gathered_in_float32_break_a_limit():
