@@ -213,6 +213,39 @@ def test_what_moves_anyway_decides_nothing():
     assert not jmp_lite.all_finite(nnx.filter_state(after.rest, nnx.BatchStat))
 
 
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+@pytest.mark.parametrize("name", ["polyak_sgd", "reduce_on_plateau"])
+def test_an_optimiser_that_needs_the_loss_says_so_as_it_does_alone(name, wrap):
+    inner: Any = {
+        "polyak_sgd": lambda: optax.polyak_sgd(),
+        "reduce_on_plateau": lambda: optax.chain(
+            optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)
+        ),
+    }[name]()
+    tx = scale_aware(inner, StaticLossScale(1.0)) if wrap == "scale_aware" else inner
+    state = make_state(tx)
+    grads = jax.tree.map(jnp.cos, state.params)
+    with pytest.raises(TypeError) as alone:
+        inner.update(grads, inner.init(state.params), state.params)
+    for rest in (state.rest, None):
+        with pytest.raises(TypeError) as ours:
+            state.apply_gradients(grads=grads, rest=rest)
+        assert str(ours.value) == str(alone.value)
+    assert "missing 1 required keyword-only argument: 'value'" in str(ours.value)
+    stepped = apply(state, *FINE)
+    assert int(stepped.step) == 1
+    assert bitwise.raw_bits(stepped.params) != bitwise.raw_bits(state.params)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
+    inner = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize()))
+    state = make_state(scale_aware(inner, SCALE) if wrap == "scale_aware" else inner)
+    for value in (None, 0.5):
+        assert int(apply(state, 1.0, value, 1.0).step) == 1
+        assert int(apply(state, 1.0, value, jnp.inf).step) == 0
+
+
 # A finite step.
 
 
