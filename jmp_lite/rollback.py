@@ -89,13 +89,6 @@ def start_average(params: Any) -> Any:
     return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
 
 
-def unshare(opt_state: Any, params: Any) -> Any:
-    """Return a new optimiser state with copies of what it took from the parameters."""
-    # The step may donate the whole state, and no buffer twice.
-    shared = {id(p) for p in jax.tree.leaves(params) if isinstance(p, jax.Array)}
-    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in shared else x, opt_state)
-
-
 def average(params: Any, ema: Any, decay: float) -> Any:
     """Return the exponential moving average `decay * ema + (1 - decay) * params`."""
     params = trees.cast_at_least_float32(params)

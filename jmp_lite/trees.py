@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jmp_lite import dtypes
+from jmp_lite import compat, dtypes
 
 T = TypeVar("T")
 
@@ -196,6 +196,33 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return jax.tree_util.tree_map_with_path(
         lambda path, x, y: _select(pred, x, y, path), a, b
     )
+
+
+def unshare(tree: T) -> T:
+    """Return a tree in which no two jax arrays share a buffer, so it can be donated.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The tree. Of arrays that share a buffer, the first is there as it is and each
+      later one is a copy; other leaves are returned as they are.
+
+    Examples:
+      >>> x = jnp.ones(2)
+      >>> a, b = unshare((x, x))
+      >>> a is x, b is x
+      (True, False)
+    """
+    seen = set()
+
+    def own(x):
+        buffers = compat.buffers_of(x)
+        x = x if seen.isdisjoint(buffers) else jnp.copy(x)
+        seen.update(buffers)
+        return x
+
+    return jax.tree.map(own, tree)
 
 
 def first_difference(

@@ -316,8 +316,9 @@ def test_a_call_of_the_model_changes_no_state():
 def test_the_model_outlives_a_donated_state():
     model = make_model()
     before = bitwise.raw_bits(nnx.state(model))
-    aliasing = optax.contrib.dog(1.0)  # keeps the first parameters, without a copy
-    for tx in (None, scale_aware(aliasing)):
+    # The first of these keeps the first parameters, the other one array in two places.
+    aliasing = [optax.contrib.cocob(), optax.lbfgs(0.1, linesearch=None)]
+    for tx in (None, *map(scale_aware, aliasing)):
         state = make_state(tx, model, ema_decay=0.9)
         step: Any = jax.jit(lambda s: train_step(s, batch(0))[0], donate_argnums=0)
         new = step(step(state))

@@ -83,10 +83,7 @@ def master_weights(
         )
         masters = jax.tree.map(wrapping.with_lasting_dtype, masters)
         # For the same reason, an inner state that starts from them gets its own.
-        shared = {id(m) for m in jax.tree.leaves(masters) if isinstance(m, jax.Array)}
-        inner_state = jax.tree.map(
-            lambda x: jnp.copy(x) if id(x) in shared else x, inner.init(masters)
-        )
+        masters, inner_state = trees.unshare((masters, inner.init(masters)))
         return MasterWeightsState(
             jax.tree.map(wrapping.with_lasting_dtype, inner_state), masters
         )
