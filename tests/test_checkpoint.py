@@ -410,6 +410,17 @@ def test_a_relative_folder_will_do(
     assert checkpoint.restore(tmp_path / "runs" / "a", {"x": 0}).state == {"x": 1}
 
 
+def test_a_tilde_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    checkpoint.save("~/run", {"x": 1}, step=1)
+    assert checkpoint.latest_step(Path("~/run")) == 1
+    assert checkpoint.restore(tmp_path / "home" / "run", {"x": 0}).state == {"x": 1}
+    assert not (tmp_path / "~").exists()
+
+
 def test_what_failed_leaves_the_last_one_and_is_cleared_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
