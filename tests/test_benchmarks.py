@@ -14,7 +14,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import jmp_lite
-from benchmarks import convergence, step_overhead, train_step, tree_stats
+from benchmarks import (
+    checkpoint_save,
+    convergence,
+    step_overhead,
+    train_step,
+    tree_stats,
+)
 from benchmarks.common import contenders, problems, tasks, timing, torch_gpt
 from benchmarks.common.provenance import git_revision, provenance
 
@@ -137,6 +143,16 @@ def test_tree_stats_measures_every_way_to_look(tmp_path, monkeypatch):
         assert list(problem["samples"]) == list(tree_stats.CONTENDERS)
         for row in problem["samples"].values():
             assert _are_finite(list(row.values())) and len(row["seconds"]) == 2
+
+
+def test_checkpoint_save_measures_every_way_to_save(tmp_path):
+    args = ("--megabytes", "1", "--rounds", "2", "--folder", str(tmp_path))
+    found, text = _run(checkpoint_save.main, tmp_path / "out", *args)
+    assert list(found["samples"]) == list(found["ratios"])
+    assert found["ratios"][checkpoint_save.BARE]["seconds"] == [1, 1, 1]
+    assert _are_finite(found["ratios"][checkpoint_save.OURS]["seconds"])
+    assert checkpoint_save.OURS in text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # no checkpoint stays
 
 
 def test_train_step_measures_every_model(tmp_path, monkeypatch):

@@ -113,9 +113,9 @@ def settle(root: epath.Path) -> None:
 
 def make_room(root: epath.Path, step: int) -> None:
     """Let Orbax save a step where it may be the newest already."""
-    for found in _STEPS.find_all(root):
-        if _is_empty(found.path):  # Orbax would count it, and keep one checkpoint less
-            found.path.rmdir()
+    for path in root.iterdir():
+        if path.name.isdigit() and path.is_dir() and _is_empty(path):
+            path.rmdir()  # Orbax would count it, and keep one checkpoint less
     settle(root)
     path = root / _STEPS.build_name(step)
     if path.exists():
