@@ -118,6 +118,16 @@ def test_no_save_that_returned_is_lost(tmp_path: Path) -> None:
         assert checkpoint.restore(tmp_path, LIKE, step=step).state == {"x": step}
 
 
+def test_a_lock_file_that_was_removed_by_hand_fails_no_save(tmp_path: Path) -> None:
+    with folders.one_writer(epath.Path(tmp_path)):
+        (tmp_path / ".writer").unlink()
+    assert names(tmp_path) == []
+    with folders.one_writer(epath.Path(tmp_path)):
+        (tmp_path / ".writer").rename(tmp_path / "away")
+        (tmp_path / ".writer").write_text("another's")
+    assert (tmp_path / ".writer").read_text() == "another's"
+
+
 def test_a_file_system_without_locks_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,9 +213,8 @@ def _lock(path: str) -> int | None:
             )
             return None
         # Who had it before may have removed the file after it was opened here.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                break
+        if _is_at(path, descriptor):
+            break
         os.close(descriptor)
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     os.truncate(descriptor, 0)
@@ -227,5 +226,13 @@ def _lock(path: str) -> int | None:
 def _unlock(descriptor: int | None, path: str) -> None:
     if descriptor is None:
         return
-    os.unlink(path)  # while it is locked: nobody else has this very file
+    if _is_at(path, descriptor):  # it may have been removed by hand
+        os.unlink(path)  # while it is locked: nobody else has this very file
     os.close(descriptor)
+
+
+def _is_at(path: str, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
