@@ -423,6 +423,21 @@ def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
             assert int(stepped.step) == int(state.step) + (cause == "nothing")
 
 
+@pytest.mark.parametrize("params", [{"w": np.ones(3, "f")}, np.ones(3, "f")])
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_lookahead_takes_gradients_of_the_fast_parameters(wrap, params):
+    tx = optax.lookahead(optax.sgd(0.25), 2, 0.5)
+    tx = scale_aware(tx, StaticLossScale(1.0)) if wrap == "scale_aware" else tx
+    pair = optax.LookaheadParams.init_synced(jax.tree.map(jnp.asarray, params))
+    state: Any = TrainState.create(apply_fn=None, params=pair, tx=tx)
+    step: Any = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)
+    for size in (1.0, jnp.inf, 2.0):
+        state = step(state, jax.tree.map(lambda x, size=size: x * size, params))
+    assert int(state.step) == 2
+    for x in jax.tree.leaves(state.params):  # halfway to 1 - 0.25 * (1 + 2)
+        np.testing.assert_array_equal(x, np.full(3, 0.625, "f"))
+
+
 # A finite step.
 
 
