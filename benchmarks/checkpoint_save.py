@@ -1,16 +1,19 @@
 """What does a save cost beside Orbax' own?
 
-    python -m benchmarks.checkpoint_save --megabytes 300
+    python -m benchmarks.checkpoint_save
+    python -m benchmarks.checkpoint_save --folder /dev/shm    # without a disk's time
 
 A state of float32 parameters and Adam's two moments is saved, and the checkpoint before
 the last is removed, in turns by `jmp_lite.checkpoint.save`, by Orbax'
-`StandardCheckpointer` and its `CheckpointManager`; each waits until all is on disk.
+`StandardCheckpointer` and its `CheckpointManager`; each waits until all is written.
 Reported are medians and quartiles of the ratio to the first of Orbax' within a round,
-of the time and of the processor time of all threads, which other work does not stretch.
+of the time and of the processor time of all threads, which other work stretches less.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import itertools
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -22,15 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import typer
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.provenance import provenance
 from benchmarks.common.timing import Samples, quartiles, quartiles_text, take_turns
+from examples.common.cli import make_out
+from examples.common.results import provenance, write_result
 from jmp_lite import checkpoint
 
-BARE, OURS = "StandardCheckpointer", "jmp_lite.checkpoint.save"
+BARE, MANAGER, OURS = "StandardCheckpointer", "CheckpointManager", "checkpoint.save"
 KEPT = 2
 
 
@@ -67,8 +72,7 @@ def make_savers(root: Path, state: Any) -> dict[str, Callable[[int], Any]]:
     def with_ours(step):
         checkpoint.save(root / "ours", state, step=step, keep=KEPT)
 
-    savers = {BARE: with_checkpointer, "CheckpointManager": with_manager}
-    return savers | {OURS: with_ours}
+    return {BARE: with_checkpointer, MANAGER: with_manager, OURS: with_ours}
 
 
 def measure(state: Any, folder: Path | None, rounds: int) -> dict[str, Samples]:
@@ -85,45 +89,60 @@ def measure(state: Any, folder: Path | None, rounds: int) -> dict[str, Samples]:
         return take_turns(programs, states, rounds=rounds, steps=1, title="saving")
 
 
-def main(
-    megabytes: Annotated[int, typer.Option(min=1)] = 300,
-    rounds: Annotated[int, typer.Option(min=1)] = 15,
-    folder: Annotated[Path | None, typer.Option(help="where to save")] = None,
-    out: Annotated[Path, typer.Option(help="the folder of the results")] = Path(
-        "benchmarks/results/cpu"
-    ),
-) -> None:
-    """Time saves beside each other, print medians of the ratio within a round."""
-    from matplotlib.figure import Figure
-
-    out.mkdir(parents=True, exist_ok=True)
-    samples = measure(make_state(megabytes), folder, rounds)
-    bare = samples[BARE]
-    ratios = {
-        name: {key: quartiles(row[key], bare[key]) for key in row}
+def ratios(samples: dict[str, Samples]) -> dict[str, dict[str, list[float]]]:
+    """Return quartiles of the times over those of `BARE` within a round."""
+    return {
+        name: {key: quartiles(times, samples[BARE][key]) for key, times in row.items()}
         for name, row in samples.items()
     }
+
+
+def plot(samples: dict[str, Samples], megabytes: int) -> Figure:
+    """Draw the ratios of the time."""
+    figure = Figure(figsize=(6.4, 2.4), layout="constrained")
+    axes = figure.subplots()
+    found = ratios(samples)
+    low, middle, high = np.transpose([row["seconds"] for row in found.values()])
+    spread = [middle - low, high - middle]
+    axes.errorbar(middle, list(found), xerr=spread, fmt="o", color="#0072B2")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel(f"time to save {megabytes} MB / {BARE}'s")
+    axes.grid(axis="x", alpha=0.25)
+    return figure
+
+
+def main(
+    megabytes: Annotated[int, typer.Option(min=1)] = 300,
+    rounds: Annotated[int, typer.Option(min=1)] = 30,
+    folder: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Where to save."),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            callback=make_out, help="Folder for checkpoint_save.json and .png"
+        ),
+    ] = Path("out"),
+) -> None:
+    """Time saves beside each other, print medians of the ratio within a round."""
+    settings = {
+        "megabytes": megabytes,
+        "rounds": rounds,
+        "folder": str(folder or tempfile.gettempdir()),
+        **provenance(),
+    }
+    samples = measure(make_state(megabytes), folder, rounds)
     table = Table(title=f"{megabytes} MB, over {BARE}", box=box.SIMPLE_HEAD)
     for column in ("", "s", "time", "processor time"):
         table.add_column(column, justify="right" if column else "left")
-    for name, row in ratios.items():
+    for name, row in ratios(samples).items():
         seconds = f"{np.median(samples[name]['seconds']):.2f}"
         table.add_row(name, seconds, *map(quartiles_text, row.values()))
     console = Console()
     console.print(table)
-    settings = {"megabytes": megabytes, "rounds": rounds, **provenance()}
-    results = {"settings": settings, "samples": samples, "ratios": ratios}
-    (out / "checkpoint_save.json").write_text(json.dumps(results) + "\n")
-
-    figure = Figure(figsize=(6.4, 2.4), layout="constrained")
-    axes = figure.subplots()
-    low, middle, high = np.transpose([row["seconds"] for row in ratios.values()])
-    spread = [middle - low, high - middle]
-    axes.errorbar(middle, list(ratios), xerr=spread, fmt="o", color="#0072B2")
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel(f"time to save {megabytes} MB / {BARE}'s")
-    axes.grid(axis="x", alpha=0.25)
-    figure.savefig(out / "checkpoint_save.png", dpi=110)
+    write_result(out / "checkpoint_save.json", settings, samples=samples)
+    plot(samples, megabytes).savefig(out / "checkpoint_save.png", dpi=110)
     console.print(f"Wrote checkpoint_save.json and checkpoint_save.png into {out}.")
 
 
