@@ -449,7 +449,9 @@ def test_save_leaves_no_thread_behind(tmp_path: Path) -> None:
     for step in (2, 3):
         checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=step)
         checkpoint.restore(tmp_path, {"x": jnp.ones(3)})
-    assert set(threading.enumerate()) <= before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)  # asyncio lets go of its own without waiting
+        assert not thread.is_alive(), thread
 
 
 def test_orbax_reads_it_without_us(tmp_path: Path) -> None:
