@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
+from jmp_lite.checkpoint.folder import root_of
 from jmp_lite.linen import TrainState
 
 ROOT = Path(__file__).parent.parent
@@ -419,6 +421,12 @@ def test_a_tilde_is_the_home_folder(
     assert checkpoint.latest_step(Path("~/run")) == 1
     assert checkpoint.restore(tmp_path / "home" / "run", {"x": 0}).state == {"x": 1}
     assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("name", ["gs://bucket/run", "s3://bucket/run"])
+def test_an_address_stays_what_it_is(name: str) -> None:
+    assert os.fspath(root_of(name)) == name
+    assert os.fspath(root_of(epath.Path(name))) == name
 
 
 def test_what_failed_leaves_the_last_one_and_is_cleared_away(

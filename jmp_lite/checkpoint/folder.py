@@ -36,13 +36,14 @@ _LOCK = ".writer"
 
 
 def root_of(folder: str | os.PathLike[str]) -> epath.Path:
-    """Return the absolute path of a folder; `~` is the home folder.
+    """Return the absolute path of a folder, or its address; `~` is the home folder.
 
     Raises:
       ValueError: it is a file, or a folder above it is.
     """
-    root = epath.Path(folder).expanduser().absolute()
+    root = epath.Path(folder).expanduser()
     if _is_local(root):
+        root = root.absolute()  # of an address, it would make a folder here
         there = next(path for path in (root, *root.parents) if path.exists())
         if not there.is_dir():
             raise ValueError(
