@@ -17,6 +17,7 @@ import jaxlib.version
 from jax._src import core as core_private
 from jax._src import source_info_util as source_info_util_private
 from jax._src.lax import lax as lax_private
+from jax.core import Tracer
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import (
     ClosedJaxpr,
@@ -27,21 +28,30 @@ from jax.extend.core import (
 )
 
 
-def register_with_flax_serialization(cls: type) -> None:
-    """Teach `flax.serialization` a pytree dataclass, if flax is loaded.
+class KnownToFlax(type):
+    """The type of a pytree dataclass that `flax.serialization` can save.
 
-    Flax keeps its own registry of types, by exact type, and passes unknown ones
-    through as if they were a leaf, which its msgpack writer then refuses. Fields that
-    are static (`metadata={"static": True}`) are the program's, not the checkpoint's.
-
-    Args:
-      cls: a dataclass; its non-static fields are what is saved.
+    Flax looks up how to save an object in a registry of types, by exact type. One that
+    it does not find it passes through as if it were a leaf, which its msgpack writer
+    refuses. Flax may be imported at any time, also right before it saves: so a type is
+    added when it is looked up, which asks for its hash. Fields that are static
+    (`metadata={"static": True}`) are the program's, not the checkpoint's.
     """
+
+    def __hash__(cls) -> int:
+        """Return the type's own hash."""
+        _register_with_flax_serialization(cls)
+        return super().__hash__()
+
+
+def _register_with_flax_serialization(cls: Any) -> None:
     serialization: Any = sys.modules.get("flax.serialization")
     # Half-way through `import flax` the module is there but not yet filled.
     register = getattr(serialization, "register_serialization_state", None)
-    if register is None or cls in _REGISTERED_WITH_FLAX:
+    is_dataclass = hasattr(cls, "__dataclass_fields__")  # it may not be one yet
+    if register is None or not is_dataclass or "_is_known_to_flax" in vars(cls):
         return
+    cls._is_known_to_flax = True  # before: to register asks for the hash as well
     names = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
 
     def to_state_dict(instance: Any) -> dict[str, Any]:
@@ -62,11 +72,6 @@ def register_with_flax_serialization(cls: type) -> None:
         )
 
     register(cls, to_state_dict, from_state_dict, override=True)
-    _REGISTERED_WITH_FLAX.add(cls)
-
-
-# A record of what flax's registry was told, not a setting: it only grows.
-_REGISTERED_WITH_FLAX: set[type] = set()
 
 
 def is_nnx_module(x: Any) -> bool:
@@ -92,6 +97,25 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     return primitives.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=None
     )
+
+
+def buffers_of(x: Any) -> set[Any]:
+    """Return an identifier of each buffer of an array; a tracer has none.
+
+    Different arrays may have one buffer: `jax.device_put` to where an array is already
+    makes no copy, nor does taking a shard of it or the data of a key.
+    """
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size == 0:
+        return set()
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    try:
+        return {
+            (shard.device, shard.data.unsafe_buffer_pointer())
+            for shard in x.addressable_shards
+        }
+    except Exception:  # a backend without addresses, each with an error of its own
+        return {id(x)}
 
 
 def versions() -> dict[str, str]:

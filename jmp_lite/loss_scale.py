@@ -29,16 +29,13 @@ _REFILLS = ("scale_change", "growth", "finite_step")
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(metaclass=compat.KnownToFlax):
     """A loss scale that does nothing: for float32 and bfloat16.
 
     Examples:
       >>> NoOpLossScale().scale(3.0)
       3.0
     """
-
-    def __post_init__(self):
-        compat.register_with_flax_serialization(type(self))
 
     @property
     def loss_scale(self) -> int:
@@ -61,7 +58,7 @@ class NoOpLossScale:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(metaclass=compat.KnownToFlax):
     """A loss scale that never changes, a constant of the program: it has no leaves.
 
     Args:
@@ -75,7 +72,6 @@ class StaticLossScale:
     loss_scale: Any = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self):
-        compat.register_with_flax_serialization(type(self))
         # Hashable, also when an array was given; a tracer stays what it is.
         if trees.is_concrete_number(self.loss_scale):
             object.__setattr__(self, "loss_scale", float(self.loss_scale))
@@ -96,7 +92,7 @@ class StaticLossScale:
 
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(metaclass=compat.KnownToFlax):
     """A loss scale that finds the largest value which keeps gradients finite.
 
     After each step, `adjust` applies::
@@ -164,7 +160,6 @@ class DynamicLossScale:
     bad_steps: Any = None
 
     def __post_init__(self):
-        compat.register_with_flax_serialization(type(self))
         for name in ("loss_scale", "min_loss_scale"):
             _warn_if_not_floating(getattr(self, name), name)
         scale, bad_steps = self.loss_scale, self.bad_steps

@@ -11,7 +11,9 @@ import optax
 from jax.core import Tracer
 
 from jmp_lite import trees
-from jmp_lite.optimizers import ScaleAwareState
+from jmp_lite.optimizers import ScaleAwareState, wrapping
+
+_LEAVE_OUT = "Leave out what changes its own, such as optax.monitor."
 
 
 def update(
@@ -46,24 +48,27 @@ def update(
       Parameters and optimiser state, in the dtypes they had, and a bool `[]`.
 
     Raises:
-      ValueError: `others` and `old_others` differ in structure, shape or dtype.
+      ValueError: `others` and `old_others` differ in structure, shape or dtype; the
+        optimiser changes the structure of its state.
     """
-    # To a scale-aware optimiser, a loss that is not finite means a bad forward pass:
-    # the step is skipped, and the scale stays. The same holds for other new state.
-    loss = jnp.zeros([], jnp.float32) if value is None else jnp.asarray(value)
     others_finite = _all_still_finite(others, old_others)
-    loss = jnp.where(others_finite, loss, jnp.asarray(jnp.nan, loss.dtype))
-    asks = bool(_verdicts(opt_state)) and bool(jax.tree.leaves(others))
-    if value is not None or asks:
-        extra["value"] = loss
-    tx = optax.with_extra_args_support(tx)
-    updates, new_opt_state = tx.update(grads, opt_state, params, **extra)
+    noted = opt_state
+    if jax.tree.leaves(others):
+        # To a scale-aware optimiser, other state that is not finite means what a loss
+        # means that is not: a bad forward pass. The step is skipped, the scale stays.
+        noted = wrapping.add_note(opt_state, ScaleAwareState, others_finite)
+    if value is not None:
+        extra["value"] = value
+    tx = wrapping.as_transformation(tx)
+    updates, new_opt_state = tx.update(grads, noted, params, **extra)
+    new_opt_state = wrapping.drop_notes(new_opt_state)
+    wrapping.check_structure(new_opt_state, opt_state, "a train state", _LEAVE_OUT)
     new_params = optax.apply_updates(params, updates)
     finite = jnp.array(True)
     if not _is_scale_aware(opt_state):
         # Around a scale-aware optimiser, others see the gradients first, or keep them
         # from it, as optax.MultiSteps does.
-        finite = trees.all_finite((grads, loss))
+        finite = trees.all_finite((grads, value)) & others_finite
     for verdict in _verdicts(new_opt_state):
         finite = finite & verdict
 
@@ -82,13 +87,6 @@ def start_average(params: Any) -> Any:
     """Return parameters as an average to start from: copies, at least float32."""
     # Copied: the step may donate the parameters.
     return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
-
-
-def unshare(opt_state: Any, params: Any) -> Any:
-    """Return a new optimiser state with copies of what it took from the parameters."""
-    # The step may donate the whole state, and no buffer twice.
-    shared = {id(p) for p in jax.tree.leaves(params) if isinstance(p, jax.Array)}
-    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in shared else x, opt_state)
 
 
 def average(params: Any, ema: Any, decay: float) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jmp_lite import dtypes
+from jmp_lite import compat, dtypes
 
 T = TypeVar("T")
 
@@ -198,9 +198,88 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     )
 
 
+def unshare(tree: T) -> T:
+    """Return a tree in which no two jax arrays share a buffer, so it can be donated.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The tree. Of arrays that share a buffer, the first is there as it is and each
+      later one is a copy; other leaves are returned as they are.
+
+    Examples:
+      >>> x = jnp.ones(2)
+      >>> a, b = unshare((x, x))
+      >>> a is x, b is x
+      (True, False)
+    """
+    seen = set()
+
+    def own(x):
+        buffers = compat.buffers_of(x)
+        x = x if seen.isdisjoint(buffers) else jnp.copy(x)
+        seen.update(buffers)
+        return x
+
+    return jax.tree.map(own, tree)
+
+
+def first_difference(
+    a: Any, b: Any, names: tuple[str, str] = ("the first", "the second")
+) -> str | None:
+    """Return where two trees first differ in structure, None where they do not.
+
+    Args:
+      a: any pytree; a None in it fits anything.
+      b: another one.
+      names: what to call the two.
+
+    Returns:
+      The path and what is different there.
+
+    Examples:
+      >>> first_difference({"w": 1, "b": 2}, {"w": {"x": 1}, "b": 2})
+      "at 'w', a leaf in the first, a dict in the second"
+    """
+    return _first_difference(a, b, names, ())
+
+
 def key_path(path: Any) -> str:
     """Return a key path as text, `"decoder/layers/0/kernel"`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _first_difference(a: Any, b: Any, names: Any, path: Any) -> str | None:
+    if a is None or jax.tree.structure(a) == jax.tree.structure(b):
+        return None
+    (level_a, kind_a, parts_a), (level_b, kind_b, parts_b) = _open(a), _open(b)
+    where = repr(key_path(path)) if path else "the root"
+    if kind_a != kind_b:
+        return f"at {where}, {kind_a} in {names[0]}, {kind_b} in {names[1]}"
+    for key in (*parts_a, *parts_b):
+        if (key in parts_a) != (key in parts_b):
+            name = names[0] if key in parts_a else names[1]
+            return f"{key_path((*path, key))!r} is in {name} only"
+    if level_a != level_b:
+        return f"at {where}, {kind_a} in both, with other static fields"
+    found = (
+        _first_difference(part, parts_b[key], names, (*path, key))
+        for key, part in parts_a.items()
+    )
+    return next((difference for difference in found if difference is not None), None)
+
+
+def _open(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
+    """Return the root of a tree as a structure and in words, and its parts by key."""
+    parts, level = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )
+    kind = "nothing" if tree is None else type(tree).__name__
+    if jax.tree_util.all_leaves([tree]):
+        kind = "leaf"
+    kind = kind if tree is None else f"a {kind}"
+    return level, kind, {path[0]: part for path, part in parts if path}
 
 
 def _multiply(x: Any, factor: Any) -> Any:

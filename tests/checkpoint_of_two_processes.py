@@ -3,12 +3,15 @@
 `python -m tests.checkpoint_of_two_processes ADDRESS INDEX FOLDER`, once for each index.
 """
 
+import fcntl
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -49,7 +52,28 @@ def main(address: str, index: int, folder: Path) -> None:
     assert int(restored.state["local"]) == 5
     key = jax.random.key_data(restored.state["key"])
     np.testing.assert_array_equal(key, jax.random.key_data(jax.random.key(7)))
+    refused(folder, state, index)
     print(f"process {index}: {str(restored.casts)}")
+
+
+def refused(folder: Path, state: Any, index: int) -> None:
+    """Save where somebody else is: both processes are told, and nothing is lost."""
+    lock = folder / ".writer"
+    with lock.open("w") as file:
+        if index == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        multihost_utils.sync_global_devices("locked")
+        told = ""
+        try:
+            checkpoint.save(folder, state, step=4)
+        except RuntimeError as error:
+            told = str(error)
+        multihost_utils.sync_global_devices("told")
+    first = "" if index == 0 else "The first process could not save: RuntimeError: "
+    assert told.startswith(f"{first}Another program or thread is saving into {folder}:")
+    assert checkpoint.latest_step(folder) == 3
+    checkpoint.save(folder, state, step=4)
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "3", "4"]
 
 
 if __name__ == "__main__":

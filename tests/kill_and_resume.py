@@ -40,8 +40,8 @@ from tests import bitwise
 BATCHES = 12
 # Before anything was accumulated, in the middle of it, and twice in a row.
 OVERFLOWS = (0, 3, 4, 8)
-# A save has up to 64 events: a kill may fall after it as well.
-EVENTS = 70
+# A save has up to 74 events: a kill may fall after it as well.
+EVENTS = 80
 SECONDS = 0.15
 
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import jmp_lite
 from benchmarks import (
     autocast_trace,
+    checkpoint_save,
     convergence,
     memory,
     programs,
@@ -125,8 +126,8 @@ def test_jmp_is_given_up_at_many_leaves():
 @pytest.mark.parametrize(
     "module",
     [
-        *(autocast_trace, convergence, memory, programs, step_overhead, train_step),
-        tree_stats,
+        *(autocast_trace, checkpoint_save, convergence, memory, programs),
+        *(step_overhead, train_step, tree_stats),
     ],
 )
 def test_no_benchmark_writes_figures_of_changed_code_among_the_committed(
@@ -181,6 +182,16 @@ def test_tree_stats_measures_every_way_to_look(tmp_path, monkeypatch):
         assert list(problem["samples"]) == list(tree_stats.CONTENDERS)
         for row in problem["samples"].values():
             assert _are_finite(list(row.values())) and len(row["seconds"]) == 2
+
+
+def test_checkpoint_save_measures_every_way_to_save(tmp_path):
+    args = ("--megabytes", "1", "--rounds", "2", "--folder", str(tmp_path))
+    found, text = _run(checkpoint_save.main, tmp_path / "out", *args)
+    ratios = checkpoint_save.ratios(found["samples"])
+    assert ratios[checkpoint_save.BARE]["seconds"] == [1, 1, 1]
+    assert _are_finite(ratios[checkpoint_save.OURS]["seconds"])
+    assert all(name in text for name in ratios)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # no checkpoint stays
 
 
 def test_train_step_measures_every_model(tmp_path, monkeypatch):

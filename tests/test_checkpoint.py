@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
+from jmp_lite.checkpoint.folder import root_of
 from jmp_lite.linen import TrainState
 
 ROOT = Path(__file__).parent.parent
@@ -410,6 +412,23 @@ def test_a_relative_folder_will_do(
     assert checkpoint.restore(tmp_path / "runs" / "a", {"x": 0}).state == {"x": 1}
 
 
+def test_a_tilde_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    checkpoint.save("~/run", {"x": 1}, step=1)
+    assert checkpoint.latest_step(Path("~/run")) == 1
+    assert checkpoint.restore(tmp_path / "home" / "run", {"x": 0}).state == {"x": 1}
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("name", ["gs://bucket/run", "s3://bucket/run"])
+def test_an_address_stays_what_it_is(name: str) -> None:
+    assert os.fspath(root_of(name)) == name
+    assert os.fspath(root_of(epath.Path(name))) == name
+
+
 def test_what_failed_leaves_the_last_one_and_is_cleared_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,7 +457,9 @@ def test_save_leaves_no_thread_behind(tmp_path: Path) -> None:
     for step in (2, 3):
         checkpoint.save(tmp_path, {"x": jnp.ones(3)}, step=step)
         checkpoint.restore(tmp_path, {"x": jnp.ones(3)})
-    assert set(threading.enumerate()) <= before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)  # asyncio lets go of its own without waiting
+        assert not thread.is_alive(), thread
 
 
 def test_orbax_reads_it_without_us(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite.checkpoint import save_restore
+from jmp_lite.checkpoint import record
 
 
 class State(NamedTuple):
@@ -68,6 +68,13 @@ def test_an_older_step_is_not_saved(tmp_path: Path) -> None:
         ({"x": 1}, {}, r"a step of at least 0, got None: give step=, or a state that"),
         (State(None, 1), {}, r"a step of at least 0, got None: give step="),
         (State(jnp.int32(-1), 1), {}, r"a step of at least 0, got -1"),
+        (State(jnp.float32(2.5), 1), {}, r"a whole number for the step, got 2.5"),
+        (State(jnp.arange(8), 1), {}, r"one step, got an array of shape \[8\]: a repl"),
+        (State(jax.random.key(0), 1), {}, r"a step of at least 0, got Array\(\(\)"),
+        ({"x": 1}, {"step": 2.7}, r"a whole number for the step, got 2.7"),
+        ({"x": 1}, {"step": float("nan")}, r"a step of at least 0, got nan"),
+        ({"x": 1}, {"step": "7"}, r"a step of at least 0, got 7"),
+        ({"x": 1}, {"step": 1, "keep": 1.5}, r"keep at least 1 checkpoint, got keep=1"),
         ({"x": 1}, {"step": -2}, r"a step of at least 0, got -2"),
         ({"x": 1}, {"step": 1, "keep": 0}, r"keep at least 1 checkpoint, got keep=0"),
         ({"x": [2**70]}, {"step": 1}, r"x/0 is 1180591620717411303424: more than 64"),
@@ -80,6 +87,46 @@ def test_what_cannot_be_saved_says_why(
     with pytest.raises(ValueError, match=text):
         checkpoint.save(tmp_path / "run", state, **kwargs)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_whole_step_may_be_a_number_of_any_kind(tmp_path: Path) -> None:
+    steps = [1, 2.0, np.int64(3), np.float32(4.0), jnp.int32(5), jnp.bfloat16(6).item()]
+    for step in steps:
+        checkpoint.save(tmp_path, {"x": float(step)}, step=step)
+        assert checkpoint.latest_step(tmp_path) == step
+    assert checkpoint.restore(tmp_path, {"x": 0.0}, step=jnp.int32(5)).state["x"] == 5
+    fraction: Any = 5.5
+    with pytest.raises(ValueError, match="Expected a whole number for the step, got 5"):
+        checkpoint.restore(tmp_path, {"x": 0.0}, step=fraction)
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_file_is_no_folder(below: str, tmp_path: Path) -> None:
+    file = tmp_path / "run"
+    file.write_text("mine")
+    folder = file / below
+    for use in (
+        lambda: checkpoint.save(folder, {"x": 1}, step=1),
+        lambda: checkpoint.restore(folder, {"x": 1}),
+        lambda: checkpoint.latest_step(folder),
+    ):
+        with pytest.raises(ValueError) as error:
+            use()
+        assert str(error.value) == (
+            f"Expected a folder for checkpoints, got {folder}: {file} is a file."
+        )
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("step", [3, 9, 12])
+def test_an_empty_folder_is_no_step(step: int, tmp_path: Path) -> None:
+    (tmp_path / "9").mkdir()
+    assert checkpoint.latest_step(tmp_path) is None
+    with pytest.raises(ValueError, match="There is no checkpoint in .*: it holds 9"):
+        checkpoint.restore(tmp_path, {"x": 0})
+    checkpoint.save(tmp_path, {"x": step}, step=step, keep=1)
+    assert checkpoint.latest_step(tmp_path) == step
+    assert checkpoint.restore(tmp_path, {"x": 0}).state == {"x": step}
 
 
 # Another structure.
@@ -228,7 +275,7 @@ def test_a_format_of_the_future_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(save_restore, "_FORMAT", 2)
+        patch.setattr(record, "_FORMAT", 2)
         checkpoint.save(tmp_path, {}, step=1)
     with pytest.raises(ValueError, match=r"\(ValueError: expected format 1, got 2\)"):
         checkpoint.restore(tmp_path, {})

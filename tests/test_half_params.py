@@ -5,7 +5,6 @@ and a step that is skipped leaves every bit.
 """
 
 import functools
-import pickle
 from typing import Any
 
 import bitwise
@@ -33,6 +32,8 @@ from jmp_lite import (
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = pytest.mark.standard_promotion
+
+SCALE_1 = jmp_lite.StaticLossScale(1.0)
 
 apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
 
@@ -212,26 +213,37 @@ def test_both_orders_take_the_same_steps(order):
 # What travels from scale_aware to them.
 
 
-def test_stored_dtypes_are_told_only_where_some_are_half():
+@with_wrappers
+def test_who_stands_between_is_given_what_the_caller_gave_and_reads_their_state(wrap):
     seen = []
 
-    def update_fn(updates, state, params=None, **extra):
-        del params
-        seen.append(extra)
-        return updates, state
+    def between(inner):
+        def update_fn(updates, state, params=None, **extra):
+            seen.append((extra, jax.tree.leaves(state.inner_state)))
+            return inner.update(updates, state, params, **extra)
 
-    inner = optax.GradientTransformationExtraArgs(lambda params: (), update_fn)
-    tx = scale_aware(optax.chain(inner))
-    for params in (jnp.ones(2), {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}):
-        tx.update(params, tx.init(params), params, mine=1)
-    assert seen[0] == {"mine": 1}
-    stored = seen[1]["stored_dtypes"]
-    assert seen[1].keys() == {"mine", "stored_dtypes"}
-    assert jax.tree.leaves(stored) == []
-    assert stored == pickle.loads(pickle.dumps(stored)) and isinstance(
-        hash(stored), int
-    )
-    assert dict(stored.by_path) == {"['a']": jnp.float16, "['b']": jnp.float32}
+        return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+    tx = scale_aware(between(wrap(optax.sgd(1.0, momentum=0.5))))
+    params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
+    state = tx.init(params)
+    _, after = tx.update(params, state, params, mine=1)
+    (extra, moments), *_ = seen
+    assert extra == {"mine": 1}
+    assert [x.dtype for x in moments] == [jnp.float32] * 2
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_a_scale_aware_in_a_scale_aware_keeps_the_note_for_what_is_inside():
+    tx = scale_aware(scale_aware(master_weights(optax.sgd(2.0**-12)), SCALE_1), SCALE_1)
+    params = jnp.ones(2, jnp.bfloat16)
+    state = tx.init(params)
+    for _ in range(3):
+        updates, state = tx.update(jnp.ones(2), state, params)
+        params = apply_updates(params, updates)
+    (masters,) = [x.masters for x in _states(state, MasterWeightsState)]
+    np.testing.assert_array_equal(masters, [1 - 3 * 2.0**-12] * 2)
+    np.testing.assert_array_equal(params, masters.astype(jnp.bfloat16))
 
 
 @with_wrappers

@@ -1,6 +1,8 @@
 """A dynamic loss scale is state: through jit, scan, vmap, checkpoints, placeholders."""
 
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import chex
@@ -223,6 +225,38 @@ def test_flax_refuses_the_state_of_another_machine():
     )
     with pytest.raises(ValueError, match=expected):
         flax.serialization.from_state_dict(DynamicLossScale(8.0, hysteresis=2), state)
+
+
+_PROGRAM = """
+import sys
+import jax, jax.numpy as jnp, optax
+import jmp_lite
+
+params = jnp.ones(2)
+loss_scales = jmp_lite.DynamicLossScale(8.0), jmp_lite.StaticLossScale(8.0)
+txs = [jmp_lite.scale_aware(optax.identity(), x) for x in loss_scales]
+txs.append(jmp_lite.scale_aware(optax.identity(), jmp_lite.NoOpLossScale()))
+states = [tx.init(params) for tx in txs]
+assert "flax" not in sys.modules
+import flax.serialization
+
+def step(states):
+    return [tx.update(params, s, params)[1] for tx, s in zip(txs, states)]
+
+{between}
+saved = [flax.serialization.to_bytes(state) for state in states]
+for state, data in zip(states, saved):
+    restored = flax.serialization.from_bytes(state, data)
+    assert type(restored.loss_scale) is type(state.loss_scale)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+"""
+
+
+@pytest.mark.parametrize("between", ["", "states = jax.jit(step)(states)"])
+def test_flax_may_be_imported_after_a_loss_scale_was_made(between):
+    run = [sys.executable, "-c", _PROGRAM.format(between=between)]
+    result = subprocess.run(run, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 LOSS_SCALES = {

@@ -46,7 +46,7 @@ def test_the_inner_optimiser_sees_unscaled_float32_gradients_and_params():
     }
     np.testing.assert_allclose(inner_grads["a"], 2e-7, rtol=1e-3)
     np.testing.assert_array_equal(updates["b"], [3.0, 3.0])
-    assert extra.keys() == {"stored_dtypes"}
+    assert extra == {}
     assert state.inner_state["count"] == 1
 
 
@@ -78,6 +78,39 @@ def test_an_inner_optimiser_without_extra_arguments_takes_a_value_all_the_same()
     params = jnp.zeros(2)
     updates, _ = tx.update(jnp.ones(2) * 4, tx.init(params), params, value=0.5)
     np.testing.assert_array_equal(updates, [-1.0, -1.0])
+
+
+@pytest.mark.parametrize("wrap", ["plain", "master_weights", "stochastic_rounding"])
+def test_a_loss_is_given_to_those_that_take_it(wrap):
+    """And is no reason to refuse the others: it is there for us as well."""
+    seen: list[Any] = []
+
+    def refuses_it(updates, state, params=None, *, hess=None):
+        seen.append(hess)
+        return updates, state
+
+    def takes_it(updates, state, params=None, *, value):
+        seen.append(float(value))
+        return updates, state
+
+    around: Any = {
+        "plain": lambda inner: inner,
+        "master_weights": jmp_lite.master_weights,
+        "stochastic_rounding": lambda inner: jmp_lite.stochastic_rounding(
+            inner, jax.random.key(0)
+        ),
+    }[wrap]
+    params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)}
+    for update_fn in (refuses_it, takes_it):
+        update: Any = update_fn
+        inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+        for tx in (scale_aware(around(inner)), around(scale_aware(inner))):
+            extra = {"hess": 3} if update_fn is refuses_it else {}
+            state = tx.init(params)
+            tx.update(params, state, params, value=jnp.float32(0.5), **extra)
+            with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+                tx.update(params, state, params, value=jnp.float32(0.5), other=1)
+    assert seen == [3, 3, 0.5, 0.5]
 
 
 def test_the_state_keeps_the_dtypes_of_init_whatever_the_inner_optimiser_does():
@@ -332,13 +365,32 @@ def test_a_scale_that_cannot_scale_is_refused(scale):
         scale_aware(optax.sgd(1.0), DynamicLossScale(scale))
 
 
-def test_gradients_of_another_structure_are_refused():
-    tx: Any = scale_aware(optax.sgd(1.0))
-    params = {"w": jnp.ones(2)}
-    state = tx.init(params)
-    expected = r"gradients and parameters of the same structure.*'v'.*'w'"
-    with pytest.raises(ValueError, match=expected):
-        tx.update({"v": jnp.ones(2)}, state, params)
+@pytest.mark.parametrize(
+    ("grads", "difference"),
+    [
+        ({"v": 1.0}, "'v' is in the gradients only"),
+        ({"w": {"a": 1.0}}, "'b' is in the parameters only"),
+        ({"w": {}, "b": 1.0}, "'w/a' is in the parameters only"),
+        (
+            {"w": (1.0,), "b": 1.0},
+            "at 'w', a tuple in the gradients, a dict in the par",
+        ),
+        ({"w": {"a": [1.0]}, "b": 1.0}, "at 'w/a', a list in the gradients, a leaf in"),
+        (1.0, "at the root, a leaf in the gradients, a dict in the parameters"),
+    ],
+)
+def test_gradients_of_another_structure_are_refused(grads, difference):
+    params = {"w": {"a": jnp.ones(2)}, "b": jnp.ones(2)}
+    inner = optax.identity()
+    for tx in (
+        scale_aware(inner),
+        jmp_lite.master_weights(inner),
+        jmp_lite.stochastic_rounding(inner, jax.random.key(0)),
+    ):
+        with pytest.raises(ValueError) as error:
+            tx.update(jax.tree.map(jnp.float32, grads), tx.init(params), params)
+        message = "Expected gradients and parameters of the same structure: "
+        assert str(error.value).startswith(message + difference)
 
 
 def test_the_state_of_another_optimiser_is_refused():

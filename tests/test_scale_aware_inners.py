@@ -275,3 +275,80 @@ def test_clipping_sees_unscaled_gradients():
     updates, _ = tx.update(scaled.astype(jnp.float16), tx.init(params), params)
 
     np.testing.assert_allclose(updates, [-0.3, -0.4], rtol=1e-3)
+
+
+@over_param_dtypes
+def test_sam_steps_as_it_does_alone(param_dtype):
+    inner = contrib.sam(optax.sgd(0.25), optax.chain(contrib.normalize(), optax.sgd(1)))
+    tx: Any = jmp_lite.scale_aware(inner, jmp_lite.StaticLossScale(4.0))
+    params = _params(param_dtype)
+    state, inner_state = tx.init(params), inner.init(_float32(params))
+    for seed in range(4):
+        grads = _float32(_grads("f16", seed))
+        expected, inner_state = inner.update(grads, inner_state, _float32(params))
+        scaled = jax.tree.map(lambda g: 4 * g, grads)
+        updates, state = tx.update(scaled, state, params, value=jnp.float32(1.0))
+        assert bitwise.raw_bits(updates) == bitwise.raw_bits(expected)
+        assert bitwise.raw_bits(state.inner_state) == bitwise.raw_bits(inner_state)
+        params: Any = optax.apply_updates(params, updates)
+
+
+def test_lookahead_takes_gradients_of_the_fast_parameters():
+    inner = optax.lookahead(optax.sgd(0.25, momentum=0.5), 2, 0.5)
+    tx: Any = jmp_lite.scale_aware(inner, jmp_lite.StaticLossScale(4.0))
+    pair: Any = optax.LookaheadParams.init_synced(_params("f32"))
+    plain, state, plain_state = pair, tx.init(pair), inner.init(pair)
+    for seed in range(5):
+        grads = _grads("f32", seed)
+        if seed != 2:  # the bad step is as none at all
+            updates, plain_state = inner.update(grads, plain_state, plain)
+            plain: Any = optax.apply_updates(plain, updates)
+        else:
+            grads["w"] = grads["w"].at[1, 1].set(jnp.nan)
+        scaled = jax.tree.map(lambda g: 4 * g, grads)
+        updates, state = tx.update(scaled, state, pair)
+        pair: Any = optax.apply_updates(pair, updates)
+        assert bitwise.raw_bits(pair) == bitwise.raw_bits(plain)
+    assert bitwise.raw_bits(pair.fast) != bitwise.raw_bits(pair.slow)
+
+
+def test_lookahead_trains_half_parameters_by_their_masters():
+    inner = optax.lookahead(optax.sgd(2.0**-10), 2, 0.5)
+    tx: Any = jmp_lite.scale_aware(jmp_lite.master_weights(inner))
+    params: Any = optax.LookaheadParams.init_synced(jnp.ones(2, jnp.bfloat16))
+    state = tx.init(params)
+    for _ in range(4):
+        grads = jnp.full(2, 2.0**15)
+        updates, state = tx.update(grads, state, params)
+        params: Any = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(state.inner_state.masters.slow, [1 - 2.0**-9] * 2)
+    np.testing.assert_array_equal(params.fast, jnp.full(2, 1 - 2.0**-9, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("wrap", ["inside", "around", "alone"])
+def test_a_state_that_changes_its_structure_is_told_to_go_outside(wrap):
+    monitor = optax.monitor({"norm": optax.tree.norm})
+    inner = optax.chain(optax.sgd(1.0), monitor)
+    around: Any = {
+        "inside": lambda: jmp_lite.scale_aware(jmp_lite.master_weights(inner)),
+        "around": lambda: jmp_lite.master_weights(jmp_lite.scale_aware(inner)),
+        "alone": lambda: jmp_lite.scale_aware(inner),
+    }[wrap]()
+    params = jnp.ones(4, jnp.float16)
+    with pytest.raises(ValueError) as error:
+        around.update(params, around.init(params), params)
+    path = "1/measurements/norm"
+    assert str(error.value) == (
+        "The optimiser inside of scale_aware changed the structure of its state: "
+        f"'{'inner_state/' if wrap == 'inside' else ''}{path}' is in the new state "
+        "only. A step that is skipped leaves the old state, so the two must have one "
+        "structure. Put what changes its own (such as optax.monitor) outside of "
+        "scale_aware: optax.chain(scale_aware(...), optax.monitor(...))."
+    )
+    # As it says; and where nothing is skipped, it may stay.
+    outside = optax.chain(jmp_lite.scale_aware(optax.sgd(1.0)), monitor)
+    for tx in (outside, jmp_lite.master_weights(inner)):
+        state = tx.init(params)
+        for _ in range(2):
+            _, state = tx.update(params, state, params)
+        assert float(optax.tree.get(state, "norm")) > 0

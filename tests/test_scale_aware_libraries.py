@@ -128,6 +128,61 @@ def test_equinox_gradients_with_none_leaves():
     )
 
 
+class _Embedding(eqx.Module):
+    """With leaves of every kind: half, whole numbers, a function, nothing."""
+
+    table: jax.Array
+    index: jax.Array
+    activation: Any
+    bias: Any = None
+
+    def __call__(self):
+        return jnp.sum(self.activation(self.table[self.index].astype(jnp.float32)))
+
+
+# What of a model an optimiser is initialised with, and one that takes that.
+_KEPT: dict[str, tuple[Any, Any]] = {
+    "floats": (eqx.is_inexact_array, optax.adamw(2.0**-4, eps=1e-3)),
+    "arrays": (eqx.is_array, optax.sgd(2.0**-4, momentum=0.5)),
+    "everything": (lambda x: True, optax.sgd(2.0**-4)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("kept", _KEPT)
+@pytest.mark.parametrize("wrap", ["plain", "master_weights", "stochastic_rounding"])
+def test_an_unfiltered_equinox_model_may_be_given_for_the_parameters(wrap, kept, dtype):
+    around: Any = {
+        "plain": lambda inner: inner,
+        "master_weights": jmp_lite.master_weights,
+        "stochastic_rounding": lambda inner: jmp_lite.stochastic_rounding(
+            inner, jax.random.key(0)
+        ),
+    }[wrap]
+    first = _Embedding(jnp.ones(4, dtype), jnp.arange(2), jnp.sin)
+    keep, inner = _KEPT[kept]
+
+    def train(tx, scale):
+        model, state = first, tx.init(eqx.filter(first, keep))
+        for _ in range(3):
+            grads = eqx.filter_grad(lambda model: model() * scale)(model)
+            assert grads.activation is None and grads.index is None
+            updates, state = tx.update(grads, state, model)
+            model = eqx.apply_updates(model, updates)
+        assert model.activation is jnp.sin and model.index is first.index
+        return np.asarray(model.table, np.float32)
+
+    expected = train(inner, 1.0)
+    assert (expected[:2] < 0.96).all()
+    for tx in (
+        scale_aware(around(inner), StaticLossScale(8.0)),
+        around(scale_aware(inner, StaticLossScale(8.0))),
+    ):
+        # Alone, optax computes in half.
+        rtol = 8 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(train(tx, 8.0), expected, rtol=rtol)
+
+
 def _state_with_a_past(loss_scale):
     """A state in which every field differs from that of `init`."""
     tx: Any = scale_aware(_inner(), loss_scale)

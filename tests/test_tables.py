@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import checkpoint_save, tables
 from benchmarks.common import contenders, measured_tables
 from benchmarks.common.committed import RESULTS, load
 from examples.common.results import COMMITTED, ROOT, git_revision
@@ -19,6 +19,7 @@ TO_MEASURE = {
     "cpu/transformer-with_policy/results.json",
     *("cpu/step_overhead.json", "cpu/convergence.json", "cpu/train_step.json"),
     *("cpu/autocast_trace.json", "cpu/tree_stats.json"),
+    "cpu/checkpoint_save.json",
     *("h100-compiled/programs-ci.json", "a100-compiled/programs-ci.json"),
     *("v100-compiled/programs-ci.json", "v5e-compiled/programs-ci.json"),
     *("h100-compiled/programs-full.json", "v5e-compiled/programs-full.json"),
@@ -175,6 +176,20 @@ def test_a_peer_that_was_not_measured_is_said_to_be_so(monkeypatch):
     monkeypatch.setattr(measured_tables, "load", lambda name: {"cases": [case]})
     cells = [row["adam, batch 16"] for row in measured_tables.overhead(["adam"])]
     assert cells == ["1.25", "not measured", "1.25", "1.25", "1.25"]
+
+
+def test_a_save_is_compared_within_a_round(monkeypatch):
+    times = {"seconds": [1.0, 2.0, 4.0], "processor_seconds": [1.0, 1.0, 1.0]}
+    ours = {"seconds": [2.0, 2.0, 2.0], "processor_seconds": [1.5, 1.5, 1.5]}
+    samples = {checkpoint_save.BARE: times, checkpoint_save.OURS: ours}
+    monkeypatch.setattr(measured_tables, "load", lambda name: {"samples": samples})
+    assert measured_tables.saving() == [
+        {
+            "": f"`{checkpoint_save.OURS}`",
+            "time": "1.00 (0.75-1.50)",
+            "processor time": "1.50 (1.50-1.50)",
+        }
+    ]
 
 
 def test_the_commands_are_listed_once_each(capsys):

@@ -317,12 +317,18 @@ def test_the_loss_scale_backs_off_where_the_gradients_overflowed_alone(cause, sc
     assert int(state.step) == 1
 
 
-def test_without_a_value_a_bad_batch_statistic_skips_all_the_same():
-    for tx in (None, optax.adam(0.1)):
-        state = make_state(tx)
-        bad = jax.tree.map(lambda x: x * jnp.nan, state.batch_stats)
-        skipped = state.apply_gradients(grads=gradients_of(state), batch_stats=bad)
-        assert without_scale(skipped) == without_scale(state)
+@pytest.mark.parametrize("name", STATES)
+def test_without_a_value_a_bad_batch_statistic_skips_all_the_same(name):
+    state = STATES[name]()
+    grads, _, size = spoilt(state, "batch statistics")
+    skipped = apply(state, grads, None, size)
+    assert without_scale(skipped) == without_scale(state)
+    assert bitwise.avals(skipped) == bitwise.avals(state)
+    if name.startswith("scale_aware"):
+        assert float(skipped.opt_state.loss_scale.loss_scale) == 2.0**10
+        assert int(skipped.opt_state.consecutive_skips) == 1
+    taken = apply(skipped, grads, None, jnp.float32(1))
+    assert int(taken.step) == 1
 
 
 def test_what_moves_on_a_skip_is_chosen():
@@ -371,6 +377,65 @@ def test_an_optimiser_that_needs_the_loss_gets_it_and_no_other():
     state.apply_gradients(grads=gradients_of(state), value=jnp.float32(0.5))
     assert seen[0] == {}
     assert float(seen[1]["value"]) == 0.5
+
+
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware", "MultiSteps"])
+@pytest.mark.parametrize("name", ["polyak_sgd", "reduce_on_plateau"])
+def test_an_optimiser_that_needs_the_loss_says_so_as_it_does_alone(name, wrap):
+    """It was given 0.0 where other state came along: polyak then never moved."""
+    inner: Any = {
+        "polyak_sgd": lambda: optax.polyak_sgd(),
+        "reduce_on_plateau": lambda: optax.chain(
+            optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)
+        ),
+    }[name]()
+    tx: Any = {
+        "plain": lambda: inner,
+        "scale_aware": lambda: scale_aware(inner, StaticLossScale(1.0)),
+        "MultiSteps": lambda: scale_aware(
+            optax.MultiSteps(inner, 1), StaticLossScale(1.0)
+        ),
+    }[wrap]()
+    state = make_state(tx)
+    grads, stats = gradients_of(state), state.batch_stats
+    with pytest.raises(TypeError) as alone:
+        inner.update(grads, inner.init(state.params), state.params)
+    with pytest.raises(TypeError) as ours:
+        state.apply_gradients(grads=grads, batch_stats=stats)
+    assert str(ours.value) == str(alone.value)
+    assert "missing 1 required keyword-only argument: 'value'" in str(ours.value)
+    stepped = state.apply_gradients(
+        grads=grads, batch_stats=stats, value=jnp.float32(2.0)
+    )
+    assert int(stepped.step) == 1
+    assert bitwise.raw_bits(stepped.params) != bitwise.raw_bits(state.params)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
+    inner = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize()))
+    tx = scale_aware(inner, SCALE) if wrap == "scale_aware" else inner
+    state = make_state(tx)
+    for value in (None, jnp.float32(2.0)):
+        for cause in ("nothing", "batch statistics"):
+            grads, _, size = spoilt(state, cause)
+            stepped = apply(state, grads, value, size)
+            assert int(stepped.step) == int(state.step) + (cause == "nothing")
+
+
+@pytest.mark.parametrize("params", [{"w": np.ones(3, "f")}, np.ones(3, "f")])
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_lookahead_takes_gradients_of_the_fast_parameters(wrap, params):
+    tx = optax.lookahead(optax.sgd(0.25), 2, 0.5)
+    tx = scale_aware(tx, StaticLossScale(1.0)) if wrap == "scale_aware" else tx
+    pair = optax.LookaheadParams.init_synced(jax.tree.map(jnp.asarray, params))
+    state: Any = TrainState.create(apply_fn=None, params=pair, tx=tx)
+    step: Any = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)
+    for size in (1.0, jnp.inf, 2.0):
+        state = step(state, jax.tree.map(lambda x, size=size: x * size, params))
+    assert int(state.step) == 2
+    for x in jax.tree.leaves(state.params):  # halfway to 1 - 0.25 * (1 + 2)
+        np.testing.assert_array_equal(x, np.full(3, 0.625, "f"))
 
 
 # A finite step.
@@ -459,9 +524,41 @@ def test_one_compilation_from_the_first_step_on():
     assert (state.step.dtype, int(state.step)) == (jnp.int32, 3)
 
 
+# Optimisers whose first state has the parameters, or one array in several places.
+ALIASING: dict[str, Any] = {
+    "dog": lambda: optax.contrib.dog(1.0),
+    "cocob": lambda: optax.contrib.cocob(),
+    "lbfgs": lambda: optax.lbfgs(0.1, linesearch=None),
+    "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
+    "schedule_free": lambda: optax.contrib.schedule_free_sgd(0.1),
+}
+
+
+@pytest.mark.parametrize("name", ALIASING)
+def test_a_state_whose_optimiser_shares_its_arrays_can_be_donated(name):
+    for tx in (ALIASING[name](), scale_aware(ALIASING[name]())):
+        state = make_state(tx, ema_decay=0.9)
+        kept = jax.tree.map(np.asarray, state.ema)
+        donated: Any = jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)
+        assert bitwise.raw_bits(donated(state).ema) == bitwise.raw_bits(kept)
+
+
+def test_no_two_leaves_of_a_state_share_a_buffer():
+    w, key = jnp.arange(8.0), jax.random.key(3)
+    state: Any = TrainState.create(
+        apply_fn=None,
+        params={"w": w, "tied": w, "placed": jax.device_put(w, jax.devices()[0])},
+        tx=optax.identity(),
+        batch_stats={"data": jax.random.key_data(key), "host": np.ones(2, np.float32)},
+        rng=key,
+    )
+    before = bitwise.raw_bits(state)
+    state = jax.jit(lambda s: s, donate_argnums=0)(state)
+    assert bitwise.raw_bits(state) == before
+
+
 def test_donated_states():
-    aliasing = optax.contrib.dog(1.0)  # keeps the first parameters, without a copy
-    for tx in (None, scale_aware(aliasing)):
+    for tx in (None, scale_aware(optax.contrib.dog(1.0))):
         state = make_state(tx, ema_decay=0.9)
         kept = jax.tree.map(np.asarray, state.ema)
         step: Any = jax.jit(lambda s: train_step(s, batch(0))[0], donate_argnums=0)
@@ -512,29 +609,31 @@ def test_sharded_over_devices():
     assert {x.sharding.num_devices for x in jax.tree.leaves(state)} == {8}
 
 
-def test_devices_agree_on_whether_a_step_is_taken():
+@pytest.mark.parametrize("bad", ["loss", "batch statistics"])
+def test_devices_agree_on_whether_a_step_is_taken(bad):
     tx = scale_aware(optax.sgd(0.1), DynamicLossScale(8.0), axis_name="data")
-    params = {"w": jnp.ones(2)}
     state: Any = TrainState.create(
-        apply_fn=None, params=params, tx=tx, batch_stats=jnp.float32(0)
+        apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, batch_stats=jnp.zeros(8)
     )
     mesh = Mesh(np.array(jax.devices()), ("data",))
+    each, all_of = PartitionSpec("data"), PartitionSpec()
+    specs = jax.tree.map(lambda _: all_of, state).replace(batch_stats=each)
 
     @jax.jit
     @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("data")),
-        out_specs=PartitionSpec(),
+        jax.shard_map, mesh=mesh, in_specs=(specs, each), out_specs=specs
     )
     def step(state, x):
-        # The loss is each device's own, and so is what is wrong with it.
+        # The loss and the statistics are each device's own, and so is what is wrong.
         mean = jax.lax.pmean(jnp.nan_to_num(x[0]), "data")
         grads = {"w": mean * jnp.ones(2)}
-        return state.apply_gradients(grads=grads, value=x[0], batch_stats=mean)
+        if bad == "loss":
+            stats = state.batch_stats + 1
+            return state.apply_gradients(grads=grads, value=x[0], batch_stats=stats)
+        return state.apply_gradients(grads=grads, batch_stats=state.batch_stats + x)
 
     state = step(state, jnp.ones(8))
-    assert (int(state.step), float(state.batch_stats)) == (1, 1.0)
+    assert (int(state.step), state.batch_stats.tolist()) == (1, [1.0] * 8)
     before = without_scale(state)
     state = step(state, jnp.ones(8).at[5].set(jnp.nan))
     assert without_scale(state) == before
@@ -592,6 +691,25 @@ def test_a_decay_out_of_range_is_an_error(decay):
         ValueError, match=f"Expected ema_decay between 0 and 1, got {decay}"
     ):
         make_state(ema_decay=decay)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "around scale_aware", "in scale_aware"])
+def test_an_optimiser_that_changes_its_state_is_told_to_go(wrap):
+    monitor = optax.monitor({"norm": optax.tree.norm})
+    inner = optax.sgd(0.1)
+    tx = {
+        "plain": optax.chain(inner, monitor),
+        "around scale_aware": optax.chain(scale_aware(inner), monitor),
+        "in scale_aware": scale_aware(optax.chain(inner, monitor)),
+    }[wrap]
+    state = make_state(tx)
+    owner = "scale_aware" if wrap == "in scale_aware" else "a train state"
+    with pytest.raises(ValueError) as error:
+        state.apply_gradients(grads=gradients_of(state))
+    assert str(error.value).startswith(
+        f"The optimiser inside of {owner} changed the structure of its state: "
+        "'1/measurements/norm' is in the new state only. A step that is skipped"
+    )
 
 
 def test_an_unknown_field_to_move_is_an_error():

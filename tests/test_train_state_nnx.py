@@ -213,6 +213,39 @@ def test_what_moves_anyway_decides_nothing():
     assert not jmp_lite.all_finite(nnx.filter_state(after.rest, nnx.BatchStat))
 
 
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+@pytest.mark.parametrize("name", ["polyak_sgd", "reduce_on_plateau"])
+def test_an_optimiser_that_needs_the_loss_says_so_as_it_does_alone(name, wrap):
+    inner: Any = {
+        "polyak_sgd": lambda: optax.polyak_sgd(),
+        "reduce_on_plateau": lambda: optax.chain(
+            optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)
+        ),
+    }[name]()
+    tx = scale_aware(inner, StaticLossScale(1.0)) if wrap == "scale_aware" else inner
+    state = make_state(tx)
+    grads = jax.tree.map(jnp.cos, state.params)
+    with pytest.raises(TypeError) as alone:
+        inner.update(grads, inner.init(state.params), state.params)
+    for rest in (state.rest, None):
+        with pytest.raises(TypeError) as ours:
+            state.apply_gradients(grads=grads, rest=rest)
+        assert str(ours.value) == str(alone.value)
+    assert "missing 1 required keyword-only argument: 'value'" in str(ours.value)
+    stepped = apply(state, *FINE)
+    assert int(stepped.step) == 1
+    assert bitwise.raw_bits(stepped.params) != bitwise.raw_bits(state.params)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
+    inner = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize()))
+    state = make_state(scale_aware(inner, SCALE) if wrap == "scale_aware" else inner)
+    for value in (None, 0.5):
+        assert int(apply(state, 1.0, value, 1.0).step) == 1
+        assert int(apply(state, 1.0, value, jnp.inf).step) == 0
+
+
 # A finite step.
 
 
@@ -283,8 +316,9 @@ def test_a_call_of_the_model_changes_no_state():
 def test_the_model_outlives_a_donated_state():
     model = make_model()
     before = bitwise.raw_bits(nnx.state(model))
-    aliasing = optax.contrib.dog(1.0)  # keeps the first parameters, without a copy
-    for tx in (None, scale_aware(aliasing)):
+    # The first of these keeps the first parameters, the other one array in two places.
+    aliasing = [optax.contrib.cocob(), optax.lbfgs(0.1, linesearch=None)]
+    for tx in (None, *map(scale_aware, aliasing)):
         state = make_state(tx, model, ema_decay=0.9)
         step: Any = jax.jit(lambda s: train_step(s, batch(0))[0], donate_argnums=0)
         new = step(step(state))

@@ -33,6 +33,7 @@ RESULTS: dict[str, str] = {
             ("train_step", ""),
             ("autocast_trace", "--rounds 7 "),
             ("tree_stats", ""),
+            ("checkpoint_save", "--folder /dev/shm "),
         )
     },
     **{

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import checkpoint_save
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import BY_HAND
 from benchmarks.common.contenders import APPLY_IF_FINITE, COND, FLAX, JMP, OURS
 from benchmarks.common.problems import TITLES, Way
 from benchmarks.common.tasks import BASELINE, RUNS
-from benchmarks.common.timing import quartiles
+from benchmarks.common.timing import quartiles, quartiles_text
 from benchmarks.tree_stats import BARE
 from examples import resnet, transformer
 from examples.common import report
@@ -260,6 +261,17 @@ def gradient_statistics() -> Rows:
     ]
 
 
+def saving() -> Rows:
+    """Times of a save over those of Orbax' own checkpointer."""
+    found = checkpoint_save.ratios(load("cpu/checkpoint_save.json")["samples"])
+    columns = {"seconds": "time", "processor_seconds": "processor time"}
+    return [
+        {"": f"`{name}`", **{columns[key]: quartiles_text(row[key]) for key in columns}}
+        for name, row in found.items()
+        if name != checkpoint_save.BARE
+    ]
+
+
 TABLES: dict[str, Callable[[], Rows]] = {
     "digits": functools.partial(example, "digits", report.ACCURACY),
     "digits_tiny": functools.partial(tiny, "digits"),
@@ -284,4 +296,5 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "autocast_trace": trace,
     "autocast_compile": compile_time,
     "tree_stats": gradient_statistics,
+    "checkpoint_save": saving,
 }

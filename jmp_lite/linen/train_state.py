@@ -86,8 +86,8 @@ class TrainState(train_state.TrainState):
                 f"moves_on_skip names {unknown}, expected some of {sorted(fields)}."
             )
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
-        opt_state = rollback.unshare(state.opt_state, params)
-        return state.replace(step=jnp.zeros([], jnp.int32), opt_state=opt_state)
+        # The step may donate the state, and no buffer twice.
+        return trees.unshare(state.replace(step=jnp.zeros([], jnp.int32)))
 
     def apply_gradients(self, *, grads: Any, value: Any = None, **kwargs: Any) -> Any:
         """Return the state after a step, or as it was where that is not finite.

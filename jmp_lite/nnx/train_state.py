@@ -97,19 +97,20 @@ class TrainState:
         rollback.check_finite(params, "parameters")
         rollback.check_finite(nnx.filter_state(rest, nnx.BatchStat), "batch statistics")
         rollback.check_ema_decay(ema_decay)
-        # A copy: the step may donate the state.
+        # The step may donate the state: not the model's arrays, and none twice.
         params, rest = jax.tree.map(jnp.copy, (params, rest))
-        return cls(
+        state = cls(
             step=jnp.zeros([], jnp.int32),
             params=params,
             rest=rest,
-            opt_state=rollback.unshare(tx.init(params), params),
+            opt_state=tx.init(params),
             ema=None if ema_decay is None else rollback.start_average(params),
             graphdef=graphdef,
             tx=tx,
             ema_decay=ema_decay,
             moves_on_skip=moves_on_skip,
         )
+        return trees.unshare(state)
 
     def model(self, params: Any = None) -> Any:
         """Return the model, with other parameters if given (those of `ema`, say)."""

@@ -38,10 +38,10 @@ def master_weights(
     So after each step the parameters are the masters, rounded. What is stored in
     float32 takes `u` and equals its master; `optax.partition` saves it one.
 
-    Goes around `scale_aware` or inside of it; in a chain it comes last. What stands
-    between the two hands on extra arguments, as optax' `MultiSteps`, `partition`,
-    `masked` and `inject_hyperparams` do: they say which parameters are in half. The
-    masters are the model: after setting parameters by hand, call `init` again.
+    Goes around `scale_aware` or inside of it; in a chain it comes last. Between the two
+    there may be whatever keeps the tree of parameters, as `optax.MultiSteps`,
+    `partition`, `masked` and `inject_hyperparams` do. The masters are the model: after
+    setting parameters by hand, call `init` again.
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps` as it is.
@@ -55,7 +55,8 @@ def master_weights(
 
     Raises:
       TypeError: `inner` is not an optax transformation.
-      ValueError: in `update`: no parameters, or `state` is another transformation's.
+      ValueError: in `update`: no parameters, gradients of another structure, or `state`
+        is another transformation's.
 
     Examples:
       >>> tx = master_weights(optax.sgd(2.0**-9))
@@ -82,10 +83,7 @@ def master_weights(
         )
         masters = jax.tree.map(wrapping.with_lasting_dtype, masters)
         # For the same reason, an inner state that starts from them gets its own.
-        shared = {id(m) for m in jax.tree.leaves(masters) if isinstance(m, jax.Array)}
-        inner_state = jax.tree.map(
-            lambda x: jnp.copy(x) if id(x) in shared else x, inner.init(masters)
-        )
+        masters, inner_state = trees.unshare((masters, inner.init(masters)))
         return MasterWeightsState(
             jax.tree.map(wrapping.with_lasting_dtype, inner_state), masters
         )
@@ -93,36 +91,40 @@ def master_weights(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
+        noted, (state, stored) = state, wrapping.read_note(state)
         if not isinstance(state, MasterWeightsState):
             raise ValueError(
                 "Expected the state that master_weights(...).init(params) made, got "
                 f"{type(state).__name__}."
             )
-        halves, extra = wrapping.take_stored_dtypes(params, extra)
+        halves = wrapping.halves_of(params, stored)
+        wrapping.check_gradients(updates, params)
 
         def show(path, m, p):
             # What is stored in float32 is its own master: one sum makes both.
             return m if jax.tree_util.keystr(path) in halves else p
 
-        def step(m, shown, u):
-            return shown + jnp.asarray(u, m.dtype) if trees.is_castable(m) else m
+        def step(path, m, shown, u):
+            del path
+            if u is None or not trees.is_castable(m):
+                return m
+            return shown + jnp.asarray(u, m.dtype)
 
-        def update(path, p, m, u):
+        def update(path, m, p, u):
             dtype = halves.get(jax.tree_util.keystr(path))
-            if dtype is None:
+            if dtype is None or u is None:
                 return u
             rounded = wrapping.round_to(m, dtype)
             return wrapping.update_between(p.astype(m.dtype), rounded)
 
-        map_with_path = jax.tree_util.tree_map_with_path
-        shown = map_with_path(show, state.masters, params)
+        map_with_none = wrapping.map_with_none
+        shown = map_with_none(show, state.masters, params)
         grads = trees.cast_at_least_float32(updates)
         steps, inner_state = inner.update(grads, state.inner_state, shown, **extra)
-        inner_state = jax.tree.map(
-            wrapping.with_dtype_of, inner_state, state.inner_state
-        )
-        masters = jax.tree.map(step, state.masters, shown, steps)
-        new_updates = map_with_path(update, params, masters, steps)
-        return new_updates, MasterWeightsState(inner_state, masters)
+        inner_state = wrapping.with_dtypes_of(inner_state, state.inner_state)
+        masters = map_with_none(step, state.masters, shown, steps)
+        new_updates = map_with_none(update, masters, params, steps)
+        next_state = MasterWeightsState(inner_state, masters)
+        return new_updates, wrapping.keep_note(next_state, noted)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

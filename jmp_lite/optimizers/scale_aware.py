@@ -14,6 +14,16 @@ import optax
 from jmp_lite import trees
 from jmp_lite.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from jmp_lite.optimizers import wrapping
+from jmp_lite.optimizers.master_weights import MasterWeightsState
+from jmp_lite.optimizers.stochastic_rounding import StochasticRoundingState
+
+# The states of those that must know in which dtypes the parameters are stored.
+_KNOW_WHAT_IS_STORED = MasterWeightsState, StochasticRoundingState
+
+_OUTSIDE = (
+    "Put what changes its own (such as optax.monitor) outside of scale_aware: "
+    "optax.chain(scale_aware(...), optax.monitor(...))."
+)
 
 
 class ScaleAwareState(NamedTuple):
@@ -75,7 +85,10 @@ def scale_aware(
       TypeError: `inner` is not an optax transformation; `loss_scale` is not a loss
         scale.
       ValueError: the loss scale is zero, negative or NaN; in `update`: gradients and
-        parameters differ in structure, or `state` is another transformation's.
+        parameters differ in structure (where a gradient is None there may be anything;
+        those of `optax.LookaheadParams` are of the fast ones), `state` is another
+        transformation's, or `inner` changes the structure of its state, as
+        `optax.monitor` does: that goes outside.
 
     Examples:
       >>> tx = scale_aware(optax.sgd(0.5), DynamicLossScale(4.0))
@@ -114,6 +127,7 @@ def scale_aware(
     def update_fn(
         updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
+        noted, (state, others_finite) = state, wrapping.read_note(state)
         _check_arguments(updates, state, params)
         # Checked after unscaling: below 1, a scale can lift a finite number to inf.
         # XLA fuses the multiplication into both readers; no copy is kept.
@@ -121,6 +135,8 @@ def scale_aware(
         if value is not None:
             value = trees.cast_at_least_float32(jnp.asarray(value))
         value_finite = trees.all_finite(value)
+        if others_finite is not None:
+            value_finite = value_finite & others_finite
         finite = trees.all_finite(grads) & value_finite
         if axis_name is not None:
             finite, value_finite = _agree(finite, value_finite, axis_name)
@@ -130,25 +146,30 @@ def scale_aware(
             value = _where(finite, value, 0)
         if value is not None:
             extra["value"] = value
-        extra = wrapping.give_stored_dtypes(params, extra)
-        new_updates, inner_state = inner.update(
-            grads, state.inner_state, trees.cast_at_least_float32(params), **extra
+        shown, inner_state = trees.cast_at_least_float32(params), state.inner_state
+        stored = wrapping.stored_dtypes(params)
+        if stored is not None:
+            inner_state = wrapping.add_note(inner_state, _KNOW_WHAT_IS_STORED, stored)
+        new_updates, inner_state = inner.update(grads, inner_state, shown, **extra)
+        if stored is not None:
+            inner_state = wrapping.drop_notes(inner_state)
+        wrapping.check_structure(
+            inner_state, state.inner_state, "scale_aware", _OUTSIDE
         )
-        inner_state = jax.tree.map(
-            wrapping.with_dtype_of, inner_state, state.inner_state
-        )
+        inner_state = wrapping.with_dtypes_of(inner_state, state.inner_state)
         if skip_nonfinite:
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
             inner_state = trees.select_tree(finite, inner_state, state.inner_state)
 
         adjusted = state.loss_scale.adjust(finite)
-        return new_updates, ScaleAwareState(
+        next_state = ScaleAwareState(
             inner_state=inner_state,
             loss_scale=trees.select_tree(value_finite, adjusted, state.loss_scale),
             grads_finite=finite,
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
         )
+        return new_updates, wrapping.keep_note(next_state, noted)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -186,9 +207,4 @@ def _check_arguments(grads: Any, state: Any, params: Any) -> None:
             "Expected the state that scale_aware(...).init(params) made, got "
             f"{type(state).__name__}."
         )
-    if params is None or jax.tree.structure(grads) == jax.tree.structure(params):
-        return
-    raise ValueError(
-        "Expected gradients and parameters of the same structure, got "
-        f"{jax.tree.structure(grads)} and {jax.tree.structure(params)}."
-    )
+    wrapping.check_gradients(grads, params)

@@ -39,9 +39,9 @@ def stochastic_rounding(
     Float32 parameters take `u` as it is. A finite number stays finite. Where replicas
     hold the same key, as they do under `jit` and `pmap`, they round alike.
 
-    Goes around `scale_aware` or inside of it; in a chain it comes last. What stands
-    between the two hands on extra arguments, as optax' `MultiSteps`, `partition`,
-    `masked` and `inject_hyperparams` do: they say which parameters are in half.
+    Goes around `scale_aware` or inside of it; in a chain it comes last. Between the two
+    there may be whatever keeps the tree of parameters, as `optax.MultiSteps`,
+    `partition`, `masked` and `inject_hyperparams` do.
 
     Args:
       inner: any optax transformation, or `optax.MultiSteps` as it is.
@@ -57,7 +57,8 @@ def stochastic_rounding(
 
     Raises:
       TypeError: `inner` is not an optax transformation; `key` is not a PRNG key.
-      ValueError: in `update`: no parameters, or `state` is another transformation's.
+      ValueError: in `update`: no parameters, gradients of another structure, or `state`
+        is another transformation's.
 
     Examples:
       >>> tx = stochastic_rounding(optax.sgd(2.0**-11), jax.random.key(1))
@@ -87,18 +88,20 @@ def stochastic_rounding(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
+        noted, (state, stored) = state, wrapping.read_note(state)
         if not isinstance(state, StochasticRoundingState):
             raise ValueError(
                 "Expected the state that stochastic_rounding(...).init(params) made, "
                 f"got {type(state).__name__}."
             )
-        halves, extra = wrapping.take_stored_dtypes(params, extra)
+        halves = wrapping.halves_of(params, stored)
+        wrapping.check_gradients(updates, params)
         next_key, *keys = jax.random.split(state.key, 1 + len(halves))
         key_at = dict(zip(halves, keys, strict=True))
 
         def update(path, p, u):
             path = jax.tree_util.keystr(path)
-            if path not in halves:
+            if path not in halves or u is None:
                 return u
             p = p.astype(jnp.float32)
             x = p + jnp.asarray(u, jnp.float32)
@@ -107,11 +110,10 @@ def stochastic_rounding(
 
         grads, shown = trees.cast_at_least_float32((updates, params))
         steps, inner_state = inner.update(grads, state.inner_state, shown, **extra)
-        inner_state = jax.tree.map(
-            wrapping.with_dtype_of, inner_state, state.inner_state
-        )
-        new_updates = jax.tree_util.tree_map_with_path(update, params, steps)
-        return new_updates, StochasticRoundingState(inner_state, next_key)
+        inner_state = wrapping.with_dtypes_of(inner_state, state.inner_state)
+        new_updates = wrapping.map_with_none(update, params, steps)
+        next_state = StochasticRoundingState(inner_state, next_key)
+        return new_updates, wrapping.keep_note(next_state, noted)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -1,14 +1,18 @@
 """What optimisers that wrap another share.
 
-The inner transformation of whatever kind, an inner state whose dtypes last, and
-parameters stored in half: which ones they are, and how a float32 value gets there.
+The inner transformation of whatever kind, an inner state whose structure and dtypes
+last, and parameters stored in half: which ones they are, and how a float32 value gets
+there.
 
-What is inside `scale_aware` sees parameters in float32. The dtypes in which they are
-stored travel beside them, as an extra argument without leaves, which optax hands on.
+What is inside of `scale_aware` sees parameters in float32. The dtypes in which they are
+stored reach `master_weights` and `stochastic_rounding` as a note on their own state,
+for the length of one update: whatever stands between hands states on, and no other
+transformation is given an argument that it does not know.
 """
 
 import dataclasses
-from typing import Any, cast
+import inspect
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +21,40 @@ import optax
 
 from jmp_lite import dtypes, trees
 
-_EXTRA = "stored_dtypes"
-
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Return an inner optimiser as a transformation that takes extra arguments."""
+    """Return an inner optimiser as a transformation that takes extra arguments.
+
+    `value`, the loss, is for the optimisers of this package as well: one that has no
+    such argument, nor `**kwargs`, is not given it.
+    """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(f"Expected an optax transformation to wrap, got {inner!r}.")
     if isinstance(inner, optax.MultiSteps):
         # Not a transformation to optax, which would drop its extra arguments.
         update = cast(Any, inner.update)  # typed for its own kind of state only
         inner = optax.GradientTransformationExtraArgs(inner.init, update)
-    return optax.with_extra_args_support(inner)
+    inner = optax.with_extra_args_support(inner)
+    if _takes_value(inner.update):
+        return inner
+    inner_update = inner.update
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        del value
+        return inner_update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def _takes_value(update: Any) -> bool:
+    try:
+        parameters = inspect.signature(update).parameters
+    except (TypeError, ValueError):  # no Python function: nothing is known of it
+        return True
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return "value" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def with_lasting_dtype(x: Any) -> Any:
@@ -41,13 +67,127 @@ def with_lasting_dtype(x: Any) -> Any:
     return jax.lax.convert_element_type(x, x.dtype)
 
 
-def with_dtype_of(new: Any, old: Any) -> Any:
-    """Return a leaf of a new state in the dtype that it had in the old one."""
+def with_dtypes_of(new: Any, old: Any) -> Any:
+    """Return a new inner state in the dtypes of the old one.
+
+    What the update made None stays as it was: optax does that to the moments of
+    parameters whose gradient is None. A state of another structure is returned as it
+    is.
+    """
+    if trees.first_difference(new, old) is not None:
+        return new
+    return jax.tree.map(_with_dtype_of, new, old, is_leaf=_is_none)
+
+
+def check_structure(new: Any, old: Any, owner: str, advice: str) -> None:
+    """Raise if an update changed the structure of an inner state.
+
+    Args:
+      new: the inner state after.
+      old: the inner state before.
+      owner: whose update it is.
+      advice: what to do with a transformation that does so.
+
+    Raises:
+      ValueError: names the first path where they differ.
+    """
+    names = "the new state", "the old one"
+    difference = trees.first_difference(new, old, names)
+    if difference is not None:
+        raise ValueError(
+            f"The optimiser inside of {owner} changed the structure of its state: "
+            f"{difference}. A step that is skipped leaves the old state, so the two "
+            f"must have one structure. {advice}"
+        )
+
+
+def _with_dtype_of(new: Any, old: Any) -> Any:
+    if new is None:
+        return old
     if new is old or not isinstance(old, jax.Array | np.ndarray):
         return new
     if jnp.issubdtype(old.dtype, jax.dtypes.extended):
         return new
     return jnp.asarray(new).astype(old.dtype)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def check_gradients(grads: Any, params: Any) -> None:
+    """Raise unless there is a parameter for each gradient, and the other way round.
+
+    A gradient that is None fits anything: unfiltered equinox models have functions and
+    integers there. Gradients of `optax.LookaheadParams` are those of the fast ones.
+
+    Raises:
+      ValueError: names the first path where they differ.
+    """
+    if params is None:
+        return
+    pair = optax.LookaheadParams
+    if isinstance(params, pair) and not isinstance(grads, pair):
+        params = params.fast
+    names = "the gradients", "the parameters"
+    difference = trees.first_difference(grads, params, names)
+    if difference is not None:
+        raise ValueError(
+            f"Expected gradients and parameters of the same structure: {difference}."
+        )
+
+
+# Notes on states.
+
+
+class Noted(NamedTuple):
+    """A state of an optimiser, with a note for it from who called it.
+
+    Attributes:
+      state: the state.
+      note: any pytree.
+    """
+
+    state: Any
+    note: Any
+
+    def __getattr__(self, name: str) -> Any:
+        # For those between that read the state of what they wrap.
+        return getattr(self.state, name)
+
+
+def add_note(tree: Any, kinds: Any, note: Any) -> Any:
+    """Return states in which each one of these kinds has a note, for one update."""
+    return jax.tree.map(
+        lambda x: Noted(x, note) if isinstance(x, kinds) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, kinds),
+    )
+
+
+def drop_notes(tree: Any) -> Any:
+    """Return states without the notes that `add_note` made."""
+    return jax.tree.map(
+        lambda x: x.state if isinstance(x, Noted) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Noted),
+    )
+
+
+def read_note(state: Any) -> tuple[Any, Any]:
+    """Return a state and the note on it, None if there is none."""
+    return (state.state, state.note) if isinstance(state, Noted) else (state, None)
+
+
+def keep_note(state: Any, before: Any) -> Any:
+    """Return the next state with the note that the one before had, if any.
+
+    It has to come out as it went in, through a `lax.cond` around the update, say.
+    """
+    return before._replace(state=state) if isinstance(before, Noted) else state
+
+
+# Parameters stored in half.
 
 
 @trees.register_dataclass
@@ -64,43 +204,46 @@ class StoredDtypes:
     )
 
 
-def give_stored_dtypes(params: Any, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the extra arguments for who sees these parameters in float32."""
+def stored_dtypes(params: Any) -> StoredDtypes | None:
+    """Return the dtypes of parameters some of which are in half, None if none is."""
     stored = _dtypes_of(params)
     if not any(map(dtypes.is_half, stored.values())):
-        return extra
-    return {**extra, _EXTRA: StoredDtypes(tuple(stored.items()))}
+        return None
+    return StoredDtypes(tuple(stored.items()))
 
 
-def take_stored_dtypes(
-    params: Any, extra: dict[str, Any]
-) -> tuple[dict[str, np.dtype], dict[str, Any]]:
-    """Return which parameters are stored in half, and the other extra arguments.
+def halves_of(params: Any, stored: StoredDtypes | None) -> dict[str, np.dtype]:
+    """Return which parameters are stored in half.
 
     Args:
       params: the parameters, as they are stored or as `scale_aware` shows them.
-      extra: the extra arguments of an update.
+      stored: what `scale_aware` said of them; None where they are what they seem.
 
     Returns:
-      The half dtypes by key path (`jax.tree_util.keystr`), and the extra arguments for
-      an inner optimiser, whose parameters are what they seem.
+      The half dtypes by key path (`jax.tree_util.keystr`).
 
     Raises:
       ValueError: there are no parameters, or they are not those `scale_aware` got.
     """
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")
-    extra = dict(extra)
-    given = extra.pop(_EXTRA, None)
     seen = _dtypes_of(params)
-    stored = seen if given is None else dict(given.by_path)
-    if not seen.keys() <= stored.keys():
+    known = seen if stored is None else dict(stored.by_path)
+    if not seen.keys() <= known.keys():
         raise ValueError(
             f"Cannot tell in which dtypes the parameters {sorted(seen)} are stored: "
-            f"scale_aware was called with {sorted(stored)}. What changes the tree of "
+            f"scale_aware was called with {sorted(known)}. What changes the tree of "
             "parameters (optax.flatten) goes inside of this transformation."
         )
-    return {path: d for path, d in stored.items() if dtypes.is_half(d)}, extra
+    return {path: d for path, d in known.items() if dtypes.is_half(d)}
+
+
+def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:
+    """Map over paths and leaves of a tree in which None is a leaf as well.
+
+    The others may have anything where it has None, and None where it has a leaf.
+    """
+    return jax.tree_util.tree_map_with_path(fun, tree, *rest, is_leaf=_is_none)
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:

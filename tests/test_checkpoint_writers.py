@@ -1,0 +1,144 @@
+"""One writer at a time in a folder: the other is told, and nobody loses a step."""
+
+import os
+import platform
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etils import epath
+
+from jmp_lite import checkpoint
+from jmp_lite.checkpoint import folder as folders
+
+ROOT = Path(__file__).parent.parent
+LIKE = {"x": 0}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_second_thread_is_told_who_is_saving(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"x": 1}, step=1)
+    with folders.one_writer(epath.Path(tmp_path)):
+        with pytest.raises(RuntimeError) as error:
+            checkpoint.save(tmp_path, {"x": 2}, step=2)
+        assert str(error.value).startswith(
+            f"Another program or thread is saving into {tmp_path}: process "
+            f"{os.getpid()} on {platform.node()}, since 20"
+        )
+        assert str(error.value).endswith(
+            "One writer at a time: wait for it, or give each run a folder of its own."
+        )
+        # Another folder is another matter, and so is reading.
+        checkpoint.save(tmp_path / "other", {"x": 3}, step=3)
+        assert checkpoint.restore(tmp_path, LIKE).state == {"x": 1}
+    checkpoint.save(tmp_path, {"x": 2}, step=2)
+    assert names(tmp_path) == ["1", "2", "other"]
+
+
+def test_a_save_that_fails_lets_the_next_one_in(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"x": 5}, step=5)
+    with pytest.raises(ValueError, match="Step 4 is older than step 5"):
+        checkpoint.save(tmp_path, {"x": 4}, step=4)
+    assert names(tmp_path) == ["5"]
+    checkpoint.save(tmp_path, {"x": 6}, step=6)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Any]:
+    """Another process, that has the lock of the folder until it is killed."""
+    code = (
+        "import sys\n"
+        "from etils import epath\n"
+        "from jmp_lite.checkpoint import folder\n"
+        "with folder.one_writer(epath.Path(sys.argv[1])):\n"
+        "    print('locked', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_writer_that_is_killed_locks_the_folder_no_longer(
+    writer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=f"process {writer.pid} on "):
+        checkpoint.save(tmp_path, {"x": 1}, step=1)
+    assert checkpoint.latest_step(tmp_path) is None
+    writer.kill()
+    writer.wait()
+    assert names(tmp_path) == [".writer"]
+    checkpoint.save(tmp_path, {"x": 1}, step=1)
+    assert names(tmp_path) == ["1"]
+
+
+def test_no_save_that_returned_is_lost(tmp_path: Path) -> None:
+    threads, saves = 3, 5
+    refused: list[str] = []
+    saved: set[int] = set()
+    begin = threading.Barrier(threads)
+
+    def write(index: int) -> None:
+        begin.wait()
+        for step in range(index, threads * saves, threads):
+            try:
+                checkpoint.save(tmp_path, {"x": step}, step=step, keep=100)
+                saved.add(step)
+            except RuntimeError as error:
+                refused.append(str(error))
+            except ValueError as error:  # another was quicker, with a later step
+                refused.append(str(error))
+
+    writers = [threading.Thread(target=write, args=(i,)) for i in range(threads)]
+    for thread in writers:
+        thread.start()
+    for thread in writers:
+        thread.join()
+    assert saved and len(saved) + len(refused) == threads * saves
+    assert all("is saving into" in x or "is older than" in x for x in refused)
+    assert {int(name) for name in names(tmp_path)} == saved
+    for step in saved:
+        assert checkpoint.restore(tmp_path, LIKE, step=step).state == {"x": step}
+
+
+def test_a_lock_file_that_was_removed_by_hand_fails_no_save(tmp_path: Path) -> None:
+    with folders.one_writer(epath.Path(tmp_path)):
+        (tmp_path / ".writer").unlink()
+    assert names(tmp_path) == []
+    with folders.one_writer(epath.Path(tmp_path)):
+        (tmp_path / ".writer").rename(tmp_path / "away")
+        (tmp_path / ".writer").write_text("another's")
+    assert (tmp_path / ".writer").read_text() == "another's"
+
+
+def test_a_file_system_without_locks_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.fcntl, "flock", flock)
+        with pytest.warns(UserWarning, match=r"Cannot lock .*\.writer .*not supported"):
+            checkpoint.save(tmp_path, {"x": 1}, step=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path, {"x": 2}, step=2)
+    assert checkpoint.restore(tmp_path, LIKE).state == {"x": 2}
