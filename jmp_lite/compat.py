@@ -83,6 +83,22 @@ def versions() -> dict[str, str]:
     }
 
 
+def quick_compiler_options() -> dict[str, Any]:
+    """Return options for a program that runs once: as written, and quick to compile.
+
+    XLA rounds to half where the program says so, as it does between programs. On the
+    CPU it optimises little: that takes most of the time, and changes no operation.
+    """
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if jax.default_backend() == "cpu":
+        options["xla_backend_optimization_level"] = 0
+        options["xla_llvm_disable_expensive_passes"] = True
+        if jaxlib.version.__version_info__[:2] == (0, 10):
+            # A compiler of its own for fusions; later versions know no such option.
+            options["xla_cpu_use_fusion_emitters"] = False
+    return options
+
+
 # --- jaxprs -----------------------------------------------------------------------
 
 

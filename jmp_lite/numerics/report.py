@@ -242,18 +242,20 @@ def make_rows(site: Site, held: str, half: str, records: Any) -> Iterator[Row]:
       site: the site.
       held: the dtype that its result is held in.
       half: that in which a product reads its operands.
-      records: those of its result, and of its operands: `dry_run.Record`s of NumPy
-        scalars.
+      records: those of its result, and of its operands: each a `lockstep.Record`, or
+        None.
     """
     made, *read = records
     for name, record in zip(("lhs", "rhs"), read, strict=True):
-        operand = dataclasses.replace(
-            site,
-            primitive=f"{name} of {site.primitive}",
-            direction="backward" if record.backward else "forward",
-        )
-        yield from _rows(operand, half, record)
-    yield from _rows(site, held, made, reads_half=bool(read[0].stats.size))
+        if record is not None:
+            operand = dataclasses.replace(
+                site,
+                primitive=f"{name} of {site.primitive}",
+                direction="backward" if record.backward else "forward",
+            )
+            yield from _rows(operand, half, record)
+    if made is not None:
+        yield from _rows(site, held, made, reads_half=read[0] is not None)
 
 
 def _rows(

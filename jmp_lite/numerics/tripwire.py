@@ -18,7 +18,7 @@ import numpy as np
 from jmp_lite import compat, trees
 from jmp_lite.autocast.rewrite import Traced, is_traceable, trace
 from jmp_lite.autocast.transform import refuse_modules
-from jmp_lite.numerics.origins import CONSTANT, NEVER, find_origin, find_ranges
+from jmp_lite.numerics.origins import CONSTANT, NEVER, find, watch
 from jmp_lite.numerics.sites import Site, sites
 
 
@@ -83,8 +83,8 @@ class NonFinite:
 def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     """Return a function that says which operation of `fun` made the first NaN or inf.
 
-    Runs `fun` operation by operation (again, for the ranges, if something was found):
-    a tool for one batch, not for every step. `with_tripwire` is its form inside `jit`.
+    Runs each operation of `fun` apart and looks at what it makes on the host: a tool
+    for one batch, not for every step. `with_tripwire` is its form inside `jit`.
 
     Args:
       fun: any JAX function: a loss, `jax.grad(loss)`, a whole train step.
@@ -111,15 +111,13 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     """
     _check_function(fun)
 
-    def find(*args, **kwargs) -> NonFinite | None:
+    def run(*args, **kwargs) -> NonFinite | None:
         traced = _trace(fun, args, kwargs)
-        tripwire = _watch(traced, (args, kwargs))[1]
-        found = tripwire.report()
-        if found is None or found.primitive in ("argument", "constant"):
-            return found
-        return dataclasses.replace(found, operands=find_ranges(traced, tripwire.origin))
+        origin, ranges = find(traced)
+        found = _tripwire(traced, origin, (args, kwargs)).report()
+        return found and dataclasses.replace(found, operands=ranges)
 
-    return find
+    return run
 
 
 def with_tripwire(fun: Callable[..., Any]) -> Callable[..., tuple[Any, "Tripwire"]]:
@@ -219,12 +217,16 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
 
 def _watch(traced: Traced, args_and_kwargs: Any) -> tuple[Any, Tripwire]:
-    outs, origin = find_origin(traced)
+    outs, origin = watch(traced)
+    tripwire = _tripwire(traced, origin, args_and_kwargs)
+    return traced.restore([_not_differentiated(x) for x in outs]), tripwire
+
+
+def _tripwire(traced: Traced, origin: Any, args_and_kwargs: Any) -> Tripwire:
     leaves = jax.tree_util.tree_leaves_with_path(args_and_kwargs)
     names = [trees.key_path(path[1:]) for path, x in leaves if is_traceable(x)]
     known = sites(compat.open_jaxpr(traced.closed))
-    tripwire = Tripwire(origin, tuple(known), tuple(names))
-    return traced.restore([_not_differentiated(x) for x in outs]), tripwire
+    return Tripwire(origin, tuple(known), tuple(names))
 
 
 @jax.custom_jvp
