@@ -5,10 +5,11 @@ question about a version or about an optional library that may or may not be loa
 is asked here, so that an upgrade is a change to one file.
 """
 
+import contextlib
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,77 @@ def source_line(eqn: Any) -> str:
         if not _is_in_library(frame.file_name):
             return f"{frame.file_name}:{frame.start_line}"
     return ""
+
+
+def traceback_of(eqn: Any) -> Any:
+    """Return the traceback of an equation, which can be compared and hashed, or None.
+
+    What differentiation makes of an equation has that of the equation.
+    """
+    return eqn.source_info.traceback
+
+
+@contextlib.contextmanager
+def lines_of_rules() -> Iterator[None]:
+    """Trace so that what a user's derivative rule computes has the lines of the rule.
+
+    JAX runs the rule of a custom derivative under the traceback of the call, and so
+    every operation of the rule has the line of the call. What it holds such a traceback
+    in is replaced meanwhile, in this thread, by one that prefers lines of users' code
+    that was called since.
+    """
+    holder: Any = source_info_util_private._source_info_context  # pyright: ignore[reportPrivateUsage]
+    before = holder.context
+    holder.context = _LinesOfRules(before.traceback, before.name_stack, _depth())
+    try:
+        yield
+    finally:
+        holder.context = before
+
+
+class _LinesOfRules(source_info_util_private.SourceInfo):
+    """The source of operations that are traced now; JAX replaces it as it goes on.
+
+    Attributes:
+      given: the traceback that JAX gives them, if it does.
+      depth: how many calls there were when it did.
+    """
+
+    __slots__ = ("depth", "given")
+
+    def __init__(self, given: Any, name_stack: Any, depth: int):
+        super().__init__(None, name_stack)  # without a traceback, JAX makes one
+        self.given, self.depth = given, depth
+
+    def replace(self, *, traceback: Any = None, name_stack: Any = None) -> Any:
+        """Return the source of one operation, or of all from now on."""
+        name_stack = self.name_stack if name_stack is None else name_stack
+        caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        if caller.f_code is source_info_util_private.current.__code__:
+            chosen = traceback if self._is_of_a_user(traceback) else self.given
+            return source_info_util_private.SourceInfo(chosen, name_stack)
+        if traceback is None:
+            return _LinesOfRules(self.given, name_stack, self.depth)
+        return _LinesOfRules(traceback, name_stack, _depth())
+
+    def _is_of_a_user(self, traceback: Any) -> bool:
+        """Return whether users' code was called since a traceback was given."""
+        if self.given is None:
+            return True
+        codes, _ = traceback.raw_frames()
+        return any(
+            source_info_util_private.is_user_filename(code.co_filename)
+            and not _is_in_library(code.co_filename)
+            for code in codes[: max(_depth() - self.depth, 0)]
+        )
+
+
+def _depth() -> int:
+    """Return how many calls are under way."""
+    frame, count = sys._getframe(1), 0  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 _LIBRARY_PATHS = (

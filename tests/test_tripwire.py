@@ -99,6 +99,8 @@ _IN_JIT = (
     "eps_that_is_zero_in_half",
     "product_under_autocast",
     "computed_again_in_the_backward_pass",
+    "slope_of_sqrt_in_a_scan",
+    "rule_of_a_custom_vjp_in_a_scan_of_remat",
     "iteration_of_a_scan_in_a_scan",
     "iteration_of_a_backward_scan",
     "iteration_of_a_while",

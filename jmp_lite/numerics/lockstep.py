@@ -13,14 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite import compat, trees
+from jmp_lite import compat, dtypes, trees
 from jmp_lite.autocast.colours import is_f32
 from jmp_lite.autocast.plans import Plan, Step
 from jmp_lite.autocast.rewrite import Rewriter, Values
 from jmp_lite.numerics import stats
+from jmp_lite.numerics.origins import NONE, OriginObserver, Ranges, first, of_argument
 from jmp_lite.numerics.programs import Shadow
 from jmp_lite.numerics.runs import Observed, Observer
 from jmp_lite.numerics.sites import Site, bodies_of
+from jmp_lite.numerics.sources import (
+    Suspect,
+    error_on_host,
+    find_source,
+    relative_error,
+)
 from jmp_lite.numerics.walk import Equation
 
 
@@ -32,12 +39,14 @@ class Record(NamedTuple):
       error: of the policy's run, relative to float32; the largest.
       lost: how much of that is new; the largest.
       backward: whether it is of the backward pass.
+      source: the site that has rounded away what is lost here.
     """
 
     stats: stats.ValueStats
     error: float
     lost: float
     backward: bool
+    source: int
 
     def merged(self, other: "Record") -> "Record":
         """Return the record of two runs of one operation."""
@@ -46,6 +55,7 @@ class Record(NamedTuple):
             max(self.error, other.error),
             max(self.lost, other.lost),
             self.backward or other.backward,
+            max(self, other, key=lambda record: record.lost).source,
         )
 
 
@@ -55,10 +65,19 @@ class Tag(NamedTuple):
     Attributes:
       error: of the policy's run.
       backward: whether it is of the backward pass.
+      source: the last site that has rounded it, or what it is made of; -1 if none has.
+      origin: that of its numbers which are not finite, in the float32 run.
     """
 
-    error: float = 0.0
-    backward: bool = False
+    error: float
+    backward: bool
+    source: int
+    origin: Any
+
+
+# An error of more than so many roundings is not that of rounding alone: a product of a
+# thousand terms loses about one, a cancellation as many as it likes.
+ROUNDINGS = 32
 
 
 class Low(Shadow):
@@ -116,28 +135,26 @@ class Low(Shadow):
 
     def _cast(self, variables: Any, shadows: Sequence[Any], low: Any) -> list[Any]:
         """Return shadows in half or float32; what is lost shows later."""
-        dtypes = [
+        wanted = [
             (self.low_dtype if is_low else jnp.float32) if is_f32(var) else None
             for var, is_low in zip(variables, low, strict=True)
         ]
-        return _cast(list(shadows), tuple(dtypes))
+        return _cast(list(shadows), tuple(wanted))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _cast_in_one_program(arrays: Any, dtypes: Any) -> Any:
-    pairs = zip(arrays, dtypes, strict=True)
+def _cast_in_one_program(arrays: Any, wanted: Any) -> Any:
+    pairs = zip(arrays, wanted, strict=True)
     return [jax.lax.convert_element_type(x, dtype) for x, dtype in pairs]
 
 
-def _cast(shadows: list[Any], dtypes: Sequence[Any]) -> list[Any]:
-    casts = [
-        i
-        for i, (x, dtype) in enumerate(zip(shadows, dtypes, strict=True))
-        if dtype is not None and x.dtype != dtype
-    ]
+def _cast(shadows: list[Any], wanted: Sequence[Any]) -> list[Any]:
+    """Return shadows, each in the dtype that is wanted; None wants none."""
+    pairs = enumerate(zip(shadows, wanted, strict=True))
+    casts = [i for i, (x, dtype) in pairs if dtype is not None and x.dtype != dtype]
     if casts:
-        arrays, wanted = [shadows[i] for i in casts], tuple(dtypes[i] for i in casts)
-        for i, x in zip(casts, _cast_in_one_program(arrays, wanted), strict=True):
+        arrays, to = [shadows[i] for i in casts], tuple(wanted[i] for i in casts)
+        for i, x in zip(casts, _cast_in_one_program(arrays, to), strict=True):
             shadows[i] = x
     return shadows
 
@@ -152,89 +169,101 @@ class Lockstep(Observer):
 
     def __init__(self, known: Sequence[Site], low_dtype: Any):
         self.known, self.low_dtype = known, low_dtype
+        self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
         self.records: list[list[Record | None]] = [[None] * 3 for _ in known]
+        self._origins = OriginObserver()
+        self._overflow = NONE
 
     def observe(self, op: Observed) -> Sequence[Tag]:
         """Compare, record, and return the tags of the results."""
-        errors = [tag.error for tag in op.tags]
+        suspects = [Suspect(tag.error, tag.source) for tag in (*op.tags, *op.also)]
         for i, low in enumerate(op.read):
-            full, backward = op.ins[i], op.tags[i].backward
-            if full is not None:
-                record = self._measure(full, low, errors[i], backward)
-                self._add(op.site, 1 + i, record)
-                errors[i] = record.error
-        errors += [tag.error for tag in op.also]
-        error_in = max(errors, default=0.0)
+            if op.ins[i] is not None:
+                suspects[i] = self._read(op, i, low)
+        error_in = max((s.error for s in suspects), default=0.0)
         is_backward = self.known[op.site].direction == "backward"
         tags = []
         for full, low in zip(op.outs, op.low_outs, strict=True):
+            origin = self._origin(op, full)
             if full is None or not trees.is_castable(full):
                 # What has no error of its own hands on that of its operands.
-                tags.append(Tag(error_in, is_backward))
+                source = max(suspects, default=Suspect(0.0, -1)).source
+                tags.append(Tag(error_in, is_backward, source, origin))
                 continue
-            record = self._measure(full, low, error_in, is_backward)
+            found, error = self._compare(full, low)
+            lost = _newly_lost(error, error_in)
+            source = find_source(op, full, low, lost, suspects, self.limit)
+            record = Record(found, error, lost, is_backward, source)
             self._add(op.site, 0, record)
-            tags.append(Tag(record.error, is_backward))
+            tags.append(Tag(error, is_backward, source, origin))
         return tags
+
+    def tag_argument(self, value: Any, index: int) -> Tag:
+        """Return the tag of an argument, by its index."""
+        return Tag(0.0, False, -1, of_argument(value, index))
 
     def tag_constant(self, value: Any) -> Tag:
         """Return a tag without an error."""
-        del value
-        return Tag()
+        return Tag(0.0, False, -1, self._origins.tag_constant(value))
 
     def stack(self, tags: Sequence[Tag]) -> Tag:
         """Return the worst of tags."""
-        return Tag(
-            max((tag.error for tag in tags), default=0.0),
-            any(tag.backward for tag in tags),
-        )
+        if not tags:
+            return Tag(0.0, False, -1, NONE)
+        worst = max(tags, key=lambda tag: tag.error)
+        backward = any(tag.backward for tag in tags)
+        origin = self._origins.stack([tag.origin for tag in tags])
+        return worst._replace(backward=backward, origin=origin)
+
+    def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Any, Ranges]:
+        """Return the origin of what is not finite in the float32 run, and the ranges.
+
+        Args:
+          tags: those of the results. What an operation that the program has in half
+            made counts as well, wherever it went.
+        """
+        origin = first([NONE, self._overflow, *(tag.origin for tag in tags)])
+        return origin, self._origins.ranges.get(int(origin[0]), ())
+
+    def _read(self, op: Observed, i: int, low: Any) -> Suspect:
+        """Record what a product reads in half."""
+        full, tag = op.ins[i], op.tags[i]
+        found, error = self._compare(full, low)
+        # A cast may have been moved out of a loop, away from the product it is for.
+        is_cast = low.dtype != op.low_ins[i].dtype or tag.source < 0
+        source = op.site if is_cast and tag.error <= self.limit else tag.source
+        lost = _newly_lost(error, tag.error)
+        self._add(op.site, 1 + i, Record(found, error, lost, tag.backward, source))
+        return Suspect(error, source)
+
+    def _origin(self, op: Observed, full: Any) -> Any:
+        if full is None:
+            return NONE
+        origin = self._origins.origin(op, full, [tag.origin for tag in op.tags])
+        if origin[0] == op.clock and dtypes.is_half(full.dtype):
+            self._overflow = first([self._overflow, origin])
+        return origin
 
     def _add(self, site: int, which: int, record: Record) -> None:
         before = self.records[site][which]
         self.records[site][which] = before.merged(record) if before else record
 
-    def _measure(self, full: Any, low: Any, error_in: float, backward: bool) -> Record:
+    def _compare(self, full: Any, low: Any) -> tuple[stats.ValueStats, float]:
+        """Return the statistics of a value, and the error of its shadow."""
         if isinstance(full, jax.Array):
             found, error = jax.device_get(_compare(full, low, self.low_dtype))
             found = found._replace(histogram=found.histogram.astype(np.int64))
-        else:
-            found = stats.value_stats_on_host(full, self.low_dtype)
-            error = 0.0 if low is full else _error_on_host(np.asarray(low), full)
-        # Beyond 1 nothing is right any more, and it can only be lost once.
-        lost = max(min(error, 1.0) - min(error_in, 1.0), 0.0)
-        if np.isinf(error) and np.isfinite(error_in):
-            lost = np.inf
-        return Record(found, float(error), float(lost), backward)
+            return found, float(error)
+        found = stats.value_stats_on_host(full, self.low_dtype)
+        return found, 0.0 if low is full else error_on_host(np.asarray(low), full)
 
 
-def _error_on_host(low: np.ndarray, full: np.ndarray) -> float:
-    full, low = (np.asarray(x, np.float64).ravel() for x in (full, low))
-    with np.errstate(all="ignore"):
-        # Squares of what was float32 neither overflow nor vanish.
-        norm, distance = (float(np.square(x).sum()) for x in (full, low - full))
-        if norm and math.isfinite(norm) and math.isfinite(distance):
-            return math.sqrt(distance / norm)
-        return float(relative_error(low, full, np))
-
-
-def relative_error(low: Any, full: Any, xp: Any) -> Any:
-    """Return `|low - full| / |full|` in the 2-norm, inf if only `low` is not finite.
-
-    Args:
-      low: an array.
-      full: the array that it should be.
-      xp: `numpy` or `jax.numpy`.
-    """
-    compared = xp.isfinite(full)
-    is_lost = (compared & ~xp.isfinite(low)).any()
-    compared &= xp.isfinite(low)
-    # Scaled by the largest number, so that squares neither overflow nor vanish.
-    size = xp.where(compared, xp.abs(full), 0.0).max(initial=0.0)
-    scale = xp.where(size > 0, size, 1.0)
-    norm = xp.linalg.norm(xp.where(compared, full, 0.0) / scale)
-    distance = xp.linalg.norm(xp.where(compared, low - full, 0.0) / scale)
-    error = xp.where(distance > 0, distance / norm, 0.0)
-    return xp.where(is_lost, xp.inf, error)
+def _newly_lost(error: float, error_in: float) -> float:
+    """Return how much of an error the operands did not have."""
+    if math.isinf(error) and math.isfinite(error_in):
+        return math.inf
+    # Beyond 1 nothing is right any more, and it can only be lost once.
+    return max(min(error, 1.0) - min(error_in, 1.0), 0.0)
 
 
 @functools.partial(jax.jit, static_argnums=2)

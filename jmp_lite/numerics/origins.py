@@ -24,7 +24,7 @@ _OPERANDS = 4
 
 # The origin of a value that is finite.
 NEVER = 2**31 - 1
-_NONE = np.array([NEVER, *[0] * (1 + _LOOPS)], np.int32)
+NONE = np.array([NEVER, *[0] * (1 + _LOOPS)], np.int32)
 # When something came in that may be meant to be there: after all that is made.
 _LATE = NEVER - 1
 # Sites below zero are arguments, and this one any constant.
@@ -42,7 +42,7 @@ def watch(traced: Traced) -> tuple[list[Any], jax.Array]:
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     tags = [of_argument(x, i) for i, x in enumerate(traced.args)]
     outs, origins, _ = _Watcher().run(jaxpr, consts, traced.args, tags)
-    return outs, first([jnp.asarray(_NONE), *origins])
+    return outs, first([jnp.asarray(NONE), *origins])
 
 
 def find(traced: Traced) -> tuple[np.ndarray, Ranges]:
@@ -55,7 +55,7 @@ def find(traced: Traced) -> tuple[np.ndarray, Ranges]:
     observer = OriginObserver()
     cells = [Cell(x, None, of_argument(x, i)) for i, x in enumerate(traced.args)]
     outs = Run(observer, Shadow()).run(jaxpr, consts, cells)
-    origin = np.asarray(first([_NONE, *(cell.tag for cell in outs)]))
+    origin = np.asarray(first([NONE, *(cell.tag for cell in outs)]))
     return origin, observer.ranges.get(int(origin[0]), ())
 
 
@@ -67,7 +67,7 @@ class _Watcher(Walker):
         here = as_origin((moment.clock, equation.site, *moment.loops))
         operands = _operands(equation.eqn, equation.ins, equation.tags)
         return [
-            _origin_in_program(out, operands, here) if _can_overflow(out) else _NONE
+            _origin_in_program(out, operands, here) if _can_overflow(out) else NONE
             for out in equation.outs
         ]
 
@@ -105,7 +105,7 @@ class OriginObserver(Observer):
           origins: those of the operands.
         """
         if out is None or _is_finite(out):
-            return _NONE
+            return NONE
         here = np.asarray(as_origin((op.clock, op.site, *op.loops)))
         operands = _operands(op.eqn, op.ins, origins)
         found = np.asarray(origin_of(out, operands, here))
@@ -160,13 +160,13 @@ def origin_of(out: Any, operands: Any, here: Any) -> Any:
         arrived.append(bad & ~xp.isfinite(x))
     is_bad, is_made, *has_arrived = _any([bad, made | made_nan, *arrived], xp)
     tags = [
-        xp.where(has, tag, _NONE)
+        xp.where(has, tag, NONE)
         for has, (_, tag) in zip(has_arrived, operands, strict=True)
     ]
-    earlier = first([_NONE, *tags])
+    earlier = first([NONE, *tags])
     # What nothing made, and may be a mask, yields to the first that an operation made.
     is_here = (earlier[0] == NEVER) | ((earlier[0] == _LATE) & is_made)
-    return xp.where(is_bad, xp.where(is_here, here, earlier), _NONE)
+    return xp.where(is_bad, xp.where(is_here, here, earlier), NONE)
 
 
 # Traced once for each shape.
@@ -217,12 +217,12 @@ def of_argument(value: Any, index: int) -> Any:
 
 def _brought_along(value: Any, index: int, when: int) -> Any:
     if not _can_overflow(value) or _is_finite_number(value):
-        return _NONE
+        return NONE
     value = look(value)
     xp = _library(value)
     when = xp.where(xp.isnan(value).any(), when, _LATE)
     origin = xp.stack([xp.asarray(x, np.int32) for x in (when, index, *[0] * _LOOPS)])
-    return xp.where(xp.isfinite(value).all(), _NONE, origin)
+    return xp.where(xp.isfinite(value).all(), NONE, origin)
 
 
 def as_origin(here: Sequence[Any]) -> Any:
@@ -235,7 +235,7 @@ def as_origin(here: Sequence[Any]) -> Any:
 def first(origins: Any) -> Any:
     """Return the earliest of origins, a sequence or an array `[n, 6]`."""
     if not len(origins):
-        return _NONE
+        return NONE
     if not isinstance(origins, jax.Array):
         origins = _library(*origins).stack(origins)
     xp = _library(origins)

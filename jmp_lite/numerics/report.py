@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jmp_lite.numerics.sites import Site
@@ -40,6 +40,8 @@ class Row:
         overflowed.
       histogram: how many numbers have each exponent, as `EXPONENTS` lists them.
       reads_half: whether it is a product of half operands.
+      cause: what has rounded away the digits that are lost here, where it is another
+        operation: its layer, primitive and line.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -67,6 +69,7 @@ class Row:
     lost: float
     histogram: tuple[int, ...]
     reads_half: bool = False
+    cause: tuple[str, str, str] | None = None
 
     @property
     def is_half(self) -> bool:
@@ -216,6 +219,7 @@ class Report:
             data = json.loads(text)
             for row in data["rows"]:
                 row["histogram"] = tuple(row["histogram"])
+                row["cause"] = row["cause"] and tuple(row["cause"])
                 infinite = [name for name in _MAY_BE_INF if row[name] is None]
                 row.update(dict.fromkeys(infinite, math.inf))
             return cls(tuple(Row(**row) for row in data["rows"]), data["dtype"])
@@ -235,7 +239,9 @@ class _Shown(NamedTuple):
     histogram: tuple[int, ...]
 
 
-def make_rows(site: Site, held: str, half: str, records: Any) -> Iterator[Row]:
+def make_rows(
+    site: Site, held: str, half: str, records: Any, known: Sequence[Site]
+) -> Iterator[Row]:
     """Yield the rows of a site; none if it made no floating number, or never ran.
 
     Args:
@@ -244,6 +250,7 @@ def make_rows(site: Site, held: str, half: str, records: Any) -> Iterator[Row]:
       half: that in which a product reads its operands.
       records: those of its result, and of its operands: each a `lockstep.Record`, or
         None.
+      known: the sites of the program, for what records say of others.
     """
     made, *read = records
     for name, record in zip(("lhs", "rhs"), read, strict=True):
@@ -253,18 +260,29 @@ def make_rows(site: Site, held: str, half: str, records: Any) -> Iterator[Row]:
                 primitive=f"{name} of {site.primitive}",
                 direction="backward" if record.backward else "forward",
             )
-            yield from _rows(operand, half, record)
+            yield from _rows(operand, half, record, known)
     if made is not None:
-        yield from _rows(site, held, made, reads_half=read[0] is not None)
+        yield from _rows(site, held, made, known, reads_half=any(read))
 
 
 def _rows(
-    site: Site, held: str, record: Any, *, reads_half: bool = False
+    site: Site,
+    held: str,
+    record: Any,
+    known: Sequence[Site],
+    *,
+    reads_half: bool = False,
 ) -> Iterator[Row]:
     stats = record.stats
     size = float(stats.size)
     if not size:
         return
+    cause = None
+    if record.lost and record.source >= 0:
+        source = known[record.source]
+        own = site.layer, site.primitive.rpartition(" ")[2], site.line
+        cause = source.layer, source.primitive, source.line
+        cause = None if cause == own else cause
     yield Row(
         layer=site.layer,
         primitive=site.primitive,
@@ -284,6 +302,7 @@ def _rows(
         lost=float(record.lost),
         histogram=tuple(int(n) for n in stats.histogram),
         reads_half=reads_half,
+        cause=cause,
     )
 
 
@@ -321,6 +340,11 @@ def _badness(row: Row) -> tuple[float, ...]:
     return row.badness
 
 
+def percent(share: float) -> str:
+    """Return a share as people write it; none that is not 0 looks as if it were."""
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
+
+
 def _title(row: Row) -> str:
     arrow = " ←" if row.direction == "backward" else ""
     return (row.layer or "(no layer)") + arrow
@@ -331,7 +355,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{_title(row)}\n  {row.primitive}, {row.line.rpartition('/')[2]}",
         _SHORT.get(row.held, row.held),
         f"{row.max_abs:.1e}",
-        *(f"{x:.1%}" if x else "" for x in (row.overflow, row.flush)),
+        *(percent(x) if x else "" for x in (row.overflow, row.flush)),
         f"{row.error:.0e}" if row.error else "",
         f"{row.lost:.0e}" if row.lost else "",
     )

@@ -114,7 +114,7 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     def run(*args, **kwargs) -> NonFinite | None:
         traced = _trace(fun, args, kwargs)
         origin, ranges = find(traced)
-        found = _tripwire(traced, origin, (args, kwargs)).report()
+        found = tripwire_of(traced, origin, (args, kwargs)).report()
         return found and dataclasses.replace(found, operands=ranges)
 
     return run
@@ -213,16 +213,18 @@ def _check_function(fun: Any) -> None:
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
-    return trace(lambda a, k: fun(*a, **k), (args, kwargs))
+    with compat.lines_of_rules():
+        return trace(lambda a, k: fun(*a, **k), (args, kwargs))
 
 
 def _watch(traced: Traced, args_and_kwargs: Any) -> tuple[Any, Tripwire]:
     outs, origin = watch(traced)
-    tripwire = _tripwire(traced, origin, args_and_kwargs)
+    tripwire = tripwire_of(traced, origin, args_and_kwargs)
     return traced.restore([_not_differentiated(x) for x in outs]), tripwire
 
 
-def _tripwire(traced: Traced, origin: Any, args_and_kwargs: Any) -> Tripwire:
+def tripwire_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> Tripwire:
+    """Return the tripwire of a traced call whose results have an origin."""
     leaves = jax.tree_util.tree_leaves_with_path(args_and_kwargs)
     names = [trees.key_path(path[1:]) for path, x in leaves if is_traceable(x)]
     known = sites(compat.open_jaxpr(traced.closed))
