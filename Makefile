@@ -16,7 +16,7 @@ PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN = $(VENV)/bin
 
-.PHONY: help demo test lint pytest programs format clean FORCE
+.PHONY: help demo test lint pytest programs tables format clean FORCE
 
 help:  ## Show this list.
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -42,6 +42,9 @@ else
 programs:
 	@echo "Compilers for GPUs and TPUs are for Linux on x86_64: not checked here."
 endif
+
+tables: $(VENV)/demo.stamp  ## Write the tables of README and docs anew, from the committed results.
+	$(BIN)/python -m benchmarks.tables
 
 format: $(VENV)/dev.stamp  ## Rewrite the code as ruff would have it.
 	$(BIN)/ruff check --fix

@@ -9,8 +9,10 @@ in one process. Measured is processor time, which other work stretches less, wit
 Python's collector, as `timeit` has it: whom it stops is chance.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import gc
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +25,13 @@ import typer
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.common import transformer
-from benchmarks.common.provenance import provenance
 from benchmarks.common.timing import quartiles, quartiles_text
+from examples.common.cli import make_out
+from examples.common.progress import track
+from examples.common.results import provenance, write_result
 from jmp_lite import autocast
 
 WIDTH, HEADS, VOCABULARY = 32, 4, 64
@@ -124,12 +127,18 @@ def main(
     compile_up_to: Annotated[
         int, typer.Option(help="more layers are only traced")
     ] = 12,
-    out: Annotated[Path, typer.Option(help="the folder of the results")] = Path(
-        "benchmarks/results/cpu"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(callback=make_out, help="Folder for autocast_trace.json and .png"),
+    ] = Path("out"),
 ) -> None:
     """Time tracing and compiling, print medians of the ratio within a round."""
-    out.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "width": WIDTH,
+        "heads": HEADS,
+        "rounds": rounds,
+        **provenance(),
+    }
     layers = layers or [12, 24, 48, 96]
     todo = [
         (n, program, *how) for n in layers for program, how in make_programs(n).items()
@@ -143,7 +152,7 @@ def main(
     table.add_column("program")
     for column in ("plain, ms", "bf16: trace", "f16: trace", "bf16: compile"):
         table.add_column(column, justify="right")
-    for n, program, make, params in track(todo, "tracing"):
+    for n, program, make, params in track(todo, "tracing", total=len(todo)):
         compiles = n <= compile_up_to
         rows = measure(make, params, rounds=rounds, compiles=compiles)
         samples[n][program] = rows
@@ -154,9 +163,7 @@ def main(
         table.add_row(f"{n} layers, {program}", f"{plain:.0f}", *cells)
     console = Console()
     console.print(table)
-    settings = {"width": WIDTH, "heads": HEADS, "rounds": rounds, **provenance()}
-    results = {"settings": settings, "samples": samples}
-    (out / "autocast_trace.json").write_text(json.dumps(results))
+    write_result(out / "autocast_trace.json", settings, samples=samples)
     plot(samples).savefig(out / "autocast_trace.png", dpi=100)
     console.print(f"Wrote autocast_trace.json and autocast_trace.png into {out}.")
 

@@ -13,6 +13,9 @@ Also drawn: of which size the gradients are, in float32, at the first and the la
 of the first seed, over the range of float16.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,9 +28,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.cli import some_of
-from benchmarks.common.provenance import provenance
-from benchmarks.common.tasks import BASELINE, RUNS, TASKS, TITLES, UNSCALED, Task
-from examples.common.cli import SeedOption, SeedsOption, stop_if_collapsed
+from benchmarks.common.tasks import (
+    BASELINE,
+    RUNS,
+    TASKS,
+    TITLES,
+    UNSCALED,
+    Task,
+    load_sources_once,
+)
+from examples.common.cli import SeedOption, SeedsOption, make_out, stop_if_collapsed
+from examples.common.results import provenance, write_result
+from examples.common.text import fingerprint
 from jmp_lite.numerics import TreeStats, tree_stats
 from jmp_lite.numerics.plot import plot_histograms
 
@@ -158,13 +170,15 @@ def main(
         int | None, typer.Option(min=1, help="By default what each task needs.")
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for convergence.json and two figures.")
-    ] = Path("benchmarks/results/cpu"),
+        Path,
+        typer.Option(callback=make_out, help="Folder for convergence.json and 2 .png."),
+    ] = Path("out"),
 ) -> None:
     """Train the examples' tasks in every precision, over several seeds."""
-    out.mkdir(parents=True, exist_ok=True)
     console, results = Console(width=110), {}
     settings = {"first_seed": seed, "seeds": seeds, **provenance()}
+    if "transformer" in task:
+        settings["text"] = fingerprint(*load_sources_once())
     with stop_if_collapsed(console):
         for name in task:
             console.print(TITLES[name], style="bold")
@@ -176,8 +190,7 @@ def main(
             )
     for name, result in results.items():
         console.print(rich_table(f"{TITLES[name]}, {result['steps']} steps", result))
-    text = json.dumps({"settings": settings, "tasks": results})
-    (out / "convergence.json").write_text(text + "\n", encoding="utf-8")
+    write_result(out / "convergence.json", settings, tasks=results)
     count = f"{seeds} seeds" if seeds > 1 else "1 seed"
     plot(results, f"Training losses, {count}", out / "convergence.png")
     plot_gradients(results, out / "convergence_gradients.png")

@@ -11,12 +11,14 @@ arrays; the peak is what XLA's program takes. Nothing is run.
 """
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from benchmarks.common import targets  # first: it sets the environment that JAX reads
+
+# ruff: isort: split
+from benchmarks.common import requirements  # noqa: F401 - what to install
 
 # ruff: isort: split
 import jax
@@ -27,13 +29,14 @@ import typer
 from jax.sharding import NamedSharding, PartitionSpec
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jmp_lite
 from benchmarks.common import transformer
-from benchmarks.common.provenance import provenance
+from examples.common.cli import make_out
 from examples.common.memory import tree_bytes
+from examples.common.progress import track
+from examples.common.results import provenance, write_result
 
 Device = Literal["h100", "v5e", "cpu"]
 
@@ -136,6 +139,7 @@ STEPS: dict[str, Row] = {
     "mixed precision alone": ("mixed", "adam", False),
     "adafactor alone": (FLOAT32, "adafactor", False),
     "recomputation alone": (FLOAT32, "adam", True),
+    "adafactor and recomputation": (FLOAT32, "adafactor", True),
     "all three": ("mixed", "adafactor", True),
     "all three, master weights": ("master weights", "adafactor", True),
     "all three, stochastic rounding": ("stochastic rounding", "adafactor", True),
@@ -222,8 +226,11 @@ def main(
     batch: int = 8,
     length: int = 512,
     out: Annotated[
-        Path | None, typer.Option(help="folder for memory.json and memory.png")
-    ] = None,
+        Path,
+        typer.Option(
+            callback=make_out, help="Folder for DEVICE-compiled/memory.json and .png"
+        ),
+    ] = Path("out"),
 ) -> None:
     """Compile every combination for one device; write the tables, JSON and a figure."""
     sizes = {
@@ -234,37 +241,36 @@ def main(
         "batch": batch,
         "length": length,
     }
+    settings = {
+        "half": half,
+        **sizes,
+        "unit": "bytes",
+        "compiled with": targets.versions(),
+        **provenance(targets.NAMES[device]),
+    }
     sharding = target_sharding(device)
     results = {
         row: measure(*row, sizes=sizes, half=jnp.dtype(half), sharding=sharding)
-        for row in track(all_rows(), f"compiling for {device}")
+        for row in track(all_rows(), f"compiling for {device}", total=len(all_rows()))
     }
     console = Console(width=100)
     for table in tables(results):
         console.print(table)
 
-    out = out or Path(f"benchmarks/results/{device}-compiled")
-    out.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "half": half,
-        **sizes,
-        "parameter count": results[BASELINE]["parameters"] // 4,
-        "unit": "bytes",
-        **provenance(targets.NAMES[device]),
-    }
+    settings |= {"parameter count": results[BASELINE]["parameters"] // 4}
     rows = [
         {"stored": stored, "optimizer": optimizer, "remat": remat, **row}
         for (stored, optimizer, remat), row in results.items()
     ]
-    text = json.dumps({"settings": settings, "results": rows}, indent=1)
-    (out / "memory.json").write_text(text + "\n", encoding="utf-8")
+    folder = out / f"{device}-compiled"
+    write_result(folder / "memory.json", settings, indent=1, results=rows)
     count = settings["parameter count"] / 1e6
     title = (
         f"{layers}-layer transformer, {count:.0f} M parameters, "
         f"{batch} × {length} tokens, {half}\n{targets.NAMES[device]}"
     )
-    plot(results, title, out / "memory.png")
-    console.print(f"Written: {out}/memory.json and memory.png")
+    plot(results, title, folder / "memory.png")
+    console.print(f"Written: {folder}/memory.json and memory.png")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What mixed precision costs in the programs that devices are given.
 
     make programs                             # have the committed figures grown?
-    python -m benchmarks.programs             # write them anew
+    python -m benchmarks.programs             # into out/
+    python -m benchmarks.programs --out benchmarks/results          # write them anew
     python -m benchmarks.programs --device h100 --device v5p --size full
     (ulimit -s unlimited; python -m benchmarks.programs --device v6e)
 
@@ -13,7 +14,6 @@ Nothing is run, so nothing is said about time.
 """
 
 import enum
-import importlib.metadata
 import json
 import math
 import resource
@@ -24,12 +24,14 @@ from typing import Annotated, Any, Literal
 from benchmarks.common import targets  # first: it sets the environment that JAX reads
 
 # ruff: isort: split
+from benchmarks.common import requirements  # noqa: F401 - what to install
+
+# ruff: isort: split
 import jax
 import jaxlib._jax as xla
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.common import hlo
@@ -42,7 +44,9 @@ from benchmarks.common.compiled_steps import (
     build,
 )
 from benchmarks.common.limits import Results, Row, broken_limits, growth, other_versions
-from benchmarks.common.provenance import provenance
+from examples.common.cli import check_out
+from examples.common.progress import track
+from examples.common.results import COMMITTED, provenance, write_result
 
 Size = Literal["ci", "full"]
 
@@ -58,8 +62,6 @@ class Device(enum.StrEnum):
     V6E = "v6e"
 
 
-RESULTS = Path(__file__).parent / "results"
-REQUIREMENTS = Path(__file__).parent / "programs-requirements.txt"
 DEFAULT_DEVICES = ["h100", "a100", "v100", "v5e"]
 
 _TRANSFORMER = [
@@ -138,20 +140,7 @@ def measure_all(device: str, size: str) -> Results:
     return {row["step"]: row for row in rows}
 
 
-def versions() -> dict[str, str]:
-    """Return the versions here of all that a program depends on; "none" if missing."""
-    found = {}
-    for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
-        name, is_pin, _ = line.partition("==")
-        if is_pin and not line.startswith("#"):
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                found[name] = "none"
-    return found
-
-
-def result_path(device: str, size: str, out: Path = RESULTS) -> Path:
+def result_path(device: str, size: str, out: Path = COMMITTED) -> Path:
     return out / f"{device}-compiled" / f"programs-{size}.json"
 
 
@@ -185,7 +174,7 @@ def table(device: str, results: Results) -> Table:
         "kernels": ("kernels", 1),
     }
     titles = [title for title, _ in columns.values()]
-    for title in (*titles, "casts", "branches", "host"):
+    for title in (*titles, "casts", "sums in half", "branches", "host"):
         found.add_column(title, justify="right")
     for step in STEPS:
         row = results.get(str(step))
@@ -198,7 +187,8 @@ def table(device: str, results: Results) -> Table:
             else f"{row[key] / unit:.4g}"
             for key, (_, unit) in columns.items()
         ]
-        cells += [str(row[key]) for key in ("casts", "conditionals", "host_transfers")]
+        counts = ("casts", "half_sums", "conditionals", "host_transfers")
+        cells += [str(row[key]) for key in counts]
         found.add_row(str(step), *cells)
     return found
 
@@ -250,16 +240,14 @@ def _in_float32(step: Step) -> Step:
 
 def write(device: str, size: str, results: Results, out: Path) -> None:
     path = result_path(device, size, out)
-    path.parent.mkdir(parents=True, exist_ok=True)
     settings = {
         "size": size,
         **SIZES[size],
         "unit": "bytes",
-        "compiled with": versions(),
+        "compiled with": targets.versions(),
         **provenance(targets.NAMES[device]),
     }
-    text = json.dumps({"settings": settings, "results": [*results.values()]}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_result(path, settings, indent=1, results=[*results.values()])
     plot(device, results, path.with_suffix(".png"))
 
 
@@ -271,7 +259,9 @@ def main(
     check: Annotated[
         bool, typer.Option("--check", help="against the committed figures of size ci")
     ] = False,
-    out: Annotated[Path, typer.Option(help="folder for the results")] = RESULTS,
+    out: Annotated[
+        Path, typer.Option(callback=check_out, help="folder for the results")
+    ] = Path("out"),
 ) -> None:
     """Compile every step for every device; write JSON and figures, or check."""
     console = Console(width=160)
@@ -288,7 +278,7 @@ def main(
     if missing:
         raise typer.BadParameter(f"No figures are committed for {', '.join(missing)}.")
     for name in devices if check else ():
-        wrong = other_versions(read(result_path(name, "ci"))[0], versions())
+        wrong = other_versions(read(result_path(name, "ci"))[0], targets.versions())
         if wrong:
             console.print(
                 f"The figures of {name} are those of other versions:",

@@ -11,7 +11,7 @@ the bare optimiser's time in that same round: whatever else the machine does wei
 both. Reported are medians and quartiles of these ratios, and the ratio of the bytes
 that the compiled programs read and write by XLA's own count, which has no noise. The
 compiler's processor time is noted too: at 400 leaves it takes minutes for flax; jmp
-is left out there.
+is left out there, and everywhere if it is not installed.
 
 `lax.cond` by hand is the least that a skip can cost on a CPU: it puts a branch around
 optimiser and update, which an optax transformation cannot (it never sees the update
@@ -19,7 +19,9 @@ applied), and which on accelerators costs more than choosing does. mpx is not he
 scales only where it also casts to half precision.
 """
 
-import json
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,13 +40,14 @@ from benchmarks.common.cli import some_of
 from benchmarks.common.contenders import (
     BASELINE,
     CONTENDERS,
-    MOST_LEAVES,
     OPTIMIZERS,
     OURS,
     LossFn,
+    why_not,
 )
-from benchmarks.common.provenance import provenance
 from benchmarks.common.timing import quartiles, quartiles_text, take_turns
+from examples.common.cli import make_out
+from examples.common.results import provenance, write_result
 
 
 def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -105,11 +108,8 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Return, per contender, samples, bytes, and their ratios to the bare step's."""
     programs, states, compiled = {}, {}, {}
-    contenders = {
-        name: make
-        for name, make in CONTENDERS.items()
-        if len(jax.tree.leaves(params)) <= MOST_LEAVES.get(name, COLUMNS)
-    }
+    leaves = len(jax.tree.leaves(params))
+    contenders = {n: make for n, make in CONTENDERS.items() if not why_not(n, leaves)}
     for name, make in contenders.items():
         # Donated states cannot share their arrays.
         start = jax.tree.map(jnp.copy, params)
@@ -192,8 +192,8 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
     sweep = [case for case in cases if case["problem"] == "columns"]
     for offset, (name, look) in enumerate(looks.items()):
         look = {"markersize": 6, "linewidth": 1.2, "label": name, **look}
-        rows = [case["contenders"][name] for case in mlps]
-        places = [i + 0.13 * (offset - 2) for i in range(len(mlps))]
+        rows = [c["contenders"][name] for c in mlps if name in c["contenders"]]
+        places = [i + 0.13 * (offset - 2) for i in range(len(rows))]
         _draw_quartiles(left, places, rows, {**look, "linestyle": "none"})
         drawn = [case for case in sweep if name in case["contenders"]]
         rows = [case["contenders"][name] for case in drawn]
@@ -271,11 +271,11 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 60,
     steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 4,
     out: Annotated[
-        Path, typer.Option(help="Folder for step_overhead.json and step_overhead.png.")
-    ] = Path("benchmarks/results/cpu"),
+        Path,
+        typer.Option(callback=make_out, help="Folder for step_overhead.json and .png."),
+    ] = Path("out"),
 ) -> None:
     """Measure what loss scaling adds to a train step."""
-    out.mkdir(parents=True, exist_ok=True)
     about = provenance()
     settings = {"width": width, "rounds": rounds, "steps": steps, **about}
     console, cases = Console(width=100), []
@@ -289,8 +289,12 @@ def main(
             steps=steps,
             title=title,
         )
-        cases.append({**case, "contenders": rows})
+        reasons = {name: why_not(name, case["leaves"]) for name in CONTENDERS}
+        missing = {name: reason for name, reason in reasons.items() if reason}
+        cases.append({**case, "contenders": rows, "not_measured": missing})
         console.print(rich_table(title, rows))
+        for name, reason in missing.items():
+            console.print(f"{name}: not measured, {reason}.", highlight=False)
 
     for name in optimizer:
         for size in dict.fromkeys(batch):
@@ -307,8 +311,7 @@ def main(
             make_columns(n, 16, width),
             **{"problem": "columns", "optimizer": "adam", "batch": 16, "leaves": n},
         )
-    text = json.dumps({"settings": settings, "cases": cases})
-    (out / "step_overhead.json").write_text(text + "\n", encoding="utf-8")
+    write_result(out / "step_overhead.json", settings, cases=cases)
     title = (
         f"What loss scaling adds to a float32 train step, on {about['device']} "
         f"({about['host']})\nmedians and quartiles of {rounds} rounds of {steps} steps"

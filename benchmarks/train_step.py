@@ -16,7 +16,6 @@ tells, the peak of its allocator.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +26,15 @@ from typing import Annotated, Any, Literal
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # ruff: noqa: E402  (the environment has to be set above the imports of JAX)
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import jax
 import numpy as np
 import optax
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import jmp_lite
@@ -50,8 +51,10 @@ from benchmarks.common.problems import (
     make_problem,
     ways,
 )
-from benchmarks.common.provenance import provenance
 from benchmarks.common.timing import quartiles, quartiles_text, take_turns
+from examples.common.cli import make_out
+from examples.common.progress import track
+from examples.common.results import provenance, write_result
 
 Size = Literal["ci", "full"]
 CPU_NOTE = (
@@ -155,7 +158,7 @@ def measure(
     pairs = [(model, way) for model in sizes for way in ways(platform)]
     programs = {
         (model, way): Program(problems[model], way, sizes[model]["batch"])
-        for model, way in track(pairs, "compiling")
+        for model, way in track(pairs, "compiling", total=len(pairs))
     }
     peaks = measure_peaks(programs)
     results = {}
@@ -227,7 +230,8 @@ def largest_batches(sizes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
     for model, model_sizes in sizes.items():
         problem = make_problem(model, model_sizes)
         rows = {}
-        for way in track(ways(jax.local_devices()[0].platform), TITLES[model]):
+        todo = ways(jax.local_devices()[0].platform)
+        for way in track(todo, TITLES[model], total=len(todo)):
             rows[str(way)] = {
                 "largest_batch": largest(
                     lambda n, p=problem, w=way: batch_fits(p, w, n),
@@ -331,11 +335,12 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 30,
     steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 4,
     out: Annotated[
-        Path | None,
+        Path,
         typer.Option(
-            help="Folder for train_step.json and .png, or largest_batch.json."
+            callback=make_out,
+            help="Folder for train_step.json and .png, or largest_batch.json.",
         ),
-    ] = None,
+    ] = Path("out"),
 ) -> None:
     """Measure what half precision is worth in a train step."""
     device = jax.local_devices()[0]
@@ -352,19 +357,17 @@ def main(
         )
     size = size or ("ci" if is_cpu else "full")
     sizes = {name: SIZES[size][name] for name in model}
-    out = (
-        out or Path("benchmarks/results") / device.device_kind.replace(" ", "-").lower()
-    )
-    out.mkdir(parents=True, exist_ok=True)
     notes = [CPU_NOTE] if is_cpu else []
-    settings = {"size": size, "rounds": rounds, "steps": steps, **provenance()}
+    about = provenance()
+    settings = {"size": size, "rounds": rounds, "steps": steps, **about}
     console = Console(width=100)
     if largest_batch:
         results = largest_batches(sizes)
         for name, result in results.items():
             console.print(batch_table(TITLES[name], result["rows"]))
-        _write(out / "largest_batch.json", settings, results, notes)
-        console.print(f"Written: {out}/largest_batch.json")
+        path = out / "largest_batch.json"
+        write_result(path, settings, notes=notes, models=results)
+        console.print(f"Written: {path}")
         return
     results = measure(sizes, rounds=rounds, steps=steps)
     if "gpt" in model and torch_gpt.why_not():
@@ -377,17 +380,11 @@ def main(
         console.print(time_table(title, result["rows"]))
     for note in notes:
         console.print(f"Mind: {note}.", highlight=False)
-    _write(out / "train_step.json", settings, results, notes)
+    path = out / "train_step.json"
+    write_result(path, settings, notes=notes, models=results)
     title = f"Train steps, size {size}, on {settings['device']} ({settings['host']})"
-    plot(results, "\n".join([title, *notes[: int(is_cpu)]]), out / "train_step.png")
+    plot(results, "\n".join([title, *notes[: int(is_cpu)]]), path.with_suffix(".png"))
     console.print(f"Written: {out}/train_step.json and train_step.png")
-
-
-def _write(
-    path: Path, settings: dict[str, Any], results: dict[str, Any], notes: list[str]
-) -> None:
-    text = json.dumps({"settings": settings, "notes": notes, "models": results})
-    path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

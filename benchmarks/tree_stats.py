@@ -11,7 +11,9 @@ the processor time of all threads, which other work does not stretch. Who looks 
 100 steps pays a hundredth of what is above 1.
 """
 
-import json
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,8 +29,9 @@ from rich.table import Table
 
 from benchmarks import step_overhead
 from benchmarks.common import transformer
-from benchmarks.common.provenance import provenance
 from benchmarks.common.timing import Samples, quartiles, quartiles_text, take_turns
+from examples.common.cli import make_out
+from examples.common.results import provenance, write_result
 from jmp_lite.numerics import EXPONENTS, empty, tree_stats
 
 BARE = "bare step"
@@ -182,12 +185,12 @@ def plot(problems: dict[str, dict[str, Samples]], path: Path) -> None:
 def main(
     rounds: Annotated[int, typer.Option(min=1)] = 60,
     steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 3,
-    out: Annotated[Path, typer.Option(help="the folder of the results")] = Path(
-        "benchmarks/results/cpu"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(callback=make_out, help="Folder for tree_stats.json and .png"),
+    ] = Path("out"),
 ) -> None:
     """Measure what statistics of the gradients add to a train step."""
-    out.mkdir(parents=True, exist_ok=True)
     about = provenance()
     console = Console()
     found, sizes = {}, {}
@@ -200,15 +203,12 @@ def main(
         console.print(
             rich_table(f"{title}: {sizes[title] / 1e6:.2f} M parameters", found[title])
         )
-    results = {
-        "settings": {"rounds": rounds, "steps": steps, "unit": "s", **about},
-        "problems": {
-            title: {"parameters": sizes[title], "samples": samples}
-            for title, samples in found.items()
-        },
+    settings = {"rounds": rounds, "steps": steps, "unit": "s", **about}
+    problems = {
+        title: {"parameters": sizes[title], "samples": samples}
+        for title, samples in found.items()
     }
-    text = json.dumps(results)
-    (out / "tree_stats.json").write_text(text + "\n", encoding="utf-8")
+    write_result(out / "tree_stats.json", settings, problems=problems)
     plot(found, out / "tree_stats.png")
     console.print(
         f"Medians and quartiles of {rounds} rounds of {steps} steps, on "

@@ -1,19 +1,21 @@
 """Train on real handwritten digits in float32, float16 and bfloat16, side by side.
 
-    python examples/digits.py                                    # everything, on a CPU
-    python examples/digits.py --policy mixed_float16 --loss-scale 1024 --model cnn
-    python examples/digits.py --seeds 3                          # mean accuracies
-    python examples/digits.py --autocast                         # nothing cast by hand
+    python -m examples.digits                                    # everything, on a CPU
+    python -m examples.digits --policy mixed_float16 --loss-scale 1024 --model cnn
+    python -m examples.digits --seeds 3                          # mean accuracies
+    python -m examples.digits --autocast                         # nothing cast by hand
 
 Two models: the MLP of Keras' mixed precision guide (784-width-width-10) and a small CNN
 with BatchNorm. Then the MLP once more with a loss so small that float16 loses its
 gradients: what the loss scale is for. Writes a figure, a table and results.json.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -35,10 +37,12 @@ from examples.common.cli import (
     slow_reasons,
     stop_if_collapsed,
 )
+from examples.common.command import run_command
 from examples.common.data import Digits, batches, load_digits
 from examples.common.loop import Result, Run, Step, step_log, train_side_by_side
 from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import autocast_if_half, choose_loss_scale
+from examples.common.results import provenance
 from jmp_lite import (
     DynamicLossScale,
     NoOpLossScale,
@@ -194,7 +198,7 @@ def train_model(
     results = train_side_by_side(
         runs,
         batches(train, batch_size=BATCH_SIZE, steps=steps, seed=seed),
-        title=name,
+        title=f"seed {seed} {name}",
         steps=steps,
         console=console,
     )
@@ -254,7 +258,9 @@ def tiny_gradients(
         runs[label] = Run(make_step(losses[label], tx), state)
     params = jax.tree.map(np.asarray, runs["float32"].state.params)
     data = list(batches(train, batch_size=BATCH_SIZE, steps=steps, seed=seed))
-    results = train_side_by_side(runs, data, title="tiny", steps=steps, console=console)
+    results = train_side_by_side(
+        runs, data, title=f"seed {seed} tiny", steps=steps, console=console
+    )
 
     def grads(label: str, scale: float):
         value_and_grad = scaled_value_and_grad(
@@ -312,7 +318,7 @@ def main(
     """Train on real digits in float32, float16 and bfloat16, side by side."""
     console = Console()
     policies = parse_policies(policy, use_autocast=autocast)
-    device = jax.local_devices()[0]
+    device, about = jax.local_devices()[0], provenance()
     width = width or (512 if device.platform == "cpu" else 4096)
     train, test = load_digits()
     console.print(
@@ -355,8 +361,7 @@ def main(
             "steps": steps,
             "batch_size": BATCH_SIZE,
             "static_loss_scale": loss_scale,
-            "device": device.device_kind,
-            "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+            **about,
         },
         records=records,
         score=report.ACCURACY,
@@ -367,4 +372,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

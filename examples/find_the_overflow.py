@@ -1,7 +1,7 @@
 """Find what overflows in float16, and repair it: a small transformer on real text.
 
-    python examples/find_the_overflow.py
-    python examples/find_the_overflow.py --steps 500 --out out/overflow
+    python -m examples.find_the_overflow
+    python -m examples.find_the_overflow --steps 500 --out out/overflow
 
 One MLP multiplies its features by a gain before it squares them, and divides by the
 gain's square after its second layer. In float32 that changes nothing; in float16 the
@@ -11,13 +11,14 @@ which loss scale fits. With that the model trains as it does in float32. Writes 
 tables and results.json.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import functools
 import json
-import platform
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,13 +27,20 @@ import optax
 import typer
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import track
 
 import jmp_lite as jmp
 from examples.common import report
 from examples.common.cli import OutOption, SeedOption, StepsOption
+from examples.common.command import run_command
 from examples.common.loop import Result, Run, step_log, train_side_by_side
-from examples.common.text import even_windows, load_sources, text_batches
+from examples.common.progress import track
+from examples.common.results import provenance, write_result
+from examples.common.text import (
+    even_windows,
+    fingerprint,
+    load_sources,
+    text_batches,
+)
 
 HEAD_WIDTH = 32
 CONTEXT = 64
@@ -130,7 +138,7 @@ def validation_loss(loss_fn, params, text: np.ndarray) -> float:
 def train_broken(run: Run, batches, console: Console) -> tuple[int, str]:
     """Return how many steps were taken, and why the run should stop."""
     step, state = jax.jit(run.step), run.state
-    for tokens in track(batches, "float16", BROKEN_STEPS, console=console):
+    for tokens in track(batches, "float16", total=BROKEN_STEPS, console=console):
         state, _ = step(state, tokens)
     taken = BROKEN_STEPS - int(jmp.metrics(state.opt_state)["skipped_steps"])
     try:
@@ -178,7 +186,7 @@ def main(
         raise typer.BadParameter(
             f"expected a multiple of {HEAD_WIDTH}, got {width}.", param_hint="'--width'"
         )
-    console = Console()
+    console, about = Console(), provenance()
     train, validation = load_sources()
     model = Transformer(width, layers)
     loss_fn = functools.partial(plain_loss, model)
@@ -248,31 +256,28 @@ def main(
     save_losses(results, out / "losses.png")
     (out / "table.md").write_text(report.markdown_table(rows))
     (out / "advice.py").write_text(f"import jmp_lite as jmp\n\n{advice}")
-    results_json = {
-        "settings": {
-            "width": width,
-            "layers": layers,
-            "steps": steps,
-            "context": CONTEXT,
-            "batch_size": BATCH_SIZE,
-            "gain": GAIN,
-            "device": jax.local_devices()[0].device_kind,
-            "python": platform.python_version(),
-            "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
-        },
-        "broken": {"steps_taken": taken, "check_progress": collapsed},
-        "first_nonfinite": None if found is None else json.loads(found.to_json()),
-        "dry_run": json.loads(dry.to_json()),
-        "advice": {"code": advice.code(), "reasons": advice.reasons},
-        "table": rows,
-        "history": {
-            name: {key: x.tolist() for key, x in result.history.items()}
-            for name, result in results.items()
-        },
+    settings = {
+        "width": width,
+        "layers": layers,
+        "steps": steps,
+        "context": CONTEXT,
+        "batch_size": BATCH_SIZE,
+        "gain": GAIN,
+        "text": fingerprint(train, validation),
+        **about,
     }
-    (out / "results.json").write_text(json.dumps(results_json))
+    write_result(
+        out / "results.json",
+        settings,
+        broken={"steps_taken": taken, "check_progress": collapsed},
+        first_nonfinite=None if found is None else json.loads(found.to_json()),
+        dry_run=json.loads(dry.to_json()),
+        advice={"code": advice.code(), "reasons": advice.reasons},
+        table=rows,
+        history={name: report.plain(r.history) for name, r in results.items()},
+    )
     console.print(f"Wrote figures, table.md, advice.py and results.json into {out}.")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -20,11 +20,11 @@ of each array, and gathers the weights, cast to half precision already, where th
 used. A run goes on from its checkpoints, on as many processes and devices as there are.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import functools
-import json
 import math
-import platform
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,9 +55,11 @@ from examples.common.cli import (
     slow_reasons,
     stop_if_collapsed,
 )
+from examples.common.command import run_command
 from examples.common.loop import Checkpoints, Result, Run, Step, train_side_by_side
 from examples.common.processes import join, launch
-from examples.common.text import load_sources, text_batches
+from examples.common.results import provenance, write_result
+from examples.common.text import fingerprint, load_sources, text_batches
 from jmp_lite import Policy
 
 LAYOUTS = ("data", "fsdp")
@@ -179,11 +181,10 @@ def publish(
     )
     if jax.process_index() == 0:
         runs = [
-            row | {"history": {k: v.tolist() for k, v in result.history.items()}}
+            row | {"history": report.plain(result.history)}
             for row, result in zip(rows, results.values(), strict=True)
         ]
-        text = json.dumps({"settings": settings, "runs": runs})
-        (out / "results.json").write_text(text)
+        write_result(out / "results.json", settings, runs=runs)
         console.print(f"Wrote results.json into {out}.")
 
 
@@ -237,7 +238,7 @@ def main(
     if processes and not hosts and process is coordinator is None:
         raise typer.Exit(launch(processes, devices))
     join(processes, process, coordinator, hosts=hosts)
-    policies = parse_policies(policy, use_autocast=True)
+    policies, about = parse_policies(policy, use_autocast=True), provenance()
     if width % transformer.HEAD_WIDTH:
         raise typer.BadParameter(
             f"expected a multiple of {transformer.HEAD_WIDTH}, got {width}.",
@@ -249,6 +250,7 @@ def main(
             f"{batch_size}.",
             param_hint="'--batch-size'",
         )
+    text, _ = load_sources()
     settings = {
         "policies": {label: str(p) for label, p in policies.items()},
         "layout": layout,
@@ -258,15 +260,14 @@ def main(
         "batch_size": batch_size,
         "static_loss_scale": loss_scale,
         "seed": seed,
-        "python": platform.python_version(),
+        "text": fingerprint(text),
         "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
     }
     console = Console(quiet=jax.process_index() != 0)
     if checkpoints is not None and jax.process_index() == 0:
         check_settings(checkpoints, settings)
-    text, _ = load_sources()
     multihost_utils.assert_equal(
-        np.uint32(zlib.crc32(text.tobytes())),
+        np.uint32(int(settings["text"], 16)),
         "The hosts have different versions of Python.",
     )
     mesh = make_mesh()
@@ -307,7 +308,7 @@ def main(
             checkpoints=checkpoints and Checkpoints(checkpoints / "run", save_every),
         )
     where = {
-        "device": jax.local_devices()[0].device_kind,
+        **about,
         "processes": jax.process_count(),
         "devices": mesh.size,
     }
@@ -316,4 +317,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

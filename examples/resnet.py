@@ -1,14 +1,17 @@
 """Train a residual network on noisy digits in float32, float16 and bfloat16.
 
-    python examples/resnet.py                                    # all three, on a CPU
-    python examples/resnet.py --seeds 3 --checkpoints out/saved  # to stop and go on
-    python examples/resnet.py --policy mixed_float16 --loss-scale 1024
+    python -m examples.resnet                                    # all three, on a CPU
+    python -m examples.resnet --seeds 3 --checkpoints out/saved  # to stop and go on
+    python -m examples.resnet --policy mixed_float16 --loss-scale 1024
 
 A Flax linen model whose source says nothing of precision: `with_policy` does.
 `TrainState` holds BatchNorm's statistics and an average of the weights too; a skipped
 step leaves all of it as it was. Writes a figure, a table and results.json.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +41,7 @@ from examples.common.cli import (
     slow_reasons,
     stop_if_collapsed,
 )
+from examples.common.command import run_command
 from examples.common.data import Digits, add_noise, batches, load_digits
 from examples.common.loop import (
     Checkpoints,
@@ -50,6 +54,7 @@ from examples.common.loop import (
 )
 from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import choose_loss_scale
+from examples.common.results import provenance
 from jmp_lite import Policy, scale_aware, scaled_value_and_grad
 from jmp_lite.linen import PolicyModule, TrainState, with_policy
 
@@ -265,7 +270,7 @@ def main(
     console = Console()
     policies = parse_policies(policy)
     widths = tuple(width * 2**stage for stage in range(stages))
-    device = jax.local_devices()[0]
+    device, about = jax.local_devices()[0], provenance()
     settings = {
         "half_precision": "with_policy",
         "policies": {label: str(p) for label, p in policies.items()},
@@ -302,7 +307,7 @@ def main(
         console,
         out,
         "resnet",
-        settings,
+        settings | about,
         records,
         score=SCORE,
         title="Half precision: with_policy",
@@ -311,4 +316,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

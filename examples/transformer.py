@@ -1,15 +1,18 @@
 """Train a language model on Python's own sources in float32, float16 and bfloat16.
 
-    python examples/transformer.py                               # all three, on a CPU
-    python examples/transformer.py --checkpoints out/saved       # to stop and go on
-    python examples/transformer.py --policy mixed_float16 --loss-scale 1024
-    python examples/transformer.py --no-autocast                 # with_policy instead
+    python -m examples.transformer                               # all three, on a CPU
+    python -m examples.transformer --checkpoints out/saved       # to stop and go on
+    python -m examples.transformer --policy mixed_float16 --loss-scale 1024
+    python -m examples.transformer --no-autocast                 # with_policy instead
 
 A small decoder-only transformer over bytes, in Flax nnx. The model is plain float32
 code: `autocast` lowers what is safe in half precision, and the table it prints says
 what and why. Writes a figure, a table and results.json.
 """
 
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
 import functools
 import platform
 from pathlib import Path
@@ -40,6 +43,7 @@ from examples.common.cli import (
     slow_reasons,
     stop_if_collapsed,
 )
+from examples.common.command import run_command
 from examples.common.loop import (
     Checkpoints,
     Result,
@@ -51,7 +55,13 @@ from examples.common.loop import (
 )
 from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import autocast_if_half, choose_loss_scale, is_half
-from examples.common.text import even_windows, load_sources, text_batches
+from examples.common.results import provenance
+from examples.common.text import (
+    even_windows,
+    fingerprint,
+    load_sources,
+    text_batches,
+)
 from jmp_lite import Policy, explain, scale_aware, scaled_value_and_grad
 from jmp_lite.nnx import TrainState, with_policy
 
@@ -253,7 +263,8 @@ def main(
             f"expected a multiple of {HEAD_WIDTH}, got {width}.", param_hint="'--width'"
         )
     way = "autocast" if autocast else "with_policy"
-    device = jax.local_devices()[0]
+    device, about = jax.local_devices()[0], provenance()
+    train, validation = load_sources()
     settings = {
         "half_precision": way,
         "policies": {label: str(p) for label, p in policies.items()},
@@ -264,12 +275,11 @@ def main(
         "batch_size": BATCH_SIZE,
         "static_loss_scale": loss_scale,
         "device": device.device_kind,
-        "python": platform.python_version(),
+        "text": fingerprint(train, validation),
         "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
     }
     if checkpoints is not None:
         check_settings(checkpoints, settings)
-    train, validation = load_sources()
     console.print(
         f"{len(train) / 1e6:.1f} MB of Python {platform.python_version()}'s modules to "
         f"train on, {len(validation) / 1e6:.1f} MB to validate; {layers} layers of "
@@ -302,7 +312,7 @@ def main(
         console,
         out,
         "transformer",
-        settings,
+        settings | about,
         records,
         score=SCORE,
         title=f"Half precision: {way}",
@@ -311,4 +321,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -4,16 +4,15 @@ import sys
 from typing import Annotated
 
 from jmp_lite import doctor as doctors
+from jmp_lite import extras
 
 try:
-    import typer
-    from rich.console import Console
-    from rich.progress import Progress
-except ImportError as error:
-    sys.exit(
-        f"python -m jmp_lite needs {error.name}, which is not installed: "
-        "pip install 'jmp-lite[numerics]'"
-    )
+    with extras.needed("numerics"):
+        import typer
+        from rich.console import Console
+        from rich.progress import Progress
+except ModuleNotFoundError as error:
+    sys.exit(str(error))
 
 app = typer.Typer(add_completion=False)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jaxlib.version
+from jax._src import core as core_private
 from jax._src import source_info_util as source_info_util_private
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import (
@@ -68,6 +69,24 @@ def register_with_flax_serialization(cls: type) -> None:
 _REGISTERED_WITH_FLAX: set[type] = set()
 
 
+def is_nnx_module(x: Any) -> bool:
+    """Return whether this is a module of flax's nnx, if that is loaded."""
+    module = getattr(sys.modules.get("flax.nnx"), "Module", None)
+    return module is not None and isinstance(x, module)
+
+
+def without_variables(tree: Any) -> Any:
+    """Return a tree with the arrays that flax's nnx keeps in variables, as arrays."""
+    variable: Any = getattr(sys.modules.get("flax.nnx"), "Variable", None)
+    if variable is None:
+        return tree
+    return jax.tree.map(
+        lambda x: x.get_value() if isinstance(x, variable) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, variable),
+    )
+
+
 def weakly_typed(x: jax.Array) -> jax.Array:
     """Return an array with a dtype that yields in promotion, as a Python number's."""
     return primitives.convert_element_type_p.bind(
@@ -98,6 +117,11 @@ def quick_compiler_options() -> dict[str, Any]:
             # A compiler of its own for fusions; later versions know no such option.
             options["xla_cpu_use_fusion_emitters"] = False
     return options
+
+
+def is_tracing() -> bool:
+    """Return whether any transformation of JAX (`jit`, `grad`, `vmap`…) is at work."""
+    return not core_private.trace_state_clean()
 
 
 # --- jaxprs -----------------------------------------------------------------------

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite import compat, dtypes
+from jmp_lite import compat, dtypes, extras
 from jmp_lite.measurements import (
     Range,
     Rate,
@@ -76,10 +76,11 @@ class Diagnosis:
         """Return `rich` tables and lines of text, in the order to print them.
 
         Raises:
-          ImportError: rich is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        from rich import box
-        from rich.table import Table
+        with extras.needed("numerics"):
+            from rich import box
+            from rich.table import Table
 
         def table(*columns):
             made = Table(box=box.SIMPLE_HEAD)
@@ -234,7 +235,7 @@ def find_missing(
     if platforms == {"cpu"} and driver.exists():
         return (
             "NVIDIA's driver is loaded, and JAX sees the CPU only: pip install "
-            "'jmp-lite[gpu]', or look at JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.",
+            '"jmp-lite[gpu]", or look at JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.',
         )
     return ()
 

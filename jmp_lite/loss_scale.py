@@ -307,10 +307,10 @@ def get_loss_scale(tree: Any) -> LossScale:
     """Return the one loss scale in a tree, at any depth.
 
     Args:
-      tree: a loss scale, an optimiser state, a whole train state…
+      tree: a loss scale, an optimiser state, a whole train state, an `nnx.Optimizer`…
 
     Returns:
-      The loss scale.
+      The loss scale, its leaves arrays, also where nnx keeps them in variables.
 
     Raises:
       ValueError: the tree holds none, or several.
@@ -324,7 +324,7 @@ def get_loss_scale(tree: Any) -> LossScale:
     )
     found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, LossScale)]
     if len(found) == 1:
-        return found[0][1]
+        return compat.without_variables(found[0][1])
     if found:
         raise ValueError(
             "Expected one loss scale, found several, at "

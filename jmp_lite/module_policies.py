@@ -4,12 +4,12 @@ The rules of both flax front ends, linen and nnx; nothing here knows flax itself
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_lite import dtypes
+from jmp_lite import dtypes, extras
 from jmp_lite.policy import Policy, PolicyMap, get_policy
 
 
@@ -19,11 +19,17 @@ class ModulePolicy:
 
     Attributes:
       policy: the policy.
-      is_own: whether a rule names this very module, not one around it.
+      rule: the pattern or class that gave it, to this module or to one around it; None
+        for the default, which leaves a `dtype` that the author of the model set.
+      is_named: whether the rule names this very module.
+      is_own: whether the rule begins to hold here: it names this module, and is not the
+        one that the module around it has.
     """
 
     policy: Policy
-    is_own: bool
+    rule: str | None = None
+    is_named: bool = False
+    is_own: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +39,8 @@ class ModulePolicies:
     A module has the policy of the first pattern that matches its whole path
     (`"decoder/layer_0/attention"`, `""` for the model itself); else of the first class
     that it is an instance of; else that of the module around it; else the default.
+    A rule outweighs a `dtype` that the author of the model set, in the module it names
+    and in those inside; the default does not.
 
     Args:
       policy: the default; a policy, its string, or a `PolicyMap` whose patterns match
@@ -90,19 +98,26 @@ class ModulePolicies:
                 )
         found: dict[str, ModulePolicy] = {}
         for path in sorted(modules, key=lambda p: p.count("/") + bool(p)):
-            own = self.policy.rule_for(path) or self._of_class(modules[path])
-            found[path] = (
-                ModulePolicy(own, is_own=True)
-                if own
-                else ModulePolicy(_around(path, found, self.policy.default), False)
-            )
+            holder = nearest(path, found)
+            around = ModulePolicy(self.policy.default)
+            if holder is not None:
+                around = found[holder]
+            rule, policy = self._rule_for(path, modules[path])
+            if policy is None:
+                found[path] = ModulePolicy(around.policy, around.rule)
+            else:
+                found[path] = ModulePolicy(policy, rule, True, rule != around.rule)
         return found
 
-    def _of_class(self, module_class: type) -> Policy | None:
+    def _rule_for(self, path: str, module_class: type) -> tuple[str, Policy | None]:
+        """Return the rule that names a module, and its policy; None if none does."""
+        pattern = self.policy.pattern_for(path)
+        if pattern is not None:
+            return f"path {pattern!r}", self.policy.rule_for(path)
         for cls, policy in self.classes:
             if issubclass(module_class, cls):
-                return policy
-        return None
+                return f"class {cls.__name__}", policy
+        return "", None
 
 
 def nearest(path: str, modules: Mapping[str, Any]) -> str | None:
@@ -130,11 +145,6 @@ def given_dtype(module: Any) -> Any:
 
 def _is_class(pair: Any) -> bool:
     return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)
-
-
-def _around(path: str, found: Mapping[str, ModulePolicy], default: Policy) -> Policy:
-    holder = nearest(path, found)
-    return default if holder is None else found[holder].policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +193,10 @@ class Explanation:
         """Return a `rich` table, a row per module.
 
         Raises:
-          ImportError: rich is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        from rich.table import Table
+        with extras.needed("numerics"):
+            from rich.table import Table
 
         table = Table(title="Policies of modules")
         for name in ("path", "module", "params", "compute", "output", "why"):
@@ -197,14 +208,59 @@ class Explanation:
         return table
 
 
-def why(policies: ModulePolicies, path: str, cls: type, own_dtype: Any) -> str:
-    """Return what decides the dtypes of a module, for `Explanation`."""
-    if own_dtype is not None:
-        return f"its own dtype={dtypes.dtype_name(own_dtype)}"
-    pattern = policies.policy.pattern_for(path)
-    if pattern is not None:
-        return f"path {pattern!r}"
-    for of_class, _ in policies.classes:
-        if issubclass(cls, of_class):
-            return f"class {of_class.__name__}"
-    return "the module around it" if path else "the default"
+def why(of: ModulePolicy, path: str, own_dtype: Any) -> str:
+    """Return what decides the dtypes of a module, for `Explanation`.
+
+    Args:
+      of: its policy.
+      path: its path.
+      own_dtype: the `dtype` that the author of the model gave it, None if none.
+    """
+    own = "" if own_dtype is None else f"its own dtype={dtypes.dtype_name(own_dtype)}"
+    if own and of.rule is None:
+        return own
+    around = "the module around it" if path else "the default"
+    reason = of.rule if of.rule is not None and of.is_named else around
+    return f"{reason}, over {own}" if own else reason
+
+
+def kept_from_half(
+    of: Mapping[str, ModulePolicy], own_dtypes: Mapping[str, Any]
+) -> list[str]:
+    """Return the modules that would be in half but for the `dtype` of their author.
+
+    Args:
+      of: the policy of each module.
+      own_dtypes: the `dtype` that the author gave each, None if none.
+    """
+    return [
+        path
+        for path, own_dtype in own_dtypes.items()
+        if own_dtype is not None
+        and of[path].rule is None
+        and dtypes.is_half(jnp.dtype(of[path].policy.compute_dtype))
+        and not dtypes.is_half(jnp.dtype(own_dtype))
+    ]
+
+
+def nothing_in_half(what: str, kept: Sequence[str], policy: Policy, remedy: str) -> str:
+    """Return the warning that a policy changes nothing.
+
+    Args:
+      what: what there are how many of, of which model, `"the 7 products of Net"`.
+      kept: the modules that `kept_from_half` returned.
+      policy: the default policy.
+      remedy: how to make the model without a `dtype`.
+    """
+    names = [path or "the model itself" for path in kept[:_MOST_NAMES]]
+    more = ", …" if len(kept) > _MOST_NAMES else ""
+    return (
+        f"0 of {what} run in {jnp.dtype(policy.compute_dtype).name} under the policy "
+        f"{policy}: {len(kept)} of its modules have a `dtype` that their author set, "
+        f"and only a rule outweighs that: {', '.join(names)}{more}. Give it a rule "
+        f"(`PolicyMap('full', {{'': '{policy}'}})`), or make it without a dtype "
+        f"({remedy}), or use jmp_lite.autocast."
+    )
+
+
+_MOST_NAMES = 5

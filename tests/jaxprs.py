@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from jmp_lite import compat
 from jmp_lite.autocast.products import is_outer
@@ -14,6 +15,13 @@ PRODUCTS = (
     "conv_general_dilated",
     "ragged_dot",
     "ragged_dot_general",
+)
+_SUMS = (
+    "reduce_sum",
+    "cumsum",
+    "reduce_window_sum",
+    "scatter-add",
+    "select_and_scatter_add",
 )
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 
@@ -91,6 +99,23 @@ def not_lowered(jaxpr: Any) -> list[tuple[str, ...]]:
         if "float32" in operand_dtypes(eqn)
         and not (has_precision(eqn) or is_outer(eqn))
     ]
+
+
+def half_sums(jaxpr: Any) -> list[str]:
+    """Return the sums whose result is half and used, without those over devices."""
+    used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return [
+        f"{eqn.primitive.name} of {eqn.invars[0].aval}"
+        for eqn in equations(used, *_SUMS)
+        if eqn.outvars[0].aval.dtype in HALF
+        # Over an axis of one element, as of `x[None]`, nothing is summed.
+        and not _drops_axes(eqn)
+    ]
+
+
+def _drops_axes(eqn: Any) -> bool:
+    sizes = eqn.invars[0].aval.size, eqn.outvars[0].aval.size
+    return eqn.primitive.name == "reduce_sum" and sizes[0] == sizes[1]
 
 
 def dtypes(jaxpr: Any) -> set[Any]:

@@ -24,6 +24,7 @@ MAX_LINES = 400
 FLOORS = {
     "compat": 0,
     "dtypes": 0,
+    "extras": 0,
     "trees": 1,
     "measurements": 1,
     "policy": 2,

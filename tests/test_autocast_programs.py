@@ -64,8 +64,13 @@ def _check_products(program: Program, half: str) -> None:
 
 
 def _check_grad_products(program: Program, half: str) -> None:
-    assert not jaxprs.not_lowered(_jaxpr(_grad_outside(program, half), program))
-    assert not jaxprs.not_lowered(_jaxpr(_grad_inside(program, half), program))
+    for grad in (_grad_outside(program, half), _grad_inside(program, half)):
+        assert not jaxprs.not_lowered(_jaxpr(grad, program, SIGNED))
+
+
+def _check_sums(program: Program, half: str) -> None:
+    for grad in (_grad_outside(program, half), _grad_inside(program, half)):
+        assert not jaxprs.half_sums(_jaxpr(grad, program, SIGNED))
 
 
 def _check_casts(program: Program, half: str) -> None:
@@ -77,8 +82,8 @@ def _check_casts(program: Program, half: str) -> None:
 def _check_grad_casts(program: Program, half: str) -> None:
     # Of autocast(grad(f)): the backward pass of grad(autocast(f)) is JAX's, where two
     # products that share a cotangent cast it twice.
-    plain = jaxprs.wasted_casts(_jaxpr(_plain_grad(program), program))
-    inside = _jaxpr(_grad_inside(program, half), program)
+    plain = jaxprs.wasted_casts(_jaxpr(_plain_grad(program), program, SIGNED))
+    inside = _jaxpr(_grad_inside(program, half), program, SIGNED)
     assert jaxprs.wasted_casts(inside) == plain
 
 
@@ -115,13 +120,25 @@ def _check_jvp(program: Program, half: str) -> None:
 
 
 def _check_grad_outside(program: Program, half: str) -> None:
-    grad = _grad_outside(program, half)(*_made(program)[1])
+    grad = _grad_outside(program, half)(*_made(program)[1], SIGNED)
     _assert_close_gradient(program, half, grad)
 
 
 def _check_grad_inside(program: Program, half: str) -> None:
-    _, grad = _grad_inside(program, half)(*_made(program)[1])
+    _, grad = _grad_inside(program, half)(*_made(program)[1], SIGNED)
     _assert_close_gradient(program, half, grad)
+
+
+def _check_one_sign(program: Program, half: str) -> None:
+    args = *jax.tree.map(_positive, _made(program)[1]), POSITIVE
+    _, expected = _plain_grad(program)(*args)
+    outside, inside = _grad_outside(program, half), _grad_inside(program, half)
+    for grad in (outside(*args), inside(*args)[1]):
+        _assert_close(grad, expected, half, program.grad_tolerance)
+
+
+def _positive(x: Any) -> Any:
+    return jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _assert_close_gradient(program: Program, half: str, grad: Any) -> None:
@@ -175,9 +192,9 @@ def _grad_inside(program: Program, half: str) -> Any:
     return _jit(autocast(grad, POLICIES[half]))
 
 
-def _jaxpr(fun: Any, program: Program) -> Any:
+def _jaxpr(fun: Any, program: Program, *more: Any) -> Any:
     """Return the open jaxpr of a jitted function on the arguments of a program."""
-    return jaxprs.opened(fun.trace(*_made(program)[1]).jaxpr)
+    return jaxprs.opened(fun.trace(*_made(program)[1], *more).jaxpr)
 
 
 # What float32 says.
@@ -202,7 +219,7 @@ def _pushed_value(program: Program) -> Any:
 
 @functools.cache
 def _gradient(program: Program) -> Any:
-    return _plain_grad(program)(*_made(program)[1])[1]
+    return _plain_grad(program)(*_made(program)[1], SIGNED)[1]
 
 
 # What is done to a function.
@@ -230,13 +247,19 @@ def _pushed(fun: Any) -> Any:
     return pushed
 
 
+# What is added to the weights of outputs, which are from -1 to 1.
+SIGNED, POSITIVE = np.float32(0), np.float32(2)
+
+
 def _loss(fun: Any) -> Any:
     """Return a function of scalar value: the outputs, each with a weight of its own."""
 
     def loss(*args):
+        *args, offset = args
         outs = _floats(fun(*args))
         terms = [
-            jnp.sum(x * _ramp(x, i)).astype(jnp.float32) for i, x in enumerate(outs)
+            jnp.sum(x * (_ramp(x, i) + offset.astype(x.dtype))).astype(jnp.float32)
+            for i, x in enumerate(outs)
         ]
         return sum(terms[1:], terms[0])
 
@@ -280,4 +303,6 @@ _RUN = {
     "jvp": _check_jvp,
     "grad_outside": _check_grad_outside,
     "grad_inside": _check_grad_inside,
+    "one_sign": _check_one_sign,
+    "sums": _check_sums,
 }

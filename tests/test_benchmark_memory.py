@@ -90,7 +90,7 @@ def test_tables_have_every_combination_and_what_each_is_worth():
     console = Console(width=110, file=text)
     for table in memory.tables(results):
         console.print(table)
-    assert text.getvalue().count("adafactor") == 9
+    assert text.getvalue().count("adafactor") == 10
     (line,) = [x for x in text.getvalue().splitlines() if "mixed precision alone" in x]
     assert line.split() == ["mixed", "precision", "alone", "5.00", "125%"]
 

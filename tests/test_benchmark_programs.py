@@ -206,8 +206,8 @@ def test_v6e_asks_for_the_stack_that_its_compiler_takes(monkeypatch):
 
 
 def test_the_check_names_the_versions_that_differ(monkeypatch):
-    here = programs.versions() | {"jaxlib": "0.0.1", "libtpu": "none"}
-    monkeypatch.setattr(programs, "versions", lambda: here)
+    here = targets.versions() | {"jaxlib": "0.0.1", "libtpu": "none"}
+    monkeypatch.setattr(targets, "versions", lambda: here)
     result = _run("--check", "--device", "v5e")
     assert result.exit_code == 1
     lines = result.output.splitlines()
@@ -218,7 +218,7 @@ def test_the_check_names_the_versions_that_differ(monkeypatch):
 
 def test_the_check_passes_on_the_committed_figures_and_fails_on_more(monkeypatch):
     settings, committed = programs.read(programs.result_path("v100", "ci"))
-    monkeypatch.setattr(programs, "versions", lambda: settings["compiled with"])
+    monkeypatch.setattr(targets, "versions", lambda: settings["compiled with"])
     monkeypatch.setattr(programs, "measure_all", lambda device, size: committed)
     result = _run("--check", "--device", "v100")
     assert (result.exit_code, result.output.splitlines()[-1]) == (
@@ -246,7 +246,7 @@ def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device):
     assert {model: settings[model] for model in sizes} == sizes
     pins = dict(
         line.split("==")
-        for line in programs.REQUIREMENTS.read_text().splitlines()
+        for line in targets.REQUIREMENTS.read_text().splitlines()
         if not line.startswith("#")
     )
     assert settings["compiled with"].keys() == pins.keys()

@@ -1,8 +1,10 @@
 """The benchmarks that run: each from end to end, cut to the smallest size."""
 
+import inspect
 import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,18 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import jmp_lite
-from benchmarks import convergence, step_overhead, train_step, tree_stats
+from benchmarks import (
+    autocast_trace,
+    convergence,
+    memory,
+    programs,
+    step_overhead,
+    train_step,
+    tree_stats,
+)
 from benchmarks.common import contenders, problems, tasks, timing, torch_gpt
-from benchmarks.common.provenance import git_revision, provenance
+from examples.common import results
+from examples.common.results import provenance
 
 # Optax, flax and the benchmarks' models promote by themselves.
 pytestmark = pytest.mark.standard_promotion
@@ -45,14 +56,6 @@ def _run(main: Any, out: Path, *args: str) -> tuple[dict[str, Any], str]:
 
 def _are_finite(values: Any) -> bool:
     return bool(np.isfinite(np.asarray(values, np.float64)).all())
-
-
-def test_provenance_names_device_revision_and_versions():
-    found = provenance()
-    assert found["device"] == jax.local_devices()[0].device_kind
-    assert found["versions"]["jax"] == jax.__version__
-    assert found["git"] == git_revision()
-    assert provenance("NVIDIA H100")["device"] == "NVIDIA H100"
 
 
 def test_turns_rotate_and_every_round_has_a_sample():
@@ -94,6 +97,47 @@ def test_step_overhead_sweeps_leaves_and_keeps_raw_samples(tmp_path):
             assert row["bytes"] >= bare["bytes"] and _are_finite(
                 row["compile_over_bare"]
             )
+
+
+def test_step_overhead_goes_on_without_jmp_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jmp", None)
+    found, text = _run(
+        step_overhead.main,
+        tmp_path,
+        *("--optimizer", "adam", "--batch", "4", "--leaves", "2"),
+        *("--width", "8", "--rounds", "1", "--steps", "1"),
+    )
+    reason = "jmp is not installed: pip install jmp"
+    for case in found["cases"]:
+        assert set(case["contenders"]) == set(contenders.CONTENDERS) - {contenders.JMP}
+        assert case["not_measured"] == {contenders.JMP: reason}
+    assert _plain(text).count(f"{contenders.JMP}: not measured, {reason}") == 2
+
+
+def test_jmp_is_given_up_at_many_leaves():
+    assert contenders.why_not(contenders.JMP, 100) == ""
+    assert contenders.why_not(contenders.JMP, 101) == (
+        "given up at more than 100 leaves, which take minutes to compile"
+    )
+    assert contenders.why_not(contenders.OURS, 101) == ""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(autocast_trace, convergence, memory, programs, step_overhead, train_step),
+        tree_stats,
+    ],
+)
+def test_no_benchmark_writes_figures_of_changed_code_among_the_committed(
+    module, monkeypatch
+):
+    monkeypatch.setattr(results, "git_revision", lambda root: "0123456789ab-dirty")
+    monkeypatch.setattr(results, "changes", lambda root: ["jmp_lite/policy.py"])
+    result = _invoke(module.main, "--out", str(results.COMMITTED / "cpu"))
+    assert result.exit_code == 2
+    assert "differ from the commit: jmp_lite/policy.py." in _plain(result.output)
+    assert inspect.signature(module.main).parameters["out"].default == Path("out")
 
 
 def test_the_leaves_of_the_sweep_are_one_matrix_cut_up():

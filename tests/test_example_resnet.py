@@ -29,7 +29,7 @@ _APP.command()(resnet.main)
 _TINY = ["--width", "2", "--stages", "1", "--steps", "12"]
 _HALF = [*_TINY, "--policy", "mixed_float16"]
 
-# As `python examples/resnet.py`, but the process is killed instead of its second save.
+# As `python -m examples.resnet`, but the process is killed instead of its second save.
 _KILLED = """
 import os, signal, typer
 from examples import resnet
@@ -51,7 +51,12 @@ def _invoke(*args: str):
 
 
 def _read(out: Path) -> dict[str, Any]:
-    return json.loads((out / "results.json").read_text())
+    """Return the results of an example, the history of each run in its place."""
+    names = "results.json", "history.json"
+    results, histories = (json.loads((out / name).read_text()) for name in names)
+    for run, history in zip(results["runs"], histories["runs"], strict=True):
+        run["history"] = history
+    return results
 
 
 def _train(out: Path, *args: str) -> str:

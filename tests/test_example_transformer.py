@@ -37,7 +37,12 @@ def _invoke(*args: str, catch: bool = True):
 
 
 def _read(out: Path) -> dict[str, Any]:
-    return json.loads((out / "results.json").read_text())
+    """Return the results of an example, the history of each run in its place."""
+    names = "results.json", "history.json"
+    results, histories = (json.loads((out / name).read_text()) for name in names)
+    for run, history in zip(results["runs"], histories["runs"], strict=True):
+        run["history"] = history
+    return results
 
 
 def _train(out: Path, *args: str) -> tuple[str, Path]:
@@ -229,6 +234,12 @@ def test_sources_hold_out_every_tenth_file(tmp_path):
     assert (train.dtype, validation.dtype) == (np.uint8, np.uint8)
     np.testing.assert_array_equal(validation, [0, 10, 20])
     np.testing.assert_array_equal(train, [i for i in range(21) if i % 10])
+
+
+def test_a_fingerprint_tells_texts_apart():
+    one, two = np.frombuffer(b"one", np.uint8), np.frombuffer(b"two", np.uint8)
+    assert text.fingerprint(one) == "7a6c86f1"  # CRC-32, as zlib and others have it
+    assert text.fingerprint(one, two) != text.fingerprint(two, one)
 
 
 def test_sources_of_a_python_without_them(tmp_path):

@@ -58,6 +58,25 @@ def test_scaled_grad_is_the_second_half(loss_scale):
     chex.assert_trees_all_equal(grads, times_scale(jax.grad(loss)(PARAMS, X)))
 
 
+def test_the_transformation_may_be_another(loss_scale):
+    """It is called as JAX' own is; argnums reach it where they are not the default."""
+    seen = []
+
+    def value_and_grad(fun, **kwargs):
+        seen.append(kwargs)
+        return jax.value_and_grad(fun, **kwargs)
+
+    options: Any = {"loss_scale": loss_scale, "value_and_grad": value_and_grad}
+    value, grads = scaled_value_and_grad(loss, **options)(PARAMS, X)
+    assert value == loss(PARAMS, X)
+    chex.assert_trees_all_equal(grads, times_scale(jax.grad(loss)(PARAMS, X)))
+    scaled_grad(loss, argnums=1, allow_int=True, **options)(PARAMS, X)
+    assert seen == [
+        {"has_aux": True},
+        {"has_aux": True, "argnums": 1, "allow_int": True},
+    ]
+
+
 def test_without_a_scale_it_is_jax_value_and_grad():
     result = scaled_value_and_grad(loss, loss_scale=NoOpLossScale())(PARAMS, X)
     chex.assert_trees_all_equal(result, jax.value_and_grad(loss)(PARAMS, X))
@@ -254,6 +273,13 @@ def test_what_is_no_function_is_refused_at_once(loss_scale):
         expected = "Expected a function to differentiate, got 3"
         with pytest.raises(TypeError, match=expected):
             transform(3, loss_scale=loss_scale)  # pyright: ignore[reportArgumentType] - the point
+
+
+def test_what_is_no_transformation_is_refused_at_once(loss_scale):
+    for transform in scaled_value_and_grad, scaled_grad:
+        expected = "Expected value_and_grad to be a transformation such as .*, got True"
+        with pytest.raises(TypeError, match=expected):
+            transform(loss, loss_scale=loss_scale, value_and_grad=True)  # pyright: ignore[reportArgumentType] - the point
 
 
 def test_a_state_without_a_loss_scale_is_refused_at_once():

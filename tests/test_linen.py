@@ -79,7 +79,10 @@ def test_all_is_bit_for_bit_as_cast_by_hand(half, model):
     assert expected.dtype.name == half
     assert bitwise.raw_bits(out.astype(half)) == bitwise.raw_bits(expected)
     assert bitwise.raw_bits(state) == bitwise.raw_bits(expected_state)
-    assert bitwise.raw_bits(grads) == bitwise.raw_bits(expected_grads)
+    # What is summed over rows is not the same: our sums are float32.
+    ours, theirs = bitwise.raw_bits(grads), bitwise.raw_bits(expected_grads)
+    kernels = [path for path in ours if "kernel" in path]
+    assert kernels and all(ours[path] == theirs[path] for path in kernels)
 
 
 def test_in_float32_nothing_changes():
@@ -210,7 +213,7 @@ def test_the_dtype_that_an_author_set_stays():
             x = nn.Dense(4, dtype=jnp.float32, param_dtype=jnp.float32)(x)
             return nn.MultiHeadDotProductAttention(2, dtype=jnp.bfloat16)(x)
 
-    model = with_policy(Model(), "mixed_float16", {nn.Dense: "half"})
+    model = with_policy(Model(), "half")
     variables = shapes(model, X)
     explanation = model.explain(variables, X)
     assert explanation["Dense_0"].compute == "full"
@@ -218,13 +221,14 @@ def test_the_dtype_that_an_author_set_stays():
     query = explanation["MultiHeadDotProductAttention_0/query"]
     assert (query.compute, query.why) == ("bf16", "its own dtype=bf16")
     assert products(model, X) == {("float32",) * 3, ("bfloat16",) * 3}
-    # A rule still says what parameters are kept in.
+    # The policy still says what parameters are kept in.
     assert dtypes(variables["params"]["Dense_0"]) == {"float16"}
 
 
 def test_a_model_that_hands_on_its_own_dtype_is_told_as_a_whole():
     model = with_policy(Mlp(dtype=jnp.float32), "mixed_float16")
-    assert products(model, X) == {("float32",) * 3}
+    with pytest.warns(UserWarning, match="0 of the 2 matrix products of Mlp"):
+        assert products(model, X) == {("float32",) * 3}
     rows = model.explain(shapes(model, X), X).rows
     assert {row.why for row in rows} == {"its own dtype=full"}
 

@@ -11,7 +11,9 @@ from jmp_lite.module_policies import (
     ModuleDtypes,
     ModulePolicies,
     given_dtype,
+    kept_from_half,
     nearest,
+    nothing_in_half,
     why,
 )
 
@@ -182,20 +184,62 @@ def test_nearest_is_the_innermost_module_that_a_path_lies_in():
 
 
 @pytest.mark.parametrize(
-    ("path", "cls", "own_dtype", "expected"),
+    ("path", "own_dtype", "expected"),
     [
-        ("encoder/dense", _Dense, jnp.float32, "its own dtype=full"),
-        ("encoder/dense", _Dense, None, "path 'encoder/.*'"),
-        ("head", _Dense, None, "class _Layer"),
-        ("other", object, None, "the module around it"),
-        ("", object, None, "the default"),
+        ("encoder", None, "path 'encoder.*'"),
+        ("encoder/dense", jnp.float32, "path 'encoder.*', over its own dtype=full"),
+        ("encoder/deep", jnp.bfloat16, "path 'encoder.*', over its own dtype=bf16"),
+        ("head", None, "class _Dense"),
+        ("head/inner", None, "the module around it"),
+        ("head/inner", jnp.float32, "the module around it, over its own dtype=full"),
+        ("other", None, "the module around it"),
+        ("other", jnp.float32, "its own dtype=full"),
+        ("", None, "the default"),
     ],
 )
-def test_why_says_what_decided(path, cls, own_dtype, expected):
+def test_why_says_what_decided(path, own_dtype, expected):
     policies = ModulePolicies(
-        PolicyMap("full", {"encoder/.*": "half"}), {_Layer: "half"}
+        PolicyMap("full", {"encoder.*": "half"}), {_Dense: "half"}
     )
-    assert why(policies, path, cls, own_dtype) == expected
+    modules = MODULES | {"encoder/deep": object, "head/inner": object, "other": object}
+    assert why(policies.resolve(modules)[path], path, own_dtype) == expected
+
+
+def test_a_rule_begins_where_it_names_a_module_and_not_the_one_around_it():
+    rules = {"encoder/dense": "float32", "encoder.*": "bfloat16"}
+    policies = ModulePolicies(PolicyMap("full", rules), {object: "half"})
+    found = policies.resolve(MODULES)
+    assert [path for path, of in found.items() if of.is_own] == [
+        "",
+        "encoder",
+        "encoder/dense",
+    ]
+    assert all(of.is_named for of in found.values())
+
+
+def test_the_default_alone_keeps_what_an_author_set_from_half():
+    policies = ModulePolicies(PolicyMap("mixed_float16", {"encoder": "bfloat16"}))
+    own = dict.fromkeys(MODULES, jnp.float32) | {"": None}
+    assert kept_from_half(policies.resolve(MODULES), own) == ["head"]
+    for quiet in (dict.fromkeys(MODULES), dict.fromkeys(MODULES, jnp.bfloat16)):
+        assert kept_from_half(policies.resolve(MODULES), quiet) == []
+    assert kept_from_half(ModulePolicies("full").resolve(MODULES), own) == []
+
+
+def test_the_warning_names_some_of_many():
+    text = nothing_in_half(
+        "the 9 layers of Net",
+        ["", *"abcdefg"],
+        get_policy("mixed_float16"),
+        "`Net(dtype=None)`",
+    )
+    assert text == (
+        "0 of the 9 layers of Net run in float16 under the policy p=full,c=f16,o=full: "
+        "8 of its modules have a `dtype` that their author set, and only a rule "
+        "outweighs that: the model itself, a, b, c, d, …. Give it a rule "
+        "(`PolicyMap('full', {'': 'p=full,c=f16,o=full'})`), or make it without a "
+        "dtype (`Net(dtype=None)`), or use jmp_lite.autocast."
+    )
 
 
 def test_a_field_called_dtype_may_be_something_else():

@@ -228,7 +228,7 @@ def test_the_dtype_that_an_author_set_stays():
         def __call__(self, x):
             return self.table(jnp.arange(6)) + self.attention(self.mine(x))
 
-    model = with_policy(Model(nnx.Rngs(0)), "mixed_float16", {nnx.Linear: "full"})
+    model = with_policy(Model(nnx.Rngs(0)), "mixed_float16")
     explanation = model.explain()
     assert explanation["mine"].why == "its own dtype=bf16"
     assert explanation["attention/query"].compute == "full"
@@ -298,7 +298,9 @@ def test_an_embedding_in_half_also_as_the_last_layer():
 
 def test_a_simple_cell_is_float32_unless_told_by_its_author():
     """Its `dtype` is float32 where nobody says a word."""
-    model = with_policy(nnx.RNN(nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0))), "half")
+    plain = nnx.RNN(nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match="0 of the 3 layers of RNN run in float16"):
+        model = with_policy(plain, "half")
     assert model.explain()["cell"].why == "its own dtype=full"
 
 
@@ -722,3 +724,38 @@ def test_other_methods_are_those_of_the_model():
     with pytest.raises(AttributeError, match="encode"):
         getattr(model, "encode")  # noqa: B009 - pyright knows that it is not there
     assert functools.reduce(getattr, ["model", "first", "dtype"], model) == jnp.float16
+
+
+class Counting(nnx.Module):
+    """Has a parameter of its own, drops by the streams it is given, and counts."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+        self.w, self.calls = nnx.Param(jnp.ones(2)), 0
+
+    def __call__(self, x, rngs):
+        self.calls += 1
+        return self.dropout(self.linear(x) * self.w[...], rngs=rngs)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "full"])
+def test_random_streams_that_a_call_is_given_go_on(policy):
+    def call(model, x, rngs):
+        return model(x, rngs)
+
+    model, rngs = with_policy(Counting(nnx.Rngs(0)), policy), nnx.Rngs(dropout=1)
+    outs = [
+        model(X, rngs),
+        nnx.jit(call)(model, X, rngs),
+        nnx.jit(call)(model, X, rngs),
+    ]
+    assert rngs.dropout.count[...] == 3
+    assert not jnp.array_equal(outs[1], outs[2])
+
+
+def test_numbers_that_a_call_sets_are_the_models():
+    model, rngs = with_policy(Counting(nnx.Rngs(0)), "mixed_float16"), nnx.Rngs(1)
+    model(X, rngs)
+    model(X, rngs)
+    assert model.model.calls == 2

@@ -44,6 +44,24 @@ def test_document_code_runs(
     assert count or document.name != "README.md"
 
 
+_LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+_PAGES = [
+    *(*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_pictures_of_a_page_are_there(page: Path) -> None:
+    links = _LINK.findall(page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_a_link_to_nothing_is_seen() -> None:
+    text = "[a](docs/no.md#part) ![b](c.png) [d](https://e.org) [f](#part)"
+    assert _LINK.findall(text) == ["docs/no.md", "c.png"]
+
+
 def test_blocks_share_a_namespace_and_other_fences_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,17 +1,20 @@
 """Train steps with a loss scale: ours, the peers' as they have it, and a bare one."""
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_lite
 
 BASELINE, OURS = "bare optimiser", "jmp_lite scale_aware"
+JMP, FLAX = "jmp DynamicLossScale", "flax DynamicScale"
+APPLY_IF_FINITE, COND = "optax apply_if_finite", "lax.cond by hand"
 
 LossFn = Callable[[Any, Any], jax.Array]
 Step = Callable[[Any, Any], Any]  # (state, batch) -> state
@@ -54,6 +57,7 @@ def with_scale_aware(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
 
 def with_jmp(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     """As jmp's README has it."""
+    jmp: Any = importlib.import_module("jmp")
 
     def step(state, batch):
         params, opt_state, leaves = state
@@ -116,11 +120,21 @@ def with_cond(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
 CONTENDERS: dict[str, Contender] = {
     BASELINE: bare,
     OURS: with_scale_aware,
-    "jmp DynamicLossScale": with_jmp,
-    "flax DynamicScale": with_flax,
-    "optax apply_if_finite": apply_if_finite,
-    "lax.cond by hand": with_cond,
+    JMP: with_jmp,
+    FLAX: with_flax,
+    APPLY_IF_FINITE: apply_if_finite,
+    COND: with_cond,
 }
 # jmp's verdict is an AND of all leaves, which XLA puts into the update of each: at
 # 400 leaves compiling was given up after 7 minutes on busy cores, at 10 GB.
-MOST_LEAVES = {"jmp DynamicLossScale": 100}
+_MOST_LEAVES = {JMP: 100}
+
+
+def why_not(name: str, leaves: int) -> str:
+    """Return why a contender is not measured here, "" where it is."""
+    if name == JMP and importlib.util.find_spec("jmp") is None:
+        return "jmp is not installed: pip install jmp"
+    most = _MOST_LEAVES.get(name, leaves)
+    if leaves > most:
+        return f"given up at more than {most} leaves, which take minutes to compile"
+    return ""

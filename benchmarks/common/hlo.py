@@ -30,6 +30,8 @@ _COLLECTIVES = (
     "all-to-all",
     "collective-permute",
 )
+_SUMS = ("reduce", "reduce-window", "scatter", "select-and-scatter")
+_COMBINER = re.compile(r"(?:to_apply|scatter)=%([\w.-]+)")
 _HOST_OPS = ("infeed", "outfeed", "send", "recv")
 _HOST_CALLS = re.compile(r'custom_call_target="[^"]*(callback|Host)[^"]*"', re.I)
 # What a TPU does piece by piece beside other work has one channel, in every piece.
@@ -46,6 +48,8 @@ class Counts(NamedTuple):
         entry computation but names, scalars by themselves, collectives, and copies that
         go on beside the others.
       casts: conversions to a floating dtype, inside of kernels too.
+      half_sums: sums whose result is half: reductions, scatters and sums over windows,
+        inside of kernels too, but not collectives.
       conditionals: branches.
       host_transfers: what waits for the host.
       aliased: arguments whose memory a result takes over.
@@ -59,6 +63,7 @@ class Counts(NamedTuple):
 
     kernels: int
     casts: int
+    half_sums: int
     conditionals: int
     host_transfers: int
     aliased: int
@@ -69,7 +74,7 @@ class Counts(NamedTuple):
 def count(text: str) -> Counts:
     """Count in the text of an optimised HLO module."""
     header, *lines = text.splitlines()
-    in_entry = False
+    in_entry, adders = False, _adders(lines)
     found, moved, sizes = collections.Counter(), collections.Counter(), {}
     pieces = set()
     for line in lines:
@@ -95,17 +100,41 @@ def count(text: str) -> Counts:
             read = sum(sizes.get(x, 0) for x in _OPERAND.findall(operands))
             found["traffic"] += _traffic(arrays, opcode, line, read + sizes[name])
         found["casts"] += opcode == "convert" and arrays[0].dtype[0] in "bf"
+        found["half_sums"] += _is_half_sum(arrays, opcode, line, adders)
         found["conditionals"] += opcode == "conditional"
         found["host_transfers"] += opcode in _HOST_OPS or bool(_HOST_CALLS.search(line))
     return Counts(
         kernels=found["kernels"],
         casts=found["casts"],
+        half_sums=found["half_sums"],
         conditionals=found["conditionals"],
         host_transfers=found["host_transfers"],
         aliased=len(_ALIAS.findall(header)),
         traffic=found["traffic"],
         collectives=dict(sorted(moved.items())),
     )
+
+
+def _adders(lines: list[str]) -> set[str]:
+    """Return the names of the computations that add."""
+    found, computation = set(), ""
+    for line in lines:
+        if line and not line[0].isspace():
+            computation = line.removeprefix("ENTRY ").lstrip("%").partition(" ")[0]
+        match = _INSTRUCTION.match(line)
+        if match and match.group(3) == "add":
+            found.add(computation)
+    return found
+
+
+def _is_half_sum(
+    arrays: list["_Array"], opcode: str, line: str, adders: set[str]
+) -> bool:
+    combiner = _COMBINER.search(line)
+    is_half = any(array.dtype in ("f16", "bf16") for array in arrays)
+    if opcode not in _SUMS or combiner is None or not is_half:
+        return False
+    return combiner.group(1) in adders
 
 
 class _Array(NamedTuple):

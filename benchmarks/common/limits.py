@@ -117,6 +117,8 @@ def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, .
             for figure in ("conditionals", "host_transfers")
             if row[figure]
         ]
+        if "autocast" in name and row["half_sums"]:
+            rows.append((name, "half_sums", f"{row['half_sums']}", "", "none"))
         # A TPU's buffers are whole tiles: they may be larger than their arrays.
         if row["aliased"] != row["donated"] or (
             row["aliased bytes"] < row["donated bytes"]

@@ -4,7 +4,9 @@ What to install is in programs-requirements.txt. Import this module before JAX: 
 that the CPU is the only device here, and keeps libtpu from looking for a TPU.
 """
 
+import importlib.metadata
 import os
+from pathlib import Path
 from typing import Any
 
 for _name, _value in {
@@ -23,6 +25,8 @@ for _name, _value in {
 import jax
 import numpy as np
 from jax.experimental import topologies
+
+REQUIREMENTS = Path(__file__).parents[1] / "programs-requirements.txt"
 
 # What XLA's compiler wants to know of a card: NVIDIA's data sheets have it.
 _GPU = """
@@ -112,3 +116,16 @@ def mesh(device: str, count: int = 1) -> jax.sharding.Mesh:
 
 def is_tpu(device: str) -> bool:
     return device in _TPUS
+
+
+def versions() -> dict[str, str]:
+    """Return the versions here of all that a program depends on; "none" if missing."""
+    found = {}
+    for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
+        name, is_pin, _ = line.partition("==")
+        if is_pin and not line.startswith("#"):
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = "none"
+    return found

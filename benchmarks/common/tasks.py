@@ -56,7 +56,7 @@ def curve(record: report.Record, **scores: float) -> Curve:
     return {
         "loss": rounded(record.history["loss"]),
         "skipped": int(record.history["skipped_steps"][-1]),
-        "final_loss": record.final_loss,
+        "final_loss": float(np.mean(record.history["loss"][-20:])),
         **scores,
     }
 
@@ -112,7 +112,7 @@ def first_and_last(
       loss_fn: `(params, state, batch) -> loss`.
       data: its batches.
       steps: how many.
-      console: where the progress bar goes.
+      console: where to say how far it is.
     """
     data, grad = list(data), jax.jit(jax.grad(loss_fn))
     first = grad(run.state.params, run.state, data[0])  # the training donates the state

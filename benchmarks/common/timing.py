@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.progress import track
+
+from examples.common.progress import track
 
 Samples = dict[str, list[float]]  # "seconds" and "processor_seconds" of each round
 
@@ -26,7 +27,7 @@ def take_turns(
       states: name to the first state; each is replaced by the last one.
       rounds: how often each has its turn.
       steps: how many steps make a turn; 1 or more.
-      title: what to write before the progress bar.
+      title: what to write before the number of rounds.
 
     Returns:
       Per name, for each round, seconds per step on the clock and on the processor: the
@@ -36,7 +37,7 @@ def take_turns(
     names = list(programs)
     for name in names:  # what is slow only once
         states[name] = jax.block_until_ready(programs[name](states[name]))
-    for index in track(range(rounds), title):
+    for index in track(range(rounds), title, total=rounds):
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
             program, state = programs[name], states[name]

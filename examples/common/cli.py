@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import typer
 from rich.console import Console
 
+from examples.common import results
 from examples.common.precision import is_half
 from jmp_lite import LossScaleCollapsed, Policy, get_policy
 
@@ -61,6 +62,27 @@ def check_loss_scale(loss_scale: float) -> float:
     raise typer.BadParameter(
         f"expected 0 (dynamic) or a power of two, got {loss_scale:g}."
     )
+
+
+def check_out(out: Path) -> Path:
+    """Return a folder for results.
+
+    Raises:
+      typer.BadParameter: it holds results of committed code, and this code is not.
+    """
+    reason = results.why_not_into(out)
+    if reason:
+        raise typer.BadParameter(reason)
+    return out
+
+
+def make_out(out: Path) -> Path | None:
+    """Return a folder for results, which now exists.
+
+    Raises:
+      typer.BadParameter: as `check_out`; or it cannot be made.
+    """
+    return make_folder(check_out(out))
 
 
 def make_folder(path: Path | None) -> Path | None:
@@ -145,7 +167,7 @@ LossScaleOption = Annotated[
 StepsOption = Annotated[int, typer.Option(min=1, help="Training steps.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="The first seed.")]
 SeedsOption = Annotated[int, typer.Option(min=1, help="How many seeds.")]
-OutOption = Annotated[Path, typer.Option(callback=make_folder, help="Where to write.")]
+OutOption = Annotated[Path, typer.Option(callback=make_out, help="Where to write.")]
 CheckpointsOption = Annotated[
     Path | None,
     typer.Option(

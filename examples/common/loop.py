@@ -1,4 +1,4 @@
-"""Train several runs side by side: the same batches, one progress bar each.
+"""Train several runs side by side, by turns, on the same batches.
 
 A training that saves checkpoints goes on from the last of them, bit for bit.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from examples.common.progress import progress
 from jmp_lite import check_progress, metrics
 from jmp_lite.checkpoint import latest_step, restore, save
 
@@ -91,9 +91,9 @@ def train_side_by_side(
     Args:
       runs: name to run. Their states are donated: do not use them again.
       batches: at least `steps` batches, the same ones each time it is called.
-      title: what to write before each progress bar.
+      title: what to write before each run's name.
       steps: how many steps to train.
-      console: where the progress bars go.
+      console: where to say how far they are.
       checkpoints: where to save, and from where to go on; None for neither.
 
     Returns:
@@ -123,20 +123,7 @@ def train_side_by_side(
         results, done = {name: saved.state[name] for name in runs}, saved.step
         console.print(f"{title}: on from step {done}, saved in {checkpoints.folder}.")
 
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}"),
-        console=console,
-    ) as progress:
-        width = max(map(len, runs))
-        bars = {
-            name: progress.add_task(
-                f"{title} {name:{width}}", total=steps, completed=done, status=""
-            )
-            for name in runs
-        }
+    with progress(console, title, list(runs), total=steps, done=done) as update:
         batches = itertools.islice(batches, done, None)
         while done < steps:
             stop = min(_next(done, CHUNK), _next(done, every), steps)
@@ -152,7 +139,7 @@ def train_side_by_side(
                 for key, values in result.history.items():
                     values[done:stop] = [log[key] for log in logs]
                 check_progress(result.state)
-                progress.update(bars[name], completed=stop, status=_status(logs[-1]))
+                update(name, stop, _status(logs[-1]))
             done = stop
             if checkpoints is not None and (done == steps or done % every == 0):
                 save(checkpoints.folder, results, step=done)

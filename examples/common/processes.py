@@ -32,10 +32,13 @@ def launch(processes: int, devices: int) -> int:
     }
     # So that the processes are stopped below when this one is asked to stop.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    # They inherit that Ctrl-C, which a terminal sends to all, is for this one alone.
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     children = [
         subprocess.Popen([*command, "--process", str(i)], env=environment)
         for i in range(processes)
     ]
+    signal.signal(signal.SIGINT, interrupt)
     with ThreadPoolExecutor(processes) as pool:
         ends = {pool.submit(child.wait): i for i, child in enumerate(children)}
         try:

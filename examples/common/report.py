@@ -1,4 +1,7 @@
-"""What a run leaves behind: a table, the same in markdown, one figure, and JSON."""
+"""What a run leaves behind: a table, the same in markdown, one figure, and JSON.
+
+The JSON is all that the table is made from; what was logged in each step is in another.
+"""
 
 import dataclasses
 import json
@@ -13,6 +16,8 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from examples.common.results import write_result
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and in grey as well.
 _COLORS = ["#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7"]
@@ -30,6 +35,7 @@ _NOTE = (
 )
 
 Histories = dict[str, dict[str, np.ndarray]]
+Run = dict[str, Any]  # the figures of a run, as they are in JSON
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +61,13 @@ class Score:
         """What the figure says of its labels, where there is one model."""
         return f"{self.key.replace('_', ' ').capitalize()} in brackets"
 
-    def mean(self, records: list["Record"]) -> str:
+    def mean(self, runs: Iterable[Run]) -> str:
         """Return the mean score of some runs as text."""
-        return self.text.format(np.mean([r.score for r in records]) / self.unit)
+        return self.text.format(np.mean([run[self.key] for run in runs]) / self.unit)
 
-    def of(self, record: "Record") -> str:
+    def of(self, run: Run) -> str:
         """Return the score of one run as text."""
-        return self.short_text.format(record.score / self.unit)
+        return self.short_text.format(run[self.key] / self.unit)
 
 
 ACCURACY = Score("test_accuracy", "test acc. %", "{:.2f}", "{:.1f}", unit=0.01)
@@ -85,10 +91,15 @@ class Record:
     history: dict[str, np.ndarray]
     columns: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    @property
-    def final_loss(self) -> float:
-        """The training loss, averaged over the last 20 steps."""
-        return float(np.mean(self.history["loss"][-20:]))
+    def figures(self, score: Score) -> Run:
+        """Return all but the history; the final loss is a mean over 20 steps."""
+        figures = {**vars(self), score.key: self.score}
+        del figures["history"], figures["score"]
+        return figures | {
+            "final_loss": float(np.mean(self.history["loss"][-20:])),
+            "skipped_steps": int(self.history["skipped_steps"][-1]),
+            "loss_scale": float(self.history["loss_scale"][-1]),
+        }
 
 
 @dataclasses.dataclass
@@ -109,41 +120,53 @@ class TinyGradients:
     flushed: dict[str, float]
     history: dict[str, dict[str, np.ndarray]]
 
+    def figures(self) -> dict[str, Any]:
+        """Return all but the history, and the first and the final losses."""
+        losses = {k: h["loss"] / self.weight for k, h in self.history.items()}
+        figures = {k: x for k, x in vars(self).items() if k != "history"}
+        return figures | {
+            "first_loss": {k: float(loss[0]) for k, loss in losses.items()},
+            "final_loss": {k: float(np.mean(x[-20:])) for k, x in losses.items()},
+        }
+
 
 def summarise(
-    records: Iterable[Record], score: Score, *, by_seed: bool = False
+    runs: Iterable[Run], score: Score, *, by_seed: bool = False
 ) -> list[dict[str, str]]:
     """Return the rows of the table: a model and policy each, averaged over seeds.
 
     Args:
-      records: all runs.
+      runs: the figures of all runs.
       score: what their scores are.
       by_seed: whether to add a column with the score of each seed.
 
     Returns:
       Column to text, for each row.
     """
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record.model, record.policy), []).append(record)
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run["model"], run["policy"]), []).append(run)
     rows = []
     for (model, policy), group in groups.items():
         row = {
             "run": f"{model} {policy}".strip(),
             score.column: score.mean(group),
             **{
-                column: f"{np.mean([r.columns[column] for r in group]):.2f}"
-                for column in group[0].columns
+                column: f"{np.mean([run['columns'][column] for run in group]):.2f}"
+                for column in group[0]["columns"]
             },
-            "final loss": f"{np.mean([r.final_loss for r in group]):.4f}",
-            "skips": _range([r.history["skipped_steps"][-1] for r in group]),
-            "loss scale": _range(
-                [r.history["loss_scale"][-1] for r in group], power_of_two
-            ),
-            "step ms": f"{np.median([r.step_ms for r in group]):.1f}",
-            "params MiB": f"{group[0].param_bytes / 2**20:.2f}",
-            "optim. MiB": f"{group[0].optimizer_bytes / 2**20:.2f}",
-            "activ. MiB": f"{group[0].activation_bytes / 2**20:.2f}",
+            "final loss": f"{np.mean([run['final_loss'] for run in group]):.4f}",
+            "skips": _range([run["skipped_steps"] for run in group]),
+            "loss scale": _range([run["loss_scale"] for run in group], power_of_two),
+            "step ms": f"{np.median([run['step_ms'] for run in group]):.1f}",
+            **{
+                f"{column} MiB": f"{group[0][f'{key}_bytes'] / 2**20:.2f}"
+                for column, key in (
+                    ("params", "param"),
+                    ("optim.", "optimizer"),
+                    ("activ.", "activation"),
+                )
+            },
         }
         if by_seed:
             row["by seed"] = ", ".join(map(score.of, group))
@@ -151,24 +174,20 @@ def summarise(
     return rows
 
 
-def summarise_tiny(tiny: TinyGradients) -> list[dict[str, str]]:
-    """Return the rows of the table about tiny gradients."""
-    rows = []
-    for label, flushed in tiny.flushed.items():
-        loss = tiny.history[label]["loss"] / tiny.weight
-        is_reference = label == tiny.reference
-        rows.append(
-            {
-                f"loss × {power_of_two(tiny.weight)}": label,
-                "first scale": power_of_two(tiny.first_scale[label]),
-                "gradients now 0": (
-                    "reference" if is_reference else f"{100 * flushed:.2f} %"
-                ),
-                "loss, first": f"{loss[0]:.4f}",
-                "loss, final": f"{np.mean(loss[-20:]):.4f}",
-            }
-        )
-    return rows
+def summarise_tiny(tiny: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the rows of the table about tiny gradients, from their figures."""
+    return [
+        {
+            f"loss × {power_of_two(tiny['weight'])}": label,
+            "first scale": power_of_two(tiny["first_scale"][label]),
+            "gradients now 0": (
+                "reference" if label == tiny["reference"] else f"{100 * flushed:.2f} %"
+            ),
+            "loss, first": f"{tiny['first_loss'][label]:.4f}",
+            "loss, final": f"{tiny['final_loss'][label]:.4f}",
+        }
+        for label, flushed in tiny["flushed"].items()
+    ]
 
 
 def rich_table(rows: list[dict[str, str]], title: str | None = None) -> Table:
@@ -218,48 +237,48 @@ def publish(
     notes: Iterable[str],
     tiny: TinyGradients | None = None,
 ) -> None:
-    """Print the table; write results.json, table.md and, of the first seed, a figure.
+    """Print the table; write it, its figures, the history, and a figure of one seed.
 
     Args:
       console: where to print.
       out: the folder.
       name: the figure is `<name>.png`.
-      settings: what was run, for results.json.
+      settings: what was run and with what, for results.json.
       records: all runs.
       score: what their scores are.
       title: of the table.
       notes: what else to say beneath it.
       tiny: a second table and a column of the figure.
     """
-    by_seed = len({r.seed for r in records}) > 1
-    tables = [summarise(records, score, by_seed=by_seed)]
+    results: dict[str, Any] = {"runs": [record.figures(score) for record in records]}
+    histories: dict[str, Any] = {"runs": [plain(r.history) for r in records]}
+    tables = [summarise(results["runs"], score, by_seed=has_seeds(results["runs"]))]
     console.print(
-        rich_table(summarise(records, score), title),
+        rich_table(summarise(results["runs"], score), title),
         _NOTE,
         *notes,
         sep="\n",
         highlight=False,
     )
-    results = {
-        "settings": settings,
-        "runs": [
-            {
-                **{score.key if k == "score" else k: x for k, x in _plain(r).items()},
-                "final_loss": r.final_loss,
-            }
-            for r in records
-        ],
-    }
     if tiny is not None:
-        tables.append(summarise_tiny(tiny))
+        results["tiny_gradients"] = tiny.figures()
+        histories["tiny_gradients"] = plain(tiny.history)
+        tables.append(summarise_tiny(results["tiny_gradients"]))
         console.print(rich_table(tables[-1]))
-        results["tiny_gradients"] = _plain(tiny)
-    (out / "results.json").write_text(json.dumps(results))
+    write_result(out / "results.json", settings, indent=1, **results)
+    (out / "history.json").write_text(json.dumps(histories))
     text = "\n".join([f"**{title}**\n", *map(markdown_table, tables)])
     (out / "table.md").write_text(text)
     first_seed = [r for r in records if r.seed == records[0].seed]
     save_figure(first_seed, score, tiny, out / f"{name}.png")
-    console.print(f"Wrote {name}.png, table.md and results.json into {out}.")
+    console.print(
+        f"Wrote {name}.png, table.md, results.json and history.json into {out}."
+    )
+
+
+def has_seeds(runs: Iterable[Run]) -> bool:
+    """Return whether there are several seeds, to be told apart."""
+    return len({run["seed"] for run in runs}) > 1
 
 
 def save_figure(
@@ -268,7 +287,7 @@ def save_figure(
     """Draw losses above and loss scales below, a column per model."""
     columns = {}
     for record in records:
-        label = f"{record.policy} ({score.of(record)})"
+        label = f"{record.policy} ({score.of(record.figures(score))})"
         columns.setdefault(record.model, {})[label] = record.history
     titles = {
         model: f"{model.upper()}, {score.column} in brackets" if model else score.title
@@ -352,10 +371,8 @@ def _range(values: list[Any], text: Callable[[Any], str] = str) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    def plain(x):
-        if isinstance(x, dict):
-            return {key: plain(value) for key, value in x.items()}
-        return x.tolist() if isinstance(x, np.ndarray) else x
-
-    return plain(vars(record))
+def plain(x: Any) -> Any:
+    """Return arrays as lists, wherever they are in dicts."""
+    if isinstance(x, dict):
+        return {key: plain(value) for key, value in x.items()}
+    return x.tolist() if isinstance(x, np.ndarray) else x

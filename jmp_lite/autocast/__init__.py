@@ -2,7 +2,7 @@
 
 from jmp_lite.autocast.explain import Report, explain
 from jmp_lite.autocast.ops import OpRules, default_rules
-from jmp_lite.autocast.transform import autocast, full_precision
+from jmp_lite.autocast.transform import autocast, full_precision, sums_in_float32
 
 __all__ = [
     "OpRules",
@@ -11,4 +11,5 @@ __all__ = [
     "default_rules",
     "explain",
     "full_precision",
+    "sums_in_float32",
 ]

@@ -10,12 +10,21 @@ The colour of a value says what made it::
   SPREAD   a FULL value that was broadcast up: statistics, on their way to
   NORMED   LOW values, scaled and shifted in f32 by SPREAD ones: what norms make
   FULL     held in f32: made by what is unsafe in half, or mixed with that
-  OTHER    not f32: none of our business
+  WHOLE    a whole number written in the program that the compute dtype can hold; once
+           it is converted to f32, it is CONST
+  OTHER    not f32, ignored
 
 The demand for a value says what uses it: a product (WANT_LOW), something that is kept
 in f32 (WANT_F32), or whoever called (WANT_OUTPUT); it is the union of all its uses.
-Beside these, WANT_PRODUCT says that a product itself is among them, and WANT_EXACT that
-what is made of it is returned, or summed in f32 or the like: rounding it would be seen.
+Beside these:
+
+  WANT_PRODUCT   a product itself is among the uses
+  WANT_EXACT     what is made of it is returned, or summed in f32 or the like: rounding
+                 it would be seen
+  WANT_DIGITS    its distance from 1 or -1 is used: by a logarithm, a difference, a
+                 division; what saturates there (a sigmoid) is not rounded to half
+  WANT_UNROUNDED its fraction or its angle is used: not even a product's result is
+                 rounded to half
 """
 
 import enum
@@ -28,12 +37,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-Colour = enum.IntEnum("Colour", "LOW CONST BIAS NEUTRAL SPREAD NORMED FULL OTHER")
-LOW, CONST, BIAS, NEUTRAL, SPREAD, NORMED, FULL, OTHER = Colour
+Colour = enum.IntEnum("Colour", "LOW CONST BIAS NEUTRAL SPREAD NORMED FULL WHOLE OTHER")
+LOW, CONST, BIAS, NEUTRAL, SPREAD, NORMED, FULL, WHOLE, OTHER = Colour
+IGNORED = (WHOLE, OTHER)
 
 WANT_LOW, WANT_F32, WANT_OUTPUT = 1, 2, 4
 WANT = WANT_LOW | WANT_F32 | WANT_OUTPUT
-WANT_PRODUCT, WANT_EXACT = 8, 16
+WANT_PRODUCT, WANT_EXACT, WANT_DIGITS, WANT_UNROUNDED = 8, 16, 32, 64
+
+# Functions that saturate at 1 or -1, or at both.
+SATURATING = frozenset("logistic tanh erf".split())
+
+# What the operand of a function must have for its result to mean anything.
+_WANTED_BY = {
+    **dict.fromkeys("log log1p".split(), WANT_DIGITS),
+    **dict.fromkeys("acos asin acosh atanh".split(), WANT_DIGITS | WANT_UNROUNDED),
+    **dict.fromkeys("rem floor ceil round".split(), WANT_DIGITS | WANT_UNROUNDED),
+}
+
+# Arithmetic whose operands must have what its result must have.
+_PASSING = frozenset(
+    "add add_any sub mul div neg max min abs clamp square integer_pow".split()
+)
 
 # Moves that neither drop elements nor sum in their transpose: a parameter that is only
 # moved on its way to a product is cast before the move, which moves half the bytes.
@@ -99,8 +124,22 @@ def of_constant(x: Any, compute_dtype: Any) -> Colour:
 @functools.cache
 def _of_number(x: float, compute_dtype: Any) -> Colour:
     info = jnp.finfo(compute_dtype)
-    is_held = float(info.tiny) <= abs(x) <= float(info.max)
-    return CONST if is_held or x == 0 or not math.isfinite(x) else FULL
+    if x == 0 or not math.isfinite(x):
+        return CONST
+    if not float(info.tiny) <= abs(x) <= float(info.max):
+        return FULL
+    # `1 - 1e-7` is there to keep something away from 1.
+    becomes_one = abs(x) != 1 and abs(float(np.asarray(x, compute_dtype))) == 1
+    return FULL if becomes_one else CONST
+
+
+def of_integer(x: Any, compute_dtype: Any) -> Colour:
+    """Return WHOLE for an integer or bool that the compute dtype holds, else OTHER."""
+    x = np.asarray(x)
+    if x.ndim or not (x.dtype == bool or np.issubdtype(x.dtype, np.integer)):
+        return OTHER
+    # With so many bits, every integer up to that size is held.
+    return WHOLE if abs(int(x)) <= 2 ** (jnp.finfo(compute_dtype).nmant + 1) else OTHER
 
 
 def joins_low(eqn: Any, ins: Sequence[Colour]) -> bool:
@@ -109,7 +148,7 @@ def joins_low(eqn: Any, ins: Sequence[Colour]) -> bool:
         return False
     size = max(math.prod(v.aval.shape) for v in eqn.invars)
     return all(
-        c in (LOW, CONST, BIAS, OTHER)
+        c in (LOW, CONST, BIAS, *IGNORED)
         or (c == NEUTRAL and math.prod(v.aval.shape) < size)
         for c, v in zip(ins, eqn.invars, strict=True)
     )
@@ -133,7 +172,7 @@ def of_move(
     operands = {
         spread.get(c, c) if spreads else c
         for c, spreads in zip(ins, is_spread, strict=True)
-        if c != OTHER
+        if c not in IGNORED
     }
     if not operands or FULL in operands:
         return FULL
@@ -149,6 +188,7 @@ def of_move(
 def rounds(colour: Colour, demand: int) -> bool:
     """Return whether a norm's result is half for all, as a product has it anyway."""
     asked, unasked = WANT_F32 | WANT_PRODUCT, WANT_OUTPUT | WANT_EXACT
+    unasked |= WANT_DIGITS | WANT_UNROUNDED
     return colour == NORMED and demand & (asked | unasked) == asked
 
 
@@ -165,10 +205,35 @@ def passed_on(eqn: Any, op_class: str, runs_low: bool, out: int) -> int:
     beside, out = out & ~WANT if rounds_before else 0, out & WANT
     if out & WANT_OUTPUT:
         beside |= WANT_EXACT
-    is_sum_of_gradients = eqn.primitive.name == "add_any"
-    if out == WANT_OUTPUT and (op_class == "follow" or is_sum_of_gradients):
+    if out == WANT_OUTPUT and op_class == "follow":
         return WANT_OUTPUT | beside
     if not (runs_low or casts_before(eqn)):
         return WANT_F32 | beside
     in_f32 = WANT_F32 if out & (WANT_F32 | WANT_OUTPUT) else 0
     return out & WANT_LOW | in_f32 | beside
+
+
+def digits_wanted(
+    eqn: Any, op_class: str, ins: Sequence[Colour], out: int
+) -> Sequence[int]:
+    """Return which digits an equation needs of each operand, as demands.
+
+    Args:
+      eqn: the equation.
+      op_class: its class in the rule table.
+      ins: its operands' colours.
+      out: the demand for its results.
+    """
+    name = eqn.primitive.name
+    wanted = _WANTED_BY.get(name, 0)
+    passes_on = op_class == "follow" or name in _PASSING
+    if passes_on and any(map(is_f32, eqn.outvars)):
+        wanted |= out & (WANT_DIGITS | WANT_UNROUNDED)
+    if name in ("add", "sub") and CONST in ins and out & ~(WANT_LOW | WANT_PRODUCT):
+        wanted |= WANT_DIGITS
+    if name == "integer_pow" and eqn.params["y"] < 0:
+        wanted |= WANT_DIGITS
+    by_operand = [wanted] * len(ins)
+    if name == "div":
+        by_operand[1] |= WANT_DIGITS
+    return by_operand

@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 
-from jmp_lite import compat
+from jmp_lite import compat, dtypes
+from jmp_lite.autocast import sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Site:
       low_out: per result, likewise.
       low_dtype: the compute dtype.
       read_f32: the float32 value of an operand, by its index.
-      recast: `rewrite.recast`.
       rewrite: `rewrite.Rewriter.rewrite`, for the rules of custom derivatives.
+      rewrite_jvp: `rewrite.Rewriter.rewrite_jvp`.
     """
 
     eqn: Any
@@ -84,8 +85,8 @@ class Site:
     low_out: tuple[bool, ...]
     low_dtype: Any
     read_f32: Callable[[int], Any]
-    recast: Callable[[Any, Any], Any]
     rewrite: Callable[..., Any]
+    rewrite_jvp: Callable[..., Any]
 
 
 def build(site: Site) -> Sequence[Any]:
@@ -150,14 +151,18 @@ def _build_scan(site: Site):
     params = site.eqn.params
     num_consts, num_carry = compat.scan_counts(params) or (0, 0)
     consts, carry = site.args[:num_consts], site.args[num_consts:][:num_carry]
-    # The cotangent of a constant is summed over the iterations, in the dtype that the
+    # The gradient of a constant is summed over the iterations, in the dtype that the
     # constant has: a half one is differentiated as a cast inside of the loop.
-    in_f32 = {i: site.read_f32(i) for i in range(num_consts) if site.low_in[i]}
+    in_f32 = {
+        i: site.read_f32(i)
+        for i, x in enumerate(consts)
+        if dtypes.is_half(jax.typeof(x).dtype)
+    }
 
     def body(carry, xs):
         cast = [
-            site.recast(in_f32[i], c) if i in in_f32 else c
-            for i, c in enumerate(consts)
+            sums.differentiate_as(x, in_f32[i]) if i in in_f32 else x
+            for i, x in enumerate(consts)
         ]
         outs = site.bodies[0].fun(*cast, *carry, *xs)
         return outs[:num_carry], outs[num_carry:]
@@ -268,7 +273,7 @@ def _build_custom_jvp(site: Site):
 
         def jvp(*primals_and_tangents):
             # The rule was written for the dtypes of the program: it is traced in them.
-            outs = site.rewrite(fun, primals_and_tangents, True)
+            outs = site.rewrite_jvp(fun, primals_and_tangents, site.low_in * 2)
             dtypes = [
                 site.low_dtype if low else v.aval.dtype
                 for v, low in zip(site.eqn.outvars, site.low_out, strict=True)
@@ -289,7 +294,7 @@ def _build_custom_vjp(site: Site):
     def wrap(fun, role):
         if role == 0:
             return site.bodies[0].fun
-        return lambda *args: site.rewrite(fun, args, False)
+        return lambda *args: site.rewrite(fun, args)
 
     return compat.rebuild_custom_derivative(site.eqn, site.args, wrap)
 

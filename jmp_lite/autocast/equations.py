@@ -63,17 +63,22 @@ def find(
         op_class = "follow" if is_move else rules.class_of(eqn.primitive.name)
         is_elementwise = op_class in ("widest", "follow")
         size = _size(eqn.outvars[0]) if is_elementwise else 0
+        frames = control_flow.frames(eqn) if op_class == "keep" else None
+        # Integers matter where they become floats, here or in a jaxpr.
+        may_convert = frames or eqn.primitive.name == "convert_element_type"
+        fixed = colour_of_operand if may_convert else fixed_colour
         return Equation(
             eqn=eqn,
             op_class=op_class,
             region=regions.at(scope, compat.name_stack(eqn)),
-            frames=control_flow.frames(eqn) if op_class == "keep" else None,
+            frames=frames,
             quotient=softmaxes.get(index),
-            fixed=tuple([fixed_colour(v, compute_dtype) for v in eqn.invars]),
+            fixed=tuple([fixed(v, compute_dtype) for v in eqn.invars]),
             is_smaller=tuple([size > 0 and _size(v) < size for v in eqn.invars]),
             is_f32=tuple(map(colours.is_f32, eqn.outvars)),
             minds_demand=(
                 op_class in ("lower", "keep")
+                or eqn.primitive.name in colours.SATURATING
                 or colours.casts_before(eqn)
                 or colours.is_square(eqn)
                 or index in softmaxes
@@ -90,6 +95,13 @@ def fixed_colour(var: Any, compute_dtype: Any) -> Colour | None:
     if compat.is_literal(var):
         return colours.of_constant(var.val, compute_dtype)
     return None
+
+
+def colour_of_operand(var: Any, compute_dtype: Any) -> Colour | None:
+    """Return the fixed colour of an operand, that of an integer among them."""
+    if compat.is_literal(var) and not colours.is_f32(var):
+        return colours.of_integer(var.val, compute_dtype)
+    return fixed_colour(var, compute_dtype) if colours.is_f32(var) else None
 
 
 def _size(var: Any) -> int:

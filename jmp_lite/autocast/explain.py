@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite import compat
+from jmp_lite import compat, extras
 from jmp_lite.autocast import products, scopes
 from jmp_lite.autocast.ops import OpRules, default_rules
 from jmp_lite.autocast.plans import Plan, Step
@@ -88,9 +88,10 @@ class Report:
           every_op: whether to list each operation.
 
         Raises:
-          ImportError: rich is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        from rich.table import Table
+        with extras.needed("numerics"):
+            from rich.table import Table
 
         share = f"{self.half_flops_share:.1%}"
         table = Table(

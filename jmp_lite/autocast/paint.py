@@ -18,17 +18,22 @@ from jmp_lite import compat
 from jmp_lite.autocast import colours, equations, products, scopes, softmax
 from jmp_lite.autocast.colours import (
     BIAS,
+    CONST,
     FULL,
+    IGNORED,
     LOW,
     NEUTRAL,
     NORMED,
     OTHER,
     WANT,
+    WANT_DIGITS,
     WANT_EXACT,
     WANT_F32,
     WANT_LOW,
     WANT_OUTPUT,
     WANT_PRODUCT,
+    WANT_UNROUNDED,
+    WHOLE,
     Colour,
 )
 from jmp_lite.autocast.equations import Equation
@@ -39,11 +44,19 @@ from jmp_lite.autocast.plans import Plan, Step
 class Painter:
     """Paints jaxprs by one table and one policy, each of them once."""
 
-    def __init__(self, rules: OpRules, regions: scopes.Regions, compute_dtype: Any):
+    def __init__(
+        self,
+        rules: OpRules,
+        regions: scopes.Regions,
+        compute_dtype: Any,
+        is_rule: bool = False,
+    ):
         self.rules = rules
+        self.is_rule = is_rule
         self.regions = regions
         self.compute_dtype = compute_dtype
         self._plans: dict[Any, Plan] = {}
+        self._for_rules: Painter | None = None
         # A plan is found by the identity of its jaxpr, which must stay alive for that.
         self._alive: list[Any] = []
 
@@ -69,6 +82,25 @@ class Painter:
                 tuple(in_colours), tuple(wants)
             )
         return self._plans[key]
+
+    def paint_traced(
+        self,
+        closed: Any,
+        in_colours: Sequence[Colour] | None = None,
+        want: int = WANT_OUTPUT,
+    ) -> Plan:
+        """Return the plan of a closed jaxpr; by default, of a function's own."""
+        jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
+        in_colours = in_colours or [NEUTRAL] * len(jaxpr.invars)
+        return self.paint(jaxpr, consts, in_colours, [want] * len(jaxpr.outvars))
+
+    def for_rules(self) -> "Painter":
+        """Return the painter of rules for derivatives."""
+        if self._for_rules is None:
+            rules = self.rules.replace(low_results=True)
+            options = rules, self.regions, self.compute_dtype
+            self._for_rules = Painter(*options, is_rule=True)
+        return self._for_rules
 
 
 class _Painting:
@@ -127,6 +159,8 @@ class _Painting:
             low_out=tuple(c == LOW for c in out_colours),
             out_colours=out_colours,
             wants=tuple(demand_of.get(v, 0) for v in self.jaxpr.invars),
+            numbers=frozenset(v for v, c in self.of.items() if c == CONST),
+            is_rule=self.painter.is_rule,
         )
 
     def _colour_inputs(self, in_colours):
@@ -134,7 +168,7 @@ class _Painting:
             is_f32, dtype = colours.is_f32(var), self.painter.compute_dtype
             self.of[var] = colours.of_constant(const, dtype) if is_f32 else OTHER
         for var, colour in zip(self.jaxpr.invars, in_colours, strict=True):
-            self.of[var] = colour if colours.is_f32(var) else OTHER
+            self.of[var] = colour if colours.is_f32(var) or colour == WHOLE else OTHER
 
     def _forward(self, demands):
         """Paint what is stale, in order, and what reads results of another colour."""
@@ -174,7 +208,11 @@ class _Painting:
         if equation.quotient is not None and wants == [WANT_LOW]:
             return _softmax_step(equation.quotient)
         if op_class == "lower":
-            return self._paint_product(eqn, region, ins, wants)
+            return self._paint_product(eqn, region, ins, demand)
+        if eqn.primitive.name in colours.SATURATING and demand[0] & WANT_DIGITS:
+            return _kept(eqn, "full", "its distance from 1 is used")
+        if ins == [WHOLE] and equation.is_f32 == (True,):
+            return _kept(eqn, "keep", "")[0], [CONST]
         if wants == [WANT_F32] and colours.is_square(eqn):
             return _kept(eqn, "full", "a square that is summed")
         if op_class in ("widest", "follow"):
@@ -190,10 +228,11 @@ class _Painting:
         why_not = products.why_not_lower(eqn, ins)
         if why_not:
             return _kept(eqn, "keep", why_not)
-        (want,) = demand
-        low = want not in (WANT_OUTPUT,) if self.rules.low_results else want == WANT_LOW
-        low = low and not region.f32_results
-        low_in = tuple(c != OTHER for c in ins)
+        want = demand[0] & WANT
+        low = want != WANT_OUTPUT if self.rules.low_results else want == WANT_LOW
+        if region.f32_results or demand[0] & WANT_UNROUNDED:
+            low = False
+        low_in = tuple(c not in IGNORED for c in ins)
         reason = "" if low else "f32 result from the accumulator"
         step = Step("lower", low_in, (low,), reason=reason)
         return step, [LOW if low else FULL]
@@ -203,12 +242,15 @@ class _Painting:
         if len(eqn.outvars) == len(ins) > 1:  # a barrier: result i is operand i
             low = tuple(c == LOW for c in ins)
             return Step(op_class, low, low), ins
-        operands = [c for c in ins if c != OTHER]
+        operands = [c for c in ins if c not in IGNORED]
         is_cast_before = (
             operands == [NEUTRAL] and demand == [WANT_LOW] and colours.casts_before(eqn)
         )
         if is_cast_before or colours.joins_low(eqn, ins):
-            low_in, passes = tuple(c != OTHER for c in ins), compat.is_retyping(eqn)
+            low_in, passes = (
+                tuple(c not in IGNORED for c in ins),
+                compat.is_retyping(eqn),
+            )
             step = Step(op_class, low_in, equation.is_f32, passes=passes)
             return step, [LOW] * len(eqn.outvars)
         step, _ = _kept(eqn, op_class, "an operand is f32" if LOW in operands else "")
@@ -284,22 +326,27 @@ class _Painting:
             for var in equation.eqn.outvars:
                 out |= demand[var]
             asked = self._asked(equation, step, out)
-            for var, want in zip(equation.eqn.invars, asked, strict=True):
+            ins = [self._colour(v) for v in equation.eqn.invars]
+            digits = colours.digits_wanted(equation.eqn, equation.op_class, ins, out)
+            operands = zip(equation.eqn.invars, asked, digits, strict=True)
+            for var, want, digits_want in operands:
                 if not compat.is_literal(var):
-                    demand[var] |= want
+                    demand[var] |= want | digits_want
         return demand
 
     def _asked(self, equation: Equation, step: Step, out: int) -> list[int]:
         """Return what an equation asks of its operands."""
-        operands = equation.eqn.invars
+        eqn, operands = equation.eqn, equation.eqn.invars
         if step.bodies:
             return _operand_wants(len(operands), equation.frames, step.bodies)
         if step.op_class == "lower":
             return [WANT_LOW | WANT_PRODUCT] * len(operands)
+        if eqn.primitive.name == "add_any" and out & WANT == WANT_OUTPUT:
+            return [WANT_OUTPUT] * len(operands)
         if step.op_class not in ("widest", "follow"):
             return [WANT_F32 | WANT_EXACT] * len(operands)
         runs_low = any(step.low_in)
-        want = colours.passed_on(equation.eqn, step.op_class, runs_low, out)
+        want = colours.passed_on(eqn, step.op_class, runs_low, out)
         # A bias is cast where it is added, once it is broadcast: so its gradient is
         # summed in f32, also if it was reshaped on the way.
         return [
@@ -348,7 +395,7 @@ def _rounded(step: Step, outs: Sequence[Colour], demand: Sequence[int]) -> Any:
 
 
 def _at_boundary(colour: Colour, is_pinned: bool) -> Colour:
-    return FULL if is_pinned and colour != OTHER else colour
+    return FULL if is_pinned and colour not in IGNORED else colour
 
 
 def _operand_wants(count: int, frames: Any, plans: Sequence[Plan]) -> list[int]:

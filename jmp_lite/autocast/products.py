@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite import compat
 from jmp_lite.autocast import colours
-from jmp_lite.autocast.colours import OTHER, Colour
+from jmp_lite.autocast.colours import IGNORED, Colour
 
 NAMES = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 
@@ -117,4 +117,4 @@ def why_not_lower(eqn: Any, ins: Sequence[Colour]) -> str:
         return "an outer product: it sums nothing"
     if not compat.is_default_precision(eqn.params.get("precision")):
         return "a precision the program chose"
-    return "" if any(c != OTHER for c in ins) else "no f32 operand"
+    return "" if any(c not in IGNORED for c in ins) else "no f32 operand"

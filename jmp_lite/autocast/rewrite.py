@@ -1,9 +1,4 @@
-"""Run a painted jaxpr: every equation again, on values in the dtypes of its plan.
-
-A variable has at most two values, the one it was made as and its cast, each made once.
-What is read in half a second time is the same cast, but differentiates as a cast of its
-own: so the gradients of a weight that is used many times add up in float32.
-"""
+"""Run a painted jaxpr: every equation again, on values in the dtypes of its plan."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,17 +10,11 @@ import numpy as np
 
 from jmp_lite import compat
 from jmp_lite.autocast import control_flow, products
-from jmp_lite.autocast.colours import (
-    F32,
-    LOW,
-    NEUTRAL,
-    WANT_F32,
-    WANT_OUTPUT,
-    is_f32,
-)
+from jmp_lite.autocast.colours import LOW, NEUTRAL, WANT_F32
 from jmp_lite.autocast.paint import Painter
-from jmp_lite.autocast.plans import Plan, Step
+from jmp_lite.autocast.plans import AsWritten, Plan, Step
 from jmp_lite.autocast.softmax import softmax
+from jmp_lite.autocast.values import Values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,21 +24,25 @@ class Traced:
     Attributes:
       closed: its jaxpr, of the arguments that are arrays.
       args: those arguments.
+      indices: which of all leaves of the arguments they are.
       restore: makes the function's result from the jaxpr's outputs.
     """
 
     closed: Any
     args: list[Any]
+    indices: Sequence[int]
     restore: Callable[[Sequence[Any]], Any]
 
 
-def trace(fun: Callable[..., Any], args: Any, as_f32: Any = None) -> Traced:
+def trace(
+    fun: Callable[..., Any], args: Any, as_f32: Sequence[bool] | None = None
+) -> Traced:
     """Trace a function; arguments that are no arrays reach it as they are.
 
     Args:
       fun: the function.
       args: its positional arguments, pytrees.
-      as_f32: a dtype; arguments that have it are traced as if they were float32.
+      as_f32: per leaf, whether it is traced as if it were float32; default: none is.
     """
     leaves, tree = jax.tree.flatten(args)
     dynamic = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
@@ -66,12 +59,12 @@ def trace(fun: Callable[..., Any], args: Any, as_f32: Any = None) -> Traced:
         )
         return [out for out in outs if is_traceable(out)]
 
-    avals = [jax.typeof(leaves[i]) for i in dynamic]
-    if as_f32 is not None:
-        avals = [
-            a.update(dtype=jnp.dtype("float32")) if a.dtype == as_f32 else a
-            for a in avals
-        ]
+    avals = [
+        jax.typeof(leaves[i]).update(dtype=np.dtype(np.float32))
+        if as_f32 and as_f32[i]
+        else jax.typeof(leaves[i])
+        for i in dynamic
+    ]
     closed = jax.make_jaxpr(flat_fun)(*avals)
 
     def restore(outs):
@@ -83,32 +76,27 @@ def trace(fun: Callable[..., Any], args: Any, as_f32: Any = None) -> Traced:
         ]
         return jax.tree.unflatten(out_tree, merged)
 
-    return Traced(closed, [leaves[i] for i in dynamic], restore)
+    return Traced(closed, [leaves[i] for i in dynamic], dynamic, restore)
 
 
 class Rewriter:
     """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr."""
 
-    def __init__(self, painter: Painter):
+    def __init__(self, painter: Painter | AsWritten):
         self.painter = painter
-        self.rule_painter = Painter(
-            painter.rules.replace(low_results=True),
-            painter.regions,
-            painter.compute_dtype,
-        )
         self.low_dtype = jnp.dtype(painter.compute_dtype)
         self._closed: dict[Any, Any] = {}
 
     def run(self, plan: Plan, low_out: tuple[bool, ...], *args: Any) -> list[Any]:
         """Return the outputs of a jaxpr, in half where `low_out` says so."""
-        values = Values(self.low_dtype)
+        values = Values(self.low_dtype, plan.uses, plan.numbers)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
         for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
             values.write(eqn.outvars, self.run_step(eqn, step, values))
         return values.read(plan.jaxpr.outvars, low_out)
 
-    def run_step(self, eqn: Any, step: Step, values: "Values") -> Sequence[Any]:
+    def run_step(self, eqn: Any, step: Step, values: Values) -> Sequence[Any]:
         """Return the results of one equation, run as its step says."""
         # A cast is in the layer of what it is first made for.
         if step.bodies:
@@ -116,17 +104,16 @@ class Rewriter:
             return control_flow.build(self._site(eqn, step, operands, values))
         return compat.call(eqn, self._run_step_here, eqn, step, values)
 
-    def _run_step_here(self, eqn: Any, step: Step, values: "Values") -> Sequence[Any]:
+    def _run_step_here(self, eqn: Any, step: Step, values: Values) -> Sequence[Any]:
         if step.quotient is not None:
             logits = values.read_as_made(step.quotient.logits)
             return [softmax(logits, step.quotient.axes, self.low_dtype)]
-        spread = eqn.outvars[0].aval if step.op_class == "widest" else None
-        operands = values.read(eqn.invars, step.low_in, spread)
-        if step.passes:
-            return operands
         if step.op_class == "lower" and any(step.low_in):
+            operands = values.read(eqn.invars, step.low_in)
             return [products.run(eqn, operands, self.low_dtype, step.low_out[0])]
-        results = compat.bind_here(eqn, operands)
+        if step.passes:
+            return values.read(eqn.invars, step.low_in)
+        results = values.apply(eqn, step.low_in)
         if any(step.low_out) and not any(step.low_in):
             return self._in_half(results, step.low_out)
         return results
@@ -137,33 +124,31 @@ class Rewriter:
             for x, is_low in zip(values, low, strict=True)
         ]
 
-    def rewrite(self, fun: Callable[..., Any], args: Sequence[Any], low: bool) -> Any:
-        """Trace a function that JAX calls later (a derivative rule), and run it.
-
-        Args:
-          fun: the function.
-          args: its arguments; those in the compute dtype stand for float32 ones where
-            `low` is set.
-          low: whether that is so. Outputs are then half where half is at hand.
-        """
-        traced = trace(fun, args, self.low_dtype if low else None)
-        jaxpr, consts = (
-            compat.open_jaxpr(traced.closed),
-            compat.consts_of(traced.closed),
-        )
-        colours = [
-            LOW if low and jax.typeof(x).dtype == self.low_dtype else NEUTRAL
-            for x in traced.args
-        ]
-        # In the rule of a JVP, products are linear in a tangent, and transposed where
-        # they stand: f32 results would make their transposes mix half with f32.
-        painter = self.rule_painter if low else self.painter
-        wants = [WANT_F32 if low else WANT_OUTPUT] * len(jaxpr.outvars)
-        plan = painter.paint(jaxpr, consts, colours, wants)
-        low_out = tuple(low and is_low for is_low in plan.low_out)
+    def rewrite(self, fun: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Trace a function that JAX calls later (a rule of a VJP), and run it."""
+        traced = trace(fun, args)
+        plan = self.painter.paint_traced(traced.closed)
+        low_out = (False,) * len(plan.low_out)
         return traced.restore(self.run(plan, low_out, *traced.args))
 
-    def _site(self, eqn: Any, step: Step, operands: list[Any], values: "Values"):
+    def rewrite_jvp(
+        self, fun: Callable[..., Any], args: Sequence[Any], low: Sequence[bool]
+    ) -> Any:
+        """Trace the rule of a JVP, and run it; outputs are half where half is at hand.
+
+        Args:
+          fun: the rule.
+          args: its arguments, primals and tangents.
+          low: per argument, whether it is half and stands for a float32 one.
+        """
+        traced = trace(fun, args, low)
+        colours = [LOW if low[i] else NEUTRAL for i in traced.indices]
+        # Products are linear in a tangent, and transposed where they stand: f32 results
+        # would make their transposes mix half with f32.
+        plan = self.painter.for_rules().paint_traced(traced.closed, colours, WANT_F32)
+        return traced.restore(self.run(plan, plan.low_out, *traced.args))
+
+    def _site(self, eqn: Any, step: Step, operands: list[Any], values: Values):
         frames = control_flow.frames(eqn) or ()
         bodies = [
             self._body(
@@ -179,9 +164,9 @@ class Rewriter:
             low_in=step.low_in,
             low_out=step.low_out,
             low_dtype=self.low_dtype,
-            read_f32=lambda i: values.read([eqn.invars[i]], [False])[0],
-            recast=recast,
+            read_f32=lambda i: values.in_f32(eqn.invars[i]),
             rewrite=self.rewrite,
+            rewrite_jvp=self.rewrite_jvp,
         )
 
     def _body(self, plan: Plan, low_out: tuple[bool, ...]) -> control_flow.Body:
@@ -199,74 +184,6 @@ class Rewriter:
             return self._closed[key]
 
         return control_flow.Body(fun, closed)
-
-
-class Values:
-    """The values of a jaxpr's variables, each as it was made and as it was cast."""
-
-    def __init__(self, low_dtype: Any):
-        self.low_dtype = low_dtype
-        self._made: dict[Any, Any] = {}
-        self._cast: dict[Any, Any] = {}
-
-    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Note the values of variables, in the dtypes they were made in."""
-        self._made.update(zip(variables, values, strict=True))
-
-    def read(
-        self, variables: Sequence[Any], low: Sequence[bool], spread: Any = None
-    ) -> list[Any]:
-        """Return values, each in half or in the dtype that the program gave it.
-
-        A bias that is cast for an elementwise result (`spread`, its aval) is broadcast
-        first: the gradient of a broadcast is a sum, and that one is then float32.
-        """
-        return [
-            self._read_low(v, spread) if is_low else self._read(v)
-            for v, is_low in zip(variables, low, strict=True)
-        ]
-
-    def read_as_made(self, var: Any) -> Any:
-        """Return a value in the dtype it was made in."""
-        return self._made[var]
-
-    def _read(self, var: Any) -> Any:
-        if compat.is_literal(var):
-            return var.val
-        value = self._made[var]
-        if not is_f32(var) or value.dtype == F32:
-            return value
-        if var not in self._cast:
-            self._cast[var] = jax.lax.convert_element_type(value, F32)
-        return self._cast[var]
-
-    def _read_low(self, var: Any, spread: Any) -> Any:
-        if compat.is_literal(var):
-            return np.asarray(var.val, self.low_dtype)
-        value = self._made[var]
-        if not is_f32(var) or value.dtype == self.low_dtype:
-            return value
-        if spread is not None and var.aval.shape not in ((), spread.shape):
-            dims = tuple(range(len(spread.shape)))
-            value = jax.lax.broadcast_in_dim(value, spread.shape, dims)
-            return jax.lax.convert_element_type(value, self.low_dtype)
-        if var in self._cast:
-            return recast(value, self._cast[var])
-        self._cast[var] = jax.lax.convert_element_type(value, self.low_dtype)
-        return self._cast[var]
-
-
-@jax.custom_jvp
-def recast(x: jax.Array, cast: jax.Array) -> jax.Array:
-    """Return `cast`, which was made from `x`, as if it were cast from `x` here."""
-    del x
-    return cast
-
-
-@recast.defjvp
-def _recast_jvp(primals, tangents):
-    (_, cast), (x_dot, _) = primals, tangents
-    return cast, jax.lax.convert_element_type(x_dot, cast.dtype)
 
 
 def is_traceable(x: Any) -> bool:

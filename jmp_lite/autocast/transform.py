@@ -6,7 +6,6 @@ does not know is left alone, and `explain` lists it.
 """
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,9 @@ import jax.numpy as jnp
 
 from jmp_lite import compat, dtypes, trees
 from jmp_lite.autocast import scopes
-from jmp_lite.autocast.colours import NEUTRAL, WANT_OUTPUT
 from jmp_lite.autocast.ops import OpRules, default_rules
 from jmp_lite.autocast.paint import Painter
-from jmp_lite.autocast.plans import Plan
+from jmp_lite.autocast.plans import AsWritten, Plan
 from jmp_lite.autocast.rewrite import Rewriter, Traced, trace
 from jmp_lite.policy import Policy, PolicyMap, get_policy
 
@@ -123,6 +121,47 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the same values whose gradients are summed in float32.
+
+    For code that is cast to half precision by hand or by `policy.cast_to_compute`. What
+    it broadcasts, repeats, gathers or uses many times is a sum in its backward pass,
+    which JAX makes in the dtype of the value: the gradient of a bfloat16 bias stops
+    growing after a few hundred rows. Here those sums are float32. Values, and the
+    dtypes of values and gradients, are those of `fun`; forward sums are as it has them.
+    `autocast` and `with_policy` do this by themselves.
+
+    Args:
+      fun: any JAX function of arrays, in half precision or in part of it.
+
+    Returns:
+      A function of the same signature.
+
+    Raises:
+      TypeError: `fun` is not callable or is an nnx module.
+
+    Examples:
+      >>> def loss(table, rows):
+      ...     return table.astype(jnp.bfloat16)[rows].astype(jnp.float32).mean()
+      >>> table, rows = jnp.ones(1), jnp.zeros(1024, jnp.int32)
+      >>> jax.grad(loss)(table, rows), jax.grad(sums_in_float32(loss))(table, rows)
+      (Array([0.25], dtype=float32), Array([1.], dtype=float32))
+    """
+    _check_function(fun, "sums_in_float32")
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        if not compat.is_tracing():  # so nobody asks for a gradient
+            return fun(*args, **kwargs)
+        traced = trace(lambda args, kwargs: fun(*args, **kwargs), (args, kwargs))
+        planner = AsWritten()
+        plan = planner.paint_traced(traced.closed)
+        outs = Rewriter(planner).run(plan, plan.low_out, *traced.args)
+        return traced.restore(outs)
+
+    return wrapped
+
+
 class Painting:
     """A function traced on its arguments, and the plan for it."""
 
@@ -157,15 +196,9 @@ def paint_call(
     """Trace a call and paint it."""
     _check_arguments((args, kwargs))
     traced = trace(lambda args, kwargs: fun(*args, **kwargs), (args, kwargs))
-    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     regions = scopes.Regions(policy)
     painter = Painter(rules, regions, compute_dtype)
-    plan = painter.paint(
-        jaxpr,
-        consts,
-        [NEUTRAL] * len(jaxpr.invars),
-        [WANT_OUTPUT] * len(jaxpr.outvars),
-    )
+    plan = painter.paint_traced(traced.closed)
     regions.check_unused()
     return Painting(traced, painter, plan)
 
@@ -209,7 +242,9 @@ def _name_of(fun: Any) -> str:
 def _check_function(fun: Any, caller: str) -> None:
     if not callable(fun):
         raise TypeError(f"{caller} expects a function, got {fun!r}.")
-    if _is_nnx_module(fun) or _is_nnx_module(getattr(fun, "__self__", None)):
+    if compat.is_nnx_module(fun) or compat.is_nnx_module(
+        getattr(fun, "__self__", None)
+    ):
         raise TypeError(_nnx_advice(f"{caller} got"))
 
 
@@ -219,8 +254,8 @@ def refuse_modules(args_and_kwargs: Any, who: str) -> None:
     Raises:
       TypeError: it is, and what to do instead.
     """
-    leaves = jax.tree.leaves(args_and_kwargs, is_leaf=_is_nnx_module)
-    if any(map(_is_nnx_module, leaves)):
+    leaves = jax.tree.leaves(args_and_kwargs, is_leaf=compat.is_nnx_module)
+    if any(map(compat.is_nnx_module, leaves)):
         raise TypeError(_nnx_advice(f"{who} got"))
 
 
@@ -234,13 +269,10 @@ def _check_arguments(args_and_kwargs: Any) -> None:
         raise TypeError(
             f"A function under autocast got {leaf!r} as its argument {index!r}; "
             "expected arrays, numbers or functions. Bind other values with "
-            "functools.partial."
+            "functools.partial. Of a model that holds them, hand over the arrays alone "
+            "(arrays, rest = equinox.partition(model, equinox.is_array)), and in the "
+            "function call equinox.combine(arrays, rest)."
         )
-
-
-def _is_nnx_module(x: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Module)
 
 
 def _nnx_advice(got: str) -> str:

@@ -6,7 +6,11 @@ the model itself has its output cast. flax's attention is told to take its softm
 float32; one that a model writes itself has the dtype of its logits.
 """
 
-from collections.abc import Container, Mapping
+import dataclasses
+import itertools
+import operator
+import warnings
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -14,13 +18,16 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from jmp_lite import attention, dtypes, trees
+from jmp_lite.autocast.transform import sums_in_float32
 from jmp_lite.module_policies import (
     Explanation,
     ModuleDtypes,
     ModulePolicies,
     ModulePolicy,
     given_dtype,
+    kept_from_half,
     nearest,
+    nothing_in_half,
     why,
 )
 from jmp_lite.policy import Policy, PolicyMap
@@ -36,8 +43,11 @@ def with_policy(
     Parameters are kept in the param dtype of their module. flax's layers compute in
     its compute dtype (their `dtype`), other modules get their parameters in it; the
     model's outputs have the default's output dtype. Statistics of flax's norms are
-    float32, and so is the softmax of flax's attention. A `dtype` that the author of the
-    model has set on a layer stays.
+    float32, and so is the softmax of flax's attention.
+
+    The default policy leaves a `dtype` that the author of the model set on a module. A
+    rule outweighs it, in the module that it names and in those inside. Warns where the
+    default policy is to be in half, and no layer is, for that reason.
 
     Args:
       model: an nnx module; it stays as it is.
@@ -75,7 +85,10 @@ def with_policy(
     own_dtypes = {path: _own_dtype(module) for path, module in modules.items()}
     nnx.update(model, _cast(nnx.state(model, nnx.Param), of, "param_dtype", of))
     for path, module in modules.items():
-        _tell(module, of[path].policy.compute_dtype, own_dtypes[path])
+        _tell(module, of[path], own_dtypes[path])
+    text = _nothing_in_half(model, modules, of, own_dtypes)
+    if text is not None:
+        warnings.warn(text, stacklevel=2)
     return PolicyModule(model, policies, own_dtypes)
 
 
@@ -99,17 +112,16 @@ class PolicyModule(nnx.Module):
         """Return the model's output, in the default policy's output dtype."""
         modules = _modules(self.model)
         of = _resolve(self.policies, modules)
-        params = nnx.state(self.model, nnx.Param)
-        leaves = jax.tree_util.tree_leaves_with_path(params)
+        leaves = jax.tree_util.tree_leaves_with_path(nnx.state(self.model, nnx.Param))
         owners = {_owner(path, modules) for path, _ in leaves}
         handed = {path for path in owners if not _is_told(modules[path])}
-        if "" in handed:
-            args, kwargs = of[""].policy.cast_to_compute((args, kwargs))
-        if handed:
-            params = _cast(params, of, "compute_dtype", handed)
-            out = self._call_copy(params, args, kwargs)
-        else:
-            out = self.model(*args, **kwargs)
+
+        def cast(params, inputs):
+            if "" in handed:
+                inputs = of[""].policy.cast_to_compute(inputs)
+            return _cast(params, of, "compute_dtype", handed), inputs
+
+        out = self._call_copy(cast, args, kwargs)
         return of[""].policy.cast_to_output(out)
 
     def explain(self) -> Explanation:
@@ -127,7 +139,8 @@ class PolicyModule(nnx.Module):
         rows = []
         for path, module in sorted(modules.items()):
             own, policy = own_dtypes.get(path), of[path].policy
-            compute = dtypes.dtype_name(policy.compute_dtype if own is None else own)
+            kept = None if of[path].rule is not None else own
+            compute = dtypes.dtype_name(policy.compute_dtype if kept is None else kept)
             output = (compute,) if _is_told(module) else ()
             row = ModuleDtypes(
                 path=path,
@@ -135,29 +148,66 @@ class PolicyModule(nnx.Module):
                 params=tuple(sorted(params[path])),
                 compute=compute,
                 output=output if path else (dtypes.dtype_name(policy.output_dtype),),
-                why=why(self.policies, path, type(module), own),
+                why=why(of[path], path, own),
             )
             rows.append(row)
         return Explanation(tuple(rows))
 
-    def _call_copy(self, params: Any, args: Any, kwargs: Any) -> Any:
-        """Call a copy that has these parameters; take back what it changes."""
-        graphdef, old_params, rest = nnx.split(self.model, nnx.Param, ...)
-        copy = nnx.merge(graphdef, params, rest)
-        old = {path: _raw(leaf) for path, leaf in nnx.to_flat_state(nnx.state(copy))}
-        out = copy(*args, **kwargs)
-        # Nothing else: under a transformation, a variable from outside can be read but
-        # not set.
-        changed = {
-            path: leaf
-            for path, leaf in nnx.to_flat_state(nnx.state(copy))
-            if path not in old or _raw(leaf) is not old[path]
-        }
-        for path, param in nnx.to_flat_state(old_params):
-            if path in changed:
-                changed[path] = trees.cast_like(changed[path], param)
-        nnx.update(self.model, nnx.from_flat_state(changed))
+    def _call_copy(self, cast: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a copy with parameters and inputs cast; take back what it changes."""
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+        is_node = list(map(_is_node, leaves))
+        # Random streams among the arguments change too; and they may be the model's.
+        nodes = list(itertools.compress(leaves, is_node))
+        inputs = [None if node else x for node, x in zip(is_node, leaves, strict=True)]
+        graphdef, params, rest = nnx.split((self.model, nodes), nnx.Param, ...)
+        settings: dict[str, dict[str, Any]] = {}
+
+        def call(params, rest, inputs):
+            of_model, inputs = cast(params.get(0, nnx.State({})), inputs)
+            both = nnx.merge(graphdef, nnx.State({**params, 0: of_model}), rest)
+            copy, given = both[0], iter(both[1])
+            args, kwargs = tree.unflatten(
+                next(given) if node else x
+                for node, x in zip(is_node, inputs, strict=True)
+            )
+            old = {path: _arrays(leaf) for path, leaf in _flat_state(both).items()}
+            out = copy(*args, **kwargs)
+            settings.update({path: _settings(m) for path, m in _modules(copy).items()})
+            # Nothing else: under a transformation, a variable from outside can be read
+            # but not set.
+            changed = {
+                path: leaf
+                for path, leaf in _flat_state(both).items()
+                if path not in old or not _is_same(_arrays(leaf), old[path])
+            }
+            for path, param in nnx.to_flat_state(params):
+                if path in changed:
+                    changed[path] = trees.cast_like(changed[path], param)
+            return out, nnx.from_flat_state(changed)
+
+        out, changed = sums_in_float32(call)(params, rest, inputs)
+        nnx.update((self.model, nodes), changed)
+        for path, module in _modules(self.model).items():
+            for name, value in settings[path].items():
+                if vars(module).get(name) != value:
+                    setattr(module, name, value)
         return out
+
+
+def _is_node(x: Any) -> bool:
+    """Return whether an argument is nnx' own: a module, a random stream, a variable."""
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _flat_state(nodes: Any) -> dict[Any, Any]:
+    return dict(nnx.to_flat_state(nnx.state(nodes)))
+
+
+def _settings(module: nnx.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are plain Python: no array has them."""
+    plain = bool, int, float, str, type(None)
+    return {k: v for k, v in vars(module).items() if isinstance(v, plain)}
 
 
 def _modules(model: nnx.Module) -> dict[str, Any]:
@@ -165,9 +215,14 @@ def _modules(model: nnx.Module) -> dict[str, Any]:
     return {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
 
 
-def _raw(leaf: Any) -> Any:
-    """Return the very value that a variable holds; an array is its own."""
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+def _arrays(leaf: Any) -> list[Any]:
+    """Return the very arrays that a variable holds; an array is its own."""
+    is_variable = isinstance(leaf, nnx.Variable)
+    return jax.tree.leaves(leaf.get_raw_value() if is_variable else leaf)
+
+
+def _is_same(arrays: list[Any], others: list[Any]) -> bool:
+    return len(arrays) == len(others) and all(map(operator.is_, arrays, others))
 
 
 def _resolve(policies: ModulePolicies, modules: Mapping[str, Any]) -> Any:
@@ -214,17 +269,62 @@ def _is_told(module: nnx.Module) -> bool:
     return "dtype" in vars(module)
 
 
-def _tell(module: Any, compute_dtype: Any, own_dtype: Any) -> None:
+def _tell(module: Any, of: ModulePolicy, own_dtype: Any) -> None:
     """Set the dtypes of a flax layer; other modules are left alone."""
     cls = type(module)
+    is_outweighed = own_dtype is not None and of.rule is not None
     is_free = getattr(module, "dtype", None) is None or issubclass(cls, nnx.Embed)
-    if _is_told(module) and own_dtype is None and is_free:
-        module.dtype = None if issubclass(cls, _RENORMS) else compute_dtype
+    if _is_told(module) and (is_outweighed or (own_dtype is None and is_free)):
+        module.dtype = None if issubclass(cls, _RENORMS) else of.policy.compute_dtype
+    if is_outweighed and issubclass(cls, nnx.SimpleCell):
+        module.activation_fn = _InFloat32(module.activation_fn)
     if issubclass(cls, _NORMS) and module.promote_dtype is promote_dtype:
         module.promote_dtype = _keep_dtypes
     in_float32 = attention.softmax_in_float32(getattr(module, "attention_fn", None))
     if in_float32 is not None:
         module.attention_fn = in_float32
+
+
+@dataclasses.dataclass(frozen=True)
+class _InFloat32:
+    """An activation that is float32: what a cell hands on in a loop keeps its dtype."""
+
+    fun: Callable[[jax.Array], jax.Array]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fun(trees.cast_at_least_float32(x))
+
+
+def _nothing_in_half(
+    model: nnx.Module,
+    modules: Mapping[str, Any],
+    of: Mapping[str, ModulePolicy],
+    own_dtypes: Mapping[str, Any],
+) -> str | None:
+    """Return the warning that no layer is in half as it should be; None if one is."""
+    layers = [
+        path
+        for path, module in modules.items()
+        if _is_told(module) and not isinstance(module, (*_NORMS, nnx.Embed))
+    ]
+    kept = [path for path in kept_from_half(of, own_dtypes) if _is_told(modules[path])]
+    if not layers or set(layers) - set(kept):
+        return None
+    # What a module of one's own does with its parameters is not known before a call:
+    # weights are multiplied, a table of positions is added. Tables are smaller.
+    of_layers = in_half = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param)):
+        owner = _owner(path, modules)
+        of_layers += leaf.size if owner in layers else 0
+        in_half += 0 if _is_told(modules[owner]) else leaf.size
+    if in_half >= of_layers:
+        return None
+    return nothing_in_half(
+        f"the {len(layers)} layers of {type(model).__name__}",
+        kept,
+        of[layers[0]].policy,
+        "`dtype=None`",
+    )
 
 
 def _keep_dtypes(arrays: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 
+from jmp_lite import extras
 from jmp_lite.autocast import scopes
 from jmp_lite.autocast.transform import check_policy
 from jmp_lite.numerics.hazards import accuracy, constants, positions, speed
@@ -89,9 +90,10 @@ class LintReport:
         """Return a `rich` table, a row per finding.
 
         Raises:
-          ImportError: rich is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        from rich.table import Table
+        with extras.needed("numerics"):
+            from rich.table import Table
 
         table = Table(
             title=f"lint: {len(self)} findings, {self.f32_flops_share:.1%} of "

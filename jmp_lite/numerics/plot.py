@@ -11,11 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
 
+from jmp_lite import extras
 from jmp_lite.numerics.stats import EXPONENTS, check_dtype
+
+with extras.needed("numerics"):
+    from matplotlib.axes import Axes
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, told apart by colour-blind readers. Each part of the range is
 # named in the figure as well.

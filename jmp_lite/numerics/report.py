@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jmp_lite import extras
 from jmp_lite.numerics.sites import Site
 
 _HALF = ("float16", "bfloat16")
@@ -133,10 +134,11 @@ class Report:
           count: at most so many rows.
 
         Raises:
-          ImportError: rich is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        from rich import box
-        from rich.table import Table
+        with extras.needed("numerics"):
+            from rich import box
+            from rich.table import Table
 
         rows = self.rows if every_op else self.layers()
         shown = sorted(rows, key=_badness, reverse=True)[:count]
@@ -166,7 +168,7 @@ class Report:
           depth: how many parts of a path count as the layer; None for all.
 
         Raises:
-          ImportError: matplotlib is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: matplotlib is not installed (`pip install "jmp-lite[numerics]"`).
         """
         from jmp_lite.numerics.plot import plot_histograms
 
@@ -183,7 +185,7 @@ class Report:
           depth: how many parts of a path count as the layer; None for all.
 
         Raises:
-          ImportError: matplotlib is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: matplotlib is not installed (`pip install "jmp-lite[numerics]"`).
         """
         from jmp_lite.numerics.plot import plot_heat_map
 

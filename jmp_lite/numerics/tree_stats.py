@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite import dtypes, trees
+from jmp_lite import dtypes, extras, trees
 from jmp_lite.numerics.stats import (
     EXPONENTS,
     ValueStats,
@@ -87,11 +87,12 @@ class TreeStats:
         """Return a `rich` table: a row per leaf, the one that loses most on top.
 
         Raises:
-          ImportError: rich is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
           ValueError: as `named`.
         """
-        from rich import box
-        from rich.table import Table
+        with extras.needed("numerics"):
+            from rich import box
+            from rich.table import Table
 
         table = Table(
             title=f"rounded to {jnp.dtype(self.dtype).name}",
@@ -112,7 +113,7 @@ class TreeStats:
         """Return a matplotlib figure: each leaf's exponents over the range of half.
 
         Raises:
-          ImportError: matplotlib is not installed (`pip install jmp-lite[numerics]`).
+          ImportError: matplotlib is not installed (`pip install "jmp-lite[numerics]"`).
           ValueError: there is no histogram; or as `named`.
         """
         from jmp_lite.numerics.plot import plot_histograms

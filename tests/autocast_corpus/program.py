@@ -26,9 +26,18 @@ CHECKS = (
     "jvp",  # jvp(autocast(f))
     "grad_outside",  # grad(autocast(f))
     "grad_inside",  # autocast(value_and_grad(f))
+    "one_sign",  # both gradients, of arguments and cotangents that are positive
+    "sums",  # none is in half, in either gradient
 )
 
-REVERSE = ("grad_products", "grad_casts", "grad_outside", "grad_inside")
+REVERSE = (
+    "grad_products",
+    "grad_casts",
+    "grad_outside",
+    "grad_inside",
+    "one_sign",
+    "sums",
+)
 FORWARD_ONLY = ("jvp", *REVERSE)
 BATCHED = ("vmap_outside", "vmap_inside")
 

@@ -1,0 +1,66 @@
+"""The committed results: which there are, and the command that measures each."""
+
+import json
+from typing import Any
+
+from examples.common.results import COMMITTED
+
+_OUT = "--out benchmarks/results"
+_PROGRAMS = "python -m benchmarks.programs"
+# Every committed result, and the command that measures it.
+RESULTS: dict[str, str] = {
+    "cpu/digits/results.json": (
+        f"python -m examples.digits --seeds 3 {_OUT}/cpu/digits"
+    ),
+    "cpu/digits-autocast/results.json": (
+        f"python -m examples.digits --seeds 3 --autocast {_OUT}/cpu/digits-autocast"
+    ),
+    "cpu/resnet/results.json": (
+        f"python -m examples.resnet --seeds 3 {_OUT}/cpu/resnet"
+    ),
+    "cpu/transformer/results.json": (
+        f"python -m examples.transformer --seeds 3 {_OUT}/cpu/transformer"
+    ),
+    "cpu/transformer-with_policy/results.json": (
+        "python -m examples.transformer --seeds 3 --no-autocast "
+        f"{_OUT}/cpu/transformer-with_policy"
+    ),
+    **{
+        f"cpu/{name}.json": f"python -m benchmarks.{name} {options}{_OUT}/cpu"
+        for name, options in (
+            ("step_overhead", ""),
+            ("convergence", ""),
+            ("train_step", ""),
+            ("autocast_trace", "--rounds 7 "),
+            ("tree_stats", ""),
+        )
+    },
+    **{
+        f"{device}-compiled/programs-ci.json": f"{_PROGRAMS} {_OUT}"
+        for device in ("h100", "a100", "v100", "v5e")
+    },
+    **{
+        f"{device}-compiled/programs-full.json": (
+            f"{_PROGRAMS} --device {device} --size full {_OUT}"
+        )
+        for device in ("h100", "v5e")
+    },
+    **{
+        f"{device}-compiled/memory.json": (
+            f"python -m benchmarks.memory --device {device} {_OUT}"
+        )
+        for device in ("h100", "v5e")
+    },
+}
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return a committed result.
+
+    Raises:
+      KeyError: nothing is said to measure it.
+      FileNotFoundError: there is none.
+    """
+    if name not in RESULTS:
+        raise KeyError(f"expected one of {', '.join(RESULTS)}, got {name!r}")
+    return json.loads((COMMITTED / name).read_text(encoding="utf-8"))

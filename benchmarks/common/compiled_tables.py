@@ -1,0 +1,228 @@
+"""Tables of what was compiled, for devices that were not there."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import memory
+from benchmarks.common.committed import load
+from benchmarks.common.compiled_steps import (
+    AUTOCAST_GRAD,
+    BY_HAND,
+    GRAD_AUTOCAST,
+    POLICY,
+    Step,
+)
+from benchmarks.common.measured_tables import HALVES, SHORT, Rows
+
+_BYTES, _TRAFFIC, _PEAK, _KERNELS = "bytes accessed", "traffic", "peak", "kernels"
+_COLUMNS = {
+    _BYTES: "bytes accessed",
+    _TRAFFIC: "main memory",
+    _PEAK: "peak memory",
+    _KERNELS: "kernels",
+}
+_MODELS = {"transformer": "transformer", "mlp": "MLP", "cnn": "ResNet-50"}
+
+
+def programs(device: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of the full-size programs of a device, by step."""
+    found = load(f"{device}-compiled/programs-full.json")["results"]
+    return {row["step"]: row for row in found}
+
+
+def over_by_hand(device: str, steps: list[Step], columns: list[str]) -> Rows:
+    """Figures over those of the same step by hand, without scaling."""
+    found = programs(device)
+    rows = []
+    for step in steps:
+        row, base = found[str(step)], found[str(step.base)]
+        cast = f"`{step.cast}`" if step.cast != POLICY else "policy"
+        if step.scaled:
+            cast = "`scale_aware` over no scaling"
+        title = f"{_MODELS[step.model]}, {SHORT[step.dtype]}, {cast}"
+        ratios = {_COLUMNS[key]: f"{row[key] / base[key]:.3f}" for key in columns}
+        rows.append({"": title, **ratios})
+    return rows
+
+
+def _autocast(model: str, dtype: str) -> Step:
+    return Step(model, dtype, GRAD_AUTOCAST)
+
+
+def _scaled(model: str) -> Step:
+    return Step(model, "float16", BY_HAND, scaled=True)
+
+
+def over_float32() -> Rows:
+    found = programs("h100")
+    rows = []
+    for model, dtype in itertools.product(_MODELS, HALVES):
+        base = found[str(Step(model))]
+        row = {"of float32": f"{_MODELS[model]}, {SHORT[dtype]}"}
+        for key in (_BYTES, _PEAK):
+            for cast, name in ((BY_HAND, "by hand"), (GRAD_AUTOCAST, "autocast")):
+                ratio = found[str(Step(model, dtype, cast))][key] / base[key]
+                row[f"{_COLUMNS[key]}, {name}"] = f"{ratio:.2f}"
+        rows.append(row)
+    return rows
+
+
+def bytes_and_peaks() -> Rows:
+    """Bytes and peaks of two models on an H100, by how half precision gets in."""
+    found = programs("h100")
+    rows = []
+    for title, dtype, cast in (
+        ("float32", "float32", None),
+        ("bfloat16, cast by hand", "bfloat16", BY_HAND),
+        ("bfloat16, autocast", "bfloat16", GRAD_AUTOCAST),
+        ("float16, cast by hand", "float16", BY_HAND),
+        ("float16, policy", "float16", POLICY),
+        ("float16, autocast", "float16", GRAD_AUTOCAST),
+    ):
+        row = {"": title}
+        for model in ("transformer", "cnn"):
+            step = Step(model, dtype, cast) if cast else Step(model)
+            figures, name = found[str(step)], _MODELS[model]
+            row[f"{name}: GB accessed"] = f"{figures[_BYTES] / 1e9:.1f}"
+            row[f"{name}: peak, GiB"] = f"{figures[_PEAK] / 2**30:.2f}"
+        rows.append(row)
+    return rows
+
+
+def autocast_cost() -> Rows:
+    """A transformer's programs by autocast, in multiples of those cast by hand."""
+    found = programs("h100")
+    rows = []
+    for dtype in HALVES:
+        base = found[str(Step("transformer", dtype, BY_HAND))]
+        gigabytes, mebibytes = base[_BYTES] / 1e9, base[_PEAK] / 2**20
+        values = [f"{gigabytes:.2f} GB", f"{mebibytes:.0f} MiB", f"{base[_KERNELS]}"]
+        rows.append([f"{dtype} by hand", *values])
+        for cast in (GRAD_AUTOCAST, AUTOCAST_GRAD):
+            row = found[str(Step("transformer", dtype, cast))]
+            ratios = (row[key] / base[key] for key in (_BYTES, _PEAK, _KERNELS))
+            rows.append([f"{dtype}, `{cast}`", *(f"{ratio:.3f}×" for ratio in ratios)])
+    columns = ["step", *(_COLUMNS[key] for key in (_BYTES, _PEAK, _KERNELS))]
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def collectives() -> Rows:
+    """MB that collectives of a sharded step leave on each device, by dtype."""
+
+    def cells(device: str, step: Step) -> dict[str, str]:
+        moved = programs(device)[str(step)]["collectives"]
+        # A v5e sums float16 two by two, in u32; an all-reduce of one number is none.
+        half = {"f16", "bf16", "u32"}
+        row = {}
+        for title, opcodes in (
+            ("weights gathered", ("all-gather",)),
+            ("gradients summed", ("reduce-scatter", "all-reduce")),
+        ):
+            sums = {"half": 0.0, "float32": 0.0}
+            for key, count in moved.items():
+                opcode, dtype = key.split()
+                if opcode in opcodes and dtype in {*half, "f32"}:
+                    sums["half" if dtype in half else "float32"] += count / 1e6
+            for dtype, total in sums.items():
+                row[f"{title}: {dtype}"] = f"{total:.1f}" if total else ""
+        return row
+
+    def step(dtype: str, cast: str = BY_HAND, scaled: bool = False) -> Step:
+        return Step("transformer", dtype, cast, scaled, "FSDP")
+
+    scaled = step("float16", scaled=True)
+    return [
+        {"four devices": title, **cells(device, which)}
+        for title, device, which in (
+            ("H100: float32", "h100", Step("transformer", layout="FSDP")),
+            ("H100: bfloat16, cast by hand", "h100", step("bfloat16")),
+            ("H100: float16, cast by hand", "h100", step("float16")),
+            ("H100: float16, `scale_aware`", "h100", scaled),
+            (
+                f"H100: bfloat16, `{GRAD_AUTOCAST}`",
+                "h100",
+                step("bfloat16", GRAD_AUTOCAST),
+            ),
+            ("TPU v5e: float16, `scale_aware`", "v5e", scaled),
+        )
+    ]
+
+
+_OPTIMIZERS = {"adam": "Adam", "adafactor": "AdaFactor", "lion": "Lion"}
+_MEMORY_DEVICES = {"h100": "H100", "v5e": "v5e"}
+
+
+def memory_rows(device: str) -> memory.Results:
+    rows = load(f"{device}-compiled/memory.json")["results"]
+    return {(row["stored"], row["optimizer"], row["remat"]): row for row in rows}
+
+
+def memory_worth() -> Rows:
+    found = {title: memory_rows(device) for device, title in _MEMORY_DEVICES.items()}
+    rows = []
+    for name, step in memory.STEPS.items():
+        row = {"": name}
+        for title, results in found.items():
+            peak, base = results[step]["peak"], results[memory.BASELINE]["peak"]
+            row[f"{title}: peak, GiB"] = f"{peak / 2**30:.1f}"
+            row[f"{title}: of float32, adam"] = f"{peak / base:.0%}".replace("%", " %")
+        rows.append(row)
+    return rows
+
+
+def memory_all() -> Rows:
+    found = {title: memory_rows(device) for device, title in _MEMORY_DEVICES.items()}
+    rows = []
+    for optimizer, name in _OPTIMIZERS.items():
+        for stored in memory.STORED:
+            row = {"optimiser": name, "stored as": stored}
+            for key, title in (
+                ("parameters", "parameters"),
+                ("optimizer state", "state"),
+                ("gradients", "gradients"),
+            ):
+                held = found["H100"][stored, optimizer, False][key]
+                row[title] = f"{held / 2**30:.1f}"
+            for title, results in found.items():
+                peaks = [results[stored, optimizer, r]["peak"] for r in (False, True)]
+                row[title] = " / ".join(f"{peak / 2**30:.1f}" for peak in peaks)
+            rows.append(row)
+    return rows
+
+
+TABLES: dict[str, Callable[[], Rows]] = {
+    "programs_h100": functools.partial(
+        over_by_hand,
+        "h100",
+        [
+            _autocast("transformer", "bfloat16"),
+            Step("transformer", "bfloat16", POLICY),
+            _autocast("transformer", "float16"),
+            _scaled("transformer"),
+            _autocast("mlp", "bfloat16"),
+            _scaled("mlp"),
+            *(Step("cnn", dtype, POLICY) for dtype in HALVES),
+            *(_autocast("cnn", dtype) for dtype in HALVES),
+            _scaled("cnn"),
+        ],
+        [_BYTES, _PEAK, _KERNELS],
+    ),
+    "programs_v5e": functools.partial(
+        over_by_hand,
+        "v5e",
+        [
+            *(_autocast("transformer", dtype) for dtype in HALVES),
+            _scaled("transformer"),
+            _autocast("cnn", "bfloat16"),
+        ],
+        [_BYTES, _TRAFFIC, _PEAK, _KERNELS],
+    ),
+    "programs_float32": over_float32,
+    "bytes_and_peaks": bytes_and_peaks,
+    "autocast_cost": autocast_cost,
+    "collectives": collectives,
+    "memory_worth": memory_worth,
+    "memory_all": memory_all,
+}

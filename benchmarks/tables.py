@@ -1,0 +1,100 @@
+"""The tables of figures in README, docs and here, made from the committed results.
+
+    python -m benchmarks.tables               # `make tables`: write them anew
+    python -m benchmarks.tables --commands    # what measures each result
+
+On a page, `<!-- table: NAME -->` stands above what is made: all up to an empty line. So
+does `<!-- measured: RESULT -->`, for a line that says with what a result was measured.
+A result that is not there leaves its tables as they are.
+"""
+
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
+import re
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from benchmarks.common import compiled_tables, measured_tables
+from benchmarks.common.committed import RESULTS, load
+from examples.common import report
+from examples.common.results import COMMITTED, ROOT
+
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("**/*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+
+TABLES = measured_tables.TABLES | compiled_tables.TABLES
+
+
+def measured(name: str) -> str:
+    """Return a line that says with what a result was measured."""
+    settings = load(name)["settings"]
+    versions = settings.get("versions", settings)  # older ones have them at the top
+    known = ("jax", "flax", "optax", "numpy")
+    packages = [f"{key} {versions[key]}" for key in known if key in versions]
+    if "python" in versions:
+        packages.insert(0, f"Python {versions['python']}")
+    host = f", {settings['host']}" if "host" in settings else ""
+    text = f"{settings['device']}{host}; {', '.join(packages)}"
+    return f"*{text}; revision {settings['git']}.*\n"
+
+
+_MADE = re.compile(r"^<!-- (table|measured): (\S+) -->\n((?:[^\n]+\n)*)", re.M)
+
+
+def made_blocks(text: str) -> Iterator[tuple[re.Match[str], str | None]]:
+    """Yield what a page has made of results, and what it should be.
+
+    That is None if the result is not there.
+
+    Raises:
+      KeyError: there is no such table.
+    """
+    for match in _MADE.finditer(text):
+        kind, name, _ = match.groups()
+        try:
+            made = (
+                report.markdown_table(TABLES[name]())
+                if kind == "table"
+                else measured(name)
+            )
+        except FileNotFoundError:
+            made = None
+        yield match, made
+
+
+def rewrite(text: str) -> str:
+    """Return a page with what is made of results anew."""
+    for match, made in reversed(list(made_blocks(text))):
+        if made is not None:
+            text = text[: match.start(3)] + made + text[match.end(3) :]
+    return text
+
+
+def main(
+    commands: Annotated[
+        bool, typer.Option("--commands", help="Only say what measures each result.")
+    ] = False,
+) -> None:
+    """Write the tables of all pages anew, from the committed results."""
+    if commands:
+        print(*dict.fromkeys(RESULTS.values()), sep="\n")
+        return
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        changed = rewrite(text)
+        if changed != text:
+            page.write_text(changed, encoding="utf-8")
+            print(f"Written: {page.relative_to(ROOT)}")
+    for name, command in RESULTS.items():
+        if not (COMMITTED / name).exists():
+            print(f"No {name}: its tables stay as they are. {command}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,279 @@
+"""Digits that rounding takes: next to 1, in fractions, and at the end of the range."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from autocast_corpus.program import DTYPES, POLICIES
+from jax import lax
+from test_autocast_sums import error, uniform
+
+from jmp_lite.autocast import autocast
+
+BOTH = pytest.mark.parametrize("half", POLICIES)
+SCALE = 2.0**12
+
+# Sixteenths: both kinds of half hold them, so that no error is that of the operands.
+X = jnp.round(16 * uniform(0, 256, 16) - 3) / 16
+W = jnp.round(32 * uniform(1, 16, 8)) / 16
+V = uniform(2, 8)
+TARGETS = jnp.asarray(np.random.default_rng(0).integers(0, 2, (256, 8)), jnp.float32)
+
+PROGRAMS: dict[str, Callable[[Any], jax.Array]] = {}
+
+
+def program(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    PROGRAMS[fun.__name__] = fun
+    return fun
+
+
+@program
+def cross_entropy_by_hand(w):
+    p = jnp.clip(jax.nn.sigmoid(X @ w), 1e-7, 1 - 1e-7)
+    return -(TARGETS * jnp.log(p) + (1 - TARGETS) * jnp.log(1 - p))
+
+
+@program
+def log1p_of_minus_sigmoid(w):
+    return jnp.log1p(-jax.nn.sigmoid(X @ w))
+
+
+@program
+def inverse_of_the_rest(w):
+    return jnp.log(1 / (1 - jax.nn.sigmoid(X @ w)))
+
+
+@program
+def inverse_of_the_rest_before_a_product(w):
+    return 1e-3 / (1 - jax.nn.sigmoid(X @ w)) @ V
+
+
+@program
+def arctanh(w):
+    return jnp.arctanh(0.999 * jnp.tanh(X @ w / 4))
+
+
+@program
+def arccos_of_a_product(w):
+    a, b = (x / jnp.linalg.norm(x, axis=i, keepdims=True) for i, x in ((1, X), (0, w)))
+    return jnp.arccos(jnp.clip(a @ b, -1 + 1e-7, 1 - 1e-7))
+
+
+@program
+def generator_loss(w):
+    return jnp.log(1 - jax.nn.sigmoid(X @ w) + 1e-8)
+
+
+@program
+def squashed_gaussian(w):
+    return jnp.log(1 - jnp.tanh(X @ w / 2) ** 2 + 1e-6)
+
+
+@program
+def gaussian_tail(w):
+    return jnp.log(1 - jax.scipy.special.erf(X @ w / 6) + 1e-8)
+
+
+@program
+def fraction(w):
+    return jnp.mod(10 * (X @ w), 1) ** 2
+
+
+@program
+def rest(w):
+    return 1 - jax.nn.sigmoid(X @ w)
+
+
+@program
+def log_in_jit(w):
+    return jax.jit(lambda p: jnp.log(1 - p))(jax.jit(jax.nn.sigmoid)(X @ w))
+
+
+@program
+def log_in_scan(w):
+    def step(total, x):
+        return total - jnp.mean(jnp.log(1 - jax.nn.sigmoid(x @ w))), None
+
+    return lax.scan(step, 0.0, X.reshape(4, -1, 16))[0] / 4
+
+
+@program
+def log_in_remat(w):
+    return jax.checkpoint(lambda w: jnp.log(1 - jax.nn.sigmoid(X @ w)))(w)
+
+
+@program
+def log_in_vmap(w):
+    return jax.vmap(lambda x: jnp.log(1 - jax.nn.sigmoid(x @ w)))(X)
+
+
+@program
+def log_in_cond(w):
+    p = jax.nn.sigmoid(X @ w)
+    return lax.cond(X[0, 0] < 2, lambda p: jnp.log(1 - p), lambda p: p, p)
+
+
+@program
+def log_of_one_gathered(w):
+    p = jax.nn.sigmoid(X @ w)
+    return jnp.log(1 - jnp.take_along_axis(p, jnp.zeros((256, 1), jnp.int32), 1))
+
+
+def _loss(fun: Any) -> Any:
+    return jax.value_and_grad(lambda w: SCALE * jnp.mean(fun(w)))
+
+
+@BOTH
+@pytest.mark.parametrize("order", ["outside", "inside"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_saturates_keeps_its_distance_from_one(name, order, half):
+    fun = PROGRAMS[name]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        expected = jax.tree.map(np.asarray, _loss(fun)(np.asarray(W, np.float64)))
+    if order == "outside":
+        cast = _loss(autocast(fun, POLICIES[half]))
+    else:
+        cast = autocast(_loss(fun), POLICIES[half])
+    eps = float(jnp.finfo(DTYPES[half]).eps)
+    value, grad = jax.jit(cast)(W)
+    assert error(value, expected[0]) < eps / 2
+    assert error(grad, expected[1]) < 2 * eps
+
+
+@BOTH
+def test_what_only_products_read_is_half_next_to_one_as_well(half: str) -> None:
+    def gate(w):
+        return (1 - jax.nn.sigmoid(X @ w)) @ V
+
+    jaxpr = jaxprs.trace(autocast(gate, POLICIES[half]), W)
+    (logistic,) = jaxprs.equations(jaxpr, "logistic")
+    assert logistic.outvars[0].aval.dtype == DTYPES[half]
+
+
+@pytest.mark.parametrize(
+    ("half", "number", "is_held"),
+    [
+        ("bf16", 1 - 1e-7, False),
+        ("bf16", 0.999, False),
+        ("bf16", -0.999, False),
+        ("bf16", 1.001, False),
+        ("bf16", 0.9, True),
+        ("bf16", 1.0, True),
+        ("bf16", 0.1, True),
+        ("f16", 1 - 1e-7, False),
+        ("f16", 0.999, True),
+        ("f16", 1e-7, False),
+    ],
+)
+def test_a_number_that_rounds_to_one_is_not_held(half, number, is_held):
+    def fun(w):
+        return jnp.maximum(X @ w, number) @ V
+
+    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W)
+    (maximum,) = jaxprs.equations(jaxpr, "max")
+    assert (maximum.outvars[0].aval.dtype == DTYPES[half]) == is_held
+
+
+# Masks.
+
+
+def _attention(x: Any, mask: Any) -> jax.Array:
+    h = x @ (W / 8) @ (W.T / 8)
+    logits = h @ jnp.swapaxes(h, -1, -2)
+    return jnp.mean((jax.nn.softmax(logits + mask, -1) @ h) ** 2)
+
+
+def _mask(size: int) -> np.ndarray:
+    """Return a mask `[size, size]` whose first row is masked altogether."""
+    later = np.arange(size)[None] >= np.arange(size)[:, None]
+    return np.where(later, np.finfo(np.float32).min, 0).astype(np.float32)
+
+
+@BOTH
+@pytest.mark.parametrize("size", [16, 257])
+@pytest.mark.parametrize("given", ["argument", "constant", "scanned", "batched"])
+def test_a_mask_with_the_smallest_float32_masks_and_makes_no_nan(half, size, given):
+    x, mask = uniform(0, 2, size, 16), _mask(size)[None]
+
+    def fun(x, mask):
+        if given == "constant":
+            return _attention(x, jnp.asarray(_mask(size))[None])
+        if given == "scanned":
+            return lax.map(lambda x: _attention(x[None], mask), x).sum()
+        if given == "batched":
+            return jax.vmap(lambda x: _attention(x, mask[0]))(x).sum()
+        return _attention(x, mask)
+
+    expected = jax.jit(jax.value_and_grad(fun))(x, mask)
+    found = jax.jit(jax.value_and_grad(autocast(fun, POLICIES[half])))(x, mask)
+    eps = float(jnp.finfo(DTYPES[half]).eps)
+    assert max(map(error, found, expected)) < 4 * eps
+
+
+@BOTH
+def test_an_infinite_mask_stays_infinite(half: str) -> None:
+    def fun(w, mask):
+        return jnp.max(X @ w + mask, 1)
+
+    mask = jnp.zeros((1, 8)).at[0, 3].set(-jnp.inf).at[0, 4].set(jnp.inf)
+    assert jnp.all(autocast(fun, POLICIES[half])(W, mask) == jnp.inf)
+    # Only -inf, which a maximum does not see.
+    found = autocast(fun, POLICIES[half])(W, jnp.full((1, 8), -jnp.inf))
+    assert jnp.all(found == -jnp.inf)
+
+
+# What is no arithmetic, or no number that rounding matters to.
+
+
+@BOTH
+def test_neighbours_of_a_number_are_those_in_float32(half: str) -> None:
+    def fun(w):
+        h = X @ w
+        return h, jnp.spacing(h), jnp.nextafter(h, jnp.inf)
+
+    h, spacing, after = autocast(fun, POLICIES[half])(W)
+    np.testing.assert_array_equal(spacing, jnp.spacing(h))
+    np.testing.assert_array_equal(after, jnp.nextafter(h, jnp.inf))
+
+
+@BOTH
+@pytest.mark.parametrize("zero", [0, 0.0, 3])
+def test_an_integer_is_a_number_like_any_other(half: str, zero: Any) -> None:
+    def fun(w):
+        return jnp.where(X[:, :8] > 0, X @ w, zero) @ V
+
+    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W)
+    (select,) = jaxprs.equations(jaxpr, "select_n")
+    assert select.outvars[0].aval.dtype == DTYPES[half]
+    expected = fun(W)
+    assert error(autocast(fun, POLICIES[half])(W), expected) < 2**-7
+
+
+@BOTH
+def test_an_integer_that_half_does_not_hold_is_float32(half: str) -> None:
+    def fun(w, n):
+        return jnp.where(X[:, :8] > 0, X @ w, 4097), jnp.where(X[:, :8] > 0, X @ w, n)
+
+    fixed, given = autocast(fun, POLICIES[half])(W, 4099)
+    assert jnp.max(fixed) == 4097 and jnp.max(given) == 4099
+
+
+@BOTH
+def test_moves_of_half_values_are_half(half: str) -> None:
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def fun(w):
+        h = (X @ w).at[0].set(0.0)
+        h = lax.with_sharding_constraint(jax.device_put(h), rows)
+        return h @ V
+
+    moves = "scatter", "device_put", "sharding_constraint"
+    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W)
+    found = jaxprs.equations(jaxpr, *moves)
+    assert {eqn.primitive.name for eqn in found} == set(moves)
+    assert {eqn.outvars[0].aval.dtype for eqn in found} == {jnp.dtype(DTYPES[half])}

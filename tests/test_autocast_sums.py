@@ -1,0 +1,416 @@
+"""Gradients are sums: of what is broadcast, repeated, gathered or used many times.
+
+With operands of one sign: terms of random signs nearly cancel, and hide that a sum of
+half numbers has stopped growing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from autocast_corpus.program import DTYPES, POLICIES
+from flax import nnx
+from jax import lax
+
+import jmp_lite as jmp
+from jmp_lite import linen as jmp_linen
+from jmp_lite import nnx as jmp_nnx
+from jmp_lite.autocast import autocast, sums_in_float32
+
+ROWS, WIDTH = 2048, 8
+SCALE = 2.0**12  # of the loss: float16 has no room for gradients of a mean
+
+
+def uniform(seed: int, *shape: int) -> jax.Array:
+    return jax.random.uniform(jax.random.key(seed), shape, jnp.float32)
+
+
+X, W = uniform(0, ROWS, WIDTH), uniform(1, WIDTH, WIDTH) / WIDTH
+V, FEW = uniform(2, WIDTH) / WIDTH, uniform(3, 4, WIDTH)
+INDICES = jnp.asarray(np.random.default_rng(0).integers(0, 4, ROWS))
+
+# Name -> a function of what is differentiated, and that.
+PROGRAMS: dict[str, tuple[Callable[[Any], jax.Array], Any]] = {}
+
+
+def program(argument: Any) -> Callable[[Any], Any]:
+    def add(fun):
+        PROGRAMS[fun.__name__] = fun, argument
+        return fun
+
+    return add
+
+
+ONE = jnp.ones([])
+
+
+@program(ONE)
+def scalar_times(s):
+    return (X @ W) * s @ V
+
+
+@program(ONE)
+def scalar_plus(s):
+    return ((X @ W) + s) @ V
+
+
+@program(ONE)
+def scalar_minus(s):
+    return (s - X @ W) @ V
+
+
+@program(ONE)
+def divided_by_scalar(s):
+    return (X @ W) / s @ V
+
+
+@program(ONE)
+def scalar_divided(s):
+    return (s / (1.0 + X @ W)) @ V
+
+
+@program(ONE)
+def maximum_of_scalar(s):
+    return jnp.maximum(X @ W, s) @ V
+
+
+@program(ONE)
+def chosen_scalar(s):
+    return jnp.where(X > 0.5, X @ W, s) @ V
+
+
+@program(jnp.ones(3))
+def indexed_scalars(s):
+    h = X @ W
+    for i in range(3):
+        h = h + s[i] * jax.nn.relu(h @ W)
+    return h @ V
+
+
+@program(ONE)
+def scalar_in_jit(s):
+    return jax.jit(lambda h, s: h * s)(X @ W, s) @ V
+
+
+@program(ONE)
+def scalar_in_vmap(s):
+    return jax.vmap(lambda s, x: (x @ W) * s @ V, (None, 0))(s, X)
+
+
+@program(ONE)
+def scalar_in_remat(s):
+    return jax.checkpoint(lambda s: (X @ W) * s @ V)(s)
+
+
+@program(ONE)
+def scalar_in_cond(s):
+    h = X @ W
+    return lax.cond(h[0, 0] > 0, lambda h: h * s, lambda h: h - s, h) @ V
+
+
+@program(ONE)
+def scalar_in_scan(s):
+    return lax.scan(lambda c, x: (c, (x @ W) * s @ V), 0.0, X.reshape(4, -1, WIDTH))[1]
+
+
+@program(jnp.float32(0.25))
+def leaky_relu(s):
+    h = (X - 0.75) @ W
+    return jnp.where(h >= 0, h, s * h) @ V
+
+
+@program(jnp.ones((1, WIDTH)))
+def scale_of_channels(s):
+    return (X @ W) * s @ V
+
+
+@program(jnp.zeros((1, WIDTH)))
+def bias(b):
+    return jax.nn.relu(X @ W + b) @ V
+
+
+@program(FEW)
+def gather(h):
+    return jax.nn.relu((h @ W)[INDICES]) @ V
+
+
+@program(FEW)
+def take(h):
+    return jax.nn.relu(jnp.take(h @ W, INDICES, axis=0)) @ V
+
+
+@program(FEW)
+def take_along_axis(h):
+    indices = jnp.broadcast_to(INDICES[:, None], (ROWS, WIDTH))
+    return jax.nn.relu(jnp.take_along_axis(h @ W, indices, 0)) @ V
+
+
+@program(FEW)
+def star_graph(h):
+    return jax.ops.segment_sum((h @ W)[INDICES], jnp.arange(ROWS) % 5, 5) @ V
+
+
+@program(FEW[:1])
+def tile(h):
+    return jax.nn.relu(jnp.tile(h @ W, (ROWS, 1))) @ V
+
+
+@program(FEW[:1])
+def repeat(h):
+    return jax.nn.relu(jnp.repeat(h @ W, ROWS, 0)) @ V
+
+
+@program(FEW[:1])
+def broadcast_to(h):
+    return jax.nn.relu(jnp.broadcast_to(h @ W, (ROWS, WIDTH))) @ V
+
+
+@program(FEW[:1])
+def concatenated_with_itself(h):
+    return jax.nn.relu(jnp.concatenate([h @ W] * 600)) @ V
+
+
+@program(uniform(4, 330, WIDTH))
+def overlapping_slices(h):
+    h = h @ W
+    return jax.nn.relu(jnp.stack([h[i : i + 30] for i in range(300)])) @ V
+
+
+@program(FEW)
+def overlapping_slices_of_a_map(h):
+    h = h @ W
+    return jax.vmap(lambda i: lax.dynamic_slice_in_dim(h, i // 2, 2, 0) @ V)(INDICES)
+
+
+@program(FEW[:1])
+def row_of_context(h):
+    return jax.nn.relu(X @ W + h @ W) @ V
+
+
+@program(FEW[:1])
+def row_of_context_times(h):
+    return (X @ W) * (h @ W) @ V
+
+
+@program(FEW[0])
+def context_in_vmap(h):
+    return jax.vmap(lambda x: jax.nn.relu(x @ W + h @ W) @ V)(X)
+
+
+@program(FEW[:1])
+def context_in_scan(h):
+    h = h @ W
+
+    def step(total, x):
+        return total + jnp.mean(jax.nn.relu(x @ W + h) @ V), None
+
+    return lax.scan(step, 0.0, X.reshape(-1, 4, WIDTH))[0] * (4 / ROWS)
+
+
+@program(FEW[:1])
+def equal_maxima(h):
+    return jnp.max(jnp.tile(h @ W, (ROWS, 1)), 0) @ V
+
+
+@program(jnp.ones((40, WIDTH)))
+def windows_that_overlap(h):
+    return lax.reduce_window(h @ W, -jnp.inf, lax.max, (30, 1), (1, 1), "SAME") @ V
+
+
+@program(jnp.ones([]))
+def padding(s):
+    return jnp.pad((X * s) @ W, ((ROWS, 0), (0, 0)), constant_values=s) @ V
+
+
+def gradient(fun: Any, argument: Any) -> jax.Array:
+    grad = jax.grad(lambda a: SCALE * jnp.mean(fun(a)))
+    return jax.jit(grad)(argument) / SCALE
+
+
+def error(found: Any, expected: Any) -> float:
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@functools.cache
+def exact(name: str) -> np.ndarray:
+    """Return the gradient in float64."""
+    fun, argument = PROGRAMS[name]
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        return np.asarray(gradient(fun, np.asarray(argument, np.float64)))
+
+
+BOTH = pytest.mark.parametrize("half", POLICIES)
+
+
+@BOTH
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_of_one_sign_are_summed_in_float32(name: str, half: str) -> None:
+    fun, argument = PROGRAMS[name]
+    found = gradient(autocast(fun, POLICIES[half]), argument)
+    assert error(found, exact(name)) < 2 * float(jnp.finfo(DTYPES[half]).eps)
+    assert not jaxprs.half_sums(
+        jaxprs.trace(_grad(autocast(fun, POLICIES[half])), argument)
+    )
+    assert not jaxprs.half_sums(
+        jaxprs.trace(autocast(_grad(fun), POLICIES[half]), argument)
+    )
+
+
+def _grad(fun: Any) -> Any:
+    return jax.grad(lambda a: jnp.mean(fun(a)))
+
+
+def test_a_sum_of_scaled_gradients_does_not_overflow_float16() -> None:
+    scale, (fun, argument) = 2.0**20, PROGRAMS["scalar_times"]
+    grad = jax.grad(lambda s: scale * jnp.mean(autocast(fun, "mixed_float16")(s)))
+    found = jax.jit(grad)(argument)
+    assert found > 65504
+    assert error(found / scale, exact("scalar_times")) < 2**-9
+
+
+def test_a_loop_keeps_a_scale_of_channels_as_it_is_for_the_backward_pass() -> None:
+    def loss(scales, x):
+        def layer(x, scale):
+            return (x @ W) * scale[None], None
+
+        return jnp.sum(lax.scan(layer, x, scales)[0])
+
+    def kept(fun):
+        (forward, _) = jaxprs.equations(jaxprs.trace(jax.grad(fun), SCALES, X), "scan")
+        return sum(v.aval.size * v.aval.dtype.itemsize for v in forward.outvars)
+
+    by_hand = kept(lambda s, x: loss(s, x))
+    assert kept(autocast(loss, "mixed_bfloat16")) <= by_hand / 2 + X.nbytes
+
+
+SCALES = jnp.ones((6, WIDTH))
+
+
+# Code that is half without autocast.
+
+
+@jax.custom_jvp
+def doubled(x: jax.Array, rows: jax.Array) -> jax.Array:
+    return 2 * x[rows]
+
+
+@doubled.defjvp
+def _doubled_jvp(primals: Any, tangents: Any) -> Any:
+    (x, rows), (x_dot, _) = primals, tangents
+    return doubled(x, rows), 2 * x_dot[rows]
+
+
+def by_hand(table: Any, bias: Any, dtype: Any) -> Any:
+    """Return a loss whose gradients are sums: of rows, over rows, in a rule."""
+    table, x = table.astype(dtype), X.astype(dtype)
+    h = jax.nn.relu(x @ W.astype(dtype) + bias.astype(dtype).reshape(1, -1))
+    h = h + table[INDICES] + doubled(table, INDICES)
+    return SCALE * jnp.mean((h @ V.astype(dtype)).astype(jnp.float32))
+
+
+@BOTH
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_sums_in_float32_of_code_cast_by_hand(half: str, wrap: Any) -> None:
+    args, dtype = (FEW, jnp.zeros(WIDTH)), DTYPES[half]
+    expected = jax.grad(by_hand, (0, 1))(*args, jnp.float32)
+
+    def loss(table, bias):
+        return wrap(lambda table, bias: by_hand(table, bias, dtype))(table, bias)
+
+    plain, better = (
+        jax.jit(jax.grad(fun, (0, 1)))(*args) for fun in (loss, sums_in_float32(loss))
+    )
+    eps = float(jnp.finfo(dtype).eps)
+    assert max(map(error, better, expected)) < eps
+    assert max(map(error, plain, expected)) > 4 * eps
+    np.testing.assert_array_equal(loss(*args), sums_in_float32(loss)(*args))
+    assert not jaxprs.half_sums(jaxprs.trace(jax.grad(sums_in_float32(loss)), *args))
+
+
+def test_a_loop_over_half_constants_sums_their_gradient_in_float32() -> None:
+    def loss(context):
+        context = context.astype(jnp.bfloat16)
+
+        def step(total, x):
+            h = x.astype(jnp.bfloat16) + context
+            return total + jnp.mean(h.astype(jnp.float32)) / ROWS, None
+
+        return lax.scan(step, jnp.float32(0), X)[0]
+
+    context = jnp.zeros(WIDTH)
+    assert error(jax.grad(loss)(context), np.full(WIDTH, 1 / WIDTH)) > 0.1
+    found = jax.grad(sums_in_float32(loss))(context)
+    assert error(found, np.full(WIDTH, 1 / WIDTH)) < 1e-6
+
+
+def test_sums_in_float32_wants_a_function() -> None:
+    with pytest.raises(TypeError, match="sums_in_float32 expects a function, got 3"):
+        sums_in_float32(3)  # pyright: ignore[reportArgumentType]
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, rows):
+        h = nn.Embed(4, WIDTH)(rows) + nn.Dense(WIDTH)(x)
+        return nn.Dense(1)(nn.PReLU()(h - 0.5))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(4, WIDTH, rngs=rngs)
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.slope = nnx.Param(jnp.float32(0.01))
+        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x, rows):
+        h = self.embed(rows) + self.first(x) - 0.5
+        return self.last(jnp.where(h > 0, h, self.slope[...] * h))
+
+
+def _linen_gradients(policy: str) -> Any:
+    model = jmp_linen.with_policy(LinenNet(), policy)
+    params = model.init(jax.random.key(0), X, INDICES)
+    return jax.grad(lambda p: SCALE * jnp.mean(model.apply(p, X, INDICES))), params
+
+
+def _nnx_gradients(policy: str) -> Any:
+    graphdef, params = nnx.split(jmp_nnx.with_policy(NnxNet(), policy))
+
+    def loss(params):
+        return SCALE * jnp.mean(nnx.merge(graphdef, params)(X, INDICES))
+
+    return jax.grad(loss), params
+
+
+@BOTH
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("make", [_linen_gradients, _nnx_gradients])
+def test_gradients_under_with_policy_are_summed_in_float32(
+    make: Any, half: str
+) -> None:
+    grad, params = make(POLICIES[half])
+    found, expected = jax.jit(grad)(params), jax.jit(make("full")[0])(params)
+    errors = jax.tree.map(error, found, expected)
+    assert max(jax.tree.leaves(errors)) < 4 * float(jnp.finfo(DTYPES[half]).eps), errors
+    assert not jaxprs.half_sums(jaxprs.trace(grad, params))
+
+
+def test_a_policy_that_casts_by_hand_gets_the_same() -> None:
+    policy = jmp.get_policy("mixed_bfloat16")
+
+    @sums_in_float32
+    def loss(params):
+        params, x = policy.cast_to_compute((params, X))
+        h = jax.nn.relu(x @ params["w"] + params["b"][None])
+        return policy.cast_to_output(jnp.mean(h))
+
+    params = {"w": W, "b": jnp.zeros(WIDTH)}
+    assert not jaxprs.half_sums(jaxprs.trace(jax.grad(loss), params))

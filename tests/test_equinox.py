@@ -1,0 +1,233 @@
+"""equinox models: gradients, train steps, autocast, casts."""
+
+from typing import Any
+
+import bitwise
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxprs
+import optax
+import pytest
+
+from jmp_lite import (
+    DynamicLossScale,
+    PolicyMap,
+    StaticLossScale,
+    autocast,
+    get_policy,
+    scale_aware,
+    scaled_grad,
+    scaled_value_and_grad,
+    select_tree,
+)
+
+pytestmark = pytest.mark.standard_promotion  # equinox' layers promote
+
+SCALE = 1024.0
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (8, 4))
+filtered: Any = {
+    "loss_scale": StaticLossScale(SCALE),
+    "value_and_grad": eqx.filter_value_and_grad,
+}
+
+
+class Net(eqx.Module):
+    """Arrays, functions, strings and statistics."""
+
+    mlp: eqx.nn.MLP
+    norm: eqx.nn.BatchNorm
+    dropout: eqx.nn.Dropout
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, last = jax.random.split(key)
+        self.mlp = eqx.nn.MLP(4, 8, 8, 1, key=first)
+        self.norm = eqx.nn.BatchNorm(8, axis_name="batch", mode="batch")
+        self.dropout = eqx.nn.Dropout(0.5)
+        self.last = eqx.nn.Linear(8, 1, key=last)
+
+    def __call__(self, x, state, key):
+        x, state = self.norm(self.mlp(x), state)
+        return self.last(self.dropout(jax.nn.relu(x), key=key)), state
+
+
+def mlp() -> eqx.nn.MLP:
+    return eqx.nn.MLP(4, 1, 8, 1, key=KEY)
+
+
+def mlp_loss(model, x, power=2):
+    return jnp.mean((jax.vmap(model)(x) - 1.0) ** power)
+
+
+def loss(model, state, x):
+    run = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
+    out, state = run(x, state, jax.random.split(KEY, len(x)))
+    return jnp.mean((out.astype(jnp.float32) - 1.0) ** 2), state
+
+
+def times_scale(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x * SCALE, tree)
+
+
+# Gradients.
+
+
+def test_all_is_that_of_filter_value_and_grad_times_the_scale():
+    model, state = eqx.nn.make_with_state(Net)(KEY)
+    ours = scaled_value_and_grad(loss, has_aux=True, **filtered)(model, state, X)
+    plain = eqx.filter_value_and_grad(loss, has_aux=True)(model, state, X)
+    ((value, aux), grads), ((expected_value, expected_aux), expected) = ours, plain
+    assert (value.dtype, float(value)) == (jnp.float32, float(expected_value))
+    assert bitwise.raw_bits(aux) == bitwise.raw_bits(expected_aux)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    assert grads.mlp.activation is None
+    grads, aux = scaled_grad(loss, has_aux=True, **filtered)(model, state, X)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    assert bitwise.raw_bits(aux) == bitwise.raw_bits(expected_aux)
+
+
+def test_without_aux_and_with_keywords():
+    value, grads = scaled_value_and_grad(mlp_loss, **filtered)(mlp(), x=X, power=4)
+    expected_value, expected = eqx.filter_value_and_grad(mlp_loss)(mlp(), X, power=4)
+    assert float(value) == float(expected_value)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+
+
+def test_argnums_are_refused_in_the_words_of_equinox():
+    with pytest.raises(ValueError, match="`argnums` should not be passed"):
+        scaled_grad(mlp_loss, argnums=1, **filtered)
+
+
+@pytest.mark.parametrize("transform", [scaled_value_and_grad, scaled_grad])
+def test_the_functions_in_a_model_send_to_the_transformation_of_equinox(transform):
+    fun = transform(mlp_loss, loss_scale=StaticLossScale(SCALE))
+    expected = (
+        r"jax\.value_and_grad got <.*> to differentiate \(argument 0, at "
+        r"'activation'\), which has no gradient.* pass "
+        r"value_and_grad=equinox\.filter_value_and_grad"
+    )
+    with pytest.raises(TypeError, match=expected):
+        fun(mlp(), X)
+
+
+# Train steps.
+
+
+def cast_loss(policy: Any) -> Any:
+    def fun(model, state, x):
+        model, x = policy.cast_to_compute((model, x))
+        return loss(model, state, x)
+
+    return fun
+
+
+def autocast_loss(policy: Any) -> Any:
+    def fun(model, state, x):
+        arrays, rest = eqx.partition(model, eqx.is_array)
+
+        def of_arrays(arrays, state, x):
+            return loss(eqx.combine(arrays, rest), state, x)
+
+        return autocast(of_arrays, policy)(arrays, state, x)
+
+    return fun
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("to_half", [cast_loss, autocast_loss])
+def test_a_train_step_and_one_that_is_skipped(half, to_half):
+    tx: Any = scale_aware(optax.adam(0.02), DynamicLossScale(2.0**10))
+    loss_fn = to_half(get_policy(f"mixed_{half}"))
+    traces: list[int] = []
+    skipped: Any
+
+    @eqx.filter_jit
+    def step(model, state, opt_state, x):
+        traces.append(1)
+        fun = scaled_value_and_grad(
+            loss_fn,
+            loss_scale=opt_state,
+            has_aux=True,
+            value_and_grad=eqx.filter_value_and_grad,
+        )
+        (value, new_state), grads = fun(model, state, x)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        state = select_tree(opt_state.grads_finite, new_state, state)
+        return eqx.apply_updates(model, updates), state, opt_state, value
+
+    model, state = eqx.nn.make_with_state(Net)(KEY)
+    opt_state: Any = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    losses = []
+    for _ in range(10):
+        model, state, opt_state, value = step(model, state, opt_state, X)
+        losses.append(float(value))
+    assert losses[-1] < losses[0] / 2
+    assert {x.dtype for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))} == {
+        jnp.dtype(jnp.float32)
+    }
+    skipped = step(model, state, opt_state, X.at[0, 0].set(jnp.inf))
+    assert len(traces) == 1
+    assert int(skipped[2].skipped_steps) == 1
+    before = eqx.filter((model, state), eqx.is_array)
+    after = eqx.filter((skipped[0], skipped[1]), eqx.is_array)
+    assert bitwise.raw_bits(after) == bitwise.raw_bits(before)
+
+
+# Autocast.
+
+
+def test_autocast_takes_a_model_with_functions_in_it():
+    low = autocast(mlp_loss, "mixed_bfloat16")
+    params, rest = eqx.partition(mlp(), eqx.is_array)
+    found = jaxprs.dtypes_of_products(
+        lambda params: low(eqx.combine(params, rest), X), params
+    )
+    assert {dtypes[:2] for dtypes in found} == {("bfloat16",) * 2}
+    value, grads = scaled_value_and_grad(low, **filtered)(mlp(), X)
+    expected_value, expected = eqx.filter_value_and_grad(mlp_loss)(mlp(), X)
+    assert float(value) == pytest.approx(float(expected_value), rel=0.02)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=0.1, atol=20.0)
+
+
+def test_autocast_of_a_model_with_strings_in_it_says_the_way():
+    model, state = eqx.nn.make_with_state(Net)(KEY)
+    with pytest.raises(TypeError, match="got 'batch' as its argument") as error:
+        autocast(loss, "mixed_bfloat16")(model, state, X)
+    text = str(error.value)
+    assert "(arrays, rest = equinox.partition(model, equinox.is_array))" in text
+    assert "equinox.combine(arrays, rest)" in text
+    arrays, rest = eqx.partition(model, eqx.is_array)  # as it says
+
+    def fun(arrays, state, x):
+        return loss(eqx.combine(arrays, rest), state, x)
+
+    low = autocast(fun, "mixed_bfloat16")
+    found = jaxprs.dtypes_of_products(low, arrays, state, X)
+    assert {dtypes[:2] for dtypes in found} == {("bfloat16",) * 2}
+    _, new_state = low(arrays, state, X)
+    assert bitwise.avals(new_state) == bitwise.avals(loss(model, state, X)[1])
+
+
+# Casts.
+
+
+def test_a_policy_casts_the_arrays_of_a_model():
+    model, _ = eqx.nn.make_with_state(Net)(KEY)
+    half = get_policy("mixed_float16").cast_to_compute(model)
+    assert half.mlp.layers[0].weight.dtype == jnp.float16
+    assert half.mlp.activation is model.mlp.activation
+    assert half.norm.axis_name == "batch"
+    assert type(half) is Net
+
+
+def test_a_policy_map_goes_by_the_fields_of_a_model():
+    policy = PolicyMap("mixed_bfloat16", {"mlp/layers/1/.*|norm/.*": "full"})
+    model, _ = eqx.nn.make_with_state(Net)(KEY)
+    half: Any = policy.cast_to_compute(model)
+    assert half.mlp.layers[0].weight.dtype == half.last.bias.dtype == jnp.bfloat16
+    assert half.mlp.layers[1].bias.dtype == half.norm.weight.dtype == jnp.float32

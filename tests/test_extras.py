@@ -1,0 +1,217 @@
+"""A library that is not installed is named, with the command that installs it.
+
+What is imported is tried in a process of its own, in which the library cannot be found.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jmp_lite
+from jmp_lite import extras
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(jmp_lite.__file__).parent
+
+# Its finder stands before all others, so the libraries look as if they were not there.
+_HIDE = """
+import json, sys
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hide())
+"""
+_TRY = """
+def error_of(statement):
+    try:
+        exec(statement, globals())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+print(json.dumps([error_of(statement) for statement in json.loads(sys.argv[1])]))
+"""
+
+
+def run_without(
+    hidden: set[str], code: str, *args: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", _HIDE.format(hidden=hidden) + code, *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def errors_without(hidden: set[str], *statements: str) -> list[str | None]:
+    """Return what each statement raises where libraries are missing, or None."""
+    result = run_without(hidden, _TRY, json.dumps(statements))
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def says(library: str, extra: str) -> str:
+    command = f'pip install "jmp-lite[{extra}]"'
+    return f"ModuleNotFoundError: {library} is not installed: {command}"
+
+
+def test_nothing_is_missed_where_everything_is_there():
+    statements = "import jmp_lite.linen, jmp_lite.nnx", "import jmp_lite.checkpoint"
+    assert errors_without(set(), *statements) == [None, None]
+
+
+def test_flax_is_asked_for():
+    statements = [
+        "import jmp_lite.linen",
+        "from jmp_lite.nnx import TrainState",
+        "import jmp_lite.linen.modules",
+    ]
+    assert errors_without({"flax"}, *statements) == [says("flax", "flax")] * 3
+
+
+def test_orbax_is_asked_for():
+    (error,) = errors_without({"orbax"}, "from jmp_lite import checkpoint")
+    assert error == says("orbax", "checkpoint")
+
+
+_REPORTS = """
+import jax.numpy as jnp, jmp_lite as jmp
+from jmp_lite.numerics import dry_run, lint, tree_stats
+x = jnp.ones((2, 2), jnp.float32)
+explained = jmp.explain(jnp.dot, "mixed_float16")(x, x)
+dry = dry_run(jnp.dot, "mixed_float16")(x, x)
+linted = lint(jnp.dot, "mixed_float16")(x, x)
+stats = tree_stats({"w": x}, "f16")
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "statements"),
+    [
+        (
+            "rich",
+            [
+                *(
+                    f"{name}.table()"
+                    for name in ("explained", "dry", "linted", "stats")
+                ),
+                "from jmp_lite import module_policies as m; m.Explanation(()).table()",
+                "from jmp_lite import doctor; doctor.Diagnosis.render(None)",
+            ],
+        ),
+        (
+            "matplotlib",
+            [
+                *("dry.plot()", "dry.heat_map()", "stats.plot()"),
+                "from jmp_lite.numerics.plot import plot_histograms",
+            ],
+        ),
+    ],
+)
+def test_tables_and_figures_ask_for_their_library(library, statements):
+    first, *errors = errors_without({library}, _REPORTS, *statements)
+    assert first is None  # what makes the reports needs neither
+    assert errors == [says(library, "numerics")] * len(statements)
+
+
+@pytest.mark.parametrize("library", ["typer", "rich"])
+def test_the_command_line_asks_without_a_traceback(library):
+    code = "import runpy; runpy.run_module('jmp_lite', run_name='__main__')"
+    result = run_without({library}, code, "doctor")
+    assert result.returncode == 1
+    assert result.stderr == says(library, "numerics").partition(": ")[2] + "\n"
+
+
+_EXAMPLES = ("digits", "find_the_overflow", "multihost", "resnet", "transformer")
+_BENCHMARKS = ("autocast_trace", "convergence", "step_overhead", "train_step")
+
+
+@pytest.mark.parametrize("library", ["flax", "mlxtend"])
+def test_examples_and_benchmarks_ask_for_what_they_need(library):
+    statements = [
+        *(f"import examples.{name}" for name in _EXAMPLES),
+        *(f"import benchmarks.{name}" for name in (*_BENCHMARKS, "tree_stats")),
+    ]
+    found = errors_without({library}, *statements)
+    assert found == [says(library, "examples")] * len(statements)
+
+
+@pytest.mark.parametrize(("library", "extra"), [("flax", "flax"), ("rich", "numerics")])
+def test_what_is_compiled_needs_fewer_extras(library, extra):
+    statements = "import benchmarks.programs", "import benchmarks.memory"
+    hidden = {library, "mlxtend", "orbax"}
+    assert errors_without(hidden, *statements) == [says(library, extra)] * 2
+
+
+def test_what_is_compiled_needs_no_data_and_no_checkpoints():
+    statements = "import benchmarks.programs", "import benchmarks.memory"
+    assert errors_without({"mlxtend", "orbax"}, *statements) == [None, None]
+
+
+def test_what_an_extra_does_not_install_is_not_blamed_on_it():
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'no_such'$"):
+        with extras.needed("flax"):
+            import no_such  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+
+def test_the_extras_are_those_of_the_project():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]["optional-dependencies"]
+
+    def modules(extra: str) -> set[str]:
+        found = set()
+        for wanted in project[extra]:
+            name, _, others = wanted.partition(">")[0].rstrip("]").partition("[")
+            inner = [modules(other) for other in others.split(",") if other]
+            found |= set.union(*inner) if inner else {name.replace("-", ".")}
+        return found
+
+    for extra, libraries in extras.LIBRARIES.items():
+        assert modules(extra) == set(libraries)
+
+
+def unguarded(source: str) -> list[str]:
+    """Name what a source imports from optional libraries outside of `needed`."""
+    optional = {name.partition(".")[0] for n in extras.LIBRARIES.values() for name in n}
+    found = []
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.With) and "extras.needed(" in ast.unparse(
+            node.items[0]
+        ):
+            return
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            names = []
+        found.extend(n for n in names if n.partition(".")[0] in optional)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(source))
+    return found
+
+
+def test_no_import_of_an_optional_library_is_forgotten():
+    # Their `__init__` asks for all of the package; `attention` is theirs alone.
+    guarded = {"linen", "nnx", "checkpoint", "attention.py"}
+    found = {
+        str(path.relative_to(PACKAGE)): unguarded(path.read_text())
+        for path in PACKAGE.rglob("*.py")
+        if not guarded & set(path.relative_to(PACKAGE).parts)
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+    for package in ("linen", "nnx", "checkpoint"):
+        source = (PACKAGE / package / "__init__.py").read_text()
+        assert "extras.needed(" in source
+
+
+def test_a_forgotten_import_is_seen():
+    assert unguarded("def f():\n  from rich.table import Table") == ["rich.table"]
+    assert unguarded("with extras.needed('flax'):\n  import flax") == []

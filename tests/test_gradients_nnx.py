@@ -1,0 +1,279 @@
+"""Scaled gradients of nnx modules: what nnx.value_and_grad does, times the scale."""
+
+from typing import Any
+
+import bitwise
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmp_lite.nnx
+from jmp_lite import (
+    DynamicLossScale,
+    StaticLossScale,
+    check_progress,
+    get_loss_scale,
+    metrics,
+    scale_aware,
+    scaled_grad,
+    scaled_value_and_grad,
+)
+
+pytestmark = pytest.mark.standard_promotion  # flax's layers promote
+
+SCALE = 1024.0
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+
+
+class Model(nnx.Module):
+    """Parameters, batch statistics and a random stream."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.first(x)))
+        return self.last(self.dropout(x))
+
+
+def make(half: str | None = None) -> Any:
+    model = Model(nnx.Rngs(0))
+    return model if half is None else jmp_lite.nnx.with_policy(model, f"mixed_{half}")
+
+
+def loss(model, x, power=2):
+    out = model(x)
+    return jnp.mean((out - 1.0) ** power), {"out": out, "n": 3}
+
+
+def loss_alone(model, x, power=2):
+    return loss(model, x, power=power)[0]
+
+
+def state_of(model: Any) -> Any:
+    return bitwise.raw_bits(nnx.state(model))
+
+
+def times_scale(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x * SCALE, tree)
+
+
+nnx_value_and_grad: Any = {
+    "loss_scale": StaticLossScale(SCALE),
+    "value_and_grad": nnx.value_and_grad,
+}
+
+
+@pytest.mark.parametrize("half", [None, "bfloat16"])
+def test_all_is_that_of_nnx_value_and_grad_times_the_scale(half):
+    """Values, aux, gradients; statistics and random streams of the model."""
+    ours, plain = make(half), make(half)
+    for _ in range(2):
+        (value, aux), grads = scaled_value_and_grad(
+            loss, has_aux=True, **nnx_value_and_grad
+        )(ours, X)
+        (expected_value, expected_aux), expected = nnx.value_and_grad(
+            loss, has_aux=True
+        )(plain, X)
+        assert value.dtype == jnp.float32
+        assert bitwise.raw_bits((value, aux)) == bitwise.raw_bits(
+            (expected_value, expected_aux)
+        )
+        assert isinstance(grads, nnx.State)
+        chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+        assert state_of(ours) == state_of(plain)
+    norm = (ours if half is None else ours.model).norm
+    assert bool(norm.mean[...].any())
+
+
+def test_without_aux_and_with_keywords():
+    ours, plain = make(), make()
+    value, grads = scaled_value_and_grad(loss_alone, **nnx_value_and_grad)(
+        ours, x=X, power=4
+    )
+    expected_value, expected = nnx.value_and_grad(loss_alone)(plain, x=X, power=4)
+    assert float(value) == float(expected_value)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    assert state_of(ours) == state_of(plain)
+
+
+def test_scaled_grad_is_the_second_half():
+    ours, plain = make(), make()
+    grads, aux = scaled_grad(loss, has_aux=True, **nnx_value_and_grad)(ours, X)
+    expected, expected_aux = nnx.grad(loss, has_aux=True)(plain, X)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    assert bitwise.raw_bits(aux) == bitwise.raw_bits(expected_aux)
+    assert state_of(ours) == state_of(plain)
+    grads = scaled_grad(loss_alone, **nnx_value_and_grad)(make(), X)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "argnums",
+    [
+        1,
+        (0, 1),
+        nnx.DiffState(0, nnx.PathContains("last")),
+        (1, nnx.DiffState(0, nnx.Param)),
+    ],
+    ids=str,
+)
+def test_argnums_are_those_of_nnx(argnums):
+    ours, plain = make(), make()
+    grads = scaled_grad(loss_alone, argnums=argnums, **nnx_value_and_grad)(ours, X)
+    expected = nnx.grad(loss_alone, argnums=argnums)(plain, X)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+
+
+def test_two_models_in_one_loss():
+    def both(first, second, x):
+        return loss_alone(first, x) + loss_alone(second, x)
+
+    ours, plain = (make(), make()), (make(), make())
+    grads = scaled_grad(both, argnums=(0, 1), **nnx_value_and_grad)(*ours, X)
+    expected = nnx.grad(both, argnums=(0, 1))(*plain, X)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    assert state_of(ours[1]) == state_of(plain[1])
+
+
+def test_a_half_loss_is_reported_in_float32():
+    def half_loss(model, x):
+        return loss_alone(model, x).astype(jnp.float16)
+
+    value, grads = scaled_value_and_grad(half_loss, **nnx_value_and_grad)(make(), X)
+    assert value.dtype == jnp.float32
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
+
+
+# With nnx.Optimizer.
+
+
+def make_step(traces: list[int] | None = None) -> Any:
+    @nnx.jit
+    def step(model, optimizer, x):
+        if traces is not None:
+            traces.append(1)
+        fun = scaled_value_and_grad(
+            loss_alone,
+            loss_scale=optimizer.opt_state,
+            value_and_grad=nnx.value_and_grad,
+        )
+        value, grads = fun(model, x)
+        optimizer.update(model, grads, value=value)
+        return value
+
+    return step
+
+
+def optimizer_of(model: Any, scale: float = 2.0**10) -> nnx.Optimizer:
+    tx = scale_aware(optax.adam(0.02), DynamicLossScale(scale, period=3))
+    return nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("half", [None, "float16", "bfloat16"])
+def test_a_train_step_with_nnx_optimizer(half):
+    model, traces = make(half), []
+    optimizer, step = optimizer_of(model), make_step(traces)
+    inner = model if half is None else model.model
+    streams, losses = [], []
+    for _ in range(12):
+        losses.append(float(step(model, optimizer, X)))
+        streams.append(int(inner.dropout.rngs.count[...]))
+    assert len(traces) == 1
+    assert streams == list(range(1, 13))
+    assert float(jnp.abs(inner.norm.mean[...]).max()) > 0.01
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    assert int(optimizer.step[...]) == 12
+    loss_scale = get_loss_scale(optimizer.opt_state)
+    assert float(loss_scale.loss_scale) == 2.0**14
+    check_progress(optimizer.opt_state)
+
+
+def test_a_skipped_step_keeps_the_parameters_but_not_the_state_of_the_model():
+    """What docs/flax.md says of nnx.Optimizer, and TrainState does better."""
+    model = make("float16")
+    optimizer, step = optimizer_of(model), make_step()
+    step(model, optimizer, X)
+    before = bitwise.raw_bits(nnx.state(model, nnx.Param))
+    moments = bitwise.raw_bits(optimizer.opt_state.inner_state)
+    step(model, optimizer, 1e6 * X)
+    assert bitwise.raw_bits(nnx.state(model, nnx.Param)) == before
+    assert bitwise.raw_bits(optimizer.opt_state.inner_state) == moments
+    found = {name: x.item() for name, x in metrics(optimizer.opt_state).items()}
+    assert (found["skipped_steps"], found["grads_finite"]) == (1, False)
+    assert int(optimizer.step[...]) == 2
+    assert not bool(jnp.isfinite(model.model.norm.mean[...]).all())
+
+
+def test_the_loss_scale_of_an_optimizer_is_made_of_arrays():
+    """nnx.Optimizer keeps each of them in a variable."""
+    optimizer = optimizer_of(make())
+    for tree in (optimizer.opt_state, optimizer, {"opt": (optimizer, None)}):
+        loss_scale = get_loss_scale(tree)
+        assert jax.tree.structure(loss_scale) == jax.tree.structure(
+            DynamicLossScale(period=3)
+        )
+        assert isinstance(loss_scale.loss_scale, jax.Array)
+        assert float(loss_scale.adjust(False).loss_scale) == 2.0**9
+    static = nnx.Optimizer(
+        make(), scale_aware(optax.sgd(0.1), StaticLossScale(8.0)), wrt=nnx.Param
+    )
+    assert get_loss_scale(static.opt_state).loss_scale == 8.0
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("argnums", "args"),
+    [
+        (0, lambda model: (model, X)),
+        (1, lambda model: (X, model)),
+        ((0, 1), lambda model: (X, [{"model": model}])),
+        (-1, lambda model: (X, model)),
+    ],
+)
+@pytest.mark.parametrize("transform", [scaled_value_and_grad, scaled_grad])
+def test_a_module_that_would_lose_its_state_is_refused(transform, argnums, args):
+    fun = transform(
+        lambda *args: jnp.float32(0.0),
+        loss_scale=StaticLossScale(SCALE),
+        argnums=argnums,
+    )
+    with pytest.raises(TypeError) as error:
+        fun(*args(make()))
+    text = str(error.value)
+    assert text.startswith("jax.value_and_grad got an nnx module to differentiate")
+    assert "value_and_grad=nnx.value_and_grad" in text
+    assert "jmp_lite.nnx.TrainState" in text
+
+
+def test_a_module_that_is_not_differentiated_is_fine():
+    teacher = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    fun = scaled_grad(
+        lambda w, model: (w * model(X)).sum(), loss_scale=StaticLossScale(SCALE)
+    )
+    grad = fun(jnp.float32(1.0), teacher)
+    np.testing.assert_allclose(float(grad), SCALE * teacher(X).sum(), rtol=1e-5)
+
+
+def test_states_of_modules_are_differentiated_by_jax():
+    graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
+
+    def pure(params):
+        return loss_alone(nnx.merge(graphdef, params, rest, copy=True), X)
+
+    value, grads = scaled_value_and_grad(pure, loss_scale=StaticLossScale(SCALE))(
+        params
+    )
+    expected_value, expected = jax.value_and_grad(pure)(params)
+    assert float(value) == float(expected_value)
+    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)

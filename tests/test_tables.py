@@ -1,0 +1,184 @@
+"""Tables of figures are made from committed results, and these of committed code."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.common import contenders, measured_tables
+from benchmarks.common.committed import RESULTS, load
+from examples.common.results import COMMITTED, ROOT, git_revision
+
+# Results that are to be measured anew, by the commands in RESULTS: they are not there
+# yet, or are of code that was never committed. One that was measured leaves the list.
+TO_MEASURE = {
+    *("cpu/digits/results.json", "cpu/digits-autocast/results.json"),
+    *("cpu/resnet/results.json", "cpu/transformer/results.json"),
+    "cpu/transformer-with_policy/results.json",
+    *("cpu/step_overhead.json", "cpu/convergence.json", "cpu/train_step.json"),
+    *("cpu/autocast_trace.json", "cpu/tree_stats.json"),
+    *("h100-compiled/programs-ci.json", "a100-compiled/programs-ci.json"),
+    *("v100-compiled/programs-ci.json", "v5e-compiled/programs-ci.json"),
+    *("h100-compiled/programs-full.json", "v5e-compiled/programs-full.json"),
+    *("h100-compiled/memory.json", "v5e-compiled/memory.json"),
+}
+
+_TABLE = re.compile(r"(?:^\|.*\n)+", re.M)
+_FIGURE = re.compile(r"[-+]?\d[\d.,]*( ?[%×]| [A-Z]i?B)?( [/(].*)?")
+
+
+def git(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+
+
+def fault(name: str, revision: str, command: str) -> str:
+    """Return what is wrong with the code that a result names; "" if nothing is."""
+    if not re.fullmatch("[0-9a-f]{12}", revision):
+        return f"{name} is of {revision}, which is no commit"
+    if command != RESULTS[name]:
+        return f"{name} was measured by {command!r}, expected {RESULTS[name]!r}"
+    has_history = git_revision() and "true" not in (
+        git("rev-parse", "--is-shallow-repository").stdout
+    )
+    if has_history and git("merge-base", "--is-ancestor", revision, "HEAD").returncode:
+        return f"{name} is of {revision}, which is gone"
+    return ""
+
+
+def fault_of(name: str) -> str:
+    if not (COMMITTED / name).exists():
+        return f"there is no {name}: {RESULTS[name]}"
+    settings = load(name)["settings"]
+    return fault(name, settings["git"], settings.get("command", "no known command"))
+
+
+def has_figures(table: str) -> bool:
+    """Return whether a cell beside the first column is a figure."""
+    _, _, *rows = table.splitlines()
+    cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[1:]]
+    return any(_FIGURE.fullmatch(cell) for cell in cells)
+
+
+def without_marker(text: str) -> Iterator[str]:
+    """Yield the header of each table of figures that no marker says how to make."""
+    for table in _TABLE.finditer(text):
+        *_, above = text[: table.start()].splitlines() or [""]
+        if has_figures(table[0]) and not re.fullmatch(r"<!-- table: \S+ -->", above):
+            yield table[0].partition("\n")[0]
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
+def test_a_page_has_what_the_results_say(page):
+    text = page.read_text(encoding="utf-8")
+    assert list(without_marker(text)) == []
+    for match, made in tables.made_blocks(text):
+        what = f"{page.name}, {match[1]} {match[2]}: run `make tables`"
+        assert made is None or match[3] == made, what
+
+
+def test_every_table_is_on_a_page():
+    markers = re.compile("<!-- table: (.+) -->")
+    found = {m[1] for page in tables.PAGES for m in markers.finditer(page.read_text())}
+    assert found == set(tables.TABLES)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_is_of_committed_code(name):
+    found = fault_of(name)
+    if name in TO_MEASURE:
+        assert found, f"{name} is in order: take it off TO_MEASURE"
+    else:
+        assert not found
+
+
+def test_every_committed_result_has_a_command():
+    found = {str(path.relative_to(COMMITTED)) for path in COMMITTED.rglob("*.json")}
+    ignored = {name for name in found if name.endswith("/history.json")}
+    assert found - ignored <= set(RESULTS)
+    assert TO_MEASURE <= set(RESULTS)
+    with pytest.raises(KeyError, match="expected one of cpu/.* got 'cpu/no_such"):
+        load("cpu/no_such.json")
+
+
+# The checks can fail.
+
+
+def test_code_that_is_no_commit_of_this_branch_is_seen():
+    name = "cpu/tree_stats.json"
+    command = RESULTS[name]
+    head = git_revision()[:12] or "0123456789ab"
+    assert fault(name, head, command) == ""
+    assert "no commit" in fault(name, f"{head}-dirty", command)
+    assert "no commit" in fault(name, "", command)
+    assert f"expected '{command}'" in fault(name, head, command.replace("cpu", "gpu"))
+    gone = fault(name, "0" * 12, command)
+    assert bool(gone) == bool(git_revision())  # a copy of the sources has no history
+
+
+def test_a_table_without_a_result_is_seen():
+    table = "| model | loss |\n|---|---|\n| a | {} |\n"
+    for figure in ("1.5", "+0.27 %", "17.5 / 9.3", "1.78 (42)", "47.15 GB", "0.94×"):
+        assert list(without_marker(table.format(figure))) == ["| model | loss |"]
+        assert not list(without_marker(f"<!-- table: a -->\n{table.format(figure)}"))
+        assert list(without_marker(f"<!-- table: a -->\n\n{table.format(figure)}"))
+    for text in ("`f(1.0)`", "tf allow, apex 16", "norms of 2 squares", ""):
+        assert not list(without_marker(table.format(text)))
+
+
+def test_a_stale_block_is_written_anew_and_a_missing_result_leaves_it(monkeypatch):
+    old = "a\n\n<!-- table: {} -->\n| old |\n\n<!-- measured: {} -->\nold\n\nb\n"
+    there = old.format("tree_stats", "cpu/tree_stats.json")
+    new = tables.rewrite(there)
+    assert new.startswith("a\n\n<!-- table: tree_stats -->\n|  | without histogram |")
+    assert "\n\n<!-- measured: cpu/tree_stats.json -->\n*cpu, " in new
+    assert new.endswith(".*\n\nb\n") and "old" not in new
+    assert tables.rewrite(new) == new
+    missing = old.format("resnet", "cpu/resnet/results.json")
+
+    def nothing(name):
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(measured_tables, "load", nothing)
+    monkeypatch.setattr(tables, "load", nothing)
+    assert tables.rewrite(missing) == missing
+    with pytest.raises(KeyError, match="no_such"):
+        tables.rewrite(old.format("no_such", "cpu/tree_stats.json"))
+
+
+def _losses(scores: list[float]) -> dict:
+    runs = [
+        {"model": "", "policy": policy, "seed": seed, "validation_loss": score + seed}
+        for policy, score in zip(("float32", "mixed_float16"), scores, strict=True)
+        for seed in (0, 1)
+    ]
+    return {"settings": {"half_precision": "autocast"}, "runs": runs}
+
+
+def test_differences_are_those_of_means_and_of_seeds(monkeypatch):
+    monkeypatch.setattr(measured_tables, "POLICIES", ("float32", "mixed_float16"))
+    monkeypatch.setattr(measured_tables, "load", lambda name: _losses([1.0, 1.03]))
+    half, full = measured_tables.differences("any")
+    assert list(half.values()) == ["mixed_float16, autocast", "+2.00 %", "3.0 %"]
+    assert full["largest of a seed"] == "66.7 %"  # 1 and 2, over their mean
+    assert measured_tables.percent(0.99999) == "0 %"
+
+
+def test_a_peer_that_was_not_measured_is_said_to_be_so(monkeypatch):
+    row = {"over_bare": [1.0, 1.25, 1.5], "compile_over_bare": 2.0}
+    names = set(measured_tables._PEERS) - {contenders.JMP}
+    case = {
+        **{"problem": "mlp", "optimizer": "adam", "batch": 16},
+        "contenders": dict.fromkeys(names, row),
+    }
+    monkeypatch.setattr(measured_tables, "load", lambda name: {"cases": [case]})
+    cells = [row["adam, batch 16"] for row in measured_tables.overhead(["adam"])]
+    assert cells == ["1.25", "not measured", "1.25", "1.25", "1.25"]
+
+
+def test_the_commands_are_listed_once_each(capsys):
+    tables.main(commands=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == list(dict.fromkeys(RESULTS.values()))
+    assert all("benchmarks/results" in line for line in lines)
