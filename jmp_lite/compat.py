@@ -196,48 +196,67 @@ def lines_of_rules() -> Iterator[None]:
     """Trace so that what a user's derivative rule computes has the lines of the rule.
 
     JAX runs the rule of a custom derivative under the traceback of the call, and so
-    every operation of the rule has the line of the call. What it holds such a traceback
-    in is replaced meanwhile, in this thread, by one that prefers lines of users' code
-    that was called since.
+    every operation of the rule has the line of the call. Within this context, and this
+    thread, lines of users' code that was called since are preferred. If JAX keeps
+    tracebacks in another way than is known here, lines are those that JAX gives.
     """
-    holder: Any = source_info_util_private._source_info_context  # pyright: ignore[reportPrivateUsage]
-    before = holder.context
-    holder.context = _LinesOfRules(before.traceback, before.name_stack, _depth())
+    holder: Any = getattr(source_info_util_private, "_source_info_context", None)
+    before = getattr(holder, "context", None)
+    # Inside of another such context, there is nothing left to do.
+    if type(before) is not getattr(source_info_util_private, "SourceInfo", None):
+        yield
+        return
+    holder.context = _LinesOfRules(before, _depth())
     try:
+        if not _is_understood():
+            holder.context = before
         yield
     finally:
         holder.context = before
 
 
-class _LinesOfRules(source_info_util_private.SourceInfo):
-    """The source of operations that are traced now; JAX replaces it as it goes on.
+def _is_understood() -> bool:
+    """Return whether JAX uses what it was given for the source of operations."""
+    try:
+        given = source_info_util_private.current().traceback
+        with source_info_util.user_context(given):
+            made = source_info_util_private.current()
+    except (AttributeError, TypeError):
+        return False
+    return given is not None and made.traceback == given
+
+
+class _LinesOfRules:
+    """Stands for JAX' `SourceInfo` of operations that are traced now.
 
     Attributes:
-      given: the traceback that JAX gives them, if it does.
-      depth: how many calls there were when it did.
+      source: the `SourceInfo`; operations have its traceback, if it has one.
+      depth: how many calls were under way when it got that.
     """
 
-    __slots__ = ("depth", "given")
+    __slots__ = ("depth", "source")
+    traceback = None  # so that JAX makes one for each operation
 
-    def __init__(self, given: Any, name_stack: Any, depth: int):
-        super().__init__(None, name_stack)  # without a traceback, JAX makes one
-        self.given, self.depth = given, depth
+    def __init__(self, source: Any, depth: int):
+        self.source, self.depth = source, depth
+
+    @property
+    def name_stack(self) -> Any:
+        return self.source.name_stack
 
     def replace(self, *, traceback: Any = None, name_stack: Any = None) -> Any:
         """Return the source of one operation, or of all from now on."""
-        name_stack = self.name_stack if name_stack is None else name_stack
         caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         if caller.f_code is source_info_util_private.current.__code__:
-            chosen = traceback if self._is_of_a_user(traceback) else self.given
-            return source_info_util_private.SourceInfo(chosen, name_stack)
-        if traceback is None:
-            return _LinesOfRules(self.given, name_stack, self.depth)
-        return _LinesOfRules(traceback, name_stack, _depth())
+            if self.source.traceback is not None and not self._is_of_a_user(traceback):
+                traceback = None
+            return self.source.replace(traceback=traceback, name_stack=name_stack)
+        depth = self.depth if traceback is None else _depth()
+        source = self.source.replace(traceback=traceback, name_stack=name_stack)
+        return _LinesOfRules(source, depth)
 
     def _is_of_a_user(self, traceback: Any) -> bool:
         """Return whether users' code was called since a traceback was given."""
-        if self.given is None:
-            return True
         codes, _ = traceback.raw_frames()
         return any(
             source_info_util_private.is_user_filename(code.co_filename)
