@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite as jmp
 import jmp_lite.linen
 import jmp_lite.nnx
-from jmp_lite.numerics import advise, dry_run
+from jmp_lite.numerics import advise, dry_run, first_nonfinite
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -61,11 +61,19 @@ def scanned_linen_model(half: str) -> Any:
     return linen_model(half, Layers())
 
 
-def nnx_model(half: str) -> Any:
-    model = nnx.Sequential(
-        nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
-    )
-    model = jmp_lite.nnx.with_policy(model, f"mixed_{half}")
+class Pair(nnx.Module):
+    """Two layers of nnx."""
+
+    def __init__(self):
+        self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+def nnx_model(half: str, model: Any = None) -> Any:
+    model = jmp_lite.nnx.with_policy(model or Pair(), f"mixed_{half}")
     graphdef, state = nnx.split(model)
     return lambda p, x: jnp.mean(nnx.merge(graphdef, p)(1e6 * x)) * 1e-6, state
 
@@ -124,6 +132,14 @@ PROGRAMS = [
     casts_in_remat_and_vmap,
     casts_in_a_shard_map,
 ]
+
+
+def test_what_a_library_alone_has_traced_is_named_without_a_line() -> None:
+    loss, params = nnx_model("float16", nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"in float16 already: dot_general\. Pass"):
+        dry_run(loss, "mixed_float16")(params, X)
+    found = first_nonfinite(loss)(params, 1e6 * X)
+    assert str(found).startswith("convert_element_type (float16, forward) made the ")
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -113,7 +113,7 @@ def _products(jaxpr: Any, around: Site | None = None) -> Iterator[_Product]:
             yield _Product(
                 dtype=(half or read)[0],
                 flops=products.flops(eqn) * (site.times or 1),
-                place=f"{site.primitive}{layer} at {line}",
+                place=f"{site.primitive}{layer}{f' at {line}' if line else ''}",
             )
         inside = in_loop(eqn, site)
         for body in compat.jaxprs_of(eqn):

@@ -63,12 +63,13 @@ class NonFinite:
         if self.primitive == "constant":
             return "A number that is not finite is a constant of the program."
         where = f" in {self.layer}" if self.layer else ""
+        line = f" at {self.line}" if self.line else ""
         loop = f", iteration {list(self.iterations)}" if self.iterations else ""
         ranges = " and ".join(f"[{low:.3g}, {high:.3g}]" for low, high in self.operands)
         operands = f" out of {ranges}" if ranges else ""
         return (
-            f"{self.primitive} ({self.dtype}, {self.direction}{loop}){where} at "
-            f"{self.line} made the first number that is not finite{operands}."
+            f"{self.primitive} ({self.dtype}, {self.direction}{loop}){where}{line} "
+            f"made the first number that is not finite{operands}."
         )
 
     def to_json(self) -> str:
