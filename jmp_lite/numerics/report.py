@@ -12,7 +12,7 @@ from jmp_lite.numerics.sites import Site
 _HALF = ("float16", "bfloat16")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Row:
     """What an operation makes, what a product reads in half, or all that of a layer.
 
@@ -89,8 +89,25 @@ class Row:
             return (0.0, self.lost, 0.0)
         return (self.overflow, self.lost, self.flush)
 
+    def __str__(self) -> str:
+        """Return one line for people, without what is 0 and the histogram."""
+        arrow = ", backward" if self.direction == "backward" else ""
+        numbers = [self.held, f"|x| to {self.max_abs:.3g}"]
+        if self.is_half:
+            shares = {"overflow": self.overflow, "flush": self.flush}
+            numbers += [f"{name} {percent(x)}" for name, x in shares.items() if x]
+        errors = {"error": self.error, "lost": self.lost}
+        numbers += [f"{name} {x:.2g}" for name, x in errors.items() if x]
+        cause = f" to {_place(*self.cause)}" if self.cause and self.lost else ""
+        place = _place(self.layer, self.primitive, self.line)
+        return f"{place}{arrow}: {', '.join(numbers)}{cause}"
 
-@dataclasses.dataclass(frozen=True)
+    def __repr__(self) -> str:
+        """Return the same in brackets: a tuple of rows prints in a few lines."""
+        return f"<{self}>"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """What a policy does to the numbers of a function.
 
@@ -109,6 +126,18 @@ class Report:
 
     rows: tuple[Row, ...]
     dtype: str
+
+    def __str__(self) -> str:
+        """Return a line for each of the worst operations."""
+        if not self.rows:
+            return f"dry run in {self.dtype}: no operations"
+        worst = self.worst()
+        title = f"the worst {len(worst)} of {len(self.rows)} operations"
+        return "\n".join([f"dry run in {self.dtype}: {title}", *map(str, worst)])
+
+    def __repr__(self) -> str:
+        """Return what it is of."""
+        return f"<dry run in {self.dtype}: {len(self.rows)} operations>"
 
     def worst(self, count: int = 10) -> tuple[Row, ...]:
         """Return the operations that lose most, worst first."""
@@ -345,6 +374,11 @@ def _badness(row: Row) -> tuple[float, ...]:
 def percent(share: float) -> str:
     """Return a share as people write it; none that is not 0 looks as if it were."""
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
+
+
+def _place(layer: str, primitive: str, line: str) -> str:
+    where = f" in {layer}" if layer else ""
+    return f"{primitive}{where}{f' at {line}' if line else ''}"
 
 
 def _title(row: Row) -> str:
