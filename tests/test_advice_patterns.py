@@ -1,4 +1,4 @@
-"""The patterns of an advised policy fit `autocast` and `with_policy`, linen's and nnx'."""
+"""Patterns of an advised policy fit `autocast` and `with_policy` of linen and nnx."""
 
 import re
 from typing import Any
