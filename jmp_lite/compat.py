@@ -5,10 +5,11 @@ question about a version or about an optional library that may or may not be loa
 is asked here, so that an upgrade is a change to one file.
 """
 
+import contextlib
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,22 @@ def versions() -> dict[str, str]:
     }
 
 
+def quick_compiler_options() -> dict[str, Any]:
+    """Return options for a program that runs once: as written, and quick to compile.
+
+    XLA rounds to half where the program says so, as it does between programs. On the
+    CPU it optimises little: that takes most of the time, and changes no operation.
+    """
+    options: dict[str, Any] = {"xla_allow_excess_precision": False}
+    if jax.default_backend() == "cpu":
+        options["xla_backend_optimization_level"] = 0
+        options["xla_llvm_disable_expensive_passes"] = True
+        if jaxlib.version.__version_info__[:2] == (0, 10):
+            # A compiler of its own for fusions; later versions know no such option.
+            options["xla_cpu_use_fusion_emitters"] = False
+    return options
+
+
 def is_tracing() -> bool:
     """Return whether any transformation of JAX (`jit`, `grad`, `vmap`…) is at work."""
     return not core_private.trace_state_clean()
@@ -189,6 +206,96 @@ def source_line(eqn: Any) -> str:
         if not _is_in_library(frame.file_name):
             return f"{frame.file_name}:{frame.start_line}"
     return ""
+
+
+def traceback_of(eqn: Any) -> Any:
+    """Return the traceback of an equation, which can be compared and hashed, or None.
+
+    What differentiation makes of an equation has that of the equation.
+    """
+    return eqn.source_info.traceback
+
+
+@contextlib.contextmanager
+def lines_of_rules() -> Iterator[None]:
+    """Trace so that what a user's derivative rule computes has the lines of the rule.
+
+    JAX runs the rule of a custom derivative under the traceback of the call, and so
+    every operation of the rule has the line of the call. Within this context, and this
+    thread, lines of users' code that was called since are preferred. If JAX keeps
+    tracebacks in another way than is known here, lines are those that JAX gives.
+    """
+    holder: Any = getattr(source_info_util_private, "_source_info_context", None)
+    before = getattr(holder, "context", None)
+    # Inside of another such context, there is nothing left to do.
+    if type(before) is not getattr(source_info_util_private, "SourceInfo", None):
+        yield
+        return
+    holder.context = _LinesOfRules(before, _depth())
+    try:
+        if not _is_understood():
+            holder.context = before
+        yield
+    finally:
+        holder.context = before
+
+
+def _is_understood() -> bool:
+    """Return whether JAX uses what it was given for the source of operations."""
+    try:
+        given = source_info_util_private.current().traceback
+        with source_info_util.user_context(given):
+            made = source_info_util_private.current()
+    except (AttributeError, TypeError):
+        return False
+    return given is not None and made.traceback == given
+
+
+class _LinesOfRules:
+    """Stands for JAX' `SourceInfo` of operations that are traced now.
+
+    Attributes:
+      source: the `SourceInfo`; operations have its traceback, if it has one.
+      depth: how many calls were under way when it got that.
+    """
+
+    __slots__ = ("depth", "source")
+    traceback = None  # so that JAX makes one for each operation
+
+    def __init__(self, source: Any, depth: int):
+        self.source, self.depth = source, depth
+
+    @property
+    def name_stack(self) -> Any:
+        return self.source.name_stack
+
+    def replace(self, *, traceback: Any = None, name_stack: Any = None) -> Any:
+        """Return the source of one operation, or of all from now on."""
+        caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        if caller.f_code is source_info_util_private.current.__code__:
+            if self.source.traceback is not None and not self._is_of_a_user(traceback):
+                traceback = None
+            return self.source.replace(traceback=traceback, name_stack=name_stack)
+        depth = self.depth if traceback is None else _depth()
+        source = self.source.replace(traceback=traceback, name_stack=name_stack)
+        return _LinesOfRules(source, depth)
+
+    def _is_of_a_user(self, traceback: Any) -> bool:
+        """Return whether users' code was called since a traceback was given."""
+        codes, _ = traceback.raw_frames()
+        return any(
+            source_info_util_private.is_user_filename(code.co_filename)
+            and not _is_in_library(code.co_filename)
+            for code in codes[: max(_depth() - self.depth, 0)]
+        )
+
+
+def _depth() -> int:
+    """Return how many calls are under way."""
+    frame, count = sys._getframe(1), 0  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 _LIBRARY_PATHS = (

@@ -250,6 +250,78 @@ def adam_in_half():
     return fun, half(4, 8)
 
 
+@planted("constant-becomes-one")
+def clipped_probability():
+    def fun(p):
+        return jnp.log1p(-jnp.clip(p, 1e-3, 1 - 1e-7).astype(F32))  # hazard
+
+    return fun, half(4)
+
+
+@planted("constant-becomes-one", "mixed_bfloat16")
+def value_near_one_in_where():
+    def fun(p):
+        return jnp.where(p > 0.5, 0.999, p)  # hazard
+
+    return fun, half(4, dtype=BF16)
+
+
+@planted("constant-becomes-one")
+def minimum_below_one():
+    def fun(p):
+        p = jnp.minimum(p, 1 - 1e-7)  # hazard
+        return jnp.log((1.0 - p).astype(F32))
+
+    return fun, half(4)
+
+
+@planted("constant-becomes-one", "mixed_bfloat16")
+def odds_of_a_minimum_in_a_scan():
+    def fun(ps):
+        def step(total, p):
+            p = lax.min(p, jnp.asarray(0.999, BF16))  # hazard
+            return total + p / (1 - p), None
+
+        return lax.scan(step, jnp.zeros([], BF16), ps)[0]
+
+    return fun, half(4, dtype=BF16)
+
+
+@planted("constant-becomes-one")
+def odds_in_a_gradient():
+    def fun(p):
+        p = jnp.minimum(p, 1 - 1e-7)  # hazard
+        return jnp.sum((1.0 / (1.0 - p)).astype(F32))
+
+    return jax.vmap(jax.value_and_grad(fun)), half(2, 4)
+
+
+@planted("constant-becomes-one", "mixed_bfloat16")
+def moving_average():
+    def fun(average, x):
+        return 0.999 * average + (1 - 0.999) * x  # hazard
+
+    return fun, half(4, dtype=BF16), half(4, dtype=BF16)
+
+
+@planted("constant-becomes-one", "mixed_bfloat16")
+def adam_in_bfloat16():
+    def fun(grads):
+        optimizer = optax.adam(1e-3)
+        updates, _ = optimizer.update(grads, optimizer.init(grads))  # hazard
+        return updates
+
+    return fun, half(4, 8, dtype=BF16)
+
+
+@planted("constant-becomes-one", "mixed_bfloat16")
+def power_of_a_decay():
+    def fun(count):
+        return 1.0 - 0.999 ** count.astype(BF16)  # hazard
+
+    return fun, ints(4)
+
+
 # Softmax, squares, logarithms, losses, sums.
 
 
@@ -352,6 +424,43 @@ def variance_in_a_while_loop():
     return fun, half(4, 8)
 
 
+@planted("squares-in-half")
+def squares_of_einsum():
+    def fun(x):
+        return x / jnp.einsum("td,td->t", x, x)[:, None]  # hazard
+
+    return fun, half(4, 8)
+
+
+@planted("squares-in-half", "mixed_bfloat16")
+def product_of_a_vector_with_itself():
+    def fun(x):
+        return x / jnp.vdot(x, x)  # hazard
+
+    return fun, half(4, 8, dtype=BF16)
+
+
+@planted("squares-in-half")
+def squares_of_einsum_under_vmap_and_remat():
+    @jax.checkpoint
+    def square(x):
+        x = 2.0 * x
+        return jnp.einsum("i,i->", x, x)  # hazard
+
+    return jax.vmap(square), half(4, 8)
+
+
+@planted("squares-in-half", "mixed_bfloat16")
+def squares_of_einsum_in_a_scan():
+    def fun(xs):
+        def step(total, x):
+            return total + jnp.einsum("...d,...d", x, x), None  # hazard
+
+        return lax.scan(step, jnp.zeros(8, BF16), xs)[0]
+
+    return fun, half(4, 8, 8, dtype=BF16)
+
+
 @planted("log-in-half")
 def entropy():
     def fun(p):
@@ -414,6 +523,24 @@ def positions_of_a_mask():
         return table * index.astype(table.dtype)  # hazard
 
     return fun, half(2, 300, dtype=BF16), bools(2, 300)
+
+
+@planted("positions-in-half", "mixed_bfloat16")
+def positions_of_an_integer_mask():
+    def fun(table, mask):
+        index = jnp.cumsum(mask, -1) - 1
+        return table * index.astype(table.dtype)  # hazard
+
+    return fun, half(2, 300, dtype=BF16), ints(2, 300)
+
+
+@planted("positions-in-half", "mixed_bfloat16")
+def angles_of_counted_positions():
+    def fun(x, mask):
+        position = jnp.cumsum(mask, -1).astype(x.dtype)
+        return jnp.sin(position[..., None] * x)  # hazard
+
+    return fun, half(2, 200, 8, dtype=BF16), ints(2, 200)
 
 
 @planted("positions-in-half")

@@ -55,11 +55,41 @@ def zeros_that_are_no_eps():
 @harmless("mixed_bfloat16")
 def eps_that_bfloat16_holds():
     def fun(x, y):
-        optimizer = optax.adam(1e-3)
+        optimizer = optax.adam(1e-3, b2=0.99)
         updates: Any = optimizer.update(x, optimizer.init(x))[0]
         return updates / jnp.maximum(y, 1e-12) + lax.rsqrt(y + 1e-6)
 
     return fun, half(4, 8, dtype=BF16), half(4, 8, dtype=BF16)
+
+
+@harmless("mixed_bfloat16")
+def ones_that_are_meant():
+    def fun(x, y):
+        p = jnp.clip(x, 0.0, 1.0)
+        odds = p / (1.0 + p) + y / jnp.minimum(y, 1.0) + jnp.log(2.0 - p.astype(F32))
+        average = 0.99 * x + 0.01 * y
+        return odds, average, 1.0 * x, 1.0 * x + 0.5 * y, x**2.0, jnp.where(x > 0, 1, x)
+
+    return fun, half(4, dtype=BF16), half(4, dtype=BF16)
+
+
+@harmless()
+def products_that_are_no_squares():
+    def fun(x, y):
+        gram = x @ x.T, jnp.einsum("aij,aji->a", *[x.reshape(2, 8, 8)] * 2)
+        shifted = jnp.einsum("id,id->i", x[1:], x[:-1])
+        in_f32 = jnp.einsum("id,id->i", x, x, preferred_element_type=F32)
+        return gram, shifted, in_f32, jnp.einsum("id,id->i", x, y)
+
+    return fun, half(16, 8), half(16, 8)
+
+
+@harmless("mixed_bfloat16")
+def counts_that_are_exact():
+    def fun(x, mask):
+        return x * jnp.cumsum(mask, -1).astype(x.dtype), jnp.cumsum(mask, -1)
+
+    return fun, half(2, 200, dtype=BF16), ints(2, 200)
 
 
 @harmless()

@@ -211,8 +211,8 @@ def sum_in_half():
 # Backward.
 
 
-# The slope itself is computed on the way forward.
-@hazard("div", "", "forward", "float32", operands=((0.5, 0.5), (0.0, 2.0)))
+# The slope itself is computed on the way forward, for the way back alone.
+@hazard("div", "", "backward", "float32", operands=((0.5, 0.5), (0.0, 2.0)))
 def slope_of_sqrt_at_zero():
     def fun(x):
         return jnp.sqrt(x)  # here
@@ -220,7 +220,68 @@ def slope_of_sqrt_at_zero():
     return jax.grad(total(fun)), (jnp.array([0.0, 4.0]),)
 
 
-@hazard("div", "unit", "forward", "float32", operands=((0.5, 0.5), (0.0, 0.0)))
+@hazard("div", "", "backward", "float16", operands=((0.5, 0.5), (0.0, 4.0)))
+def slope_of_sqrt_at_zero_beside_the_value():
+    def fun(x):
+        for _ in range(2):
+            x = jnp.sqrt(x)  # here
+        return x
+
+    return jax.value_and_grad(total(fun)), (jnp.array([0.0, 16.0], F16),)
+
+
+@hazard("pow", "", "backward", "float32", operands=((0.0, 4.0), (-0.5, -0.5)))
+def slope_of_a_power_at_zero():
+    def fun(x):
+        return x**0.5  # here
+
+    return jax.grad(jax.jit(total(fun))), (jnp.array([0.0, 4.0]),)
+
+
+@hazard("div", "", "backward", "float32", operands=((0.5, 0.5), (0.0, 2.0)))
+def slope_of_sqrt_that_is_computed_again():
+    @jax.checkpoint
+    def fun(x):
+        return jnp.sin(jnp.sqrt(x))  # here
+
+    return jax.grad(total(fun)), (jnp.array([0.0, 4.0]),)
+
+
+@hazard(
+    "div",
+    "",
+    "backward",
+    "float32",
+    iterations=(1,),
+    operands=((0.5, 0.5), (0.0, 0.0)),
+)
+def slope_of_sqrt_in_a_scan():
+    def fun(xs):
+        def step(h, x):
+            return h + jnp.sqrt(x), None  # here
+
+        return lax.scan(step, jnp.float32(0.0), xs)[0]
+
+    return jax.grad(fun), (jnp.array([4.0, 0.0]),)
+
+
+@hazard("div", "", "backward", "float32", operands=((0.5, 0.5), (0.0, 2.0)))
+def slope_of_sqrt_that_is_mapped():
+    def fun(x):
+        return jnp.sqrt(x)  # here
+
+    return jax.vmap(jax.grad(fun)), (jnp.array([0.0, 4.0]),)
+
+
+@hazard("exp", "", "forward", "float32", operands=((100.0, 100.0),))
+def overflow_of_the_last_operation_of_a_gradient():
+    def fun(x):
+        return jnp.exp(x)  # here
+
+    return jax.grad(fun), (jnp.float32(100.0),)
+
+
+@hazard("div", "unit", "backward", "float32", operands=((0.5, 0.5), (0.0, 0.0)))
 def slope_of_a_norm_at_zero():
     def fun(x):
         with jax.named_scope("unit"):
@@ -256,15 +317,73 @@ def rule_of_a_custom_vjp():
         return x + 1.0
 
     def backward(x, ct):
-        return (ct / x,)
+        return (ct / x,)  # here
 
     clip.defvjp(lambda x: (x + 1.0, x), backward)
 
     def fun(x):
         with jax.named_scope("clip"):
-            return clip(x) * 1.0  # here
+            return clip(x) * 1.0
 
     return jax.grad(total(fun)), (jnp.zeros(2),)
+
+
+@hazard(
+    "div",
+    "clip/rule",
+    "backward",
+    "float32",
+    iterations=(1,),
+    operands=((1.0, 1.0), (0.0, 0.0)),
+)
+def rule_of_a_custom_vjp_in_a_scan_of_remat():
+    @jax.custom_vjp
+    def clip(x):
+        return x + 1.0
+
+    def backward(x, ct):
+        with jax.named_scope("rule"):
+            return (ct / x,)  # here
+
+    clip.defvjp(lambda x: (x + 1.0, x), backward)
+
+    def fun(xs):
+        @jax.checkpoint
+        def step(h, x):
+            with jax.named_scope("clip"):
+                return h + clip(x), None
+
+        return lax.scan(step, jnp.float32(0.0), xs)[0]
+
+    return jax.grad(fun), (jnp.array([1.0, 0.0]),)
+
+
+@hazard("log", "", "forward", "float32", operands=((0.0, 0.0),))
+def residual_of_a_custom_vjp():
+    @jax.custom_vjp
+    def scale(x):
+        return x + 1.0
+
+    def forward(x):
+        slope = jnp.log(x)  # here
+        return x + 1.0, slope
+
+    scale.defvjp(forward, lambda slope, ct: (ct * slope,))
+    return jax.grad(jax.jit(total(scale))), (jnp.zeros(2),)
+
+
+@hazard("div", "", "backward", "float16", operands=((1.0, 1.0), (0.0, 0.0)))
+def rule_of_a_custom_jvp():
+    @jax.custom_jvp
+    def grow(x):
+        return x + jnp.ones_like(x)
+
+    @grow.defjvp
+    def rule(primals, tangents):
+        (x,), (x_dot,) = primals, tangents
+        return grow(x), x_dot / x  # here
+
+    return jax.grad(jax.jit(total(grow))), (jnp.zeros(2, F16),)
 
 
 @hazard("log", "block", "forward", "float32", operands=((0.0, 0.0),))
@@ -414,7 +533,7 @@ def library_function_that_is_traced_once():
     return fun, (jnp.ones(2, F16),)
 
 
-@hazard("div", "two", "forward", "float32", operands=((0.5, 0.5), (0.0, 0.0)))
+@hazard("div", "two", "backward", "float32", operands=((0.5, 0.5), (0.0, 0.0)))
 def slope_of_a_library_function_that_is_traced_once():
     def fun(x):
         with jax.named_scope("one"):

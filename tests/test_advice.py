@@ -1,5 +1,7 @@
 """Advice repairs what is broken, and leaves alone what is not."""
 
+import dataclasses
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -9,9 +11,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import jmp_lite as jmp
-from jmp_lite.numerics import Advice, advise, dry_run
+from jmp_lite.numerics import Advice, Report, Row, advise, dry_run
+from jmp_lite.numerics.faults import find_faults
 
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 Y = np.sin(X @ np.linspace(-1.0, 1.0, 8, dtype=np.float32))[:, None]
@@ -123,6 +127,222 @@ def test_the_reason_names_the_operation_and_its_range():
     advice = advise(cancelling, "mixed_bfloat16")(PARAMS, X, Y)
     assert "middle in float32: sub at " in advice.reasons[0]
     assert "has an error of " in advice.reasons[0]
+
+
+# An error that arises in one layer and shows in another.
+
+
+def gap(p):
+    """Return the logarithm of how far from 1 numbers are: of their last digits."""
+    with jax.named_scope("gap"):
+        return jnp.mean(jnp.log(1.0 - p))
+
+
+def mix(w, x):
+    with jax.named_scope("mix"):
+        return x @ w
+
+
+ONES = jnp.full((8, 1), 1 - 1e-5), jnp.full((16, 8), 0.125)
+STACKED = jnp.stack([ONES[0]] * 3), ONES[1]
+
+
+def in_a_row(w, x):
+    return gap(mix(w, x))
+
+
+def in_a_scan(ws, x):
+    def step(total, w):
+        return total + gap(mix(w, x)), None
+
+    return lax.scan(step, jnp.float32(0.0), ws)[0]
+
+
+def in_remat(w, x):
+    return jax.checkpoint(gap)(jax.checkpoint(mix)(w, x))
+
+
+def in_vmap(ws, x):
+    return jnp.mean(jax.vmap(lambda w: gap(mix(w, x)))(ws))
+
+
+class Mix(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        ones = nn.initializers.constant(1 - 1e-5)
+        return nn.Dense(1, use_bias=False, name="mix", kernel_init=ones)(x)
+
+
+def in_linen(params, x):
+    out: Any = Mix().apply({"params": params}, x)
+    return gap(out)
+
+
+def in_nnx(state, x):
+    model = nnx.merge(nnx.graphdef(nnx.Linear(8, 1, rngs=nnx.Rngs(0))), state)
+    with jax.named_scope("mix"):
+        x = model(x)
+    return gap(x)
+
+
+MODEL = {"mix": {"kernel": ONES[0]}}
+STATE = nnx.state(nnx.Linear(8, 1, rngs=nnx.Rngs(0)))
+STATE = jax.tree.map(lambda p: jnp.full_like(p, (1 - 1e-5) * (p.ndim - 1)), STATE)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("loss_fn", "args", "pattern"),
+    [
+        (in_a_row, ONES, "mix"),
+        (in_a_scan, STACKED, "mix"),
+        (in_remat, ONES, "mix"),
+        (in_vmap, STACKED, "mix"),
+        (in_linen, (MODEL, ONES[1]), "(Mix/)?mix"),
+        (in_nnx, (STATE, ONES[1]), "mix"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_an_error_is_traced_to_the_layer_that_has_lost_the_digits(
+    loss_fn: Any, args: Any, pattern: str, half: str
+) -> None:
+    advice = advise(loss_fn, f"mixed_{half}")(*args)
+    assert isinstance(advice.policy, jmp.PolicyMap)
+    assert [pattern for pattern, _ in advice.policy.rules] == [pattern]
+    layer = "Mix/mix" if loss_fn is in_linen else "mix"
+    start = rf"{layer} in float32: (dot_general|add) at .*\.py:\d+ rounds away what "
+    shows = "(log|sub) in gap at .* needs, which (has an error|is not finite)"
+    assert re.match(start + shows, advice.reasons[0]), advice.reasons
+    assert advice.left == ()
+    with pytest.warns(UserWarning, match="autocast lowered nothing"):  # it was all
+        assert np.isfinite(jmp.autocast(loss_fn, advice.policy)(*args))
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_dry_run_names_the_operation_that_has_lost_the_digits(half: str) -> None:
+    report = dry_run(in_a_row, f"mixed_{half}")(*ONES)
+    line = f"{__file__}:{mix.__code__.co_firstlineno + 2}"
+    (sub,) = [row for row in report.rows if row.primitive == "sub"]
+    assert sub.lost > 0.25 and sub.layer == "gap"
+    assert sub.cause == ("mix", "dot_general", line)
+    assert Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_clipped_sigmoid_needs_no_layer_in_float32(half: str) -> None:
+    def loss(w, x):
+        with jax.named_scope("predict"):
+            p = jnp.clip(jax.nn.sigmoid(x @ w), 1e-7, 1 - 1e-7)
+        with jax.named_scope("loss"):
+            return -jnp.mean(jnp.log(1.0 - p))
+
+    args = jnp.ones((2, 1)), jnp.linspace(-10.0, 10.0, 24)[:, None] * jnp.ones((1, 2))
+    advice = advise(loss, f"mixed_{half}")(*args)
+    assert isinstance(advice.policy, jmp.Policy) and advice.left == ()
+    got = jmp.autocast(loss, advice.policy)(*args)
+    np.testing.assert_allclose(got, loss(*args), rtol=1e-3)
+
+
+def test_what_overflows_in_the_next_layer_is_that_layers_own():
+    def loss(w, x):
+        with jax.named_scope("grow"):
+            x = jnp.exp(x @ w)  # float32, as all that is exponential
+        with jax.named_scope("read"):
+            return jnp.mean(jnp.tanh(x @ w * 1e-5))
+
+    advice = advise(loss, "mixed_float16")(jnp.eye(8), jnp.full((4, 8), 12.0))
+    assert isinstance(advice.policy, jmp.PolicyMap)
+    assert [pattern for pattern, _ in advice.policy.rules] == ["read"]
+    assert "lhs of dot_general at " in advice.reasons[0]
+
+
+def test_a_layer_that_was_suspected_and_is_innocent_is_left_in_half():
+    def loss(w, x):
+        with jax.named_scope("mix"):
+            p = x @ w
+        with jax.named_scope("innocent"):
+            q = 1.0 - p  # in half, and exact
+            r = x @ w
+        with jax.named_scope("gap"):
+            return jnp.mean(jnp.log(q) + r)
+
+    advice = advise(loss, "mixed_bfloat16")(*ONES)
+    assert isinstance(advice.policy, jmp.PolicyMap)
+    assert [pattern for pattern, _ in advice.policy.rules] == ["mix"]
+    assert len(advice.reasons) == 2
+
+
+# What is said of it.
+
+
+def test_what_is_not_finite_in_half_is_said_to_be_that():
+    advice = advise(in_a_row, "mixed_bfloat16")(*ONES)
+    assert "which is not finite in bfloat16; in float32 it reaches 11.5." in str(advice)
+    assert "beyond" not in str(advice) and "0.0% of its" not in str(advice)
+
+
+def a_row(**changes: Any) -> Row:
+    (row,) = dry_run(jnp.sin, "mixed_float16")(jnp.ones(2)).rows
+    held = {
+        "layer": "a",
+        "line": "m.py:3",
+        "held": "float16",
+        "error": 0.5,
+        "lost": 0.5,
+    }
+    return dataclasses.replace(row, **(held | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"overflow": 0.25, "max_abs": 1e5, "error": np.inf, "lost": np.inf},
+            "sin at m.py:3 reaches 1e+05, beyond 6.55e+04, in 25.0% of its numbers.",
+        ),
+        (
+            {"overflow": 1e-5, "max_abs": 7e4, "error": np.inf, "lost": np.inf},
+            "sin at m.py:3 reaches 7e+04, beyond 6.55e+04, in <0.1% of its numbers.",
+        ),
+        (
+            {"max_abs": 15.9, "error": np.inf, "lost": np.inf},
+            "sin at m.py:3 is not finite in float16; in float32 it reaches 15.9.",
+        ),
+        ({}, "sin at m.py:3 has an error of 50.0% in float16."),
+        (
+            {"error": 17.0, "lost": 1.0},
+            "sin at m.py:3 has an error of 17 times its size in float16.",
+        ),
+        (
+            {"cause": ("a", "dot_general", "m.py:1")},
+            "sin at m.py:3 has an error of 50.0% in float16.",
+        ),
+        (
+            {"layer": "", "cause": ("a", "dot_general", "m.py:1")},
+            "dot_general at m.py:1 rounds away what sin in no scope at m.py:3 needs, "
+            "which has an error of 50.0% in float16.",
+        ),
+    ],
+)
+def test_each_kind_of_fault_has_words_of_its_own(changes, reason):
+    (fault,) = find_faults(Report((a_row(**changes),), "float16"), ())
+    assert fault.layer == "a"
+    assert fault.reason() == f"a in float32: {reason}"
+
+
+def test_what_is_left_is_said_with_what_else_can_be_done():
+    def loss(w, x):
+        return jnp.mean(jnp.square(x * 1e4) @ w) * 1e-8
+
+    advice = advise(loss, "mixed_float16")(jnp.eye(4), jnp.ones((2, 4)))
+    line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
+    assert (
+        f"Still wrong: lhs of dot_general at {line} reaches 1e+08, beyond 6.55e+04, in "
+        "100.0% of its numbers. No layer to keep in float32 is left: wrap dot_general "
+        f"at {line} in jmp.full_precision, or give it a jax.named_scope and ask again."
+    ) in advice.reasons
+    assert f"# {advice.reasons[-1]}\n" in str(advice)
 
 
 # Code.

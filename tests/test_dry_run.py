@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import compilations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite.autocast.ops import default_rules
-from jmp_lite.autocast.transform import check_policy, paint_call
-from jmp_lite.numerics import EXPONENTS, Report, Row, dry_run
-from jmp_lite.numerics.dry_run import _run
+from jmp_lite.autocast.transform import check_policy
+from jmp_lite.numerics import EXPONENTS, Report, Row, dry_run, runs
+from jmp_lite.numerics.dry_run import measure
 
 
 def run_both(fun: Any, policy: Any, *args: Any) -> tuple[Any, Any, Report]:
     """Return the results of the float32 run, those of the policy's, and the report."""
-    policy, dtype = check_policy(policy)
-    painting = paint_call(fun, policy, dtype, default_rules(dtype), args, {})
-    return _run(painting)
+    return measure(fun, check_policy(policy)[0], (args, {}))[:3]
 
 
 def rows(report: Report, primitive: str) -> list[Row]:
@@ -116,7 +115,7 @@ def test_what_is_not_looked_into_runs_as_autocast_has_it(half: str) -> None:
 
     w, x = jnp.array([[0.7, 0.1], [0.2, 0.9]]), jnp.array([[1.0, 2.0], [3.0, 4.0]])
     _, low, report = run_both(fun, POLICIES[half], w, x)
-    expected = jax.tree.leaves(jmp.autocast(fun, POLICIES[half])(w, x))
+    expected = jax.tree.leaves(_exact(jmp.autocast(fun, POLICIES[half]))(w, x))
     for got, wanted in zip(low, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), wanted)
     primitives = {row.primitive for row in report.rows}
@@ -192,7 +191,7 @@ def test_statistics_are_those_of_numpy(half: str) -> None:
 
 
 def test_numbers_that_are_not_finite_in_float32_are_counted_as_such():
-    report = dry_run(lambda x: -x @ jnp.eye(11), "mixed_float16")(
+    report = dry_run(lambda x: jnp.tanh(-x) @ jnp.eye(11), "mixed_float16")(
         jnp.array(VALUES, jnp.float32)
     )
     neg = row(report, "neg")
@@ -245,6 +244,36 @@ def test_a_cancellation_is_lost_where_it_happens():
     report = dry_run(fun, "mixed_bfloat16")(jnp.eye(4) * 1.37, jnp.ones((2, 4)) * 1.23)
     worst = report.worst(1)[0]
     assert worst.primitive == "sub" and worst.lost > 0.5
+
+
+def test_arrays_too_large_for_the_host_are_compared_where_they_are(monkeypatch):
+    def fun(w, x):
+        def step(h, x):
+            return (h @ w) * x, jnp.sin(h)
+
+        return lax.scan(step, x[0], x)
+
+    w, x = jnp.eye(4) * 300.0, jnp.linspace(-2.0, 2.0, 12).reshape(3, 1, 4)
+    reports = [dry_run(fun, "mixed_float16")(w, x)]
+    monkeypatch.setattr(runs, "_MOST_ON_HOST", 0)
+    reports.append(dry_run(fun, "mixed_float16")(w, x))
+    assert reports[0].worst(1)[0].overflow > 0
+    for on_host, on_device in zip(*(report.rows for report in reports), strict=True):
+        for name, value in vars(on_host).items():
+            other = getattr(on_device, name)
+            is_number = isinstance(value, float)
+            assert other == (pytest.approx(value, rel=1e-5) if is_number else value)
+
+
+# What it costs.
+
+
+def test_a_dry_run_costs_few_compilations():
+    loss, params, tokens = compilations.transformer()
+    with compilations.counted() as found:
+        report = dry_run(jax.grad(loss), "mixed_float16")(params, tokens)
+    assert {r.layer for r in report.layers()} >= {"block_0/mlp", "block_1/attention"}
+    assert len(found) <= 4
 
 
 # Loops and branches.

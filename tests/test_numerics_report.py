@@ -73,6 +73,54 @@ def real() -> Report:
     return dry_run(jax.grad(loss), "mixed_float16")(jnp.eye(4), jnp.ones((2, 4)))
 
 
+# Text.
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (
+            ROWS[0],
+            "lhs of dot_general in net/a at /code/model.py:12: float16, |x| to 8, "
+            "flush 50.0%, error 0.002, lost 0.001",
+        ),
+        (
+            ROWS[3],
+            "dot_general in net/b/c at /code/model.py:12: float16, |x| to 8, "
+            "overflow 25.0%, error inf, lost inf",
+        ),
+        (
+            ROWS[4],
+            "dot_general in net/a at /code/model.py:12, backward: float16, |x| to 8, "
+            "flush 25.0%, error 0.002",
+        ),
+        (
+            a_row(layer="", line="", held="float32", cause=("b", "exp", "m.py:3")),
+            "dot_general: float32, |x| to 8, error 0.002, lost 0.001 to exp in b at "
+            "m.py:3",
+        ),
+    ],
+)
+def test_a_row_prints_as_one_line_without_its_histogram(row, text):
+    assert str(row) == text
+    assert repr(row) == f"<{text}>"
+
+
+def test_a_report_prints_its_worst_rows_a_line_each():
+    assert str(REPORT).splitlines() == [
+        "dry run in float16: the worst 6 of 6 operations",
+        *map(str, REPORT.worst()),
+    ]
+    assert repr(REPORT) == "<dry run in float16: 6 operations>"
+    many = Report(ROWS * 4, "float16")
+    assert len(str(many).splitlines()) == 11
+    assert str(Report((), "float16")) == "dry run in float16: no operations"
+
+
+def test_what_is_printed_is_short(real):
+    assert len(str(real.worst(3))) < 600
+
+
 # Order.
 
 

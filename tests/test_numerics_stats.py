@@ -25,7 +25,11 @@ from jmp_lite.numerics import (
     tree_stats,
     value_stats,
 )
-from jmp_lite.numerics.stats import merge_stacked
+from jmp_lite.numerics.stats import (
+    merge_on_host,
+    merge_stacked,
+    value_stats_on_host,
+)
 from tests.bitwise import raw_bits
 
 HALVES = [jnp.float16, jnp.bfloat16]
@@ -64,6 +68,7 @@ def as_lists(found: ValueStats) -> dict[str, Any]:
 def assert_matches_numpy(x: Any, dtype: Any) -> None:
     expected = {n: np.asarray(v).tolist() for n, v in expected_stats(x, dtype).items()}
     assert as_lists(value_stats(x, dtype)) == expected
+    assert as_lists(value_stats_on_host(np.asarray(x), dtype)) == expected
 
 
 # Numbers.
@@ -229,6 +234,9 @@ def test_steps_add_up_in_a_scan():
 
     total, _ = jax.jit(lambda xs: lax.scan(step, empty(), xs))(X)
     assert raw_bits(total) == raw_bits(value_stats(X, jnp.float16))
+    of_rows = [value_stats_on_host(x, jnp.float16) for x in X]
+    on_host = functools.reduce(merge_on_host, of_rows)
+    assert as_lists(on_host) == as_lists(total)
 
 
 def test_the_first_and_the_last_bin_hold_what_lies_beyond():

@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import bitwise
+import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,13 @@ from flax import nnx
 from jax import lax
 from planted_hazards import HAZARDS, QUIET, Hazard
 
-from jmp_lite.numerics import NonFinite, Tripwire, first_nonfinite, with_tripwire
+from jmp_lite.numerics import (
+    NonFinite,
+    Tripwire,
+    first_nonfinite,
+    runs,
+    with_tripwire,
+)
 
 
 def _cases() -> list[Any]:
@@ -42,6 +49,18 @@ def test_the_operation_at_fault_is_found(hazard: Hazard) -> None:
     np.testing.assert_allclose(report.operands, hazard.operands or (), rtol=1e-6)
 
 
+@pytest.mark.parametrize("hazard", [h for h in HAZARDS if not h.third_party][::5])
+def test_arrays_too_large_for_the_host_are_looked_at_where_they_are(
+    hazard: Hazard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_MOST_ON_HOST", 0)
+    fun, args = hazard.make()
+    report = first_nonfinite(fun)(*args)
+    assert _found(report) == hazard.found
+    assert report is not None and report.iterations == hazard.iterations
+    np.testing.assert_allclose(report.operands, hazard.operands or (), rtol=1e-6)
+
+
 @pytest.mark.parametrize("make", QUIET, ids=lambda make: make.__name__)
 def test_nothing_is_found_where_all_results_are_finite(make: Any) -> None:
     fun, args = make()
@@ -50,12 +69,38 @@ def test_nothing_is_found_where_all_results_are_finite(make: Any) -> None:
     assert first_nonfinite(fun)(*args) is None
 
 
+def test_what_makes_a_number_costs_few_compilations():
+    loss, params, tokens = compilations.transformer()
+    params["blocks"][1]["up"] = params["blocks"][1]["up"].at[0, 0].set(3e38)
+    params["blocks"][1]["down"] = 1e3 * params["blocks"][1]["down"]
+    with compilations.counted() as found:
+        report = first_nonfinite(jax.grad(loss))(params, tokens)
+    assert report is not None and report.layer == "block_1/mlp"
+    assert len(found) <= 4
+
+
+def test_iterations_share_a_compilation():
+    def step(h, x):
+        return jnp.tanh(h * x), jnp.log(x)
+
+    def fun(xs):
+        return lax.scan(step, jnp.float32(1.0), xs)
+
+    xs = jnp.linspace(20.0, 0.0, 21)
+    with compilations.counted() as found:
+        report = first_nonfinite(fun)(xs)
+    assert report is not None and report.iterations == (20,)
+    assert len(found) <= 3  # the body, a row, and what is around
+
+
 # Inside of jit.
 
 _IN_JIT = (
     "eps_that_is_zero_in_half",
     "product_under_autocast",
     "computed_again_in_the_backward_pass",
+    "slope_of_sqrt_in_a_scan",
+    "rule_of_a_custom_vjp_in_a_scan_of_remat",
     "iteration_of_a_scan_in_a_scan",
     "iteration_of_a_backward_scan",
     "iteration_of_a_while",

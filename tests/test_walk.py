@@ -1,4 +1,4 @@
-"""The walker runs programs as they are, equation by equation, and counts right."""
+"""Walks and runs give what the program gives, equation by equation, and count right."""
 
 import functools
 from typing import Any
@@ -16,28 +16,24 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite
 from jmp_lite import compat
 from jmp_lite.autocast.rewrite import trace
+from jmp_lite.numerics.programs import Shadow
+from jmp_lite.numerics.runs import Cell, Observed, Observer, Run
 from jmp_lite.numerics.sites import Site, sites
 from jmp_lite.numerics.walk import Equation, Walker
 
 
-class _Counter(Walker):
-    """Records how often each site ran; carries how many equations made a value."""
+class _Depths(Walker):
+    """Carries how many equations made a value."""
 
     def observe(self, equation: Equation) -> Any:
         deepest = np.int32(0)
         for tag in equation.tags:
             deepest = jnp.maximum(deepest, tag)
-        return [deepest + 1] * len(equation.outs), np.ones(1, np.int32)
+        return [deepest + 1] * len(equation.outs)
 
     def tag_constant(self, value: Any) -> Any:
         del value
         return np.int32(0)
-
-    def empty(self) -> Any:
-        return np.int32(0)
-
-    def merge(self, a: Any, b: Any) -> Any:
-        return a + b
 
     def unstack(self, tag: Any, length: int) -> Any:
         return jnp.broadcast_to(tag, (length,))
@@ -46,13 +42,42 @@ class _Counter(Walker):
         return tags.max(initial=0)
 
 
-def walk(fun: Any, *args: Any) -> tuple[Any, list[Any], Any, Any]:
-    """Return a function's result, how deep each output is, the counts and the clock."""
+class _Counter(Observer):
+    """The same on the host; notes in which iterations each site ran."""
+
+    def __init__(self, count: int):
+        self.ran: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
+
+    def observe(self, op: Observed) -> Any:
+        self.ran[op.site].append(op.loops)
+        return [max([0, *op.tags]) + 1] * len(op.eqn.outvars)
+
+    def tag_constant(self, value: Any) -> int:
+        del value
+        return 0
+
+    def stack(self, tags: Any) -> int:
+        return max(tags, default=0)
+
+
+def walk(fun: Any, *args: Any) -> tuple[Any, list[Any], Any]:
+    """Return a function's result, how deep each output is, and the clock."""
     traced = trace(fun, args)
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     tags = [np.int32(0)] * len(traced.args)
-    outs, depths, counts, clock = _Counter().run(jaxpr, consts, traced.args, tags)
-    return traced.restore(outs), depths, counts, clock
+    outs, depths, clock = _Depths().run(jaxpr, consts, traced.args, tags)
+    return traced.restore(outs), depths, clock
+
+
+def run(fun: Any, *args: Any) -> tuple[Any, list[int], list[list[tuple[int, ...]]]]:
+    """Return a function's result, how deep each output is, and when each site ran."""
+    traced = trace(fun, args)
+    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
+    counter = _Counter(len(sites(jaxpr)))
+    cells = [Cell(x, None, 0) for x in traced.args]
+    outs = Run(counter, Shadow()).run(jaxpr, consts, cells)
+    result = traced.restore([cell.value for cell in outs])
+    return result, [cell.tag for cell in outs], counter.ran
 
 
 def sites_of(fun: Any, *args: Any) -> list[Site]:
@@ -88,6 +113,10 @@ def assert_same(result: Any, expected: Any, found: list[Site]) -> None:
     assert bitwise.avals(result) == bitwise.avals(expected)
     if not any(site.loops for site in found):
         assert bitwise.raw_bits(result) == bitwise.raw_bits(expected)
+    assert_close(result, expected)
+
+
+def assert_close(result: Any, expected: Any) -> None:
     numbers = [jax.tree.leaves(x) for x in (result, expected)]
     for x, y in zip(*numbers, strict=True):
         if jnp.issubdtype(x.dtype, jnp.number):
@@ -103,15 +132,28 @@ def assert_same(result: Any, expected: Any, found: list[Site]) -> None:
 def test_a_walk_gives_the_bits_of_the_program(program: Program) -> None:
     with program.context():
         fun, args = program.make()
-        result, _, counts, clock = _jit(lambda *args: walk(fun, *args))(*args)
+        result = _jit(lambda *args: walk(fun, *args)[0])(*args)
         expected = _jit(fun)(*args)
         found = sites_of(fun, *args)
     assert_same(result, expected, found)
-    counts = np.asarray(counts).tolist()
-    assert int(clock) == sum(counts)
-    for site, count in zip(found, counts, strict=True):
+
+
+@pytest.mark.parametrize("program", _cases(PROGRAMS))
+def test_a_run_gives_the_numbers_of_the_program(program: Program) -> None:
+    with program.context():
+        fun, args = program.make()
+        result, _, ran = run(fun, *args)
+        expected = _jit(fun)(*args)
+        found = sites_of(fun, *args)
+    shapes = [
+        [(x.shape, x.dtype) for x in jax.tree.leaves(r)] for r in (result, expected)
+    ]
+    assert shapes[0] == shapes[1]
+    assert_close(result, expected)
+    for site, iterations in zip(found, ran, strict=True):
         # A branch runs less often, or not at all.
-        assert site.times is None or count <= site.times
+        assert site.times is None or len(iterations) <= site.times
+        assert all(len(loops) == site.loops for loops in iterations)
 
 
 _REVERSE = [p for p in PROGRAMS if "grad_outside" not in p.without]
@@ -205,21 +247,39 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize("in_jit", [False, True])
-@pytest.mark.parametrize(
-    ("fun", "args", "expected"), COUNTS, ids=[fun.__name__ for fun, _, _ in COUNTS]
-)
-def test_each_equation_is_counted_as_often_as_it_runs(
-    fun: Any, args: Any, expected: Any, in_jit: bool
+_IDS = [fun.__name__ for fun, _, _ in COUNTS]
+
+
+@pytest.mark.parametrize(("fun", "args", "expected"), COUNTS, ids=_IDS)
+def test_each_equation_is_seen_as_often_as_it_runs(
+    fun: Any, args: Any, expected: Any
 ) -> None:
-    run = jax.jit(lambda *a: walk(fun, *a)) if in_jit else functools.partial(walk, fun)
-    result, _, counts, clock = run(*args)
+    result, _, ran = run(fun, *args)
     assert bitwise.raw_bits(result) == bitwise.raw_bits(fun(*args))
-    assert int(clock) == int(np.sum(counts))
     names = [site.primitive for site in sites_of(fun, *args)]
-    found = list(zip(names, np.asarray(counts).tolist(), strict=True))
+    found = list(zip(names, map(len, ran), strict=True))
     listed = {name for name, _ in expected}
     assert [pair for pair in found if pair[0] in listed] == expected
+    clock = jax.jit(lambda *a: walk(fun, *a)[2])(*args)
+    assert int(clock) == sum(map(len, ran))
+
+
+def test_a_run_knows_the_iterations_in_the_order_in_which_they_run():
+    _, _, ran = run(scan_in_a_scan, np.ones((2, 3), np.float32))
+    assert ran == [[(0,), (1,)], [(i, j) for i in range(2) for j in range(3)]]
+    _, _, ran = run(scan_in_reverse, np.ones(3, np.float32))
+    assert set(map(tuple, ran)) == {((2,), (1,), (0,))}
+
+
+def test_a_long_program_is_run_in_parts():
+    def fun(x, n):
+        for _ in range(80):
+            x, n = jnp.sin(x) + n, n + 1.0
+        return x, n
+
+    result, depths, ran = run(jax.jit(fun), np.float32(1.0), np.float32(0.0))
+    assert_close(result, fun(jnp.float32(1.0), jnp.float32(0.0)))
+    assert depths == [160, 80] and len(ran) == 240
 
 
 def test_times_and_loops_are_those_of_the_scans_around():
@@ -239,20 +299,35 @@ def test_what_is_carried_goes_through_calls_loops_and_branches():
         z = lax.cond(x > 0.0, lambda h: jnp.exp(jnp.exp(h)), lambda h: h, h)
         return x, h, rows, z, y
 
-    _, depths, _, _ = walk(fun, jnp.float32(1.0), jnp.float32(2.0), jnp.ones(2))
-    assert [int(d) for d in depths] == [1, 3, 2, 5, 0]
+    for look in (walk, run):
+        _, depths, _ = look(fun, jnp.float32(1.0), jnp.float32(2.0), jnp.ones(2))
+        assert [int(d) for d in depths] == [1, 3, 2, 5, 0]
 
 
 def test_keys_and_integers_pass(getkey):
     key = getkey()
-    result, *_ = walk(with_keys_and_integers, key, jnp.int32(7))
     expected = with_keys_and_integers(key, jnp.int32(7))
-    assert bitwise.raw_bits(result) == bitwise.raw_bits(expected)
+    for look in (walk, run):
+        result, *_ = look(with_keys_and_integers, key, jnp.int32(7))
+        assert bitwise.raw_bits(result) == bitwise.raw_bits(expected)
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_keys_may_be_the_rows_of_a_scan(length, getkey):
+    def step(key, x):
+        key, fresh = jax.random.split(key)
+        return key, (fresh, x + jax.random.uniform(fresh))
+
+    def fun(key, xs):
+        key, (keys, ys) = lax.scan(step, key, xs)
+        return lax.scan(lambda c, k: (c + jax.random.uniform(k), None), 0.0, keys), ys
+
+    key, xs = getkey(), jnp.zeros(length)
+    result, _, _ = run(fun, key, xs)
+    assert bitwise.raw_bits(result) == bitwise.raw_bits(fun(key, xs))
 
 
 def test_effects_happen_once_and_in_order():
-    seen: list[float] = []
-
     def fun(x):
         def step(x, _):
             jax.debug.callback(seen.append, x, ordered=True)
@@ -262,9 +337,11 @@ def test_effects_happen_once_and_in_order():
         jax.debug.callback(seen.append, x, ordered=True)
         return x
 
-    walk(fun, jnp.float32(0.0))
-    jax.effects_barrier()
-    assert [float(x) for x in seen] == [0.0, 1.0, 2.0, 3.0]
+    for look in (walk, run):
+        seen: list[float] = []
+        look(fun, jnp.float32(0.0))
+        jax.effects_barrier()
+        assert [float(x) for x in seen] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_shard_map_is_one_site():
@@ -273,10 +350,11 @@ def test_a_shard_map_is_one_site():
     mapped = jax.shard_map(
         lambda x: lax.psum(jnp.sin(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
     )
-    result, _, counts, _ = walk(mapped, jnp.ones(2))
     assert [site.primitive for site in sites_of(mapped, jnp.ones(2))] == ["shard_map"]
-    assert np.asarray(counts).tolist() == [1]
-    assert float(result[0]) == pytest.approx(2 * np.sin(1.0))
+    for look in (walk, run):
+        result, depths, _ = look(mapped, jnp.ones(2))
+        assert [int(d) for d in depths] == [1]
+        assert float(result[0]) == pytest.approx(2 * np.sin(1.0))
 
 
 # Where each equation is.

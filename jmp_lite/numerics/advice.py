@@ -1,8 +1,9 @@
 """What to do about it: which layers to keep in float32, and which loss scale to use."""
 
+import collections
 import dataclasses
 import math
-import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,19 +12,18 @@ import jax.numpy as jnp
 
 from jmp_lite.autocast.transform import check_policy
 from jmp_lite.loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from jmp_lite.numerics.dry_run import dry_run
-from jmp_lite.numerics.report import Report, Row
+from jmp_lite.numerics.dry_run import Measured, measure
+from jmp_lite.numerics.faults import Fault, find_faults
+from jmp_lite.numerics.patterns import pattern_of
+from jmp_lite.numerics.report import Report, Row, percent
 from jmp_lite.numerics.stats import EXPONENTS
 from jmp_lite.policy import Policy, PolicyMap
 
-# An operation that loses more than so many roundings of the half dtype is kept in f32:
-# a product of a thousand terms loses about one, a cancellation as many as it likes.
-_ROUNDINGS = 32
 # The largest gradient is lifted to this share of the largest number: later batches have
 # larger ones.
 _HEADROOM = 8
 _LARGEST_SCALE = 2.0**24
-_ROUNDS = 8
+_ROUNDS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +31,11 @@ class Advice:
     """Which policy and loss scale fit a function.
 
     Args:
-      policy: the policy, with a rule for each layer that must compute in float32.
+      policy: the policy, with a rule for each layer that must compute in float32. Its
+        patterns match the scopes of `autocast`, and modules of linen for `with_policy`.
       loss_scale: a static scale that fits the gradients seen, which a
         `DynamicLossScale` may start from; one that does nothing where none is needed.
-      reasons: why, one sentence each.
+      reasons: why, one sentence each, and what is left.
       left: operations that lose too much all the same: they are in no layer that a rule
         could name.
       report: the dry run of the scaled loss and its gradient, as advised.
@@ -90,12 +91,12 @@ def advise(
     Dry-runs the scaled loss and its gradient on one batch; finds the power of two that
     lifts the largest gradient in half to an eighth of what the dtype holds; puts each
     layer whose operations overflow, or lose more than 32 roundings, into float32; and
-    runs again, until nothing changes. What a layer loses and only another one shows, in
-    float32, is not seen.
+    runs again, until nothing changes. Where an operation shows what another layer has
+    rounded away (`1 - p`, where `p` was rounded to 1), it is that layer.
 
     Args:
       loss_fn: returns a scalar loss, written in float32.
-      policy: the policy to start from, as for `autocast`.
+      policy: the policy to start from, as for `dry_run`.
       argnums: which arguments are differentiated for.
       has_aux: whether `loss_fn` returns a pair, of the loss and whatever else.
 
@@ -105,7 +106,8 @@ def advise(
     Raises:
       TypeError: `loss_fn` is not callable; in a call: an argument is an nnx module.
       ValueError: the policy does not compute in half; in a call: a pattern of it
-        matches no scope.
+        matches no scope; most products of `loss_fn` are in half already; the loss or
+        its gradient in float32 is not finite.
 
     Examples:
       >>> def loss(w, x):
@@ -125,30 +127,92 @@ def advise(
     start, dtype = check_policy(policy)
 
     def find(*args, **kwargs) -> Advice:
-        scale, full, reasons, turns = 1.0, [], [], 0
-        while True:
-            step = _scaled_step(loss_fn, scale, argnums, has_aux)
-            advised = _with_rules(start, full)
-            report = dry_run(step, advised)(*args, **kwargs)
-            fitting = _fitting_scale(report, scale, dtype)
-            # In the backward pass, what is out of range may be so for want of a scale.
-            bad = [
-                row
-                for row in _bad_rows(report)
-                if row.direction == "forward" or fitting == scale
-            ]
-            worst = {row.layer: row for row in reversed(bad) if row.layer}
-            new = {layer: row for layer, row in worst.items() if layer not in full}
-            turns += 1
-            if turns == _ROUNDS or (not new and fitting == scale):
-                loss_scale, reason = _as_loss_scale(report, scale, dtype)
-                reasons = (*reasons, reason)
-                return Advice(advised, loss_scale, reasons, tuple(bad), report)
-            scale = fitting
-            full += new
-            reasons += [_why(row, report.dtype) for row in new.values()]
+        search = _Search(loss_fn, start, argnums, has_aux, (args, kwargs), dtype)
+        advice, warning = search.run()
+        if warning:
+            warnings.warn(warning, stacklevel=2)
+        return advice
 
     return find
+
+
+@dataclasses.dataclass
+class _Turn:
+    """A dry run with some layers in float32.
+
+    Attributes:
+      measured: what it returned.
+      scale: the loss scale that it ran with.
+      fitting: the one that fits what it saw.
+      faults: what it has found.
+    """
+
+    measured: Measured
+    scale: float
+    fitting: float
+    faults: list[Fault]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The search for a policy and a loss scale."""
+
+    loss_fn: Any
+    start: Policy | PolicyMap
+    argnums: Any
+    has_aux: bool
+    args_and_kwargs: tuple[Any, Any]
+    dtype: Any
+
+    def run(self) -> tuple[Advice, str]:
+        """Return what was found, and what to warn of."""
+        why: dict[str, str] = {}
+        tried: dict[Any, set[str]] = collections.defaultdict(set)
+        turn = self._turn(1.0, why)
+        for _ in range(_ROUNDS - 1):
+            # The backward pass shows again what the forward pass has lost.
+            named = [fault for fault in reversed(turn.faults) if fault.layer]
+            forward = [fault for fault in named if fault.row.direction == "forward"]
+            if not named and turn.fitting == turn.scale:
+                break
+            new = {}
+            for fault in forward or named:
+                new[fault.layer] = fault.reason()
+                tried[fault.row.layer, fault.row.direction].add(fault.layer)
+            why |= new
+            turn = self._turn(turn.fitting, why)
+        # A layer that was suspected, and mended nothing by itself, may be innocent.
+        suspected = {x for layers in tried.values() if len(layers) > 1 for x in layers}
+        for layer in [layer for layer in why if layer in suspected]:
+            others = {k: reason for k, reason in why.items() if k != layer}
+            without = self._turn(turn.scale, others)
+            if len(without.faults) <= len(turn.faults):
+                turn, why = without, others
+        loss_scale, reason = _as_loss_scale(
+            turn.measured.report, turn.scale, self.dtype
+        )
+        left = [fault.left() for fault in turn.faults]
+        advice = Advice(
+            policy=turn.measured.policy,
+            loss_scale=loss_scale,
+            reasons=(*why.values(), reason, *left),
+            left=tuple(fault.row for fault in turn.faults),
+            report=turn.measured.report,
+        )
+        return advice, turn.measured.warning
+
+    def _turn(self, scale: float, layers: dict[str, str]) -> _Turn:
+        step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
+        policy = _with_rules(self.start, list(layers))
+        measured = measure(step, policy, self.args_and_kwargs, caller="advise")
+        fitting = _fitting_scale(measured.report, scale, self.dtype)
+        # In the backward pass, what is out of range may be so for want of a scale.
+        faults = [
+            fault
+            for fault in find_faults(measured.report, set(layers))
+            if fault.row.direction == "forward" or fitting == scale
+        ]
+        return _Turn(measured, scale, fitting, faults)
 
 
 def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any:
@@ -160,42 +224,10 @@ def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any
     return jax.value_and_grad(scaled, argnums, has_aux=True)
 
 
-def _bad_rows(report: Report) -> list[Row]:
-    """Return the operations that overflow or are the first to lose accuracy."""
-    limit = _ROUNDINGS * float(jnp.finfo(report.dtype).eps)
-    made = [r for r in report.rows if r.direction == "forward" and not r.is_operand]
-    result = {row.layer: row for row in made}
-    half_layers = {row.layer for row in report.rows if row.is_half}
-
-    def is_bad(row):
-        if row.is_half and (row.overflow or math.isinf(row.lost)):
-            return True
-        # What comes after a loss may be right again once that is repaired.
-        if row.lost <= limit or min(row.error, 1.0) - row.lost > limit:
-            return False
-        # A float32 operation shows what half ones of its layer have lost, unless the
-        # layer gets over it: a mean that is 0 but for roundings, say.
-        is_forward = row.direction == "forward"
-        is_result_bad = is_forward and result[row.layer].error > limit
-        return row.is_half or (row.layer in half_layers and is_result_bad)
-
-    return [row for row in report.worst(len(report.rows)) if is_bad(row)]
-
-
-def _why(row: Row, dtype: str) -> str:
-    what = f"{row.layer} in float32: {row.primitive} at {row.line}"
-    if row.overflow or math.isinf(row.error):
-        return (
-            f"{what} reaches {row.max_abs:.3g}, beyond "
-            f"{float(jnp.finfo(dtype).max):.3g}, in {row.overflow:.1%} of its numbers."
-        )
-    return f"{what} has an error of {row.error:.1%} in {dtype}."
-
-
 def _with_rules(start: Policy | PolicyMap, layers: list[str]) -> Policy | PolicyMap:
     if not layers:
         return start
-    full = {re.escape(layer).replace(r"\-", "-"): "full" for layer in layers}
+    full = {pattern_of(layer): "full" for layer in layers}
     if isinstance(start, Policy):
         return PolicyMap(start, full)
     others = {p: policy for p, policy in start.rules if p not in full}
@@ -237,8 +269,8 @@ def _as_loss_scale(report: Report, scale: float, dtype: Any) -> tuple[LossScale,
     before, after = _flushed(rows, dtype, 1 / scale), _flushed(rows, dtype, 1.0)
     return StaticLossScale(scale), (
         f"A loss scale of 2**{round(math.log2(scale))}: gradients reach {largest:.2g}; "
-        f"{before:.1%} of them would be 0 in {jnp.dtype(dtype).name} without it, "
-        f"{after:.1%} are with it."
+        f"{percent(before)} of them would be 0 in {jnp.dtype(dtype).name} without it, "
+        f"{percent(after)} are with it."
     )
 
 

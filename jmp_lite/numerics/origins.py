@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 
 from jmp_lite import compat
 from jmp_lite.autocast.rewrite import Traced
+from jmp_lite.numerics.programs import Shadow, is_floating
+from jmp_lite.numerics.runs import Cell, Observed, Observer, Run, look
 from jmp_lite.numerics.walk import Equation, Walker
 
 # How many iteration numbers an origin has, and how many operands a report.
@@ -23,45 +24,52 @@ _OPERANDS = 4
 
 # The origin of a value that is finite.
 NEVER = 2**31 - 1
-_NONE = np.array([NEVER, *[0] * (1 + _LOOPS)], np.int32)
+NONE = np.array([NEVER, *[0] * (1 + _LOOPS)], np.int32)
 # When something came in that may be meant to be there: after all that is made.
 _LATE = NEVER - 1
 # Sites below zero are arguments, and this one any constant.
 CONSTANT = -(2**31)
 
-_NO_LOW = np.full(_OPERANDS, np.inf, np.float32)
+Ranges = tuple[tuple[float, float], ...]
 
 
-def find_origin(traced: Traced) -> tuple[list[Any], jax.Array]:
-    """Run a traced function; return its outputs, and the earliest origin among them."""
-    outs, origins, _ = _run(_Origins(), traced)
-    return outs, _first(jnp.stack([jnp.asarray(_NONE), *origins]))
+def watch(traced: Traced) -> tuple[list[Any], jax.Array]:
+    """Run a traced function inside of `jit`.
+
+    Returns:
+      Its outputs, and the earliest origin among them.
+    """
+    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
+    tags = [of_argument(x, i) for i, x in enumerate(traced.args)]
+    outs, origins, _ = _Watcher().run(jaxpr, consts, traced.args, tags)
+    return outs, first([jnp.asarray(NONE), *origins])
 
 
-def find_ranges(traced: Traced, origin: jax.Array) -> tuple[tuple[float, float], ...]:
-    """Run a traced function; return the ranges of the operands at an origin."""
-    _, _, records = _run(_Ranges(origin), traced)
-    lows, highs = (x[int(origin[1])].tolist() for x in records)
-    pairs = zip(lows, highs, strict=True)
-    return tuple((low, high) for low, high in pairs if not low > high)
+def find(traced: Traced) -> tuple[np.ndarray, Ranges]:
+    """Run a traced function, looking at it on the host.
+
+    Returns:
+      The earliest origin among its outputs, and the ranges of the operands there.
+    """
+    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
+    observer = OriginObserver()
+    cells = [Cell(x, None, of_argument(x, i)) for i, x in enumerate(traced.args)]
+    outs = Run(observer, Shadow()).run(jaxpr, consts, cells)
+    origin = np.asarray(first([NONE, *(cell.tag for cell in outs)]))
+    return origin, observer.ranges.get(int(origin[0]), ())
 
 
-class _Origins(Walker):
-    """Carries the origin of non-finite numbers beside each value."""
+class _Watcher(Walker):
+    """Carries origins in a program."""
 
-    def observe(self, equation: Equation) -> tuple[Sequence[Any], Any]:
+    def observe(self, equation: Equation) -> Sequence[Any]:
         moment = equation.moment
-        here = (moment.clock, equation.site, *moment.loops[:_LOOPS])
-        operands = _operands(equation)
-        out_tags = [
-            _origin_of(out, operands, here) if _can_overflow(out) else _NONE
+        here = as_origin((moment.clock, equation.site, *moment.loops))
+        operands = _operands(equation.eqn, equation.ins, equation.tags)
+        return [
+            _origin_in_program(out, operands, here) if _can_overflow(out) else NONE
             for out in equation.outs
         ]
-        return out_tags, self.record(equation, here)
-
-    def record(self, equation: Equation, here: Any) -> Any:
-        del equation, here
-        return ()
 
     def tag_constant(self, value: Any) -> Any:
         return _brought_along(value, CONSTANT, _LATE)
@@ -70,83 +78,113 @@ class _Origins(Walker):
         return jnp.broadcast_to(tag, (length, *tag.shape))
 
     def stack(self, tags: Any) -> Any:
-        return _first(tags)
+        return first(tags)
 
 
-class _Ranges(_Origins):
-    """Also records the operands' ranges at one origin."""
+class OriginObserver(Observer):
+    """Carries origins on the host.
 
-    def __init__(self, target: jax.Array):
-        self.target = target
+    Attributes:
+      ranges: when an operation made a number that is not finite out of such that are:
+        per floating operand, the smallest and the largest number in it.
+    """
 
-    def record(self, equation: Equation, here: Any) -> Any:
-        floats = [x for x in equation.ins if _can_overflow(x)]
-        return _ranges_at(floats[:_OPERANDS], here, self.target)
+    def __init__(self):
+        self.ranges: dict[int, Ranges] = {}
 
-    def empty(self) -> Any:
-        return _NO_LOW, -_NO_LOW
+    def observe(self, op: Observed) -> Sequence[Any]:
+        """Return the origins of an operation's results."""
+        return [self.origin(op, out, op.tags) for out in op.outs]
 
-    def merge(self, a: Any, b: Any) -> Any:
-        # NaN, which an operand may hold, passes through both.
-        return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
+    def origin(self, op: Observed, out: Any, origins: Sequence[Any]) -> Any:
+        """Return the origin of one result of an operation.
+
+        Args:
+          op: the operation.
+          out: the result.
+          origins: those of the operands.
+        """
+        if out is None or _is_finite(out):
+            return NONE
+        here = np.asarray(as_origin((op.clock, op.site, *op.loops)))
+        operands = _operands(op.eqn, op.ins, origins)
+        found = np.asarray(origin_of(out, operands, here))
+        if found[0] == op.clock:
+            floats = [x for x in op.ins if x is not None and _can_overflow(x)]
+            self.ranges[op.clock] = tuple(map(_range, floats[:_OPERANDS]))
+        return found
+
+    def tag_constant(self, value: Any) -> Any:
+        """Return the origin of what a constant brings along."""
+        return _brought_along(value, CONSTANT, _LATE)
+
+    def stack(self, tags: Sequence[Any]) -> Any:
+        """Return the earliest of origins."""
+        return first(tags)
 
 
-def _run(walker: _Origins, traced: Traced) -> tuple[list[Any], list[Any], Any]:
-    """Return the outputs of a traced function, their origins, and the records."""
-    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
-    # The first of several NaN is at fault: earlier than all that runs.
-    tags = [_brought_along(x, -1 - i, i - _LATE) for i, x in enumerate(traced.args)]
-    return walker.run(jaxpr, consts, traced.args, tags)[:3]
-
-
-def _operands(equation: Equation) -> list[tuple[Any, Any]]:
+def _operands(eqn: Any, ins: Any, tags: Any) -> list[tuple[Any, Any]]:
     """Return the floating operands that reach the result, and their origins."""
-    pairs = list(zip(equation.ins, equation.tags, strict=True))
-    if equation.eqn.primitive.name == "select_n":
+    pairs = list(zip(ins, tags, strict=True))
+    if eqn.primitive.name == "select_n":
         (which, _), *cases = pairs
         pairs = [(_chosen(which, i, x), tag) for i, (x, tag) in enumerate(cases)]
     return [
-        (x, tag) for x, tag in pairs if _can_overflow(x) and not _is_finite_number(x)
+        (x, tag)
+        for x, tag in pairs
+        if x is not None and _can_overflow(x) and not _is_finite_number(x)
     ]
 
 
-@jax.jit
-def _chosen(which: Any, i: Any, case: Any) -> jax.Array:
-    if not _can_overflow(case):
+def _chosen(which: Any, i: int, case: Any) -> Any:
+    if case is None or not _can_overflow(case):
         return case
-    return jnp.where(which.astype(jnp.int32) == i, case, jnp.zeros_like(case))
+    xp = _library(which, case)
+    return xp.where(which.astype(np.int32) == i, case, xp.zeros_like(case))
 
 
-@jax.jit
-def _origin_of(out: Any, operands: Any, here: Any) -> jax.Array:
+def _library(*arrays: Any) -> Any:
+    """Return NumPy if it can look at these, else `jax.numpy`."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def origin_of(out: Any, operands: Any, here: Any) -> Any:
     """Return the origin of the non-finite numbers of a result."""
-    shape = jnp.shape(out)
-    bad, nan = ~jnp.isfinite(out), jnp.isnan(out)
+    xp, shape = _library(out, here, *(x for x, _ in operands)), np.shape(out)
+    bad, nan = ~xp.isfinite(out), xp.isnan(out)
     # Element by element, where shapes allow it: what is elsewhere has not come here.
-    seen = [(x if jnp.shape(x) == shape else _summary(x)) for x, _ in operands]
+    seen = [(x if np.shape(x) == shape else _summary(x)) for x, _ in operands]
     made, made_nan, arrived = bad, nan, []
     for x in seen:
-        made, made_nan = made & jnp.isfinite(x), made_nan & ~jnp.isnan(x)
-        arrived.append(bad & ~jnp.isfinite(x))
-    is_bad, is_made, *has_arrived = _any([bad, made | made_nan, *arrived])
+        made, made_nan = made & xp.isfinite(x), made_nan & ~xp.isnan(x)
+        arrived.append(bad & ~xp.isfinite(x))
+    is_bad, is_made, *has_arrived = _any([bad, made | made_nan, *arrived], xp)
     tags = [
-        jnp.where(has, tag, _NONE)
+        xp.where(has, tag, NONE)
         for has, (_, tag) in zip(has_arrived, operands, strict=True)
     ]
-    earlier = _first(jnp.stack([jnp.asarray(_NONE), *tags]))
+    earlier = first([NONE, *tags])
     # What nothing made, and may be a mask, yields to the first that an operation made.
     is_here = (earlier[0] == NEVER) | ((earlier[0] == _LATE) & is_made)
-    return jnp.where(is_bad, jnp.where(is_here, _as_origin(here), earlier), _NONE)
+    return xp.where(is_bad, xp.where(is_here, here, earlier), NONE)
 
 
-def _summary(x: Any) -> jax.Array:
+# Traced once for each shape.
+_origin_in_program = jax.jit(origin_of)
+
+
+def _summary(x: Any) -> Any:
     """Return a number that is NaN or inf if one in an array is, else 0."""
-    is_nan, is_bad = _any([jnp.isnan(x), ~jnp.isfinite(x)])
-    return jnp.where(is_nan, jnp.nan, jnp.where(is_bad, jnp.inf, 0.0))
+    xp = _library(x)
+    is_nan, is_bad = _any([xp.isnan(x), ~xp.isfinite(x)], xp)
+    return xp.where(is_nan, np.nan, xp.where(is_bad, np.inf, 0.0))
 
 
-def _any(masks: list[Any]) -> list[Any]:
-    """Return which masks, all of one shape, hold anywhere: one reduction of all."""
+def _any(masks: list[Any], xp: Any) -> list[Any]:
+    """Return which masks, all of one shape, hold anywhere."""
+    if xp is np:
+        return [mask.any() for mask in masks]
+    # One reduction of all: XLA on the CPU reads an array once for each.
     false = [np.bool_(False)] * len(masks)
     return jax.lax.reduce(masks, false, _either, range(jnp.ndim(masks[0])))
 
@@ -155,48 +193,53 @@ def _either(a: Any, b: Any) -> list[Any]:
     return [x | y for x, y in zip(a, b, strict=True)]
 
 
-@jax.jit
-def _ranges_at(operands: Any, here: Any, origin: Any) -> Any:
-    lows, highs = (jnp.asarray(x) for x in (_NO_LOW, -_NO_LOW))
-    is_here = (_as_origin(here) == origin).all()
-    for i, x in enumerate(operands):
-        number = jnp.abs(x) if jnp.iscomplexobj(x) else jnp.asarray(x)
-        if number.size:
-            low = number.min().astype(jnp.float32)
-            high = number.max().astype(jnp.float32)
-            lows = lows.at[i].set(jnp.where(is_here, low, jnp.inf))
-            highs = highs.at[i].set(jnp.where(is_here, high, -jnp.inf))
-    return lows[None], highs[None]
+def _is_finite(x: Any) -> bool:
+    return bool(_library(x).isfinite(x).all())
+
+
+def _range(x: Any) -> tuple[float, float]:
+    """Return the smallest and the largest number, or magnitude, in an array."""
+    xp = _library(x)
+    number = xp.abs(x) if xp.iscomplexobj(x) else xp.asarray(x)
+    if not number.size:
+        return (np.inf, -np.inf)
+    return float(number.min()), float(number.max())
+
+
+def of_argument(value: Any, index: int) -> Any:
+    """Return the origin of what an argument brings along, by its index.
+
+    A NaN is at fault before anything runs, and the first of several is. An inf may be a
+    mask, and is at fault only if it reaches a result by itself: last of all.
+    """
+    return _brought_along(value, -1 - index, index - _LATE)
 
 
 def _brought_along(value: Any, index: int, when: int) -> Any:
-    """Return the origin of what an argument or a constant brings along.
-
-    A NaN in an argument is at fault before anything runs. An inf may be a mask, and is
-    at fault only if it reaches a result by itself: last of all.
-    """
     if not _can_overflow(value) or _is_finite_number(value):
-        return _NONE
-    return _brought(value, index, when)
+        return NONE
+    value = look(value)
+    xp = _library(value)
+    when = xp.where(xp.isnan(value).any(), when, _LATE)
+    origin = xp.stack([xp.asarray(x, np.int32) for x in (when, index, *[0] * _LOOPS)])
+    return xp.where(xp.isfinite(value).all(), NONE, origin)
 
 
-@jax.jit
-def _brought(value: Any, index: Any, when: Any) -> jax.Array:
-    when = jnp.where(jnp.isnan(value).any(), when, _LATE)
-    origin = jnp.asarray(_NONE).at[0].set(when).at[1].set(index)
-    return jnp.where(jnp.isfinite(value).all(), _NONE, origin)
+def as_origin(here: Sequence[Any]) -> Any:
+    """Return a clock, a site and the iterations of loops as an origin."""
+    padded = [*here, *[0] * _LOOPS][: 2 + _LOOPS]
+    numbers = [x if isinstance(x, jax.Array) else np.int32(x) for x in padded]
+    return _library(*numbers).stack(numbers)
 
 
-def _as_origin(here: Any) -> jax.Array:
-    padded = [*here, *[0] * (2 + _LOOPS - len(here))]
-    return jnp.stack([jnp.asarray(x, jnp.int32) for x in padded])
-
-
-def _first(origins: jax.Array) -> jax.Array:
-    """Return the earliest of origins `[n, 6]`."""
-    if not origins.shape[0]:
-        return jnp.asarray(_NONE)
-    return origins[jnp.argmin(origins[:, 0])]
+def first(origins: Any) -> Any:
+    """Return the earliest of origins, a sequence or an array `[n, 6]`."""
+    if not len(origins):
+        return NONE
+    if not isinstance(origins, jax.Array):
+        origins = _library(*origins).stack(origins)
+    xp = _library(origins)
+    return origins[xp.argmin(origins[:, 0])]
 
 
 def _is_finite_number(x: Any) -> bool:
@@ -206,6 +249,4 @@ def _is_finite_number(x: Any) -> bool:
 
 
 def _can_overflow(x: Any) -> bool:
-    aval = jax.typeof(x)
-    is_array = isinstance(aval, ShapedArray)
-    return is_array and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return is_floating(jax.typeof(x))

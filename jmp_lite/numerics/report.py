@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jmp_lite import extras
@@ -12,7 +12,7 @@ from jmp_lite.numerics.sites import Site
 _HALF = ("float16", "bfloat16")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Row:
     """What an operation makes, what a product reads in half, or all that of a layer.
 
@@ -41,6 +41,8 @@ class Row:
         overflowed.
       histogram: how many numbers have each exponent, as `EXPONENTS` lists them.
       reads_half: whether it is a product of half operands.
+      cause: what has rounded away the digits that are lost here, where it is another
+        operation: its layer, primitive and line.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -68,6 +70,7 @@ class Row:
     lost: float
     histogram: tuple[int, ...]
     reads_half: bool = False
+    cause: tuple[str, str, str] | None = None
 
     @property
     def is_half(self) -> bool:
@@ -86,8 +89,25 @@ class Row:
             return (0.0, self.lost, 0.0)
         return (self.overflow, self.lost, self.flush)
 
+    def __str__(self) -> str:
+        """Return one line for people, without what is 0 and the histogram."""
+        arrow = ", backward" if self.direction == "backward" else ""
+        numbers = [self.held, f"|x| to {self.max_abs:.3g}"]
+        if self.is_half:
+            shares = {"overflow": self.overflow, "flush": self.flush}
+            numbers += [f"{name} {percent(x)}" for name, x in shares.items() if x]
+        errors = {"error": self.error, "lost": self.lost}
+        numbers += [f"{name} {x:.2g}" for name, x in errors.items() if x]
+        cause = f" to {_place(*self.cause)}" if self.cause and self.lost else ""
+        place = _place(self.layer, self.primitive, self.line)
+        return f"{place}{arrow}: {', '.join(numbers)}{cause}"
 
-@dataclasses.dataclass(frozen=True)
+    def __repr__(self) -> str:
+        """Return the same in brackets: a tuple of rows prints in a few lines."""
+        return f"<{self}>"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """What a policy does to the numbers of a function.
 
@@ -106,6 +126,18 @@ class Report:
 
     rows: tuple[Row, ...]
     dtype: str
+
+    def __str__(self) -> str:
+        """Return a line for each of the worst operations."""
+        if not self.rows:
+            return f"dry run in {self.dtype}: no operations"
+        worst = self.worst()
+        title = f"the worst {len(worst)} of {len(self.rows)} operations"
+        return "\n".join([f"dry run in {self.dtype}: {title}", *map(str, worst)])
+
+    def __repr__(self) -> str:
+        """Return what it is of."""
+        return f"<dry run in {self.dtype}: {len(self.rows)} operations>"
 
     def worst(self, count: int = 10) -> tuple[Row, ...]:
         """Return the operations that lose most, worst first."""
@@ -218,6 +250,7 @@ class Report:
             data = json.loads(text)
             for row in data["rows"]:
                 row["histogram"] = tuple(row["histogram"])
+                row["cause"] = row["cause"] and tuple(row["cause"])
                 infinite = [name for name in _MAY_BE_INF if row[name] is None]
                 row.update(dict.fromkeys(infinite, math.inf))
             return cls(tuple(Row(**row) for row in data["rows"]), data["dtype"])
@@ -237,34 +270,50 @@ class _Shown(NamedTuple):
     histogram: tuple[int, ...]
 
 
-def make_rows(site: Site, held: str, half: str, records: Any) -> Iterator[Row]:
+def make_rows(
+    site: Site, held: str, half: str, records: Any, known: Sequence[Site]
+) -> Iterator[Row]:
     """Yield the rows of a site; none if it made no floating number, or never ran.
 
     Args:
       site: the site.
       held: the dtype that its result is held in.
       half: that in which a product reads its operands.
-      records: those of its result, and of its operands: `dry_run.Record`s of NumPy
-        scalars.
+      records: those of its result, and of its operands: each a `lockstep.Record`, or
+        None.
+      known: the sites of the program, for what records say of others.
     """
     made, *read = records
     for name, record in zip(("lhs", "rhs"), read, strict=True):
-        operand = dataclasses.replace(
-            site,
-            primitive=f"{name} of {site.primitive}",
-            direction="backward" if record.backward else "forward",
-        )
-        yield from _rows(operand, half, record)
-    yield from _rows(site, held, made, reads_half=bool(read[0].stats.size))
+        if record is not None:
+            operand = dataclasses.replace(
+                site,
+                primitive=f"{name} of {site.primitive}",
+                direction="backward" if record.backward else "forward",
+            )
+            yield from _rows(operand, half, record, known)
+    if made is not None:
+        yield from _rows(site, held, made, known, reads_half=any(read))
 
 
 def _rows(
-    site: Site, held: str, record: Any, *, reads_half: bool = False
+    site: Site,
+    held: str,
+    record: Any,
+    known: Sequence[Site],
+    *,
+    reads_half: bool = False,
 ) -> Iterator[Row]:
     stats = record.stats
     size = float(stats.size)
     if not size:
         return
+    cause = None
+    if record.lost and record.source >= 0:
+        source = known[record.source]
+        own = site.layer, site.primitive.rpartition(" ")[2], site.line
+        cause = source.layer, source.primitive, source.line
+        cause = None if cause == own else cause
     yield Row(
         layer=site.layer,
         primitive=site.primitive,
@@ -284,6 +333,7 @@ def _rows(
         lost=float(record.lost),
         histogram=tuple(int(n) for n in stats.histogram),
         reads_half=reads_half,
+        cause=cause,
     )
 
 
@@ -321,6 +371,16 @@ def _badness(row: Row) -> tuple[float, ...]:
     return row.badness
 
 
+def percent(share: float) -> str:
+    """Return a share as people write it; none that is not 0 looks as if it were."""
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
+
+
+def _place(layer: str, primitive: str, line: str) -> str:
+    where = f" in {layer}" if layer else ""
+    return f"{primitive}{where}{f' at {line}' if line else ''}"
+
+
 def _title(row: Row) -> str:
     arrow = " ←" if row.direction == "backward" else ""
     return (row.layer or "(no layer)") + arrow
@@ -331,7 +391,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{_title(row)}\n  {row.primitive}, {row.line.rpartition('/')[2]}",
         _SHORT.get(row.held, row.held),
         f"{row.max_abs:.1e}",
-        *(f"{x:.1%}" if x else "" for x in (row.overflow, row.flush)),
+        *(percent(x) if x else "" for x in (row.overflow, row.flush)),
         f"{row.error:.0e}" if row.error else "",
         f"{row.lost:.0e}" if row.lost else "",
     )

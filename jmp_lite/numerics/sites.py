@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jmp_lite import compat
 from jmp_lite.autocast import control_flow, scopes
+from jmp_lite.numerics.derivatives import derivatives
 
 _LOOPS = ("scan", "while")
 # Looked into as one call, whose operands and results are the body's.
@@ -33,8 +34,8 @@ class Site:
       primitive: its name, as a jaxpr prints it.
       layer: its name-scope path, `""` outside of any scope.
       line: `file:line` of the user's code.
-      direction: `"forward"`, also for what `jax.checkpoint` computes again, or
-        `"backward"` for what a transposition made.
+      direction: `"backward"` for what a transposition made and for slopes that only it
+        uses; else `"forward"`, also for what `jax.checkpoint` computes again.
       dtype: of its first floating result, else of its first result.
       times: how often it runs; None inside of a `while`.
       loops: how many loops it is in.
@@ -52,26 +53,35 @@ class Site:
 _TOP = Site("", "", "", "forward", "")
 
 
-def sites(jaxpr: Any, around: Site = _TOP) -> list[Site]:
+def sites(jaxpr: Any) -> list[Site]:
     """Return the sites of a jaxpr in the order in which a walk numbers them.
 
     Args:
       jaxpr: an open jaxpr.
-      around: the call, loop or branch that holds it; its line is that of all inside,
-        if it has one.
+    """
+    return _sites(jaxpr, _TOP, derivatives(jaxpr, bodies_of))
+
+
+def _sites(jaxpr: Any, around: Site, slopes: frozenset[int]) -> list[Site]:
+    """Return the sites of a jaxpr in the call, loop or branch that holds it.
+
+    The line of what holds it is that of all inside, if it has one.
     """
     found = []
     for eqn in jaxpr.eqns:
-        site = _site(eqn, around)
+        site = site_of(eqn, around)
         bodies = bodies_of(eqn)
         if bodies is None:
             shown = [p for p in site.layer.split("/") if p not in scopes.MARKS]
             line = site.line or compat.source_line(eqn)
-            found.append(dataclasses.replace(site, layer="/".join(shown), line=line))
+            site = dataclasses.replace(site, layer="/".join(shown), line=line)
+            if id(eqn) in slopes:
+                site = dataclasses.replace(site, direction="backward")
+            found.append(site)
             continue
-        inside = _in_loop(eqn, site)
+        inside = in_loop(eqn, site)
         for frame in bodies:
-            found += sites(frame.jaxpr, inside)
+            found += _sites(frame.jaxpr, inside, slopes)
     return found
 
 
@@ -98,8 +108,8 @@ def bodies_of(eqn: Any) -> Any:
     return control_flow.frames(eqn)
 
 
-def _site(eqn: Any, around: Site) -> Site:
-    """Return the site of an equation."""
+def site_of(eqn: Any, around: Site = _TOP) -> Site:
+    """Return the site of an equation in the call, loop or branch around it."""
     stack = compat.name_stack(eqn)
     direction = "backward" if "transpose(" in stack else around.direction
     if scopes.REMATTED in stack:
@@ -116,7 +126,7 @@ def _site(eqn: Any, around: Site) -> Site:
     )
 
 
-def _in_loop(eqn: Any, site: Site) -> Site:
+def in_loop(eqn: Any, site: Site) -> Site:
     """Return the site of an equation as its bodies have it."""
     if eqn.primitive.name not in _LOOPS:
         return site

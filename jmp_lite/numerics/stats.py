@@ -7,6 +7,7 @@ such a device: what it computed before it came here it flushed itself.)
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -142,6 +143,74 @@ def merge_stacked(stats: ValueStats) -> ValueStats:
     return merged._replace(
         max_abs=_of_bits(_bits(stats.max_abs).max(0, initial=_bits(0.0))),
         min_abs=_of_bits(_bits(stats.min_abs).min(0, initial=_bits(jnp.inf))),
+    )
+
+
+def value_stats_on_host(x: np.ndarray, dtype: Any) -> ValueStats:
+    """Return what `value_stats` does, by NumPy: nothing is compiled.
+
+    Args:
+      x: a floating or complex array.
+      dtype: as `check_dtype` returns it.
+
+    Returns:
+      The statistics, numbers of Python and NumPy.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return merge_on_host(
+            *(value_stats_on_host(f(x), dtype) for f in (np.real, np.imag))
+        )
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    borders, no_sign = _words(wide, dtype)
+    bits = np.asarray(x, wide).ravel().view(no_sign.dtype) & no_sign
+    bits.sort()
+    # How many numbers lie below each border.
+    below = np.searchsorted(bits, borders).tolist()
+    zero, to_zero, to_normal, to_infinity, finite = below[:5]
+    largest, smallest = bits[finite - 1 : finite], bits[zero : zero + (zero < finite)]
+    return ValueStats(
+        size=float(bits.size),
+        nonfinite=float(bits.size - finite),
+        zero=float(zero),
+        subnormal=float(to_normal - to_zero),
+        flush=float(to_zero - zero),
+        overflow=float(finite - to_infinity),
+        max_abs=_as_float32(largest.view(wide), 0.0),
+        min_abs=_as_float32(smallest.view(wide), math.inf),
+        histogram=np.diff([zero, *below[5:], finite]),
+    )
+
+
+def _as_float32(extreme: np.ndarray, default: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(extreme.astype(np.float32)[0]) if extreme.size else default
+
+
+@functools.cache
+def _words(wide: Any, dtype: Any) -> tuple[np.ndarray, Any]:
+    """Return the borders between classes and exponents as bits, and what masks signs.
+
+    The bits of positive floats are integers in the same order.
+    """
+    word = np.uint64 if wide is np.float64 else np.uint32
+    with np.errstate(over="ignore"):  # nothing in float32 overflows float64
+        to_zero, to_normal, to_infinity = map(wide, _borders(dtype))
+    # What is halfway to the smallest subnormal rounds to 0 itself.
+    to_zero = np.nextafter(to_zero, wide(1))
+    zero = np.nextafter(wide(0), wide(1))
+    powers = [wide(2.0**e) for e in EXPONENTS[1:]]
+    borders = [zero, to_zero, to_normal, to_infinity, wide(np.inf), *powers]
+    return np.array(borders, wide).view(word), word(np.iinfo(word).max >> 1)
+
+
+def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
+    """Return the statistics of all numbers of two, both from `value_stats_on_host`."""
+    counts = [x + y for x, y in zip(a[:6], b[:6], strict=True)]
+    return ValueStats(
+        *counts,
+        max_abs=max(a.max_abs, b.max_abs),
+        min_abs=min(a.min_abs, b.min_abs),
+        histogram=a.histogram + b.histogram,
     )
 
 

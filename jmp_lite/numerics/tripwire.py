@@ -18,7 +18,7 @@ import numpy as np
 from jmp_lite import compat, trees
 from jmp_lite.autocast.rewrite import Traced, is_traceable, trace
 from jmp_lite.autocast.transform import refuse_modules
-from jmp_lite.numerics.origins import CONSTANT, NEVER, find_origin, find_ranges
+from jmp_lite.numerics.origins import CONSTANT, NEVER, find, watch
 from jmp_lite.numerics.sites import Site, sites
 
 
@@ -63,12 +63,13 @@ class NonFinite:
         if self.primitive == "constant":
             return "A number that is not finite is a constant of the program."
         where = f" in {self.layer}" if self.layer else ""
+        line = f" at {self.line}" if self.line else ""
         loop = f", iteration {list(self.iterations)}" if self.iterations else ""
         ranges = " and ".join(f"[{low:.3g}, {high:.3g}]" for low, high in self.operands)
         operands = f" out of {ranges}" if ranges else ""
         return (
-            f"{self.primitive} ({self.dtype}, {self.direction}{loop}){where} at "
-            f"{self.line} made the first number that is not finite{operands}."
+            f"{self.primitive} ({self.dtype}, {self.direction}{loop}){where}{line} "
+            f"made the first number that is not finite{operands}."
         )
 
     def to_json(self) -> str:
@@ -83,8 +84,8 @@ class NonFinite:
 def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     """Return a function that says which operation of `fun` made the first NaN or inf.
 
-    Runs `fun` operation by operation (again, for the ranges, if something was found):
-    a tool for one batch, not for every step. `with_tripwire` is its form inside `jit`.
+    Runs each operation of `fun` apart and looks at what it makes on the host: a tool
+    for one batch, not for every step. `with_tripwire` is its form inside `jit`.
 
     Args:
       fun: any JAX function: a loss, `jax.grad(loss)`, a whole train step.
@@ -111,15 +112,13 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     """
     _check_function(fun)
 
-    def find(*args, **kwargs) -> NonFinite | None:
+    def run(*args, **kwargs) -> NonFinite | None:
         traced = _trace(fun, args, kwargs)
-        tripwire = _watch(traced, (args, kwargs))[1]
-        found = tripwire.report()
-        if found is None or found.primitive in ("argument", "constant"):
-            return found
-        return dataclasses.replace(found, operands=find_ranges(traced, tripwire.origin))
+        origin, ranges = find(traced)
+        found = tripwire_of(traced, origin, (args, kwargs)).report()
+        return found and dataclasses.replace(found, operands=ranges)
 
-    return find
+    return run
 
 
 def with_tripwire(fun: Callable[..., Any]) -> Callable[..., tuple[Any, "Tripwire"]]:
@@ -215,16 +214,22 @@ def _check_function(fun: Any) -> None:
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
-    return trace(fun, args, kwargs)
+    with compat.lines_of_rules():
+        return trace(fun, args, kwargs)
 
 
 def _watch(traced: Traced, args_and_kwargs: Any) -> tuple[Any, Tripwire]:
-    outs, origin = find_origin(traced)
+    outs, origin = watch(traced)
+    tripwire = tripwire_of(traced, origin, args_and_kwargs)
+    return traced.restore([_not_differentiated(x) for x in outs]), tripwire
+
+
+def tripwire_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> Tripwire:
+    """Return the tripwire of a traced call whose results have an origin."""
     leaves = jax.tree_util.tree_leaves_with_path(args_and_kwargs)
     names = [trees.key_path(path[1:]) for path, x in leaves if is_traceable(x)]
     known = sites(compat.open_jaxpr(traced.closed))
-    tripwire = Tripwire(origin, tuple(known), tuple(names))
-    return traced.restore([_not_differentiated(x) for x in outs]), tripwire
+    return Tripwire(origin, tuple(known), tuple(names))
 
 
 @jax.custom_jvp

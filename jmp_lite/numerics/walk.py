@@ -1,7 +1,7 @@
-"""Run a jaxpr equation by equation, with something carried beside every value.
+"""Run a jaxpr equation by equation, inside of `jit`, with a tag beside every value.
 
 Loops, branches and calls are looked into; what `sites` says of others holds here too.
-Everything is traceable: a walk can run eagerly or inside of `jit`.
+`runs` has the form that looks at the values on the host.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jmp_lite import compat
 from jmp_lite.numerics.sites import bodies_of, count_sites
@@ -59,27 +58,19 @@ class Equation:
 
 
 class Walker:
-    """Runs jaxprs. Subclasses say what is carried beside values, and recorded.
+    """Runs jaxprs. Subclasses say what is carried beside values."""
 
-    Records are stacked: each leaf has an axis of sites in front.
-    """
+    def bind(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+        """Return the results of an equation that is not looked into."""
+        return compat.bind(eqn, ins)
 
-    def observe(self, equation: Equation) -> tuple[Sequence[Any], Any]:
-        """Return the tags of an equation's results, and the record of this one site."""
+    def observe(self, equation: Equation) -> Sequence[Any]:
+        """Return the tags of an equation's results."""
         raise NotImplementedError
 
     def tag_constant(self, value: Any) -> Any:
         """Return what is carried beside a constant of the program."""
         raise NotImplementedError
-
-    def empty(self) -> Any:
-        """Return the record of one site that did not run, without the axis."""
-        return ()
-
-    def merge(self, a: Any, b: Any) -> Any:
-        """Return the records of two runs of the same sites."""
-        del b
-        return a
 
     def unstack(self, tag: Any, length: int) -> Any:
         """Return the tag of a scanned array as that of its rows, stacked."""
@@ -113,7 +104,7 @@ class Walker:
         plan: Any = None,
         first_site: int = 0,
         moment: Moment | None = None,
-    ) -> tuple[list[Any], list[Any], Any, Any]:
+    ) -> tuple[list[Any], list[Any], Any]:
         """Run a jaxpr.
 
         Args:
@@ -126,7 +117,7 @@ class Walker:
           moment: when it starts.
 
         Returns:
-          Its outputs, their tags, the records of its sites (stacked), and the clock.
+          Its outputs, their tags, and the clock.
         """
         moment = Moment(np.int32(0)) if moment is None else moment
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -140,43 +131,29 @@ class Walker:
         def tag_of(var):
             return self.tag_constant(var.val) if compat.is_literal(var) else tag[var]
 
-        records, clock, site = [], moment.clock, first_site
+        clock, site = moment.clock, first_site
         for index, eqn in enumerate(jaxpr.eqns):
             ins, in_tags = map(read, eqn.invars), map(tag_of, eqn.invars)
             ins, in_tags = list(ins), list(in_tags)
             now = Moment(clock, moment.loops)
             bodies = bodies_of(eqn)
             if bodies is None:
-                outs = compat.bind(eqn, ins)
+                outs = self.bind(eqn, ins)
                 equation = Equation(
                     eqn, index, site, ins, outs, in_tags, now, tag_of, plan
                 )
-                out_tags, record = self.observe(equation)
-                records.append(record)
+                out_tags = self.observe(equation)
                 clock, site = clock + 1, site + 1
             else:
                 in_tags = self.enter(plan, index, eqn, in_tags)
                 firsts = [site + count_sites(bodies[:k]) for k in range(len(bodies))]
                 walk = _Bodies(self, plan, index, eqn, bodies, firsts, now)
-                outs, out_tags, record, clock = walk.run(ins, in_tags)
-                records.append(record)
+                outs, out_tags, clock = walk.run(ins, in_tags)
                 site += count_sites(bodies)
             values.update(zip(eqn.outvars, outs, strict=True))
             tag.update(zip(eqn.outvars, out_tags, strict=True))
         outs = [read(v) for v in jaxpr.outvars]
-        out_tags = [tag_of(v) for v in jaxpr.outvars]
-        return outs, out_tags, self.join(records), clock
-
-    def none_ran(self, count: int) -> Any:
-        """Return the records of so many sites that did not run."""
-        # Of NumPy: XLA would be asked once for each equation.
-        return jax.tree.map(
-            lambda x: np.broadcast_to(x, (count, *np.shape(x))), self.empty()
-        )
-
-    def join(self, records: Sequence[Any]) -> Any:
-        """Return the records of several groups of sites as those of one."""
-        return jax.tree.map(_concatenate, self.none_ran(0), *records)
+        return outs, [tag_of(v) for v in jaxpr.outvars], clock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +175,7 @@ class _Bodies:
     def _walk(self, body: int, args: Sequence[Any], tags: Sequence[Any], moment=None):
         """Walk one of the jaxprs; its tags are then those of the results."""
         frame = self.frames[body]
-        outs, out_tags, records, clock = self.walker.run(
+        outs, out_tags, clock = self.walker.run(
             frame.jaxpr,
             frame.consts,
             args,
@@ -208,7 +185,7 @@ class _Bodies:
             moment=moment or self.moment,
         )
         out_tags = self.walker.leave(self.plan, self.index, self.eqn, out_tags)
-        return outs, list(out_tags), records, clock
+        return outs, list(out_tags), clock
 
     def _call(self, ins, tags):
         return self._walk(0, ins, tags)
@@ -218,23 +195,21 @@ class _Bodies:
         num_consts, num_carry = compat.scan_counts(params) or (0, 0)
         split = num_consts + num_carry
         length = params["length"]
-        none = self.walker.none_ran(count_sites(self.frames))
 
         def body(state, rows):
-            carry, carry_tags, records, clock = state
+            carry, carry_tags, clock = state
             xs, xs_tags, iteration = rows
             now = Moment(clock, (*self.moment.loops, iteration))
-            outs, out_tags, new, clock = self._walk(
+            outs, out_tags, clock = self._walk(
                 0,
                 [*ins[:num_consts], *carry, *xs],
                 [*tags[:num_consts], *carry_tags, *xs_tags],
                 now,
             )
-            records = self.walker.merge(records, new)
-            state = outs[:num_carry], out_tags[:num_carry], records, clock
+            state = outs[:num_carry], out_tags[:num_carry], clock
             return state, (outs[num_carry:], out_tags[num_carry:])
 
-        state = ins[num_consts:split], tags[num_consts:split], none, self.moment.clock
+        state = ins[num_consts:split], tags[num_consts:split], self.moment.clock
         unstacked = [self.walker.unstack(t, length) for t in tags[split:]]
         rows = ins[split:], unstacked, jnp.arange(length, dtype=jnp.int32)
         scan = compat.call(
@@ -249,9 +224,9 @@ class _Bodies:
             state,
             rows,
         )
-        (carry, carry_tags, records, clock), (ys, ys_tags) = scan
+        (carry, carry_tags, clock), (ys, ys_tags) = scan
         ys_tags = [self.walker.stack(t) for t in ys_tags]
-        return [*carry, *ys], [*carry_tags, *ys_tags], records, clock
+        return [*carry, *ys], [*carry_tags, *ys_tags], clock
 
     def _while(self, ins, tags):
         condition, body_frame = self.frames
@@ -259,49 +234,31 @@ class _Bodies:
         num_body = len(body_frame.operands) - len(self.eqn.outvars)
         split = num_cond + num_body
 
+        # The condition's own sites are not observed.
         def holds(state):
             args = [*ins[:num_cond], *state[0]]
             return compat.evaluate(condition.jaxpr, condition.consts, args)[0]
 
         def body(state):
-            carry, carry_tags, records, clock, iteration = state
+            carry, carry_tags, clock, iteration = state
             now = Moment(clock, (*self.moment.loops, iteration))
-            outs, out_tags, new, clock = self._walk(
+            outs, out_tags, clock = self._walk(
                 1,
                 [*ins[num_cond:split], *carry],
                 [*tags[num_cond:split], *carry_tags],
                 now,
             )
-            records = self.walker.merge(records, new)
-            return outs, out_tags, records, clock, iteration + 1
+            return outs, out_tags, clock, iteration + 1
 
-        none = self.walker.none_ran(count_sites(self.frames[1:]))
         zero = jnp.zeros([], jnp.int32)
-        state = list(ins[split:]), list(tags[split:]), none, self.moment.clock, zero
-        state = jax.lax.while_loop(holds, body, state)
-        # The condition's own sites are not observed.
-        unseen = self.walker.none_ran(count_sites(self.frames[:1]))
-        records = self.walker.join([unseen, state[2]])
-        return *state[:2], records, state[3]
+        state = list(ins[split:]), list(tags[split:]), self.moment.clock, zero
+        return jax.lax.while_loop(holds, body, state)[:3]
 
     def _cond(self, ins, tags):
         index, *operands = ins
-        counts = [count_sites([frame]) for frame in self.frames]
 
         def branch(k):
-            def fun(operands, tags):
-                outs, out_tags, records, clock = self._walk(k, operands, tags)
-                others = [self.walker.none_ran(n) for n in counts]
-                others[k] = records
-                return outs, out_tags, self.walker.join(others), clock
-
-            return fun
+            return lambda operands, tags: self._walk(k, operands, tags)
 
         branches = [branch(k) for k in range(len(self.frames))]
         return jax.lax.switch(index, branches, operands, list(tags[1:]))
-
-
-def _concatenate(*parts: Any) -> Any:
-    # XLA would compile this anew for each number of parts.
-    is_traced = any(isinstance(x, Tracer) for x in parts)
-    return (jnp if is_traced else np).concatenate(parts)

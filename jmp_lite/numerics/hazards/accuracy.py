@@ -21,6 +21,10 @@ from jmp_lite.numerics.hazards.rule import (
 _SUMS = frozenset(
     "reduce_sum cumsum cumlogsumexp reduce_window_sum psum psum2 psum_invariant".split()
 )
+_SUM_IN_F32 = "Have it in float32: preferred_element_type=jnp.float32."
+
+# The same numbers in the same order.
+_RESHAPES = ("reshape", "squeeze", "expand_dims", "copy", "stop_gradient", "name")
 
 
 def _softmaxes(program: Program) -> Hits:
@@ -58,6 +62,32 @@ def _squares(program: Program, dtype: Any) -> Hits:
         }[op.name]
         if is_square and op.outs[0].dtype == dtype and _sums_of(program, op):
             yield op, f"squares are {op.outs[0].dtype} before they are summed"
+
+
+def _products_of_one_array(program: Program, dtype: Any) -> Hits:
+    for op in program.named("dot_general"):
+        is_square = op.ins[0].is_half and _is_sum_of_squares(op)
+        if is_square and op.outs[0].dtype == dtype:
+            yield op, f"a sum of squares is {op.outs[0].dtype}"
+
+
+def _is_sum_of_squares(op: Op) -> bool:
+    """Return whether a product multiplies each number of an array with itself."""
+    contracted, batched = op.eqn.params["dimension_numbers"]
+    (left, right), (batch, other) = contracted, batched
+    lhs, rhs = op.ins
+    return (
+        _reshaped_from(lhs) is _reshaped_from(rhs)
+        and lhs.shape == rhs.shape
+        and (tuple(left), tuple(batch)) == (tuple(right), tuple(other))
+        and len(left) + len(batch) == len(lhs.shape)
+    )
+
+
+def _reshaped_from(value: Value) -> Value:
+    while value.maker is not None and value.maker.name in (CAST, *_RESHAPES):
+        value = value.maker.ins[0]
+    return value
 
 
 def _logarithms(program: Program) -> Hits:
@@ -152,6 +182,20 @@ RULES = (
         lambda program: _squares(program, jnp.bfloat16),
         "Each square is rounded to 2 or 3 digits; E[x²] - E[x]² cancels them.",
         IN_F32,
+    ),
+    Rule(
+        "squares-in-half",
+        "error",
+        lambda program: _products_of_one_array(program, jnp.float16),
+        "The sum overflows from 65504 on: that of 256 numbers of 16 does.",
+        _SUM_IN_F32,
+    ),
+    Rule(
+        "squares-in-half",
+        "warning",
+        lambda program: _products_of_one_array(program, jnp.bfloat16),
+        "The sum is rounded to 2 or 3 digits; E[x²] - E[x]² cancels them.",
+        _SUM_IN_F32,
     ),
     Rule(
         "log-in-half",

@@ -1,15 +1,17 @@
-"""Constants that half precision does not hold: masks and small eps."""
+"""Constants that half precision does not hold: masks, small eps, numbers next to 1."""
 
 import math
 
 import jax.numpy as jnp
 
-from jmp_lite.numerics.hazards.program import Op, Value, moved, readers
+from jmp_lite.numerics.hazards.program import Op, Value, moved, origin, readers
 from jmp_lite.numerics.hazards.ranges import rounded, scalar
 from jmp_lite.numerics.hazards.rule import CAST, Hits, Program, Rule
 
 # Scores of attention are this large at most, or the model has other troubles.
 _USUAL = 2048.0
+
+_NEXT_TO_ONE = "Compute it in float32, or work with the distance from 1 itself."
 
 
 def _overflowing_casts(program: Program) -> Hits:
@@ -102,6 +104,61 @@ def _subnormal_constants(program: Program) -> Hits:
                 yield op, f"{x:.4g} is subnormal in {dtype}"
 
 
+def _rounded_to_one(program: Program) -> Hits:
+    for op in program.casts_to_half():
+        x, dtype = scalar(op.ins[0]), op.outs[0].dtype
+        if x is not None and abs(x) != 1.0 and abs(rounded(x, dtype)) == 1.0:
+            yield op, f"{x:.8g} becomes {rounded(x, dtype):g} in {dtype}"
+
+
+# What NumPy has rounded before the program is traced shows by what it is for.
+
+
+def _vanished_limits(program: Program) -> Hits:
+    for op in program.named("min", "clamp"):
+        limits = op.ins[2:] if op.name == "clamp" else op.ins
+        if not op.outs[0].is_half or not any(map(_is_one, limits)):
+            continue
+        if any(_needs_distance(*reader) for reader in readers(op.outs[0], _cast)):
+            yield op, f"{op.name} with 1 in {op.outs[0].dtype}, before 1 - x divides"
+
+
+def _is_one(value: Value) -> bool:
+    return scalar(value, through_casts=False) == 1.0
+
+
+def _needs_distance(op: Op | None, value: Value) -> bool:
+    """Return whether `1 - value` is made, and must not be 0."""
+    if op is None or op.name not in ("sub", "neg"):
+        return False
+    found = readers(op.outs[0], _guarded)
+    if op.name == "neg":
+        return any(reader and reader.name == "log1p" for reader, _ in found)
+    is_distance = op.ins[1] is value and _is_one(op.ins[0])
+    return is_distance and any(_needs_guard(*reader) for reader in found)
+
+
+def _cast(op: Op, value: Value) -> list[Value]:
+    return op.outs if op.name == CAST else moved(op, value)
+
+
+def _averages_of_one(program: Program) -> Hits:
+    for op in program.named("add", "sub"):
+        dtype, terms = op.outs[0].dtype, [origin(value).maker for value in op.ins]
+        if not op.outs[0].is_half or not all(t and t.name == "mul" for t in terms):
+            continue
+        factors = {scalar(v, through_casts=False) for t in terms if t for v in t.ins}
+        rest = [x for x in factors if x and abs(x) <= float(jnp.finfo(dtype).eps) / 2]
+        if 1.0 in factors and rest:
+            yield op, f"an average with weights 1 and {rest[0]:.2g} in {dtype}"
+
+
+def _powers_of_one(program: Program) -> Hits:
+    for op in program.named("pow"):
+        if op.outs[0].is_half and _is_one(op.ins[0]):
+            yield op, f"a power of 1 in {op.outs[0].dtype}"
+
+
 RULES = (
     Rule(
         "constant-out-of-range",
@@ -152,5 +209,33 @@ RULES = (
         "Subnormals have few digits, some hardware takes them for 0, and 1 / 1e-5 is "
         "infinite in float16.",
         "Use it in float32, or use an eps from 6e-5 on.",
+    ),
+    Rule(
+        "constant-becomes-one",
+        "error",
+        _rounded_to_one,
+        "Next to 1, float16 has steps of 5e-4, bfloat16 of 4e-3.",
+        _NEXT_TO_ONE,
+    ),
+    Rule(
+        "constant-becomes-one",
+        "error",
+        _vanished_limits,
+        "A limit that was rounded to 1 lets 1 - x be 0.",
+        _NEXT_TO_ONE,
+    ),
+    Rule(
+        "constant-becomes-one",
+        "error",
+        _averages_of_one,
+        "The weights do not sum to 1: an average with a decay of 1 only grows.",
+        _NEXT_TO_ONE,
+    ),
+    Rule(
+        "constant-becomes-one",
+        "error",
+        _powers_of_one,
+        "A base that was rounded to 1 does not decay.",
+        _NEXT_TO_ONE,
     ),
 )

@@ -108,7 +108,8 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> list[
         outs = jax.tree.leaves(fun(*args, **kwargs))
         return [out for out in outs if _is_traceable(out)]
 
-    closed = jax.make_jaxpr(flat_fun)(*(leaves[i] for i in arrays))
+    with compat.lines_of_rules():
+        closed = jax.make_jaxpr(flat_fun)(*(leaves[i] for i in arrays))
     return _Opener(target).program(compat.open_jaxpr(closed), compat.consts_of(closed))
 
 

@@ -116,6 +116,11 @@ def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
         return None if is_loop else _union([of(v) for v in op.ins])
     if op.name in ("concatenate", "pad", "select_n"):
         return _union([of(v) for v in op.ins[op.name == "select_n" :]])
+    if op.name == "cumsum" and of(op.ins[0]) is None:
+        # Integers that are added up in a row are a mask, as a rule.
+        is_count = jnp.issubdtype(op.ins[0].dtype, jnp.integer)
+        length = op.ins[0].shape[op.eqn.params["axis"]]
+        return Range(0.0, length, True, True, True) if is_count else None
     ranges = [of(v) for v in op.ins]
     known = [r for r in ranges if r is not None]
     if len(known) < len(ranges) or not known:

@@ -1,0 +1,175 @@
+"""Patterns of an advised policy fit `autocast` and `with_policy` of linen and nnx."""
+
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmp_lite as jmp
+import jmp_lite.linen
+import jmp_lite.nnx
+from jmp_lite.numerics import advise, dry_run
+from jmp_lite.numerics.patterns import pattern_of
+
+pytestmark = pytest.mark.standard_promotion
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
+LARGE = nn.initializers.constant(1e6)
+
+
+class Mlp(nn.Module):
+    """The second of two layers overflows in float16."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(nn.Dense(8, name="up")(x))
+        return 1e-6 * nn.Dense(8, name="down", kernel_init=LARGE)(x)
+
+
+class Nested(nn.Module):
+    """Blocks of them."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = x + Mlp(name=f"mlp_{i}")(x)
+        return nn.Dense(1, name="head")(x)
+
+
+class Numbered(nn.Module):
+    """Layers that linen names."""
+
+    @nn.compact
+    def __call__(self, x):
+        return 1e-6 * nn.Dense(8, kernel_init=LARGE)(
+            jnp.tanh(nn.Dense(8)(x))
+        )  # Dense_0
+
+
+class WithSetup(nn.Module):
+    """Layers by `setup`, and a method of one that is not `__call__`."""
+
+    def setup(self):
+        """Make the layers."""
+        self.layers = [nn.Dense(8), nn.Dense(8)]
+        self.table = nn.Embed(8, 8, embedding_init=LARGE)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return 1e-6 * self.table.attend(x)
+
+
+class Rematerialised(nn.Module):
+    """A block that is computed again."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(Mlp)(name="mlp")(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "patterns"),
+    [
+        (Mlp(), ["(Mlp/)?down"]),
+        (Nested(), ["(Nested/)?mlp_0/down", "(Nested/)?mlp_1/down"]),
+        (Numbered(), ["(Numbered/)?Dense_0"]),
+        (WithSetup(), [r"(WithSetup/)?table(\.attend)?"]),
+        (Rematerialised(), ["(Rematerialised/)?mlp/down"]),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_patterns_of_a_linen_model_fit_both(net: Any, patterns: list[str]) -> None:
+    params = net.init(jax.random.key(0), X)
+
+    def loss(params, x, net=net):
+        return jnp.mean(jnp.square(net.apply(params, x)))
+
+    advice = advise(loss, "mixed_float16")(params, X)
+    assert isinstance(advice.policy, jmp.PolicyMap) and advice.left == ()
+    assert sorted(p for p, _ in advice.policy.rules) == patterns
+    wanted = loss(params, X)
+    got = {
+        "with_policy": loss(params, X, jmp_lite.linen.with_policy(net, advice.policy)),
+        "autocast": jmp.autocast(loss, advice.policy)(params, X),
+    }
+    for value in got.values():
+        np.testing.assert_allclose(value, wanted, rtol=0.02)
+    assert not np.isfinite(jmp.autocast(loss, "mixed_float16")(params, X))
+
+
+class Block(nnx.Module):
+    """Two layers of nnx, whose scopes are their paths."""
+
+    def __init__(self):
+        self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(8, 8, rngs=nnx.Rngs(1), kernel_init=LARGE)
+
+    def __call__(self, x):
+        with jax.named_scope("up"):
+            x = jnp.tanh(self.up(x))
+        with jax.named_scope("down"):
+            x = self.down(x)
+        return 1e-6 * x
+
+
+class Blocks(nnx.Module):
+    """Two of them."""
+
+    def __init__(self):
+        self.first, self.second = Block(), Block()
+
+    def __call__(self, x):
+        for name in ("first", "second"):
+            with jax.named_scope(name):
+                x = x + getattr(self, name)(x)
+        return x
+
+
+def test_patterns_of_scopes_that_are_paths_of_nnx_fit_both() -> None:
+    graphdef, state = nnx.split(Blocks())
+
+    def loss(state, x):
+        return jnp.mean(jnp.square(nnx.merge(graphdef, state)(x)))
+
+    advice = advise(loss, "mixed_float16")(state, X)
+    assert isinstance(advice.policy, jmp.PolicyMap) and advice.left == ()
+    patterns = sorted(p for p, _ in advice.policy.rules)
+    assert patterns == ["first/down", "second/down"]
+    model = jmp_lite.nnx.with_policy(Blocks(), advice.policy)
+    for got in (jnp.mean(jnp.square(model(X))), jmp.autocast(loss, advice.policy)):
+        value = got(state, X) if callable(got) else got
+        np.testing.assert_allclose(value, loss(state, X), rtol=0.02)
+    report = dry_run(loss, advice.policy)(state, X)
+    assert {r.layer for r in report.rows if r.is_half} == {"first/up", "second/up"}
+
+
+def test_layers_of_nnx_without_scopes_are_left_with_the_remedy() -> None:
+    linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0), kernel_init=LARGE)
+    graphdef, state = nnx.split(linear)
+
+    def loss(state, x):
+        return 1e-6 * jnp.mean(nnx.merge(graphdef, state)(jnp.tanh(x)))
+
+    advice = advise(loss, "mixed_float16")(state, X)
+    assert advice.left and "give it a jax.named_scope and ask again" in str(advice)
+
+
+@pytest.mark.parametrize(
+    ("layer", "matched", "others"),
+    [
+        ("Net/mlp/down", ["Net/mlp/down", "mlp/down"], ["mlp", "Net", "down"]),
+        ("Net/embed.attend", ["Net/embed.attend", "embed"], ["Net", "embed.x"]),
+        ("Net", ["Net", ""], ["Net/a"]),
+        ("a-b/c.d", ["a-b/c.d"], ["a-b/cxd"]),
+    ],
+)
+def test_a_pattern_matches_scope_and_path(layer, matched, others) -> None:
+    pattern = pattern_of(layer)
+    assert all(re.fullmatch(pattern, path) for path in matched)
+    assert not any(re.fullmatch(pattern, path) for path in others)

@@ -1,0 +1,290 @@
+"""What half precision cannot be compared with is refused, and the remedy is named."""
+
+import functools
+import re
+import warnings
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+import jmp_lite.linen
+import jmp_lite.nnx
+from jmp_lite.numerics import advise, dry_run, first_nonfinite
+
+pytestmark = pytest.mark.standard_promotion
+
+HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)), jnp.float32)
+
+
+class Net(nn.Module):
+    """Two layers; in float16 the first overflows where `gain` is large."""
+
+    gain: float = 1.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="up")(self.gain * x)
+        return nn.Dense(8, name="down")(x) / self.gain
+
+
+class Layers(nn.Module):
+    """The same, scanned."""
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(
+            lambda net, x, _: (net(x).astype(x.dtype), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        return scanned(Net(6e4, name="net"), x, None)[0]
+
+
+def linen_model(half: str, module: nn.Module | None = None) -> Any:
+    model = jmp_lite.linen.with_policy(module or Net(6e4), f"mixed_{half}")
+    return lambda p, x: jnp.mean(model.apply(p, x)), model.init(jax.random.key(0), X)
+
+
+def scanned_linen_model(half: str) -> Any:
+    return linen_model(half, Layers())
+
+
+class Pair(nnx.Module):
+    """Two layers of nnx."""
+
+    def __init__(self):
+        self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+def nnx_model(half: str, model: Any = None) -> Any:
+    model = jmp_lite.nnx.with_policy(model or Pair(), f"mixed_{half}")
+    graphdef, state = nnx.split(model)
+    return lambda p, x: jnp.mean(nnx.merge(graphdef, p)(1e6 * x)) * 1e-6, state
+
+
+def autocast_function(half: str) -> Any:
+    return jmp.autocast(lambda w, x: jnp.mean(x @ w @ w), f"mixed_{half}"), W
+
+
+def casts_by_hand(half: str) -> Any:
+    def loss(w, x):
+        w, x = w.astype(HALVES[half]), x.astype(HALVES[half])
+        return jnp.mean((x @ w).astype(jnp.float32))
+
+    return loss, W
+
+
+def half_parameters(half: str) -> Any:
+    return lambda w, x: jnp.mean(x.astype(w.dtype) @ w), W.astype(HALVES[half])
+
+
+def casts_in_a_scan(half: str) -> Any:
+    loss, _ = casts_by_hand(half)
+
+    def step(total, w):
+        return total + loss(w, X), None
+
+    return lambda ws, x: lax.scan(step, jnp.sum(0 * x), ws)[0], jnp.stack([W, W])
+
+
+def casts_in_remat_and_vmap(half: str) -> Any:
+    loss, _ = casts_by_hand(half)
+    losses = jax.vmap(jax.checkpoint(loss), (0, None))
+    return lambda ws, x: jnp.mean(losses(ws, x)), jnp.stack([W, W])
+
+
+def casts_in_a_shard_map(half: str) -> Any:
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x")
+    )
+    def product(w, x):
+        return x.astype(HALVES[half]) @ w.astype(HALVES[half])
+
+    return lambda w, x: jnp.mean(product(w, x).astype(jnp.float32)), W
+
+
+PROGRAMS = [
+    linen_model,
+    scanned_linen_model,
+    nnx_model,
+    autocast_function,
+    casts_by_hand,
+    half_parameters,
+    casts_in_a_scan,
+    casts_in_remat_and_vmap,
+    casts_in_a_shard_map,
+]
+
+
+def test_what_a_library_alone_has_traced_is_named_without_a_line() -> None:
+    loss, params = nnx_model("float16", nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"in float16 already: dot_general\. Pass"):
+        dry_run(loss, "mixed_float16")(params, X)
+    found = first_nonfinite(loss)(params, 1e6 * X)
+    assert str(found).startswith("convert_element_type (float16, forward) made the ")
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
+def test_a_program_in_half_is_refused(make: Any, half: str) -> None:
+    loss, params = make(half)
+    text = (
+        r"with 100% of its matrix-product FLOPs in "
+        + half
+        + r" already: dot_general .*at .*\.py:\d+.*Pass the model in float32"
+    )
+    with pytest.raises(ValueError, match=f"^dry_run compares .*{text}"):
+        dry_run(loss, "mixed_float16")(params, X)
+    with pytest.raises(ValueError, match=f"^advise compares .*{text}"):
+        advise(loss, "mixed_bfloat16")(params, X)
+
+
+def test_the_text_names_some_products_by_layer_and_counts_the_others():
+    def loss(w, x):
+        w, x = w.astype(jnp.float16), x.astype(jnp.float16)
+        for i in range(6):
+            with jax.named_scope(f"layer_{i}"):
+                x = x @ w
+        return jnp.mean(x.astype(jnp.float32))
+
+    with pytest.raises(ValueError) as caught:
+        dry_run(loss, "mixed_float16")(W, X)
+    text = str(caught.value)
+    line = f"{__file__}:{loss.__code__.co_firstlineno + 4}"
+    for i in range(4):
+        assert f"dot_general in layer_{i} at {line}" in text
+    assert "layer_4" not in text and f"layer_3 at {line} and 2 more." in text
+    assert "policy_model.module" in text
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_product_in_half_among_others_is_warned_of(half: str) -> None:
+    def loss(w, x):
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        with jax.named_scope("chosen"):
+            x = (x.astype(HALVES[half]) @ w.astype(HALVES[half])).astype(jnp.float32)
+        return jnp.mean(x)
+
+    text = (
+        f"2[57]% of its .* FLOPs in {half} already: dot_general in chosen at .*not seen"
+    )
+    for look in (dry_run, advise):
+        with pytest.warns(UserWarning, match=text) as caught:
+            look(loss, f"mixed_{half}")(W, X)
+        assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_what_overflows_in_half_in_the_program_itself_is_refused():
+    def loss(w, x):
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        with jax.named_scope("chosen"):
+            x = (1e4 * x).astype(jnp.float16) @ (w * 10).astype(jnp.float16)
+        return jnp.mean(jnp.tanh(x.astype(jnp.float32)))  # finite again
+
+    text = "not finite by itself: dot_general .float16, forward. in chosen at "
+    for look in (dry_run, advise):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            with pytest.raises(ValueError, match=text):
+                look(loss, "mixed_float16")(W, X)
+
+
+# Results that are not finite.
+
+
+def infinite(w, x):
+    with jax.named_scope("gate"):
+        return jnp.mean(jnp.exp(1e3 * x @ w))
+
+
+def infinite_in_a_scan(w, x):
+    def step(h, x):
+        return jnp.exp(h @ w) * x, None
+
+    return jnp.mean(lax.scan(step, x[0], 30.0 + x)[0])
+
+
+def slope_at_zero(w, x):
+    return jnp.sum(jnp.sqrt(0.0 * x @ w))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (infinite, r"exp \(float32, forward\) in gate at .* made the first"),
+        (infinite_in_a_scan, r"exp \(float32, forward, iteration \[\d\]\) at "),
+        (slope_at_zero, r"(div|mul) \(float32, backward\) at "),
+    ],
+)
+def test_a_float32_run_that_is_not_finite_is_refused(loss, found, half):
+    text = f"one is not finite by itself: {found}.*No policy repairs that"
+    with pytest.raises(ValueError, match=f"^dry_run compares .*{text}"):
+        dry_run(jax.grad(loss), f"mixed_{half}")(W, X)
+    with pytest.raises(ValueError, match=f"^advise compares .*{text}"):
+        advise(loss, f"mixed_{half}")(W, X)
+
+
+def test_a_nan_that_came_in_is_refused():
+    text = "came in with the argument 1"
+    with pytest.raises(ValueError, match=text):
+        dry_run(jnp.dot, "mixed_float16")(W, W.at[0, 0].set(jnp.nan))
+
+
+def test_infinities_that_are_masks_may_go_out():
+    def fun(w, x, bias):
+        mask = jnp.tril(jnp.ones((8, 8), bool))
+        return jnp.where(mask, w @ w, -jnp.inf), x @ w, bias
+
+    report = dry_run(fun, "mixed_float16")(W, X, jnp.full(3, -jnp.inf))
+    assert all(row.overflow == 0 for row in report.rows)
+
+
+# Rules over modules.
+
+
+def test_rules_of_with_policy_are_rules_here():
+    net = Net()
+    params = net.init(jax.random.key(0), X)
+
+    def loss(params, x):
+        out: Any = net.apply(params, x)
+        return jnp.mean(out)
+
+    policy = jmp.PolicyMap("mixed_float16", {"up": "full"})
+    jmp_lite.linen.with_policy(net, policy).apply(params, X)
+    report = dry_run(loss, policy)(params, X)
+    assert {row.layer for row in report.rows if row.is_half} == {"Net/down"}
+    advice = advise(loss, policy)(params, X)
+    jmp_lite.linen.with_policy(net, advice.policy).apply(params, X)
+    explained = jmp.explain(loss, advice.policy)(params, X)
+    assert explained.half_flops_share == 0.5
+
+
+def test_a_rule_for_neither_scope_nor_module_is_refused():
+    net = Net()
+    params = net.init(jax.random.key(0), X)
+    policy = jmp.PolicyMap("mixed_float16", {"upp": "full"})
+    with pytest.raises(ValueError, match="'upp' matches no path.*Net/up") as caught:
+        dry_run(net.apply, policy)(params, X)
+    assert re.search("allow_unused=True", str(caught.value))
