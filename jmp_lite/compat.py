@@ -5,18 +5,15 @@ question about a version or about an optional library that may or may not be loa
 is asked here, so that an upgrade is a change to one file.
 """
 
-import contextlib
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jaxlib.version
 from jax._src import core as core_private
-from jax._src import source_info_util as source_info_util_private
 from jax._src.lax import lax as lax_private
 from jax.core import Tracer
 from jax.extend import linear_util, source_info_util
@@ -194,128 +191,6 @@ def is_literal(var: Any) -> bool:
 def name_stack(eqn: Any) -> str:
     """Return the name scopes of an equation, relative to its jaxpr."""
     return str(eqn.source_info.name_stack)
-
-
-def source_line(eqn: Any) -> str:
-    """Return `file:line` of the user's code that made an equation, or `""`.
-
-    Frames of JAX are left out by JAX, those of libraries and of this package here.
-    """
-    frames = source_info_util_private.user_frames(eqn.source_info.traceback)
-    for frame in frames:
-        if not _is_in_library(frame.file_name):
-            return f"{frame.file_name}:{frame.start_line}"
-    return ""
-
-
-def traceback_of(eqn: Any) -> Any:
-    """Return the traceback of an equation, which can be compared and hashed, or None.
-
-    What differentiation makes of an equation has that of the equation.
-    """
-    return eqn.source_info.traceback
-
-
-@contextlib.contextmanager
-def lines_of_rules() -> Iterator[None]:
-    """Trace so that what a user's derivative rule computes has the lines of the rule.
-
-    JAX runs the rule of a custom derivative under the traceback of the call, and so
-    every operation of the rule has the line of the call. Within this context, and this
-    thread, lines of users' code that was called since are preferred. If JAX keeps
-    tracebacks in another way than is known here, lines are those that JAX gives.
-    """
-    holder: Any = getattr(source_info_util_private, "_source_info_context", None)
-    before = getattr(holder, "context", None)
-    # Inside of another such context, there is nothing left to do.
-    if type(before) is not getattr(source_info_util_private, "SourceInfo", None):
-        yield
-        return
-    holder.context = _LinesOfRules(before, _depth())
-    try:
-        if not _is_understood():
-            holder.context = before
-        yield
-    finally:
-        holder.context = before
-
-
-def _is_understood() -> bool:
-    """Return whether JAX uses what it was given for the source of operations."""
-    try:
-        given = source_info_util_private.current().traceback
-        with source_info_util.user_context(given):
-            made = source_info_util_private.current()
-    except (AttributeError, TypeError):
-        return False
-    return given is not None and made.traceback == given
-
-
-class _LinesOfRules:
-    """Stands for JAX' `SourceInfo` of operations that are traced now.
-
-    Attributes:
-      source: the `SourceInfo`; operations have its traceback, if it has one.
-      depth: how many calls were under way when it got that.
-    """
-
-    __slots__ = ("depth", "source")
-    traceback = None  # so that JAX makes one for each operation
-
-    def __init__(self, source: Any, depth: int):
-        self.source, self.depth = source, depth
-
-    @property
-    def name_stack(self) -> Any:
-        return self.source.name_stack
-
-    def replace(self, *, traceback: Any = None, name_stack: Any = None) -> Any:
-        """Return the source of one operation, or of all from now on."""
-        caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if caller.f_code is source_info_util_private.current.__code__:
-            if self.source.traceback is not None and not self._is_of_a_user(traceback):
-                traceback = None
-            return self.source.replace(traceback=traceback, name_stack=name_stack)
-        depth = self.depth if traceback is None else _depth()
-        source = self.source.replace(traceback=traceback, name_stack=name_stack)
-        return _LinesOfRules(source, depth)
-
-    def _is_of_a_user(self, traceback: Any) -> bool:
-        """Return whether users' code was called since a traceback was given."""
-        codes, _ = traceback.raw_frames()
-        return any(
-            source_info_util_private.is_user_filename(code.co_filename)
-            and not _is_in_library(code.co_filename)
-            for code in codes[: max(_depth() - self.depth, 0)]
-        )
-
-
-def _depth() -> int:
-    """Return how many calls are under way."""
-    frame, count = sys._getframe(1), 0  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        frame, count = frame.f_back, count + 1
-    return count
-
-
-_LIBRARY_PATHS = (
-    *(f"/site-packages/{name}/" for name in ("flax", "equinox", "optax", "chex")),
-    __file__.replace("\\", "/").removesuffix("compat.py"),
-)
-
-
-def is_library_call(eqn: Any) -> bool:
-    """Return whether an equation calls a function that JAX or a library has jitted."""
-    info = getattr(open_jaxpr(eqn.params.get("jaxpr")), "debug_info", None)
-    path = getattr(info, "func_filename", None) or ""
-    return path.startswith(_JAX) or _is_in_library(path)
-
-
-def _is_in_library(path: str) -> bool:
-    return any(part in path.replace("\\", "/") for part in _LIBRARY_PATHS)
-
-
-_JAX = str(Path(jax.__file__).parent)
 
 
 def jaxprs_of(eqn: Any) -> list[Any]:

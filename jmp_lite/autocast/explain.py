@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite import compat, extras
+from jmp_lite import compat, extras, tracebacks
 from jmp_lite.autocast import products, scopes
 from jmp_lite.autocast.ops import OpRules, default_rules
 from jmp_lite.autocast.plans import Plan, Step
@@ -221,7 +221,7 @@ def _rows(plan: Plan, scope: str, times: int, low_dtype: Any) -> Iterator[Row]:
         yield Row(
             layer="/".join(p for p in layer.split("/") if p not in scopes.MARKS),
             primitive=eqn.primitive.name,
-            line=compat.source_line(eqn),
+            line=tracebacks.source_line(eqn),
             op_class=step.op_class,
             before=_dtypes(eqn, Step("", (False,) * len(eqn.invars), (), ()), None),
             after=_dtypes(eqn, step, low_dtype),

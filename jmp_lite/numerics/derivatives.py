@@ -12,7 +12,7 @@ again, a derivative that is the same primitive as the operation (`pow`) is not s
 import collections
 from typing import Any
 
-from jmp_lite import compat
+from jmp_lite import compat, tracebacks
 from jmp_lite.autocast import scopes
 
 
@@ -58,7 +58,7 @@ class _Analysis:
             stack = f"{around}/{compat.name_stack(eqn)}"
             frames = self.bodies_of(eqn)
             if frames is None:
-                self._first.setdefault(compat.traceback_of(eqn), id(eqn))
+                self._first.setdefault(tracebacks.traceback_of(eqn), id(eqn))
             for frame in frames or ():
                 self.look_for_first(frame.jaxpr, stack)
 
@@ -90,12 +90,12 @@ class _Analysis:
         return {
             id(eqn)
             for eqn in self._again
-            if eqn.primitive.name not in self._kinds[compat.traceback_of(eqn)]
+            if eqn.primitive.name not in self._kinds[tracebacks.traceback_of(eqn)]
         }
 
     def _look_at_one(self, eqn: Any, stack: str, made: int) -> int:
         """Return how an equation uses its operands, by how its results are used."""
-        traceback = compat.traceback_of(eqn)
+        traceback = tracebacks.traceback_of(eqn)
         if scopes.REMATTED in stack.rpartition("transpose(")[2]:
             self._again.append(eqn)
             return _BACK

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jmp_lite import compat
+from jmp_lite import tracebacks
 from jmp_lite.autocast.ops import OpRules, default_rules
 from jmp_lite.autocast.rewrite import Rewriter
 from jmp_lite.autocast.transform import Painting, check_policy, paint_call
@@ -161,7 +161,7 @@ def _paint(
     rules = default_rules(compute_dtype) if rules is None else rules
 
     def paint(policy):
-        with compat.lines_of_rules():
+        with tracebacks.lines_of_rules():
             return paint_call(fun, policy, compute_dtype, rules, *args_and_kwargs)
 
     if not isinstance(policy, PolicyMap):

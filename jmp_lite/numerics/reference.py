@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite import compat, dtypes
+from jmp_lite import compat, dtypes, tracebacks
 from jmp_lite.autocast import products, scopes
 from jmp_lite.numerics.programs import is_floating
 from jmp_lite.numerics.runs import look
@@ -107,7 +107,7 @@ def _products(jaxpr: Any, around: Site | None = None) -> Iterator[_Product]:
         if eqn.primitive.name in products.NAMES:
             read = [v.aval.dtype for v in eqn.invars[:2]]
             half = [dtype for dtype in read if dtypes.is_half(dtype)]
-            line = site.line or compat.source_line(eqn)
+            line = site.line or tracebacks.source_line(eqn)
             parts = [p for p in site.layer.split("/") if p not in scopes.MARKS]
             layer = f" in {'/'.join(parts)}" if any(parts) else ""
             yield _Product(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_lite import compat
+from jmp_lite import compat, tracebacks
 from jmp_lite.autocast import control_flow, scopes
 from jmp_lite.numerics.derivatives import derivatives
 
@@ -73,7 +73,7 @@ def _sites(jaxpr: Any, around: Site, slopes: frozenset[int]) -> list[Site]:
         bodies = bodies_of(eqn)
         if bodies is None:
             shown = [p for p in site.layer.split("/") if p not in scopes.MARKS]
-            line = site.line or compat.source_line(eqn)
+            line = site.line or tracebacks.source_line(eqn)
             site = dataclasses.replace(site, layer="/".join(shown), line=line)
             if id(eqn) in slopes:
                 site = dataclasses.replace(site, direction="backward")
@@ -115,12 +115,12 @@ def site_of(eqn: Any, around: Site = _TOP) -> Site:
     if scopes.REMATTED in stack:
         direction = "forward"
     # JAX traces its own jitted functions once: all calls have the lines of the first.
-    is_library = compat.is_library_call(eqn)
+    is_library = tracebacks.is_library_call(eqn)
     return dataclasses.replace(
         around,
         primitive=eqn.primitive.name,
         layer=scopes.join(around.layer, stack),
-        line=around.line or (compat.source_line(eqn) if is_library else ""),
+        line=around.line or (tracebacks.source_line(eqn) if is_library else ""),
         direction=direction,
         dtype=_dtype_name(eqn),
     )

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_lite import compat, trees
+from jmp_lite import compat, tracebacks, trees
 from jmp_lite.autocast.rewrite import Traced, is_traceable, trace
 from jmp_lite.autocast.transform import refuse_modules
 from jmp_lite.numerics.origins import CONSTANT, NEVER, find, watch
@@ -214,7 +214,7 @@ def _check_function(fun: Any) -> None:
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
-    with compat.lines_of_rules():
+    with tracebacks.lines_of_rules():
         return trace(fun, args, kwargs)
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite import compat, dtypes, trees
+from jmp_lite import compat, dtypes, tracebacks, trees
 from jmp_lite.autocast import control_flow, scopes
 
 MOVE, JOIN = "move", "join"
@@ -108,7 +108,7 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> list[
         outs = jax.tree.leaves(fun(*args, **kwargs))
         return [out for out in outs if _is_traceable(out)]
 
-    with compat.lines_of_rules():
+    with tracebacks.lines_of_rules():
         closed = jax.make_jaxpr(flat_fun)(*(leaves[i] for i in arrays))
     return _Opener(target).program(compat.open_jaxpr(closed), compat.consts_of(closed))
 
@@ -154,7 +154,7 @@ class _Opener:
                 outs=[],
                 path=scopes.join(around.path if around else "", stack),
                 is_backward="transpose(" in stack,
-                line=compat.source_line(eqn),
+                line=tracebacks.source_line(eqn),
                 times=times,
             )
             if around is not None:
