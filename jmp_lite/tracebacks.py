@@ -46,6 +46,9 @@ def lines_of_rules() -> Iterator[None]:
     every operation of the rule has the line of the call. Within this context, and this
     thread, lines of users' code that was called since are preferred. If JAX keeps
     tracebacks in another way than is known here, lines are those that JAX gives.
+
+    Limits: JAX keeps what it traces of a jitted function, its lines as well. One that
+    was differentiated before has the lines that it had then.
     """
     holder: Any = getattr(source_info_util_private, "_source_info_context", None)
     before = getattr(holder, "context", None)

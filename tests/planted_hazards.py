@@ -208,6 +208,18 @@ def sum_in_half():
     return fun, (jnp.full(800, 100.0, F16),)
 
 
+@hazard("convert_element_type", "bias", "forward", "float16", operands=((1.0, 1e5),))
+def bias_under_autocast():
+    def fun(w, b, x):
+        h = x @ w
+        with jax.named_scope("bias"):
+            return jnp.sum((h + b[None]) @ w)  # here
+
+    b = jnp.ones(8).at[3].set(1e5)
+    args = jnp.eye(8), b, jnp.ones((4, 8))
+    return jax.value_and_grad(jmp.autocast(fun, "mixed_float16")), args
+
+
 # Backward.
 
 
