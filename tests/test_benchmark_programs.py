@@ -99,6 +99,12 @@ HloModule m
   ROOT %sum.1 = bf16[] add(%a, %b)
 }
 
+%add.2 (a.3: f32[], b.3: f32[]) -> f32[] {
+  %a.3 = f32[] parameter(0)
+  %b.3 = f32[] parameter(1)
+  ROOT %sum.2 = f32[] add(%a.3, %b.3)
+}
+
 %larger (a.2: bf16[], b.2: bf16[]) -> bf16[] {
   %a.2 = bf16[] parameter(0)
   %b.2 = bf16[] parameter(1)
@@ -116,20 +122,21 @@ ENTRY %main (h: bf16[8,4], w: f32[8,4], i: s32[8,1], z: bf16[]) -> bf16[4] {
   %w = f32[8,4]{1,0} parameter(1)
   %i = s32[8,1]{1,0} parameter(2)
   %z = bf16[] parameter(3)
-  %whole = f32[4]{0} reduce(%w, %z), dimensions={0}, to_apply=%add.1
+  %whole = f32[4]{0} reduce(%w, %z), dimensions={0}, to_apply=%add.2
+  %rounded = bf16[4]{0} reduce(%w, %z), dimensions={0}, to_apply=%add.2
   %most = bf16[4]{0} reduce(%h, %z), dimensions={0}, to_apply=%larger
   %rows = bf16[8,4]{1,0} scatter(%h, %i, %h), to_apply=%add.1
   %set = bf16[8,4]{1,0} scatter(%h, %i, %h), to_apply=%larger
   %pool = f16[4,4]{1,0} reduce-window(%h, %z), window={size=2x1}, to_apply=%add.1
   %all = bf16[8,4]{1,0} all-reduce(%h), to_apply=%add.1
-  %two = (f32[4]{0}, bf16[4]{0}) reduce(%w, %h, %z, %z), to_apply=%add.1
+  %back = bf16[8,4]{1,0} select-and-scatter(%h, %h, %z), select=%larger, scatter=%add.1
   ROOT %out = bf16[4]{0} fusion(%h), kind=kInput, calls=%fused
 }
 """
 
 
 def test_sums_in_half_are_counted_and_neither_maxima_nor_collectives():
-    # In the fusion, the scatter, the window, and one of the pair.
+    # In the fusion, the scatter, the window and its transpose.
     assert hlo.count(SUMS).half_sums == 4
     assert hlo.count(SUMS.replace("bf16", "f32").replace("f16", "f32")).half_sums == 0
 

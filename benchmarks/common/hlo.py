@@ -48,8 +48,9 @@ class Counts(NamedTuple):
         entry computation but names, scalars by themselves, collectives, and copies that
         go on beside the others.
       casts: conversions to a floating dtype, inside of kernels too.
-      half_sums: sums whose result is half: reductions, scatters and sums over windows,
-        inside of kernels too, but not collectives.
+      half_sums: sums of half terms to a half sum: reductions, scatters and sums over
+        windows, inside of kernels too, but not collectives. A TPU rounds some float32
+        sums as it writes them; those are not meant.
       conditionals: branches.
       host_transfers: what waits for the host.
       aliased: arguments whose memory a result takes over.
@@ -74,7 +75,7 @@ class Counts(NamedTuple):
 def count(text: str) -> Counts:
     """Count in the text of an optimised HLO module."""
     header, *lines = text.splitlines()
-    in_entry, adders = False, _adders(lines)
+    in_entry, half_adders = False, _half_adders(lines)
     found, moved, sizes = collections.Counter(), collections.Counter(), {}
     pieces = set()
     for line in lines:
@@ -100,7 +101,7 @@ def count(text: str) -> Counts:
             read = sum(sizes.get(x, 0) for x in _OPERAND.findall(operands))
             found["traffic"] += _traffic(arrays, opcode, line, read + sizes[name])
         found["casts"] += opcode == "convert" and arrays[0].dtype[0] in "bf"
-        found["half_sums"] += _is_half_sum(arrays, opcode, line, adders)
+        found["half_sums"] += _is_half_sum(opcode, line, half_adders)
         found["conditionals"] += opcode == "conditional"
         found["host_transfers"] += opcode in _HOST_OPS or bool(_HOST_CALLS.search(line))
     return Counts(
@@ -115,26 +116,27 @@ def count(text: str) -> Counts:
     )
 
 
-def _adders(lines: list[str]) -> set[str]:
-    """Return the names of the computations that add."""
-    found, computation = set(), ""
+def _half_adders(lines: list[str]) -> set[str]:
+    """Return the names of the computations that add numbers in half precision."""
+    adds, halves, computation = set(), set(), ""
     for line in lines:
         if line and not line[0].isspace():
             computation = line.removeprefix("ENTRY ").lstrip("%").partition(" ")[0]
         match = _INSTRUCTION.match(line)
-        if match and match.group(3) == "add":
-            found.add(computation)
-    return found
+        if match is None:
+            continue
+        if match.group(3) == "add":
+            adds.add(computation)
+        if any(a.dtype in ("f16", "bf16") for a in _arrays(match.group(2))):
+            halves.add(computation)
+    return adds & halves
 
 
-def _is_half_sum(
-    arrays: list["_Array"], opcode: str, line: str, adders: set[str]
-) -> bool:
+def _is_half_sum(opcode: str, line: str, half_adders: set[str]) -> bool:
     combiner = _COMBINER.search(line)
-    is_half = any(array.dtype in ("f16", "bf16") for array in arrays)
-    if opcode not in _SUMS or combiner is None or not is_half:
+    if combiner is None or opcode not in _SUMS:
         return False
-    return combiner.group(1) in adders
+    return combiner.group(1) in half_adders
 
 
 class _Array(NamedTuple):
