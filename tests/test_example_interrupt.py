@@ -46,6 +46,14 @@ command.run_command(main)
 """
 
 
+@pytest.fixture(autouse=True)
+def heed_interrupts():
+    """Let children heed Ctrl-C: where tests run in the background, it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_the_command_that_goes_on_is_printed_and_goes_on(tmp_path):
     script, saved = tmp_path / "example.py", tmp_path / "a folder"
     script.write_text(_EXAMPLE)
@@ -108,7 +116,11 @@ def test_several_processes_stop_together_and_one_of_them_says_it(tmp_path):
         if line.startswith("Processes: 2"):
             break
     os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to all of them
-    output, _ = launcher.communicate()
+    try:
+        output, _ = launcher.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        raise
     assert launcher.returncode == 130, output
     assert "Traceback" not in output
     assert output.count("Stopped") == 1
