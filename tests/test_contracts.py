@@ -118,6 +118,10 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda ls, p, x: jmp_lite.scaled_value_and_grad(loss, loss_scale=ls)(p, x),
         (DYNAMIC, PARAMS, GRADS["w"]),
     ),
+    "sums_in_float32": (
+        jmp_lite.sums_in_float32(lambda w, i: w.astype(jnp.bfloat16)[i] * 2),
+        (PARAMS["w"], jnp.zeros(3, jnp.int32)),
+    ),
     "Policy/cast_to_param": (Policy("f16", "f16", "f16").cast_to_param, (TREE,)),
     "Policy/cast_to_compute": (POLICY.cast_to_compute, (TREE,)),
     "Policy/cast_to_output": (POLICY.with_output_dtype("f32").cast_to_output, (TREE,)),

@@ -57,6 +57,7 @@ def dry_run(
         float32 are not finite.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> def f(x):
       ...     return (x @ x) @ (x * 1e-3)
       >>> report = dry_run(f, "mixed_float16")(jnp.full((8, 8), 200.0))
