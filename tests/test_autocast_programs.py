@@ -16,7 +16,13 @@ from jmp_lite.autocast import OpRules, autocast, default_rules
 
 # The others are asked in both: these take the longest, and what they ask is not about
 # the kind of half.
-_HALVES = {"eager": ["f16"], "vmap_outside": ["f16"], "vmap_inside": ["bf16"]}
+_HALVES = {
+    "eager": ["f16"],
+    "identity": ["bf16"],
+    "jvp": ["f16"],
+    "vmap_inside": ["bf16"],
+    "vmap_outside": ["f16"],
+}
 
 
 def _cases() -> list[Any]:
