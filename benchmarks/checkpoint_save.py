@@ -97,16 +97,21 @@ def ratios(samples: dict[str, Samples]) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def plot(samples: dict[str, Samples], megabytes: int) -> Figure:
+def plot(samples: dict[str, Samples], settings: dict[str, Any]) -> Figure:
     """Draw the ratios of the time."""
-    figure = Figure(figsize=(6.4, 2.4), layout="constrained")
+    figure = Figure(figsize=(6.4, 2.6), layout="constrained")
     axes = figure.subplots()
     found = ratios(samples)
     low, middle, high = np.transpose([row["seconds"] for row in found.values()])
     spread = [middle - low, high - middle]
     axes.errorbar(middle, list(found), xerr=spread, fmt="o", color="#0072B2")
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel(f"time to save {megabytes} MB / {BARE}'s")
+    axes.set_xlabel(f"time / {BARE}'s: median and quartiles")
+    axes.set_title(
+        f"Saving {settings['megabytes']} MB into {settings['folder']}\n"
+        f"{settings['device']}, {settings['host']}",
+        fontsize=10,
+    )
     axes.grid(axis="x", alpha=0.25)
     return figure
 
@@ -142,7 +147,7 @@ def main(
     console = Console()
     console.print(table)
     write_result(out / "checkpoint_save.json", settings, samples=samples)
-    plot(samples, megabytes).savefig(out / "checkpoint_save.png", dpi=110)
+    plot(samples, settings).savefig(out / "checkpoint_save.png", dpi=110)
     console.print(f"Wrote checkpoint_save.json and checkpoint_save.png into {out}.")
 
 

@@ -5,15 +5,17 @@ question about a version or about an optional library that may or may not be loa
 is asked here, so that an upgrade is a change to one file.
 """
 
+import contextlib
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jaxlib.version
 from jax._src import core as core_private
+from jax._src import source_info_util as source_info_util_private
 from jax._src.lax import lax as lax_private
 from jax.core import Tracer
 from jax.extend import linear_util, source_info_util
@@ -191,6 +193,56 @@ def is_literal(var: Any) -> bool:
 def name_stack(eqn: Any) -> str:
     """Return the name scopes of an equation, relative to its jaxpr."""
     return str(eqn.source_info.name_stack)
+
+
+def user_frames(traceback: Any) -> list[Any]:
+    """Return the frames of a traceback that are not JAX's own, innermost first."""
+    return list(source_info_util_private.user_frames(traceback))
+
+
+def is_user_file(path: str) -> bool:
+    """Return whether JAX takes a file for one that is not its own."""
+    return source_info_util_private.is_user_filename(path)
+
+
+def takes_the_source(code: Any) -> bool:
+    """Return whether JAX takes the source of one operation with this code."""
+    return code is source_info_util_private.current.__code__
+
+
+@contextlib.contextmanager
+def source_replaced(make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace what JAX takes the source of operations from, in this thread.
+
+    Where JAX keeps it in another way than is known here, it stays, and so it does
+    inside of another such context.
+
+    Args:
+      make: returns the replacement of a `SourceInfo`.
+    """
+    holder: Any = getattr(source_info_util_private, "_source_info_context", None)
+    before = getattr(holder, "context", None)
+    if type(before) is not getattr(source_info_util_private, "SourceInfo", None):
+        yield
+        return
+    holder.context = make(before)
+    try:
+        if not _takes_given_source():
+            holder.context = before
+        yield
+    finally:
+        holder.context = before
+
+
+def _takes_given_source() -> bool:
+    """Return whether JAX uses what it was given for the source of operations."""
+    try:
+        given = source_info_util_private.current().traceback
+        with source_info_util.user_context(given):
+            made = source_info_util_private.current()
+    except (AttributeError, TypeError):
+        return False
+    return given is not None and made.traceback == given
 
 
 def jaxprs_of(eqn: Any) -> list[Any]:

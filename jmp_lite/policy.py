@@ -291,8 +291,12 @@ class PolicyMap:
             if trees.is_array(leaf)
         }
 
-    def check_unused(self, paths: Iterable[str]) -> None:
+    def check_unused(self, paths: Iterable[str], if_none: str = "") -> None:
         """Raise if a pattern decides none of these paths, naming the nearest ones.
+
+        Args:
+          paths: key paths; `""` is the root.
+          if_none: what to say instead where there is no path but the root.
 
         Raises:
           ValueError: as said; never where `allow_unused` is set.
@@ -310,9 +314,12 @@ class PolicyMap:
                     f"such as {matched[0]!r}, is taken by the earlier {earlier!r}."
                 )
             near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
+            why = f"A pattern must match the whole path; the nearest are {near}."
+            if if_none and not any(paths):
+                why = if_none
             raise ValueError(
-                f"The pattern {pattern!r} matches no path. A pattern must match the "
-                f"whole path; the nearest are {near}. (allow_unused=True silences it.)"
+                f"The pattern {pattern!r} matches no path. {why} (allow_unused=True "
+                "silences it.)"
             )
 
     def _cast(self, tree: T, role: str) -> T:

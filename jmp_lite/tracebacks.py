@@ -1,17 +1,11 @@
-"""Where an equation of a jaxpr comes from: the line of the user's code.
+"""Where an equation of a jaxpr comes from: the line of the user's code."""
 
-Like `compat`, it asks what JAX keeps to itself.
-"""
-
-import contextlib
 import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import source_info_util as source_info_util_private
-from jax.extend import source_info_util
 
 from jmp_lite import compat
 
@@ -23,8 +17,7 @@ def source_line(eqn: Any) -> str:
 
     Frames of JAX are left out by JAX, those of libraries and of this package here.
     """
-    frames = source_info_util_private.user_frames(eqn.source_info.traceback)
-    for frame in frames:
+    for frame in compat.user_frames(eqn.source_info.traceback):
         if not _is_in_library(frame.file_name):
             return f"{frame.file_name}:{frame.start_line}"
     return ""
@@ -38,8 +31,7 @@ def traceback_of(eqn: Any) -> Any:
     return eqn.source_info.traceback
 
 
-@contextlib.contextmanager
-def lines_of_rules() -> Iterator[None]:
+def lines_of_rules() -> AbstractContextManager[None]:
     """Trace so that what a user's derivative rule computes has the lines of the rule.
 
     JAX runs the rule of a custom derivative under the traceback of the call, and so
@@ -50,30 +42,7 @@ def lines_of_rules() -> Iterator[None]:
     Limits: JAX keeps what it traces of a jitted function, its lines as well. One that
     was differentiated before has the lines that it had then.
     """
-    holder: Any = getattr(source_info_util_private, "_source_info_context", None)
-    before = getattr(holder, "context", None)
-    # Inside of another such context, there is nothing left to do.
-    if type(before) is not getattr(source_info_util_private, "SourceInfo", None):
-        yield
-        return
-    holder.context = _LinesOfRules(before, _depth())
-    try:
-        if not _is_understood():
-            holder.context = before
-        yield
-    finally:
-        holder.context = before
-
-
-def _is_understood() -> bool:
-    """Return whether JAX uses what it was given for the source of operations."""
-    try:
-        given = source_info_util_private.current().traceback
-        with source_info_util.user_context(given):
-            made = source_info_util_private.current()
-    except (AttributeError, TypeError):
-        return False
-    return given is not None and made.traceback == given
+    return compat.source_replaced(lambda source: _LinesOfRules(source, _depth()))
 
 
 class _LinesOfRules:
@@ -97,7 +66,7 @@ class _LinesOfRules:
     def replace(self, *, traceback: Any = None, name_stack: Any = None) -> Any:
         """Return the source of one operation, or of all from now on."""
         caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if caller.f_code is source_info_util_private.current.__code__:
+        if compat.takes_the_source(caller.f_code):
             if self.source.traceback is not None and not self._is_of_a_user(traceback):
                 traceback = None
             return self.source.replace(traceback=traceback, name_stack=name_stack)
@@ -109,7 +78,7 @@ class _LinesOfRules:
         """Return whether users' code was called since a traceback was given."""
         codes, _ = traceback.raw_frames()
         return any(
-            source_info_util_private.is_user_filename(code.co_filename)
+            compat.is_user_file(code.co_filename)
             and not _is_in_library(code.co_filename)
             for code in codes[: max(_depth() - self.depth, 0)]
         )

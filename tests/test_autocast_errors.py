@@ -1,5 +1,6 @@
 """Bad input is refused at the call, in words; what is not understood is left alone."""
 
+import re
 import warnings
 from typing import Any
 
@@ -21,7 +22,7 @@ from jmp_lite import (
     explain,
     full_precision,
 )
-from jmp_lite.numerics import dry_run, first_nonfinite
+from jmp_lite.numerics import advise, dry_run, first_nonfinite, lint
 
 W, X = weight(0, 8, 8), normal(1, 4, 8)
 BF16 = POLICIES["bf16"]
@@ -235,16 +236,33 @@ def test_an_error_of_tracing_names_the_users_function(call: Any, wrap: Any) -> N
     assert "depends on the value of the argument batch['x']" in str(error.value)
 
 
+def test_an_error_of_tracing_a_loss_names_it_in_advise() -> None:
+    def loss(w, x):
+        return (x @ w).sum() if x.sum() > 0 else w.sum()
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        advise(loss, BF16)(W, X)
+    line = f"the function loss at {__file__}:{loss.__code__.co_firstlineno}"
+    assert line in str(error.value)
+    assert "depends on the value of the argument x" in str(error.value)
+
+
 # Patterns.
 
 
-def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none() -> None:
-    policy = PolicyMap(BF16, {"decoder": "full"})
-    said = "product has no name scope that one could match .'decoder' is the first"
-    with pytest.raises(ValueError, match=said):
-        autocast(product, policy)(W, X)
-    with pytest.raises(ValueError, match="jax.named_scope; modules of flax.linen"):
-        jax.jit(autocast(product, policy))(W, X)
+@pytest.mark.parametrize("call", [autocast, explain, dry_run, lint])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none(
+    call: Any, wrap: Any
+) -> None:
+    policy = PolicyMap(BF16, {".*": "full", "decoder": "full"})
+    said = (
+        "The pattern 'decoder' matches no path. product has no name scope: enter one "
+        "around what is meant with jax.named_scope; modules of flax.linen enter one "
+        "each. (allow_unused=True silences it.)"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        call(wrap(product), policy)(W, X)
     everything = PolicyMap(BF16, {".*": "full"})
     with pytest.warns(UserWarning, match="its policy computes in float32"):
         autocast(product, everything)(W, X)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import bitwise
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -330,7 +331,12 @@ def test_sums_in_float32_of_code_cast_by_hand(half: str, wrap: Any) -> None:
     eps = float(jnp.finfo(dtype).eps)
     assert max(map(error, better, expected)) < eps
     assert max(map(error, plain, expected)) > 4 * eps
-    np.testing.assert_array_equal(loss(*args), sums_in_float32(loss)(*args))
+    # Outside of a transformation it would call the function itself.
+    values = [
+        jax.jit(jax.value_and_grad(fun), compiler_options=bitwise.UNOPTIMISED)(*args)[0]
+        for fun in (loss, sums_in_float32(loss))
+    ]
+    np.testing.assert_array_equal(*values)
     assert not jaxprs.half_sums(jaxprs.trace(jax.grad(sums_in_float32(loss)), *args))
 
 
@@ -348,6 +354,32 @@ def test_a_loop_over_half_constants_sums_their_gradient_in_float32() -> None:
     assert error(jax.grad(loss)(context), np.full(WIDTH, 1 / WIDTH)) > 0.1
     found = jax.grad(sums_in_float32(loss))(context)
     assert error(found, np.full(WIDTH, 1 / WIDTH)) < 1e-6
+
+
+# What asks for the numbers in an array that is differentiated.
+ASK: dict[str, Callable[[Any], Any]] = {
+    "if": lambda x: 2.0 if x.sum() > 0 else 1.0,
+    "float": lambda x: float(lax.stop_gradient(x).sum()),
+    "index": lambda x: range(99)[x.sum().astype(jnp.int32)],
+    "mask": lambda x: x[x > 0.5].astype(jnp.float32).sum(),
+    "numpy": lambda x: np.asarray(lax.stop_gradient(x), np.float32).sum(),
+}
+
+
+@pytest.mark.parametrize("ask", ASK)
+def test_what_asks_for_numbers_works_in_grad_without_jit_and_warns(ask: str) -> None:
+    def asks(table):
+        return table.astype(jnp.float32).sum() * ASK[ask](table)
+
+    table = FEW.astype(jnp.bfloat16)
+    with pytest.warns(UserWarning, match="asks asks for the numbers in an array"):
+        found = jax.grad(sums_in_float32(asks))(table)
+    np.testing.assert_array_equal(found, jax.grad(asks)(table))
+    with pytest.raises((TypeError, IndexError)) as error:
+        jax.jit(sums_in_float32(asks))(table)
+    if ask != "mask":  # where JAX names no function
+        line = f"{__file__}:{asks.__code__.co_firstlineno}"
+        assert f"asks at {line}" in str(error.value)
 
 
 def test_sums_in_float32_wants_a_function() -> None:

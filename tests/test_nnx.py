@@ -759,3 +759,18 @@ def test_numbers_that_a_call_sets_are_the_models():
     model(X, rngs)
     model(X, rngs)
     assert model.model.calls == 2
+
+
+def test_a_model_that_asks_for_numbers_works_in_grad_without_jit_and_warns():
+    class Leaning(Counting):
+        def __call__(self, x, rngs):
+            out = self.linear(x)
+            return out if out.sum() > 0 else -out
+
+    def loss(model):
+        return model(X, None).sum()
+
+    model = with_policy(Leaning(nnx.Rngs(0)), "mixed_bfloat16")
+    with pytest.warns(UserWarning, match="Leaning asks for the numbers in an array"):
+        grads = nnx.grad(loss)(model)
+    assert all(jnp.any(x != 0) for x in jax.tree.leaves(grads["model"]["linear"]))

@@ -9,6 +9,7 @@ computes again is where it was computed first.
 import dataclasses
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -91,24 +92,8 @@ class Regions:
 
         Args:
           name: the name of the function whose paths they are.
-
-        Raises:
-          ValueError: as said, with the nearest paths, or that there is none.
         """
-        if not isinstance(self.policy, PolicyMap):
-            return
-        paths = sorted(path for path in self.paths if path)
-        try:
-            self.policy.check_unused(sorted(self.paths))
-        except ValueError as error:
-            if paths:
-                raise
-            raise ValueError(
-                f"The policy has patterns, and {name} has no name scope that one could "
-                f"match ({self.policy.rules[0][0]!r} is the first). Enter one around "
-                "what is meant, with jax.named_scope; modules of flax.linen enter one "
-                "each."
-            ) from error
+        check_unused(self.policy, self.paths, name)
 
     def _make(self, path: str) -> Region:
         parts = path.split("/")
@@ -132,6 +117,20 @@ class Regions:
             if any(re.fullmatch(pattern, path) for path in ancestors):
                 return policy
         return None
+
+
+def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) -> None:
+    """Raise if a pattern matches none of the scopes of a function.
+
+    Raises:
+      ValueError: as said, with the nearest, or that there is none.
+    """
+    if isinstance(policy, PolicyMap):
+        none = (
+            f"{name} has no name scope: enter one around what is meant with "
+            "jax.named_scope; modules of flax.linen enter one each."
+        )
+        policy.check_unused(sorted(paths), none)
 
 
 def _region_of(policy: Any, f32_results: bool) -> Region:

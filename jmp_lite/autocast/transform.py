@@ -92,6 +92,15 @@ def autocast(
     return wrapped
 
 
+# What JAX raises where Python asks for a number that is not known while it traces.
+_WANTS_NUMBERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that `autocast` leaves alone: all in it runs as written.
 
@@ -140,6 +149,10 @@ def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
       TypeError: `fun` is not callable or is an nnx module.
 
+    Warns:
+      UserWarning: `fun` asks for the numbers in an array, which can be had in `grad`
+        without `jit`: then its sums are those of JAX.
+
     Examples:
       >>> def loss(table, rows):
       ...     return table.astype(jnp.bfloat16)[rows].astype(jnp.float32).mean()
@@ -153,7 +166,21 @@ def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args, **kwargs):
         if not compat.is_tracing():  # so nobody asks for a gradient
             return fun(*args, **kwargs)
-        traced = trace(fun, args, kwargs)
+        try:
+            traced = trace(fun, args, kwargs)
+        except _WANTS_NUMBERS:
+            traced = None
+        if traced is None:
+            # Under jit, this raises what JAX says of the caller's own function. Outside
+            # of it, `grad` has the numbers.
+            out = fun(*args, **kwargs)
+            warnings.warn(
+                f"{name_of(fun)} asks for the numbers in an array (an if, a float()): "
+                "its gradients are summed in the dtype of each value. Use jax.lax.cond "
+                "or jnp.where, and they are summed in float32.",
+                stacklevel=2,
+            )
+            return out
         planner = AsWritten()
         plan = planner.paint_traced(traced.closed)
         outs = Rewriter(planner).run(plan, plan.low_out, *traced.args)
@@ -186,12 +213,12 @@ class Painting:
 
     def why(self) -> str:
         """Return why no product runs in half, where none does."""
-        kept = collections.Counter(
-            step.reason
-            for plan in _plans(self.plan)
-            for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
-            for _ in range(0 if step.bodies else products.count(eqn))
-        )
+        kept = collections.Counter()
+        for plan in _plans(self.plan):
+            for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
+                count = 0 if step.bodies else products.count(eqn)
+                kept[step.reason] += count
+        kept = +kept  # without those of which there is none
         if not kept:
             return "it has no matrix product."
         reasons = "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())

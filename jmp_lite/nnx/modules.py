@@ -186,6 +186,7 @@ class PolicyModule(nnx.Module):
                     changed[path] = trees.cast_like(changed[path], param)
             return out, nnx.from_flat_state(changed)
 
+        call.__name__ = type(self.model).__name__  # for messages
         out, changed = sums_in_float32(call)(params, rest, inputs)
         nnx.update((self.model, nodes), changed)
         for path, module in _modules(self.model).items():

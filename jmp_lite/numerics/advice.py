@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -216,6 +217,7 @@ class _Search:
 
 
 def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any:
+    @functools.wraps(loss_fn, updated=())
     def scaled(*args, **kwargs):
         out = loss_fn(*args, **kwargs)
         loss, aux = out if has_aux else (out, None)

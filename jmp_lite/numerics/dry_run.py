@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jmp_lite import tracebacks
+from jmp_lite.autocast import scopes
 from jmp_lite.autocast.ops import OpRules, default_rules
 from jmp_lite.autocast.rewrite import Rewriter
-from jmp_lite.autocast.transform import Painting, check_policy, paint_call
+from jmp_lite.autocast.transform import Painting, check_policy, name_of, paint_call
 from jmp_lite.numerics.lockstep import Lockstep, Low, held
 from jmp_lite.numerics.patterns import fit
 from jmp_lite.numerics.reference import check_is_finite, check_is_float32
@@ -172,5 +173,5 @@ def _paint(
     fitted = fit(policy, layers)
     if fitted != policy:
         return paint(fitted), fitted
-    policy.check_unused(sorted(painting.painter.regions.paths))
+    scopes.check_unused(policy, painting.painter.regions.paths, name_of(fun))
     return painting, policy

@@ -16,7 +16,8 @@ import numpy as np
 from jmp_lite import compat, dtypes, trees
 from jmp_lite.autocast.colours import is_f32
 from jmp_lite.autocast.plans import Plan, Step
-from jmp_lite.autocast.rewrite import Rewriter, Values
+from jmp_lite.autocast.rewrite import Rewriter
+from jmp_lite.autocast.values import Values
 from jmp_lite.numerics import stats
 from jmp_lite.numerics.origins import NONE, OriginObserver, Ranges, first, of_argument
 from jmp_lite.numerics.programs import Shadow

@@ -165,11 +165,25 @@ class Constant(NamedTuple):
     value: Any
 
 
-class Note(NamedTuple):
-    """An operation of a program, and where in its results what it made is.
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation, and what it read and made.
 
-    A slot is the index of an array among the inputs and outputs of the program, a ref
-    the index of a tag; either may be a `Constant`.
+    Here, what it read and made are slots and refs: a slot is the index of an array
+    among the inputs and outputs of the program, a ref the index of a tag, and either
+    may be a `Constant`. `runs.Observed` has the arrays and the tags.
+
+    Attributes:
+      eqn: the equation.
+      site: its number among the sites, of the program or of the run.
+      step: what `Shadow.step_of` returned for it.
+      ins: its operands; None where they are neither floating nor choose between others.
+      outs: its results; None where they are not floating.
+      low_ins: the shadows of its operands, likewise.
+      low_outs: the shadows of its results, likewise.
+      read: what else `Shadow.step` returned.
+      tags: those of its operands.
+      also: the tags of what else the shadows of its results are made of.
     """
 
     eqn: Any
@@ -190,12 +204,12 @@ class Program:
     Attributes:
       call: takes values and shadows, None for what is its own shadow, and returns the
         arrays whose slots come after those of the inputs.
-      notes: its operations, in order.
+      operations: its operations, in order.
       outs: the slots of each output's value and shadow, and the ref of its tag.
     """
 
     call: Callable[[Any, Any], list[Any]]
-    notes: list[Note]
+    operations: list[Operation]
     outs: list[tuple[Any, Any, Any]]
 
     def __init__(
@@ -211,7 +225,7 @@ class Program:
             ]
             outs, tags, _ = recorder.run(stretch, (), values, tags, plan=(plan, True))
             pairs = zip(outs, tags, strict=True)
-            self.notes = recorder.notes
+            self.operations = recorder.operations
             self.outs = [
                 (recorder.slot(x), recorder.slot(tag.shadow), tag.ref)
                 for x, tag in pairs
@@ -233,7 +247,7 @@ class _Recorder(Walker):
 
     def __init__(self, shadow: Shadow, inputs: Sequence[Any], tags: int, start: int):
         self.shadow = shadow
-        self.notes: list[Note] = []
+        self.operations: list[Operation] = []
         self.kept = list(inputs)
         self._slots = {id(x): i for i, x in enumerate(inputs)}
         self._tags, self._start = tags, start
@@ -261,8 +275,8 @@ class _Recorder(Walker):
         if lows is not equation.outs:
             lows = _apart(lows)
         is_choice = eqn.primitive.name == "select_n"
-        self.notes.append(
-            Note(
+        self.operations.append(
+            Operation(
                 eqn=eqn,
                 site=equation.site,
                 step=self.shadow.step_of(plan, index),

@@ -16,7 +16,14 @@ import numpy as np
 from jax.core import Tracer
 
 from jmp_lite import compat
-from jmp_lite.numerics.programs import Constant, Program, Shadow, Stretch, cut
+from jmp_lite.numerics.programs import (
+    Constant,
+    Operation,
+    Program,
+    Shadow,
+    Stretch,
+    cut,
+)
 from jmp_lite.numerics.sites import bodies_of, count_sites
 
 # Larger arrays are looked at where they lie.
@@ -31,37 +38,17 @@ class Cell(NamedTuple):
     tag: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Observed:
-    """An operation that has run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Observed(Operation):
+    """An operation that has run, with the arrays and the tags that it read and made.
 
     Attributes:
-      eqn: the equation.
-      site: its number among the sites.
       clock: how many operations ran before it.
       loops: the iteration of each loop around it, outermost first.
-      step: what `Shadow.step_of` returned for it.
-      ins: its operands; None where they are neither floating nor choose between others.
-      outs: its results; None where they are not floating.
-      low_ins: the shadows of its operands, likewise.
-      low_outs: the shadows of its results, likewise.
-      read: what else `Shadow.step` returned.
-      tags: those of its operands.
-      also: the tags of what else the shadows of its results are made of.
     """
 
-    eqn: Any
-    site: int
     clock: int
     loops: tuple[int, ...]
-    step: Any
-    ins: Sequence[Any]
-    outs: Sequence[Any]
-    low_ins: Sequence[Any]
-    low_outs: Sequence[Any]
-    read: Sequence[Any]
-    tags: Sequence[Any]
-    also: Sequence[Any]
 
 
 class Observer:
@@ -194,21 +181,21 @@ class Run:
                 return self.observer.tag_constant(ref.value)
             return tags[ref]
 
-        for note in program.notes:
+        for op in program.operations:
             tags += self.observer.observe(
                 Observed(
-                    eqn=note.eqn,
-                    site=site + note.site,
+                    eqn=op.eqn,
+                    site=site + op.site,
                     clock=self._clock,
                     loops=loops,
-                    step=note.step,
-                    ins=seen(note.ins),
-                    outs=seen(note.outs),
-                    low_ins=seen(note.low_ins),
-                    low_outs=seen(note.low_outs),
-                    read=seen(note.read),
-                    tags=[tag(ref) for ref in note.tags],
-                    also=[tag(ref) for ref in note.also],
+                    step=op.step,
+                    ins=seen(op.ins),
+                    outs=seen(op.outs),
+                    low_ins=seen(op.low_ins),
+                    low_outs=seen(op.low_outs),
+                    read=seen(op.read),
+                    tags=[tag(ref) for ref in op.tags],
+                    also=[tag(ref) for ref in op.also],
                 )
             )
             self._clock += 1
