@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import numpy as np
 import typer
 from rich import box
@@ -41,7 +42,6 @@ from examples.common.cli import SeedOption, SeedsOption, make_out, stop_if_colla
 from examples.common.results import provenance, write_result
 from examples.common.text import fingerprint
 from jmp_lite.numerics import TreeStats, tree_stats
-from jmp_lite.numerics.plot import plot_histograms
 
 # What a run is judged by, the first that it has.
 SCORES = {
@@ -157,7 +157,8 @@ def plot_gradients(results: dict[str, dict[str, Any]], path: Path) -> None:
         for task, result in results.items()
         for step, stats in result["gradients"].items()
     }
-    plot_histograms(rows, "f16").savefig(path, dpi=110)
+    stats = jax.tree.map(lambda *x: np.stack(x), *rows.values())
+    TreeStats(stats, tuple(rows), "f16").plot().savefig(path, dpi=110)
 
 
 def main(

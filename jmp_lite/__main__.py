@@ -3,8 +3,8 @@
 import sys
 from typing import Annotated
 
-from jmp_lite import doctor as doctors
-from jmp_lite import extras
+from jmp_lite._src import doctor as doctors
+from jmp_lite._src import extras
 
 try:
     with extras.needed("numerics"):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from jmp_lite import compat
-from jmp_lite.autocast.products import is_outer
+from jmp_lite._src import compat
+from jmp_lite._src.autocast.products import is_outer
 
 PRODUCTS = (
     "dot_general",

@@ -15,7 +15,7 @@ import unittest
 from typing import Any
 
 import jmp_lite
-from jmp_lite import dtypes
+from jmp_lite._src import dtypes
 
 TESTS = ("loss_scale_test", "policy_test")
 

@@ -14,8 +14,8 @@ from flax import nnx
 from jax import lax
 
 import jmp_lite as jmp
+from jmp_lite._src.numerics.faults import find_faults
 from jmp_lite.numerics import Advice, Report, Row, advise, dry_run
-from jmp_lite.numerics.faults import find_faults
 
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 Y = np.sin(X @ np.linspace(-1.0, 1.0, 8, dtype=np.float32))[:, None]

@@ -13,8 +13,8 @@ from flax import nnx
 import jmp_lite as jmp
 import jmp_lite.linen
 import jmp_lite.nnx
+from jmp_lite._src.numerics.patterns import pattern_of
 from jmp_lite.numerics import advise, dry_run
-from jmp_lite.numerics.patterns import pattern_of
 
 pytestmark = pytest.mark.standard_promotion
 

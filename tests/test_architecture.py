@@ -1,4 +1,4 @@
-"""The house stands: imports run downwards, and importing the package stays light.
+"""Imports run down the layers, and importing the package stays light.
 
 The rules are read off the source (AST), so that nothing has to be imported to be
 checked and an import inside a function counts as much as one at the top.
@@ -16,33 +16,29 @@ import pytest
 
 import jmp_lite
 
+ROOT = Path(__file__).parent.parent
 PACKAGE = Path(jmp_lite.__file__).parent
-MAX_LINES = 400
 
-# A module or a subpackage -> its floor. Imports run to a lower floor only; inside one
-# subpackage they are free. A new module needs a line here.
+# The modules users import. They only re-export; `_src` does not import them.
+PUBLIC = ("__init__", "__main__", "checkpoint", "linen", "nnx", "numerics")
+# A module or a subpackage of `_src` -> its floor. Imports run to a lower floor only;
+# inside one subpackage they are free. A new module needs a line here.
 FLOORS = {
+    "__init__": 0,
     "compat": 0,
     "dtypes": 0,
     "extras": 0,
     "trees": 1,
-    "measurements": 1,
-    "tracebacks": 1,
+    "jaxprs": 1,
     "policy": 2,
     "loss_scale": 3,
-    "module_policies": 3,
     "gradients": 4,
     "optimizers": 4,
     "autocast": 4,
-    "rollback": 5,
-    "attention": 5,
     "numerics": 5,
-    "linen": 6,
-    "nnx": 6,
+    "flax": 5,
     "checkpoint": 6,
     "doctor": 6,
-    "__main__": 7,
-    "__init__": 7,
 }
 
 UNSTABLE_JAX = ("jax.extend", "jax._src")
@@ -63,17 +59,18 @@ def find_violations(package: Path) -> list[str]:
 
 
 def _find_in_file(path: Path, package: Path) -> Iterator[str]:
-    room = path.relative_to(package).parts[0].removesuffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    first, *rest = path.relative_to(package).parts
+    if first != "_src":
+        if path.stem not in PUBLIC or rest:
+            yield "is neither private, in _src, nor in PUBLIC"
+        elif path.stem != "__main__":
+            yield from _find_beyond_reexports(tree)
+        return
+    room = rest[0].removesuffix(".py")
     if room not in FLOORS:
         yield "has no floor: give it one in FLOORS"
         return
-    source = path.read_text(encoding="utf-8")
-    lines = len(source.splitlines())
-    if lines > MAX_LINES:
-        yield f"{lines} lines: past {MAX_LINES} it is two concepts"
-    tree = ast.parse(source)
-    if room == "__init__":
-        yield from _find_beyond_reexports(tree)
     for name in _list_imports(tree):
         yield from _find_upward_import(name, room, package.name)
     if room != "compat":
@@ -104,9 +101,13 @@ def _find_upward_import(name: str, room: str, package: str) -> Iterator[str]:
         yield f"imports {name}: relative, so its floor cannot be read"
     if root != package:
         return
-    # What is not a room is a name the package exports: the top floor.
-    target = rest[0] if rest and rest[0] in FLOORS else "__init__"
-    if target != room and FLOORS[target] >= FLOORS[room]:
+    if rest[:1] != ["_src"] or not rest[1:]:
+        yield f"imports {name}, which is public: expected what it re-exports"
+        return
+    target = rest[1]
+    if target not in FLOORS:
+        yield f"imports {name}, which has no floor"
+    elif target != room and FLOORS[target] >= FLOORS[room]:
         yield (
             f"imports {name}: floor {FLOORS[target]} from floor {FLOORS[room]}, "
             "expected a lower one"
@@ -126,10 +127,25 @@ def _find_beyond_reexports(tree: ast.Module) -> Iterator[str]:
         match node:
             case ast.ImportFrom():
                 pass
+            case ast.With(body=body) if all(
+                isinstance(b, ast.ImportFrom) for b in body
+            ):
+                pass
             case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")]):
                 pass
             case _:
                 yield f"line {node.lineno}: only re-exports belong here"
+
+
+def find_private_imports(*folders: Path) -> list[str]:
+    """List imports of private modules of the package, as `file: problem`."""
+    return [
+        f"{path.relative_to(folder)}: imports {name}, which is private"
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
+        for name in _list_imports(ast.parse(path.read_text(encoding="utf-8")))
+        if f"{name}.".startswith("jmp_lite._src.")
+    ]
 
 
 def list_modules_after(statement: str, path: Path | None = None) -> set[str]:
@@ -164,24 +180,31 @@ def test_importing_the_package_loads_no_optional_library() -> None:
     assert loaded.isdisjoint(LOADED_WHERE_USED)
 
 
+def test_private_modules_are_imported_by_the_package_and_its_tests_alone() -> None:
+    assert find_private_imports(ROOT / "examples", ROOT / "benchmarks") == []
+
+
 # The checker can fail.
 
 
 @pytest.mark.parametrize(
     ("file", "source", "problem"),
     [
-        ("trees.py", "from house import policy", "imports house.policy: floor 2 from"),
-        ("trees.py", "import house.policy as p", "imports house.policy: floor 2 from"),
-        ("trees.py", "from house.policy import P", "house.policy.P: floor 2 from"),
-        ("gradients.py", "import house.optimizers", "floor 4 from floor 4"),
-        ("policy.py", "from house import Policy", "floor 7 from floor 2"),
-        ("policy.py", "import house", "floor 7 from floor 2"),
-        ("trees.py", "def f():\n  from house import nnx", "floor 6 from floor 1"),
-        ("optimizers/a.py", "import house.numerics.b", "floor 5 from floor 4"),
+        ("trees.py", "from house._src import policy", "_src.policy: floor 2 from"),
+        ("trees.py", "import house._src.policy as p", "_src.policy: floor 2 from"),
+        ("trees.py", "from house._src.policy import P", "policy.P: floor 2 from"),
+        ("gradients.py", "import house._src.optimizers", "floor 4 from floor 4"),
+        ("policy.py", "from house import Policy", "house.Policy, which is public"),
+        ("policy.py", "import house", "imports house, which is public"),
+        ("policy.py", "import house.nnx", "house.nnx, which is public"),
+        ("trees.py", "def f():\n  from house._src import flax", "floor 5 from floor 1"),
+        ("optimizers/a.py", "import house._src.numerics.b", "floor 5 from floor 4"),
+        ("trees.py", "import house._src.attic", "which has no floor"),
         ("trees.py", "from . import dtypes", "relative"),
         ("attic.py", "", "has no floor"),
         ("attic/a.py", "", "has no floor"),
-        ("trees.py", "\n" * 401, "401 lines"),
+        ("../attic.py", "", "neither private"),
+        ("../linen/modules.py", "", "neither private"),
         ("trees.py", "import jax.extend.core", "unstable JAX"),
         ("trees.py", "from jax._src import core", "unstable JAX"),
         ("trees.py", "from jax import extend", "unstable JAX"),
@@ -189,37 +212,57 @@ def test_importing_the_package_loads_no_optional_library() -> None:
         ("trees.py", "import jax\njax.__version__", "asks for a version"),
         ("trees.py", "from jax import __version__", "asks for a version"),
         ("trees.py", "from importlib import metadata", "asks for a version"),
-        ("__init__.py", "def f(): ...", "line 1: only re-exports"),
-        ("__init__.py", '"""Doc."""\nx = 1', "line 2: only re-exports"),
+        ("../__init__.py", "def f(): ...", "line 1: only re-exports"),
+        ("../__init__.py", '"""Doc."""\nx = 1', "line 2: only re-exports"),
+        ("../nnx.py", "with a:\n  x = 1", "line 1: only re-exports"),
     ],
 )
 def test_a_planted_violation_is_found(
     tmp_path: Path, file: str, source: str, problem: str
 ) -> None:
-    path = tmp_path / "house" / file
+    path = (tmp_path / "house" / "_src" / file).resolve()
     path.parent.mkdir(parents=True)
     path.write_text(source, encoding="utf-8")
     violations = find_violations(tmp_path / "house")
-    assert any(v.startswith(f"{file}: ") and problem in v for v in violations)
+    where = str(path.relative_to(tmp_path / "house"))
+    assert any(v.startswith(f"{where}: ") and problem in v for v in violations)
 
 
 def test_a_house_in_order_has_no_violations(tmp_path: Path) -> None:
     files = {
         "__init__.py": """
             '''A house.'''
-            from house.policy import Policy
+            from house._src.policy import Policy
             __version__ = "1"
             __all__ = ["Policy"]
             """,
-        "compat.py": "import jax\nfrom jax.extend import core\njax.__version__",
-        "policy.py": "import jax.extensions\nfrom house import compat",
-        "optimizers/a.py": "from house.optimizers import b\nfrom house import policy",
+        "linen.py": """
+            from house._src import extras
+            with extras.needed("flax"):
+                from house._src.flax.linen.modules import with_policy
+            """,
+        "_src/compat.py": "import jax\nfrom jax.extend import core\njax.__version__",
+        "_src/policy.py": "import jax.extensions\nfrom house._src import compat",
+        "_src/optimizers/a.py": """
+            from house._src.optimizers import b
+            from house._src import policy
+            """,
     }
     for file, source in files.items():
         path = tmp_path / "house" / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(source), encoding="utf-8")
     assert find_violations(tmp_path / "house") == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import jmp_lite._src.trees", "from jmp_lite._src import trees"]
+)
+def test_a_private_import_is_seen(tmp_path: Path, source: str) -> None:
+    (tmp_path / "example.py").write_text(source, encoding="utf-8")
+    assert find_private_imports(tmp_path) == [
+        "example.py: imports jmp_lite._src.trees, which is private"
+    ]
 
 
 def test_a_heavy_import_is_seen(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from autocast_corpus.program import DTYPES, POLICIES
 from jax import lax
 from test_autocast_sums import error, uniform
 
-from jmp_lite.autocast import autocast
+from jmp_lite import autocast
 
 BOTH = pytest.mark.parametrize("half", POLICIES)
 SCALE = 2.0**12

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jmp_lite.autocast import ops
+from jmp_lite._src.autocast import ops
 
 PAGE = Path(__file__).parent.parent / "docs" / "autocast.md"
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from autocast_corpus.program import POLICIES, normal, relative_error, weight
 
-from jmp_lite.autocast import autocast
+from jmp_lite import autocast
 
 HAZARDS = {}
 

@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp_lite import PolicyMap, autocast, tracebacks
+from jmp_lite import PolicyMap, autocast
+from jmp_lite._src.jaxprs import sources
 
 BF16 = POLICIES["bf16"]
 W, X = weight(0, 8, 8), normal(1, 4, 8)
@@ -259,8 +260,8 @@ def test_name_stacks_and_source_lines_stay(half: str) -> None:
     low = jaxprs.trace(autocast(fun, POLICIES[half]), W, X)
     for name in ("jit", "scan", "dot_general"):
         (before,), (after,) = (jaxprs.equations(j, name) for j in (plain, low))
-        assert tracebacks.source_line(after) == tracebacks.source_line(before)
-        assert tracebacks.source_line(after).startswith(__file__)
+        assert sources.source_line(after) == sources.source_line(before)
+        assert sources.source_line(after).startswith(__file__)
     (call,) = jaxprs.equations(low, "jit")
     assert "decoder" in str(call.source_info.name_stack).split("/")
 

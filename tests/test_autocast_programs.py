@@ -12,7 +12,7 @@ import pytest
 from autocast_corpus import CHECKS, PROGRAMS, Program
 from autocast_corpus.program import DTYPES, POLICIES, relative_error
 
-from jmp_lite.autocast import OpRules, autocast, default_rules
+from jmp_lite import OpRules, autocast, default_rules
 
 # The others are asked in both: these take the longest, and what they ask is not about
 # the kind of half.

@@ -20,9 +20,9 @@ from flax import nnx
 from jax import lax
 
 import jmp_lite as jmp
+from jmp_lite import autocast, sums_in_float32
 from jmp_lite import linen as jmp_linen
 from jmp_lite import nnx as jmp_nnx
-from jmp_lite.autocast import autocast, sums_in_float32
 
 ROWS, WIDTH = 2048, 8
 SCALE = 2.0**12  # of the loss: float16 has no room for gradients of a mean

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite.checkpoint.folder import root_of
+from jmp_lite._src.checkpoint.folder import root_of
 from jmp_lite.linen import TrainState
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ import pytest
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite.checkpoint import record
+from jmp_lite._src.checkpoint import record
 
 
 class State(NamedTuple):

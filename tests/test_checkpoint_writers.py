@@ -14,7 +14,7 @@ import pytest
 from etils import epath
 
 from jmp_lite import checkpoint
-from jmp_lite.checkpoint import folder as folders
+from jmp_lite._src.checkpoint import folder as folders
 
 ROOT = Path(__file__).parent.parent
 LIKE = {"x": 0}
@@ -57,7 +57,7 @@ def writer(tmp_path: Path) -> Iterator[Any]:
     code = (
         "import sys\n"
         "from etils import epath\n"
-        "from jmp_lite.checkpoint import folder\n"
+        "from jmp_lite._src.checkpoint import folder\n"
         "with folder.one_writer(epath.Path(sys.argv[1])):\n"
         "    print('locked', flush=True)\n"
         "    sys.stdin.read()\n"

@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from jmp_lite import doctor, get_policy, loss_scale_for, measurements
+from jmp_lite import get_policy, loss_scale_for
 from jmp_lite.__main__ import app
-from jmp_lite.measurements import Rate
+from jmp_lite._src import doctor
+from jmp_lite._src.doctor import Rate
 
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -100,7 +101,7 @@ def test_a_driver_that_jax_does_not_use_is_noticed(tmp_path: Path):
     ],
 )
 def test_the_range_of_a_dtype(dtype, largest, normal, subnormal):
-    found = measurements.measure_range(dtype)
+    found = doctor.measure_range(dtype)
     assert dataclasses.astuple(found)[:-1] == (
         np.dtype(dtype).name,
         largest,
@@ -112,7 +113,7 @@ def test_the_range_of_a_dtype(dtype, largest, normal, subnormal):
 
 
 def test_float32_products_are_float32_here():
-    bits, error = measurements.measure_float32()
+    bits, error = doctor.measure_float32()
     assert bits == 23
     assert 1e-8 < error < 1e-6
 
@@ -123,8 +124,8 @@ def test_products_in_half_are_seen_to_be(monkeypatch, dtype, bits):
         half = a.astype(dtype), b.astype(dtype)
         return jax.lax.dot(*half, preferred_element_type=jnp.float32)
 
-    monkeypatch.setattr(measurements.jnp, "dot", dot)
-    found, error = measurements.measure_float32()
+    monkeypatch.setattr(doctor.jnp, "dot", dot)
+    found, error = doctor.measure_float32()
     assert found == bits
     assert 2.0 ** -(bits + 3) < error < 2.0**-bits
 
@@ -145,10 +146,10 @@ def test_rates_are_measured_by_turns_and_compared_within_a_round(monkeypatch):
 
         return {name: make(name) for name in costs}, {"float8_e5m2": "no such unit"}
 
-    monkeypatch.setattr(measurements, "_compile_products", compile_products)
-    monkeypatch.setattr(measurements.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(doctor, "_compile_products", compile_products)
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: clock[0])
     shares = []
-    rates = measurements.measure_rates(5000.0, shares.append)
+    rates = doctor.measure_rates(5000.0, shares.append)
     assert {size for size, _ in order} == {256, 1024}  # 4096 would not fit
     timed = [name for size, name in order if size == 1024][3:]
     assert timed == list(costs) * (len(timed) // 3) and len(timed) >= 9
@@ -171,8 +172,8 @@ def test_what_does_not_compile_says_why(monkeypatch):
             raise NotImplementedError("no fp8 on this device\nand more lines")
         return dot(a, b, **kwargs)
 
-    monkeypatch.setattr(measurements.jax.lax, "dot", no_fp8)
-    runs, errors = measurements._compile_products(8)
+    monkeypatch.setattr(doctor.jax.lax, "dot", no_fp8)
+    runs, errors = doctor._compile_products(8)
     assert list(runs) == DTYPES[:-1]
     assert errors == {"float8_e5m2": "no fp8 on this device"}
     assert {name: str(run().dtype) for name, run in runs.items()} == {
@@ -246,7 +247,7 @@ def diagnosis(**changes: Any) -> doctor.Diagnosis:
             Rate("float32", 4096, 1e-3, 137.0, 1.0),
             Rate("float8_e5m2", 4096, error="no such unit"),
         ),
-        ranges=(measurements.Range("float16", 65504.0, 2.0**-14, 2.0**-24, False),),
+        ranges=(doctor.DtypeRange("float16", 65504.0, 2.0**-14, 2.0**-24, False),),
         float32_bits=10,
         float32_error=3e-4,
         recommendation=doctor.recommend(A100, {"bfloat16": 2.0}),

@@ -17,10 +17,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
-from jmp_lite.autocast.ops import default_rules
-from jmp_lite.autocast.transform import check_policy
-from jmp_lite.numerics import EXPONENTS, Report, Row, dry_run, runs
-from jmp_lite.numerics.dry_run import measure
+from jmp_lite._src.autocast.ops import default_rules
+from jmp_lite._src.autocast.transform import check_policy
+from jmp_lite._src.numerics import runs
+from jmp_lite._src.numerics.dry_run import measure
+from jmp_lite.numerics import EXPONENTS, Report, Row, dry_run
 
 
 def run_both(fun: Any, policy: Any, *args: Any) -> tuple[Any, Any, Report]:

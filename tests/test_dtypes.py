@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmp_lite import dtypes
+from jmp_lite._src import dtypes
 
 FLOATS = {
     "float16": jnp.float16,

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import jmp_lite
-from jmp_lite import extras
+from examples.common import requirements
+from jmp_lite._src import extras
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(jmp_lite.__file__).parent
@@ -65,12 +66,8 @@ def test_nothing_is_missed_where_everything_is_there():
 
 
 def test_flax_is_asked_for():
-    statements = [
-        "import jmp_lite.linen",
-        "from jmp_lite.nnx import TrainState",
-        "import jmp_lite.linen.modules",
-    ]
-    assert errors_without({"flax"}, *statements) == [says("flax", "flax")] * 3
+    statements = ["import jmp_lite.linen", "from jmp_lite.nnx import TrainState"]
+    assert errors_without({"flax"}, *statements) == [says("flax", "flax")] * 2
 
 
 def test_orbax_is_asked_for():
@@ -99,15 +96,16 @@ stats = tree_stats({"w": x}, "f16")
                     f"{name}.table()"
                     for name in ("explained", "dry", "linted", "stats")
                 ),
-                "from jmp_lite import module_policies as m; m.Explanation(()).table()",
-                "from jmp_lite import doctor; doctor.Diagnosis.render(None)",
+                "from jmp_lite._src.flax.module_policies import Explanation; "
+                "Explanation(()).table()",
+                "from jmp_lite._src import doctor; doctor.Diagnosis.render(None)",
             ],
         ),
         (
             "matplotlib",
             [
                 *("dry.plot()", "dry.heat_map()", "stats.plot()"),
-                "from jmp_lite.numerics.plot import plot_histograms",
+                "from jmp_lite._src.numerics.plot import plot_histograms",
             ],
         ),
     ],
@@ -170,7 +168,8 @@ def test_the_extras_are_those_of_the_project():
             found |= set.union(*inner) if inner else {name.replace("-", ".")}
         return found
 
-    for extra, libraries in extras.LIBRARIES.items():
+    known = extras.LIBRARIES | {"examples": requirements.LIBRARIES}
+    for extra, libraries in known.items():
         assert modules(extra) == set(libraries)
 
 
@@ -199,17 +198,16 @@ def unguarded(source: str) -> list[str]:
 
 
 def test_no_import_of_an_optional_library_is_forgotten():
-    # Their `__init__` asks for all of the package; `attention` is theirs alone.
-    guarded = {"linen", "nnx", "checkpoint", "attention.py"}
+    # The public modules ask for all that is in these folders.
+    guarded = {"flax", "checkpoint"}
     found = {
         str(path.relative_to(PACKAGE)): unguarded(path.read_text())
         for path in PACKAGE.rglob("*.py")
         if not guarded & set(path.relative_to(PACKAGE).parts)
     }
     assert {path: names for path, names in found.items() if names} == {}
-    for package in ("linen", "nnx", "checkpoint"):
-        source = (PACKAGE / package / "__init__.py").read_text()
-        assert "extras.needed(" in source
+    for name in ("linen", "nnx", "checkpoint"):
+        assert "extras.needed(" in (PACKAGE / f"{name}.py").read_text()
 
 
 def test_a_forgotten_import_is_seen():

@@ -39,7 +39,7 @@ def test_jmps_own_97_tests_pass():
     assert (result["ran"], result["skipped"], result["failed"]) == (97, 0, [])
     # And it is our code that they ran: of jmp, nothing but the tests was loaded.
     assert result["files"] == ["loss_scale_test", "policy_test"]
-    assert result["policy"] == "jmp_lite.policy"
+    assert result["policy"] == "jmp_lite._src.policy"
 
 
 def test_jmps_own_tests_can_fail():

@@ -293,7 +293,7 @@ def test_attention_in_float32_is_flax_own():
 
 def test_logits_beyond_halves_precision_are_told_apart():
     """bfloat16 cannot add 0.5 to 256; a softmax in it would make both the same."""
-    from jmp_lite.attention import dot_product_attention
+    from jmp_lite._src.flax.attention import dot_product_attention
 
     query = jnp.full((1, 1, 1), 256.0, jnp.bfloat16)
     key = jnp.ones((2, 1, 1), jnp.bfloat16)

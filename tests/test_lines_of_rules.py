@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src import source_info_util  # noqa: TID251  (its keeper of lines is faked)
 
-from jmp_lite import compat, tracebacks
+from jmp_lite._src.jaxprs import name_scopes, sources
 from jmp_lite.numerics import first_nonfinite
 
 
@@ -45,7 +45,7 @@ def traced(context: Any) -> Any:
 
 def lines(closed: Any) -> dict[str, str]:
     """Return the line of each primitive."""
-    return {e.primitive.name: tracebacks.source_line(e) for e in closed.jaxpr.eqns}
+    return {e.primitive.name: sources.source_line(e) for e in closed.jaxpr.eqns}
 
 
 def held() -> Any:
@@ -54,20 +54,20 @@ def held() -> Any:
 
 
 def test_only_the_lines_of_rules_change():
-    plain, ruled = traced(contextlib.nullcontext), traced(tracebacks.lines_of_rules)
+    plain, ruled = traced(contextlib.nullcontext), traced(sources.lines_of_rules)
     assert str(plain) == str(ruled)
     assert lines(plain)["div"] == CALL and lines(ruled)["div"] == RULE
     assert lines(plain) | {"div": RULE} == lines(ruled)
     for one, other in zip(plain.jaxpr.eqns, ruled.jaxpr.eqns, strict=True):
-        assert compat.name_stack(one) == compat.name_stack(other)
+        assert name_scopes.of(one) == name_scopes.of(other)
         assert type(one.source_info) is type(other.source_info)
 
 
 def test_what_jax_holds_is_restored():
     before = held()
-    with tracebacks.lines_of_rules():
+    with sources.lines_of_rules():
         inside = held()
-        with tracebacks.lines_of_rules():
+        with sources.lines_of_rules():
             assert held() is inside
         assert held() is inside is not before
         other: list[Any] = []
@@ -76,7 +76,7 @@ def test_what_jax_holds_is_restored():
         thread.join()
         assert other == [source_info_util.SourceInfo]
     assert held() is before
-    with pytest.raises(ZeroDivisionError), tracebacks.lines_of_rules():
+    with pytest.raises(ZeroDivisionError), sources.lines_of_rules():
         jax.make_jaxpr(lambda x: clip(x) / (1 // 0))(1.0)
     assert held() is before
     with pytest.raises(RuntimeError, match="of the rule"):
@@ -112,8 +112,8 @@ def test_where_jax_is_another_lines_are_those_that_it_gives(name, value, monkeyp
         patch.delattr(source_info_util, name)
         if value is not None:
             patch.setattr(source_info_util, name, value, raising=False)
-        with tracebacks.lines_of_rules():
+        with sources.lines_of_rules():
             inside = before if name == "_source_info_context" else held()
     assert inside is before is held()
-    with tracebacks.lines_of_rules():
+    with sources.lines_of_rules():
         assert held() is not before

@@ -21,7 +21,7 @@ from jmp_lite import (
     loss_scale_for,
     scale_aware,
 )
-from jmp_lite.loss_scale import check_loss_scale
+from jmp_lite._src.loss_scale import check_loss_scale
 
 SCALING = {
     "static": StaticLossScale(1024.0),

@@ -15,7 +15,7 @@ import pytest
 
 import jmp_lite
 from jmp_lite import MasterWeightsState, StaticLossScale, master_weights, scale_aware
-from jmp_lite.optimizers import wrapping
+from jmp_lite._src.optimizers import wrapping
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = pytest.mark.standard_promotion

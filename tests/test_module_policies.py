@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_lite import Policy, PolicyMap, get_policy
-from jmp_lite.module_policies import (
+from jmp_lite._src.flax.module_policies import (
     Explanation,
     ModuleDtypes,
     ModulePolicies,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
+from jmp_lite._src.numerics.plot import plot_heat_map, plot_histograms
 from jmp_lite.numerics import EXPONENTS, TreeStats, tree_stats, value_stats
-from jmp_lite.numerics.plot import plot_heat_map, plot_histograms
 
 RNG = np.random.default_rng(0)
 NAMED = {

@@ -15,20 +15,20 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from jmp_lite._src.numerics import stats
+from jmp_lite._src.numerics.stats import (
+    merge_on_host,
+    merge_stacked,
+    value_stats_on_host,
+)
 from jmp_lite.numerics import (
     EXPONENTS,
     TreeStats,
     ValueStats,
     empty,
     merge,
-    stats,
     tree_stats,
     value_stats,
-)
-from jmp_lite.numerics.stats import (
-    merge_on_host,
-    merge_stacked,
-    value_stats_on_host,
 )
 from tests.bitwise import raw_bits
 

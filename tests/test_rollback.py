@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import jmp_lite
-from jmp_lite import DynamicLossScale, rollback, scale_aware
+from jmp_lite import DynamicLossScale, scale_aware
+from jmp_lite._src.flax import rollback
 
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = pytest.mark.standard_promotion

@@ -13,7 +13,8 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmp_lite import all_finite, cast_floating, cast_like, select_tree, trees
+from jmp_lite import all_finite, cast_floating, cast_like, select_tree
+from jmp_lite._src import trees
 
 FLOATS = [jnp.bfloat16, jnp.float16, jnp.float32, np.dtype("float64")]
 

@@ -14,13 +14,8 @@ from flax import nnx
 from jax import lax
 from planted_hazards import HAZARDS, QUIET, Hazard
 
-from jmp_lite.numerics import (
-    NonFinite,
-    Tripwire,
-    first_nonfinite,
-    runs,
-    with_tripwire,
-)
+from jmp_lite._src.numerics import runs
+from jmp_lite.numerics import NonFinite, Tripwire, first_nonfinite, with_tripwire
 
 
 def _cases() -> list[Any]:

@@ -14,12 +14,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite
-from jmp_lite import compat
-from jmp_lite.autocast.rewrite import trace
-from jmp_lite.numerics.programs import Shadow
-from jmp_lite.numerics.runs import Cell, Observed, Observer, Run
-from jmp_lite.numerics.sites import Site, sites
-from jmp_lite.numerics.walk import Equation, Walker
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.sites import Site, sites
+from jmp_lite._src.jaxprs.tracing import trace
+from jmp_lite._src.jaxprs.walk import Equation, Walker
+from jmp_lite._src.numerics.programs import Shadow
+from jmp_lite._src.numerics.runs import Cell, Observed, Observer, Run
 
 
 class _Depths(Walker):

@@ -3,11 +3,7 @@
 The other benchmarks need what the examples need.
 """
 
-import importlib
+from examples.common.libraries import need
 
-from jmp_lite import extras
-
-for _extra in ("numerics", "flax"):  # flax itself imports rich
-    with extras.needed(_extra):
-        for _library in extras.LIBRARIES[_extra]:
-            importlib.import_module(_library)
+need("numerics", "matplotlib", "rich", "typer")
+need("flax", "flax")  # which itself imports rich

@@ -1,9 +1,6 @@
 """To be imported first: says what to install, where a library is missing."""
 
-import importlib
+from examples.common.libraries import need
 
-from jmp_lite import extras
-
-with extras.needed("examples"):
-    for _library in extras.LIBRARIES["examples"]:
-        importlib.import_module(_library)
+LIBRARIES = ("orbax.checkpoint", "flax", "matplotlib", "rich", "typer", "mlxtend")
+need("examples", *LIBRARIES)

@@ -1,0 +1,258 @@
+"""`explain`: what autocast does with each operation of a function, and why."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite._src import compat, extras
+from jmp_lite._src.autocast import products
+from jmp_lite._src.autocast.ops import OpRules, default_rules
+from jmp_lite._src.autocast.plans import Plan, Step
+from jmp_lite._src.autocast.transform import check_policy, paint_call
+from jmp_lite._src.jaxprs import name_scopes, sources
+from jmp_lite._src.policy import Policy, PolicyMap
+
+# Matrix units take tiles of this many numbers; a dimension that is no multiple is
+# padded, or takes a slower path.
+_ALIGNMENT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One operation.
+
+    Attributes:
+      layer: its name-scope path, `""` outside of any scope.
+      primitive: its name, as a jaxpr prints it.
+      line: `file:line` of the user's code.
+      op_class: its class in the rule table; `"sub"` for one that holds a program.
+      before: dtypes of its array operands and results in the program.
+      after: the same under autocast.
+      reason: why it is not in half, or why its result is not.
+      flops: multiplications and additions of a matrix product, else 0.
+      aligned: whether all dimensions of a matrix product are multiples of 8.
+      times: how often it runs: the lengths of the scans around it, multiplied.
+    """
+
+    layer: str
+    primitive: str
+    line: str
+    op_class: str
+    before: str
+    after: str
+    reason: str
+    flops: int
+    aligned: bool
+    times: int
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is changed by autocast at all."""
+        return self.before != self.after
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What autocast does with a function.
+
+    Attributes:
+      rows: one per operation, in the order of the program.
+      casts: how many casts between float32 and half the rewritten program has beyond
+        those of the program itself.
+    """
+
+    rows: tuple[Row, ...]
+    casts: int
+
+    @property
+    def half_flops_share(self) -> float:
+        """The share of matrix-product FLOPs that run in half, 0 to 1; 1 if none."""
+        total = sum(row.flops * row.times for row in self.rows)
+        half = sum(row.flops * row.times for row in self.rows if row.is_half)
+        return half / total if total else 1.0
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """How many operations stay in float32, by reason, most frequent first."""
+        reasons = Counter(r.reason for r in self.rows if r.reason and not r.is_half)
+        return dict(reasons.most_common())
+
+    def table(self, *, every_op: bool = False) -> Any:
+        """Return a `rich` table: a row per layer, or per operation.
+
+        Args:
+          every_op: whether to list each operation.
+
+        Raises:
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
+        """
+        with extras.needed("numerics"):
+            from rich.table import Table
+
+        share = f"{self.half_flops_share:.1%}"
+        table = Table(
+            title=f"autocast: {share} of matrix-product FLOPs in half, "
+            f"{self.casts} casts",
+            caption="; ".join(f"{n} × {reason}" for reason, n in self.kept.items()),
+        )
+        columns = _OP_COLUMNS if every_op else _LAYER_COLUMNS
+        for name in columns:
+            justify = "right" if name in _NUMBERS else "left"
+            table.add_column(name, justify=justify, overflow="fold")
+        for cells in self._op_cells() if every_op else self._layer_cells():
+            table.add_row(*cells)
+        return table
+
+    def to_json(self) -> str:
+        """Return the rows and totals as JSON."""
+        return json.dumps(
+            {
+                "half_flops_share": self.half_flops_share,
+                "casts": self.casts,
+                "kept": self.kept,
+                "rows": [dataclasses.asdict(row) for row in self.rows],
+            },
+            indent=1,
+        )
+
+    def _op_cells(self) -> Iterator[list[str]]:
+        for row in self.rows:
+            flops = f"{row.flops * row.times:.3g}" if row.flops else ""
+            aligned = ("" if row.aligned else "no") if row.flops else ""
+            yield [
+                row.layer,
+                row.primitive,
+                row.line.rsplit("/", 1)[-1],
+                row.before,
+                row.after if row.is_half else "=",
+                flops,
+                aligned,
+                row.reason,
+            ]
+
+    def _layer_cells(self) -> Iterator[list[str]]:
+        layers: dict[str, list[Row]] = {}
+        for row in self.rows:
+            layers.setdefault(row.layer, []).append(row)
+        for layer, rows in layers.items():
+            report = Report(tuple(rows), 0)
+            matmuls = [row for row in rows if row.flops]
+            half = sum(row.is_half for row in matmuls)
+            odd = sum(not row.aligned for row in matmuls)
+            flops = sum(row.flops * row.times for row in matmuls)
+            yield [
+                layer or "(no scope)",
+                f"{half} of {len(matmuls)}" if matmuls else "",
+                f"{flops:.3g}" if matmuls else "",
+                f"{odd}" if odd else "",
+                f"{sum(row.is_half for row in rows if not row.flops)}",
+                "; ".join(f"{n} × {reason}" for reason, n in report.kept.items()),
+            ]
+
+
+_LAYER_COLUMNS = (
+    "layer",
+    "products in half",
+    "FLOPs",
+    "not ×8",
+    "other ops in half",
+    "kept in float32",
+)
+_OP_COLUMNS = ("layer", "op", "line", "before", "after", "FLOPs", "×8", "why")
+_NUMBERS = ("products in half", "FLOPs", "not ×8", "other ops in half")
+
+
+def explain(
+    fun: Callable[..., Any],
+    policy: Policy | PolicyMap | str = "mixed",
+    *,
+    rules: OpRules | None = None,
+) -> Callable[..., Report]:
+    """Return a function of the same arguments that says what autocast would do.
+
+    Args:
+      fun: as for `autocast`.
+      policy: likewise.
+      rules: likewise.
+
+    Returns:
+      A function that returns a `Report`; nothing is computed.
+
+    Raises:
+      TypeError: as `autocast`.
+      ValueError: likewise.
+
+    Examples:
+      >>> def f(w, x):
+      ...     with jax.named_scope("head"):
+      ...         return jnp.exp(x @ w)
+      >>> report = explain(f, "mixed_bfloat16")(jnp.ones((8, 16)), jnp.ones((4, 8)))
+      >>> report.half_flops_share, report.kept
+      (1.0, {'unsafe in half': 1})
+      >>> [(row.layer, row.primitive, row.after) for row in report.rows]
+      [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'f32 -> f32')]
+    """
+    policy, compute_dtype = check_policy(policy)
+    if rules is None:
+        rules = default_rules(compute_dtype)
+
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        painting = paint_call(fun, policy, compute_dtype, rules, args, kwargs)
+        before = painting.traced.closed
+        after = jax.make_jaxpr(lambda: painting.run())()
+        rows = tuple(_rows(painting.plan, "", 1, jnp.dtype(compute_dtype)))
+        return Report(rows, _count_casts(after) - _count_casts(before))
+
+    return explained
+
+
+def _rows(plan: Plan, scope: str, times: int, low_dtype: Any) -> Iterator[Row]:
+    for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
+        layer = name_scopes.join(scope, name_scopes.of(eqn))
+        inner_times = times * eqn.params.get("length", 1) if step.bodies else times
+        for body in step.bodies:
+            yield from _rows(body, layer, inner_times, low_dtype)
+        if step.bodies:
+            continue
+        yield Row(
+            layer=name_scopes.without_marks(layer),
+            primitive=eqn.primitive.name,
+            line=sources.source_line(eqn),
+            op_class=step.op_class,
+            before=_dtypes(eqn, Step("", (False,) * len(eqn.invars), (), ()), None),
+            after=_dtypes(eqn, step, low_dtype),
+            reason=step.reason,
+            flops=products.flops(eqn),
+            aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(eqn)),
+            times=times,
+        )
+
+
+def _dtypes(eqn: Any, step: Step, low_dtype: Any) -> str:
+    def name(var, low):
+        dtype = low_dtype if low else getattr(var.aval, "dtype", None)
+        return "" if dtype is None else _SHORT.get(str(dtype), str(dtype))
+
+    low_out = step.low_out or (False,) * len(eqn.outvars)
+    ins = [name(v, low) for v, low in zip(eqn.invars, step.low_in, strict=True)]
+    outs = [name(v, low) for v, low in zip(eqn.outvars, low_out, strict=True)]
+    return f"{' '.join(ins)} -> {' '.join(outs)}"
+
+
+_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32"}
+
+
+def _count_casts(jaxpr: Any) -> int:
+    """Return how many casts between float32 and half a jaxpr and those in it have."""
+    count = 0
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name == "convert_element_type":
+            pair = {str(eqn.invars[0].aval.dtype), str(eqn.outvars[0].aval.dtype)}
+            count += "float32" in pair and bool(pair & {"float16", "bfloat16"})
+        count += sum(map(_count_casts, compat.jaxprs_of(eqn)))
+    return count

@@ -1,0 +1,137 @@
+"""Matrix products in half: their results, and their derivatives.
+
+A product of half operands accumulates in f32. Its result is either rounded to half, or
+is the accumulator itself (`preferred_element_type`), which costs nothing but the room.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jmp_lite._src import compat
+from jmp_lite._src.autocast import colours
+from jmp_lite._src.autocast.colours import IGNORED, Colour
+from jmp_lite._src.jaxprs import binding
+
+NAMES = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+PRECISION_OF_CONTEXT = "the precision of jax.default_matmul_precision"
+
+
+def run(eqn: Any, operands: Sequence[Any], low_dtype: Any, low_result: bool) -> Any:
+    """Return the product of half operands.
+
+    Args:
+      eqn: the product's equation.
+      operands: its operands, the first two in half.
+      low_dtype: the compute dtype.
+      low_result: whether the result is half, or f32 from the accumulator.
+    """
+
+    def bind(dtype, *operands):
+        preferred = {"preferred_element_type": jnp.dtype(dtype)}
+        return binding.bind_here(eqn, operands, {**eqn.params, **preferred})[0]
+
+    if low_result:
+        return bind(low_dtype, *operands)
+    return _f32_product(bind, low_dtype, operands)
+
+
+def _f32_product(bind: Callable[..., Any], low_dtype: Any, operands: Any) -> Any:
+    """Return a product of half operands in f32, whose derivatives are half products.
+
+    The plain derivative of a product with an f32 result multiplies half by f32.
+    """
+
+    def plain(*operands):
+        return bind(jnp.float32, *operands)
+
+    def upcast(lhs, rhs, *rest):
+        return plain(lhs.astype(jnp.float32), rhs.astype(jnp.float32), *rest)
+
+    @jax.custom_jvp
+    def product(*operands):
+        if low_dtype != jnp.bfloat16:
+            return plain(*operands)
+        # XLA has no kernel on the CPU for bf16 with an f32 result, and does not always
+        # notice in time. The operands are rounded, so the product is the same.
+        return jax.lax.platform_dependent(*operands, cpu=upcast, default=plain)
+
+    def jvp(primals, tangents):
+        out = product(*primals)
+        terms = []
+        for i in (0, 1):  # a product is linear in each of its first two operands
+            if not isinstance(tangents[i], SymbolicZero):
+                mixed = list(primals)
+                mixed[i] = tangents[i]
+                terms.append(bind(low_dtype, *mixed))
+        if not terms:
+            return out, jnp.zeros_like(out)
+        return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
+
+    product.defjvp(jvp, symbolic_zeros=True)
+    return product(*operands)
+
+
+def flops(eqn: Any) -> int:
+    """Return 2 × multiplications of a matrix product, 0 for anything else."""
+    if eqn.primitive.name not in NAMES:
+        return 0
+    lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * math.prod(out) * math.prod(lhs[i] for i in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(out) * math.prod(rhs) // max(out_features, 1)
+    return 2 * math.prod(out) * lhs[-1]  # ragged: rows × columns × what is summed
+
+
+def count(eqn: Any) -> int:
+    """Return how many matrix products an equation is, or holds."""
+    held = (e for j in compat.jaxprs_of(eqn) for e in compat.open_jaxpr(j).eqns)
+    return (eqn.primitive.name in NAMES) + sum(map(count, held))
+
+
+def dimensions(eqn: Any) -> list[int]:
+    """Return the dimensions of a matrix product that its tiles run over."""
+    if eqn.primitive.name != "dot_general":
+        return []
+    lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    (of_lhs, of_rhs), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    free = [
+        math.prod(d for i, d in enumerate(s) if i not in (*batch, *contracted))
+        for s, batch, contracted in ((lhs, lhs_batch, of_lhs), (rhs, rhs_batch, of_rhs))
+    ]
+    return [*free, math.prod(lhs[i] for i in of_lhs)]
+
+
+def is_outer(eqn: Any) -> bool:
+    """Return whether an equation is an outer product: one that sums nothing."""
+    return eqn.primitive.name == "dot_general" and dimensions(eqn)[2] == 1
+
+
+def is_default_precision(precision: Any) -> bool:
+    """Return whether a product's `precision` is what it is when nobody sets it."""
+    if isinstance(precision, tuple):
+        return all(map(is_default_precision, precision))
+    return precision is None or precision == jax.lax.Precision.DEFAULT
+
+
+def why_not_lower(eqn: Any, ins: Sequence[Colour]) -> str:
+    """Return why a product stays as it is, by its operands' colours; "" if not."""
+    if any(
+        colours.is_float(v) and not colours.is_f32(v)
+        for v in (*eqn.invars, *eqn.outvars)
+    ):
+        return "a dtype the program chose"
+    if is_outer(eqn):
+        return "an outer product: it sums nothing"
+    precision = eqn.params.get("precision")
+    if not is_default_precision(precision):
+        of_context = compat.is_precision_of_context(precision)
+        return PRECISION_OF_CONTEXT if of_context else "a precision the program chose"
+    return "" if any(c not in IGNORED for c in ins) else "no f32 operand"

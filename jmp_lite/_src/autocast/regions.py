@@ -1,0 +1,97 @@
+"""Regions: whether the operations in a name scope may be lowered, by the policy."""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, join
+from jmp_lite._src.policy import Policy, PolicyMap
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """How equations of one path are treated.
+
+    Attributes:
+      is_low: whether they may be lowered.
+      f32_results: whether their matrix products give f32.
+      reason: why they are not lowered.
+    """
+
+    is_low: bool = True
+    f32_results: bool = False
+    reason: str = ""
+
+
+class Regions:
+    """The regions of a policy, and the paths that were asked for."""
+
+    def __init__(self, policy: Policy | PolicyMap):
+        self.policy = policy
+        self.paths: set[str] = set()
+        self._regions: dict[str, Region] = {}
+
+    def key(self, scope: str) -> str:
+        """Return what of a scope matters for what is inside it."""
+        return scope if isinstance(self.policy, PolicyMap) else ""
+
+    def at(self, scope: str, name_stack: str) -> Region:
+        """Return the region of an equation."""
+        path = join(scope, name_stack)
+        if path not in self._regions:
+            self._regions[path] = self._make(path)
+        return self._regions[path]
+
+    def check_unused(self, name: str) -> None:
+        """Raise if a pattern of the policy matches no path that was asked for.
+
+        Args:
+          name: the name of the function whose paths they are.
+        """
+        check_unused(self.policy, self.paths, name)
+
+    def _make(self, path: str) -> Region:
+        parts = path.split("/")
+        if FULL_PRECISION in parts:
+            return Region(is_low=False, reason="full_precision")
+        if AUTOCAST in parts:
+            return Region(is_low=False, reason="in an autocast of its own")
+        if not isinstance(self.policy, PolicyMap):
+            return Region()
+        policy = self._rule_of(parts)
+        if policy is None:
+            return _region_of(self.policy.default, f32_results=False)
+        f32_results = policy.output_dtype == jnp.float32
+        return _region_of(policy, f32_results=f32_results)
+
+    def _rule_of(self, parts: list[str]) -> Policy | None:
+        """Return the policy of the first pattern that matches the path or one above."""
+        ancestors = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+        self.paths.update(ancestors)
+        for pattern, policy in self.policy.rules:  # pyright: ignore[reportAttributeAccessIssue] - a PolicyMap
+            if any(re.fullmatch(pattern, path) for path in ancestors):
+                return policy
+        return None
+
+
+def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) -> None:
+    """Raise if a pattern matches none of the scopes of a function.
+
+    Raises:
+      ValueError: as said, with the nearest, or that there is none.
+    """
+    if isinstance(policy, PolicyMap):
+        none = (
+            f"{name} has no name scope: enter one around what is meant with "
+            "jax.named_scope; modules of flax.linen enter one each."
+        )
+        policy.check_unused(sorted(paths), none)
+
+
+def _region_of(policy: Any, f32_results: bool) -> Region:
+    if policy.compute_dtype == jnp.float32:
+        return Region(is_low=False, reason="its policy computes in float32")
+    return Region(f32_results=f32_results)

@@ -1,0 +1,256 @@
+"""Half-precision values whose gradients are summed in float32.
+
+What is broadcast, repeated, gathered or used many times in the forward pass is a sum
+in the backward pass, and JAX makes that sum in the dtype of the value. A bfloat16 sum
+of more than 256 equal terms stops growing; one in float16 may overflow. The functions
+here compute what the plain operations compute, bit for bit, and differentiate so that
+each of these sums has float32 terms and a float32 result.
+
+All of it rests on one primitive, `differentiate_as(value, expression)`: it is `value`,
+and its derivative is that of `expression`. So a half array is broadcast in half, and
+differentiated as if its float32 original had been broadcast and then cast. XLA never
+sees the expression where no derivative is taken.
+
+A matrix product needs none of this: its gradients are products, whose accumulators are
+float32. Sums over devices, which the transpose of `shard_map` makes, are not looked at.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from jmp_lite._src import compat, dtypes
+from jmp_lite._src.jaxprs import binding
+
+# Elementwise operations, which broadcast an operand of one element or with sizes of 1.
+BROADCASTING = frozenset("add sub mul div rem max min pow atan2 clamp".split())
+# Operations that `vmap` hands all operands with the mapped axis if one of them has it.
+JOINING = BROADCASTING | frozenset(
+    "select_n concatenate dynamic_update_slice scatter pad".split()
+)
+# Operations linear in their first operand, which they may read more than once.
+_REPEATING = frozenset("broadcast_in_dim gather dynamic_slice tile".split())
+# Operations that choose elements, from windows that overlap or among equal ones.
+_CHOOSING = frozenset(
+    "cummax cummin reduce_window_max reduce_window_min reduce_max reduce_min".split()
+)
+
+
+def is_half(var: Any) -> bool:
+    """Return whether a variable of a jaxpr is float16 or bfloat16."""
+    return dtypes.is_half(getattr(var.aval, "dtype", None))
+
+
+# The primitive.
+
+
+def differentiate_as(value: jax.Array, expression: jax.Array, *like: Any) -> jax.Array:
+    """Return `value`, with the derivative of `expression`.
+
+    Args:
+      value: an array in half precision, any shape.
+      expression: a floating array of the same shape.
+      *like: arrays that the result is combined with. Under `vmap`, if one of them is
+        mapped, `expression` is broadcast to the mapped axis before it is cast, so that
+        gradients are summed over that axis in the dtype of `expression`.
+    """
+    return _differentiate_as_p.bind(value, expression, *like)
+
+
+_differentiate_as_p = compat.Primitive("differentiate_as")
+
+
+@_differentiate_as_p.def_impl
+def _value_of(value: Any, *others: Any) -> Any:
+    del others
+    return value
+
+
+@_differentiate_as_p.def_abstract_eval
+def _aval_of(value: Any, *others: Any) -> Any:
+    del others
+    return value
+
+
+def _jvp(primals: Any, tangents: Any) -> Any:
+    value = differentiate_as(*primals)
+    if isinstance(tangents[1], ad.Zero):
+        return value, ad.Zero(jax.typeof(value).to_tangent_aval())
+    return value, lax.convert_element_type(tangents[1], value.dtype)
+
+
+def _transpose(cotangent: Any, value: Any, expression: Any, *like: Any) -> Any:
+    # As if it were a cast of the expression: none of the others has a cotangent.
+    cotangents = [
+        ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (value, *like)
+    ]
+    if not ad.is_undefined_primal(expression):
+        return [cotangents[0], None, *cotangents[1:]]
+    if not isinstance(cotangent, ad.Zero):
+        cotangent = lax.convert_element_type(cotangent, expression.aval.dtype)
+    return [cotangents[0], cotangent, *cotangents[1:]]
+
+
+def _batch(operands: Any, axes: Any) -> Any:
+    (size,) = {
+        x.shape[axis]
+        for x, axis in zip(operands, axes, strict=True)
+        if axis is not None
+    }
+    value, expression = (
+        lax.broadcast(x, (size,)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands[:2], axes[:2], strict=True)
+    )
+    # What it is combined with is still needed, for a `vmap` around this one.
+    return differentiate_as(value, expression, *operands[2:]), 0
+
+
+ad.primitive_jvps[_differentiate_as_p] = _jvp
+ad.primitive_transposes[_differentiate_as_p] = _transpose
+batching.primitive_batchers[_differentiate_as_p] = _batch
+mlir.register_lowering(
+    _differentiate_as_p, mlir.lower_fun(_value_of, multiple_results=False)
+)
+
+
+# Operations.
+
+
+def in_float32(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
+    """Run an equation on float32 operands, and cast its result to half.
+
+    For rules of derivatives: what they do to a tangent is transposed as it stands, so
+    that `differentiate_as`, whose value is not what it is differentiated as, is no use.
+    """
+    (result,) = binding.bind_here(eqn, operands)
+    return [lax.convert_element_type(result, dtype)]
+
+
+def spread(
+    value: jax.Array, expression: jax.Array, shape: tuple[int, ...], *like: Any
+) -> jax.Array:
+    """Return `value` broadcast to `shape`; its gradient is summed in float32.
+
+    Args:
+      value: half, of the rank of `shape` with some sizes 1, or of no dimension.
+      expression: the same in float32, whose gradient is taken.
+      shape: the shape of the result.
+      *like: as for `differentiate_as`.
+    """
+    axes = tuple(range(len(shape))) if value.ndim else ()
+    value, expression = (
+        lax.broadcast_in_dim(x, shape, axes) for x in (value, expression)
+    )
+    return differentiate_as(value, expression, *like)
+
+
+def scale(eqn: Any, array: Any, factor: Any, factor_in_f32: Any, *like: Any) -> Any:
+    """Return `array * factor` or `array / factor`, of an array and a smaller factor.
+
+    What the backward pass keeps is the array and the factor as it is, not the factor
+    broadcast to the shape of the array.
+
+    Args:
+      eqn: the equation, a `mul` or a `div`.
+      array: half, of the shape of the result.
+      factor: half, smaller.
+      factor_in_f32: the same in float32, whose gradient is taken.
+      *like: as for `differentiate_as`.
+    """
+    (value,) = binding.bind_here(eqn, [array, lax.stop_gradient(factor)])
+    if eqn.primitive.name == "mul":
+        spread_factor = spread(factor, factor_in_f32, value.shape, *like)
+        by_factor = lax.mul(lax.stop_gradient(array), spread_factor)
+    else:  # d(array / factor) = (array / factor) (-d factor / factor)
+        inverse = lax.stop_gradient(factor_in_f32) / factor_in_f32
+        one = spread(lax.full_like(factor, 1), inverse, value.shape, *like)
+        by_factor = lax.mul(lax.stop_gradient(value), one)
+    return differentiate_as(value, lax.add(value, by_factor))
+
+
+def sums_backward(eqn: Any) -> bool:
+    """Return whether the transpose of an equation sums, in its operands' dtype.
+
+    Elementwise equations, which broadcast, are not asked here.
+    """
+    name = eqn.primitive.name
+    if name == "broadcast_in_dim":
+        return math.prod(eqn.outvars[0].aval.shape) > math.prod(
+            eqn.invars[0].aval.shape
+        )
+    is_padded_with_variable = name == "pad" and not compat.is_literal(eqn.invars[1])
+    return name in _REPEATING or name in _CHOOSING or is_padded_with_variable
+
+
+def bind(eqn: Any, operands: Sequence[Any], in_f32: Sequence[Any]) -> list[Any]:
+    """Run an equation for which `sums_backward` is true.
+
+    Args:
+      eqn: the equation.
+      operands: its operands.
+      in_f32: the same, those that are half in float32: their gradients are taken.
+    """
+    # Or JAX would compute what the derivative of the value needs.
+    (value,) = binding.bind_here(eqn, list(map(lax.stop_gradient, operands)))
+    if eqn.primitive.name in ("reduce_max", "reduce_min"):
+        expression = _mean_of_chosen(value, operands[0], in_f32[0], eqn.params["axes"])
+    elif eqn.primitive.name == "gather" and _takes_one_along_an_axis(eqn):
+        expression = _one_along_an_axis(eqn, in_f32[0], operands[1])
+    else:
+        (expression,) = binding.bind_here(eqn, in_f32)
+    return [differentiate_as(value, expression)]
+
+
+def _mean_of_chosen(chosen: Any, array: Any, in_f32: Any, axes: Any) -> jax.Array:
+    """Return the float32 mean of the elements of an array that equal the chosen one."""
+    is_chosen = array == lax.expand_dims(chosen, axes)
+    total = jnp.sum(lax.select(is_chosen, in_f32, lax.full_like(in_f32, 0)), axes)
+    return total / jnp.sum(is_chosen, axes, dtype=jnp.float32)
+
+
+def _takes_one_along_an_axis(eqn: Any) -> bool:
+    """Return whether a gather is `take_along_axis` of one index, as of labels."""
+    numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
+    others = tuple(i for i in range(operand.ndim) if i not in numbers.start_index_map)
+    return (
+        len(others) == operand.ndim - 1
+        and numbers.operand_batching_dims == others
+        and numbers.start_indices_batching_dims == others
+        and numbers.collapsed_slice_dims == numbers.start_index_map
+        and eqn.invars[1].aval.size == math.prod(operand.shape[i] for i in others)
+        and eqn.params["mode"] != lax.GatherScatterMode.CLIP
+    )
+
+
+def _one_along_an_axis(eqn: Any, in_f32: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return the sum of what is at the index and zeros elsewhere.
+
+    Its transpose is a choice for each element, which XLA fuses with what follows. The
+    transpose of the gather would fill a float32 array of the operand's size.
+    """
+    (axis,) = eqn.params["dimension_numbers"].start_index_map
+    place = lax.broadcasted_iota(indices.dtype, in_f32.shape, axis)
+    is_there = place == lax.squeeze(indices, (indices.ndim - 1,))
+    chosen = lax.select(is_there, in_f32, lax.full_like(in_f32, 0))
+    return jnp.sum(chosen, axis).reshape(eqn.outvars[0].aval.shape)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def saturate(x: jax.Array, dtype: Any) -> jax.Array:
+    """Cast to half; a finite number beyond its range becomes the largest there is.
+
+    bfloat16 ends a little before float32: the smallest float32, as masks have it,
+    would be -inf. The result has no derivative.
+    """
+    x = lax.stop_gradient(x)
+    largest = np.asarray(jnp.finfo(dtype).max, x.dtype)
+    is_infinite = lax.eq(lax.abs(x), np.asarray(np.inf, x.dtype))
+    bounded = lax.select(is_infinite, x, lax.clamp(-largest, x, largest))
+    return lax.convert_element_type(bounded, dtype)

@@ -1,0 +1,339 @@
+"""`autocast` and `full_precision`: the transformations themselves.
+
+Limits: what runs is a trace of the function, so Python-level dtype checks in it see
+float32; `pallas_call`, `custom_linear_solve`, callbacks and what else `control_flow`
+does not know is left alone, and `explain` lists it.
+"""
+
+import collections
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite._src import compat, dtypes, trees
+from jmp_lite._src.autocast import products
+from jmp_lite._src.autocast.ops import OpRules, default_rules
+from jmp_lite._src.autocast.paint import Painter
+from jmp_lite._src.autocast.plans import AsWritten, Plan
+from jmp_lite._src.autocast.regions import Regions
+from jmp_lite._src.autocast.rewrite import Rewriter
+from jmp_lite._src.jaxprs import name_scopes
+from jmp_lite._src.jaxprs.tracing import Traced, trace
+from jmp_lite._src.policy import Policy, PolicyMap, get_policy
+
+
+def autocast(
+    fun: Callable[..., Any],
+    policy: Policy | PolicyMap | str = "mixed",
+    *,
+    rules: OpRules | None = None,
+) -> Callable[..., Any]:
+    """Return a function that computes in half precision where that is safe.
+
+    Matrix products run in the compute dtype; exponentials, logarithms, sums and losses
+    in float32; elementwise arithmetic in half where all it works on is. Only float32 is
+    ever lowered: other dtypes, products with a `precision`, explicit conversions and
+    `full_precision` regions stay as the program has them. Gradients of float32
+    parameters are float32, from `grad(autocast(f))` and from `autocast(grad(f))`; the
+    second takes them straight from the float32 accumulator of the products.
+
+    In float16, train with a loss scale (`scale_aware`): autocast does not add one.
+
+    Args:
+      fun: any JAX function, whatever control flow is in it.
+      policy: a policy or its string; its `compute_dtype` is float16 or bfloat16. A
+        `PolicyMap` has patterns over name-scope paths (`"decoder/layer_3/attention"`;
+        flax's modules enter one each), which hold for all that is inside the scope: one
+        whose policy computes in float32 leaves it alone, one with a float32
+        `output_dtype` gives its matrix products' results in float32.
+      rules: which primitive is in which class; the default is
+        `default_rules(compute_dtype)`.
+
+    Returns:
+      A function of the same signature and the same output dtypes. Arguments that are
+      numbers, functions or `None` reach `fun` as they are.
+
+    Raises:
+      TypeError: `fun` is not callable or is an nnx module; in a call: an argument is
+        neither array, number nor function.
+      ValueError: the policy does not compute in half, or in two kinds of half; in a
+        call: a pattern of the policy matches no scope.
+
+    Examples:
+      >>> def f(w, x):
+      ...     return jax.nn.softmax(x @ w)
+      >>> w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+      >>> jaxpr = jax.make_jaxpr(autocast(f, "mixed_bfloat16"))(w, x)
+      >>> "bf16[4,8] = dot_general" in str(jaxpr), jaxpr.out_avals[0].dtype
+      (True, dtype('float32'))
+
+    References:
+      torch.amp.autocast; TensorFlow's auto_mixed_precision graph pass.
+    """
+    _check_function(fun, "autocast")
+    policy, compute_dtype = check_policy(policy)
+    if rules is None:
+        rules = default_rules(compute_dtype)
+    if not isinstance(rules, OpRules):
+        raise TypeError(f"Expected OpRules, got {rules!r}.")
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        painting = paint_call(fun, policy, compute_dtype, rules, args, kwargs)
+        if not painting.is_any_lowered() and rules.lowers_anything:
+            warnings.warn(
+                f"autocast lowered nothing in {name_of(fun)}: {painting.why()}",
+                stacklevel=2,
+            )
+        with jax.named_scope(name_scopes.AUTOCAST):
+            return painting.run()
+
+    return wrapped
+
+
+# What JAX raises where Python asks for a number that is not known while it traces.
+_WANTS_NUMBERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that `autocast` leaves alone: all in it runs as written.
+
+    Args:
+      fun: any function.
+
+    Returns:
+      The same function, marked by a name scope.
+
+    Raises:
+      TypeError: `fun` is not callable.
+
+    Examples:
+      >>> def f(x):
+      ...     return x @ x, full_precision(jnp.dot)(x, x)
+      >>> half, full = autocast(f, "mixed_bfloat16")(jnp.float32([1.01, 0.0]))
+      >>> bool(full == jnp.float32(1.01) ** 2), bool(half == full)
+      (True, False)
+    """
+    _check_function(fun, "full_precision")
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        with jax.named_scope(name_scopes.FULL_PRECISION):
+            return fun(*args, **kwargs)
+
+    return wrapped
+
+
+def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the same values whose gradients are summed in float32.
+
+    For code that is cast to half precision by hand or by `policy.cast_to_compute`. What
+    it broadcasts, repeats, gathers or uses many times is a sum in its backward pass,
+    which JAX makes in the dtype of the value: the gradient of a bfloat16 bias stops
+    growing after a few hundred rows. Here those sums are float32. Values, and the
+    dtypes of values and gradients, are those of `fun`; forward sums are as it has them.
+    `autocast` and `with_policy` do this by themselves.
+
+    Args:
+      fun: any JAX function of arrays, in half precision or in part of it.
+
+    Returns:
+      A function of the same signature.
+
+    Raises:
+      TypeError: `fun` is not callable or is an nnx module.
+
+    Warns:
+      UserWarning: `fun` asks for the numbers in an array, which can be had in `grad`
+        without `jit`: then its sums are those of JAX.
+
+    Examples:
+      >>> def loss(table, rows):
+      ...     return table.astype(jnp.bfloat16)[rows].astype(jnp.float32).mean()
+      >>> table, rows = jnp.ones(1), jnp.zeros(1024, jnp.int32)
+      >>> jax.grad(loss)(table, rows), jax.grad(sums_in_float32(loss))(table, rows)
+      (Array([0.25], dtype=float32), Array([1.], dtype=float32))
+    """
+    _check_function(fun, "sums_in_float32")
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        if not compat.is_tracing():  # so nobody asks for a gradient
+            return fun(*args, **kwargs)
+        try:
+            traced = trace(fun, args, kwargs)
+        except _WANTS_NUMBERS:
+            traced = None
+        if traced is None:
+            # Under jit, this raises what JAX says of the caller's own function. Outside
+            # of it, `grad` has the numbers.
+            out = fun(*args, **kwargs)
+            warnings.warn(
+                f"{name_of(fun)} asks for the numbers in an array (an if, a float()): "
+                "its gradients are summed in the dtype of each value. Use jax.lax.cond "
+                "or jnp.where, and they are summed in float32.",
+                stacklevel=2,
+            )
+            return out
+        planner = AsWritten()
+        plan = planner.paint_traced(traced.closed)
+        outs = Rewriter(planner).run(plan, plan.low_out, *traced.args)
+        return traced.restore(outs)
+
+    return wrapped
+
+
+class Painting:
+    """A function traced on its arguments, and the plan for it."""
+
+    def __init__(self, traced: Traced, painter: Painter, plan: Plan):
+        self.traced, self.painter, self.plan = traced, painter, plan
+
+    def run(self) -> Any:
+        """Return what the function returns, in the dtypes that it would have."""
+        plan = self.plan
+        outs = Rewriter(self.painter).run(
+            plan, (False,) * len(plan.low_out), *self.traced.args
+        )
+        return self.traced.restore(outs)
+
+    def is_any_lowered(self) -> bool:
+        """Return whether any product runs in half."""
+        return any(
+            step.op_class == "lower" and any(step.low_in)
+            for plan in _plans(self.plan)
+            for step in plan.steps
+        )
+
+    def why(self) -> str:
+        """Return why no product runs in half, where none does."""
+        kept = collections.Counter()
+        for plan in _plans(self.plan):
+            for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
+                count = 0 if step.bodies else products.count(eqn)
+                kept[step.reason] += count
+        kept = +kept  # without those of which there is none
+        if not kept:
+            return "it has no matrix product."
+        reasons = "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())
+        why = f"its matrix products are left as they are ({reasons})."
+        if products.PRECISION_OF_CONTEXT in kept:
+            why += (
+                f" jax.default_matmul_precision is {_matmul_precision()!r} where it is "
+                'called; under jax.default_matmul_precision("default") autocast lowers '
+                "them."
+            )
+        return why
+
+
+def paint_call(
+    fun: Callable[..., Any],
+    policy: Policy | PolicyMap,
+    compute_dtype: Any,
+    rules: OpRules,
+    args: Any,
+    kwargs: Any,
+) -> Painting:
+    """Trace a call and paint it."""
+    _check_arguments((args, kwargs))
+    traced = trace(fun, args, kwargs)
+    regions = Regions(policy)
+    painter = Painter(rules, regions, compute_dtype)
+    plan = painter.paint_traced(traced.closed)
+    regions.check_unused(name_of(fun))
+    return Painting(traced, painter, plan)
+
+
+def check_policy(
+    policy: Policy | PolicyMap | str, caller: str = "autocast"
+) -> tuple[Policy | PolicyMap, Any]:
+    """Return the policy and the one half dtype that it computes in.
+
+    Raises:
+      ValueError: there is none, or more than one.
+    """
+    if not isinstance(policy, PolicyMap):
+        policy = get_policy(policy)
+        policies = [policy]
+    else:
+        policies = [policy.default, *(p for _, p in policy.rules)]
+    computes = {p.compute_dtype for p in policies}
+    halves = computes & set(dtypes.HALF_DTYPES)
+    if len(halves) != 1 or computes - halves - {jnp.float32}:
+        raise ValueError(
+            f"{caller} expects a policy that computes in float16 or in bfloat16 (and "
+            "scopes that compute in float32), got "
+            f"{', '.join(sorted(map(str, policies)))}."
+        )
+    return policy, halves.pop()
+
+
+def _plans(plan: Plan) -> list[Plan]:
+    found = [plan]
+    for step in plan.steps:
+        for body in step.bodies:
+            found += _plans(body)
+    return found
+
+
+def _matmul_precision() -> Any:
+    return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def name_of(fun: Any) -> str:
+    """Return what to call a function in a message."""
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def _check_function(fun: Any, caller: str) -> None:
+    if not callable(fun):
+        raise TypeError(f"{caller} expects a function, got {fun!r}.")
+    if compat.is_nnx_module(fun) or compat.is_nnx_module(
+        getattr(fun, "__self__", None)
+    ):
+        raise TypeError(_nnx_advice(f"{caller} got"))
+
+
+def refuse_modules(args_and_kwargs: Any, who: str) -> None:
+    """Raise if an argument is an nnx module.
+
+    Raises:
+      TypeError: it is, and what to do instead.
+    """
+    leaves = jax.tree.leaves(args_and_kwargs, is_leaf=compat.is_nnx_module)
+    if any(map(compat.is_nnx_module, leaves)):
+        raise TypeError(_nnx_advice(f"{who} got"))
+
+
+def _check_arguments(args_and_kwargs: Any) -> None:
+    refuse_modules(args_and_kwargs, "a function under autocast")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args_and_kwargs):
+        is_array = trees.is_array(leaf) and leaf.dtype != object
+        if is_array or isinstance(leaf, bool | int | float | complex) or callable(leaf):
+            continue
+        index = trees.key_path(path[1:])
+        raise TypeError(
+            f"A function under autocast got {leaf!r} as its argument {index!r}; "
+            "expected arrays, numbers or functions. Bind other values with "
+            "functools.partial. Of a model that holds them, hand over the arrays alone "
+            "(arrays, rest = equinox.partition(model, equinox.is_array)), and in the "
+            "function call equinox.combine(arrays, rest)."
+        )
+
+
+def _nnx_advice(got: str) -> str:
+    return (
+        f"{got} an nnx module, whose changes of state (statistics, random streams) "
+        "would be lost in the trace. Split it with graphdef, state = nnx.split(model); "
+        "in the function, call nnx.merge(graphdef, state), and return nnx.state of it "
+        "where it changes."
+    )

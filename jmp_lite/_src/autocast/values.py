@@ -1,0 +1,324 @@
+"""The values of a jaxpr's variables as it runs: as they were made, as they are read.
+
+A variable has at most two values, the one it was made as and its cast, each made once.
+Every read in half precision differentiates as a cast of its own: the gradients of what
+is used many times, or broadcast, are summed in float32 (`sums` says how).
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jmp_lite._src import compat
+from jmp_lite._src.autocast import sums
+from jmp_lite._src.autocast.colours import F32, is_f32, is_float
+from jmp_lite._src.jaxprs import binding
+
+# The sum of two half gradients is rounded once, as it would be in float32.
+_MANY_READS = 3
+
+# They change no number and repeat none: a cast may as well come after them.
+_MOVES = frozenset("reshape transpose squeeze expand_dims rev".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """How one equation uses its half operands.
+
+    Attributes:
+      half: per operand, whether it is half, or read in half.
+      like: per operand, the variables that it is combined with elementwise and that
+        depend on inputs of the jaxpr on which it does not depend itself.
+      smaller: the half operands that are broadcast to the shape of the result.
+      sums_backward: whether the transpose of the equation sums in half.
+    """
+
+    half: Sequence[bool]
+    like: Mapping[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    smaller: Sequence[int] = ()
+    sums_backward: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """How a jaxpr uses its half values.
+
+    Attributes:
+      of: how an equation does, by its `id`, for those that have half operands.
+      many: the variables of so many half gradients that their sum is to be float32.
+      differentiated: the variables through which a gradient may pass.
+      is_rule: whether the jaxpr is a rule for derivatives. JAX transposes it as it
+        stands, so that an operation on a tangent is to be linear in it.
+    """
+
+    of: Mapping[int, Use]
+    many: frozenset[Any]
+    differentiated: frozenset[Any]
+    is_rule: bool = False
+
+
+def find_uses(
+    jaxpr: Any, low_in: Sequence[Sequence[bool]], is_rule: bool = False
+) -> Uses:
+    """Return how a jaxpr uses its half values.
+
+    Args:
+      jaxpr: the jaxpr, open.
+      low_in: per equation and operand, whether a float32 operand is read in half.
+      is_rule: whether the jaxpr is a rule for derivatives.
+    """
+    differentiated = _differentiated(jaxpr)
+    of, reads, reads_in_f32 = {}, collections.Counter(), set()
+    inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
+    for eqn, low in zip(jaxpr.eqns, low_in, strict=True):
+        half = _half_operands(eqn, low)
+        variables = list(_variables(eqn.invars))
+        inputs.update(
+            dict.fromkeys(eqn.outvars, _union(inputs.get(v, 0) for v in variables))
+        )
+        is_differentiated = not differentiated.isdisjoint(eqn.outvars)
+        if any(half) and is_differentiated:
+            of[id(eqn)] = _use(eqn, half, differentiated, inputs)
+            reads.update(_variables(itertools.compress(eqn.invars, half)))
+        if not all(half) and is_differentiated:
+            reads_in_f32.update(v for v in variables if is_f32(v))
+    reads.update(_variables(jaxpr.outvars))
+    reads.update(reads_in_f32)
+    many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
+    return Uses(of, many, differentiated, is_rule)
+
+
+def _variables(operands: Iterable[Any]) -> Iterator[Any]:
+    return (v for v in operands if not compat.is_literal(v))
+
+
+def _floats(operands: Iterable[Any]) -> Iterable[Any]:
+    return filter(is_float, _variables(operands))
+
+
+def _half_operands(eqn: Any, low: Sequence[bool]) -> Sequence[bool]:
+    return [
+        is_low or sums.is_half(v) for v, is_low in zip(eqn.invars, low, strict=True)
+    ]
+
+
+def _differentiated(jaxpr: Any) -> frozenset[Any]:
+    """Return the variables on the way from float inputs to float outputs."""
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
+    of_inputs = set(_floats([*jaxpr.constvars, *jaxpr.invars]))
+    for eqn in eqns:
+        if not of_inputs.isdisjoint(_variables(eqn.invars)):
+            of_inputs.update(_floats(eqn.outvars))
+    of_outputs = set(_floats(jaxpr.outvars))
+    for eqn in reversed(eqns):
+        if not of_outputs.isdisjoint(eqn.outvars):
+            of_outputs.update(_floats(eqn.invars))
+    return frozenset(of_inputs & of_outputs)
+
+
+def _use(eqn: Any, half: Any, differentiated: Any, inputs: Mapping[Any, int]) -> Use:
+    name, like, smaller = eqn.primitive.name, {}, []
+    if name in sums.JOINING:
+        shape = eqn.outvars[0].aval.shape
+        for i, var in enumerate(eqn.invars):
+            if not half[i] or compat.is_literal(var) or var not in differentiated:
+                continue
+            others = _covering(eqn.invars, inputs, var)
+            if others:
+                like[i] = others
+            if name in sums.BROADCASTING and var.aval.shape != shape:
+                smaller.append(i)
+    may_sum = not differentiated.isdisjoint(
+        _variables(itertools.compress(eqn.invars, half))
+    )
+    return Use(half, like, smaller, may_sum and sums.sums_backward(eqn))
+
+
+def _covering(operands: Any, inputs: Mapping[Any, int], var: Any) -> Sequence[Any]:
+    """Return operands that depend on all inputs that one operand does not depend on."""
+    others = list(_variables(operands))
+    missing = _union(inputs.get(v, 0) for v in others) & ~inputs.get(var, 0)
+    found = []
+    for other in others:
+        if missing & inputs.get(other, 0):
+            found.append(other)
+            missing &= ~inputs.get(other, 0)
+    return found
+
+
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)
+
+
+_NO_USES = Uses({}, frozenset(), frozenset())
+
+
+class Values:
+    """The values of variables.
+
+    Args:
+      low_dtype: the compute dtype.
+      uses: how the jaxpr uses them; by default, no derivative is taken.
+      numbers: the variables that are numbers of the program, which half can hold.
+    """
+
+    def __init__(
+        self,
+        low_dtype: Any,
+        uses: Uses = _NO_USES,
+        numbers: frozenset[Any] = frozenset(),
+    ):
+        self.low_dtype = low_dtype
+        self.uses, self.numbers = uses, numbers
+        self._made: dict[Any, Any] = {}
+        # The cast of a float32 value to half, or the float32 value of a half one.
+        self._cast: dict[Any, Any] = {}
+        self._saturated: dict[Any, Any] = {}
+        # The moves that made half values whose float32 original is known.
+        self._moved_by: dict[Any, Any] = {}
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Note the values of variables, in the dtypes they were made in."""
+        self._made.update(zip(variables, values, strict=True))
+
+    def read_as_made(self, var: Any) -> Any:
+        """Return a value in the dtype it was made in."""
+        return self._made[var]
+
+    def read(self, variables: Sequence[Any], low: Sequence[bool]) -> list[Any]:
+        """Return values, each in half or in the dtype that the program gave it."""
+        return [
+            self._in_half(v) if is_low or sums.is_half(v) else self._as_written(v)
+            for v, is_low in zip(variables, low, strict=True)
+        ]
+
+    def in_f32(self, var: Any) -> Any:
+        """Return a float value in float32: as it was before it was cast, if it was."""
+        value = self._made[var]
+        if value.dtype == F32:
+            return value
+        if var not in self._cast:
+            move = self._moved_by.get(var)
+            self._cast[var] = (
+                binding.bind(move, [self.in_f32(move.invars[0])])[0]
+                if move
+                else lax.convert_element_type(value, F32)
+            )
+        return self._cast[var]
+
+    def apply(self, eqn: Any, low: Sequence[bool]) -> list[Any]:
+        """Run an equation; its transpose sums in float32.
+
+        Args:
+          eqn: the equation.
+          low: per operand, whether a float32 one is read in half.
+        """
+        self._note_origin(eqn)
+        use, joins = self.uses.of.get(id(eqn)), eqn.primitive.name in sums.JOINING
+        if use is None:  # it has no half operands, or no derivative
+            operands = [
+                self._value_in_half(v, joins)[0] if is_low else self._as_written(v)
+                for v, is_low in zip(eqn.invars, low, strict=True)
+            ]
+            return binding.bind_here(eqn, operands)
+        if self.uses.is_rule and (use.smaller or use.sums_backward):
+            (out,) = eqn.outvars
+            dtype = self.low_dtype if is_f32(out) else out.aval.dtype
+            return sums.in_float32(eqn, self._all_in_f32(eqn, use), dtype)
+        operands = [
+            self._value_in_half(v, joins)[0]
+            if i in use.smaller
+            else self._in_half(v, joins, self._like(use, i))
+            if is_half
+            else self._as_written(v)
+            for i, (v, is_half) in enumerate(zip(eqn.invars, use.half, strict=True))
+        ]
+        if use.smaller:
+            return [self._broadcast(eqn, operands, use)]
+        if use.sums_backward:
+            return sums.bind(eqn, operands, self._all_in_f32(eqn, use))
+        return binding.bind_here(eqn, operands)
+
+    def _all_in_f32(self, eqn: Any, use: Use) -> list[Any]:
+        return [
+            self._as_written(v)
+            if not is_half
+            else np.asarray(v.val, F32)
+            if compat.is_literal(v)
+            else self.in_f32(v)
+            for v, is_half in zip(eqn.invars, use.half, strict=True)
+        ]
+
+    def _as_written(self, var: Any) -> Any:
+        if compat.is_literal(var):
+            return var.val
+        return self.in_f32(var) if is_f32(var) else self._made[var]
+
+    def _in_half(self, var: Any, joins: bool = False, like: Sequence[Any] = ()) -> Any:
+        """Return a value in half, differentiated as a cast of its own.
+
+        Args:
+          var: the variable, float32 or half.
+          joins: whether it is combined with other values elementwise.
+          like: values that `vmap` may map and it may not.
+        """
+        value, has_derivative = self._value_in_half(var, joins)
+        if (has_derivative and not like) or var not in self.uses.differentiated:
+            return value
+        return sums.differentiate_as(value, self.in_f32(var), *like)
+
+    def _value_in_half(self, var: Any, joins: bool) -> tuple[Any, bool]:
+        """Return a value in half, and whether it has the derivative of this cast."""
+        if compat.is_literal(var):
+            value = np.asarray(var.val, self.low_dtype) if is_f32(var) else var.val
+            return value, True
+        value = self._made[var]
+        if not is_f32(var) or value.dtype == self.low_dtype:
+            return value, var not in self.uses.many
+        if joins and self.low_dtype == jnp.bfloat16 and var not in self.numbers:
+            if var not in self._saturated:
+                self._saturated[var] = sums.saturate(value, self.low_dtype)
+            return self._saturated[var], False
+        is_first = var not in self._cast
+        if is_first:
+            self._cast[var] = lax.convert_element_type(value, self.low_dtype)
+        return self._cast[var], is_first
+
+    def _like(self, use: Use, index: int) -> Sequence[Any]:
+        if self.uses.is_rule:  # it may be a tangent, and then so would be the result
+            return ()
+        return [self._made[v] for v in use.like.get(index, ())]
+
+    def _broadcast(self, eqn: Any, operands: list[Any], use: Use) -> Any:
+        """Run an elementwise equation some of whose half operands are smaller."""
+        name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+        first = use.smaller[0]
+        if len(use.smaller) == 1 and (name == "mul" or (name == "div" and first == 1)):
+            factor = operands[first], self.in_f32(eqn.invars[first])
+            like = self._like(use, first)
+            return sums.scale(eqn, operands[1 - first], *factor, *like)
+        for i in use.smaller:
+            in_f32, like = self.in_f32(eqn.invars[i]), self._like(use, i)
+            operands[i] = sums.spread(operands[i], in_f32, shape, *like)
+        return binding.bind_here(eqn, operands)[0]
+
+    def _note_origin(self, eqn: Any) -> None:
+        """Note where the float32 original of a half result can be had."""
+        name = eqn.primitive.name
+        if name != "convert_element_type" and name not in _MOVES:
+            return
+        (var,), (out,) = eqn.invars, eqn.outvars
+        if not sums.is_half(out) or compat.is_literal(var):
+            return
+        if name in _MOVES and (var in self._cast or var in self._moved_by):
+            self._moved_by[out] = eqn
+        elif name not in _MOVES and is_f32(var):
+            self._cast[out] = self.in_f32(var)

@@ -1,0 +1,130 @@
+"""Loss scales in checkpoints: ours, and those that other libraries left there."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite._src import trees
+from jmp_lite._src.loss_scale import DynamicLossScale, LossScale
+
+# Name there -> name here, and how a saved value is read.
+_JMP: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "loss_scale": ("loss_scale", float),
+    "counter": ("counter", int),
+    "period": ("period", int),
+    "factor": ("factor", float),
+    "min_loss_scale": ("min_loss_scale", float),
+}
+_FLAX: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "scale": ("loss_scale", float),
+    "fin_steps": ("counter", int),
+    # It grows in the step after these.
+    "growth_interval": ("period", lambda steps: int(steps) + 1),
+    "growth_factor": ("factor", float),
+    "backoff_factor": ("backoff_factor", float),
+    "minimum_scale": ("min_loss_scale", lambda x: 0.0 if x is None else float(x)),
+}
+_FLAX_DEFAULTS = {
+    "growth_interval": 2000,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "minimum_scale": float(jnp.finfo(jnp.float32).tiny),
+}
+
+
+def convert_loss_scale(saved: Any) -> DynamicLossScale:
+    """Return the loss scale of a run that used jmp's or flax's, to go on with it here.
+
+    Takes jmp's `DynamicLossScale`, flax's `DynamicScale`, or the dict that one of them
+    was saved as: by `dataclasses.asdict`, `flax.serialization.to_state_dict`, or Orbax.
+    flax leaves its settings out of what it saves: those that were not its defaults are
+    added by hand, `{**saved, "growth_interval": 500}`. The scale goes on as it would
+    there, except that it grows no further than `2**24`.
+
+    Args:
+      saved: such an object or dict; its values are scalars of any kind.
+
+    Returns:
+      The loss scale. flax's `growth_interval=n` is `period=n + 1`: flax counts `n`
+      finite steps and grows in the next.
+
+    Raises:
+      ValueError: other fields than jmp's or flax's; a value that is not a scalar; a
+        scale that is not positive and finite.
+
+    Examples:
+      >>> loss_scale = convert_loss_scale({"scale": 1024.0, "fin_steps": 3})
+      >>> float(loss_scale.loss_scale), int(loss_scale.counter), loss_scale.period
+      (1024.0, 3, 2001)
+
+    References:
+      jmp.DynamicLossScale; flax.training.dynamic_scale.DynamicScale.
+    """
+    if isinstance(saved, DynamicLossScale):
+        return saved
+    fields = saved if isinstance(saved, Mapping) else getattr(saved, "__dict__", {})
+    if {"loss_scale", "counter"} <= fields.keys() <= _JMP.keys():
+        return _convert(fields, _JMP)
+    if {"scale", "fin_steps"} <= fields.keys() <= _FLAX.keys():
+        return _convert({**_FLAX_DEFAULTS, **fields}, _FLAX)
+    raise ValueError(
+        f"Expected a loss scale of jmp ({', '.join(_JMP)}) or of flax "
+        f"({', '.join(_FLAX)}), got {type(saved).__name__} with {sorted(fields)}."
+    )
+
+
+def _convert(fields: Mapping[str, Any], names: Any) -> DynamicLossScale:
+    settings = {}
+    for there, value in fields.items():
+        if np.ndim(value):
+            raise ValueError(
+                f"Expected {there} to be a scalar, got shape {np.shape(value)}: a "
+                "replicated state (pmap) has one per device; take the first."
+            )
+        here, convert = names[there]
+        settings[here] = convert(value)
+    return DynamicLossScale(**settings)
+
+
+def describe_loss_scales(tree: Any) -> dict[str, dict[str, Any]]:
+    """Return the kind and the settings of each loss scale, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, LossScale)
+    )
+    return {
+        trees.key_path(path): {
+            "kind": type(leaf).__name__,
+            "settings": {
+                field.name: _as_json(getattr(leaf, field.name))
+                for field in dataclasses.fields(leaf)
+                if field.metadata.get("static")
+            },
+        }
+        for path, leaf in leaves
+        if isinstance(leaf, LossScale)
+    }
+
+
+def _as_json(setting: Any) -> float | str:
+    return setting if isinstance(setting, str) else float(setting)
+
+
+def check_loss_scales(saved: Any, wanted: Any, where: str) -> None:
+    """Raise unless loss scales at the same path are of the same kind."""
+    for path in sorted(saved.keys() & wanted.keys()):
+        was, now = _kind(saved[path]), _kind(wanted[path])
+        if was != now:
+            raise ValueError(
+                f"{where} has a {was} at {path!r}, `like` has a {now}. Restore into "
+                "the kind that was saved, then put the other in its place."
+            )
+
+
+def _kind(loss_scale: dict[str, Any]) -> str:
+    """Return what decides the leaves of a loss scale."""
+    counts = loss_scale["settings"].get("hysteresis", 1) > 1
+    return loss_scale["kind"] + (" with hysteresis > 1" if counts else "")

@@ -1,0 +1,48 @@
+"""Run the equations of a jaxpr again, each in its own name scope and source line."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jmp_lite._src import compat
+
+
+def bind(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
+    """Run an equation on other operands, in its own name scope and source line.
+
+    Args:
+      eqn: the equation.
+      args: its operands.
+      params: its parameters; the default is its own.
+
+    Returns:
+      Its results, as a list also where there is but one.
+    """
+    return call(eqn, bind_here, eqn, args, params)
+
+
+def bind_here(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
+    """Run an equation as `bind` does, in the scope and source line of the caller."""
+    params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    outs = eqn.primitive.bind(*args, **dict(params or {}))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def call(eqn: Any, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in the name scope and source line of an equation."""
+    user_context, manager = compat.contexts_of(eqn)
+    with user_context, manager:
+        return fun(*args)
+
+
+def evaluate(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
+    """Run an open jaxpr, each equation in its own name scope and source line."""
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(var):
+        return var.val if compat.is_literal(var) else values[var]
+
+    for eqn in jaxpr.eqns:
+        outs = bind(eqn, [read(v) for v in eqn.invars])
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]

@@ -1,0 +1,281 @@
+"""Primitives that hold jaxprs: map sub-jaxprs to operands, and re-bind the primitive.
+
+One function per primitive returns its `SubJaxpr`s: which operand of the equation is
+which input of the jaxpr, which output is which result, and which of them must keep
+their dtype (loop carries). Another runs the primitive again around rewritten jaxprs.
+
+Not understood, and so run as they are: `pallas_call`, `custom_linear_solve`, callbacks,
+reductions with a function of their own, conditions per platform, and any form of a
+primitive that the first function does not know (it returns None).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs import binding
+
+
+@dataclasses.dataclass(frozen=True)
+class SubJaxpr:
+    """One jaxpr of an equation.
+
+    Attributes:
+      jaxpr: the open jaxpr.
+      consts: the values of its constvars.
+      operands: per input, the index of the equation's operand.
+      results: per output, the index of the equation's result, None if it is none.
+      fixed_in: inputs that keep the dtype that the program gave them.
+      fixed_out: outputs that do.
+      casts_in: inputs that may be cast before the equation instead of inside.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    operands: tuple[int, ...]
+    results: tuple[int | None, ...]
+    fixed_in: frozenset[int] = frozenset()
+    fixed_out: frozenset[int] = frozenset()
+    casts_in: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A rewritten jaxpr, for `build` to put back.
+
+    Attributes:
+      fun: takes the jaxpr's inputs in the dtypes of the plan, returns its outputs.
+      closed: returns the closed jaxpr of `fun`, the same object for equal bodies.
+    """
+
+    fun: Callable[..., list[Any]]
+    closed: Callable[[], Any]
+
+
+def sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+    """Return the jaxprs of an equation; None if it holds none that are understood."""
+    rule = _RULES.get(eqn.primitive.name)
+    return rule[0](eqn) if rule else None
+
+
+@dataclasses.dataclass(frozen=True)
+class RebuildContext:
+    """An equation to run again around rewritten jaxprs, and what that takes.
+
+    Attributes:
+      eqn: the equation.
+      bodies: its rewritten jaxprs, one per `SubJaxpr`.
+      args: its operands.
+      enter_loop: takes an operand that every iteration of a loop reads, by its index,
+        and its value; returns what gives the value inside of the loop.
+      rewrite_jvp: takes the rule of a `custom_jvp` function; returns what runs instead.
+      rewrite_vjp: takes one of the two rules of a `custom_vjp` function, likewise.
+    """
+
+    eqn: Any
+    bodies: Sequence[Body]
+    args: list[Any]
+    enter_loop: Callable[[int, Any], Callable[[], Any]]
+    rewrite_jvp: Callable[[Callable[..., Any]], Callable[..., Any]]
+    rewrite_vjp: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def build(context: RebuildContext) -> Sequence[Any]:
+    """Run an equation around rewritten bodies; return its results."""
+    return _RULES[context.eqn.primitive.name][1](context)
+
+
+def _sub_jaxpr(
+    jaxpr: Any, first: int, count: int | None = None, **kwargs: Any
+) -> SubJaxpr:
+    """Return the sub-jaxpr whose inputs are the operands from `first` on, in order."""
+    opened = compat.open_jaxpr(jaxpr)
+    inputs, outputs = len(opened.invars), len(opened.outvars)
+    return SubJaxpr(
+        jaxpr=opened,
+        consts=compat.consts_of(jaxpr),
+        operands=tuple(range(first, first + inputs)),
+        results=tuple(range(outputs)) if count is None else (None,) * outputs,
+        **kwargs,
+    )
+
+
+# jit, closed_call, remat: one jaxpr, its inputs and outputs are the equation's.
+
+
+def _call_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if jaxpr is None or len(compat.open_jaxpr(jaxpr).invars) != len(eqn.invars):
+        return None
+    donated = eqn.params.get("donated_invars", (False,) * len(eqn.invars))
+    kept = frozenset(i for i, d in enumerate(donated) if d)
+    casts_in = frozenset(range(len(eqn.invars))) - kept
+    return (_sub_jaxpr(jaxpr, 0, fixed_in=kept, casts_in=casts_in),)
+
+
+def _build_call(context: RebuildContext):
+    eqn = context.eqn
+    key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+    jaxpr, consts = compat.like(context.bodies[0].closed(), eqn.params[key])
+    return binding.bind(eqn, [*consts, *context.args], {**eqn.params, key: jaxpr})
+
+
+# scan: the carry keeps its dtype; constants and xs may be cast outside of the loop.
+
+
+def _scan_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+    counts = compat.scan_counts(eqn.params)
+    if counts is None:
+        return None
+    num_consts, num_carry = counts
+    carry = range(num_consts, num_consts + num_carry)
+    return (
+        _sub_jaxpr(
+            eqn.params["jaxpr"],
+            0,
+            fixed_in=frozenset(carry),
+            fixed_out=frozenset(range(num_carry)),
+            casts_in=frozenset(range(len(eqn.invars))) - frozenset(carry),
+        ),
+    )
+
+
+def _build_scan(context: RebuildContext):
+    params = context.eqn.params
+    num_consts, num_carry = compat.scan_counts(params) or (0, 0)
+    consts, carry = context.args[:num_consts], context.args[num_consts:][:num_carry]
+    inside = [context.enter_loop(i, x) for i, x in enumerate(consts)]
+
+    def body(carry, xs):
+        outs = context.bodies[0].fun(*(read() for read in inside), *carry, *xs)
+        return outs[:num_carry], outs[num_carry:]
+
+    scan = functools.partial(
+        jax.lax.scan,
+        body,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+        _split_transpose=params.get("_split_transpose", False),
+    )
+    xs = context.args[num_consts + num_carry :]
+    carry, ys = binding.call(context.eqn, scan, carry, xs)
+    return [*carry, *ys]
+
+
+# while: as scan; the condition sees the carry, and none of its outputs is a result.
+
+
+def _while_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
+    cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    num_carry = len(eqn.outvars)
+    carry = tuple(range(cond_consts + body_consts, len(eqn.invars)))
+    cond = _sub_jaxpr(
+        eqn.params["cond_jaxpr"],
+        0,
+        count=0,
+        fixed_in=frozenset(range(cond_consts, cond_consts + num_carry)),
+        casts_in=frozenset(range(cond_consts)),
+    )
+    body = _sub_jaxpr(
+        eqn.params["body_jaxpr"],
+        cond_consts,
+        fixed_in=frozenset(range(body_consts, body_consts + num_carry)),
+        fixed_out=frozenset(range(num_carry)),
+        casts_in=frozenset(range(body_consts)),
+    )
+    cond = dataclasses.replace(cond, operands=(*range(cond_consts), *carry))
+    return cond, body
+
+
+def _build_while(context: RebuildContext):
+    # Not through `lax.while_loop`: under vmap the condition has one value per example.
+    cond, body = (body.closed() for body in context.bodies)
+    jaxprs = {"cond_jaxpr": cond, "body_jaxpr": body}
+    return binding.bind(context.eqn, context.args, {**context.eqn.params, **jaxprs})
+
+
+# cond and switch: a result is half where it is in every branch.
+
+
+def _cond_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+    is_per_platform = eqn.params.get("branches_platforms") is not None
+    if is_per_platform or eqn.invars[0].aval.shape or "branches" not in eqn.params:
+        return None
+    casts_in = frozenset(range(len(eqn.invars) - 1))
+    return tuple(_sub_jaxpr(b, 1, casts_in=casts_in) for b in eqn.params["branches"])
+
+
+def _build_cond(context: RebuildContext):
+    index, *operands = context.args
+    branches = [body.fun for body in context.bodies]
+    return binding.call(context.eqn, jax.lax.switch, index, branches, *operands)
+
+
+# shard_map: a cast outside would move its transpose's sum over devices into half.
+
+
+def _shard_map_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+    if compat.shard_map_axes(eqn.params) is None:
+        return None
+    return (_sub_jaxpr(eqn.params["jaxpr"], 0),)
+
+
+def _build_shard_map(context: RebuildContext):
+    params = context.eqn.params
+    mapped = jax.shard_map(
+        lambda *args: tuple(context.bodies[0].fun(*args)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names=compat.shard_map_axes(params),
+        check_vma=params["check_vma"],
+    )
+    return binding.call(context.eqn, mapped, *context.args)
+
+
+# custom_jvp: the user's rule is traced again and rewritten, with half where the
+# function has it. custom_vjp: the boundary keeps its dtypes, casts go inside.
+
+
+def _custom_jvp_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
+    return (_sub_jaxpr(eqn.params["call_jaxpr"], 0),)
+
+
+def _custom_vjp_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
+    fixed_in = frozenset(range(len(eqn.invars)))
+    fixed_out = frozenset(range(len(eqn.outvars)))
+    jaxpr = eqn.params["call_jaxpr"]
+    return (_sub_jaxpr(jaxpr, 0, fixed_in=fixed_in, fixed_out=fixed_out),)
+
+
+def _build_custom_jvp(context: RebuildContext):
+    def wrap(fun, role):
+        return context.bodies[0].fun if role == 0 else context.rewrite_jvp(fun)
+
+    return compat.rebuild_custom_derivative(context.eqn, context.args, wrap)
+
+
+def _build_custom_vjp(context: RebuildContext):
+    def wrap(fun, role):
+        return context.bodies[0].fun if role == 0 else context.rewrite_vjp(fun)
+
+    return compat.rebuild_custom_derivative(context.eqn, context.args, wrap)
+
+
+_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "jit": (_call_sub_jaxprs, _build_call),
+    "closed_call": (_call_sub_jaxprs, _build_call),
+    "remat2": (_call_sub_jaxprs, _build_call),
+    "checkpoint": (_call_sub_jaxprs, _build_call),
+    "scan": (_scan_sub_jaxprs, _build_scan),
+    "while": (_while_sub_jaxprs, _build_while),
+    "cond": (_cond_sub_jaxprs, _build_cond),
+    "shard_map": (_shard_map_sub_jaxprs, _build_shard_map),
+    "custom_jvp_call": (_custom_jvp_sub_jaxprs, _build_custom_jvp),
+    "custom_vjp_call": (_custom_vjp_sub_jaxprs, _build_custom_vjp),
+}

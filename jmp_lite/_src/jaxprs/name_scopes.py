@@ -1,0 +1,57 @@
+"""Name scopes: where in the model an equation is.
+
+JAX notes the scope of each equation (`jax.named_scope`; flax's modules enter one), and
+wraps it as it differentiates: `jvp(decoder)`, `transpose(jvp(decoder))`. The path is
+what is left without the wrappers: `"decoder/layer_3/attention"`. What `jax.checkpoint`
+computes again is where it was computed first.
+"""
+
+import functools
+import re
+from typing import Any
+
+# Scopes that autocast enters itself; they are marks, not places in the model.
+FULL_PRECISION = "jmp_lite_full_precision"
+AUTOCAST = "jmp_lite_autocast"
+MARKS = (FULL_PRECISION, AUTOCAST)
+# The scope that JAX enters for what `jax.checkpoint` computes again.
+REMATTED = "rematted_computation"
+
+_WRAPPED = re.compile(r"\w+\(([^()]*)\)")
+
+
+@functools.lru_cache(maxsize=4096)
+def clean(name_stack: str) -> str:
+    """Return a name stack as a path, without the wrappers of transformations.
+
+    Examples:
+      >>> clean("transpose(jvp(decoder))/layer_3/jvp()")
+      'decoder/layer_3'
+      >>> clean("transpose(jvp(decoder))/jvp(decoder)/rematted_computation/layer_3")
+      'decoder/layer_3'
+    """
+    # In the derivative of a checkpoint, scopes are noted again from the outermost on.
+    outer, _, inner = name_stack.rpartition("/jvp(")
+    again = clean(f"jvp({inner}") if outer else ""
+    if again and f"{again}/".startswith(f"{clean(outer)}/"):
+        return again
+    unwrapped = None
+    while unwrapped != name_stack:
+        unwrapped, name_stack = name_stack, _WRAPPED.sub(r"\1", name_stack)
+    return "/".join(p for p in name_stack.split("/") if p and p != REMATTED)
+
+
+def join(outer: str, inner: str) -> str:
+    """Return the path of a scope within a scope."""
+    inner = clean(inner)
+    return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
+def of(eqn: Any) -> str:
+    """Return the name stack of an equation, relative to its jaxpr."""
+    return str(eqn.source_info.name_stack)
+
+
+def without_marks(path: str) -> str:
+    """Return a path without the scopes that autocast enters itself."""
+    return "/".join(part for part in path.split("/") if part not in MARKS)

@@ -1,0 +1,142 @@
+"""The operations of a program: what each is, where it is, and how often it runs.
+
+The loops, branches and calls that `autocast.control_flow` understands are looked into;
+whatever else holds a program (`shard_map`, `pallas_call`, …) is one operation.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
+from jmp_lite._src.jaxprs.derivatives import derivatives
+
+_LOOPS = ("scan", "while")
+# Looked into as one call, whose operands and results are the body's.
+_CALLS = (
+    "jit",
+    "closed_call",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One operation of a program, at one place of it.
+
+    Attributes:
+      primitive: its name, as a jaxpr prints it.
+      layer: its name-scope path, `""` outside of any scope.
+      line: `file:line` of the user's code.
+      direction: `"backward"` for what a transposition made and for slopes that only it
+        uses; else `"forward"`, also for what `jax.checkpoint` computes again.
+      dtype: of its first floating result, else of its first result.
+      times: how often it runs; None inside of a `while`.
+      loops: how many loops it is in.
+    """
+
+    primitive: str
+    layer: str
+    line: str
+    direction: str
+    dtype: str
+    times: int | None = 1
+    loops: int = 0
+
+
+_TOP = Site("", "", "", "forward", "")
+
+
+def sites(jaxpr: Any) -> list[Site]:
+    """Return the sites of a jaxpr in the order in which a walk numbers them.
+
+    Args:
+      jaxpr: an open jaxpr.
+    """
+    return _sites(jaxpr, _TOP, derivatives(jaxpr, bodies_of))
+
+
+def _sites(jaxpr: Any, around: Site, slopes: frozenset[int]) -> list[Site]:
+    """Return the sites of a jaxpr in the call, loop or branch that holds it.
+
+    The line of what holds it is that of all inside, if it has one.
+    """
+    found = []
+    for eqn in jaxpr.eqns:
+        site = site_of(eqn, around)
+        bodies = bodies_of(eqn)
+        if bodies is None:
+            layer = name_scopes.without_marks(site.layer)
+            line = site.line or sources.source_line(eqn)
+            site = dataclasses.replace(site, layer=layer, line=line)
+            if id(eqn) in slopes:
+                site = dataclasses.replace(site, direction="backward")
+            found.append(site)
+            continue
+        inside = in_loop(eqn, site)
+        for frame in bodies:
+            found += _sites(frame.jaxpr, inside, slopes)
+    return found
+
+
+def count_sites(frames: Sequence[Any]) -> int:
+    """Return how many sites the jaxprs of frames have."""
+    total = 0
+    for frame in frames:
+        for eqn in frame.jaxpr.eqns:
+            bodies = bodies_of(eqn)
+            total += 1 if bodies is None else count_sites(bodies)
+    return total
+
+
+def bodies_of(eqn: Any) -> Any:
+    """Return the frames of an equation that is looked into, else None."""
+    name = eqn.primitive.name
+    if name not in (*_CALLS, *_LOOPS, "cond"):
+        return None
+    if name == "while":
+        # Under vmap it has a condition per example: JAX itself knows how to run it.
+        (holds,) = compat.open_jaxpr(eqn.params["cond_jaxpr"]).outvars
+        if holds.aval.shape:
+            return None
+    return control_flow.sub_jaxprs(eqn)
+
+
+def site_of(eqn: Any, around: Site = _TOP) -> Site:
+    """Return the site of an equation in the call, loop or branch around it."""
+    stack = name_scopes.of(eqn)
+    direction = "backward" if "transpose(" in stack else around.direction
+    if name_scopes.REMATTED in stack:
+        direction = "forward"
+    # JAX traces its own jitted functions once: all calls have the lines of the first.
+    is_library = sources.is_library_call(eqn)
+    return dataclasses.replace(
+        around,
+        primitive=eqn.primitive.name,
+        layer=name_scopes.join(around.layer, stack),
+        line=around.line or (sources.source_line(eqn) if is_library else ""),
+        direction=direction,
+        dtype=_dtype_name(eqn),
+    )
+
+
+def in_loop(eqn: Any, site: Site) -> Site:
+    """Return the site of an equation as its bodies have it."""
+    if eqn.primitive.name not in _LOOPS:
+        return site
+    length = eqn.params.get("length")
+    times = None if site.times is None or length is None else site.times * length
+    return dataclasses.replace(site, times=times, loops=site.loops + 1)
+
+
+def _dtype_name(eqn: Any) -> str:
+    dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    first = (floating or dtypes)[:1]
+    return str(first[0]) if first else ""

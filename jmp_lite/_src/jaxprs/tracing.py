@@ -1,0 +1,84 @@
+"""Trace a function to a jaxpr, and give its outputs the function's structure."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function traced on its arguments.
+
+    Attributes:
+      closed: its jaxpr, of the arguments that are arrays.
+      args: those arguments.
+      indices: which of all leaves of the arguments they are.
+      restore: makes the function's result from the jaxpr's outputs.
+    """
+
+    closed: Any
+    args: list[Any]
+    indices: Sequence[int]
+    restore: Callable[[Sequence[Any]], Any]
+
+
+def trace(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    as_f32: Sequence[bool] | None = None,
+) -> Traced:
+    """Trace a function; arguments that are no arrays reach it as they are.
+
+    Args:
+      fun: the function.
+      args: its positional arguments, pytrees.
+      kwargs: those by name.
+      as_f32: per leaf, whether it is traced as if it were float32; default: none is.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs or {}))
+    dynamic = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+    out_tree, static_outs = None, {}
+
+    # JAX' errors name the function that this wraps, and the arguments that it has.
+    @functools.wraps(fun, updated=())
+    def traced(*args, **kwargs):
+        nonlocal out_tree
+        filled = list(leaves)
+        for i, array in zip(dynamic, jax.tree.leaves((args, kwargs)), strict=True):
+            filled[i] = array
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+        static_outs.update(
+            {i: out for i, out in enumerate(outs) if not is_traceable(out)}
+        )
+        return [out for out in outs if is_traceable(out)]
+
+    avals: list[Any] = [None] * len(leaves)  # None is no leaf: it is left out
+    for i in dynamic:
+        aval = jax.typeof(leaves[i])
+        to_f32 = as_f32 is not None and as_f32[i]
+        avals[i] = aval.update(dtype=np.dtype(np.float32)) if to_f32 else aval
+    arg_avals, kwarg_avals = jax.tree.unflatten(tree, avals)
+    closed = jax.make_jaxpr(traced)(*arg_avals, **kwarg_avals)
+
+    def restore(outs):
+        remaining = iter(outs)
+        count = len(outs) + len(static_outs)
+        merged = [
+            static_outs[i] if i in static_outs else next(remaining)
+            for i in range(count)
+        ]
+        return jax.tree.unflatten(out_tree, merged)
+
+    return Traced(closed, [leaves[i] for i in dynamic], dynamic, restore)
+
+
+def is_traceable(x: Any) -> bool:
+    """Return whether an argument is traced; others reach the function as they are."""
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return is_array and x.dtype != jax.dtypes.float0 and x.dtype != object

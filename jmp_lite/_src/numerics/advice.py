@@ -1,0 +1,288 @@
+"""What to do about it: which layers to keep in float32, and which loss scale to use."""
+
+import collections
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite._src.autocast.transform import check_policy
+from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from jmp_lite._src.numerics.dry_run import Measured, measure
+from jmp_lite._src.numerics.faults import Fault, find_faults
+from jmp_lite._src.numerics.patterns import pattern_of
+from jmp_lite._src.numerics.report import Report, Row, percent
+from jmp_lite._src.numerics.stats import EXPONENTS
+from jmp_lite._src.policy import Policy, PolicyMap
+
+# The largest gradient is lifted to this share of the largest number: later batches have
+# larger ones.
+_HEADROOM = 8
+_LARGEST_SCALE = 2.0**24
+_ROUNDS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """Which policy and loss scale fit a function.
+
+    Args:
+      policy: the policy, with a rule for each layer that must compute in float32. Its
+        patterns match the scopes of `autocast`, and modules of linen for `with_policy`.
+      loss_scale: a static scale that fits the gradients seen, which a
+        `DynamicLossScale` may start from; one that does nothing where none is needed.
+      reasons: why, one sentence each, and what is left.
+      left: operations that lose too much all the same: they are in no layer that a rule
+        could name.
+      report: the dry run of the scaled loss and its gradient, as advised.
+
+    Examples:
+      >>> def loss(w, x):
+      ...     return jnp.mean(jnp.tanh(x @ w))
+      >>> print(advise(loss, "mixed_bfloat16")(jnp.eye(8), jnp.ones((8, 8))))
+      # bfloat16 has the range of float32: no loss scale.
+      policy = jmp.get_policy('p=full,c=bf16,o=full')
+      loss_scale = jmp.NoOpLossScale()
+      <BLANKLINE>
+    """
+
+    policy: Policy | PolicyMap
+    loss_scale: LossScale
+    reasons: tuple[str, ...]
+    left: tuple[Row, ...]
+    report: Report
+
+    def code(self) -> str:
+        """Return the advice as Python code."""
+        if isinstance(self.policy, PolicyMap):
+            rules = "".join(
+                f"    {pattern!r}: {str(policy)!r},\n"
+                for pattern, policy in self.policy.rules
+            )
+            unused = ", allow_unused=True" if self.policy.allow_unused else ""
+            default = str(self.policy.default)
+            policy = f"jmp.PolicyMap({default!r}, {{\n{rules}}}{unused})"
+        else:
+            policy = f"jmp.get_policy({str(self.policy)!r})"
+        scale = "jmp.NoOpLossScale()"
+        if isinstance(self.loss_scale, StaticLossScale):
+            exponent = round(math.log2(self.loss_scale.loss_scale))
+            scale = f"jmp.StaticLossScale(2.0**{exponent})"
+        return f"policy = {policy}\nloss_scale = {scale}\n"
+
+    def __str__(self) -> str:
+        """Return the reasons and the code."""
+        return "\n".join([*(f"# {reason}" for reason in self.reasons), self.code()])
+
+
+def advise(
+    loss_fn: Callable[..., Any],
+    policy: Policy | PolicyMap | str,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Advice]:
+    """Return a function that finds the policy and loss scale a loss function needs.
+
+    Dry-runs the scaled loss and its gradient on one batch; finds the power of two that
+    lifts the largest gradient in half to an eighth of what the dtype holds; puts each
+    layer whose operations overflow, or lose more than 32 roundings, into float32; and
+    runs again, until nothing changes. Where an operation shows what another layer has
+    rounded away (`1 - p`, where `p` was rounded to 1), it is that layer.
+
+    Args:
+      loss_fn: returns a scalar loss, written in float32.
+      policy: the policy to start from, as for `dry_run`.
+      argnums: which arguments are differentiated for.
+      has_aux: whether `loss_fn` returns a pair, of the loss and whatever else.
+
+    Returns:
+      A function of the arguments of `loss_fn` that returns an `Advice`.
+
+    Raises:
+      TypeError: `loss_fn` is not callable; in a call: an argument is an nnx module.
+      ValueError: the policy does not compute in half; in a call: a pattern of it
+        matches no scope; most products of `loss_fn` are in half already; the loss or
+        its gradient in float32 is not finite.
+
+    Examples:
+      >>> def loss(w, x):
+      ...     with jax.named_scope("huge"):
+      ...         h = x @ w
+      ...     return jnp.mean(jnp.square(h * 1e-6 @ w))
+      >>> advice = advise(loss, "mixed_float16")(jnp.eye(8), jnp.full((8, 8), 1e5))
+      >>> print(advice.code())
+      policy = jmp.PolicyMap('p=full,c=f16,o=full', {
+          'huge': 'p=full,c=full,o=full',
+      })
+      loss_scale = jmp.StaticLossScale(2.0**21)
+      <BLANKLINE>
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"Expected a loss function, got {loss_fn!r}.")
+    start, dtype = check_policy(policy)
+
+    def find(*args, **kwargs) -> Advice:
+        search = _Search(loss_fn, start, argnums, has_aux, (args, kwargs), dtype)
+        advice, warning = search.run()
+        if warning:
+            warnings.warn(warning, stacklevel=2)
+        return advice
+
+    return find
+
+
+@dataclasses.dataclass
+class _Turn:
+    """A dry run with some layers in float32.
+
+    Attributes:
+      measured: what it returned.
+      scale: the loss scale that it ran with.
+      fitting: the one that fits what it saw.
+      faults: what it has found.
+    """
+
+    measured: Measured
+    scale: float
+    fitting: float
+    faults: list[Fault]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The search for a policy and a loss scale."""
+
+    loss_fn: Any
+    start: Policy | PolicyMap
+    argnums: Any
+    has_aux: bool
+    args_and_kwargs: tuple[Any, Any]
+    dtype: Any
+
+    def run(self) -> tuple[Advice, str]:
+        """Return what was found, and what to warn of."""
+        why: dict[str, str] = {}
+        tried: dict[Any, set[str]] = collections.defaultdict(set)
+        turn = self._turn(1.0, why)
+        for _ in range(_ROUNDS - 1):
+            # The backward pass shows again what the forward pass has lost.
+            named = [fault for fault in reversed(turn.faults) if fault.layer]
+            forward = [fault for fault in named if fault.row.direction == "forward"]
+            if not named and turn.fitting == turn.scale:
+                break
+            new = {}
+            for fault in forward or named:
+                new[fault.layer] = fault.reason()
+                tried[fault.row.layer, fault.row.direction].add(fault.layer)
+            why |= new
+            turn = self._turn(turn.fitting, why)
+        # A layer that was suspected, and mended nothing by itself, may be innocent.
+        suspected = {x for layers in tried.values() if len(layers) > 1 for x in layers}
+        for layer in [layer for layer in why if layer in suspected]:
+            others = {k: reason for k, reason in why.items() if k != layer}
+            without = self._turn(turn.scale, others)
+            if len(without.faults) <= len(turn.faults):
+                turn, why = without, others
+        loss_scale, reason = _as_loss_scale(
+            turn.measured.report, turn.scale, self.dtype
+        )
+        left = [fault.left() for fault in turn.faults]
+        advice = Advice(
+            policy=turn.measured.policy,
+            loss_scale=loss_scale,
+            reasons=(*why.values(), reason, *left),
+            left=tuple(fault.row for fault in turn.faults),
+            report=turn.measured.report,
+        )
+        return advice, turn.measured.warning
+
+    def _turn(self, scale: float, layers: dict[str, str]) -> _Turn:
+        step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
+        policy = _with_rules(self.start, list(layers))
+        measured = measure(step, policy, self.args_and_kwargs, caller="advise")
+        fitting = _fitting_scale(measured.report, scale, self.dtype)
+        # In the backward pass, what is out of range may be so for want of a scale.
+        faults = [
+            fault
+            for fault in find_faults(measured.report, set(layers))
+            if fault.row.direction == "forward" or fitting == scale
+        ]
+        return _Turn(measured, scale, fitting, faults)
+
+
+def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any:
+    @functools.wraps(loss_fn, updated=())
+    def scaled(*args, **kwargs):
+        out = loss_fn(*args, **kwargs)
+        loss, aux = out if has_aux else (out, None)
+        return loss * scale, aux
+
+    return jax.value_and_grad(scaled, argnums, has_aux=True)
+
+
+def _with_rules(start: Policy | PolicyMap, layers: list[str]) -> Policy | PolicyMap:
+    if not layers:
+        return start
+    full = {pattern_of(layer): "full" for layer in layers}
+    if isinstance(start, Policy):
+        return PolicyMap(start, full)
+    others = {p: policy for p, policy in start.rules if p not in full}
+    return PolicyMap(start.default, full | others, allow_unused=True)
+
+
+def _gradients(report: Report) -> list[Row]:
+    """Return what is in half in the backward pass.
+
+    The gradient of what autocast made has the results of all its products in half, also
+    those that autocast of the gradient takes from the float32 accumulator.
+    """
+    return [
+        row
+        for row in report.rows
+        if row.direction == "backward"
+        and (row.is_half or row.reads_half)
+        and row.max_abs
+    ]
+
+
+def _fitting_scale(report: Report, scale: float, dtype: Any) -> float:
+    """Return the loss scale that fits gradients which were scaled by another."""
+    rows = _gradients(report)
+    if dtype == jnp.bfloat16 or not rows:
+        return 1.0
+    room = float(jnp.finfo(dtype).max) / _HEADROOM
+    lift = 2.0 ** math.floor(math.log2(room / max(row.max_abs for row in rows)))
+    return min(max(scale * lift, 1.0), _LARGEST_SCALE)
+
+
+def _as_loss_scale(report: Report, scale: float, dtype: Any) -> tuple[LossScale, str]:
+    if dtype == jnp.bfloat16:
+        return NoOpLossScale(), "bfloat16 has the range of float32: no loss scale."
+    rows = _gradients(report)
+    if not rows:
+        return NoOpLossScale(), "No gradient is in half: no loss scale."
+    largest = max(row.max_abs for row in rows) / scale
+    before, after = _flushed(rows, dtype, 1 / scale), _flushed(rows, dtype, 1.0)
+    return StaticLossScale(scale), (
+        f"A loss scale of 2**{round(math.log2(scale))}: gradients reach {largest:.2g}; "
+        f"{percent(before)} of them would be 0 in {jnp.dtype(dtype).name} without it, "
+        f"{percent(after)} are with it."
+    )
+
+
+def _flushed(rows: Sequence[Row], dtype: Any, lift: float) -> float:
+    """Return the fraction of non-zero gradients that flush once lifted."""
+    smallest = math.log2(float(jnp.finfo(dtype).smallest_subnormal)) - 1
+    counts = [sum(column) for column in zip(*(r.histogram for r in rows), strict=True)]
+    lost = sum(
+        count
+        for exponent, count in zip(EXPONENTS, counts, strict=True)
+        if exponent + math.log2(lift) < smallest
+    )
+    return lost / max(sum(counts), 1)

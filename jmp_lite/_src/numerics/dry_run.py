@@ -1,0 +1,177 @@
+"""Run a function in float32 and under a policy, side by side, and compare every result.
+
+Both runs see the same operations, those of the traced function. So each operation has
+its range, what half precision would do to it, and how far the policy's run has drifted.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jmp_lite._src.autocast.ops import OpRules, default_rules
+from jmp_lite._src.autocast.regions import check_unused
+from jmp_lite._src.autocast.rewrite import Rewriter
+from jmp_lite._src.autocast.transform import Painting, check_policy, name_of, paint_call
+from jmp_lite._src.jaxprs import sources
+from jmp_lite._src.jaxprs.sites import sites
+from jmp_lite._src.numerics.lockstep import Lockstep, Low, held
+from jmp_lite._src.numerics.patterns import fit
+from jmp_lite._src.numerics.reference import check_is_finite, check_is_float32
+from jmp_lite._src.numerics.report import Report, make_rows
+from jmp_lite._src.numerics.runs import Cell, Run
+from jmp_lite._src.numerics.tripwire import tripwire_of
+from jmp_lite._src.policy import Policy, PolicyMap
+
+
+def dry_run(
+    fun: Callable[..., Any],
+    policy: Policy | PolicyMap | str,
+    *,
+    rules: OpRules | None = None,
+) -> Callable[..., Report]:
+    """Return a function that measures what a policy does to each operation of `fun`.
+
+    Runs each operation once in float32 and once as `autocast(fun, policy)` would, and
+    looks at what it makes on the host: a tool for one batch, not for every step. For
+    the backward pass hand over the gradient, of the loss as it is scaled:
+    `jax.grad(lambda p: scale * loss(p))`.
+
+    Args:
+      fun: any JAX function, written in float32: not a model that has a policy already,
+        nor what `autocast` returned. A few products in half are let pass with a
+        warning, and stay in half in both runs.
+      policy: as for `autocast`. Patterns of a `PolicyMap` may also be those of a
+        `with_policy` of linen: paths of modules instead of scopes.
+      rules: as for `autocast`.
+
+    Returns:
+      A function of the arguments of `fun` that returns a `Report`: per operation and
+      per layer, ranges, the fractions that overflow, are subnormal or flush to zero in
+      the compute dtype, and the relative error against float32. Values in loops are
+      counted over all iterations.
+
+    Raises:
+      TypeError: `fun` is not callable; in a call: an argument is an nnx module.
+      ValueError: the policy does not compute in half; in a call: a pattern of it
+        matches no scope; most products of `fun` are in half already; its results in
+        float32 are not finite.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> def f(x):
+      ...     return (x @ x) @ (x * 1e-3)
+      >>> report = dry_run(f, "mixed_float16")(jnp.full((8, 8), 200.0))
+      >>> report.worst(1)[0].primitive, report.worst(1)[0].overflow
+      ('dot_general', 1.0)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018
+      (https://arxiv.org/abs/1710.03740); NVIDIA's precision debugger.
+    """
+    if not callable(fun):
+        raise TypeError(f"Expected a function to run, got {fun!r}.")
+    policy, _ = check_policy(policy)
+
+    def run(*args, **kwargs) -> Report:
+        measured = measure(fun, policy, (args, kwargs), rules=rules)
+        if measured.warning:
+            warnings.warn(measured.warning, stacklevel=2)
+        return measured.report
+
+    return run
+
+
+class Measured(NamedTuple):
+    """What a dry run returns.
+
+    Attributes:
+      outs: the results of the float32 run.
+      lows: those of the policy's.
+      report: what it measured.
+      policy: the policy; patterns over modules of linen match scopes as well.
+      warning: what to warn of, if anything.
+    """
+
+    outs: list[Any]
+    lows: list[Any]
+    report: Report
+    policy: Policy | PolicyMap
+    warning: str
+
+
+def measure(
+    fun: Callable[..., Any],
+    policy: Policy | PolicyMap,
+    args_and_kwargs: tuple[Any, Any],
+    *,
+    rules: OpRules | None = None,
+    caller: str = "dry_run",
+) -> Measured:
+    """Run a function in float32 and under a policy.
+
+    Args:
+      fun: the function.
+      policy: as `check_policy` returns it.
+      args_and_kwargs: its arguments.
+      rules: as for `autocast`.
+      caller: who asks, for the text of errors.
+
+    Raises:
+      ValueError: the program is in half already, or its results are not finite; a
+        pattern of the policy matches no scope.
+    """
+    painting, policy = _paint(fun, policy, args_and_kwargs, rules)
+    plan, arrays = painting.plan, painting.traced.args
+    warning = check_is_float32(plan.jaxpr, caller)
+    known = sites(plan.jaxpr)
+    shadow = Low(Rewriter(painting.painter))
+    observer = Lockstep(known, shadow.low_dtype)
+    cells = [Cell(x, x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
+    outs = Run(observer, shadow).run(plan.jaxpr, plan.consts, cells, plan=plan)
+    values = [cell.value for cell in outs]
+    origin, ranges = observer.first_nonfinite([cell.tag for cell in outs])
+    found = tripwire_of(painting.traced, origin, args_and_kwargs).report()
+    if found is not None:
+        found = dataclasses.replace(found, operands=ranges)
+        check_is_finite(found, values, caller)
+    half = str(shadow.low_dtype)
+    rows = [
+        row
+        for site, dtype, records in zip(
+            known, held(plan.jaxpr, plan, half), observer.records, strict=True
+        )
+        for row in make_rows(site, dtype or site.dtype, half, records, known)
+    ]
+    return Measured(
+        outs=values,
+        lows=[cell.shadow for cell in outs],
+        report=Report(tuple(rows), half),
+        policy=policy,
+        warning=warning,
+    )
+
+
+def _paint(
+    fun: Callable[..., Any],
+    policy: Policy | PolicyMap,
+    args_and_kwargs: tuple[Any, Any],
+    rules: OpRules | None,
+) -> tuple[Painting, Policy | PolicyMap]:
+    """Trace and paint a call; patterns may be over scopes or over modules of linen."""
+    compute_dtype = check_policy(policy)[1]
+    rules = default_rules(compute_dtype) if rules is None else rules
+
+    def paint(policy):
+        with sources.lines_of_rules():
+            return paint_call(fun, policy, compute_dtype, rules, *args_and_kwargs)
+
+    if not isinstance(policy, PolicyMap):
+        return paint(policy), policy
+    painting = paint(dataclasses.replace(policy, allow_unused=True))
+    layers = {site.layer for site in sites(painting.plan.jaxpr)}
+    fitted = fit(policy, layers)
+    if fitted != policy:
+        return paint(fitted), fitted
+    check_unused(policy, painting.painter.regions.paths, name_of(fun))
+    return painting, policy

@@ -1,0 +1,241 @@
+"""Constants that half precision does not hold: masks, small eps, numbers next to 1."""
+
+import math
+
+import jax.numpy as jnp
+
+from jmp_lite._src.numerics.hazards.program import Op, Value, moved, origin, readers
+from jmp_lite._src.numerics.hazards.ranges import rounded, scalar
+from jmp_lite._src.numerics.hazards.rule import CAST, Hits, Program, Rule
+
+# Scores of attention are this large at most, or the model has other troubles.
+_USUAL = 2048.0
+
+_NEXT_TO_ONE = "Compute it in float32, or work with the distance from 1 itself."
+
+
+def _overflowing_casts(program: Program) -> Hits:
+    for op in program.casts_to_half():
+        known, dtype = program.ranges.of(op.ins[0]), op.outs[0].dtype
+        if known is None or known.is_position or not _is_used_as_number(op.outs[0]):
+            continue
+        for x in sorted({known.low, known.high}):
+            if math.isfinite(x) and not math.isfinite(rounded(x, dtype)):
+                yield op, f"{x:.4g} becomes {rounded(x, dtype):g} in {dtype}"
+
+
+def _is_used_as_number(value: Value) -> bool:
+    """Return whether anything but a limit (`x < 1e9`, `min(x, 1e9)`) is made of it."""
+    limits = ("max", "min", "clamp", "lt", "le", "gt", "ge", "eq", "ne")
+    return any(op is None or op.name not in limits for op, _ in readers(value))
+
+
+def _infinite_factors(program: Program) -> Hits:
+    for op in program.named("mul", "div"):
+        factors = [scalar(value, through_casts=False) for value in op.ins]
+        if op.outs[0].is_half and any(x and math.isinf(x) for x in factors):
+            verb = "multiplies" if op.name == "mul" else "divides"
+            yield op, f"{verb} by a constant that is infinite in {op.outs[0].dtype}"
+
+
+def _overflowing_sums(program: Program) -> Hits:
+    for op in program.named("add", "sub"):
+        dtype = op.outs[0].dtype
+        known = [program.ranges.of(value) for value in op.ins]
+        # What replaces a score (where(mask, x, lowest)) is not known in full.
+        bounds = [_USUAL if r is None or not r.is_all else r.bound for r in known]
+        largest, total = max(bounds), sum(bounds)
+        if not op.outs[0].is_half or not math.isfinite(largest):
+            continue
+        if not math.isfinite(rounded(total, dtype)):
+            yield op, f"{largest:.5g}, the end of {dtype}'s range, is added"
+
+
+def _vanished_constants(program: Program) -> Hits:
+    for op in program.casts_to_half():
+        x, dtype = scalar(op.ins[0]), op.outs[0].dtype
+        if x and rounded(x, dtype) == 0.0:
+            yield op, f"{x:.4g} becomes 0 in {dtype}"
+
+
+def _vanished_guards(program: Program) -> Hits:
+    for op in program.named("add", "max"):
+        # `0 + x` is how Python's sum begins; nobody writes an eps first. No eps is so
+        # small that bfloat16 makes 0 of it.
+        guards = op.ins[1:] if op.name == "add" else op.ins
+        if op.outs[0].dtype != jnp.float16 or not any(
+            scalar(value, through_casts=False) == 0.0 for value in guards
+        ):
+            continue
+        if any(_needs_guard(*reader) for reader in readers(op.outs[0], _guarded)):
+            yield op, f"{op.name} of 0 in {op.outs[0].dtype}, before it divides"
+
+
+def _needs_guard(op: Op | None, value: Value) -> bool:
+    if op is None:
+        return False
+    if op.name == "div":
+        return op.ins[1] is value
+    if op.name == "integer_pow":
+        return op.eqn.params["y"] < 0
+    return op.name in ("rsqrt", "log", "log2")
+
+
+def _guarded(op: Op, value: Value) -> list[Value]:
+    # A relu under a root is no guard; what divides by the root needs one.
+    return op.outs if op.name in (CAST, "sqrt") else moved(op, value)
+
+
+def _zero_divisors(program: Program) -> Hits:
+    for op in program.named("div"):
+        if op.outs[0].is_half and scalar(op.ins[1], through_casts=False) == 0.0:
+            yield op, f"divides by a constant that is 0 in {op.outs[0].dtype}"
+
+
+def _subnormal_constants(program: Program) -> Hits:
+    names = (CAST, "add", "sub", "mul", "div", "max", "min", "pow")
+    for op in program.named(*names):
+        if not op.outs[0].is_half or (op.name == CAST and op.ins[0].is_half):
+            continue
+        dtype = op.outs[0].dtype
+        for value in op.ins:
+            x = scalar(value, through_casts=op.name == CAST)
+            if x and 0.0 < abs(rounded(x, dtype)) < float(jnp.finfo(dtype).tiny):
+                yield op, f"{x:.4g} is subnormal in {dtype}"
+
+
+def _rounded_to_one(program: Program) -> Hits:
+    for op in program.casts_to_half():
+        x, dtype = scalar(op.ins[0]), op.outs[0].dtype
+        if x is not None and abs(x) != 1.0 and abs(rounded(x, dtype)) == 1.0:
+            yield op, f"{x:.8g} becomes {rounded(x, dtype):g} in {dtype}"
+
+
+# What NumPy has rounded before the program is traced shows by what it is for.
+
+
+def _vanished_limits(program: Program) -> Hits:
+    for op in program.named("min", "clamp"):
+        limits = op.ins[2:] if op.name == "clamp" else op.ins
+        if not op.outs[0].is_half or not any(map(_is_one, limits)):
+            continue
+        if any(_needs_distance(*reader) for reader in readers(op.outs[0], _cast)):
+            yield op, f"{op.name} with 1 in {op.outs[0].dtype}, before 1 - x divides"
+
+
+def _is_one(value: Value) -> bool:
+    return scalar(value, through_casts=False) == 1.0
+
+
+def _needs_distance(op: Op | None, value: Value) -> bool:
+    """Return whether `1 - value` is made, and must not be 0."""
+    if op is None or op.name not in ("sub", "neg"):
+        return False
+    found = readers(op.outs[0], _guarded)
+    if op.name == "neg":
+        return any(reader and reader.name == "log1p" for reader, _ in found)
+    is_distance = op.ins[1] is value and _is_one(op.ins[0])
+    return is_distance and any(_needs_guard(*reader) for reader in found)
+
+
+def _cast(op: Op, value: Value) -> list[Value]:
+    return op.outs if op.name == CAST else moved(op, value)
+
+
+def _averages_of_one(program: Program) -> Hits:
+    for op in program.named("add", "sub"):
+        dtype, terms = op.outs[0].dtype, [origin(value).maker for value in op.ins]
+        if not op.outs[0].is_half or not all(t and t.name == "mul" for t in terms):
+            continue
+        factors = {scalar(v, through_casts=False) for t in terms if t for v in t.ins}
+        rest = [x for x in factors if x and abs(x) <= float(jnp.finfo(dtype).eps) / 2]
+        if 1.0 in factors and rest:
+            yield op, f"an average with weights 1 and {rest[0]:.2g} in {dtype}"
+
+
+def _powers_of_one(program: Program) -> Hits:
+    for op in program.named("pow"):
+        if op.outs[0].is_half and _is_one(op.ins[0]):
+            yield op, f"a power of 1 in {op.outs[0].dtype}"
+
+
+RULES = (
+    Rule(
+        "constant-out-of-range",
+        "error",
+        _overflowing_casts,
+        "An infinite mask gives NaN where all is masked, and inf * 0 is NaN.",
+        "Mask with jnp.where(mask, x, jnp.finfo(x.dtype).min), or mask in float32.",
+    ),
+    Rule(
+        "constant-out-of-range",
+        "error",
+        _infinite_factors,
+        "inf * 0 is NaN, and x / inf is 0.",
+        "Use a constant that the dtype holds, or do this in float32.",
+    ),
+    Rule(
+        "constant-out-of-range",
+        "error",
+        _overflowing_sums,
+        "A score of the same sign takes the sum to infinity; two such masks always do.",
+        "Use jnp.where(mask, x, jnp.finfo(x.dtype).min), which adds nothing.",
+    ),
+    Rule(
+        "eps-flushes",
+        "error",
+        _vanished_constants,
+        "The constant was rounded to 0: as an eps it guards nothing.",
+        "Use it in float32, or use an eps from 6e-5 on.",
+    ),
+    Rule(
+        "eps-flushes",
+        "error",
+        _vanished_guards,
+        "An eps that was rounded to 0 guards nothing: 0 / 0 is NaN.",
+        "Add the eps in float32, or use one from 6e-5 on.",
+    ),
+    Rule(
+        "eps-flushes",
+        "error",
+        _zero_divisors,
+        "The divisor was rounded to 0.",
+        "Divide in float32.",
+    ),
+    Rule(
+        "eps-flushes",
+        "warning",
+        _subnormal_constants,
+        "Subnormals have few digits, some hardware takes them for 0, and 1 / 1e-5 is "
+        "infinite in float16.",
+        "Use it in float32, or use an eps from 6e-5 on.",
+    ),
+    Rule(
+        "constant-becomes-one",
+        "error",
+        _rounded_to_one,
+        "Next to 1, float16 has steps of 5e-4, bfloat16 of 4e-3.",
+        _NEXT_TO_ONE,
+    ),
+    Rule(
+        "constant-becomes-one",
+        "error",
+        _vanished_limits,
+        "A limit that was rounded to 1 lets 1 - x be 0.",
+        _NEXT_TO_ONE,
+    ),
+    Rule(
+        "constant-becomes-one",
+        "error",
+        _averages_of_one,
+        "The weights do not sum to 1: an average with a decay of 1 only grows.",
+        _NEXT_TO_ONE,
+    ),
+    Rule(
+        "constant-becomes-one",
+        "error",
+        _powers_of_one,
+        "A base that was rounded to 1 does not decay.",
+        _NEXT_TO_ONE,
+    ),
+)

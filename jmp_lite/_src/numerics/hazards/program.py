@@ -1,0 +1,329 @@
+"""A function as one flat list of operations, for rules to look at.
+
+Calls, loops and branches are opened: what goes into a `jit` is the same `Value` inside
+of it, so a constant is seen through `jnp.where`'s own jit. Operations that no result
+needs are left out, as the compiler leaves them out.
+
+Two operations are no primitives. `"move"`: a row of a scanned array, a shard, or the
+array made of such. `"join"`: a value with several origins: what a loop carries (the
+first operand is what it starts from), and the result of branches.
+
+Limits: what `autocast.control_flow` does not look into is one operation.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite._src import compat, dtypes, trees
+from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
+
+MOVE, JOIN = "move", "join"
+
+# The result holds numbers of the first operand, all or some, and nothing else.
+MOVES = frozenset(
+    f"{MOVE} broadcast_in_dim reshape transpose squeeze expand_dims rev copy slice "
+    "dynamic_slice gather split stop_gradient name optimization_barrier all_gather "
+    "all_gather_invariant all_to_all ppermute pvary sharding_constraint".split()
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """What an operation makes or takes.
+
+    Attributes:
+      dtype: its dtype; None if it has none.
+      shape: its shape.
+      known: the number or array that it is, where the program says so, else None.
+      maker: the operation that makes it, None for inputs and constants.
+      uses: the operations that take it, once for each time.
+      is_result: whether the function returns it.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...]
+    known: Any = None
+    maker: "Op | None" = None
+    uses: list["Op"] = dataclasses.field(default_factory=list)
+    is_result: bool = False
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it is held in float16 or bfloat16."""
+        return dtypes.is_half(self.dtype)
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """One operation of a program.
+
+    Attributes:
+      name: that of its primitive, or `MOVE`, or `JOIN`.
+      eqn: its equation.
+      ins: its operands.
+      outs: its results.
+      path: its name-scope path, with the marks of autocast.
+      is_backward: whether differentiation made it.
+      line: `file:line` of the user's code.
+      times: how often it runs: the lengths of the scans around it, multiplied.
+    """
+
+    name: str
+    eqn: Any
+    ins: list[Value]
+    outs: list[Value]
+    path: str
+    is_backward: bool
+    line: str
+    times: int
+
+    @property
+    def layer(self) -> str:
+        """Its name-scope path."""
+        return name_scopes.without_marks(self.path)
+
+
+def trace(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> list[Op]:
+    """Return the operations of a function that its results need, in order.
+
+    Args:
+      fun: the function, or a pytree that can be called, such as an nnx module.
+      args: its arguments; shapes (`jax.ShapeDtypeStruct`) will do for arrays.
+      kwargs: likewise.
+      target: `"gpu"` or `"tpu"`: whose branch of a condition per platform is taken.
+    """
+    leaves, tree = jax.tree.flatten((fun, args, kwargs))
+    arrays = [i for i, leaf in enumerate(leaves) if _is_traceable(leaf)]
+
+    def flat_fun(*values):
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        fun, args, kwargs = jax.tree.unflatten(tree, filled)
+        outs = jax.tree.leaves(fun(*args, **kwargs))
+        return [out for out in outs if _is_traceable(out)]
+
+    with sources.lines_of_rules():
+        closed = jax.make_jaxpr(flat_fun)(*(leaves[i] for i in arrays))
+    return _Opener(target).program(compat.open_jaxpr(closed), compat.consts_of(closed))
+
+
+class _Opener:
+    """Opens jaxprs into one list of operations."""
+
+    def __init__(self, target: str):
+        self.target = target
+        self.ops: list[Op] = []
+        self.needed: list[Value] = []
+
+    def program(self, jaxpr: Any, consts: tuple[Any, ...]) -> list[Op]:
+        inputs = [_value_of(var) for var in jaxpr.invars]
+        results = self._open(jaxpr, consts, inputs, None, 1)
+        for value in results:
+            value.is_result = True
+        live = _needed_by([*results, *self.needed])
+        ops = [op for op in self.ops if id(op) in live]
+        for op in ops:
+            for value in op.ins:
+                value.uses.append(op)
+        for op in reversed(ops):
+            _place(op)
+        return ops
+
+    def _open(self, jaxpr, consts, inputs, around: Op | None, times) -> list[Value]:
+        """Add the operations of a jaxpr, and of what it is in; return its outputs."""
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            values[var] = _value_of(var, const)
+
+        def read(var):
+            return _value_of(var, var.val) if compat.is_literal(var) else values[var]
+
+        for eqn in jaxpr.eqns:
+            ins = [read(var) for var in eqn.invars]
+            stack = name_scopes.of(eqn)
+            op = Op(
+                name=eqn.primitive.name,
+                eqn=eqn,
+                ins=ins,
+                outs=[],
+                path=name_scopes.join(around.path if around else "", stack),
+                is_backward="transpose(" in stack,
+                line=sources.source_line(eqn),
+                times=times,
+            )
+            if around is not None:
+                op.is_backward |= around.is_backward
+                # A function that JAX itself has jitted has no user's line inside.
+                op.line = op.line or around.line
+            frames = self._frames(eqn)
+            if frames is None:
+                outs = [_value_of(var) for var in eqn.outvars]
+                self._add(op, outs)
+                if eqn.effects:
+                    self.needed += ins
+                    self.needed += outs
+            else:
+                outs = self._open_frames(op, frames)
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def _open_frames(self, op: Op, frames: Any) -> list[Value]:
+        """Add the operations of the jaxprs of an equation; return its results."""
+        eqn, is_loop = op.eqn, op.name in ("scan", "while")
+        times = op.times * (eqn.params["length"] if op.name == "scan" else 1)
+        if op.name == "cond":
+            self.needed.append(op.ins[0])
+        carried: dict[int, Value] = {}
+        results: list[list[Value]] = [[] for _ in eqn.outvars]
+        for frame in frames:
+            inputs = []
+            for k, (i, var) in enumerate(
+                zip(frame.operands, frame.jaxpr.invars, strict=True)
+            ):
+                if is_loop and k in frame.fixed_in:
+                    if i not in carried:
+                        carried[i] = self._made(op, JOIN, [op.ins[i]], var)
+                    inputs.append(carried[i])
+                else:
+                    inputs.append(self._as(op, op.ins[i], var))
+            outs = self._open(frame.jaxpr, frame.consts, inputs, op, times)
+            if is_loop:
+                carries = sorted(frame.fixed_in), sorted(frame.fixed_out)
+                # The condition of a while has carries, and gives none back.
+                for k_in, k_out in zip(*carries, strict=bool(frame.fixed_out)):
+                    join = carried[frame.operands[k_in]].maker
+                    if join is not None:
+                        join.ins.append(outs[k_out])
+            for out, i in zip(outs, frame.results, strict=True):
+                if i is None:
+                    self.needed.append(out)
+                else:
+                    results[i].append(out)
+        return [
+            self._as(op, found[0], var)
+            if len(found) == 1
+            else self._made(op, JOIN, found, var)
+            for found, var in zip(results, eqn.outvars, strict=True)
+        ]
+
+    def _frames(self, eqn: Any) -> Any:
+        platforms = eqn.params.get("branches_platforms")
+        if platforms is None:
+            return control_flow.sub_jaxprs(eqn)
+        names = {"gpu": {"gpu", "cuda", "rocm"}}.get(self.target, {self.target})
+        of_target = [
+            branch
+            for branch, of in zip(eqn.params["branches"], platforms, strict=True)
+            if of is None or names & set(of)
+        ]
+        branch = (of_target or eqn.params["branches"])[0]
+        opened = compat.open_jaxpr(branch)
+        return (
+            control_flow.SubJaxpr(
+                jaxpr=opened,
+                consts=compat.consts_of(branch),
+                operands=tuple(range(1, len(eqn.invars))),
+                results=tuple(range(len(eqn.outvars))),
+            ),
+        )
+
+    def _as(self, op: Op, value: Value, var: Any) -> Value:
+        """Return a value as another jaxpr has it: a row of it, a shard, or itself."""
+        shape = getattr(var.aval, "shape", ())
+        return value if value.shape == shape else self._made(op, MOVE, [value], var)
+
+    def _made(self, op: Op, name: str, ins: list[Value], var: Any) -> Value:
+        value = _value_of(var)
+        self._add(dataclasses.replace(op, name=name, ins=ins), [value])
+        return value
+
+    def _add(self, op: Op, outs: list[Value]) -> None:
+        op.outs = outs
+        for value in outs:
+            value.maker = op
+        self.ops.append(op)
+
+
+def _value_of(var: Any, known: Any = None) -> Value:
+    dtype = getattr(var.aval, "dtype", None)
+    is_number = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
+    return Value(
+        dtype=dtype,
+        shape=getattr(var.aval, "shape", ()),
+        known=np.asarray(known) if known is not None and is_number else None,
+    )
+
+
+def _place(op: Op) -> None:
+    """Put an operation that is nobody's, such as a cast of autocast's, at its use."""
+    uses = [use for value in op.outs for use in value.uses]
+    if not op.line and uses:
+        op.line, op.path = uses[0].line, uses[0].path
+
+
+def _needed_by(values: list[Value]) -> set[int]:
+    """Return the ids of the operations that make values, and of all these need."""
+    live: set[int] = set()
+    waiting = [value.maker for value in values]
+    while waiting:
+        op = waiting.pop()
+        if op is not None and id(op) not in live:
+            live.add(id(op))
+            waiting += [value.maker for value in op.ins]
+    return live
+
+
+def _is_traceable(x: Any) -> bool:
+    return trees.is_array(x) and x.dtype not in (jax.dtypes.float0, object)
+
+
+def origin(value: Value) -> Value:
+    """Return what a value was before it was moved."""
+    while value.maker is not None and value.maker.name in MOVES:
+        op = value.maker
+        # A barrier's results are its operands.
+        value = op.ins[op.outs.index(value) if len(op.ins) == len(op.outs) else 0]
+    return value
+
+
+def moved(op: Op, value: Value) -> list[Value]:
+    """Return the results of an operation that are one of its operands, moved."""
+    if op.name not in MOVES:
+        return []
+    if len(op.ins) == len(op.outs):
+        return [o for i, o in zip(op.ins, op.outs, strict=True) if i is value]
+    return op.outs if op.ins[0] is value else []
+
+
+def readers(
+    value: Value, through: Callable[[Op, Value], list[Value]] = moved
+) -> Iterator[tuple[Op | None, Value]]:
+    """Yield each operation that takes a value, or what others let through of it.
+
+    Args:
+      value: the value.
+      through: returns the results of an operation that stand for one of its operands.
+
+    Yields:
+      The operation, and its operand; None for the operation where the function
+      returns the operand.
+    """
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        value = waiting.pop()
+        if value.is_result:
+            yield None, value
+        for op in dict.fromkeys(value.uses):
+            passed = through(op, value)
+            if not passed:
+                yield op, value
+            for out in passed:
+                if id(out) not in seen:
+                    seen.add(id(out))
+                    waiting.append(out)

@@ -1,0 +1,91 @@
+"""What a rule of `lint` is, and what it looks at.
+
+A rule is a small function that yields the operations it objects to, and what it saw
+there. A value is judged by its own dtype: what is held in float32 is safe, whatever the
+policy.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jmp_lite._src.autocast.regions import Regions
+from jmp_lite._src.jaxprs import name_scopes
+from jmp_lite._src.numerics.hazards.program import Op
+from jmp_lite._src.numerics.hazards.ranges import Ranges
+
+Severity = Literal["error", "warning", "speed"]
+Hits = Iterator[tuple[Op, str]]
+
+CAST = "convert_element_type"
+IN_F32 = "Compute it in float32: x.astype(jnp.float32) before, or jmp_lite.autocast."
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What the rules look at.
+
+    Attributes:
+      ops: the operations, in order.
+      ranges: what is known of their numbers.
+      regions: where the policy computes in half.
+      target: `"gpu"` or `"tpu"`.
+    """
+
+    ops: Sequence[Op]
+    ranges: Ranges
+    regions: Regions
+    target: str
+
+    def named(self, *names: str) -> Iterator[Op]:
+        """Yield the operations of some primitives, in order."""
+        return (op for op in self.ops if op.name in names)
+
+    def casts_to_half(self) -> Iterator[Op]:
+        """Yield the casts to half of what is not half."""
+        return (
+            op
+            for op in self.named(CAST)
+            if op.outs[0].is_half and not op.ins[0].is_half
+        )
+
+    def is_low(self, op: Op) -> bool:
+        """Return whether the policy has an operation in half.
+
+        linen's scopes begin with the class of the model, paths of its modules do not:
+        a pattern may match either.
+        """
+        parts = [part for part in op.path.split("/") if part != name_scopes.AUTOCAST]
+        paths = "/".join(parts), "/".join(parts[1:])
+        return all(self.regions.at("", path).is_low for path in paths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One kind of hazard.
+
+    Attributes:
+      name: what it is called; some names have several rules.
+      severity: `"error"`: wrong numbers; `"warning"`: lost accuracy; `"speed"`.
+      find: yields the operations and what was seen.
+      why: why it hurts.
+      fix: what to do.
+    """
+
+    name: str
+    severity: Severity
+    find: Callable[[Program], Hits]
+    why: str
+    fix: str
+
+
+def exact_integers(dtype: Any) -> int:
+    """Return up to which integer a half dtype holds each.
+
+    Examples:
+      >>> exact_integers(jnp.float16), exact_integers(jnp.bfloat16)
+      (2048, 256)
+    """
+    return 2 ** (jnp.finfo(dtype).nmant + 1)

@@ -1,0 +1,128 @@
+"""What costs speed: products left in float32, odd dimensions, needless casts."""
+
+from collections import Counter
+
+import jax.numpy as jnp
+
+from jmp_lite._src.autocast import products
+from jmp_lite._src.numerics.hazards.program import Op, origin, readers
+from jmp_lite._src.numerics.hazards.ranges import scalar
+from jmp_lite._src.numerics.hazards.rule import CAST, Hits, Program, Rule
+
+# What tiles of the matrix units are multiples of, in numbers of 16 bits.
+_TILES = {"gpu": 8, "tpu": 128}
+
+
+def flops_in_f32(program: Program) -> tuple[dict[int, int], int]:
+    """Return the FLOPs of each product left in float32, by its id, and of all."""
+    left, total = {}, 0
+    for op in program.named(*products.NAMES):
+        flops = products.flops(op.eqn) * op.times
+        total += flops
+        if flops and _is_left(program, op):
+            left[id(op)] = flops
+    return left, total
+
+
+def _is_left(program: Program, op: Op) -> bool:
+    """Return whether a product is in float32 where the policy computes in half."""
+    operands = op.ins[:2]
+    ranges = [program.ranges.of(value) for value in operands]
+    if not any(value.dtype == jnp.float32 for value in operands):
+        return False
+    # Angles of RoPE are outer products of positions and frequencies.
+    if products.is_outer(op.eqn) or any(r and r.is_position for r in ranges):
+        return False
+    is_default = products.is_default_precision(op.eqn.params.get("precision"))
+    return is_default and program.is_low(op)
+
+
+def _f32_products(program: Program) -> Hits:
+    left, total = flops_in_f32(program)
+    ops = [op for op in program.ops if id(op) in left]
+    of_line = Counter[str]()
+    for op in ops:
+        of_line[op.line] += left[id(op)]
+    for op in ops:
+        share = of_line[op.line] / total
+        yield op, f"float32; {share:.1%} of all matrix-product FLOPs on this line"
+
+
+def _odd_dimensions(program: Program) -> Hits:
+    tile = _TILES[program.target]
+    for op in program.named(*products.NAMES):
+        if not all(value.is_half for value in op.ins[:2]):
+            continue
+        # An image's 3 channels cannot be helped.
+        odd = sorted({d for d in _dimensions(op) if d >= 8 and d % tile})
+        if odd:
+            yield op, f"no multiple of {tile}: {', '.join(map(str, odd))}"
+
+
+def _dimensions(op: Op) -> list[int]:
+    if op.name != "conv_general_dilated":
+        return products.dimensions(op.eqn)
+    # Gradients are convolutions with other roles for the same channels.
+    if op.is_backward:
+        return []
+    spec = op.eqn.params["dimension_numbers"].rhs_spec
+    out_features, in_features = (op.ins[1].shape[i] for i in spec[:2])
+    return [out_features // op.eqn.params["feature_group_count"], in_features]
+
+
+def _there_and_back(program: Program) -> Hits:
+    for op in program.named(CAST):
+        before = origin(op.ins[0]).maker
+        # Differentiation mirrors casts: those of the forward pass are the program's.
+        if op.is_backward or not op.outs[0].is_half:
+            continue
+        if before is None or before.name != CAST or op.ins[0].dtype != jnp.float32:
+            continue
+        dtype = op.outs[0].dtype
+        if before.ins[0].dtype == dtype:
+            yield op, f"{dtype} -> float32 -> {dtype}, only moved between"
+
+
+def _back_and_forth(program: Program) -> Hits:
+    for op in program.casts_to_half():
+        source, dtype = op.ins[0], op.outs[0].dtype
+        if source.dtype != jnp.float32 or op.is_backward or scalar(source) is not None:
+            continue
+        ends = [end for end, _ in readers(op.outs[0])]
+        if ends and all(
+            end is not None and end.name == CAST and end.outs[0].dtype == source.dtype
+            for end in ends
+        ):
+            yield op, f"float32 -> {dtype} -> float32, not used in half"
+
+
+RULES = (
+    Rule(
+        "wasted-cast",
+        "warning",
+        _back_and_forth,
+        "Nothing is computed in half, but the digits are gone.",
+        "Leave both casts out.",
+    ),
+    Rule(
+        "float32-product",
+        "speed",
+        _f32_products,
+        "Matrix units run float32 at a fraction of their speed in half.",
+        "Cast its operands, use jmp_lite.autocast, or mark it with full_precision.",
+    ),
+    Rule(
+        "odd-dimensions",
+        "speed",
+        _odd_dimensions,
+        "Matrix units work on whole tiles: the rest is padding, or a slower path.",
+        "Pad: a vocabulary, a hidden size or a batch can be rounded up.",
+    ),
+    Rule(
+        "wasted-cast",
+        "speed",
+        _there_and_back,
+        "The two casts cancel: time and memory for nothing.",
+        "Leave both out.",
+    ),
+)

@@ -1,0 +1,249 @@
+"""`lint`: what in a program is a hazard in half precision, found without running it.
+
+Limits: a static look sees constants, dtypes and shapes, not values: what overflows for
+some inputs alone is the business of `dry_run`. A loss in half inside of `jax.grad` is
+not seen, because the gradient does not need its value: lint `jax.value_and_grad`.
+"""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax
+
+from jmp_lite._src import extras
+from jmp_lite._src.autocast.regions import Regions
+from jmp_lite._src.autocast.transform import check_policy, name_of
+from jmp_lite._src.numerics.hazards import accuracy, constants, positions, speed
+from jmp_lite._src.numerics.hazards.program import Op, trace
+from jmp_lite._src.numerics.hazards.ranges import Ranges
+from jmp_lite._src.numerics.hazards.rule import Program, Rule, Severity
+from jmp_lite._src.policy import Policy, PolicyMap
+
+RULES = (*constants.RULES, *accuracy.RULES, *positions.RULES, *speed.RULES)
+
+_SEVERITIES = ("error", "warning", "speed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A hazard on one line of the user's code.
+
+    Attributes:
+      rule: the name of the rule.
+      layer: the name-scope path, `""` outside of any scope; `*` for what differs where
+        the same line makes several layers.
+      line: `file:line` of the user's code, `""` if it has no part in it.
+      primitive: the operation, as a jaxpr prints it.
+      what: what was seen.
+      why: why it hurts.
+      fix: what to do about it.
+      times: how many operations of the program have it.
+      severity: `"error"`: numbers will be wrong; `"warning"`: accuracy is lost;
+        `"speed"`: slower than it could be.
+    """
+
+    rule: str
+    layer: str
+    line: str
+    primitive: str
+    what: str
+    why: str
+    fix: str
+    times: int
+    severity: Severity
+
+    def __str__(self) -> str:
+        """Return it as compilers write theirs."""
+        layer = f" ({self.layer})" if self.layer else ""
+        times = f" ×{self.times}" if self.times > 1 else ""
+        return (
+            f"{self.line or '?'}: {self.severity}: {self.rule}: {self.primitive}: "
+            f"{self.what}{layer}{times}. {self.why} {self.fix}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LintReport:
+    """The hazards of a program; true, and as long, as there are findings.
+
+    Attributes:
+      findings: errors first, then warnings, then what costs speed.
+      f32_flops_share: the share of matrix-product FLOPs left in float32 though the
+        policy would have them in half, 0 to 1.
+    """
+
+    findings: tuple[Finding, ...]
+    f32_flops_share: float
+
+    def __len__(self) -> int:
+        """Return how many findings there are."""
+        return len(self.findings)
+
+    def __str__(self) -> str:
+        """Return a line per finding."""
+        return "\n".join(map(str, self.findings)) or "no findings"
+
+    def table(self) -> Any:
+        """Return a `rich` table, a row per finding.
+
+        Raises:
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
+        """
+        with extras.needed("numerics"):
+            from rich.table import Table
+
+        table = Table(
+            title=f"lint: {len(self)} findings, {self.f32_flops_share:.1%} of "
+            "matrix-product FLOPs left in float32",
+            show_lines=True,
+        )
+        for name in ("", "rule", "layer", "line", "what", "why, and what to do"):
+            table.add_column(name, overflow="fold")
+        for found in self.findings:
+            times = f" ×{found.times}" if found.times > 1 else ""
+            table.add_row(
+                found.severity,
+                found.rule,
+                found.layer,
+                found.line.rsplit("/", 1)[-1],
+                f"{found.primitive}: {found.what}{times}",
+                f"{found.why} {found.fix}",
+            )
+        return table
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "LintReport":
+        """Return the report that `to_json` wrote.
+
+        Raises:
+          ValueError: the text is not such a report.
+        """
+        try:
+            data = json.loads(text)
+            findings = tuple(Finding(**found) for found in data["findings"])
+            return cls(findings, float(data["f32_flops_share"]))
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"Expected the JSON of a LintReport, got {text[:80]!r} ({error})."
+            ) from None
+
+
+def lint(
+    fun: Callable[..., Any],
+    policy: Policy | PolicyMap | str = "mixed",
+    *,
+    target: Literal["gpu", "tpu"] | None = None,
+) -> Callable[..., LintReport]:
+    """Return a function of the same arguments that lists a program's hazards in half.
+
+    The program is judged as it is: cast by hand, with a policy for its modules, or
+    under `autocast`. Gradients are programs too: `lint(jax.value_and_grad(loss), …)`.
+    Nothing is computed.
+
+    Args:
+      fun: any function, or a module that can be called.
+      policy: what it is meant to run under: products that are left in float32 though
+        the policy computes in half there are found. Patterns of a `PolicyMap` match
+        name-scope paths, as for `autocast`.
+      target: whose matrix units dimensions are compared with; the default is the
+        platform of the first device, `"gpu"` on a CPU.
+
+    Returns:
+      A function that returns a `LintReport`; its arguments may be shapes
+      (`jax.ShapeDtypeStruct`).
+
+    Raises:
+      TypeError: `fun` is not callable.
+      ValueError: the policy does not compute in half, or in two kinds of half; an
+        unknown target; in a call: a pattern of the policy matches no scope.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> def f(x, mask):
+      ...     return jax.nn.softmax(jnp.where(mask, x, -1e9).astype(jnp.float32))
+      >>> x = jax.ShapeDtypeStruct((4, 8), jnp.float16)
+      >>> report = lint(f, "mixed_float16")(x, jax.ShapeDtypeStruct((4, 8), bool))
+      >>> [(found.rule, found.what) for found in report.findings]
+      [('constant-out-of-range', '-1e+09 becomes -inf in float16')]
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018
+      (https://arxiv.org/abs/1710.03740); NVIDIA, Matrix Multiplication Background.
+    """
+    if not callable(fun):
+        raise TypeError(f"lint expects a function, got {fun!r}.")
+    policy, _ = check_policy(policy, "lint")
+    if target is None:
+        is_tpu = jax.local_devices()[0].platform == "tpu"
+        target = "tpu" if is_tpu else "gpu"
+    if target not in ("gpu", "tpu"):
+        raise ValueError(f"Expected target='gpu' or 'tpu', got {target!r}.")
+
+    def linted(*args: Any, **kwargs: Any) -> LintReport:
+        with warnings.catch_warnings():
+            # NumPy says that a constant overflows in half; where, the report says.
+            warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
+            ops = trace(fun, args, kwargs, target)
+        regions = Regions(policy)
+        program = Program(ops, Ranges(ops), regions, target)
+        findings = _merged(
+            _finding(rule, op, what)
+            for rule in RULES
+            for op, what in rule.find(program)
+        )
+        left, total = speed.flops_in_f32(program)
+        share = sum(left.values()) / total if total else 0.0
+        for op in ops:
+            program.is_low(op)
+        regions.check_unused(name_of(fun))
+        return LintReport(tuple(findings), share)
+
+    return linted
+
+
+def _finding(rule: Rule, op: Op, what: str) -> Finding:
+    return Finding(
+        rule=rule.name,
+        layer=op.layer,
+        line=op.line,
+        primitive=op.name,
+        what=what,
+        why=rule.why,
+        fix=rule.fix,
+        times=1,
+        severity=rule.severity,
+    )
+
+
+def _merged(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings, equal ones of a line as one, the worst first."""
+    merged: dict[Any, Finding] = {}
+    for found in findings:
+        place = found.line or found.layer
+        key = (found.rule, place, found.primitive, found.what)
+        if key in merged:
+            layer = _common(merged[key].layer, found.layer)
+            found = dataclasses.replace(
+                merged[key], layer=layer, times=merged[key].times + 1
+            )
+        merged[key] = found
+    return sorted(merged.values(), key=lambda f: _SEVERITIES.index(f.severity))
+
+
+def _common(layer: str, other: str) -> str:
+    """Return a path with `*` for what differs between two.
+
+    Examples:
+      >>> _common("decoder/layer_0/mlp", "decoder/layer_1/mlp")
+      'decoder/*/mlp'
+    """
+    parts, others = layer.split("/"), other.split("/")
+    common = [p if p == o else "*" for p, o in zip(parts, others, strict=False)]
+    return "/".join(common + ["*"] * (len(parts) != len(others)))

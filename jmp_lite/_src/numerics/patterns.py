@@ -1,0 +1,92 @@
+"""Patterns over layers: scopes for `autocast`, modules for `with_policy` of linen.
+
+linen enters a scope for each module, named as the module is in the one around it; the
+outermost has no name, and its scope that of its class: the module `"mlp/down"` of a
+`Net` has the scope `"Net/mlp/down"`. A method other than `__call__` has a scope of its
+own: `"Net/embed.attend"`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+
+from jmp_lite._src.policy import PolicyMap
+
+# A class, not one that linen has numbered to name a module: Dense_0.
+_CLASS = re.compile(r"(?!\w*_\d+(\.|$))([A-Z]\w*)(\.\w+)?")
+_METHOD = re.compile(r"(\w+)\.\w+")
+
+
+def pattern_of(layer: str) -> str:
+    r"""Return the pattern that matches a layer, whether scope or module of linen.
+
+    Examples:
+      >>> pattern_of("Net/mlp_1/down"), pattern_of("Net/embed.attend")
+      ('(Net/)?mlp_1/down', '(Net/)?embed(\\.attend)?')
+      >>> pattern_of("squares")
+      'squares'
+    """
+    top, rest = _split(layer)
+    if not top:
+        return _escape(layer)
+    if not rest:
+        return f"({_escape(top)})?"
+    pattern, before = f"({_escape(top)}/)?", ""
+    for i, part in enumerate(rest.split("/")):
+        method = _METHOD.fullmatch(part)
+        slash = "/" if i else ""
+        if method and method[1] == before:  # a method that the module itself calls
+            pattern += f"({slash}{_escape(part)})?"
+        elif method:
+            before = method[1]
+            pattern += f"{slash}{before}({_escape(part.removeprefix(before))})?"
+        else:
+            before = part
+            pattern += slash + _escape(part)
+    return pattern
+
+
+def fit(policy: PolicyMap, layers: Iterable[str]) -> PolicyMap:
+    """Return a policy whose patterns, if over modules of linen, match scopes as well.
+
+    Args:
+      policy: the policy; patterns that match a scope, or nothing, stay as they are.
+      layers: the scopes of a program.
+    """
+    # The model itself is `""` for `with_policy`; so are operations without a scope.
+    paths = {path for layer in layers for path in _around(layer)} - {""}
+    splits = {_split(path) for path in paths if _split(path)[0]}
+
+    def fitted(pattern):
+        if any(re.fullmatch(pattern, path) for path in paths):
+            return pattern
+        tops = {top for top, rest in splits if re.fullmatch(pattern, rest)}
+        if not tops:
+            return pattern
+        return f"(({'|'.join(map(_escape, sorted(tops)))})(/|$))?({pattern})"
+
+    rules = tuple((fitted(pattern), p) for pattern, p in policy.rules)
+    return dataclasses.replace(policy, rules=rules)
+
+
+def _around(layer: str) -> list[str]:
+    """Return a layer and those around it, outermost first."""
+    parts = layer.split("/")
+    return ["/".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _split(layer: str) -> tuple[str, str]:
+    """Return the scopes up to that of the model, and the path of a module in it."""
+    parts = layer.split("/")
+    for i, part in enumerate(parts):
+        found = _CLASS.fullmatch(part)
+        if found:
+            end, own_method = i + 1, re.compile(rf"{found[2]}\.\w+")
+            while end < len(parts) and own_method.fullmatch(parts[end]):
+                end += 1
+            return "/".join(parts[:end]), "/".join(parts[end:])
+    return "", layer
+
+
+def _escape(layer: str) -> str:
+    return re.escape(layer).replace(r"\-", "-")

@@ -1,0 +1,195 @@
+"""Figures of numbers: exponents over the range of a half dtype, and what is lost where.
+
+Figures are made without pyplot: no display, no global state. `figure.savefig("a.png")`
+writes one; in a notebook it shows itself.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite._src import extras
+from jmp_lite._src.numerics.stats import EXPONENTS, check_dtype
+
+with extras.needed("numerics"):
+    from matplotlib.axes import Axes
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, told apart by colour-blind readers. Each part of the range is
+# named in the figure as well.
+_BARS = "#0072B2"
+_PARTS = {  # colour, and how dense
+    "flush": ("#D55E00", 0.30),
+    "subnormal": ("#E69F00", 0.22),
+    "normal": ("#009E73", 0.10),
+    "overflow": ("#CC79A7", 0.40),
+}
+# A bar is as high as the logarithm of its share, from 10**_FLOOR up: tails are seen.
+_FLOOR = -6
+
+
+def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
+    """Draw the histogram of exponents of each layer, over the range of a half dtype.
+
+    Args:
+      named: layer to what has a `histogram` `[96]`, as a `ValueStats` does; drawn from
+        top to bottom.
+      dtype: the half dtype, or its name.
+
+    Returns:
+      The figure: an axis with a row of bars per layer. A bar is as wide as a power of
+      two, and as high as the logarithm of its share of the layer's non-zero numbers.
+
+    Raises:
+      ValueError: there is no layer, or one without a histogram; `dtype` is none that
+        arrays are cast to.
+
+    Examples:
+      >>> from jmp_lite._src.numerics.stats import value_stats
+      >>> figure = plot_histograms({"w": value_stats(jnp.ones(3), "f16")}, "f16")
+      >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
+      ['w']
+    """
+    dtype = check_dtype(dtype)
+    without = [name for name, stats in named.items() if stats.histogram is None]
+    if without:
+        raise ValueError(
+            f"Expected a histogram of every layer, got none of {without}: count with "
+            "histogram=True."
+        )
+    counts = np.array([np.asarray(s.histogram, np.float64) for s in named.values()])
+    counts = counts.reshape(len(named), len(EXPONENTS))
+    figure, axes = _make_figure(list(named), width=7.5)
+    parts = _parts_of_range(dtype)
+    low, high = _limits(counts, parts)
+    for row, row_counts in enumerate(counts):
+        drawn = np.flatnonzero(row_counts)
+        shares = row_counts[drawn] / row_counts.sum()
+        heights = np.clip(1 - np.log10(shares) / _FLOOR, 0.02, 1)
+        axes.bar(
+            np.array(EXPONENTS)[drawn],
+            -0.86 * heights,  # upwards: the first row is on top
+            bottom=row + 0.43,
+            width=1,
+            align="edge",
+            color=_BARS,
+            label=list(named)[row],
+        )
+        axes.axhline(row + 0.43, color="black", linewidth=0.5)
+    for name, (left, right) in parts.items():
+        left, right = max(left, low), min(right, high)
+        if left < right:
+            face, alpha = _PARTS[name]
+            axes.axvspan(left, right, color=face, alpha=alpha, linewidth=0, zorder=0)
+            middle = (left + right) / 2
+            axes.text(
+                middle, -0.6, name, ha="center", va="bottom", fontsize=9, clip_on=False
+            )
+    axes.set_xlim(low, high)
+    axes.set_xlabel(
+        f"log2 of the magnitude, over the range of {jnp.dtype(dtype).name}\n"
+        f"(heights: logarithm of the share, from $10^{{{_FLOOR}}}$ to 1)"
+    )
+    return figure
+
+
+def plot_heat_map(rows: Sequence[str], columns: Sequence[str], values: Any) -> Figure:
+    """Draw shares of numbers, layers by kinds of loss.
+
+    Args:
+      rows: the names of the layers, from top to bottom.
+      columns: the names of what is lost: `"flush"`, `"overflow"`.
+      values: shares `[rows, columns]`, 0 to 1; NaN is left blank.
+
+    Returns:
+      The figure; each cell has its number written in it.
+
+    Raises:
+      ValueError: the shape is another; there is no layer.
+
+    Examples:
+      >>> figure = plot_heat_map(["a", "b"], ["flush"], [[0.0], [0.25]])
+      >>> [text.get_text() for text in figure.axes[0].texts]
+      ['0', '25%']
+    """
+    shares = np.array(values, np.float64)
+    if shares.shape != (len(rows), len(columns)):
+        raise ValueError(
+            f"Expected values of shape [{len(rows)}, {len(columns)}], got "
+            f"{list(shares.shape)}."
+        )
+    figure, axes = _make_figure(rows, width=2.2 + 1.0 * len(columns))
+    # What is not there is white: it is not a small number, it is nothing.
+    image = axes.imshow(
+        np.where(shares > 0, shares, np.nan),
+        norm=LogNorm(1e-6, 1),
+        cmap="YlOrBr",
+        aspect="auto",
+    )
+    for (row, column), share in np.ndenumerate(shares):
+        is_dark = share > 0.02
+        axes.text(
+            column,
+            row,
+            _percent(share),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white" if is_dark else "black" if share else "0.6",
+        )
+    axes.set_xticks(range(len(columns)), columns)
+    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
+    figure.colorbar(image, ax=axes, label="share", extend="min", aspect=40)
+    return figure
+
+
+def _make_figure(rows: Sequence[str], *, width: float) -> tuple[Figure, Axes]:
+    """Return a figure with a line of text's height for each row, named at the left."""
+    if not rows:
+        raise ValueError("There is nothing to draw: expected a layer at least.")
+    longest = max(map(len, rows))
+    size = (width + 0.075 * longest, 1.2 + 0.3 * max(len(rows), 3))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(left=False)
+    return figure, axes
+
+
+def _parts_of_range(dtype: Any) -> dict[str, tuple[float, float]]:
+    """Return, as log2, from where to where numbers are normal, and what else."""
+    info = jnp.finfo(dtype)
+    # Up to half of the smallest subnormal, numbers round to 0.
+    to_zero, to_normal = info.minexp - info.nmant - 1, info.minexp
+    return {
+        "flush": (-math.inf, to_zero),
+        "subnormal": (to_zero, to_normal),
+        "normal": (to_normal, info.maxexp),
+        "overflow": (info.maxexp, math.inf),
+    }
+
+
+def _limits(counts: Any, parts: Mapping[str, tuple[float, float]]) -> tuple[int, int]:
+    """Return what to show, as log2: every number, and the borders that are near."""
+    shown = {e for e, n in zip(EXPONENTS, counts.sum(0), strict=True) if n}
+    borders = {b for part in parts.values() for b in part}
+    shown |= {b for b in borders if EXPONENTS[0] < b < EXPONENTS[-1]}
+    if not shown:
+        return EXPONENTS[0], EXPONENTS[-1] + 1
+    return int(min(shown)) - 3, int(max(shown)) + 5
+
+
+def _percent(share: float) -> str:
+    if math.isnan(share):
+        return ""
+    if share == 0:
+        return "0"
+    if share < 1e-5:
+        return "<0.001%"
+    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"

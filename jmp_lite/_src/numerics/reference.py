@@ -1,0 +1,121 @@
+"""What half precision is compared with: a program in float32, whose results are finite.
+
+A program that is in half already would be compared with itself, and found faultless.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite._src import compat, dtypes
+from jmp_lite._src.autocast import products
+from jmp_lite._src.jaxprs import name_scopes, sources
+from jmp_lite._src.jaxprs.sites import Site, in_loop, site_of
+from jmp_lite._src.numerics.programs import is_floating
+from jmp_lite._src.numerics.runs import look
+
+_NAMED = 4
+
+
+def check_is_float32(jaxpr: Any, caller: str) -> str:
+    """Raise if most of a program's matrix products read half.
+
+    Args:
+      jaxpr: the program, an open jaxpr.
+      caller: who asks, for the text.
+
+    Returns:
+      What to warn of if some do, else `""`.
+
+    Raises:
+      ValueError: more than half of the FLOPs are those of products in half.
+    """
+    found = list(_products(jaxpr))
+    in_half = [p for p in found if dtypes.is_half(p.dtype)]
+    if not in_half:
+        return ""
+    share = sum(p.flops for p in in_half) / max(sum(p.flops for p in found), 1)
+    names = " and ".join(sorted({str(p.dtype) for p in in_half}))
+    places = list(dict.fromkeys(p.place for p in in_half))
+    named = ", ".join(places[:_NAMED])
+    if len(places) > _NAMED:
+        named += f" and {len(places) - _NAMED} more"
+    text = (
+        f"{caller} compares a program in float32 with itself under a policy, and got "
+        f"one with {share:.0%} of its matrix-product FLOPs in {names} already: {named}."
+    )
+    remedy = (
+        "Pass the model in float32, and the policy and its rules beside it: the model "
+        "that with_policy was given (policy_model.module in linen), the function "
+        "without autocast or casts of its own, float32 parameters."
+    )
+    if share > 0.5:
+        raise ValueError(f"{text} {remedy}")
+    return f"{text} What half precision does there is not seen. {remedy}"
+
+
+def check_is_finite(found: Any, results: Sequence[Any], caller: str) -> None:
+    """Raise for numbers that are not finite in the float32 run.
+
+    Infinities that came in, as masks do, may go out.
+
+    Args:
+      found: the `NonFinite` of its results, or of an operation in half.
+      results: its results.
+      caller: who asks, for the text.
+
+    Raises:
+      ValueError: an operation made a number that is not finite, or a result is NaN.
+    """
+    if found.primitive in ("argument", "constant") and not any(map(_has_nan, results)):
+        return
+    raise ValueError(
+        f"{caller} compares a program in float32 with itself under a policy, and this "
+        f"one is not finite by itself: {found} No policy repairs that. Repair it, or "
+        "pass a batch and parameters on which the function is finite."
+    )
+
+
+def _has_nan(x: Any) -> bool:
+    if not is_floating(jax.typeof(x)):
+        return False
+    x = look(x)
+    return bool((jnp if isinstance(x, jax.Array) else np).isnan(x).any())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A matrix product of a program.
+
+    Attributes:
+      dtype: that in which it reads the narrower of its operands.
+      flops: in all its runs, as far as the program says how many there are.
+      place: what it is, and where, for people.
+    """
+
+    dtype: Any
+    flops: int
+    place: str
+
+
+def _products(jaxpr: Any, around: Site | None = None) -> Iterator[_Product]:
+    for eqn in jaxpr.eqns:
+        site = site_of(eqn) if around is None else site_of(eqn, around)
+        if eqn.primitive.name in products.NAMES:
+            read = [v.aval.dtype for v in eqn.invars[:2]]
+            half = [dtype for dtype in read if dtypes.is_half(dtype)]
+            line = site.line or sources.source_line(eqn)
+            parts = [p for p in site.layer.split("/") if p not in name_scopes.MARKS]
+            layer = f" in {'/'.join(parts)}" if any(parts) else ""
+            yield _Product(
+                dtype=(half or read)[0],
+                flops=products.flops(eqn) * (site.times or 1),
+                place=f"{site.primitive}{layer}{f' at {line}' if line else ''}",
+            )
+        inside = in_loop(eqn, site)
+        for body in compat.jaxprs_of(eqn):
+            yield from _products(body, inside)

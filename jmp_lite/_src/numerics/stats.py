@@ -1,0 +1,321 @@
+"""Statistics of numbers: what a half dtype would make of them, and how large they are.
+
+Counted on the bits of the magnitudes, in one pass over an array, where it lies: nothing
+is flattened, so a sharded array stays on its devices, and no floats are compared or
+added, so a device that treats subnormals as zero still counts them. (XLA on the CPU is
+such a device: what it computed before it came here it flushed itself.)
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jmp_lite._src import dtypes
+
+# The bins of a histogram; what lies beyond is in the first or the last. All of float16
+# fits, and so do the gradients of real models.
+EXPONENTS = range(-64, 32)
+
+
+class ValueStats(NamedTuple):
+    """What an array's numbers would be in a half dtype, as counts.
+
+    Every field is f32, so that the statistics of many steps add up without overflow;
+    counts are exact up to 2**24, then to 24 bits.
+
+    Attributes:
+      size: how many numbers, shape `[]`.
+      nonfinite: how many are NaN or infinite already, `[]`.
+      zero: how many are zero already, `[]`.
+      subnormal: how many round to a subnormal of the half dtype, `[]`.
+      flush: how many are not zero, and round to zero, `[]`.
+      overflow: how many are finite, and round to infinity, `[]`.
+      max_abs: the largest finite magnitude, `[]`; 0 if there is none.
+      min_abs: the smallest magnitude that is finite and not zero, `[]`; inf if none.
+      histogram: how many finite non-zero magnitudes have the exponent
+        `floor(log2(|x|))`, as `EXPONENTS` lists them, `[96]`; the first and the last
+        bin hold what lies beyond. None where it was left out.
+    """
+
+    size: Any
+    nonfinite: Any
+    zero: Any
+    subnormal: Any
+    flush: Any
+    overflow: Any
+    max_abs: Any
+    min_abs: Any
+    histogram: Any
+
+
+def value_stats(
+    x: ArrayLike, dtype: DTypeLike, *, histogram: bool = True
+) -> ValueStats:
+    """Count what the numbers of one array would be in a half dtype.
+
+    Rounding is to nearest, ties to even, as a cast does. Works under `jit`, `vmap`,
+    `scan`, and on sharded arrays, of which only the counts travel.
+
+    Args:
+      x: a floating array of any shape and dtype, up to 2**32 numbers. They are counted
+        as they are, with a loss scale still on, say. A complex number is two numbers.
+      dtype: the dtype that they would be in, or its name: float16 or bfloat16.
+      histogram: whether to count exponents as well.
+
+    Returns:
+      The statistics.
+
+    Raises:
+      TypeError: `x` is neither floating nor complex.
+      ValueError: `dtype` is none that arrays are cast to.
+
+    Examples:
+      >>> stats = value_stats(jnp.array([1.0, 1e-5, 1e-9, 1e9, jnp.nan]), "f16")
+      >>> stats.subnormal.item(), stats.flush.item(), stats.overflow.item()
+      (1.0, 1.0, 1.0)
+      >>> stats.histogram[EXPONENTS.index(0)].item()  # 1.0 is 2**0
+      1.0
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018
+      (https://arxiv.org/abs/1710.03740), figures 2 and 3: histograms of exponents.
+    """
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"Expected an array of floats, got {x.dtype}{list(x.shape)}.")
+    return _value_stats(x, check_dtype(dtype), histogram)
+
+
+def empty(*, histogram: bool = True) -> ValueStats:
+    """Return the statistics of no numbers: what `merge` starts from.
+
+    Args:
+      histogram: whether there is one, as for `value_stats`.
+
+    Returns:
+      The statistics.
+
+    Examples:
+      >>> empty().min_abs.item()
+      inf
+    """
+    zero = jnp.zeros((), jnp.float32)
+    return ValueStats(
+        *[zero] * 7,
+        min_abs=jnp.full((), jnp.inf, jnp.float32),
+        histogram=jnp.zeros(len(EXPONENTS), jnp.float32) if histogram else None,
+    )
+
+
+def merge(a: ValueStats, b: ValueStats) -> ValueStats:
+    """Return the statistics of all numbers of two.
+
+    Args:
+      a: statistics, or those of several arrays, stacked.
+      b: likewise, of the same shapes.
+
+    Returns:
+      The statistics; without a histogram if one of the two has none.
+
+    Examples:
+      >>> x = jnp.array([0.5, 8.0])
+      >>> both = merge(value_stats(x, "f16"), value_stats(-2 * x, "f16"))
+      >>> both.size.item(), both.min_abs.item(), both.max_abs.item()
+      (4.0, 0.5, 16.0)
+    """
+    if a.histogram is None or b.histogram is None:
+        a, b = a._replace(histogram=None), b._replace(histogram=None)
+    return jax.tree.map(jnp.add, a, b)._replace(
+        max_abs=_of_bits(jnp.maximum(_bits(a.max_abs), _bits(b.max_abs))),
+        min_abs=_of_bits(jnp.minimum(_bits(a.min_abs), _bits(b.min_abs))),
+    )
+
+
+def merge_stacked(stats: ValueStats) -> ValueStats:
+    """Return the statistics of all numbers of many, stacked along the first axis."""
+    merged = jax.tree.map(lambda x: jnp.sum(x, 0), stats)
+    return merged._replace(
+        max_abs=_of_bits(_bits(stats.max_abs).max(0, initial=_bits(0.0))),
+        min_abs=_of_bits(_bits(stats.min_abs).min(0, initial=_bits(jnp.inf))),
+    )
+
+
+def value_stats_on_host(x: np.ndarray, dtype: Any) -> ValueStats:
+    """Return what `value_stats` does, by NumPy: nothing is compiled.
+
+    Args:
+      x: a floating or complex array.
+      dtype: as `check_dtype` returns it.
+
+    Returns:
+      The statistics, numbers of Python and NumPy.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return merge_on_host(
+            *(value_stats_on_host(f(x), dtype) for f in (np.real, np.imag))
+        )
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    borders, no_sign = _words(wide, dtype)
+    bits = np.asarray(x, wide).ravel().view(no_sign.dtype) & no_sign
+    bits.sort()
+    # How many numbers lie below each border.
+    below = np.searchsorted(bits, borders).tolist()
+    zero, to_zero, to_normal, to_infinity, finite = below[:5]
+    largest, smallest = bits[finite - 1 : finite], bits[zero : zero + (zero < finite)]
+    return ValueStats(
+        size=float(bits.size),
+        nonfinite=float(bits.size - finite),
+        zero=float(zero),
+        subnormal=float(to_normal - to_zero),
+        flush=float(to_zero - zero),
+        overflow=float(finite - to_infinity),
+        max_abs=_as_float32(largest.view(wide), 0.0),
+        min_abs=_as_float32(smallest.view(wide), math.inf),
+        histogram=np.diff([zero, *below[5:], finite]),
+    )
+
+
+def _as_float32(extreme: np.ndarray, default: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(extreme.astype(np.float32)[0]) if extreme.size else default
+
+
+@functools.cache
+def _words(wide: Any, dtype: Any) -> tuple[np.ndarray, Any]:
+    """Return the borders between classes and exponents as bits, and what masks signs.
+
+    The bits of positive floats are integers in the same order.
+    """
+    word = np.uint64 if wide is np.float64 else np.uint32
+    with np.errstate(over="ignore"):  # nothing in float32 overflows float64
+        to_zero, to_normal, to_infinity = map(wide, _borders(dtype))
+    # What is halfway to the smallest subnormal rounds to 0 itself.
+    to_zero = np.nextafter(to_zero, wide(1))
+    zero = np.nextafter(wide(0), wide(1))
+    powers = [wide(2.0**e) for e in EXPONENTS[1:]]
+    borders = [zero, to_zero, to_normal, to_infinity, wide(np.inf), *powers]
+    return np.array(borders, wide).view(word), word(np.iinfo(word).max >> 1)
+
+
+def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
+    """Return the statistics of all numbers of two, both from `value_stats_on_host`."""
+    counts = [x + y for x, y in zip(a[:6], b[:6], strict=True)]
+    return ValueStats(
+        *counts,
+        max_abs=max(a.max_abs, b.max_abs),
+        min_abs=min(a.min_abs, b.min_abs),
+        histogram=a.histogram + b.histogram,
+    )
+
+
+def check_dtype(dtype: DTypeLike) -> Any:
+    """Return the dtype that numbers would be in, as `jnp.float16`.
+
+    Raises:
+      ValueError: it is none that arrays are cast to.
+    """
+    parsed = dtypes.parse_dtype(dtype)
+    if not dtypes.is_castable(np.dtype(parsed)):
+        raise ValueError(
+            f"Expected a dtype {dtypes.known_names()}, got {dtypes.dtype_name(parsed)}."
+        )
+    return parsed
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _value_stats(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = [_value_stats(part, dtype, histogram) for part in (x.real, x.imag)]
+        return merge(*parts)
+    # Exact, and what is subnormal in float16 or fp8 has its exponent to read.
+    wide = np.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    word = np.uint64 if wide == jnp.float64 else np.uint32
+    info, zero = jnp.finfo(wide), word(0)
+    with np.errstate(over="ignore"):  # nothing in float32 overflows float64
+        borders = [wide.type(border).view(word) for border in _borders(dtype)]
+    to_zero, to_normal, to_infinity = borders
+    infinity = wide.type(np.inf).view(word)
+    no_sign = word(2 ** (info.bits - 1) - 1)
+    bits = lax.bitcast_convert_type(x.astype(wide), word) & no_sign
+    is_finite, is_nonzero = bits < infinity, bits > zero
+    is_number = is_finite & is_nonzero
+    counted = (
+        ~is_finite,
+        ~is_nonzero,
+        (bits > to_zero) & (bits < to_normal),
+        is_nonzero & (bits <= to_zero),
+        is_finite & (bits >= to_infinity),
+    )
+    # One reduction of everything: XLA on the CPU reads an array once for each.
+    *counts, largest, smallest = lax.reduce(
+        [
+            *[which.astype(np.uint32) for which in counted],
+            jnp.where(is_finite, bits, zero),
+            jnp.where(is_number, bits, infinity),
+        ],
+        [*[np.uint32(0)] * len(counted), zero, infinity],
+        _combine,
+        range(x.ndim),
+    )
+    per_exponent = None
+    if histogram:
+        exponents = (bits >> word(info.nmant)).astype(np.int32) + (info.minexp - 1)
+        bins = jnp.clip(exponents, EXPONENTS[0], EXPONENTS[-1]) - EXPONENTS[0]
+        per_exponent = lax.platform_dependent(
+            jnp.where(is_number, bins, len(EXPONENTS)).astype(np.uint8),
+            cpu=_count_by_scatter,
+            default=_count_by_comparison,
+        ).astype(np.float32)
+    counts = [x.size, *counts]
+    return ValueStats(
+        *[jnp.asarray(count, jnp.float32) for count in counts],
+        max_abs=lax.bitcast_convert_type(largest, wide).astype(jnp.float32),
+        min_abs=lax.bitcast_convert_type(smallest, wide).astype(jnp.float32),
+        histogram=per_exponent,
+    )
+
+
+def _borders(dtype: Any) -> tuple[float, float, float]:
+    """Return up to where numbers round to 0, and from where to a normal and to inf."""
+    info = jnp.finfo(dtype)
+    # A tie rounds to the even neighbour: to 0, to the smallest normal, to infinity.
+    tiny, half_spacing = 2.0**info.minexp, 2.0 ** (info.minexp - info.nmant - 1)
+    to_infinity = (2 - 2.0 ** -(info.nmant + 1)) * 2.0 ** (info.maxexp - 1)
+    return half_spacing, tiny - half_spacing, to_infinity
+
+
+def _combine(a: Any, b: Any) -> list[jax.Array]:
+    sums = [x + y for x, y in zip(a[:-2], b[:-2], strict=True)]
+    return [*sums, jnp.maximum(a[-2], b[-2]), jnp.minimum(a[-1], b[-1])]
+
+
+def _count_by_scatter(bins: jax.Array) -> jax.Array:
+    """Return how often each bin occurs: one addition a number, cheap on a CPU."""
+    counts = jnp.zeros(len(EXPONENTS) + 1, np.uint32)
+    # Where meshes are explicit, it has to be said that every device gets the sum.
+    counts = counts.at[bins].add(
+        np.uint32(1), mode="promise_in_bounds", out_sharding=jax.typeof(counts).sharding
+    )
+    return counts[:-1]
+
+
+def _count_by_comparison(bins: jax.Array) -> jax.Array:
+    """Return how often each bin occurs; threads do not queue for the same counters."""
+    every = jnp.arange(len(EXPONENTS), dtype=bins.dtype)
+    is_in = bins[..., None] == jnp.expand_dims(every, range(bins.ndim))
+    return is_in.sum(range(bins.ndim), dtype=np.uint32)
+
+
+def _bits(x: Any) -> jax.Array:
+    """Return magnitudes as integers in the same order: no subnormal becomes a zero."""
+    return lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), np.uint32)
+
+
+def _of_bits(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, np.float32)

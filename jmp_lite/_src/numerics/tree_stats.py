@@ -1,0 +1,221 @@
+"""Statistics of a tree, leaf by leaf: parameters, gradients, activations.
+
+To look every N steps, compile a second step. A switch that is off costs nothing: the
+program is the one without it.
+
+    @functools.partial(jax.jit, static_argnames="log_stats")
+    def step(state, batch, log_stats=False):
+        ...
+        return state, tree_stats(grads, "f16") if log_stats else None
+
+    state, stats = step(state, batch, log_stats=i % 100 == 0)
+
+Inside a `scan`, which is one program, `lax.cond` skips the work of the other steps:
+
+    def look(grads):
+        return tree_stats(grads, "f16").total()
+
+    stats = lax.cond(i % 100 == 0, look, lambda grads: empty(), grads)
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jmp_lite._src import dtypes, extras, trees
+from jmp_lite._src.numerics.stats import (
+    EXPONENTS,
+    ValueStats,
+    check_dtype,
+    empty,
+    merge_stacked,
+    value_stats,
+)
+
+
+@trees.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TreeStats:
+    """The statistics of each floating leaf of a tree.
+
+    A pytree: returned from `jit`, stacked by `scan`, fetched with `jax.device_get`.
+    What is for people (`named`, `table`, `plot`, `to_json`) is called on the host.
+
+    Args:
+      stats: those of the leaves, stacked: fields f32 `[n]`, the histogram `[n, 96]`.
+      paths: the key path of each leaf, `"decoder/layers/0/kernel"`; static.
+      dtype: the dtype that the numbers would be in; static.
+
+    Examples:
+      >>> stats = tree_stats({"w": jnp.array([1e-9, 0.5])}, "f16")
+      >>> TreeStats.from_json(stats.to_json()).named()["w"].flush.item()
+      1.0
+    """
+
+    stats: ValueStats
+    paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    def total(self) -> ValueStats:
+        """Return the statistics of all leaves together, fields `[]`; works in `jit`."""
+        return merge_stacked(self.stats)
+
+    def named(self) -> dict[str, ValueStats]:
+        """Return the statistics of each leaf by its path, as NumPy scalars.
+
+        Raises:
+          ValueError: these are of several steps, stacked by `scan` or `vmap`.
+        """
+        stats = jax.tree.map(np.asarray, self.stats)
+        if stats.size.ndim != 1:
+            raise ValueError(
+                "Expected the statistics of one step, got them stacked to "
+                f"{list(stats.size.shape)}: take step i of them with "
+                "jax.tree.map(lambda x: x[i], stats)."
+            )
+        return {
+            path: jax.tree.map(lambda x, i=i: x[i], stats)
+            for i, path in enumerate(self.paths)
+        }
+
+    def table(self) -> Any:
+        """Return a `rich` table: a row per leaf, the one that loses most on top.
+
+        Raises:
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
+          ValueError: as `named`.
+        """
+        with extras.needed("numerics"):
+            from rich import box
+            from rich.table import Table
+
+        table = Table(
+            title=f"rounded to {jnp.dtype(self.dtype).name}",
+            caption="shares of all numbers of the leaf",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        table.add_column("leaf", overflow="fold", min_width=16)
+        for name in ("size", *_SHARES.values(), "log2|x|"):
+            table.add_column(name, justify="right", no_wrap=True)
+        rows = sorted(self.named().items(), key=_badness, reverse=True)
+        for path, stats in rows:
+            shares = [_percent(share) for share in _shares(stats)]
+            table.add_row(path, f"{stats.size:.3g}", *shares, _range(stats))
+        return table
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure: each leaf's exponents over the range of half.
+
+        Raises:
+          ImportError: matplotlib is not installed (`pip install "jmp-lite[numerics]"`).
+          ValueError: there is no histogram; or as `named`.
+        """
+        from jmp_lite._src.numerics.plot import plot_histograms
+
+        return plot_histograms(self.named(), self.dtype)
+
+    def to_json(self) -> str:
+        """Return everything as JSON, null being infinity, for `from_json`."""
+        fields = jax.tree.map(np.asarray, self.stats)._asdict()
+        stats = {
+            name: np.asarray(np.where(np.isfinite(x), x.astype(object), None)).tolist()
+            for name, x in fields.items()
+            if x is not None
+        }
+        dtype = dtypes.dtype_name(self.dtype)
+        return json.dumps({"dtype": dtype, "paths": self.paths, "stats": stats})
+
+    @classmethod
+    def from_json(cls, text: str) -> "TreeStats":
+        """Return what `to_json` wrote, as NumPy arrays.
+
+        Raises:
+          ValueError: the text is something else.
+        """
+        try:
+            content = json.loads(text)
+            arrays = {
+                name: np.asarray(x, np.float32) for name, x in content["stats"].items()
+            }
+            arrays = {n: np.where(np.isnan(x), np.inf, x) for n, x in arrays.items()}
+            stats = ValueStats(**{"histogram": None, **arrays})
+            if stats.histogram is not None:  # JSON does not say the shape of []
+                shape = (*stats.size.shape, len(EXPONENTS))
+                stats = stats._replace(histogram=stats.histogram.reshape(shape))
+            return cls(stats, tuple(content["paths"]), check_dtype(content["dtype"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"Expected the JSON of a TreeStats: {error!r}.") from None
+
+
+def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = True) -> TreeStats:
+    """Count, leaf by leaf, what the numbers of a tree would be in a half dtype.
+
+    Args:
+      tree: any pytree. Its floating and complex arrays are looked at; other leaves
+        (integers, keys, `float0`, Python scalars, objects) are left out.
+      dtype: as for `value_stats`.
+      histogram: as for `value_stats`.
+
+    Returns:
+      The statistics.
+
+    Raises:
+      ValueError: as `value_stats`.
+
+    Examples:
+      >>> grads = {"w": jnp.array([1e-9, 0.5]), "b": jnp.ones(3), "step": 3}
+      >>> stats = jax.jit(lambda grads: tree_stats(grads, "f16"))(grads)
+      >>> stats.paths, stats.stats.flush.tolist()
+      (('b', 'w'), [0.0, 1.0])
+    """
+    leaves = [
+        (trees.key_path(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    dtype = check_dtype(dtype)
+    rows = [value_stats(leaf, dtype, histogram=histogram) for _, leaf in leaves]
+    stacked = jax.tree.map(
+        lambda one, *xs: jnp.stack(xs) if xs else jnp.zeros((0, *one.shape), one.dtype),
+        empty(histogram=histogram),
+        *rows,
+    )
+    return TreeStats(stacked, tuple(path for path, _ in leaves), dtype)
+
+
+# The fields whose share of all numbers is shown, the gravest first, and their titles.
+_SHARES = {
+    "nonfinite": "non-\nfinite",
+    "overflow": "over-\nflow",
+    "flush": "flush",
+    "subnormal": "sub-\nnormal",
+    "zero": "zero",
+}
+
+
+def _shares(stats: ValueStats) -> list[float]:
+    size = max(float(stats.size), 1.0)
+    return [float(getattr(stats, name)) / size for name in _SHARES]
+
+
+def _badness(row: tuple[str, ValueStats]) -> list[float]:
+    return _shares(row[1])[:-1]  # a zero loses nothing
+
+
+def _range(stats: ValueStats) -> str:
+    if stats.max_abs == 0:
+        return "-"
+    low, high = (np.frexp(x)[1] - 1 for x in (stats.min_abs, stats.max_abs))
+    return f"{low}…{high}"
+
+
+def _percent(share: float) -> str:
+    if share == 0:
+        return "-"
+    return f"{share:.1%}" if share >= 0.001 else "<0.1%"

@@ -1,0 +1,247 @@
+"""The operation that made the first NaN or inf: its layer, its line, its operands.
+
+Every value carries where its non-finite numbers come from. An operation is an origin
+if it makes one where all of its operands are finite, or a NaN out of infs that no
+operation made (`-inf` masks). A value that is finite again has no origin any more: so
+nothing fires on a mask that reaches no result, nor on a step that was skipped.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_lite._src import compat, trees
+from jmp_lite._src.autocast.transform import refuse_modules
+from jmp_lite._src.jaxprs import sources
+from jmp_lite._src.jaxprs.sites import Site, sites
+from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
+from jmp_lite._src.numerics.origins import CONSTANT, NEVER, find, watch
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """The first operation that made a NaN or inf which reached a result.
+
+    Args:
+      primitive: its name, as a jaxpr prints it; `"argument"` if the number came in with
+        an argument, `"constant"` if the program holds it.
+      layer: its name-scope path, `""` outside of any scope; the key path of an
+        argument.
+      line: `file:line` of the user's code.
+      direction: `"forward"` or `"backward"`.
+      dtype: of its result.
+      iterations: of the loops around it, outermost first, from 0; of a `scan` that runs
+        in reverse too, the index of the row.
+      operands: per floating operand, the smallest and the largest number in it; empty
+        if nobody looked (`Tripwire.report`).
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> found = first_nonfinite(lambda x: jnp.exp(x) - 1)(jnp.float32(100.0))
+      >>> found.primitive, found.dtype, found.operands
+      ('exp', 'float32', ((100.0, 100.0),))
+    """
+
+    primitive: str
+    layer: str
+    line: str
+    direction: str
+    dtype: str
+    iterations: tuple[int, ...]
+    operands: tuple[tuple[float, float], ...]
+
+    def __str__(self) -> str:
+        """Return one sentence for people."""
+        if self.primitive == "argument":
+            return (
+                f"A number that is not finite came in with the argument {self.layer}."
+            )
+        if self.primitive == "constant":
+            return "A number that is not finite is a constant of the program."
+        where = f" in {self.layer}" if self.layer else ""
+        line = f" at {self.line}" if self.line else ""
+        loop = f", iteration {list(self.iterations)}" if self.iterations else ""
+        ranges = " and ".join(f"[{low:.3g}, {high:.3g}]" for low, high in self.operands)
+        operands = f" out of {ranges}" if ranges else ""
+        return (
+            f"{self.primitive} ({self.dtype}, {self.direction}{loop}){where}{line} "
+            f"made the first number that is not finite{operands}."
+        )
+
+    def to_json(self) -> str:
+        """Return the fields as JSON, numbers that are not finite as text."""
+        fields = dataclasses.asdict(self)
+        fields["operands"] = [
+            [x if math.isfinite(x) else str(x) for x in pair] for pair in self.operands
+        ]
+        return json.dumps(fields)
+
+
+def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
+    """Return a function that says which operation of `fun` made the first NaN or inf.
+
+    Runs each operation of `fun` apart and looks at what it makes on the host: a tool
+    for one batch, not for every step. `with_tripwire` is its form inside `jit`.
+
+    Args:
+      fun: any JAX function: a loss, `jax.grad(loss)`, a whole train step.
+
+    Returns:
+      A function of the arguments of `fun`, which returns None where all results of
+      `fun` are finite.
+
+    Raises:
+      TypeError: `fun` is not callable; in a call: an argument is an nnx module.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> def f(x):
+      ...     return jnp.log(x - 1.0).sum()
+      >>> found = first_nonfinite(f)(jnp.ones(3))
+      >>> found.primitive, found.operands
+      ('log', ((0.0, 0.0),))
+      >>> first_nonfinite(f)(jnp.full(3, 2.0)) is None
+      True
+
+    References:
+      torch's anomaly mode; Hugging Face's DebugUnderflowOverflow.
+    """
+    _check_function(fun)
+
+    def run(*args, **kwargs) -> NonFinite | None:
+        traced = _trace(fun, args, kwargs)
+        origin, ranges = find(traced)
+        found = tripwire_of(traced, origin, (args, kwargs)).report()
+        return found and dataclasses.replace(found, operands=ranges)
+
+    return run
+
+
+def with_tripwire(fun: Callable[..., Any]) -> Callable[..., tuple[Any, "Tripwire"]]:
+    """Return a function that also returns where a NaN or inf in its results began.
+
+    Each operation is followed by a check of its result, in the same program. Take
+    gradients inside: `with_tripwire(jax.grad(loss))`.
+
+    Args:
+      fun: any JAX function.
+
+    Returns:
+      A function that returns the result of `fun` and a `Tripwire`: a pytree, so that
+      it can be called in `jit`. Its `report()` is asked on the host.
+
+    Raises:
+      TypeError: `fun` is not callable; in a call: an argument is an nnx module; where
+        the result is differentiated.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> loss, tripwire = jax.jit(with_tripwire(lambda x: 1 / x))(jnp.float32(0.0))
+      >>> tripwire.report().primitive
+      'div'
+    """
+    _check_function(fun)
+
+    def watched(*args, **kwargs):
+        return _watch(_trace(fun, args, kwargs), (args, kwargs))
+
+    return watched
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tripwire:
+    """Where a number that is not finite, in the results of a run, began.
+
+    Args:
+      origin: i32 `[6]`: when, which operation, the iterations of the loops around it.
+      sites: the operations of the program; static.
+      arguments: the key paths of its arguments; static.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> _, tripwire = with_tripwire(jnp.sqrt)(jnp.float32(4.0))
+      >>> tripwire.report() is None
+      True
+    """
+
+    origin: jax.Array
+    sites: tuple[Site, ...] = dataclasses.field(metadata={"static": True})
+    arguments: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    def report(self) -> NonFinite | None:
+        """Return what was found, without the ranges; None if all results were finite.
+
+        Reads from the device: ask between steps.
+
+        Raises:
+          ValueError: these are several, stacked by `scan` or `vmap`.
+        """
+        if np.ndim(self.origin) != 1:
+            raise ValueError(
+                "Expected the tripwire of one run, got them stacked to "
+                f"{list(np.shape(self.origin)[:-1])}: take run i of them with "
+                "jax.tree.map(lambda x: x[i], tripwire)."
+            )
+        when, index, *iterations = np.asarray(self.origin).tolist()
+        if when == NEVER:
+            return None
+        if index == CONSTANT:
+            return NonFinite("constant", "", "", "forward", "", (), ())
+        if index < 0:
+            name = self.arguments[-1 - index]
+            return NonFinite("argument", name, "", "forward", "", (), ())
+        site = self.sites[index]
+        return NonFinite(
+            primitive=site.primitive,
+            layer=site.layer,
+            line=site.line,
+            direction=site.direction,
+            dtype=site.dtype,
+            iterations=tuple(iterations[: site.loops]),
+            operands=(),
+        )
+
+
+def _check_function(fun: Any) -> None:
+    if not callable(fun):
+        raise TypeError(f"Expected a function to watch, got {fun!r}.")
+
+
+def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    refuse_modules((args, kwargs), "A function to watch")
+    with sources.lines_of_rules():
+        return trace(fun, args, kwargs)
+
+
+def _watch(traced: Traced, args_and_kwargs: Any) -> tuple[Any, Tripwire]:
+    outs, origin = watch(traced)
+    tripwire = tripwire_of(traced, origin, args_and_kwargs)
+    return traced.restore([_not_differentiated(x) for x in outs]), tripwire
+
+
+def tripwire_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> Tripwire:
+    """Return the tripwire of a traced call whose results have an origin."""
+    leaves = jax.tree_util.tree_leaves_with_path(args_and_kwargs)
+    names = [trees.key_path(path[1:]) for path, x in leaves if is_traceable(x)]
+    known = sites(compat.open_jaxpr(traced.closed))
+    return Tripwire(origin, tuple(known), tuple(names))
+
+
+@jax.custom_jvp
+def _not_differentiated(x: Any) -> Any:
+    return x
+
+
+@_not_differentiated.defjvp
+def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+    # Custom derivatives are looked into, and would be lost without a word.
+    raise TypeError(
+        "What with_tripwire returns cannot be differentiated: take the gradient "
+        "inside, with_tripwire(jax.grad(loss))."
+    )

@@ -1,0 +1,210 @@
+"""The scale-aware optimiser: unscale, check, and take the step or leave every bit.
+
+It wraps any optax optimiser. Clipping, weight decay, schedules, averaging and
+accumulation go inside it, where gradients are unscaled, float32 and finite.
+"""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jmp_lite._src import trees
+from jmp_lite._src.loss_scale import DynamicLossScale, LossScale, check_loss_scale
+from jmp_lite._src.optimizers import wrapping
+from jmp_lite._src.optimizers.master_weights import MasterWeightsState
+from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
+
+# The states of those that must know in which dtypes the parameters are stored.
+_KNOW_WHAT_IS_STORED = MasterWeightsState, StochasticRoundingState
+
+_OUTSIDE = (
+    "Put what changes its own (such as optax.monitor) outside of scale_aware: "
+    "optax.chain(scale_aware(...), optax.monitor(...))."
+)
+
+
+class ScaleAwareState(NamedTuple):
+    """The state of `scale_aware`.
+
+    Attributes:
+      inner_state: the state of the wrapped optimiser, its floats at least float32.
+      loss_scale: the loss scale for the next step.
+      grads_finite: bool `[]`, whether the last step's gradients (and its `value`, if
+        given) were finite: the step was taken. True before the first step.
+      skipped_steps: int32 `[]`, non-finite steps since `init`.
+      consecutive_skips: int32 `[]`, non-finite steps since the last finite one.
+    """
+
+    inner_state: optax.OptState
+    loss_scale: LossScale
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+
+
+def scale_aware(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    loss_scale: LossScale | None = None,
+    *,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
+    skip_nonfinite: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """Unscale gradients, and update with `inner` where all of them are finite.
+
+    For gradients `s` of a loss that was multiplied by `loss_scale`::
+
+      finite   = all of s is finite, on every device of axis_name
+      g        = float32(s) / loss_scale; where not finite: 0
+      u, inner = inner.update(g, inner_state, float32(params), ...)
+      skipped: u = -0.0, so that p + u is p bit for bit; inner_state as it was
+      loss_scale.adjust(finite)
+
+    A `value` that is itself not finite means a bad batch, not an overflow: that step
+    is skipped too, and the loss scale stays. Nothing here branches, calls the host or
+    keeps a copy of the gradients.
+
+    Args:
+      inner: any optax transformation, or `optax.MultiSteps` as it is.
+      loss_scale: the first loss scale; the default is `DynamicLossScale()`.
+      axis_name: the mapped axes (`pmap`, `shard_map`) over which devices must agree,
+        where each of them sees only its own gradients. Not needed under `jit`.
+      skip_nonfinite: if False, non-finite gradients reach `inner` and the step is
+        taken all the same; the state still counts them and the scale still adjusts.
+
+    Returns:
+      A transformation. `update(grads, state, params, *, value=None, **extra)` takes
+      scaled gradients of any float dtypes and returns float32 updates (float64 stays
+      float64), which `optax.apply_updates` casts to the dtype of the parameters.
+      `value` is the unscaled loss, f32 `[]`, without a gradient penalty: an overflow
+      of that would pass for a bad batch. The dtypes of the state never change.
+
+    Raises:
+      TypeError: `inner` is not an optax transformation; `loss_scale` is not a loss
+        scale.
+      ValueError: the loss scale is zero, negative or NaN; in `update`: gradients and
+        parameters differ in structure (where a gradient is None there may be anything;
+        those of `optax.LookaheadParams` are of the fast ones), `state` is another
+        transformation's, or `inner` changes the structure of its state, as
+        `optax.monitor` does: that goes outside.
+
+    Examples:
+      >>> tx = scale_aware(optax.sgd(0.5), DynamicLossScale(4.0))
+      >>> params = jnp.float32(1.0)
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(jnp.float16(4.0), state, params)
+      >>> float(optax.apply_updates(params, updates))
+      0.5
+      >>> updates, state = tx.update(jnp.float16(jnp.inf), state, params)
+      >>> float(updates), float(state.loss_scale.loss_scale), bool(state.grads_finite)
+      (-0.0, 2.0, False)
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018
+      (https://arxiv.org/abs/1710.03740); torch.amp.GradScaler; Keras'
+      LossScaleOptimizer.
+    """
+    inner = wrapping.as_transformation(inner)
+    if loss_scale is None:
+        loss_scale = DynamicLossScale()
+    check_loss_scale(loss_scale)
+    first_loss_scale = loss_scale
+
+    def init_fn(params: Any) -> Any:
+        inner_state = inner.init(trees.cast_at_least_float32(params))
+        return ScaleAwareState(
+            inner_state=jax.tree.map(wrapping.with_lasting_dtype, inner_state),
+            # Copied: the step may donate its state, and another state or optimiser may
+            # have started from the same loss scale.
+            loss_scale=jax.tree.map(jnp.copy, first_loss_scale),
+            grads_finite=jnp.array(True),
+            skipped_steps=jnp.zeros([], jnp.int32),
+            consecutive_skips=jnp.zeros([], jnp.int32),
+        )
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
+        noted, (state, others_finite) = state, wrapping.read_note(state)
+        _check_arguments(updates, state, params)
+        # Checked after unscaling: below 1, a scale can lift a finite number to inf.
+        # XLA fuses the multiplication into both readers; no copy is kept.
+        grads = state.loss_scale.unscale(updates)
+        if value is not None:
+            value = trees.cast_at_least_float32(jnp.asarray(value))
+        value_finite = trees.all_finite(value)
+        if others_finite is not None:
+            value_finite = value_finite & others_finite
+        finite = trees.all_finite(grads) & value_finite
+        if axis_name is not None:
+            finite, value_finite = _agree(finite, value_finite, axis_name)
+
+        if skip_nonfinite:
+            grads = _where(finite, grads, 0)
+            value = _where(finite, value, 0)
+        if value is not None:
+            extra["value"] = value
+        shown, inner_state = trees.cast_at_least_float32(params), state.inner_state
+        stored = wrapping.stored_dtypes(params)
+        if stored is not None:
+            inner_state = wrapping.add_note(inner_state, _KNOW_WHAT_IS_STORED, stored)
+        new_updates, inner_state = inner.update(grads, inner_state, shown, **extra)
+        if stored is not None:
+            inner_state = wrapping.drop_notes(inner_state)
+        wrapping.check_structure(
+            inner_state, state.inner_state, "scale_aware", _OUTSIDE
+        )
+        inner_state = wrapping.with_dtypes_of(inner_state, state.inner_state)
+        if skip_nonfinite:
+            new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
+            inner_state = trees.select_tree(finite, inner_state, state.inner_state)
+
+        adjusted = state.loss_scale.adjust(finite)
+        next_state = ScaleAwareState(
+            inner_state=inner_state,
+            loss_scale=trees.select_tree(value_finite, adjusted, state.loss_scale),
+            grads_finite=finite,
+            skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
+            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+        )
+        return new_updates, wrapping.keep_note(next_state, noted)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _agree(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:
+    """Return both verdicts, true where they are true on all devices of the axes."""
+    failures = jnp.stack([~finite, ~value_finite]).astype(jnp.int32)
+    # shard_map tracks which axes a value varies over, and psum wants all or none of
+    # its axes among them: adding zero times the index makes it all. XLA drops it.
+    failures = failures + 0 * jax.lax.axis_index(axis_name)
+    failures = jax.lax.psum(failures, axis_name)
+    return failures[0] == 0, failures[1] == 0
+
+
+def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
+    """Replace the numbers of a tree where not finite; keys and float0 stay."""
+
+    def where(x):
+        is_number = trees.is_inexact(x) or (
+            trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
+        )
+        if not is_number:
+            return x
+        x = jnp.asarray(x)
+        is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+        replacement = other if is_complex else other.real
+        return jnp.where(finite, x, jnp.asarray(replacement, x.dtype))
+
+    return jax.tree.map(where, tree)
+
+
+def _check_arguments(grads: Any, state: Any, params: Any) -> None:
+    if not isinstance(state, ScaleAwareState):
+        raise ValueError(
+            "Expected the state that scale_aware(...).init(params) made, got "
+            f"{type(state).__name__}."
+        )
+    wrapping.check_gradients(grads, params)

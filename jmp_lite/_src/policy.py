@@ -1,0 +1,385 @@
+"""Policies: which dtype parameters, computation and outputs have.
+
+A `Policy` is three dtypes; a `PolicyMap` chooses a policy per leaf by its key path.
+Both are frozen, hashable and picklable, and static under `jit`: no arrays inside.
+"""
+
+import dataclasses
+import difflib
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite._src import dtypes, trees
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, repr=False)
+class Policy:
+    """The dtypes of parameters, of computation, and of outputs.
+
+    Casts touch the floating arrays of a tree (bf16, f16, f32, f64) and nothing else:
+    integers, bools, complex numbers, fp8, PRNG keys, `float0`, `None`, Python scalars
+    and other objects are returned as they are.
+
+    Args:
+      param_dtype: what parameters are kept in between steps; a dtype or its name.
+      compute_dtype: what the forward and backward pass run in.
+      output_dtype: what a model hands to the loss.
+
+    Raises:
+      ValueError: an unknown name, or a dtype that is not floating.
+      TypeError: neither a name nor a dtype.
+
+    Examples:
+      >>> policy = Policy("float32", jnp.float16, "float32")
+      >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})["w"].dtype
+      dtype('float16')
+      >>> str(policy)
+      'p=full,c=f16,o=full'
+
+    References:
+      jmp (https://github.com/google-deepmind/jmp); Keras' mixed precision guide.
+    """
+
+    param_dtype: Any
+    compute_dtype: Any
+    output_dtype: Any
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            dtype = dtypes.parse_dtype(getattr(self, field.name))
+            object.__setattr__(self, field.name, dtype)
+
+    def cast_to_param(self, tree: T) -> T:
+        """Cast the floating arrays of a tree to `param_dtype`."""
+        return trees.cast_floating(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Cast the floating arrays of a tree to `compute_dtype`."""
+        return trees.cast_floating(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Cast the floating arrays of a tree to `output_dtype`."""
+        return trees.cast_floating(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+        """Return this policy with another output dtype."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def check_device(self, device: Any = None) -> str | None:
+        """Warn, once, if half precision is not fast on a device.
+
+        Args:
+          device: a `jax.Device`; the default is the first one.
+
+        Returns:
+          None where the compute dtype is fast, else the text of the warning.
+
+        Examples:
+          >>> Policy("full", "full", "full").check_device() is None
+          True
+        """
+        reason = dtypes.slow_half_reason(self.compute_dtype, device)
+        if reason is not None:
+            warnings.warn(f"{self}: {reason}.", stacklevel=2)
+        return reason
+
+    def __str__(self) -> str:
+        """Return the short form that `get_policy` reads back."""
+        param, compute, output = map(
+            dtypes.dtype_name, (self.param_dtype, self.compute_dtype, self.output_dtype)
+        )
+        return f"p={param},c={compute},o={output}"
+
+    def __repr__(self) -> str:
+        """Return an expression that makes an equal policy."""
+        return f"get_policy({str(self)!r})"
+
+
+# Keras' names, whose layers keep float32 variables. Outputs are float32 here: Keras
+# asks its users to set that on the last layer by hand.
+_KERAS_POLICIES = {
+    "mixed_float16": ("full", "f16", "full"),
+    "mixed_bfloat16": ("full", "bf16", "full"),
+}
+
+_GRAMMAR_KEYS = {
+    "p": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+}
+
+
+def get_policy(policy: "str | Policy") -> Policy:
+    """Return the policy that a string describes.
+
+    The grammar is jmp's::
+
+      "float16"                         all three
+      "params=float32,compute=float16"  what is not said: params are float32, compute
+      "p=f32,c=f16,o=f32"               follows params, output follows compute
+      "mixed_float16"                   Keras' names: p=f32, c=f16, o=f32
+      "mixed"                           p=f32, o=f32, and the half dtype that trains
+                                        best on this device
+
+    Args:
+      policy: such a string, or a `Policy`, which is returned as it is.
+
+    Returns:
+      The policy.
+
+    Raises:
+      ValueError: the string has an unknown key or dtype; the known ones are listed.
+      TypeError: neither a string nor a `Policy`.
+
+    Examples:
+      >>> get_policy("compute=bfloat16, output=float32")
+      get_policy('p=full,c=bf16,o=full')
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(f"Expected a Policy or its string, got {policy!r}.")
+    name = policy.strip()
+    if name == "mixed":
+        return Policy(jnp.float32, dtypes.best_half_dtype(), jnp.float32)
+    if name in _KERAS_POLICIES:
+        return Policy(*_KERAS_POLICIES[name])
+    if "=" not in name:
+        try:
+            dtype = dtypes.parse_dtype(name)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} Policies are also named {', '.join(_KERAS_POLICIES)} and "
+                "mixed, or written as 'params=float32,compute=float16,output=float32'."
+            ) from None
+        return Policy(dtype, dtype, dtype)
+    given = {}
+    for part in name.split(","):
+        key, separator, value = part.partition("=")
+        field = _GRAMMAR_KEYS.get(key.strip())
+        if field is None or not separator or field in given:
+            raise ValueError(
+                f"Cannot read {part.strip()!r} in the policy {policy!r}: expected "
+                "params=, compute= or output= (p=, c=, o=), each at most once, with a "
+                f"dtype {dtypes.known_names()}."
+            )
+        given[field] = dtypes.parse_dtype(value)
+    param = given.get("param_dtype", jnp.float32)
+    compute = given.get("compute_dtype", param)
+    return Policy(param, compute, given.get("output_dtype", compute))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class PolicyMap:
+    """A policy for each leaf, chosen by its key path.
+
+    Patterns are regular expressions that must match the whole path of a leaf
+    (`"decoder/layers/0/kernel"`, as `jax.tree_util.keystr(simple=True,
+    separator="/")` writes it); the first that matches decides.
+
+    Args:
+      default: the policy of leaves that no pattern matches; a `Policy` or its string.
+      rules: pattern to policy, in order of precedence.
+      allow_unused: a pattern that decided nothing is a mistake, and raises, unless
+        this is set.
+
+    Raises:
+      ValueError: a pattern is not a regular expression, or a policy is unknown; in
+        the casts and `explain`: a pattern matched no leaf.
+      TypeError: `rules` is not a mapping.
+
+    Examples:
+      >>> policy = PolicyMap("mixed_float16", {r".*/norm/.*": "full"})
+      >>> params = {"dec": {"norm": {"scale": jnp.ones(2)}, "w": jnp.ones(2)}}
+      >>> {path: str(dtype) for path, dtype in policy.explain(params).items()}
+      {'dec/norm/scale': 'float32', 'dec/w': 'float16'}
+
+    References:
+      Keras' DTypePolicyMap, which also asks for a full match.
+    """
+
+    default: Any  # given as a policy or its string, kept as a `Policy`
+    rules: Any = ()  # given as a mapping, kept as a tuple of pairs: it is hashable
+    allow_unused: bool = False
+
+    def __post_init__(self):
+        rules = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
+        try:
+            pairs = [(pattern, policy) for pattern, policy in rules]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"Expected a mapping of patterns to policies, got {self.rules!r}."
+            ) from None
+        pairs = tuple((_checked(pattern), get_policy(p)) for pattern, p in pairs)
+        object.__setattr__(self, "default", get_policy(self.default))
+        object.__setattr__(self, "rules", pairs)
+
+    def cast_to_param(self, tree: T) -> T:
+        """Cast each floating array to the `param_dtype` of its policy."""
+        return self._cast(tree, "param_dtype")
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Cast each floating array to the `compute_dtype` of its policy."""
+        return self._cast(tree, "compute_dtype")
+
+    def cast_to_output(self, tree: T) -> T:
+        """Cast each floating array to the `output_dtype` of its policy."""
+        return self._cast(tree, "output_dtype")
+
+    def with_output_dtype(self, output_dtype: Any) -> "PolicyMap":
+        """Return this map with another output dtype in every policy."""
+        rules = [
+            (p, policy.with_output_dtype(output_dtype)) for p, policy in self.rules
+        ]
+        default = self.default.with_output_dtype(output_dtype)
+        return dataclasses.replace(self, default=default, rules=tuple(rules))
+
+    def at(self, path: str) -> Policy:
+        """Return the policy of one key path."""
+        return self.rule_for(path) or self.default
+
+    def rule_for(self, path: str) -> Policy | None:
+        """Return the policy that a pattern gives to a path, None if none matches."""
+        index = self._index_at(path)
+        return None if index is None else self.rules[index][1]
+
+    def pattern_for(self, path: str) -> str | None:
+        """Return the pattern that decides a path, None if none does."""
+        index = self._index_at(path)
+        return None if index is None else self.rules[index][0]
+
+    def explain(self, tree: Any, role: str = "compute") -> dict[str, Any]:
+        """List the dtype that each array of a tree is cast to.
+
+        Args:
+          tree: any pytree.
+          role: `"param"`, `"compute"` or `"output"`.
+
+        Returns:
+          Key path to dtype, in the order of the leaves; leaves without a dtype are
+          left out.
+
+        Raises:
+          ValueError: an unknown role; a pattern that decided nothing.
+        """
+        if role not in ("param", "compute", "output"):
+            raise ValueError(f"Expected 'param', 'compute' or 'output', got {role!r}.")
+        shapes = jax.tree.map(
+            lambda x: (
+                jax.ShapeDtypeStruct(x.shape, x.dtype) if trees.is_castable(x) else x
+            ),
+            tree,
+        )
+        leaves = jax.tree_util.tree_leaves_with_path(
+            self._cast(shapes, f"{role}_dtype")
+        )
+        return {
+            trees.key_path(path): leaf.dtype
+            for path, leaf in leaves
+            if trees.is_array(leaf)
+        }
+
+    def check_unused(self, paths: Iterable[str], if_none: str = "") -> None:
+        """Raise if a pattern decides none of these paths, naming the nearest ones.
+
+        Args:
+          paths: key paths; `""` is the root.
+          if_none: what to say instead where there is no path but the root.
+
+        Raises:
+          ValueError: as said; never where `allow_unused` is set.
+        """
+        paths = list(paths)
+        decided = {self._index_at(path) for path in paths}
+        for index, (pattern, _) in enumerate(self.rules):
+            if index in decided or self.allow_unused:
+                continue
+            matched = [path for path in paths if re.fullmatch(pattern, path)]
+            if matched:
+                earlier = self.rules[self._index_at(matched[0])][0]
+                raise ValueError(
+                    f"The pattern {pattern!r} decides nothing: all that it matches, "
+                    f"such as {matched[0]!r}, is taken by the earlier {earlier!r}."
+                )
+            near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
+            why = f"A pattern must match the whole path; the nearest are {near}."
+            if if_none and not any(paths):
+                why = if_none
+            raise ValueError(
+                f"The pattern {pattern!r} matches no path. {why} (allow_unused=True "
+                "silences it.)"
+            )
+
+    def _cast(self, tree: T, role: str) -> T:
+        paths = [
+            trees.key_path(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        self.check_unused(paths)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: trees.cast_floating(
+                x, getattr(self.at(trees.key_path(path)), role)
+            ),
+            tree,
+        )
+
+    def _index_at(self, path: str) -> int | None:
+        for index, (pattern, _) in enumerate(self.rules):
+            if re.fullmatch(pattern, path):
+                return index
+        return None
+
+
+def _checked(pattern: Any) -> str:
+    try:
+        if not isinstance(pattern, str):
+            raise TypeError("not a string")
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"Expected a regular expression over key paths, got {pattern!r}: {error}."
+        ) from None
+    return pattern
+
+
+def cast_to_full(tree: T) -> T:
+    """Cast the floating arrays of a tree to float32.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The tree, as `cast_floating(tree, jnp.float32)` returns it.
+
+    Examples:
+      >>> cast_to_full(jnp.ones(2, jnp.bfloat16)).dtype
+      dtype('float32')
+    """
+    return trees.cast_floating(tree, jnp.float32)
+
+
+def cast_to_half(tree: T) -> T:
+    """Cast the floating arrays of a tree to `half_dtype()`.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The tree, as `cast_floating(tree, half_dtype())` returns it.
+
+    Examples:
+      >>> cast_to_half(jnp.ones(2)).dtype == dtypes.half_dtype()
+      True
+    """
+    return trees.cast_floating(tree, dtypes.half_dtype())

@@ -1,0 +1,355 @@
+"""Pytrees of arrays: cast the floating leaves, check them, choose between two trees.
+
+A tree may hold anything: arrays of every kind, typed PRNG keys, `float0`, Python
+scalars, functions (equinox modules), `None`. Each function here says which leaves it
+looks at; all others come back as the very objects they were.
+"""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+from jmp_lite._src import compat, dtypes
+
+T = TypeVar("T")
+
+
+def register_dataclass(cls: type[T]) -> type[T]:
+    """Register a dataclass as a pytree whose unflatten does not run `__init__`.
+
+    JAX unflattens with any leaf it likes: shardings, shapes, `object()`, the axis
+    numbers of `vmap`. A constructor that turns what a user passed into an array, and
+    says so when it is wrong, must not see those. Fields with
+    `metadata={"static": True}` are part of the tree's structure, the others children.
+
+    Args:
+      cls: a frozen dataclass.
+
+    Returns:
+      The same class, so that this is used as a decorator.
+    """
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType] - a dataclass
+    static = tuple(f.name for f in fields if f.metadata.get("static"))
+    dynamic = tuple(f.name for f in fields if not f.metadata.get("static"))
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in dynamic)
+
+    def flatten(self):
+        children = tuple(getattr(self, name) for name in dynamic)
+        return children, tuple(getattr(self, name) for name in static)
+
+    def flatten_with_keys(self):
+        children, metadata = flatten(self)
+        return tuple(zip(keys, children, strict=True)), metadata
+
+    def unflatten(metadata, children):
+        self = object.__new__(cls)
+        for name, value in zip(static + dynamic, (*metadata, *children), strict=True):
+            object.__setattr__(self, name, value)
+        return self
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
+
+
+def is_array(x: Any) -> bool:
+    """Return whether a leaf is an array: jax, numpy, tracer or `ShapeDtypeStruct`."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def is_castable(x: Any) -> bool:
+    """Return whether a leaf is an array of bf16, f16, f32 or f64."""
+    return is_array(x) and dtypes.is_castable(x.dtype)
+
+
+def cast_floating(tree: T, dtype: DTypeLike) -> T:
+    """Cast the floating arrays of a tree.
+
+    Args:
+      tree: any pytree.
+      dtype: the dtype that its bf16, f16, f32 and f64 arrays shall have.
+
+    Returns:
+      The tree with those arrays cast; an array that has the dtype already, and every
+      other leaf (integers, bools, complex, fp8, keys, `float0`, Python scalars,
+      objects), is returned as it is.
+
+    Examples:
+      >>> tree = {"w": jnp.ones(2), "step": jnp.int32(3)}
+      >>> {k: str(v.dtype) for k, v in cast_floating(tree, jnp.float16).items()}
+      {'step': 'int32', 'w': 'float16'}
+    """
+    return jax.tree.map(lambda x: _cast(x, dtype), tree)
+
+
+def cast_like(tree: T, like: Any) -> T:
+    """Cast the floating arrays of a tree to the dtypes of another tree.
+
+    Args:
+      tree: any pytree.
+      like: a tree of the same structure.
+
+    Returns:
+      The tree, each floating array in the dtype of its counterpart where that one is
+      a floating array as well.
+
+    Raises:
+      ValueError: the trees differ in structure.
+
+    Examples:
+      >>> cast_like({"w": jnp.ones(2)}, {"w": jnp.zeros(2, jnp.bfloat16)})["w"].dtype
+      dtype(bfloat16)
+    """
+    _check_same_structure(tree, like, "cast_like")
+    return jax.tree.map(
+        lambda x, other: _cast(x, other.dtype) if is_castable(other) else x, tree, like
+    )
+
+
+def cast_at_least_float32(tree: T) -> T:
+    """Cast the half-precision arrays of a tree up to float32; float64 stays."""
+    return jax.tree.map(
+        lambda x: _cast(x, jnp.float32) if _is_half(x) else x,
+        tree,
+    )
+
+
+def multiply(tree: T, factor: Any) -> T:
+    """Multiply the numbers of a tree, half-precision ones as float32, by a scalar."""
+    return jax.tree.map(lambda x: _multiply(x, factor), tree)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Return whether every number in a tree is finite.
+
+    Looks at floating and complex arrays and Python numbers. Integers are finite;
+    keys, `float0`, fp8 and objects are not asked.
+
+    Args:
+      tree: any pytree; an empty one is finite.
+
+    Returns:
+      A bool scalar, shape `[]`.
+
+    Examples:
+      >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.array([0.0, jnp.inf])}))
+      False
+    """
+    verdicts = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_inexact(x)]
+    return jnp.stack(verdicts).all() if verdicts else jnp.array(True)
+
+
+def is_inexact(x: Any) -> bool:
+    """Return whether a leaf is a number that can overflow: it scales, and is checked.
+
+    That is a castable or complex array, or a Python float or complex.
+    """
+    if isinstance(x, float | complex):
+        return True
+    return is_castable(x) or (is_array(x) and _is_complex(x.dtype))
+
+
+def is_concrete_number(x: Any) -> bool:
+    """Return whether a value is here now: not a tracer, shape, sharding or object."""
+    if isinstance(x, Tracer):
+        return False
+    if isinstance(x, np.ndarray | np.generic | jax.Array):
+        return x.ndim == 0
+    return isinstance(x, int | float)
+
+
+class NotABooleanScalarError(TypeError, AssertionError):
+    """A predicate is not a boolean scalar (jmp raises AssertionError for it)."""
+
+
+def select_tree(pred: Any, a: T, b: T) -> T:
+    """Choose one of two trees, leaf by leaf, without a branch.
+
+    Args:
+      pred: bool, shape `[]`.
+      a: what to return where `pred` is true.
+      b: what to return where it is false; the same structure, and per leaf the same
+        shape and dtype.
+
+    Returns:
+      The tree. Leaves that are the same object in both, and leaves that are no arrays
+      and equal (functions, strings), come back as they are.
+
+    Raises:
+      TypeError: `pred` is not a boolean scalar.
+      ValueError: the trees, or two leaves, do not match.
+
+    Examples:
+      >>> float(select_tree(jnp.bool_(False), {"a": 1.0}, {"a": 2.0})["a"])
+      2.0
+    """
+    pred = jnp.asarray(pred)
+    if pred.ndim != 0 or pred.dtype != jnp.bool_:
+        raise NotABooleanScalarError(
+            f"expected boolean scalar, got {pred.dtype} of shape {pred.shape}"
+        )
+    _check_same_structure(a, b, "select_tree")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x, y: _select(pred, x, y, path), a, b
+    )
+
+
+def unshare(tree: T) -> T:
+    """Return a tree in which no two jax arrays share a buffer, so it can be donated.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      The tree. Of arrays that share a buffer, the first is there as it is and each
+      later one is a copy; other leaves are returned as they are.
+
+    Examples:
+      >>> x = jnp.ones(2)
+      >>> a, b = unshare((x, x))
+      >>> a is x, b is x
+      (True, False)
+    """
+    seen = set()
+
+    def own(x):
+        buffers = compat.buffers_of(x)
+        x = x if seen.isdisjoint(buffers) else jnp.copy(x)
+        seen.update(buffers)
+        return x
+
+    return jax.tree.map(own, tree)
+
+
+def first_difference(
+    a: Any, b: Any, names: tuple[str, str] = ("the first", "the second")
+) -> str | None:
+    """Return where two trees first differ in structure, None where they do not.
+
+    Args:
+      a: any pytree; a None in it fits anything.
+      b: another one.
+      names: what to call the two.
+
+    Returns:
+      The path and what is different there.
+
+    Examples:
+      >>> first_difference({"w": 1, "b": 2}, {"w": {"x": 1}, "b": 2})
+      "at 'w', a leaf in the first, a dict in the second"
+    """
+    return _first_difference(a, b, names, ())
+
+
+def key_path(path: Any) -> str:
+    """Return a key path as text, `"decoder/layers/0/kernel"`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _first_difference(a: Any, b: Any, names: Any, path: Any) -> str | None:
+    if a is None or jax.tree.structure(a) == jax.tree.structure(b):
+        return None
+    (level_a, kind_a, parts_a), (level_b, kind_b, parts_b) = _open(a), _open(b)
+    where = repr(key_path(path)) if path else "the root"
+    if kind_a != kind_b:
+        return f"at {where}, {kind_a} in {names[0]}, {kind_b} in {names[1]}"
+    for key in (*parts_a, *parts_b):
+        if (key in parts_a) != (key in parts_b):
+            name = names[0] if key in parts_a else names[1]
+            return f"{key_path((*path, key))!r} is in {name} only"
+    if level_a != level_b:
+        return f"at {where}, {kind_a} in both, with other static fields"
+    found = (
+        _first_difference(part, parts_b[key], names, (*path, key))
+        for key, part in parts_a.items()
+    )
+    return next((difference for difference in found if difference is not None), None)
+
+
+def _open(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
+    """Return the root of a tree as a structure and in words, and its parts by key."""
+    parts, level = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )
+    kind = "nothing" if tree is None else type(tree).__name__
+    if jax.tree_util.all_leaves([tree]):
+        kind = "leaf"
+    kind = kind if tree is None else f"a {kind}"
+    return level, kind, {path[0]: part for path, part in parts if path}
+
+
+def _multiply(x: Any, factor: Any) -> Any:
+    if not is_inexact(x):
+        return x
+    if not is_array(x):
+        # A Python number is a float32 of no dtype yet.
+        x = jnp.asarray(x, jnp.complex64 if isinstance(x, complex) else jnp.float32)
+    x = cast_at_least_float32(x)
+    return x * jnp.asarray(factor, x.dtype)
+
+
+def _cast(x: Any, dtype: DTypeLike) -> Any:
+    if not is_castable(x) or x.dtype == dtype:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=jnp.dtype(dtype))
+    return x.astype(dtype)
+
+
+def _is_half(x: Any) -> bool:
+    return is_array(x) and dtypes.is_half(x.dtype)
+
+
+def _is_complex(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _is_number(x: Any) -> bool:
+    """Return whether a leaf is a value that `where` can choose."""
+    if isinstance(x, np.ndarray | np.generic):
+        # Not NumPy's strings and objects.
+        is_bool = x.dtype in (np.bool_, jax.dtypes.float0)
+        return is_bool or jnp.issubdtype(x.dtype, np.number)
+    return isinstance(x, jax.Array | bool | int | float | complex)
+
+
+def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
+    if x is y:
+        return x
+    if not (_is_number(x) and _is_number(y)):
+        if type(x) is type(y) and np.all(x == y):
+            return x
+        raise ValueError(
+            f"select_tree cannot choose between {x!r} and {y!r} at {key_path(path)!r}: "
+            "leaves that are no arrays must be equal."
+        )
+    if getattr(x, "dtype", None) == jax.dtypes.float0:
+        return x
+    x, y = _as_jax(x), _as_jax(y)
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(
+            f"select_tree got {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)} "
+            f"at {key_path(path)!r}; expected the same shape and dtype."
+        )
+    return jnp.where(pred, x, y)
+
+
+def _as_jax(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def _check_same_structure(a: Any, b: Any, caller: str) -> None:
+    structure_a, structure_b = jax.tree.structure(a), jax.tree.structure(b)
+    if structure_a == structure_b:
+        return
+    a_paths = {key_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(a)}
+    b_paths = {key_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(b)}
+    raise ValueError(
+        f"{caller} got trees of different structure: only the first has "
+        f"{sorted(a_paths - b_paths)}, only the second {sorted(b_paths - a_paths)} "
+        f"({structure_a} and {structure_b})."
+    )

@@ -1,0 +1,23 @@
+"""Checkpoints: resume bit for bit, restore across dtypes, come from jmp and flax."""
+
+from jmp_lite._src import extras
+
+with extras.needed("checkpoint"):
+    from jmp_lite._src.checkpoint.leaves import Cast, Casts
+    from jmp_lite._src.checkpoint.loss_scales import convert_loss_scale
+    from jmp_lite._src.checkpoint.save_restore import (
+        Restored,
+        latest_step,
+        restore,
+        save,
+    )
+
+__all__ = [
+    "Cast",
+    "Casts",
+    "Restored",
+    "convert_loss_scale",
+    "latest_step",
+    "restore",
+    "save",
+]

@@ -1,9 +1,0 @@
-"""Flax linen: policies over the modules of a model, and a train state with rollback."""
-
-from jmp_lite import extras
-
-with extras.needed("flax"):
-    from jmp_lite.linen.modules import PolicyModule, with_policy
-    from jmp_lite.linen.train_state import TrainState
-
-__all__ = ["PolicyModule", "TrainState", "with_policy"]

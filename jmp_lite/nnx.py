@@ -1,0 +1,9 @@
+"""Flax nnx: policies over the modules of a model, and a train state with rollback."""
+
+from jmp_lite._src import extras
+
+with extras.needed("flax"):
+    from jmp_lite._src.flax.nnx.modules import PolicyModule, with_policy
+    from jmp_lite._src.flax.nnx.train_state import TrainState
+
+__all__ = ["PolicyModule", "TrainState", "with_policy"]

@@ -1,0 +1,42 @@
+"""Numerics: what half precision does to the numbers, per operation and per layer."""
+
+from jmp_lite._src.numerics.advice import Advice, advise
+from jmp_lite._src.numerics.dry_run import dry_run
+from jmp_lite._src.numerics.lint import Finding, LintReport, lint
+from jmp_lite._src.numerics.report import Report, Row
+from jmp_lite._src.numerics.stats import (
+    EXPONENTS,
+    ValueStats,
+    empty,
+    merge,
+    value_stats,
+)
+from jmp_lite._src.numerics.tree_stats import TreeStats, tree_stats
+from jmp_lite._src.numerics.tripwire import (
+    NonFinite,
+    Tripwire,
+    first_nonfinite,
+    with_tripwire,
+)
+
+__all__ = [
+    "Advice",
+    "EXPONENTS",
+    "Finding",
+    "LintReport",
+    "NonFinite",
+    "Report",
+    "Row",
+    "TreeStats",
+    "Tripwire",
+    "ValueStats",
+    "advise",
+    "dry_run",
+    "empty",
+    "first_nonfinite",
+    "lint",
+    "merge",
+    "tree_stats",
+    "value_stats",
+    "with_tripwire",
+]
