@@ -85,7 +85,7 @@ class Program:
             extra = {"value": loss} if is_scaled else {}
             updates, opt_state = tx.update(grads, opt_state, params, **extra)
             if is_scaled:
-                finite = opt_state.grads_finite
+                finite = opt_state.last_finite
                 new_kept = jmp_lite.select_tree(finite, new_kept, kept)
             return optax.apply_updates(params, updates), new_kept, opt_state
 

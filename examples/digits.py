@@ -150,7 +150,7 @@ def make_step(loss_fn, tx: optax.GradientTransformationExtraArgs) -> Step:
         params = optax.apply_updates(state.params, updates)
         log = step_log(state.opt_state, opt_state, loss)
         # A skipped step leaves all as it was, BatchNorm's statistics included.
-        batch_stats = select_tree(log["grads_finite"], batch_stats, state.batch_stats)
+        batch_stats = select_tree(log["last_finite"], batch_stats, state.batch_stats)
         return TrainState(params, batch_stats, opt_state), log
 
     return step
@@ -293,7 +293,7 @@ def flushed_fraction(reference: Any, grads: Any) -> float:
 
 
 def _first_scale(result: Result) -> float:
-    taken = int(np.argmax(result.history["grads_finite"]))
+    taken = int(np.argmax(result.history["last_finite"]))
     return float(result.history["scale_used"][taken])
 
 

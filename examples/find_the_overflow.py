@@ -140,10 +140,10 @@ def train_broken(run: Run, batches, console: Console) -> tuple[int, str]:
     step, state = jax.jit(run.step), run.state
     for tokens in track(batches, "float16", total=BROKEN_STEPS, console=console):
         state, _ = step(state, tokens)
-    taken = BROKEN_STEPS - int(jmp.metrics(state.opt_state)["skipped_steps"])
+    taken = BROKEN_STEPS - int(jmp.loss_scale_metrics(state.opt_state)["skipped_steps"])
     try:
-        jmp.check_progress(state.opt_state)
-    except jmp.LossScaleCollapsed as error:
+        jmp.check_skipped_steps(state.opt_state)
+    except jmp.TooManySkippedStepsError as error:
         return taken, str(error)
     return taken, ""
 
@@ -242,7 +242,7 @@ def main(
     rows = [
         {
             "run": name,
-            "steps taken": f"{result.history['grads_finite'].sum()}",
+            "steps taken": f"{result.history['last_finite'].sum()}",
             "final loss": f"{np.mean(result.history['loss'][-20:]):.4f}",
             "valid. loss": (
                 f"{validation_loss(losses[name], result.state.params, validation):.4f}"
@@ -269,7 +269,7 @@ def main(
     write_result(
         out / "results.json",
         settings,
-        broken={"steps_taken": taken, "check_progress": collapsed},
+        broken={"steps_taken": taken, "check_skipped_steps": collapsed},
         first_nonfinite=None if found is None else json.loads(found.to_json()),
         dry_run=json.loads(dry.to_json()),
         advice={"code": advice.code(), "reasons": advice.reasons},

@@ -4,7 +4,7 @@ from jmp_lite import numerics as numerics
 from jmp_lite._src.autocast.explain import explain
 from jmp_lite._src.autocast.ops import OpRules, default_rules
 from jmp_lite._src.autocast.transform import autocast, full_precision, sums_in_float32
-from jmp_lite._src.dtypes import best_half_dtype, half_dtype
+from jmp_lite._src.dtypes import half_dtype, recommended_half_dtype
 from jmp_lite._src.gradients import scaled_grad, scaled_value_and_grad
 from jmp_lite._src.loss_scale import (
     DynamicLossScale,
@@ -15,7 +15,11 @@ from jmp_lite._src.loss_scale import (
     loss_scale_for,
 )
 from jmp_lite._src.optimizers.master_weights import MasterWeightsState, master_weights
-from jmp_lite._src.optimizers.monitor import LossScaleCollapsed, check_progress, metrics
+from jmp_lite._src.optimizers.monitor import (
+    TooManySkippedStepsError,
+    check_skipped_steps,
+    loss_scale_metrics,
+)
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState, scale_aware
 from jmp_lite._src.optimizers.stochastic_rounding import (
     StochasticRoundingState,
@@ -35,7 +39,6 @@ __version__ = "0.1.0"
 __all__ = [
     "DynamicLossScale",
     "LossScale",
-    "LossScaleCollapsed",
     "MasterWeightsState",
     "NoOpLossScale",
     "OpRules",
@@ -44,14 +47,14 @@ __all__ = [
     "ScaleAwareState",
     "StaticLossScale",
     "StochasticRoundingState",
+    "TooManySkippedStepsError",
     "all_finite",
     "autocast",
-    "best_half_dtype",
     "cast_floating",
     "cast_like",
     "cast_to_full",
     "cast_to_half",
-    "check_progress",
+    "check_skipped_steps",
     "default_rules",
     "explain",
     "full_precision",
@@ -59,9 +62,10 @@ __all__ = [
     "get_policy",
     "half_dtype",
     "loss_scale_for",
+    "loss_scale_metrics",
     "master_weights",
-    "metrics",
     "numerics",
+    "recommended_half_dtype",
     "scale_aware",
     "scaled_grad",
     "scaled_value_and_grad",

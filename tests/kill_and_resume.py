@@ -91,7 +91,7 @@ def train_step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Arr
     loss, grads = fun(state.params, x, y, dropout)
     updates, opt_state = make_tx().update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    step = state.step + opt_state.grads_finite.astype(jnp.int32)
+    step = state.step + opt_state.last_finite.astype(jnp.int32)
     return State(step, state.seen + 1, params, opt_state, rng), loss
 
 
@@ -152,7 +152,7 @@ def _log(folder: Path, event: str, state: State, **more: Any) -> None:
         "seen": int(state.seen),
         "step": int(state.step),
         "mini_step": int(inner.mini_step),
-        "after_skip": not bool(state.opt_state.grads_finite),
+        "after_skip": not bool(state.opt_state.last_finite),
         "loss_scale": float(jmp.get_loss_scale(state.opt_state).loss_scale),
         **more,
     }

@@ -112,7 +112,7 @@ def bad_steps() -> dict[str, dict[str, Any]]:
         seen[case] = {
             "has_bad_row": any(row in range(*indices) for indices in mine),
             "same": sorted(set(jax.tree.leaves(same))),
-            "finite": bool(after[1].grads_finite),
+            "finite": bool(after[1].last_finite),
             "loss_scale": float(after[1].loss_scale.loss_scale),
             "skipped": int(after[1].skipped_steps),
         }

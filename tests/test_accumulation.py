@@ -252,5 +252,5 @@ def test_scaled_gradients_summed_in_one_scan_lose_the_step_with_one_microbatch()
         np.testing.assert_allclose(update, -expected[name], rtol=1e-5)
 
     after, state = step(params, state, _stack([*good[:3], _BAD["overflow"](good[3])]))
-    assert not state.grads_finite and float(state.loss_scale.loss_scale) == 2.0**9
+    assert not state.last_finite and float(state.loss_scale.loss_scale) == 2.0**9
     assert all((u == 0).all() for u in after.values())

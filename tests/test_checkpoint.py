@@ -301,7 +301,7 @@ def test_a_restored_step_is_the_same_and_does_not_compile_again(tmp_path: Path) 
             resumed = step(resumed, gradients(rest))
         assert_same(resumed, state)
     assert len(traces) == traced
-    assert jmp.metrics(state.opt_state)["skipped_steps"] == 1
+    assert jmp.loss_scale_metrics(state.opt_state)["skipped_steps"] == 1
 
 
 def test_a_fresh_state_keeps_its_weak_types(tmp_path: Path) -> None:

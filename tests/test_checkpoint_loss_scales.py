@@ -200,5 +200,5 @@ def test_training_goes_on_from_the_checkpoint_of_another_program(
         theirs_next = optax.apply_updates(theirs.params, updates)
         theirs = theirs._replace(params=theirs_next, opt_state=inner)
         np.testing.assert_allclose(params["w"], theirs.params["w"], rtol=1e-5)
-    assert int(jmp_lite.metrics(opt_state)["skipped_steps"]) == 0
+    assert int(jmp_lite.loss_scale_metrics(opt_state)["skipped_steps"]) == 0
     assert float(opt_state.loss_scale.loss_scale) > float(loss_scale.loss_scale)

@@ -20,12 +20,12 @@ import pytest
 import jmp_lite
 from jmp_lite import (
     DynamicLossScale,
-    LossScaleCollapsed,
     NoOpLossScale,
     OpRules,
     Policy,
     PolicyMap,
     StaticLossScale,
+    TooManySkippedStepsError,
     master_weights,
     scale_aware,
     stochastic_rounding,
@@ -83,7 +83,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "StaticLossScale": lambda: StaticLossScale(16.0),
     "StochasticRoundingState": lambda: a_state("stochastic_rounding"),
 }
-ERRORS = [LossScaleCollapsed]
+ERRORS = [TooManySkippedStepsError]
 
 TREE = {"h": jnp.array([1.0, 2.0], jnp.float16), "f": jnp.ones(2), "n": jnp.arange(2)}
 
@@ -105,7 +105,7 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "cast_to_full": (jmp_lite.cast_to_full, (TREE,)),
     "cast_to_half": (jmp_lite.cast_to_half, (TREE,)),
     "get_loss_scale": (jmp_lite.get_loss_scale, (a_state(),)),
-    "metrics": (jmp_lite.metrics, (a_state(),)),
+    "loss_scale_metrics": (jmp_lite.loss_scale_metrics, (a_state(),)),
     "select_tree": (
         jmp_lite.select_tree,
         (jnp.bool_(False), PARAMS, GRADS),
@@ -146,8 +146,8 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 # Functions that are asked on the host, before or between steps.
 ON_THE_HOST = [
-    "best_half_dtype",
-    "check_progress",
+    "recommended_half_dtype",
+    "check_skipped_steps",
     "default_rules",
     "explain",
     "get_policy",
@@ -350,7 +350,7 @@ def test_an_optimiser_runs_in_a_vmap(name):
     states = jax.vmap(tx.init)(stacked)
     two = jax.tree.map(lambda g: g[:2], batches())  # one finite, one not
     _, states = jax.vmap(tx.update)(two, states, stacked)
-    assert jmp_lite.metrics(states)["grads_finite"].tolist() == [True, False]
+    assert jmp_lite.loss_scale_metrics(states)["last_finite"].tolist() == [True, False]
     for row in range(2):
         grads = jax.tree.map(lambda g, i=row: g[i], two)
         _, expected = tx.update(grads, tx.init(PARAMS), PARAMS)

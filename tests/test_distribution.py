@@ -36,14 +36,14 @@ def _assert_one_verdict(state, finite):
     scalars = [
         state.loss_scale.loss_scale,
         state.loss_scale.counter,
-        state.grads_finite,
+        state.last_finite,
         state.skipped_steps,
         state.consecutive_skips,
     ]
     for x in scalars:
         assert len(_shards(x)) == 8
         assert len(set(_shards(x))) == 1
-    np.testing.assert_array_equal(state.grads_finite, finite)
+    np.testing.assert_array_equal(state.last_finite, finite)
     np.testing.assert_array_equal(state.skipped_steps, not finite)
     scale = 2.0**10 if finite else 2.0**9
     np.testing.assert_array_equal(state.loss_scale.loss_scale, scale)
@@ -247,7 +247,7 @@ def test_a_bad_value_on_one_device_keeps_the_scale_on_all(bad_row):
 
     state = step(params, tx.init(params), values)
 
-    assert bool(state.grads_finite) == (bad_row is None)
+    assert bool(state.last_finite) == (bad_row is None)
     assert len(set(_shards(state.loss_scale.loss_scale))) == 1
     assert float(state.loss_scale.loss_scale) == 2.0**10
     assert int(state.loss_scale.counter) == (1 if bad_row is None else 0)
@@ -376,7 +376,7 @@ def test_each_layout_updates_a_donated_state_in_place(layout):
     step, params, state, rows = _laid_out_step(layout)
     batch = jax.device_put(_batch(), rows)
     # No step reads what the one before it found: XLA is not given that bool.
-    read = params, state._replace(grads_finite=None)
+    read = params, state._replace(last_finite=None)
     held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(read)]
     compiled: Any = step.lower(params, state, batch).compile()
 

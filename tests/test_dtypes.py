@@ -151,7 +151,7 @@ def test_half_dtype_follows_jmp(platform, expected):
     ids=str,
 )
 def test_the_best_half_dtype_is_bfloat16_where_the_hardware_has_it(device, expected):
-    assert dtypes.best_half_dtype(device) is expected
+    assert dtypes.recommended_half_dtype(device) is expected
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_train_step_and_one_that_is_skipped(half, to_half):
         (value, new_state), grads = fun(model, state, x)
         params = eqx.filter(model, eqx.is_inexact_array)
         updates, opt_state = tx.update(grads, opt_state, params, value=value)
-        state = select_tree(opt_state.grads_finite, new_state, state)
+        state = select_tree(opt_state.last_finite, new_state, state)
         return eqx.apply_updates(model, updates), state, opt_state, value
 
     model, state = eqx.nn.make_with_state(Net)(KEY)

@@ -41,7 +41,7 @@ def ran(tmp_path_factory) -> tuple[str, Path, dict[str, Any]]:
 def test_float16_takes_no_step_and_says_so(ran):
     printed, _, results = ran
     assert results["broken"]["steps_taken"] == 0
-    assert "The last 50 steps were skipped" in results["broken"]["check_progress"]
+    assert "The last 50 steps were skipped" in results["broken"]["check_skipped_steps"]
     assert "0 of 50" in printed
 
 
@@ -77,7 +77,7 @@ def test_the_advice_is_about_that_layer_alone_and_repairs_the_training(ran):
     )
     assert full[-5:].mean() < 0.9 * full[0]
     np.testing.assert_allclose(repaired, full, rtol=2e-3)
-    assert all(results["history"]["float16, repaired"]["grads_finite"])
+    assert all(results["history"]["float16, repaired"]["last_finite"])
 
 
 def test_figures_and_tables_are_written(ran):

@@ -23,7 +23,7 @@ import itertools, os, signal
 import jax.numpy as jnp, numpy as np, optax
 from rich.console import Console
 from examples.common import cli, command, loop
-from jmp_lite import metrics, scale_aware
+from jmp_lite import loss_scale_metrics, scale_aware
 
 def save_or_stop(folder, state, *, step, save=loop.save):
     if step > int(os.environ.get("STOP_AFTER", 5)):
@@ -31,7 +31,7 @@ def save_or_stop(folder, state, *, step, save=loop.save):
     save(folder, state, step=step)
 
 def step(state, batch):
-    return state, metrics(state) | {"loss": batch.sum()}
+    return state, loss_scale_metrics(state) | {"loss": batch.sum()}
 
 def main(checkpoints: cli.CheckpointsOption = None) -> None:
     state = scale_aware(optax.sgd(0.1)).init(jnp.zeros(3))

@@ -123,7 +123,7 @@ def test_resnet_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
     _train(tmp_path / "whole", *_HALF)
     resumed, whole = (_without_times(tmp_path / n) for n in ("resumed", "whole"))
     assert resumed == whole
-    taken = whole[0]["history"]["grads_finite"]
+    taken = whole[0]["history"]["last_finite"]
     assert not taken[0] and taken[-1]
 
     refused = _invoke(*args, "--loss-scale", "8", "--out", str(tmp_path))
@@ -155,7 +155,7 @@ def test_resnet_skipped_step_leaves_statistics_and_average_as_they_were(getkey):
     # The loss scale is too high at first: the gradients overflow. The forward pass, and
     # with it the new statistics, are finite.
     assert np.isfinite(log["loss"])
-    while not log["grads_finite"]:
+    while not log["last_finite"]:
         assert after.step == 0
         for name in ("params", "batch_stats", "ema"):
             kept, before = getattr(after, name), getattr(start, name)

@@ -110,7 +110,7 @@ def test_transformer_explains_each_layer_under_autocast(ran, told):
 def test_transformer_dynamic_scale_counts_its_skips(told):
     (run,) = _read(told[1])["runs"]
     history = run["history"]
-    taken = history["grads_finite"]
+    taken = history["last_finite"]
     assert not taken[0] and taken[-1]
     assert history["skipped_steps"][-1] == taken.count(False)
     assert history["loss_scale"][-1] == 2.0 ** (24 - taken.count(False))

@@ -122,7 +122,7 @@ def test_digits_static_scale_is_for_float16_alone(static):
 def test_digits_dynamic_scale_settles_by_skipping(dynamic):
     (run,) = _read(dynamic)["runs"]
     history = run["history"]
-    taken = history["grads_finite"]
+    taken = history["last_finite"]
     assert history["scale_used"][0] == 2.0**24
     assert not taken[0] and taken[-1]
     assert history["skipped_steps"][-1] == taken.count(False)
@@ -207,7 +207,7 @@ def test_digits_skipped_step_leaves_batch_stats_as_they_were(use_autocast, getke
     image = jax.random.uniform(getkey(), (4, 28, 28, 1))
     label = jnp.arange(4)
     after, log = step(state, data.Digits(image, label))
-    assert log["grads_finite"]
+    assert log["last_finite"]
     stats = jax.tree.leaves(after.batch_stats)
     assert all(x.dtype == jnp.float32 for x in stats)
     for x, before in zip(stats, jax.tree.leaves(state.batch_stats), strict=True):
@@ -215,7 +215,7 @@ def test_digits_skipped_step_leaves_batch_stats_as_they_were(use_autocast, getke
 
     bad = data.Digits(image.at[0, 0, 0, 0].set(jnp.inf), label)
     skipped, log = step(after, bad)
-    assert not log["grads_finite"]
+    assert not log["last_finite"]
     for x, before in zip(
         jax.tree.leaves((skipped.params, skipped.batch_stats)),
         jax.tree.leaves((after.params, after.batch_stats)),
@@ -270,7 +270,7 @@ def _record(seed: int, accuracy: float, scale: float) -> report.Record:
         "loss": np.full(2, 0.5),
         "loss_scale": np.array([1.0, scale]),
         "scale_used": np.array([1.0, 1.0]),
-        "grads_finite": np.array([True, True]),
+        "last_finite": np.array([True, True]),
         "skipped_steps": np.array([0, 3]),
     }
     return report.Record("mlp", "float32", seed, accuracy, 2.0, 0, 0, 2**20, history)

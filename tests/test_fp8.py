@@ -156,7 +156,7 @@ def test_an_overflow_that_fp8_clips_is_seen_all_the_same():
     assert not jmp_lite.all_finite(grads[_OWG])
 
     first = state.params
-    while not state.opt_state.grads_finite or not state.opt_state.skipped_steps:
+    while not state.opt_state.last_finite or not state.opt_state.skipped_steps:
         # No clipped gradient was taken on the way.
         assert bitwise.raw_bits(state.params) == bitwise.raw_bits(first)
         state = _step(state, batch)
@@ -210,7 +210,7 @@ def test_fp8_leaves_are_not_unscaled_and_stay_on_a_skip(dtype, under):
     grads = {"w": jnp.full(2, 4.0), "fp8": jnp.array([1.0, 2.0, -4.0, 0.5], dtype)}
 
     updates, state = update(grads, state, params)
-    assert state.grads_finite
+    assert state.last_finite
     assert updates["fp8"].dtype == dtype
     assert updates["fp8"].astype(jnp.float32).tolist() == [-1.0, -2.0, 4.0, -0.5]
     assert updates["w"].tolist() == [-1.0, -1.0]
@@ -218,10 +218,10 @@ def test_fp8_leaves_are_not_unscaled_and_stay_on_a_skip(dtype, under):
     # Not asked whether it is finite: narrow types say NaN for what is out of range.
     nan = {"fp8": jnp.array([jnp.nan, 2.0, 1.0, 1.0], dtype)}
     _, state = update(grads | nan, state, params)
-    assert state.grads_finite
+    assert state.last_finite
 
     updates, state = update(grads | nan | {"w": grads["w"] / 0}, state, params)
-    assert not state.grads_finite
+    assert not state.last_finite
     stepped = optax.apply_updates(params, updates)
     assert bitwise.raw_bits(stepped) == bitwise.raw_bits(params)
 
@@ -240,7 +240,7 @@ def test_flax_fp8_metadata_dtypes_pass_through():
         assert updates["amax"].dtype == fp8_ops.fp32_max_grad
         amax = jax.lax.convert_element_type(updates["amax"], jnp.float32)
         assert amax.tolist() == [8.0, np.inf]
-        assert bool(state.grads_finite) == (grad == 1.0)
+        assert bool(state.last_finite) == (grad == 1.0)
 
 
 @over_dtypes
@@ -262,7 +262,7 @@ def test_by_hand_the_optimiser_gets_the_parameters_only(dtype):
         updates, opt_state = tx.update(grads["params"], opt_state, variables["params"])
         params = optax.apply_updates(variables["params"], updates)
         taken = {"params": params, _OWG: grads[_OWG]}
-        kept = jmp_lite.select_tree(opt_state.grads_finite, taken, variables)
+        kept = jmp_lite.select_tree(opt_state.last_finite, taken, variables)
         return kept, opt_state
 
     for batch in batches:

@@ -298,10 +298,12 @@ def test_a_bad_batch_stops_both_and_keeps_the_scale():
     step, carry, (batch, *_) = _two_steps_in("one")
     skipped = step(carry, batch | {"noise": batch["noise"].at[0, 0].set(jnp.nan)})
     assert bitwise.raw_bits(skipped[0]) == bitwise.raw_bits(carry[0])
-    metrics = {name: x.item() for name, x in jmp_lite.metrics(skipped).items()}
+    metrics = {
+        name: x.item() for name, x in jmp_lite.loss_scale_metrics(skipped).items()
+    }
     assert metrics == {
         "loss_scale": 2.0**10,
-        "grads_finite": False,
+        "last_finite": False,
         "skipped_steps": 1,
         "consecutive_skips": 1,
     }
@@ -318,7 +320,9 @@ def test_under_two_scales_an_overflow_of_one_stops_that_one(bad):
     inner_states = states[bad].inner_state, carry[1][bad].inner_state
     assert bitwise.raw_bits(inner_states[0]) == bitwise.raw_bits(inner_states[1])
     assert bitwise.raw_bits(params[other]) != bitwise.raw_bits(carry[0][other])
-    metrics = {name: x.item() for name, x in jmp_lite.metrics(states).items()}
+    metrics = {
+        name: x.item() for name, x in jmp_lite.loss_scale_metrics(states).items()
+    }
     assert metrics[f"{bad}/loss_scale"] == 2.0**9
     assert metrics[f"{other}/loss_scale"] == 2.0**10
     assert (metrics[f"{bad}/skipped_steps"], metrics[f"{other}/skipped_steps"]) == (

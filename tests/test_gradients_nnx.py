@@ -15,9 +15,9 @@ import jmp_lite.nnx
 from jmp_lite import (
     DynamicLossScale,
     StaticLossScale,
-    check_progress,
+    check_skipped_steps,
     get_loss_scale,
-    metrics,
+    loss_scale_metrics,
     scale_aware,
     scaled_grad,
     scaled_value_and_grad,
@@ -194,7 +194,7 @@ def test_a_train_step_with_nnx_optimizer(half):
     assert int(optimizer.step[...]) == 12
     loss_scale = get_loss_scale(optimizer.opt_state)
     assert float(loss_scale.loss_scale) == 2.0**14
-    check_progress(optimizer.opt_state)
+    check_skipped_steps(optimizer.opt_state)
 
 
 def test_a_skipped_step_keeps_the_parameters_but_not_the_state_of_the_model():
@@ -207,8 +207,10 @@ def test_a_skipped_step_keeps_the_parameters_but_not_the_state_of_the_model():
     step(model, optimizer, 1e6 * X)
     assert bitwise.raw_bits(nnx.state(model, nnx.Param)) == before
     assert bitwise.raw_bits(optimizer.opt_state.inner_state) == moments
-    found = {name: x.item() for name, x in metrics(optimizer.opt_state).items()}
-    assert (found["skipped_steps"], found["grads_finite"]) == (1, False)
+    found = {
+        name: x.item() for name, x in loss_scale_metrics(optimizer.opt_state).items()
+    }
+    assert (found["skipped_steps"], found["last_finite"]) == (1, False)
     assert int(optimizer.step[...]) == 2
     assert not bool(jnp.isfinite(model.model.norm.mean[...]).all())
 

@@ -176,7 +176,7 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
             old, new = (old[0], old[1].inner_state), (new[0], new[1].inner_state)
         assert bitwise.raw_bits(old) == bitwise.raw_bits(new)
     assert trainer.traces == 1
-    assert int(jmp_lite.metrics(state)["skipped_steps"]) == 2
+    assert int(jmp_lite.loss_scale_metrics(state)["skipped_steps"]) == 2
     for x, y in zip(*map(jax.tree.leaves, (params, first)), strict=True):
         assert (np.asarray(x) != np.asarray(y)).any()
 
@@ -266,8 +266,8 @@ def test_the_loss_reaches_a_scale_aware_inside(wrap):
     tx = wrap(scale_aware(optax.sgd(1.0)))
     params = jnp.ones(2, jnp.bfloat16)
     _, state = tx.update(params, tx.init(params), params, value=jnp.float32(jnp.nan))
-    metrics = jmp_lite.metrics(state)
-    assert not metrics["grads_finite"] and float(metrics["loss_scale"]) == 2.0**15
+    metrics = jmp_lite.loss_scale_metrics(state)
+    assert not metrics["last_finite"] and float(metrics["loss_scale"]) == 2.0**15
 
 
 # Under JAX's transformations.
@@ -301,7 +301,7 @@ def test_members_under_vmap_step_by_themselves(wrap):
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *grads)
     states = jax.vmap(trainer.init)(two)
     stepped, states = jax.vmap(trainer.step)(two, states, stacked)
-    assert jmp_lite.metrics(states)["grads_finite"].tolist() == [True, False]
+    assert jmp_lite.loss_scale_metrics(states)["last_finite"].tolist() == [True, False]
     for row, grad in enumerate(grads):
         member = jax.tree.map(lambda p, i=row: p[i], two)
         expected = trainer.step(member, trainer.init(member), grad)

@@ -15,7 +15,7 @@ import pytest
 
 import jmp_lite
 from jmp_lite import MasterWeightsState, StaticLossScale, master_weights, scale_aware
-from jmp_lite._src.optimizers import wrapping
+from jmp_lite._src.optimizers import base
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = pytest.mark.standard_promotion
@@ -220,7 +220,7 @@ def test_the_update_is_exact_within_the_bound_and_not_far_beyond(dtype, ratio):
         new = (np.float32(old) * shrink).astype(dtype)
     old, new = old[np.isfinite(new)], new[np.isfinite(new)]
 
-    update = wrapping.update_between(
+    update = base.update_between(
         jnp.asarray(old, jnp.float32), jnp.asarray(new, jnp.float32)
     )
     got = np.asarray(apply_updates(jnp.asarray(old), update))
@@ -259,7 +259,7 @@ def test_rounding_is_that_of_a_cast_to_the_bit(dtype, jit):
     # The CPU takes float32's own subnormals for 0.
     x = x[~np.isnan(x) & ((np.abs(x) > 1.2e-38) | (x == 0))]
 
-    fun = jax.jit(wrapping.round_to, static_argnums=1) if jit else wrapping.round_to
+    fun = jax.jit(base.round_to, static_argnums=1) if jit else base.round_to
     rounded = np.asarray(fun(jnp.asarray(x), dtype))
 
     with np.errstate(over="ignore"):

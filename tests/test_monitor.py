@@ -10,12 +10,12 @@ import pytest
 
 from jmp_lite import (
     DynamicLossScale,
-    LossScaleCollapsed,
     NoOpLossScale,
     StaticLossScale,
-    check_progress,
+    TooManySkippedStepsError,
+    check_skipped_steps,
     get_loss_scale,
-    metrics,
+    loss_scale_metrics,
     scale_aware,
 )
 
@@ -34,16 +34,16 @@ def _as_numbers(scalars):
 
 
 def test_metrics_are_scalars_with_written_dtypes():
-    scalars = metrics(_state_after([1.0, jnp.nan]))
+    scalars = loss_scale_metrics(_state_after([1.0, jnp.nan]))
     assert {name: (x.dtype.name, x.shape) for name, x in scalars.items()} == {
         "loss_scale": ("float32", ()),
-        "grads_finite": ("bool", ()),
+        "last_finite": ("bool", ()),
         "skipped_steps": ("int32", ()),
         "consecutive_skips": ("int32", ()),
     }
     assert _as_numbers(scalars) == {
         "loss_scale": 2.0**14,
-        "grads_finite": False,
+        "last_finite": False,
         "skipped_steps": 1,
         "consecutive_skips": 1,
     }
@@ -59,10 +59,12 @@ def test_metrics_are_scalars_with_written_dtypes():
 )
 def test_the_state_is_found_at_any_depth(bury):
     state = _state_after([jnp.nan])
-    assert _as_numbers(metrics(bury(state))) == _as_numbers(metrics(state))
+    assert _as_numbers(loss_scale_metrics(bury(state))) == _as_numbers(
+        loss_scale_metrics(state)
+    )
     assert get_loss_scale(bury(state)) == state.loss_scale
-    with pytest.raises(LossScaleCollapsed):
-        check_progress(bury(state), max_consecutive_skips=1)
+    with pytest.raises(TooManySkippedStepsError):
+        check_skipped_steps(bury(state), max_consecutive_skips=1)
 
 
 def test_the_state_is_found_inside_other_transformations():
@@ -71,7 +73,7 @@ def test_the_state_is_found_inside_other_transformations():
     )
     params = {"w": jnp.zeros(1)}
     _, state = tx.update({"w": jnp.full(1, jnp.inf)}, tx.init(params), params)
-    assert _as_numbers(metrics(state))["skipped_steps"] == 1
+    assert _as_numbers(loss_scale_metrics(state))["skipped_steps"] == 1
     assert float(get_loss_scale(state).loss_scale) == 2.0**14
 
 
@@ -80,13 +82,15 @@ def test_several_states_are_told_apart_by_their_path():
         "generator": _state_after([1.0], StaticLossScale(4.0)),
         "critic": (_state_after([jnp.nan], DynamicLossScale(8.0)),),
     }
-    numbers = _as_numbers(metrics(states))
+    numbers = _as_numbers(loss_scale_metrics(states))
     assert numbers["generator/loss_scale"] == 4.0
     assert numbers["critic/0/loss_scale"] == 4.0
     assert numbers["critic/0/skipped_steps"] == 1
     assert len(numbers) == 8
-    with pytest.raises(LossScaleCollapsed, match="The last 1 steps of 'critic/0' were"):
-        check_progress(states, max_consecutive_skips=1)
+    with pytest.raises(
+        TooManySkippedStepsError, match="The last 1 steps of 'critic/0' were"
+    ):
+        check_skipped_steps(states, max_consecutive_skips=1)
     with pytest.raises(
         ValueError, match=r"several, at \['critic/0/loss_scale', 'generator/loss_scale"
     ):
@@ -100,16 +104,22 @@ def test_metrics_work_inside_jit():
     @jax.jit
     def step(grads, state):
         _, state = tx.update(grads, state, params)
-        return state, metrics(state)
+        return state, loss_scale_metrics(state)
 
     state, scalars = step(jnp.full(1, jnp.inf), tx.init(params))
-    assert _as_numbers(scalars) == _as_numbers(metrics(state))
+    assert _as_numbers(scalars) == _as_numbers(loss_scale_metrics(state))
     assert _as_numbers(scalars)["consecutive_skips"] == 1
 
 
 def test_metrics_without_a_dynamic_scale():
-    assert _as_numbers(metrics(_state_after([], NoOpLossScale())))["loss_scale"] == 1.0
-    assert metrics(_state_after([], NoOpLossScale()))["loss_scale"].dtype == jnp.float32
+    assert (
+        _as_numbers(loss_scale_metrics(_state_after([], NoOpLossScale())))["loss_scale"]
+        == 1.0
+    )
+    assert (
+        loss_scale_metrics(_state_after([], NoOpLossScale()))["loss_scale"].dtype
+        == jnp.float32
+    )
 
 
 def test_metrics_of_an_ensemble_have_its_axis():
@@ -118,9 +128,9 @@ def test_metrics_of_an_ensemble_have_its_axis():
     state = jax.vmap(tx.init)(params)
     grads = jnp.array([[1.0], [jnp.nan], [1.0]])
     _, state = jax.vmap(tx.update)(grads, state, params)
-    np.testing.assert_array_equal(metrics(state)["skipped_steps"], [0, 1, 0])
-    with pytest.raises(LossScaleCollapsed, match="The loss scale is 16384"):
-        check_progress(state, max_consecutive_skips=1)
+    np.testing.assert_array_equal(loss_scale_metrics(state)["skipped_steps"], [0, 1, 0])
+    with pytest.raises(TooManySkippedStepsError, match="The loss scale is 16384"):
+        check_skipped_steps(state, max_consecutive_skips=1)
 
 
 def test_a_collapse_says_the_scale_its_floor_and_where_to_look():
@@ -130,39 +140,39 @@ def test_a_collapse_says_the_scale_its_floor_and_where_to_look():
         r"The loss scale is 2, its floor 2. Look for: NaN or inf in the data .*"
         r"overflows in the forward pass .* learning rate"
     )
-    with pytest.raises(LossScaleCollapsed, match=expected):
-        check_progress(state, max_consecutive_skips=4)
-    check_progress(state, max_consecutive_skips=5)
+    with pytest.raises(TooManySkippedStepsError, match=expected):
+        check_skipped_steps(state, max_consecutive_skips=4)
+    check_skipped_steps(state, max_consecutive_skips=5)
 
 
 def test_a_static_scale_that_overflows_for_ever_is_reported_too():
     state = _state_after([jnp.nan] * 2, StaticLossScale(64.0))
-    with pytest.raises(LossScaleCollapsed, match="scale is 64, its floor 64"):
-        check_progress(state, max_consecutive_skips=2)
+    with pytest.raises(TooManySkippedStepsError, match="scale is 64, its floor 64"):
+        check_skipped_steps(state, max_consecutive_skips=2)
 
 
 def test_one_finite_step_is_progress():
     state = _state_after([jnp.nan] * 3 + [1.0])
     assert int(state.skipped_steps) == 3
-    check_progress(state, max_consecutive_skips=1)
+    check_skipped_steps(state, max_consecutive_skips=1)
 
 
 def test_the_overflows_of_a_start_are_no_collapse():
     # From the ceiling to the floor: every halving that a dynamic scale can need.
-    check_progress(_state_after([jnp.inf] * 24, DynamicLossScale(2.0**24)))
+    check_skipped_steps(_state_after([jnp.inf] * 24, DynamicLossScale(2.0**24)))
 
 
 def test_a_collapse_is_a_runtime_error():
-    assert issubclass(LossScaleCollapsed, RuntimeError)
+    assert issubclass(TooManySkippedStepsError, RuntimeError)
 
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_below_one_is_refused(limit):
     with pytest.raises(ValueError, match=f"to be at least 1, got {limit}"):
-        check_progress(_state_after([]), max_consecutive_skips=limit)
+        check_skipped_steps(_state_after([]), max_consecutive_skips=limit)
 
 
-@pytest.mark.parametrize("look", [metrics, check_progress])
+@pytest.mark.parametrize("look", [loss_scale_metrics, check_skipped_steps])
 def test_a_state_without_ours_is_refused(look):
     state = optax.adam(1e-3).init(jnp.zeros(1))
     expected = "Found no ScaleAwareState in a state of type tuple"

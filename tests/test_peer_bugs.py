@@ -249,7 +249,7 @@ def test_the_scale_never_reaches_zero_and_the_step_after_is_clean():
     assert float(state.loss_scale.loss_scale) == 2.0**-126
     scaled = state.loss_scale.scale(jnp.ones(1))
     updates, state = tx.update(scaled, state, params)
-    assert state.grads_finite
+    assert state.last_finite
     np.testing.assert_array_equal(updates, [-1.0])
 
 
@@ -280,7 +280,7 @@ def test_a_nan_in_aux_is_no_overflow():
     updates, state = tx.update(grads, state, params, value=value)
 
     assert np.isnan(aux["metric"])
-    assert state.grads_finite
+    assert state.last_finite
     assert float(state.loss_scale.loss_scale) == 8.0
     np.testing.assert_array_equal(updates, [-1.0, -1.0])
 
@@ -304,7 +304,7 @@ def test_running_statistics_survive_an_overflow():
         fun = jmp_lite.scaled_value_and_grad(loss, loss_scale=state, has_aux=True)
         (_, new_stats), grads = fun(params)
         updates, state = tx.update(grads, state, params)
-        kept = jmp_lite.select_tree(state.grads_finite, new_stats, stats)
+        kept = jmp_lite.select_tree(state.last_finite, new_stats, stats)
         return optax.apply_updates(params, updates), new_stats, kept, state
 
     overflow = x.at[0, 0].set(jnp.inf)
@@ -312,7 +312,7 @@ def test_running_statistics_survive_an_overflow():
 
     assert np.isnan(theirs["var"]).any()  # what the recipe keeps
     assert bitwise.raw_bits(ours) == bitwise.raw_bits(stats)
-    assert not state.grads_finite
+    assert not state.last_finite
     _, _, stats, state = step(params, ours, state, x)
-    assert state.grads_finite
+    assert state.last_finite
     assert np.isfinite(stats["var"]).all()

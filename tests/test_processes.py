@@ -122,7 +122,7 @@ def _check_that_it_trains(run: Trained) -> None:
     """Check that float16 overflows at first, and then learns."""
     skips = run.history["skipped_steps"][-1]
     assert 0 < skips < 10
-    assert run.history["grads_finite"] == [False] * skips + [True] * (12 - skips)
+    assert run.history["last_finite"] == [False] * skips + [True] * (12 - skips)
     assert run.history["loss"][-1] < run.history["loss"][0]
     assert any("embedding" in path for path in run.state)
 

@@ -134,8 +134,8 @@ def test_the_errors_that_are_raised_are_documented(name):
 
 
 def test_the_check_of_raised_errors_sees_them():
-    raised = raised_in(jmp_lite.check_progress)
-    assert set(raised) == {ValueError, jmp_lite.LossScaleCollapsed}
+    raised = raised_in(jmp_lite.check_skipped_steps)
+    assert set(raised) == {ValueError, jmp_lite.TooManySkippedStepsError}
     assert set(raised_in(jmp_lite.get_policy)) == {ValueError, TypeError}
 
 

@@ -66,7 +66,7 @@ def test_all_of_a_step_is_taken_or_nothing(name):
         assert bitwise.raw_bits(after) == bitwise.raw_bits(params)
         assert _inner_states(skipped) == _inner_states(state)
         if name == "two verdicts":
-            metrics = jmp_lite.metrics(skipped)
+            metrics = jmp_lite.loss_scale_metrics(skipped)
             for part in _PARAMS:
                 scale = metrics[f"inner_states/{part}/inner_state/loss_scale"]
                 assert float(scale) == (4.0 if part == bad else 8.0)

@@ -144,10 +144,10 @@ def test_the_counters_follow_the_steps():
     rows = []
     for grad in (1.0, 1.0, jnp.inf, jnp.nan, 1.0, -jnp.inf):
         _, state = tx.update(jnp.full(1, grad), state, params)
-        rows.append([x.item() for x in jmp_lite.metrics(state).values()])
+        rows.append([x.item() for x in jmp_lite.loss_scale_metrics(state).values()])
 
     assert rows == [
-        # loss_scale, grads_finite, skipped_steps, consecutive_skips
+        # loss_scale, last_finite, skipped_steps, consecutive_skips
         [8.0, True, 0, 0],
         [16.0, True, 0, 0],
         [8.0, False, 1, 1],
@@ -171,7 +171,7 @@ def test_a_bad_batch_is_skipped_and_keeps_the_scale(value, grad):
     assert bitwise.raw_bits(params + updates) == bitwise.raw_bits(params)
     assert bitwise.raw_bits(skipped.loss_scale) == bitwise.raw_bits(state.loss_scale)
     assert bitwise.raw_bits(skipped.inner_state) == bitwise.raw_bits(state.inner_state)
-    assert not skipped.grads_finite
+    assert not skipped.last_finite
     assert (int(skipped.skipped_steps), int(skipped.consecutive_skips)) == (1, 1)
 
 
@@ -195,7 +195,7 @@ def test_without_skipping_the_step_is_taken_and_still_counted():
     np.testing.assert_array_equal(seen[0][0], [jnp.nan, 1.0])
     assert math.isnan(seen[0][2]["value"])
     assert int(state.inner_state["count"]) == 1
-    assert (int(state.skipped_steps), bool(state.grads_finite)) == (1, False)
+    assert (int(state.skipped_steps), bool(state.last_finite)) == (1, False)
     assert float(state.loss_scale.loss_scale) == 8.0  # the value was not finite
 
     _, state = tx.update(grads, state, params)
@@ -218,7 +218,7 @@ def test_a_scale_below_one_that_lifts_a_gradient_to_inf_is_noticed():
     params = jnp.ones(1)
     grads = jnp.array([1e38])  # finite, and 16 times it is not
     updates, state = tx.update(grads, tx.init(params), params)
-    assert not state.grads_finite
+    assert not state.last_finite
     np.testing.assert_array_equal(params + updates, params)
 
 
@@ -250,7 +250,7 @@ def test_complex_params_are_updated_and_kept_bit_for_bit():
     for bad in (complex(math.nan, 0), complex(0, math.inf)):
         grads = jnp.array([0, bad, 0], jnp.complex64)
         updates, state = tx.update(grads, state, params)
-        assert not state.grads_finite
+        assert not state.last_finite
         assert bitwise.raw_bits(params + updates) == bitwise.raw_bits(params)
 
 
@@ -276,14 +276,14 @@ def test_leaves_that_are_no_numbers_pass_through():
         np.testing.assert_array_equal(updates["w"], [-1.0, -1.0])
         assert updates["frozen"] is None
         assert updates["step"].dtype == step_grad.dtype
-        assert state.grads_finite
+        assert state.last_finite
 
         grads["w"] = grads["w"].at[1].set(jnp.inf)
         updates, state = tx.update(grads, state, params)
         assert bitwise.raw_bits(params["w"] + updates["w"]) == bitwise.raw_bits(
             params["w"]
         )
-        assert not state.grads_finite
+        assert not state.last_finite
 
 
 def test_integer_updates_are_zero_on_a_skip():
@@ -313,7 +313,7 @@ def test_an_empty_tree_is_a_finite_step():
     tx: Any = scale_aware(optax.sgd(1.0))
     updates, state = tx.update({}, tx.init({}), {})
     assert updates == {}
-    assert state.grads_finite
+    assert state.last_finite
 
 
 def test_params_may_be_left_out_where_the_inner_optimiser_allows_it():

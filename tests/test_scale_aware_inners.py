@@ -137,7 +137,7 @@ def test_a_skipped_step_leaves_no_trace(name, grad_dtype, param_dtype):
 
         updates, params, skipped = step(bad_grads, state, params)
 
-        assert not skipped.grads_finite
+        assert not skipped.last_finite
         assert skipped.loss_scale.loss_scale == state.loss_scale.loss_scale / 2
         after = params, skipped.inner_state
         assert bitwise.raw_bits(after) == bitwise.raw_bits(before)

@@ -58,7 +58,7 @@ def test_a_flax_train_state_skips_and_goes_on():
     assert np.isfinite(value)
     assert bitwise.raw_bits(skipped.params) == bitwise.raw_bits(first.params)
     assert float(jmp_lite.get_loss_scale(skipped).loss_scale) == 4.0
-    assert int(jmp_lite.metrics(skipped)["skipped_steps"]) == 1
+    assert int(jmp_lite.loss_scale_metrics(skipped)["skipped_steps"]) == 1
 
 
 def test_an_nnx_optimizer_skips_and_reports():
@@ -76,10 +76,10 @@ def test_an_nnx_optimizer_skips_and_reports():
 
         (_, value), grads = nnx.value_and_grad(loss, has_aux=True)(model)
         optimizer.update(model, grads, value=value)
-        return jmp_lite.metrics(optimizer)
+        return jmp_lite.loss_scale_metrics(optimizer)
 
     before = bitwise.raw_bits(nnx.state(model))
-    assert step(model, optimizer, jnp.ones((4, 3)))["grads_finite"]
+    assert step(model, optimizer, jnp.ones((4, 3)))["last_finite"]
     after = bitwise.raw_bits(nnx.state(model))
     assert after != before
 
@@ -87,15 +87,18 @@ def test_an_nnx_optimizer_skips_and_reports():
     assert bitwise.raw_bits(nnx.state(model)) == after
     assert {name: x.item() for name, x in metrics.items()} == {
         "loss_scale": 4.0,
-        "grads_finite": False,
+        "last_finite": False,
         "skipped_steps": 1,
         "consecutive_skips": 1,
     }
     # Arrays, not Variables, also outside jit.
-    assert all(isinstance(x, jax.Array) for x in jmp_lite.metrics(optimizer).values())
+    assert all(
+        isinstance(x, jax.Array)
+        for x in jmp_lite.loss_scale_metrics(optimizer).values()
+    )
     assert float(jmp_lite.get_loss_scale(optimizer).scale(jnp.float16(2.0))) == 8.0
-    with pytest.raises(jmp_lite.LossScaleCollapsed, match="The last 1 steps"):
-        jmp_lite.check_progress(optimizer, max_consecutive_skips=1)
+    with pytest.raises(jmp_lite.TooManySkippedStepsError, match="The last 1 steps"):
+        jmp_lite.check_skipped_steps(optimizer, max_consecutive_skips=1)
 
 
 def test_equinox_gradients_with_none_leaves():
@@ -117,12 +120,12 @@ def test_equinox_gradients_with_none_leaves():
 
     x = jnp.ones((4, 3))
     stepped, state = step(model, state, x)
-    assert state.grads_finite
+    assert state.last_finite
     arrays = eqx.filter(stepped, eqx.is_array)
     assert bitwise.raw_bits(arrays) != bitwise.raw_bits(eqx.filter(model, eqx.is_array))
 
     skipped, state = step(stepped, state, x.at[0, 0].set(jnp.nan))
-    assert not state.grads_finite
+    assert not state.last_finite
     assert bitwise.raw_bits(eqx.filter(skipped, eqx.is_array)) == bitwise.raw_bits(
         arrays
     )

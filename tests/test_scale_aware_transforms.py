@@ -29,7 +29,7 @@ def _step(carry, grads):
     params, state = carry
     updates, state = _transformation().update(grads, state, params)
     params = optax.apply_updates(params, updates)
-    return (params, state), jmp_lite.metrics(state)
+    return (params, state), jmp_lite.loss_scale_metrics(state)
 
 
 def _first_carry():
@@ -66,7 +66,7 @@ def test_vmap_judges_each_member_of_an_ensemble_by_itself():
 
     (stepped, state), _ = jax.jit(jax.vmap(_step))((params, state), grads)
 
-    np.testing.assert_array_equal(state.grads_finite, [True, False, True])
+    np.testing.assert_array_equal(state.last_finite, [True, False, True])
     np.testing.assert_array_equal(state.loss_scale.counter, [1, 0, 1])
     np.testing.assert_array_equal(state.inner_state[0].count, [1, 0, 1])
     np.testing.assert_array_equal((stepped != params).any(axis=1), [True, False, True])
@@ -78,7 +78,7 @@ def test_members_under_vmap_can_agree_by_axis_name():
     state = jax.vmap(tx.init)(params)
     grads = params.at[1, 0].set(jnp.inf)
     _, state = jax.vmap(tx.update, axis_name="member")(grads, state, params)
-    np.testing.assert_array_equal(state.grads_finite, [False, False, False])
+    np.testing.assert_array_equal(state.last_finite, [False, False, False])
     np.testing.assert_array_equal(state.loss_scale.loss_scale, [4.0, 4.0, 4.0])
 
 
@@ -96,7 +96,7 @@ def test_a_step_can_be_differentiated_and_a_skipped_one_gives_no_nan(bad):
 
         grads = jmp_lite.scaled_grad(loss, loss_scale=state)(params)
         updates, state = tx.update(grads, state, params)
-        return jnp.sum(params + updates), state.grads_finite
+        return jnp.sum(params + updates), state.last_finite
 
     params = jnp.array([1.0, 2.0])
     meta_grads, finite = jax.jit(jax.grad(loss_after_a_step, has_aux=True))(params)
@@ -169,7 +169,7 @@ def test_a_donated_step_works_in_place():
 
     memory: Any = step.lower((params, state), grads).compile().memory_analysis()
     # All but the last verdict, which no step reads.
-    expected = _bytes((params, state)) - state.grads_finite.nbytes
+    expected = _bytes((params, state)) - state.last_finite.nbytes
     assert memory.alias_size_in_bytes == expected
 
     carry = step((params, state), grads)

@@ -151,7 +151,7 @@ def test_each_loss_finds_its_own_scale_and_a_faint_one_is_not_lost():
     step = jax.jit(functools.partial(_task_step, policy))
     first = DynamicLossScale(2.0**24)
     carry = params, _TASK_TX.init(params), {name: first for name in _WEIGHTS}
-    while not carry[1].grads_finite or not carry[1].skipped_steps:
+    while not carry[1].last_finite or not carry[1].skipped_steps:
         carry = step(carry, batch)
 
     found = carry[2]
@@ -341,6 +341,6 @@ def test_an_overflow_inside_a_penalty_is_no_bad_batch_where_value_leaves_it_out(
         2.0**20,
         3,
     )
-    while not state.grads_finite:
+    while not state.last_finite:
         state = step(state, False)
     assert 2.0**10 < float(state.loss_scale.loss_scale) < 2.0**20

@@ -305,10 +305,13 @@ def test_a_skipped_step_leaves_every_bit(name):
 def test_the_loss_scale_backs_off_where_the_gradients_overflowed_alone(cause, scale):
     state = make_state()
     state = apply(state, *spoilt(state, cause))
-    metrics = {name: x.item() for name, x in jmp_lite.metrics(state.opt_state).items()}
+    metrics = {
+        name: x.item()
+        for name, x in jmp_lite.loss_scale_metrics(state.opt_state).items()
+    }
     assert metrics == {
         "loss_scale": scale,
-        "grads_finite": False,
+        "last_finite": False,
         "skipped_steps": 1,
         "consecutive_skips": 1,
     }
@@ -332,7 +335,7 @@ def test_without_a_value_a_bad_batch_statistic_skips_all_the_same(name):
 
 
 def test_what_moves_on_a_skip_is_chosen():
-    state = make_state(moves_on_skip=("rng",))
+    state = make_state(update_on_skip=("rng",))
     skipped = apply(state, *spoilt(state, "gradients"))
     assert bitwise.raw_bits(skipped.rng) != bitwise.raw_bits(state.rng)
     assert without_scale(skipped.replace(rng=state.rng)) == without_scale(state)
@@ -340,7 +343,7 @@ def test_what_moves_on_a_skip_is_chosen():
 
 def test_what_moves_anyway_decides_nothing():
     """Else a NaN in it, which stays, would have every later step skipped."""
-    state = make_state(cls=Bigger, metrics=jnp.float32(0), moves_on_skip=("metrics",))
+    state = make_state(cls=Bigger, metrics=jnp.float32(0), update_on_skip=("metrics",))
     for n in range(3):
         state = state.apply_gradients(
             grads=gradients_of(state), metrics=state.metrics * jnp.nan
@@ -645,7 +648,9 @@ def test_devices_agree_on_whether_a_step_is_taken(bad):
 
 
 def test_a_state_survives_serialization_and_pickling():
-    state = make_state(ema_decay=0.9, moves_on_skip=("rng",), rng=jax.random.PRNGKey(1))
+    state = make_state(
+        ema_decay=0.9, update_on_skip=("rng",), rng=jax.random.PRNGKey(1)
+    )
     state = apply(state, *spoilt(state, "gradients"))
     state = apply(state, *spoilt(state, "nothing"))
     fresh = make_state(state.tx, ema_decay=0.9, rng=jax.random.PRNGKey(2))
@@ -659,7 +664,7 @@ def test_a_state_survives_serialization_and_pickling():
     leaves = pickle.loads(pickle.dumps(jax.tree.leaves(state)))
     restored = jax.tree.unflatten(jax.tree.structure(state), leaves)
     assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
-    assert restored.moves_on_skip == ("rng",)
+    assert restored.update_on_skip == ("rng",)
 
 
 # Errors.
@@ -715,9 +720,9 @@ def test_an_optimiser_that_changes_its_state_is_told_to_go(wrap):
 def test_an_unknown_field_to_move_is_an_error():
     with pytest.raises(
         ValueError,
-        match=r"moves_on_skip names \['rngs'\], expected some of \['apply_fn",
+        match=r"update_on_skip names \['rngs'\], expected some of \['apply_fn",
     ):
-        make_state(moves_on_skip=("rngs",))
+        make_state(update_on_skip=("rngs",))
 
 
 def test_gradients_of_another_structure_are_an_error():

@@ -185,7 +185,7 @@ def test_a_skipped_step_leaves_every_bit(name):
 @pytest.mark.parametrize("cause", SPOILT)
 def test_the_loss_scale_backs_off_where_the_gradients_overflowed_alone(cause):
     state = apply(make_state(), *SPOILT[cause])
-    metrics = jmp_lite.metrics(state.opt_state)
+    metrics = jmp_lite.loss_scale_metrics(state.opt_state)
     expected = 512.0 if cause == "gradients" else 1024.0
     assert float(metrics["loss_scale"]) == expected
     assert int(metrics["skipped_steps"]) == 1
@@ -193,7 +193,7 @@ def test_the_loss_scale_backs_off_where_the_gradients_overflowed_alone(cause):
 
 @pytest.mark.parametrize("moves", [nnx.RngState, [nnx.RngCount, nnx.RngKey]])
 def test_what_moves_on_a_skip_is_chosen(moves):
-    state = make_state(moves_on_skip=moves)
+    state = make_state(update_on_skip=moves)
     skipped = apply(state, *SPOILT["gradients"])
     streams = [nnx.filter_state(s.rest, nnx.RngState) for s in (skipped, state)]
     assert bitwise.raw_bits(streams[0]) != bitwise.raw_bits(streams[1])
@@ -207,7 +207,7 @@ def test_what_moves_on_a_skip_is_chosen(moves):
 
 
 def test_what_moves_anyway_decides_nothing():
-    state = make_state(moves_on_skip=nnx.BatchStat)
+    state = make_state(update_on_skip=nnx.BatchStat)
     after = apply(state, *SPOILT["batch statistics"])
     assert int(after.step) == 1
     assert not jmp_lite.all_finite(nnx.filter_state(after.rest, nnx.BatchStat))
@@ -335,14 +335,14 @@ def test_one_compilation_from_the_first_step_on():
         traces.append(1)
         return train_step(state, x)[0]
 
-    state = make_state(ema_decay=0.9, moves_on_skip=[nnx.RngState])
+    state = make_state(ema_decay=0.9, update_on_skip=[nnx.RngState])
     before = bitwise.avals(state)
     for n in range(4):
         state = step(state, batch(n, OVERFLOWING if n == 2 else 1.0))
     assert len(traces) == 1
     assert bitwise.avals(state) == before
     assert (state.step.dtype, int(state.step)) == (jnp.int32, 3)
-    again = make_state(state.tx, ema_decay=0.9, moves_on_skip=[nnx.RngState])
+    again = make_state(state.tx, ema_decay=0.9, update_on_skip=[nnx.RngState])
     assert jax.tree.structure(again) == jax.tree.structure(state)
     step(again, batch(0))
     assert len(traces) == 1
@@ -408,9 +408,9 @@ def test_wrong_arguments_are_errors():
     with pytest.raises(ValueError, match="Expected ema_decay between 0 and 1, got 2"):
         make_state(ema_decay=2)
     with pytest.raises(
-        TypeError, match="Expected an nnx filter for moves_on_skip, got 5"
+        TypeError, match="Expected an nnx filter for update_on_skip, got 5"
     ):
-        make_state(moves_on_skip=5)
+        make_state(update_on_skip=5)
 
 
 def test_state_of_another_kind_is_an_error():

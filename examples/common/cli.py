@@ -14,7 +14,7 @@ from rich.console import Console
 
 from examples.common import results
 from examples.common.precision import is_half
-from jmp_lite import LossScaleCollapsed, Policy, get_policy
+from jmp_lite import Policy, TooManySkippedStepsError, get_policy
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
@@ -133,11 +133,11 @@ def stop_if_collapsed(console: Console) -> Iterator[None]:
     """Say why a run gets nowhere any more, and exit.
 
     Raises:
-      typer.Exit: a run raised `LossScaleCollapsed`.
+      typer.Exit: a run raised `TooManySkippedStepsError`.
     """
     try:
         yield
-    except LossScaleCollapsed as error:
+    except TooManySkippedStepsError as error:
         console.print(f"Stopped: {error}", style="red", markup=False)
         raise typer.Exit(1) from None
 

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from examples.common.progress import progress
-from jmp_lite import check_progress, metrics
+from jmp_lite import check_skipped_steps, loss_scale_metrics
 from jmp_lite.checkpoint import latest_step, restore, save
 
 # `step(state, batch)` returns the next state and scalar metrics, "loss" among them.
@@ -69,9 +69,9 @@ def step_log(before: Any, after: Any, loss: jax.Array) -> dict[str, jax.Array]:
       after: the same when it was done.
       loss: f32 `[]`, unscaled.
     """
-    # `metrics(after)` has the loss scale of the next step; the figure shows this one's.
-    used = metrics(before)["loss_scale"]
-    return metrics(after) | {"loss": loss, "scale_used": used}
+    # The state after a step has the next loss scale; the figure shows the one used.
+    used = loss_scale_metrics(before)["loss_scale"]
+    return loss_scale_metrics(after) | {"loss": loss, "scale_used": used}
 
 
 def train_side_by_side(
@@ -100,7 +100,7 @@ def train_side_by_side(
       Name to result.
 
     Raises:
-      LossScaleCollapsed: a run does not get anywhere any more.
+      TooManySkippedStepsError: a run does not get anywhere any more.
     """
     first, batches = _peek(batches)
     # Compiled once and ahead: a state whose dtypes changed would be an error here, not
@@ -138,7 +138,7 @@ def train_side_by_side(
                 result.seconds[done:stop] = (time.perf_counter() - start) / len(chunk)
                 for key, values in result.history.items():
                     values[done:stop] = [log[key] for log in logs]
-                check_progress(result.state)
+                check_skipped_steps(result.state)
                 update(name, stop, _status(logs[-1]))
             done = stop
             if checkpoints is not None and (done == steps or done % every == 0):

@@ -334,7 +334,7 @@ def _draw_losses(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None
 def _draw_scales(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None:
     drawn = False
     for history, look in zip(runs.values(), looks, strict=True):
-        scale, taken = history["scale_used"], history["grads_finite"]
+        scale, taken = history["scale_used"], history["last_finite"]
         steps = np.arange(len(scale))
         skipped = steps[~taken]
         if np.all(scale == 1) and not len(skipped):

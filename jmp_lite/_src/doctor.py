@@ -248,7 +248,7 @@ def recommend(device: Any, ratios: Mapping[str, float]) -> Recommendation:
     Returns:
       The policy, the loss scale it needs, and why.
     """
-    half = dtypes.best_half_dtype(device)
+    half = dtypes.recommended_half_dtype(device)
     name = np.dtype(half).name
     slow, ratio = dtypes.slow_half_reason(half, device), ratios.get(name)
     why = []

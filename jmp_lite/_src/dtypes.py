@@ -119,7 +119,7 @@ def half_dtype(platform: str | None = None) -> Any:
     return jnp.bfloat16 if platform == "tpu" else jnp.float16
 
 
-def best_half_dtype(device: Any = None) -> Any:
+def recommended_half_dtype(device: Any = None) -> Any:
     """Return the half-precision dtype that trains best on a device.
 
     bfloat16 needs no loss scale and is as fast as float16 wherever the hardware has
@@ -132,7 +132,7 @@ def best_half_dtype(device: Any = None) -> Any:
       `jnp.float16` on GPUs before compute capability 8.0, else `jnp.bfloat16`.
 
     Examples:
-      >>> best_half_dtype() in HALF_DTYPES
+      >>> recommended_half_dtype() in HALF_DTYPES
       True
     """
     capability = compute_capability(device)

@@ -152,7 +152,7 @@ def get_policy(policy: "str | Policy") -> Policy:
         raise TypeError(f"Expected a Policy or its string, got {policy!r}.")
     name = policy.strip()
     if name == "mixed":
-        return Policy(jnp.float32, dtypes.best_half_dtype(), jnp.float32)
+        return Policy(jnp.float32, dtypes.recommended_half_dtype(), jnp.float32)
     if name in _KERAS_POLICIES:
         return Policy(*_KERAS_POLICIES[name])
     if "=" not in name:

@@ -11,7 +11,7 @@ import optax
 from jax.core import Tracer
 
 from jmp_lite._src import trees
-from jmp_lite._src.optimizers import wrapping
+from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
 
 _LEAVE_OUT = "Leave out what changes its own, such as optax.monitor."
@@ -57,13 +57,13 @@ def update(
     if jax.tree.leaves(others):
         # To a scale-aware optimiser, other state that is not finite means what a loss
         # means that is not: a bad forward pass. The step is skipped, the scale stays.
-        noted = wrapping.add_note(opt_state, ScaleAwareState, others_finite)
+        noted = base.add_note(opt_state, ScaleAwareState, others_finite)
     if value is not None:
         extra["value"] = value
-    tx = wrapping.as_transformation(tx)
+    tx = base.as_transformation(tx)
     updates, new_opt_state = tx.update(grads, noted, params, **extra)
-    new_opt_state = wrapping.drop_notes(new_opt_state)
-    wrapping.check_structure(new_opt_state, opt_state, "a train state", _LEAVE_OUT)
+    new_opt_state = base.drop_notes(new_opt_state)
+    base.check_structure(new_opt_state, opt_state, "a train state", _LEAVE_OUT)
     new_params = optax.apply_updates(params, updates)
     finite = jnp.array(True)
     if not _is_scale_aware(opt_state):
@@ -141,7 +141,7 @@ def _all_still_finite(new: Any, old: Any) -> jax.Array:
 def _verdicts(opt_state: Any) -> list[jax.Array]:
     """Return what the scale-aware optimisers in a state said of the last step."""
     states = jax.tree.leaves(opt_state, is_leaf=_is_scale_aware)
-    return [state.grads_finite for state in states if _is_scale_aware(state)]
+    return [state.last_finite for state in states if _is_scale_aware(state)]
 
 
 def _is_scale_aware(x: Any) -> bool:

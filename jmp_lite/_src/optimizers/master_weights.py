@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_lite._src import trees
-from jmp_lite._src.optimizers import wrapping
+from jmp_lite._src.optimizers import base
 
 
 class MasterWeightsState(NamedTuple):
@@ -72,7 +72,7 @@ def master_weights(
       Micikevicius et al., Mixed Precision Training, 2018, section 3.1
       (https://arxiv.org/abs/1710.03740); apex' FP16_Optimizer and opt level O2.
     """
-    inner = wrapping.as_transformation(inner)
+    inner = base.as_transformation(inner)
 
     def init_fn(params: Any) -> Any:
         # Copied: the step may donate its state as well as the parameters.
@@ -81,24 +81,24 @@ def master_weights(
             params,
             trees.cast_at_least_float32(params),
         )
-        masters = jax.tree.map(wrapping.with_lasting_dtype, masters)
+        masters = jax.tree.map(base.strongly_typed, masters)
         # For the same reason, an inner state that starts from them gets its own.
         masters, inner_state = trees.unshare((masters, inner.init(masters)))
         return MasterWeightsState(
-            jax.tree.map(wrapping.with_lasting_dtype, inner_state), masters
+            jax.tree.map(base.strongly_typed, inner_state), masters
         )
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        noted, (state, stored) = state, wrapping.read_note(state)
+        noted, (state, stored) = state, base.read_note(state)
         if not isinstance(state, MasterWeightsState):
             raise ValueError(
                 "Expected the state that master_weights(...).init(params) made, got "
                 f"{type(state).__name__}."
             )
-        halves = wrapping.halves_of(params, stored)
-        wrapping.check_gradients(updates, params)
+        halves = base.halves_of(params, stored)
+        base.check_gradients(updates, params)
 
         def show(path, m, p):
             # What is stored in float32 is its own master: one sum makes both.
@@ -114,17 +114,17 @@ def master_weights(
             dtype = halves.get(jax.tree_util.keystr(path))
             if dtype is None or u is None:
                 return u
-            rounded = wrapping.round_to(m, dtype)
-            return wrapping.update_between(p.astype(m.dtype), rounded)
+            rounded = base.round_to(m, dtype)
+            return base.update_between(p.astype(m.dtype), rounded)
 
-        map_with_none = wrapping.map_with_none
+        map_with_none = base.map_with_none
         shown = map_with_none(show, state.masters, params)
         grads = trees.cast_at_least_float32(updates)
         steps, inner_state = inner.update(grads, state.inner_state, shown, **extra)
-        inner_state = wrapping.with_dtypes_of(inner_state, state.inner_state)
+        inner_state = base.with_dtypes_of(inner_state, state.inner_state)
         masters = map_with_none(step, state.masters, shown, steps)
         new_updates = map_with_none(update, masters, params, steps)
         next_state = MasterWeightsState(inner_state, masters)
-        return new_updates, wrapping.keep_note(next_state, noted)
+        return new_updates, base.keep_note(next_state, noted)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -10,11 +10,11 @@ from jmp_lite._src.loss_scale import DynamicLossScale
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
 
 
-class LossScaleCollapsed(RuntimeError):
+class TooManySkippedStepsError(RuntimeError):
     """Too many steps in a row were not finite: the run is not training any more."""
 
 
-def metrics(opt_state: Any) -> dict[str, jax.Array]:
+def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
     """Return what to log about loss scaling.
 
     Args:
@@ -22,7 +22,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         be traced: this works inside `jit`.
 
     Returns:
-      Scalars of shape `[]`: `loss_scale` (f32), `grads_finite` (bool),
+      Scalars of shape `[]`: `loss_scale` (f32), `last_finite` (bool),
       `skipped_steps` and `consecutive_skips` (int32). Where there are several states,
       each name has the key path of its state in front: `"generator/loss_scale"`.
 
@@ -33,7 +33,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> import optax
       >>> from jmp_lite import scale_aware
       >>> state = scale_aware(optax.sgd(0.1)).init(jax.numpy.ones(2))
-      >>> {name: x.item() for name, x in metrics(state).items()}["loss_scale"]
+      >>> loss_scale_metrics(state)["loss_scale"].item()
       32768.0
     """
     states = _find_states(opt_state)
@@ -45,14 +45,14 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
             "loss_scale": jax.numpy.asarray(
                 state.loss_scale.loss_scale, jax.numpy.float32
             ),
-            "grads_finite": state.grads_finite,
+            "last_finite": state.last_finite,
             "skipped_steps": state.skipped_steps,
             "consecutive_skips": state.consecutive_skips,
         }.items()
     }
 
 
-def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50) -> None:
+def check_skipped_steps(opt_state: Any, *, max_consecutive_skips: int = 50) -> None:
     """Raise if the last steps were all skipped. Call it on the host, between steps.
 
     The scale halves from `2**24` to 1 in 24 skips; a run that skips on after that does
@@ -60,18 +60,18 @@ def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50) -> None:
     it every hundred steps or so.
 
     Args:
-      opt_state: as for `metrics`, not traced.
+      opt_state: as for `loss_scale_metrics`, not traced.
       max_consecutive_skips: how many skips in a row are too many, at least 1.
 
     Raises:
-      LossScaleCollapsed: that many steps in a row were skipped; says the scale, its
-        floor, and what to look at.
+      TooManySkippedStepsError: that many steps in a row were skipped; names the scale,
+        its floor, and what to look at.
       ValueError: `max_consecutive_skips` is below 1; no `ScaleAwareState` is found.
 
     Examples:
       >>> import optax
       >>> from jmp_lite import scale_aware
-      >>> check_progress(scale_aware(optax.sgd(0.1)).init(jax.numpy.ones(2)))
+      >>> check_skipped_steps(scale_aware(optax.sgd(0.1)).init(jax.numpy.ones(2)))
 
     References:
       DeepSpeed and fairseq raise at the smallest scale; PyTorch users ask for it
@@ -91,7 +91,7 @@ def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50) -> None:
         if isinstance(state.loss_scale, DynamicLossScale):
             floor = state.loss_scale.min_loss_scale
         where = f" of {path!r}" if path else ""
-        raise LossScaleCollapsed(
+        raise TooManySkippedStepsError(
             f"The last {skips} steps{where} were skipped: their gradients or loss were "
             f"not finite. The loss scale is {scale:g}, its floor {floor:g}. Look for: "
             "NaN or inf in the data or in the parameters; an op that overflows in the "

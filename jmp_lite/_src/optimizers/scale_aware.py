@@ -13,7 +13,7 @@ import optax
 
 from jmp_lite._src import trees
 from jmp_lite._src.loss_scale import DynamicLossScale, LossScale, check_loss_scale
-from jmp_lite._src.optimizers import wrapping
+from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.master_weights import MasterWeightsState
 from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
 
@@ -32,7 +32,7 @@ class ScaleAwareState(NamedTuple):
     Attributes:
       inner_state: the state of the wrapped optimiser, its floats at least float32.
       loss_scale: the loss scale for the next step.
-      grads_finite: bool `[]`, whether the last step's gradients (and its `value`, if
+      last_finite: bool `[]`, whether the last step's gradients (and its `value`, if
         given) were finite: the step was taken. True before the first step.
       skipped_steps: int32 `[]`, non-finite steps since `init`.
       consecutive_skips: int32 `[]`, non-finite steps since the last finite one.
@@ -40,7 +40,7 @@ class ScaleAwareState(NamedTuple):
 
     inner_state: optax.OptState
     loss_scale: LossScale
-    grads_finite: jax.Array
+    last_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
 
@@ -98,7 +98,7 @@ def scale_aware(
       >>> float(optax.apply_updates(params, updates))
       0.5
       >>> updates, state = tx.update(jnp.float16(jnp.inf), state, params)
-      >>> float(updates), float(state.loss_scale.loss_scale), bool(state.grads_finite)
+      >>> float(updates), float(state.loss_scale.loss_scale), bool(state.last_finite)
       (-0.0, 2.0, False)
 
     References:
@@ -106,7 +106,7 @@ def scale_aware(
       (https://arxiv.org/abs/1710.03740); torch.amp.GradScaler; Keras'
       LossScaleOptimizer.
     """
-    inner = wrapping.as_transformation(inner)
+    inner = base.as_transformation(inner)
     if loss_scale is None:
         loss_scale = DynamicLossScale()
     check_loss_scale(loss_scale)
@@ -115,11 +115,11 @@ def scale_aware(
     def init_fn(params: Any) -> Any:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         return ScaleAwareState(
-            inner_state=jax.tree.map(wrapping.with_lasting_dtype, inner_state),
+            inner_state=jax.tree.map(base.strongly_typed, inner_state),
             # Copied: the step may donate its state, and another state or optimiser may
             # have started from the same loss scale.
             loss_scale=jax.tree.map(jnp.copy, first_loss_scale),
-            grads_finite=jnp.array(True),
+            last_finite=jnp.array(True),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
         )
@@ -127,7 +127,7 @@ def scale_aware(
     def update_fn(
         updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        noted, (state, others_finite) = state, wrapping.read_note(state)
+        noted, (state, others_finite) = state, base.read_note(state)
         _check_arguments(updates, state, params)
         # Checked after unscaling: below 1, a scale can lift a finite number to inf.
         # XLA fuses the multiplication into both readers; no copy is kept.
@@ -147,16 +147,14 @@ def scale_aware(
         if value is not None:
             extra["value"] = value
         shown, inner_state = trees.cast_at_least_float32(params), state.inner_state
-        stored = wrapping.stored_dtypes(params)
+        stored = base.stored_dtypes(params)
         if stored is not None:
-            inner_state = wrapping.add_note(inner_state, _KNOW_WHAT_IS_STORED, stored)
+            inner_state = base.add_note(inner_state, _KNOW_WHAT_IS_STORED, stored)
         new_updates, inner_state = inner.update(grads, inner_state, shown, **extra)
         if stored is not None:
-            inner_state = wrapping.drop_notes(inner_state)
-        wrapping.check_structure(
-            inner_state, state.inner_state, "scale_aware", _OUTSIDE
-        )
-        inner_state = wrapping.with_dtypes_of(inner_state, state.inner_state)
+            inner_state = base.drop_notes(inner_state)
+        base.check_structure(inner_state, state.inner_state, "scale_aware", _OUTSIDE)
+        inner_state = base.with_dtypes_of(inner_state, state.inner_state)
         if skip_nonfinite:
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
             inner_state = trees.select_tree(finite, inner_state, state.inner_state)
@@ -165,11 +163,11 @@ def scale_aware(
         next_state = ScaleAwareState(
             inner_state=inner_state,
             loss_scale=trees.select_tree(value_finite, adjusted, state.loss_scale),
-            grads_finite=finite,
+            last_finite=finite,
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
         )
-        return new_updates, wrapping.keep_note(next_state, noted)
+        return new_updates, base.keep_note(next_state, noted)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -207,4 +205,4 @@ def _check_arguments(grads: Any, state: Any, params: Any) -> None:
             "Expected the state that scale_aware(...).init(params) made, got "
             f"{type(state).__name__}."
         )
-    wrapping.check_gradients(grads, params)
+    base.check_gradients(grads, params)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jmp_lite._src import trees
-from jmp_lite._src.optimizers import wrapping
+from jmp_lite._src.optimizers import base
 
 
 class StochasticRoundingState(NamedTuple):
@@ -75,27 +75,27 @@ def stochastic_rounding(
       (https://arxiv.org/abs/1502.02551); Zamirai et al., Revisiting BFloat16
       Training, 2020 (https://arxiv.org/abs/2010.06192).
     """
-    inner = wrapping.as_transformation(inner)
+    inner = base.as_transformation(inner)
     _check_key(key)
 
     def init_fn(params: Any) -> Any:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         # The key is copied: the step may donate its state, and the caller keeps his.
         return StochasticRoundingState(
-            jax.tree.map(wrapping.with_lasting_dtype, inner_state), jnp.copy(key)
+            jax.tree.map(base.strongly_typed, inner_state), jnp.copy(key)
         )
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        noted, (state, stored) = state, wrapping.read_note(state)
+        noted, (state, stored) = state, base.read_note(state)
         if not isinstance(state, StochasticRoundingState):
             raise ValueError(
                 "Expected the state that stochastic_rounding(...).init(params) made, "
                 f"got {type(state).__name__}."
             )
-        halves = wrapping.halves_of(params, stored)
-        wrapping.check_gradients(updates, params)
+        halves = base.halves_of(params, stored)
+        base.check_gradients(updates, params)
         next_key, *keys = jax.random.split(state.key, 1 + len(halves))
         key_at = dict(zip(halves, keys, strict=True))
 
@@ -106,14 +106,14 @@ def stochastic_rounding(
             p = p.astype(jnp.float32)
             x = p + jnp.asarray(u, jnp.float32)
             rounded = _round_at_random(x, halves[path], key_at[path])
-            return wrapping.update_between(p, rounded)
+            return base.update_between(p, rounded)
 
         grads, shown = trees.cast_at_least_float32((updates, params))
         steps, inner_state = inner.update(grads, state.inner_state, shown, **extra)
-        inner_state = wrapping.with_dtypes_of(inner_state, state.inner_state)
-        new_updates = wrapping.map_with_none(update, params, steps)
+        inner_state = base.with_dtypes_of(inner_state, state.inner_state)
+        new_updates = base.map_with_none(update, params, steps)
         next_state = StochasticRoundingState(inner_state, next_key)
-        return new_updates, wrapping.keep_note(next_state, noted)
+        return new_updates, base.keep_note(next_state, noted)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -132,7 +132,7 @@ def _round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
     """
     largest = float(jnp.finfo(dtype).max)
     x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-    nearest = wrapping.round_to(x, dtype)
+    nearest = base.round_to(x, dtype)
     direction = jnp.where(x > nearest, jnp.inf, -jnp.inf).astype(dtype)
     other = jnp.nextafter(nearest.astype(dtype), direction).astype(jnp.float32)
     # Both differences are exact. At a half number itself the first is 0.

@@ -33,7 +33,7 @@ class TrainState(train_state.TrainState):
         `ema_decay` is.
       rng: a PRNG key for dropout and the like.
       ema_decay: what of the average stays in each step, in (0, 1).
-      moves_on_skip: fields that take their new value on a skipped step too, such as
+      update_on_skip: fields that take their new value on a skipped step too, such as
         `("rng",)`.
 
     Examples:
@@ -59,7 +59,7 @@ class TrainState(train_state.TrainState):
     ema: Any = None
     rng: Any = None
     ema_decay: float | None = struct.field(pytree_node=False, default=None)
-    moves_on_skip: tuple[str, ...] = struct.field(pytree_node=False, default=())
+    update_on_skip: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class TrainState(train_state.TrainState):
 
         Raises:
           ValueError: parameters or batch statistics that are not finite; an
-            `ema_decay` outside (0, 1); a name in `moves_on_skip` that is no field.
+            `ema_decay` outside (0, 1); a name in `update_on_skip` that is no field.
         """
         rollback.check_finite(params, "parameters")
         rollback.check_finite(kwargs.get("batch_stats"), "batch statistics")
@@ -81,10 +81,10 @@ class TrainState(train_state.TrainState):
         if kwargs.get("ema_decay") is not None:
             kwargs.setdefault("ema", rollback.start_average(params))
         fields = {field.name for field in dataclasses.fields(cls)}
-        unknown = [n for n in kwargs.get("moves_on_skip", ()) if n not in fields]
+        unknown = [n for n in kwargs.get("update_on_skip", ()) if n not in fields]
         if unknown:
             raise ValueError(
-                f"moves_on_skip names {unknown}, expected some of {sorted(fields)}."
+                f"update_on_skip names {unknown}, expected some of {sorted(fields)}."
             )
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         # The step may donate the state, and no buffer twice.
@@ -116,7 +116,7 @@ class TrainState(train_state.TrainState):
                 grads,
             )
         # What moves anyway says nothing of the step.
-        moved = {n: v for n, v in kwargs.items() if n in self.moves_on_skip}
+        moved = {n: v for n, v in kwargs.items() if n in self.update_on_skip}
         kept = {n: v for n, v in kwargs.items() if n not in moved}
         params, opt_state, finite = rollback.update(
             self.tx,

@@ -42,7 +42,7 @@ class TrainState:
       graphdef: the structure of the model.
       tx: the optimiser.
       ema_decay: what of the average stays in each step, in (0, 1).
-      moves_on_skip: an nnx filter of what in `rest` takes its new value on a skipped
+      update_on_skip: an nnx filter of what in `rest` takes its new value on a skipped
         step too, such as `nnx.RngState`; None for nothing.
 
     Examples:
@@ -66,7 +66,7 @@ class TrainState:
     graphdef: Any = dataclasses.field(metadata={"static": True})
     tx: Any = dataclasses.field(metadata={"static": True})
     ema_decay: float | None = dataclasses.field(metadata={"static": True})
-    moves_on_skip: Any = dataclasses.field(metadata={"static": True})
+    update_on_skip: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(
@@ -75,25 +75,25 @@ class TrainState:
         tx: optax.GradientTransformation,
         *,
         ema_decay: float | None = None,
-        moves_on_skip: Any = None,
+        update_on_skip: Any = None,
     ) -> "TrainState":
         """Return the state of a model at step 0.
 
         Raises:
-          TypeError: `model` is not an nnx module; `moves_on_skip` is not a filter.
+          TypeError: `model` is not an nnx module; `update_on_skip` is not a filter.
           ValueError: parameters or batch statistics that are not finite; an
             `ema_decay` outside (0, 1).
         """
         if not isinstance(model, nnx.Module):
             raise TypeError(f"Expected an nnx module, got {model!r}.")
         try:
-            nnx.filterlib.to_predicate(moves_on_skip)
+            nnx.filterlib.to_predicate(update_on_skip)
         except (TypeError, ValueError):
             raise TypeError(
-                f"Expected an nnx filter for moves_on_skip, got {moves_on_skip!r}."
+                f"Expected an nnx filter for update_on_skip, got {update_on_skip!r}."
             ) from None
-        if isinstance(moves_on_skip, list):  # static, so hashable
-            moves_on_skip = tuple(moves_on_skip)
+        if isinstance(update_on_skip, list):  # static, so hashable
+            update_on_skip = tuple(update_on_skip)
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         rollback.check_finite(params, "parameters")
         rollback.check_finite(nnx.filter_state(rest, nnx.BatchStat), "batch statistics")
@@ -109,7 +109,7 @@ class TrainState:
             graphdef=graphdef,
             tx=tx,
             ema_decay=ema_decay,
-            moves_on_skip=moves_on_skip,
+            update_on_skip=update_on_skip,
         )
         return trees.unshare(state)
 
@@ -138,7 +138,7 @@ class TrainState:
           ValueError: `grads` or `rest` of another structure, shape or dtype.
         """
         rest = self.rest if rest is None else rest
-        moves = self.moves_on_skip
+        moves = self.update_on_skip
         params, opt_state, finite = rollback.update(
             self.tx,
             grads,

@@ -57,7 +57,7 @@ def _takes_value(update: Any) -> bool:
     return "value" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def with_lasting_dtype(x: Any) -> Any:
+def strongly_typed(x: Any) -> Any:
     """Return a number as an array whose dtype is strong: it survives every update."""
     if isinstance(x, bool | int | float | complex):
         x = jnp.asarray(x)
