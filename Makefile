@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 VENV ?= .venv
 # The oldest JAX we support. `make test JAX="jax jaxlib" VENV=.venv-newest`: the newest.
 JAX ?= jax==0.10.0 jaxlib==0.10.0
+# Which tests run: `make test-full` takes all.
+MARKED ?= -m "not full"
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 PROGRAMS_ARGS ?=
@@ -16,23 +18,28 @@ PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN = $(VENV)/bin
 
-.PHONY: help demo test lint pytest programs tables format clean FORCE
+.PHONY: help demo test test-full lint types pytest programs tables docs format clean FORCE
 
 help:  ## Show this list.
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: $(VENV)/demo.stamp  ## Train on real digits in three precisions (DEMO_ARGS=...).
 	$(BIN)/python -m examples.digits $(DEMO_ARGS)
 
-test: lint pytest  ## Everything CI runs: linters, types, tests, doctests, README code.
+test: lint types pytest  ## Linters, types, tests, doctests and README code.
 
-lint: $(VENV)/dev.stamp  ## ruff and pyright.
+test-full: MARKED =
+test-full: lint types pytest  ## The same, with the tests that take long (marked `full`).
+
+lint: $(VENV)/dev.stamp  ## ruff.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(VENV)/dev.stamp  ## pyright.
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-pytest: $(VENV)/dev.stamp  ## Tests, doctests and README code (PYTEST_ARGS="-k policy").
-	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+pytest: $(VENV)/dev.stamp  ## Tests that are not marked `full` (PYTEST_ARGS="-k policy").
+	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(MARKED) $(PYTEST_ARGS)
 
 # Its own environment: the figures are those of one jax and one compiler.
 ifeq ($(shell uname -sm),Linux x86_64)
@@ -45,6 +52,9 @@ endif
 
 tables: $(VENV)/demo.stamp  ## Write the tables of README and docs anew, from the committed results.
 	$(BIN)/python -m benchmarks.tables
+
+docs: $(VENV)/docs.stamp  ## Build the pages of docs/ into out/site; a broken link fails.
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(VENV)/dev.stamp  ## Rewrite the code as ruff would have it.
 	$(BIN)/ruff check --fix
@@ -76,6 +86,11 @@ $(VENV)/dev.stamp: pyproject.toml Makefile $(VENV)/jax.txt
 	@echo "Installing what the tests need into $(VENV) (about a minute) ..."
 	@$(BIN)/python -m pip install --quiet --upgrade -r $(VENV)/jax.txt -e '.[dev]'
 	@touch $(VENV)/demo.stamp $@
+
+$(VENV)/docs.stamp: pyproject.toml Makefile $(VENV)/jax.txt
+	@echo "Installing what builds the pages into $(VENV) (about half a minute) ..."
+	@$(BIN)/python -m pip install --quiet --upgrade -r $(VENV)/jax.txt -e '.[docs]'
+	@touch $@
 
 .venv-programs/stamp: benchmarks/programs-requirements.txt pyproject.toml Makefile \
 		| .venv-programs/bin/python
