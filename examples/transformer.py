@@ -117,15 +117,15 @@ def make_model(width: int, layers: int, seed: int) -> Transformer:
     return Transformer(width, layers, rngs=nnx.Rngs(seed))
 
 
-def plain_loss(graphdef, params, rest, tokens):
+def plain_loss(graphdef, params, other_state, tokens):
     """Return the mean cross entropy of each next byte. Knows nothing of precision."""
-    logits = nnx.merge(graphdef, params, rest)(tokens[:, :-1])
+    logits = nnx.merge(graphdef, params, other_state)(tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
 
 
 def make_loss_fn(state: TrainState, policy: Policy, *, use_autocast: bool):
-    """Return `loss_fn(params, rest, tokens)` under a policy."""
+    """Return `loss_fn(params, other_state, tokens)` under a policy."""
     loss_fn = functools.partial(plain_loss, state.graphdef)
     return autocast_if_half(loss_fn, policy) if use_autocast else loss_fn
 
@@ -135,7 +135,7 @@ def make_step(loss_fn) -> Step:
 
     def step(state: TrainState, tokens):
         value_and_grad = scaled_value_and_grad(loss_fn, loss_scale=state.opt_state)
-        loss, grads = value_and_grad(state.params, state.rest, tokens)
+        loss, grads = value_and_grad(state.params, state.other_state, tokens)
         after = state.apply_gradients(grads=grads, value=loss)
         return after, step_log(state, after, loss)
 
@@ -168,7 +168,7 @@ def validation_loss(loss_fn, state: TrainState, text: np.ndarray) -> float:
     batches = tokens.reshape(-1, BATCH_SIZE, CONTEXT + 1)
     losses = jax.jit(lambda p, r, ts: jax.lax.map(lambda t: loss_fn(p, r, t), ts))
     return float(
-        np.mean(np.asarray(losses(state.ema, state.rest, batches), np.float64))
+        np.mean(np.asarray(losses(state.ema, state.other_state, batches), np.float64))
     )
 
 
@@ -221,7 +221,7 @@ def train_seed(
             param_bytes=tree_bytes(state.params),
             optimizer_bytes=tree_bytes(state.opt_state),
             activation_bytes=activation_bytes(
-                lambda params, tokens: loss_fn(params, state.rest, tokens),
+                lambda params, tokens: loss_fn(params, state.other_state, tokens),
                 state.params,
                 even_windows(train, count=BATCH_SIZE, length=CONTEXT + 1),
             ),
@@ -233,10 +233,12 @@ def train_seed(
 
 def print_choices(policy: Policy, width: int, layers: int, console: Console) -> None:
     """Print what autocast does in each layer."""
-    graphdef, params, rest = nnx.split(make_model(width, layers, 0), nnx.Param, ...)
+    graphdef, params, other_state = nnx.split(
+        make_model(width, layers, 0), nnx.Param, ...
+    )
     tokens = jnp.zeros((BATCH_SIZE, CONTEXT + 1), jnp.int32)
     explained = explain(functools.partial(plain_loss, graphdef), policy)
-    console.print(explained(params, rest, tokens).table())
+    console.print(explained(params, other_state, tokens).table())
 
 
 def main(

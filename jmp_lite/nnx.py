@@ -1,4 +1,4 @@
-"""Flax nnx: policies over the modules of a model, and a train state with rollback."""
+"""Flax nnx: policies for the modules of a model, and a train state."""
 
 from jmp_lite._src import extras
 

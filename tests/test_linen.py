@@ -166,7 +166,7 @@ def test_a_rule_holds_for_all_inside_and_says_what_comes_out():
     assert explanation["body/last"].output == ("bf16",)
     assert explanation["body"].output == ("f16",)
     assert explanation["head"].output == explanation[""].output == ("full",)
-    assert explanation["body/first"].why == "the module around it"
+    assert explanation["body/first"].why == "the enclosing module"
 
 
 def test_a_rule_for_the_params_of_a_path():
@@ -267,7 +267,7 @@ def test_explain_says_for_each_module_what_it_does():
     full = ("full",)
     assert found == [
         ("", "Model", (), "bf16", full, "the default"),
-        ("embed", "Embed", full, "bf16", ("bf16",), "the module around it"),
+        ("embed", "Embed", full, "bf16", ("bf16",), "the enclosing module"),
         ("norm", "LayerNorm", full, "full", full, "class LayerNorm"),
         ("mine", "Dense", full, "full", full, "its own dtype=full"),
         ("head", "Dense", ("f16",), "f16", full, "path 'head'"),

@@ -10,11 +10,10 @@ from jmp_lite._src.flax.module_policies import (
     Explanation,
     ModuleDtypes,
     ModulePolicies,
-    given_dtype,
+    enclosing_module,
     kept_from_half,
-    nearest,
-    nothing_in_half,
-    why,
+    no_half_message,
+    own_dtype,
 )
 
 
@@ -49,7 +48,7 @@ def test_without_rules_every_module_has_the_default():
     found = ModulePolicies("mixed_float16").resolve(MODULES)
     assert found.keys() == MODULES.keys()
     assert {of.policy for of in found.values()} == {get_policy("mixed_float16")}
-    assert not any(of.is_own for of in found.values())
+    assert not any(of.is_rule_start for of in found.values())
 
 
 def test_a_policy_holds_for_all_that_is_inside_the_module():
@@ -63,7 +62,7 @@ def test_a_policy_holds_for_all_that_is_inside_the_module():
         "head": "bfloat16",
     }
     found = ModulePolicies(policy).resolve(MODULES)
-    assert [path for path, of in found.items() if of.is_own] == ["encoder"]
+    assert [path for path, of in found.items() if of.is_rule_start] == ["encoder"]
 
 
 def test_an_inner_rule_comes_before_an_outer_one():
@@ -75,7 +74,7 @@ def test_an_inner_rule_comes_before_an_outer_one():
 
 def test_the_model_itself_is_the_empty_path():
     of = ModulePolicies(PolicyMap("full", {"": "half"})).resolve(MODULES)
-    assert of[""].is_own
+    assert of[""].is_rule_start
     assert {str(m.policy) for m in of.values()} == {"p=f16,c=f16,o=f16"}
 
 
@@ -174,42 +173,56 @@ def test_an_unknown_policy_is_an_error():
         ModulePolicies(None)
 
 
-def test_nearest_is_the_innermost_module_that_a_path_lies_in():
+def test_the_enclosing_module_of_a_path_is_the_innermost():
     modules = {"": 0, "a": 1, "a/b/c": 2}
-    assert nearest("a/b/c/kernel", modules) == "a/b/c"
-    assert nearest("a/b/kernel", modules) == "a"
-    assert nearest("ab/kernel", modules) == ""
-    assert nearest("a", modules) == ""  # not itself: a parameter may have that name
-    assert nearest("b/kernel", {"a": 1}) is None
+    assert enclosing_module("a/b/c/kernel", modules) == "a/b/c"
+    assert enclosing_module("a/b/kernel", modules) == "a"
+    assert enclosing_module("ab/kernel", modules) == ""
+    assert (
+        enclosing_module("a", modules) == ""
+    )  # not itself: a parameter may have that name
+    assert enclosing_module("b/kernel", {"a": 1}) is None
 
 
 @pytest.mark.parametrize(
-    ("path", "own_dtype", "expected"),
+    ("path", "own", "expected"),
     [
         ("encoder", None, "path 'encoder.*'"),
-        ("encoder/dense", jnp.float32, "path 'encoder.*', over its own dtype=full"),
-        ("encoder/deep", jnp.bfloat16, "path 'encoder.*', over its own dtype=bf16"),
+        (
+            "encoder/dense",
+            jnp.float32,
+            "path 'encoder.*', overriding its own dtype=full",
+        ),
+        (
+            "encoder/deep",
+            jnp.bfloat16,
+            "path 'encoder.*', overriding its own dtype=bf16",
+        ),
         ("head", None, "class _Dense"),
-        ("head/inner", None, "the module around it"),
-        ("head/inner", jnp.float32, "the module around it, over its own dtype=full"),
-        ("other", None, "the module around it"),
+        ("head/inner", None, "the enclosing module"),
+        (
+            "head/inner",
+            jnp.float32,
+            "the enclosing module, overriding its own dtype=full",
+        ),
+        ("other", None, "the enclosing module"),
         ("other", jnp.float32, "its own dtype=full"),
         ("", None, "the default"),
     ],
 )
-def test_why_says_what_decided(path, own_dtype, expected):
+def test_why_says_what_decided(path, own, expected):
     policies = ModulePolicies(
         PolicyMap("full", {"encoder.*": "half"}), {_Dense: "half"}
     )
     modules = MODULES | {"encoder/deep": object, "head/inner": object, "other": object}
-    assert why(policies.resolve(modules)[path], path, own_dtype) == expected
+    assert policies.resolve(modules, {path: own})[path].why(path) == expected
 
 
 def test_a_rule_begins_where_it_names_a_module_and_not_the_one_around_it():
     rules = {"encoder/dense": "float32", "encoder.*": "bfloat16"}
     policies = ModulePolicies(PolicyMap("full", rules), {object: "half"})
     found = policies.resolve(MODULES)
-    assert [path for path, of in found.items() if of.is_own] == [
+    assert [path for path, of in found.items() if of.is_rule_start] == [
         "",
         "encoder",
         "encoder/dense",
@@ -220,14 +233,14 @@ def test_a_rule_begins_where_it_names_a_module_and_not_the_one_around_it():
 def test_the_default_alone_keeps_what_an_author_set_from_half():
     policies = ModulePolicies(PolicyMap("mixed_float16", {"encoder": "bfloat16"}))
     own = dict.fromkeys(MODULES, jnp.float32) | {"": None}
-    assert kept_from_half(policies.resolve(MODULES), own) == ["head"]
+    assert kept_from_half(policies.resolve(MODULES, own)) == ["head"]
     for quiet in (dict.fromkeys(MODULES), dict.fromkeys(MODULES, jnp.bfloat16)):
-        assert kept_from_half(policies.resolve(MODULES), quiet) == []
-    assert kept_from_half(ModulePolicies("full").resolve(MODULES), own) == []
+        assert kept_from_half(policies.resolve(MODULES, quiet)) == []
+    assert kept_from_half(ModulePolicies("full").resolve(MODULES, own)) == []
 
 
 def test_the_warning_names_some_of_many():
-    text = nothing_in_half(
+    text = no_half_message(
         "the 9 layers of Net",
         ["", *"abcdefg"],
         get_policy("mixed_float16"),
@@ -235,10 +248,10 @@ def test_the_warning_names_some_of_many():
     )
     assert text == (
         "0 of the 9 layers of Net run in float16 under the policy p=full,c=f16,o=full: "
-        "8 of its modules have a `dtype` that their author set, and only a rule "
-        "outweighs that: the model itself, a, b, c, d, …. Give it a rule "
-        "(`PolicyMap('full', {'': 'p=full,c=f16,o=full'})`), or make it without a "
-        "dtype (`Net(dtype=None)`), or use jmp_lite.autocast."
+        "8 of its modules set a `dtype`, which only a rule overrides: "
+        "the model itself, a, b, c, d, …. Add a rule "
+        "(`PolicyMap('full', {'': 'p=full,c=f16,o=full'})`), or create the model "
+        "without a dtype (`Net(dtype=None)`), or use jmp_lite.autocast."
     )
 
 
@@ -254,9 +267,9 @@ def test_a_field_called_dtype_may_be_something_else():
         ("a name", None),
     ]:
         module.dtype = dtype
-        found = given_dtype(module)
+        found = own_dtype(module)
         assert (found and found.__name__) == expected
-    assert given_dtype(object()) is None
+    assert own_dtype(object()) is None
 
 
 def _rows():

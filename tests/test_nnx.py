@@ -685,7 +685,7 @@ def test_explain_says_for_each_module_what_it_does():
         (row.path, row.module, row.params, row.compute, row.output, row.why)
         for row in model.explain().rows
     ]
-    full, around = ("full",), "the module around it"
+    full, around = ("full",), "the enclosing module"
     assert found == [
         ("", "Model", (), "bf16", full, "the default"),
         ("custom", "Custom", full, "bf16", (), around),

@@ -95,12 +95,14 @@ def test_a_rule_for_a_part_and_for_a_class():
     model = with_policy(Transformer(nnx.Rngs(0)), policy)
     assert count(model, TOKENS, "float16") == (6, 10)
     why = {row.path: row.why for row in model.explain().rows}
-    assert why["attention"] == "path 'attention', over its own dtype=full"
-    assert why["attention/query"] == "the module around it, over its own dtype=full"
+    assert why["attention"] == "path 'attention', overriding its own dtype=full"
+    assert (
+        why["attention/query"] == "the enclosing module, overriding its own dtype=full"
+    )
     assert why["head"] == "its own dtype=full"
     model = with_policy(Transformer(nnx.Rngs(0)), "full", {nnx.Linear: "half"})
     assert count(model, TOKENS, "float16") == (1, 10)
-    assert model.explain()["head"].why == "class Linear, over its own dtype=full"
+    assert model.explain()["head"].why == "class Linear, overriding its own dtype=full"
 
 
 def test_a_rule_inside_of_a_rule_keeps_a_layer_out_of_it():
@@ -158,10 +160,10 @@ def test_a_default_that_reaches_no_layer_warns(name, layers, kept, names):
     (text,) = warned(lambda: with_policy(plain, "mixed_bfloat16"))
     assert text == (
         f"0 of the {layers} layers of {name} run in bfloat16 under the policy "
-        f"p=full,c=bf16,o=full: {kept} of its modules have a `dtype` that their author "
-        f"set, and only a rule outweighs that: {names}. Give it a rule "
-        "(`PolicyMap('full', {'': 'p=full,c=bf16,o=full'})`), or make it without a "
-        "dtype (`dtype=None`), or use jmp_lite.autocast."
+        f"p=full,c=bf16,o=full: {kept} of its modules set a `dtype`, which only a rule "
+        f"overrides: {names}. Add a rule "
+        "(`PolicyMap('full', {'': 'p=full,c=bf16,o=full'})`), or create the model "
+        "without a dtype (`dtype=None`), or use jmp_lite.autocast."
     )
     with pytest.warns(UserWarning, match="layers of") as caught:
         model = with_policy(plain, "mixed_bfloat16")

@@ -106,7 +106,7 @@ def test_a_rule_inside_of_a_rule_keeps_a_layer_out_of_it():
     assert count(model, TOKENS, "float16") == (16, 17)
     assert (
         explain(model, TOKENS)["logits"].why
-        == "path '.*logits', over its own dtype=full"
+        == "path '.*logits', overriding its own dtype=full"
     )
 
 
@@ -266,10 +266,11 @@ def test_what_is_inside_and_has_no_parameters_is_not_rounded_by_a_rule_around_it
 
 NOTHING = (
     r"0 of the {count} matrix products of {name} run in {half} under the policy "
-    r"p=full,c={short},o=full: {kept} of its modules have a `dtype` that their author "
-    r"set, and only a rule outweighs that: {first}.*\. Give it a rule "
-    r"\(`PolicyMap\('full', {{'': '{short_policy}'}}\)`\), or make it without a dtype "
-    r"\(`model\.clone\(dtype=None\)`, or in its config\), or use jmp_lite\.autocast\."
+    r"p=full,c={short},o=full: {kept} of its modules set a `dtype`, which only a rule "
+    r"overrides: {first}.*\. Add a rule "
+    r"\(`PolicyMap\('full', {{'': '{short_policy}'}}\)`\), or create the model without "
+    r"a dtype \(`model\.clone\(dtype=None\)`, or in its config\), or use "
+    r"jmp_lite\.autocast\."
 )
 
 

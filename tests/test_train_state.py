@@ -673,16 +673,14 @@ def test_a_state_survives_serialization_and_pickling():
 def test_parameters_that_are_not_finite_are_named_at_step_0():
     params = {"layer": {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(1)}}
     with pytest.raises(
-        ValueError, match=r"parameters to start from are not finite.*\['layer/w'\]\. No"
+        ValueError, match=r"initial parameters are not finite.*\['layer/w'\]\. Training"
     ):
         TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
     many = {f"w{n}": jnp.full(2, jnp.inf) for n in range(5)}
     with pytest.raises(ValueError, match=r"\['w0', 'w1', 'w2'\] and 2 more"):
         TrainState.create(apply_fn=None, params=many, tx=optax.sgd(0.1))
     stats = jax.tree.map(lambda x: x * jnp.nan, VARIABLES["batch_stats"])
-    with pytest.raises(
-        ValueError, match="The batch statistics to start from are not finite"
-    ):
+    with pytest.raises(ValueError, match="The initial batch statistics are not finite"):
         make_state(batch_stats=stats)
     # Shapes and tracers are not asked.
     shapes = jax.eval_shape(make_state)

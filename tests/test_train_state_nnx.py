@@ -63,13 +63,13 @@ def train_step(state, x):
 
     def loss_fn(params):
         model = state.model(params)
-        return jnp.mean((model(x) - 1) ** 2), state.rest_of(model)
+        return jnp.mean((model(x) - 1) ** 2), state.other_state_of(model)
 
     value_and_grad = scaled_value_and_grad(
         loss_fn, loss_scale=state.opt_state, has_aux=True
     )
-    (loss, rest), grads = value_and_grad(state.params)
-    return state.apply_gradients(grads=grads, rest=rest), loss
+    (loss, other_state), grads = value_and_grad(state.params)
+    return state.apply_gradients(grads=grads, other_state=other_state), loss
 
 
 STEP: Any = jax.jit(train_step, compiler_options=bitwise.UNOPTIMISED)
@@ -157,7 +157,9 @@ def apply(state, factor, value, size):
     model(batch(0))
     stats = nnx.state(model, nnx.BatchStat)
     nnx.update(model, jax.tree.map(lambda x: x + size, stats))
-    return state.apply_gradients(grads=grads, value=value, rest=state.rest_of(model))
+    return state.apply_gradients(
+        grads=grads, value=value, other_state=state.other_state_of(model)
+    )
 
 
 FINE = (1.0, 0.5, 1.0)
@@ -195,22 +197,24 @@ def test_the_loss_scale_backs_off_where_the_gradients_overflowed_alone(cause):
 def test_what_moves_on_a_skip_is_chosen(moves):
     state = make_state(update_on_skip=moves)
     skipped = apply(state, *SPOILT["gradients"])
-    streams = [nnx.filter_state(s.rest, nnx.RngState) for s in (skipped, state)]
+    streams = [nnx.filter_state(s.other_state, nnx.RngState) for s in (skipped, state)]
     assert bitwise.raw_bits(streams[0]) != bitwise.raw_bits(streams[1])
-    others = [nnx.filter_state(s.rest, nnx.Not(nnx.RngState)) for s in (skipped, state)]
+    others = [
+        nnx.filter_state(s.other_state, nnx.Not(nnx.RngState)) for s in (skipped, state)
+    ]
     assert bitwise.raw_bits(others[0]) == bitwise.raw_bits(others[1])
     assert bitwise.raw_bits(skipped.params) == bitwise.raw_bits(state.params)
     # Without it, the stream stays too: the next batch meets the same dropout.
     state = make_state()
     skipped = apply(state, *SPOILT["gradients"])
-    assert bitwise.raw_bits(skipped.rest) == bitwise.raw_bits(state.rest)
+    assert bitwise.raw_bits(skipped.other_state) == bitwise.raw_bits(state.other_state)
 
 
 def test_what_moves_anyway_decides_nothing():
     state = make_state(update_on_skip=nnx.BatchStat)
     after = apply(state, *SPOILT["batch statistics"])
     assert int(after.step) == 1
-    assert not jmp_lite.all_finite(nnx.filter_state(after.rest, nnx.BatchStat))
+    assert not jmp_lite.all_finite(nnx.filter_state(after.other_state, nnx.BatchStat))
 
 
 @pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
@@ -227,9 +231,9 @@ def test_an_optimiser_that_needs_the_loss_says_so_as_it_does_alone(name, wrap):
     grads = jax.tree.map(jnp.cos, state.params)
     with pytest.raises(TypeError) as alone:
         inner.update(grads, inner.init(state.params), state.params)
-    for rest in (state.rest, None):
+    for other_state in (state.other_state, None):
         with pytest.raises(TypeError) as ours:
-            state.apply_gradients(grads=grads, rest=rest)
+            state.apply_gradients(grads=grads, other_state=other_state)
         assert str(ours.value) == str(alone.value)
     assert "missing 1 required keyword-only argument: 'value'" in str(ours.value)
     stepped = apply(state, *FINE)
@@ -294,7 +298,7 @@ def test_without_new_state_the_old_one_stays():
     grads = jax.tree.map(jnp.cos, state.params)
     after = state.apply_gradients(grads=grads)
     assert int(after.step) == 1
-    assert bitwise.raw_bits(after.rest) == bitwise.raw_bits(state.rest)
+    assert bitwise.raw_bits(after.other_state) == bitwise.raw_bits(state.other_state)
 
 
 def test_a_call_of_the_model_changes_no_state():
@@ -304,7 +308,9 @@ def test_a_call_of_the_model_changes_no_state():
     model = state.model()
     model(batch(0))
     assert bitwise.raw_bits(state) == before
-    assert bitwise.raw_bits(state.rest_of(model)) != bitwise.raw_bits(state.rest)
+    assert bitwise.raw_bits(state.other_state_of(model)) != bitwise.raw_bits(
+        state.other_state
+    )
     after, _ = train_step(state, batch(0))
     assert bitwise.raw_bits(state) == before
     assert int(after.step) == 1
@@ -393,12 +399,12 @@ def test_state_that_is_not_finite_is_named_at_step_0():
     model = Net(nnx.Rngs(0))
     model.first.kernel[...] = model.first.kernel[...].at[0, 0].set(jnp.nan)
     with pytest.raises(
-        ValueError, match=r"parameters to start from are not finite.*first/kernel"
+        ValueError, match=r"initial parameters are not finite.*first/kernel"
     ):
         make_state(model=model)
     model = Net(nnx.Rngs(0))
     model.norm.var[...] = jnp.full(4, jnp.nan)
-    with pytest.raises(ValueError, match=r"The batch statistics.*norm/var"):
+    with pytest.raises(ValueError, match=r"The initial batch statistics.*norm/var"):
         make_state(model=model)
 
 
@@ -421,11 +427,11 @@ def test_state_of_another_kind_is_an_error():
         ValueError, match="Expected gradients and parameters of the same structure"
     ):
         state.apply_gradients(grads=fewer)
-    shorter = jax.tree.map(lambda x: x[:1] if x.ndim else x, state.rest)
+    shorter = jax.tree.map(lambda x: x[:1] if x.ndim else x, state.other_state)
     with pytest.raises(
         ValueError, match=r"float32\[1\] and float32\[2\] at 'model/mask"
     ):
-        state.apply_gradients(grads=grads, rest=shorter)
-    fewer = nnx.filter_state(state.rest, nnx.BatchStat)
+        state.apply_gradients(grads=grads, other_state=shorter)
+    fewer = nnx.filter_state(state.other_state, nnx.BatchStat)
     with pytest.raises(ValueError, match=r"only the second \['model/dropout"):
-        state.apply_gradients(grads=grads, rest=fewer)
+        state.apply_gradients(grads=grads, other_state=fewer)

@@ -245,7 +245,7 @@ def transformer_gradients(seed: int, steps: int, console: Console) -> tuple[Any,
     )
     return first_and_last(
         Run(transformer.make_step(loss_fn), state),
-        lambda params, state, tokens: loss_fn(params, state.rest, tokens),
+        lambda params, state, tokens: loss_fn(params, state.other_state, tokens),
         data,
         steps=steps,
         console=console,

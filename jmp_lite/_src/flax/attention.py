@@ -1,4 +1,4 @@
-"""flax's attention with its softmax in float32, for linen and nnx alike."""
+"""flax's attention with its softmax in float32, for linen and nnx."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from jmp_lite._src import trees
 
 
 def softmax_in_float32(attention_fn: Any) -> Any:
-    """Return what to use instead of an `attention_fn` of flax's; None to leave it."""
+    """Return the replacement of an `attention_fn` of flax; None if there is none."""
     if attention_fn is nn.attention.dot_product_attention:
         return dot_product_attention
     if attention_fn is nnx.dot_product_attention:
@@ -37,26 +37,27 @@ def dot_product_attention(
     qk_attn_weights_einsum: Callable[..., Any] | None = None,
     attn_weights_value_einsum: Callable[..., Any] | None = None,
 ) -> jax.Array:
-    """Return flax's dot-product attention, its products in half and its softmax in f32.
+    """Return flax's dot-product attention, with products in `dtype` and softmax in f32.
 
-    flax's `force_fp32_for_softmax` does the second product in float32 as well.
+    flax's own `force_fp32_for_softmax` computes the second product in float32 too.
 
     Args:
       query: `[..., q, heads, features]`.
-      key: `[..., k, heads, features]`; of fewer heads, each serves several of `query`.
-      value: `[..., k, heads, features]`, as `key`.
+      key: `[..., k, heads, features]`. If it has fewer heads than `query`, each is
+        shared by several of these.
+      value: `[..., k, heads, features]`, with the heads of `key`.
       bias: added to the logits, `[..., heads, q, k]`.
-      mask: bool `[..., heads, q, k]`, False where attention must not go.
-      broadcast_dropout: whether examples and heads share a dropout mask.
+      mask: bool `[..., heads, q, k]`, False where a key is masked.
+      broadcast_dropout: whether all examples and heads share one dropout mask.
       dropout_rng: a PRNG key.
       dropout_rate: the share of weights dropped.
-      deterministic: whether nothing is dropped.
-      dtype: what the products run in; the default is that of the query.
-      precision: of the products.
-      module: where to sow the attention weights.
-      is_causal: whether no query sees later keys.
-      qk_attn_weights_einsum: does the first product.
-      attn_weights_value_einsum: does the second.
+      deterministic: whether to drop nothing.
+      dtype: the dtype of the products; that of `query` by default.
+      precision: the precision of the products.
+      module: the module to sow the attention weights in.
+      is_causal: whether to mask keys later than the query.
+      qk_attn_weights_einsum: computes the first product.
+      attn_weights_value_einsum: computes the second product.
 
     Returns:
       `[..., q, heads, features]`, of `dtype`.
@@ -85,7 +86,7 @@ def dot_product_attention(
     elif module is not None:
         module.sow("intermediates", "attention_weights", weights)
     if not deterministic and dropout_rate > 0:
-        # One mask as flax draws it, so that the same key drops the same weights.
+        # Drawn as flax draws it, so that the same key drops the same weights.
         shared = (1,) * (weights.ndim - 2) + weights.shape[-2:]
         shape = shared if broadcast_dropout else weights.shape
         kept = jax.random.bernoulli(dropout_rng, 1 - dropout_rate, shape)
@@ -98,12 +99,12 @@ def dot_product_attention(
 def nnx_dot_product_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, **options: Any
 ) -> jax.Array:
-    """Return the attention of nnx, its softmax in f32.
+    """Return the attention of nnx, with its softmax in f32.
 
     Args:
       query: `[..., q, heads, features]`.
-      key: `[..., k, heads, features]`; of fewer heads, each serves several of `query`.
-      value: `[..., k, heads, features]`, as `key`.
+      key: `[..., k, heads, features]`, with as many heads as `query` or fewer.
+      value: `[..., k, heads, features]`, with the heads of `key`.
       **options: as for `dot_product_attention`.
 
     Returns:
@@ -111,8 +112,8 @@ def nnx_dot_product_attention(
     """
     dtype = query.dtype if options.get("dtype") is None else options["dtype"]
     is_plain = options.get("dropout_rate", 0.0) == 0.0 and options.get("module") is None
-    # This is jax.nn.dot_product_attention, whose softmax is float32 as it is. In
-    # float16 it asks for products that CPUs lack, and they fail to compile.
+    # nnx calls jax.nn.dot_product_attention here, whose softmax is float32 already. In
+    # float16 its products do not compile on CPUs.
     if is_plain and dtype != jnp.float16:
         return nnx.dot_product_attention(query, key, value, **options)
     return dot_product_attention(query, key, value, **options)

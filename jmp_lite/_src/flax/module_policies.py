@@ -1,16 +1,19 @@
-"""Which policy each module of a model has: by its path, its class, or what holds it.
+"""The policy of each module of a model: by its path, its class, or what encloses it.
 
-The rules of both flax front ends, linen and nnx; nothing here knows flax itself.
+Shared by the `with_policy` of linen and of nnx; does not import flax.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import dtypes, extras
+from jmp_lite._src import dtypes, extras, trees
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
+
+# One module.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,17 +22,61 @@ class ModulePolicy:
 
     Attributes:
       policy: the policy.
-      rule: the pattern or class that gave it, to this module or to one around it; None
-        for the default, which leaves a `dtype` that the author of the model set.
-      is_named: whether the rule names this very module.
-      is_own: whether the rule begins to hold here: it names this module, and is not the
-        one that the module around it has.
+      rule: the pattern or class that gave this policy to the module or to one that
+        encloses it; None for the default, which does not override a module's `dtype`.
+      is_named: whether the rule matches this module, not only one that encloses it.
+      is_rule_start: whether the rule takes effect here: it matches this module, and the
+        enclosing module has another rule.
+      own_dtype: the `dtype` that the author of the model set on it, None if none.
     """
 
     policy: Policy
     rule: str | None = None
     is_named: bool = False
-    is_own: bool = False
+    is_rule_start: bool = False
+    own_dtype: Any = None
+
+    @property
+    def kept_dtype(self) -> Any:
+        """The author's `dtype` if no rule overrides it, else None."""
+        return self.own_dtype if self.rule is None else None
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype that the module computes in."""
+        kept = self.kept_dtype
+        return self.policy.compute_dtype if kept is None else kept
+
+    @property
+    def is_kept_from_half(self) -> bool:
+        """Whether the author's `dtype` keeps the module out of half precision."""
+        return dtypes.is_half(jnp.dtype(self.policy.compute_dtype)) and not (
+            dtypes.is_half(jnp.dtype(self.compute_dtype))
+        )
+
+    def why(self, path: str) -> str:
+        """Return what decided the dtypes of the module, which has this path."""
+        own = ""
+        if self.own_dtype is not None:
+            own = f"its own dtype={dtypes.dtype_name(self.own_dtype)}"
+            if self.rule is None:
+                return own
+        reason = "the enclosing module" if path else "the default"
+        if self.rule is not None and self.is_named:
+            reason = self.rule
+        return f"{reason}, overriding {own}" if own else reason
+
+
+def own_dtype(module: Any) -> Any:
+    """Return the `dtype` that the author of a model set on a module, None if none."""
+    dtype = getattr(module, "dtype", None)
+    try:
+        return None if dtype is None else jnp.dtype(dtype).type
+    except TypeError:  # a field of that name with another meaning
+        return None
+
+
+# All modules of a model.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +84,10 @@ class ModulePolicies:
     """Policies by path and by class.
 
     A module has the policy of the first pattern that matches its whole path
-    (`"decoder/layer_0/attention"`, `""` for the model itself); else of the first class
-    that it is an instance of; else that of the module around it; else the default.
-    A rule outweighs a `dtype` that the author of the model set, in the module it names
-    and in those inside; the default does not.
+    (`"decoder/layer_0/attention"`, `""` for the model itself), else of the first class
+    that it is an instance of, else of the enclosing module, else the default.
+    A rule overrides a `dtype` that the author of the model set, in the module that it
+    matches and in all modules inside. The default does not.
 
     Args:
       policy: the default; a policy, its string, or a `PolicyMap` whose patterns match
@@ -53,13 +100,13 @@ class ModulePolicies:
 
     Examples:
       >>> policies = ModulePolicies(PolicyMap("mixed_float16", {"head": "full"}))
-      >>> of = policies.resolve({"": object, "body": object, "head": object})
-      >>> str(of["body"].policy), str(of["head"].policy)
+      >>> resolved = policies.resolve({"": object, "body": object, "head": object})
+      >>> str(resolved["body"].policy), str(resolved["head"].policy)
       ('p=full,c=f16,o=full', 'p=full,c=full,o=full')
     """
 
-    policy: Any  # given as a policy, its string or a map, kept as a `PolicyMap`
-    classes: Any = ()  # given as a mapping, kept as a tuple of pairs: it is hashable
+    policy: Any  # a policy, its string or a map; stored as a `PolicyMap`
+    classes: Any = ()  # a mapping; stored as a tuple of pairs, which is hashable
 
     def __post_init__(self):
         policy = self.policy
@@ -76,14 +123,18 @@ class ModulePolicies:
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "classes", classes)
 
-    def resolve(self, modules: Mapping[str, type]) -> dict[str, ModulePolicy]:
-        """Return the policy of each module of a model.
+    def resolve(
+        self, modules: Mapping[str, type], own_dtypes: Mapping[str, Any] | None = None
+    ) -> dict[str, ModulePolicy]:
+        """Return the policy of each module of a model, in the order of `modules`.
 
         Args:
-          modules: path to class; a module's path starts with that of what holds it.
+          modules: path to class. The path of a module starts with the path of the
+            module that encloses it.
+          own_dtypes: path to the `dtype` that the author set, if any.
 
         Raises:
-          ValueError: a pattern or a class names no module; the nearest are named.
+          ValueError: a pattern or a class matches no module; names the nearest.
         """
         self.policy.check_unused(modules)
         present = tuple(modules.values())
@@ -96,21 +147,25 @@ class ModulePolicies:
                     f"The model has no {cls.__name__} for the policy of that class; "
                     f"it has {names}. (A PolicyMap's allow_unused=True silences it.)"
                 )
-        found: dict[str, ModulePolicy] = {}
+        own_dtypes = own_dtypes or {}
+        resolved: dict[str, ModulePolicy] = {}
         for path in sorted(modules, key=lambda p: p.count("/") + bool(p)):
-            holder = nearest(path, found)
-            around = ModulePolicy(self.policy.default)
-            if holder is not None:
-                around = found[holder]
+            outer = enclosing_module(path, resolved)
+            default = ModulePolicy(self.policy.default)
+            inherited = default if outer is None else resolved[outer]
             rule, policy = self._rule_for(path, modules[path])
+            own = own_dtypes.get(path)
             if policy is None:
-                found[path] = ModulePolicy(around.policy, around.rule)
+                resolved[path] = ModulePolicy(
+                    inherited.policy, inherited.rule, own_dtype=own
+                )
             else:
-                found[path] = ModulePolicy(policy, rule, True, rule != around.rule)
-        return found
+                is_start = rule != inherited.rule
+                resolved[path] = ModulePolicy(policy, rule, True, is_start, own)
+        return {path: resolved[path] for path in modules}
 
     def _rule_for(self, path: str, module_class: type) -> tuple[str, Policy | None]:
-        """Return the rule that names a module, and its policy; None if none does."""
+        """Return the rule that matches a module, and its policy; None if none does."""
         pattern = self.policy.pattern_for(path)
         if pattern is not None:
             return f"path {pattern!r}", self.policy.rule_for(path)
@@ -120,11 +175,46 @@ class ModulePolicies:
         return "", None
 
 
-def nearest(path: str, modules: Mapping[str, Any]) -> str | None:
-    """Return the longest of the module paths that a path lies in, None if none does.
+def _is_class(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)
+
+
+def kept_from_half(resolved: Mapping[str, ModulePolicy]) -> list[str]:
+    """Return the paths of modules that their author's `dtype` keeps out of half."""
+    return [path for path, module in resolved.items() if module.is_kept_from_half]
+
+
+def no_half_message(what: str, kept: Sequence[str], policy: Policy, remedy: str) -> str:
+    """Return the warning that a policy puts nothing in half precision.
+
+    Args:
+      what: what was counted, and of which model: `"the 7 products of Net"`.
+      kept: the modules that `kept_from_half` returned.
+      policy: the default policy.
+      remedy: how to create the model without a `dtype`.
+    """
+    names = [path or "the model itself" for path in kept[:_MOST_NAMES]]
+    more = ", …" if len(kept) > _MOST_NAMES else ""
+    return (
+        f"0 of {what} run in {jnp.dtype(policy.compute_dtype).name} under the policy "
+        f"{policy}: {len(kept)} of its modules set a `dtype`, which only a rule "
+        f"overrides: {', '.join(names)}{more}. Add a rule "
+        f"(`PolicyMap('full', {{'': '{policy}'}})`), or create the model without a "
+        f"dtype ({remedy}), or use jmp_lite.autocast."
+    )
+
+
+_MOST_NAMES = 5
+
+
+# Parameters by module.
+
+
+def enclosing_module(path: str, modules: Container[str]) -> str | None:
+    """Return the longest module path that a path lies inside of, None if none does.
 
     Examples:
-      >>> nearest("layer/dense/kernel", {"": 0, "layer": 1, "layer/dense": 2})
+      >>> enclosing_module("layer/dense/kernel", {"", "layer", "layer/dense"})
       'layer/dense'
     """
     while path:
@@ -134,30 +224,57 @@ def nearest(path: str, modules: Mapping[str, Any]) -> str | None:
     return None
 
 
-def given_dtype(module: Any) -> Any:
-    """Return the `dtype` that the author of a model gave a module, None if none."""
-    dtype = getattr(module, "dtype", None)
-    try:
-        return None if dtype is None else jnp.dtype(dtype).type
-    except TypeError:  # a field of that name that means something else
-        return None
+def params_by_module(params: Any, modules: Container[str]) -> dict[str, list[Any]]:
+    """Return the parameters of each module that has some, without those inside it.
+
+    Args:
+      params: a pytree whose key paths start with module paths. Leaves that are in no
+        module are left out.
+      modules: the module paths.
+    """
+    found: dict[str, list[Any]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        owner = enclosing_module(trees.key_path(path), modules)
+        if owner is not None:
+            found.setdefault(owner, []).append(leaf)
+    return found
 
 
-def _is_class(pair: Any) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)
+def cast_params(
+    params: Any, resolved: Mapping[str, ModulePolicy], role: str, owners: Container[str]
+) -> Any:
+    """Return parameters, cast to a dtype of the policy of their module.
+
+    Args:
+      params: a pytree whose key paths start with module paths.
+      resolved: the policy of each module.
+      role: `"param_dtype"` or `"compute_dtype"`.
+      owners: paths of the modules whose parameters are cast.
+    """
+
+    def cast(path, leaf):
+        owner = enclosing_module(trees.key_path(path), resolved)
+        if owner is None or owner not in owners:
+            return leaf
+        return trees.cast_floating(leaf, getattr(resolved[owner].policy, role))
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
+# Explanations.
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleDtypes:
-    """What one module of a model does under its policy.
+    """The dtypes of one module of a model under its policy.
 
     Attributes:
       path: its path, `""` for the model itself.
       module: the name of its class.
-      params: dtypes that its own parameters are kept in; empty if it has none.
+      params: dtypes that its own parameters are stored in; empty if it has none.
       compute: the dtype that it computes in.
-      output: dtypes of what it returns, those of floats.
-      why: what decided: a pattern, a class, the module around it, or its own `dtype`.
+      output: dtypes of its floating outputs.
+      why: what decided: a pattern, a class, the enclosing module, or its own `dtype`.
     """
 
     path: str
@@ -170,7 +287,7 @@ class ModuleDtypes:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What each module of a model does under its policies, in the order of the calls.
+    """The dtypes of each module of a model under its policies.
 
     Attributes:
       rows: one per module.
@@ -182,7 +299,7 @@ class Explanation:
         """Return the row of a path.
 
         Raises:
-          KeyError: there is no such module; the text lists those there are.
+          KeyError: there is no such module; the message lists the modules.
         """
         for row in self.rows:
             if row.path == path:
@@ -190,7 +307,7 @@ class Explanation:
         raise KeyError(f"no module {path!r} in {[row.path for row in self.rows]}")
 
     def table(self) -> Any:
-        """Return a `rich` table, a row per module.
+        """Return a `rich` table with a row per module.
 
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
@@ -208,59 +325,34 @@ class Explanation:
         return table
 
 
-def why(of: ModulePolicy, path: str, own_dtype: Any) -> str:
-    """Return what decides the dtypes of a module, for `Explanation`.
+def explain(
+    modules: Mapping[str, type],
+    resolved: Mapping[str, ModulePolicy],
+    params: Any,
+    outputs: Mapping[str, Iterable[str]],
+) -> Explanation:
+    """Return the dtypes of each module.
 
     Args:
-      of: its policy.
-      path: its path.
-      own_dtype: the `dtype` that the author of the model gave it, None if none.
+      modules: path to class, in the order of the rows.
+      resolved: the policy of each module.
+      params: the parameters, with key paths that start with module paths.
+      outputs: path to the names of output dtypes, where they are known.
     """
-    own = "" if own_dtype is None else f"its own dtype={dtypes.dtype_name(own_dtype)}"
-    if own and of.rule is None:
-        return own
-    around = "the module around it" if path else "the default"
-    reason = of.rule if of.rule is not None and of.is_named else around
-    return f"{reason}, over {own}" if own else reason
-
-
-def kept_from_half(
-    of: Mapping[str, ModulePolicy], own_dtypes: Mapping[str, Any]
-) -> list[str]:
-    """Return the modules that would be in half but for the `dtype` of their author.
-
-    Args:
-      of: the policy of each module.
-      own_dtypes: the `dtype` that the author gave each, None if none.
-    """
-    return [
-        path
-        for path, own_dtype in own_dtypes.items()
-        if own_dtype is not None
-        and of[path].rule is None
-        and dtypes.is_half(jnp.dtype(of[path].policy.compute_dtype))
-        and not dtypes.is_half(jnp.dtype(own_dtype))
+    owned = params_by_module(params, modules)
+    rows = [
+        ModuleDtypes(
+            path=path,
+            module=cls.__name__,
+            params=_dtype_names(owned.get(path, ())),
+            compute=dtypes.dtype_name(resolved[path].compute_dtype),
+            output=tuple(outputs.get(path, ())),
+            why=resolved[path].why(path),
+        )
+        for path, cls in modules.items()
     ]
+    return Explanation(tuple(rows))
 
 
-def nothing_in_half(what: str, kept: Sequence[str], policy: Policy, remedy: str) -> str:
-    """Return the warning that a policy changes nothing.
-
-    Args:
-      what: what there are how many of, of which model, `"the 7 products of Net"`.
-      kept: the modules that `kept_from_half` returned.
-      policy: the default policy.
-      remedy: how to make the model without a `dtype`.
-    """
-    names = [path or "the model itself" for path in kept[:_MOST_NAMES]]
-    more = ", …" if len(kept) > _MOST_NAMES else ""
-    return (
-        f"0 of {what} run in {jnp.dtype(policy.compute_dtype).name} under the policy "
-        f"{policy}: {len(kept)} of its modules have a `dtype` that their author set, "
-        f"and only a rule outweighs that: {', '.join(names)}{more}. Give it a rule "
-        f"(`PolicyMap('full', {{'': '{policy}'}})`), or make it without a dtype "
-        f"({remedy}), or use jmp_lite.autocast."
-    )
-
-
-_MOST_NAMES = 5
+def _dtype_names(leaves: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(sorted({dtypes.dtype_name(leaf.dtype) for leaf in leaves}))

@@ -1,11 +1,15 @@
-"""Policies over the modules of a linen model, its source untouched.
+"""Policies for the modules of a linen model, without a change to its source.
 
-Limits: modules are told their dtypes from outside, by their `dtype` or by what they are
-handed. flax's attention is told to take its softmax in float32; one that a model writes
-itself has the dtype of its logits: give that module a policy, or use `autocast`, which
-sees into it. `init` runs the model as written: of what it makes, only parameters and
-the caches of flax's attention are cast. Modules of one class and shape under flax's
-`nn.jit` share what is traced first, and with it the policy.
+Limits:
+
+- A module gets its dtypes from outside: by its field `dtype`, or by casts of its
+  parameters and inputs. Operations inside it follow from these. The softmax of flax's
+  attention is float32; a softmax that a model computes itself has the dtype of its
+  logits. Give that module a policy, or use `autocast`, which works by operation.
+- `init` runs the model without policies. Then parameters and the caches of flax's
+  attention are cast.
+- Modules of one class and shape under flax's `nn.jit` share the first trace, and with
+  it the policy.
 """
 
 import dataclasses
@@ -18,11 +22,11 @@ import jax
 
 from jmp_lite._src import trees
 from jmp_lite._src.autocast.transform import sums_in_float32
-from jmp_lite._src.flax.linen.run import Run, ignore
+from jmp_lite._src.flax.linen.interceptor import PolicyInterceptor, drop_output
 from jmp_lite._src.flax.module_policies import (
     Explanation,
     ModulePolicies,
-    nothing_in_half,
+    no_half_message,
 )
 from jmp_lite._src.policy import Policy, PolicyMap
 
@@ -34,30 +38,32 @@ def with_policy(
 ) -> "PolicyModule":
     """Return a model that runs under a policy, or one policy per path and class.
 
-    flax's layers compute in the compute dtype of their policy (their `dtype`); another
-    module gets its parameters, if it has any, and then its floating inputs in it. One
-    where a rule begins to hold gets its inputs in that dtype anyway, and gives its
-    outputs in the output dtype of the rule; the model's own outputs have that of the
-    default. What has no parameters, and no rule, works on what it is handed.
-    Statistics, scales and biases of flax's norms are float32, and so is the softmax of
-    flax's attention.
+    - A layer of flax computes in the compute dtype of its policy, as its field `dtype`
+      does. Statistics, scales and biases of norms stay float32, and so does the softmax
+      of attention.
+    - Any other module with parameters gets these, and its floating inputs, in the
+      compute dtype.
+    - A module that a rule matches gets its floating inputs in the compute dtype, and
+      returns its outputs in the output dtype of the rule. The outputs of the model have
+      the output dtype of the default.
+    - A module without parameters and without a rule is left alone.
 
-    The default policy leaves a `dtype` that the author of the model set on a module. A
-    rule outweighs it, in the module that it names and in those inside.
+    The default policy does not override a `dtype` that the author of the model set on a
+    module. A rule does, in the module that it matches and in all modules inside.
 
     Args:
       module: an unbound linen module.
-      policy: the policy of all of it; or a `PolicyMap`, whose patterns match whole
-        module paths (`"decoder/layer_0/attention"`). A policy holds for all that is
-        inside the module, unless another rule does; `""` is the model itself.
-      classes: module class (or base class) to policy. Paths come first.
+      policy: one policy for all modules; or a `PolicyMap`, whose patterns match whole
+        module paths (`"decoder/layer_0/attention"`, `""` for the model itself). A
+        policy also applies to all modules inside, unless another rule matches them.
+      classes: module class (or base class) to policy. Patterns come first.
 
     Returns:
       An object with the `init`, `apply` and `lazy_init` of the module.
 
     Raises:
       TypeError: `module` is not a linen module, or is bound.
-      ValueError: an unknown policy; in a call: a pattern or class names no module.
+      ValueError: an unknown policy; in a call: a pattern or class matches no module.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -84,11 +90,11 @@ def with_policy(
 
 @dataclasses.dataclass(frozen=True)
 class PolicyModule:
-    """A linen module and its policies; made by `with_policy`.
+    """A linen module and its policies, as `with_policy` returns it.
 
     Attributes:
-      module: the module as it was.
-      policies: which policy each module in it has.
+      module: the module, unchanged.
+      policies: the rules that give each module its policy.
     """
 
     module: nn.Module
@@ -98,33 +104,33 @@ class PolicyModule:
         """Return `module.init(...)`, each parameter in the param dtype of its policy.
 
         Raises:
-          ValueError: a pattern or class of the policies names no module.
+          ValueError: a pattern or class of the policies matches no module.
         """
         return self._init(self.module.init, rngs, *args, **kwargs)
 
     def lazy_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return `module.lazy_init(...)`: from shapes instead of inputs."""
+        """Return `module.lazy_init(...)`, which takes shapes instead of inputs."""
         return self._init(self.module.lazy_init, rngs, *args, **kwargs)
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """Return `module.apply(...)`, run under the policies.
 
         Gradients for parameters have the dtype of the parameters, and are summed in
-        float32 where the model broadcasts, gathers or repeats half values. Warns where
-        the default policy is to be in half, and no matrix product is, since the author
-        of the model set a `dtype` on its modules.
+        float32 where the model broadcasts, gathers or repeats half values. Warns if the
+        compute dtype of the default policy is half, but no matrix product runs in it
+        because the author of the model set a `dtype` on its modules.
 
         Raises:
-          ValueError: a pattern or class of the policies names no module.
+          ValueError: a pattern or class of the policies matches no module.
         """
-        run = Run(self.policies)
+        run = PolicyInterceptor(self.policies)
         run.collect(lambda: self.module.apply(variables, *args, **kwargs))
         cast = run.cast(variables)
-        missed = run.missed_products(
+        missed = run.count_missed_products(
             lambda variables: self.module.apply(variables, *args, **kwargs), cast
         )
         if missed:
-            text = nothing_in_half(
+            text = no_half_message(
                 f"the {missed} matrix products of {type(self.module).__name__}",
                 run.kept_from_half,
                 self.policies.policy.default,
@@ -143,35 +149,35 @@ class PolicyModule:
         return sums_in_float32(call)(variables, args, kwargs)
 
     def explain(self, variables: Any, *args: Any, **kwargs: Any) -> Explanation:
-        """List what each module does under the policies, in the order of the calls.
+        """Return the dtypes of each module under the policies, in the order of calls.
 
         Args:
-          variables: as for `apply`; shapes (`jax.eval_shape`) will do.
+          variables: as for `apply`, or their shapes (`jax.eval_shape`).
           *args: as for `apply`.
           **kwargs: as for `apply`.
 
         Returns:
-          The dtypes of each module; `.table()` is for people.
+          One row per module; `.table()` prints them.
 
         Raises:
-          ValueError: a pattern or class of the policies names no module.
+          ValueError: a pattern or class of the policies matches no module.
         """
-        run = Run(self.policies, is_watched=True)
+        run = PolicyInterceptor(self.policies, always_trace=True)
         run.collect(lambda v: self.module.apply(v, *args, **kwargs), variables)
         cast = jax.eval_shape(run.cast, variables)
         jax.eval_shape(
-            lambda v: ignore(run(self.module.apply, v, *args, **kwargs)), cast
+            lambda v: drop_output(run(self.module.apply, v, *args, **kwargs)), cast
         )
-        return Explanation(tuple(run.rows(variables)))
+        return run.explain(variables)
 
     def _init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        run = Run(self.policies)
+        run = PolicyInterceptor(self.policies)
         run.collect(lambda: init(*args, **kwargs))
         return run.cast(init(*args, **kwargs), role="param_dtype")
 
 
 def _with_dtypes_of(given: Any, cast: Any, updated: Any) -> Any:
-    """Return updated variables, those that were cast with the dtypes they had."""
+    """Return updated variables, in the dtypes they had before they were cast."""
     given, cast = (
         {path: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (given, cast)
@@ -180,7 +186,7 @@ def _with_dtypes_of(given: Any, cast: Any, updated: Any) -> Any:
     def restore(path, leaf):
         if path not in given:
             return leaf
-        # What the model left alone comes back bit for bit, not rounded.
+        # A variable that the model did not change keeps its bits, not rounded ones.
         unchanged = leaf is cast[path]
         return given[path] if unchanged else trees.cast_like(leaf, given[path])
 

@@ -1,39 +1,40 @@
-"""A train state for linen of which a skipped step leaves every bit."""
+"""A train state for linen that a skipped step leaves bitwise unchanged."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from jmp_lite._src import trees
-from jmp_lite._src.flax import rollback
+from jmp_lite._src.flax import train_step
 
 
 class TrainState(train_state.TrainState):
-    """flax's `TrainState`, of which a skipped step leaves every bit.
+    """flax's `TrainState`, which a skipped step leaves bitwise unchanged.
 
-    Takes flax's place: the same fields, `create` and `apply_gradients`, any optax
-    optimiser, subclasses with more fields. A step is skipped where gradients, loss or
-    new state are not finite; then parameters, optimiser, batch statistics, average and
-    `step` are what they were. Of a `scale_aware` optimiser, the loss scale and the
-    counters move on.
+    Replaces flax's: it has the same fields, `create` and `apply_gradients`, takes any
+    optax optimiser, and can be subclassed to add fields. A step is skipped if
+    gradients, loss or new state are not finite. Then parameters, optimiser, batch
+    statistics, average and `step` keep their values; only the loss scale and the
+    counters of a `scale_aware` optimiser change.
 
     Attributes:
-      step: steps taken, i32 `[]`; skipped ones do not count.
-      apply_fn: the model's `apply`.
+      step: number of steps applied, i32 `[]`; skipped steps do not count.
+      apply_fn: the `apply` of the model.
       params: the parameters.
       tx: the optimiser.
       opt_state: its state.
-      batch_stats: statistics of the model's norms, f32.
-      ema: the exponential moving average of the parameters, at least f32; None where
-        `ema_decay` is.
-      rng: a PRNG key for dropout and the like.
-      ema_decay: what of the average stays in each step, in (0, 1).
-      update_on_skip: fields that take their new value on a skipped step too, such as
+      batch_stats: the statistics of the model's norms, f32.
+      ema: the exponential moving average of the parameters, at least f32; None if
+        `ema_decay` is None.
+      rng: a PRNG key, for example for dropout.
+      ema_decay: the weight of the old average in each step, in (0, 1).
+      update_on_skip: names of fields that a skipped step updates too, such as
         `("rng",)`.
 
     Examples:
@@ -62,24 +63,29 @@ class TrainState(train_state.TrainState):
     update_on_skip: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     @classmethod
-    def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Any:
+    def create(
+        cls,
+        *,
+        apply_fn: Any,
+        params: optax.Params,
+        tx: optax.GradientTransformation,
+        **kwargs: Any,
+    ) -> Self:
         """Return a state at step 0.
 
         Args:
-          apply_fn: usually the model's `apply`.
+          apply_fn: usually the `apply` of the model.
           params: the parameters.
           tx: an optax transformation.
           **kwargs: other fields.
 
         Raises:
-          ValueError: parameters or batch statistics that are not finite; an
-            `ema_decay` outside (0, 1); a name in `update_on_skip` that is no field.
+          ValueError: parameters or batch statistics are not finite; `ema_decay` is not
+            in (0, 1); `update_on_skip` has a name that is not a field.
         """
-        rollback.check_finite(params, "parameters")
-        rollback.check_finite(kwargs.get("batch_stats"), "batch statistics")
-        rollback.check_ema_decay(kwargs.get("ema_decay"))
-        if kwargs.get("ema_decay") is not None:
-            kwargs.setdefault("ema", rollback.start_average(params))
+        ema_decay = kwargs.get("ema_decay")
+        train_step.check_start(params, kwargs.get("batch_stats"), ema_decay)
+        kwargs.setdefault("ema", train_step.init_ema(params, ema_decay))
         fields = {field.name for field in dataclasses.fields(cls)}
         unknown = [n for n in kwargs.get("update_on_skip", ()) if n not in fields]
         if unknown:
@@ -87,54 +93,52 @@ class TrainState(train_state.TrainState):
                 f"update_on_skip names {unknown}, expected some of {sorted(fields)}."
             )
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
-        # The step may donate the state, and no buffer twice.
+        # A step may donate the state, and a buffer can be donated only once.
         return trees.unshare(state.replace(step=jnp.zeros([], jnp.int32)))
 
-    def apply_gradients(self, *, grads: Any, value: Any = None, **kwargs: Any) -> Any:
-        """Return the state after a step, or as it was where that is not finite.
+    def apply_gradients(self, *, grads: Any, value: Any = None, **kwargs: Any) -> Self:
+        """Return the state after a step; the old one if the step is not finite.
 
         Args:
-          grads: gradients for `params`; scaled, if `tx` is `scale_aware`. The
-            collection that flax's fp8 overwrites with its gradient is taken as it is.
-          value: the loss, unscaled, f32 `[]`; not finite, it skips the step and leaves
-            the loss scale.
+          grads: gradients for `params`, scaled if `tx` is `scale_aware`. flax's fp8
+            collection is overwritten with its gradient, as flax does.
+          value: the loss, unscaled, f32 `[]`. If it is not finite, the step is skipped
+            and the loss scale stays.
           **kwargs: new values of other fields.
 
         Raises:
-          ValueError: gradients of another structure than the parameters, or a new
-            value of another structure, shape or dtype than the old one.
+          ValueError: gradients and parameters differ in structure, or a new value and
+            the old one in structure, shape or dtype.
         """
-        params, overwritten = self.params, None
+        params, ema, overwritten = self.params, self.ema, None
         if not isinstance(params, jax.Array) and OVERWRITE_WITH_GRADIENT in params:
             overwritten = grads[OVERWRITE_WITH_GRADIENT]
             params, grads = params["params"], grads["params"]
-            # fp8 clips an overflow to its largest number, which is finite: only the
-            # amax of the gradient shows it.
+            ema = None if ema is None else ema["params"]
+            # fp8 clips an overflow to its largest finite number: only the amax of the
+            # gradient shows it.
             finite = trees.all_finite(overwritten)
             grads = jax.tree.map(
                 lambda g: jnp.where(finite, g, jnp.nan) if trees.is_inexact(g) else g,
                 grads,
             )
-        # What moves anyway says nothing of the step.
-        moved = {n: v for n, v in kwargs.items() if n in self.update_on_skip}
-        kept = {n: v for n, v in kwargs.items() if n not in moved}
-        params, opt_state, finite = rollback.update(
+        # Fields that a skipped step updates too do not decide whether it is skipped.
+        always = {n: x for n, x in kwargs.items() if n in self.update_on_skip}
+        new = {n: x for n, x in kwargs.items() if n not in always}
+        params, opt_state, finite = train_step.update(
             self.tx,
             grads,
             self.opt_state,
             params,
             value=value,
-            others=kept,
-            old_others={name: getattr(self, name) for name in kept},
+            other_state=new,
+            old_other_state={name: getattr(self, name) for name in new},
         )
-        ema = self.ema
-        if self.ema_decay is not None:
-            ema = ema if overwritten is None else ema["params"]
-            ema = rollback.average(params, ema, self.ema_decay)
-        if overwritten is not None:  # taken as it is, also by the average
+        ema = train_step.update_ema(ema, params, self.ema_decay)
+        if overwritten is not None:  # not averaged
             params = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}
-            ema = ema and {"params": ema, OVERWRITE_WITH_GRADIENT: overwritten}
-        kept |= {"step": self.step + 1, "params": params, "ema": ema}
-        old = {name: getattr(self, name) for name in kept}
-        kept = trees.select_tree(finite, kept, old)
-        return self.replace(opt_state=opt_state, **kept, **moved)
+            if ema is not None:
+                ema = {"params": ema, OVERWRITE_WITH_GRADIENT: overwritten}
+        new |= {"params": params, "ema": ema}
+        new = train_step.next_fields(self, finite, **new)
+        return self.replace(opt_state=opt_state, **new, **always)

@@ -1,7 +1,7 @@
-"""A train state for nnx of which a skipped step leaves every bit."""
+"""A train state for nnx that a skipped step leaves bitwise unchanged."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -9,48 +9,50 @@ import optax
 from flax import nnx
 
 from jmp_lite._src import trees
-from jmp_lite._src.flax import rollback
+from jmp_lite._src.flax import train_step
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """A model and its optimiser, one pytree of which a skipped step leaves every bit.
+    """A model and its optimiser as one pytree, which a skipped step leaves unchanged.
 
-    The parameters are split off from all else that the model holds::
+    Parameters are kept apart from all other state of the model::
 
       def step(state, batch):
           def loss_fn(params):
               model = state.model(params)
-              return loss(model(batch)), state.rest_of(model)
+              return loss(model(batch)), state.other_state_of(model)
           value_and_grad = scaled_value_and_grad(
               loss_fn, loss_scale=state.opt_state, has_aux=True)
-          (value, rest), grads = value_and_grad(state.params)
-          return state.apply_gradients(grads=grads, value=value, rest=rest)
+          (value, other_state), grads = value_and_grad(state.params)
+          return state.apply_gradients(
+              grads=grads, value=value, other_state=other_state)
 
-    A step is skipped where gradients, loss or `rest` are not finite; then parameters,
-    optimiser, batch statistics, average and `step` are what they were. Of a
-    `scale_aware` optimiser, the loss scale and the counters move on.
+    A step is skipped if gradients, loss or `other_state` are not finite. Then
+    parameters, optimiser, batch statistics, average and `step` stay bitwise unchanged;
+    only the loss scale and the counters of a `scale_aware` optimiser change.
 
     Attributes:
-      step: steps taken, i32 `[]`; skipped ones do not count.
-      params: the state of the model's `nnx.Param`.
-      rest: all its other state: batch statistics, random streams…
+      step: number of steps applied, i32 `[]`; skipped steps do not count.
+      params: the `nnx.Param` state of the model.
+      other_state: all other state of the model, such as batch statistics and random
+        streams.
       opt_state: the state of the optimiser.
-      ema: the exponential moving average of the parameters, at least f32; None where
-        `ema_decay` is.
+      ema: the exponential moving average of the parameters, at least f32; None if
+        `ema_decay` is None.
       graphdef: the structure of the model.
       tx: the optimiser.
-      ema_decay: what of the average stays in each step, in (0, 1).
-      update_on_skip: an nnx filter of what in `rest` takes its new value on a skipped
-        step too, such as `nnx.RngState`; None for nothing.
+      ema_decay: the weight of the old average in each step, in (0, 1).
+      update_on_skip: an nnx filter of the `other_state` that a skipped step updates
+        too, such as `nnx.RngState`; None for nothing.
 
     Examples:
       >>> from jmp_lite import scale_aware
       >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
       >>> state = TrainState.create(model, scale_aware(optax.sgd(0.5)))
       >>> bad = jax.tree.map(lambda p: p * jnp.nan, state.params)
-      >>> state = state.apply_gradients(grads=bad, rest=state.rest)
+      >>> state = state.apply_gradients(grads=bad, other_state=state.other_state)
       >>> int(state.step), bool(state.params["scale"][...].sum() == 2.0)
       (0, True)
 
@@ -60,7 +62,7 @@ class TrainState:
 
     step: jax.Array
     params: Any
-    rest: Any
+    other_state: Any
     opt_state: Any
     ema: Any
     graphdef: Any = dataclasses.field(metadata={"static": True})
@@ -76,13 +78,13 @@ class TrainState:
         *,
         ema_decay: float | None = None,
         update_on_skip: Any = None,
-    ) -> "TrainState":
+    ) -> Self:
         """Return the state of a model at step 0.
 
         Raises:
           TypeError: `model` is not an nnx module; `update_on_skip` is not a filter.
-          ValueError: parameters or batch statistics that are not finite; an
-            `ema_decay` outside (0, 1).
+          ValueError: parameters or batch statistics are not finite; `ema_decay` is not
+            in (0, 1).
         """
         if not isinstance(model, nnx.Module):
             raise TypeError(f"Expected an nnx module, got {model!r}.")
@@ -92,20 +94,19 @@ class TrainState:
             raise TypeError(
                 f"Expected an nnx filter for update_on_skip, got {update_on_skip!r}."
             ) from None
-        if isinstance(update_on_skip, list):  # static, so hashable
+        if isinstance(update_on_skip, list):  # static fields must be hashable
             update_on_skip = tuple(update_on_skip)
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-        rollback.check_finite(params, "parameters")
-        rollback.check_finite(nnx.filter_state(rest, nnx.BatchStat), "batch statistics")
-        rollback.check_ema_decay(ema_decay)
-        # The step may donate the state: not the model's arrays, and none twice.
-        params, rest = jax.tree.map(jnp.copy, (params, rest))
+        graphdef, params, other_state = nnx.split(model, nnx.Param, ...)
+        batch_stats = nnx.filter_state(other_state, nnx.BatchStat)
+        train_step.check_start(params, batch_stats, ema_decay)
+        # A step may donate the state: copy the arrays of the model, and share none.
+        params, other_state = jax.tree.map(jnp.copy, (params, other_state))
         state = cls(
             step=jnp.zeros([], jnp.int32),
             params=params,
-            rest=rest,
+            other_state=other_state,
             opt_state=tx.init(params),
-            ema=None if ema_decay is None else rollback.start_average(params),
+            ema=train_step.init_ema(params, ema_decay),
             graphdef=graphdef,
             tx=tx,
             ema_decay=ema_decay,
@@ -114,50 +115,47 @@ class TrainState:
         return trees.unshare(state)
 
     def model(self, params: Any = None) -> Any:
-        """Return the model, with other parameters if given (those of `ema`, say)."""
+        """Return the model with `params`, such as `ema`; by default with its own."""
         params = self.params if params is None else params
-        # Variables of its own: what a call changes is not to change the state.
-        return nnx.merge(self.graphdef, params, self.rest, copy=True)
+        # Copied: a call that changes variables must not change this state.
+        return nnx.merge(self.graphdef, params, self.other_state, copy=True)
 
-    def rest_of(self, model: nnx.Module) -> Any:
-        """Return what a model holds besides parameters, as `rest` has it."""
+    def other_state_of(self, model: nnx.Module) -> Any:
+        """Return all state of a model but its parameters, as `other_state` holds it."""
         return nnx.state(model, nnx.Not(nnx.Param))
 
     def apply_gradients(
-        self, *, grads: Any, value: Any = None, rest: Any = None
-    ) -> "TrainState":
-        """Return the state after a step, or as it was where that is not finite.
+        self, *, grads: optax.Updates, value: Any = None, other_state: Any = None
+    ) -> Self:
+        """Return the state after a step; the old one if the step is not finite.
 
         Args:
-          grads: gradients for `params`; scaled, if `tx` is `scale_aware`.
-          value: the loss, unscaled, f32 `[]`; not finite, it skips the step and leaves
-            the loss scale.
-          rest: what the step made of `rest`, from `rest_of(model)`; None to keep it.
+          grads: gradients for `params`, scaled if `tx` is `scale_aware`.
+          value: the loss, unscaled, f32 `[]`. If it is not finite, the step is skipped
+            and the loss scale stays.
+          other_state: the new `other_state`, from `other_state_of(model)`; None to keep
+            the old one.
 
         Raises:
-          ValueError: `grads` or `rest` of another structure, shape or dtype.
+          ValueError: `grads` or `other_state` has another structure, shape or dtype.
         """
-        rest = self.rest if rest is None else rest
-        moves = self.update_on_skip
-        params, opt_state, finite = rollback.update(
+        other_state = self.other_state if other_state is None else other_state
+        always = self.update_on_skip
+        params, opt_state, finite = train_step.update(
             self.tx,
             grads,
             self.opt_state,
             self.params,
             value=value,
-            # What moves anyway says nothing of the step.
-            others=nnx.filter_state(rest, nnx.Not(moves)),
-            old_others=nnx.filter_state(self.rest, nnx.Not(moves)),
+            # State that a skipped step updates too does not decide if it is skipped.
+            other_state=nnx.filter_state(other_state, nnx.Not(always)),
+            old_other_state=nnx.filter_state(self.other_state, nnx.Not(always)),
         )
-        ema = self.ema
-        if self.ema_decay is not None:
-            ema = rollback.average(params, ema, self.ema_decay)
-        new, old = (
-            (self.step + 1, params, rest, ema),
-            (self.step, self.params, self.rest, self.ema),
+        ema = train_step.update_ema(self.ema, params, self.ema_decay)
+        new = train_step.next_fields(
+            self, finite, params=params, other_state=other_state, ema=ema
         )
-        step, params, kept, ema = trees.select_tree(finite, new, old)
-        kept = nnx.merge_state(kept, nnx.filter_state(rest, moves))
-        return dataclasses.replace(
-            self, step=step, params=params, rest=kept, opt_state=opt_state, ema=ema
+        new["other_state"] = nnx.merge_state(
+            new["other_state"], nnx.filter_state(other_state, always)
         )
+        return dataclasses.replace(self, opt_state=opt_state, **new)

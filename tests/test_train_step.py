@@ -10,7 +10,7 @@ import pytest
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, scale_aware
-from jmp_lite._src.flax import rollback
+from jmp_lite._src.flax import train_step
 
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = pytest.mark.standard_promotion
@@ -50,7 +50,7 @@ def test_all_of_a_step_is_taken_or_nothing(name):
 
     @jax.jit
     def step(params, state, grads):
-        return rollback.update(tx, grads, state, params)
+        return train_step.update(tx, grads, state, params)
 
     params, good = _PARAMS, {"a": jnp.ones(2), "b": jnp.ones(2)}
     state = tx.init(params)

@@ -1,0 +1,286 @@
+"""Run a linen model under policies by intercepting the calls of its modules."""
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import FrozenDict
+
+from jmp_lite._src import compat, dtypes, trees
+from jmp_lite._src.autocast import products
+from jmp_lite._src.flax import attention, module_policies
+from jmp_lite._src.flax.module_policies import (
+    Explanation,
+    ModulePolicies,
+    ModulePolicy,
+    enclosing_module,
+)
+
+
+class PolicyInterceptor:
+    """One run of a model under policies.
+
+    1. `collect` runs the model abstractly, to find its modules and their policies.
+    2. `cast` casts the variables.
+    3. `__call__` runs the model on them, and sets the dtypes of each module.
+
+    Attributes:
+      policies: the policies.
+      modules: path to class of each module that was called.
+      resolved: path to policy, in the same order.
+    """
+
+    def __init__(self, policies: ModulePolicies, always_trace: bool = False):
+        self.policies = policies
+        self.modules: dict[str, type] = {}
+        self.resolved: dict[str, ModulePolicy] = {}
+        # flax's nn.jit reuses a trace of a module if shapes and flags are equal. The
+        # flag keeps it from reusing one that was made under other policies.
+        self._flag = uuid.uuid4().hex if always_trace else hash(policies)
+        self._own_dtypes: dict[str, Any] = {}
+        self._outputs: dict[str, tuple[str, ...]] = {}
+        # Modules whose parameters `cast` has cast.
+        self._cast_owners: set[str] = set()
+        # Layers whose parameters a WeightNorm or SpectralNorm around them replaces.
+        self._normalised: set[str] = set()
+        self._active: list[str] = []
+
+    def collect(self, fun: Callable[..., Any], *args: Any) -> None:
+        """Find the modules that a function calls, and their policies.
+
+        Raises:
+          ValueError: a pattern or class of the policies matches no module.
+        """
+        flag = uuid.uuid4().hex
+
+        def record(next_fun, args, kwargs, context):
+            module = context.module
+            self._record(module, flag)
+            with _set_fields(module, _cache_dtype(module)):
+                out = next_fun(*args, **kwargs)
+            if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
+                self._normalised.add(_path(module.layer_instance))
+            return out
+
+        # Nothing is cast yet: half-precision parameters or inputs may meet float32.
+        with nn.intercept_methods(record), jax.numpy_dtype_promotion("standard"):
+            jax.eval_shape(lambda *args: drop_output(fun(*args)), *args)
+        self._resolve()
+
+    def cast(self, variables: Any, role: str = "compute_dtype") -> Any:
+        """Return variables with the parameters in a dtype of their module's policy.
+
+        The decoding caches of flax's attention get its compute dtype.
+
+        Args:
+          variables: collections by name.
+          role: `"compute_dtype"`, or `"param_dtype"`.
+        """
+        owners = set(self.modules)
+        if role == "compute_dtype":
+            owners = {path for path in owners if not self._casts_its_params(path)}
+            params = variables.get("params", {})
+            self._cast_owners = owners.intersection(
+                module_policies.params_by_module(params, self.modules)
+            )
+
+        def cast_cache(path, leaf):
+            owner = enclosing_module(trees.key_path(path), self.modules)
+            if owner is None or not issubclass(self.modules[owner], _ATTENTION):
+                return leaf
+            return trees.cast_floating(leaf, self.resolved[owner].compute_dtype)
+
+        new = dict(variables)
+        if "params" in new:
+            new["params"] = module_policies.cast_params(
+                new["params"], self.resolved, role, owners
+            )
+        if "cache" in new:
+            new["cache"] = jax.tree_util.tree_map_with_path(cast_cache, new["cache"])
+        return new
+
+    def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function with each module's inputs and outputs in its dtypes."""
+        with nn.intercept_methods(self._intercept):
+            return fun(*args, **kwargs)
+
+    def explain(self, variables: Any) -> Explanation:
+        """Return the dtypes of each module in the last call."""
+        params = variables.get("params", {})
+        return module_policies.explain(
+            self.modules, self.resolved, params, self._outputs
+        )
+
+    def count_missed_products(self, fun: Callable[..., Any], cast: Any) -> int:
+        """Return how many products a call has, if some should be in half but none is.
+
+        It is 0 if any product is in half, or if no module has a `dtype` of its own
+        that keeps it out of half.
+
+        Args:
+          fun: the call, as a function of the variables.
+          cast: the variables, as `cast` returns them.
+        """
+        if not self.kept_from_half or any(map(self._multiplies_in_half, self.modules)):
+            return 0  # the usual case, without another trace
+        found = _products(
+            jax.make_jaxpr(lambda variables: drop_output(self(fun, variables)))(cast)
+        )
+        operands = [v.aval.dtype for eqn in found for v in eqn.invars[:2]]
+        return 0 if any(map(dtypes.is_half, operands)) else len(found)
+
+    @property
+    def kept_from_half(self) -> list[str]:
+        """Paths of the modules that their author's `dtype` keeps out of half."""
+        return module_policies.kept_from_half(self.resolved)
+
+    def _record(self, module: nn.Module, flag: Any) -> str:
+        """Add a module to those found; return its path."""
+        path = _path(module)
+        if path not in self.modules:
+            self.modules[path] = type(module)
+            self._own_dtypes[path] = module_policies.own_dtype(module)
+        if not path and module.scope is not None:
+            module.scope.flags = FrozenDict({**module.scope.flags, "policies": flag})
+        return path
+
+    def _resolve(self) -> None:
+        self.resolved = self.policies.resolve(self.modules, self._own_dtypes)
+
+    def _multiplies_in_half(self, path: str) -> bool:
+        """Return whether a module is a layer that multiplies matrices in half."""
+        cls = self.modules[path]
+        is_product = _is_flax_layer(cls) and not issubclass(cls, (*_NORMS, nn.Embed))
+        return is_product and dtypes.is_half(
+            jnp.dtype(self.resolved[path].compute_dtype)
+        )
+
+    def _casts_its_params(self, path: str) -> bool:
+        """Return whether a module itself casts its parameters, where it needs to."""
+        is_norm = issubclass(self.modules[path], _NORMS)
+        if self.resolved[path].kept_dtype is not None or is_norm:
+            return True
+        return any(f"{path}/".startswith(f"{outer}/") for outer in self._normalised)
+
+    def _intercept(self, next_fun, args, kwargs, context):
+        module = context.module
+        path = self._record(module, self._flag)
+        if path not in self.resolved:  # nn.jit did not call it in the abstract run
+            self._resolve()
+        # A method that the module itself calls is part of the call in progress.
+        if path in self._active:
+            return _keep_carry_dtypes(module, args, next_fun(*args, **kwargs))
+        given, resolved = args, self.resolved[path]
+        policy, is_rule_start = resolved.policy, resolved.is_rule_start
+        fields = {}
+        if resolved.kept_dtype is None:
+            is_layer = _is_flax_layer(type(module))
+            if is_layer or (resolved.own_dtype is not None and _has_field(module)):
+                fields["dtype"] = policy.compute_dtype
+            if not is_layer and (is_rule_start or path in self._cast_owners):
+                args, kwargs = policy.cast_to_compute((args, kwargs))
+        in_float32 = attention.softmax_in_float32(getattr(module, "attention_fn", None))
+        if in_float32 is not None:
+            fields["attention_fn"] = in_float32
+        self._active.append(path)
+        try:
+            with _set_fields(module, fields):
+                out = next_fun(*args, **kwargs)
+        finally:
+            self._active.pop()
+        if is_rule_start or not path:
+            out = policy.cast_to_output(out)
+        out = _keep_carry_dtypes(module, given, out)
+        seen = (*self._outputs.get(path, ()), *_float_dtypes(out))
+        self._outputs[path] = tuple(dict.fromkeys(seen))
+        return out
+
+
+# Their statistics, scales and biases stay float32: only their output is cast, by the
+# `dtype` of the layer. The same holds for the weights that the last two compute.
+_NORMS = (
+    nn.BatchNorm,
+    nn.GroupNorm,
+    nn.InstanceNorm,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.SpectralNorm,
+    nn.WeightNorm,
+)
+
+_ATTENTION = nn.MultiHeadDotProductAttention
+
+
+def drop_output(out: Any) -> None:
+    """Return None, for `jax.eval_shape`: a model need not return arrays."""
+    del out
+
+
+def _products(jaxpr: Any) -> list[Any]:
+    """Return the matrix products and convolutions of a jaxpr, at any depth."""
+    found = []
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in products.NAMES:
+            found.append(eqn)
+        for body in compat.jaxprs_of(eqn):
+            found += _products(body)
+    return found
+
+
+def _path(module: nn.Module) -> str:
+    return "/".join(module.path)
+
+
+def _is_flax_layer(cls: type) -> bool:
+    """Return whether this is a layer of flax, which casts to its field `dtype`."""
+    return any(
+        base.__module__.startswith("flax.linen.")
+        and "dtype" in getattr(base, "__dataclass_fields__", ())
+        for base in cls.__mro__
+    )
+
+
+def _has_field(module: nn.Module) -> bool:
+    """Return whether `dtype` is a field of a module: a property cannot be set."""
+    return "dtype" in getattr(type(module), "__dataclass_fields__", ())
+
+
+def _cache_dtype(module: nn.Module) -> dict[str, Any]:
+    """Return the `dtype` in which attention can write to its existing cache."""
+    if not isinstance(module, _ATTENTION):
+        return {}
+    cached = module.get_variable("cache", "cached_key")
+    return {} if cached is None else {"dtype": cached.dtype}
+
+
+def _keep_carry_dtypes(module: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
+    """Return the output of a recurrent cell, its carry in the dtypes of the input."""
+    if not (isinstance(module, nn.RNNCellBase) and given and isinstance(out, tuple)):
+        return out
+    if jax.tree.structure(out[0]) != jax.tree.structure(given[0]):
+        return out
+    return trees.cast_like(out[0], given[0]), *out[1:]
+
+
+@contextlib.contextmanager
+def _set_fields(module: nn.Module, fields: Mapping[str, Any]) -> Iterator[None]:
+    """Set fields of a module for one call."""
+    # A copy would be a second module in the same scope. Setting them here changes
+    # nothing that a user holds: flax made this module for this run.
+    old = {name: getattr(module, name) for name in fields}
+    for name, value in fields.items():
+        object.__setattr__(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            object.__setattr__(module, name, value)
+
+
+def _float_dtypes(tree: Any) -> tuple[str, ...]:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if trees.is_castable(leaf)]
+    return tuple(dtypes.dtype_name(leaf.dtype) for leaf in leaves)

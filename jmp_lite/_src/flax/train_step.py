@@ -1,0 +1,165 @@
+"""One step of a train state: apply all of it, or keep all of the old state.
+
+Shared by `linen.TrainState` and `nnx.TrainState`; does not import flax.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from jmp_lite._src import trees
+from jmp_lite._src.optimizers import base
+from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
+
+_ADVICE = (
+    "Remove transformations that change the structure of their state, such as "
+    "optax.monitor."
+)
+
+
+def update(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    *,
+    value: Any = None,
+    other_state: Any = None,
+    old_other_state: Any = None,
+    **extra: Any,
+) -> tuple[optax.Params, optax.OptState, jax.Array]:
+    """Return the next parameters and optimiser state, and whether they were updated.
+
+    The update is applied if the gradients, the loss and all other new state are finite.
+    Otherwise parameters and optimiser state stay bitwise unchanged, except for the loss
+    scale and the counters of a `scale_aware` optimiser.
+
+    Args:
+      tx: any optax transformation.
+      grads: gradients, scaled if `tx` unscales them.
+      opt_state: the state of `tx`.
+      params: the parameters.
+      value: the loss, `[]`.
+      other_state: all other state that the step computed, such as batch statistics.
+      old_other_state: its value before the step. An element that was infinite before,
+        as in a mask, does not skip the step.
+      **extra: passed to `tx.update`.
+
+    Returns:
+      Parameters and optimiser state, in the dtypes they had, and a bool `[]`.
+
+    Raises:
+      ValueError: `other_state` and `old_other_state` differ in structure, shape or
+        dtype; the optimiser changes the structure of its state.
+    """
+    other_state_finite = _all_still_finite(other_state, old_other_state)
+    noted = opt_state
+    if jax.tree.leaves(other_state):
+        # A scale-aware optimiser treats this like a loss that is not finite: a bad
+        # forward pass. It skips the step and keeps the loss scale.
+        noted = base.add_note(opt_state, ScaleAwareState, other_state_finite)
+    if value is not None:
+        extra["value"] = value
+    tx = base.as_transformation(tx)
+    updates, new_opt_state = tx.update(grads, noted, params, **extra)
+    new_opt_state = base.drop_notes(new_opt_state)
+    base.check_structure(new_opt_state, opt_state, "a train state", _ADVICE)
+    new_params = optax.apply_updates(params, updates)
+    finite = jnp.array(True)
+    if not _is_scale_aware(opt_state):
+        # Transformations outside of a scale-aware optimiser see the gradients first,
+        # and may withhold them from it, as optax.MultiSteps does.
+        finite = trees.all_finite((grads, value)) & other_state_finite
+    for last_finite in _last_finite(new_opt_state):
+        finite = finite & last_finite
+
+    def select(new, old):
+        if not _is_scale_aware(new):
+            return trees.select_tree(finite, new, old)
+        # Its gradients may be finite in a step that is skipped for another reason.
+        inner_state = trees.select_tree(finite, new.inner_state, old.inner_state)
+        return new._replace(inner_state=inner_state)
+
+    opt_state = jax.tree.map(select, new_opt_state, opt_state, is_leaf=_is_scale_aware)
+    return trees.select_tree(finite, new_params, params), opt_state, finite
+
+
+def next_fields(state: Any, finite: jax.Array, /, **new: Any) -> dict[str, Any]:
+    """Return fields of the next train state: the old values if the step is skipped.
+
+    Args:
+      state: the train state before the step.
+      finite: whether the step is applied, bool `[]`.
+      **new: new values of its fields; `step` is added to them.
+    """
+    new["step"] = state.step + 1
+    return trees.select_tree(finite, new, {name: getattr(state, name) for name in new})
+
+
+def init_ema(params: optax.Params, decay: float | None) -> Any:
+    """Return the first average, at least float32; None if there is no decay."""
+    if decay is None:
+        return None
+    # Copied: the step may donate the parameters.
+    return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
+
+
+def update_ema(ema: Any, params: optax.Params, decay: float | None) -> Any:
+    """Return `decay * ema + (1 - decay) * params`; `ema` if there is no decay."""
+    if decay is None:
+        return ema
+    params = trees.cast_at_least_float32(params)
+    return optax.incremental_update(params, ema, 1 - decay)
+
+
+def check_start(params: optax.Params, batch_stats: Any, decay: float | None) -> None:
+    """Raise if training cannot start from this state.
+
+    Raises:
+      ValueError: parameters or batch statistics are not finite; the decay of the
+        average is not in (0, 1).
+    """
+    _check_finite(params, "parameters")
+    _check_finite(batch_stats, "batch statistics")
+    if decay is not None and not 0 < decay < 1:
+        raise ValueError(f"Expected ema_decay between 0 and 1, got {decay}.")
+
+
+def _check_finite(tree: Any, what: str) -> None:
+    bad = [
+        trees.key_path(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if trees.is_inexact(leaf)
+        and not isinstance(leaf, Tracer | jax.ShapeDtypeStruct)
+        and not bool(jnp.isfinite(leaf).all())
+    ]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise ValueError(
+            f"The initial {what} are not finite: NaN or inf at {bad[:3]}{more}. "
+            "Training cannot repair them: initialise or load them again."
+        )
+
+
+def _all_still_finite(new: Any, old: Any) -> jax.Array:
+    """Return whether every element is finite that was finite before."""
+    trees.select_tree(jnp.array(True), new, old)  # raises if they do not match
+    finite = [
+        (jnp.isfinite(x) | ~jnp.isfinite(y)).all()
+        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if trees.is_inexact(x)
+    ]
+    return jnp.stack(finite).all() if finite else jnp.array(True)
+
+
+def _last_finite(opt_state: Any) -> list[jax.Array]:
+    """Return whether the last step was finite, per scale-aware optimiser."""
+    states = jax.tree.leaves(opt_state, is_leaf=_is_scale_aware)
+    return [state.last_finite for state in states if _is_scale_aware(state)]
+
+
+def _is_scale_aware(x: Any) -> bool:
+    return isinstance(x, ScaleAwareState)
