@@ -7,7 +7,7 @@
 
 Two models: the MLP of Keras' mixed precision guide (784-width-width-10) and a small CNN
 with BatchNorm. Then the MLP once more with a loss so small that float16 loses its
-gradients: what the loss scale is for. Writes a figure, a table and results.json.
+gradients without a loss scale. Writes a figure, a table and results.json.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -95,7 +95,7 @@ class TrainState(NamedTuple):
 
 
 def make_forward(model: nn.Module, *, train: bool):
-    """Return the model as a function, plain float32 code: what autocast is for."""
+    """Return the model as a function in plain float32 code."""
 
     def forward(params, batch_stats, image):
         variables = {"params": params, "batch_stats": batch_stats}
@@ -108,11 +108,11 @@ def make_forward(model: nn.Module, *, train: bool):
 
 
 def cast_by_hand(forward, policy: Policy):
-    """Return `forward`, half precision inside, the policy's output outside."""
+    """Return `forward` with casts to the compute and the output dtype of a policy."""
 
     def cast_forward(params, batch_stats, image):
-        # Cast inside what is differentiated: the gradients come back in the dtype of
-        # the parameters. `batch_stats` are no parameters: they stay float32.
+        # Cast inside the differentiated function, so that gradients have the dtype of
+        # the parameters. `batch_stats` stay float32.
         params, image = policy.cast_to_compute((params, image))
         logits, batch_stats = forward(params, batch_stats, image)
         return policy.cast_to_output(logits), batch_stats
@@ -123,7 +123,7 @@ def cast_by_hand(forward, policy: Policy):
 def make_loss_fn(
     model: nn.Module, policy: Policy, *, use_autocast: bool, weight: float = 1.0
 ):
-    """Return the loss under a policy: the whole by autocast, or the model by hand."""
+    """Return the loss under a policy, by autocast or with casts by hand."""
     forward = make_forward(model, train=True)
     if not use_autocast:
         forward = cast_by_hand(forward, policy)
@@ -137,7 +137,7 @@ def make_loss_fn(
 
 
 def make_step(loss_fn, tx: optax.GradientTransformationExtraArgs) -> Step:
-    """Return a whole train step; `tx` is a `scale_aware` optimiser."""
+    """Return a train step; `tx` is a `scale_aware` optimiser."""
 
     def step(state: TrainState, batch: Digits):
         value_and_grad = scaled_value_and_grad(
@@ -149,7 +149,7 @@ def make_step(loss_fn, tx: optax.GradientTransformationExtraArgs) -> Step:
         updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
         log = step_log(state.opt_state, opt_state, loss)
-        # A skipped step leaves all as it was, BatchNorm's statistics included.
+        # A skipped step also leaves BatchNorm's statistics unchanged.
         batch_stats = select_tree(log["last_finite"], batch_stats, state.batch_stats)
         return TrainState(params, batch_stats, opt_state), log
 
@@ -166,7 +166,7 @@ def init_state(model: nn.Module, policy: Policy, tx, *, seed: int) -> TrainState
 def accuracy(
     model, policy: Policy, state: TrainState, test: Digits, *, use_autocast: bool
 ) -> float:
-    """Return the share of digits read right."""
+    """Return the accuracy."""
     forward = make_forward(model, train=False)
     run = autocast_if_half if use_autocast else cast_by_hand
     predict = jax.jit(run(forward, policy))
@@ -186,7 +186,7 @@ def train_model(
     use_autocast: bool,
     console: Console,
 ) -> list[report.Record]:
-    """Train one model under each policy; return what goes into the table."""
+    """Train one model under each policy; return the rows of the table."""
     train, test = data
     model = MODELS[name](width)
     runs, losses = {}, {}
@@ -237,8 +237,8 @@ def tiny_gradients(
 ) -> report.TinyGradients:
     """Train on a loss × 2**-20, as if it were averaged over a megapixel.
 
-    The learning rate makes up for it, so in exact arithmetic nothing changes. In
-    float16, whose smallest number is 2**-24, the gradients are gone.
+    The learning rate is multiplied by 2**20, so in exact arithmetic nothing changes. In
+    float16, whose smallest number is 2**-24, the gradients underflow to 0.
     """
     weight = 2.0**-20
     model = MLP(width)
@@ -269,8 +269,8 @@ def tiny_gradients(
         return jax.jit(value_and_grad)(params, {}, data[0])[1]
 
     reference = grads("float32", 1.0)
-    # Skipped steps change nothing: the first step that is taken still has the first
-    # parameters, and the scale that the search has settled on.
+    # Skipped steps change only the loss scale: the first applied step still has the
+    # initial parameters.
     scales = {label: _first_scale(result) for label, result in results.items()}
     return report.TinyGradients(
         weight=weight,

@@ -6,9 +6,9 @@
 One MLP multiplies its features by a gain before it squares them, and divides by the
 gain's square after its second layer. In float32 that changes nothing; in float16 the
 squares pass 65504, and every step is skipped. `first_nonfinite` names the operation,
-`dry_run` shows every layer's range, `advise` says which layer to keep in float32 and
-which loss scale fits. With that the model trains as it does in float32. Writes figures,
-tables and results.json.
+`dry_run` shows the range of every layer, `advise` returns a policy that keeps the layer
+in float32, and a loss scale. With these the model trains as it does in float32. Writes
+figures, tables and results.json.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -103,14 +103,14 @@ class TrainState(NamedTuple):
 
 
 def plain_loss(model: nn.Module, params, tokens):
-    """Return the mean cross entropy of each next byte. Knows nothing of precision."""
+    """Return the mean cross entropy of each next byte. In plain float32 code."""
     logits: Any = model.apply({"params": params}, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
 
 
 def make_run(loss_fn, loss_scale: jmp.LossScale, params, *, steps: int) -> Run:
-    """Return a training with AdamW, warmed up, decayed and clipped."""
+    """Return a run of AdamW with warm-up, decay and clipping."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     tx = jmp.scale_aware(inner, loss_scale)
@@ -122,7 +122,7 @@ def make_run(loss_fn, loss_scale: jmp.LossScale, params, *, steps: int) -> Run:
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state), step_log(state.opt_state, opt_state, loss)
 
-    # The runs donate their states: each has parameters of its own.
+    # Copied, because each run donates its state.
     params = jax.tree.map(jnp.array, params)
     return Run(step, TrainState(params, tx.init(params)))
 
@@ -136,7 +136,7 @@ def validation_loss(loss_fn, params, text: np.ndarray) -> float:
 
 
 def train_broken(run: Run, batches, console: Console) -> tuple[int, str]:
-    """Return how many steps were taken, and why the run should stop."""
+    """Return how many steps were applied, and why the run should stop."""
     step, state = jax.jit(run.step), run.state
     for tokens in track(batches, "float16", total=BROKEN_STEPS, console=console):
         state, _ = step(state, tokens)
@@ -149,7 +149,7 @@ def train_broken(run: Run, batches, console: Console) -> tuple[int, str]:
 
 
 def save_losses(results: dict[str, Result], path: Path) -> None:
-    """Draw the losses of the runs on top of each other, and their gap beneath."""
+    """Plot the losses of the runs in one panel, and their difference below."""
     (_, full), (_, repaired) = results.items()
     figure = Figure(figsize=(6.4, 4.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, height_ratios=[3, 1], sharex=True)

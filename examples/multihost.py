@@ -1,23 +1,23 @@
 """Train one model on many devices of many hosts: data parallel, and fully sharded.
 
-On this machine: two processes of two CPU devices each, or four of one:
+On this machine, with two processes of two CPU devices each, or four of one:
 
     python -m examples.multihost --processes 2 --devices 2
     python -m examples.multihost --processes 4 --checkpoints out/saved
 
-On all hosts of a TPU pod slice, of a Slurm job or of Open MPI; this on each of them:
+On a TPU pod slice, or under Slurm or Open MPI, run this on each host:
 
     python -m examples.multihost --hosts --checkpoints gs://BUCKET/run
 
-On hosts with GPUs and no such thing; `--process` counts from 0, which is HOST0:
+On other hosts with GPUs; `--process` counts from 0, which is HOST0:
 
     python -m examples.multihost --coordinator HOST0:1234 --processes 2 --process 0
 
-The model and its train step are those of `examples/transformer.py`, unchanged: under
-sharded `jit` a step knows nothing of devices, and one verdict on its gradients holds on
-all of them. `data` keeps the whole state on each device; `fsdp` cuts it along one axis
-of each array, and gathers the weights, cast to half precision already, where they are
-used. A run goes on from its checkpoints, on as many processes and devices as there are.
+The model and its train step are those of `examples/transformer.py`, unchanged: with
+sharded arrays, `jit` runs the same step on all devices, and all agree on whether it is
+skipped. `data` keeps the whole state on each device. `fsdp` shards each array along one
+axis, and gathers the weights where they are used, after their cast to half precision. A
+run can resume from its checkpoints on another number of processes and devices.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -67,18 +67,18 @@ Layout = Literal["data", "fsdp", "both"]
 
 
 def make_mesh() -> Mesh:
-    """Return all devices of all processes, in one row."""
+    """Return a mesh of one axis over all devices of all processes."""
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
-def lay_out(tree: Any, mesh: Mesh, layout: str) -> Any:
-    """Constrain where the arrays of a tree are, in a function that is compiled.
+def shard(tree: Any, mesh: Mesh, layout: str) -> Any:
+    """Constrain the sharding of the arrays of a tree, in a compiled function.
 
     Args:
       tree: arrays.
-      mesh: devices in one row, its axis called "data".
-      layout: "data" leaves each array whole on every device; "fsdp" cuts it along the
-        longest axis that the number of devices divides, if there is one.
+      mesh: a mesh with one axis, "data".
+      layout: "data" replicates each array; "fsdp" shards it along the longest axis that
+        the number of devices divides, if there is one.
 
     Returns:
       The same arrays.
@@ -109,43 +109,43 @@ def make_run(
     seed: int,
     static_scale: float,
 ) -> Run:
-    """Return the transformer's train step and its state at step 0, laid out."""
+    """Return the transformer's train step and its state at step 0, sharded."""
 
     def init():
         model = transformer.make_model(width, layers, seed)
         state = transformer.init_state(
             model, policy, use_autocast=True, steps=steps, static_scale=static_scale
         )
-        return lay_out(state, mesh, layout)
+        return shard(state, mesh, layout)
 
-    # Compiled with its layout: no device ever holds more than its part.
+    # Compiled with its sharding: no device ever holds more than its part.
     state = jax.jit(init)()
     step = transformer.make_step(
         transformer.make_loss_fn(state, policy, use_autocast=True)
     )
-    return Run(laid_out_step(step, mesh, layout), state)
+    return Run(shard_results(step, mesh, layout), state)
 
 
-def laid_out_step(step: Step, mesh: Mesh, layout: str) -> Step:
-    """Return a step whose new state is where the old one was."""
+def shard_results(step: Step, mesh: Mesh, layout: str) -> Step:
+    """Return a step whose new state is sharded like the old one."""
 
-    def laid_out(state, batch):
+    def sharded(state, batch):
         after, log = step(state, batch)
-        return lay_out(after, mesh, layout), lay_out(log, mesh, "data")
+        return shard(after, mesh, layout), shard(log, mesh, "data")
 
-    return laid_out
+    return sharded
 
 
-def spread(batches: Iterator[np.ndarray], mesh: Mesh) -> Iterator[jax.Array]:
-    """Yield batches of which each device has its rows.
+def shard_batches(batches: Iterator[np.ndarray], mesh: Mesh) -> Iterator[jax.Array]:
+    """Yield batches, their rows sharded over the devices.
 
     Args:
-      batches: the same ones in every process, `[batch, length]`.
+      batches: equal in every process, `[batch, length]`.
       mesh: all devices.
     """
     rows = NamedSharding(mesh, P("data"))
     for batch in batches:
-        # A process is asked for the rows of its own devices only.
+        # Calls back for the rows of this process's devices only.
         yield jax.make_array_from_callback(batch.shape, rows, batch.__getitem__)
 
 
@@ -209,7 +209,7 @@ def main(
         typer.Option(
             parser=epath.Path,
             callback=make_folder,
-            help="A folder that all hosts see; the same command goes on from there.",
+            help="A folder that all hosts see; the same command resumes from it.",
         ),
     ] = None,
     save_every: SaveEveryOption = 100,
@@ -301,7 +301,7 @@ def main(
     with stop_if_collapsed(console):
         results = train_side_by_side(
             runs,
-            spread(batches, mesh),
+            shard_batches(batches, mesh),
             title=f"{jax.process_count()} × {jax.local_device_count()}",
             steps=steps,
             console=console,

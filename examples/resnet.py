@@ -1,12 +1,12 @@
 """Train a residual network on noisy digits in float32, float16 and bfloat16.
 
     python -m examples.resnet                                    # all three, on a CPU
-    python -m examples.resnet --seeds 3 --checkpoints out/saved  # to stop and go on
+    python -m examples.resnet --seeds 3 --checkpoints out/saved  # can be resumed
     python -m examples.resnet --policy mixed_float16 --loss-scale 1024
 
-A Flax linen model whose source says nothing of precision: `with_policy` does.
-`TrainState` holds BatchNorm's statistics and an average of the weights too; a skipped
-step leaves all of it as it was. Writes a figure, a table and results.json.
+A Flax linen model in plain float32 code; `with_policy` sets the dtypes of its modules.
+`TrainState` also holds BatchNorm's statistics and an average of the weights; a skipped
+step leaves all of it unchanged. Writes a figure, a table and results.json.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -60,13 +60,13 @@ from jmp_lite.linen import PolicyModule, TrainState, with_policy
 
 SCORE = report.Score("validation_loss", "valid. loss", "{:.4f}", "{:.3f}")
 BATCH_SIZE = 128
-# Of the labels. A loss near 0 would be a poor yardstick: it differs by per cents from
-# one seed to the next.
+# Label smoothing keeps the loss away from 0, where it differs between seeds by several
+# per cent.
 SMOOTHING = 0.1
 
 
 class Block(nn.Module):
-    """Two convolutions, added to what came in."""
+    """Two convolutions with a residual connection."""
 
     channels: int
     strides: int
@@ -80,7 +80,7 @@ class Block(nn.Module):
         )
         y = conv((3, 3), strides=self.strides)(x)
         y = conv((3, 3))(nn.relu(norm()(y)))
-        # Every block begins as the identity (Goyal et al., 2017).
+        # Every block is the identity at first (Goyal et al., 2017).
         y = norm(scale_init=nn.initializers.zeros)(y)
         if x.shape != y.shape:
             x = norm()(conv((1, 1), strides=self.strides)(x))
@@ -123,7 +123,7 @@ def make_loss_fn(model: PolicyModule):
 
 
 def make_step(loss_fn) -> Step:
-    """Return a whole train step."""
+    """Return a train step."""
 
     def step(state: TrainState, batch: Digits):
         value_and_grad = scaled_value_and_grad(
@@ -156,7 +156,7 @@ def init_state(
 
 
 def noisy_batches(data: Digits, *, steps: int, seed: int) -> Iterator[Digits]:
-    """Yield `steps` batches, each digit moved and noisy in a new way each time."""
+    """Yield `steps` batches, with new shifts and noise for each digit."""
     plain = batches(data, batch_size=BATCH_SIZE, steps=steps, seed=seed)
     for step, batch in enumerate(plain):
         yield add_noise(batch, np.random.default_rng([seed, step]))
@@ -201,7 +201,7 @@ def train_seed(
     checkpoints: Checkpoints | None,
     console: Console,
 ) -> list[report.Record]:
-    """Train under each policy; return what goes into the table."""
+    """Train under each policy; return the rows of the table."""
     train, test = data
     models = {label: with_policy(ResNet(widths), p) for label, p in policies.items()}
     results = train_side_by_side(

@@ -1,13 +1,13 @@
 """Train a language model on Python's own sources in float32, float16 and bfloat16.
 
     python -m examples.transformer                               # all three, on a CPU
-    python -m examples.transformer --checkpoints out/saved       # to stop and go on
+    python -m examples.transformer --checkpoints out/saved       # can be resumed
     python -m examples.transformer --policy mixed_float16 --loss-scale 1024
     python -m examples.transformer --no-autocast                 # with_policy instead
 
 A small decoder-only transformer over bytes, in Flax nnx. The model is plain float32
-code: `autocast` lowers what is safe in half precision, and the table it prints says
-what and why. Writes a figure, a table and results.json.
+code: `autocast` runs the operations in half precision that are safe in it, and a table
+lists its decisions. Writes a figure, a table and results.json.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -73,7 +73,7 @@ VALIDATION_WINDOWS = 512
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each normalised before and added to what came in."""
+    """Attention and an MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
@@ -85,7 +85,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x):
-        # nnx names no scopes: these are for the table of `explain`.
+        # nnx sets no name scopes; these are for the table of `explain`.
         with jax.named_scope("attention"):
             x = x + self.attention(self.attention_norm(x), is_causal=True)
         with jax.named_scope("mlp"):
@@ -113,12 +113,12 @@ class Transformer(nnx.Module):
 
 @functools.partial(nnx.jit, static_argnums=(0, 1, 2))
 def make_model(width: int, layers: int, seed: int) -> Transformer:
-    """Return a model, its weights drawn in one compiled program."""
+    """Return a model, initialised in one compiled program."""
     return Transformer(width, layers, rngs=nnx.Rngs(seed))
 
 
 def plain_loss(graphdef, params, other_state, tokens):
-    """Return the mean cross entropy of each next byte. Knows nothing of precision."""
+    """Return the mean cross entropy of each next byte. In plain float32 code."""
     logits = nnx.merge(graphdef, params, other_state)(tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
@@ -131,7 +131,7 @@ def make_loss_fn(state: TrainState, policy: Policy, *, use_autocast: bool):
 
 
 def make_step(loss_fn) -> Step:
-    """Return a whole train step."""
+    """Return a train step."""
 
     def step(state: TrainState, tokens):
         value_and_grad = scaled_value_and_grad(loss_fn, loss_scale=state.opt_state)
@@ -151,7 +151,7 @@ def init_state(
     static_scale: float,
 ) -> TrainState:
     """Return the state at step 0, with AdamW, warmed up, decayed and clipped."""
-    # Inside `scale_aware` gradients are unscaled, f32 and finite: the place to clip.
+    # Clip inside `scale_aware`, where gradients are unscaled, f32 and finite.
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     tx = scale_aware(inner, choose_loss_scale(policy, static_scale))
@@ -163,7 +163,7 @@ def init_state(
 
 
 def validation_loss(loss_fn, state: TrainState, text: np.ndarray) -> float:
-    """Return the mean loss of the averaged weights over windows all over the text."""
+    """Return the mean loss of the averaged weights over windows from the whole text."""
     tokens = even_windows(text, count=VALIDATION_WINDOWS, length=CONTEXT + 1)
     batches = tokens.reshape(-1, BATCH_SIZE, CONTEXT + 1)
     losses = jax.jit(lambda p, r, ts: jax.lax.map(lambda t: loss_fn(p, r, t), ts))
@@ -185,7 +185,7 @@ def train_seed(
     checkpoints: Checkpoints | None,
     console: Console,
 ) -> list[report.Record]:
-    """Train under each policy; return what goes into the table."""
+    """Train under each policy; return the rows of the table."""
     train, validation = texts
     model = make_model(width, layers, seed)
     runs, losses = {}, {}
@@ -232,7 +232,7 @@ def train_seed(
 
 
 def print_choices(policy: Policy, width: int, layers: int, console: Console) -> None:
-    """Print what autocast does in each layer."""
+    """Print the decisions of autocast in each layer."""
     graphdef, params, other_state = nnx.split(
         make_model(width, layers, 0), nnx.Param, ...
     )

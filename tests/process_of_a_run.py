@@ -91,7 +91,7 @@ def bad_steps() -> dict[str, dict[str, Any]]:
     rng = np.random.default_rng(0)
     shapes = {"w": (ROWS, ROWS), "b": (ROWS,)}
     params = {name: put(rng.normal(size=s).astype("f4")) for name, s in shapes.items()}
-    state = jax.jit(lambda params: multihost.lay_out(tx.init(params), mesh, "fsdp"))(
+    state = jax.jit(lambda params: multihost.shard(tx.init(params), mesh, "fsdp"))(
         params
     )
     batch = rng.normal(size=(ROWS, ROWS)).astype("f4")
