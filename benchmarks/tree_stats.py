@@ -49,7 +49,7 @@ def by_casting(grads: Any) -> Any:
         return {
             "nonfinite": jnp.sum(~finite),
             "zero": jnp.sum(x == 0),
-            "flush": jnp.sum((half == 0) & (x != 0)),
+            "underflow": jnp.sum((half == 0) & (x != 0)),
             "subnormal": jnp.sum(small & (half != 0)),
             "overflow": jnp.sum(finite & ~jnp.isfinite(half)),
             "max_abs": jnp.max(jnp.where(finite, magnitude, 0)),

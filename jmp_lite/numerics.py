@@ -3,7 +3,13 @@
 from jmp_lite._src.numerics.advice import Advice, advise
 from jmp_lite._src.numerics.dry_run import dry_run
 from jmp_lite._src.numerics.lint import Finding, LintReport, lint
-from jmp_lite._src.numerics.report import Report, Row
+from jmp_lite._src.numerics.nonfinite import (
+    NonFinite,
+    NonFiniteTracker,
+    first_nonfinite,
+    track_nonfinite,
+)
+from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.numerics.stats import (
     EXPONENTS,
     ValueStats,
@@ -12,12 +18,6 @@ from jmp_lite._src.numerics.stats import (
     value_stats,
 )
 from jmp_lite._src.numerics.tree_stats import TreeStats, tree_stats
-from jmp_lite._src.numerics.tripwire import (
-    NonFinite,
-    Tripwire,
-    first_nonfinite,
-    with_tripwire,
-)
 
 __all__ = [
     "Advice",
@@ -25,10 +25,10 @@ __all__ = [
     "Finding",
     "LintReport",
     "NonFinite",
-    "Report",
-    "Row",
+    "DryRunReport",
+    "OpStats",
     "TreeStats",
-    "Tripwire",
+    "NonFiniteTracker",
     "ValueStats",
     "advise",
     "dry_run",
@@ -38,5 +38,5 @@ __all__ = [
     "merge",
     "tree_stats",
     "value_stats",
-    "with_tripwire",
+    "track_nonfinite",
 ]

@@ -182,7 +182,7 @@ def mask_in_a_branch_of_a_scan():
 # Small constants.
 
 
-@planted("eps-flushes")
+@planted("eps-underflows")
 def eps_added_to_a_divisor():
     def fun(x, y):
         return x / (jnp.abs(y) + 1e-8)  # hazard
@@ -190,7 +190,7 @@ def eps_added_to_a_divisor():
     return fun, half(4, 8), half(4, 8)
 
 
-@planted("eps-flushes")
+@planted("eps-underflows")
 def eps_as_a_minimum():
     def fun(x, norm):
         norm = jnp.maximum(norm, 1e-12)  # hazard
@@ -199,7 +199,7 @@ def eps_as_a_minimum():
     return fun, half(4, 8), half(4)
 
 
-@planted("eps-flushes")
+@planted("eps-underflows")
 def eps_under_a_root():
     def fun(x, y):
         variance = y + 1e-8  # hazard
@@ -208,7 +208,7 @@ def eps_under_a_root():
     return fun, half(4, 8), half(4, 8)
 
 
-@planted("eps-flushes")
+@planted("eps-underflows")
 def eps_under_a_root_of_which_the_gradient_is_taken():
     def fun(x):
         return jnp.sum(jnp.sqrt(jnp.abs(x) + 1e-9).astype(F32))  # hazard
@@ -216,7 +216,7 @@ def eps_under_a_root_of_which_the_gradient_is_taken():
     return jax.grad(fun), half(4, 8)
 
 
-@planted("eps-flushes")
+@planted("eps-underflows")
 def subnormal_eps():
     def fun(x, variance):
         return x * lax.rsqrt(variance + 1e-6)  # hazard
@@ -224,7 +224,7 @@ def subnormal_eps():
     return fun, half(4, 8), half(4, 8)
 
 
-@planted("eps-flushes")
+@planted("eps-underflows")
 def eps_of_clip():
     def fun(p):
         return 1.0 / jnp.clip(p, 1e-9)  # hazard
@@ -232,7 +232,7 @@ def eps_of_clip():
     return fun, half(4, 8)
 
 
-@planted("eps-flushes")
+@planted("eps-underflows")
 def divisor_of_zero():
     def fun(x):
         return x / 1e-9  # hazard
@@ -240,7 +240,7 @@ def divisor_of_zero():
     return fun, half(4, 8)
 
 
-@planted("eps-flushes")
+@planted("eps-underflows")
 def adam_in_half():
     def fun(grads):
         optimizer = optax.adam(1e-3)

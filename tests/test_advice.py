@@ -15,7 +15,7 @@ from jax import lax
 
 import jmp_lite as jmp
 from jmp_lite._src.numerics.faults import find_faults
-from jmp_lite.numerics import Advice, Report, Row, advise, dry_run
+from jmp_lite.numerics import Advice, DryRunReport, OpStats, advise, dry_run
 
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 Y = np.sin(X @ np.linspace(-1.0, 1.0, 8, dtype=np.float32))[:, None]
@@ -115,7 +115,7 @@ def test_following_the_advice_repairs_the_training(loss_fn, policy, layer):
     broken = train(jmp.autocast(loss_fn, policy), advice.loss_scale)
     assert np.isnan(broken) or broken > 3 * expected
     reports = [dry_run(loss_fn, p)(PARAMS, X, Y) for p in (policy, advice.policy)]
-    assert reports[0].worst(1)[0].lost > 30 * reports[1].worst(1)[0].lost
+    assert reports[0].worst(1)[0].added_error > 30 * reports[1].worst(1)[0].added_error
 
 
 def test_the_reason_names_the_operation_and_its_range():
@@ -224,9 +224,9 @@ def test_a_dry_run_names_the_operation_that_has_lost_the_digits(half: str) -> No
     report = dry_run(in_a_row, f"mixed_{half}")(*ONES)
     line = f"{__file__}:{mix.__code__.co_firstlineno + 2}"
     (sub,) = [row for row in report.rows if row.primitive == "sub"]
-    assert sub.lost > 0.25 and sub.layer == "gap"
+    assert sub.added_error > 0.25 and sub.layer == "gap"
     assert sub.cause == ("mix", "dot_general", line)
-    assert Report.from_json(report.to_json()) == report
+    assert DryRunReport.from_json(report.to_json()) == report
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -282,14 +282,14 @@ def test_what_is_not_finite_in_half_is_said_to_be_that():
     assert "beyond" not in str(advice) and "0.0% of its" not in str(advice)
 
 
-def a_row(**changes: Any) -> Row:
+def a_row(**changes: Any) -> OpStats:
     (row,) = dry_run(jnp.sin, "mixed_float16")(jnp.ones(2)).rows
     held = {
         "layer": "a",
         "line": "m.py:3",
-        "held": "float16",
+        "dtype": "float16",
         "error": 0.5,
-        "lost": 0.5,
+        "added_error": 0.5,
     }
     return dataclasses.replace(row, **(held | changes))
 
@@ -298,20 +298,20 @@ def a_row(**changes: Any) -> Row:
     ("changes", "reason"),
     [
         (
-            {"overflow": 0.25, "max_abs": 1e5, "error": np.inf, "lost": np.inf},
+            {"overflow": 0.25, "max_abs": 1e5, "error": np.inf, "added_error": np.inf},
             "sin at m.py:3 reaches 1e+05, beyond 6.55e+04, in 25.0% of its numbers.",
         ),
         (
-            {"overflow": 1e-5, "max_abs": 7e4, "error": np.inf, "lost": np.inf},
+            {"overflow": 1e-5, "max_abs": 7e4, "error": np.inf, "added_error": np.inf},
             "sin at m.py:3 reaches 7e+04, beyond 6.55e+04, in <0.1% of its numbers.",
         ),
         (
-            {"max_abs": 15.9, "error": np.inf, "lost": np.inf},
+            {"max_abs": 15.9, "error": np.inf, "added_error": np.inf},
             "sin at m.py:3 is not finite in float16; in float32 it reaches 15.9.",
         ),
         ({}, "sin at m.py:3 has an error of 50.0% in float16."),
         (
-            {"error": 17.0, "lost": 1.0},
+            {"error": 17.0, "added_error": 1.0},
             "sin at m.py:3 has an error of 17 times its size in float16.",
         ),
         (
@@ -326,7 +326,7 @@ def a_row(**changes: Any) -> Row:
     ],
 )
 def test_each_kind_of_fault_has_words_of_its_own(changes, reason):
-    (fault,) = find_faults(Report((a_row(**changes),), "float16"), ())
+    (fault,) = find_faults(DryRunReport((a_row(**changes),), "float16"), ())
     assert fault.layer == "a"
     assert fault.reason() == f"a in float32: {reason}"
 

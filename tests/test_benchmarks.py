@@ -334,8 +334,8 @@ def test_convergence_shows_what_a_loss_scale_is_for(tmp_path, monkeypatch):
     for curves in tiny["runs"].values():
         assert [len(curve["loss"]) for curve in curves] == [3, 3]
         assert _are_finite([curve["loss"] for curve in curves])
-    flushed = tiny["gradients"]["first"]["stats"]["flush"]
-    assert sum(flushed) > 0
+    underflow = tiny["gradients"]["first"]["stats"]["underflow"]
+    assert sum(underflow) > 0
     # Without a scale nothing is learned from gradients that float16 does not have.
     scaled, unscaled = (
         tiny["runs"][name][0]["loss"] for name in ("float16", tasks.UNSCALED)

@@ -21,19 +21,19 @@ from jmp_lite._src.autocast.ops import default_rules
 from jmp_lite._src.autocast.transform import check_policy
 from jmp_lite._src.numerics import runs
 from jmp_lite._src.numerics.dry_run import measure
-from jmp_lite.numerics import EXPONENTS, Report, Row, dry_run
+from jmp_lite.numerics import EXPONENTS, DryRunReport, OpStats, dry_run
 
 
-def run_both(fun: Any, policy: Any, *args: Any) -> tuple[Any, Any, Report]:
+def run_both(fun: Any, policy: Any, *args: Any) -> tuple[Any, Any, DryRunReport]:
     """Return the results of the float32 run, those of the policy's, and the report."""
     return measure(fun, check_policy(policy)[0], (args, {}))[:3]
 
 
-def rows(report: Report, primitive: str) -> list[Row]:
+def rows(report: DryRunReport, primitive: str) -> list[OpStats]:
     return [row for row in report.rows if row.primitive == primitive]
 
 
-def row(report: Report, primitive: str) -> Row:
+def row(report: DryRunReport, primitive: str) -> OpStats:
     (found,) = rows(report, primitive)
     return found
 
@@ -155,7 +155,7 @@ def expected_numbers(x: np.ndarray, dtype: Any) -> dict[str, Any]:
         "nonfinite": np.mean(~finite),
         "zero": np.mean(x == 0),
         "subnormal": np.mean((half > 0) & (half < float(jnp.finfo(dtype).tiny))),
-        "flush": np.mean((half == 0) & nonzero),
+        "underflow": np.mean((half == 0) & nonzero),
         "overflow": np.mean(np.isinf(half) & finite),
         "max_abs": np.max(numbers),
         "min_abs": np.min(numbers),
@@ -163,7 +163,7 @@ def expected_numbers(x: np.ndarray, dtype: Any) -> dict[str, Any]:
     }
 
 
-def assert_numbers(row: Row, x: Any, dtype: Any) -> None:
+def assert_numbers(row: OpStats, x: Any, dtype: Any) -> None:
     expected = expected_numbers(np.asarray(x), dtype)
     for name, value in expected.items():
         assert getattr(row, name) == pytest.approx(value, rel=1e-6), name
@@ -188,7 +188,7 @@ def test_statistics_are_those_of_numpy(half: str) -> None:
     assert_numbers(row(report, "rhs of dot_general"), y, dtype)
     assert_numbers(row(report, "dot_general"), 3.0 * exact, dtype)
     tiny = np.exp(-np.abs(exact)).astype(np.float32) * np.float32(1e-6)
-    assert row(report, "mul").flush == expected_numbers(tiny, dtype)["flush"]
+    assert row(report, "mul").underflow == expected_numbers(tiny, dtype)["underflow"]
 
 
 def test_numbers_that_are_not_finite_in_float32_are_counted_as_such():
@@ -213,14 +213,14 @@ def test_errors_are_those_of_numpy(half: str, getkey) -> None:
     lhs, rhs = row(report, "lhs of dot_general"), row(report, "rhs of dot_general")
     assert lhs.error == pytest.approx(relative_error([half_x], [full_x]), rel=1e-4)
     assert rhs.error == pytest.approx(relative_error([half_w], [full_w]), rel=1e-4)
-    assert (lhs.lost, rhs.lost) == (lhs.error, rhs.error)
+    assert (lhs.added_error, rhs.added_error) == (lhs.error, rhs.error)
     product = relative_error([half_x @ half_w], [full_x @ full_w])
     dot = row(report, "dot_general")
     assert dot.error == pytest.approx(product, rel=0.3 if half == "bf16" else 0.05)
     out = jmp.autocast(fun, POLICIES[half])(w, x)
     exp = row(report, "exp")
     assert exp.error == pytest.approx(relative_error([out], [fun(w, x)]), rel=1e-3)
-    assert exp.lost == pytest.approx(max(exp.error - dot.error, 0.0))
+    assert exp.added_error == pytest.approx(max(exp.error - dot.error, 0.0))
 
 
 def test_what_overflows_alone_has_an_infinite_error_that_is_lost_once():
@@ -231,11 +231,15 @@ def test_what_overflows_alone_has_an_infinite_error_that_is_lost_once():
     report = dry_run(fun, "mixed_float16")(jnp.eye(4) * 500.0, jnp.full((2, 4), 1.6))
     first, second, third = rows(report, "dot_general")
     assert first.error < 1e-3
-    assert (second.error, second.lost, second.overflow) == (np.inf, np.inf, 1.0)
-    assert (third.error, third.lost) == (np.inf, 0.0)
-    assert [r.held for r in (first, second, third)] == ["float16"] * 2 + ["float32"]
+    assert (second.error, second.added_error, second.overflow) == (np.inf, np.inf, 1.0)
+    assert (third.error, third.added_error) == (np.inf, 0.0)
+    assert [r.dtype for r in (first, second, third)] == ["float16"] * 2 + ["float32"]
     division = row(report, "div")
-    assert (division.error, division.lost, division.overflow) == (np.inf, 0.0, 0.0)
+    assert (division.error, division.added_error, division.overflow) == (
+        np.inf,
+        0.0,
+        0.0,
+    )
 
 
 def test_a_cancellation_is_lost_where_it_happens():
@@ -244,7 +248,7 @@ def test_a_cancellation_is_lost_where_it_happens():
 
     report = dry_run(fun, "mixed_bfloat16")(jnp.eye(4) * 1.37, jnp.ones((2, 4)) * 1.23)
     worst = report.worst(1)[0]
-    assert worst.primitive == "sub" and worst.lost > 0.5
+    assert worst.primitive == "sub" and worst.added_error > 0.5
 
 
 def test_arrays_too_large_for_the_host_are_compared_where_they_are(monkeypatch):
@@ -297,7 +301,7 @@ def test_a_loop_counts_all_of_its_iterations():
         expected.append(h)
     stacked = expected_numbers(np.stack(expected), jnp.float16)
     assert mul.overflow == stacked["overflow"] == pytest.approx(1 / 3)
-    assert mul.flush == stacked["flush"] == pytest.approx(1 / 3)
+    assert mul.underflow == stacked["underflow"] == pytest.approx(1 / 3)
     assert mul.max_abs == pytest.approx(stacked["max_abs"], rel=1e-5)
     assert sum(mul.histogram) == 24
 
@@ -351,9 +355,9 @@ def test_rules_are_those_of_autocast():
     report = dry_run(two_layers, "mixed_bfloat16", rules=rules)(
         jnp.eye(4), jnp.ones((2, 4))
     )
-    assert {r.held for r in rows(report, "tanh")} == {"float32"}
+    assert {r.dtype for r in rows(report, "tanh")} == {"float32"}
     report = dry_run(two_layers, "mixed_bfloat16")(jnp.eye(4), jnp.ones((2, 4)))
-    assert {r.held for r in rows(report, "tanh")} == {"bfloat16"}
+    assert {r.dtype for r in rows(report, "tanh")} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("half", POLICIES)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import jmp_lite
 from examples import find_the_overflow
-from jmp_lite.numerics import Report
+from jmp_lite.numerics import DryRunReport
 
 # flax.linen leans on JAX's promotion of dtypes.
 pytestmark = pytest.mark.standard_promotion
@@ -57,7 +57,7 @@ def test_the_planted_operation_is_found_on_its_line(ran):
 
 def test_the_dry_run_puts_it_on_top(ran):
     _, _, results = ran
-    report = Report.from_json(json.dumps(results["dry_run"]))
+    report = DryRunReport.from_json(json.dumps(results["dry_run"]))
     worst = max(report.layers(), key=lambda row: row.badness)
     assert worst.layer == _PLANTED and worst.overflow > 0.01
 

@@ -230,7 +230,7 @@ def test_a_value_is_judged_by_its_own_dtype() -> None:
 
     assert not lint(fun, "mixed_float16")(full(4))
     assert not lint(fun, "mixed_float16")(half(4, dtype=BF16))
-    assert rules(lint(fun, "mixed_bfloat16")(half(4))) == ["eps-flushes"]
+    assert rules(lint(fun, "mixed_bfloat16")(half(4))) == ["eps-underflows"]
 
 
 def test_the_target_is_that_of_the_device_and_a_gpu_on_a_cpu() -> None:
@@ -257,7 +257,7 @@ def test_arrays_shapes_and_other_arguments_are_all_arguments() -> None:
         for tree in (x, shapes)
     )
     assert of_arrays == of_shapes
-    assert rules(of_arrays) == ["eps-flushes", "softmax-in-half"]
+    assert rules(of_arrays) == ["eps-underflows", "softmax-in-half"]
 
 
 # Errors.

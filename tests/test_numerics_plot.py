@@ -75,7 +75,7 @@ def test_float16s_range_is_shaded_and_named():
     to_normal = np.log2(float(info.smallest_normal))
     to_infinity = np.ceil(np.log2(float(info.max)))
     assert spans(axes) == {
-        "flush": (low, to_zero),
+        "underflow": (low, to_zero),
         "subnormal": (to_zero, to_normal),
         "normal": (to_normal, to_infinity),
         "overflow": (to_infinity, high),
@@ -165,7 +165,7 @@ VALUES = [[0.0, 0.25, 1.0], [1e-7, 0.0312, np.nan]]
 
 
 def test_each_cell_has_its_number_and_its_colour():
-    figure = plot_heat_map(["x", "y"], ["flush", "overflow", "error"], VALUES)
+    figure = plot_heat_map(["x", "y"], ["underflow", "overflow", "error"], VALUES)
     axes, bar = figure.axes
     texts = {t.get_position()[::-1]: t.get_text() for t in axes.texts}
     expected = [["0", "25%", "100%"], ["<0.001%", "3.1%", ""]]
@@ -179,7 +179,7 @@ def test_each_cell_has_its_number_and_its_colour():
     assert (image.norm.vmin, image.norm.vmax) == (1e-6, 1)
     assert [t.get_text() for t in axes.get_yticklabels()] == ["x", "y"]
     assert [t.get_text() for t in axes.get_xticklabels()] == [
-        "flush",
+        "underflow",
         "overflow",
         "error",
     ]
@@ -206,7 +206,7 @@ def test_the_numbers_in_the_cells_can_be_read():
 
 def test_values_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"shape \[2, 1\], got \[2, 3\]"):
-        plot_heat_map(["x", "y"], ["flush"], VALUES)
+        plot_heat_map(["x", "y"], ["underflow"], VALUES)
 
 
 def test_no_display_and_no_global_state_is_asked_for():

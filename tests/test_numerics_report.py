@@ -13,44 +13,52 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from jmp_lite.numerics import EXPONENTS, Report, Row, dry_run
+from jmp_lite.numerics import EXPONENTS, DryRunReport, OpStats, dry_run
 
 HISTOGRAM = tuple(2 if e == 3 else 1 if e == -30 else 0 for e in EXPONENTS)
-ROW = Row(
+ROW = OpStats(
     layer="net/a",
     primitive="dot_general",
     line="/code/model.py:12",
     direction="forward",
-    held="float16",
+    dtype="float16",
     times=2,
     size=4,
     nonfinite=0.0,
     zero=0.25,
     subnormal=0.0,
-    flush=0.25,
+    underflow=0.25,
     overflow=0.0,
     max_abs=8.0,
     min_abs=2.0**-30,
     error=0.002,
-    lost=0.001,
+    added_error=0.001,
     histogram=HISTOGRAM,
     reads_half=True,
 )
 
 
-def a_row(**changes: Any) -> Row:
+def a_row(**changes: Any) -> OpStats:
     return dataclasses.replace(ROW, **changes)
 
 
 ROWS = (
-    a_row(primitive="lhs of dot_general", flush=0.5),
+    a_row(primitive="lhs of dot_general", underflow=0.5),
     a_row(),
-    a_row(layer="net/b", primitive="exp", held="float32", overflow=0.5, lost=0.004),
-    a_row(layer="net/b/c", overflow=0.25, error=math.inf, lost=math.inf, flush=0.0),
-    a_row(layer="net/a", direction="backward", lost=0.0, size=12, times=None),
-    a_row(layer="", primitive="add", held="float32", lost=0.0, max_abs=1e30),
+    a_row(
+        layer="net/b", primitive="exp", dtype="float32", overflow=0.5, added_error=0.004
+    ),
+    a_row(
+        layer="net/b/c",
+        overflow=0.25,
+        error=math.inf,
+        added_error=math.inf,
+        underflow=0.0,
+    ),
+    a_row(layer="net/a", direction="backward", added_error=0.0, size=12, times=None),
+    a_row(layer="", primitive="add", dtype="float32", added_error=0.0, max_abs=1e30),
 )
-REPORT = Report(ROWS, "float16")
+REPORT = DryRunReport(ROWS, "float16")
 
 
 def printed(table: Any, width: int = 160) -> str:
@@ -60,7 +68,7 @@ def printed(table: Any, width: int = 160) -> str:
 
 
 @pytest.fixture(scope="module")
-def real() -> Report:
+def real() -> DryRunReport:
     """Return the report of a loss whose second layer overflows, and its gradient."""
 
     def loss(w, x):
@@ -82,22 +90,22 @@ def real() -> Report:
         (
             ROWS[0],
             "lhs of dot_general in net/a at /code/model.py:12: float16, |x| to 8, "
-            "flush 50.0%, error 0.002, lost 0.001",
+            "underflow 50.0%, error 0.002, added error 0.001",
         ),
         (
             ROWS[3],
             "dot_general in net/b/c at /code/model.py:12: float16, |x| to 8, "
-            "overflow 25.0%, error inf, lost inf",
+            "overflow 25.0%, error inf, added error inf",
         ),
         (
             ROWS[4],
             "dot_general in net/a at /code/model.py:12, backward: float16, |x| to 8, "
-            "flush 25.0%, error 0.002",
+            "underflow 25.0%, error 0.002",
         ),
         (
-            a_row(layer="", line="", held="float32", cause=("b", "exp", "m.py:3")),
-            "dot_general: float32, |x| to 8, error 0.002, lost 0.001 to exp in b at "
-            "m.py:3",
+            a_row(layer="", line="", dtype="float32", cause=("b", "exp", "m.py:3")),
+            "dot_general: float32, |x| to 8, error 0.002, added error 0.001 from exp "
+            "in b at m.py:3",
         ),
     ],
 )
@@ -112,9 +120,9 @@ def test_a_report_prints_its_worst_rows_a_line_each():
         *map(str, REPORT.worst()),
     ]
     assert repr(REPORT) == "<dry run in float16: 6 operations>"
-    many = Report(ROWS * 4, "float16")
+    many = DryRunReport(ROWS * 4, "float16")
     assert len(str(many).splitlines()) == 11
-    assert str(Report((), "float16")) == "dry run in float16: no operations"
+    assert str(DryRunReport((), "float16")) == "dry run in float16: no operations"
 
 
 def test_what_is_printed_is_short(real):
@@ -124,10 +132,14 @@ def test_what_is_printed_is_short(real):
 # Order.
 
 
-def test_worst_is_overflow_then_accuracy_then_flush():
+def test_worst_is_overflow_then_added_error_then_underflow():
     assert [ROWS.index(row) for row in REPORT.worst()] == [3, 2, 0, 1, 4, 5]
     assert REPORT.worst(2) == (ROWS[3], ROWS[2])
-    assert a_row(held="float32", overflow=1.0, lost=0.0).badness == (0.0, 0.0, 0.0)
+    assert a_row(dtype="float32", overflow=1.0, added_error=0.0).badness == (
+        0.0,
+        0.0,
+        0.0,
+    )
 
 
 def test_what_overflows_is_worst(real):
@@ -138,7 +150,7 @@ def test_what_overflows_is_worst(real):
 
 def test_half_is_what_the_policy_has_in_half():
     assert [row.is_half for row in ROWS] == [True, True, False, True, True, False]
-    assert a_row(held="bfloat16").is_half
+    assert a_row(dtype="bfloat16").is_half
 
 
 # Layers.
@@ -161,9 +173,9 @@ def test_a_layer_counts_what_it_has_in_half():
     net = REPORT.layers(1)[0]
     half = [ROWS[0], ROWS[1], ROWS[3]]
     assert net.size == 12
-    assert net.flush == pytest.approx((0.5 + 0.25 + 0.0) / 3)
+    assert net.underflow == pytest.approx((0.5 + 0.25 + 0.0) / 3)
     assert net.overflow == pytest.approx(0.25 / 3)
-    assert (net.error, net.lost) == (math.inf, math.inf)
+    assert (net.error, net.added_error) == (math.inf, math.inf)
     assert net.primitive == "dot_general" and net.line == ROWS[3].line
     assert net.histogram == tuple(3 * n for n in HISTOGRAM)
     assert (net.max_abs, net.min_abs) == (8.0, 2.0**-30)
@@ -176,8 +188,8 @@ def test_a_layer_without_half_counts_all_it_has():
 
 
 def test_fractions_of_a_layer_are_by_numbers_not_by_operations():
-    rows = (a_row(size=1, flush=1.0), a_row(size=9, flush=0.0))
-    assert Report(rows, "float16").layers()[0].flush == pytest.approx(0.1)
+    rows = (a_row(size=1, underflow=1.0), a_row(size=9, underflow=0.0))
+    assert DryRunReport(rows, "float16").layers()[0].underflow == pytest.approx(0.1)
 
 
 # Tables.
@@ -220,9 +232,9 @@ def test_figures_have_a_row_per_layer_with_half(real):
 
 
 def test_figures_of_a_report_without_half_have_all_layers():
-    rows = tuple(dataclasses.replace(row, held="float32") for row in ROWS)
+    rows = tuple(dataclasses.replace(row, dtype="float32") for row in ROWS)
     names = ["net/a", "net/b", "net/b/c", "net/a ←", "(no layer)"]
-    assert labels(Report(rows, "float16").plot()) == names
+    assert labels(DryRunReport(rows, "float16").plot()) == names
 
 
 def test_the_heat_map_shows_what_is_lost():
@@ -230,7 +242,7 @@ def test_the_heat_map_shows_what_is_lost():
     ticks = REPORT.heat_map().axes[0].get_xticklabels()
     assert [t.get_text() for t in ticks] == [
         "overflow",
-        "flush to 0",
+        "underflow",
         "subnormal",
         "error",
     ]
@@ -244,8 +256,8 @@ def test_the_heat_map_shows_what_is_lost():
 def test_json_comes_back_exactly(which, real):
     report = REPORT if which == "made" else real
     text = report.to_json()
-    assert Report.from_json(text) == report
-    assert Report.from_json(text).to_json() == text
+    assert DryRunReport.from_json(text) == report
+    assert DryRunReport.from_json(text).to_json() == text
 
 
 def test_json_has_no_infinity():
@@ -255,18 +267,18 @@ def test_json_has_no_infinity():
     data = json.loads(REPORT.to_json(), parse_constant=refuse)
     assert data["dtype"] == "float16"
     assert data["rows"][3]["error"] is None
-    assert set(data["rows"][0]) == {field.name for field in dataclasses.fields(Row)}
+    assert set(data["rows"][0]) == {field.name for field in dataclasses.fields(OpStats)}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": 1}', "1"])
 def test_other_json_is_refused(text):
-    with pytest.raises(ValueError, match="Expected the JSON of a Report: "):
-        Report.from_json(text)
+    with pytest.raises(ValueError, match="Expected the JSON of a DryRunReport: "):
+        DryRunReport.from_json(text)
 
 
 def test_a_report_is_plain_numbers(real):
     for row in real.rows:
-        for field in dataclasses.fields(Row):
+        for field in dataclasses.fields(OpStats):
             value = getattr(row, field.name)
             assert type(value) in (str, int, float, bool, tuple, type(None)), field.name
         assert np.sum(row.histogram) <= row.size

@@ -49,7 +49,7 @@ def expected_stats(x: Any, dtype: Any) -> dict[str, Any]:
         "nonfinite": np.sum(~np.isfinite(magnitudes)),
         "zero": np.sum(magnitudes == 0),
         "subnormal": np.sum((rounded > 0) & (rounded < smallest_normal)),
-        "flush": np.sum((rounded == 0) & (magnitudes > 0)),
+        "underflow": np.sum((rounded == 0) & (magnitudes > 0)),
         "overflow": np.sum(np.isfinite(magnitudes) & np.isinf(rounded)),
         "max_abs": np.max(numbers, initial=0.0).astype(np.float32),
         "min_abs": np.min(numbers, initial=np.inf).astype(np.float32),
@@ -117,8 +117,8 @@ def test_each_border_is_where_a_cast_has_it(dtype, sign):
         (2.0**-14 - 2.0**-24, "subnormal"),
         (2.0**-24, "subnormal"),  # the smallest subnormal
         (2.0**-25 + 2.0**-48, "subnormal"),
-        (2.0**-25, "flush"),
-        (2.0**-149, "flush"),
+        (2.0**-25, "underflow"),
+        (2.0**-149, "underflow"),
         (0.0, "zero"),
         (-0.0, "zero"),
         (np.inf, "nonfinite"),
@@ -164,7 +164,7 @@ def test_float64_is_counted_as_it_is():
         x[2:][~(np.abs(x[2:]) < 1e38)] = 1.0  # extremes are float32
         assert_matches_numpy(x, jnp.float16)
         assert value_stats(x[:2], jnp.float16).overflow == 0
-        assert value_stats(x, jnp.float64).flush == 0
+        assert value_stats(x, jnp.float64).underflow == 0
 
 
 def test_a_complex_number_is_two_numbers():
@@ -322,7 +322,7 @@ def test_gradients_flow_past_it():
         return jnp.sum(w**2), value_stats(w, "f16")
 
     grads, found = jax.jit(jax.grad(loss, has_aux=True))(jnp.array([1e-9, 2.0]))
-    assert found.flush == 1
+    assert found.underflow == 1
     np.testing.assert_array_equal(grads, floats([2e-9, 4.0]))
 
 

@@ -61,12 +61,12 @@ class _Counter(Observer):
 
 
 def walk(fun: Any, *args: Any) -> tuple[Any, list[Any], Any]:
-    """Return a function's result, how deep each output is, and the clock."""
+    """Return the result, how deep each output is, and how many equations ran."""
     traced = trace(fun, args)
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     tags = [np.int32(0)] * len(traced.args)
-    outs, depths, clock = _Depths().run(jaxpr, consts, traced.args, tags)
-    return traced.restore(outs), depths, clock
+    outs, depths, eqn_count = _Depths().run(jaxpr, consts, traced.args, tags)
+    return traced.restore(outs), depths, eqn_count
 
 
 def run(fun: Any, *args: Any) -> tuple[Any, list[int], list[list[tuple[int, ...]]]]:
@@ -260,8 +260,8 @@ def test_each_equation_is_seen_as_often_as_it_runs(
     found = list(zip(names, map(len, ran), strict=True))
     listed = {name for name, _ in expected}
     assert [pair for pair in found if pair[0] in listed] == expected
-    clock = jax.jit(lambda *a: walk(fun, *a)[2])(*args)
-    assert int(clock) == sum(map(len, ran))
+    eqn_count = jax.jit(lambda *a: walk(fun, *a)[2])(*args)
+    assert int(eqn_count) == sum(map(len, ran))
 
 
 def test_a_run_knows_the_iterations_in_the_order_in_which_they_run():

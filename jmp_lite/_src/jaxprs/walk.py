@@ -23,11 +23,11 @@ class Moment:
     """Where in a run an equation is.
 
     Attributes:
-      clock: how many equations ran before it, i32 `[]`.
+      eqn_count: how many equations ran before it, i32 `[]`.
       loops: the iteration of each loop around it, outermost first, i32 `[]` each.
     """
 
-    clock: Any
+    eqn_count: Any
     loops: tuple[Any, ...] = ()
 
 
@@ -118,7 +118,7 @@ class Walker:
           moment: when it starts.
 
         Returns:
-          Its outputs, their tags, and the clock.
+          Its outputs, their tags, and how many equations have run in all.
         """
         moment = Moment(np.int32(0)) if moment is None else moment
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -132,11 +132,11 @@ class Walker:
         def tag_of(var):
             return self.tag_constant(var.val) if compat.is_literal(var) else tag[var]
 
-        clock, site = moment.clock, first_site
+        eqn_count, site = moment.eqn_count, first_site
         for index, eqn in enumerate(jaxpr.eqns):
             ins, in_tags = map(read, eqn.invars), map(tag_of, eqn.invars)
             ins, in_tags = list(ins), list(in_tags)
-            now = Moment(clock, moment.loops)
+            now = Moment(eqn_count, moment.loops)
             bodies = bodies_of(eqn)
             if bodies is None:
                 outs = self.bind(eqn, ins)
@@ -144,17 +144,17 @@ class Walker:
                     eqn, index, site, ins, outs, in_tags, now, tag_of, plan
                 )
                 out_tags = self.observe(equation)
-                clock, site = clock + 1, site + 1
+                eqn_count, site = eqn_count + 1, site + 1
             else:
                 in_tags = self.enter(plan, index, eqn, in_tags)
                 firsts = [site + count_sites(bodies[:k]) for k in range(len(bodies))]
                 walk = _Bodies(self, plan, index, eqn, bodies, firsts, now)
-                outs, out_tags, clock = walk.run(ins, in_tags)
+                outs, out_tags, eqn_count = walk.run(ins, in_tags)
                 site += count_sites(bodies)
             values.update(zip(eqn.outvars, outs, strict=True))
             tag.update(zip(eqn.outvars, out_tags, strict=True))
         outs = [read(v) for v in jaxpr.outvars]
-        return outs, [tag_of(v) for v in jaxpr.outvars], clock
+        return outs, [tag_of(v) for v in jaxpr.outvars], eqn_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _Bodies:
     def _walk(self, body: int, args: Sequence[Any], tags: Sequence[Any], moment=None):
         """Walk one of the jaxprs; its tags are then those of the results."""
         frame = self.frames[body]
-        outs, out_tags, clock = self.walker.run(
+        outs, out_tags, eqn_count = self.walker.run(
             frame.jaxpr,
             frame.consts,
             args,
@@ -186,7 +186,7 @@ class _Bodies:
             moment=moment or self.moment,
         )
         out_tags = self.walker.leave(self.plan, self.index, self.eqn, out_tags)
-        return outs, list(out_tags), clock
+        return outs, list(out_tags), eqn_count
 
     def _call(self, ins, tags):
         return self._walk(0, ins, tags)
@@ -198,19 +198,19 @@ class _Bodies:
         length = params["length"]
 
         def body(state, rows):
-            carry, carry_tags, clock = state
+            carry, carry_tags, eqn_count = state
             xs, xs_tags, iteration = rows
-            now = Moment(clock, (*self.moment.loops, iteration))
-            outs, out_tags, clock = self._walk(
+            now = Moment(eqn_count, (*self.moment.loops, iteration))
+            outs, out_tags, eqn_count = self._walk(
                 0,
                 [*ins[:num_consts], *carry, *xs],
                 [*tags[:num_consts], *carry_tags, *xs_tags],
                 now,
             )
-            state = outs[:num_carry], out_tags[:num_carry], clock
+            state = outs[:num_carry], out_tags[:num_carry], eqn_count
             return state, (outs[num_carry:], out_tags[num_carry:])
 
-        state = ins[num_consts:split], tags[num_consts:split], self.moment.clock
+        state = ins[num_consts:split], tags[num_consts:split], self.moment.eqn_count
         unstacked = [self.walker.unstack(t, length) for t in tags[split:]]
         rows = ins[split:], unstacked, jnp.arange(length, dtype=jnp.int32)
         scan = binding.call(
@@ -225,9 +225,9 @@ class _Bodies:
             state,
             rows,
         )
-        (carry, carry_tags, clock), (ys, ys_tags) = scan
+        (carry, carry_tags, eqn_count), (ys, ys_tags) = scan
         ys_tags = [self.walker.stack(t) for t in ys_tags]
-        return [*carry, *ys], [*carry_tags, *ys_tags], clock
+        return [*carry, *ys], [*carry_tags, *ys_tags], eqn_count
 
     def _while(self, ins, tags):
         condition, body_frame = self.frames
@@ -241,18 +241,18 @@ class _Bodies:
             return binding.evaluate(condition.jaxpr, condition.consts, args)[0]
 
         def body(state):
-            carry, carry_tags, clock, iteration = state
-            now = Moment(clock, (*self.moment.loops, iteration))
-            outs, out_tags, clock = self._walk(
+            carry, carry_tags, eqn_count, iteration = state
+            now = Moment(eqn_count, (*self.moment.loops, iteration))
+            outs, out_tags, eqn_count = self._walk(
                 1,
                 [*ins[num_cond:split], *carry],
                 [*tags[num_cond:split], *carry_tags],
                 now,
             )
-            return outs, out_tags, clock, iteration + 1
+            return outs, out_tags, eqn_count, iteration + 1
 
         zero = jnp.zeros([], jnp.int32)
-        state = list(ins[split:]), list(tags[split:]), self.moment.clock, zero
+        state = list(ins[split:]), list(tags[split:]), self.moment.eqn_count, zero
         return jax.lax.while_loop(holds, body, state)[:3]
 
     def _cond(self, ins, tags):

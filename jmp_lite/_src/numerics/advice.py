@@ -16,7 +16,7 @@ from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite._src.numerics.dry_run import Measured, measure
 from jmp_lite._src.numerics.faults import Fault, find_faults
 from jmp_lite._src.numerics.patterns import pattern_of
-from jmp_lite._src.numerics.report import Report, Row, percent
+from jmp_lite._src.numerics.report import DryRunReport, OpStats, percent
 from jmp_lite._src.numerics.stats import EXPONENTS
 from jmp_lite._src.policy import Policy, PolicyMap
 
@@ -54,8 +54,8 @@ class Advice:
     policy: Policy | PolicyMap
     loss_scale: LossScale
     reasons: tuple[str, ...]
-    left: tuple[Row, ...]
-    report: Report
+    left: tuple[OpStats, ...]
+    report: DryRunReport
 
     def code(self) -> str:
         """Return the advice as Python code."""
@@ -236,7 +236,7 @@ def _with_rules(start: Policy | PolicyMap, layers: list[str]) -> Policy | Policy
     return PolicyMap(start.default, full | others, allow_unused=True)
 
 
-def _gradients(report: Report) -> list[Row]:
+def _gradients(report: DryRunReport) -> list[OpStats]:
     """Return what is in half in the backward pass.
 
     The gradient of what autocast made has the results of all its products in half, also
@@ -251,7 +251,7 @@ def _gradients(report: Report) -> list[Row]:
     ]
 
 
-def _fitting_scale(report: Report, scale: float, dtype: Any) -> float:
+def _fitting_scale(report: DryRunReport, scale: float, dtype: Any) -> float:
     """Return the loss scale that fits gradients which were scaled by another."""
     rows = _gradients(report)
     if dtype == jnp.bfloat16 or not rows:
@@ -261,14 +261,16 @@ def _fitting_scale(report: Report, scale: float, dtype: Any) -> float:
     return min(max(scale * lift, 1.0), _LARGEST_SCALE)
 
 
-def _as_loss_scale(report: Report, scale: float, dtype: Any) -> tuple[LossScale, str]:
+def _as_loss_scale(
+    report: DryRunReport, scale: float, dtype: Any
+) -> tuple[LossScale, str]:
     if dtype == jnp.bfloat16:
         return NoOpLossScale(), "bfloat16 has the range of float32: no loss scale."
     rows = _gradients(report)
     if not rows:
         return NoOpLossScale(), "No gradient is in half: no loss scale."
     largest = max(row.max_abs for row in rows) / scale
-    before, after = _flushed(rows, dtype, 1 / scale), _flushed(rows, dtype, 1.0)
+    before, after = _underflow(rows, dtype, 1 / scale), _underflow(rows, dtype, 1.0)
     return StaticLossScale(scale), (
         f"A loss scale of 2**{round(math.log2(scale))}: gradients reach {largest:.2g}; "
         f"{percent(before)} of them would be 0 in {jnp.dtype(dtype).name} without it, "
@@ -276,8 +278,8 @@ def _as_loss_scale(report: Report, scale: float, dtype: Any) -> tuple[LossScale,
     )
 
 
-def _flushed(rows: Sequence[Row], dtype: Any, lift: float) -> float:
-    """Return the fraction of non-zero gradients that flush once lifted."""
+def _underflow(rows: Sequence[OpStats], dtype: Any, lift: float) -> float:
+    """Return the fraction of non-zero gradients that underflow once scaled."""
     smallest = math.log2(float(jnp.finfo(dtype).smallest_subnormal)) - 1
     counts = [sum(column) for column in zip(*(r.histogram for r in rows), strict=True)]
     lost = sum(

@@ -16,11 +16,11 @@ from jmp_lite._src.autocast.transform import Painting, check_policy, name_of, pa
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics.lockstep import Lockstep, Low, held
+from jmp_lite._src.numerics.nonfinite import tracker_of
 from jmp_lite._src.numerics.patterns import fit
 from jmp_lite._src.numerics.reference import check_is_finite, check_is_float32
-from jmp_lite._src.numerics.report import Report, make_rows
+from jmp_lite._src.numerics.report import DryRunReport, make_rows
 from jmp_lite._src.numerics.runs import Cell, Run
-from jmp_lite._src.numerics.tripwire import tripwire_of
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
@@ -29,7 +29,7 @@ def dry_run(
     policy: Policy | PolicyMap | str,
     *,
     rules: OpRules | None = None,
-) -> Callable[..., Report]:
+) -> Callable[..., DryRunReport]:
     """Return a function that measures what a policy does to each operation of `fun`.
 
     Runs each operation once in float32 and once as `autocast(fun, policy)` would, and
@@ -46,8 +46,8 @@ def dry_run(
       rules: as for `autocast`.
 
     Returns:
-      A function of the arguments of `fun` that returns a `Report`: per operation and
-      per layer, ranges, the fractions that overflow, are subnormal or flush to zero in
+      A function of the arguments of `fun` that returns a `DryRunReport`: per operation
+      and per layer, ranges, the fractions that overflow, underflow or are subnormal in
       the compute dtype, and the relative error against float32. Values in loops are
       counted over all iterations.
 
@@ -73,7 +73,7 @@ def dry_run(
         raise TypeError(f"Expected a function to run, got {fun!r}.")
     policy, _ = check_policy(policy)
 
-    def run(*args, **kwargs) -> Report:
+    def run(*args, **kwargs) -> DryRunReport:
         measured = measure(fun, policy, (args, kwargs), rules=rules)
         if measured.warning:
             warnings.warn(measured.warning, stacklevel=2)
@@ -95,7 +95,7 @@ class Measured(NamedTuple):
 
     outs: list[Any]
     lows: list[Any]
-    report: Report
+    report: DryRunReport
     policy: Policy | PolicyMap
     warning: str
 
@@ -131,7 +131,7 @@ def measure(
     outs = Run(observer, shadow).run(plan.jaxpr, plan.consts, cells, plan=plan)
     values = [cell.value for cell in outs]
     origin, ranges = observer.first_nonfinite([cell.tag for cell in outs])
-    found = tripwire_of(painting.traced, origin, args_and_kwargs).report()
+    found = tracker_of(painting.traced, origin, args_and_kwargs).report()
     if found is not None:
         found = dataclasses.replace(found, operands=ranges)
         check_is_finite(found, values, caller)
@@ -146,7 +146,7 @@ def measure(
     return Measured(
         outs=values,
         lows=[cell.shadow for cell in outs],
-        report=Report(tuple(rows), half),
+        report=DryRunReport(tuple(rows), half),
         policy=policy,
         warning=warning,
     )

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import jax.numpy as jnp
 
 from jmp_lite._src.numerics.lockstep import ROUNDINGS
-from jmp_lite._src.numerics.report import Report, Row, percent
+from jmp_lite._src.numerics.report import DryRunReport, OpStats, percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Fault:
       dtype: the half dtype.
     """
 
-    row: Row
+    row: OpStats
     layer: str
     dtype: str
 
@@ -66,7 +66,7 @@ class Fault:
         return f"has an error of {size} in {self.dtype}"
 
 
-def find_faults(report: Report, in_float32: Collection[str]) -> list[Fault]:
+def find_faults(report: DryRunReport, in_float32: Collection[str]) -> list[Fault]:
     """Return what goes wrong in a dry run, the worst first.
 
     Args:
@@ -79,10 +79,10 @@ def find_faults(report: Report, in_float32: Collection[str]) -> list[Fault]:
     half_layers = {row.layer for row in report.rows if row.is_half}
 
     def is_bad(row):
-        if row.is_half and (row.overflow or math.isinf(row.lost)):
+        if row.is_half and (row.overflow or math.isinf(row.added_error)):
             return True
         # What comes after a loss may be right again once that is repaired.
-        if row.lost <= limit or min(row.error, 1.0) - row.lost > limit:
+        if row.added_error <= limit or min(row.error, 1.0) - row.added_error > limit:
             return False
         if row.is_half:
             return True

@@ -17,9 +17,9 @@ from jmp_lite._src import extras
 from jmp_lite._src.autocast.regions import Regions
 from jmp_lite._src.autocast.transform import check_policy, name_of
 from jmp_lite._src.numerics.hazards import accuracy, constants, positions, speed
-from jmp_lite._src.numerics.hazards.program import Op, trace
+from jmp_lite._src.numerics.hazards.dataflow import Op, list_ops
 from jmp_lite._src.numerics.hazards.ranges import Ranges
-from jmp_lite._src.numerics.hazards.rule import Program, Rule, Severity
+from jmp_lite._src.numerics.hazards.rule import LintedProgram, Rule, Severity
 from jmp_lite._src.policy import Policy, PolicyMap
 
 RULES = (*constants.RULES, *accuracy.RULES, *positions.RULES, *speed.RULES)
@@ -190,9 +190,9 @@ def lint(
         with warnings.catch_warnings():
             # NumPy says that a constant overflows in half; where, the report says.
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
-            ops = trace(fun, args, kwargs, target)
+            ops = list_ops(fun, args, kwargs, target)
         regions = Regions(policy)
-        program = Program(ops, Ranges(ops), regions, target)
+        program = LintedProgram(ops, Ranges(ops), regions, target)
         findings = _merged(
             _finding(rule, op, what)
             for rule in RULES

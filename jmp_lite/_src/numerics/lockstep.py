@@ -24,8 +24,8 @@ from jmp_lite._src.jaxprs.walk import Equation
 from jmp_lite._src.numerics import stats
 from jmp_lite._src.numerics.origins import (
     NONE,
+    OperandRanges,
     OriginObserver,
-    Ranges,
     first,
     of_argument,
 )
@@ -45,14 +45,14 @@ class Record(NamedTuple):
     Attributes:
       stats: of its numbers in the float32 run.
       error: of the policy's run, relative to float32; the largest.
-      lost: how much of that is new; the largest.
+      added_error: how much of that is new; the largest.
       backward: whether it is of the backward pass.
       source: the site that has rounded away what is lost here.
     """
 
     stats: stats.ValueStats
     error: float
-    lost: float
+    added_error: float
     backward: bool
     source: int
 
@@ -61,9 +61,9 @@ class Record(NamedTuple):
         return Record(
             stats.merge_on_host(self.stats, other.stats),
             max(self.error, other.error),
-            max(self.lost, other.lost),
+            max(self.added_error, other.added_error),
             self.backward or other.backward,
-            max(self, other, key=lambda record: record.lost).source,
+            max(self, other, key=lambda record: record.added_error).source,
         )
 
 
@@ -223,7 +223,7 @@ class Lockstep(Observer):
         origin = self._origins.stack([tag.origin for tag in tags])
         return worst._replace(backward=backward, origin=origin)
 
-    def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Any, Ranges]:
+    def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Any, OperandRanges]:
         """Return the origin of what is not finite in the float32 run, and the ranges.
 
         Args:
@@ -248,7 +248,7 @@ class Lockstep(Observer):
         if full is None:
             return NONE
         origin = self._origins.origin(op, full, [tag.origin for tag in op.tags])
-        if origin[0] == op.clock and dtypes.is_half(full.dtype):
+        if origin[0] == op.eqn_count and dtypes.is_half(full.dtype):
             self._overflow = first([self._overflow, origin])
         return origin
 

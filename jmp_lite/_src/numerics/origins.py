@@ -30,7 +30,8 @@ _LATE = NEVER - 1
 # Sites below zero are arguments, and this one any constant.
 CONSTANT = -(2**31)
 
-Ranges = tuple[tuple[float, float], ...]
+# Per operand, the smallest and the largest number in it.
+OperandRanges = tuple[tuple[float, float], ...]
 
 
 def watch(traced: Traced) -> tuple[list[Any], jax.Array]:
@@ -45,7 +46,7 @@ def watch(traced: Traced) -> tuple[list[Any], jax.Array]:
     return outs, first([jnp.asarray(NONE), *origins])
 
 
-def find(traced: Traced) -> tuple[np.ndarray, Ranges]:
+def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
     """Run a traced function, looking at it on the host.
 
     Returns:
@@ -64,7 +65,7 @@ class _Watcher(Walker):
 
     def observe(self, equation: Equation) -> Sequence[Any]:
         moment = equation.moment
-        here = as_origin((moment.clock, equation.site, *moment.loops))
+        here = as_origin((moment.eqn_count, equation.site, *moment.loops))
         operands = _operands(equation.eqn, equation.ins, equation.tags)
         return [
             _origin_in_program(out, operands, here) if _can_overflow(out) else NONE
@@ -90,7 +91,7 @@ class OriginObserver(Observer):
     """
 
     def __init__(self):
-        self.ranges: dict[int, Ranges] = {}
+        self.ranges: dict[int, OperandRanges] = {}
 
     def observe(self, op: Observed) -> Sequence[Any]:
         """Return the origins of an operation's results."""
@@ -106,12 +107,12 @@ class OriginObserver(Observer):
         """
         if out is None or _is_finite(out):
             return NONE
-        here = np.asarray(as_origin((op.clock, op.site, *op.loops)))
+        here = np.asarray(as_origin((op.eqn_count, op.site, *op.loops)))
         operands = _operands(op.eqn, op.ins, origins)
         found = np.asarray(origin_of(out, operands, here))
-        if found[0] == op.clock:
+        if found[0] == op.eqn_count:
             floats = [x for x in op.ins if x is not None and _can_overflow(x)]
-            self.ranges[op.clock] = tuple(map(_range, floats[:_OPERANDS]))
+            self.ranges[op.eqn_count] = tuple(map(_range, floats[:_OPERANDS]))
         return found
 
     def tag_constant(self, value: Any) -> Any:
@@ -226,7 +227,7 @@ def _brought_along(value: Any, index: int, when: int) -> Any:
 
 
 def as_origin(here: Sequence[Any]) -> Any:
-    """Return a clock, a site and the iterations of loops as an origin."""
+    """Return an equation count, a site and the iterations of loops as an origin."""
     padded = [*here, *[0] * _LOOPS][: 2 + _LOOPS]
     numbers = [x if isinstance(x, jax.Array) else np.int32(x) for x in padded]
     return _library(*numbers).stack(numbers)

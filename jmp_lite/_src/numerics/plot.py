@@ -24,7 +24,7 @@ with extras.needed("numerics"):
 # named in the figure as well.
 _BARS = "#0072B2"
 _PARTS = {  # colour, and how dense
-    "flush": ("#D55E00", 0.30),
+    "underflow": ("#D55E00", 0.30),
     "subnormal": ("#E69F00", 0.22),
     "normal": ("#009E73", 0.10),
     "overflow": ("#CC79A7", 0.40),
@@ -103,7 +103,7 @@ def plot_heat_map(rows: Sequence[str], columns: Sequence[str], values: Any) -> F
 
     Args:
       rows: the names of the layers, from top to bottom.
-      columns: the names of what is lost: `"flush"`, `"overflow"`.
+      columns: the names of what is lost: `"underflow"`, `"overflow"`.
       values: shares `[rows, columns]`, 0 to 1; NaN is left blank.
 
     Returns:
@@ -113,7 +113,7 @@ def plot_heat_map(rows: Sequence[str], columns: Sequence[str], values: Any) -> F
       ValueError: the shape is another; there is no layer.
 
     Examples:
-      >>> figure = plot_heat_map(["a", "b"], ["flush"], [[0.0], [0.25]])
+      >>> figure = plot_heat_map(["a", "b"], ["underflow"], [[0.0], [0.25]])
       >>> [text.get_text() for text in figure.axes[0].texts]
       ['0', '25%']
     """
@@ -168,7 +168,7 @@ def _parts_of_range(dtype: Any) -> dict[str, tuple[float, float]]:
     # Up to half of the smallest subnormal, numbers round to 0.
     to_zero, to_normal = info.minexp - info.nmant - 1, info.minexp
     return {
-        "flush": (-math.inf, to_zero),
+        "underflow": (-math.inf, to_zero),
         "subnormal": (to_zero, to_normal),
         "normal": (to_normal, info.maxexp),
         "overflow": (info.maxexp, math.inf),

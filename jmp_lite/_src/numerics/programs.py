@@ -198,7 +198,7 @@ class Operation:
     also: Sequence[Any]
 
 
-class Program:
+class CompiledStretch:
     """A stretch, compiled: it returns what its operations made.
 
     Attributes:

@@ -13,7 +13,7 @@ _HALF = ("float16", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Row:
+class OpStats:
     """What an operation makes, what a product reads in half, or all that of a layer.
 
     Fractions are of all its numbers in the float32 run, had they been rounded to the
@@ -25,20 +25,20 @@ class Row:
         of a layer, that of its worst.
       line: `file:line` of the user's code.
       direction: `"forward"` or `"backward"`; an operand's is its own.
-      held: the dtype in which the policy has these numbers.
+      dtype: the dtype in which the policy has these numbers.
       times: how often it ran; None if that depends on the data.
       size: how many numbers there were.
       nonfinite: the fraction that was NaN or inf in float32 already.
       zero: the fraction that was 0.
       subnormal: the fraction that would lose precision: subnormal in half.
-      flush: the fraction that would become 0.
+      underflow: the fraction that would become 0.
       overflow: the fraction that would become inf.
       max_abs: the largest finite magnitude.
       min_abs: the smallest but 0; inf if there is none.
       error: of the policy's run, relative to float32 (2-norm); inf if it alone
         overflowed.
-      lost: what of that, up to 1, the operands did not have; inf if they had not yet
-        overflowed.
+      added_error: the part of `error`, up to 1, that the operands did not have; inf if
+        none of them had overflowed.
       histogram: how many numbers have each exponent, as `EXPONENTS` lists them.
       reads_half: whether it is a product of half operands.
       cause: what has rounded away the digits that are lost here, where it is another
@@ -56,18 +56,18 @@ class Row:
     primitive: str
     line: str
     direction: str
-    held: str
+    dtype: str
     times: int | None
     size: int
     nonfinite: float
     zero: float
     subnormal: float
-    flush: float
+    underflow: float
     overflow: float
     max_abs: float
     min_abs: float
     error: float
-    lost: float
+    added_error: float
     histogram: tuple[int, ...]
     reads_half: bool = False
     cause: tuple[str, str, str] | None = None
@@ -75,7 +75,7 @@ class Row:
     @property
     def is_half(self) -> bool:
         """Whether the policy has these numbers in half precision."""
-        return self.held in _HALF
+        return self.dtype in _HALF
 
     @property
     def is_operand(self) -> bool:
@@ -84,21 +84,23 @@ class Row:
 
     @property
     def badness(self) -> tuple[float, ...]:
-        """What reports are sorted by: overflow, accuracy lost, numbers flushed."""
+        """The sort key of reports: overflow, then added error, then underflow."""
         if not self.is_half:
-            return (0.0, self.lost, 0.0)
-        return (self.overflow, self.lost, self.flush)
+            return (0.0, self.added_error, 0.0)
+        return (self.overflow, self.added_error, self.underflow)
 
     def __str__(self) -> str:
         """Return one line for people, without what is 0 and the histogram."""
         arrow = ", backward" if self.direction == "backward" else ""
-        numbers = [self.held, f"|x| to {self.max_abs:.3g}"]
+        numbers = [self.dtype, f"|x| to {self.max_abs:.3g}"]
         if self.is_half:
-            shares = {"overflow": self.overflow, "flush": self.flush}
+            shares = {"overflow": self.overflow, "underflow": self.underflow}
             numbers += [f"{name} {percent(x)}" for name, x in shares.items() if x]
-        errors = {"error": self.error, "lost": self.lost}
+        errors = {"error": self.error, "added error": self.added_error}
         numbers += [f"{name} {x:.2g}" for name, x in errors.items() if x]
-        cause = f" to {_place(*self.cause)}" if self.cause and self.lost else ""
+        cause = (
+            f" from {_place(*self.cause)}" if self.cause and self.added_error else ""
+        )
         place = _place(self.layer, self.primitive, self.line)
         return f"{place}{arrow}: {', '.join(numbers)}{cause}"
 
@@ -108,7 +110,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Report:
+class DryRunReport:
     """What a policy does to the numbers of a function.
 
     Args:
@@ -120,11 +122,11 @@ class Report:
       >>> import jax.numpy as jnp
       >>> from jmp_lite.numerics import dry_run
       >>> report = dry_run(jnp.dot, "mixed_float16")(jnp.ones((8, 8)), jnp.eye(8))
-      >>> Report.from_json(report.to_json()) == report
+      >>> DryRunReport.from_json(report.to_json()) == report
       True
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[OpStats, ...]
     dtype: str
 
     def __str__(self) -> str:
@@ -139,17 +141,17 @@ class Report:
         """Return what it is of."""
         return f"<dry run in {self.dtype}: {len(self.rows)} operations>"
 
-    def worst(self, count: int = 10) -> tuple[Row, ...]:
+    def worst(self, count: int = 10) -> tuple[OpStats, ...]:
         """Return the operations that lose most, worst first."""
         return tuple(sorted(self.rows, key=_badness, reverse=True)[:count])
 
-    def layers(self, depth: int | None = None) -> tuple[Row, ...]:
+    def layers(self, depth: int | None = None) -> tuple[OpStats, ...]:
         """Return a row per layer and direction, in the order of the program.
 
         Args:
           depth: how many parts of a path count as the layer; None for all.
         """
-        groups: dict[tuple[str, str], list[Row]] = {}
+        groups: dict[tuple[str, str], list[OpStats]] = {}
         for row in self.rows:
             layer = "/".join(row.layer.split("/")[:depth])
             groups.setdefault((layer, row.direction), []).append(row)
@@ -175,8 +177,8 @@ class Report:
         table = Table(
             title=f"dry run in {self.dtype}: the worst {len(shown)} of {len(rows)} "
             f"{noun}",
-            caption="overflow, flush: fractions that would be inf, 0; error: relative "
-            "to float32; lost: of that, here; ←: backward",
+            caption="overflow, underflow: fractions that would become inf, 0; error: "
+            "relative to float32; added: the part that arises here; ←: backward",
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
@@ -184,7 +186,7 @@ class Report:
         for name in _NUMBERS:
             table.add_column(name, justify="right", no_wrap=True)
         for row in shown:
-            is_bad = row.is_half and (row.overflow or row.flush > 0.01)
+            is_bad = row.is_half and (row.overflow or row.underflow > 0.01)
             table.add_row(*_cells(row), style="red" if is_bad else None)
         return table
 
@@ -219,11 +221,13 @@ class Report:
         from jmp_lite._src.numerics.plot import plot_heat_map
 
         rows = self._drawn(depth)
-        values = [[r.overflow, r.flush, r.subnormal, min(r.error, 1.0)] for r in rows]
-        columns = ["overflow", "flush to 0", "subnormal", "error"]
+        values = [
+            [r.overflow, r.underflow, r.subnormal, min(r.error, 1.0)] for r in rows
+        ]
+        columns = ["overflow", "underflow", "subnormal", "error"]
         return plot_heat_map([_title(row) for row in rows], columns, values)
 
-    def _drawn(self, depth: int | None) -> list[Row]:
+    def _drawn(self, depth: int | None) -> list[OpStats]:
         """Return the layers that have numbers in half; all, if there is none."""
         layers = self.layers(depth)
         return [row for row in layers if row.is_half] or list(layers)
@@ -240,7 +244,7 @@ class Report:
         return json.dumps({"dtype": self.dtype, "rows": rows}, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> "Report":
+    def from_json(cls, text: str) -> "DryRunReport":
         """Return the report that `to_json` wrote.
 
         Raises:
@@ -253,13 +257,15 @@ class Report:
                 row["cause"] = row["cause"] and tuple(row["cause"])
                 infinite = [name for name in _MAY_BE_INF if row[name] is None]
                 row.update(dict.fromkeys(infinite, math.inf))
-            return cls(tuple(Row(**row) for row in data["rows"]), data["dtype"])
+            return cls(tuple(OpStats(**row) for row in data["rows"]), data["dtype"])
         except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"Expected the JSON of a Report: {error!r}.") from None
+            raise ValueError(
+                f"Expected the JSON of a DryRunReport: {error!r}."
+            ) from None
 
 
-_MAY_BE_INF = ("min_abs", "error", "lost")
-_NUMBERS = ("in", "max |x|", "overflow", "flush", "error", "lost")
+_MAY_BE_INF = ("min_abs", "error", "added_error")
+_NUMBERS = ("dtype", "max |x|", "overflow", "underflow", "error", "added")
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
 
 
@@ -271,13 +277,13 @@ class _Shown(NamedTuple):
 
 
 def make_rows(
-    site: Site, held: str, half: str, records: Any, known: Sequence[Site]
-) -> Iterator[Row]:
+    site: Site, dtype: str, half: str, records: Any, known: Sequence[Site]
+) -> Iterator[OpStats]:
     """Yield the rows of a site; none if it made no floating number, or never ran.
 
     Args:
       site: the site.
-      held: the dtype that its result is held in.
+      dtype: the dtype that its result is held in.
       half: that in which a product reads its operands.
       records: those of its result, and of its operands: each a `lockstep.Record`, or
         None.
@@ -293,57 +299,57 @@ def make_rows(
             )
             yield from _rows(operand, half, record, known)
     if made is not None:
-        yield from _rows(site, held, made, known, reads_half=any(read))
+        yield from _rows(site, dtype, made, known, reads_half=any(read))
 
 
 def _rows(
     site: Site,
-    held: str,
+    dtype: str,
     record: Any,
     known: Sequence[Site],
     *,
     reads_half: bool = False,
-) -> Iterator[Row]:
+) -> Iterator[OpStats]:
     stats = record.stats
     size = float(stats.size)
     if not size:
         return
     cause = None
-    if record.lost and record.source >= 0:
+    if record.added_error and record.source >= 0:
         source = known[record.source]
         own = site.layer, site.primitive.rpartition(" ")[2], site.line
         cause = source.layer, source.primitive, source.line
         cause = None if cause == own else cause
-    yield Row(
+    yield OpStats(
         layer=site.layer,
         primitive=site.primitive,
         line=site.line,
         direction=site.direction,
-        held=held,
+        dtype=dtype,
         times=site.times,
         size=int(size),
         nonfinite=float(stats.nonfinite) / size,
         zero=float(stats.zero) / size,
         subnormal=float(stats.subnormal) / size,
-        flush=float(stats.flush) / size,
+        underflow=float(stats.underflow) / size,
         overflow=float(stats.overflow) / size,
         max_abs=float(stats.max_abs),
         min_abs=float(stats.min_abs),
         error=float(record.error),
-        lost=float(record.lost),
+        added_error=float(record.added_error),
         histogram=tuple(int(n) for n in stats.histogram),
         reads_half=reads_half,
         cause=cause,
     )
 
 
-def _merged(layer: str, rows: list[Row]) -> Row:
+def _merged(layer: str, rows: list[OpStats]) -> OpStats:
     """Return the row of a layer: what it holds in half, if anything, counts."""
     counted = [row for row in rows if row.is_half] or rows
     worst = max(counted, key=_badness)
     size = sum(row.size for row in counted)
 
-    def share(of: Callable[[Row], float]) -> float:
+    def share(of: Callable[[OpStats], float]) -> float:
         return sum(of(row) * row.size for row in counted) / size
 
     return dataclasses.replace(
@@ -353,12 +359,12 @@ def _merged(layer: str, rows: list[Row]) -> Row:
         nonfinite=share(lambda r: r.nonfinite),
         zero=share(lambda r: r.zero),
         subnormal=share(lambda r: r.subnormal),
-        flush=share(lambda r: r.flush),
+        underflow=share(lambda r: r.underflow),
         overflow=share(lambda r: r.overflow),
         max_abs=max(row.max_abs for row in counted),
         min_abs=min(row.min_abs for row in counted),
         error=max(row.error for row in counted),
-        lost=max(row.lost for row in counted),
+        added_error=max(row.added_error for row in counted),
         histogram=_sums(row.histogram for row in counted),
     )
 
@@ -367,7 +373,7 @@ def _sums(histograms: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*histograms, strict=True)))
 
 
-def _badness(row: Row) -> tuple[float, ...]:
+def _badness(row: OpStats) -> tuple[float, ...]:
     return row.badness
 
 
@@ -381,17 +387,17 @@ def _place(layer: str, primitive: str, line: str) -> str:
     return f"{primitive}{where}{f' at {line}' if line else ''}"
 
 
-def _title(row: Row) -> str:
+def _title(row: OpStats) -> str:
     arrow = " ←" if row.direction == "backward" else ""
     return (row.layer or "(no layer)") + arrow
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: OpStats) -> tuple[str, ...]:
     return (
         f"{_title(row)}\n  {row.primitive}, {row.line.rpartition('/')[2]}",
-        _SHORT.get(row.held, row.held),
+        _SHORT.get(row.dtype, row.dtype),
         f"{row.max_abs:.1e}",
-        *(percent(x) if x else "" for x in (row.overflow, row.flush)),
+        *(percent(x) if x else "" for x in (row.overflow, row.underflow)),
         f"{row.error:.0e}" if row.error else "",
-        f"{row.lost:.0e}" if row.lost else "",
+        f"{row.added_error:.0e}" if row.added_error else "",
     )

@@ -19,9 +19,9 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
 from jmp_lite._src.numerics.programs import (
+    CompiledStretch,
     Constant,
     Operation,
-    Program,
     Shadow,
     Stretch,
     cut,
@@ -44,11 +44,11 @@ class Observed(Operation):
     """An operation that has run, with the arrays and the tags that it read and made.
 
     Attributes:
-      clock: how many operations ran before it.
+      eqn_count: how many operations ran before it.
       loops: the iteration of each loop around it, outermost first.
     """
 
-    clock: int
+    eqn_count: int
     loops: tuple[int, ...]
 
 
@@ -73,7 +73,7 @@ class Run:
 
     def __init__(self, observer: Observer, shadow: Shadow):
         self.observer, self.shadow = observer, shadow
-        self._clock = 0
+        self._eqn_count = 0
         self._programs: dict[Any, Any] = {}
         # Programs are found by the identity of their jaxpr, which must stay alive.
         self._alive: list[Any] = []
@@ -154,7 +154,7 @@ class Run:
         shared = tuple(not loops and c.shadow is c.value for c in cells)
         key = id(stretch), shared
         if key not in self._programs:
-            self._programs[key] = Program(stretch, plan, self.shadow, shared)
+            self._programs[key] = CompiledStretch(stretch, plan, self.shadow, shared)
         program = self._programs[key]
         shadows = [
             None if is_shared else c.shadow
@@ -187,7 +187,7 @@ class Run:
                 Observed(
                     eqn=op.eqn,
                     site=site + op.site,
-                    clock=self._clock,
+                    eqn_count=self._eqn_count,
                     loops=loops,
                     step=op.step,
                     ins=seen(op.ins),
@@ -199,7 +199,7 @@ class Run:
                     also=[tag(ref) for ref in op.also],
                 )
             )
-            self._clock += 1
+            self._eqn_count += 1
         return [
             Cell(get(value), None if shadow is None else get(shadow), tag(ref))
             for value, shadow, ref in program.outs

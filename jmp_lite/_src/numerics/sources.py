@@ -39,7 +39,7 @@ def find_source(
     op: Observed,
     full: Any,
     low: Any,
-    lost: float,
+    added_error: float,
     suspects: Sequence[Suspect],
     limit: float,
 ) -> int:
@@ -49,14 +49,14 @@ def find_source(
       op: the operation.
       full: its result in the float32 run.
       low: that in the policy's run.
-      lost: how much of the error is new.
+      added_error: how much of the error is new.
       suspects: its operands.
       limit: which error is more than rounding.
     """
     guilty = max((s for s in suspects if s.source >= 0), default=None)
     if guilty is None:
         return op.site if low is not full and _rounds(op, low) else -1
-    if lost > limit and guilty.error <= limit:
+    if added_error > limit and guilty.error <= limit:
         return _made_by(op, full, low, suspects)
     if _rounds(op, low) and guilty.error <= limit:
         return op.site

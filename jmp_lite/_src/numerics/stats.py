@@ -34,7 +34,7 @@ class ValueStats(NamedTuple):
       nonfinite: how many are NaN or infinite already, `[]`.
       zero: how many are zero already, `[]`.
       subnormal: how many round to a subnormal of the half dtype, `[]`.
-      flush: how many are not zero, and round to zero, `[]`.
+      underflow: how many are not zero, and round to zero, `[]`.
       overflow: how many are finite, and round to infinity, `[]`.
       max_abs: the largest finite magnitude, `[]`; 0 if there is none.
       min_abs: the smallest magnitude that is finite and not zero, `[]`; inf if none.
@@ -47,7 +47,7 @@ class ValueStats(NamedTuple):
     nonfinite: Any
     zero: Any
     subnormal: Any
-    flush: Any
+    underflow: Any
     overflow: Any
     max_abs: Any
     min_abs: Any
@@ -77,7 +77,7 @@ def value_stats(
 
     Examples:
       >>> stats = value_stats(jnp.array([1.0, 1e-5, 1e-9, 1e9, jnp.nan]), "f16")
-      >>> stats.subnormal.item(), stats.flush.item(), stats.overflow.item()
+      >>> stats.subnormal.item(), stats.underflow.item(), stats.overflow.item()
       (1.0, 1.0, 1.0)
       >>> stats.histogram[EXPONENTS.index(0)].item()  # 1.0 is 2**0
       1.0
@@ -173,7 +173,7 @@ def value_stats_on_host(x: np.ndarray, dtype: Any) -> ValueStats:
         nonfinite=float(bits.size - finite),
         zero=float(zero),
         subnormal=float(to_normal - to_zero),
-        flush=float(to_zero - zero),
+        underflow=float(to_zero - zero),
         overflow=float(finite - to_infinity),
         max_abs=_as_float32(largest.view(wide), 0.0),
         min_abs=_as_float32(smallest.view(wide), math.inf),

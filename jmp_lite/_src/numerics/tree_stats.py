@@ -53,7 +53,7 @@ class TreeStats:
 
     Examples:
       >>> stats = tree_stats({"w": jnp.array([1e-9, 0.5])}, "f16")
-      >>> TreeStats.from_json(stats.to_json()).named()["w"].flush.item()
+      >>> TreeStats.from_json(stats.to_json()).named()["w"].underflow.item()
       1.0
     """
 
@@ -171,7 +171,7 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = True) -> TreeSt
     Examples:
       >>> grads = {"w": jnp.array([1e-9, 0.5]), "b": jnp.ones(3), "step": 3}
       >>> stats = jax.jit(lambda grads: tree_stats(grads, "f16"))(grads)
-      >>> stats.paths, stats.stats.flush.tolist()
+      >>> stats.paths, stats.stats.underflow.tolist()
       (('b', 'w'), [0.0, 1.0])
     """
     leaves = [
@@ -193,7 +193,7 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = True) -> TreeSt
 _SHARES = {
     "nonfinite": "non-\nfinite",
     "overflow": "over-\nflow",
-    "flush": "flush",
+    "underflow": "underflow",
     "subnormal": "sub-\nnormal",
     "zero": "zero",
 }

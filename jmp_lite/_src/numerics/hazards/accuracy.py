@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
-from jmp_lite._src.numerics.hazards.program import Op, Value, moved, origin, readers
+from jmp_lite._src.numerics.hazards.dataflow import Op, Value, moved, origin, readers
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import (
     CAST,
     IN_F32,
     Hits,
-    Program,
+    LintedProgram,
     Rule,
     exact_integers,
 )
@@ -27,13 +27,13 @@ _SUM_IN_F32 = "Have it in float32: preferred_element_type=jnp.float32."
 _RESHAPES = ("reshape", "squeeze", "expand_dims", "copy", "stop_gradient", "name")
 
 
-def _softmaxes(program: Program) -> Hits:
+def _softmaxes(program: LintedProgram) -> Hits:
     for op in program.named("exp", "exp2"):
         if op.outs[0].is_half and _sums_of(program, op):
             yield op, f"the exponentials of a softmax are {op.outs[0].dtype}"
 
 
-def _sums_of(program: Program, op: Op) -> list[Op]:
+def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
     """Return the sums of what an operation makes, perhaps scaled, masked or cast."""
 
     def passes(op: Op, value: Value) -> list[Value]:
@@ -53,7 +53,7 @@ def _sums_of(program: Program, op: Op) -> list[Op]:
     ]
 
 
-def _squares(program: Program, dtype: Any) -> Hits:
+def _squares(program: LintedProgram, dtype: Any) -> Hits:
     for op in program.named("square", "integer_pow", "mul"):
         is_square = {
             "square": True,
@@ -64,7 +64,7 @@ def _squares(program: Program, dtype: Any) -> Hits:
             yield op, f"squares are {op.outs[0].dtype} before they are summed"
 
 
-def _products_of_one_array(program: Program, dtype: Any) -> Hits:
+def _products_of_one_array(program: LintedProgram, dtype: Any) -> Hits:
     for op in program.named("dot_general"):
         is_square = op.ins[0].is_half and _is_sum_of_squares(op)
         if is_square and op.outs[0].dtype == dtype:
@@ -90,7 +90,7 @@ def _reshaped_from(value: Value) -> Value:
     return value
 
 
-def _logarithms(program: Program) -> Hits:
+def _logarithms(program: LintedProgram) -> Hits:
     # The logarithm of a softmax's sum is found with the softmax.
     sums = {
         id(total)
@@ -113,7 +113,7 @@ def _origin_through(value: Value, names: Sequence[str]) -> Value:
     return value
 
 
-def _losses(program: Program) -> Hits:
+def _losses(program: LintedProgram) -> Hits:
     for op in program.ops:
         for value in op.outs:
             is_scalar = value.is_result and value.is_half and value.shape == ()
@@ -135,7 +135,7 @@ def _is_total(value: Value) -> bool:
     return False
 
 
-def _long_sums(program: Program) -> Hits:
+def _long_sums(program: LintedProgram) -> Hits:
     for op in program.named("reduce_sum", "cumsum", "reduce_prod", "reduce_window_sum"):
         operand, count = op.ins[0], _summed(op)
         if not operand.is_half or _was_bool(operand):

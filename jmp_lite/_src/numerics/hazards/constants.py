@@ -4,9 +4,9 @@ import math
 
 import jax.numpy as jnp
 
-from jmp_lite._src.numerics.hazards.program import Op, Value, moved, origin, readers
+from jmp_lite._src.numerics.hazards.dataflow import Op, Value, moved, origin, readers
 from jmp_lite._src.numerics.hazards.ranges import rounded, scalar
-from jmp_lite._src.numerics.hazards.rule import CAST, Hits, Program, Rule
+from jmp_lite._src.numerics.hazards.rule import CAST, Hits, LintedProgram, Rule
 
 # Scores of attention are this large at most, or the model has other troubles.
 _USUAL = 2048.0
@@ -14,7 +14,7 @@ _USUAL = 2048.0
 _NEXT_TO_ONE = "Compute it in float32, or work with the distance from 1 itself."
 
 
-def _overflowing_casts(program: Program) -> Hits:
+def _overflowing_casts(program: LintedProgram) -> Hits:
     for op in program.casts_to_half():
         known, dtype = program.ranges.of(op.ins[0]), op.outs[0].dtype
         if known is None or known.is_position or not _is_used_as_number(op.outs[0]):
@@ -30,7 +30,7 @@ def _is_used_as_number(value: Value) -> bool:
     return any(op is None or op.name not in limits for op, _ in readers(value))
 
 
-def _infinite_factors(program: Program) -> Hits:
+def _infinite_factors(program: LintedProgram) -> Hits:
     for op in program.named("mul", "div"):
         factors = [scalar(value, through_casts=False) for value in op.ins]
         if op.outs[0].is_half and any(x and math.isinf(x) for x in factors):
@@ -38,7 +38,7 @@ def _infinite_factors(program: Program) -> Hits:
             yield op, f"{verb} by a constant that is infinite in {op.outs[0].dtype}"
 
 
-def _overflowing_sums(program: Program) -> Hits:
+def _overflowing_sums(program: LintedProgram) -> Hits:
     for op in program.named("add", "sub"):
         dtype = op.outs[0].dtype
         known = [program.ranges.of(value) for value in op.ins]
@@ -51,14 +51,14 @@ def _overflowing_sums(program: Program) -> Hits:
             yield op, f"{largest:.5g}, the end of {dtype}'s range, is added"
 
 
-def _vanished_constants(program: Program) -> Hits:
+def _vanished_constants(program: LintedProgram) -> Hits:
     for op in program.casts_to_half():
         x, dtype = scalar(op.ins[0]), op.outs[0].dtype
         if x and rounded(x, dtype) == 0.0:
             yield op, f"{x:.4g} becomes 0 in {dtype}"
 
 
-def _vanished_guards(program: Program) -> Hits:
+def _vanished_guards(program: LintedProgram) -> Hits:
     for op in program.named("add", "max"):
         # `0 + x` is how Python's sum begins; nobody writes an eps first. No eps is so
         # small that bfloat16 makes 0 of it.
@@ -86,13 +86,13 @@ def _guarded(op: Op, value: Value) -> list[Value]:
     return op.outs if op.name in (CAST, "sqrt") else moved(op, value)
 
 
-def _zero_divisors(program: Program) -> Hits:
+def _zero_divisors(program: LintedProgram) -> Hits:
     for op in program.named("div"):
         if op.outs[0].is_half and scalar(op.ins[1], through_casts=False) == 0.0:
             yield op, f"divides by a constant that is 0 in {op.outs[0].dtype}"
 
 
-def _subnormal_constants(program: Program) -> Hits:
+def _subnormal_constants(program: LintedProgram) -> Hits:
     names = (CAST, "add", "sub", "mul", "div", "max", "min", "pow")
     for op in program.named(*names):
         if not op.outs[0].is_half or (op.name == CAST and op.ins[0].is_half):
@@ -104,7 +104,7 @@ def _subnormal_constants(program: Program) -> Hits:
                 yield op, f"{x:.4g} is subnormal in {dtype}"
 
 
-def _rounded_to_one(program: Program) -> Hits:
+def _rounded_to_one(program: LintedProgram) -> Hits:
     for op in program.casts_to_half():
         x, dtype = scalar(op.ins[0]), op.outs[0].dtype
         if x is not None and abs(x) != 1.0 and abs(rounded(x, dtype)) == 1.0:
@@ -114,7 +114,7 @@ def _rounded_to_one(program: Program) -> Hits:
 # What NumPy has rounded before the program is traced shows by what it is for.
 
 
-def _vanished_limits(program: Program) -> Hits:
+def _vanished_limits(program: LintedProgram) -> Hits:
     for op in program.named("min", "clamp"):
         limits = op.ins[2:] if op.name == "clamp" else op.ins
         if not op.outs[0].is_half or not any(map(_is_one, limits)):
@@ -142,7 +142,7 @@ def _cast(op: Op, value: Value) -> list[Value]:
     return op.outs if op.name == CAST else moved(op, value)
 
 
-def _averages_of_one(program: Program) -> Hits:
+def _averages_of_one(program: LintedProgram) -> Hits:
     for op in program.named("add", "sub"):
         dtype, terms = op.outs[0].dtype, [origin(value).maker for value in op.ins]
         if not op.outs[0].is_half or not all(t and t.name == "mul" for t in terms):
@@ -153,7 +153,7 @@ def _averages_of_one(program: Program) -> Hits:
             yield op, f"an average with weights 1 and {rest[0]:.2g} in {dtype}"
 
 
-def _powers_of_one(program: Program) -> Hits:
+def _powers_of_one(program: LintedProgram) -> Hits:
     for op in program.named("pow"):
         if op.outs[0].is_half and _is_one(op.ins[0]):
             yield op, f"a power of 1 in {op.outs[0].dtype}"
@@ -182,28 +182,28 @@ RULES = (
         "Use jnp.where(mask, x, jnp.finfo(x.dtype).min), which adds nothing.",
     ),
     Rule(
-        "eps-flushes",
+        "eps-underflows",
         "error",
         _vanished_constants,
         "The constant was rounded to 0: as an eps it guards nothing.",
         "Use it in float32, or use an eps from 6e-5 on.",
     ),
     Rule(
-        "eps-flushes",
+        "eps-underflows",
         "error",
         _vanished_guards,
         "An eps that was rounded to 0 guards nothing: 0 / 0 is NaN.",
         "Add the eps in float32, or use one from 6e-5 on.",
     ),
     Rule(
-        "eps-flushes",
+        "eps-underflows",
         "error",
         _zero_divisors,
         "The divisor was rounded to 0.",
         "Divide in float32.",
     ),
     Rule(
-        "eps-flushes",
+        "eps-underflows",
         "warning",
         _subnormal_constants,
         "Subnormals have few digits, some hardware takes them for 0, and 1 / 1e-5 is "

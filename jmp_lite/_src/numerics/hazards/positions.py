@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from jmp_lite._src import dtypes
 from jmp_lite._src.autocast import products
-from jmp_lite._src.numerics.hazards.program import MOVES, Value
+from jmp_lite._src.numerics.hazards.dataflow import MOVES, Value
 from jmp_lite._src.numerics.hazards.rule import (
     CAST,
     Hits,
-    Program,
+    LintedProgram,
     Rule,
     exact_integers,
 )
@@ -22,7 +22,7 @@ _OF_ANGLES = (CAST, "mul", "div", "add", "sub", "neg", "concatenate")
 _ANGLE_ERROR = 1 / 64  # radians
 
 
-def _rounded_positions(program: Program) -> Hits:
+def _rounded_positions(program: LintedProgram) -> Hits:
     for op in (*program.named("iota"), *program.casts_to_half()):
         dtype, known = op.outs[0].dtype, program.ranges.of((op.ins or op.outs)[0])
         if not dtypes.is_half(dtype) or known is None or not known.is_position:
@@ -32,7 +32,7 @@ def _rounded_positions(program: Program) -> Hits:
             yield op, f"counts up to {known.bound:.0f}; {dtype} has each up to {limit}"
 
 
-def _half_angles(program: Program) -> Hits:
+def _half_angles(program: LintedProgram) -> Hits:
     for op in program.named("sin", "cos"):
         found = _positions_in_half(program, op.ins[0])
         if found is None:
@@ -50,7 +50,9 @@ def _roundoff(angle: float, dtype: Any) -> bool:
     return angle * float(jnp.finfo(dtype).eps) / 2 > _ANGLE_ERROR
 
 
-def _positions_in_half(program: Program, angle: Value) -> tuple[float, Any] | None:
+def _positions_in_half(
+    program: LintedProgram, angle: Value
+) -> tuple[float, Any] | None:
     """Return the largest position in an angle, and the half dtype it went through.
 
     None if it is no such angle; infinity for positions that are not known.

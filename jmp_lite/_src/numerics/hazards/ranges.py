@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src.numerics.hazards.program import JOIN, MOVES, Op, Value, origin
+from jmp_lite._src.numerics.hazards.dataflow import JOIN, MOVES, Op, Value, origin
 
 # Larger constants are weights: to look at them all would take longer than they tell.
 _MAX_SIZE = 2**16

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jmp_lite._src.autocast.regions import Regions
 from jmp_lite._src.jaxprs import name_scopes
-from jmp_lite._src.numerics.hazards.program import Op
+from jmp_lite._src.numerics.hazards.dataflow import Op
 from jmp_lite._src.numerics.hazards.ranges import Ranges
 
 Severity = Literal["error", "warning", "speed"]
@@ -24,7 +24,7 @@ IN_F32 = "Compute it in float32: x.astype(jnp.float32) before, or jmp_lite.autoc
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class LintedProgram:
     """What the rules look at.
 
     Attributes:
@@ -76,7 +76,7 @@ class Rule:
 
     name: str
     severity: Severity
-    find: Callable[[Program], Hits]
+    find: Callable[[LintedProgram], Hits]
     why: str
     fix: str
 

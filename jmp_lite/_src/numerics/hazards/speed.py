@@ -5,15 +5,15 @@ from collections import Counter
 import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
-from jmp_lite._src.numerics.hazards.program import Op, origin, readers
+from jmp_lite._src.numerics.hazards.dataflow import Op, origin, readers
 from jmp_lite._src.numerics.hazards.ranges import scalar
-from jmp_lite._src.numerics.hazards.rule import CAST, Hits, Program, Rule
+from jmp_lite._src.numerics.hazards.rule import CAST, Hits, LintedProgram, Rule
 
 # What tiles of the matrix units are multiples of, in numbers of 16 bits.
 _TILES = {"gpu": 8, "tpu": 128}
 
 
-def flops_in_f32(program: Program) -> tuple[dict[int, int], int]:
+def flops_in_f32(program: LintedProgram) -> tuple[dict[int, int], int]:
     """Return the FLOPs of each product left in float32, by its id, and of all."""
     left, total = {}, 0
     for op in program.named(*products.NAMES):
@@ -24,7 +24,7 @@ def flops_in_f32(program: Program) -> tuple[dict[int, int], int]:
     return left, total
 
 
-def _is_left(program: Program, op: Op) -> bool:
+def _is_left(program: LintedProgram, op: Op) -> bool:
     """Return whether a product is in float32 where the policy computes in half."""
     operands = op.ins[:2]
     ranges = [program.ranges.of(value) for value in operands]
@@ -37,7 +37,7 @@ def _is_left(program: Program, op: Op) -> bool:
     return is_default and program.is_low(op)
 
 
-def _f32_products(program: Program) -> Hits:
+def _f32_products(program: LintedProgram) -> Hits:
     left, total = flops_in_f32(program)
     ops = [op for op in program.ops if id(op) in left]
     of_line = Counter[str]()
@@ -48,7 +48,7 @@ def _f32_products(program: Program) -> Hits:
         yield op, f"float32; {share:.1%} of all matrix-product FLOPs on this line"
 
 
-def _odd_dimensions(program: Program) -> Hits:
+def _odd_dimensions(program: LintedProgram) -> Hits:
     tile = _TILES[program.target]
     for op in program.named(*products.NAMES):
         if not all(value.is_half for value in op.ins[:2]):
@@ -70,7 +70,7 @@ def _dimensions(op: Op) -> list[int]:
     return [out_features // op.eqn.params["feature_group_count"], in_features]
 
 
-def _there_and_back(program: Program) -> Hits:
+def _there_and_back(program: LintedProgram) -> Hits:
     for op in program.named(CAST):
         before = origin(op.ins[0]).maker
         # Differentiation mirrors casts: those of the forward pass are the program's.
@@ -83,7 +83,7 @@ def _there_and_back(program: Program) -> Hits:
             yield op, f"{dtype} -> float32 -> {dtype}, only moved between"
 
 
-def _back_and_forth(program: Program) -> Hits:
+def _back_and_forth(program: LintedProgram) -> Hits:
     for op in program.casts_to_half():
         source, dtype = op.ins[0], op.outs[0].dtype
         if source.dtype != jnp.float32 or op.is_backward or scalar(source) is not None:

@@ -15,7 +15,12 @@ from jax import lax
 from planted_hazards import HAZARDS, QUIET, Hazard
 
 from jmp_lite._src.numerics import runs
-from jmp_lite.numerics import NonFinite, Tripwire, first_nonfinite, with_tripwire
+from jmp_lite.numerics import (
+    NonFinite,
+    NonFiniteTracker,
+    first_nonfinite,
+    track_nonfinite,
+)
 
 
 def _cases() -> list[Any]:
@@ -105,10 +110,10 @@ _IN_JIT = (
 
 
 @pytest.mark.parametrize("hazard", [h for h in HAZARDS if h.name in _IN_JIT])
-def test_a_tripwire_finds_it_inside_of_jit(hazard: Hazard) -> None:
+def test_a_tracker_finds_it_inside_of_jit(hazard: Hazard) -> None:
     fun, args = hazard.make()
-    result, tripwire = jax.jit(with_tripwire(fun))(*args)
-    report = tripwire.report()
+    result, tracker = jax.jit(track_nonfinite(fun))(*args)
+    report = tracker.report()
     assert _found(report) == hazard.found
     assert report is not None and report.line == hazard.line
     assert report.iterations == hazard.iterations
@@ -126,21 +131,21 @@ def _train_step(w, x):
 
 
 def test_a_watched_step_compiles_once_and_fires_when_it_should():
-    step: Any = jax.jit(with_tripwire(_train_step))
+    step: Any = jax.jit(track_nonfinite(_train_step))
     w, x = jnp.full((3, 4, 4), 0.1, jnp.float32), jnp.ones((2, 4))
     for _ in range(3):
-        (w, _), tripwire = step(w, x)
-        assert tripwire.report() is None
-    _, tripwire = step(w, x.at[0, 0].set(jnp.nan))
+        (w, _), tracker = step(w, x)
+        assert tracker.report() is None
+    _, tracker = step(w, x.at[0, 0].set(jnp.nan))
     assert step._cache_size() == 1
-    assert str(tripwire.report()) == (
+    assert str(tracker.report()) == (
         "A number that is not finite came in with the argument 1."
     )
 
 
 def test_a_watched_step_gives_the_result_of_the_step():
     w, x = jnp.full((3, 4, 4), 0.1, jnp.float32), jnp.ones((2, 4))
-    result, _ = jax.jit(with_tripwire(_train_step))(w, x)
+    result, _ = jax.jit(track_nonfinite(_train_step))(w, x)
     expected = jax.jit(_train_step)(w, x)
     assert bitwise.avals(result) == bitwise.avals(expected)
     for a, b in zip(result, expected, strict=True):
@@ -150,9 +155,9 @@ def test_a_watched_step_gives_the_result_of_the_step():
 def test_watching_adds_six_integers_to_the_results():
     w, x = jnp.full((3, 4, 4), 0.1, jnp.float32), jnp.ones((2, 4))
     plain = jax.eval_shape(_train_step, w, x)
-    result, tripwire = jax.eval_shape(with_tripwire(_train_step), w, x)
+    result, tracker = jax.eval_shape(track_nonfinite(_train_step), w, x)
     assert jax.tree.map(str, result) == jax.tree.map(str, plain)
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(tripwire)] == [((6,), np.int32)]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(tracker)] == [((6,), np.int32)]
 
 
 def test_watching_keeps_few_arrays():
@@ -160,44 +165,44 @@ def test_watching_keeps_few_arrays():
         return jnp.sum(jnp.exp(jnp.sin(x) * 2.0) + 1.0)
 
     x = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
-    compiled: Any = [jax.jit(f).lower(x).compile() for f in (fun, with_tripwire(fun))]
+    compiled: Any = [jax.jit(f).lower(x).compile() for f in (fun, track_nonfinite(fun))]
     temporary = [c.memory_analysis().temp_size_in_bytes for c in compiled]
     # XLA writes down some of the four arrays that it would else have fused away.
     assert temporary[1] < temporary[0] + 3 * 4 * x.size
 
 
-def _reports(tripwires: Tripwire) -> list[NonFinite | None]:
+def _reports(trackers: NonFiniteTracker) -> list[NonFinite | None]:
     return [
-        jax.tree.map(lambda x, i=i: x[i], tripwires).report()
-        for i in range(len(tripwires.origin))
+        jax.tree.map(lambda x, i=i: x[i], trackers).report()
+        for i in range(len(trackers.origin))
     ]
 
 
-def test_a_tripwire_is_stacked_by_scan_and_vmap():
+def test_a_tracker_is_stacked_by_scan_and_vmap():
     def steps(xs):
-        return lax.scan(lambda c, x: (c, with_tripwire(jnp.log)(x)[1]), 0, xs)[1]
+        return lax.scan(lambda c, x: (c, track_nonfinite(jnp.log)(x)[1]), 0, xs)[1]
 
-    for tripwires in (
+    for trackers in (
         jax.jit(steps)(jnp.array([1.0, 0.0])),
-        jax.vmap(with_tripwire(jnp.log))(jnp.array([1.0, 0.0]))[1],
+        jax.vmap(track_nonfinite(jnp.log))(jnp.array([1.0, 0.0]))[1],
     ):
         with pytest.raises(ValueError, match=r"stacked to \[2\]: take run i of them"):
-            tripwires.report()
-        reports = _reports(tripwires)
+            trackers.report()
+        reports = _reports(trackers)
         assert reports[0] is None
         assert _found(reports[1]) == ("log", "", "forward", "float32")
 
 
-def test_a_tripwire_in_a_shard_map_is_that_of_each_device():
+def test_a_tracker_in_a_shard_map_is_that_of_each_device():
     devices, auto = jax.devices()[:2], (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("x",), auto, devices=devices)
     spec = jax.sharding.PartitionSpec("x")
 
     def fun(x):
-        tripwire = with_tripwire(
+        tracker = track_nonfinite(
             lambda x: lax.scan(lambda h, _: (jnp.log(h), None), x, None, length=2)
         )(x)[1]
-        return jax.tree.map(lambda x: x[None], tripwire)
+        return jax.tree.map(lambda x: x[None], tracker)
 
     mapped = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec))
     reports = _reports(mapped(jnp.array([3.0, 1.0])))
@@ -205,13 +210,15 @@ def test_a_tripwire_in_a_shard_map_is_that_of_each_device():
     assert reports[1] is not None and reports[1].iterations == (1,)
 
 
-def test_a_tripwire_is_not_differentiated():
-    watched = with_tripwire(jnp.square)
+def test_a_tracker_is_not_differentiated():
+    watched = track_nonfinite(jnp.square)
     for fun in (watched, jax.jit(watched), jax.vmap(watched)):
-        with pytest.raises(TypeError, match=r"take the gradient inside, with_tripwire"):
+        with pytest.raises(
+            TypeError, match=r"take the gradient inside, track_nonfinite"
+        ):
             jax.grad(lambda x, fun=fun: jnp.sum(fun(x)[0]))(jnp.ones(2))
-    (value, grad), tripwire = with_tripwire(jax.value_and_grad(jnp.square))(3.0)
-    assert (float(value), float(grad), tripwire.report()) == (9.0, 6.0, None)
+    (value, grad), tracker = track_nonfinite(jax.value_and_grad(jnp.square))(3.0)
+    assert (float(value), float(grad), tracker.report()) == (9.0, 6.0, None)
 
 
 # What counts as the first.
@@ -330,24 +337,24 @@ def test_a_report_is_json_without_nan():
     assert set(fields) == set(vars(report))
 
 
-def test_a_tripwire_survives_pickling_and_the_tree():
-    _, tripwire = with_tripwire(jnp.log)(jnp.zeros(2))
+def test_a_tracker_survives_pickling_and_the_tree():
+    _, tracker = track_nonfinite(jnp.log)(jnp.zeros(2))
     copies = (
-        pickle.loads(pickle.dumps(tripwire)),
-        jax.tree.map(lambda x: x, tripwire),
-        jax.device_get(tripwire),
+        pickle.loads(pickle.dumps(tracker)),
+        jax.tree.map(lambda x: x, tracker),
+        jax.device_get(tracker),
     )
     for copy in copies:
-        assert isinstance(copy, Tripwire)
-        assert copy.report() == tripwire.report()
-    jax.tree.map(lambda _: object(), tripwire)
+        assert isinstance(copy, NonFiniteTracker)
+        assert copy.report() == tracker.report()
+    jax.tree.map(lambda _: object(), tracker)
 
 
 # Errors.
 
 
 def test_errors_say_what_was_got():
-    for transform in (first_nonfinite, with_tripwire):
+    for transform in (first_nonfinite, track_nonfinite):
         with pytest.raises(TypeError, match="Expected a function to watch, got 3"):
             transform(3)  # pyright: ignore[reportArgumentType] - that is the point
 

@@ -88,7 +88,7 @@ class Op:
         return name_scopes.without_marks(self.path)
 
 
-def trace(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> list[Op]:
+def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> list[Op]:
     """Return the operations of a function that its results need, in order.
 
     Args:

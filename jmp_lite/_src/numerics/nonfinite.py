@@ -38,7 +38,7 @@ class NonFinite:
       iterations: of the loops around it, outermost first, from 0; of a `scan` that runs
         in reverse too, the index of the row.
       operands: per floating operand, the smallest and the largest number in it; empty
-        if nobody looked (`Tripwire.report`).
+        if nobody looked (`NonFiniteTracker.report`).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -86,7 +86,7 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     """Return a function that says which operation of `fun` made the first NaN or inf.
 
     Runs each operation of `fun` apart and looks at what it makes on the host: a tool
-    for one batch, not for every step. `with_tripwire` is its form inside `jit`.
+    for one batch, not for every step. `track_nonfinite` is its form inside `jit`.
 
     Args:
       fun: any JAX function: a loss, `jax.grad(loss)`, a whole train step.
@@ -116,24 +116,26 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     def run(*args, **kwargs) -> NonFinite | None:
         traced = _trace(fun, args, kwargs)
         origin, ranges = find(traced)
-        found = tripwire_of(traced, origin, (args, kwargs)).report()
+        found = tracker_of(traced, origin, (args, kwargs)).report()
         return found and dataclasses.replace(found, operands=ranges)
 
     return run
 
 
-def with_tripwire(fun: Callable[..., Any]) -> Callable[..., tuple[Any, "Tripwire"]]:
+def track_nonfinite(
+    fun: Callable[..., Any],
+) -> Callable[..., tuple[Any, "NonFiniteTracker"]]:
     """Return a function that also returns where a NaN or inf in its results began.
 
     Each operation is followed by a check of its result, in the same program. Take
-    gradients inside: `with_tripwire(jax.grad(loss))`.
+    gradients inside: `track_nonfinite(jax.grad(loss))`.
 
     Args:
       fun: any JAX function.
 
     Returns:
-      A function that returns the result of `fun` and a `Tripwire`: a pytree, so that
-      it can be called in `jit`. Its `report()` is asked on the host.
+      A function that returns the result of `fun` and a `NonFiniteTracker`, a pytree:
+      it can be called in `jit`. Call `report()` of the tracker on the host.
 
     Raises:
       TypeError: `fun` is not callable; in a call: an argument is an nnx module; where
@@ -141,8 +143,8 @@ def with_tripwire(fun: Callable[..., Any]) -> Callable[..., tuple[Any, "Tripwire
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> loss, tripwire = jax.jit(with_tripwire(lambda x: 1 / x))(jnp.float32(0.0))
-      >>> tripwire.report().primitive
+      >>> loss, tracker = jax.jit(track_nonfinite(lambda x: 1 / x))(jnp.float32(0.0))
+      >>> tracker.report().primitive
       'div'
     """
     _check_function(fun)
@@ -155,7 +157,7 @@ def with_tripwire(fun: Callable[..., Any]) -> Callable[..., tuple[Any, "Tripwire
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Tripwire:
+class NonFiniteTracker:
     """Where a number that is not finite, in the results of a run, began.
 
     Args:
@@ -165,8 +167,8 @@ class Tripwire:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> _, tripwire = with_tripwire(jnp.sqrt)(jnp.float32(4.0))
-      >>> tripwire.report() is None
+      >>> _, tracker = track_nonfinite(jnp.sqrt)(jnp.float32(4.0))
+      >>> tracker.report() is None
       True
     """
 
@@ -184,9 +186,9 @@ class Tripwire:
         """
         if np.ndim(self.origin) != 1:
             raise ValueError(
-                "Expected the tripwire of one run, got them stacked to "
+                "Expected the tracker of one run, got them stacked to "
                 f"{list(np.shape(self.origin)[:-1])}: take run i of them with "
-                "jax.tree.map(lambda x: x[i], tripwire)."
+                "jax.tree.map(lambda x: x[i], tracker)."
             )
         when, index, *iterations = np.asarray(self.origin).tolist()
         if when == NEVER:
@@ -219,18 +221,18 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         return trace(fun, args, kwargs)
 
 
-def _watch(traced: Traced, args_and_kwargs: Any) -> tuple[Any, Tripwire]:
+def _watch(traced: Traced, args_and_kwargs: Any) -> tuple[Any, NonFiniteTracker]:
     outs, origin = watch(traced)
-    tripwire = tripwire_of(traced, origin, args_and_kwargs)
-    return traced.restore([_not_differentiated(x) for x in outs]), tripwire
+    tracker = tracker_of(traced, origin, args_and_kwargs)
+    return traced.restore([_not_differentiated(x) for x in outs]), tracker
 
 
-def tripwire_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> Tripwire:
-    """Return the tripwire of a traced call whose results have an origin."""
+def tracker_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> NonFiniteTracker:
+    """Return the tracker of a traced call whose results have an origin."""
     leaves = jax.tree_util.tree_leaves_with_path(args_and_kwargs)
     names = [trees.key_path(path[1:]) for path, x in leaves if is_traceable(x)]
     known = sites(compat.open_jaxpr(traced.closed))
-    return Tripwire(origin, tuple(known), tuple(names))
+    return NonFiniteTracker(origin, tuple(known), tuple(names))
 
 
 @jax.custom_jvp
@@ -242,6 +244,6 @@ def _not_differentiated(x: Any) -> Any:
 def _refuse_derivative(primals: Any, tangents: Any) -> Any:
     # Custom derivatives are looked into, and would be lost without a word.
     raise TypeError(
-        "What with_tripwire returns cannot be differentiated: take the gradient "
-        "inside, with_tripwire(jax.grad(loss))."
+        "What track_nonfinite returns cannot be differentiated: take the gradient "
+        "inside, track_nonfinite(jax.grad(loss))."
     )
