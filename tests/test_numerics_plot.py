@@ -211,7 +211,7 @@ def test_values_of_another_shape_are_refused():
 
 def test_no_display_and_no_global_state_is_asked_for():
     code = (
-        "import sys, jmp_lite.numerics.plot as plot\n"
+        "import sys, jmp_lite._src.numerics.plot as plot\n"
         "plot.plot_heat_map(['a'], ['b'], [[0.5]]).savefig(sys.argv[1])\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
