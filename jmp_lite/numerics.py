@@ -21,14 +21,14 @@ from jmp_lite._src.numerics.tree_stats import TreeStats, tree_stats
 
 __all__ = [
     "Advice",
+    "DryRunReport",
     "EXPONENTS",
     "Finding",
     "LintReport",
     "NonFinite",
-    "DryRunReport",
+    "NonFiniteTracker",
     "OpStats",
     "TreeStats",
-    "NonFiniteTracker",
     "ValueStats",
     "advise",
     "dry_run",
@@ -36,7 +36,7 @@ __all__ = [
     "first_nonfinite",
     "lint",
     "merge",
+    "track_nonfinite",
     "tree_stats",
     "value_stats",
-    "track_nonfinite",
 ]

@@ -28,6 +28,7 @@ FLOORS = {
     "compat": 0,
     "dtypes": 0,
     "extras": 0,
+    "reports": 1,
     "trees": 1,
     "jaxprs": 1,
     "policy": 2,

@@ -18,8 +18,8 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import trace
 from jmp_lite._src.jaxprs.walk import Equation, Walker
-from jmp_lite._src.numerics.programs import Shadow
-from jmp_lite._src.numerics.runs import Cell, Observed, Observer, Run
+from jmp_lite._src.numerics.runs import Cell, Observer, Run
+from jmp_lite._src.numerics.stretches import Operation, Shadow
 
 
 class _Depths(Walker):
@@ -35,9 +35,6 @@ class _Depths(Walker):
         del value
         return np.int32(0)
 
-    def unstack(self, tag: Any, length: int) -> Any:
-        return jnp.broadcast_to(tag, (length,))
-
     def stack(self, tags: Any) -> Any:
         return tags.max(initial=0)
 
@@ -48,7 +45,7 @@ class _Counter(Observer):
     def __init__(self, count: int):
         self.ran: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
 
-    def observe(self, op: Observed) -> Any:
+    def observe(self, op: Operation) -> Any:
         self.ran[op.site].append(op.loops)
         return [max([0, *op.tags]) + 1] * len(op.eqn.outvars)
 
@@ -64,9 +61,9 @@ def walk(fun: Any, *args: Any) -> tuple[Any, list[Any], Any]:
     """Return the result, how deep each output is, and how many equations ran."""
     traced = trace(fun, args)
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
-    tags = [np.int32(0)] * len(traced.args)
-    outs, depths, eqn_count = _Depths().run(jaxpr, consts, traced.args, tags)
-    return traced.restore(outs), depths, eqn_count
+    cells = [(x, np.int32(0)) for x in traced.args]
+    outs, eqn_count = _Depths().run(jaxpr, consts, cells)
+    return traced.restore([x for x, _ in outs]), [tag for _, tag in outs], eqn_count
 
 
 def run(fun: Any, *args: Any) -> tuple[Any, list[int], list[list[tuple[int, ...]]]]:

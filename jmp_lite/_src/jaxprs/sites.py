@@ -1,11 +1,11 @@
-"""The operations of a program: what each is, where it is, and how often it runs.
+"""Sites, the operations of a program: what, where, and how often each runs.
 
-The loops, branches and calls that `autocast.control_flow` understands are looked into;
-whatever else holds a program (`shard_map`, `pallas_call`, …) is one operation.
+Sites inside the calls in `_CALLS`, loops and branches are listed one by one. Anything
+else that holds a jaxpr (`shard_map`, `pallas_call`, …) is one site.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.derivatives import derivatives
 
 _LOOPS = ("scan", "while")
-# Looked into as one call, whose operands and results are the body's.
+# Their operands and results are those of their one sub-jaxpr.
 _CALLS = (
     "jit",
     "closed_call",
@@ -28,17 +28,18 @@ _CALLS = (
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One operation of a program, at one place of it.
+    """One operation at one place of a program.
 
     Attributes:
       primitive: its name, as a jaxpr prints it.
-      layer: its name-scope path, `""` outside of any scope.
+      layer: its name-scope path, `""` outside any scope.
       line: `file:line` of the user's code.
-      direction: `"backward"` for what a transposition made and for slopes that only it
-        uses; else `"forward"`, also for what `jax.checkpoint` computes again.
-      dtype: of its first floating result, else of its first result.
-      times: how often it runs; None inside of a `while`.
-      loops: how many loops it is in.
+      direction: `"backward"` for operations that transposition made and for derivatives
+        that only these use; `"forward"` for all others, recomputation in
+        `jax.checkpoint` included.
+      dtype: that of its first floating result, or of its first result.
+      times: how often it runs; None inside a `while`.
+      loops: how many loops are around it.
     """
 
     primitive: str
@@ -54,19 +55,11 @@ _TOP = Site("", "", "", "forward", "")
 
 
 def sites(jaxpr: Any) -> list[Site]:
-    """Return the sites of a jaxpr in the order in which a walk numbers them.
-
-    Args:
-      jaxpr: an open jaxpr.
-    """
+    """Return the sites of an open jaxpr in the order in which a walk numbers them."""
     return _sites(jaxpr, _TOP, derivatives(jaxpr, bodies_of))
 
 
 def _sites(jaxpr: Any, around: Site, slopes: frozenset[int]) -> list[Site]:
-    """Return the sites of a jaxpr in the call, loop or branch that holds it.
-
-    The line of what holds it is that of all inside, if it has one.
-    """
     found = []
     for eqn in jaxpr.eqns:
         site = site_of(eqn, around)
@@ -85,23 +78,23 @@ def _sites(jaxpr: Any, around: Site, slopes: frozenset[int]) -> list[Site]:
     return found
 
 
-def count_sites(frames: Sequence[Any]) -> int:
-    """Return how many sites the jaxprs of frames have."""
+def count_sites(eqns: Iterable[Any]) -> int:
+    """Return how many sites equations have, their sub-jaxprs included."""
     total = 0
-    for frame in frames:
-        for eqn in frame.jaxpr.eqns:
-            bodies = bodies_of(eqn)
-            total += 1 if bodies is None else count_sites(bodies)
+    for eqn in eqns:
+        bodies = bodies_of(eqn)
+        inside = (count_sites(frame.jaxpr.eqns) for frame in bodies or ())
+        total += 1 if bodies is None else sum(inside)
     return total
 
 
 def bodies_of(eqn: Any) -> Any:
-    """Return the frames of an equation that is looked into, else None."""
+    """Return the `SubJaxpr`s of an equation whose sites are listed, else None."""
     name = eqn.primitive.name
     if name not in (*_CALLS, *_LOOPS, "cond"):
         return None
     if name == "while":
-        # Under vmap it has a condition per example: JAX itself knows how to run it.
+        # Under vmap it has a condition per example, and only JAX can run it.
         (holds,) = compat.open_jaxpr(eqn.params["cond_jaxpr"]).outvars
         if holds.aval.shape:
             return None
@@ -127,7 +120,7 @@ def site_of(eqn: Any, around: Site = _TOP) -> Site:
 
 
 def in_loop(eqn: Any, site: Site) -> Site:
-    """Return the site of an equation as its bodies have it."""
+    """Return the site around the sub-jaxprs of an equation."""
     if eqn.primitive.name not in _LOOPS:
         return site
     length = eqn.params.get("length")
@@ -138,5 +131,4 @@ def in_loop(eqn: Any, site: Site) -> Site:
 def _dtype_name(eqn: Any) -> str:
     dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
     floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-    first = (floating or dtypes)[:1]
-    return str(first[0]) if first else ""
+    return str((floating or dtypes or [""])[0])

@@ -1,13 +1,13 @@
-"""Run a jaxpr equation by equation, inside of `jit`, with a tag beside every value.
+"""Run a jaxpr equation by equation, inside `jit`, with a tag beside every value.
 
-Loops, branches and calls are looked into; what `sites` says of others holds here too.
-`runs` has the form that looks at the values on the host.
+Loops, branches and calls are followed, with the limits of `sites`. `numerics.runs` has
+the form that observes the values on the host.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,8 @@ from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """Where in a run an equation is.
+class Moment(NamedTuple):
+    """When in a run an equation runs.
 
     Attributes:
       eqn_count: how many equations ran before it, i32 `[]`.
@@ -31,38 +30,39 @@ class Moment:
     loops: tuple[Any, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Equation:
-    """An equation that runs now.
+class Equation(NamedTuple):
+    """An equation that has run.
 
     Attributes:
       eqn: the equation.
-      index: its index in its jaxpr.
+      step: its entry in the `steps` of the plan; None without a plan.
       site: its number among the sites.
       ins: its operands.
       outs: its results.
-      tags: per operand, what is carried beside it.
-      moment: when it runs.
-      tag_of: returns what is carried beside any variable of the jaxpr made so far.
-      plan: what `Walker.body_plan` returned for the jaxpr.
+      tags: the tags of its operands.
+      moment: when it ran.
+      tag_of: returns the tag of any variable of the jaxpr that has a value by now.
     """
 
     eqn: Any
-    index: int
+    step: Any
     site: int
     ins: Sequence[Any]
     outs: Sequence[Any]
     tags: Sequence[Any]
     moment: Moment
-    tag_of: Any
-    plan: Any
+    tag_of: Callable[[Any], Any]
+
+
+# A value and its tag.
+Cell = tuple[Any, Any]
 
 
 class Walker:
-    """Runs jaxprs. Subclasses say what is carried beside values."""
+    """Runs jaxprs. Subclasses define the tags."""
 
     def bind(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
-        """Return the results of an equation that is not looked into."""
+        """Return the results of an equation without followed sub-jaxprs."""
         return binding.bind(eqn, ins)
 
     def observe(self, equation: Equation) -> Sequence[Any]:
@@ -70,196 +70,163 @@ class Walker:
         raise NotImplementedError
 
     def tag_constant(self, value: Any) -> Any:
-        """Return what is carried beside a constant of the program."""
-        raise NotImplementedError
-
-    def unstack(self, tag: Any, length: int) -> Any:
-        """Return the tag of a scanned array as that of its rows, stacked."""
+        """Return the tag of a constant of the program."""
         raise NotImplementedError
 
     def stack(self, tags: Any) -> Any:
-        """Return the tag of an array from those of its rows, stacked."""
+        """Return the tag of an array from the stacked tags of its rows."""
         raise NotImplementedError
 
-    def body_plan(self, plan: Any, index: int, body: int) -> Any:
-        """Return the plan of one of the jaxprs of an equation."""
-        del plan, index, body
+    def cast(
+        self, variables: Sequence[Any], cells: Sequence[Cell], is_low: Any
+    ) -> Sequence[Cell]:
+        """Return operands or results of sub-jaxprs as the plan has them.
 
-    def enter(self, plan: Any, index: int, eqn: Any, tags: Sequence[Any]) -> Any:
-        """Return the tags of operands as the bodies of an equation take them."""
-        del plan, index, eqn
-        return tags
-
-    def leave(self, plan: Any, index: int, eqn: Any, tags: Sequence[Any]) -> Any:
-        """Return the tags of a body's results as the equation's results have them."""
-        del plan, index, eqn
-        return tags
+        Args:
+          variables: the variables of the equation.
+          cells: what they hold.
+          is_low: per variable, whether the plan has it in half; None without a plan.
+        """
+        del variables, is_low
+        return cells
 
     def run(
         self,
         jaxpr: Any,
         consts: Sequence[Any],
-        args: Sequence[Any],
-        tags: Sequence[Any],
+        cells: Sequence[Cell],
         *,
         plan: Any = None,
         first_site: int = 0,
         moment: Moment | None = None,
-    ) -> tuple[list[Any], list[Any], Any]:
+    ) -> tuple[list[Cell], Any]:
         """Run a jaxpr.
 
         Args:
           jaxpr: an open jaxpr.
           consts: the values of its constvars.
-          args: its inputs.
-          tags: what is carried beside them.
-          plan: whatever the subclass knows about the jaxpr.
+          cells: its inputs.
+          plan: has `steps`, one per equation, each with the plans `bodies` of its
+            sub-jaxprs; None if the subclass needs none.
           first_site: the number of its first site.
           moment: when it starts.
 
         Returns:
-          Its outputs, their tags, and how many equations have run in all.
+          Its outputs, and how many equations have run in all.
         """
-        moment = Moment(np.int32(0)) if moment is None else moment
-        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        values.update(zip(jaxpr.invars, args, strict=True))
-        tag: dict[Any, Any] = dict(zip(jaxpr.invars, tags, strict=True))
-        tag.update({v: self.tag_constant(values[v]) for v in jaxpr.constvars})
+        moment = moment or Moment(np.int32(0))
+        env: dict[Any, Cell] = dict(zip(jaxpr.invars, cells, strict=True))
+        tags = map(self.tag_constant, consts)
+        env |= _pairs(jaxpr.constvars, _pairs(consts, tags))
 
-        def read(var):
-            return var.val if compat.is_literal(var) else values[var]
-
-        def tag_of(var):
-            return self.tag_constant(var.val) if compat.is_literal(var) else tag[var]
+        def read(var) -> Cell:
+            if compat.is_literal(var):
+                return var.val, self.tag_constant(var.val)
+            return env[var]
 
         eqn_count, site = moment.eqn_count, first_site
-        for index, eqn in enumerate(jaxpr.eqns):
-            ins, in_tags = map(read, eqn.invars), map(tag_of, eqn.invars)
-            ins, in_tags = list(ins), list(in_tags)
-            now = Moment(eqn_count, moment.loops)
-            bodies = bodies_of(eqn)
-            if bodies is None:
-                outs = self.bind(eqn, ins)
+        steps = plan.steps if plan else itertools.repeat(None)
+        for eqn, step in zip(jaxpr.eqns, steps, strict=False):
+            ins = [read(v) for v in eqn.invars]
+            now = moment._replace(eqn_count=eqn_count)
+            if bodies_of(eqn) is None:
+                values, tags = [x for x, _ in ins], [tag for _, tag in ins]
+                made = self.bind(eqn, values)
                 equation = Equation(
-                    eqn, index, site, ins, outs, in_tags, now, tag_of, plan
+                    eqn, step, site, values, made, tags, now, lambda v: read(v)[1]
                 )
-                out_tags = self.observe(equation)
-                eqn_count, site = eqn_count + 1, site + 1
+                outs = _pairs(made, self.observe(equation))
+                eqn_count += 1
             else:
-                in_tags = self.enter(plan, index, eqn, in_tags)
-                firsts = [site + count_sites(bodies[:k]) for k in range(len(bodies))]
-                walk = _Bodies(self, plan, index, eqn, bodies, firsts, now)
-                outs, out_tags, eqn_count = walk.run(ins, in_tags)
-                site += count_sites(bodies)
-            values.update(zip(eqn.outvars, outs, strict=True))
-            tag.update(zip(eqn.outvars, out_tags, strict=True))
-        outs = [read(v) for v in jaxpr.outvars]
-        return outs, [tag_of(v) for v in jaxpr.outvars], eqn_count
+                outs, eqn_count = self._run_bodies(eqn, step, site, ins, now)
+            site += count_sites([eqn])
+            env |= _pairs(eqn.outvars, outs)
+        return [read(v) for v in jaxpr.outvars], eqn_count
 
+    def _run_bodies(
+        self, eqn: Any, step: Any, site: int, cells: Sequence[Cell], moment: Moment
+    ) -> tuple[Sequence[Cell], Any]:
+        """Run an equation by running its sub-jaxprs."""
+        frames = bodies_of(eqn)
+        plans = (step.bodies if step else ()) or [None] * len(frames)
 
-@dataclasses.dataclass(frozen=True)
-class _Bodies:
-    """An equation whose jaxprs are walked."""
+        def body(k: int, cells: Sequence[Cell], moment: Moment):
+            before = (eqn for frame in frames[:k] for eqn in frame.jaxpr.eqns)
+            outs, eqn_count = self.run(
+                frames[k].jaxpr,
+                frames[k].consts,
+                cells,
+                plan=plans[k],
+                first_site=site + count_sites(before),
+                moment=moment,
+            )
+            return self.cast(eqn.outvars, outs, step and step.low_out), eqn_count
 
-    walker: Walker
-    plan: Any
-    index: int
-    eqn: Any
-    frames: Sequence[Any]
-    firsts: Sequence[int]
-    moment: Moment
+        cells = self.cast(eqn.invars, cells, step and step.low_in)
+        match eqn.primitive.name:
+            case "scan":
+                return self._scan(eqn, body, cells, moment)
+            case "while":
+                return self._while(eqn, frames, body, cells, moment)
+            case "cond":
+                (index, _), *operands = cells
+                count = range(len(frames))
+                branches = [lambda cells, k=k: body(k, cells, moment) for k in count]
+                return jax.lax.switch(index, branches, operands)
+        return body(0, cells, moment)
 
-    def run(self, ins: Sequence[Any], tags: Sequence[Any]) -> Any:
-        forms = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        return forms.get(self.eqn.primitive.name, self._call)(ins, tags)
-
-    def _walk(self, body: int, args: Sequence[Any], tags: Sequence[Any], moment=None):
-        """Walk one of the jaxprs; its tags are then those of the results."""
-        frame = self.frames[body]
-        outs, out_tags, eqn_count = self.walker.run(
-            frame.jaxpr,
-            frame.consts,
-            args,
-            tags,
-            plan=self.walker.body_plan(self.plan, self.index, body),
-            first_site=self.firsts[body],
-            moment=moment or self.moment,
-        )
-        out_tags = self.walker.leave(self.plan, self.index, self.eqn, out_tags)
-        return outs, list(out_tags), eqn_count
-
-    def _call(self, ins, tags):
-        return self._walk(0, ins, tags)
-
-    def _scan(self, ins, tags):
-        params = self.eqn.params
+    def _scan(self, eqn, body, cells, moment: Moment):
+        params = eqn.params
         num_consts, num_carry = compat.scan_counts(params) or (0, 0)
-        split = num_consts + num_carry
+        consts, carry = cells[:num_consts], cells[num_consts:][:num_carry]
+
+        def iterate(state, rows):
+            (carry, eqn_count), (xs, iteration) = state, rows
+            now = Moment(eqn_count, (*moment.loops, iteration))
+            outs, eqn_count = body(0, [*consts, *carry, *xs], now)
+            return (outs[:num_carry], eqn_count), outs[num_carry:]
+
+        # Each row of a scanned array has the tag of the array.
         length = params["length"]
-
-        def body(state, rows):
-            carry, carry_tags, eqn_count = state
-            xs, xs_tags, iteration = rows
-            now = Moment(eqn_count, (*self.moment.loops, iteration))
-            outs, out_tags, eqn_count = self._walk(
-                0,
-                [*ins[:num_consts], *carry, *xs],
-                [*tags[:num_consts], *carry_tags, *xs_tags],
-                now,
-            )
-            state = outs[:num_carry], out_tags[:num_carry], eqn_count
-            return state, (outs[num_carry:], out_tags[num_carry:])
-
-        state = ins[num_consts:split], tags[num_consts:split], self.moment.eqn_count
-        unstacked = [self.walker.unstack(t, length) for t in tags[split:]]
-        rows = ins[split:], unstacked, jnp.arange(length, dtype=jnp.int32)
-        scan = binding.call(
-            self.eqn,
-            functools.partial(
-                jax.lax.scan,
-                body,
-                length=length,
-                reverse=params["reverse"],
-                unroll=params["unroll"],
-            ),
-            state,
-            rows,
+        xs = [
+            (x, jnp.broadcast_to(tag, (length, *np.shape(tag))))
+            for x, tag in cells[num_consts + num_carry :]
+        ]
+        scan = functools.partial(
+            jax.lax.scan,
+            iterate,
+            length=length,
+            reverse=params["reverse"],
+            unroll=params["unroll"],
         )
-        (carry, carry_tags, eqn_count), (ys, ys_tags) = scan
-        ys_tags = [self.walker.stack(t) for t in ys_tags]
-        return [*carry, *ys], [*carry_tags, *ys_tags], eqn_count
+        rows = xs, jnp.arange(length, dtype=np.int32)
+        state, ys = binding.call(eqn, scan, (carry, moment.eqn_count), rows)
+        carry, eqn_count = state
+        return [*carry, *((y, self.stack(tags)) for y, tags in ys)], eqn_count
 
-    def _while(self, ins, tags):
-        condition, body_frame = self.frames
-        num_cond = len(condition.operands) - len(self.eqn.outvars)
-        num_body = len(body_frame.operands) - len(self.eqn.outvars)
-        split = num_cond + num_body
+    def _while(self, eqn, frames, body, cells, moment: Moment):
+        (test, _), (given, consts, carry) = frames, split_while(eqn, cells)
 
-        # The condition's own sites are not observed.
+        # The sites of the condition are not observed.
         def holds(state):
-            args = [*ins[:num_cond], *state[0]]
-            return binding.evaluate(condition.jaxpr, condition.consts, args)[0]
+            args = [x for x, _ in (*given, *state[0])]
+            return binding.evaluate(test.jaxpr, test.consts, args)[0]
 
-        def body(state):
-            carry, carry_tags, eqn_count, iteration = state
-            now = Moment(eqn_count, (*self.moment.loops, iteration))
-            outs, out_tags, eqn_count = self._walk(
-                1,
-                [*ins[num_cond:split], *carry],
-                [*tags[num_cond:split], *carry_tags],
-                now,
-            )
-            return outs, out_tags, eqn_count, iteration + 1
+        def iterate(state):
+            carry, eqn_count, iteration = state
+            now = Moment(eqn_count, (*moment.loops, iteration))
+            return *body(1, [*consts, *carry], now), iteration + 1
 
-        zero = jnp.zeros([], jnp.int32)
-        state = list(ins[split:]), list(tags[split:]), self.moment.eqn_count, zero
-        return jax.lax.while_loop(holds, body, state)[:3]
+        state = carry, moment.eqn_count, jnp.zeros([], jnp.int32)
+        return jax.lax.while_loop(holds, iterate, state)[:2]
 
-    def _cond(self, ins, tags):
-        index, *operands = ins
 
-        def branch(k):
-            return lambda operands, tags: self._walk(k, operands, tags)
+def split_while(eqn: Any, operands: Any) -> tuple[Any, Any, Any]:
+    """Return the constants of the condition and of the body of a `while`, its carry."""
+    first = eqn.params["cond_nconsts"]
+    split = first + eqn.params["body_nconsts"]
+    return operands[:first], operands[first:split], operands[split:]
 
-        branches = [branch(k) for k in range(len(self.frames))]
-        return jax.lax.switch(index, branches, operands, list(tags[1:]))
+
+def _pairs(a: Iterable[Any], b: Iterable[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(a, b, strict=True))

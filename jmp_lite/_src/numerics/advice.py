@@ -1,4 +1,4 @@
-"""What to do about it: which layers to keep in float32, and which loss scale to use."""
+"""`advise`: which layers to keep in float32, and which loss scale to use."""
 
 import collections
 import dataclasses
@@ -16,12 +16,13 @@ from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite._src.numerics.dry_run import Measured, measure
 from jmp_lite._src.numerics.faults import Fault, find_faults
 from jmp_lite._src.numerics.patterns import pattern_of
-from jmp_lite._src.numerics.report import DryRunReport, OpStats, percent
+from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.numerics.stats import EXPONENTS
 from jmp_lite._src.policy import Policy, PolicyMap
+from jmp_lite._src.reports import percent
 
-# The largest gradient is lifted to this share of the largest number: later batches have
-# larger ones.
+# The loss scale brings the largest gradient to this fraction of the largest number,
+# because later batches have larger gradients.
 _HEADROOM = 8
 _LARGEST_SCALE = 2.0**24
 _ROUNDS = 12
@@ -32,14 +33,13 @@ class Advice:
     """Which policy and loss scale fit a function.
 
     Args:
-      policy: the policy, with a rule for each layer that must compute in float32. Its
-        patterns match the scopes of `autocast`, and modules of linen for `with_policy`.
-      loss_scale: a static scale that fits the gradients seen, which a
-        `DynamicLossScale` may start from; one that does nothing where none is needed.
-      reasons: why, one sentence each, and what is left.
-      left: operations that lose too much all the same: they are in no layer that a rule
-        could name.
-      report: the dry run of the scaled loss and its gradient, as advised.
+      policy: the policy, with a rule for each layer that must compute in float32.
+        Patterns match scopes of `autocast` and modules of linen's `with_policy`.
+      loss_scale: a static scale that fits the gradients of this batch, for a
+        `DynamicLossScale` to start from; `NoOpLossScale` if none is needed.
+      reasons: one sentence for each rule, the loss scale, and each fault that is left.
+      left: faulty operations that are in no layer that a rule could name.
+      report: the dry run of the scaled loss and its gradient, under this advice.
 
     Examples:
       >>> def loss(w, x):
@@ -89,17 +89,18 @@ def advise(
 ) -> Callable[..., Advice]:
     """Return a function that finds the policy and loss scale a loss function needs.
 
-    Dry-runs the scaled loss and its gradient on one batch; finds the power of two that
-    lifts the largest gradient in half to an eighth of what the dtype holds; puts each
-    layer whose operations overflow, or lose more than 32 roundings, into float32; and
-    runs again, until nothing changes. Where an operation shows what another layer has
-    rounded away (`1 - p`, where `p` was rounded to 1), it is that layer.
+    Dry-runs the scaled loss and its gradient on one batch. Finds the power of two that
+    scales the largest gradient in half to an eighth of the largest number of the dtype.
+    Puts each layer whose operations overflow, or have an error of more than 32
+    roundings, into float32. Repeats this until nothing changes. If an operation shows
+    an error of another layer (`1 - p`, where `p` was rounded to 1), that layer goes
+    into float32.
 
     Args:
       loss_fn: returns a scalar loss, written in float32.
       policy: the policy to start from, as for `dry_run`.
-      argnums: which arguments are differentiated for.
-      has_aux: whether `loss_fn` returns a pair, of the loss and whatever else.
+      argnums: the arguments to differentiate with respect to.
+      has_aux: whether `loss_fn` returns a pair of the loss and auxiliary data.
 
     Returns:
       A function of the arguments of `loss_fn` that returns an `Advice`.
@@ -142,10 +143,10 @@ class _Turn:
     """A dry run with some layers in float32.
 
     Attributes:
-      measured: what it returned.
+      measured: its result.
       scale: the loss scale that it ran with.
-      fitting: the one that fits what it saw.
-      faults: what it has found.
+      fitting: the loss scale that fits its gradients.
+      faults: its faults.
     """
 
     measured: Measured
@@ -166,12 +167,12 @@ class _Search:
     dtype: Any
 
     def run(self) -> tuple[Advice, str]:
-        """Return what was found, and what to warn of."""
+        """Return the advice, and a warning or `""`."""
         why: dict[str, str] = {}
         tried: dict[Any, set[str]] = collections.defaultdict(set)
         turn = self._turn(1.0, why)
         for _ in range(_ROUNDS - 1):
-            # The backward pass shows again what the forward pass has lost.
+            # The backward pass repeats errors of the forward pass.
             named = [fault for fault in reversed(turn.faults) if fault.layer]
             forward = [fault for fault in named if fault.row.direction == "forward"]
             if not named and turn.fitting == turn.scale:
@@ -182,7 +183,7 @@ class _Search:
                 tried[fault.row.layer, fault.row.direction].add(fault.layer)
             why |= new
             turn = self._turn(turn.fitting, why)
-        # A layer that was suspected, and mended nothing by itself, may be innocent.
+        # Of several layers tried for one operation, some may not matter.
         suspected = {x for layers in tried.values() if len(layers) > 1 for x in layers}
         for layer in [layer for layer in why if layer in suspected]:
             others = {k: reason for k, reason in why.items() if k != layer}
@@ -207,7 +208,7 @@ class _Search:
         policy = _with_rules(self.start, list(layers))
         measured = measure(step, policy, self.args_and_kwargs, caller="advise")
         fitting = _fitting_scale(measured.report, scale, self.dtype)
-        # In the backward pass, what is out of range may be so for want of a scale.
+        # Faults of the backward pass count once the loss scale fits.
         faults = [
             fault
             for fault in find_faults(measured.report, set(layers))
@@ -237,10 +238,10 @@ def _with_rules(start: Policy | PolicyMap, layers: list[str]) -> Policy | Policy
 
 
 def _gradients(report: DryRunReport) -> list[OpStats]:
-    """Return what is in half in the backward pass.
+    """Return the rows of the backward pass that are in half.
 
-    The gradient of what autocast made has the results of all its products in half, also
-    those that autocast of the gradient takes from the float32 accumulator.
+    The gradient of `autocast(f)` has the results of all its products in half, unlike
+    `autocast` of the gradient, which keeps some in float32.
     """
     return [
         row
@@ -252,13 +253,13 @@ def _gradients(report: DryRunReport) -> list[OpStats]:
 
 
 def _fitting_scale(report: DryRunReport, scale: float, dtype: Any) -> float:
-    """Return the loss scale that fits gradients which were scaled by another."""
+    """Return the loss scale that fits, by the gradients that `scale` has scaled."""
     rows = _gradients(report)
     if dtype == jnp.bfloat16 or not rows:
         return 1.0
-    room = float(jnp.finfo(dtype).max) / _HEADROOM
-    lift = 2.0 ** math.floor(math.log2(room / max(row.max_abs for row in rows)))
-    return min(max(scale * lift, 1.0), _LARGEST_SCALE)
+    wanted = float(jnp.finfo(dtype).max) / _HEADROOM
+    factor = 2.0 ** math.floor(math.log2(wanted / max(row.max_abs for row in rows)))
+    return min(max(scale * factor, 1.0), _LARGEST_SCALE)
 
 
 def _as_loss_scale(
@@ -278,13 +279,13 @@ def _as_loss_scale(
     )
 
 
-def _underflow(rows: Sequence[OpStats], dtype: Any, lift: float) -> float:
-    """Return the fraction of non-zero gradients that underflow once scaled."""
+def _underflow(rows: Sequence[OpStats], dtype: Any, factor: float) -> float:
+    """Return the fraction of non-zero gradients that underflow, scaled by a factor."""
     smallest = math.log2(float(jnp.finfo(dtype).smallest_subnormal)) - 1
     counts = [sum(column) for column in zip(*(r.histogram for r in rows), strict=True)]
-    lost = sum(
+    underflow = sum(
         count
         for exponent, count in zip(EXPONENTS, counts, strict=True)
-        if exponent + math.log2(lift) < smallest
+        if exponent + math.log2(factor) < smallest
     )
-    return lost / max(sum(counts), 1)
+    return underflow / max(sum(counts), 1)

@@ -15,11 +15,11 @@ from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.transform import Painting, check_policy, name_of, paint_call
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
-from jmp_lite._src.numerics.lockstep import Lockstep, Low, held
+from jmp_lite._src.numerics.lockstep import Lockstep, PolicyShadow
 from jmp_lite._src.numerics.nonfinite import tracker_of
 from jmp_lite._src.numerics.patterns import fit
 from jmp_lite._src.numerics.reference import check_is_finite, check_is_float32
-from jmp_lite._src.numerics.report import DryRunReport, make_rows
+from jmp_lite._src.numerics.report import DryRunReport
 from jmp_lite._src.numerics.runs import Cell, Run
 from jmp_lite._src.policy import Policy, PolicyMap
 
@@ -124,9 +124,8 @@ def measure(
     painting, policy = _paint(fun, policy, args_and_kwargs, rules)
     plan, arrays = painting.plan, painting.traced.args
     warning = check_is_float32(plan.jaxpr, caller)
-    known = sites(plan.jaxpr)
-    shadow = Low(Rewriter(painting.painter))
-    observer = Lockstep(known, shadow.low_dtype)
+    shadow = PolicyShadow(Rewriter(painting.painter))
+    observer = Lockstep(sites(plan.jaxpr), shadow.low_dtype)
     cells = [Cell(x, x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
     outs = Run(observer, shadow).run(plan.jaxpr, plan.consts, cells, plan=plan)
     values = [cell.value for cell in outs]
@@ -135,18 +134,10 @@ def measure(
     if found is not None:
         found = dataclasses.replace(found, operands=ranges)
         check_is_finite(found, values, caller)
-    half = str(shadow.low_dtype)
-    rows = [
-        row
-        for site, dtype, records in zip(
-            known, held(plan.jaxpr, plan, half), observer.records, strict=True
-        )
-        for row in make_rows(site, dtype or site.dtype, half, records, known)
-    ]
     return Measured(
         outs=values,
         lows=[cell.shadow for cell in outs],
-        report=DryRunReport(tuple(rows), half),
+        report=DryRunReport(tuple(observer.rows()), str(shadow.low_dtype)),
         policy=policy,
         warning=warning,
     )

@@ -1,4 +1,4 @@
-"""What goes wrong in a dry run, and which layer to keep in float32 for it."""
+"""Faults in a dry run, and the layer to keep in float32 against each."""
 
 import dataclasses
 import math
@@ -7,7 +7,8 @@ from collections.abc import Collection
 import jax.numpy as jnp
 
 from jmp_lite._src.numerics.lockstep import ROUNDINGS
-from jmp_lite._src.numerics.report import DryRunReport, OpStats, percent
+from jmp_lite._src.numerics.report import DryRunReport, OpStats
+from jmp_lite._src.reports import percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Fault:
 
     Attributes:
       row: the operation.
-      layer: the layer to keep in float32; `""` if there is none left to name.
+      layer: the layer to keep in float32; `""` if no layer is left.
       dtype: the half dtype.
     """
 
@@ -25,7 +26,7 @@ class Fault:
     dtype: str
 
     def reason(self) -> str:
-        """Return why the layer is to be kept in float32."""
+        """Return why the layer must be in float32."""
         row, cause = self.row, self.row.cause
         if cause is None or cause[0] in (row.layer, "") or cause[0] != self.layer:
             return f"{self.layer} in float32: {self._place()} {self._what()}."
@@ -36,7 +37,7 @@ class Fault:
         )
 
     def left(self) -> str:
-        """Return what is wrong all the same, and what else can be done."""
+        """Return what is wrong although no layer is left, and how to repair it."""
         what = f"Still wrong: {self._place()} {self._what()}."
         _, primitive, line = self.row.cause or ("", self.row.primitive, self.row.line)
         name = primitive.rpartition(" ")[2]  # of an operand, that of the product
@@ -50,28 +51,24 @@ class Fault:
         return f"{self.row.primitive}{layer} at {self.row.line}"
 
     def _what(self) -> str:
-        row = self.row
+        row, largest = self.row, float(jnp.finfo(self.dtype).max)
+        reaches = f"reaches {row.max_abs:.3g}"
         if row.overflow and row.is_half:
-            largest = float(jnp.finfo(self.dtype).max)
-            return (
-                f"reaches {row.max_abs:.3g}, beyond {largest:.3g}, in "
-                f"{percent(row.overflow)} of its numbers"
-            )
+            share = percent(row.overflow)
+            return f"{reaches}, beyond {largest:.3g}, in {share} of its numbers"
         if math.isinf(row.error):
-            known = f"in float32 it reaches {row.max_abs:.3g}"
-            return f"is not finite in {self.dtype}; {known}"
-        size = (
-            f"{row.error:.2g} times its size" if row.error > 1 else percent(row.error)
-        )
+            return f"is not finite in {self.dtype}; in float32 it {reaches}"
+        is_large = row.error > 1
+        size = f"{row.error:.2g} times its size" if is_large else percent(row.error)
         return f"has an error of {size} in {self.dtype}"
 
 
 def find_faults(report: DryRunReport, in_float32: Collection[str]) -> list[Fault]:
-    """Return what goes wrong in a dry run, the worst first.
+    """Return the faults of a dry run, the worst first.
 
     Args:
       report: the dry run.
-      in_float32: the layers that are kept in float32 already, and mend nothing more.
+      in_float32: the layers that are in float32 already.
     """
     limit = ROUNDINGS * float(jnp.finfo(report.dtype).eps)
     made = [r for r in report.rows if r.direction == "forward" and not r.is_operand]
@@ -81,21 +78,21 @@ def find_faults(report: DryRunReport, in_float32: Collection[str]) -> list[Fault
     def is_bad(row):
         if row.is_half and (row.overflow or math.isinf(row.added_error)):
             return True
-        # What comes after a loss may be right again once that is repaired.
+        # An error that was large before this operation may go once that is repaired.
         if row.added_error <= limit or min(row.error, 1.0) - row.added_error > limit:
             return False
         if row.is_half:
             return True
-        # A float32 operation shows what half ones have lost, unless its layer gets over
-        # it: a mean that is 0 but for roundings, say.
+        # A float32 operation shows what half ones have lost, unless the result of its
+        # layer is right: a mean that is 0 up to rounding, for example.
         is_forward = row.direction == "forward"
         shows = row.cause is not None or row.layer in half_layers
         return is_forward and shows and result[row.layer].error > limit
 
     def layer_of(row):
-        # What overflows, or is read in half, does so itself.
         causes = [row.cause[0]] if row.cause else []
         own = [row.layer] if row.is_half or not causes else []
+        # An overflow is a fault of the operation itself.
         suspects = own + causes if row.is_half and row.overflow else causes + own
         return next((x for x in suspects if x and x not in in_float32), "")
 

@@ -1,8 +1,8 @@
-"""`lint`: what in a program is a hazard in half precision, found without running it.
+"""`lint`: the hazards of a program in half precision, found without running it.
 
-Limits: a static look sees constants, dtypes and shapes, not values: what overflows for
-some inputs alone is the business of `dry_run`. A loss in half inside of `jax.grad` is
-not seen, because the gradient does not need its value: lint `jax.value_and_grad`.
+Limits: only constants, dtypes and shapes are known, not values: use `dry_run` to find
+what overflows for some inputs only. A loss in half inside `jax.grad` is not found,
+because the gradient does not need its value: lint `jax.value_and_grad` instead.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from typing import Any, Literal
 
 import jax
 
-from jmp_lite._src import extras
+from jmp_lite._src import reports
 from jmp_lite._src.autocast.regions import Regions
 from jmp_lite._src.autocast.transform import check_policy, name_of
-from jmp_lite._src.numerics.hazards import accuracy, constants, positions, speed
-from jmp_lite._src.numerics.hazards.dataflow import Op, list_ops
+from jmp_lite._src.numerics.hazards import accuracy, constants, speed
+from jmp_lite._src.numerics.hazards.dataflow import list_ops
 from jmp_lite._src.numerics.hazards.ranges import Ranges
-from jmp_lite._src.numerics.hazards.rule import LintedProgram, Rule, Severity
+from jmp_lite._src.numerics.hazards.rule import LintedProgram, Severity
 from jmp_lite._src.policy import Policy, PolicyMap
 
-RULES = (*constants.RULES, *accuracy.RULES, *positions.RULES, *speed.RULES)
+RULES = (*constants.RULES, *accuracy.RULES, *constants.POSITIONS, *speed.RULES)
 
 _SEVERITIES = ("error", "warning", "speed")
 
@@ -33,16 +33,16 @@ class Finding:
 
     Attributes:
       rule: the name of the rule.
-      layer: the name-scope path, `""` outside of any scope; `*` for what differs where
-        the same line makes several layers.
-      line: `file:line` of the user's code, `""` if it has no part in it.
+      layer: the name-scope path, `""` outside any scope; `*` stands for the parts that
+        differ between the layers of one line.
+      line: `file:line` of the user's code, `""` if there is none.
       primitive: the operation, as a jaxpr prints it.
-      what: what was seen.
-      why: why it hurts.
-      fix: what to do about it.
+      what: what was found.
+      why: why it is a hazard.
+      fix: how to repair it.
       times: how many operations of the program have it.
       severity: `"error"`: numbers will be wrong; `"warning"`: accuracy is lost;
-        `"speed"`: slower than it could be.
+        `"speed"`: slower than necessary.
     """
 
     rule: str
@@ -56,30 +56,29 @@ class Finding:
     severity: Severity
 
     def __str__(self) -> str:
-        """Return it as compilers write theirs."""
+        """Return one line, in the format of compilers."""
         layer = f" ({self.layer})" if self.layer else ""
-        times = f" ×{self.times}" if self.times > 1 else ""
         return (
             f"{self.line or '?'}: {self.severity}: {self.rule}: {self.primitive}: "
-            f"{self.what}{layer}{times}. {self.why} {self.fix}"
+            f"{self.what}{layer}{_times(self)}. {self.why} {self.fix}"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class LintReport:
-    """The hazards of a program; true, and as long, as there are findings.
+    """The hazards of a program; its length is the number of findings.
 
     Attributes:
-      findings: errors first, then warnings, then what costs speed.
-      f32_flops_share: the share of matrix-product FLOPs left in float32 though the
-        policy would have them in half, 0 to 1.
+      findings: errors first, then warnings, then those of speed.
+      f32_flops_share: the share of matrix-product FLOPs, 0 to 1, that are in float32
+        though the policy has them in half.
     """
 
     findings: tuple[Finding, ...]
     f32_flops_share: float
 
     def __len__(self) -> int:
-        """Return how many findings there are."""
+        """Return the number of findings."""
         return len(self.findings)
 
     def __str__(self) -> str:
@@ -92,27 +91,23 @@ class LintReport:
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        with extras.needed("numerics"):
-            from rich.table import Table
-
-        table = Table(
+        return reports.rich_table(
+            ("", "rule", "layer", "line", "what", "why, and how to repair it"),
+            [
+                (
+                    found.severity,
+                    found.rule,
+                    found.layer,
+                    reports.short_line(found.line),
+                    f"{found.primitive}: {found.what}{_times(found)}",
+                    f"{found.why} {found.fix}",
+                )
+                for found in self.findings
+            ],
             title=f"lint: {len(self)} findings, {self.f32_flops_share:.1%} of "
             "matrix-product FLOPs left in float32",
             show_lines=True,
         )
-        for name in ("", "rule", "layer", "line", "what", "why, and what to do"):
-            table.add_column(name, overflow="fold")
-        for found in self.findings:
-            times = f" ×{found.times}" if found.times > 1 else ""
-            table.add_row(
-                found.severity,
-                found.rule,
-                found.layer,
-                found.line.rsplit("/", 1)[-1],
-                f"{found.primitive}: {found.what}{times}",
-                f"{found.why} {found.fix}",
-            )
-        return table
 
     def to_json(self) -> str:
         """Return the report as JSON."""
@@ -143,17 +138,17 @@ def lint(
 ) -> Callable[..., LintReport]:
     """Return a function of the same arguments that lists a program's hazards in half.
 
-    The program is judged as it is: cast by hand, with a policy for its modules, or
-    under `autocast`. Gradients are programs too: `lint(jax.value_and_grad(loss), …)`.
-    Nothing is computed.
+    The program is checked as it is: cast by hand, with a policy for its modules, or
+    under `autocast`. For gradients, call `lint(jax.value_and_grad(loss), …)`. Nothing
+    is computed.
 
     Args:
       fun: any function, or a module that can be called.
-      policy: what it is meant to run under: products that are left in float32 though
-        the policy computes in half there are found. Patterns of a `PolicyMap` match
-        name-scope paths, as for `autocast`.
-      target: whose matrix units dimensions are compared with; the default is the
-        platform of the first device, `"gpu"` on a CPU.
+      policy: the policy that it should run under: products in float32 where the policy
+        computes in half are findings. Patterns of a `PolicyMap` match name-scope paths,
+        as for `autocast`.
+      target: the device whose matrix units determine which dimensions fit; the default
+        is the platform of the first device, `"gpu"` on a CPU.
 
     Returns:
       A function that returns a `LintReport`; its arguments may be shapes
@@ -188,13 +183,23 @@ def lint(
 
     def linted(*args: Any, **kwargs: Any) -> LintReport:
         with warnings.catch_warnings():
-            # NumPy says that a constant overflows in half; where, the report says.
+            # The report says where a constant overflows; NumPy only that one does.
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
             ops = list_ops(fun, args, kwargs, target)
         regions = Regions(policy)
         program = LintedProgram(ops, Ranges(ops), regions, target)
         findings = _merged(
-            _finding(rule, op, what)
+            Finding(
+                rule=rule.name,
+                layer=op.layer,
+                line=op.line,
+                primitive=op.name,
+                what=what,
+                why=rule.why,
+                fix=rule.fix,
+                times=1,
+                severity=rule.severity,
+            )
             for rule in RULES
             for op, what in rule.find(program)
         )
@@ -208,31 +213,20 @@ def lint(
     return linted
 
 
-def _finding(rule: Rule, op: Op, what: str) -> Finding:
-    return Finding(
-        rule=rule.name,
-        layer=op.layer,
-        line=op.line,
-        primitive=op.name,
-        what=what,
-        why=rule.why,
-        fix=rule.fix,
-        times=1,
-        severity=rule.severity,
-    )
+def _times(found: Finding) -> str:
+    return f" ×{found.times}" if found.times > 1 else ""
 
 
 def _merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings, equal ones of a line as one, the worst first."""
+    """Return findings, equal ones of a line as one, sorted by severity."""
     merged: dict[Any, Finding] = {}
     for found in findings:
         place = found.line or found.layer
         key = (found.rule, place, found.primitive, found.what)
         if key in merged:
-            layer = _common(merged[key].layer, found.layer)
-            found = dataclasses.replace(
-                merged[key], layer=layer, times=merged[key].times + 1
-            )
+            before = merged[key]
+            layer = _common(before.layer, found.layer)
+            found = dataclasses.replace(before, layer=layer, times=before.times + 1)
         merged[key] = found
     return sorted(merged.values(), key=lambda f: _SEVERITIES.index(f.severity))
 

@@ -1,7 +1,7 @@
-"""A function in float32 and under a policy, side by side: every result compared.
+"""Run a function in float32 and under a policy side by side, and compare every result.
 
-The policy's run is the shadow of the float32 one: beside each float32 value goes the
-one that `autocast` would have made. Branches and loops are those of the float32 run.
+The policy's run is the shadow of the float32 one: beside each float32 value is the one
+that `autocast` would have computed. Branches and loops are those of the float32 run.
 """
 
 import functools
@@ -15,81 +15,38 @@ import numpy as np
 
 from jmp_lite._src import compat, dtypes, trees
 from jmp_lite._src.autocast.colours import is_f32
-from jmp_lite._src.autocast.plans import Plan, Step
+from jmp_lite._src.autocast.plans import Step
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.sites import Site, bodies_of
+from jmp_lite._src.jaxprs.sites import Site
 from jmp_lite._src.jaxprs.walk import Equation
 from jmp_lite._src.numerics import stats
+from jmp_lite._src.numerics.error_sources import (
+    Tag,
+    error_on_host,
+    find_source,
+    relative_error,
+)
 from jmp_lite._src.numerics.origins import (
     NONE,
     OperandRanges,
     OriginObserver,
     first,
     of_argument,
+    of_constant,
 )
-from jmp_lite._src.numerics.programs import Shadow
-from jmp_lite._src.numerics.runs import Observed, Observer
-from jmp_lite._src.numerics.sources import (
-    Suspect,
-    error_on_host,
-    find_source,
-    relative_error,
-)
+from jmp_lite._src.numerics.report import SHARES, OpStats
+from jmp_lite._src.numerics.runs import Observer
+from jmp_lite._src.numerics.stretches import Operation, Shadow
 
-
-class Record(NamedTuple):
-    """What is recorded of a value that an equation makes, or reads in half.
-
-    Attributes:
-      stats: of its numbers in the float32 run.
-      error: of the policy's run, relative to float32; the largest.
-      added_error: how much of that is new; the largest.
-      backward: whether it is of the backward pass.
-      source: the site that has rounded away what is lost here.
-    """
-
-    stats: stats.ValueStats
-    error: float
-    added_error: float
-    backward: bool
-    source: int
-
-    def merged(self, other: "Record") -> "Record":
-        """Return the record of two runs of one operation."""
-        return Record(
-            stats.merge_on_host(self.stats, other.stats),
-            max(self.error, other.error),
-            max(self.added_error, other.added_error),
-            self.backward or other.backward,
-            max(self, other, key=lambda record: record.added_error).source,
-        )
-
-
-class Tag(NamedTuple):
-    """What goes beside a value on the host.
-
-    Attributes:
-      error: of the policy's run.
-      backward: whether it is of the backward pass.
-      source: the last site that has rounded it, or what it is made of; -1 if none has.
-      origin: that of its numbers which are not finite, in the float32 run.
-    """
-
-    error: float
-    backward: bool
-    source: int
-    origin: Any
-
-
-# An error of more than so many roundings is not that of rounding alone: a product of a
-# thousand terms loses about one, a cancellation as many as it likes.
+# Rounding alone makes errors up to this many roundings: a product of a thousand terms
+# has about one. A cancellation can have any number.
 ROUNDINGS = 32
 
 
-class Low(Shadow):
-    """The values of the policy's run."""
+class PolicyShadow(Shadow):
+    """Computes the values of the policy's run."""
 
     def __init__(self, rewriter: Rewriter):
         self.rewriter, self.low_dtype = rewriter, rewriter.low_dtype
@@ -98,153 +55,195 @@ class Low(Shadow):
         """Return an argument or constant: both runs have the same."""
         return value
 
-    def step_of(self, plan: Plan | None, index: int) -> Step | None:
-        """Return what becomes of an equation."""
-        return plan.steps[index] if plan else None
-
-    def also_reads(self, plan: Plan | None, index: int) -> Sequence[Any]:
-        """Return the logits, of a softmax."""
-        step = self.step_of(plan, index)
+    def also_reads(self, step: Step | None) -> Sequence[Any]:
+        """Return the logits of a softmax."""
         return [step.quotient.logits] if step is not None and step.quotient else []
 
     def step(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
         """Return the policy's results, and the operands as a product reads them."""
-        eqn, step = equation.eqn, self.step_of(equation.plan, equation.index)
-        pairs = zip(equation.ins, equation.tags, strict=True)
+        eqn, step, lows = equation.eqn, equation.step, equation.tags
         is_plain = step is None or not any([*step.low_in, *step.low_out, step.bodies])
-        if is_plain and all(full is low for full, low in pairs):
+        same = all(x is low for x, low in zip(equation.ins, lows, strict=True))
+        if is_plain and same:
             return equation.outs, ()
         if step is None:
-            return binding.bind(eqn, equation.tags), ()
+            return binding.bind(eqn, lows), ()
+        pairs = zip(eqn.invars, lows, strict=True)
+        known = {v: low for v, low in pairs if not compat.is_literal(v)}
+        known |= {v: shadow_of(v) for v in self.also_reads(step)}
         values = Values(self.low_dtype)
-        variables = zip(eqn.invars, equation.tags, strict=True)
-        known = {v: x for v, x in variables if not compat.is_literal(v)}
-        if step.quotient is not None:
-            known[step.quotient.logits] = shadow_of(step.quotient.logits)
         values.write(list(known), list(known.values()))
-        lows = self.rewriter.run_step(eqn, step, values)
+        outs = self.rewriter.run_step(eqn, step, values)
         reads_half = step.op_class == "lower" and any(step.low_in)
-        return lows, values.read(eqn.invars, step.low_in)[:2] if reads_half else ()
+        return outs, values.read(eqn.invars, step.low_in)[:2] if reads_half else ()
 
-    def body_plan(self, plan: Plan | None, index: int, body: int) -> Plan | None:
-        """Return the plan of one of the jaxprs of an equation."""
-        bodies = plan.steps[index].bodies if plan else ()
-        return bodies[body] if bodies else None
-
-    def enter(self, plan: Plan | None, index: int, eqn: Any, shadows: Any) -> Any:
-        """Return the operands in the dtypes that the bodies take them in."""
-        low = plan.steps[index].low_in if plan else (False,) * len(shadows)
-        return self._cast(eqn.invars, shadows, low)
-
-    def leave(self, plan: Plan | None, index: int, eqn: Any, shadows: Any) -> Any:
-        """Return the results in the dtypes that the plan has them in."""
-        low = plan.steps[index].low_out if plan else (False,) * len(shadows)
-        return self._cast(eqn.outvars, shadows, low)
-
-    def _cast(self, variables: Any, shadows: Sequence[Any], low: Any) -> list[Any]:
-        """Return shadows in half or float32; what is lost shows later."""
-        wanted = [
-            (self.low_dtype if is_low else jnp.float32) if is_f32(var) else None
-            for var, is_low in zip(variables, low, strict=True)
-        ]
-        return _cast(list(shadows), tuple(wanted))
+    def cast(
+        self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
+    ) -> list[Any]:
+        """Return shadows of float32 variables in half or float32, as `is_low` says."""
+        shadows = list(shadows)
+        is_low = is_low or (False,) * len(shadows)
+        wanted = {}
+        for i, (var, low) in enumerate(zip(variables, is_low, strict=True)):
+            dtype = np.dtype(self.low_dtype if low else np.float32)
+            if is_f32(var) and shadows[i].dtype != dtype:
+                wanted[i] = dtype
+        if wanted:
+            cast = _cast([shadows[i] for i in wanted], tuple(wanted.values()))
+            for i, x in zip(wanted, cast, strict=True):
+                shadows[i] = x
+        return shadows
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _cast_in_one_program(arrays: Any, wanted: Any) -> Any:
+def _cast(arrays: Any, wanted: Any) -> Any:
     pairs = zip(arrays, wanted, strict=True)
     return [jax.lax.convert_element_type(x, dtype) for x, dtype in pairs]
 
 
-def _cast(shadows: list[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Return shadows, each in the dtype that is wanted; None wants none."""
-    pairs = enumerate(zip(shadows, wanted, strict=True))
-    casts = [i for i, (x, dtype) in pairs if dtype is not None and x.dtype != dtype]
-    if casts:
-        arrays, to = [shadows[i] for i in casts], tuple(wanted[i] for i in casts)
-        for i, x in zip(casts, _cast_in_one_program(arrays, to), strict=True):
-            shadows[i] = x
-    return shadows
+class Record(NamedTuple):
+    """What is recorded of a result of an operation, or of an operand read in half.
+
+    Attributes:
+      stats: those of its numbers in the float32 run.
+      error: that of the policy's run, relative to float32; the largest.
+      added_error: the part of it that the operands did not have; the largest.
+      backward: whether it is of the backward pass.
+      source: the site that rounded away the digits that are lost here.
+      is_half: whether the policy has it in half.
+    """
+
+    stats: stats.ValueStats
+    error: float
+    added_error: float
+    backward: bool
+    source: int
+    is_half: bool
+
+    def merged(self, other: "Record") -> "Record":
+        """Return the record of two runs of one operation."""
+        worst = max(self, other, key=lambda record: record.added_error)
+        return worst._replace(
+            stats=stats.merge_on_host(self.stats, other.stats),
+            error=max(self.error, other.error),
+            backward=self.backward or other.backward,
+        )
 
 
 class Lockstep(Observer):
-    """Compares the two runs.
+    """Compares the two runs, and records what it finds.
 
-    Attributes:
-      records: per site, those of its result and, of a product that reads half, of its
-        two operands; None for what never ran.
+    Args:
+      known: the sites of the program.
+      low_dtype: the compute dtype of the policy.
     """
 
     def __init__(self, known: Sequence[Site], low_dtype: Any):
         self.known, self.low_dtype = known, low_dtype
         self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
-        self.records: list[list[Record | None]] = [[None] * 3 for _ in known]
+        # Per site: of the two operands of a product that reads half, and of the result.
+        self._records: list[list[Record | None]] = [[None] * 3 for _ in known]
         self._origins = OriginObserver()
         self._overflow = NONE
 
-    def observe(self, op: Observed) -> Sequence[Tag]:
+    def observe(self, op: Operation) -> Sequence[Tag]:
         """Compare, record, and return the tags of the results."""
-        suspects = [Suspect(tag.error, tag.source) for tag in (*op.tags, *op.also)]
+        operands = [*op.tags, *op.also]
         for i, low in enumerate(op.read):
             if op.ins[i] is not None:
-                suspects[i] = self._read(op, i, low)
-        error_in = max((s.error for s in suspects), default=0.0)
-        is_backward = self.known[op.site].direction == "backward"
+                operands[i] = self._read(op, i, low)
+        no_error = Tag(0.0, -1, False, NONE)
+        worst = max(operands, key=lambda tag: tag.rank, default=no_error)
+        backward = self.known[op.site].direction == "backward"
+        is_half = op.step is not None and any(op.step.low_out)
         tags = []
         for full, low in zip(op.outs, op.low_outs, strict=True):
             origin = self._origin(op, full)
             if full is None or not trees.is_castable(full):
-                # What has no error of its own hands on that of its operands.
-                source = max(suspects, default=Suspect(0.0, -1)).source
-                tags.append(Tag(error_in, is_backward, source, origin))
+                # A result that has no error passes on those of the operands.
+                tags.append(Tag(worst.error, worst.source, backward, origin))
                 continue
             found, error = self._compare(full, low)
-            lost = _newly_lost(error, error_in)
-            source = find_source(op, full, low, lost, suspects, self.limit)
-            record = Record(found, error, lost, is_backward, source)
-            self._add(op.site, 0, record)
-            tags.append(Tag(error, is_backward, source, origin))
+            added = _added_error(error, worst.error)
+            source = find_source(op, full, low, added, operands, self.limit)
+            self._add(
+                op.site, 2, Record(found, error, added, backward, source, is_half)
+            )
+            tags.append(Tag(error, source, backward, origin))
         return tags
 
     def tag_argument(self, value: Any, index: int) -> Tag:
         """Return the tag of an argument, by its index."""
-        return Tag(0.0, False, -1, of_argument(value, index))
+        return Tag(0.0, -1, False, of_argument(value, index))
 
     def tag_constant(self, value: Any) -> Tag:
         """Return a tag without an error."""
-        return Tag(0.0, False, -1, self._origins.tag_constant(value))
+        return Tag(0.0, -1, False, of_constant(value))
 
     def stack(self, tags: Sequence[Tag]) -> Tag:
         """Return the worst of tags."""
         if not tags:
-            return Tag(0.0, False, -1, NONE)
+            return Tag(0.0, -1, False, NONE)
         worst = max(tags, key=lambda tag: tag.error)
-        backward = any(tag.backward for tag in tags)
-        origin = self._origins.stack([tag.origin for tag in tags])
-        return worst._replace(backward=backward, origin=origin)
+        return worst._replace(
+            backward=any(tag.backward for tag in tags),
+            origin=first([tag.origin for tag in tags]),
+        )
 
     def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Any, OperandRanges]:
-        """Return the origin of what is not finite in the float32 run, and the ranges.
+        """Return the origin of non-finite numbers in the float32 run, and the ranges.
 
         Args:
-          tags: those of the results. What an operation that the program has in half
-            made counts as well, wherever it went.
+          tags: those of the results. An overflow of an operation that the program has
+            in half itself counts too, even if it reaches no result.
         """
         origin = first([NONE, self._overflow, *(tag.origin for tag in tags)])
         return origin, self._origins.ranges.get(int(origin[0]), ())
 
-    def _read(self, op: Observed, i: int, low: Any) -> Suspect:
-        """Record what a product reads in half."""
-        full, tag = op.ins[i], op.tags[i]
-        found, error = self._compare(full, low)
+    def rows(self) -> Iterator[OpStats]:
+        """Yield the statistics of each operation that has run, operands first."""
+        half = str(np.dtype(self.low_dtype))
+        for site, records in zip(self.known, self._records, strict=True):
+            for name, record in zip(("lhs of ", "rhs of ", ""), records, strict=True):
+                if record is None or not record.stats.size:
+                    continue
+                cause = None
+                if record.added_error and record.source >= 0:
+                    source = self.known[record.source]
+                    cause = source.layer, source.primitive, source.line
+                    if cause == (site.layer, site.primitive, site.line):
+                        cause = None
+                found, size = record.stats, float(record.stats.size)
+                yield OpStats(
+                    layer=site.layer,
+                    primitive=name + site.primitive,
+                    line=site.line,
+                    direction="backward" if record.backward else "forward",
+                    dtype=half if record.is_half else site.dtype,
+                    times=site.times,
+                    size=int(size),
+                    **{share: float(getattr(found, share)) / size for share in SHARES},
+                    max_abs=float(found.max_abs),
+                    min_abs=float(found.min_abs),
+                    error=float(record.error),
+                    added_error=float(record.added_error),
+                    histogram=tuple(map(int, found.histogram)),
+                    reads_half=not name and any(records[:2]),
+                    cause=cause,
+                )
+
+    def _read(self, op: Operation, i: int, low: Any) -> Tag:
+        """Record an operand that a product reads in half; return its tag."""
+        tag = op.tags[i]
+        found, error = self._compare(op.ins[i], low)
         # A cast may have been moved out of a loop, away from the product it is for.
         is_cast = low.dtype != op.low_ins[i].dtype or tag.source < 0
         source = op.site if is_cast and tag.error <= self.limit else tag.source
-        lost = _newly_lost(error, tag.error)
-        self._add(op.site, 1 + i, Record(found, error, lost, tag.backward, source))
-        return Suspect(error, source)
+        added = _added_error(error, tag.error)
+        self._add(op.site, i, Record(found, error, added, tag.backward, source, True))
+        return tag._replace(error=error, source=source)
 
-    def _origin(self, op: Observed, full: Any) -> Any:
+    def _origin(self, op: Operation, full: Any) -> Any:
         if full is None:
             return NONE
         origin = self._origins.origin(op, full, [tag.origin for tag in op.tags])
@@ -253,8 +252,8 @@ class Lockstep(Observer):
         return origin
 
     def _add(self, site: int, which: int, record: Record) -> None:
-        before = self.records[site][which]
-        self.records[site][which] = before.merged(record) if before else record
+        before = self._records[site][which]
+        self._records[site][which] = before.merged(record) if before else record
 
     def _compare(self, full: Any, low: Any) -> tuple[stats.ValueStats, float]:
         """Return the statistics of a value, and the error of its shadow."""
@@ -266,11 +265,11 @@ class Lockstep(Observer):
         return found, 0.0 if low is full else error_on_host(np.asarray(low), full)
 
 
-def _newly_lost(error: float, error_in: float) -> float:
-    """Return how much of an error the operands did not have."""
+def _added_error(error: float, error_in: float) -> float:
+    """Return the part of an error that the operands did not have."""
     if math.isinf(error) and math.isfinite(error_in):
         return math.inf
-    # Beyond 1 nothing is right any more, and it can only be lost once.
+    # An error of 1 means that no digit is right: more cannot be lost.
     return max(min(error, 1.0) - min(error_in, 1.0), 0.0)
 
 
@@ -279,17 +278,3 @@ def _compare(full: Any, low: Any, low_dtype: Any) -> Any:
     wide = np.promote_types(full.dtype, np.float32)
     low, wide_full = (x.astype(wide).ravel() for x in (low, full))
     return stats.value_stats(full, low_dtype), relative_error(low, wide_full, jnp)
-
-
-def held(jaxpr: Any, plan: Plan | None, half: str) -> Iterator[str]:
-    """Yield, per site, the dtype that the policy holds its result in, if half."""
-    for index, eqn in enumerate(jaxpr.eqns):
-        step = plan.steps[index] if plan else None
-        bodies = bodies_of(eqn)
-        if bodies is None:
-            is_low = step is not None and any(step.low_out)
-            yield half if is_low else ""
-            continue
-        plans = (step.bodies if step else ()) or (None,) * len(bodies)
-        for frame, body in zip(bodies, plans, strict=True):
-            yield from held(frame.jaxpr, body, half)

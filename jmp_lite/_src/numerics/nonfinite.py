@@ -1,9 +1,9 @@
 """The operation that made the first NaN or inf: its layer, its line, its operands.
 
-Every value carries where its non-finite numbers come from. An operation is an origin
-if it makes one where all of its operands are finite, or a NaN out of infs that no
-operation made (`-inf` masks). A value that is finite again has no origin any more: so
-nothing fires on a mask that reaches no result, nor on a step that was skipped.
+Every value carries the origin of its non-finite numbers. An operation is the origin if
+it makes one where all its operands are finite, or a NaN from an inf that no operation
+made (a `-inf` mask). A value that is finite again has no origin, so neither a mask that
+reaches no result nor a skipped step is reported.
 """
 
 import dataclasses
@@ -30,15 +30,14 @@ class NonFinite:
     Args:
       primitive: its name, as a jaxpr prints it; `"argument"` if the number came in with
         an argument, `"constant"` if the program holds it.
-      layer: its name-scope path, `""` outside of any scope; the key path of an
-        argument.
+      layer: its name-scope path, `""` outside any scope; the key path of an argument.
       line: `file:line` of the user's code.
       direction: `"forward"` or `"backward"`.
-      dtype: of its result.
-      iterations: of the loops around it, outermost first, from 0; of a `scan` that runs
-        in reverse too, the index of the row.
-      operands: per floating operand, the smallest and the largest number in it; empty
-        if nobody looked (`NonFiniteTracker.report`).
+      dtype: that of its result.
+      iterations: those of the loops around it, outermost first, counted from 0; the
+        index of the row for any `scan`, one in reverse included.
+      operands: the smallest and the largest number of each floating operand; empty from
+        `NonFiniteTracker.report`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -83,17 +82,17 @@ class NonFinite:
 
 
 def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
-    """Return a function that says which operation of `fun` made the first NaN or inf.
+    """Return a function that finds the operation that made the first NaN or inf.
 
-    Runs each operation of `fun` apart and looks at what it makes on the host: a tool
-    for one batch, not for every step. `track_nonfinite` is its form inside `jit`.
+    Runs each operation of `fun` apart and checks its result on the host: for one batch,
+    not for every step. `track_nonfinite` does the same inside `jit`.
 
     Args:
       fun: any JAX function: a loss, `jax.grad(loss)`, a whole train step.
 
     Returns:
-      A function of the arguments of `fun`, which returns None where all results of
-      `fun` are finite.
+      A function of the arguments of `fun` that returns a `NonFinite`, or None if all
+      results of `fun` are finite.
 
     Raises:
       TypeError: `fun` is not callable; in a call: an argument is an nnx module.
@@ -111,7 +110,8 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     References:
       torch's anomaly mode; Hugging Face's DebugUnderflowOverflow.
     """
-    _check_function(fun)
+    if not callable(fun):
+        raise TypeError(f"Expected a function to watch, got {fun!r}.")
 
     def run(*args, **kwargs) -> NonFinite | None:
         traced = _trace(fun, args, kwargs)
@@ -125,10 +125,10 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
 def track_nonfinite(
     fun: Callable[..., Any],
 ) -> Callable[..., tuple[Any, "NonFiniteTracker"]]:
-    """Return a function that also returns where a NaN or inf in its results began.
+    """Return a function that also returns the origin of a NaN or inf in its results.
 
-    Each operation is followed by a check of its result, in the same program. Take
-    gradients inside: `track_nonfinite(jax.grad(loss))`.
+    The same program checks the result of each operation. Take gradients inside:
+    `track_nonfinite(jax.grad(loss))`.
 
     Args:
       fun: any JAX function.
@@ -138,8 +138,8 @@ def track_nonfinite(
       it can be called in `jit`. Call `report()` of the tracker on the host.
 
     Raises:
-      TypeError: `fun` is not callable; in a call: an argument is an nnx module; where
-        the result is differentiated.
+      TypeError: `fun` is not callable; in a call: an argument is an nnx module; the
+        result is differentiated.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -147,10 +147,14 @@ def track_nonfinite(
       >>> tracker.report().primitive
       'div'
     """
-    _check_function(fun)
+    if not callable(fun):
+        raise TypeError(f"Expected a function to watch, got {fun!r}.")
 
     def watched(*args, **kwargs):
-        return _watch(_trace(fun, args, kwargs), (args, kwargs))
+        traced = _trace(fun, args, kwargs)
+        outs, origin = watch(traced)
+        tracker = tracker_of(traced, origin, (args, kwargs))
+        return traced.restore([_not_differentiated(x) for x in outs]), tracker
 
     return watched
 
@@ -158,10 +162,11 @@ def track_nonfinite(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NonFiniteTracker:
-    """Where a number that is not finite, in the results of a run, began.
+    """The origin of the first NaN or inf in the results of a run.
 
     Args:
-      origin: i32 `[6]`: when, which operation, the iterations of the loops around it.
+      origin: i32 `[6]`: how many operations ran before, which one it is, and the
+        iterations of the loops around it.
       sites: the operations of the program; static.
       arguments: the key paths of its arguments; static.
 
@@ -177,12 +182,12 @@ class NonFiniteTracker:
     arguments: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def report(self) -> NonFinite | None:
-        """Return what was found, without the ranges; None if all results were finite.
+        """Return the operation, without ranges; None if all results were finite.
 
-        Reads from the device: ask between steps.
+        Waits for the device: call it between steps.
 
         Raises:
-          ValueError: these are several, stacked by `scan` or `vmap`.
+          ValueError: these are several trackers, stacked by `scan` or `vmap`.
         """
         if np.ndim(self.origin) != 1:
             raise ValueError(
@@ -210,25 +215,14 @@ class NonFiniteTracker:
         )
 
 
-def _check_function(fun: Any) -> None:
-    if not callable(fun):
-        raise TypeError(f"Expected a function to watch, got {fun!r}.")
-
-
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
     with sources.lines_of_rules():
         return trace(fun, args, kwargs)
 
 
-def _watch(traced: Traced, args_and_kwargs: Any) -> tuple[Any, NonFiniteTracker]:
-    outs, origin = watch(traced)
-    tracker = tracker_of(traced, origin, args_and_kwargs)
-    return traced.restore([_not_differentiated(x) for x in outs]), tracker
-
-
 def tracker_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> NonFiniteTracker:
-    """Return the tracker of a traced call whose results have an origin."""
+    """Return the tracker of a traced call, by the origin of its results."""
     leaves = jax.tree_util.tree_leaves_with_path(args_and_kwargs)
     names = [trees.key_path(path[1:]) for path, x in leaves if is_traceable(x)]
     known = sites(compat.open_jaxpr(traced.closed))
@@ -242,7 +236,7 @@ def _not_differentiated(x: Any) -> Any:
 
 @_not_differentiated.defjvp
 def _refuse_derivative(primals: Any, tangents: Any) -> Any:
-    # Custom derivatives are looked into, and would be lost without a word.
+    # The walk runs the functions of custom derivatives without their rules.
     raise TypeError(
         "What track_nonfinite returns cannot be differentiated: take the gradient "
         "inside, track_nonfinite(jax.grad(loss))."

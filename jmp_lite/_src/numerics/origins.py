@@ -1,8 +1,8 @@
 """Where numbers that are not finite come from, carried beside every value of a run.
 
-An origin is an i32 vector `[6]`: when, which site, and the iterations of the loops
-around it. A value has one, that of the earliest of its numbers that are not finite; a
-value that is finite again has none.
+An origin is an i32 vector `[6]`: how many equations ran before, the site, and the
+iterations of the loops around it. The origin of a value is that of the earliest of its
+non-finite numbers, `NONE` if all are finite.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ import numpy as np
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.tracing import Traced
 from jmp_lite._src.jaxprs.walk import Equation, Walker
-from jmp_lite._src.numerics.programs import Shadow, is_floating
-from jmp_lite._src.numerics.runs import Cell, Observed, Observer, Run, look
+from jmp_lite._src.numerics.runs import Cell, Observer, Run, look
+from jmp_lite._src.numerics.stretches import Operation, Shadow, is_floating
 
 # How many iteration numbers an origin has, and how many operands a report.
 _LOOPS = 4
@@ -25,7 +25,7 @@ _OPERANDS = 4
 # The origin of a value that is finite.
 NEVER = 2**31 - 1
 NONE = np.array([NEVER, *[0] * (1 + _LOOPS)], np.int32)
-# When something came in that may be meant to be there: after all that is made.
+# The time of what came in and may be intended: after everything that is computed.
 _LATE = NEVER - 1
 # Sites below zero are arguments, and this one any constant.
 CONSTANT = -(2**31)
@@ -35,19 +35,20 @@ OperandRanges = tuple[tuple[float, float], ...]
 
 
 def watch(traced: Traced) -> tuple[list[Any], jax.Array]:
-    """Run a traced function inside of `jit`.
+    """Run a traced function inside `jit`.
 
     Returns:
       Its outputs, and the earliest origin among them.
     """
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
-    tags = [of_argument(x, i) for i, x in enumerate(traced.args)]
-    outs, origins, _ = _Watcher().run(jaxpr, consts, traced.args, tags)
-    return outs, first([jnp.asarray(NONE), *origins])
+    cells = [(x, of_argument(x, i)) for i, x in enumerate(traced.args)]
+    outs, _ = _Watcher().run(jaxpr, consts, cells)
+    origin = first([jnp.asarray(NONE), *(tag for _, tag in outs)])
+    return [x for x, _ in outs], origin
 
 
 def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
-    """Run a traced function, looking at it on the host.
+    """Run a traced function, and observe it on the host.
 
     Returns:
       The earliest origin among its outputs, and the ranges of the operands there.
@@ -64,8 +65,7 @@ class _Watcher(Walker):
     """Carries origins in a program."""
 
     def observe(self, equation: Equation) -> Sequence[Any]:
-        moment = equation.moment
-        here = as_origin((moment.eqn_count, equation.site, *moment.loops))
+        here = _origin(equation.moment.eqn_count, equation.site, equation.moment.loops)
         operands = _operands(equation.eqn, equation.ins, equation.tags)
         return [
             _origin_in_program(out, operands, here) if _can_overflow(out) else NONE
@@ -73,10 +73,7 @@ class _Watcher(Walker):
         ]
 
     def tag_constant(self, value: Any) -> Any:
-        return _brought_along(value, CONSTANT, _LATE)
-
-    def unstack(self, tag: Any, length: int) -> Any:
-        return jnp.broadcast_to(tag, (length, *tag.shape))
+        return of_constant(value)
 
     def stack(self, tags: Any) -> Any:
         return first(tags)
@@ -86,42 +83,74 @@ class OriginObserver(Observer):
     """Carries origins on the host.
 
     Attributes:
-      ranges: when an operation made a number that is not finite out of such that are:
-        per floating operand, the smallest and the largest number in it.
+      ranges: by `eqn_count`, for operations that are an origin, the smallest and the
+        largest number of each floating operand.
     """
 
     def __init__(self):
         self.ranges: dict[int, OperandRanges] = {}
 
-    def observe(self, op: Observed) -> Sequence[Any]:
+    def observe(self, op: Operation) -> Sequence[Any]:
         """Return the origins of an operation's results."""
         return [self.origin(op, out, op.tags) for out in op.outs]
 
-    def origin(self, op: Observed, out: Any, origins: Sequence[Any]) -> Any:
-        """Return the origin of one result of an operation.
-
-        Args:
-          op: the operation.
-          out: the result.
-          origins: those of the operands.
-        """
-        if out is None or _is_finite(out):
+    def origin(self, op: Operation, out: Any, origins: Sequence[Any]) -> Any:
+        """Return the origin of one result of an operation, by those of its operands."""
+        if out is None or _library(out).isfinite(out).all():
             return NONE
-        here = np.asarray(as_origin((op.eqn_count, op.site, *op.loops)))
+        here = np.asarray(_origin(op.eqn_count, op.site, op.loops))
         operands = _operands(op.eqn, op.ins, origins)
-        found = np.asarray(origin_of(out, operands, here))
+        found = np.asarray(_origin_of(out, operands, here))
         if found[0] == op.eqn_count:
             floats = [x for x in op.ins if x is not None and _can_overflow(x)]
             self.ranges[op.eqn_count] = tuple(map(_range, floats[:_OPERANDS]))
         return found
 
     def tag_constant(self, value: Any) -> Any:
-        """Return the origin of what a constant brings along."""
-        return _brought_along(value, CONSTANT, _LATE)
+        """Return the origin of the numbers of a constant."""
+        return of_constant(value)
 
     def stack(self, tags: Sequence[Any]) -> Any:
         """Return the earliest of origins."""
         return first(tags)
+
+
+def of_argument(value: Any, index: int) -> Any:
+    """Return the origin of the numbers of an argument, by its index.
+
+    A NaN precedes everything that runs, and the first argument with one precedes the
+    others. An inf may be a mask: it comes last, after everything that runs.
+    """
+    return _of_input(value, -1 - index, index - _LATE)
+
+
+def of_constant(value: Any) -> Any:
+    """Return the origin of the numbers of a constant."""
+    return _of_input(value, CONSTANT, _LATE)
+
+
+def _of_input(value: Any, site: int, when_nan: int) -> Any:
+    if not _can_overflow(value) or _is_finite_number(value):
+        return NONE
+    value = look(value)
+    xp = _library(value)
+    when = xp.where(xp.isnan(value).any(), when_nan, _LATE)
+    return xp.where(xp.isfinite(value).all(), NONE, _origin(when, site, ()))
+
+
+def _origin(eqn_count: Any, site: int, loops: Sequence[Any]) -> Any:
+    padded = [eqn_count, site, *loops, *[0] * _LOOPS][: 2 + _LOOPS]
+    xp = _library(*padded)
+    return xp.stack([xp.asarray(x, np.int32) for x in padded])
+
+
+def first(origins: Any) -> Any:
+    """Return the earliest of origins, a sequence or an array `[n, 6]`."""
+    if not len(origins):
+        return NONE
+    if not isinstance(origins, jax.Array):
+        origins = _library(*origins).stack(origins)
+    return origins[_library(origins).argmin(origins[:, 0])]
 
 
 def _operands(eqn: Any, ins: Any, tags: Any) -> list[tuple[Any, Any]]:
@@ -138,22 +167,18 @@ def _operands(eqn: Any, ins: Any, tags: Any) -> list[tuple[Any, Any]]:
 
 
 def _chosen(which: Any, i: int, case: Any) -> Any:
+    """Return an operand of a `select_n` with 0 wherever it is not selected."""
     if case is None or not _can_overflow(case):
         return case
     xp = _library(which, case)
     return xp.where(which.astype(np.int32) == i, case, xp.zeros_like(case))
 
 
-def _library(*arrays: Any) -> Any:
-    """Return NumPy if it can look at these, else `jax.numpy`."""
-    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
-
-
-def origin_of(out: Any, operands: Any, here: Any) -> Any:
+def _origin_of(out: Any, operands: Any, here: Any) -> Any:
     """Return the origin of the non-finite numbers of a result."""
     xp, shape = _library(out, here, *(x for x, _ in operands)), np.shape(out)
     bad, nan = ~xp.isfinite(out), xp.isnan(out)
-    # Element by element, where shapes allow it: what is elsewhere has not come here.
+    # Element by element, where the shapes are equal: numbers elsewhere do not matter.
     seen = [(x if np.shape(x) == shape else _summary(x)) for x, _ in operands]
     made, made_nan, arrived = bad, nan, []
     for x in seen:
@@ -165,17 +190,17 @@ def origin_of(out: Any, operands: Any, here: Any) -> Any:
         for has, (_, tag) in zip(has_arrived, operands, strict=True)
     ]
     earlier = first([NONE, *tags])
-    # What nothing made, and may be a mask, yields to the first that an operation made.
+    # An inf that came in may be a mask: the first operation that makes one precedes it.
     is_here = (earlier[0] == NEVER) | ((earlier[0] == _LATE) & is_made)
     return xp.where(is_bad, xp.where(is_here, here, earlier), NONE)
 
 
 # Traced once for each shape.
-_origin_in_program = jax.jit(origin_of)
+_origin_in_program = jax.jit(_origin_of)
 
 
 def _summary(x: Any) -> Any:
-    """Return a number that is NaN or inf if one in an array is, else 0."""
+    """Return NaN if an array has one, else inf if it has one, else 0."""
     xp = _library(x)
     is_nan, is_bad = _any([xp.isnan(x), ~xp.isfinite(x)], xp)
     return xp.where(is_nan, np.nan, xp.where(is_bad, np.inf, 0.0))
@@ -194,10 +219,6 @@ def _either(a: Any, b: Any) -> list[Any]:
     return [x | y for x, y in zip(a, b, strict=True)]
 
 
-def _is_finite(x: Any) -> bool:
-    return bool(_library(x).isfinite(x).all())
-
-
 def _range(x: Any) -> tuple[float, float]:
     """Return the smallest and the largest number, or magnitude, in an array."""
     xp = _library(x)
@@ -207,44 +228,13 @@ def _range(x: Any) -> tuple[float, float]:
     return float(number.min()), float(number.max())
 
 
-def of_argument(value: Any, index: int) -> Any:
-    """Return the origin of what an argument brings along, by its index.
-
-    A NaN is at fault before anything runs, and the first of several is. An inf may be a
-    mask, and is at fault only if it reaches a result by itself: last of all.
-    """
-    return _brought_along(value, -1 - index, index - _LATE)
-
-
-def _brought_along(value: Any, index: int, when: int) -> Any:
-    if not _can_overflow(value) or _is_finite_number(value):
-        return NONE
-    value = look(value)
-    xp = _library(value)
-    when = xp.where(xp.isnan(value).any(), when, _LATE)
-    origin = xp.stack([xp.asarray(x, np.int32) for x in (when, index, *[0] * _LOOPS)])
-    return xp.where(xp.isfinite(value).all(), NONE, origin)
-
-
-def as_origin(here: Sequence[Any]) -> Any:
-    """Return an equation count, a site and the iterations of loops as an origin."""
-    padded = [*here, *[0] * _LOOPS][: 2 + _LOOPS]
-    numbers = [x if isinstance(x, jax.Array) else np.int32(x) for x in padded]
-    return _library(*numbers).stack(numbers)
-
-
-def first(origins: Any) -> Any:
-    """Return the earliest of origins, a sequence or an array `[n, 6]`."""
-    if not len(origins):
-        return NONE
-    if not isinstance(origins, jax.Array):
-        origins = _library(*origins).stack(origins)
-    xp = _library(origins)
-    return origins[xp.argmin(origins[:, 0])]
+def _library(*arrays: Any) -> Any:
+    """Return `jax.numpy` if one of these is an array of JAX, else NumPy."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def _is_finite_number(x: Any) -> bool:
-    """Return whether this is a number of the program, and finite."""
+    """Return whether this is a number written in the program, and finite."""
     is_literal = not isinstance(x, jax.Array) and np.ndim(x) == 0
     return is_literal and bool(np.isfinite(np.asarray(x)))
 

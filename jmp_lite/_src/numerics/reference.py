@@ -15,8 +15,8 @@ from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs import name_scopes, sources
 from jmp_lite._src.jaxprs.sites import Site, in_loop, site_of
-from jmp_lite._src.numerics.programs import is_floating
 from jmp_lite._src.numerics.runs import look
+from jmp_lite._src.numerics.stretches import is_floating
 
 _NAMED = 4
 

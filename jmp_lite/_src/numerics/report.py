@@ -3,46 +3,45 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import operator
+from typing import Any
 
-from jmp_lite._src import extras
-from jmp_lite._src.jaxprs.sites import Site
+from jmp_lite._src import reports
 
-_HALF = ("float16", "bfloat16")
+# The fields that are fractions of all numbers, as `ValueStats` has their counts.
+SHARES = ("nonfinite", "zero", "subnormal", "underflow", "overflow")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OpStats:
-    """What an operation makes, what a product reads in half, or all that of a layer.
+    """The numbers of one operation: its result, an operand in half, or a whole layer.
 
-    Fractions are of all its numbers in the float32 run, had they been rounded to the
-    compute dtype.
+    Fractions are of all its numbers in the float32 run, rounded to the compute dtype.
 
     Args:
-      layer: its name-scope path, `""` outside of any scope.
+      layer: its name-scope path, `""` outside any scope.
       primitive: its name, as a jaxpr prints it; `"lhs of dot_general"` for an operand;
-        of a layer, that of its worst.
+        that of the worst operation for a layer.
       line: `file:line` of the user's code.
-      direction: `"forward"` or `"backward"`; an operand's is its own.
-      dtype: the dtype in which the policy has these numbers.
+      direction: `"forward"` or `"backward"`; an operand has its own.
+      dtype: the dtype of these numbers under the policy.
       times: how often it ran; None if that depends on the data.
       size: how many numbers there were.
-      nonfinite: the fraction that was NaN or inf in float32 already.
-      zero: the fraction that was 0.
-      subnormal: the fraction that would lose precision: subnormal in half.
-      underflow: the fraction that would become 0.
-      overflow: the fraction that would become inf.
+      nonfinite: the fraction that is NaN or inf in float32 already.
+      zero: the fraction that is 0.
+      subnormal: the fraction that becomes subnormal.
+      underflow: the fraction that becomes 0.
+      overflow: the fraction that becomes inf.
       max_abs: the largest finite magnitude.
-      min_abs: the smallest but 0; inf if there is none.
-      error: of the policy's run, relative to float32 (2-norm); inf if it alone
-        overflowed.
+      min_abs: the smallest magnitude that is not 0; inf if there is none.
+      error: the error of the policy's run relative to float32, in the 2-norm; inf if
+        only the policy's run overflowed.
       added_error: the part of `error`, up to 1, that the operands did not have; inf if
         none of them had overflowed.
       histogram: how many numbers have each exponent, as `EXPONENTS` lists them.
       reads_half: whether it is a product of half operands.
-      cause: what has rounded away the digits that are lost here, where it is another
-        operation: its layer, primitive and line.
+      cause: the layer, primitive and line of the operation that rounded away the digits
+        that are missing here; None if that is this one.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -75,11 +74,11 @@ class OpStats:
     @property
     def is_half(self) -> bool:
         """Whether the policy has these numbers in half precision."""
-        return self.dtype in _HALF
+        return self.dtype in ("float16", "bfloat16")
 
     @property
     def is_operand(self) -> bool:
-        """Whether these numbers are not made here, only read."""
+        """Whether these numbers are an operand, not a result."""
         return " of " in self.primitive
 
     @property
@@ -89,23 +88,30 @@ class OpStats:
             return (0.0, self.added_error, 0.0)
         return (self.overflow, self.added_error, self.underflow)
 
+    @property
+    def title(self) -> str:
+        """The layer, with an arrow for the backward pass."""
+        arrow = " ←" if self.direction == "backward" else ""
+        return (self.layer or "(no layer)") + arrow
+
     def __str__(self) -> str:
-        """Return one line for people, without what is 0 and the histogram."""
+        """Return one line for people: no zeros, no histogram."""
         arrow = ", backward" if self.direction == "backward" else ""
         numbers = [self.dtype, f"|x| to {self.max_abs:.3g}"]
         if self.is_half:
-            shares = {"overflow": self.overflow, "underflow": self.underflow}
-            numbers += [f"{name} {percent(x)}" for name, x in shares.items() if x]
+            for name in ("overflow", "underflow"):
+                if share := getattr(self, name):
+                    numbers.append(f"{name} {reports.percent(share)}")
         errors = {"error": self.error, "added error": self.added_error}
         numbers += [f"{name} {x:.2g}" for name, x in errors.items() if x]
-        cause = (
-            f" from {_place(*self.cause)}" if self.cause and self.added_error else ""
-        )
+        cause = ""
+        if self.cause and self.added_error:
+            cause = f" from {_place(*self.cause)}"
         place = _place(self.layer, self.primitive, self.line)
         return f"{place}{arrow}: {', '.join(numbers)}{cause}"
 
     def __repr__(self) -> str:
-        """Return the same in brackets: a tuple of rows prints in a few lines."""
+        """Return the same in brackets."""
         return f"<{self}>"
 
 
@@ -114,8 +120,8 @@ class DryRunReport:
     """What a policy does to the numbers of a function.
 
     Args:
-      rows: one per operation with floating results, in the order of the program, after
-        those of what it reads in half.
+      rows: one per operation with floating results, in the order of the program; those
+        of the operands that it reads in half come first.
       dtype: the name of the compute dtype.
 
     Examples:
@@ -138,12 +144,12 @@ class DryRunReport:
         return "\n".join([f"dry run in {self.dtype}: {title}", *map(str, worst)])
 
     def __repr__(self) -> str:
-        """Return what it is of."""
+        """Return the dtype and how many operations there are."""
         return f"<dry run in {self.dtype}: {len(self.rows)} operations>"
 
     def worst(self, count: int = 10) -> tuple[OpStats, ...]:
-        """Return the operations that lose most, worst first."""
-        return tuple(sorted(self.rows, key=_badness, reverse=True)[:count])
+        """Return the operations with the largest `badness`, worst first."""
+        return tuple(sorted(self.rows, key=_BADNESS, reverse=True)[:count])
 
     def layers(self, depth: int | None = None) -> tuple[OpStats, ...]:
         """Return a row per layer and direction, in the order of the program.
@@ -162,33 +168,24 @@ class DryRunReport:
 
         Args:
           every_op: whether to list operations.
-          count: at most so many rows.
+          count: the maximum number of rows.
 
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        with extras.needed("numerics"):
-            from rich import box
-            from rich.table import Table
-
         rows = self.rows if every_op else self.layers()
-        shown = sorted(rows, key=_badness, reverse=True)[:count]
-        noun = "operations" if every_op else "layers"
-        table = Table(
+        shown = sorted(rows, key=_BADNESS, reverse=True)[:count]
+        bad = [r.is_half and (r.overflow or r.underflow > 0.01) for r in shown]
+        return reports.rich_table(
+            ("layer: " + ("op" if every_op else "worst op"), *_NUMBERS),
+            map(_cells, shown),
+            numbers=_NUMBERS,
+            red=[i for i, is_bad in enumerate(bad) if is_bad],
             title=f"dry run in {self.dtype}: the worst {len(shown)} of {len(rows)} "
-            f"{noun}",
-            caption="overflow, underflow: fractions that would become inf, 0; error: "
+            + ("operations" if every_op else "layers"),
+            caption="overflow, underflow: fractions that become inf, 0; error: "
             "relative to float32; added: the part that arises here; ←: backward",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
         )
-        table.add_column("layer: " + ("op" if every_op else "worst op"))
-        for name in _NUMBERS:
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in shown:
-            is_bad = row.is_half and (row.overflow or row.underflow > 0.01)
-            table.add_row(*_cells(row), style="red" if is_bad else None)
-        return table
 
     def plot(self, *, depth: int | None = None) -> Any:
         """Return a matplotlib figure: exponents over the range of half, per layer.
@@ -203,12 +200,11 @@ class DryRunReport:
         """
         from jmp_lite._src.numerics.plot import plot_histograms
 
-        rows = self._drawn(depth)
-        named = {_title(r): _Shown(r.size, r.histogram) for r in rows}
+        named = {row.title: row for row in self._drawn(depth)}
         return plot_histograms(named, self.dtype)
 
     def heat_map(self, *, depth: int | None = None) -> Any:
-        """Return a matplotlib figure: layers by what is lost in them.
+        """Return a matplotlib figure: what is lost in each layer.
 
         Layers without a number in half are left out.
 
@@ -221,11 +217,9 @@ class DryRunReport:
         from jmp_lite._src.numerics.plot import plot_heat_map
 
         rows = self._drawn(depth)
-        values = [
-            [r.overflow, r.underflow, r.subnormal, min(r.error, 1.0)] for r in rows
-        ]
         columns = ["overflow", "underflow", "subnormal", "error"]
-        return plot_heat_map([_title(row) for row in rows], columns, values)
+        values = [[min(getattr(row, c), 1.0) for c in columns] for row in rows]
+        return plot_heat_map([row.title for row in rows], columns, values)
 
     def _drawn(self, depth: int | None) -> list[OpStats]:
         """Return the layers that have numbers in half; all, if there is none."""
@@ -233,22 +227,16 @@ class DryRunReport:
         return [row for row in layers if row.is_half] or list(layers)
 
     def to_json(self) -> str:
-        """Return the rows as JSON, null being infinity, for `from_json`."""
-        rows = [
-            {
-                name: None if name in _MAY_BE_INF and value == math.inf else value
-                for name, value in vars(row).items()
-            }
-            for row in self.rows
-        ]
-        return json.dumps({"dtype": self.dtype, "rows": rows}, allow_nan=False)
+        """Return the rows as JSON, null for infinity, for `from_json`."""
+        rows = [vars(row) for row in self.rows]
+        return reports.to_json({"dtype": self.dtype, "rows": rows})
 
     @classmethod
     def from_json(cls, text: str) -> "DryRunReport":
         """Return the report that `to_json` wrote.
 
         Raises:
-          ValueError: the text is something else.
+          ValueError: the text is not the JSON of a report.
         """
         try:
             data = json.loads(text)
@@ -266,120 +254,28 @@ class DryRunReport:
 
 _MAY_BE_INF = ("min_abs", "error", "added_error")
 _NUMBERS = ("dtype", "max |x|", "overflow", "underflow", "error", "added")
-_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
-
-
-class _Shown(NamedTuple):
-    """What the plot of histograms asks of a layer."""
-
-    size: int
-    histogram: tuple[int, ...]
-
-
-def make_rows(
-    site: Site, dtype: str, half: str, records: Any, known: Sequence[Site]
-) -> Iterator[OpStats]:
-    """Yield the rows of a site; none if it made no floating number, or never ran.
-
-    Args:
-      site: the site.
-      dtype: the dtype that its result is held in.
-      half: that in which a product reads its operands.
-      records: those of its result, and of its operands: each a `lockstep.Record`, or
-        None.
-      known: the sites of the program, for what records say of others.
-    """
-    made, *read = records
-    for name, record in zip(("lhs", "rhs"), read, strict=True):
-        if record is not None:
-            operand = dataclasses.replace(
-                site,
-                primitive=f"{name} of {site.primitive}",
-                direction="backward" if record.backward else "forward",
-            )
-            yield from _rows(operand, half, record, known)
-    if made is not None:
-        yield from _rows(site, dtype, made, known, reads_half=any(read))
-
-
-def _rows(
-    site: Site,
-    dtype: str,
-    record: Any,
-    known: Sequence[Site],
-    *,
-    reads_half: bool = False,
-) -> Iterator[OpStats]:
-    stats = record.stats
-    size = float(stats.size)
-    if not size:
-        return
-    cause = None
-    if record.added_error and record.source >= 0:
-        source = known[record.source]
-        own = site.layer, site.primitive.rpartition(" ")[2], site.line
-        cause = source.layer, source.primitive, source.line
-        cause = None if cause == own else cause
-    yield OpStats(
-        layer=site.layer,
-        primitive=site.primitive,
-        line=site.line,
-        direction=site.direction,
-        dtype=dtype,
-        times=site.times,
-        size=int(size),
-        nonfinite=float(stats.nonfinite) / size,
-        zero=float(stats.zero) / size,
-        subnormal=float(stats.subnormal) / size,
-        underflow=float(stats.underflow) / size,
-        overflow=float(stats.overflow) / size,
-        max_abs=float(stats.max_abs),
-        min_abs=float(stats.min_abs),
-        error=float(record.error),
-        added_error=float(record.added_error),
-        histogram=tuple(int(n) for n in stats.histogram),
-        reads_half=reads_half,
-        cause=cause,
-    )
+_BADNESS = operator.attrgetter("badness")
 
 
 def _merged(layer: str, rows: list[OpStats]) -> OpStats:
-    """Return the row of a layer: what it holds in half, if anything, counts."""
+    """Return the row of a layer: of its rows in half, or of all if none is."""
     counted = [row for row in rows if row.is_half] or rows
-    worst = max(counted, key=_badness)
+    worst = max(counted, key=_BADNESS)
     size = sum(row.size for row in counted)
-
-    def share(of: Callable[[OpStats], float]) -> float:
-        return sum(of(row) * row.size for row in counted) / size
-
     return dataclasses.replace(
         worst,
         layer=layer,
         size=size,
-        nonfinite=share(lambda r: r.nonfinite),
-        zero=share(lambda r: r.zero),
-        subnormal=share(lambda r: r.subnormal),
-        underflow=share(lambda r: r.underflow),
-        overflow=share(lambda r: r.overflow),
+        **{
+            name: sum(getattr(row, name) * row.size for row in counted) / size
+            for name in SHARES
+        },
         max_abs=max(row.max_abs for row in counted),
         min_abs=min(row.min_abs for row in counted),
         error=max(row.error for row in counted),
         added_error=max(row.added_error for row in counted),
-        histogram=_sums(row.histogram for row in counted),
+        histogram=tuple(map(sum, zip(*(r.histogram for r in counted), strict=True))),
     )
-
-
-def _sums(histograms: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(map(sum, zip(*histograms, strict=True)))
-
-
-def _badness(row: OpStats) -> tuple[float, ...]:
-    return row.badness
-
-
-def percent(share: float) -> str:
-    """Return a share as people write it; none that is not 0 looks as if it were."""
-    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 
 def _place(layer: str, primitive: str, line: str) -> str:
@@ -387,17 +283,12 @@ def _place(layer: str, primitive: str, line: str) -> str:
     return f"{primitive}{where}{f' at {line}' if line else ''}"
 
 
-def _title(row: OpStats) -> str:
-    arrow = " ←" if row.direction == "backward" else ""
-    return (row.layer or "(no layer)") + arrow
-
-
 def _cells(row: OpStats) -> tuple[str, ...]:
     return (
-        f"{_title(row)}\n  {row.primitive}, {row.line.rpartition('/')[2]}",
-        _SHORT.get(row.dtype, row.dtype),
+        f"{row.title}\n  {row.primitive}, {reports.short_line(row.line)}",
+        reports.short_dtype(row.dtype),
         f"{row.max_abs:.1e}",
-        *(percent(x) if x else "" for x in (row.overflow, row.underflow)),
+        *(reports.percent(x) if x else "" for x in (row.overflow, row.underflow)),
         f"{row.error:.0e}" if row.error else "",
         f"{row.added_error:.0e}" if row.added_error else "",
     )

@@ -1,13 +1,12 @@
-"""Run a jaxpr, and look on the host at every floating-point number that it makes.
+"""Run a jaxpr, and observe on the host every floating-point number that it computes.
 
 To compile a check after each operation takes a minute for a model of two layers. Here
-the program computes, NumPy checks. Loops and branches run in Python, so that each
-iteration is seen. What `sites` says of what is not looked into holds here too.
+compiled stretches compute, and NumPy checks. Python runs loops and branches, so that
+each iteration is observed. The limits of `sites` apply.
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,8 @@ from jax.core import Tracer
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
-from jmp_lite._src.numerics.programs import (
+from jmp_lite._src.jaxprs.walk import split_while
+from jmp_lite._src.numerics.stretches import (
     CompiledStretch,
     Constant,
     Operation,
@@ -27,35 +27,24 @@ from jmp_lite._src.numerics.programs import (
     cut,
 )
 
-# Larger arrays are looked at where they lie.
+# Larger arrays stay on their device.
 _MOST_ON_HOST = 2**22
+
+_Loops = tuple[int, ...]
 
 
 class Cell(NamedTuple):
-    """What a variable holds: its value, its shadow, and what the observer tagged it."""
+    """What a variable holds: its value, its shadow, and the observer's tag."""
 
     value: Any
     shadow: Any
     tag: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Observed(Operation):
-    """An operation that has run, with the arrays and the tags that it read and made.
-
-    Attributes:
-      eqn_count: how many operations ran before it.
-      loops: the iteration of each loop around it, outermost first.
-    """
-
-    eqn_count: int
-    loops: tuple[int, ...]
-
-
 class Observer:
-    """Looks at what runs. Subclasses say what is carried beside values on the host."""
+    """Observes what runs. Subclasses define the tags, on the host."""
 
-    def observe(self, op: Observed) -> Sequence[Any]:
+    def observe(self, op: Operation) -> Sequence[Any]:
         """Return the tags of an operation's results."""
         raise NotImplementedError
 
@@ -69,14 +58,14 @@ class Observer:
 
 
 class Run:
-    """Runs a jaxpr on the device, and has an observer look at it."""
+    """Runs a jaxpr on the device, and passes its operations to an observer."""
 
     def __init__(self, observer: Observer, shadow: Shadow):
         self.observer, self.shadow = observer, shadow
         self._eqn_count = 0
-        self._programs: dict[Any, Any] = {}
-        # Programs are found by the identity of their jaxpr, which must stay alive.
-        self._alive: list[Any] = []
+        # By the identity of a jaxpr and its plan, which are kept alive beside them.
+        self._stretches: dict[Any, tuple[list[Stretch], Any]] = {}
+        self._compiled: dict[Any, CompiledStretch] = {}
 
     def run(
         self,
@@ -86,7 +75,7 @@ class Run:
         *,
         plan: Any = None,
         first_site: int = 0,
-        loops: tuple[int, ...] = (),
+        loops: _Loops = (),
     ) -> list[Cell]:
         """Run a jaxpr.
 
@@ -94,7 +83,7 @@ class Run:
           jaxpr: an open jaxpr.
           consts: the values of its constvars.
           cells: its inputs.
-          plan: whatever the shadow knows about the jaxpr.
+          plan: has `steps`, as for `Walker.run`; None if the shadow needs none.
           first_site: the number of its first site.
           loops: the iteration of each loop around it.
 
@@ -109,16 +98,19 @@ class Run:
                 return self._constant(np.asarray(var.val, var.aval.dtype))
             return env[var]
 
+        key = id(jaxpr), id(plan)
+        if key not in self._stretches:
+            self._stretches[key] = cut(jaxpr, plan, self.shadow), (jaxpr, plan)
         site = first_site
-        for stretch in self._stretches(jaxpr, plan):
-            if stretch.is_opened:
-                index, (eqn,) = stretch.start, stretch.eqns
+        for stretch in self._stretches[key][0]:
+            if stretch.in_python:
+                eqn, step = stretch.eqns[0], stretch.steps[0]
                 ins = [read(v) for v in eqn.invars]
-                outs = self._open(eqn, index, plan, ins, site, loops)
+                outs = self._run_bodies(eqn, step, ins, site, loops)
                 env.update(zip(eqn.outvars, outs, strict=True))
             else:
                 ins = [env[v] for v in stretch.invars]
-                outs = self._run_straight(stretch, plan, ins, site, loops)
+                outs = self._run_stretch(stretch, ins, site, loops)
                 env.update(zip(stretch.outvars, outs, strict=True))
             for var in stretch.last_read:
                 env.pop(var, None)
@@ -128,166 +120,121 @@ class Run:
     def _constant(self, value: Any) -> Cell:
         return Cell(value, self.shadow.start(value), self.observer.tag_constant(value))
 
-    def _stretches(self, jaxpr: Any, plan: Any) -> list["Stretch"]:
-        key = id(jaxpr), id(plan)
-        if key not in self._programs:
-            self._alive.append((jaxpr, plan))
-            self._programs[key] = cut(jaxpr, functools.partial(self._reads, plan))
-        return self._programs[key]
-
-    def _reads(self, plan: Any, index: int, eqn: Any) -> list[Any]:
-        own = [v for v in eqn.invars if not compat.is_literal(v)]
-        return [*own, *self.shadow.also_reads(plan, index)]
-
-    # Operations without a loop.
-
-    def _run_straight(
-        self,
-        stretch: "Stretch",
-        plan: Any,
-        cells: Sequence[Cell],
-        site: int,
-        loops: tuple[int, ...],
+    def _run_stretch(
+        self, stretch: Stretch, cells: Sequence[Cell], site: int, loops: _Loops
     ) -> list[Cell]:
-        # What is its own shadow is computed once. In a loop it may be that in the first
-        # iteration alone: one program serves all.
+        # A value that is its own shadow is computed once. In a loop it may be that in
+        # the first iteration alone, and all iterations share one program.
         shared = tuple(not loops and c.shadow is c.value for c in cells)
         key = id(stretch), shared
-        if key not in self._programs:
-            self._programs[key] = CompiledStretch(stretch, plan, self.shadow, shared)
-        program = self._programs[key]
-        shadows = [
-            None if is_shared else c.shadow
-            for c, is_shared in zip(cells, shared, strict=True)
-        ]
+        if key not in self._compiled:
+            self._compiled[key] = CompiledStretch(stretch, self.shadow, shared)
+        compiled = self._compiled[key]
+        pairs = zip(cells, shared, strict=True)
+        shadows = [None if is_shared else c.shadow for c, is_shared in pairs]
         inputs = [c.value for c in cells], shadows
-        kept = [*jax.tree.leaves(inputs), *program.call(*inputs)]
+        arrays = [*jax.tree.leaves(inputs), *compiled.call(*inputs)]
         tags = [c.tag for c in cells]
 
         @functools.cache
-        def looked(slot):
-            return look(kept[slot])
+        def on_host(slot):
+            return look(arrays[slot])
 
-        def get(slot):
-            return slot.value if isinstance(slot, Constant) else kept[slot]
+        def get(slot, array_of: Callable[[Any], Any] = arrays.__getitem__):
+            if slot is None:
+                return None
+            return slot.value if isinstance(slot, Constant) else array_of(slot)
 
         def seen(slots):
-            return [
-                None if s is None else s.value if isinstance(s, Constant) else looked(s)
-                for s in slots
-            ]
+            return [get(slot, on_host) for slot in slots]
 
-        def tag(ref):
-            if isinstance(ref, Constant):
-                return self.observer.tag_constant(ref.value)
-            return tags[ref]
+        def tag(index):
+            if isinstance(index, Constant):
+                return self.observer.tag_constant(index.value)
+            return tags[index]
 
-        for op in program.operations:
-            tags += self.observer.observe(
-                Observed(
-                    eqn=op.eqn,
-                    site=site + op.site,
-                    eqn_count=self._eqn_count,
-                    loops=loops,
-                    step=op.step,
-                    ins=seen(op.ins),
-                    outs=seen(op.outs),
-                    low_ins=seen(op.low_ins),
-                    low_outs=seen(op.low_outs),
-                    read=seen(op.read),
-                    tags=[tag(ref) for ref in op.tags],
-                    also=[tag(ref) for ref in op.also],
-                )
+        for op in compiled.operations:
+            run = op._replace(
+                site=site + op.site,
+                ins=seen(op.ins),
+                outs=seen(op.outs),
+                low_ins=seen(op.low_ins),
+                low_outs=seen(op.low_outs),
+                read=seen(op.read),
+                tags=list(map(tag, op.tags)),
+                also=list(map(tag, op.also)),
+                eqn_count=self._eqn_count,
+                loops=loops,
             )
+            tags += self.observer.observe(run)
             self._eqn_count += 1
-        return [
-            Cell(get(value), None if shadow is None else get(shadow), tag(ref))
-            for value, shadow, ref in program.outs
-        ]
+        return [Cell(get(x), get(low), tag(i)) for x, low, i in compiled.outs]
 
-    # Loops, branches, and calls that hold them.
+    # Loops, branches, and calls that hold them or are long.
 
-    def _open(self, eqn, index, plan, cells, site, loops) -> list[Cell]:
+    def _run_bodies(self, eqn, step, cells, site: int, loops: _Loops) -> list[Cell]:
         frames = bodies_of(eqn)
-        firsts = [site + count_sites(frames[:k]) for k in range(len(frames))]
-        shadows = [c.shadow for c in cells]
-        shadows = self.shadow.enter(plan, index, eqn, shadows)
-        cells = _with_shadows(cells, shadows)
+        plans = (step.bodies if step else ()) or [None] * len(frames)
+        cells = self._cast(eqn.invars, cells, step and step.low_in)
 
-        def body(k: int, cells: Sequence[Cell], loops: tuple[int, ...]):
+        def body(k: int, cells: Sequence[Cell], loops: _Loops) -> list[Cell]:
+            before = (eqn for frame in frames[:k] for eqn in frame.jaxpr.eqns)
             outs = self.run(
                 frames[k].jaxpr,
                 frames[k].consts,
                 cells,
-                plan=self.shadow.body_plan(plan, index, k),
-                first_site=firsts[k],
+                plan=plans[k],
+                first_site=site + count_sites(before),
                 loops=loops,
             )
-            shadows = [c.shadow for c in outs]
-            return _with_shadows(outs, self.shadow.leave(plan, index, eqn, shadows))
+            return self._cast(eqn.outvars, outs, step and step.low_out)
 
-        name = eqn.primitive.name
-        if name == "scan" and not eqn.params["length"]:
-            return self._scan_nothing(eqn, index, plan, cells)
-        if name == "scan":
-            return self._scan(eqn, body, cells, loops)
-        if name == "while":
-            return self._while(eqn, frames, body, cells, loops)
-        if name == "cond":
-            return body(int(np.asarray(cells[0].value)), cells[1:], loops)
+        match eqn.primitive.name:
+            case "scan":
+                return self._scan(eqn, step, body, cells, loops)
+            case "while":
+                return self._while(eqn, frames, body, cells, loops)
+            case "cond":
+                return body(int(np.asarray(cells[0].value)), cells[1:], loops)
         return body(0, cells, loops)
 
-    def _scan(self, eqn, body, cells, loops) -> list[Cell]:
+    def _cast(self, variables, cells: Sequence[Cell], is_low: Any) -> list[Cell]:
+        shadows = self.shadow.cast(variables, [c.shadow for c in cells], is_low)
+        return [c._replace(shadow=s) for c, s in zip(cells, shadows, strict=True)]
+
+    def _scan(self, eqn, step, body, cells, loops: _Loops) -> list[Cell]:
         num_consts, num_carry = compat.scan_counts(eqn.params) or (0, 0)
         split = num_consts + num_carry
         consts, carry, xs = cells[:num_consts], cells[num_consts:split], cells[split:]
         length, made = eqn.params["length"], []
-        backwards = slice(None, None, -1 if eqn.params["reverse"] else 1)
-        for i in range(length)[backwards]:
+        if not length:
+            # JAX makes the empty arrays.
+            bind = jax.jit(functools.partial(binding.bind, eqn))
+            outs, tag = bind([c.value for c in cells]), self.observer.stack([])
+            ys = [Cell(x, self.shadow.start(x), tag) for x in outs]
+            ys = self._cast(eqn.outvars, ys, step and step.low_out)
+            return [*carry, *ys[num_carry:]]
+        in_order = slice(None, None, -1 if eqn.params["reverse"] else 1)
+        for i in range(length)[in_order]:
             outs = body(0, [*consts, *carry, *_rows(xs, i)], (*loops, i))
             carry, row = outs[:num_carry], outs[num_carry:]
             made.append(row)
-        columns = zip(*made[backwards], strict=True)
-        return [*carry, *map(self._stack, columns)]
+        return [*carry, *map(self._stack, zip(*made[in_order], strict=True))]
 
-    def _scan_nothing(self, eqn, index, plan, cells) -> list[Cell]:
-        run = jax.jit(lambda args: binding.bind(eqn, args))
-        outs = run([c.value for c in cells])
-        shadows = [self.shadow.start(x) for x in outs]
-        shadows = self.shadow.leave(plan, index, eqn, shadows)
-        num_consts, num_carry = compat.scan_counts(eqn.params) or (0, 0)
-        carry = cells[num_consts : num_consts + num_carry]
-        ys = zip(outs[num_carry:], shadows[num_carry:], strict=True)
-        return [*carry, *(Cell(x, s, self.observer.stack([])) for x, s in ys)]
+    def _stack(self, rows: Sequence[Cell]) -> Cell:
+        values, shadows, tags = zip(*rows, strict=True)
+        shadow = None if shadows[0] is None else _stacked(shadows)
+        return Cell(_stacked(values), shadow, self.observer.stack(tags))
 
-    def _stack(self, column: Sequence[Cell]) -> Cell:
-        value, shadow = (
-            None if rows[0] is None else _stacked(rows)
-            for rows in ([c.value for c in column], [c.shadow for c in column])
-        )
-        return Cell(value, shadow, self.observer.stack([c.tag for c in column]))
-
-    def _while(self, eqn, frames, body, cells, loops) -> list[Cell]:
-        condition, body_frame = frames
-        num_cond = len(condition.operands) - len(eqn.outvars)
-        num_body = len(body_frame.operands) - len(eqn.outvars)
-        split = num_cond + num_body
-        consts, carry = cells[num_cond:split], cells[split:]
-
-        # The condition's own sites are not observed.
-        @jax.jit
-        def holds(args):
-            return binding.evaluate(condition.jaxpr, condition.consts, args)[0]
-
+    def _while(self, eqn, frames, body, cells, loops: _Loops) -> list[Cell]:
+        # The sites of the condition are not observed.
+        (test, _), (given, consts, carry) = frames, split_while(eqn, cells)
+        holds = jax.jit(functools.partial(binding.evaluate, test.jaxpr, test.consts))
         iteration = 0
-        while np.asarray(holds([c.value for c in (*cells[:num_cond], *carry)])):
+        while np.asarray(holds([c.value for c in (*given, *carry)])[0]):
             carry = body(1, [*consts, *carry], (*loops, iteration))
             iteration += 1
         return carry
-
-
-def _with_shadows(cells: Sequence[Cell], shadows: Sequence[Any]) -> list[Cell]:
-    return [c._replace(shadow=s) for c, s in zip(cells, shadows, strict=True)]
 
 
 # Arrays.

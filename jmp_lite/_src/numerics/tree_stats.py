@@ -1,7 +1,7 @@
 """Statistics of a tree, leaf by leaf: parameters, gradients, activations.
 
-To look every N steps, compile a second step. A switch that is off costs nothing: the
-program is the one without it.
+To collect them every N steps, compile a second step. A switch that is off costs
+nothing: the program is the one without it.
 
     @functools.partial(jax.jit, static_argnames="log_stats")
     def step(state, batch, log_stats=False):
@@ -12,10 +12,10 @@ program is the one without it.
 
 Inside a `scan`, which is one program, `lax.cond` skips the work of the other steps:
 
-    def look(grads):
+    def collect(grads):
         return tree_stats(grads, "f16").total()
 
-    stats = lax.cond(i % 100 == 0, look, lambda grads: empty(), grads)
+    stats = lax.cond(i % 100 == 0, collect, lambda grads: empty(), grads)
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite._src import dtypes, extras, trees
+from jmp_lite._src import dtypes, reports, trees
 from jmp_lite._src.numerics.stats import (
     EXPONENTS,
     ValueStats,
@@ -44,7 +44,7 @@ class TreeStats:
     """The statistics of each floating leaf of a tree.
 
     A pytree: returned from `jit`, stacked by `scan`, fetched with `jax.device_get`.
-    What is for people (`named`, `table`, `plot`, `to_json`) is called on the host.
+    Call `named`, `table`, `plot` and `to_json` on the host.
 
     Args:
       stats: those of the leaves, stacked: fields f32 `[n]`, the histogram `[n, 96]`.
@@ -84,30 +84,32 @@ class TreeStats:
         }
 
     def table(self) -> Any:
-        """Return a `rich` table: a row per leaf, the one that loses most on top.
+        """Return a `rich` table: a row per leaf, the worst first.
 
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
           ValueError: as `named`.
         """
-        with extras.needed("numerics"):
-            from rich import box
-            from rich.table import Table
-
-        table = Table(
+        numbers = ("size", *_SHARES.values(), "log2|x|")
+        # All shares but that of zeros, which half keeps.
+        worst_first = sorted(
+            self.named().items(), key=lambda row: _shares(row[1])[:-1], reverse=True
+        )
+        return reports.rich_table(
+            ("leaf", *numbers),
+            [
+                (
+                    path,
+                    f"{stats.size:.3g}",
+                    *(reports.percent(x) if x else "-" for x in _shares(stats)),
+                    _exponents(stats),
+                )
+                for path, stats in worst_first
+            ],
+            numbers=numbers,
             title=f"rounded to {jnp.dtype(self.dtype).name}",
             caption="shares of all numbers of the leaf",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
         )
-        table.add_column("leaf", overflow="fold", min_width=16)
-        for name in ("size", *_SHARES.values(), "log2|x|"):
-            table.add_column(name, justify="right", no_wrap=True)
-        rows = sorted(self.named().items(), key=_badness, reverse=True)
-        for path, stats in rows:
-            shares = [_percent(share) for share in _shares(stats)]
-            table.add_row(path, f"{stats.size:.3g}", *shares, _range(stats))
-        return table
 
     def plot(self) -> Any:
         """Return a matplotlib figure: each leaf's exponents over the range of half.
@@ -121,22 +123,18 @@ class TreeStats:
         return plot_histograms(self.named(), self.dtype)
 
     def to_json(self) -> str:
-        """Return everything as JSON, null being infinity, for `from_json`."""
+        """Return everything as JSON, null for infinity, for `from_json`."""
         fields = jax.tree.map(np.asarray, self.stats)._asdict()
-        stats = {
-            name: np.asarray(np.where(np.isfinite(x), x.astype(object), None)).tolist()
-            for name, x in fields.items()
-            if x is not None
-        }
+        stats = {name: x for name, x in fields.items() if x is not None}
         dtype = dtypes.dtype_name(self.dtype)
-        return json.dumps({"dtype": dtype, "paths": self.paths, "stats": stats})
+        return reports.to_json({"dtype": dtype, "paths": self.paths, "stats": stats})
 
     @classmethod
     def from_json(cls, text: str) -> "TreeStats":
         """Return what `to_json` wrote, as NumPy arrays.
 
         Raises:
-          ValueError: the text is something else.
+          ValueError: the text is not the JSON of a `TreeStats`.
         """
         try:
             content = json.loads(text)
@@ -157,8 +155,8 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = True) -> TreeSt
     """Count, leaf by leaf, what the numbers of a tree would be in a half dtype.
 
     Args:
-      tree: any pytree. Its floating and complex arrays are looked at; other leaves
-        (integers, keys, `float0`, Python scalars, objects) are left out.
+      tree: any pytree. Leaves that are not floating or complex arrays (integers, keys,
+        `float0`, Python scalars, objects) are left out.
       dtype: as for `value_stats`.
       histogram: as for `value_stats`.
 
@@ -189,11 +187,11 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = True) -> TreeSt
     return TreeStats(stacked, tuple(path for path, _ in leaves), dtype)
 
 
-# The fields whose share of all numbers is shown, the gravest first, and their titles.
+# The fields whose share of all numbers is shown, the worst first, and their titles.
 _SHARES = {
     "nonfinite": "non-\nfinite",
     "overflow": "over-\nflow",
-    "underflow": "underflow",
+    "underflow": "under-\nflow",
     "subnormal": "sub-\nnormal",
     "zero": "zero",
 }
@@ -204,18 +202,8 @@ def _shares(stats: ValueStats) -> list[float]:
     return [float(getattr(stats, name)) / size for name in _SHARES]
 
 
-def _badness(row: tuple[str, ValueStats]) -> list[float]:
-    return _shares(row[1])[:-1]  # a zero loses nothing
-
-
-def _range(stats: ValueStats) -> str:
+def _exponents(stats: ValueStats) -> str:
     if stats.max_abs == 0:
         return "-"
     low, high = (np.frexp(x)[1] - 1 for x in (stats.min_abs, stats.max_abs))
     return f"{low}…{high}"
-
-
-def _percent(share: float) -> str:
-    if share == 0:
-        return "-"
-    return f"{share:.1%}" if share >= 0.001 else "<0.1%"

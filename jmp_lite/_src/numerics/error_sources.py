@@ -1,10 +1,9 @@
-"""Errors of half precision: how large they are, and which operation is at their source.
+"""Errors of half precision: how large they are, and which operation is their source.
 
 An operation may show an error that it did not make: `1 - p` is all wrong where `p` was
 rounded to 1 in another layer. So each value carries the operation that rounded it last.
-Where an error grows by more than rounding, the operation is tried again in float32 on
-the rounded operands: if the result is as wrong as before, one of these has lost the
-digits.
+Where an error grows by more than rounding, the operation is repeated in float32 on the
+rounded operands: if the result is as wrong as before, one of these lost the digits.
 """
 
 import functools
@@ -17,30 +16,40 @@ import numpy as np
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.numerics.runs import Observed
+from jmp_lite._src.numerics.stretches import Operation
 
 # Operations whose result is one of the operands, as it is or with another sign.
 _EXACT = ("max", "min", "clamp", "neg", "abs", "sign")
 
 
-class Suspect(NamedTuple):
-    """What may be at the source of an error.
+class Tag(NamedTuple):
+    """What goes beside a value on the host.
 
     Attributes:
-      error: of a value, relative to float32.
-      source: the site that rounded it last; -1 if none did.
+      error: that of the policy's run, relative to float32.
+      source: the last site that rounded the value, or what it is computed from; -1 if
+        none did.
+      backward: whether the value is of the backward pass.
+      origin: that of its non-finite numbers in the float32 run.
     """
 
     error: float
     source: int
+    backward: bool
+    origin: Any
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The key to find the worst of several."""
+        return self.error, self.source
 
 
 def find_source(
-    op: Observed,
+    op: Operation,
     full: Any,
     low: Any,
     added_error: float,
-    suspects: Sequence[Suspect],
+    operands: Sequence[Tag],
     limit: float,
 ) -> int:
     """Return the site that made the error of a result.
@@ -48,22 +57,23 @@ def find_source(
     Args:
       op: the operation.
       full: its result in the float32 run.
-      low: that in the policy's run.
-      added_error: how much of the error is new.
-      suspects: its operands.
-      limit: which error is more than rounding.
+      low: its result in the policy's run.
+      added_error: the part of the error that the operands do not have.
+      operands: the tags of the operands.
+      limit: errors above it are more than rounding.
     """
-    guilty = max((s for s in suspects if s.source >= 0), default=None)
-    if guilty is None:
+    rounded = [tag for tag in operands if tag.source >= 0]
+    if not rounded:
         return op.site if low is not full and _rounds(op, low) else -1
-    if added_error > limit and guilty.error <= limit:
-        return _made_by(op, full, low, suspects)
-    if _rounds(op, low) and guilty.error <= limit:
+    worst = max(rounded, key=lambda tag: tag.rank)
+    if added_error > limit and worst.error <= limit:
+        return _find_by_repeating(op, full, low, operands, worst)
+    if _rounds(op, low) and worst.error <= limit:
         return op.site
-    return guilty.source
+    return worst.source
 
 
-def _rounds(op: Observed, low: Any) -> bool:
+def _rounds(op: Operation, low: Any) -> bool:
     """Return whether an operation rounds its result to half."""
     if not dtypes.is_half(low.dtype):
         return False
@@ -73,53 +83,48 @@ def _rounds(op: Observed, low: Any) -> bool:
     return not (is_move and was_half)
 
 
-def _made_by(op: Observed, full: Any, low: Any, suspects: Sequence[Suspect]) -> int:
-    """Return the site whose rounding an operation shows."""
-    guilty = max(s for s in suspects if s.source >= 0)
+def _find_by_repeating(
+    op: Operation, full: Any, low: Any, operands: Sequence[Tag], worst: Tag
+) -> int:
+    """Return the site whose rounding shows if an operation is repeated in float32."""
     rounded = [*op.read, *op.low_ins[len(op.read) :]]
     if op.also or op.eqn.effects or any(x is None for x in (*op.ins, *rounded)):
-        return op.site if _rounds(op, low) else guilty.source
-    floats = [s.source >= 0 for s in suspects]
+        return op.site if _rounds(op, low) else worst.source
+    repeat = jax.jit(
+        functools.partial(binding.bind, op.eqn),
+        compiler_options=compat.quick_compiler_options(),
+    )
 
-    def error_with(wrong: Sequence[bool]) -> float:
-        """Return the error in float32 on some operands that are rounded."""
-        pairs = zip(op.eqn.invars, rounded, op.ins, wrong, strict=True)
-        ins = [
-            np.asarray(x if is_wrong else y, var.aval.dtype)
-            for var, x, y, is_wrong in pairs
-        ]
-        outs = _run_again(op.eqn, ins)
+    def error_with(is_rounded: Sequence[bool]) -> float:
+        """Return the error in float32 if some operands are rounded."""
+        columns = zip(op.eqn.invars, rounded, op.ins, is_rounded, strict=True)
+        outs = repeat(
+            [np.asarray(x if r else y, v.aval.dtype) for v, x, y, r in columns]
+        )
         return max(
             error_on_host(np.asarray(out), np.asarray(x))
             for out, x in zip(outs, op.outs, strict=True)
             if x is full
         )
 
+    are_rounded = [tag.source >= 0 for tag in operands]
     wanted = 0.5 * min(error_on_host(np.asarray(low), np.asarray(full)), 2.0)
-    if not error_with(floats) >= wanted:
+    if not error_with(are_rounded) >= wanted:
         return op.site
-    if sum(floats) == 1:
-        return guilty.source
-    alone = [
-        (error_with([j == i for j in range(len(floats))]), suspects[i].source)
-        for i, is_float in enumerate(floats)
-        if is_float
-    ]
-    return max(alone)[1]
-
-
-def _run_again(eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
-    return jax.jit(
-        functools.partial(binding.bind, eqn),
-        compiler_options=compat.quick_compiler_options(),
-    )(ins)
+    if sum(are_rounded) == 1:
+        return worst.source
+    return max(
+        (error_with([j == i for j in range(len(operands))]), tag.source)
+        for i, tag in enumerate(operands)
+        if tag.source >= 0
+    )[1]
 
 
 def error_on_host(low: np.ndarray, full: np.ndarray) -> float:
-    """Return `relative_error` of arrays of NumPy."""
+    """Return the `relative_error` of NumPy arrays."""
     full, low = (np.asarray(x, np.float64).ravel() for x in (full, low))
     with np.errstate(all="ignore"):
-        # Squares of what was float32 neither overflow nor vanish.
+        # In float64, squares of float32 numbers neither overflow nor underflow.
         norm, distance = (float(np.square(x).sum()) for x in (full, low - full))
         if norm and math.isfinite(norm) and math.isfinite(distance):
             return math.sqrt(distance / norm)
@@ -131,13 +136,13 @@ def relative_error(low: Any, full: Any, xp: Any) -> Any:
 
     Args:
       low: an array.
-      full: the array that it should be.
+      full: the array that it should equal.
       xp: `numpy` or `jax.numpy`.
     """
     compared = xp.isfinite(full)
     is_lost = (compared & ~xp.isfinite(low)).any()
     compared &= xp.isfinite(low)
-    # Scaled by the largest number, so that squares neither overflow nor vanish.
+    # Scaled by the largest number, so that squares neither overflow nor underflow.
     size = xp.where(compared, xp.abs(full), 0.0).max(initial=0.0)
     scale = xp.where(size > 0, size, 1.0)
     norm = xp.linalg.norm(xp.where(compared, full, 0.0) / scale)

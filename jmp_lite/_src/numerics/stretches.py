@@ -1,0 +1,316 @@
+"""Compile stretches, runs of operations without a loop, to return what each computes.
+
+Each operation is computed as written, fused with no other. Beside the values may run
+*shadows*: the same values computed in another way, in half precision for example.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray, Tracer
+
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
+from jmp_lite._src.jaxprs.walk import Equation, Walker
+
+# Limits of one stretch: all results are alive at once, and the time to compile grows
+# faster than the number of operations.
+_MOST_SITES = 200
+_MOST_BYTES = 2**30
+
+
+class Shadow:
+    """Computes no shadows. Subclasses compute them, inside `jit`.
+
+    A `step` is what the plan of a jaxpr holds for one equation, None without a plan.
+    """
+
+    def start(self, value: Any) -> Any:
+        """Return the shadow of an argument or constant."""
+        del value
+
+    def also_reads(self, step: Any) -> Sequence[Any]:
+        """Return the variables that the shadow of an equation reads beside its own."""
+        del step
+        return ()
+
+    def step(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
+        """Return the shadows of an equation's results, and other arrays to observe.
+
+        Args:
+          equation: the equation; its tags are the shadows of its operands.
+          shadow_of: returns the shadow of any variable of the jaxpr that has a value.
+        """
+        del shadow_of
+        return [None] * len(equation.outs), ()
+
+    def cast(
+        self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
+    ) -> Sequence[Any]:
+        """Return shadows in the dtypes of `is_low`, as `Walker.cast` has it."""
+        del variables, is_low
+        return shadows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """Equations that follow each other in a jaxpr: a jaxpr, and its plan, for `Walker`.
+
+    Attributes:
+      eqns: the equations.
+      steps: those of the plan, one per equation.
+      invars: the variables that they read.
+      outvars: the variables that they define and later equations read.
+      last_read: the variables that nothing after these reads.
+      sites: how many sites the equations have.
+      in_python: whether this is one equation whose sub-jaxprs Python runs.
+      constvars: none.
+    """
+
+    eqns: Sequence[Any]
+    steps: Sequence[Any]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    last_read: Sequence[Any]
+    sites: int
+    in_python: bool
+    constvars: tuple[Any, ...] = ()
+
+
+def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
+    """Return the stretches of a jaxpr."""
+    steps = plan.steps if plan else itertools.repeat(None)
+    groups: list[tuple[list[tuple[Any, Any]], bool]] = [([], False)]
+    sites = size = 0
+    for pair in zip(jaxpr.eqns, steps, strict=False):
+        if _is_for_python(pair[0]):
+            groups += [([pair], True), ([], False)]
+            sites = size = 0
+            continue
+        more_sites, more_bytes = count_sites([pair[0]]), _bytes(pair[0])
+        sites, size = sites + more_sites, size + more_bytes
+        if groups[-1][0] and (sites > _MOST_SITES or size > _MOST_BYTES):
+            groups.append(([], False))
+            sites, size = more_sites, more_bytes
+        groups[-1][0].append(pair)
+    later = {v for v in jaxpr.outvars if not compat.is_literal(v)}
+    stretches = []
+    for pairs, in_python in reversed(groups):
+        if not pairs:
+            continue
+        made = dict.fromkeys(v for eqn, _ in pairs for v in eqn.outvars)
+        read = dict.fromkeys(
+            v
+            for eqn, step in pairs
+            for v in (*eqn.invars, *shadow.also_reads(step))
+            if not compat.is_literal(v)
+        )
+        invars = [v for v in read if v not in made]
+        stretches.append(
+            Stretch(
+                eqns=[eqn for eqn, _ in pairs],
+                steps=[step for _, step in pairs],
+                invars=invars,
+                outvars=[v for v in made if v in later],
+                last_read=[v for v in invars if v not in later],
+                sites=count_sites(eqn for eqn, _ in pairs),
+                in_python=in_python,
+            )
+        )
+        later |= set(invars)
+    return stretches[::-1]
+
+
+def _is_for_python(eqn: Any) -> bool:
+    """Return whether Python runs the sub-jaxprs of an equation: loops, long calls."""
+    bodies = bodies_of(eqn)
+    if bodies is None:
+        return False
+    if eqn.primitive.name in ("scan", "while", "cond"):
+        return True
+    if count_sites([eqn]) > _MOST_SITES or _bytes(eqn) > _MOST_BYTES:
+        return True
+    return any(_is_for_python(inner) for body in bodies for inner in body.jaxpr.eqns)
+
+
+def _bytes(eqn: Any) -> int:
+    """Return the size of all floating results in an equation."""
+    bodies = bodies_of(eqn)
+    if bodies is None:
+        avals = [v.aval for v in eqn.outvars if is_floating(v.aval)]
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+    return sum(_bytes(inner) for body in bodies for inner in body.jaxpr.eqns)
+
+
+def is_floating(aval: Any) -> bool:
+    """Return whether an abstract value is an array of floating or complex numbers."""
+    return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+class Constant(NamedTuple):
+    """A constant of the program, which needs no slot."""
+
+    value: Any
+
+
+class Operation(NamedTuple):
+    """An operation that has run: what it read and computed.
+
+    In a `CompiledStretch`, each array is a slot, its index among the inputs and outputs
+    of the compiled function, and each tag its index among the tags of the inputs and
+    operations; either may be a `Constant`. `runs.Run` replaces them by the arrays and
+    the tags.
+
+    Attributes:
+      eqn: the equation.
+      site: its number among the sites of the stretch, or of the run.
+      step: its entry in the plan.
+      ins: its operands; None where neither floating nor the first of a `select_n`.
+      outs: its results; None where not floating.
+      low_ins: the shadows of its operands, likewise.
+      low_outs: the shadows of its results, likewise.
+      read: the other arrays that `Shadow.step` returned.
+      tags: the tags of its operands.
+      also: the tags of what else the shadows of its results are computed from.
+      eqn_count: how many operations ran before it in the run.
+      loops: the iteration of each loop around it, outermost first.
+    """
+
+    eqn: Any
+    site: int
+    step: Any
+    ins: Sequence[Any]
+    outs: Sequence[Any]
+    low_ins: Sequence[Any]
+    low_outs: Sequence[Any]
+    read: Sequence[Any]
+    tags: Sequence[Any]
+    also: Sequence[Any]
+    eqn_count: int = 0
+    loops: tuple[int, ...] = ()
+
+
+class CompiledStretch:
+    """A stretch as a compiled function that returns what its operations compute.
+
+    Attributes:
+      call: takes values and shadows, None for a value that is its own shadow; returns
+        the arrays whose slots follow those of the inputs.
+      operations: its operations, in order; known after the first call.
+      outs: per output, the slots of its value and shadow, and the index of its tag.
+    """
+
+    call: Callable[[Any, Any], list[Any]]
+    operations: list[Operation]
+    outs: list[tuple[Any, Any, Any]]
+
+    def __init__(self, stretch: Stretch, shadow: Shadow, shared: Sequence[bool]):
+        def fun(values, shadows):
+            inputs = jax.tree.leaves((values, shadows))
+            recorder = _Recorder(shadow, inputs, len(values))
+            cells = [
+                (x, _Tag(i, x if is_shared else s))
+                for i, (x, s, is_shared) in enumerate(
+                    zip(values, shadows, shared, strict=True)
+                )
+            ]
+            outs, _ = recorder.run(stretch, (), cells, plan=stretch)
+            self.operations = recorder.operations
+            self.outs = [
+                (recorder.slot(x), recorder.slot(tag.shadow), tag.index)
+                for x, tag in outs
+            ]
+            return recorder.kept[len(inputs) :]
+
+        self.call = jax.jit(fun, compiler_options=compat.quick_compiler_options())
+
+
+class _Tag(NamedTuple):
+    """What goes beside a value in a stretch: the index of its tag, and its shadow."""
+
+    index: Any
+    shadow: Any
+
+
+class _Recorder(Walker):
+    """Runs a stretch in `jit`, and notes what each operation computes."""
+
+    def __init__(self, shadow: Shadow, inputs: Sequence[Any], num_tags: int):
+        self.shadow, self.kept, self._num_tags = shadow, list(inputs), num_tags
+        self.operations: list[Operation] = []
+        self._slots = {id(x): i for i, x in enumerate(inputs)}
+
+    def slot(self, x: Any) -> Any:
+        """Return the slot of an array, which from now on is kept; None for None."""
+        if not isinstance(x, Tracer):
+            return None if x is None else Constant(x)
+        if id(x) not in self._slots:
+            self._slots[id(x)] = len(self.kept)
+            self.kept.append(x)
+        return self._slots[id(x)]
+
+    def bind(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+        return _unfused(super().bind(eqn, ins))
+
+    def observe(self, equation: Equation) -> Sequence[Any]:
+        tags, step = equation.tags, equation.step
+        shadows = [tag.shadow for tag in tags]
+        also = [equation.tag_of(v).index for v in self.shadow.also_reads(step)]
+        lows, read = self.shadow.step(
+            equation._replace(tags=shadows), lambda v: equation.tag_of(v).shadow
+        )
+        if lows is not equation.outs:
+            lows = _unfused(lows)
+        ins = self._floating(equation.ins)
+        if equation.eqn.primitive.name == "select_n":
+            ins[0] = self.slot(equation.ins[0])
+        self.operations.append(
+            Operation(
+                eqn=equation.eqn,
+                site=equation.site,
+                step=step,
+                ins=ins,
+                outs=self._floating(equation.outs),
+                low_ins=self._floating(shadows),
+                low_outs=self._floating(lows),
+                read=self._floating(read),
+                tags=[tag.index for tag in tags],
+                also=also,
+            )
+        )
+        first, self._num_tags = self._num_tags, self._num_tags + len(lows)
+        return [_Tag(first + i, low) for i, low in enumerate(lows)]
+
+    def _floating(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return the slots of floating arrays, None for others."""
+        return [
+            self.slot(x) if x is not None and is_floating(jax.typeof(x)) else None
+            for x in arrays
+        ]
+
+    def tag_constant(self, value: Any) -> _Tag:
+        return _Tag(Constant(value), self.shadow.start(value))
+
+    def cast(self, variables: Any, cells: Any, is_low: Any) -> Any:
+        shadows = [tag.shadow for _, tag in cells]
+        shadows = self.shadow.cast(variables, shadows, is_low)
+        pairs = zip(cells, shadows, strict=True)
+        return [(x, tag._replace(shadow=shadow)) for (x, tag), shadow in pairs]
+
+
+def _unfused(values: Sequence[Any]) -> Sequence[Any]:
+    """Return values whose floats XLA computes as written, fused with nothing else."""
+    arrays = [x for x in values if _is_computed(x)]
+    if not arrays:
+        return values
+    barred = iter(jax.lax.optimization_barrier(arrays))
+    return [next(barred) if _is_computed(x) else x for x in values]
+
+
+def _is_computed(x: Any) -> bool:
+    return isinstance(x, Tracer) and is_floating(jax.typeof(x))
