@@ -1,12 +1,12 @@
-"""Which operations of a gradient compute derivatives, though on the way forward.
+"""Find operations in the forward pass of a gradient that compute derivatives.
 
-Differentiation puts the slope of `sqrt` next to the `sqrt`, on the way forward, and
-multiplies by it on the way back. JAX gives both operations the same traceback, and no
-mark. What tells them apart: only the way back uses the slope.
+Differentiation computes the derivative of `sqrt` beside the `sqrt`, in the forward
+pass, and multiplies by it in the backward pass. JAX does not mark it, and both
+operations have the same traceback. But only the backward pass uses the derivative.
 
-Limits: of several operations with one traceback, the last one of a program is taken for
-a derivative if the gradient alone uses its result. In what `jax.checkpoint` computes
-again, a derivative that is the same primitive as the operation (`pow`) is not seen.
+Limits: of several operations with one traceback, the last is taken for a derivative if
+only the gradient uses its result. In the recomputation of `jax.checkpoint`, a
+derivative with the same primitive as its operation (`pow`) is not found.
 """
 
 import collections
@@ -17,53 +17,50 @@ from jmp_lite._src.jaxprs import name_scopes, sources
 
 
 def derivatives(jaxpr: Any, bodies_of: Any) -> frozenset[int]:
-    """Return the ids of the equations that compute derivatives on the way forward.
+    """Return the ids of the equations in the forward pass that compute derivatives.
 
     Args:
       jaxpr: an open jaxpr.
-      bodies_of: returns the frames of an equation that is looked into, else None.
+      bodies_of: returns the `SubJaxpr`s of an equation to analyse, else None.
     """
     found = _Analysis(bodies_of)
-    found.look_for_first(jaxpr, "")
-    found.look_at(jaxpr, [_RESULT] * len(jaxpr.outvars), "")
-    # A jaxpr that is called twice may serve the gradient in one place alone.
-    slopes = found.slopes - found.primal
-    return frozenset(slopes | found.again())
+    found.find_first(jaxpr)
+    found.analyse(jaxpr, [_FORWARD] * len(jaxpr.outvars), "")
+    # A jaxpr that is called twice may be a derivative in one of the two places.
+    return frozenset((found.derivatives - found.primal) | found.recomputed())
 
 
-# How a value is used: not at all, on the way back alone, on the way forward.
+# How a value is used: not at all, by the backward pass only, by the forward pass.
 _UNUSED, _BACK, _FORWARD = range(3)
-_RESULT = _FORWARD
 
 
 class _Analysis:
-    """Finds, from the last equation to the first, which serve the way back alone.
+    """Finds equations that only the backward pass uses, from the last to the first.
 
     Attributes:
       primal: ids of equations that compute the function.
-      slopes: ids of equations that compute derivatives.
+      derivatives: ids of equations that compute derivatives.
     """
 
     def __init__(self, bodies_of: Any):
         self.bodies_of = bodies_of
         self.primal: set[int] = set()
-        self.slopes: set[int] = set()
+        self.derivatives: set[int] = set()
         self._first: dict[Any, int] = {}
         self._kinds: dict[Any, set[str]] = collections.defaultdict(set)
-        self._again: list[Any] = []
+        self._recomputed: list[Any] = []
 
-    def look_for_first(self, jaxpr: Any, around: str) -> None:
-        """Note the first equation of each traceback."""
+    def find_first(self, jaxpr: Any) -> None:
+        """Find the first equation of each traceback."""
         for eqn in jaxpr.eqns:
-            stack = f"{around}/{name_scopes.of(eqn)}"
-            frames = self.bodies_of(eqn)
-            if frames is None:
+            bodies = self.bodies_of(eqn)
+            if bodies is None:
                 self._first.setdefault(sources.traceback_of(eqn), id(eqn))
-            for frame in frames or ():
-                self.look_for_first(frame.jaxpr, stack)
+            for body in bodies or ():
+                self.find_first(body.jaxpr)
 
-    def look_at(self, jaxpr: Any, results: list[int], around: str) -> list[int]:
-        """Look at a jaxpr; return how its inputs are used, by how its results are."""
+    def analyse(self, jaxpr: Any, results: list[int], around: str) -> list[int]:
+        """Return how a jaxpr uses its inputs, by how its results are used."""
         use: dict[Any, int] = collections.defaultdict(int)
 
         def note(var, how):
@@ -74,51 +71,51 @@ class _Analysis:
             note(var, how)
         for eqn in reversed(jaxpr.eqns):
             stack = f"{around}/{name_scopes.of(eqn)}"
-            frames = self.bodies_of(eqn)
+            bodies = self.bodies_of(eqn)
             made = [use[v] for v in eqn.outvars]
-            if frames is None:
-                how = self._look_at_one(eqn, stack, max(made, default=_UNUSED))
+            if bodies is None:
+                how = self._analyse_one(eqn, stack, max(made, default=_UNUSED))
                 used = [how] * len(eqn.invars)
             else:
-                used = self._look_inside(eqn, frames, made, stack)
+                used = self._analyse_bodies(eqn, bodies, made, stack)
             for var, how in zip(eqn.invars, used, strict=True):
                 note(var, how)
         return [use[v] for v in jaxpr.invars]
 
-    def again(self) -> set[int]:
-        """Return the ids of derivatives among what is computed again."""
+    def recomputed(self) -> set[int]:
+        """Return the ids of derivatives in the recomputation of `jax.checkpoint`."""
         return {
             id(eqn)
-            for eqn in self._again
+            for eqn in self._recomputed
             if eqn.primitive.name not in self._kinds[sources.traceback_of(eqn)]
         }
 
-    def _look_at_one(self, eqn: Any, stack: str, made: int) -> int:
-        """Return how an equation uses its operands, by how its results are used."""
+    def _analyse_one(self, eqn: Any, stack: str, made: int) -> int:
+        """Return how an equation uses its operands, by how its result is used."""
         traceback = sources.traceback_of(eqn)
         if name_scopes.REMATTED in stack.rpartition("transpose(")[2]:
-            self._again.append(eqn)
+            self._recomputed.append(eqn)
             return _BACK
         if "transpose(" in stack:
             return _BACK
         is_first = self._first.get(traceback) == id(eqn)
         if traceback and not is_first and made == _BACK:
-            self.slopes.add(id(eqn))
+            self.derivatives.add(id(eqn))
             return _BACK
         self.primal.add(id(eqn))
         self._kinds[traceback].add(eqn.primitive.name)
         return _FORWARD
 
-    def _look_inside(self, eqn: Any, frames: Any, made: list[int], stack: str):
+    def _analyse_bodies(self, eqn: Any, bodies: Any, made: list[int], stack: str):
         used = [_UNUSED] * len(eqn.invars)
         is_loop = eqn.primitive.name in ("scan", "while")
-        for frame in frames:
+        for body in bodies:
             results = [
-                _FORWARD if i is None or (is_loop and k in frame.fixed_out) else made[i]
-                for k, i in enumerate(frame.results)
+                _FORWARD if i is None or (is_loop and k in body.fixed_out) else made[i]
+                for k, i in enumerate(body.results)
             ]
-            inputs = self.look_at(frame.jaxpr, results, stack)
-            for i, how in zip(frame.operands, inputs, strict=True):
+            inputs = self.analyse(body.jaxpr, results, stack)
+            for i, how in zip(body.operands, inputs, strict=True):
                 used[i] = max(used[i], how)
         if eqn.primitive.name == "cond":
             used[0] = _FORWARD

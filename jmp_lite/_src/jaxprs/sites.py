@@ -73,8 +73,8 @@ def _sites(jaxpr: Any, around: Site, slopes: frozenset[int]) -> list[Site]:
             found.append(site)
             continue
         inside = in_loop(eqn, site)
-        for frame in bodies:
-            found += _sites(frame.jaxpr, inside, slopes)
+        for sub in bodies:
+            found += _sites(sub.jaxpr, inside, slopes)
     return found
 
 
@@ -83,7 +83,7 @@ def count_sites(eqns: Iterable[Any]) -> int:
     total = 0
     for eqn in eqns:
         bodies = bodies_of(eqn)
-        inside = (count_sites(frame.jaxpr.eqns) for frame in bodies or ())
+        inside = (count_sites(sub.jaxpr.eqns) for sub in bodies or ())
         total += 1 if bodies is None else sum(inside)
     return total
 

@@ -1,4 +1,4 @@
-"""Where an equation of a jaxpr comes from: the line of the user's code."""
+"""The source line of an equation of a jaxpr, in the user's code."""
 
 import sys
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ _JAX = str(Path(jax.__file__).parent)
 def source_line(eqn: Any) -> str:
     """Return `file:line` of the user's code that made an equation, or `""`.
 
-    Frames of JAX are left out by JAX, those of libraries and of this package here.
+    Skips frames of JAX, of other libraries and of this package.
     """
     for frame in compat.user_frames(eqn.source_info.traceback):
         if not _is_in_library(frame.file_name):
@@ -24,37 +24,37 @@ def source_line(eqn: Any) -> str:
 
 
 def traceback_of(eqn: Any) -> Any:
-    """Return the traceback of an equation, which can be compared and hashed, or None.
+    """Return the traceback of an equation, which is hashable, or None.
 
-    What differentiation makes of an equation has that of the equation.
+    Equations that differentiation derives from it have the same traceback.
     """
     return eqn.source_info.traceback
 
 
 def lines_of_rules() -> AbstractContextManager[None]:
-    """Trace so that what a user's derivative rule computes has the lines of the rule.
+    """Trace operations of custom derivative rules with the lines of the rules.
 
-    JAX runs the rule of a custom derivative under the traceback of the call, and so
-    every operation of the rule has the line of the call. Within this context, and this
-    thread, lines of users' code that was called since are preferred. If JAX keeps
-    tracebacks in another way than is known here, lines are those that JAX gives.
+    JAX runs the rule of a custom derivative under the traceback of the call, so every
+    operation of the rule has the line of the call. Within this context, in this thread,
+    it has the line of the user's code in the rule instead. If JAX stores tracebacks in
+    an unknown way, lines stay as JAX gives them.
 
-    Limits: JAX keeps what it traces of a jitted function, its lines as well. One that
+    Limits: JAX caches the traces of jitted functions with their lines. A function that
     was differentiated before has the lines that it had then.
     """
     return compat.source_replaced(lambda source: _LinesOfRules(source, _depth()))
 
 
 class _LinesOfRules:
-    """Stands for JAX' `SourceInfo` of operations that are traced now.
+    """Replaces JAX' current `SourceInfo`.
 
     Attributes:
-      source: the `SourceInfo`; operations have its traceback, if it has one.
-      depth: how many calls were under way when it got that.
+      source: the `SourceInfo`; operations get its traceback, if it has one.
+      depth: the depth of the call stack when it got that.
     """
 
     __slots__ = ("depth", "source")
-    traceback = None  # so that JAX makes one for each operation
+    traceback = None  # JAX then makes one for each operation
 
     def __init__(self, source: Any, depth: int):
         self.source, self.depth = source, depth
@@ -64,7 +64,7 @@ class _LinesOfRules:
         return self.source.name_stack
 
     def replace(self, *, traceback: Any = None, name_stack: Any = None) -> Any:
-        """Return the source of one operation, or of all from now on."""
+        """Return the source of one operation, or of all that follow."""
         caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         if compat.takes_the_source(caller.f_code):
             if self.source.traceback is not None and not self._is_of_a_user(traceback):
@@ -75,7 +75,7 @@ class _LinesOfRules:
         return _LinesOfRules(source, depth)
 
     def _is_of_a_user(self, traceback: Any) -> bool:
-        """Return whether users' code was called since a traceback was given."""
+        """Return whether user code was called after `depth` calls."""
         codes, _ = traceback.raw_frames()
         return any(
             compat.is_user_file(code.co_filename)
@@ -85,7 +85,7 @@ class _LinesOfRules:
 
 
 def _depth() -> int:
-    """Return how many calls are under way."""
+    """Return the depth of the call stack."""
     frame, count = sys._getframe(1), 0  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         frame, count = frame.f_back, count + 1

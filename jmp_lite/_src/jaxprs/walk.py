@@ -147,14 +147,14 @@ class Walker:
         self, eqn: Any, step: Any, site: int, cells: Sequence[Cell], moment: Moment
     ) -> tuple[Sequence[Cell], Any]:
         """Run an equation by running its sub-jaxprs."""
-        frames = bodies_of(eqn)
-        plans = (step.bodies if step else ()) or [None] * len(frames)
+        sub_jaxprs = bodies_of(eqn)
+        plans = (step.bodies if step else ()) or [None] * len(sub_jaxprs)
 
         def body(k: int, cells: Sequence[Cell], moment: Moment):
-            before = (eqn for frame in frames[:k] for eqn in frame.jaxpr.eqns)
+            before = (eqn for sub in sub_jaxprs[:k] for eqn in sub.jaxpr.eqns)
             outs, eqn_count = self.run(
-                frames[k].jaxpr,
-                frames[k].consts,
+                sub_jaxprs[k].jaxpr,
+                sub_jaxprs[k].consts,
                 cells,
                 plan=plans[k],
                 first_site=site + count_sites(before),
@@ -167,10 +167,10 @@ class Walker:
             case "scan":
                 return self._scan(eqn, body, cells, moment)
             case "while":
-                return self._while(eqn, frames, body, cells, moment)
+                return self._while(eqn, sub_jaxprs, body, cells, moment)
             case "cond":
                 (index, _), *operands = cells
-                count = range(len(frames))
+                count = range(len(sub_jaxprs))
                 branches = [lambda cells, k=k: body(k, cells, moment) for k in count]
                 return jax.lax.switch(index, branches, operands)
         return body(0, cells, moment)
@@ -204,8 +204,8 @@ class Walker:
         carry, eqn_count = state
         return [*carry, *((y, self.stack(tags)) for y, tags in ys)], eqn_count
 
-    def _while(self, eqn, frames, body, cells, moment: Moment):
-        (test, _), (given, consts, carry) = frames, split_while(eqn, cells)
+    def _while(self, eqn, sub_jaxprs, body, cells, moment: Moment):
+        (test, _), (given, consts, carry) = sub_jaxprs, split_while(eqn, cells)
 
         # The sites of the condition are not observed.
         def holds(state):

@@ -1,7 +1,6 @@
-"""Run a function in float32 and under a policy, side by side, and compare every result.
+"""`dry_run`: the numbers of each operation in float32, and its error under a policy.
 
-Both runs see the same operations, those of the traced function. So each operation has
-its range, what half precision would do to it, and how far the policy's run has drifted.
+Both runs have the same operations, those of the traced function.
 """
 
 import dataclasses
@@ -32,24 +31,23 @@ def dry_run(
 ) -> Callable[..., DryRunReport]:
     """Return a function that measures what a policy does to each operation of `fun`.
 
-    Runs each operation once in float32 and once as `autocast(fun, policy)` would, and
-    looks at what it makes on the host: a tool for one batch, not for every step. For
-    the backward pass hand over the gradient, of the loss as it is scaled:
-    `jax.grad(lambda p: scale * loss(p))`.
+    Runs each operation in float32 and as `autocast(fun, policy)` would, and compares
+    the results on the host: for one batch, not for every step. To include the backward
+    pass, pass the gradient of the scaled loss: `jax.grad(lambda p: scale * loss(p))`.
 
     Args:
-      fun: any JAX function, written in float32: not a model that has a policy already,
-        nor what `autocast` returned. A few products in half are let pass with a
-        warning, and stay in half in both runs.
-      policy: as for `autocast`. Patterns of a `PolicyMap` may also be those of a
-        `with_policy` of linen: paths of modules instead of scopes.
+      fun: any JAX function in float32, neither a model with a policy nor the result of
+        `autocast`. If a few of its products are in half, they stay so in both runs, and
+        there is a warning.
+      policy: as for `autocast`. Patterns of a `PolicyMap` may also be paths of modules,
+        as for linen's `with_policy`.
       rules: as for `autocast`.
 
     Returns:
       A function of the arguments of `fun` that returns a `DryRunReport`: per operation
       and per layer, ranges, the fractions that overflow, underflow or are subnormal in
-      the compute dtype, and the relative error against float32. Values in loops are
-      counted over all iterations.
+      the compute dtype, and the error relative to float32. The numbers of a loop are
+      those of all iterations.
 
     Raises:
       TypeError: `fun` is not callable; in a call: an argument is an nnx module.
@@ -83,14 +81,14 @@ def dry_run(
 
 
 class Measured(NamedTuple):
-    """What a dry run returns.
+    """The results of a dry run.
 
     Attributes:
       outs: the results of the float32 run.
-      lows: those of the policy's.
-      report: what it measured.
+      lows: the results of the policy's run.
+      report: the report.
       policy: the policy; patterns over modules of linen match scopes as well.
-      warning: what to warn of, if anything.
+      warning: the text of a warning, or `""`.
     """
 
     outs: list[Any]
@@ -113,9 +111,9 @@ def measure(
     Args:
       fun: the function.
       policy: as `check_policy` returns it.
-      args_and_kwargs: its arguments.
+      args_and_kwargs: the arguments of the function.
       rules: as for `autocast`.
-      caller: who asks, for the text of errors.
+      caller: the name of the public function, for errors.
 
     Raises:
       ValueError: the program is in half already, or its results are not finite; a

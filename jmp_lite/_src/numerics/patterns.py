@@ -1,9 +1,8 @@
-"""Patterns over layers: scopes for `autocast`, modules for `with_policy` of linen.
+"""Patterns for layers: scopes for `autocast`, modules for linen's `with_policy`.
 
-linen enters a scope for each module, named as the module is in the one around it; the
-outermost has no name, and its scope that of its class: the module `"mlp/down"` of a
-`Net` has the scope `"Net/mlp/down"`. A method other than `__call__` has a scope of its
-own: `"Net/embed.attend"`.
+linen enters a scope with the name of each module; the outermost module has no name, and
+a scope with the name of its class: the scope of the module `"mlp/down"` of a `Net` is
+`"Net/mlp/down"`. Methods other than `__call__` have another: `"Net/embed.attend"`.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ _METHOD = re.compile(r"(\w+)\.\w+")
 
 
 def pattern_of(layer: str) -> str:
-    r"""Return the pattern that matches a layer, whether scope or module of linen.
+    r"""Return the pattern of a layer that matches its scope and its linen module.
 
     Examples:
       >>> pattern_of("Net/mlp_1/down"), pattern_of("Net/embed.attend")
@@ -47,10 +46,10 @@ def pattern_of(layer: str) -> str:
 
 
 def fit(policy: PolicyMap, layers: Iterable[str]) -> PolicyMap:
-    """Return a policy whose patterns, if over modules of linen, match scopes as well.
+    """Return a policy whose patterns for modules of linen match scopes as well.
 
     Args:
-      policy: the policy; patterns that match a scope, or nothing, stay as they are.
+      policy: the policy; patterns that match a scope, or nothing, are unchanged.
       layers: the scopes of a program.
     """
     # The model itself is `""` for `with_policy`; so are operations without a scope.

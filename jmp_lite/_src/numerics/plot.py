@@ -1,7 +1,7 @@
-"""Figures of numbers: exponents over the range of a half dtype, and what is lost where.
+"""Figures: exponents over the range of a half dtype, and a heat map of losses.
 
-Figures are made without pyplot: no display, no global state. `figure.savefig("a.png")`
-writes one; in a notebook it shows itself.
+They are made without pyplot, so without a display or global state. Write one with
+`figure.savefig("a.png")`; notebooks display them.
 """
 
 import math
@@ -20,16 +20,15 @@ with extras.needed("numerics"):
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, told apart by colour-blind readers. Each part of the range is
-# named in the figure as well.
+# Okabe and Ito's palette, for colour-blind readers.
 _BARS = "#0072B2"
-_PARTS = {  # colour, and how dense
+_PARTS = {  # colour and opacity
     "underflow": ("#D55E00", 0.30),
     "subnormal": ("#E69F00", 0.22),
     "normal": ("#009E73", 0.10),
     "overflow": ("#CC79A7", 0.40),
 }
-# A bar is as high as the logarithm of its share, from 10**_FLOOR up: tails are seen.
+# The height of a bar is the logarithm of its share above 10**_FLOOR: it shows tails.
 _FLOOR = -6
 
 
@@ -37,17 +36,17 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     """Draw the histogram of exponents of each layer, over the range of a half dtype.
 
     Args:
-      named: layer to what has a `histogram` `[96]`, as a `ValueStats` does; drawn from
-        top to bottom.
+      named: per layer, from top to bottom, an object with a `histogram` `[96]`, such as
+        a `ValueStats`.
       dtype: the half dtype, or its name.
 
     Returns:
-      The figure: an axis with a row of bars per layer. A bar is as wide as a power of
-      two, and as high as the logarithm of its share of the layer's non-zero numbers.
+      The figure, with a row of bars per layer, one bar per power of two. Its height is
+      the logarithm of the share of the layer's non-zero numbers.
 
     Raises:
-      ValueError: there is no layer, or one without a histogram; `dtype` is none that
-        arrays are cast to.
+      ValueError: there is no layer, or one without a histogram; arrays are not cast to
+        `dtype`.
 
     Examples:
       >>> from jmp_lite._src.numerics.stats import value_stats
@@ -99,18 +98,18 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
 
 
 def plot_heat_map(rows: Sequence[str], columns: Sequence[str], values: Any) -> Figure:
-    """Draw shares of numbers, layers by kinds of loss.
+    """Draw shares of numbers, by layer and kind of loss.
 
     Args:
       rows: the names of the layers, from top to bottom.
-      columns: the names of what is lost: `"underflow"`, `"overflow"`.
+      columns: the kinds of loss: `"underflow"`, `"overflow"`.
       values: shares `[rows, columns]`, 0 to 1; NaN is left blank.
 
     Returns:
-      The figure; each cell has its number written in it.
+      The figure, with its number in each cell.
 
     Raises:
-      ValueError: the shape is another; there is no layer.
+      ValueError: the shape is different; there is no layer.
 
     Examples:
       >>> figure = plot_heat_map(["a", "b"], ["underflow"], [[0.0], [0.25]])
@@ -124,7 +123,7 @@ def plot_heat_map(rows: Sequence[str], columns: Sequence[str], values: Any) -> F
             f"{list(shares.shape)}."
         )
     figure, axes = _make_figure(rows, width=2.2 + 1.0 * len(columns))
-    # What is not there is white: it is not a small number, it is nothing.
+    # Zero is white, not the colour of a small number.
     image = axes.imshow(
         np.where(shares > 0, shares, np.nan),
         norm=LogNorm(1e-6, 1),
@@ -149,9 +148,9 @@ def plot_heat_map(rows: Sequence[str], columns: Sequence[str], values: Any) -> F
 
 
 def _make_figure(rows: Sequence[str], *, width: float) -> tuple[Figure, Axes]:
-    """Return a figure with a line of text's height for each row, named at the left."""
+    """Return a figure with rows as high as a line of text, named at the left."""
     if not rows:
-        raise ValueError("There is nothing to draw: expected a layer at least.")
+        raise ValueError("Expected at least one layer to draw, got none.")
     longest = max(map(len, rows))
     size = (width + 0.075 * longest, 1.2 + 0.3 * max(len(rows), 3))
     figure = Figure(figsize=size, layout="constrained")
@@ -163,9 +162,9 @@ def _make_figure(rows: Sequence[str], *, width: float) -> tuple[Figure, Axes]:
 
 
 def _parts_of_range(dtype: Any) -> dict[str, tuple[float, float]]:
-    """Return, as log2, from where to where numbers are normal, and what else."""
+    """Return the interval of each part of the range of a dtype, as log2."""
     info = jnp.finfo(dtype)
-    # Up to half of the smallest subnormal, numbers round to 0.
+    # Half of the smallest subnormal rounds to 0.
     to_zero, to_normal = info.minexp - info.nmant - 1, info.minexp
     return {
         "underflow": (-math.inf, to_zero),
@@ -176,7 +175,7 @@ def _parts_of_range(dtype: Any) -> dict[str, tuple[float, float]]:
 
 
 def _limits(counts: Any, parts: Mapping[str, tuple[float, float]]) -> tuple[int, int]:
-    """Return what to show, as log2: every number, and the borders that are near."""
+    """Return the interval to draw, as log2: all numbers, and the range of the dtype."""
     shown = {e for e, n in zip(EXPONENTS, counts.sum(0), strict=True) if n}
     borders = {b for part in parts.values() for b in part}
     shown |= {b for b in borders if EXPONENTS[0] < b < EXPONENTS[-1]}

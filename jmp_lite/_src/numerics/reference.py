@@ -1,6 +1,6 @@
-"""What half precision is compared with: a program in float32, whose results are finite.
+"""Checks of the reference of a dry run: a program in float32 with finite results.
 
-A program that is in half already would be compared with itself, and found faultless.
+A program that is in half already would be compared with itself, without any error.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ def check_is_float32(jaxpr: Any, caller: str) -> str:
 
     Args:
       jaxpr: the program, an open jaxpr.
-      caller: who asks, for the text.
+      caller: the name of the public function, for the text.
 
     Returns:
-      What to warn of if some do, else `""`.
+      A warning if some do, else `""`.
 
     Raises:
-      ValueError: more than half of the FLOPs are those of products in half.
+      ValueError: more than half of the FLOPs are in products that read half.
     """
     found = list(_products(jaxpr))
     in_half = [p for p in found if dtypes.is_half(p.dtype)]
@@ -55,18 +55,18 @@ def check_is_float32(jaxpr: Any, caller: str) -> str:
     )
     if share > 0.5:
         raise ValueError(f"{text} {remedy}")
-    return f"{text} What half precision does there is not seen. {remedy}"
+    return f"{text} Their errors are not measured. {remedy}"
 
 
 def check_is_finite(found: Any, results: Sequence[Any], caller: str) -> None:
-    """Raise for numbers that are not finite in the float32 run.
+    """Raise if numbers in the float32 run are not finite.
 
-    Infinities that came in, as masks do, may go out.
+    Infinite inputs, such as masks, may be results.
 
     Args:
       found: the `NonFinite` of its results, or of an operation in half.
       results: its results.
-      caller: who asks, for the text.
+      caller: the name of the public function, for the text.
 
     Raises:
       ValueError: an operation made a number that is not finite, or a result is NaN.
@@ -92,9 +92,9 @@ class _Product:
     """A matrix product of a program.
 
     Attributes:
-      dtype: that in which it reads the narrower of its operands.
-      flops: in all its runs, as far as the program says how many there are.
-      place: what it is, and where, for people.
+      dtype: half if one of its operands is half, else that of the first.
+      flops: those of all its runs; iterations of a `while` count once.
+      place: its name, layer and line as text.
     """
 
     dtype: Any

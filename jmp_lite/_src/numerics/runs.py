@@ -173,15 +173,15 @@ class Run:
     # Loops, branches, and calls that hold them or are long.
 
     def _run_bodies(self, eqn, step, cells, site: int, loops: _Loops) -> list[Cell]:
-        frames = bodies_of(eqn)
-        plans = (step.bodies if step else ()) or [None] * len(frames)
+        sub_jaxprs = bodies_of(eqn)
+        plans = (step.bodies if step else ()) or [None] * len(sub_jaxprs)
         cells = self._cast(eqn.invars, cells, step and step.low_in)
 
         def body(k: int, cells: Sequence[Cell], loops: _Loops) -> list[Cell]:
-            before = (eqn for frame in frames[:k] for eqn in frame.jaxpr.eqns)
+            before = (eqn for sub in sub_jaxprs[:k] for eqn in sub.jaxpr.eqns)
             outs = self.run(
-                frames[k].jaxpr,
-                frames[k].consts,
+                sub_jaxprs[k].jaxpr,
+                sub_jaxprs[k].consts,
                 cells,
                 plan=plans[k],
                 first_site=site + count_sites(before),
@@ -193,7 +193,7 @@ class Run:
             case "scan":
                 return self._scan(eqn, step, body, cells, loops)
             case "while":
-                return self._while(eqn, frames, body, cells, loops)
+                return self._while(eqn, sub_jaxprs, body, cells, loops)
             case "cond":
                 return body(int(np.asarray(cells[0].value)), cells[1:], loops)
         return body(0, cells, loops)
@@ -226,9 +226,9 @@ class Run:
         shadow = None if shadows[0] is None else _stacked(shadows)
         return Cell(_stacked(values), shadow, self.observer.stack(tags))
 
-    def _while(self, eqn, frames, body, cells, loops: _Loops) -> list[Cell]:
+    def _while(self, eqn, sub_jaxprs, body, cells, loops: _Loops) -> list[Cell]:
         # The sites of the condition are not observed.
-        (test, _), (given, consts, carry) = frames, split_while(eqn, cells)
+        (test, _), (given, consts, carry) = sub_jaxprs, split_while(eqn, cells)
         holds = jax.jit(functools.partial(binding.evaluate, test.jaxpr, test.consts))
         iteration = 0
         while np.asarray(holds([c.value for c in (*given, *carry)])[0]):

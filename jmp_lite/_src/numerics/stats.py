@@ -1,9 +1,9 @@
-"""Statistics of numbers: what a half dtype would make of them, and how large they are.
+"""Statistics of numbers: how large they are, and how a half dtype would round them.
 
-Counted on the bits of the magnitudes, in one pass over an array, where it lies: nothing
-is flattened, so a sharded array stays on its devices, and no floats are compared or
-added, so a device that treats subnormals as zero still counts them. (XLA on the CPU is
-such a device: what it computed before it came here it flushed itself.)
+Counts compare the bits of the magnitudes, in one pass over an array on its device:
+nothing is flattened, so a sharded array stays on its devices, and no floats are
+compared, so subnormals are counted even where the device treats them as zero. (XLA on
+the CPU does: subnormal results are 0 before they are counted.)
 """
 
 import functools
@@ -18,29 +18,29 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite._src import dtypes
 
-# The bins of a histogram; what lies beyond is in the first or the last. All of float16
-# fits, and so do the gradients of real models.
+# The bins of a histogram; the first and the last hold all smaller and larger exponents.
+# All of float16 fits, and so do the gradients of real models.
 EXPONENTS = range(-64, 32)
 
 
 class ValueStats(NamedTuple):
-    """What an array's numbers would be in a half dtype, as counts.
+    """Counts of what the numbers of an array become in a half dtype.
 
     Every field is f32, so that the statistics of many steps add up without overflow;
-    counts are exact up to 2**24, then to 24 bits.
+    counts are exact up to 2**24, and rounded to 24 bits above.
 
     Attributes:
-      size: how many numbers, shape `[]`.
+      size: how many numbers there are, shape `[]`.
       nonfinite: how many are NaN or infinite already, `[]`.
       zero: how many are zero already, `[]`.
       subnormal: how many round to a subnormal of the half dtype, `[]`.
-      underflow: how many are not zero, and round to zero, `[]`.
-      overflow: how many are finite, and round to infinity, `[]`.
+      underflow: how many non-zero numbers round to zero, `[]`.
+      overflow: how many finite numbers round to infinity, `[]`.
       max_abs: the largest finite magnitude, `[]`; 0 if there is none.
-      min_abs: the smallest magnitude that is finite and not zero, `[]`; inf if none.
+      min_abs: the smallest finite non-zero magnitude, `[]`; inf if there is none.
       histogram: how many finite non-zero magnitudes have the exponent
         `floor(log2(|x|))`, as `EXPONENTS` lists them, `[96]`; the first and the last
-        bin hold what lies beyond. None where it was left out.
+        bin hold all smaller and larger ones. None if left out.
     """
 
     size: Any
@@ -57,15 +57,15 @@ class ValueStats(NamedTuple):
 def value_stats(
     x: ArrayLike, dtype: DTypeLike, *, histogram: bool = True
 ) -> ValueStats:
-    """Count what the numbers of one array would be in a half dtype.
+    """Count what the numbers of one array become in a half dtype.
 
-    Rounding is to nearest, ties to even, as a cast does. Works under `jit`, `vmap`,
-    `scan`, and on sharded arrays, of which only the counts travel.
+    Rounding is to nearest, ties to even, as in a cast. Works under `jit`, `vmap` and
+    `scan`, and on sharded arrays, of which only the counts are communicated.
 
     Args:
-      x: a floating array of any shape and dtype, up to 2**32 numbers. They are counted
-        as they are, with a loss scale still on, say. A complex number is two numbers.
-      dtype: the dtype that they would be in, or its name: float16 or bfloat16.
+      x: a floating array of any shape and dtype, up to 2**32 numbers, counted as they
+        are (a loss scale is not removed). A complex number counts as two.
+      dtype: the half dtype, or its name: `"f16"` or `"bf16"`.
       histogram: whether to count exponents as well.
 
     Returns:
@@ -73,7 +73,7 @@ def value_stats(
 
     Raises:
       TypeError: `x` is neither floating nor complex.
-      ValueError: `dtype` is none that arrays are cast to.
+      ValueError: arrays are not cast to `dtype`.
 
     Examples:
       >>> stats = value_stats(jnp.array([1.0, 1e-5, 1e-9, 1e9, jnp.nan]), "f16")
@@ -93,10 +93,10 @@ def value_stats(
 
 
 def empty(*, histogram: bool = True) -> ValueStats:
-    """Return the statistics of no numbers: what `merge` starts from.
+    """Return the statistics of no numbers, to start `merge` with.
 
     Args:
-      histogram: whether there is one, as for `value_stats`.
+      histogram: as for `value_stats`.
 
     Returns:
       The statistics.
@@ -114,14 +114,14 @@ def empty(*, histogram: bool = True) -> ValueStats:
 
 
 def merge(a: ValueStats, b: ValueStats) -> ValueStats:
-    """Return the statistics of all numbers of two.
+    """Return the statistics of the numbers of two statistics together.
 
     Args:
       a: statistics, or those of several arrays, stacked.
-      b: likewise, of the same shapes.
+      b: statistics of the same shapes.
 
     Returns:
-      The statistics; without a histogram if one of the two has none.
+      The statistics, without a histogram if one of the two has none.
 
     Examples:
       >>> x = jnp.array([0.5, 8.0])
@@ -138,7 +138,7 @@ def merge(a: ValueStats, b: ValueStats) -> ValueStats:
 
 
 def merge_stacked(stats: ValueStats) -> ValueStats:
-    """Return the statistics of all numbers of many, stacked along the first axis."""
+    """Merge statistics that are stacked along the first axis."""
     merged = jax.tree.map(lambda x: jnp.sum(x, 0), stats)
     return merged._replace(
         max_abs=_of_bits(_bits(stats.max_abs).max(0, initial=_bits(0.0))),
@@ -147,33 +147,25 @@ def merge_stacked(stats: ValueStats) -> ValueStats:
 
 
 def value_stats_on_host(x: np.ndarray, dtype: Any) -> ValueStats:
-    """Return what `value_stats` does, by NumPy: nothing is compiled.
-
-    Args:
-      x: a floating or complex array.
-      dtype: as `check_dtype` returns it.
-
-    Returns:
-      The statistics, numbers of Python and NumPy.
-    """
+    """Return `value_stats(x, dtype)` as Python numbers; compiles nothing."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return merge_on_host(
             *(value_stats_on_host(f(x), dtype) for f in (np.real, np.imag))
         )
     wide = np.float64 if x.dtype == np.float64 else np.float32
-    borders, no_sign = _words(wide, dtype)
+    borders, powers, no_sign = _borders(wide, dtype)
     bits = np.asarray(x, wide).ravel().view(no_sign.dtype) & no_sign
     bits.sort()
-    # How many numbers lie below each border.
-    below = np.searchsorted(bits, borders).tolist()
-    zero, to_zero, to_normal, to_infinity, finite = below[:5]
+    # How many numbers are below each border.
+    below = np.searchsorted(bits, [*borders, *powers]).tolist()
+    zero, to_subnormal, to_normal, to_infinity, finite = below[:5]
     largest, smallest = bits[finite - 1 : finite], bits[zero : zero + (zero < finite)]
     return ValueStats(
         size=float(bits.size),
         nonfinite=float(bits.size - finite),
         zero=float(zero),
-        subnormal=float(to_normal - to_zero),
-        underflow=float(to_zero - zero),
+        subnormal=float(to_normal - to_subnormal),
+        underflow=float(to_subnormal - zero),
         overflow=float(finite - to_infinity),
         max_abs=_as_float32(largest.view(wide), 0.0),
         min_abs=_as_float32(smallest.view(wide), math.inf),
@@ -187,24 +179,28 @@ def _as_float32(extreme: np.ndarray, default: float) -> float:
 
 
 @functools.cache
-def _words(wide: Any, dtype: Any) -> tuple[np.ndarray, Any]:
-    """Return the borders between classes and exponents as bits, and what masks signs.
+def _borders(wide: Any, dtype: Any) -> tuple[list[Any], list[Any], Any]:
+    """Return the borders between classes and between exponents, and a mask of the sign.
 
-    The bits of positive floats are integers in the same order.
+    All are bits of `wide`: those of positive floats are integers in the same order.
+    The borders between classes are the first that are not zero, round to a subnormal,
+    to a normal number, to infinity, and infinity.
     """
     word = np.uint64 if wide is np.float64 else np.uint32
+    info = jnp.finfo(dtype)
+    # A tie rounds to the even neighbour: to 0, to the smallest normal, to infinity.
+    tiny, half_spacing = 2.0**info.minexp, 2.0 ** (info.minexp - info.nmant - 1)
+    to_infinity = (2 - 2.0 ** -(info.nmant + 1)) * 2.0 ** (info.maxexp - 1)
     with np.errstate(over="ignore"):  # nothing in float32 overflows float64
-        to_zero, to_normal, to_infinity = map(wide, _borders(dtype))
-    # What is halfway to the smallest subnormal rounds to 0 itself.
-    to_zero = np.nextafter(to_zero, wide(1))
-    zero = np.nextafter(wide(0), wide(1))
-    powers = [wide(2.0**e) for e in EXPONENTS[1:]]
-    borders = [zero, to_zero, to_normal, to_infinity, wide(np.inf), *powers]
-    return np.array(borders, wide).view(word), word(np.iinfo(word).max >> 1)
+        borders = [0.0, half_spacing, tiny - half_spacing, to_infinity, math.inf]
+        borders = [wide(border).view(word) for border in borders]
+    borders[0], borders[1] = borders[0] + word(1), borders[1] + word(1)
+    powers = [wide(2.0**e).view(word) for e in EXPONENTS[1:]]
+    return borders, powers, word(np.iinfo(word).max >> 1)
 
 
 def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
-    """Return the statistics of all numbers of two, both from `value_stats_on_host`."""
+    """Return the `merge` of two results of `value_stats_on_host`."""
     counts = [x + y for x, y in zip(a[:6], b[:6], strict=True)]
     return ValueStats(
         *counts,
@@ -215,10 +211,10 @@ def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
 
 
 def check_dtype(dtype: DTypeLike) -> Any:
-    """Return the dtype that numbers would be in, as `jnp.float16`.
+    """Return a dtype as `jnp.float16`.
 
     Raises:
-      ValueError: it is none that arrays are cast to.
+      ValueError: arrays are not cast to this dtype.
     """
     parsed = dtypes.parse_dtype(dtype)
     if not dtypes.is_castable(np.dtype(parsed)):
@@ -233,23 +229,20 @@ def _value_stats(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = [_value_stats(part, dtype, histogram) for part in (x.real, x.imag)]
         return merge(*parts)
-    # Exact, and what is subnormal in float16 or fp8 has its exponent to read.
-    wide = np.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-    word = np.uint64 if wide == jnp.float64 else np.uint32
-    info, zero = jnp.finfo(wide), word(0)
-    with np.errstate(over="ignore"):  # nothing in float32 overflows float64
-        borders = [wide.type(border).view(word) for border in _borders(dtype)]
-    to_zero, to_normal, to_infinity = borders
-    infinity = wide.type(np.inf).view(word)
-    no_sign = word(2 ** (info.bits - 1) - 1)
+    # The cast is exact, and the exponent of a float16 or fp8 subnormal can be read.
+    wide = np.float64 if x.dtype == jnp.float64 else np.float32
+    borders, _, no_sign = _borders(wide, dtype)
+    nonzero, to_subnormal, to_normal, to_infinity, infinity = borders
+    word, info = no_sign.dtype, jnp.finfo(wide)
+    zero = word.type(0)
     bits = lax.bitcast_convert_type(x.astype(wide), word) & no_sign
-    is_finite, is_nonzero = bits < infinity, bits > zero
+    is_finite, is_nonzero = bits < infinity, bits >= nonzero
     is_number = is_finite & is_nonzero
     counted = (
         ~is_finite,
         ~is_nonzero,
-        (bits > to_zero) & (bits < to_normal),
-        is_nonzero & (bits <= to_zero),
+        (bits >= to_subnormal) & (bits < to_normal),
+        is_nonzero & (bits < to_subnormal),
         is_finite & (bits >= to_infinity),
     )
     # One reduction of everything: XLA on the CPU reads an array once for each.
@@ -265,7 +258,7 @@ def _value_stats(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
     )
     per_exponent = None
     if histogram:
-        exponents = (bits >> word(info.nmant)).astype(np.int32) + (info.minexp - 1)
+        exponents = (bits >> word.type(info.nmant)).astype(np.int32) + (info.minexp - 1)
         bins = jnp.clip(exponents, EXPONENTS[0], EXPONENTS[-1]) - EXPONENTS[0]
         per_exponent = lax.platform_dependent(
             jnp.where(is_number, bins, len(EXPONENTS)).astype(np.uint8),
@@ -281,24 +274,15 @@ def _value_stats(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
     )
 
 
-def _borders(dtype: Any) -> tuple[float, float, float]:
-    """Return up to where numbers round to 0, and from where to a normal and to inf."""
-    info = jnp.finfo(dtype)
-    # A tie rounds to the even neighbour: to 0, to the smallest normal, to infinity.
-    tiny, half_spacing = 2.0**info.minexp, 2.0 ** (info.minexp - info.nmant - 1)
-    to_infinity = (2 - 2.0 ** -(info.nmant + 1)) * 2.0 ** (info.maxexp - 1)
-    return half_spacing, tiny - half_spacing, to_infinity
-
-
 def _combine(a: Any, b: Any) -> list[jax.Array]:
     sums = [x + y for x, y in zip(a[:-2], b[:-2], strict=True)]
     return [*sums, jnp.maximum(a[-2], b[-2]), jnp.minimum(a[-1], b[-1])]
 
 
 def _count_by_scatter(bins: jax.Array) -> jax.Array:
-    """Return how often each bin occurs: one addition a number, cheap on a CPU."""
+    """Return how often each bin occurs; fast on a CPU: one addition per number."""
     counts = jnp.zeros(len(EXPONENTS) + 1, np.uint32)
-    # Where meshes are explicit, it has to be said that every device gets the sum.
+    # In an explicit mesh the sharding has to be given: every device gets the sum.
     counts = counts.at[bins].add(
         np.uint32(1), mode="promise_in_bounds", out_sharding=jax.typeof(counts).sharding
     )
@@ -306,14 +290,14 @@ def _count_by_scatter(bins: jax.Array) -> jax.Array:
 
 
 def _count_by_comparison(bins: jax.Array) -> jax.Array:
-    """Return how often each bin occurs; threads do not queue for the same counters."""
+    """Return how often each bin occurs; fast on a GPU: no contention for counters."""
     every = jnp.arange(len(EXPONENTS), dtype=bins.dtype)
     is_in = bins[..., None] == jnp.expand_dims(every, range(bins.ndim))
     return is_in.sum(range(bins.ndim), dtype=np.uint32)
 
 
 def _bits(x: Any) -> jax.Array:
-    """Return magnitudes as integers in the same order: no subnormal becomes a zero."""
+    """Return magnitudes as integers in the same order, subnormals included."""
     return lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), np.uint32)
 
 

@@ -1,3 +1,3 @@
-"""What `lint` looks for: a program as a list of operations, and rules over it."""
+"""The hazards of `lint`: a program as a list of operations, and rules over it."""
 
 __all__ = []

@@ -1,4 +1,4 @@
-"""What needs the range and the digits of float32: softmax, squares, sums, losses."""
+"""Operations that need float32: softmax, squares, logarithms, sums, losses."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from jmp_lite._src.numerics.hazards.rule import (
 _SUMS = frozenset(
     "reduce_sum cumsum cumlogsumexp reduce_window_sum psum psum2 psum_invariant".split()
 )
-_SUM_IN_F32 = "Have it in float32: preferred_element_type=jnp.float32."
+_SUM_IN_F32 = "Sum in float32: preferred_element_type=jnp.float32."
 
 # The same numbers in the same order.
 _RESHAPES = ("reshape", "squeeze", "expand_dims", "copy", "stop_gradient", "name")
@@ -34,7 +34,7 @@ def _softmaxes(program: LintedProgram) -> Hits:
 
 
 def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
-    """Return the sums of what an operation makes, perhaps scaled, masked or cast."""
+    """Return the sums over a result, which may be scaled, masked or cast before."""
 
     def passes(op: Op, value: Value) -> list[Value]:
         if op.name in (CAST, "neg"):
@@ -91,7 +91,7 @@ def _reshaped_from(value: Value) -> Value:
 
 
 def _logarithms(program: LintedProgram) -> Hits:
-    # The logarithm of a softmax's sum is found with the softmax.
+    # The rule for softmax covers the logarithm of its sum.
     sums = {
         id(total)
         for exp in program.named("exp", "exp2")
@@ -105,7 +105,7 @@ def _logarithms(program: LintedProgram) -> Hits:
 
 
 def _origin_through(value: Value, names: Sequence[str]) -> Value:
-    """Return what a value was made from by moves and by these, constants aside."""
+    """Return the origin of a value, through operations with these names as well."""
     value = origin(value)
     while value.maker is not None and value.maker.name in names:
         unknown = [v for v in value.maker.ins if scalar(v) is None]
@@ -122,7 +122,7 @@ def _losses(program: LintedProgram) -> Hits:
 
 
 def _is_total(value: Value) -> bool:
-    """Return whether a scalar is a sum, or was made from scalars that are."""
+    """Return whether a scalar is a sum, or computed from scalars that are."""
     waiting, seen = [value], set()
     while waiting:
         op = waiting.pop().maker
@@ -155,7 +155,7 @@ def _summed(op: Op) -> int:
 
 
 def _was_bool(value: Value) -> bool:
-    """Return whether a value is a mask: the gradient of a maximum counts such."""
+    """Return whether a value is a mask, such as the gradient of a maximum sums."""
     maker = origin(value).maker
     return maker is not None and maker.name == CAST and maker.ins[0].dtype == bool
 
@@ -172,8 +172,8 @@ RULES = (
         "squares-in-half",
         "error",
         lambda program: _squares(program, jnp.float16),
-        "A square overflows from 256 on and is 0 below 2e-4, also if it is summed in "
-        "float32 afterwards.",
+        "A square overflows from 256 on and is 0 below 2e-4, even if the sum is in "
+        "float32.",
         IN_F32,
     ),
     Rule(
@@ -187,7 +187,7 @@ RULES = (
         "squares-in-half",
         "error",
         lambda program: _products_of_one_array(program, jnp.float16),
-        "The sum overflows from 65504 on: that of 256 numbers of 16 does.",
+        "The sum overflows above 65504: 256 numbers of 16 suffice.",
         _SUM_IN_F32,
     ),
     Rule(
@@ -201,21 +201,21 @@ RULES = (
         "log-in-half",
         "warning",
         _logarithms,
-        "Near 1 it has few digits, and what was flushed to 0 becomes -inf.",
+        "It has few digits near 1, and is -inf where its operand underflowed.",
         "Use jax.nn.log_softmax or logsumexp of float32 logits.",
     ),
     Rule(
         "loss-in-half",
         "warning",
         _losses,
-        "Its changes from step to step are rounded away, and 65504 is float16's end.",
-        "Cast what the loss is made of to float32 first.",
+        "Its changes between steps are rounded away; float16 overflows above 65504.",
+        "Cast the operands of the loss to float32 first.",
     ),
     Rule(
         "long-sum-in-half",
         "warning",
         _long_sums,
-        "Once the sum is that many times larger than its terms, they are rounded away.",
+        "Terms that much smaller than the sum are rounded away.",
         "Sum with dtype=jnp.float32. The gradient of a half bias is a sum in half: "
         "keep the bias in float32, or use jmp_lite.autocast.",
     ),

@@ -24,10 +24,10 @@ from jmp_lite._src.numerics.hazards.rule import (
     exact_integers,
 )
 
-# Scores of attention are this large at most, or the model has other troubles.
+# Attention scores of a healthy model are not larger.
 _USUAL = 2048.0
 
-_NEXT_TO_ONE = "Compute it in float32, or work with the distance from 1 itself."
+_NEXT_TO_ONE = "Compute it in float32, or use the distance from 1 instead."
 
 
 def _overflowing_casts(program: LintedProgram) -> Hits:
@@ -41,7 +41,7 @@ def _overflowing_casts(program: LintedProgram) -> Hits:
 
 
 def _is_used_as_number(value: Value) -> bool:
-    """Return whether anything but a limit (`x < 1e9`, `min(x, 1e9)`) is made of it."""
+    """Return whether a value is more than a limit (`x < 1e9`, `min(x, 1e9)`)."""
     limits = ("max", "min", "clamp", "lt", "le", "gt", "ge", "eq", "ne")
     return any(op is None or op.name not in limits for op, _ in readers(value))
 
@@ -58,13 +58,13 @@ def _overflowing_sums(program: LintedProgram) -> Hits:
     for op in program.named("add", "sub"):
         dtype = op.outs[0].dtype
         known = [program.ranges.of(value) for value in op.ins]
-        # What replaces a score (where(mask, x, lowest)) is not known in full.
+        # A masked score, where(mask, x, lowest), has unknown numbers too.
         bounds = [_USUAL if r is None or not r.is_all else r.bound for r in known]
         largest, total = max(bounds), sum(bounds)
         if not op.outs[0].is_half or not math.isfinite(largest):
             continue
         if not math.isfinite(rounded(total, dtype)):
-            yield op, f"{largest:.5g}, the end of {dtype}'s range, is added"
+            yield op, f"{largest:.5g}, the limit of {dtype}, is added"
 
 
 def _vanished_constants(program: LintedProgram) -> Hits:
@@ -76,8 +76,8 @@ def _vanished_constants(program: LintedProgram) -> Hits:
 
 def _vanished_guards(program: LintedProgram) -> Hits:
     for op in program.named("add", "max"):
-        # `0 + x` is how Python's sum begins; nobody writes an eps first. No eps is so
-        # small that bfloat16 makes 0 of it.
+        # Python's sum starts with `0 + x`, so an eps is the second operand of a sum. In
+        # bfloat16 no eps underflows.
         guards = op.ins[1:] if op.name == "add" else op.ins
         if op.outs[0].dtype != jnp.float16 or not any(
             scalar(value, through_casts=False) == 0.0 for value in guards
@@ -98,7 +98,7 @@ def _needs_guard(op: Op | None, value: Value) -> bool:
 
 
 def _guarded(op: Op, value: Value) -> list[Value]:
-    # A relu under a root is no guard; what divides by the root needs one.
+    # A root needs no guard, but a division by it does.
     return op.outs if op.name in (CAST, "sqrt") else moved(op, value)
 
 
@@ -127,7 +127,7 @@ def _rounded_to_one(program: LintedProgram) -> Hits:
             yield op, f"{x:.8g} becomes {rounded(x, dtype):g} in {dtype}"
 
 
-# What NumPy has rounded before the program is traced shows by what it is for.
+# Numbers that NumPy rounded before tracing are found by their use.
 
 
 def _vanished_limits(program: LintedProgram) -> Hits:
@@ -144,7 +144,7 @@ def _is_one(value: Value) -> bool:
 
 
 def _needs_distance(op: Op | None, value: Value) -> bool:
-    """Return whether `1 - value` is made, and must not be 0."""
+    """Return whether `1 - value` is computed and must not be 0."""
     if op is None or op.name not in ("sub", "neg"):
         return False
     found = readers(op.outs[0], _guarded)
@@ -177,7 +177,7 @@ def _powers_of_one(program: LintedProgram) -> Hits:
 
 # Positions: counts that half rounds, and angles computed from them.
 
-# An image of uint8 is no count.
+# uint8 is more often an image than a count.
 _COUNTS = ("int32", "int64", "uint32", "uint64")
 _OF_ANGLES = (CAST, "mul", "div", "add", "sub", "neg", "concatenate")
 _ANGLE_ERROR = 1 / 64  # radians
@@ -190,7 +190,7 @@ def _rounded_positions(program: LintedProgram) -> Hits:
             continue
         limit = exact_integers(dtype)
         if known.bound > limit:
-            yield op, f"counts up to {known.bound:.0f}; {dtype} has each up to {limit}"
+            yield op, f"counts up to {known.bound:.0f}; {dtype} is exact up to {limit}"
 
 
 def _half_angles(program: LintedProgram) -> Hits:
@@ -201,8 +201,8 @@ def _half_angles(program: LintedProgram) -> Hits:
         (position, dtype), known = found, program.ranges.of(op.ins[0])
         angle = position if known is None else known.bound
         if position == math.inf:
-            yield op, f"angles made of positions in {dtype}"
-        # What is too large for a position in half is found where it is rounded.
+            yield op, f"angles computed from positions in {dtype}"
+        # Larger positions are found where they are rounded.
         elif position <= exact_integers(dtype) and _roundoff(angle, dtype):
             yield op, f"angles of positions up to {position:.0f}, in {dtype}"
 
@@ -214,9 +214,9 @@ def _roundoff(angle: float, dtype: Any) -> bool:
 def _positions_in_half(
     program: LintedProgram, angle: Value
 ) -> tuple[float, Any] | None:
-    """Return the largest position in an angle, and the half dtype it went through.
+    """Return the largest position in an angle, inf if unknown, and its half dtype.
 
-    None if it is no such angle; infinity for positions that are not known.
+    None if the angle is not computed from positions in half.
     """
     waiting, seen = [(angle, None)], set()
     while waiting:
@@ -245,7 +245,7 @@ RULES = (
         "constant-out-of-range",
         "error",
         _overflowing_casts,
-        "An infinite mask gives NaN where all is masked, and inf * 0 is NaN.",
+        "An infinite mask gives NaN where everything is masked; inf * 0 is NaN.",
         "Mask with jnp.where(mask, x, jnp.finfo(x.dtype).min), or mask in float32.",
     ),
     Rule(
@@ -253,28 +253,28 @@ RULES = (
         "error",
         _infinite_factors,
         "inf * 0 is NaN, and x / inf is 0.",
-        "Use a constant that the dtype holds, or do this in float32.",
+        "Use a constant within the range of the dtype, or compute in float32.",
     ),
     Rule(
         "constant-out-of-range",
         "error",
         _overflowing_sums,
-        "A score of the same sign takes the sum to infinity; two such masks always do.",
-        "Use jnp.where(mask, x, jnp.finfo(x.dtype).min), which adds nothing.",
+        "Added to a score of the same sign, or to another mask, it overflows.",
+        "Use jnp.where(mask, x, jnp.finfo(x.dtype).min), which does not add.",
     ),
     Rule(
         "eps-underflows",
         "error",
         _vanished_constants,
-        "The constant was rounded to 0: as an eps it guards nothing.",
-        "Use it in float32, or use an eps from 6e-5 on.",
+        "The constant was rounded to 0: as an eps it has no effect.",
+        "Use it in float32, or use an eps of at least 6e-5.",
     ),
     Rule(
         "eps-underflows",
         "error",
         _vanished_guards,
-        "An eps that was rounded to 0 guards nothing: 0 / 0 is NaN.",
-        "Add the eps in float32, or use one from 6e-5 on.",
+        "An eps that was rounded to 0 has no effect: 0 / 0 is NaN.",
+        "Add the eps in float32, or use one of at least 6e-5.",
     ),
     Rule(
         "eps-underflows",
@@ -287,29 +287,29 @@ RULES = (
         "eps-underflows",
         "warning",
         _subnormal_constants,
-        "Subnormals have few digits, some hardware takes them for 0, and 1 / 1e-5 is "
+        "Subnormals have few digits, some hardware treats them as 0, and 1 / 1e-5 is "
         "infinite in float16.",
-        "Use it in float32, or use an eps from 6e-5 on.",
+        "Use it in float32, or use an eps of at least 6e-5.",
     ),
     Rule(
         "constant-becomes-one",
         "error",
         _rounded_to_one,
-        "Next to 1, float16 has steps of 5e-4, bfloat16 of 4e-3.",
+        "Near 1, numbers are 5e-4 apart in float16, 4e-3 in bfloat16.",
         _NEXT_TO_ONE,
     ),
     Rule(
         "constant-becomes-one",
         "error",
         _vanished_limits,
-        "A limit that was rounded to 1 lets 1 - x be 0.",
+        "With a limit that was rounded to 1, 1 - x can be 0.",
         _NEXT_TO_ONE,
     ),
     Rule(
         "constant-becomes-one",
         "error",
         _averages_of_one,
-        "The weights do not sum to 1: an average with a decay of 1 only grows.",
+        "The weights do not sum to 1, so the average only grows.",
         _NEXT_TO_ONE,
     ),
     Rule(
@@ -326,14 +326,14 @@ POSITIONS = (
         "positions-in-half",
         "error",
         _rounded_positions,
-        "Neighbouring positions are rounded to one number.",
-        "Keep positions in int32 or float32; cast what is computed from them.",
+        "Neighbouring positions are rounded to the same number.",
+        "Keep positions in int32 or float32; cast the results computed from them.",
     ),
     Rule(
         "positions-in-half",
         "warning",
         _half_angles,
-        "An angle is rounded in proportion to its size: by up to a radian and more.",
-        "Compute angles, sines and cosines in float32, and cast these.",
+        "The rounding error of an angle grows with its size, to more than a radian.",
+        "Compute angles, sines and cosines in float32; cast the sines and cosines.",
     ),
 )

@@ -1,14 +1,14 @@
-"""A function as one flat list of operations, for rules to look at.
+"""A function as one flat list of operations with their operands and readers.
 
-Calls, loops and branches are opened: what goes into a `jit` is the same `Value` inside
-of it, so a constant is seen through `jnp.where`'s own jit. Operations that no result
-needs are left out, as the compiler leaves them out.
+Calls, loops and branches are inlined: an operand of a `jit` is the same `Value` inside,
+so a constant can be followed into the `jit` of `jnp.where`. Operations that no result
+needs are left out.
 
-Two operations are no primitives. `"move"`: a row of a scanned array, a shard, or the
-array made of such. `"join"`: a value with several origins: what a loop carries (the
-first operand is what it starts from), and the result of branches.
+Two operations are not primitives. `"move"` relates a scanned array and its rows, or a
+sharded array and its shards. `"join"` has several possible values: a loop carry (its
+first operand is the initial value) or the result of branches.
 
-Limits: what `autocast.control_flow` does not look into is one operation.
+Limits: sub-jaxprs that `jaxprs.control_flow` does not understand are one operation.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ MOVES = frozenset(
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What an operation makes or takes.
+    """An operand or result.
 
     Attributes:
       dtype: its dtype; None if it has none.
       shape: its shape.
-      known: the number or array that it is, where the program says so, else None.
-      maker: the operation that makes it, None for inputs and constants.
-      uses: the operations that take it, once for each time.
+      known: its number or array if it is a constant, else None.
+      maker: the operation that computes it, None for inputs and constants.
+      uses: the operations that read it, once for each operand.
       is_result: whether the function returns it.
     """
 
@@ -54,7 +54,7 @@ class Value:
 
     @property
     def is_half(self) -> bool:
-        """Whether it is held in float16 or bfloat16."""
+        """Whether it is float16 or bfloat16."""
         return dtypes.is_half(self.dtype)
 
 
@@ -67,10 +67,10 @@ class Op:
       eqn: its equation.
       ins: its operands.
       outs: its results.
-      path: its name-scope path, with the marks of autocast.
-      is_backward: whether differentiation made it.
+      path: its name-scope path, with the scopes of autocast.
+      is_backward: whether transposition made it.
       line: `file:line` of the user's code.
-      times: how often it runs: the lengths of the scans around it, multiplied.
+      times: how often it runs: the product of the lengths of the scans around it.
     """
 
     name: str
@@ -93,9 +93,9 @@ def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> li
 
     Args:
       fun: the function, or a pytree that can be called, such as an nnx module.
-      args: its arguments; shapes (`jax.ShapeDtypeStruct`) will do for arrays.
-      kwargs: likewise.
-      target: `"gpu"` or `"tpu"`: whose branch of a condition per platform is taken.
+      args: its arguments; arrays may be shapes (`jax.ShapeDtypeStruct`).
+      kwargs: its keyword arguments, likewise.
+      target: `"gpu"` or `"tpu"`, to choose from branches per platform.
     """
     leaves, tree = jax.tree.flatten((fun, args, kwargs))
     arrays = [i for i, leaf in enumerate(leaves) if _is_traceable(leaf)]
@@ -114,7 +114,7 @@ def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> li
 
 
 class _Opener:
-    """Opens jaxprs into one list of operations."""
+    """Inlines jaxprs into one list of operations."""
 
     def __init__(self, target: str):
         self.target = target
@@ -136,7 +136,7 @@ class _Opener:
         return ops
 
     def _open(self, jaxpr, consts, inputs, around: Op | None, times) -> list[Value]:
-        """Add the operations of a jaxpr, and of what it is in; return its outputs."""
+        """Add the operations of a jaxpr; return its outputs."""
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             values[var] = _value_of(var, const)
@@ -159,48 +159,48 @@ class _Opener:
             )
             if around is not None:
                 op.is_backward |= around.is_backward
-                # A function that JAX itself has jitted has no user's line inside.
+                # Inside functions that JAX jits, no line is the user's.
                 op.line = op.line or around.line
-            frames = self._frames(eqn)
-            if frames is None:
+            sub_jaxprs = self._sub_jaxprs(eqn)
+            if sub_jaxprs is None:
                 outs = [_value_of(var) for var in eqn.outvars]
                 self._add(op, outs)
                 if eqn.effects:
                     self.needed += ins
                     self.needed += outs
             else:
-                outs = self._open_frames(op, frames)
+                outs = self._open_bodies(op, sub_jaxprs)
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(var) for var in jaxpr.outvars]
 
-    def _open_frames(self, op: Op, frames: Any) -> list[Value]:
-        """Add the operations of the jaxprs of an equation; return its results."""
+    def _open_bodies(self, op: Op, sub_jaxprs: Any) -> list[Value]:
+        """Add the operations of the sub-jaxprs of an equation; return its results."""
         eqn, is_loop = op.eqn, op.name in ("scan", "while")
         times = op.times * (eqn.params["length"] if op.name == "scan" else 1)
         if op.name == "cond":
             self.needed.append(op.ins[0])
         carried: dict[int, Value] = {}
         results: list[list[Value]] = [[] for _ in eqn.outvars]
-        for frame in frames:
+        for sub in sub_jaxprs:
             inputs = []
             for k, (i, var) in enumerate(
-                zip(frame.operands, frame.jaxpr.invars, strict=True)
+                zip(sub.operands, sub.jaxpr.invars, strict=True)
             ):
-                if is_loop and k in frame.fixed_in:
+                if is_loop and k in sub.fixed_in:
                     if i not in carried:
                         carried[i] = self._made(op, JOIN, [op.ins[i]], var)
                     inputs.append(carried[i])
                 else:
                     inputs.append(self._as(op, op.ins[i], var))
-            outs = self._open(frame.jaxpr, frame.consts, inputs, op, times)
+            outs = self._open(sub.jaxpr, sub.consts, inputs, op, times)
             if is_loop:
-                carries = sorted(frame.fixed_in), sorted(frame.fixed_out)
-                # The condition of a while has carries, and gives none back.
-                for k_in, k_out in zip(*carries, strict=bool(frame.fixed_out)):
-                    join = carried[frame.operands[k_in]].maker
+                carries = sorted(sub.fixed_in), sorted(sub.fixed_out)
+                # The condition of a while reads the carry and does not return it.
+                for k_in, k_out in zip(*carries, strict=bool(sub.fixed_out)):
+                    join = carried[sub.operands[k_in]].maker
                     if join is not None:
                         join.ins.append(outs[k_out])
-            for out, i in zip(outs, frame.results, strict=True):
+            for out, i in zip(outs, sub.results, strict=True):
                 if i is None:
                     self.needed.append(out)
                 else:
@@ -212,7 +212,7 @@ class _Opener:
             for found, var in zip(results, eqn.outvars, strict=True)
         ]
 
-    def _frames(self, eqn: Any) -> Any:
+    def _sub_jaxprs(self, eqn: Any) -> Any:
         platforms = eqn.params.get("branches_platforms")
         if platforms is None:
             return control_flow.sub_jaxprs(eqn)
@@ -234,7 +234,7 @@ class _Opener:
         )
 
     def _as(self, op: Op, value: Value, var: Any) -> Value:
-        """Return a value as another jaxpr has it: a row of it, a shard, or itself."""
+        """Return a value as a sub-jaxpr has it: itself, a row or a shard."""
         shape = getattr(var.aval, "shape", ())
         return value if value.shape == shape else self._made(op, MOVE, [value], var)
 
@@ -261,14 +261,14 @@ def _value_of(var: Any, known: Any = None) -> Value:
 
 
 def _place(op: Op) -> None:
-    """Put an operation that is nobody's, such as a cast of autocast's, at its use."""
+    """Give an operation without a line, such as a cast of autocast, that of its use."""
     uses = [use for value in op.outs for use in value.uses]
     if not op.line and uses:
         op.line, op.path = uses[0].line, uses[0].path
 
 
 def _needed_by(values: list[Value]) -> set[int]:
-    """Return the ids of the operations that make values, and of all these need."""
+    """Return the ids of the operations that values depend on."""
     live: set[int] = set()
     waiting = [value.maker for value in values]
     while waiting:
@@ -284,7 +284,7 @@ def _is_traceable(x: Any) -> bool:
 
 
 def origin(value: Value) -> Value:
-    """Return what a value was before it was moved."""
+    """Return the value before all moves."""
     while value.maker is not None and value.maker.name in MOVES:
         op = value.maker
         # A barrier's results are its operands.
@@ -293,7 +293,7 @@ def origin(value: Value) -> Value:
 
 
 def moved(op: Op, value: Value) -> list[Value]:
-    """Return the results of an operation that are one of its operands, moved."""
+    """Return the results of an operation that are an operand, moved."""
     if op.name not in MOVES:
         return []
     if len(op.ins) == len(op.outs):
@@ -304,15 +304,15 @@ def moved(op: Op, value: Value) -> list[Value]:
 def readers(
     value: Value, through: Callable[[Op, Value], list[Value]] = moved
 ) -> Iterator[tuple[Op | None, Value]]:
-    """Yield each operation that takes a value, or what others let through of it.
+    """Yield each operation that reads a value, or a result that stands for it.
 
     Args:
       value: the value.
       through: returns the results of an operation that stand for one of its operands.
 
     Yields:
-      The operation, and its operand; None for the operation where the function
-      returns the operand.
+      The operation and the operand that it reads; None instead of the operation if the
+      function returns the operand.
     """
     waiting, seen = [value], {id(value)}
     while waiting:

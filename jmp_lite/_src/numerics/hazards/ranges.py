@@ -1,7 +1,7 @@
-"""Which numbers a value of a program can be, as far as the program itself says.
+"""The ranges of the values of a program that are known before it runs.
 
-Constants, positions and masks are known before anything runs: `(1 - mask) * -1e9` lies
-in [-1e9, 0]. Inputs are not known, and what is computed from them is not either.
+Constants, positions and masks have known ranges: `(1 - mask) * -1e9` is in [-1e9, 0].
+Inputs have none, nor have most values computed from them.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ import numpy as np
 
 from jmp_lite._src.numerics.hazards.dataflow import JOIN, MOVES, Op, Value, origin
 
-# Larger constants are weights: to look at them all would take longer than they tell.
+# Larger constants are weights, and not worth the time.
 _MAX_SIZE = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What is known of a value's numbers.
+    """The known numbers of a value.
 
     Attributes:
-      low: the smallest that is known of.
-      high: the largest.
-      is_all: whether there are no others: `where(mask, x, -1e9)` has any.
+      low: the smallest known number.
+      high: the largest known number.
+      is_all: whether all are known; those of `where(mask, x, -1e9)` are not.
       is_integral: whether all are integers.
-      is_position: whether they count something: made from `arange`, or by `cumsum`.
+      is_position: whether they are positions, from `arange` or `cumsum`.
     """
 
     low: float
@@ -44,7 +44,7 @@ class Range:
 
 
 class Ranges:
-    """The ranges of the values of a program."""
+    """The known ranges of the values of a program."""
 
     def __init__(self, ops: Sequence[Op]):
         self._ranges: dict[int, Range | None] = {}
@@ -55,7 +55,7 @@ class Ranges:
                     self._ranges[id(value)] = found
 
     def of(self, value: Value) -> Range | None:
-        """Return what is known of a value, None if nothing is."""
+        """Return the range of a value, None if it is not known."""
         if value.dtype == bool:
             return Range(0.0, 1.0, is_integral=True)
         if value.known is not None and id(value) not in self._ranges:
@@ -64,12 +64,11 @@ class Ranges:
 
 
 def scalar(value: Value, through_casts: bool = True) -> float | None:
-    """Return the number that is written in the program for a value, None if none is.
+    """Return the scalar constant that a value is, None if it is none.
 
     Args:
-      value: the value; of any shape, if a scalar was broadcast to it.
-      through_casts: whether the number may have been cast on the way; it is returned
-        as it was written.
+      value: the value; it may be a constant that was broadcast.
+      through_casts: whether the constant may have been cast; it is returned uncast.
     """
     value = origin(value)
     while (
@@ -84,7 +83,7 @@ def scalar(value: Value, through_casts: bool = True) -> float | None:
 
 
 def rounded(x: float, dtype: Any) -> float:
-    """Return a number as a dtype holds it."""
+    """Return a number, rounded to a dtype."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.asarray(x).astype(dtype))
 
@@ -104,20 +103,20 @@ def _of_known(array: np.ndarray) -> Range | None:
 
 
 def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
-    """Return the range of what an operation makes."""
+    """Return the range of a result of an operation."""
     if op.name in MOVES:
         return of(origin(value))
     if op.name == "iota":
         length = value.shape[op.eqn.params["dimension"]]
         return Range(0.0, max(length - 1.0, 0.0), True, True, True)
     if op.name == JOIN:
-        # What a loop makes of it in the end is not known.
+        # The final value of a loop carry is not known.
         is_loop = op.eqn.primitive.name in ("scan", "while")
         return None if is_loop else _union([of(v) for v in op.ins])
     if op.name in ("concatenate", "pad", "select_n"):
         return _union([of(v) for v in op.ins[op.name == "select_n" :]])
     if op.name == "cumsum" and of(op.ins[0]) is None:
-        # Integers that are added up in a row are a mask, as a rule.
+        # A cumulative sum of integers usually counts a mask.
         is_count = jnp.issubdtype(op.ins[0].dtype, jnp.integer)
         length = op.ins[0].shape[op.eqn.params["axis"]]
         return Range(0.0, length, True, True, True) if is_count else None
@@ -150,7 +149,7 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
 
 
 def _corners(name: str, ranges: list[Range]) -> Range | None:
-    """Return the range of an operation whose extremes are at those of its operands."""
+    """Return the range of a function that is monotonic in each operand."""
     has_zero = ranges[-1].low <= 0.0 <= ranges[-1].high
     if not all(r.is_all for r in ranges) or (name == "div" and has_zero):
         return None
@@ -169,21 +168,16 @@ def _union(ranges: list[Range | None]) -> Range | None:
     if not known:
         return None
     is_all = len(known) == len(ranges) and all(r.is_all for r in known)
-    return Range(
-        min(r.low for r in known),
-        max(r.high for r in known),
-        is_all,
-        is_all and all(r.is_integral for r in known),
-        is_all
-        and all(r.is_integral for r in known)
-        and any(r.is_position for r in known),
-    )
+    is_integral = is_all and all(r.is_integral for r in known)
+    is_position = is_integral and any(r.is_position for r in known)
+    low, high = min(r.low for r in known), max(r.high for r in known)
+    return Range(low, high, is_all, is_integral, is_position)
 
 
 def _cast(source: Range, dtype: Any) -> Range | None:
-    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-        return None
     if jnp.issubdtype(dtype, jnp.integer):
         return dataclasses.replace(source, is_integral=True) if source.is_all else None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return None
     low, high = rounded(source.low, dtype), rounded(source.high, dtype)
     return dataclasses.replace(source, low=low, high=high)

@@ -1,8 +1,7 @@
-"""What a rule of `lint` is, and what it looks at.
+"""The type of the rules of `lint`, and of the program that they check.
 
-A rule is a small function that yields the operations it objects to, and what it saw
-there. A value is judged by its own dtype: what is held in float32 is safe, whatever the
-policy.
+A rule has a function that yields each hazardous operation and a description. It checks
+the dtypes that values have: a float32 value is safe under any policy.
 """
 
 import dataclasses
@@ -25,11 +24,11 @@ IN_F32 = "Compute it in float32: x.astype(jnp.float32) before, or jmp_lite.autoc
 
 @dataclasses.dataclass(frozen=True)
 class LintedProgram:
-    """What the rules look at.
+    """A program to check.
 
     Attributes:
-      ops: the operations, in order.
-      ranges: what is known of their numbers.
+      ops: its operations, in order.
+      ranges: the known ranges of its values.
       regions: where the policy computes in half.
       target: `"gpu"` or `"tpu"`.
     """
@@ -40,11 +39,11 @@ class LintedProgram:
     target: str
 
     def named(self, *names: str) -> Iterator[Op]:
-        """Yield the operations of some primitives, in order."""
+        """Yield the operations with one of these names, in order."""
         return (op for op in self.ops if op.name in names)
 
     def casts_to_half(self) -> Iterator[Op]:
-        """Yield the casts to half of what is not half."""
+        """Yield the casts to half of values that are not half."""
         return (
             op
             for op in self.named(CAST)
@@ -54,7 +53,7 @@ class LintedProgram:
     def is_low(self, op: Op) -> bool:
         """Return whether the policy has an operation in half.
 
-        linen's scopes begin with the class of the model, paths of its modules do not:
+        Scopes of linen begin with the class of the model, paths of its modules do not;
         a pattern may match either.
         """
         parts = [part for part in op.path.split("/") if part != name_scopes.AUTOCAST]
@@ -67,11 +66,11 @@ class Rule:
     """One kind of hazard.
 
     Attributes:
-      name: what it is called; some names have several rules.
+      name: its name; several rules may share one.
       severity: `"error"`: wrong numbers; `"warning"`: lost accuracy; `"speed"`.
-      find: yields the operations and what was seen.
-      why: why it hurts.
-      fix: what to do.
+      find: yields the operations, each with what was found.
+      why: why it is a hazard.
+      fix: how to repair it.
     """
 
     name: str
@@ -82,7 +81,7 @@ class Rule:
 
 
 def exact_integers(dtype: Any) -> int:
-    """Return up to which integer a half dtype holds each.
+    """Return the integer up to which a half dtype holds every one.
 
     Examples:
       >>> exact_integers(jnp.float16), exact_integers(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What costs speed: products left in float32, odd dimensions, needless casts."""
+"""Hazards for speed: products in float32, odd dimensions, needless casts."""
 
 from collections import Counter
 
@@ -9,12 +9,12 @@ from jmp_lite._src.numerics.hazards.dataflow import Op, origin, readers
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import CAST, Hits, LintedProgram, Rule
 
-# What tiles of the matrix units are multiples of, in numbers of 16 bits.
+# Matrix units process tiles of a multiple of this size, in 16-bit numbers.
 _TILES = {"gpu": 8, "tpu": 128}
 
 
 def flops_in_f32(program: LintedProgram) -> tuple[dict[int, int], int]:
-    """Return the FLOPs of each product left in float32, by its id, and of all."""
+    """Return the FLOPs of each product left in float32, by its id, and the total."""
     left, total = {}, 0
     for op in program.named(*products.NAMES):
         flops = products.flops(op.eqn) * op.times
@@ -53,7 +53,7 @@ def _odd_dimensions(program: LintedProgram) -> Hits:
     for op in program.named(*products.NAMES):
         if not all(value.is_half for value in op.ins[:2]):
             continue
-        # An image's 3 channels cannot be helped.
+        # Small dimensions, such as the 3 channels of an image, cannot be changed.
         odd = sorted({d for d in _dimensions(op) if d >= 8 and d % tile})
         if odd:
             yield op, f"no multiple of {tile}: {', '.join(map(str, odd))}"
@@ -62,7 +62,7 @@ def _odd_dimensions(program: LintedProgram) -> Hits:
 def _dimensions(op: Op) -> list[int]:
     if op.name != "conv_general_dilated":
         return products.dimensions(op.eqn)
-    # Gradients are convolutions with other roles for the same channels.
+    # In gradients the same channels have other roles.
     if op.is_backward:
         return []
     spec = op.eqn.params["dimension_numbers"].rhs_spec
@@ -73,7 +73,7 @@ def _dimensions(op: Op) -> list[int]:
 def _there_and_back(program: LintedProgram) -> Hits:
     for op in program.named(CAST):
         before = origin(op.ins[0]).maker
-        # Differentiation mirrors casts: those of the forward pass are the program's.
+        # Casts in the backward pass mirror those of the forward pass.
         if op.is_backward or not op.outs[0].is_half:
             continue
         if before is None or before.name != CAST or op.ins[0].dtype != jnp.float32:
@@ -101,28 +101,28 @@ RULES = (
         "wasted-cast",
         "warning",
         _back_and_forth,
-        "Nothing is computed in half, but the digits are gone.",
-        "Leave both casts out.",
+        "Nothing is computed in half, but digits are lost.",
+        "Remove both casts.",
     ),
     Rule(
         "float32-product",
         "speed",
         _f32_products,
-        "Matrix units run float32 at a fraction of their speed in half.",
+        "Matrix units are several times slower in float32 than in half.",
         "Cast its operands, use jmp_lite.autocast, or mark it with full_precision.",
     ),
     Rule(
         "odd-dimensions",
         "speed",
         _odd_dimensions,
-        "Matrix units work on whole tiles: the rest is padding, or a slower path.",
-        "Pad: a vocabulary, a hidden size or a batch can be rounded up.",
+        "Matrix units process whole tiles: other sizes are padded or slower.",
+        "Round the vocabulary, hidden size or batch up to a multiple.",
     ),
     Rule(
         "wasted-cast",
         "speed",
         _there_and_back,
-        "The two casts cancel: time and memory for nothing.",
-        "Leave both out.",
+        "The casts cancel, but cost time and memory.",
+        "Remove both casts.",
     ),
 )
