@@ -18,7 +18,7 @@ import jmp_lite
 from jmp_lite import DynamicLossScale, NoOpLossScale, scale_aware
 
 # Optax promotes by itself: int32 counts to the power of a float.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("dtype")]
 
 _POLICIES = {
     "float32": jmp_lite.get_policy("float32"),

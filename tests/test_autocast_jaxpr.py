@@ -98,6 +98,7 @@ def _unrolled(dtype: Any, jitted: bool) -> Any:
     return fun, (jnp.abs(weight(0, 4, 4)), jnp.abs(normal(1, 100, 2, 4)))
 
 
+@pytest.mark.one_of("in_body")
 @pytest.mark.parametrize("model", [_recurrent, _unrolled])
 @pytest.mark.parametrize("in_body", [False, True], ids=["plain", "in remat or jit"])
 def test_gradient_of_a_weight_used_often_adds_up_in_f32(

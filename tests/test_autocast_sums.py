@@ -24,6 +24,8 @@ from jmp_lite import autocast, sums_in_float32
 from jmp_lite import linen as jmp_linen
 from jmp_lite import nnx as jmp_nnx
 
+pytestmark = pytest.mark.one_of("half")
+
 ROWS, WIDTH = 2048, 8
 SCALE = 2.0**12  # of the loss: float16 has no room for gradients of a mean
 

@@ -495,6 +495,7 @@ def test_two_processes_save_and_restore_one_state(tmp_path: Path) -> None:
         assert f"process {index}: sharded  float32 -> bfloat16\n" in output, output
 
 
+@pytest.mark.full
 def test_runs_that_are_killed_end_at_the_same_bits() -> None:
     command = [sys.executable, "-m", "tests.kill_and_resume", "--kills", "6"]
     environment = os.environ | {"XLA_FLAGS": ""}

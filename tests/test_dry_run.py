@@ -23,6 +23,8 @@ from jmp_lite._src.numerics import runs
 from jmp_lite._src.numerics.dry_run import measure
 from jmp_lite.numerics import EXPONENTS, DryRunReport, OpStats, dry_run
 
+pytestmark = pytest.mark.one_of("half")
+
 
 def run_both(fun: Any, policy: Any, *args: Any) -> tuple[Any, Any, DryRunReport]:
     """Return the results of the float32 run, those of the policy's, and the report."""

@@ -19,7 +19,10 @@ import jmp_lite
 from jmp_lite import DynamicLossScale, StaticLossScale, scale_aware
 
 # Optax promotes by itself: int32 counts to the power of a float.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.one_of("dtype", "eps", "loss_scale"),
+]
 
 _POLICIES = {
     "float64": "p=f64,c=f64,o=f64",

@@ -154,6 +154,7 @@ class _Trainer:
         return params, state
 
 
+@pytest.mark.one_of("wrap")
 @in_compositions
 @with_wrappers
 def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
@@ -273,6 +274,7 @@ def test_the_loss_reaches_a_scale_aware_inside(wrap):
 # Under JAX's transformations.
 
 
+@pytest.mark.one_of("order")
 @pytest.mark.parametrize("order", ["inside", "around"])
 @with_wrappers
 def test_a_scan_does_what_single_steps_do(order, wrap):
@@ -309,6 +311,7 @@ def test_members_under_vmap_step_by_themselves(wrap):
         assert bitwise.raw_bits(got) == bitwise.raw_bits(expected)
 
 
+@pytest.mark.one_of("order")
 @pytest.mark.parametrize("order", ["inside", "around"])
 @with_wrappers
 def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, wrap):

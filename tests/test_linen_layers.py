@@ -24,7 +24,7 @@ from linen_models import (
 from jmp_lite.linen import with_policy
 
 # flax's layers promote: a half-precision input meets float32 statistics.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("half")]
 
 in_both_halves = pytest.mark.parametrize("half", HALVES)
 

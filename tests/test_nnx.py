@@ -15,7 +15,10 @@ from flax import nnx
 from jmp_lite import DynamicLossScale, PolicyMap, get_loss_scale, scale_aware
 from jmp_lite.nnx import PolicyModule, with_policy
 
-pytestmark = pytest.mark.standard_promotion  # flax's layers promote
+pytestmark = [
+    pytest.mark.standard_promotion,  # flax's layers promote
+    pytest.mark.one_of("half"),
+]
 
 HALVES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
 in_both_halves = pytest.mark.parametrize("half", HALVES)

@@ -14,7 +14,10 @@ from flax import nnx
 from jmp_lite import PolicyMap
 from jmp_lite.nnx import with_policy
 
-pytestmark = pytest.mark.standard_promotion  # flax's layers promote
+pytestmark = [
+    pytest.mark.standard_promotion,  # flax's layers promote
+    pytest.mark.one_of("half"),
+]
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 4)), jnp.float32)
 TOKENS = jnp.zeros((2, 6), jnp.int32)

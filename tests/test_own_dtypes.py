@@ -16,7 +16,7 @@ from jmp_lite import PolicyMap, autocast
 from jmp_lite.linen import with_policy
 
 # flax's layers promote: a half-precision input meets float32 statistics.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("half")]
 
 TOKENS = jnp.zeros((2, 6), jnp.int32)
 MODELS: dict[str, Any] = {

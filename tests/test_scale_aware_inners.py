@@ -15,7 +15,10 @@ from optax import contrib
 import jmp_lite
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.one_of("grad_dtype", "param_dtype"),
+]
 
 _RATE = 1e-2
 

@@ -151,6 +151,7 @@ _KEPT: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.one_of("dtype", "wrap")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("kept", _KEPT)
 @pytest.mark.parametrize("wrap", ["plain", "master_weights", "stochastic_rounding"])

@@ -14,7 +14,7 @@ import jmp_lite
 from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_aware
 
 # Optax promotes by itself: int32 counts to the power of a float.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("dtype")]
 
 _POLICIES = {
     "float64": jmp_lite.get_policy("p=f64,c=f64,o=f64"),

@@ -320,6 +320,7 @@ def test_the_loss_scale_backs_off_where_the_gradients_overflowed_alone(cause, sc
     assert int(state.step) == 1
 
 
+@pytest.mark.one_of("name")
 @pytest.mark.parametrize("name", STATES)
 def test_without_a_value_a_bad_batch_statistic_skips_all_the_same(name):
     state = STATES[name]()
@@ -444,6 +445,7 @@ def test_lookahead_takes_gradients_of_the_fast_parameters(wrap, params):
 # A finite step.
 
 
+@pytest.mark.one_of("wrap")
 @pytest.mark.parametrize("name", ["adamw", "chain", "MultiSteps", "inject_hyperparams"])
 @pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
 def test_finite_steps_are_flax_own_bit_for_bit(name, wrap):
