@@ -179,10 +179,10 @@ def concatenated_with_itself(h):
     return jax.nn.relu(jnp.concatenate([h @ W] * 600)) @ V
 
 
-@program(uniform(4, 330, WIDTH))
+@program(uniform(4, 90, WIDTH))
 def overlapping_slices(h):
     h = h @ W
-    return jax.nn.relu(jnp.stack([h[i : i + 30] for i in range(300)])) @ V
+    return jax.nn.relu(jnp.stack([h[i : i + 30] for i in range(60)])) @ V
 
 
 @program(FEW)

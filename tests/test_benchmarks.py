@@ -284,6 +284,7 @@ def test_a_full_memory_is_told_from_other_errors(monkeypatch):
         train_step.batch_fits(problem, way, 16)
 
 
+@pytest.mark.full
 def test_peaks_of_an_allocator_are_told_apart_while_they_rise(monkeypatch):
     way = train_step.Way("float32")
     problem = train_step.make_problem("mlp", {"width": 8})
@@ -350,6 +351,7 @@ def test_convergence_shows_what_a_loss_scale_is_for(tmp_path, monkeypatch):
     assert scaled != unscaled
 
 
+@pytest.mark.full
 def test_convergence_trains_in_every_precision(monkeypatch):
     monkeypatch.setattr(tasks, "WIDTH", 32)
     runs = tasks.TASKS["mlp"].train(0, 2, Console(file=io.StringIO()))

@@ -105,6 +105,7 @@ def test_numpy_keeps_64_bits_without_x64(tmp_path: Path) -> None:
     assert_same(round_trip(tmp_path, state), state)
 
 
+@pytest.mark.one_of("impl")
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_prng_keys_come_back(impl: str, tmp_path: Path) -> None:
     key = jax.random.key(3, impl=impl)
@@ -311,6 +312,7 @@ def test_a_fresh_state_keeps_its_weak_types(tmp_path: Path) -> None:
     assert_same(round_trip(tmp_path, state), state)
 
 
+@pytest.mark.one_of("loss_scale")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "loss_scale",
@@ -472,6 +474,7 @@ def test_orbax_reads_it_without_us(tmp_path: Path) -> None:
 # Processes.
 
 
+@pytest.mark.full
 def test_two_processes_save_and_restore_one_state(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -338,6 +338,7 @@ def _laid_out_step(layout):
 layouts = pytest.mark.parametrize("layout", _LAYOUTS)
 
 
+@pytest.mark.one_of("layout")
 @layouts
 @bad_or_not
 def test_each_layout_trains_as_one_device_does(layout, bad_row):

@@ -65,6 +65,8 @@ _CORPUS = {
     "donated_buffers": "bf16",
     "x64": "f16",
 }
+_SHORT = {"scan_reversed_and_unrolled", "while_loop", "cond", "checkpoint"}
+_SHORT |= {"custom_vjp_in_scan", "custom_jvp", "shard_map_with_jit_and_scan", "x64"}
 
 
 def _cases() -> list[Any]:
@@ -73,7 +75,10 @@ def _cases() -> list[Any]:
             program,
             _CORPUS[program.name],
             id=program.name,
-            marks=[pytest.mark.standard_promotion] if program.third_party else [],
+            marks=[
+                *([pytest.mark.standard_promotion] if program.third_party else []),
+                *([] if program.name in _SHORT else [pytest.mark.full]),
+            ],
         )
         for program in PROGRAMS
         if program.name in _CORPUS

@@ -86,6 +86,7 @@ stats = tree_stats({"w": x}, "f16")
 """
 
 
+@pytest.mark.one_of("library", "statements")
 @pytest.mark.parametrize(
     ("library", "statements"),
     [

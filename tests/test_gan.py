@@ -229,6 +229,7 @@ def _distance(after, expected, before):
     return np.linalg.norm(_flat(after) - _flat(expected)) / moved
 
 
+@pytest.mark.one_of("way")
 @over_ways
 @pytest.mark.parametrize(
     "loss_scale", [StaticLossScale(2.0**12), DynamicLossScale(2.0**12, period=4)]
@@ -240,6 +241,7 @@ def test_a_scaled_gan_in_float32_is_the_plain_one(way, loss_scale):
     assert _distance(after, expected, before) < 2e-6
 
 
+@pytest.mark.one_of("way")
 @over_ways
 @pytest.mark.parametrize(("dtype", "eps"), [("float16", 2**-10), ("bfloat16", 2**-7)])
 def test_a_gan_in_half_trains_as_in_float64(way, dtype, eps):

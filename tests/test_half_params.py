@@ -31,7 +31,7 @@ from jmp_lite import (
 )
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("wrap")]
 
 SCALE_1 = jmp_lite.StaticLossScale(1.0)
 

@@ -168,6 +168,7 @@ def test_each_loss_finds_its_own_scale_and_a_faint_one_is_not_lost():
     assert of_head["own"] < 2**-9 < 2**-6 < of_head["common"]
 
 
+@pytest.mark.one_of("bad")
 @pytest.mark.parametrize("bad", _WEIGHTS)
 def test_an_overflow_of_one_loss_skips_the_step_and_lowers_its_scale_only(bad):
     step = jax.jit(functools.partial(_task_step, _POLICIES["float16"]))

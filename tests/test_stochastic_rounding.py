@@ -171,6 +171,7 @@ KEYS = {
 }
 
 
+@pytest.mark.one_of("name")
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_of_any_kind_is_taken_and_stays_of_its_kind(name):
     tx: Any = stochastic_rounding(optax.adam(1e-2), KEYS[name])

@@ -20,8 +20,9 @@ def test_product(half, size):
 def test_together(half, eps):
     pass
 
-@pytest.mark.parametrize("fun", [lambda: 1, lambda: 2])
-def test_lambdas(fun):
+@pytest.mark.parametrize("half", ["f16", "bf16"])
+@pytest.mark.parametrize(("fun", "array"), [(lambda: 1, [1]), (lambda: 2, [1])])
+def test_objects(fun, array, half):
     pass
 
 def test_alone():
@@ -61,13 +62,11 @@ def test_one_case_of_each_kind_is_left(folder: Path) -> None:
     assert set(halves) == {"float16", "bfloat16"}  # not one kind everywhere
     together = [name for name in names if name.startswith("test_together")]
     assert len(together) == 2 and "test_together[bf16-8]" in together
-    assert [name for name in names if "lambdas" in name] == [
-        "test_lambdas[<lambda>0]",
-        "test_lambdas[<lambda>1]",
-    ]
+    objects = [name.rpartition("-")[0] for name in names if "objects" in name]
+    assert objects == ["test_objects[<lambda>-array0", "test_objects[<lambda>-array1"]
     assert "test_alone" in names
     assert len([name for name in names if name.startswith("test_one")]) == 1
-    assert len(collected(folder)) == 12 + 3 + 2 + 1 + 4
+    assert len(collected(folder)) == 12 + 3 + 4 + 1 + 4
 
 
 def test_a_case_that_is_asked_for_by_name_is_run(folder: Path) -> None:

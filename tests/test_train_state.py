@@ -293,6 +293,7 @@ def test_a_skipped_step_leaves_every_bit(name):
     assert without_scale(after) != without_scale(state)
 
 
+@pytest.mark.one_of("cause", "scale")
 @pytest.mark.parametrize(
     ("cause", "scale"),
     [
@@ -383,6 +384,7 @@ def test_an_optimiser_that_needs_the_loss_gets_it_and_no_other():
     assert float(seen[1]["value"]) == 0.5
 
 
+@pytest.mark.one_of("wrap")
 @pytest.mark.parametrize("wrap", ["plain", "scale_aware", "MultiSteps"])
 @pytest.mark.parametrize("name", ["polyak_sgd", "reduce_on_plateau"])
 def test_an_optimiser_that_needs_the_loss_says_so_as_it_does_alone(name, wrap):

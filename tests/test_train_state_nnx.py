@@ -24,7 +24,7 @@ from jmp_lite import (
 )
 from jmp_lite.nnx import TrainState, with_policy
 
-pytestmark = pytest.mark.standard_promotion  # flax's norms, and optax's counts
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("wrap")]
 
 OVERFLOWING = 1e6  # beyond float16, and in every sum
 SCALE = DynamicLossScale(2.0**10)
@@ -184,6 +184,7 @@ def test_a_skipped_step_leaves_every_bit(name):
     assert without_scale(apply(state, *FINE)) != without_scale(state)
 
 
+@pytest.mark.one_of("cause")
 @pytest.mark.parametrize("cause", SPOILT)
 def test_the_loss_scale_backs_off_where_the_gradients_overflowed_alone(cause):
     state = apply(make_state(), *SPOILT[cause])

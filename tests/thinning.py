@@ -2,7 +2,6 @@
 
 import collections
 import hashlib
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,34 +17,26 @@ def mark_all_but_one(items: Sequence[pytest.Item]) -> None:
     names, one stays: the name of the test and its other parameters say which, so that
     one kind of half precision is not left out of all tests.
     """
-    groups = collections.defaultdict(list)
+    # Objects are numbered as they come: their text may differ between processes, all of
+    # which have to choose the same tests.
+    numbers = collections.defaultdict[Any, dict[int, int]](dict)
+    groups = collections.defaultdict[Any, list[pytest.Item]](list)
     for item in items:
         names = {name for mark in item.iter_markers("one_of") for name in mark.args}
         callspec: Any = getattr(item, "callspec", None)
         if names and callspec:
             function = item.nodeid.partition("[")[0]
-            groups[function, others(callspec, names)].append(item)
+            known = numbers[function]
+            others = tuple(
+                (
+                    name,
+                    x if isinstance(x, _PLAIN) else known.setdefault(id(x), len(known)),
+                )
+                for name, x in sorted(callspec.params.items())
+                if name not in names
+            )
+            groups[function, others].append(item)
     for key, group in groups.items():
         kept = hashlib.sha256(repr(key).encode()).digest()[0] % len(group)
         for item in group[:kept] + group[kept + 1 :]:
             item.add_marker("full")
-
-
-def others(callspec: Any, names: set[str]) -> tuple[tuple[str, Any], ...]:
-    """Return the parameters that are not named, each with something that stands for it.
-
-    That is the same in every process: an index, where the value has no name.
-    """
-    return tuple(
-        (name, _label(value, callspec.indices[name]))
-        for name, value in sorted(callspec.params.items())
-        if name not in names
-    )
-
-
-def _label(value: Any, index: int) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, type | types.FunctionType) and "<" not in value.__qualname__:
-        return value.__qualname__
-    return index
