@@ -79,8 +79,8 @@ GROUPS = {
         ),
     ),
     "train steps": Group(
-        (f"{SRC}/flax/rollback.py", f"{SRC}/flax/*/train_state.py"),
-        ("tests/**/test_rollback.py", "tests/**/test_train_state*.py"),
+        (f"{SRC}/flax/train_step.py", f"{SRC}/flax/*/train_state.py"),
+        ("tests/**/test_train_step.py", "tests/**/test_train_state*.py"),
     ),
     "master weights": Group(
         (
