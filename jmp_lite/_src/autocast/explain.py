@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, extras
+from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.ops import OpRules, default_rules
 from jmp_lite._src.autocast.plans import Plan, Step
@@ -91,22 +91,15 @@ class Report:
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        with extras.needed("numerics"):
-            from rich.table import Table
-
         share = f"{self.half_flops_share:.1%}"
-        table = Table(
+        return reports.rich_table(
+            _OP_COLUMNS if every_op else _LAYER_COLUMNS,
+            self._op_cells() if every_op else self._layer_cells(),
+            numbers=_NUMBERS,
             title=f"autocast: {share} of matrix-product FLOPs in half, "
             f"{self.casts} casts",
             caption="; ".join(f"{n} × {reason}" for reason, n in self.kept.items()),
         )
-        columns = _OP_COLUMNS if every_op else _LAYER_COLUMNS
-        for name in columns:
-            justify = "right" if name in _NUMBERS else "left"
-            table.add_column(name, justify=justify, overflow="fold")
-        for cells in self._op_cells() if every_op else self._layer_cells():
-            table.add_row(*cells)
-        return table
 
     def to_json(self) -> str:
         """Return the rows and totals as JSON."""
@@ -127,7 +120,7 @@ class Report:
             yield [
                 row.layer,
                 row.primitive,
-                row.line.rsplit("/", 1)[-1],
+                reports.short_line(row.line),
                 row.before,
                 row.after if row.is_half else "=",
                 flops,
@@ -157,14 +150,14 @@ class Report:
 
 _LAYER_COLUMNS = (
     "layer",
-    "products in half",
+    "products\nin half",
     "FLOPs",
     "not ×8",
-    "other ops in half",
+    "other ops\nin half",
     "kept in float32",
 )
 _OP_COLUMNS = ("layer", "op", "line", "before", "after", "FLOPs", "×8", "why")
-_NUMBERS = ("products in half", "FLOPs", "not ×8", "other ops in half")
+_NUMBERS = ("products\nin half", "FLOPs", "not ×8", "other ops\nin half")
 
 
 def explain(
@@ -236,15 +229,12 @@ def _rows(plan: Plan, scope: str, times: int, low_dtype: Any) -> Iterator[Row]:
 def _dtypes(eqn: Any, step: Step, low_dtype: Any) -> str:
     def name(var, low):
         dtype = low_dtype if low else getattr(var.aval, "dtype", None)
-        return "" if dtype is None else _SHORT.get(str(dtype), str(dtype))
+        return "" if dtype is None else reports.short_dtype(dtype)
 
     low_out = step.low_out or (False,) * len(eqn.outvars)
     ins = [name(v, low) for v, low in zip(eqn.invars, step.low_in, strict=True)]
     outs = [name(v, low) for v, low in zip(eqn.outvars, low_out, strict=True)]
     return f"{' '.join(ins)} -> {' '.join(outs)}"
-
-
-_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32"}
 
 
 def _count_casts(jaxpr: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import dtypes, extras, trees
+from jmp_lite._src import dtypes, reports, trees
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
 
 # One module.
@@ -312,17 +312,21 @@ class Explanation:
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        with extras.needed("numerics"):
-            from rich.table import Table
-
-        table = Table(title="Policies of modules")
-        for name in ("path", "module", "params", "compute", "output", "why"):
-            table.add_column(name, overflow="fold")
-        for row in self.rows:
-            params, output = "\n".join(row.params), "\n".join(row.output)
-            cells = (row.path, row.module, params, row.compute, output, row.why)
-            table.add_row(*cells)
-        return table
+        return reports.rich_table(
+            ("path", "module", "params", "compute", "output", "why"),
+            [
+                (
+                    row.path,
+                    row.module,
+                    "\n".join(row.params),
+                    row.compute,
+                    "\n".join(row.output),
+                    row.why,
+                )
+                for row in self.rows
+            ],
+            title="Policies of modules",
+        )
 
 
 def explain(
