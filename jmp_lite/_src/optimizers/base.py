@@ -43,8 +43,13 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     inner_update = inner.update
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         del value
         return inner_update(updates, state, params, **extra)
 
@@ -70,7 +75,7 @@ def strongly_typed(x: Any) -> Any:
     return jax.lax.convert_element_type(x, x.dtype)
 
 
-def with_dtypes_of(new: Any, old: Any) -> Any:
+def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
     """Cast a new inner state to the dtypes of the old one.
 
     A leaf that became None keeps its old value: optax sets the moments of parameters
@@ -81,7 +86,9 @@ def with_dtypes_of(new: Any, old: Any) -> Any:
     return jax.tree.map(_with_dtype_of, new, old, is_leaf=_is_none)
 
 
-def check_structure(new: Any, old: Any, owner: str, advice: str) -> None:
+def check_structure(
+    new: optax.OptState, old: optax.OptState, owner: str, advice: str
+) -> None:
     """Raise if an update changed the structure of an inner state.
 
     Args:
@@ -117,7 +124,7 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
-def check_gradients(grads: Any, params: Any) -> None:
+def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
     """Raise unless gradients and parameters have the same structure.
 
     A gradient that is None matches anything: unfiltered equinox models have functions
@@ -210,7 +217,7 @@ class StoredDtypes:
     )
 
 
-def stored_dtypes(params: Any) -> StoredDtypes | None:
+def stored_dtypes(params: optax.Params | None) -> StoredDtypes | None:
     """Return the dtypes of parameters, or None if none of them is a half dtype."""
     stored = _dtypes_of(params)
     if not any(map(dtypes.is_half, stored.values())):
@@ -218,7 +225,9 @@ def stored_dtypes(params: Any) -> StoredDtypes | None:
     return StoredDtypes(tuple(stored.items()))
 
 
-def half_param_dtypes(params: Any, stored: StoredDtypes | None) -> dict[str, np.dtype]:
+def half_param_dtypes(
+    params: optax.Params | None, stored: StoredDtypes | None
+) -> dict[str, np.dtype]:
     """Return the dtypes of the parameters that are stored in half precision.
 
     Args:

@@ -20,7 +20,7 @@ class MasterWeightsState(NamedTuple):
     """
 
     inner_state: optax.OptState
-    masters: Any
+    masters: optax.Params
 
 
 def master_weights(
@@ -76,7 +76,7 @@ def master_weights(
     """
     inner = base.as_transformation(inner)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: optax.Params) -> optax.OptState:
         # Copied, because a step may donate both its state and the parameters.
         masters = jax.tree.map(
             lambda p, m: jnp.copy(m) if m is p and isinstance(m, jax.Array) else m,
@@ -91,8 +91,11 @@ def master_weights(
         )
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         annotated, (state, stored) = state, base.split_annotation(state)
         if not isinstance(state, MasterWeightsState):
             raise ValueError(

@@ -114,7 +114,8 @@ def scale_aware(
     check_loss_scale(loss_scale)
     initial_loss_scale = loss_scale
 
-    def init_fn(params: Any) -> Any:
+    # States are Any here: a loss scale is not an array tree, which optax.OptState is.
+    def init_fn(params: optax.Params) -> Any:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         return ScaleAwareState(
             inner_state=jax.tree.map(base.strongly_typed, inner_state),
@@ -127,8 +128,13 @@ def scale_aware(
         )
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, Any]:
         annotated, (state, others_finite) = state, base.split_annotation(state)
         _check_arguments(updates, state, params)
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
@@ -206,7 +212,9 @@ def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
     return jax.tree.map(where, tree)
 
 
-def _check_arguments(grads: Any, state: Any, params: Any) -> None:
+def _check_arguments(
+    grads: optax.Updates, state: Any, params: optax.Params | None
+) -> None:
     if not isinstance(state, ScaleAwareState):
         raise ValueError(
             "Expected the state of scale_aware(...).init(params), got "

@@ -76,7 +76,7 @@ def stochastic_rounding(
     inner = base.as_transformation(inner)
     _check_key(key)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: optax.Params) -> optax.OptState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         # The key is copied, because a step may donate its state.
         return StochasticRoundingState(
@@ -84,8 +84,11 @@ def stochastic_rounding(
         )
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         annotated, (state, stored) = state, base.split_annotation(state)
         if not isinstance(state, StochasticRoundingState):
             raise ValueError(
