@@ -281,7 +281,7 @@ def test_bounds_are_constants_of_the_program(name, value):
     expected = f"Expected {name} to be a number known at trace time, got"
     with pytest.raises(TypeError, match=expected):
         DynamicLossScale(8.0, **{name: value})
-    with pytest.raises(TypeError, match=f"{expected} .*: it is a constant"):
+    with pytest.raises(TypeError, match=f"{expected} .*: it is static"):
         jax.jit(lambda x: DynamicLossScale(8.0, **{name: x}).loss_scale)(1.0)
 
 

@@ -138,7 +138,7 @@ def test_a_collapse_says_the_scale_its_floor_and_where_to_look():
     expected = (
         r"^The last 4 steps were skipped: their gradients or loss were not finite. "
         r"The loss scale is 2, its minimum 2. Possible causes: NaN or inf in the data "
-        r".*overflow in the forward pass .* learning rate"
+        r".*overflow in the forward pass, .* learning rate"
     )
     with pytest.raises(TooManySkippedStepsError, match=expected):
         check_skipped_steps(state, max_consecutive_skips=4)
