@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,40 @@ import jax.numpy as jnp
 from jmp_lite._src import compat, trees
 from jmp_lite._src.loss_scale import get_loss_scale
 
+P = ParamSpec("P")
+Aux = TypeVar("Aux")
 
+
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, Any],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, tuple[jax.Array, Any]]: ...
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[True],
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, Any],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, tuple[Any, Any]]: ...
 def scaled_value_and_grad(
     fun: Callable[..., Any],
     *,
@@ -94,6 +127,36 @@ def scaled_value_and_grad(
     return fun_value_and_grad
 
 
+@overload
+def scaled_grad(
+    fun: Callable[P, Any],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, Any]: ...
+@overload
+def scaled_grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[True],
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, tuple[Any, Aux]]: ...
+@overload
+def scaled_grad(
+    fun: Callable[P, Any],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, Any]: ...
 def scaled_grad(
     fun: Callable[..., Any],
     *,
