@@ -171,7 +171,7 @@ def consts_of(jaxpr: Any) -> tuple[Any, ...]:
     return tuple(getattr(jaxpr, "consts", ()))
 
 
-def like(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
+def match_jaxpr_type(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return a jaxpr as open or closed as another, and its additional inputs.
 
     Args:
@@ -204,13 +204,13 @@ def is_user_file(path: str) -> bool:
     return source_info_util_private.is_user_filename(path)
 
 
-def takes_the_source(code: Any) -> bool:
+def is_source_info_code(code: Any) -> bool:
     """Return whether this is the JAX function that reads an operation's source."""
     return code is source_info_util_private.current.__code__
 
 
 @contextlib.contextmanager
-def source_replaced(make: Callable[[Any], Any]) -> Iterator[None]:
+def replace_source_info(make: Callable[[Any], Any]) -> Iterator[None]:
     """Replace JAX's current `SourceInfo` in this thread.
 
     Does nothing if JAX stores it in an unknown way, or inside another such context.
@@ -253,7 +253,7 @@ def is_precision_of_context(precision: Any) -> bool:
     return precision == lax_private.canonicalize_precision(None)
 
 
-def contexts_of(eqn: Any) -> tuple[Any, Any]:
+def eqn_contexts(eqn: Any) -> tuple[Any, Any]:
     """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     source = eqn.source_info.traceback
@@ -284,7 +284,7 @@ def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> 
       wrap: called as `wrap(fun, role)` for the function and its derivative rules, with
         `role` 0, 1… in the order in which JAX binds them; returns the replacement.
     """
-    user_context, manager = contexts_of(eqn)
+    user_context, manager = eqn_contexts(eqn)
     with user_context, manager:
         params = eqn.primitive.get_bind_params(eqn.params)
         subfuns = tuple(
