@@ -259,7 +259,7 @@ def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none(
     said = (
         "The pattern 'decoder' matches no path. product has no name scope: enter one "
         "around what is meant with jax.named_scope; modules of flax.linen enter one "
-        "each. (allow_unused=True silences it.)"
+        "each. (allow_unused=True disables this check.)"
     )
     with pytest.raises(ValueError, match=re.escape(said)):
         call(wrap(product), policy)(W, X)

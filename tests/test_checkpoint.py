@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite._src.checkpoint.folder import root_of
+from jmp_lite._src.checkpoint.folder import resolve_folder
 from jmp_lite.linen import TrainState
 
 ROOT = Path(__file__).parent.parent
@@ -427,8 +427,8 @@ def test_a_tilde_is_the_home_folder(
 
 @pytest.mark.parametrize("name", ["gs://bucket/run", "s3://bucket/run"])
 def test_an_address_stays_what_it_is(name: str) -> None:
-    assert os.fspath(root_of(name)) == name
-    assert os.fspath(root_of(epath.Path(name))) == name
+    assert os.fspath(resolve_folder(name)) == name
+    assert os.fspath(resolve_folder(epath.Path(name))) == name
 
 
 def test_what_failed_leaves_the_last_one_and_is_cleared_away(

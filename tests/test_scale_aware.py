@@ -397,7 +397,7 @@ def test_the_state_of_another_optimiser_is_refused():
     inner = optax.adam(1e-3)
     tx: Any = scale_aware(inner)
     params = jnp.ones(2)
-    expected = r"Expected the state that scale_aware\(...\).init\(params\) made, got "
+    expected = r"Expected the state of scale_aware\(...\).init\(params\), got "
     with pytest.raises(ValueError, match=expected + "tuple"):
         tx.update(params, inner.init(params), params)
     with pytest.raises(ValueError, match=expected + "NoneType"):

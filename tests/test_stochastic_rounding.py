@@ -227,7 +227,7 @@ def test_errors_say_what_is_expected():
     with pytest.raises(ValueError, match=r"Expected parameters: call update\(grads"):
         tx.update(params, tx.init(params))
     with pytest.raises(
-        ValueError, match=r"stochastic_rounding\(...\).init\(params\) made"
+        ValueError, match=r"stochastic_rounding\(...\).init\(params\), got"
     ):
         tx.update(params, optax.sgd(1.0).init(params), params)
     flattened: Any = scale_aware(optax.flatten(tx))

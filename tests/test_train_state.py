@@ -715,7 +715,7 @@ def test_an_optimiser_that_changes_its_state_is_told_to_go(wrap):
         state.apply_gradients(grads=gradients_of(state))
     assert str(error.value).startswith(
         f"The optimiser inside of {owner} changed the structure of its state: "
-        "'1/measurements/norm' is in the new state only. A step that is skipped"
+        "'1/measurements/norm' is in the new state only. A skipped step keeps"
     )
 
 

@@ -9,7 +9,7 @@ import collections
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,29 @@ from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@overload
 def autocast(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     policy: Policy | PolicyMap | str = "mixed",
     *,
     rules: OpRules | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    *,
+    policy: Policy | PolicyMap | str = "mixed",
+    rules: OpRules | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def autocast(
+    fun: Any = ...,
+    policy: Policy | PolicyMap | str = "mixed",
+    *,
+    rules: OpRules | None = None,
+) -> Any:
     """Return a function that computes in half precision where that is safe.
 
     Matrix products run in the compute dtype; exponentials, logarithms, sums and losses
@@ -44,7 +60,8 @@ def autocast(
     In float16, train with a loss scale (`scale_aware`): autocast does not add one.
 
     Args:
-      fun: any JAX function, whatever control flow is in it.
+      fun: any JAX function, with any control flow. Without it, `autocast` returns a
+        decorator: `@autocast(policy="mixed_bfloat16")`.
       policy: a policy or its string; its `compute_dtype` is float16 or bfloat16. A
         `PolicyMap` has patterns over name-scope paths (`"decoder/layer_3/attention"`;
         flax's modules enter one each), which hold for all that is inside the scope: one
@@ -71,9 +88,17 @@ def autocast(
       >>> "bf16[4,8] = dot_general" in str(jaxpr), jaxpr.out_avals[0].dtype
       (True, dtype('float32'))
 
+      >>> @autocast(policy="mixed_bfloat16")
+      ... def product(w, x):
+      ...     return x @ w
+      >>> "bf16" in str(jax.make_jaxpr(product)(w, x))
+      True
+
     References:
       torch.amp.autocast; TensorFlow's auto_mixed_precision graph pass.
     """
+    if fun is ...:
+        return functools.partial(autocast, policy=policy, rules=rules)
     _check_function(fun, "autocast")
     policy, compute_dtype = check_policy(policy)
     if rules is None:
@@ -104,7 +129,7 @@ _WANTS_NUMBERS = (
 )
 
 
-def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     """Return a function that `autocast` leaves alone: all in it runs as written.
 
     Args:
@@ -133,7 +158,7 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
+def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
     """Return a function of the same values whose gradients are summed in float32.
 
     For code that is cast to half precision by hand or by `policy.cast_to_compute`. What

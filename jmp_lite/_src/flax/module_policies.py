@@ -145,7 +145,8 @@ class ModulePolicies:
                 names = sorted({c.__name__ for c in present})
                 raise ValueError(
                     f"The model has no {cls.__name__} for the policy of that class; "
-                    f"it has {names}. (A PolicyMap's allow_unused=True silences it.)"
+                    f"it has {names}. (allow_unused=True in a PolicyMap disables this "
+                    "check.)"
                 )
         own_dtypes = own_dtypes or {}
         resolved: dict[str, ModulePolicy] = {}
