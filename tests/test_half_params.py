@@ -19,11 +19,11 @@ from flax import nnx
 from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizers import HALF_WRAPPERS, without_scale
 
 import jmp_lite
 from jmp_lite import (
     MasterWeightsState,
-    ScaleAwareState,
     StochasticRoundingState,
     master_weights,
     scale_aware,
@@ -37,11 +37,9 @@ SCALE_1 = jmp_lite.StaticLossScale(1.0)
 
 apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
 
-WRAPPERS = {
-    "master_weights": master_weights,
-    "stochastic_rounding": lambda inner: stochastic_rounding(inner, jax.random.key(0)),
-}
-with_wrappers = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+with_wrappers = pytest.mark.parametrize(
+    "wrap", HALF_WRAPPERS.values(), ids=HALF_WRAPPERS
+)
 
 
 def _scaled(inner: Any) -> Any:
@@ -118,15 +116,6 @@ def _states(tree: Any, kind: Any) -> list[Any]:
     return [x for x in leaves if isinstance(x, kind)]
 
 
-def _without_loss_scale(state: Any) -> Any:
-    def is_scaled(x):
-        return isinstance(x, ScaleAwareState)
-
-    return jax.tree.map(
-        lambda x: x.inner_state if is_scaled(x) else x, state, is_leaf=is_scaled
-    )
-
-
 def _assert_masters_lead(params: Any, state: Any) -> None:
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
     for found in _states(state, MasterWeightsState):
@@ -170,7 +159,7 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
         _assert_masters_lead(params, state)
         if bad is None:
             continue
-        old, new = map(_without_loss_scale, (before, (params, state)))
+        old, new = map(without_scale, (before, (params, state)))
         if isinstance(state, StochasticRoundingState):
             # It splits its key before scale_aware, inside of it, sees the gradients.
             assert bitwise.raw_bits(old[1].key) != bitwise.raw_bits(new[1].key)
