@@ -84,7 +84,7 @@ class Stretch:
 
 def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
     """Return the stretches of a jaxpr."""
-    steps = plan.steps if plan else itertools.repeat(None)
+    steps = plan.eqns if plan else itertools.repeat(None)
     groups: list[tuple[list[tuple[Any, Any]], bool]] = [([], False)]
     sites = size = 0
     for pair in zip(jaxpr.eqns, steps, strict=False):
