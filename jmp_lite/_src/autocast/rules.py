@@ -117,8 +117,9 @@ class Rule:
           use: how its results are used, the union.
           analysis: that of the jaxpr.
         """
-        del plan, use, analysis
-        return [Use.FLOAT32 | Use.EXACT] * len(info.eqn.invars)
+        del plan, analysis
+        of_each = Use.OUTPUT if returns_sum(info, use) else Use.FLOAT32 | Use.EXACT
+        return [of_each] * len(info.eqn.invars)
 
     def run(self, eqn: Any, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of an equation, in the precision of its plan."""
@@ -220,6 +221,8 @@ class _Elementwise(Rule):
         return BROADCAST if is_broadcast[0] or name == "gather" else INPUT
 
     def operand_uses(self, info, plan, use, analysis):
+        if returns_sum(info, use):
+            return super().operand_uses(info, plan, use, analysis)
         passed = self._passed_on(info.eqn, plan, use)
         # A bias is cast where it is added, once it is broadcast, also if it was
         # reshaped before: so its gradient is summed in float32.
@@ -401,6 +404,11 @@ def digits_used(info: EqnInfo, ins: Sequence[Precision], use: int) -> Sequence[i
     if name == "div":
         by_operand[1] |= Use.NEAR_ONE
     return by_operand
+
+
+def returns_sum(info: EqnInfo, use: int) -> bool:
+    """Return whether an equation adds gradients, and the sum is only returned."""
+    return info.eqn.primitive.name == "add_any" and use & Use.DTYPE == Use.OUTPUT
 
 
 def casts_before(eqn: Any) -> bool:
