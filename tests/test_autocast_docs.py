@@ -10,7 +10,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "autocast.md"
 
 def test_the_page_has_the_table_of_the_code():
     text = PAGE.read_text(encoding="utf-8")
-    table = text.split("<!-- made by jmp_lite.autocast.ops.describe() -->\n")[1]
+    table = text.split("<!-- made by jmp_lite._src.autocast.ops.describe() -->\n")[1]
     assert table.strip() == ops.describe()
 
 
