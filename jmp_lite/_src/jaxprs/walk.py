@@ -106,7 +106,7 @@ class Walker:
           jaxpr: an open jaxpr.
           consts: the values of its constvars.
           cells: its inputs.
-          plan: has `steps`, one per equation, each with the plans `bodies` of its
+          plan: has `eqns`, one per equation, each with the plans `bodies` of its
             sub-jaxprs; None if the subclass needs none.
           first_site: the number of its first site.
           moment: when it starts.

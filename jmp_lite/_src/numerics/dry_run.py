@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 from jmp_lite._src.autocast.ops import OpRules
 from jmp_lite._src.autocast.regions import check_unused
 from jmp_lite._src.autocast.rewrite import Rewriter
-from jmp_lite._src.autocast.transform import PlannedCall, check_policy, name_of, plan_call
+from jmp_lite._src.autocast.transform import (
+    PlannedCall,
+    check_policy,
+    name_of,
+    plan_call,
+)
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics.lockstep import Lockstep, PolicyShadow

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, dtypes, trees
-from jmp_lite._src.autocast.precision import is_f32
 from jmp_lite._src.autocast import rules
 from jmp_lite._src.autocast.plans import EqnPlan
+from jmp_lite._src.autocast.precision import is_f32
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs import binding
