@@ -28,7 +28,7 @@ def test_the_example_of_the_analysis(half):
     regions = Regions(get_policy(f"mixed_{half}"))
     analyzer = Analyzer(OpRules.default(half), regions, jnp.dtype(half))
     plan = analyzer.plan_closed(jax.make_jaxpr(f)(W, B, X))
-    equations = list(zip(plan.jaxpr.eqns, plan.eqns, strict=True))
+    equations = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))
     names = [eqn.primitive.name for eqn, _ in equations]
     assert names[-3:] == ["exp", "reduce_sum", "dot_general"]
     found = [eqn.primitive.name for eqn, of_eqn in equations if any(of_eqn.half_out)]

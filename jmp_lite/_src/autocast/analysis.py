@@ -183,7 +183,7 @@ class _Analysis:
         return CastPlan(
             jaxpr=self.jaxpr,
             consts=self.consts,
-            eqns=tuple(map(_check_bodies, self.plans)),
+            eqn_plans=tuple(map(_check_bodies, self.plans)),
             half_in=tuple(p == HALF for p in ins),
             half_out=tuple(p == HALF for p in outs),
             outs=outs,
@@ -352,7 +352,7 @@ class AsWritten:
             self._plans[key] = CastPlan(
                 jaxpr=jaxpr,
                 consts=consts,
-                eqns=tuple(map(self._plan_eqn, jaxpr.eqns)),
+                eqn_plans=tuple(map(self._plan_eqn, jaxpr.eqns)),
                 half_in=(False,) * len(jaxpr.invars),
                 half_out=(False,) * len(jaxpr.outvars),
                 outs=(FLOAT32,) * len(jaxpr.outvars),

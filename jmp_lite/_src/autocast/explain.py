@@ -215,7 +215,7 @@ def explain(
 def _rows(
     plan: CastPlan, scope: str, times: int, half_dtype: Any
 ) -> Iterator[OpDecision]:
-    for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqns, strict=True):
+    for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
         layer = name_scopes.join(scope, name_scopes.of(eqn))
         inner_times = times * eqn.params.get("length", 1) if eqn_plan.bodies else times
         for body in eqn_plan.bodies:

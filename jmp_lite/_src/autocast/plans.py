@@ -79,7 +79,7 @@ class CastPlan:
     Attributes:
       jaxpr: the jaxpr, open.
       consts: the values of its constvars.
-      eqns: a plan per equation.
+      eqn_plans: a plan per equation.
       half_in: per input, whether it is given in half.
       half_out: per output, whether the value is made in half.
       outs: per output, its precision.
@@ -90,7 +90,7 @@ class CastPlan:
 
     jaxpr: Any
     consts: tuple[Any, ...]
-    eqns: tuple[EqnPlan, ...]
+    eqn_plans: tuple[EqnPlan, ...]
     half_in: tuple[bool, ...]
     half_out: tuple[bool, ...]
     outs: tuple[Precision, ...]
@@ -101,18 +101,18 @@ class CastPlan:
     @functools.cached_property
     def reads(self) -> Reads:
         """How the jaxpr reads its half values."""
-        half_in = [plan.half_in for plan in self.eqns]
+        half_in = [plan.half_in for plan in self.eqn_plans]
         return find_reads(self.jaxpr, half_in, self.is_rule)
 
     @property
     def has_bodies(self) -> bool:
         """Whether it holds jaxprs that run by plans of their own."""
-        return any(plan.runs_bodies for plan in self.eqns)
+        return any(plan.runs_bodies for plan in self.eqn_plans)
 
     @property
     def changes_nothing(self) -> bool:
         """Whether the jaxpr can run as it is."""
         changes = any(self.half_in) or any(self.half_out) or self.has_bodies
         return not changes and not any(
-            any(plan.half_in) or any(plan.half_out) for plan in self.eqns
+            any(plan.half_in) or any(plan.half_out) for plan in self.eqn_plans
         )

@@ -30,7 +30,7 @@ class Rewriter:
         values = Values(self.half_dtype, plan.reads, plan.numbers)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
-        for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqns, strict=True):
+        for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
             values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))
         return values.read(plan.jaxpr.outvars, half_out)
 

@@ -212,14 +212,14 @@ class PlannedCall:
         return any(
             eqn_plan.rule is op_rules.PRODUCT and any(eqn_plan.half_in)
             for plan in _plans(self.plan)
-            for eqn_plan in plan.eqns
+            for eqn_plan in plan.eqn_plans
         )
 
     def why(self) -> str:
         """Return why no product runs in half, where none does."""
         kept = collections.Counter()
         for plan in _plans(self.plan):
-            for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqns, strict=True):
+            for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
                 count = 0 if eqn_plan.bodies else products.count(eqn)
                 kept[eqn_plan.reason] += count
         kept = +kept  # without those of which there is none
@@ -280,7 +280,7 @@ def check_policy(
 
 def _plans(plan: CastPlan) -> list[CastPlan]:
     found = [plan]
-    for eqn_plan in plan.eqns:
+    for eqn_plan in plan.eqn_plans:
         for body in eqn_plan.bodies:
             found += _plans(body)
     return found

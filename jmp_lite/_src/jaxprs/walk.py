@@ -106,7 +106,7 @@ class Walker:
           jaxpr: an open jaxpr.
           consts: the values of its constvars.
           cells: its inputs.
-          plan: has `eqns`, one per equation, each with the plans `bodies` of its
+          plan: has `eqn_plans`, one per equation, each with the plans `bodies` of its
             sub-jaxprs; None if the subclass needs none.
           first_site: the number of its first site.
           moment: when it starts.
@@ -125,7 +125,7 @@ class Walker:
             return env[var]
 
         eqn_count, site = moment.eqn_count, first_site
-        steps = plan.eqns if plan else itertools.repeat(None)
+        steps = plan.eqn_plans if plan else itertools.repeat(None)
         for eqn, step in zip(jaxpr.eqns, steps, strict=False):
             ins = [read(v) for v in eqn.invars]
             now = moment._replace(eqn_count=eqn_count)

@@ -104,7 +104,7 @@ class Run:
         site = first_site
         for stretch in self._stretches[key][0]:
             if stretch.in_python:
-                eqn, step = stretch.eqns[0], stretch.steps[0]
+                eqn, step = stretch.eqns[0], stretch.eqn_plans[0]
                 ins = [read(v) for v in eqn.invars]
                 outs = self._run_bodies(eqn, step, ins, site, loops)
                 env.update(zip(eqn.outvars, outs, strict=True))
