@@ -345,8 +345,11 @@ class _Softmax(Rule):
         return plan, [HALF]
 
     def run(self, eqn, plan, values):
-        logits = values.read_as_made(plan.softmax.logits)
-        return [patterns.softmax(logits, plan.softmax.axes, values.half_dtype)]
+        found = plan.softmax
+        if found is None:
+            return super().run(eqn, plan, values)
+        logits = values.read_as_made(found.logits)
+        return [patterns.softmax(logits, found.axes, values.half_dtype)]
 
 
 UNCHANGED, FLOAT32_RULE, PRODUCT = Rule(), _Float32(), _Half()
