@@ -17,7 +17,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
-from jmp_lite._src.autocast.ops import default_rules
 from jmp_lite._src.autocast.transform import check_policy
 from jmp_lite._src.numerics import runs
 from jmp_lite._src.numerics.dry_run import measure
@@ -358,7 +357,7 @@ def test_a_layer_in_float32_holds_nothing_in_half():
 
 
 def test_rules_are_those_of_autocast():
-    rules = default_rules(jnp.bfloat16).replace(tanh="full")
+    rules = jmp.OpRules.default(jnp.bfloat16).replace(tanh="float32")
     report = dry_run(two_layers, "mixed_bfloat16", rules=rules)(
         jnp.eye(4), jnp.ones((2, 4))
     )

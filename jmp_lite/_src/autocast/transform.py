@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, trees
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.ops import OpRules, default_rules
-from jmp_lite._src.autocast.paint import Painter
-from jmp_lite._src.autocast.plans import AsWritten, Plan
+from jmp_lite._src.autocast import rules as op_rules
+from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
+from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.plans import CastPlan
 from jmp_lite._src.autocast.regions import Regions
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.jaxprs import name_scopes
@@ -68,7 +69,7 @@ def autocast(
         whose policy computes in float32 leaves it alone, one with a float32
         `output_dtype` gives its matrix products' results in float32.
       rules: which primitive is in which class; the default is
-        `default_rules(compute_dtype)`.
+        `OpRules.default(compute_dtype)`.
 
     Returns:
       A function of the same signature and the same output dtypes. Arguments that are
@@ -102,20 +103,20 @@ def autocast(
     _check_function(fun, "autocast")
     policy, compute_dtype = check_policy(policy)
     if rules is None:
-        rules = default_rules(compute_dtype)
+        rules = OpRules.default(compute_dtype)
     if not isinstance(rules, OpRules):
         raise TypeError(f"Expected OpRules, got {rules!r}.")
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        painting = paint_call(fun, policy, compute_dtype, rules, args, kwargs)
-        if not painting.is_any_lowered() and rules.lowers_anything:
+        planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
+        if not planned.is_any_lowered() and rules.lowers_anything:
             warnings.warn(
-                f"autocast lowered nothing in {name_of(fun)}: {painting.why()}",
+                f"autocast lowered nothing in {name_of(fun)}: {planned.why()}",
                 stacklevel=2,
             )
         with jax.named_scope(name_scopes.AUTOCAST):
-            return painting.run()
+            return planned.run()
 
     return wrapped
 
@@ -209,43 +210,43 @@ def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
                 stacklevel=2,
             )
             return out
-        planner = AsWritten()
-        plan = planner.paint_traced(traced.closed)
-        outs = Rewriter(planner).run(plan, plan.low_out, *traced.args)
+        as_written = AsWritten()
+        plan = as_written.plan_closed(traced.closed)
+        outs = Rewriter(as_written).run(plan, plan.half_out, *traced.args)
         return traced.restore(outs)
 
     return wrapped
 
 
-class Painting:
+class PlannedCall:
     """A function traced on its arguments, and the plan for it."""
 
-    def __init__(self, traced: Traced, painter: Painter, plan: Plan):
-        self.traced, self.painter, self.plan = traced, painter, plan
+    def __init__(self, traced: Traced, analyzer: Analyzer, plan: CastPlan):
+        self.traced, self.analyzer, self.plan = traced, analyzer, plan
 
     def run(self) -> Any:
         """Return what the function returns, in the dtypes that it would have."""
         plan = self.plan
-        outs = Rewriter(self.painter).run(
-            plan, (False,) * len(plan.low_out), *self.traced.args
+        outs = Rewriter(self.analyzer).run(
+            plan, (False,) * len(plan.half_out), *self.traced.args
         )
         return self.traced.restore(outs)
 
     def is_any_lowered(self) -> bool:
         """Return whether any product runs in half."""
         return any(
-            step.op_class == "lower" and any(step.low_in)
+            eqn_plan.rule is op_rules.PRODUCT and any(eqn_plan.half_in)
             for plan in _plans(self.plan)
-            for step in plan.steps
+            for eqn_plan in plan.eqn_plans
         )
 
     def why(self) -> str:
         """Return why no product runs in half, where none does."""
         kept = collections.Counter()
         for plan in _plans(self.plan):
-            for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
-                count = 0 if step.bodies else products.count(eqn)
-                kept[step.reason] += count
+            for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
+                count = 0 if eqn_plan.bodies else products.count(eqn)
+                kept[eqn_plan.reason] += count
         kept = +kept  # without those of which there is none
         if not kept:
             return "it has no matrix product."
@@ -260,22 +261,22 @@ class Painting:
         return why
 
 
-def paint_call(
+def plan_call(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap,
     compute_dtype: Any,
     rules: OpRules,
     args: Any,
     kwargs: Any,
-) -> Painting:
-    """Trace a call and paint it."""
+) -> PlannedCall:
+    """Trace a call, and decide what runs in half."""
     _check_arguments((args, kwargs))
     traced = trace(fun, args, kwargs)
     regions = Regions(policy)
-    painter = Painter(rules, regions, compute_dtype)
-    plan = painter.paint_traced(traced.closed)
+    analyzer = Analyzer(rules, regions, compute_dtype)
+    plan = analyzer.plan_closed(traced.closed)
     regions.check_unused(name_of(fun))
-    return Painting(traced, painter, plan)
+    return PlannedCall(traced, analyzer, plan)
 
 
 def check_policy(
@@ -302,10 +303,10 @@ def check_policy(
     return policy, halves.pop()
 
 
-def _plans(plan: Plan) -> list[Plan]:
+def _plans(plan: CastPlan) -> list[CastPlan]:
     found = [plan]
-    for step in plan.steps:
-        for body in step.bodies:
+    for eqn_plan in plan.eqn_plans:
+        for body in eqn_plan.bodies:
             found += _plans(body)
     return found
 
