@@ -249,7 +249,7 @@ def test_an_error_pickles_with_its_text(error):
     assert type(again) is error and str(again) == "the text"
 
 
-@pytest.mark.parametrize("name", jmp_lite.__all__)
+@pytest.mark.parametrize("name", sorted({*jmp_lite.__all__} - {"numerics"}))
 def test_public_objects_pickle_by_name(name):
     value = getattr(jmp_lite, name)
     assert pickle.loads(pickle.dumps(value)) == value

@@ -185,7 +185,8 @@ def test_a_product_in_half_among_others_is_warned_of(half: str) -> None:
         return jnp.mean(x)
 
     text = (
-        f"2[57]% of its .* FLOPs in {half} already: dot_general in chosen at .*not seen"
+        f"2[57]% of its .* FLOPs in {half} already: dot_general in chosen at .*"
+        "not measured"
     )
     for look in (dry_run, advise):
         with pytest.warns(UserWarning, match=text) as caught:

@@ -98,6 +98,11 @@ class Linen:
         return cls.create(tx, params=jmp_lite.cast_floating(params, jnp.bfloat16))
 
     @staticmethod
+    def other_state(state: Any) -> dict[str, Any]:
+        """Return what `apply_gradients` takes beside gradients and loss."""
+        return {"batch_stats": state.batch_stats}
+
+    @staticmethod
     def train_step(state: Any, x: Any) -> Any:
         """Return the state after a step, and the loss."""
         rng, dropout_rng = jax.random.split(state.rng)
@@ -171,6 +176,11 @@ class Nnx:
     def create_half(cls, tx: Any) -> Any:
         """Return a state whose parameters are stored in half."""
         return cls.create(tx, cls.make_model("p=bf16,c=bf16,o=f32"))
+
+    @staticmethod
+    def other_state(state: Any) -> dict[str, Any]:
+        """Return what `apply_gradients` takes beside gradients and loss."""
+        return {"other_state": state.other_state}
 
     @staticmethod
     def train_step(state: Any, x: Any) -> Any:
