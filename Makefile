@@ -61,7 +61,8 @@ format: $(VENV)/dev.stamp  ## Rewrite the code as ruff would have it.
 	$(BIN)/ruff format
 
 clean:  ## Remove the environments and everything that was built or cached.
-	rm -rf .venv .venv-newest .venv-programs build dist out .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-newest .venv-programs build dist out
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: an environment is installed again only when what it is made from changes.

@@ -2,7 +2,7 @@
 
 from jmp_lite import numerics as numerics
 from jmp_lite._src.autocast.explain import explain
-from jmp_lite._src.autocast.ops import OpRules, default_rules
+from jmp_lite._src.autocast.ops import OpRules
 from jmp_lite._src.autocast.transform import autocast, full_precision, sums_in_float32
 from jmp_lite._src.dtypes import half_dtype, recommended_half_dtype
 from jmp_lite._src.gradients import scaled_grad, scaled_value_and_grad
@@ -55,7 +55,6 @@ __all__ = [
     "cast_to_full",
     "cast_to_half",
     "check_skipped_steps",
-    "default_rules",
     "explain",
     "full_precision",
     "get_loss_scale",

@@ -31,11 +31,11 @@ def doctor(
     ] = False,
     seconds: Annotated[
         float,
-        typer.Option(min=0.1, max=600, help="About how long to time products for."),
+        typer.Option(min=0.1, max=600, help="Approximate time for measurements."),
     ] = 10.0,
 ) -> None:
-    """Measure what half precision does on this machine, and what to train with."""
-    # Of the two streams, only stdout is for what was found.
+    """Measure half precision on this machine and recommend a policy."""
+    # Progress goes to stderr, so that stdout holds the result only.
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("timing matrix products", total=1.0)
         try:

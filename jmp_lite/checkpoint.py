@@ -1,4 +1,4 @@
-"""Checkpoints: resume bit for bit, restore across dtypes, come from jmp and flax."""
+"""Checkpoints: resume bitwise, restore across dtypes, convert from jmp and flax."""
 
 from jmp_lite._src import extras
 

@@ -31,6 +31,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+import thinning
 
 # Tracing makes many objects that soon go: by Python's own thresholds, a tenth of the
 # time is spent on looking for them.
@@ -54,6 +55,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         "test_"
     )
     return True if is_helper else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases as `full` where `@pytest.mark.one_of` says that one is enough."""
+    thinning.mark_all_but_one(items)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import jmp_lite
 from jmp_lite import DynamicLossScale, NoOpLossScale, scale_aware
 
 # Optax promotes by itself: int32 counts to the power of a float.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("dtype")]
 
 _POLICIES = {
     "float32": jmp_lite.get_policy("float32"),
@@ -180,6 +180,7 @@ def test_a_scale_that_changes_at_each_microbatch_changes_nothing(dtype):
     assert bitwise.raw_bits(grown[:2]) == bitwise.raw_bits(fixed[:2])
 
 
+@pytest.mark.one_of("bad")
 @over_bad
 def test_a_bad_microbatch_in_a_scan_is_as_if_not_there(dtype, bad):
     good = _microbatches(4)

@@ -17,6 +17,8 @@ import jmp_lite as jmp
 from jmp_lite._src.numerics.faults import find_faults
 from jmp_lite.numerics import Advice, DryRunReport, OpStats, advise, dry_run
 
+pytestmark = pytest.mark.one_of("policy", "half")
+
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 Y = np.sin(X @ np.linspace(-1.0, 1.0, 8, dtype=np.float32))[:, None]
 # A known offset that is added to some weights, and taken off the result again.
@@ -381,6 +383,7 @@ def test_bfloat16_needs_no_loss_scale():
     assert advice.reasons == ("bfloat16 has the range of float32: no loss scale.",)
 
 
+@pytest.mark.one_of("factor")
 @pytest.mark.parametrize("factor", [1e-6, 1e-2, 1.0, 30.0])
 def test_the_loss_scale_lifts_gradients_and_leaves_room(factor):
     def loss(params, x, y):

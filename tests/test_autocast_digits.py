@@ -14,6 +14,8 @@ from test_autocast_sums import error, uniform
 
 from jmp_lite import autocast
 
+pytestmark = pytest.mark.one_of("half")
+
 BOTH = pytest.mark.parametrize("half", POLICIES)
 SCALE = 2.0**12
 

@@ -18,7 +18,6 @@ from jmp_lite import (
     OpRules,
     PolicyMap,
     autocast,
-    default_rules,
     explain,
     full_precision,
 )
@@ -77,18 +76,18 @@ def test_a_pattern_that_matches_no_scope_names_the_nearest() -> None:
 
 def test_an_unknown_primitive_is_named() -> None:
     with pytest.raises(ValueError, match=r"Unknown primitives \['matmul'\]") as caught:
-        default_rules(jnp.bfloat16).replace(matmul="lower")
+        OpRules.default(jnp.bfloat16).replace(matmul="half")
     assert "'dot_general'" in str(caught.value)
 
 
 def test_an_unknown_class_is_named() -> None:
-    with pytest.raises(ValueError, match="for 'tanh', got 'half'"):
-        OpRules({"tanh": "half"})
+    with pytest.raises(ValueError, match="for 'tanh', got 'lower'"):
+        OpRules({"tanh": "lower"})
 
 
 def test_rules_are_a_table() -> None:
     with pytest.raises(TypeError, match="Expected OpRules, got"):
-        autocast(product, BF16, rules={"tanh": "full"})  # pyright: ignore[reportArgumentType] - refused
+        autocast(product, BF16, rules={"tanh": "float32"})  # pyright: ignore[reportArgumentType] - refused
 
 
 # Functions and arguments.
@@ -259,7 +258,7 @@ def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none(
     said = (
         "The pattern 'decoder' matches no path. product has no name scope: enter one "
         "around what is meant with jax.named_scope; modules of flax.linen enter one "
-        "each. (allow_unused=True silences it.)"
+        "each. (allow_unused=True disables this check.)"
     )
     with pytest.raises(ValueError, match=re.escape(said)):
         call(wrap(product), policy)(W, X)
@@ -269,8 +268,8 @@ def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none(
 
 
 def test_lowering_something_or_asking_for_nothing_does_not_warn() -> None:
-    rules = default_rules(jnp.bfloat16)
-    nothing = OpRules([(p, c) for p, c in rules.classes if c != "lower"])
+    rules = OpRules.default(jnp.bfloat16)
+    nothing = OpRules([(p, c) for p, c in rules.classes if c != "half"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         autocast(product, BF16)(W, X)

@@ -33,6 +33,7 @@ BYTES = {
 MOMENTS = {"adam": 8, "lion": 4, "adafactor": 0}
 
 
+@pytest.mark.one_of("stored")
 @pytest.mark.parametrize("stored", memory.STORED)
 @pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
 def test_arrays_take_the_bytes_that_they_are_known_to_take(stored, optimizer):

@@ -141,6 +141,7 @@ def test_sums_in_half_are_counted_and_neither_maxima_nor_collectives():
     assert hlo.count(SUMS.replace("bf16", "f32").replace("f16", "f32")).half_sums == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_every_step_keeps_the_dtypes_of_what_it_takes(step):
     # One device stands for all: shapes are the same.

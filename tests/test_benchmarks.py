@@ -79,6 +79,7 @@ def test_turns_rotate_and_every_round_has_a_sample():
     assert timing.quartiles([1.0, 2.0, 6.0], [1.0, 1.0, 2.0]) == [1.5, 2.0, 2.5]
 
 
+@pytest.mark.full
 def test_step_overhead_sweeps_leaves_and_keeps_raw_samples(tmp_path):
     found, text = _run(
         step_overhead.main,
@@ -100,6 +101,7 @@ def test_step_overhead_sweeps_leaves_and_keeps_raw_samples(tmp_path):
             )
 
 
+@pytest.mark.full
 def test_step_overhead_goes_on_without_jmp_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jmp", None)
     found, text = _run(
@@ -169,6 +171,7 @@ def _plain(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
+@pytest.mark.full
 def test_tree_stats_measures_every_way_to_look(tmp_path, monkeypatch):
     def make_small():
         params, batch = step_overhead.make_problem(4, width=8)
@@ -194,6 +197,7 @@ def test_checkpoint_save_measures_every_way_to_save(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # no checkpoint stays
 
 
+@pytest.mark.full
 def test_train_step_measures_every_model(tmp_path, monkeypatch):
     tiny = {
         "mlp": {"width": 8, "batch": 4},
@@ -218,6 +222,7 @@ def test_train_step_measures_every_model(tmp_path, monkeypatch):
             assert row["device_peak"] is None  # a CPU does not tell
 
 
+@pytest.mark.one_of("precision")
 @pytest.mark.parametrize("precision", problems.HALVES)
 @pytest.mark.parametrize("cast", [problems.POLICY, problems.AUTOCAST, problems.BY_HAND])
 def test_products_are_in_half_whichever_way_they_got_there(precision, cast):
@@ -241,6 +246,7 @@ def test_tf32_is_compared_on_gpus_only():
     assert len(train_step.ways("cpu")) == 7
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "parameters"), [("cnn", 25.5e6), ("gpt", 123.6e6), ("mlp", 20.0e6)]
 )
@@ -278,6 +284,7 @@ def test_a_full_memory_is_told_from_other_errors(monkeypatch):
         train_step.batch_fits(problem, way, 16)
 
 
+@pytest.mark.full
 def test_peaks_of_an_allocator_are_told_apart_while_they_rise(monkeypatch):
     way = train_step.Way("float32")
     problem = train_step.make_problem("mlp", {"width": 8})
@@ -323,6 +330,7 @@ def test_torch_is_left_out_with_a_reason(monkeypatch):
     assert torch_gpt.why_not() == "torch is not installed"
 
 
+@pytest.mark.full
 def test_convergence_shows_what_a_loss_scale_is_for(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "WIDTH", 32)
     args = ("--task", "tiny", "--seeds", "2", "--steps", "3")
@@ -343,12 +351,14 @@ def test_convergence_shows_what_a_loss_scale_is_for(tmp_path, monkeypatch):
     assert scaled != unscaled
 
 
+@pytest.mark.full
 def test_convergence_trains_in_every_precision(monkeypatch):
     monkeypatch.setattr(tasks, "WIDTH", 32)
     runs = tasks.TASKS["mlp"].train(0, 2, Console(file=io.StringIO()))
     assert list(runs) == list(tasks.RUNS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 def test_convergence_trains_the_other_examples_too(name, monkeypatch):
     monkeypatch.setattr(tasks, "RUNS", {"float32": ("float32", 0.0)})

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite._src.checkpoint.folder import root_of
+from jmp_lite._src.checkpoint.folder import resolve_folder
 from jmp_lite.linen import TrainState
 
 ROOT = Path(__file__).parent.parent
@@ -105,6 +105,7 @@ def test_numpy_keeps_64_bits_without_x64(tmp_path: Path) -> None:
     assert_same(round_trip(tmp_path, state), state)
 
 
+@pytest.mark.one_of("impl")
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_prng_keys_come_back(impl: str, tmp_path: Path) -> None:
     key = jax.random.key(3, impl=impl)
@@ -311,6 +312,7 @@ def test_a_fresh_state_keeps_its_weak_types(tmp_path: Path) -> None:
     assert_same(round_trip(tmp_path, state), state)
 
 
+@pytest.mark.one_of("loss_scale")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "loss_scale",
@@ -425,8 +427,8 @@ def test_a_tilde_is_the_home_folder(
 
 @pytest.mark.parametrize("name", ["gs://bucket/run", "s3://bucket/run"])
 def test_an_address_stays_what_it_is(name: str) -> None:
-    assert os.fspath(root_of(name)) == name
-    assert os.fspath(root_of(epath.Path(name))) == name
+    assert os.fspath(resolve_folder(name)) == name
+    assert os.fspath(resolve_folder(epath.Path(name))) == name
 
 
 def test_what_failed_leaves_the_last_one_and_is_cleared_away(
@@ -472,6 +474,7 @@ def test_orbax_reads_it_without_us(tmp_path: Path) -> None:
 # Processes.
 
 
+@pytest.mark.full
 def test_two_processes_save_and_restore_one_state(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -495,6 +498,7 @@ def test_two_processes_save_and_restore_one_state(tmp_path: Path) -> None:
         assert f"process {index}: sharded  float32 -> bfloat16\n" in output, output
 
 
+@pytest.mark.full
 def test_runs_that_are_killed_end_at_the_same_bits() -> None:
     command = [sys.executable, "-m", "tests.kill_and_resume", "--kills", "6"]
     environment = os.environ | {"XLA_FLAGS": ""}

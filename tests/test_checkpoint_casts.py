@@ -1,6 +1,5 @@
 """Restoring across dtypes: what is cast, what is told, and what is refused."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +125,8 @@ def test_other_dtypes_are_an_error_that_says_how_to_cast(tmp_path: Path) -> None
     with pytest.raises(ValueError) as error:
         save_and_restore(tmp_path, state, jmp.cast_to_half(state))
     assert str(error.value) == (
-        f"Step 0 in {tmp_path} does not fit `like`: it has n (bfloat16[2], `like` has "
-        "float16[2]), w/0 (float32[2], `like` has float16[2]), w/1 (float32[2, 3], "
+        f"Step 0 in {tmp_path} does not match `like`: it has n (bfloat16[2], `like` "
+        "has float16[2]), w/0 (float32[2], `like` has float16[2]), w/1 (float32[2, 3], "
         "`like` has float16[2, 3]). cast=True casts them."
     )
 
@@ -174,8 +173,8 @@ def test_a_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as error:
             save_and_restore(tmp_path, jax.tree.map(kind, state), like, cast=True)
         assert str(error.value) == (
-            f"Step 0 in {tmp_path}: w does not fit into float16: 2 of 4 numbers, up to "
-            "1e+09, would become inf. Let `like` have a wider dtype there."
+            f"Step 0 in {tmp_path}: w overflows float16: 2 of 4 numbers, up to 1e+09, "
+            "would become inf. Use a wider dtype in `like`."
         )
     like = {"w": jnp.zeros(4, jnp.bfloat16), "b": jnp.zeros(1, jnp.float16)}
     restored = checkpoint.restore(tmp_path, like, cast=True)
@@ -183,13 +182,11 @@ def test_a_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_python_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("x does not fit into float16: 1 of 1")
-    ):
+    with pytest.raises(ValueError, match="x overflows float16: 1 of 1"):
         save_and_restore(tmp_path, {"x": 1e6}, {"x": jnp.float16(0)})
     restored = checkpoint.restore(tmp_path, {"x": jnp.float32(0)})
     assert bitwise.raw_bits(restored.state) == bitwise.raw_bits({"x": jnp.float32(1e6)})
-    with pytest.raises(ValueError, match=re.escape("x is 1099511627776, beyond int32")):
+    with pytest.raises(ValueError, match="x is 1099511627776, out of range of int32"):
         save_and_restore(tmp_path, {"x": 2**40}, {"x": jnp.int32(0)})
 
 

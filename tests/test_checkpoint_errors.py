@@ -56,8 +56,8 @@ def test_an_older_step_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         checkpoint.save(tmp_path, {"x": 2}, step=4)
     assert str(error.value) == (
-        f"Step 4 is older than step 5, the newest in {tmp_path}. Save into another "
-        "folder, or remove the later steps if they are not wanted."
+        f"Step 4 is older than step 5, the newest in {tmp_path}. Save to another "
+        "folder, or remove the later steps."
     )
     assert checkpoint.restore(tmp_path, {"x": 0}).state == {"x": 1}
 
@@ -65,8 +65,8 @@ def test_an_older_step_is_not_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "kwargs", "text"),
     [
-        ({"x": 1}, {}, r"a step of at least 0, got None: give step=, or a state that"),
-        (State(None, 1), {}, r"a step of at least 0, got None: give step="),
+        ({"x": 1}, {}, r"a step of at least 0, got None: pass step=, or a state with"),
+        (State(None, 1), {}, r"a step of at least 0, got None: pass step="),
         (State(jnp.int32(-1), 1), {}, r"a step of at least 0, got -1"),
         (State(jnp.float32(2.5), 1), {}, r"a whole number for the step, got 2.5"),
         (State(jnp.arange(8), 1), {}, r"one step, got an array of shape \[8\]: a repl"),
@@ -77,7 +77,7 @@ def test_an_older_step_is_not_saved(tmp_path: Path) -> None:
         ({"x": 1}, {"step": 1, "keep": 1.5}, r"keep at least 1 checkpoint, got keep=1"),
         ({"x": 1}, {"step": -2}, r"a step of at least 0, got -2"),
         ({"x": 1}, {"step": 1, "keep": 0}, r"keep at least 1 checkpoint, got keep=0"),
-        ({"x": [2**70]}, {"step": 1}, r"x/0 is 1180591620717411303424: more than 64"),
+        ({"x": [2**70]}, {"step": 1}, r"x/0 is 1180591620717411303424: integers"),
         ({"a": {"b": 1}, "a/b": 2}, {"step": 1}, r"Several leaves have the path a/b:"),
     ],
 )
@@ -139,7 +139,7 @@ def test_another_structure_names_the_paths(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         checkpoint.restore(tmp_path, like, cast=True)
     assert str(error.value) == (
-        f"Step 3 in {tmp_path} has another structure than `like`: only the checkpoint "
+        f"Step 3 in {tmp_path} and `like` differ in structure: only the checkpoint "
         "has k (key<fry>[]), old/0 (a Python float), only `like` has f (no array), new "
         "(float16[2, 3])."
     )
@@ -160,7 +160,7 @@ def test_other_shapes_name_the_paths(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         checkpoint.restore(tmp_path, like)
     assert str(error.value) == (
-        f"Step 3 in {tmp_path} does not fit `like`: it has b (float32[0, 2], `like` "
+        f"Step 3 in {tmp_path} does not match `like`: it has b (float32[0, 2], `like` "
         "has float32[0, 3]), w (float32[2], `like` has float32[2, 1]). Only floating "
         "arrays of the same shape can be cast."
     )
@@ -188,8 +188,7 @@ def test_another_kind_of_loss_scale_is_named(saved: str, tmp_path: Path) -> None
             checkpoint.restore(tmp_path, states[wanted], cast=True)
         assert str(error.value) == (
             f"Step 3 in {tmp_path} has a {saved} at 'opt/loss_scale', `like` has a "
-            f"{wanted}. Restore into the kind that was saved, then put the other in "
-            "its place."
+            f"{wanted}. Restore into the type that was saved, then replace it."
         )
     # As it says.
     state = checkpoint.restore(tmp_path, states[saved]).state["opt"]
@@ -234,8 +233,8 @@ def test_a_damaged_checkpoint_is_an_error_or_every_bit(
         except ValueError as error:
             refused.append(file.name)
             assert str(error).startswith(
-                f"Step 6 in {folder} cannot be read: it is damaged, or not of "
-                "jmp_lite. step= chooses another, of [4]. ("
+                f"Step 6 in {folder} cannot be read: it is damaged, or jmp_lite did "
+                "not save it. Pass step= to restore another of [4]. ("
             )
             older = checkpoint.restore(folder, good, step=4)
             assert older.state["x"][7] == 1.0
@@ -266,8 +265,8 @@ def test_the_checkpoint_of_another_program_is_not_ours(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         checkpoint.restore(tmp_path, {"x": jnp.ones(2)})
     assert str(error.value).startswith(
-        f"Step 3 in {tmp_path} cannot be read: it is damaged, or not of jmp_lite. "
-        "It is the only one. (FileNotFoundError: "
+        f"Step 3 in {tmp_path} cannot be read: it is damaged, or jmp_lite did not save "
+        "it. There are no other steps. (FileNotFoundError: "
     )
 
 

@@ -155,6 +155,7 @@ def train_there(step: Any, loss_scale: Any) -> TheirState:
     return TheirState(jnp.int32(4), params, opt_state, loss_scale)
 
 
+@pytest.mark.one_of("there")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("there", ["flax", "jmp"])
 def test_training_goes_on_from_the_checkpoint_of_another_program(

@@ -26,7 +26,7 @@ def names(folder: Path) -> list[str]:
 
 def test_a_second_thread_is_told_who_is_saving(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"x": 1}, step=1)
-    with folders.one_writer(epath.Path(tmp_path)):
+    with folders.writer_lock(epath.Path(tmp_path)):
         with pytest.raises(RuntimeError) as error:
             checkpoint.save(tmp_path, {"x": 2}, step=2)
         assert str(error.value).startswith(
@@ -34,7 +34,8 @@ def test_a_second_thread_is_told_who_is_saving(tmp_path: Path) -> None:
             f"{os.getpid()} on {platform.node()}, since 20"
         )
         assert str(error.value).endswith(
-            "One writer at a time: wait for it, or give each run a folder of its own."
+            "Only one writer at a time: wait for it, or use a separate folder for each "
+            "run."
         )
         # Another folder is another matter, and so is reading.
         checkpoint.save(tmp_path / "other", {"x": 3}, step=3)
@@ -58,7 +59,7 @@ def writer(tmp_path: Path) -> Iterator[Any]:
         "import sys\n"
         "from etils import epath\n"
         "from jmp_lite._src.checkpoint import folder\n"
-        "with folder.one_writer(epath.Path(sys.argv[1])):\n"
+        "with folder.writer_lock(epath.Path(sys.argv[1])):\n"
         "    print('locked', flush=True)\n"
         "    sys.stdin.read()\n"
     )
@@ -119,10 +120,10 @@ def test_no_save_that_returned_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_lock_file_that_was_removed_by_hand_fails_no_save(tmp_path: Path) -> None:
-    with folders.one_writer(epath.Path(tmp_path)):
+    with folders.writer_lock(epath.Path(tmp_path)):
         (tmp_path / ".writer").unlink()
     assert names(tmp_path) == []
-    with folders.one_writer(epath.Path(tmp_path)):
+    with folders.writer_lock(epath.Path(tmp_path)):
         (tmp_path / ".writer").rename(tmp_path / "away")
         (tmp_path / ".writer").write_text("another's")
     assert (tmp_path / ".writer").read_text() == "another's"

@@ -76,7 +76,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "DynamicLossScale": lambda: DYNAMIC,
     "MasterWeightsState": lambda: a_state("master_weights"),
     "NoOpLossScale": NoOpLossScale,
-    "OpRules": lambda: OpRules({"tanh": "full"}, low_results=False),
+    "OpRules": lambda: OpRules({"tanh": "float32"}, half_results=False),
     "Policy": lambda: POLICY,
     "PolicyMap": lambda: PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
     "ScaleAwareState": a_state,
@@ -148,7 +148,6 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 ON_THE_HOST = [
     "recommended_half_dtype",
     "check_skipped_steps",
-    "default_rules",
     "explain",
     "get_policy",
     "half_dtype",

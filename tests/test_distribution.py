@@ -16,7 +16,10 @@ import jmp_lite
 from jmp_lite import DynamicLossScale, scale_aware
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.one_of("bad_row", "bad_shard", "bad"),
+]
 
 
 def _mesh(shape, names, axis_type=AxisType.Auto):
@@ -335,6 +338,7 @@ def _laid_out_step(layout):
 layouts = pytest.mark.parametrize("layout", _LAYOUTS)
 
 
+@pytest.mark.one_of("layout")
 @layouts
 @bad_or_not
 def test_each_layout_trains_as_one_device_does(layout, bad_row):

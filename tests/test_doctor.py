@@ -69,15 +69,15 @@ def in_one_line(text: str) -> str:
 def test_a_device_gets_the_policy_that_trains_fast_on_it(device, ratios, policy, why):
     recommendation = doctor.recommend(device, ratios)
     assert recommendation.policy == policy
-    assert why in " ".join(recommendation.why)
-    assert all(reason[-1] == "." for reason in recommendation.why)
+    assert why in " ".join(recommendation.reasons)
+    assert all(reason[-1] == "." for reason in recommendation.reasons)
     needs_scale = jax.tree.leaves(loss_scale_for(get_policy(policy))) != []
     assert recommendation.loss_scale == ("dynamic" if needs_scale else "none")
 
 
 def test_slow_half_precision_is_offered_for_testing():
-    assert 'get_policy("mixed_bfloat16")' in doctor.recommend(CPU, {}).why[-1]
-    assert 'get_policy("mixed_float16")' in doctor.recommend(GTX_1080, {}).why[-1]
+    assert 'get_policy("mixed_bfloat16")' in doctor.recommend(CPU, {}).reasons[-1]
+    assert 'get_policy("mixed_float16")' in doctor.recommend(GTX_1080, {}).reasons[-1]
 
 
 def test_a_driver_that_jax_does_not_use_is_noticed(tmp_path: Path):
@@ -85,7 +85,7 @@ def test_a_driver_that_jax_does_not_use_is_noticed(tmp_path: Path):
     assert doctor.find_missing({"cpu"}, driver=driver) == ()
     driver.touch()
     (missing,) = doctor.find_missing({"cpu"}, driver=driver)
-    assert 'JAX sees the CPU only: pip install "jmp-lite[gpu]"' in missing
+    assert 'JAX finds only the CPU: pip install "jmp-lite[gpu]"' in missing
     assert doctor.find_missing({"gpu"}, driver=driver) == ()
 
 
@@ -228,7 +228,7 @@ def test_json_is_all_that_goes_to_stdout():
     ]
     assert found["float32_bits"] == 23
     assert get_policy(found["recommendation"]["policy"])
-    assert set(found["recommendation"]) == {"policy", "loss_scale", "why"}
+    assert set(found["recommendation"]) == {"policy", "loss_scale", "reasons"}
     assert isinstance(found["missing"], list)
 
 
@@ -274,7 +274,7 @@ def test_the_tables_say_it_all():
         "float8_e5m2 - no such unit",
         "float16 65504 2^-14 2^-24 flushed to 0",
         "keep 10 of 23 bits (TF32): relative error 3.0e-04.",
-        'jax.default_matmul_precision("highest") keeps all',
+        'jax.default_matmul_precision("highest") keeps 23',
         'Train with get_policy("mixed_bfloat16"), loss scale: none.',
         "- bfloat16 products run at 2.00 × the rate of float32 here.",
         "- Something is missing.",

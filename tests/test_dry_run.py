@@ -17,11 +17,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
-from jmp_lite._src.autocast.ops import default_rules
 from jmp_lite._src.autocast.transform import check_policy
 from jmp_lite._src.numerics import runs
 from jmp_lite._src.numerics.dry_run import measure
 from jmp_lite.numerics import EXPONENTS, DryRunReport, OpStats, dry_run
+
+pytestmark = pytest.mark.one_of("half")
 
 
 def run_both(fun: Any, policy: Any, *args: Any) -> tuple[Any, Any, DryRunReport]:
@@ -63,6 +64,8 @@ _CORPUS = {
     "donated_buffers": "bf16",
     "x64": "f16",
 }
+_SHORT = {"scan_reversed_and_unrolled", "while_loop", "cond", "checkpoint"}
+_SHORT |= {"custom_vjp_in_scan", "custom_jvp", "shard_map_with_jit_and_scan", "x64"}
 
 
 def _cases() -> list[Any]:
@@ -71,7 +74,10 @@ def _cases() -> list[Any]:
             program,
             _CORPUS[program.name],
             id=program.name,
-            marks=[pytest.mark.standard_promotion] if program.third_party else [],
+            marks=[
+                *([pytest.mark.standard_promotion] if program.third_party else []),
+                *([] if program.name in _SHORT else [pytest.mark.full]),
+            ],
         )
         for program in PROGRAMS
         if program.name in _CORPUS
@@ -351,7 +357,7 @@ def test_a_layer_in_float32_holds_nothing_in_half():
 
 
 def test_rules_are_those_of_autocast():
-    rules = default_rules(jnp.bfloat16).replace(tanh="full")
+    rules = jmp.OpRules.default(jnp.bfloat16).replace(tanh="float32")
     report = dry_run(two_layers, "mixed_bfloat16", rules=rules)(
         jnp.eye(4), jnp.ones((2, 4))
     )

@@ -150,7 +150,9 @@ def test_half_dtype_follows_jmp(platform, expected):
     ],
     ids=str,
 )
-def test_the_best_half_dtype_is_bfloat16_where_the_hardware_has_it(device, expected):
+def test_the_recommended_half_dtype_is_bfloat16_if_the_hardware_has_it(
+    device, expected
+):
     assert dtypes.recommended_half_dtype(device) is expected
 
 

@@ -23,7 +23,10 @@ from jmp_lite import (
     select_tree,
 )
 
-pytestmark = pytest.mark.standard_promotion  # equinox' layers promote
+pytestmark = [
+    pytest.mark.standard_promotion,  # equinox' layers promote
+    pytest.mark.one_of("half"),
+]
 
 SCALE = 1024.0
 KEY = jax.random.key(0)

@@ -38,6 +38,7 @@ def ran(tmp_path_factory) -> tuple[str, Path, dict[str, Any]]:
     return result.output, out, json.loads((out / "results.json").read_text())
 
 
+@pytest.mark.full
 def test_float16_takes_no_step_and_says_so(ran):
     printed, _, results = ran
     assert results["broken"]["steps_taken"] == 0
@@ -45,6 +46,7 @@ def test_float16_takes_no_step_and_says_so(ran):
     assert "0 of 50" in printed
 
 
+@pytest.mark.full
 def test_the_planted_operation_is_found_on_its_line(ran):
     _, _, results = ran
     found = results["first_nonfinite"]
@@ -55,6 +57,7 @@ def test_the_planted_operation_is_found_on_its_line(ran):
     assert 'name="down"' in source[int(line) - first]
 
 
+@pytest.mark.full
 def test_the_dry_run_puts_it_on_top(ran):
     _, _, results = ran
     report = DryRunReport.from_json(json.dumps(results["dry_run"]))
@@ -62,6 +65,7 @@ def test_the_dry_run_puts_it_on_top(ran):
     assert worst.layer == _PLANTED and worst.overflow > 0.01
 
 
+@pytest.mark.full
 def test_the_advice_is_about_that_layer_alone_and_repairs_the_training(ran):
     _, out, results = ran
     pasted: dict[str, Any] = {}
@@ -80,6 +84,7 @@ def test_the_advice_is_about_that_layer_alone_and_repairs_the_training(ran):
     assert all(results["history"]["float16, repaired"]["last_finite"])
 
 
+@pytest.mark.full
 def test_figures_and_tables_are_written(ran):
     _, out, _ = ran
     pictures = {path.name for path in out.glob("*.png")}

@@ -54,6 +54,7 @@ def heed_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.full
 def test_the_command_that_goes_on_is_printed_and_goes_on(tmp_path):
     script, saved = tmp_path / "example.py", tmp_path / "a folder"
     script.write_text(_EXAMPLE)
@@ -98,6 +99,7 @@ def test_every_example_is_run_this_way(path):
     assert path.read_text().endswith("    run_command(main)\n")
 
 
+@pytest.mark.full
 def test_several_processes_stop_together_and_one_of_them_says_it(tmp_path):
     args = ["--processes", "2", "--width", "32", "--layers", "0", "--steps", "1000000"]
     args += ["--layout", "data", "--out", str(tmp_path / "out")]

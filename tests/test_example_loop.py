@@ -64,6 +64,7 @@ def _bits(results):
     return bitwise.raw_bits({k: (r.state, r.history) for k, r in results.items()})
 
 
+@pytest.mark.one_of("stop_at")
 @pytest.mark.parametrize("stop_at", [4, 8, 10])
 def test_training_stopped_while_it_saves_goes_on_bit_for_bit(
     stop_at, tmp_path, monkeypatch

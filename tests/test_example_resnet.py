@@ -76,6 +76,7 @@ def ran(tmp_path_factory) -> tuple[str, Path]:
     return _train(out, *_TINY, "--loss-scale", "1024"), out
 
 
+@pytest.mark.full
 def test_resnet_writes_a_figure_a_table_and_its_numbers(ran):
     printed, out = ran
     assert (out / "resnet.png").read_bytes().startswith(b"\x89PNG")
@@ -91,6 +92,7 @@ def test_resnet_writes_a_figure_a_table_and_its_numbers(ran):
         assert len(run["history"]["loss"]) == 12
 
 
+@pytest.mark.full
 def test_resnet_half_runs_follow_float32(ran):
     runs = {run["policy"]: run for run in _read(ran[1])["runs"]}
     full = runs["float32"]
@@ -106,6 +108,7 @@ def test_resnet_half_runs_follow_float32(ran):
         assert run["param_bytes"] == full["param_bytes"]
 
 
+@pytest.mark.full
 def test_resnet_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
     args = [*_HALF, "--checkpoints", str(tmp_path / "saved"), "--save-every", "5"]
     killed = subprocess.run(
@@ -167,6 +170,7 @@ def test_resnet_skipped_step_leaves_statistics_and_average_as_they_were(getkey):
     assert {dtype for dtype, _, _ in new.values()} == {"float32"}
 
 
+@pytest.mark.one_of("name")
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_resnet_step_has_half_products(name, getkey):
     step, init = _start(f"mixed_{name}", 2, 4)
@@ -217,6 +221,7 @@ def test_noise_moves_digits_and_leaves_labels():
     assert (image.sum((1, 2, 3)) == 1).all()
 
 
+@pytest.mark.full
 def test_noisy_batches_are_the_same_each_time_and_new_each_step():
     train, _ = data.load_digits()
     few = data.Digits(train.image[:128], train.label[:128])

@@ -65,6 +65,7 @@ def told(tmp_path_factory) -> tuple[str, Path]:
     return _train(out, *_TOLD)
 
 
+@pytest.mark.full
 def test_transformer_writes_a_figure_a_table_and_its_numbers(ran):
     printed, out = ran
     results = _read(out)
@@ -79,6 +80,7 @@ def test_transformer_writes_a_figure_a_table_and_its_numbers(ran):
         assert len(run["history"]["loss"]) == 20
 
 
+@pytest.mark.full
 def test_transformer_says_where_half_precision_comes_from(ran, told):
     for (printed, out), way in ((ran, "autocast"), (told, "with_policy")):
         assert f"\nHalf precision: {way} " in printed
@@ -86,6 +88,7 @@ def test_transformer_says_where_half_precision_comes_from(ran, told):
         assert _read(out)["settings"]["half_precision"] == way
 
 
+@pytest.mark.full
 def test_transformer_half_runs_follow_float32(ran):
     runs = {run["policy"]: run for run in _read(ran[1])["runs"]}
     full = runs["float32"]
@@ -102,11 +105,13 @@ def test_transformer_half_runs_follow_float32(ran):
         assert run["param_bytes"] == full["param_bytes"]
 
 
+@pytest.mark.full
 def test_transformer_explains_each_layer_under_autocast(ran, told):
     for found in ("What autocast does under mixed_float16", "layer_0/mlp"):
         assert found in ran[0] and found not in told[0]
 
 
+@pytest.mark.full
 def test_transformer_dynamic_scale_counts_its_skips(told):
     (run,) = _read(told[1])["runs"]
     history = run["history"]
@@ -116,6 +121,7 @@ def test_transformer_dynamic_scale_counts_its_skips(told):
     assert history["loss_scale"][-1] == 2.0 ** (24 - taken.count(False))
 
 
+@pytest.mark.full
 def test_transformer_goes_on_from_a_checkpoint_bit_for_bit(told, tmp_path, monkeypatch):
     saved = ["--checkpoints", str(tmp_path / "saved"), "--save-every", "8"]
     save = loop.save
@@ -150,6 +156,7 @@ def _start(policy: jmp_lite.Policy, *, use_autocast: bool):
     return transformer.make_step(loss_fn), state
 
 
+@pytest.mark.one_of("name")
 @pytest.mark.parametrize("use_autocast", [True, False])
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_transformer_step_has_half_products(name, use_autocast):
@@ -195,6 +202,7 @@ def test_transformer_sees_no_byte_before_its_turn(getkey):
     np.testing.assert_array_equal(changed, np.arange(16) >= 10)
 
 
+@pytest.mark.full
 def test_transformer_stops_when_every_step_is_skipped(tmp_path):
     args = ["--policy", "mixed_float16", "--loss-scale", str(2.0**60)]
     args += ["--width", "32", "--layers", "1", "--steps", "50"]

@@ -61,6 +61,7 @@ def dynamic(tmp_path_factory, request) -> Path:
     return out
 
 
+@pytest.mark.full
 def test_digits_writes_a_figure_a_table_and_its_numbers(static):
     _, out = static
     assert (out / "digits.png").read_bytes().startswith(b"\x89PNG")
@@ -74,6 +75,7 @@ def test_digits_writes_a_figure_a_table_and_its_numbers(static):
         assert len(run["history"]["loss"]) == 20
 
 
+@pytest.mark.full
 def test_digits_says_where_half_precision_comes_from(static):
     printed, out = static
     way = _read(out)["settings"]["half_precision"]
@@ -81,6 +83,7 @@ def test_digits_says_where_half_precision_comes_from(static):
     assert (out / "table.md").read_text().startswith(f"**Half precision: {way}**\n\n|")
 
 
+@pytest.mark.full
 def test_digits_autocast_is_another_program(tmp_path):
     ways, losses = [], []
     for flag in ("--autocast", "--no-autocast"):
@@ -94,6 +97,7 @@ def test_digits_autocast_is_another_program(tmp_path):
     np.testing.assert_allclose(*losses, rtol=0.02)
 
 
+@pytest.mark.full
 def test_digits_table_fits_a_terminal_of_80_columns(static):
     printed, _ = static
     for name in ("mlp float32", "mlp mixed_float16", "mlp mixed_bfloat16"):
@@ -101,6 +105,7 @@ def test_digits_table_fits_a_terminal_of_80_columns(static):
     assert "…" not in printed
 
 
+@pytest.mark.full
 def test_digits_half_runs_follow_float32(static):
     runs = {run["policy"]: run for run in _read(static[1])["runs"]}
     expected = np.array(runs["float32"]["history"]["loss"])
@@ -113,12 +118,14 @@ def test_digits_half_runs_follow_float32(static):
         assert run["param_bytes"] == runs["float32"]["param_bytes"]
 
 
+@pytest.mark.full
 def test_digits_static_scale_is_for_float16_alone(static):
     for run in _read(static[1])["runs"]:
         expected = 1024.0 if run["policy"] == "mixed_float16" else 1.0
         assert set(run["history"]["loss_scale"]) == {expected}
 
 
+@pytest.mark.full
 def test_digits_dynamic_scale_settles_by_skipping(dynamic):
     (run,) = _read(dynamic)["runs"]
     history = run["history"]
@@ -130,6 +137,7 @@ def test_digits_dynamic_scale_settles_by_skipping(dynamic):
     assert history["loss_scale"][-1] == 2.0 ** (24 - taken.count(False))
 
 
+@pytest.mark.full
 def test_digits_tiny_gradients_need_the_scale(static):
     tiny = _read(static[1])["tiny_gradients"]
     scaled, unscaled = "float16, dynamic loss scale", "float16, no loss scale"
@@ -201,6 +209,7 @@ def test_digits_step_has_half_products(use_autocast, getkey):
     assert dtypes == [("float16", "float16")] * (3 + 5)
 
 
+@pytest.mark.one_of("use_autocast")
 @pytest.mark.parametrize("use_autocast", [False, True])
 def test_digits_skipped_step_leaves_batch_stats_as_they_were(use_autocast, getkey):
     step, state = _cnn_step(use_autocast=use_autocast)

@@ -86,6 +86,7 @@ stats = tree_stats({"w": x}, "f16")
 """
 
 
+@pytest.mark.one_of("library", "statements")
 @pytest.mark.parametrize(
     ("library", "statements"),
     [
@@ -116,6 +117,7 @@ def test_tables_and_figures_ask_for_their_library(library, statements):
     assert errors == [says(library, "numerics")] * len(statements)
 
 
+@pytest.mark.one_of("library")
 @pytest.mark.parametrize("library", ["typer", "rich"])
 def test_the_command_line_asks_without_a_traceback(library):
     code = "import runpy; runpy.run_module('jmp_lite', run_name='__main__')"
@@ -128,6 +130,7 @@ _EXAMPLES = ("digits", "find_the_overflow", "multihost", "resnet", "transformer"
 _BENCHMARKS = ("autocast_trace", "convergence", "step_overhead", "train_step")
 
 
+@pytest.mark.one_of("library")
 @pytest.mark.parametrize("library", ["flax", "mlxtend"])
 def test_examples_and_benchmarks_ask_for_what_they_need(library):
     statements = [
@@ -138,6 +141,7 @@ def test_examples_and_benchmarks_ask_for_what_they_need(library):
     assert found == [says(library, "examples")] * len(statements)
 
 
+@pytest.mark.one_of("library", "extra")
 @pytest.mark.parametrize(("library", "extra"), [("flax", "flax"), ("rich", "numerics")])
 def test_what_is_compiled_needs_fewer_extras(library, extra):
     statements = "import benchmarks.programs", "import benchmarks.memory"

@@ -19,7 +19,10 @@ import jmp_lite
 from jmp_lite import DynamicLossScale, StaticLossScale, scale_aware
 
 # Optax promotes by itself: int32 counts to the power of a float.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.one_of("dtype", "eps", "loss_scale"),
+]
 
 _POLICIES = {
     "float64": "p=f64,c=f64,o=f64",
@@ -226,6 +229,7 @@ def _distance(after, expected, before):
     return np.linalg.norm(_flat(after) - _flat(expected)) / moved
 
 
+@pytest.mark.one_of("way")
 @over_ways
 @pytest.mark.parametrize(
     "loss_scale", [StaticLossScale(2.0**12), DynamicLossScale(2.0**12, period=4)]
@@ -237,6 +241,7 @@ def test_a_scaled_gan_in_float32_is_the_plain_one(way, loss_scale):
     assert _distance(after, expected, before) < 2e-6
 
 
+@pytest.mark.one_of("way")
 @over_ways
 @pytest.mark.parametrize(("dtype", "eps"), [("float16", 2**-10), ("bfloat16", 2**-7)])
 def test_a_gan_in_half_trains_as_in_float64(way, dtype, eps):

@@ -23,7 +23,10 @@ from jmp_lite import (
     scaled_value_and_grad,
 )
 
-pytestmark = pytest.mark.standard_promotion  # flax's layers promote
+pytestmark = [
+    pytest.mark.standard_promotion,  # flax's layers promote
+    pytest.mark.one_of("half"),
+]
 
 SCALE = 1024.0
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)

@@ -19,11 +19,11 @@ from flax import nnx
 from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizers import HALF_WRAPPERS, without_scale
 
 import jmp_lite
 from jmp_lite import (
     MasterWeightsState,
-    ScaleAwareState,
     StochasticRoundingState,
     master_weights,
     scale_aware,
@@ -31,17 +31,15 @@ from jmp_lite import (
 )
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("wrap")]
 
 SCALE_1 = jmp_lite.StaticLossScale(1.0)
 
 apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
 
-WRAPPERS = {
-    "master_weights": master_weights,
-    "stochastic_rounding": lambda inner: stochastic_rounding(inner, jax.random.key(0)),
-}
-with_wrappers = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+with_wrappers = pytest.mark.parametrize(
+    "wrap", HALF_WRAPPERS.values(), ids=HALF_WRAPPERS
+)
 
 
 def _scaled(inner: Any) -> Any:
@@ -118,15 +116,6 @@ def _states(tree: Any, kind: Any) -> list[Any]:
     return [x for x in leaves if isinstance(x, kind)]
 
 
-def _without_loss_scale(state: Any) -> Any:
-    def is_scaled(x):
-        return isinstance(x, ScaleAwareState)
-
-    return jax.tree.map(
-        lambda x: x.inner_state if is_scaled(x) else x, state, is_leaf=is_scaled
-    )
-
-
 def _assert_masters_lead(params: Any, state: Any) -> None:
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
     for found in _states(state, MasterWeightsState):
@@ -154,6 +143,7 @@ class _Trainer:
         return params, state
 
 
+@pytest.mark.one_of("wrap")
 @in_compositions
 @with_wrappers
 def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
@@ -169,7 +159,7 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
         _assert_masters_lead(params, state)
         if bad is None:
             continue
-        old, new = map(_without_loss_scale, (before, (params, state)))
+        old, new = map(without_scale, (before, (params, state)))
         if isinstance(state, StochasticRoundingState):
             # It splits its key before scale_aware, inside of it, sees the gradients.
             assert bitwise.raw_bits(old[1].key) != bitwise.raw_bits(new[1].key)
@@ -273,6 +263,7 @@ def test_the_loss_reaches_a_scale_aware_inside(wrap):
 # Under JAX's transformations.
 
 
+@pytest.mark.one_of("order")
 @pytest.mark.parametrize("order", ["inside", "around"])
 @with_wrappers
 def test_a_scan_does_what_single_steps_do(order, wrap):
@@ -309,6 +300,7 @@ def test_members_under_vmap_step_by_themselves(wrap):
         assert bitwise.raw_bits(got) == bitwise.raw_bits(expected)
 
 
+@pytest.mark.one_of("order")
 @pytest.mark.parametrize("order", ["inside", "around"])
 @with_wrappers
 def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, wrap):

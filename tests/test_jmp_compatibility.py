@@ -54,6 +54,7 @@ def test_jmps_own_tests_can_fail():
     }
 
 
+@pytest.mark.full
 def test_jmp_itself_cannot_be_loaded_by_the_runner():
     code = (
         "import run_jmp_tests, sys; sys.meta_path.insert(0, run_jmp_tests.RefuseJmp())"

@@ -1,4 +1,4 @@
-"""linen models under policies: which dtypes they get, what is said, what stays."""
+"""linen models under policies: dtypes, rules, explanations, errors."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from jmp_lite import Policy, PolicyMap
 from jmp_lite.linen import with_policy
 
 # flax's layers promote: a half-precision input meets float32 statistics.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("half")]
 
 in_both_halves = pytest.mark.parametrize("half", HALVES)
 
@@ -195,8 +195,8 @@ def test_a_rule_for_a_class_and_its_subclasses():
     assert explanation["Wide_0"].output == ("full",)
 
 
-def test_what_has_neither_rule_nor_parameters_works_on_what_it_is_handed():
-    """Positions and the like are not rounded."""
+def test_a_module_without_rule_and_parameters_is_left_alone():
+    """So positions are not rounded."""
 
     class Positions(nn.Module):
         def __call__(self, length):
@@ -236,7 +236,7 @@ def test_the_dtype_that_an_author_set_stays():
     assert dtypes(variables["params"]["Dense_0"]) == {"float16"}
 
 
-def test_a_model_that_hands_on_its_own_dtype_is_told_as_a_whole():
+def test_a_model_that_passes_its_own_dtype_on_stays_in_it():
     model = with_policy(Mlp(dtype=jnp.float32), "mixed_float16")
     with pytest.warns(UserWarning, match="0 of the 2 matrix products of Mlp"):
         assert products(model, X) == {("float32",) * 3}
@@ -292,7 +292,7 @@ def test_a_pattern_or_class_that_names_no_module_is_an_error():
         model.apply(variables, X)
 
 
-def test_what_is_no_unbound_module_is_an_error():
+def test_a_bound_module_or_none_is_an_error():
     with pytest.raises(TypeError, match="Expected a linen module, got <class"):
         with_policy(nn.Dense, "full")  # pyright: ignore[reportArgumentType]
     bound = Deep().bind(init(Deep(), X))
@@ -315,7 +315,7 @@ def test_an_unknown_policy_or_a_wrong_class_is_an_error():
         with_policy(Deep(), "half", {"body": "full"})  # pyright: ignore[reportArgumentType]
 
 
-def test_an_error_in_a_model_leaves_nothing_behind():
+def test_an_error_in_a_model_changes_nothing():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x, fail):

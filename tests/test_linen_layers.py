@@ -24,7 +24,7 @@ from linen_models import (
 from jmp_lite.linen import with_policy
 
 # flax's layers promote: a half-precision input meets float32 statistics.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("half")]
 
 in_both_halves = pytest.mark.parametrize("half", HALVES)
 
@@ -72,7 +72,7 @@ def test_an_embedding_in_half_also_as_the_last_layer():
 
 
 def test_the_carry_of_a_cell_keeps_the_dtype_that_it_came_in():
-    """In a loop it has to."""
+    """A loop requires it."""
     for cell in (nn.SimpleCell(3), nn.LSTMCell(3), nn.OptimizedLSTMCell(3)):
         model = with_policy(cell, "p=f32,c=f16,o=f16")
         carry = cell.initialize_carry(KEY, (2, 4))
@@ -104,7 +104,7 @@ def test_a_cell_of_your_own():
 
 
 class Custom(nn.Module):
-    """No layer of flax: its parameters come in the compute dtype, as do its inputs."""
+    """Not a layer of flax: its parameters and inputs are cast to the compute dtype."""
 
     @nn.compact
     def __call__(self, x):
@@ -326,7 +326,7 @@ def test_attention_weights_are_sown_once():
     assert bitwise.raw_bits(captured) == bitwise.raw_bits(out)
 
 
-def test_an_attention_fn_of_ones_own_is_left_alone():
+def test_another_attention_fn_is_left_alone():
     def attend(query, key, value, **options):
         del key, options
         return query + value

@@ -204,7 +204,7 @@ def test_what_nn_jit_has_traced_is_not_taken_for_another_policy():
 # Collections, streams, transformations.
 
 
-def test_other_collections_are_handed_through():
+def test_other_collections_are_passed_through():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):

@@ -16,6 +16,8 @@ import jmp_lite.nnx
 from jmp_lite import autocast
 from jmp_lite.numerics import lint
 
+pytestmark = pytest.mark.one_of("policy")
+
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
 

@@ -278,10 +278,10 @@ def test_a_setting_out_of_its_range_is_refused(settings, expected):
 @pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])
 @pytest.mark.parametrize("value", [None, "1", np.ones(2)])
 def test_bounds_are_constants_of_the_program(name, value):
-    expected = f"Expected {name} to be a number known when the program is traced, got"
+    expected = f"Expected {name} to be a number known at trace time, got"
     with pytest.raises(TypeError, match=expected):
         DynamicLossScale(8.0, **{name: value})
-    with pytest.raises(TypeError, match=f"{expected} .*: it is a constant"):
+    with pytest.raises(TypeError, match=f"{expected} .*: it is static"):
         jax.jit(lambda x: DynamicLossScale(8.0, **{name: x}).loss_scale)(1.0)
 
 

@@ -252,6 +252,7 @@ for state, data in zip(states, saved):
 """
 
 
+@pytest.mark.one_of("between")
 @pytest.mark.parametrize("between", ["", "states = jax.jit(step)(states)"])
 def test_flax_may_be_imported_after_a_loss_scale_was_made(between):
     run = [sys.executable, "-c", _PROGRAM.format(between=between)]

@@ -394,9 +394,7 @@ def test_errors_say_what_is_expected():
     params = jnp.ones(2)
     with pytest.raises(ValueError, match=r"Expected parameters: call update\(grads"):
         tx.update(params, tx.init(params))
-    with pytest.raises(
-        ValueError, match=r"master_weights\(...\).init\(params\) made, go"
-    ):
+    with pytest.raises(ValueError, match=r"master_weights\(...\).init\(params\), got"):
         tx.update(params, optax.sgd(1.0).init(params), params)
     flattened: Any = scale_aware(optax.flatten(tx))
     halves = {"a": jnp.ones(2, jnp.float16)}

@@ -1,4 +1,4 @@
-"""Which policy a module has: paths before classes before what is around it."""
+"""Which policy a module has: by path, else by class, else by the enclosing module."""
 
 import pickle
 
@@ -34,7 +34,7 @@ MODULES = {
     "encoder": object,
     "encoder/dense": _Dense,
     "encoder/norm": _Norm,
-    "encoder/deep/er/dense": _Dense,  # what is between holds no module
+    "encoder/deep/er/dense": _Dense,  # not every part of a path is a module
     "head": _Dense,
 }
 
@@ -51,7 +51,7 @@ def test_without_rules_every_module_has_the_default():
     assert not any(of.is_rule_start for of in found.values())
 
 
-def test_a_policy_holds_for_all_that_is_inside_the_module():
+def test_a_policy_applies_to_all_modules_inside():
     policy = PolicyMap("mixed_bfloat16", {"encoder": "full"})
     assert _of(policy) == {
         "": "bfloat16",
@@ -94,7 +94,7 @@ def test_the_first_pattern_that_matches_decides():
     assert of[""] == of["encoder"] == of["head"] == "float16"
 
 
-def test_a_path_comes_before_a_class_and_a_class_before_what_is_around():
+def test_a_path_comes_before_a_class_and_a_class_before_the_enclosing_module():
     of = _of(
         PolicyMap("full", {"encoder": "bfloat16", "head": "float32"}),
         {_Dense: "half"},
@@ -157,7 +157,7 @@ def test_a_class_that_the_model_lacks_is_an_error():
 @pytest.mark.parametrize(
     "classes", [{"head": "full"}, [_Dense], "full", 5, {_Dense(): "full"}, ((),)]
 )
-def test_what_is_no_mapping_of_classes_is_an_error(classes):
+def test_classes_that_are_no_mapping_are_an_error(classes):
     with pytest.raises(
         TypeError, match="Expected a mapping of module classes to policies, got"
     ):
@@ -218,7 +218,7 @@ def test_why_says_what_decided(path, own, expected):
     assert policies.resolve(modules, {path: own})[path].why(path) == expected
 
 
-def test_a_rule_begins_where_it_names_a_module_and_not_the_one_around_it():
+def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():
     rules = {"encoder/dense": "float32", "encoder.*": "bfloat16"}
     policies = ModulePolicies(PolicyMap("full", rules), {object: "half"})
     found = policies.resolve(MODULES)

@@ -137,8 +137,8 @@ def test_a_collapse_says_the_scale_its_floor_and_where_to_look():
     state = _state_after([jnp.nan] * 4, DynamicLossScale(8.0, min_loss_scale=2.0))
     expected = (
         r"^The last 4 steps were skipped: their gradients or loss were not finite. "
-        r"The loss scale is 2, its floor 2. Look for: NaN or inf in the data .*"
-        r"overflows in the forward pass .* learning rate"
+        r"The loss scale is 2, its minimum 2. Possible causes: NaN or inf in the data "
+        r".*overflow in the forward pass, .* learning rate"
     )
     with pytest.raises(TooManySkippedStepsError, match=expected):
         check_skipped_steps(state, max_consecutive_skips=4)
@@ -147,7 +147,7 @@ def test_a_collapse_says_the_scale_its_floor_and_where_to_look():
 
 def test_a_static_scale_that_overflows_for_ever_is_reported_too():
     state = _state_after([jnp.nan] * 2, StaticLossScale(64.0))
-    with pytest.raises(TooManySkippedStepsError, match="scale is 64, its floor 64"):
+    with pytest.raises(TooManySkippedStepsError, match="scale is 64, its minimum 64"):
         check_skipped_steps(state, max_consecutive_skips=2)
 
 

@@ -109,6 +109,7 @@ _IN_JIT = (
 )
 
 
+@pytest.mark.one_of("hazard")
 @pytest.mark.parametrize("hazard", [h for h in HAZARDS if h.name in _IN_JIT])
 def test_a_tracker_finds_it_inside_of_jit(hazard: Hazard) -> None:
     fun, args = hazard.make()

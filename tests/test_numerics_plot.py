@@ -134,9 +134,9 @@ def test_a_layer_of_zeros_is_a_row_without_bars(tmp_path):
 
 
 def test_no_layers_are_refused():
-    with pytest.raises(ValueError, match="nothing to draw: expected a layer"):
+    with pytest.raises(ValueError, match="Expected at least one layer to draw"):
         plot_histograms({}, "f16")
-    with pytest.raises(ValueError, match="nothing to draw: expected a layer"):
+    with pytest.raises(ValueError, match="Expected at least one layer to draw"):
         plot_heat_map([], ["a"], np.zeros((0, 1)))
 
 

@@ -1,4 +1,4 @@
-"""Models that say `dtype: Any = jnp.float32`: a rule wins, the default warns."""
+"""Models with `dtype: Any = jnp.float32`: a rule overrides it, the default warns."""
 
 import re
 import warnings
@@ -16,7 +16,7 @@ from jmp_lite import PolicyMap, autocast
 from jmp_lite.linen import with_policy
 
 # flax's layers promote: a half-precision input meets float32 statistics.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("half")]
 
 TOKENS = jnp.zeros((2, 6), jnp.int32)
 MODELS: dict[str, Any] = {
@@ -47,7 +47,7 @@ def explain(model: Any, x: Any) -> Any:
     return model.explain(shapes(model, x), x, mutable=["batch_stats"])
 
 
-# A rule wins.
+# A rule overrides it.
 
 
 RULES: dict[str, Any] = {
@@ -120,7 +120,7 @@ def test_a_rule_may_also_say_float32_over_an_authors_half():
     assert models.products(model, X) == {("float32",) * 3}
 
 
-def test_a_module_with_a_dtype_and_parameters_is_handed_them_under_a_rule():
+def test_a_module_with_a_dtype_gets_its_parameters_cast_under_a_rule():
     class Scaled(nn.Module):
         dtype: Any = jnp.float32
 
@@ -233,11 +233,11 @@ def test_parameters_have_the_param_dtype_of_the_rule():
     assert models.dtypes(shapes(model, TOKENS)) == {"bfloat16"}
 
 
-# What a rule gives out.
+# The output dtype of a rule.
 
 
-def test_a_rule_gives_its_output_dtype_where_it_begins_to_hold():
-    """Not from each module inside, where a pattern happens to match these as well."""
+def test_the_outermost_module_of_a_rule_has_its_output_dtype():
+    """Modules inside that the pattern also matches do not."""
     policy = PolicyMap("full", {"body.*": "p=f32,c=bf16,o=f16"})
     model = with_policy(models.Deep(), policy)
     explanation = model.explain(shapes(model, X), X)
@@ -246,7 +246,7 @@ def test_a_rule_gives_its_output_dtype_where_it_begins_to_hold():
     assert explanation["body"].output == ("f16",)
 
 
-def test_what_is_inside_and_has_no_parameters_is_not_rounded_by_a_rule_around_it():
+def test_a_module_without_parameters_inside_a_rule_is_not_rounded():
     class Positions(nn.Module):
         def __call__(self, positions):
             return positions
@@ -262,7 +262,7 @@ def test_what_is_inside_and_has_no_parameters_is_not_rounded_by_a_rule_around_it
     assert len(set(positions.tolist())) == 4096
 
 
-# The default alone does not, and says so.
+# The default does not override it, and warns.
 
 NOTHING = (
     r"0 of the {count} matrix products of {name} run in {half} under the policy "
@@ -321,7 +321,7 @@ def test_a_step_under_jit_warns_once():
 
 
 def test_a_lookup_and_a_table_of_positions_are_no_products():
-    """They are in half; the model is not, for all that."""
+    """They are in half, but no product is."""
     model = with_policy(models.Transformer(), "mixed_float16")
     with pytest.warns(UserWarning, match="0 of the 17"):
         explanation = explain(model, TOKENS)
@@ -348,13 +348,13 @@ QUIET: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_there_is_no_warning_where_something_is_in_half_or_nothing_should_be(name):
+def test_there_is_no_warning_if_something_is_in_half_or_nothing_should_be(name):
     model = QUIET[name]()
     variables = shapes(model, TOKENS)
     jax.eval_shape(call(model, TOKENS), variables)  # a warning is an error
 
 
-def test_one_layer_that_an_author_keeps_in_float32_is_no_reason_to_warn():
+def test_one_layer_that_its_author_keeps_in_float32_does_not_warn():
     class Own(nn.Module):
         """Not a layer of flax: whether it multiplies is seen in the program alone."""
 

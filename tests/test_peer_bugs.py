@@ -296,7 +296,7 @@ def test_running_statistics_survive_an_overflow():
     tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(8.0))
 
     def step(params, stats, state, x):
-        def loss(params):
+        def loss(params) -> tuple[Any, Any]:
             variables = {"params": params, "batch_stats": stats}
             y, mutated = model.apply(variables, x, mutable=["batch_stats"])
             return jnp.mean(y.astype(jnp.float32)), mutated["batch_stats"]

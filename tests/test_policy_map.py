@@ -1,4 +1,4 @@
-"""PolicyMap: whole paths, first match wins, and no rule that decides nothing."""
+"""PolicyMap: whole paths, first match wins, and every rule is used."""
 
 import pickle
 from typing import Any, NamedTuple
@@ -127,7 +127,7 @@ def test_an_unused_pattern_names_the_nearest_paths():
         "The pattern 'decoder/nrom/scale' matches no path. A pattern"
     )
     assert "the nearest are ['decoder/norm/scale'," in text
-    assert "(allow_unused=True silences it.)" in text
+    assert "(allow_unused=True disables this check.)" in text
 
 
 @pytest.mark.parametrize("cast", ["cast_to_param", "cast_to_compute", "cast_to_output"])
@@ -139,9 +139,7 @@ def test_every_cast_refuses_an_unused_pattern(cast):
 
 def test_a_pattern_behind_a_wider_one_is_named_with_it():
     policy = PolicyMap("mixed_float16", {"head/.*": "full", "head/kernel": "bf16"})
-    expected = (
-        "'head/kernel' decides nothing: .* 'head/kernel', is taken by .*'head/.*'"
-    )
+    expected = "'head/kernel' is never used: .* as 'head/kernel' .by 'head/.*'"
     with pytest.raises(ValueError, match=expected):
         policy.cast_to_compute(params())
 

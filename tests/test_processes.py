@@ -102,6 +102,7 @@ def _assert_alike(run: Trained, expected: Trained) -> None:
             np.testing.assert_array_equal(run.state[name], leaf)
 
 
+@pytest.mark.full
 def test_processes_train_as_one_does_through_overflows_and_a_kill(
     tmp_path: Path,
 ) -> None:

@@ -33,9 +33,16 @@ def run_blocks(document: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(blocks)
 
 
+# The README says in short what the pages say at length.
+_CASES = [
+    pytest.param(path, id=path.name, marks=[pytest.mark.full] if i else [])
+    for i, path in enumerate(DOCUMENTS)
+]
+
+
 # A reader runs them under JAX's defaults, with models of third parties in them.
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", _CASES)
 def test_document_code_runs(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ import jmp_lite.linen
 import jmp_lite.nnx
 from jmp_lite.numerics import advise, dry_run, first_nonfinite
 
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("half")]
 
 HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)

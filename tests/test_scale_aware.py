@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optimizers import WRAPPERS
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, StaticLossScale, scale_aware
@@ -80,7 +81,7 @@ def test_an_inner_optimiser_without_extra_arguments_takes_a_value_all_the_same()
     np.testing.assert_array_equal(updates, [-1.0, -1.0])
 
 
-@pytest.mark.parametrize("wrap", ["plain", "master_weights", "stochastic_rounding"])
+@pytest.mark.parametrize("wrap", WRAPPERS)
 def test_a_loss_is_given_to_those_that_take_it(wrap):
     """And is no reason to refuse the others: it is there for us as well."""
     seen: list[Any] = []
@@ -93,13 +94,7 @@ def test_a_loss_is_given_to_those_that_take_it(wrap):
         seen.append(float(value))
         return updates, state
 
-    around: Any = {
-        "plain": lambda inner: inner,
-        "master_weights": jmp_lite.master_weights,
-        "stochastic_rounding": lambda inner: jmp_lite.stochastic_rounding(
-            inner, jax.random.key(0)
-        ),
-    }[wrap]
+    around = WRAPPERS[wrap]
     params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2, jnp.bfloat16)}
     for update_fn in (refuses_it, takes_it):
         update: Any = update_fn
@@ -397,7 +392,7 @@ def test_the_state_of_another_optimiser_is_refused():
     inner = optax.adam(1e-3)
     tx: Any = scale_aware(inner)
     params = jnp.ones(2)
-    expected = r"Expected the state that scale_aware\(...\).init\(params\) made, got "
+    expected = r"Expected the state of scale_aware\(...\).init\(params\), got "
     with pytest.raises(ValueError, match=expected + "tuple"):
         tx.update(params, inner.init(params), params)
     with pytest.raises(ValueError, match=expected + "NoneType"):

@@ -15,7 +15,10 @@ from optax import contrib
 import jmp_lite
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.one_of("grad_dtype", "param_dtype"),
+]
 
 _RATE = 1e-2
 
@@ -341,9 +344,9 @@ def test_a_state_that_changes_its_structure_is_told_to_go_outside(wrap):
     assert str(error.value) == (
         "The optimiser inside of scale_aware changed the structure of its state: "
         f"'{'inner_state/' if wrap == 'inside' else ''}{path}' is in the new state "
-        "only. A step that is skipped leaves the old state, so the two must have one "
-        "structure. Put what changes its own (such as optax.monitor) outside of "
-        "scale_aware: optax.chain(scale_aware(...), optax.monitor(...))."
+        "only. A skipped step keeps the old state, so both states must have the same "
+        "structure. Put a transformation that changes it (such as optax.monitor) "
+        "outside of scale_aware: optax.chain(scale_aware(...), optax.monitor(...))."
     )
     # As it says; and where nothing is skipped, it may stay.
     outside = optax.chain(jmp_lite.scale_aware(optax.sgd(1.0)), monitor)

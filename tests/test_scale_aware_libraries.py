@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training import train_state
+from optimizers import WRAPPERS
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_aware
@@ -151,17 +152,12 @@ _KEPT: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.one_of("dtype", "wrap")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("kept", _KEPT)
-@pytest.mark.parametrize("wrap", ["plain", "master_weights", "stochastic_rounding"])
+@pytest.mark.parametrize("wrap", WRAPPERS)
 def test_an_unfiltered_equinox_model_may_be_given_for_the_parameters(wrap, kept, dtype):
-    around: Any = {
-        "plain": lambda inner: inner,
-        "master_weights": jmp_lite.master_weights,
-        "stochastic_rounding": lambda inner: jmp_lite.stochastic_rounding(
-            inner, jax.random.key(0)
-        ),
-    }[wrap]
+    around = WRAPPERS[wrap]
     first = _Embedding(jnp.ones(4, dtype), jnp.arange(2), jnp.sin)
     keep, inner = _KEPT[kept]
 

@@ -14,7 +14,7 @@ import jmp_lite
 from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_aware
 
 # Optax promotes by itself: int32 counts to the power of a float.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("dtype")]
 
 _POLICIES = {
     "float64": jmp_lite.get_policy("p=f64,c=f64,o=f64"),
@@ -168,6 +168,7 @@ def test_each_loss_finds_its_own_scale_and_a_faint_one_is_not_lost():
     assert of_head["own"] < 2**-9 < 2**-6 < of_head["common"]
 
 
+@pytest.mark.one_of("bad")
 @pytest.mark.parametrize("bad", _WEIGHTS)
 def test_an_overflow_of_one_loss_skips_the_step_and_lowers_its_scale_only(bad):
     step = jax.jit(functools.partial(_task_step, _POLICIES["float16"]))

@@ -342,7 +342,7 @@ def test_leaves_that_do_not_match_are_named(a, b, got):
 
 
 def test_different_objects_cannot_be_chosen_between():
-    expected = "cannot choose between 'relu' and 'gelu' at 'x': leaves that are no arr"
+    expected = "cannot select between 'relu' and 'gelu' at 'x': leaves that are not arr"
     with pytest.raises(ValueError, match=expected):
         select_tree(True, {"x": "relu"}, {"x": "gelu"})
 
@@ -359,7 +359,7 @@ def test_selecting_a_tree_is_one_compilation():
         select(jnp.bool_(value), jnp.float32(value), jnp.float32(0))
 
 
-def test_unshare_copies_the_later_of_two_that_share_a_buffer():
+def test_copy_shared_buffers_copies_the_later_of_two_that_share_a_buffer():
     mesh = jax.make_mesh((8,), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     w, cut, key = jnp.arange(8.0), jnp.arange(8.0), jax.random.key(0)
@@ -370,7 +370,7 @@ def test_unshare_copies_the_later_of_two_that_share_a_buffer():
         "b": [w, jax.device_put(w, jax.devices()[0]), cut.addressable_shards[2].data],
         "c": [jax.device_put(cut, sharding), jax.random.key_data(key), jnp.arange(8.0)],
     }
-    own = trees.unshare(tree)
+    own = trees.copy_shared_buffers(tree)
     assert all(x is y for x, y in zip(own["a"], tree["a"], strict=True))
     assert own["c"][2] is tree["c"][2]
     jax.tree.map(lambda x: x.delete(), [own["a"][:3]])
@@ -380,7 +380,7 @@ def test_unshare_copies_the_later_of_two_that_share_a_buffer():
     assert float(own["b"][2][0]) == 2.0 and float(own["b"][1][3]) == 3.0
     assert own["c"][0].sharding == sharding
     # Under jit there are no buffers yet.
-    x, y = jax.jit(lambda x: trees.unshare((x, x)))(jnp.ones(2))
+    x, y = jax.jit(lambda x: trees.copy_shared_buffers((x, x)))(jnp.ones(2))
     assert x is not y
     shape = jax.ShapeDtypeStruct((2,), jnp.float32)
-    assert trees.unshare((shape, shape)) == (shape, shape)
+    assert trees.copy_shared_buffers((shape, shape)) == (shape, shape)

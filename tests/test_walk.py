@@ -91,14 +91,18 @@ _jit = functools.partial(
 )
 
 
-def _cases(programs: Any) -> list[Any]:
+def _cases(programs: Any, short: int | None = None) -> list[Any]:
+    """Return programs as cases; all are `full` but each second, from `short` on."""
     return [
         pytest.param(
             program,
             id=program.name,
-            marks=[pytest.mark.standard_promotion] if program.third_party else [],
+            marks=[
+                *([pytest.mark.standard_promotion] if program.third_party else []),
+                *([] if i % 2 == short else [pytest.mark.full]),
+            ],
         )
-        for program in programs
+        for i, program in enumerate(programs)
     ]
 
 
@@ -125,7 +129,7 @@ def assert_close(result: Any, expected: Any) -> None:
 # The corpus. Under jit both are one program of XLA's, which then fuses them alike.
 
 
-@pytest.mark.parametrize("program", _cases(PROGRAMS))
+@pytest.mark.parametrize("program", _cases(PROGRAMS, 0))
 def test_a_walk_gives_the_bits_of_the_program(program: Program) -> None:
     with program.context():
         fun, args = program.make()
@@ -135,7 +139,7 @@ def test_a_walk_gives_the_bits_of_the_program(program: Program) -> None:
     assert_same(result, expected, found)
 
 
-@pytest.mark.parametrize("program", _cases(PROGRAMS))
+@pytest.mark.parametrize("program", _cases(PROGRAMS, 1))
 def test_a_run_gives_the_numbers_of_the_program(program: Program) -> None:
     with program.context():
         fun, args = program.make()
@@ -156,6 +160,7 @@ def test_a_run_gives_the_numbers_of_the_program(program: Program) -> None:
 _REVERSE = [p for p in PROGRAMS if "grad_outside" not in p.without]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", _cases(_REVERSE[::4]))
 def test_a_walk_gives_the_bits_of_the_gradient(program: Program) -> None:
     with program.context():

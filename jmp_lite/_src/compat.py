@@ -1,8 +1,8 @@
-"""The one room that knows which versions of other libraries there are.
+"""All version-dependent code.
 
-Everything that JAX does not promise to keep (`jax.extend`, `jax._src`) and every
-question about a version or about an optional library that may or may not be loaded
-is asked here, so that an upgrade is a change to one file.
+Only this module imports unstable JAX APIs (`jax.extend`, `jax._src`), reads version
+numbers, or checks whether an optional library is loaded. A JAX upgrade changes this
+file only.
 """
 
 import contextlib
@@ -28,30 +28,30 @@ from jax.extend.core import (
 )
 
 
-class KnownToFlax(type):
-    """The type of a pytree dataclass that `flax.serialization` can save.
+class FlaxSerializable(type):
+    """The metaclass of pytree dataclasses that `flax.serialization` can save.
 
-    Flax looks up how to save an object in a registry of types, by exact type. One that
-    it does not find it passes through as if it were a leaf, which its msgpack writer
-    refuses. Flax may be imported at any time, also right before it saves: so a type is
-    added when it is looked up, which asks for its hash. Fields that are static
-    (`metadata={"static": True}`) are the program's, not the checkpoint's.
+    Flax looks up the exact type of an object in a registry. It treats an unregistered
+    object as a leaf, which its msgpack writer rejects. Flax may be imported after this
+    package, so a class cannot be registered when it is created. It is registered when
+    Flax looks it up, which computes the hash of the class. Static fields
+    (`metadata={"static": True}`) are not saved.
     """
 
     def __hash__(cls) -> int:
-        """Return the type's own hash."""
+        """Register the class with Flax if Flax is loaded, and return its hash."""
         _register_with_flax_serialization(cls)
         return super().__hash__()
 
 
 def _register_with_flax_serialization(cls: Any) -> None:
     serialization: Any = sys.modules.get("flax.serialization")
-    # Half-way through `import flax` the module is there but not yet filled.
+    # During `import flax` the module exists, but is not complete yet.
     register = getattr(serialization, "register_serialization_state", None)
-    is_dataclass = hasattr(cls, "__dataclass_fields__")  # it may not be one yet
-    if register is None or not is_dataclass or "_is_known_to_flax" in vars(cls):
+    is_dataclass = hasattr(cls, "__dataclass_fields__")  # not before the decorator ran
+    if register is None or not is_dataclass or "_is_registered" in vars(cls):
         return
-    cls._is_known_to_flax = True  # before: to register asks for the hash as well
+    cls._is_registered = True  # first, because `register` computes the hash as well
     names = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
 
     def to_state_dict(instance: Any) -> dict[str, Any]:
@@ -75,13 +75,13 @@ def _register_with_flax_serialization(cls: Any) -> None:
 
 
 def is_nnx_module(x: Any) -> bool:
-    """Return whether this is a module of flax's nnx, if that is loaded."""
+    """Return whether this is an nnx module; False if flax.nnx is not loaded."""
     module = getattr(sys.modules.get("flax.nnx"), "Module", None)
     return module is not None and isinstance(x, module)
 
 
-def without_variables(tree: Any) -> Any:
-    """Return a tree with the arrays that flax's nnx keeps in variables, as arrays."""
+def unwrap_nnx_variables(tree: Any) -> Any:
+    """Replace each nnx variable in a tree by its array."""
     variable: Any = getattr(sys.modules.get("flax.nnx"), "Variable", None)
     if variable is None:
         return tree
@@ -93,17 +93,17 @@ def without_variables(tree: Any) -> Any:
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:
-    """Return an array with a dtype that yields in promotion, as a Python number's."""
+    """Return a weakly typed array of the same dtype."""
     return primitives.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=None
     )
 
 
-def buffers_of(x: Any) -> set[Any]:
-    """Return an identifier of each buffer of an array; a tracer has none.
+def buffer_ids(x: Any) -> set[Any]:
+    """Return an identifier for each buffer of an array; a tracer has none.
 
-    Different arrays may have one buffer: `jax.device_put` to where an array is already
-    makes no copy, nor does taking a shard of it or the data of a key.
+    Several arrays can share a buffer: `jax.device_put` to the device of an array, its
+    shards, and `key_data` make no copies.
     """
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size == 0:
         return set()
@@ -114,7 +114,7 @@ def buffers_of(x: Any) -> set[Any]:
             (shard.device, shard.data.unsafe_buffer_pointer())
             for shard in x.addressable_shards
         }
-    except Exception:  # a backend without addresses, each with an error of its own
+    except Exception:  # backends without addresses raise different errors
         return {id(x)}
 
 
@@ -128,23 +128,24 @@ def versions() -> dict[str, str]:
 
 
 def quick_compiler_options() -> dict[str, Any]:
-    """Return options for a program that runs once: as written, and quick to compile.
+    """Return compiler options for a program that runs once.
 
-    XLA rounds to half where the program says so, as it does between programs. On the
-    CPU it optimises little: that takes most of the time, and changes no operation.
+    XLA rounds to half precision exactly where the program does, without excess
+    precision. On the CPU, optimisation is reduced: it takes most of the compile time
+    and does not change the operations.
     """
     options: dict[str, Any] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
         options["xla_backend_optimization_level"] = 0
         options["xla_llvm_disable_expensive_passes"] = True
         if jaxlib.version.__version_info__[:2] == (0, 10):
-            # A compiler of its own for fusions; later versions know no such option.
+            # A separate compiler for fusions; later versions do not have this option.
             options["xla_cpu_use_fusion_emitters"] = False
     return options
 
 
 def is_tracing() -> bool:
-    """Return whether any transformation of JAX (`jit`, `grad`, `vmap`…) is at work."""
+    """Return whether a JAX transformation (`jit`, `grad`, `vmap`…) is tracing."""
     return not core_private.trace_state_clean()
 
 
@@ -152,7 +153,7 @@ def is_tracing() -> bool:
 
 
 def primitive_names() -> frozenset[str]:
-    """Return the names of the primitives that this JAX exports."""
+    """Return the names of the primitives that `jax.extend` exports."""
     return frozenset(
         value.name
         for value in vars(primitives).values()
@@ -161,22 +162,25 @@ def primitive_names() -> frozenset[str]:
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """Return the jaxpr inside a closed one (from 0.12 on they are one class)."""
+    """Return the jaxpr inside a closed jaxpr; since JAX 0.12 they are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def consts_of(jaxpr: Any) -> tuple[Any, ...]:
-    """Return the values of a jaxpr's constvars; an open jaxpr has none."""
+    """Return the values of a jaxpr's constvars; an open jaxpr has no values."""
     return tuple(getattr(jaxpr, "consts", ()))
 
 
-def like(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return a closed jaxpr in the form of another, and what becomes an input by that.
+def match_jaxpr_type(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a jaxpr as open or closed as another, and its additional inputs.
 
     Args:
       closed: a closed jaxpr.
-      old: a closed jaxpr, or an open one (remat holds such), whose successor has the
-        constants of `closed` as its first inputs.
+      old: the jaxpr that it replaces: closed, or open (as in remat). If it is open, the
+        constants of `closed` become its first inputs.
+
+    Returns:
+      The jaxpr, and the constants to pass as its first inputs.
     """
     if isinstance(old, ClosedJaxpr):
         return closed, ()
@@ -186,34 +190,33 @@ def like(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def is_literal(var: Any) -> bool:
-    """Return whether an operand is a number written into the jaxpr."""
+    """Return whether an operand is a `Literal`, a constant in the jaxpr."""
     return isinstance(var, Literal)
 
 
 def user_frames(traceback: Any) -> list[Any]:
-    """Return the frames of a traceback that are not JAX's own, innermost first."""
+    """Return the frames of a traceback outside of JAX, innermost first."""
     return list(source_info_util_private.user_frames(traceback))
 
 
 def is_user_file(path: str) -> bool:
-    """Return whether JAX takes a file for one that is not its own."""
+    """Return whether JAX classifies a file as user code."""
     return source_info_util_private.is_user_filename(path)
 
 
-def takes_the_source(code: Any) -> bool:
-    """Return whether JAX takes the source of one operation with this code."""
+def is_source_info_code(code: Any) -> bool:
+    """Return whether this is the JAX function that reads an operation's source."""
     return code is source_info_util_private.current.__code__
 
 
 @contextlib.contextmanager
-def source_replaced(make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace what JAX takes the source of operations from, in this thread.
+def replace_source_info(make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace JAX's current `SourceInfo` in this thread.
 
-    Where JAX keeps it in another way than is known here, it stays, and so it does
-    inside of another such context.
+    Does nothing if JAX stores it in an unknown way, or inside another such context.
 
     Args:
-      make: returns the replacement of a `SourceInfo`.
+      make: maps the current `SourceInfo` to its replacement.
     """
     holder: Any = getattr(source_info_util_private, "_source_info_context", None)
     before = getattr(holder, "context", None)
@@ -230,7 +233,7 @@ def source_replaced(make: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _takes_given_source() -> bool:
-    """Return whether JAX uses what it was given for the source of operations."""
+    """Return whether new operations get the `SourceInfo` that was set."""
     try:
         given = source_info_util_private.current().traceback
         with source_info_util.user_context(given):
@@ -241,47 +244,47 @@ def _takes_given_source() -> bool:
 
 
 def jaxprs_of(eqn: Any) -> list[Any]:
-    """Return the open jaxprs among the parameters of an equation."""
+    """Return the open jaxprs in the parameters of an equation."""
     return list(jaxprs_in_params(eqn.params))
 
 
 def is_precision_of_context(precision: Any) -> bool:
-    """Return whether a `precision` is the one of `jax.default_matmul_precision`."""
+    """Return whether this is the precision that `jax.default_matmul_precision` sets."""
     return precision == lax_private.canonicalize_precision(None)
 
 
-def contexts_of(eqn: Any) -> tuple[Any, Any]:
-    """Return the contexts that JAX itself enters to run an equation of a jaxpr."""
+def eqn_contexts(eqn: Any) -> tuple[Any, Any]:
+    """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     source = eqn.source_info.traceback
     return source_info_util.user_context(source, name_stack=stack), eqn.ctx.manager
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int] | None:
-    """Return how many constants and carries a scan has; None if it does not say."""
+    """Return the numbers of constants and carries of a scan, or None if unknown."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    if "ft_in" in params:  # since 0.12: three flat trees, of constants, carries and xs
+    if "ft_in" in params:  # since JAX 0.12: flat trees of constants, carries and xs
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
     return None
 
 
 def shard_map_axes(params: dict[str, Any]) -> Any:
-    """Return the axes that a shard_map makes manual; None if it does not say."""
+    """Return the axes that a shard_map makes manual, or None if unknown."""
     return params.get("manual_axes", params.get("newly_manual_axes"))
 
 
 def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> Any:
-    """Run a `custom_jvp_call` or `custom_vjp_call` with its functions wrapped.
+    """Bind a `custom_jvp_call` or `custom_vjp_call` with its functions wrapped.
 
     Args:
       eqn: the equation.
       args: its operands.
-      wrap: called as `wrap(fun, role)` for the function and its rules, in the order in
-        which JAX binds them, `role` being 0, 1…; returns what runs instead.
+      wrap: called as `wrap(fun, role)` for the function and its derivative rules, with
+        `role` 0, 1… in the order in which JAX binds them; returns the replacement.
     """
-    user_context, manager = contexts_of(eqn)
+    user_context, manager = eqn_contexts(eqn)
     with user_context, manager:
         params = eqn.primitive.get_bind_params(eqn.params)
         subfuns = tuple(

@@ -1,9 +1,9 @@
-"""What half precision does on this machine, and the policy to train with.
+"""Measure half precision on this machine and recommend a policy.
 
-`python -m jmp_lite doctor` prints it. Matrix products of one size are timed in turns,
-so that other work on the machine slows every dtype alike; the size grows as far as the
-time allows. A product is not a model: memory traffic, which half precision halves as
-well, is not measured.
+`python -m jmp_lite doctor` prints the result. The dtypes are timed in turns, so that
+other load on the machine affects all of them equally. The size of the matrix products
+grows as far as the time allows. Memory traffic, which half precision also halves, is
+not measured.
 """
 
 import dataclasses
@@ -30,23 +30,24 @@ TIMED = (
     jnp.float8_e4m3fn,
     jnp.float8_e5m2,
 )
-# Powers of two that fill the tiles of every matrix unit; a small one mostly times the
-# call, the largest is enough for the fastest of them.
+# Powers of two fill the tiles of every matrix unit. The smallest size mostly measures
+# call overhead; the largest saturates the fastest devices.
 _SIZES = (256, 1024, 4096, 8192)
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 50
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """How fast matrix products of a dtype are.
+    """The speed of matrix products of a dtype.
 
     Attributes:
       dtype: its NumPy name.
-      size: the side of the square matrices; 0 if nothing was timed.
+      size: the number of rows of the square matrices.
       seconds: the median time of a product; None if it does not compile.
-      tflops: 1e12 multiplications and additions a second, likewise.
-      over_float32: how many times the rate of float32, the median over rounds.
-      error: why it was not timed, "" if it was.
+      tflops: 1e12 multiplications and additions per second; None if it does not
+        compile.
+      over_float32: the rate divided by that of float32, the median over rounds.
+      error: why the product does not compile, or "".
     """
 
     dtype: str
@@ -59,15 +60,15 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class DtypeRange:
-    """What numbers a dtype has.
+    """The range of a dtype.
 
     Attributes:
       dtype: its NumPy name.
       max: the largest finite number.
-      smallest_normal: the smallest number of full precision.
-      smallest_subnormal: the smallest but 0.
-      keeps_subnormals: whether this device computes with subnormals; if not, all below
-        `smallest_normal` is 0.
+      smallest_normal: the smallest positive number of full precision.
+      smallest_subnormal: the smallest positive number.
+      keeps_subnormals: whether this device computes with subnormals; if not, it flushes
+        numbers below `smallest_normal` to 0.
     """
 
     dtype: str
@@ -77,39 +78,41 @@ class DtypeRange:
     keeps_subnormals: bool
 
 
-# A half dtype that is said to be slow here is advised all the same from this ratio on.
+# From this measured ratio on, a half dtype is recommended even on a device where it is
+# expected to be slow.
 _CLEARLY_FASTER = 1.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """What to train with.
+    """The recommended policy and loss scale.
 
     Attributes:
       policy: a string for `get_policy`.
       loss_scale: `"none"` or `"dynamic"`.
-      why: reasons, a sentence each.
+      reasons: one sentence for each reason.
     """
 
     policy: str
     loss_scale: str
-    why: tuple[str, ...]
+    reasons: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Everything that `diagnose` found.
+    """The result of `diagnose`.
 
     Attributes:
-      versions: library to version.
-      devices: of each kind `platform`, `kind`, `compute_capability` and `count`.
-      rates: of matrix products, a `Rate` per dtype.
+      versions: a dict of library to version.
+      devices: `platform`, `kind`, `compute_capability` and `count` of each kind.
+      rates: the rate of matrix products, a `Rate` per dtype.
       ranges: a `DtypeRange` per dtype.
-      float32_bits: how many bits after the leading one a float32 product keeps: 23, or
-        10 in TF32, or 7 in one bfloat16 pass.
-      float32_error: of a float32 product, relative to float64, in the Frobenius norm.
-      recommendation: what to train with.
-      missing: what this machine seems to have that JAX does not use.
+      float32_bits: the mantissa bits that a float32 product keeps: 23, 10 in TF32, or 7
+        in one bfloat16 pass.
+      float32_error: the error of a float32 product relative to float64, in the
+        Frobenius norm.
+      recommendation: the recommended policy and loss scale.
+      missing: hardware that JAX does not use, one sentence each.
     """
 
     versions: dict[str, str]
@@ -122,7 +125,7 @@ class Diagnosis:
     missing: tuple[str, ...]
 
     def to_json(self) -> str:
-        """Return everything as JSON."""
+        """Return the result as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
 
     def render(self) -> list[Any]:
@@ -168,7 +171,7 @@ class Diagnosis:
             f"error {self.float32_error:.1e}."
         )
         if self.float32_bits < 23:
-            products += ' jax.default_matmul_precision("highest") keeps all.'
+            products += ' jax.default_matmul_precision("highest") keeps 23.'
         policy, loss_scale = self.recommendation.policy, self.recommendation.loss_scale
         return [
             ", ".join(f"{name} {version}" for name, version in self.versions.items()),
@@ -178,7 +181,7 @@ class Diagnosis:
             products,
             "",
             f'Train with get_policy("{policy}"), loss scale: {loss_scale}.',
-            *[f"- {reason}" for reason in (*self.recommendation.why, *self.missing)],
+            *[f"- {text}" for text in (*self.recommendation.reasons, *self.missing)],
         ]
 
 
@@ -190,15 +193,15 @@ def diagnose(
     seconds: float = 10.0,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Diagnosis:
-    """Measure what half precision does on the first device.
+    """Measure half precision on the first local device and recommend a policy.
 
     Args:
-      seconds: about how long the timing may take; at least a few products of 256 × 256
-        are timed.
-      on_progress: called with how much is done, 0 to 1.
+      seconds: the approximate time for timing products; a few products of 256 × 256 are
+        always timed.
+      on_progress: called with the fraction that is done, 0 to 1.
 
     Returns:
-      What was found.
+      The measurements and the recommendation.
 
     Raises:
       ValueError: `seconds` is not positive.
@@ -213,7 +216,7 @@ def diagnose(
         raise ValueError(f"Expected a positive number of seconds, got {seconds}.")
     try:
         devices = jax.local_devices()
-    except (AssertionError, RuntimeError) as error:  # JAX asserts that there is one
+    except (AssertionError, RuntimeError) as error:  # JAX raises either
         platforms = os.environ.get("JAX_PLATFORMS", "")
         raise RuntimeError(
             f"JAX finds no device (JAX_PLATFORMS is {platforms!r}): {error!r}"
@@ -238,57 +241,59 @@ def diagnose(
 
 
 def recommend(device: Any, ratios: Mapping[str, float]) -> Recommendation:
-    """Return what to train with on a device.
+    """Return the recommended policy and loss scale for a device.
 
     Args:
       device: a `jax.Device`.
-      ratios: NumPy name of a half dtype to its measured rate over float32's; a dtype
-        that was not measured is judged by the device alone.
+      ratios: a dict of the NumPy name of a half dtype to its measured rate divided by
+        that of float32. For a dtype without a measurement, the device decides.
 
     Returns:
-      The policy, the loss scale it needs, and why.
+      The policy, its loss scale, and the reasons.
     """
     half = dtypes.recommended_half_dtype(device)
     name = np.dtype(half).name
     slow, ratio = dtypes.slow_half_reason(half, device), ratios.get(name)
-    why = []
+    reasons = []
     if ratio is not None:
-        why.append(f"{name} products run at {ratio:.2f} × the rate of float32 here.")
+        reasons.append(
+            f"{name} products run at {ratio:.2f} × the rate of float32 here."
+        )
         if slow is None and ratio < 1:
-            why.append(
+            reasons.append(
                 "That is less than this device can do: it is busy, or the matrices "
-                "were too small (--seconds)."
+                "were too small (raise --seconds)."
             )
     if slow is not None and (ratio is None or ratio < _CLEARLY_FASTER):
-        why.insert(0, f"{slow}.")
-        why.append(
-            f'get_policy("mixed_{name}") trains as on faster devices and halves '
-            "activations: to try a model, or to save memory."
+        reasons.insert(0, f"{slow}.")
+        reasons.append(
+            f'get_policy("mixed_{name}") gives the same results as on faster devices '
+            "and halves activations: use it to test a model or to save memory."
         )
-        return Recommendation("float32", "none", tuple(why))
+        return Recommendation("float32", "none", tuple(reasons))
     if half == jnp.bfloat16:
-        why.append("bfloat16 has the range of float32: no gradient needs lifting.")
-        return Recommendation("mixed_bfloat16", "none", tuple(why))
-    why.append(
+        reasons.append("bfloat16 has the range of float32: it needs no loss scale.")
+        return Recommendation("mixed_bfloat16", "none", tuple(reasons))
+    reasons.append(
         f"{device.device_kind} has no fast bfloat16, and float16 loses small gradients "
         "without a loss scale: scale_aware(optimiser, DynamicLossScale())."
     )
-    return Recommendation("mixed_float16", "dynamic", tuple(why))
+    return Recommendation("mixed_float16", "dynamic", tuple(reasons))
 
 
 def find_missing(
     platforms: set[str], *, driver: Path = Path("/proc/driver/nvidia/version")
 ) -> tuple[str, ...]:
-    """Return what this machine seems to have that JAX does not use, a sentence each.
+    """Return a sentence for each kind of hardware that JAX does not use.
 
     Args:
-      platforms: those of the devices that JAX found.
-      driver: a file that is there where NVIDIA's driver is loaded (on Linux).
+      platforms: the platforms of the devices that JAX found.
+      driver: a file that exists if NVIDIA's driver is loaded (on Linux).
     """
     if platforms == {"cpu"} and driver.exists():
         return (
-            "NVIDIA's driver is loaded, and JAX sees the CPU only: pip install "
-            '"jmp-lite[gpu]", or look at JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.',
+            "NVIDIA's driver is loaded, but JAX finds only the CPU: pip install "
+            '"jmp-lite[gpu]", or check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.',
         )
     return ()
 
@@ -298,20 +303,20 @@ def _capability(device: Any) -> str | None:
     return None if capability is None else str(capability)
 
 
-# What is measured.
+# Measurements.
 
 
 def measure_rates(
     seconds: float, on_progress: Callable[[float], None] = lambda share: None
 ) -> tuple[Rate, ...]:
-    """Time matrix products of each dtype, by turns, for about so many seconds."""
+    """Time matrix products of all dtypes in turns, for about this many seconds."""
     start = time.perf_counter()
 
     def share_used() -> float:
         return (time.perf_counter() - start) / seconds
 
     def fits(size: int, larger: int) -> bool:
-        """Return whether compiling larger products, and some rounds of them, fit."""
+        """Return whether compiling and a few rounds of larger products fit in time."""
         one_round = sum(_time(run) for run in runs.values()) / seconds
         return 2 * share_used() + _FEWEST_ROUNDS * one_round * (larger / size) ** 3 < 1
 
@@ -339,7 +344,7 @@ def measure_range(dtype: Any) -> DtypeRange:
     """Return the range of a dtype, and whether the first device flushes subnormals."""
     info = jnp.finfo(dtype)
     normal = 2.0**info.minexp
-    # Given as arguments: XLA folds constants by other rules than the device's.
+    # As arguments: XLA folds constants on the host, which may keep subnormals.
     halve = jax.jit(lambda x, half: x * half)
     double = jax.jit(lambda x, two: x * two)
     made = np.asarray(halve(_scalar(normal, dtype), _scalar(0.5, dtype)))
@@ -357,11 +362,11 @@ def measure_float32(size: int = 256) -> tuple[int, float]:
     """Return how many bits a float32 product keeps, and its relative error.
 
     Args:
-      size: the side of the matrices.
+      size: the number of rows of the square matrices.
 
     Returns:
-      The bits after the leading one that survive a product with the identity, and the
-      error of a product of normal random numbers, relative to NumPy's in float64.
+      The mantissa bits that a product with the identity keeps, and the error of a
+      product of normal random numbers relative to NumPy in float64.
     """
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(size, size)).astype(np.float32) for _ in range(2))
@@ -379,12 +384,12 @@ def measure_float32(size: int = 256) -> tuple[int, float]:
 
 
 def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Return a call of a product by dtype, warmed up, and why others do not compile."""
+    """Return the compiled product of each dtype, and the errors of the others."""
     numbers = np.random.default_rng(0).normal(size=(size, size))
     runs, errors = {}, {}
     for dtype in TIMED:
         is_fp8 = jnp.finfo(dtype).bits < 16
-        out_dtype = jnp.float32 if is_fp8 else dtype  # as matrix units have it
+        out_dtype = jnp.float32 if is_fp8 else dtype  # as in matrix units
 
         def product(a, b, out_dtype=out_dtype):
             return jax.lax.dot(a, b, preferred_element_type=out_dtype)
@@ -394,7 +399,7 @@ def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str
         try:
             run = functools.partial(jax.jit(product).lower(a, a).compile(), a, a)
             jax.block_until_ready(run())
-        except Exception as error:  # which one, depends on the compiler
+        except Exception as error:  # compilers raise different errors
             errors[name] = (str(error).splitlines() or [type(error).__name__])[0]
         else:
             runs[name] = run

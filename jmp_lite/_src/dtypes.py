@@ -1,6 +1,6 @@
-"""Floating-point dtypes: their names, and which half the device is fast at.
+"""Floating-point dtypes: their names, and which half dtype is fast on a device.
 
-A dtype is held as its `jax.numpy` scalar type (`jnp.float16`), which is hashable,
+A dtype is stored as its `jax.numpy` scalar type (`jnp.float16`), which is hashable,
 picklable, callable, and equal to `np.dtype("float16")`.
 """
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-# The first name of a dtype is the one that is written, the others are read as well.
+# The first name of each dtype is its short name; all names are accepted.
 DTYPE_NAMES: dict[Any, tuple[str, ...]] = {
     jnp.bfloat16: ("bf16", "bfloat16"),
     jnp.float16: ("f16", "float16"),
@@ -21,28 +21,28 @@ DTYPE_NAMES: dict[Any, tuple[str, ...]] = {
 
 HALF_DTYPES = (jnp.float16, jnp.bfloat16)
 
-# Keyed by np.dtype, which is what an array's `dtype` is.
+# As np.dtype, the type of an array's `dtype`.
 _CASTABLE = frozenset(np.dtype(dtype) for dtype in DTYPE_NAMES)
 _HALF = frozenset(np.dtype(dtype) for dtype in HALF_DTYPES)
 
 
 def is_castable(dtype: Any) -> bool:
-    """Return whether arrays of this `dtype` take part in mixed precision.
+    """Return whether policies cast arrays of this dtype.
 
     True for bf16, f16, f32 and f64. False for integers, bools, complex numbers, keys,
-    and for fp8 and narrower: those are narrower than half, and whoever made them chose
-    their scale with care.
+    fp8 and narrower dtypes: fp8 values have a scale of their own, which a cast would
+    ignore.
     """
     return dtype in _CASTABLE
 
 
 def is_half(dtype: Any) -> bool:
-    """Return whether this `dtype` of an array is float16 or bfloat16."""
+    """Return whether this dtype is float16 or bfloat16."""
     return dtype in _HALF
 
 
 def parse_dtype(value: Any) -> Any:
-    """Return the floating dtype that a name or a dtype-like object stands for.
+    """Return the floating dtype of a name or a dtype-like object.
 
     Args:
       value: `"half"`, any of the names in `DTYPE_NAMES`, the NumPy name of another
@@ -53,7 +53,7 @@ def parse_dtype(value: Any) -> Any:
       The `jax.numpy` scalar type, such as `jnp.float16`.
 
     Raises:
-      ValueError: the name is not known, or the dtype is not a floating one.
+      ValueError: the name is unknown, or the dtype is not floating.
       TypeError: the value is neither a name nor a dtype.
 
     Examples:
@@ -67,19 +67,19 @@ def parse_dtype(value: Any) -> Any:
         for dtype, names in DTYPE_NAMES.items():
             if name in names:
                 return dtype
-        # float8_e4m3fn and its like: what `str` writes for them must be read back.
+        # fp8 dtypes: `str` writes their NumPy name, so it must parse.
         if not (name.startswith("float") and "_e" in name and hasattr(jnp, name)):
             raise ValueError(f"Unknown dtype {name!r}, expected {known_names()}.")
         return getattr(jnp, name)
     try:
-        if value is None:  # NumPy would read None as float64.
+        if value is None:  # NumPy interprets None as float64.
             raise TypeError
         dtype = jnp.dtype(value)
     except TypeError:
         raise TypeError(
             f"Expected a floating dtype or its name ({known_names()}), got {value!r}."
         ) from None
-    # NumPy's longdouble is floating, and JAX has no such thing.
+    # NumPy's longdouble is floating, but JAX does not support it.
     if not (jnp.issubdtype(dtype, jnp.floating) and hasattr(jnp, dtype.name)):
         raise ValueError(
             f"Expected a floating dtype ({known_names()}), got {dtype.name!r}."
@@ -88,7 +88,7 @@ def parse_dtype(value: Any) -> Any:
 
 
 def known_names() -> str:
-    """Return the dtype names that strings may use, for error messages."""
+    """Return the accepted dtype names as text for error messages."""
     names = [name for names in DTYPE_NAMES.values() for name in names]
     return "one of " + ", ".join(["half", *names])
 
@@ -102,13 +102,14 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def half_dtype(platform: str | None = None) -> Any:
-    """Return the half-precision dtype of a platform, by jmp's rule.
+    """Return the half-precision dtype of a platform, as jmp does.
 
     Args:
-      platform: `"cpu"`, `"gpu"`, `"tpu"`…; the default is that of the first device.
+      platform: `"cpu"`, `"gpu"`, `"tpu"`…; the default is that of the first local
+        device.
 
     Returns:
-      `jnp.bfloat16` on TPU, `jnp.float16` anywhere else.
+      `jnp.bfloat16` on TPU, otherwise `jnp.float16`.
 
     Examples:
       >>> half_dtype("tpu") == jnp.bfloat16
@@ -120,16 +121,16 @@ def half_dtype(platform: str | None = None) -> Any:
 
 
 def recommended_half_dtype(device: Any = None) -> Any:
-    """Return the half-precision dtype that trains best on a device.
+    """Return the half-precision dtype to train with on a device.
 
-    bfloat16 needs no loss scale and is as fast as float16 wherever the hardware has
-    it: on TPU and on NVIDIA GPUs from compute capability 8.0. Older GPUs have f16.
+    bfloat16 needs no loss scale. It is as fast as float16 on hardware that supports it:
+    TPUs and NVIDIA GPUs from compute capability 8.0. Older GPUs support float16 only.
 
     Args:
-      device: a `jax.Device`; the default is the first one.
+      device: a `jax.Device`; the default is the first local device.
 
     Returns:
-      `jnp.float16` on GPUs before compute capability 8.0, else `jnp.bfloat16`.
+      `jnp.float16` on GPUs below compute capability 8.0, otherwise `jnp.bfloat16`.
 
     Examples:
       >>> recommended_half_dtype() in HALF_DTYPES
@@ -141,20 +142,20 @@ def recommended_half_dtype(device: Any = None) -> Any:
 
 
 def compute_capability(device: Any = None) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU, None for any other device."""
+    """Return the compute capability of an NVIDIA GPU, or None for other devices."""
     device = jax.local_devices()[0] if device is None else device
     text = str(getattr(device, "compute_capability", ""))
     major, _, minor = text.partition(".")
-    # AMD GPUs answer with an architecture name such as "gfx90a".
+    # AMD GPUs have an architecture name such as "gfx90a" here.
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 def slow_half_reason(dtype: DTypeLike, device: Any = None) -> str | None:
-    """Return why a half dtype is not fast on a device, or None where it is.
+    """Return the reason why a half dtype is slow on a device, or None if it is fast.
 
     Args:
       dtype: the compute dtype; only float16 and bfloat16 can be slow.
-      device: a `jax.Device`; the default is the first one.
+      device: a `jax.Device`; the default is the first local device.
 
     Examples:
       >>> slow_half_reason(jnp.float32) is None

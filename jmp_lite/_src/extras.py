@@ -1,9 +1,9 @@
-"""Libraries that jmp_lite can do without, and the extras that install them."""
+"""Optional dependencies, and the extras that install them."""
 
 import contextlib
 from collections.abc import Iterator
 
-# Extra in pyproject.toml -> what it installs.
+# Extra in pyproject.toml -> the libraries that it installs.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "checkpoint": ("orbax.checkpoint",),
     "flax": ("flax",),
@@ -13,7 +13,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 
 @contextlib.contextmanager
 def needed(extra: str) -> Iterator[None]:
-    """Say how to install an extra, if what is imported in this context is missing.
+    """Add the install command to the error if an import in this context fails.
 
     Args:
       extra: a key of `LIBRARIES`.
@@ -32,7 +32,7 @@ def needed(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in {name.partition(".")[0] for name in LIBRARIES[extra]}:
-            raise  # another library's business
+            raise  # not a library of this extra
         raise ModuleNotFoundError(
             f'{missing} is not installed: pip install "jmp-lite[{extra}]"',
             name=error.name,

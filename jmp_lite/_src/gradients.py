@@ -1,8 +1,8 @@
-"""Gradients of a scaled loss: `jax.value_and_grad` with the loss scale inside."""
+"""Gradients of a scaled loss: `jax.value_and_grad` with a loss scale."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,40 @@ import jax.numpy as jnp
 from jmp_lite._src import compat, trees
 from jmp_lite._src.loss_scale import get_loss_scale
 
+P = ParamSpec("P")
+Aux = TypeVar("Aux")
 
+
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, Any],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, tuple[jax.Array, Any]]: ...
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[True],
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+@overload
+def scaled_value_and_grad(
+    fun: Callable[P, Any],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, tuple[Any, Any]]: ...
 def scaled_value_and_grad(
     fun: Callable[..., Any],
     *,
@@ -20,36 +53,38 @@ def scaled_value_and_grad(
     value_and_grad: Callable[..., Any] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """Return a function of a loss and its scaled gradients.
+    """Return a function that computes a loss and its scaled gradients.
 
-    Mirrors `jax.value_and_grad`::
+    The counterpart of `jax.value_and_grad`::
 
       value, grads = loss, d(loss * loss_scale) / d(args[argnums])
 
     Args:
-      fun: the loss; returns a floating scalar, best float32, since its cotangent (the
-        scale itself) has its dtype; with `has_aux`, a pair of that and anything.
+      fun: the loss function. It returns a floating scalar; with `has_aux`, a pair of
+        that scalar and auxiliary data. Use a float32 scalar: the first cotangent, which
+        is the scale itself, has its dtype.
       loss_scale: a loss scale, or an optimiser state that holds one.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns a pair.
-      value_and_grad: the transformation that differentiates: `nnx.value_and_grad` for
-        a flax nnx module (`argnums` may be an `nnx.DiffState`),
-        `equinox.filter_value_and_grad` for an equinox model (which takes no `argnums`).
-      **kwargs: what else `value_and_grad` takes (`holomorphic`, `allow_int`…).
+      value_and_grad: the transformation that differentiates `fun`. Use
+        `nnx.value_and_grad` for a flax nnx module (`argnums` may be an
+        `nnx.DiffState`) and `equinox.filter_value_and_grad` for an equinox model
+        (without `argnums`).
+      **kwargs: further arguments of `value_and_grad` (`holomorphic`, `allow_int`…).
 
     Returns:
-      A function of the same arguments that returns `(value, grads)`, or
-      `((value, aux), grads)`: the value unscaled and float32 (float64 stays), aux
-      untouched, the gradients **scaled**, in the dtype of the arguments and in the
-      form that `value_and_grad` gives them: for `scale_aware`, which unscales them, or
-      for `loss_scale.unscale`.
+      A function with the signature of `fun` that returns `(value, grads)`, or
+      `((value, aux), grads)` with `has_aux`. The value is unscaled and float32 (float64
+      stays float64); aux is unchanged. The gradients are **scaled**; they have the
+      dtypes of the arguments and the structure that `value_and_grad` returns. Pass them
+      to `scale_aware`, which unscales them, or to `loss_scale.unscale`.
 
     Raises:
-      TypeError: `fun` or `value_and_grad` is not callable; in the call: `fun` returns
-        no pair where `has_aux` is set, or what cannot be differentiated; with JAX' own
-        `value_and_grad`, an argument to differentiate is or holds an nnx module, whose
-        changes of state would be lost, or a function, as equinox models do.
-      ValueError: there is no loss scale, or several, in `loss_scale`.
+      TypeError: `fun` or `value_and_grad` is not callable. In the call: `fun` returns
+        no pair although `has_aux` is set, or a value that cannot be differentiated;
+        with `jax.value_and_grad`, a differentiated argument contains an nnx module
+        (its state updates would be lost) or a function (as equinox models do).
+      ValueError: `loss_scale` holds no loss scale, or several.
 
     Examples:
       >>> from jmp_lite import StaticLossScale
@@ -78,7 +113,7 @@ def scaled_value_and_grad(
             value, aux = _pair(value)
         return scale(value), (value, aux)
 
-    if argnums != 0:  # the default of all of them; equinox' takes no others
+    if argnums != 0:  # 0 is the default everywhere; equinox accepts no argnums
         kwargs["argnums"] = argnums
     transformed = value_and_grad(scaled_loss, has_aux=True, **kwargs)
 
@@ -92,6 +127,36 @@ def scaled_value_and_grad(
     return fun_value_and_grad
 
 
+@overload
+def scaled_grad(
+    fun: Callable[P, Any],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, Any]: ...
+@overload
+def scaled_grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[True],
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, tuple[Any, Aux]]: ...
+@overload
+def scaled_grad(
+    fun: Callable[P, Any],
+    *,
+    loss_scale: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    **kwargs: Any,
+) -> Callable[P, Any]: ...
 def scaled_grad(
     fun: Callable[..., Any],
     *,
@@ -101,22 +166,25 @@ def scaled_grad(
     value_and_grad: Callable[..., Any] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """Return a function of the scaled gradients, as `jax.grad` mirrors its sibling.
+    """Return a function that computes scaled gradients.
+
+    The counterpart of `jax.grad`.
 
     Args:
-      fun: as for `scaled_value_and_grad`.
-      loss_scale: likewise.
-      argnums: likewise.
-      has_aux: likewise.
-      value_and_grad: likewise.
-      **kwargs: likewise.
+      fun: see `scaled_value_and_grad`.
+      loss_scale: a loss scale, or an optimiser state that holds one.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether `fun` returns a pair.
+      value_and_grad: the transformation that differentiates `fun`.
+      **kwargs: further arguments of `value_and_grad`.
 
     Returns:
-      A function that returns `grads`, or `(grads, aux)`; the gradients are scaled.
+      A function with the signature of `fun` that returns the **scaled** gradients, or
+      `(grads, aux)` with `has_aux`.
 
     Raises:
-      TypeError: as for `scaled_value_and_grad`.
-      ValueError: there is no loss scale, or several, in `loss_scale`.
+      TypeError: see `scaled_value_and_grad`.
+      ValueError: `loss_scale` holds no loss scale, or several.
 
     Examples:
       >>> from jmp_lite import StaticLossScale
@@ -141,11 +209,11 @@ def scaled_grad(
 
 
 def _check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None:
-    """Raise where JAX' own transformation is not the one for an argument's kind."""
+    """Raise if `jax.value_and_grad` cannot differentiate an argument of this kind."""
     indices = (argnums,) if isinstance(argnums, int) else argnums
     for index in indices:
         if not -len(args) <= index < len(args):
-            continue  # JAX says so
+            continue  # JAX raises its own error
         leaves = jax.tree_util.tree_leaves_with_path(
             args[index], is_leaf=compat.is_nnx_module
         )
@@ -155,17 +223,16 @@ def _check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Non
                 place = f"{place}, at {trees.key_path(path)!r}"
             if compat.is_nnx_module(leaf):
                 raise TypeError(
-                    f"jax.value_and_grad got an nnx module to differentiate ({place}), "
-                    "whose changes of state (batch statistics, random streams) it "
-                    "would lose. Pass value_and_grad=nnx.value_and_grad, or "
-                    "differentiate the parameters alone, as with jmp_lite.nnx."
-                    "TrainState."
+                    f"jax.value_and_grad got an nnx module to differentiate ({place}). "
+                    "Its state updates (batch statistics, random streams) would be "
+                    "lost. Pass value_and_grad=nnx.value_and_grad, or differentiate "
+                    "the parameters only, as with jmp_lite.nnx.TrainState."
                 )
             if callable(leaf) and not trees.is_array(leaf):
                 raise TypeError(
                     f"jax.value_and_grad got {leaf!r} to differentiate ({place}), "
-                    "which has no gradient. Of a model that holds functions, as "
-                    "equinox models do, differentiate the arrays: pass value_and_grad="
+                    "which has no gradient. For a model that holds functions, such as "
+                    "an equinox model, pass value_and_grad="
                     "equinox.filter_value_and_grad."
                 )
 

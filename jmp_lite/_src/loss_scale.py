@@ -1,9 +1,9 @@
-"""Loss scales: pytrees that lift small gradients into half precision's range.
+"""Loss scales: pytrees that scale small gradients into the range of half precision.
 
-A loss is multiplied by the scale before the backward pass and the gradients are
-divided by it after. The dynamic scale is found by trial: it is raised after a run of
-finite gradients and lowered when they overflow. All of it is state inside `jit`:
-nothing here looks at a value on the host.
+The loss is multiplied by the loss scale before the backward pass, and the gradients are
+divided by it afterwards. A dynamic loss scale grows after a number of finite steps and
+backs off when the gradients overflow. All of this runs inside `jit`; no value is read
+on the host.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from jmp_lite._src.policy import Policy, PolicyMap, get_policy
 
 T = TypeVar("T")
 
-# Between these, the scale and its inverse are both normal float32 numbers: beyond, one
-# of the two is flushed to 0 and so are the gradients.
+# The scale and its inverse must both be normal float32 numbers. Outside this range one
+# of the two is flushed to 0, and the gradients with it.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 _REFILLS = ("scale_change", "growth", "finite_step")
@@ -29,8 +29,8 @@ _REFILLS = ("scale_change", "growth", "finite_step")
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class NoOpLossScale(metaclass=compat.KnownToFlax):
-    """A loss scale that does nothing: for float32 and bfloat16.
+class NoOpLossScale(metaclass=compat.FlaxSerializable):
+    """A loss scale of 1, for float32 and bfloat16.
 
     Examples:
       >>> NoOpLossScale().scale(3.0)
@@ -43,26 +43,26 @@ class NoOpLossScale(metaclass=compat.KnownToFlax):
         return 1
 
     def scale(self, tree: T) -> T:
-        """Return the tree as it is."""
+        """Return the tree unchanged."""
         return tree
 
     def unscale(self, tree: T) -> T:
-        """Return the tree as it is."""
+        """Return the tree unchanged."""
         return tree
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
-        """Return this same loss scale."""
+        """Return this loss scale unchanged."""
         del grads_finite
         return self
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale(metaclass=compat.KnownToFlax):
-    """A loss scale that never changes, a constant of the program: it has no leaves.
+class StaticLossScale(metaclass=compat.FlaxSerializable):
+    """A constant loss scale: a static value without leaves.
 
     Args:
-      loss_scale: the factor, best a power of two: scaling is then exact.
+      loss_scale: the factor. Use a power of two, so that scaling is exact.
 
     Examples:
       >>> float(StaticLossScale(1024.0).unscale(jnp.float16(512)))
@@ -72,28 +72,28 @@ class StaticLossScale(metaclass=compat.KnownToFlax):
     loss_scale: Any = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self):
-        # Hashable, also when an array was given; a tracer stays what it is.
+        # A float is hashable, an array is not. A tracer has no value to convert.
         if trees.is_concrete_number(self.loss_scale):
             object.__setattr__(self, "loss_scale", float(self.loss_scale))
 
     def scale(self, tree: T) -> T:
-        """Return the tree times the scale, as `DynamicLossScale.scale` does."""
+        """Return the tree times the scale; see `DynamicLossScale.scale`."""
         return trees.multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Return the tree over the scale, as `DynamicLossScale.unscale` does."""
+        """Return the tree divided by the scale; see `DynamicLossScale.unscale`."""
         return trees.multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
-        """Return this same loss scale."""
+        """Return this loss scale unchanged."""
         del grads_finite
         return self
 
 
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale(metaclass=compat.KnownToFlax):
-    """A loss scale that finds the largest value which keeps gradients finite.
+class DynamicLossScale(metaclass=compat.FlaxSerializable):
+    """A loss scale that adapts to the largest value that keeps gradients finite.
 
     After each step, `adjust` applies::
 
@@ -106,28 +106,29 @@ class DynamicLossScale(metaclass=compat.KnownToFlax):
                        loss_scale = max(loss_scale * backoff_factor, min_loss_scale)
                        refill "scale_change": bad_steps = 0
 
-    Growth never lowers a scale that starts above its ceiling, backoff never raises one
-    that starts below its floor, and neither ever reaches 0 or inf. The first steps of a
-    run may overflow while the scale settles: that is how it is found.
+    Growth never lowers a scale that starts above `max_loss_scale`. Backoff never raises
+    a scale that starts below `min_loss_scale`. The scale never becomes 0 or inf. Expect
+    a few skipped steps at the start of a run, while the loss scale settles.
 
     Args:
-      loss_scale: the first scale, f32 `[]`, best a power of two: scaling is then exact.
+      loss_scale: the initial scale, f32 `[]`. Use a power of two, so that scaling is
+        exact.
       counter: finite steps since the scale last changed or a step overflowed, i32 `[]`.
-      period: grow after this many finite steps in a row, at least 1.
-      factor: what growth multiplies the scale by, above 1.
-      min_loss_scale: the floor.
-      backoff_factor: what an overflow multiplies the scale by, in (0, 1); the default
-        is `1 / factor`.
-      max_loss_scale: the ceiling. `2**24` is apex's.
-      hysteresis: this many overflows lower the scale once, at least 1.
-      hysteresis_refill: when the count of overflows starts anew: `"scale_change"` (as
-        TF1's `decr_every_n_nan_or_inf`), `"growth"` (as Megatron: once used up, each
-        overflow lowers until the scale has grown), or `"finite_step"` (as DeepSpeed's
-        consecutive hysteresis).
-      bad_steps: overflows counted so far, i32 `[]`; None where `hysteresis` is 1.
+      period: the number of consecutive finite steps before growth, at least 1.
+      factor: the growth factor, above 1.
+      min_loss_scale: the lower bound of the scale.
+      backoff_factor: the factor applied after an overflow, in (0, 1); the default is
+        `1 / factor`.
+      max_loss_scale: the upper bound of the scale. apex also uses `2**24`.
+      hysteresis: the number of overflows that lower the scale once, at least 1.
+      hysteresis_refill: the event that resets the count of overflows:
+        `"scale_change"` (TF1's `decr_every_n_nan_or_inf`); `"growth"` (Megatron: after
+        the first `hysteresis` overflows, each further one lowers the scale, until it
+        grows); or `"finite_step"` (DeepSpeed's consecutive hysteresis).
+      bad_steps: overflows counted so far, i32 `[]`; None if `hysteresis` is 1.
 
     Raises:
-      ValueError: a scale that is not positive, or a setting out of its range.
+      ValueError: the scale is not positive, or a setting is out of its range.
       TypeError: `min_loss_scale` or `max_loss_scale` is not a number known at trace
         time.
 
@@ -181,38 +182,39 @@ class DynamicLossScale(metaclass=compat.KnownToFlax):
             object.__setattr__(self, name, value)
 
     def scale(self, tree: T) -> T:
-        """Multiply the numbers of a tree by the scale.
+        """Multiply the floating and complex leaves of a tree by the scale.
 
         Args:
           tree: a loss, or any pytree.
 
         Returns:
-          The tree, f16 and bf16 leaves now f32 (a loss × 65536 would leave f16's
-          range); integers, bools, keys, `float0` and objects as they are.
+          The scaled tree. f16 and bf16 leaves become f32, because a scaled loss can
+          exceed the range of f16. Integers, bools, keys, `float0` and objects are
+          returned unchanged.
         """
         return trees.multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
-        """Divide the numbers of a tree by the scale.
+        """Divide the floating and complex leaves of a tree by the scale.
 
         Args:
           tree: gradients, or any pytree.
 
         Returns:
-          The tree, f16 and bf16 leaves now f32 (the result may be too small for half);
-          complex leaves stay complex; integers, bools, keys, `float0` and objects are
-          as they were.
+          The unscaled tree. f16 and bf16 leaves become f32, because the result can
+          underflow in half precision. Complex leaves stay complex. Integers, bools,
+          keys, `float0` and objects are returned unchanged.
         """
         return trees.multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
-        """Return the next loss scale.
+        """Return the loss scale for the next step.
 
         Args:
           grads_finite: whether the last gradients were finite, bool `[]`.
 
         Returns:
-          The scale after the rules above; every leaf keeps its dtype.
+          The loss scale after the update above; every leaf keeps its dtype.
 
         Raises:
           ValueError: `grads_finite` is not a scalar.
@@ -233,7 +235,7 @@ class DynamicLossScale(metaclass=compat.KnownToFlax):
         lowered = jnp.minimum(jnp.maximum(scale * self.backoff_factor, floor), scale)
         scale = jnp.where(grow, grown, jnp.where(lower, lowered, scale))
         leaves = [scale, jnp.where(grow, 0, counter), bad_steps]
-        # Not through the constructor: its checks would wait for the device.
+        # Unflatten skips the constructor, whose checks would block on the device.
         return jax.tree.unflatten(
             jax.tree.structure(self), [leaf for leaf in leaves if leaf is not None]
         )
@@ -283,8 +285,8 @@ def loss_scale_for(policy: Policy | PolicyMap | str) -> LossScale:
       policy: a policy, its string, or a `PolicyMap`.
 
     Returns:
-      `DynamicLossScale()` where anything is computed in float16, whose smallest number
-      is 6e-8; else `NoOpLossScale()`: bfloat16 has float32's range.
+      `DynamicLossScale()` if any compute dtype is float16, in which gradients below
+      6e-8 underflow. Otherwise `NoOpLossScale()`: bfloat16 has the range of float32.
 
     Examples:
       >>> loss_scale_for("mixed_bfloat16")
@@ -299,16 +301,16 @@ def loss_scale_for(policy: Policy | PolicyMap | str) -> LossScale:
 
 
 def get_loss_scale(tree: Any) -> LossScale:
-    """Return the one loss scale in a tree, at any depth.
+    """Return the only loss scale in a tree, at any depth.
 
     Args:
-      tree: a loss scale, an optimiser state, a whole train state, an `nnx.Optimizer`…
+      tree: a loss scale, an optimiser state, a train state, an `nnx.Optimizer`…
 
     Returns:
-      The loss scale, its leaves arrays, also where nnx keeps them in variables.
+      The loss scale. Its leaves are arrays, also if nnx stores them in variables.
 
     Raises:
-      ValueError: the tree holds none, or several.
+      ValueError: the tree holds no loss scale, or several.
 
     Examples:
       >>> get_loss_scale({"opt": (None, DynamicLossScale(8.0))}).loss_scale
@@ -319,12 +321,12 @@ def get_loss_scale(tree: Any) -> LossScale:
     )
     found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, LossScale)]
     if len(found) == 1:
-        return compat.without_variables(found[0][1])
+        return compat.unwrap_nnx_variables(found[0][1])
     if found:
         raise ValueError(
             "Expected one loss scale, found several, at "
-            f"{[trees.key_path(path) for path, _ in found]}: pass the part that is "
-            "meant."
+            f"{[trees.key_path(path) for path, _ in found]}: pass the part of the tree "
+            "that holds the one to use."
         )
     raise ValueError(
         "Found no loss scale in a tree of type "
@@ -335,10 +337,12 @@ def get_loss_scale(tree: Any) -> LossScale:
 
 
 def check_loss_scale(loss_scale: Any) -> None:
-    """Raise unless this is a loss scale whose value, where it is known, can scale.
+    """Raise unless this is a loss scale with a positive, finite value.
+
+    The value is not checked under `jit`, where it is not known.
 
     Raises:
-      TypeError: not a loss scale.
+      TypeError: this is not a loss scale.
       ValueError: its value is zero, negative, infinite or NaN.
     """
     if not isinstance(loss_scale, LossScale):
@@ -351,7 +355,7 @@ def check_loss_scale(loss_scale: Any) -> None:
 
 
 def _as_scalar(x: Any, dtype: Any) -> Any:
-    """Return a number or array as a jax array of this dtype, anything else as it is."""
+    """Convert a number or array to a jax array of this dtype; return others as is."""
     if isinstance(x, jax.Array):
         return x if x.dtype == dtype and not x.weak_type else x.astype(dtype)
     is_number = isinstance(x, np.ndarray | np.generic | int | float)
@@ -361,8 +365,8 @@ def _as_scalar(x: Any, dtype: Any) -> Any:
 def _static_number(x: Any, name: str) -> float:
     if not trees.is_concrete_number(x):
         raise TypeError(
-            f"Expected {name} to be a number known when the program is traced, got "
-            f"{x!r}: it is a constant of the program, not a part of the state."
+            f"Expected {name} to be a number known at trace time, got {x!r}: it is "
+            "static, not part of the state."
         )
     return float(x)
 
@@ -371,8 +375,8 @@ def _check_positive(scale: Any) -> None:
     value = float(scale)
     if not _SMALLEST <= value <= _LARGEST:
         raise ValueError(
-            f"Expected a positive, finite loss scale, got {value}; float32 holds it "
-            "and its inverse from 2**-126 to 2**126."
+            f"Expected a positive, finite loss scale, got {value}; the scale and its "
+            "inverse must be normal float32 numbers, 2**-126 to 2**126."
         )
 
 
@@ -388,6 +392,6 @@ def _warn_if_not_floating(x: Any, name: str) -> None:
     if is_integer:
         dtype = "int" if dtype is None else dtype
         warnings.warn(
-            f"Expected floating type for {name}, got {dtype}; it is made float32.",
+            f"Expected floating type for {name}, got {dtype}; it is cast to float32.",
             stacklevel=4,
         )

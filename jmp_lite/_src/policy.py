@@ -1,7 +1,7 @@
-"""Policies: which dtype parameters, computation and outputs have.
+"""Policies: the dtypes of parameters, computation and outputs.
 
-A `Policy` is three dtypes; a `PolicyMap` chooses a policy per leaf by its key path.
-Both are frozen, hashable and picklable, and static under `jit`: no arrays inside.
+A `Policy` holds three dtypes. A `PolicyMap` chooses a policy for each leaf by its key
+path. Both are frozen, hashable, picklable and static under `jit`: they hold no arrays.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ T = TypeVar("T")
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
-    """The dtypes of parameters, of computation, and of outputs.
+    """The dtypes of parameters, computation and outputs.
 
-    Casts touch the floating arrays of a tree (bf16, f16, f32, f64) and nothing else:
-    integers, bools, complex numbers, fp8, PRNG keys, `float0`, `None`, Python scalars
-    and other objects are returned as they are.
+    The casts change the floating arrays of a tree (bf16, f16, f32, f64). All other
+    leaves are returned unchanged: integers, bools, complex numbers, fp8, PRNG keys,
+    `float0`, `None`, Python scalars and other objects.
 
     Args:
-      param_dtype: what parameters are kept in between steps; a dtype or its name.
-      compute_dtype: what the forward and backward pass run in.
-      output_dtype: what a model hands to the loss.
+      param_dtype: the dtype that parameters are stored in; a dtype or its name.
+      compute_dtype: the dtype of the forward and backward pass.
+      output_dtype: the dtype of a model's outputs.
 
     Raises:
-      ValueError: an unknown name, or a dtype that is not floating.
-      TypeError: neither a name nor a dtype.
+      ValueError: a name is unknown, or a dtype is not floating.
+      TypeError: an argument is neither a name nor a dtype.
 
     Examples:
       >>> policy = Policy("float32", jnp.float16, "float32")
@@ -74,13 +74,13 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def check_device(self, device: Any = None) -> str | None:
-        """Warn, once, if half precision is not fast on a device.
+        """Warn if the compute dtype is slow on a device.
 
         Args:
-          device: a `jax.Device`; the default is the first one.
+          device: a `jax.Device`; the default is the first local device.
 
         Returns:
-          None where the compute dtype is fast, else the text of the warning.
+          None if the compute dtype is fast, otherwise the text of the warning.
 
         Examples:
           >>> Policy("full", "full", "full").check_device() is None
@@ -92,19 +92,19 @@ class Policy:
         return reason
 
     def __str__(self) -> str:
-        """Return the short form that `get_policy` reads back."""
+        """Return the short form of the policy, which `get_policy` parses."""
         param, compute, output = map(
             dtypes.dtype_name, (self.param_dtype, self.compute_dtype, self.output_dtype)
         )
         return f"p={param},c={compute},o={output}"
 
     def __repr__(self) -> str:
-        """Return an expression that makes an equal policy."""
+        """Return an expression that evaluates to an equal policy."""
         return f"get_policy({str(self)!r})"
 
 
-# Keras' names, whose layers keep float32 variables. Outputs are float32 here: Keras
-# asks its users to set that on the last layer by hand.
+# Keras' policy names; its layers keep float32 variables. Outputs are float32 here. In
+# Keras the user sets a float32 output on the last layer.
 _KERAS_POLICIES = {
     "mixed_float16": ("full", "f16", "full"),
     "mixed_bfloat16": ("full", "bf16", "full"),
@@ -125,22 +125,22 @@ def get_policy(policy: "str | Policy") -> Policy:
 
     The grammar is jmp's::
 
-      "float16"                         all three
-      "params=float32,compute=float16"  what is not said: params are float32, compute
-      "p=f32,c=f16,o=f32"               follows params, output follows compute
-      "mixed_float16"                   Keras' names: p=f32, c=f16, o=f32
-      "mixed"                           p=f32, o=f32, and the half dtype that trains
-                                        best on this device
+      "float16"                         all three dtypes
+      "params=float32,compute=float16"  defaults: params=float32, compute=params,
+      "p=f32,c=f16,o=f32"               output=compute
+      "mixed_float16"                   Keras' name for p=f32, c=f16, o=f32
+      "mixed"                           p=f32, o=f32, c=`recommended_half_dtype()`
 
     Args:
-      policy: such a string, or a `Policy`, which is returned as it is.
+      policy: a string, or a `Policy`, which is returned unchanged.
 
     Returns:
       The policy.
 
     Raises:
-      ValueError: the string has an unknown key or dtype; the known ones are listed.
-      TypeError: neither a string nor a `Policy`.
+      ValueError: the string has an unknown key or dtype; the message lists the known
+        ones.
+      TypeError: the argument is neither a string nor a `Policy`.
 
     Examples:
       >>> get_policy("compute=bfloat16, output=float32")
@@ -185,19 +185,18 @@ def get_policy(policy: "str | Policy") -> Policy:
 class PolicyMap:
     """A policy for each leaf, chosen by its key path.
 
-    Patterns are regular expressions that must match the whole path of a leaf
-    (`"decoder/layers/0/kernel"`, as `jax.tree_util.keystr(simple=True,
-    separator="/")` writes it); the first that matches decides.
+    Patterns are regular expressions. A pattern must match the whole key path of a leaf
+    (`"decoder/layers/0/kernel"`, the format of `jax.tree_util.keystr(simple=True,
+    separator="/")`). The first pattern that matches sets the policy.
 
     Args:
       default: the policy of leaves that no pattern matches; a `Policy` or its string.
-      rules: pattern to policy, in order of precedence.
-      allow_unused: a pattern that decided nothing is a mistake, and raises, unless
-        this is set.
+      rules: a mapping of patterns to policies, in order of precedence.
+      allow_unused: if False, a pattern that no leaf uses raises an error.
 
     Raises:
       ValueError: a pattern is not a regular expression, or a policy is unknown; in
-        the casts and `explain`: a pattern matched no leaf.
+        the casts and `explain`: no leaf uses a pattern.
       TypeError: `rules` is not a mapping.
 
     Examples:
@@ -207,11 +206,11 @@ class PolicyMap:
       {'dec/norm/scale': 'float32', 'dec/w': 'float16'}
 
     References:
-      Keras' DTypePolicyMap, which also asks for a full match.
+      Keras' DTypePolicyMap, which also requires a full match.
     """
 
-    default: Any  # given as a policy or its string, kept as a `Policy`
-    rules: Any = ()  # given as a mapping, kept as a tuple of pairs: it is hashable
+    default: Any  # accepts a policy or its string, stored as a `Policy`
+    rules: Any = ()  # accepts a mapping, stored as a hashable tuple of pairs
     allow_unused: bool = False
 
     def __post_init__(self):
@@ -247,32 +246,32 @@ class PolicyMap:
         return dataclasses.replace(self, default=default, rules=tuple(rules))
 
     def at(self, path: str) -> Policy:
-        """Return the policy of one key path."""
+        """Return the policy of a key path."""
         return self.rule_for(path) or self.default
 
     def rule_for(self, path: str) -> Policy | None:
-        """Return the policy that a pattern gives to a path, None if none matches."""
+        """Return the policy of the first pattern that matches a path, else None."""
         index = self._index_at(path)
         return None if index is None else self.rules[index][1]
 
     def pattern_for(self, path: str) -> str | None:
-        """Return the pattern that decides a path, None if none does."""
+        """Return the first pattern that matches a path, else None."""
         index = self._index_at(path)
         return None if index is None else self.rules[index][0]
 
     def explain(self, tree: Any, role: str = "compute") -> dict[str, Any]:
-        """List the dtype that each array of a tree is cast to.
+        """Return the dtype that each array of a tree is cast to.
 
         Args:
           tree: any pytree.
           role: `"param"`, `"compute"` or `"output"`.
 
         Returns:
-          Key path to dtype, in the order of the leaves; leaves without a dtype are
-          left out.
+          A dict of key path to dtype, in the order of the leaves, without leaves that
+          have no dtype.
 
         Raises:
-          ValueError: an unknown role; a pattern that decided nothing.
+          ValueError: the role is unknown; no leaf uses a pattern.
         """
         if role not in ("param", "compute", "output"):
             raise ValueError(f"Expected 'param', 'compute' or 'output', got {role!r}.")
@@ -292,14 +291,15 @@ class PolicyMap:
         }
 
     def check_unused(self, paths: Iterable[str], if_none: str = "") -> None:
-        """Raise if a pattern decides none of these paths, naming the nearest ones.
+        """Raise if a pattern sets the policy of none of these paths.
 
         Args:
           paths: key paths; `""` is the root.
-          if_none: what to say instead where there is no path but the root.
+          if_none: the explanation if the root is the only path.
 
         Raises:
-          ValueError: as said; never where `allow_unused` is set.
+          ValueError: names the pattern and the nearest paths; never raised if
+            `allow_unused` is set.
         """
         paths = list(paths)
         decided = {self._index_at(path) for path in paths}
@@ -310,8 +310,8 @@ class PolicyMap:
             if matched:
                 earlier = self.rules[self._index_at(matched[0])][0]
                 raise ValueError(
-                    f"The pattern {pattern!r} decides nothing: all that it matches, "
-                    f"such as {matched[0]!r}, is taken by the earlier {earlier!r}."
+                    f"The pattern {pattern!r} is never used: earlier patterns match "
+                    f"all of its paths, such as {matched[0]!r} (by {earlier!r})."
                 )
             near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
             why = f"A pattern must match the whole path; the nearest are {near}."
@@ -319,7 +319,7 @@ class PolicyMap:
                 why = if_none
             raise ValueError(
                 f"The pattern {pattern!r} matches no path. {why} (allow_unused=True "
-                "silences it.)"
+                "disables this check.)"
             )
 
     def _cast(self, tree: T, role: str) -> T:
@@ -360,7 +360,7 @@ def cast_to_full(tree: T) -> T:
       tree: any pytree.
 
     Returns:
-      The tree, as `cast_floating(tree, jnp.float32)` returns it.
+      `cast_floating(tree, jnp.float32)`.
 
     Examples:
       >>> cast_to_full(jnp.ones(2, jnp.bfloat16)).dtype
@@ -376,7 +376,7 @@ def cast_to_half(tree: T) -> T:
       tree: any pytree.
 
     Returns:
-      The tree, as `cast_floating(tree, half_dtype())` returns it.
+      `cast_floating(tree, half_dtype())`.
 
     Examples:
       >>> cast_to_half(jnp.ones(2)).dtype == dtypes.half_dtype()

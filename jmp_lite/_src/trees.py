@@ -1,8 +1,8 @@
-"""Pytrees of arrays: cast the floating leaves, check them, choose between two trees.
+"""Pytrees of arrays: cast floating leaves, check for finite values, select trees.
 
-A tree may hold anything: arrays of every kind, typed PRNG keys, `float0`, Python
-scalars, functions (equinox modules), `None`. Each function here says which leaves it
-looks at; all others come back as the very objects they were.
+A tree may hold any leaves: arrays of every dtype, typed PRNG keys, `float0`, Python
+scalars, functions (equinox modules), `None`. Each function documents which leaves it
+handles; all others are returned as the same objects.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ T = TypeVar("T")
 def register_dataclass(cls: type[T]) -> type[T]:
     """Register a dataclass as a pytree whose unflatten does not run `__init__`.
 
-    JAX unflattens with any leaf it likes: shardings, shapes, `object()`, the axis
-    numbers of `vmap`. A constructor that turns what a user passed into an array, and
-    says so when it is wrong, must not see those. Fields with
-    `metadata={"static": True}` are part of the tree's structure, the others children.
+    JAX unflattens pytrees with placeholder leaves: shardings, shapes, `object()`, axis
+    numbers of `vmap`. A constructor that converts and checks its arguments would reject
+    them. Fields with `metadata={"static": True}` are part of the tree structure; all
+    others are children.
 
     Args:
       cls: a frozen dataclass.
 
     Returns:
-      The same class, so that this is used as a decorator.
+      The same class, for use as a decorator.
     """
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType] - a dataclass
     static = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -57,7 +57,7 @@ def register_dataclass(cls: type[T]) -> type[T]:
 
 
 def is_array(x: Any) -> bool:
-    """Return whether a leaf is an array: jax, numpy, tracer or `ShapeDtypeStruct`."""
+    """Return whether a leaf is a jax or numpy array, tracer or `ShapeDtypeStruct`."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
@@ -71,12 +71,12 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 
     Args:
       tree: any pytree.
-      dtype: the dtype that its bf16, f16, f32 and f64 arrays shall have.
+      dtype: the dtype to cast bf16, f16, f32 and f64 arrays to.
 
     Returns:
-      The tree with those arrays cast; an array that has the dtype already, and every
-      other leaf (integers, bools, complex, fp8, keys, `float0`, Python scalars,
-      objects), is returned as it is.
+      The tree with those arrays cast. Arrays that already have the dtype and all other
+      leaves (integers, bools, complex, fp8, keys, `float0`, Python scalars, objects)
+      are returned unchanged.
 
     Examples:
       >>> tree = {"w": jnp.ones(2), "step": jnp.int32(3)}
@@ -94,8 +94,8 @@ def cast_like(tree: T, like: Any) -> T:
       like: a tree of the same structure.
 
     Returns:
-      The tree, each floating array in the dtype of its counterpart where that one is
-      a floating array as well.
+      The tree. Each floating array has the dtype of its counterpart, if that is a
+      floating array as well.
 
     Raises:
       ValueError: the trees differ in structure.
@@ -111,7 +111,7 @@ def cast_like(tree: T, like: Any) -> T:
 
 
 def cast_at_least_float32(tree: T) -> T:
-    """Cast the half-precision arrays of a tree up to float32; float64 stays."""
+    """Cast the half-precision arrays of a tree to float32; float64 is unchanged."""
     return jax.tree.map(
         lambda x: _cast(x, jnp.float32) if _is_half(x) else x,
         tree,
@@ -119,15 +119,15 @@ def cast_at_least_float32(tree: T) -> T:
 
 
 def multiply(tree: T, factor: Any) -> T:
-    """Multiply the numbers of a tree, half-precision ones as float32, by a scalar."""
+    """Multiply the inexact leaves of a tree by a scalar, half ones in float32."""
     return jax.tree.map(lambda x: _multiply(x, factor), tree)
 
 
 def all_finite(tree: Any) -> jax.Array:
     """Return whether every number in a tree is finite.
 
-    Looks at floating and complex arrays and Python numbers. Integers are finite;
-    keys, `float0`, fp8 and objects are not asked.
+    Checks floating and complex arrays and Python numbers. Integers are finite; keys,
+    `float0`, fp8 and objects are ignored.
 
     Args:
       tree: any pytree; an empty one is finite.
@@ -144,9 +144,9 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def is_inexact(x: Any) -> bool:
-    """Return whether a leaf is a number that can overflow: it scales, and is checked.
+    """Return whether a leaf is scaled and checked for finite values.
 
-    That is a castable or complex array, or a Python float or complex.
+    True for castable and complex arrays, and for Python float and complex numbers.
     """
     if isinstance(x, float | complex):
         return True
@@ -154,7 +154,7 @@ def is_inexact(x: Any) -> bool:
 
 
 def is_concrete_number(x: Any) -> bool:
-    """Return whether a value is here now: not a tracer, shape, sharding or object."""
+    """Return whether this is a scalar with a known value: not a tracer or object."""
     if isinstance(x, Tracer):
         return False
     if isinstance(x, np.ndarray | np.generic | jax.Array):
@@ -163,25 +163,25 @@ def is_concrete_number(x: Any) -> bool:
 
 
 class NotABooleanScalarError(TypeError, AssertionError):
-    """A predicate is not a boolean scalar (jmp raises AssertionError for it)."""
+    """A predicate is not a boolean scalar; jmp raises AssertionError in this case."""
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
-    """Choose one of two trees, leaf by leaf, without a branch.
+    """Select one of two trees, leaf by leaf, without a branch.
 
     Args:
       pred: bool, shape `[]`.
-      a: what to return where `pred` is true.
-      b: what to return where it is false; the same structure, and per leaf the same
-        shape and dtype.
+      a: the tree to return if `pred` is true.
+      b: the tree to return if `pred` is false; it has the structure of `a`, and its
+        leaves have the same shapes and dtypes.
 
     Returns:
-      The tree. Leaves that are the same object in both, and leaves that are no arrays
-      and equal (functions, strings), come back as they are.
+      The selected tree. Leaves that are the same object in both trees, and equal leaves
+      that are not arrays (functions, strings), are returned unchanged.
 
     Raises:
       TypeError: `pred` is not a boolean scalar.
-      ValueError: the trees, or two leaves, do not match.
+      ValueError: the trees differ in structure, or two leaves do not match.
 
     Examples:
       >>> float(select_tree(jnp.bool_(False), {"a": 1.0}, {"a": 2.0})["a"])
@@ -198,45 +198,45 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     )
 
 
-def unshare(tree: T) -> T:
+def copy_shared_buffers(tree: T) -> T:
     """Return a tree in which no two jax arrays share a buffer, so it can be donated.
 
     Args:
       tree: any pytree.
 
     Returns:
-      The tree. Of arrays that share a buffer, the first is there as it is and each
-      later one is a copy; other leaves are returned as they are.
+      The tree. If arrays share a buffer, all but the first of them are copied. Other
+      leaves are returned unchanged.
 
     Examples:
       >>> x = jnp.ones(2)
-      >>> a, b = unshare((x, x))
+      >>> a, b = copy_shared_buffers((x, x))
       >>> a is x, b is x
       (True, False)
     """
     seen = set()
 
-    def own(x):
-        buffers = compat.buffers_of(x)
+    def copy_if_shared(x):
+        buffers = compat.buffer_ids(x)
         x = x if seen.isdisjoint(buffers) else jnp.copy(x)
         seen.update(buffers)
         return x
 
-    return jax.tree.map(own, tree)
+    return jax.tree.map(copy_if_shared, tree)
 
 
 def first_difference(
     a: Any, b: Any, names: tuple[str, str] = ("the first", "the second")
 ) -> str | None:
-    """Return where two trees first differ in structure, None where they do not.
+    """Describe where two trees first differ in structure.
 
     Args:
-      a: any pytree; a None in it fits anything.
-      b: another one.
-      names: what to call the two.
+      a: any pytree; None in it matches any subtree of `b`.
+      b: the other pytree.
+      names: the names of the two trees in the description.
 
     Returns:
-      The path and what is different there.
+      The path and the difference, or None if the structures are equal.
 
     Examples:
       >>> first_difference({"w": 1, "b": 2}, {"w": {"x": 1}, "b": 2})
@@ -246,14 +246,15 @@ def first_difference(
 
 
 def key_path(path: Any) -> str:
-    """Return a key path as text, `"decoder/layers/0/kernel"`."""
+    """Return a key path as a string such as `"decoder/layers/0/kernel"`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _first_difference(a: Any, b: Any, names: Any, path: Any) -> str | None:
     if a is None or jax.tree.structure(a) == jax.tree.structure(b):
         return None
-    (level_a, kind_a, parts_a), (level_b, kind_b, parts_b) = _open(a), _open(b)
+    level_a, kind_a, parts_a = _split_root(a)
+    level_b, kind_b, parts_b = _split_root(b)
     where = repr(key_path(path)) if path else "the root"
     if kind_a != kind_b:
         return f"at {where}, {kind_a} in {names[0]}, {kind_b} in {names[1]}"
@@ -270,8 +271,8 @@ def _first_difference(a: Any, b: Any, names: Any, path: Any) -> str | None:
     return next((difference for difference in found if difference is not None), None)
 
 
-def _open(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
-    """Return the root of a tree as a structure and in words, and its parts by key."""
+def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
+    """Return the structure of a tree's root, its description and its children."""
     parts, level = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: x is not tree
     )
@@ -286,7 +287,7 @@ def _multiply(x: Any, factor: Any) -> Any:
     if not is_inexact(x):
         return x
     if not is_array(x):
-        # A Python number is a float32 of no dtype yet.
+        # A Python number has no dtype yet: it becomes float32.
         x = jnp.asarray(x, jnp.complex64 if isinstance(x, complex) else jnp.float32)
     x = cast_at_least_float32(x)
     return x * jnp.asarray(factor, x.dtype)
@@ -309,9 +310,9 @@ def _is_complex(dtype: Any) -> bool:
 
 
 def _is_number(x: Any) -> bool:
-    """Return whether a leaf is a value that `where` can choose."""
+    """Return whether `jnp.where` accepts a leaf."""
     if isinstance(x, np.ndarray | np.generic):
-        # Not NumPy's strings and objects.
+        # NumPy also has arrays of strings and objects.
         is_bool = x.dtype in (np.bool_, jax.dtypes.float0)
         return is_bool or jnp.issubdtype(x.dtype, np.number)
     return isinstance(x, jax.Array | bool | int | float | complex)
@@ -324,8 +325,8 @@ def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
         if type(x) is type(y) and np.all(x == y):
             return x
         raise ValueError(
-            f"select_tree cannot choose between {x!r} and {y!r} at {key_path(path)!r}: "
-            "leaves that are no arrays must be equal."
+            f"select_tree cannot select between {x!r} and {y!r} at {key_path(path)!r}: "
+            "leaves that are not arrays must be equal."
         )
     if getattr(x, "dtype", None) == jax.dtypes.float0:
         return x

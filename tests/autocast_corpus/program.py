@@ -20,7 +20,7 @@ CHECKS = (
     "grad_products",  # in the backward pass too
     "casts",  # none is made twice, none undoes another
     "grad_casts",  # in the backward pass too
-    "identity",  # nothing in class "lower": the same bits
+    "identity",  # nothing in class "half": the same bits
     "vmap_outside",  # vmap(autocast(f))
     "vmap_inside",  # autocast(vmap(f))
     "jvp",  # jvp(autocast(f))

@@ -1,6 +1,7 @@
 """`explain`: what autocast does with each operation of a function, and why."""
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,11 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, extras
+from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.ops import OpRules, default_rules
-from jmp_lite._src.autocast.plans import Plan, Step
-from jmp_lite._src.autocast.transform import check_policy, paint_call
+from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.plans import CastPlan
+from jmp_lite._src.autocast.transform import check_policy, plan_call
 from jmp_lite._src.jaxprs import name_scopes, sources
 from jmp_lite._src.policy import Policy, PolicyMap
 
@@ -23,7 +24,7 @@ _ALIGNMENT = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class OpDecision:
     """One operation.
 
     Attributes:
@@ -57,7 +58,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class AutocastReport:
     """What autocast does with a function.
 
     Attributes:
@@ -66,7 +67,7 @@ class Report:
         those of the program itself.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[OpDecision, ...]
     casts: int
 
     @property
@@ -91,22 +92,15 @@ class Report:
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        with extras.needed("numerics"):
-            from rich.table import Table
-
         share = f"{self.half_flops_share:.1%}"
-        table = Table(
+        return reports.rich_table(
+            _OP_COLUMNS if every_op else _LAYER_COLUMNS,
+            self._op_cells() if every_op else self._layer_cells(),
+            numbers=_NUMBERS,
             title=f"autocast: {share} of matrix-product FLOPs in half, "
             f"{self.casts} casts",
             caption="; ".join(f"{n} × {reason}" for reason, n in self.kept.items()),
         )
-        columns = _OP_COLUMNS if every_op else _LAYER_COLUMNS
-        for name in columns:
-            justify = "right" if name in _NUMBERS else "left"
-            table.add_column(name, justify=justify, overflow="fold")
-        for cells in self._op_cells() if every_op else self._layer_cells():
-            table.add_row(*cells)
-        return table
 
     def to_json(self) -> str:
         """Return the rows and totals as JSON."""
@@ -127,7 +121,7 @@ class Report:
             yield [
                 row.layer,
                 row.primitive,
-                row.line.rsplit("/", 1)[-1],
+                reports.short_line(row.line),
                 row.before,
                 row.after if row.is_half else "=",
                 flops,
@@ -136,11 +130,11 @@ class Report:
             ]
 
     def _layer_cells(self) -> Iterator[list[str]]:
-        layers: dict[str, list[Row]] = {}
+        layers: dict[str, list[OpDecision]] = {}
         for row in self.rows:
             layers.setdefault(row.layer, []).append(row)
         for layer, rows in layers.items():
-            report = Report(tuple(rows), 0)
+            report = AutocastReport(tuple(rows), 0)
             matmuls = [row for row in rows if row.flops]
             half = sum(row.is_half for row in matmuls)
             odd = sum(not row.aligned for row in matmuls)
@@ -157,14 +151,14 @@ class Report:
 
 _LAYER_COLUMNS = (
     "layer",
-    "products in half",
+    "products\nin half",
     "FLOPs",
     "not ×8",
-    "other ops in half",
+    "other ops\nin half",
     "kept in float32",
 )
 _OP_COLUMNS = ("layer", "op", "line", "before", "after", "FLOPs", "×8", "why")
-_NUMBERS = ("products in half", "FLOPs", "not ×8", "other ops in half")
+_NUMBERS = ("products\nin half", "FLOPs", "not ×8", "other ops\nin half")
 
 
 def explain(
@@ -172,7 +166,7 @@ def explain(
     policy: Policy | PolicyMap | str = "mixed",
     *,
     rules: OpRules | None = None,
-) -> Callable[..., Report]:
+) -> Callable[..., AutocastReport]:
     """Return a function of the same arguments that says what autocast would do.
 
     Args:
@@ -181,7 +175,7 @@ def explain(
       rules: likewise.
 
     Returns:
-      A function that returns a `Report`; nothing is computed.
+      A function that returns an `AutocastReport`; nothing is computed.
 
     Raises:
       TypeError: as `autocast`.
@@ -199,52 +193,52 @@ def explain(
     """
     policy, compute_dtype = check_policy(policy)
     if rules is None:
-        rules = default_rules(compute_dtype)
+        rules = OpRules.default(compute_dtype)
 
-    def explained(*args: Any, **kwargs: Any) -> Report:
-        painting = paint_call(fun, policy, compute_dtype, rules, args, kwargs)
-        before = painting.traced.closed
-        after = jax.make_jaxpr(lambda: painting.run())()
-        rows = tuple(_rows(painting.plan, "", 1, jnp.dtype(compute_dtype)))
-        return Report(rows, _count_casts(after) - _count_casts(before))
+    def explained(*args: Any, **kwargs: Any) -> AutocastReport:
+        planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
+        before = planned.traced.closed
+        after = jax.make_jaxpr(lambda: planned.run())()
+        rows = tuple(_rows(planned.plan, "", 1, jnp.dtype(compute_dtype)))
+        return AutocastReport(rows, _count_casts(after) - _count_casts(before))
 
     return explained
 
 
-def _rows(plan: Plan, scope: str, times: int, low_dtype: Any) -> Iterator[Row]:
-    for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
+def _rows(
+    plan: CastPlan, scope: str, times: int, half_dtype: Any
+) -> Iterator[OpDecision]:
+    for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
         layer = name_scopes.join(scope, name_scopes.of(eqn))
-        inner_times = times * eqn.params.get("length", 1) if step.bodies else times
-        for body in step.bodies:
-            yield from _rows(body, layer, inner_times, low_dtype)
-        if step.bodies:
+        inner_times = times * eqn.params.get("length", 1) if eqn_plan.bodies else times
+        for body in eqn_plan.bodies:
+            yield from _rows(body, layer, inner_times, half_dtype)
+        if eqn_plan.bodies:
             continue
-        yield Row(
+        yield OpDecision(
             layer=name_scopes.without_marks(layer),
             primitive=eqn.primitive.name,
             line=sources.source_line(eqn),
-            op_class=step.op_class,
-            before=_dtypes(eqn, Step("", (False,) * len(eqn.invars), (), ()), None),
-            after=_dtypes(eqn, step, low_dtype),
-            reason=step.reason,
+            op_class=eqn_plan.rule.name,
+            before=_dtypes(eqn),
+            after=_dtypes(eqn, eqn_plan.half_in, eqn_plan.half_out, half_dtype),
+            reason=eqn_plan.reason,
             flops=products.flops(eqn),
             aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(eqn)),
             times=times,
         )
 
 
-def _dtypes(eqn: Any, step: Step, low_dtype: Any) -> str:
-    def name(var, low):
-        dtype = low_dtype if low else getattr(var.aval, "dtype", None)
-        return "" if dtype is None else _SHORT.get(str(dtype), str(dtype))
+def _dtypes(eqn: Any, half_in: Any = (), half_out: Any = (), half_dtype: Any = None):
+    """Return the dtypes of an equation's operands and results."""
 
-    low_out = step.low_out or (False,) * len(eqn.outvars)
-    ins = [name(v, low) for v, low in zip(eqn.invars, step.low_in, strict=True)]
-    outs = [name(v, low) for v, low in zip(eqn.outvars, low_out, strict=True)]
+    def name(var, is_half):
+        dtype = half_dtype if is_half else getattr(var.aval, "dtype", None)
+        return "" if dtype is None else reports.short_dtype(dtype)
+
+    ins = itertools.starmap(name, itertools.zip_longest(eqn.invars, half_in))
+    outs = itertools.starmap(name, itertools.zip_longest(eqn.outvars, half_out))
     return f"{' '.join(ins)} -> {' '.join(outs)}"
-
-
-_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int32": "i32"}
 
 
 def _count_casts(jaxpr: Any) -> int:

@@ -1,13 +1,14 @@
 """The rule table of autocast: which primitive may run in half precision.
 
-Four classes; a primitive in none of them is kept in the dtype the program gave it.
+Five classes, as in `rules`:
 
-  lower   matrix products: operands cast to the compute dtype, results too, unless only
-          f32 is asked of them (then they come from the f32 accumulator)
-  full    what overflows, underflows or loses digits in half: operands stay f32
-  widest  elementwise arithmetic: half where every operand is, else f32
-  follow  moves and choices of numbers: as widest, but the value is still the same
-          number, so a parameter that was only moved is still a parameter
+  half         matrix products: half operands; the result is half, or float32 from the
+               accumulator where only float32 is used
+  float32      what overflows, underflows or loses digits in half
+  promote      elementwise arithmetic: half where every operand is, else float32
+  passthrough  moves and choices of elements: as promote, but a parameter that was only
+               moved is still a parameter
+  unchanged    everything that is not listed: runs as the program has it
 
 The table is data. Sources, by what their lists say of the op under its name there:
   tf      TensorFlow's auto_mixed_precision_lists.h: allow, infer, deny, clear
@@ -18,23 +19,23 @@ The table is data. Sources, by what their lists say of the op under its name the
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat
 
-OpClass = Literal["lower", "full", "widest", "follow", "keep"]
-CLASSES = ("lower", "full", "widest", "follow", "keep")
+OpClass = Literal["half", "float32", "promote", "passthrough", "unchanged"]
+CLASSES = get_args(OpClass)
 
-# What each class is made of: a group of primitives, and where the choice comes from.
+# Groups of primitives in each class, and the source of the choice.
 _TABLE: dict[OpClass, tuple[tuple[str, str], ...]] = {
-    "lower": (
+    "half": (
         ("dot_general ragged_dot ragged_dot_general", "tf allow, torch lower, apex 16"),
         ("conv_general_dilated", "tf allow, torch lower, apex 16"),
     ),
-    "full": (
+    "float32": (
         ("exp exp2 expm1 log log1p pow", "tf deny, torch fp32, apex 32"),
         ("rsqrt sqrt cbrt", "torch fp32 (rsqrt), apex 32"),
         ("sinh cosh tan asin acos asinh acosh atanh", "torch fp32, apex 32"),
@@ -48,14 +49,14 @@ _TABLE: dict[OpClass, tuple[tuple[str, str], ...]] = {
         ("add_any", "sums: of the gradients of what is used more than once"),
         ("rem floor ceil round", "torch promote (fmod); half has few whole numbers"),
     ),
-    "widest": (
+    "promote": (
         ("add sub mul div neg", "tf infer, torch promote"),
         ("max min abs sign clamp", "tf clear, torch promote"),
         ("square integer_pow", "tf infer; summed or in f16: f32"),
         ("tanh logistic erf erfc atan2", "tf infer, torch promote (atan2)"),
         ("one_minus_square", "the derivative of tanh, from jax 0.12 on"),
     ),
-    "follow": (
+    "passthrough": (
         ("broadcast_in_dim reshape transpose squeeze expand_dims rev copy", "tf clear"),
         ("slice dynamic_slice gather concatenate split pad tile", "tf clear"),
         ("dynamic_update_slice scatter select_n", "tf clear"),
@@ -68,32 +69,33 @@ _TABLE: dict[OpClass, tuple[tuple[str, str], ...]] = {
     ),
 }
 
-# f16 ends at 65504: a square does that to any x above 255. bf16 has f32's range.
-_FULL_IN_F16 = "square integer_pow"
+# float16 ends at 65504: the square of 256 overflows. bfloat16 has float32's range.
+_FLOAT32_IN_F16 = "square integer_pow"
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OpRules:
-    """Which class each primitive belongs to, and what becomes of matmul results.
+    """The class of each primitive, and the dtype of the results of matrix products.
 
     Args:
-      classes: primitive name to class, as a mapping or as pairs.
-      low_results: True: results of `lower` primitives are half, as torch has it.
-        False: only where every use of them leads to another `lower` primitive through
-        nothing that is kept in f32 (TensorFlow's painting); else they are f32.
+      classes: primitive name to class, as a mapping or as pairs. A class is `"half"`,
+        `"float32"`, `"promote"`, `"passthrough"` or `"unchanged"`.
+      half_results: True: results of `"half"` primitives are half, as in torch. False:
+        only where every use of them leads to another `"half"` primitive through
+        nothing that is kept in float32, as in TensorFlow's pass; else they are float32.
 
     Raises:
       ValueError: a class or a primitive is not known.
 
     Examples:
-      >>> rules = default_rules(jnp.float16).replace(tanh="full", sort="follow")
+      >>> rules = OpRules.default("float16").replace(tanh="float32", sort="passthrough")
       >>> rules.class_of("tanh"), rules.class_of("fft")
-      ('full', 'keep')
+      ('float32', 'unchanged')
     """
 
     classes: Any
-    low_results: bool = True
+    half_results: bool = True
 
     def __post_init__(self):
         pairs = dict(self.classes)
@@ -110,32 +112,60 @@ class OpRules:
             )
         object.__setattr__(self, "classes", tuple(sorted(pairs.items())))
 
+    @classmethod
+    def default(cls, compute_dtype: Any) -> "OpRules":
+        """Return the rules for a compute dtype.
+
+        bfloat16 has the range of float32 and few digits: results of matrix products are
+        half, as in torch. float16 has the digits and not the range: results are half
+        only on the way from one product to the next, and powers stay float32.
+
+        Args:
+          compute_dtype: `jnp.float16` or `jnp.bfloat16`, or its name.
+
+        Examples:
+          >>> OpRules.default(jnp.bfloat16).class_of("square")
+          'promote'
+          >>> OpRules.default(jnp.float16).class_of("square")
+          'float32'
+        """
+        classes = {
+            name: op_class
+            for op_class, groups in _TABLE.items()
+            for names, _ in groups
+            for name in names.split()
+        }
+        is_f16 = jnp.dtype(compute_dtype) == jnp.float16
+        if is_f16:
+            classes |= dict.fromkeys(_FLOAT32_IN_F16.split(), "float32")
+        return cls(classes, half_results=not is_f16)
+
     @functools.cached_property
     def _by_name(self) -> dict[str, OpClass]:
         return dict(self.classes)
 
     @property
     def lowers_anything(self) -> bool:
-        """Whether any primitive is in the class `lower`."""
-        return "lower" in self._by_name.values()
+        """Whether any primitive is in the class `"half"`."""
+        return "half" in self._by_name.values()
 
     def class_of(self, primitive: str) -> OpClass:
-        """Return the class of a primitive, `"keep"` where it is not listed."""
-        return self._by_name.get(primitive, "keep")
+        """Return the class of a primitive, `"unchanged"` if it is not listed."""
+        return self._by_name.get(primitive, "unchanged")
 
     def replace(
-        self, *, low_results: bool | None = None, **classes: OpClass
+        self, *, half_results: bool | None = None, **classes: OpClass
     ) -> "OpRules":
         """Return these rules with some primitives in another class.
 
         Args:
-          low_results: as in the constructor; None leaves it.
+          half_results: as in the constructor; None leaves it.
           **classes: primitive name to class (`scatter_add` stands for `scatter-add`).
         """
         renamed = {_PRINTED.get(name, name): c for name, c in classes.items()}
         return OpRules(
             {**dict(self.classes), **renamed},
-            self.low_results if low_results is None else low_results,
+            self.half_results if half_results is None else half_results,
         )
 
 
@@ -150,39 +180,9 @@ _SOURCES: dict[str, str] = {
 }
 
 
-def default_rules(compute_dtype: Any) -> OpRules:
-    """Return the rules for a compute dtype.
-
-    bf16 has the range of f32 and few digits: results of matrix products are low, as in
-    torch. f16 has the digits and not the range: they are low only on the way from one
-    product to the next, and powers stay f32.
-
-    Args:
-      compute_dtype: `jnp.float16` or `jnp.bfloat16`.
-
-    Returns:
-      The table of this module as `OpRules`.
-
-    Examples:
-      >>> default_rules(jnp.bfloat16).class_of("square")
-      'widest'
-      >>> default_rules(jnp.float16).class_of("square")
-      'full'
-    """
-    classes = {
-        name: op_class
-        for op_class, groups in _TABLE.items()
-        for names, _ in groups
-        for name in names.split()
-    }
-    if compute_dtype == jnp.float16:
-        classes |= dict.fromkeys(_FULL_IN_F16.split(), "full")
-    return OpRules(classes, low_results=compute_dtype != jnp.float16)
-
-
 def describe(dtypes: Iterable[Any] = (jnp.bfloat16, jnp.float16)) -> str:
     """Return the table as markdown: primitive, class per dtype, source."""
-    tables = [default_rules(dtype) for dtype in dtypes]
+    tables = [OpRules.default(dtype) for dtype in dtypes]
     names = [jnp.dtype(dtype).name for dtype in dtypes]
     lines = [f"| primitive | {' | '.join(names)} | source |", "|---" * 4 + "|"]
     for name, source in _SOURCES.items():

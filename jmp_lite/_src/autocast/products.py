@@ -13,34 +13,33 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import colours
-from jmp_lite._src.autocast.colours import IGNORED, Colour
+from jmp_lite._src.autocast.precision import IGNORED, Precision, is_f32, is_float
 from jmp_lite._src.jaxprs import binding
 
 NAMES = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 PRECISION_OF_CONTEXT = "the precision of jax.default_matmul_precision"
 
 
-def run(eqn: Any, operands: Sequence[Any], low_dtype: Any, low_result: bool) -> Any:
+def run(eqn: Any, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
     """Return the product of half operands.
 
     Args:
       eqn: the product's equation.
       operands: its operands, the first two in half.
-      low_dtype: the compute dtype.
-      low_result: whether the result is half, or f32 from the accumulator.
+      half_dtype: the compute dtype.
+      half_result: whether the result is half, or f32 from the accumulator.
     """
 
     def bind(dtype, *operands):
         preferred = {"preferred_element_type": jnp.dtype(dtype)}
         return binding.bind_here(eqn, operands, {**eqn.params, **preferred})[0]
 
-    if low_result:
-        return bind(low_dtype, *operands)
-    return _f32_product(bind, low_dtype, operands)
+    if half_result:
+        return bind(half_dtype, *operands)
+    return _f32_product(bind, half_dtype, operands)
 
 
-def _f32_product(bind: Callable[..., Any], low_dtype: Any, operands: Any) -> Any:
+def _f32_product(bind: Callable[..., Any], half_dtype: Any, operands: Any) -> Any:
     """Return a product of half operands in f32, whose derivatives are half products.
 
     The plain derivative of a product with an f32 result multiplies half by f32.
@@ -54,7 +53,7 @@ def _f32_product(bind: Callable[..., Any], low_dtype: Any, operands: Any) -> Any
 
     @jax.custom_jvp
     def product(*operands):
-        if low_dtype != jnp.bfloat16:
+        if half_dtype != jnp.bfloat16:
             return plain(*operands)
         # XLA has no kernel on the CPU for bf16 with an f32 result, and does not always
         # notice in time. The operands are rounded, so the product is the same.
@@ -67,7 +66,7 @@ def _f32_product(bind: Callable[..., Any], low_dtype: Any, operands: Any) -> Any
             if not isinstance(tangents[i], SymbolicZero):
                 mixed = list(primals)
                 mixed[i] = tangents[i]
-                terms.append(bind(low_dtype, *mixed))
+                terms.append(bind(half_dtype, *mixed))
         if not terms:
             return out, jnp.zeros_like(out)
         return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
@@ -121,12 +120,9 @@ def is_default_precision(precision: Any) -> bool:
     return precision is None or precision == jax.lax.Precision.DEFAULT
 
 
-def why_not_lower(eqn: Any, ins: Sequence[Colour]) -> str:
-    """Return why a product stays as it is, by its operands' colours; "" if not."""
-    if any(
-        colours.is_float(v) and not colours.is_f32(v)
-        for v in (*eqn.invars, *eqn.outvars)
-    ):
+def why_not_half(eqn: Any, ins: Sequence[Precision]) -> str:
+    """Return why a product stays as it is, "" if it runs in half."""
+    if any(is_float(v) and not is_f32(v) for v in (*eqn.invars, *eqn.outvars)):
         return "a dtype the program chose"
     if is_outer(eqn):
         return "an outer product: it sums nothing"

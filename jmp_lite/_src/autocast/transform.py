@@ -9,29 +9,46 @@ import collections
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, trees
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.ops import OpRules, default_rules
-from jmp_lite._src.autocast.paint import Painter
-from jmp_lite._src.autocast.plans import AsWritten, Plan
+from jmp_lite._src.autocast import rules as op_rules
+from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
+from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.plans import CastPlan
 from jmp_lite._src.autocast.regions import Regions
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+@overload
 def autocast(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     policy: Policy | PolicyMap | str = "mixed",
     *,
     rules: OpRules | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]: ...
+@overload
+def autocast(
+    *,
+    policy: Policy | PolicyMap | str = "mixed",
+    rules: OpRules | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def autocast(
+    fun: Any = ...,
+    policy: Policy | PolicyMap | str = "mixed",
+    *,
+    rules: OpRules | None = None,
+) -> Any:
     """Return a function that computes in half precision where that is safe.
 
     Matrix products run in the compute dtype; exponentials, logarithms, sums and losses
@@ -44,14 +61,15 @@ def autocast(
     In float16, train with a loss scale (`scale_aware`): autocast does not add one.
 
     Args:
-      fun: any JAX function, whatever control flow is in it.
+      fun: any JAX function, with any control flow. Without it, `autocast` returns a
+        decorator: `@autocast(policy="mixed_bfloat16")`.
       policy: a policy or its string; its `compute_dtype` is float16 or bfloat16. A
         `PolicyMap` has patterns over name-scope paths (`"decoder/layer_3/attention"`;
         flax's modules enter one each), which hold for all that is inside the scope: one
         whose policy computes in float32 leaves it alone, one with a float32
         `output_dtype` gives its matrix products' results in float32.
       rules: which primitive is in which class; the default is
-        `default_rules(compute_dtype)`.
+        `OpRules.default(compute_dtype)`.
 
     Returns:
       A function of the same signature and the same output dtypes. Arguments that are
@@ -71,26 +89,34 @@ def autocast(
       >>> "bf16[4,8] = dot_general" in str(jaxpr), jaxpr.out_avals[0].dtype
       (True, dtype('float32'))
 
+      >>> @autocast(policy="mixed_bfloat16")
+      ... def product(w, x):
+      ...     return x @ w
+      >>> "bf16" in str(jax.make_jaxpr(product)(w, x))
+      True
+
     References:
       torch.amp.autocast; TensorFlow's auto_mixed_precision graph pass.
     """
+    if fun is ...:
+        return functools.partial(autocast, policy=policy, rules=rules)
     _check_function(fun, "autocast")
     policy, compute_dtype = check_policy(policy)
     if rules is None:
-        rules = default_rules(compute_dtype)
+        rules = OpRules.default(compute_dtype)
     if not isinstance(rules, OpRules):
         raise TypeError(f"Expected OpRules, got {rules!r}.")
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        painting = paint_call(fun, policy, compute_dtype, rules, args, kwargs)
-        if not painting.is_any_lowered() and rules.lowers_anything:
+        planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
+        if not planned.is_any_lowered() and rules.lowers_anything:
             warnings.warn(
-                f"autocast lowered nothing in {name_of(fun)}: {painting.why()}",
+                f"autocast lowered nothing in {name_of(fun)}: {planned.why()}",
                 stacklevel=2,
             )
         with jax.named_scope(name_scopes.AUTOCAST):
-            return painting.run()
+            return planned.run()
 
     return wrapped
 
@@ -104,7 +130,7 @@ _WANTS_NUMBERS = (
 )
 
 
-def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     """Return a function that `autocast` leaves alone: all in it runs as written.
 
     Args:
@@ -133,7 +159,7 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
+def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
     """Return a function of the same values whose gradients are summed in float32.
 
     For code that is cast to half precision by hand or by `policy.cast_to_compute`. What
@@ -184,43 +210,43 @@ def sums_in_float32(fun: Callable[..., Any]) -> Callable[..., Any]:
                 stacklevel=2,
             )
             return out
-        planner = AsWritten()
-        plan = planner.paint_traced(traced.closed)
-        outs = Rewriter(planner).run(plan, plan.low_out, *traced.args)
+        as_written = AsWritten()
+        plan = as_written.plan_closed(traced.closed)
+        outs = Rewriter(as_written).run(plan, plan.half_out, *traced.args)
         return traced.restore(outs)
 
     return wrapped
 
 
-class Painting:
+class PlannedCall:
     """A function traced on its arguments, and the plan for it."""
 
-    def __init__(self, traced: Traced, painter: Painter, plan: Plan):
-        self.traced, self.painter, self.plan = traced, painter, plan
+    def __init__(self, traced: Traced, analyzer: Analyzer, plan: CastPlan):
+        self.traced, self.analyzer, self.plan = traced, analyzer, plan
 
     def run(self) -> Any:
         """Return what the function returns, in the dtypes that it would have."""
         plan = self.plan
-        outs = Rewriter(self.painter).run(
-            plan, (False,) * len(plan.low_out), *self.traced.args
+        outs = Rewriter(self.analyzer).run(
+            plan, (False,) * len(plan.half_out), *self.traced.args
         )
         return self.traced.restore(outs)
 
     def is_any_lowered(self) -> bool:
         """Return whether any product runs in half."""
         return any(
-            step.op_class == "lower" and any(step.low_in)
+            eqn_plan.rule is op_rules.PRODUCT and any(eqn_plan.half_in)
             for plan in _plans(self.plan)
-            for step in plan.steps
+            for eqn_plan in plan.eqn_plans
         )
 
     def why(self) -> str:
         """Return why no product runs in half, where none does."""
         kept = collections.Counter()
         for plan in _plans(self.plan):
-            for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
-                count = 0 if step.bodies else products.count(eqn)
-                kept[step.reason] += count
+            for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
+                count = 0 if eqn_plan.bodies else products.count(eqn)
+                kept[eqn_plan.reason] += count
         kept = +kept  # without those of which there is none
         if not kept:
             return "it has no matrix product."
@@ -235,22 +261,22 @@ class Painting:
         return why
 
 
-def paint_call(
+def plan_call(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap,
     compute_dtype: Any,
     rules: OpRules,
     args: Any,
     kwargs: Any,
-) -> Painting:
-    """Trace a call and paint it."""
+) -> PlannedCall:
+    """Trace a call, and decide what runs in half."""
     _check_arguments((args, kwargs))
     traced = trace(fun, args, kwargs)
     regions = Regions(policy)
-    painter = Painter(rules, regions, compute_dtype)
-    plan = painter.paint_traced(traced.closed)
+    analyzer = Analyzer(rules, regions, compute_dtype)
+    plan = analyzer.plan_closed(traced.closed)
     regions.check_unused(name_of(fun))
-    return Painting(traced, painter, plan)
+    return PlannedCall(traced, analyzer, plan)
 
 
 def check_policy(
@@ -277,10 +303,10 @@ def check_policy(
     return policy, halves.pop()
 
 
-def _plans(plan: Plan) -> list[Plan]:
+def _plans(plan: CastPlan) -> list[CastPlan]:
     found = [plan]
-    for step in plan.steps:
-        for body in step.bodies:
+    for eqn_plan in plan.eqn_plans:
+        for body in eqn_plan.bodies:
             found += _plans(body)
     return found
 

@@ -1,8 +1,9 @@
-"""The values of a jaxpr's variables as it runs: as they were made, as they are read.
+"""The values of variables while a plan runs, and how equations read them in half.
 
-A variable has at most two values, the one it was made as and its cast, each made once.
-Every read in half precision differentiates as a cast of its own: the gradients of what
-is used many times, or broadcast, are summed in float32 (`sums` says how).
+A variable has at most two values, the one that its equation returned and the cast of
+it; each is computed once. Every read in half precision is differentiated as a cast of
+its own, so that the gradients of what is read many times, or broadcast, are summed in
+float32: see `sums`.
 """
 
 import collections
@@ -19,19 +20,20 @@ from jax import lax
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import sums
-from jmp_lite._src.autocast.colours import F32, is_f32, is_float
+from jmp_lite._src.autocast.precision import F32, is_f32, is_float
 from jmp_lite._src.jaxprs import binding
 
-# The sum of two half gradients is rounded once, as it would be in float32.
+# A sum of two half gradients is rounded once, as is a float32 sum that is then cast:
+# from three terms on, it is computed in float32.
 _MANY_READS = 3
 
-# They change no number and repeat none: a cast may as well come after them.
+# Moves that neither change nor repeat elements: they commute with a cast.
 _MOVES = frozenset("reshape transpose squeeze expand_dims rev".split())
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
-    """How one equation uses its half operands.
+class EqnReads:
+    """How one equation reads its half operands.
 
     Attributes:
       half: per operand, whether it is half, or read in half.
@@ -48,52 +50,56 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True)
-class Uses:
-    """How a jaxpr uses its half values.
+class Reads:
+    """How a jaxpr reads its half values.
 
     Attributes:
       of: how an equation does, by its `id`, for those that have half operands.
-      many: the variables of so many half gradients that their sum is to be float32.
+      many: the variables that are read so often that their gradients are to be summed
+        in float32.
       differentiated: the variables through which a gradient may pass.
-      is_rule: whether the jaxpr is a rule for derivatives. JAX transposes it as it
-        stands, so that an operation on a tangent is to be linear in it.
+      is_rule: whether the jaxpr is a rule for derivatives. JAX transposes it as it is,
+        so an operation on a tangent must be linear in it.
     """
 
-    of: Mapping[int, Use]
+    of: Mapping[int, EqnReads]
     many: frozenset[Any]
     differentiated: frozenset[Any]
     is_rule: bool = False
 
 
-def find_uses(
-    jaxpr: Any, low_in: Sequence[Sequence[bool]], is_rule: bool = False
-) -> Uses:
-    """Return how a jaxpr uses its half values.
+def find_reads(
+    jaxpr: Any, half_in: Sequence[Sequence[bool]], is_rule: bool = False
+) -> Reads:
+    """Return how a jaxpr reads its half values.
 
     Args:
       jaxpr: the jaxpr, open.
-      low_in: per equation and operand, whether a float32 operand is read in half.
+      half_in: per equation and operand, whether a float32 operand is read in half.
       is_rule: whether the jaxpr is a rule for derivatives.
     """
     differentiated = _differentiated(jaxpr)
     of, reads, reads_in_f32 = {}, collections.Counter(), set()
     inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
-    for eqn, low in zip(jaxpr.eqns, low_in, strict=True):
-        half = _half_operands(eqn, low)
+    for eqn, cast_in in zip(jaxpr.eqns, half_in, strict=True):
+        half = [
+            is_cast or sums.is_half(v)
+            for v, is_cast in zip(eqn.invars, cast_in, strict=True)
+        ]
         variables = list(_variables(eqn.invars))
         inputs.update(
             dict.fromkeys(eqn.outvars, _union(inputs.get(v, 0) for v in variables))
         )
         is_differentiated = not differentiated.isdisjoint(eqn.outvars)
         if any(half) and is_differentiated:
-            of[id(eqn)] = _use(eqn, half, differentiated, inputs)
+            of[id(eqn)] = _eqn_reads(eqn, half, differentiated, inputs)
             reads.update(_variables(itertools.compress(eqn.invars, half)))
         if not all(half) and is_differentiated:
             reads_in_f32.update(v for v in variables if is_f32(v))
     reads.update(_variables(jaxpr.outvars))
     reads.update(reads_in_f32)
     many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
-    return Uses(of, many, differentiated, is_rule)
+    return Reads(of, many, differentiated, is_rule)
 
 
 def _variables(operands: Iterable[Any]) -> Iterator[Any]:
@@ -104,14 +110,8 @@ def _floats(operands: Iterable[Any]) -> Iterable[Any]:
     return filter(is_float, _variables(operands))
 
 
-def _half_operands(eqn: Any, low: Sequence[bool]) -> Sequence[bool]:
-    return [
-        is_low or sums.is_half(v) for v, is_low in zip(eqn.invars, low, strict=True)
-    ]
-
-
 def _differentiated(jaxpr: Any) -> frozenset[Any]:
-    """Return the variables on the way from float inputs to float outputs."""
+    """Return the variables between float inputs and float outputs."""
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
     of_inputs = set(_floats([*jaxpr.constvars, *jaxpr.invars]))
     for eqn in eqns:
@@ -124,7 +124,9 @@ def _differentiated(jaxpr: Any) -> frozenset[Any]:
     return frozenset(of_inputs & of_outputs)
 
 
-def _use(eqn: Any, half: Any, differentiated: Any, inputs: Mapping[Any, int]) -> Use:
+def _eqn_reads(
+    eqn: Any, half: Any, differentiated: Any, inputs: Mapping[Any, int]
+) -> EqnReads:
     name, like, smaller = eqn.primitive.name, {}, []
     if name in sums.JOINING:
         shape = eqn.outvars[0].aval.shape
@@ -139,7 +141,7 @@ def _use(eqn: Any, half: Any, differentiated: Any, inputs: Mapping[Any, int]) ->
     may_sum = not differentiated.isdisjoint(
         _variables(itertools.compress(eqn.invars, half))
     )
-    return Use(half, like, smaller, may_sum and sums.sums_backward(eqn))
+    return EqnReads(half, like, smaller, may_sum and sums.sums_backward(eqn))
 
 
 def _covering(operands: Any, inputs: Mapping[Any, int], var: Any) -> Sequence[Any]:
@@ -158,26 +160,26 @@ def _union(bits: Iterable[int]) -> int:
     return functools.reduce(operator.or_, bits, 0)
 
 
-_NO_USES = Uses({}, frozenset(), frozenset())
+_NO_READS = Reads({}, frozenset(), frozenset())
 
 
 class Values:
-    """The values of variables.
+    """The values of the variables of one jaxpr, in half and in float32.
 
     Args:
-      low_dtype: the compute dtype.
-      uses: how the jaxpr uses them; by default, no derivative is taken.
-      numbers: the variables that are numbers of the program, which half can hold.
+      half_dtype: the compute dtype.
+      reads: how the jaxpr reads them; by default, no derivative is taken.
+      numbers: the variables that are numbers which the compute dtype represents.
     """
 
     def __init__(
         self,
-        low_dtype: Any,
-        uses: Uses = _NO_USES,
+        half_dtype: Any,
+        reads: Reads = _NO_READS,
         numbers: frozenset[Any] = frozenset(),
     ):
-        self.low_dtype = low_dtype
-        self.uses, self.numbers = uses, numbers
+        self.half_dtype = half_dtype
+        self.reads, self.numbers = reads, numbers
         self._made: dict[Any, Any] = {}
         # The cast of a float32 value to half, or the float32 value of a half one.
         self._cast: dict[Any, Any] = {}
@@ -186,22 +188,22 @@ class Values:
         self._moved_by: dict[Any, Any] = {}
 
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Note the values of variables, in the dtypes they were made in."""
+        """Set the values of variables, in the dtypes in which they were computed."""
         self._made.update(zip(variables, values, strict=True))
 
     def read_as_made(self, var: Any) -> Any:
-        """Return a value in the dtype it was made in."""
+        """Return a value in the dtype in which it was computed."""
         return self._made[var]
 
-    def read(self, variables: Sequence[Any], low: Sequence[bool]) -> list[Any]:
-        """Return values, each in half or in the dtype that the program gave it."""
+    def read(self, variables: Sequence[Any], half: Sequence[bool]) -> list[Any]:
+        """Return values, in half where `half` says so, else in the program's dtype."""
         return [
-            self._in_half(v) if is_low or sums.is_half(v) else self._as_written(v)
-            for v, is_low in zip(variables, low, strict=True)
+            self._in_half(v) if is_half or sums.is_half(v) else self._as_written(v)
+            for v, is_half in zip(variables, half, strict=True)
         ]
 
     def in_f32(self, var: Any) -> Any:
-        """Return a float value in float32: as it was before it was cast, if it was."""
+        """Return a float value in float32: the one that was cast to half, if it was."""
         value = self._made[var]
         if value.dtype == F32:
             return value
@@ -214,47 +216,54 @@ class Values:
             )
         return self._cast[var]
 
-    def apply(self, eqn: Any, low: Sequence[bool]) -> list[Any]:
-        """Run an equation; its transpose sums in float32.
+    def cast_to_half(self, values: Sequence[Any], half: Sequence[bool]) -> list[Any]:
+        """Return new values, cast where `half` says so."""
+        return [
+            lax.convert_element_type(x, self.half_dtype) if is_half else x
+            for x, is_half in zip(values, half, strict=True)
+        ]
+
+    def apply(self, eqn: Any, half: Sequence[bool]) -> list[Any]:
+        """Return the results of an equation, whose transpose sums in float32.
 
         Args:
           eqn: the equation.
-          low: per operand, whether a float32 one is read in half.
+          half: per operand, whether a float32 one is read in half.
         """
         self._note_origin(eqn)
-        use, joins = self.uses.of.get(id(eqn)), eqn.primitive.name in sums.JOINING
-        if use is None:  # it has no half operands, or no derivative
+        reads, joins = self.reads.of.get(id(eqn)), eqn.primitive.name in sums.JOINING
+        if reads is None:  # it has no half operands, or no derivative
             operands = [
-                self._value_in_half(v, joins)[0] if is_low else self._as_written(v)
-                for v, is_low in zip(eqn.invars, low, strict=True)
+                self._value_in_half(v, joins)[0] if is_half else self._as_written(v)
+                for v, is_half in zip(eqn.invars, half, strict=True)
             ]
             return binding.bind_here(eqn, operands)
-        if self.uses.is_rule and (use.smaller or use.sums_backward):
+        if self.reads.is_rule and (reads.smaller or reads.sums_backward):
             (out,) = eqn.outvars
-            dtype = self.low_dtype if is_f32(out) else out.aval.dtype
-            return sums.in_float32(eqn, self._all_in_f32(eqn, use), dtype)
+            dtype = self.half_dtype if is_f32(out) else out.aval.dtype
+            return sums.in_float32(eqn, self._all_in_f32(eqn, reads), dtype)
         operands = [
             self._value_in_half(v, joins)[0]
-            if i in use.smaller
-            else self._in_half(v, joins, self._like(use, i))
+            if i in reads.smaller
+            else self._in_half(v, joins, self._like(reads, i))
             if is_half
             else self._as_written(v)
-            for i, (v, is_half) in enumerate(zip(eqn.invars, use.half, strict=True))
+            for i, (v, is_half) in enumerate(zip(eqn.invars, reads.half, strict=True))
         ]
-        if use.smaller:
-            return [self._broadcast(eqn, operands, use)]
-        if use.sums_backward:
-            return sums.bind(eqn, operands, self._all_in_f32(eqn, use))
+        if reads.smaller:
+            return [self._broadcast(eqn, operands, reads)]
+        if reads.sums_backward:
+            return sums.bind(eqn, operands, self._all_in_f32(eqn, reads))
         return binding.bind_here(eqn, operands)
 
-    def _all_in_f32(self, eqn: Any, use: Use) -> list[Any]:
+    def _all_in_f32(self, eqn: Any, reads: EqnReads) -> list[Any]:
         return [
             self._as_written(v)
             if not is_half
             else np.asarray(v.val, F32)
             if compat.is_literal(v)
             else self.in_f32(v)
-            for v, is_half in zip(eqn.invars, use.half, strict=True)
+            for v, is_half in zip(eqn.invars, reads.half, strict=True)
         ]
 
     def _as_written(self, var: Any) -> Any:
@@ -271,42 +280,44 @@ class Values:
           like: values that `vmap` may map and it may not.
         """
         value, has_derivative = self._value_in_half(var, joins)
-        if (has_derivative and not like) or var not in self.uses.differentiated:
+        if (has_derivative and not like) or var not in self.reads.differentiated:
             return value
         return sums.differentiate_as(value, self.in_f32(var), *like)
 
     def _value_in_half(self, var: Any, joins: bool) -> tuple[Any, bool]:
         """Return a value in half, and whether it has the derivative of this cast."""
         if compat.is_literal(var):
-            value = np.asarray(var.val, self.low_dtype) if is_f32(var) else var.val
+            value = np.asarray(var.val, self.half_dtype) if is_f32(var) else var.val
             return value, True
         value = self._made[var]
-        if not is_f32(var) or value.dtype == self.low_dtype:
-            return value, var not in self.uses.many
-        if joins and self.low_dtype == jnp.bfloat16 and var not in self.numbers:
+        if not is_f32(var) or value.dtype == self.half_dtype:
+            return value, var not in self.reads.many
+        if joins and self.half_dtype == jnp.bfloat16 and var not in self.numbers:
             if var not in self._saturated:
-                self._saturated[var] = sums.saturate(value, self.low_dtype)
+                self._saturated[var] = sums.saturate(value, self.half_dtype)
             return self._saturated[var], False
         is_first = var not in self._cast
         if is_first:
-            self._cast[var] = lax.convert_element_type(value, self.low_dtype)
+            self._cast[var] = lax.convert_element_type(value, self.half_dtype)
         return self._cast[var], is_first
 
-    def _like(self, use: Use, index: int) -> Sequence[Any]:
-        if self.uses.is_rule:  # it may be a tangent, and then so would be the result
+    def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
+        if self.reads.is_rule:  # it may be a tangent, and then so would be the result
             return ()
-        return [self._made[v] for v in use.like.get(index, ())]
+        return [self._made[v] for v in reads.like.get(index, ())]
 
-    def _broadcast(self, eqn: Any, operands: list[Any], use: Use) -> Any:
+    def _broadcast(self, eqn: Any, operands: list[Any], reads: EqnReads) -> Any:
         """Run an elementwise equation some of whose half operands are smaller."""
         name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-        first = use.smaller[0]
-        if len(use.smaller) == 1 and (name == "mul" or (name == "div" and first == 1)):
+        first = reads.smaller[0]
+        if len(reads.smaller) == 1 and (
+            name == "mul" or (name == "div" and first == 1)
+        ):
             factor = operands[first], self.in_f32(eqn.invars[first])
-            like = self._like(use, first)
+            like = self._like(reads, first)
             return sums.scale(eqn, operands[1 - first], *factor, *like)
-        for i in use.smaller:
-            in_f32, like = self.in_f32(eqn.invars[i]), self._like(use, i)
+        for i in reads.smaller:
+            in_f32, like = self.in_f32(eqn.invars[i]), self._like(reads, i)
             operands[i] = sums.spread(operands[i], in_f32, shape, *like)
         return binding.bind_here(eqn, operands)[0]
 

@@ -1,12 +1,13 @@
-"""The folder of a run: which checkpoints it holds, and who may write there.
+"""The folder of a run: its checkpoints, and the lock for writing to it.
 
-Orbax names a checkpoint `<step>` when it is complete. One that is saved anew waits as
-`replaced_<step>` meanwhile, so that one of the two is complete at any moment.
+Orbax names a checkpoint `<step>` when it is complete. If a step is saved again, the old
+checkpoint is renamed to `replaced_<step>` until the new one is complete, so that a
+complete checkpoint of the step exists at any time.
 
-Whoever saves holds a lock on the file `.writer` in the folder (`flock`): the operating
-system lets go of it when the process ends, however it ends. It is held against threads
-and processes of this machine, and against other hosts where the file system has locks
-that hosts share, as NFS does. Object stores (`gs://`) and Windows have none.
+`save` holds a lock (`flock`) on the file `.writer` in the folder. The operating system
+releases it when the process ends for any reason. It excludes other threads and
+processes on this machine, and on other hosts if the file system shares locks between
+hosts, as NFS does. There is no lock on object stores (`gs://`) and on Windows.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jmp_lite._src.checkpoint.leaves import some
+from jmp_lite._src.checkpoint.leaves import summarize
 
 if sys.platform != "win32":
     import fcntl
@@ -35,15 +36,15 @@ _REPLACED = ocp.path.step.standard_name_format(step_prefix="replaced")
 _LOCK = ".writer"
 
 
-def root_of(folder: str | os.PathLike[str]) -> epath.Path:
-    """Return the absolute path of a folder, or its address; `~` is the home folder.
+def resolve_folder(folder: str | os.PathLike[str]) -> epath.Path:
+    """Return the absolute path or URL of a folder; `~` is the home folder.
 
     Raises:
-      ValueError: it is a file, or a folder above it is.
+      ValueError: the folder or one of its parents is a file.
     """
     root = epath.Path(folder).expanduser()
     if _is_local(root):
-        root = root.absolute()  # of an address, it would make a folder here
+        root = root.absolute()  # it would turn a URL into a local path
         there = next(path for path in (root, *root.parents) if path.exists())
         if not there.is_dir():
             raise ValueError(
@@ -56,7 +57,7 @@ def step_number(step: Any) -> int:
     """Return a step as an int.
 
     Raises:
-      ValueError: it is not a whole number of at least 0.
+      ValueError: the step is not an integer of at least 0.
     """
     try:
         number = np.asarray(step)
@@ -65,36 +66,39 @@ def step_number(step: Any) -> int:
     if number.ndim:
         raise ValueError(
             f"Expected one step, got an array of shape {list(number.shape)}: a "
-            "replicated state (pmap) has one per device. Give step=, or take the first."
+            "replicated state (pmap) has one step per device. Pass step=, or the state "
+            "of one device."
         )
     is_number = number.dtype.kind in "iuf"
     if is_number and math.isfinite(number) and number != int(number):
         raise ValueError(f"Expected a whole number for the step, got {step}.")
     if not is_number or not number >= 0 or not math.isfinite(number):
         raise ValueError(
-            f"Expected a step of at least 0, got {step}: give step=, or a state that "
-            "has a .step."
+            f"Expected a step of at least 0, got {step}: pass step=, or a state with a "
+            "field step."
         )
     return int(number)
 
 
-def steps_in(root: epath.Path) -> dict[int, epath.Path]:
-    """Return the complete checkpoints, step to path."""
+def complete_steps(root: epath.Path) -> dict[int, epath.Path]:
+    """Return the complete checkpoints as a dict of step to path."""
     found = [*_REPLACED.find_all(root), *_STEPS.find_all(root)]
     return {x.step: x.path for x in found if not _is_empty(x.path)}
 
 
-def find(root: epath.Path, step: int | None) -> tuple[epath.Path, int]:
-    """Return the path of a checkpoint and its step; None is the newest.
+def find_step(root: epath.Path, step: int | None) -> tuple[epath.Path, int]:
+    """Return the path and step of a checkpoint; None selects the newest.
 
     Raises:
-      ValueError: there is none, or none of that step.
+      ValueError: there is no checkpoint, or none of that step.
     """
-    steps = steps_in(root)
+    steps = complete_steps(root)
     if not steps:
         holds = "there is no such folder"
         if root.is_dir():
-            holds = f"it holds {some(sorted(path.name for path in root.iterdir()))}"
+            holds = (
+                f"it holds {summarize(sorted(path.name for path in root.iterdir()))}"
+            )
         raise ValueError(f"There is no checkpoint in {root}: {holds}.")
     step = max(steps) if step is None else step_number(step)
     if step not in steps:
@@ -102,8 +106,8 @@ def find(root: epath.Path, step: int | None) -> tuple[epath.Path, int]:
     return steps[step], step
 
 
-def settle(root: epath.Path) -> None:
-    """Drop what was replaced, or put it back where the new one is not complete."""
+def recover_replaced(root: epath.Path) -> None:
+    """Remove replaced checkpoints, or restore one whose replacement is incomplete."""
     for old in _REPLACED.find_all(root):
         path = root / _STEPS.build_name(old.step)
         if path.exists():
@@ -112,12 +116,12 @@ def settle(root: epath.Path) -> None:
             old.path.rename(path)
 
 
-def make_room(root: epath.Path, step: int) -> None:
-    """Let Orbax save a step where it may be the newest already."""
+def prepare_folder(root: epath.Path, step: int) -> None:
+    """Prepare a folder for saving a step, which may exist already."""
     for path in root.iterdir():
         if path.name.isdigit() and path.is_dir() and _is_empty(path):
-            path.rmdir()  # Orbax would count it, and keep one checkpoint less
-    settle(root)
+            path.rmdir()  # Orbax would count it as one of the checkpoints to keep
+    recover_replaced(root)
     path = root / _STEPS.build_name(step)
     if path.exists():
         path.rename(root / _REPLACED.build_name(step))
@@ -130,19 +134,19 @@ def _is_local(root: epath.Path) -> bool:
 def _is_empty(path: epath.Path) -> bool:
     try:
         return next(iter(path.iterdir()), None) is None
-    except FileNotFoundError:  # another program has just removed it
+    except FileNotFoundError:  # removed by another program
         return True
 
 
 # Processes.
 
 
-def on_one_process(act: Callable[[], None]) -> None:
-    """Act in the first process while the others wait.
+def on_first_process(act: Callable[[], None]) -> None:
+    """Call a function in the first process while the others wait.
 
     Raises:
-      Exception: in the first process, what it raised there; in the others, a
-        RuntimeError that says the same.
+      Exception: in the first process, the exception of the function; in the others, a
+        RuntimeError with its message.
     """
     if jax.process_count() == 1:
         act()
@@ -165,11 +169,11 @@ def on_one_process(act: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def one_writer(root: epath.Path) -> Iterator[None]:
-    """Hold the lock of a folder, for all processes of this program; make the folder.
+def writer_lock(root: epath.Path) -> Iterator[None]:
+    """Create a folder and hold its lock, for all processes of this program.
 
     Raises:
-      RuntimeError: another program, or another thread, is saving there.
+      RuntimeError: another program or another thread is saving to the folder.
     """
     held = []
 
@@ -182,17 +186,17 @@ def one_writer(root: epath.Path) -> Iterator[None]:
         while held:
             _unlock(held.pop(), os.path.join(root, _LOCK))
 
-    on_one_process(acquire)
+    on_first_process(acquire)
     try:
         yield
     except BaseException:
-        release()  # without the others, who may not get here
+        release()  # without synchronisation: other processes may not have failed
         raise
-    on_one_process(release)
+    on_first_process(release)
 
 
 def _lock(path: str) -> int | None:
-    """Return the descriptor of a file that is now locked, None if that cannot be."""
+    """Lock a file and return its descriptor, or None if locks are not supported."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -202,18 +206,18 @@ def _lock(path: str) -> int | None:
             os.close(descriptor)
             raise RuntimeError(
                 f"Another program or thread is saving into {os.path.dirname(path)}: "
-                f"{owner or 'it has just begun'}. One writer at a time: wait for it, "
-                "or give each run a folder of its own."
+                f"{owner or 'it has just started'}. Only one writer at a time: wait "
+                "for it, or use a separate folder for each run."
             ) from None
         except OSError as error:
             os.close(descriptor)
             warnings.warn(
                 f"Cannot lock {path} ({error}): two programs that save there at the "
-                "same time would lose each other's steps.",
+                "same time would remove each other's steps.",
                 stacklevel=2,
             )
             return None
-        # Who had it before may have removed the file after it was opened here.
+        # The previous owner may have removed the file after it was opened here.
         if _is_at(path, descriptor):
             break
         os.close(descriptor)
@@ -227,8 +231,8 @@ def _lock(path: str) -> int | None:
 def _unlock(descriptor: int | None, path: str) -> None:
     if descriptor is None:
         return
-    if _is_at(path, descriptor):  # it may have been removed by hand
-        os.unlink(path)  # while it is locked: nobody else has this very file
+    if _is_at(path, descriptor):  # a user may have removed it
+        os.unlink(path)  # before the lock is released
     os.close(descriptor)
 
 

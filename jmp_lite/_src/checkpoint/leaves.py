@@ -1,6 +1,6 @@
-"""What a leaf of a state is, whether it fits another, and how it becomes it.
+"""Leaves of a state: their specs, compatibility checks and conversions.
 
-Nothing here knows Orbax: a leaf is described in words that JSON can hold.
+A spec can be stored as JSON. This module does not depend on Orbax.
 """
 
 import dataclasses
@@ -15,44 +15,44 @@ from jmp_lite._src import compat, dtypes, trees
 
 
 class Cast(NamedTuple):
-    """What was done to a leaf.
+    """The cast of a leaf.
 
     Attributes:
-      from_dtype: what was saved.
-      to_dtype: what it is now.
-      flushed: how many numbers, too small for that dtype, became 0.
+      from_dtype: the dtype that was saved.
+      to_dtype: the dtype that was restored.
+      underflowed: how many non-zero numbers became 0.
     """
 
     from_dtype: Any
     to_dtype: Any
-    flushed: int
+    underflowed: int
 
 
 class Casts(dict[str, Cast]):
-    """Key path to `Cast`; `str` makes a table of it."""
+    """A dict of key path to `Cast`; `str` returns a table."""
 
     def __str__(self) -> str:
-        """Return a line for each leaf."""
+        """Return a table with a line for each leaf."""
         width = max(map(len, self), default=0)
         lines = [
             f"{path:{width}}  {cast.from_dtype} -> {cast.to_dtype}"
-            + (f", {cast.flushed} became 0" if cast.flushed else "")
+            + (f", {cast.underflowed} became 0" if cast.underflowed else "")
             for path, cast in self.items()
         ]
         return "\n".join(lines) or "no leaf was cast"
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What a leaf is.
+class LeafSpec:
+    """The specification of a leaf.
 
     Attributes:
-      kind: `"array"`, `"key"`, `"number"` (of Python), or `"object"`: not saved.
-      dtype: the name of its dtype, or of the type of a number.
-      shape: of a key array, that of the keys.
-      weak_type: whether its dtype yields in promotion.
-      impl: the implementation of a key.
-      crc32: checksum of its bytes; None where no process has all of them.
+      kind: `"array"`, `"key"`, `"number"` (a Python scalar), or `"object"` (not saved).
+      dtype: the name of its dtype, or of the type of a Python scalar.
+      shape: its shape; the shape of a key array is that of its keys.
+      weak_type: whether it is weakly typed.
+      impl: the implementation of a PRNG key.
+      crc32: the checksum of its bytes; None if no process holds all of them.
     """
 
     kind: str
@@ -63,62 +63,70 @@ class Leaf:
     crc32: int | None = None
 
     def __str__(self) -> str:
-        """Return its dtype and shape, or its kind."""
+        """Return the dtype and shape, or the kind."""
         if self.kind in ("array", "key"):
             return f"{self.dtype}{self.shape}"
         return f"a Python {self.dtype}" if self.kind == "number" else "no array"
 
 
-def describe(x: Any) -> Leaf:
-    """Return what a leaf is; shapes and donated arrays will do."""
+def describe(x: Any) -> LeafSpec:
+    """Return the spec of a leaf: an array, `ShapeDtypeStruct` or donated array."""
     if not trees.is_array(x):
         is_number = isinstance(x, bool | int | float | complex)
-        return Leaf("number", type(x).__name__) if is_number else Leaf("object")
+        return LeafSpec("number", type(x).__name__) if is_number else LeafSpec("object")
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return Leaf("key", str(x.dtype), list(x.shape))
+        return LeafSpec("key", str(x.dtype), list(x.shape))
     if _number_kind(x.dtype) is None:  # NumPy's strings and objects, and float0
-        return Leaf("object")
+        return LeafSpec("object")
     is_weak = bool(getattr(x, "weak_type", False))
-    return Leaf("array", str(x.dtype), list(x.shape), is_weak)
+    return LeafSpec("array", str(x.dtype), list(x.shape), is_weak)
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
-    """Return the leaves of a tree by key path, and its structure.
+    """Return a dict of key path to leaf, and the structure of the tree.
 
     Raises:
-      ValueError: two leaves have the same path.
+      ValueError: two leaves have the same key path.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [trees.key_path(path) for path, _ in leaves]
     if len(set(paths)) < len(paths):
         twice = sorted({path for path in paths if paths.count(path) > 1})
-        raise ValueError(f"Several leaves have the path {some(twice)}: rename one.")
+        raise ValueError(
+            f"Several leaves have the path {summarize(twice)}: rename one."
+        )
     return dict(zip(paths, (leaf for _, leaf in leaves), strict=True)), structure
 
 
-def check_fit(
-    saved: dict[str, Leaf], wanted: dict[str, Leaf], where: str, *, cast: bool
+def check_compatible(
+    saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], where: str, *, cast: bool
 ) -> None:
-    """Raise unless each saved leaf can be restored as the one that is wanted.
+    """Raise unless each saved leaf can be restored as the target leaf.
+
+    Args:
+      saved: the specs in the checkpoint, by key path.
+      wanted: the specs of the target, by key path.
+      where: the checkpoint in error messages.
+      cast: whether floating dtypes may differ.
 
     Raises:
-      ValueError: other paths, shapes or kinds of leaves; other dtypes, unless they are
-        all floating and `cast` is set.
+      ValueError: paths, shapes, kinds or dtypes differ. Floating dtypes may differ if
+        `cast` is set.
     """
     missing = [f"{path} ({leaf})" for path, leaf in wanted.items() if path not in saved]
     extra = [f"{path} ({leaf})" for path, leaf in saved.items() if path not in wanted]
     if missing or extra:
         raise ValueError(
-            f"{where} has another structure than `like`: only the checkpoint has "
-            f"{some(extra)}, only `like` has {some(missing)}."
+            f"{where} and `like` differ in structure: only the checkpoint has "
+            f"{summarize(extra)}, only `like` has {summarize(missing)}."
         )
-    unlike = [path for path in wanted if not _agree(saved[path], wanted[path])]
+    unlike = [path for path in wanted if not _matches(saved[path], wanted[path])]
     fixed = [path for path in unlike if not is_castable(saved[path], wanted[path])]
     told = fixed or ([] if cast else unlike)
     if told:
         pairs = [f"{path} ({saved[path]}, `like` has {wanted[path]})" for path in told]
         raise ValueError(
-            f"{where} does not fit `like`: it has {some(pairs)}. "
+            f"{where} does not match `like`: it has {summarize(pairs)}. "
             + (
                 "Only floating arrays of the same shape can be cast."
                 if fixed
@@ -127,18 +135,18 @@ def check_fit(
         )
 
 
-def _agree(saved: Leaf, wanted: Leaf) -> bool:
-    """Return whether a leaf can be restored as it is."""
+def _matches(saved: LeafSpec, wanted: LeafSpec) -> bool:
+    """Return whether a leaf can be restored without a cast."""
     if saved.shape != wanted.shape or saved.dtype == wanted.dtype:
         return saved.shape == wanted.shape
-    # A Python number has no width.
+    # A Python number matches arrays of its kind, of any width.
     if {saved.kind, wanted.kind} != {"number", "array"}:
         return False
     return _number_kind(np.dtype(saved.dtype)) == _number_kind(np.dtype(wanted.dtype))
 
 
-def is_castable(saved: Leaf, wanted: Leaf) -> bool:
-    """Return whether a leaf has another dtype than is wanted, and can be cast."""
+def is_castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
+    """Return whether two floating arrays have the same shape and different dtypes."""
     if not saved.kind == wanted.kind == "array" or saved.shape != wanted.shape:
         return False
     both = np.dtype(saved.dtype), np.dtype(wanted.dtype)
@@ -146,7 +154,7 @@ def is_castable(saved: Leaf, wanted: Leaf) -> bool:
 
 
 def cast_array(array: Any, dtype: Any, where: str) -> tuple[Any, Cast]:
-    """Cast a floating array, on the host if it is there.
+    """Cast a floating array, a NumPy array on the host.
 
     Raises:
       ValueError: a finite number would become inf.
@@ -155,42 +163,42 @@ def cast_array(array: Any, dtype: Any, where: str) -> tuple[Any, Cast]:
     dtype = np.dtype(dtype)
     with np.errstate(all="ignore"):
         new = array.astype(dtype)
-    lost = xp.isfinite(array) & ~xp.isfinite(new)
-    if lost.any():
-        largest = float(abs(xp.where(lost, array, xp.zeros_like(array))).max())
+    overflowed = xp.isfinite(array) & ~xp.isfinite(new)
+    if overflowed.any():
+        largest = float(abs(xp.where(overflowed, array, xp.zeros_like(array))).max())
         raise ValueError(
-            f"{where} does not fit into {dtype}: {int(lost.sum())} of {array.size} "
-            f"numbers, up to {largest:.6g}, would become inf. Let `like` have a wider "
-            "dtype there."
+            f"{where} overflows {dtype}: {int(overflowed.sum())} of {array.size} "
+            f"numbers, up to {largest:.6g}, would become inf. Use a wider dtype in "
+            "`like`."
         )
-    flushed = int(((new == 0) & (array != 0)).sum())
-    return new, Cast(array.dtype, dtype, flushed)
+    underflowed = int(((new == 0) & (array != 0)).sum())
+    return new, Cast(array.dtype, dtype, underflowed)
 
 
 def cast_number(array: np.ndarray, dtype: Any, where: str) -> np.ndarray:
-    """Return a Python number as an array of a dtype.
+    """Convert a Python number, read as an array, to a dtype.
 
     Raises:
-      ValueError: the dtype cannot hold it.
+      ValueError: the number is out of range of the dtype.
     """
     if dtypes.is_castable(dtype):
         return cast_array(array, dtype, where)[0]
     try:
         return np.asarray(array.item(), dtype)
     except OverflowError:
-        raise ValueError(f"{where} is {array}, beyond {dtype}.") from None
+        raise ValueError(f"{where} is {array}, out of range of {dtype}.") from None
 
 
 def sharding_of(target: Any) -> Any:
-    """Return where a leaf has to be, None where JAX may choose."""
-    # A committed scalar could not be used beside arrays on other devices.
+    """Return the sharding for a restored leaf, or None for the default device."""
+    # A restored array would be committed, and fail with arrays on other devices.
     if isinstance(target, jax.Array) and not target.committed:
         return None
     return getattr(target, "sharding", None)
 
 
-def empty(saved: Leaf, target: Any) -> Any:
-    """Return the bytes of a leaf that has none; None if it has some, or never any."""
+def empty_array(saved: LeafSpec, target: Any) -> Any:
+    """Return the array of a leaf without elements; None if the leaf has elements."""
     if 0 not in saved.shape:
         return None
     data = saved
@@ -199,8 +207,8 @@ def empty(saved: Leaf, target: Any) -> Any:
     return np.zeros(data.shape, data.dtype)
 
 
-def place(array: Any, saved: Leaf, target: Any) -> Any:
-    """Return an array that was read as what the target is: jax, NumPy or a number."""
+def to_target(array: Any, saved: LeafSpec, target: Any) -> Any:
+    """Convert a restored array to the target: a jax or NumPy array or a number."""
     if saved.kind == "object":
         return target
     if not trees.is_array(target) and saved.kind == "number":
@@ -218,8 +226,8 @@ def place(array: Any, saved: Leaf, target: Any) -> Any:
     return compat.weakly_typed(array) if is_weak else array
 
 
-def some(items: Iterable[str], count: int = 4) -> str:
-    """Return the first few of many, and how many more there are."""
+def summarize(items: Iterable[str], count: int = 4) -> str:
+    """Return the first few items, and the number of the others."""
     items = list(items)
     more = f" and {len(items) - count} more" if len(items) > count else ""
     return ", ".join(items[:count]) + more if items else "nothing"

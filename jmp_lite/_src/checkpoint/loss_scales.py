@@ -1,4 +1,4 @@
-"""Loss scales in checkpoints: ours, and those that other libraries left there."""
+"""Loss scales in checkpoints: those of this library, of jmp and of flax."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ import numpy as np
 from jmp_lite._src import trees
 from jmp_lite._src.loss_scale import DynamicLossScale, LossScale
 
-# Name there -> name here, and how a saved value is read.
+# Field of the other library -> field here, and the conversion of its value.
 _JMP: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "loss_scale": ("loss_scale", float),
     "counter": ("counter", int),
@@ -22,7 +22,7 @@ _JMP: dict[str, tuple[str, Callable[[Any], Any]]] = {
 _FLAX: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "scale": ("loss_scale", float),
     "fin_steps": ("counter", int),
-    # It grows in the step after these.
+    # flax grows in the step after `growth_interval` finite steps.
     "growth_interval": ("period", lambda steps: int(steps) + 1),
     "growth_factor": ("factor", float),
     "backoff_factor": ("backoff_factor", float),
@@ -37,24 +37,24 @@ _FLAX_DEFAULTS = {
 
 
 def convert_loss_scale(saved: Any) -> DynamicLossScale:
-    """Return the loss scale of a run that used jmp's or flax's, to go on with it here.
+    """Convert a loss scale of jmp or flax.
 
-    Takes jmp's `DynamicLossScale`, flax's `DynamicScale`, or the dict that one of them
-    was saved as: by `dataclasses.asdict`, `flax.serialization.to_state_dict`, or Orbax.
-    flax leaves its settings out of what it saves: those that were not its defaults are
-    added by hand, `{**saved, "growth_interval": 500}`. The scale goes on as it would
-    there, except that it grows no further than `2**24`.
+    Accepts jmp's `DynamicLossScale`, flax's `DynamicScale`, or a dict of one of them
+    from `dataclasses.asdict`, `flax.serialization.to_state_dict` or Orbax. flax does
+    not save its settings. Add those that were not its defaults to the dict:
+    `{**saved, "growth_interval": 500}`. The converted scale behaves like the original,
+    but does not grow above `2**24`.
 
     Args:
-      saved: such an object or dict; its values are scalars of any kind.
+      saved: the object or dict; its values are scalars of any type.
 
     Returns:
-      The loss scale. flax's `growth_interval=n` is `period=n + 1`: flax counts `n`
-      finite steps and grows in the next.
+      The loss scale. flax's `growth_interval=n` becomes `period=n + 1`, because flax
+      grows in the step after `n` finite steps.
 
     Raises:
-      ValueError: other fields than jmp's or flax's; a value that is not a scalar; a
-        scale that is not positive and finite.
+      ValueError: the fields are not those of jmp or flax; a value is not a scalar; the
+        scale is not positive and finite.
 
     Examples:
       >>> loss_scale = convert_loss_scale({"scale": 1024.0, "fin_steps": 3})
@@ -83,7 +83,7 @@ def _convert(fields: Mapping[str, Any], names: Any) -> DynamicLossScale:
         if np.ndim(value):
             raise ValueError(
                 f"Expected {there} to be a scalar, got shape {np.shape(value)}: a "
-                "replicated state (pmap) has one per device; take the first."
+                "replicated state (pmap) has one value per device; pass the first."
             )
         here, convert = names[there]
         settings[here] = convert(value)
@@ -91,7 +91,7 @@ def _convert(fields: Mapping[str, Any], names: Any) -> DynamicLossScale:
 
 
 def describe_loss_scales(tree: Any) -> dict[str, dict[str, Any]]:
-    """Return the kind and the settings of each loss scale, by path."""
+    """Return a dict of key path to the type and settings of each loss scale."""
     leaves = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(x, LossScale)
     )
@@ -114,17 +114,21 @@ def _as_json(setting: Any) -> float | str:
 
 
 def check_loss_scales(saved: Any, wanted: Any, where: str) -> None:
-    """Raise unless loss scales at the same path are of the same kind."""
+    """Raise if two loss scales at the same path have different state.
+
+    Raises:
+      ValueError: names the path and both types.
+    """
     for path in sorted(saved.keys() & wanted.keys()):
         was, now = _kind(saved[path]), _kind(wanted[path])
         if was != now:
             raise ValueError(
                 f"{where} has a {was} at {path!r}, `like` has a {now}. Restore into "
-                "the kind that was saved, then put the other in its place."
+                "the type that was saved, then replace it."
             )
 
 
 def _kind(loss_scale: dict[str, Any]) -> str:
-    """Return what decides the leaves of a loss scale."""
+    """Return a name for the type and leaves of a loss scale."""
     counts = loss_scale["settings"].get("hysteresis", 1) > 1
     return loss_scale["kind"] + (" with hysteresis > 1" if counts else "")

@@ -1,7 +1,7 @@
-"""What is saved of a state: its arrays, and a record that says what each leaf is.
+"""The contents of a checkpoint: arrays, and a record with the spec of each leaf.
 
-The record has a checksum of each array that one process can address. They are computed
-while Orbax writes the arrays; the record is written last.
+The record has a checksum of each array that one process can address. The checksums are
+computed while Orbax writes the arrays, and the record is written last.
 """
 
 import concurrent.futures
@@ -16,14 +16,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jmp_lite._src.checkpoint.leaves import Leaf, describe, flatten
+from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten
 from jmp_lite._src.checkpoint.loss_scales import describe_loss_scales
 
 _FORMAT = 1
 
 
 class RecordHandler(ocp.JsonCheckpointHandler):
-    """Makes JSON while other items are written, and writes it when they are."""
+    """Creates the record while other items are written, and writes it after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,37 +32,37 @@ class RecordHandler(ocp.JsonCheckpointHandler):
     async def async_save(
         self, directory: Any, item: Any = None, args: Any = None
     ) -> Any:
-        """Begin to make the record."""
+        """Start to create the record in a thread."""
         del directory, item
         self._record = self._thread.submit(args.make)
 
     def finalize(self, directory: Any) -> None:
-        """Write the record: Orbax calls this once all else is there."""
+        """Write the record; Orbax calls this after all other items are written."""
         record = ocp.args.JsonSave(self._record.result())
         ocp.JsonCheckpointHandler().save(directory, args=record)
 
     def close(self) -> None:
-        """Leave no thread behind."""
+        """Stop the thread."""
         self._thread.shutdown()
 
 
 @ocp.args.register_with_handler(RecordHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class RecordSave(ocp.args.CheckpointArgs):
-    """What `RecordHandler` saves.
+    """The argument of `RecordHandler` for saving.
 
     Attributes:
-      make: returns the record.
+      make: a function that returns the record.
     """
 
     make: Callable[[], dict[str, Any]]
 
 
 def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """Return the arrays of a state by stored name, and a function that says what is in.
+    """Return the arrays of a state by stored name, and a function for its record.
 
     Raises:
-      ValueError: two leaves have the same path; a Python int of more than 64 bits.
+      ValueError: two leaves have the same path, or a Python int has more than 64 bits.
     """
     arrays, leaves, on_host = {}, {}, {}
     for path, x in flatten(state)[0].items():
@@ -97,12 +97,12 @@ def read_record(path: Any) -> dict[str, Any]:
     """Return the record of the checkpoint at a path.
 
     Raises:
-      ValueError: it is not what it was, or of a format that is not known.
+      ValueError: the checksum of the record is wrong, or its format is unknown.
     """
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         record = checkpointer.restore(path / "record", args=ocp.args.JsonRestore())
     if record.pop("crc32") != _crc32_of_record(record):
-        raise ValueError("the record is not what its checksum says")
+        raise ValueError("the record does not match its checksum")
     if record["format"] != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}, got {record['format']}")
     return record
@@ -110,13 +110,13 @@ def read_record(path: Any) -> dict[str, Any]:
 
 def stored_name(path: str) -> str:
     """Return the name of a leaf in the store."""
-    # To the store, "a/" and "a" are one.
+    # The store does not distinguish "a/" and "a".
     return "/".join(quote(part, safe=" ") or "%" for part in path.split("/"))
 
 
-def is_stored(leaf: Leaf) -> bool:
-    """Return whether a leaf is among the arrays."""
-    # Orbax refuses arrays without elements.
+def is_stored(leaf: LeafSpec) -> bool:
+    """Return whether a leaf is stored as an array."""
+    # Orbax does not save arrays without elements.
     return leaf.kind != "object" and 0 not in leaf.shape
 
 
@@ -126,12 +126,12 @@ def crc32(array: np.ndarray) -> int:
 
 
 def _as_bytes(x: Any, path: str) -> np.ndarray:
-    """Return a leaf on the host, of a dtype that Orbax knows."""
+    """Return a leaf as a NumPy array of a dtype that Orbax supports."""
     array = np.asarray(x)
     if array.dtype == object:
-        raise ValueError(f"{path} is {array}: more than 64 bits are not saved.")
+        raise ValueError(f"{path} is {array}: integers are saved with 64 bits at most.")
     if array.dtype.kind == "V" and array.dtype.itemsize == 1:
-        array = array.view(np.uint8)  # Orbax knows some of fp8 and int4, not all
+        array = array.view(np.uint8)  # Orbax does not support all fp8 and int4 dtypes
     return array
 
 

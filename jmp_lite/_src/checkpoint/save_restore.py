@@ -1,14 +1,13 @@
 """Save and restore states with Orbax.
 
-A checkpoint is a folder `<step>` with two items: `record`, JSON that says what each
-leaf is, and `state`, a flat dict of arrays by key path. What is no array and no number
-(functions, strings, static fields) is not in it: it comes from the tree that `restore`
-is given.
+A checkpoint is a folder `<step>` with two items: `record`, JSON with the spec of each
+leaf, and `state`, a flat dict of arrays by key path. Functions, strings and static
+fields are not saved; `restore` takes them from its argument `like`.
 
-Limits: what one process can address is held in its host memory, once, and a checksum
-guards it. Of an array that spans processes, each one writes and reads its own shards;
-what does not span them is taken from the first. On a store that cannot rename a folder
-at once (an object store), replacing a step is not atomic.
+Limits: arrays that one process can address are copied to host memory once and have a
+checksum. For an array that spans processes, each process writes and reads its own
+shards, without a checksum. Other arrays are saved by the first process. Replacing a
+step is not atomic on object stores, which cannot rename a folder atomically.
 """
 
 import os
@@ -21,27 +20,27 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jmp_lite._src.checkpoint.folder import (
-    find,
-    make_room,
-    on_one_process,
-    one_writer,
-    root_of,
-    settle,
+    complete_steps,
+    find_step,
+    on_first_process,
+    prepare_folder,
+    recover_replaced,
+    resolve_folder,
     step_number,
-    steps_in,
+    writer_lock,
 )
 from jmp_lite._src.checkpoint.leaves import (
     Casts,
-    Leaf,
+    LeafSpec,
     cast_array,
     cast_number,
-    check_fit,
+    check_compatible,
     describe,
-    empty,
+    empty_array,
     flatten,
     is_castable,
-    place,
     sharding_of,
+    to_target,
 )
 from jmp_lite._src.checkpoint.loss_scales import check_loss_scales, describe_loss_scales
 from jmp_lite._src.checkpoint.record import (
@@ -61,28 +60,28 @@ def save(
     step: int | None = None,
     keep: int = 3,
 ) -> None:
-    """Save a state, and keep the newest few.
+    """Save a state, and remove all but the newest checkpoints.
 
-    All is written when this returns. A kill at any moment leaves the last complete
-    checkpoint as it was; what it interrupted is never read, and the next `save` clears
-    it away. If `step` is the newest already, its checkpoint is replaced: a skipped step
-    leaves `state.step` and still changes the loss scale. Every process of a
-    `jax.distributed` program calls this.
+    The checkpoint is complete when this function returns. If the process is killed, the
+    last complete checkpoint is unchanged. An incomplete one is never read, and the next
+    `save` removes it. If `step` is already the newest, its checkpoint is replaced: a
+    skipped step changes the loss scale, but not `state.step`. Every process of a
+    `jax.distributed` program must call this function.
 
-    One program saves into a folder at a time. On object stores (`gs://`) and on Windows
-    nothing holds a second one back.
+    Only one program can save to a folder at a time. On object stores (`gs://`) and on
+    Windows this is not enforced.
 
     Args:
-      folder: holds the checkpoints of one run; made where it is missing; `~` is the
-        home folder.
+      folder: the folder for the checkpoints of one run; created if it does not exist;
+        `~` is the home folder.
       state: any pytree.
-      step: its number, a whole one of at least 0; the default is `state.step`.
-      keep: how many checkpoints stay, at least 1.
+      step: the step number, an integer of at least 0; the default is `state.step`.
+      keep: how many checkpoints to keep, at least 1.
 
     Raises:
-      ValueError: no usable `folder`, `step` or `keep`; the folder has a later step; two
-        leaves have the same path; a Python int of more than 64 bits.
-      RuntimeError: another program or thread is saving into the folder.
+      ValueError: `folder`, `step` or `keep` is invalid; the folder has a later step;
+        two leaves have the same path; a Python int has more than 64 bits.
+      RuntimeError: another program or thread is saving to the folder.
 
     Examples:
       >>> import tempfile
@@ -92,54 +91,54 @@ def save(
       >>> latest_step(folder)
       7
     """
-    root = root_of(folder)
+    root = resolve_folder(folder)
     step = step_number(getattr(state, "step", None) if step is None else step)
     if keep < 1 or keep != int(keep):
         raise ValueError(f"Expected to keep at least 1 checkpoint, got keep={keep}.")
     arrays, make_record = encode(state)
     items: dict[str, Any] = {"record": RecordSave(make_record)}
-    if arrays:  # Orbax refuses to save nothing
+    if arrays:  # Orbax does not save an empty tree
         items["state"] = ocp.args.PyTreeSave(arrays)
     options = ocp.CheckpointManagerOptions(
         preservation_policy=ocp.checkpoint_managers.LatestN(n=keep),
         cleanup_tmp_directories=True,
         enable_async_checkpointing=False,
     )
-    with one_writer(root):
-        newest = max(steps_in(root), default=-1)
+    with writer_lock(root):
+        newest = max(complete_steps(root), default=-1)
         if step < newest:
             raise ValueError(
                 f"Step {step} is older than step {newest}, the newest in {root}. Save "
-                "into another folder, or remove the later steps if they are not wanted."
+                "to another folder, or remove the later steps."
             )
-        on_one_process(lambda: make_room(root, step))
+        on_first_process(lambda: prepare_folder(root, step))
         with ocp.CheckpointManager(
             root,
             options=options,
             item_names=tuple(items),
             item_handlers={"state": _arrays_handler()},
         ) as manager:
-            # By force: without, it would leave a save out and say nothing.
+            # Without force=True, Orbax may skip a save silently.
             manager.save(step, args=ocp.args.Composite(**items), force=True)
-        on_one_process(lambda: settle(root))
+        on_first_process(lambda: recover_replaced(root))
 
 
 def latest_step(folder: str | os.PathLike[str]) -> int | None:
-    """Return the newest step in a folder, None where there is no checkpoint.
+    """Return the newest step in a folder, or None if it has no checkpoint.
 
     Raises:
       ValueError: the folder is a file.
     """
-    return max(steps_in(root_of(folder)), default=None)
+    return max(complete_steps(resolve_folder(folder)), default=None)
 
 
 class Restored(NamedTuple):
-    """What `restore` returns.
+    """The result of `restore`.
 
     Attributes:
-      state: a tree like `like`.
-      step: the step it was saved at.
-      casts: what was cast; `print` it.
+      state: the restored state, with the structure of `like`.
+      step: the step of the checkpoint.
+      casts: the leaves that were cast; `print` shows a table.
     """
 
     state: Any
@@ -154,28 +153,28 @@ def restore(
     step: int | None = None,
     cast: bool = False,
 ) -> Restored:
-    """Restore a state, bit for bit, dtypes and weak types included.
+    """Restore a state bitwise, including dtypes and weak types.
 
-    A leaf goes where that of `like` is: onto its devices, into NumPy, back into a
-    Python number. Functions, static fields and the settings of a loss scale are those
-    of `like`. Every process of a `jax.distributed` program calls this.
+    Each leaf is restored as its counterpart in `like`: a jax array on the same devices,
+    a NumPy array or a Python number. Functions, static fields and the settings of a
+    loss scale are taken from `like`. Every process of a `jax.distributed` program must
+    call this function.
 
     Args:
-      folder: what `save` was given.
-      like: a state of the same structure, shapes and dtypes. Its values are not looked
-        at: `ShapeDtypeStruct`s, with shardings or without, will do, and so will arrays
-        that were donated.
-      step: which one; the default is the newest.
-      cast: cast bf16, f16, f32 and f64 arrays to the dtype that `like` has there;
-        `policy.cast_to_param(like)` chooses by path.
+      folder: the folder passed to `save`.
+      like: a state of the same structure, shapes and dtypes. Its values are not used:
+        it may hold `ShapeDtypeStruct`s, with or without shardings, or donated arrays.
+      step: the step to restore; the default is the newest.
+      cast: whether to cast bf16, f16, f32 and f64 arrays to the dtypes of `like`. Use
+        `policy.cast_to_param(like)` to set them by path.
 
     Returns:
-      The state, its step, and what was cast.
+      The state, its step, and the casts.
 
     Raises:
       ValueError: there is no such checkpoint, or it is damaged; the folder is a file;
-        the checkpoint has another structure, shape, dtype or kind of loss scale than
-        `like`; a cast would make a finite number inf.
+        the structure, a shape, a dtype or the type of a loss scale differs from `like`;
+        a cast would make a finite number inf.
 
     Examples:
       >>> import tempfile
@@ -188,15 +187,15 @@ def restore(
       >>> restored.state["w"].dtype
       dtype('float16')
     """
-    root = root_of(folder)
-    path, step = find(root, step)
+    root = resolve_folder(folder)
+    path, step = find_step(root, step)
     where = f"Step {step} in {root}"
     record = _read(lambda: read_record(path), root, step)
-    saved = {name: Leaf(**leaf) for name, leaf in record["leaves"].items()}
+    saved = {name: LeafSpec(**leaf) for name, leaf in record["leaves"].items()}
     targets, structure = flatten(like)
     wanted = {name: describe(target) for name, target in targets.items()}
     check_loss_scales(record["loss_scales"], describe_loss_scales(like), where)
-    check_fit(saved, wanted, where, cast=cast)
+    check_compatible(saved, wanted, where, cast=cast)
     arrays = _read(lambda: _read_arrays(path, saved, targets), root, step)
     casts, leaves = Casts(), []
     for name, target in targets.items():
@@ -205,17 +204,16 @@ def restore(
             array, casts[name] = cast_array(array, target.dtype, f"{where}: {name}")
         elif (saved[name].kind, wanted[name].kind) == ("number", "array"):
             array = cast_number(array, target.dtype, f"{where}: {name}")
-        leaves.append(place(array, saved[name], target))
+        leaves.append(to_target(array, saved[name], target))
     return Restored(jax.tree.unflatten(structure, leaves), step, casts)
 
 
 def _arrays_handler() -> ocp.PyTreeCheckpointHandler:
-    # By itself Orbax copies NumPy's arrays first: it may go on while a program changes
-    # them, where a save here waits.
+    # By default Orbax copies NumPy arrays, for asynchronous saves. `save` blocks.
     types = ocp.type_handlers
-    as_they_are = types.NumpyHandler(deepcopy_host_arrays=False)
+    numpy_handler = types.NumpyHandler(deepcopy_host_arrays=False)
     registry = types.create_type_handler_registry(
-        (np.ndarray, as_they_are), (jax.Array, types.get_type_handler(jax.Array))
+        (np.ndarray, numpy_handler), (jax.Array, types.get_type_handler(jax.Array))
     )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
@@ -224,26 +222,30 @@ def _arrays_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
-    """Return what is read, or say which step cannot be, and which others there are."""
+    """Call `read`; if it fails, name the step and the others in the folder.
+
+    Raises:
+      ValueError: `read` raised an exception.
+    """
     try:
         return read()
-    except Exception as error:  # Orbax and what it reads with raise all kinds
-        others = sorted(steps_in(root).keys() - {step})
-        advice = (
-            f"step= chooses another, of {others}" if others else "It is the only one"
-        )
+    except Exception as error:  # Orbax and its dependencies raise different errors
+        others = sorted(complete_steps(root).keys() - {step})
+        advice = "There are no other steps"
+        if others:
+            advice = f"Pass step= to restore another of {others}"
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"Step {step} in {root} cannot be read: it is damaged, or not of jmp_lite. "
-            f"{advice}. ({type(error).__name__}: {reason})"
+            f"Step {step} in {root} cannot be read: it is damaged, or jmp_lite did not "
+            f"save it. {advice}. ({type(error).__name__}: {reason})"
         ) from error
 
 
 def _read_arrays(
-    path: epath.Path, saved: dict[str, Leaf], targets: dict[str, Any]
+    path: epath.Path, saved: dict[str, LeafSpec], targets: dict[str, Any]
 ) -> dict[str, Any]:
     stored = {name: leaf for name, leaf in saved.items() if is_stored(leaf)}
-    arrays = {name: empty(leaf, targets[name]) for name, leaf in saved.items()}
+    arrays = {name: empty_array(leaf, targets[name]) for name, leaf in saved.items()}
     if not stored:
         return arrays
     args = {stored_name(name): _restore_args(targets[name]) for name in stored}
@@ -254,7 +256,7 @@ def _read_arrays(
         arrays[name] = array = read[stored_name(name)]
         is_whole = isinstance(array, np.ndarray) and leaf.crc32 is not None
         if is_whole and crc32(array) != leaf.crc32:
-            raise ValueError(f"{name} is not what its checksum says")
+            raise ValueError(f"{name} does not match its checksum")
         if leaf.kind == "array" and array.dtype != leaf.dtype:
             arrays[name] = array.view(leaf.dtype)
     return arrays

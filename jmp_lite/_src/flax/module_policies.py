@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import dtypes, extras, trees
+from jmp_lite._src import dtypes, reports, trees
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
 
 # One module.
@@ -145,7 +145,8 @@ class ModulePolicies:
                 names = sorted({c.__name__ for c in present})
                 raise ValueError(
                     f"The model has no {cls.__name__} for the policy of that class; "
-                    f"it has {names}. (A PolicyMap's allow_unused=True silences it.)"
+                    f"it has {names}. (allow_unused=True in a PolicyMap disables this "
+                    "check.)"
                 )
         own_dtypes = own_dtypes or {}
         resolved: dict[str, ModulePolicy] = {}
@@ -312,17 +313,21 @@ class Explanation:
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        with extras.needed("numerics"):
-            from rich.table import Table
-
-        table = Table(title="Policies of modules")
-        for name in ("path", "module", "params", "compute", "output", "why"):
-            table.add_column(name, overflow="fold")
-        for row in self.rows:
-            params, output = "\n".join(row.params), "\n".join(row.output)
-            cells = (row.path, row.module, params, row.compute, output, row.why)
-            table.add_row(*cells)
-        return table
+        return reports.rich_table(
+            ("path", "module", "params", "compute", "output", "why"),
+            [
+                (
+                    row.path,
+                    row.module,
+                    "\n".join(row.params),
+                    row.compute,
+                    "\n".join(row.output),
+                    row.why,
+                )
+                for row in self.rows
+            ],
+            title="Policies of modules",
+        )
 
 
 def explain(

@@ -56,16 +56,16 @@ def update(
         dtype; the optimiser changes the structure of its state.
     """
     other_state_finite = _all_still_finite(other_state, old_other_state)
-    noted = opt_state
+    annotated = opt_state
     if jax.tree.leaves(other_state):
         # A scale-aware optimiser treats this like a loss that is not finite: a bad
         # forward pass. It skips the step and keeps the loss scale.
-        noted = base.add_note(opt_state, ScaleAwareState, other_state_finite)
+        annotated = base.annotate(opt_state, ScaleAwareState, other_state_finite)
     if value is not None:
         extra["value"] = value
     tx = base.as_transformation(tx)
-    updates, new_opt_state = tx.update(grads, noted, params, **extra)
-    new_opt_state = base.drop_notes(new_opt_state)
+    updates, new_opt_state = tx.update(grads, annotated, params, **extra)
+    new_opt_state = base.strip_annotations(new_opt_state)
     base.check_structure(new_opt_state, opt_state, "a train state", _ADVICE)
     new_params = optax.apply_updates(params, updates)
     finite = jnp.array(True)

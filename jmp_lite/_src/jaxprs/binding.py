@@ -29,7 +29,7 @@ def bind_here(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list
 
 def call(eqn: Any, fun: Callable[..., Any], *args: Any) -> Any:
     """Call a function in the name scope and source line of an equation."""
-    user_context, manager = compat.contexts_of(eqn)
+    user_context, manager = compat.eqn_contexts(eqn)
     with user_context, manager:
         return fun(*args)
 

@@ -120,7 +120,7 @@ def _call_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
 def _build_call(context: RebuildContext):
     eqn = context.eqn
     key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    jaxpr, consts = compat.like(context.bodies[0].closed(), eqn.params[key])
+    jaxpr, consts = compat.match_jaxpr_type(context.bodies[0].closed(), eqn.params[key])
     return binding.bind(eqn, [*consts, *context.args], {**eqn.params, key: jaxpr})
 
 

@@ -42,7 +42,7 @@ def lines_of_rules() -> AbstractContextManager[None]:
     Limits: JAX caches the traces of jitted functions with their lines. A function that
     was differentiated before has the lines that it had then.
     """
-    return compat.source_replaced(lambda source: _LinesOfRules(source, _depth()))
+    return compat.replace_source_info(lambda source: _LinesOfRules(source, _depth()))
 
 
 class _LinesOfRules:
@@ -66,7 +66,7 @@ class _LinesOfRules:
     def replace(self, *, traceback: Any = None, name_stack: Any = None) -> Any:
         """Return the source of one operation, or of all that follow."""
         caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if compat.takes_the_source(caller.f_code):
+        if compat.is_source_info_code(caller.f_code):
             if self.source.traceback is not None and not self._is_of_a_user(traceback):
                 traceback = None
             return self.source.replace(traceback=traceback, name_stack=name_stack)

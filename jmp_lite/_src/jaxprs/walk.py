@@ -106,7 +106,7 @@ class Walker:
           jaxpr: an open jaxpr.
           consts: the values of its constvars.
           cells: its inputs.
-          plan: has `steps`, one per equation, each with the plans `bodies` of its
+          plan: has `eqn_plans`, one per equation, each with the plans `bodies` of its
             sub-jaxprs; None if the subclass needs none.
           first_site: the number of its first site.
           moment: when it starts.
@@ -125,7 +125,7 @@ class Walker:
             return env[var]
 
         eqn_count, site = moment.eqn_count, first_site
-        steps = plan.steps if plan else itertools.repeat(None)
+        steps = plan.eqn_plans if plan else itertools.repeat(None)
         for eqn, step in zip(jaxpr.eqns, steps, strict=False):
             ins = [read(v) for v in eqn.invars]
             now = moment._replace(eqn_count=eqn_count)
@@ -160,9 +160,9 @@ class Walker:
                 first_site=site + count_sites(before),
                 moment=moment,
             )
-            return self.cast(eqn.outvars, outs, step and step.low_out), eqn_count
+            return self.cast(eqn.outvars, outs, step and step.half_out), eqn_count
 
-        cells = self.cast(eqn.invars, cells, step and step.low_in)
+        cells = self.cast(eqn.invars, cells, step and step.half_in)
         match eqn.primitive.name:
             case "scan":
                 return self._scan(eqn, body, cells, moment)

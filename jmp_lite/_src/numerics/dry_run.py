@@ -8,10 +8,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jmp_lite._src.autocast.ops import OpRules, default_rules
+from jmp_lite._src.autocast.ops import OpRules
 from jmp_lite._src.autocast.regions import check_unused
 from jmp_lite._src.autocast.rewrite import Rewriter
-from jmp_lite._src.autocast.transform import Painting, check_policy, name_of, paint_call
+from jmp_lite._src.autocast.transform import (
+    PlannedCall,
+    check_policy,
+    name_of,
+    plan_call,
+)
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics.lockstep import Lockstep, PolicyShadow
@@ -119,16 +124,16 @@ def measure(
       ValueError: the program is in half already, or its results are not finite; a
         pattern of the policy matches no scope.
     """
-    painting, policy = _paint(fun, policy, args_and_kwargs, rules)
-    plan, arrays = painting.plan, painting.traced.args
+    planned, policy = _paint(fun, policy, args_and_kwargs, rules)
+    plan, arrays = planned.plan, planned.traced.args
     warning = check_is_float32(plan.jaxpr, caller)
-    shadow = PolicyShadow(Rewriter(painting.painter))
+    shadow = PolicyShadow(Rewriter(planned.analyzer))
     observer = Lockstep(sites(plan.jaxpr), shadow.low_dtype)
     cells = [Cell(x, x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
     outs = Run(observer, shadow).run(plan.jaxpr, plan.consts, cells, plan=plan)
     values = [cell.value for cell in outs]
     origin, ranges = observer.first_nonfinite([cell.tag for cell in outs])
-    found = tracker_of(painting.traced, origin, args_and_kwargs).report()
+    found = tracker_of(planned.traced, origin, args_and_kwargs).report()
     if found is not None:
         found = dataclasses.replace(found, operands=ranges)
         check_is_finite(found, values, caller)
@@ -146,21 +151,21 @@ def _paint(
     policy: Policy | PolicyMap,
     args_and_kwargs: tuple[Any, Any],
     rules: OpRules | None,
-) -> tuple[Painting, Policy | PolicyMap]:
+) -> tuple[PlannedCall, Policy | PolicyMap]:
     """Trace and paint a call; patterns may be over scopes or over modules of linen."""
     compute_dtype = check_policy(policy)[1]
-    rules = default_rules(compute_dtype) if rules is None else rules
+    rules = OpRules.default(compute_dtype) if rules is None else rules
 
     def paint(policy):
         with sources.lines_of_rules():
-            return paint_call(fun, policy, compute_dtype, rules, *args_and_kwargs)
+            return plan_call(fun, policy, compute_dtype, rules, *args_and_kwargs)
 
     if not isinstance(policy, PolicyMap):
         return paint(policy), policy
-    painting = paint(dataclasses.replace(policy, allow_unused=True))
-    layers = {site.layer for site in sites(painting.plan.jaxpr)}
+    planned = paint(dataclasses.replace(policy, allow_unused=True))
+    layers = {site.layer for site in sites(planned.plan.jaxpr)}
     fitted = fit(policy, layers)
     if fitted != policy:
         return paint(fitted), fitted
-    check_unused(policy, painting.painter.regions.paths, name_of(fun))
-    return painting, policy
+    check_unused(policy, planned.analyzer.regions.paths, name_of(fun))
+    return planned, policy

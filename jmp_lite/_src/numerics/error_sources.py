@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jmp_lite._src import compat, dtypes
+from jmp_lite._src.autocast import rules
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.numerics.stretches import Operation
 
@@ -78,7 +79,7 @@ def _rounds(op: Operation, low: Any) -> bool:
     if not dtypes.is_half(low.dtype):
         return False
     is_move = op.eqn.primitive.name in _EXACT
-    is_move = is_move or (op.step is not None and op.step.op_class == "follow")
+    is_move = is_move or (op.step is not None and op.step.rule is rules.PASSTHROUGH)
     was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
     return not (is_move and was_half)
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, dtypes, trees
-from jmp_lite._src.autocast.colours import is_f32
-from jmp_lite._src.autocast.plans import Step
+from jmp_lite._src.autocast import rules
+from jmp_lite._src.autocast.plans import EqnPlan
+from jmp_lite._src.autocast.precision import is_f32
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs import binding
@@ -49,20 +50,20 @@ class PolicyShadow(Shadow):
     """Computes the values of the policy's run."""
 
     def __init__(self, rewriter: Rewriter):
-        self.rewriter, self.low_dtype = rewriter, rewriter.low_dtype
+        self.rewriter, self.low_dtype = rewriter, rewriter.half_dtype
 
     def start(self, value: Any) -> Any:
         """Return an argument or constant: both runs have the same."""
         return value
 
-    def also_reads(self, step: Step | None) -> Sequence[Any]:
+    def also_reads(self, step: EqnPlan | None) -> Sequence[Any]:
         """Return the logits of a softmax."""
-        return [step.quotient.logits] if step is not None and step.quotient else []
+        return [step.softmax.logits] if step is not None and step.softmax else []
 
     def step(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
         """Return the policy's results, and the operands as a product reads them."""
         eqn, step, lows = equation.eqn, equation.step, equation.tags
-        is_plain = step is None or not any([*step.low_in, *step.low_out, step.bodies])
+        is_plain = step is None or not any([*step.half_in, *step.half_out, step.bodies])
         same = all(x is low for x, low in zip(equation.ins, lows, strict=True))
         if is_plain and same:
             return equation.outs, ()
@@ -73,9 +74,9 @@ class PolicyShadow(Shadow):
         known |= {v: shadow_of(v) for v in self.also_reads(step)}
         values = Values(self.low_dtype)
         values.write(list(known), list(known.values()))
-        outs = self.rewriter.run_step(eqn, step, values)
-        reads_half = step.op_class == "lower" and any(step.low_in)
-        return outs, values.read(eqn.invars, step.low_in)[:2] if reads_half else ()
+        outs = self.rewriter.run_eqn(eqn, step, values)
+        reads_half = step.rule is rules.PRODUCT and any(step.half_in)
+        return outs, values.read(eqn.invars, step.half_in)[:2] if reads_half else ()
 
     def cast(
         self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
@@ -155,7 +156,7 @@ class Lockstep(Observer):
         no_error = Tag(0.0, -1, False, NONE)
         worst = max(operands, key=lambda tag: tag.rank, default=no_error)
         backward = self.known[op.site].direction == "backward"
-        is_half = op.step is not None and any(op.step.low_out)
+        is_half = op.step is not None and any(op.step.half_out)
         tags = []
         for full, low in zip(op.outs, op.low_outs, strict=True):
             origin = self._origin(op, full)

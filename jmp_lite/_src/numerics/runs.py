@@ -104,7 +104,7 @@ class Run:
         site = first_site
         for stretch in self._stretches[key][0]:
             if stretch.in_python:
-                eqn, step = stretch.eqns[0], stretch.steps[0]
+                eqn, step = stretch.eqns[0], stretch.eqn_plans[0]
                 ins = [read(v) for v in eqn.invars]
                 outs = self._run_bodies(eqn, step, ins, site, loops)
                 env.update(zip(eqn.outvars, outs, strict=True))
@@ -175,7 +175,7 @@ class Run:
     def _run_bodies(self, eqn, step, cells, site: int, loops: _Loops) -> list[Cell]:
         sub_jaxprs = bodies_of(eqn)
         plans = (step.bodies if step else ()) or [None] * len(sub_jaxprs)
-        cells = self._cast(eqn.invars, cells, step and step.low_in)
+        cells = self._cast(eqn.invars, cells, step and step.half_in)
 
         def body(k: int, cells: Sequence[Cell], loops: _Loops) -> list[Cell]:
             before = (eqn for sub in sub_jaxprs[:k] for eqn in sub.jaxpr.eqns)
@@ -187,7 +187,7 @@ class Run:
                 first_site=site + count_sites(before),
                 loops=loops,
             )
-            return self._cast(eqn.outvars, outs, step and step.low_out)
+            return self._cast(eqn.outvars, outs, step and step.half_out)
 
         match eqn.primitive.name:
             case "scan":
@@ -212,7 +212,7 @@ class Run:
             bind = jax.jit(functools.partial(binding.bind, eqn))
             outs, tag = bind([c.value for c in cells]), self.observer.stack([])
             ys = [Cell(x, self.shadow.start(x), tag) for x in outs]
-            ys = self._cast(eqn.outvars, ys, step and step.low_out)
+            ys = self._cast(eqn.outvars, ys, step and step.half_out)
             return [*carry, *ys[num_carry:]]
         in_order = slice(None, None, -1 if eqn.params["reverse"] else 1)
         for i in range(length)[in_order]:

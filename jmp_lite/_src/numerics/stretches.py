@@ -63,7 +63,7 @@ class Stretch:
 
     Attributes:
       eqns: the equations.
-      steps: those of the plan, one per equation.
+      eqn_plans: those of the plan, one per equation.
       invars: the variables that they read.
       outvars: the variables that they define and later equations read.
       last_read: the variables that nothing after these reads.
@@ -73,7 +73,7 @@ class Stretch:
     """
 
     eqns: Sequence[Any]
-    steps: Sequence[Any]
+    eqn_plans: Sequence[Any]
     invars: Sequence[Any]
     outvars: Sequence[Any]
     last_read: Sequence[Any]
@@ -84,7 +84,7 @@ class Stretch:
 
 def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
     """Return the stretches of a jaxpr."""
-    steps = plan.steps if plan else itertools.repeat(None)
+    steps = plan.eqn_plans if plan else itertools.repeat(None)
     groups: list[tuple[list[tuple[Any, Any]], bool]] = [([], False)]
     sites = size = 0
     for pair in zip(jaxpr.eqns, steps, strict=False):
@@ -114,7 +114,7 @@ def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
         stretches.append(
             Stretch(
                 eqns=[eqn for eqn, _ in pairs],
-                steps=[step for _, step in pairs],
+                eqn_plans=[step for _, step in pairs],
                 invars=invars,
                 outvars=[v for v in made if v in later],
                 last_read=[v for v in invars if v not in later],

@@ -1,13 +1,13 @@
-"""What optimisers that wrap another share.
+"""Shared code of the optimisers that wrap another optimiser.
 
-The inner transformation of whatever kind, an inner state whose structure and dtypes
-last, and parameters stored in half: which ones they are, and how a float32 value gets
-there.
-
-What is inside of `scale_aware` sees parameters in float32. The dtypes in which they are
-stored reach `master_weights` and `stochastic_rounding` as a note on their own state,
-for the length of one update: whatever stands between hands states on, and no other
-transformation is given an argument that it does not know.
+- Wrapping: any optax transformation as one with extra arguments, with an inner state
+  whose structure and dtypes never change.
+- Annotations: `scale_aware` passes float32 parameters to its inner optimiser.
+  `master_weights` and `stochastic_rounding` also need the dtypes in which parameters
+  are stored. They receive them as an annotation of their own state during one update.
+  Transformations in between pass states through, while they may reject an unknown
+  argument of `update`.
+- Half-precision parameters: rounding to a half dtype, and exact updates in float32.
 """
 
 import dataclasses
@@ -25,14 +25,17 @@ from jmp_lite._src import dtypes, trees
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Return an inner optimiser as a transformation that takes extra arguments.
 
-    `value`, the loss, is for the optimisers of this package as well: one that has no
-    such argument, nor `**kwargs`, is not given it.
+    The argument `value`, the loss, is only passed to an optimiser that takes it by name
+    or as `**kwargs`.
+
+    Raises:
+      TypeError: `inner` is not an optax transformation.
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(f"Expected an optax transformation to wrap, got {inner!r}.")
     if isinstance(inner, optax.MultiSteps):
-        # Not a transformation to optax, which would drop its extra arguments.
-        update = cast(Any, inner.update)  # typed for its own kind of state only
+        # optax does not treat it as a transformation and drops its extra arguments.
+        update = cast(Any, inner.update)  # its annotation only accepts MultiStepsState
         inner = optax.GradientTransformationExtraArgs(inner.init, update)
     inner = optax.with_extra_args_support(inner)
     if _takes_value(inner.update):
@@ -40,8 +43,13 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     inner_update = inner.update
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         del value
         return inner_update(updates, state, params, **extra)
 
@@ -51,53 +59,54 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 def _takes_value(update: Any) -> bool:
     try:
         parameters = inspect.signature(update).parameters
-    except (TypeError, ValueError):  # no Python function: nothing is known of it
+    except (TypeError, ValueError):  # the signature is unknown
         return True
     kinds = {parameter.kind for parameter in parameters.values()}
     return "value" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def strongly_typed(x: Any) -> Any:
-    """Return a number as an array whose dtype is strong: it survives every update."""
+    """Return a number or array as a strongly typed array; other leaves unchanged."""
     if isinstance(x, bool | int | float | complex):
         x = jnp.asarray(x)
-    # A key array is a jax.Array without a weak_type.
+    # A key array is a jax.Array, but has no weak_type.
     if not isinstance(x, jax.Array) or not getattr(x, "weak_type", False):
         return x
     return jax.lax.convert_element_type(x, x.dtype)
 
 
-def with_dtypes_of(new: Any, old: Any) -> Any:
-    """Return a new inner state in the dtypes of the old one.
+def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
+    """Cast a new inner state to the dtypes of the old one.
 
-    What the update made None stays as it was: optax does that to the moments of
-    parameters whose gradient is None. A state of another structure is returned as it
-    is.
+    A leaf that became None keeps its old value: optax sets the moments of parameters
+    whose gradient is None to None. A state of another structure is returned unchanged.
     """
     if trees.first_difference(new, old) is not None:
         return new
     return jax.tree.map(_with_dtype_of, new, old, is_leaf=_is_none)
 
 
-def check_structure(new: Any, old: Any, owner: str, advice: str) -> None:
+def check_structure(
+    new: optax.OptState, old: optax.OptState, owner: str, advice: str
+) -> None:
     """Raise if an update changed the structure of an inner state.
 
     Args:
-      new: the inner state after.
-      old: the inner state before.
-      owner: whose update it is.
-      advice: what to do with a transformation that does so.
+      new: the inner state after the update.
+      old: the inner state before the update.
+      owner: the name of the wrapping transformation.
+      advice: what to do with an inner transformation that changes its state.
 
     Raises:
-      ValueError: names the first path where they differ.
+      ValueError: names the first path where the structures differ.
     """
     names = "the new state", "the old one"
     difference = trees.first_difference(new, old, names)
     if difference is not None:
         raise ValueError(
             f"The optimiser inside of {owner} changed the structure of its state: "
-            f"{difference}. A step that is skipped leaves the old state, so the two "
-            f"must have one structure. {advice}"
+            f"{difference}. A skipped step keeps the old state, so both states must "
+            f"have the same structure. {advice}"
         )
 
 
@@ -115,14 +124,15 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
-def check_gradients(grads: Any, params: Any) -> None:
-    """Raise unless there is a parameter for each gradient, and the other way round.
+def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
+    """Raise unless gradients and parameters have the same structure.
 
-    A gradient that is None fits anything: unfiltered equinox models have functions and
-    integers there. Gradients of `optax.LookaheadParams` are those of the fast ones.
+    A gradient that is None matches anything: unfiltered equinox models have functions
+    and integers there. With `optax.LookaheadParams`, gradients match the fast
+    parameters.
 
     Raises:
-      ValueError: names the first path where they differ.
+      ValueError: names the first path where the structures differ.
     """
     if params is None:
         return
@@ -137,66 +147,69 @@ def check_gradients(grads: Any, params: Any) -> None:
         )
 
 
-# Notes on states.
+# Annotations of states.
 
 
-class Noted(NamedTuple):
-    """A state of an optimiser, with a note for it from who called it.
+class AnnotatedState(NamedTuple):
+    """A state of an optimiser with an annotation, during one update.
 
     Attributes:
       state: the state.
-      note: any pytree.
+      annotation: any pytree.
     """
 
     state: Any
-    note: Any
+    annotation: Any
 
     def __getattr__(self, name: str) -> Any:
-        # For those between that read the state of what they wrap.
+        # Transformations in between may read fields of the state that they wrap.
         return getattr(self.state, name)
 
 
-def add_note(tree: Any, kinds: Any, note: Any) -> Any:
-    """Return states in which each one of these kinds has a note, for one update."""
+def annotate(tree: Any, kinds: Any, annotation: Any) -> Any:
+    """Annotate each state of these types in a tree."""
     return jax.tree.map(
-        lambda x: Noted(x, note) if isinstance(x, kinds) else x,
+        lambda x: AnnotatedState(x, annotation) if isinstance(x, kinds) else x,
         tree,
         is_leaf=lambda x: isinstance(x, kinds),
     )
 
 
-def drop_notes(tree: Any) -> Any:
-    """Return states without the notes that `add_note` made."""
+def strip_annotations(tree: Any) -> Any:
+    """Remove the annotations from the states in a tree."""
     return jax.tree.map(
-        lambda x: x.state if isinstance(x, Noted) else x,
+        lambda x: x.state if isinstance(x, AnnotatedState) else x,
         tree,
-        is_leaf=lambda x: isinstance(x, Noted),
+        is_leaf=lambda x: isinstance(x, AnnotatedState),
     )
 
 
-def read_note(state: Any) -> tuple[Any, Any]:
-    """Return a state and the note on it, None if there is none."""
-    return (state.state, state.note) if isinstance(state, Noted) else (state, None)
+def split_annotation(state: Any) -> tuple[Any, Any]:
+    """Return a state and its annotation, or None if it has none."""
+    return state if isinstance(state, AnnotatedState) else (state, None)
 
 
-def keep_note(state: Any, before: Any) -> Any:
-    """Return the next state with the note that the one before had, if any.
+def restore_annotation(state: Any, previous: Any) -> Any:
+    """Return the next state with the annotation of the previous one, if any.
 
-    It has to come out as it went in, through a `lax.cond` around the update, say.
+    Input and output states must have the same structure, for example if the update is
+    a branch of `lax.cond`.
     """
-    return before._replace(state=state) if isinstance(before, Noted) else state
+    if isinstance(previous, AnnotatedState):
+        return previous._replace(state=state)
+    return state
 
 
-# Parameters stored in half.
+# Parameters stored in half precision.
 
 
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoredDtypes:
-    """The dtypes in which parameters are stored: static, hashable, no leaves.
+    """The dtypes in which parameters are stored: a static pytree without leaves.
 
     Attributes:
-      by_path: the key path and the dtype of each floating parameter.
+      by_path: the key path and dtype of each floating parameter.
     """
 
     by_path: tuple[tuple[str, np.dtype], ...] = dataclasses.field(
@@ -204,26 +217,28 @@ class StoredDtypes:
     )
 
 
-def stored_dtypes(params: Any) -> StoredDtypes | None:
-    """Return the dtypes of parameters some of which are in half, None if none is."""
+def stored_dtypes(params: optax.Params | None) -> StoredDtypes | None:
+    """Return the dtypes of parameters, or None if none of them is a half dtype."""
     stored = _dtypes_of(params)
     if not any(map(dtypes.is_half, stored.values())):
         return None
     return StoredDtypes(tuple(stored.items()))
 
 
-def halves_of(params: Any, stored: StoredDtypes | None) -> dict[str, np.dtype]:
-    """Return which parameters are stored in half.
+def half_param_dtypes(
+    params: optax.Params | None, stored: StoredDtypes | None
+) -> dict[str, np.dtype]:
+    """Return the dtypes of the parameters that are stored in half precision.
 
     Args:
-      params: the parameters, as they are stored or as `scale_aware` shows them.
-      stored: what `scale_aware` said of them; None where they are what they seem.
+      params: the parameters, possibly cast to float32 by `scale_aware`.
+      stored: the stored dtypes that `scale_aware` passed; None means those of `params`.
 
     Returns:
-      The half dtypes by key path (`jax.tree_util.keystr`).
+      A dict of key path (`jax.tree_util.keystr`) to half dtype.
 
     Raises:
-      ValueError: there are no parameters, or they are not those `scale_aware` got.
+      ValueError: there are no parameters, or their tree is not that of `stored`.
     """
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")
@@ -232,49 +247,49 @@ def halves_of(params: Any, stored: StoredDtypes | None) -> dict[str, np.dtype]:
     if not seen.keys() <= known.keys():
         raise ValueError(
             f"Cannot tell in which dtypes the parameters {sorted(seen)} are stored: "
-            f"scale_aware was called with {sorted(known)}. What changes the tree of "
-            "parameters (optax.flatten) goes inside of this transformation."
+            f"scale_aware was called with {sorted(known)}. Put a transformation that "
+            "changes the tree of parameters (such as optax.flatten) inside of this one."
         )
     return {path: d for path, d in known.items() if dtypes.is_half(d)}
 
 
 def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:
-    """Map over paths and leaves of a tree in which None is a leaf as well.
+    """Map over the key paths and leaves of a tree, with None as a leaf.
 
-    The others may have anything where it has None, and None where it has a leaf.
+    The other trees may have any subtree where `tree` has None, and None where it has a
+    leaf.
     """
     return jax.tree_util.tree_map_with_path(fun, tree, *rest, is_leaf=_is_none)
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round to the nearest number of a half dtype, and stay in float32.
+    """Round float32 numbers to the precision of a half dtype.
 
-    A cast there and back would be taken out by XLA, which allows itself more precision
-    than it was asked for.
+    XLA may remove a cast to half and back, because it allows excess precision.
 
     Args:
       x: f32, any shape.
       dtype: bf16 or f16.
 
     Returns:
-      f32, the same shape; ties go to even, too large numbers to inf.
+      f32, the same shape. Ties round to even; numbers beyond the range become inf.
     """
     info = jnp.finfo(dtype)
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
     if dtype != jnp.float16:
         return rounded
-    # reduce_precision flushes the subnormals of f16, which are evenly spaced.
+    # reduce_precision flushes the subnormals of f16. They are evenly spaced.
     spacing = float(info.smallest_subnormal)
     subnormal = jnp.round(x * (1 / spacing)) * spacing
     return jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
 
 
 def update_between(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the update that leads from one parameter to another, both f32.
+    """Return the update from one f32 parameter to another.
 
-    -0.0 where they are equal, which leaves zeros of either sign as they are. Of two f16
-    (bf16) numbers, the sum `old + update` is exactly `new` where that is 0 or at least
-    `2**-12` (`2**-15`) of `old` in magnitude: all that lies between fits a float32.
+    The update is -0.0 for equal numbers, which preserves zeros of either sign. For f16
+    (bf16) numbers, `old + update` is exactly `new` if `new` is 0 or its magnitude is at
+    least `2**-12` (`2**-15`) of `old`: the difference is then a float32.
     """
     return jnp.where(new == old, jnp.float32(-0.0), new - old)
 

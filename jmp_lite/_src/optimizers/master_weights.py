@@ -15,52 +15,54 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
       inner_state: the state of the wrapped optimiser.
-      masters: the parameters in float32 (float64 stays), the same tree; leaves that are
-        not floating are there to keep its structure, and are not read.
+      masters: the parameters in float32 (float64 stays float64), in the same tree
+        structure. Leaves that are not floating are not used.
     """
 
     inner_state: optax.OptState
-    masters: Any
+    masters: optax.Params
 
 
 def master_weights(
     inner: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Train parameters that are stored in half by way of float32 copies of them.
+    """Train parameters that are stored in half precision with float32 copies of them.
 
-    An update below half the spacing of a half number is lost when it is added to it;
-    the masters keep it. For parameters `p` in half and their masters `m`::
+    An update smaller than half the spacing of half-precision numbers is lost when it is
+    added to a parameter. The float32 masters accumulate it. For parameters `p` in half
+    precision and their masters `m`::
 
       u, inner = inner.update(float32(g), inner_state, m, ...)
       m        = m + u
-      p + (float32(half(m)) - float32(p)) is half(m), what optax.apply_updates makes
+      update   = float32(half(m)) - float32(p), so that apply_updates returns half(m)
 
-    So after each step the parameters are the masters, rounded. What is stored in
-    float32 takes `u` and equals its master; `optax.partition` saves it one.
+    After each step the parameters equal the rounded masters. Parameters stored in
+    float32 use the update `u` and equal their masters; `optax.partition` avoids the
+    copy of them.
 
-    Goes around `scale_aware` or inside of it; in a chain it comes last. Between the two
-    there may be whatever keeps the tree of parameters, as `optax.MultiSteps`,
-    `partition`, `masked` and `inject_hyperparams` do. The masters are the model: after
-    setting parameters by hand, call `init` again.
+    Use it around `scale_aware` or inside of it, and last in a chain. Transformations
+    between the two must keep the tree of parameters, as `optax.MultiSteps`,
+    `partition`, `masked` and `inject_hyperparams` do. Training continues from the
+    masters: after setting parameters by hand, call `init` again.
 
     Args:
-      inner: any optax transformation, or `optax.MultiSteps` as it is.
+      inner: any optax transformation, or an `optax.MultiSteps`.
 
     Returns:
       A transformation. `update(grads, state, params, **extra)` takes gradients of any
       float dtypes and returns float32 updates (float64 stays float64), for
-      `optax.apply_updates`. They are exact, except that float32 cannot hold that of a
-      number which shrinks in one step to below `2**-12` (f16) or `2**-15` (bf16) of
-      itself, without becoming 0; the next step corrects it.
+      `optax.apply_updates`. The updates are exact, with one exception: if a parameter
+      shrinks in one step to below `2**-12` (f16) or `2**-15` (bf16) of itself, but not
+      to 0, float32 cannot represent its update. The next step corrects this.
 
     Raises:
       TypeError: `inner` is not an optax transformation.
-      ValueError: in `update`: no parameters, gradients of another structure, or `state`
-        is another transformation's.
+      ValueError: in `update`: there are no parameters, the gradients have another
+        structure, or `state` belongs to another transformation.
 
     Examples:
       >>> tx = master_weights(optax.sgd(2.0**-9))
-      >>> params = jnp.ones([], jnp.bfloat16)  # its neighbour is 1 - 2**-8
+      >>> params = jnp.ones([], jnp.bfloat16)  # the next smaller number is 1 - 2**-8
       >>> state = tx.init(params)
       >>> for _ in range(4):
       ...     updates, state = tx.update(jnp.bfloat16(1.0), state, params)
@@ -74,57 +76,61 @@ def master_weights(
     """
     inner = base.as_transformation(inner)
 
-    def init_fn(params: Any) -> Any:
-        # Copied: the step may donate its state as well as the parameters.
+    def init_fn(params: optax.Params) -> optax.OptState:
+        # Copied, because a step may donate both its state and the parameters.
         masters = jax.tree.map(
             lambda p, m: jnp.copy(m) if m is p and isinstance(m, jax.Array) else m,
             params,
             trees.cast_at_least_float32(params),
         )
         masters = jax.tree.map(base.strongly_typed, masters)
-        # For the same reason, an inner state that starts from them gets its own.
-        masters, inner_state = trees.unshare((masters, inner.init(masters)))
+        # For the same reason, the inner state must not share buffers with the masters.
+        masters, inner_state = trees.copy_shared_buffers((masters, inner.init(masters)))
         return MasterWeightsState(
             jax.tree.map(base.strongly_typed, inner_state), masters
         )
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
-        noted, (state, stored) = state, base.read_note(state)
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        annotated, (state, stored) = state, base.split_annotation(state)
         if not isinstance(state, MasterWeightsState):
             raise ValueError(
-                "Expected the state that master_weights(...).init(params) made, got "
+                "Expected the state of master_weights(...).init(params), got "
                 f"{type(state).__name__}."
             )
-        halves = base.halves_of(params, stored)
+        half_dtypes = base.half_param_dtypes(params, stored)
         base.check_gradients(updates, params)
 
-        def show(path, m, p):
-            # What is stored in float32 is its own master: one sum makes both.
-            return m if jax.tree_util.keystr(path) in halves else p
+        def full_param(path, m, p):
+            # A parameter stored in float32 is its own master.
+            return m if jax.tree_util.keystr(path) in half_dtypes else p
 
-        def step(path, m, shown, u):
+        def step(path, m, p, u):
             del path
             if u is None or not trees.is_castable(m):
                 return m
-            return shown + jnp.asarray(u, m.dtype)
+            return p + jnp.asarray(u, m.dtype)
 
         def update(path, m, p, u):
-            dtype = halves.get(jax.tree_util.keystr(path))
+            dtype = half_dtypes.get(jax.tree_util.keystr(path))
             if dtype is None or u is None:
                 return u
             rounded = base.round_to(m, dtype)
             return base.update_between(p.astype(m.dtype), rounded)
 
-        map_with_none = base.map_with_none
-        shown = map_with_none(show, state.masters, params)
+        full_params = base.map_with_none(full_param, state.masters, params)
         grads = trees.cast_at_least_float32(updates)
-        steps, inner_state = inner.update(grads, state.inner_state, shown, **extra)
+        steps, inner_state = inner.update(
+            grads, state.inner_state, full_params, **extra
+        )
         inner_state = base.with_dtypes_of(inner_state, state.inner_state)
-        masters = map_with_none(step, state.masters, shown, steps)
-        new_updates = map_with_none(update, masters, params, steps)
+        masters = base.map_with_none(step, state.masters, full_params, steps)
+        new_updates = base.map_with_none(update, masters, params, steps)
         next_state = MasterWeightsState(inner_state, masters)
-        return new_updates, base.keep_note(next_state, noted)
+        return new_updates, base.restore_annotation(next_state, annotated)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,4 +1,4 @@
-"""Look at the loss scale of a run: scalars to log, and an error when it collapses."""
+"""Monitor a run: scalars to log, and an error if every step is skipped."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
 
 
 class TooManySkippedStepsError(RuntimeError):
-    """Too many steps in a row were not finite: the run is not training any more."""
+    """Too many consecutive steps were skipped: the run makes no progress."""
 
 
 def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """Return what to log about loss scaling.
+    """Return loss scaling metrics to log.
 
     Args:
-      opt_state: a state that holds one `ScaleAwareState` at any depth, or several. May
-        be traced: this works inside `jit`.
+      opt_state: a state that holds one or more `ScaleAwareState`, at any depth. It may
+        be traced: this function works inside `jit`.
 
     Returns:
-      Scalars of shape `[]`: `loss_scale` (f32), `last_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32). Where there are several states,
-      each name has the key path of its state in front: `"generator/loss_scale"`.
+      A dict of scalars, shape `[]`: `loss_scale` (f32), `last_finite` (bool),
+      `skipped_steps` and `consecutive_skips` (int32). If there are several states, each
+      name is prefixed with the key path of its state: `"generator/loss_scale"`.
 
     Raises:
       ValueError: the state holds no `ScaleAwareState`.
@@ -38,7 +38,7 @@ def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
     """
     states = _find_states(opt_state)
     return {
-        # nnx.Optimizer keeps each array in a Variable: what is returned is the array.
+        # asarray unwraps the Variable in which nnx.Optimizer stores each array.
         (f"{path}/{name}" if len(states) > 1 else name): jax.numpy.asarray(value)
         for path, state in states.items()
         for name, value in {
@@ -53,19 +53,21 @@ def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
 
 
 def check_skipped_steps(opt_state: Any, *, max_consecutive_skips: int = 50) -> None:
-    """Raise if the last steps were all skipped. Call it on the host, between steps.
+    """Raise if too many consecutive steps were skipped.
 
-    The scale halves from `2**24` to 1 in 24 skips; a run that skips on after that does
-    not overflow for want of a lower scale. Waits for the step that made the state: call
-    it every hundred steps or so.
+    Call it on the host, between steps. It blocks until the state is computed: call it
+    once every hundred steps or so. The default limit is above the 24 skipped steps in
+    which the scale falls from `2**24` to 1. If steps are still skipped after that, the
+    loss scale is not the cause.
 
     Args:
-      opt_state: as for `loss_scale_metrics`, not traced.
-      max_consecutive_skips: how many skips in a row are too many, at least 1.
+      opt_state: see `loss_scale_metrics`; not traced.
+      max_consecutive_skips: the smallest number of consecutive skipped steps that
+        raises, at least 1.
 
     Raises:
-      TooManySkippedStepsError: that many steps in a row were skipped; names the scale,
-        its floor, and what to look at.
+      TooManySkippedStepsError: that many consecutive steps were skipped; reports the
+        scale, its minimum and possible causes.
       ValueError: `max_consecutive_skips` is below 1; no `ScaleAwareState` is found.
 
     Examples:
@@ -74,7 +76,7 @@ def check_skipped_steps(opt_state: Any, *, max_consecutive_skips: int = 50) -> N
       >>> check_skipped_steps(scale_aware(optax.sgd(0.1)).init(jax.numpy.ones(2)))
 
     References:
-      DeepSpeed and fairseq raise at the smallest scale; PyTorch users ask for it
+      DeepSpeed and fairseq raise at the minimum scale; PyTorch has a request for it
       (pytorch#40497).
     """
     if max_consecutive_skips < 1:
@@ -87,16 +89,16 @@ def check_skipped_steps(opt_state: Any, *, max_consecutive_skips: int = 50) -> N
         if skips < max_consecutive_skips:
             continue
         scale = float(np.min(np.asarray(state.loss_scale.loss_scale)))
-        floor = scale
+        minimum = scale
         if isinstance(state.loss_scale, DynamicLossScale):
-            floor = state.loss_scale.min_loss_scale
+            minimum = state.loss_scale.min_loss_scale
         where = f" of {path!r}" if path else ""
         raise TooManySkippedStepsError(
             f"The last {skips} steps{where} were skipped: their gradients or loss were "
-            f"not finite. The loss scale is {scale:g}, its floor {floor:g}. Look for: "
-            "NaN or inf in the data or in the parameters; an op that overflows in the "
-            "forward pass whatever the scale (run it in float32, or the model in "
-            "bfloat16); a learning rate that made the model diverge."
+            f"not finite. The loss scale is {scale:g}, its minimum {minimum:g}. "
+            "Possible causes: NaN or inf in the data or in the parameters; an overflow "
+            "in the forward pass, at any scale (run that operation in float32, or the "
+            "model in bfloat16); a learning rate at which the model diverged."
         )
 
 
@@ -112,6 +114,6 @@ def _find_states(opt_state: Any) -> dict[str, ScaleAwareState]:
     if not states:
         raise ValueError(
             f"Found no ScaleAwareState in a state of type {type(opt_state).__name__}; "
-            "expected what scale_aware(...).init(params) made, at any depth."
+            "expected the state of scale_aware(...).init(params), at any depth."
         )
     return states

@@ -1,7 +1,8 @@
-"""The scale-aware optimiser: unscale, check, and take the step or leave every bit.
+"""The scale-aware optimiser: unscale the gradients and skip non-finite steps.
 
-It wraps any optax optimiser. Clipping, weight decay, schedules, averaging and
-accumulation go inside it, where gradients are unscaled, float32 and finite.
+It wraps any optax optimiser, and applies its update or leaves the state bitwise
+unchanged. Put clipping, weight decay, schedules, averaging and accumulation inside it,
+where gradients are unscaled, float32 and finite.
 """
 
 from collections.abc import Hashable
@@ -17,12 +18,12 @@ from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.master_weights import MasterWeightsState
 from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
 
-# The states of those that must know in which dtypes the parameters are stored.
-_KNOW_WHAT_IS_STORED = MasterWeightsState, StochasticRoundingState
+# States of transformations that need the dtypes in which parameters are stored.
+_NEED_STORED_DTYPES = MasterWeightsState, StochasticRoundingState
 
-_OUTSIDE = (
-    "Put what changes its own (such as optax.monitor) outside of scale_aware: "
-    "optax.chain(scale_aware(...), optax.monitor(...))."
+_STRUCTURE_ADVICE = (
+    "Put a transformation that changes it (such as optax.monitor) outside of "
+    "scale_aware: optax.chain(scale_aware(...), optax.monitor(...))."
 )
 
 
@@ -30,12 +31,13 @@ class ScaleAwareState(NamedTuple):
     """The state of `scale_aware`.
 
     Attributes:
-      inner_state: the state of the wrapped optimiser, its floats at least float32.
+      inner_state: the state of the wrapped optimiser; its floats are at least float32.
       loss_scale: the loss scale for the next step.
-      last_finite: bool `[]`, whether the last step's gradients (and its `value`, if
-        given) were finite: the step was taken. True before the first step.
+      last_finite: bool `[]`, whether the gradients of the last step (and its `value`,
+        if given) were finite, so that the update was applied. True before the first
+        step.
       skipped_steps: int32 `[]`, non-finite steps since `init`.
-      consecutive_skips: int32 `[]`, non-finite steps since the last finite one.
+      consecutive_skips: int32 `[]`, non-finite steps since the last finite step.
     """
 
     inner_state: optax.OptState
@@ -52,43 +54,43 @@ def scale_aware(
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
     skip_nonfinite: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Unscale gradients, and update with `inner` where all of them are finite.
+    """Unscale gradients, and apply the update of `inner` if all of them are finite.
 
     For gradients `s` of a loss that was multiplied by `loss_scale`::
 
       finite   = all of s is finite, on every device of axis_name
-      g        = float32(s) / loss_scale; where not finite: 0
+      g        = float32(s) / loss_scale; if not finite: 0
       u, inner = inner.update(g, inner_state, float32(params), ...)
-      skipped: u = -0.0, so that p + u is p bit for bit; inner_state as it was
+      if not finite: u = -0.0, so that p + u is bitwise p; inner_state is unchanged
       loss_scale.adjust(finite)
 
-    A `value` that is itself not finite means a bad batch, not an overflow: that step
-    is skipped too, and the loss scale stays. Nothing here branches, calls the host or
-    keeps a copy of the gradients.
+    A non-finite `value` indicates a bad batch, not an overflow: the step is skipped as
+    well, but the loss scale is unchanged. The update has no branches, makes no host
+    calls and keeps no copy of the gradients.
 
     Args:
-      inner: any optax transformation, or `optax.MultiSteps` as it is.
-      loss_scale: the first loss scale; the default is `DynamicLossScale()`.
-      axis_name: the mapped axes (`pmap`, `shard_map`) over which devices must agree,
-        where each of them sees only its own gradients. Not needed under `jit`.
-      skip_nonfinite: if False, non-finite gradients reach `inner` and the step is
-        taken all the same; the state still counts them and the scale still adjusts.
+      inner: any optax transformation, or an `optax.MultiSteps`.
+      loss_scale: the initial loss scale; the default is `DynamicLossScale()`.
+      axis_name: the mapped axes (`pmap`, `shard_map`) over which gradients are checked
+        together, if each device has only its own. Not needed under `jit`.
+      skip_nonfinite: if False, non-finite gradients are passed to `inner` and its
+        update is applied. The state still counts them and the scale still adjusts.
 
     Returns:
       A transformation. `update(grads, state, params, *, value=None, **extra)` takes
       scaled gradients of any float dtypes and returns float32 updates (float64 stays
       float64), which `optax.apply_updates` casts to the dtype of the parameters.
-      `value` is the unscaled loss, f32 `[]`, without a gradient penalty: an overflow
-      of that would pass for a bad batch. The dtypes of the state never change.
+      `value` is the unscaled loss, f32 `[]`, without a gradient penalty, whose overflow
+      would be taken for a bad batch. The dtypes of the state never change.
 
     Raises:
       TypeError: `inner` is not an optax transformation; `loss_scale` is not a loss
         scale.
-      ValueError: the loss scale is zero, negative or NaN; in `update`: gradients and
-        parameters differ in structure (where a gradient is None there may be anything;
-        those of `optax.LookaheadParams` are of the fast ones), `state` is another
-        transformation's, or `inner` changes the structure of its state, as
-        `optax.monitor` does: that goes outside.
+      ValueError: the loss scale is zero, negative or NaN. In `update`: gradients and
+        parameters differ in structure (a gradient that is None matches anything; for
+        `optax.LookaheadParams`, gradients match the fast parameters); `state` belongs
+        to another transformation; or `inner` changes the structure of its state, as
+        `optax.monitor` does.
 
     Examples:
       >>> tx = scale_aware(optax.sgd(0.5), DynamicLossScale(4.0))
@@ -110,27 +112,33 @@ def scale_aware(
     if loss_scale is None:
         loss_scale = DynamicLossScale()
     check_loss_scale(loss_scale)
-    first_loss_scale = loss_scale
+    initial_loss_scale = loss_scale
 
-    def init_fn(params: Any) -> Any:
+    # States are Any here: a loss scale is not an array tree, which optax.OptState is.
+    def init_fn(params: optax.Params) -> Any:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         return ScaleAwareState(
             inner_state=jax.tree.map(base.strongly_typed, inner_state),
-            # Copied: the step may donate its state, and another state or optimiser may
-            # have started from the same loss scale.
-            loss_scale=jax.tree.map(jnp.copy, first_loss_scale),
+            # Copied, because a step may donate its state while the initial loss scale
+            # is used for other states.
+            loss_scale=jax.tree.map(jnp.copy, initial_loss_scale),
             last_finite=jnp.array(True),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
         )
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, *, value: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
-        noted, (state, others_finite) = state, base.read_note(state)
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, Any]:
+        annotated, (state, others_finite) = state, base.split_annotation(state)
         _check_arguments(updates, state, params)
-        # Checked after unscaling: below 1, a scale can lift a finite number to inf.
-        # XLA fuses the multiplication into both readers; no copy is kept.
+        # Checked after unscaling, because dividing by a scale below 1 can overflow.
+        # XLA fuses the multiplication into both uses, so no copy is kept.
         grads = state.loss_scale.unscale(updates)
         if value is not None:
             value = trees.cast_at_least_float32(jnp.asarray(value))
@@ -139,21 +147,26 @@ def scale_aware(
             value_finite = value_finite & others_finite
         finite = trees.all_finite(grads) & value_finite
         if axis_name is not None:
-            finite, value_finite = _agree(finite, value_finite, axis_name)
+            finite, value_finite = _all_devices(finite, value_finite, axis_name)
 
         if skip_nonfinite:
             grads = _where(finite, grads, 0)
             value = _where(finite, value, 0)
         if value is not None:
             extra["value"] = value
-        shown, inner_state = trees.cast_at_least_float32(params), state.inner_state
+        float32_params = trees.cast_at_least_float32(params)
+        inner_state = state.inner_state
         stored = base.stored_dtypes(params)
         if stored is not None:
-            inner_state = base.add_note(inner_state, _KNOW_WHAT_IS_STORED, stored)
-        new_updates, inner_state = inner.update(grads, inner_state, shown, **extra)
+            inner_state = base.annotate(inner_state, _NEED_STORED_DTYPES, stored)
+        new_updates, inner_state = inner.update(
+            grads, inner_state, float32_params, **extra
+        )
         if stored is not None:
-            inner_state = base.drop_notes(inner_state)
-        base.check_structure(inner_state, state.inner_state, "scale_aware", _OUTSIDE)
+            inner_state = base.strip_annotations(inner_state)
+        base.check_structure(
+            inner_state, state.inner_state, "scale_aware", _STRUCTURE_ADVICE
+        )
         inner_state = base.with_dtypes_of(inner_state, state.inner_state)
         if skip_nonfinite:
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
@@ -167,23 +180,23 @@ def scale_aware(
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
         )
-        return new_updates, base.keep_note(next_state, noted)
+        return new_updates, base.restore_annotation(next_state, annotated)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _agree(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:
-    """Return both verdicts, true where they are true on all devices of the axes."""
+def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:
+    """Return whether each flag is true on all devices of the mapped axes."""
     failures = jnp.stack([~finite, ~value_finite]).astype(jnp.int32)
-    # shard_map tracks which axes a value varies over, and psum wants all or none of
-    # its axes among them: adding zero times the index makes it all. XLA drops it.
+    # shard_map tracks the axes over which a value varies, and psum requires all or none
+    # of its axes among them. Adding 0 * index makes it all; XLA removes the addition.
     failures = failures + 0 * jax.lax.axis_index(axis_name)
     failures = jax.lax.psum(failures, axis_name)
     return failures[0] == 0, failures[1] == 0
 
 
 def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
-    """Replace the numbers of a tree where not finite; keys and float0 stay."""
+    """Replace the numbers of a tree if not `finite`; keep keys and float0."""
 
     def where(x):
         is_number = trees.is_inexact(x) or (
@@ -199,10 +212,12 @@ def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
     return jax.tree.map(where, tree)
 
 
-def _check_arguments(grads: Any, state: Any, params: Any) -> None:
+def _check_arguments(
+    grads: optax.Updates, state: Any, params: optax.Params | None
+) -> None:
     if not isinstance(state, ScaleAwareState):
         raise ValueError(
-            "Expected the state that scale_aware(...).init(params) made, got "
+            "Expected the state of scale_aware(...).init(params), got "
             f"{type(state).__name__}."
         )
     base.check_gradients(grads, params)

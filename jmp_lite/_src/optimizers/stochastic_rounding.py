@@ -1,4 +1,4 @@
-"""Stochastic rounding: parameters in half, without masters."""
+"""Stochastic rounding: half-precision parameters without float32 masters."""
 
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ class StochasticRoundingState(NamedTuple):
     """The state of `stochastic_rounding`.
 
     Attributes:
-      inner_state: the state of the wrapped optimiser, its floats at least float32.
-      key: the PRNG key for the next step, typed or raw as it was given.
+      inner_state: the state of the wrapped optimiser; its floats are at least float32.
+      key: the PRNG key for the next step, typed or raw like the initial key.
     """
 
     inner_state: optax.OptState
@@ -25,49 +25,47 @@ class StochasticRoundingState(NamedTuple):
 def stochastic_rounding(
     inner: optax.GradientTransformation | optax.MultiSteps, key: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """Train parameters that are stored in half, rounding each step at random.
+    """Train parameters stored in half precision, with stochastically rounded updates.
 
-    An update below half the spacing of a half number is lost when it is added to it.
-    Rounding the sum up with a probability that is its distance from the number below,
-    in spacings, keeps the update on average: no float32 copy is needed. For parameters
-    `p` in half::
+    An update smaller than half the spacing of half-precision numbers is lost when it is
+    added to a parameter. Stochastic rounding preserves it in expectation, without a
+    float32 copy. For parameters `p` in half precision::
 
       u, inner = inner.update(float32(g), inner_state, float32(p), ...)
-      x = float32(p) + u,  lo <= x <= hi  the half numbers next to it
+      x = float32(p) + u,  lo <= x <= hi  the nearest half-precision numbers
       p = hi with probability (x - lo) / (hi - lo), else lo
 
-    Float32 parameters take `u` as it is. A finite number stays finite. Where replicas
-    hold the same key, as they do under `jit` and `pmap`, they round alike.
+    Float32 parameters use the update `u`. Finite numbers stay finite. Replicas with the
+    same key, as under `jit` and `pmap`, round identically.
 
-    Goes around `scale_aware` or inside of it; in a chain it comes last. Between the two
-    there may be whatever keeps the tree of parameters, as `optax.MultiSteps`,
+    Use it around `scale_aware` or inside of it, and last in a chain. Transformations
+    between the two must keep the tree of parameters, as `optax.MultiSteps`,
     `partition`, `masked` and `inject_hyperparams` do.
 
     Args:
-      inner: any optax transformation, or `optax.MultiSteps` as it is.
-      key: a PRNG key, typed or raw. JAX draws faster on TPU from one that was made with
-        `impl="rbg"`.
+      inner: any optax transformation, or an `optax.MultiSteps`.
+      key: a PRNG key, typed or raw. On TPU, keys with `impl="rbg"` are faster.
 
     Returns:
       A transformation. `update(grads, state, params, **extra)` takes gradients of any
       float dtypes and returns float32 updates (float64 stays float64), for
-      `optax.apply_updates`. They are exact as far as float32 goes: a number that
-      shrinks in one step to below `2**-12` (f16) or `2**-15` (bf16) of itself is
-      rounded again, to nearest.
+      `optax.apply_updates`. The updates are exact, with one exception: if a parameter
+      shrinks in one step to below `2**-12` (f16) or `2**-15` (bf16) of itself, float32
+      cannot represent its update, and it is rounded again, to nearest.
 
     Raises:
       TypeError: `inner` is not an optax transformation; `key` is not a PRNG key.
-      ValueError: in `update`: no parameters, gradients of another structure, or `state`
-        is another transformation's.
+      ValueError: in `update`: there are no parameters, the gradients have another
+        structure, or `state` belongs to another transformation.
 
     Examples:
       >>> tx = stochastic_rounding(optax.sgd(2.0**-11), jax.random.key(1))
-      >>> params = jnp.ones(1000, jnp.bfloat16)  # the neighbour of 1 is 1 - 2**-8
+      >>> params = jnp.ones(1000, jnp.bfloat16)  # the next smaller number: 1 - 2**-8
       >>> updates, _ = tx.update(jnp.ones(1000), tx.init(params), params)
       >>> params = optax.apply_updates(params, updates)
       >>> [round(x * 2**8) for x in (1 - params.min().item(), 1 - params.max().item())]
       [1, 0]
-      >>> bool(100 < jnp.sum(params < 1) < 150)  # an eighth of them
+      >>> bool(100 < jnp.sum(params < 1) < 150)  # about 1/8 of them
       True
 
     References:
@@ -78,48 +76,53 @@ def stochastic_rounding(
     inner = base.as_transformation(inner)
     _check_key(key)
 
-    def init_fn(params: Any) -> Any:
+    def init_fn(params: optax.Params) -> optax.OptState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
-        # The key is copied: the step may donate its state, and the caller keeps his.
+        # The key is copied, because a step may donate its state.
         return StochasticRoundingState(
             jax.tree.map(base.strongly_typed, inner_state), jnp.copy(key)
         )
 
     def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[Any, Any]:
-        noted, (state, stored) = state, base.read_note(state)
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        annotated, (state, stored) = state, base.split_annotation(state)
         if not isinstance(state, StochasticRoundingState):
             raise ValueError(
-                "Expected the state that stochastic_rounding(...).init(params) made, "
-                f"got {type(state).__name__}."
+                "Expected the state of stochastic_rounding(...).init(params), got "
+                f"{type(state).__name__}."
             )
-        halves = base.halves_of(params, stored)
+        half_dtypes = base.half_param_dtypes(params, stored)
         base.check_gradients(updates, params)
-        next_key, *keys = jax.random.split(state.key, 1 + len(halves))
-        key_at = dict(zip(halves, keys, strict=True))
+        next_key, *keys = jax.random.split(state.key, 1 + len(half_dtypes))
+        key_of = dict(zip(half_dtypes, keys, strict=True))
 
         def update(path, p, u):
             path = jax.tree_util.keystr(path)
-            if path not in halves or u is None:
+            if path not in half_dtypes or u is None:
                 return u
             p = p.astype(jnp.float32)
             x = p + jnp.asarray(u, jnp.float32)
-            rounded = _round_at_random(x, halves[path], key_at[path])
+            rounded = _round_stochastically(x, half_dtypes[path], key_of[path])
             return base.update_between(p, rounded)
 
-        grads, shown = trees.cast_at_least_float32((updates, params))
-        steps, inner_state = inner.update(grads, state.inner_state, shown, **extra)
+        grads, float32_params = trees.cast_at_least_float32((updates, params))
+        steps, inner_state = inner.update(
+            grads, state.inner_state, float32_params, **extra
+        )
         inner_state = base.with_dtypes_of(inner_state, state.inner_state)
         new_updates = base.map_with_none(update, params, steps)
         next_state = StochasticRoundingState(inner_state, next_key)
-        return new_updates, base.keep_note(next_state, noted)
+        return new_updates, base.restore_annotation(next_state, annotated)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
-    """Round to a half number next to `x`, as often to each as `x` is close to it.
+def _round_stochastically(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+    """Round to one of the two nearest half-precision numbers, with mean `x`.
 
     Args:
       x: f32, any shape.
@@ -127,15 +130,15 @@ def _round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
       key: a PRNG key.
 
     Returns:
-      f32, the same shape. What is not finite, or beyond the largest half number, goes
-      to the nearest.
+      f32, the same shape. Numbers that are not finite or exceed the largest
+      half-precision number are rounded to nearest.
     """
     largest = float(jnp.finfo(dtype).max)
     x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
     nearest = base.round_to(x, dtype)
     direction = jnp.where(x > nearest, jnp.inf, -jnp.inf).astype(dtype)
     other = jnp.nextafter(nearest.astype(dtype), direction).astype(jnp.float32)
-    # Both differences are exact. At a half number itself the first is 0.
+    # Both differences are exact. For a half-precision number the first is 0.
     share = (x - nearest) / (other - nearest)
     chosen = jax.random.uniform(key, x.shape, jnp.float32) < share
     return jnp.where(chosen, other, nearest)

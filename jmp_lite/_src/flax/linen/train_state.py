@@ -94,7 +94,7 @@ class TrainState(train_state.TrainState):
             )
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         # A step may donate the state, and a buffer can be donated only once.
-        return trees.unshare(state.replace(step=jnp.zeros([], jnp.int32)))
+        return trees.copy_shared_buffers(state.replace(step=jnp.zeros([], jnp.int32)))
 
     def apply_gradients(self, *, grads: Any, value: Any = None, **kwargs: Any) -> Self:
         """Return the state after a step; the old one if the step is not finite.

@@ -112,7 +112,7 @@ class TrainState:
             ema_decay=ema_decay,
             update_on_skip=update_on_skip,
         )
-        return trees.unshare(state)
+        return trees.copy_shared_buffers(state)
 
     def model(self, params: Any = None) -> Any:
         """Return the model with `params`, such as `ema`; by default with its own."""

@@ -1,14 +1,15 @@
-"""Softmax between two products: computed in f32, remembered in half.
+"""Patterns of several equations: softmax between two products.
 
-The probabilities of attention are f32 inside and half where the next product reads
-them. Differentiated op by op, the f32 logits are kept for the backward pass beside the
-half probabilities. But the derivative can be had from the probabilities alone::
+The probabilities of attention are computed in float32, and half where the next product
+reads them. Differentiated operation by operation, the float32 logits are kept for the
+backward pass beside the half probabilities. But the derivative needs the probabilities
+alone::
 
   p = softmax(z);  dp = p * (dz - sum(p * dz))
 
-so here it is taken from the half `p` that the product keeps anyway, in f32 arithmetic:
-FlashAttention's observation, without its kernel. `p` is at most 1, so nothing
-overflows; what f16 flushes in it is below 6e-8.
+so it is computed from the half `p` that the product keeps anyway, in float32
+arithmetic, as in FlashAttention. `p` is at most 1, so nothing overflows; float16 rounds
+to zero what is below 6e-8.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ class Softmax:
     axes: tuple[int, ...]
 
 
-def find(jaxpr: Any) -> dict[int, Softmax]:
+def find_softmaxes(jaxpr: Any) -> dict[int, Softmax]:
     """Return the softmaxes of a jaxpr by the index of the equation that divides."""
     made_by: dict[Any, Any] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     found = {}

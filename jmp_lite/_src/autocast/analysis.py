@@ -1,0 +1,382 @@
+"""The analysis: which values of a jaxpr are held in half precision.
+
+Before anything runs, each variable gets a `Precision`, which follows from how it is
+made, going forward; and a `Use`, which follows from what reads it, going backward. The
+precision of a product's result depends on its uses, and the uses of a value on the
+precision of what it is combined with. So both passes are repeated until nothing
+changes; uses only grow from one round to the next, so this ends. Sub-jaxprs (of jit,
+scan, …) are analysed in the same way, once per combination of precisions and uses.
+
+An example, under a bfloat16 policy::
+
+    def f(w, b, x):
+        h = jnp.tanh(x @ w + b)
+        return jnp.exp(h).sum(), h @ w
+
+    a = dot_general x w     HALF       a matrix product; used by `d` alone
+    c = broadcast b         BROADCAST  an input, made larger: a bias
+    d = add a c             HALF       HALF and BROADCAST: arithmetic in half
+    h = tanh d              HALF       HALF; used by a product and by `exp`
+    e = exp h               FLOAT32    class "float32": reads `h` cast to float32
+    s = reduce_sum e        FLOAT32    class "float32"
+    p = dot_general h w     FLOAT32    only returned: the float32 accumulator
+
+First round, forward: no use is known yet, so each product is taken to be read in half,
+`p` among them. Backward: `p` is only an OUTPUT; `e` uses `h` in FLOAT32, exactly; the
+second product uses `h` in HALF; `h` is HALF, so `tanh` uses `d` as `h` is used, and so
+on up to `a`. Second round: `p` is an OUTPUT and nothing else, which makes it FLOAT32;
+in bfloat16 `a` stays HALF, since a product reads it in the end. No use has changed, so
+this is the result. In float16 the results of products are half only if all their uses
+are: `a`, `d` and `h` would be FLOAT32, because `exp` reads `h`.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_lite._src import compat
+from jmp_lite._src.autocast import patterns, precision, rules
+from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
+from jmp_lite._src.autocast.precision import (
+    BROADCAST,
+    FLOAT32,
+    HALF,
+    INPUT,
+    INTEGER,
+    NORMALIZED,
+    NUMBER,
+    OTHER,
+    Precision,
+    Use,
+)
+from jmp_lite._src.autocast.regions import Regions
+from jmp_lite._src.jaxprs import control_flow, name_scopes
+
+
+class Analyzer:
+    """Analyses jaxprs under one table and one policy, each of them once.
+
+    Attributes:
+      table: the classes of primitives.
+      regions: what the policy lowers, by name scope.
+      compute_dtype: the half dtype.
+      is_rule: whether the jaxprs are rules for derivatives.
+    """
+
+    def __init__(
+        self,
+        table: OpRules,
+        regions: Regions,
+        compute_dtype: Any,
+        is_rule: bool = False,
+    ):
+        self.table, self.regions = table, regions
+        self.compute_dtype = compute_dtype
+        self.is_rule = is_rule
+        self._plans: dict[Any, CastPlan] = {}
+        self._for_derivatives: Analyzer | None = None
+        # A plan is found by the identity of its jaxpr, which must stay alive for that.
+        self._alive: list[Any] = []
+
+    def plan(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        ins: Sequence[Precision],
+        uses: Sequence[int],
+        scope: str = "",
+    ) -> CastPlan:
+        """Return the plan of an open jaxpr.
+
+        Args:
+          jaxpr: the jaxpr.
+          consts: the values of its constvars.
+          ins: the precision of each input.
+          uses: how each output is used.
+          scope: the name scope that it is called in.
+        """
+        key = (
+            id(jaxpr),
+            tuple(map(id, consts)),
+            tuple(ins),
+            tuple(uses),
+            self.regions.key(scope),
+        )
+        if key not in self._plans:
+            self._alive.append((jaxpr, consts))
+            analysis = _Analysis(self, jaxpr, consts, scope)
+            self._plans[key] = analysis.run(tuple(ins), tuple(uses))
+        return self._plans[key]
+
+    def plan_closed(
+        self,
+        closed: Any,
+        ins: Sequence[Precision] | None = None,
+        use: int = Use.OUTPUT,
+    ) -> CastPlan:
+        """Return the plan of a closed jaxpr, by default that of a whole function."""
+        jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
+        ins = ins or [INPUT] * len(jaxpr.invars)
+        return self.plan(jaxpr, consts, ins, [use] * len(jaxpr.outvars))
+
+    def for_derivatives(self) -> "Analyzer":
+        """Return the analyzer of rules for derivatives."""
+        if self._for_derivatives is None:
+            table = self.table.replace(half_results=True)
+            options = table, self.regions, self.compute_dtype
+            self._for_derivatives = Analyzer(*options, is_rule=True)
+        return self._for_derivatives
+
+
+class _Analysis:
+    """The analysis of one jaxpr: implements `rules.Analysis`.
+
+    Attributes:
+      precision: of each variable.
+      plans: of each equation.
+      cast_moves: results that are half because an input is cast before it is moved.
+      readers: per variable, the indices of the equations that read it.
+      depends: per equation, whether its plan depends on the uses of its results.
+      is_stale: per equation, whether what its plan depends on has changed.
+    """
+
+    def __init__(
+        self, analyzer: Analyzer, jaxpr: Any, consts: Sequence[Any], scope: str
+    ):
+        self.analyzer, self.compute_dtype = analyzer, analyzer.compute_dtype
+        self.half_results = analyzer.table.half_results
+        self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
+        self.infos = _describe(jaxpr, analyzer, scope)
+        self.precision: dict[Any, Precision] = {}
+        self.plans: list[Any] = [None] * len(self.infos)
+        self.cast_moves: set[Any] = set()
+        self.readers: dict[Any, list[int]] = collections.defaultdict(list)
+        for index, info in enumerate(self.infos):
+            for var, fixed in zip(info.eqn.invars, info.fixed, strict=True):
+                if fixed is None:
+                    self.readers[var].append(index)
+        self.depends = [info.depends_on_uses for info in self.infos]
+        self.is_stale = [True] * len(self.infos)
+
+    def run(self, ins: tuple[Precision, ...], out_uses: tuple[int, ...]) -> CastPlan:
+        """Repeat both passes until the uses do not change."""
+        self._set_inputs(ins)
+        # What is not known yet is taken to be used in half.
+        uses: dict[Any, int] = collections.defaultdict(lambda: Use.HALF)
+        known: dict[Any, int] = {}
+        while True:
+            self._forward(uses)
+            of_vars = self._backward(out_uses)
+            found = {v: use | known.get(v, 0) for v, use in of_vars.items()}
+            if found == known:
+                break
+            for index, info in enumerate(self.infos):
+                if self.depends[index]:
+                    results = info.eqn.outvars
+                    self.is_stale[index] = any(found[v] != uses[v] for v in results)
+            uses = known = found
+        outs = tuple(self._precision_of(v) for v in self.jaxpr.outvars)
+        return CastPlan(
+            jaxpr=self.jaxpr,
+            consts=self.consts,
+            eqn_plans=tuple(map(_check_bodies, self.plans)),
+            half_in=tuple(p == HALF for p in ins),
+            half_out=tuple(p == HALF for p in outs),
+            outs=outs,
+            in_uses=tuple(of_vars.get(v, 0) for v in self.jaxpr.invars),
+            numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
+            is_rule=self.analyzer.is_rule,
+        )
+
+    def plan_body(self, eqn, body, ins, uses):
+        """Return the plan of a sub-jaxpr of an equation."""
+        scope = name_scopes.join(self.scope, name_scopes.of(eqn))
+        return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, scope)
+
+    def is_bias(self, var: Any) -> bool:
+        """Return whether an operand is an input, moved or broadcast at most."""
+        if compat.is_literal(var):
+            return False
+        return var in self.cast_moves or self.precision[var] in (INPUT, BROADCAST)
+
+    def _set_inputs(self, ins: Sequence[Precision]) -> None:
+        for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):
+            is_f32 = precision.is_f32(var)
+            self.precision[var] = (
+                precision.of_constant(const, self.compute_dtype) if is_f32 else OTHER
+            )
+        for var, of_input in zip(self.jaxpr.invars, ins, strict=True):
+            is_known = precision.is_f32(var) or of_input == INTEGER
+            self.precision[var] = of_input if is_known else OTHER
+
+    def _forward(self, uses: dict[Any, int]) -> None:
+        """Decide on what is stale, in order, and on what reads results that changed."""
+        for index, info in enumerate(self.infos):
+            if not self.is_stale[index]:
+                continue
+            self.is_stale[index] = False
+            eqn = info.eqn
+            ins = [
+                self.precision[v] if fixed is None else fixed
+                for v, fixed in zip(eqn.invars, info.fixed, strict=True)
+            ]
+            out_uses = [uses[v] for v in eqn.outvars]
+            plan, outs = rules.decide(info, ins, out_uses, self)
+            if not all(info.is_f32):
+                of_f32 = zip(outs, info.is_f32, strict=True)
+                outs = [p if is_f32 else OTHER for p, is_f32 in of_f32]
+            if NORMALIZED in outs and self.half_results:
+                self.depends[index] = True
+                plan, outs = _round_norms(plan, outs, out_uses)
+            self.plans[index] = plan
+            if HALF in outs and HALF not in ins and rules.casts_before(eqn):
+                self.cast_moves.update(eqn.outvars)
+            else:
+                self.cast_moves.difference_update(eqn.outvars)
+            for var, of_result in zip(eqn.outvars, outs, strict=True):
+                if self.precision.get(var) != of_result:
+                    self.precision[var] = of_result
+                    for reader in self.readers.get(var, ()):
+                        self.is_stale[reader] = True
+
+    def _backward(self, out_uses: Sequence[int]) -> dict[Any, int]:
+        """Return how each variable is used."""
+        uses: dict[Any, int] = collections.defaultdict(int)
+        for var, use in zip(self.jaxpr.outvars, out_uses, strict=True):
+            if not compat.is_literal(var):
+                uses[var] |= use
+        pairs = zip(reversed(self.infos), reversed(self.plans), strict=True)
+        for info, plan in pairs:
+            use = 0
+            for var in info.eqn.outvars:
+                use |= uses[var]
+            of_operands = plan.rule.operand_uses(info, plan, use, self)
+            ins = [self._precision_of(v) for v in info.eqn.invars]
+            digits = rules.digits_used(info, ins, use)
+            operands = zip(info.eqn.invars, of_operands, digits, strict=True)
+            for var, operand_use, operand_digits in operands:
+                if not compat.is_literal(var):
+                    uses[var] |= operand_use | operand_digits
+        return uses
+
+    def _precision_of(self, var: Any) -> Precision:
+        fixed = precision.fixed(var, self.compute_dtype)
+        return self.precision[var] if fixed is None else fixed
+
+
+def _describe(jaxpr: Any, analyzer: Analyzer, scope: str) -> list[EqnInfo]:
+    """Return what is read off the program once, per equation of a jaxpr."""
+    table, dtype = analyzer.table, analyzer.compute_dtype
+    softmaxes = patterns.find_softmaxes(jaxpr) if table.lowers_anything else {}
+
+    def describe(index: int, eqn: Any) -> EqnInfo:
+        name = eqn.primitive.name
+        rule = rules.BY_CLASS[table.class_of(name)]
+        bodies, why_unchanged = (), ""
+        if rules.is_retyping(eqn):  # float32 to float32, as jnp.where does to numbers
+            rule = rules.PASSTHROUGH
+        elif rule is rules.UNCHANGED:
+            bodies = control_flow.sub_jaxprs(eqn) or ()
+            rule = rules.SUB_JAXPRS if bodies else rule
+            held = compat.jaxprs_of(eqn)
+            why_unchanged = "not looked into" if held else "not in the rules"
+        size = precision.size(eqn.outvars[0]) if rule.is_elementwise else 0
+        # Integers matter where they become floats, here or in a sub-jaxpr.
+        may_convert = bodies or name == "convert_element_type"
+        fixed = precision.fixed_or_integer if may_convert else precision.fixed
+        return EqnInfo(
+            eqn=eqn,
+            rule=rule,
+            region=analyzer.regions.at(scope, name_scopes.of(eqn)),
+            bodies=bodies,
+            softmax=softmaxes.get(index),
+            fixed=tuple([fixed(v, dtype) for v in eqn.invars]),
+            is_smaller=tuple([size > precision.size(v) for v in eqn.invars]),
+            is_f32=tuple(map(precision.is_f32, eqn.outvars)),
+            depends_on_uses=(
+                rule in (rules.PRODUCT, rules.UNCHANGED, rules.SUB_JAXPRS)
+                or name in rules.SATURATING
+                or rules.casts_before(eqn)
+                or rules.is_square(eqn)
+                or index in softmaxes
+            ),
+            why_unchanged=why_unchanged,
+        )
+
+    return [describe(index, eqn) for index, eqn in enumerate(jaxpr.eqns)]
+
+
+def _round_norms(
+    plan: EqnPlan, outs: Sequence[Precision], uses: Sequence[int]
+) -> tuple[EqnPlan, list[Precision]]:
+    """Round the output of a norm to half for everything that reads it.
+
+    That is done if a product reads it, which needs it in half anyway, and nothing uses
+    it exactly.
+    """
+    wanted = Use.FLOAT32 | Use.PRODUCT
+    unwanted = Use.OUTPUT | Use.EXACT | Use.NEAR_ONE | Use.FRACTION
+    rounds = [
+        out == NORMALIZED and use & (wanted | unwanted) == wanted
+        for out, use in zip(outs, uses, strict=True)
+    ]
+    half_out = tuple(map(max, plan.half_out, rounds))
+    rounded = [HALF if r else out for r, out in zip(rounds, outs, strict=True)]
+    return dataclasses.replace(plan, half_out=half_out), rounded
+
+
+def _check_bodies(plan: EqnPlan) -> EqnPlan:
+    if not plan.bodies or any(plan.half_in):
+        return plan
+    is_idle = all(body.changes_nothing for body in plan.bodies)
+    return dataclasses.replace(plan, changes_no_body=is_idle)
+
+
+class AsWritten:
+    """Plans jaxprs as they are written: only how gradients are summed changes."""
+
+    compute_dtype = np.dtype(np.float32)
+
+    def __init__(self, is_rule: bool = False):
+        self.is_rule = is_rule
+        self._plans: dict[Any, CastPlan] = {}
+
+    def plan(self, jaxpr: Any, consts: tuple[Any, ...]) -> CastPlan:
+        """Return the plan of an open jaxpr."""
+        key = id(jaxpr), tuple(map(id, consts))
+        if key not in self._plans:  # which keeps the jaxpr alive, and so its id
+            self._plans[key] = CastPlan(
+                jaxpr=jaxpr,
+                consts=consts,
+                eqn_plans=tuple(map(self._plan_eqn, jaxpr.eqns)),
+                half_in=(False,) * len(jaxpr.invars),
+                half_out=(False,) * len(jaxpr.outvars),
+                outs=(FLOAT32,) * len(jaxpr.outvars),
+                in_uses=(Use.OUTPUT,) * len(jaxpr.invars),
+                is_rule=self.is_rule,
+            )
+        return self._plans[key]
+
+    def plan_closed(self, closed: Any, *options: Any) -> CastPlan:
+        """Return the plan of a closed jaxpr."""
+        del options
+        return self.plan(compat.open_jaxpr(closed), compat.consts_of(closed))
+
+    def for_derivatives(self) -> "AsWritten":
+        """Return what plans the rules for derivatives."""
+        return AsWritten(is_rule=True)
+
+    def _plan_eqn(self, eqn: Any) -> EqnPlan:
+        subs = control_flow.sub_jaxprs(eqn) or ()
+        bodies = tuple(self.plan(sub.jaxpr, sub.consts) for sub in subs)
+        return EqnPlan(
+            rules.UNCHANGED,
+            (False,) * len(eqn.invars),
+            (False,) * len(eqn.outvars),
+            bodies,
+            changes_no_body=not any(b.reads.of or b.has_bodies for b in bodies),
+        )

@@ -1,0 +1,447 @@
+"""One rule object per class of the table: all that autocast does with an equation.
+
+A rule says, in one place, what precision the results have given that of the operands
+(`propagate`), how the operands are used given the uses of the results
+(`operand_uses`), and how the equation runs (`run`).
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from jmp_lite._src.autocast import patterns, precision, products
+from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
+from jmp_lite._src.autocast.precision import (
+    BROADCAST,
+    FLOAT32,
+    HALF,
+    IGNORED,
+    INPUT,
+    INTEGER,
+    NORMALIZED,
+    NUMBER,
+    STATISTIC,
+    Precision,
+    Use,
+)
+from jmp_lite._src.autocast.values import Values
+from jmp_lite._src.jaxprs.control_flow import SubJaxpr
+
+# Functions that saturate at 1 or -1, or at both.
+SATURATING = frozenset("logistic tanh erf".split())
+
+# How these functions use their operands, beside what their class says.
+_DIGITS_USED_BY = {
+    **dict.fromkeys("log log1p".split(), Use.NEAR_ONE),
+    **dict.fromkeys("acos asin acosh atanh".split(), Use.NEAR_ONE | Use.FRACTION),
+    **dict.fromkeys("rem floor ceil round".split(), Use.NEAR_ONE | Use.FRACTION),
+}
+# Arithmetic that uses the digits of its operands as those of its result are used.
+_ARITHMETIC = frozenset(
+    "add add_any sub mul div neg max min abs clamp square integer_pow".split()
+)
+# Rounding the operands of these is the same as rounding the result.
+_MONOTONE = ("max", "min", "clamp")
+# Moves that neither drop elements nor sum in their transpose: a parameter that is only
+# moved on its way to a product is cast before the move, which moves half the bytes.
+_CAST_BEFORE = frozenset(
+    "reshape transpose squeeze expand_dims rev copy all_gather all_gather_invariant "
+    "all_to_all ppermute".split()
+)
+
+Decision = tuple[EqnPlan, Sequence[Precision]]
+
+
+class Analysis(Protocol):
+    """What a rule may ask of the analysis of the jaxpr of its equation."""
+
+    compute_dtype: Any
+    half_results: bool
+
+    def plan_body(
+        self, eqn: Any, body: SubJaxpr, ins: Sequence[Precision], uses: Sequence[int]
+    ) -> CastPlan:
+        """Return the plan of a sub-jaxpr of an equation."""
+        ...
+
+    def is_bias(self, var: Any) -> bool:
+        """Return whether an operand is an input, moved or broadcast at most."""
+        ...
+
+
+class Rule:
+    """What is done with the equations of one class: here, nothing.
+
+    Attributes:
+      name: the class, as the table and `explain` have it.
+      is_elementwise: whether results are computed element by element, or moved.
+    """
+
+    name: ClassVar[str] = "unchanged"
+    is_elementwise: ClassVar[bool] = False
+
+    def propagate(
+        self,
+        info: EqnInfo,
+        ins: Sequence[Precision],
+        uses: Sequence[int],
+        analysis: Analysis,
+    ) -> Decision:
+        """Return the plan of an equation, and the precision of each result.
+
+        Args:
+          info: the equation.
+          ins: the precision of each operand.
+          uses: how each result is used, as far as is known.
+          analysis: that of the jaxpr.
+        """
+        del uses, analysis
+        if list(ins) == [INTEGER] and info.is_f32 == (True,):
+            return self.keep(info, "")[0], [NUMBER]
+        return self.keep(info, info.why_unchanged)
+
+    def keep(self, info: EqnInfo, reason: str) -> Decision:
+        """Return the decision that an equation runs in float32, as it is written."""
+        eqn = info.eqn
+        plan = _kept(self, len(eqn.invars), len(eqn.outvars), reason)
+        return plan, [FLOAT32] * len(eqn.outvars)
+
+    def operand_uses(
+        self, info: EqnInfo, plan: EqnPlan, use: int, analysis: Analysis
+    ) -> Sequence[int]:
+        """Return how an equation uses each of its operands.
+
+        Args:
+          info: the equation.
+          plan: what `propagate` returned, of this rule.
+          use: how its results are used, the union.
+          analysis: that of the jaxpr.
+        """
+        del plan, analysis
+        of_each = Use.OUTPUT if returns_sum(info, use) else Use.FLOAT32 | Use.EXACT
+        return [of_each] * len(info.eqn.invars)
+
+    def run(self, eqn: Any, plan: EqnPlan, values: Values) -> Sequence[Any]:
+        """Return the results of an equation, in the precision of its plan."""
+        results = values.apply(eqn, plan.half_in)
+        if any(plan.half_in):
+            return results
+        return values.cast_to_half(results, plan.half_out)
+
+
+@functools.cache  # most equations of a program have one of few plans
+def _kept(rule: Rule, ins: int, outs: int, reason: str) -> EqnPlan:
+    return EqnPlan(rule, (False,) * ins, (False,) * outs, reason=reason)
+
+
+class _Float32(Rule):
+    """Operations that overflow, underflow or lose digits in half."""
+
+    name = "float32"
+
+    def propagate(self, info, ins, uses, analysis):
+        return self.keep(info, why_float32(info, uses) or "unsafe in half")
+
+
+class _Half(Rule):
+    """Matrix products: half operands, and a result from the float32 accumulator."""
+
+    name = "half"
+
+    def propagate(self, info, ins, uses, analysis):
+        why_not = products.why_not_half(info.eqn, ins)
+        if why_not:
+            return UNCHANGED.keep(info, why_not)
+        use = uses[0] & Use.DTYPE
+        is_half = use != Use.OUTPUT if analysis.half_results else use == Use.HALF
+        if info.region.f32_results or uses[0] & Use.FRACTION:
+            is_half = False
+        half_in = tuple(p not in IGNORED for p in ins)
+        reason = "" if is_half else "f32 result from the accumulator"
+        plan = EqnPlan(self, half_in, (is_half,), reason=reason)
+        return plan, [HALF if is_half else FLOAT32]
+
+    def operand_uses(self, info, plan, use, analysis):
+        return [Use.HALF | Use.PRODUCT] * len(info.eqn.invars)
+
+    def run(self, eqn, plan, values):
+        if not any(plan.half_in):
+            return super().run(eqn, plan, values)
+        operands = values.read(eqn.invars, plan.half_in)
+        return [products.run(eqn, operands, values.half_dtype, plan.half_out[0])]
+
+
+class _Elementwise(Rule):
+    """Arithmetic and moves: half where every operand is, else float32."""
+
+    is_elementwise = True
+    is_move: ClassVar[bool]
+
+    def propagate(self, info, ins, uses, analysis):
+        reason = why_float32(info, uses)
+        if reason:
+            return FLOAT32_RULE.keep(info, reason)
+        eqn = info.eqn
+        if len(eqn.outvars) == len(ins) > 1:  # a barrier: result i is operand i
+            half = tuple(p == HALF for p in ins)
+            return EqnPlan(self, half, half), ins
+        operands = [p for p in ins if p not in IGNORED]
+        is_cast_before = (
+            operands == [INPUT]
+            and [use & Use.DTYPE for use in uses] == [Use.HALF]
+            and casts_before(eqn)
+        )
+        if is_cast_before or _joins_half(eqn, ins):
+            half_in = tuple(p not in IGNORED for p in ins)
+            plan = EqnPlan(self, half_in, info.is_f32, is_noop=is_retyping(eqn))
+            return plan, [HALF] * len(eqn.outvars)
+        plan, _ = self.keep(info, "an operand is f32" if HALF in operands else "")
+        return plan, [self._in_float32(info, ins)] * len(eqn.outvars)
+
+    def _in_float32(self, info: EqnInfo, ins: Sequence[Precision]) -> Precision:
+        """Return the precision of a result that is computed in float32."""
+        name = info.eqn.primitive.name
+        # Is an operand broadcast, by a move of its own or in arithmetic?
+        may_broadcast = not self.is_move or name == "broadcast_in_dim"
+        is_broadcast = [may_broadcast and smaller for smaller in info.is_smaller]
+        after = {FLOAT32: STATISTIC, INPUT: INPUT if self.is_move else BROADCAST}
+        operands = {
+            after.get(p, p) if broadcast else p
+            for p, broadcast in zip(ins, is_broadcast, strict=True)
+            if p not in IGNORED
+        }
+        if not operands or FLOAT32 in operands:
+            return FLOAT32
+        if INPUT not in operands:
+            if HALF in operands or NORMALIZED in operands:
+                return NORMALIZED
+            return next(p for p in (STATISTIC, BROADCAST, NUMBER) if p in operands)
+        if not self.is_move or not operands <= {INPUT, BROADCAST, NUMBER}:
+            return FLOAT32
+        return BROADCAST if is_broadcast[0] or name == "gather" else INPUT
+
+    def operand_uses(self, info, plan, use, analysis):
+        if returns_sum(info, use):
+            return super().operand_uses(info, plan, use, analysis)
+        passed = self._passed_on(info.eqn, plan, use)
+        # A bias is cast where it is added, once it is broadcast, also if it was
+        # reshaped before: so its gradient is summed in float32.
+        return [
+            Use.FLOAT32 if is_smaller and analysis.is_bias(var) else passed
+            for var, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
+        ]
+
+    def _passed_on(self, eqn: Any, plan: EqnPlan, use: int) -> int:
+        rounds_before = self.is_move or eqn.primitive.name in _MONOTONE
+        beside, use = use & ~Use.DTYPE if rounds_before else 0, use & Use.DTYPE
+        if use & Use.OUTPUT:
+            beside |= Use.EXACT
+        if use == Use.OUTPUT and self.is_move:
+            return Use.OUTPUT | beside
+        if not (any(plan.half_in) or casts_before(eqn)):
+            return Use.FLOAT32 | beside
+        in_f32 = Use.FLOAT32 if use & (Use.FLOAT32 | Use.OUTPUT) else 0
+        return use & Use.HALF | in_f32 | beside
+
+    def run(self, eqn, plan, values):
+        if plan.is_noop:
+            return values.read(eqn.invars, plan.half_in)
+        return super().run(eqn, plan, values)
+
+
+class _Promote(_Elementwise):
+    """Elementwise arithmetic."""
+
+    name, is_move = "promote", False
+
+
+class _PassThrough(_Elementwise):
+    """Moves and choices of numbers: an input that was only moved is still an input."""
+
+    name, is_move = "passthrough", True
+
+
+class _SubJaxprs(Rule):
+    """Control flow and calls: each sub-jaxpr has a plan of its own."""
+
+    name = "sub"
+
+    def propagate(self, info, ins, uses, analysis):
+        eqn, bodies, ins = info.eqn, info.bodies, list(ins)
+        plans = self._plan_bodies(info, ins, uses, analysis)
+        # An operand that the bodies use in half alone is cast before the equation: out
+        # of the loop, or once for all the calls.
+        used = _uses_by_bodies(len(ins), bodies, plans)
+        castable = {b.operands[k] for b in bodies for k in b.casts_in}
+        moved_out = [
+            i
+            for i, p in enumerate(ins)
+            if used[i] & Use.DTYPE == Use.HALF
+            and i in castable
+            and p in (INPUT, BROADCAST, FLOAT32)
+        ]
+        if moved_out:
+            for i in moved_out:
+                ins[i] = HALF
+            plans = self._plan_bodies(info, ins, uses, analysis)
+        fixed = {b.operands[k] for b in bodies for k in b.fixed_in}
+        outs = [
+            precision.join(
+                [
+                    FLOAT32 if k in body.fixed_out else plan.outs[k]
+                    for body, plan in zip(bodies, plans, strict=True)
+                    for k, j in enumerate(body.results)
+                    if j == i
+                ]
+            )
+            for i in range(len(eqn.outvars))
+        ]
+        half_in = tuple(p == HALF and i not in fixed for i, p in enumerate(ins))
+        half_out = tuple(
+            p == HALF and f32 for p, f32 in zip(outs, info.is_f32, strict=True)
+        )
+        return EqnPlan(self, half_in, half_out, tuple(plans)), outs
+
+    def _plan_bodies(self, info, ins, uses, analysis) -> list[CastPlan]:
+        return [
+            analysis.plan_body(
+                info.eqn,
+                body,
+                [
+                    FLOAT32 if k in body.fixed_in and ins[i] not in IGNORED else ins[i]
+                    for k, i in enumerate(body.operands)
+                ],
+                [
+                    Use.OUTPUT if i is None or k in body.fixed_out else uses[i]
+                    for k, i in enumerate(body.results)
+                ],
+            )
+            for body in info.bodies
+        ]
+
+    def operand_uses(self, info, plan, use, analysis):
+        return _uses_by_bodies(len(info.eqn.invars), info.bodies, plan.bodies)
+
+
+def _uses_by_bodies(
+    count: int, bodies: Sequence[SubJaxpr], plans: Sequence[CastPlan]
+) -> list[int]:
+    """Return how sub-jaxprs use the operands of their equation."""
+    uses = [0] * count
+    for body, plan in zip(bodies, plans, strict=True):
+        for k, i in enumerate(body.operands):
+            is_fixed = k in body.fixed_in
+            uses[i] |= Use.FLOAT32 | Use.EXACT if is_fixed else plan.in_uses[k]
+    return uses
+
+
+class _Softmax(Rule):
+    """The division of a softmax that only half operations read."""
+
+    name = "softmax"
+
+    def propagate(self, info, ins, uses, analysis):
+        plan = EqnPlan(self, (False, False), (True,), softmax=info.softmax)
+        return plan, [HALF]
+
+    def run(self, eqn, plan, values):
+        found = plan.softmax
+        if found is None:
+            return super().run(eqn, plan, values)
+        logits = values.read_as_made(found.logits)
+        return [patterns.softmax(logits, found.axes, values.half_dtype)]
+
+
+UNCHANGED, FLOAT32_RULE, PRODUCT = Rule(), _Float32(), _Half()
+PROMOTE, PASSTHROUGH = _Promote(), _PassThrough()
+SUB_JAXPRS, SOFTMAX = _SubJaxprs(), _Softmax()
+
+# The class of a primitive in the table -> its rule.
+BY_CLASS: dict[str, Rule] = {
+    rule.name: rule for rule in (UNCHANGED, FLOAT32_RULE, PRODUCT, PROMOTE, PASSTHROUGH)
+}
+
+
+def decide(
+    info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int], analysis: Analysis
+) -> Decision:
+    """Return the plan of an equation, and the precision of each result."""
+    if not info.region.is_low:
+        return UNCHANGED.keep(info, info.region.reason)
+    rule = info.rule
+    is_softmax = info.softmax is not None
+    if is_softmax and [use & Use.DTYPE for use in uses] == [Use.HALF]:
+        rule = SOFTMAX
+    return rule.propagate(info, ins, uses, analysis)
+
+
+# Equations.
+
+
+def why_float32(info: EqnInfo, uses: Sequence[int]) -> str:
+    """Return why the uses of a result keep an operation in float32, or ""."""
+    if info.eqn.primitive.name in SATURATING and uses[0] & Use.NEAR_ONE:
+        return "its distance from 1 is used"
+    if [use & Use.DTYPE for use in uses] == [Use.FLOAT32] and is_square(info.eqn):
+        return "a square that is summed"
+    return ""
+
+
+def digits_used(info: EqnInfo, ins: Sequence[Precision], use: int) -> Sequence[int]:
+    """Return which digits of its operands an equation uses, as bits of `Use`.
+
+    Args:
+      info: the equation.
+      ins: the precision of each operand.
+      use: how its results are used, the union.
+    """
+    eqn, name = info.eqn, info.eqn.primitive.name
+    used = _DIGITS_USED_BY.get(name, 0)
+    if (info.rule is PASSTHROUGH or name in _ARITHMETIC) and any(info.is_f32):
+        used |= use & (Use.NEAR_ONE | Use.FRACTION)
+    if name in ("add", "sub") and NUMBER in ins and use & ~(Use.HALF | Use.PRODUCT):
+        used |= Use.NEAR_ONE
+    if name == "integer_pow" and eqn.params["y"] < 0:
+        used |= Use.NEAR_ONE
+    by_operand = [used] * len(ins)
+    if name == "div":
+        by_operand[1] |= Use.NEAR_ONE
+    return by_operand
+
+
+def returns_sum(info: EqnInfo, use: int) -> bool:
+    """Return whether an equation adds gradients, and the sum is only returned."""
+    return info.eqn.primitive.name == "add_any" and use & Use.DTYPE == Use.OUTPUT
+
+
+def casts_before(eqn: Any) -> bool:
+    """Return whether a cast of this move's result may happen before the move."""
+    return eqn.primitive.name in _CAST_BEFORE
+
+
+def is_retyping(eqn: Any) -> bool:
+    """Return whether an equation only makes a dtype weak or strong."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
+
+
+def is_square(eqn: Any) -> bool:
+    """Return whether an equation squares its operand."""
+    name, operands = eqn.primitive.name, eqn.invars
+    return (
+        name == "square"
+        or (name == "integer_pow" and eqn.params["y"] == 2)
+        or (name == "mul" and operands[0] is operands[1])
+    )
+
+
+def _joins_half(eqn: Any, ins: Sequence[Precision]) -> bool:
+    """Return whether elementwise arithmetic runs in half, by its operands."""
+    if HALF not in ins:
+        return False
+    sizes = list(map(precision.size, eqn.invars))
+    return all(
+        p in (HALF, NUMBER, BROADCAST, *IGNORED) or (p == INPUT and n < max(sizes))
+        for p, n in zip(ins, sizes, strict=True)
+    )

@@ -1,0 +1,376 @@
+"""linen's train state: what it adds to flax's own, and what only it can do."""
+
+import functools
+from typing import Any, assert_type
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.training import dynamic_scale, train_state
+from jax.sharding import Mesh, PartitionSpec
+from optimizers import bits_without_scale
+from test_train_state import run_with_an_overflow, schedule
+from train_states import (
+    FINITE,
+    NOT_FINITE,
+    Bigger,
+    Linen,
+    batch,
+    gradients,
+    loss_and_stats,
+)
+
+import jmp_lite
+from jmp_lite import DynamicLossScale, StaticLossScale, scale_aware
+from jmp_lite.linen import TrainState
+
+pytestmark = pytest.mark.standard_promotion  # flax's norms, and optax's counts
+
+create, apply = Linen.create, Linen.apply
+
+# flax's own train state.
+
+
+class FlaxState(train_state.TrainState):
+    """The train state of flax's imagenet example."""
+
+    batch_stats: Any
+    rng: Any
+    dynamic_scale: Any
+
+
+@functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
+def flax_step(state, x):
+    """Step as flax's imagenet example does: parameters and optimiser are selected."""
+    rng, dropout_rng = jax.random.split(state.rng)
+
+    def loss_fn(params):
+        return loss_and_stats(state.apply_fn, params, state.batch_stats, dropout_rng, x)
+
+    scaled = state.dynamic_scale.value_and_grad(loss_fn, has_aux=True)
+    new_scale, is_finite, (loss, batch_stats), grads = scaled(state.params)
+    new = state.apply_gradients(
+        grads=grads, batch_stats=batch_stats, rng=rng, dynamic_scale=new_scale
+    )
+    select = functools.partial(jnp.where, is_finite)
+    new = new.replace(
+        opt_state=jax.tree.map(select, new.opt_state, state.opt_state),
+        params=jax.tree.map(select, new.params, state.params),
+    )
+    return new, loss
+
+
+def test_flax_own_recipe_keeps_a_nan_variance_and_counts_the_skipped_step():
+    scale = dynamic_scale.DynamicScale(scale=jnp.float32(2.0**10))
+    state = create(optax.adam(0.1), FlaxState, dynamic_scale=scale)
+    before, after, last, loss = run_with_an_overflow(state, flax_step)
+    assert jmp_lite.all_finite(before.batch_stats)
+    assert bitwise.raw_bits(after.params) == bitwise.raw_bits(before.params)
+    assert (int(before.step), int(after.step)) == (2, 3)
+    for state in (after, last):
+        variance = state.batch_stats["BatchNorm_0"]["var"]
+        assert bool(jnp.isnan(variance).all())
+    # It trains on, and nothing shows it but the evaluation.
+    assert jmp_lite.all_finite((loss, last.params))
+    assert bool(jnp.isnan(Linen.evaluate(last)).all())
+
+
+@pytest.mark.parametrize("name", ["adamw", "chain", "MultiSteps", "inject_hyperparams"])
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_finite_steps_are_flax_own_bit_for_bit(name, wrap):
+    inner: Any = {
+        "adamw": lambda: optax.adamw(schedule()),
+        "chain": lambda: optax.chain(
+            optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9)
+        ),
+        "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2),
+        "inject_hyperparams": lambda: optax.inject_hyperparams(optax.sgd)(schedule()),
+    }[name]()
+    factor = 1.0 if wrap == "plain" else 2.0**8
+    tx = inner if wrap == "plain" else scale_aware(inner, StaticLossScale(factor))
+    ours = create(tx)
+    theirs: Any = train_state.TrainState.create(
+        apply_fn=None, params=ours.params, tx=inner
+    )
+
+    @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
+    def flax_apply(state, grads):
+        return state.apply_gradients(grads=grads)
+
+    @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
+    def our_apply(state, grads):
+        stats = jax.tree.map(lambda x: x + 1, state.batch_stats)
+        return state.apply_gradients(
+            grads=grads, value=jnp.float32(0.5), batch_stats=stats
+        )
+
+    for n in range(3):
+        grads = jax.tree.map(lambda p, n=n: jnp.cos(p + n), theirs.params)
+        theirs = flax_apply(theirs, grads)
+        grads = jax.tree.map(lambda g: g * factor, grads)
+        ours = our_apply(ours, grads)
+        assert bitwise.raw_bits(ours.params) == bitwise.raw_bits(theirs.params)
+        inner_state = ours.opt_state if wrap == "plain" else ours.opt_state.inner_state
+        assert bitwise.raw_bits(inner_state) == bitwise.raw_bits(theirs.opt_state)
+        assert int(ours.step) == int(theirs.step) == n + 1
+    (mean,) = {float(x) for x in ours.batch_stats["BatchNorm_0"]["mean"]}
+    assert mean == 3.0
+
+
+def test_create_and_apply_gradients_return_the_class_they_are_called_on():
+    """pyright checks `assert_type`."""
+    tx, params = optax.sgd(0.1), {"w": jnp.ones(2)}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    assert_type(state, TrainState)
+    bigger = Bigger.create(apply_fn=None, params=params, tx=tx, note="mine")
+    assert_type(bigger, Bigger)
+    after = bigger.apply_gradients(grads=params)
+    assert_type(after, Bigger)
+    assert (type(state), type(bigger), type(after)) == (TrainState, Bigger, Bigger)
+    assert after.note == "mine"
+
+
+# A skipped step.
+
+
+def test_which_fields_a_skipped_step_updates_is_chosen():
+    state = create(update_on_skip=("rng",))
+    skipped = apply(state, *NOT_FINITE["gradients"])
+    assert bitwise.raw_bits(skipped.rng) != bitwise.raw_bits(state.rng)
+    assert bits_without_scale(skipped.replace(rng=state.rng)) == bits_without_scale(
+        state
+    )
+
+
+def test_a_field_that_is_always_updated_skips_no_step():
+    """Otherwise a NaN in it would skip every later step."""
+    state = create(
+        state_class=Bigger, metrics=jnp.float32(0), update_on_skip=("metrics",)
+    )
+    for n in range(3):
+        state = state.apply_gradients(
+            grads=gradients(state.params), metrics=state.metrics * jnp.nan
+        )
+        assert bool(jnp.isnan(state.metrics))
+        assert int(state.step) == n + 1
+
+
+def test_an_infinity_that_was_there_before_is_no_reason_to_skip():
+    state = create(state_class=Bigger, metrics=jnp.array([-jnp.inf, 0.0]))
+    state = state.apply_gradients(grads=gradients(state.params), metrics=state.metrics)
+    assert int(state.step) == 1
+    skipped = state.apply_gradients(
+        grads=gradients(state.params), metrics=jnp.array([-jnp.inf, jnp.inf])
+    )
+    assert int(skipped.step) == 1
+    assert skipped.metrics.tolist() == [-np.inf, 0.0]
+
+
+def test_an_optimiser_that_needs_the_loss_gets_it_and_no_other():
+    seen: list[Any] = []
+
+    def update(updates, state, params=None, **extra):
+        del params
+        seen.append(extra)
+        return updates, state
+
+    tx = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), update
+    )
+    state = create(tx)
+    batch_stats = state.batch_stats
+    state.apply_gradients(grads=gradients(state.params), batch_stats=batch_stats)
+    state.apply_gradients(grads=gradients(state.params), value=jnp.float32(0.5))
+    assert seen[0] == {}
+    assert float(seen[1]["value"]) == 0.5
+
+
+@pytest.mark.parametrize("params", [{"w": np.ones(3, "f")}, np.ones(3, "f")])
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_lookahead_takes_gradients_of_the_fast_parameters(wrap, params):
+    tx = optax.lookahead(optax.sgd(0.25), 2, 0.5)
+    tx = scale_aware(tx, StaticLossScale(1.0)) if wrap == "scale_aware" else tx
+    pair = optax.LookaheadParams.init_synced(jax.tree.map(jnp.asarray, params))
+    state: Any = TrainState.create(apply_fn=None, params=pair, tx=tx)
+    step: Any = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)
+    for size in (1.0, jnp.inf, 2.0):
+        state = step(state, jax.tree.map(lambda x, size=size: x * size, params))
+    assert int(state.step) == 2
+    for x in jax.tree.leaves(state.params):  # halfway to 1 - 0.25 * (1 + 2)
+        np.testing.assert_array_equal(x, np.full(3, 0.625, "f"))
+
+
+@pytest.mark.parametrize("bad", ["loss", "batch statistics"])
+def test_devices_agree_on_whether_a_step_is_taken(bad):
+    tx = scale_aware(optax.sgd(0.1), DynamicLossScale(8.0), axis_name="data")
+    state: Any = TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, batch_stats=jnp.zeros(8)
+    )
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    each, all_of = PartitionSpec("data"), PartitionSpec()
+    specs = jax.tree.map(lambda _: all_of, state).replace(batch_stats=each)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(specs, each), out_specs=specs
+    )
+    def step(state, x):
+        # The loss and the statistics are each device's own, and so is what is wrong.
+        mean = jax.lax.pmean(jnp.nan_to_num(x[0]), "data")
+        grads = {"w": mean * jnp.ones(2)}
+        if bad == "loss":
+            stats = state.batch_stats + 1
+            return state.apply_gradients(grads=grads, value=x[0], batch_stats=stats)
+        return state.apply_gradients(grads=grads, batch_stats=state.batch_stats + x)
+
+    state = step(state, jnp.ones(8))
+    assert (int(state.step), state.batch_stats.tolist()) == (1, [1.0] * 8)
+    before = bits_without_scale(state)
+    state = step(state, jnp.ones(8).at[5].set(jnp.nan))
+    assert bits_without_scale(state) == before
+    assert int(state.opt_state.skipped_steps) == 1
+    assert float(state.opt_state.loss_scale.loss_scale) == 8.0
+
+
+# The average.
+
+
+def test_the_average_of_half_parameters_is_float32():
+    params = jmp_lite.cast_floating(Linen.variables()["params"], jnp.bfloat16)
+    state: Any = TrainState.create(
+        apply_fn=None, params=params, tx=optax.sgd(2.0**-12), ema_decay=0.5
+    )
+    assert {x.dtype for x in jax.tree.leaves(state.ema)} == {jnp.dtype(jnp.float32)}
+    state = state.apply_gradients(grads=params)
+    assert bitwise.avals(state.ema) == bitwise.avals(
+        jmp_lite.cast_floating(params, jnp.float32)
+    )
+    plain: Any = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    assert plain.ema is None
+
+
+# Donation.
+
+# Optimisers whose first state has the parameters, or one array in several places.
+ALIASING: dict[str, Any] = {
+    "dog": lambda: optax.contrib.dog(1.0),
+    "cocob": lambda: optax.contrib.cocob(),
+    "lbfgs": lambda: optax.lbfgs(0.1, linesearch=None),
+    "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
+    "schedule_free": lambda: optax.contrib.schedule_free_sgd(0.1),
+}
+
+
+@pytest.mark.parametrize("name", ALIASING)
+def test_a_state_whose_optimiser_shares_its_arrays_can_be_donated(name):
+    for tx in (ALIASING[name](), scale_aware(ALIASING[name]())):
+        state = create(tx, ema_decay=0.9)
+        kept = jax.tree.map(np.asarray, state.ema)
+        donated: Any = jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)
+        assert bitwise.raw_bits(donated(state).ema) == bitwise.raw_bits(kept)
+
+
+def test_no_two_leaves_of_a_state_share_a_buffer():
+    w, key = jnp.arange(8.0), jax.random.key(3)
+    state: Any = TrainState.create(
+        apply_fn=None,
+        params={"w": w, "tied": w, "placed": jax.device_put(w, jax.devices()[0])},
+        tx=optax.identity(),
+        batch_stats={"data": jax.random.key_data(key), "host": np.ones(2, np.float32)},
+        rng=key,
+    )
+    before = bitwise.raw_bits(state)
+    state = jax.jit(lambda s: s, donate_argnums=0)(state)
+    assert bitwise.raw_bits(state) == before
+
+
+def test_donated_states():
+    for tx in (None, scale_aware(optax.contrib.dog(1.0))):
+        state = create(tx, ema_decay=0.9)
+        kept = jax.tree.map(np.asarray, state.ema)
+        step: Any = jax.jit(
+            lambda s: Linen.train_step(s, batch(0))[0], donate_argnums=0
+        )
+        new = step(step(state))
+        assert int(new.step) == 2
+        assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
+        assert jmp_lite.all_finite((kept, new.ema, new.params))
+
+
+# Saved and restored.
+
+
+def test_a_state_survives_serialization():
+    state = create(ema_decay=0.9, rng=jax.random.PRNGKey(1))
+    state = apply(state, *NOT_FINITE["gradients"])
+    state = apply(state, *FINITE)
+    fresh = create(state.tx, ema_decay=0.9, rng=jax.random.PRNGKey(2))
+
+    saved = serialization.to_state_dict(state)
+    restored = serialization.from_state_dict(fresh, saved)
+    assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
+
+
+# Errors.
+
+
+def test_parameters_that_are_not_finite_are_named_at_step_0():
+    params = {"layer": {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(1)}}
+    with pytest.raises(
+        ValueError, match=r"initial parameters are not finite.*\['layer/w'\]\. Training"
+    ):
+        TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    many = {f"w{n}": jnp.full(2, jnp.inf) for n in range(5)}
+    with pytest.raises(ValueError, match=r"\['w0', 'w1', 'w2'\] and 2 more"):
+        TrainState.create(apply_fn=None, params=many, tx=optax.sgd(0.1))
+    stats = jax.tree.map(lambda x: x * jnp.nan, Linen.variables()["batch_stats"])
+    with pytest.raises(ValueError, match="The initial batch statistics are not finite"):
+        create(batch_stats=stats)
+    # Shapes and tracers are not asked.
+    shapes = jax.eval_shape(create)
+    assert isinstance(shapes.step, jax.ShapeDtypeStruct)
+    assert int(jax.jit(create)().step) == 0
+
+
+def test_an_unknown_field_to_update_is_an_error():
+    with pytest.raises(
+        ValueError,
+        match=r"update_on_skip names \['rngs'\], expected some of \['apply_fn",
+    ):
+        create(update_on_skip=("rngs",))
+
+
+def test_gradients_of_another_structure_are_an_error():
+    state = create()
+    grads = gradients(state.params)
+    del grads["Dense_1"]
+    with pytest.raises(
+        ValueError, match="Expected gradients and parameters of the same structure"
+    ):
+        state.apply_gradients(grads=grads)
+
+
+def test_new_state_of_another_kind_is_an_error():
+    state = create()
+    grads = gradients(state.params)
+    for new, text in [
+        (
+            jax.tree.map(lambda x: x[:2], state.batch_stats),
+            r"float32\[2\] and float32\[4",
+        ),
+        (jmp_lite.cast_floating(state.batch_stats, jnp.float16), "float16.*float32"),
+        ({"BatchNorm_0": {}}, "different structure.*batch_stats/BatchNorm_0/mean"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            state.apply_gradients(grads=grads, batch_stats=new)
+    bare: Any = TrainState.create(apply_fn=None, params=state.params, tx=state.tx)
+    with pytest.raises(ValueError, match="only the first has.*batch_stats/BatchNorm_0"):
+        bare.apply_gradients(grads=grads, batch_stats=state.batch_stats)
+    with pytest.raises(AttributeError, match="no attribute 'batchstats'"):
+        state.apply_gradients(grads=grads, batchstats=state.batch_stats)

@@ -1,0 +1,149 @@
+"""The types that users see: wrapped functions keep their signature.
+
+pyright and mypy check one small program in strict mode. They must accept each line, but
+reject the lines that are marked with `# error`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmp_lite
+from jmp_lite import autocast
+
+ROOT = Path(jmp_lite.__file__).parent.parent
+
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+import jmp_lite as jmp
+
+
+def loss(w: jax.Array, *, decay: float = 0.0) -> jax.Array:
+    return jnp.sum(w) + decay
+
+
+def loss_and_steps(w: jax.Array, step: int = 0) -> tuple[jax.Array, int]:
+    return jnp.sum(w), step + 1
+
+
+@jmp.autocast(policy="mixed_bfloat16")
+def decorated(w: jax.Array, *, decay: float = 0.0) -> jax.Array:
+    return loss(w, decay=decay)
+
+
+def use(w: jax.Array, scale: jmp.LossScale) -> None:
+    autocast: jax.Array = jmp.autocast(loss, "mixed_float16")(w, decay=0.1)
+    jmp.autocast(loss)(w, dekay=0.1)  # error
+    jmp.autocast(loss)("w")  # error
+    out: jax.Array = decorated(w, decay=0.1)
+    decorated(w, dekay=0.1)  # error
+    jmp.autocast("mixed_float16")  # error
+    jmp.autocast(loss, polizy="mixed_float16")  # error
+
+    full: jax.Array = jmp.full_precision(loss)(w, decay=0.1)
+    jmp.full_precision(loss)(w, dekay=0.1)  # error
+    summed: jax.Array = jmp.sums_in_float32(loss)(w, decay=0.1)
+    jmp.sums_in_float32(loss)(w, dekay=0.1)  # error
+
+    value: jax.Array
+    steps: int
+    wrong: str
+    value, _ = jmp.scaled_value_and_grad(loss, loss_scale=scale)(w, decay=0.1)
+    jmp.scaled_value_and_grad(loss, loss_scale=scale)(w, dekay=0.1)  # error
+    jmp.scaled_value_and_grad(loss)(w)  # error
+    fun = jmp.scaled_value_and_grad(loss_and_steps, loss_scale=scale, has_aux=True)
+    (value, steps), _ = fun(w, step=3)
+    (value, wrong), _ = fun(w)  # error
+    fun(w, steps=3)  # error
+
+    grads = jmp.scaled_grad(loss, loss_scale=scale)(w, decay=0.1)
+    jmp.scaled_grad(loss, loss_scale=scale)(w, dekay=0.1)  # error
+    grad = jmp.scaled_grad(loss_and_steps, loss_scale=scale, has_aux=True)
+    _, steps = grad(w, step=3)
+    grad(w, steps=3)  # error
+    print(autocast, out, full, summed, value, steps, wrong, grads)
+"""
+LINES = PROGRAM.splitlines()
+REJECTED = {i for i, line in enumerate(LINES, 1) if line.endswith("# error")}
+
+
+def run(folder: Path, *command: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env=os.environ | {"MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    ).stdout
+
+
+def write(folder: Path, first_line: str = "") -> str:
+    program = folder / "program.py"
+    program.write_text(first_line + PROGRAM, encoding="utf-8")
+    return program.name
+
+
+def described(errors: dict[int, str]) -> dict[str, str]:
+    """Return the errors by line of the program, for messages of the test."""
+    return {LINES[line - 1]: error for line, error in errors.items()}
+
+
+def test_pyright_in_strict_mode(tmp_path: Path) -> None:
+    program = write(tmp_path, "# pyright: strict")
+    found = json.loads(
+        run(
+            tmp_path, "pyright", "--outputjson", "--pythonpath", sys.executable, program
+        )
+    )
+    errors = {
+        error["range"]["start"]["line"] + 1: error["message"]
+        for error in found["generalDiagnostics"]
+        if error["severity"] == "error"
+    }
+    assert errors.keys() == REJECTED, described(errors)
+
+
+def test_mypy_in_strict_mode(tmp_path: Path) -> None:
+    program = write(tmp_path)
+    # Errors in this program only, not in the packages that it imports.
+    options = ("--strict", "--follow-imports=silent", "--output=json")
+    cache = f"--cache-dir={ROOT / '.mypy_cache'}"
+    found = run(tmp_path, "mypy", *options, cache, program).splitlines()
+    errors = {
+        error["line"]: error["message"]
+        for error in map(json.loads, found)
+        if error["severity"] == "error"
+    }
+    assert errors.keys() == REJECTED, described(errors)
+
+
+def test_a_decorator_with_arguments_is_the_same_transformation() -> None:
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        """Multiply."""
+        return x @ w
+
+    decorated = autocast(policy="mixed_bfloat16")(product)
+    assert (decorated.__name__, decorated.__doc__) == ("product", "Multiply.")
+    args = jnp.ones((8, 8)), jnp.ones((4, 8))
+    expected = jax.make_jaxpr(autocast(product, "mixed_bfloat16"))(*args)
+    assert str(jax.make_jaxpr(decorated)(*args)) == str(expected)
+    assert "bf16" in str(expected)
+
+
+@pytest.mark.parametrize("fun", [None, "mixed_bfloat16", 3.0])
+def test_a_first_argument_that_is_no_function_is_refused_by_name(fun: Any) -> None:
+    with pytest.raises(TypeError, match=f"autocast expects a function, got {fun!r}"):
+        autocast(fun)
+
+
+def test_a_decorator_checks_its_policy() -> None:
+    with pytest.raises(ValueError, match="autocast expects a policy that computes in"):
+        autocast(policy="full")(jnp.dot)

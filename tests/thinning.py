@@ -1,0 +1,42 @@
+"""Which cases of a parametrised test `make test` runs, where one is enough."""
+
+import collections
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def mark_all_but_one(items: Sequence[pytest.Item]) -> None:
+    """Mark tests as `full`, by their marker `one_of`.
+
+    Of the cases of a test that differ in nothing but the parameters that the marker
+    names, one stays: the name of the test and its other parameters say which, so that
+    one kind of half precision is not left out of all tests.
+    """
+    # Objects are numbered as they come: their text may differ between processes, all of
+    # which have to choose the same tests.
+    numbers = collections.defaultdict[Any, dict[int, int]](dict)
+    groups = collections.defaultdict[Any, list[pytest.Item]](list)
+    for item in items:
+        names = {name for mark in item.iter_markers("one_of") for name in mark.args}
+        callspec: Any = getattr(item, "callspec", None)
+        if names and callspec:
+            function = item.nodeid.partition("[")[0]
+            known = numbers[function]
+            others = tuple(
+                (
+                    name,
+                    x if isinstance(x, _PLAIN) else known.setdefault(id(x), len(known)),
+                )
+                for name, x in sorted(callspec.params.items())
+                if name not in names
+            )
+            groups[function, others].append(item)
+    for key, group in groups.items():
+        kept = hashlib.sha256(repr(key).encode()).digest()[0] % len(group)
+        for item in group[:kept] + group[kept + 1 :]:
+            item.add_marker("full")
