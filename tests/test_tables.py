@@ -14,9 +14,6 @@ from examples.common.results import COMMITTED, ROOT, git_revision
 # Results that are to be measured anew, by the commands in RESULTS: they are not there
 # yet, or are of code that was never committed. One that was measured leaves the list.
 TO_MEASURE = {
-    *("cpu/resnet/results.json", "cpu/transformer/results.json"),
-    "cpu/transformer-with_policy/results.json",
-    *("cpu/convergence.json", "cpu/autocast_trace.json"),
     "v5e-compiled/programs-full.json",
     *("h100-compiled/memory.json", "v5e-compiled/memory.json"),
 }
