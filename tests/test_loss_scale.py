@@ -285,6 +285,17 @@ def test_bounds_are_constants_of_the_program(name, value):
         jax.jit(lambda x: DynamicLossScale(8.0, **{name: x}).loss_scale)(1.0)
 
 
+@pytest.mark.parametrize("number", [np.float32(2), np.array(2.0), jnp.float32(2)])
+def test_a_bound_is_a_python_float_however_given(number):
+    scale = DynamicLossScale(8.0, min_loss_scale=number, max_loss_scale=number * 8)
+    assert type(scale.min_loss_scale) is float and scale.min_loss_scale == 2.0
+    assert type(scale.max_loss_scale) is float
+    # They are static: equal bounds make equal programs.
+    same = DynamicLossScale(8.0, min_loss_scale=2.0, max_loss_scale=16.0)
+    assert jax.tree.structure(scale) == jax.tree.structure(same)
+    assert hash(jax.tree.structure(scale)) == hash(jax.tree.structure(same))
+
+
 def test_a_count_of_bad_steps_is_dropped_where_nothing_counts_them():
     loss_scale = DynamicLossScale(8.0, bad_steps=3)
     assert loss_scale.bad_steps is None
