@@ -20,7 +20,10 @@ from nnx_models import (
 
 from jmp_lite.nnx import with_policy
 
-pytestmark = pytest.mark.standard_promotion  # flax's layers promote
+pytestmark = [
+    pytest.mark.standard_promotion,  # flax's layers promote
+    pytest.mark.one_of("half"),
+]
 
 in_both_halves = pytest.mark.parametrize("half", HALVES)
 

@@ -79,6 +79,7 @@ def test_flax_own_recipe_keeps_a_nan_variance_and_counts_the_skipped_step():
     assert bool(jnp.isnan(Linen.evaluate(last)).all())
 
 
+@pytest.mark.one_of("wrap")
 @pytest.mark.parametrize("name", ["adamw", "chain", "MultiSteps", "inject_hyperparams"])
 @pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
 def test_finite_steps_are_flax_own_bit_for_bit(name, wrap):
