@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dtype_cases import FakeDevice
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -20,18 +21,11 @@ from jmp_lite._src.doctor import Rate
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 
-@dataclasses.dataclass(frozen=True)
-class FakeDevice:
-    platform: str
-    device_kind: str
-    compute_capability: str | None = None
-
-
-CPU = FakeDevice("cpu", "cpu")
-GTX_1080 = FakeDevice("gpu", "GTX 1080", "6.1")
-V100 = FakeDevice("gpu", "V100", "7.0")
-A100 = FakeDevice("gpu", "A100", "8.0")
-TPU = FakeDevice("tpu", "TPU v5e")
+CPU = FakeDevice("cpu", device_kind="cpu")
+GTX_1080 = FakeDevice("gpu", "6.1", "GTX 1080")
+V100 = FakeDevice("gpu", "7.0", "V100")
+A100 = FakeDevice("gpu", "8.0", "A100")
+TPU = FakeDevice("tpu", device_kind="TPU v5e")
 
 
 def run(*args: str) -> Any:

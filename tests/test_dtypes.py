@@ -1,55 +1,14 @@
 """dtypes: names are read and written back, and devices are told apart."""
 
-import dataclasses
 import pickle
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dtype_cases import FAST, FLOATS, SHORT_NAMES, SLOW, FakeDevice, spellings
 from hypothesis import given
-from hypothesis import strategies as st
 
 from jmp_lite._src import dtypes
-
-FLOATS = {
-    "float16": jnp.float16,
-    "bfloat16": jnp.bfloat16,
-    "float32": jnp.float32,
-    "float64": jnp.float64,
-    "float8_e4m3fn": jnp.float8_e4m3fn,
-    "float8_e5m2": jnp.float8_e5m2,
-}
-SHORT_NAMES = {
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float32": "full",
-    "float64": "f64",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeDevice:
-    """What the library asks of a `jax.Device`, for hardware that is not here."""
-
-    platform: str
-    compute_capability: str | None = None
-
-    @property
-    def device_kind(self) -> str:
-        return f"a {self.platform} {self.compute_capability}"
-
-
-@st.composite
-def spellings(draw):
-    """Draw a dtype's NumPy name, and one way of writing that dtype."""
-    name = draw(st.sampled_from(sorted(FLOATS)))
-    scalar_type = FLOATS[name]
-    ways = [name, f" {name} ", scalar_type, np.dtype(name), jnp.dtype(name)]
-    if name in SHORT_NAMES:
-        ways.append(SHORT_NAMES[name])
-    if hasattr(np, name):
-        ways.append(getattr(np, name))
-    return name, draw(st.sampled_from(ways))
 
 
 @given(spellings())
@@ -170,25 +129,6 @@ def test_the_recommended_half_dtype_is_bfloat16_if_the_hardware_has_it(
 )
 def test_compute_capability_is_read_only_from_nvidia_devices(device, expected):
     assert dtypes.compute_capability(device) == expected
-
-
-SLOW = [
-    (jnp.float16, FakeDevice("cpu"), "float16 is slower than float32 on the CPU"),
-    (jnp.bfloat16, FakeDevice("cpu"), "bfloat16 is slower than float32 on the CPU"),
-    (jnp.float16, FakeDevice("tpu"), "have no float16: use bfloat16"),
-    (jnp.float16, FakeDevice("gpu", "6.1"), "compute capability 6.1; half"),
-    (jnp.bfloat16, FakeDevice("gpu", "6.1"), "compute capability 6.1; half"),
-    (jnp.bfloat16, FakeDevice("gpu", "7.5"), "7.5; bfloat16 is fast from 8.0: use fl"),
-]
-FAST = [
-    (jnp.float16, FakeDevice("gpu", "7.0")),
-    (jnp.float16, FakeDevice("gpu", "9.0")),
-    (jnp.bfloat16, FakeDevice("gpu", "8.0")),
-    (jnp.float16, FakeDevice("gpu", "gfx90a")),
-    (jnp.bfloat16, FakeDevice("tpu")),
-    (jnp.float32, FakeDevice("cpu")),
-    (jnp.float64, FakeDevice("gpu", "6.1")),
-]
 
 
 @pytest.mark.parametrize(("dtype", "device", "reason"), SLOW, ids=str)

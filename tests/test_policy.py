@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dtype_cases import FAST, SLOW, FakeDevice, spellings
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jmp_lite import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
-from tests.test_dtypes import FAST, SLOW, FakeDevice, spellings
 
 F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
 CASTS = ["cast_to_param", "cast_to_compute", "cast_to_output"]

@@ -19,7 +19,7 @@ from rich.progress import track
 
 # As tests/conftest.py has it; before jax looks.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from autocast_corpus import PROGRAMS, Program
 from autocast_corpus.program import POLICIES
 

@@ -51,36 +51,36 @@ class Group:
 
 
 _AUTOCAST_TESTS = (
-    "tests/**/test_autocast_[!dp]*.py",
-    "tests/**/test_autocast_digits.py",
-    "tests/**/test_autocast_programs.py",
+    "tests/autocast/test_[!dp]*.py",
+    "tests/autocast/test_digits.py",
+    "tests/autocast/test_programs.py",
 )
 
 GROUPS = {
-    "loss scales": Group((f"{SRC}/loss_scale.py",), ("tests/**/test_loss_scale*.py",)),
+    "loss scales": Group((f"{SRC}/loss_scale.py",), ("tests/test_loss_scale*.py",)),
     "scale_aware": Group(
         (f"{SRC}/optimizers/scale_aware.py", f"{SRC}/optimizers/base.py"),
-        ("tests/**/test_scale_aware*.py", "tests/**/test_contracts.py"),
+        ("tests/optimizers/test_scale_aware*.py", "tests/test_contracts.py"),
     ),
     "gradients": Group(
         (f"{SRC}/gradients.py", f"{SRC}/optimizers/monitor.py"),
-        ("tests/**/test_gradients*.py", "tests/**/test_monitor.py"),
+        ("tests/test_gradients.py", "tests/optimizers/test_monitor.py"),
     ),
     "trees": Group(
         (f"{SRC}/trees.py", f"{SRC}/dtypes.py"),
-        ("tests/**/test_trees.py", "tests/**/test_dtypes.py"),
+        ("tests/test_trees.py", "tests/test_dtypes.py"),
     ),
     "policies": Group(
         (f"{SRC}/policy.py", f"{SRC}/flax/module_policies.py"),
         (
-            "tests/**/test_policy*.py",
-            "tests/**/test_module_policies.py",
-            "tests/**/test_linen_modules.py",
+            "tests/test_policy*.py",
+            "tests/flax/test_module_policies.py",
+            "tests/flax/linen/test_modules.py",
         ),
     ),
     "train steps": Group(
         (f"{SRC}/flax/train_step.py", f"{SRC}/flax/*/train_state.py"),
-        ("tests/**/test_train_step.py", "tests/**/test_train_state*.py"),
+        ("tests/flax/test_train_st*.py", "tests/flax/*/test_train_state.py"),
     ),
     "master weights": Group(
         (
@@ -88,17 +88,15 @@ GROUPS = {
             f"{SRC}/optimizers/stochastic_rounding.py",
         ),
         (
-            "tests/**/test_master_weights.py",
-            "tests/**/test_stochastic_rounding.py",
-            "tests/**/test_half_params.py",
+            "tests/optimizers/test_master_weights.py",
+            "tests/optimizers/test_stochastic_rounding.py",
+            "tests/optimizers/test_half_params.py",
         ),
     ),
-    "checkpoints": Group(
-        (f"{SRC}/checkpoint/*.py",), ("tests/**/test_checkpoint*.py",)
-    ),
+    "checkpoints": Group((f"{SRC}/checkpoint/*.py",), ("tests/checkpoint/test_*.py",)),
     "autocast": Group((f"{SRC}/autocast/[!e_]*.py",), _AUTOCAST_TESTS),
     "jaxprs": Group(
-        (f"{SRC}/jaxprs/[!_]*.py",), ("tests/**/test_walk.py", *_AUTOCAST_TESTS)
+        (f"{SRC}/jaxprs/[!_]*.py",), ("tests/jaxprs/test_*.py", *_AUTOCAST_TESTS)
     ),
 }
 

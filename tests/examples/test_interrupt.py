@@ -11,7 +11,7 @@ import pytest
 
 from examples.common.command import how_to_go_on
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
     "COLUMNS": "80",
     "PYTHONPATH": str(ROOT),

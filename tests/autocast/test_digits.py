@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
+from arrays import error, uniform
 from autocast_corpus.program import DTYPES, POLICIES
 from jax import lax
-from test_autocast_sums import error, uniform
 
 from jmp_lite import autocast
 

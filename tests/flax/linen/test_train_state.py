@@ -13,7 +13,6 @@ from flax import serialization
 from flax.training import dynamic_scale, train_state
 from jax.sharding import Mesh, PartitionSpec
 from optimizers import bits_without_scale
-from test_train_state import run_with_an_overflow, schedule
 from train_states import (
     FINITE,
     NOT_FINITE,
@@ -22,6 +21,8 @@ from train_states import (
     batch,
     gradients,
     loss_and_stats,
+    run_with_an_overflow,
+    schedule,
 )
 
 import jmp_lite

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bitwise import raw_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
@@ -30,7 +31,6 @@ from jmp_lite.numerics import (
     tree_stats,
     value_stats,
 )
-from tests.bitwise import raw_bits
 
 HALVES = [jnp.float16, jnp.bfloat16]
 COUNTS = ValueStats._fields[:6]

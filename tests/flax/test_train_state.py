@@ -22,6 +22,8 @@ from train_states import (
     Nnx,
     batch,
     gradients,
+    run_with_an_overflow,
+    schedule,
 )
 
 import jmp_lite
@@ -37,18 +39,6 @@ pytestmark = pytest.mark.standard_promotion  # flax's norms, and optax's counts
 of_both = pytest.mark.parametrize("flax", [Linen, Nnx])
 
 
-def run_with_an_overflow(state: Any, step: Any) -> Any:
-    """Return the state before a batch that overflows, after it, and five steps on."""
-    for n in range(2):
-        state, _ = step(state, batch(n))
-    before = state
-    after, _ = step(state, batch(2, OVERFLOWING))
-    state, loss = after, None
-    for n in range(3, 8):
-        state, loss = step(state, batch(n))
-    return before, after, state, loss
-
-
 @of_both
 def test_after_an_overflow_the_running_variance_is_what_it_was(flax):
     step = jax.jit(flax.train_step, compiler_options=bitwise.UNOPTIMISED)
@@ -59,10 +49,6 @@ def test_after_an_overflow_the_running_variance_is_what_it_was(flax):
 
 
 # A skipped step.
-
-
-def schedule():
-    return optax.piecewise_constant_schedule(0.1, {1: 0.5, 2: 0.5})
 
 
 TRANSFORMATIONS: dict[str, Any] = {

@@ -221,3 +221,19 @@ class Nnx:
     def kernel(params: Any) -> Any:
         """Return the kernel of the first layer."""
         return params["model"]["first"]["kernel"][...]
+
+
+def run_with_an_overflow(state: Any, step: Any) -> Any:
+    """Return the state before a batch that overflows, after it, and five steps on."""
+    for n in range(2):
+        state, _ = step(state, batch(n))
+    before = state
+    after, _ = step(state, batch(2, OVERFLOWING))
+    state, loss = after, None
+    for n in range(3, 8):
+        state, loss = step(state, batch(n))
+    return before, after, state, loss
+
+
+def schedule():
+    return optax.piecewise_constant_schedule(0.1, {1: 0.5, 2: 0.5})

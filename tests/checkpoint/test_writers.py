@@ -16,7 +16,7 @@ from etils import epath
 from jmp_lite import checkpoint
 from jmp_lite._src.checkpoint import folder as folders
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIKE = {"x": 0}
 
 

@@ -31,7 +31,7 @@ from jmp_lite import checkpoint
 from jmp_lite._src.checkpoint.folder import resolve_folder
 from jmp_lite.linen import TrainState
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 DTYPES = [
     *["bool", "int4", "int8", "int16", "int32", "uint4", "uint8", "uint16", "uint32"],
@@ -479,7 +479,7 @@ def test_two_processes_save_and_restore_one_state(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.checkpoint_of_two_processes", address]
+    command = [sys.executable, "-m", "tests.checkpoint.two_processes", address]
     # One device each.
     environment = os.environ | {"XLA_FLAGS": ""}
     processes = [
@@ -500,7 +500,7 @@ def test_two_processes_save_and_restore_one_state(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_runs_that_are_killed_end_at_the_same_bits() -> None:
-    command = [sys.executable, "-m", "tests.kill_and_resume", "--kills", "6"]
+    command = [sys.executable, "-m", "tests.checkpoint.kill_and_resume", "--kills", "6"]
     environment = os.environ | {"XLA_FLAGS": ""}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True

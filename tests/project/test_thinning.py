@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import thinning
 
 _CASES = """
 import jax.numpy as jnp, pytest
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "test_cases.py").write_text(_CASES)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  full\n  one_of\n")
     hook = "from thinning import mark_all_but_one as pytest_collection_modifyitems\n"
-    path = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    path = f"import sys\nsys.path.insert(0, {str(Path(thinning.__file__).parent)!r})\n"
     (folder / "conftest.py").write_text(path + hook)
     return folder
 

@@ -16,7 +16,7 @@ import jmp_lite
 from examples.common import requirements
 from jmp_lite._src import extras
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(jmp_lite.__file__).parent
 
 # Its finder stands before all others, so the libraries look as if they were not there.

@@ -24,7 +24,7 @@ from jmp_lite import checkpoint
 # flax leans on JAX's promotion of dtypes.
 pytestmark = pytest.mark.standard_promotion
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEVICES = 4
 SETTINGS = ["--width", "32", "--layers", "0", "--steps", "12"]
 SETTINGS += ["--policy", "mixed_float16"]
@@ -39,7 +39,13 @@ def _launch(out: Path, processes: int, *args: str, kill: str = "") -> tuple[int,
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles three times as fast
         "KILL": kill,
     }
-    command = [sys.executable, "-m", "tests.process_of_a_run", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.examples.process_of_a_run",
+        "--out",
+        str(out),
+    ]
     command += ["--processes", str(processes), "--devices", str(DEVICES // processes)]
     launcher = subprocess.Popen(
         [*command, *SETTINGS, *args],

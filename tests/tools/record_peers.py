@@ -1,4 +1,4 @@
-"""Record how other libraries move their loss scale, for `test_loss_scale_peers.py`.
+"""Record how other libraries move their loss scale, for `test_loss_scale_machine.py`.
 
 Runs each peer for real: a parameter, a gradient that is finite or not, the peer's own
 step. Not a part of the test suite: it needs an environment of its own, and is run by
@@ -6,7 +6,7 @@ hand when a peer or a sequence is added::
 
     python -m venv peers
     peers/bin/pip install jmp==0.0.4 torch keras flax
-    KERAS_BACKEND=torch peers/bin/python tests/record_peers.py
+    KERAS_BACKEND=torch peers/bin/python tests/tools/record_peers.py
 
 It rewrites `tests/data/peers.json`. Per run: the peer, its arguments, ours that should
 do the same, and sequences of steps ("1" is a finite one, "0" is not) with the scale
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 STEPS = 48
-OUTPUT = pathlib.Path(__file__).parent / "data" / "peers.json"
+OUTPUT = pathlib.Path(__file__).parents[1] / "data" / "peers.json"
 
 
 def sequences(period: int) -> dict[str, str]:
@@ -220,7 +220,7 @@ def main() -> None:
         for peer, run, theirs, _ in EXTREMES
     ]
     head = {
-        "recorded_by": "tests/record_peers.py",
+        "recorded_by": "tests/tools/record_peers.py",
         "versions": {name: metadata.version(name) for name in names},
         "extremes": extremes,
     }

@@ -1,6 +1,6 @@
 """One of two processes that save and restore a state which spans them both.
 
-`python -m tests.checkpoint_of_two_processes ADDRESS INDEX FOLDER`, once for each index.
+`python -m tests.checkpoint.two_processes ADDRESS INDEX FOLDER`, once for each index.
 """
 
 import fcntl

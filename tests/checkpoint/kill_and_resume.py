@@ -1,8 +1,8 @@
 """Train, be killed at any moment, resume, and end at the very same bits.
 
-`python -m tests.kill_and_resume --kills 50` prints a history of where runs were killed
+`python -m tests.checkpoint.kill_and_resume --kills 50` prints where runs were killed
 and resumed. It fails if one of them ends in another state, or takes a step with another
-loss, than the run that nothing disturbed, or if more is lost than the save under way.
+loss, than the undisturbed run, or if more is lost than the save in progress.
 
 Training is a float16 MLP with dropout under `scale_aware(MultiSteps(adam, 3))`. Some of
 its batches overflow: they are skipped, `state.step` stays, and the same step is saved
@@ -35,7 +35,7 @@ import optax
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from tests import bitwise
+from tests.support import bitwise
 
 BATCHES = 12
 # Before anything was accumulated, in the middle of it, and twice in a row.

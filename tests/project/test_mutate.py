@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import mutate  # pyright: ignore[reportMissingImports]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def changed(line: str) -> set[str]:

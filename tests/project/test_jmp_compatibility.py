@@ -26,7 +26,7 @@ def run_jmps_tests(before: str = "") -> dict[str, Any]:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        cwd=RUNNER.parents[1],
+        cwd=RUNNER.parents[2],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
     assert process.returncode == 0, process.stderr
@@ -63,8 +63,8 @@ def test_jmp_itself_cannot_be_loaded_by_the_runner():
         [sys.executable, "-c", f"{code}\nimport jmp"],
         capture_output=True,
         text=True,
-        cwd=RUNNER.parents[1],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(["tests", "."])},
+        cwd=RUNNER.parents[2],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(["tests/project", "."])},
     )
     assert process.returncode == 1
     assert "jmp is not to be loaded: jmp_lite stands for it." in process.stderr

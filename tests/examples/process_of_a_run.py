@@ -1,6 +1,6 @@
 """examples/multihost.py as its tests run it: it keeps its state, and it can be killed.
 
-    python -m tests.process_of_a_run --processes 2 --out FOLDER ...
+    python -m tests.examples.process_of_a_run --processes 2 --out FOLDER ...
 
 takes that example's arguments. The first process leaves the final states of the runs in
 FOLDER/states.npz, and each one what it saw of bad steps in FOLDER/bad_steps_*.json.

@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # As tests name what is not theirs: a folder or a file at the top, and a package.
 _USED = re.compile(

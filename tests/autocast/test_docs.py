@@ -5,7 +5,7 @@ from pathlib import Path
 from jmp_lite import OpRules
 from jmp_lite._src.autocast import ops
 
-PAGE = Path(__file__).parent.parent / "docs" / "autocast.md"
+PAGE = Path(__file__).parents[2] / "docs" / "autocast.md"
 
 
 def test_the_page_has_the_table_of_the_code():

@@ -113,7 +113,7 @@ def test_resnet_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
     args = [*_HALF, "--checkpoints", str(tmp_path / "saved"), "--save-every", "5"]
     killed = subprocess.run(
         [sys.executable, "-c", _KILLED, *args, "--out", str(tmp_path / "never")],
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,

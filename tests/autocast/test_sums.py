@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
+from arrays import error, uniform
 from autocast_corpus.program import DTYPES, POLICIES
 from flax import nnx
 from jax import lax
@@ -28,10 +29,6 @@ pytestmark = pytest.mark.one_of("half")
 
 ROWS, WIDTH = 2048, 8
 SCALE = 2.0**12  # of the loss: float16 has no room for gradients of a mean
-
-
-def uniform(seed: int, *shape: int) -> jax.Array:
-    return jax.random.uniform(jax.random.key(seed), shape, jnp.float32)
 
 
 X, W = uniform(0, ROWS, WIDTH), uniform(1, WIDTH, WIDTH) / WIDTH
@@ -234,11 +231,6 @@ def padding(s):
 def gradient(fun: Any, argument: Any) -> jax.Array:
     grad = jax.grad(lambda a: SCALE * jnp.mean(fun(a)))
     return jax.jit(grad)(argument) / SCALE
-
-
-def error(found: Any, expected: Any) -> float:
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 @functools.cache
