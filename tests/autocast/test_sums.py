@@ -350,7 +350,7 @@ def test_a_loop_over_half_constants_sums_their_gradient_in_float32() -> None:
     assert error(found, np.full(WIDTH, 1 / WIDTH)) < 1e-6
 
 
-# What asks for the numbers in an array that is differentiated.
+# Functions that need the concrete value of a differentiated array.
 ASK: dict[str, Callable[[Any], Any]] = {
     "if": lambda x: 2.0 if x.sum() > 0 else 1.0,
     "float": lambda x: float(lax.stop_gradient(x).sum()),
@@ -366,7 +366,7 @@ def test_what_asks_for_numbers_works_in_grad_without_jit_and_warns(ask: str) -> 
         return table.astype(jnp.float32).sum() * ASK[ask](table)
 
     table = FEW.astype(jnp.bfloat16)
-    with pytest.warns(UserWarning, match="asks asks for the numbers in an array"):
+    with pytest.warns(UserWarning, match="asks needs the concrete value of an array"):
         found = jax.grad(sums_in_float32(asks))(table)
     np.testing.assert_array_equal(found, jax.grad(asks)(table))
     with pytest.raises((TypeError, IndexError)) as error:

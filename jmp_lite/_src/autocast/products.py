@@ -1,7 +1,7 @@
 """Matrix products in half: their results, and their derivatives.
 
-A product of half operands accumulates in f32. Its result is either rounded to half, or
-is the accumulator itself (`preferred_element_type`), which costs nothing but the room.
+A product of half operands accumulates in f32. Its result is either rounded to half or
+the f32 accumulator itself (`preferred_element_type`), which only costs more memory.
 """
 
 import math
@@ -55,8 +55,8 @@ def _f32_product(bind: Callable[..., Any], half_dtype: Any, operands: Any) -> An
     def product(*operands):
         if half_dtype != jnp.bfloat16:
             return plain(*operands)
-        # XLA has no kernel on the CPU for bf16 with an f32 result, and does not always
-        # notice in time. The operands are rounded, so the product is the same.
+        # On the CPU, XLA has no kernel for bf16 operands with an f32 result, and some
+        # programs fail. The operands are already rounded, so the product is the same.
         return jax.lax.platform_dependent(*operands, cpu=upcast, default=plain)
 
     def jvp(primals, tangents):
@@ -76,7 +76,7 @@ def _f32_product(bind: Callable[..., Any], half_dtype: Any, operands: Any) -> An
 
 
 def flops(eqn: Any) -> int:
-    """Return 2 × multiplications of a matrix product, 0 for anything else."""
+    """Return 2 × the multiplications of a matrix product, 0 for other equations."""
     if eqn.primitive.name not in NAMES:
         return 0
     lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
@@ -90,9 +90,9 @@ def flops(eqn: Any) -> int:
 
 
 def count(eqn: Any) -> int:
-    """Return how many matrix products an equation is, or holds."""
-    held = (e for j in compat.jaxprs_of(eqn) for e in compat.open_jaxpr(j).eqns)
-    return (eqn.primitive.name in NAMES) + sum(map(count, held))
+    """Return the number of matrix products in an equation and its sub-jaxprs."""
+    inner = (e for j in compat.jaxprs_of(eqn) for e in compat.open_jaxpr(j).eqns)
+    return (eqn.primitive.name in NAMES) + sum(map(count, inner))
 
 
 def dimensions(eqn: Any) -> list[int]:
@@ -109,19 +109,19 @@ def dimensions(eqn: Any) -> list[int]:
 
 
 def is_outer(eqn: Any) -> bool:
-    """Return whether an equation is an outer product: one that sums nothing."""
+    """Return whether an equation is an outer product: it has no sum."""
     return eqn.primitive.name == "dot_general" and dimensions(eqn)[2] == 1
 
 
 def is_default_precision(precision: Any) -> bool:
-    """Return whether a product's `precision` is what it is when nobody sets it."""
+    """Return whether the `precision` of a product is the default."""
     if isinstance(precision, tuple):
         return all(map(is_default_precision, precision))
     return precision is None or precision == jax.lax.Precision.DEFAULT
 
 
 def why_not_half(eqn: Any, ins: Sequence[Precision]) -> str:
-    """Return why a product stays as it is, "" if it runs in half."""
+    """Return why a product does not run in half, or "" if it does."""
     if any(is_float(v) and not is_f32(v) for v in (*eqn.invars, *eqn.outvars)):
         return "a dtype the program chose"
     if is_outer(eqn):

@@ -1,18 +1,18 @@
 """Half-precision values whose gradients are summed in float32.
 
-What is broadcast, repeated, gathered or used many times in the forward pass is a sum
-in the backward pass, and JAX makes that sum in the dtype of the value. A bfloat16 sum
-of more than 256 equal terms stops growing; one in float16 may overflow. The functions
-here compute what the plain operations compute, bit for bit, and differentiate so that
-each of these sums has float32 terms and a float32 result.
+The gradient of a value that is broadcast, repeated, gathered or used many times is a
+sum, and JAX computes it in the dtype of the value. A bfloat16 sum of more than 256
+equal terms stops growing; a float16 sum may overflow. The functions here return bitwise
+what the plain operations return. In their derivatives, each of these sums has float32
+terms and a float32 result.
 
-All of it rests on one primitive, `differentiate_as(value, expression)`: it is `value`,
-and its derivative is that of `expression`. So a half array is broadcast in half, and
-differentiated as if its float32 original had been broadcast and then cast. XLA never
-sees the expression where no derivative is taken.
+They use one primitive, `differentiate_as(value, expression)`: it returns `value` and
+has the derivative of `expression`. A half array is broadcast in half and differentiated
+as if its float32 original had been broadcast and then cast. If no derivative is taken,
+the compiled program does not contain the expression.
 
-A matrix product needs none of this: its gradients are products, whose accumulators are
-float32. Sums over devices, which the transpose of `shard_map` makes, are not looked at.
+Matrix products do not need this: their gradients are products with float32
+accumulators. Sums over devices in the transpose of `shard_map` are not changed.
 """
 
 import functools
@@ -31,13 +31,13 @@ from jmp_lite._src.jaxprs import binding
 
 # Elementwise operations, which broadcast an operand of one element or with sizes of 1.
 BROADCASTING = frozenset("add sub mul div rem max min pow atan2 clamp".split())
-# Operations that `vmap` hands all operands with the mapped axis if one of them has it.
+# Operations whose operands `vmap` maps all if it maps one of them.
 JOINING = BROADCASTING | frozenset(
     "select_n concatenate dynamic_update_slice scatter pad".split()
 )
 # Operations linear in their first operand, which they may read more than once.
 _REPEATING = frozenset("broadcast_in_dim gather dynamic_slice tile".split())
-# Operations that choose elements, from windows that overlap or among equal ones.
+# Operations that select elements, from overlapping windows or among equal elements.
 _CHOOSING = frozenset(
     "cummax cummin reduce_window_max reduce_window_min reduce_max reduce_min".split()
 )
@@ -87,7 +87,7 @@ def _jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _transpose(cotangent: Any, value: Any, expression: Any, *like: Any) -> Any:
-    # As if it were a cast of the expression: none of the others has a cotangent.
+    # That of a cast of the expression: no other operand has a cotangent.
     cotangents = [
         ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (value, *like)
     ]
@@ -108,7 +108,7 @@ def _batch(operands: Any, axes: Any) -> Any:
         lax.broadcast(x, (size,)) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(operands[:2], axes[:2], strict=True)
     )
-    # What it is combined with is still needed, for a `vmap` around this one.
+    # A `vmap` around this one still needs `like`.
     return differentiate_as(value, expression, *operands[2:]), 0
 
 
@@ -126,8 +126,8 @@ mlir.register_lowering(
 def in_float32(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """Run an equation on float32 operands, and cast its result to half.
 
-    For rules of derivatives: what they do to a tangent is transposed as it stands, so
-    that `differentiate_as`, whose value is not what it is differentiated as, is no use.
+    For rules of derivatives. JAX transposes what they do to a tangent as it is written,
+    and `differentiate_as` does not compute the expression that it differentiates.
     """
     (result,) = binding.bind_here(eqn, operands)
     return [lax.convert_element_type(result, dtype)]
@@ -154,8 +154,8 @@ def spread(
 def scale(eqn: Any, array: Any, factor: Any, factor_in_f32: Any, *like: Any) -> Any:
     """Return `array * factor` or `array / factor`, of an array and a smaller factor.
 
-    What the backward pass keeps is the array and the factor as it is, not the factor
-    broadcast to the shape of the array.
+    The backward pass keeps the array and the factor, not the factor broadcast to the
+    shape of the array.
 
     Args:
       eqn: the equation, a `mul` or a `div`.
@@ -176,9 +176,9 @@ def scale(eqn: Any, array: Any, factor: Any, factor_in_f32: Any, *like: Any) -> 
 
 
 def sums_backward(eqn: Any) -> bool:
-    """Return whether the transpose of an equation sums, in its operands' dtype.
+    """Return whether the transpose of an equation sums in the dtype of its operands.
 
-    Elementwise equations, which broadcast, are not asked here.
+    Not for elementwise equations: `values` knows which of their operands are broadcast.
     """
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
@@ -195,9 +195,9 @@ def bind(eqn: Any, operands: Sequence[Any], in_f32: Sequence[Any]) -> list[Any]:
     Args:
       eqn: the equation.
       operands: its operands.
-      in_f32: the same, those that are half in float32: their gradients are taken.
+      in_f32: the same, with half operands in float32: these are differentiated.
     """
-    # Or JAX would compute what the derivative of the value needs.
+    # Without stop_gradient, JAX would compute residuals for the derivative of `value`.
     (value,) = binding.bind_here(eqn, list(map(lax.stop_gradient, operands)))
     if eqn.primitive.name in ("reduce_max", "reduce_min"):
         expression = _mean_of_chosen(value, operands[0], in_f32[0], eqn.params["axes"])
@@ -230,10 +230,10 @@ def _takes_one_along_an_axis(eqn: Any) -> bool:
 
 
 def _one_along_an_axis(eqn: Any, in_f32: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return the sum of what is at the index and zeros elsewhere.
+    """Return the element at each index as a sum over a masked axis.
 
-    Its transpose is a choice for each element, which XLA fuses with what follows. The
-    transpose of the gather would fill a float32 array of the operand's size.
+    The transpose is an elementwise select, which XLA fuses with what follows. The
+    transpose of the gather would write a float32 array of the size of the operand.
     """
     (axis,) = eqn.params["dimension_numbers"].start_index_map
     place = lax.broadcasted_iota(indices.dtype, in_f32.shape, axis)
@@ -244,10 +244,10 @@ def _one_along_an_axis(eqn: Any, in_f32: jax.Array, indices: jax.Array) -> jax.A
 
 @functools.partial(jax.jit, static_argnums=1)
 def saturate(x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast to half; a finite number beyond its range becomes the largest there is.
+    """Cast to half; finite numbers beyond the range become the largest half number.
 
-    bfloat16 ends a little before float32: the smallest float32, as masks have it,
-    would be -inf. The result has no derivative.
+    bfloat16 ends a little before float32: `finfo(float32).min`, which masks contain,
+    would become -inf. The result has no derivative.
     """
     x = lax.stop_gradient(x)
     largest = np.asarray(jnp.finfo(dtype).max, x.dtype)

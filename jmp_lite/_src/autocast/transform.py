@@ -1,8 +1,9 @@
 """`autocast` and `full_precision`: the transformations themselves.
 
-Limits: what runs is a trace of the function, so Python-level dtype checks in it see
-float32; `pallas_call`, `custom_linear_solve`, callbacks and what else `control_flow`
-does not know is left alone, and `explain` lists it.
+Limits: the function is traced in float32 and its jaxpr is rewritten, so checks of
+dtypes in its Python code see float32. `pallas_call`, `custom_linear_solve`, callbacks
+and other primitives that `control_flow` does not know run unchanged; `explain` lists
+them.
 """
 
 import collections
@@ -52,11 +53,11 @@ def autocast(
     """Return a function that computes in half precision where that is safe.
 
     Matrix products run in the compute dtype; exponentials, logarithms, sums and losses
-    in float32; elementwise arithmetic in half where all it works on is. Only float32 is
-    ever lowered: other dtypes, products with a `precision`, explicit conversions and
-    `full_precision` regions stay as the program has them. Gradients of float32
+    in float32; elementwise arithmetic in half if all its operands are half. Only
+    float32 is lowered: other dtypes, products with a `precision`, explicit conversions
+    and `full_precision` regions stay as the program has them. Gradients of float32
     parameters are float32, from `grad(autocast(f))` and from `autocast(grad(f))`; the
-    second takes them straight from the float32 accumulator of the products.
+    second returns the float32 accumulator of the products without rounding it.
 
     In float16, train with a loss scale (`scale_aware`): autocast does not add one.
 
@@ -65,9 +66,9 @@ def autocast(
         decorator: `@autocast(policy="mixed_bfloat16")`.
       policy: a policy or its string; its `compute_dtype` is float16 or bfloat16. A
         `PolicyMap` has patterns over name-scope paths (`"decoder/layer_3/attention"`;
-        flax's modules enter one each), which hold for all that is inside the scope: one
-        whose policy computes in float32 leaves it alone, one with a float32
-        `output_dtype` gives its matrix products' results in float32.
+        each flax module enters a scope). A pattern applies to everything inside the
+        scope: a policy that computes in float32 leaves it unchanged, one with a float32
+        `output_dtype` returns the results of its matrix products in float32.
       rules: which primitive is in which class; the default is
         `OpRules.default(compute_dtype)`.
 
@@ -121,8 +122,8 @@ def autocast(
     return wrapped
 
 
-# What JAX raises where Python asks for a number that is not known while it traces.
-_WANTS_NUMBERS = (
+# What JAX raises if Python code needs the value of a traced array.
+_NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -162,15 +163,15 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
     """Return a function of the same values whose gradients are summed in float32.
 
-    For code that is cast to half precision by hand or by `policy.cast_to_compute`. What
-    it broadcasts, repeats, gathers or uses many times is a sum in its backward pass,
-    which JAX makes in the dtype of the value: the gradient of a bfloat16 bias stops
-    growing after a few hundred rows. Here those sums are float32. Values, and the
-    dtypes of values and gradients, are those of `fun`; forward sums are as it has them.
-    `autocast` and `with_policy` do this by themselves.
+    Use it for code that casts to half precision by hand or with
+    `policy.cast_to_compute`; `autocast` and `with_policy` do this already. The gradient
+    of a value that is broadcast, repeated, gathered or used many times is a sum. JAX
+    computes it in the dtype of the value: the gradient of a bfloat16 bias stops growing
+    after a few hundred rows. Here these sums are float32. Values, the dtypes of values
+    and gradients, and sums in the forward pass do not change.
 
     Args:
-      fun: any JAX function of arrays, in half precision or in part of it.
+      fun: any JAX function of arrays that computes in half precision somewhere.
 
     Returns:
       A function of the same signature.
@@ -179,8 +180,8 @@ def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
       TypeError: `fun` is not callable or is an nnx module.
 
     Warns:
-      UserWarning: `fun` asks for the numbers in an array, which can be had in `grad`
-        without `jit`: then its sums are those of JAX.
+      UserWarning: `fun` needs concrete values (an `if` on an array), which `grad` has
+        outside of `jit`: its gradients are summed as JAX does it.
 
     Examples:
       >>> def loss(table, rows):
@@ -193,20 +194,20 @@ def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        if not compat.is_tracing():  # so nobody asks for a gradient
+        if not compat.is_tracing():  # so no gradient is taken
             return fun(*args, **kwargs)
         try:
             traced = trace(fun, args, kwargs)
-        except _WANTS_NUMBERS:
+        except _NEEDS_VALUES:
             traced = None
         if traced is None:
-            # Under jit, this raises what JAX says of the caller's own function. Outside
-            # of it, `grad` has the numbers.
+            # Under jit, this raises JAX' error for the caller's own function. Outside
+            # of it, `grad` has concrete values.
             out = fun(*args, **kwargs)
             warnings.warn(
-                f"{name_of(fun)} asks for the numbers in an array (an if, a float()): "
-                "its gradients are summed in the dtype of each value. Use jax.lax.cond "
-                "or jnp.where, and they are summed in float32.",
+                f"{name_of(fun)} needs the concrete value of an array (an if, a "
+                "float()): its gradients are summed in the dtype of each value. Use "
+                "jax.lax.cond or jnp.where, and they are summed in float32.",
                 stacklevel=2,
             )
             return out
@@ -350,9 +351,9 @@ def _check_arguments(args_and_kwargs: Any) -> None:
         raise TypeError(
             f"A function under autocast got {leaf!r} as its argument {index!r}; "
             "expected arrays, numbers or functions. Bind other values with "
-            "functools.partial. Of a model that holds them, hand over the arrays alone "
-            "(arrays, rest = equinox.partition(model, equinox.is_array)), and in the "
-            "function call equinox.combine(arrays, rest)."
+            "functools.partial. If a model holds such values, pass its arrays only "
+            "(arrays, rest = equinox.partition(model, equinox.is_array)) and call "
+            "equinox.combine(arrays, rest) in the function."
         )
 
 

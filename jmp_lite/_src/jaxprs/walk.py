@@ -35,7 +35,7 @@ class Equation(NamedTuple):
 
     Attributes:
       eqn: the equation.
-      step: its entry in the `steps` of the plan; None without a plan.
+      eqn_plan: its entry in the `eqn_plans` of the plan; None without a plan.
       site: its number among the sites.
       ins: its operands.
       outs: its results.
@@ -45,7 +45,7 @@ class Equation(NamedTuple):
     """
 
     eqn: Any
-    step: Any
+    eqn_plan: Any
     site: int
     ins: Sequence[Any]
     outs: Sequence[Any]
@@ -125,30 +125,30 @@ class Walker:
             return env[var]
 
         eqn_count, site = moment.eqn_count, first_site
-        steps = plan.eqn_plans if plan else itertools.repeat(None)
-        for eqn, step in zip(jaxpr.eqns, steps, strict=False):
+        eqn_plans = plan.eqn_plans if plan else itertools.repeat(None)
+        for eqn, eqn_plan in zip(jaxpr.eqns, eqn_plans, strict=False):
             ins = [read(v) for v in eqn.invars]
             now = moment._replace(eqn_count=eqn_count)
             if bodies_of(eqn) is None:
                 values, tags = [x for x, _ in ins], [tag for _, tag in ins]
                 made = self.bind(eqn, values)
                 equation = Equation(
-                    eqn, step, site, values, made, tags, now, lambda v: read(v)[1]
+                    eqn, eqn_plan, site, values, made, tags, now, lambda v: read(v)[1]
                 )
                 outs = _pairs(made, self.observe(equation))
                 eqn_count += 1
             else:
-                outs, eqn_count = self._run_bodies(eqn, step, site, ins, now)
+                outs, eqn_count = self._run_bodies(eqn, eqn_plan, site, ins, now)
             site += count_sites([eqn])
             env |= _pairs(eqn.outvars, outs)
         return [read(v) for v in jaxpr.outvars], eqn_count
 
     def _run_bodies(
-        self, eqn: Any, step: Any, site: int, cells: Sequence[Cell], moment: Moment
+        self, eqn: Any, eqn_plan: Any, site: int, cells: Sequence[Cell], moment: Moment
     ) -> tuple[Sequence[Cell], Any]:
         """Run an equation by running its sub-jaxprs."""
         sub_jaxprs = bodies_of(eqn)
-        plans = (step.bodies if step else ()) or [None] * len(sub_jaxprs)
+        plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(sub_jaxprs)
 
         def body(k: int, cells: Sequence[Cell], moment: Moment):
             before = (eqn for sub in sub_jaxprs[:k] for eqn in sub.jaxpr.eqns)
@@ -160,9 +160,11 @@ class Walker:
                 first_site=site + count_sites(before),
                 moment=moment,
             )
-            return self.cast(eqn.outvars, outs, step and step.half_out), eqn_count
+            return self.cast(
+                eqn.outvars, outs, eqn_plan and eqn_plan.half_out
+            ), eqn_count
 
-        cells = self.cast(eqn.invars, cells, step and step.half_in)
+        cells = self.cast(eqn.invars, cells, eqn_plan and eqn_plan.half_in)
         match eqn.primitive.name:
             case "scan":
                 return self._scan(eqn, body, cells, moment)

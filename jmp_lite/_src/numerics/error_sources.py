@@ -79,7 +79,9 @@ def _rounds(op: Operation, low: Any) -> bool:
     if not dtypes.is_half(low.dtype):
         return False
     is_move = op.eqn.primitive.name in _EXACT
-    is_move = is_move or (op.step is not None and op.step.rule is rules.PASSTHROUGH)
+    is_move = is_move or (
+        op.eqn_plan is not None and op.eqn_plan.rule is rules.PASSTHROUGH
+    )
     was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
     return not (is_move and was_half)
 

@@ -56,27 +56,33 @@ class PolicyShadow(Shadow):
         """Return an argument or constant: both runs have the same."""
         return value
 
-    def also_reads(self, step: EqnPlan | None) -> Sequence[Any]:
+    def also_reads(self, eqn_plan: EqnPlan | None) -> Sequence[Any]:
         """Return the logits of a softmax."""
-        return [step.softmax.logits] if step is not None and step.softmax else []
+        return (
+            [eqn_plan.softmax.logits]
+            if eqn_plan is not None and eqn_plan.softmax
+            else []
+        )
 
-    def step(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
+    def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
         """Return the policy's results, and the operands as a product reads them."""
-        eqn, step, lows = equation.eqn, equation.step, equation.tags
-        is_plain = step is None or not any([*step.half_in, *step.half_out, step.bodies])
+        eqn, eqn_plan, lows = equation.eqn, equation.eqn_plan, equation.tags
+        is_plain = eqn_plan is None or not any(
+            [*eqn_plan.half_in, *eqn_plan.half_out, eqn_plan.bodies]
+        )
         same = all(x is low for x, low in zip(equation.ins, lows, strict=True))
         if is_plain and same:
             return equation.outs, ()
-        if step is None:
+        if eqn_plan is None:
             return binding.bind(eqn, lows), ()
         pairs = zip(eqn.invars, lows, strict=True)
         known = {v: low for v, low in pairs if not compat.is_literal(v)}
-        known |= {v: shadow_of(v) for v in self.also_reads(step)}
+        known |= {v: shadow_of(v) for v in self.also_reads(eqn_plan)}
         values = Values(self.low_dtype)
         values.write(list(known), list(known.values()))
-        outs = self.rewriter.run_eqn(eqn, step, values)
-        reads_half = step.rule is rules.PRODUCT and any(step.half_in)
-        return outs, values.read(eqn.invars, step.half_in)[:2] if reads_half else ()
+        outs = self.rewriter.run_eqn(eqn, eqn_plan, values)
+        reads_half = eqn_plan.rule is rules.PRODUCT and any(eqn_plan.half_in)
+        return outs, values.read(eqn.invars, eqn_plan.half_in)[:2] if reads_half else ()
 
     def cast(
         self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
@@ -156,7 +162,7 @@ class Lockstep(Observer):
         no_error = Tag(0.0, -1, False, NONE)
         worst = max(operands, key=lambda tag: tag.rank, default=no_error)
         backward = self.known[op.site].direction == "backward"
-        is_half = op.step is not None and any(op.step.half_out)
+        is_half = op.eqn_plan is not None and any(op.eqn_plan.half_out)
         tags = []
         for full, low in zip(op.outs, op.low_outs, strict=True):
             origin = self._origin(op, full)

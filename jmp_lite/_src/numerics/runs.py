@@ -83,7 +83,7 @@ class Run:
           jaxpr: an open jaxpr.
           consts: the values of its constvars.
           cells: its inputs.
-          plan: has `steps`, as for `Walker.run`; None if the shadow needs none.
+          plan: has `eqn_plans`, as for `Walker.run`; None if the shadow needs none.
           first_site: the number of its first site.
           loops: the iteration of each loop around it.
 
@@ -104,9 +104,9 @@ class Run:
         site = first_site
         for stretch in self._stretches[key][0]:
             if stretch.in_python:
-                eqn, step = stretch.eqns[0], stretch.eqn_plans[0]
+                eqn, eqn_plan = stretch.eqns[0], stretch.eqn_plans[0]
                 ins = [read(v) for v in eqn.invars]
-                outs = self._run_bodies(eqn, step, ins, site, loops)
+                outs = self._run_bodies(eqn, eqn_plan, ins, site, loops)
                 env.update(zip(eqn.outvars, outs, strict=True))
             else:
                 ins = [env[v] for v in stretch.invars]
@@ -172,10 +172,10 @@ class Run:
 
     # Loops, branches, and calls that hold them or are long.
 
-    def _run_bodies(self, eqn, step, cells, site: int, loops: _Loops) -> list[Cell]:
+    def _run_bodies(self, eqn, eqn_plan, cells, site: int, loops: _Loops) -> list[Cell]:
         sub_jaxprs = bodies_of(eqn)
-        plans = (step.bodies if step else ()) or [None] * len(sub_jaxprs)
-        cells = self._cast(eqn.invars, cells, step and step.half_in)
+        plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(sub_jaxprs)
+        cells = self._cast(eqn.invars, cells, eqn_plan and eqn_plan.half_in)
 
         def body(k: int, cells: Sequence[Cell], loops: _Loops) -> list[Cell]:
             before = (eqn for sub in sub_jaxprs[:k] for eqn in sub.jaxpr.eqns)
@@ -187,11 +187,11 @@ class Run:
                 first_site=site + count_sites(before),
                 loops=loops,
             )
-            return self._cast(eqn.outvars, outs, step and step.half_out)
+            return self._cast(eqn.outvars, outs, eqn_plan and eqn_plan.half_out)
 
         match eqn.primitive.name:
             case "scan":
-                return self._scan(eqn, step, body, cells, loops)
+                return self._scan(eqn, eqn_plan, body, cells, loops)
             case "while":
                 return self._while(eqn, sub_jaxprs, body, cells, loops)
             case "cond":
@@ -202,7 +202,7 @@ class Run:
         shadows = self.shadow.cast(variables, [c.shadow for c in cells], is_low)
         return [c._replace(shadow=s) for c, s in zip(cells, shadows, strict=True)]
 
-    def _scan(self, eqn, step, body, cells, loops: _Loops) -> list[Cell]:
+    def _scan(self, eqn, eqn_plan, body, cells, loops: _Loops) -> list[Cell]:
         num_consts, num_carry = compat.scan_counts(eqn.params) or (0, 0)
         split = num_consts + num_carry
         consts, carry, xs = cells[:num_consts], cells[num_consts:split], cells[split:]
@@ -212,7 +212,7 @@ class Run:
             bind = jax.jit(functools.partial(binding.bind, eqn))
             outs, tag = bind([c.value for c in cells]), self.observer.stack([])
             ys = [Cell(x, self.shadow.start(x), tag) for x in outs]
-            ys = self._cast(eqn.outvars, ys, step and step.half_out)
+            ys = self._cast(eqn.outvars, ys, eqn_plan and eqn_plan.half_out)
             return [*carry, *ys[num_carry:]]
         in_order = slice(None, None, -1 if eqn.params["reverse"] else 1)
         for i in range(length)[in_order]:

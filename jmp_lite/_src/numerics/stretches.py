@@ -27,19 +27,19 @@ _MOST_BYTES = 2**30
 class Shadow:
     """Computes no shadows. Subclasses compute them, inside `jit`.
 
-    A `step` is what the plan of a jaxpr holds for one equation, None without a plan.
+    An `eqn_plan` is the plan of one equation, None without a plan.
     """
 
     def start(self, value: Any) -> Any:
         """Return the shadow of an argument or constant."""
         del value
 
-    def also_reads(self, step: Any) -> Sequence[Any]:
+    def also_reads(self, eqn_plan: Any) -> Sequence[Any]:
         """Return the variables that the shadow of an equation reads beside its own."""
-        del step
+        del eqn_plan
         return ()
 
-    def step(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
+    def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
         """Return the shadows of an equation's results, and other arrays to observe.
 
         Args:
@@ -106,15 +106,15 @@ def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
         made = dict.fromkeys(v for eqn, _ in pairs for v in eqn.outvars)
         read = dict.fromkeys(
             v
-            for eqn, step in pairs
-            for v in (*eqn.invars, *shadow.also_reads(step))
+            for eqn, eqn_plan in pairs
+            for v in (*eqn.invars, *shadow.also_reads(eqn_plan))
             if not compat.is_literal(v)
         )
         invars = [v for v in read if v not in made]
         stretches.append(
             Stretch(
                 eqns=[eqn for eqn, _ in pairs],
-                eqn_plans=[step for _, step in pairs],
+                eqn_plans=[eqn_plan for _, eqn_plan in pairs],
                 invars=invars,
                 outvars=[v for v in made if v in later],
                 last_read=[v for v in invars if v not in later],
@@ -169,12 +169,12 @@ class Operation(NamedTuple):
     Attributes:
       eqn: the equation.
       site: its number among the sites of the stretch, or of the run.
-      step: its entry in the plan.
+      eqn_plan: its entry in the plan.
       ins: its operands; None where neither floating nor the first of a `select_n`.
       outs: its results; None where not floating.
       low_ins: the shadows of its operands, likewise.
       low_outs: the shadows of its results, likewise.
-      read: the other arrays that `Shadow.step` returned.
+      read: the other arrays that `Shadow.run_eqn` returned.
       tags: the tags of its operands.
       also: the tags of what else the shadows of its results are computed from.
       eqn_count: how many operations ran before it in the run.
@@ -183,7 +183,7 @@ class Operation(NamedTuple):
 
     eqn: Any
     site: int
-    step: Any
+    eqn_plan: Any
     ins: Sequence[Any]
     outs: Sequence[Any]
     low_ins: Sequence[Any]
@@ -258,10 +258,10 @@ class _Recorder(Walker):
         return _unfused(super().bind(eqn, ins))
 
     def observe(self, equation: Equation) -> Sequence[Any]:
-        tags, step = equation.tags, equation.step
+        tags, eqn_plan = equation.tags, equation.eqn_plan
         shadows = [tag.shadow for tag in tags]
-        also = [equation.tag_of(v).index for v in self.shadow.also_reads(step)]
-        lows, read = self.shadow.step(
+        also = [equation.tag_of(v).index for v in self.shadow.also_reads(eqn_plan)]
+        lows, read = self.shadow.run_eqn(
             equation._replace(tags=shadows), lambda v: equation.tag_of(v).shadow
         )
         if lows is not equation.outs:
@@ -273,7 +273,7 @@ class _Recorder(Walker):
             Operation(
                 eqn=equation.eqn,
                 site=equation.site,
-                step=step,
+                eqn_plan=eqn_plan,
                 ins=ins,
                 outs=self._floating(equation.outs),
                 low_ins=self._floating(shadows),

@@ -12,7 +12,7 @@
 
 import dataclasses
 import inspect
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ import numpy as np
 import optax
 
 from jmp_lite._src import dtypes, trees
+
+S = TypeVar("S")
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -225,20 +227,47 @@ def stored_dtypes(params: optax.Params | None) -> StoredDtypes | None:
     return StoredDtypes(tuple(stored.items()))
 
 
-def half_param_dtypes(
+def check_update(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    kind: type[S],
+    owner: str,
+) -> tuple[S, dict[str, np.dtype]]:
+    """Check the arguments of `update` of an optimiser of half-precision parameters.
+
+    Args:
+      updates: the gradients.
+      state: its state, possibly annotated by `scale_aware` with the stored dtypes.
+      params: the parameters, possibly cast to float32 by `scale_aware`.
+      kind: the type of its state.
+      owner: its name.
+
+    Returns:
+      The state without its annotation, and the parameters that are stored in half
+      precision: a dict of key path (`jax.tree_util.keystr`) to dtype.
+
+    Raises:
+      ValueError: the state is of another type, there are no parameters, the tree of
+        parameters is not the stored one, or the gradients have another structure.
+    """
+    state, stored = split_annotation(state)
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"Expected the state of {owner}(...).init(params), got "
+            f"{type(state).__name__}."
+        )
+    half_dtypes = _half_param_dtypes(params, stored)
+    check_gradients(updates, params)
+    return state, half_dtypes
+
+
+def _half_param_dtypes(
     params: optax.Params | None, stored: StoredDtypes | None
 ) -> dict[str, np.dtype]:
     """Return the dtypes of the parameters that are stored in half precision.
 
-    Args:
-      params: the parameters, possibly cast to float32 by `scale_aware`.
-      stored: the stored dtypes that `scale_aware` passed; None means those of `params`.
-
-    Returns:
-      A dict of key path (`jax.tree_util.keystr`) to half dtype.
-
-    Raises:
-      ValueError: there are no parameters, or their tree is not that of `stored`.
+    `stored` are the dtypes that `scale_aware` passed; None means those of `params`.
     """
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")

@@ -96,14 +96,10 @@ def master_weights(
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        annotated, (state, stored) = state, base.split_annotation(state)
-        if not isinstance(state, MasterWeightsState):
-            raise ValueError(
-                "Expected the state of master_weights(...).init(params), got "
-                f"{type(state).__name__}."
-            )
-        half_dtypes = base.half_param_dtypes(params, stored)
-        base.check_gradients(updates, params)
+        annotated = state
+        state, half_dtypes = base.check_update(
+            updates, state, params, MasterWeightsState, "master_weights"
+        )
 
         def full_param(path, m, p):
             # A parameter stored in float32 is its own master.

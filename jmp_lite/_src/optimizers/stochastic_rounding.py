@@ -89,14 +89,10 @@ def stochastic_rounding(
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        annotated, (state, stored) = state, base.split_annotation(state)
-        if not isinstance(state, StochasticRoundingState):
-            raise ValueError(
-                "Expected the state of stochastic_rounding(...).init(params), got "
-                f"{type(state).__name__}."
-            )
-        half_dtypes = base.half_param_dtypes(params, stored)
-        base.check_gradients(updates, params)
+        annotated = state
+        state, half_dtypes = base.check_update(
+            updates, state, params, StochasticRoundingState, "stochastic_rounding"
+        )
         next_key, *keys = jax.random.split(state.key, 1 + len(half_dtypes))
         key_of = dict(zip(half_dtypes, keys, strict=True))
 
