@@ -538,6 +538,44 @@ def constant_with_a_nan(x):
     return x * np.array([1.0, NAN], np.float32)
 
 
+# What counts as the first.
+
+
+@forward_f32("log", operands=((0.0, 0.0),))
+@given(jnp.zeros(2))
+def earliest_of_several(x):
+    a = jnp.log(x)  # here
+    b = 1.0 / x
+    return b, a
+
+
+@forward_f32("mul", operands=((0.0, 1e30), (1e10, 1e10)))
+@given(jnp.array([0.0, 1.0]))
+def overflow_after_one_that_was_repaired(x):
+    x = jnp.nan_to_num(jnp.log(x), neginf=1e30)
+    return x * 1e10  # here
+
+
+@forward_f32("exp", operands=((-INF, 100.0),))
+@given(jnp.array([100.0, 1.0]), jnp.array([True, False]))
+def overflow_beside_a_mask(x, mask):
+    x = jnp.where(mask, x, -jnp.inf)
+    return jnp.exp(x) + jnp.where(mask, 0.0, x)  # here
+
+
+@forward_f32("log", operands=((0.0, 0.0),))
+@given(jnp.float32(INF), jnp.float32(0.0))
+def operation_after_an_infinite_state_was_used(best, x):
+    best = jnp.minimum(best, x)
+    return best, jnp.log(x)  # here
+
+
+@hazard("forward", "", "argument", "0")
+@given(jnp.float32(INF), 1)
+def infinite_state_that_stays(best, x):
+    return best, x
+
+
 # Whole steps, and models.
 
 ADAM = optax.adam(1e-3)
