@@ -54,7 +54,6 @@ class WithSetup(nn.Module):
     """Layers by `setup`, and a method of one that is not `__call__`."""
 
     def setup(self):
-        """Make the layers."""
         self.layers = [nn.Dense(8), nn.Dense(8)]
         self.table = nn.Embed(8, 8, embedding_init=LARGE)
 
