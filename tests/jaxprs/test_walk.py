@@ -26,9 +26,7 @@ class _Depths(Walker):
     """Carries how many equations made a value."""
 
     def observe(self, equation: Equation) -> Any:
-        deepest = np.int32(0)
-        for tag in equation.tags:
-            deepest = jnp.maximum(deepest, tag)
+        deepest = functools.reduce(jnp.maximum, equation.tags, np.int32(0))
         return [deepest + 1] * len(equation.outs)
 
     def tag_constant(self, value: Any) -> Any:
@@ -57,10 +55,15 @@ class _Counter(Observer):
         return max(tags, default=0)
 
 
+def opened(fun: Any, args: Any) -> tuple[Any, Any, Any]:
+    """Return a traced function, its jaxpr and the constants of that."""
+    traced = trace(fun, args)
+    return traced, compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
+
+
 def walk(fun: Any, *args: Any) -> tuple[Any, list[Any], Any]:
     """Return the result, how deep each output is, and how many equations ran."""
-    traced = trace(fun, args)
-    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
+    traced, jaxpr, consts = opened(fun, args)
     cells = [(x, np.int32(0)) for x in traced.args]
     outs, eqn_count = _Depths().run(jaxpr, consts, cells)
     return traced.restore([x for x, _ in outs]), [tag for _, tag in outs], eqn_count
@@ -68,8 +71,7 @@ def walk(fun: Any, *args: Any) -> tuple[Any, list[Any], Any]:
 
 def run(fun: Any, *args: Any) -> tuple[Any, list[int], list[list[tuple[int, ...]]]]:
     """Return a function's result, how deep each output is, and when each site ran."""
-    traced = trace(fun, args)
-    jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
+    traced, jaxpr, consts = opened(fun, args)
     counter = _Counter(len(sites(jaxpr)))
     cells = [Cell(x, None, 0) for x in traced.args]
     outs = Run(counter, Shadow()).run(jaxpr, consts, cells)
@@ -78,29 +80,21 @@ def run(fun: Any, *args: Any) -> tuple[Any, list[int], list[list[tuple[int, ...]
 
 
 def sites_of(fun: Any, *args: Any) -> list[Site]:
-    return sites(compat.open_jaxpr(trace(fun, args).closed))
+    return sites(opened(fun, args)[1])
 
 
-# Code for tiny arrays need not be good: that halves what compiling costs.
-_jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-    },
-)
+def sites_named(primitive: str, fun: Any, *args: Any) -> list[Site]:
+    return [site for site in sites_of(fun, *args) if site.primitive == primitive]
 
 
 def _cases(programs: Any, short: int | None = None) -> list[Any]:
     """Return programs as cases; all are `full` but each second, from `short` on."""
+    standard, full = [pytest.mark.standard_promotion], [pytest.mark.full]
     return [
         pytest.param(
             program,
             id=program.name,
-            marks=[
-                *([pytest.mark.standard_promotion] if program.third_party else []),
-                *([] if i % 2 == short else [pytest.mark.full]),
-            ],
+            marks=standard * program.third_party + full * (i % 2 != short),
         )
         for i, program in enumerate(programs)
     ]
@@ -133,8 +127,8 @@ def assert_close(result: Any, expected: Any) -> None:
 def test_a_walk_gives_the_bits_of_the_program(program: Program) -> None:
     with program.context():
         fun, args = program.make()
-        result = _jit(lambda *args: walk(fun, *args)[0])(*args)
-        expected = _jit(fun)(*args)
+        result = jax.jit(lambda *args: walk(fun, *args)[0])(*args)
+        expected = jax.jit(fun)(*args)
         found = sites_of(fun, *args)
     assert_same(result, expected, found)
 
@@ -144,12 +138,10 @@ def test_a_run_gives_the_numbers_of_the_program(program: Program) -> None:
     with program.context():
         fun, args = program.make()
         result, _, ran = run(fun, *args)
-        expected = _jit(fun)(*args)
+        expected = jax.jit(fun)(*args)
         found = sites_of(fun, *args)
-    shapes = [
-        [(x.shape, x.dtype) for x in jax.tree.leaves(r)] for r in (result, expected)
-    ]
-    assert shapes[0] == shapes[1]
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
     assert_close(result, expected)
     for site, iterations in zip(found, ran, strict=True):
         # A branch runs less often, or not at all.
@@ -172,12 +164,11 @@ def test_a_walk_gives_the_bits_of_the_gradient(program: Program) -> None:
             return sum(jnp.sum(jnp.sin(x)).astype(jnp.float32) for x in floats)
 
         grad = jax.value_and_grad(loss)
-        result = _jit(lambda *args: walk(grad, *args)[0])(*args)
-        expected = _jit(grad)(*args)
+        result = jax.jit(lambda *args: walk(grad, *args)[0])(*args)
+        expected = jax.jit(grad)(*args)
         found = sites_of(grad, *args)
     assert_same(result, expected, found)
-    directions = {site.direction for site in found}
-    assert directions == {"forward", "backward"}
+    assert {site.direction for site in found} == {"forward", "backward"}
 
 
 # How often each equation runs: eagerly, and in a program.
@@ -228,11 +219,6 @@ def calls(x):
     return jax.checkpoint(inner)(inner(x)), jax.nn.relu(x)
 
 
-def with_keys_and_integers(key, n):
-    key, fresh = jax.random.split(key)
-    return key, jax.random.key_data(fresh), n // 2, n > 3
-
-
 ONE = np.float32(1.0)
 
 COUNTS = [
@@ -249,10 +235,9 @@ COUNTS = [
 ]
 
 
-_IDS = [fun.__name__ for fun, _, _ in COUNTS]
-
-
-@pytest.mark.parametrize(("fun", "args", "expected"), COUNTS, ids=_IDS)
+@pytest.mark.parametrize(
+    ("fun", "args", "expected"), COUNTS, ids=lambda x: getattr(x, "__name__", "")
+)
 def test_each_equation_is_seen_as_often_as_it_runs(
     fun: Any, args: Any, expected: Any
 ) -> None:
@@ -285,12 +270,10 @@ def test_a_long_program_is_run_in_parts():
 
 
 def test_times_and_loops_are_those_of_the_scans_around():
-    found = sites_of(scan_in_a_scan, jnp.ones((3, 2)))
-    assert [(s.primitive, s.times, s.loops) for s in found] == [
-        ("cos", 3, 1),
-        ("mul", 6, 2),
-    ]
-    (lt, mul) = sites_of(while_below, jnp.float32(2.0))
+    cos, mul = sites_of(scan_in_a_scan, jnp.ones((3, 2)))
+    assert (cos.primitive, cos.times, cos.loops) == ("cos", 3, 1)
+    assert (mul.primitive, mul.times, mul.loops) == ("mul", 6, 2)
+    lt, mul = sites_of(while_below, jnp.float32(2.0))
     assert (lt.times, mul.times, mul.loops) == (None, None, 1)
 
 
@@ -307,11 +290,14 @@ def test_what_is_carried_goes_through_calls_loops_and_branches():
 
 
 def test_keys_and_integers_pass(getkey):
-    key = getkey()
-    expected = with_keys_and_integers(key, jnp.int32(7))
+    def fun(key, n):
+        key, fresh = jax.random.split(key)
+        return key, jax.random.key_data(fresh), n // 2, n > 3
+
+    key, n = getkey(), jnp.int32(7)
     for look in (walk, run):
-        result, *_ = look(with_keys_and_integers, key, jnp.int32(7))
-        assert bitwise.raw_bits(result) == bitwise.raw_bits(expected)
+        result, *_ = look(fun, key, n)
+        assert bitwise.raw_bits(result) == bitwise.raw_bits(fun(key, n))
 
 
 @pytest.mark.parametrize("length", [0, 3])
@@ -347,8 +333,7 @@ def test_effects_happen_once_and_in_order():
 
 
 def test_a_shard_map_is_one_site():
-    devices, auto = jax.devices()[:2], (AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("x",), auto, devices=devices)
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
     mapped = jax.shard_map(
         lambda x: lax.psum(jnp.sin(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
     )
@@ -370,20 +355,12 @@ def test_a_site_has_its_layer_line_and_direction():
             return jnp.sum(x * x)
 
     line = fun.__code__.co_firstlineno + 3
-    found = sites_of(jax.grad(fun), jnp.ones(2))
-    (sin,) = [s for s in found if s.primitive == "sin"]
-    assert (sin.layer, sin.direction, sin.dtype) == (
-        "outer/inner",
-        "forward",
-        "float32",
-    )
-    assert sin.line == f"{__file__}:{line}"
-    last = found[-1]
-    assert (last.primitive, last.layer, last.direction) == (
-        "mul",
-        "outer/inner",
-        "backward",
-    )
+    (sin,) = sites_named("sin", jax.grad(fun), jnp.ones(2))
+    assert (sin.layer, sin.direction) == ("outer/inner", "forward")
+    assert (sin.line, sin.dtype) == (f"{__file__}:{line}", "float32")
+    last = sites_of(jax.grad(fun), jnp.ones(2))[-1]
+    assert (last.primitive, last.direction) == ("mul", "backward")
+    assert last.layer == "outer/inner"
 
 
 def test_the_layer_of_what_is_computed_again_is_where_it_was_computed():
@@ -405,7 +382,7 @@ def test_a_library_function_that_is_traced_once_has_the_line_of_each_call():
         return jnp.linalg.norm(x + 1.0)
 
     first = fun.__code__.co_firstlineno + 1
-    lines = {s.line for s in sites_of(fun, jnp.ones(2)) if s.primitive == "sqrt"}
+    lines = {site.line for site in sites_named("sqrt", fun, jnp.ones(2))}
     assert lines == {f"{__file__}:{first}", f"{__file__}:{first + 1}"}
 
 
@@ -416,15 +393,11 @@ def test_a_jitted_function_of_the_user_has_its_own_lines():
 
     plain: Any = norm
     line = plain.__wrapped__.__code__.co_firstlineno + 2
-    (sqrt,) = [s for s in sites_of(norm, jnp.ones(2)) if s.primitive == "sqrt"]
+    (sqrt,) = sites_named("sqrt", norm, jnp.ones(2))
     assert sqrt.line == f"{__file__}:{line}"
 
 
 def test_marks_of_autocast_are_no_layers():
-    fun = jmp_lite.full_precision(lambda w, x: jnp.tanh(x @ w))
-    found = sites_of(
-        jmp_lite.autocast(lambda w, x: fun(w, x) @ w, "mixed_bfloat16"),
-        jnp.eye(2),
-        jnp.eye(2),
-    )
-    assert {site.layer for site in found} == {""}
+    kept = jmp_lite.full_precision(lambda w, x: jnp.tanh(x @ w))
+    fun = jmp_lite.autocast(lambda w, x: kept(w, x) @ w, "mixed_bfloat16")
+    assert {site.layer for site in sites_of(fun, jnp.eye(2), jnp.eye(2))} == {""}

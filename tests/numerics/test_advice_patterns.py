@@ -46,16 +46,14 @@ class Numbered(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return 1e-6 * nn.Dense(8, kernel_init=LARGE)(
-            jnp.tanh(nn.Dense(8)(x))
-        )  # Dense_0
+        large = nn.Dense(8, kernel_init=LARGE)  # made first: Dense_0
+        return 1e-6 * large(jnp.tanh(nn.Dense(8)(x)))
 
 
 class WithSetup(nn.Module):
     """Layers by `setup`, and a method of one that is not `__call__`."""
 
     def setup(self):
-        """Make the layers."""
         self.layers = [nn.Dense(8), nn.Dense(8)]
         self.table = nn.Embed(8, 8, embedding_init=LARGE)
 
@@ -93,13 +91,9 @@ def test_patterns_of_a_linen_model_fit_both(net: Any, patterns: list[str]) -> No
     advice = advise(loss, "mixed_float16")(params, X)
     assert isinstance(advice.policy, jmp.PolicyMap) and advice.left == ()
     assert sorted(p for p, _ in advice.policy.rules) == patterns
-    wanted = loss(params, X)
-    got = {
-        "with_policy": loss(params, X, jmp_lite.linen.with_policy(net, advice.policy)),
-        "autocast": jmp.autocast(loss, advice.policy)(params, X),
-    }
-    for value in got.values():
-        np.testing.assert_allclose(value, wanted, rtol=0.02)
+    by_module = loss(params, X, jmp_lite.linen.with_policy(net, advice.policy))
+    by_autocast = jmp.autocast(loss, advice.policy)(params, X)
+    np.testing.assert_allclose([by_module, by_autocast], loss(params, X), rtol=0.02)
     assert not np.isfinite(jmp.autocast(loss, "mixed_float16")(params, X))
 
 
@@ -142,9 +136,9 @@ def test_patterns_of_scopes_that_are_paths_of_nnx_fit_both() -> None:
     patterns = sorted(p for p, _ in advice.policy.rules)
     assert patterns == ["first/down", "second/down"]
     model = jmp_lite.nnx.with_policy(Blocks(), advice.policy)
-    for got in (jnp.mean(jnp.square(model(X))), jmp.autocast(loss, advice.policy)):
-        value = got(state, X) if callable(got) else got
-        np.testing.assert_allclose(value, loss(state, X), rtol=0.02)
+    by_module = jnp.mean(jnp.square(model(X)))
+    by_autocast = jmp.autocast(loss, advice.policy)(state, X)
+    np.testing.assert_allclose([by_module, by_autocast], loss(state, X), rtol=0.02)
     report = dry_run(loss, advice.policy)(state, X)
     assert {r.layer for r in report.rows if r.is_half} == {"first/up", "second/up"}
 

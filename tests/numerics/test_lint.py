@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from lint_corpus import BF16, F16, F32, HAZARDS, Case, full, half
+from lint_corpus import F16, F32, HAZARDS, KEY, Case, bf16, f16, f32
 from lint_harmless import HARMLESS
 from rich.console import Console
 
@@ -23,29 +23,33 @@ def rules(report: LintReport) -> list[str]:
     return [finding.rule for finding in report.findings]
 
 
+def line_of(fun: Any, offset: int) -> str:
+    """Return `file:line` of the line so many below a function's first."""
+    return f"{__file__}:{inspect.getsourcelines(fun)[1] + offset}"
+
+
 # The corpus.
 
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("case", HAZARDS + HARMLESS, ids=lambda case: case.name)
 def test_what_is_planted_is_found_on_its_line_and_nothing_else(case: Case) -> None:
-    fun, *args = case.make()
-    report = lint(fun, case.policy, target=case.target)(*args)
+    fun = case.under(case.program)
+    report = lint(fun, case.policy, target=case.target)(*case.args)
     found = {(finding.rule, finding.line) for finding in report.findings}
     assert found == case.expected, str(report)
 
 
 def test_the_corpus_plants_each_rule() -> None:
-    assert {case.rule for case in HAZARDS} == {rule.name for rule in _rules()}
+    module: Any = inspect.getmodule(lint)
+    assert {case.rule for case in HAZARDS} == {rule.name for rule in module.RULES}
     assert all(case.expected for case in HAZARDS)
     assert len(HAZARDS) >= 25
 
 
-def _rules() -> Any:
-    return inspect.getmodule(lint).RULES  # pyright: ignore[reportOptionalMemberAccess]
-
-
 # What a finding says.
+
+MATRICES = f32(8, 8), f32(8, 8)
 
 
 def attend(x: jax.Array) -> jax.Array:
@@ -60,20 +64,18 @@ def test_a_finding_says_what_where_and_what_to_do() -> None:
                 x = attend(x)
         return x
 
-    report = lint(fun, "mixed_float16")(half(8, 8))
-    line = inspect.getsourcelines(attend)[1] + 2
-    (finding,) = report.findings
+    (finding,) = lint(fun, "mixed_float16")(f16(8, 8)).findings
     assert finding.rule == "softmax-in-half"
     assert finding.severity == "warning"
     assert finding.layer == "*/attention"
-    assert finding.line == f"{__file__}:{line}"
+    assert finding.line == line_of(attend, 2)
     assert finding.primitive == "exp"
     assert finding.times == 2
     assert finding.what == "the exponentials of a softmax are float16"
     assert finding.why.startswith("Small probabilities are lost")
     assert "x.astype(jnp.float32)" in finding.fix
     assert str(finding).startswith(
-        f"{__file__}:{line}: warning: softmax-in-half: exp: the exponentials of a "
+        f"{finding.line}: warning: softmax-in-half: exp: the exponentials of a "
         "softmax are float16 (*/attention) ×2. Small"
     )
 
@@ -89,7 +91,7 @@ def test_the_derivative_of_a_checkpoint_is_in_the_layer_it_is_of() -> None:
 
             return jnp.sum(block(x).astype(F32))
 
-    findings = lint(jax.grad(fun), "mixed_float16")(half(8, 8)).findings
+    findings = lint(jax.grad(fun), "mixed_float16")(f16(8, 8)).findings
     assert {(finding.rule, finding.layer) for finding in findings} == {
         ("softmax-in-half", "model/layer")
     }
@@ -100,9 +102,8 @@ def test_each_call_of_a_jitted_function_of_jax_has_its_own_line() -> None:
         x = jnp.where(x > 0, x, -1e9)
         return jnp.where(x > 1, x, -1e9)
 
-    first = inspect.getsourcelines(fun)[1] + 1
-    findings = lint(fun, "mixed_float16")(half(4)).findings
-    assert [f.line for f in findings] == [f"{__file__}:{first + i}" for i in (0, 1)]
+    findings = lint(fun, "mixed_float16")(f16(4)).findings
+    assert [finding.line for finding in findings] == [line_of(fun, 1), line_of(fun, 2)]
 
 
 def test_the_worst_comes_first() -> None:
@@ -110,7 +111,7 @@ def test_the_worst_comes_first() -> None:
         y = jax.nn.softmax(x @ w.astype(x.dtype))
         return (x.astype(F32) @ w) + (y / 1e-9).astype(F32)
 
-    report = lint(fun, "mixed_float16")(half(8, 8), full(8, 8))
+    report = lint(fun, "mixed_float16")(f16(8, 8), f32(8, 8))
     assert [f.severity for f in report.findings] == ["error", "warning", "speed"]
 
 
@@ -118,11 +119,8 @@ def test_a_cast_that_autocast_inserts_has_the_line_of_its_use() -> None:
     def fun(w, x):
         return jnp.sum((x.astype(F16).astype(F32) @ w) ** 2)
 
-    report = lint(autocast(fun, "mixed_float16"), "mixed_float16")(
-        full(8, 8), full(8, 8)
-    )
-    line = inspect.getsourcelines(fun)[1] + 1
-    assert {f.line for f in report.findings} == {f"{__file__}:{line}"}
+    report = lint(autocast(fun, "mixed_float16"), "mixed_float16")(*MATRICES)
+    assert {finding.line for finding in report.findings} == {line_of(fun, 1)}
 
 
 def test_the_share_of_float32_flops_is_by_line_and_in_total() -> None:
@@ -131,7 +129,7 @@ def test_the_share_of_float32_flops_is_by_line_and_in_total() -> None:
         z = jax.lax.scan(lambda y, _: (y @ w, None), y, length=2)[0]
         return z.astype(F16) @ w.astype(F16)
 
-    report = lint(fun, "mixed_float16")(full(8, 8), full(8, 8))
+    report = lint(fun, "mixed_float16")(*MATRICES)
     assert report.f32_flops_share == 0.75
     assert [finding.what for finding in report.findings] == [
         "float32; 25.0% of all matrix-product FLOPs on this line",
@@ -142,28 +140,26 @@ def test_the_share_of_float32_flops_is_by_line_and_in_total() -> None:
 # The report.
 
 
-def report_of_two() -> LintReport:
+@pytest.fixture(scope="module")
+def report_of_three() -> LintReport:
     def fun(x):
         return attend(x) / 1e-9
 
-    return lint(fun, "mixed_float16")(half(12, 8))
+    return lint(fun, "mixed_float16")(f16(12, 8))
 
 
-def test_a_report_is_as_long_and_as_true_as_its_findings() -> None:
-    report = report_of_two()
-    assert len(report) == 3
-    assert report
-    sound = lint(jnp.tanh, "mixed_float16")(half(4))
-    assert len(sound) == 0
+def test_a_report_is_as_long_and_as_true_as_its_findings(report_of_three) -> None:
+    assert report_of_three
+    assert len(report_of_three) == len(str(report_of_three).splitlines()) == 3
+    sound = lint(jnp.tanh, "mixed_float16")(f16(4))
     assert not sound
-    assert str(sound) == "no findings"
-    assert len(str(report).splitlines()) == 3
+    assert len(sound) == 0 and str(sound) == "no findings"
 
 
-def test_a_report_survives_json() -> None:
-    report = report_of_two()
-    assert LintReport.from_json(report.to_json()) == report
-    assert json.loads(report.to_json())["findings"][0]["severity"] == "error"
+def test_a_report_survives_json(report_of_three) -> None:
+    text = report_of_three.to_json()
+    assert LintReport.from_json(text) == report_of_three
+    assert json.loads(text)["findings"][0]["severity"] == "error"
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"findings": [{"rule": 1}]}', "null"])
@@ -172,9 +168,9 @@ def test_json_of_something_else_is_refused(text: str) -> None:
         LintReport.from_json(text)
 
 
-def test_a_table_has_a_row_per_finding() -> None:
+def test_a_table_has_a_row_per_finding(report_of_three) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    table = report_of_two().table()
+    table = report_of_three.table()
     console.print(table)
     text = console.export_text()
     assert table.row_count == 3
@@ -193,13 +189,12 @@ def test_what_the_policy_keeps_in_float32_is_not_left_there() -> None:
         with jax.named_scope("head"):
             return x @ w
 
-    args = full(8, 8), full(8, 8)
     policy = PolicyMap("mixed_bfloat16", {"head": "full"})
-    report = lint(fun, policy)(*args)
+    report = lint(fun, policy)(*MATRICES)
     assert [finding.layer for finding in report.findings] == ["body"]
     assert report.f32_flops_share == 0.5
-    assert not lint(autocast(fun, policy), policy)(*args)
-    assert not lint(full_precision(fun), "mixed_bfloat16")(*args)
+    assert not lint(autocast(fun, policy), policy)(*MATRICES)
+    assert not lint(full_precision(fun), "mixed_bfloat16")(*MATRICES)
 
 
 @pytest.mark.standard_promotion
@@ -210,9 +205,8 @@ def test_patterns_may_be_paths_of_linen_modules() -> None:
             return nn.Dense(8, name="head")(nn.Dense(8, name="body")(x))
 
     policy = PolicyMap("mixed_bfloat16", {"head": "full"})
-    model, x = jmp_lite.linen.with_policy(Model(), policy), full(8, 8)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    variables = jax.eval_shape(Model().init, key, x)
+    model, x = jmp_lite.linen.with_policy(Model(), policy), f32(8, 8)
+    variables = jax.eval_shape(Model().init, KEY, x)
     assert not lint(model.apply, policy)(variables, x)
     findings = lint(model.apply, "mixed_bfloat16")(variables, x).findings
     assert [finding.layer for finding in findings] == ["Model/head"]
@@ -221,28 +215,27 @@ def test_patterns_may_be_paths_of_linen_modules() -> None:
 def test_a_pattern_that_matches_no_scope_is_refused() -> None:
     policy = PolicyMap("mixed_bfloat16", {"haed": "full"})
     with pytest.raises(ValueError, match="'haed' matches no path. attend has no"):
-        lint(attend, policy)(half(8, 8, dtype=BF16))
+        lint(attend, policy)(bf16(8, 8))
 
 
 def test_a_value_is_judged_by_its_own_dtype() -> None:
     def fun(x):
         return x / (jnp.abs(x) + 1e-8)
 
-    assert not lint(fun, "mixed_float16")(full(4))
-    assert not lint(fun, "mixed_float16")(half(4, dtype=BF16))
-    assert rules(lint(fun, "mixed_bfloat16")(half(4))) == ["eps-underflows"]
+    assert not lint(fun, "mixed_float16")(f32(4))
+    assert not lint(fun, "mixed_float16")(bf16(4))
+    assert rules(lint(fun, "mixed_bfloat16")(f16(4))) == ["eps-underflows"]
 
 
 def test_the_target_is_that_of_the_device_and_a_gpu_on_a_cpu() -> None:
-    args = half(128, 128), half(128, 24)
+    args = f16(128, 128), f16(128, 24)
     assert not lint(jnp.dot, "mixed_float16")(*args)
     report = lint(jnp.dot, "mixed_float16", target="tpu")(*args)
     assert [f.what for f in report.findings] == ["no multiple of 128: 24"]
 
 
 def test_nothing_is_computed() -> None:
-    size = 2**40
-    report = lint(jax.nn.softmax, "mixed_float16")(half(size, size))
+    report = lint(jax.nn.softmax, "mixed_float16")(f16(2**40, 2**40))
     assert rules(report) == ["softmax-in-half"]
 
 
@@ -251,7 +244,7 @@ def test_arrays_shapes_and_other_arguments_are_all_arguments() -> None:
         return function(x["a"]) * scale + x["b"]
 
     x = {"a": jnp.ones((2, 4), F16), "b": 2.0}
-    shapes = {"a": half(2, 4), "b": 2.0}
+    shapes = {"a": f16(2, 4), "b": 2.0}
     (of_arrays, of_shapes) = (
         lint(fun, "mixed_float16")(tree, scale=1e-6, function=jax.nn.softmax)
         for tree in (x, shapes)

@@ -1,10 +1,11 @@
 """Programs with a planted hazard each.
 
-A factory returns a function and its arguments, shapes all of them. The line that is at
-fault ends in `# hazard`.
+A decorator gives the rule that a program breaks and the shapes of its arguments. The
+line that is at fault ends in `# hazard`.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,54 +20,17 @@ from jax import lax
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A program of the corpus.
-
-    Attributes:
-      name: what it is.
-      make: returns the function and its arguments.
-      rule: the rule that it breaks, None if it breaks none.
-      policy: what it is judged by.
-      target: whose dimensions count.
-    """
-
-    name: str
-    make: Callable[[], tuple[Any, ...]]
-    rule: str | None
-    policy: str
-    target: Literal["gpu", "tpu"]
-
-    @property
-    def expected(self) -> set[tuple[str | None, str]]:
-        """The rule, and `file:line` of each line at fault."""
-        lines, first = inspect.getsourcelines(self.make)
-        return {
-            (self.rule, f"{inspect.getfile(self.make)}:{first + i}")
-            for i, line in enumerate(lines)
-            if line.rstrip().endswith("# hazard")
-        }
+def f16(*shape: int) -> Any:
+    """Return the shape of a float16 array."""
+    return jax.ShapeDtypeStruct(shape, F16)
 
 
-HAZARDS: list[Case] = []
+def bf16(*shape: int) -> Any:
+    """Return the shape of a bfloat16 array."""
+    return jax.ShapeDtypeStruct(shape, BF16)
 
 
-def planted(rule: str, policy: str = "mixed_float16", target: Any = "gpu"):
-    """Add a factory to the corpus."""
-
-    def add(make):
-        HAZARDS.append(Case(make.__name__, make, rule, policy, target))
-        return make
-
-    return add
-
-
-def half(*shape: int, dtype: Any = F16) -> Any:
-    """Return the shape of an array in half."""
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def full(*shape: int) -> Any:
+def f32(*shape: int) -> Any:
     """Return the shape of a float32 array."""
     return jax.ShapeDtypeStruct(shape, F32)
 
@@ -81,568 +45,467 @@ def bools(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.bool_)
 
 
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program of the corpus.
+
+    Attributes:
+      program: a function.
+      args: the shapes of its arguments.
+      policy: what it is judged by.
+      rule: the rule that it breaks, None if it breaks none.
+      under: makes of the program what is judged, its gradient say.
+      target: whose dimensions count.
+    """
+
+    program: Callable[..., Any]
+    args: tuple[Any, ...]
+    policy: str
+    rule: str | None = None
+    under: Callable[[Any], Any] = lambda program: program
+    target: Literal["gpu", "tpu"] = "gpu"
+
+    @property
+    def name(self) -> str:
+        """That of the program."""
+        return self.program.__name__
+
+    @property
+    def expected(self) -> set[tuple[str | None, str]]:
+        """The rule, and `file:line` of each line at fault."""
+        lines, first = inspect.getsourcelines(self.program)
+        file = inspect.getfile(inspect.unwrap(self.program))
+        return {
+            (self.rule, f"{file}:{first + i}")
+            for i, line in enumerate(lines)
+            if line.rstrip().endswith("# hazard")
+        }
+
+
+HAZARDS: list[Case] = []
+
+
+def planted(policy: str, rule: str, *args: Any, **options: Any) -> Any:
+    """Add a program to the corpus."""
+
+    def add(program):
+        HAZARDS.append(Case(program, args, policy, rule, **options))
+        return program
+
+    return add
+
+
+in_float16 = functools.partial(planted, "mixed_float16")
+in_bfloat16 = functools.partial(planted, "mixed_bfloat16")
+
+
 # Constants outside of the range.
 
 
-@planted("constant-out-of-range")
-def mask_in_where():
-    def fun(x, mask):
-        return jnp.where(mask, x, -1e9)  # hazard
-
-    return fun, half(4, 8), bools(4, 8)
+@in_float16("constant-out-of-range", f16(4, 8), bools(4, 8))
+def mask_in_where(x, mask):
+    return jnp.where(mask, x, -1e9)  # hazard
 
 
-@planted("constant-out-of-range")
-def mask_cast_later():
-    def fun(x, mask):
-        bias = jnp.where(mask, 0.0, -1e10)
-        bias = bias[None].astype(x.dtype)  # hazard
-        return x + bias
-
-    return fun, half(2, 4, 8), bools(4, 8)
+@in_float16("constant-out-of-range", f16(2, 4, 8), bools(4, 8))
+def mask_cast_later(x, mask):
+    bias = jnp.where(mask, 0.0, -1e10)
+    bias = bias[None].astype(x.dtype)  # hazard
+    return x + bias
 
 
-@planted("constant-out-of-range", "mixed_bfloat16")
-def lowest_float32_in_bfloat16():
-    def fun(x, mask):
-        return jnp.where(mask, x, float(jnp.finfo(F32).min))  # hazard
-
-    return fun, half(4, 8, dtype=BF16), bools(4, 8)
+@in_bfloat16("constant-out-of-range", bf16(4, 8), bools(4, 8))
+def lowest_float32_in_bfloat16(x, mask):
+    return jnp.where(mask, x, float(jnp.finfo(F32).min))  # hazard
 
 
-@planted("constant-out-of-range")
-def mask_by_arithmetic():
-    def fun(x, mask):
-        return x + (1.0 - mask.astype(x.dtype)) * -1e9  # hazard
-
-    return fun, half(4, 8), bools(4, 8)
+@in_float16("constant-out-of-range", f16(4, 8), bools(4, 8))
+def mask_by_arithmetic(x, mask):
+    return x + (1.0 - mask.astype(x.dtype)) * -1e9  # hazard
 
 
-@planted("constant-out-of-range")
-def mask_by_arithmetic_in_float32():
-    def fun(x, mask):
-        bias = (1.0 - mask.astype(F32)) * -1e9
-        return x + bias.astype(x.dtype)  # hazard
-
-    return fun, half(4, 8), bools(4, 8)
+@in_float16("constant-out-of-range", f16(4, 8), bools(4, 8))
+def mask_by_arithmetic_in_float32(x, mask):
+    bias = (1.0 - mask.astype(F32)) * -1e9
+    return x + bias.astype(x.dtype)  # hazard
 
 
-@planted("constant-out-of-range")
-def mask_as_a_constant_array():
+@in_float16("constant-out-of-range", f16(8, 8))
+def mask_as_a_constant_array(x):
     mask = np.where(np.tril(np.ones((8, 8))), 0.0, -1e9).astype(np.float32)
-
-    def fun(x):
-        return x + jnp.asarray(mask).astype(x.dtype)  # hazard
-
-    return fun, half(8, 8)
+    return x + jnp.asarray(mask).astype(x.dtype)  # hazard
 
 
-@planted("constant-out-of-range")
-def lowest_number_added():
-    def fun(x, mask):
-        bias = jnp.where(mask, 0.0, jnp.finfo(x.dtype).min)
-        return x + bias.astype(x.dtype)  # hazard
-
-    return fun, half(4, 8), bools(4, 8)
+@in_float16("constant-out-of-range", f16(4, 8), bools(4, 8))
+def lowest_number_added(x, mask):
+    bias = jnp.where(mask, 0.0, jnp.finfo(x.dtype).min)
+    return x + bias.astype(x.dtype)  # hazard
 
 
-@planted("constant-out-of-range", "mixed_bfloat16")
-def two_masks_added():
-    def fun(a, b):
-        first, second = (jnp.where(mask, 0, jnp.finfo(BF16).min) for mask in (a, b))
-        return first + second  # hazard
-
-    return fun, bools(4, 8), bools(4, 8)
+@in_bfloat16("constant-out-of-range", bools(4, 8), bools(4, 8))
+def two_masks_added(a, b):
+    first, second = (jnp.where(mask, 0, jnp.finfo(BF16).min) for mask in (a, b))
+    return first + second  # hazard
 
 
-@planted("constant-out-of-range")
-def factor_beyond_the_range():
-    def fun(x):
-        return x * 1e6  # hazard
-
-    return fun, half(4, 8)
+@in_float16("constant-out-of-range", f16(4, 8))
+def factor_beyond_the_range(x):
+    return x * 1e6  # hazard
 
 
-@planted("constant-out-of-range")
-def mask_in_a_branch_of_a_scan():
-    def fun(x, mask):
-        def step(carry, row):
-            masked = lax.cond(
-                carry > 0,
-                lambda: jnp.where(mask, row, -1e9),  # hazard
-                lambda: row,
-            )
-            return carry + 1, masked
+@in_float16("constant-out-of-range", f16(3, 8), bools(8))
+def mask_in_a_branch_of_a_scan(x, mask):
+    def step(carry, row):
+        masked = lax.cond(
+            carry > 0,
+            lambda: jnp.where(mask, row, -1e9),  # hazard
+            lambda: row,
+        )
+        return carry + 1, masked
 
-        return lax.scan(step, 0, x)[1]
-
-    return fun, half(3, 8), bools(8)
+    return lax.scan(step, 0, x)[1]
 
 
 # Small constants.
 
 
-@planted("eps-underflows")
-def eps_added_to_a_divisor():
-    def fun(x, y):
-        return x / (jnp.abs(y) + 1e-8)  # hazard
-
-    return fun, half(4, 8), half(4, 8)
+@in_float16("eps-underflows", f16(4, 8), f16(4, 8))
+def eps_added_to_a_divisor(x, y):
+    return x / (jnp.abs(y) + 1e-8)  # hazard
 
 
-@planted("eps-underflows")
-def eps_as_a_minimum():
-    def fun(x, norm):
-        norm = jnp.maximum(norm, 1e-12)  # hazard
-        return x / norm[:, None]
-
-    return fun, half(4, 8), half(4)
+@in_float16("eps-underflows", f16(4, 8), f16(4))
+def eps_as_a_minimum(x, norm):
+    norm = jnp.maximum(norm, 1e-12)  # hazard
+    return x / norm[:, None]
 
 
-@planted("eps-underflows")
-def eps_under_a_root():
-    def fun(x, y):
-        variance = y + 1e-8  # hazard
-        return x / jnp.sqrt(variance)
-
-    return fun, half(4, 8), half(4, 8)
+@in_float16("eps-underflows", f16(4, 8), f16(4, 8))
+def eps_under_a_root(x, y):
+    variance = y + 1e-8  # hazard
+    return x / jnp.sqrt(variance)
 
 
-@planted("eps-underflows")
-def eps_under_a_root_of_which_the_gradient_is_taken():
-    def fun(x):
-        return jnp.sum(jnp.sqrt(jnp.abs(x) + 1e-9).astype(F32))  # hazard
-
-    return jax.grad(fun), half(4, 8)
+@in_float16("eps-underflows", f16(4, 8), under=jax.grad)
+def eps_under_a_root_of_which_the_gradient_is_taken(x):
+    return jnp.sum(jnp.sqrt(jnp.abs(x) + 1e-9).astype(F32))  # hazard
 
 
-@planted("eps-underflows")
-def subnormal_eps():
-    def fun(x, variance):
-        return x * lax.rsqrt(variance + 1e-6)  # hazard
-
-    return fun, half(4, 8), half(4, 8)
+@in_float16("eps-underflows", f16(4, 8), f16(4, 8))
+def subnormal_eps(x, variance):
+    return x * lax.rsqrt(variance + 1e-6)  # hazard
 
 
-@planted("eps-underflows")
-def eps_of_clip():
-    def fun(p):
-        return 1.0 / jnp.clip(p, 1e-9)  # hazard
-
-    return fun, half(4, 8)
+@in_float16("eps-underflows", f16(4, 8))
+def eps_of_clip(p):
+    return 1.0 / jnp.clip(p, 1e-9)  # hazard
 
 
-@planted("eps-underflows")
-def divisor_of_zero():
-    def fun(x):
-        return x / 1e-9  # hazard
-
-    return fun, half(4, 8)
+@in_float16("eps-underflows", f16(4, 8))
+def divisor_of_zero(x):
+    return x / 1e-9  # hazard
 
 
-@planted("eps-underflows")
-def adam_in_half():
-    def fun(grads):
-        optimizer = optax.adam(1e-3)
-        updates, _ = optimizer.update(grads, optimizer.init(grads))  # hazard
-        return updates
-
-    return fun, half(4, 8)
+@in_float16("eps-underflows", f16(4, 8))
+def adam_in_half(grads):
+    optimizer = optax.adam(1e-3)
+    updates, _ = optimizer.update(grads, optimizer.init(grads))  # hazard
+    return updates
 
 
-@planted("constant-becomes-one")
-def clipped_probability():
-    def fun(p):
-        return jnp.log1p(-jnp.clip(p, 1e-3, 1 - 1e-7).astype(F32))  # hazard
-
-    return fun, half(4)
+@in_float16("constant-becomes-one", f16(4))
+def clipped_probability(p):
+    return jnp.log1p(-jnp.clip(p, 1e-3, 1 - 1e-7).astype(F32))  # hazard
 
 
-@planted("constant-becomes-one", "mixed_bfloat16")
-def value_near_one_in_where():
-    def fun(p):
-        return jnp.where(p > 0.5, 0.999, p)  # hazard
-
-    return fun, half(4, dtype=BF16)
+@in_bfloat16("constant-becomes-one", bf16(4))
+def value_near_one_in_where(p):
+    return jnp.where(p > 0.5, 0.999, p)  # hazard
 
 
-@planted("constant-becomes-one")
-def minimum_below_one():
-    def fun(p):
-        p = jnp.minimum(p, 1 - 1e-7)  # hazard
-        return jnp.log((1.0 - p).astype(F32))
-
-    return fun, half(4)
+@in_float16("constant-becomes-one", f16(4))
+def minimum_below_one(p):
+    p = jnp.minimum(p, 1 - 1e-7)  # hazard
+    return jnp.log((1.0 - p).astype(F32))
 
 
-@planted("constant-becomes-one", "mixed_bfloat16")
-def odds_of_a_minimum_in_a_scan():
-    def fun(ps):
-        def step(total, p):
-            p = lax.min(p, jnp.asarray(0.999, BF16))  # hazard
-            return total + p / (1 - p), None
+@in_bfloat16("constant-becomes-one", bf16(4))
+def odds_of_a_minimum_in_a_scan(ps):
+    def step(total, p):
+        p = lax.min(p, jnp.asarray(0.999, BF16))  # hazard
+        return total + p / (1 - p), None
 
-        return lax.scan(step, jnp.zeros([], BF16), ps)[0]
-
-    return fun, half(4, dtype=BF16)
+    return lax.scan(step, jnp.zeros([], BF16), ps)[0]
 
 
-@planted("constant-becomes-one")
-def odds_in_a_gradient():
-    def fun(p):
-        p = jnp.minimum(p, 1 - 1e-7)  # hazard
-        return jnp.sum((1.0 / (1.0 - p)).astype(F32))
-
-    return jax.vmap(jax.value_and_grad(fun)), half(2, 4)
-
-
-@planted("constant-becomes-one", "mixed_bfloat16")
-def moving_average():
-    def fun(average, x):
-        return 0.999 * average + (1 - 0.999) * x  # hazard
-
-    return fun, half(4, dtype=BF16), half(4, dtype=BF16)
+@in_float16(
+    "constant-becomes-one",
+    f16(2, 4),
+    under=lambda program: jax.vmap(jax.value_and_grad(program)),
+)
+def odds_in_a_gradient(p):
+    p = jnp.minimum(p, 1 - 1e-7)  # hazard
+    return jnp.sum((1.0 / (1.0 - p)).astype(F32))
 
 
-@planted("constant-becomes-one", "mixed_bfloat16")
-def adam_in_bfloat16():
-    def fun(grads):
-        optimizer = optax.adam(1e-3)
-        updates, _ = optimizer.update(grads, optimizer.init(grads))  # hazard
-        return updates
-
-    return fun, half(4, 8, dtype=BF16)
+@in_bfloat16("constant-becomes-one", bf16(4), bf16(4))
+def moving_average(average, x):
+    return 0.999 * average + (1 - 0.999) * x  # hazard
 
 
-@planted("constant-becomes-one", "mixed_bfloat16")
-def power_of_a_decay():
-    def fun(count):
-        return 1.0 - 0.999 ** count.astype(BF16)  # hazard
+@in_bfloat16("constant-becomes-one", bf16(4, 8))
+def adam_in_bfloat16(grads):
+    optimizer = optax.adam(1e-3)
+    updates, _ = optimizer.update(grads, optimizer.init(grads))  # hazard
+    return updates
 
-    return fun, ints(4)
+
+@in_bfloat16("constant-becomes-one", ints(4))
+def power_of_a_decay(count):
+    return 1.0 - 0.999 ** count.astype(BF16)  # hazard
 
 
 # Softmax, squares, logarithms, losses, sums.
 
 
-@planted("softmax-in-half")
-def softmax():
-    def fun(x):
-        return jax.nn.softmax(x)  # hazard
-
-    return fun, half(4, 8)
+@in_float16("softmax-in-half", f16(4, 8))
+def softmax(x):
+    return jax.nn.softmax(x)  # hazard
 
 
-@planted("softmax-in-half", "mixed_bfloat16")
-def softmax_by_hand_with_a_mask():
-    def fun(x, mask):
-        weights = jnp.exp(x - jnp.max(x, -1, keepdims=True))  # hazard
-        weights = weights * mask.astype(x.dtype)
-        return weights / jnp.sum(weights, -1, keepdims=True)
-
-    return fun, half(4, 8, dtype=BF16), bools(4, 8)
+@in_bfloat16("softmax-in-half", bf16(4, 8), bools(4, 8))
+def softmax_by_hand_with_a_mask(x, mask):
+    weights = jnp.exp(x - jnp.max(x, -1, keepdims=True))  # hazard
+    weights = weights * mask.astype(x.dtype)
+    return weights / jnp.sum(weights, -1, keepdims=True)
 
 
-@planted("softmax-in-half")
-def softmax_of_flax_attention():
-    model = nn.MultiHeadDotProductAttention(2, dtype=F16)
-
-    def fun(variables, x):
-        return model.apply(variables, x)  # hazard
-
-    x = half(2, 8, 16)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return fun, jax.eval_shape(model.init, key, x), x
+ATTENTION = nn.MultiHeadDotProductAttention(2, dtype=F16)
+VARIABLES = jax.eval_shape(ATTENTION.init, KEY, f16(2, 8, 16))
 
 
-@planted("softmax-in-half")
-def logsumexp_in_a_gradient():
-    def fun(x):
-        return jnp.sum(jax.nn.logsumexp(x, -1).astype(F32))  # hazard
-
-    return jax.grad(fun), half(4, 8)
+@in_float16("softmax-in-half", VARIABLES, f16(2, 8, 16))
+def softmax_of_flax_attention(variables, x):
+    return ATTENTION.apply(variables, x)  # hazard
 
 
-@planted("softmax-in-half", "mixed_bfloat16")
-def cross_entropy_of_half_logits():
-    def fun(logits, labels):
-        entropy = optax.softmax_cross_entropy_with_integer_labels
-        return jnp.mean(entropy(logits, labels).astype(F32))  # hazard
-
-    return fun, half(4, 8, dtype=BF16), ints(4)
+@in_float16("softmax-in-half", f16(4, 8), under=jax.grad)
+def logsumexp_in_a_gradient(x):
+    return jnp.sum(jax.nn.logsumexp(x, -1).astype(F32))  # hazard
 
 
-@planted("softmax-in-half")
-def softmax_in_rematerialised_blocks():
+@in_bfloat16("softmax-in-half", bf16(4, 8), ints(4))
+def cross_entropy_of_half_logits(logits, labels):
+    entropy = optax.softmax_cross_entropy_with_integer_labels
+    return jnp.mean(entropy(logits, labels).astype(F32))  # hazard
+
+
+@in_float16("softmax-in-half", f16(8, 8), f16(8, 8), under=jax.value_and_grad)
+def softmax_in_rematerialised_blocks(w, x):
     @jax.checkpoint
     def block(w, x):
         return jax.nn.softmax(x @ w)  # hazard
 
-    def fun(w, x):
-        return jnp.sum(block(w, block(w, x)).astype(F32))
-
-    return jax.value_and_grad(fun), half(8, 8), half(8, 8)
+    return jnp.sum(block(w, block(w, x)).astype(F32))
 
 
-@planted("squares-in-half")
-def squares_summed_in_float32():
-    def fun(x):
-        squares = x * x  # hazard
-        return jnp.sum(squares.astype(F32), -1)
-
-    return fun, half(4, 8)
+@in_float16("squares-in-half", f16(4, 8))
+def squares_summed_in_float32(x):
+    squares = x * x  # hazard
+    return jnp.sum(squares.astype(F32), -1)
 
 
-@planted("squares-in-half", "mixed_bfloat16")
-def rms_norm():
-    def fun(x):
-        scale = jnp.mean(x**2, -1, keepdims=True)  # hazard
-        return x * lax.rsqrt(scale + 1e-6)
-
-    return fun, half(4, 8, dtype=BF16)
+@in_bfloat16("squares-in-half", bf16(4, 8))
+def rms_norm(x):
+    scale = jnp.mean(x**2, -1, keepdims=True)  # hazard
+    return x * lax.rsqrt(scale + 1e-6)
 
 
-@planted("squares-in-half")
-def norm():
-    def fun(x):
-        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # hazard
-
-    return fun, half(4, 8)
+@in_float16("squares-in-half", f16(4, 8))
+def norm(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # hazard
 
 
-@planted("squares-in-half")
-def variance_in_a_while_loop():
-    def fun(x):
-        def body(state):
-            i, x = state
-            centred = x - jnp.mean(x, -1, keepdims=True)
-            variance = jnp.mean(jnp.square(centred), -1, keepdims=True)  # hazard
-            return i + 1, centred / (1.0 + variance)
+@in_float16("squares-in-half", f16(4, 8))
+def variance_in_a_while_loop(x):
+    def body(state):
+        i, x = state
+        centred = x - jnp.mean(x, -1, keepdims=True)
+        variance = jnp.mean(jnp.square(centred), -1, keepdims=True)  # hazard
+        return i + 1, centred / (1.0 + variance)
 
-        return lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
-
-    return fun, half(4, 8)
+    return lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
 
 
-@planted("squares-in-half")
-def squares_of_einsum():
-    def fun(x):
-        return x / jnp.einsum("td,td->t", x, x)[:, None]  # hazard
-
-    return fun, half(4, 8)
+@in_float16("squares-in-half", f16(4, 8))
+def squares_of_einsum(x):
+    return x / jnp.einsum("td,td->t", x, x)[:, None]  # hazard
 
 
-@planted("squares-in-half", "mixed_bfloat16")
-def product_of_a_vector_with_itself():
-    def fun(x):
-        return x / jnp.vdot(x, x)  # hazard
-
-    return fun, half(4, 8, dtype=BF16)
+@in_bfloat16("squares-in-half", bf16(4, 8))
+def product_of_a_vector_with_itself(x):
+    return x / jnp.vdot(x, x)  # hazard
 
 
-@planted("squares-in-half")
-def squares_of_einsum_under_vmap_and_remat():
-    @jax.checkpoint
-    def square(x):
-        x = 2.0 * x
-        return jnp.einsum("i,i->", x, x)  # hazard
-
-    return jax.vmap(square), half(4, 8)
+@in_float16("squares-in-half", f16(4, 8), under=jax.vmap)
+@jax.checkpoint
+def squares_of_einsum_under_vmap_and_remat(x):
+    x = 2.0 * x
+    return jnp.einsum("i,i->", x, x)  # hazard
 
 
-@planted("squares-in-half", "mixed_bfloat16")
-def squares_of_einsum_in_a_scan():
-    def fun(xs):
-        def step(total, x):
-            return total + jnp.einsum("...d,...d", x, x), None  # hazard
+@in_bfloat16("squares-in-half", bf16(4, 8, 8))
+def squares_of_einsum_in_a_scan(xs):
+    def step(total, x):
+        return total + jnp.einsum("...d,...d", x, x), None  # hazard
 
-        return lax.scan(step, jnp.zeros(8, BF16), xs)[0]
-
-    return fun, half(4, 8, 8, dtype=BF16)
+    return lax.scan(step, jnp.zeros(8, BF16), xs)[0]
 
 
-@planted("log-in-half")
-def entropy():
-    def fun(p):
-        terms = p * jnp.log(p)  # hazard
-        return -jnp.sum(terms, -1)
-
-    return fun, half(4, 8)
+@in_float16("log-in-half", f16(4, 8))
+def entropy(p):
+    terms = p * jnp.log(p)  # hazard
+    return -jnp.sum(terms, -1)
 
 
-@planted("loss-in-half", "mixed_bfloat16")
-def loss():
-    def fun(x, y):
-        return jnp.mean(jnp.abs(x - y))  # hazard
-
-    return jax.value_and_grad(fun), half(4, 8, dtype=BF16), half(4, 8, dtype=BF16)
+@in_bfloat16("loss-in-half", bf16(4, 8), bf16(4, 8), under=jax.value_and_grad)
+def loss(x, y):
+    return jnp.mean(jnp.abs(x - y))  # hazard
 
 
-@planted("long-sum-in-half", "mixed_bfloat16")
-def cumulative_sum():
-    def fun(x):
-        return jnp.cumsum(x, -1)  # hazard
-
-    return fun, half(2, 300, dtype=BF16)
+@in_bfloat16("long-sum-in-half", bf16(2, 300))
+def cumulative_sum(x):
+    return jnp.cumsum(x, -1)  # hazard
 
 
-@planted("long-sum-in-half")
-def gradient_of_a_half_bias():
-    def fun(w, b, x):
-        y = x @ w + b  # hazard
-        return jnp.sum(y.astype(F32))
-
-    return jax.grad(fun, 1), half(8, 8), half(8), half(2056, 8)
+@in_float16(
+    "long-sum-in-half",
+    f16(8, 8),
+    f16(8),
+    f16(2056, 8),
+    under=functools.partial(jax.grad, argnums=1),
+)
+def gradient_of_a_half_bias(w, b, x):
+    y = x @ w + b  # hazard
+    return jnp.sum(y.astype(F32))
 
 
 # Positions.
 
 
-@planted("positions-in-half")
-def positions():
-    def fun(x):
-        return x + jnp.arange(x.shape[0], dtype=x.dtype)[:, None]  # hazard
-
-    return fun, half(2051, 1)
+@in_float16("positions-in-half", f16(2051, 1))
+def positions(x):
+    return x + jnp.arange(x.shape[0], dtype=x.dtype)[:, None]  # hazard
 
 
-@planted("positions-in-half", "mixed_bfloat16")
-def distances():
-    def fun(x):
-        i = jnp.arange(x.shape[0])
-        distance = jnp.abs(i[:, None] - i[None])
-        return x - 0.5 * distance.astype(x.dtype)  # hazard
-
-    return fun, half(300, 300, dtype=BF16)
+@in_bfloat16("positions-in-half", bf16(300, 300))
+def distances(x):
+    i = jnp.arange(x.shape[0])
+    distance = jnp.abs(i[:, None] - i[None])
+    return x - 0.5 * distance.astype(x.dtype)  # hazard
 
 
-@planted("positions-in-half", "mixed_bfloat16")
-def positions_of_a_mask():
-    def fun(table, mask):
-        index = jnp.cumsum(mask.astype(jnp.int32), -1) - 1
-        return table * index.astype(table.dtype)  # hazard
-
-    return fun, half(2, 300, dtype=BF16), bools(2, 300)
+@in_bfloat16("positions-in-half", bf16(2, 300), bools(2, 300))
+def positions_of_a_mask(table, mask):
+    index = jnp.cumsum(mask.astype(jnp.int32), -1) - 1
+    return table * index.astype(table.dtype)  # hazard
 
 
-@planted("positions-in-half", "mixed_bfloat16")
-def positions_of_an_integer_mask():
-    def fun(table, mask):
-        index = jnp.cumsum(mask, -1) - 1
-        return table * index.astype(table.dtype)  # hazard
-
-    return fun, half(2, 300, dtype=BF16), ints(2, 300)
+@in_bfloat16("positions-in-half", bf16(2, 300), ints(2, 300))
+def positions_of_an_integer_mask(table, mask):
+    index = jnp.cumsum(mask, -1) - 1
+    return table * index.astype(table.dtype)  # hazard
 
 
-@planted("positions-in-half", "mixed_bfloat16")
-def angles_of_counted_positions():
-    def fun(x, mask):
-        position = jnp.cumsum(mask, -1).astype(x.dtype)
-        return jnp.sin(position[..., None] * x)  # hazard
-
-    return fun, half(2, 200, 8, dtype=BF16), ints(2, 200)
+@in_bfloat16("positions-in-half", bf16(2, 200, 8), ints(2, 200))
+def angles_of_counted_positions(x, mask):
+    position = jnp.cumsum(mask, -1).astype(x.dtype)
+    return jnp.sin(position[..., None] * x)  # hazard
 
 
-@planted("positions-in-half")
-def rotary_angles():
-    def fun(x):
-        position = jnp.arange(x.shape[0], dtype=x.dtype)
-        frequency = jnp.asarray(1e4 ** -np.linspace(0, 1, x.shape[1]), x.dtype)
-        return x * jnp.cos(position[:, None] * frequency[None])  # hazard
-
-    return fun, half(512, 8)
+@in_float16("positions-in-half", f16(512, 8))
+def rotary_angles(x):
+    position = jnp.arange(x.shape[0], dtype=x.dtype)
+    frequency = jnp.asarray(1e4 ** -np.linspace(0, 1, x.shape[1]), x.dtype)
+    return x * jnp.cos(position[:, None] * frequency[None])  # hazard
 
 
-@planted("positions-in-half", "mixed_bfloat16")
-def rotary_angles_cast_too_early():
-    def fun(x, position):
-        angle = jnp.einsum("t,f->tf", position.astype(x.dtype), x[0])
-        return jnp.concatenate([jnp.sin(angle), x], -1)  # hazard
-
-    return fun, half(16, 8, dtype=BF16), ints(16)
+@in_bfloat16("positions-in-half", bf16(16, 8), ints(16))
+def rotary_angles_cast_too_early(x, position):
+    angle = jnp.einsum("t,f->tf", position.astype(x.dtype), x[0])
+    return jnp.concatenate([jnp.sin(angle), x], -1)  # hazard
 
 
 # Speed.
 
 
-@planted("odd-dimensions")
-def vocabulary():
-    def fun(x, w):
-        return x @ w  # hazard
-
-    return fun, half(16, 32), half(32, 50)
+@in_float16("odd-dimensions", f16(16, 32), f16(32, 50))
+def vocabulary(x, w):
+    return x @ w  # hazard
 
 
-@planted("odd-dimensions")
-def vocabulary_in_a_gradient():
-    def fun(w, x):
-        logits = x @ w  # hazard
-        return jnp.sum(logits.astype(F32))
-
-    return jax.grad(fun), half(32, 50), half(16, 32)
+@in_float16("odd-dimensions", f16(32, 50), f16(16, 32), under=jax.grad)
+def vocabulary_in_a_gradient(w, x):
+    logits = x @ w  # hazard
+    return jnp.sum(logits.astype(F32))
 
 
-@planted("odd-dimensions", "mixed_bfloat16", "tpu")
-def narrow_model_on_a_tpu():
-    def fun(x, w):
-        return x @ w  # hazard
-
-    return fun, half(128, 256, dtype=BF16), half(256, 96, dtype=BF16)
+@in_bfloat16("odd-dimensions", bf16(128, 256), bf16(256, 96), target="tpu")
+def narrow_model_on_a_tpu(x, w):
+    return x @ w  # hazard
 
 
-@planted("odd-dimensions")
-def channels():
-    def fun(x, w):
-        y = lax.conv(x, w, (1, 1), "SAME")  # hazard
-        return jnp.sum(y.astype(F32))
-
-    return jax.value_and_grad(fun), half(12, 8, 4, 4), half(20, 8, 3, 3)
-
-
-@planted("float32-product")
-def one_product_in_float32():
-    def fun(x, w):
-        x = jax.nn.relu(x.astype(F16) @ w.astype(F16))
-        return x.astype(F32) @ w  # hazard
-
-    return fun, full(8, 8), full(8, 8)
+@in_float16(
+    "odd-dimensions", f16(12, 8, 4, 4), f16(20, 8, 3, 3), under=jax.value_and_grad
+)
+def channels(x, w):
+    y = lax.conv(x, w, (1, 1), "SAME")  # hazard
+    return jnp.sum(y.astype(F32))
 
 
-@planted("float32-product")
-def product_in_a_custom_derivative():
+@in_float16("float32-product", f32(8, 8), f32(8, 8))
+def one_product_in_float32(x, w):
+    x = jax.nn.relu(x.astype(F16) @ w.astype(F16))
+    return x.astype(F32) @ w  # hazard
+
+
+@in_float16("float32-product", f32(8, 8), f32(8, 8))
+def product_in_a_custom_derivative(x, w):
     @jax.custom_vjp
     def product(x, w):
         return x @ w  # hazard
 
     product.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, g))
-    return lambda x, w: product(x, w), full(8, 8), full(8, 8)
+    return product(x, w)
 
 
-@planted("float32-product")
-def product_on_each_shard():
+@in_float16("float32-product", f32(16, 8), f32(8, 8))
+def product_on_each_shard(x, w):
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
     rows, all_of_it = jax.P("data"), jax.P()
 
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(rows, all_of_it), out_specs=rows
+    )
     def shard(x, w):
         return x @ w  # hazard
 
-    fun = jax.shard_map(shard, mesh=mesh, in_specs=(rows, all_of_it), out_specs=rows)
-    return fun, full(16, 8), full(8, 8)
+    return shard(x, w)
 
 
-@planted("wasted-cast")
-def there_and_back():
+@in_float16("wasted-cast", f16(4, 8))
+def there_and_back(x):
     @jax.jit
     def flatten(x):
         return x.reshape(-1).astype(F16)  # hazard
 
-    return lambda x: flatten(x.astype(F32)), half(4, 8)
+    return flatten(x.astype(F32))
 
 
-@planted("wasted-cast")
-def back_and_forth():
-    def fun(x):
-        x = x.astype(F16)  # hazard
-        return jnp.tanh(x.T.astype(F32))
-
-    return fun, full(4, 8)
+@in_float16("wasted-cast", f32(4, 8))
+def back_and_forth(x):
+    x = x.astype(F16)  # hazard
+    return jnp.tanh(x.T.astype(F32))
