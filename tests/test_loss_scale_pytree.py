@@ -148,14 +148,6 @@ def test_a_batch_of_loss_scales_moves_each_on_its_own():
     assert scaled.tolist() == adjusted.loss_scale.tolist()
 
 
-def test_a_condition_and_a_loop_may_carry_it():
-    loss_scale = far_from_default()
-    same = jax.lax.cond(True, lambda ls: ls.adjust(True), lambda ls: ls, loss_scale)
-    assert int(same.counter) == LEAVES["counter"] + 1
-    looped = jax.lax.fori_loop(0, 3, lambda _, ls: ls.adjust(False), loss_scale)
-    assert statics(looped) == STATIC and looped.loss_scale < LEAVES["loss_scale"]
-
-
 def test_a_loss_scale_can_be_built_under_jit():
     built = jax.jit(lambda x: DynamicLossScale(x, hysteresis=2).adjust(False))(8.0)
     assert [str(x.dtype) for x in jax.tree.leaves(built)] == ["float32"] + ["int32"] * 2

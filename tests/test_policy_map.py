@@ -48,16 +48,28 @@ ALL_PATHS = {
 }
 
 
-def test_without_rules_the_default_decides():
-    assert dtypes_of(PolicyMap("mixed_float16").cast_to_compute(params())) == ALL_PATHS
-
-
-def test_a_pattern_decides_the_leaves_whose_whole_path_it_matches():
-    policy = PolicyMap("mixed_float16", {".*/norm/.*": "full", "head/.*": "bf16"})
-    assert dtypes_of(policy.cast_to_compute(params())) == ALL_PATHS | {
-        "decoder/norm/scale": "float32",
-        "head/kernel": "bfloat16",
-    }
+@pytest.mark.parametrize(
+    ("rules", "changed"),
+    [
+        ({}, {}),
+        (
+            {".*/norm/.*": "full", "head/.*": "bf16"},
+            {"decoder/norm/scale": "float32", "head/kernel": "bfloat16"},
+        ),
+        (
+            {".*/layers/0/kernel": "full", ".*/layers/.*": "bf16"},
+            {
+                "decoder/layers/0/kernel": "float32",
+                "decoder/layers/1/kernel": "bfloat16",
+            },
+        ),
+        ({"head/kernel|decoder": "full"}, {"head/kernel": "float32"}),
+    ],
+    ids=["the default", "two patterns", "the first of two", "an alternative"],
+)
+def test_the_first_pattern_that_matches_a_whole_path_decides(rules, changed):
+    policy = PolicyMap("mixed_float16", rules)
+    assert dtypes_of(policy.cast_to_compute(params())) == ALL_PATHS | changed
 
 
 @pytest.mark.parametrize(
@@ -67,19 +79,6 @@ def test_a_pattern_that_matches_a_part_of_a_path_matches_nothing(pattern):
     policy = PolicyMap("mixed_float16", {pattern: "full"})
     with pytest.raises(ValueError, match=f"The pattern '{pattern}' matches no path"):
         policy.cast_to_compute(params())
-
-
-def test_an_alternative_must_match_whole_as_well():
-    policy = PolicyMap("mixed_float16", {"head/kernel|decoder": "full"})
-    assert dtypes_of(policy.cast_to_compute(params()))["head/kernel"] == "float32"
-    assert policy.at("decoder/norm/scale").compute_dtype == F16
-
-
-def test_the_first_pattern_that_matches_decides():
-    rules = {".*/0/kernel": "full", ".*/kernel": "bf16"}
-    result = dtypes_of(PolicyMap("mixed_float16", rules).cast_to_compute(params()))
-    assert result["decoder/layers/0/kernel"] == "float32"
-    assert result["decoder/layers/1/kernel"] == result["head/kernel"] == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -100,13 +100,6 @@ def test_a_cast_rounds_to_nearest():
     assert cast_floating(x, jnp.float16).tolist() == [1.0, 1 + 2**-10]
 
 
-def test_tracers_are_cast():
-    jaxpr = jax.make_jaxpr(lambda x, n: cast_floating((x, n), jnp.float16))(
-        jnp.ones(2), jnp.arange(2)
-    )
-    assert [str(aval) for aval in jaxpr.out_avals] == ["float16[2]", "int32[2]"]
-
-
 def test_a_sharding_of_a_shape_survives_the_cast():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     shape = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding)
@@ -176,13 +169,9 @@ def test_cast_like_takes_each_dtype_from_its_counterpart():
         "n": jnp.ones(2),
         "x": 1,
     }
-    dtypes = {name: x.dtype for name, x in cast_like(tree, like).items()}
-    assert dtypes == {
-        "a": jnp.bfloat16,
-        "b": jnp.float16,
-        "n": jnp.int32,
-        "x": jnp.float32,
-    }
+    result = cast_like(tree, like)
+    assert [result[name].dtype for name in "ab"] == [jnp.bfloat16, jnp.float16]
+    assert result["n"] is tree["n"] and result["x"] is tree["x"]
 
 
 def test_only_half_precision_is_lifted_to_float32():
