@@ -1,7 +1,5 @@
 """dtypes: names are read and written back, and devices are told apart."""
 
-import pickle
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,22 +21,6 @@ def test_every_spelling_is_the_same_object_whose_written_name_is_read_back(drawn
 def test_names_are_written_short(long, short):
     assert dtypes.dtype_name(FLOATS[long]) == short
     assert dtypes.dtype_name(np.dtype(long)) == short
-
-
-@pytest.mark.parametrize("name", ["f32", "full", "float32"])
-def test_float32_has_three_names(name):
-    assert dtypes.parse_dtype(name) is jnp.float32
-
-
-def test_half_is_the_half_dtype_of_the_platform():
-    assert dtypes.parse_dtype("half") is dtypes.half_dtype()
-
-
-@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-def test_a_parsed_dtype_is_hashable_and_pickles(dtype):
-    parsed = dtypes.parse_dtype(dtype)
-    assert {parsed: 1}[dtype] == 1
-    assert pickle.loads(pickle.dumps(parsed)) is parsed
 
 
 @pytest.mark.parametrize("name", ["float17", "", "Float16", "float_e", "floor", "int8"])

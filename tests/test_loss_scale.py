@@ -103,7 +103,7 @@ def test_no_op_and_static_scales_stay_as_they_are():
     assert NoOpLossScale().loss_scale == 1
 
 
-def test_a_static_scale_compiles_once_per_value_however_given():
+def test_a_static_scale_is_one_hashable_constant_however_given():
     traced = []
 
     @jax.jit
@@ -112,7 +112,9 @@ def test_a_static_scale_compiles_once_per_value_however_given():
         return loss_scale.scale(x)
 
     for value in 8.0, 8, np.float32(8), jnp.float32(8), 4.0:
-        assert float(scale(StaticLossScale(value), jnp.float32(1))) == value
+        loss_scale = StaticLossScale(value)
+        assert hash(loss_scale) == hash(StaticLossScale(float(value)))
+        assert float(scale(loss_scale, jnp.float32(1))) == value
     assert traced == [StaticLossScale(8.0), StaticLossScale(4.0)]
 
 
@@ -157,9 +159,12 @@ def test_positional_arguments_are_in_jmps_order():
     "scale", [2.0**15, np.float16(2**15), jnp.bfloat16(2**15), np.float64(2**15)]
 )
 def test_leaves_are_float32_and_int32_from_the_first_call_on(scale):
+    def make(scale):
+        return DynamicLossScale(scale, np.int64(3), hysteresis=2)
+
     with jax.enable_x64(True):
-        loss_scale = DynamicLossScale(scale, np.int64(3), hysteresis=2)
-        for step in loss_scale, loss_scale.adjust(True), loss_scale.adjust(False):
+        made = make(scale)
+        for step in made, jax.jit(make)(scale), made.adjust(True), made.adjust(False):
             dtypes = [str(x.dtype) for x in jax.tree.leaves(step)]
             assert dtypes == ["float32", "int32", "int32"]
             assert not any(x.weak_type for x in jax.tree.leaves(step))

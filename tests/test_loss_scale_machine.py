@@ -73,39 +73,30 @@ class Reference:
                     self.bad = 0
 
 
-@st.composite
-def settings_of_a_scale(draw):
-    floor, ceiling = draw(
-        st.sampled_from(
-            [(1.0, 2.0**24), (0.0, math.inf), (64.0, 64.0), (0.37, 65504.0), (1e-30, 8)]
-        )
-    )
-    return {
-        "loss_scale": draw(
-            st.sampled_from([1.0, 10.0, 2.0**15, 65504.0, 2.0**-126, 2.0**126])
+SETTINGS = st.fixed_dictionaries(
+    {
+        "loss_scale": st.sampled_from(
+            [1.0, 10.0, 2.0**15, 65504.0, 2.0**-126, 2.0**126]
         ),
-        "period": draw(st.integers(1, 5)),
-        "factor": draw(st.sampled_from([2, 2.0, 4, 3, 1.5, 1e30])),
-        "backoff_factor": draw(st.sampled_from([None, 0.5, 0.8, 0.25, 1e-30])),
-        "min_loss_scale": floor,
-        "max_loss_scale": ceiling,
-        "hysteresis": draw(st.integers(1, 4)),
-        "hysteresis_refill": draw(st.sampled_from(REFILLS)),
+        "period": st.integers(1, 5),
+        "factor": st.sampled_from([2, 2.0, 4, 3, 1.5, 1e30]),
+        "backoff_factor": st.sampled_from([None, 0.5, 0.8, 0.25, 1e-30]),
+        "hysteresis": st.integers(1, 4),
+        "hysteresis_refill": st.sampled_from(REFILLS),
     }
+)
+BOUNDS = st.sampled_from(
+    [(1.0, 2.0**24), (0.0, math.inf), (64.0, 64.0), (0.37, 65504.0), (1e-30, 8)]
+)
+# At random, or in runs of finite and non-finite ones.
+STEPS = st.lists(st.booleans(), max_size=40) | st.lists(
+    st.tuples(st.booleans(), st.integers(1, 7)), max_size=10
+).map(lambda runs: [finite for finite, length in runs for _ in range(length)])
 
 
-@st.composite
-def steps(draw):
-    """Draw steps at random, or runs of finite and non-finite steps by turns."""
-    if draw(st.booleans()):
-        return draw(st.lists(st.booleans(), max_size=40))
-    runs = draw(st.lists(st.integers(1, 7), max_size=10))
-    first = draw(st.booleans())
-    return [(index % 2 == 0) == first for index, n in enumerate(runs) for _ in range(n)]
-
-
-@given(settings_of_a_scale(), steps())
-def test_every_step_is_the_references(settings, steps):
+@given(SETTINGS, BOUNDS, STEPS)
+def test_every_step_is_the_references(settings, bounds, steps):
+    settings |= {"min_loss_scale": bounds[0], "max_loss_scale": bounds[1]}
     loss_scale, reference = DynamicLossScale(**settings), Reference(settings)
     for finite in steps:
         loss_scale = loss_scale.adjust(jnp.bool_(finite))

@@ -148,12 +148,6 @@ def test_a_batch_of_loss_scales_moves_each_on_its_own():
     assert scaled.tolist() == adjusted.loss_scale.tolist()
 
 
-def test_a_loss_scale_can_be_built_under_jit():
-    built = jax.jit(lambda x: DynamicLossScale(x, hysteresis=2).adjust(False))(8.0)
-    assert [str(x.dtype) for x in jax.tree.leaves(built)] == ["float32"] + ["int32"] * 2
-    assert not any(x.weak_type for x in jax.tree.leaves(built))
-
-
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle_keeps_every_field(protocol):
     assert_same(pickle.loads(pickle.dumps(far_from_default(), protocol)))
