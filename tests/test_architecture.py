@@ -72,10 +72,12 @@ def _find_in_file(path: Path, package: Path) -> Iterator[str]:
     if room not in FLOORS:
         yield "has no floor: give it one in FLOORS"
         return
-    for name in _list_imports(tree):
+    imports = _list_imports(tree)
+    for name in imports:
         yield from _find_upward_import(name, room, package.name)
     if room != "compat":
-        for name in _list_imports(tree) + _list_attributes(tree):
+        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        for name in [*imports, *map(ast.unparse, nodes)]:
             yield from _find_compat_business(name)
 
 
@@ -91,11 +93,6 @@ def _list_imports(tree: ast.Module) -> list[str]:
     return names
 
 
-def _list_attributes(tree: ast.Module) -> list[str]:
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    return [ast.unparse(node) for node in nodes]
-
-
 def _find_upward_import(name: str, room: str, package: str) -> Iterator[str]:
     root, *rest = name.split(".")
     if root == "":
@@ -109,10 +106,8 @@ def _find_upward_import(name: str, room: str, package: str) -> Iterator[str]:
     if target not in FLOORS:
         yield f"imports {name}, which has no floor"
     elif target != room and FLOORS[target] >= FLOORS[room]:
-        yield (
-            f"imports {name}: floor {FLOORS[target]} from floor {FLOORS[room]}, "
-            "expected a lower one"
-        )
+        floors = f"floor {FLOORS[target]} from floor {FLOORS[room]}"
+        yield f"imports {name}: {floors}, expected a lower one"
 
 
 def _find_compat_business(name: str) -> Iterator[str]:
@@ -127,15 +122,12 @@ def _find_beyond_reexports(tree: ast.Module) -> Iterator[str]:
     for node in tree.body[start:]:
         match node:
             case ast.ImportFrom():
-                pass
-            case ast.With(body=body) if all(
-                isinstance(b, ast.ImportFrom) for b in body
-            ):
-                pass
+                continue
+            case ast.With(body=body) if {type(b) for b in body} == {ast.ImportFrom}:
+                continue
             case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")]):
-                pass
-            case _:
-                yield f"line {node.lineno}: only re-exports belong here"
+                continue
+        yield f"line {node.lineno}: only re-exports belong here"
 
 
 def find_private_imports(*folders: Path) -> list[str]:

@@ -28,17 +28,16 @@ RECORDED = json.loads(
 
 def walk(loss_scale: DynamicLossScale, bits: str) -> list[float]:
     """Return the scale after each step; "1" is a finite step, "0" is not."""
-    finite = jnp.array([bit == "1" for bit in bits])
+    return _scales(loss_scale, jnp.array([bit == "1" for bit in bits])).tolist()
 
-    @jax.jit
-    def scan(loss_scale, finite):
-        def step(loss_scale, is_finite):
-            loss_scale = loss_scale.adjust(is_finite)
-            return loss_scale, loss_scale.loss_scale
 
-        return jax.lax.scan(step, loss_scale, finite)[1]
+@jax.jit  # one program for all sequences of a run
+def _scales(loss_scale, finite):
+    def step(loss_scale, is_finite):
+        loss_scale = loss_scale.adjust(is_finite)
+        return loss_scale, loss_scale.loss_scale
 
-    return scan(loss_scale, finite).tolist()
+    return jax.lax.scan(step, loss_scale, finite)[1]
 
 
 class Reference:
@@ -74,39 +73,30 @@ class Reference:
                     self.bad = 0
 
 
-@st.composite
-def settings_of_a_scale(draw):
-    floor, ceiling = draw(
-        st.sampled_from(
-            [(1.0, 2.0**24), (0.0, math.inf), (64.0, 64.0), (0.37, 65504.0), (1e-30, 8)]
-        )
-    )
-    return {
-        "loss_scale": draw(
-            st.sampled_from([1.0, 10.0, 2.0**15, 65504.0, 2.0**-126, 2.0**126])
+SETTINGS = st.fixed_dictionaries(
+    {
+        "loss_scale": st.sampled_from(
+            [1.0, 10.0, 2.0**15, 65504.0, 2.0**-126, 2.0**126]
         ),
-        "period": draw(st.integers(1, 5)),
-        "factor": draw(st.sampled_from([2, 2.0, 4, 3, 1.5, 1e30])),
-        "backoff_factor": draw(st.sampled_from([None, 0.5, 0.8, 0.25, 1e-30])),
-        "min_loss_scale": floor,
-        "max_loss_scale": ceiling,
-        "hysteresis": draw(st.integers(1, 4)),
-        "hysteresis_refill": draw(st.sampled_from(REFILLS)),
+        "period": st.integers(1, 5),
+        "factor": st.sampled_from([2, 2.0, 4, 3, 1.5, 1e30]),
+        "backoff_factor": st.sampled_from([None, 0.5, 0.8, 0.25, 1e-30]),
+        "hysteresis": st.integers(1, 4),
+        "hysteresis_refill": st.sampled_from(REFILLS),
     }
+)
+BOUNDS = st.sampled_from(
+    [(1.0, 2.0**24), (0.0, math.inf), (64.0, 64.0), (0.37, 65504.0), (1e-30, 8)]
+)
+# At random, or in runs of finite and non-finite ones.
+STEPS = st.lists(st.booleans(), max_size=40) | st.lists(
+    st.tuples(st.booleans(), st.integers(1, 7)), max_size=10
+).map(lambda runs: [finite for finite, length in runs for _ in range(length)])
 
 
-@st.composite
-def steps(draw):
-    """Draw steps at random, or runs of finite and non-finite steps by turns."""
-    if draw(st.booleans()):
-        return draw(st.lists(st.booleans(), max_size=40))
-    runs = draw(st.lists(st.integers(1, 7), max_size=10))
-    first = draw(st.booleans())
-    return [(index % 2 == 0) == first for index, n in enumerate(runs) for _ in range(n)]
-
-
-@given(settings_of_a_scale(), steps())
-def test_every_step_is_the_references(settings, steps):
+@given(SETTINGS, BOUNDS, STEPS)
+def test_every_step_is_the_references(settings, bounds, steps):
+    settings |= {"min_loss_scale": bounds[0], "max_loss_scale": bounds[1]}
     loss_scale, reference = DynamicLossScale(**settings), Reference(settings)
     for finite in steps:
         loss_scale = loss_scale.adjust(jnp.bool_(finite))
@@ -168,12 +158,8 @@ def test_the_scale_moves_as_the_recorded_peer(run):
 
 
 def test_the_recording_holds_what_it_should():
-    assert {run["peer"] for run in RECORDED["runs"]} == {
-        "torch",
-        "keras",
-        "jmp",
-        "flax",
-    }
+    peers = {run["peer"] for run in RECORDED["runs"]}
+    assert peers == {"torch", "keras", "jmp", "flax"}
     for run in RECORDED["runs"]:
         steps = {len(recorded["finite"]) for recorded in run["sequences"].values()}
         assert len(run["sequences"]) == 10 and steps == {48}
@@ -195,32 +181,23 @@ def test_the_scale_stays_usable_where_the_peer_leaves_the_range(peer):
         assert float(extreme.unscale(extreme.scale(jnp.float32(1)))) == 1.0
 
 
-# By hand, from the rules of those that cannot be installed.
+# By hand: the rules of those that cannot be installed, and ours where easily lost.
+
+PEERS = {"period": 3, "factor": 2.0, "backoff_factor": 0.5, "hysteresis": 2}
 
 
-def check(loss_scale: DynamicLossScale, steps: list[tuple[str, list[float]]]) -> None:
-    bits = "".join(bits for bits, _ in steps)
-    expected = [scale for _, scales in steps for scale in scales]
-    np.testing.assert_allclose(walk(loss_scale, bits), expected, rtol=1e-6)
+# ExponentialUpdateLossScaleManager(1024, 3, 2, 2, 0.5).
+TF1 = DynamicLossScale(1024.0, **PEERS, hysteresis_refill="scale_change")
+# DynamicGradScaler(1024, 1.0, 2.0, 0.5, 3, hysteresis=2).
+MEGATRON = DynamicLossScale(1024.0, **PEERS, hysteresis_refill="growth")
+# DynamicLossScaler(1024, 2.0, 3, 1, 2, consecutive_hysteresis).
+DEEPSPEED = DynamicLossScale(1024.0, **PEERS, hysteresis_refill="finite_step")
 
 
-def tf1(scale: float, decr_ratio: float = 0.5) -> DynamicLossScale:
-    """TF1's ExponentialUpdateLossScaleManager(scale, 3, 2, 2, decr_ratio)."""
-    return DynamicLossScale(
-        scale,
-        period=3,
-        factor=2,
-        min_loss_scale=1.0,
-        max_loss_scale=math.inf,
-        backoff_factor=decr_ratio,
-        hysteresis=2,
-        hysteresis_refill="scale_change",
-    )
-
-
-def test_tf1_counts_bad_steps_since_the_scale_last_changed():
-    check(
-        tf1(1024.0),
+# What is protected: a loss scale, and the scales after each of its steps.
+MOVES: dict[str, tuple[DynamicLossScale, list[tuple[str, list[float]]]]] = {
+    "TF1 counts bad steps since the scale last changed": (
+        TF1,
         [
             ("10", [1024, 1024]),  # the first bad step of two
             ("11", [1024, 1024]),  # finite ones do not forget it
@@ -228,124 +205,63 @@ def test_tf1_counts_bad_steps_since_the_scale_last_changed():
             ("0", [512]),
             ("0", [256]),
         ],
-    )
-
-
-def test_tf1_starts_its_good_steps_anew_at_a_bad_one():
-    check(tf1(1024.0), [("110", [1024] * 3), ("11", [1024] * 2), ("1", [2048])])
-
-
-def test_tf1_forgets_a_bad_step_when_the_scale_grows():
-    check(
-        tf1(1024.0),
+    ),
+    "TF1 starts its good steps anew at a bad one": (
+        TF1,
+        [("110", [1024] * 3), ("11", [1024] * 2), ("1", [2048])],
+    ),
+    "TF1 forgets a bad step when the scale grows": (
+        TF1,
         [("0", [1024]), ("111", [1024, 1024, 2048]), ("0", [2048]), ("0", [1024])],
-    )
-
-
-def test_tf1_stops_at_one():
-    check(tf1(2.0), [("00", [2, 1]), ("00", [1, 1]), ("111", [1, 1, 2])])
-
-
-def test_tf1_lowers_by_its_default_ratio():
-    check(tf1(1000.0, 0.8), [("00", [1000, 800]), ("00", [800, 640])])
-
-
-def test_tf1_does_not_grow_out_of_float32():
-    check(tf1(2.0**126), [("111111", [2.0**126] * 6)])
-
-
-def megatron(scale: float) -> DynamicLossScale:
-    """Megatron's DynamicGradScaler(scale, 1.0, 2.0, 0.5, 3, hysteresis=2)."""
-    return DynamicLossScale(
-        scale,
-        period=3,
-        factor=2.0,
-        min_loss_scale=1.0,
-        backoff_factor=0.5,
-        hysteresis=2,
-        hysteresis_refill="growth",
-    )
-
-
-def test_megatron_lowers_at_every_bad_step_once_its_hysteresis_is_used_up():
-    check(
-        megatron(1024.0),
+    ),
+    "Megatron lowers at every bad step once its hysteresis is used up": (
+        MEGATRON,
         [
             ("0", [1024]),
             ("00", [512, 256]),
             ("11", [256, 256]),  # two finite steps refill nothing
             ("0", [128]),
         ],
-    )
-
-
-def test_megatron_refills_its_hysteresis_when_the_scale_grows():
-    check(
-        megatron(1024.0),
+    ),
+    "Megatron refills its hysteresis when the scale grows": (
+        MEGATRON,
         [
             ("00", [1024, 512]),
             ("111", [512, 512, 1024]),
             ("0", [1024]),
             ("10", [1024, 512]),
         ],
-    )
-
-
-def test_megatron_stops_at_its_floor():
-    check(megatron(2.0), [("0000", [2, 1, 1, 1])])
-
-
-def deepspeed(scale: float) -> DynamicLossScale:
-    """DeepSpeed's DynamicLossScaler(scale, 2.0, 3, 1, 2, consecutive_hysteresis)."""
-    return DynamicLossScale(
-        scale,
-        period=3,
-        factor=2.0,
-        min_loss_scale=1.0,
-        hysteresis=2,
-        hysteresis_refill="finite_step",
-    )
-
-
-def test_deepspeed_forgives_a_bad_step_at_each_finite_one():
-    check(deepspeed(1024.0), [("01" * 5, [1024] * 10)])
-
-
-def test_deepspeed_lowers_from_the_second_bad_step_in_a_row_on():
-    check(
-        deepspeed(1024.0),
+    ),
+    "DeepSpeed forgives a bad step at each finite one": (
+        DEEPSPEED,
+        [("01" * 5, [1024] * 10)],
+    ),
+    "DeepSpeed lowers from the second bad step in a row on": (
+        DEEPSPEED,
         [("000", [1024, 512, 256]), ("1", [256]), ("00", [256, 128])],
-    )
+    ),
+    "growth stops at the ceiling even between powers": (
+        DynamicLossScale(8.0, period=1, max_loss_scale=20.0),
+        [("111", [16, 20, 20])],
+    ),
+    "growth never lowers a scale that starts above its ceiling": (
+        DynamicLossScale(64.0, period=1, max_loss_scale=20.0),
+        [("1", [64])],
+    ),
+    "backoff never raises a scale that starts below its floor": (
+        DynamicLossScale(0.25, min_loss_scale=1.0),
+        [("00", [0.25, 0.25])],
+    ),
+    "a counter beyond the period grows at once": (
+        DynamicLossScale(8.0, counter=7, period=3),
+        [("1111", [16, 16, 16, 32])],
+    ),
+}
 
 
-# By hand: our own rules, where one is easily lost.
-
-
-def test_the_scale_grows_on_the_last_step_of_the_period_and_not_one_later():
-    check(DynamicLossScale(8.0, period=3), [("111", [8, 8, 16]), ("111", [16, 16, 32])])
-
-
-def test_growth_and_backoff_may_differ():
-    loss_scale = DynamicLossScale(8.0, period=1, factor=4, backoff_factor=0.5)
-    check(loss_scale, [("10", [32, 16]), ("1", [64])])
-
-
-def test_growth_stops_at_the_ceiling_even_between_powers():
-    check(DynamicLossScale(8.0, period=1, max_loss_scale=20.0), [("111", [16, 20, 20])])
-
-
-def test_growth_never_lowers_a_scale_that_starts_above_its_ceiling():
-    check(DynamicLossScale(64.0, period=1, max_loss_scale=20.0), [("1", [64])])
-
-
-def test_backoff_never_raises_a_scale_that_starts_below_its_floor():
-    check(DynamicLossScale(0.25, min_loss_scale=1.0), [("00", [0.25, 0.25])])
-
-
-def test_a_counter_beyond_the_period_grows_at_once():
-    check(DynamicLossScale(8.0, counter=7, period=3), [("1111", [16, 16, 16, 32])])
-
-
-def test_growth_at_the_ceiling_refills_the_hysteresis():
-    loss_scale = DynamicLossScale(8.0, period=2, max_loss_scale=8.0, hysteresis=2)
-    check(loss_scale, [("0", [8]), ("11", [8, 8]), ("0", [8]), ("0", [4])])
+@pytest.mark.parametrize("rule", MOVES)
+def test_the_scale_moves_as_the_rule_says(rule):
+    loss_scale, steps = MOVES[rule]
+    bits = "".join(bits for bits, _ in steps)
+    expected = [scale for _, scales in steps for scale in scales]
+    np.testing.assert_allclose(walk(loss_scale, bits), expected, rtol=1e-6)

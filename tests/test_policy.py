@@ -1,17 +1,13 @@
 """Policy and get_policy: three dtypes, said in any way, read back from their text."""
 
-import pickle
-import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dtype_cases import FAST, SLOW, FakeDevice, spellings
-from flax import nnx
+from dtype_cases import FakeDevice, spellings
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,54 +18,19 @@ CASTS = ["cast_to_param", "cast_to_compute", "cast_to_output"]
 MIXED = Policy(F32, F16, BF16)
 
 
-class Batch(NamedTuple):
-    image: Any
-    label: Any
-
-
 @pytest.mark.parametrize(
     ("cast", "dtype"), list(zip(CASTS, [F32, F16, BF16], strict=True)), ids=CASTS
 )
-def test_each_role_casts_to_its_own_dtype(cast, dtype):
-    image = {"a": jnp.ones(2, F16), "b": np.ones(2), "c": None}
-    tree = Batch(image, label=jnp.arange(2))
-    result = getattr(MIXED, cast)(tree)
-    assert result.image["a"].dtype == result.image["b"].dtype == dtype
-    assert result.label is tree.label and result.image["c"] is None
-
-
-@pytest.mark.parametrize("cast", CASTS)
-def test_fp8_leaves_are_not_lifted_to_half(cast):
-    leaf = jnp.ones(2, jnp.float8_e4m3fn)
-    assert getattr(MIXED, cast)(leaf) is leaf
-
-
-@pytest.mark.parametrize("cast", CASTS)
-def test_keys_scalars_and_functions_are_left_alone(cast):
-    tree = [
-        jax.random.key(0),
-        1.0,
-        1j,
-        "s",
-        jax.nn.relu,
-        np.zeros(2, jax.dtypes.float0),
+def test_each_role_casts_floating_arrays_and_nothing_else(cast, dtype):
+    floats = [jnp.ones(2, F16), np.ones(2), jax.ShapeDtypeStruct((2,), F32)]
+    others = [
+        *(jnp.arange(2), jnp.ones(2, jnp.float8_e4m3fn), jax.random.key(0)),
+        *(np.zeros(2, jax.dtypes.float0), jax.ShapeDtypeStruct((2,), jnp.int32)),
+        *(1.0, 1j, "s", jax.nn.relu, None),
     ]
-    assert all(x is y for x, y in zip(getattr(MIXED, cast)(tree), tree, strict=True))
-
-
-def test_modules_are_cast_whole(getkey):
-    mlp = MIXED.cast_to_compute(eqx.nn.MLP(2, 2, 2, 1, key=getkey()))
-    assert mlp.layers[0].weight.dtype == F16
-    linear = MIXED.cast_to_compute(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    assert linear.kernel[...].dtype == F16
-
-
-def test_a_policy_casts_shapes_before_there_are_arrays():
-    shapes = jax.eval_shape(lambda: {"w": jnp.ones(2), "n": jnp.arange(2)})
-    assert jax.tree.map(lambda x: str(x.dtype), MIXED.cast_to_compute(shapes)) == {
-        "w": "float16",
-        "n": "int32",
-    }
+    cast_floats, kept = getattr(MIXED, cast)((floats, others))
+    assert [x.dtype for x in cast_floats] == [dtype] * 3
+    assert all(x is y for x, y in zip(kept, others, strict=True))
 
 
 @given(spellings(), spellings(), spellings())
@@ -77,10 +38,8 @@ def test_a_policy_is_read_back_from_its_text(param, compute, output):
     policy = Policy(param[1], compute[1], output[1])
     assert get_policy(str(policy)) == policy
     assert hash(get_policy(str(policy))) == hash(policy)
-    assert [np.dtype(d).name for d in (policy.param_dtype, policy.compute_dtype)] == [
-        param[0],
-        compute[0],
-    ]
+    assert np.dtype(policy.param_dtype).name == param[0]
+    assert np.dtype(policy.compute_dtype).name == compute[0]
 
 
 @given(spellings(), spellings(), spellings(), st.sampled_from([",", " , ", ", "]))
@@ -132,9 +91,10 @@ def test_mixed_takes_the_best_half_of_the_device(monkeypatch, capability, expect
 
 
 def test_the_text_is_jmps_short_form():
-    assert str(Policy(np.dtype("float32"), "float16", jnp.bfloat16)) == (
-        "p=full,c=f16,o=bf16"
-    )
+    policy = Policy(np.dtype("float32"), "float16", jnp.bfloat16)
+    assert str(policy) == "p=full,c=f16,o=bf16"
+    fp8 = Policy(jnp.float8_e4m3fn, np.dtype("float16"), jnp.float8_e5m2)
+    assert str(fp8) == "p=float8_e4m3fn,c=f16,o=float8_e5m2"
     assert repr(MIXED) == "get_policy('p=full,c=f16,o=bf16')"
     assert eval(repr(MIXED), {"get_policy": get_policy}) == MIXED
 
@@ -160,12 +120,6 @@ def test_with_output_dtype_changes_only_that():
         MIXED.with_output_dtype("f99")
 
 
-def test_a_policy_is_frozen_and_pickles():
-    with pytest.raises(AttributeError, match="cannot assign to field 'param_dtype'"):
-        MIXED.param_dtype = F16  # pyright: ignore[reportAttributeAccessIssue] - the point
-    assert pickle.loads(pickle.dumps(MIXED)) == MIXED
-
-
 def test_a_policy_is_static_under_jit():
     assert jax.tree.leaves(MIXED) == []
 
@@ -180,19 +134,17 @@ def test_a_policy_is_static_under_jit():
 
 def test_cast_to_full_and_half():
     tree = {"h": jnp.ones(2, BF16), "i": jnp.arange(2), "f": jnp.ones(2)}
-    dtypes = {name: x.dtype for name, x in cast_to_full(tree).items()}
-    assert dtypes == {"h": F32, "i": jnp.int32, "f": F32}
-    dtypes = {name: x.dtype for name, x in cast_to_half(tree).items()}
-    assert dtypes == {"h": half_dtype(), "i": jnp.int32, "f": half_dtype()}
+    tree["fp8"] = jnp.ones(2, jnp.float8_e4m3fn)
+    for cast, dtype in (cast_to_full, F32), (cast_to_half, half_dtype()):
+        result = cast(tree)
+        assert result["h"].dtype == result["f"].dtype == dtype
+        assert result["i"] is tree["i"] and result["fp8"] is tree["fp8"]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "float17",
-            "Unknown dtype 'float17', expected one of half, bf16, .* mixed_flo",
-        ),
+        ("float17", "Unknown dtype 'float17', expected one of half, .* mixed_float16"),
         ("", "Unknown dtype '', expected one of half"),
         ("compute_float16", "Unknown dtype 'compute_float16', .* mixed_bfloat16"),
         ("c=float17", "Unknown dtype 'float17', expected one of half, bf16"),
@@ -221,8 +173,6 @@ def test_what_is_no_policy_is_refused(value):
     ("dtype", "error", "expected"),
     [
         (jnp.int32, ValueError, "Expected a floating dtype .* got 'int32'"),
-        (jnp.complex64, ValueError, "Expected a floating dtype .* got 'complex64'"),
-        (np.longdouble, ValueError, "Expected a floating dtype .* got 'float128'"),
         ("f17", ValueError, "Unknown dtype 'f17'"),
         (None, TypeError, "Expected a floating dtype or its name .* got None"),
     ],
@@ -234,18 +184,12 @@ def test_a_dtype_that_is_not_floating_is_refused(position, dtype, error, expecte
         Policy(*dtypes)
 
 
-@pytest.mark.parametrize(("dtype", "device", "reason"), SLOW, ids=str)
-def test_check_device_warns_once_where_half_is_slow(dtype, device, reason):
-    policy = Policy(F32, dtype, F32)
+def test_check_device_warns_once_where_the_compute_dtype_is_slow():
+    policy, turing = Policy(F16, BF16, F16), FakeDevice("gpu", "7.5")
     with pytest.warns(UserWarning) as caught:
-        text = policy.check_device(device)
-    assert len(caught) == 1 and caught[0].filename == __file__
-    assert text is not None and reason in text
-    assert str(caught[0].message) == f"{policy}: {text}."
-
-
-@pytest.mark.parametrize(("dtype", "device"), FAST, ids=str)
-def test_check_device_is_silent_where_half_is_fast(dtype, device):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert Policy(F32, dtype, F32).check_device(device) is None
+        text = policy.check_device(turing)
+    assert text is not None and "7.5; bfloat16 is fast from 8.0: use float16" in text
+    assert [str(warning.message) for warning in caught] == [f"{policy}: {text}."]
+    assert caught[0].filename == __file__
+    # No warning, which would be an error.
+    assert Policy(BF16, F16, BF16).check_device(turing) is None

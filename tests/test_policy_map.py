@@ -1,6 +1,6 @@
 """PolicyMap: whole paths, first match wins, and every rule is used."""
 
-import pickle
+import re
 from typing import Any, NamedTuple
 
 import chex
@@ -48,16 +48,28 @@ ALL_PATHS = {
 }
 
 
-def test_without_rules_the_default_decides():
-    assert dtypes_of(PolicyMap("mixed_float16").cast_to_compute(params())) == ALL_PATHS
-
-
-def test_a_pattern_decides_the_leaves_whose_whole_path_it_matches():
-    policy = PolicyMap("mixed_float16", {".*/norm/.*": "full", "head/.*": "bf16"})
-    assert dtypes_of(policy.cast_to_compute(params())) == ALL_PATHS | {
-        "decoder/norm/scale": "float32",
-        "head/kernel": "bfloat16",
-    }
+@pytest.mark.parametrize(
+    ("rules", "changed"),
+    [
+        ({}, {}),
+        (
+            {".*/norm/.*": "full", "head/.*": "bf16"},
+            {"decoder/norm/scale": "float32", "head/kernel": "bfloat16"},
+        ),
+        (
+            {".*/layers/0/kernel": "full", ".*/layers/.*": "bf16"},
+            {
+                "decoder/layers/0/kernel": "float32",
+                "decoder/layers/1/kernel": "bfloat16",
+            },
+        ),
+        ({"head/kernel|decoder": "full"}, {"head/kernel": "float32"}),
+    ],
+    ids=["the default", "two patterns", "the first of two", "an alternative"],
+)
+def test_the_first_pattern_that_matches_a_whole_path_decides(rules, changed):
+    policy = PolicyMap("mixed_float16", rules)
+    assert dtypes_of(policy.cast_to_compute(params())) == ALL_PATHS | changed
 
 
 @pytest.mark.parametrize(
@@ -69,29 +81,23 @@ def test_a_pattern_that_matches_a_part_of_a_path_matches_nothing(pattern):
         policy.cast_to_compute(params())
 
 
-def test_an_alternative_must_match_whole_as_well():
-    policy = PolicyMap("mixed_float16", {"head/kernel|decoder": "full"})
-    assert dtypes_of(policy.cast_to_compute(params()))["head/kernel"] == "float32"
-    assert policy.at("decoder/norm/scale").compute_dtype == F16
-
-
-def test_the_first_pattern_that_matches_decides():
-    rules = {".*/0/kernel": "full", ".*/kernel": "bf16"}
-    result = dtypes_of(PolicyMap("mixed_float16", rules).cast_to_compute(params()))
-    assert result["decoder/layers/0/kernel"] == "float32"
-    assert result["decoder/layers/1/kernel"] == result["head/kernel"] == "bfloat16"
-
-
-@pytest.mark.parametrize("cast", ["cast_to_param", "cast_to_compute", "cast_to_output"])
-def test_every_cast_uses_its_own_role(cast):
+@pytest.mark.parametrize(
+    ("role", "by_default", "in_the_head"),
+    [
+        ("param", "float32", "bfloat16"),
+        ("compute", "float16", "float32"),
+        ("output", "bfloat16", "float16"),
+    ],
+)
+def test_every_cast_uses_its_own_role_and_explain_says_so(
+    role, by_default, in_the_head
+):
     policy = PolicyMap("p=f32,c=f16,o=bf16", {"head/.*": "p=bf16,c=f32,o=f16"})
-    dtypes = {
-        "cast_to_param": ("float32", "bfloat16"),
-        "cast_to_compute": ("float16", "float32"),
-        "cast_to_output": ("bfloat16", "float16"),
-    }
-    result = dtypes_of(getattr(policy, cast)(params()))
-    assert (result["decoder/norm/scale"], result["head/kernel"]) == dtypes[cast]
+    dtypes = dtypes_of(getattr(policy, f"cast_to_{role}")(params()))
+    assert dtypes["decoder/norm/scale"] == by_default
+    assert dtypes["head/kernel"] == in_the_head
+    explained = policy.explain(params(), role)
+    assert {path: str(dtype) for path, dtype in explained.items()} == dtypes
 
 
 def test_leaves_that_are_no_floats_stay_whatever_the_pattern():
@@ -102,15 +108,13 @@ def test_leaves_that_are_no_floats_stay_whatever_the_pattern():
 
 def test_modules_are_reached_by_their_attributes(getkey):
     mlp = eqx.nn.MLP(2, 2, 2, 1, key=getkey())
-    policy = PolicyMap("mixed_bfloat16", {"layers/1/.*": "full"})
-    result = policy.cast_to_compute(mlp)
+    result = PolicyMap("mixed_bfloat16", {"layers/1/.*": "full"}).cast_to_compute(mlp)
     assert result.layers[0].weight.dtype == BF16
     assert result.layers[1].weight.dtype == F32
     norm = nnx.LayerNorm(2, rngs=nnx.Rngs(0))
     model: Any = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0)), norm])
-    result: Any = PolicyMap("mixed_bfloat16", {"1/scale.*": "full"}).cast_to_compute(
-        model
-    )
+    policy = PolicyMap("mixed_bfloat16", {"1/scale.*": "full"})
+    result: Any = policy.cast_to_compute(model)
     assert result[0].kernel[...].dtype == BF16
     assert result[1].scale[...].dtype == F32 and result[1].bias[...].dtype == BF16
 
@@ -123,18 +127,19 @@ def test_an_unused_pattern_names_the_nearest_paths():
     with pytest.raises(ValueError) as error:
         policy.cast_to_param(params())
     text = str(error.value)
-    assert text.startswith(
-        "The pattern 'decoder/nrom/scale' matches no path. A pattern"
-    )
+    expected = "The pattern 'decoder/nrom/scale' matches no path. A pattern"
+    assert text.startswith(expected)
     assert "the nearest are ['decoder/norm/scale'," in text
     assert "(allow_unused=True disables this check.)" in text
 
 
-@pytest.mark.parametrize("cast", ["cast_to_param", "cast_to_compute", "cast_to_output"])
-def test_every_cast_refuses_an_unused_pattern(cast):
+@pytest.mark.parametrize(
+    "use", ["cast_to_param", "cast_to_compute", "cast_to_output", "explain"]
+)
+def test_every_use_refuses_an_unused_pattern(use):
     policy = PolicyMap("mixed_float16", {"head/.*": "full", "tail/.*": "full"})
     with pytest.raises(ValueError, match="'tail/.*' matches no path"):
-        getattr(policy, cast)(params())
+        getattr(policy, use)(params())
 
 
 def test_a_pattern_behind_a_wider_one_is_named_with_it():
@@ -170,17 +175,6 @@ def test_check_unused_takes_paths_from_anywhere():
 # explain, at, with_output_dtype.
 
 
-def test_explain_says_what_the_cast_does():
-    policy = PolicyMap("p=f32,c=f16,o=bf16", {"head/.*": "p=bf16,c=f32,o=f16"})
-    for role in ("param", "compute", "output"):
-        cast = getattr(policy, f"cast_to_{role}")(params())
-        explained = {
-            k: str(dtype) for k, dtype in policy.explain(params(), role).items()
-        }
-        assert explained == dtypes_of(cast)
-    assert policy.explain(params()) == policy.explain(params(), "compute")
-
-
 def test_explain_needs_no_arrays_and_leaves_out_what_has_no_dtype():
     tree = {
         "shape": jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32),
@@ -194,13 +188,10 @@ def test_explain_needs_no_arrays_and_leaves_out_what_has_no_dtype():
     assert explained["shape"] == jnp.float16
 
 
-def test_explain_refuses_unused_patterns_and_unknown_roles():
-    policy = PolicyMap("mixed_float16", {"tail": "full"})
-    with pytest.raises(ValueError, match="'tail' matches no path"):
-        policy.explain(params())
+def test_explain_refuses_an_unknown_role():
     expected = "Expected 'param', 'compute' or 'output', got 'gradient'"
     with pytest.raises(ValueError, match=expected):
-        policy.explain(params(), "gradient")
+        PolicyMap("mixed_float16").explain(params(), "gradient")
 
 
 def test_at_gives_the_policy_of_a_path():
@@ -218,20 +209,14 @@ def test_with_output_dtype_reaches_every_policy():
 # One value among others.
 
 
-def test_a_map_is_hashable_and_pickles_and_orders_its_rules():
-    policy = PolicyMap("mixed_float16", {"a": "full", "b": "bf16"})
+def test_a_map_is_a_hashable_value_of_its_rules_in_their_order():
+    rules = {"a": "full", "b": "bf16"}
+    policy = PolicyMap("mixed_float16", rules)
+    rules["c"] = "full"  # which a map does not follow
     pairs = [("a", "full"), ("b", Policy(BF16, BF16, BF16))]
     same = PolicyMap(get_policy("mixed_float16"), pairs)
     assert policy == same and hash(policy) == hash(same)
     assert policy != PolicyMap("mixed_float16", {"b": "bf16", "a": "full"})
-    assert pickle.loads(pickle.dumps(policy)) == policy
-
-
-def test_a_map_does_not_follow_later_changes_of_its_dict():
-    rules = {"a": "full"}
-    policy = PolicyMap("mixed_float16", rules)
-    rules["b"] = "full"
-    assert policy == PolicyMap("mixed_float16", {"a": "full"})
 
 
 def test_a_map_is_static_under_jit():
@@ -252,18 +237,16 @@ def test_a_map_is_static_under_jit():
 
 @pytest.mark.parametrize("pattern", ["(", "*", b"head", 3, None])
 def test_a_pattern_must_be_a_regular_expression(pattern):
-    expected = "Expected a regular expression over key paths, got "
-    with pytest.raises(ValueError, match=expected) as error:
+    expected = f"Expected a regular expression over key paths, got {pattern!r}"
+    with pytest.raises(ValueError, match=re.escape(expected)):
         PolicyMap("full", {pattern: "half"})
-    assert repr(pattern) in str(error.value)
 
 
 @pytest.mark.parametrize("rules", ["head", 3, ["head"], [("head", "full", "half")]])
 def test_rules_must_be_a_mapping(rules):
-    expected = "Expected a mapping of patterns to policies, got "
-    with pytest.raises(TypeError, match=expected) as error:
+    expected = f"Expected a mapping of patterns to policies, got {rules!r}"
+    with pytest.raises(TypeError, match=re.escape(expected)):
         PolicyMap("full", rules)
-    assert repr(rules) in str(error.value)
 
 
 def test_policies_in_a_map_are_checked_where_it_is_made():

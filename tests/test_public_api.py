@@ -23,15 +23,23 @@ MODULES = ["jmp_lite"] + [
     if not info.name.startswith("_")
 ]
 # A union of classes is documented where they are.
-DOCUMENTED = [
-    name
-    for name in jmp_lite.__all__
-    if not isinstance(getattr(jmp_lite, name), types.UnionType | types.ModuleType)
-]
-
-
-def public(name: str) -> Any:
-    return getattr(jmp_lite, name)
+DOCUMENTED = {
+    name: value
+    for name, value in vars(jmp_lite).items()
+    if name in jmp_lite.__all__
+    and not isinstance(value, types.UnionType | types.ModuleType)
+}
+FUNCTIONS = {
+    name: value
+    for name, value in DOCUMENTED.items()
+    if isinstance(value, types.FunctionType)
+}
+# An exception is made by us, with a message.
+CLASSES_AND_FUNCTIONS = {
+    name: value
+    for name, value in DOCUMENTED.items()
+    if not (isinstance(value, type) and issubclass(value, Exception))
+}
 
 
 def sections(value: Any) -> dict[str, str]:
@@ -50,10 +58,6 @@ def parameters(value: Any) -> list[str]:
     }
     signature = inspect.signature(value)
     return [stars.get(p.kind, "") + p.name for p in signature.parameters.values()]
-
-
-def is_exception(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Exception)
 
 
 def is_state(value: Any) -> bool:
@@ -89,7 +93,7 @@ def test_all_is_sorted_and_complete(name):
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_public_object_is_defined_in_the_package(name):
-    value = public(name)
+    value = DOCUMENTED[name]
     assert value.__module__.startswith("jmp_lite.")
     assert getattr(importlib.import_module(value.__module__), name) is value
     assert value.__qualname__ == name
@@ -97,18 +101,13 @@ def test_a_public_object_is_defined_in_the_package(name):
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_docstring_opens_with_one_sentence(name):
-    doc = inspect.getdoc(public(name)) or ""
-    first, _, rest = doc.partition("\n\n")
+    first = (inspect.getdoc(DOCUMENTED[name]) or "").partition("\n\n")[0]
     assert first.endswith(".") and "\n" not in first and len(first) <= 88
-    is_bare = is_exception(public(name)) or doc == first
-    assert rest or is_bare
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", CLASSES_AND_FUNCTIONS)
 def test_every_parameter_is_documented(name):
-    value = public(name)
-    if is_exception(value):
-        return  # made by us, with a message
+    value = DOCUMENTED[name]
     heading = "Attributes" if is_state(value) else "Args"
     names = list(value._fields) if is_state(value) else parameters(value)
     text = sections(value).get(heading, "")
@@ -116,21 +115,15 @@ def test_every_parameter_is_documented(name):
     assert documented == names
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_function_says_what_it_returns(name):
-    value = public(name)
-    if isinstance(value, types.FunctionType):
-        returns_nothing = inspect.signature(value).return_annotation is None
-        assert ("Returns" in sections(value)) == (not returns_nothing)
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_the_errors_that_are_raised_are_documented(name):
-    value = public(name)
-    text = sections(value).get("Raises", "")
-    for error in raised_in(value) if isinstance(value, types.FunctionType) else ():
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_says_what_it_returns_and_raises(name):
+    function, documented = FUNCTIONS[name], sections(FUNCTIONS[name])
+    returns_nothing = inspect.signature(function).return_annotation is None
+    assert ("Returns" in documented) == (not returns_nothing)
+    for error in raised_in(function):
         # By its own name or that of what it is.
-        assert any(f"{base.__name__}:" in text for base in error.__mro__), error
+        names = [f"{base.__name__}:" for base in error.__mro__]
+        assert any(name in documented.get("Raises", "") for name in names), error
 
 
 def test_the_check_of_raised_errors_sees_them():
@@ -139,10 +132,10 @@ def test_the_check_of_raised_errors_sees_them():
     assert set(raised_in(jmp_lite.get_policy)) == {ValueError, TypeError}
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", CLASSES_AND_FUNCTIONS)
 def test_there_is_an_example_that_checks_something(name):
-    value = public(name)
-    if is_exception(value) or is_state(value):
+    value = DOCUMENTED[name]
+    if is_state(value):
         return  # made by functions, whose examples show them
     examples = sections(value).get("Examples", "")
     lines = examples.strip().splitlines()
@@ -153,16 +146,15 @@ def test_there_is_an_example_that_checks_something(name):
     assert checks or inspect.signature(value).return_annotation is None
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", CLASSES_AND_FUNCTIONS)
 def test_every_public_method_has_a_docstring(name):
-    value = public(name)
-    if not isinstance(value, type) or is_exception(value) or is_state(value):
+    value = DOCUMENTED[name]
+    if not isinstance(value, type) or is_state(value):
         return
-    methods = [m for m in vars(value) if not m.startswith("_")]
-    for method in methods:
-        member = vars(value)[method]
+    for method, member in vars(value).items():
         if callable(member) or isinstance(member, property):
-            assert (member.__doc__ or "").strip(), f"{name}.{method}"
+            documented = (member.__doc__ or "").strip()
+            assert documented or method.startswith("_"), method
 
 
 def test_the_package_is_typed():

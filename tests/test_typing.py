@@ -98,11 +98,8 @@ def described(errors: dict[int, str]) -> dict[str, str]:
 
 def test_pyright_in_strict_mode(tmp_path: Path) -> None:
     program = write(tmp_path, "# pyright: strict")
-    found = json.loads(
-        run(
-            tmp_path, "pyright", "--outputjson", "--pythonpath", sys.executable, program
-        )
-    )
+    options = ("--outputjson", "--pythonpath", sys.executable)
+    found = json.loads(run(tmp_path, "pyright", *options, program))
     errors = {
         error["range"]["start"]["line"] + 1: error["message"]
         for error in found["generalDiagnostics"]

@@ -53,15 +53,13 @@ def load(path: pathlib.Path) -> types.ModuleType:
 def main() -> None:
     """Load and run the tests; print the counts and the names of those that failed."""
     sys.meta_path.insert(0, RefuseJmp())
-    names = {dtype: names for dtype, names in dtypes.DTYPE_NAMES.items()}
     loss_scale = our_module("jmp._src.loss_scale")
-    policy = our_module("jmp._src.policy", dtype_to_names=names)
+    policy = our_module("jmp._src.policy", dtype_to_names=dict(dtypes.DTYPE_NAMES))
     our_module("jmp", _src=our_module("jmp._src", loss_scale=loss_scale, policy=policy))
 
-    files = importlib.metadata.files("jmp") or []
     paths = {
         path.stem: pathlib.Path(str(path.locate()))
-        for path in files
+        for path in importlib.metadata.files("jmp") or []
         if path.suffix == ".py"
     }
     suite = unittest.TestSuite()
@@ -75,22 +73,13 @@ def main() -> None:
     package = paths["loss_scale_test"].parent
     loaded = [getattr(module, "__file__", None) for module in sys.modules.values()]
     of_jmp = [pathlib.Path(file) for file in loaded if file]
-    print(
-        json.dumps(
-            {
-                "version": importlib.metadata.version("jmp"),
-                "ran": result.testsRun,
-                "skipped": len(result.skipped),
-                "failed": sorted(
-                    test.id().partition(" ")[0].rpartition(".")[2]
-                    for test, _ in result.failures + result.errors
-                ),
-                "files": sorted(p.stem for p in of_jmp if p.is_relative_to(package)),
-                "policy": policy.Policy.__module__,
-            }
-        )
-    )
-
-
-if __name__ == "__main__":
-    main()
+    failed = [test.id() for test, _ in result.failures + result.errors]
+    report = {
+        "version": importlib.metadata.version("jmp"),
+        "ran": result.testsRun,
+        "skipped": len(result.skipped),
+        "failed": sorted(n.partition(" ")[0].rpartition(".")[2] for n in failed),
+        "files": sorted(p.stem for p in of_jmp if p.is_relative_to(package)),
+        "policy": policy.Policy.__module__,
+    }
+    print(json.dumps(report))

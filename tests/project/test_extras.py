@@ -60,19 +60,41 @@ def says(library: str, extra: str) -> str:
     return f"ModuleNotFoundError: {library} is not installed: {command}"
 
 
-def test_nothing_is_missed_where_everything_is_there():
-    statements = "import jmp_lite.linen, jmp_lite.nnx", "import jmp_lite.checkpoint"
-    assert errors_without(set(), *statements) == [None, None]
+def asks(statements: list[str], library: str, extra: str) -> dict[str, str]:
+    return dict.fromkeys(statements, says(library, extra))
 
 
-def test_flax_is_asked_for():
-    statements = ["import jmp_lite.linen", "from jmp_lite.nnx import TrainState"]
-    assert errors_without({"flax"}, *statements) == [says("flax", "flax")] * 2
+_PUBLIC = ["import jmp_lite.linen", "from jmp_lite.nnx import TrainState"]
+_EXAMPLES = "digits find_the_overflow multihost resnet transformer".split()
+_BENCHMARKS = "autocast_trace convergence step_overhead train_step tree_stats".split()
+_TRAININGS = [
+    *(f"import examples.{name}" for name in _EXAMPLES),
+    *(f"import benchmarks.{name}" for name in _BENCHMARKS),
+]
+# Needs fewer extras: no data and no checkpoints.
+_COMPILED = ["import benchmarks.programs", "import benchmarks.memory"]
+_IMPORTS = {
+    "flax": asks(_PUBLIC, "flax", "flax") | asks(_TRAININGS, "flax", "examples"),
+    "mlxtend": asks(_TRAININGS, "mlxtend", "examples"),
+    "orbax": asks(["from jmp_lite import checkpoint"], "orbax", "checkpoint"),
+    "mlxtend orbax": dict.fromkeys(_COMPILED),
+    "mlxtend orbax flax": asks(_COMPILED, "flax", "flax"),
+    "mlxtend orbax rich": asks(_COMPILED, "rich", "numerics"),
+}
+# Another library is asked for in the same way.
+_FULL = {"mlxtend", "mlxtend orbax rich"}
 
 
-def test_orbax_is_asked_for():
-    (error,) = errors_without({"orbax"}, "from jmp_lite import checkpoint")
-    assert error == says("orbax", "checkpoint")
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        pytest.param(hidden, marks=[pytest.mark.full] if hidden in _FULL else [])
+        for hidden in _IMPORTS
+    ],
+)
+def test_what_is_imported_asks_for_its_library(hidden):
+    errors = _IMPORTS[hidden]
+    assert errors_without(set(hidden.split()), *errors) == list(errors.values())
 
 
 _REPORTS = """
@@ -84,32 +106,20 @@ dry = dry_run(jnp.dot, "mixed_float16")(x, x)
 linted = lint(jnp.dot, "mixed_float16")(x, x)
 stats = tree_stats({"w": x}, "f16")
 """
+_TABLES = [
+    *("explained.table()", "dry.table()", "linted.table()", "stats.table()"),
+    "from jmp_lite._src.flax import module_policies as m; m.Explanation(()).table()",
+    "from jmp_lite._src import doctor; doctor.Diagnosis.render(None)",
+]
+_FIGURES = [
+    *("dry.plot()", "dry.heat_map()", "stats.plot()"),
+    "from jmp_lite._src.numerics.plot import plot_histograms",
+]
 
 
 @pytest.mark.one_of("library", "statements")
 @pytest.mark.parametrize(
-    ("library", "statements"),
-    [
-        (
-            "rich",
-            [
-                *(
-                    f"{name}.table()"
-                    for name in ("explained", "dry", "linted", "stats")
-                ),
-                "from jmp_lite._src.flax.module_policies import Explanation; "
-                "Explanation(()).table()",
-                "from jmp_lite._src import doctor; doctor.Diagnosis.render(None)",
-            ],
-        ),
-        (
-            "matplotlib",
-            [
-                *("dry.plot()", "dry.heat_map()", "stats.plot()"),
-                "from jmp_lite._src.numerics.plot import plot_histograms",
-            ],
-        ),
-    ],
+    ("library", "statements"), [("rich", _TABLES), ("matplotlib", _FIGURES)]
 )
 def test_tables_and_figures_ask_for_their_library(library, statements):
     first, *errors = errors_without({library}, _REPORTS, *statements)
@@ -124,34 +134,6 @@ def test_the_command_line_asks_without_a_traceback(library):
     result = run_without({library}, code, "doctor")
     assert result.returncode == 1
     assert result.stderr == says(library, "numerics").partition(": ")[2] + "\n"
-
-
-_EXAMPLES = ("digits", "find_the_overflow", "multihost", "resnet", "transformer")
-_BENCHMARKS = ("autocast_trace", "convergence", "step_overhead", "train_step")
-
-
-@pytest.mark.one_of("library")
-@pytest.mark.parametrize("library", ["flax", "mlxtend"])
-def test_examples_and_benchmarks_ask_for_what_they_need(library):
-    statements = [
-        *(f"import examples.{name}" for name in _EXAMPLES),
-        *(f"import benchmarks.{name}" for name in (*_BENCHMARKS, "tree_stats")),
-    ]
-    found = errors_without({library}, *statements)
-    assert found == [says(library, "examples")] * len(statements)
-
-
-@pytest.mark.one_of("library", "extra")
-@pytest.mark.parametrize(("library", "extra"), [("flax", "flax"), ("rich", "numerics")])
-def test_what_is_compiled_needs_fewer_extras(library, extra):
-    statements = "import benchmarks.programs", "import benchmarks.memory"
-    hidden = {library, "mlxtend", "orbax"}
-    assert errors_without(hidden, *statements) == [says(library, extra)] * 2
-
-
-def test_what_is_compiled_needs_no_data_and_no_checkpoints():
-    statements = "import benchmarks.programs", "import benchmarks.memory"
-    assert errors_without({"mlxtend", "orbax"}, *statements) == [None, None]
 
 
 def test_what_an_extra_does_not_install_is_not_blamed_on_it():
@@ -183,16 +165,14 @@ def unguarded(source: str) -> list[str]:
     found = []
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.With) and "extras.needed(" in ast.unparse(
-            node.items[0]
-        ):
-            return
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        else:
-            names = []
+        names = []
+        match node:
+            case ast.With(items=[item]) if "extras.needed(" in ast.unparse(item):
+                return
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case ast.ImportFrom(module=str(module)):
+                names = [module]
         found.extend(n for n in names if n.partition(".")[0] in optional)
         for child in ast.iter_child_nodes(node):
             visit(child)

@@ -11,29 +11,28 @@ import yaml
 import jmp_lite
 
 ROOT = Path(__file__).parents[2]
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WORKFLOWS = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+}
+ALL_WORKFLOWS = "".join(WORKFLOWS.values())
 
 
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def project() -> dict[str, Any]:
-    return tomllib.loads(read("pyproject.toml"))["project"]
+PYPROJECT = tomllib.loads(read("pyproject.toml"))
+PROJECT = PYPROJECT["project"]
 
 
-def oldest_jax() -> str:
-    (version,) = re.findall(r"^JAX \?= jax==(\S+) jaxlib==\1$", read("Makefile"), re.M)
-    return version
+def jobs(workflow: str) -> dict[str, Any]:
+    return yaml.safe_load(WORKFLOWS[workflow])["jobs"]
 
 
-def jobs(workflow: Path) -> dict[str, Any]:
-    return yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_pins_its_actions_and_may_only_read(workflow: Path) -> None:
-    text = workflow.read_text(encoding="utf-8")
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_a_workflow_pins_its_actions_and_may_only_read(workflow: str) -> None:
+    text = WORKFLOWS[workflow]
     used = re.findall(r"uses: (.*)", text)
     assert used
     pinned = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
@@ -46,15 +45,13 @@ def test_a_workflow_pins_its_actions_and_may_only_read(workflow: Path) -> None:
 
 
 def test_an_action_has_one_version() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in WORKFLOWS]
-    used = set(re.findall(r"uses: (\S+)@(\S+)", "".join(texts)))
+    used = set(re.findall(r"uses: (\S+)@(\S+)", ALL_WORKFLOWS))
     assert len(used) == len({name for name, _ in used})
 
 
 def test_workflows_run_targets_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.M))
-    texts = [path.read_text(encoding="utf-8") for path in WORKFLOWS]
-    run = set(re.findall(r"^\s*(?:- run: )?make ([a-z-]+)", "".join(texts), re.M))
+    run = set(re.findall(r"^\s*(?:- run: )?make ([a-z-]+)", ALL_WORKFLOWS, re.M))
     assert {"docs", "lint", "programs", "pytest", "test-full", "types"} <= run
     assert run <= targets
 
@@ -70,49 +67,64 @@ def test_a_job_sets_up_the_python_that_make_is_told() -> None:
 
 
 def test_every_python_that_is_promised_is_tested() -> None:
-    texts = "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)
-    tested = set(re.findall(r'python(?:-version)?: "(3\.\d+)"', texts))
-    named = {c.rpartition(" ")[2] for c in project()["classifiers"] if ":: 3." in c}
+    tested = set(re.findall(r'python(?:-version)?: "(3\.\d+)"', ALL_WORKFLOWS))
+    named = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if ":: 3." in c}
     assert named == tested
-    assert project()["requires-python"] == f">={min(named, key=_minor)}"
-
-
-def _minor(version: str) -> int:
-    return int(version.partition(".")[2])
+    oldest = min(int(version.partition(".")[2]) for version in named)
+    assert PROJECT["requires-python"] == f">=3.{oldest}"
 
 
 def test_the_oldest_jax_is_the_same_everywhere() -> None:
-    minor = oldest_jax().rpartition(".")[0]
-    assert {"jax>=" + minor, "jaxlib>=" + minor} <= set(project()["dependencies"])
+    (oldest,) = re.findall(r"^JAX \?= jax==(\S+) jaxlib==\1$", read("Makefile"), re.M)
+    minor = oldest.rpartition(".")[0]
+    assert {"jax>=" + minor, "jaxlib>=" + minor} <= set(PROJECT["dependencies"])
     assert f"jax ≥ {minor}" in read("README.md")
-    assert f"| jax, jaxlib | {oldest_jax()} |" in read("CONTRIBUTING.md")
+    assert f"| jax, jaxlib | {oldest} |" in read("CONTRIBUTING.md")
 
 
 def test_the_floors_that_are_promised_are_those_of_the_project() -> None:
-    extras = project()["optional-dependencies"]
-    wanted = [*project()["dependencies"], *extras["flax"], *extras["checkpoint"]]
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *extras["flax"], *extras["checkpoint"]]
     for name in ("optax", "flax", "orbax-checkpoint"):
         (floor,) = (w.partition(">=")[2] for w in wanted if w.startswith(f"{name}>="))
-        assert re.search(
-            rf"^\| {name} \| {re.escape(floor)}\b", read("CONTRIBUTING.md"), re.M
-        )
+        promised = rf"^\| {name} \| {re.escape(floor)}\b"
+        assert re.search(promised, read("CONTRIBUTING.md"), re.M)
 
 
 def test_the_citation_names_this_version() -> None:
     citation = yaml.safe_load(read("CITATION.cff"))
     assert citation["version"] == jmp_lite.__version__
-    assert citation["license"] == project()["license"]
-    assert citation["authors"] == project()["authors"]
+    assert citation["license"] == PROJECT["license"]
+    assert citation["authors"] == PROJECT["authors"]
 
 
 def test_where_the_repository_is_is_written_in_one_place() -> None:
-    urls = project()["urls"]
+    urls = PROJECT["urls"]
     assert all(url.startswith(urls["Repository"]) for url in urls.values())
-    names = [
-        "README.md",
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "CITATION.cff",
-        "mkdocs.yml",
-    ]
+    names = "README.md CONTRIBUTING.md SECURITY.md CITATION.cff mkdocs.yml".split()
     assert [name for name in names if urls["Repository"] in read(name)] == []
+
+
+# As tests name what is not theirs: a folder or a file at the top, and a package.
+_USED = re.compile(
+    r'ROOT / "([\w.-]+)|^\s*(?:from|import) (examples|benchmarks|tests)\b'
+)
+_ALWAYS = {"README.md", "pyproject.toml"}  # by the build backend
+
+
+def used_by_tests() -> set[str]:
+    lines = (
+        line
+        for path in (ROOT / "tests").rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
+    return {name for line in lines for m in _USED.finditer(line) for name in m.groups()}
+
+
+def test_the_sdist_holds_what_tests_use() -> None:
+    include = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    used = used_by_tests() - {None} - _ALWAYS
+    assert {"benchmarks", "docs", "examples"} <= used
+    assert {f"/{name}" for name in used} <= set(include)
+    assert {"/Makefile", "/jmp_lite", "/tests"} <= set(include)
+    assert all((ROOT / name.removeprefix("/")).exists() for name in include)

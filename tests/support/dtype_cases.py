@@ -42,22 +42,3 @@ def spellings(draw):
     if hasattr(np, name):
         ways.append(getattr(np, name))
     return name, draw(st.sampled_from(ways))
-
-
-SLOW = [
-    (jnp.float16, FakeDevice("cpu"), "float16 is slower than float32 on the CPU"),
-    (jnp.bfloat16, FakeDevice("cpu"), "bfloat16 is slower than float32 on the CPU"),
-    (jnp.float16, FakeDevice("tpu"), "have no float16: use bfloat16"),
-    (jnp.float16, FakeDevice("gpu", "6.1"), "compute capability 6.1; half"),
-    (jnp.bfloat16, FakeDevice("gpu", "6.1"), "compute capability 6.1; half"),
-    (jnp.bfloat16, FakeDevice("gpu", "7.5"), "7.5; bfloat16 is fast from 8.0: use fl"),
-]
-FAST = [
-    (jnp.float16, FakeDevice("gpu", "7.0")),
-    (jnp.float16, FakeDevice("gpu", "9.0")),
-    (jnp.bfloat16, FakeDevice("gpu", "8.0")),
-    (jnp.float16, FakeDevice("gpu", "gfx90a")),
-    (jnp.bfloat16, FakeDevice("tpu")),
-    (jnp.float32, FakeDevice("cpu")),
-    (jnp.float64, FakeDevice("gpu", "6.1")),
-]
