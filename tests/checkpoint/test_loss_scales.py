@@ -40,22 +40,20 @@ FLAX = DynamicScale(
 JMP = jmp.DynamicLossScale(
     jnp.float32(64.0), jnp.int32(0), 3, 4, min_loss_scale=jnp.float32(2.0)
 )
-FLAX_FIELDS = {
-    field.name: getattr(FLAX, field.name) for field in dataclasses.fields(FLAX)
-}
-JMP_FIELDS = {field.name: getattr(JMP, field.name) for field in dataclasses.fields(JMP)}
+
+
+def fields_of(scale: Any) -> dict[str, Any]:
+    return {f.name: getattr(scale, f.name) for f in dataclasses.fields(scale)}
 
 
 # jmp's factor is an int, and its unflatten forgets min_loss_scale: steps are eager.
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
-    ("there", "step", "scale_name", "counter_name"),
+    ("there", "step", "scale", "counter"),
     [(FLAX, flax_step, "scale", "fin_steps"), (JMP, jmp_step, "loss_scale", "counter")],
     ids=["flax", "jmp"],
 )
-def test_a_converted_loss_scale_goes_on_as_it_would_there(
-    there: Any, step: Any, scale_name: str, counter_name: str
-) -> None:
+def test_a_converted_loss_scale_goes_on_as_it_would_there(there, step, scale, counter):
     rng = random.Random(0)
     for _ in range(5):
         there = step(there, rng.random() < 0.8)
@@ -63,8 +61,8 @@ def test_a_converted_loss_scale_goes_on_as_it_would_there(
     for _ in range(40):
         finite = rng.random() < 0.8
         there, here = step(there, finite), here.adjust(finite)
-        assert float(here.loss_scale) == float(getattr(there, scale_name))
-        assert int(here.counter) == int(getattr(there, counter_name))
+        assert float(here.loss_scale) == float(getattr(there, scale))
+        assert int(here.counter) == int(getattr(there, counter))
 
 
 @pytest.mark.parametrize(
@@ -72,8 +70,8 @@ def test_a_converted_loss_scale_goes_on_as_it_would_there(
     [
         (FLAX, DynamicLossScale(64.0, 0, 4, 4.0, 2.0)),
         (JMP, DynamicLossScale(64.0, 0, 3, 4.0, 2.0)),
-        (FLAX_FIELDS, DynamicLossScale(64.0, 0, 4, 4.0, 2.0)),
-        (JMP_FIELDS, DynamicLossScale(64.0, 0, 3, 4.0, 2.0)),
+        (fields_of(FLAX), DynamicLossScale(64.0, 0, 4, 4.0, 2.0)),
+        (fields_of(JMP), DynamicLossScale(64.0, 0, 3, 4.0, 2.0)),
         (DynamicScale(), DynamicLossScale(2.0**16, 0, 2001, 2.0, 2.0**-126)),
         (jmp.DynamicLossScale(jnp.float32(8.0)), DynamicLossScale(8.0)),
         (
@@ -164,9 +162,7 @@ def test_training_goes_on_from_the_checkpoint_of_another_program(
     state = train_there(*((flax_step, FLAX) if there == "flax" else (jmp_step, JMP)))
     saved = state
     if there == "jmp":  # Orbax cannot map over jmp's object; its fields are saved
-        fields = dataclasses.fields(state.loss_scale)
-        loss_scale = {f.name: getattr(state.loss_scale, f.name) for f in fields}
-        saved = state._replace(loss_scale=loss_scale)
+        saved = state._replace(loss_scale=fields_of(state.loss_scale))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "theirs", saved)
         checkpointer.wait_until_finished()
