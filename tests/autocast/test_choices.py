@@ -135,9 +135,9 @@ def test_a_scope_that_computes_in_f32_is_left_alone(half: str) -> None:
     assert found[1] == ("float32", "float32", "float32")
 
 
+@jax.named_scope("model")
 def _checkpointed(w: jax.Array, x: jax.Array) -> Any:
-    with jax.named_scope("model"):
-        return jax.checkpoint(_model)(w, x)
+    return jax.checkpoint(_model)(w, x)
 
 
 @pytest.mark.parametrize(
