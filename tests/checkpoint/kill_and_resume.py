@@ -68,8 +68,9 @@ def make_state() -> State:
 
 def make_batch(index: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(index)
-    x, y = np.float32(rng.normal(size=(4, 8))), np.float32(rng.normal(size=(4, 4)))
-    return x * (3e4 if index in OVERFLOWS else 1), y
+    x, y = rng.normal(size=(4, 8)), rng.normal(size=(4, 4))
+    size = np.float32(3e4 if index in OVERFLOWS else 1)
+    return x.astype(np.float32) * size, y.astype(np.float32)
 
 
 def loss_fn(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:

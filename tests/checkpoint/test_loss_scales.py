@@ -171,7 +171,8 @@ def test_training_goes_on_from_the_checkpoint_of_another_program(
     tx = jmp_lite.scale_aware(optax.adam(0.1), loss_scale)
     leaves = jax.tree.leaves(raw["opt_state"])
     inner_state = jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
-    our_params, our_state = raw["params"], tx.init(raw["params"])
+    our_params = raw["params"]
+    our_state: Any = tx.init(our_params)
     our_state = our_state._replace(inner_state=inner_state)
 
     @jax.jit
