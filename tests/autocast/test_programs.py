@@ -23,8 +23,6 @@ _HALVES = {
     "vmap_inside": ["bf16"],
     "vmap_outside": ["f16"],
 }
-
-
 # `make test` asks these of each program, in one kind of half, by turns. They share what
 # they trace and compile.
 _SHORT = {"jit", "products", "casts", "grad_inside", "grad_products", "grad_casts"}
@@ -57,114 +55,11 @@ def _cases() -> list[Any]:
 @pytest.mark.parametrize(("program", "half", "check"), _cases())
 def test_program(program: Program, half: str, check: str) -> None:
     with program.context():
-        _RUN[check](program, half)
+        getattr(_checks(program, half), check)()
 
 
-def _check_eager(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    out = autocast(fun, POLICIES[half])(*args)
-    _assert_same_avals(out, _value(program))
-    _assert_close(out, _value(program), half, program.tolerance)
-
-
-def _check_jit(program: Program, half: str) -> None:
-    out = _cast(program, half)(*_made(program)[1])
-    _assert_same_avals(out, _value(program))
-    _assert_close(out, _value(program), half, program.tolerance)
-
-
-def _check_products(program: Program, half: str) -> None:
-    jaxpr = _jaxpr(_cast(program, half), program)
-    name = jnp.dtype(DTYPES[half]).name
-    half_ones = filter(jaxprs.is_half, jaxprs.products(jaxpr))
-    assert {jaxprs.operand_dtypes(eqn) for eqn in half_ones} == {(name, name)}
-    assert not jaxprs.not_lowered(jaxpr)
-
-
-def _check_grad_products(program: Program, half: str) -> None:
-    for grad in (_grad_outside(program, half), _grad_inside(program, half)):
-        assert not jaxprs.not_lowered(_jaxpr(grad, program, SIGNED))
-
-
-def _check_sums(program: Program, half: str) -> None:
-    for grad in (_grad_outside(program, half), _grad_inside(program, half)):
-        assert not jaxprs.half_sums(_jaxpr(grad, program, SIGNED))
-
-
-def _check_casts(program: Program, half: str) -> None:
-    plain = jaxprs.wasted_casts(_jaxpr(_plain(program), program))
-    low = jaxprs.wasted_casts(_jaxpr(_cast(program, half), program))
-    assert low == plain
-
-
-def _check_grad_casts(program: Program, half: str) -> None:
-    # Of autocast(grad(f)): the backward pass of grad(autocast(f)) is JAX's, where two
-    # products that share a cotangent cast it twice.
-    plain = jaxprs.wasted_casts(_jaxpr(_plain_grad(program), program, SIGNED))
-    inside = _jaxpr(_grad_inside(program, half), program, SIGNED)
-    assert jaxprs.wasted_casts(inside) == plain
-
-
-def _check_identity(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    rules = OpRules.default(DTYPES[half])
-    rules = OpRules([(p, c) for p, c in rules.classes if c != "half"])
-    same = autocast(fun, POLICIES[half], rules=rules)
-    assert DTYPES[half] not in jaxprs.dtypes(jaxprs.trace(same, *args))
-    assert bitwise.raw_bits(_jit(same)(*args)) == bitwise.raw_bits(_value(program))
-
-
-def _check_vmap_outside(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    fun = _batched(autocast(fun, POLICIES[half]), len(args))
-    out = _jit(fun)(*_stacked(args))
-    _assert_close(out, _batch_value(program), half, program.tolerance)
-
-
-def _check_vmap_inside(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    fun = autocast(_batched(fun, len(args)), POLICIES[half])
-    out = _jit(fun)(*_stacked(args))
-    _assert_close(out, _batch_value(program), half, program.tolerance)
-
-
-def _check_jvp(program: Program, half: str) -> None:
-    fun, args = _made(program)
-    out, tangent = _jit(_pushed(autocast(fun, POLICIES[half])))(*args)
-    expected, expected_tangent = _pushed_value(program)
-    _assert_same_avals(tangent, expected_tangent)
-    _assert_close(out, expected, half, program.tolerance)
-    _assert_close(tangent, expected_tangent, half, program.grad_tolerance)
-
-
-def _check_grad_outside(program: Program, half: str) -> None:
-    grad = _grad_outside(program, half)(*_made(program)[1], SIGNED)
-    _assert_close_gradient(program, half, grad)
-
-
-def _check_grad_inside(program: Program, half: str) -> None:
-    _, grad = _grad_inside(program, half)(*_made(program)[1], SIGNED)
-    _assert_close_gradient(program, half, grad)
-
-
-def _check_one_sign(program: Program, half: str) -> None:
-    args = *jax.tree.map(_positive, _made(program)[1]), POSITIVE
-    _, expected = _plain_grad(program)(*args)
-    outside, inside = _grad_outside(program, half), _grad_inside(program, half)
-    for grad in (outside(*args), inside(*args)[1]):
-        _assert_close(grad, expected, half, program.grad_tolerance)
-
-
-def _positive(x: Any) -> Any:
-    return jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _assert_close_gradient(program: Program, half: str, grad: Any) -> None:
-    expected = _gradient(program)
-    _assert_same_avals(grad, expected)
-    _assert_close(grad, expected, half, program.grad_tolerance)
-
-
+# What is added to the weights of outputs, which are from -1 to 1.
+SIGNED, POSITIVE = np.float32(0), np.float32(2)
 # Code for tiny arrays need not be good: that halves what compiling costs.
 _jit = functools.partial(
     jax.jit,
@@ -175,83 +70,151 @@ _jit = functools.partial(
 )
 
 
-# What is traced and compiled once, for several checks ask for it: the same jitted
-# function answers from its cache.
+class Plain:
+    """A program in float32; what it is compiled to and its results are kept."""
+
+    def __init__(self, program: Program) -> None:
+        self.fun, self.args = program.make()
+        self.jitted = _jit(self.fun)
+        self.value_and_grad = jax.value_and_grad(_loss(self.fun))
+        self.jitted_grad = _jit(self.value_and_grad)
+
+    @functools.cached_property
+    def value(self) -> Any:
+        return self.jitted(*self.args)
+
+    @functools.cached_property
+    def batch_value(self) -> Any:
+        return _jit(_batched(self.fun, self.args))(*_stacked(self.args))
+
+    @functools.cached_property
+    def pushed_value(self) -> Any:
+        return _jit(_pushed(self.fun))(*self.args)
+
+    @functools.cached_property
+    def gradient(self) -> Any:
+        return self.jitted_grad(*self.args, SIGNED)[1]
 
 
-@functools.cache
-def _made(program: Program) -> tuple[Any, tuple[Any, ...]]:
-    return program.make()
+class Checks:
+    """What is asked of a program under autocast: a method for each of `CHECKS`."""
+
+    def __init__(self, program: Program, half: str) -> None:
+        self.program, self.plain = program, _plain(program)
+        self.policy, self.dtype = POLICIES[half], jnp.dtype(DTYPES[half])
+        self.cast = autocast(self.plain.fun, self.policy)
+        self.jitted = _jit(self.cast)
+        self.outer_grad = _jit(jax.grad(_loss(self.cast)))
+        self.inner_grad = _jit(autocast(self.plain.value_and_grad, self.policy))
+
+    def eager(self) -> None:
+        self.assert_close(self.cast(*self.plain.args), self.plain.value)
+
+    def jit(self) -> None:
+        self.assert_close(self.jitted(*self.plain.args), self.plain.value)
+
+    def products(self) -> None:
+        jaxpr, name = self.jaxpr(self.jitted), self.dtype.name
+        half_ones = filter(jaxprs.is_half, jaxprs.products(jaxpr))
+        assert {jaxprs.operand_dtypes(eqn) for eqn in half_ones} == {(name, name)}
+        assert not jaxprs.not_lowered(jaxpr)
+
+    def grad_products(self) -> None:
+        for grad in (self.outer_grad, self.inner_grad):
+            assert not jaxprs.not_lowered(self.jaxpr(grad, SIGNED))
+
+    def sums(self) -> None:
+        for grad in (self.outer_grad, self.inner_grad):
+            assert not jaxprs.half_sums(self.jaxpr(grad, SIGNED))
+
+    def casts(self) -> None:
+        plain = jaxprs.wasted_casts(self.jaxpr(self.plain.jitted))
+        assert jaxprs.wasted_casts(self.jaxpr(self.jitted)) == plain
+
+    def grad_casts(self) -> None:
+        # Of autocast(grad(f)): the backward pass of grad(autocast(f)) is JAX's, where
+        # two products that share a cotangent cast it twice.
+        plain = jaxprs.wasted_casts(self.jaxpr(self.plain.jitted_grad, SIGNED))
+        assert jaxprs.wasted_casts(self.jaxpr(self.inner_grad, SIGNED)) == plain
+
+    def identity(self) -> None:
+        fun, args = self.plain.fun, self.plain.args
+        rules = OpRules.default(self.dtype)
+        rules = OpRules([(p, c) for p, c in rules.classes if c != "half"])
+        same = autocast(fun, self.policy, rules=rules)
+        assert self.dtype not in jaxprs.dtypes(jaxprs.trace(same, *args))
+        found = bitwise.raw_bits(_jit(same)(*args))
+        assert found == bitwise.raw_bits(self.plain.value)
+
+    def vmap_outside(self) -> None:
+        self.check_batch(_batched(self.cast, self.plain.args))
+
+    def vmap_inside(self) -> None:
+        batched = _batched(self.plain.fun, self.plain.args)
+        self.check_batch(autocast(batched, self.policy))
+
+    def check_batch(self, batched: Any) -> None:
+        found = _jit(batched)(*_stacked(self.plain.args))
+        self.assert_close(found, self.plain.batch_value)
+
+    def jvp(self) -> None:
+        out, tangent = _jit(_pushed(self.cast))(*self.plain.args)
+        expected, expected_tangent = self.plain.pushed_value
+        self.assert_close(out, expected)
+        self.assert_close(tangent, expected_tangent, self.program.grad_tolerance)
+
+    def grad_outside(self) -> None:
+        self.check_gradient(self.outer_grad(*self.plain.args, SIGNED))
+
+    def grad_inside(self) -> None:
+        self.check_gradient(self.inner_grad(*self.plain.args, SIGNED)[1])
+
+    def check_gradient(self, grad: Any) -> None:
+        self.assert_close(grad, self.plain.gradient, self.program.grad_tolerance)
+
+    def one_sign(self) -> None:
+        args = *jax.tree.map(_positive, self.plain.args), POSITIVE
+        _, expected = self.plain.jitted_grad(*args)
+        for grad in (self.outer_grad(*args), self.inner_grad(*args)[1]):
+            self.assert_close(grad, expected, self.program.grad_tolerance)
+
+    def jaxpr(self, jitted: Any, *more: Any) -> Any:
+        """Return the open jaxpr of a jitted function on the program's arguments."""
+        return jaxprs.opened(jitted.trace(*self.plain.args, *more).jaxpr)
+
+    def assert_close(
+        self, tree: Any, expected: Any, roundoffs: float | None = None
+    ) -> None:
+        """Assert the structure and avals expected, and values within the tolerance."""
+        assert jax.tree.structure(tree) == jax.tree.structure(expected)
+        assert bitwise.avals(tree) == bitwise.avals(expected)
+        roundoffs = self.program.tolerance if roundoffs is None else roundoffs
+        roundoff = float(jnp.finfo(self.dtype).eps) / 2
+        error = relative_error(_floats(tree), _floats(expected))
+        assert error < roundoffs * roundoff, f"{error / roundoff:.1f} roundoffs"
 
 
-@functools.lru_cache(maxsize=2)
-def _plain(program: Program) -> Any:
-    return _jit(_made(program)[0])
+# The checks of a program that run one after another share what they trace and compile.
+_plain = functools.lru_cache(maxsize=4)(Plain)
+_checks = functools.lru_cache(maxsize=2)(Checks)
 
 
-@functools.lru_cache(maxsize=2)
-def _plain_grad(program: Program) -> Any:
-    return _jit(jax.value_and_grad(_loss(_made(program)[0])))
+# What is done to a function and its arguments.
 
 
-@functools.lru_cache(maxsize=2)
-def _cast(program: Program, half: str) -> Any:
-    return _jit(autocast(_made(program)[0], POLICIES[half]))
+def _positive(x: Any) -> Any:
+    return jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-@functools.lru_cache(maxsize=2)
-def _grad_outside(program: Program, half: str) -> Any:
-    return _jit(jax.grad(_loss(autocast(_made(program)[0], POLICIES[half]))))
-
-
-@functools.lru_cache(maxsize=2)
-def _grad_inside(program: Program, half: str) -> Any:
-    grad = jax.value_and_grad(_loss(_made(program)[0]))
-    return _jit(autocast(grad, POLICIES[half]))
-
-
-def _jaxpr(fun: Any, program: Program, *more: Any) -> Any:
-    """Return the open jaxpr of a jitted function on the arguments of a program."""
-    return jaxprs.opened(fun.trace(*_made(program)[1], *more).jaxpr)
-
-
-# What float32 says.
-
-
-@functools.cache
-def _value(program: Program) -> Any:
-    return _plain(program)(*_made(program)[1])
-
-
-@functools.cache
-def _batch_value(program: Program) -> Any:
-    fun, args = _made(program)
-    return _jit(_batched(fun, len(args)))(*_stacked(args))
-
-
-@functools.cache
-def _pushed_value(program: Program) -> Any:
-    fun, args = _made(program)
-    return _jit(_pushed(fun))(*args)
-
-
-@functools.cache
-def _gradient(program: Program) -> Any:
-    return _plain_grad(program)(*_made(program)[1], SIGNED)[1]
-
-
-# What is done to a function.
-
-
-def _batched(fun: Any, count: int) -> Any:
-    return jax.vmap(fun, in_axes=(0, *[None] * (count - 1)))
+def _batched(fun: Any, args: tuple[Any, ...]) -> Any:
+    return jax.vmap(fun, in_axes=(0, *[None] * (len(args) - 1)))
 
 
 def _stacked(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    first = jax.tree.map(
-        lambda x: jnp.stack([x, x * jnp.asarray(0.9, x.dtype)]), args[0]
-    )
-    return first, *args[1:]
+    def two(x):
+        return jnp.stack([x, x * jnp.asarray(0.9, x.dtype)])
+
+    return jax.tree.map(two, args[0]), *args[1:]
 
 
 def _pushed(fun: Any) -> Any:
@@ -263,10 +226,6 @@ def _pushed(fun: Any) -> Any:
         return jax.jvp(lambda first: _floats(fun(first, *rest)), (first,), (tangent,))
 
     return pushed
-
-
-# What is added to the weights of outputs, which are from -1 to 1.
-SIGNED, POSITIVE = np.float32(0), np.float32(2)
 
 
 def _loss(fun: Any) -> Any:
@@ -292,35 +251,3 @@ def _floats(tree: Any) -> list[Any]:
 def _ramp(x: Any, seed: int) -> Any:
     ramp = np.cos(np.arange(x.size, dtype=np.float64) * 0.7 + seed)
     return jnp.asarray(ramp.reshape(x.shape), x.dtype)
-
-
-# How results are compared.
-
-
-def _assert_same_avals(tree: Any, expected: Any) -> None:
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    assert bitwise.avals(tree) == bitwise.avals(expected)
-
-
-def _assert_close(tree: Any, expected: Any, half: str, roundoffs: float) -> None:
-    error = relative_error(_floats(tree), _floats(expected))
-    roundoff = float(jnp.finfo(DTYPES[half]).eps) / 2
-    assert error < roundoffs * roundoff, f"{error / roundoff:.1f} roundoffs"
-
-
-_RUN = {
-    "eager": _check_eager,
-    "jit": _check_jit,
-    "products": _check_products,
-    "grad_products": _check_grad_products,
-    "casts": _check_casts,
-    "grad_casts": _check_grad_casts,
-    "identity": _check_identity,
-    "vmap_outside": _check_vmap_outside,
-    "vmap_inside": _check_vmap_inside,
-    "jvp": _check_jvp,
-    "grad_outside": _check_grad_outside,
-    "grad_inside": _check_grad_inside,
-    "one_sign": _check_one_sign,
-    "sums": _check_sums,
-}

@@ -30,62 +30,12 @@ pytestmark = pytest.mark.one_of("half")
 ROWS, WIDTH = 2048, 8
 SCALE = 2.0**12  # of the loss: float16 has no room for gradients of a mean
 
-
 X, W = uniform(0, ROWS, WIDTH), uniform(1, WIDTH, WIDTH) / WIDTH
 V, FEW = uniform(2, WIDTH) / WIDTH, uniform(3, 4, WIDTH)
+ROW, ONE = FEW[:1], jnp.ones([])
 INDICES = jnp.asarray(np.random.default_rng(0).integers(0, 4, ROWS))
 
-# Name -> a function of what is differentiated, and that.
-PROGRAMS: dict[str, tuple[Callable[[Any], jax.Array], Any]] = {}
 
-
-def program(argument: Any) -> Callable[[Any], Any]:
-    def add(fun):
-        PROGRAMS[fun.__name__] = fun, argument
-        return fun
-
-    return add
-
-
-ONE = jnp.ones([])
-
-
-@program(ONE)
-def scalar_times(s):
-    return (X @ W) * s @ V
-
-
-@program(ONE)
-def scalar_plus(s):
-    return ((X @ W) + s) @ V
-
-
-@program(ONE)
-def scalar_minus(s):
-    return (s - X @ W) @ V
-
-
-@program(ONE)
-def divided_by_scalar(s):
-    return (X @ W) / s @ V
-
-
-@program(ONE)
-def scalar_divided(s):
-    return (s / (1.0 + X @ W)) @ V
-
-
-@program(ONE)
-def maximum_of_scalar(s):
-    return jnp.maximum(X @ W, s) @ V
-
-
-@program(ONE)
-def chosen_scalar(s):
-    return jnp.where(X > 0.5, X @ W, s) @ V
-
-
-@program(jnp.ones(3))
 def indexed_scalars(s):
     h = X @ W
     for i in range(3):
@@ -93,117 +43,43 @@ def indexed_scalars(s):
     return h @ V
 
 
-@program(ONE)
-def scalar_in_jit(s):
-    return jax.jit(lambda h, s: h * s)(X @ W, s) @ V
-
-
-@program(ONE)
 def scalar_in_vmap(s):
     return jax.vmap(lambda s, x: (x @ W) * s @ V, (None, 0))(s, X)
 
 
-@program(ONE)
-def scalar_in_remat(s):
-    return jax.checkpoint(lambda s: (X @ W) * s @ V)(s)
-
-
-@program(ONE)
 def scalar_in_cond(s):
     h = X @ W
     return lax.cond(h[0, 0] > 0, lambda h: h * s, lambda h: h - s, h) @ V
 
 
-@program(ONE)
 def scalar_in_scan(s):
     return lax.scan(lambda c, x: (c, (x @ W) * s @ V), 0.0, X.reshape(4, -1, WIDTH))[1]
 
 
-@program(jnp.float32(0.25))
 def leaky_relu(s):
     h = (X - 0.75) @ W
     return jnp.where(h >= 0, h, s * h) @ V
 
 
-@program(jnp.ones((1, WIDTH)))
-def scale_of_channels(s):
-    return (X @ W) * s @ V
-
-
-@program(jnp.zeros((1, WIDTH)))
-def bias(b):
-    return jax.nn.relu(X @ W + b) @ V
-
-
-@program(FEW)
-def gather(h):
-    return jax.nn.relu((h @ W)[INDICES]) @ V
-
-
-@program(FEW)
-def take(h):
-    return jax.nn.relu(jnp.take(h @ W, INDICES, axis=0)) @ V
-
-
-@program(FEW)
 def take_along_axis(h):
     indices = jnp.broadcast_to(INDICES[:, None], (ROWS, WIDTH))
     return jax.nn.relu(jnp.take_along_axis(h @ W, indices, 0)) @ V
 
 
-@program(FEW)
 def star_graph(h):
     return jax.ops.segment_sum((h @ W)[INDICES], jnp.arange(ROWS) % 5, 5) @ V
 
 
-@program(FEW[:1])
-def tile(h):
-    return jax.nn.relu(jnp.tile(h @ W, (ROWS, 1))) @ V
-
-
-@program(FEW[:1])
-def repeat(h):
-    return jax.nn.relu(jnp.repeat(h @ W, ROWS, 0)) @ V
-
-
-@program(FEW[:1])
-def broadcast_to(h):
-    return jax.nn.relu(jnp.broadcast_to(h @ W, (ROWS, WIDTH))) @ V
-
-
-@program(FEW[:1])
-def concatenated_with_itself(h):
-    return jax.nn.relu(jnp.concatenate([h @ W] * 600)) @ V
-
-
-@program(uniform(4, 90, WIDTH))
 def overlapping_slices(h):
     h = h @ W
     return jax.nn.relu(jnp.stack([h[i : i + 30] for i in range(60)])) @ V
 
 
-@program(FEW)
 def overlapping_slices_of_a_map(h):
     h = h @ W
     return jax.vmap(lambda i: lax.dynamic_slice_in_dim(h, i // 2, 2, 0) @ V)(INDICES)
 
 
-@program(FEW[:1])
-def row_of_context(h):
-    return jax.nn.relu(X @ W + h @ W) @ V
-
-
-@program(FEW[:1])
-def row_of_context_times(h):
-    return (X @ W) * (h @ W) @ V
-
-
-@program(FEW[0])
-def context_in_vmap(h):
-    return jax.vmap(lambda x: jax.nn.relu(x @ W + h @ W) @ V)(X)
-
-
-@program(FEW[:1])
 def context_in_scan(h):
     h = h @ W
 
@@ -213,19 +89,67 @@ def context_in_scan(h):
     return lax.scan(step, 0.0, X.reshape(-1, 4, WIDTH))[0] * (4 / ROWS)
 
 
-@program(FEW[:1])
 def equal_maxima(h):
     return jnp.max(jnp.tile(h @ W, (ROWS, 1)), 0) @ V
 
 
-@program(jnp.ones((40, WIDTH)))
 def windows_that_overlap(h):
     return lax.reduce_window(h @ W, -jnp.inf, lax.max, (30, 1), (1, 1), "SAME") @ V
 
 
-@program(jnp.ones([]))
 def padding(s):
     return jnp.pad((X * s) @ W, ((ROWS, 0), (0, 0)), constant_values=s) @ V
+
+
+# Name -> what is differentiated, and a function of it.
+PROGRAMS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "scalar_times": (ONE, lambda s: (X @ W) * s @ V),
+    "scalar_plus": (ONE, lambda s: ((X @ W) + s) @ V),
+    "scalar_minus": (ONE, lambda s: (s - X @ W) @ V),
+    "divided_by_scalar": (ONE, lambda s: (X @ W) / s @ V),
+    "scalar_divided": (ONE, lambda s: (s / (1.0 + X @ W)) @ V),
+    "maximum_of_scalar": (ONE, lambda s: jnp.maximum(X @ W, s) @ V),
+    "chosen_scalar": (ONE, lambda s: jnp.where(X > 0.5, X @ W, s) @ V),
+    "indexed_scalars": (jnp.ones(3), indexed_scalars),
+    "scalar_in_jit": (ONE, lambda s: jax.jit(lambda h, s: h * s)(X @ W, s) @ V),
+    "scalar_in_vmap": (ONE, scalar_in_vmap),
+    "scalar_in_remat": (ONE, lambda s: jax.checkpoint(lambda s: (X @ W) * s @ V)(s)),
+    "scalar_in_cond": (ONE, scalar_in_cond),
+    "scalar_in_scan": (ONE, scalar_in_scan),
+    "leaky_relu": (jnp.float32(0.25), leaky_relu),
+    "scale_of_channels": (jnp.ones((1, WIDTH)), lambda s: (X @ W) * s @ V),
+    "bias": (jnp.zeros((1, WIDTH)), lambda b: jax.nn.relu(X @ W + b) @ V),
+    "reshaped_bias": (
+        jnp.zeros(WIDTH),
+        lambda b: jnp.tanh(X @ W + b.reshape(1, -1)) @ V,
+    ),
+    "gather": (FEW, lambda h: jax.nn.relu((h @ W)[INDICES]) @ V),
+    "take": (FEW, lambda h: jax.nn.relu(jnp.take(h @ W, INDICES, axis=0)) @ V),
+    "take_along_axis": (FEW, take_along_axis),
+    "star_graph": (FEW, star_graph),
+    "tile": (ROW, lambda h: jax.nn.relu(jnp.tile(h @ W, (ROWS, 1))) @ V),
+    "repeat": (ROW, lambda h: jax.nn.relu(jnp.repeat(h @ W, ROWS, 0)) @ V),
+    "broadcast_to": (
+        ROW,
+        lambda h: jax.nn.relu(jnp.broadcast_to(h @ W, (ROWS, WIDTH))) @ V,
+    ),
+    "concatenated_with_itself": (
+        ROW,
+        lambda h: jax.nn.relu(jnp.concatenate([h @ W] * 600)) @ V,
+    ),
+    "overlapping_slices": (uniform(4, 90, WIDTH), overlapping_slices),
+    "overlapping_slices_of_a_map": (FEW, overlapping_slices_of_a_map),
+    "row_of_context": (ROW, lambda h: jax.nn.relu(X @ W + h @ W) @ V),
+    "row_of_context_times": (ROW, lambda h: (X @ W) * (h @ W) @ V),
+    "context_in_vmap": (
+        FEW[0],
+        lambda h: jax.vmap(lambda x: jax.nn.relu(x @ W + h @ W) @ V)(X),
+    ),
+    "context_in_scan": (ROW, context_in_scan),
+    "equal_maxima": (ROW, equal_maxima),
+    "windows_that_overlap": (jnp.ones((40, WIDTH)), windows_that_overlap),
+    "padding": (ONE, padding),
+}
 
 
 def gradient(fun: Any, argument: Any) -> jax.Array:
@@ -236,34 +160,28 @@ def gradient(fun: Any, argument: Any) -> jax.Array:
 @functools.cache
 def exact(name: str) -> np.ndarray:
     """Return the gradient in float64."""
-    fun, argument = PROGRAMS[name]
+    argument, fun = PROGRAMS[name]
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         return np.asarray(gradient(fun, np.asarray(argument, np.float64)))
 
 
 BOTH = pytest.mark.parametrize("half", POLICIES)
+EPS = {half: float(jnp.finfo(dtype).eps) for half, dtype in DTYPES.items()}
 
 
 @BOTH
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_of_one_sign_are_summed_in_float32(name: str, half: str) -> None:
-    fun, argument = PROGRAMS[name]
-    found = gradient(autocast(fun, POLICIES[half]), argument)
-    assert error(found, exact(name)) < 2 * float(jnp.finfo(DTYPES[half]).eps)
-    assert not jaxprs.half_sums(
-        jaxprs.trace(_grad(autocast(fun, POLICIES[half])), argument)
-    )
-    assert not jaxprs.half_sums(
-        jaxprs.trace(autocast(_grad(fun), POLICIES[half]), argument)
-    )
-
-
-def _grad(fun: Any) -> Any:
-    return jax.grad(lambda a: jnp.mean(fun(a)))
+    argument, fun = PROGRAMS[name]
+    low = autocast(fun, POLICIES[half])
+    assert error(gradient(low, argument), exact(name)) < 2 * EPS[half]
+    inside = autocast(jax.grad(lambda a: jnp.mean(fun(a))), POLICIES[half])
+    for grad in (jax.grad(lambda a: jnp.mean(low(a))), inside):
+        assert not jaxprs.half_sums(jaxprs.trace(grad, argument))
 
 
 def test_a_sum_of_scaled_gradients_does_not_overflow_float16() -> None:
-    scale, (fun, argument) = 2.0**20, PROGRAMS["scalar_times"]
+    scale, (argument, fun) = 2.0**20, PROGRAMS["scalar_times"]
     grad = jax.grad(lambda s: scale * jnp.mean(autocast(fun, "mixed_float16")(s)))
     found = jax.jit(grad)(argument)
     assert found > 65504
@@ -278,14 +196,11 @@ def test_a_loop_keeps_a_scale_of_channels_as_it_is_for_the_backward_pass() -> No
         return jnp.sum(lax.scan(layer, x, scales)[0])
 
     def kept(fun):
-        (forward, _) = jaxprs.equations(jaxprs.trace(jax.grad(fun), SCALES, X), "scan")
+        scales = jnp.ones((6, WIDTH))
+        (forward, _) = jaxprs.equations(jaxprs.trace(jax.grad(fun), scales, X), "scan")
         return sum(v.aval.size * v.aval.dtype.itemsize for v in forward.outvars)
 
-    by_hand = kept(lambda s, x: loss(s, x))
-    assert kept(autocast(loss, "mixed_bfloat16")) <= by_hand / 2 + X.nbytes
-
-
-SCALES = jnp.ones((6, WIDTH))
+    assert kept(autocast(loss, "mixed_bfloat16")) <= kept(loss) / 2 + X.nbytes
 
 
 # Code that is half without autocast.
@@ -322,9 +237,8 @@ def test_sums_in_float32_of_code_cast_by_hand(half: str, wrap: Any) -> None:
     plain, better = (
         jax.jit(jax.grad(fun, (0, 1)))(*args) for fun in (loss, sums_in_float32(loss))
     )
-    eps = float(jnp.finfo(dtype).eps)
-    assert max(map(error, better, expected)) < eps
-    assert max(map(error, plain, expected)) > 4 * eps
+    assert max(map(error, better, expected)) < EPS[half]
+    assert max(map(error, plain, expected)) > 4 * EPS[half]
     # Outside of a transformation it would call the function itself.
     values = [
         jax.jit(jax.value_and_grad(fun), compiler_options=bitwise.UNOPTIMISED)(*args)[0]
@@ -344,10 +258,9 @@ def test_a_loop_over_half_constants_sums_their_gradient_in_float32() -> None:
 
         return lax.scan(step, jnp.float32(0), X)[0]
 
-    context = jnp.zeros(WIDTH)
-    assert error(jax.grad(loss)(context), np.full(WIDTH, 1 / WIDTH)) > 0.1
-    found = jax.grad(sums_in_float32(loss))(context)
-    assert error(found, np.full(WIDTH, 1 / WIDTH)) < 1e-6
+    context, expected = jnp.zeros(WIDTH), np.full(WIDTH, 1 / WIDTH)
+    assert error(jax.grad(loss)(context), expected) > 0.1
+    assert error(jax.grad(sums_in_float32(loss))(context), expected) < 1e-6
 
 
 # Functions that need the concrete value of a differentiated array.
@@ -403,7 +316,7 @@ class NnxNet(nnx.Module):
 
 def _linen_gradients(policy: str) -> Any:
     model = jmp_linen.with_policy(LinenNet(), policy)
-    params = model.init(jax.random.key(0), X, INDICES)
+    params = jax.jit(model.init)(jax.random.key(0), X, INDICES)
     return jax.grad(lambda p: SCALE * jnp.mean(model.apply(p, X, INDICES))), params
 
 
@@ -425,7 +338,7 @@ def test_gradients_under_with_policy_are_summed_in_float32(
     grad, params = make(POLICIES[half])
     found, expected = jax.jit(grad)(params), jax.jit(make("full")[0])(params)
     errors = jax.tree.map(error, found, expected)
-    assert max(jax.tree.leaves(errors)) < 4 * float(jnp.finfo(DTYPES[half]).eps), errors
+    assert max(jax.tree.leaves(errors)) < 4 * EPS[half], errors
     assert not jaxprs.half_sums(jaxprs.trace(grad, params))
 
 

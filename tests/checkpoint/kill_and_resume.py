@@ -60,11 +60,8 @@ def make_tx() -> Any:
 
 def make_state() -> State:
     rng = np.random.default_rng(0)
-    shapes = {"w1": (8, 16), "w2": (16, 4)}
-    params = {
-        name: jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for name, shape in shapes.items()
-    }
+    w1, w2 = rng.normal(size=(8, 16)), rng.normal(size=(16, 4))
+    params = {"w1": jnp.float32(w1), "w2": jnp.float32(w2)}
     zero = jnp.zeros([], jnp.int32)
     return State(zero, zero, params, make_tx().init(params), jax.random.key(0))
 
@@ -72,9 +69,8 @@ def make_state() -> State:
 def make_batch(index: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(index)
     x, y = rng.normal(size=(4, 8)), rng.normal(size=(4, 4))
-    return x.astype(np.float32) * (3e4 if index in OVERFLOWS else 1), y.astype(
-        np.float32
-    )
+    size = np.float32(3e4 if index in OVERFLOWS else 1)
+    return x.astype(np.float32) * size, y.astype(np.float32)
 
 
 def loss_fn(params: Any, x: jax.Array, y: jax.Array, key: jax.Array) -> jax.Array:
@@ -205,15 +201,13 @@ def main(folder: Path, kills: int, kills_per_run: int, seed: int) -> dict[str, i
         print("undisturbed:", line)
 
     points = random_kills(random.Random(seed))
-    names = ["kills", "runs", "differences", "mid_window", "after_skip"]
-    counts = dict.fromkeys(names, 0)
+    counts = {"kills": 0, "runs": 0, "differences": 0, "mid_window": 0, "after_skip": 0}
     while counts["kills"] < kills:
         counts["runs"] += 1
         run = folder / f"run_{counts['runs']}"
         run.mkdir()
-        kills_of_run = itertools.islice(
-            points, min(kills_per_run, kills - counts["kills"])
-        )
+        left = min(kills_per_run, kills - counts["kills"])
+        kills_of_run = itertools.islice(points, left)
         for kill in sorted(kills_of_run, key=lambda kill: kill.seen):
             if run_in_a_process(run, kill):
                 break  # it was resumed later than this point

@@ -1,5 +1,6 @@
 """Restoring across dtypes: what is cast, what is told, and what is refused."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from checkpoints import over_devices, refusal
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
@@ -34,14 +34,12 @@ class ConvNet(nn.Module):
 
 
 @pytest.mark.standard_promotion
-def test_a_float32_model_with_batch_norm_becomes_half_and_float32_again(
-    tmp_path: Path,
-) -> None:
+def test_a_model_with_batch_norm_becomes_half_and_float32_again(tmp_path: Path) -> None:
     model: Any = ConvNet()
     x = jnp.ones((2, 4, 4, 1))
-    variables = model.init(jax.random.key(0), x, train=False)
-    mean = variables["batch_stats"]["BatchNorm_0"]["mean"] + 0.3
-    variables["batch_stats"]["BatchNorm_0"]["mean"] = mean
+    init = jax.jit(functools.partial(model.init, train=False))
+    variables = init(jax.random.key(0), x)
+    variables["batch_stats"]["BatchNorm_0"]["mean"] += 0.3
     half = jmp.cast_to_half(variables)
 
     restored = save_and_restore(tmp_path, variables, half, cast=True)
@@ -53,7 +51,8 @@ def test_a_float32_model_with_batch_norm_becomes_half_and_float32_again(
     back = save_and_restore(tmp_path, restored.state, variables, cast=True).state
     assert bitwise.avals(back) == bitwise.avals(variables)
     assert bitwise.raw_bits(back) == bitwise.raw_bits(jmp.cast_to_full(half))
-    assert model.apply(back, x, train=False).dtype == jnp.float32
+    apply = jax.jit(functools.partial(model.apply, train=False))
+    assert apply(back, x).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("to", FLOATS)
@@ -79,10 +78,8 @@ def test_float64_becomes_float32(tmp_path: Path) -> None:
 
 def test_a_policy_map_chooses_by_path(tmp_path: Path) -> None:
     policy = jmp.PolicyMap("bfloat16", {".*/norm/.*": "full"})
-    state = {
-        "dec": {"norm": {"scale": jnp.ones(2)}, "w": jnp.ones(2)},
-        "n": jnp.ones(1),
-    }
+    decoder = {"norm": {"scale": jnp.ones(2)}, "w": jnp.ones(2)}
+    state = {"dec": decoder, "n": jnp.ones(1)}
     restored = save_and_restore(tmp_path, state, policy.cast_to_param(state), cast=True)
     assert restored.state["dec"]["norm"]["scale"].dtype == jnp.float32
     assert restored.state["dec"]["w"].dtype == jnp.bfloat16
@@ -92,9 +89,7 @@ def test_a_policy_map_chooses_by_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.standard_promotion
-def test_a_train_state_goes_to_half_params_and_keeps_its_optimiser(
-    tmp_path: Path,
-) -> None:
+def test_half_params_of_a_train_state_keep_their_optimiser(tmp_path: Path) -> None:
     tx = jmp.scale_aware(optax.sgd(0.1, momentum=0.9), jmp.DynamicLossScale(8.0))
 
     def create(dtype):
@@ -104,27 +99,22 @@ def test_a_train_state_goes_to_half_params_and_keeps_its_optimiser(
     state = create(jnp.float32).apply_gradients(grads={"w": jnp.ones(3)})
     restored = save_and_restore(tmp_path, state, create(jnp.bfloat16), cast=True)
     assert list(restored.casts) == ["params/w"]
-    assert bitwise.raw_bits(restored.state.opt_state) == bitwise.raw_bits(
-        state.opt_state
-    )
+    found, expected = restored.state.opt_state, state.opt_state
+    assert bitwise.raw_bits(found) == bitwise.raw_bits(expected)
     stepped = restored.state.apply_gradients(grads={"w": jnp.ones(3, jnp.bfloat16)})
     assert (int(stepped.step), stepped.params["w"].dtype) == (2, jnp.bfloat16)
 
 
 def test_a_cast_array_goes_onto_its_sharding(tmp_path: Path) -> None:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    sharding = NamedSharding(mesh, P("data"))
-    state = {"x": jax.device_put(jnp.arange(8.0), sharding)}
-    like = jmp.cast_to_half(state)
-    restored = save_and_restore(tmp_path, state, like, cast=True).state["x"]
+    sharding = over_devices("data")
+    x = jax.device_put(jnp.arange(8.0), sharding)
+    restored = save_and_restore(tmp_path, x, jmp.cast_to_half(x), cast=True).state
     assert (restored.dtype, restored.sharding) == (jnp.float16, sharding)
 
 
 def test_other_dtypes_are_an_error_that_says_how_to_cast(tmp_path: Path) -> None:
     state = {"w": [jnp.ones(2), jnp.ones((2, 3))], "n": jnp.ones(2, jnp.bfloat16)}
-    with pytest.raises(ValueError) as error:
-        save_and_restore(tmp_path, state, jmp.cast_to_half(state))
-    assert str(error.value) == (
+    assert refusal(save_and_restore, tmp_path, state, jmp.cast_to_half(state)) == (
         f"Step 0 in {tmp_path} does not match `like`: it has n (bfloat16[2], `like` "
         "has float16[2]), w/0 (float32[2], `like` has float16[2]), w/1 (float32[2, 3], "
         "`like` has float16[2, 3]). cast=True casts them."
@@ -170,9 +160,8 @@ def test_a_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
     state = {"w": jnp.array([1.0, -7e4, 1e9, jnp.inf]), "b": jnp.ones(1)}
     like = {"w": jnp.zeros(4, jnp.float16), "b": jnp.zeros(1, jnp.float16)}
     for kind in (np.asarray, jnp.asarray):
-        with pytest.raises(ValueError) as error:
-            save_and_restore(tmp_path, jax.tree.map(kind, state), like, cast=True)
-        assert str(error.value) == (
+        saved = jax.tree.map(kind, state)
+        assert refusal(save_and_restore, tmp_path, saved, like, cast=True) == (
             f"Step 0 in {tmp_path}: w overflows float16: 2 of 4 numbers, up to 1e+09, "
             "would become inf. Use a wider dtype in `like`."
         )
@@ -182,12 +171,12 @@ def test_a_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_python_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="x overflows float16: 1 of 1"):
-        save_and_restore(tmp_path, {"x": 1e6}, {"x": jnp.float16(0)})
+    text = refusal(save_and_restore, tmp_path, {"x": 1e6}, {"x": jnp.float16(0)})
+    assert "x overflows float16: 1 of 1" in text
     restored = checkpoint.restore(tmp_path, {"x": jnp.float32(0)})
     assert bitwise.raw_bits(restored.state) == bitwise.raw_bits({"x": jnp.float32(1e6)})
-    with pytest.raises(ValueError, match="x is 1099511627776, out of range of int32"):
-        save_and_restore(tmp_path, {"x": 2**40}, {"x": jnp.int32(0)})
+    text = refusal(save_and_restore, tmp_path, {"x": 2**40}, {"x": jnp.int32(0)})
+    assert "x is 1099511627776, out of range of int32" in text
 
 
 def test_numbers_that_become_zero_are_counted(tmp_path: Path) -> None:

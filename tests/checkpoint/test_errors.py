@@ -1,5 +1,6 @@
 """What cannot be saved or restored says why, and leaves the last good state alone."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from checkpoints import names, refusal
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
@@ -28,38 +30,33 @@ class State(NamedTuple):
 
 def test_a_folder_without_checkpoints_says_what_it_holds(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with pytest.raises(ValueError) as error:
-        checkpoint.restore(folder, {})
     text = f"There is no checkpoint in {folder}: there is no such folder."
-    assert str(error.value) == text
+    assert refusal(checkpoint.restore, folder, {}) == text
     folder.mkdir()
-    with pytest.raises(ValueError, match="it holds nothing"):
-        checkpoint.restore(folder, {})
+    assert "it holds nothing" in refusal(checkpoint.restore, folder, {})
     for name in ("notes.txt", "7.orbax-checkpoint-tmp", "a", "b", "c"):
         (folder / name).mkdir()
-    text = r"it holds 7\.orbax-checkpoint-tmp, a, b, c and 1 more\."
-    with pytest.raises(ValueError, match=text):
-        checkpoint.restore(folder, {})
+    text = "it holds 7.orbax-checkpoint-tmp, a, b, c and 1 more."
+    assert text in refusal(checkpoint.restore, folder, {})
     assert checkpoint.latest_step(folder) is None
 
 
 def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     for step in (1, 5):
         checkpoint.save(tmp_path, {"x": 1}, step=step)
-    with pytest.raises(ValueError) as error:
-        checkpoint.restore(tmp_path, {"x": 1}, step=3)
-    assert str(error.value) == f"There is no step 3 in {tmp_path}: it has [1, 5]."
+    text = f"There is no step 3 in {tmp_path}: it has [1, 5]."
+    assert refusal(checkpoint.restore, tmp_path, {"x": 1}, step=3) == text
 
 
-def test_an_older_step_is_not_saved(tmp_path: Path) -> None:
+def test_an_older_step_is_not_saved_and_a_newer_one_is(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"x": 1}, step=5)
-    with pytest.raises(ValueError) as error:
-        checkpoint.save(tmp_path, {"x": 2}, step=4)
-    assert str(error.value) == (
+    assert refusal(checkpoint.save, tmp_path, {"x": 2}, step=4) == (
         f"Step 4 is older than step 5, the newest in {tmp_path}. Save to another "
         "folder, or remove the later steps."
     )
+    assert names(tmp_path) == ["5"]
     assert checkpoint.restore(tmp_path, {"x": 0}).state == {"x": 1}
+    checkpoint.save(tmp_path, {"x": 6}, step=6)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +92,8 @@ def test_a_whole_step_may_be_a_number_of_any_kind(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, {"x": float(step)}, step=step)
         assert checkpoint.latest_step(tmp_path) == step
     assert checkpoint.restore(tmp_path, {"x": 0.0}, step=jnp.int32(5)).state["x"] == 5
-    fraction: Any = 5.5
-    with pytest.raises(ValueError, match="Expected a whole number for the step, got 5"):
-        checkpoint.restore(tmp_path, {"x": 0.0}, step=fraction)
+    text = refusal(checkpoint.restore, tmp_path, {"x": 0.0}, step=5.5)
+    assert "Expected a whole number for the step, got 5" in text
 
 
 @pytest.mark.parametrize("below", ["", "below"])
@@ -105,16 +101,10 @@ def test_a_file_is_no_folder(below: str, tmp_path: Path) -> None:
     file = tmp_path / "run"
     file.write_text("mine")
     folder = file / below
-    for use in (
-        lambda: checkpoint.save(folder, {"x": 1}, step=1),
-        lambda: checkpoint.restore(folder, {"x": 1}),
-        lambda: checkpoint.latest_step(folder),
-    ):
-        with pytest.raises(ValueError) as error:
-            use()
-        assert str(error.value) == (
-            f"Expected a folder for checkpoints, got {folder}: {file} is a file."
-        )
+    text = f"Expected a folder for checkpoints, got {folder}: {file} is a file."
+    assert refusal(checkpoint.save, folder, {"x": 1}, step=1) == text
+    assert refusal(checkpoint.restore, folder, {"x": 1}) == text
+    assert refusal(checkpoint.latest_step, folder) == text
     assert file.read_text() == "mine"
 
 
@@ -122,8 +112,8 @@ def test_a_file_is_no_folder(below: str, tmp_path: Path) -> None:
 def test_an_empty_folder_is_no_step(step: int, tmp_path: Path) -> None:
     (tmp_path / "9").mkdir()
     assert checkpoint.latest_step(tmp_path) is None
-    with pytest.raises(ValueError, match="There is no checkpoint in .*: it holds 9"):
-        checkpoint.restore(tmp_path, {"x": 0})
+    text = f"There is no checkpoint in {tmp_path}: it holds 9"
+    assert text in refusal(checkpoint.restore, tmp_path, {"x": 0})
     checkpoint.save(tmp_path, {"x": step}, step=step, keep=1)
     assert checkpoint.latest_step(tmp_path) == step
     assert checkpoint.restore(tmp_path, {"x": 0}).state == {"x": step}
@@ -136,9 +126,7 @@ def test_another_structure_names_the_paths(tmp_path: Path) -> None:
     state = {"w": jnp.ones(2), "old": [1.0, None], "k": jax.random.key(0)}
     checkpoint.save(tmp_path, state, step=3)
     like = {"w": jnp.ones(2), "new": np.ones((2, 3), np.float16), "k": None, "f": len}
-    with pytest.raises(ValueError) as error:
-        checkpoint.restore(tmp_path, like, cast=True)
-    assert str(error.value) == (
+    assert refusal(checkpoint.restore, tmp_path, like, cast=True) == (
         f"Step 3 in {tmp_path} and `like` differ in structure: only the checkpoint "
         "has k (key<fry>[]), old/0 (a Python float), only `like` has f (no array), new "
         "(float16[2, 3])."
@@ -148,18 +136,14 @@ def test_another_structure_names_the_paths(tmp_path: Path) -> None:
 def test_many_paths_are_counted(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {}, step=3)
     like = {f"w{i}": i for i in range(9)}
-    with pytest.raises(
-        ValueError, match=r"only `like` has w0 \(.*w3 \(.* and 5 more\."
-    ):
-        checkpoint.restore(tmp_path, like)
+    text = refusal(checkpoint.restore, tmp_path, like)
+    assert re.search(r"only `like` has w0 \(.*w3 \(.* and 5 more\.", text)
 
 
 def test_other_shapes_name_the_paths(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"w": jnp.ones(2), "b": jnp.ones((0, 2))}, step=3)
     like = {"w": jnp.ones((2, 1)), "b": jnp.ones((0, 3))}
-    with pytest.raises(ValueError) as error:
-        checkpoint.restore(tmp_path, like)
-    assert str(error.value) == (
+    assert refusal(checkpoint.restore, tmp_path, like) == (
         f"Step 3 in {tmp_path} does not match `like`: it has b (float32[0, 2], `like` "
         "has float32[0, 3]), w (float32[2], `like` has float32[2, 1]). Only floating "
         "arrays of the same shape can be cast."
@@ -176,26 +160,22 @@ LOSS_SCALES = {
 
 @pytest.mark.parametrize("saved", LOSS_SCALES)
 def test_another_kind_of_loss_scale_is_named(saved: str, tmp_path: Path) -> None:
+    params = {"w": jnp.ones(2)}
     states = {
-        name: {
-            "opt": jmp.scale_aware(optax.sgd(0.1), loss_scale).init({"w": jnp.ones(2)})
-        }
+        name: {"opt": jmp.scale_aware(optax.sgd(0.1), loss_scale).init(params)}
         for name, loss_scale in LOSS_SCALES.items()
     }
     checkpoint.save(tmp_path, states[saved], step=3)
     for wanted in LOSS_SCALES.keys() - {saved}:
-        with pytest.raises(ValueError) as error:
-            checkpoint.restore(tmp_path, states[wanted], cast=True)
-        assert str(error.value) == (
+        text = refusal(checkpoint.restore, tmp_path, states[wanted], cast=True)
+        assert text == (
             f"Step 3 in {tmp_path} has a {saved} at 'opt/loss_scale', `like` has a "
             f"{wanted}. Restore into the type that was saved, then replace it."
         )
     # As it says.
     state = checkpoint.restore(tmp_path, states[saved]).state["opt"]
     state = state._replace(loss_scale=jmp.NoOpLossScale())
-    jmp.scale_aware(optax.sgd(0.1), jmp.NoOpLossScale()).update(
-        {"w": jnp.ones(2)}, state
-    )
+    jmp.scale_aware(optax.sgd(0.1), jmp.NoOpLossScale()).update(params, state)
 
 
 # Damage.
@@ -205,17 +185,17 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, truncate, empty, flip_a_bit])
+@pytest.mark.parametrize(
+    "damage",
+    [Path.unlink, truncate, lambda path: path.write_bytes(b""), flip_a_bit],
+    ids=["unlink", "truncate", "empty", "flip_a_bit"],
+)
 def test_a_damaged_checkpoint_is_an_error_or_every_bit(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -250,11 +230,12 @@ def test_a_damaged_newest_step_can_be_saved_again(tmp_path: Path) -> None:
     for step in (4, 6):
         checkpoint.save(tmp_path, {"x": jnp.float32(step)}, step=step)
     shutil.rmtree(tmp_path / "6" / "state")
-    with pytest.raises(ValueError, match=r"Step 6 in .* cannot be read"):
-        checkpoint.restore(tmp_path, {"x": jnp.float32(0)})
-    state = checkpoint.restore(tmp_path, {"x": jnp.float32(0)}, step=4).state
+    like = {"x": jnp.float32(0)}
+    text = refusal(checkpoint.restore, tmp_path, like)
+    assert text.startswith(f"Step 6 in {tmp_path} cannot be read")
+    state = checkpoint.restore(tmp_path, like, step=4).state
     checkpoint.save(tmp_path, {"x": state["x"] + 2}, step=6)
-    assert checkpoint.restore(tmp_path, {"x": jnp.float32(0)}).state["x"] == 6.0
+    assert checkpoint.restore(tmp_path, like).state["x"] == 6.0
 
 
 def test_the_checkpoint_of_another_program_is_not_ours(tmp_path: Path) -> None:
@@ -262,9 +243,8 @@ def test_the_checkpoint_of_another_program_is_not_ours(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         manager.save(3, args=ocp.args.StandardSave({"x": jnp.ones(2)}))
     assert checkpoint.latest_step(tmp_path) == 3
-    with pytest.raises(ValueError) as error:
-        checkpoint.restore(tmp_path, {"x": jnp.ones(2)})
-    assert str(error.value).startswith(
+    text = refusal(checkpoint.restore, tmp_path, {"x": jnp.ones(2)})
+    assert text.startswith(
         f"Step 3 in {tmp_path} cannot be read: it is damaged, or jmp_lite did not save "
         "it. There are no other steps. (FileNotFoundError: "
     )
@@ -276,5 +256,5 @@ def test_a_format_of_the_future_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(record, "_FORMAT", 2)
         checkpoint.save(tmp_path, {}, step=1)
-    with pytest.raises(ValueError, match=r"\(ValueError: expected format 1, got 2\)"):
-        checkpoint.restore(tmp_path, {})
+    text = refusal(checkpoint.restore, tmp_path, {})
+    assert "(ValueError: expected format 1, got 2)" in text

@@ -4,7 +4,7 @@ import dataclasses
 import random
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.serialization
 import jax
@@ -40,22 +40,20 @@ FLAX = DynamicScale(
 JMP = jmp.DynamicLossScale(
     jnp.float32(64.0), jnp.int32(0), 3, 4, min_loss_scale=jnp.float32(2.0)
 )
-FLAX_FIELDS = {
-    field.name: getattr(FLAX, field.name) for field in dataclasses.fields(FLAX)
-}
-JMP_FIELDS = {field.name: getattr(JMP, field.name) for field in dataclasses.fields(JMP)}
+
+
+def fields_of(scale: Any) -> dict[str, Any]:
+    return {f.name: getattr(scale, f.name) for f in dataclasses.fields(scale)}
 
 
 # jmp's factor is an int, and its unflatten forgets min_loss_scale: steps are eager.
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
-    ("there", "step", "scale_name", "counter_name"),
+    ("there", "step", "scale", "counter"),
     [(FLAX, flax_step, "scale", "fin_steps"), (JMP, jmp_step, "loss_scale", "counter")],
     ids=["flax", "jmp"],
 )
-def test_a_converted_loss_scale_goes_on_as_it_would_there(
-    there: Any, step: Any, scale_name: str, counter_name: str
-) -> None:
+def test_a_converted_loss_scale_goes_on_as_it_would_there(there, step, scale, counter):
     rng = random.Random(0)
     for _ in range(5):
         there = step(there, rng.random() < 0.8)
@@ -63,8 +61,8 @@ def test_a_converted_loss_scale_goes_on_as_it_would_there(
     for _ in range(40):
         finite = rng.random() < 0.8
         there, here = step(there, finite), here.adjust(finite)
-        assert float(here.loss_scale) == float(getattr(there, scale_name))
-        assert int(here.counter) == int(getattr(there, counter_name))
+        assert float(here.loss_scale) == float(getattr(there, scale))
+        assert int(here.counter) == int(getattr(there, counter))
 
 
 @pytest.mark.parametrize(
@@ -72,8 +70,8 @@ def test_a_converted_loss_scale_goes_on_as_it_would_there(
     [
         (FLAX, DynamicLossScale(64.0, 0, 4, 4.0, 2.0)),
         (JMP, DynamicLossScale(64.0, 0, 3, 4.0, 2.0)),
-        (FLAX_FIELDS, DynamicLossScale(64.0, 0, 4, 4.0, 2.0)),
-        (JMP_FIELDS, DynamicLossScale(64.0, 0, 3, 4.0, 2.0)),
+        (fields_of(FLAX), DynamicLossScale(64.0, 0, 4, 4.0, 2.0)),
+        (fields_of(JMP), DynamicLossScale(64.0, 0, 3, 4.0, 2.0)),
         (DynamicScale(), DynamicLossScale(2.0**16, 0, 2001, 2.0, 2.0**-126)),
         (jmp.DynamicLossScale(jnp.float32(8.0)), DynamicLossScale(8.0)),
         (
@@ -132,27 +130,15 @@ def test_anything_else_is_refused(saved: Any, text: str) -> None:
 # The whole way: from a checkpoint of another program to steps here.
 
 
-class TheirState(NamedTuple):
-    step: Any
-    params: Any
-    opt_state: Any
-    loss_scale: Any
-
-
 def loss_fn(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((x @ params["w"]) ** 2)
 
 
-def train_there(step: Any, loss_scale: Any) -> TheirState:
-    tx, params = optax.adam(0.1), {"w": jnp.ones((3, 2))}
-    opt_state = tx.init(params)
-    for index, finite in enumerate((True, True, False, True)):
-        loss_scale = step(loss_scale, finite)
-        if finite:
-            grads = jax.grad(loss_fn)(params, jnp.full((4, 3), 0.1 * index))
-            updates, opt_state = tx.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-    return TheirState(jnp.int32(4), params, opt_state, loss_scale)
+@jax.jit
+def adam_step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+    grads = jax.grad(loss_fn)(params, x)
+    updates, opt_state = optax.adam(0.1).update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state
 
 
 @pytest.mark.one_of("there")
@@ -161,45 +147,45 @@ def train_there(step: Any, loss_scale: Any) -> TheirState:
 def test_training_goes_on_from_the_checkpoint_of_another_program(
     there: str, tmp_path: Path
 ) -> None:
-    state = train_there(*((flax_step, FLAX) if there == "flax" else (jmp_step, JMP)))
-    saved = state
+    step, their_scale = (flax_step, FLAX) if there == "flax" else (jmp_step, JMP)
+    params = {"w": jnp.ones((3, 2))}
+    opt_state = optax.adam(0.1).init(params)
+    for index, finite in enumerate((True, True, False, True)):
+        their_scale = step(their_scale, finite)
+        if finite:
+            x = jnp.full((4, 3), 0.1 * index)
+            params, opt_state = adam_step(params, opt_state, x)
+    saved = {"params": params, "opt_state": opt_state, "loss_scale": their_scale}
     if there == "jmp":  # Orbax cannot map over jmp's object; its fields are saved
-        fields = dataclasses.fields(state.loss_scale)
-        loss_scale = {f.name: getattr(state.loss_scale, f.name) for f in fields}
-        saved = state._replace(loss_scale=loss_scale)
+        saved["loss_scale"] = fields_of(their_scale)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "theirs", saved)
         checkpointer.wait_until_finished()
         with warnings.catch_warnings(action="ignore"):  # it is read without shardings
             raw = checkpointer.restore(tmp_path / "theirs")
 
-    their_scale = raw["loss_scale"]
     if there == "flax":  # which leaves its settings out
         settings = {"growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
-        their_scale = {**their_scale, **settings, "minimum_scale": 2.0}
-    loss_scale = convert_loss_scale(their_scale)
+        raw["loss_scale"] = {**raw["loss_scale"], **settings, "minimum_scale": 2.0}
+    loss_scale = convert_loss_scale(raw["loss_scale"])
     tx = jmp_lite.scale_aware(optax.adam(0.1), loss_scale)
-    opt_state: Any = tx.init(raw["params"])
     leaves = jax.tree.leaves(raw["opt_state"])
-    opt_state = opt_state._replace(
-        inner_state=jax.tree.unflatten(jax.tree.structure(state.opt_state), leaves)
-    )
+    inner_state = jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
+    our_params = raw["params"]
+    our_state: Any = tx.init(our_params)
+    our_state = our_state._replace(inner_state=inner_state)
 
     @jax.jit
-    def step(params, opt_state, x):
+    def our_step(params, opt_state, x):
         fun = jmp_lite.scaled_value_and_grad(loss_fn, loss_scale=opt_state)
         loss, grads = fun(params, x)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state
 
-    params, theirs = raw["params"], state
     for index in range(4):
         x = jnp.full((4, 3), 0.2 * index)
-        params, opt_state = step(params, opt_state, x)
-        grads = jax.grad(loss_fn)(theirs.params, x)
-        updates, inner = optax.adam(0.1).update(grads, theirs.opt_state)
-        theirs_next = optax.apply_updates(theirs.params, updates)
-        theirs = theirs._replace(params=theirs_next, opt_state=inner)
-        np.testing.assert_allclose(params["w"], theirs.params["w"], rtol=1e-5)
-    assert int(jmp_lite.loss_scale_metrics(opt_state)["skipped_steps"]) == 0
-    assert float(opt_state.loss_scale.loss_scale) > float(loss_scale.loss_scale)
+        params, opt_state = adam_step(params, opt_state, x)
+        our_params, our_state = our_step(our_params, our_state, x)
+        np.testing.assert_allclose(our_params["w"], params["w"], rtol=1e-5)
+    assert int(jmp_lite.loss_scale_metrics(our_state)["skipped_steps"]) == 0
+    assert float(our_state.loss_scale.loss_scale) > float(loss_scale.loss_scale)

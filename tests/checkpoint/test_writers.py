@@ -5,12 +5,12 @@ import platform
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import names
 from etils import epath
 
 from jmp_lite import checkpoint
@@ -18,10 +18,6 @@ from jmp_lite._src.checkpoint import folder as folders
 
 ROOT = Path(__file__).parents[2]
 LIKE = {"x": 0}
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_second_thread_is_told_who_is_saving(tmp_path: Path) -> None:
@@ -42,14 +38,6 @@ def test_a_second_thread_is_told_who_is_saving(tmp_path: Path) -> None:
         assert checkpoint.restore(tmp_path, LIKE).state == {"x": 1}
     checkpoint.save(tmp_path, {"x": 2}, step=2)
     assert names(tmp_path) == ["1", "2", "other"]
-
-
-def test_a_save_that_fails_lets_the_next_one_in(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"x": 5}, step=5)
-    with pytest.raises(ValueError, match="Step 4 is older than step 5"):
-        checkpoint.save(tmp_path, {"x": 4}, step=4)
-    assert names(tmp_path) == ["5"]
-    checkpoint.save(tmp_path, {"x": 6}, step=6)
 
 
 @pytest.fixture
@@ -102,9 +90,7 @@ def test_no_save_that_returned_is_lost(tmp_path: Path) -> None:
             try:
                 checkpoint.save(tmp_path, {"x": step}, step=step, keep=100)
                 saved.add(step)
-            except RuntimeError as error:
-                refused.append(str(error))
-            except ValueError as error:  # another was quicker, with a later step
+            except (RuntimeError, ValueError) as error:
                 refused.append(str(error))
 
     writers = [threading.Thread(target=write, args=(i,)) for i in range(threads)]
@@ -113,6 +99,7 @@ def test_no_save_that_returned_is_lost(tmp_path: Path) -> None:
     for thread in writers:
         thread.join()
     assert saved and len(saved) + len(refused) == threads * saves
+    # Another was saving, or was quicker with a later step.
     assert all("is saving into" in x or "is older than" in x for x in refused)
     assert {int(name) for name in names(tmp_path)} == saved
     for step in saved:
@@ -139,7 +126,5 @@ def test_a_file_system_without_locks_is_told_of(
         patch.setattr(folders.fcntl, "flock", flock)
         with pytest.warns(UserWarning, match=r"Cannot lock .*\.writer .*not supported"):
             checkpoint.save(tmp_path, {"x": 1}, step=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        checkpoint.save(tmp_path, {"x": 2}, step=2)
+    checkpoint.save(tmp_path, {"x": 2}, step=2)  # locks again: a warning is an error
     assert checkpoint.restore(tmp_path, LIKE).state == {"x": 2}

@@ -1,0 +1,29 @@
+"""What the tests of checkpoints share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def names(folder: Path) -> list[str]:
+    """Return the sorted names of what a folder holds."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def over_devices(*axes: Any, count: int = 8) -> NamedSharding:
+    """Return a sharding over so many devices, whose axis is `"data"`."""
+    devices = jax.devices()[:count]
+    mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=devices)
+    return NamedSharding(mesh, P(*axes))
+
+
+def refusal(use: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return the text of the ValueError of a call."""
+    with pytest.raises(ValueError) as error:
+        use(*args, **kwargs)
+    return str(error.value)
