@@ -1,6 +1,7 @@
 """Which policy a module has: by path, else by class, else by the enclosing module."""
 
 import pickle
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -44,72 +45,75 @@ def _of(policy, classes=(), modules=None):
     return {path: str(of.policy.compute_dtype.__name__) for path, of in found.items()}
 
 
+def _starts(policy, classes=()):
+    found = ModulePolicies(policy, classes).resolve(MODULES)
+    return [path for path, of in found.items() if of.is_rule_start]
+
+
 def test_without_rules_every_module_has_the_default():
     found = ModulePolicies("mixed_float16").resolve(MODULES)
     assert found.keys() == MODULES.keys()
     assert {of.policy for of in found.values()} == {get_policy("mixed_float16")}
-    assert not any(of.is_rule_start for of in found.values())
+    assert _starts("mixed_float16") == []
 
 
-def test_a_policy_applies_to_all_modules_inside():
-    policy = PolicyMap("mixed_bfloat16", {"encoder": "full"})
-    assert _of(policy) == {
-        "": "bfloat16",
-        "encoder": "float32",
-        "encoder/dense": "float32",
-        "encoder/norm": "float32",
-        "encoder/deep/er/dense": "float32",
-        "head": "bfloat16",
-    }
-    found = ModulePolicies(policy).resolve(MODULES)
-    assert [path for path, of in found.items() if of.is_rule_start] == ["encoder"]
+F16, BF16, F32 = "float16", "bfloat16", "float32"
 
 
-def test_an_inner_rule_comes_before_an_outer_one():
-    policy = PolicyMap("mixed_bfloat16", {"encoder": "full", "encoder/dense": "half"})
-    of = _of(policy)
-    assert of["encoder"] == of["encoder/norm"] == "float32"
-    assert of["encoder/dense"] == "float16"
+# The default, rules for paths and for classes; the compute dtypes of `MODULES`.
+PRECEDENCE = {
+    "a rule holds for all modules inside": (
+        ("mixed_bfloat16", {"encoder": "full"}, {}),
+        [BF16, F32, F32, F32, F32, BF16],
+    ),
+    "an inner rule comes before an outer one": (
+        ("mixed_bfloat16", {"encoder": "full", "encoder/dense": "half"}, {}),
+        [BF16, F32, F16, F32, F32, BF16],
+    ),
+    "a pattern must match the whole path": (
+        ("full", {".*/dense": "half"}, {}),
+        [F32, F32, F16, F32, F16, F32],
+    ),
+    "the first pattern that matches decides": (
+        ("full", {"encoder/dense": F32, "encoder/.*": BF16, ".*": "half"}, {}),
+        [F16, F16, F32, BF16, BF16, F16],
+    ),
+    "a path comes before a class, a class before the enclosing module": (
+        ("full", {"encoder": BF16, "head": F32}, {_Dense: "half"}),
+        [F32, BF16, F16, BF16, F16, F32],
+    ),
+    "a class stands for its subclasses, and the first one decides": (
+        ("full", {}, {_Layer: "half", _Norm: BF16}),
+        [F32, F32, F16, F16, F16, F16],
+    ),
+    "a subclass may come first": (
+        ("full", {}, {_Norm: BF16, _Layer: "half"}),
+        [F32, F32, F16, BF16, F16, F16],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PRECEDENCE)
+def test_which_rule_a_module_has(case):
+    (default, rules, classes), expected = PRECEDENCE[case]
+    of = _of(PolicyMap(default, rules), classes)
+    assert of == dict(zip(MODULES, expected, strict=True))
 
 
 def test_the_model_itself_is_the_empty_path():
-    of = ModulePolicies(PolicyMap("full", {"": "half"})).resolve(MODULES)
-    assert of[""].is_rule_start
+    policy = PolicyMap("full", {"": "half"})
+    of = ModulePolicies(policy).resolve(MODULES)
     assert {str(m.policy) for m in of.values()} == {"p=f16,c=f16,o=f16"}
+    assert _starts(policy) == [""]
 
 
-def test_a_pattern_must_match_the_whole_path():
-    of = _of(PolicyMap("full", {".*/dense": "half"}))
-    assert [path for path, dtype in of.items() if dtype == "float16"] == [
-        "encoder/dense",
-        "encoder/deep/er/dense",
-    ]
-
-
-def test_the_first_pattern_that_matches_decides():
-    rules = {"encoder/dense": "float32", "encoder/.*": "bfloat16", ".*": "half"}
-    of = _of(PolicyMap("full", rules))
-    assert of["encoder/dense"] == "float32"
-    assert of["encoder/norm"] == "bfloat16"
-    assert of[""] == of["encoder"] == of["head"] == "float16"
-
-
-def test_a_path_comes_before_a_class_and_a_class_before_the_enclosing_module():
-    of = _of(
-        PolicyMap("full", {"encoder": "bfloat16", "head": "float32"}),
-        {_Dense: "half"},
-    )
-    assert of["encoder/norm"] == "bfloat16"
-    assert of["encoder/dense"] == of["encoder/deep/er/dense"] == "float16"
-    assert of["head"] == "float32"
-
-
-def test_a_class_stands_for_its_subclasses_and_the_first_one_decides():
-    assert _of("full", {_Layer: "half"})["encoder/norm"] == "float16"
-    of = _of("full", {_Norm: "bfloat16", _Layer: "half"})
-    assert (of["encoder/norm"], of["head"]) == ("bfloat16", "float16")
-    of = _of(PolicyMap("full", allow_unused=True), {_Layer: "half", _Norm: "bfloat16"})
-    assert of["encoder/norm"] == "float16"
+def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():
+    assert _starts(PolicyMap("mixed_bfloat16", {"encoder": "full"})) == ["encoder"]
+    policy = PolicyMap("full", {"encoder/dense": "float32", "encoder.*": "bfloat16"})
+    classes = {object: "half"}
+    assert _starts(policy, classes) == ["", "encoder", "encoder/dense"]
+    found = ModulePolicies(policy, classes).resolve(MODULES)
+    assert all(of.is_named for of in found.values())
 
 
 def test_the_order_of_the_modules_does_not_matter():
@@ -134,9 +138,10 @@ def test_policies_are_hashable_and_survive_pickling():
 
 def test_a_pattern_that_matches_nothing_names_the_nearest_paths():
     policies = ModulePolicies(PolicyMap("full", {"encoder/dens": "half"}))
-    with pytest.raises(ValueError, match="'encoder/dens' matches no path.*the nearest"):
-        policies.resolve(MODULES)
-    with pytest.raises(ValueError, match=r"nearest are \['encoder/dense'"):
+    with pytest.raises(
+        ValueError,
+        match=r"'encoder/dens' matches no path.*the nearest are \['encoder/dense'",
+    ):
         policies.resolve(MODULES)
 
 
@@ -178,9 +183,8 @@ def test_the_enclosing_module_of_a_path_is_the_innermost():
     assert enclosing_module("a/b/c/kernel", modules) == "a/b/c"
     assert enclosing_module("a/b/kernel", modules) == "a"
     assert enclosing_module("ab/kernel", modules) == ""
-    assert (
-        enclosing_module("a", modules) == ""
-    )  # not itself: a parameter may have that name
+    # Not itself: a parameter may have that name.
+    assert enclosing_module("a", modules) == ""
     assert enclosing_module("b/kernel", {"a": 1}) is None
 
 
@@ -188,46 +192,22 @@ def test_the_enclosing_module_of_a_path_is_the_innermost():
     ("path", "own", "expected"),
     [
         ("encoder", None, "path 'encoder.*'"),
-        (
-            "encoder/dense",
-            jnp.float32,
-            "path 'encoder.*', overriding its own dtype=full",
-        ),
-        (
-            "encoder/deep",
-            jnp.bfloat16,
-            "path 'encoder.*', overriding its own dtype=bf16",
-        ),
+        ("encoder/dense", "f32", "path 'encoder.*', overriding its own dtype=full"),
+        ("encoder/deep", "bf16", "path 'encoder.*', overriding its own dtype=bf16"),
         ("head", None, "class _Dense"),
         ("head/inner", None, "the enclosing module"),
-        (
-            "head/inner",
-            jnp.float32,
-            "the enclosing module, overriding its own dtype=full",
-        ),
+        ("head/inner", "f32", "the enclosing module, overriding its own dtype=full"),
         ("other", None, "the enclosing module"),
-        ("other", jnp.float32, "its own dtype=full"),
+        ("other", "f32", "its own dtype=full"),
         ("", None, "the default"),
     ],
 )
 def test_why_says_what_decided(path, own, expected):
-    policies = ModulePolicies(
-        PolicyMap("full", {"encoder.*": "half"}), {_Dense: "half"}
-    )
+    rules = PolicyMap("full", {"encoder.*": "half"})
+    policies = ModulePolicies(rules, {_Dense: "half"})
+    own = {"f32": jnp.float32, "bf16": jnp.bfloat16}.get(own)
     modules = MODULES | {"encoder/deep": object, "head/inner": object, "other": object}
     assert policies.resolve(modules, {path: own})[path].why(path) == expected
-
-
-def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():
-    rules = {"encoder/dense": "float32", "encoder.*": "bfloat16"}
-    policies = ModulePolicies(PolicyMap("full", rules), {object: "half"})
-    found = policies.resolve(MODULES)
-    assert [path for path, of in found.items() if of.is_rule_start] == [
-        "",
-        "encoder",
-        "encoder/dense",
-    ]
-    assert all(of.is_named for of in found.values())
 
 
 def test_the_default_alone_keeps_what_an_author_set_from_half():
@@ -256,19 +236,9 @@ def test_the_warning_names_some_of_many():
 
 
 def test_a_field_called_dtype_may_be_something_else():
-    class Module:
-        dtype = None
-
-    module = Module()
-    for dtype, expected in [
-        (None, None),
-        ("bfloat16", "bfloat16"),
-        (_Dense(), None),
-        ("a name", None),
-    ]:
-        module.dtype = dtype
-        found = own_dtype(module)
-        assert (found and found.__name__) == expected
+    assert own_dtype(types.SimpleNamespace(dtype="bfloat16")) is jnp.bfloat16.dtype.type
+    for dtype in (None, _Dense(), "a name"):
+        assert own_dtype(types.SimpleNamespace(dtype=dtype)) is None
     assert own_dtype(object()) is None
 
 

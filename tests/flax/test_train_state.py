@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optimizers import NEED_LOSS, bits_without_scale
 from train_states import (
@@ -213,6 +214,32 @@ def test_the_average_is_that_of_a_float64_reference(flax):
         np.testing.assert_allclose(ema, expected, rtol=1e-6)
     assert not np.allclose(expected, flax.kernel(state.params), rtol=1e-3)
     assert flax.create().ema is None
+
+
+@pytest.mark.parametrize(
+    ("flax", "streams"),
+    [(Linen, ("rng",)), (Nnx, nnx.RngState), (Nnx, [nnx.RngCount, nnx.RngKey])],
+)
+def test_which_state_a_skipped_step_updates_is_chosen(flax, streams):
+    state = flax.create(update_on_skip=streams)
+    skipped = flax.apply(state, *NOT_FINITE["gradients"])
+    moved = bitwise.raw_bits(flax.streams(skipped))
+    assert moved != bitwise.raw_bits(flax.streams(state))
+    # All else stays. Without `update_on_skip`, so do the streams: see above.
+    skipped = flax.with_streams_of(skipped, state)
+    assert bits_without_scale(skipped) == bits_without_scale(state)
+
+
+@pytest.mark.parametrize(
+    ("flax", "statistics"), [(Linen, ("batch_stats",)), (Nnx, nnx.BatchStat)]
+)
+def test_state_that_is_always_updated_skips_no_step(flax, statistics):
+    """Otherwise an infinity in it would skip every later step."""
+    state = flax.create(update_on_skip=statistics)
+    for n in range(3):
+        state = flax.apply(state, *NOT_FINITE["batch statistics"])
+        assert not jmp_lite.all_finite(flax.batch_stats(state))
+        assert int(state.step) == n + 1
 
 
 # In a program.

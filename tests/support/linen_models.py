@@ -1,4 +1,7 @@
-"""Models under policies, for the tests of linen: keys, inputs, dtypes of products."""
+"""Models of linen under policies, and what a call of them computes.
+
+The functions here have the same names as those of `nnx_models`, for tests of both.
+"""
 
 import functools
 from typing import Any
@@ -7,20 +10,72 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jaxprs
-import numpy as np
 from flax import struct
+from flax_inputs import dtypes
+
+from jmp_lite.linen import with_policy as with_policy
 
 KEY = jax.random.key(0)
 KEYS = {"params": KEY, "dropout": KEY}
-HALVES = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
+# Of `apply`: a training step draws dropout and updates statistics.
+TRAINING: Any = {"rngs": {"dropout": KEY}, "mutable": ["batch_stats"]}
+Module = nn.Module
 
 
-def normal(*shape: int) -> jax.Array:
-    """Return numbers around 0."""
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+def make(cls: Any, **fields: Any) -> Any:
+    """Return a model."""
+    return cls(**fields)
 
 
-X = normal(2, 6, 4)
+def init(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the variables of a model."""
+    return jax.jit(lambda: model.init(KEYS, *args, **kwargs))()
+
+
+def shapes(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the shapes of the variables of a model."""
+    return jax.eval_shape(lambda: model.init(KEYS, *args, **kwargs))
+
+
+def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a call as a function of the variables, to an output and statistics."""
+    return lambda variables: model.apply(variables, *args, **kwargs, **TRAINING)
+
+
+def trace(model: Any, *args: Any) -> Any:
+    """Return the jaxpr of a call."""
+    return jaxprs.trace(call(model, *args), shapes(model, *args))
+
+
+def all_products(model: Any, *args: Any) -> list[tuple[str, ...]]:
+    """Return the dtypes of operands and result of each product of a call."""
+    return jaxprs.dtypes_of_products(call(model, *args), shapes(model, *args))
+
+
+def products(model: Any, *args: Any) -> set[tuple[str, ...]]:
+    """Return `all_products`, without repetitions."""
+    return set(all_products(model, *args))
+
+
+def param_dtypes(model: Any, *args: Any) -> set[str]:
+    """Return the dtypes that parameters are stored in."""
+    return dtypes(shapes(model, *args)["params"])
+
+
+def grad_dtypes(model: Any, *args: Any) -> set[str]:
+    """Return the dtypes of gradients for the parameters."""
+    fun = jax.grad(lambda variables: model.apply(variables, *args).sum())
+    return dtypes(jax.eval_shape(fun, shapes(model, *args)))
+
+
+def output(model: Any, *args: Any) -> Any:
+    """Return the shape and dtype of what a model returns."""
+    return jax.eval_shape(call(model, *args), shapes(model, *args))[0]
+
+
+def explain(model: Any, *args: Any) -> Any:
+    """Return what `explain` says of a call."""
+    return model.explain(shapes(model, *args), *args, **TRAINING)
 
 
 class Mlp(nn.Module):
@@ -43,30 +98,34 @@ class Deep(nn.Module):
         return nn.Dense(2, name="head")(x)
 
 
-def init(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the variables of a model."""
-    return jax.jit(lambda: model.init(KEYS, *args, **kwargs))()
+class Custom(nn.Module):
+    """Not a layer of flax: its parameters and inputs are cast to the compute dtype."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 3))
+        table = self.param("table", lambda key: {"a": jnp.ones(3), "n": jnp.arange(3)})
+        return (x @ w) * table["a"] + table["n"].astype(x.dtype)
 
 
-def shapes(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the shapes of the variables of a model."""
-    return jax.eval_shape(lambda: model.init(KEYS, *args, **kwargs))
+class Block(nn.Module):
+    """A residual layer, for scan and jit."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, carry, _=None):
+        y = nn.Dense(4, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(carry))
+        return carry + y.astype(carry.dtype), None
 
 
-def products(model: Any, *args: Any, **kwargs: Any) -> set[tuple[str, ...]]:
-    """Return the dtypes of operands and results of all products of a call."""
-    rngs = {"dropout": KEY}
-    return set(
-        jaxprs.dtypes_of_products(
-            lambda variables: model.apply(variables, *args, rngs=rngs, **kwargs),
-            shapes(model, *args, **kwargs),
-        )
-    )
+# Of nn.scan and nn.vmap: each layer has parameters of its own.
+EACH_ITS_OWN: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
 
 
-def dtypes(tree: Any) -> set[str]:
-    """Return the dtypes of a tree."""
-    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
+def scanned(**options: Any) -> Any:
+    """Return three blocks under scan and remat."""
+    return nn.scan(nn.remat(Block), length=3, **EACH_ITS_OWN)(**options)
 
 
 # Models whose authors wrote `dtype: Any = jnp.float32`, as flax's examples and
@@ -78,19 +137,10 @@ class ResidualBlock(nn.Module):
 
     conv: Any
     norm: Any
-    filters: int
 
     @nn.compact
     def __call__(self, x):
-        y = nn.relu(self.norm()(self.conv(self.filters, (3,))(x)))
-        y = self.norm(scale_init=nn.initializers.zeros_init())(
-            self.conv(self.filters, (3,))(y)
-        )
-        if x.shape != y.shape:
-            x = self.norm(name="norm_proj")(
-                self.conv(self.filters, (1,), name="conv_proj")(x)
-            )
-        return nn.relu(x + y)
+        return nn.relu(x + self.norm()(self.conv(4, (3,))(x)))
 
 
 class ResNet(nn.Module):
@@ -105,8 +155,7 @@ class ResNet(nn.Module):
             nn.BatchNorm, use_running_average=not train, dtype=self.dtype
         )
         x = nn.relu(norm(name="norm_init")(conv(4, (3,), name="conv_init")(x)))
-        for filters in (4, 8):
-            x = ResidualBlock(conv, norm, filters)(x)
+        x = ResidualBlock(conv, norm)(x)
         x = nn.Dense(3, dtype=self.dtype)(x.mean(axis=1))
         return jnp.asarray(x, self.dtype)
 
@@ -116,7 +165,6 @@ class Config:
     """The settings of a `Transformer`."""
 
     dtype: Any = jnp.float32
-    layers: int = 2
     tied: bool = False
 
 
@@ -156,7 +204,7 @@ class Transformer(nn.Module):
         config = self.config
         embed = nn.Embed(16, 8, name="embed")
         x = Positions(config, name="positions")(embed(tokens)).astype(config.dtype)
-        for layer in range(config.layers):
+        for layer in range(2):
             x = TransformerBlock(config, name=f"block_{layer}")(x)
         x = nn.LayerNorm(dtype=config.dtype)(x)
         if config.tied:
@@ -185,22 +233,6 @@ class BertSelfAttention(nn.Module):
         return jnp.einsum("...hqk,...khd->...qhd", weights, v).reshape(x.shape)
 
 
-class BertLayer(nn.Module):
-    """Attention, an intermediate layer, an output layer."""
-
-    dtype: Any = jnp.float32
-
-    def setup(self):
-        self.attention = BertSelfAttention(dtype=self.dtype)
-        self.intermediate = nn.Dense(16, dtype=self.dtype)
-        self.output = nn.Dense(8, dtype=self.dtype)
-        self.norm = nn.LayerNorm(dtype=self.dtype)
-
-    def __call__(self, x):
-        x = x + self.attention(x)
-        return self.norm(x + self.output(nn.gelu(self.intermediate(x))))
-
-
 class Bert(nn.Module):
     """As transformers' Flax models: a field of every module, in setup."""
 
@@ -209,11 +241,11 @@ class Bert(nn.Module):
     def setup(self):
         self.embed = nn.Embed(16, 8, dtype=self.dtype)
         self.norm = nn.LayerNorm(dtype=self.dtype)
-        self.layers = [BertLayer(dtype=self.dtype)]
+        self.layers = [BertSelfAttention(dtype=self.dtype)]
         self.pooler = nn.Dense(8, dtype=self.dtype)
 
     def __call__(self, tokens):
         x = self.norm(self.embed(tokens))
         for layer in self.layers:
-            x = layer(x)
+            x = x + layer(x)
         return jnp.tanh(self.pooler(x[:, 0]))

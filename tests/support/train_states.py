@@ -3,6 +3,7 @@
 Each model has a norm and a dropout between two layers, under a float16 policy.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -143,6 +144,19 @@ class Linen:
         """Return the kernel of the first layer."""
         return params["Dense_0"]["kernel"]
 
+    @staticmethod
+    def batch_stats(state: Any) -> Any:
+        return state.batch_stats
+
+    @staticmethod
+    def streams(state: Any) -> Any:
+        """Return the random streams."""
+        return state.rng
+
+    @staticmethod
+    def with_streams_of(state: Any, other: Any) -> Any:
+        return state.replace(rng=other.rng)
+
 
 class NnxNet(nnx.Module):
     def __init__(self, rngs):
@@ -221,6 +235,20 @@ class Nnx:
     def kernel(params: Any) -> Any:
         """Return the kernel of the first layer."""
         return params["model"]["first"]["kernel"][...]
+
+    @staticmethod
+    def batch_stats(state: Any) -> Any:
+        return nnx.filter_state(state.other_state, nnx.BatchStat)
+
+    @staticmethod
+    def streams(state: Any) -> Any:
+        """Return the random streams."""
+        return nnx.filter_state(state.other_state, nnx.RngState)
+
+    @classmethod
+    def with_streams_of(cls, state: Any, other: Any) -> Any:
+        other_state = nnx.merge_state(state.other_state, cls.streams(other))
+        return dataclasses.replace(state, other_state=other_state)
 
 
 def run_with_an_overflow(state: Any, step: Any) -> Any:

@@ -6,20 +6,23 @@ import bitwise
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
-import optax
 import pytest
 from flax.core import freeze
+from flax_inputs import X, dtypes
 from linen_models import (
-    HALVES,
+    EACH_ITS_OWN,
     KEY,
+    Block,
     Deep,
     Mlp,
-    X,
-    dtypes,
+    all_products,
+    explain,
+    grad_dtypes,
     init,
+    output,
     products,
+    scanned,
     shapes,
 )
 
@@ -28,9 +31,6 @@ from jmp_lite.linen import with_policy
 
 # flax's layers promote: a half-precision input meets float32 statistics.
 pytestmark = pytest.mark.standard_promotion
-
-in_both_halves = pytest.mark.parametrize("half", HALVES)
-
 
 # What a model is made of.
 
@@ -53,9 +53,8 @@ class Setup(nn.Module):
 
 def test_setup_style_and_shared_modules():
     model = with_policy(Setup(), PolicyMap("mixed_float16", {"named_head": "full"}))
-    variables = shapes(model, X)
-    rows = {row.path: row.compute for row in model.explain(variables, X).rows}
-    assert rows == {
+    computes = {row.path: row.compute for row in explain(model, X).rows}
+    assert computes == {
         "": "f16",
         "shared": "f16",
         "many_0": "f16",
@@ -63,12 +62,8 @@ def test_setup_style_and_shared_modules():
         "named_head": "full",
     }
     half, full = ("float16",) * 3, ("float32",) * 3
-    assert jaxprs.dtypes_of_products(lambda v: model.apply(v, X), variables) == [
-        half,  # shared
-        half,  # many_0
-        half,  # shared, again
-        full,  # named_head
-    ]
+    # shared, many_0, shared again, named_head
+    assert all_products(model, X) == [half, half, half, full]
 
 
 @pytest.mark.parametrize(
@@ -101,31 +96,17 @@ def test_a_shared_scope():
     assert products(model, X) == {("float16",) * 3}
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, carry, _=None):
-        return carry + nn.Dense(4)(nn.LayerNorm()(carry)), None
-
-
-class Scanned(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        scan = nn.scan(
-            nn.remat(Block),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=3,
-        )
-        return scan(name="blocks")(x, None)[0]
-
-
 def test_layers_under_scan_and_remat():
-    model = with_policy(Scanned(), "mixed_float16")
-    variables = shapes(model, X)
-    assert variables["params"]["blocks"]["Dense_0"]["kernel"].shape == (3, 4, 4)
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return scanned(name="blocks")(x, None)[0]
+
+    model = with_policy(Model(), "mixed_float16")
+    kernel = shapes(model, X)["params"]["blocks"]["Dense_0"]["kernel"]
+    assert kernel.shape == (3, 4, 4)
     assert products(model, X) == {("float16",) * 3}
-    grads = jax.eval_shape(jax.grad(lambda v: model.apply(v, X).sum()), variables)
-    assert dtypes(grads) == {"float32"}
+    assert grad_dtypes(model, X) == {"float32"}
 
 
 def test_a_loop_whose_carry_changes_its_dtype_needs_a_rule_for_its_body():
@@ -137,13 +118,12 @@ def test_a_loop_whose_carry_changes_its_dtype_needs_a_rule_for_its_body():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            axes: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-            return nn.scan(Body, length=2, **axes)(name="body")(x, None)[0]
+            scan = nn.scan(Body, length=2, **EACH_ITS_OWN)
+            return scan(name="body")(x, None)[0]
 
     model = with_policy(Model(), "mixed_float16")
-    variables = shapes(model, X)
     with pytest.raises(TypeError, match="carry"):
-        jax.eval_shape(model.apply, variables, X)
+        output(model, X)
     policy = PolicyMap("mixed_float16", {"body": "mixed_float16"})
     assert products(with_policy(Model(), policy), X) == {("float16",) * 3}
 
@@ -152,10 +132,7 @@ def test_layers_under_vmap_cond_and_while():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            vmap = nn.vmap(
-                nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}
-            )
-            x = vmap(4, name="each")(x)
+            x = nn.vmap(nn.Dense, **EACH_ITS_OWN)(4, name="each")(x)
             one, two = nn.Dense(4, name="one"), nn.Dense(4, name="two")
             if self.is_initializing():
                 return two(one(x))
@@ -170,8 +147,7 @@ def test_layers_under_vmap_cond_and_while():
     model = with_policy(Model(), "mixed_bfloat16")
     variables = shapes(model, X)
     assert variables["params"]["each"]["kernel"].shape == (2, 4, 4)
-    found = jaxprs.dtypes_of_products(lambda v: model.apply(v, X), variables)
-    assert found == [("bfloat16",) * 3] * 4
+    assert all_products(model, X) == [("bfloat16",) * 3] * 4
 
 
 JitBlock = nn.jit(Block)  # at the top, where one trace would serve every caller
@@ -191,14 +167,10 @@ def test_what_nn_jit_has_traced_is_not_taken_for_another_policy():
         dtype = jnp.dtype(get_policy(policy).compute_dtype).name
         for _ in range(2):
             assert products(model, X) == {(dtype,) * 3}
-        explanation = model.explain(shapes(model, X), X)
-        assert len(explanation["first/Dense_0"].output) == 1
+        assert len(explain(model, X)["first/Dense_0"].output) == 1
     policy = PolicyMap("mixed_float16", {"first/Dense_0": "full"})
     assert ("float32",) * 3 in products(with_policy(Jitted(), policy), X)
-    plain = jaxprs.dtypes_of_products(
-        lambda v: Jitted().apply(v, X), shapes(Jitted(), X)
-    )
-    assert set(plain) == {("float32",) * 3}
+    assert products(Jitted(), X) == {("float32",) * 3}
 
 
 # Collections, streams, transformations.
@@ -268,25 +240,12 @@ def test_dropout_drops_what_it_drops_without_a_policy():
     np.testing.assert_array_equal(dropped, expected)
 
 
-def test_intermediates_are_captured():
-    model = with_policy(Deep(), "mixed_float16")
-    _, state = model.apply(
-        init(model, X), X, capture_intermediates=True, mutable=["intermediates"]
-    )
-    found = {
-        path: leaf[0].dtype
-        for path, leaf in {
-            "first": state["intermediates"]["body"]["first"]["__call__"],
-            "": state["intermediates"]["__call__"],
-        }.items()
-    }
-    assert found == {"first": jnp.float16, "": jnp.float32}
-
-
 def test_lazy_init_and_shapes():
     model = with_policy(Deep(), PolicyMap("full", {"head": "half"}))
     variables = model.lazy_init(KEY, jax.ShapeDtypeStruct(X.shape, X.dtype))
     assert bitwise.raw_bits(variables) == bitwise.raw_bits(model.init(KEY, X))
+    assert dtypes(variables["params"]["head"]) == {"float16"}
+    assert dtypes(variables["params"]["body"]) == {"float32"}
     shapes = jax.eval_shape(model.init, KEY, X)
     assert bitwise.avals(variables) == bitwise.avals(jax.jit(model.init)(KEY, X))
     out = jax.eval_shape(model.apply, shapes, X)
@@ -330,24 +289,3 @@ def test_variables_may_be_used_outside_of_a_policy_and_the_module_stays():
     assert model.module is module
     assert module == Deep()
     assert bitwise.raw_bits(module.apply(variables, X)) == bitwise.raw_bits(expected)
-
-
-def test_a_model_that_trains():
-    model = with_policy(Deep(), "mixed_bfloat16")
-    variables = init(model, X)
-    tx = optax.sgd(0.1)
-
-    @jax.jit
-    def step(variables, state):
-        def loss(variables):
-            return jnp.mean((model.apply(variables, X) - 1) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(variables)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(variables, updates), state, value
-
-    state, losses = tx.init(variables), []
-    for _ in range(20):
-        variables, state, value = step(variables, state)
-        losses.append(float(value))
-    assert losses[-1] < losses[0] / 10

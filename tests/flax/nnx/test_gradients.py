@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax_inputs import dtypes, normal, under_policies
+from nnx_models import params_of
 
 import jmp_lite.nnx
 from jmp_lite import (
@@ -23,13 +25,10 @@ from jmp_lite import (
     scaled_value_and_grad,
 )
 
-pytestmark = [
-    pytest.mark.standard_promotion,  # flax's layers promote
-    pytest.mark.one_of("half"),
-]
+pytestmark = under_policies
 
 SCALE = 1024.0
-X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+X = normal(8, 4)
 
 
 class Model(nnx.Module):
@@ -64,11 +63,13 @@ def state_of(model: Any) -> Any:
     return bitwise.raw_bits(nnx.state(model))
 
 
-def times_scale(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x * SCALE, tree)
+def assert_is_scaled(grads: Any, expected: Any) -> None:
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    scaled = jax.tree.map(lambda x: x * SCALE, expected)
+    chex.assert_trees_all_close(grads, scaled, rtol=1e-6)
 
 
-nnx_value_and_grad: Any = {
+of_nnx: Any = {
     "loss_scale": StaticLossScale(SCALE),
     "value_and_grad": nnx.value_and_grad,
 }
@@ -79,18 +80,18 @@ def test_all_is_that_of_nnx_value_and_grad_times_the_scale(half):
     """Values, aux, gradients; statistics and random streams of the model."""
     ours, plain = make(half), make(half)
     for _ in range(2):
-        (value, aux), grads = scaled_value_and_grad(
-            loss, has_aux=True, **nnx_value_and_grad
-        )(ours, X)
-        (expected_value, expected_aux), expected = nnx.value_and_grad(
-            loss, has_aux=True
-        )(plain, X)
+        (value, aux), grads = scaled_value_and_grad(loss, has_aux=True, **of_nnx)(
+            ours, X
+        )
+        expected_value_and_aux, expected = nnx.value_and_grad(loss, has_aux=True)(
+            plain, X
+        )
         assert value.dtype == jnp.float32
         assert bitwise.raw_bits((value, aux)) == bitwise.raw_bits(
-            (expected_value, expected_aux)
+            expected_value_and_aux
         )
         assert isinstance(grads, nnx.State)
-        chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+        assert_is_scaled(grads, expected)
         assert state_of(ours) == state_of(plain)
     norm = (ours if half is None else ours.model).norm
     assert bool(norm.mean[...].any())
@@ -98,78 +99,64 @@ def test_all_is_that_of_nnx_value_and_grad_times_the_scale(half):
 
 def test_without_aux_and_with_keywords():
     ours, plain = make(), make()
-    value, grads = scaled_value_and_grad(loss_alone, **nnx_value_and_grad)(
-        ours, x=X, power=4
-    )
+    value, grads = scaled_value_and_grad(loss_alone, **of_nnx)(ours, x=X, power=4)
     expected_value, expected = nnx.value_and_grad(loss_alone)(plain, x=X, power=4)
     assert float(value) == float(expected_value)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    assert_is_scaled(grads, expected)
     assert state_of(ours) == state_of(plain)
 
 
 def test_scaled_grad_is_the_second_half():
     ours, plain = make(), make()
-    grads, aux = scaled_grad(loss, has_aux=True, **nnx_value_and_grad)(ours, X)
+    grads, aux = scaled_grad(loss, has_aux=True, **of_nnx)(ours, X)
     expected, expected_aux = nnx.grad(loss, has_aux=True)(plain, X)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    assert_is_scaled(grads, expected)
     assert bitwise.raw_bits(aux) == bitwise.raw_bits(expected_aux)
     assert state_of(ours) == state_of(plain)
-    grads = scaled_grad(loss_alone, **nnx_value_and_grad)(make(), X)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    assert_is_scaled(scaled_grad(loss_alone, **of_nnx)(make(), X), expected)
+
+
+def loss_of_two(first, second, x):
+    return loss_alone(first, x) + loss_alone(second, x)
 
 
 @pytest.mark.parametrize(
-    "argnums",
+    ("fun", "argnums"),
     [
-        1,
-        (0, 1),
-        nnx.DiffState(0, nnx.PathContains("last")),
-        (1, nnx.DiffState(0, nnx.Param)),
+        (loss_alone, 1),
+        (loss_alone, (0, 1)),
+        (loss_alone, nnx.DiffState(0, nnx.PathContains("last"))),
+        (loss_alone, (1, nnx.DiffState(0, nnx.Param))),
+        (loss_of_two, (0, 1)),
     ],
-    ids=str,
+    ids=["x", "model and x", "a part", "x and parameters", "two models"],
 )
-def test_argnums_are_those_of_nnx(argnums):
-    ours, plain = make(), make()
-    grads = scaled_grad(loss_alone, argnums=argnums, **nnx_value_and_grad)(ours, X)
-    expected = nnx.grad(loss_alone, argnums=argnums)(plain, X)
-    assert jax.tree.structure(grads) == jax.tree.structure(expected)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
-
-
-def test_two_models_in_one_loss():
-    def both(first, second, x):
-        return loss_alone(first, x) + loss_alone(second, x)
-
-    ours, plain = (make(), make()), (make(), make())
-    grads = scaled_grad(both, argnums=(0, 1), **nnx_value_and_grad)(*ours, X)
-    expected = nnx.grad(both, argnums=(0, 1))(*plain, X)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
-    assert state_of(ours[1]) == state_of(plain[1])
+def test_argnums_are_those_of_nnx(fun, argnums):
+    models = 2 if fun is loss_of_two else 1
+    ours, plain = ([make() for _ in range(models)] for _ in range(2))
+    grads = scaled_grad(fun, argnums=argnums, **of_nnx)(*ours, X)
+    assert_is_scaled(grads, nnx.grad(fun, argnums=argnums)(*plain, X))
+    assert list(map(state_of, ours)) == list(map(state_of, plain))
 
 
 def test_a_half_loss_is_reported_in_float32():
     def half_loss(model, x):
         return loss_alone(model, x).astype(jnp.float16)
 
-    value, grads = scaled_value_and_grad(half_loss, **nnx_value_and_grad)(make(), X)
+    value, grads = scaled_value_and_grad(half_loss, **of_nnx)(make(), X)
     assert value.dtype == jnp.float32
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
+    assert dtypes(grads) == {"float32"}
 
 
 # With nnx.Optimizer.
 
 
-def make_step(traces: list[int] | None = None) -> Any:
+def make_step(traces: list[int]) -> Any:
     @nnx.jit
     def step(model, optimizer, x):
-        if traces is not None:
-            traces.append(1)
-        fun = scaled_value_and_grad(
-            loss_alone,
-            loss_scale=optimizer.opt_state,
-            value_and_grad=nnx.value_and_grad,
-        )
-        value, grads = fun(model, x)
+        traces.append(1)
+        options: Any = of_nnx | {"loss_scale": optimizer.opt_state}
+        value, grads = scaled_value_and_grad(loss_alone, **options)(model, x)
         optimizer.update(model, grads, value=value)
         return value
 
@@ -203,17 +190,15 @@ def test_a_train_step_with_nnx_optimizer(half):
 def test_a_skipped_step_keeps_the_parameters_but_not_the_state_of_the_model():
     """What docs/flax.md says of nnx.Optimizer, and TrainState does better."""
     model = make("float16")
-    optimizer, step = optimizer_of(model), make_step()
+    optimizer, step = optimizer_of(model), make_step([])
     step(model, optimizer, X)
-    before = bitwise.raw_bits(nnx.state(model, nnx.Param))
+    before = bitwise.raw_bits(params_of(model))
     moments = bitwise.raw_bits(optimizer.opt_state.inner_state)
     step(model, optimizer, 1e6 * X)
-    assert bitwise.raw_bits(nnx.state(model, nnx.Param)) == before
+    assert bitwise.raw_bits(params_of(model)) == before
     assert bitwise.raw_bits(optimizer.opt_state.inner_state) == moments
-    found = {
-        name: x.item() for name, x in loss_scale_metrics(optimizer.opt_state).items()
-    }
-    assert (found["skipped_steps"], found["last_finite"]) == (1, False)
+    metrics = loss_scale_metrics(optimizer.opt_state)
+    assert (int(metrics["skipped_steps"]), bool(metrics["last_finite"])) == (1, False)
     assert int(optimizer.step[...]) == 2
     assert not bool(jnp.isfinite(model.model.norm.mean[...]).all())
 
@@ -223,14 +208,12 @@ def test_the_loss_scale_of_an_optimizer_is_made_of_arrays():
     optimizer = optimizer_of(make())
     for tree in (optimizer.opt_state, optimizer, {"opt": (optimizer, None)}):
         loss_scale = get_loss_scale(tree)
-        assert jax.tree.structure(loss_scale) == jax.tree.structure(
-            DynamicLossScale(period=3)
-        )
+        expected = DynamicLossScale(period=3)
+        assert jax.tree.structure(loss_scale) == jax.tree.structure(expected)
         assert isinstance(loss_scale.loss_scale, jax.Array)
         assert float(loss_scale.adjust(False).loss_scale) == 2.0**9
-    static = nnx.Optimizer(
-        make(), scale_aware(optax.sgd(0.1), StaticLossScale(8.0)), wrt=nnx.Param
-    )
+    tx = scale_aware(optax.sgd(0.1), StaticLossScale(8.0))
+    static = nnx.Optimizer(make(), tx, wrt=nnx.Param)
     assert get_loss_scale(static.opt_state).loss_scale == 8.0
 
 
@@ -276,9 +259,8 @@ def test_states_of_modules_are_differentiated_by_jax():
     def pure(params):
         return loss_alone(nnx.merge(graphdef, params, rest, copy=True), X)
 
-    value, grads = scaled_value_and_grad(pure, loss_scale=StaticLossScale(SCALE))(
-        params
-    )
+    fun = scaled_value_and_grad(pure, loss_scale=StaticLossScale(SCALE))
+    value, grads = fun(params)
     expected_value, expected = jax.value_and_grad(pure)(params)
     assert float(value) == float(expected_value)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    assert_is_scaled(grads, expected)
