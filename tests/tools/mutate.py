@@ -75,6 +75,7 @@ GROUPS = {
         (
             "tests/test_policy*.py",
             "tests/flax/test_module_policies.py",
+            "tests/flax/test_policies.py",
             "tests/flax/linen/test_modules.py",
         ),
     ),
