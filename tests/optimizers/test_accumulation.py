@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mlps import POLICIES
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, NoOpLossScale, scale_aware
@@ -20,11 +21,7 @@ from jmp_lite import DynamicLossScale, NoOpLossScale, scale_aware
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("dtype")]
 
-_POLICIES = {
-    "float32": jmp_lite.get_policy("float32"),
-    "float16": jmp_lite.get_policy("p=f32,c=f16,o=f32"),
-}
-over_dtypes = pytest.mark.parametrize("dtype", _POLICIES)
+over_dtypes = pytest.mark.parametrize("dtype", ["float32", "float16"])
 
 
 def _params() -> Any:
@@ -68,7 +65,7 @@ def _multi_steps_runner(dtype, loss_scale):
     """Return a function that trains on a stream, and always in the same program."""
     inner = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=3)
     tx: Any = scale_aware(inner, loss_scale)
-    fun = functools.partial(_loss, _POLICIES[dtype])
+    fun = functools.partial(_loss, POLICIES[dtype])
 
     @jax.jit
     def step(params, state, batch):
@@ -99,9 +96,8 @@ def test_with_multi_steps_a_run_is_that_without_its_bad_microbatches(dtype, bad)
     params, state, scales = train(stream)
     expected, expected_state, expected_scales = train(good)
 
-    assert bitwise.raw_bits(params) == bitwise.raw_bits(expected)
-    inner_states = state.inner_state, expected_state.inner_state
-    assert bitwise.raw_bits(inner_states[0]) == bitwise.raw_bits(inner_states[1])
+    bitwise.assert_same(params, expected)
+    bitwise.assert_same(state.inner_state, expected_state.inner_state)
     assert int(state.inner_state.gradient_step) == 3
     assert int(state.skipped_steps) == 5
     # Windows of several scales, and not the same ones.
@@ -139,7 +135,7 @@ def _accumulate(policy, params, loss_scale, batches):
 def _scanned_step(dtype):
     def step(params, state, loss_scale, batches):
         grads, _, loss_scale, scales = _accumulate(
-            _POLICIES[dtype], params, loss_scale, batches
+            POLICIES[dtype], params, loss_scale, batches
         )
         updates, state = _TX.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss_scale, scales
@@ -156,12 +152,10 @@ def _first(loss_scale):
 def test_accumulated_gradients_are_those_of_the_whole_batch(dtype):
     batches = _microbatches(8)
     whole = {"x": jnp.concatenate([b["x"] for b in batches]), "factor": jnp.float32(1)}
-    expected = jax.grad(functools.partial(_loss, _POLICIES["float32"]))(
-        _params(), whole
-    )
+    expected = jax.grad(functools.partial(_loss, POLICIES["float32"]))(_params(), whole)
     loss_scale = DynamicLossScale(2.0**10, period=2)
     grads, count, _, _ = _accumulate(
-        _POLICIES[dtype], _params(), loss_scale, _stack(batches)
+        POLICIES[dtype], _params(), loss_scale, _stack(batches)
     )
     assert float(count) == 8
     rtol = {"float32": 1e-5, "float16": 2**-8}[dtype]
@@ -177,7 +171,7 @@ def test_a_scale_that_changes_at_each_microbatch_changes_nothing(dtype):
     grown = step(*_first(DynamicLossScale(2.0**8, period=1)), batches)
     assert [float(s) for s in fixed[3].loss_scale] == [2.0**8] * 5
     assert [float(s) for s in grown[3].loss_scale] == [2.0**n for n in range(8, 13)]
-    assert bitwise.raw_bits(grown[:2]) == bitwise.raw_bits(fixed[:2])
+    bitwise.assert_same(grown[:2], fixed[:2])
 
 
 @pytest.mark.one_of("bad")
@@ -190,8 +184,8 @@ def test_a_bad_microbatch_in_a_scan_is_as_if_not_there(dtype, bad):
     params, state, loss_scale, scales = step(*first, _stack(batches))
     expected, expected_state, _, _ = step(*first, _stack(good))
 
-    assert bitwise.raw_bits(params) == bitwise.raw_bits(expected)
-    assert bitwise.raw_bits(state) == bitwise.raw_bits(expected_state)
+    bitwise.assert_same(params, expected)
+    bitwise.assert_same(state, expected_state)
     seen = [float(s) for s in (*scales.loss_scale, loss_scale.loss_scale)]
     assert np.log2(seen).tolist() == [10, 9, 9, 10, 9, 9, 10]
 
@@ -202,9 +196,8 @@ def test_a_window_with_nothing_finite_is_no_step():
     after, skipped, loss_scale, _ = _scanned_step("float16")(
         params, state, loss_scale, _stack(batches)
     )
-    assert bitwise.raw_bits(after) == bitwise.raw_bits(params)
-    inner_states = skipped.inner_state, state.inner_state
-    assert bitwise.raw_bits(inner_states[0]) == bitwise.raw_bits(inner_states[1])
+    bitwise.assert_same(after, params)
+    bitwise.assert_same(skipped.inner_state, state.inner_state)
     assert int(skipped.skipped_steps) == 1
     assert float(loss_scale.loss_scale) == 2.0**7
 
@@ -230,7 +223,7 @@ def test_scaled_gradients_summed_in_one_scan_lose_the_step_with_one_microbatch()
     # The short way, as torch and apex have it: one scale for the window.
     tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(2.0**10))
     params = _params()
-    fun = functools.partial(_loss, _POLICIES["float16"])
+    fun = functools.partial(_loss, POLICIES["float16"])
 
     @jax.jit
     def step(params, state, batches):
@@ -247,7 +240,7 @@ def test_scaled_gradients_summed_in_one_scan_lose_the_step_with_one_microbatch()
     good = _microbatches(4)
     updates, state = step(params, tx.init(params), _stack(good))
     expected, _, _, _ = _accumulate(
-        _POLICIES["float16"], params, DynamicLossScale(2.0**10), _stack(good)
+        POLICIES["float16"], params, DynamicLossScale(2.0**10), _stack(good)
     )
     for name, update in updates.items():
         np.testing.assert_allclose(update, -expected[name], rtol=1e-5)

@@ -12,32 +12,14 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from optimizers import HALVES, Trainer, apply_updates, in_halves, read_by_a_step
 
 import jmp_lite
-from jmp_lite import MasterWeightsState, StaticLossScale, master_weights, scale_aware
+from jmp_lite import StaticLossScale, master_weights, scale_aware
 from jmp_lite._src.optimizers import base
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = pytest.mark.standard_promotion
-
-apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
-
-HALVES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
-in_halves = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
-
-
-def _cast(tree: Any, dtype: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype), tree)
-
-
-def _trainer(tx: Any, **options: Any) -> Any:
-    @functools.partial(jax.jit, **options)
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return apply_updates(params, updates), state
-
-    return step
-
 
 # Why, and that it works.
 
@@ -65,29 +47,6 @@ def test_small_updates_are_lost_in_half_and_add_up_in_the_masters(dtype, small):
 
 
 @in_halves
-def test_the_masters_train_as_float32_parameters_do_bit_for_bit(dtype):
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-2))
-    rng = np.random.default_rng(0)
-    params = {
-        "w": jnp.asarray(rng.normal(size=(5, 3)), dtype),
-        "b": jnp.zeros(3, dtype),
-    }
-    plain = _cast(params, jnp.float32)
-    tx = master_weights(inner)
-    state, plain_state = tx.init(params), inner.init(plain)
-    step = _trainer(tx, compiler_options=bitwise.UNOPTIMISED)
-    plain_step = _trainer(inner, compiler_options=bitwise.UNOPTIMISED)
-    for _ in range(10):
-        grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), params)
-        grads = _cast(grads, dtype)
-        params, state = step(params, state, grads)
-        plain, plain_state = plain_step(plain, plain_state, _cast(grads, jnp.float32))
-        assert bitwise.raw_bits(state.masters) == bitwise.raw_bits(plain)
-        assert bitwise.raw_bits(state.inner_state) == bitwise.raw_bits(plain_state)
-        assert bitwise.raw_bits(params) == bitwise.raw_bits(_cast(plain, dtype))
-
-
-@in_halves
 def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
     # The fine-tuning recipe of BERT: linear warm-up and decay, clipping, and no weight
     # decay of biases and norms.
@@ -109,11 +68,11 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
             "kernel": jnp.asarray(rng.normal(size=(6, 6)), dtype),
             "bias": jnp.zeros(6, dtype),
         },
-        "norm": {"scale": jnp.ones(6, dtype)},
+        "norm": {"scale": jnp.ones(6)},
     }
 
     def loss(params, x, y):
-        params = _cast(params, dtype)
+        params = jmp_lite.cast_floating(params, dtype)
         h = x.astype(dtype) @ params["dense"]["kernel"] + params["dense"]["bias"]
         h = (h * params["norm"]["scale"]).astype(jnp.float32)
         return jnp.mean((h - y) ** 2)
@@ -133,21 +92,25 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
             values.append(float(value))
         return params, state, values
 
-    loss_scale = jmp_lite.DynamicLossScale(2.0**8, period=5)
-    mixed = scale_aware(recipe, loss_scale)
-    expected, mixed_state, values = train(mixed, _cast(first, jnp.float32))
-    params, state, _ = train(scale_aware(master_weights(recipe), loss_scale), first)
+    def scaled(inner: Any) -> Any:
+        return scale_aware(inner, jmp_lite.DynamicLossScale(2.0**8, period=5))
 
+    plain = jmp_lite.cast_floating(first, jnp.float32)
+    expected, mixed, values = train(scaled(recipe), plain)
     assert values[-1] < 0.95 * values[0]
-    masters = state.inner_state.masters
-    assert bitwise.raw_bits(masters) == bitwise.raw_bits(expected)
-    assert bitwise.raw_bits(params) == bitwise.raw_bits(_cast(expected, dtype))
-    inner_states = state.inner_state.inner_state, mixed_state.inner_state
-    assert bitwise.raw_bits(inner_states[0]) == bitwise.raw_bits(inner_states[1])
-    assert bitwise.raw_bits(state.loss_scale) == bitwise.raw_bits(
-        mixed_state.loss_scale
-    )
-    assert int(state.skipped_steps) == 1
+    assert int(mixed.skipped_steps) == 1
+    inside_params, inside, _ = train(scaled(master_weights(recipe)), first)
+    around_params, around, _ = train(master_weights(scaled(recipe)), first)
+    bitwise.assert_same(inside.inner_state.inner_state, mixed.inner_state)
+    bitwise.assert_same(inside.loss_scale, mixed.loss_scale)
+    bitwise.assert_same(around.inner_state, mixed)
+    for params, masters in (
+        (inside_params, inside.inner_state.masters),
+        (around_params, around.masters),
+    ):
+        bitwise.assert_same(masters, expected)
+        rounded = jmp_lite.cast_like(expected, first)
+        bitwise.assert_same(params, rounded)
 
 
 # After every step the parameters are the masters' cast.
@@ -190,7 +153,7 @@ def test_parameters_are_the_cast_of_their_masters_after_each_step(tree, seed, wr
     else:
         tx = scale_aware(master_weights(adam), loss_scale)
     state: Any = tx.init(params)
-    step = _trainer(tx)
+    step = Trainer(tx).step
     for _ in range(12):
         grads = jax.tree.map(
             lambda p: jnp.asarray(rng.standard_cauchy(p.shape), p.dtype), params
@@ -238,7 +201,7 @@ def test_what_one_update_cannot_reach_the_next_one_does():
     params = jnp.ones([], jnp.bfloat16)
     state = tx.init(params)
     state = state._replace(masters=jnp.float32(small))  # as after such a step
-    step = _trainer(tx)
+    step = Trainer(tx).step
     params, state = step(params, state, jnp.float32(0.0))
     assert float(params) != small
     params, state = step(params, state, jnp.float32(0.0))
@@ -264,7 +227,7 @@ def test_rounding_is_that_of_a_cast_to_the_bit(dtype, jit):
 
     with np.errstate(over="ignore"):
         expected = x.astype(jnp.dtype(dtype)).astype(np.float32)
-    assert bitwise.raw_bits(rounded) == bitwise.raw_bits(expected)
+    bitwise.assert_same(rounded, expected)
     assert np.isnan(fun(jnp.float32(jnp.nan), dtype))
 
 
@@ -334,38 +297,22 @@ def test_float64_stays_float64():
         np.testing.assert_array_equal(state.masters["d"], stepped["d"])
 
 
-@in_halves
-def test_zeros_keep_their_sign_where_nothing_moves(dtype):
-    params = jnp.array([0.0, -0.0, 1.0], dtype)
-    tx: Any = master_weights(optax.sgd(1.0))
-    for grad in (0.0, -0.0):
-        updates, _ = tx.update(jnp.full(3, grad), tx.init(params), params)
-        stepped = apply_updates(params, updates)
-        assert bitwise.raw_bits(stepped) == bitwise.raw_bits(params)
-
-
-@pytest.mark.parametrize("name", ["adam", "lookahead_like"])
-def test_a_donated_step_works_in_place_and_copies_nothing(name):
-    if name == "adam":
-        inner = optax.adam(1e-3)
-    else:  # a state that starts from the parameters themselves, as averages do
-        inner = optax.GradientTransformation(
-            lambda params: params, lambda updates, state, params=None: (updates, state)
-        )
-    tx: Any = scale_aware(master_weights(inner), StaticLossScale(8.0))
+def test_a_state_that_starts_from_the_parameters_can_be_donated():
+    averages_like = optax.GradientTransformation(
+        lambda params: params, lambda updates, state, params=None: (updates, state)
+    )
+    tx: Any = scale_aware(master_weights(averages_like), StaticLossScale(8.0))
     params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(64)}
     state = tx.init(params)
     grads = jax.tree.map(lambda p: p * 0.5, params)
-    step = _trainer(tx, donate_argnums=(0, 1))
+    step = Trainer(tx, donate_argnums=(0, 1)).step
     memory: Any = step.lower(params, state, grads).compile().memory_analysis()
-    kept = sum(x.nbytes for x in jax.tree.leaves((params, state)))
-    # All but the last verdict, which no step reads.
-    assert memory.alias_size_in_bytes == kept - 1
+    read = jax.tree.leaves(read_by_a_step((params, state)))
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in read)
     for _ in range(2):
         params, state = step(params, state, grads)
     masters = state.inner_state.masters
-    expected = _cast(masters, jnp.bfloat16)["w"]
-    np.testing.assert_array_equal(params["w"], expected)
+    np.testing.assert_array_equal(params["w"], masters["w"].astype(jnp.bfloat16))
     np.testing.assert_array_equal(params["b"], masters["b"])
 
 
@@ -383,28 +330,3 @@ def test_optax_finds_the_masters_as_it_finds_moments():
     )
     assert specs.masters == names
     assert specs.inner_state[0].mu == names
-
-
-def test_errors_say_what_is_expected():
-    with pytest.raises(
-        TypeError, match="Expected an optax transformation to wrap, got 3"
-    ):
-        master_weights(3)  # pyright: ignore[reportArgumentType]
-    tx: Any = master_weights(optax.sgd(1.0))
-    params = jnp.ones(2)
-    with pytest.raises(ValueError, match=r"Expected parameters: call update\(grads"):
-        tx.update(params, tx.init(params))
-    with pytest.raises(ValueError, match=r"master_weights\(...\).init\(params\), got"):
-        tx.update(params, optax.sgd(1.0).init(params), params)
-    flattened: Any = scale_aware(optax.flatten(tx))
-    halves = {"a": jnp.ones(2, jnp.float16)}
-    with pytest.raises(
-        ValueError, match=r"(?s)Cannot tell .* \[''\] .* \[\"\['a'\]\"\]"
-    ):
-        flattened.update(halves, flattened.init(halves), halves)
-
-
-def test_the_state_is_what_it_says():
-    state: Any = master_weights(optax.sgd(1.0)).init(jnp.ones(2, jnp.float16))
-    assert isinstance(state, MasterWeightsState)
-    assert state._fields == ("inner_state", "masters")

@@ -15,10 +15,17 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training import train_state
-from optimizers import WRAPPERS
+from optimizers import HALF_WRAPPERS, WRAPPERS
 
 import jmp_lite
-from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_aware
+from jmp_lite import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    master_weights,
+    scale_aware,
+    stochastic_rounding,
+)
 
 # These libraries promote by themselves, and so does optax.
 pytestmark = pytest.mark.standard_promotion
@@ -27,17 +34,32 @@ pytestmark = pytest.mark.standard_promotion
 def _inner():
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+        optax.inject_hyperparams(optax.adamw)(learning_rate=3e-2),
     )
 
 
-def test_a_flax_train_state_skips_and_goes_on():
-    model = nn.Dense(2, dtype=jnp.float16)
-    x = jnp.ones((4, 3))
+def _transformation(wrap: str) -> Any:
+    return scale_aware(WRAPPERS[wrap](_inner()), DynamicLossScale(8.0))
+
+
+# Each with the dtype of the parameters that it is for.
+over_wrappers = pytest.mark.parametrize(
+    ("wrap", "param_dtype"),
+    [(w, jnp.bfloat16 if w in HALF_WRAPPERS else jnp.float32) for w in WRAPPERS],
+)
+
+_X = jnp.ones((4, 3))
+# The output of a layer, 2e4 or so, is finite in float16; its gradient is not.
+_OVERFLOWING = jnp.full((4, 3), 1e4)
+
+
+@over_wrappers
+def test_a_flax_train_state_trains_skips_and_goes_on(wrap, param_dtype):
+    model = nn.Dense(2, dtype=jnp.float16, param_dtype=param_dtype)
     state = train_state.TrainState.create(
         apply_fn=model.apply,
-        params=model.init(jax.random.key(0), x),
-        tx=scale_aware(_inner(), DynamicLossScale(8.0)),
+        params=model.init(jax.random.key(0), _X),
+        tx=_transformation(wrap),
     )
 
     @jax.jit
@@ -45,27 +67,30 @@ def test_a_flax_train_state_skips_and_goes_on():
         def loss(params):
             return jnp.mean(state.apply_fn(params, x).astype(jnp.float32) ** 2)
 
-        value_and_grad = jmp_lite.scaled_value_and_grad(
-            loss, loss_scale=state.opt_state
-        )
-        value, grads = value_and_grad(state.params)
+        fun = jmp_lite.scaled_value_and_grad(loss, loss_scale=state.opt_state)
+        value, grads = fun(state.params)
         return state.apply_gradients(grads=grads), value
 
-    first, value = step(state, x)
-    assert float(value) > 0
-    assert bitwise.raw_bits(first.params) != bitwise.raw_bits(state.params)
-    # The output, 2e4 or so, is finite in float16; its gradient is not.
-    skipped, value = step(first, x * 1e4)
+    state, first_value = step(state, _X)
+    skipped, value = step(state, _OVERFLOWING)
     assert np.isfinite(value)
-    assert bitwise.raw_bits(skipped.params) == bitwise.raw_bits(first.params)
+    bitwise.assert_same(skipped.params, state.params)
     assert float(jmp_lite.get_loss_scale(skipped).loss_scale) == 4.0
     assert int(jmp_lite.loss_scale_metrics(skipped)["skipped_steps"]) == 1
 
+    state = skipped
+    for _ in range(20):
+        state, value = step(state, _X)
+    assert value < 0.7 * first_value
+    assert all(p.dtype == param_dtype for p in jax.tree.leaves(state.params))
 
-def test_an_nnx_optimizer_skips_and_reports():
-    model = nnx.Linear(3, 2, dtype=jnp.float16, rngs=nnx.Rngs(0))
-    tx: Any = scale_aware(_inner(), DynamicLossScale(8.0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+@over_wrappers
+def test_an_nnx_optimizer_trains_skips_and_reports(wrap, param_dtype):
+    model = nnx.Linear(
+        3, 2, dtype=jnp.float16, param_dtype=param_dtype, rngs=nnx.Rngs(0)
+    )
+    optimizer = nnx.Optimizer(model, _transformation(wrap), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, x):
@@ -77,15 +102,13 @@ def test_an_nnx_optimizer_skips_and_reports():
 
         (_, value), grads = nnx.value_and_grad(loss, has_aux=True)(model)
         optimizer.update(model, grads, value=value)
-        return jmp_lite.loss_scale_metrics(optimizer)
+        return value, jmp_lite.loss_scale_metrics(optimizer)
 
+    first_value, metrics = step(model, optimizer, _X)
+    assert metrics["last_finite"]
     before = bitwise.raw_bits(nnx.state(model))
-    assert step(model, optimizer, jnp.ones((4, 3)))["last_finite"]
-    after = bitwise.raw_bits(nnx.state(model))
-    assert after != before
-
-    metrics = step(model, optimizer, jnp.full((4, 3), 1e4))
-    assert bitwise.raw_bits(nnx.state(model)) == after
+    _, metrics = step(model, optimizer, _OVERFLOWING)
+    assert bitwise.raw_bits(nnx.state(model)) == before
     assert {name: x.item() for name, x in metrics.items()} == {
         "loss_scale": 4.0,
         "last_finite": False,
@@ -93,43 +116,15 @@ def test_an_nnx_optimizer_skips_and_reports():
         "consecutive_skips": 1,
     }
     # Arrays, not Variables, also outside jit.
-    assert all(
-        isinstance(x, jax.Array)
-        for x in jmp_lite.loss_scale_metrics(optimizer).values()
-    )
+    outside = jmp_lite.loss_scale_metrics(optimizer)
+    assert all(isinstance(x, jax.Array) for x in outside.values())
     assert float(jmp_lite.get_loss_scale(optimizer).scale(jnp.float16(2.0))) == 8.0
     with pytest.raises(jmp_lite.TooManySkippedStepsError, match="The last 1 steps"):
         jmp_lite.check_skipped_steps(optimizer, max_consecutive_skips=1)
 
-
-def test_equinox_gradients_with_none_leaves():
-    model = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))  # functions are leaves
-    tx: Any = scale_aware(_inner(), DynamicLossScale(8.0))
-    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-
-    @eqx.filter_jit
-    def step(model, state, x):
-        @eqx.filter_grad
-        def scaled_grad(model):
-            loss = jnp.mean(jax.vmap(model)(x) ** 2)
-            return jmp_lite.get_loss_scale(state).scale(loss)
-
-        grads = scaled_grad(model)
-        params = eqx.filter(model, eqx.is_inexact_array)
-        updates, state_after = tx.update(grads, state, params)
-        return eqx.apply_updates(model, updates), state_after
-
-    x = jnp.ones((4, 3))
-    stepped, state = step(model, state, x)
-    assert state.last_finite
-    arrays = eqx.filter(stepped, eqx.is_array)
-    assert bitwise.raw_bits(arrays) != bitwise.raw_bits(eqx.filter(model, eqx.is_array))
-
-    skipped, state = step(stepped, state, x.at[0, 0].set(jnp.nan))
-    assert not state.last_finite
-    assert bitwise.raw_bits(eqx.filter(skipped, eqx.is_array)) == bitwise.raw_bits(
-        arrays
-    )
+    values = [step(model, optimizer, _X)[0] for _ in range(20)]
+    assert values[-1] < 0.7 * first_value
+    assert model.kernel[...].dtype == param_dtype
 
 
 class _Embedding(eqx.Module):
@@ -182,73 +177,54 @@ def test_an_unfiltered_equinox_model_may_be_given_for_the_parameters(wrap, kept,
         np.testing.assert_allclose(train(tx, 8.0), expected, rtol=rtol)
 
 
-def _state_with_a_past(loss_scale):
-    """A state in which every field differs from that of `init`."""
-    tx: Any = scale_aware(_inner(), loss_scale)
+# Checkpoints.
+
+_TRANSFORMATIONS: dict[str, Any] = {
+    "hysteresis": scale_aware(
+        _inner(), DynamicLossScale(64.0, period=7, min_loss_scale=0.5, hysteresis=3)
+    ),
+    "dynamic": scale_aware(_inner(), DynamicLossScale(64.0)),
+    "static": scale_aware(_inner(), StaticLossScale(16.0)),
+    "noop": scale_aware(_inner(), NoOpLossScale()),
+    "master_weights": scale_aware(master_weights(_inner())),
+    "stochastic_rounding": scale_aware(
+        stochastic_rounding(_inner(), jax.random.PRNGKey(0))
+    ),
+}
+
+
+def _through_flax(state, fresh, folder):
+    del folder
+    data = flax.serialization.to_bytes(state)
+    return flax.serialization.from_bytes(fresh, data)
+
+
+def _through_orbax(state, fresh, folder):
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", abstract)
+
+
+def _through_pickle(state, fresh, folder):
+    del fresh, folder
+    return pickle.loads(pickle.dumps(state))
+
+
+@pytest.mark.parametrize("way", [_through_flax, _through_orbax, _through_pickle])
+@pytest.mark.parametrize("name", _TRANSFORMATIONS)
+def test_a_checkpoint_restores_every_bit(name, way, tmp_path):
+    tx = _TRANSFORMATIONS[name]
     params = {"w": jnp.ones(3, jnp.float16)}
-    state = tx.init(params)
-    for grad in (1.0, jnp.nan, 2.0, jnp.inf):
+    state = fresh = tx.init(params)
+    for grad in (1.0, jnp.nan, 2.0, jnp.inf):  # every field has changed after these
         grads = {"w": jnp.full(3, grad, jnp.float16)}
         _, state = tx.update(grads, state, params)
     assert (int(state.skipped_steps), int(state.consecutive_skips)) == (2, 1)
-    return tx.init(params), state
 
+    restored = way(state, fresh, tmp_path)
 
-_LOSS_SCALES = [
-    DynamicLossScale(64.0, period=7, min_loss_scale=0.5, hysteresis=3),
-    DynamicLossScale(64.0),
-    StaticLossScale(16.0),
-    NoOpLossScale(),
-]
-over_loss_scales = pytest.mark.parametrize(
-    "loss_scale", _LOSS_SCALES, ids=["hysteresis", "dynamic", "static", "noop"]
-)
-
-
-def _assert_restored(restored, state):
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
+    bitwise.assert_same(restored, state)
     assert type(restored.loss_scale) is type(state.loss_scale)
-
-
-@over_loss_scales
-def test_flax_serialization_restores_every_bit(loss_scale):
-    fresh, state = _state_with_a_past(loss_scale)
-    data = flax.serialization.to_bytes(state)
-    _assert_restored(flax.serialization.from_bytes(fresh, data), state)
-
-
-@over_loss_scales
-def test_orbax_restores_every_bit(loss_scale, tmp_path):
-    fresh, state = _state_with_a_past(loss_scale)
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", abstract)
-    _assert_restored(restored, state)
-
-
-@over_loss_scales
-def test_pickle_restores_every_bit(loss_scale):
-    _, state = _state_with_a_past(loss_scale)
-    _assert_restored(pickle.loads(pickle.dumps(state)), state)
-
-
-def test_a_restored_run_goes_on_in_the_same_program():
-    tx: Any = scale_aware(_inner(), DynamicLossScale(64.0, hysteresis=2))
-    params = {"w": jnp.ones(3, jnp.float16)}
-    traces = []
-
-    @jax.jit
-    def update(grads, state):
-        traces.append(1)
-        return tx.update(grads, state, params)
-
-    _, state = update(params, tx.init(params))
-    data = flax.serialization.to_bytes(state)
-    restored = flax.serialization.from_bytes(tx.init(params), data)
-    assert bitwise.raw_bits(update(params, restored)) == bitwise.raw_bits(
-        update(params, state)
-    )
-    assert len(traces) == 1

@@ -23,6 +23,14 @@ def raw_bits(tree: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     }
 
 
+def assert_same(got: Any, expected: Any) -> None:
+    """Check that two trees have the same leaves, bit for bit."""
+    got, expected = raw_bits(got), raw_bits(expected)
+    paths = sorted(got.keys() | expected.keys())
+    different = [path for path in paths if got.get(path) != expected.get(path)]
+    assert not different, f"These leaves have other bits: {different}"
+
+
 def avals(tree: Any) -> dict[str, str]:
     """Return the shape, dtype and weak type of each leaf, by key path."""
     return {

@@ -1,12 +1,19 @@
-"""Optimisers that several test modules wrap, and ways to wrap them."""
+"""Optimisers that several test modules wrap, ways to wrap them, and to train."""
 
 from typing import Any
 
 import bitwise
 import jax
+import jax.numpy as jnp
 import optax
+import pytest
 
 from jmp_lite import ScaleAwareState, master_weights, stochastic_rounding
+
+apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
+
+HALVES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
+in_halves = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 
 # Inside or around `scale_aware`.
 HALF_WRAPPERS: dict[str, Any] = {
@@ -24,16 +31,44 @@ NEED_LOSS: dict[str, Any] = {
 }
 
 
-def without_scale(state: Any) -> Any:
-    """Return a state without its loss scales and their counters."""
+class Trainer:
+    """An optimiser, its step compiled once."""
 
+    def __init__(self, tx: Any, **options: Any):
+        self.init, self.traces = tx.init, 0
+
+        def step(params, state, grads):
+            self.traces += 1
+            updates, state = tx.update(grads, state, params)
+            return apply_updates(params, updates), state
+
+        self.step: Any = jax.jit(step, **options)
+
+    def run(self, params: Any, stream: list[Any]) -> Any:
+        """Return the parameters and the state after a step on each of the gradients."""
+        state = self.init(params)
+        for grads in stream:
+            params, state = self.step(params, state, grads)
+        return params, state
+
+
+def _map_scale_aware(fun: Any, tree: Any) -> Any:
     def is_scale_aware(x):
         return isinstance(x, ScaleAwareState)
 
-    def inner_state(x):
-        return x.inner_state if is_scale_aware(x) else x
+    return jax.tree.map(
+        lambda x: fun(x) if is_scale_aware(x) else x, tree, is_leaf=is_scale_aware
+    )
 
-    return jax.tree.map(inner_state, state, is_leaf=is_scale_aware)
+
+def without_scale(state: Any) -> Any:
+    """Return a state without its loss scales and their counters."""
+    return _map_scale_aware(lambda x: x.inner_state, state)
+
+
+def read_by_a_step(state: Any) -> Any:
+    """Return a state without its last verdict: as no step reads it, jit drops it."""
+    return _map_scale_aware(lambda x: x._replace(last_finite=None), state)
 
 
 def bits_without_scale(state: Any) -> Any:

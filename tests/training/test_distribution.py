@@ -1,5 +1,6 @@
 """One verdict on all devices: a non-finite value on one shard skips the step on all."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizers import read_by_a_step
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, scale_aware
@@ -18,7 +20,7 @@ from jmp_lite import DynamicLossScale, scale_aware
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = [
     pytest.mark.standard_promotion,
-    pytest.mark.one_of("bad_row", "bad_shard", "bad"),
+    pytest.mark.one_of("bad_row", "bad_element"),
 ]
 
 
@@ -54,15 +56,16 @@ def _assert_one_verdict(state, finite):
 
 def _loss(params, x):
     """Overflows float16 backward, and not forward, for x above some hundreds."""
-    y = (x.astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(jnp.float32)
-    return jnp.mean(jnp.square(y + params["b"]))
+    x, w1, w2 = (a.astype(jnp.float16) for a in (x, params["w1"], params["w2"]))
+    return jnp.mean(jnp.square((jax.nn.relu(x @ w1) @ w2).astype(jnp.float32)))
 
 
 def _params():
     rng = np.random.default_rng(0)
+    shapes = {"w1": (16, 32), "w2": (32, 16)}
     return {
-        "w": jnp.asarray(rng.normal(size=(16, 8)), jnp.float32),
-        "b": jnp.asarray(rng.normal(size=8), jnp.float32),
+        name: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)
+        for name, shape in shapes.items()
     }
 
 
@@ -86,47 +89,20 @@ def _train_step(tx, loss):
     return step
 
 
-def _gathered_loss(params, x):
-    """Gather the weights before use: under explicit sharding, FSDP says so itself."""
-    whole = jax.tree.map(lambda p: jax.sharding.reshard(p, P()), params)
-    return _loss(whole, x)
-
-
-def _assert_stepped(stepped, params, bad_row):
+def _assert_stepped(stepped, bad_row):
     """Check the parameters: as before, or as one device alone would have them."""
+    params = _params()
     if bad_row is not None:
-        assert bitwise.raw_bits(stepped) == bitwise.raw_bits(params)
+        bitwise.assert_same(stepped, params)
         return
     tx = _transformation()
-    step = _train_step(tx, _loss)
-    expected: Any = step(_params(), tx.init(_params()), _batch())[0]
+    expected: Any = _train_step(tx, _loss)(params, tx.init(params), _batch())[0]
     for name, leaf in expected.items():
-        assert (leaf != _params()[name]).all()
+        assert (leaf != params[name]).all()
         np.testing.assert_allclose(stepped[name], leaf, atol=1e-4)
 
 
-@bad_or_not
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_jit_agrees_without_an_axis_name(bad_row, axis_type):
-    mesh = _mesh((8,), ("data",), axis_type)
-    tx = _transformation()
-    # As FSDP does: parameters, moments and the batch are all cut along the same axis.
-    cut, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    params = jax.device_put(_params(), cut)
-    state = tx.init(_params())
-    state = jax.device_put(
-        state, jax.tree.map(lambda x: cut if x.ndim else whole, state)
-    )
-    batch = jax.device_put(_batch(bad_row), cut)
-    is_explicit = axis_type == AxisType.Explicit
-    step = jax.jit(_train_step(tx, _gathered_loss if is_explicit else _loss))
-
-    with jax.set_mesh(mesh):
-        stepped, state = step(params, state, batch)
-
-    _assert_one_verdict(state, finite=bad_row is None)
-    _assert_stepped(stepped, params, bad_row)
-    assert stepped["w"].sharding.is_equivalent_to(cut, ndim=2)
+# In shard_map and pmap.
 
 
 @bad_or_not
@@ -149,86 +125,68 @@ def test_shard_map_agrees_on_gradients_that_are_summed_already(bad_row, axis_nam
     stepped, state = jax.jit(step)(params, tx.init(params), _batch(bad_row))
 
     _assert_one_verdict(state, finite=bad_row is None)
-    _assert_stepped(stepped, params, bad_row)
+    _assert_stepped(stepped, bad_row)
 
 
-def _state_specs(state, inner):
-    """Return the specs of a state whose moments are cut and whose scalars are not."""
-    specs = jax.tree.map(lambda _: P(), state)
-    inner_specs = jax.tree.map(lambda x: inner if x.ndim else P(), state.inner_state)
-    return specs._replace(inner_state=inner_specs)
+# Mesh, the axes that the gradients are cut along and so vary over, and whether
+# shard_map checks that.
+_CUTS: dict[str, tuple[Any, tuple[str, ...], Any, bool]] = {
+    "one axis": ((8,), ("data",), P("data"), True),
+    "one axis, unchecked": ((8,), ("data",), P("data"), False),
+    "two axes": ((2, 4), ("data", "model"), P(("data", "model")), True),
+    "the second axis": ((2, 4), ("data", "model"), P("model"), True),
+    "the first axis": ((2, 4), ("data", "model"), P("data"), True),
+    "no axis": ((2, 4), ("data", "model"), P(), True),
+}
 
 
-@pytest.mark.parametrize("bad_shard", [None, 0, 5])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_agrees_on_gradients_of_each_device(bad_shard, check_vma):
-    # As ZeRO does: each device updates its own part of the parameters.
-    tx = _transformation("data")
-    mesh = _mesh((8,), ("data",))
-    params = jnp.arange(16.0)
-    grads = jnp.ones(16, jnp.float16)
-    if bad_shard is not None:
-        grads = grads.at[2 * bad_shard].set(jnp.inf)
+def _update_of_parts(cut):
+    """Return a step in which, as in ZeRO, each device updates its own parameters."""
+    shape, names, spec, check_vma = _CUTS[cut]
+    tx = _transformation(names)
+    params = {"a": jnp.arange(16.0), "b": jnp.arange(8.0)}
     state = tx.init(params)
-    specs = _state_specs(state, P("data"))
+    # The moments are cut as the parameters are, and the scalars are not.
+    specs = jax.tree.map(lambda _: P(), state)
+    specs = specs._replace(
+        inner_state=jax.tree.map(lambda x: spec if x.ndim else P(), state.inner_state)
+    )
 
     @jax.jit
     @jax.shard_map(
-        mesh=mesh,
-        in_specs=(P("data"), specs, P("data")),
-        out_specs=(P("data"), specs),
+        mesh=_mesh(shape, names),
+        in_specs=(spec, specs, spec),
+        out_specs=(spec, specs),
         check_vma=check_vma,
     )
     def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return params + updates, state
+        updates, state = tx.update(grads, state, params, value=jnp.float32(1.0))
+        return optax.apply_updates(params, updates), state
+
+    return step, params, state
+
+
+@pytest.mark.parametrize("bad_element", [None, 0, 9])
+@pytest.mark.parametrize("cut", _CUTS)
+def test_shard_map_agrees_on_gradients_of_each_device(bad_element, cut):
+    step, params, state = _update_of_parts(cut)
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float16), params)
+    if bad_element is not None:
+        bad = jnp.inf if bad_element else jnp.nan
+        grads["a"] = grads["a"].at[bad_element].set(bad)
 
     stepped, after = step(grads, state, params)
 
-    _assert_one_verdict(after, finite=bad_shard is None)
-    np.testing.assert_array_equal(stepped != params, [bad_shard is None] * 16)
-    if bad_shard is not None:
-        inner_states = after.inner_state, state.inner_state
-        assert bitwise.raw_bits(inner_states[0]) == bitwise.raw_bits(inner_states[1])
-
-
-# Which of the two axes the gradients are cut along, and so vary over.
-@pytest.mark.parametrize("spec", [P(("data", "model")), P("model"), P("data"), P()])
-@pytest.mark.parametrize("bad", [False, True])
-def test_shard_map_agrees_over_two_axes(spec, bad):
-    tx = _transformation(("data", "model"))
-    mesh = _mesh((2, 4), ("data", "model"))
-    params = jnp.arange(16.0)
-    grads = jnp.ones(16, jnp.float16)
-    grads = grads.at[9].set(jnp.nan if bad else 2.0)
-    state = tx.init(params)
-    specs = _state_specs(state, spec)
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=(spec, specs, spec), out_specs=(spec, specs))
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params, value=jnp.float32(1.0))
-        return params + updates, state
-
-    stepped, state = step(grads, state, params)
-
-    _assert_one_verdict(state, finite=not bad)
-    np.testing.assert_array_equal(stepped != params, [not bad] * 16)
+    _assert_one_verdict(after, finite=bad_element is None)
+    if bad_element is None:
+        assert all((stepped[name] != params[name]).all() for name in params)
+        return
+    kept, before = (stepped, after.inner_state), (params, state.inner_state)
+    bitwise.assert_same(kept, before)
 
 
 def test_one_verdict_costs_one_collective():
-    tx = _transformation(("data", "model"))
-    mesh = _mesh((2, 4), ("data", "model"))
-    params = {"a": jnp.arange(16.0), "b": jnp.arange(8.0)}
-    state = tx.init(params)
-    spec = P(("data", "model"))
-    specs = _state_specs(state, spec)
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=(spec, specs, spec), out_specs=specs)
-    def step(grads, state, params):
-        return tx.update(grads, state, params, value=jnp.float32(1.0))[1]
-
+    step, params, state = _update_of_parts("two axes")
     program = str(step.lower(params, state, params).compile().as_text())
     assert program.count(" all-reduce(") == 1
     assert " all-gather(" not in program
@@ -279,26 +237,13 @@ def test_pmap_agrees(bad_row, averaged):
 
     _assert_one_verdict(state, finite=bad_row is None)
     if not averaged and bad_row is None:
-        assert (stepped["w"] != params["w"]).any()
+        assert (stepped["w1"] != params["w1"]).any()
     else:
-        first = jax.tree.map(lambda x: x[0], [stepped, params])
-        _assert_stepped(first[0], first[1], bad_row)
+        _assert_stepped(jax.tree.map(lambda x: x[0], stepped), bad_row)
         assert all(len(set(_shards(x))) == 1 for x in jax.tree.leaves(stepped))
 
 
-def _mlp_loss(params, x):
-    """Overflows float16 backward, and not forward, for x above some hundreds."""
-    x, w1, w2 = (a.astype(jnp.float16) for a in (x, params["w1"], params["w2"]))
-    return jnp.mean(jnp.square((jax.nn.relu(x @ w1) @ w2).astype(jnp.float32)))
-
-
-def _mlp_params():
-    rng = np.random.default_rng(0)
-    shapes = {"w1": (16, 32), "w2": (32, 16)}
-    return {
-        name: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)
-        for name, shape in shapes.items()
-    }
+# Under jit, without an axis name.
 
 
 def _laid_out(tree, mesh, specs):
@@ -311,82 +256,76 @@ def _laid_out(tree, mesh, specs):
     return jax.tree_util.tree_map_with_path(put, tree)
 
 
-# Mesh, and how the parameters and the batch are cut.
+def _gathered_loss(params, x):
+    """Gather the weights before use: under explicit sharding, FSDP says so itself."""
+    whole = jax.tree.map(lambda p: jax.sharding.reshard(p, P()), params)
+    return _loss(whole, x)
+
+
+# Mesh, how the parameters are cut, and the loss. The batch is cut along "data". Specs
+# are spelled as those of results are: else jit compiles the second step anew.
 _LAYOUTS = {
-    "data parallel": ((8,), ("data",), {}),
-    "fsdp": ((8,), ("data",), {"w1": P(None, "data"), "w2": P("data")}),
+    "data parallel": (_mesh((8,), ("data",)), {}, _loss),
+    "fsdp": (
+        _mesh((8,), ("data",)),
+        {"w1": P(None, "data"), "w2": P("data")},
+        _loss,
+    ),
+    "explicit fsdp": (
+        _mesh((8,), ("data",), AxisType.Explicit),
+        {"w1": P(None, "data"), "w2": P("data", None)},
+        _gathered_loss,
+    ),
     "tensor parallel": (
-        (2, 4),
-        ("data", "model"),
+        _mesh((2, 4), ("data", "model")),
         {"w1": P(None, "model"), "w2": P("model")},
+        _loss,
     ),
 }
-
-
-def _laid_out_step(layout):
-    """Return a train step, and what it starts from, laid out over eight devices."""
-    shape, names, specs = _LAYOUTS[layout]
-    mesh = _mesh(shape, names)
-    tx = _transformation()
-    params = _laid_out(_mlp_params(), mesh, specs)
-    state = _laid_out(tx.init(_mlp_params()), mesh, specs)
-    rows = NamedSharding(mesh, P("data"))
-    step: Any = jax.jit(_train_step(tx, _mlp_loss), donate_argnums=(0, 1))
-    return step, params, state, rows
-
-
 layouts = pytest.mark.parametrize("layout", _LAYOUTS)
 
 
-@pytest.mark.one_of("layout")
+@contextlib.contextmanager
+def _laid_out_step(layout):
+    """Give a train step, and what it starts from, laid out over eight devices."""
+    mesh, specs, loss = _LAYOUTS[layout]
+    tx = _transformation()
+    params = _laid_out(_params(), mesh, specs)
+    state = _laid_out(tx.init(_params()), mesh, specs)
+    rows = NamedSharding(mesh, P("data"))
+    step: Any = jax.jit(_train_step(tx, loss), donate_argnums=(0, 1))
+    with jax.set_mesh(mesh):
+        yield step, params, state, rows
+
+
 @layouts
 @bad_or_not
 def test_each_layout_trains_as_one_device_does(layout, bad_row):
-    step, params, state, rows = _laid_out_step(layout)
-    before = bitwise.raw_bits(params)
-    stepped, state = step(params, state, jax.device_put(_batch(bad_row), rows))
-
+    with _laid_out_step(layout) as (step, params, state, rows):
+        stepped, state = step(params, state, jax.device_put(_batch(bad_row), rows))
     _assert_one_verdict(state, finite=bad_row is None)
-    if bad_row is not None:
-        assert bitwise.raw_bits(stepped) == before
-        return
-    tx, params = _transformation(), _mlp_params()
-    expected: Any = _train_step(tx, _mlp_loss)(params, tx.init(params), _batch())[0]
-    for name, leaf in expected.items():
-        assert (leaf != params[name]).all()
-        np.testing.assert_allclose(stepped[name], leaf, atol=1e-4)
+    _assert_stepped(stepped, bad_row)
 
 
 @layouts
-def test_each_layout_stays_as_it_is_and_compiles_once(layout):
-    step, params, state, rows = _laid_out_step(layout)
-    shardings = jax.tree.map(lambda x: x.sharding, (params, state))
-    for bad_row in (None, 0, None, 11):
-        batch = jax.device_put(_batch(bad_row), rows)
-        params, state = step(params, state, batch)
-        same = jax.tree.map(
-            lambda x, s: x.sharding.is_equivalent_to(s, x.ndim),
-            (params, state),
-            shardings,
-        )
-        assert all(jax.tree.leaves(same))
+def test_each_layout_stays_as_it_is_is_donated_and_compiles_once(layout):
+    with _laid_out_step(layout) as (step, params, state, rows):
+        first = params, state
+        for bad_row in (None, 0, None, 11):
+            batch = jax.device_put(_batch(bad_row), rows)
+            params, state = step(params, state, batch)
+            for new, old in zip(
+                *map(jax.tree.leaves, ((params, state), first)), strict=True
+            ):
+                assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+        assert step._cache_size() == 1
+        assert int(state.skipped_steps) == 2
 
-    assert step._cache_size() == 1
-    assert int(state.skipped_steps) == 2
-
-
-@layouts
-def test_each_layout_updates_a_donated_state_in_place(layout):
-    step, params, state, rows = _laid_out_step(layout)
-    batch = jax.device_put(_batch(), rows)
-    # No step reads what the one before it found: XLA is not given that bool.
-    read = params, state._replace(last_finite=None)
-    held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(read)]
-    compiled: Any = step.lower(params, state, batch).compile()
-
-    assert compiled.memory_analysis().alias_size_in_bytes == sum(held)
-    step(params, state, batch)
-    assert all(x.is_deleted() for x in jax.tree.leaves(read))
+        assert all(x.is_deleted() for x in jax.tree.leaves(read_by_a_step(first)))
+        memory: Any = step.lower(params, state, batch).compile().memory_analysis()
+        read = jax.tree.leaves(read_by_a_step((params, state)))
+        held = [x.addressable_shards[0].data.nbytes for x in read]
+        assert memory.alias_size_in_bytes == sum(held)
 
 
 def _collectives(program, kind):
@@ -415,11 +354,11 @@ def test_fsdp_gathers_weights_and_sums_gradients_in_half(way, policy, moved):
         return plain_loss(*policy.cast_to_compute((params, x)))
 
     loss = cast_loss if way == "cast" else jmp_lite.autocast(plain_loss, policy)
-    _, params, state, rows = _laid_out_step("fsdp")
-    # So many rows that it is cheaper to move the weights than them.
-    batch = jax.device_put(_batch(rows=256), rows)
-    step = jax.jit(_train_step(_transformation(), loss))
-    program = step.lower(params, state, batch).compile().as_text()
+    with _laid_out_step("fsdp") as (_, params, state, rows):
+        # So many rows that it is cheaper to move the weights than them.
+        batch = jax.device_put(_batch(rows=256), rows)
+        step = jax.jit(_train_step(_transformation(), loss))
+        program = step.lower(params, state, batch).compile().as_text()
 
     weights = {f"{moved}[16,32]", f"{moved}[32,16]"}
     assert _collectives(program, "all-gather") == weights

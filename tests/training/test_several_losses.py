@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from mlps import POLICIES, as_dtype, dense, distance, mlp, row
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_aware
@@ -16,41 +17,9 @@ from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_awa
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("dtype")]
 
-_POLICIES = {
-    "float64": jmp_lite.get_policy("p=f64,c=f64,o=f64"),
-    "float32": jmp_lite.get_policy("float32"),
-    "float16": jmp_lite.get_policy("p=f32,c=f16,o=f32"),
-    "bfloat16": jmp_lite.get_policy("p=f32,c=bf16,o=f32"),
-}
 _EPS = {"float16": 2**-10, "bfloat16": 2**-7}
 
 over_half = pytest.mark.parametrize("dtype", _EPS)
-
-
-def _as(tree, dtype) -> Any:
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
-
-
-def _dense(rng, m, n):
-    return {"w": rng.normal(size=(m, n)) / np.sqrt(m), "b": np.zeros((1, n))}
-
-
-def _mlp(layers, x):
-    *hidden, last = layers
-    for layer in hidden:
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return x @ last["w"] + last["b"]
-
-
-def _flat(tree):
-    return np.concatenate(
-        [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
-    )
-
-
-def _distance(x, expected):
-    """Return the norm of the difference, relative to that of what is expected."""
-    return np.linalg.norm(_flat(x) - _flat(expected)) / np.linalg.norm(_flat(expected))
 
 
 def _loss_scales(state):
@@ -66,8 +35,8 @@ _WEIGHTS = {"faint": 1e-7, "plain": 1.0, "loud": 1e3}
 
 def _task_params() -> Any:
     rng = np.random.default_rng(0)
-    heads = {name: [_dense(rng, 8, 2)] for name in _WEIGHTS}
-    return {"trunk": [_dense(rng, 3, 8), _dense(rng, 8, 8)], "heads": heads}
+    heads = {name: [dense(rng, 8, 2)] for name in _WEIGHTS}
+    return {"trunk": [dense(rng, 3, 8), dense(rng, 8, 8)], "heads": heads}
 
 
 def _task_batches(n=20) -> Any:
@@ -80,7 +49,7 @@ def _task_batches(n=20) -> Any:
 def _task_loss(policy, name, params, batch):
     used = params["trunk"], params["heads"][name], batch["x"]
     trunk, head, x = policy.cast_to_compute(used)
-    y = policy.cast_to_output(_mlp(head, jnp.tanh(_mlp(trunk, x))))
+    y = policy.cast_to_output(mlp(head, jnp.tanh(mlp(trunk, x))))
     weight = _WEIGHTS[name] * batch["boost"][name]
     return weight * jnp.mean((y - batch["y"][name]) ** 2)
 
@@ -116,16 +85,16 @@ def _task_step(policy, carry, batch):
 @functools.cache
 def _exact_task_grads() -> Any:
     with jax.enable_x64(True):
-        params = _as(_task_params(), jnp.float64)
-        batch = _as(jax.tree.map(lambda x: x[0], _task_batches()), jnp.float64)
-        fun = functools.partial(_sum_of_losses, _POLICIES["float64"])
+        params = as_dtype(_task_params(), jnp.float64)
+        batch = as_dtype(row(_task_batches(), 0), jnp.float64)
+        fun = functools.partial(_sum_of_losses, POLICIES["float64"])
         return jax.tree.map(np.asarray, jax.jit(jax.grad(fun))(params, batch))
 
 
 def test_the_sum_of_losses_in_float32_is_exact_whatever_their_scales():
-    policy = _POLICIES["float32"]
-    params = _as(_task_params(), jnp.float32)
-    batch = _as(jax.tree.map(lambda x: x[0], _task_batches()), jnp.float32)
+    policy = POLICIES["float32"]
+    params = as_dtype(_task_params(), jnp.float32)
+    batch = as_dtype(row(_task_batches(), 0), jnp.float32)
 
     def grads_at(scales):
         loss_scales = {
@@ -139,15 +108,15 @@ def test_the_sum_of_losses_in_float32_is_exact_whatever_their_scales():
         return grads
 
     plain = grads_at([1.0, 1.0, 1.0])
-    assert _distance(plain, _exact_task_grads()) < 1e-6
+    assert distance(plain, _exact_task_grads()) < 1e-6
     for scales in ([2.0**20, 2.0**10, 1.0], [2.0**-8, 2.0**24, 2.0**3]):
-        assert bitwise.raw_bits(grads_at(scales)) == bitwise.raw_bits(plain)
+        bitwise.assert_same(grads_at(scales), plain)
 
 
 def test_each_loss_finds_its_own_scale_and_a_faint_one_is_not_lost():
-    policy = _POLICIES["float16"]
-    params = _as(_task_params(), jnp.float32)
-    batch = _as(jax.tree.map(lambda x: x[0], _task_batches()), jnp.float32)
+    policy = POLICIES["float16"]
+    params = as_dtype(_task_params(), jnp.float32)
+    batch = as_dtype(row(_task_batches(), 0), jnp.float32)
     step = jax.jit(functools.partial(_task_step, policy))
     first = DynamicLossScale(2.0**24)
     carry = params, _TASK_TX.init(params), {name: first for name in _WEIGHTS}
@@ -163,20 +132,18 @@ def test_each_loss_finds_its_own_scale_and_a_faint_one_is_not_lost():
     common = {name: found["loud"] for name in _WEIGHTS}
     for name, loss_scales in {"own": found, "common": common}.items():
         grads, _ = _task_grads(policy, params, loss_scales, batch)
-        assert _distance(grads, exact) < 2**-9
-        of_head[name] = _distance(grads["heads"]["faint"], exact["heads"]["faint"])
+        assert distance(grads, exact) < 2**-9
+        of_head[name] = distance(grads["heads"]["faint"], exact["heads"]["faint"])
     assert of_head["own"] < 2**-9 < 2**-6 < of_head["common"]
 
 
 @pytest.mark.one_of("bad")
 @pytest.mark.parametrize("bad", _WEIGHTS)
 def test_an_overflow_of_one_loss_skips_the_step_and_lowers_its_scale_only(bad):
-    step = jax.jit(functools.partial(_task_step, _POLICIES["float16"]))
-    params = _as(_task_params(), jnp.float32)
-    batches = _as(_task_batches(4), jnp.float32)
-    first, second, *rest = (
-        jax.tree.map(lambda x, i=i: x[i], batches) for i in range(4)
-    )
+    step = jax.jit(functools.partial(_task_step, POLICIES["float16"]))
+    params = as_dtype(_task_params(), jnp.float32)
+    batches = as_dtype(_task_batches(4), jnp.float32)
+    first, second, *rest = (row(batches, i) for i in range(4))
     scales = {"faint": 2.0**24, "plain": 2.0**12, "loud": 2.0**4}
     loss_scales = {name: DynamicLossScale(scale) for name, scale in scales.items()}
     carry = step((params, _TASK_TX.init(params), loss_scales), first)
@@ -184,16 +151,15 @@ def test_an_overflow_of_one_loss_skips_the_step_and_lowers_its_scale_only(bad):
     boost = second["boost"] | {bad: jnp.float32(1e6)}
     skipped = step(carry, second | {"boost": boost})
 
-    assert bitwise.raw_bits(skipped[0]) == bitwise.raw_bits(carry[0])
-    inner_states = skipped[1].inner_state, carry[1].inner_state
-    assert bitwise.raw_bits(inner_states[0]) == bitwise.raw_bits(inner_states[1])
+    bitwise.assert_same(skipped[0], carry[0])
+    bitwise.assert_same(skipped[1].inner_state, carry[1].inner_state)
     assert _loss_scales(skipped[2]) == scales | {bad: scales[bad] / 2}
     counters = {name: int(s.counter) for name, s in skipped[2].items()}
     assert counters == {name: 0 if name == bad else 2 for name in _WEIGHTS}
     for batch in rest:
         carry, skipped = step(carry, batch), step(skipped, batch)
     # Half as large a scale, and a power of two: the same gradients.
-    assert bitwise.raw_bits(skipped[0]) == bitwise.raw_bits(carry[0])
+    bitwise.assert_same(skipped[0], carry[0])
     assert int(skipped[1].skipped_steps) == 1
 
 
@@ -205,7 +171,7 @@ _FAINT = 1e-7
 
 def _critic_params() -> Any:
     rng = np.random.default_rng(2)
-    return [_dense(rng, 2, 16), _dense(rng, 16, 16), _dense(rng, 16, 1)]
+    return [dense(rng, 2, 16), dense(rng, 16, 16), dense(rng, 16, 1)]
 
 
 def _critic_batches(n) -> Any:
@@ -217,7 +183,7 @@ def _critic_batches(n) -> Any:
 
 def _score(policy, params, x):
     params, x = policy.cast_to_compute((params, x))
-    return policy.cast_to_output(_mlp(params, x))
+    return policy.cast_to_output(mlp(params, x))
 
 
 def _penalty(policy, params, x, loss_scale, size=1.0):
@@ -245,11 +211,11 @@ def _penalty_grads(dtype, inner, outer, size=1.0) -> Any:
     is_exact = dtype == "float64"
     with jax.enable_x64(is_exact):
         array_dtype = jnp.float64 if is_exact else jnp.float32
-        params = _as(_critic_params(), array_dtype)
-        x = _as(_critic_batches(1)["fake"][0], array_dtype)
+        params = as_dtype(_critic_params(), array_dtype)
+        x = as_dtype(_critic_batches(1)["fake"][0], array_dtype)
 
         def loss(params):
-            return _penalty(_POLICIES[dtype], params, x, inner, size)
+            return _penalty(POLICIES[dtype], params, x, inner, size)
 
         fun = jmp_lite.scaled_grad(loss, loss_scale=outer)
         grads = jax.jit(fun, compiler_options=bitwise.UNOPTIMISED)(params)
@@ -263,10 +229,10 @@ _over_kinds = pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale
 def test_the_gradient_of_a_penalty_in_float32_is_exact_at_any_scale(kind):
     plain = _penalty_grads("float32", NoOpLossScale(), NoOpLossScale())
     exact = _penalty_grads("float64", NoOpLossScale(), NoOpLossScale())
-    assert _distance(plain, exact) < 1e-6
+    assert distance(plain, exact) < 1e-6
     for inner, outer in ((1.0, 2.0**12), (2.0**12, 1.0), (2.0**10, 2.0**15)):
         grads = _penalty_grads("float32", kind(inner), kind(outer))
-        assert bitwise.raw_bits(grads) == bitwise.raw_bits(plain)
+        bitwise.assert_same(grads, plain)
 
 
 @_over_kinds
@@ -274,14 +240,14 @@ def test_the_gradient_of_a_penalty_in_float32_is_exact_at_any_scale(kind):
 def test_the_gradient_of_a_penalty_in_half_is_that_of_float64(kind, dtype):
     exact = _penalty_grads("float64", NoOpLossScale(), NoOpLossScale())
     grads = _penalty_grads(dtype, kind(2.0**10), kind(2.0**10))
-    assert _distance(grads, exact) < 3 * _EPS[dtype]
+    assert distance(grads, exact) < 3 * _EPS[dtype]
 
 
 def test_the_gradient_inside_a_penalty_needs_a_scale_too():
     none, scale = NoOpLossScale(), DynamicLossScale(2.0**20)
     exact = _penalty_grads("float64", none, none, _FAINT)
     scaled = _penalty_grads("float16", scale, none, _FAINT)
-    assert _distance(scaled, exact) < 2**-9
+    assert distance(scaled, exact) < 2**-9
     # The cotangent of a gradient of 1e-7 is as large as that one is small: 2**20 brings
     # both into range, and a scale of the whole loss makes matters worse.
     for outer in (none, DynamicLossScale(2.0**8)):
@@ -296,7 +262,7 @@ def _train_critic(dtype, loss_scale, n=20) -> Any:
     def step(carry, batch):
         params, state = carry
         loss_scale = jmp_lite.get_loss_scale(state)
-        fun = functools.partial(_critic_loss, _POLICIES[dtype], loss_scale=loss_scale)
+        fun = functools.partial(_critic_loss, POLICIES[dtype], loss_scale=loss_scale)
         fun = jmp_lite.scaled_value_and_grad(fun, loss_scale=state, has_aux=True)
         (_, part), grads = fun(params, batch)
         updates, state = tx.update(grads, state, params, value=part)
@@ -304,9 +270,9 @@ def _train_critic(dtype, loss_scale, n=20) -> Any:
 
     with jax.enable_x64(is_exact):
         array_dtype = jnp.float64 if is_exact else jnp.float32
-        params = _as(_critic_params(), array_dtype)
+        params = as_dtype(_critic_params(), array_dtype)
         carry = params, tx.init(params)
-        batches = _as(_critic_batches(n), array_dtype)
+        batches = as_dtype(_critic_batches(n), array_dtype)
         carry, _ = jax.jit(lambda *x: jax.lax.scan(step, *x))(carry, batches)
         return jax.tree.map(np.asarray, carry)
 
@@ -316,15 +282,15 @@ def test_a_critic_with_a_penalty_trains_in_half_as_in_float64():
     for dtype, bound in [("float32", 1e-5), ("float16", 2**-9), ("bfloat16", 2**-6)]:
         params, state = _train_critic(dtype, DynamicLossScale(2.0**10))
         assert int(state.skipped_steps) == 0
-        moved = _distance(exact, _critic_params())
+        moved = distance(exact, _critic_params())
         assert moved > 0.1
-        assert _distance(params, exact) < bound
+        assert distance(params, exact) < bound
 
 
 def test_an_overflow_inside_a_penalty_is_no_bad_batch_where_value_leaves_it_out():
-    policy, batch = _POLICIES["float16"], _as(_critic_batches(1), jnp.float32)
-    batch = jax.tree.map(lambda x: x[0], batch)
-    params = _as(_critic_params(), jnp.float32)
+    policy = POLICIES["float16"]
+    batch = row(as_dtype(_critic_batches(1), jnp.float32), 0)
+    params = as_dtype(_critic_params(), jnp.float32)
     tx: Any = scale_aware(optax.sgd(1e-2), DynamicLossScale(2.0**20))
 
     @functools.partial(jax.jit, static_argnums=1)
@@ -338,10 +304,8 @@ def test_an_overflow_inside_a_penalty_is_no_bad_batch_where_value_leaves_it_out(
     state = tx.init(params)
     for _ in range(3):
         state = step(state, True)  # the penalty is not finite: the scale stays
-    assert (float(state.loss_scale.loss_scale), int(state.skipped_steps)) == (
-        2.0**20,
-        3,
-    )
+    assert float(state.loss_scale.loss_scale) == 2.0**20
+    assert int(state.skipped_steps) == 3
     while not state.last_finite:
         state = step(state, False)
     assert 2.0**10 < float(state.loss_scale.loss_scale) < 2.0**20
