@@ -35,7 +35,8 @@ from jmp_lite import (
     stochastic_rounding,
 )
 
-pytestmark = pytest.mark.standard_promotion  # flax's norms, and optax's counts
+# flax's norms, and optax's counts, promote. linen and nnx share what is tested here.
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("flax")]
 
 of_both = pytest.mark.parametrize("flax", [Linen, Nnx])
 
