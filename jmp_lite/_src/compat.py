@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import (
     ClosedJaxpr,
+    Jaxpr,
     Literal,
     Primitive,
     jaxprs_in_params,
@@ -248,9 +249,20 @@ def jaxprs_of(eqn: Any) -> list[Any]:
     return list(jaxprs_in_params(eqn.params))
 
 
-def is_precision_of_context(precision: Any) -> bool:
-    """Return whether this is the precision that `jax.default_matmul_precision` sets."""
-    return precision == lax_private.canonicalize_precision(None)
+def is_jaxpr(x: Any) -> bool:
+    """Return whether this is a jaxpr, open or closed."""
+    return isinstance(x, ClosedJaxpr | Jaxpr)
+
+
+def with_eqns(jaxpr: Any, eqns: Iterable[Any]) -> Any:
+    """Return an open or closed jaxpr with other equations of the same variables."""
+    opened = open_jaxpr(jaxpr).replace(eqns=list(eqns))
+    return opened if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=opened)
+
+
+def default_precision() -> Any:
+    """Return the precision that JAX gives products now, None if no default is set."""
+    return lax_private.canonicalize_precision(None)
 
 
 def eqn_contexts(eqn: Any) -> tuple[Any, Any]:

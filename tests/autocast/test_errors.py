@@ -152,31 +152,6 @@ def test_a_user_error_is_the_users_own() -> None:
 # Nothing to do.
 
 
-@pytest.mark.parametrize(
-    "precision", ["high", "highest", "float32", "tensorfloat32", "BF16_BF16_F32"]
-)
-@pytest.mark.parametrize("times", [1, 2])
-def test_lowering_nothing_for_the_precision_of_the_context_says_so(precision, times):
-    def model(w, x):
-        for _ in range(times):
-            x = jax.jit(jnp.matmul)(x, w)
-        return x
-
-    reason = "the precision of jax.default_matmul_precision"
-    with jax.default_matmul_precision(precision):
-        assert explain(model, BF16)(W, X).kept[reason] == times
-        said = (
-            rf"lowered nothing in model: .* \({times} × {reason}\)\. "
-            rf"jax.default_matmul_precision is '{precision}' where it is called; under "
-            r'jax.default_matmul_precision\("default"\) autocast lowers them'
-        )
-        with pytest.warns(UserWarning, match=said):
-            out = autocast(model, BF16)(W, X)
-        np.testing.assert_array_equal(out, model(W, X))
-        with jax.default_matmul_precision("default"):
-            autocast(model, BF16)(W, X)  # without a warning, which would be an error
-
-
 def test_a_precision_in_the_program_is_the_programs_own() -> None:
     def model(w, x):
         with jax.default_matmul_precision("highest"):

@@ -32,7 +32,7 @@ are: `a`, `d` and `h` would be FLOAT32, because `exp` reads `h`.
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,8 @@ from jmp_lite._src.autocast.precision import (
     Use,
 )
 from jmp_lite._src.autocast.regions import Regions
-from jmp_lite._src.jaxprs import control_flow, name_scopes
+from jmp_lite._src.jaxprs import control_flow, matmul_precision, name_scopes
+from jmp_lite._src.jaxprs.tracing import Traced, trace
 
 
 class Analyzer:
@@ -65,6 +66,7 @@ class Analyzer:
       regions: what the policy lowers, by name scope.
       compute_dtype: the half dtype.
       is_rule: whether the jaxprs are rules for derivatives.
+      filled_in: the `id`s of the products whose `precision` the caller set.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Analyzer:
         self.table, self.regions = table, regions
         self.compute_dtype = compute_dtype
         self.is_rule = is_rule
+        self.filled_in: set[int] = set()
         self._plans: dict[Any, CastPlan] = {}
         self._for_derivatives: Analyzer | None = None
         # A plan is found by the identity of its jaxpr, which must stay alive for that.
@@ -111,6 +114,12 @@ class Analyzer:
             analysis = _Analysis(self, jaxpr, consts, scope)
             self._plans[key] = analysis.run(tuple(ins), tuple(uses))
         return self._plans[key]
+
+    def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:
+        """Trace a function whose jaxpr this is to plan."""
+        traced, filled_in = matmul_precision.trace_filled_in(fun, *args, **options)
+        self.filled_in |= filled_in
+        return traced
 
     def plan_closed(
         self,
@@ -148,7 +157,6 @@ class _Analysis:
         self, analyzer: Analyzer, jaxpr: Any, consts: Sequence[Any], scope: str
     ):
         self.analyzer, self.compute_dtype = analyzer, analyzer.compute_dtype
-        self.half_results = analyzer.table.half_results
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
         self.infos = _describe(jaxpr, analyzer, scope)
         self.precision: dict[Any, Precision] = {}
@@ -197,6 +205,11 @@ class _Analysis:
         scope = name_scopes.join(self.scope, name_scopes.of(eqn))
         return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, scope)
 
+    def half_results(self, info: EqnInfo) -> bool:
+        """Return whether results of products are half where half is not asked for."""
+        by_scope = info.region.half_results
+        return self.analyzer.table.half_results if by_scope is None else by_scope
+
     def is_bias(self, var: Any) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""
         if compat.is_literal(var):
@@ -229,7 +242,7 @@ class _Analysis:
             if not all(info.is_f32):
                 of_f32 = zip(outs, info.is_f32, strict=True)
                 outs = [p if is_f32 else OTHER for p, is_f32 in of_f32]
-            if NORMALIZED in outs and self.half_results:
+            if NORMALIZED in outs and self.half_results(info):
                 self.depends[index] = True
                 plan, outs = _round_norms(plan, outs, out_uses)
             self.plans[index] = plan
@@ -254,7 +267,7 @@ class _Analysis:
             use = 0
             for var in info.eqn.outvars:
                 use |= uses[var]
-            of_operands = plan.rule.operand_uses(info, plan, use, self)
+            of_operands = rules.operand_uses(info, plan, use, self)
             ins = [self._precision_of(v) for v in info.eqn.invars]
             digits = rules.digits_used(info, ins, use)
             operands = zip(info.eqn.invars, of_operands, digits, strict=True)
@@ -305,6 +318,7 @@ def _describe(jaxpr: Any, analyzer: Analyzer, scope: str) -> list[EqnInfo]:
                 or index in softmaxes
             ),
             why_unchanged=why_unchanged,
+            is_filled_in=id(eqn) in analyzer.filled_in,
         )
 
     return [describe(index, eqn) for index, eqn in enumerate(jaxpr.eqns)]
@@ -344,6 +358,10 @@ class AsWritten:
     def __init__(self, is_rule: bool = False):
         self.is_rule = is_rule
         self._plans: dict[Any, CastPlan] = {}
+
+    def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:
+        """Trace a function whose jaxpr this is to plan."""
+        return trace(fun, *args, **options)
 
     def plan(self, jaxpr: Any, consts: tuple[Any, ...]) -> CastPlan:
         """Return the plan of an open jaxpr."""

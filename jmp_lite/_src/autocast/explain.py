@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.ops import OpRules, resolve_rules
 from jmp_lite._src.autocast.plans import CastPlan
 from jmp_lite._src.autocast.transform import check_policy, plan_call
-from jmp_lite._src.jaxprs import name_scopes, sources
+from jmp_lite._src.jaxprs import matmul_precision, name_scopes, sources
 from jmp_lite._src.policy import Policy, PolicyMap
 
 # Matrix units take tiles of this many numbers; a dimension that is no multiple is
@@ -65,10 +65,13 @@ class AutocastReport:
       rows: one per operation, in the order of the program.
       casts: how many casts between float32 and half the rewritten program has beyond
         those of the program itself.
+      matmul_precision: the setting of `jax.default_matmul_precision` at the call, None
+        for the default. Matrix products that stay in float32 are computed with it.
     """
 
     rows: tuple[OpDecision, ...]
     casts: int
+    matmul_precision: str | None = None
 
     @property
     def half_flops_share(self) -> float:
@@ -93,13 +96,16 @@ class AutocastReport:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
         share = f"{self.half_flops_share:.1%}"
+        notes = [f"{n} × {reason}" for reason, n in self.kept.items()]
+        if self.matmul_precision:
+            notes.append(f"float32 products are in {self.matmul_precision!r} precision")
         return reports.rich_table(
             _OP_COLUMNS if every_op else _LAYER_COLUMNS,
             self._op_cells() if every_op else self._layer_cells(),
             numbers=_NUMBERS,
             title=f"autocast: {share} of matrix-product FLOPs in half, "
             f"{self.casts} casts",
-            caption="; ".join(f"{n} × {reason}" for reason, n in self.kept.items()),
+            caption="; ".join(notes),
         )
 
     def to_json(self) -> str:
@@ -108,6 +114,7 @@ class AutocastReport:
             {
                 "half_flops_share": self.half_flops_share,
                 "casts": self.casts,
+                "matmul_precision": self.matmul_precision,
                 "kept": self.kept,
                 "rows": [dataclasses.asdict(row) for row in self.rows],
             },
@@ -166,6 +173,7 @@ def explain(
     policy: Policy | PolicyMap | str = "mixed",
     *,
     rules: OpRules | None = None,
+    half_results: bool | None = None,
 ) -> Callable[..., AutocastReport]:
     """Return a function of the same arguments that says what autocast would do.
 
@@ -173,6 +181,7 @@ def explain(
       fun: as for `autocast`.
       policy: likewise.
       rules: likewise.
+      half_results: likewise.
 
     Returns:
       A function that returns an `AutocastReport`; nothing is computed.
@@ -192,15 +201,15 @@ def explain(
       [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'f32 -> f32')]
     """
     policy, compute_dtype = check_policy(policy)
-    if rules is None:
-        rules = OpRules.default(compute_dtype)
+    rules = resolve_rules(rules, compute_dtype, half_results)
 
     def explained(*args: Any, **kwargs: Any) -> AutocastReport:
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         before = planned.traced.closed
         after = jax.make_jaxpr(lambda: planned.run())()
         rows = tuple(_rows(planned.plan, "", 1, jnp.dtype(compute_dtype)))
-        return AutocastReport(rows, _count_casts(after) - _count_casts(before))
+        casts = _count_casts(after) - _count_casts(before)
+        return AutocastReport(rows, casts, matmul_precision.current())
 
     return explained
 

@@ -169,6 +169,24 @@ class OpRules:
         )
 
 
+def resolve_rules(
+    rules: OpRules | None, compute_dtype: Any, half_results: bool | None
+) -> OpRules:
+    """Return the rules of a call of `autocast`.
+
+    Raises:
+      TypeError: `rules` are not `OpRules`, or `half_results` is not a bool.
+    """
+    rules = OpRules.default(compute_dtype) if rules is None else rules
+    if not isinstance(rules, OpRules):
+        raise TypeError(f"Expected OpRules, got {rules!r}.")
+    if not isinstance(half_results, bool | None):
+        raise TypeError(
+            f"Expected half_results=True, False or None, got {half_results!r}."
+        )
+    return rules.replace(half_results=half_results)
+
+
 # Names with a dash cannot be keywords; both spellings are in the table.
 _PRINTED = {"scatter_add": "scatter-add", "scatter_mul": "scatter-mul"}
 

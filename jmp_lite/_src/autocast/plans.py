@@ -28,6 +28,7 @@ class EqnInfo(NamedTuple):
       is_f32: per result, whether it is float32.
       depends_on_uses: whether its plan depends on the uses of its results.
       why_unchanged: why it runs as it is written, if its rule is `UNCHANGED`.
+      is_filled_in: whether it is a product whose `precision` the caller set.
     """
 
     eqn: Any
@@ -40,6 +41,7 @@ class EqnInfo(NamedTuple):
     is_f32: tuple[bool, ...]
     depends_on_uses: bool
     why_unchanged: str
+    is_filled_in: bool
 
 
 @dataclasses.dataclass(frozen=True)

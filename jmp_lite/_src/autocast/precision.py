@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jmp_lite._src import compat
 
 F32 = np.dtype(np.float32)
+_BOOL = np.dtype(bool)
 
 
 class Precision(enum.IntEnum):
@@ -88,6 +89,11 @@ def is_float(var: Any) -> bool:
     """Return whether a variable is floating or complex."""
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and _is_inexact(dtype)
+
+
+def is_bool(var: Any) -> bool:
+    """Return whether a variable is bool."""
+    return getattr(var.aval, "dtype", None) == _BOOL
 
 
 @functools.cache

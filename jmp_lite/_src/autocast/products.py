@@ -14,10 +14,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.precision import IGNORED, Precision, is_f32, is_float
-from jmp_lite._src.jaxprs import binding
+from jmp_lite._src.jaxprs import binding, matmul_precision
 
-NAMES = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-PRECISION_OF_CONTEXT = "the precision of jax.default_matmul_precision"
+NAMES = matmul_precision.PRODUCTS
 
 
 def run(eqn: Any, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
@@ -29,10 +28,13 @@ def run(eqn: Any, operands: Sequence[Any], half_dtype: Any, half_result: bool) -
       half_dtype: the compute dtype.
       half_result: whether the result is half, or f32 from the accumulator.
     """
+    params = dict(eqn.params)
+    if not is_default_precision(params.get("precision")):  # it is for float32 products
+        params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
 
     def bind(dtype, *operands):
         preferred = {"preferred_element_type": jnp.dtype(dtype)}
-        return binding.bind_here(eqn, operands, {**eqn.params, **preferred})[0]
+        return binding.bind_here(eqn, operands, {**params, **preferred})[0]
 
     if half_result:
         return bind(half_dtype, *operands)
@@ -120,14 +122,18 @@ def is_default_precision(precision: Any) -> bool:
     return precision is None or precision == jax.lax.Precision.DEFAULT
 
 
-def why_not_half(eqn: Any, ins: Sequence[Precision]) -> str:
-    """Return why a product does not run in half, or "" if it does."""
+def why_not_half(eqn: Any, ins: Sequence[Precision], is_filled_in: bool) -> str:
+    """Return why a product does not run in half, or "" if it does.
+
+    Args:
+      eqn: the product's equation.
+      ins: the precision of each operand.
+      is_filled_in: whether the caller set its `precision`, not the program.
+    """
     if any(is_float(v) and not is_f32(v) for v in (*eqn.invars, *eqn.outvars)):
         return "a dtype the program chose"
     if is_outer(eqn):
         return "an outer product: it sums nothing"
-    precision = eqn.params.get("precision")
-    if not is_default_precision(precision):
-        of_context = compat.is_precision_of_context(precision)
-        return PRECISION_OF_CONTEXT if of_context else "a precision the program chose"
+    if not is_filled_in and not is_default_precision(eqn.params.get("precision")):
+        return "a precision the program chose"
     return "" if any(c not in IGNORED for c in ins) else "no f32 operand"

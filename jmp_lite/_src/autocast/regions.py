@@ -17,12 +17,13 @@ class Region:
 
     Attributes:
       is_low: whether they may be lowered.
-      f32_results: whether their matrix products give f32.
+      half_results: whether the results of their matrix products are half wherever they
+        are used, or never; None if the uses of each decide, as `OpRules` says.
       reason: why they are not lowered.
     """
 
     is_low: bool = True
-    f32_results: bool = False
+    half_results: bool | None = None
     reason: str = ""
 
 
@@ -63,9 +64,9 @@ class Regions:
             return Region()
         policy = self._rule_of(parts)
         if policy is None:
-            return _region_of(self.policy.default, f32_results=False)
-        f32_results = policy.output_dtype == jnp.float32
-        return _region_of(policy, f32_results=f32_results)
+            return _region_of(self.policy.default)
+        results = {jnp.float32: False, policy.compute_dtype: True}
+        return _region_of(policy, results.get(policy.output_dtype))
 
     def _rule_of(self, parts: list[str]) -> Policy | None:
         """Return the policy of the first pattern that matches the path or one above."""
@@ -91,7 +92,7 @@ def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) ->
         policy.check_unused(sorted(paths), none)
 
 
-def _region_of(policy: Any, f32_results: bool) -> Region:
+def _region_of(policy: Any, half_results: bool | None = None) -> Region:
     if policy.compute_dtype == jnp.float32:
         return Region(is_low=False, reason="its policy computes in float32")
-    return Region(f32_results=f32_results)
+    return Region(half_results=half_results)

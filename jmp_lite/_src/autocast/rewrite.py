@@ -14,7 +14,6 @@ from jmp_lite._src.autocast.plans import CastPlan, EqnPlan
 from jmp_lite._src.autocast.precision import HALF, INPUT, Use
 from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs import binding, control_flow
-from jmp_lite._src.jaxprs.tracing import trace
 
 
 class Rewriter:
@@ -45,7 +44,7 @@ class Rewriter:
         """Return a rule of a VJP rewritten, in the dtypes that it was written for."""
 
         def rule(*args):
-            traced = trace(fun, args)
+            traced = self.analyzer.trace(fun, args)
             plan = self.analyzer.plan_closed(traced.closed)
             half_out = (False,) * len(plan.half_out)
             return traced.restore(self.run(plan, half_out, *traced.args))
@@ -62,11 +61,11 @@ class Rewriter:
 
         def rule(*args):
             # It was written for the dtypes of the program: it is traced in them.
-            traced = trace(fun, args, as_f32=half_in)
+            analyzer = self.analyzer.for_derivatives()
+            traced = analyzer.trace(fun, args, as_f32=half_in)
             ins = [HALF if half_in[i] else INPUT for i in traced.indices]
             # Products are linear in a tangent, and transposed where they stand: f32
             # results would make their transposes mix half with f32.
-            analyzer = self.analyzer.for_derivatives()
             rule_plan = analyzer.plan_closed(traced.closed, ins, Use.FLOAT32)
             half_out = rule_plan.half_out
             outs = traced.restore(self.run(rule_plan, half_out, *traced.args))

@@ -56,7 +56,10 @@ class Analysis(Protocol):
     """What a rule may ask of the analysis of the jaxpr of its equation."""
 
     compute_dtype: Any
-    half_results: bool
+
+    def half_results(self, info: EqnInfo) -> bool:
+        """Return whether results of products are half where half is not asked for."""
+        ...
 
     def plan_body(
         self, eqn: Any, body: SubJaxpr, ins: Sequence[Precision], uses: Sequence[int]
@@ -149,12 +152,12 @@ class _Half(Rule):
     name = "half"
 
     def propagate(self, info, ins, uses, analysis):
-        why_not = products.why_not_half(info.eqn, ins)
+        why_not = products.why_not_half(info.eqn, ins, info.is_filled_in)
         if why_not:
             return UNCHANGED.keep(info, why_not)
         use = uses[0] & Use.DTYPE
-        is_half = use != Use.OUTPUT if analysis.half_results else use == Use.HALF
-        if info.region.f32_results or uses[0] & Use.FRACTION:
+        is_half = use != Use.OUTPUT if analysis.half_results(info) else use == Use.HALF
+        if info.region.half_results is False or uses[0] & Use.FRACTION:
             is_half = False
         half_in = tuple(p not in IGNORED for p in ins)
         reason = "" if is_half else "f32 result from the accumulator"
@@ -373,6 +376,36 @@ def decide(
     if is_softmax and [use & Use.DTYPE for use in uses] == [Use.HALF]:
         rule = SOFTMAX
     return rule.propagate(info, ins, uses, analysis)
+
+
+def operand_uses(
+    info: EqnInfo, plan: EqnPlan, use: int, analysis: Analysis
+) -> Sequence[int]:
+    """Return how an equation uses each of its operands.
+
+    A bool is not rounded, and what chooses by it does not ask for the digits of what
+    was compared: `where(x > 0, x, 0)` uses `x` as its result is used.
+
+    Args:
+      info: the equation.
+      plan: its plan.
+      use: how its results are used, the union.
+      analysis: that of the jaxpr.
+    """
+    uses = plan.rule.operand_uses(info, plan, use, analysis)
+    eqn = info.eqn
+    if plan.bodies or not eqn.outvars:
+        return uses
+    if all(map(precision.is_bool, eqn.outvars)):
+        if not use:  # a comparison, or logic, that only chooses
+            return [0] * len(uses)
+        of_bool = use
+    elif all(map(precision.is_float, eqn.outvars)):
+        of_bool = 0
+    else:
+        return uses  # the index of a branch, or of an element
+    pairs = zip(eqn.invars, uses, strict=True)
+    return [of_bool if precision.is_bool(var) else of_var for var, of_var in pairs]
 
 
 # Equations.

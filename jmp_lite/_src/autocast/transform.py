@@ -19,7 +19,7 @@ from jmp_lite._src import compat, dtypes, trees
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast import rules as op_rules
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
-from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.ops import OpRules, resolve_rules
 from jmp_lite._src.autocast.plans import CastPlan
 from jmp_lite._src.autocast.regions import Regions
 from jmp_lite._src.autocast.rewrite import Rewriter
@@ -37,18 +37,21 @@ def autocast(
     policy: Policy | PolicyMap | str = "mixed",
     *,
     rules: OpRules | None = None,
+    half_results: bool | None = None,
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
     *,
     policy: Policy | PolicyMap | str = "mixed",
     rules: OpRules | None = None,
+    half_results: bool | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fun: Any = ...,
     policy: Policy | PolicyMap | str = "mixed",
     *,
     rules: OpRules | None = None,
+    half_results: bool | None = None,
 ) -> Any:
     """Return a function that computes in half precision where that is safe.
 
@@ -67,18 +70,24 @@ def autocast(
       policy: a policy or its string; its `compute_dtype` is float16 or bfloat16. A
         `PolicyMap` has patterns over name-scope paths (`"decoder/layer_3/attention"`;
         each flax module enters a scope). A pattern applies to everything inside the
-        scope: a policy that computes in float32 leaves it unchanged, one with a float32
-        `output_dtype` returns the results of its matrix products in float32.
+        scope: a policy that computes in float32 leaves it unchanged. Its `output_dtype`
+        is that of the results of its matrix products: float32, or half wherever
+        anything but a return reads them.
       rules: which primitive is in which class; the default is
         `OpRules.default(compute_dtype)`.
+      half_results: True: results of matrix products are half wherever anything but a
+        return reads them, as in torch.amp. False: only on the way to another product.
+        The default is True in bfloat16 and False in float16, which ends at 65504;
+        `numerics.advise` measures where float16 results are safe. Scopes whose policy
+        says otherwise are not affected.
 
     Returns:
       A function of the same signature and the same output dtypes. Arguments that are
       numbers, functions or `None` reach `fun` as they are.
 
     Raises:
-      TypeError: `fun` is not callable or is an nnx module; in a call: an argument is
-        neither array, number nor function.
+      TypeError: `fun` is not callable or is an nnx module; `rules` or `half_results` is
+        of another type; in a call: an argument is neither array, number nor function.
       ValueError: the policy does not compute in half, or in two kinds of half; in a
         call: a pattern of the policy matches no scope.
 
@@ -100,13 +109,11 @@ def autocast(
       torch.amp.autocast; TensorFlow's auto_mixed_precision graph pass.
     """
     if fun is ...:
-        return functools.partial(autocast, policy=policy, rules=rules)
+        options = {"policy": policy, "rules": rules, "half_results": half_results}
+        return functools.partial(autocast, **options)
     _check_function(fun, "autocast")
     policy, compute_dtype = check_policy(policy)
-    if rules is None:
-        rules = OpRules.default(compute_dtype)
-    if not isinstance(rules, OpRules):
-        raise TypeError(f"Expected OpRules, got {rules!r}.")
+    rules = resolve_rules(rules, compute_dtype, half_results)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
@@ -252,14 +259,7 @@ class PlannedCall:
         if not kept:
             return "it has no matrix product."
         reasons = "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())
-        why = f"its matrix products are left as they are ({reasons})."
-        if products.PRECISION_OF_CONTEXT in kept:
-            why += (
-                f" jax.default_matmul_precision is {_matmul_precision()!r} where it is "
-                'called; under jax.default_matmul_precision("default") autocast lowers '
-                "them."
-            )
-        return why
+        return f"its matrix products are left as they are ({reasons})."
 
 
 def plan_call(
@@ -272,9 +272,9 @@ def plan_call(
 ) -> PlannedCall:
     """Trace a call, and decide what runs in half."""
     _check_arguments((args, kwargs))
-    traced = trace(fun, args, kwargs)
     regions = Regions(policy)
     analyzer = Analyzer(rules, regions, compute_dtype)
+    traced = analyzer.trace(fun, args, kwargs)
     plan = analyzer.plan_closed(traced.closed)
     regions.check_unused(name_of(fun))
     return PlannedCall(traced, analyzer, plan)
@@ -310,10 +310,6 @@ def _plans(plan: CastPlan) -> list[CastPlan]:
         for body in eqn_plan.bodies:
             found += _plans(body)
     return found
-
-
-def _matmul_precision() -> Any:
-    return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def name_of(fun: Any) -> str:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.ops import OpRules, resolve_rules
 from jmp_lite._src.autocast.regions import check_unused
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.transform import (
@@ -33,6 +33,7 @@ def dry_run(
     policy: Policy | PolicyMap | str,
     *,
     rules: OpRules | None = None,
+    half_results: bool | None = None,
 ) -> Callable[..., DryRunReport]:
     """Return a function that measures what a policy does to each operation of `fun`.
 
@@ -47,6 +48,7 @@ def dry_run(
       policy: as for `autocast`. Patterns of a `PolicyMap` may also be paths of modules,
         as for linen's `with_policy`.
       rules: as for `autocast`.
+      half_results: as for `autocast`.
 
     Returns:
       A function of the arguments of `fun` that returns a `DryRunReport`: per operation
@@ -74,7 +76,8 @@ def dry_run(
     """
     if not callable(fun):
         raise TypeError(f"Expected a function to run, got {fun!r}.")
-    policy, _ = check_policy(policy)
+    policy, compute_dtype = check_policy(policy)
+    rules = resolve_rules(rules, compute_dtype, half_results)
 
     def run(*args, **kwargs) -> DryRunReport:
         measured = measure(fun, policy, (args, kwargs), rules=rules)
@@ -124,7 +127,7 @@ def measure(
       ValueError: the program is in half already, or its results are not finite; a
         pattern of the policy matches no scope.
     """
-    planned, policy = _paint(fun, policy, args_and_kwargs, rules)
+    planned, policy = _plan_fitted(fun, policy, args_and_kwargs, rules)
     plan, arrays = planned.plan, planned.traced.args
     warning = check_is_float32(plan.jaxpr, caller)
     shadow = PolicyShadow(Rewriter(planned.analyzer))
@@ -146,26 +149,26 @@ def measure(
     )
 
 
-def _paint(
+def _plan_fitted(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap,
     args_and_kwargs: tuple[Any, Any],
     rules: OpRules | None,
 ) -> tuple[PlannedCall, Policy | PolicyMap]:
-    """Trace and paint a call; patterns may be over scopes or over modules of linen."""
+    """Trace and plan a call; patterns may be over scopes or over modules of linen."""
     compute_dtype = check_policy(policy)[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
 
-    def paint(policy):
+    def plan(policy):
         with sources.lines_of_rules():
             return plan_call(fun, policy, compute_dtype, rules, *args_and_kwargs)
 
     if not isinstance(policy, PolicyMap):
-        return paint(policy), policy
-    planned = paint(dataclasses.replace(policy, allow_unused=True))
+        return plan(policy), policy
+    planned = plan(dataclasses.replace(policy, allow_unused=True))
     layers = {site.layer for site in sites(planned.plan.jaxpr)}
     fitted = fit(policy, layers)
     if fitted != policy:
-        return paint(fitted), fitted
+        return plan(fitted), fitted
     check_unused(policy, planned.analyzer.regions.paths, name_of(fun))
     return planned, policy

@@ -1,0 +1,70 @@
+"""The precision of matrix products: written by the program, or set by the caller.
+
+`jax.default_matmul_precision` sets the `precision` of each product that has none, so a
+jaxpr does not tell which of the two it is. Here a function is traced without the
+setting, which is filled in afterwards.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jmp_lite._src import compat, dtypes
+from jmp_lite._src.jaxprs.tracing import Traced, trace
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+def current() -> str | None:
+    """Return the setting of `jax.default_matmul_precision`, None for the default."""
+    setting = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    return None if setting == "default" else setting
+
+
+def trace_filled_in(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+    as_f32: Sequence[bool] | None = None,
+) -> tuple[Traced, frozenset[int]]:
+    """Trace a function as `trace` does.
+
+    Returns:
+      The trace, whose products have the precision that the caller set if the function
+      sets none; and the `id` of the equation of each such product. The trace keeps
+      these equations alive.
+    """
+    if current() is None:
+        return trace(fun, args, kwargs, as_f32), frozenset()
+    precision = compat.default_precision()
+    with jax.default_matmul_precision(None):
+        traced = trace(fun, args, kwargs, as_f32)
+    filled_in: set[int] = set()
+
+    @functools.cache  # equal sub-jaxprs stay one object
+    def fill_in(jaxpr: Any) -> Any:
+        return compat.with_eqns(jaxpr, map(fill_in_eqn, compat.open_jaxpr(jaxpr).eqns))
+
+    def fill_in_eqn(eqn: Any) -> Any:
+        if eqn.primitive.name in PRODUCTS:
+            # Half operands are exact in every precision; an autocast inside made them.
+            is_half = dtypes.is_half(eqn.invars[0].aval.dtype)
+            if not is_half and eqn.params.get("precision") is None:
+                eqn = eqn.replace(params={**eqn.params, "precision": precision})
+                filled_in.add(id(eqn))
+        elif compat.jaxprs_of(eqn):
+            filled = {name: fill_in_param(x) for name, x in eqn.params.items()}
+            eqn = eqn.replace(params=filled)
+        return eqn
+
+    def fill_in_param(value: Any) -> Any:
+        if isinstance(value, tuple) and any(map(compat.is_jaxpr, value)):
+            items = map(fill_in_param, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return fill_in(value) if compat.is_jaxpr(value) else value
+
+    closed = fill_in(traced.closed)
+    return dataclasses.replace(traced, closed=closed), frozenset(filled_in)

@@ -1,0 +1,129 @@
+"""`jax.default_matmul_precision` around autocast is for the products in float32."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.lax import Precision
+
+from jmp_lite import autocast, explain, full_precision
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.matmul_precision import PRODUCTS
+
+W = jnp.eye(8) + 0.5
+HIGHEST = (Precision.HIGHEST,) * 2
+SETTINGS = ["highest", "float32", "tensorfloat32", "BF16_BF16_F32", "default", None]
+in_both_halves = pytest.mark.parametrize("half", ["mixed_float16", "mixed_bfloat16"])
+
+
+def products(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, dtype of the first operand and precision of each product."""
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in PRODUCTS:
+            dtype = str(eqn.invars[0].aval.dtype)
+            yield eqn.primitive.name, dtype, eqn.params["precision"]
+        for inner in compat.jaxprs_of(eqn):
+            yield from products(inner)
+
+
+def products_of(fun: Any, *args: Any) -> list[tuple[str, str, Any]]:
+    return list(products(jax.make_jaxpr(fun)(*args)))
+
+
+def every_kind_of_product(w: jax.Array) -> jax.Array:
+    y = jax.lax.conv_general_dilated(w[None, None], w[None, None], (1, 1), "SAME")
+    y = y[0, 0] @ w + jax.lax.ragged_dot(w, w[None], jnp.array([8], jnp.int32))
+
+    def body(c, _):
+        return jax.lax.cond(c[0, 0] > 0, lambda c: c @ w, lambda c: c @ w @ w, c), None
+
+    y, _ = jax.lax.scan(body, y, None, length=2)
+    y = jax.checkpoint(lambda y: jnp.linalg.solve(y + 9 * jnp.eye(8), w) @ w)(y)
+    return jnp.dot(jax.jit(jnp.matmul)(y, w), w, precision="high")
+
+
+@in_both_halves
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_products_in_float32_have_the_precision_that_jax_would_give_them(half, setting):
+    kept = autocast(full_precision(every_kind_of_product), half)
+    with jax.default_matmul_precision(setting), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # nothing is lowered
+        assert products_of(kept, W) == products_of(every_kind_of_product, W)
+
+
+@in_both_halves
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_products_in_half_are_the_same_as_without_it(half, setting):
+    def loss(w):
+        kept = full_precision(jnp.matmul)(w, w)
+        return jnp.sum(jnp.exp(jax.jit(jnp.matmul)(jnp.tanh(w @ w), w) + kept))
+
+    def lowered():
+        of_both_orders = [
+            *products_of(jax.grad(autocast(loss, half)), W),
+            *products_of(autocast(jax.grad(loss), half), W),
+        ]
+        is_default = {None: None, (Precision.DEFAULT,) * 2: None}
+        return [
+            (name, dtype, is_default.get(precision, precision))
+            for name, dtype, precision in of_both_orders
+            if dtype != "float32"
+        ]
+
+    without = lowered()
+    assert len(without) == 12
+    with jax.default_matmul_precision(setting):
+        assert lowered() == without
+
+
+@in_both_halves
+@pytest.mark.parametrize("around", ["highest", "high", "default", None])
+def test_what_the_program_writes_wins(half, around):
+    def fun(w):
+        written = jnp.dot(w, w, precision="highest")
+        with jax.default_matmul_precision("highest"):
+            return written, w @ w, w @ (w @ w)
+
+    with jax.default_matmul_precision(around):
+        with pytest.warns(UserWarning, match="4 × a precision the program chose"):
+            found = products_of(autocast(fun, half), W)
+    assert found == [("dot_general", "float32", HIGHEST)] * 4
+
+
+def test_it_reaches_derivative_rules_and_an_autocast_inside():
+    @jax.custom_vjp
+    def keep(w):
+        return full_precision(jnp.matmul)(w, w)
+
+    keep.defvjp(
+        lambda w: (keep(w), w), lambda w, ct: (full_precision(jnp.matmul)(ct, w),)
+    )
+    inner = autocast(
+        lambda w: (w @ w, full_precision(jnp.matmul)(w, w)), "mixed_float16"
+    )
+
+    def loss(w):
+        return sum(map(jnp.sum, (keep(w @ w), *inner(w))))
+
+    with jax.default_matmul_precision("highest"):
+        forward = products_of(autocast(loss, "mixed_float16"), W)
+        backward = products_of(jax.grad(autocast(loss, "mixed_float16")), W)
+    kept = [of for _, dtype, of in forward + backward if dtype == "float32"]
+    lowered = [of for _, dtype, of in forward if dtype == "float16"]
+    assert set(kept) == {HIGHEST} and len(kept) > len(lowered)
+    assert len(lowered) == 2 and HIGHEST not in lowered
+
+
+def test_the_setting_of_a_whole_program_counts_as_well():
+    before = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        report = explain(lambda w: w @ w, "mixed_bfloat16")(W)
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    assert report.half_flops_share == 1 and report.matmul_precision == "highest"
+    assert "float32 products are in 'highest' precision" in str(report.table().caption)
+    assert explain(lambda w: w @ w, "mixed_bfloat16")(W).matmul_precision is None
