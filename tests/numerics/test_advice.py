@@ -94,9 +94,9 @@ def advice_on(loss_fn: Any, policy: Any) -> Advice:
 
 
 def patterns(advice: Advice) -> list[str]:
-    """Return the patterns of the rules that were advised."""
-    assert isinstance(advice.policy, jmp.PolicyMap)
-    return [pattern for pattern, _ in advice.policy.rules]
+    """Return the patterns of the rules that keep layers in float32."""
+    rules = getattr(advice.policy, "rules", ())
+    return [pattern for pattern, p in rules if p.compute_dtype == jnp.float32]
 
 
 # Training.
@@ -127,7 +127,7 @@ def test_following_the_advice_repairs_the_training(loss_fn, policy):
 
 
 def test_the_reason_names_the_operation_and_its_range():
-    first, scale = advice_on(overflowing, "mixed_float16").reasons
+    first, *_, scale = advice_on(overflowing, "mixed_float16").reasons
     start = f"middle in float32: lhs of dot_general at {re.escape(__file__)}:"
     assert re.match(rf"{start}\d+ .*beyond 6.55e\+04, in ", first)
     assert scale.startswith("A loss scale of 2**")
@@ -244,7 +244,7 @@ def test_a_clipped_sigmoid_needs_no_layer_in_float32(half: str) -> None:
 
     args = jnp.ones((2, 1)), jnp.linspace(-10.0, 10.0, 24)[:, None] * jnp.ones((1, 2))
     advice = advise(loss, f"mixed_{half}")(*args)
-    assert isinstance(advice.policy, jmp.Policy) and advice.left == ()
+    assert patterns(advice) == [] and advice.left == ()
     got = jmp.autocast(loss, advice.policy)(*args)
     np.testing.assert_allclose(got, loss(*args), rtol=1e-3)
 
@@ -422,18 +422,17 @@ def test_a_function_of_integers_has_no_gradient_in_half():
         ("bfloat16", "bfloat16 has the range of float32: no loss scale.$"),
     ],
 )
-def test_a_clean_model_gets_no_rules_and_bfloat16_no_loss_scale(half, scale):
+def test_a_clean_model_stays_in_half_and_bfloat16_needs_no_loss_scale(half, scale):
     advice = advice_on(clean, f"mixed_{half}")
-    assert advice.policy == jmp.get_policy(f"mixed_{half}")
+    assert patterns(advice) == []
     assert (advice.loss_scale == jmp.NoOpLossScale()) == (half == "bfloat16")
-    (reason,) = advice.reasons
-    assert re.match(scale, reason)
+    assert re.match(scale, advice.reasons[-1])
     assert advice.left == ()
 
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_attention_with_norms_gets_no_rules(policy, getkey):
+def test_attention_with_norms_stays_in_half(policy, getkey):
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -451,7 +450,7 @@ def test_attention_with_norms_gets_no_rules(policy, getkey):
         return optax.softmax_cross_entropy_with_integer_labels(out, labels).mean()
 
     advice = advise(loss, policy)(model.init(getkey(), x), x)
-    assert advice.policy == jmp.get_policy(policy)
+    assert patterns(advice) == []
     assert advice.left == ()
 
 
@@ -463,7 +462,7 @@ def test_the_rules_of_the_start_stay_behind_those_that_are_new():
     advice = advise(overflowing, start)(PARAMS, X, Y)
     assert patterns(advice) == ["middle", "last"]
     start = jmp.PolicyMap("mixed_float16", {"middle": "full"})
-    assert advise(overflowing, start)(PARAMS, X, Y).policy == start
+    assert patterns(advise(overflowing, start)(PARAMS, X, Y)) == ["middle"]
 
 
 def test_arguments_are_those_of_value_and_grad():

@@ -148,3 +148,20 @@ def test_a_state_without_ours_is_refused(look):
     expected = "Found no ScaleAwareState in a state of type tuple"
     with pytest.raises(ValueError, match=expected):
         look(state)
+
+
+def test_what_is_found_to_be_the_cause_is_said():
+    state: Any = scale_aware(optax.sgd(0.1)).init(jnp.ones(2))
+    stuck = state._replace(consecutive_skips=jnp.int32(50))
+    asked = []
+
+    def find():
+        asked.append(True)
+        return "x @ w overflowed."
+
+    check_skipped_steps(state, find_cause=find)
+    assert asked == []
+    with pytest.raises(TooManySkippedStepsError, match=r"x @ w overflowed\.$"):
+        check_skipped_steps(stuck, find_cause=find)
+    with pytest.raises(TooManySkippedStepsError, match="Possible causes"):
+        check_skipped_steps(stuck, find_cause=lambda: None)

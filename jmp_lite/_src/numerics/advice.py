@@ -3,22 +3,25 @@
 import collections
 import dataclasses
 import functools
+import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jmp_lite._src.autocast.ops import resolve_rules
 from jmp_lite._src.autocast.transform import check_policy
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from jmp_lite._src.numerics import half_results
 from jmp_lite._src.numerics.dry_run import Measured, measure
 from jmp_lite._src.numerics.faults import Fault, find_faults
 from jmp_lite._src.numerics.patterns import pattern_of
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.numerics.stats import EXPONENTS
-from jmp_lite._src.policy import Policy, PolicyMap
+from jmp_lite._src.policy import Policy, PolicyMap, get_policy
 from jmp_lite._src.reports import percent
 
 # The loss scale brings the largest gradient to this fraction of the largest number,
@@ -26,6 +29,7 @@ from jmp_lite._src.reports import percent
 _HEADROOM = 8
 _LARGEST_SCALE = 2.0**24
 _ROUNDS = 12
+_UNSETTLED = "Results of products stay in float32: no set of half ones was found safe."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +37,18 @@ class Advice:
     """Which policy and loss scale fit a function.
 
     Args:
-      policy: the policy, with a rule for each layer that must compute in float32.
-        Patterns match scopes of `autocast` and modules of linen's `with_policy`.
+      policy: the policy, with a rule for each layer that must compute in float32, and
+        in float16 for those whose matrix products may have half results. Patterns
+        match scopes of `autocast` and modules of linen's `with_policy`.
       loss_scale: a static scale that fits the gradients of this batch, for a
         `DynamicLossScale` to start from; `NoOpLossScale` if none is needed.
-      reasons: one sentence for each rule, the loss scale, and each fault that is left.
+      reasons: one sentence for each layer in float32, each that keeps float32 results,
+        what half results save, the loss scale, and each fault that is left.
       left: faulty operations that are in no layer that a rule could name.
       report: the dry run of the scaled loss and its gradient, under this advice.
+      in_float32: the layers that must compute in float32, each with its reason.
+      half_results: per layer whose results of matrix products could be half, why they
+        stay float32, `""` if they need not.
 
     Examples:
       >>> def loss(w, x):
@@ -56,6 +65,8 @@ class Advice:
     reasons: tuple[str, ...]
     left: tuple[OpStats, ...]
     report: DryRunReport
+    in_float32: tuple[tuple[str, str], ...] = ()
+    half_results: tuple[tuple[str, str], ...] = ()
 
     def code(self) -> str:
         """Return the advice as Python code."""
@@ -75,6 +86,51 @@ class Advice:
             scale = f"jmp.StaticLossScale(2.0**{exponent})"
         return f"policy = {policy}\nloss_scale = {scale}\n"
 
+    def to_json(self) -> str:
+        """Return all of it as JSON, for `from_json`."""
+        rules, default, allow_unused = None, self.policy, False
+        if isinstance(self.policy, PolicyMap):
+            rules = [(pattern, str(policy)) for pattern, policy in self.policy.rules]
+            default, allow_unused = self.policy.default, self.policy.allow_unused
+        fields = {
+            "default": str(default),
+            "rules": rules,
+            "allow_unused": allow_unused,
+            "loss_scale": _number(self.loss_scale),
+            "reasons": self.reasons,
+            "left": [self.report.rows.index(row) for row in self.left],
+            "report": json.loads(self.report.to_json()),
+            "in_float32": self.in_float32,
+            "half_results": self.half_results,
+        }
+        return json.dumps(fields, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Advice":
+        """Return the advice that `to_json` wrote.
+
+        Raises:
+          ValueError: the text is not the JSON of an advice.
+        """
+        try:
+            fields = json.loads(text)
+            policy = get_policy(fields["default"])
+            if fields["rules"] is not None:
+                policy = PolicyMap(policy, fields["rules"], fields["allow_unused"])
+            scale = fields["loss_scale"]
+            report = DryRunReport.from_json(json.dumps(fields["report"]))
+            return cls(
+                policy=policy,
+                loss_scale=NoOpLossScale() if scale == 1 else StaticLossScale(scale),
+                reasons=tuple(fields["reasons"]),
+                left=tuple(report.rows[i] for i in fields["left"]),
+                report=report,
+                in_float32=tuple(map(tuple, fields["in_float32"])),
+                half_results=tuple(map(tuple, fields["half_results"])),
+            )
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"Expected the JSON of an Advice: {error!r}.") from None
+
     def __str__(self) -> str:
         """Return the reasons and the code."""
         return "\n".join([*(f"# {reason}" for reason in self.reasons), self.code()])
@@ -86,6 +142,8 @@ def advise(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    headroom: float = 16.0,
+    previous: Advice | None = None,
 ) -> Callable[..., Advice]:
     """Return a function that finds the policy and loss scale a loss function needs.
 
@@ -96,18 +154,29 @@ def advise(
     an error of another layer (`1 - p`, where `p` was rounded to 1), that layer goes
     into float32.
 
+    In float16, `autocast` keeps results of matrix products in float32 unless only
+    products read them. Here, layers get half results in which every number that becomes
+    half by that, times `headroom`, is in the range, and nothing else loses its digits.
+
     Args:
       loss_fn: returns a scalar loss, written in float32.
       policy: the policy to start from, as for `dry_run`.
       argnums: the arguments to differentiate with respect to.
       has_aux: whether `loss_fn` returns a pair of the loss and auxiliary data.
+      headroom: at least 1; later batches may be as many times larger than this one.
+        `math.inf` allows no half results beyond those of `autocast`.
+      previous: the advice for other batches, under the same policy. It becomes more
+        careful, never less: no layer leaves float32, none gets half results, and the
+        loss scale does not grow.
 
     Returns:
       A function of the arguments of `loss_fn` that returns an `Advice`.
 
     Raises:
-      TypeError: `loss_fn` is not callable; in a call: an argument is an nnx module.
-      ValueError: the policy does not compute in half; in a call: a pattern of it
+      TypeError: `loss_fn` is not callable; `previous` is no `Advice`; in a call: an
+        argument is an nnx module.
+      ValueError: the policy does not compute in half; the headroom is less than 1; in a
+        call: a pattern of it
         matches no scope; most products of `loss_fn` are in half already; the loss or
         its gradient in float32 is not finite.
 
@@ -120,6 +189,7 @@ def advise(
       >>> print(advice.code())
       policy = jmp.PolicyMap('p=full,c=f16,o=full', {
           'huge': 'p=full,c=full,o=full',
+          '': 'p=full,c=f16,o=f16',
       })
       loss_scale = jmp.StaticLossScale(2.0**21)
       <BLANKLINE>
@@ -127,9 +197,15 @@ def advise(
     if not callable(loss_fn):
         raise TypeError(f"Expected a loss function, got {loss_fn!r}.")
     start, dtype = check_policy(policy)
+    if not headroom >= 1:
+        raise ValueError(f"Expected a headroom of at least 1, got {headroom!r}.")
+    if not isinstance(previous, Advice | None):
+        raise TypeError(f"Expected an Advice as previous, got {previous!r}.")
 
     def find(*args, **kwargs) -> Advice:
-        search = _Search(loss_fn, start, argnums, has_aux, (args, kwargs), dtype)
+        search = _Search(
+            loss_fn, start, argnums, has_aux, (args, kwargs), dtype, headroom, previous
+        )
         advice, warning = search.run()
         if warning:
             warnings.warn(warning, stacklevel=2)
@@ -165,12 +241,21 @@ class _Search:
     has_aux: bool
     args_and_kwargs: tuple[Any, Any]
     dtype: Any
+    headroom: float
+    previous: Advice | None
+    # The magnitudes of the program without a loss scale, by `_keyed`.
+    unscaled: dict[Any, float] = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Advice, str]:
         """Return the advice, and a warning or `""`."""
-        why: dict[str, str] = {}
+        why = dict(self.previous.in_float32) if self.previous else {}
         tried: dict[Any, set[str]] = collections.defaultdict(set)
         turn = self._turn(1.0, why)
+        report = turn.measured.report
+        self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
+        is_f16 = self.dtype == jnp.float16
+        if turn.fitting == 1.0 and is_f16:  # what is too large may not be scaled at all
+            turn = self._turn(2.0, why)
         for _ in range(_ROUNDS - 1):
             # The backward pass repeats errors of the forward pass.
             named = [fault for fault in reversed(turn.faults) if fault.layer]
@@ -190,24 +275,108 @@ class _Search:
             without = self._turn(turn.scale, others)
             if len(without.faults) <= len(turn.faults):
                 turn, why = without, others
-        loss_scale, reason = _as_loss_scale(
-            turn.measured.report, turn.scale, self.dtype
-        )
+        turn, results, saved = self._with_half_results(turn, why)
+        gradients = self._gradients(turn.measured.report, turn.scale)
+        loss_scale, reason = _as_loss_scale(gradients, turn.scale, self.dtype)
+        kept = dict.fromkeys(reason for reason in results.values() if reason)
         left = [fault.left() for fault in turn.faults]
         advice = Advice(
             policy=turn.measured.policy,
             loss_scale=loss_scale,
-            reasons=(*why.values(), reason, *left),
+            reasons=(*why.values(), *kept, *saved, reason, *left),
             left=tuple(fault.row for fault in turn.faults),
             report=turn.measured.report,
+            in_float32=tuple(why.items()),
+            half_results=tuple(results.items()),
         )
         return advice, turn.measured.warning
 
-    def _turn(self, scale: float, layers: dict[str, str]) -> _Turn:
+    def _with_half_results(
+        self, base: _Turn, why: dict[str, str]
+    ) -> tuple[_Turn, dict[str, str], list[str]]:
+        """Give half results to as many layers as were measured to allow it.
+
+        Args:
+          base: the dry run without.
+          why: the layers in float32.
+
+        Returns:
+          The dry run with half results; per layer, why it has none; what they save.
+        """
+        if self.dtype != jnp.float16 or math.isinf(self.headroom):
+            return base, {}, []
+        trial, ran_with = self._turn(base.scale, why, everywhere=True), None
+        results: dict[str, str] = {}
+        for _ in range(_ROUNDS):
+            found = half_results.gained(base.measured.report, trial.measured.report)
+            if ran_with is None:
+                results = self._candidates(dict.fromkeys(x.row.layer for x in found))
+                found = [x for x in found if not results[x.row.layer]]
+            half = [layer for layer, reason in results.items() if not reason]
+            faults = [fault for fault in trial.faults if not _is_in(fault, base.faults)]
+            unsafe = half_results.out_of_range(
+                found, half, self.headroom, self.dtype
+            ) or (half_results.inaccurate(faults, half) if ran_with else {})
+            if results == ran_with and not unsafe and trial.fitting == trial.scale:
+                saved = half_results.summary(found, self.headroom, self.dtype)
+                return trial, results, [saved] if saved else []
+            results |= unsafe
+            trial, ran_with = self._turn(trial.fitting, why, results), dict(results)
+        return base, dict.fromkeys(results, _UNSETTLED), []
+
+    def _gradients(self, report: DryRunReport, scale: float) -> list[OpStats]:
+        """Return the rows of the backward pass that are in half, and are scaled.
+
+        The gradient of `autocast(f)` has the results of all its products in half,
+        unlike `autocast` of the gradient, which keeps some in float32. A factor of a
+        derivative, such as `2 * x`, does not grow with the loss scale.
+        """
+
+        def is_scaled(key, row):
+            unscaled = self.unscaled.get(key, 0.0)
+            return scale == 1.0 or row.max_abs > scale**0.5 * unscaled
+
+        return [
+            row
+            for key, row in _keyed(report)
+            if row.direction == "backward"
+            and (row.is_half or row.reads_half)
+            and row.max_abs
+            and is_scaled(key, row)
+        ]
+
+    def _candidates(self, layers: Iterable[str]) -> dict[str, str]:
+        """Return why each layer cannot have half results, by earlier batches."""
+        if self.previous is None:
+            return dict.fromkeys(layers, "")
+        known = dict(self.previous.half_results)
+        return {x: f"{x}: other batches have not measured it." for x in layers} | known
+
+    def _turn(
+        self,
+        scale: float,
+        layers: dict[str, str],
+        results: dict[str, str] | None = None,
+        everywhere: bool = False,
+    ) -> _Turn:
+        """Return a dry run.
+
+        Args:
+          scale: the loss scale.
+          layers: the layers in float32.
+          results: the layers with half results: those with "" beside them.
+          everywhere: whether all layers have them.
+        """
         step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
-        policy = _with_rules(self.start, list(layers))
-        measured = measure(step, policy, self.args_and_kwargs, caller="advise")
-        fitting = _fitting_scale(measured.report, scale, self.dtype)
+        half = {layer: not reason for layer, reason in (results or {}).items()}
+        policy = _with_rules(self.start, layers, half)
+        rules = resolve_rules(None, self.dtype, True if everywhere else None)
+        measured = measure(
+            step, policy, self.args_and_kwargs, rules=rules, caller="advise"
+        )
+        largest = _number(self.previous.loss_scale) if self.previous else _LARGEST_SCALE
+        gradients = self._gradients(measured.report, scale)
+        fitting = min(_fitting_scale(gradients, scale, self.dtype), largest)
         # Faults of the backward pass count once the loss scale fits.
         faults = [
             fault
@@ -227,34 +396,52 @@ def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any
     return jax.value_and_grad(scaled, argnums, has_aux=True)
 
 
-def _with_rules(start: Policy | PolicyMap, layers: list[str]) -> Policy | PolicyMap:
-    if not layers:
-        return start
+def _with_rules(
+    start: Policy | PolicyMap, layers: Iterable[str], results: Mapping[str, bool]
+) -> Policy | PolicyMap:
+    """Return a policy with rules for layers in float32 and for half results."""
     full = {pattern_of(layer): "full" for layer in layers}
-    if isinstance(start, Policy):
-        return PolicyMap(start, full)
-    others = {p: policy for p, policy in start.rules if p not in full}
-    return PolicyMap(start.default, full | others, allow_unused=True)
+    patterns, only_scopes = half_results.output_rules(results)
+    is_map = isinstance(start, PolicyMap)
+    default = start.default if is_map else start
+    others = {p: policy for p, policy in start.rules if p not in full} if is_map else {}
+    with_results = {
+        pattern: default.with_output_dtype(
+            default.compute_dtype if is_half else jnp.float32
+        )
+        for pattern, is_half in patterns.items()
+        if pattern not in full and pattern not in others
+    }
+    rules = full | others | with_results
+    if not rules:
+        return start
+    return PolicyMap(default, rules, allow_unused=is_map or only_scopes)
 
 
-def _gradients(report: DryRunReport) -> list[OpStats]:
-    """Return the rows of the backward pass that are in half.
-
-    The gradient of `autocast(f)` has the results of all its products in half, unlike
-    `autocast` of the gradient, which keeps some in float32.
-    """
-    return [
-        row
-        for row in report.rows
-        if row.direction == "backward"
-        and (row.is_half or row.reads_half)
-        and row.max_abs
-    ]
+def _number(loss_scale: LossScale) -> float:
+    return float(getattr(loss_scale, "loss_scale", 1.0))
 
 
-def _fitting_scale(report: DryRunReport, scale: float, dtype: Any) -> float:
+def _is_in(fault: Fault, faults: Iterable[Fault]) -> bool:
+    """Return whether the operation of a fault has one of these already."""
+
+    def place(fault):
+        row = fault.row
+        return row.layer, row.primitive, row.line, row.direction
+
+    return place(fault) in map(place, faults)
+
+
+def _keyed(report: DryRunReport) -> Iterator[tuple[Any, OpStats]]:
+    """Yield the rows of a report, each with a key that other policies do not change."""
+    count = 0
+    for row in report.rows:
+        yield (count, row.primitive), row
+        count += not row.is_operand
+
+
+def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: Any) -> float:
     """Return the loss scale that fits, by the gradients that `scale` has scaled."""
-    rows = _gradients(report)
     if dtype == jnp.bfloat16 or not rows:
         return 1.0
     wanted = float(jnp.finfo(dtype).max) / _HEADROOM
@@ -263,11 +450,10 @@ def _fitting_scale(report: DryRunReport, scale: float, dtype: Any) -> float:
 
 
 def _as_loss_scale(
-    report: DryRunReport, scale: float, dtype: Any
+    rows: Sequence[OpStats], scale: float, dtype: Any
 ) -> tuple[LossScale, str]:
     if dtype == jnp.bfloat16:
         return NoOpLossScale(), "bfloat16 has the range of float32: no loss scale."
-    rows = _gradients(report)
     if not rows:
         return NoOpLossScale(), "No gradient is in half: no loss scale."
     largest = max(row.max_abs for row in rows) / scale

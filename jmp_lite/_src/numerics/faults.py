@@ -29,16 +29,16 @@ class Fault:
         """Return why the layer must be in float32."""
         row, cause = self.row, self.row.cause
         if cause is None or cause[0] in (row.layer, "") or cause[0] != self.layer:
-            return f"{self.layer} in float32: {self._place()} {self._what()}."
+            return f"{self.layer} in float32: {self._place()} {self.what()}."
         return (
             f"{self.layer} in float32: {cause[1]} at {cause[2]} rounds away what "
             f"{row.primitive} in {row.layer or 'no scope'} at {row.line} needs, which "
-            f"{self._what()}."
+            f"{self.what()}."
         )
 
     def left(self) -> str:
         """Return what is wrong although no layer is left, and how to repair it."""
-        what = f"Still wrong: {self._place()} {self._what()}."
+        what = f"Still wrong: {self._place()} {self.what()}."
         _, primitive, line = self.row.cause or ("", self.row.primitive, self.row.line)
         name = primitive.rpartition(" ")[2]  # of an operand, that of the product
         return (
@@ -50,7 +50,8 @@ class Fault:
         layer = f" in {self.row.layer}" if self.row.layer != self.layer else ""
         return f"{self.row.primitive}{layer} at {self.row.line}"
 
-    def _what(self) -> str:
+    def what(self) -> str:
+        """Return what is wrong with the operation."""
         row, largest = self.row, float(jnp.finfo(self.dtype).max)
         reaches = f"reaches {row.max_abs:.3g}"
         if row.overflow and row.is_half:

@@ -13,14 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, trees
+from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.transform import refuse_modules
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
 from jmp_lite._src.numerics.origins import CONSTANT, NEVER, find, watch
+
+# Where finite numbers in half become inf because they are large: not in 1 / 0.
+_GROWING = frozenset((*products.NAMES, "add", "sub", "mul"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +74,18 @@ class NonFinite:
         operands = f" out of {ranges}" if ranges else ""
         return (
             f"{self.primitive} ({self.dtype}, {self.direction}{loop}){where}{line} "
-            f"made the first number that is not finite{operands}."
+            f"made the first number that is not finite{operands}.{self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        """Return what to do if a result that a policy has in half left the range."""
+        is_half = self.dtype == "float16" and self.direction == "forward"
+        if not is_half or self.primitive not in _GROWING:
+            return ""
+        return (
+            f" Results of matrix products in half at {self.layer!r}, or their sums, "
+            f"went beyond {float(jnp.finfo(jnp.float16).max):g}: ask numerics.advise "
+            "again (previous=...), or give the layer a policy with a float32 output."
         )
 
     def to_json(self) -> str:

@@ -45,6 +45,27 @@ def pattern_of(layer: str) -> str:
     return pattern
 
 
+def exact_pattern_of(layer: str) -> str:
+    r"""Return `pattern_of(layer)`, but one for a model itself that only it matches.
+
+    Examples:
+      >>> exact_pattern_of("Net"), exact_pattern_of("Net/mlp")
+      ('Net', '(Net/)?mlp')
+    """
+    return _escape(layer) if part_of_model(layer) == "" else pattern_of(layer)
+
+
+def part_of_model(layer: str) -> str | None:
+    """Return the path of a module in its linen model; None if there is no model.
+
+    Examples:
+      >>> part_of_model("loss/Net/mlp"), part_of_model("Net"), part_of_model("loss")
+      ('mlp', '', None)
+    """
+    top, rest = _split(layer)
+    return rest if top else None
+
+
 def fit(policy: PolicyMap, layers: Iterable[str]) -> PolicyMap:
     """Return a policy whose patterns for modules of linen match scopes as well.
 

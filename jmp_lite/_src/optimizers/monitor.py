@@ -1,5 +1,6 @@
 """Monitor a run: scalars to log, and an error if every step is skipped."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,12 @@ import numpy as np
 from jmp_lite._src import trees
 from jmp_lite._src.loss_scale import DynamicLossScale
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
+
+_POSSIBLE_CAUSES = (
+    "Possible causes: NaN or inf in the data or in the parameters; an overflow in the "
+    "forward pass, at any scale (run that operation in float32, or the model in "
+    "bfloat16); a learning rate at which the model diverged."
+)
 
 
 class TooManySkippedStepsError(RuntimeError):
@@ -52,7 +59,12 @@ def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
     }
 
 
-def check_skipped_steps(opt_state: Any, *, max_consecutive_skips: int = 50) -> None:
+def check_skipped_steps(
+    opt_state: Any,
+    *,
+    max_consecutive_skips: int = 50,
+    find_cause: Callable[[], Any] | None = None,
+) -> None:
     """Raise if too many consecutive steps were skipped.
 
     Call it on the host, between steps. It blocks until the state is computed: call it
@@ -64,10 +76,13 @@ def check_skipped_steps(opt_state: Any, *, max_consecutive_skips: int = 50) -> N
       opt_state: see `loss_scale_metrics`; not traced.
       max_consecutive_skips: the smallest number of consecutive skipped steps that
         raises, at least 1.
+      find_cause: called without arguments if too many steps were skipped. What it
+        returns replaces the possible causes in the message, unless it is None. Use
+        `lambda: numerics.first_nonfinite(loss_fn)(params, batch)`.
 
     Raises:
       TooManySkippedStepsError: that many consecutive steps were skipped; reports the
-        scale, its minimum and possible causes.
+        scale, its minimum and the cause.
       ValueError: `max_consecutive_skips` is below 1; no `ScaleAwareState` is found.
 
     Examples:
@@ -93,12 +108,11 @@ def check_skipped_steps(opt_state: Any, *, max_consecutive_skips: int = 50) -> N
         if isinstance(state.loss_scale, DynamicLossScale):
             minimum = state.loss_scale.min_loss_scale
         where = f" of {path!r}" if path else ""
+        cause = find_cause() if find_cause is not None else None
         raise TooManySkippedStepsError(
             f"The last {skips} steps{where} were skipped: their gradients or loss were "
             f"not finite. The loss scale is {scale:g}, its minimum {minimum:g}. "
-            "Possible causes: NaN or inf in the data or in the parameters; an overflow "
-            "in the forward pass, at any scale (run that operation in float32, or the "
-            "model in bfloat16); a learning rate at which the model diverged."
+            f"{_POSSIBLE_CAUSES if cause is None else cause}"
         )
 
 

@@ -1,0 +1,169 @@
+"""Which layers may have results of matrix products in half, by what was measured."""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp_lite._src.autocast import products
+from jmp_lite._src.numerics.faults import Fault
+from jmp_lite._src.numerics.patterns import exact_pattern_of, part_of_model
+from jmp_lite._src.numerics.report import DryRunReport, OpStats
+
+_NAMES = frozenset(products.NAMES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gained:
+    """A result that is half only because results of products are.
+
+    Attributes:
+      row: its numbers.
+      index: its place in the program.
+    """
+
+    row: OpStats
+    index: int
+
+
+def gained(before: DryRunReport, after: DryRunReport) -> list[Gained]:
+    """Return the forward results that are half in one dry run and not in another."""
+    pairs = zip(_results(before), _results(after), strict=True)
+    return [
+        Gained(new, index)
+        for index, (old, new) in enumerate(pairs)
+        if new.is_half and not old.is_half and new.direction == "forward"
+    ]
+
+
+def out_of_range(
+    found: Sequence[Gained], half: Collection[str], headroom: float, dtype: Any
+) -> dict[str, str]:
+    """Return the layers that must not have half results, because of their range.
+
+    Args:
+      found: the results that are half because of half results.
+      half: the layers that may have them.
+      headroom: how many times what was measured must be in the range.
+      dtype: the half dtype.
+
+    Returns:
+      A dict of layer to the reason.
+    """
+    largest, reasons = float(jnp.finfo(dtype).max), {}
+    for result in found:
+        row = result.row
+        if row.max_abs * headroom <= largest:
+            continue
+        # An operation of another layer has half operands of these: of the nearest
+        # before it, to begin with.
+        before = [x.row.layer for x in found if x.index <= result.index]
+        nearest = [layer for layer in reversed(before) if layer in half][:1]
+        for layer in nearest or half:
+            what = (
+                f"reaches {row.max_abs:.3g}, and {headroom:g} times that is beyond "
+                f"{largest:.3g}"
+            )
+            reasons.setdefault(layer, _reason(layer, row, what))
+    return reasons
+
+
+def inaccurate(faults: Sequence[Fault], half: Collection[str]) -> dict[str, str]:
+    """Return the layers that must not have half results, because of faults.
+
+    Args:
+      faults: the faults that arise with half results.
+      half: the layers that have them.
+
+    Returns:
+      A dict of layer to the reason.
+    """
+    reasons = {}
+    for fault in faults:
+        suspects = [fault.row.layer, *(fault.row.cause or ())[:1]]
+        for layer in [x for x in suspects if x in half] or half:
+            reasons.setdefault(layer, _reason(layer, fault.row, fault.what()))
+    return reasons
+
+
+def _reason(layer: str, row: OpStats, what: str) -> str:
+    name = layer or "Outside any scope"
+    where = f" in {row.layer or 'no scope'}" if row.layer != layer else ""
+    return (
+        f"{name}: results of products stay in float32: {row.primitive}{where} at "
+        f"{row.line} {what}."
+    )
+
+
+def summary(found: Sequence[Gained], headroom: float, dtype: Any) -> str:
+    """Return in one line what half results save; "" if there are none."""
+    of_products = [x.row for x in found if x.row.primitive in _NAMES]
+    if not of_products:
+        return ""
+    largest = max(row.max_abs for row in of_products)
+    saved = sum(2 * row.size for row in of_products)  # 4 bytes become 2
+    plural = "" if len(of_products) == 1 else "s"
+    return (
+        f"Half results of {len(of_products)} matrix product{plural} save "
+        f"{_bytes(saved)} of {_bytes(2 * saved)}: they reach {largest:.3g}, and "
+        f"{headroom:g} times that is below {float(jnp.finfo(dtype).max):.3g}."
+    )
+
+
+def output_rules(results: Mapping[str, bool]) -> tuple[dict[str, bool], bool]:
+    """Return patterns for the layers whose results of products are half.
+
+    Args:
+      results: per layer, whether its results may be half.
+
+    Returns:
+      Patterns in their order of precedence, each with whether results are half; and
+      whether one of them matches scopes of `autocast` only, no module of linen.
+    """
+    rules = list(_rules("", False, results))
+    has_modules = any(part_of_model(layer) is not None for layer in results)
+    if results.get("") and not has_modules:  # for `with_policy`, "" is the whole model
+        rules.append(("", True))
+    patterns = {exact_pattern_of(layer): is_half for layer, is_half in rules}
+    of_modules = [bool(part_of_model(layer)) for layer, _ in rules]
+    return patterns, has_modules and not all(of_modules)
+
+
+def _rules(
+    scope: str, around: bool, results: Mapping[str, bool]
+) -> Iterator[tuple[str, bool]]:
+    """Yield the rules for the scopes in a scope, inner ones first.
+
+    Args:
+      scope: the scope, `""` for that of the whole program.
+      around: whether the rule around it makes results half.
+      results: as for `output_rules`.
+    """
+    inside = {x: r for x, r in results.items() if x and _is_in(x, scope)}
+    if scope and set(inside.values()) == {not around}:
+        yield scope, not around
+        return
+    own = inside.get(scope, around)
+    depth = len(scope.split("/")) if scope else 0
+    for child in dict.fromkeys("/".join(x.split("/")[: depth + 1]) for x in inside):
+        if child != scope:
+            yield from _rules(child, own, results)
+    if own != around:
+        yield scope, own
+
+
+def _is_in(layer: str, scope: str) -> bool:
+    return not scope or layer == scope or layer.startswith(f"{scope}/")
+
+
+def _results(report: DryRunReport) -> list[OpStats]:
+    return [row for row in report.rows if not row.is_operand]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}"

@@ -1,0 +1,319 @@
+"""Advice on half results: what is measured to stay in range, and only that."""
+
+import math
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from autocast_corpus.program import relative_error
+from f16_hazards import HAZARDS
+
+import jmp_lite as jmp
+from jmp_lite._src.numerics.half_results import output_rules
+from jmp_lite.numerics import Advice, advise
+
+HALF = "mixed_float16"
+LOW, HIGH = "p=full,c=f16,o=f16", "p=full,c=f16,o=full"
+LARGEST = 65504.0
+X = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=(3, 16, 16)).astype(np.float32) / 4
+
+
+def model(w, x, middle=1.0):
+    """Return the loss of three layers; the product of the middle one can be large."""
+    with jax.named_scope("first"):
+        x = x + jnp.tanh(x @ w[0])
+    with jax.named_scope("middle"):
+        x = x + jnp.tanh((x @ (middle * w[1])) / middle)
+    with jax.named_scope("last"):
+        return jnp.mean(jnp.square(jnp.exp(-jnp.square(x @ w[2])) - 0.5))
+
+
+def rules(advice: Advice) -> dict[str, Any]:
+    return dict(getattr(advice.policy, "rules", ()))
+
+
+def results_of_products(fun: Any, policy: Any, *args: Any) -> dict[str, str]:
+    """Return the dtype of the result of each layer's product."""
+    rows = jmp.explain(fun, policy)(*args).rows
+    return {r.layer: r.after.split()[-1] for r in rows if r.primitive == "dot_general"}
+
+
+def test_what_stays_far_below_the_range_is_half():
+    advice = advise(model, HALF)(W, X)
+    assert rules(advice) == dict.fromkeys(
+        ("first", "middle", "last"), jmp.get_policy(LOW)
+    )
+    assert set(results_of_products(model, advice.policy, W, X).values()) == {"f16"}
+    assert set(results_of_products(model, HALF, W, X).values()) == {"f32"}
+    saved = 3 * 64 * 16 * 2
+    assert f"Half results of 3 matrix products save {saved / 1024:.3g} KiB" in str(
+        advice
+    )
+    half, full = (
+        jax.value_and_grad(jmp.autocast(model, policy))(W, X)
+        for policy in (advice.policy, HALF)
+    )
+    exact = jax.value_and_grad(model)(W, X)
+    for a, b, c in zip(*map(jax.tree.leaves, (half, full, exact)), strict=True):
+        bound = 2.0 * float(jnp.linalg.norm(b - c)) + 1e-3 * float(jnp.linalg.norm(c))
+        assert float(jnp.linalg.norm(a - c)) <= bound
+
+
+@pytest.mark.parametrize("headroom", [4.0, 16.0, 100.0])
+@pytest.mark.parametrize(("share", "dtype"), [(0.99, "f16"), (1.01, "f32")])
+def test_the_headroom_is_kept_to_a_percent(headroom, share, dtype):
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.mean(jnp.exp(-jnp.square(x @ w) * 1e-9))
+
+    x = X * np.float32(share * LARGEST / headroom / np.max(np.abs(X @ W[0])))
+    advice = advise(loss, HALF, headroom=headroom)(W[0], x)
+    assert results_of_products(loss, advice.policy, W[0], x) == {"layer": dtype}
+    reasons = [r for r in advice.reasons if r.startswith("layer: results of")]
+    assert len(reasons) == (dtype == "f32")
+
+
+def test_without_an_end_to_the_headroom_nothing_more_is_half():
+    advice = advise(model, HALF, headroom=math.inf)(W, X)
+    assert advice.policy == jmp.get_policy(HALF) and advice.half_results == ()
+
+
+def test_a_layer_that_comes_near_the_end_keeps_float32_results():
+    def loss(w, x):
+        return model(w, x, middle=2000.0)
+
+    advice = advise(loss, HALF)(W, X)
+    assert results_of_products(loss, advice.policy, W, X) == {
+        "first": "f16",
+        "middle": "f32",
+        "last": "f16",
+    }
+    (reason,) = (r for r in advice.reasons if r.startswith("middle"))
+    assert "results of products stay in float32: dot_general at " in reason
+    assert "and 16 times that is beyond 6.55e+04" in reason
+
+
+def test_an_operation_that_grows_on_half_results_takes_their_half_away():
+    def loss(w, x):
+        with jax.named_scope("products"):
+            a, b = 300 * (x @ w[0]), 300 * (x @ w[1])
+        with jax.named_scope("beside"):
+            c = x @ w[2]
+        with jax.named_scope("grows"):
+            return jnp.mean(jnp.exp(-jnp.square(a * b * 1e-6 + c)))
+
+    advice = advise(loss, HALF)(W, X)
+    found = jmp.numerics.dry_run(loss, advice.policy)(W, X)
+    assert not any(row.is_half and row.max_abs * 16 > LARGEST for row in found.rows)
+    value = float(jmp.autocast(loss, advice.policy)(W, X))
+    np.testing.assert_allclose(value, float(loss(W, X)), rtol=0.01)
+
+
+def test_another_batch_only_makes_it_more_careful():
+    first = advise(model, HALF)(W, X)
+    harder = advise(model, HALF, previous=first)(W, X * np.float32(2000))
+    easier = advise(model, HALF, previous=harder)(W, X)
+    assert results_of_products(model, harder.policy, W, X) == {
+        "first": "f32",
+        "middle": "f32",
+        "last": "f32",
+    }
+    assert easier.policy == harder.policy
+    layers = {name for name, reason in easier.half_results if reason}
+    assert layers == {name for name, reason in harder.half_results if reason}
+    scales = [x.loss_scale.loss_scale for x in (first, harder, easier)]
+    assert scales == sorted(scales, reverse=True)
+
+
+def test_layers_in_float32_stay_there():
+    def loss(w, x):
+        with jax.named_scope("squares"):
+            h = jnp.square(x) @ w[0] * 1e-6
+        with jax.named_scope("last"):
+            return jnp.mean(jnp.tanh(h @ w[1]))
+
+    first = advise(loss, HALF)(W, X * np.float32(1e3))
+    assert [layer for layer, _ in first.in_float32] == ["squares"]
+    second = advise(loss, HALF, previous=first)(W, X)
+    assert second.in_float32 == first.in_float32
+    assert rules(second)["squares"] == jmp.get_policy("full")
+
+
+def test_a_layer_that_only_a_later_batch_has_is_not_half():
+    def loss(w, x, long=False):
+        with jax.named_scope("first"):
+            x = jnp.tanh(x @ w[0])
+        if long:
+            with jax.named_scope("second"):
+                x = jnp.tanh(jnp.exp(x @ w[1]))
+        return jnp.mean(x)
+
+    first = advise(loss, HALF)(W, X)
+    second = advise(lambda w, x: loss(w, x, True), HALF, previous=first)(W, X)
+    assert dict(second.half_results) == {
+        "first": "",
+        "second": "second: other batches have not measured it.",
+    }
+
+
+def test_advice_is_saved_as_json():
+    for scale in (1.0, 2000.0):
+        advice = advise(lambda w, x, s=scale: model(w, x, s), HALF)(W, X)
+        again = Advice.from_json(advice.to_json())
+        assert again == advice and again.code() == advice.code()
+    plain = advise(model, "mixed_bfloat16")(W, X)
+    assert Advice.from_json(plain.to_json()) == plain
+    for text in ("", "{}", "[]", plain.report.to_json()):
+        with pytest.raises(ValueError, match="Expected the JSON of an Advice"):
+            Advice.from_json(text)
+
+
+def test_code_that_is_pasted_gives_the_same_policy():
+    advice = advise(lambda w, x: model(w, x, 2000.0), HALF)(W, X)
+    pasted: dict[str, Any] = {}
+    exec(advice.code(), {"jmp": jmp}, pasted)
+    assert pasted == {"policy": advice.policy, "loss_scale": advice.loss_scale}
+
+
+def test_bfloat16_has_half_results_already():
+    advice = advise(model, "mixed_bfloat16")(W, X)
+    assert advice.policy == jmp.get_policy("mixed_bfloat16")
+    assert advice.half_results == ()
+
+
+def test_what_cannot_be_is_refused():
+    for headroom in (0.5, 0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="Expected a headroom of at least 1"):
+            advise(model, HALF, headroom=headroom)
+    wrong: Any = "advice"
+    with pytest.raises(TypeError, match="Expected an Advice as previous, got 'advice'"):
+        advise(model, HALF, previous=wrong)
+
+
+@pytest.mark.parametrize(
+    ("results", "wanted"),
+    [
+        ({"a": True, "b": True}, {"a": True, "b": True}),
+        ({"a/x": True, "a/y": True}, {"a": True}),
+        ({"a": True, "a/x": True, "a/y/z": True}, {"a": True}),
+        ({"a/x": True, "a/y": False}, {"a/x": True}),
+        ({"a": True, "a/x": False}, {"a/x": False, "a": True}),
+        (
+            {"a": True, "a/x": False, "a/x/y": True},
+            {"a/x/y": True, "a/x": False, "a": True},
+        ),
+        ({"a": False, "a/x": True}, {"a/x": True}),
+        ({"a": False, "b/c": False}, {}),
+        ({"": True, "a": False}, {"": True}),
+        ({"": False, "a": True}, {"a": True}),
+        ({"ab": False, "a": True}, {"a": True}),
+        ({"Net/up": True, "Net/down": True, "": True}, {"Net": True}),
+        ({"Net/up": True, "Net/down": False}, {"(Net/)?up": True}),
+    ],
+)
+def test_rules_say_of_each_layer_what_was_found(results, wanted):
+    found, only_scopes = output_rules(results)
+    assert list(found.items()) == list(wanted.items())
+    assert only_scopes == ("Net" in wanted)
+    default = jmp.get_policy(HALF)
+    policies = {p: LOW if is_half else HIGH for p, is_half in found.items()}
+    regions = jmp._src.autocast.regions.Regions(jmp.PolicyMap(default, policies))  # pyright: ignore[reportAttributeAccessIssue]
+    for layer, is_half in results.items():
+        if layer or not only_scopes:
+            assert bool(regions.at("", layer).half_results) is is_half
+
+
+def test_a_factor_of_a_derivative_does_not_lower_the_loss_scale():
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            h = 1.5e4 * jnp.tanh(x @ w)  # the derivative of its square: a factor of 3e4
+            return jnp.mean(jnp.exp(-jnp.square(h) * 1e-9))
+
+    advice = advise(loss, HALF, headroom=2.0)(W[0], X)
+    assert results_of_products(loss, advice.policy, W[0], X) == {"layer": "f16"}
+    assert advice.loss_scale.loss_scale >= 2.0**10
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", HAZARDS)
+def test_a_hazard_stays_right_and_the_layers_beside_it_are_lean(name):
+    hazard, args = HAZARDS[name]
+    w, x = W / 2, X
+
+    def loss(args, w):
+        with jax.named_scope("lean"):
+            h = x + jax.nn.gelu(x @ w[0])
+            h = h + jnp.tanh(h @ w[1])
+        with jax.named_scope("hazard"):
+            return hazard(*args) + jnp.mean(jnp.square(h))
+
+    advice = advise(loss, HALF, argnums=(0, 1))(args, w)
+    assert advice.left == ()
+    rows = jmp.explain(loss, advice.policy)(args, w).rows
+    lean = [r for r in rows if r.layer == "lean" and r.primitive == "dot_general"]
+    assert [r.after.split()[-1] for r in lean] == ["f16", "f16"]
+    value, grads = jax.value_and_grad(loss, (0, 1))(args, w)
+    scaled = jmp.scaled_value_and_grad(
+        jmp.autocast(loss, advice.policy),
+        argnums=(0, 1),
+        loss_scale=advice.loss_scale,
+    )
+    out, out_grads = jax.jit(scaled)(args, w)
+    assert relative_error([out], [value]) < 0.02
+    out_grads = advice.loss_scale.unscale(out_grads)
+    assert relative_error(*map(jax.tree.leaves, (out_grads, grads))) < 0.06
+
+
+@pytest.mark.standard_promotion  # optax promotes
+def test_beyond_what_was_measured_the_step_is_skipped_and_the_product_is_named():
+    def loss(w, x):
+        with jax.named_scope("stream"):
+            x = x + x @ w[0]
+        with jax.named_scope("norm"):
+            x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True))
+        with jax.named_scope("last"):
+            return jnp.mean(jnp.square(x @ w[1]))
+
+    advice = advise(loss, HALF)(W, X)
+    loss_fn = jmp.autocast(loss, advice.policy)
+    tx = jmp.scale_aware(optax.adam(1e-3), advice.loss_scale)
+    grown = W * np.array([5e4, 1, 1], np.float32)[:, None, None]
+    state: Any = tx.init(grown)
+
+    @jax.jit
+    def step(w, state):
+        def watched(w, x):
+            fun = jmp.scaled_value_and_grad(loss_fn, loss_scale=state)
+            return fun(w, x)
+
+        (loss, grads), tracker = jmp.numerics.track_nonfinite(watched)(w, X)
+        updates, state = tx.update(grads, state, w, value=loss)
+        return optax.apply_updates(w, updates), state, tracker
+
+    w, after, tracker = step(grown, state)  # overflows
+    assert bitwise.raw_bits(w) == bitwise.raw_bits(grown)
+    assert bitwise.raw_bits(after.inner_state) == bitwise.raw_bits(state.inner_state)
+    assert int(after.consecutive_skips) == 1
+    found = [tracker.report(), jmp.numerics.first_nonfinite(loss_fn)(grown, X)]
+    assert {(x.layer, x.primitive, x.dtype) for x in found if x} == {
+        ("stream", "dot_general", "float16")
+    }
+    said = (
+        "made the first number that is not finite.* Results of matrix products in half "
+        "at 'stream', or their sums, went beyond 65504: ask numerics.advise again "
+        r"\(previous=...\), or give the layer a policy with a float32 output."
+    )
+    with pytest.raises(jmp.TooManySkippedStepsError, match=said):
+        jmp.check_skipped_steps(
+            after, max_consecutive_skips=1, find_cause=lambda: found[1]
+        )
+    again = advise(loss, HALF, previous=advice)(grown, X)
+    assert results_of_products(loss, again.policy, grown, X)["stream"] == "f32"
+    np.testing.assert_allclose(
+        jmp.autocast(loss, again.policy)(grown, X), loss(grown, X), rtol=0.01
+    )
