@@ -80,10 +80,14 @@ class MLP(nn.Module):
 
 
 class Transformer(nn.Module):
-    """From bytes `[batch, length]` to the logits of the next ones, `[..., 256]`."""
+    """From bytes `[batch, length]` to the logits of the next ones, `[..., 256]`.
+
+    The MLP in the middle has a gain.
+    """
 
     width: int
     layers: int
+    gain: float = GAIN
 
     @nn.compact
     def __call__(self, tokens):
@@ -91,7 +95,7 @@ class Transformer(nn.Module):
         x = nn.Embed(256, self.width, name="bytes")(tokens)
         x = x + nn.Embed(CONTEXT, self.width, name="positions")(positions)
         for i in range(self.layers):
-            gain = GAIN if i == self.layers // 2 else 1.0
+            gain = self.gain if i == self.layers // 2 else 1.0
             x = x + Attention(name=f"attention_{i}")(nn.LayerNorm()(x))
             x = x + MLP(gain, name=f"mlp_{i}")(nn.LayerNorm()(x))
         return nn.Dense(256, name="head")(nn.LayerNorm()(x))

@@ -30,6 +30,7 @@ RESULTS: dict[str, str] = {
         for name, options in (
             ("step_overhead", ""),
             ("convergence", ""),
+            ("advised", ""),
             ("train_step", ""),
             ("autocast_trace", "--rounds 7 "),
             ("tree_stats", ""),

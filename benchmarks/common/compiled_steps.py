@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -17,6 +18,7 @@ from jmp_lite.linen import with_policy
 
 PLAIN, BY_HAND, POLICY = "as written", "by hand", "policy"
 GRAD_AUTOCAST, AUTOCAST_GRAD = "grad(autocast(f))", "autocast(grad(f))"
+ADVISED = "grad(autocast(f)), advised"
 
 # Every model takes `(params, *batch)` and returns a loss and what is to be kept.
 Loss = Callable[..., tuple[jax.Array, Any]]
@@ -173,6 +175,43 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
+# Sizes at which a model can be run on any machine, for `advised_policy`.
+_SMALL: Sizes = {
+    "transformer": {
+        "layers": 1,
+        "width": 64,
+        "heads": 4,
+        "vocabulary": 256,
+        "batch": 2,
+        "length": 32,
+    },
+    "mlp": {"width": 64, "batch": 16},
+    "cnn": {"blocks": (1, 1), "width": 8, "classes": 10, "image": 32, "batch": 4},
+}
+
+
+@functools.cache
+def advised_policy(model: str, dtype: str) -> jmp_lite.PolicyMap | jmp_lite.Policy:
+    """Return what `advise` says of a model that is small, on random numbers."""
+    make_loss, make_shapes = MODELS[model]
+    sizes = _SMALL[model]
+    rng = np.random.default_rng(0)
+
+    def fill(x):
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return jnp.asarray(rng.integers(0, 10, x.shape), x.dtype)
+        if x.ndim < 2:
+            return jnp.ones_like(x)
+        return jnp.asarray(rng.normal(size=x.shape) / x.shape[-2] ** 0.5, x.dtype)
+
+    params, kept, *batch = jax.tree.map(fill, make_shapes(sizes))
+    held = (kept,) if jax.tree.leaves(kept) else ()
+    advise = jmp_lite.numerics.advise(
+        make_loss("float32", sizes), f"mixed_{dtype}", has_aux=True
+    )
+    return advise(params, *held, *batch).policy
+
+
 def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
     """Return `fun(opt_state, params, *rest) -> ((loss, kept), grads)`."""
     make_loss, _ = MODELS[step.model]
@@ -192,6 +231,8 @@ def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
 
     if step.cast == GRAD_AUTOCAST:
         loss = jmp_lite.autocast(loss, policy)
+    if step.cast == ADVISED:
+        loss = jmp_lite.autocast(loss, advised_policy(step.model, step.dtype))
 
     def fun(opt_state, *args):
         if step.scaled:
@@ -265,12 +306,14 @@ _AUTOCASTS = (GRAD_AUTOCAST, AUTOCAST_GRAD)
 STEPS: list[Step] = [
     Step("transformer"),
     *_halves("transformer", BY_HAND, POLICY, *_AUTOCASTS),
+    Step("transformer", "float16", ADVISED),
     Step("transformer", "float16", BY_HAND, scaled=True),
     Step("mlp"),
     *_halves("mlp", BY_HAND, GRAD_AUTOCAST),
     Step("mlp", "float16", BY_HAND, scaled=True),
     Step("cnn"),
     *_halves("cnn", BY_HAND, POLICY, GRAD_AUTOCAST),
+    Step("cnn", "float16", ADVISED),
     Step("cnn", "float16", BY_HAND, scaled=True),
     *(
         Step("transformer", dtype, cast, scaled, layout)

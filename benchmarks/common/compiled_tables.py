@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks import memory
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import (
+    ADVISED,
     AUTOCAST_GRAD,
     BY_HAND,
     GRAD_AUTOCAST,
@@ -38,7 +39,8 @@ def over_by_hand(device: str, steps: list[Step], columns: list[str]) -> Rows:
     rows = []
     for step in steps:
         row, base = found[str(step)], found[str(step.base)]
-        cast = f"`{step.cast}`" if step.cast != POLICY else "policy"
+        call, _, how = step.cast.partition(", ")  # "grad(autocast(f)), advised"
+        cast = f"`{call}`{how and ', ' + how}" if step.cast != POLICY else "policy"
         if step.scaled:
             cast = "`scale_aware` over no scaling"
         title = f"{_MODELS[step.model]}, {SHORT[step.dtype]}, {cast}"
@@ -80,6 +82,7 @@ def bytes_and_peaks() -> Rows:
         ("float16, cast by hand", "float16", BY_HAND),
         ("float16, policy", "float16", POLICY),
         ("float16, autocast", "float16", GRAD_AUTOCAST),
+        ("float16, autocast, advised", "float16", ADVISED),
     ):
         row = {"": title}
         for model in ("transformer", "cnn"):
@@ -200,11 +203,13 @@ TABLES: dict[str, Callable[[], Rows]] = {
             _autocast("transformer", "bfloat16"),
             Step("transformer", "bfloat16", POLICY),
             _autocast("transformer", "float16"),
+            Step("transformer", "float16", ADVISED),
             _scaled("transformer"),
             _autocast("mlp", "bfloat16"),
             _scaled("mlp"),
             *(Step("cnn", dtype, POLICY) for dtype in HALVES),
             *(_autocast("cnn", dtype) for dtype in HALVES),
+            Step("cnn", "float16", ADVISED),
             _scaled("cnn"),
         ],
         [_BYTES, _PEAK, _KERNELS],

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import checkpoint_save
+from benchmarks import advised, checkpoint_save
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import BY_HAND
 from benchmarks.common.contenders import APPLY_IF_FINITE, COND, FLAX, JMP, OURS
@@ -187,6 +187,25 @@ def convergence() -> Rows:
     return rows
 
 
+def measured_float16() -> Rows:
+    rows = []
+    for task, result in load("cpu/advised.json")["tasks"].items():
+        runs = {
+            run: np.mean([found[run]["validation_loss"] for found in result["seeds"]])
+            for run in (BASELINE, advised.SAFE, advised.ADVISED)
+        }
+        base = runs[BASELINE]
+        rows.append(
+            {"validation loss": {"resnet": "ResNet"}.get(task, task)}
+            | {
+                run: f"{loss:.4f}"
+                + ("" if run == BASELINE else f" ({100 * (loss / base - 1):+.2f} %)")
+                for run, loss in runs.items()
+            }
+        )
+    return rows
+
+
 def train_step() -> Rows:
     models = load("cpu/train_step.json")["models"]
     ways = [
@@ -292,6 +311,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "step_overhead": functools.partial(overhead, ["adam", "adamw", "adafactor"]),
     "step_overhead_leaves": overhead_of_leaves,
     "convergence": convergence,
+    "advised": measured_float16,
     "train_step": train_step,
     "autocast_trace": trace,
     "autocast_compile": compile_time,

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import jmp_lite
 from benchmarks import (
+    advised,
     autocast_trace,
     checkpoint_save,
     convergence,
@@ -374,6 +375,21 @@ def test_convergence_trains_the_other_examples_too(name, monkeypatch):
         assert sum(stats["stats"]["size"]) > 0 and sum(stats["stats"]["nonfinite"]) == 0
     # It has trained with the loss whose gradients these are.
     assert result["gradients"]["first"] != result["gradients"]["last"]
+
+
+@pytest.mark.full
+def test_advised_trains_with_half_results_where_they_were_measured(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(advised, "RESNET_WIDTHS", (2,))
+    monkeypatch.setattr(advised, "SHAPE", {"width": 32, "layers": 1})
+    found, text = _run(advised.main, tmp_path, "--seeds", "1", "--steps", "2")
+    for result in found["tasks"].values():
+        (runs,) = result["seeds"]
+        assert list(runs) == [advised.BASELINE, advised.SAFE, advised.ADVISED]
+        assert _are_finite([run["validation_loss"] for run in runs.values()])
+        assert "o=f16" in result["advice"] and "save" in " ".join(result["reasons"])
+    assert "ResNet" in text or "resnet" in text
 
 
 def test_convergence_refuses_a_task_that_it_does_not_know():
