@@ -280,6 +280,16 @@ def test_other_leaves_are_left_alone():
     np.testing.assert_array_equal(after.masters["w"], [0.0, 0.0])
 
 
+def test_a_parameter_in_float32_that_is_set_by_hand_goes_on_from_there():
+    tx: Any = master_weights(optax.sgd(0.5))
+    params = {"half": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2, jnp.float32)}
+    state = tx.init(params)
+    params["full"] = jnp.full(2, 8.0)
+    updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    np.testing.assert_array_equal(updates["full"], [-0.5, -0.5])
+    np.testing.assert_array_equal(state.masters["full"], [7.5, 7.5])
+
+
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         params = {"d": jnp.ones(2), "h": jnp.ones(2, jnp.bfloat16)}

@@ -65,7 +65,7 @@ def asks(statements: list[str], library: str, extra: str) -> dict[str, str]:
 
 
 _PUBLIC = ["import jmp_lite.linen", "from jmp_lite.nnx import TrainState"]
-_EXAMPLES = "digits find_the_overflow multihost resnet transformer".split()
+_EXAMPLES = "digits drift find_the_overflow multihost resnet transformer".split()
 _BENCHMARKS = "autocast_trace convergence step_overhead train_step tree_stats".split()
 _TRAININGS = [
     *(f"import examples.{name}" for name in _EXAMPLES),

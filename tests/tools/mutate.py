@@ -60,7 +60,12 @@ GROUPS = {
     "loss scales": Group((f"{SRC}/loss_scale.py",), ("tests/test_loss_scale*.py",)),
     "scale_aware": Group(
         (f"{SRC}/optimizers/scale_aware.py", f"{SRC}/optimizers/base.py"),
-        ("tests/optimizers/test_scale_aware*.py", "tests/test_contracts.py"),
+        (
+            "tests/optimizers/test_scale_aware*.py",
+            "tests/test_contracts.py",
+            "tests/optimizers/test_master_weights.py",
+            "tests/optimizers/test_half_params.py",
+        ),
     ),
     "gradients": Group(
         (f"{SRC}/gradients.py", f"{SRC}/optimizers/monitor.py"),
@@ -68,7 +73,11 @@ GROUPS = {
     ),
     "trees": Group(
         (f"{SRC}/trees.py", f"{SRC}/dtypes.py"),
-        ("tests/test_trees.py", "tests/test_dtypes.py"),
+        (
+            "tests/test_trees.py",
+            "tests/test_dtypes.py",
+            "tests/optimizers/test_scale_aware.py",
+        ),
     ),
     "policies": Group(
         (f"{SRC}/policy.py", f"{SRC}/flax/module_policies.py"),
@@ -97,7 +106,8 @@ GROUPS = {
     "checkpoints": Group((f"{SRC}/checkpoint/*.py",), ("tests/checkpoint/test_*.py",)),
     "autocast": Group((f"{SRC}/autocast/[!e_]*.py",), _AUTOCAST_TESTS),
     "jaxprs": Group(
-        (f"{SRC}/jaxprs/[!_]*.py",), ("tests/jaxprs/test_*.py", *_AUTOCAST_TESTS)
+        (f"{SRC}/jaxprs/[!_]*.py",),
+        ("tests/jaxprs/test_*.py", *_AUTOCAST_TESTS, "tests/numerics/test_*.py"),
     ),
 }
 
