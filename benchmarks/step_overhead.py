@@ -15,8 +15,9 @@ is left out there, and everywhere if it is not installed.
 
 `lax.cond` by hand is the least that a skip can cost on a CPU: it puts a branch around
 optimiser and update, which an optax transformation cannot (it never sees the update
-applied), and which on accelerators costs more than choosing does. mpx is not here: it
-scales only where it also casts to half precision.
+applied), and which on accelerators costs more than choosing does. `lax.cond inside` is
+the branch that one could have: it writes the update, and adding it reads it again. mpx
+is not here: it scales only where it also casts to half precision.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -182,6 +183,7 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
                 {"color": "#E69F00", "marker": "^"},
                 {"color": "#009E73", "marker": "D"},
                 {"color": "#666666", "marker": "x"},
+                {"color": "#CC79A7", "marker": "+"},
             ],
             strict=True,
         )
@@ -193,7 +195,7 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
     for offset, (name, look) in enumerate(looks.items()):
         look = {"markersize": 6, "linewidth": 1.2, "label": name, **look}
         rows = [c["contenders"][name] for c in mlps if name in c["contenders"]]
-        places = [i + 0.13 * (offset - 2) for i in range(len(rows))]
+        places = [i + 0.12 * (offset - 2.5) for i in range(len(rows))]
         _draw_quartiles(left, places, rows, {**look, "linestyle": "none"})
         drawn = [case for case in sweep if name in case["contenders"]]
         rows = [case["contenders"][name] for case in drawn]
@@ -222,7 +224,7 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
     figure.legend(
         *left.get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=5,
+        ncols=6,
         fontsize=9,
     )
     figure.suptitle(title, fontsize=11)

@@ -30,7 +30,8 @@ RESULTS: dict[str, str] = {
         for name, options in (
             ("step_overhead", ""),
             ("convergence", ""),
-            ("advised", ""),
+            ("advised", "--seeds 8 "),
+            ("many_leaves", ""),
             ("train_step", ""),
             ("autocast_trace", "--rounds 7 "),
             ("tree_stats", ""),

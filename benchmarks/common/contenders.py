@@ -15,6 +15,7 @@ import jmp_lite
 BASELINE, OURS = "bare optimiser", "jmp_lite scale_aware"
 JMP, FLAX = "jmp DynamicLossScale", "flax DynamicScale"
 APPLY_IF_FINITE, COND = "optax apply_if_finite", "lax.cond by hand"
+COND_INSIDE = "lax.cond inside"
 
 LossFn = Callable[[Any, Any], jax.Array]
 Step = Callable[[Any, Any], Any]  # (state, batch) -> state
@@ -117,6 +118,27 @@ def with_cond(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     return step, (params, tx.init(params), jmp_lite.DynamicLossScale())
 
 
+def with_cond_inside(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+    """What `scale_aware` would be with a branch: it has to return an update."""
+
+    def step(state, batch):
+        params, opt_state, loss_scale = state
+        grads = jmp_lite.scaled_grad(loss_fn, loss_scale=loss_scale)(params, batch)
+        finite = jmp_lite.all_finite(loss_scale.unscale(grads))
+
+        def take(opt_state):
+            return tx.update(loss_scale.unscale(grads), opt_state, params)
+
+        def skip(opt_state):
+            return jax.tree.map(lambda g: jnp.full_like(g, -0.0), grads), opt_state
+
+        updates, opt_state = jax.lax.cond(finite, take, skip, opt_state)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, loss_scale.adjust(finite)
+
+    return step, (params, tx.init(params), jmp_lite.DynamicLossScale())
+
+
 CONTENDERS: dict[str, Contender] = {
     BASELINE: bare,
     OURS: with_scale_aware,
@@ -124,6 +146,7 @@ CONTENDERS: dict[str, Contender] = {
     FLAX: with_flax,
     APPLY_IF_FINITE: apply_if_finite,
     COND: with_cond,
+    COND_INSIDE: with_cond_inside,
 }
 # jmp's verdict is an AND of all leaves, which XLA puts into the update of each: at
 # 400 leaves compiling was given up after 7 minutes on busy cores, at 10 GB.

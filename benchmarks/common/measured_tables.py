@@ -7,9 +7,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks import advised, checkpoint_save
+from benchmarks import many_leaves as leaves
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import BY_HAND
-from benchmarks.common.contenders import APPLY_IF_FINITE, COND, FLAX, JMP, OURS
+from benchmarks.common.contenders import (
+    APPLY_IF_FINITE,
+    COND,
+    COND_INSIDE,
+    FLAX,
+    JMP,
+    OURS,
+)
 from benchmarks.common.problems import TITLES, Way
 from benchmarks.common.tasks import BASELINE, RUNS
 from benchmarks.common.timing import quartiles, quartiles_text
@@ -111,6 +119,7 @@ _PEERS = {
     FLAX: "flax `DynamicScale`",
     APPLY_IF_FINITE: "`apply_if_finite` (no loss scale)",
     COND: "`lax.cond` by hand",
+    COND_INSIDE: "`lax.cond` inside of the transformation",
 }
 
 
@@ -130,6 +139,25 @@ def overhead(optimizers: Iterable[str]) -> Rows:
             },
         }
         for name, title in _PEERS.items()
+    ]
+
+
+def many_leaves(key: str) -> Rows:
+    """Times over those of `scale_aware`, for numbers of leaves; its own in seconds."""
+    cases = load("cpu/many_leaves.json")["cases"]
+
+    def cell(case: dict[str, Any], name: str) -> str:
+        seconds, ours = (case["contenders"][n][key] for n in (name, leaves.OURS))
+        if name != leaves.OURS:
+            return f"{seconds / ours:.2f}"
+        return f"{1e3 * seconds:.1f} ms" if key == "step" else f"{seconds:.1f} s"
+
+    return [
+        {
+            leaves.FIGURES[key].split(",")[0]: f"`{name}`",
+            **{f"{case['leaves']} leaves": cell(case, name) for case in cases},
+        }
+        for name in leaves.CONTENDERS
     ]
 
 
@@ -310,6 +338,10 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "step_overhead_adam": functools.partial(overhead, ["adam"]),
     "step_overhead": functools.partial(overhead, ["adam", "adamw", "adafactor"]),
     "step_overhead_leaves": overhead_of_leaves,
+    **{
+        f"many_leaves_{key}": functools.partial(many_leaves, key)
+        for key in leaves.FIGURES
+    },
     "convergence": convergence,
     "advised": measured_float16,
     "train_step": train_step,

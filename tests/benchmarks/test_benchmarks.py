@@ -21,6 +21,7 @@ from benchmarks import (
     autocast_trace,
     checkpoint_save,
     convergence,
+    many_leaves,
     memory,
     programs,
     step_overhead,
@@ -103,6 +104,22 @@ def test_step_overhead_sweeps_leaves_and_keeps_raw_samples(tmp_path):
 
 
 @pytest.mark.full
+def test_many_leaves_measures_every_contender_beside_the_others(tmp_path):
+    found, text = _run(
+        many_leaves.main,
+        tmp_path,
+        *("--leaves", "3", "--leaves", "2", "--rounds", "2", "--steps", "1"),
+    )
+    assert [case["leaves"] for case in found["cases"]] == [2, 3]
+    for case in found["cases"]:
+        assert list(case["contenders"]) == list(many_leaves.CONTENDERS)
+        for row in case["contenders"].values():
+            assert list(row) == list(many_leaves.FIGURES)
+            assert _are_finite(list(row.values())) and min(row.values()) > 0
+    assert "stochastic_rounding" in text
+
+
+@pytest.mark.full
 def test_step_overhead_goes_on_without_jmp_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jmp", None)
     found, text = _run(
@@ -129,7 +146,7 @@ def test_jmp_is_given_up_at_many_leaves():
 @pytest.mark.parametrize(
     "module",
     [
-        *(autocast_trace, checkpoint_save, convergence, memory, programs),
+        *(autocast_trace, checkpoint_save, convergence, many_leaves, memory, programs),
         *(step_overhead, train_step, tree_stats),
     ],
 )

@@ -1,6 +1,7 @@
 """`master_weights`: what half loses the masters keep, and the parameters are theirs."""
 
 import functools
+import re
 from typing import Any
 
 import bitwise
@@ -16,7 +17,7 @@ from optimizers import HALVES, Trainer, apply_updates, in_halves, read_by_a_step
 
 import jmp_lite
 from jmp_lite import StaticLossScale, master_weights, scale_aware
-from jmp_lite._src.optimizers import base
+from jmp_lite._src.optimizers import rounding
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = pytest.mark.standard_promotion
@@ -183,7 +184,7 @@ def test_the_update_is_exact_within_the_bound_and_not_far_beyond(dtype, ratio):
         new = (np.float32(old) * shrink).astype(dtype)
     old, new = old[np.isfinite(new)], new[np.isfinite(new)]
 
-    update = base.update_between(
+    update = rounding.update_between(
         jnp.asarray(old, jnp.float32), jnp.asarray(new, jnp.float32)
     )
     got = np.asarray(apply_updates(jnp.asarray(old), update))
@@ -222,7 +223,7 @@ def test_rounding_is_that_of_a_cast_to_the_bit(dtype, jit):
     # The CPU takes float32's own subnormals for 0.
     x = x[~np.isnan(x) & ((np.abs(x) > 1.2e-38) | (x == 0))]
 
-    fun = jax.jit(base.round_to, static_argnums=1) if jit else base.round_to
+    fun = jax.jit(rounding.round_to, static_argnums=1) if jit else rounding.round_to
     rounded = np.asarray(fun(jnp.asarray(x), dtype))
 
     with np.errstate(over="ignore"):
@@ -236,10 +237,9 @@ def test_rounding_rests_on_no_cast_that_xla_may_take_out(dtype):
     # For a GPU it does: f32 -> half -> f32 is nothing to it.
     tx: Any = master_weights(optax.sgd(1.0))
     params = jnp.ones(2, dtype)
-    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
-    casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type"]
-    assert {e.params["new_dtype"].name for e in casts} == {"float32"}
-    assert "reduce_precision" in {e.primitive.name for e in jaxpr.eqns}
+    text = str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
+    assert set(re.findall(r"new_dtype=(\w+)", text)) == {"float32"}
+    assert "reduce_precision" in text
 
 
 # Trees, states, memory.

@@ -7,7 +7,7 @@
   are stored. They receive them as an annotation of their own state during one update.
   Transformations in between pass states through, while they may reject an unknown
   argument of `update`.
-- Half-precision parameters: rounding to a half dtype, and exact updates in float32.
+- Half-precision parameters: the dtypes in which they are stored.
 """
 
 import dataclasses
@@ -289,38 +289,6 @@ def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:
     leaf.
     """
     return jax.tree_util.tree_map_with_path(fun, tree, *rest, is_leaf=_is_none)
-
-
-def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round float32 numbers to the precision of a half dtype.
-
-    XLA may remove a cast to half and back, because it allows excess precision.
-
-    Args:
-      x: f32, any shape.
-      dtype: bf16 or f16.
-
-    Returns:
-      f32, the same shape. Ties round to even; numbers beyond the range become inf.
-    """
-    info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    if dtype != jnp.float16:
-        return rounded
-    # reduce_precision flushes the subnormals of f16. They are evenly spaced.
-    spacing = float(info.smallest_subnormal)
-    subnormal = jnp.round(x * (1 / spacing)) * spacing
-    return jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
-
-
-def update_between(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the update from one f32 parameter to another.
-
-    The update is -0.0 for equal numbers, which preserves zeros of either sign. For f16
-    (bf16) numbers, `old + update` is exactly `new` if `new` is 0 or its magnitude is at
-    least `2**-12` (`2**-15`) of `old`: the difference is then a float32.
-    """
-    return jnp.where(new == old, jnp.float32(-0.0), new - old)
 
 
 def _dtypes_of(params: Any) -> dict[str, np.dtype]:

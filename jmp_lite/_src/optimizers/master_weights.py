@@ -1,13 +1,15 @@
 """Master weights: parameters stored in half, optimised in float32."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmp_lite._src import trees
-from jmp_lite._src.optimizers import base
+from jmp_lite._src.optimizers import base, rounding
 
 
 class MasterWeightsState(NamedTuple):
@@ -115,8 +117,7 @@ def master_weights(
             dtype = half_dtypes.get(jax.tree_util.keystr(path))
             if dtype is None or u is None:
                 return u
-            rounded = base.round_to(m, dtype)
-            return base.update_between(p.astype(m.dtype), rounded)
+            return _update_to_master(p, m, dtype)
 
         full_params = base.map_with_none(full_param, state.masters, params)
         grads = trees.cast_at_least_float32(updates)
@@ -130,3 +131,9 @@ def master_weights(
         return new_updates, base.restore_annotation(next_state, annotated)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
+def _update_to_master(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return the update from `p` to `m` rounded to `dtype`, f32."""
+    return rounding.update_between(p.astype(m.dtype), rounding.round_to(m, dtype))

@@ -1,13 +1,15 @@
 """Stochastic rounding: half-precision parameters without float32 masters."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmp_lite._src import trees
-from jmp_lite._src.optimizers import base
+from jmp_lite._src.optimizers import base, rounding
 
 
 class StochasticRoundingState(NamedTuple):
@@ -44,7 +46,8 @@ def stochastic_rounding(
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
-      key: a PRNG key, typed or raw. On TPU, keys with `impl="rbg"` are faster.
+      key: a PRNG key, typed or raw. Each step draws two integers for each parameter
+        from it; the noise of an element is a hash of them and of its index.
 
     Returns:
       A transformation. `update(grads, state, params, **extra)` takes gradients of any
@@ -93,17 +96,17 @@ def stochastic_rounding(
         state, half_dtypes = base.check_update(
             updates, state, params, StochasticRoundingState, "stochastic_rounding"
         )
-        next_key, *keys = jax.random.split(state.key, 1 + len(half_dtypes))
-        key_of = dict(zip(half_dtypes, keys, strict=True))
+        next_key, key = jax.random.split(state.key)
+        seed = jax.random.bits(key, (2,))
+        leaf_of = {path: i for i, path in enumerate(half_dtypes)}
 
         def update(path, p, u):
             path = jax.tree_util.keystr(path)
             if path not in half_dtypes or u is None:
                 return u
-            p = p.astype(jnp.float32)
-            x = p + jnp.asarray(u, jnp.float32)
-            rounded = _round_stochastically(x, half_dtypes[path], key_of[path])
-            return base.update_between(p, rounded)
+            u = jnp.asarray(u, jnp.float32)
+            leaf_seed = rounding.leaf_seed(seed, leaf_of[path])
+            return _rounded_update(p, u, leaf_seed, half_dtypes[path])
 
         grads, float32_params = trees.cast_at_least_float32((updates, params))
         steps, inner_state = inner.update(
@@ -117,27 +120,15 @@ def stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _round_stochastically(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
-    """Round to one of the two nearest half-precision numbers, with mean `x`.
-
-    Args:
-      x: f32, any shape.
-      dtype: bf16 or f16.
-      key: a PRNG key.
-
-    Returns:
-      f32, the same shape. Numbers that are not finite or exceed the largest
-      half-precision number are rounded to nearest.
-    """
-    largest = float(jnp.finfo(dtype).max)
-    x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-    nearest = base.round_to(x, dtype)
-    direction = jnp.where(x > nearest, jnp.inf, -jnp.inf).astype(dtype)
-    other = jnp.nextafter(nearest.astype(dtype), direction).astype(jnp.float32)
-    # Both differences are exact. For a half-precision number the first is 0.
-    share = (x - nearest) / (other - nearest)
-    chosen = jax.random.uniform(key, x.shape, jnp.float32) < share
-    return jnp.where(chosen, other, nearest)
+@functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
+def _rounded_update(
+    p: jax.Array, u: jax.Array, seed: jax.Array, dtype: np.dtype
+) -> jax.Array:
+    """Return the update from `p` to `p + u` rounded to `dtype`, f32."""
+    p = p.astype(jnp.float32)
+    x = p + u
+    rounded = rounding.round_stochastically(x, dtype, rounding.noise_like(x, seed))
+    return rounding.update_between(p, rounded)
 
 
 def _check_key(key: Any) -> None:

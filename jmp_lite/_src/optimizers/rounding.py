@@ -1,0 +1,127 @@
+"""Rounding float32 numbers to half precision: to nearest, and stochastically."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round float32 numbers to the nearest half-precision numbers.
+
+    XLA may remove a cast to half and back, because it allows excess precision.
+
+    Args:
+      x: f32, any shape.
+      dtype: bf16 or f16.
+
+    Returns:
+      f32, the same shape. Ties round to even; numbers beyond the range become inf.
+    """
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if dtype != jnp.float16:
+        return rounded
+    # reduce_precision flushes the subnormals of f16. They are evenly spaced.
+    spacing = float(info.smallest_subnormal)
+    subnormal = jnp.round(x * (1 / spacing)) * spacing
+    return jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
+
+
+def round_stochastically(x: jax.Array, dtype: Any, noise: jax.Array) -> jax.Array:
+    """Round to one of the two nearest half-precision numbers, with mean `x`.
+
+    Noise is added to the bits that half precision drops; then they are dropped.
+
+    Args:
+      x: f32, any shape.
+      dtype: bf16 or f16.
+      noise: u32, the shape of `x`, uniform over all 32-bit integers.
+
+    Returns:
+      f32, the same shape. A finite number beyond the largest half-precision number is
+      rounded to it; inf and NaN are unchanged.
+    """
+    info = jnp.finfo(dtype)
+    largest = float(info.max)
+    bounded = jnp.clip(x, -largest, largest)
+    dropped = jnp.finfo(jnp.float32).nmant - info.nmant
+    bits = jax.lax.bitcast_convert_type(bounded, jnp.uint32)
+    bits = (bits + (noise >> (32 - dropped))) & jnp.uint32(-(2**dropped) % 2**32)
+    rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    if dtype == jnp.float16:
+        # Its subnormals are evenly spaced, so that they drop more bits.
+        spacing = float(info.smallest_subnormal)
+        scaled = bounded * (1 / spacing)
+        low = jnp.floor(scaled)
+        up = _uniform(noise) < scaled - low
+        subnormal = jnp.where(up, low + 1, low) * spacing
+        rounded = jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
+    return jnp.where(jnp.isfinite(x), rounded, x)
+
+
+def noise_like(x: jax.Array, seed: jax.Array) -> jax.Array:
+    """Return noise for each element of an array: a hash of its index.
+
+    A hash is one short kernel that fuses with its use, for an array of any shape and
+    sharding. `jax.random.bits` for each leaf takes minutes to compile on a CPU at a
+    thousand leaves.
+
+    Args:
+      x: any array.
+      seed: u32 `[2]`, random; other seeds give independent noise.
+
+    Returns:
+      u32, the shape of `x`, uniform over all 32-bit integers.
+
+    References:
+      The mixing function is lowbias32 of https://github.com/skeeto/hash-prospector.
+    """
+    position, stride = seed[0], 1
+    for axis in reversed(range(x.ndim)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        position = position + index * np.uint32(stride * _GOLDEN_RATIO % 2**32)
+        stride *= x.shape[axis]
+    return jnp.broadcast_to(_mix(position, seed[1]), x.shape)
+
+
+def leaf_seed(seed: jax.Array, leaf: int) -> jax.Array:
+    """Return the seed of one of many arrays, from a seed of all.
+
+    Args:
+      seed: u32 `[2]`.
+      leaf: the number of the array.
+
+    Returns:
+      u32 `[2]`. What differs between arrays is a constant of two elements, which XLA
+      passes to a kernel as an operand: it compiles one kernel for all arrays of a
+      shape. A scalar would be part of the kernel's code.
+    """
+    words = np.arange(2 * leaf + 1, 2 * leaf + 3, dtype=np.uint32)
+    return seed ^ _mix(words * np.uint32(_GOLDEN_RATIO), np.uint32(0))
+
+
+_GOLDEN_RATIO = 0x9E3779B9  # times 2**32: spreads consecutive integers
+
+
+def _mix(x: Any, seed: Any) -> Any:
+    """Mix the bits of u32 numbers, of NumPy or JAX, with those of a second seed."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D) ^ seed
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _uniform(noise: jax.Array) -> jax.Array:
+    """Return f32 numbers in [0, 1) from their u32 noise."""
+    return (noise >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def update_between(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return the update from one f32 parameter to another.
+
+    The update is -0.0 for equal numbers, which preserves zeros of either sign. For f16
+    (bf16) numbers, `old + update` is exactly `new` if `new` is 0 or its magnitude is at
+    least `2**-12` (`2**-15`) of `old`: the difference is then a float32.
+    """
+    return jnp.where(new == old, jnp.float32(-0.0), new - old)
