@@ -5,6 +5,7 @@ from jmp_lite._src.autocast.explain import explain
 from jmp_lite._src.autocast.ops import OpRules
 from jmp_lite._src.autocast.transform import autocast, full_precision, sums_in_float32
 from jmp_lite._src.dtypes import half_dtype, recommended_half_dtype
+from jmp_lite._src.fp8 import fp8_dot_general
 from jmp_lite._src.gradients import scaled_grad, scaled_value_and_grad
 from jmp_lite._src.loss_scale import (
     DynamicLossScale,
@@ -56,6 +57,7 @@ __all__ = [
     "cast_to_half",
     "check_skipped_steps",
     "explain",
+    "fp8_dot_general",
     "full_precision",
     "get_loss_scale",
     "get_policy",

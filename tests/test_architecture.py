@@ -28,6 +28,7 @@ FLOORS = {
     "compat": 0,
     "dtypes": 0,
     "extras": 0,
+    "fp8": 1,
     "reports": 1,
     "trees": 1,
     "jaxprs": 1,

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jmp_lite import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
+from jmp_lite._src import dtypes
 
 F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
 CASTS = ["cast_to_param", "cast_to_compute", "cast_to_output"]
@@ -33,7 +34,11 @@ def test_each_role_casts_floating_arrays_and_nothing_else(cast, dtype):
     assert all(x is y for x, y in zip(kept, others, strict=True))
 
 
-@given(spellings(), spellings(), spellings())
+# Nothing computes in fp8 without a scale.
+compute_spellings = spellings().filter(lambda pair: not dtypes.is_fp8(pair[0]))
+
+
+@given(spellings(), compute_spellings, spellings())
 def test_a_policy_is_read_back_from_its_text(param, compute, output):
     policy = Policy(param[1], compute[1], output[1])
     assert get_policy(str(policy)) == policy
@@ -42,7 +47,7 @@ def test_a_policy_is_read_back_from_its_text(param, compute, output):
     assert np.dtype(policy.compute_dtype).name == compute[0]
 
 
-@given(spellings(), spellings(), spellings(), st.sampled_from([",", " , ", ", "]))
+@given(spellings(), compute_spellings, spellings(), st.sampled_from([",", " , ", ", "]))
 def test_the_grammar_reads_long_and_short_keys(param, compute, output, comma):
     names = [dtype[0] for dtype in (param, compute, output)]
     expected = Policy(*names)
@@ -97,6 +102,14 @@ def test_the_text_is_jmps_short_form():
     assert str(fp8) == "p=float8_e4m3fn,c=f16,o=float8_e5m2"
     assert repr(MIXED) == "get_policy('p=full,c=f16,o=bf16')"
     assert eval(repr(MIXED), {"get_policy": get_policy}) == MIXED
+
+
+@pytest.mark.parametrize(
+    "policy", ["float8_e4m3fn", "c=float8_e5m2", "p=f32,c=float8_e4m3"]
+)
+def test_fp8_without_a_scale_is_no_compute_dtype(policy):
+    with pytest.raises(ValueError, match=r"Cannot compute in float8_.*fp8_dot_general"):
+        get_policy(policy)
 
 
 def test_a_policy_is_returned_as_it_is():

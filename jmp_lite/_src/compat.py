@@ -18,6 +18,7 @@ from jax._src import core as core_private
 from jax._src import source_info_util as source_info_util_private
 from jax._src.lax import lax as lax_private
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import (
     ClosedJaxpr,
@@ -27,6 +28,7 @@ from jax.extend.core import (
     jaxprs_in_params,
     primitives,
 )
+from jax.interpreters import ad, batching, mlir
 
 
 class FlaxSerializable(type):
@@ -306,3 +308,71 @@ def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> 
             for role, subfun in enumerate(params.pop("subfuns"))
         )
         return eqn.primitive.bind(*args, subfuns=subfuns, **params)
+
+
+def new_primitive(
+    name: str,
+    impl: Callable[..., jax.Array],
+    jvp: Callable[..., Any],
+    batch: Callable[..., jax.Array],
+    transpose: Callable[..., jax.Array] | None = None,
+    static_argnames: tuple[str, ...] = (),
+) -> Callable[..., jax.Array]:
+    """Return a function of arrays that JAX transforms by rules of its own.
+
+    Args:
+      name: what a jaxpr prints.
+      impl: the function, of arrays and of static keywords; it returns one array.
+      jvp: primals, tangents (`SymbolicZero` where there is none) and the keywords ->
+        the result and its tangent.
+      batch: operands, their mapped axes (or None) and the keywords -> the result,
+        mapped over axis 0.
+      transpose: if it is linear in its first operand: the cotangent, the other operands
+        and the keywords -> the cotangent of the first.
+      static_argnames: the keywords.
+    """
+    primitive = Primitive(name)
+    jitted = jax.jit(impl, static_argnames=static_argnames)
+
+    def bind(*args: jax.Array, **params: Any) -> jax.Array:
+        # As JAX does for its own operations under shard_map: a gradient of what is the
+        # same on all devices is summed over them.
+        axes = [jax.typeof(x).manual_axis_type.varying for x in args]
+        union = frozenset().union(*axes)
+        args = tuple(
+            jax.lax.pcast(x, tuple(union - of_x), to="varying") if union - of_x else x
+            for x, of_x in zip(args, axes, strict=True)
+        )
+        return primitive.bind(*args, **params)
+
+    def jvp_rule(primals, tangents, **params):
+        symbolic = [
+            SymbolicZero(t.aval) if isinstance(t, ad.Zero) else t for t in tangents
+        ]
+        out, tangent = jvp(primals, symbolic, **params)
+        if isinstance(tangent, SymbolicZero):
+            tangent = ad.Zero(tangent.aval)
+        return out, tangent
+
+    def batch_rule(args, axes, **params):
+        return batch(args, axes, **params), 0
+
+    primitive.def_impl(jitted)
+    primitive.def_abstract_eval(
+        lambda *avals, **params: jax.make_jaxpr(lambda *args: impl(*args, **params))(
+            *avals
+        ).out_avals[0]
+    )
+    ad.primitive_jvps[primitive] = jvp_rule
+    if transpose is not None:
+
+        def transpose_rule(ct, x, *rest, **params):
+            none = [None] * len(rest)
+            if isinstance(ct, ad.Zero):
+                return [ad.Zero(x.aval), *none]
+            return [transpose(ct, *rest, **params).astype(x.aval.dtype), *none]
+
+        ad.primitive_transposes[primitive] = transpose_rule
+    batching.primitive_batchers[primitive] = batch_rule
+    mlir.register_lowering(primitive, mlir.lower_fun(impl, multiple_results=False))
+    return bind

@@ -41,6 +41,11 @@ def is_half(dtype: Any) -> bool:
     return dtype in _HALF
 
 
+def is_fp8(dtype: Any) -> bool:
+    """Return whether this dtype has 8 bits or fewer, and so needs a scale."""
+    return jnp.finfo(dtype).bits <= 8
+
+
 def parse_dtype(value: Any) -> Any:
     """Return the floating dtype of a name or a dtype-like object.
 

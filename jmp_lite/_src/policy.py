@@ -34,7 +34,8 @@ class Policy:
       output_dtype: the dtype of a model's outputs.
 
     Raises:
-      ValueError: a name is unknown, or a dtype is not floating.
+      ValueError: a name is unknown, a dtype is not floating, or the compute dtype is
+        fp8.
       TypeError: an argument is neither a name nor a dtype.
 
     Examples:
@@ -56,6 +57,13 @@ class Policy:
         for field in dataclasses.fields(self):
             dtype = dtypes.parse_dtype(getattr(self, field.name))
             object.__setattr__(self, field.name, dtype)
+        if dtypes.is_fp8(self.compute_dtype):
+            raise ValueError(
+                f"Cannot compute in {dtypes.dtype_name(self.compute_dtype)}: a cast to "
+                "fp8 without a scale loses most numbers. Compute in bfloat16, and give "
+                "layers with large matrix products jmp_lite.fp8_dot_general as their "
+                "dot_general, which scales its operands."
+            )
 
     def cast_to_param(self, tree: T) -> T:
         """Cast the floating arrays of a tree to `param_dtype`."""

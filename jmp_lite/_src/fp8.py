@@ -1,0 +1,324 @@
+"""Matrix products in fp8, with scales of this very step: no state.
+
+A tensor is divided by a scale, so that its largest magnitude is the largest number of
+the fp8 format, and rounded. The product of two such tensors accumulates in float32 and
+is multiplied by both scales. Activations and weights are E4M3 (3 bits of mantissa, up
+to 448), gradients E5M2 (2 bits, up to 57344). The backward pass keeps the rounded
+tensors: half the memory of bfloat16.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jmp_lite._src import compat, dtypes
+
+# The formats of forward operands and of gradients.
+FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+# The largest power of two of each format.
+_SIZE = {jnp.dtype(FORWARD): 2.0**8, jnp.dtype(GRADIENT): 2.0**15}
+# The least magnitude that a scale maps to the largest fp8 number, so that a tensor of
+# zeros has a scale, which is a normal float32.
+_FLOOR = 2.0**-100
+
+Dimensions = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
+
+
+def fp8_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Dimensions,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **options: Any,
+) -> jax.Array:
+    """Return a matrix product of operands rounded to fp8: `lax.dot_general` in fp8.
+
+    Pass it as `dot_general=` to layers of Flax, or call it. Each operand has one scale,
+    from its largest magnitude in this call; with batch dimensions, one for each batch
+    element. For operands `a` and `b` and the gradient `g` of the result::
+
+      a8, sa = e4m3(a / sa), max|a| / 448       the same for b
+      out    = dot(a8, b8) * (sa * sb)          float32 accumulator
+      g8, sg = e5m2(g / sg), max|g| / 57344
+      da, db = dot(g8, b8) * (sg * sb), dot(a8, g8) * (sg * sa)
+
+    A tensor of zeros gives zeros. If an operand has an inf or NaN, so has the result:
+    nothing is clipped, and `scale_aware` skips the step. Magnitudes below `2**-18` of
+    the largest are rounded to 0 in the forward pass (`2**-32` of a gradient).
+
+    fp8 is native on NVIDIA GPUs from compute capability 8.9. There, XLA uses it for
+    products without batch dimensions whose sizes are multiples of 16. Elsewhere the
+    result is the same, and slow.
+
+    Args:
+      lhs: any shape; f32, bf16 or f16.
+      rhs: likewise; the dtypes may differ, so that a float32 weight has a float32
+        gradient, from the accumulator.
+      dimension_numbers: as for `lax.dot_general`.
+      precision: None or the default; fp8 has no other.
+      preferred_element_type: the dtype of the result; by default that of both operands,
+        or float32 if they differ.
+      **options: `out_sharding=None` is accepted, since `jnp.einsum` passes it.
+
+    Returns:
+      The product: batch dimensions, free dimensions of `lhs`, those of `rhs`.
+
+    Raises:
+      TypeError: an operand is not f32, bf16 or f16: for fp8 arrays it would need their
+        scales.
+      ValueError: a precision other than the default; an unknown option; a second
+        derivative, which fp8 does not have.
+
+    Examples:
+      >>> a, b = jnp.ones((2, 16)), jnp.full((16, 3), 0.5, jnp.bfloat16)
+      >>> fp8_dot_general(a, b, (((1,), (0,)), ((), ())))[0]
+      Array([8., 8., 8.], dtype=float32)
+
+    References:
+      Micikevicius et al., FP8 Formats for Deep Learning, 2022
+      (https://arxiv.org/abs/2209.05433); current scaling of NVIDIA's
+      TransformerEngine.
+    """
+    _check(lhs, rhs, precision, options)
+    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    of_lhs = _Dimensions(lhs.shape, lhs_batch, lhs_summed)
+    of_rhs = _Dimensions(rhs.shape, rhs_batch, rhs_summed)
+    if of_lhs.batch != of_rhs.batch or of_lhs.summed != of_rhs.summed:
+        # This raises the error of JAX.
+        jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)
+    dtype = preferred_element_type
+    if dtype is None:
+        dtype = lhs.dtype if lhs.dtype == rhs.dtype else jnp.float32
+    # One free and one summed dimension on each side, which XLA's fp8 kernels need.
+    a = jnp.transpose(lhs, of_lhs.order).reshape(of_lhs.matrix)
+    b = jnp.transpose(rhs, of_rhs.order).reshape(of_rhs.matrix)
+    out = _product(a, b).reshape(of_lhs.batch + of_lhs.free + of_rhs.free)
+    return out.astype(dtype)
+
+
+class _Dimensions:
+    """The dimensions of an operand by their role.
+
+    Attributes:
+      order: the axes, batch dimensions first, then free and summed ones.
+      batch, free, summed: the sizes of each.
+      matrix: the shape with all free and all summed dimensions merged.
+    """
+
+    def __init__(self, shape: Any, batch: Sequence[int], summed: Sequence[int]):
+        free = [i for i in range(len(shape)) if i not in (*batch, *summed)]
+        self.order = (*batch, *free, *summed)
+        self.batch, self.free, self.summed = (
+            tuple(shape[i] for i in axes) for axes in (batch, free, summed)
+        )
+        self.matrix = (*self.batch, math.prod(self.free), math.prod(self.summed))
+
+
+def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return matrices in fp8, and their scales.
+
+    Args:
+      x: `[*batch, m, n]`, floating.
+      dtype: `FORWARD` or `GRADIENT`.
+
+    Returns:
+      `x / scale` in fp8, and the scales, f32 `[*batch]`.
+    """
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), initial=0).astype(jnp.float32)
+    scale = jnp.maximum(largest, _FLOOR) / float(jnp.finfo(dtype).max)
+    return (x.astype(jnp.float32) / _as_matrix(scale)).astype(dtype), scale
+
+
+def _as_matrix(scale: jax.Array) -> jax.Array:
+    return scale[..., None, None]
+
+
+def _product_impl(a: jax.Array, b: jax.Array) -> jax.Array:
+    return _multiply(*quantize(a, FORWARD), *quantize(b, FORWARD))
+
+
+def _product_jvp(primals, tangents):
+    (a, b), (da, db) = primals, tangents
+    # What the backward pass keeps are these rounded tensors.
+    a8, a_scale = _constant(*quantize(a, FORWARD))
+    b8, b_scale = _constant(*quantize(b, FORWARD))
+    out = _multiply(a8, a_scale, b8, b_scale)
+    terms = []
+    if not isinstance(da, SymbolicZero):
+        terms.append(_linear(da, b8, b_scale, is_lhs=True, in_axes=()))
+    if not isinstance(db, SymbolicZero):
+        terms.append(_linear(db, a8, a_scale, is_lhs=False, in_axes=()))
+    return out, sum(terms[1:], terms[0])
+
+
+def _product_batch(args: Any, axes: Any) -> jax.Array:
+    (a, b), (a_axis, b_axis) = args, axes
+    if a_axis is None:
+        out = _product_of_rows(jnp.moveaxis(b, b_axis, -3), a)
+        return jnp.swapaxes(out, -1, -2)
+    if b_axis is None:
+        return _product_of_rows(jnp.moveaxis(a, a_axis, -3), b)
+    return _product(jnp.moveaxis(a, a_axis, 0), jnp.moveaxis(b, b_axis, 0))
+
+
+def _product_of_rows(examples: jax.Array, b: jax.Array) -> jax.Array:
+    """Return the products of a batch of matrices with one matrix.
+
+    The rows of all examples are those of one matrix: they share a scale, and the
+    gradient of `b` sums over them in one product.
+
+    Args:
+      examples: `[*batch, size, m, k]`.
+      b: `[*batch, n, k]`.
+
+    Returns:
+      f32 `[size, *batch, m, n]`.
+    """
+    *batch, size, m, k = examples.shape
+    out = _product(examples.reshape(*batch, size * m, k), b)
+    return jnp.moveaxis(out.reshape(*batch, size, m, b.shape[-2]), -3, 0)
+
+
+def _multiply(
+    a8: jax.Array, a_scale: jax.Array, b8: jax.Array, b_scale: jax.Array
+) -> jax.Array:
+    """Return the f32 product of two fp8 matrices, each times its scale.
+
+    Args:
+      a8: fp8 `[*batch, m, k]`.
+      a_scale: f32 `[*batch]`.
+      b8: fp8 `[*batch, n, k]`.
+      b_scale: f32 `[*batch]`.
+    """
+    batch = tuple(range(a8.ndim - 2))
+    dims = (((a8.ndim - 1,), (b8.ndim - 1,)), (batch, batch))
+    out = lax.dot_general(a8, b8, dims, preferred_element_type=jnp.float32)
+    # Both scales are taken to the size of the operands, so that their product overflows
+    # or underflows only with the result.
+    a_size, b_size = _SIZE[a8.dtype], _SIZE[b8.dtype]
+    scale = (a_scale * a_size) * (b_scale * b_size)
+    return out * (1 / (a_size * b_size)) * _as_matrix(scale)
+
+
+@jax.custom_jvp
+def _constant(x8: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a rounded tensor, of which no derivative may be taken."""
+    return x8, scale
+
+
+@_constant.defjvp
+def _no_second_derivative(primals, tangents):
+    raise ValueError(
+        "Expected at most first derivatives of an fp8 product, got a derivative of a "
+        "gradient. Compute in bfloat16 what is differentiated twice."
+    )
+
+
+def _linear_impl(
+    x: jax.Array, w8: jax.Array, scale: jax.Array, *, is_lhs: bool, in_axes: Any
+) -> jax.Array:
+    """Return the product of a tangent with a rounded operand, in float32.
+
+    Args:
+      x: `[*batch, m, k]`, floating.
+      w8: fp8 `[*batch, n, k]`.
+      scale: f32 `[*batch]`.
+      is_lhs: whether `x` is the left operand.
+      in_axes: the arguments `in_axes` of the calls of `vmap` around it.
+
+    Returns:
+      f32 `[*batch, m, n]`, or `[*batch, n, m]` if `x` is the right operand.
+    """
+
+    def product(x, w8, scale):
+        w = w8.astype(jnp.float32) * _as_matrix(scale)
+        out = x.astype(jnp.float32) @ jnp.swapaxes(w, -1, -2)
+        return out if is_lhs else jnp.swapaxes(out, -1, -2)
+
+    for axes in in_axes:
+        product = jax.vmap(product, axes)
+    return product(x, w8, scale)
+
+
+def _linear_transpose(
+    ct: jax.Array, w8: jax.Array, scale: jax.Array, *, is_lhs: bool, in_axes: Any
+) -> jax.Array:
+    """Return the gradient of `x`: the product of the result's gradient, in fp8."""
+
+    def product(ct, w8, scale):
+        ct8, ct_scale = quantize(ct, GRADIENT)  # once for both operands
+        ct8 = ct8 if is_lhs else jnp.swapaxes(ct8, -1, -2)
+        return _multiply(ct8, ct_scale, jnp.swapaxes(w8, -1, -2), scale)
+
+    for _, *of_rest in in_axes:
+        product = jax.vmap(product, (0, *of_rest))
+    return product(ct, w8, scale)
+
+
+def _linear_jvp(primals, tangents, **params):
+    (x, w8, scale), (dx, *of_rest) = primals, tangents
+    if not all(isinstance(t, SymbolicZero) for t in of_rest):
+        _no_second_derivative(primals, tangents)
+    return _linear(x, w8, scale, **params), _linear(dx, w8, scale, **params)
+
+
+def _linear_batch(args, axes, *, is_lhs, in_axes):
+    (x, w8, scale), (axis, *of_rest) = args, axes
+    if axis is None:
+        size = next(
+            v.shape[i]
+            for v, i in zip((w8, scale), of_rest, strict=True)
+            if i is not None
+        )
+        x, axis = jnp.broadcast_to(x, (size, *x.shape)), 0
+    x = jnp.moveaxis(x, axis, 0)
+    in_axes = (*in_axes, (0, *of_rest))
+    return _linear(x, w8, scale, is_lhs=is_lhs, in_axes=in_axes)
+
+
+# f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
+_product = compat.new_primitive(
+    "fp8_product", _product_impl, _product_jvp, _product_batch
+)
+# Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
+# multiply float32.
+_linear = compat.new_primitive(
+    "fp8_linear",
+    _linear_impl,
+    _linear_jvp,
+    _linear_batch,
+    _linear_transpose,
+    static_argnames=("is_lhs", "in_axes"),
+)
+
+
+def _check(lhs: Any, rhs: Any, precision: Any, options: dict[str, Any]) -> None:
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        dtype = getattr(x, "dtype", type(x).__name__)
+        if not (dtypes.is_half(dtype) or dtype == jnp.float32):
+            raise TypeError(
+                f"fp8_dot_general expects arrays of float32, bfloat16 or float16, got "
+                f"{name} of {dtype}. It computes the scales itself: pass the array "
+                "before it is rounded to fp8."
+            )
+    pair = precision if isinstance(precision, tuple) else (precision,)
+    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in pair):
+        raise ValueError(
+            f"fp8_dot_general has one precision, got precision={precision!r}: leave it "
+            "out, or use lax.dot_general for this product."
+        )
+    unknown = {name: value for name, value in options.items() if value is not None}
+    if unknown or set(options) - {"out_sharding"}:
+        raise ValueError(
+            f"fp8_dot_general does not support {sorted(options)}: got {options}. Use "
+            "jax.lax.with_sharding_constraint on its result."
+        )
