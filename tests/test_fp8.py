@@ -360,6 +360,42 @@ def test_the_backward_pass_keeps_fp8_and_multiplies_fp8():
     assert backward == [["f8E4M3FN", "f8E5M2"]] * 2
 
 
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_autocast_leaves_it_as_it_is_and_numerics_names_it(half):
+    def loss(params, x):
+        with jax.named_scope("fp8"):
+            h = jnp.tanh(matmul(x, params["a"]))
+        return jnp.mean((h @ params["b"]) ** 2)
+
+    policy = f"mixed_{half}"
+    params = {"a": normal(32, 16) / 6, "b": normal(16, 8, seed=1) / 4}
+    x = normal(8, 32, seed=2)
+    (_, product, *_), expected = (
+        jmp_lite.explain(loss, policy)(params, x).rows,
+        jax.grad(loss)(params, x),
+    )
+    assert (product.primitive, product.is_half) == ("fp8_product", False)
+    for fun in (
+        jax.grad(jmp_lite.autocast(loss, policy)),
+        jmp_lite.autocast(jax.grad(loss), policy),
+    ):
+        for got, want in zip(
+            *map(jax.tree.leaves, (fun(params, x), expected)), strict=True
+        ):
+            assert got.dtype == jnp.float32 and error(got, want) < 0.08
+    found = jmp_lite.numerics.first_nonfinite(loss)(params, x.at[0, 0].set(jnp.inf))
+    assert "fp8_product" in str(found) and "in fp8" in str(found)
+
+
+@pytest.mark.parametrize("precision", ["tensorfloat32", "highest", "BF16_BF16_F32"])
+def test_the_matmul_precision_around_it_changes_nothing(precision):
+    a, b = normal(8, 16), normal(16, 4, seed=1)
+    with jax.default_matmul_precision(precision):
+        found = jax.value_and_grad(lambda a: jnp.sum(matmul(a, b) ** 2))(a)
+    expected = jax.value_and_grad(lambda a: jnp.sum(matmul(a, b) ** 2))(a)
+    bitwise.assert_same(found, expected)
+
+
 def test_einsum_and_layers_of_flax_take_it():
     a, b = normal(2, 3, 16), normal(16, 8, seed=1)
     found = jnp.einsum("bsk,kn->bsn", a, b, _dot_general=fp8_dot_general)
