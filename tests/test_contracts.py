@@ -125,6 +125,10 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda ls, p, x: jmp_lite.scaled_value_and_grad(loss, loss_scale=ls)(p, x),
         (DYNAMIC, PARAMS, GRADS["w"]),
     ),
+    "fp8_dot_general": (
+        lambda a, b: jmp_lite.fp8_dot_general(a, b, (((0,), (0,)), ((), ()))),
+        (jnp.ones((2, 3)), jnp.ones((2, 4))),
+    ),
     "sums_in_float32": (
         jmp_lite.sums_in_float32(lambda w, i: w.astype(jnp.bfloat16)[i] * 2),
         (PARAMS["w"], jnp.zeros(3, jnp.int32)),
