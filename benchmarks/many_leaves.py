@@ -109,6 +109,7 @@ def rich_table(leaves: int, rows: dict[str, dict[str, float]]) -> Table:
 def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
     """Draw the seconds of each contender over the number of leaves."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
     figure = Figure(figsize=(13, 4.4), layout="constrained")
     # Okabe and Ito's palette: told apart by colour-blind readers; the markers help.
@@ -131,6 +132,13 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
         )
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.set_xticks(leaves, [f"{n}" for n in leaves])
+        axes.xaxis.set_minor_locator(NullLocator())
+        for formatter in (
+            axes.yaxis.set_major_formatter,
+            axes.yaxis.set_minor_formatter,
+        ):
+            formatter("{x:g}")
         axes.set_xlabel("parameters [16, 16] in float16")
         axes.set_title(label, fontsize=10)
         axes.grid(alpha=0.25)
