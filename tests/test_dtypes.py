@@ -119,3 +119,22 @@ def test_a_slow_half_dtype_says_why(dtype, device, reason):
 )
 def test_a_fast_dtype_has_no_reason(dtype, device):
     assert dtypes.slow_half_reason(dtype, device) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (FakeDevice("gpu", "8.9"), None),
+        (FakeDevice("gpu", "10.0"), None),
+        (FakeDevice("gpu", "8.0"), "compute capability 8.0; fp8 is fast from 8.9"),
+        (FakeDevice("gpu", "7.5"), "fast from 8.9"),
+        (FakeDevice("gpu", "gfx90a"), "it is not known whether"),
+        (FakeDevice("tpu", device_kind="TPU v6 lite"), "TPU v6 lite have no fp8"),
+        (FakeDevice("tpu", device_kind="TPU7x"), None),
+        (FakeDevice("cpu"), "slower than float32 on the CPU"),
+    ],
+    ids=str,
+)
+def test_where_fp8_is_slow_there_is_a_reason(device, reason):
+    found = dtypes.slow_fp8_reason(device)
+    assert found is None if reason is None else reason in found

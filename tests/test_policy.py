@@ -11,7 +11,14 @@ from dtype_cases import FakeDevice, spellings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmp_lite import Policy, cast_to_full, cast_to_half, get_policy, half_dtype
+from jmp_lite import (
+    Policy,
+    PolicyMap,
+    cast_to_full,
+    cast_to_half,
+    get_policy,
+    half_dtype,
+)
 from jmp_lite._src import dtypes
 
 F16, BF16, F32, F64 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64
@@ -35,7 +42,7 @@ def test_each_role_casts_floating_arrays_and_nothing_else(cast, dtype):
 
 
 # Nothing computes in fp8 without a scale.
-compute_spellings = spellings().filter(lambda pair: not dtypes.is_fp8(pair[0]))
+compute_spellings = spellings().filter(lambda pair: not dtypes.needs_scale(pair[0]))
 
 
 @given(spellings(), compute_spellings, spellings())
@@ -108,7 +115,33 @@ def test_the_text_is_jmps_short_form():
     "policy", ["float8_e4m3fn", "c=float8_e5m2", "p=f32,c=float8_e4m3"]
 )
 def test_fp8_without_a_scale_is_no_compute_dtype(policy):
-    with pytest.raises(ValueError, match=r"Cannot compute in float8_.*fp8_dot_general"):
+    with pytest.raises(ValueError, match=r"Cannot compute in float8_.*mixed_fp8"):
+        get_policy(policy)
+
+
+def test_mixed_fp8_has_fp8_products_and_is_read_back_from_its_text():
+    policy = get_policy("mixed_fp8")
+    assert policy == Policy(F32, BF16, F32, "fp8") != Policy(F32, BF16, F32)
+    assert str(policy) == "p=full,c=bf16,o=full,m=fp8"
+    assert get_policy(str(policy)) == policy
+    assert get_policy("params=f32, compute=bf16, output=f32, matmul=fp8") == policy
+    assert policy.with_output_dtype(BF16).matmul_dtype == "fp8"
+    assert policy.cast_to_compute(jnp.ones(2)).dtype == BF16
+    leaves = PolicyMap("mixed_fp8", {"head": "mixed_bfloat16"})
+    assert [leaves.at(path).matmul_dtype for path in ("w", "head")] == ["fp8", None]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("m=fp8", "need the compute dtype bfloat16, got full"),
+        ("p=f32,c=f16,o=f32,m=fp8", "need the compute dtype bfloat16, got f16"),
+        ("c=bf16,m=f8", "Expected the matmul dtype None .* or 'fp8', got 'f8'"),
+        ("c=bf16,m=fp8,m=fp8", "Cannot read 'm=fp8'.*matmul=fp8"),
+    ],
+)
+def test_a_matmul_dtype_that_does_not_fit_says_what_does(policy, message):
+    with pytest.raises(ValueError, match=message):
         get_policy(policy)
 
 
@@ -206,3 +239,10 @@ def test_check_device_warns_once_where_the_compute_dtype_is_slow():
     assert caught[0].filename == __file__
     # No warning, which would be an error.
     assert Policy(BF16, F16, BF16).check_device(turing) is None
+
+
+def test_check_device_warns_where_fp8_is_slow():
+    policy, ampere = get_policy("mixed_fp8"), FakeDevice("gpu", "8.0")
+    with pytest.warns(UserWarning, match=r"8\.0; fp8 is fast from 8\.9"):
+        policy.check_device(ampere)
+    assert policy.check_device(FakeDevice("gpu", "9.0")) is None

@@ -4,6 +4,7 @@ A dtype is stored as its `jax.numpy` scalar type (`jnp.float16`), which is hasha
 picklable, callable, and equal to `np.dtype("float16")`.
 """
 
+import re
 from typing import Any
 
 import jax
@@ -41,8 +42,8 @@ def is_half(dtype: Any) -> bool:
     return dtype in _HALF
 
 
-def is_fp8(dtype: Any) -> bool:
-    """Return whether this dtype has 8 bits or fewer, and so needs a scale."""
+def needs_scale(dtype: Any) -> bool:
+    """Return whether this dtype has so few bits, 8 at most, that it needs a scale."""
     return jnp.finfo(dtype).bits <= 8
 
 
@@ -187,5 +188,38 @@ def slow_half_reason(dtype: DTypeLike, device: Any = None) -> str | None:
         return (
             f"{kind} has compute capability {capability[0]}.{capability[1]}; bfloat16 "
             "is fast from 8.0: use float16"
+        )
+    return None
+
+
+def slow_fp8_reason(device: Any = None) -> str | None:
+    """Return the reason why fp8 products are slow on a device, or None if they are not.
+
+    Args:
+      device: a `jax.Device`; the default is the first local device.
+
+    Examples:
+      >>> slow_fp8_reason(jax.devices("cpu")[0])[:20]
+      'fp8 is slower than f'
+    """
+    device = jax.local_devices()[0] if device is None else device
+    kind = getattr(device, "device_kind", device.platform)
+    capability = compute_capability(device)
+    if device.platform == "cpu":
+        return (
+            f"fp8 is slower than float32 on the CPU ({kind}): good for testing, not "
+            "for speed"
+        )
+    if device.platform == "tpu":
+        generation = re.search(r"\d+", kind)
+        if generation and int(generation[0]) >= 7:
+            return None
+        return f"the matrix units of a {kind} have no fp8, which TPUs have from v7 on"
+    if capability is None:
+        return f"it is not known whether {kind} has matrix units for fp8"
+    if capability < (8, 9):
+        return (
+            f"{kind} has compute capability {capability[0]}.{capability[1]}; fp8 is "
+            "fast from 8.9"
         )
     return None

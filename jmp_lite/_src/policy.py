@@ -32,10 +32,13 @@ class Policy:
       param_dtype: the dtype that parameters are stored in; a dtype or its name.
       compute_dtype: the dtype of the forward and backward pass.
       output_dtype: the dtype of a model's outputs.
+      matmul_dtype: None, or `"fp8"`: large matrix products of `autocast` and of
+        `with_policy` have fp8 operands, as in `fp8_dot_general`; the compute dtype must
+        be bfloat16. Casts do not depend on it.
 
     Raises:
-      ValueError: a name is unknown, a dtype is not floating, or the compute dtype is
-        fp8.
+      ValueError: a name is unknown, a dtype is not floating, the compute dtype is fp8,
+        or the matmul dtype does not fit.
       TypeError: an argument is neither a name nor a dtype.
 
     Examples:
@@ -52,17 +55,30 @@ class Policy:
     param_dtype: Any
     compute_dtype: Any
     output_dtype: Any
+    matmul_dtype: str | None = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            dtype = dtypes.parse_dtype(getattr(self, field.name))
-            object.__setattr__(self, field.name, dtype)
-        if dtypes.is_fp8(self.compute_dtype):
+        for name in ("param_dtype", "compute_dtype", "output_dtype"):
+            dtype = dtypes.parse_dtype(getattr(self, name))
+            object.__setattr__(self, name, dtype)
+        if dtypes.needs_scale(self.compute_dtype):
             raise ValueError(
                 f"Cannot compute in {dtypes.dtype_name(self.compute_dtype)}: a cast to "
-                "fp8 without a scale loses most numbers. Compute in bfloat16, and give "
-                "layers with large matrix products jmp_lite.fp8_dot_general as their "
-                "dot_general, which scales its operands."
+                "fp8 without a scale makes small numbers 0 and large ones NaN. Use "
+                'get_policy("mixed_fp8") with autocast or with_policy, or '
+                "jmp_lite.fp8_dot_general: these scale the operands of matrix products."
+            )
+        if self.matmul_dtype not in (None, "fp8"):
+            raise ValueError(
+                "Expected the matmul dtype None (the compute dtype) or 'fp8', got "
+                f"{self.matmul_dtype!r}."
+            )
+        if self.matmul_dtype is not None and self.compute_dtype != jnp.bfloat16:
+            raise ValueError(
+                "Matrix products in fp8 need the compute dtype bfloat16, got "
+                f"{dtypes.dtype_name(self.compute_dtype)}: write "
+                "'params=float32,compute=bfloat16,output=float32,matmul=fp8', or "
+                "mixed_fp8."
             )
 
     def cast_to_param(self, tree: T) -> T:
@@ -82,19 +98,21 @@ class Policy:
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def check_device(self, device: Any = None) -> str | None:
-        """Warn if the compute dtype is slow on a device.
+        """Warn if the compute dtype, or matrix products in fp8, are slow on a device.
 
         Args:
           device: a `jax.Device`; the default is the first local device.
 
         Returns:
-          None if the compute dtype is fast, otherwise the text of the warning.
+          None if they are fast, otherwise the text of the warning.
 
         Examples:
           >>> Policy("full", "full", "full").check_device() is None
           True
         """
         reason = dtypes.slow_half_reason(self.compute_dtype, device)
+        if self.matmul_dtype is not None:
+            reason = dtypes.slow_fp8_reason(device) or reason
         if reason is not None:
             warnings.warn(f"{self}: {reason}.", stacklevel=2)
         return reason
@@ -104,18 +122,20 @@ class Policy:
         param, compute, output = map(
             dtypes.dtype_name, (self.param_dtype, self.compute_dtype, self.output_dtype)
         )
-        return f"p={param},c={compute},o={output}"
+        matmul = f",m={self.matmul_dtype}" if self.matmul_dtype else ""
+        return f"p={param},c={compute},o={output}{matmul}"
 
     def __repr__(self) -> str:
         """Return an expression that evaluates to an equal policy."""
         return f"get_policy({str(self)!r})"
 
 
-# Keras' policy names; its layers keep float32 variables. Outputs are float32 here. In
-# Keras the user sets a float32 output on the last layer.
-_KERAS_POLICIES = {
+# The first two are Keras' names; its layers keep float32 variables. Outputs are float32
+# here. In Keras the user sets a float32 output on the last layer.
+_NAMED_POLICIES = {
     "mixed_float16": ("full", "f16", "full"),
     "mixed_bfloat16": ("full", "bf16", "full"),
+    "mixed_fp8": ("full", "bf16", "full", "fp8"),
 }
 
 _GRAMMAR_KEYS = {
@@ -125,6 +145,8 @@ _GRAMMAR_KEYS = {
     "compute": "compute_dtype",
     "o": "output_dtype",
     "output": "output_dtype",
+    "m": "matmul_dtype",
+    "matmul": "matmul_dtype",
 }
 
 
@@ -138,6 +160,8 @@ def get_policy(policy: "str | Policy") -> Policy:
       "p=f32,c=f16,o=f32"               output=compute
       "mixed_float16"                   Keras' name for p=f32, c=f16, o=f32
       "mixed"                           p=f32, o=f32, c=`recommended_half_dtype()`
+      "mixed_fp8"                       p=f32, c=bf16, o=f32, and m=fp8: matrix products
+                                        in fp8
 
     Args:
       policy: a string, or a `Policy`, which is returned unchanged.
@@ -161,14 +185,14 @@ def get_policy(policy: "str | Policy") -> Policy:
     name = policy.strip()
     if name == "mixed":
         return Policy(jnp.float32, dtypes.recommended_half_dtype(), jnp.float32)
-    if name in _KERAS_POLICIES:
-        return Policy(*_KERAS_POLICIES[name])
+    if name in _NAMED_POLICIES:
+        return Policy(*_NAMED_POLICIES[name])
     if "=" not in name:
         try:
             dtype = dtypes.parse_dtype(name)
         except ValueError as error:
             raise ValueError(
-                f"{error} Policies are also named {', '.join(_KERAS_POLICIES)} and "
+                f"{error} Policies are also named {', '.join(_NAMED_POLICIES)} and "
                 "mixed, or written as 'params=float32,compute=float16,output=float32'."
             ) from None
         return Policy(dtype, dtype, dtype)
@@ -180,12 +204,14 @@ def get_policy(policy: "str | Policy") -> Policy:
             raise ValueError(
                 f"Cannot read {part.strip()!r} in the policy {policy!r}: expected "
                 "params=, compute= or output= (p=, c=, o=), each at most once, with a "
-                f"dtype {dtypes.known_names()}."
+                f"dtype {dtypes.known_names()}; or matmul=fp8 (m=fp8)."
             )
-        given[field] = dtypes.parse_dtype(value)
+        is_dtype = field != "matmul_dtype"
+        given[field] = dtypes.parse_dtype(value) if is_dtype else value.strip()
     param = given.get("param_dtype", jnp.float32)
     compute = given.get("compute_dtype", param)
-    return Policy(param, compute, given.get("output_dtype", compute))
+    output = given.get("output_dtype", compute)
+    return Policy(param, compute, output, given.get("matmul_dtype"))
 
 
 @jax.tree_util.register_static
