@@ -13,19 +13,22 @@ from dtype_cases import FakeDevice
 from rich.console import Console
 from typer.testing import CliRunner
 
-from jmp_lite import get_policy, loss_scale_for
+from jmp_lite import fp8_dot_general, get_policy, loss_scale_for
 from jmp_lite.__main__ import app
 from jmp_lite._src import doctor
 from jmp_lite._src.doctor import Rate
 
-DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-
+GRADIENT = "float8_e5m2 x float8_e4m3fn"
+DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", GRADIENT]
 
 CPU = FakeDevice("cpu", device_kind="cpu")
 GTX_1080 = FakeDevice("gpu", "6.1", "GTX 1080")
 V100 = FakeDevice("gpu", "7.0", "V100")
 A100 = FakeDevice("gpu", "8.0", "A100")
+H100 = FakeDevice("gpu", "9.0", "H100")
 TPU = FakeDevice("tpu", device_kind="TPU v5e")
+TPU7 = FakeDevice("tpu", device_kind="TPU7x")
+MI300 = FakeDevice("gpu", "gfx942", "MI300X")
 
 
 def run(*args: str) -> Any:
@@ -65,8 +68,80 @@ def test_a_device_gets_the_policy_that_trains_fast_on_it(device, ratios, policy,
 
 
 def test_slow_half_precision_is_offered_for_testing():
-    assert 'get_policy("mixed_bfloat16")' in doctor.recommend(CPU, {}).reasons[-1]
-    assert 'get_policy("mixed_float16")' in doctor.recommend(GTX_1080, {}).reasons[-1]
+    assert 'get_policy("mixed_bfloat16")' in doctor.recommend(CPU, {}).reasons[-2]
+    assert 'get_policy("mixed_float16")' in doctor.recommend(GTX_1080, {}).reasons[-2]
+
+
+def fp8_reasons(device: FakeDevice, **speeds: float) -> list[str]:
+    """Return the reasons about fp8 for these rates relative to bfloat16."""
+    names = {"bfloat16": "bfloat16", "forward": "float8_e4m3fn", "gradient": GRADIENT}
+    ratios = {names[name]: 2.5 * speed for name, speed in speeds.items()}
+    found = doctor.recommend(device, ratios)
+    half = "float16" if device is V100 else "bfloat16"
+    assert found.policy == ("float32" if device is CPU else f"mixed_{half}")
+    first = next(i for i, reason in enumerate(found.reasons) if "fp8" in reason)
+    assert not any("fp8" in reason for reason in found.reasons[:first])
+    return list(found.reasons[first:])
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [
+        (CPU, "fp8 is slower than float32 on the CPU (cpu)"),
+        (V100, "V100 has compute capability 7.0; fp8 is fast from 8.9."),
+        (A100, "A100 has compute capability 8.0; fp8 is fast from 8.9."),
+        (TPU, "the matrix units of a TPU v5e have no fp8"),
+        (MI300, "it is not known whether MI300X has matrix units for fp8."),
+    ],
+    ids=lambda x: getattr(x, "device_kind", None),
+)
+def test_without_native_fp8_one_sentence_says_so(device, why):
+    # Even where it was measured to be faster than bfloat16, as on CPUs.
+    speeds = {} if device is CPU else {"bfloat16": 1.0}
+    (reason,) = fp8_reasons(device, **speeds, forward=3.0, gradient=3.0)
+    assert reason.startswith(f"No native fp8 products are known here: {why}")
+
+
+@pytest.mark.parametrize("device", [H100, TPU7], ids=lambda x: x.device_kind)
+def test_where_fp8_is_clearly_faster_it_is_recommended_to_try(device):
+    native, measured, advice, first = fp8_reasons(
+        device, bfloat16=1.0, forward=2.0, gradient=1.6
+    )
+    assert native == f"fp8 products are native on {device.device_kind}."
+    # Per unit of work: 1 / 2 forward and 2 / 1.6 for two gradients, instead of 3.
+    assert measured == (
+        "fp8 products run at 1.71 × the rate of bfloat16 here (forward 2.00 ×, "
+        "gradients 1.60 ×)."
+    )
+    assert 'Try get_policy("mixed_fp8") for models' in advice
+    assert "256 or larger" in advice
+    assert "policy stays mixed_bfloat16" in first and "measured on the model" in first
+
+
+@pytest.mark.parametrize(
+    ("forward", "gradient", "ratio"),
+    [(1.0, 1.0, "1.00"), (1.8, 1.0, "1.17"), (0.5, 0.5, "0.50")],
+)
+def test_native_fp8_that_is_not_clearly_faster_is_not_recommended(
+    forward, gradient, ratio
+):
+    native, measured, why = fp8_reasons(
+        H100, bfloat16=1.0, forward=forward, gradient=gradient
+    )
+    assert native == "fp8 products are native on H100."
+    assert measured.startswith(f"fp8 products run at {ratio} × the rate of bfloat16")
+    assert f"(forward {forward:.2f} ×, gradients {gradient:.2f} ×)" in measured
+    assert why.startswith("That is not clearly faster") and "--seconds" in why
+
+
+@pytest.mark.parametrize("missing", ["bfloat16", "forward", "gradient"])
+def test_native_fp8_without_a_measurement_is_not_recommended(missing):
+    speeds = {"bfloat16": 1.0, "forward": 2.0, "gradient": 2.0}
+    del speeds[missing]
+    assert fp8_reasons(H100, **speeds) == [
+        "fp8 products are native on H100.",
+        "Their rate relative to bfloat16 was not measured here.",
+    ]
 
 
 def test_a_driver_that_jax_does_not_use_is_noticed(tmp_path: Path):
@@ -129,7 +204,7 @@ def test_rates_are_measured_by_turns_and_compared_within_a_round(monkeypatch):
 
             return call
 
-        return {name: make(name) for name in costs}, {"float8_e5m2": "no such unit"}
+        return {name: make(name) for name in costs}, {GRADIENT: "no such unit"}
 
     monkeypatch.setattr(doctor, "_compile_products", compile_products)
     monkeypatch.setattr(doctor.time, "perf_counter", lambda: clock[0])
@@ -141,7 +216,7 @@ def test_rates_are_measured_by_turns_and_compared_within_a_round(monkeypatch):
     *measured, missing = rates
     for rate in measured:
         assert rate.over_float32 == pytest.approx(4.0 / costs[rate.dtype], rel=0.05)
-    assert missing == Rate("float8_e5m2", 1024, error="no such unit")
+    assert missing == Rate(GRADIENT, 1024, error="no such unit")
     float32 = measured[0]
     assert float32.size == 1024 and float32.seconds is not None
     assert float32.tflops == pytest.approx(2 * 1024**3 / float32.seconds / 1e12)
@@ -149,19 +224,47 @@ def test_rates_are_measured_by_turns_and_compared_within_a_round(monkeypatch):
 
 
 def test_what_does_not_compile_says_why(monkeypatch):
-    dot = jax.lax.dot
+    dot_general = jax.lax.dot_general
 
-    def no_fp8(a, b, **kwargs):
+    def no_e5m2(a, b, **kwargs):
         if a.dtype == jnp.float8_e5m2:
             raise NotImplementedError("no fp8 on this device\nand more lines")
-        return dot(a, b, **kwargs)
+        return dot_general(a, b, **kwargs)
 
-    monkeypatch.setattr(doctor.jax.lax, "dot", no_fp8)
+    monkeypatch.setattr(doctor.jax.lax, "dot_general", no_e5m2)
     runs, errors = doctor._compile_products(8)
     assert list(runs) == DTYPES[:-1]
-    assert errors == {"float8_e5m2": "no fp8 on this device"}
+    assert errors == {GRADIENT: "no fp8 on this device"}
     products = [str(run().dtype) for run in runs.values()]
     assert products == [*DTYPES[:3], "float32"]  # of fp8
+
+
+def test_the_timed_fp8_products_are_those_of_fp8_dot_general(monkeypatch):
+    found = set()
+    dot_general = jax.lax.dot_general
+
+    def noted(a, b, dimension_numbers, precision=None, preferred_element_type=None):
+        if a.dtype.itemsize == 1:
+            dims = tuple(map(tuple, dimension_numbers[0]))
+            out = np.dtype(preferred_element_type).name
+            found.add((a.dtype.name, b.dtype.name, dims, precision, out))
+        return dot_general(a, b, dimension_numbers, precision, preferred_element_type)
+
+    def loss(a, b):
+        return fp8_dot_general(a, b, (((1,), (0,)), ((), ()))).sum()
+
+    monkeypatch.setattr(jax.lax, "dot_general", noted)
+    # A shape of its own, so that no trace is in a cache.
+    a, b = jnp.ones((16, 48)), jnp.ones((48, 80))
+    jax.jit(jax.grad(loss, argnums=(0, 1))).lower(a, b)
+    expected = found.copy()
+    assert {operands[:2] for operands in expected} == {
+        ("float8_e4m3fn", "float8_e4m3fn"),
+        ("float8_e5m2", "float8_e4m3fn"),
+    }
+    found.clear()
+    runs, errors = doctor._compile_products(16)
+    assert found == expected and list(runs) == DTYPES and not errors
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
@@ -207,6 +310,7 @@ def test_json_is_all_that_goes_to_stdout():
     assert found["float32_bits"] == 23
     assert get_policy(found["recommendation"]["policy"])
     assert set(found["recommendation"]) == {"policy", "loss_scale", "reasons"}
+    assert "No native fp8 products" in found["recommendation"]["reasons"][-1]
     assert isinstance(found["missing"], list)
 
 
@@ -217,7 +321,7 @@ DIAGNOSIS = doctor.Diagnosis(
     ),
     rates=(
         Rate("float32", 4096, 1e-3, 137.0, 1.0),
-        Rate("float8_e5m2", 4096, error="no such unit"),
+        Rate(GRADIENT, 4096, error="no such unit"),
     ),
     ranges=(doctor.DtypeRange("float16", 65504.0, 2.0**-14, 2.0**-24, False),),
     float32_bits=10,
@@ -242,17 +346,36 @@ def test_the_tables_say_it_all():
         "gpu: A100 8.0 4",
         "products of 4096 × 4096",
         "float32 137 1.00",
-        "float8_e5m2 - no such unit",
+        "float8_e5m2 x float8_e4m3fn - no such unit",
         "float16 65504 2^-14 2^-24 flushed to 0",
         "keep 10 of 23 bits (TF32): relative error 3.0e-04.",
         'jax.default_matmul_precision("highest") keeps 23',
         'Train with get_policy("mixed_bfloat16"), loss scale: none.',
         "- bfloat16 products run at 2.00 × the rate of float32 here.",
+        "- No native fp8 products are known here: A100 has compute capability 8.0;",
         "- Something is missing.",
     ):
         assert expected in text
     full = dataclasses.replace(DIAGNOSIS, float32_bits=23)
     assert "highest" not in render(full)
+
+
+def test_tables_and_json_say_to_try_fp8_where_it_is_fast(monkeypatch):
+    def measure_rates(seconds, on_progress):
+        speeds = zip(DTYPES, (1.0, 2.0, 2.0, 4.0, 3.0), strict=True)
+        return tuple(Rate(name, 8192, 1e-3, 400.0 * x, x) for name, x in speeds)
+
+    monkeypatch.setattr(doctor, "measure_rates", measure_rates)
+    monkeypatch.setattr(doctor.jax, "local_devices", lambda: [H100, A100])
+    found = doctor.diagnose()
+    text, in_json = render(found), json.loads(found.to_json())
+    assert in_json["recommendation"]["policy"] == "mixed_bfloat16"
+    reasons = in_json["recommendation"]["reasons"][-4:]
+    assert reasons[0] == "fp8 products are native on H100."
+    assert "1.64 × the rate of bfloat16 here" in reasons[1]
+    assert 'get_policy("mixed_fp8")' in reasons[2]
+    assert "- " + " - ".join(reasons) in text
+    assert "float8_e5m2 x float8_e4m3fn 1.2e+03 3.00" in text
 
 
 def test_the_command_prints_tables():

@@ -21,14 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, extras
+from jmp_lite._src import compat, dtypes, extras, fp8
 
+# The dtypes of both operands. The fp8 products are those of `fp8_dot_general`: forward,
+# and for gradients. It has no E5M2 x E5M2, and neither has cuBLAS.
 TIMED = (
-    jnp.float32,
-    jnp.bfloat16,
-    jnp.float16,
-    jnp.float8_e4m3fn,
-    jnp.float8_e5m2,
+    (jnp.float32, jnp.float32),
+    (jnp.bfloat16, jnp.bfloat16),
+    (jnp.float16, jnp.float16),
+    (fp8.FORWARD, fp8.FORWARD),
+    (fp8.GRADIENT, fp8.FORWARD),
 )
 # Powers of two fill the tiles of every matrix unit. The smallest size mostly measures
 # call overhead; the largest saturates the fastest devices.
@@ -38,10 +40,11 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 50
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """The speed of matrix products of a dtype.
+    """The speed of matrix products of a dtype, or of two.
 
     Attributes:
-      dtype: its NumPy name.
+      dtype: the NumPy name of the dtype of both operands, or of each if they differ:
+        `"float8_e5m2 x float8_e4m3fn"`.
       size: the number of rows of the square matrices.
       seconds: the median time of a product; None if it does not compile.
       tflops: 1e12 multiplications and additions per second; None if it does not
@@ -79,7 +82,7 @@ class DtypeRange:
 
 
 # From this measured ratio on, a half dtype is recommended even on a device where it is
-# expected to be slow.
+# expected to be slow, and fp8 is worth a trial where it is native.
 _CLEARLY_FASTER = 1.2
 
 
@@ -105,7 +108,7 @@ class Diagnosis:
     Attributes:
       versions: a dict of library to version.
       devices: `platform`, `kind`, `compute_capability` and `count` of each kind.
-      rates: the rate of matrix products, a `Rate` per dtype.
+      rates: the rate of matrix products, a `Rate` for each pair of dtypes in `TIMED`.
       ranges: a `DtypeRange` per dtype.
       float32_bits: the mantissa bits that a float32 product keeps: 23, 10 in TF32, or 7
         in one bfloat16 pass.
@@ -245,12 +248,15 @@ def recommend(device: Any, ratios: Mapping[str, float]) -> Recommendation:
 
     Args:
       device: a `jax.Device`.
-      ratios: a dict of the NumPy name of a half dtype to its measured rate divided by
-        that of float32. For a dtype without a measurement, the device decides.
+      ratios: a dict of the name of a product (`Rate.dtype`) to its measured rate
+        divided by that of float32. For a half dtype without a measurement, the device
+        decides.
 
     Returns:
-      The policy, its loss scale, and the reasons.
+      The policy, its loss scale, and the reasons, the last of which are about fp8. The
+      policy never has fp8 products: whether they are faster depends on the model.
     """
+    about_fp8 = _fp8_reasons(device, ratios)
     half = dtypes.recommended_half_dtype(device)
     name = np.dtype(half).name
     slow, ratio = dtypes.slow_half_reason(half, device), ratios.get(name)
@@ -270,15 +276,15 @@ def recommend(device: Any, ratios: Mapping[str, float]) -> Recommendation:
             f'get_policy("mixed_{name}") gives the same results as on faster devices '
             "and halves activations: use it to test a model or to save memory."
         )
-        return Recommendation("float32", "none", tuple(reasons))
+        return Recommendation("float32", "none", (*reasons, *about_fp8))
     if half == jnp.bfloat16:
         reasons.append("bfloat16 has the range of float32: it needs no loss scale.")
-        return Recommendation("mixed_bfloat16", "none", tuple(reasons))
+        return Recommendation("mixed_bfloat16", "none", (*reasons, *about_fp8))
     reasons.append(
         f"{device.device_kind} has no fast bfloat16, and float16 loses small gradients "
         "without a loss scale: scale_aware(optimiser, DynamicLossScale())."
     )
-    return Recommendation("mixed_float16", "dynamic", tuple(reasons))
+    return Recommendation("mixed_float16", "dynamic", (*reasons, *about_fp8))
 
 
 def find_missing(
@@ -298,6 +304,44 @@ def find_missing(
     return ()
 
 
+def _fp8_reasons(device: Any, ratios: Mapping[str, float]) -> list[str]:
+    """Return whether fp8 products are native, and whether to try them.
+
+    Args:
+      device: a `jax.Device`.
+      ratios: as for `recommend`.
+    """
+    slow = dtypes.slow_fp8_reason(device)
+    if slow is not None:
+        return [f"No native fp8 products are known here: {slow}."]
+    reasons = [f"fp8 products are native on {device.device_kind}."]
+    bfloat16 = ratios.get(_product_name(jnp.bfloat16, jnp.bfloat16))
+    forward = ratios.get(_product_name(fp8.FORWARD, fp8.FORWARD))
+    gradient = ratios.get(_product_name(fp8.GRADIENT, fp8.FORWARD))
+    if bfloat16 is None or forward is None or gradient is None:
+        return [*reasons, "Their rate relative to bfloat16 was not measured here."]
+    forward, gradient = forward / bfloat16, gradient / bfloat16
+    # A train step has one forward product and two for gradients, all of equal size.
+    ratio = 3 / (1 / forward + 2 / gradient)
+    reasons.append(
+        f"fp8 products run at {ratio:.2f} × the rate of bfloat16 here (forward "
+        f"{forward:.2f} ×, gradients {gradient:.2f} ×)."
+    )
+    if ratio < _CLEARLY_FASTER:
+        reasons.append(
+            "That is not clearly faster: the device may be busy, or the matrices too "
+            "small (raise --seconds)."
+        )
+        return reasons
+    reasons += [
+        'Try get_policy("mixed_fp8") for models whose matrix products are 256 or '
+        "larger in each dimension.",
+        "The recommended policy stays mixed_bfloat16, because fp8 must first be "
+        "measured on the model: its speed and its loss.",
+    ]
+    return reasons
+
+
 def _capability(device: Any) -> str | None:
     capability = getattr(device, "compute_capability", None)
     return None if capability is None else str(capability)
@@ -309,7 +353,7 @@ def _capability(device: Any) -> str | None:
 def measure_rates(
     seconds: float, on_progress: Callable[[float], None] = lambda share: None
 ) -> tuple[Rate, ...]:
-    """Time matrix products of all dtypes in turns, for about this many seconds."""
+    """Time all matrix products in turns, for about this many seconds."""
     start = time.perf_counter()
 
     def share_used() -> float:
@@ -384,26 +428,43 @@ def measure_float32(size: int = 256) -> tuple[int, float]:
 
 
 def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Return the compiled product of each dtype, and the errors of the others."""
+    """Return the compiled products by name, and the errors of the others."""
     numbers = np.random.default_rng(0).normal(size=(size, size))
+    arrays = {
+        dtype: jax.device_put(numbers.astype(dtype))
+        for dtype in {dtype for operands in TIMED for dtype in operands}
+    }
     runs, errors = {}, {}
-    for dtype in TIMED:
-        is_fp8 = jnp.finfo(dtype).bits < 16
-        out_dtype = jnp.float32 if is_fp8 else dtype  # as in matrix units
-
-        def product(a, b, out_dtype=out_dtype):
-            return jax.lax.dot(a, b, preferred_element_type=out_dtype)
-
-        a = jax.device_put(numbers.astype(dtype))
-        name = np.dtype(dtype).name
+    highest, default = jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT
+    for lhs, rhs in TIMED:
+        precision, out_dtype = None, lhs  # as in matrix units
+        if dtypes.needs_scale(lhs):  # as in `fp8_dot_general`
+            precision = default if lhs == rhs else highest
+            out_dtype = jnp.float32
+        product = functools.partial(
+            jax.lax.dot_general,
+            # XLA's fp8 kernels sum over the last dimension of both operands. With other
+            # dimensions a transpose would be timed too.
+            dimension_numbers=(((1,), (1,)), ((), ())),
+            precision=precision,
+            preferred_element_type=out_dtype,
+        )
+        a, b = arrays[lhs], arrays[rhs]
+        name = _product_name(lhs, rhs)
         try:
-            run = functools.partial(jax.jit(product).lower(a, a).compile(), a, a)
+            run = functools.partial(jax.jit(product).lower(a, b).compile(), a, b)
             jax.block_until_ready(run())
         except Exception as error:  # compilers raise different errors
             errors[name] = (str(error).splitlines() or [type(error).__name__])[0]
         else:
             runs[name] = run
     return runs, errors
+
+
+def _product_name(lhs: Any, rhs: Any) -> str:
+    """Return the NumPy name of a dtype, or both names: "float8_e5m2 x …"."""
+    names = (np.dtype(dtype).name for dtype in (lhs, rhs))
+    return " x ".join(dict.fromkeys(names))
 
 
 def _time(run: Callable[[], Any]) -> float:
