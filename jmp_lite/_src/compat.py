@@ -349,19 +349,14 @@ def new_primitive(
         symbolic = [
             SymbolicZero(t.aval) if isinstance(t, ad.Zero) else t for t in tangents
         ]
-        out, tangent = jvp(primals, symbolic, **params)
-        if isinstance(tangent, SymbolicZero):
-            tangent = ad.Zero(tangent.aval)
-        return out, tangent
+        return jvp(primals, symbolic, **params)
 
     def batch_rule(args, axes, **params):
         return batch(args, axes, **params), 0
 
     primitive.def_impl(jitted)
     primitive.def_abstract_eval(
-        lambda *avals, **params: jax.make_jaxpr(lambda *args: impl(*args, **params))(
-            *avals
-        ).out_avals[0]
+        lambda *avals, **params: jitted.trace(*avals, **params).jaxpr.out_avals[0]
     )
     ad.primitive_jvps[primitive] = jvp_rule
     if transpose is not None:
@@ -374,5 +369,5 @@ def new_primitive(
 
         ad.primitive_transposes[primitive] = transpose_rule
     batching.primitive_batchers[primitive] = batch_rule
-    mlir.register_lowering(primitive, mlir.lower_fun(impl, multiple_results=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(jitted, multiple_results=False))
     return bind

@@ -1,4 +1,4 @@
-"""Matrix products in fp8, with scales of this very step: no state.
+"""Matrix products in fp8, with scales computed in each call: no state.
 
 A tensor is divided by a scale, so that its largest magnitude is the largest number of
 the fp8 format, and rounded. The product of two such tensors accumulates in float32 and
@@ -51,9 +51,10 @@ def fp8_dot_general(
       g8, sg = e5m2(g / sg), max|g| / 57344
       da, db = dot(g8, b8) * (sg * sb), dot(a8, g8) * (sg * sa)
 
-    A tensor of zeros gives zeros. If an operand has an inf or NaN, so has the result:
-    nothing is clipped, and `scale_aware` skips the step. Magnitudes below `2**-18` of
-    the largest are rounded to 0 in the forward pass (`2**-32` of a gradient).
+    A tensor of zeros gives zeros. If an operand has an inf or NaN, no number of the
+    result is finite: nothing is clipped, and `scale_aware` skips the step. Magnitudes
+    below about `2**-19` of the largest become 0 in the forward pass, `2**-33` in a
+    gradient.
 
     fp8 is native on NVIDIA GPUs from compute capability 8.9. There, XLA uses it for
     products without batch dimensions whose sizes are multiples of 16. Elsewhere the
@@ -89,20 +90,38 @@ def fp8_dot_general(
       TransformerEngine.
     """
     _check(lhs, rhs, precision, options)
+    return dot_general(lhs, rhs, dimension_numbers, preferred_element_type)
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Dimensions,
+    dtype: Any = None,
+    lhs_dtype: Any = FORWARD,
+) -> jax.Array:
+    """Return what `fp8_dot_general` does.
+
+    Args:
+      lhs: floating.
+      rhs: floating.
+      dimension_numbers: as for `lax.dot_general`.
+      dtype: that of the result.
+      lhs_dtype: `GRADIENT` if `lhs` is a gradient; then no derivative can be taken.
+    """
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     of_lhs = _Dimensions(lhs.shape, lhs_batch, lhs_summed)
     of_rhs = _Dimensions(rhs.shape, rhs_batch, rhs_summed)
     if of_lhs.batch != of_rhs.batch or of_lhs.summed != of_rhs.summed:
         # This raises the error of JAX.
         jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)
-    dtype = preferred_element_type
     if dtype is None:
         dtype = lhs.dtype if lhs.dtype == rhs.dtype else jnp.float32
     # One free and one summed dimension on each side, which XLA's fp8 kernels need.
     a = jnp.transpose(lhs, of_lhs.order).reshape(of_lhs.matrix)
     b = jnp.transpose(rhs, of_rhs.order).reshape(of_rhs.matrix)
-    out = _product(a, b).reshape(of_lhs.batch + of_lhs.free + of_rhs.free)
-    return out.astype(dtype)
+    out = _product(a, b, formats=(lhs_dtype, FORWARD))
+    return out.reshape(of_lhs.batch + of_lhs.free + of_rhs.free).astype(dtype)
 
 
 class _Dimensions:
@@ -142,15 +161,15 @@ def _as_matrix(scale: jax.Array) -> jax.Array:
     return scale[..., None, None]
 
 
-def _product_impl(a: jax.Array, b: jax.Array) -> jax.Array:
-    return _multiply(*quantize(a, FORWARD), *quantize(b, FORWARD))
+def _product_impl(a: jax.Array, b: jax.Array, *, formats: Any) -> jax.Array:
+    return _multiply(*quantize(a, formats[0]), *quantize(b, formats[1]))
 
 
-def _product_jvp(primals, tangents):
+def _product_jvp(primals, tangents, *, formats):
     (a, b), (da, db) = primals, tangents
     # What the backward pass keeps are these rounded tensors.
-    a8, a_scale = _constant(*quantize(a, FORWARD))
-    b8, b_scale = _constant(*quantize(b, FORWARD))
+    a8, a_scale = _constant(*quantize(a, formats[0]))
+    b8, b_scale = _constant(*quantize(b, formats[1]))
     out = _multiply(a8, a_scale, b8, b_scale)
     terms = []
     if not isinstance(da, SymbolicZero):
@@ -160,17 +179,18 @@ def _product_jvp(primals, tangents):
     return out, sum(terms[1:], terms[0])
 
 
-def _product_batch(args: Any, axes: Any) -> jax.Array:
+def _product_batch(args: Any, axes: Any, *, formats: Any) -> jax.Array:
     (a, b), (a_axis, b_axis) = args, axes
     if a_axis is None:
-        out = _product_of_rows(jnp.moveaxis(b, b_axis, -3), a)
+        out = _product_of_rows(jnp.moveaxis(b, b_axis, -3), a, formats[::-1])
         return jnp.swapaxes(out, -1, -2)
     if b_axis is None:
-        return _product_of_rows(jnp.moveaxis(a, a_axis, -3), b)
-    return _product(jnp.moveaxis(a, a_axis, 0), jnp.moveaxis(b, b_axis, 0))
+        return _product_of_rows(jnp.moveaxis(a, a_axis, -3), b, formats)
+    a, b = jnp.moveaxis(a, a_axis, 0), jnp.moveaxis(b, b_axis, 0)
+    return _product(a, b, formats=formats)
 
 
-def _product_of_rows(examples: jax.Array, b: jax.Array) -> jax.Array:
+def _product_of_rows(examples: jax.Array, b: jax.Array, formats: Any) -> jax.Array:
     """Return the products of a batch of matrices with one matrix.
 
     The rows of all examples are those of one matrix: they share a scale, and the
@@ -179,12 +199,13 @@ def _product_of_rows(examples: jax.Array, b: jax.Array) -> jax.Array:
     Args:
       examples: `[*batch, size, m, k]`.
       b: `[*batch, n, k]`.
+      formats: those of the two.
 
     Returns:
       f32 `[size, *batch, m, n]`.
     """
     *batch, size, m, k = examples.shape
-    out = _product(examples.reshape(*batch, size * m, k), b)
+    out = _product(examples.reshape(*batch, size * m, k), b, formats=formats)
     return jnp.moveaxis(out.reshape(*batch, size, m, b.shape[-2]), -3, 0)
 
 
@@ -257,6 +278,8 @@ def _linear_transpose(
     ct: jax.Array, w8: jax.Array, scale: jax.Array, *, is_lhs: bool, in_axes: Any
 ) -> jax.Array:
     """Return the gradient of `x`: the product of the result's gradient, in fp8."""
+    if w8.dtype == GRADIENT:
+        _no_second_derivative(None, None)
 
     def product(ct, w8, scale):
         ct8, ct_scale = quantize(ct, GRADIENT)  # once for both operands
@@ -291,7 +314,11 @@ def _linear_batch(args, axes, *, is_lhs, in_axes):
 
 # f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
 _product = compat.new_primitive(
-    "fp8_product", _product_impl, _product_jvp, _product_batch
+    "fp8_product",
+    _product_impl,
+    _product_jvp,
+    _product_batch,
+    static_argnames=("formats",),
 )
 # Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
 # multiply float32.

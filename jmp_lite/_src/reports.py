@@ -14,6 +14,8 @@ _SHORT = {
     "bfloat16": "bf16",
     "float32": "f32",
     "float64": "f64",
+    "float8_e4m3fn": "f8_e4m3fn",
+    "float8_e5m2": "f8_e5m2",
     "int32": "i32",
 }
 

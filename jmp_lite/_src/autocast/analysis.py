@@ -32,13 +32,14 @@ are: `a`, `d` and `h` would be FLOAT32, because `exp` reads `h`.
 
 import collections
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import patterns, precision, rules
+from jmp_lite._src.autocast import patterns, precision, products, rules
 from jmp_lite._src.autocast.ops import OpRules
 from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
 from jmp_lite._src.autocast.precision import (
@@ -56,6 +57,26 @@ from jmp_lite._src.autocast.precision import (
 from jmp_lite._src.autocast.regions import Regions
 from jmp_lite._src.jaxprs import control_flow, matmul_precision, name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
+
+
+class Direction(enum.Enum):
+    """The pass that a jaxpr or an equation is of."""
+
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+    RULE = enum.auto()
+    """A function with a rule for its derivatives, or the rule itself."""
+
+    def of(self, eqn: Any) -> "Direction":
+        """Return the direction of an equation in a jaxpr of this one."""
+        if self is Direction.RULE or eqn.primitive.name in _WITH_RULES:
+            return Direction.RULE
+        around = self is Direction.BACKWARD
+        is_backward = name_scopes.is_backward(name_scopes.of(eqn), around)
+        return Direction.BACKWARD if is_backward else Direction.FORWARD
+
+
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 class Analyzer:
@@ -92,6 +113,7 @@ class Analyzer:
         ins: Sequence[Precision],
         uses: Sequence[int],
         scope: str = "",
+        direction: Direction = Direction.FORWARD,
     ) -> CastPlan:
         """Return the plan of an open jaxpr.
 
@@ -101,6 +123,7 @@ class Analyzer:
           ins: the precision of each input.
           uses: how each output is used.
           scope: the name scope that it is called in.
+          direction: the pass that it is of.
         """
         key = (
             id(jaxpr),
@@ -108,10 +131,11 @@ class Analyzer:
             tuple(ins),
             tuple(uses),
             self.regions.key(scope),
+            direction if self.regions.any_fp8 else None,
         )
         if key not in self._plans:
             self._alive.append((jaxpr, consts))
-            analysis = _Analysis(self, jaxpr, consts, scope)
+            analysis = _Analysis(self, jaxpr, consts, scope, direction)
             self._plans[key] = analysis.run(tuple(ins), tuple(uses))
         return self._plans[key]
 
@@ -126,11 +150,13 @@ class Analyzer:
         closed: Any,
         ins: Sequence[Precision] | None = None,
         use: int = Use.OUTPUT,
+        direction: Direction = Direction.FORWARD,
     ) -> CastPlan:
         """Return the plan of a closed jaxpr, by default that of a whole function."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
         ins = ins or [INPUT] * len(jaxpr.invars)
-        return self.plan(jaxpr, consts, ins, [use] * len(jaxpr.outvars))
+        uses = [use] * len(jaxpr.outvars)
+        return self.plan(jaxpr, consts, ins, uses, direction=direction)
 
     def for_derivatives(self) -> "Analyzer":
         """Return the analyzer of rules for derivatives."""
@@ -154,11 +180,17 @@ class _Analysis:
     """
 
     def __init__(
-        self, analyzer: Analyzer, jaxpr: Any, consts: Sequence[Any], scope: str
+        self,
+        analyzer: Analyzer,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        scope: str,
+        direction: Direction,
     ):
         self.analyzer, self.compute_dtype = analyzer, analyzer.compute_dtype
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
-        self.infos = _describe(jaxpr, analyzer, scope)
+        self.direction = Direction.RULE if analyzer.is_rule else direction
+        self.infos = _describe(jaxpr, analyzer, scope, self.direction)
         self.precision: dict[Any, Precision] = {}
         self.plans: list[Any] = [None] * len(self.infos)
         self.cast_moves: set[Any] = set()
@@ -203,14 +235,15 @@ class _Analysis:
     def plan_body(self, eqn, body, ins, uses):
         """Return the plan of a sub-jaxpr of an equation."""
         scope = name_scopes.join(self.scope, name_scopes.of(eqn))
-        return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, scope)
+        direction = self.direction.of(eqn)
+        return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, scope, direction)
 
     def half_results(self, info: EqnInfo) -> bool:
         """Return whether results of products are half where half is not asked for."""
         by_scope = info.region.half_results
         return self.analyzer.table.half_results if by_scope is None else by_scope
 
-    def is_bias(self, var: Any) -> bool:
+    def is_moved_input(self, var: Any) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""
         if compat.is_literal(var):
             return False
@@ -281,7 +314,9 @@ class _Analysis:
         return self.precision[var] if fixed is None else fixed
 
 
-def _describe(jaxpr: Any, analyzer: Analyzer, scope: str) -> list[EqnInfo]:
+def _describe(
+    jaxpr: Any, analyzer: Analyzer, scope: str, around: Direction
+) -> list[EqnInfo]:
     """Return what is read off the program once, per equation of a jaxpr."""
     table, dtype = analyzer.table, analyzer.compute_dtype
     softmaxes = patterns.find_softmaxes(jaxpr) if table.lowers_anything else {}
@@ -297,6 +332,10 @@ def _describe(jaxpr: Any, analyzer: Analyzer, scope: str) -> list[EqnInfo]:
             rule = rules.SUB_JAXPRS if bodies else rule
             held = compat.jaxprs_of(eqn)
             why_unchanged = "not looked into" if held else "not in the rules"
+        region = analyzer.regions.at(scope, name_scopes.of(eqn))
+        why_not_fp8 = ""
+        if region.fp8 and rule is rules.PRODUCT:
+            rule, why_not_fp8 = _in_fp8(eqn, table.fp8_min_size, around.of(eqn))
         size = precision.size(eqn.outvars[0]) if rule.is_elementwise else 0
         # Integers matter where they become floats, here or in a sub-jaxpr.
         may_convert = bodies or name == "convert_element_type"
@@ -304,14 +343,15 @@ def _describe(jaxpr: Any, analyzer: Analyzer, scope: str) -> list[EqnInfo]:
         return EqnInfo(
             eqn=eqn,
             rule=rule,
-            region=analyzer.regions.at(scope, name_scopes.of(eqn)),
+            region=region,
             bodies=bodies,
             softmax=softmaxes.get(index),
             fixed=tuple([fixed(v, dtype) for v in eqn.invars]),
             is_smaller=tuple([size > precision.size(v) for v in eqn.invars]),
             is_f32=tuple(map(precision.is_f32, eqn.outvars)),
             depends_on_uses=(
-                rule in (rules.PRODUCT, rules.UNCHANGED, rules.SUB_JAXPRS)
+                rule.is_product
+                or rule in (rules.UNCHANGED, rules.SUB_JAXPRS)
                 or name in rules.SATURATING
                 or rules.casts_before(eqn)
                 or rules.is_square(eqn)
@@ -319,9 +359,20 @@ def _describe(jaxpr: Any, analyzer: Analyzer, scope: str) -> list[EqnInfo]:
             ),
             why_unchanged=why_unchanged,
             is_filled_in=id(eqn) in analyzer.filled_in,
+            why_not_fp8=why_not_fp8,
         )
 
     return [describe(index, eqn) for index, eqn in enumerate(jaxpr.eqns)]
+
+
+def _in_fp8(eqn: Any, min_size: int, direction: Direction) -> tuple[rules.Rule, str]:
+    """Return the rule of a product that the policy has in fp8, and why not, or ""."""
+    why_not = products.why_not_fp8(eqn, min_size)
+    if direction is Direction.RULE:
+        why_not = "a function with a rule for its derivatives"
+    if why_not:
+        return rules.PRODUCT, why_not
+    return rules.FP8_BACKWARD if direction is Direction.BACKWARD else rules.FP8, ""
 
 
 def _round_norms(
@@ -379,9 +430,9 @@ class AsWritten:
             )
         return self._plans[key]
 
-    def plan_closed(self, closed: Any, *options: Any) -> CastPlan:
+    def plan_closed(self, closed: Any, *options: Any, **more: Any) -> CastPlan:
         """Return the plan of a closed jaxpr."""
-        del options
+        del options, more
         return self.plan(compat.open_jaxpr(closed), compat.consts_of(closed))
 
     def for_derivatives(self) -> "AsWritten":

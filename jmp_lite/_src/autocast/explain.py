@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.ops import OpRules, resolve_rules
-from jmp_lite._src.autocast.plans import CastPlan
+from jmp_lite._src.autocast.plans import CastPlan, EqnPlan
+from jmp_lite._src.autocast.rules import Fp8
 from jmp_lite._src.autocast.transform import check_policy, plan_call
 from jmp_lite._src.jaxprs import matmul_precision, name_scopes, sources
 from jmp_lite._src.policy import Policy, PolicyMap
@@ -56,6 +57,11 @@ class OpDecision:
         """Whether it is changed by autocast at all."""
         return self.before != self.after
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it is a matrix product whose operands are in fp8."""
+        return self.op_class == Fp8.name
+
 
 @dataclasses.dataclass(frozen=True)
 class AutocastReport:
@@ -81,6 +87,13 @@ class AutocastReport:
         return half / total if total else 1.0
 
     @property
+    def fp8_flops_share(self) -> float:
+        """The share of matrix-product FLOPs whose operands are in fp8, 0 to 1."""
+        total = sum(row.flops * row.times for row in self.rows)
+        in_fp8 = sum(row.flops * row.times for row in self.rows if row.is_fp8)
+        return in_fp8 / total if total else 0.0
+
+    @property
     def kept(self) -> dict[str, int]:
         """How many operations stay in float32, by reason, most frequent first."""
         reasons = Counter(r.reason for r in self.rows if r.reason and not r.is_half)
@@ -95,7 +108,8 @@ class AutocastReport:
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        share = f"{self.half_flops_share:.1%}"
+        share, of_fp8 = f"{self.half_flops_share:.1%}", self.fp8_flops_share
+        in_fp8 = f" ({of_fp8:.1%} in fp8)" if of_fp8 else ""
         notes = [f"{n} × {reason}" for reason, n in self.kept.items()]
         if self.matmul_precision:
             notes.append(f"float32 products are in {self.matmul_precision!r} precision")
@@ -103,7 +117,7 @@ class AutocastReport:
             _OP_COLUMNS if every_op else _LAYER_COLUMNS,
             self._op_cells() if every_op else self._layer_cells(),
             numbers=_NUMBERS,
-            title=f"autocast: {share} of matrix-product FLOPs in half, "
+            title=f"autocast: {share} of matrix-product FLOPs in half{in_fp8}, "
             f"{self.casts} casts",
             caption="; ".join(notes),
         )
@@ -113,6 +127,7 @@ class AutocastReport:
         return json.dumps(
             {
                 "half_flops_share": self.half_flops_share,
+                "fp8_flops_share": self.fp8_flops_share,
                 "casts": self.casts,
                 "matmul_precision": self.matmul_precision,
                 "kept": self.kept,
@@ -174,6 +189,7 @@ def explain(
     *,
     rules: OpRules | None = None,
     half_results: bool | None = None,
+    fp8_min_size: int | None = None,
 ) -> Callable[..., AutocastReport]:
     """Return a function of the same arguments that says what autocast would do.
 
@@ -182,6 +198,7 @@ def explain(
       policy: likewise.
       rules: likewise.
       half_results: likewise.
+      fp8_min_size: likewise.
 
     Returns:
       A function that returns an `AutocastReport`; nothing is computed.
@@ -201,7 +218,7 @@ def explain(
       [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'f32 -> f32')]
     """
     policy, compute_dtype = check_policy(policy)
-    rules = resolve_rules(rules, compute_dtype, half_results)
+    rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
 
     def explained(*args: Any, **kwargs: Any) -> AutocastReport:
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
@@ -230,7 +247,7 @@ def _rows(
             line=sources.source_line(eqn),
             op_class=eqn_plan.rule.name,
             before=_dtypes(eqn),
-            after=_dtypes(eqn, eqn_plan.half_in, eqn_plan.half_out, half_dtype),
+            after=_dtypes_after(eqn, eqn_plan, half_dtype),
             reason=eqn_plan.reason,
             flops=products.flops(eqn),
             aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(eqn)),
@@ -238,16 +255,27 @@ def _rows(
         )
 
 
-def _dtypes(eqn: Any, half_in: Any = (), half_out: Any = (), half_dtype: Any = None):
-    """Return the dtypes of an equation's operands and results."""
+def _dtypes(eqn: Any) -> str:
+    """Return the dtypes of an equation's operands and results, as it is written."""
+    return f"{_names(eqn.invars)} -> {_names(eqn.outvars)}"
 
+
+def _dtypes_after(eqn: Any, plan: EqnPlan, half_dtype: Any) -> str:
+    """Return those under autocast."""
+    outs = _names(eqn.outvars, plan.half_out, half_dtype)
+    if isinstance(plan.rule, Fp8):
+        ins = " ".join(reports.short_dtype(jnp.dtype(dtype)) for dtype in plan.rule.dtypes)
+    else:
+        ins = _names(eqn.invars, plan.half_in, half_dtype)
+    return f"{ins} -> {outs}"
+
+
+def _names(variables: Any, half: Any = (), half_dtype: Any = None) -> str:
     def name(var, is_half):
         dtype = half_dtype if is_half else getattr(var.aval, "dtype", None)
         return "" if dtype is None else reports.short_dtype(dtype)
 
-    ins = itertools.starmap(name, itertools.zip_longest(eqn.invars, half_in))
-    outs = itertools.starmap(name, itertools.zip_longest(eqn.outvars, half_out))
-    return f"{' '.join(ins)} -> {' '.join(outs)}"
+    return " ".join(itertools.starmap(name, itertools.zip_longest(variables, half)))
 
 
 def _count_casts(jaxpr: Any) -> int:

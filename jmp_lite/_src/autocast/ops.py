@@ -84,6 +84,8 @@ class OpRules:
       half_results: True: results of `"half"` primitives are half, as in torch. False:
         only where every use of them leads to another `"half"` primitive through
         nothing that is kept in float32, as in TensorFlow's pass; else they are float32.
+      fp8_min_size: under a policy with `matmul_dtype="fp8"`, the least size of each
+        dimension of a matrix product in fp8; sizes must also be multiples of 16.
 
     Raises:
       ValueError: a class or a primitive is not known.
@@ -96,6 +98,7 @@ class OpRules:
 
     classes: Any
     half_results: bool = True
+    fp8_min_size: int = 256
 
     def __post_init__(self):
         pairs = dict(self.classes)
@@ -154,28 +157,38 @@ class OpRules:
         return self._by_name.get(primitive, "unchanged")
 
     def replace(
-        self, *, half_results: bool | None = None, **classes: OpClass
+        self,
+        *,
+        half_results: bool | None = None,
+        fp8_min_size: int | None = None,
+        **classes: OpClass,
     ) -> "OpRules":
         """Return these rules with some primitives in another class.
 
         Args:
           half_results: as in the constructor; None leaves it.
+          fp8_min_size: likewise.
           **classes: primitive name to class (`scatter_add` stands for `scatter-add`).
         """
         renamed = {_PRINTED.get(name, name): c for name, c in classes.items()}
         return OpRules(
             {**dict(self.classes), **renamed},
             self.half_results if half_results is None else half_results,
+            self.fp8_min_size if fp8_min_size is None else fp8_min_size,
         )
 
 
 def resolve_rules(
-    rules: OpRules | None, compute_dtype: Any, half_results: bool | None
+    rules: OpRules | None,
+    compute_dtype: Any,
+    half_results: bool | None,
+    fp8_min_size: int | None,
 ) -> OpRules:
     """Return the rules of a call of `autocast`.
 
     Raises:
-      TypeError: `rules` are not `OpRules`, or `half_results` is not a bool.
+      TypeError: `rules` are not `OpRules`, `half_results` is not a bool, or
+        `fp8_min_size` is not an integer.
     """
     rules = OpRules.default(compute_dtype) if rules is None else rules
     if not isinstance(rules, OpRules):
@@ -184,7 +197,11 @@ def resolve_rules(
         raise TypeError(
             f"Expected half_results=True, False or None, got {half_results!r}."
         )
-    return rules.replace(half_results=half_results)
+    if not isinstance(fp8_min_size, int | None) or isinstance(fp8_min_size, bool):
+        raise TypeError(
+            f"Expected an integer or None as fp8_min_size, got {fp8_min_size!r}."
+        )
+    return rules.replace(half_results=half_results, fp8_min_size=fp8_min_size)
 
 
 # Names with a dash cannot be keywords; both spellings are in the table.

@@ -29,6 +29,7 @@ class EqnInfo(NamedTuple):
       depends_on_uses: whether its plan depends on the uses of its results.
       why_unchanged: why it runs as it is written, if its rule is `UNCHANGED`.
       is_filled_in: whether it is a product whose `precision` the caller set.
+      why_not_fp8: why a product that the policy has in fp8 is not, or "".
     """
 
     eqn: Any
@@ -42,6 +43,7 @@ class EqnInfo(NamedTuple):
     depends_on_uses: bool
     why_unchanged: str
     is_filled_in: bool
+    why_not_fp8: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,16 @@ class EqnPlan:
     is_noop: bool = False
     softmax: Softmax | None = None
     changes_no_body: bool = False
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether the equation itself runs in another precision than as written."""
+        return any(self.half_in) or any(self.half_out) or self.rule.is_fp8
+
+    @property
+    def is_low_product(self) -> bool:
+        """Whether it is a matrix product in half or in fp8."""
+        return self.rule.is_product and (any(self.half_in) or self.rule.is_fp8)
 
     @property
     def runs_bodies(self) -> bool:
@@ -115,6 +127,4 @@ class CastPlan:
     def changes_nothing(self) -> bool:
         """Whether the jaxpr can run as it is."""
         changes = any(self.half_in) or any(self.half_out) or self.has_bodies
-        return not changes and not any(
-            any(plan.half_in) or any(plan.half_out) for plan in self.eqn_plans
-        )
+        return not changes and not any(plan.is_lowered for plan in self.eqn_plans)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, fp8
 from jmp_lite._src.autocast.precision import IGNORED, Precision, is_f32, is_float
 from jmp_lite._src.jaxprs import binding, matmul_precision
 
@@ -120,6 +120,52 @@ def is_default_precision(precision: Any) -> bool:
     if isinstance(precision, tuple):
         return all(map(is_default_precision, precision))
     return precision is None or precision == jax.lax.Precision.DEFAULT
+
+
+# XLA's fp8 products need sizes that are multiples of this.
+_FP8_TILE = 16
+
+
+def why_not_fp8(eqn: Any, min_size: int) -> str:
+    """Return why a product does not run in fp8 where the policy has it, or "".
+
+    Args:
+      eqn: the product's equation.
+      min_size: the least size of each dimension; smaller products gain nothing.
+    """
+    if eqn.primitive.name != "dot_general":
+        is_ragged = eqn.primitive.name.startswith("ragged")
+        return "a ragged product" if is_ragged else "a convolution"
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    if batch:
+        return "batch dimensions"
+    # Merged dimensions have no such sharding, nor has the gradient.
+    if eqn.params.get("out_sharding") or any(map(_is_explicit, eqn.invars)):
+        return "an explicit sharding"
+    sizes = dimensions(eqn)
+    if min(sizes) < min_size:
+        return f"a dimension of {min(sizes)}, smaller than {min_size}"
+    odd = [size for size in sizes if size % _FP8_TILE]
+    return f"a dimension of {odd[0]}, no multiple of {_FP8_TILE}" if odd else ""
+
+
+def _is_explicit(var: Any) -> bool:
+    """Return whether the sharding of a variable is part of its type."""
+    return any(var.aval.sharding.spec)
+
+
+def run_in_fp8(eqn: Any, operands: Sequence[Any], dtype: Any, lhs_dtype: Any) -> Any:
+    """Return the product of operands that are rounded to fp8.
+
+    Args:
+      eqn: the product's equation.
+      operands: its operands, floating.
+      dtype: that of the result.
+      lhs_dtype: the fp8 format of the first operand.
+    """
+    lhs, rhs = operands
+    dimension_numbers = eqn.params["dimension_numbers"]
+    return fp8.dot_general(lhs, rhs, dimension_numbers, dtype, lhs_dtype)
 
 
 def why_not_half(eqn: Any, ins: Sequence[Precision], is_filled_in: bool) -> str:

@@ -19,21 +19,33 @@ class Region:
       is_low: whether they may be lowered.
       half_results: whether the results of their matrix products are half wherever they
         are used, or never; None if the uses of each decide, as `OpRules` says.
+      fp8: whether large matrix products have fp8 operands.
       reason: why they are not lowered.
     """
 
     is_low: bool = True
     half_results: bool | None = None
+    fp8: bool = False
     reason: str = ""
 
 
 class Regions:
-    """The regions of a policy, and the paths that were asked for."""
+    """The regions of a policy, and the paths that were asked for.
+
+    Attributes:
+      policy: the policy.
+      any_fp8: whether it has matrix products in fp8 in some region.
+      paths: the paths.
+    """
 
     def __init__(self, policy: Policy | PolicyMap):
         self.policy = policy
         self.paths: set[str] = set()
         self._regions: dict[str, Region] = {}
+        policies = [policy]
+        if isinstance(policy, PolicyMap):
+            policies = [policy.default, *(p for _, p in policy.rules)]
+        self.any_fp8 = any(map(_has_fp8, policies))
 
     def key(self, scope: str) -> str:
         """Return what of a scope matters for what is inside it."""
@@ -61,7 +73,7 @@ class Regions:
         if AUTOCAST in parts:
             return Region(is_low=False, reason="in an autocast of its own")
         if not isinstance(self.policy, PolicyMap):
-            return Region()
+            return _region_of(self.policy)
         policy = self._rule_of(parts)
         if policy is None:
             return _region_of(self.policy.default)
@@ -95,4 +107,8 @@ def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) ->
 def _region_of(policy: Any, half_results: bool | None = None) -> Region:
     if policy.compute_dtype == jnp.float32:
         return Region(is_low=False, reason="its policy computes in float32")
-    return Region(half_results=half_results)
+    return Region(half_results=half_results, fp8=_has_fp8(policy))
+
+
+def _has_fp8(policy: Policy) -> bool:
+    return policy.matmul_dtype == "fp8"

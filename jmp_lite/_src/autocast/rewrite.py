@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jmp_lite._src import dtypes
 from jmp_lite._src.autocast import sums
-from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
+from jmp_lite._src.autocast.analysis import Analyzer, AsWritten, Direction
 from jmp_lite._src.autocast.plans import CastPlan, EqnPlan
 from jmp_lite._src.autocast.precision import HALF, INPUT, Use
 from jmp_lite._src.autocast.values import Values
@@ -45,7 +45,7 @@ class Rewriter:
 
         def rule(*args):
             traced = self.analyzer.trace(fun, args)
-            plan = self.analyzer.plan_closed(traced.closed)
+            plan = self.analyzer.plan_closed(traced.closed, direction=Direction.RULE)
             half_out = (False,) * len(plan.half_out)
             return traced.restore(self.run(plan, half_out, *traced.args))
 

@@ -5,10 +5,14 @@ A rule says, in one place, what precision the results have given that of the ope
 (`operand_uses`), and how the equation runs (`run`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
+import jax.numpy as jnp
+
+from jmp_lite._src import fp8
 from jmp_lite._src.autocast import patterns, precision, products
 from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
 from jmp_lite._src.autocast.precision import (
@@ -67,7 +71,7 @@ class Analysis(Protocol):
         """Return the plan of a sub-jaxpr of an equation."""
         ...
 
-    def is_bias(self, var: Any) -> bool:
+    def is_moved_input(self, var: Any) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""
         ...
 
@@ -78,10 +82,14 @@ class Rule:
     Attributes:
       name: the class, as the table and `explain` have it.
       is_elementwise: whether results are computed element by element, or moved.
+      is_product: whether the equations are matrix products.
+      is_fp8: whether their operands are rounded to fp8.
     """
 
     name: ClassVar[str] = "unchanged"
     is_elementwise: ClassVar[bool] = False
+    is_product: ClassVar[bool] = False
+    is_fp8: ClassVar[bool] = False
 
     def propagate(
         self,
@@ -149,7 +157,7 @@ class _Float32(Rule):
 class _Half(Rule):
     """Matrix products: half operands, and a result from the float32 accumulator."""
 
-    name = "half"
+    name, is_product = "half", True
 
     def propagate(self, info, ins, uses, analysis):
         why_not = products.why_not_half(info.eqn, ins, info.is_filled_in)
@@ -160,7 +168,11 @@ class _Half(Rule):
         if info.region.half_results is False or uses[0] & Use.FRACTION:
             is_half = False
         half_in = tuple(p not in IGNORED for p in ins)
-        reason = "" if is_half else "f32 result from the accumulator"
+        reasons = [
+            f"not in fp8: {info.why_not_fp8}" if info.why_not_fp8 else "",
+            "" if is_half else "f32 result from the accumulator",
+        ]
+        reason = "; ".join(filter(None, reasons))
         plan = EqnPlan(self, half_in, (is_half,), reason=reason)
         return plan, [HALF if is_half else FLOAT32]
 
@@ -172,6 +184,41 @@ class _Half(Rule):
             return super().run(eqn, plan, values)
         operands = values.read(eqn.invars, plan.half_in)
         return [products.run(eqn, operands, values.half_dtype, plan.half_out[0])]
+
+
+class Fp8(_Half):
+    """Large matrix products whose operands are rounded to fp8.
+
+    Inputs are read in float32: so are the gradients of parameters, from the
+    accumulator.
+
+    Attributes:
+      dtypes: the fp8 formats of the two operands.
+    """
+
+    name, is_fp8 = "fp8", True
+
+    def __init__(self, lhs_dtype: Any):
+        self.dtypes = lhs_dtype, fp8.FORWARD
+
+    def propagate(self, info, ins, uses, analysis):
+        plan, outs = super().propagate(info, ins, uses, analysis)
+        if plan.rule is not self:
+            return plan, outs
+        pairs = zip(info.eqn.invars, plan.half_in, strict=True)
+        half_in = tuple(
+            is_half and not analysis.is_moved_input(v) for v, is_half in pairs
+        )
+        return dataclasses.replace(plan, half_in=half_in), outs
+
+    def operand_uses(self, info, plan, use, analysis):
+        as_half = Use.HALF | Use.PRODUCT
+        return [as_half if is_half else Use.FLOAT32 for is_half in plan.half_in]
+
+    def run(self, eqn, plan, values):
+        operands = values.read(eqn.invars, plan.half_in)
+        dtype = values.half_dtype if plan.half_out[0] else jnp.float32
+        return [products.run_in_fp8(eqn, operands, dtype, self.dtypes[0])]
 
 
 class _Elementwise(Rule):
@@ -230,7 +277,7 @@ class _Elementwise(Rule):
         # A bias is cast where it is added, once it is broadcast, also if it was
         # reshaped before: so its gradient is summed in float32.
         return [
-            Use.FLOAT32 if is_smaller and analysis.is_bias(var) else passed
+            Use.FLOAT32 if is_smaller and analysis.is_moved_input(var) else passed
             for var, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
         ]
 
@@ -356,6 +403,7 @@ class _Softmax(Rule):
 
 
 UNCHANGED, FLOAT32_RULE, PRODUCT = Rule(), _Float32(), _Half()
+FP8, FP8_BACKWARD = Fp8(fp8.FORWARD), Fp8(fp8.GRADIENT)
 PROMOTE, PASSTHROUGH = _Promote(), _PassThrough()
 SUB_JAXPRS, SOFTMAX = _SubJaxprs(), _Softmax()
 

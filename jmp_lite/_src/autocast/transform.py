@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, trees
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast import rules as op_rules
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.ops import OpRules, resolve_rules
 from jmp_lite._src.autocast.plans import CastPlan
@@ -38,6 +37,7 @@ def autocast(
     *,
     rules: OpRules | None = None,
     half_results: bool | None = None,
+    fp8_min_size: int | None = None,
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
@@ -45,6 +45,7 @@ def autocast(
     policy: Policy | PolicyMap | str = "mixed",
     rules: OpRules | None = None,
     half_results: bool | None = None,
+    fp8_min_size: int | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def autocast(
     fun: Any = ...,
@@ -52,6 +53,7 @@ def autocast(
     *,
     rules: OpRules | None = None,
     half_results: bool | None = None,
+    fp8_min_size: int | None = None,
 ) -> Any:
     """Return a function that computes in half precision where that is safe.
 
@@ -80,16 +82,24 @@ def autocast(
         The default is True in bfloat16 and False in float16, which ends at 65504;
         `numerics.advise` measures where float16 results are safe. Scopes whose policy
         says otherwise are not affected.
+      fp8_min_size: the least size of each dimension of a product in fp8, if the policy
+        has these (`"mixed_fp8"`); the default is 256. Sizes must be multiples of 16,
+        and products have no batch dimensions; all others are bfloat16.
 
     Returns:
       A function of the same signature and the same output dtypes. Arguments that are
       numbers, functions or `None` reach `fun` as they are.
 
     Raises:
-      TypeError: `fun` is not callable or is an nnx module; `rules` or `half_results` is
-        of another type; in a call: an argument is neither array, number nor function.
+      TypeError: `fun` is not callable or is an nnx module; `rules`, `half_results` or
+        `fp8_min_size` is of another type; in a call: an argument is neither array,
+        number nor function.
       ValueError: the policy does not compute in half, or in two kinds of half; in a
         call: a pattern of the policy matches no scope.
+
+    Warns:
+      UserWarning: in a call: no product runs in half, or none in fp8 though the policy
+        has fp8; the device has no fp8, so that it is slow.
 
     Examples:
       >>> def f(w, x):
@@ -109,20 +119,25 @@ def autocast(
       torch.amp.autocast; TensorFlow's auto_mixed_precision graph pass.
     """
     if fun is ...:
-        options = {"policy": policy, "rules": rules, "half_results": half_results}
+        options = {
+            "policy": policy,
+            "rules": rules,
+            "half_results": half_results,
+            "fp8_min_size": fp8_min_size,
+        }
         return functools.partial(autocast, **options)
     _check_function(fun, "autocast")
     policy, compute_dtype = check_policy(policy)
-    rules = resolve_rules(rules, compute_dtype, half_results)
+    rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
-        if not planned.is_any_lowered() and rules.lowers_anything:
-            warnings.warn(
-                f"autocast lowered nothing in {name_of(fun)}: {planned.why()}",
-                stacklevel=2,
-            )
+        if rules.lowers_anything and (text := planned.what_is_missing()):
+            warnings.warn(f"autocast {text}", stacklevel=2)
+        elif planned.analyzer.regions.any_fp8 and (slow := dtypes.slow_fp8_reason()):
+            # From one line of code, so that Python shows it once.
+            warnings.warn(f"Matrix products in fp8: {slow}.", stacklevel=1)
         with jax.named_scope(name_scopes.AUTOCAST):
             return planned.run()
 
@@ -229,8 +244,9 @@ def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
 class PlannedCall:
     """A function traced on its arguments, and the plan for it."""
 
-    def __init__(self, traced: Traced, analyzer: Analyzer, plan: CastPlan):
-        self.traced, self.analyzer, self.plan = traced, analyzer, plan
+    def __init__(self, name: str, traced: Traced, analyzer: Analyzer, plan: CastPlan):
+        self.name, self.traced = name, traced
+        self.analyzer, self.plan = analyzer, plan
 
     def run(self) -> Any:
         """Return what the function returns, in the dtypes that it would have."""
@@ -240,16 +256,19 @@ class PlannedCall:
         )
         return self.traced.restore(outs)
 
-    def is_any_lowered(self) -> bool:
-        """Return whether any product runs in half."""
-        return any(
-            eqn_plan.rule is op_rules.PRODUCT and any(eqn_plan.half_in)
-            for plan in _plans(self.plan)
-            for eqn_plan in plan.eqn_plans
-        )
+    def what_is_missing(self) -> str:
+        """Return which precision of the policy no product has, and why; or ""."""
+        eqn_plans = [eqn for plan in _plans(self.plan) for eqn in plan.eqn_plans]
+        if not any(eqn_plan.is_low_product for eqn_plan in eqn_plans):
+            return f"lowered nothing in {self.name}: {self._why()}"
+        if not self.analyzer.regions.any_fp8:
+            return ""
+        if not any(eqn_plan.rule.is_fp8 for eqn_plan in eqn_plans):
+            return f"put no matrix product of {self.name} in fp8: {self._why()}"
+        return ""
 
-    def why(self) -> str:
-        """Return why no product runs in half, where none does."""
+    def _why(self) -> str:
+        """Return why no product runs in half, or in fp8, where none does."""
         kept = collections.Counter()
         for plan in _plans(self.plan):
             for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
@@ -277,7 +296,7 @@ def plan_call(
     traced = analyzer.trace(fun, args, kwargs)
     plan = analyzer.plan_closed(traced.closed)
     regions.check_unused(name_of(fun))
-    return PlannedCall(traced, analyzer, plan)
+    return PlannedCall(name_of(fun), traced, analyzer, plan)
 
 
 def check_policy(

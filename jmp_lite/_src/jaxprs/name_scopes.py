@@ -52,6 +52,18 @@ def of(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def is_backward(name_stack: str, around: bool) -> bool:
+    """Return whether an equation is of the backward pass.
+
+    Args:
+      name_stack: its own.
+      around: whether the equation that it is inside of is.
+    """
+    if REMATTED in name_stack:
+        return False
+    return around or "transpose(" in name_stack
+
+
 def without_marks(path: str) -> str:
     """Return a path without the scopes that autocast enters itself."""
     return "/".join(part for part in path.split("/") if part not in MARKS)

@@ -104,9 +104,7 @@ def bodies_of(eqn: Any) -> Any:
 def site_of(eqn: Any, around: Site = _TOP) -> Site:
     """Return the site of an equation in the call, loop or branch around it."""
     stack = name_scopes.of(eqn)
-    direction = "backward" if "transpose(" in stack else around.direction
-    if name_scopes.REMATTED in stack:
-        direction = "forward"
+    is_backward = name_scopes.is_backward(stack, around.direction == "backward")
     # JAX traces its own jitted functions once: all calls have the lines of the first.
     is_library = sources.is_library_call(eqn)
     return dataclasses.replace(
@@ -114,7 +112,7 @@ def site_of(eqn: Any, around: Site = _TOP) -> Site:
         primitive=eqn.primitive.name,
         layer=name_scopes.join(around.layer, stack),
         line=around.line or (sources.source_line(eqn) if is_library else ""),
-        direction=direction,
+        direction="backward" if is_backward else "forward",
         dtype=_dtype_name(eqn),
     )
 

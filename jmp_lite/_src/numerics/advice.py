@@ -370,7 +370,7 @@ class _Search:
         step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
         half = {layer: not reason for layer, reason in (results or {}).items()}
         policy = _with_rules(self.start, layers, half)
-        rules = resolve_rules(None, self.dtype, True if everywhere else None)
+        rules = resolve_rules(None, self.dtype, True if everywhere else None, None)
         measured = measure(
             step, policy, self.args_and_kwargs, rules=rules, caller="advise"
         )

@@ -34,6 +34,7 @@ def dry_run(
     *,
     rules: OpRules | None = None,
     half_results: bool | None = None,
+    fp8_min_size: int | None = None,
 ) -> Callable[..., DryRunReport]:
     """Return a function that measures what a policy does to each operation of `fun`.
 
@@ -49,6 +50,7 @@ def dry_run(
         as for linen's `with_policy`.
       rules: as for `autocast`.
       half_results: as for `autocast`.
+      fp8_min_size: likewise.
 
     Returns:
       A function of the arguments of `fun` that returns a `DryRunReport`: per operation
@@ -77,7 +79,7 @@ def dry_run(
     if not callable(fun):
         raise TypeError(f"Expected a function to run, got {fun!r}.")
     policy, compute_dtype = check_policy(policy)
-    rules = resolve_rules(rules, compute_dtype, half_results)
+    rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
 
     def run(*args, **kwargs) -> DryRunReport:
         measured = measure(fun, policy, (args, kwargs), rules=rules)

@@ -67,9 +67,7 @@ class PolicyShadow(Shadow):
     def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
         """Return the policy's results, and the operands as a product reads them."""
         eqn, eqn_plan, lows = equation.eqn, equation.eqn_plan, equation.tags
-        is_plain = eqn_plan is None or not any(
-            [*eqn_plan.half_in, *eqn_plan.half_out, eqn_plan.bodies]
-        )
+        is_plain = eqn_plan is None or not (eqn_plan.is_lowered or eqn_plan.bodies)
         same = all(x is low for x, low in zip(equation.ins, lows, strict=True))
         if is_plain and same:
             return equation.outs, ()

@@ -1,0 +1,378 @@
+"""`mixed_fp8`: which products are in fp8, and that the rest is as in bfloat16."""
+
+import functools
+import re
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import optax
+import pytest
+from arrays import error
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+from jmp_lite import OpRules, PolicyMap, autocast, explain
+
+pytestmark = pytest.mark.filterwarnings("ignore:Matrix products in fp8")
+
+FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "float32")
+BACKWARD = ("float8_e5m2", "float8_e4m3fn", "float32")
+# Of the whole gradient. One product has an error of about 0.04, its gradients 0.06.
+BOUND = 0.15
+SIZE = 32
+
+in_fp8 = functools.partial(autocast, policy="mixed_fp8", fp8_min_size=16)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
+
+
+def uniform(seed: int, *shape: int) -> jax.Array:
+    return jnp.abs(normal(seed, *shape)) / 4
+
+
+def mlp(ws: Any, x: Any) -> Any:
+    for w in ws[:-1]:
+        x = jax.nn.gelu(x @ w)
+    return jnp.mean((x @ ws[-1]) ** 2)
+
+
+def scanned(ws: Any, x: Any) -> Any:
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    return jnp.mean(lax.scan(layer, x, ws)[0] ** 2)
+
+
+def remat(policy: Any) -> Any:
+    def loss(ws, x):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy)
+        for w in ws:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def scanned_remat(ws: Any, x: Any) -> Any:
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return jnp.mean(lax.scan(layer, x, ws)[0] ** 2)
+
+
+def branches(ws: Any, x: Any) -> Any:
+    def layer(x, w):
+        return lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w.T, x)
+
+    return jnp.mean(jnp.tanh(layer(layer(x, ws[0]), ws[1])) ** 2)
+
+
+def examples(ws: Any, x: Any) -> Any:
+    def one(x):
+        return jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])
+
+    return jnp.mean(jax.vmap(one)(x.reshape(2, -1, SIZE)) ** 2)
+
+
+def transposed(ws: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ ws[0].T) @ ws[1].reshape(SIZE, SIZE)) ** 2)
+
+
+PROGRAMS = {
+    "mlp": mlp,
+    "scan": scanned,
+    "remat": remat(None),
+    "remat, dots saved": remat(jax.checkpoint_policies.dots_saveable),
+    "scan of remat": scanned_remat,
+    "cond": branches,
+    "vmap": examples,
+    "transposed weights": transposed,
+    "jit": jax.jit(mlp),
+}
+
+WS, X = normal(0, 3, SIZE, SIZE) * 3, normal(1, 2 * SIZE, SIZE)
+
+
+@pytest.mark.parametrize("sign", [normal, uniform], ids=["normal", "one sign"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_gradients_are_right_to_the_digits_of_fp8(name, sign):
+    fun, ws, x = PROGRAMS[name], sign(0, 3, SIZE, SIZE), sign(1, 2 * SIZE, SIZE)
+    expected, grads = jax.value_and_grad(fun)(ws, x)
+    loss, outside = jax.jit(jax.value_and_grad(in_fp8(fun)))(ws, x)
+    inside = jax.jit(in_fp8(jax.grad(fun)))(ws, x)
+    assert loss.dtype == outside.dtype == inside.dtype == jnp.float32
+    assert error(loss, expected) < BOUND
+    assert error(outside, grads) < BOUND
+    assert error(inside, grads) < BOUND
+    # It is in fp8 indeed.
+    assert error(outside, grads) > 1e-3
+
+
+def count(fun: Any, *args: Any) -> dict[tuple[str, ...], int]:
+    found = jaxprs.dtypes_of_products(fun, *args)
+    return {dtypes: found.count(dtypes) for dtypes in sorted(set(found))}
+
+
+def test_a_product_and_its_gradients_are_three_products_in_fp8():
+    found = count(jax.grad(in_fp8(mlp), (0, 1)), WS, X)
+    assert found == {FORWARD: 3, BACKWARD: 6}
+
+
+@pytest.mark.parametrize("name", ["mlp", "scan", "remat", "scan of remat"])
+def test_the_gradient_is_in_fp8_inside_as_well(name):
+    def products(fun):
+        eqns = jaxprs.equations(jaxprs.trace(fun, WS, X), "fp8_product", "dot_general")
+        formats = [eqn.params.get("formats") for eqn in eqns]
+        return [f and tuple(jnp.dtype(x).name for x in f) for f in formats]
+
+    found = products(in_fp8(jax.grad(PROGRAMS[name], (0, 1))))
+    written = products(jax.grad(PROGRAMS[name], (0, 1)))
+    # As many as the program has: each in fp8, those of gradients with E5M2.
+    assert len(found) == len(written) and None not in found
+    forward = found.count(FORWARD[:2])
+    assert forward == len(found) - found.count(BACKWARD[:2]) > 0
+    assert found.count(BACKWARD[:2]) == 2 * (1 if "scan" in name else 3)
+
+
+ONES = jnp.ones((SIZE, SIZE))
+
+
+@jax.custom_jvp
+def with_a_rule(a):
+    return a @ a
+
+
+with_a_rule.defjvp(lambda a, da: (a[0] @ a[0], a[0] @ da[0] + da[0] @ a[0]))
+
+BF16_PRODUCTS = {
+    "batch dimensions": lambda a: jnp.einsum("bij,bjk->bik", a[None], a[None]),
+    "a dimension of 16, smaller than 32": lambda a: a @ a[:, :16],
+    "a dimension of 40, no multiple of 16": lambda a: a @ jnp.tile(a, 2)[:, :40],
+    "a convolution": lambda a: lax.conv(a[None, None], a[None, None], (1, 1), "SAME"),
+    "a ragged product": lambda a: lax.ragged_dot(a, a[None], jnp.array([SIZE])),
+    "a function with a rule for its derivatives": with_a_rule,
+}
+
+
+@pytest.mark.parametrize("reason", BF16_PRODUCTS)
+def test_other_products_are_bfloat16_and_explain_says_why(reason):
+    options = {"policy": "mixed_fp8", "fp8_min_size": 32}
+    fun = BF16_PRODUCTS[reason]
+    with pytest.warns(UserWarning, match=rf"no matrix product of .* {reason}"):
+        out = autocast(fun, **options)(ONES)
+    bitwise.assert_same(out, autocast(fun, "mixed_bfloat16")(ONES))
+    rows = [row for row in explain(fun, **options)(ONES).rows if row.flops]
+    assert [row.op_class for row in rows] == ["half"]
+    assert rows[0].reason.startswith(f"not in fp8: {reason}")
+
+
+ELIGIBLE = {
+    "free dimensions": lambda a: jnp.tensordot(a.reshape(2, 2, 8, SIZE), a, 1),
+    "two that are summed": lambda a: jnp.einsum(
+        "ihd,hde->ie", a.reshape(SIZE, 2, -1), a.reshape(2, -1, SIZE)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELIGIBLE)
+def test_dimensions_are_merged(name):
+    fun = in_fp8(ELIGIBLE[name])
+    assert len(jaxprs.equations(jaxprs.trace(fun, ONES), "fp8_product")) == 1
+    # fp8 represents ones; the scale, 1 / 448, is rounded.
+    np.testing.assert_allclose(fun(ONES), ELIGIBLE[name](ONES), rtol=3e-7)
+
+
+def test_the_default_size_is_256():
+    def product(a, b):
+        return a @ b
+
+    for m, k, n in [(256, 256, 256), (512, 256, 1024)]:
+        found = jaxprs.trace(
+            autocast(product, "mixed_fp8"), jnp.ones((m, k)), jnp.ones((k, n))
+        )
+        assert len(jaxprs.equations(found, "fp8_product")) == 1
+    with pytest.warns(UserWarning, match="a dimension of 255, smaller than 256"):
+        autocast(product, "mixed_fp8")(jnp.ones((255, 256)), jnp.ones((256, 256)))
+
+
+def test_without_eligible_products_the_program_is_that_of_bfloat16():
+    for fun in PROGRAMS.values():
+        with pytest.warns(UserWarning, match="no matrix product"):
+            found = jax.make_jaxpr(autocast(fun, "mixed_fp8"))(WS, X)
+        assert str(found) == str(jax.make_jaxpr(autocast(fun, "mixed_bfloat16"))(WS, X))
+
+
+def test_a_rule_turns_fp8_on_or_off_by_path():
+    def fun(a):
+        with jax.named_scope("body"):
+            a = jnp.tanh(a @ a)
+        with jax.named_scope("head"):
+            return a @ a
+
+    def classes(policy):
+        rows = explain(fun, policy, fp8_min_size=16)(ONES).rows
+        return {row.layer: row.op_class for row in rows if row.flops}
+
+    off = PolicyMap("mixed_fp8", {"head": "mixed_bfloat16"})
+    assert classes(off) == {"body": "fp8", "head": "half"}
+    on = PolicyMap("mixed_bfloat16", {"head": "mixed_fp8"})
+    assert classes(on) == {"body": "half", "head": "fp8"}
+    full = PolicyMap("mixed_fp8", {"head": "full"})
+    assert classes(full) == {"body": "fp8", "head": "unchanged"}
+
+
+def test_a_derivative_rule_of_the_program_stays_in_bfloat16():
+    @jax.custom_vjp
+    def product(a, b):
+        return a @ b
+
+    product.defvjp(
+        lambda a, b: (a @ b, (a, b)), lambda ab, g: (g @ ab[1].T, ab[0].T @ g)
+    )
+
+    def loss(ws, x):
+        return jnp.mean(jnp.tanh(product(x @ ws[0], ws[1])) ** 2)
+
+    found = count(jax.grad(in_fp8(loss)), WS, X)
+    assert found[FORWARD] == 1 and found[BACKWARD] == 1
+    assert sum(found.values()) == 2 + 3
+    expected = jax.grad(loss)(WS, X)
+    assert error(jax.grad(in_fp8(loss))(WS, X), expected) < BOUND
+
+
+def test_sums_of_gradients_are_float32():
+    # In bfloat16 a sum of ones ends at 256.
+    rows = jnp.ones((4096, 16))
+
+    def loss(w, b):
+        return jnp.sum(rows @ w + b[None])
+
+    grads = jax.grad(in_fp8(loss), (0, 1))(jnp.ones((16, 16)), jnp.zeros(16))
+    for grad in grads:
+        assert grad.dtype == jnp.float32
+        np.testing.assert_allclose(grad, 4096.0, rtol=3e-7)
+
+    def many(w):
+        return sum(jnp.sum(rows[:16] @ w) for _ in range(300))
+
+    grad = jax.grad(in_fp8(many))(jnp.ones((16, 16)))
+    np.testing.assert_allclose(grad, 4800.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_power_of_two_as_loss_scale_changes_no_bit(name):
+    def grads(scale):
+        return jax.jit(jax.grad(lambda ws: scale * in_fp8(PROGRAMS[name])(ws, X)))(WS)
+
+    bitwise.assert_same(grads(2.0**24) * 2.0**-24, grads(1.0))
+
+
+def test_what_overflows_skips_the_step_and_leaves_the_state():
+    tx = jmp.scale_aware(optax.sgd(0.1, momentum=0.9))
+    state = tx.init(WS)
+
+    @jax.jit
+    def step(ws, state, x):
+        grads = jax.grad(in_fp8(mlp))(ws, x)
+        updates, state = tx.update(grads, state, ws)
+        return optax.apply_updates(ws, updates), state
+
+    ws, state = step(WS, state, X)
+    for bad in (np.inf, np.nan, 3e38):
+        same, skipped = step(ws, state, X.at[3, 5].set(bad))
+        bitwise.assert_same(same, ws)
+        bitwise.assert_same(skipped.inner_state, state.inner_state)
+
+
+def test_sharded_weights_give_the_same_numbers():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    step = jax.jit(jax.value_and_grad(in_fp8(mlp)))
+    expected = step(list(WS), X)
+    for of_w in (P("data", None), P(None, "model"), P("data", "model")):
+        put = functools.partial(jax.device_put, device=NamedSharding(mesh, of_w))
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        found = step([put(w) for w in WS], x)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert error(a, b) < 1e-2  # bfloat16 between the products
+
+
+def test_operands_with_explicit_shardings_are_bfloat16():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, P("data"))
+        with pytest.warns(UserWarning, match="no matrix .* an explicit sharding"):
+            found = jax.jit(jax.grad(in_fp8(mlp)))(list(WS), x)
+        # What is not sharded is in fp8.
+        traced = jaxprs.trace(in_fp8(lambda a: a @ a), ONES)
+    assert len(jaxprs.equations(traced, "fp8_product")) == 1
+    for a, b in zip(found, jax.grad(mlp)(list(WS), X), strict=True):
+        assert error(a, b) < BOUND
+
+
+def test_shard_map_sums_gradients_over_the_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(ws, x):
+        return lax.pmean(in_fp8(mlp)(ws, x), "data")
+
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    found = jax.jit(jax.grad(sharded))(WS, X)
+    assert error(found, jax.grad(mlp)(WS, X)) < BOUND
+
+
+def test_forward_derivatives_are_right():
+    _, expected = jax.jvp(lambda ws: mlp(ws, X), (WS,), (WS,))
+    for fun in (
+        lambda ws: jax.jvp(lambda ws: in_fp8(mlp)(ws, X), (ws,), (ws,))[1],
+        in_fp8(lambda ws: jax.jvp(lambda ws: mlp(ws, X), (ws,), (ws,))[1]),
+    ):
+        assert error(fun(WS), expected) < BOUND
+
+
+def test_a_second_derivative_raises_and_says_what_to_do():
+    def norm(ws):
+        return jnp.sum(jax.grad(in_fp8(mlp))(ws, X) ** 2)
+
+    with pytest.raises(ValueError, match="at most first derivatives of an fp8 product"):
+        jax.grad(norm)(WS)
+    with pytest.raises(ValueError, match="at most first derivatives of an fp8 product"):
+        jax.grad(lambda ws: jnp.sum(in_fp8(jax.grad(mlp))(ws, X) ** 2))(WS)
+
+
+def test_explain_shows_the_dtypes_and_the_share_in_fp8():
+    report = explain(mlp, "mixed_fp8", fp8_min_size=16)(WS, X)
+    rows = [row for row in report.rows if row.flops]
+    ins = "f8_e4m3fn f8_e4m3fn"
+    assert [row.after for row in rows] == [f"{ins} -> bf16"] * 3
+    assert report.fp8_flops_share == 1.0 and report.half_flops_share == 1.0
+    assert "100.0% in fp8" in str(report.table().title)
+    half = explain(mlp, "mixed_bfloat16")(WS, X)
+    assert half.fp8_flops_share == 0.0 and "fp8" not in str(half.table().title)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_warning_where_fp8_is_slow():
+    with pytest.warns(UserWarning, match="fp8 is slower than float32 on the CPU"):
+        in_fp8(mlp)(WS, X)
+    with pytest.warns(UserWarning) as caught:
+        in_fp8(mlp)(WS, X)
+        jax.jit(in_fp8(mlp))(WS, X)
+    assert len({(w.filename, w.lineno, str(w.message)) for w in caught}) == 1
+
+
+@pytest.mark.parametrize("size", ["256", True, 2.0])
+def test_a_size_of_another_type_raises(size):
+    with pytest.raises(TypeError, match=re.escape(f"got {size!r}")):
+        autocast(mlp, "mixed_fp8", fp8_min_size=size)
+
+
+def test_rules_hold_the_size():
+    rules = OpRules.default("bfloat16").replace(fp8_min_size=16)
+    found = jaxprs.trace(autocast(mlp, "mixed_fp8", rules=rules), WS, X)
+    assert len(jaxprs.equations(found, "fp8_product")) == 3
