@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jmp_lite
+from benchmarks.common import plots
 from benchmarks.common.timing import take_turns
 from examples.common.cli import make_out
 from examples.common.results import provenance, write_result
@@ -112,8 +113,7 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
     from matplotlib.ticker import NullLocator
 
     figure = Figure(figsize=(13, 4.4), layout="constrained")
-    # Okabe and Ito's palette: told apart by colour-blind readers; the markers help.
-    colours = "#666666", "#009E73", "#0072B2", "#D55E00", "#E69F00"
+    colours = plots.GREY, plots.GREEN, plots.BLUE, plots.VERMILION, plots.ORANGE
     leaves = [case["leaves"] for case in cases]
     all_axes = figure.subplots(1, len(FIGURES))
     for axes, (key, label) in zip(all_axes, FIGURES.items(), strict=True):
@@ -141,8 +141,7 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
             formatter("{x:g}")
         axes.set_xlabel("parameters [16, 16] in float16")
         axes.set_title(label, fontsize=10)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        plots.style_axes(axes)
     figure.legend(
         *all_axes[0].get_legend_handles_labels(),
         loc="outside lower center",
