@@ -58,7 +58,7 @@ STORED: dict[str, tuple[bool, Callable[[Any], Any]]] = {
     "stochastic rounding": (
         True,
         lambda tx: jmp_lite.scale_aware(
-            jmp_lite.stochastic_rounding(tx, jax.random.key(0, impl="rbg"))
+            jmp_lite.stochastic_rounding(tx, jax.random.key(0))
         ),
     ),
 }
