@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import plots
-from benchmarks.common.cli import some_of
+from benchmarks.common.cli import TaskStepsOption, some_of
 from benchmarks.common.tasks import (
     BASELINE,
     RUNS,
@@ -166,9 +166,7 @@ def main(
     ] = list(TASKS),  # noqa: B006 - typer's way; never changed
     seeds: SeedsOption = 3,
     seed: SeedOption = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="By default what each task needs.")
-    ] = None,
+    steps: TaskStepsOption = None,
     out: Annotated[
         Path,
         typer.Option(callback=make_out, help="Folder for convergence.json and 2 .png."),

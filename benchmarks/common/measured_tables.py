@@ -215,22 +215,7 @@ def convergence() -> Rows:
 
 
 def measured_float16() -> Rows:
-    rows = []
-    for task, result in load("cpu/advised.json")["tasks"].items():
-        runs = {
-            run: np.mean([found[run]["validation_loss"] for found in result["seeds"]])
-            for run in (BASELINE, advised.SAFE, advised.ADVISED)
-        }
-        base = runs[BASELINE]
-        rows.append(
-            {"validation loss": {"resnet": "ResNet"}.get(task, task)}
-            | {
-                run: f"{loss:.4f}"
-                + ("" if run == BASELINE else f" ({100 * (loss / base - 1):+.2f} %)")
-                for run, loss in runs.items()
-            }
-        )
-    return rows
+    return advised.summarise(load("cpu/advised.json")["tasks"])
 
 
 def train_step() -> Rows:
