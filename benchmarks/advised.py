@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 import jmp_lite as jmp
+from benchmarks.common.cli import TaskStepsOption
 from benchmarks.common.tasks import (
     BASELINE,
     RESNET_WIDTHS,
@@ -117,6 +118,7 @@ def resnet_task(seed: int, steps: int) -> Task:
 
 
 TASKS = {"transformer": (transformer_task, 300), "resnet": (resnet_task, 300)}
+TITLES = {"transformer": "transformer", "resnet": "ResNet"}
 
 
 def ask(task: Task) -> jmp.numerics.Advice:
@@ -153,12 +155,26 @@ def train_seed(
     }
 
 
+def summarise(results: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+    """Return a table of mean validation losses, a row for each task."""
+    rows = []
+    for task, result in results.items():
+        means = {
+            run: np.mean([found[run]["validation_loss"] for found in result["seeds"]])
+            for run in (BASELINE, SAFE, ADVISED)
+        }
+        row = {"validation loss": TITLES[task]}
+        for run, mean in means.items():
+            over = 100 * (mean / means[BASELINE] - 1)
+            row[run] = f"{mean:.4f}" + (f" ({over:+.2f} %)" if run != BASELINE else "")
+        rows.append(row)
+    return rows
+
+
 def main(
     seeds: SeedsOption = 3,
     seed: SeedOption = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="By default what each task needs.")
-    ] = None,
+    steps: TaskStepsOption = None,
     out: Annotated[
         Path, typer.Option(callback=make_out, help="Folder for advised.json.")
     ] = Path("out"),
@@ -181,20 +197,7 @@ def main(
             "reasons": advice.reasons,
             "seeds": by_seed,
         }
-    rows = []
-    for name, result in results.items():
-        losses = {
-            run: np.mean([found[run]["validation_loss"] for found in result["seeds"]])
-            for run in (BASELINE, SAFE, ADVISED)
-        }
-        rows.append(
-            {"validation loss": name}
-            | {
-                run: f"{loss:.4f} ({100 * (loss / losses[BASELINE] - 1):+.2f} %)"
-                for run, loss in losses.items()
-            }
-        )
-    console.print(report.rich_table(rows))
+    console.print(report.rich_table(summarise(results)))
     settings = {"first_seed": seed, "seeds": seeds, **provenance()}
     settings["text"] = fingerprint(*load_sources_once())
     write_result(out / "advised.json", settings, tasks=results)

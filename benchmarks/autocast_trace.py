@@ -27,7 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import transformer
+from benchmarks.common import plots, transformer
 from benchmarks.common.timing import quartiles, quartiles_text
 from examples.common.cli import make_out
 from examples.common.progress import track
@@ -40,7 +40,7 @@ CASTS: dict[str, Callable[[Any], Any]] = {
     "bfloat16": lambda fun: autocast(fun, "mixed_bfloat16"),
     "float16": lambda fun: autocast(fun, "mixed_float16"),
 }
-COLOURS = {"bfloat16": "#0072B2", "float16": "#D55E00"}  # safe for the colour-blind
+COLOURS = {"bfloat16": plots.BLUE, "float16": plots.VERMILION}
 STYLES = {
     "forward": ":",
     "gradient": "-",

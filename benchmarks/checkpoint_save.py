@@ -30,6 +30,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import plots
 from benchmarks.common.timing import Samples, quartiles, quartiles_text, take_turns
 from examples.common.cli import make_out
 from examples.common.results import provenance, write_result
@@ -104,7 +105,7 @@ def plot(samples: dict[str, Samples], settings: dict[str, Any]) -> Figure:
     found = ratios(samples)
     low, middle, high = np.transpose([row["seconds"] for row in found.values()])
     spread = [middle - low, high - middle]
-    axes.errorbar(middle, list(found), xerr=spread, fmt="o", color="#0072B2")
+    axes.errorbar(middle, list(found), xerr=spread, fmt="o", color=plots.BLUE)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel(f"time / {BARE}'s: median and quartiles")
     axes.set_title(

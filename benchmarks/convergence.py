@@ -28,7 +28,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.cli import some_of
+from benchmarks.common import plots
+from benchmarks.common.cli import TaskStepsOption, some_of
 from benchmarks.common.tasks import (
     BASELINE,
     RUNS,
@@ -104,13 +105,12 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
     """Draw losses, a panel a task: the mean over seeds, in a band from low to high."""
     from matplotlib.figure import Figure
 
-    # Okabe and Ito's palette: told apart by colour-blind readers, and by their dashes.
-    # float32 lies beneath, broad: what is on top of it should be on top of it.
+    # float32 is drawn broad and first, so that no other line hides it.
     looks: dict[str, dict[str, Any]] = {
-        BASELINE: {"color": "#000000", "linewidth": 4.5, "alpha": 0.3},
-        "bfloat16": {"color": "#0072B2", "linewidth": 1.6, "linestyle": (0, (4, 2))},
-        "float16": {"color": "#D55E00", "linewidth": 1.6},
-        UNSCALED: {"color": "#009E73", "linewidth": 1.8, "linestyle": (0, (1, 1))},
+        BASELINE: {"color": plots.BLACK, "linewidth": 4.5, "alpha": 0.3},
+        "bfloat16": {"color": plots.BLUE, "linewidth": 1.6, "linestyle": (0, (4, 2))},
+        "float16": {"color": plots.VERMILION, "linewidth": 1.6},
+        UNSCALED: {"color": plots.GREEN, "linewidth": 1.8, "linestyle": (0, (1, 1))},
     }
     columns = min(3, len(results))
     rows = -(-len(results) // columns)
@@ -136,8 +136,7 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
         smallest, largest = axes.dataLim.intervaly
         axes.set_yscale("log" if largest > 10 * smallest else "linear")
         axes.set_xlabel("step")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        plots.style_axes(axes)
     panels[0].set_ylabel("training loss (running mean)")
     figure.legend(
         handles.values(),
@@ -167,9 +166,7 @@ def main(
     ] = list(TASKS),  # noqa: B006 - typer's way; never changed
     seeds: SeedsOption = 3,
     seed: SeedOption = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="By default what each task needs.")
-    ] = None,
+    steps: TaskStepsOption = None,
     out: Annotated[
         Path,
         typer.Option(callback=make_out, help="Folder for convergence.json and 2 .png."),

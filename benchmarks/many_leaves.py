@@ -17,7 +17,7 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jmp_lite
+from benchmarks.common import plots
 from benchmarks.common.timing import take_turns
 from examples.common.cli import make_out
 from examples.common.results import provenance, write_result
@@ -45,7 +46,27 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
         jmp_lite.stochastic_rounding(optax.adam(1e-3), jax.random.key(0))
     ),
 }
-FIGURES = {"trace": "tracing, s", "compile": "compiling, s", "step": "step, ms"}
+
+
+class Quantity(NamedTuple):
+    """What is measured, and how it is shown.
+
+    Attributes:
+      title: its name.
+      unit: of the numbers that are shown.
+      per_second: how many of this unit make a second.
+    """
+
+    title: str
+    unit: str
+    per_second: float
+
+
+FIGURES = {
+    "trace": Quantity("tracing", "s", 1.0),
+    "compile": Quantity("compiling", "s", 1.0),
+    "step": Quantity("step", "ms", 1e3),
+}
 
 
 def measure(leaves: int, rounds: int, steps: int) -> dict[str, dict[str, float]]:
@@ -93,15 +114,14 @@ def rich_table(leaves: int, rows: dict[str, dict[str, float]]) -> Table:
         title=f"{leaves} leaves", title_justify="left", box=box.SIMPLE_HEAD, padding=0
     )
     table.add_column("optimiser", no_wrap=True)
-    for name in FIGURES.values():
-        table.add_column(f"{name}", justify="right")
+    for what in FIGURES.values():
+        table.add_column(f"{what.title}, {what.unit}", justify="right")
         table.add_column(f"/ {OURS}", justify="right")
     for name, row in rows.items():
         cells = []
-        for key in FIGURES:
-            unit = 1e3 if key == "step" else 1
+        for key, what in FIGURES.items():
             ratio = row[key] / rows[OURS][key]
-            cells += [f"  {unit * row[key]:.2f}", f"  {ratio:.2f}"]
+            cells += [f"  {what.per_second * row[key]:.2f}", f"  {ratio:.2f}"]
         table.add_row(name, *cells)
     return table
 
@@ -112,16 +132,14 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
     from matplotlib.ticker import NullLocator
 
     figure = Figure(figsize=(13, 4.4), layout="constrained")
-    # Okabe and Ito's palette: told apart by colour-blind readers; the markers help.
-    colours = "#666666", "#009E73", "#0072B2", "#D55E00", "#E69F00"
+    colours = plots.GREY, plots.GREEN, plots.BLUE, plots.VERMILION, plots.ORANGE
     leaves = [case["leaves"] for case in cases]
     all_axes = figure.subplots(1, len(FIGURES))
-    for axes, (key, label) in zip(all_axes, FIGURES.items(), strict=True):
-        unit = 1e3 if key == "step" else 1
+    for axes, (key, what) in zip(all_axes, FIGURES.items(), strict=True):
         for name, colour, marker in zip(CONTENDERS, colours, "xDos^", strict=True):
-            values = [unit * case["contenders"][name][key] for case in cases]
+            values = [what.per_second * case["contenders"][name][key] for case in cases]
             axes.plot(leaves, values, color=colour, marker=marker, label=name)
-        first = unit * cases[0]["contenders"][OURS][key]
+        first = what.per_second * cases[0]["contenders"][OURS][key]
         axes.plot(
             leaves,
             [first * n / leaves[0] for n in leaves],
@@ -134,15 +152,10 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xticks(leaves, [f"{n}" for n in leaves])
         axes.xaxis.set_minor_locator(NullLocator())
-        for formatter in (
-            axes.yaxis.set_major_formatter,
-            axes.yaxis.set_minor_formatter,
-        ):
-            formatter("{x:g}")
+        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
         axes.set_xlabel("parameters [16, 16] in float16")
-        axes.set_title(label, fontsize=10)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"{what.title}, {what.unit}", fontsize=10)
+        plots.style_axes(axes)
     figure.legend(
         *all_axes[0].get_legend_handles_labels(),
         loc="outside lower center",

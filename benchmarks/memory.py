@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jmp_lite
-from benchmarks.common import transformer
+from benchmarks.common import plots, transformer
 from examples.common.cli import make_out
 from examples.common.memory import tree_bytes
 from examples.common.progress import track
@@ -58,7 +58,7 @@ STORED: dict[str, tuple[bool, Callable[[Any], Any]]] = {
     "stochastic rounding": (
         True,
         lambda tx: jmp_lite.scale_aware(
-            jmp_lite.stochastic_rounding(tx, jax.random.key(0, impl="rbg"))
+            jmp_lite.stochastic_rounding(tx, jax.random.key(0))
         ),
     ),
 }
@@ -183,8 +183,11 @@ def plot(results: Results, title: str, path: Path) -> None:
     """Draw the peaks as stacked bars: parameters, optimiser state, and the rest."""
     from matplotlib.figure import Figure
 
-    # Okabe and Ito's palette: told apart by colour-blind readers, and in grey as well.
-    colors = {"parameters": "#0072B2", "optimizer state": "#E69F00", "rest": "#BBBBBB"}
+    colors = {
+        "parameters": plots.BLUE,
+        "optimizer state": plots.ORANGE,
+        "rest": plots.LIGHT_GREY,
+    }
     below: Any = {"loc": "outside lower center", "ncols": 3, "fontsize": 9}
     labels = {"rest": "the rest of the peak: gradients, activations, scratch"}
     figure = Figure(figsize=(9, 8), layout="constrained")
@@ -203,7 +206,7 @@ def plot(results: Results, title: str, path: Path) -> None:
             axes.text(end, place, f" {end:.1f}", va="center", fontsize=9)
         axes.set_yticks(places, [f"{row[1]}, {row[0]}" for row in rows], fontsize=9)
         axes.set_title("layers computed again" if remat else "activations kept")
-        axes.spines[["top", "right"]].set_visible(False)
+        plots.style_axes(axes, grid=None)
         axes.margins(x=0.08)
     figure.legend(*panels[0].get_legend_handles_labels(), **below)
     panels[1].set_xlabel("peak memory of a train step, GiB")

@@ -37,6 +37,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import plots
 from benchmarks.common.cli import some_of
 from benchmarks.common.contenders import (
     BASELINE,
@@ -173,17 +174,16 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    # Okabe and Ito's palette: told apart by colour-blind readers; the markers help.
     looks = dict(
         zip(
             list(CONTENDERS)[1:],
             [
-                {"color": "#0072B2", "marker": "o"},
-                {"color": "#D55E00", "marker": "s"},
-                {"color": "#E69F00", "marker": "^"},
-                {"color": "#009E73", "marker": "D"},
-                {"color": "#666666", "marker": "x"},
-                {"color": "#CC79A7", "marker": "+"},
+                {"color": plots.BLUE, "marker": "o"},
+                {"color": plots.VERMILION, "marker": "s"},
+                {"color": plots.ORANGE, "marker": "^"},
+                {"color": plots.GREEN, "marker": "D"},
+                {"color": plots.GREY, "marker": "x"},
+                {"color": plots.PURPLE, "marker": "+"},
             ],
             strict=True,
         )
@@ -219,8 +219,7 @@ def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
     right.yaxis.set_major_formatter("{x:g}")
     for axes in (left, middle, right):
         axes.axhline(1, color="black", linewidth=1)
-        axes.grid(axis="y", alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        plots.style_axes(axes, grid="y")
     figure.legend(
         *left.get_legend_handles_labels(),
         loc="outside lower center",

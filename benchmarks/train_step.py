@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jmp_lite
-from benchmarks.common import torch_gpt
+from benchmarks.common import plots, torch_gpt
 from benchmarks.common.cli import some_of
 from benchmarks.common.problems import (
     AUTOCAST,
@@ -285,11 +285,10 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
     """Draw time and memory over float32's: a row for each way, a panel each."""
     from matplotlib.figure import Figure
 
-    # Okabe and Ito's palette: told apart by colour-blind readers; the markers help.
     looks = {
-        "mlp": {"color": "#0072B2", "marker": "o"},
-        "cnn": {"color": "#D55E00", "marker": "s"},
-        "gpt": {"color": "#009E73", "marker": "D"},
+        "mlp": {"color": plots.BLUE, "marker": "o"},
+        "cnn": {"color": plots.VERMILION, "marker": "s"},
+        "gpt": {"color": plots.GREEN, "marker": "D"},
     }
     names = list(dict.fromkeys(n for r in results.values() for n in r["rows"]))
     figure = Figure(figsize=(10, 1.9 + 0.33 * len(names)), layout="constrained")
@@ -314,8 +313,7 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
     right.set_xlabel("memory of the program / float32")
     for axes in (left, right):
         axes.axvline(1, color="black", linewidth=1)
-        axes.grid(axis="x", alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        plots.style_axes(axes, grid="x")
     handles = left.get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9)
     figure.suptitle(title, fontsize=11)

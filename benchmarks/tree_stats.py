@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import step_overhead
-from benchmarks.common import transformer
+from benchmarks.common import plots, transformer
 from benchmarks.common.timing import Samples, quartiles, quartiles_text, take_turns
 from examples.common.cli import make_out
 from examples.common.results import provenance, write_result
@@ -174,7 +174,7 @@ def plot(problems: dict[str, dict[str, Samples]], path: Path) -> None:
         found = [quartiles(seconds[name], seconds[BARE]) for name in names]
         low, middle, high = np.transpose(found)
         spread = [middle - low, high - middle]
-        axes.errorbar(middle, names, xerr=spread, fmt="o", color="#0072B2", capsize=3)
+        axes.errorbar(middle, names, xerr=spread, fmt="o", color=plots.BLUE, capsize=3)
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("processor time / bare step's")

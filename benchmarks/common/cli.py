@@ -1,6 +1,7 @@
 """Arguments that the benchmarks share."""
 
 from collections.abc import Callable, Iterable
+from typing import Annotated
 
 import typer
 
@@ -21,3 +22,8 @@ def some_of(known: Iterable[str]) -> Callable[[Iterable[str]], list[str]]:
         return list(dict.fromkeys(names))
 
     return check
+
+
+TaskStepsOption = Annotated[
+    int | None, typer.Option(min=1, help="By default what each task needs.")
+]

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import advised, checkpoint_save
-from benchmarks import many_leaves as leaves
+from benchmarks import advised, checkpoint_save, many_leaves
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import BY_HAND
 from benchmarks.common.contenders import (
@@ -142,22 +141,22 @@ def overhead(optimizers: Iterable[str]) -> Rows:
     ]
 
 
-def many_leaves(key: str) -> Rows:
-    """Times over those of `scale_aware`, for numbers of leaves; its own in seconds."""
+def cost_of_leaves(key: str) -> Rows:
+    """Times over those of `scale_aware`, for numbers of leaves; its own with a unit."""
     cases = load("cpu/many_leaves.json")["cases"]
+    what, ours = many_leaves.FIGURES[key], many_leaves.OURS
 
-    def cell(case: dict[str, Any], name: str) -> str:
-        seconds, ours = (case["contenders"][n][key] for n in (name, leaves.OURS))
-        if name != leaves.OURS:
-            return f"{seconds / ours:.2f}"
-        return f"{1e3 * seconds:.1f} ms" if key == "step" else f"{seconds:.1f} s"
+    def cell(rows: dict[str, dict[str, float]], name: str) -> str:
+        if name == ours:
+            return f"{what.per_second * rows[ours][key]:.1f} {what.unit}"
+        return f"{rows[name][key] / rows[ours][key]:.2f}"
 
     return [
         {
-            leaves.FIGURES[key].split(",")[0]: f"`{name}`",
-            **{f"{case['leaves']} leaves": cell(case, name) for case in cases},
+            what.title: f"`{name}`",
+            **{f"{c['leaves']} leaves": cell(c["contenders"], name) for c in cases},
         }
-        for name in leaves.CONTENDERS
+        for name in many_leaves.CONTENDERS
     ]
 
 
@@ -216,22 +215,7 @@ def convergence() -> Rows:
 
 
 def measured_float16() -> Rows:
-    rows = []
-    for task, result in load("cpu/advised.json")["tasks"].items():
-        runs = {
-            run: np.mean([found[run]["validation_loss"] for found in result["seeds"]])
-            for run in (BASELINE, advised.SAFE, advised.ADVISED)
-        }
-        base = runs[BASELINE]
-        rows.append(
-            {"validation loss": {"resnet": "ResNet"}.get(task, task)}
-            | {
-                run: f"{loss:.4f}"
-                + ("" if run == BASELINE else f" ({100 * (loss / base - 1):+.2f} %)")
-                for run, loss in runs.items()
-            }
-        )
-    return rows
+    return advised.summarise(load("cpu/advised.json")["tasks"])
 
 
 def train_step() -> Rows:
@@ -339,8 +323,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "step_overhead": functools.partial(overhead, ["adam", "adamw", "adafactor"]),
     "step_overhead_leaves": overhead_of_leaves,
     **{
-        f"many_leaves_{key}": functools.partial(many_leaves, key)
-        for key in leaves.FIGURES
+        f"many_leaves_{key}": functools.partial(cost_of_leaves, key)
+        for key in many_leaves.FIGURES
     },
     "convergence": convergence,
     "advised": measured_float16,

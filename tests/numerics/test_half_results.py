@@ -157,8 +157,34 @@ def test_a_layer_that_only_a_later_batch_has_is_not_half():
     second = advise(lambda w, x: loss(w, x, True), HALF, previous=first)(W, X)
     assert dict(second.half_results) == {
         "first": "",
-        "second": "second: other batches have not measured it.",
+        "second": (
+            "second: results of products stay in float32: the advice passed as "
+            "`previous` did not measure this layer. Advice without `previous` measures "
+            "it."
+        ),
     }
+
+
+def test_products_outside_any_scope_are_named_in_the_reason():
+    def loss(w, x):
+        return jnp.mean(jnp.exp(x @ w[0]))
+
+    first = advise(loss, HALF, headroom=math.inf)(W, X)
+    ((layer, reason),) = advise(loss, HALF, previous=first)(W, X).half_results
+    assert layer == "" and reason.startswith("Outside any scope: results of products")
+
+
+def test_a_search_that_does_not_settle_allows_no_half_results_and_says_so(monkeypatch):
+    monkeypatch.setattr("jmp_lite._src.numerics.advice._ROUNDS", 1)
+    advice = advise(model, HALF)(W, X)
+    assert advice.policy == jmp.get_policy(HALF)
+    assert (
+        "Results of products stay in float32: no set of layers was found whose half "
+        "results are safe. To choose layers yourself, give them a policy with a "
+        "float16 output."
+    ) in advice.reasons
+    chosen = jmp.PolicyMap(HALF, {"middle": LOW})
+    assert results_of_products(model, chosen, W, X)["middle"] == "f16"
 
 
 def test_advice_is_saved_as_json():

@@ -29,7 +29,11 @@ from jmp_lite._src.reports import percent
 _HEADROOM = 8
 _LARGEST_SCALE = 2.0**24
 _ROUNDS = 12
-_UNSETTLED = "Results of products stay in float32: no set of half ones was found safe."
+_UNSETTLED = (
+    "Results of products stay in float32: no set of layers was found whose half "
+    "results are safe. To choose layers yourself, give them a policy with a float16 "
+    "output."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +167,7 @@ def advise(
       policy: the policy to start from, as for `dry_run`.
       argnums: the arguments to differentiate with respect to.
       has_aux: whether `loss_fn` returns a pair of the loss and auxiliary data.
-      headroom: at least 1; later batches may be as many times larger than this one.
+      headroom: at least 1; later batches may be that many times larger than this one.
         `math.inf` allows no half results beyond those of `autocast`.
       previous: the advice for other batches, under the same policy. It becomes more
         careful, never less: no layer leaves float32, none gets half results, and the
@@ -176,9 +180,8 @@ def advise(
       TypeError: `loss_fn` is not callable; `previous` is no `Advice`; in a call: an
         argument is an nnx module.
       ValueError: the policy does not compute in half; the headroom is less than 1; in a
-        call: a pattern of it
-        matches no scope; most products of `loss_fn` are in half already; the loss or
-        its gradient in float32 is not finite.
+        call: a pattern of the policy matches no scope; most products of `loss_fn` are
+        in half already; the loss or its gradient in float32 is not finite.
 
     Examples:
       >>> def loss(w, x):
@@ -350,7 +353,7 @@ class _Search:
         if self.previous is None:
             return dict.fromkeys(layers, "")
         known = dict(self.previous.half_results)
-        return {x: f"{x}: other batches have not measured it." for x in layers} | known
+        return {layer: half_results.not_measured(layer) for layer in layers} | known
 
     def _turn(
         self,

@@ -87,13 +87,23 @@ def inaccurate(faults: Sequence[Fault], half: Collection[str]) -> dict[str, str]
     return reasons
 
 
-def _reason(layer: str, row: OpStats, what: str) -> str:
-    name = layer or "Outside any scope"
-    where = f" in {row.layer or 'no scope'}" if row.layer != layer else ""
-    return (
-        f"{name}: results of products stay in float32: {row.primitive}{where} at "
-        f"{row.line} {what}."
+def not_measured(layer: str) -> str:
+    """Return why a layer that earlier advice does not know has no half results."""
+    return _stays(
+        layer,
+        "the advice passed as `previous` did not measure this layer. Advice without "
+        "`previous` measures it",
     )
+
+
+def _reason(layer: str, row: OpStats, what: str) -> str:
+    where = f" in {row.layer or 'no scope'}" if row.layer != layer else ""
+    return _stays(layer, f"{row.primitive}{where} at {row.line} {what}")
+
+
+def _stays(layer: str, why: str) -> str:
+    name = layer or "Outside any scope"
+    return f"{name}: results of products stay in float32: {why}."
 
 
 def summary(found: Sequence[Gained], headroom: float, dtype: Any) -> str:

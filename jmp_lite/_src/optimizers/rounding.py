@@ -65,8 +65,8 @@ def noise_like(x: jax.Array, seed: jax.Array) -> jax.Array:
     """Return noise for each element of an array: a hash of its index.
 
     A hash is one short kernel that fuses with its use, for an array of any shape and
-    sharding. `jax.random.bits` for each leaf takes minutes to compile on a CPU at a
-    thousand leaves.
+    sharding. With `jax.random.bits` for each leaf, a step of 100 leaves takes 14 s to
+    compile on a CPU.
 
     Args:
       x: any array.

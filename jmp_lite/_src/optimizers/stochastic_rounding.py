@@ -46,8 +46,8 @@ def stochastic_rounding(
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
-      key: a PRNG key, typed or raw. Each step draws two integers for each parameter
-        from it; the noise of an element is a hash of them and of its index.
+      key: a PRNG key, typed or raw. Each step draws two integers from it. The noise of
+        an element is a hash of them, of the parameter's number and of its own index.
 
     Returns:
       A transformation. `update(grads, state, params, **extra)` takes gradients of any
