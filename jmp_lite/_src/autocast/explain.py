@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import products
@@ -264,7 +265,7 @@ def _dtypes_after(eqn: Any, plan: EqnPlan, half_dtype: Any) -> str:
     """Return those under autocast."""
     outs = _names(eqn.outvars, plan.half_out, half_dtype)
     if isinstance(plan.rule, Fp8):
-        ins = " ".join(reports.short_dtype(jnp.dtype(dtype)) for dtype in plan.rule.dtypes)
+        ins = " ".join(reports.short_dtype(np.dtype(x)) for x in plan.rule.dtypes)
     else:
         ins = _names(eqn.invars, plan.half_in, half_dtype)
     return f"{ins} -> {outs}"
