@@ -157,6 +157,23 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return (x.astype(jnp.float32) / _as_matrix(scale)).astype(dtype), scale
 
 
+def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return what an operand becomes, to measure it.
+
+    Args:
+      x: `[...]`, floating, of at least two dimensions.
+      dtype: `FORWARD` or `GRADIENT`.
+
+    Returns:
+      The rounded numbers, f32 `[...]`; and the numbers before they are rounded, divided
+      by the scale, f32 `[...]`.
+    """
+    matrix = x.reshape(x.shape[0], -1)
+    x8, scale = quantize(matrix, dtype)
+    low = x8.astype(jnp.float32) * scale
+    return low.reshape(x.shape), (matrix.astype(jnp.float32) / scale).reshape(x.shape)
+
+
 def _as_matrix(scale: jax.Array) -> jax.Array:
     return scale[..., None, None]
 

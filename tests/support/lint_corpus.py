@@ -100,6 +100,7 @@ def planted(policy: str, rule: str, *args: Any, **options: Any) -> Any:
 
 in_float16 = functools.partial(planted, "mixed_float16")
 in_bfloat16 = functools.partial(planted, "mixed_bfloat16")
+in_fp8 = functools.partial(planted, "mixed_fp8")
 
 
 # Constants outside of the range.
@@ -451,6 +452,16 @@ def vocabulary(x, w):
 def vocabulary_in_a_gradient(w, x):
     logits = x @ w  # hazard
     return jnp.sum(logits.astype(F32))
+
+
+@in_fp8("almost-fp8", bf16(256, 512), bf16(512, 1000))
+def vocabulary_in_fp8(x, w):
+    return x @ w  # hazard
+
+
+@in_fp8("almost-fp8", bf16(4, 50, 256), bf16(256, 512))
+def batch_a_little_too_small_for_fp8(x, w):
+    return jnp.einsum("bik,kn->bin", x, w)  # hazard
 
 
 @in_bfloat16("odd-dimensions", bf16(128, 256), bf16(256, 96), target="tpu")

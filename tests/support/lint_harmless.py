@@ -25,6 +25,7 @@ def harmless(policy: str, *args: Any, **options: Any) -> Any:
 
 in_float16 = functools.partial(harmless, "mixed_float16")
 in_bfloat16 = functools.partial(harmless, "mixed_bfloat16")
+in_fp8 = functools.partial(harmless, "mixed_fp8")
 
 
 @in_float16(f16(16, 8), f16(16, 8), f16(16, 8), bools(16, 16))
@@ -167,3 +168,9 @@ def channels_that_cannot_be_helped(x, w, depthwise):
 @in_float16(f32(8, 8), f32(8, 8))
 def products_meant_to_be_float32(x, w):
     return jnp.dot(x, w, precision=lax.Precision.HIGHEST)
+
+
+@in_fp8(bf16(256, 512), bf16(512, 1024), bf16(2, 200, 256), bf16(64, 200))
+def products_in_fp8_and_those_that_cannot_be(x, w, attention, small):
+    scores = jnp.einsum("bik,bjk->bij", attention, attention)
+    return x @ w, scores, small @ jnp.ones((200, 1024), x.dtype)

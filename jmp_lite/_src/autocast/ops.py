@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat
+from jmp_lite._src.autocast import products
 
 OpClass = Literal["half", "float32", "promote", "passthrough", "unchanged"]
 CLASSES = get_args(OpClass)
@@ -98,7 +99,7 @@ class OpRules:
 
     classes: Any
     half_results: bool = True
-    fp8_min_size: int = 256
+    fp8_min_size: int = products.FP8_MIN_SIZE
 
     def __post_init__(self):
         pairs = dict(self.classes)

@@ -123,7 +123,9 @@ def is_default_precision(precision: Any) -> bool:
 
 
 # XLA's fp8 products need sizes that are multiples of this.
-_FP8_TILE = 16
+FP8_TILE = 16
+# Smaller products gain little from fp8.
+FP8_MIN_SIZE = 256
 
 
 def why_not_fp8(eqn: Any, min_size: int) -> str:
@@ -145,8 +147,8 @@ def why_not_fp8(eqn: Any, min_size: int) -> str:
     sizes = dimensions(eqn)
     if min(sizes) < min_size:
         return f"a dimension of {min(sizes)}, smaller than {min_size}"
-    odd = [size for size in sizes if size % _FP8_TILE]
-    return f"a dimension of {odd[0]}, no multiple of {_FP8_TILE}" if odd else ""
+    odd = [size for size in sizes if size % FP8_TILE]
+    return f"a dimension of {odd[0]}, no multiple of {FP8_TILE}" if odd else ""
 
 
 def _is_explicit(var: Any) -> bool:

@@ -42,10 +42,7 @@ class Regions:
         self.policy = policy
         self.paths: set[str] = set()
         self._regions: dict[str, Region] = {}
-        policies = [policy]
-        if isinstance(policy, PolicyMap):
-            policies = [policy.default, *(p for _, p in policy.rules)]
-        self.any_fp8 = any(map(_has_fp8, policies))
+        self.any_fp8 = any(map(_has_fp8, policies_of(policy)))
 
     def key(self, scope: str) -> str:
         """Return what of a scope matters for what is inside it."""
@@ -88,6 +85,13 @@ class Regions:
             if any(re.fullmatch(pattern, path) for path in ancestors):
                 return policy
         return None
+
+
+def policies_of(policy: Policy | PolicyMap) -> list[Policy]:
+    """Return the policies of a map, or the one policy."""
+    if not isinstance(policy, PolicyMap):
+        return [policy]
+    return [policy.default, *(of_rule for _, of_rule in policy.rules)]
 
 
 def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) -> None:

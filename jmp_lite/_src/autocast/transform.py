@@ -20,7 +20,7 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.ops import OpRules, resolve_rules
 from jmp_lite._src.autocast.plans import CastPlan
-from jmp_lite._src.autocast.regions import Regions
+from jmp_lite._src.autocast.regions import Regions, policies_of
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
@@ -309,9 +309,7 @@ def check_policy(
     """
     if not isinstance(policy, PolicyMap):
         policy = get_policy(policy)
-        policies = [policy]
-    else:
-        policies = [policy.default, *(p for _, p in policy.rules)]
+    policies = policies_of(policy)
     computes = {p.compute_dtype for p in policies}
     halves = computes & set(dtypes.HALF_DTYPES)
     if len(halves) != 1 or computes - halves - {jnp.float32}:

@@ -41,18 +41,22 @@ class Advice:
     """Which policy and loss scale fit a function.
 
     Args:
-      policy: the policy, with a rule for each layer that must compute in float32, and
-        in float16 for those whose matrix products may have half results. Patterns
-        match scopes of `autocast` and modules of linen's `with_policy`.
+      policy: the policy, with a rule for each layer that must compute in float32, for
+        those whose matrix products must not be in fp8, and in float16 for those whose
+        matrix products may have half results. Patterns match scopes of `autocast` and
+        modules of linen's `with_policy`.
       loss_scale: a static scale that fits the gradients of this batch, for a
         `DynamicLossScale` to start from; `NoOpLossScale` if none is needed.
-      reasons: one sentence for each layer in float32, each that keeps float32 results,
+      reasons: one sentence for each layer in float32, each that is not in fp8, each
+        that keeps float32 results,
         what half results save, the loss scale, and each fault that is left.
       left: faulty operations that are in no layer that a rule could name.
       report: the dry run of the scaled loss and its gradient, under this advice.
       in_float32: the layers that must compute in float32, each with its reason.
       half_results: per layer whose results of matrix products could be half, why they
         stay float32, `""` if they need not.
+      not_in_fp8: the layers whose matrix products must be in bfloat16, not in fp8, each
+        with its reason.
 
     Examples:
       >>> def loss(w, x):
@@ -71,6 +75,7 @@ class Advice:
     report: DryRunReport
     in_float32: tuple[tuple[str, str], ...] = ()
     half_results: tuple[tuple[str, str], ...] = ()
+    not_in_fp8: tuple[tuple[str, str], ...] = ()
 
     def code(self) -> str:
         """Return the advice as Python code."""
@@ -106,6 +111,7 @@ class Advice:
             "report": json.loads(self.report.to_json()),
             "in_float32": self.in_float32,
             "half_results": self.half_results,
+            "not_in_fp8": self.not_in_fp8,
         }
         return json.dumps(fields, indent=1)
 
@@ -131,6 +137,7 @@ class Advice:
                 report=report,
                 in_float32=tuple(map(tuple, fields["in_float32"])),
                 half_results=tuple(map(tuple, fields["half_results"])),
+                not_in_fp8=tuple(map(tuple, fields["not_in_fp8"])),
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"Expected the JSON of an Advice: {error!r}.") from None
@@ -154,7 +161,8 @@ def advise(
     Dry-runs the scaled loss and its gradient on one batch. Finds the power of two that
     scales the largest gradient in half to an eighth of the largest number of the dtype.
     Puts each layer whose operations overflow, or have an error of more than 32
-    roundings, into float32. Repeats this until nothing changes. If an operation shows
+    roundings, into float32; a layer with products in fp8 into bfloat16 first. Repeats
+    this until nothing changes. If an operation shows
     an error of another layer (`1 - p`, where `p` was rounded to 1), that layer goes
     into float32.
 
@@ -248,10 +256,13 @@ class _Search:
     previous: Advice | None
     # The magnitudes of the program without a loss scale, by `_keyed`.
     unscaled: dict[Any, float] = dataclasses.field(default_factory=dict)
+    # The layers that must not be in fp8, each with its reason.
+    not_in_fp8: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Advice, str]:
         """Return the advice, and a warning or `""`."""
         why = dict(self.previous.in_float32) if self.previous else {}
+        self.not_in_fp8.update(self.previous.not_in_fp8 if self.previous else ())
         tried: dict[Any, set[str]] = collections.defaultdict(set)
         turn = self._turn(1.0, why)
         report = turn.measured.report
@@ -266,7 +277,11 @@ class _Search:
             if not named and turn.fitting == turn.scale:
                 break
             new = {}
+            in_fp8 = {row.layer for row in turn.measured.report.rows if row.is_fp8}
             for fault in forward or named:
+                if fault.layer in in_fp8:
+                    self.not_in_fp8[fault.layer] = fault.reason_not_in_fp8()
+                    continue
                 new[fault.layer] = fault.reason()
                 tried[fault.row.layer, fault.row.direction].add(fault.layer)
             why |= new
@@ -286,11 +301,19 @@ class _Search:
         advice = Advice(
             policy=turn.measured.policy,
             loss_scale=loss_scale,
-            reasons=(*why.values(), *kept, *saved, reason, *left),
+            reasons=(
+                *why.values(),
+                *[text for x, text in self.not_in_fp8.items() if x not in why],
+                *kept,
+                *saved,
+                reason,
+                *left,
+            ),
             left=tuple(fault.row for fault in turn.faults),
             report=turn.measured.report,
             in_float32=tuple(why.items()),
             half_results=tuple(results.items()),
+            not_in_fp8=tuple(self.not_in_fp8.items()),
         )
         return advice, turn.measured.warning
 
@@ -372,7 +395,7 @@ class _Search:
         """
         step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
         half = {layer: not reason for layer, reason in (results or {}).items()}
-        policy = _with_rules(self.start, layers, half)
+        policy = _with_rules(self.start, layers, half, self.not_in_fp8)
         rules = resolve_rules(None, self.dtype, True if everywhere else None, None)
         measured = measure(
             step, policy, self.args_and_kwargs, rules=rules, caller="advise"
@@ -400,13 +423,19 @@ def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any
 
 
 def _with_rules(
-    start: Policy | PolicyMap, layers: Iterable[str], results: Mapping[str, bool]
+    start: Policy | PolicyMap,
+    layers: Iterable[str],
+    results: Mapping[str, bool],
+    not_in_fp8: Iterable[str],
 ) -> Policy | PolicyMap:
-    """Return a policy with rules for layers in float32 and for half results."""
-    full = {pattern_of(layer): "full" for layer in layers}
+    """Return a policy with rules for layers: in float32, not in fp8, half results."""
     patterns, only_scopes = half_results.output_rules(results)
     is_map = isinstance(start, PolicyMap)
     default = start.default if is_map else start
+    half = dataclasses.replace(default, matmul_dtype=None)
+    half = half.with_output_dtype(default.compute_dtype)
+    full = {pattern_of(layer): half for layer in not_in_fp8}
+    full |= {pattern_of(layer): "full" for layer in layers}
     others = {p: policy for p, policy in start.rules if p not in full} if is_map else {}
     with_results = {
         pattern: default.with_output_dtype(

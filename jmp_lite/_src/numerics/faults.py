@@ -27,13 +27,20 @@ class Fault:
 
     def reason(self) -> str:
         """Return why the layer must be in float32."""
+        return self._reason("in float32", self.dtype)
+
+    def reason_not_in_fp8(self) -> str:
+        """Return why the products of the layer must be in half, not in fp8."""
+        return self._reason(f"in {self.dtype}, not in fp8", "fp8")
+
+    def _reason(self, kept: str, dtype: str) -> str:
         row, cause = self.row, self.row.cause
         if cause is None or cause[0] in (row.layer, "") or cause[0] != self.layer:
-            return f"{self.layer} in float32: {self._place()} {self.what()}."
+            return f"{self.layer} {kept}: {self._place()} {self.what(dtype)}."
         return (
-            f"{self.layer} in float32: {cause[1]} at {cause[2]} rounds away what "
+            f"{self.layer} {kept}: {cause[1]} at {cause[2]} rounds away what "
             f"{row.primitive} in {row.layer or 'no scope'} at {row.line} needs, which "
-            f"{self.what()}."
+            f"{self.what(dtype)}."
         )
 
     def left(self) -> str:
@@ -50,18 +57,23 @@ class Fault:
         layer = f" in {self.row.layer}" if self.row.layer != self.layer else ""
         return f"{self.row.primitive}{layer} at {self.row.line}"
 
-    def what(self) -> str:
-        """Return what is wrong with the operation."""
+    def what(self, dtype: str = "") -> str:
+        """Return what is wrong with the operation.
+
+        Args:
+          dtype: what it is wrong in; by default that of the numbers.
+        """
         row, largest = self.row, float(jnp.finfo(self.dtype).max)
+        dtype = dtype or (row.dtype if row.is_fp8 else self.dtype)
         reaches = f"reaches {row.max_abs:.3g}"
         if row.overflow and row.is_half:
             share = percent(row.overflow)
             return f"{reaches}, beyond {largest:.3g}, in {share} of its numbers"
         if math.isinf(row.error):
-            return f"is not finite in {self.dtype}; in float32 it {reaches}"
+            return f"is not finite in {dtype}; in float32 it {reaches}"
         is_large = row.error > 1
         size = f"{row.error:.2g} times its size" if is_large else percent(row.error)
-        return f"has an error of {size} in {self.dtype}"
+        return f"has an error of {size} in {dtype}"
 
 
 def find_faults(report: DryRunReport, in_float32: Collection[str]) -> list[Fault]:

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, trees
-from jmp_lite._src.autocast import rules
+from jmp_lite._src import compat, dtypes, fp8, trees
 from jmp_lite._src.autocast.plans import EqnPlan
 from jmp_lite._src.autocast.precision import is_f32
 from jmp_lite._src.autocast.rewrite import Rewriter
+from jmp_lite._src.autocast.rules import Fp8
 from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.sites import Site
@@ -79,8 +79,13 @@ class PolicyShadow(Shadow):
         values = Values(self.low_dtype)
         values.write(list(known), list(known.values()))
         outs = self.rewriter.run_eqn(eqn, eqn_plan, values)
-        reads_half = eqn_plan.rule is rules.PRODUCT and any(eqn_plan.half_in)
-        return outs, values.read(eqn.invars, eqn_plan.half_in)[:2] if reads_half else ()
+        if not eqn_plan.is_low_product:
+            return outs, ()
+        read = values.read(eqn.invars, eqn_plan.half_in)[:2]
+        if isinstance(eqn_plan.rule, Fp8):
+            pairs = zip(read, eqn_plan.rule.dtypes, strict=True)
+            read = [fp8.rounded(x, dtype)[0] for x, dtype in pairs]
+        return outs, read
 
     def cast(
         self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
@@ -115,7 +120,7 @@ class Record(NamedTuple):
       added_error: the part of it that the operands did not have; the largest.
       backward: whether it is of the backward pass.
       source: the site that rounded away the digits that are lost here.
-      is_half: whether the policy has it in half.
+      dtype: the half or fp8 dtype that the policy has it in, `""` if it has none.
     """
 
     stats: stats.ValueStats
@@ -123,7 +128,7 @@ class Record(NamedTuple):
     added_error: float
     backward: bool
     source: int
-    is_half: bool
+    dtype: str
 
     def merged(self, other: "Record") -> "Record":
         """Return the record of two runs of one operation."""
@@ -145,6 +150,7 @@ class Lockstep(Observer):
 
     def __init__(self, known: Sequence[Site], low_dtype: Any):
         self.known, self.low_dtype = known, low_dtype
+        self._half = str(np.dtype(low_dtype))
         self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
         # Per site: of the two operands of a product that reads half, and of the result.
         self._records: list[list[Record | None]] = [[None] * 3 for _ in known]
@@ -161,6 +167,7 @@ class Lockstep(Observer):
         worst = max(operands, key=lambda tag: tag.rank, default=no_error)
         backward = self.known[op.site].direction == "backward"
         is_half = op.eqn_plan is not None and any(op.eqn_plan.half_out)
+        dtype = self._half if is_half else ""
         tags = []
         for full, low in zip(op.outs, op.low_outs, strict=True):
             origin = self._origin(op, full)
@@ -171,9 +178,7 @@ class Lockstep(Observer):
             found, error = self._compare(full, low)
             added = _added_error(error, worst.error)
             source = find_source(op, full, low, added, operands, self.limit)
-            self._add(
-                op.site, 2, Record(found, error, added, backward, source, is_half)
-            )
+            self._add(op.site, 2, Record(found, error, added, backward, source, dtype))
             tags.append(Tag(error, source, backward, origin))
         return tags
 
@@ -207,7 +212,6 @@ class Lockstep(Observer):
 
     def rows(self) -> Iterator[OpStats]:
         """Yield the statistics of each operation that has run, operands first."""
-        half = str(np.dtype(self.low_dtype))
         for site, records in zip(self.known, self._records, strict=True):
             for name, record in zip(("lhs of ", "rhs of ", ""), records, strict=True):
                 if record is None or not record.stats.size:
@@ -224,7 +228,7 @@ class Lockstep(Observer):
                     primitive=name + site.primitive,
                     line=site.line,
                     direction="backward" if record.backward else "forward",
-                    dtype=half if record.is_half else site.dtype,
+                    dtype=record.dtype or site.dtype,
                     times=site.times,
                     size=int(size),
                     **{share: float(getattr(found, share)) / size for share in SHARES},
@@ -241,11 +245,16 @@ class Lockstep(Observer):
         """Record an operand that a product reads in half; return its tag."""
         tag = op.tags[i]
         found, error = self._compare(op.ins[i], low)
+        rule, dtype = op.eqn_plan and op.eqn_plan.rule, self._half
+        if isinstance(rule, Fp8):
+            found = _in_fp8(op.ins[i], found, rule.dtypes[i])
+            dtype = str(np.dtype(rule.dtypes[i]))
         # A cast may have been moved out of a loop, away from the product it is for.
         is_cast = low.dtype != op.low_ins[i].dtype or tag.source < 0
+        is_cast = is_cast or dtype != self._half
         source = op.site if is_cast and tag.error <= self.limit else tag.source
         added = _added_error(error, tag.error)
-        self._add(op.site, i, Record(found, error, added, tag.backward, source, True))
+        self._add(op.site, i, Record(found, error, added, tag.backward, source, dtype))
         return tag._replace(error=error, source=source)
 
     def _origin(self, op: Operation, full: Any) -> Any:
@@ -268,6 +277,21 @@ class Lockstep(Observer):
             return found, float(error)
         found = stats.value_stats_on_host(full, self.low_dtype)
         return found, 0.0 if low is full else error_on_host(np.asarray(low), full)
+
+
+def _in_fp8(x: Any, found: stats.ValueStats, dtype: Any) -> stats.ValueStats:
+    """Return statistics whose counts are of what numbers become in fp8, by its scale.
+
+    Args:
+      x: the numbers.
+      found: their statistics in half; magnitudes are those of these.
+      dtype: the fp8 dtype.
+    """
+    _, scaled = fp8.rounded(jnp.asarray(x), dtype)
+    counts = jax.device_get(stats.measure(scaled, dtype, False))
+    return counts._replace(
+        max_abs=found.max_abs, min_abs=found.min_abs, histogram=found.histogram
+    )
 
 
 def _added_error(error: float, error_in: float) -> float:

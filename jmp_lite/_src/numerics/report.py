@@ -24,7 +24,8 @@ class OpStats:
         that of the worst operation for a layer.
       line: `file:line` of the user's code.
       direction: `"forward"` or `"backward"`; an operand has its own.
-      dtype: the dtype of these numbers under the policy.
+      dtype: the dtype of these numbers under the policy; of an operand in fp8, the
+        fractions are of its numbers divided by its scale.
       times: how often it ran; None if that depends on the data.
       size: how many numbers there were.
       nonfinite: the fraction that is NaN or inf in float32 already.
@@ -73,8 +74,13 @@ class OpStats:
 
     @property
     def is_half(self) -> bool:
-        """Whether the policy has these numbers in half precision."""
-        return self.dtype in ("float16", "bfloat16")
+        """Whether the policy has these numbers in half precision, or in fp8."""
+        return self.dtype in ("float16", "bfloat16") or self.is_fp8
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether they are an operand of a product in fp8."""
+        return self.dtype.startswith("float8")
 
     @property
     def is_operand(self) -> bool:

@@ -89,7 +89,7 @@ def value_stats(
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"Expected an array of floats, got {x.dtype}{list(x.shape)}.")
-    return _value_stats(x, check_dtype(dtype), histogram)
+    return measure(x, check_dtype(dtype), histogram)
 
 
 def empty(*, histogram: bool = True) -> ValueStats:
@@ -225,9 +225,10 @@ def check_dtype(dtype: DTypeLike) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _value_stats(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
+def measure(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
+    """Return `value_stats(x, dtype)` for any floating dtype, fp8 included."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = [_value_stats(part, dtype, histogram) for part in (x.real, x.imag)]
+        parts = [measure(part, dtype, histogram) for part in (x.real, x.imag)]
         return merge(*parts)
     # The cast is exact, and the exponent of a float16 or fp8 subnormal can be read.
     wide = np.float64 if x.dtype == jnp.float64 else np.float32

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jmp_lite._src.autocast.regions import Regions
+from jmp_lite._src.autocast.regions import Region, Regions
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.numerics.hazards.dataflow import Op
 from jmp_lite._src.numerics.hazards.ranges import Ranges
@@ -56,9 +56,16 @@ class LintedProgram:
         Scopes of linen begin with the class of the model, paths of its modules do not;
         a pattern may match either.
         """
+        return all(region.is_low for region in self._regions_of(op))
+
+    def is_fp8(self, op: Op) -> bool:
+        """Return whether the policy has an operation in fp8, if it is eligible."""
+        return all(region.fp8 for region in self._regions_of(op))
+
+    def _regions_of(self, op: Op) -> list[Region]:
         parts = [part for part in op.path.split("/") if part != name_scopes.AUTOCAST]
         paths = "/".join(parts), "/".join(parts[1:])
-        return all(self.regions.at("", path).is_low for path in paths)
+        return [self.regions.at("", path) for path in paths]
 
 
 @dataclasses.dataclass(frozen=True)

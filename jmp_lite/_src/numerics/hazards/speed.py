@@ -13,6 +13,10 @@ from jmp_lite._src.numerics.hazards.rule import CAST, Hits, LintedProgram, Rule
 _TILES = {"gpu": 8, "tpu": 128}
 
 
+# A size of at least this share of what fp8 needs is one to round up.
+_ALMOST = 0.75
+
+
 def flops_in_f32(program: LintedProgram) -> tuple[dict[int, int], int]:
     """Return the FLOPs of each product left in float32, by its id, and the total."""
     left, total = {}, 0
@@ -57,6 +61,18 @@ def _odd_dimensions(program: LintedProgram) -> Hits:
         odd = sorted({d for d in _dimensions(op) if d >= 8 and d % tile})
         if odd:
             yield op, f"no multiple of {tile}: {', '.join(map(str, odd))}"
+
+
+def _almost_fp8(program: LintedProgram) -> Hits:
+    least, tile = products.FP8_MIN_SIZE, products.FP8_TILE
+    for op in program.named("dot_general"):
+        _, (batch, _) = op.eqn.params["dimension_numbers"]
+        sizes = set(products.dimensions(op.eqn))
+        if batch or not program.is_fp8(op) or min(sizes) < _ALMOST * least:
+            continue
+        missed = sorted(size for size in sizes if size < least or size % tile)
+        if missed:
+            yield op, f"not in fp8: {', '.join(map(str, missed))}"
 
 
 def _dimensions(op: Op) -> list[int]:
@@ -116,6 +132,14 @@ RULES = (
         "speed",
         _odd_dimensions,
         "Matrix units process whole tiles: other sizes are padded or slower.",
+        "Round the vocabulary, hidden size or batch up to a multiple.",
+    ),
+    Rule(
+        "almost-fp8",
+        "speed",
+        _almost_fp8,
+        f"Matrix products in fp8 have dimensions of at least {products.FP8_MIN_SIZE} "
+        f"that are multiples of {products.FP8_TILE}.",
         "Round the vocabulary, hidden size or batch up to a multiple.",
     ),
     Rule(
