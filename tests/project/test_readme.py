@@ -42,6 +42,7 @@ _CASES = [
 
 # A reader runs them under JAX's defaults, with models of third parties in them.
 @pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:Matrix products in fp8")  # slow on the CPU
 @pytest.mark.parametrize("document", _CASES)
 def test_document_code_runs(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
