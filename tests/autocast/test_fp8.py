@@ -273,6 +273,18 @@ def test_a_power_of_two_as_loss_scale_changes_no_bit(name):
     bitwise.assert_same(grads(2.0**24) * 2.0**-24, grads(1.0))
 
 
+def test_gradients_have_the_range_of_e5m2():
+    # E4M3 would round the gradients of the last rows to 0.
+    weights = jnp.where(jnp.arange(2 * SIZE) < SIZE, 1.0, 2.0**-24)[:, None]
+
+    def loss(x):
+        return jnp.sum(jnp.tanh(x @ WS[0]) * weights)
+
+    expected = jax.grad(loss)(X)[SIZE:]
+    for found in (jax.grad(in_fp8(loss))(X), in_fp8(jax.grad(loss))(X)):
+        assert error(found[SIZE:], expected) < BOUND
+
+
 def test_what_overflows_skips_the_step_and_leaves_the_state():
     tx = jmp.scale_aware(optax.sgd(0.1, momentum=0.9))
     state = tx.init(WS)

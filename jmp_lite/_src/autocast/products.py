@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite._src import compat, fp8
+from jmp_lite._src import compat
 from jmp_lite._src.autocast.precision import IGNORED, Precision, is_f32, is_float
 from jmp_lite._src.jaxprs import binding, matmul_precision
 
@@ -154,20 +154,6 @@ def why_not_fp8(eqn: Any, min_size: int) -> str:
 def _is_explicit(var: Any) -> bool:
     """Return whether the sharding of a variable is part of its type."""
     return any(var.aval.sharding.spec)
-
-
-def run_in_fp8(eqn: Any, operands: Sequence[Any], dtype: Any, lhs_dtype: Any) -> Any:
-    """Return the product of operands that are rounded to fp8.
-
-    Args:
-      eqn: the product's equation.
-      operands: its operands, floating.
-      dtype: that of the result.
-      lhs_dtype: the fp8 format of the first operand.
-    """
-    lhs, rhs = operands
-    dimension_numbers = eqn.params["dimension_numbers"]
-    return fp8.dot_general(lhs, rhs, dimension_numbers, dtype, lhs_dtype)
 
 
 def why_not_half(eqn: Any, ins: Sequence[Precision], is_filled_in: bool) -> str:

@@ -216,9 +216,10 @@ class Fp8(_Half):
         return [as_half if is_half else Use.FLOAT32 for is_half in plan.half_in]
 
     def run(self, eqn, plan, values):
-        operands = values.read(eqn.invars, plan.half_in)
+        lhs, rhs = values.read(eqn.invars, plan.half_in)
+        dimensions = eqn.params["dimension_numbers"]
         dtype = values.half_dtype if plan.half_out[0] else jnp.float32
-        return [products.run_in_fp8(eqn, operands, dtype, self.dtypes[0])]
+        return [fp8.dot_general(lhs, rhs, dimensions, dtype, self.dtypes[0])]
 
 
 class _Elementwise(Rule):

@@ -260,25 +260,25 @@ class PlannedCall:
         """Return which precision of the policy no product has, and why; or ""."""
         eqn_plans = [eqn for plan in _plans(self.plan) for eqn in plan.eqn_plans]
         if not any(eqn_plan.is_low_product for eqn_plan in eqn_plans):
-            return f"lowered nothing in {self.name}: {self._why()}"
+            kept = self._kept()
+            why = f"its matrix products are left as they are ({kept})"
+            none = "it has no matrix product"
+            return f"lowered nothing in {self.name}: {why if kept else none}."
         if not self.analyzer.regions.any_fp8:
             return ""
         if not any(eqn_plan.rule.is_fp8 for eqn_plan in eqn_plans):
-            return f"put no matrix product of {self.name} in fp8: {self._why()}"
+            return f"put no matrix product of {self.name} in fp8: {self._kept()}."
         return ""
 
-    def _why(self) -> str:
-        """Return why no product runs in half, or in fp8, where none does."""
+    def _kept(self) -> str:
+        """Return how many products have each reason."""
         kept = collections.Counter()
         for plan in _plans(self.plan):
             for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
                 count = 0 if eqn_plan.bodies else products.count(eqn)
                 kept[eqn_plan.reason] += count
         kept = +kept  # without those of which there is none
-        if not kept:
-            return "it has no matrix product."
-        reasons = "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())
-        return f"its matrix products are left as they are ({reasons})."
+        return "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())
 
 
 def plan_call(
