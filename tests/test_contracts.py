@@ -84,7 +84,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "MasterWeightsState": lambda: a_state("master_weights"),
     "NoOpLossScale": NoOpLossScale,
     "OpRules": lambda: OpRules({"tanh": "float32"}, False, 128),
-    "Policy": lambda: get_policy("mixed_fp8"),
+    "Policy": lambda: jmp_lite.get_policy("mixed_fp8"),
     "PolicyMap": lambda: PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
     "ScaleAwareState": a_state,
     "StaticLossScale": lambda: StaticLossScale(16.0),
