@@ -327,8 +327,8 @@ def new_primitive(
         the result and its tangent.
       batch: operands, their mapped axes (or None) and the keywords -> the result,
         mapped over axis 0.
-      transpose: if it is linear in its first operand: the cotangent, the other operands
-        and the keywords -> the cotangent of the first.
+      transpose: if it is linear in its first operand: the cotangent, the aval of the
+        first, the other operands and the keywords -> the cotangent of the first.
       static_argnames: the keywords.
     """
     primitive = Primitive(name)
@@ -365,7 +365,7 @@ def new_primitive(
             none = [None] * len(rest)
             if isinstance(ct, ad.Zero):
                 return [ad.Zero(x.aval), *none]
-            return [transpose(ct, *rest, **params).astype(x.aval.dtype), *none]
+            return [transpose(ct, x.aval, *rest, **params).astype(x.aval.dtype), *none]
 
         ad.primitive_transposes[primitive] = transpose_rule
     batching.primitive_batchers[primitive] = batch_rule

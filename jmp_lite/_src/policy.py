@@ -35,10 +35,13 @@ class Policy:
       matmul_dtype: None, or `"fp8"`: large matrix products of `autocast` and of
         `with_policy` have fp8 operands, as in `fp8_dot_general`; the compute dtype must
         be bfloat16. Casts do not depend on it.
+      reduce_dtype: None, or float32: under `autocast`, the gradient of a parameter that
+        is cast for a matrix product is the product's float32 accumulator, and float32
+        where micro-batches and devices sum it. None rounds it to the compute dtype.
 
     Raises:
       ValueError: a name is unknown, a dtype is not floating, the compute dtype is fp8,
-        or the matmul dtype does not fit.
+        or the matmul dtype or reduce dtype does not fit.
       TypeError: an argument is neither a name nor a dtype.
 
     Examples:
@@ -56,6 +59,7 @@ class Policy:
     compute_dtype: Any
     output_dtype: Any
     matmul_dtype: str | None = None
+    reduce_dtype: Any = None
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -80,6 +84,15 @@ class Policy:
                 "'params=float32,compute=bfloat16,output=float32,matmul=fp8', or "
                 "mixed_fp8."
             )
+
+        if self.reduce_dtype is not None:
+            dtype = dtypes.parse_dtype(self.reduce_dtype)
+            if dtype != jnp.float32:
+                raise ValueError(
+                    "Expected the reduce dtype None (the compute dtype) or float32, "
+                    f"got {dtypes.dtype_name(dtype)}."
+                )
+            object.__setattr__(self, "reduce_dtype", dtype)
 
     def cast_to_param(self, tree: T) -> T:
         """Cast the floating arrays of a tree to `param_dtype`."""
@@ -123,7 +136,8 @@ class Policy:
             dtypes.dtype_name, (self.param_dtype, self.compute_dtype, self.output_dtype)
         )
         matmul = f",m={self.matmul_dtype}" if self.matmul_dtype else ""
-        return f"p={param},c={compute},o={output}{matmul}"
+        reduce = ",r=full" if self.reduce_dtype else ""
+        return f"p={param},c={compute},o={output}{matmul}{reduce}"
 
     def __repr__(self) -> str:
         """Return an expression that evaluates to an equal policy."""
@@ -147,6 +161,8 @@ _GRAMMAR_KEYS = {
     "output": "output_dtype",
     "m": "matmul_dtype",
     "matmul": "matmul_dtype",
+    "r": "reduce_dtype",
+    "reduce": "reduce_dtype",
 }
 
 
@@ -204,14 +220,16 @@ def get_policy(policy: "str | Policy") -> Policy:
             raise ValueError(
                 f"Cannot read {part.strip()!r} in the policy {policy!r}: expected "
                 "params=, compute= or output= (p=, c=, o=), each at most once, with a "
-                f"dtype {dtypes.known_names()}; or matmul=fp8 (m=fp8)."
+                f"dtype {dtypes.known_names()}; or matmul=fp8 (m=fp8), "
+                "reduce=float32 (r=f32)."
             )
         is_dtype = field != "matmul_dtype"
         given[field] = dtypes.parse_dtype(value) if is_dtype else value.strip()
     param = given.get("param_dtype", jnp.float32)
     compute = given.get("compute_dtype", param)
     output = given.get("output_dtype", compute)
-    return Policy(param, compute, output, given.get("matmul_dtype"))
+    matmul, reduce = given.get("matmul_dtype"), given.get("reduce_dtype")
+    return Policy(param, compute, output, matmul, reduce)
 
 
 @jax.tree_util.register_static

@@ -54,7 +54,7 @@ from jmp_lite._src.autocast.precision import (
     Precision,
     Use,
 )
-from jmp_lite._src.autocast.regions import Regions
+from jmp_lite._src.autocast.regions import Region, Regions
 from jmp_lite._src.jaxprs import control_flow, matmul_precision, name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 
@@ -131,7 +131,7 @@ class Analyzer:
             tuple(ins),
             tuple(uses),
             self.regions.key(scope),
-            direction if self.regions.any_fp8 else None,
+            direction if self.regions.keeps_inputs else None,
         )
         if key not in self._plans:
             self._alive.append((jaxpr, consts))
@@ -171,6 +171,7 @@ class _Analysis:
     """The analysis of one jaxpr: implements `rules.Analysis`.
 
     Attributes:
+      keeps_inputs: whether products may read inputs in float32.
       precision: of each variable.
       plans: of each equation.
       cast_moves: results that are half because an input is cast before it is moved.
@@ -188,6 +189,7 @@ class _Analysis:
         direction: Direction,
     ):
         self.analyzer, self.compute_dtype = analyzer, analyzer.compute_dtype
+        self.keeps_inputs = analyzer.regions.keeps_inputs
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
         self.direction = Direction.RULE if analyzer.is_rule else direction
         self.infos = _describe(jaxpr, analyzer, scope, self.direction)
@@ -279,7 +281,7 @@ class _Analysis:
                 self.depends[index] = True
                 plan, outs = _round_norms(plan, outs, out_uses)
             self.plans[index] = plan
-            if HALF in outs and HALF not in ins and rules.casts_before(eqn):
+            if HALF in outs and self._is_cast_move(info, ins):
                 self.cast_moves.update(eqn.outvars)
             else:
                 self.cast_moves.difference_update(eqn.outvars)
@@ -288,6 +290,15 @@ class _Analysis:
                     self.precision[var] = of_result
                     for reader in self.readers.get(var, ()):
                         self.is_stale[reader] = True
+
+    def _is_cast_move(self, info: EqnInfo, ins: Sequence[Precision]) -> bool:
+        """Return whether half results are inputs that were cast before they moved."""
+        if HALF not in ins:
+            return rules.casts_before(info.eqn)
+        if not self.keeps_inputs or info.rule is not rules.PASSTHROUGH:
+            return False
+        halves = [v for v, p in zip(info.eqn.invars, ins, strict=True) if p == HALF]
+        return all(v in self.cast_moves for v in halves)
 
     def _backward(self, out_uses: Sequence[int]) -> dict[Any, int]:
         """Return how each variable is used."""
@@ -334,8 +345,8 @@ def _describe(
             why_unchanged = "not looked into" if held else "not in the rules"
         region = analyzer.regions.at(scope, name_scopes.of(eqn))
         why_not_fp8 = ""
-        if region.fp8 and rule is rules.PRODUCT:
-            rule, why_not_fp8 = _in_fp8(eqn, table.fp8_min_size, around.of(eqn))
+        if rule is rules.PRODUCT and (region.fp8 or region.reduces_in_float32):
+            rule, why_not_fp8 = _rule_of_product(eqn, region, table, around.of(eqn))
         size = precision.size(eqn.outvars[0]) if rule.is_elementwise else 0
         # Integers matter where they become floats, here or in a sub-jaxpr.
         may_convert = bodies or name == "convert_element_type"
@@ -365,14 +376,22 @@ def _describe(
     return [describe(index, eqn) for index, eqn in enumerate(jaxpr.eqns)]
 
 
-def _in_fp8(eqn: Any, min_size: int, direction: Direction) -> tuple[rules.Rule, str]:
-    """Return the rule of a product that the policy has in fp8, and why not, or ""."""
-    why_not = products.why_not_fp8(eqn, min_size)
-    if direction is Direction.RULE:
-        why_not = "a function with a rule for its derivatives"
-    if why_not:
-        return rules.PRODUCT, why_not
-    return rules.FP8_BACKWARD if direction is Direction.BACKWARD else rules.FP8, ""
+def _rule_of_product(
+    eqn: Any, region: Region, table: OpRules, direction: Direction
+) -> tuple[rules.Rule, str]:
+    """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
+    why_not = ""
+    if region.fp8:
+        why_not = products.why_not_fp8(eqn, table.fp8_min_size)
+        if direction is Direction.RULE:
+            why_not = "a function with a rule for its derivatives"
+        if not why_not:
+            is_backward = direction is Direction.BACKWARD
+            return rules.FP8_BACKWARD if is_backward else rules.FP8, ""
+    is_rule = direction is Direction.RULE
+    if region.reduces_in_float32 and not is_rule:
+        return rules.ACCUMULATED, why_not
+    return rules.PRODUCT, why_not
 
 
 def _round_norms(

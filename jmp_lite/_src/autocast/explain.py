@@ -267,7 +267,10 @@ def _dtypes_after(eqn: Any, plan: EqnPlan, half_dtype: Any) -> str:
     if isinstance(plan.rule, Fp8):
         ins = " ".join(reports.short_dtype(np.dtype(x)) for x in plan.rule.dtypes)
     else:
-        ins = _names(eqn.invars, plan.half_in, half_dtype)
+        half_in = plan.half_in
+        if plan.is_low_product:  # which casts its float32 operands itself
+            half_in = (True, True, *half_in[2:])
+        ins = _names(eqn.invars, half_in, half_dtype)
     return f"{ins} -> {outs}"
 
 

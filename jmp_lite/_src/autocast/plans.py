@@ -73,12 +73,12 @@ class EqnPlan:
     @property
     def is_lowered(self) -> bool:
         """Whether the equation itself runs in another precision than as written."""
-        return any(self.half_in) or any(self.half_out) or self.rule.is_fp8
+        return any(self.half_in) or any(self.half_out) or self.rule.keeps_inputs
 
     @property
     def is_low_product(self) -> bool:
         """Whether it is a matrix product in half or in fp8."""
-        return self.rule.is_product and (any(self.half_in) or self.rule.is_fp8)
+        return self.rule.is_product and (any(self.half_in) or self.rule.keeps_inputs)
 
     @property
     def runs_bodies(self) -> bool:

@@ -20,12 +20,14 @@ class Region:
       half_results: whether the results of their matrix products are half wherever they
         are used, or never; None if the uses of each decide, as `OpRules` says.
       fp8: whether large matrix products have fp8 operands.
+      reduces_in_float32: whether gradients of parameters are accumulators of products.
       reason: why they are not lowered.
     """
 
     is_low: bool = True
     half_results: bool | None = None
     fp8: bool = False
+    reduces_in_float32: bool = False
     reason: str = ""
 
 
@@ -35,6 +37,7 @@ class Regions:
     Attributes:
       policy: the policy.
       any_fp8: whether it has matrix products in fp8 in some region.
+      keeps_inputs: whether products of some region read inputs in float32.
       paths: the paths.
     """
 
@@ -42,7 +45,11 @@ class Regions:
         self.policy = policy
         self.paths: set[str] = set()
         self._regions: dict[str, Region] = {}
-        self.any_fp8 = any(map(_has_fp8, policies_of(policy)))
+        policies = policies_of(policy)
+        self.any_fp8 = any(map(_has_fp8, policies))
+        self.keeps_inputs = self.any_fp8 or any(
+            p.reduce_dtype is not None for p in policies
+        )
 
     def key(self, scope: str) -> str:
         """Return what of a scope matters for what is inside it."""
@@ -111,7 +118,11 @@ def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) ->
 def _region_of(policy: Any, half_results: bool | None = None) -> Region:
     if policy.compute_dtype == jnp.float32:
         return Region(is_low=False, reason="its policy computes in float32")
-    return Region(half_results=half_results, fp8=_has_fp8(policy))
+    return Region(
+        half_results=half_results,
+        fp8=_has_fp8(policy),
+        reduces_in_float32=policy.reduce_dtype == jnp.float32,
+    )
 
 
 def _has_fp8(policy: Policy) -> bool:

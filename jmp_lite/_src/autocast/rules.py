@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import jax.numpy as jnp
 
 from jmp_lite._src import fp8
-from jmp_lite._src.autocast import patterns, precision, products
+from jmp_lite._src.autocast import accumulators, patterns, precision, products
 from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
@@ -60,6 +60,7 @@ class Analysis(Protocol):
     """What a rule may ask of the analysis of the jaxpr of its equation."""
 
     compute_dtype: Any
+    keeps_inputs: bool
 
     def half_results(self, info: EqnInfo) -> bool:
         """Return whether results of products are half where half is not asked for."""
@@ -84,12 +85,15 @@ class Rule:
       is_elementwise: whether results are computed element by element, or moved.
       is_product: whether the equations are matrix products.
       is_fp8: whether their operands are rounded to fp8.
+      keeps_inputs: whether their operands that are inputs are read in float32, and cast
+        by the product.
     """
 
     name: ClassVar[str] = "unchanged"
     is_elementwise: ClassVar[bool] = False
     is_product: ClassVar[bool] = False
     is_fp8: ClassVar[bool] = False
+    keeps_inputs: ClassVar[bool] = False
 
     def propagate(
         self,
@@ -186,20 +190,10 @@ class _Half(Rule):
         return [products.run(eqn, operands, values.half_dtype, plan.half_out[0])]
 
 
-class Fp8(_Half):
-    """Large matrix products whose operands are rounded to fp8.
+class _Accumulated(_Half):
+    """Matrix products whose parameters have float32 gradients, from the accumulator."""
 
-    Inputs are read in float32: so are the gradients of parameters, from the
-    accumulator.
-
-    Attributes:
-      dtypes: the fp8 formats of the two operands.
-    """
-
-    name, is_fp8 = "fp8", True
-
-    def __init__(self, lhs_dtype: Any):
-        self.dtypes = lhs_dtype, fp8.FORWARD
+    keeps_inputs = True
 
     def propagate(self, info, ins, uses, analysis):
         plan, outs = super().propagate(info, ins, uses, analysis)
@@ -214,6 +208,23 @@ class Fp8(_Half):
     def operand_uses(self, info, plan, use, analysis):
         as_half = Use.HALF | Use.PRODUCT
         return [as_half if is_half else Use.FLOAT32 for is_half in plan.half_in]
+
+    def run(self, eqn, plan, values):
+        operands = values.read(eqn.invars, plan.half_in)
+        return [accumulators.run(eqn, operands, values.half_dtype, plan.half_out[0])]
+
+
+class Fp8(_Accumulated):
+    """Large matrix products whose operands are rounded to fp8.
+
+    Attributes:
+      dtypes: the fp8 formats of the two operands.
+    """
+
+    name, is_fp8 = "fp8", True
+
+    def __init__(self, lhs_dtype: Any):
+        self.dtypes = lhs_dtype, fp8.FORWARD
 
     def run(self, eqn, plan, values):
         lhs, rhs = values.read(eqn.invars, plan.half_in)
@@ -319,6 +330,12 @@ class _SubJaxprs(Rule):
 
     def propagate(self, info, ins, uses, analysis):
         eqn, bodies, ins = info.eqn, info.bodies, list(ins)
+        if analysis.keeps_inputs:  # a body says itself whether it wants them in half
+            pairs = zip(eqn.invars, ins, strict=True)
+            ins = [
+                INPUT if p == HALF and analysis.is_moved_input(v) else p
+                for v, p in pairs
+            ]
         plans = self._plan_bodies(info, ins, uses, analysis)
         # An operand that the bodies use in half alone is cast before the equation: out
         # of the loop, or once for all the calls.
@@ -404,6 +421,7 @@ class _Softmax(Rule):
 
 
 UNCHANGED, FLOAT32_RULE, PRODUCT = Rule(), _Float32(), _Half()
+ACCUMULATED = _Accumulated()
 FP8, FP8_BACKWARD = Fp8(fp8.FORWARD), Fp8(fp8.GRADIENT)
 PROMOTE, PASSTHROUGH = _Promote(), _PassThrough()
 SUB_JAXPRS, SOFTMAX = _SubJaxprs(), _Softmax()

@@ -85,6 +85,8 @@ class PolicyShadow(Shadow):
         if isinstance(eqn_plan.rule, Fp8):
             pairs = zip(read, eqn_plan.rule.dtypes, strict=True)
             read = [fp8.rounded(x, dtype)[0] for x, dtype in pairs]
+        elif eqn_plan.rule.keeps_inputs:
+            read = [x.astype(self.low_dtype) for x in read]
         return outs, read
 
     def cast(

@@ -1,0 +1,230 @@
+"""`reduce_dtype=float32`: gradients of parameters are accumulators of products."""
+
+import functools
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from arrays import error
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jmp_lite import Policy, PolicyMap, autocast, explain, get_policy
+
+HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+pytestmark = pytest.mark.one_of("half")
+SIZE = 32
+
+
+def policy(half: str, reduce: Any = "float32") -> Policy:
+    return Policy("float32", half, "float32", None, reduce)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
+
+
+WS, X = normal(0, 3, SIZE, SIZE) * 2, normal(1, 2 * SIZE, SIZE) * 2
+
+
+def mlp(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def scanned(ws, x):
+    return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
+
+
+def remat(ws, x):
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    for w in ws:
+        x = layer(x, w)
+    return jnp.mean(x**2)
+
+
+def branches(ws, x):
+    x = lax.cond(x[0, 0] > 0, lambda x: x @ ws[0], lambda x: x @ ws[1], x)
+    return jnp.mean(jnp.tanh(x @ ws[2].T) ** 2)
+
+
+def examples(ws, x):
+    def one(x):
+        return jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])
+
+    return jnp.mean(jax.vmap(one)(x) ** 2)
+
+
+def convolution(ws, x):
+    kernels = ws.reshape(2, 16, 16, 3, 2)
+    x = lax.conv(x.reshape(4, 16, 4, 8), kernels[0], (1, 1), "SAME")
+    return jnp.mean(lax.conv(jnp.tanh(x), kernels[1], (2, 1), "VALID") ** 2)
+
+
+def ragged(ws, x):
+    sizes = jnp.array([20, 24, 20], jnp.int32)
+    return jnp.mean(jnp.tanh(lax.ragged_dot(x, ws, sizes)) ** 2)
+
+
+def einsum(ws, x):
+    x = jnp.einsum("bk,kln->lbn", x, ws[:1].reshape(SIZE, 2, -1))
+    return jnp.mean(jnp.tanh(jnp.einsum("lbn,lnm->lbm", x, ws[1:, :16])) ** 2)
+
+
+PROGRAMS = {
+    "mlp": mlp,
+    "scan": scanned,
+    "remat": remat,
+    "cond": branches,
+    "vmap": examples,
+    "convolution": convolution,
+    "ragged": ragged,
+    "einsum": einsum,
+}
+
+
+def is_rounded(x: Any, dtype: Any) -> bool:
+    return bool((x == x.astype(dtype).astype(x.dtype)).all())
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_the_same_and_gradients_are_not_rounded(name, half):
+    fun, rounded = PROGRAMS[name], policy(half, None)
+    value, plain = jax.jit(jax.value_and_grad(autocast(fun, rounded)))(WS, X)
+    same, grads = jax.jit(jax.value_and_grad(autocast(fun, policy(half))))(WS, X)
+    bitwise.assert_same(same, value)
+    assert is_rounded(plain, HALF[half]) or name == "ragged"
+    assert not is_rounded(grads, HALF[half])
+    expected = jax.grad(fun)(WS, X)
+    assert grads.dtype == jnp.float32
+    assert error(grads, expected) < 1.05 * error(plain, expected) < 0.02
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_products_are_in_half_and_as_many(name, half):
+    def products(reduce):
+        fun = jax.grad(autocast(PROGRAMS[name], policy(half, reduce)))
+        found = jaxprs.products(jaxprs.trace(fun, WS, X))
+        assert all(map(jaxprs.is_half, found))
+        return len(found)
+
+    assert products("float32") == products(None)
+
+
+ROWS = {"bf16": 257, "f16": 2049}  # which half cannot represent
+
+
+def linear(w, rows):
+    return jnp.sum(rows @ w)
+
+
+def in_micro_batches(w, rows):
+    def step(grads, x):
+        return grads + jax.grad(lambda w: linear(w, x))(w), None
+
+    return lax.scan(step, jnp.zeros_like(w), rows)[0]
+
+
+@pytest.mark.parametrize("half", HALF)
+def test_sums_of_one_sign_are_exact(half):
+    count, w = ROWS[half], jnp.ones((4, 4))
+    rows = jnp.ones((count, 4))
+    fun = autocast(linear, policy(half))
+    np.testing.assert_array_equal(jax.grad(fun)(w, rows), count)
+    # The test sees what is lost without.
+    assert (jax.grad(autocast(linear, policy(half, None)))(w, rows) != count).all()
+
+    over_examples = jax.vmap(fun, (None, 0))
+    grad = jax.grad(lambda w: jnp.sum(over_examples(w, rows[:, None])))(w)
+    np.testing.assert_array_equal(grad, count)
+
+
+@pytest.mark.parametrize("half", HALF)
+def test_64_micro_batches_have_the_error_of_float32(half):
+    x = normal(3, 64, 16, SIZE).astype(HALF[half]).astype(jnp.float32)
+    c = normal(4, 16, SIZE).astype(HALF[half]).astype(jnp.float32)
+    exact = np.einsum("brk,rn->kn", np.float64(x), np.float64(c))
+
+    def grads(reduce):
+        loss = autocast(lambda w, x: jnp.sum((x @ w) * c), policy(half, reduce))
+        step = jax.jit(jax.grad(loss))
+        return functools.reduce(jnp.add, [step(WS[0], batch) for batch in x])
+
+    assert error(grads("float32"), exact) < 1e-6
+    assert error(grads(None), exact) > 1e-4
+
+
+@pytest.mark.parametrize("half", HALF)
+def test_devices_sum_in_float32(half):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    w = jnp.ones((4, 4))
+
+    def grads(reduce):
+        @functools.partial(
+            jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()
+        )
+        def total(w, rows):
+            loss = autocast(linear, policy(half, reduce))(w, rows)
+            return lax.psum(loss, "data")
+
+        return jax.grad(total)
+
+    rows = jnp.ones((8 * ROWS[half], 4))
+    np.testing.assert_array_equal(jax.jit(grads("float32"))(w, rows), 8 * ROWS[half])
+    sums = jaxprs.equations(jaxprs.trace(grads("float32"), w, rows), "psum_invariant")
+    assert {v.aval.dtype.name for eqn in sums for v in eqn.invars} == {"float32"}
+    assert (jax.jit(grads(None))(w, rows) != 8 * ROWS[half]).all()
+
+
+def test_products_are_saved_where_checkpoint_asks_for_it():
+    def loss(reduce):
+        layer = jax.checkpoint(
+            autocast(lambda x, w: jnp.tanh(x @ w), policy("bf16", reduce)),
+            policy=jax.checkpoint_policies.dots_saveable,
+        )
+        return jax.grad(lambda ws: jnp.sum(layer(layer(X, ws[0]), ws[1])))
+
+    counts = [
+        len(jaxprs.products(jaxprs.trace(loss(r), WS))) for r in ("float32", None)
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_second_and_forward_derivatives():
+    def of(fun):
+        hessian = jax.grad(lambda ws: jnp.sum(jax.grad(fun)(ws, X) ** 2))(WS)
+        return hessian, jax.jvp(lambda ws: fun(ws, X), (WS,), (WS,))[1]
+
+    fun = autocast(mlp, policy("bf16"))
+    for found, expected in zip(of(fun), of(mlp), strict=True):
+        assert error(found, expected) < 0.05
+
+
+def test_a_rule_turns_it_on_by_path_and_explain_shows_half():
+    def fun(ws, x):
+        with jax.named_scope("body"):
+            x = jnp.tanh(x @ ws[0])
+        with jax.named_scope("head"):
+            return jnp.sum(jnp.tanh(x @ ws[1]))
+
+    rules = PolicyMap("mixed_bfloat16", {"head": "p=f32,c=bf16,o=bf16,r=f32"})
+    grads = jax.grad(autocast(fun, rules))(WS, X)
+    assert [is_rounded(g, jnp.bfloat16) for g in grads[:2]] == [True, False]
+    rows = [row for row in explain(fun, rules)(WS, X).rows if row.flops]
+    assert [row.after for row in rows] == ["bf16 bf16 -> bf16"] * 2
+
+
+def test_its_text_and_what_it_may_be():
+    found = get_policy("params=f32,compute=bf16,output=f32,reduce=float32")
+    assert found == policy("bf16") and str(found) == "p=full,c=bf16,o=full,r=full"
+    assert get_policy(str(found)) == found
+    with pytest.raises(ValueError, match=r"Expected the reduce dtype None .* got bf16"):
+        get_policy("c=bf16,r=bf16")
