@@ -85,14 +85,8 @@ class Policy:
                 "mixed_fp8."
             )
 
-        if self.reduce_dtype is not None:
-            dtype = dtypes.parse_dtype(self.reduce_dtype)
-            if dtype != jnp.float32:
-                raise ValueError(
-                    "Expected the reduce dtype None (the compute dtype) or float32, "
-                    f"got {dtypes.dtype_name(dtype)}."
-                )
-            object.__setattr__(self, "reduce_dtype", dtype)
+        reduce_dtype = check_reduce_dtype(self.reduce_dtype)
+        object.__setattr__(self, "reduce_dtype", reduce_dtype)
 
     def cast_to_param(self, tree: T) -> T:
         """Cast the floating arrays of a tree to `param_dtype`."""
@@ -142,6 +136,23 @@ class Policy:
     def __repr__(self) -> str:
         """Return an expression that evaluates to an equal policy."""
         return f"get_policy({str(self)!r})"
+
+
+def check_reduce_dtype(dtype: Any) -> Any:
+    """Return a reduce dtype: None or `jnp.float32`.
+
+    Raises:
+      ValueError: it is another.
+    """
+    if dtype is None:
+        return None
+    parsed = dtypes.parse_dtype(dtype)
+    if parsed != jnp.float32:
+        raise ValueError(
+            "Expected the reduce dtype None (the compute dtype) or float32, got "
+            f"{dtypes.dtype_name(parsed)}."
+        )
+    return parsed
 
 
 # The first two are Keras' names; its layers keep float32 variables. Outputs are float32

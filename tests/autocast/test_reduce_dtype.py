@@ -14,9 +14,17 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jmp_lite import Policy, PolicyMap, autocast, explain, get_policy
+from jmp_lite import (
+    Policy,
+    PolicyMap,
+    autocast,
+    explain,
+    get_policy,
+    sums_in_float32,
+)
 
 HALF = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+DTYPES = {**HALF, "f32": jnp.float32}
 pytestmark = pytest.mark.one_of("half")
 SIZE = 32
 
@@ -228,3 +236,67 @@ def test_its_text_and_what_it_may_be():
     assert get_policy(str(found)) == found
     with pytest.raises(ValueError, match=r"Expected the reduce dtype None .* got bf16"):
         get_policy("c=bf16,r=bf16")
+
+
+# Casts by hand.
+
+
+def by_hand(name: str, half: str) -> Any:
+    """Return a program that casts its weights itself, some inside of control flow."""
+    dtype = DTYPES[half]
+
+    def layer(x, w):
+        return jnp.tanh(x.astype(dtype) @ w.astype(dtype))
+
+    def loss(ws, x):
+        ws = [w.astype(dtype) for w in ws]
+        for w in ws:
+            x = jnp.tanh(x.astype(dtype) @ w.T)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def loss_with_remat(ws, x):
+        for w in ws:
+            x = jax.checkpoint(layer)(x, w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def loss_with_scan(ws, x):
+        def step(x, w):
+            return layer(x, w).astype(jnp.float32), None
+
+        return jnp.mean(lax.scan(step, x, jnp.stack(ws))[0] ** 2)
+
+    def loss_with_vmap(ws, x):
+        x = jax.vmap(lambda x: layer(layer(x, ws[0]), ws[1]))(x.reshape(4, -1, SIZE))
+        x = lax.cond(x[0, 0, 0] > 0, layer, lambda x, w: -layer(x, w), x, ws[2])
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return {
+        "plain": loss,
+        "remat": loss_with_remat,
+        "scan": loss_with_scan,
+        "vmap": loss_with_vmap,
+    }[name]
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("name", ["plain", "remat", "scan", "vmap"])
+def test_casts_by_hand_have_the_same_by_one_helper(name, half):
+    fun, ws = by_hand(name, half), list(WS)
+    with_helper = sums_in_float32(fun, reduce_dtype="float32")
+    value, grads = jax.jit(jax.value_and_grad(with_helper))(ws, X)
+    # Compiled, XLA may leave out a cast to half and back.
+    same, plain = jax.value_and_grad(sums_in_float32(fun))(ws, X)
+    assert error(value, same) < 1e-3  # fusions differ
+    expected = jax.grad(by_hand(name, "f32"))(ws, X)
+    for grad, rounded, want in zip(grads, plain, expected, strict=True):
+        assert is_rounded(rounded, HALF[half]) and not is_rounded(grad, HALF[half])
+        assert error(grad, want) < 1.05 * error(rounded, want) < 0.03
+    products = jaxprs.products(jaxprs.trace(jax.grad(with_helper), ws, X))
+    assert all(map(jaxprs.is_half, products))
+    plain_products = jaxprs.products(jaxprs.trace(jax.grad(fun), ws, X))
+    assert len(products) == len(plain_products)
+
+
+def test_a_helper_takes_no_other_dtype():
+    with pytest.raises(ValueError, match="Expected the reduce dtype None"):
+        sums_in_float32(mlp, reduce_dtype="bfloat16")

@@ -421,26 +421,42 @@ def _check_bodies(plan: EqnPlan) -> EqnPlan:
 
 
 class AsWritten:
-    """Plans jaxprs as they are written: only how gradients are summed changes."""
+    """Plans jaxprs as they are written: only how gradients are summed changes.
+
+    Attributes:
+      is_rule: whether the jaxprs are rules for derivatives.
+      reduces_in_float32: whether gradients of float32 inputs that the program casts for
+        a matrix product are the product's accumulators.
+    """
 
     compute_dtype = np.dtype(np.float32)
 
-    def __init__(self, is_rule: bool = False):
-        self.is_rule = is_rule
+    def __init__(self, is_rule: bool = False, reduces_in_float32: bool = False):
+        self.is_rule, self.reduces_in_float32 = is_rule, reduces_in_float32
         self._plans: dict[Any, CastPlan] = {}
 
     def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:
         """Trace a function whose jaxpr this is to plan."""
         return trace(fun, *args, **options)
 
-    def plan(self, jaxpr: Any, consts: tuple[Any, ...]) -> CastPlan:
-        """Return the plan of an open jaxpr."""
-        key = id(jaxpr), tuple(map(id, consts))
+    def plan(
+        self, jaxpr: Any, consts: tuple[Any, ...], is_input: tuple[bool, ...]
+    ) -> CastPlan:
+        """Return the plan of an open jaxpr.
+
+        Args:
+          jaxpr: the jaxpr.
+          consts: the values of its constvars.
+          is_input: per input, whether it is one of the program, moved at most.
+        """
+        key = id(jaxpr), tuple(map(id, consts)), is_input
         if key not in self._plans:  # which keeps the jaxpr alive, and so its id
+            moved = {v for v, of in zip(jaxpr.invars, is_input, strict=True) if of}
+            moved = {v for v in (*moved, *jaxpr.constvars) if precision.is_f32(v)}
             self._plans[key] = CastPlan(
                 jaxpr=jaxpr,
                 consts=consts,
-                eqn_plans=tuple(map(self._plan_eqn, jaxpr.eqns)),
+                eqn_plans=tuple(self._plan_eqn(eqn, moved) for eqn in jaxpr.eqns),
                 half_in=(False,) * len(jaxpr.invars),
                 half_out=(False,) * len(jaxpr.outvars),
                 outs=(FLOAT32,) * len(jaxpr.outvars),
@@ -449,22 +465,37 @@ class AsWritten:
             )
         return self._plans[key]
 
-    def plan_closed(self, closed: Any, *options: Any, **more: Any) -> CastPlan:
+    def plan_closed(
+        self, closed: Any, *options: Any, direction: Direction = Direction.FORWARD
+    ) -> CastPlan:
         """Return the plan of a closed jaxpr."""
-        del options, more
-        return self.plan(compat.open_jaxpr(closed), compat.consts_of(closed))
+        del options
+        jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
+        is_input = direction is not Direction.RULE
+        return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
 
     def for_derivatives(self) -> "AsWritten":
         """Return what plans the rules for derivatives."""
         return AsWritten(is_rule=True)
 
-    def _plan_eqn(self, eqn: Any) -> EqnPlan:
+    def _plan_eqn(self, eqn: Any, moved: set[Any]) -> EqnPlan:
+        """Return the plan of an equation, and note in `moved` if it moves inputs."""
         subs = control_flow.sub_jaxprs(eqn) or ()
-        bodies = tuple(self.plan(sub.jaxpr, sub.consts) for sub in subs)
+        is_moved = [not compat.is_literal(v) and v in moved for v in eqn.invars]
+        bodies = tuple(
+            self.plan(sub.jaxpr, sub.consts, tuple(is_moved[i] for i in sub.operands))
+            for sub in subs
+        )
+        if any(is_moved) and rules.is_move_or_cast(eqn):
+            moved.update(eqn.outvars)
+        is_product = self.reduces_in_float32 and products.is_half_product(eqn)
+        of_inputs = tuple(is_moved[:2]) if is_product else ()
         return EqnPlan(
-            rules.UNCHANGED,
+            rules.CAST_BY_HAND if any(of_inputs) else rules.UNCHANGED,
             (False,) * len(eqn.invars),
             (False,) * len(eqn.outvars),
             bodies,
-            changes_no_body=not any(b.reads.of or b.has_bodies for b in bodies),
+            changes_no_body=not any(
+                b.reads.of or b.has_bodies or not b.changes_nothing for b in bodies
+            ),
         )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast.precision import IGNORED, Precision, is_f32, is_float
 from jmp_lite._src.jaxprs import binding, matmul_precision
 
@@ -89,6 +89,15 @@ def flops(eqn: Any) -> int:
         out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * math.prod(out) * math.prod(rhs) // max(out_features, 1)
     return 2 * math.prod(out) * lhs[-1]  # ragged: rows × columns × what is summed
+
+
+def is_half_product(eqn: Any) -> bool:
+    """Return whether an equation is a product of two half operands of one dtype."""
+    if eqn.primitive.name not in NAMES:
+        return False
+    lhs, rhs = (v.aval.dtype for v in eqn.invars[:2])
+    is_default = is_default_precision(eqn.params.get("precision"))
+    return is_default and lhs == rhs and dtypes.is_half(lhs)
 
 
 def count(eqn: Any) -> int:

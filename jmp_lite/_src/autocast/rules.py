@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 
-from jmp_lite._src import fp8
+from jmp_lite._src import dtypes, fp8
 from jmp_lite._src.autocast import accumulators, patterns, precision, products
 from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
 from jmp_lite._src.autocast.precision import (
@@ -212,6 +212,20 @@ class _Accumulated(_Half):
     def run(self, eqn, plan, values):
         operands = values.read(eqn.invars, plan.half_in)
         return [accumulators.run(eqn, operands, values.half_dtype, plan.half_out[0])]
+
+
+class _CastByHand(Rule):
+    """Matrix products in half of inputs that the program casts itself."""
+
+    name, is_product, keeps_inputs = "unchanged", True, True
+
+    def run(self, eqn, plan, values):
+        half = eqn.invars[0].aval.dtype
+        is_half = dtypes.is_half(eqn.outvars[0].aval.dtype)
+        operands = values.read(eqn.invars, plan.half_in)
+        for i, var in enumerate(eqn.invars[:2]):
+            operands[i] = values.before_cast(var, operands[i])
+        return [accumulators.run(eqn, operands, half, is_half)]
 
 
 class Fp8(_Accumulated):
@@ -421,7 +435,7 @@ class _Softmax(Rule):
 
 
 UNCHANGED, FLOAT32_RULE, PRODUCT = Rule(), _Float32(), _Half()
-ACCUMULATED = _Accumulated()
+ACCUMULATED, CAST_BY_HAND = _Accumulated(), _CastByHand()
 FP8, FP8_BACKWARD = Fp8(fp8.FORWARD), Fp8(fp8.GRADIENT)
 PROMOTE, PASSTHROUGH = _Promote(), _PassThrough()
 SUB_JAXPRS, SOFTMAX = _SubJaxprs(), _Softmax()
@@ -524,6 +538,13 @@ def is_retyping(eqn: Any) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return False
     return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
+
+
+def is_move_or_cast(eqn: Any) -> bool:
+    """Return whether an equation only moves numbers, or casts them to half."""
+    if eqn.primitive.name == "convert_element_type":
+        return dtypes.is_half(eqn.params["new_dtype"])
+    return casts_before(eqn)
 
 
 def is_square(eqn: Any) -> bool:

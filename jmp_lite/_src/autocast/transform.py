@@ -24,7 +24,7 @@ from jmp_lite._src.autocast.regions import Regions, policies_of
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
-from jmp_lite._src.policy import Policy, PolicyMap, get_policy
+from jmp_lite._src.policy import Policy, PolicyMap, check_reduce_dtype, get_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -182,7 +182,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
+def sums_in_float32(fun: Callable[P, R], reduce_dtype: Any = None) -> Callable[P, R]:
     """Return a function of the same values whose gradients are summed in float32.
 
     Use it for code that casts to half precision by hand or with
@@ -194,12 +194,16 @@ def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
 
     Args:
       fun: any JAX function of arrays that computes in half precision somewhere.
+      reduce_dtype: as in `Policy`. float32: where a float32 argument is cast for a
+        matrix product, its gradient is the product's accumulator. None: it is rounded
+        to half.
 
     Returns:
       A function of the same signature.
 
     Raises:
       TypeError: `fun` is not callable or is an nnx module.
+      ValueError: another reduce dtype.
 
     Warns:
       UserWarning: `fun` needs concrete values (an `if` on an array), which `grad` has
@@ -213,6 +217,7 @@ def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
       (Array([0.25], dtype=float32), Array([1.], dtype=float32))
     """
     _check_function(fun, "sums_in_float32")
+    reduces_in_float32 = check_reduce_dtype(reduce_dtype) is not None
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
@@ -233,7 +238,7 @@ def sums_in_float32(fun: Callable[P, R]) -> Callable[P, R]:
                 stacklevel=2,
             )
             return out
-        as_written = AsWritten()
+        as_written = AsWritten(reduces_in_float32=reduces_in_float32)
         plan = as_written.plan_closed(traced.closed)
         outs = Rewriter(as_written).run(plan, plan.half_out, *traced.args)
         return traced.restore(outs)

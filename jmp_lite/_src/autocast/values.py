@@ -216,6 +216,18 @@ class Values:
             )
         return self._cast[var]
 
+    def before_cast(self, var: Any, value: Any) -> Any:
+        """Return the float32 value that was cast to a half one, which is the default.
+
+        Args:
+          var: the variable.
+          value: its value, if it is not known from what it was cast.
+        """
+        is_known = not compat.is_literal(var) and (
+            var in self._cast or var in self._moved_by
+        )
+        return self.in_f32(var) if is_known else value
+
     def cast_to_half(self, values: Sequence[Any], half: Sequence[bool]) -> list[Any]:
         """Return new values, cast where `half` says so."""
         return [
