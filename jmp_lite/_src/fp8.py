@@ -8,6 +8,7 @@ tensors: half the memory of bfloat16.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,11 @@ _SIZE = {jnp.dtype(FORWARD): 2.0**8, jnp.dtype(GRADIENT): 2.0**15}
 # The least magnitude that a scale maps to the largest fp8 number, so that a tensor of
 # zeros has a scale, which is a normal float32.
 _FLOOR = 2.0**-100
+
+# Products with a smaller dimension gain nothing from fp8.
+MIN_SIZE = 256
+# XLA's fp8 products need sizes that are multiples of this.
+TILE = 16
 
 Dimensions = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -122,6 +128,90 @@ def dot_general(
     b = jnp.transpose(rhs, of_rhs.order).reshape(of_rhs.matrix)
     out = _product(a, b, formats=(lhs_dtype, FORWARD))
     return out.reshape(of_lhs.batch + of_lhs.free + of_rhs.free).astype(dtype)
+
+
+def large_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Dimensions,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """Return a product in fp8 if it gains from it, else one in the dtype of `lhs`.
+
+    A layer of Flax takes it as its `dot_general`.
+
+    Args:
+      lhs: inputs in the compute dtype, floating.
+      rhs: weights. In fp8, the gradient of float32 weights is float32, from the
+        accumulator.
+      dimension_numbers: as for `lax.dot_general`.
+      precision: with any but the default, the product is not in fp8.
+      preferred_element_type: the dtype of the result; by default that of `lhs`.
+      out_sharding: with one, the product is not in fp8.
+    """
+    given = (dimension_numbers, precision, out_sharding)
+    is_float = jnp.issubdtype(rhs.dtype, jnp.floating)
+    if is_float and not why_not(jax.typeof(lhs), jax.typeof(rhs), *given):
+        dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
+        return dot_general(lhs, rhs, dimension_numbers, dtype)
+    return lax.dot_general(
+        lhs,
+        rhs.astype(lhs.dtype),
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        out_sharding=out_sharding,
+    )
+
+
+def why_not(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Dimensions,
+    precision: Any = None,
+    out_sharding: Any = None,
+    min_size: int = MIN_SIZE,
+) -> str:
+    """Return why a product is not put in fp8, or "" if it is.
+
+    Args:
+      lhs: the abstract value of the operand.
+      rhs: likewise.
+      dimension_numbers: as for `lax.dot_general`.
+      precision: that of the product.
+      out_sharding: that of the product.
+      min_size: the least size of each dimension.
+    """
+    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    if len(lhs_batch):
+        return "batch dimensions"
+    if not _is_default(precision):
+        return "a precision that the model chose"
+    # Merged dimensions have no such sharding, nor has the gradient.
+    if out_sharding or any(lhs.sharding.spec) or any(rhs.sharding.spec):
+        return "an explicit sharding"
+    *_, m, k = _Dimensions(lhs.shape, lhs_batch, lhs_summed).matrix
+    *_, n, _ = _Dimensions(rhs.shape, rhs_batch, rhs_summed).matrix
+    return why_not_sizes((m, n, k), min_size)
+
+
+def why_not_sizes(sizes: Sequence[int], min_size: int = MIN_SIZE) -> str:
+    """Return why a product with these dimensions is not put in fp8, or ""."""
+    if min(sizes) < min_size:
+        return f"a dimension of {min(sizes)}, smaller than {min_size}"
+    odd = [size for size in sizes if size % TILE]
+    return f"a dimension of {odd[0]}, no multiple of {TILE}" if odd else ""
+
+
+def warn_if_slow() -> None:
+    """Warn if matrix products in fp8 are slow on this device.
+
+    All callers warn from this line, so that Python shows the warning once.
+    """
+    if slow := dtypes.slow_fp8_reason():
+        warnings.warn(f"Matrix products in fp8: {slow}.", stacklevel=1)
 
 
 class _Dimensions:
@@ -359,8 +449,7 @@ def _check(lhs: Any, rhs: Any, precision: Any, options: dict[str, Any]) -> None:
                 f"{name} of {dtype}. It computes the scales itself: pass the array "
                 "before it is rounded to fp8."
             )
-    pair = precision if isinstance(precision, tuple) else (precision,)
-    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in pair):
+    if not _is_default(precision):
         raise ValueError(
             f"fp8_dot_general has one precision, got precision={precision!r}: leave it "
             "out, or use lax.dot_general for this product."
@@ -371,3 +460,8 @@ def _check(lhs: Any, rhs: Any, precision: Any, options: dict[str, Any]) -> None:
             f"fp8_dot_general does not support {sorted(options)}: got {options}. Use "
             "jax.lax.with_sharding_constraint on its result."
         )
+
+
+def _is_default(precision: Any) -> bool:
+    pair = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, "default", lax.Precision.DEFAULT) for p in pair)

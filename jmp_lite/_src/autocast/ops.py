@@ -24,8 +24,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat
-from jmp_lite._src.autocast import products
+from jmp_lite._src import compat, fp8
 
 OpClass = Literal["half", "float32", "promote", "passthrough", "unchanged"]
 CLASSES = get_args(OpClass)
@@ -99,7 +98,7 @@ class OpRules:
 
     classes: Any
     half_results: bool = True
-    fp8_min_size: int = products.FP8_MIN_SIZE
+    fp8_min_size: int = fp8.MIN_SIZE
 
     def __post_init__(self):
         pairs = dict(self.classes)

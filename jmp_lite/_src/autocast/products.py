@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast.precision import IGNORED, Precision, is_f32, is_float
 from jmp_lite._src.jaxprs import binding, matmul_precision
 
@@ -131,12 +131,6 @@ def is_default_precision(precision: Any) -> bool:
     return precision is None or precision == jax.lax.Precision.DEFAULT
 
 
-# XLA's fp8 products need sizes that are multiples of this.
-FP8_TILE = 16
-# Smaller products gain little from fp8.
-FP8_MIN_SIZE = 256
-
-
 def why_not_fp8(eqn: Any, min_size: int) -> str:
     """Return why a product does not run in fp8 where the policy has it, or "".
 
@@ -147,22 +141,14 @@ def why_not_fp8(eqn: Any, min_size: int) -> str:
     if eqn.primitive.name != "dot_general":
         is_ragged = eqn.primitive.name.startswith("ragged")
         return "a ragged product" if is_ragged else "a convolution"
-    _, (batch, _) = eqn.params["dimension_numbers"]
-    if batch:
-        return "batch dimensions"
-    # Merged dimensions have no such sharding, nor has the gradient.
-    if eqn.params.get("out_sharding") or any(map(_is_explicit, eqn.invars)):
-        return "an explicit sharding"
-    sizes = dimensions(eqn)
-    if min(sizes) < min_size:
-        return f"a dimension of {min(sizes)}, smaller than {min_size}"
-    odd = [size for size in sizes if size % FP8_TILE]
-    return f"a dimension of {odd[0]}, no multiple of {FP8_TILE}" if odd else ""
-
-
-def _is_explicit(var: Any) -> bool:
-    """Return whether the sharding of a variable is part of its type."""
-    return any(var.aval.sharding.spec)
+    lhs, rhs = (v.aval for v in eqn.invars)
+    return fp8.why_not(
+        lhs,
+        rhs,
+        eqn.params["dimension_numbers"],
+        out_sharding=eqn.params.get("out_sharding"),
+        min_size=min_size,
+    )
 
 
 def why_not_half(eqn: Any, ins: Sequence[Precision], is_filled_in: bool) -> str:

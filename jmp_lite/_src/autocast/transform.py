@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, dtypes, trees
+from jmp_lite._src import compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.ops import OpRules, resolve_rules
@@ -135,9 +135,8 @@ def autocast(
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         if rules.lowers_anything and (text := planned.what_is_missing()):
             warnings.warn(f"autocast {text}", stacklevel=2)
-        elif planned.analyzer.regions.any_fp8 and (slow := dtypes.slow_fp8_reason()):
-            # From one line of code, so that Python shows it once.
-            warnings.warn(f"Matrix products in fp8: {slow}.", stacklevel=1)
+        elif planned.analyzer.regions.any_fp8:
+            fp8.warn_if_slow()
         with jax.named_scope(name_scopes.AUTOCAST):
             return planned.run()
 
@@ -145,7 +144,7 @@ def autocast(
 
 
 # What JAX raises if Python code needs the value of a traced array.
-_NEEDS_VALUES = (
+NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
@@ -225,7 +224,7 @@ def sums_in_float32(fun: Callable[P, R], reduce_dtype: Any = None) -> Callable[P
             return fun(*args, **kwargs)
         try:
             traced = trace(fun, args, kwargs)
-        except _NEEDS_VALUES:
+        except NEEDS_VALUES:
             traced = None
         if traced is None:
             # Under jit, this raises JAX' error for the caller's own function. Outside

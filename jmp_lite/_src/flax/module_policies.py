@@ -48,6 +48,11 @@ class ModulePolicy:
         return self.policy.compute_dtype if kept is None else kept
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether large matrix products of the module are in fp8."""
+        return self.kept_dtype is None and self.policy.matmul_dtype == "fp8"
+
+    @property
     def is_kept_from_half(self) -> bool:
         """Whether the author's `dtype` keeps the module out of half precision."""
         return dtypes.is_half(jnp.dtype(self.policy.compute_dtype)) and not (
@@ -123,6 +128,13 @@ class ModulePolicies:
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "classes", classes)
 
+    @property
+    def any_fp8(self) -> bool:
+        """Whether some policy has matrix products in fp8."""
+        policies = [self.policy.default, *(p for _, p in self.policy.rules)]
+        policies += [policy for _, policy in self.classes]
+        return any(policy.matmul_dtype == "fp8" for policy in policies)
+
     def resolve(
         self, modules: Mapping[str, type], own_dtypes: Mapping[str, Any] | None = None
     ) -> dict[str, ModulePolicy]:
@@ -178,6 +190,11 @@ class ModulePolicies:
 
 def _is_class(pair: Any) -> bool:
     return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)
+
+
+def any_fp8(resolved: Mapping[str, ModulePolicy]) -> bool:
+    """Return whether the policy of some module has matrix products in fp8."""
+    return any(module.policy.matmul_dtype == "fp8" for module in resolved.values())
 
 
 def kept_from_half(resolved: Mapping[str, ModulePolicy]) -> list[str]:
@@ -273,7 +290,7 @@ class ModuleDtypes:
       path: its path, `""` for the model itself.
       module: the name of its class.
       params: dtypes that its own parameters are stored in; empty if it has none.
-      compute: the dtype that it computes in.
+      compute: the dtype that it computes in, and whether matrix products are in fp8.
       output: dtypes of its floating outputs.
       why: what decided: a pattern, a class, the enclosing module, or its own `dtype`.
     """
@@ -335,6 +352,7 @@ def explain(
     resolved: Mapping[str, ModulePolicy],
     params: Any,
     outputs: Mapping[str, Iterable[str]],
+    in_fp8: Container[str] = (),
 ) -> Explanation:
     """Return the dtypes of each module.
 
@@ -343,6 +361,7 @@ def explain(
       resolved: the policy of each module.
       params: the parameters, with key paths that start with module paths.
       outputs: path to the names of output dtypes, where they are known.
+      in_fp8: paths of the modules with matrix products in fp8.
     """
     owned = params_by_module(params, modules)
     rows = [
@@ -350,7 +369,8 @@ def explain(
             path=path,
             module=cls.__name__,
             params=_dtype_names(owned.get(path, ())),
-            compute=dtypes.dtype_name(resolved[path].compute_dtype),
+            compute=dtypes.dtype_name(resolved[path].compute_dtype)
+            + (", products in fp8" if path in in_fp8 else ""),
             output=tuple(outputs.get(path, ())),
             why=resolved[path].why(path),
         )

@@ -173,6 +173,14 @@ def test_what_nn_jit_has_traced_is_not_taken_for_another_policy():
     assert products(Jitted(), X) == {("float32",) * 3}
 
 
+def test_nor_where_nn_jit_is_the_model_itself():
+    for policy in ("mixed_bfloat16", PolicyMap("mixed_bfloat16", {"Dense_0": "full"})):
+        model = with_policy(JitBlock(), policy)
+        dtype = "bfloat16" if isinstance(policy, str) else "float32"
+        for _ in range(2):  # also where the first trace of an abstract run is there
+            assert products(model, X) == {(dtype,) * 3}
+
+
 # Collections, streams, transformations.
 
 

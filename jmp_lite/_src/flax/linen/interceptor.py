@@ -9,10 +9,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict
+from flax.linen.dtypes import promote_dtype
+from jax import lax
 
-from jmp_lite._src import compat, dtypes, trees
-from jmp_lite._src.autocast import products
-from jmp_lite._src.flax import attention, module_policies
+from jmp_lite._src import dtypes, fp8, trees
+from jmp_lite._src.flax import attention, module_policies, products
 from jmp_lite._src.flax.module_policies import (
     Explanation,
     ModulePolicies,
@@ -38,15 +39,16 @@ class PolicyInterceptor:
         self.policies = policies
         self.modules: dict[str, type] = {}
         self.resolved: dict[str, ModulePolicy] = {}
-        # flax's nn.jit reuses a trace of a module if shapes and flags are equal. The
-        # flag keeps it from reusing one that was made under other policies.
-        self._flag = uuid.uuid4().hex if always_trace else hash(policies)
+        self._run_flag = uuid.uuid4().hex if always_trace else hash(policies)
+        self._flag: Any = None  # that of the run in progress
         self._own_dtypes: dict[str, Any] = {}
         self._outputs: dict[str, tuple[str, ...]] = {}
         # Modules whose parameters `cast` has cast.
         self._cast_owners: set[str] = set()
         # Layers whose parameters a WeightNorm or SpectralNorm around them replaces.
         self._normalised: set[str] = set()
+        # Layers that can multiply in fp8: why each product is not in fp8, or "".
+        self._why_not_fp8: dict[str, list[str]] = {}
         self._active: list[str] = []
 
     def collect(self, fun: Callable[..., Any], *args: Any) -> None:
@@ -55,17 +57,21 @@ class PolicyInterceptor:
         Raises:
           ValueError: a pattern or class of the policies matches no module.
         """
-        flag = uuid.uuid4().hex
 
         def record(next_fun, args, kwargs, context):
             module = context.module
-            self._record(module, flag)
-            with _set_fields(module, _cache_dtype(module)):
+            path, fields = self._record(module), _cache_dtype(module)
+            # A scope that is shared belongs to the outer module: so do the parameters.
+            is_owner = type(module) is self.modules[path]
+            if self.policies.any_fp8 and is_owner and _takes_fp8(module):
+                fields["dot_general"] = self._dot_general_of(path)
+            with _set_fields(module, fields):
                 out = next_fun(*args, **kwargs)
             if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
                 self._normalised.add(_path(module.layer_instance))
             return out
 
+        self._flag = uuid.uuid4().hex
         # Nothing is cast yet: half-precision parameters or inputs may meet float32.
         with nn.intercept_methods(record), jax.numpy_dtype_promotion("standard"):
             jax.eval_shape(lambda *args: drop_output(fun(*args)), *args)
@@ -105,14 +111,37 @@ class PolicyInterceptor:
 
     def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function with each module's inputs and outputs in its dtypes."""
+        self._flag = self._run_flag
         with nn.intercept_methods(self._intercept):
             return fun(*args, **kwargs)
+
+    def flagged(self, method: Any = None) -> Any:
+        """Return a method of a model that flags the model's scope with the run.
+
+        flax's `nn.jit` reuses a trace of a module if shapes and flags are equal. The
+        flag keeps it from reusing one that was made under other policies.
+
+        Args:
+          method: as for `apply`: a method, its name, or None for `__call__`.
+        """
+        name = "__call__" if method is None else method
+        if not isinstance(name, str) and not callable(name):
+            return method  # for which flax raises an error
+
+        def call(module, *args, **kwargs):
+            scope = module.scope
+            scope.flags = FrozenDict({**scope.flags, "policies": self._flag})
+            if isinstance(name, str):
+                return getattr(module, name)(*args, **kwargs)
+            return getattr(name, "__func__", name)(module, *args, **kwargs)
+
+        return call
 
     def explain(self, variables: Any) -> Explanation:
         """Return the dtypes of each module in the last call."""
         params = variables.get("params", {})
         return module_policies.explain(
-            self.modules, self.resolved, params, self._outputs
+            self.modules, self.resolved, params, self._outputs, self.in_fp8
         )
 
     def count_missed_products(self, fun: Callable[..., Any], cast: Any) -> int:
@@ -127,25 +156,57 @@ class PolicyInterceptor:
         """
         if not self.kept_from_half or any(map(self._multiplies_in_half, self.modules)):
             return 0  # the usual case, without another trace
-        found = _products(
-            jax.make_jaxpr(lambda variables: drop_output(self(fun, variables)))(cast)
-        )
+        found = products.find(self._trace(fun, cast))
         operands = [v.aval.dtype for eqn in found for v in eqn.invars[:2]]
         return 0 if any(map(dtypes.is_half, operands)) else len(found)
+
+    def why_none_in_fp8(
+        self, fun: Callable[..., Any], cast: Any
+    ) -> dict[str, int] | None:
+        """Return why no product of a call is in fp8, None if one is.
+
+        Args:
+          fun: the call, as a function of the variables.
+          cast: the variables, as `cast` returns them.
+        """
+        if self.in_fp8:
+            return None  # the usual case, without another trace
+        return products.why_none_in_fp8(self._trace(fun, cast))
+
+    @property
+    def in_fp8(self) -> list[str]:
+        """Paths of the layers with a matrix product in fp8."""
+        return [
+            path
+            for path, reasons in self._why_not_fp8.items()
+            if self.resolved[path].is_fp8 and "" in reasons
+        ]
 
     @property
     def kept_from_half(self) -> list[str]:
         """Paths of the modules that their author's `dtype` keeps out of half."""
         return module_policies.kept_from_half(self.resolved)
 
-    def _record(self, module: nn.Module, flag: Any) -> str:
+    def _trace(self, fun: Callable[..., Any], cast: Any) -> Any:
+        return jax.make_jaxpr(lambda variables: drop_output(self(fun, variables)))(cast)
+
+    def _dot_general_of(self, path: str) -> Callable[..., jax.Array]:
+        """Return a `lax.dot_general` that notes why each product is not in fp8."""
+        reasons = self._why_not_fp8.setdefault(path, [])
+
+        def dot_general(lhs, rhs, dimension_numbers, precision=None, **options):
+            avals = jax.typeof(lhs), jax.typeof(rhs)
+            reasons.append(fp8.why_not(*avals, dimension_numbers, precision))
+            return lax.dot_general(lhs, rhs, dimension_numbers, precision, **options)
+
+        return dot_general
+
+    def _record(self, module: nn.Module) -> str:
         """Add a module to those found; return its path."""
         path = _path(module)
         if path not in self.modules:
             self.modules[path] = type(module)
             self._own_dtypes[path] = module_policies.own_dtype(module)
-        if not path and module.scope is not None:
-            module.scope.flags = FrozenDict({**module.scope.flags, "policies": flag})
         return path
 
     def _resolve(self) -> None:
@@ -164,11 +225,13 @@ class PolicyInterceptor:
         is_norm = issubclass(self.modules[path], _NORMS)
         if self.resolved[path].kept_dtype is not None or is_norm:
             return True
+        if self.resolved[path].is_fp8 and path in self._why_not_fp8:
+            return True  # by `_keep_kernel`
         return any(f"{path}/".startswith(f"{outer}/") for outer in self._normalised)
 
     def _intercept(self, next_fun, args, kwargs, context):
         module = context.module
-        path = self._record(module, self._flag)
+        path = self._record(module)
         if path not in self.resolved:  # nn.jit did not call it in the abstract run
             self._resolve()
         # A method that the module itself calls is part of the call in progress.
@@ -183,6 +246,9 @@ class PolicyInterceptor:
                 fields["dtype"] = policy.compute_dtype
             if not is_layer and (is_rule_start or path in self._cast_owners):
                 args, kwargs = policy.cast_to_compute((args, kwargs))
+        if resolved.is_fp8 and _takes_fp8(module):
+            fields["dot_general"] = fp8.large_dot_general
+            fields["promote_dtype"] = _keep_kernel
         in_float32 = attention.softmax_in_float32(getattr(module, "attention_fn", None))
         if in_float32 is not None:
             fields["attention_fn"] = in_float32
@@ -220,17 +286,6 @@ def drop_output(out: Any) -> None:
     del out
 
 
-def _products(jaxpr: Any) -> list[Any]:
-    """Return the matrix products and convolutions of a jaxpr, at any depth."""
-    found = []
-    for eqn in compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name in products.NAMES:
-            found.append(eqn)
-        for body in compat.jaxprs_of(eqn):
-            found += _products(body)
-    return found
-
-
 def _path(module: nn.Module) -> str:
     return "/".join(module.path)
 
@@ -247,6 +302,22 @@ def _is_flax_layer(cls: type) -> bool:
 def _has_field(module: nn.Module) -> bool:
     """Return whether `dtype` is a field of a module: a property cannot be set."""
     return "dtype" in getattr(type(module), "__dataclass_fields__", ())
+
+
+def _takes_fp8(module: nn.Module) -> bool:
+    """Return whether a layer multiplies by a `dot_general` that its author left."""
+    return (
+        _is_flax_layer(type(module))
+        and getattr(module, "dot_general", ...) is None
+        and getattr(module, "dot_general_cls", None) is None
+        and getattr(module, "promote_dtype", None) is promote_dtype
+    )
+
+
+def _keep_kernel(inputs: Any, kernel: Any, bias: Any, *, dtype: Any) -> Any:
+    """Cast all but the kernel, so that its gradient is the accumulator of a product."""
+    inputs, bias = promote_dtype(inputs, bias, dtype=dtype)
+    return inputs, kernel, bias
 
 
 def _cache_dtype(module: nn.Module) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_lite._src import trees
+from jmp_lite._src import fp8, trees
 from jmp_lite._src.autocast.transform import sums_in_float32
+from jmp_lite._src.flax import module_policies, products
 from jmp_lite._src.flax.linen.interceptor import PolicyInterceptor, drop_output
 from jmp_lite._src.flax.module_policies import (
     Explanation,
@@ -41,6 +42,9 @@ def with_policy(
     - A layer of flax computes in the compute dtype of its policy, as its field `dtype`
       does. Statistics, scales and biases of norms stay float32, and so does the softmax
       of attention.
+    - If the policy has fp8, the large products of layers that take a `dot_general`
+      (`Dense`, `DenseGeneral`, and those made of them) have fp8 operands; all others
+      stay in the compute dtype.
     - Any other module with parameters gets these, and its floating inputs, in the
       compute dtype.
     - A module that a rule matches gets its floating inputs in the compute dtype, and
@@ -118,17 +122,21 @@ class PolicyModule:
         Gradients for parameters have the dtype of the parameters, and are summed in
         float32 where the model broadcasts, gathers or repeats half values. Warns if the
         compute dtype of the default policy is half, but no matrix product runs in it
-        because the author of the model set a `dtype` on its modules.
+        because the author of the model set a `dtype` on its modules; if the policy has
+        fp8, but no matrix product is in it; and if fp8 is slow on this device.
 
         Raises:
           ValueError: a pattern or class of the policies matches no module.
         """
         run = PolicyInterceptor(self.policies)
+        kwargs["method"] = run.flagged(kwargs.get("method"))
         run.collect(lambda: self.module.apply(variables, *args, **kwargs))
         cast = run.cast(variables)
-        missed = run.count_missed_products(
-            lambda variables: self.module.apply(variables, *args, **kwargs), cast
-        )
+
+        def of_variables(variables):
+            return self.module.apply(variables, *args, **kwargs)
+
+        missed = run.count_missed_products(of_variables, cast)
         if missed:
             text = no_half_message(
                 f"the {missed} matrix products of {type(self.module).__name__}",
@@ -137,6 +145,13 @@ class PolicyModule:
                 "`model.clone(dtype=None)`, or in its config",
             )
             warnings.warn(text, stacklevel=2)
+        elif module_policies.any_fp8(run.resolved):
+            reasons = run.why_none_in_fp8(of_variables, cast)
+            if reasons is None:
+                fp8.warn_if_slow()
+            else:
+                text = products.no_fp8_message(type(self.module).__name__, reasons)
+                warnings.warn(text, stacklevel=2)
 
         def call(variables, args, kwargs):
             cast = run.cast(variables)
@@ -163,6 +178,7 @@ class PolicyModule:
           ValueError: a pattern or class of the policies matches no module.
         """
         run = PolicyInterceptor(self.policies, always_trace=True)
+        kwargs["method"] = run.flagged(kwargs.get("method"))
         run.collect(lambda v: self.module.apply(v, *args, **kwargs), variables)
         cast = jax.eval_shape(run.cast, variables)
         jax.eval_shape(
@@ -172,7 +188,8 @@ class PolicyModule:
 
     def _init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = PolicyInterceptor(self.policies)
-        run.collect(lambda: init(*args, **kwargs))
+        method = run.flagged(kwargs.get("method"))
+        run.collect(lambda: init(*args, **{**kwargs, "method": method}))
         return run.cast(init(*args, **kwargs), role="param_dtype")
 
 

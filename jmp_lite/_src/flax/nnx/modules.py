@@ -9,8 +9,10 @@ Limits:
   the dtype of its logits.
 """
 
+import collections
 import dataclasses
 import itertools
+import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,10 +21,11 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
+from jax import lax
 
-from jmp_lite._src import dtypes, trees
-from jmp_lite._src.autocast.transform import sums_in_float32
-from jmp_lite._src.flax import attention, module_policies
+from jmp_lite._src import dtypes, fp8, trees
+from jmp_lite._src.autocast.transform import NEEDS_VALUES, sums_in_float32
+from jmp_lite._src.flax import attention, module_policies, products
 from jmp_lite._src.flax.module_policies import (
     Explanation,
     ModulePolicies,
@@ -30,6 +33,7 @@ from jmp_lite._src.flax.module_policies import (
     cast_params,
     params_by_module,
 )
+from jmp_lite._src.jaxprs.tracing import trace
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
@@ -44,13 +48,15 @@ def with_policy(
     - A layer of flax computes in the compute dtype of its policy, as its attribute
       `dtype` does. Statistics, scales and biases of norms stay float32, and so does the
       softmax of attention.
+    - If the policy has fp8, the large products of `Linear` and `LinearGeneral` have fp8
+      operands; all others stay in the compute dtype.
     - Any other module gets its parameters in the compute dtype.
     - The outputs of the model have the output dtype of the default.
 
     The default policy does not override a `dtype` that the author of the model set on a
     module. A rule does, in the module that it matches and in all modules inside. Warns
     if the compute dtype of the default policy is half, but no layer runs in it for that
-    reason.
+    reason; and if the policy has fp8, but no product of the model can be in it.
 
     Args:
       model: an nnx module; it is not changed.
@@ -91,6 +97,8 @@ def with_policy(
     for path, module in modules.items():
         _set_dtypes(module, resolved[path])
     text = _no_half_message(model, modules, resolved)
+    if text is None and module_policies.any_fp8(resolved):
+        text = _no_fp8_message(model, modules, resolved)
     if text is not None:
         warnings.warn(text, stacklevel=2)
     return PolicyModule(model, policies, own_dtypes)
@@ -113,7 +121,11 @@ class PolicyModule(nnx.Module):
         self.own_dtypes = tuple(sorted(own_dtypes.items()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the model, in the output dtype of the default policy."""
+        """Return the output of the model, in the output dtype of the default policy.
+
+        Warns if the model has layers in fp8, but no product of this call is large
+        enough; and if fp8 is slow on this device.
+        """
         modules = _modules(self.model)
         resolved = self.policies.resolve(_classes(modules))
         owners = params_by_module(nnx.state(self.model, nnx.Param), modules)
@@ -124,7 +136,8 @@ class PolicyModule(nnx.Module):
                 inputs = resolved[""].policy.cast_to_compute(inputs)
             return cast_params(params, resolved, "compute_dtype", cast_owners), inputs
 
-        out = self._call_copy(cast, args, kwargs)
+        any_fp8 = any(map(_is_in_fp8, modules.values()))
+        out = self._call_copy(cast, args, kwargs, any_fp8)
         return resolved[""].policy.cast_to_output(out)
 
     def explain(self) -> Explanation:
@@ -141,9 +154,13 @@ class PolicyModule(nnx.Module):
         }
         outputs[""] = (dtypes.dtype_name(resolved[""].policy.output_dtype),)
         params = nnx.state(self.model, nnx.Param)
-        return module_policies.explain(_classes(modules), resolved, params, outputs)
+        in_fp8 = [path for path, module in modules.items() if _is_in_fp8(module)]
+        classes = _classes(modules)
+        return module_policies.explain(classes, resolved, params, outputs, in_fp8)
 
-    def _call_copy(self, cast: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_copy(
+        self, cast: Callable[..., Any], args: Any, kwargs: Any, any_fp8: bool
+    ) -> Any:
         """Call a copy with parameters and inputs cast; copy its state changes back."""
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         is_node = list(map(_is_node, leaves))
@@ -177,6 +194,12 @@ class PolicyModule(nnx.Module):
                     changed[path] = trees.cast_like(changed[path], param)
             return out, nnx.from_flat_state(changed)
 
+        if any_fp8:
+            text = _no_fp8_in_call(self.model, call, params, other_state, inputs)
+            if text is None:
+                fp8.warn_if_slow()
+            else:
+                warnings.warn(text, stacklevel=3)
         call.__name__ = type(self.model).__name__  # for error messages
         out, changed = sums_in_float32(call)(params, other_state, inputs)
         nnx.update((self.model, nodes), changed)
@@ -243,13 +266,18 @@ def _has_dtype(module: nnx.Module) -> bool:
 
 
 def _set_dtypes(module: Any, of: ModulePolicy) -> None:
-    """Set the dtypes of a flax layer; other modules are left alone."""
+    """Set dtypes and products of a flax layer; other modules are left alone."""
     cls = type(module)
     is_overridden = of.own_dtype is not None and of.rule is not None
     is_free = getattr(module, "dtype", None) is None or issubclass(cls, nnx.Embed)
     if _has_dtype(module) and (is_overridden or (of.own_dtype is None and is_free)):
         is_weight_norm = issubclass(cls, _WEIGHT_NORMS)
         module.dtype = None if is_weight_norm else of.policy.compute_dtype
+    if of.is_fp8 and not _why_not_fp8(module):
+        module.dot_general = fp8.large_dot_general
+        module.promote_dtype = _keep_kernel
+    elif of.kept_dtype is None and _is_in_fp8(module):  # by another `with_policy`
+        module.dot_general, module.promote_dtype = lax.dot_general, promote_dtype
     if is_overridden and issubclass(cls, nnx.SimpleCell):
         module.activation_fn = _InFloat32(module.activation_fn)
     if issubclass(cls, _NORMS) and module.promote_dtype is promote_dtype:
@@ -257,6 +285,67 @@ def _set_dtypes(module: Any, of: ModulePolicy) -> None:
     in_float32 = attention.softmax_in_float32(getattr(module, "attention_fn", None))
     if in_float32 is not None:
         module.attention_fn = in_float32
+
+
+def _is_in_fp8(module: Any) -> bool:
+    """Return whether the large products of a module are in fp8."""
+    return getattr(module, "dot_general", None) is fp8.large_dot_general
+
+
+def _why_not_fp8(module: Any) -> str:
+    """Return why no product of a module can be in fp8, or ""."""
+    if isinstance(module, nnx.Linear):
+        sizes = module.in_features, module.out_features
+    elif isinstance(module, nnx.LinearGeneral):
+        sizes = math.prod(module.in_features), math.prod(module.out_features)
+    else:
+        return "without a dot_general"
+    if _is_in_fp8(module):
+        return ""
+    if (
+        module.dot_general not in (None, lax.dot_general)
+        or getattr(module, "dot_general_cls", None) is not None
+        or module.promote_dtype is not promote_dtype
+    ):
+        return "with a dot_general or promote_dtype of its author"
+    return fp8.why_not_sizes(sizes)
+
+
+def _keep_kernel(arrays: tuple[Any, ...], /, *, dtype: Any) -> tuple[Any, ...]:
+    """Cast all but the kernel, so that its gradient is the accumulator of a product."""
+    inputs, kernel, bias = arrays
+    inputs, bias = promote_dtype((inputs, bias), dtype=dtype)
+    return inputs, kernel, bias
+
+
+def _no_fp8_message(
+    model: nnx.Module,
+    modules: Mapping[str, Any],
+    resolved: Mapping[str, ModulePolicy],
+) -> str | None:
+    """Return the warning that no product can be in fp8, None if one can."""
+    if any(map(_is_in_fp8, modules.values())):
+        return None
+    reasons = collections.Counter()
+    for path in params_by_module(nnx.state(model, nnx.Param), modules):
+        of, cls = resolved[path], type(modules[path])
+        if of.is_fp8:
+            reasons[f"{cls.__name__} {_why_not_fp8(modules[path])}"] += 1
+        elif of.kept_dtype is not None:
+            reasons[f"{cls.__name__} with a dtype of its author"] += 1
+    return products.no_fp8_message(type(model).__name__, dict(reasons.most_common()))
+
+
+def _no_fp8_in_call(model: nnx.Module, call: Any, *args: Any) -> str | None:
+    """Return the warning that no product of a call is in fp8, None if one is."""
+    try:
+        traced = trace(call, args)
+    except NEEDS_VALUES:  # outside of jit, a model may need the values of arrays
+        return None
+    reasons = products.why_none_in_fp8(traced.closed)
+    if reasons is None:
+        return None
+    return products.no_fp8_message(type(model).__name__, reasons)
 
 
 @dataclasses.dataclass(frozen=True)

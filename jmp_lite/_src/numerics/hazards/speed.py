@@ -4,6 +4,7 @@ from collections import Counter
 
 import jax.numpy as jnp
 
+from jmp_lite._src import fp8
 from jmp_lite._src.autocast import products
 from jmp_lite._src.numerics.hazards.dataflow import Op, origin, readers
 from jmp_lite._src.numerics.hazards.ranges import scalar
@@ -64,7 +65,7 @@ def _odd_dimensions(program: LintedProgram) -> Hits:
 
 
 def _almost_fp8(program: LintedProgram) -> Hits:
-    least, tile = products.FP8_MIN_SIZE, products.FP8_TILE
+    least, tile = fp8.MIN_SIZE, fp8.TILE
     for op in program.named("dot_general"):
         _, (batch, _) = op.eqn.params["dimension_numbers"]
         sizes = set(products.dimensions(op.eqn))
@@ -138,8 +139,8 @@ RULES = (
         "almost-fp8",
         "speed",
         _almost_fp8,
-        f"Matrix products in fp8 have dimensions of at least {products.FP8_MIN_SIZE} "
-        f"that are multiples of {products.FP8_TILE}.",
+        f"Matrix products in fp8 have dimensions of at least {fp8.MIN_SIZE} "
+        f"that are multiples of {fp8.TILE}.",
         "Round the vocabulary, hidden size or batch up to a multiple.",
     ),
     Rule(

@@ -1,0 +1,75 @@
+"""The matrix products of a call, and why none of them is in fp8.
+
+Shared by the `with_policy` of linen and of nnx; does not import flax.
+"""
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jmp_lite._src import compat, dtypes
+from jmp_lite._src.autocast import products
+from jmp_lite._src.fp8 import MIN_SIZE
+
+
+def find(jaxpr: Any, *names: str) -> list[Any]:
+    """Return the matrix products and convolutions of a jaxpr, at any depth.
+
+    Args:
+      jaxpr: a jaxpr, open or closed.
+      *names: other primitives to return.
+    """
+    found = []
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in (*products.NAMES, *names):
+            found.append(eqn)
+        for body in compat.jaxprs_of(eqn):
+            found += find(body, *names)
+    return found
+
+
+def why_none_in_fp8(jaxpr: Any) -> dict[str, int] | None:
+    """Return the reasons why no product of a call is in fp8, and how often each holds.
+
+    Args:
+      jaxpr: that of the call.
+
+    Returns:
+      None if a product is in fp8.
+    """
+    found = find(jaxpr, "fp8_product")
+    reasons = [_why_not_fp8(eqn) for eqn in found]
+    return dict(collections.Counter(reasons).most_common()) if all(reasons) else None
+
+
+def _why_not_fp8(eqn: Any) -> str:
+    operands = [v.aval.dtype for v in eqn.invars[:2]]
+    if eqn.primitive.name == "fp8_product" or any(map(dtypes.needs_scale, operands)):
+        return ""
+    if any(dtype != jnp.bfloat16 for dtype in operands):
+        computed = jnp.promote_types(*operands)
+        return f"computed in {computed.name}"
+    if not products.is_default_precision(eqn.params.get("precision")):
+        return "a precision that the model chose"
+    other = "not of a layer that takes a dot_general"
+    return products.why_not_fp8(eqn, MIN_SIZE) or other
+
+
+def no_fp8_message(what: str, reasons: Mapping[str, int]) -> str:
+    """Return the warning that a policy puts no product in fp8.
+
+    Args:
+      what: the name of the model.
+      reasons: why not, and how often.
+    """
+    why = "it has none"
+    if reasons:
+        why = "; ".join(f"{n} × {reason}" for reason, n in reasons.items())
+    return (
+        f"with_policy put no matrix product of {what} in fp8: {why}. A larger batch "
+        "has larger products; a rule overrides a `dtype` (`PolicyMap('mixed_fp8', {'': "
+        "'mixed_fp8'})`); jmp_lite.autocast reaches products outside of layers; "
+        "mixed_bfloat16 asks for no fp8."
+    )
