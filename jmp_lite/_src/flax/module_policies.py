@@ -101,7 +101,7 @@ class ModulePolicies:
 
     Raises:
       TypeError: `classes` is not a mapping of classes.
-      ValueError: a policy is unknown.
+      ValueError: a policy is unknown, or policies have different reduce dtypes.
 
     Examples:
       >>> policies = ModulePolicies(PolicyMap("mixed_float16", {"head": "full"}))
@@ -127,13 +127,29 @@ class ModulePolicies:
         classes = tuple((cls, get_policy(policy)) for cls, policy in pairs)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "classes", classes)
+        half = [p for p in self._all if dtypes.is_half(jnp.dtype(p.compute_dtype))]
+        others = [p for p in half if p.reduce_dtype != self.reduce_dtype]
+        if others:
+            raise ValueError(
+                f"Expected one reduce dtype for the whole model, got the policies "
+                f"{policy.default} and {others[0]}. Set it in all of them, or use "
+                "jmp_lite.autocast, which has one by path."
+            )
 
     @property
     def any_fp8(self) -> bool:
         """Whether some policy has matrix products in fp8."""
-        policies = [self.policy.default, *(p for _, p in self.policy.rules)]
-        policies += [policy for _, policy in self.classes]
-        return any(policy.matmul_dtype == "fp8" for policy in policies)
+        return any(policy.matmul_dtype == "fp8" for policy in self._all)
+
+    @property
+    def reduce_dtype(self) -> Any:
+        """The reduce dtype of the model: that of the default."""
+        return self.policy.default.reduce_dtype
+
+    @property
+    def _all(self) -> list[Policy]:
+        of_classes = [policy for _, policy in self.classes]
+        return [self.policy.default, *(p for _, p in self.policy.rules), *of_classes]
 
     def resolve(
         self, modules: Mapping[str, type], own_dtypes: Mapping[str, Any] | None = None

@@ -201,7 +201,9 @@ class PolicyModule(nnx.Module):
             else:
                 warnings.warn(text, stacklevel=3)
         call.__name__ = type(self.model).__name__  # for error messages
-        out, changed = sums_in_float32(call)(params, other_state, inputs)
+        out, changed = sums_in_float32(call, self.policies.reduce_dtype)(
+            params, other_state, inputs
+        )
         nnx.update((self.model, nodes), changed)
         for path, module in _modules(self.model).items():
             for name, value in settings[path].items():
