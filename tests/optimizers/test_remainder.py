@@ -37,8 +37,8 @@ def split_bits(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def join_bits(weight: np.ndarray, low: np.ndarray) -> np.ndarray:
     """Return the bits of the masters of weights of these bits and their remainders."""
-    weight = jnp.asarray(weight.view(ml_dtypes.bfloat16))
-    master = jax.jit(remainder.join)(weight, jnp.asarray(low))
+    bf16 = jnp.asarray(weight.view(ml_dtypes.bfloat16))
+    master = jax.jit(remainder.join)(bf16, jnp.asarray(low))
     assert master.dtype == jnp.float32
     return np.asarray(master).view(np.uint32)
 
