@@ -15,7 +15,11 @@ from jmp_lite._src.loss_scale import (
     get_loss_scale,
     loss_scale_for,
 )
-from jmp_lite._src.optimizers.master_weights import MasterWeightsState, master_weights
+from jmp_lite._src.optimizers.master_weights import (
+    MasterRemaindersState,
+    MasterWeightsState,
+    master_weights,
+)
 from jmp_lite._src.optimizers.monitor import (
     TooManySkippedStepsError,
     check_skipped_steps,
@@ -40,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DynamicLossScale",
     "LossScale",
+    "MasterRemaindersState",
     "MasterWeightsState",
     "NoOpLossScale",
     "OpRules",

@@ -78,9 +78,17 @@ def a_state(name: str = "scale_aware") -> Any:
     return tx.update({"w": GRADS["w"] * jnp.inf, "b": GRADS["b"]}, state, PARAMS)[1]
 
 
+def a_remainders_state() -> Any:
+    """Return the state of masters in remainders, after a step."""
+    tx: Any = master_weights(momentum(), storage="remainder")
+    params = jmp_lite.cast_floating(PARAMS, "bfloat16")
+    return tx.update(GRADS, tx.init(params), params)[1]
+
+
 # One instance of every public class, no field of which has its default.
 INSTANCES: dict[str, Callable[[], Any]] = {
     "DynamicLossScale": lambda: DYNAMIC,
+    "MasterRemaindersState": a_remainders_state,
     "MasterWeightsState": lambda: a_state("master_weights"),
     "NoOpLossScale": NoOpLossScale,
     "OpRules": lambda: OpRules({"tanh": "float32"}, False, 128),

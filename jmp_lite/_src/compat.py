@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib.version
 from jax._src import core as core_private
 from jax._src import source_info_util as source_info_util_private
@@ -100,6 +101,22 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     return primitives.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=None
     )
+
+
+def computed_once(x: jax.Array) -> jax.Array:
+    """Return an f32 array that XLA computes once for all of its uses.
+
+    XLA may compute the producer of two fusions twice, and fuse products and sums
+    differently in each of them. The results then differ in the last bit.
+    """
+    x = jax.lax.optimization_barrier(x)
+    if jaxlib.version.__version_info__ < (0, 12):
+        # The CPU's compiler drops barriers before it fuses. It never repeats a division
+        # by what it does not know: this is 1.
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+        one = (bits.astype(jnp.uint16).astype(jnp.uint32) >> 16) + 1
+        x = jax.lax.bitcast_convert_type(jax.lax.div(bits, one), jnp.float32)
+    return x
 
 
 def buffer_ids(x: Any) -> set[Any]:

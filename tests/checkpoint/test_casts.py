@@ -186,3 +186,27 @@ def test_numbers_that_become_zero_are_counted(tmp_path: Path) -> None:
     assert str(restored.casts) == (
         "v  float32 -> float16, 2 became 0\nw  float32 -> float16"
     )
+
+
+@pytest.mark.standard_promotion
+def test_remainders_of_masters_come_back_and_are_not_cast(tmp_path: Path) -> None:
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    states = {}
+    for storage in ("float32", "remainder"):
+        tx: Any = jmp.master_weights(optax.adam(1e-3), storage=storage)
+        updates, state = tx.update(params, tx.init(params), params)
+        states[storage] = {"params": optax.apply_updates(params, updates), "opt": state}
+        folder = tmp_path / storage
+        checkpoint.save(folder, states[storage], step=0)
+        restored = checkpoint.restore(folder, states[storage]).state
+        assert bitwise.raw_bits(restored) == bitwise.raw_bits(states[storage])
+    for saved, like in (("float32", "remainder"), ("remainder", "float32")):
+        folder = tmp_path / saved
+        paths = {
+            "float32": "opt/masters/w (float32[3])",
+            "remainder": "opt/remainders/w (uint16[3])",
+        }
+        assert refusal(checkpoint.restore, folder, states[like], cast=True) == (
+            f"Step 0 in {folder} and `like` differ in structure: only the checkpoint "
+            f"has {paths[saved]}, only `like` has {paths[like]}."
+        )

@@ -4,6 +4,7 @@ Whatever stands between `scale_aware` and them: they know which parameters are i
 and a step that is skipped leaves every bit.
 """
 
+import functools
 from typing import Any
 
 import bitwise
@@ -14,10 +15,18 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import HALF_WRAPPERS, Trainer, apply_updates, in_halves, without_scale
+from optimizers import (
+    HALF_WRAPPERS,
+    Trainer,
+    apply_updates,
+    in_halves,
+    with_masters,
+    without_scale,
+)
 
 import jmp_lite
 from jmp_lite import (
+    MasterRemaindersState,
     MasterWeightsState,
     StochasticRoundingState,
     master_weights,
@@ -138,6 +147,36 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
     assert int(jmp_lite.loss_scale_metrics(state)["skipped_steps"]) == 2
     for x, y in zip(*map(jax.tree.leaves, (params, first)), strict=True):
         assert (np.asarray(x) != np.asarray(y)).any()
+
+
+@in_compositions
+def test_remainders_train_as_float32_masters_do_in_any_composition(name):
+    def run(storage):
+        trainer = Trainer(
+            COMPOSITIONS[name](functools.partial(master_weights, storage=storage)),
+            compiler_options=bitwise.UNOPTIMISED
+            | {"xla_allow_excess_precision": False},
+        )
+        params = jmp_lite.cast_like(_params(), {"w": bf16, "b": [bf16, bf16]})
+        params["b"][1] = jnp.ones(8)
+        state, carries = trainer.init(params), []
+        for seed, bad in enumerate((None, np.nan, None, None, np.inf, None)):
+            params, state = trainer.step(params, state, _grads(params, seed, bad))
+            carries.append((params, state))
+        assert trainer.traces == 1
+        return carries
+
+    bf16 = jnp.zeros([], jnp.bfloat16)
+    carries, expected = run("remainder"), run("float32")
+    got = [(params, with_masters(params, state)) for params, state in carries]
+    # Bit for bit is the test of single optimisers: here XLA fuses two programs.
+    assert bitwise.avals(got) == bitwise.avals(expected)
+    for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=1e-6, atol=1e-8)
+    assert _states(carries[-1], MasterRemaindersState)
+    for skipped in (1, 4):
+        before, after = map(without_scale, carries[skipped - 1 : skipped + 1])
+        bitwise.assert_same(after, before)
 
 
 @pytest.mark.parametrize("name", ["inside MultiSteps", "MultiSteps inside"])

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jmp_lite import ScaleAwareState, master_weights, stochastic_rounding
+from jmp_lite import (
+    MasterRemaindersState,
+    MasterWeightsState,
+    ScaleAwareState,
+    master_weights,
+    stochastic_rounding,
+)
+from jmp_lite._src.optimizers import remainder
 
 apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
 
@@ -74,3 +81,23 @@ def read_by_a_step(state: Any) -> Any:
 def bits_without_scale(state: Any) -> Any:
     """Return the bits of a state without its loss scales and their counters."""
     return bitwise.raw_bits(without_scale(state))
+
+
+def with_masters(params: Any, state: Any) -> Any:
+    """Return a state with float32 masters in the place of remainders."""
+    by_path = dict(jax.tree_util.tree_leaves_with_path(params))
+
+    def master(path, x):
+        p = by_path[path]
+        return remainder.join(p, x) if p.dtype == jnp.bfloat16 else x
+
+    def is_one(x):
+        return isinstance(x, MasterRemaindersState)
+
+    def replace(x):
+        if not is_one(x):
+            return x
+        masters = jax.tree_util.tree_map_with_path(master, x.remainders)
+        return MasterWeightsState(x.inner_state, masters)
+
+    return jax.tree.map(replace, state, is_leaf=is_one)

@@ -95,10 +95,13 @@ GROUPS = {
     "master weights": Group(
         (
             f"{SRC}/optimizers/master_weights.py",
+            f"{SRC}/optimizers/remainder.py",
             f"{SRC}/optimizers/stochastic_rounding.py",
         ),
         (
+            "tests/optimizers/test_master_remainders.py",
             "tests/optimizers/test_master_weights.py",
+            "tests/optimizers/test_remainder.py",
             "tests/optimizers/test_stochastic_rounding.py",
             "tests/optimizers/test_half_params.py",
         ),

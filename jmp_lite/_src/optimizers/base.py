@@ -241,7 +241,7 @@ def check_update(
       state: its state, possibly annotated by `scale_aware` with the stored dtypes.
       params: the parameters, possibly cast to float32 by `scale_aware`.
       kind: the type of its state.
-      owner: its name.
+      owner: the call that made it, such as `"master_weights(...)"`.
 
     Returns:
       The state without its annotation, and the parameters that are stored in half
@@ -254,8 +254,7 @@ def check_update(
     state, stored = split_annotation(state)
     if not isinstance(state, kind):
         raise ValueError(
-            f"Expected the state of {owner}(...).init(params), got "
-            f"{type(state).__name__}."
+            f"Expected the state of {owner}.init(params), got {type(state).__name__}."
         )
     half_dtypes = _half_param_dtypes(params, stored)
     check_gradients(updates, params)

@@ -1,15 +1,15 @@
 """Master weights: parameters stored in half, optimised in float32."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_lite._src import trees
-from jmp_lite._src.optimizers import base, rounding
+from jmp_lite._src import compat, trees
+from jmp_lite._src.optimizers import base, remainder, rounding
 
 
 class MasterWeightsState(NamedTuple):
@@ -25,8 +25,24 @@ class MasterWeightsState(NamedTuple):
     masters: optax.Params
 
 
+class MasterRemaindersState(NamedTuple):
+    """The state of `master_weights` with `storage="remainder"`.
+
+    Attributes:
+      inner_state: the state of the wrapped optimiser.
+      remainders: u16 of the shape of each parameter stored in bf16, the low bits of its
+        float32 master; parameters in float32 and float64 as they are. In the tree
+        structure of the parameters. Leaves that are not floating are not used.
+    """
+
+    inner_state: optax.OptState
+    remainders: Any
+
+
 def master_weights(
     inner: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    storage: Literal["float32", "remainder"] = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     """Train parameters that are stored in half precision with float32 copies of them.
 
@@ -47,8 +63,22 @@ def master_weights(
     `partition`, `masked` and `inject_hyperparams` do. Training continues from the
     masters: after setting parameters by hand, call `init` again.
 
+    With `storage="remainder"`, the state holds 16 bits for each bf16 parameter, which
+    restore its float32 master: 2 bytes instead of 4. Masters and inner state are those
+    of `storage="float32"`, bit for bit, with these differences:
+
+    - A parameter is rounded to nearest with ties away from zero, not to even. One of
+      `2**17` masters has the other one of two parameters that are equally near.
+    - Where an update is not exact (see below), the master continues from the parameter.
+      That changes it by at most `2**-23` of the parameter before the step.
+    - Parameters that are set by hand are kept. Until `init` is called again, their
+      masters differ from them by the bits left from the old masters, at most half the
+      spacing of bf16 numbers.
+
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
+      storage: `"float32"` or, for parameters in bf16, `"remainder"`. Parameters in
+        float32 and float64 are stored alike by both.
 
     Returns:
       A transformation. `update(grads, state, params, **extra)` takes gradients of any
@@ -59,8 +89,10 @@ def master_weights(
 
     Raises:
       TypeError: `inner` is not an optax transformation.
-      ValueError: in `update`: there are no parameters, the gradients have another
-        structure, or `state` belongs to another transformation.
+      ValueError: `storage` is unknown. In `init`, with `storage="remainder"`: a
+        parameter is float16. In `update`: there are no parameters, the gradients have
+        another structure, or `state` belongs to another transformation, storage or
+        dtype of parameters.
 
     Examples:
       >>> tx = master_weights(optax.sgd(2.0**-9))
@@ -71,12 +103,21 @@ def master_weights(
       ...     params = optax.apply_updates(params, updates)
       >>> float(params), float(state.masters), params.dtype
       (0.9921875, 0.9921875, dtype(bfloat16))
+      >>> tx = master_weights(optax.sgd(2.0**-9), storage="remainder")
+      >>> tx.init(params).remainders.dtype
+      dtype('uint16')
 
     References:
       Micikevicius et al., Mixed Precision Training, 2018, section 3.1
-      (https://arxiv.org/abs/1710.03740); apex' FP16_Optimizer and opt level O2.
+      (https://arxiv.org/abs/1710.03740); apex' FP16_Optimizer and opt level O2,
+      and its DistributedFusedAdam with `store_param_remainders`.
     """
     inner = base.as_transformation(inner)
+    if storage not in ("float32", "remainder"):
+        raise ValueError(f'Expected storage "float32" or "remainder", got {storage!r}.')
+    kind, owner = MasterWeightsState, "master_weights(...)"
+    if storage == "remainder":
+        kind, owner = MasterRemaindersState, 'master_weights(..., storage="remainder")'
 
     def init_fn(params: optax.Params) -> optax.OptState:
         # Copied, because a step may donate both its state and the parameters.
@@ -88,9 +129,9 @@ def master_weights(
         masters = jax.tree.map(base.strongly_typed, masters)
         # For the same reason, the inner state must not share buffers with the masters.
         masters, inner_state = trees.copy_shared_buffers((masters, inner.init(masters)))
-        return MasterWeightsState(
-            jax.tree.map(base.strongly_typed, inner_state), masters
-        )
+        inner_state = jax.tree.map(base.strongly_typed, inner_state)
+        # Inside of scale_aware, the parameters are float32 here: it does this again.
+        return with_remainders(kind(inner_state, masters), base.stored_dtypes(params))
 
     def update_fn(
         updates: optax.Updates,
@@ -99,35 +140,46 @@ def master_weights(
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         annotated = state
-        state, half_dtypes = base.check_update(
-            updates, state, params, MasterWeightsState, "master_weights"
-        )
+        state, half_dtypes = base.check_update(updates, state, params, kind, owner)
+        masters = _masters(state, params, half_dtypes)
 
         def full_param(path, m, p):
             # A parameter stored in float32 is its own master.
             return m if jax.tree_util.keystr(path) in half_dtypes else p
 
         def step(path, m, p, u):
-            del path
             if u is None or not trees.is_castable(m):
                 return m
-            return p + jnp.asarray(u, m.dtype)
+            new = p + jnp.asarray(u, m.dtype)
+            if (
+                kind is MasterWeightsState
+                or jax.tree_util.keystr(path) not in half_dtypes
+            ):
+                return new
+            # A parameter and its remainder must come from the same bits.
+            return compat.computed_once(new)
 
         def update(path, m, p, u):
             dtype = half_dtypes.get(jax.tree_util.keystr(path))
             if dtype is None or u is None:
                 return u
+            if kind is MasterRemaindersState:
+                return _update_to_weight(p, m)
             return _update_to_master(p, m, dtype)
 
-        full_params = base.map_with_none(full_param, state.masters, params)
+        full_params = base.map_with_none(full_param, masters, params)
         grads = trees.cast_at_least_float32(updates)
         steps, inner_state = inner.update(
             grads, state.inner_state, full_params, **extra
         )
         inner_state = base.with_dtypes_of(inner_state, state.inner_state)
-        masters = base.map_with_none(step, state.masters, full_params, steps)
+        masters = base.map_with_none(step, masters, full_params, steps)
         new_updates = base.map_with_none(update, masters, params, steps)
-        next_state = MasterWeightsState(inner_state, masters)
+        if isinstance(state, MasterRemaindersState):
+            remainders = _remainders(state, masters, params, new_updates, half_dtypes)
+            next_state = MasterRemaindersState(inner_state, remainders)
+        else:
+            next_state = MasterWeightsState(inner_state, masters)
         return new_updates, base.restore_annotation(next_state, annotated)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -137,3 +189,109 @@ def master_weights(
 def _update_to_master(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return the update from `p` to `m` rounded to `dtype`, f32."""
     return rounding.update_between(p.astype(m.dtype), rounding.round_to(m, dtype))
+
+
+# Remainders.
+
+
+def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
+    """Replace the masters of bf16 parameters in states from `init` by remainders.
+
+    Args:
+      states: a tree of states, which were made from parameters cast to float32.
+      stored: the dtypes in which the parameters are stored; None if none is half.
+
+    Returns:
+      The tree. Each `MasterRemaindersState` has remainders of 0 for bf16 parameters.
+
+    Raises:
+      ValueError: one of their parameters is float16.
+    """
+    if stored is None:
+        return states
+    dtypes = dict(stored.by_path)
+
+    def remainder_of(path, m):
+        dtype = dtypes.get(jax.tree_util.keystr(path))
+        if dtype == jnp.float16:
+            raise ValueError(
+                'master_weights(storage="remainder") got a float16 parameter at '
+                f"{trees.key_path(path)!r}: with 5 bits of exponent it does not hold "
+                "the exponent of its float32 master. Store it in bfloat16, or use "
+                'storage="float32".'
+            )
+        return jnp.zeros_like(m, jnp.uint16) if dtype == jnp.bfloat16 else m
+
+    def replace(state):
+        if not isinstance(state, MasterRemaindersState):
+            return state
+        remainders = jax.tree_util.tree_map_with_path(remainder_of, state.remainders)
+        return state._replace(remainders=remainders)
+
+    return jax.tree.map(
+        replace, states, is_leaf=lambda x: isinstance(x, MasterRemaindersState)
+    )
+
+
+def _masters(
+    state: MasterWeightsState | MasterRemaindersState,
+    params: optax.Params | None,
+    half_dtypes: dict[str, np.dtype],
+) -> Any:
+    """Return the masters of a state, float32 for parameters in half precision."""
+    if isinstance(state, MasterWeightsState):
+        return state.masters
+
+    def master(path, stored, p):
+        if not trees.is_castable(p):
+            return stored
+        dtype = half_dtypes.get(jax.tree_util.keystr(path), p.dtype)
+        is_remainder = stored.dtype == jnp.uint16
+        if dtype == jnp.float16 or is_remainder != (dtype == jnp.bfloat16):
+            raise ValueError(
+                f"In master_weights, the parameter {trees.key_path(path)!r} is "
+                f"{dtype}, and was another dtype in `init`. Call `init` again."
+            )
+        return _join(p, stored) if is_remainder else stored
+
+    return base.map_with_none(master, state.remainders, params)
+
+
+def _remainders(
+    state: MasterRemaindersState,
+    masters: Any,
+    params: optax.Params | None,
+    updates: optax.Updates,
+    half_dtypes: dict[str, np.dtype],
+) -> Any:
+    """Return the remainders of masters after these updates of the parameters."""
+
+    def remainder_of(path, stored, m, p, u):
+        if jax.tree_util.keystr(path) not in half_dtypes:
+            return m
+        return stored if u is None else _remainder_after(p, m, u)
+
+    return base.map_with_none(remainder_of, state.remainders, masters, params, updates)
+
+
+@jax.jit
+def _join(p: jax.Array, low: jax.Array) -> jax.Array:
+    """Return the master of a bf16 parameter, which may be cast to float32."""
+    return remainder.join(p.astype(jnp.bfloat16), low)
+
+
+@jax.jit
+def _update_to_weight(p: jax.Array, m: jax.Array) -> jax.Array:
+    """Return the update from `p` to the weight of a master, f32."""
+    weight, _ = remainder.split(m)
+    return rounding.update_between(p.astype(jnp.float32), weight.astype(jnp.float32))
+
+
+@jax.jit
+def _remainder_after(p: jax.Array, m: jax.Array, update: jax.Array) -> jax.Array:
+    """Return the remainder of a master, or 0 if the update misses its weight, u16."""
+    weight, low = remainder.split(m)
+    reached = (p.astype(jnp.float32) + update).astype(jnp.bfloat16)  # apply_updates
+    # Of the bits, because some devices take subnormals for 0.
+    bits = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (reached, weight))
+    return jnp.where(jnp.equal(*bits), low, jnp.zeros_like(low))

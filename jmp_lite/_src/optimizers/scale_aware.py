@@ -15,11 +15,19 @@ import optax
 from jmp_lite._src import trees
 from jmp_lite._src.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from jmp_lite._src.optimizers import base
-from jmp_lite._src.optimizers.master_weights import MasterWeightsState
+from jmp_lite._src.optimizers.master_weights import (
+    MasterRemaindersState,
+    MasterWeightsState,
+    with_remainders,
+)
 from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
 
 # States of transformations that need the dtypes in which parameters are stored.
-_NEED_STORED_DTYPES = MasterWeightsState, StochasticRoundingState
+_NEED_STORED_DTYPES = (
+    MasterRemaindersState,
+    MasterWeightsState,
+    StochasticRoundingState,
+)
 
 _STRUCTURE_ADVICE = (
     "Put a transformation that changes it (such as optax.monitor) outside of "
@@ -117,6 +125,7 @@ def scale_aware(
     # States are Any here: a loss scale is not an array tree, which optax.OptState is.
     def init_fn(params: optax.Params) -> Any:
         inner_state = inner.init(trees.cast_at_least_float32(params))
+        inner_state = with_remainders(inner_state, base.stored_dtypes(params))
         return ScaleAwareState(
             inner_state=jax.tree.map(base.strongly_typed, inner_state),
             # Copied, because a step may donate its state while the initial loss scale

@@ -94,7 +94,7 @@ def stochastic_rounding(
     ) -> tuple[optax.Updates, optax.OptState]:
         annotated = state
         state, half_dtypes = base.check_update(
-            updates, state, params, StochasticRoundingState, "stochastic_rounding"
+            updates, state, params, StochasticRoundingState, "stochastic_rounding(...)"
         )
         next_key, key = jax.random.split(state.key)
         seed = jax.random.bits(key, (2,))

@@ -1,0 +1,460 @@
+"""`master_weights(storage="remainder")`: the float32 masters in 2 bytes a parameter."""
+
+import functools
+import re
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import Trainer, apply_updates, read_by_a_step, with_masters
+
+import jmp_lite
+from jmp_lite import (
+    StaticLossScale,
+    master_weights,
+    scale_aware,
+)
+from jmp_lite._src.optimizers import master_weights as implementation
+from jmp_lite._src.optimizers import remainder
+
+# Optax promotes by itself: bfloat16 parameters plus float32 updates, int32 counts.
+pytestmark = pytest.mark.standard_promotion
+
+in_remainders = functools.partial(master_weights, storage="remainder")
+
+
+def _round(tree: Any) -> Any:
+    """Drop the last bits, which XLA moves by fusing products and sums differently."""
+    return jax.tree.map(lambda x: jax.lax.reduce_precision(x, 8, 12), tree)
+
+
+OPTIMISERS = {
+    "adam": lambda: optax.adam(3e-2),
+    "adamw": lambda: optax.adamw(3e-2, weight_decay=0.1),
+    "momentum": lambda: optax.sgd(3e-2, momentum=0.9),
+}
+
+
+def _rounded(name: str) -> Any:
+    """Return an optimiser whose updates are the same bits in two programs."""
+    rounding = optax.stateless(lambda updates, _: _round(updates))
+    return optax.chain(OPTIMISERS[name](), rounding)
+
+
+_SCALE = StaticLossScale(8.0)
+ORDERS = {
+    "alone": lambda wrap, inner: wrap(inner),
+    "inside": lambda wrap, inner: scale_aware(wrap(inner), _SCALE),
+    "around": lambda wrap, inner: wrap(scale_aware(inner, _SCALE)),
+}
+in_orders = pytest.mark.parametrize("order", ORDERS)
+
+
+def _params(seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    w, b = rng.normal(size=(8, 16)), rng.normal(size=8) * 1e-3
+    w[0, 0], w[1, 1] = 0.0, -0.0
+    return {
+        "w": jnp.asarray(w, jnp.bfloat16),
+        "b": [jnp.asarray(b, jnp.bfloat16), jnp.ones(8)],
+    }
+
+
+def _loss(params: Any, x: jax.Array) -> jax.Array:
+    hidden = (x @ params["w"]).astype(jnp.float32)
+    scale = params["b"][0].astype(jnp.float32) + params["b"][1]
+    return jnp.mean((hidden.sum(-1) * scale - 1) ** 2)
+
+
+def _step(tx: Any) -> Any:
+    def step(carry, x):
+        params, state = carry
+        grads = _round(jax.grad(lambda p: 8.0 * _loss(p, x))(params))
+        updates, state = tx.update(grads, state, params)
+        return (apply_updates(params, updates), state), None
+
+    return step
+
+
+def _batches(steps: int = 20, bad: tuple[int, ...] = ()) -> jax.Array:
+    x = np.random.default_rng(1).normal(size=(steps, 8, 8))
+    x[list(bad)] = np.nan
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+# Without excess precision, gradients in half are rounded alike in two programs.
+_OPTIONS = bitwise.UNOPTIMISED | {"xla_allow_excess_precision": False}
+_jit = functools.partial(jax.jit, compiler_options=_OPTIONS)
+
+
+def _train(tx: Any, params: Any, batches: jax.Array, jit: Any = _jit) -> Any:
+    step, carry = jit(_step(tx)), (params, tx.init(params))
+    for x in batches:
+        carry, _ = step(carry, x)
+    return carry
+
+
+def _assert_same_training(got: Any, expected: Any) -> None:
+    """Check parameters and state against those with float32 masters, bit for bit."""
+    (params, state), (expected_params, expected_state) = got, expected
+    bitwise.assert_same(with_masters(params, state), expected_state)
+    bitwise.assert_same(params, expected_params)
+
+
+# What it is for.
+
+
+@pytest.mark.parametrize("order", ["alone", "inside"])
+def test_masters_and_parameters_take_four_bytes_a_parameter(order):
+    params = {"w": jnp.ones((64, 32), jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
+    count = sum(p.size for p in jax.tree.leaves(params))
+
+    def bytes_a_parameter(wrap):
+        tx: Any = ORDERS[order](wrap, optax.sgd(0.1))
+        state = jax.tree.leaves(jax.jit(tx.init)(params))
+        arrays = jax.tree.leaves(params) + [x for x in state if x.ndim]
+        return sum(x.nbytes for x in arrays) / count
+
+    assert bytes_a_parameter(in_remainders) == 4
+    assert bytes_a_parameter(master_weights) == 6
+
+
+def test_small_updates_add_up():
+    tx: Any = in_remainders(optax.sgd(1.0))
+    params = jnp.ones([], jnp.bfloat16)
+    state, total = tx.init(params), np.float32(1.0)
+    step = Trainer(tx).step
+    for _ in range(300):
+        params, state = step(params, state, jnp.float32(-1e-4))
+        total += np.float32(1e-4)
+    assert float(params) == float(total.astype(jnp.bfloat16)) > 1
+    assert remainder.join(params, state.remainders) == total
+
+
+# The same training.
+
+
+@in_orders
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_it_trains_as_float32_masters_do(name, order):
+    make, batches = OPTIMISERS[name], _batches(bad=() if order == "alone" else (3, 7))
+    got, expected = (
+        # Each operation is a program of its own, which rounds once.
+        _train(ORDERS[order](wrap, make()), _params(), batches, jit=lambda step: step)
+        for wrap in (in_remainders, master_weights)
+    )
+    _assert_same_training(got, expected)
+    assert bitwise.raw_bits(got[0]) != bitwise.raw_bits(_params())
+
+
+@in_orders
+def test_it_runs_in_a_scan(order):
+    def run(wrap):
+        tx = ORDERS[order](wrap, _rounded("momentum"))
+        carry = _params(), tx.init(_params())
+        scan = _jit(lambda carry, xs: jax.lax.scan(_step(tx), carry, xs)[0])
+        return scan(carry, _batches())
+
+    _assert_same_training(run(in_remainders), run(master_weights))
+
+
+def test_it_runs_in_a_vmap():
+    members = jax.tree.map(lambda *x: jnp.stack(x), _params(0), _params(1))
+
+    def run(wrap):
+        tx = ORDERS["inside"](wrap, _rounded("adam"))
+        step = _jit(jax.vmap(_step(tx), in_axes=(0, None)))
+        carry = members, jax.vmap(tx.init)(members)
+        for x in _batches(5):
+            carry, _ = step(carry, x)
+        return carry
+
+    _assert_same_training(run(in_remainders), run(master_weights))
+
+
+def test_a_donated_step_works_in_place():
+    tx: Any = ORDERS["inside"](in_remainders, optax.adam(3e-2))
+    carry, batches = (_params(), tx.init(_params())), _batches(3)
+    expected = _train(tx, _params(), batches)
+    step = _jit(_step(tx), donate_argnums=0)
+    memory: Any = step.lower(carry, batches[0]).compile().memory_analysis()
+    read = jax.tree.leaves(read_by_a_step(carry))
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in read)
+    for x in batches:
+        carry, _ = step(carry, x)
+    assert all(x.is_deleted() for x in read)
+    bitwise.assert_same(carry, expected)
+
+
+@pytest.mark.parametrize("order", ["inside", "around"])
+def test_sharded_parameters_have_sharded_remainders(order):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    cut = NamedSharding(mesh, P("data"))
+    params = jax.device_put(_params(), cut)
+    grads = [jax.tree.map(lambda p, s=s: p * s + 1, _params()) for s in (1.0, -0.3, 2)]
+
+    def run(wrap, params):
+        tx = ORDERS[order](wrap, _rounded("adam"))
+        trainer = Trainer(tx, compiler_options=_OPTIONS)
+        return tx.init(params), trainer.run(params, jax.device_put(grads, cut))
+
+    first, got = run(in_remainders, params)
+    _assert_same_training(got, run(master_weights, params)[1])
+    _assert_same_training(got, run(master_weights, _params())[1])
+    for state in (first, got[1]):
+        state = state if order == "around" else state.inner_state
+        for leaf in jax.tree.leaves(state.remainders):
+            assert leaf.sharding.is_equivalent_to(cut, leaf.ndim)
+
+
+def test_only_a_tie_above_an_even_weight_is_rounded_the_other_way():
+    params, up = jnp.ones([], jnp.bfloat16), jnp.float32(-(2.0**-8))
+    results = {}
+    for wrap in (in_remainders, master_weights):
+        tx: Any = wrap(optax.sgd(1.0))
+        step, carry = Trainer(tx).step, (params, tx.init(params))
+        rows = []
+        for grad in (up, up, up, up):  # 1 + 2**-8 is half-way to 1 + 2**-7
+            carry = step(*carry, grad)
+            rows.append((float(carry[0]) - 1, float(with_masters(*carry).masters) - 1))
+        results[wrap] = np.array(rows) * 2**8
+    np.testing.assert_array_equal(
+        results[in_remainders], [[2, 1], [2, 2], [4, 3], [4, 4]]
+    )
+    np.testing.assert_array_equal(
+        results[master_weights], [[0, 1], [2, 2], [4, 3], [4, 4]]
+    )
+
+
+@in_orders
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_a_parameter_and_its_remainder_belong_together_in_any_program(momentum, order):
+    # XLA must not compute the master twice, once for each. It may fuse `p - lr * g`
+    # into one operation or not: that decides here to which side of a tie it goes.
+    rng = np.random.default_rng(0)
+    old, new = (jnp.asarray(x, jnp.bfloat16) for x in rng.normal(size=(2, 2**14)))
+    old_size = np.abs(np.float64(old))
+    tie = (np.float32(new).view(np.uint32) | np.uint32(0x8000)).view(np.float32)
+    sgd = optax.sgd(0.1, momentum, nesterov=True)
+    wrap = {
+        "alone": lambda: in_remainders(sgd),
+        "inside": lambda: scale_aware(in_remainders(sgd), StaticLossScale(3.0)),
+        "around": lambda: in_remainders(scale_aware(sgd, StaticLossScale(3.0))),
+    }
+    factor = 0.1 * (1.9 if momentum else 1.0) / (1.0 if order == "alone" else 3.0)
+    grads = jnp.asarray((np.float64(old) - tie) / factor, jnp.float32)
+    params, state = Trainer(wrap[order]()).run(old, [grads])
+    (low,) = [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint16]
+    master = np.asarray(remainder.join(params, low), np.float64)
+    error = np.abs(master - tie) / np.abs(tie)
+    assert (error[np.abs(tie) > old_size / 64] < 2.0**-14).all()
+
+
+def test_a_master_beyond_bfloat16_is_inf_and_comes_back():
+    large = jnp.asarray([0x7F7F], jnp.uint16)
+    params = jax.lax.bitcast_convert_type(large, jnp.bfloat16)
+    tx: Any = in_remainders(optax.sgd(1.0))
+    params, state = Trainer(tx).run(params, [jnp.full(1, -(2.0**119))])
+    assert jnp.isinf(params).all()
+    master = remainder.join(params, state.remainders)
+    assert jnp.isfinite(master).all() and float(master[0]) > 3.389e38
+
+
+# What an update cannot reach.
+
+
+def test_where_an_update_misses_the_weight_the_master_goes_on_from_there():
+    rng = np.random.default_rng(0)
+    old = jnp.asarray(rng.normal(size=50_000), jnp.bfloat16)
+    tiny = rng.normal(size=old.shape) * 2.0 ** -rng.uniform(0, 40, old.shape)
+    expected = jnp.asarray(np.float64(old) * tiny, jnp.float32)
+    update = implementation._update_to_weight(old, expected)
+    low = implementation._remainder_after(old, expected, update)
+    params = apply_updates(old, update)
+
+    master = remainder.join(params, low)
+    bitwise.assert_same(remainder.split(master), (params, low))
+    same = np.asarray(master) == np.asarray(expected)
+    size, old_size = np.abs(np.float64(expected)), np.abs(np.float64(old))
+    assert same[(size >= 2.0**-15 * old_size) | (size == 0)].all()
+    assert 0.1 < (~same).mean() < 0.7
+    weights = np.asarray(params, np.float32)
+    np.testing.assert_array_equal(np.asarray(master)[~same], weights[~same])
+    error = np.abs(np.float64(master) - np.float64(expected))
+    assert (error <= 2.0**-23 * old_size).all()
+
+
+def test_a_skipped_step_leaves_every_bit_of_a_weight_that_was_missed():
+    tx: Any = scale_aware(in_remainders(optax.sgd(1.0)), _SCALE)
+    params = jnp.ones(3, jnp.bfloat16)
+    step = Trainer(tx).step
+    params, state = step(params, tx.init(params), 8 * jnp.float32([1 - 1e-6, 1e-3, 1]))
+    after = step(params, state, jnp.float32([0, jnp.nan, 0]))
+    bitwise.assert_same(after[0], params)
+    bitwise.assert_same(after[1].inner_state, state.inner_state)
+
+
+# Parameters that are set by hand.
+
+
+@in_orders
+def test_parameters_set_by_hand_go_on_from_there(order):
+    tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
+    params, state = _train(tx, _params(), _batches(5))
+    values = [0.0, -0.0, 3.0, -7.5, 1e-3, 1e30, -1e30, jnp.inf]
+    params["w"] = jnp.tile(jnp.asarray(values, jnp.bfloat16)[:, None], (1, 16))
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    np.testing.assert_array_equal(apply_updates(params, updates)["w"], params["w"])
+    # They have what was left of the old ones, less than half a spacing, until `init`.
+    masters = jax.tree.leaves(with_masters(params, tx.init(params)))
+    assert any((m == params["w"]).all() for m in masters if m.shape == (8, 16))
+
+
+# Trees and states.
+
+
+def test_other_leaves_are_left_alone():
+    def negate(g):
+        return -g if getattr(g, "dtype", None) == jnp.float32 else g
+
+    params = {
+        "h": jnp.ones(2, jnp.bfloat16),
+        "w": jnp.ones(2),
+        "n": jnp.arange(2),
+        "u": jnp.arange(2, dtype=jnp.uint16),
+        "q": jnp.ones(2, jnp.float8_e4m3fn),
+        "key": jax.random.key(0),
+        "name": "name",
+        "none": None,
+    }
+    negative = optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None: (jax.tree.map(negate, updates), state),
+    )
+    grads = params | {"n": np.zeros(2, jax.dtypes.float0)}
+    for tx in (in_remainders(negative), scale_aware(in_remainders(negative), _SCALE)):
+        state: Any = tx.init(params)
+        state = getattr(state, "inner_state", None) or state
+        assert jax.tree.structure(state.remainders) == jax.tree.structure(params)
+        assert state.remainders["h"].dtype == jnp.uint16
+        np.testing.assert_array_equal(state.remainders["w"], params["w"])
+    tx: Any = in_remainders(negative)
+    state = tx.init(params)
+    updates, after = tx.update(grads, state, params)
+    for name in ("n", "u", "q", "key", "name"):
+        assert updates[name] is grads[name]
+        assert after.remainders[name] is state.remainders[name]
+    np.testing.assert_array_equal(after.remainders["w"], [0.0, 0.0])
+    updates, unchanged = tx.update(grads | {"h": None}, state, params)
+    assert updates["h"] is None
+    assert unchanged.remainders["h"] is state.remainders["h"]
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        params = {"d": jnp.ones(2), "h": jnp.ones(2, jnp.bfloat16)}
+        tx: Any = in_remainders(optax.sgd(1e-9))
+        _, state = Trainer(tx).run(params, [params])
+        assert state.remainders["h"].dtype == jnp.uint16
+        np.testing.assert_array_equal(state.remainders["d"], [1 - 1e-9] * 2)
+
+
+def test_a_state_has_the_type_and_dtypes_of_its_shapes():
+    for order in ORDERS:
+        tx: Any = ORDERS[order](in_remainders, optax.adam(1e-3))
+        shapes = jax.eval_shape(tx.init, _params())
+        assert bitwise.avals(shapes) == bitwise.avals(tx.init(_params()))
+        carry = jax.eval_shape(_step(tx), (_params(), shapes), _batches()[0])[0]
+        assert bitwise.avals(carry[1]) == bitwise.avals(shapes)
+
+
+def test_optax_finds_the_remainders_as_it_finds_moments():
+    tx = in_remainders(optax.adam(1e-3))
+    params = {"w": jnp.ones((2, 2), jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16)}
+    names = {"w": "cut", "b": "whole"}
+    specs: Any = optax.tree.map_params(
+        tx,
+        lambda _, name: name,
+        tx.init(params),
+        names,
+        transform_non_params=lambda _: None,
+    )
+    assert specs.remainders == names
+    assert specs.inner_state[0].mu == names
+
+
+# Bad input.
+
+
+@in_orders
+def test_float16_is_refused_where_it_is(order):
+    tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": [jnp.ones(2, jnp.float16)]}
+    with pytest.raises(ValueError) as error:
+        tx.init(params)
+    assert str(error.value) == (
+        "master_weights(storage=\"remainder\") got a float16 parameter at 'b/0': with "
+        "5 bits of exponent it does not hold the exponent of its float32 master. Store "
+        'it in bfloat16, or use storage="float32".'
+    )
+
+
+def test_float16_is_refused_of_the_parameters_that_it_has_alone():
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.float16)}
+    tx: Any = scale_aware(
+        optax.partition(
+            {
+                "bf16": in_remainders(optax.sgd(1.0)),
+                "f16": master_weights(optax.sgd(1.0)),
+            },
+            {"a": "bf16", "b": "f16"},
+        ),
+        _SCALE,
+    )
+    params, state = Trainer(tx).run(params, [params])
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(state.inner_state) if x.ndim}
+    assert dtypes == {"uint16", "float32"}
+
+
+def test_another_storage_is_an_error():
+    with pytest.raises(ValueError, match=r'"float32" or "remainder", got .bfloat16.'):
+        master_weights(optax.sgd(1.0), storage="bfloat16")  # pyright: ignore
+
+
+def test_the_state_of_another_storage_is_an_error():
+    params = jnp.ones(2, jnp.bfloat16)
+    remainders, masters = (
+        wrap(optax.sgd(1.0)) for wrap in (in_remainders, master_weights)
+    )
+    with pytest.raises(ValueError) as error:
+        remainders.update(params, masters.init(params), params)
+    assert str(error.value) == (
+        'Expected the state of master_weights(..., storage="remainder").init(params), '
+        "got MasterWeightsState."
+    )
+    with pytest.raises(ValueError) as error:
+        masters.update(params, remainders.init(params), params)
+    assert str(error.value) == (
+        "Expected the state of master_weights(...).init(params), got "
+        "MasterRemaindersState."
+    )
+
+
+@in_orders
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
+)
+def test_parameters_that_were_cast_after_init_are_an_error(before, after, order):
+    tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
+    params = {"a": jnp.ones(2, before)}
+    state, params = tx.init(params), jmp_lite.cast_floating(params, after)
+    text = f"the parameter 'a' is {after}, and was another dtype in `init`"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tx.update(params, state, params)
