@@ -21,7 +21,7 @@ from jmp_lite import (
     scale_aware,
     stochastic_rounding,
 )
-from jmp_lite._src.optimizers.low_precision_state import decompress
+from jmp_lite._src.optimizers import rounding
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = pytest.mark.standard_promotion
@@ -39,7 +39,7 @@ def _is_stored(x: Any) -> bool:
 def _read(tree: Any) -> Any:
     """Return a state with its float32 numbers."""
     return jax.tree.map(
-        lambda x: decompress(x) if _is_stored(x) else x, tree, is_leaf=_is_stored
+        lambda x: x.to_float32() if _is_stored(x) else x, tree, is_leaf=_is_stored
     )
 
 
@@ -285,7 +285,7 @@ def test_a_gradient_that_is_none_leaves_its_moments():
         assert jax.tree.structure(after) == jax.tree.structure(state)
         before, after = (x.inner_state.trace for x in (state, after))
         bitwise.assert_same(after["b"], before["b"])
-        assert (decompress(after["a"]) > decompress(before["a"])).all()
+        assert (after["a"].to_float32() > before["a"].to_float32()).all()
 
 
 def test_a_moment_that_is_kept_keeps_its_bits():
@@ -437,8 +437,7 @@ def test_a_step_in_shard_map_works_on_its_shards():
     updates, after = step(params, state)
     expected, _ = tx.update(params, state, params)
     np.testing.assert_allclose(updates, expected, rtol=1e-6)
-    read = _read(after.inner_state[0].nu)
-    np.testing.assert_allclose(read, 1e-3 * params**2, rtol=2**-4)
+    _assert_mean(_read(after.inner_state[0].nu), 1e-3 * np.float64(params) ** 2)
 
 
 def test_members_of_a_vmap_are_those_alone():
@@ -454,24 +453,22 @@ def test_members_of_a_vmap_are_those_alone():
 
 
 @with_dtypes
-def test_init_under_jit_allocates_no_float32(dtype):
+def test_init_under_jit_allocates_one_leaf_in_float32_at_most(dtype):
     tx = low_precision_state(optax.adam(1e-3), dtype)
-    compiled = jax.jit(tx.init).lower(jnp.ones((512, 1024))).compile()
-    memory: Any = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < 512 * 1024
+    params = [jnp.ones((64, 1024)) for _ in range(4)]
+    memory: Any = jax.jit(tx.init).lower(params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= (dtype == "float8") * params[0].nbytes
 
 
 @with_dtypes
 def test_equal_shapes_are_traced_once(dtype, monkeypatch):
-    traced = []
-    from jmp_lite._src.optimizers import low_precision_state as module
+    traced, noise_like = [], rounding.noise_like
 
-    original = module.rounding.noise_like
-    monkeypatch.setattr(
-        module.rounding,
-        "noise_like",
-        lambda x, seed: traced.append(x.shape) or original(x, seed),
-    )
+    def counted(x, seed):
+        traced.append(x.shape)
+        return noise_like(x, seed)
+
+    monkeypatch.setattr(rounding, "noise_like", counted)
     jax.clear_caches()
     params = {str(i): jnp.ones((16, 256 + i % 2)) for i in range(20)}
     tx = low_precision_state(optax.adam(1e-3), dtype)

@@ -1,14 +1,14 @@
 """Optimiser state in low precision: bfloat16 or 8 bits, rounded stochastically.
 
-Limits: the inner optimiser computes in float32, so that one leaf of its state at a time
-is float32 in a fused program, and all of them are without `jit`. Only leaves in the
-shape of a parameter are stored in low precision: not the factors of `optax.adafactor`,
-the vector of `optax.flatten` or the memory of `optax.lbfgs`.
+Limits: the inner optimiser computes in float32. Under `jit`, XLA fuses this with the
+rounding; 8 bits need the state of one parameter at a time in float32. Without `jit`,
+all of the state is in float32 during an update. Only leaves in the shape of a parameter
+are stored in low precision: not the factors of `optax.adafactor`, the vector of
+`optax.flatten` or the memory of `optax.lbfgs`.
 """
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -40,9 +40,15 @@ _SAME_STRUCTURE = (
 class LowPrecisionArray(metaclass=compat.FlaxSerializable):
     """A float32 array `[..., n]` in low precision: a leaf of an optimiser state.
 
-    Attributes:
+    Args:
       values: bf16 `[..., n]`, or the codes of float8, u8 `[..., n]`.
       scales: None, or the scale of each block of 256 codes, f32 `[..., ceil(n / 256)]`.
+
+    Examples:
+      >>> tx = low_precision_state(optax.ema(0.5, debias=False), min_size=1)
+      >>> _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+      >>> state.inner_state.ema.dtype_name, state.inner_state.ema.to_float32()
+      ('bfloat16', Array([0.5, 0.5], dtype=float32))
     """
 
     values: Any
@@ -52,6 +58,10 @@ class LowPrecisionArray(metaclass=compat.FlaxSerializable):
     def dtype_name(self) -> str:
         """The dtype as `low_precision_state` names it."""
         return _DTYPES[0] if self.scales is None else _DTYPES[1]
+
+    def to_float32(self) -> jax.Array:
+        """Return the numbers, f32 `[..., n]`."""
+        return decompress(self)
 
 
 class LowPrecisionState(NamedTuple):
@@ -103,8 +113,8 @@ def low_precision_state(
     Use it inside of `scale_aware` or around it, and inside of `optax.MultiSteps`, whose
     sum of gradients would be rounded too. If it is sharded along the last axis, blocks
     do not cross shards whose size is a multiple of 256. Under `vmap`, members with the
-    same key round with the same noise. Call `init` under `jit`, so that no float32
-    state is allocated.
+    same key round with the same noise. Call `init` under `jit`, so that the float32
+    state is not allocated.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
@@ -182,7 +192,8 @@ def low_precision_state(
                 "Expected the state of low_precision_state(...).init(params), got "
                 f"{type(state).__name__}."
             )
-        choice.check(state, _Shapes(updates if params is None else params))
+        at = _Shapes(updates if params is None else params)
+        choice.check(state, at)
         old = jax.tree.map(
             lambda x: decompress(x) if _is_compressed(x) else x,
             state.inner_state,
@@ -200,14 +211,7 @@ def low_precision_state(
 
         next_key, key = jax.random.split(state.key)
         seed = jax.random.bits(key, (2,))
-        numbers = itertools.count()
-
-        def store(before, after):
-            if not _is_compressed(before):
-                return after
-            return _rounded(before, after, rounding.leaf_seed(seed, next(numbers)))
-
-        new = jax.tree.map(store, state.inner_state, new, is_leaf=_is_compressed)
+        new = _rounded_tree(state.inner_state, new, seed, at)
         applied = [x.last_finite for x in _scale_aware_states(new)]
         if applied:  # if all of them skipped this step, it leaves the key unchanged
             applied = functools.reduce(jnp.logical_or, applied)
@@ -236,6 +240,23 @@ def decompress(array: LowPrecisionArray) -> jax.Array:
     if array.scales is None:
         return array.values.astype(jnp.float32)
     return blocks.decode(array.values, array.scales)
+
+
+def _rounded_tree(old: Any, new: Any, seed: jax.Array, at: "_Shapes") -> Any:
+    """Return a tree in the dtypes of the old one, stochastically rounded."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(old, _is_compressed)
+    stored = jax.tree.leaves(new)
+    compressed = [i for i, (_, x) in enumerate(leaves) if _is_compressed(x)]
+    # All leaves of a parameter, then those of the next: they are computed together.
+    compressed.sort(key=lambda i: at.param_of(leaves[i][0], stored[i]) or "")
+    for i in compressed:
+        x = _rounded(leaves[i][1], stored[i], rounding.leaf_seed(seed, i))
+        if x.scales is not None:
+            # XLA would round all leaves in one kernel, after it has computed all of
+            # them in float32. So each one waits for the one before it.
+            seed, x = jax.lax.optimization_barrier((seed, x))
+        stored[i] = x
+    return jax.tree.unflatten(structure, stored)
 
 
 @jax.jit
