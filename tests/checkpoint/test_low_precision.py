@@ -37,7 +37,7 @@ def _numbers(state: Any) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_state_is_restored_to_the_bit(dtype, cast, tmp_path: Path) -> None:
-    state = scale_aware(_tx(dtype)).init({"w": jnp.ones((8, WIDTH))})
+    state: Any = scale_aware(_tx(dtype)).init({"w": jnp.ones((8, WIDTH))})
     state = state._replace(inner_state=_state(dtype))
     checkpoint.save(tmp_path, state, step=0)
     like = jax.eval_shape(lambda: state)

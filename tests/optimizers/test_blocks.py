@@ -61,7 +61,7 @@ def test_a_number_of_the_grid_is_itself_with_any_noise(signed, scale):
 def test_a_number_goes_to_a_neighbour_and_is_right_on_average(signed):
     grid = _grid(signed)
     low, high = grid[:-1], grid[1:]
-    x = np.float32(low + 0.3 * (high - low))
+    x = (low + 0.3 * (high - low)).astype(np.float32)
     if signed:
         x[::2] *= -1
     copies = 4000
