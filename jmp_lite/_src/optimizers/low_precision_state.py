@@ -1,10 +1,12 @@
 """Optimiser state in low precision: bfloat16 or 8 bits, rounded stochastically.
 
 Limits: the inner optimiser computes in float32. Under `jit`, XLA fuses this with the
-rounding; 8 bits need the state of one parameter at a time in float32. Without `jit`,
-all of the state is in float32 during an update. Only leaves in the shape of a parameter
-are stored in low precision: not the factors of `optax.adafactor`, the vector of
-`optax.flatten` or the memory of `optax.lbfgs`.
+rounding to bfloat16. 8 bits need a pass for the scales: on GPUs, the state of one
+parameter at a time is in float32, on TPUs that of all parameters, so that 8 bits save
+memory there between updates, not during one. Without `jit`, all of the state is in
+float32 during an update. Only leaves in the shape of a parameter are stored in low
+precision: not the factors of `optax.adafactor`, the vector of `optax.flatten` or the
+memory of `optax.lbfgs`.
 """
 
 import dataclasses
