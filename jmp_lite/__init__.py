@@ -15,6 +15,11 @@ from jmp_lite._src.loss_scale import (
     get_loss_scale,
     loss_scale_for,
 )
+from jmp_lite._src.optimizers.low_precision_state import (
+    LowPrecisionArray,
+    LowPrecisionState,
+    low_precision_state,
+)
 from jmp_lite._src.optimizers.master_weights import (
     MasterRemaindersState,
     MasterWeightsState,
@@ -44,6 +49,8 @@ __version__ = "0.1.0"
 __all__ = [
     "DynamicLossScale",
     "LossScale",
+    "LowPrecisionArray",
+    "LowPrecisionState",
     "MasterRemaindersState",
     "MasterWeightsState",
     "NoOpLossScale",
@@ -69,6 +76,7 @@ __all__ = [
     "half_dtype",
     "loss_scale_for",
     "loss_scale_metrics",
+    "low_precision_state",
     "master_weights",
     "numerics",
     "recommended_half_dtype",

@@ -22,12 +22,14 @@ from optimizers import read_by_a_step
 import jmp_lite
 from jmp_lite import (
     DynamicLossScale,
+    LowPrecisionArray,
     NoOpLossScale,
     OpRules,
     Policy,
     PolicyMap,
     StaticLossScale,
     TooManySkippedStepsError,
+    low_precision_state,
     master_weights,
     scale_aware,
     stochastic_rounding,
@@ -65,6 +67,7 @@ def small_sgd() -> Any:
 
 # Every optimiser of the package.
 TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
+    "low_precision_state": lambda: low_precision_state(momentum(), min_size=1),
     "master_weights": lambda: master_weights(momentum()),
     "scale_aware": momentum,
     "stochastic_rounding": lambda: stochastic_rounding(momentum(), jax.random.key(3)),
@@ -89,10 +92,12 @@ def a_remainders_state() -> Any:
 INSTANCES: dict[str, Callable[[], Any]] = {
     "DynamicLossScale": lambda: DYNAMIC,
     "MasterRemaindersState": a_remainders_state,
+    "LowPrecisionArray": lambda: LowPrecisionArray(jnp.uint8([7]), jnp.float32([-0.5])),
+    "LowPrecisionState": lambda: a_state("low_precision_state"),
     "MasterWeightsState": lambda: a_state("master_weights"),
     "NoOpLossScale": NoOpLossScale,
     "OpRules": lambda: OpRules({"tanh": "float32"}, False, 128),
-    "Policy": lambda: jmp_lite.get_policy("mixed_fp8"),
+    "Policy": lambda: jmp_lite.get_policy("c=bf16,m=fp8,r=f32"),
     "PolicyMap": lambda: PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
     "ScaleAwareState": a_state,
     "StaticLossScale": lambda: StaticLossScale(16.0),
@@ -300,6 +305,9 @@ def test_vmap_does_to_each_row_what_eager_does(name):
 # Optimisers.
 
 OPTIMISERS = TRANSFORMATIONS | {
+    "low_precision_state in scale_aware": lambda: scale_aware(
+        low_precision_state(small_sgd(), min_size=1), DYNAMIC
+    ),
     "master_weights in scale_aware": lambda: scale_aware(
         master_weights(small_sgd()), DYNAMIC
     ),

@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -284,7 +284,7 @@ class PolicyMap:
             raise TypeError(
                 f"Expected a mapping of patterns to policies, got {self.rules!r}."
             ) from None
-        pairs = tuple((_checked(pattern), get_policy(p)) for pattern, p in pairs)
+        pairs = tuple((check_pattern(pattern), get_policy(p)) for pattern, p in pairs)
         object.__setattr__(self, "default", get_policy(self.default))
         object.__setattr__(self, "rules", pairs)
 
@@ -364,26 +364,11 @@ class PolicyMap:
           ValueError: names the pattern and the nearest paths; never raised if
             `allow_unused` is set.
         """
-        paths = list(paths)
-        decided = {self._index_at(path) for path in paths}
-        for index, (pattern, _) in enumerate(self.rules):
-            if index in decided or self.allow_unused:
-                continue
-            matched = [path for path in paths if re.fullmatch(pattern, path)]
-            if matched:
-                earlier = self.rules[self._index_at(matched[0])][0]
-                raise ValueError(
-                    f"The pattern {pattern!r} is never used: earlier patterns match "
-                    f"all of its paths, such as {matched[0]!r} (by {earlier!r})."
-                )
-            near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
-            why = f"A pattern must match the whole path; the nearest are {near}."
-            if if_none and not any(paths):
-                why = if_none
-            raise ValueError(
-                f"The pattern {pattern!r} matches no path. {why} (allow_unused=True "
-                "disables this check.)"
-            )
+        if self.allow_unused:
+            return
+        hint = " (allow_unused=True disables this check.)"
+        patterns = [pattern for pattern, _ in self.rules]
+        check_patterns(patterns, paths, if_none=if_none, hint=hint)
 
     def _cast(self, tree: T, role: str) -> T:
         paths = [
@@ -398,13 +383,56 @@ class PolicyMap:
         )
 
     def _index_at(self, path: str) -> int | None:
-        for index, (pattern, _) in enumerate(self.rules):
-            if re.fullmatch(pattern, path):
-                return index
-        return None
+        return first_match([pattern for pattern, _ in self.rules], path)
 
 
-def _checked(pattern: Any) -> str:
+def first_match(patterns: Iterable[str], path: str) -> int | None:
+    """Return the index of the first pattern that matches a whole key path."""
+    for index, pattern in enumerate(patterns):
+        if re.fullmatch(pattern, path):
+            return index
+    return None
+
+
+def check_patterns(
+    patterns: Sequence[str], paths: Iterable[str], *, if_none: str = "", hint: str = ""
+) -> None:
+    """Raise if a pattern is the first match of none of these paths.
+
+    Args:
+      patterns: regular expressions, in order of precedence.
+      paths: key paths; `""` is the root.
+      if_none: the explanation if the root is the only path.
+      hint: the end of the error message for a pattern that matches no path.
+
+    Raises:
+      ValueError: names the pattern and the nearest paths.
+    """
+    paths = list(paths)
+    decided = {first_match(patterns, path) for path in paths}
+    for index, pattern in enumerate(patterns):
+        if index in decided:
+            continue
+        matched = [path for path in paths if re.fullmatch(pattern, path)]
+        if matched:
+            earlier = next(p for p in patterns if re.fullmatch(p, matched[0]))
+            raise ValueError(
+                f"The pattern {pattern!r} is never used: earlier patterns match "
+                f"all of its paths, such as {matched[0]!r} (by {earlier!r})."
+            )
+        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
+        why = f"A pattern must match the whole path; the nearest are {near}."
+        if if_none and not any(paths):
+            why = if_none
+        raise ValueError(f"The pattern {pattern!r} matches no path. {why}{hint}")
+
+
+def check_pattern(pattern: Any) -> str:
+    """Return a pattern.
+
+    Raises:
+      ValueError: it is not a regular expression.
+    """
     try:
         if not isinstance(pattern, str):
             raise TypeError("not a string")

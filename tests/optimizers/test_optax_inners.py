@@ -15,6 +15,7 @@ from optax import contrib
 
 from jmp_lite import (
     StaticLossScale,
+    low_precision_state,
     master_weights,
     scale_aware,
     stochastic_rounding,
@@ -183,6 +184,12 @@ _KEY = jax.random.key(0)
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "scale_aware": lambda inner: scale_aware(inner, _SCALE),
     "master_weights inside": lambda inner: scale_aware(master_weights(inner), _SCALE),
+    "low_precision_state inside": lambda inner: scale_aware(
+        low_precision_state(inner, min_size=1), _SCALE
+    ),
+    "low_precision_state around": lambda inner: low_precision_state(
+        scale_aware(inner, _SCALE), min_size=1
+    ),
     "stochastic_rounding around": lambda inner: stochastic_rounding(
         scale_aware(inner, _SCALE), _KEY
     ),

@@ -22,6 +22,7 @@ from jmp_lite import (
     DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,
+    low_precision_state,
     master_weights,
     scale_aware,
     stochastic_rounding,
@@ -186,6 +187,12 @@ _TRANSFORMATIONS: dict[str, Any] = {
     "dynamic": scale_aware(_inner(), DynamicLossScale(64.0)),
     "static": scale_aware(_inner(), StaticLossScale(16.0)),
     "noop": scale_aware(_inner(), NoOpLossScale()),
+    **{
+        f"low_precision_state, {dtype}": scale_aware(
+            low_precision_state(_inner(), dtype, key=jax.random.PRNGKey(0), min_size=1)
+        )
+        for dtype in ("bfloat16", "float8")
+    },
     "master_weights": scale_aware(master_weights(_inner())),
     "stochastic_rounding": scale_aware(
         stochastic_rounding(_inner(), jax.random.PRNGKey(0))
@@ -216,10 +223,10 @@ def _through_pickle(state, fresh, folder):
 @pytest.mark.parametrize("name", _TRANSFORMATIONS)
 def test_a_checkpoint_restores_every_bit(name, way, tmp_path):
     tx = _TRANSFORMATIONS[name]
-    params = {"w": jnp.ones(3, jnp.float16)}
+    params = {"w": jnp.ones(40, jnp.float16)}
     state = fresh = tx.init(params)
     for grad in (1.0, jnp.nan, 2.0, jnp.inf):  # every field has changed after these
-        grads = {"w": jnp.full(3, grad, jnp.float16)}
+        grads = {"w": jnp.full(40, grad, jnp.float16)}
         _, state = tx.update(grads, state, params)
     assert (int(state.skipped_steps), int(state.consecutive_skips)) == (2, 1)
 

@@ -106,6 +106,16 @@ GROUPS = {
             "tests/optimizers/test_half_params.py",
         ),
     ),
+    "low-precision state": Group(
+        (
+            f"{SRC}/optimizers/blocks.py",
+            f"{SRC}/optimizers/low_precision_state.py",
+        ),
+        (
+            "tests/optimizers/test_blocks.py",
+            "tests/optimizers/test_low_precision_state.py",
+        ),
+    ),
     "checkpoints": Group((f"{SRC}/checkpoint/*.py",), ("tests/checkpoint/test_*.py",)),
     "autocast": Group((f"{SRC}/autocast/[!e_]*.py",), _AUTOCAST_TESTS),
     "jaxprs": Group(

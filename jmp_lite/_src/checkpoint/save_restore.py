@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jmp_lite._src.checkpoint import low_precision
 from jmp_lite._src.checkpoint.folder import (
     complete_steps,
     find_step,
@@ -165,7 +166,8 @@ def restore(
       like: a state of the same structure, shapes and dtypes. Its values are not used:
         it may hold `ShapeDtypeStruct`s, with or without shardings, or donated arrays.
       step: the step to restore; the default is the newest.
-      cast: whether to cast bf16, f16, f32 and f64 arrays to the dtypes of `like`. Use
+      cast: whether to cast bf16, f16, f32 and f64 arrays to the dtypes of `like`, and
+        from and to the dtypes of `low_precision_state`, rounded to nearest. Use
         `policy.cast_to_param(like)` to set them by path.
 
     Returns:
@@ -192,7 +194,8 @@ def restore(
     where = f"Step {step} in {root}"
     record = _read(lambda: read_record(path), root, step)
     saved = {name: LeafSpec(**leaf) for name, leaf in record["leaves"].items()}
-    targets, structure = flatten(like)
+    target_tree = low_precision.like_saved(like, saved) if cast else like
+    targets, structure = flatten(target_tree)
     wanted = {name: describe(target) for name, target in targets.items()}
     check_loss_scales(record["loss_scales"], describe_loss_scales(like), where)
     check_compatible(saved, wanted, where, cast=cast)
@@ -205,7 +208,11 @@ def restore(
         elif (saved[name].kind, wanted[name].kind) == ("number", "array"):
             array = cast_number(array, target.dtype, f"{where}: {name}")
         leaves.append(to_target(array, saved[name], target))
-    return Restored(jax.tree.unflatten(structure, leaves), step, casts)
+    state = jax.tree.unflatten(structure, leaves)
+    if cast:
+        state, converted = low_precision.convert(state, like, saved, where)
+        casts.update(converted)
+    return Restored(state, step, casts)
 
 
 def _arrays_handler() -> ocp.PyTreeCheckpointHandler:

@@ -89,7 +89,7 @@ def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
 
 
 def check_structure(
-    new: optax.OptState, old: optax.OptState, owner: str, advice: str
+    new: optax.OptState, old: optax.OptState, owner: str, reason: str
 ) -> None:
     """Raise if an update changed the structure of an inner state.
 
@@ -97,7 +97,7 @@ def check_structure(
       new: the inner state after the update.
       old: the inner state before the update.
       owner: the name of the wrapping transformation.
-      advice: what to do with an inner transformation that changes its state.
+      reason: why the structure must not change, and what to do if it does.
 
     Raises:
       ValueError: names the first path where the structures differ.
@@ -107,8 +107,7 @@ def check_structure(
     if difference is not None:
         raise ValueError(
             f"The optimiser inside of {owner} changed the structure of its state: "
-            f"{difference}. A skipped step keeps the old state, so both states must "
-            f"have the same structure. {advice}"
+            f"{difference}. {reason}"
         )
 
 
@@ -146,6 +145,25 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
     if difference is not None:
         raise ValueError(
             f"Expected gradients and parameters of the same structure: {difference}."
+        )
+
+
+def check_key(key: Any) -> None:
+    """Raise unless this is one PRNG key, typed or raw.
+
+    Raises:
+      TypeError: shows what it is.
+    """
+    try:
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            shape = key.shape
+        else:
+            shape = jax.eval_shape(jax.random.wrap_key_data, key).shape
+    except (AttributeError, TypeError, ValueError):
+        shape = None
+    if shape != ():
+        raise TypeError(
+            f"Expected one PRNG key, such as jax.random.key(0), got {key!r}."
         )
 
 

@@ -23,13 +23,14 @@ from jmp_lite._src.optimizers.master_weights import (
 from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
 
 # States of transformations that need the dtypes in which parameters are stored.
-_NEED_STORED_DTYPES = (
+NEED_STORED_DTYPES = (
     MasterRemaindersState,
     MasterWeightsState,
     StochasticRoundingState,
 )
 
-_STRUCTURE_ADVICE = (
+_SAME_STRUCTURE = (
+    "A skipped step keeps the old state, so both states must have the same structure. "
     "Put a transformation that changes it (such as optax.monitor) outside of "
     "scale_aware: optax.chain(scale_aware(...), optax.monitor(...))."
 )
@@ -167,14 +168,14 @@ def scale_aware(
         inner_state = state.inner_state
         stored = base.stored_dtypes(params)
         if stored is not None:
-            inner_state = base.annotate(inner_state, _NEED_STORED_DTYPES, stored)
+            inner_state = base.annotate(inner_state, NEED_STORED_DTYPES, stored)
         new_updates, inner_state = inner.update(
             grads, inner_state, float32_params, **extra
         )
         if stored is not None:
             inner_state = base.strip_annotations(inner_state)
         base.check_structure(
-            inner_state, state.inner_state, "scale_aware", _STRUCTURE_ADVICE
+            inner_state, state.inner_state, "scale_aware", _SAME_STRUCTURE
         )
         inner_state = base.with_dtypes_of(inner_state, state.inner_state)
         if skip_nonfinite:

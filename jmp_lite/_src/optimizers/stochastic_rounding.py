@@ -77,7 +77,7 @@ def stochastic_rounding(
       Training, 2020 (https://arxiv.org/abs/2010.06192).
     """
     inner = base.as_transformation(inner)
-    _check_key(key)
+    base.check_key(key)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
@@ -129,17 +129,3 @@ def _rounded_update(
     x = p + u
     rounded = rounding.round_stochastically(x, dtype, rounding.noise_like(x, seed))
     return rounding.update_between(p, rounded)
-
-
-def _check_key(key: Any) -> None:
-    try:
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            shape = key.shape
-        else:
-            shape = jax.eval_shape(jax.random.wrap_key_data, key).shape
-    except (AttributeError, TypeError, ValueError):
-        shape = None
-    if shape != ():
-        raise TypeError(
-            f"Expected one PRNG key, such as jax.random.key(0), got {key!r}."
-        )

@@ -1,0 +1,123 @@
+"""Optimiser state in low precision: restored as float32, and from it.
+
+A `LowPrecisionArray` is saved as its two arrays. `restore(cast=True)` first restores
+each leaf in the form in which it was saved, then converts it to the form in `like`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jmp_lite._src import trees
+from jmp_lite._src.checkpoint.leaves import Cast, LeafSpec, cast_array, sharding_of
+from jmp_lite._src.optimizers.low_precision_state import (
+    LowPrecisionArray,
+    compress,
+    decompress,
+)
+
+
+def like_saved(like: Any, saved: dict[str, LeafSpec]) -> Any:
+    """Return `like` with the leaves of other forms as `ShapeDtypeStruct`s of the saved.
+
+    Args:
+      like: the target.
+      saved: the specs in the checkpoint, by key path.
+    """
+
+    def convert(path: Any, x: Any) -> Any:
+        name, is_compressed = trees.key_path(path), _is_compressed(x)
+        values, scales = (saved.get(_join(name, f)) for f in ("values", "scales"))
+        if is_compressed and name in saved:
+            return _abstract(saved[name], x.values)
+        if values is None or not (is_compressed or trees.is_castable(x)):
+            return x
+        if is_compressed and (x.scales is None) == (scales is None):
+            return x
+        array = x.values if is_compressed else x
+        return LowPrecisionArray(
+            _abstract(values, array),
+            None if scales is None else _abstract_scales(scales, array),
+        )
+
+    return jax.tree_util.tree_map_with_path(convert, like, is_leaf=_is_compressed)
+
+
+def convert(
+    restored: Any, like: Any, saved: dict[str, LeafSpec], where: str
+) -> tuple[Any, dict[str, Cast]]:
+    """Convert the leaves of a restored state to the forms in `like`.
+
+    Args:
+      restored: the state in the form of `like_saved(like, saved)`.
+      like: the target.
+      saved: the specs in the checkpoint, by key path.
+      where: the checkpoint in error messages.
+
+    Returns:
+      The state, and the casts by key path.
+
+    Raises:
+      ValueError: a finite number would become inf.
+    """
+    casts = {}
+
+    def convert_leaf(path: Any, target: Any, x: Any) -> Any:
+        name = trees.key_path(path)
+        was, wanted = _form(x), _form(target)
+        if was == wanted:
+            return x
+        numbers = decompress(x) if was else x
+        if wanted:
+            dtype = wanted
+            numbers = jnp.asarray(numbers).astype(jnp.float32)
+            new = _placed_as(compress(numbers, wanted), target)
+        else:
+            dtype = target.dtype
+            new, _ = cast_array(numbers, dtype, f"{where}: {name}")
+            new = np.asarray(new) if isinstance(target, np.ndarray) else new
+        casts[name] = Cast(was or saved[name].dtype, dtype, 0)
+        return new
+
+    converted = jax.tree_util.tree_map_with_path(
+        convert_leaf, like, restored, is_leaf=_is_compressed
+    )
+    return converted, casts
+
+
+def _is_compressed(x: Any) -> bool:
+    return isinstance(x, LowPrecisionArray)
+
+
+def _form(x: Any) -> str | None:
+    """Return the dtype of an array in low precision, None for other leaves."""
+    return x.dtype_name if _is_compressed(x) else None
+
+
+def _join(path: str, field: str) -> str:
+    return f"{path}/{field}" if path else field
+
+
+def _abstract(spec: LeafSpec, like: Any) -> Any:
+    """Return an array of the saved dtype with the shape and sharding of a target."""
+    dtype, sharding = jnp.dtype(spec.dtype), sharding_of(like)
+    return jax.ShapeDtypeStruct(like.shape, dtype, sharding=sharding)
+
+
+def _abstract_scales(spec: LeafSpec, like: Any) -> Any:
+    """Return the saved scales for a target: all of them on each of its devices."""
+    sharding = sharding_of(like)
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+
+
+def _placed_as(x: LowPrecisionArray, like: LowPrecisionArray) -> LowPrecisionArray:
+    def place(x: jax.Array, like: Any) -> jax.Array:
+        sharding = sharding_of(like)
+        return x if sharding is None else jax.device_put(x, sharding)
+
+    return jax.tree.map(place, x, like)

@@ -1,0 +1,428 @@
+"""Optimiser state in low precision: bfloat16 or 8 bits, rounded stochastically.
+
+Limits: the inner optimiser computes in float32. Under `jit`, XLA fuses this with the
+rounding to bfloat16. 8 bits need a pass for the scales: on GPUs, the state of one
+parameter at a time is in float32, on TPUs that of all parameters, so that 8 bits save
+memory there between updates, not during one. Without `jit`, all of the state is in
+float32 during an update. Only leaves in the shape of a parameter are stored in low
+precision: not the factors of `optax.adafactor`, the vector of `optax.flatten` or the
+memory of `optax.lbfgs`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jmp_lite._src import compat, policy, trees
+from jmp_lite._src.jaxprs import tracing
+from jmp_lite._src.optimizers import base, blocks, rounding
+from jmp_lite._src.optimizers.scale_aware import NEED_STORED_DTYPES, ScaleAwareState
+
+_DTYPES = ("bfloat16", "float8")
+
+# With fewer numbers in a row, the scales of float8 take more than an eighth of a byte
+# a number.
+_SHORTEST_ROW = 32
+
+_SAME_STRUCTURE = (
+    "Each leaf is stored as before, so both states must have the same structure. Put a "
+    "transformation that changes it (such as optax.monitor) outside of "
+    "low_precision_state: optax.chain(low_precision_state(...), optax.monitor(...))."
+)
+
+
+@trees.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowPrecisionArray(metaclass=compat.FlaxSerializable):
+    """A float32 array `[..., n]` in low precision: a leaf of an optimiser state.
+
+    Args:
+      values: bf16 `[..., n]`, or the codes of float8, u8 `[..., n]`.
+      scales: None, or the scale of each block of 256 codes, f32 `[..., ceil(n / 256)]`.
+
+    Examples:
+      >>> tx = low_precision_state(optax.ema(0.5, debias=False), min_size=1)
+      >>> _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+      >>> state.inner_state.ema.dtype_name, state.inner_state.ema.to_float32()
+      ('bfloat16', Array([0.5, 0.5], dtype=float32))
+    """
+
+    values: Any
+    scales: Any = None
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as `low_precision_state` names it."""
+        return _DTYPES[0] if self.scales is None else _DTYPES[1]
+
+    def to_float32(self) -> jax.Array:
+        """Return the numbers, f32 `[..., n]`."""
+        return decompress(self)
+
+
+class LowPrecisionState(NamedTuple):
+    """The state of `low_precision_state`.
+
+    Attributes:
+      inner_state: the state of the wrapped optimiser, in which the leaves that are
+        stored in low precision are `LowPrecisionArray`s.
+      key: the PRNG key for the next step, typed or raw like the initial key.
+    """
+
+    inner_state: optax.OptState
+    key: jax.Array
+
+
+def low_precision_state(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    dtype: Any = "bfloat16",
+    *,
+    key: jax.Array | None = None,
+    rules: Mapping[str, Any] | None = None,
+    min_size: int = 4096,
+) -> optax.GradientTransformationExtraArgs:
+    """Store the state of an optimiser in bfloat16 or 8 bits.
+
+    The inner optimiser sees float32. Its new state is rounded stochastically: to one of
+    the two nearest numbers, with the right mean. With `b2 = 0.999`, the second moment
+    of Adam decays in a step by less than half the spacing of bfloat16: rounded to
+    nearest, it would never decay. For a state `s` in low precision::
+
+      u, x = inner.update(float32(g), float32(s), float32(params), ...)
+      s    = x rounded stochastically; bitwise unchanged where x == float32(s)
+
+    `"float8"` is 8 bits a number and a float32 scale for each block of 256 numbers of
+    the last axis. It has 4 bits of mantissa for numbers down to `2**-8` of the block's
+    largest, one bit fewer in each next 8 octaves, 46 octaves in all; one bit and 8
+    octaves fewer in a block with negative numbers. No number becomes 0: the step of
+    Adam would explode. For second moments of 8 decades in a block, the error of Adam's
+    update is a fifth of its root mean square, that of float8_e4m3 of the square root a
+    quarter, of int8 of the square root three quarters; with bfloat16 it is 2 %. One inf
+    or NaN makes its block NaN.
+
+    A leaf of the state is stored in low precision if it is float32, its key path ends
+    in that of a parameter of its shape, it has at least `min_size` elements, and `init`
+    does not compute it from the parameters' values. So are moments; copies and averages
+    of parameters, as in `master_weights`, are unchanged. A leaf with fewer than 32
+    elements in the last axis is bfloat16 instead of float8: scales would take too much.
+
+    Use it inside of `scale_aware` or around it, and inside of `optax.MultiSteps`, whose
+    sum of gradients would be rounded too. If it is sharded along the last axis, blocks
+    do not cross shards whose size is a multiple of 256. Under `vmap`, members with the
+    same key round with the same noise. Call `init` under `jit`, so that the float32
+    state is not allocated.
+
+    Args:
+      inner: any optax transformation, or an `optax.MultiSteps`.
+      dtype: `"bfloat16"` or `"float8"`.
+      key: a PRNG key, typed or raw; the default is `jax.random.key(0)`. Each step draws
+        two integers from it. The noise of an element is a hash of them, of the leaf's
+        number and of its own index.
+      rules: a mapping of patterns to a dtype, or None for float32. A pattern is a
+        regular expression that matches the whole key path of a parameter, as in
+        `PolicyMap`; the first that matches replaces `dtype`.
+      min_size: leaves with fewer elements are unchanged.
+
+    Returns:
+      A transformation. `update(grads, state, params, **extra)` takes gradients of any
+      float dtypes and returns the updates of `inner`, float32 (float64 stays float64).
+
+    Raises:
+      TypeError: `inner` is not an optax transformation; `key` is not a PRNG key;
+        `rules` is not a mapping.
+      ValueError: the dtype is not one of these; a pattern is not a regular expression.
+        In `init`: no parameter uses a pattern. In `update`: `state` belongs to another
+        transformation or has other dtypes; `inner` changes the structure of its state.
+
+    Examples:
+      >>> tx = low_precision_state(optax.adam(1e-3), "float8")
+      >>> params = {"w": jnp.ones((64, 256)), "b": jnp.ones(256)}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(params, state, params)
+      >>> moments = state.inner_state[0]
+      >>> moments.nu["w"].values.dtype, moments.nu["b"].dtype
+      (dtype('uint8'), dtype('float32'))
+      >>> updates["w"].dtype
+      dtype('float32')
+
+    References:
+      Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022
+      (https://arxiv.org/abs/2110.02861); DeepSeek-AI, DeepSeek-V3 Technical Report,
+      2024, section 3.3.3 (https://arxiv.org/abs/2412.19437), moments in bfloat16.
+    """
+    inner = base.as_transformation(inner)
+    choice = _Choice(_parse_dtype(dtype), _parse_rules(rules), max(min_size, 1))
+    if key is not None:
+        base.check_key(key)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        params = trees.cast_at_least_float32(params)
+        paths = [
+            trees.key_path(path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(_matched(params))
+        ]
+        policy.check_patterns([pattern for pattern, _ in choice.rules], paths)
+        at = _Shapes(params)
+
+        def store(path, x, is_from_params):
+            param = at.param_of(path, x)
+            dtype = None if param is None else choice.dtype_of(param, x)
+            return x if dtype is None or is_from_params else compress(x, dtype)
+
+        inner_state = jax.tree.map(base.strongly_typed, inner.init(params))
+        inner_state = jax.tree_util.tree_map_with_path(
+            store, inner_state, _is_from_params(inner.init, params)
+        )
+        # The key is copied, because a step may donate its state.
+        first_key = jax.random.key(0) if key is None else jnp.copy(key)
+        return LowPrecisionState(inner_state, first_key)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if not isinstance(state, LowPrecisionState):
+            raise ValueError(
+                "Expected the state of low_precision_state(...).init(params), got "
+                f"{type(state).__name__}."
+            )
+        at = _Shapes(updates if params is None else params)
+        choice.check(state, at)
+        old = jax.tree.map(
+            lambda x: decompress(x) if _is_compressed(x) else x,
+            state.inner_state,
+            is_leaf=_is_compressed,
+        )
+        grads, float32_params = trees.cast_at_least_float32((updates, params))
+        inner_state, stored = old, base.stored_dtypes(params)
+        if stored is not None:
+            inner_state = base.annotate(inner_state, NEED_STORED_DTYPES, stored)
+        new_updates, new = inner.update(grads, inner_state, float32_params, **extra)
+        if stored is not None:
+            new = base.strip_annotations(new)
+        base.check_structure(new, old, "low_precision_state", _SAME_STRUCTURE)
+        new = base.with_dtypes_of(new, old)
+
+        next_key, key = jax.random.split(state.key)
+        seed = jax.random.bits(key, (2,))
+        new = _rounded_tree(state.inner_state, new, seed, at)
+        applied = [x.last_finite for x in _scale_aware_states(new)]
+        if applied:  # if all of them skipped this step, it leaves the key unchanged
+            applied = functools.reduce(jnp.logical_or, applied)
+            next_key = trees.select_tree(applied, next_key, state.key)
+        return new_updates, LowPrecisionState(new, next_key)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+# Arrays.
+
+
+@functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
+def compress(x: jax.Array, dtype: str) -> LowPrecisionArray:
+    """Round an f32 array `[..., n]` to nearest."""
+    # Otherwise XLA would compute the codes of constant zeros when it compiles.
+    x = x + jax.lax.optimization_barrier(jnp.float32(-0.0))
+    if dtype == "bfloat16":
+        return LowPrecisionArray(x.astype(jnp.bfloat16))
+    return LowPrecisionArray(*blocks.encode(x, jnp.uint32(2**31)))
+
+
+@jax.jit
+def decompress(array: LowPrecisionArray) -> jax.Array:
+    """Return the numbers of an array, f32 `[..., n]`."""
+    if array.scales is None:
+        return array.values.astype(jnp.float32)
+    return blocks.decode(array.values, array.scales)
+
+
+def _rounded_tree(old: Any, new: Any, seed: jax.Array, at: "_Shapes") -> Any:
+    """Return a tree in the dtypes of the old one, stochastically rounded."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(old, _is_compressed)
+    stored = jax.tree.leaves(new)
+    compressed = [i for i, (_, x) in enumerate(leaves) if _is_compressed(x)]
+    # All leaves of a parameter, then those of the next: they are computed together.
+    compressed.sort(key=lambda i: at.param_of(leaves[i][0], stored[i]) or "")
+    for i in compressed:
+        x = _rounded(leaves[i][1], stored[i], rounding.leaf_seed(seed, i))
+        if x.scales is not None:
+            # XLA would round all leaves in one kernel, after it has computed all of
+            # them in float32. So each one waits for the one before it.
+            seed, x = jax.lax.optimization_barrier((seed, x))
+        stored[i] = x
+    return jax.tree.unflatten(structure, stored)
+
+
+@jax.jit
+def _rounded(old: LowPrecisionArray, x: jax.Array, seed: jax.Array) -> Any:
+    """Return `x` stochastically rounded; `old` in each block that did not change."""
+    noise = rounding.noise_like(x, seed)
+    if old.scales is None:
+        rounded = rounding.round_stochastically(x, jnp.bfloat16, noise)
+        return LowPrecisionArray(rounded.astype(jnp.bfloat16))
+    has_changed = _bits(x) != _bits(decompress(old))
+    return LowPrecisionArray(
+        *blocks.select(has_changed, blocks.encode(x, noise), (old.values, old.scales))
+    )
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _is_compressed(x: Any) -> bool:
+    return isinstance(x, LowPrecisionArray)
+
+
+# Which leaves.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """The dtype of each leaf.
+
+    Attributes:
+      dtype: the dtype of parameters that no rule matches.
+      rules: pairs of a pattern and a dtype, or None.
+      min_size: the least number of elements of a leaf that is compressed.
+    """
+
+    dtype: str
+    rules: tuple[tuple[str, str | None], ...]
+    min_size: int
+
+    def dtype_of(self, param: str, x: Any) -> str | None:
+        """Return the dtype for a leaf of the state, or None if it is unchanged."""
+        if x.dtype != jnp.float32 or x.size < self.min_size or x.ndim == 0:
+            return None
+        dtype = self._dtype_at(param)
+        is_short = dtype == "float8" and x.shape[-1] < _SHORTEST_ROW
+        return "bfloat16" if is_short else dtype
+
+    def _dtype_at(self, param: str) -> str | None:
+        index = policy.first_match([pattern for pattern, _ in self.rules], param)
+        return self.dtype if index is None else self.rules[index][1]
+
+    def check(self, state: LowPrecisionState, at: "_Shapes") -> None:
+        """Raise if a leaf has another dtype than this choice gives.
+
+        Sizes are not checked: in `shard_map`, those of a leaf are smaller than they
+        were in `init`.
+
+        Raises:
+          ValueError: names the path and both dtypes.
+        """
+        leaves = jax.tree_util.tree_leaves_with_path(
+            state.inner_state, is_leaf=_is_compressed
+        )
+        for path, x in leaves:
+            if not _is_compressed(x):
+                continue
+            param = at.param_of(path, x.values)
+            found, expected = x.dtype_name, {self.dtype, *(d for _, d in self.rules)}
+            if param is not None:
+                expected = {self._dtype_at(param)}
+            if "float8" in expected and x.values.shape[-1] < _SHORTEST_ROW:
+                expected.add("bfloat16")
+            if found not in expected:
+                names = " or ".join(str(d or "float32") for d in expected)
+                raise ValueError(
+                    "Expected the state of this low_precision_state(...), got one of "
+                    f"other dtypes or rules: {trees.key_path(path)!r} is {found}, "
+                    f"expected {names}. Call init again, or "
+                    "jmp_lite.checkpoint.restore(..., cast=True) to convert it."
+                )
+
+
+class _Shapes:
+    """The shapes of parameters by key path.
+
+    Args:
+      params: the parameters, or gradients with the same structure.
+    """
+
+    def __init__(self, params: Any):
+        leaves = jax.tree_util.tree_leaves_with_path(_matched(params))
+        self._by_keys = {
+            tuple(map(str, path)): (trees.key_path(path), x.shape)
+            for path, x in leaves
+            if trees.is_castable(x)
+        }
+
+    def param_of(self, path: Any, x: Any) -> str | None:
+        """Return the path of the parameter that a leaf of the state belongs to.
+
+        It is the longest one in which the leaf's path ends and that has its shape.
+        """
+        if not trees.is_array(x):
+            return None
+        keys = tuple(map(str, path))
+        for start in range(len(keys) + 1):
+            param, shape = self._by_keys.get(keys[start:], ("", None))
+            if shape == x.shape:
+                return param
+        return None
+
+
+def _matched(params: Any) -> Any:
+    """Return the parameters whose shapes the state has."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def _is_from_params(init: Any, params: Any) -> Any:
+    """Return for each leaf of `init(params)` whether it depends on the numbers there.
+
+    A leaf of zeros does not, a copy does.
+    """
+    traced = tracing.trace(init, (params,))
+    jaxpr = traced.closed.jaxpr
+    dependent = set(jaxpr.invars)
+
+    def is_dependent(x: Any) -> bool:
+        return not hasattr(x, "val") and x in dependent  # a literal has a value
+
+    for eqn in jaxpr.eqns:
+        if any(map(is_dependent, eqn.invars)):
+            dependent.update(eqn.outvars)
+    return traced.restore(list(map(is_dependent, jaxpr.outvars)))
+
+
+def _scale_aware_states(tree: Any) -> Iterator[ScaleAwareState]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaleAwareState))
+    return (x for x in leaves if isinstance(x, ScaleAwareState))
+
+
+# Arguments.
+
+
+def _parse_dtype(dtype: Any) -> str:
+    name = dtype
+    if not isinstance(dtype, str):
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            name = None
+    if name not in _DTYPES:
+        raise ValueError(f"Expected a dtype of the state of {_DTYPES}, got {dtype!r}.")
+    return name
+
+
+def _parse_rules(rules: Any) -> tuple[tuple[str, str | None], ...]:
+    if rules is None:
+        return ()
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f"Expected a mapping of patterns to dtypes or None, got {rules!r}."
+        )
+    return tuple(
+        (policy.check_pattern(pattern), None if d is None else _parse_dtype(d))
+        for pattern, d in rules.items()
+    )

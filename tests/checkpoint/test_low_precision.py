@@ -1,0 +1,115 @@
+"""Optimiser state in low precision: saved, restored, and converted."""
+
+from pathlib import Path
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoints import over_devices, refusal
+
+from jmp_lite import LowPrecisionArray, checkpoint, low_precision_state, scale_aware
+
+# Optax promotes by itself: int32 counts to the power of a float.
+pytestmark = pytest.mark.standard_promotion
+
+DTYPES = (None, "bfloat16", "float8")
+WIDTH = 2048
+
+
+def _tx(dtype: str | None) -> Any:
+    return low_precision_state(optax.adam(1e-3), rules={"w": dtype}, min_size=1)
+
+
+def _state(dtype: str | None, seed: int = 0) -> Any:
+    grads = {"w": jax.random.normal(jax.random.key(seed), (8, WIDTH))}
+    return _tx(dtype).update(grads, _tx(dtype).init(grads), grads)[1]
+
+
+def _numbers(state: Any) -> Any:
+    nu = state.inner_state[0].nu["w"]
+    return np.asarray(nu.to_float32() if isinstance(nu, LowPrecisionArray) else nu)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_state_is_restored_to_the_bit(dtype, cast, tmp_path: Path) -> None:
+    state: Any = scale_aware(_tx(dtype)).init({"w": jnp.ones((8, WIDTH))})
+    state = state._replace(inner_state=_state(dtype))
+    checkpoint.save(tmp_path, state, step=0)
+    like = jax.eval_shape(lambda: state)
+    restored = checkpoint.restore(tmp_path, like, cast=cast)
+    bitwise.assert_same(restored.state, state)
+    assert jax.tree.structure(restored.state) == jax.tree.structure(state)
+    assert not restored.casts
+
+
+@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_state_of_one_dtype_becomes_one_of_another(dtype, to, tmp_path: Path) -> None:
+    if dtype == to:
+        return
+    state, like = _state(dtype), _state(to, seed=1)
+    checkpoint.save(tmp_path, state, step=0)
+    restored = checkpoint.restore(tmp_path, like, cast=True)
+    assert bitwise.avals(restored.state) == bitwise.avals(like)
+    assert jax.tree.structure(restored.state) == jax.tree.structure(like)
+    names = {None: "float32", **{d: d for d in DTYPES[1:]}}
+    line = f"inner_state/0/nu/w  {names[dtype]} -> {names[to]}"
+    assert line in str(restored.casts).splitlines() and len(restored.casts) == 2
+    rtol = {None: 0, "bfloat16": 2**-8, "float8": 0.25}[to]
+    np.testing.assert_allclose(_numbers(restored.state), _numbers(state), rtol=rtol)
+    grads = {"w": jnp.ones((8, WIDTH))}
+    _tx(to).update(grads, restored.state, grads)
+
+    text = refusal(checkpoint.restore, tmp_path, like)
+    assert "differ in structure" in text and "inner_state/0/mu/w" in text
+
+
+def test_a_state_of_plain_optax_starts_one_in_low_precision(tmp_path: Path) -> None:
+    params = {"w": jnp.ones((8, WIDTH))}
+    state = optax.adam(1e-3).init(params)
+    checkpoint.save(tmp_path, {"tx": state}, step=0)
+    fresh = _tx("float8").init(params)
+    like = {"tx": fresh.inner_state}
+    restored = checkpoint.restore(tmp_path, like, cast=True).state["tx"]
+    bitwise.assert_same(fresh._replace(inner_state=restored), fresh)
+
+
+@pytest.mark.parametrize("to", [None, "float8"])
+def test_a_sharded_state_is_converted_on_its_devices(to, tmp_path: Path) -> None:
+    cut = over_devices(None, "data")
+
+    def put(state):
+        return jax.tree.map(
+            lambda x: jax.device_put(x, cut) if x.ndim == 2 else x, state
+        )
+
+    dtype = None if to else "float8"
+    checkpoint.save(tmp_path, put(_state(dtype)), step=0)
+    like = put(_state(to))
+    restored = checkpoint.restore(tmp_path, like, cast=True).state
+    for x, y in zip(*map(jax.tree.leaves, (restored, like)), strict=True):
+        if x.ndim == 2:
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    np.testing.assert_allclose(_numbers(restored), _numbers(_state(dtype)), rtol=0.25)
+
+
+def test_arrays_of_numpy_are_converted(tmp_path: Path) -> None:
+    state = jax.device_get(_state("float8")._replace(key=0))
+    checkpoint.save(tmp_path, state, step=0)
+    like = jax.device_get(_state(None)._replace(key=0))
+    restored = checkpoint.restore(tmp_path, like, cast=True).state
+    assert type(restored.inner_state[0].nu["w"]) is np.ndarray
+    np.testing.assert_array_equal(_numbers(restored), _numbers(state))
+
+
+def test_other_shapes_are_refused(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, _state("float8"), step=0)
+    params = {"w": jnp.ones((4, WIDTH))}
+    like = _tx(None).init(params)
+    text = refusal(checkpoint.restore, tmp_path, like, cast=True)
+    assert "inner_state/0/mu/w" in text

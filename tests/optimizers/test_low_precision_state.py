@@ -1,0 +1,558 @@
+"""`low_precision_state`: what is stored how, right on average, and under JAX."""
+
+from typing import Any
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import Trainer, without_scale
+
+import jmp_lite
+from jmp_lite import (
+    LowPrecisionArray,
+    LowPrecisionState,
+    low_precision_state,
+    master_weights,
+    scale_aware,
+    stochastic_rounding,
+)
+from jmp_lite._src.optimizers import rounding
+
+# Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
+pytestmark = pytest.mark.standard_promotion
+
+DTYPES = ("bfloat16", "float8")
+with_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+SHAPE = (16, 256)
+
+
+def _is_stored(x: Any) -> bool:
+    return isinstance(x, LowPrecisionArray)
+
+
+def _read(tree: Any) -> Any:
+    """Return a state with its float32 numbers."""
+    return jax.tree.map(
+        lambda x: x.to_float32() if _is_stored(x) else x, tree, is_leaf=_is_stored
+    )
+
+
+def _dtype_names(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_stored)
+    return {
+        jax.tree_util.keystr(path): x.dtype_name if _is_stored(x) else str(x.dtype)
+        for path, x in leaves
+    }
+
+
+def _scan(tx: Any, state: Any, grads: Any, steps: int) -> Any:
+    """Return the state after so many steps with the same gradients."""
+
+    @jax.jit
+    def run(state):
+        def step(state, _):
+            return tx.update(grads, state, grads)[1], None
+
+        return jax.lax.scan(step, state, length=steps)[0]
+
+    return run(state)
+
+
+def _assert_mean(got: Any, expected: Any) -> None:
+    """Check that the mean ratio of many numbers to the right ones is 1."""
+    ratio = np.asarray(got, np.float64) / np.asarray(expected, np.float64)
+    deviation = ratio.std() / np.sqrt(ratio.size)
+    assert abs(ratio.mean() - 1) < 4 * deviation + 1e-5, (ratio.mean(), deviation)
+    assert deviation < 0.02  # so that a moment that does not move is found
+
+
+def _lognormal(seed: int, decades: float, shape: Any = SHAPE) -> np.ndarray:
+    """Return positive numbers, 95 % of which are within so many decades around 1."""
+    rng = np.random.default_rng(seed)
+    return (10 ** (decades / 4 * rng.standard_normal(shape))).astype(np.float32)
+
+
+# Right on average.
+
+
+def test_rounded_to_nearest_a_second_moment_in_bfloat16_never_decays():
+    tx = optax.scale_by_adam()
+    nu = first = jnp.asarray(_lognormal(0, 3)).astype(jnp.bfloat16)
+    state: Any = tx.init(jnp.zeros(SHAPE))
+    for _ in range(20):
+        state = state._replace(nu=nu.astype(jnp.float32))
+        _, state = tx.update(jnp.zeros(SHAPE), state)
+        nu = state.nu.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(nu, first)
+
+
+@pytest.mark.one_of("magnitude")
+@with_dtypes
+@pytest.mark.parametrize("magnitude", [1.0, 1e-6])
+def test_moments_decay_for_a_parameter_without_a_gradient(dtype, magnitude):
+    tx = low_precision_state(optax.scale_by_adam(), dtype)
+    grads = magnitude * _lognormal(1, 3)
+    state = _scan(tx, tx.init(jnp.asarray(grads)), jnp.asarray(grads), 1)
+    first: Any = _read(state.inner_state)
+    _assert_mean(first.nu, 1e-3 * np.float64(grads) ** 2)
+
+    last: Any = _read(_scan(tx, state, jnp.zeros(SHAPE), 1000).inner_state)
+    _assert_mean(last.nu, np.float64(first.nu) * 0.999**1000)
+    assert (np.asarray(last.nu) > 0).all()
+    assert np.abs(last.mu).max() < 1e-6 * magnitude
+
+
+@pytest.mark.one_of("sign")
+@with_dtypes
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_average_of_numbers_of_one_sign_grows_as_it_should(dtype, sign):
+    tx = low_precision_state(optax.ema(0.999, debias=False), dtype)
+    grads = jnp.asarray(sign * _lognormal(2, 3))
+    state = _scan(tx, tx.init(grads), grads, 500)
+    expected = np.float64(grads) * (1 - 0.999**500)
+    _assert_mean(_read(state.inner_state).ema, expected)
+
+
+def _updates(tx: Any, grads: list[np.ndarray]) -> list[np.ndarray]:
+    update = jax.jit(tx.update)
+    state, updates = tx.init(jnp.asarray(grads[0])), []
+    for grad in grads:
+        u, state = update(jnp.asarray(grad), state)
+        updates.append(np.asarray(u, np.float64))
+    return updates
+
+
+# The error of an update, by its root mean square: that of `test_with_naive...` is far
+# beyond. Second moments of 8 decades in a block are those of gradients of 4.
+_ERRORS = {("bfloat16", 2): 0.03, ("bfloat16", 4): 0.03}
+_ERRORS |= {("float8", 2): 0.25, ("float8", 4): 0.35}
+
+
+@pytest.mark.parametrize(("dtype", "decades"), _ERRORS)
+def test_no_update_explodes_where_second_moments_are_small(dtype, decades):
+    scale = 1e-6 * _lognormal(3, decades)
+    rng = np.random.default_rng(4)
+    deviates = rng.standard_normal((60, *SHAPE)).astype(np.float32)
+    grads = list(scale * deviates)
+    inner = optax.scale_by_adam(eps=1e-16)
+    got = _updates(low_precision_state(inner, dtype), grads)
+    expected = _updates(inner, grads)
+    for u, v in zip(got[10:], expected[10:], strict=True):
+        assert np.abs(u).max() < 3 * np.abs(v).max()
+        error = np.sqrt(np.mean((u - v) ** 2) / np.mean(v**2))
+        assert error < _ERRORS[dtype, decades]
+
+
+def test_with_naive_8_bits_updates_do_explode():
+    # Linear int8 with a scale for each block of 256.
+    nu = 1e-12 * _lognormal(3, 4).astype(np.float64) ** 2
+    step = nu.max(-1, keepdims=True) / 127
+    rounded = np.round(nu / step) * step
+    assert (rounded == 0).any()
+    assert (np.sqrt(nu) / (np.sqrt(rounded) + 1e-16)).max() > 1e6
+
+
+def test_steps_are_the_same_as_in_float32_but_for_the_rounding(getkey):
+    params = {"w": jax.random.normal(getkey(), SHAPE)}
+    grads = jax.tree.map(lambda p: p**3, params)
+    inner = optax.adamw(1e-2)
+    expected, _ = inner.update(grads, inner.init(params), params)
+    for dtype in DTYPES:
+        tx = low_precision_state(inner, dtype)
+        # The first update is computed before anything is rounded.
+        updates, _ = tx.update(grads, tx.init(params), params)
+        bitwise.assert_same(updates, expected)
+
+
+# Which leaves, and how many bytes.
+
+
+def _tree() -> Any:
+    return {
+        "embed": jnp.ones((100, 64)),
+        "layers": [{"w": jnp.ones((64, 300)), "b": jnp.ones(300)} for _ in range(2)],
+        "head": jnp.ones((2000, 3)),
+        "step": jnp.arange(5000),
+    }
+
+
+def test_large_leaves_in_the_shape_of_a_parameter_are_stored_in_low_precision():
+    params = {k: v for k, v in _tree().items() if k != "step"}
+    names = _dtype_names(low_precision_state(optax.adam(1.0)).init(params))
+    small = {name for name, dtype in names.items() if dtype == "float32"}
+    both = ".inner_state[0].mu", ".inner_state[0].nu"
+    assert small == {f"{m}['layers'][{i}]['b']" for m in both for i in range(2)}
+    assert names[".key"] == "key<fry>" and names[".inner_state[0].count"] == "int32"
+
+    names = _dtype_names(low_precision_state(optax.adam(1.0), "float8").init(params))
+    for moment in both:
+        assert names[f"{moment}['embed']"] == "float8"
+        assert names[f"{moment}['head']"] == "bfloat16"  # rows of 3 have 3 scales
+    all_names = _dtype_names(low_precision_state(optax.sgd(1.0, 0.9)).init(params))
+    assert all_names[".inner_state[0].trace['embed']"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.52), ("float8", 0.28)])
+def test_adams_state_takes_fewer_bytes(dtype, most):
+    params = {"w": jnp.ones((512, 768)), "b": jnp.ones(768), "e": jnp.ones((99, 301))}
+
+    def count(tx):
+        leaves = jax.tree.leaves(jax.eval_shape(tx.init, params))
+        return sum(x.size * x.dtype.itemsize for x in leaves)
+
+    adam = optax.adam(1e-3)
+    assert count(low_precision_state(adam, dtype)) / count(adam) <= most
+
+
+def test_rules_choose_by_the_path_of_the_parameter():
+    params = {k: v for k, v in _tree().items() if k != "step"}
+    rules = {r"embed": None, r"layers/0/.*": "bfloat16", r"layers/.*/w": jnp.bfloat16}
+    tx: Any = low_precision_state(optax.adam(1e-2), "float8", rules=rules, min_size=300)
+    state = tx.init(params)
+    names = _dtype_names(state)
+    for moment in (".inner_state[0].mu", ".inner_state[0].nu"):
+        assert names[f"{moment}['embed']"] == "float32"
+        assert names[f"{moment}['layers'][0]['b']"] == "bfloat16"
+        assert names[f"{moment}['layers'][1]['w']"] == "bfloat16"
+        assert names[f"{moment}['layers'][1]['b']"] == "float8"
+    assert _dtype_names(tx.update(params, state, params)[1]) == names
+
+
+def test_other_leaves_are_left_alone():
+    def init_fn(params):
+        shape = params["w"].shape
+        return {
+            dtype: {"w": jnp.zeros(shape, dtype)}
+            for dtype in ("float16", "bfloat16", "complex64", "int32", "float8_e4m3fn")
+        } | {
+            "float32": {"v": jnp.zeros(shape)},
+            "rows": {"w": jnp.zeros(shape[0])},
+            "keys": {"w": jax.random.split(jax.random.key(0), shape)},
+            "copy": params,
+            "average": {"w": params["w"] / 2},
+            "stored": {"w": jnp.full(shape, 0.1)},
+        }
+
+    def update_fn(updates, state, params=None):
+        del params
+        return updates, state
+
+    inner = optax.GradientTransformation(init_fn, update_fn)
+    tx: Any = low_precision_state(inner, min_size=1)
+    params = {"w": jnp.ones((8, 64))}
+    state = tx.init(params)
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_stored)
+    found = [path for path, x in leaves if _is_stored(x)]
+    assert [jax.tree_util.keystr(path) for path in found] == [
+        ".inner_state['stored']['w']"
+    ]
+    bitwise.assert_same(tx.update(params, state)[1].inner_state, state.inner_state)
+
+
+def test_float64_is_left_alone():
+    with jax.enable_x64(True):
+        params = jnp.ones(5000)
+        state: Any = low_precision_state(optax.adam(1e-3)).init(params)
+        assert state.inner_state[0].nu.dtype == jnp.float64
+
+
+def test_masters_and_iterates_are_left_alone():
+    params = jnp.ones(5000, jnp.bfloat16)
+    tx: Any = low_precision_state(master_weights(optax.adam(1e-3)), "float8")
+    state = tx.init(params)
+    updates, state = tx.update(params, state, params)
+    assert state.inner_state.masters.dtype == jnp.float32
+    assert _is_stored(state.inner_state.inner_state[0].nu)
+    inner = master_weights(optax.adam(1e-3))
+    expected, _ = inner.update(params, inner.init(params), params)
+    bitwise.assert_same(updates, expected)
+
+    free: Any = low_precision_state(optax.contrib.schedule_free_adamw()).init(params)
+    names = _dtype_names(free)
+    assert names[".inner_state.z"] == "float32"
+    assert "bfloat16" in names.values()
+
+
+def test_a_gradient_that_is_none_leaves_its_moments():
+    params = {"a": jnp.ones(5000), "b": jnp.ones(5000)}
+    for dtype in DTYPES:
+        tx: Any = low_precision_state(optax.trace(0.9), dtype)
+        _, state = tx.update(params, tx.init(params), params)
+        _, after = tx.update({"a": params["a"], "b": None}, state, params)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        before, after = (x.inner_state.trace for x in (state, after))
+        bitwise.assert_same(after["b"], before["b"])
+        assert (after["a"].to_float32() > before["a"].to_float32()).all()
+
+
+def test_a_moment_that_is_kept_keeps_its_bits():
+    # optax.apply_every and others pass their state through.
+    grads = jnp.asarray(_lognormal(5, 6))
+    inner = optax.conditionally_transform(
+        optax.ema(0.9), lambda step, **extra: jnp.asarray(step) % 2 == 0
+    )
+    for dtype in DTYPES:
+        tx: Any = low_precision_state(inner, dtype)
+        _, state = tx.update(grads, tx.init(grads), grads)
+        _, kept = tx.update(grads, state, grads)
+        bitwise.assert_same(
+            kept.inner_state.inner_state.ema, state.inner_state.inner_state.ema
+        )
+        assert bitwise.raw_bits(kept.key) != bitwise.raw_bits(state.key)
+
+
+# Beside other optimisers.
+
+
+def _scaled(inner: Any) -> Any:
+    return scale_aware(inner, jmp_lite.DynamicLossScale(8.0, min_loss_scale=8.0))
+
+
+def _adam() -> Any:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-2))
+
+
+COMPOSITIONS: dict[str, Any] = {
+    "inside": lambda wrap: _scaled(wrap(_adam())),
+    "around": lambda wrap: wrap(_scaled(_adam())),
+    "in master_weights": lambda wrap: _scaled(master_weights(wrap(_adam()))),
+    "around master_weights": lambda wrap: wrap(_scaled(master_weights(_adam()))),
+    "between": lambda wrap: _scaled(wrap(master_weights(_adam()))),
+    "in stochastic_rounding": lambda wrap: _scaled(
+        stochastic_rounding(wrap(_adam()), jax.random.key(0))
+    ),
+    "inside MultiSteps": lambda wrap: _scaled(optax.MultiSteps(wrap(_adam()), 2)),
+    "around MultiSteps": lambda wrap: _scaled(wrap(optax.MultiSteps(_adam(), 2))),
+    "in a chain": lambda wrap: _scaled(
+        optax.chain(optax.clip_by_global_norm(1.0), wrap(optax.adam(3e-2)))
+    ),
+    "inject_hyperparams": lambda wrap: _scaled(
+        optax.inject_hyperparams(lambda rate: wrap(optax.adam(rate)))(rate=1e-2)
+    ),
+    "partition": lambda wrap: _scaled(
+        optax.partition(
+            {"low": wrap(_adam()), "full": optax.sgd(1e-2)},
+            {"w": "low", "b": ["low", "full"]},
+        )
+    ),
+    "masked": lambda wrap: _scaled(
+        optax.masked(wrap(optax.adam(3e-2)), {"w": True, "b": [True, False]})
+    ),
+    "apply_if_finite": lambda wrap: _scaled(optax.apply_if_finite(wrap(_adam()), 3)),
+}
+
+
+def _params() -> Any:
+    rng = np.random.default_rng(0)
+    w, b = rng.normal(size=(4, 300)), rng.normal(size=40)
+    return {
+        "w": jnp.asarray(w, jnp.bfloat16),
+        "b": [jnp.asarray(b, jnp.float32), jnp.ones(8, jnp.float16)],
+    }
+
+
+def _grads(params: Any, seed: int, bad: float | None = None) -> Any:
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
+    )
+    if bad is not None:
+        grads["w"] = grads["w"].at[2, 3].set(bad)
+    return grads
+
+
+@pytest.mark.one_of("dtype")
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@with_dtypes
+def test_a_skipped_step_leaves_every_bit_in_any_composition(name, dtype):
+    def wrap(inner):
+        return low_precision_state(inner, dtype, min_size=1)
+
+    trainer = Trainer(COMPOSITIONS[name](wrap), donate_argnums=1)
+    params = _params()
+    state = trainer.init(params)
+    avals, structure = bitwise.avals((params, state)), jax.tree.structure(state)
+    assert any(map(_is_stored, jax.tree.leaves(state, is_leaf=_is_stored)))
+    for seed, bad in enumerate((None, np.nan, None, np.inf)):
+        before = bitwise.raw_bits(without_scale((params, state)))
+        params, state = trainer.step(params, state, _grads(params, seed, bad))
+        assert bitwise.avals((params, state)) == avals
+        assert jax.tree.structure(state) == structure
+        after = bitwise.raw_bits(without_scale((params, state)))
+        assert (before == after) == (bad is not None)
+    assert trainer.traces == 1
+
+
+def test_each_leaf_and_each_step_has_noise_of_its_own():
+    params = {"a": jnp.full((5000,), 0.3), "b": jnp.full((5000,), 0.3)}
+    tx: Any = low_precision_state(optax.trace(0.9))
+    _, first = tx.update(params, tx.init(params))
+    _, other = tx.update(params, first._replace(inner_state=tx.init(params)[0]))
+    draws = [s.inner_state.trace[n].values for s in (first, other) for n in "ab"]
+    for i, x in enumerate(draws):
+        assert all((x != y).any() for y in draws[:i])
+    again = tx.update(params, tx.init(params))[1]
+    bitwise.assert_same(again, first)
+    with_key: Any = low_precision_state(optax.trace(0.9), key=jax.random.key(1))
+    moved = with_key.update(params, with_key.init(params))[1]
+    assert (moved.inner_state.trace["a"].values != draws[0]).any()
+
+
+# Under JAX.
+
+
+@with_dtypes
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+def test_a_sharded_step_has_the_numbers_of_one_device(dtype, spec):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    tx: Any = low_precision_state(optax.adam(1e-2), dtype)
+    params = jnp.asarray(_lognormal(6, 3, (16, 2048)))
+    grads = jnp.asarray(_lognormal(7, 6, (16, 2048)))
+    trainer = Trainer(tx)
+    expected = trainer.run(params, [grads, -grads])
+
+    cut = NamedSharding(mesh, spec)
+    params, grads = jax.device_put((params, grads), cut)
+    stepped, state = trainer.run(params, [grads, -grads])
+    bitwise.assert_same((stepped, state), expected)
+    for leaf in jax.tree.leaves((stepped, state.inner_state[0].nu)):
+        assert leaf.sharding.is_equivalent_to(cut, leaf.ndim)
+
+
+def test_a_step_in_shard_map_works_on_its_shards():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    tx: Any = low_precision_state(optax.adam(1e-2), "float8")
+    params = jnp.asarray(_lognormal(6, 3, (1, 4096)))  # 512 numbers on each device
+    state = tx.init(params)
+    specs = jax.tree.map(lambda x: P(None, "data") if x.ndim == 2 else P(), state)
+    cut = P(None, "data")
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(cut, specs), out_specs=(cut, specs))
+    def step(params, state):
+        return tx.update(params, state, params)
+
+    updates, after = step(params, state)
+    expected, _ = tx.update(params, state, params)
+    np.testing.assert_allclose(updates, expected, rtol=1e-6)
+    _assert_mean(_read(after.inner_state[0].nu), 1e-3 * np.float64(params) ** 2)
+
+
+def test_members_of_a_vmap_are_those_alone():
+    tx: Any = low_precision_state(optax.adam(1e-2), "float8")
+    params = jnp.asarray(_lognormal(8, 3, (3, 4, 2000)))
+    state = jax.vmap(tx.init)(params)
+    updates, state = jax.vmap(tx.update)(params, state, params)
+    for i, member in enumerate(params):
+        expected = tx.update(member, tx.init(member), member)
+        bitwise.assert_same(
+            jax.tree.map(lambda x, i=i: x[i], (updates, state)), expected
+        )
+
+
+@with_dtypes
+def test_init_under_jit_allocates_one_leaf_in_float32_at_most(dtype):
+    tx = low_precision_state(optax.adam(1e-3), dtype)
+    params = [jnp.ones((64, 1024)) for _ in range(4)]
+    memory: Any = jax.jit(tx.init).lower(params).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= (dtype == "float8") * params[0].nbytes
+
+
+@with_dtypes
+def test_equal_shapes_are_traced_once(dtype, monkeypatch):
+    traced, noise_like = [], rounding.noise_like
+
+    def counted(x, seed):
+        traced.append(x.shape)
+        return noise_like(x, seed)
+
+    monkeypatch.setattr(rounding, "noise_like", counted)
+    jax.clear_caches()
+    params = {str(i): jnp.ones((16, 256 + i % 2)) for i in range(20)}
+    tx = low_precision_state(optax.adam(1e-3), dtype)
+    jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
+    assert sorted(traced) == [(16, 256), (16, 257)]
+
+
+# Bad input.
+
+
+def test_errors_of_the_factory_say_what_is_expected():
+    with pytest.raises(TypeError, match="Expected an optax transformation to wrap"):
+        low_precision_state("adam")  # pyright: ignore[reportArgumentType]
+    for dtype in ("float16", jnp.float32, "int4", 3, None):
+        with pytest.raises(ValueError, match=r"of \('bfloat16', 'float8'\), got "):
+            low_precision_state(optax.sgd(1.0), dtype)
+    with pytest.raises(ValueError, match=r"\('bfloat16', 'float8'\), got 'half'"):
+        low_precision_state(optax.sgd(1.0), rules={".*": "half"})
+    with pytest.raises(ValueError, match="Expected a regular expression"):
+        low_precision_state(optax.sgd(1.0), rules={"(": None})
+    with pytest.raises(TypeError, match="Expected a mapping of patterns"):
+        low_precision_state(optax.sgd(1.0), rules=[("a", None)])  # pyright: ignore
+    with pytest.raises(TypeError, match="Expected one PRNG key"):
+        low_precision_state(optax.sgd(1.0), key=jnp.zeros(3))
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    tx = low_precision_state(optax.adam(1.0), rules={"layer/.*": None})
+    with pytest.raises(
+        ValueError, match=r"'layer/\.\*' matches no path\. .* nearest are \['layers/w'"
+    ):
+        tx.init({"layers": {"w": jnp.ones(5000)}})
+
+
+def test_a_state_of_another_transformation_or_dtype_is_refused():
+    params = {"w": jnp.ones((20, 256)), "v": jnp.ones((20, 256))}
+    bf16, f8 = (low_precision_state(optax.adam(1.0), dtype) for dtype in DTYPES)
+    with pytest.raises(
+        ValueError, match=r"Expected the state of low_precision_state.*, got tuple"
+    ):
+        bf16.update(params, optax.adam(1.0).init(params), params)
+    for tx, other, found, expected in (
+        (bf16, f8, "float8", "bfloat16"),
+        (f8, bf16, "bfloat16", "float8"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"'0/mu/v' is {found}, expected {expected}"
+        ):
+            tx.update(params, other.init(params), params)
+    ruled = low_precision_state(optax.adam(1.0), rules={"w": None})
+    with pytest.raises(
+        ValueError, match="'0/mu/w' is bfloat16, expected float32. Call init again"
+    ):
+        ruled.update(params, bf16.init(params))
+
+
+def test_an_inner_optimiser_must_keep_its_structure():
+    def update_fn(updates, state, params=None):
+        del params
+        return updates, (state, state)
+
+    params = jnp.ones(5000)
+    inner = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update_fn
+    )
+    tx = low_precision_state(inner)
+    with pytest.raises(
+        ValueError, match="low_precision_state changed the structure of its state"
+    ):
+        tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    "key", [jax.random.key(5), jax.random.key_data(jax.random.key(5))], ids=["t", "r"]
+)
+def test_a_key_of_any_kind_stays_of_its_kind(key):
+    tx: Any = low_precision_state(optax.adam(1e-3), key=key)
+    params = jnp.ones(5000)
+    state = tx.init(params)
+    assert isinstance(state, LowPrecisionState)
+    after = jax.jit(tx.update)(params, state, params)[1]
+    assert bitwise.avals(after) == bitwise.avals(state)
+    assert bitwise.raw_bits(after.key) != bitwise.raw_bits(state.key)
