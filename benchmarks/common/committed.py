@@ -31,6 +31,7 @@ RESULTS: dict[str, str] = {
             ("step_overhead", ""),
             ("convergence", ""),
             ("advised", "--seeds 8 "),
+            ("fp8_accuracy", ""),
             ("many_leaves", ""),
             ("train_step", ""),
             ("autocast_trace", "--rounds 7 "),

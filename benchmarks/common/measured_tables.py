@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import advised, checkpoint_save, many_leaves
+from benchmarks import advised, checkpoint_save, fp8_accuracy, many_leaves
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import BY_HAND
 from benchmarks.common.contenders import (
@@ -218,6 +218,14 @@ def measured_float16() -> Rows:
     return advised.summarise(load("cpu/advised.json")["tasks"])
 
 
+def scores_in_fp8() -> Rows:
+    return fp8_accuracy.summarise(load("cpu/fp8_accuracy.json")["tasks"])
+
+
+def gradients_in_fp8() -> Rows:
+    return fp8_accuracy.summarise_gradients(load("cpu/fp8_accuracy.json")["tasks"])
+
+
 def train_step() -> Rows:
     models = load("cpu/train_step.json")["models"]
     ways = [
@@ -328,6 +336,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     },
     "convergence": convergence,
     "advised": measured_float16,
+    "fp8_accuracy": scores_in_fp8,
+    "fp8_gradients": gradients_in_fp8,
     "train_step": train_step,
     "autocast_trace": trace,
     "autocast_compile": compile_time,

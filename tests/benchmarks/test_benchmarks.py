@@ -21,6 +21,7 @@ from benchmarks import (
     autocast_trace,
     checkpoint_save,
     convergence,
+    fp8_accuracy,
     many_leaves,
     memory,
     programs,
@@ -149,8 +150,8 @@ def test_jmp_is_given_up_at_many_leaves():
 @pytest.mark.parametrize(
     "module",
     [
-        *(autocast_trace, checkpoint_save, convergence, many_leaves, memory, programs),
-        *(step_overhead, train_step, tree_stats),
+        *(autocast_trace, checkpoint_save, convergence, fp8_accuracy, many_leaves),
+        *(memory, programs, step_overhead, train_step, tree_stats),
     ],
 )
 def test_no_benchmark_writes_figures_of_changed_code_among_the_committed(
@@ -411,6 +412,41 @@ def test_advised_trains_with_half_results_where_they_were_measured(
         assert _are_finite([run["validation_loss"] for run in runs.values()])
         assert "o=f16" in result["advice"] and "save" in " ".join(result["reasons"])
     assert "ResNet" in text
+
+
+@pytest.mark.full
+def test_fp8_accuracy_trains_in_fp8_and_measures_gradients(tmp_path, monkeypatch):
+    monkeypatch.setattr(fp8_accuracy, "SHAPE", {"width": 32, "layers": 1})
+    monkeypatch.setattr(fp8_accuracy, "WIDTH", 32)
+    args = ("--seeds", "1", "--steps", "2", "--min-size", "32")
+    found, text = _run(fp8_accuracy.main, tmp_path, *args)
+    assert "digits, MLP: 2 of 3 products in fp8" in text
+    for name, result in found["tasks"].items():
+        (seed,) = result["seeds"]
+        assert list(seed["scores"]) == list(fp8_accuracy.RUNS)
+        assert _are_finite([list(x.values()) for x in seed["scores"].values()])
+        for errors in seed["gradient_errors"].values():
+            half, fp8 = errors["bfloat16"], errors["fp8"]
+            if name == "cnn":  # it has no product in fp8
+                assert result["products"]["products_in_fp8"] == 0 and half == fp8
+            else:
+                assert 0 < half[""] < fp8[""] < 0.5
+    # The gradients of the keys' biases are 0 but for rounding.
+    names = found["tasks"]["transformer"]["seeds"][0]["gradient_errors"]["first step"]
+    assert "layers.0.attention.query.bias" in names["fp8"]
+    assert "layers.0.attention.key.bias" not in names["fp8"]
+
+
+def test_errors_of_gradients_are_relative_and_leave_rounding_out():
+    gradients = {
+        "float32": {"w": np.array([3.0, 4.0]), "zero": np.array([1e-7])},
+        "bfloat16": {"w": np.array([3.0, 4.5]), "zero": np.array([2e-7])},
+        "fp8": {"w": np.array([0.0, 4.0]), "zero": np.array([0.0])},
+    }
+    errors = fp8_accuracy.gradient_errors(gradients)
+    assert list(errors["fp8"]) == list(errors["bfloat16"]) == ["", "w"]
+    assert errors["bfloat16"]["w"] == 0.1 and errors["fp8"]["w"] == 0.6
+    assert math.isclose(errors["fp8"][""], 0.6)
 
 
 def test_convergence_refuses_a_task_that_it_does_not_know():
