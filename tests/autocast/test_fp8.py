@@ -247,6 +247,32 @@ def test_a_derivative_rule_of_the_program_stays_in_bfloat16():
     assert error(jax.grad(in_fp8(loss))(WS, X), expected) < BOUND
 
 
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, jnp.float16, jnp.int8])
+def test_products_of_other_dtypes_are_as_the_program_has_them(dtype):
+    def fun(a):
+        b = a.astype(dtype)
+        other = lax.dot(b, b, preferred_element_type=jnp.float32)
+        return other + a @ a
+
+    jaxpr = jaxprs.trace(in_fp8(fun), ONES)
+    (left,) = jaxprs.products(jaxpr)
+    assert jaxprs.operand_dtypes(left) == (np.dtype(dtype).name,) * 2
+    assert len(jaxprs.equations(jaxpr, "fp8_product")) == 1
+    np.testing.assert_allclose(in_fp8(fun)(ONES), 2 * SIZE, rtol=3e-7)
+
+
+def test_a_dimension_of_zero_is_not_in_fp8():
+    def fun(a):
+        return jnp.sum(a @ a) + jnp.sum(a[:0] @ a) + jnp.sum(a[:, :0] @ a[:0])
+
+    assert in_fp8(fun)(ONES) == pytest.approx(float(fun(ONES)), rel=1e-6)
+    reasons = [r.reason for r in explain(fun, "mixed_fp8", fp8_min_size=16)(ONES).rows]
+    assert sum("a dimension of 0, smaller than 16" in r for r in reasons) == 2
+
+
 def test_sums_of_gradients_are_float32():
     # In bfloat16 a sum of ones ends at 256.
     rows = jnp.ones((4096, 16))
