@@ -120,9 +120,8 @@ def _limits_of_fp8(is_full: bool) -> list[Limit]:
     """Return what fp8 may cost beside bfloat16.
 
     Each operand is read once more for its largest magnitude and once more to be
-    rounded. The backward pass keeps operands of half the size. But what another
-    operation reads is kept in bfloat16 as well, as by the `relu` of the MLP; and the
-    gradients of parameters are float32.
+    rounded. The backward pass keeps operands of half the size, but the gradients of
+    parameters are float32, which the large weights of the MLP show.
     """
     one = Step("transformer", "fp8", GRAD_AUTOCAST)
     sharded, mlp = (
