@@ -8,8 +8,9 @@
 
 Compiles train steps for GPUs and TPUs with neither at hand (targets.py), in the
 environment of programs-requirements.txt: written in float32, cast by hand, by a policy,
-by autocast; with scale_aware and without; on one device and on four. Bytes accessed,
-peak memory, kernels, casts, branches and collectives are those of the real program.
+by autocast, in fp8; with scale_aware and without; on one device and on four. Bytes
+accessed, peak memory, kernels, casts, the dtypes of products, branches and collectives
+are those of the real program.
 Nothing is run, so nothing is said about time.
 """
 
@@ -17,6 +18,7 @@ import enum
 import json
 import math
 import resource
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,6 +44,7 @@ from benchmarks.common.compiled_steps import (
     STEPS,
     Step,
     build,
+    fp8_by_rule,
 )
 from benchmarks.common.limits import Results, Row, broken_limits, growth, other_versions
 from examples.common.cli import check_out
@@ -76,7 +79,7 @@ _TRANSFORMER = [
 # What is compiled for each device, if not for TPUs, for which it takes the longest.
 STEPS_OF: dict[str, list[Step]] = {
     "h100": STEPS,
-    "a100": _TRANSFORMER,
+    "a100": [*_TRANSFORMER, Step("transformer", "fp8", GRAD_AUTOCAST)],
     # Has no bfloat16 products.
     "v100": [step for step in _TRANSFORMER if step.dtype != "bfloat16"],
 }
@@ -96,6 +99,10 @@ def lower(step: Step, device: str, size: str) -> tuple[Any, Row]:
     """Trace a step for a device; return what compiles it, and what is known of it."""
     mesh = targets.mesh(device, 1 if step.layout == "one device" else 4)
     fun, shapes = build(step, SIZES[size], mesh)
+    with warnings.catch_warnings():
+        # That fp8 is slow on the CPU says nothing about what is compiled for.
+        warnings.filterwarnings("ignore", "Matrix products in fp8")
+        traced = fun.trace(*shapes)
     donated = jax.tree.leaves(shapes[:3])
     known = {
         "step": str(step),
@@ -105,8 +112,9 @@ def lower(step: Step, device: str, size: str) -> tuple[Any, Row]:
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             for x in donated
         ),
+        "fp8 by rule": fp8_by_rule(step, SIZES[size]),
     }
-    return fun.trace(*shapes).lower(), known
+    return traced.lower(), known
 
 
 def measure(lowered: Any, known: Row, on_gpu: bool = False) -> Row:
@@ -162,7 +170,8 @@ def failure_table(device: str, rows: list[tuple[str, ...]]) -> Table:
 def table(device: str, results: Results) -> Table:
     """Return figures, each with its multiple of that of the step it is held against."""
     found = Table(
-        title=f"{targets.NAMES[device]}\n× the same step by hand, without scaling",
+        title=f"{targets.NAMES[device]}\n× the same step by hand, without scaling; "
+        "fp8: × bfloat16",
         box=box.SIMPLE_HEAD,
     )
     found.add_column("step", no_wrap=True)
@@ -174,7 +183,7 @@ def table(device: str, results: Results) -> Table:
         "kernels": ("kernels", 1),
     }
     titles = [title for title, _ in columns.values()]
-    for title in (*titles, "casts", "sums in half", "branches", "host"):
+    for title in (*titles, "casts", "fp8", "sums in half", "branches", "host"):
         found.add_column(title, justify="right")
     for step in STEPS:
         row = results.get(str(step))
@@ -188,21 +197,26 @@ def table(device: str, results: Results) -> Table:
             for key, (_, unit) in columns.items()
         ]
         counts = ("casts", "half_sums", "conditionals", "host_transfers")
-        cells += [str(row[key]) for key in counts]
+        casts, *others = [str(row[key]) for key in counts]
+        cells += [casts, f"{hlo.fp8_products(row['products'])}", *others]
         found.add_row(str(step), *cells)
     return found
 
 
 def collectives_table(results: Results) -> Table:
-    """Return what collectives leave on a device: rows are steps, columns opcodes."""
+    """Return what collectives leave on a device: rows are steps, columns opcodes.
+
+    The last column is how many collectives there are, which counts if they are small.
+    """
     found = Table(title="collectives, MB on each device", box=box.SIMPLE_HEAD)
     rows = {k: row["collectives"] for k, row in results.items() if row["collectives"]}
     opcodes = sorted({key for row in rows.values() for key in row})
-    for column in ("step", *opcodes):
+    for column in ("step", *opcodes, "calls"):
         found.add_column(column)
     for name, row in rows.items():
         cells = [f"{row[key] / 1e6:.3f}" if key in row else "" for key in opcodes]
-        found.add_row(name, *cells)
+        calls = sum(results[name]["collective_calls"].values())
+        found.add_row(name, *cells, f"{calls}")
     return found
 
 

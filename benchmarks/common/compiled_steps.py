@@ -72,7 +72,7 @@ class Step:
 
     Attributes:
       model: a key of `MODELS`.
-      dtype: the compute dtype.
+      dtype: the compute dtype, or `"fp8"`: bfloat16, with large products in fp8.
       cast: how it comes to be that.
       scaled: whether the loss is scaled, by `scale_aware`.
       layout: `"one device"`; on four: `"data parallel"`, or `"FSDP"`, which holds a
@@ -98,6 +98,8 @@ class Step:
             return dataclasses.replace(self, scaled=False)
         if self.dtype == "float32":
             return self
+        if self.dtype == "fp8":
+            return dataclasses.replace(self, dtype="bfloat16")
         return dataclasses.replace(self, cast=BY_HAND)
 
 
@@ -246,6 +248,28 @@ def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
     return fun
 
 
+def fp8_by_rule(step: Step, sizes: Sizes) -> int:
+    """Return how many products of a step have fp8 operands, by autocast's rule.
+
+    They are counted in the gradient as it is written, not in what autocast makes of the
+    function: each product that the rule puts in fp8, and the gradient of each of its
+    operands that has one.
+    """
+    if step.dtype != "fp8":
+        return 0
+    make_loss, make_shapes = MODELS[step.model]
+    grad = jax.grad(make_loss("float32", sizes[step.model]), has_aux=True)
+    found = []
+
+    def count(params, kept, *batch):
+        held = (kept,) if jax.tree.leaves(kept) else ()
+        report = jmp_lite.explain(grad, f"mixed_{step.dtype}")(params, *held, *batch)
+        found.append(sum(row.times for row in report.rows if row.is_fp8))
+
+    jax.eval_shape(count, *jax.eval_shape(lambda: make_shapes(sizes[step.model])))
+    return found[0]
+
+
 def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return a train step to compile, and the shapes it takes.
 
@@ -306,10 +330,12 @@ _AUTOCASTS = (GRAD_AUTOCAST, AUTOCAST_GRAD)
 STEPS: list[Step] = [
     Step("transformer"),
     *_halves("transformer", BY_HAND, POLICY, *_AUTOCASTS),
+    Step("transformer", "fp8", GRAD_AUTOCAST),
     Step("transformer", "float16", ADVISED),
     Step("transformer", "float16", BY_HAND, scaled=True),
     Step("mlp"),
     *_halves("mlp", BY_HAND, GRAD_AUTOCAST),
+    Step("mlp", "fp8", GRAD_AUTOCAST),
     Step("mlp", "float16", BY_HAND, scaled=True),
     Step("cnn"),
     *_halves("cnn", BY_HAND, POLICY, GRAD_AUTOCAST),
@@ -326,4 +352,5 @@ STEPS: list[Step] = [
             ("float16", BY_HAND, True),
         )
     ),
+    Step("transformer", "fp8", GRAD_AUTOCAST, layout="FSDP"),
 ]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import memory
+from benchmarks.common import hlo
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import (
     ADVISED,
@@ -153,6 +154,64 @@ def collectives() -> Rows:
     ]
 
 
+_IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
+_SHARDED_IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST, layout="FSDP")
+
+
+def fp8() -> Rows:
+    """Steps in fp8 on an H100, over the same steps in bfloat16."""
+    found = programs("h100")
+    rows = []
+    for title, step in (
+        ("transformer", _IN_FP8),
+        ("MLP", Step("mlp", "fp8", GRAD_AUTOCAST)),
+        ("transformer, FSDP on four", _SHARDED_IN_FP8),
+    ):
+        row, base = found[str(step)], found[str(step.base)]
+        columns = {
+            "products in fp8": f"{hlo.fp8_products(row['products'])}",
+            "of all": f"{sum(row['products'].values())}",
+        }
+        for key, name in (
+            (_BYTES, _COLUMNS[_BYTES]),
+            (_PEAK, _COLUMNS[_PEAK]),
+            ("temporary", "temporaries"),
+            (_KERNELS, _COLUMNS[_KERNELS]),
+        ):
+            columns[name] = f"{row[key] / base[key]:.3f}"
+        rows.append({"": title, **columns})
+    return rows
+
+
+def fp8_collectives() -> Rows:
+    """What an H100 is sent in a sharded step, in bfloat16 and in fp8."""
+    found = programs("h100")
+    rows = []
+    for title, step in (
+        ("bfloat16", _SHARDED_IN_FP8.base),
+        ("fp8", _SHARDED_IN_FP8),
+    ):
+        moved = found[str(step)]["collectives"]
+        row = {"four H100": title}
+        for name, key in (
+            ("gathered: fp8", "all-gather f8e4m3fn"),
+            ("gathered: bf16", "all-gather bf16"),
+            ("gathered: float32", "all-gather f32"),
+            ("summed: bf16", "reduce-scatter bf16"),
+            ("summed: float32", "reduce-scatter f32"),
+        ):
+            size = moved.get(key, 0) / 1e6
+            row[name] = f"{size:.1f}" if size >= 0.05 else ""
+        row["all-reduces of scales"] = f"{_scales(found[str(step)])}"
+        rows.append(row)
+    return rows
+
+
+def _scales(row: dict[str, Any]) -> int:
+    """Return the number of all-reduces, but that of the loss."""
+    return row["collective_calls"]["all-reduce"] - 1
+
+
 _OPTIMIZERS = {"adam": "Adam", "adafactor": "AdaFactor", "lion": "Lion"}
 _MEMORY_DEVICES = {"h100": "H100", "v5e": "v5e"}
 
@@ -228,6 +287,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "bytes_and_peaks": bytes_and_peaks,
     "autocast_cost": autocast_cost,
     "collectives": collectives,
+    "fp8": fp8,
+    "fp8_collectives": fp8_collectives,
     "memory_worth": memory_worth,
     "memory_all": memory_all,
 }

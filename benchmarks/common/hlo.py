@@ -30,14 +30,25 @@ _COLLECTIVES = (
     "all-to-all",
     "collective-permute",
 )
+# Their shape has what they read as well as what they leave.
+_WITH_OPERANDS = (
+    "all-gather-start",
+    "collective-permute-start",
+    "reduce-scatter-start",
+)
 _SUMS = ("reduce", "reduce-window", "scatter", "select-and-scatter")
 _COMBINER = re.compile(r"(?:to_apply|scatter)=%([\w.-]+)")
+_PRODUCTS = ("dot", "convolution")
+_PRODUCT_CALLS = re.compile(r'custom_call_target="__(cublas|cudnn\$conv)')
 _HOST_OPS = ("infeed", "outfeed", "send", "recv")
 _HOST_CALLS = re.compile(r'custom_call_target="[^"]*(callback|Host)[^"]*"', re.I)
 # What a TPU does piece by piece beside other work has one channel, in every piece.
 _CHANNEL = re.compile(r"channel_id=([0-9]+)")
 _SCRATCH = "S(1)"  # a TPU's memory on the chip, in a layout
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2}
+_BYTES = {
+    **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 2),
+}
 
 
 class Counts(NamedTuple):
@@ -60,6 +71,11 @@ class Counts(NamedTuple):
         (slices that are joined) before anything reads it; this one has it once.
       collectives: bytes that collectives leave on a device, by "opcode dtype". A TPU
         sums float16 two by two, in u32.
+      collective_calls: how many collectives there are, by opcode. Several arrays that
+        are sent together are one.
+      products: matrix products and convolutions, by the dtypes of both operands, inside
+        of kernels too: "f8e5m2 f8e4m3fn". An operand that is cast before the product
+        has the dtype it is cast to. Attention in one kernel of cuDNN is not seen.
     """
 
     kernels: int
@@ -70,14 +86,16 @@ class Counts(NamedTuple):
     aliased: int
     traffic: int
     collectives: dict[str, int]
+    collective_calls: dict[str, int]
+    products: dict[str, int]
 
 
 def count(text: str) -> Counts:
     """Count in the text of an optimised HLO module."""
     header, *lines = text.splitlines()
     in_entry, half_adders = False, _half_adders(lines)
-    found, moved, sizes = collections.Counter(), collections.Counter(), {}
-    pieces = set()
+    found, moved, calls, products = (collections.Counter() for _ in range(4))
+    sizes, dtypes, pieces = {}, {}, set()
     for line in lines:
         if line and not line[0].isspace():
             in_entry = line.startswith("ENTRY")
@@ -86,12 +104,17 @@ def count(text: str) -> Counts:
             continue
         name, shape, opcode, operands = match.groups()
         arrays = _arrays(shape)
+        dtypes[name] = arrays[0].dtype if arrays else ""
+        if _is_product(opcode, line):
+            of_operands = [dtypes.get(x, "?") for x in _OPERAND.findall(operands)]
+            products[" ".join(of_operands[:2])] += 1
         collective = opcode.removesuffix("-start")
         if collective in _COLLECTIVES:
             channel = _CHANNEL.search(line)
             piece = channel.group() if channel else name
             if piece not in pieces:
                 pieces.add(piece)
+                calls[collective] += 1
                 for array in _left(arrays, opcode):
                     moved[f"{collective} {array.dtype}"] += array.size
         elif in_entry:
@@ -113,7 +136,14 @@ def count(text: str) -> Counts:
         aliased=len(_ALIAS.findall(header)),
         traffic=found["traffic"],
         collectives=dict(sorted(moved.items())),
+        collective_calls=dict(sorted(calls.items())),
+        products=dict(sorted(products.items())),
     )
+
+
+def fp8_products(products: dict[str, int]) -> int:
+    """Return how many products, by their dtypes, have an operand in fp8."""
+    return sum(n for dtypes, n in products.items() if "f8" in dtypes)
 
 
 def _half_adders(lines: list[str]) -> set[str]:
@@ -155,6 +185,11 @@ def _arrays(shape: str) -> list[_Array]:
     return found
 
 
+def _is_product(opcode: str, line: str) -> bool:
+    is_call = opcode == "custom-call" and bool(_PRODUCT_CALLS.search(line))
+    return is_call or opcode in _PRODUCTS
+
+
 def _is_free(opcode: str, line: str) -> bool:
     is_name = opcode in _FREE or opcode.endswith("-done")
     return is_name or (opcode == "custom-call" and bool(_FREE_CALLS.search(line)))
@@ -179,7 +214,7 @@ def _traffic(arrays: list[_Array], opcode: str, line: str, touched: int) -> int:
 
 def _left(arrays: list[_Array], opcode: str) -> list[_Array]:
     """Return what a collective leaves, without its operands."""
-    if opcode not in ("all-gather-start", "collective-permute-start"):
+    if opcode not in _WITH_OPERANDS:
         return arrays
     arrays = [a for a in arrays if not a.is_scalar]
     return arrays[len(arrays) // 2 :]

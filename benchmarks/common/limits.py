@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 from benchmarks.common import targets  # first: it sets the environment that JAX reads
 
 # ruff: isort: split
+from benchmarks.common import hlo
 from benchmarks.common.compiled_steps import (
     ADVISED,
     BY_HAND,
     GRAD_AUTOCAST,
     POLICY,
+    STEPS,
     Step,
 )
 
@@ -95,6 +97,7 @@ def limits(device: str, size: str) -> list[Limit]:
             Limit(*pair, read, 1.03 if is_full else 1.1),
             Limit(*pair, "peak", TOLERANCE),
         ]
+    found += _limits_of_fp8(is_full) if targets.has_fp8(device) else []
     plain = Step("transformer", "float16", BY_HAND)
     pair = dataclasses.replace(plain, scaled=True), plain
     if is_tpu:
@@ -113,6 +116,32 @@ def limits(device: str, size: str) -> list[Limit]:
     ]
 
 
+def _limits_of_fp8(is_full: bool) -> list[Limit]:
+    """Return what fp8 may cost beside bfloat16.
+
+    Each operand is read once more for its largest magnitude and once more to be
+    rounded. The backward pass keeps operands of half the size, but the gradients of
+    parameters are float32, which the large weights of the MLP show.
+    """
+    one = Step("transformer", "fp8", GRAD_AUTOCAST)
+    sharded, mlp = (
+        dataclasses.replace(one, layout="FSDP"),
+        Step("mlp", "fp8", GRAD_AUTOCAST),
+    )
+    return [
+        Limit(one, one.base, "bytes accessed", 1.06 if is_full else 1.04),
+        Limit(mlp, mlp.base, "bytes accessed", 1.09 if is_full else 1.01),
+        Limit(sharded, sharded.base, "bytes accessed", 1.12 if is_full else 1.14),
+        *(
+            Limit(step, step.base, figure, 1.0)
+            for step in (one, sharded)
+            for figure in ("peak", "temporary")
+        ),
+        Limit(mlp, mlp.base, "peak", 1.03 if is_full else 1.0),
+        Limit(mlp, mlp.base, "temporary", 1.19 if is_full else 1.0),
+    ]
+
+
 def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, ...]]:
     """Return a row of a table for each promise that does not hold."""
     rows = []
@@ -125,6 +154,9 @@ def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, .
             figures = f"{row[figure]:,} against {base_row[figure]:,}"
             ratio = f"{row[figure] / base_row[figure]:.3f}×"
             rows.append((str(step), figure, figures, ratio, f"at most {most:,.0f}"))
+    for step in STEPS:
+        if step.dtype == "fp8" and str(step) in results:
+            rows += _broken_by_fp8(device, step, results)
     for name, row in results.items():
         rows += [
             (name, figure, f"{row[figure]}", "", "none")
@@ -146,4 +178,48 @@ def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, .
             if full > 0.01 * half:  # the gains of norms are used in float32
                 figures = f"{full:,} in float32, {half:,} in half"
                 rows.append((name, "all-gather", figures, "", "1 % in float32"))
+    return rows
+
+
+_HALF = ("f16", "bf16")
+_FP8 = ("f8e4m3fn", "f8e5m2")
+
+
+def _sent(row: Row, opcodes: tuple[str, ...], dtypes: tuple[str, ...] = ()) -> int:
+    """Return what collectives leave on a device, in bytes."""
+    keys = ((key, *key.split()) for key in row["collectives"])
+    return sum(
+        row["collectives"][key]
+        for key, opcode, dtype in keys
+        if opcode in opcodes and (not dtypes or dtype in dtypes)
+    )
+
+
+def _broken_by_fp8(device: str, step: Step, results: Results) -> list[tuple[str, ...]]:
+    """Return a row of a table for each promise about fp8 that does not hold."""
+    name, row, rows = str(step), results[str(step)], []
+    in_fp8 = hlo.fp8_products(row["products"])
+    # XLA casts the operands to float16 where products have no fp8.
+    expected = row["fp8 by rule"] if targets.has_fp8(device) else 0
+    if in_fp8 != expected:
+        rows.append((name, "products in fp8", f"{in_fp8}", "", f"{expected}"))
+    base = results.get(str(step.base))
+    if step.layout != "FSDP" or base is None:
+        return rows
+    gather, reduce = ("all-gather",), ("reduce-scatter",)
+    gathered = _sent(row, gather, _FP8)
+    # One collective for each scale of an activation and of a gradient, which are
+    # needed one after the other; one for those of all weights.
+    forward = row["products"].get("f8e4m3fn f8e4m3fn", 0)
+    scales = row["collective_calls"].get("all-reduce", 0)
+    others = base["collective_calls"].get("all-reduce", 0)
+    for figure, found, most in (
+        ("all-gather in half", _sent(row, gather, _HALF), 0.01 * gathered),
+        ("all-gather", gathered, TOLERANCE * _sent(base, gather, _HALF)),
+        # Gradients are summed in float32.
+        ("reduce-scatter", _sent(row, reduce), 2 * _sent(base, reduce)),
+        ("all-reduces", scales, others + 2 * forward + 1),
+    ):
+        if found > most:
+            rows.append((name, figure, f"{found:,}", "", f"at most {most:,.0f}"))
     return rows

@@ -6,6 +6,7 @@ that the CPU is the only device here, and keeps libtpu from looking for a TPU.
 
 import importlib.metadata
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,12 @@ def mesh(device: str, count: int = 1) -> jax.sharding.Mesh:
 
 def is_tpu(device: str) -> bool:
     return device in _TPUS
+
+
+def has_fp8(device: str) -> bool:
+    """Return whether a GPU has matrix units for fp8: from compute capability 8.9 on."""
+    capability = _GPUS[device]["capability"] if device in _GPUS else "major: 0 minor: 0"
+    return tuple(map(int, re.findall("[0-9]+", capability)[:2])) >= (8, 9)
 
 
 def versions() -> dict[str, str]:

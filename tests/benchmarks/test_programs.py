@@ -1,5 +1,6 @@
 """The check of compiled programs: what it reads in them, and when it fails."""
 
+import collections
 import dataclasses
 import fnmatch
 import io
@@ -13,10 +14,23 @@ from typer.testing import CliRunner
 
 from benchmarks import programs
 from benchmarks.common import hlo, limits, targets
-from benchmarks.common.compiled_steps import BY_HAND, SIZES, STEPS, Step, build
+from benchmarks.common.compiled_steps import (
+    BY_HAND,
+    GRAD_AUTOCAST,
+    MODELS,
+    SIZES,
+    STEPS,
+    Step,
+    build,
+    fp8_by_rule,
+)
+from jmp_lite import explain
 
-# Optax, flax and the benchmarks' models promote by themselves.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    # Optax, flax and the benchmarks' models promote by themselves.
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore:Matrix products in fp8"),
+]
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), \
@@ -66,6 +80,8 @@ def test_everything_in_the_text_of_a_program_is_counted():
         "all-reduce bf16": 2 * 4 * 2,
         "all-reduce f32": 8 * 4 * 4,
     }
+    assert counts.collective_calls == {"all-gather": 1, "all-reduce": 1}
+    assert counts.products == {}
 
 
 def test_traffic_takes_a_slice_that_is_fetched_ahead_once():
@@ -79,6 +95,94 @@ def test_a_collective_is_no_kernel_and_its_bytes_are_those_it_leaves():
     line = "  %x = bf16[16]{0} reduce-scatter(%y), dimensions={0}\n"
     counts = hlo.count("HloModule m\nENTRY %main () -> bf16[16] {\n" + line + "}")
     assert (counts.kernels, counts.collectives) == (0, {"reduce-scatter bf16": 32})
+
+
+@pytest.mark.parametrize(
+    ("shape", "left"),
+    [
+        ("((f32[16]{0}), f32[4]{0})", {"reduce-scatter f32": 16}),
+        (
+            "((f32[16]{0}, bf16[8]{0}), (f32[4]{0}, bf16[2]{0}))",
+            {"reduce-scatter bf16": 4, "reduce-scatter f32": 16},
+        ),
+    ],
+)
+def test_what_a_collective_reads_is_not_what_it_leaves(shape, left):
+    line = f"  %x = {shape} reduce-scatter-start(%y, %z), dimensions={{0}}\n"
+    text = "HloModule m\nENTRY %main () -> f32[4] {\n" + line + "}"
+    assert hlo.count(text).collectives == left
+
+
+def test_fp8_is_gathered_and_read_as_a_byte_each():
+    lines = (
+        "  %w = f8e4m3fn[16]{0} parameter(0)\n"
+        "  %g = f8e5m2[16]{0} copy(%w)\n"
+        "  %a = f8e4m3fn[64]{0} all-gather(%w), dimensions={0}\n"
+    )
+    counts = hlo.count("HloModule m\nENTRY %main () -> f8e4m3fn[64] {\n" + lines + "}")
+    assert counts.collectives == {"all-gather f8e4m3fn": 64}
+    assert counts.traffic == 16 + 16 + 16 + 64
+
+
+PRODUCTS = """\
+HloModule m
+
+%forward (a: f8e4m3fn[32,16], b: f8e4m3fn[16,64], s: f32[]) -> bf16[32,64] {
+  %a = f8e4m3fn[32,16]{1,0} parameter(0)
+  %b = f8e4m3fn[16,64]{1,0} parameter(1)
+  %s = f32[] parameter(2)
+  %dot.1 = f32[32,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}
+  ROOT %rounded = bf16[32,64]{1,0} convert(%dot.1)
+}
+
+%backward (g: f8e5m2[32,64], w: f8e4m3fn[16,64]) -> f32[32,16] {
+  %g = f8e5m2[32,64]{1,0} parameter(0)
+  %w = f8e4m3fn[16,64]{1,0} parameter(1)
+  %w.1 = f8e4m3fn[64,16]{0,1} transpose(%w), dimensions={1,0}
+  ROOT %dot.2 = f32[32,16]{1,0} dot(%g, %w.1), operand_precision={highest,highest}
+}
+
+%upcast (c: f8e4m3fn[32,16], d: f8e4m3fn[16,64]) -> f32[32,64] {
+  %c = f8e4m3fn[32,16]{1,0} parameter(0)
+  %c.1 = bf16[32,16]{1,0} convert(%c)
+  %d = f8e4m3fn[16,64]{1,0} parameter(1)
+  %d.1 = bf16[16,64]{1,0} convert(%d)
+  ROOT %dot.3 = f32[32,64]{1,0} dot(%c.1, %d.1), lhs_contracting_dims={1}
+}
+
+ENTRY %main (x: f8e4m3fn[32,16], y: f8e4m3fn[16,64], h: f16[32,16], s.1: f32[]) -> () {
+  %x = f8e4m3fn[32,16]{1,0} parameter(0)
+  %y = f8e4m3fn[16,64]{1,0} parameter(1)
+  %h = f16[32,16]{1,0} parameter(2)
+  %s.1 = f32[] parameter(3)
+  %one = bf16[32,64]{1,0} fusion(%x, %y, %s.1), kind=kCustom, calls=%forward
+  %two = f32[32,16]{1,0} fusion(%one, %y), kind=kCustom, calls=%backward
+  %three = f32[32,64]{1,0} fusion(%x, %y), kind=kCustom, calls=%upcast
+  %four = (f32[32,64]{1,0}, s8[64]{0}) custom-call(%x, %y, %s.1, %s.1), \
+custom_call_target="__cublas$lt$matmul$f8"
+  %five = (f32[32,32]{1,0}, s8[64]{0}) custom-call(%h, %h), \
+custom_call_target="__cublas$gemm"
+  %six = f32[8,8]{1,0} custom-call(%h), custom_call_target="__cusolver$cholesky"
+  %seven = f32[32,32]{1,0} convolution(%h, %h), dim_labels=bf_oi->bf
+  ROOT %out = () tuple()
+}
+"""
+
+
+def test_products_are_counted_by_what_they_read_and_not_by_what_was_cast():
+    found = hlo.count(PRODUCTS).products
+    assert found == {
+        "bf16 bf16": 1,
+        "f16 f16": 2,
+        "f8e4m3fn f8e4m3fn": 2,
+        "f8e5m2 f8e4m3fn": 1,
+    }
+    assert hlo.fp8_products(found) == 3
+    upcast = hlo.count(PRODUCTS.replace("f8e5m2", "bf16")).products
+    assert upcast["bf16 f8e4m3fn"] == 1
+    assert (
+        hlo.fp8_products(hlo.count(PRODUCTS.replace("f8e4m3fn", "f16")).products) == 1
+    )
 
 
 def test_a_collective_in_pieces_is_counted_once():
@@ -163,6 +267,21 @@ def test_a_compiled_step_has_every_figure_and_takes_over_what_is_donated():
     assert row["host_transfers"] == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "with_one_gradient"),
+    [("transformer", 0), ("mlp", 1)],  # nothing is differentiated by the images
+)
+def test_a_product_in_fp8_has_two_more_for_its_gradients(model, with_one_gradient):
+    make_loss, make_shapes = MODELS[model]
+    sizes = SIZES["ci"][model]
+    params, _, *batch = make_shapes(sizes)
+    report = explain(make_loss("float32", sizes), "mixed_fp8")(params, *batch)
+    forward = collections.Counter(row.op_class for row in report.rows)["fp8"]
+    found = fp8_by_rule(Step(model, "fp8", GRAD_AUTOCAST), SIZES["ci"])
+    assert found == 3 * forward - with_one_gradient > 0
+    assert fp8_by_rule(Step(model, "bfloat16", GRAD_AUTOCAST), SIZES["ci"]) == 0
+
+
 def _row(name, **figures):
     return {
         "step": name,
@@ -181,6 +300,9 @@ def _row(name, **figures):
         "aliased": 4,
         "traffic": 10_000,
         "collectives": {},
+        "collective_calls": {},
+        "products": {},
+        "fp8 by rule": 0,
     } | figures
 
 
@@ -251,6 +373,75 @@ def test_parameters_gathered_in_float32_break_a_limit():
         rows = {name: _row(name, collectives=gathered)}
         broken = limits.broken_limits("v5e", "ci", rows)
         assert [row[1] for row in broken] == found
+
+
+IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
+
+
+@pytest.mark.parametrize(
+    ("device", "products", "found"),
+    [
+        ("h100", {"f8e4m3fn f8e4m3fn": 5, "f8e5m2 f8e4m3fn": 10, "bf16 bf16": 6}, []),
+        ("h100", {"f8e4m3fn f8e4m3fn": 5, "f8e5m2 f8e4m3fn": 9}, ["products in fp8"]),
+        ("h100", {"f8e4m3fn f8e4m3fn": 16}, ["products in fp8"]),
+        ("h100", {"f16 f16": 15}, ["products in fp8"]),
+        ("a100", {"f16 f16": 15}, []),
+        ("a100", {"f16 f16": 14, "f8e4m3fn f8e4m3fn": 1}, ["products in fp8"]),
+    ],
+)
+def test_another_number_of_products_in_fp8_than_the_rules_breaks_a_limit(
+    device, products, found
+):
+    row = _row(str(IN_FP8), products=products) | {"fp8 by rule": 15}
+    broken = limits.broken_limits(device, "ci", {str(IN_FP8): row})
+    assert [row[1] for row in broken] == found
+
+
+@pytest.mark.parametrize(
+    ("figure", "fits", "breaks"),
+    [
+        ("bytes accessed", 10_600, 10_601),
+        ("peak", 1000, 1001),
+        ("temporary", 1000, 1001),
+    ],
+)
+def test_what_fp8_may_cost_has_limits(figure, fits, breaks):
+    for value, found in ((fits, []), (breaks, [figure])):
+        rows = [_row(str(IN_FP8), **{figure: value}), _row(str(IN_FP8.base))]
+        results = {row["step"]: row for row in rows}
+        broken = limits.broken_limits("h100", "full", results)
+        assert [row[1] for row in broken] == found
+
+
+@pytest.mark.parametrize(
+    ("collectives", "calls", "found"),
+    [
+        ({}, 4, []),
+        ({"all-gather bf16": 11}, 4, ["all-gather in half"]),
+        ({"all-gather f8e4m3fn": 1012}, 4, ["all-gather"]),
+        ({"reduce-scatter f32": 1001}, 4, ["reduce-scatter"]),
+        ({}, 5, ["all-reduces"]),
+    ],
+)
+def test_what_fp8_may_send_has_limits(collectives, calls, found):
+    step = dataclasses.replace(IN_FP8, layout="FSDP")
+    sent = {"all-gather f8e4m3fn": 1000, "reduce-scatter f32": 1000}
+    row = _row(
+        str(step),
+        collectives=sent | collectives,
+        collective_calls={"all-reduce": calls},
+        products={"f8e4m3fn f8e4m3fn": 1},
+    )
+    row["fp8 by rule"] = 1
+    of_base = {"all-gather bf16": 1001, "reduce-scatter bf16": 500}
+    base = _row(str(step.base), collectives=of_base, collective_calls={"all-reduce": 1})
+    results = {str(step): row, str(step.base): base}
+    broken = limits.broken_limits("h100", "full", results)
+    assert [row[1] for row in broken] == found
+
+
+def test_fp8_is_native_on_one_of_the_gpus():
+    assert [d for d in programs.Device if targets.has_fp8(d)] == ["h100"]
 
 
 def _run(*args):
