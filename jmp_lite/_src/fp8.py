@@ -190,7 +190,8 @@ def why_not(
     if not _is_default(precision):
         return "a precision that the model chose"
     # Merged dimensions have no such sharding, nor has the gradient.
-    if out_sharding or any(lhs.sharding.spec) or any(rhs.sharding.spec):
+    shardings = (lhs.sharding, rhs.sharding, out_sharding)
+    if any(any(sharding.spec) for sharding in shardings if sharding is not None):
         return "an explicit sharding"
     *_, m, k = _Dimensions(lhs.shape, lhs_batch, lhs_summed).matrix
     *_, n, _ = _Dimensions(rhs.shape, rhs_batch, rhs_summed).matrix
@@ -317,7 +318,11 @@ def _product_of_rows(examples: jax.Array, b: jax.Array, formats: Any) -> jax.Arr
 
 
 def _multiply(
-    a8: jax.Array, a_scale: jax.Array, b8: jax.Array, b_scale: jax.Array
+    a8: jax.Array,
+    a_scale: jax.Array,
+    b8: jax.Array,
+    b_scale: jax.Array,
+    summed: tuple[int, int] = (-1, -1),
 ) -> jax.Array:
     """Return the f32 product of two fp8 matrices, each times its scale.
 
@@ -326,9 +331,10 @@ def _multiply(
       a_scale: f32 `[*batch]`.
       b8: fp8 `[*batch, n, k]`.
       b_scale: f32 `[*batch]`.
+      summed: the axes to sum over: of `a8` and of `b8`, -1 or -2.
     """
-    batch = tuple(range(a8.ndim - 2))
-    dims = (((a8.ndim - 1,), (b8.ndim - 1,)), (batch, batch))
+    batch, rank = tuple(range(a8.ndim - 2)), a8.ndim
+    dims = (((rank + summed[0],), (rank + summed[1],)), (batch, batch))
     # cuBLAS adds faster and less exactly at the default precision: not for gradients.
     is_forward = a8.dtype == b8.dtype
     precision = lax.Precision.DEFAULT if is_forward else lax.Precision.HIGHEST
@@ -391,8 +397,8 @@ def _linear_transpose(
 
     def product(ct, w8, scale):
         ct8, ct_scale = quantize(ct, GRADIENT)  # once for both operands
-        ct8 = ct8 if is_lhs else jnp.swapaxes(ct8, -1, -2)
-        return _multiply(ct8, ct_scale, jnp.swapaxes(w8, -1, -2), scale)
+        # Not transposed: of a sharded weight that is, XLA gathers both forms.
+        return _multiply(ct8, ct_scale, w8, scale, (-1 if is_lhs else -2, -2))
 
     for _, *of_rest in in_axes:
         product = jax.vmap(product, (0, *of_rest))

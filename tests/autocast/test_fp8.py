@@ -341,6 +341,20 @@ def test_sharded_weights_give_the_same_numbers():
             assert error(a, b) < 1e-2  # bfloat16 between the products
 
 
+def test_a_mesh_alone_changes_no_product():
+    # Under a mesh, JAX gives the products of gradients an empty sharding.
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def products():
+        found = jaxprs.trace(in_fp8(jax.grad(mlp)), list(WS), X)
+        names = ("fp8_product", "dot_general")
+        return [eqn.primitive.name for eqn in jaxprs.equations(found, *names)]
+
+    with jax.set_mesh(mesh):
+        found = products()
+    assert found == products() == ["fp8_product"] * 8
+
+
 def test_operands_with_explicit_shardings_are_bfloat16():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
