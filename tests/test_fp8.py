@@ -180,7 +180,7 @@ def test_the_smallest_and_largest_magnitudes(exponent):
     ("dtype", "exponent"), [(fp8.FORWARD, -18.8), (fp8.GRADIENT, -32.8)]
 )
 def test_what_is_much_smaller_than_the_largest_becomes_zero(dtype, exponent):
-    small = np.float32(2.0 ** np.array([exponent - 0.1, exponent + 0.1]))
+    small = np.array([2.0 ** (exponent - 0.1), 2.0 ** (exponent + 0.1)], np.float32)
     found = rounded(jnp.array([[1.0, *small]]), dtype)[0]
     assert found[0] == pytest.approx(1.0) and found[1] == 0.0 < found[2]
 
