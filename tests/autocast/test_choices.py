@@ -21,6 +21,17 @@ BOTH = pytest.mark.parametrize("half", POLICIES)
 
 
 @BOTH
+def test_what_is_split_and_joined_stays_half(half: str) -> None:
+    def fun(w, x):
+        first, second = jnp.unstack((x @ w).reshape(4, 2, 4), axis=1)
+        return jnp.stack([second, *first[None]]).reshape(4, 8) @ w
+
+    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W, X)
+    made = [v.aval.dtype for eqn in jaxpr.eqns for v in eqn.outvars]
+    assert set(made[:-1]) == {jnp.dtype(DTYPES[half])} and len(made) > 4
+
+
+@BOTH
 def test_integers_and_what_is_made_of_them_never_go_low(half: str) -> None:
     def rotate(w, x, positions):
         inverse = 10000.0 ** (-jnp.arange(0, 8, 2, dtype=jnp.float32) / 8)

@@ -46,6 +46,15 @@ def mlp(ws, x):
     return jnp.mean(x**2)
 
 
+def moved_in_a_call(ws, x):
+    @jax.jit
+    def taken(ws):
+        return ws[0].T, jax.jit(lambda w: w[::-1].reshape(SIZE, SIZE))(ws[1])
+
+    first, second = taken(ws)
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ first) @ second) ** 2)
+
+
 def scanned(ws, x):
     return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
 
@@ -87,6 +96,7 @@ def einsum(ws, x):
 
 PROGRAMS = {
     "mlp": mlp,
+    "moved in a call": moved_in_a_call,
     "scan": scanned,
     "remat": remat,
     "cond": branches,

@@ -145,6 +145,10 @@ PROGRAMS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         FEW[0],
         lambda h: jax.vmap(lambda x: jax.nn.relu(x @ W + h @ W) @ V)(X),
     ),
+    "context_stacked_in_vmap": (
+        FEW[0],
+        lambda h: jax.vmap(lambda x: jnp.stack([x @ W, h @ W]) @ V)(X),
+    ),
     "context_in_scan": (ROW, context_in_scan),
     "equal_maxima": (ROW, equal_maxima),
     "windows_that_overlap": (jnp.ones((40, WIDTH)), windows_that_overlap),

@@ -231,6 +231,7 @@ class _Analysis:
             outs=outs,
             in_uses=tuple(of_vars.get(v, 0) for v in self.jaxpr.invars),
             numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
+            cast_moves=frozenset(self.cast_moves),
             is_rule=self.analyzer.is_rule,
         )
 
@@ -281,24 +282,40 @@ class _Analysis:
                 self.depends[index] = True
                 plan, outs = _round_norms(plan, outs, out_uses)
             self.plans[index] = plan
-            if HALF in outs and self._is_cast_move(info, ins):
-                self.cast_moves.update(eqn.outvars)
-            else:
-                self.cast_moves.difference_update(eqn.outvars)
+            self.cast_moves.difference_update(eqn.outvars)
+            self.cast_moves.update(self._cast_moves_of(info, ins, outs, plan))
             for var, of_result in zip(eqn.outvars, outs, strict=True):
                 if self.precision.get(var) != of_result:
                     self.precision[var] = of_result
                     for reader in self.readers.get(var, ()):
                         self.is_stale[reader] = True
 
-    def _is_cast_move(self, info: EqnInfo, ins: Sequence[Precision]) -> bool:
-        """Return whether half results are inputs that were cast before they moved."""
-        if HALF not in ins:
-            return rules.casts_before(info.eqn)
-        if not self.keeps_inputs or info.rule is not rules.PASSTHROUGH:
-            return False
-        halves = [v for v, p in zip(info.eqn.invars, ins, strict=True) if p == HALF]
-        return all(v in self.cast_moves for v in halves)
+    def _cast_moves_of(
+        self,
+        info: EqnInfo,
+        ins: Sequence[Precision],
+        outs: Sequence[Precision],
+        plan: EqnPlan,
+    ) -> Sequence[Any]:
+        """Return the half results that are inputs, cast before they moved."""
+        eqn = info.eqn
+        if HALF not in outs:
+            return ()
+        if HALF not in ins and rules.casts_before(eqn):
+            return eqn.outvars
+        if not self.keeps_inputs:
+            return ()
+        if info.rule is rules.PASSTHROUGH:
+            pairs = zip(eqn.invars, ins, strict=True)
+            halves = [v for v, p in pairs if p == HALF]
+            return eqn.outvars if all(v in self.cast_moves for v in halves) else ()
+        of_bodies = list(zip(info.bodies, plan.bodies, strict=True))
+        return [
+            var
+            for i, var in enumerate(eqn.outvars)
+            if of_bodies
+            and all(body_plan.is_cast_move(body, i) for body, body_plan in of_bodies)
+        ]
 
     def _backward(self, out_uses: Sequence[int]) -> dict[Any, int]:
         """Return how each variable is used."""

@@ -59,6 +59,7 @@ _TABLE: dict[OpClass, tuple[tuple[str, str], ...]] = {
     "passthrough": (
         ("broadcast_in_dim reshape transpose squeeze expand_dims rev copy", "tf clear"),
         ("slice dynamic_slice gather concatenate split pad tile", "tf clear"),
+        ("stack unstack", "concatenate and split, from jax 0.12 on"),
         ("dynamic_update_slice scatter select_n", "tf clear"),
         ("reduce_max reduce_min argmax argmin cummax cummin", "tf clear"),
         ("reduce_window_max reduce_window_min reduce_and reduce_or", "tf clear"),

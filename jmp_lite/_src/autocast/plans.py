@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jmp_lite._src import compat
 from jmp_lite._src.autocast.patterns import Softmax
 from jmp_lite._src.autocast.precision import Precision
 from jmp_lite._src.autocast.regions import Region
@@ -99,6 +100,7 @@ class CastPlan:
       outs: per output, its precision.
       in_uses: per input, how it is used.
       numbers: the variables that are numbers which the compute dtype can represent.
+      cast_moves: the half variables that are inputs, cast before they moved.
       is_rule: whether it is, or is inside, a rule for derivatives.
     """
 
@@ -110,6 +112,7 @@ class CastPlan:
     outs: tuple[Precision, ...]
     in_uses: tuple[int, ...]
     numbers: frozenset[Any] = frozenset()
+    cast_moves: frozenset[Any] = frozenset()
     is_rule: bool = False
 
     @functools.cached_property
@@ -117,6 +120,18 @@ class CastPlan:
         """How the jaxpr reads its half values."""
         half_in = [plan.half_in for plan in self.eqn_plans]
         return find_reads(self.jaxpr, half_in, self.is_rule)
+
+    def is_cast_move(self, body: SubJaxpr, result: int) -> bool:
+        """Return whether a result of the equation around it is only a moved input.
+
+        Args:
+          body: this jaxpr, as a part of the equation.
+          result: the index of the equation's result.
+        """
+        pairs = zip(self.jaxpr.outvars, body.results, strict=True)
+        outs = [v for v, index in pairs if index == result]
+        is_moved = [not compat.is_literal(v) and v in self.cast_moves for v in outs]
+        return bool(outs) and all(is_moved)
 
     @property
     def has_bodies(self) -> bool:

@@ -33,7 +33,7 @@ from jmp_lite._src.jaxprs import binding
 BROADCASTING = frozenset("add sub mul div rem max min pow atan2 clamp".split())
 # Operations whose operands `vmap` maps all if it maps one of them.
 JOINING = BROADCASTING | frozenset(
-    "select_n concatenate dynamic_update_slice scatter pad".split()
+    "select_n concatenate stack dynamic_update_slice scatter pad".split()
 )
 # Operations linear in their first operand, which they may read more than once.
 _REPEATING = frozenset("broadcast_in_dim gather dynamic_slice tile".split())
