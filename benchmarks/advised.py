@@ -29,6 +29,7 @@ from benchmarks.common.tasks import (
     SHAPE,
     load_digits_once,
     load_sources_once,
+    transformer_batches,
 )
 from examples import resnet, transformer
 from examples.common import report
@@ -36,7 +37,7 @@ from examples.common.cli import SeedOption, SeedsOption, make_out
 from examples.common.data import Digits
 from examples.common.loop import Run, train_side_by_side
 from examples.common.results import provenance, write_result
-from examples.common.text import fingerprint, text_batches
+from examples.common.text import fingerprint
 
 SAFE, ADVISED = "float16", "float16, advised"
 F32 = jmp.get_policy("float32")
@@ -77,13 +78,7 @@ def transformer_task(seed: int, steps: int) -> Task:
         functools.partial(transformer.plain_loss, graphdef),
         False,
         make_run,
-        lambda: text_batches(
-            train,
-            batch_size=transformer.BATCH_SIZE,
-            length=transformer.CONTEXT + 1,
-            steps=steps,
-            seed=seed,
-        ),
+        lambda: transformer_batches(train, steps, seed),
         lambda state: state.other_state,
         lambda loss_fn, state: transformer.validation_loss(loss_fn, state, validation),
     )

@@ -34,14 +34,19 @@ from rich.console import Console
 import jmp_lite as jmp
 from benchmarks.common import plots
 from benchmarks.common.cli import TaskStepsOption
-from benchmarks.common.tasks import BASELINE, load_digits_once, load_sources_once
+from benchmarks.common.tasks import (
+    BASELINE,
+    load_digits_once,
+    load_sources_once,
+    transformer_batches,
+)
 from examples import digits, transformer
 from examples.common import report
 from examples.common.cli import SeedOption, SeedsOption, make_out
 from examples.common.data import batches
 from examples.common.loop import Run, train_side_by_side
 from examples.common.results import provenance, write_result
-from examples.common.text import fingerprint, text_batches
+from examples.common.text import fingerprint
 
 HALF, FP8 = "bfloat16", "fp8"
 RUNS = {BASELINE: "float32", HALF: "mixed_bfloat16", FP8: "mixed_fp8"}
@@ -100,13 +105,7 @@ def transformer_task(seed: int, steps: int) -> Task:
         loss_fn,
         False,
         make_run,
-        lambda: text_batches(
-            train,
-            batch_size=transformer.BATCH_SIZE,
-            length=transformer.CONTEXT + 1,
-            steps=steps,
-            seed=seed,
-        ),
+        lambda: transformer_batches(train, steps, seed),
         lambda state: state.other_state,
         score,
     )

@@ -1,7 +1,7 @@
 """The examples' tasks as `convergence` trains them, by the examples' own functions."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -225,6 +225,19 @@ def train_transformer(seed: int, steps: int, console: Console) -> dict[str, Curv
     }
 
 
+def transformer_batches(
+    train: np.ndarray, steps: int, seed: int
+) -> Iterator[np.ndarray]:
+    """Yield `steps` batches of text for the transformer of the examples."""
+    return text_batches(
+        train,
+        batch_size=transformer.BATCH_SIZE,
+        length=transformer.CONTEXT + 1,
+        steps=steps,
+        seed=seed,
+    )
+
+
 def transformer_gradients(seed: int, steps: int, console: Console) -> tuple[Any, Any]:
     policy = get_policy("float32")
     state = transformer.init_state(
@@ -236,13 +249,7 @@ def transformer_gradients(seed: int, steps: int, console: Console) -> tuple[Any,
     )
     loss_fn = transformer.make_loss_fn(state, policy, use_autocast=True)
     train, _ = load_sources_once()
-    data = text_batches(
-        train,
-        batch_size=transformer.BATCH_SIZE,
-        length=transformer.CONTEXT + 1,
-        steps=steps,
-        seed=seed,
-    )
+    data = transformer_batches(train, steps, seed)
     return first_and_last(
         Run(transformer.make_step(loss_fn), state),
         lambda params, state, tokens: loss_fn(params, state.other_state, tokens),

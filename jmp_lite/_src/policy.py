@@ -35,9 +35,10 @@ class Policy:
       matmul_dtype: None, or `"fp8"`: large matrix products of `autocast` and of
         `with_policy` have fp8 operands, as in `fp8_dot_general`; the compute dtype must
         be bfloat16. Casts do not depend on it.
-      reduce_dtype: None, or float32: under `autocast`, the gradient of a parameter that
-        is cast for a matrix product is the product's float32 accumulator, and float32
-        where micro-batches and devices sum it. None rounds it to the compute dtype.
+      reduce_dtype: None, or float32: under `autocast` and `with_policy`, the gradient
+        of a parameter that is cast for a matrix product is the product's float32
+        accumulator, and float32 where micro-batches and devices sum it. None rounds it
+        to the compute dtype.
 
     Raises:
       ValueError: a name is unknown, a dtype is not floating, the compute dtype is fp8,

@@ -15,14 +15,13 @@ from arrays import error
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import FP8_BACKWARD, FP8_FORWARD
 
 import jmp_lite as jmp
 from jmp_lite import OpRules, PolicyMap, autocast, explain
 
 pytestmark = pytest.mark.filterwarnings("ignore:Matrix products in fp8")
 
-FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "float32")
-BACKWARD = ("float8_e5m2", "float8_e4m3fn", "float32")
 # Of the whole gradient. One product has an error of about 0.04, its gradients 0.06.
 BOUND = 0.15
 SIZE = 32
@@ -122,7 +121,7 @@ def count(fun: Any, *args: Any) -> dict[tuple[str, ...], int]:
 
 def test_a_product_and_its_gradients_are_three_products_in_fp8():
     found = count(jax.grad(in_fp8(mlp), (0, 1)), WS, X)
-    assert found == {FORWARD: 3, BACKWARD: 6}
+    assert found == {FP8_FORWARD: 3, FP8_BACKWARD: 6}
 
 
 @pytest.mark.parametrize("name", ["mlp", "scan", "remat", "scan of remat"])
@@ -136,9 +135,9 @@ def test_the_gradient_is_in_fp8_inside_as_well(name):
     written = products(jax.grad(PROGRAMS[name], (0, 1)))
     # As many as the program has: each in fp8, those of gradients with E5M2.
     assert len(found) == len(written) and None not in found
-    forward = found.count(FORWARD[:2])
-    assert forward == len(found) - found.count(BACKWARD[:2]) > 0
-    assert found.count(BACKWARD[:2]) == 2 * (1 if "scan" in name else 3)
+    forward = found.count(FP8_FORWARD[:2])
+    assert forward == len(found) - found.count(FP8_BACKWARD[:2]) > 0
+    assert found.count(FP8_BACKWARD[:2]) == 2 * (1 if "scan" in name else 3)
 
 
 ONES = jnp.ones((SIZE, SIZE))
@@ -241,7 +240,7 @@ def test_a_derivative_rule_of_the_program_stays_in_bfloat16():
         return jnp.mean(jnp.tanh(product(x @ ws[0], ws[1])) ** 2)
 
     found = count(jax.grad(in_fp8(loss)), WS, X)
-    assert found[FORWARD] == 1 and found[BACKWARD] == 1
+    assert found[FP8_FORWARD] == 1 and found[FP8_BACKWARD] == 1
     assert sum(found.values()) == 2 + 3
     expected = jax.grad(loss)(WS, X)
     assert error(jax.grad(in_fp8(loss))(WS, X), expected) < BOUND

@@ -23,6 +23,9 @@ _SUMS = (
     "scatter-add",
     "select_and_scatter_add",
 )
+# A product in fp8 and those of its gradients: the dtypes of operands and result.
+FP8_FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "float32")
+FP8_BACKWARD = ("float8_e5m2", "float8_e4m3fn", "float32")
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 
 

@@ -397,18 +397,16 @@ def _rule_of_product(
     eqn: Any, region: Region, table: OpRules, direction: Direction
 ) -> tuple[rules.Rule, str]:
     """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
+    if direction is Direction.RULE:
+        reason = "a function with a rule for its derivatives"
+        return rules.PRODUCT, reason if region.fp8 else ""
     why_not = ""
     if region.fp8:
         why_not = products.why_not_fp8(eqn, table.fp8_min_size)
-        if direction is Direction.RULE:
-            why_not = "a function with a rule for its derivatives"
         if not why_not:
             is_backward = direction is Direction.BACKWARD
             return rules.FP8_BACKWARD if is_backward else rules.FP8, ""
-    is_rule = direction is Direction.RULE
-    if region.reduces_in_float32 and not is_rule:
-        return rules.ACCUMULATED, why_not
-    return rules.PRODUCT, why_not
+    return rules.ACCUMULATED if region.reduces_in_float32 else rules.PRODUCT, why_not
 
 
 def _round_norms(

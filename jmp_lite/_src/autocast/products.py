@@ -136,7 +136,7 @@ def why_not_fp8(eqn: Any, min_size: int) -> str:
 
     Args:
       eqn: the product's equation.
-      min_size: the least size of each dimension; smaller products gain nothing.
+      min_size: the least size of each dimension.
     """
     if eqn.primitive.name != "dot_general":
         is_ragged = eqn.primitive.name.startswith("ragged")

@@ -217,11 +217,11 @@ class Values:
         return self._cast[var]
 
     def before_cast(self, var: Any, value: Any) -> Any:
-        """Return the float32 value that was cast to a half one, which is the default.
+        """Return the float32 value that a half one was cast from.
 
         Args:
           var: the variable.
-          value: its value, if it is not known from what it was cast.
+          value: the half value, which is returned if that is not known.
         """
         is_known = not compat.is_literal(var) and (
             var in self._cast or var in self._moved_by

@@ -101,10 +101,7 @@ def low_precision_state(
     the last axis. It has 4 bits of mantissa for numbers down to `2**-8` of the block's
     largest, one bit fewer in each next 8 octaves, 46 octaves in all; one bit and 8
     octaves fewer in a block with negative numbers. No number becomes 0: the step of
-    Adam would explode. For second moments of 8 decades in a block, the error of Adam's
-    update is a fifth of its root mean square, that of float8_e4m3 of the square root a
-    quarter, of int8 of the square root three quarters; with bfloat16 it is 2 %. One inf
-    or NaN makes its block NaN.
+    Adam would explode. One inf or NaN makes its block NaN.
 
     A leaf of the state is stored in low precision if it is float32, its key path ends
     in that of a parameter of its shape, it has at least `min_size` elements, and `init`
@@ -387,7 +384,7 @@ def _is_from_params(init: Any, params: Any) -> Any:
     dependent = set(jaxpr.invars)
 
     def is_dependent(x: Any) -> bool:
-        return not hasattr(x, "val") and x in dependent  # a literal has a value
+        return not compat.is_literal(x) and x in dependent
 
     for eqn in jaxpr.eqns:
         if any(map(is_dependent, eqn.invars)):

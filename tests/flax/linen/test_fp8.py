@@ -14,6 +14,7 @@ import pytest
 from arrays import error, uniform
 from flax_inputs import normal
 from jax import lax
+from jaxprs import FP8_BACKWARD, FP8_FORWARD
 from linen_models import EACH_ITS_OWN, KEY, all_products, explain, shapes
 
 import jmp_lite as jmp
@@ -24,8 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Matrix products in fp8"),
 ]
 
-FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "float32")
-BACKWARD = ("float8_e5m2", "float8_e4m3fn", "float32")
 HALF = ("bfloat16",) * 3
 # Of the whole gradient. One product has an error of about 0.04, its gradients 0.06.
 BOUND = 0.15
@@ -152,9 +151,9 @@ def test_a_product_and_its_gradients_are_three_products_in_fp8(name):
     found = count(grad, shapes(model, *args), X)
     # A body of a scan counts once; remat computes a forward product again.
     layers, forward = {"plain": (2, 2), "remat": (2, 4), "scan of remat": (1, 2)}[name]
-    assert found[BACKWARD] == 2 * layers
-    assert found == {FORWARD: found[FORWARD], BACKWARD: found[BACKWARD]}
-    assert layers <= found[FORWARD] <= forward
+    assert found[FP8_BACKWARD] == 2 * layers
+    assert found == {FP8_FORWARD: found[FP8_FORWARD], FP8_BACKWARD: found[FP8_BACKWARD]}
+    assert layers <= found[FP8_FORWARD] <= forward
 
 
 def test_gradients_of_weights_come_from_the_float32_accumulator():

@@ -13,6 +13,7 @@ from arrays import error, uniform
 from flax import nnx
 from flax_inputs import normal
 from jax import lax
+from jaxprs import FP8_BACKWARD, FP8_FORWARD
 from nnx_models import all_products, trace
 
 import jmp_lite as jmp
@@ -23,8 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Matrix products in fp8"),
 ]
 
-FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "float32")
-BACKWARD = ("float8_e5m2", "float8_e4m3fn", "float32")
 HALF = ("bfloat16",) * 3
 # Of the whole gradient. One product has an error of about 0.04, its gradients 0.06.
 BOUND = 0.15
@@ -154,9 +153,9 @@ def test_a_product_and_its_gradients_are_three_products_in_fp8(name):
     found = jaxprs.dtypes_of_products(grad, state, X)
     # A body of a scan counts once; remat computes a forward product again.
     layers, forward = {"plain": (2, 2), "remat": (2, 4), "scan": (1, 1)}[name]
-    assert set(found) == {FORWARD, BACKWARD}
-    assert found.count(BACKWARD) == 2 * layers
-    assert layers <= found.count(FORWARD) <= forward
+    assert set(found) == {FP8_FORWARD, FP8_BACKWARD}
+    assert found.count(FP8_BACKWARD) == 2 * layers
+    assert layers <= found.count(FP8_FORWARD) <= forward
 
 
 def test_gradients_of_weights_come_from_the_float32_accumulator():
