@@ -13,7 +13,7 @@ import pytest
 from optimizers import HALF_WRAPPERS, WRAPPERS
 
 import jmp_lite
-from jmp_lite import DynamicLossScale, StaticLossScale, scale_aware
+from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_aware
 
 
 def _recording(seen: list[Any]) -> optax.GradientTransformationExtraArgs:
@@ -50,6 +50,22 @@ def test_the_inner_optimiser_sees_unscaled_float32_gradients_and_params():
     np.testing.assert_array_equal(updates["b"], [3.0, 3.0])
     assert extra == {}
     assert state.inner_state["count"] == 1
+
+
+@pytest.mark.standard_promotion  # optax.adam promotes by itself
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "loss_scale", [NoOpLossScale(), StaticLossScale(1.0), DynamicLossScale(1.0)]
+)
+def test_half_gradients_are_squared_in_float32_with_any_loss_scale(loss_scale, dtype):
+    params = jnp.ones(3, dtype)
+    grads = jnp.full(3, 300.0, dtype)  # its square is beyond float16
+    tx = scale_aware(optax.adam(1e-3), loss_scale)
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    nu = state.inner_state[0].nu
+    assert nu.dtype == updates.dtype == jnp.float32
+    np.testing.assert_allclose(nu, 1e-3 * 300.0**2, rtol=1e-6)
+    np.testing.assert_allclose(updates, -1e-3, rtol=1e-5)
 
 
 def test_extra_arguments_reach_the_inner_optimiser():

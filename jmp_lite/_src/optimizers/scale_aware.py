@@ -149,7 +149,8 @@ def scale_aware(
         _check_arguments(updates, state, params)
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
         # XLA fuses the multiplication into both uses, so no copy is kept.
-        grads = state.loss_scale.unscale(updates)
+        # A NoOpLossScale leaves half gradients in half.
+        grads = trees.cast_at_least_float32(state.loss_scale.unscale(updates))
         if value is not None:
             value = trees.cast_at_least_float32(jnp.asarray(value))
         value_finite = trees.all_finite(value)
