@@ -12,14 +12,16 @@ from jmp_lite._src.optimizers import blocks, rounding
 _NEAREST = jnp.uint32(2**31)
 
 
-def _grid(signed: bool) -> np.ndarray:
-    """Return the positive numbers of a block whose largest octave is [1, 2)."""
-    most, octaves = (3, 38) if signed else (4, 46)
-    numbers = [2.0]
-    for octave in range(octaves):
-        steps = 2 ** max(most - octave // 8, 0)
-        numbers += [2.0**-octave * (1 + k / steps) for k in range(steps)]
-    return np.sort(np.array(numbers))
+def _grid(signed: bool, scale: float = 1.0) -> np.ndarray:
+    """Return the positive numbers of a block, from the least, in float64."""
+    one = 64 if signed else 128
+    return (np.arange(1, 2 * one) / one) ** 9 * scale
+
+
+def _decoded(signed: bool, scale: float = 1.0) -> np.ndarray:
+    """Return the same numbers as they are decoded, f32."""
+    codes = jnp.arange(1, 128 if signed else 256, dtype=jnp.uint8)
+    return np.asarray(blocks.decode(codes, jnp.float32([-scale if signed else scale])))
 
 
 def _through(x: Any, noise: Any = _NEAREST) -> np.ndarray:
@@ -35,22 +37,21 @@ def _noise(x: Any, seed: int) -> jax.Array:
     return rounding.noise_like(jnp.asarray(x, jnp.float32), words)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**-80, 2.0**100])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**118])
 def test_every_code_stands_for_a_number_of_its_own(scale):
     codes = jnp.arange(256, dtype=jnp.uint8)
     positive = np.asarray(blocks.decode(codes, jnp.float32([scale])))
-    np.testing.assert_array_equal(positive, [0, *_grid(signed=False) * scale])
+    np.testing.assert_allclose(positive[1:], _grid(False, scale), rtol=4e-7)
     both = np.asarray(blocks.decode(codes, jnp.float32([-scale])))
-    np.testing.assert_array_equal(both[:128], [0, *_grid(signed=True) * scale])
-    np.testing.assert_array_equal(both[129:], -both[1:128])
-    assert both[128] == 0
+    np.testing.assert_allclose(both[1:128], _grid(True, scale), rtol=4e-7)
+    np.testing.assert_array_equal(both[129:], -both[127:0:-1])
+    assert positive[0] == both[0] == 0 and (np.diff(positive) > 0).all()
 
 
 @pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**126])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**118])
 def test_a_number_of_the_grid_is_itself_with_any_noise(signed, scale):
-    grid = _grid(signed)[:-1] * scale  # the last is only reached by rounding
-    x = np.concatenate([[0.0], grid])
+    x = np.concatenate([[0.0], _decoded(signed, scale)])
     if signed:
         x[1::2] *= -1
     for seed in range(3):
@@ -59,7 +60,7 @@ def test_a_number_of_the_grid_is_itself_with_any_noise(signed, scale):
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_number_goes_to_a_neighbour_and_is_right_on_average(signed):
-    grid = _grid(signed)
+    grid = _decoded(signed).astype(np.float64)
     low, high = grid[:-1], grid[1:]
     x = (low + 0.3 * (high - low)).astype(np.float32)
     if signed:
@@ -70,9 +71,20 @@ def test_a_number_goes_to_a_neighbour_and_is_right_on_average(signed):
     assert ((draws == low) | (draws == high)).all()
     went_up = (draws == high).mean(0)
     deviation = np.sqrt(0.3 * 0.7 / copies)
-    # None of 255 normal deviates is likely to be above 4.5.
+    # None of 254 normal deviates is likely to be above 4.5.
     np.testing.assert_allclose(went_up, 0.3, rtol=0, atol=4.5 * deviation)
     assert abs(went_up.mean() - 0.3) < 4 * deviation / np.sqrt(x.size)
+
+
+def test_the_noise_of_each_code_is_as_wide_as_its_spacing():
+    # From the smallest uniform number to the largest, a number goes up in its share.
+    grid = _decoded(signed=False).astype(np.float64)
+    for share in (0.01, 0.5, 0.99):
+        x = (grid[:-1] + share * (grid[1:] - grid[:-1])).astype(np.float32)
+        for uniform, goes_up in ((share - 0.005, True), (share + 0.005, False)):
+            noise = jnp.uint32(int(uniform * 2**32))
+            got = _through(x, noise).astype(np.float64)
+            np.testing.assert_array_equal(got, grid[1:] if goes_up else grid[:-1])
 
 
 def test_signs_are_kept_and_no_number_becomes_zero(getkey):
@@ -100,10 +112,9 @@ def test_a_block_with_an_inf_or_nan_becomes_nan_and_no_other():
     for bad in (np.inf, -np.inf, np.nan):
         x = np.ones((2, 600), np.float32)
         x[0, 300] = bad
-        got = _through(x)
-        expected = np.ones_like(x)
+        expected = _through(np.ones_like(x)).copy()
         expected[0, 256:512] = np.nan
-        np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(_through(x), expected)
 
 
 @pytest.mark.parametrize("n", [1, 255, 256, 257, 513])

@@ -1,26 +1,23 @@
 """Arrays in 8 bits: blocks of 256 numbers with one scale each.
 
-The code is a floating-point code with tapered precision. Octaves are counted down from
-the one of the block's largest magnitude. Each group of 8 octaves has one bit of
-mantissa fewer than the one above it::
+A number is the ninth power of its code, an integer, times the block's scale::
 
-  octaves                      0-7   8-15   16-23   24-31   32-39   40-45
-  bits, all numbers >= 0         4      3       2       1       0       0
-  octaves                      0-7   8-15   16-23   24-31   32-37
-  bits, with negative numbers    3      2       1       0       0
+  all numbers of the block >= 0    number = (code / 128)**9 * scale    code 0 to 255
+  with negative numbers            number = (code / 64)**9 * scale     code -127 to 127
 
-The code of a positive number, plus 1, is in binary: zeros, a leading 1, 3 bits for the
-octave within its group (111 is the highest), and the mantissa. The number of zeros
-tells the group. Code 0 is zero. The highest code is the power of two above the largest
-magnitude, to which that may be rounded. In a block with negative numbers, the code has
-7 bits and the highest bit is the sign.
+So the spacing of numbers, relative to the number, is 3.5 % at the largest number and
+doubles every 9 octaves; it is 7 % in a block with negative numbers. The numbers of a
+block reach over 72 octaves, or 63. Negative codes are in two's complement.
 
-A number below the last octave becomes the least code, so that no number becomes zero.
+A number below the least becomes the least, so that no number becomes zero.
+
+To decode takes few operations, so that XLA fuses it into all that read a number. The
+scale is a power of two and every product of `decode` is rounded once, so each device
+and each kernel decodes to the same bits.
 
 References:
-  Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016
-  (https://arxiv.org/abs/1511.04561), the dynamic tree code, and 8-bit Optimizers via
-  Block-wise Quantization, 2022 (https://arxiv.org/abs/2110.02861), blocks.
+  Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022
+  (https://arxiv.org/abs/2110.02861), blocks.
 """
 
 from typing import Any
@@ -31,19 +28,18 @@ import numpy as np
 
 BLOCK = 256
 
-_GROUP = 8  # octaves with the same number of bits
-_MANTISSA = 23  # bits of float32
 _SIGN = np.uint32(2**31)
-_INF = 0x7F800000
-_NAN = 0x7FC00000
-_LEAST = 1 << _MANTISSA  # the smallest normal number
+_EXPONENT = np.uint32(0x7F800000)
+_MANTISSA = np.uint32(0x007FFFFF)
+_MAX = np.finfo(np.float32).max
+_TINY = np.finfo(np.float32).tiny  # the smallest normal number
 
 
 def encode(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Round numbers stochastically to 8 bits.
 
     The mean of a rounded number is the number, with two exceptions: magnitudes below
-    the last octave of a block are rounded up, as are subnormal numbers.
+    the least of a block are rounded up, as are subnormal numbers.
 
     Args:
       x: f32 `[..., n]`.
@@ -52,48 +48,37 @@ def encode(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     Returns:
       The codes, u8 `[..., n]`, and the scales, f32 `[..., ceil(n / 256)]`. A scale is
-      the largest power of two that the block's largest magnitude reaches, negative if
-      the block has a negative number, 0 for a block of zeros. A block with an inf or
-      NaN has the scale NaN: all its numbers become NaN.
+      a power of two, negative if the block has a negative number. A block with an inf
+      or NaN has the scale NaN: all its numbers become NaN.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    magnitude = bits & (_SIGN - 1)
-    is_zero = magnitude == 0
-    # XLA may flush subnormal numbers to zero.
-    magnitude = jnp.where(is_zero, 0, jnp.maximum(magnitude, _LEAST))
-    is_negative = (bits >= _SIGN) & ~is_zero
-    largest = _reduce_blocks(magnitude, jnp.max)
-    signed = _reduce_blocks(is_negative, jnp.any)
-    exponent = largest >> _MANTISSA
+    largest = _reduce_blocks(bits & ~_SIGN, jnp.max)
+    signed = _reduce_blocks(bits > _SIGN, jnp.any)  # -0.0 is no negative number
+    scale = _scale(largest, signed)
+    # The codes of the smallest and the largest number that are normal and finite.
+    least = jnp.maximum(jnp.ceil(_one(signed) * _root(_TINY / scale)), 1)
+    most = jnp.minimum(jnp.floor(_one(signed) * _root(_MAX / scale)), 255)
 
-    top, has_sign = _to_numbers(exponent, x), _to_numbers(signed, x)
-    # What is rounded up from a larger number would be inf.
-    magnitude = jnp.minimum(magnitude, _INF - (1 << (_MANTISSA - 3)))
-    dropped = _MANTISSA - _mantissa_bits(_octave(magnitude, top), has_sign)
-    noise = noise >> (32 - dropped)
-    rounded = (magnitude + noise) >> dropped << dropped
-    last = jnp.where(has_sign, _last_octave(True), _last_octave(False))
-    floor = jnp.maximum(top.astype(jnp.int32) - last, 1).astype(jnp.uint32)
-    rounded = jnp.maximum(rounded, floor << _MANTISSA)
+    one, inverse = _one(_to_numbers(signed, x)), _to_numbers(1 / scale, x)
+    # In units of the number whose code is 1: a code's number is its power.
+    ratio = jnp.abs(x) * inverse * _power(one)
+    code = jnp.floor(one * _root(jnp.abs(x) * inverse))
+    low, high = _power(code), _power(code + 1)
+    # 23 bits: a number that is `high`, by an error of the root, always goes there.
+    uniform = (noise >> 9).astype(jnp.float32) * jnp.float32(2**-23)
+    code = jnp.where(uniform * (high - low) < ratio - low, code + 1, code)
+    code = jnp.clip(code, _to_numbers(least, x), _to_numbers(most, x))
+    # XLA may flush subnormal numbers to zero: their bits are not.
+    code = jnp.where(bits & ~_SIGN == 0, 0, code).astype(jnp.int32)
+    sign = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31  # 0 or -1
+    code = ((code ^ sign) - sign).astype(jnp.uint8)
 
-    octave = _octave(rounded, top)
-    mantissa_bits = _mantissa_bits(octave, has_sign)
-    mantissa = (rounded & (_LEAST - 1)) >> (_MANTISSA - mantissa_bits)
-    in_group = (2 * _GROUP - 1 - (octave & (_GROUP - 1))).astype(jnp.uint32)
-    code = (in_group << mantissa_bits | mantissa) - 1
-    beyond = octave >= _GROUP * (_most_bits(has_sign) + 1)
-    code = jnp.where(beyond, code - _GROUP, code)
-    code = jnp.where(has_sign & is_negative, code | 128, code)
-    code = jnp.where(is_zero, 0, code).astype(jnp.uint8)
-
-    scale = exponent << _MANTISSA
-    scale = jnp.where(scale == _INF, _NAN, scale)
-    scale = jnp.where(signed, scale | _SIGN, scale)
-    return code, jax.lax.bitcast_convert_type(scale, jnp.float32)
+    scale = jnp.where(largest >= _EXPONENT, jnp.nan, scale)
+    return code, jnp.where(signed, -scale, scale)
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Return the numbers of codes, exactly.
+    """Return the numbers of codes.
 
     Args:
       codes: u8 `[..., n]`.
@@ -102,23 +87,13 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
     Returns:
       f32 `[..., n]`.
     """
-    scale = _to_numbers(jax.lax.bitcast_convert_type(scales, jnp.uint32), codes)
-    top, has_sign = (scale & (_SIGN - 1)) >> _MANTISSA, scale >= _SIGN
-    code = codes.astype(jnp.uint32)
-    is_negative = has_sign & (code >= 128)
-    code = jnp.where(has_sign, code & 127, code)
-    leading = 31 - jax.lax.clz(code + 1).astype(jnp.int32)
-    mantissa_bits = jnp.maximum(leading - 3, 0).astype(jnp.uint32)
-    in_group = ((code + 1) >> mantissa_bits).astype(jnp.int32)
-    group = _most_bits(has_sign) + 3 - jnp.maximum(leading, 3)
-    octave = _GROUP * group + 2 * _GROUP - 1 - in_group
-    mantissa = (code + 1) & ((jnp.uint32(1) << mantissa_bits) - 1)
-    exponent = (top.astype(jnp.int32) - octave).astype(jnp.uint32)
-    bits = exponent << _MANTISSA | mantissa << (_MANTISSA - mantissa_bits)
-    bits = jnp.where(is_negative, bits | _SIGN, bits)
-    bits = jnp.where(code == 0, 0, bits)
-    bits = jnp.where(top == _INF >> _MANTISSA, _NAN, bits)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    scale = _to_numbers(scales, codes)
+    signed = scale < 0
+    negative = jax.lax.bitcast_convert_type(codes, jnp.int8)
+    code = jnp.where(signed, negative.astype(jnp.float32), codes.astype(jnp.float32))
+    # Times 1 / _one(signed): a product takes fewer operations than a division.
+    root = code * jnp.where(signed, jnp.float32(1 / 64), jnp.float32(1 / 128))
+    return _power(root) * jnp.abs(scale)
 
 
 def select(
@@ -153,20 +128,33 @@ def _to_numbers(of_blocks: jax.Array, x: jax.Array) -> jax.Array:
     return repeated.reshape(*rows, -1)[..., :n]
 
 
-def _octave(magnitude: jax.Array, top: jax.Array) -> jax.Array:
-    """Return the octave, i32; -1 for the power of two above the largest magnitude."""
-    return top.astype(jnp.int32) - (magnitude >> _MANTISSA).astype(jnp.int32)
+def _power(x: jax.Array) -> jax.Array:
+    """Return the ninth power."""
+    square = x * x
+    fourth = square * square
+    return fourth * fourth * x
 
 
-def _most_bits(has_sign: jax.Array) -> jax.Array:
-    """Return the number of bits of the mantissa in the first octaves, i32."""
-    return jnp.where(has_sign, 3, 4)
+def _root(x: jax.Array) -> jax.Array:
+    """Return the ninth root of a number >= 0, but for rounding."""
+    return jnp.exp(jnp.log(x) * jnp.float32(1 / 9))
 
 
-def _mantissa_bits(octave: jax.Array, has_sign: jax.Array) -> jax.Array:
-    """Return the number of bits of the mantissa in an octave, u32."""
-    return jnp.maximum(_most_bits(has_sign) - (octave >> 3), 0).astype(jnp.uint32)
+def _one(signed: jax.Array) -> jax.Array:
+    """Return the code of the scale itself, f32."""
+    return jnp.where(signed, jnp.float32(64), jnp.float32(128))
 
 
-def _last_octave(has_sign: bool) -> int:
-    return 37 if has_sign else 45
+def _scale(largest: jax.Array, signed: jax.Array) -> jax.Array:
+    """Return the least power of two with which the largest code reaches a magnitude.
+
+    Args:
+      largest: the bits of the magnitude, u32; those of inf and NaN give any number.
+      signed: whether there are negative numbers.
+    """
+    one = _one(signed)
+    highest = _power((2 * one - 1) / one)
+    least = jax.lax.bitcast_convert_type(largest, jnp.float32) / highest
+    bits = jax.lax.bitcast_convert_type(least, jnp.uint32)
+    scale = jax.lax.bitcast_convert_type((bits + _MANTISSA) & _EXPONENT, jnp.float32)
+    return jnp.clip(scale, _TINY, jnp.float32(2.0**121))

@@ -1,12 +1,11 @@
 """Optimiser state in low precision: bfloat16 or 8 bits, rounded stochastically.
 
 Limits: the inner optimiser computes in float32. Under `jit`, XLA fuses this with the
-rounding to bfloat16. 8 bits need a pass for the scales: on GPUs, the state of one
-parameter at a time is in float32, on TPUs that of all parameters, so that 8 bits save
-memory there between updates, not during one. Without `jit`, all of the state is in
-float32 during an update. Only leaves in the shape of a parameter are stored in low
-precision: not the factors of `optax.adafactor`, the vector of `optax.flatten` or the
-memory of `optax.lbfgs`.
+rounding. 8 bits need a pass for the scales, in which GPUs compute the new state once
+more, and TPUs write it in float32: 8 bits save memory there between updates, not during
+one. Without `jit`, all of the state is in float32 during an update. Only leaves in the
+shape of a parameter are stored in low precision: not the factors of `optax.adafactor`,
+the vector of `optax.flatten` or the memory of `optax.lbfgs`.
 """
 
 import dataclasses
@@ -98,10 +97,11 @@ def low_precision_state(
       s    = x rounded stochastically; bitwise unchanged where x == float32(s)
 
     `"float8"` is 8 bits a number and a float32 scale for each block of 256 numbers of
-    the last axis. It has 4 bits of mantissa for numbers down to `2**-8` of the block's
-    largest, one bit fewer in each next 8 octaves, 46 octaves in all; one bit and 8
-    octaves fewer in a block with negative numbers. No number becomes 0: the step of
-    Adam would explode. One inf or NaN makes its block NaN.
+    the last axis. A number is the ninth power of an integer times the scale: numbers
+    are spaced by 3.5 % at the block's largest one, by twice as much at each `2**-9` of
+    it, and reach down to `2**-72` of it; by 7 %, and down to `2**-63`, in a block with
+    negative numbers. No number becomes 0: the step of Adam would explode. One inf or
+    NaN makes its block NaN.
 
     A leaf of the state is stored in low precision if it is float32, its key path ends
     in that of a parameter of its shape, it has at least `min_size` elements, and `init`
@@ -210,7 +210,7 @@ def low_precision_state(
 
         next_key, key = jax.random.split(state.key)
         seed = jax.random.bits(key, (2,))
-        new = _rounded_tree(state.inner_state, new, seed, at)
+        new = _rounded_tree(state.inner_state, new, seed)
         applied = [x.last_finite for x in _scale_aware_states(new)]
         if applied:  # if all of them skipped this step, it leaves the key unchanged
             applied = functools.reduce(jnp.logical_or, applied)
@@ -241,20 +241,13 @@ def decompress(array: LowPrecisionArray) -> jax.Array:
     return blocks.decode(array.values, array.scales)
 
 
-def _rounded_tree(old: Any, new: Any, seed: jax.Array, at: "_Shapes") -> Any:
+def _rounded_tree(old: Any, new: Any, seed: jax.Array) -> Any:
     """Return a tree in the dtypes of the old one, stochastically rounded."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(old, _is_compressed)
-    stored = jax.tree.leaves(new)
-    compressed = [i for i, (_, x) in enumerate(leaves) if _is_compressed(x)]
-    # All leaves of a parameter, then those of the next: they are computed together.
-    compressed.sort(key=lambda i: at.param_of(leaves[i][0], stored[i]) or "")
-    for i in compressed:
-        x = _rounded(leaves[i][1], stored[i], rounding.leaf_seed(seed, i))
-        if x.scales is not None:
-            # XLA would round all leaves in one kernel, after it has computed all of
-            # them in float32. So each one waits for the one before it.
-            seed, x = jax.lax.optimization_barrier((seed, x))
-        stored[i] = x
+    leaves, structure = jax.tree.flatten(old, _is_compressed)
+    stored = [
+        _rounded(x, y, rounding.leaf_seed(seed, i)) if _is_compressed(x) else y
+        for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(new), strict=True))
+    ]
     return jax.tree.unflatten(structure, stored)
 
 
