@@ -142,6 +142,11 @@ def make_step(loss_fn) -> Step:
     return step
 
 
+def learning_rate(steps: int) -> optax.Schedule:
+    """Return the learning rate: warmed up, and decayed to 0 after `steps`."""
+    return optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
+
+
 def init_state(
     model: nnx.Module,
     policy: Policy,
@@ -152,8 +157,8 @@ def init_state(
 ) -> TrainState:
     """Return the state at step 0, with AdamW, warmed up, decayed and clipped."""
     # Clip inside `scale_aware`, where gradients are unscaled, f32 and finite.
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
-    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    clip = optax.clip_by_global_norm(1.0)
+    inner = optax.chain(clip, optax.adamw(learning_rate(steps)))
     tx = scale_aware(inner, choose_loss_scale(policy, static_scale))
     if use_autocast:
         model = policy.cast_to_param(model)

@@ -32,6 +32,7 @@ RESULTS: dict[str, str] = {
             ("convergence", ""),
             ("advised", "--seeds 8 "),
             ("fp8_accuracy", ""),
+            ("storage_accuracy", ""),
             ("many_leaves", ""),
             ("train_step", ""),
             ("autocast_trace", "--rounds 7 "),

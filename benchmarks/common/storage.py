@@ -1,0 +1,115 @@
+"""Ways to store parameters, master weights and optimiser state in training."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jmp_lite as jmp
+
+HALF = "bfloat16"
+FLOAT32 = "float32"
+
+ADAM, ADAFACTOR = "Adam", "AdaFactor"
+# Name -> an optimiser, for a learning rate.
+OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    ADAM: optax.adam,
+    # Its steps are as long as those of Adam: not relative to the parameters.
+    ADAFACTOR: lambda rate: optax.adafactor(rate, multiply_by_parameter_scale=False),
+}
+
+MASTERS, REMAINDERS, STOCHASTIC = "masters", "remainders", "stochastic"
+# Name -> what wraps the optimiser of half parameters.
+WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    MASTERS: jmp.master_weights,
+    REMAINDERS: lambda tx: jmp.master_weights(tx, storage="remainder"),
+    STOCHASTIC: lambda tx: jmp.stochastic_rounding(tx, jax.random.key(0)),
+}
+
+
+class Storage(NamedTuple):
+    """How a training stores its numbers.
+
+    Attributes:
+      compute: the dtype of the model, float32 or bfloat16.
+      weights: `"float32"`, or a key of `WEIGHTS`: parameters in bfloat16.
+      optimizer: a key of `OPTIMIZERS`.
+      state: the dtype of its moments: `"float32"`, `"bfloat16"` or `"float8"`.
+      checked: whether `scale_aware` checks each step.
+    """
+
+    compute: str = HALF
+    weights: str = FLOAT32
+    optimizer: str = ADAM
+    state: str = FLOAT32
+    checked: bool = True
+
+    @property
+    def param_dtype(self) -> Any:
+        """The dtype of the parameters."""
+        return jnp.dtype(FLOAT32 if self.weights == FLOAT32 else HALF)
+
+    def transformation(
+        self, rate: Any, *first: optax.GradientTransformation
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return the optimiser.
+
+        Args:
+          rate: the learning rate, or a schedule.
+          *first: what changes the unscaled gradients before it, such as clipping.
+        """
+        tx: Any = optax.chain(*first, OPTIMIZERS[self.optimizer](rate))
+        if self.state != FLOAT32:
+            tx = jmp.low_precision_state(tx, self.state)
+        if self.weights != FLOAT32:
+            tx = WEIGHTS[self.weights](tx)
+        if self.checked:
+            # bfloat16 has the range of float32: a loss scale is not needed.
+            tx = jmp.scale_aware(tx, jmp.NoOpLossScale())
+        return optax.with_extra_args_support(tx)
+
+    @property
+    def parameters(self) -> str:
+        """The parameters and their masters, as tables name them."""
+        return {
+            FLOAT32: "float32",
+            MASTERS: "bf16 + float32 masters",
+            REMAINDERS: "bf16 + 16-bit remainders",
+            STOCHASTIC: "bf16, stochastic rounding",
+        }[self.weights]
+
+    @property
+    def optimizer_and_state(self) -> str:
+        """The optimiser and the dtype of its state, as tables name them."""
+        states = {FLOAT32: "", HALF: ", bf16 state", "float8": ", 8-bit state"}
+        return self.optimizer + states[self.state]
+
+    def __str__(self) -> str:
+        """All of it, as tables name it."""
+        compute = "" if self.compute == HALF else ", float32 model"
+        checked = "" if self.checked or self.compute == FLOAT32 else ", unchecked"
+        return f"{self.optimizer_and_state}; {self.parameters}{compute}{checked}"
+
+
+BASELINE = Storage(FLOAT32, checked=False)
+
+_ADAMS = [(ADAM, state) for state in (FLOAT32, HALF, "float8")]
+_PLAIN = [(ADAM, FLOAT32), (ADAFACTOR, FLOAT32)]
+_ALL = [*_ADAMS, (ADAFACTOR, FLOAT32)]
+
+# Those of one kind of parameters stand together.
+CHOICES: list[Storage] = [
+    *(Storage(FLOAT32, FLOAT32, *tx, checked=False) for tx in _PLAIN),
+    *(Storage(HALF, FLOAT32, *tx) for tx in _ALL),
+    *(Storage(HALF, MASTERS, *tx) for tx in _ADAMS),
+    *(Storage(HALF, REMAINDERS, *tx) for tx in _ADAMS),
+    *(Storage(HALF, STOCHASTIC, *tx) for tx in _ALL),
+    # Without the check, a gradient can be applied as soon as it is computed.
+    *(
+        Storage(HALF, weights, *tx, checked=False)
+        for weights in (FLOAT32, STOCHASTIC)
+        for tx in _PLAIN
+    ),
+]
