@@ -487,6 +487,7 @@ def _broken_in_float32(device, size, step, of_base=None, **figures):
         ("h100", "full", SHARDED, "peak", 1000, 1001),
         ("h100", "ci", SHARDED, "peak", 1250, 1251),
         ("v5e", "ci", SHARDED, "traffic", 10_100, 10_101),
+        ("v5e", "full", SHARDED, "traffic", 10_800, 10_801),
         ("v5e", "ci", PARALLEL, "peak", 1040, 1041),
     ],
 )
@@ -520,19 +521,25 @@ def test_a_gradient_that_is_reduced_in_half_breaks_a_limit(opcode, half, full, f
         assert broken == found
 
 
-def test_at_full_size_the_gradient_of_what_the_head_reads_may_be_summed_in_half():
-    activations = 8 * 1024 * 1024 * 2 // 4
-    of_base = {"reduce-scatter bf16": activations + 50_000_000}
-    for half, size, step, found in (
-        (activations, "full", SHARDED, []),
-        (int(activations * 1.05), "full", SHARDED, [_IN_HALF]),
-        (activations, "full", PARALLEL, [_IN_HALF]),
-        (activations, "ci", SHARDED, [_IN_HALF]),
-    ):
-        full = 2 * (of_base["reduce-scatter bf16"] - half)
-        sent = {"reduce-scatter bf16": half, "reduce-scatter f32": full}
-        broken = _broken_in_float32("h100", size, step, of_base, collectives=sent)
-        assert broken == found
+@pytest.mark.parametrize(
+    ("device", "size", "step", "times", "found"),
+    [
+        ("h100", "full", SHARDED, 1 / 4, []),
+        ("h100", "full", SHARDED, 1.1 / 4, [_IN_HALF]),
+        ("h100", "full", PARALLEL, 1 / 4, [_IN_HALF]),
+        ("h100", "ci", SHARDED, 1 / 4, [_IN_HALF]),
+        ("v5e", "full", SHARDED, 1, []),
+        ("v5e", "full", SHARDED, 1.05, [_IN_HALF]),
+    ],
+)
+def test_at_full_size_the_gradient_of_what_the_head_reads_may_be_summed_in_half(
+    device, size, step, times, found
+):
+    half = int(times * 8 * 1024 * 1024 * 2)
+    of_base = {"all-reduce bf16": 100_000_000}
+    sent = {"all-reduce bf16": half, "all-reduce f32": 2 * (100_000_000 - half)}
+    broken = _broken_in_float32(device, size, step, of_base, collectives=sent)
+    assert broken == found
 
 
 def test_fp8_is_native_on_one_of_the_gpus():
