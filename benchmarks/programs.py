@@ -8,9 +8,9 @@
 
 Compiles train steps for GPUs and TPUs with neither at hand (targets.py), in the
 environment of programs-requirements.txt: written in float32, cast by hand, by a policy,
-by autocast, in fp8; with scale_aware and without; on one device and on four. Bytes
-accessed, peak memory, kernels, casts, the dtypes of products, branches and collectives
-are those of the real program.
+by autocast, in fp8; with gradients reduced in float32; with scale_aware and without; on
+one device and on four. Bytes accessed, peak memory, kernels, casts, the dtypes of
+products, branches and collectives are those of the real program.
 Nothing is run, so nothing is said about time.
 """
 
@@ -40,6 +40,7 @@ from benchmarks.common import hlo
 from benchmarks.common.compiled_steps import (
     BY_HAND,
     GRAD_AUTOCAST,
+    REDUCE_FLOAT32,
     SIZES,
     STEPS,
     Step,
@@ -86,6 +87,11 @@ STEPS_OF: dict[str, list[Step]] = {
 _STEPS_OF_TPUS = [
     *_TRANSFORMER,
     *(Step("cnn", "bfloat16", cast) for cast in (BY_HAND, GRAD_AUTOCAST)),
+    *(
+        Step("transformer", "bfloat16", cast, layout=layout)
+        for layout in ("data parallel", "FSDP")
+        for cast in (GRAD_AUTOCAST, REDUCE_FLOAT32)
+    ),
     Step("transformer", "float16", BY_HAND, scaled=True, layout="FSDP"),
 ]
 
@@ -171,7 +177,7 @@ def table(device: str, results: Results) -> Table:
     """Return figures, each with its multiple of that of the step it is held against."""
     found = Table(
         title=f"{targets.NAMES[device]}\n× the same step by hand, without scaling; "
-        "fp8: × bfloat16",
+        "fp8: × bfloat16; r=f32: × without it",
         box=box.SIMPLE_HEAD,
     )
     found.add_column("step", no_wrap=True)

@@ -19,6 +19,8 @@ from jmp_lite.linen import with_policy
 PLAIN, BY_HAND, POLICY = "as written", "by hand", "policy"
 GRAD_AUTOCAST, AUTOCAST_GRAD = "grad(autocast(f))", "autocast(grad(f))"
 ADVISED = "grad(autocast(f)), advised"
+# The policy has `reduce=float32`.
+REDUCE_FLOAT32 = "grad(autocast(f)), r=f32"
 
 # Every model takes `(params, *batch)` and returns a loss and what is to be kept.
 Loss = Callable[..., tuple[jax.Array, Any]]
@@ -100,6 +102,8 @@ class Step:
             return self
         if self.dtype == "fp8":
             return dataclasses.replace(self, dtype="bfloat16")
+        if self.cast == REDUCE_FLOAT32:
+            return dataclasses.replace(self, cast=GRAD_AUTOCAST)
         return dataclasses.replace(self, cast=BY_HAND)
 
 
@@ -233,6 +237,9 @@ def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
 
     if step.cast == GRAD_AUTOCAST:
         loss = jmp_lite.autocast(loss, policy)
+    if step.cast == REDUCE_FLOAT32:
+        fields = f"params=float32,compute={step.dtype},output=float32"
+        loss = jmp_lite.autocast(loss, f"{fields},reduce=float32")
     if step.cast == ADVISED:
         loss = jmp_lite.autocast(loss, advised_policy(step.model, step.dtype))
 
@@ -332,6 +339,7 @@ STEPS: list[Step] = [
     *_halves("transformer", BY_HAND, POLICY, *_AUTOCASTS),
     Step("transformer", "fp8", GRAD_AUTOCAST),
     Step("transformer", "float16", ADVISED),
+    Step("transformer", "bfloat16", REDUCE_FLOAT32),
     Step("transformer", "float16", BY_HAND, scaled=True),
     Step("mlp"),
     *_halves("mlp", BY_HAND, GRAD_AUTOCAST),
@@ -348,6 +356,7 @@ STEPS: list[Step] = [
             ("float32", PLAIN, False),
             ("bfloat16", BY_HAND, False),
             ("bfloat16", GRAD_AUTOCAST, False),
+            ("bfloat16", REDUCE_FLOAT32, False),
             ("float16", BY_HAND, False),
             ("float16", BY_HAND, True),
         )

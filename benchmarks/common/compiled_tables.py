@@ -14,6 +14,7 @@ from benchmarks.common.compiled_steps import (
     BY_HAND,
     GRAD_AUTOCAST,
     POLICY,
+    REDUCE_FLOAT32,
     Step,
 )
 from benchmarks.common.measured_tables import HALVES, SHORT, Rows
@@ -28,9 +29,9 @@ _COLUMNS = {
 _MODELS = {"transformer": "transformer", "mlp": "MLP", "cnn": "ResNet-50"}
 
 
-def programs(device: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of the full-size programs of a device, by step."""
-    found = load(f"{device}-compiled/programs-full.json")["results"]
+def programs(device: str, size: str = "full") -> dict[str, dict[str, Any]]:
+    """Return the rows of the programs of a device, by step."""
+    found = load(f"{device}-compiled/programs-{size}.json")["results"]
     return {row["step"]: row for row in found}
 
 
@@ -152,6 +153,32 @@ def collectives() -> Rows:
             ("TPU v5e: float16, `scale_aware`", "v5e", scaled),
         )
     ]
+
+
+def float32_gradients() -> Rows:
+    """MB that devices reduce with `r=f32` and without it, and what it costs."""
+    rows = []
+    for (title, device), size, layout in itertools.product(
+        (("H100", "h100"), ("TPU v5e", "v5e")),
+        ("ci", "full"),
+        ("one device", "data parallel", "FSDP"),
+    ):
+        step = Step("transformer", "bfloat16", REDUCE_FLOAT32, layout=layout)
+        found = programs(device, size)
+        if str(step) not in found:  # as on one v5e
+            continue
+        row, base = found[str(step)], found[str(step.base)]
+        cells = {"device": title, "size": size, "layout": layout}
+        for which, figures in (("without", base), ("with", row)):
+            for name, dtype in (("bf16", "bf16"), ("float32", "f32")):
+                moved = hlo.sent(figures["collectives"], hlo.REDUCTIONS, (dtype,))
+                cells[f"{which}: {name}, MB"] = f"{moved / 1e6:.2f}" if moved else ""
+        for key in (_BYTES, _TRAFFIC, _PEAK):
+            cells[_COLUMNS[key]] = f"{row[key] / base[key]:.3f}"
+        if device == "h100":  # has one memory
+            cells[_COLUMNS[_TRAFFIC]] = ""
+        rows.append(cells)
+    return rows
 
 
 _IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
@@ -287,6 +314,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "bytes_and_peaks": bytes_and_peaks,
     "autocast_cost": autocast_cost,
     "collectives": collectives,
+    "float32_gradients": float32_gradients,
     "fp8": fp8,
     "fp8_collectives": fp8_collectives,
     "memory_worth": memory_worth,

@@ -30,6 +30,7 @@ _COLLECTIVES = (
     "all-to-all",
     "collective-permute",
 )
+REDUCTIONS = ("all-reduce", "reduce-scatter")
 # Their shape has what they read as well as what they leave.
 _WITH_OPERANDS = (
     "all-gather-start",
@@ -144,6 +145,18 @@ def count(text: str) -> Counts:
 def fp8_products(products: dict[str, int]) -> int:
     """Return how many products, by their dtypes, have an operand in fp8."""
     return sum(n for dtypes, n in products.items() if "f8" in dtypes)
+
+
+def sent(
+    collectives: dict[str, int], opcodes: tuple[str, ...], dtypes: tuple[str, ...] = ()
+) -> int:
+    """Return the bytes that these collectives leave on a device; all dtypes if none."""
+    keys = ((key, *key.split()) for key in collectives)
+    return sum(
+        collectives[key]
+        for key, opcode, dtype in keys
+        if opcode in opcodes and (not dtypes or dtype in dtypes)
+    )
 
 
 def _half_adders(lines: list[str]) -> set[str]:

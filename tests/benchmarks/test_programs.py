@@ -5,6 +5,7 @@ import dataclasses
 import fnmatch
 import io
 import json
+import re
 
 import jax
 import pytest
@@ -18,6 +19,7 @@ from benchmarks.common.compiled_steps import (
     BY_HAND,
     GRAD_AUTOCAST,
     MODELS,
+    REDUCE_FLOAT32,
     SIZES,
     STEPS,
     Step,
@@ -282,6 +284,30 @@ def test_a_product_in_fp8_has_two_more_for_its_gradients(model, with_one_gradien
     assert fp8_by_rule(Step(model, "bfloat16", GRAD_AUTOCAST), SIZES["ci"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("cast", "dtype"), [(GRAD_AUTOCAST, "bf16"), (REDUCE_FLOAT32, "f32")]
+)
+def test_the_gradient_of_a_weight_is_its_accumulator_if_it_is_reduced_in_float32(
+    cast, dtype
+):
+    step = Step("transformer", "bfloat16", cast)
+    lowered, _ = programs.lower(step, "cpu", "ci")
+    # "qkv", whose shape, transposed, no other product has.
+    products = re.findall(r"dot_general.*-> tensor<768x256x(\w+)>", lowered.as_text())
+    assert products == [dtype]
+
+
+def test_a_step_that_reduces_in_float32_is_held_against_the_one_that_does_not():
+    step = Step("transformer", "bfloat16", REDUCE_FLOAT32, layout="FSDP")
+    assert str(step) == "transformer, FSDP: bfloat16 grad(autocast(f)), r=f32"
+    assert step.base == dataclasses.replace(step, cast=GRAD_AUTOCAST)
+    for device in ("h100", "v5e"):
+        steps = programs.steps_for(device)
+        reduced = [s for s in steps if s.cast == REDUCE_FLOAT32]
+        assert {"data parallel", "FSDP"} <= {s.layout for s in reduced}
+        assert {s.base for s in reduced} <= set(steps)
+
+
 def _row(name, **figures):
     return {
         "step": name,
@@ -438,6 +464,82 @@ def test_what_fp8_may_send_has_limits(collectives, calls, found):
     results = {str(step): row, str(step.base): base}
     broken = limits.broken_limits("h100", "full", results)
     assert [row[1] for row in broken] == found
+
+
+REDUCED = Step("transformer", "bfloat16", REDUCE_FLOAT32)
+PARALLEL = dataclasses.replace(REDUCED, layout="data parallel")
+SHARDED = dataclasses.replace(REDUCED, layout="FSDP")
+
+
+def _broken_in_float32(device, size, step, of_base=None, **figures):
+    rows = [_row(str(step), **figures), _row(str(step.base), collectives=of_base or {})]
+    results = {row["step"]: row for row in rows}
+    return [row[1] for row in limits.broken_limits(device, size, results)]
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "step", "figure", "fits", "breaks"),
+    [
+        ("h100", "ci", REDUCED, "bytes accessed", 10_000, 10_001),
+        ("h100", "full", REDUCED, "peak", 1000, 1001),
+        ("h100", "ci", PARALLEL, "bytes accessed", 10_800, 10_801),
+        ("h100", "full", SHARDED, "bytes accessed", 10_400, 10_401),
+        ("h100", "full", SHARDED, "peak", 1000, 1001),
+        ("h100", "ci", SHARDED, "peak", 1250, 1251),
+        ("v5e", "ci", SHARDED, "traffic", 10_100, 10_101),
+        ("v5e", "full", SHARDED, "traffic", 10_800, 10_801),
+        ("v5e", "ci", PARALLEL, "peak", 1040, 1041),
+    ],
+)
+def test_what_gradients_in_float32_may_cost_has_limits(
+    device, size, step, figure, fits, breaks
+):
+    for value, found in ((fits, []), (breaks, [figure])):
+        assert _broken_in_float32(device, size, step, **{figure: value}) == found
+
+
+_IN_HALF, _IN_FLOAT32 = "reduced in half", "reduced in float32"
+
+
+@pytest.mark.parametrize("opcode", ["all-reduce", "reduce-scatter"])
+@pytest.mark.parametrize(
+    ("half", "full", "found"),
+    [
+        (0, 108_000, []),
+        (100, 107_800, []),
+        (0, 106_900, [_IN_FLOAT32]),  # less is reduced, or in another dtype
+        (0, 109_100, [_IN_FLOAT32]),  # more is
+        (200, 107_600, [_IN_HALF]),
+        (50_000, 8000, [_IN_HALF]),  # as without
+    ],
+)
+def test_a_gradient_that_is_reduced_in_half_breaks_a_limit(opcode, half, full, found):
+    of_base = {f"{opcode} bf16": 50_000, f"{opcode} f32": 8000}
+    sent = {f"{opcode} bf16": half, f"{opcode} f32": full, "all-gather bf16": 50_000}
+    for device, step in (("h100", SHARDED), ("v5e", PARALLEL)):
+        broken = _broken_in_float32(device, "ci", step, of_base, collectives=sent)
+        assert broken == found
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "step", "times", "found"),
+    [
+        ("h100", "full", SHARDED, 1 / 4, []),
+        ("h100", "full", SHARDED, 1.1 / 4, [_IN_HALF]),
+        ("h100", "full", PARALLEL, 1 / 4, [_IN_HALF]),
+        ("h100", "ci", SHARDED, 1 / 4, [_IN_HALF]),
+        ("v5e", "full", SHARDED, 1, []),
+        ("v5e", "full", SHARDED, 1.05, [_IN_HALF]),
+    ],
+)
+def test_at_full_size_the_gradient_of_what_the_head_reads_may_be_summed_in_half(
+    device, size, step, times, found
+):
+    half = int(times * 8 * 1024 * 1024 * 2)
+    of_base = {"all-reduce bf16": 100_000_000}
+    sent = {"all-reduce bf16": half, "all-reduce f32": 2 * (100_000_000 - half)}
+    broken = _broken_in_float32(device, size, step, of_base, collectives=sent)
+    assert broken == found
 
 
 def test_fp8_is_native_on_one_of_the_gpus():

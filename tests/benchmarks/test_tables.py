@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import checkpoint_save, fp8_accuracy, tables
-from benchmarks.common import contenders, measured_tables
+from benchmarks.common import compiled_tables, contenders, measured_tables
 from benchmarks.common.committed import RESULTS, load
 from examples.common.results import COMMITTED, ROOT, git_revision
 
@@ -214,6 +214,39 @@ def test_fp8_is_compared_with_bfloat16_over_seeds_and_parameters(monkeypatch):
     by_name = fp8_accuracy.list_gradients(tasks["mlp"], "MLP")
     assert [row["MLP"] for row in by_name] == ["(all)", "a", "b"]
     assert by_name[2]["fp8, first step"] == "12.500 %"
+
+
+def test_what_is_reduced_in_float32_stands_beside_what_was_without(monkeypatch):
+    name = "transformer, FSDP: bfloat16 grad(autocast(f))"
+    base = {
+        **{"step": name, "bytes accessed": 100, "traffic": 100, "peak": 100},
+        "collectives": {
+            "all-gather bf16": 9_000_000,
+            "reduce-scatter bf16": 2_000_000,
+            "all-reduce f32": 1_000_000,
+        },
+    }
+    reduced = {
+        **{"step": f"{name}, r=f32"},
+        **{"bytes accessed": 110, "traffic": 101, "peak": 90},
+        "collectives": {"reduce-scatter f32": 4_000_000, "all-reduce f32": 1_000_000},
+    }
+    found = {
+        "h100-compiled/programs-ci.json": [base, reduced],
+        "v5e-compiled/programs-full.json": [base, reduced],
+    }
+    monkeypatch.setattr(
+        compiled_tables, "load", lambda name: {"results": found.get(name, [base])}
+    )
+    h100, v5e = compiled_tables.float32_gradients()
+    assert list(h100.values()) == [
+        *("H100", "ci", "FSDP"),
+        *("2.00", "1.00", "", "5.00", "1.100", "", "0.900"),
+    ]
+    assert list(v5e.values()) == [
+        *("TPU v5e", "full", "FSDP"),
+        *("2.00", "1.00", "", "5.00", "1.100", "1.010", "0.900"),
+    ]
 
 
 def test_the_commands_are_listed_once_each(capsys):
