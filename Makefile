@@ -18,7 +18,8 @@ PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-full lint types pytest programs tables docs format clean FORCE
+.PHONY: help demo test test-full lint types pytest programs tables figures docs format clean \
+	FORCE
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -52,6 +53,9 @@ endif
 
 tables: $(VENV)/demo.stamp  ## Write the tables of README and docs anew, from the committed results.
 	$(BIN)/python -m benchmarks.tables
+
+figures: $(VENV)/demo.stamp  ## Draw the figures of docs/images anew that small programs make.
+	$(BIN)/python -m benchmarks.figures
 
 docs: $(VENV)/docs.stamp  ## Build the pages of docs/ into out/site; a broken link fails.
 	$(BIN)/python -m mkdocs build --strict --quiet

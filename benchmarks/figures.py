@@ -1,0 +1,372 @@
+"""The figures of the pages on formats, on loss scaling and on faults, as SVG.
+
+    python -m benchmarks.figures              # `make figures`: write docs/images anew
+    python -m benchmarks.figures --out out    # elsewhere
+
+Each is made of what it shows: of numbers that are rounded, and of small trainings that
+take a second. The same code and versions write the same bytes.
+"""
+
+from benchmarks.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+import typer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+import jmp_lite as jmp
+from benchmarks.common import plots
+from examples.common.results import ROOT
+from jmp_lite.numerics import EXPONENTS, tree_stats
+
+IMAGES = ROOT / "docs" / "images"
+
+Fault = Literal["gradient", "loss"]
+
+_FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
+# From the widest range to the narrowest.
+_FORMATS = {
+    "float32": (jnp.float32, plots.GREY),
+    "bfloat16": (jnp.bfloat16, plots.GREEN),
+    "float16": (jnp.float16, plots.BLUE),
+    "float8_e5m2": (jnp.float8_e5m2, plots.ORANGE),
+    "float8_e4m3fn": (jnp.float8_e4m3fn, plots.VERMILION),
+}
+
+
+# Formats.
+
+
+def draw_ranges() -> Figure:
+    """Draw the range of each format: its normal and its subnormal numbers."""
+    figure = Figure(figsize=(7.5, 2.8), layout="constrained")
+    axes = figure.subplots()
+    for row, (dtype, color) in enumerate(_FORMATS.values()):
+        info = jnp.finfo(dtype)
+        smallest = float(info.minexp) - info.nmant
+        normal, largest = float(info.minexp), math.log2(float(info.max))
+        axes.barh(row, normal - smallest, left=smallest, color=color, alpha=0.35)
+        axes.barh(row, largest - normal, left=normal, color=color)
+        axes.text(largest + 3, row, f"largest: {_number(float(info.max))}", va="center")
+    axes.set_yticks(range(len(_FORMATS)), list(_FORMATS))
+    axes.invert_yaxis()
+    axes.set_xlim(-155, 190)
+    axes.set_xticks(range(-150, 151, 50))
+    axes.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
+    axes.set_xlabel("magnitude (no unit)")
+    axes.set_ylabel("format")
+    axes.set_title("Which magnitudes a format can represent")
+    handles = [
+        Patch(color=plots.GREY, label="normal"),
+        Patch(color=plots.GREY, alpha=0.35, label="subnormal: fewer digits"),
+    ]
+    axes.legend(handles=handles, loc="lower left", fontsize=8)
+    plots.style_axes(axes, grid="x")
+    return figure
+
+
+def draw_errors(points: int = 2**13) -> Figure:
+    """Draw the relative error of rounding to each format, over the range of float16.
+
+    It is the largest of many numbers between each power of two and the next.
+    """
+    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+    axes = figure.subplots()
+    exponents = np.arange(-40, 20)
+    # With all that lie half-way between two numbers of a format.
+    numbers = 2.0 ** exponents[:, None] * (1 + np.arange(points) / points)
+    axes.axhline(2.0**-24, color=plots.GREY, linestyle=":", label="float32")
+    for name, (dtype, color) in _FORMATS.items():
+        if dtype == jnp.float32:
+            continue
+        largest = float(jnp.finfo(dtype).max)
+        inside = np.where(numbers <= largest, numbers, np.nan)
+        rounded = np.nan_to_num(inside).astype(dtype).astype(np.float64)
+        errors = np.abs(rounded - inside) / inside
+        has_any = ~np.isnan(errors).all(1)
+        edges = [*exponents[has_any], exponents[has_any][-1] + 1]
+        edges[-1] = min(edges[-1], math.log2(largest))
+        axes.stairs(
+            np.nanmax(errors[has_any], 1),
+            edges,
+            baseline=None,
+            color=color,
+            label=name,
+            linewidth=1.8,
+        )
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.set_xlim(exponents[0], exponents[-1] + 1)
+    axes.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
+    axes.set_xlabel("magnitude (no unit)")
+    axes.set_ylabel("largest relative error (%)")
+    axes.set_title("What rounding to a format costs; a line ends where the format does")
+    axes.legend(loc="center right", bbox_to_anchor=(1, 0.3), fontsize=8)
+    plots.style_axes(axes)
+    return figure
+
+
+# Gradients, and the loss scale that brings them into range.
+
+
+def draw_gradients() -> Figure:
+    """Draw the exponents of gradients over the range of float16, scaled and not."""
+    grads, loss_scale = _gradients()
+    figure = Figure(figsize=(7.5, 4.4), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    info = jnp.finfo(jnp.float16)
+    smallest, normal = int(info.minexp) - int(info.nmant), int(info.minexp)
+    # Half of the smallest subnormal rounds to 0.
+    regions = {
+        "float16: becomes 0": (-60, smallest - 1, plots.VERMILION),
+        "float16: subnormal": (smallest - 1, normal, plots.ORANGE),
+        "float16: normal": (normal, int(info.maxexp), plots.GREEN),
+        "float16: becomes inf": (int(info.maxexp), 40, plots.PURPLE),
+    }
+    titles = ("as they are", f"times a loss scale of 2**{round(math.log2(loss_scale))}")
+    for axes, factor, title in zip(panels, (1.0, loss_scale), titles, strict=True):
+        stats = tree_stats([g * factor for g in grads], "f16").total()
+        counts = np.asarray(stats.histogram)
+        lost = float(stats.underflow / stats.size)
+        axes.stairs(
+            100 * counts / counts.sum(),
+            [*EXPONENTS, EXPONENTS[-1] + 1],
+            fill=True,
+            color=plots.BLUE,
+            label="gradients",
+        )
+        for name, (low, high, color) in regions.items():
+            axes.axvspan(
+                *(low, high), color=color, alpha=0.18, linewidth=0, zorder=0, label=name
+            )
+        axes.set_ylabel("gradients (%)")
+        axes.set_title(f"{title}: {100 * lost:.1f} % become 0 in float16", fontsize=10)
+        plots.style_axes(axes, grid="y")
+    first, last = panels
+    first.set_xlim(-44, 22)
+    top = first.get_ylim()[1]
+    ends = {"xy": (-44, 0.92 * top), "xytext": (22, 0.92 * top)}
+    first.annotate("", **ends, arrowprops={"arrowstyle": "<->", "color": plots.BLACK})
+    first.text(
+        *(21, 0.88 * top),
+        "bfloat16: normal, 2**-126 to 2**128",
+        ha="right",
+        va="top",
+        fontsize=8,
+    )
+    last.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
+    last.set_xlabel("magnitude of a gradient (no unit)")
+    figure.suptitle("Gradients of a small network over the range of float16")
+    handles, labels = first.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
+    return figure
+
+
+def _gradients(depth: int = 4, width: int = 64) -> tuple[list[jax.Array], float]:
+    """Return the gradients of a network's weights and activations, and a loss scale.
+
+    They are those of a micro-batch, of which several make a batch.
+    """
+    rows, classes, micro_batches = 128, 8192, 8
+    keys = jax.random.split(jax.random.key(0), depth + 2)
+    x = jax.random.normal(keys[0], (rows, width))
+    labels = jax.random.randint(keys[1], (rows,), 0, classes)
+    sizes = [width] * depth + [classes]
+    weights = [
+        jax.random.normal(key, (n_in, n_out)) * (2 / n_in) ** 0.5
+        for key, n_in, n_out in zip(keys[1:], sizes[:-1], sizes[1:], strict=False)
+    ]
+    zeros = [jnp.zeros((rows, w.shape[1])) for w in weights]
+
+    @jax.jit
+    def gradients(weights, zeros):  # those of `zeros` are of the activations
+        def loss(weights, zeros):
+            h = x
+            for w, zero in zip(weights, zeros, strict=True):
+                h = jax.nn.relu(h) @ w + zero
+            losses = optax.softmax_cross_entropy_with_integer_labels(h, labels)
+            return losses.mean() / micro_batches
+
+        return jax.grad(loss, argnums=(0, 1))(weights, zeros)
+
+    grads = jax.tree.leaves(gradients(weights, zeros))
+    largest = max(float(jnp.abs(g).max()) for g in grads)
+    # As `advise` chooses it: the largest becomes an eighth of the largest number.
+    return grads, 2.0 ** math.floor(math.log2(_FLOAT16_MAX / 8 / largest))
+
+
+# The loss scale of a training.
+
+
+STEPS = 400
+PERIOD = 25
+
+
+class Training(NamedTuple):
+    """A small training in float16, step by step; arrays `[STEPS]`."""
+
+    scale: Any
+    """The loss scale that the step used."""
+    applied: Any
+    """Whether its gradients and its loss were finite."""
+    largest: Any
+    """The largest magnitude of a scaled gradient."""
+
+
+def train(loss_scale: float, fault: Fault | None = None) -> Training:
+    """Train a small network in float16, from an initial loss scale on."""
+    scale = jmp.DynamicLossScale(loss_scale, period=PERIOD)
+    target = jnp.inf if fault == "loss" else 0.0
+    root = 0.0 if fault == "gradient" else 1.0
+    return jax.tree.map(np.asarray, _train(scale, target, root))
+
+
+@jax.jit  # one program for all trainings
+def _train(loss_scale: Any, target: jax.Array, root: jax.Array) -> Training:
+    """Train; a `target` of inf makes the loss inf, a `root` of 0 the gradient NaN."""
+    key_x, key_y, key_0, key_1 = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(key_x, (64, 16))
+    y = jnp.tanh(x[:, :1]) + 0.1 * jax.random.normal(key_y, (64, 1)) + target
+    params = {
+        "w0": jax.random.normal(key_0, (16, 32)) / 4,
+        "w1": jax.random.normal(key_1, (32, 1)) / 4,
+    }
+    tx = jmp.scale_aware(optax.sgd(0.05), loss_scale)
+
+    def loss_fn(params):
+        loss = jnp.mean(jnp.square(jnp.tanh(x @ params["w0"]) @ params["w1"] - y))
+        # It adds 0. Where `root` is 0 the derivative of the root is inf, times 0.
+        return loss + jnp.sqrt(root + jnp.sum(0.0 * params["w1"])) - root
+
+    half = jmp.autocast(loss_fn, "mixed_float16")
+
+    def step(carry, _):
+        params, state = carry
+        loss, grads = jmp.scaled_value_and_grad(half, loss_scale=state)(params)
+        largest = jnp.stack([jnp.abs(g).max() for g in jax.tree.leaves(grads)]).max()
+        updates, new_state = tx.update(grads, state, params, value=loss)
+        used = jmp.loss_scale_metrics(state)["loss_scale"]
+        applied = jmp.loss_scale_metrics(new_state)["last_finite"]
+        done = Training(used, applied, largest)
+        return (optax.apply_updates(params, updates), new_state), done
+
+    return jax.lax.scan(step, (params, tx.init(params)), length=STEPS)[1]
+
+
+def draw_loss_scale() -> Figure:
+    """Draw the loss scale of a training, and the scaled gradients that decide it."""
+    run = train(2.0**24)
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    at = np.arange(STEPS)
+    skipped = at[~run.applied]
+    top.step(at, run.scale, where="post", color=plots.BLUE, label="loss scale")
+    top.plot(
+        *(skipped, run.scale[skipped]),
+        "x",
+        color=plots.VERMILION,
+        label=f"skipped steps ({len(skipped)} of {STEPS})",
+    )
+    top.set_ylabel("loss scale (no unit)")
+    finite = np.where(np.isfinite(run.largest), run.largest, np.nan)
+    bottom.plot(at, finite, color=plots.GREEN, label="largest scaled gradient")
+    bottom.axhline(
+        _FLOAT16_MAX, color=plots.BLACK, linestyle="--", label="float16 ends: 65504"
+    )
+    bottom.set_ylabel("magnitude (no unit)")
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        _log2_axis(axes)
+        plots.style_axes(axes)
+        axes.legend(loc="lower right", fontsize=8)
+    figure.suptitle(
+        f"A loss scale over the steps of a training: period={PERIOD}, from 2**24 on"
+    )
+    return figure
+
+
+def draw_skipped(steps: int = 300) -> Figure:
+    """Draw the loss scale of a training that works, and of two that do not."""
+    runs: dict[str, tuple[Fault | None, str, str]] = {
+        "sound": (None, plots.BLUE, "-"),
+        "a gradient that is NaN at any scale": ("gradient", plots.VERMILION, "--"),
+        "a loss that is inf": ("loss", plots.PURPLE, ":"),
+    }
+    figure = Figure(figsize=(7.5, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for name, (fault, color, style) in runs.items():
+        run = train(2.0**15, fault)
+        axes.step(
+            *(np.arange(steps), run.scale[:steps]),
+            where="post",
+            color=color,
+            linestyle=style,
+            linewidth=2,
+            label=f"{name}: {np.sum(~run.applied[:steps])} of {steps} steps skipped",
+        )
+    _log2_axis(axes)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss scale (no unit)")
+    axes.set_title(f"The loss scale of three trainings: period={PERIOD}, from 2**15 on")
+    axes.legend(loc="center right", bbox_to_anchor=(1, 0.4), fontsize=8)
+    plots.style_axes(axes)
+    return figure
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "formats_range.svg": draw_ranges,
+    "formats_error.svg": draw_errors,
+    "gradient_ranges.svg": draw_gradients,
+    "loss_scale_steps.svg": draw_loss_scale,
+    "skipped_steps.svg": draw_skipped,
+}
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG, the same bytes for the same figure."""
+    with matplotlib.rc_context({"svg.hashsalt": "jmp_lite"}):
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="The folder to write into.")] = IMAGES,
+) -> None:
+    """Draw the figures of the pages anew."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, draw in FIGURES.items():
+        save(draw(), out / name)
+        print(out / name)
+
+
+def _log2_axis(axes: Axes) -> None:
+    axes.set_yscale("log", base=2)
+
+
+def _number(x: float) -> str:
+    return f"{x:.3g}" if x > 1e6 else f"{x:g}"
+
+
+def _power_of_two(x: float, position: Any = None) -> str:
+    del position
+    return f"$2^{{{x:g}}}$"
+
+
+def _percent(x: float, position: Any = None) -> str:
+    del position
+    return f"{100 * x:g}"
+
+
+if __name__ == "__main__":
+    typer.run(main)
