@@ -1,13 +1,16 @@
-"""The figures of the pages on formats, on loss scaling and on faults, as SVG.
+"""The figures of the pages on formats, loss scaling, faults and memory, as SVG.
 
     python -m benchmarks.figures              # `make figures`: write docs/images anew
     python -m benchmarks.figures --out out    # elsewhere
 
-Each is made of what it shows: of numbers that are rounded, and of small trainings that
-take a second. The same code and versions write the same bytes.
+Each is made of what it shows: of numbers that are rounded, of small trainings that take
+a second, or of committed results. The same code and versions write the same bytes.
 """
 
-from benchmarks.common import requirements  # noqa: F401 - first: what to install
+from benchmarks.common import compiled_tables  # first: it sets what JAX reads
+
+# ruff: isort: split
+from benchmarks.common import requirements  # noqa: F401 - what to install
 
 # ruff: isort: split
 import math
@@ -27,7 +30,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 import jmp_lite as jmp
+from benchmarks import memory
 from benchmarks.common import plots
+from benchmarks.common.committed import load
 from examples.common.results import ROOT
 from jmp_lite.numerics import EXPONENTS, tree_stats
 
@@ -325,11 +330,26 @@ def draw_skipped(steps: int = 300) -> Figure:
     return figure
 
 
+# Memory.
+
+
+def draw_memory() -> Figure:
+    """Draw the peaks of train steps against the losses of a small training."""
+    settings = load("h100-compiled/memory.json")["settings"]
+    title = (
+        f"A transformer of {settings['layers']} layers of width {settings['width']}, "
+        f"{settings['parameter count'] / 1e6:.0f} M parameters, "
+        f"{settings['batch']} × {settings['length']} tokens: compiled, not run"
+    )
+    return memory.draw(compiled_tables.storage_choices(), title)
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "formats_range.svg": draw_ranges,
     "formats_error.svg": draw_errors,
     "gradient_ranges.svg": draw_gradients,
     "loss_scale_steps.svg": draw_loss_scale,
+    "memory.svg": draw_memory,
     "skipped_steps.svg": draw_skipped,
 }
 

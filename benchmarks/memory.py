@@ -1,17 +1,21 @@
-"""Where the memory of training goes, and what each way of saving it is worth.
+"""Where the memory of training goes, and what each way to save it costs.
 
     python -m benchmarks.memory --device h100
     python -m benchmarks.memory --device v5e
 
 in the environment of programs-requirements.txt, which `make programs` makes.
-Compiles one train step of a transformer for each way to store parameters, each
-optimiser, and with layers computed again in the backward pass or not, for a device that
-need not be there. Bytes of parameters, optimiser state and gradients are those of the
-arrays; the peak is what XLA's program takes. Nothing is run.
+Compiles one train step of a transformer for each way to store parameters and optimiser
+state (common/storage.py), with layers computed again in the backward pass or not, for a
+device that need not be there. Bytes of parameters, optimiser state and gradients are
+those of the arrays; the peak is what XLA's program takes. Nothing is run.
+
+Beside each choice's peak stands the validation loss that a small transformer reaches
+with it, from the committed result of benchmarks.storage_accuracy. `make figures` draws
+one against the other.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,16 +27,26 @@ from benchmarks.common import requirements  # noqa: F401 - what to install
 # ruff: isort: split
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import typer
 from jax.sharding import NamedSharding, PartitionSpec
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 import jmp_lite
+from benchmarks import programs
 from benchmarks.common import plots, transformer
+from benchmarks.common.storage import (
+    ADAFACTOR,
+    ADAM,
+    CHOICES,
+    FLOAT32,
+    HALF,
+    MASTERS,
+    REMAINDERS,
+    STOCHASTIC,
+    Storage,
+)
+from examples.common import report
 from examples.common.cli import make_out
 from examples.common.memory import tree_bytes
 from examples.common.progress import track
@@ -40,189 +54,242 @@ from examples.common.results import provenance, write_result
 
 Device = Literal["h100", "v5e", "cpu"]
 
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "adam": lambda: optax.adam(1e-3),
-    "adafactor": lambda: optax.adafactor(1e-3),
-    "lion": lambda: optax.lion(1e-4),
-}
-
-FLOAT32 = "float32"
-# How parameters are stored -> whether in half, and the optimiser for them.
-STORED: dict[str, tuple[bool, Callable[[Any], Any]]] = {
-    FLOAT32: (False, lambda tx: tx),
-    "mixed": (False, jmp_lite.scale_aware),
-    "master weights": (
-        True,
-        lambda tx: jmp_lite.scale_aware(jmp_lite.master_weights(tx)),
-    ),
-    "stochastic rounding": (
-        True,
-        lambda tx: jmp_lite.scale_aware(
-            jmp_lite.stochastic_rounding(tx, jax.random.key(0))
-        ),
-    ),
-}
-
-# The columns of bytes, which JSON and table share.
+# The parts of a row in bytes.
 PARTS = ("parameters", "optimizer state", "gradients", "temporary", "peak")
 
-
-def target_sharding(device: Device) -> Any:
-    """Return the sharding that makes a program one for the device."""
-    return NamedSharding(targets.mesh(device), PartitionSpec())
+# A choice beats another if it needs less memory on a device, and its loss is at most
+# this many times that of the other: the losses of seeds differ by more.
+SAME_LOSS = 1.005
 
 
 def program(
-    stored: str, optimizer: str, remat: bool, *, sizes: dict[str, int], half: Any
+    storage: Storage, remat: bool, *, sizes: dict[str, int]
 ) -> tuple[Any, Any, dict[str, int]]:
     """Return a train step, the shapes it takes, and the bytes of their arrays.
 
     Args:
-      stored: a key of `STORED`.
-      optimizer: a key of `OPTIMIZERS`.
+      storage: how it stores its numbers.
       remat: whether the backward pass computes each layer again.
       sizes: layers, width, heads, vocabulary, batch, length.
-      half: the half dtype, f16 or bf16.
     """
-    is_half, wrap = STORED[stored]
-    tx = wrap(OPTIMIZERS[optimizer]())
-    dtype = jnp.float32 if stored == FLOAT32 else half
+    tx, dtype = storage.transformation(1e-3), jnp.dtype(storage.compute)
 
     def init():
         params = transformer.init(sizes["layers"], sizes["width"], sizes["vocabulary"])
-        params = jmp_lite.cast_floating(params, half if is_half else jnp.float32)
+        params = jmp_lite.cast_floating(params, storage.param_dtype)
         return params, tx.init(params)
 
     def loss_fn(params, tokens):
         return transformer.loss_fn(params, tokens, sizes["heads"], dtype, remat)
 
-    def gradients(params, opt_state, tokens):
-        if stored == FLOAT32:
-            return jax.grad(loss_fn)(params, tokens)
-        fun = jmp_lite.scaled_grad(loss_fn, loss_scale=opt_state)
-        return fun(params, tokens)
-
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, tokens):
-        grads = gradients(params, opt_state, tokens)
+        grads = jax.grad(loss_fn)(params, tokens)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     params, opt_state = jax.eval_shape(init)
     tokens = jax.ShapeDtypeStruct((sizes["batch"], sizes["length"]), jnp.int32)
-    grads = jax.eval_shape(gradients, params, opt_state, tokens)
+    grads = jax.eval_shape(jax.grad(loss_fn), params, tokens)
     held = {"parameters": params, "optimizer state": opt_state, "gradients": grads}
     shapes = params, opt_state, tokens
     return step, shapes, {name: tree_bytes(tree) for name, tree in held.items()}
 
 
-def measure(*row: Any, sharding: Any, **settings: Any) -> dict[str, int]:
-    """Compile the step of `program` and return all its bytes, by part."""
-    step, shapes, held = program(*row, **settings)
+def measure(
+    storage: Storage, remat: bool, *, device: Device, sizes: dict[str, int]
+) -> dict[str, Any]:
+    """Compile the step of `program` and return its figures.
+
+    They are the bytes of each of `PARTS`, "bytes accessed" and "kernels".
+    """
+    step, shapes, held = program(storage, remat, sizes=sizes)
+    sharding = NamedSharding(targets.mesh(device), PartitionSpec())
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )
-    memory: Any = step.trace(*shapes).lower().compile().memory_analysis()
-    return held | {
-        "temporary": memory.temp_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes,
-    }
+    lowered = step.trace(*shapes).lower()
+    found = programs.measure(lowered, held, on_gpu=device == "h100")
+    return {name: found[name] for name in (*PARTS, "bytes accessed", "kernels")}
 
 
-Row = tuple[str, str, bool]
-Results = dict[Row, dict[str, Any]]
-BASELINE: Row = (FLOAT32, "adam", False)
-
-# What each way is worth alone, and together, as a change to the baseline.
-STEPS: dict[str, Row] = {
-    "float32, adam": BASELINE,
-    "mixed precision alone": ("mixed", "adam", False),
-    "adafactor alone": (FLOAT32, "adafactor", False),
-    "recomputation alone": (FLOAT32, "adam", True),
-    "adafactor and recomputation": (FLOAT32, "adafactor", True),
-    "all three": ("mixed", "adafactor", True),
-    "all three, master weights": ("master weights", "adafactor", True),
-    "all three, stochastic rounding": ("stochastic rounding", "adafactor", True),
-}
-
-
-def all_rows() -> list[Row]:
-    """Return every combination, those of one optimiser side by side."""
+def measure_all(device: Device, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Return a row for each choice, without and with recomputation."""
+    pairs = [(storage, remat) for storage in CHOICES for remat in (False, True)]
     return [
-        (stored, optimizer, remat)
-        for remat in (False, True)
-        for optimizer in OPTIMIZERS
-        for stored in STORED
+        {
+            "storage": str(storage),
+            "remat": remat,
+            **measure(storage, remat, device=device, sizes=sizes),
+        }
+        for storage, remat in track(pairs, f"compiling for {device}", total=len(pairs))
     ]
 
 
-def tables(results: Results) -> list[Table]:
-    """Return the table of bytes, and that of what each way is worth."""
-    full = Table(title="GiB of a train step", box=box.SIMPLE_HEAD)
-    full.add_column("remat")
-    full.add_column("optimizer")
-    full.add_column("stored as", no_wrap=True)
-    for part in PARTS:
-        full.add_column(part, justify="right")
-    for (stored, optimizer, remat), row in results.items():
-        cells = [f"{row[part] / 2**30:.2f}" for part in PARTS]
-        full.add_row("yes" if remat else "no", optimizer, stored, *cells)
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A way to store numbers, and what is known of it.
 
-    worth = Table(title="What each is worth", box=box.SIMPLE_HEAD)
-    worth.add_column("")
-    worth.add_column("peak, GiB", justify="right")
-    worth.add_column("of float32, adam", justify="right")
-    base = results[BASELINE]["peak"]
-    for name, row in STEPS.items():
-        peak = results[row]["peak"]
-        worth.add_row(name, f"{peak / 2**30:.2f}", f"{peak / base:.0%}")
-    return [full, worth]
+    Attributes:
+      storage: the way.
+      peaks: of a device: the peaks without and with recomputation, bytes.
+      state_bytes: bytes a parameter, of parameters and optimiser state.
+      loss: the validation loss of the small transformer, mean of the seeds.
+      loss_range: the least and the greatest of the seeds.
+    """
+
+    storage: Storage
+    peaks: dict[str, tuple[int, int]]
+    state_bytes: float
+    loss: float
+    loss_range: tuple[float, float]
+
+    def beats(self, other: "Choice", device: str) -> bool:
+        """Return whether it needs less memory on a device, for the same loss."""
+        is_smaller = self.peaks[device][True] < other.peaks[device][True]
+        return is_smaller and self.loss <= SAME_LOSS * other.loss
 
 
-def plot(results: Results, title: str, path: Path) -> None:
-    """Draw the peaks as stacked bars: parameters, optimiser state, and the rest."""
-    from matplotlib.figure import Figure
+def make_choices(
+    results: dict[str, list[dict[str, Any]]], count: int, accuracy: dict[str, Any]
+) -> list[Choice]:
+    """Return all choices; the one that needs the least memory first.
 
-    colors = {
-        "parameters": plots.BLUE,
-        "optimizer state": plots.ORANGE,
-        "rest": plots.LIGHT_GREY,
+    Args:
+      results: the rows of `measure_all`, by device; they are sorted by the first.
+      count: of the parameters.
+      accuracy: the task "transformer" of benchmarks.storage_accuracy.
+    """
+    rows = {
+        device: {(row["storage"], row["remat"]): row for row in found}
+        for device, found in results.items()
     }
-    below: Any = {"loc": "outside lower center", "ncols": 3, "fontsize": 9}
-    labels = {"rest": "the rest of the peak: gradients, activations, scratch"}
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True)
-    for axes, remat in zip(panels, (False, True), strict=True):
-        rows = [row for row in results if row[2] == remat]
-        # A gap between optimisers, the first at the top.
-        places = [-i - i // len(STORED) for i in range(len(rows))]
-        left = np.zeros(len(rows))
-        for part, color in colors.items():
-            width = np.array([_parts(results[row])[part] / 2**30 for row in rows])
-            label = labels.get(part, part)
-            axes.barh(places, width, left=left, color=color, label=label, height=0.85)
-            left += width
-        for place, end in zip(places, left, strict=True):
-            axes.text(end, place, f" {end:.1f}", va="center", fontsize=9)
-        axes.set_yticks(places, [f"{row[1]}, {row[0]}" for row in rows], fontsize=9)
-        axes.set_title("layers computed again" if remat else "activations kept")
-        plots.style_axes(axes, grid=None)
-        axes.margins(x=0.08)
-    figure.legend(*panels[0].get_legend_handles_labels(), **below)
-    panels[1].set_xlabel("peak memory of a train step, GiB")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    first = next(iter(rows))
+    choices = []
+    for storage in CHOICES:
+        name = str(storage)
+        # A check changes no finite step.
+        trained = str(storage._replace(checked=storage.compute == HALF))
+        losses = [seed["validation_loss"][trained] for seed in accuracy["seeds"]]
+        held = rows[first][name, False]
+        choice = Choice(
+            storage,
+            {
+                device: (found[name, False]["peak"], found[name, True]["peak"])
+                for device, found in rows.items()
+            },
+            (held["parameters"] + held["optimizer state"]) / count,
+            sum(losses) / len(losses),
+            (min(losses), max(losses)),
+        )
+        choices.append(choice)
+    return sorted(choices, key=lambda choice: choice.peaks[first][True])
 
 
-def _parts(row: dict[str, Any]) -> dict[str, int]:
-    known = {name: row[name] for name in ("parameters", "optimizer state")}
-    return known | {"rest": row["peak"] - sum(known.values())}
+DEVICES = {"h100": "H100", "v5e": "v5e"}
+
+
+def summarise(choices: list[Choice]) -> list[dict[str, str]]:
+    """Return a table of the choices, numbered, with what beats each of them."""
+    rows = []
+    for number, choice in enumerate(choices, 1):
+        storage = choice.storage
+        model = "float32" if storage.compute == FLOAT32 else "bf16"
+        row = {
+            "": f"{number}",
+            "model": model if storage.checked else f"{model}, unchecked",
+            "parameters": storage.parameters,
+            "optimiser": storage.optimizer_and_state,
+            "bytes a parameter": f"{choice.state_bytes:.2f}",
+        }
+        for device, peaks in choice.peaks.items():
+            row[f"{DEVICES[device]}, GiB"] = " / ".join(
+                f"{x / 2**30:.1f}" for x in peaks
+            )
+        row["loss"] = f"{choice.loss:.4f}"
+        for device in choice.peaks:
+            beating = [
+                f"{i}" for i, x in enumerate(choices, 1) if x.beats(choice, device)
+            ]
+            row[f"beaten on {DEVICES[device]} by"] = _in_short(beating)
+        rows.append(row)
+    return rows
+
+
+def _in_short(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+_COLOURS = {
+    FLOAT32: plots.BLACK,
+    MASTERS: plots.BLUE,
+    REMAINDERS: plots.GREEN,
+    STOCHASTIC: plots.VERMILION,
+}
+_MARKERS = {
+    (ADAM, FLOAT32): "o",
+    (ADAM, HALF): "s",
+    (ADAM, "float8"): "^",
+    (ADAFACTOR, FLOAT32): "D",
+}
+
+
+def draw(choices: list[Choice], title: str) -> Any:
+    """Draw the peaks on each device against the validation losses.
+
+    Those without a check are left out: they have the losses of those with one.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(10, 5.4), layout="constrained")
+    devices = list(choices[0].peaks)
+    all_axes = figure.subplots(1, len(devices), sharey=True, squeeze=False)[0]
+    shown = [choice for choice in choices if choice.storage.checked]
+    for axes, device in zip(all_axes, devices, strict=True):
+        for choice in shown:
+            storage, (low, high) = choice.storage, choice.loss_range
+            style: Any = {
+                "color": _COLOURS[storage.weights],
+                "marker": _MARKERS[storage.optimizer, storage.state],
+                "linestyle": "none",
+                "markersize": 7,
+            }
+            kept, recomputed = (x / 2**30 for x in choice.peaks[device])
+            axes.plot([kept], [choice.loss], fillstyle="none", **style)
+            axes.plot([recomputed], [choice.loss], **style)
+            axes.plot(2 * [recomputed], [low, high], color=plots.LIGHT_GREY, zorder=0)
+        axes.set_title(DEVICES[device], fontsize=10)
+        axes.set_xlabel("peak memory of a train step, GiB")
+        axes.set_ylabel("validation loss of a small transformer")
+        axes.set_xlim(left=0)
+        plots.style_axes(axes)
+
+    def entry(label, **style):
+        return Line2D([], [], linestyle="none", label=label, **style)
+
+    parameters = {x.storage.weights: x.storage.parameters for x in shown}
+    optimizers = {
+        (x.storage.optimizer, x.storage.state): x.storage.optimizer_and_state
+        for x in shown
+    }
+    entries = [
+        *(entry(parameters[w], color=c, marker="o") for w, c in _COLOURS.items()),
+        *(
+            entry(optimizers[o], color=plots.GREY, marker=m)
+            for o, m in _MARKERS.items()
+        ),
+        entry("layers recomputed", color=plots.GREY, marker="o"),
+        entry("activations kept", color=plots.GREY, marker="o", fillstyle="none"),
+    ]
+    figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    return figure
 
 
 def main(
     device: Device = "h100",
-    half: Annotated[str, typer.Option(help="bfloat16 or float16")] = "bfloat16",
-    layers: int = 12,
+    layers: int = 6,
     width: int = 2048,
     heads: int = 16,
     vocabulary: int = 32000,
@@ -230,12 +297,10 @@ def main(
     length: int = 512,
     out: Annotated[
         Path,
-        typer.Option(
-            callback=make_out, help="Folder for DEVICE-compiled/memory.json and .png"
-        ),
+        typer.Option(callback=make_out, help="Folder for DEVICE-compiled/memory.json"),
     ] = Path("out"),
 ) -> None:
-    """Compile every combination for one device; write the tables, JSON and a figure."""
+    """Compile a train step for each choice and one device."""
     sizes = {
         "layers": layers,
         "width": width,
@@ -245,35 +310,28 @@ def main(
         "length": length,
     }
     settings = {
-        "half": half,
         **sizes,
         "unit": "bytes",
         "compiled with": targets.versions(),
         **provenance(targets.NAMES[device]),
     }
-    sharding = target_sharding(device)
-    results = {
-        row: measure(*row, sizes=sizes, half=jnp.dtype(half), sharding=sharding)
-        for row in track(all_rows(), f"compiling for {device}", total=len(all_rows()))
-    }
-    console = Console(width=100)
-    for table in tables(results):
-        console.print(table)
-
-    settings |= {"parameter count": results[BASELINE]["parameters"] // 4}
-    rows = [
-        {"stored": stored, "optimizer": optimizer, "remat": remat, **row}
-        for (stored, optimizer, remat), row in results.items()
-    ]
-    folder = out / f"{device}-compiled"
-    write_result(folder / "memory.json", settings, indent=1, results=rows)
-    count = settings["parameter count"] / 1e6
-    title = (
-        f"{layers}-layer transformer, {count:.0f} M parameters, "
-        f"{batch} × {length} tokens, {half}\n{targets.NAMES[device]}"
+    rows = measure_all(device, sizes)
+    settings |= {"parameter count": rows[0]["parameters"] // 4}  # float32
+    write_result(
+        out / f"{device}-compiled" / "memory.json", settings, indent=1, results=rows
     )
-    plot(results, title, folder / "memory.png")
-    console.print(f"Written: {folder}/memory.json and memory.png")
+    console = Console(width=120)
+    shown = [
+        {
+            "": f"{row['storage']}{', recomputed' if row['remat'] else ''}",
+            **{f"{part}, GiB": f"{row[part] / 2**30:.2f}" for part in PARTS},
+            "GiB accessed": f"{row['bytes accessed'] / 2**30:.1f}",
+            "kernels": f"{row['kernels']}",
+        }
+        for row in rows
+    ]
+    console.print(report.rich_table(shown, f"A train step, {targets.NAMES[device]}"))
+    console.print(f"Written: {out}/{device}-compiled/memory.json")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from benchmarks.common.compiled_steps import (
     Step,
 )
 from benchmarks.common.measured_tables import HALVES, SHORT, Rows
+from benchmarks.common.storage import FLOAT32, HALF, Storage
 
 _BYTES, _TRAFFIC, _PEAK, _KERNELS = "bytes accessed", "traffic", "peak", "kernels"
 _COLUMNS = {
@@ -239,45 +240,46 @@ def _scales(row: dict[str, Any]) -> int:
     return row["collective_calls"]["all-reduce"] - 1
 
 
-_OPTIMIZERS = {"adam": "Adam", "adafactor": "AdaFactor", "lion": "Lion"}
-_MEMORY_DEVICES = {"h100": "H100", "v5e": "v5e"}
+def storage_choices() -> list[memory.Choice]:
+    """Return the ways to store numbers, with their peaks on devices and losses."""
+    found = {
+        device: load(f"{device}-compiled/memory.json") for device in memory.DEVICES
+    }
+    count = found["h100"]["settings"]["parameter count"]
+    rows = {device: result["results"] for device, result in found.items()}
+    accuracy = load("cpu/storage_accuracy.json")["tasks"]["transformer"]
+    return memory.make_choices(rows, count, accuracy)
 
 
-def memory_rows(device: str) -> memory.Results:
-    rows = load(f"{device}-compiled/memory.json")["results"]
-    return {(row["stored"], row["optimizer"], row["remat"]): row for row in rows}
+def memory_choices() -> Rows:
+    return memory.summarise(storage_choices())
 
 
-def memory_worth() -> Rows:
-    found = {title: memory_rows(device) for device, title in _MEMORY_DEVICES.items()}
+def optimizer_state() -> Rows:
+    """The step of Adam with its state in float32, bfloat16 and 8 bits."""
     rows = []
-    for name, step in memory.STEPS.items():
-        row = {"": name}
-        for title, results in found.items():
-            peak, base = results[step]["peak"], results[memory.BASELINE]["peak"]
-            row[f"{title}: peak, GiB"] = f"{peak / 2**30:.1f}"
-            row[f"{title}: of float32, adam"] = f"{peak / base:.0%}".replace("%", " %")
-        rows.append(row)
-    return rows
-
-
-def memory_all() -> Rows:
-    found = {title: memory_rows(device) for device, title in _MEMORY_DEVICES.items()}
-    rows = []
-    for optimizer, name in _OPTIMIZERS.items():
-        for stored in memory.STORED:
-            row = {"optimiser": name, "stored as": stored}
-            for key, title in (
-                ("parameters", "parameters"),
-                ("optimizer state", "state"),
-                ("gradients", "gradients"),
+    for device, title in memory.DEVICES.items():
+        result = load(f"{device}-compiled/memory.json")
+        found = {(row["storage"], row["remat"]): row for row in result["results"]}
+        base = found[str(Storage()), False]
+        for state in (FLOAT32, HALF, "float8"):
+            storage = Storage(state=state)
+            kept, recomputed = (found[str(storage), remat] for remat in (False, True))
+            count = result["settings"]["parameter count"]
+            row = {
+                "device": title,
+                "optimiser": storage.optimizer_and_state,
+                "state, bytes a parameter": f"{kept['optimizer state'] / count:.2f}",
+            }
+            for name, key in (
+                ("state", "optimizer state"),
+                ("bytes accessed", "bytes accessed"),
+                ("temporaries", "temporary"),
+                ("peak", "peak"),
             ):
-                held = found["H100"][stored, optimizer, False][key]
-                row[title] = f"{held / 2**30:.1f}"
-            for title, results in found.items():
-                peaks = [results[stored, optimizer, r]["peak"] for r in (False, True)]
-                row[title] = " / ".join(f"{peak / 2**30:.1f}" for peak in peaks)
-            rows.append(row)
+                row[name] = f"{kept[key] / base[key]:.3f}"
+            over = recomputed["peak"] / found[str(Storage()), True]["peak"]
+            rows.append(row | {"peak, recomputed": f"{over:.3f}"})
     return rows
 
 
@@ -317,6 +319,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "float32_gradients": float32_gradients,
     "fp8": fp8,
     "fp8_collectives": fp8_collectives,
-    "memory_worth": memory_worth,
-    "memory_all": memory_all,
+    "memory_choices": memory_choices,
+    "optimizer_state": optimizer_state,
 }

@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import advised, checkpoint_save, fp8_accuracy, many_leaves
+from benchmarks import (
+    advised,
+    checkpoint_save,
+    fp8_accuracy,
+    many_leaves,
+    storage_accuracy,
+)
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import BY_HAND
 from benchmarks.common.contenders import (
@@ -222,6 +228,10 @@ def scores_in_fp8() -> Rows:
     return fp8_accuracy.summarise(load("cpu/fp8_accuracy.json")["tasks"])
 
 
+def losses_of_storage() -> Rows:
+    return storage_accuracy.summarise(load("cpu/storage_accuracy.json")["tasks"])
+
+
 def gradients_in_fp8() -> Rows:
     return fp8_accuracy.summarise_gradients(load("cpu/fp8_accuracy.json")["tasks"])
 
@@ -337,6 +347,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "convergence": convergence,
     "advised": measured_float16,
     "fp8_accuracy": scores_in_fp8,
+    "storage_accuracy": losses_of_storage,
     "fp8_gradients": gradients_in_fp8,
     "train_step": train_step,
     "autocast_trace": trace,

@@ -1,14 +1,17 @@
 """The memory benchmark, cut to a size at which its bytes can be counted by hand."""
 
-import io
+import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
-from rich.console import Console
 
-from benchmarks import memory
-from benchmarks.common import transformer
+from benchmarks import memory, storage_accuracy
+from benchmarks.common import storage, transformer
+from benchmarks.common.committed import load
+from benchmarks.common.storage import CHOICES, Storage
 from examples.common.memory import activation_bytes
 
 # Optax and the benchmark's model promote by themselves.
@@ -22,44 +25,75 @@ SIZES = {
     "batch": 16,
     "length": 32,
 }
-PARAMETERS = 128 * 128 + 128 + 2 * (12 * 128 * 128 + 2 * 128)
-# Bytes a parameter: as stored, its gradient, and those of the masters.
-BYTES = {
-    "float32": (4, 4, 0),
-    "mixed": (4, 4, 0),
-    "master weights": (2, 2, 4),
-    "stochastic rounding": (2, 2, 0),
+MATRICES = 128 * 128 + 2 * 12 * 128 * 128
+PARAMETERS = MATRICES + 128 + 2 * (2 * 128)  # with norms, whose state stays float32
+# Bytes a parameter: as stored, and those of the masters.
+WEIGHTS = {
+    storage.FLOAT32: (4, 0),
+    storage.MASTERS: (2, 4),
+    storage.REMAINDERS: (2, 2),
+    storage.STOCHASTIC: (2, 0),
 }
-MOMENTS = {"adam": 8, "lion": 4, "adafactor": 0}
+# Blocks of 256 in the rows of the embedding; of qkv, out, up and down in each layer.
+BLOCKS = 128 * 1 + 2 * (128 * 2 + 128 * 1 + 128 * 2 + 4 * 128 * 1)
+# Of the two moments of all matrices.
+MOMENTS = {
+    "float32": 8 * MATRICES,
+    "bfloat16": 4 * MATRICES,
+    "float8": 2 * (MATRICES + 4 * BLOCKS),
+}
 
 
-@pytest.mark.one_of("stored")
-@pytest.mark.parametrize("stored", memory.STORED)
-@pytest.mark.parametrize("optimizer", memory.OPTIMIZERS)
-def test_arrays_take_the_bytes_that_they_are_known_to_take(stored, optimizer):
-    _, shapes, held = memory.program(
-        stored, optimizer, True, sizes=SIZES, half=jnp.bfloat16
-    )
-    stored_bytes, grad_bytes, master_bytes = BYTES[stored]
-    assert held["parameters"] == stored_bytes * PARAMETERS
-    assert held["gradients"] == grad_bytes * PARAMETERS
-    state_bytes = (master_bytes + MOMENTS[optimizer]) * PARAMETERS
-    # Beyond that: counters, the loss scale, a key, and adafactor's rows and columns.
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_arrays_take_the_bytes_that_they_are_known_to_take(choice):
+    _, shapes, held = memory.program(choice, True, sizes=SIZES)
+    param_bytes, master_bytes = WEIGHTS[choice.weights]
+    assert held["parameters"] == held["gradients"] == param_bytes * PARAMETERS
+    state_bytes = master_bytes * PARAMETERS
+    if choice.optimizer == storage.ADAM:
+        state_bytes += MOMENTS[choice.state] + 8 * (PARAMETERS - MATRICES)
+    # Beyond that: counters, the loss scale, keys, and adafactor's rows and columns.
     rest = held["optimizer state"] - state_bytes
-    assert 0 < rest < (0.05 * 4 * PARAMETERS if optimizer == "adafactor" else 100)
+    is_factored = choice.optimizer == storage.ADAFACTOR
+    assert 0 < rest < (0.05 * 4 * PARAMETERS if is_factored else 100)
     assert shapes[2].shape == (16, 32)
+
+
+def test_a_choice_makes_what_its_name_says():
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    choice = Storage(weights=storage.REMAINDERS, state="float8")
+    state = jax.eval_shape(choice.transformation(1e-3).init, params)
+    assert str(choice) == "Adam, 8-bit state; bf16 + 16-bit remainders"
+    dtypes = {x.dtype.name for x in jax.tree.leaves(state) if x.shape == (64, 64)}
+    assert dtypes == {"uint8", "uint16"}
+    assert len({str(x) for x in CHOICES}) == len(CHOICES)
+
+
+def test_what_comes_before_the_optimiser_sees_unscaled_gradients():
+    params = {"w": jnp.full(4, 2.0, jnp.bfloat16)}
+    tx = Storage(weights=storage.STOCHASTIC).transformation(1e-3, optax.clip(0.1))
+    _, state = tx.update({"w": jnp.full(4, 8.0, jnp.bfloat16)}, tx.init(params), params)
+    (nu,) = (x.nu for x in _adam_states(state))
+    assert nu["w"].dtype == jnp.float32
+    assert jnp.allclose(nu["w"], 1e-3 * 0.1**2)
+
+
+def _adam_states(state):
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu"))
+    return (x for x in leaves if hasattr(x, "nu"))
 
 
 def test_a_compiled_step_holds_its_arrays():
     row = memory.measure(
-        *("master weights", "lion", False),
+        Storage(weights=storage.MASTERS),
+        False,
         sizes=SIZES | {"layers": 1},
-        half=jnp.bfloat16,
-        sharding=memory.target_sharding("cpu"),
+        device="cpu",
     )
-    assert tuple(row) == memory.PARTS
+    assert {*memory.PARTS, "bytes accessed", "kernels"} == row.keys()
     assert row["peak"] > row["parameters"] + row["optimizer state"]
-    assert row["temporary"] > 0
+    assert row["temporary"] > 0 and row["kernels"] > 0
+    assert row["bytes accessed"] > row["peak"]
 
 
 def test_recomputed_layers_keep_little_for_the_backward_pass():
@@ -76,26 +110,72 @@ def test_recomputed_layers_keep_little_for_the_backward_pass():
     assert kept(True) < 0.3 * kept(False)
 
 
-def _results() -> memory.Results:
-    return {
-        row: dict.fromkeys(memory.PARTS, 2**30) | {"peak": (4 + i) * 2**30}
-        for i, row in enumerate(memory.all_rows())
-    }
+def _rows(first: int) -> list[dict]:
+    pairs = itertools.product(CHOICES, (False, True))
+    return [
+        dict.fromkeys(memory.PARTS, 2**20)
+        | {"storage": str(choice), "remat": remat, "peak": (first - i) * 2**30}
+        for i, (choice, remat) in enumerate(pairs)
+    ]
 
 
-def test_tables_have_every_combination_and_what_each_is_worth():
-    results = _results()
-    assert len(results) == 24 and memory.BASELINE in results
-    assert set(memory.STEPS.values()) <= results.keys()
-    text = io.StringIO()
-    console = Console(width=110, file=text)
-    for table in memory.tables(results):
-        console.print(table)
-    assert text.getvalue().count("adafactor") == 10
-    (line,) = [x for x in text.getvalue().splitlines() if "mixed precision alone" in x]
-    assert line.split() == ["mixed", "precision", "alone", "5.00", "125%"]
+def _accuracy(losses: dict[Storage, float]) -> dict:
+    seed = {str(x): losses.get(x, 2.0) for x in storage_accuracy.RUNS}
+    high = {name: loss + 0.25 for name, loss in seed.items()}
+    return {"seeds": [{"validation_loss": seed}, {"validation_loss": high}]}
 
 
-def test_the_figure_is_drawn(tmp_path):
-    memory.plot(_results(), "title", tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+def test_choices_are_sorted_by_the_first_device_and_have_the_losses_of_their_training():
+    best = Storage(weights=storage.STOCHASTIC, optimizer=storage.ADAFACTOR)
+    rows = {"h100": _rows(100), "v5e": _rows(200)}
+    choices = memory.make_choices(rows, 2**18, _accuracy({best: 1.5}))
+    assert [choice.storage for choice in choices] == CHOICES[::-1]
+    last = 100 - 2 * len(CHOICES)
+    peaks = (last + 2) * 2**30, (last + 1) * 2**30
+    assert choices[0].peaks["h100"] == peaks
+    # Of one that is not checked, the loss is that of the checked one.
+    assert choices[0].storage == best._replace(checked=False)
+    assert choices[0].loss == 1.625 and choices[0].loss_range == (1.5, 1.75)
+    assert choices[0].state_bytes == 8
+
+
+def test_the_table_says_what_beats_a_choice():
+    one = memory.Choice(Storage(), {"h100": (4, 3)}, 12.0, 2.0, (1.9, 2.1))
+    smaller = dataclasses.replace(one, peaks={"h100": (9, 2)}, loss=2.009)
+    worse = dataclasses.replace(one, peaks={"h100": (1, 1)}, loss=2.2)
+    assert smaller.beats(one, "h100") and not one.beats(smaller, "h100")
+    assert not worse.beats(one, "h100") and not one.beats(one, "h100")
+    table = memory.summarise([worse, smaller, one])
+    assert [row["beaten on H100 by"] for row in table] == ["", "", "2"]
+    assert [row[""] for row in table] == ["1", "2", "3"]
+
+
+def test_what_is_stored_in_fewer_bits_takes_fewer_bytes_in_the_committed_results():
+    # Of a whole step for an H100: a state that were in float32 for longer than its
+    # kernel would be in the temporaries, and read and written once more.
+    rows = memory_rows("h100")
+    for weights, state, remat in itertools.product(
+        WEIGHTS, ("bfloat16", "float8"), (False, True)
+    ):
+        base = rows[str(Storage(weights=weights)), remat]
+        row = rows[str(Storage(weights=weights, state=state)), remat]
+        saved = base["optimizer state"] - row["optimizer state"]
+        assert row["bytes accessed"] < base["bytes accessed"]
+        assert row["peak"] < base["peak"] - 0.9 * saved
+
+
+def test_remainders_take_4_bytes_a_parameter_with_the_weights():
+    rows = memory_rows("h100")
+    masters, remainders = (
+        rows[str(Storage(weights=weights)), True]
+        for weights in (storage.MASTERS, storage.REMAINDERS)
+    )
+    count = masters["parameters"] // 2
+    saved = masters["optimizer state"] - remainders["optimizer state"]
+    assert abs(saved - 2 * count) < 1e-3 * count
+    assert masters["peak"] - remainders["peak"] > 1.8 * count
+
+
+def memory_rows(device: str) -> dict:
+    rows = load(f"{device}-compiled/memory.json")["results"]
+    return {(row["storage"], row["remat"]): row for row in rows}
