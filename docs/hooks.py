@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parent.parent
-_OUTSIDE = re.compile(r"\]\(\s*\.\./([^)\s]+)\s*\)")
 
 
-def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Return a page with its links to `../...` as URLs, which MkDocs calls this for."""
+def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
+    """Return a page with its links to files outside docs/ as URLs; MkDocs calls it."""
     del kwargs
+    # In docs/recipes/, such a link is `../../...`, and `../...` is another page.
+    up = r"\.\./" * (page.file.src_uri.count("/") + 1)
+    outside = re.compile(rf"\]\(\s*{up}([^)\s]+)\s*\)")
     text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
     repository = tomllib.loads(text)["project"]["urls"]["Repository"]
 
@@ -19,4 +21,4 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
         kind = "raw" if match[1].endswith((".png", ".svg")) else "blob"
         return f"]({repository}/{kind}/main/{match[1]})"
 
-    return _OUTSIDE.sub(link, markdown)
+    return outside.sub(link, markdown)
