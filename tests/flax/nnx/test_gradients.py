@@ -188,7 +188,7 @@ def test_a_train_step_with_nnx_optimizer(half):
 
 
 def test_a_skipped_step_keeps_the_parameters_but_not_the_state_of_the_model():
-    """What docs/flax.md says of nnx.Optimizer, and TrainState does better."""
+    """What docs/recipes/nnx.md says of nnx.Optimizer, and TrainState does better."""
     model = make("float16")
     optimizer, step = optimizer_of(model), make_step([])
     step(model, optimizer, X)
