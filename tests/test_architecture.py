@@ -45,7 +45,7 @@ FLOORS = {
 
 UNSTABLE_JAX = ("jax.extend", "jax._src")
 VERSION_NAMES = ("__version__", "__version_info__", "importlib.metadata")
-LOADED_WHERE_USED = ("equinox", "flax", "matplotlib", "orbax", "rich")
+LOADED_WHERE_USED = ("equinox", "flax", "matplotlib", "orbax", "rich", "shtab", "typer")
 
 
 # The checker.
