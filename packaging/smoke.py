@@ -103,7 +103,7 @@ PARTS = {
 }
 
 if __name__ == "__main__":
+    assert "site-packages" in jmp.__file__, jmp.__file__
     PARTS[sys.argv[1]]()
     found = [f"{d.name} {d.version}" for d in importlib.metadata.distributions()]
-    assert "site-packages" in jmp.__file__, jmp.__file__
     print(f"{sys.argv[1]} works with", ", ".join(sorted(found)), file=sys.stderr)
