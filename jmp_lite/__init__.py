@@ -94,8 +94,8 @@ __all__ = [
 ]
 
 
+# `numerics`, a third of the import time, is imported when it is first used.
 def __getattr__(name: str) -> typing.Any:
-    """Import `numerics` when it is first used: it is a third of the import time."""
     if name == "numerics":
         return importlib.import_module("jmp_lite.numerics")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
