@@ -137,5 +137,5 @@ $(VENV)/docs.stamp: pyproject.toml Makefile $(VENV)/jax.txt
 		| .venv-programs/bin/python
 	@echo "Installing compilers for GPUs and TPUs into .venv-programs (a minute) ..."
 	@.venv-programs/bin/python -m pip install --quiet \
-		-r benchmarks/programs-requirements.txt -e '.[flax,numerics]'
+		-r benchmarks/programs-requirements.txt -e '.[flax,numerics]' typer
 	@touch $@
