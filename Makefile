@@ -18,8 +18,15 @@ PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN = $(VENV)/bin
 
-.PHONY: help demo test test-full lint types pytest programs tables figures docs format clean \
-	FORCE
+# What makes a release; uv also finds the oldest versions.
+RELEASE_TOOLS = build==1.6.1 twine==7.0.0 uv==0.13.9
+UV = .venv-release/bin/uv
+# What uses other libraries than JAX.
+LOWEST_TESTS ?= tests/checkpoint tests/flax tests/optimizers tests/training \
+	tests/numerics/test_plot.py tests/numerics/test_report.py tests/test_main.py
+
+.PHONY: help demo test test-full lint types pytest lowest programs tables figures docs \
+	dist dist-test format clean FORCE
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -42,6 +49,10 @@ types: $(VENV)/dev.stamp  ## pyright.
 pytest: $(VENV)/dev.stamp  ## Tests that are not marked `full` (PYTEST_ARGS="-k policy").
 	$(BIN)/python -m pytest $(PYTEST_WORKERS) $(MARKED) $(PYTEST_ARGS)
 
+# Oldest: all that pyproject.toml names, at its lower bound.
+lowest: .venv-lowest/stamp  ## A part of the tests on the oldest version of every dependency.
+	.venv-lowest/bin/python -m pytest -m "not full" $(LOWEST_TESTS) $(PYTEST_ARGS)
+
 # Its own environment: the figures are those of one jax and one compiler.
 ifeq ($(shell uname -sm),Linux x86_64)
 programs: .venv-programs/stamp  ## Have compiled train steps grown? (PROGRAMS_ARGS=...).
@@ -60,19 +71,38 @@ figures: $(VENV)/demo.stamp  ## Draw the figures of docs/images anew that small 
 docs: $(VENV)/docs.stamp  ## Build the pages of docs/ into out/site; a broken link fails.
 	$(BIN)/python -m mkdocs build --strict --quiet
 
+dist: .venv-release/stamp  ## Build the sdist and the wheel into dist/, and check them.
+	rm -rf dist
+	.venv-release/bin/python -m build
+	.venv-release/bin/python -m twine check --strict dist/*
+
+dist-test: dist  ## Try the wheel alone, and with each extra, in environments of their own.
+	for part in core checkpoint completion flax numerics; do \
+		extra=[$$part]; test $$part = core && extra=; \
+		$(UV) venv --quiet --clear --python $(PYTHON) .venv-wheel && \
+		$(UV) pip install --quiet --python .venv-wheel "$$(echo dist/*.whl)$$extra" && \
+		.venv-wheel/bin/python -P packaging/smoke.py $$part >/dev/null && \
+		.venv-wheel/bin/jmp-lite --version || exit 1; \
+	done
+	for extra in gpu tpu; do \
+		$(UV) pip install --quiet --dry-run --python .venv-wheel \
+			"$$(echo dist/*.whl)[$$extra]" || exit 1; \
+	done
+
 format: $(VENV)/dev.stamp  ## Rewrite the code as ruff would have it.
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:  ## Remove the environments and everything that was built or cached.
-	rm -rf .venv .venv-newest .venv-programs build dist out
+	rm -rf .venv .venv-newest .venv-lowest .venv-programs .venv-release .venv-wheel
+	rm -rf build dist out
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: an environment is installed again only when what it is made from changes.
 # PYTHON is read once, when an environment is created: `make clean` to change it.
 
-$(BIN)/python .venv-programs/bin/python:
+$(BIN)/python .venv-programs/bin/python .venv-release/bin/python:
 	@test -n "$(PYTHON)" || { echo "No Python found: set PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is too old: 3.11 or newer is needed" >&2; exit 1; }
@@ -97,9 +127,18 @@ $(VENV)/docs.stamp: pyproject.toml Makefile $(VENV)/jax.txt
 	@$(BIN)/python -m pip install --quiet --upgrade -r $(VENV)/jax.txt -e '.[docs]'
 	@touch $@
 
+.venv-release/stamp: Makefile | .venv-release/bin/python
+	@.venv-release/bin/python -m pip install --quiet $(RELEASE_TOOLS)
+	@touch $@
+
+.venv-lowest/stamp: pyproject.toml Makefile .venv-release/stamp
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-lowest
+	$(UV) pip install --quiet --python .venv-lowest --resolution lowest-direct -e '.[dev]'
+	@touch $@
+
 .venv-programs/stamp: benchmarks/programs-requirements.txt pyproject.toml Makefile \
 		| .venv-programs/bin/python
 	@echo "Installing compilers for GPUs and TPUs into .venv-programs (a minute) ..."
 	@.venv-programs/bin/python -m pip install --quiet \
-		-r benchmarks/programs-requirements.txt -e '.[flax,numerics]'
+		-r benchmarks/programs-requirements.txt -e '.[flax,numerics]' typer
 	@touch $@

@@ -1,6 +1,8 @@
 """Mixed precision for JAX: policies, loss scales, and optimisers that mind them."""
 
-from jmp_lite import numerics as numerics
+import importlib
+import typing
+
 from jmp_lite._src.autocast.explain import explain
 from jmp_lite._src.autocast.ops import OpRules
 from jmp_lite._src.autocast.transform import autocast, full_precision, sums_in_float32
@@ -43,6 +45,9 @@ from jmp_lite._src.policy import (
     get_policy,
 )
 from jmp_lite._src.trees import all_finite, cast_floating, cast_like, select_tree
+
+if typing.TYPE_CHECKING:
+    from jmp_lite import numerics as numerics
 
 __version__ = "0.1.0"
 
@@ -87,3 +92,14 @@ __all__ = [
     "stochastic_rounding",
     "sums_in_float32",
 ]
+
+
+# `numerics`, a third of the import time, is imported when it is first used.
+def __getattr__(name: str) -> typing.Any:
+    if name == "numerics":
+        return importlib.import_module("jmp_lite.numerics")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

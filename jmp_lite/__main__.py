@@ -1,59 +1,103 @@
-"""The command line: `python -m jmp_lite doctor`."""
+"""The command line: `jmp-lite doctor`, or `python -m jmp_lite doctor`."""
 
+import argparse
+import shutil
 import sys
-from typing import Annotated
+from collections.abc import Sequence
 
-from jmp_lite._src import doctor as doctors
-from jmp_lite._src import extras
-
-try:
-    with extras.needed("numerics"):
-        import typer
-        from rich.console import Console
-        from rich.progress import Progress
-except ModuleNotFoundError as error:
-    sys.exit(str(error))
-
-app = typer.Typer(add_completion=False)
+import jmp_lite
+from jmp_lite._src import doctor, extras
 
 
-@app.callback(invoke_without_command=True)
-def main(context: typer.Context) -> None:
-    """Mixed precision for JAX, from the command line."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+def main(args: Sequence[str] | None = None, prog: str = "jmp-lite") -> int:
+    """Run the command line, and return its exit status.
+
+    Args:
+      args: the arguments; None for those of this process.
+      prog: how the program is called.
+    """
+    parser = _parser(prog)
+    options = parser.parse_args(args)
+    if "run" not in options:
+        parser.print_help()
+        return 0
+    try:
+        options.run(options)
+    except (ModuleNotFoundError, RuntimeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
-@app.command()
-def doctor(
-    json: Annotated[
-        bool, typer.Option("--json", help="Print JSON instead of tables.")
-    ] = False,
-    seconds: Annotated[
-        float,
-        typer.Option(min=0.1, max=600, help="Approximate time for measurements."),
-    ] = 10.0,
-) -> None:
-    """Measure half precision on this machine and recommend a policy."""
-    # Progress goes to stderr, so that stdout holds the result only.
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("timing matrix products", total=1.0)
-        try:
-            diagnosis = doctors.diagnose(
-                seconds=seconds,
-                on_progress=lambda share: progress.update(task, completed=share),
-            )
-        except (RuntimeError, ValueError) as error:
-            progress.stop()
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from None
-    if json:
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog, description="Mixed precision for JAX.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"jmp_lite {jmp_lite.__version__}"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    text = "Measure half precision on this machine and recommend a policy."
+    command = commands.add_parser(
+        "doctor", help=text, description=text, allow_abbrev=False
+    )
+    command.set_defaults(run=_doctor)
+    command.add_argument(
+        "--json", action="store_true", help="print JSON instead of tables"
+    )
+    command.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=10.0,
+        help="approximate time for measurements, 0.1 to 600 (default: 10)",
+    )
+
+    text = "Print a script that completes the arguments of jmp-lite in a shell."
+    command = commands.add_parser(
+        "completion",
+        help=text,
+        description=f'{text} In bash: eval "$(jmp-lite completion bash)"',
+        allow_abbrev=False,
+    )
+    command.set_defaults(run=_completion)
+    command.add_argument("shell", choices=["bash", "zsh", "fish"])
+    return parser
+
+
+def _seconds(text: str) -> float:
+    """Return the number of seconds that an argument gives."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if 0.1 <= seconds <= 600:
+        return seconds
+    raise argparse.ArgumentTypeError(f"expected 0.1 to 600, got {text!r}")
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    show = _show_progress if sys.stderr.isatty() else lambda share: None
+    diagnosis = doctor.diagnose(seconds=options.seconds, on_progress=show)
+    if options.json:
         print(diagnosis.to_json())
-        return
-    console = Console()
-    for part in diagnosis.render():
-        console.print(part)
+    else:
+        print(diagnosis.to_text(shutil.get_terminal_size().columns))
+
+
+def _show_progress(share: float) -> None:
+    """Show on stderr how much is done, so that stdout holds the result only."""
+    line = f"timing matrix products: {share:.0%}" if share < 1 else ""
+    print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _completion(options: argparse.Namespace) -> None:
+    with extras.needed("completion"):
+        import shtab
+    print(shtab.complete(_parser("jmp-lite"), options.shell))
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m jmp_lite")
+    sys.exit(main(prog="python -m jmp_lite"))

@@ -45,7 +45,7 @@ FLOORS = {
 
 UNSTABLE_JAX = ("jax.extend", "jax._src")
 VERSION_NAMES = ("__version__", "__version_info__", "importlib.metadata")
-LOADED_WHERE_USED = ("equinox", "flax", "matplotlib", "orbax", "rich")
+LOADED_WHERE_USED = ("equinox", "flax", "matplotlib", "orbax", "rich", "shtab", "typer")
 
 
 # The checker.
@@ -122,7 +122,11 @@ def _find_beyond_reexports(tree: ast.Module) -> Iterator[str]:
     start = 1 if ast.get_docstring(tree) is not None else 0
     for node in tree.body[start:]:
         match node:
-            case ast.ImportFrom():
+            case ast.Import() | ast.ImportFrom():
+                continue
+            case ast.If(test=test) if ast.unparse(test) == "typing.TYPE_CHECKING":
+                continue
+            case ast.FunctionDef(name="__getattr__" | "__dir__"):  # of a lazy import
                 continue
             case ast.With(body=body) if {type(b) for b in body} == {ast.ImportFrom}:
                 continue
@@ -143,7 +147,7 @@ def find_private_imports(*folders: Path) -> list[str]:
 
 
 def list_modules_after(statement: str, path: Path | None = None) -> set[str]:
-    """Name the top-level modules a fresh interpreter has loaded after a statement.
+    """Name the modules that a fresh interpreter has loaded after a statement.
 
     JAX is told of a platform that does not exist: starting a backend raises.
     """
@@ -158,7 +162,7 @@ def list_modules_after(statement: str, path: Path | None = None) -> set[str]:
     )
     if result.returncode:
         raise RuntimeError(result.stderr)
-    return {name.partition(".")[0] for name in result.stdout.split()}
+    return set(result.stdout.split())
 
 
 # The house.
@@ -172,6 +176,17 @@ def test_importing_the_package_loads_no_optional_library() -> None:
     loaded = list_modules_after("import jmp_lite")
     assert {"jax", "jmp_lite", "numpy", "optax"} <= loaded
     assert loaded.isdisjoint(LOADED_WHERE_USED)
+    # Half of the import time together.
+    assert loaded.isdisjoint({"jax.extend", "jmp_lite.numerics"})
+
+
+def test_numerics_is_imported_when_it_is_used() -> None:
+    loaded = list_modules_after("import jmp_lite; jmp_lite.numerics.lint")
+    assert "jmp_lite.numerics" in loaded
+    assert loaded.isdisjoint(LOADED_WHERE_USED)
+    assert "numerics" in dir(jmp_lite)
+    with pytest.raises(AttributeError, match="'jmp_lite' has no attribute 'numeric'"):
+        jmp_lite.numeric  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_private_modules_are_imported_by_the_package_and_its_tests_alone() -> None:

@@ -5,5 +5,6 @@ The other benchmarks need what the examples need.
 
 from examples.common.libraries import need
 
-need("numerics", "matplotlib", "rich", "typer")
+need("numerics", "matplotlib", "rich")
 need("flax", "flax")  # which itself imports rich
+need("examples", "typer")

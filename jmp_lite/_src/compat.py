@@ -16,20 +16,16 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 from jax._src import core as core_private
+from jax._src import linear_util  # not from `jax.extend`: it imports Pallas too
 from jax._src import source_info_util as source_info_util_private
+from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
 from jax._src.lax import lax as lax_private
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import linear_util, source_info_util
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    Literal,
-    Primitive,
-    jaxprs_in_params,
-    primitives,
-)
 from jax.interpreters import ad, batching, mlir
+
+# Since JAX 0.12 they are one class.
+ClosedJaxpr: Any = getattr(core_private, "ClosedJaxpr", Jaxpr)
 
 
 class FlaxSerializable(type):
@@ -98,7 +94,7 @@ def unwrap_nnx_variables(tree: Any) -> Any:
 
 def weakly_typed(x: jax.Array) -> jax.Array:
     """Return a weakly typed array of the same dtype."""
-    return primitives.convert_element_type_p.bind(
+    return lax_private.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=None
     )
 
@@ -174,6 +170,8 @@ def is_tracing() -> bool:
 
 def primitive_names() -> frozenset[str]:
     """Return the names of the primitives that `jax.extend` exports."""
+    from jax.extend.core import primitives
+
     return frozenset(
         value.name
         for value in vars(primitives).values()
@@ -256,7 +254,7 @@ def _takes_given_source() -> bool:
     """Return whether new operations get the `SourceInfo` that was set."""
     try:
         given = source_info_util_private.current().traceback
-        with source_info_util.user_context(given):
+        with source_info_util_private.user_context(given):
             made = source_info_util_private.current()
     except (AttributeError, TypeError):
         return False
@@ -286,9 +284,10 @@ def default_precision() -> Any:
 
 def eqn_contexts(eqn: Any) -> tuple[Any, Any]:
     """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    util = source_info_util_private
+    stack = util.current_name_stack() + eqn.source_info.name_stack
     source = eqn.source_info.traceback
-    return source_info_util.user_context(source, name_stack=stack), eqn.ctx.manager
+    return util.user_context(source, name_stack=stack), eqn.ctx.manager
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """Measure half precision on this machine and recommend a policy.
 
-`python -m jmp_lite doctor` prints the result. The dtypes are timed in turns, so that
+`jmp-lite doctor` prints the result. The dtypes are timed in turns, so that
 other load on the machine affects all of them equally. The size of the matrix products
 grows as far as the time allows. Memory traffic, which half precision also halves, is
 not measured.
@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import statistics
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, extras, fp8
+from jmp_lite._src import compat, dtypes, fp8
 
 # The dtypes of both operands. The fp8 products are those of `fp8_dot_general`: forward,
 # and for gradients. It has no E5M2 x E5M2, and neither has cuBLAS.
@@ -131,43 +132,34 @@ class Diagnosis:
         """Return the result as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
 
-    def render(self) -> list[Any]:
-        """Return `rich` tables and lines of text, in the order to print them.
+    def to_text(self, width: int = 80) -> str:
+        """Return the result as tables and sentences.
 
-        Raises:
-          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
+        Args:
+          width: where sentences are wrapped.
         """
-        with extras.needed("numerics"):
-            from rich import box
-            from rich.table import Table
-
-        def table(*columns):
-            made = Table(box=box.SIMPLE_HEAD)
-            for index, name in enumerate(columns):
-                made.add_column(name, justify="right" if index else "left")
-            return made
-
-        devices = table("device", "compute capability", "count")
+        devices = [("device", "compute capability", "count")]
         for device in self.devices:
             kind = f"{device['platform']}: {device['kind']}"
             capability = device["compute_capability"] or "-"
-            devices.add_row(kind, capability, str(device["count"]))
+            devices.append((kind, capability, str(device["count"])))
         size = max(rate.size for rate in self.rates)
-        rates = table(f"products of {size} × {size}", "TFLOP/s", "/ float32")
+        rates = [(f"products of {size} × {size}", "TFLOP/s", "/ float32")]
+        errors = []
         for rate in self.rates:
-            cells = ("-", rate.error)
-            if not rate.error:
-                cells = (f"{rate.tflops:.3g}", f"{rate.over_float32:.2f}")
-            rates.add_row(rate.dtype, *cells)
-        ranges = table("range", "largest", "normal", "subnormal", "subnormals are")
+            tflops = ratio = "-"
+            if rate.error:
+                errors.append(f"{rate.dtype} does not compile: {rate.error}")
+            else:
+                tflops, ratio = f"{rate.tflops:.3g}", f"{rate.over_float32:.2f}"
+            rates.append((rate.dtype, tflops, ratio))
+        ranges = [("range", "largest", "normal", "subnormal", "subnormals are")]
         for row in self.ranges:
-            ranges.add_row(
-                row.dtype,
-                f"{row.max:.6g}",
-                f"2^{np.log2(row.smallest_normal):.0f}",
-                f"2^{np.log2(row.smallest_subnormal):.0f}",
-                "kept" if row.keeps_subnormals else "flushed to 0",
-            )
+            largest = f"{row.max:.6g}"
+            normal = f"2^{np.log2(row.smallest_normal):.0f}"
+            subnormal = f"2^{np.log2(row.smallest_subnormal):.0f}"
+            kept = "kept" if row.keeps_subnormals else "flushed to 0"
+            ranges.append((row.dtype, largest, normal, subnormal, kept))
         kind = _KINDS_OF_PRODUCTS.get(self.float32_bits, "")
         products = (
             f"float32 products keep {self.float32_bits} of 23 bits{kind}: relative "
@@ -176,16 +168,27 @@ class Diagnosis:
         if self.float32_bits < 23:
             products += ' jax.default_matmul_precision("highest") keeps 23.'
         policy, loss_scale = self.recommendation.policy, self.recommendation.loss_scale
-        return [
-            ", ".join(f"{name} {version}" for name, version in self.versions.items()),
-            devices,
-            rates,
-            ranges,
-            products,
-            "",
+        advice = [
             f'Train with get_policy("{policy}"), loss scale: {loss_scale}.',
             *[f"- {text}" for text in (*self.recommendation.reasons, *self.missing)],
         ]
+        parts = [
+            [", ".join(f"{name} {text}" for name, text in self.versions.items())],
+            *[_table_lines(rows) for rows in (devices, rates, ranges)],
+            [textwrap.fill(text, width) for text in (*errors, products)],
+            [textwrap.fill(text, width) for text in advice],
+        ]
+        return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _table_lines(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table in plain text; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *rest = rows
+    return [
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for name, *cells in (head, ["─" * width for width in widths], *rest)
+    ]
 
 
 _KINDS_OF_PRODUCTS = {10: " (TF32)", 7: " (one pass in bfloat16)"}

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 # Extra in pyproject.toml -> the libraries that it installs.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "checkpoint": ("orbax.checkpoint",),
+    "completion": ("shtab",),
     "flax": ("flax",),
-    "numerics": ("matplotlib", "rich", "typer"),
+    "numerics": ("matplotlib", "rich"),
 }
 
 

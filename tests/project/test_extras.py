@@ -80,9 +80,10 @@ _IMPORTS = {
     "mlxtend orbax": dict.fromkeys(_COMPILED),
     "mlxtend orbax flax": asks(_COMPILED, "flax", "flax"),
     "mlxtend orbax rich": asks(_COMPILED, "rich", "numerics"),
+    "mlxtend orbax typer": asks(_COMPILED, "typer", "examples"),
 }
 # Another library is asked for in the same way.
-_FULL = {"mlxtend", "mlxtend orbax rich"}
+_FULL = {"mlxtend", "mlxtend orbax rich", "mlxtend orbax typer"}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,6 @@ stats = tree_stats({"w": x}, "f16")
 _TABLES = [
     *("explained.table()", "dry.table()", "linted.table()", "stats.table()"),
     "from jmp_lite._src.flax import module_policies as m; m.Explanation(()).table()",
-    "from jmp_lite._src import doctor; doctor.Diagnosis.render(None)",
 ]
 _FIGURES = [
     *("dry.plot()", "dry.heat_map()", "stats.plot()"),
@@ -127,13 +127,17 @@ def test_tables_and_figures_ask_for_their_library(library, statements):
     assert errors == [says(library, "numerics")] * len(statements)
 
 
-@pytest.mark.one_of("library")
-@pytest.mark.parametrize("library", ["typer", "rich"])
-def test_the_command_line_asks_without_a_traceback(library):
-    code = "import runpy; runpy.run_module('jmp_lite', run_name='__main__')"
-    result = run_without({library}, code, "doctor")
-    assert result.returncode == 1
-    assert result.stderr == says(library, "numerics").partition(": ")[2] + "\n"
+def test_the_doctor_needs_no_extra_and_completion_asks_without_a_traceback():
+    optional = {name.partition(".")[0] for n in extras.LIBRARIES.values() for name in n}
+    code = """
+from jmp_lite.__main__ import main
+assert main(["doctor", "--json", "--seconds", "0.1"]) == 0
+sys.exit(main(["completion", "bash"]))
+"""
+    result = run_without(optional | {"typer"}, code)
+    assert json.loads(result.stdout)["devices"]
+    expected = says("shtab", "completion").partition(": ")[2] + "\n"
+    assert (result.returncode, result.stderr) == (1, expected)
 
 
 def test_what_an_extra_does_not_install_is_not_blamed_on_it():

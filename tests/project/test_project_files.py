@@ -52,7 +52,16 @@ def test_an_action_has_one_version() -> None:
 def test_workflows_run_targets_of_the_makefile() -> None:
     targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.M))
     run = set(re.findall(r"^\s*(?:- run: )?make ([a-z-]+)", ALL_WORKFLOWS, re.M))
-    assert {"docs", "lint", "programs", "pytest", "test-full", "types"} <= run
+    expected = {
+        "dist-test",
+        "docs",
+        "lint",
+        "lowest",
+        "programs",
+        "pytest",
+        "test-full",
+    }
+    assert expected | {"types"} <= run
     assert run <= targets
 
 
@@ -100,7 +109,9 @@ def test_the_citation_names_this_version() -> None:
 
 def test_where_the_repository_is_is_written_in_one_place() -> None:
     urls = PROJECT["urls"]
-    assert all(url.startswith(urls["Repository"]) for url in urls.values())
+    written = re.findall(r"https://github[^\"']+", read("pyproject.toml"))
+    assert len(written) == len(urls) + 2  # and the links of the README on PyPI
+    assert all(url.startswith(urls["Repository"]) for url in written)
     names = "README.md CONTRIBUTING.md SECURITY.md CITATION.cff mkdocs.yml".split()
     assert [name for name in names if urls["Repository"] in read(name)] == []
 
@@ -109,7 +120,7 @@ def test_where_the_repository_is_is_written_in_one_place() -> None:
 _USED = re.compile(
     r'ROOT / "([\w.-]+)|^\s*(?:from|import) (examples|benchmarks|tests)\b'
 )
-_ALWAYS = {"README.md", "pyproject.toml"}  # by the build backend
+_ALWAYS = {"pyproject.toml"}  # by the build backend
 
 
 def used_by_tests() -> set[str]:

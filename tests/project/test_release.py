@@ -1,0 +1,160 @@
+"""What is published: contents of wheel and sdist, the page on PyPI, conda's recipe."""
+
+import datetime
+import email
+import email.message
+import re
+import runpy
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from hatchling import build
+
+import jmp_lite
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+VERSION = jmp_lite.__version__
+# What `make dist-test` installs alone. Others are platforms, or tools of this project.
+PARTS = {"checkpoint", "completion", "flax", "numerics"}
+OTHERS = {"dev", "docs", "examples", "gpu", "tpu"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)  # as build frontends do
+        return zipfile.ZipFile(folder / build.build_wheel(str(folder)))
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
+    return email.message_from_string(wheel.read(f"{INFO}/METADATA").decode())
+
+
+INFO = f"jmp_lite-{VERSION}.dist-info"
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    names = wheel.namelist()
+    information = {name for name in names if name.startswith(f"{INFO}/")}
+    assert information == {
+        f"{INFO}/{name}"
+        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt")
+        + ("licenses/LICENSE",)
+    }
+    package = ROOT / "jmp_lite"
+    sources = {str(p.relative_to(ROOT)) for p in package.rglob("*.py")}
+    assert set(names) - information == {*sources, "jmp_lite/py.typed"}
+
+
+def test_the_command_is_installed(wheel):
+    text = wheel.read(f"{INFO}/entry_points.txt").decode()
+    assert text == "[console_scripts]\njmp-lite = jmp_lite.__main__:main\n"
+
+
+def test_the_sdist_holds_what_its_tests_need(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with tarfile.open(tmp_path / build.build_sdist(str(tmp_path))) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    tests = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
+    assert tests <= names
+    wanted = {
+        "LICENSE",
+        "Makefile",
+        "README.md",
+        "pyproject.toml",
+        "tests/data/peers.json",
+    }
+    assert wanted <= names
+    top = {name.partition("/")[0] for name in names}
+    assert top.isdisjoint({".git", "build", "dist", "out", ".hypothesis"})
+    assert not [name for name in top if name.startswith(".venv")]
+
+
+def test_metadata_name_the_version_and_the_licence(metadata):
+    assert metadata["Version"] == VERSION
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+
+
+_LINK = re.compile(r"\]\(([^)\s]*)\)")
+_FENCE = re.compile(r"^```.*?^```", re.M | re.S)
+
+
+def test_links_of_the_page_on_pypi_go_to_the_tag(metadata):
+    page, readme = metadata.get_payload(), (ROOT / "README.md").read_text("utf-8")
+    assert isinstance(page, str)
+    assert _FENCE.findall(page) == _FENCE.findall(readme)  # code is as it was
+    links = zip(
+        *(_LINK.findall(_FENCE.sub("", x)) for x in (page, readme)), strict=True
+    )
+    repository = PROJECT["urls"]["Repository"]
+    changed = {relative: url for url, relative in links if url != relative}
+    for relative, url in changed.items():
+        kind = "raw" if relative.endswith(".png") else "blob"
+        assert url == f"{repository}/{kind}/v{VERSION}/{relative}"
+        assert (ROOT / relative.partition("#")[0]).exists()
+    left = {link for link in _LINK.findall(_FENCE.sub("", page)) if link not in changed}
+    assert [x for x in left if not x.startswith(("https://", "#"))] == []
+    assert any("/raw/" in url for url in changed.values())
+    assert any("/blob/" in url for url in changed.values())
+
+
+def test_the_changelog_dates_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"^## (.*)$", text, re.M)[:2]
+    assert first == "[Unreleased]"
+    name, _, date = second.partition(" - ")
+    assert name == f"[{VERSION}]"
+    assert datetime.date.fromisoformat(date).isoformat() == date
+
+
+def test_the_recipe_for_conda_forge_agrees():
+    recipe = yaml.safe_load((ROOT / "packaging" / "recipe.yaml").read_text("utf-8"))
+    assert recipe["context"]["version"] == VERSION
+    assert f">={recipe['context']['python_min']}" == PROJECT["requires-python"]
+    assert recipe["package"]["name"] == PROJECT["name"]
+    assert recipe["about"]["summary"] == PROJECT["description"]
+    assert recipe["about"]["license"] == PROJECT["license"]
+    assert recipe["about"]["license_file"] in PROJECT["license-files"]
+    assert recipe["about"]["repository"] == PROJECT["urls"]["Repository"]
+    commands = [f"{name} = {call}" for name, call in PROJECT["scripts"].items()]
+    assert recipe["build"]["python"]["entry_points"] == commands
+
+    def conda(wanted: list[str]) -> set[str]:
+        renamed = (text.replace("matplotlib>", "matplotlib-base>") for text in wanted)
+        return {text.replace(">=", " >=") for text in renamed}
+
+    needed = recipe["requirements"]
+    assert needed["run"][0] == "python >=${{ python_min }}"
+    assert set(needed["run"][1:]) == conda(PROJECT["dependencies"])
+    assert needed["host"][:2] == ["python ${{ python_min }}.*", "pip"]
+    assert set(needed["host"][2:]) == conda(PYPROJECT["build-system"]["requires"])
+    extras = PROJECT["optional-dependencies"]
+    optional = [text for part in PARTS for text in extras[part]]
+    assert set(needed["run_constraints"]) == conda(optional)
+
+
+SMOKE = runpy.run_path(str(ROOT / "packaging" / "smoke.py"))
+
+
+def test_every_extra_is_tried_in_an_environment_of_its_own():
+    assert set(PROJECT["optional-dependencies"]) == PARTS | OTHERS
+    assert set(SMOKE["PARTS"]) == PARTS | {"core"}
+    (loop,) = re.findall(
+        r"for part in ([a-z ]+);", (ROOT / "Makefile").read_text(encoding="utf-8")
+    )
+    assert set(loop.split()) == PARTS | {"core"}
+
+
+@pytest.mark.standard_promotion  # of optax.adam, as for users
+@pytest.mark.parametrize("part", SMOKE["PARTS"])
+def test_the_trial_of_a_wheel_runs(part):
+    SMOKE["PARTS"][part]()

@@ -1,0 +1,150 @@
+"""The command line: arguments, exit statuses, and what goes to which stream."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import jmp_lite
+from jmp_lite.__main__ import main
+from jmp_lite._src import doctor
+
+
+def exit_status(*args: str) -> object:
+    """Return how the program ends; argparse exits by itself."""
+    try:
+        return main(args)
+    except SystemExit as exit:
+        return exit.code
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_json_is_all_that_goes_to_stdout(capfd):
+    assert exit_status("doctor", "--json", "--seconds", "0.1") == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["devices"][0]["count"] == 8
+    assert err == ""  # no terminal: no progress
+
+
+def test_tables_and_advice_are_printed(capfd):
+    assert exit_status("doctor", "--seconds", "0.1") == 0
+    text = in_one_line(capfd.readouterr().out)
+    assert "cpu: cpu - 8" in text
+    assert "products of 256 × 256" in text and "Train with get_policy(" in text
+
+
+def test_progress_is_shown_on_a_terminal_and_wiped_out(capsys, monkeypatch):
+    def measure_rates(seconds, on_progress):
+        for share in (0.25, 0.5, 1.0):
+            on_progress(share)
+        return (doctor.Rate("float32", 256, 1e-3, 1.0, 1.0),)
+
+    monkeypatch.setattr(doctor, "measure_rates", measure_rates)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert exit_status("doctor", "--json") == 0
+    out, err = capsys.readouterr()
+    json.loads(out)
+    shown = [f"timing matrix products: {share}" for share in ("25%", "50%")]
+    assert err.split("\r\033[K") == ["", *shown, ""]
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.full)])
+def test_devices_are_counted(count):
+    command = [sys.executable, "-m", "jmp_lite", "doctor", "--json", "--seconds", "0.1"]
+    flags = f"--xla_force_host_platform_device_count={count}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["devices"] == [
+        {"platform": "cpu", "kind": "cpu", "compute_capability": None, "count": count}
+    ]
+    assert all(rate["seconds"] > 0 for rate in found["rates"])
+
+
+def test_an_error_is_one_line(capsys, monkeypatch):
+    def local_devices():
+        raise RuntimeError("no backend")
+
+    monkeypatch.setattr(doctor.jax, "local_devices", local_devices)
+    assert exit_status("doctor") == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("JAX finds no device (JAX_PLATFORMS is 'cpu')")
+
+
+def test_ctrl_c_ends_it_without_a_traceback(monkeypatch):
+    def stop(**kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "diagnose", stop)
+    assert exit_status("doctor") == 130
+
+
+def test_without_a_command_there_is_help(capsys):
+    assert exit_status() == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: jmp-lite ") and "doctor" in out
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert exit_status("--version") == 0
+    assert capsys.readouterr().out == f"jmp_lite {jmp_lite.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["docter"], "invalid choice: 'docter'"),
+        (["doctor", "--seconds", "0"], "argument --seconds: expected 0.1 to 600"),
+        (["doctor", "--seconds", "nan"], "argument --seconds: expected 0.1 to 600"),
+        (["doctor", "--seconds", "601"], "argument --seconds: expected 0.1 to 600"),
+        (["doctor", "--seconds", "soon"], "argument --seconds: expected 0.1 to 600"),
+        (["doctor", "--sec", "1"], "unrecognized arguments: --sec 1"),
+        (["doctor", "--jason"], "unrecognized arguments: --jason"),
+        (["doctor", "now"], "unrecognized arguments: now"),
+        (["completion"], "arguments are required: shell"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_reason(args, message, capsys):
+    assert exit_status(*args) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("jmp-lite ", {"doctor", "completion"}),
+        ("jmp-lite doc", {"doctor"}),
+        ("jmp-lite doctor --", {"--help", "--json", "--seconds"}),
+        ("jmp-lite completion ", {"bash", "zsh", "fish"}),
+    ],
+)
+def test_bash_completes_arguments(line, expected, capsys):
+    assert exit_status("completion", "bash") == 0
+    # What bash does when Tab is pressed at the end of the line.
+    press_tab = f"""
+COMP_LINE={line!r} COMP_WORDS=({line}) COMP_CWORD={line.count(" ")}
+[[ {line!r} == *" " ]] && COMP_WORDS+=("")
+$(complete -p jmp-lite | sed 's/.*-F \\([^ ]*\\) .*/\\1/') jmp-lite
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    script = capsys.readouterr().out + press_tab
+    result = subprocess.run(["bash"], input=script, capture_output=True, text=True)
+    assert set(result.stdout.split()) == expected, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "line"),
+    [("zsh", "#compdef jmp-lite\n"), ("fish", "complete -c jmp-lite")],
+)
+def test_other_shells_get_a_script_of_their_own(shell, line, capsys):
+    assert exit_status("completion", shell) == 0
+    script = capsys.readouterr().out
+    assert line in script and "doctor" in script and "seconds" in script
