@@ -168,8 +168,7 @@ def make_choices(
     choices = []
     for storage in CHOICES:
         name = str(storage)
-        # A check changes no finite step.
-        trained = str(storage._replace(checked=storage.compute == HALF))
+        trained = str(storage._replace(checked=True))
         losses = [seed["validation_loss"][trained] for seed in accuracy["seeds"]]
         held = rows[first][name, False]
         choice = Choice(

@@ -89,6 +89,7 @@ class Storage(NamedTuple):
     def __str__(self) -> str:
         """All of it, as tables name it."""
         compute = "" if self.compute == HALF else ", float32 model"
+        # Training in float32 is checked by nobody.
         checked = "" if self.checked or self.compute == FLOAT32 else ", unchecked"
         return f"{self.optimizer_and_state}; {self.parameters}{compute}{checked}"
 
