@@ -113,9 +113,23 @@ def measure(
     return {name: found[name] for name in (*PARTS, "bytes accessed", "kernels")}
 
 
+def choices_for(device: str) -> list[Storage]:
+    """Return the ways that are compiled for a device.
+
+    For TPUs, 8 bits take minutes to compile, and save nothing during a step: one way
+    shows it.
+    """
+    if not targets.is_tpu(device):
+        return CHOICES
+    shown = Storage(state="float8")
+    return [choice for choice in CHOICES if choice.state != shown.state] + [shown]
+
+
 def measure_all(device: Device, sizes: dict[str, int]) -> list[dict[str, Any]]:
     """Return a row for each choice, without and with recomputation."""
-    pairs = [(storage, remat) for storage in CHOICES for remat in (False, True)]
+    pairs = [
+        (storage, remat) for storage in choices_for(device) for remat in (False, True)
+    ]
     return [
         {
             "storage": str(storage),
@@ -132,7 +146,8 @@ class Choice:
 
     Attributes:
       storage: the way.
-      peaks: of a device: the peaks without and with recomputation, bytes.
+      peaks: of each device for which it was compiled: the peaks without and with
+        recomputation, bytes.
       state_bytes: bytes a parameter, of parameters and optimiser state.
       loss: the validation loss of the small transformer, mean of the seeds.
       loss_range: the least and the greatest of the seeds.
@@ -146,6 +161,8 @@ class Choice:
 
     def beats(self, other: "Choice", device: str) -> bool:
         """Return whether it needs less memory on a device, for the same loss."""
+        if device not in self.peaks or device not in other.peaks:
+            return False
         is_smaller = self.peaks[device][True] < other.peaks[device][True]
         return is_smaller and self.loss <= SAME_LOSS * other.loss
 
@@ -164,7 +181,7 @@ def make_choices(
         device: {(row["storage"], row["remat"]): row for row in found}
         for device, found in results.items()
     }
-    first = next(iter(rows))
+    first = next(iter(rows))  # has all of them
     choices = []
     for storage in CHOICES:
         name = str(storage)
@@ -176,6 +193,7 @@ def make_choices(
             {
                 device: (found[name, False]["peak"], found[name, True]["peak"])
                 for device, found in rows.items()
+                if (name, False) in found
             },
             (held["parameters"] + held["optimizer state"]) / count,
             sum(losses) / len(losses),
@@ -190,7 +208,7 @@ DEVICES = {"h100": "H100", "v5e": "v5e"}
 
 def summarise(choices: list[Choice]) -> list[dict[str, str]]:
     """Return a table of the choices, numbered, with what beats each of them."""
-    rows = []
+    rows, devices = [], _devices(choices)
     for number, choice in enumerate(choices, 1):
         storage = choice.storage
         model = "float32" if storage.compute == FLOAT32 else "bf16"
@@ -201,18 +219,23 @@ def summarise(choices: list[Choice]) -> list[dict[str, str]]:
             "optimiser": storage.optimizer_and_state,
             "bytes a parameter": f"{choice.state_bytes:.2f}",
         }
-        for device, peaks in choice.peaks.items():
+        for device in devices:
+            peaks = choice.peaks.get(device, ())
             row[f"{DEVICES[device]}, GiB"] = " / ".join(
                 f"{x / 2**30:.1f}" for x in peaks
             )
         row["loss"] = f"{choice.loss:.4f}"
-        for device in choice.peaks:
+        for device in devices:
             beating = [
                 f"{i}" for i, x in enumerate(choices, 1) if x.beats(choice, device)
             ]
             row[f"beaten on {DEVICES[device]} by"] = _in_short(beating)
         rows.append(row)
     return rows
+
+
+def _devices(choices: list[Choice]) -> list[str]:
+    return [name for name in DEVICES if any(name in x.peaks for x in choices)]
 
 
 def _in_short(names: list[str]) -> str:
@@ -242,11 +265,11 @@ def draw(choices: list[Choice], title: str) -> Any:
     from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(10, 5.4), layout="constrained")
-    devices = list(choices[0].peaks)
+    devices = _devices(choices)
     all_axes = figure.subplots(1, len(devices), sharey=True, squeeze=False)[0]
     shown = [choice for choice in choices if choice.storage.checked]
     for axes, device in zip(all_axes, devices, strict=True):
-        for choice in shown:
+        for choice in (x for x in shown if device in x.peaks):
             storage, (low, high) = choice.storage, choice.loss_range
             style: Any = {
                 "color": _COLOURS[storage.weights],

@@ -139,6 +139,23 @@ def test_choices_are_sorted_by_the_first_device_and_have_the_losses_of_their_tra
     assert choices[0].state_bytes == 8
 
 
+def test_a_choice_that_is_not_compiled_for_a_device_has_no_peak_there():
+    assert memory.choices_for("h100") == CHOICES
+    on_tpu = memory.choices_for("v5e")
+    assert [x for x in on_tpu if x.state == "float8"] == [Storage(state="float8")]
+    kept = {str(x) for x in on_tpu}
+    rows = {
+        "h100": _rows(100),
+        "v5e": [row for row in _rows(200) if row["storage"] in kept],
+    }
+    choices = memory.make_choices(rows, 2**18, _accuracy({}))
+    table = memory.summarise(choices)
+    assert len(table) == len(CHOICES)
+    for choice, row in zip(choices, table, strict=True):
+        assert bool(row["v5e, GiB"]) == (str(choice.storage) in kept)
+        assert row["H100, GiB"]
+
+
 def test_the_table_says_what_beats_a_choice():
     one = memory.Choice(Storage(), {"h100": (4, 3)}, 12.0, 2.0, (1.9, 2.1))
     smaller = dataclasses.replace(one, peaks={"h100": (9, 2)}, loss=2.009)
