@@ -264,6 +264,8 @@ def optimizer_state() -> Rows:
         base = found[str(Storage()), False]
         for state in (FLOAT32, HALF, "float8"):
             storage = Storage(state=state)
+            if (str(storage), False) not in found:
+                continue
             kept, recomputed = (found[str(storage), remat] for remat in (False, True))
             count = result["settings"]["parameter count"]
             row = {

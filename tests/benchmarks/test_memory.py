@@ -142,7 +142,7 @@ def test_choices_are_sorted_by_the_first_device_and_have_the_losses_of_their_tra
 def test_a_choice_that_is_not_compiled_for_a_device_has_no_peak_there():
     assert memory.choices_for("h100") == CHOICES
     on_tpu = memory.choices_for("v5e")
-    assert [x for x in on_tpu if x.state == "float8"] == [Storage(state="float8")]
+    assert {x.state for x in on_tpu} == {"float32", "bfloat16"}
     kept = {str(x) for x in on_tpu}
     rows = {
         "h100": _rows(100),
