@@ -1,4 +1,4 @@
-"""The figures of the pages on formats, loss scaling, faults and memory, as SVG.
+"""The figures of the pages, as SVG.
 
     python -m benchmarks.figures              # `make figures`: write docs/images anew
     python -m benchmarks.figures --out out    # elsewhere
@@ -31,7 +31,7 @@ from matplotlib.ticker import FuncFormatter
 
 import jmp_lite as jmp
 from benchmarks import memory
-from benchmarks.common import plots
+from benchmarks.common import plots, result_figures
 from benchmarks.common.committed import load
 from examples.common.results import ROOT
 from jmp_lite.numerics import EXPONENTS, tree_stats
@@ -351,6 +351,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "loss_scale_steps.svg": draw_loss_scale,
     "memory.svg": draw_memory,
     "skipped_steps.svg": draw_skipped,
+    **result_figures.FIGURES,
 }
 
 
