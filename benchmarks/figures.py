@@ -1,4 +1,4 @@
-"""The figures of the pages on formats, loss scaling, training and memory, as SVG.
+"""The figures of the pages, as SVG.
 
     python -m benchmarks.figures              # `make figures`: write docs/images anew
     python -m benchmarks.figures --out out    # elsewhere
@@ -33,7 +33,7 @@ from matplotlib.ticker import FuncFormatter
 
 import jmp_lite as jmp
 from benchmarks import memory
-from benchmarks.common import plots
+from benchmarks.common import plots, result_figures
 from benchmarks.common.committed import load
 from examples.common import pages
 from examples.common.results import ROOT
@@ -386,6 +386,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "memory.svg": draw_memory,
     "skipped_steps.svg": draw_skipped,
     "ten_minutes.svg": draw_ten_minutes,
+    **result_figures.FIGURES,
 }
 
 
