@@ -73,7 +73,7 @@ notebook: $(VENV)/demo.stamp  ## Make examples/quickstart.ipynb of docs/ten_minu
 
 docs: $(VENV)/docs.stamp  ## Run the notebook, build docs/ into out/site; a broken link fails.
 	$(BIN)/python -m examples.make_notebook --run out/quickstart.ipynb
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 dist: .venv-release/stamp  ## Build the sdist and the wheel into dist/, and check them.
 	rm -rf dist
