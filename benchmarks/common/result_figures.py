@@ -48,7 +48,7 @@ def draw_losses() -> Figure:
         f"Running mean of the loss, mean and range of {seeds} seeds: "
         f"{_device('cpu/convergence.json')}"
     )
-    return convergence.draw(tasks, title, columns=2, points=32)
+    return convergence.draw(tasks, title, columns=2, points=40)
 
 
 def draw_overhead() -> Figure:
