@@ -4,7 +4,7 @@
     python -m benchmarks.figures --out out    # elsewhere
 
 Each is made of what it shows: of numbers that are rounded, of small trainings that take
-a second, or of committed results. The same code and versions write the same bytes.
+seconds, or of committed results. The same code and versions write the same bytes.
 """
 
 from benchmarks.common import compiled_tables  # first: it sets what JAX reads
@@ -13,8 +13,10 @@ from benchmarks.common import compiled_tables  # first: it sets what JAX reads
 from benchmarks.common import requirements  # noqa: F401 - what to install
 
 # ruff: isort: split
+import contextlib
 import math
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -34,6 +36,7 @@ import jmp_lite as jmp
 from benchmarks import memory
 from benchmarks.common import plots, result_figures
 from benchmarks.common.committed import load
+from examples.common import pages
 from examples.common.results import ROOT
 from jmp_lite.numerics import EXPONENTS, tree_stats
 
@@ -331,6 +334,37 @@ def draw_skipped(steps: int = 300) -> Figure:
     return figure
 
 
+# The page that trains on digits.
+
+
+def draw_ten_minutes() -> Figure:
+    """Draw the losses and loss scales that the code of `ten_minutes.md` computes."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        page = pages.run(ROOT / "docs" / "ten_minutes.md")  # it saves a figure
+    page["plt"].close("all")
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    styles = {
+        "float32": (plots.BLACK, "-"),
+        "bfloat16": (plots.GREEN, "--"),
+        "float16": (plots.BLUE, ":"),
+    }
+    for name, values in page["losses"].items():
+        color, style = styles[name]
+        top.plot(values, style, color=color, label=name, linewidth=1.4)
+    top.set_ylabel("training loss")
+    top.legend(fontsize=8)
+    scales = page["scales"]
+    bottom.step(range(len(scales)), scales, where="post", color=plots.BLUE)
+    _log2_axis(bottom)
+    bottom.set_ylabel("loss scale, float16")
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        plots.style_axes(axes)
+    figure.suptitle("An MLP on digits: training losses, and the loss scale of float16")
+    return figure
+
+
 # Memory.
 
 
@@ -352,6 +386,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "loss_scale_steps.svg": draw_loss_scale,
     "memory.svg": draw_memory,
     "skipped_steps.svg": draw_skipped,
+    "ten_minutes.svg": draw_ten_minutes,
     **result_figures.FIGURES,
 }
 

@@ -1,4 +1,4 @@
-"""What MkDocs adds to the pages: links out of docs/, the changelog, a check of names.
+"""What MkDocs adds: links out of docs/, where pages are edited, the changelog, a check.
 
 The build fails if a public name is not in the reference, is there twice, or has no
 docstring with an example. The sources are parsed, not imported.
@@ -26,8 +26,11 @@ _NAMES = re.compile(r"`(\w+)")
 
 
 def on_config(config: Any, **kwargs: Any) -> Any:
-    """Fail if the reference lacks something; MkDocs calls it."""
+    """Set where pages are edited; fail if the reference lacks something."""
     del kwargs
+    config["repo_url"] = repository()
+    config["repo_name"] = repository().rpartition("/")[2]
+    config["edit_uri"] = "edit/main/docs/"
     if faults := list(reference_faults()):
         from mkdocs.exceptions import PluginError  # the tests need no MkDocs
 
@@ -43,14 +46,22 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     # In docs/recipes/, such a link is `../../...`, and `../...` is another page.
     up = r"\.\./" * (page.file.src_uri.count("/") + 1)
     outside = re.compile(rf"\]\(\s*{up}([^)\s]+)\s*\)")
+    return outside.sub(lambda match: f"]({address(match[1])})", markdown)
+
+
+def repository() -> str:
+    """Return the address of the repository."""
     text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    repository = tomllib.loads(text)["project"]["urls"]["Repository"]
+    return tomllib.loads(text)["project"]["urls"]["Repository"]
 
-    def link(match: re.Match[str]) -> str:
-        kind = "raw" if match[1].endswith((".png", ".svg")) else "blob"
-        return f"]({repository}/{kind}/main/{match[1]})"
 
-    return outside.sub(link, markdown)
+def address(path: str) -> str:
+    """Return the address of a file of the repository; a notebook opens in Colab."""
+    if path.endswith(".ipynb"):
+        where = repository().removeprefix("https://github.com/")
+        return f"https://colab.research.google.com/github/{where}/blob/main/{path}"
+    kind = "raw" if path.endswith((".png", ".svg")) else "blob"
+    return f"{repository()}/{kind}/main/{path}"
 
 
 def reference_faults(root: Path = _ROOT) -> Iterator[str]:
