@@ -148,9 +148,10 @@ def draw(
         axes.set_title(TITLES[task], fontsize=10)
         smallest, largest = axes.dataLim.intervaly
         axes.set_yscale("log" if largest > 10 * smallest else "linear")
+        axes.minorticks_off()
         axes.set_xlabel("step")
+        axes.set_ylabel("training loss")
         plots.style_axes(axes)
-    panels[0].set_ylabel("training loss (running mean)")
     figure.legend(
         handles.values(),
         handles.keys(),
@@ -203,7 +204,7 @@ def main(
         console.print(rich_table(f"{TITLES[name]}, {result['steps']} steps", result))
     write_result(out / "convergence.json", settings, tasks=results)
     count = f"{seeds} seeds" if seeds > 1 else "1 seed"
-    figure = draw(results, f"Training losses, {count}")
+    figure = draw(results, f"Training losses, running means, {count}")
     figure.savefig(out / "convergence.png", dpi=110)
     plot_gradients(results, out / "convergence_gradients.png")
     console.print(

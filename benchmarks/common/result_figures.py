@@ -41,13 +41,14 @@ def draw_times() -> Figure:
 def draw_losses() -> Figure:
     """Draw the training losses of four tasks in each precision."""
     found = load("cpu/convergence.json")
-    tasks = {key: found["tasks"][key] for key in ("mlp", "tiny", "resnet", "transformer")}
+    names = "mlp", "tiny", "resnet", "transformer"
+    tasks = {name: found["tasks"][name] for name in names}
     seeds = found["settings"]["seeds"]
     title = (
-        f"Training losses: mean and range of {seeds} seeds; "
+        f"Running mean of the loss, mean and range of {seeds} seeds: "
         f"{_device('cpu/convergence.json')}"
     )
-    return convergence.draw(tasks, title, columns=2, points=80)
+    return convergence.draw(tasks, title, columns=2, points=40)
 
 
 def draw_overhead() -> Figure:
@@ -106,9 +107,9 @@ def _draw(
         _draw_ratios(panel, series, rows)
         panel.set_title(name, fontsize=10)
         panel.set_xlabel(label)
+        panel.set_ylabel("train step")
         plots.style_axes(panel, grid="x")
     axes[0].set_yticks(range(len(rows)), rows)
-    axes[0].set_ylabel(" ")
     axes[0].invert_yaxis()
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(
