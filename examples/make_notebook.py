@@ -1,7 +1,7 @@
 """Make examples/quickstart.ipynb of docs/ten_minutes.md, and run it.
 
-    python -m examples.make_notebook                           # `make notebook`: write it
-    python -m examples.make_notebook --run out/quickstart.ipynb  # run it, save what it shows
+    python -m examples.make_notebook             # `make notebook`: write it anew
+    python -m examples.make_notebook --run FILE  # run it, save what its cells show
 
 The page is the source: change it there. A paragraph below `<!-- page only -->` is left
 out, and so are figures, because the notebook draws its own. A cell that raises is an

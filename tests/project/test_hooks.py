@@ -20,7 +20,11 @@ REPOSITORY = make_notebook.repository()
 @pytest.mark.parametrize(
     ("page", "link", "expected"),
     [
-        ("a.md", "../CONTRIBUTING.md#run", f"{REPOSITORY}/blob/main/CONTRIBUTING.md#run"),
+        (
+            "a.md",
+            "../CONTRIBUTING.md#run",
+            f"{REPOSITORY}/blob/main/CONTRIBUTING.md#run",
+        ),
         ("b/a.md", "../../benchmarks", f"{REPOSITORY}/blob/main/benchmarks"),
         ("a.md", "../results/a.png", f"{REPOSITORY}/raw/main/results/a.png"),
         (
