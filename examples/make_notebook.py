@@ -112,8 +112,9 @@ def run(path: Path, out: Path) -> None:
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raises; it is saved up to there.
     """
-    import nbclient
-    import nbformat
+    # Of the extra `docs`.
+    import nbclient  # pyright: ignore[reportMissingImports]
+    import nbformat  # pyright: ignore[reportMissingImports]
 
     notebook = nbformat.read(path, as_version=4)
     out.parent.mkdir(parents=True, exist_ok=True)
