@@ -339,8 +339,13 @@ def draw_skipped(steps: int = 300) -> Figure:
 
 def draw_ten_minutes() -> Figure:
     """Draw the losses and loss scales that the code of `ten_minutes.md` computes."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        page = pages.run(ROOT / "docs" / "ten_minutes.md")  # it saves a figure
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),  # the page saves a figure
+        jax.numpy_dtype_promotion("standard"),  # as a reader runs it
+        jax.numpy_rank_promotion("allow"),
+    ):
+        page = pages.run(ROOT / "docs" / "ten_minutes.md")
     page["plt"].close("all")
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

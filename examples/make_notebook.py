@@ -1,7 +1,7 @@
 """Make examples/quickstart.ipynb of docs/ten_minutes.md, and run it.
 
-    python -m examples.make_notebook                           # `make notebook`: write it
-    python -m examples.make_notebook --run out/quickstart.ipynb  # run it, save what it shows
+    python -m examples.make_notebook             # `make notebook`: write it anew
+    python -m examples.make_notebook --run FILE  # run it, save what its cells show
 
 The page is the source: change it there. A paragraph below `<!-- page only -->` is left
 out, and so are figures, because the notebook draws its own. A cell that raises is an
@@ -112,8 +112,9 @@ def run(path: Path, out: Path) -> None:
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raises; it is saved up to there.
     """
-    import nbclient
-    import nbformat
+    # Of the extra `docs`.
+    import nbclient  # pyright: ignore[reportMissingImports]
+    import nbformat  # pyright: ignore[reportMissingImports]
 
     notebook = nbformat.read(path, as_version=4)
     out.parent.mkdir(parents=True, exist_ok=True)
