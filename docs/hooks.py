@@ -21,6 +21,8 @@ _PUBLIC = {
         for name in ("checkpoint", "linen", "nnx", "numerics")
     },
 }
+_PICTURES = (".png", ".svg")
+_COPIED = "images/outside"  # where pictures from outside docs/ are on the site
 _DIRECTIVE = re.compile(r"^::: (\S+)$", re.M)
 _NAMES = re.compile(r"`(\w+)")
 
@@ -38,15 +40,41 @@ def on_config(config: Any, **kwargs: Any) -> Any:
     return config
 
 
+def on_files(files: Any, *, config: Any, **kwargs: Any) -> Any:
+    """Take pictures outside docs/ into the site, so that it needs no other host."""
+    del kwargs
+    from mkdocs.structure.files import File
+
+    for page in files.documentation_pages():
+        outside = _outside(page.src_uri.count("/"))
+        for path in outside.findall(page.content_string):
+            copy = f"{_COPIED}/{path}"
+            if path.endswith(_PICTURES) and copy not in files.src_uris:
+                source = str(_ROOT / path)
+                files.append(File.generated(config, copy, abs_src_path=source))
+    return files
+
+
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     """Return a page with its links to files outside docs/ as URLs; MkDocs calls it."""
     del kwargs
     if page.file.src_uri == "changelog.md":
         markdown += (_ROOT / "CHANGELOG.md").read_text("utf-8").partition("\n")[2]
+    depth = page.file.src_uri.count("/")
+
+    def link(match: re.Match[str]) -> str:
+        if match[1].endswith(_PICTURES):
+            return f"]({'../' * depth}{_COPIED}/{match[1]})"
+        return f"]({address(match[1])})"
+
+    return _outside(depth).sub(link, markdown)
+
+
+def _outside(depth: int) -> re.Pattern[str]:
+    """Return what finds links out of docs/, on a page that many folders down."""
     # In docs/recipes/, such a link is `../../...`, and `../...` is another page.
-    up = r"\.\./" * (page.file.src_uri.count("/") + 1)
-    outside = re.compile(rf"\]\(\s*{up}([^)\s]+)\s*\)")
-    return outside.sub(lambda match: f"]({address(match[1])})", markdown)
+    up = r"\.\./" * (depth + 1)
+    return re.compile(rf"\]\(\s*{up}([^)\s]+)\s*\)")
 
 
 def repository() -> str:
@@ -60,8 +88,7 @@ def address(path: str) -> str:
     if path.endswith(".ipynb"):
         where = repository().removeprefix("https://github.com/")
         return f"https://colab.research.google.com/github/{where}/blob/main/{path}"
-    kind = "raw" if path.endswith((".png", ".svg")) else "blob"
-    return f"{repository()}/{kind}/main/{path}"
+    return f"{repository()}/blob/main/{path}"
 
 
 def reference_faults(root: Path = _ROOT) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Links out of docs/ go to the repository, and a notebook opens in Colab."""
+"""Links out of docs/ go to the repository, notebooks open in Colab."""
 
 import importlib.util
 import types
@@ -26,7 +26,8 @@ REPOSITORY = make_notebook.repository()
             f"{REPOSITORY}/blob/main/CONTRIBUTING.md#run",
         ),
         ("b/a.md", "../../benchmarks", f"{REPOSITORY}/blob/main/benchmarks"),
-        ("a.md", "../results/a.png", f"{REPOSITORY}/raw/main/results/a.png"),
+        ("a.md", "../results/a.png", "images/outside/results/a.png"),
+        ("b/a.md", "../../results/a.png", "../images/outside/results/a.png"),
         (
             *("a.md", "../examples/quickstart.ipynb"),
             make_notebook.colab("examples/quickstart.ipynb", REPOSITORY),
