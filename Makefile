@@ -25,8 +25,8 @@ UV = .venv-release/bin/uv
 LOWEST_TESTS ?= tests/checkpoint tests/flax tests/optimizers tests/training \
 	tests/numerics/test_plot.py tests/numerics/test_report.py tests/test_main.py
 
-.PHONY: help demo test test-full lint types pytest lowest programs tables figures docs \
-	dist dist-test format clean FORCE
+.PHONY: help demo test test-full lint types pytest lowest programs tables figures \
+	notebook docs dist dist-test format clean FORCE
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -68,8 +68,12 @@ tables: $(VENV)/demo.stamp  ## Write the tables of README and docs anew, from th
 figures: $(VENV)/demo.stamp  ## Draw the figures of docs/images anew that small programs make.
 	$(BIN)/python -m benchmarks.figures
 
-docs: $(VENV)/docs.stamp  ## Build the pages of docs/ into out/site; a broken link fails.
-	$(BIN)/python -m mkdocs build --strict --quiet
+notebook: $(VENV)/demo.stamp  ## Make examples/quickstart.ipynb of docs/ten_minutes.md anew.
+	$(BIN)/python -m examples.make_notebook
+
+docs: $(VENV)/docs.stamp  ## Run the notebook, build docs/ into out/site; a broken link fails.
+	$(BIN)/python -m examples.make_notebook --run out/quickstart.ipynb
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 dist: .venv-release/stamp  ## Build the sdist and the wheel into dist/, and check them.
 	rm -rf dist

@@ -101,8 +101,20 @@ def rich_table(title: str, result: dict[str, Any]) -> Table:
     return table
 
 
-def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
-    """Draw losses, a panel a task: the mean over seeds, in a band from low to high."""
+def draw(
+    results: dict[str, dict[str, Any]],
+    title: str,
+    columns: int = 3,
+    points: int | None = None,
+) -> Any:  # a Figure
+    """Draw losses, a panel a task: the mean over seeds, in a band from low to high.
+
+    Args:
+      results: the result of each task.
+      title: of the figure.
+      columns: how many panels stand beside each other, at most.
+      points: how many points a line has at most; None for all.
+    """
     from matplotlib.figure import Figure
 
     # float32 is drawn broad and first, so that no other line hides it.
@@ -112,7 +124,7 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
         "float16": {"color": plots.VERMILION, "linewidth": 1.6},
         UNSCALED: {"color": plots.GREEN, "linewidth": 1.8, "linestyle": (0, (1, 1))},
     }
-    columns = min(3, len(results))
+    columns = min(columns, len(results))
     rows = -(-len(results) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.2 * rows + 0.8), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -121,10 +133,11 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
     handles = {}
     for axes, (task, result) in zip(panels, results.items(), strict=False):
         window = max(1, result["steps"] // 20)
-        places = np.arange(window - 1, result["steps"])
+        stride = -(-result["steps"] // points) if points else 1
+        places = np.arange(window - 1, result["steps"])[::stride]
         for name, curves in result["runs"].items():
             smooth = [
-                np.convolve(curve["loss"], np.ones(window) / window, mode="valid")
+                np.convolve(curve["loss"], np.ones(window) / window, "valid")[::stride]
                 for curve in curves
             ]
             (line,) = axes.plot(places, np.mean(smooth, 0), **looks[name])
@@ -135,9 +148,10 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
         axes.set_title(TITLES[task], fontsize=10)
         smallest, largest = axes.dataLim.intervaly
         axes.set_yscale("log" if largest > 10 * smallest else "linear")
+        axes.minorticks_off()
         axes.set_xlabel("step")
+        axes.set_ylabel("training loss")
         plots.style_axes(axes)
-    panels[0].set_ylabel("training loss (running mean)")
     figure.legend(
         handles.values(),
         handles.keys(),
@@ -146,7 +160,7 @@ def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
         fontsize=9,
     )
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def plot_gradients(results: dict[str, dict[str, Any]], path: Path) -> None:
@@ -190,7 +204,8 @@ def main(
         console.print(rich_table(f"{TITLES[name]}, {result['steps']} steps", result))
     write_result(out / "convergence.json", settings, tasks=results)
     count = f"{seeds} seeds" if seeds > 1 else "1 seed"
-    plot(results, f"Training losses, {count}", out / "convergence.png")
+    figure = draw(results, f"Training losses, running means, {count}")
+    figure.savefig(out / "convergence.png", dpi=110)
     plot_gradients(results, out / "convergence_gradients.png")
     console.print(
         f"Means over {count}. Written: {out}/convergence.json, convergence.png and "

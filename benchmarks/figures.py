@@ -1,10 +1,10 @@
-"""The figures of the pages on formats, loss scaling, faults and memory, as SVG.
+"""The figures of the pages, as SVG.
 
     python -m benchmarks.figures              # `make figures`: write docs/images anew
     python -m benchmarks.figures --out out    # elsewhere
 
 Each is made of what it shows: of numbers that are rounded, of small trainings that take
-a second, or of committed results. The same code and versions write the same bytes.
+seconds, or of committed results. The same code and versions write the same bytes.
 """
 
 from benchmarks.common import compiled_tables  # first: it sets what JAX reads
@@ -13,7 +13,10 @@ from benchmarks.common import compiled_tables  # first: it sets what JAX reads
 from benchmarks.common import requirements  # noqa: F401 - what to install
 
 # ruff: isort: split
+import contextlib
 import math
+import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -31,8 +34,9 @@ from matplotlib.ticker import FuncFormatter
 
 import jmp_lite as jmp
 from benchmarks import memory
-from benchmarks.common import plots
+from benchmarks.common import plots, result_figures
 from benchmarks.common.committed import load
+from examples.common import pages
 from examples.common.results import ROOT
 from jmp_lite.numerics import EXPONENTS, tree_stats
 
@@ -330,18 +334,60 @@ def draw_skipped(steps: int = 300) -> Figure:
     return figure
 
 
+# The page that trains on digits.
+
+
+def draw_ten_minutes() -> Figure:
+    """Draw the losses and loss scales that the code of `ten_minutes.md` computes."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),  # the page saves a figure
+        jax.numpy_dtype_promotion("standard"),  # as a reader runs it
+        jax.numpy_rank_promotion("allow"),
+    ):
+        page = pages.run(ROOT / "docs" / "ten_minutes.md")
+    page["plt"].close("all")
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    styles = {
+        "float32": (plots.BLACK, "-"),
+        "bfloat16": (plots.GREEN, "--"),
+        "float16": (plots.BLUE, ":"),
+    }
+    for name, values in page["losses"].items():
+        color, style = styles[name]
+        top.plot(values, style, color=color, label=name, linewidth=1.4)
+    top.set_ylabel("training loss")
+    top.legend(fontsize=8)
+    scales = page["scales"]
+    bottom.step(range(len(scales)), scales, where="post", color=plots.BLUE)
+    _log2_axis(bottom)
+    bottom.set_ylabel("loss scale, float16")
+    bottom.set_xlabel("step")
+    for axes in (top, bottom):
+        plots.style_axes(axes)
+    figure.suptitle("An MLP on digits: training losses, and the loss scale of float16")
+    return figure
+
+
 # Memory.
 
 
 def draw_memory() -> Figure:
     """Draw the peaks of train steps against the losses of a small training."""
-    settings = load("h100-compiled/memory.json")["settings"]
-    title = (
-        f"A transformer of {settings['layers']} layers of width {settings['width']}, "
-        f"{settings['parameter count'] / 1e6:.0f} M parameters, "
-        f"{settings['batch']} × {settings['length']} tokens: compiled, not run"
+    titles = {
+        device: f"{name}: {_describe(load(f'{device}-compiled/memory.json'))}"
+        for device, name in memory.DEVICES.items()
+    }
+    return memory.draw(compiled_tables.storage_choices(), titles)
+
+
+def _describe(result: dict[str, Any]) -> str:
+    settings = result["settings"]
+    return (
+        f"{settings['layers']} layers of width {settings['width']}, "
+        f"{settings['parameter count'] / 1e6:.0f} M parameters"
     )
-    return memory.draw(compiled_tables.storage_choices(), title)
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
@@ -351,6 +397,8 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "loss_scale_steps.svg": draw_loss_scale,
     "memory.svg": draw_memory,
     "skipped_steps.svg": draw_skipped,
+    "ten_minutes.svg": draw_ten_minutes,
+    **result_figures.FIGURES,
 }
 
 
@@ -358,6 +406,12 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure as SVG, the same bytes for the same figure."""
     with matplotlib.rc_context({"svg.hashsalt": "jmp_lite"}):
         figure.savefig(path, metadata={"Date": None, "Creator": None})
+    drawn = path.read_text("utf-8")
+    # Lines to a hundredth of a point, and not to a millionth: half of the bytes.
+    drawn = re.sub(
+        r' d="[^"]*"', lambda line: re.sub(r"(\.\d\d)\d+", r"\1", line[0]), drawn
+    )
+    path.write_text(drawn, "utf-8")
 
 
 def main(

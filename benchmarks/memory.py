@@ -1,7 +1,7 @@
 """Where the memory of training goes, and what each way to save it costs.
 
     python -m benchmarks.memory --device h100
-    python -m benchmarks.memory --device v5e
+    python -m benchmarks.memory --device v5e --layers 2 --vocabulary 8192
 
 in the environment of programs-requirements.txt, which `make programs` makes.
 Compiles one train step of a transformer for each way to store parameters and optimiser
@@ -254,10 +254,14 @@ _MARKERS = {
 }
 
 
-def draw(choices: list[Choice], title: str) -> Any:
+def draw(choices: list[Choice], titles: dict[str, str]) -> Any:
     """Draw the peaks on each device against the validation losses.
 
     Those without a check are left out: they have the losses of those with one.
+
+    Args:
+      choices: those of `make_choices`.
+      titles: what was compiled, by device.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -279,7 +283,7 @@ def draw(choices: list[Choice], title: str) -> Any:
             axes.plot([kept], [choice.loss], fillstyle="none", **style)
             axes.plot([recomputed], [choice.loss], **style)
             axes.plot(2 * [recomputed], [low, high], color=plots.LIGHT_GREY, zorder=0)
-        axes.set_title(DEVICES[device], fontsize=10)
+        axes.set_title(titles[device], fontsize=10)
         axes.set_xlabel("peak memory of a train step, GiB")
         axes.set_ylabel("validation loss of a small transformer")
         axes.set_xlim(left=0)
@@ -303,7 +307,7 @@ def draw(choices: list[Choice], title: str) -> Any:
         entry("activations kept", color=plots.GREY, marker="o", fillstyle="none"),
     ]
     figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=9)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle("Ways to store a training: compiled, not run", fontsize=11)
     return figure
 
 

@@ -1,24 +1,159 @@
-"""What MkDocs changes in the pages: links out of docs/ go to the repository."""
+"""What MkDocs adds: links out of docs/, where pages are edited, the changelog, a check.
 
+The build fails if a public name is not in the reference, is there twice, or has no
+docstring with an example. The sources are parsed, not imported.
+"""
+
+import ast
 import re
 import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parent.parent
 
+_PUBLIC = {
+    "jmp_lite": "jmp_lite/__init__.py",
+    **{
+        f"jmp_lite.{name}": f"jmp_lite/{name}.py"
+        for name in ("checkpoint", "linen", "nnx", "numerics")
+    },
+}
+_PICTURES = (".png", ".svg")
+_COPIED = "images/outside"  # where pictures from outside docs/ are on the site
+_DIRECTIVE = re.compile(r"^::: (\S+)$", re.M)
+_NAMES = re.compile(r"`(\w+)")
+
+
+def on_config(config: Any, **kwargs: Any) -> Any:
+    """Set where pages are edited; fail if the reference lacks something."""
+    del kwargs
+    config["repo_url"] = repository()
+    config["repo_name"] = repository().rpartition("/")[2]
+    config["edit_uri"] = "edit/main/docs/"
+    if faults := list(reference_faults()):
+        from mkdocs.exceptions import PluginError  # the tests need no MkDocs
+
+        raise PluginError("\n".join(faults))
+    return config
+
+
+def on_files(files: Any, *, config: Any, **kwargs: Any) -> Any:
+    """Take pictures outside docs/ into the site, so that it needs no other host."""
+    del kwargs
+    from mkdocs.structure.files import File
+
+    for page in files.documentation_pages():
+        outside = _outside(page.src_uri.count("/"))
+        for path in outside.findall(page.content_string):
+            copy = f"{_COPIED}/{path}"
+            if path.endswith(_PICTURES) and copy not in files.src_uris:
+                source = str(_ROOT / path)
+                files.append(File.generated(config, copy, abs_src_path=source))
+    return files
+
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     """Return a page with its links to files outside docs/ as URLs; MkDocs calls it."""
     del kwargs
-    # In docs/recipes/, such a link is `../../...`, and `../...` is another page.
-    up = r"\.\./" * (page.file.src_uri.count("/") + 1)
-    outside = re.compile(rf"\]\(\s*{up}([^)\s]+)\s*\)")
-    text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    repository = tomllib.loads(text)["project"]["urls"]["Repository"]
+    if page.file.src_uri == "changelog.md":
+        markdown += (_ROOT / "CHANGELOG.md").read_text("utf-8").partition("\n")[2]
+    depth = page.file.src_uri.count("/")
 
     def link(match: re.Match[str]) -> str:
-        kind = "raw" if match[1].endswith((".png", ".svg")) else "blob"
-        return f"]({repository}/{kind}/main/{match[1]})"
+        if match[1].endswith(_PICTURES):
+            return f"]({'../' * depth}{_COPIED}/{match[1]})"
+        return f"]({address(match[1])})"
 
-    return outside.sub(link, markdown)
+    return _outside(depth).sub(link, markdown)
+
+
+def _outside(depth: int) -> re.Pattern[str]:
+    """Return what finds links out of docs/, on a page that many folders down."""
+    # In docs/recipes/, such a link is `../../...`, and `../...` is another page.
+    up = r"\.\./" * (depth + 1)
+    return re.compile(rf"\]\(\s*{up}([^)\s]+)\s*\)")
+
+
+def repository() -> str:
+    """Return the address of the repository."""
+    text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["project"]["urls"]["Repository"]
+
+
+def address(path: str) -> str:
+    """Return the address of a file of the repository; a notebook opens in Colab."""
+    if path.endswith(".ipynb"):
+        where = repository().removeprefix("https://github.com/")
+        return f"https://colab.research.google.com/github/{where}/blob/main/{path}"
+    return f"{repository()}/blob/main/{path}"
+
+
+def reference_faults(root: Path = _ROOT) -> Iterator[str]:
+    """Yield what is wrong with the public names and the pages that document them."""
+    pages = [root / "docs" / "reference.md", *(root / "docs").glob("reference/*.md")]
+    documented = Counter(
+        name for page in pages for name in _DIRECTIVE.findall(page.read_text("utf-8"))
+    )
+    public = {name: doc for name, doc in _public_names(root) if name not in _PUBLIC}
+    with_example = {
+        name.rpartition(".")[2] for name, doc in public.items() if ">>> " in doc
+    }
+    for name, doc in public.items():
+        if documented[name] != 1:
+            yield (
+                f"{name} is {documented[name]} times in docs/reference, expected once: "
+                f"`::: {name}`"
+            )
+        if not doc:
+            yield f"{name} has no docstring"
+        # The example of a function also shows the class that it returns.
+        is_class = name.rpartition(".")[2][0].isupper()
+        elsewhere = is_class and {*_NAMES.findall(doc)} & with_example
+        if doc and ">>> " not in doc and not elsewhere:
+            yield f"{name} has no example, and names no function that has one"
+    for name in documented:
+        if name not in public:
+            yield f"{name} is in docs/reference, but is not public"
+
+
+def _public_names(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the full name of everything in an `__all__`, and its docstring."""
+    for module, path in _PUBLIC.items():
+        tree = _parse(root / path)
+        names = next(
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__"
+        )
+        origins = {
+            alias.asname or alias.name: node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        }
+        for name in names:
+            full = f"{module}.{name}"
+            if full in _PUBLIC:
+                yield full, ""
+                continue
+            source = root / (origins[name].replace(".", "/") + ".py")
+            yield full, _docstring(_parse(source), name)
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _docstring(tree: ast.Module, name: str) -> str:
+    """Return the docstring of a name at the top of a module; "" if there is none."""
+    # Backwards: the overloads of a function stand above it.
+    for node, after in reversed([*zip(tree.body, [*tree.body[1:], None], strict=True)]):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return ast.get_docstring(node) or ""
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == name:
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                return str(after.value.value)
+    return ""

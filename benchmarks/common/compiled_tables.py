@@ -304,6 +304,20 @@ TABLES: dict[str, Callable[[], Rows]] = {
         ],
         [_BYTES, _PEAK, _KERNELS],
     ),
+    "programs_short": functools.partial(
+        over_by_hand,
+        "h100",
+        [
+            _autocast("transformer", "bfloat16"),
+            _autocast("transformer", "float16"),
+            Step("transformer", "float16", ADVISED),
+            _autocast("cnn", "bfloat16"),
+            Step("cnn", "float16", POLICY),
+            Step("cnn", "float16", ADVISED),
+            _scaled("transformer"),
+        ],
+        [_BYTES, _PEAK, _KERNELS],
+    ),
     "programs_v5e": functools.partial(
         over_by_hand,
         "v5e",

@@ -35,6 +35,7 @@ Rows = list[dict[str, str]]  # column to cell
 
 HALVES = ("bfloat16", "float16")
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
+WAYS = [Way(half, cast) for half in HALVES for cast in ("policy", "autocast", BY_HAND)]
 
 
 def percent(ratio: float, digits: int = 1) -> str:
@@ -118,7 +119,7 @@ def differences(*names: str) -> Rows:
 
 # The benchmarks that run.
 
-_PEERS = {
+PEERS = {
     OURS: "`scale_aware`",
     JMP: "jmp and `select_tree`",
     FLAX: "flax `DynamicScale`",
@@ -143,7 +144,7 @@ def overhead(optimizers: Iterable[str]) -> Rows:
                 for case in cases
             },
         }
-        for name, title in _PEERS.items()
+        for name, title in PEERS.items()
     ]
 
 
@@ -174,7 +175,7 @@ def overhead_of_leaves() -> Rows:
     ]
     return [
         {
-            "leaves": _PEERS[name],
+            "leaves": PEERS[name],
             **{f"{c['leaves']}": _overhead(c, name, compiling=True) for c in cases},
         }
         for name in (OURS, JMP, FLAX)
@@ -192,7 +193,8 @@ def _overhead(case: dict[str, Any], name: str, compiling: bool = False) -> str:
     return text
 
 
-def convergence() -> Rows:
+def convergence(skip: str = "none") -> Rows:
+    """Scores of each precision, without those whose title holds `skip`."""
     rows = []
     for task, key, title in (
         ("mlp", "final_loss", "digits, MLP: training loss"),
@@ -204,6 +206,8 @@ def convergence() -> Rows:
         ("resnet", "accuracy", "ResNet: accuracy, %"),
         ("transformer", "validation_loss", "transformer: validation loss"),
     ):
+        if skip in title:
+            continue
         runs = load("cpu/convergence.json")["tasks"][task]["runs"]
         full, row = mean_of(runs[BASELINE], key), {"": title}
         for name in RUNS:
@@ -238,11 +242,8 @@ def gradients_in_fp8() -> Rows:
 
 def train_step() -> Rows:
     models = load("cpu/train_step.json")["models"]
-    ways = [
-        Way(half, cast) for half in HALVES for cast in ("policy", "autocast", BY_HAND)
-    ]
     rows = []
-    for way in ways:
+    for way in WAYS:
         row = {"": f"{SHORT[way.precision]}, {way.cast}"}
         for model, result in models.items():
             found, base = result["rows"][str(way)], result["rows"]["float32"]
@@ -345,6 +346,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         for key in many_leaves.FIGURES
     },
     "convergence": convergence,
+    "convergence_losses": functools.partial(convergence, "accuracy"),
     "advised": measured_float16,
     "fp8_accuracy": scores_in_fp8,
     "storage_accuracy": losses_of_storage,

@@ -276,6 +276,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+"""Any loss scale: the type of what `loss_scale_for` returns."""
 
 
 def loss_scale_for(policy: Policy | PolicyMap | str) -> LossScale:

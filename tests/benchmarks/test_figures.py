@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from benchmarks import figures
 from examples.common.results import ROOT
 
-LARGEST = 100_000  # bytes: a page loads its figures at once
+LARGEST = 120_000  # bytes: a page loads its figures at once
 
 
 def faults(figure: Figure) -> list[str]:

@@ -157,7 +157,7 @@ def test_differences_are_those_of_means_and_of_seeds(monkeypatch):
 
 def test_a_peer_that_was_not_measured_is_said_to_be_so(monkeypatch):
     row = {"over_bare": [1.0, 1.25, 1.5], "compile_over_bare": 2.0}
-    names = set(measured_tables._PEERS) - {contenders.JMP}
+    names = set(measured_tables.PEERS) - {contenders.JMP}
     case = {
         **{"problem": "mlp", "optimizer": "adam", "batch": 16},
         "contenders": dict.fromkeys(names, row),

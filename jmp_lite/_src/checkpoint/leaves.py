@@ -15,7 +15,7 @@ from jmp_lite._src import compat, dtypes, trees
 
 
 class Cast(NamedTuple):
-    """The cast of a leaf.
+    """The cast of a leaf by `restore`.
 
     Attributes:
       from_dtype: the dtype that was saved.
@@ -29,7 +29,7 @@ class Cast(NamedTuple):
 
 
 class Casts(dict[str, Cast]):
-    """A dict of key path to `Cast`; `str` returns a table."""
+    """The casts of `restore`, a dict of key path to `Cast`; `str` returns a table."""
 
     def __str__(self) -> str:
         """Return a table with a line for each leaf."""

@@ -127,8 +127,19 @@ def save(
 def latest_step(folder: str | os.PathLike[str]) -> int | None:
     """Return the newest step in a folder, or None if it has no checkpoint.
 
+    Args:
+      folder: a folder that `save` writes into; it need not exist.
+
+    Returns:
+      The step, an int, or None.
+
     Raises:
       ValueError: the folder is a file.
+
+    Examples:
+      >>> import tempfile
+      >>> latest_step(tempfile.mkdtemp()) is None
+      True
     """
     return max(complete_steps(resolve_folder(folder)), default=None)
 

@@ -29,7 +29,7 @@ _SEVERITIES = ("error", "warning", "speed")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A hazard on one line of the user's code.
+    """A hazard on one line of the user's code, as `lint` finds it.
 
     Attributes:
       rule: the name of the rule.
@@ -66,7 +66,9 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class LintReport:
-    """The hazards of a program; its length is the number of findings.
+    """The hazards of a program, as `lint` returns them.
+
+    Its length is the number of findings.
 
     Attributes:
       findings: errors first, then warnings, then those of speed.

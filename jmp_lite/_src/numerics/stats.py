@@ -21,13 +21,14 @@ from jmp_lite._src import dtypes
 # The bins of a histogram; the first and the last hold all smaller and larger exponents.
 # All of float16 fits, and so do the gradients of real models.
 EXPONENTS = range(-64, 32)
+"""The exponents of a histogram of `value_stats`: magnitudes from 2**-64 to 2**32."""
 
 
 class ValueStats(NamedTuple):
     """Counts of what the numbers of an array become in a half dtype.
 
-    Every field is f32, so that the statistics of many steps add up without overflow;
-    counts are exact up to 2**24, and rounded to 24 bits above.
+    `value_stats` returns it. Every field is f32, so that the statistics of many steps
+    add up without overflow; counts are exact up to 2**24, and rounded to 24 bits above.
 
     Attributes:
       size: how many numbers there are, shape `[]`.

@@ -18,7 +18,10 @@ _POSSIBLE_CAUSES = (
 
 
 class TooManySkippedStepsError(RuntimeError):
-    """Too many consecutive steps were skipped: the run makes no progress."""
+    """Too many consecutive steps were skipped: the run makes no progress.
+
+    `check_skipped_steps` raises it.
+    """
 
 
 def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:

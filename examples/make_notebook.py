@@ -1,0 +1,149 @@
+"""Make examples/quickstart.ipynb of docs/ten_minutes.md, and run it.
+
+    python -m examples.make_notebook             # `make notebook`: write it anew
+    python -m examples.make_notebook --run FILE  # run it, save what its cells show
+
+The page is the source: change it there. A paragraph below `<!-- page only -->` is left
+out, and so are figures, because the notebook draws its own. A cell that raises is an
+error.
+"""
+
+from examples.common import requirements  # noqa: F401 - first: what to install
+
+# ruff: isort: split
+import json
+import posixpath
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from examples.common import pages
+from examples.common.results import ROOT
+
+PAGE = ROOT / "docs" / "ten_minutes.md"
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+
+# In Colab alone: elsewhere whoever starts a notebook has installed what it needs.
+_INSTALL = """\
+import sys
+
+if "google.colab" in sys.modules:
+    %pip install --quiet "jmp-lite[examples]\""""
+
+_LEFT_OUT = re.compile(r"^(?:<!-- page only -->\n(?:[^\n]+\n)+|!\[[^\n]*\n)\n?", re.M)
+_LINK = re.compile(r"(\]\()(?!https?:)([^)#]*)(#[^)]*)?\)")
+
+
+def repository() -> str:
+    """Return the address of the repository."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["project"]["urls"]["Repository"]
+
+
+def colab(path: str, repository: str) -> str:
+    """Return the address that opens a notebook of the repository in Colab."""
+    where = repository.removeprefix("https://github.com/")
+    return f"https://colab.research.google.com/github/{where}/blob/main/{path}"
+
+
+def make_notebook(page: str, name: str, repository: str) -> dict[str, Any]:
+    """Return a page of docs/ as a notebook.
+
+    Args:
+      page: its Markdown.
+      name: its file in docs/, to which its links are relative.
+      repository: where links go.
+
+    Returns:
+      The notebook, in Jupyter's format 4.5.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join("docs", match[2] or name))
+        return f"{match[1]}{repository}/blob/main/{path}{match[3] or ''})"
+
+    title, _, page = page.partition("\n")
+    url = colab(NOTEBOOK.relative_to(ROOT).as_posix(), repository)
+    badge = "https://colab.research.google.com/assets/colab-badge.svg"
+    text = _LINK.sub(link, _LEFT_OUT.sub("", page))
+    found = [
+        pages.Part("text", f"{title}\n\n[![Open in Colab]({badge})]({url})"),
+        pages.Part("python", _INSTALL),
+        *pages.parts(text),
+    ]
+    return {
+        "cells": [_cell(part, i) for i, part in enumerate(found)],
+        "metadata": {
+            "kernelspec": {
+                "display_name": "Python 3",
+                "language": "python",
+                "name": "python3",
+            },
+            "language_info": {"name": "python"},
+        },
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+
+
+def _cell(part: pages.Part, number: int) -> dict[str, Any]:
+    cell = {
+        "cell_type": "markdown",
+        "id": f"cell-{number}",
+        "metadata": {},
+        "source": part.source.splitlines(keepends=True),
+    }
+    if part.kind == "python":
+        cell |= {"cell_type": "code", "execution_count": None, "outputs": []}
+    return cell
+
+
+def to_json(notebook: dict[str, Any]) -> str:
+    """Return the text of a notebook's file."""
+    return json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def run(path: Path, out: Path) -> None:
+    """Run a notebook, and save it with what its cells show.
+
+    Raises:
+      nbclient.exceptions.CellExecutionError: a cell raises; it is saved up to there.
+    """
+    # Of the extra `docs`.
+    import nbclient  # pyright: ignore[reportMissingImports]
+    import nbformat  # pyright: ignore[reportMissingImports]
+
+    notebook = nbformat.read(path, as_version=4)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # What a cell writes lies beside the notebook that was run.
+    resources = {"metadata": {"path": str(out.parent)}}
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources=resources
+    )
+    try:
+        client.execute()
+    finally:
+        nbformat.write(notebook, out)
+
+
+def main(
+    run_into: Annotated[
+        Path | None,
+        typer.Option("--run", help="Run the notebook, and save the result here."),
+    ] = None,
+) -> None:
+    """Write the notebook anew, or run it."""
+    if run_into is not None:
+        run(NOTEBOOK, run_into)
+        print(run_into)
+        return
+    notebook = make_notebook(PAGE.read_text("utf-8"), PAGE.name, repository())
+    NOTEBOOK.write_text(to_json(notebook), encoding="utf-8")
+    print(NOTEBOOK)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,92 @@
+"""The notebook is what the page gives, and keeps what a notebook needs of it."""
+
+import ast
+import json
+
+import pytest
+
+from examples import make_notebook
+from examples.common import pages
+
+REPOSITORY = "https://github.com/someone/jmp_lite"
+PAGE = """\
+# Title
+
+Text with [a page](why.md#which), [a part](#code) and [elsewhere](https://e.org/a).
+
+<!-- page only -->
+Not in the notebook.
+
+<!-- page only -->
+```
+not this either
+```
+
+## Code
+
+```python
+x = 1
+
+y = x
+```
+
+![A figure](images/a.svg)
+
+```
+shown as it is
+```
+"""
+
+
+def sources(page: str) -> list[tuple[str, str]]:
+    notebook = make_notebook.make_notebook(page, "page.md", REPOSITORY)
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
+
+
+def test_the_committed_notebook_is_of_the_page():
+    page = make_notebook.PAGE.read_text("utf-8")
+    made = make_notebook.make_notebook(
+        page, make_notebook.PAGE.name, make_notebook.repository()
+    )
+    committed = make_notebook.NOTEBOOK.read_text("utf-8")
+    assert committed == make_notebook.to_json(made), "run `make notebook`"
+
+
+def test_cells_are_text_and_code_in_order():
+    where = f"{REPOSITORY}/blob/main/docs"
+    (_, title), (kind, install), *cells = sources(PAGE)
+    assert title.startswith("# Title\n\n[![Open in Colab](https://")
+    colab = "https://colab.research.google.com/github/someone/jmp_lite/blob/main"
+    assert title.endswith(f"]({colab}/examples/quickstart.ipynb)")
+    assert kind == "code" and 'if "google.colab" in sys.modules:\n    %pip' in install
+    text = (
+        f"Text with [a page]({where}/why.md#which), [a part]({where}/page.md#code) "
+        "and [elsewhere](https://e.org/a).\n\n## Code"
+    )
+    assert cells == [
+        ("markdown", text),
+        ("code", "x = 1\n\ny = x"),
+        ("markdown", "```\nshown as it is\n```"),
+    ]
+
+
+def test_a_notebook_has_what_its_format_wants():
+    notebook = json.loads(make_notebook.NOTEBOOK.read_text("utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = notebook["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code and all(
+        cell["outputs"] == [] and cell["execution_count"] is None for cell in code
+    )
+    for cell in code[1:]:  # the first has a command of IPython
+        ast.parse("".join(cell["source"]))
+
+
+def test_a_page_is_run_in_one_namespace(tmp_path):
+    (tmp_path / "page.md").write_text(PAGE, "utf-8")
+    found = pages.run(tmp_path / "page.md")
+    assert found["y"] == 1
+    (tmp_path / "page.md").write_text("```python\nraise KeyError(1)\n```\n", "utf-8")
+    with pytest.raises(KeyError):
+        pages.run(tmp_path / "page.md")

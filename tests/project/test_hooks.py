@@ -1,0 +1,51 @@
+"""Links out of docs/ go to the repository, notebooks open in Colab."""
+
+import importlib.util
+import types
+from pathlib import Path
+
+import pytest
+
+from examples import make_notebook
+
+ROOT = Path(__file__).parents[2]
+_SPEC = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+assert _SPEC and _SPEC.loader
+hooks = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(hooks)
+
+REPOSITORY = make_notebook.repository()
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "expected"),
+    [
+        (
+            "a.md",
+            "../CONTRIBUTING.md#run",
+            f"{REPOSITORY}/blob/main/CONTRIBUTING.md#run",
+        ),
+        ("b/a.md", "../../benchmarks", f"{REPOSITORY}/blob/main/benchmarks"),
+        ("a.md", "../results/a.png", "images/outside/results/a.png"),
+        ("b/a.md", "../../results/a.png", "../images/outside/results/a.png"),
+        (
+            *("a.md", "../examples/quickstart.ipynb"),
+            make_notebook.colab("examples/quickstart.ipynb", REPOSITORY),
+        ),
+        ("b/a.md", "../other.md", "../other.md"),
+        ("a.md", "images/a.svg", "images/a.svg"),
+    ],
+)
+def test_only_links_out_of_the_pages_change(page, link, expected):
+    file = types.SimpleNamespace(src_uri=page)
+    made = hooks.on_page_markdown(
+        f"[text]({link})", page=types.SimpleNamespace(file=file)
+    )
+    assert made == f"[text]({expected})"
+
+
+def test_pages_are_edited_in_the_repository():
+    config = hooks.on_config({})
+    assert config["repo_url"] == REPOSITORY
+    assert config["repo_name"] == REPOSITORY.rpartition("/")[2]
+    assert (ROOT / config["edit_uri"].removeprefix("edit/main/")).is_dir()

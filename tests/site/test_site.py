@@ -1,0 +1,331 @@
+"""The built pages in a browser: the way of a reader, and faults of every page.
+
+    make docs-test
+
+Headless Chromium and its driver must be installed (`apt-get install chromium
+chromium-driver`). `make test` does not come here. The pages lie in a folder for their
+version, as `mike` publishes them. Other hosts are out of reach: a page works without.
+
+    SITE_SHOTS=out/shots make docs-test       # also save pictures of some pages
+"""
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from selenium import webdriver  # pyright: ignore[reportMissingImports]
+from selenium.common.exceptions import (  # pyright: ignore[reportMissingImports]
+    StaleElementReferenceException,
+)
+from selenium.webdriver.common.by import By  # pyright: ignore[reportMissingImports]
+from selenium.webdriver.support.ui import (  # pyright: ignore[reportMissingImports]
+    WebDriverWait,
+)
+
+ROOT = Path(__file__).parents[2]
+BUILT = Path(os.environ.get("SITE", ROOT / "out" / "site"))
+PAGES = sorted(
+    str(path.parent.relative_to(BUILT)) for path in BUILT.glob("**/index.html")
+)
+WIDTHS = {"phone": 390, "desktop": 1280}
+SCHEMES = {"light": "default", "dark": "slate"}
+# The theme takes it from there for diagrams; without it, a page shows their source.
+ALLOWED = "https://unpkg.com/mermaid"
+PICTURED = (
+    *(".", "ten_minutes", "why", "recipes/plain_functions", "reference/autocast"),
+    *("benchmarks", "coming_from", "how/loss_scaling"),
+)
+
+
+class Server(NamedTuple):
+    address: str
+    """Of the home page, with `/` at the end."""
+    missing: list[str]
+    """What was asked for and is not there."""
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    missing: list[str]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        del format, args
+
+    def send_error(self, code: int, *args: Any, **kwargs: Any) -> None:
+        self.missing.append(f"{code} {self.path}")
+        super().send_error(code, *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve the pages in a folder, beside the list of versions that mike writes."""
+    assert PAGES, f"there are no pages in {BUILT}: run `make docs`"
+    root = tmp_path_factory.mktemp("published")
+    (root / "latest").symlink_to(BUILT)
+    versions = [{"version": "latest", "title": "latest", "aliases": []}]
+    (root / "versions.json").write_text(json.dumps(versions), "utf-8")
+    missing: list[str] = []
+    handler = type("Handler", (_Handler,), {"missing": missing})
+    found = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(handler, directory=str(root))
+    )
+    thread = threading.Thread(target=found.serve_forever)
+    thread.start()
+    yield Server(f"http://127.0.0.1:{found.server_port}/latest/", missing)
+    found.shutdown()
+    thread.join()
+    found.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            options.binary_location = found
+            break
+    else:
+        pytest.fail("there is no Chromium: apt-get install chromium chromium-driver")
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",  # CI runs as root, and these are our own pages
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = shutil.which("chromedriver")
+    service = webdriver.ChromeService(executable_path=driver) if driver else None
+    found = webdriver.Chrome(options=options, service=service)
+    found.set_page_load_timeout(60)
+    yield found
+    found.quit()
+
+
+def look(browser: Any, width: int, scheme: str = "light", height: int = 900) -> None:
+    """Set the width of the window, and the colours that the reader prefers."""
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {
+            **{"width": width, "height": height, "deviceScaleFactor": 1},
+            "mobile": width < 600,
+        },
+    )
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+
+def forget_colours(browser: Any, server: Server) -> None:
+    """Forget which colours were chosen: the theme keeps them."""
+    stored = {"origin": server.address, "storageTypes": "local_storage"}
+    browser.execute_cdp_cmd("Storage.clearDataForOrigin", stored)
+
+
+def wait(browser: Any, condition: Callable[[Any], Any], what: str) -> Any:
+    """Return what a condition gives, once it is true; the page may still change."""
+    changing = [StaleElementReferenceException]
+    return WebDriverWait(browser, 20, ignored_exceptions=changing).until(
+        condition, message=what
+    )
+
+
+def console_errors(browser: Any) -> list[str]:
+    """Return the errors and warnings since the last call."""
+    return [
+        entry["message"]
+        for entry in browser.get_log("browser")
+        if entry["level"] in ("SEVERE", "WARNING") and ALLOWED not in entry["message"]
+    ]
+
+
+def wide_parts(browser: Any, width: int) -> list[str]:
+    """Return what is cut off at the right, or makes the page scroll to the side.
+
+    The theme hides what is too wide for the page. A part may scroll by itself.
+    """
+    return browser.execute_script(
+        """
+        const width = arguments[0], found = [];
+        const scrolls = part => getComputedStyle(part).overflowX != "visible";
+        for (const part of document.querySelectorAll("body *")) {
+          const box = part.getBoundingClientRect();
+          if (!part.checkVisibility() || !box.width || box.right <= width + 1) continue;
+          let above = part.parentElement;
+          while (above != document.body && !scrolls(above)) above = above.parentElement;
+          if (above == document.body)
+            found.push(`${part.tagName}.${part.className} to ${box.right}: ` +
+                       part.textContent.trim().slice(0, 40));
+        }
+        return found.slice(0, 5);
+        """,
+        width,
+    )
+
+
+def click(browser: Any, part: Any) -> None:
+    """Click where a reader would; what the header hides is scrolled into view."""
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", part)
+    part.click()
+
+
+def click_link(browser: Any, where: str, text: str) -> None:
+    """Click the first link that is seen with this text, in a part of the page."""
+
+    def found(browser: Any) -> Any:
+        links = browser.find_elements(By.CSS_SELECTOR, f"{where} a")
+        seen = (link for link in links if link.is_displayed())
+        return next((link for link in seen if link.text.strip() == text), None)
+
+    click(browser, wait(browser, found, f"a link {text!r} in {where}"))
+
+
+def title(browser: Any) -> str:
+    heading = browser.find_element(By.CSS_SELECTOR, "article h1")
+    return heading.text.removesuffix("¶").strip()
+
+
+def test_a_reader_comes_from_home_to_a_recipe(browser: Any, server: Server) -> None:
+    look(browser, WIDTHS["desktop"])
+    browser.get(server.address)
+    assert title(browser) == "jmp_lite"
+    click_link(browser, "article", "Ten minutes")
+    wait(browser, lambda b: title(b).startswith("Ten minutes"), "the page")
+    click_link(browser, ".md-tabs", "Recipes")
+    wait(browser, lambda b: title(b) == "Recipes", "the page")
+    click_link(browser, "article", "Plain functions")
+    wait(browser, lambda b: title(b) == "Plain functions", "the page")
+    assert "scale_aware" in browser.find_element(By.TAG_NAME, "article").text
+
+
+def test_the_menu_of_a_phone_opens_and_leads_to_a_page(
+    browser: Any, server: Server
+) -> None:
+    look(browser, WIDTHS["phone"])
+    browser.get(server.address)
+    click(
+        browser, browser.find_element(By.CSS_SELECTOR, ".md-header label[for=__drawer]")
+    )
+    click_link(browser, ".md-sidebar--primary", "Ten minutes")
+    wait(browser, lambda b: title(b).startswith("Ten minutes"), "the page")
+
+
+def test_a_search_finds_pages_and_leads_to_one(browser: Any, server: Server) -> None:
+    look(browser, WIDTHS["desktop"])
+    browser.get(server.address)
+    field = browser.find_element(By.CSS_SELECTOR, ".md-search__input")
+    click(browser, field)
+    field.send_keys("loss scale")
+
+    def results(browser: Any) -> Any:
+        found = browser.find_elements(By.CSS_SELECTOR, ".md-search-result__item a")
+        return [item for item in found if item.is_displayed()]
+
+    first, *others = wait(browser, results, "results")
+    assert others and "loss scal" in first.text.lower()
+    first.click()
+    marked = wait(
+        browser, lambda b: b.find_elements(By.CSS_SELECTOR, "article mark"), "marks"
+    )
+    assert {mark.text.lower() for mark in marked} & {"loss", "scale"}
+
+
+def test_a_block_of_code_is_copied(browser: Any, server: Server) -> None:
+    look(browser, WIDTHS["desktop"])
+    browser.execute_cdp_cmd(
+        "Browser.grantPermissions",
+        {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]},
+    )
+    browser.get(server.address + "ten_minutes/")
+    blocks = browser.find_elements(By.CSS_SELECTOR, "article pre > code")
+    copy = "article [data-clipboard-target], article [data-md-type=copy]"
+    buttons = wait(
+        browser,
+        lambda b: (
+            (found := b.find_elements(By.CSS_SELECTOR, copy))
+            and len(found) == len(blocks)
+            and found
+        ),
+        f"a button for each of {len(blocks)} blocks",
+    )
+    click(browser, buttons[0])
+    read = "navigator.clipboard.readText().then(arguments[0])"
+    text = wait(browser, lambda b: b.execute_async_script(read), "a copy")
+    assert text.strip() == blocks[0].get_property("textContent").strip()
+
+
+def test_the_colours_are_those_that_the_reader_prefers_or_chooses(
+    browser: Any, server: Server
+) -> None:
+    def scheme() -> str:
+        return browser.find_element(By.TAG_NAME, "body").get_attribute(
+            "data-md-color-scheme"
+        )
+
+    for name, expected in SCHEMES.items():
+        look(browser, WIDTHS["desktop"], name)
+        forget_colours(browser, server)
+        browser.get(server.address)
+        wait(browser, lambda b, want=expected: scheme() == want, f"{name} colours")
+    toggles = browser.find_elements(By.CSS_SELECTOR, "label[for^=__palette_]")
+    next(toggle for toggle in toggles if toggle.is_displayed()).click()
+    wait(browser, lambda b: scheme() == SCHEMES["light"], "light colours")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) -> None:
+    browser.get_log("browser")
+    server.missing.clear()
+    address = server.address if page == "." else f"{server.address}{page}/"
+    for name, width in WIDTHS.items():
+        for scheme in SCHEMES if page in PICTURED else ("light",):
+            look(browser, width, scheme)
+            forget_colours(browser, server)
+            browser.get(address)
+            assert wide_parts(browser, width) == [], f"{name}, {scheme}"
+            if "SITE_SHOTS" in os.environ and page in PICTURED:
+                folder = Path(os.environ["SITE_SHOTS"])
+                folder.mkdir(parents=True, exist_ok=True)
+                stem = "home" if page == "." else page.replace("/", "-")
+                browser.save_screenshot(str(folder / f"{stem}-{name}-{scheme}.png"))
+    assert title(browser)
+    images = browser.execute_script(
+        "return [...document.images].filter(i => i.src.startsWith(arguments[0])"
+        " && i.complete && !i.naturalWidth).map(i => i.src)",
+        server.address,
+    )
+    assert images == []
+    assert console_errors(browser) == []
+    assert server.missing == []
+
+
+# The checks can fail.
+
+
+def test_faults_of_a_page_are_seen(browser: Any, server: Server) -> None:
+    look(browser, WIDTHS["phone"])
+    browser.get(server.address)
+    browser.get_log("browser")
+    server.missing.clear()
+    browser.execute_script(
+        """
+        const wide = document.createElement("p");
+        wide.style.width = "900px"; wide.textContent = "too wide";
+        document.body.append(wide);
+        const image = document.createElement("img");
+        image.src = "none.png"; document.body.append(image);
+        console.error("broken");
+        """
+    )
+    assert any("too wide" in part for part in wide_parts(browser, WIDTHS["phone"]))
+    wait(browser, lambda b: server.missing, "a missing picture")
+    assert server.missing == ["404 /latest/none.png"]
+    assert any("broken" in message for message in console_errors(browser))
+    browser.get(server.address + "no_such_page/")
+    assert server.missing[1:] == ["404 /latest/no_such_page/"]
