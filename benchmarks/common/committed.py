@@ -57,7 +57,7 @@ RESULTS: dict[str, str] = {
         # To compile for a TPU takes minutes for each row.
         for device, options in (
             ("h100", ""),
-            ("v5e", "--layers 2 --vocabulary 8192 "),
+            ("v5e", "--layers 2 --width 1024 --heads 8 --vocabulary 8192 "),
         )
     },
 }
