@@ -113,21 +113,28 @@ def measure(
     return {name: found[name] for name in (*PARTS, "bytes accessed", "kernels")}
 
 
-def choices_for(device: str) -> list[Storage]:
-    """Return the ways that are compiled for a device.
+def rows_for(device: str) -> list[tuple[Storage, bool]]:
+    """Return what is compiled for a device: choices, and whether layers are recomputed.
 
-    For TPUs, 8 bits take minutes to compile, and save nothing during a step.
+    For TPUs, where each takes a minute or more, these are the main choices, recomputed.
+    8 bits save nothing there during a step.
     """
     if not targets.is_tpu(device):
-        return CHOICES
-    return [choice for choice in CHOICES if choice.state != "float8"]
+        return [(storage, remat) for storage in CHOICES for remat in (False, True)]
+    is_main = {FLOAT32, HALF}  # the dtypes of the state
+    return [
+        (storage, True)
+        for storage in CHOICES
+        if storage.state in is_main
+        and (storage.checked or storage.compute == FLOAT32)
+        and (storage.state == FLOAT32 or storage.weights == FLOAT32)
+        and (storage.optimizer == ADAM or storage.compute == HALF)
+    ]
 
 
 def measure_all(device: Device, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """Return a row for each choice, without and with recomputation."""
-    pairs = [
-        (storage, remat) for storage in choices_for(device) for remat in (False, True)
-    ]
+    """Return a row for each of `rows_for`."""
+    pairs = rows_for(device)
     return [
         {
             "storage": str(storage),
@@ -144,15 +151,15 @@ class Choice:
 
     Attributes:
       storage: the way.
-      peaks: of each device for which it was compiled: the peaks without and with
-        recomputation, bytes.
+      peaks: of each device for which it was compiled: the peaks by whether layers are
+        recomputed, bytes.
       state_bytes: bytes a parameter, of parameters and optimiser state.
       loss: the validation loss of the small transformer, mean of the seeds.
       loss_range: the least and the greatest of the seeds.
     """
 
     storage: Storage
-    peaks: dict[str, tuple[int, int]]
+    peaks: dict[str, dict[bool, int]]
     state_bytes: float
     loss: float
     loss_range: tuple[float, float]
@@ -189,9 +196,9 @@ def make_choices(
         choice = Choice(
             storage,
             {
-                device: (found[name, False]["peak"], found[name, True]["peak"])
+                device: {r: found[name, r]["peak"] for r in remats}
                 for device, found in rows.items()
-                if (name, False) in found
+                if (remats := [r for r in (False, True) if (name, r) in found])
             },
             (held["parameters"] + held["optimizer state"]) / count,
             sum(losses) / len(losses),
@@ -218,9 +225,9 @@ def summarise(choices: list[Choice]) -> list[dict[str, str]]:
             "bytes a parameter": f"{choice.state_bytes:.2f}",
         }
         for device in devices:
-            peaks = choice.peaks.get(device, ())
+            peaks = choice.peaks.get(device, {})
             row[f"{DEVICES[device]}, GiB"] = " / ".join(
-                f"{x / 2**30:.1f}" for x in peaks
+                f"{x / 2**30:.1f}" for x in peaks.values()
             )
         row["loss"] = f"{choice.loss:.4f}"
         for device in devices:
@@ -279,9 +286,10 @@ def draw(choices: list[Choice], titles: dict[str, str]) -> Any:
                 "linestyle": "none",
                 "markersize": 7,
             }
-            kept, recomputed = (x / 2**30 for x in choice.peaks[device])
-            axes.plot([kept], [choice.loss], fillstyle="none", **style)
-            axes.plot([recomputed], [choice.loss], **style)
+            for remat, peak in choice.peaks[device].items():
+                fill = "full" if remat else "none"
+                axes.plot([peak / 2**30], [choice.loss], fillstyle=fill, **style)
+            recomputed = choice.peaks[device][True] / 2**30
             axes.plot(2 * [recomputed], [low, high], color=plots.LIGHT_GREY, zorder=0)
         axes.set_title(titles[device], fontsize=10)
         axes.set_xlabel("peak memory of a train step, GiB")

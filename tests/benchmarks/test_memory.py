@@ -131,7 +131,7 @@ def test_choices_are_sorted_by_the_first_device_and_have_the_losses_of_their_tra
     choices = memory.make_choices(rows, 2**18, _accuracy({best: 1.5}))
     assert [choice.storage for choice in choices] == CHOICES[::-1]
     last = 100 - 2 * len(CHOICES)
-    peaks = (last + 2) * 2**30, (last + 1) * 2**30
+    peaks = {False: (last + 2) * 2**30, True: (last + 1) * 2**30}
     assert choices[0].peaks["h100"] == peaks
     # Of one that is not checked, the loss is that of the checked one.
     assert choices[0].storage == best._replace(checked=False)
@@ -140,13 +140,12 @@ def test_choices_are_sorted_by_the_first_device_and_have_the_losses_of_their_tra
 
 
 def test_a_choice_that_is_not_compiled_for_a_device_has_no_peak_there():
-    assert memory.choices_for("h100") == CHOICES
-    on_tpu = memory.choices_for("v5e")
-    assert {x.state for x in on_tpu} == {"float32", "bfloat16"}
-    kept = {str(x) for x in on_tpu}
+    assert len(memory.rows_for("h100")) == 2 * len(CHOICES)
+    kept = {str(storage) for storage, remat in memory.rows_for("v5e") if remat}
+    assert len(kept) == len(memory.rows_for("v5e")) == 8
     rows = {
         "h100": _rows(100),
-        "v5e": [row for row in _rows(200) if row["storage"] in kept],
+        "v5e": [x for x in _rows(200) if x["storage"] in kept and x["remat"]],
     }
     choices = memory.make_choices(rows, 2**18, _accuracy({}))
     table = memory.summarise(choices)
@@ -156,10 +155,14 @@ def test_a_choice_that_is_not_compiled_for_a_device_has_no_peak_there():
         assert row["H100, GiB"]
 
 
+def _peaks(kept: int, recomputed: int) -> dict:
+    return {"h100": {False: kept, True: recomputed}}
+
+
 def test_the_table_says_what_beats_a_choice():
-    one = memory.Choice(Storage(), {"h100": (4, 3)}, 12.0, 2.0, (1.9, 2.1))
-    smaller = dataclasses.replace(one, peaks={"h100": (9, 2)}, loss=2.009)
-    worse = dataclasses.replace(one, peaks={"h100": (1, 1)}, loss=2.2)
+    one = memory.Choice(Storage(), _peaks(4, 3), 12.0, 2.0, (1.9, 2.1))
+    smaller = dataclasses.replace(one, peaks=_peaks(9, 2), loss=2.009)
+    worse = dataclasses.replace(one, peaks=_peaks(1, 1), loss=2.2)
     assert smaller.beats(one, "h100") and not one.beats(smaller, "h100")
     assert not worse.beats(one, "h100") and not one.beats(one, "h100")
     table = memory.summarise([worse, smaller, one])

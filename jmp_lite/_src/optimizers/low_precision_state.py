@@ -117,7 +117,7 @@ def low_precision_state(
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
-      dtype: `"bfloat16"` or `"float8"`.
+      dtype: `"bfloat16"`, or `"float8"`, for which `"int8"` is another name.
       key: a PRNG key, typed or raw; the default is `jax.random.key(0)`. Each step draws
         two integers from it. The noise of an element is a hash of them, of the leaf's
         number and of its own index.
@@ -400,6 +400,8 @@ def _parse_dtype(dtype: Any) -> str:
             name = np.dtype(dtype).name
         except TypeError:
             name = None
+    if name == "int8":  # what is stored are integers; users look for either name
+        name = "float8"
     if name not in _DTYPES:
         raise ValueError(f"Expected a dtype of the state of {_DTYPES}, got {dtype!r}.")
     return name
