@@ -1,7 +1,8 @@
-"""Where the memory of training goes, and what each way to save it costs.
+r"""Where the memory of training goes, and what each way to save it costs.
 
     python -m benchmarks.memory --device h100
-    python -m benchmarks.memory --device v5e --layers 2 --width 1024 --heads 8 --vocabulary 8192
+    python -m benchmarks.memory --device v5e --layers 2 --width 1024 --heads 8 \
+        --vocabulary 8192
 
 in the environment of programs-requirements.txt, which `make programs` makes.
 Compiles one train step of a transformer for each way to store parameters and optimiser
