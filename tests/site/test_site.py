@@ -124,8 +124,14 @@ def look(browser: Any, width: int, scheme: str = "light", height: int = 900) -> 
 
 def forget_colours(browser: Any, server: Server) -> None:
     """Forget which colours were chosen: the theme keeps them."""
-    stored = {"origin": server.address, "storageTypes": "local_storage"}
+    origin = server.address.removesuffix("/latest/")
+    stored = {"origin": origin, "storageTypes": "local_storage"}
     browser.execute_cdp_cmd("Storage.clearDataForOrigin", stored)
+
+
+def colours(browser: Any) -> str:
+    body = browser.find_element(By.TAG_NAME, "body")
+    return body.get_attribute("data-md-color-scheme")
 
 
 def wait(browser: Any, condition: Callable[[Any], Any], what: str) -> Any:
@@ -263,19 +269,14 @@ def test_a_block_of_code_is_copied(browser: Any, server: Server) -> None:
 def test_the_colours_are_those_that_the_reader_prefers_or_chooses(
     browser: Any, server: Server
 ) -> None:
-    def scheme() -> str:
-        return browser.find_element(By.TAG_NAME, "body").get_attribute(
-            "data-md-color-scheme"
-        )
-
     for name, expected in SCHEMES.items():
         look(browser, WIDTHS["desktop"], name)
         forget_colours(browser, server)
         browser.get(server.address)
-        wait(browser, lambda b, want=expected: scheme() == want, f"{name} colours")
+        wait(browser, lambda b, want=expected: colours(b) == want, f"{name} colours")
     toggles = browser.find_elements(By.CSS_SELECTOR, "label[for^=__palette_]")
     next(toggle for toggle in toggles if toggle.is_displayed()).click()
-    wait(browser, lambda b: scheme() == SCHEMES["light"], "light colours")
+    wait(browser, lambda b: colours(b) == SCHEMES["light"], "light colours")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -288,6 +289,7 @@ def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) ->
             look(browser, width, scheme)
             forget_colours(browser, server)
             browser.get(address)
+            assert colours(browser) == SCHEMES[scheme]
             assert wide_parts(browser, width) == [], f"{name}, {scheme}"
             if "SITE_SHOTS" in os.environ and page in PICTURED:
                 folder = Path(os.environ["SITE_SHOTS"])
