@@ -3,7 +3,7 @@
     make docs-test
 
 Headless Chromium and its driver must be installed (`apt-get install chromium
-chromium-driver`). `make test` does not come here. The pages lie in a folder for their
+chromium-driver`). `make test` does not collect this file. The pages lie in a folder for their
 version, as `mike` publishes them. Other hosts are out of reach: a page works without.
 
     SITE_SHOTS=out/shots make docs-test       # also save pictures of some pages
