@@ -3,8 +3,9 @@
     make docs-test
 
 Headless Chromium and its driver must be installed (`apt-get install chromium
-chromium-driver`). `make test` does not collect this file. The pages lie in a folder for their
-version, as `mike` publishes them. Other hosts are out of reach: a page works without.
+chromium-driver`). `make test` does not collect this file. The pages lie in a folder for
+their version, as `mike` publishes them. Other hosts are out of reach: a page works
+without.
 
     SITE_SHOTS=out/shots make docs-test       # also save pictures of some pages
 """
@@ -36,8 +37,9 @@ PAGES = sorted(
 )
 WIDTHS = {"phone": 390, "desktop": 1280}
 SCHEMES = {"light": "default", "dark": "slate"}
-# The theme takes it from there for diagrams; without it, a page shows their source.
-ALLOWED = "https://unpkg.com/mermaid"
+# What the theme takes from other hosts: what draws diagrams (without it, a page shows
+# their source), and the stars of the repository.
+ALLOWED = ("https://unpkg.com/mermaid", "https://api.github.com/repos/")
 PICTURED = (
     *(".", "ten_minutes", "why", "recipes/plain_functions", "reference/autocast"),
     *("benchmarks", "coming_from", "how/loss_scaling"),
@@ -123,7 +125,8 @@ def look(browser: Any, width: int, scheme: str = "light", height: int = 900) -> 
 
 
 def forget_colours(browser: Any, server: Server) -> None:
-    """Forget which colours were chosen: the theme keeps them."""
+    """Forget which colours were chosen: the theme keeps them, while a page is open."""
+    browser.get("about:blank")
     origin = server.address.removesuffix("/latest/")
     stored = {"origin": origin, "storageTypes": "local_storage"}
     browser.execute_cdp_cmd("Storage.clearDataForOrigin", stored)
@@ -147,7 +150,8 @@ def console_errors(browser: Any) -> list[str]:
     return [
         entry["message"]
         for entry in browser.get_log("browser")
-        if entry["level"] in ("SEVERE", "WARNING") and ALLOWED not in entry["message"]
+        if entry["level"] in ("SEVERE", "WARNING")
+        and not any(address in entry["message"] for address in ALLOWED)
     ]
 
 
@@ -270,8 +274,8 @@ def test_the_colours_are_those_that_the_reader_prefers_or_chooses(
     browser: Any, server: Server
 ) -> None:
     for name, expected in SCHEMES.items():
-        look(browser, WIDTHS["desktop"], name)
         forget_colours(browser, server)
+        look(browser, WIDTHS["desktop"], name)
         browser.get(server.address)
         wait(browser, lambda b, want=expected: colours(b) == want, f"{name} colours")
     toggles = browser.find_elements(By.CSS_SELECTOR, "label[for^=__palette_]")
@@ -286,8 +290,8 @@ def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) ->
     address = server.address if page == "." else f"{server.address}{page}/"
     for name, width in WIDTHS.items():
         for scheme in SCHEMES if page in PICTURED else ("light",):
-            look(browser, width, scheme)
             forget_colours(browser, server)
+            look(browser, width, scheme)
             browser.get(address)
             assert colours(browser) == SCHEMES[scheme]
             assert wide_parts(browser, width) == [], f"{name}, {scheme}"
