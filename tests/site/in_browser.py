@@ -301,6 +301,12 @@ def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) ->
                 stem = "home" if page == "." else page.replace("/", "-")
                 browser.save_screenshot(str(folder / f"{stem}-{name}-{scheme}.png"))
     assert title(browser)
+    paragraphs = browser.find_elements(By.CSS_SELECTOR, "article p")
+    texts = browser.execute_script(
+        "return arguments[0].map(p => p.textContent)", paragraphs
+    )
+    raw = ("::", "](", "<!--", "```")  # markup that nothing has read
+    assert [text for text in texts if any(mark in text for mark in raw)] == []
     images = browser.execute_script(
         "return [...document.images].filter(i => i.src.startsWith(arguments[0])"
         " && i.complete && !i.naturalWidth).map(i => i.src)",
