@@ -1,6 +1,6 @@
 """What mkdocstrings does to docstrings: `::` and an indented block become code.
 
-Python's tools read a docstring as reStructuredText, the pages as Markdown, where code is
+Docstrings are reStructuredText for Python, and Markdown for the pages: there, code is
 indented by four spaces.
 """
 
