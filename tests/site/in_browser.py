@@ -30,7 +30,6 @@ from selenium.webdriver.support.ui import (  # pyright: ignore[reportMissingImpo
     WebDriverWait,
 )
 
-ROOT = Path(__file__).parents[2]
 BUILT = Path(os.environ.get("SITE", ROOT / "out" / "site"))
 PAGES = sorted(
     str(path.parent.relative_to(BUILT)) for path in BUILT.glob("**/index.html")
@@ -340,4 +339,4 @@ def test_faults_of_a_page_are_seen(browser: Any, server: Server) -> None:
     assert server.missing == ["404 /latest/none.png"]
     assert any("broken" in message for message in console_errors(browser))
     browser.get(server.address + "no_such_page/")
-    assert server.missing[1:] == ["404 /latest/no_such_page/"]
+    assert "404 /latest/no_such_page/" in server.missing
