@@ -30,7 +30,7 @@ from selenium.webdriver.support.ui import (  # pyright: ignore[reportMissingImpo
     WebDriverWait,
 )
 
-BUILT = Path(os.environ.get("SITE", ROOT / "out" / "site"))
+BUILT = Path(os.environ.get("SITE", "out/site")).absolute()
 PAGES = sorted(
     str(path.parent.relative_to(BUILT)) for path in BUILT.glob("**/index.html")
 )
