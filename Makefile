@@ -21,12 +21,14 @@ BIN = $(VENV)/bin
 # What makes a release; uv also finds the oldest versions.
 RELEASE_TOOLS = build==1.6.1 twine==7.0.0 uv==0.13.9
 UV = .venv-release/bin/uv
+# What clicks through the pages; Chromium and its driver are the system's.
+DOCS_TEST_TOOLS = selenium==4.51.0
 # What uses other libraries than JAX.
 LOWEST_TESTS ?= tests/checkpoint tests/flax tests/optimizers tests/training \
 	tests/numerics/test_plot.py tests/numerics/test_report.py tests/test_main.py
 
 .PHONY: help demo test test-full lint types pytest lowest programs tables figures \
-	notebook docs dist dist-test format clean FORCE
+	notebook docs docs-test dist dist-test format clean FORCE
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -74,6 +76,9 @@ notebook: $(VENV)/demo.stamp  ## Make examples/quickstart.ipynb of docs/ten_minu
 docs: $(VENV)/docs.stamp  ## Run the notebook, build docs/ into out/site; a broken link fails.
 	$(BIN)/python -m examples.make_notebook --run out/quickstart.ipynb
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-test: docs $(VENV)/docs-test.stamp  ## Try the built pages in headless Chromium.
+	$(BIN)/python -m pytest -q --confcutdir=tests/site tests/site/in_browser.py $(PYTEST_ARGS)
 
 dist: .venv-release/stamp  ## Build the sdist and the wheel into dist/, and check them.
 	rm -rf dist
@@ -133,6 +138,10 @@ $(VENV)/docs.stamp: pyproject.toml Makefile $(VENV)/jax.txt
 
 .venv-release/stamp: Makefile | .venv-release/bin/python
 	@.venv-release/bin/python -m pip install --quiet $(RELEASE_TOOLS)
+	@touch $@
+
+$(VENV)/docs-test.stamp: $(VENV)/docs.stamp
+	@$(BIN)/python -m pip install --quiet --upgrade 'pytest>=9' $(DOCS_TEST_TOOLS)
 	@touch $@
 
 .venv-lowest/stamp: pyproject.toml Makefile .venv-release/stamp

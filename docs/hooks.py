@@ -114,6 +114,9 @@ def reference_faults(root: Path = _ROOT) -> Iterator[str]:
         elsewhere = is_class and {*_NAMES.findall(doc)} & with_example
         if doc and ">>> " not in doc and not elsewhere:
             yield f"{name} has no example, and names no function that has one"
+        # What stands before a colon would be shown as the type of the result.
+        if re.search(r"^Returns:\n[^\n]*:( |$)", doc, re.M):
+            yield f"{name} has a colon in the first line of its Returns"
     for name in documented:
         if name not in public:
             yield f"{name} is in docs/reference, but is not public"

@@ -77,7 +77,8 @@ def fp8_dot_general(
       **options: `out_sharding=None` is accepted, since `jnp.einsum` passes it.
 
     Returns:
-      The product: batch dimensions, free dimensions of `lhs`, those of `rhs`.
+      The product. It has the batch dimensions, the free dimensions of `lhs`, and those
+      of `rhs`.
 
     Raises:
       TypeError: an operand is not f32, bf16 or f16: for fp8 arrays it would need their

@@ -53,10 +53,10 @@ def dry_run(
       fp8_min_size: likewise.
 
     Returns:
-      A function of the arguments of `fun` that returns a `DryRunReport`: per operation
-      and per layer, ranges, the fractions that overflow, underflow or are subnormal in
-      the compute dtype, and the error relative to float32. The numbers of a loop are
-      those of all iterations.
+      A function of the arguments of `fun` that returns a `DryRunReport`. It has,
+      per operation and per layer, ranges, the fractions that overflow, underflow or are
+      subnormal in the compute dtype, and the error relative to float32. The numbers of
+      a loop are those of all iterations.
 
     Raises:
       TypeError: `fun` is not callable; in a call: an argument is an nnx module.

@@ -150,8 +150,8 @@ def track_nonfinite(
       fun: any JAX function.
 
     Returns:
-      A function that returns the result of `fun` and a `NonFiniteTracker`, a pytree:
-      it can be called in `jit`. Call `report()` of the tracker on the host.
+      A function that returns the result of `fun` and a `NonFiniteTracker`, a pytree.
+      It can be called in `jit`. Call `report()` of the tracker on the host.
 
     Raises:
       TypeError: `fun` is not callable; in a call: an argument is an nnx module; the

@@ -32,7 +32,7 @@ def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
         be traced: this function works inside `jit`.
 
     Returns:
-      A dict of scalars, shape `[]`: `loss_scale` (f32), `last_finite` (bool),
+      A dict of scalars, shape `[]`. It has `loss_scale` (f32), `last_finite` (bool),
       `skipped_steps` and `consecutive_skips` (int32). If there are several states, each
       name is prefixed with the key path of its state: `"generator/loss_scale"`.
 

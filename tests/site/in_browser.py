@@ -3,8 +3,9 @@
     make docs-test
 
 Headless Chromium and its driver must be installed (`apt-get install chromium
-chromium-driver`). `make test` does not come here. The pages lie in a folder for their
-version, as `mike` publishes them. Other hosts are out of reach: a page works without.
+chromium-driver`). `make test` does not collect this file. The pages lie in a folder for
+their version, as `mike` publishes them. Other hosts are out of reach: a page works
+without.
 
     SITE_SHOTS=out/shots make docs-test       # also save pictures of some pages
 """
@@ -29,15 +30,15 @@ from selenium.webdriver.support.ui import (  # pyright: ignore[reportMissingImpo
     WebDriverWait,
 )
 
-ROOT = Path(__file__).parents[2]
-BUILT = Path(os.environ.get("SITE", ROOT / "out" / "site"))
+BUILT = Path(os.environ.get("SITE", "out/site")).absolute()
 PAGES = sorted(
     str(path.parent.relative_to(BUILT)) for path in BUILT.glob("**/index.html")
 )
 WIDTHS = {"phone": 390, "desktop": 1280}
 SCHEMES = {"light": "default", "dark": "slate"}
-# The theme takes it from there for diagrams; without it, a page shows their source.
-ALLOWED = "https://unpkg.com/mermaid"
+# What the theme takes from other hosts: what draws diagrams (without it, a page shows
+# their source), and the stars of the repository.
+ALLOWED = ("https://unpkg.com/mermaid", "https://api.github.com/repos/")
 PICTURED = (
     *(".", "ten_minutes", "why", "recipes/plain_functions", "reference/autocast"),
     *("benchmarks", "coming_from", "how/loss_scaling"),
@@ -123,9 +124,16 @@ def look(browser: Any, width: int, scheme: str = "light", height: int = 900) -> 
 
 
 def forget_colours(browser: Any, server: Server) -> None:
-    """Forget which colours were chosen: the theme keeps them."""
-    stored = {"origin": server.address, "storageTypes": "local_storage"}
+    """Forget which colours were chosen: the theme keeps them, while a page is open."""
+    browser.get("about:blank")
+    origin = server.address.removesuffix("/latest/")
+    stored = {"origin": origin, "storageTypes": "local_storage"}
     browser.execute_cdp_cmd("Storage.clearDataForOrigin", stored)
+
+
+def colours(browser: Any) -> str:
+    body = browser.find_element(By.TAG_NAME, "body")
+    return body.get_attribute("data-md-color-scheme")
 
 
 def wait(browser: Any, condition: Callable[[Any], Any], what: str) -> Any:
@@ -141,7 +149,8 @@ def console_errors(browser: Any) -> list[str]:
     return [
         entry["message"]
         for entry in browser.get_log("browser")
-        if entry["level"] in ("SEVERE", "WARNING") and ALLOWED not in entry["message"]
+        if entry["level"] in ("SEVERE", "WARNING")
+        and not any(address in entry["message"] for address in ALLOWED)
     ]
 
 
@@ -263,19 +272,14 @@ def test_a_block_of_code_is_copied(browser: Any, server: Server) -> None:
 def test_the_colours_are_those_that_the_reader_prefers_or_chooses(
     browser: Any, server: Server
 ) -> None:
-    def scheme() -> str:
-        return browser.find_element(By.TAG_NAME, "body").get_attribute(
-            "data-md-color-scheme"
-        )
-
     for name, expected in SCHEMES.items():
-        look(browser, WIDTHS["desktop"], name)
         forget_colours(browser, server)
+        look(browser, WIDTHS["desktop"], name)
         browser.get(server.address)
-        wait(browser, lambda b, want=expected: scheme() == want, f"{name} colours")
+        wait(browser, lambda b, want=expected: colours(b) == want, f"{name} colours")
     toggles = browser.find_elements(By.CSS_SELECTOR, "label[for^=__palette_]")
     next(toggle for toggle in toggles if toggle.is_displayed()).click()
-    wait(browser, lambda b: scheme() == SCHEMES["light"], "light colours")
+    wait(browser, lambda b: colours(b) == SCHEMES["light"], "light colours")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -285,9 +289,10 @@ def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) ->
     address = server.address if page == "." else f"{server.address}{page}/"
     for name, width in WIDTHS.items():
         for scheme in SCHEMES if page in PICTURED else ("light",):
-            look(browser, width, scheme)
             forget_colours(browser, server)
+            look(browser, width, scheme)
             browser.get(address)
+            assert colours(browser) == SCHEMES[scheme]
             assert wide_parts(browser, width) == [], f"{name}, {scheme}"
             if "SITE_SHOTS" in os.environ and page in PICTURED:
                 folder = Path(os.environ["SITE_SHOTS"])
@@ -295,6 +300,12 @@ def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) ->
                 stem = "home" if page == "." else page.replace("/", "-")
                 browser.save_screenshot(str(folder / f"{stem}-{name}-{scheme}.png"))
     assert title(browser)
+    paragraphs = browser.find_elements(By.CSS_SELECTOR, "article p")
+    texts = browser.execute_script(
+        "return arguments[0].map(p => p.textContent)", paragraphs
+    )
+    raw = ("::", "](", "<!--", "```")  # markup that nothing has read
+    assert [text for text in texts if any(mark in text for mark in raw)] == []
     images = browser.execute_script(
         "return [...document.images].filter(i => i.src.startsWith(arguments[0])"
         " && i.complete && !i.naturalWidth).map(i => i.src)",
@@ -328,4 +339,4 @@ def test_faults_of_a_page_are_seen(browser: Any, server: Server) -> None:
     assert server.missing == ["404 /latest/none.png"]
     assert any("broken" in message for message in console_errors(browser))
     browser.get(server.address + "no_such_page/")
-    assert server.missing[1:] == ["404 /latest/no_such_page/"]
+    assert "404 /latest/no_such_page/" in server.missing
