@@ -227,8 +227,9 @@ def summarise(choices: list[Choice]) -> list[dict[str, str]]:
         }
         for device in devices:
             peaks = choice.peaks.get(device, {})
+            # Two digits of the smallest.
             row[f"{DEVICES[device]}, GiB"] = " / ".join(
-                f"{x / 2**30:.1f}" for x in peaks.values()
+                f"{x / 2**30:.{1 if x > 2**30 else 2}f}" for x in peaks.values()
             )
         row["loss"] = f"{choice.loss:.4f}"
         for device in devices:
