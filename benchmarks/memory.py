@@ -263,10 +263,14 @@ _MARKERS = {
 }
 
 
+def _colour(storage: Storage) -> str:
+    return plots.PURPLE if storage.compute == FLOAT32 else _COLOURS[storage.weights]
+
+
 def draw(choices: list[Choice], titles: dict[str, str]) -> Any:
     """Draw the peaks on each device against the validation losses.
 
-    Those without a check are left out: they have the losses of those with one.
+    Half precision without a check is left out: it has the losses of that with one.
 
     Args:
       choices: those of `make_choices`.
@@ -278,12 +282,12 @@ def draw(choices: list[Choice], titles: dict[str, str]) -> Any:
     figure = Figure(figsize=(10, 5.4), layout="constrained")
     devices = _devices(choices)
     all_axes = figure.subplots(1, len(devices), sharey=True, squeeze=False)[0]
-    shown = [choice for choice in choices if choice.storage.checked]
+    shown = [x for x in choices if x.storage.checked or x.storage.compute == FLOAT32]
     for axes, device in zip(all_axes, devices, strict=True):
         for choice in (x for x in shown if device in x.peaks):
             storage, (low, high) = choice.storage, choice.loss_range
             style: Any = {
-                "color": _COLOURS[storage.weights],
+                "color": _colour(storage),
                 "marker": _MARKERS[storage.optimizer, storage.state],
                 "linestyle": "none",
                 "markersize": 7,
@@ -302,19 +306,25 @@ def draw(choices: list[Choice], titles: dict[str, str]) -> Any:
     def entry(label, **style):
         return Line2D([], [], linestyle="none", label=label, **style)
 
-    parameters = {x.storage.weights: x.storage.parameters for x in shown}
+    parameters = {
+        _colour(x.storage): "all in float32"
+        if x.storage.compute == FLOAT32
+        else x.storage.parameters
+        for x in choices[::-1]
+    }
     optimizers = {
         (x.storage.optimizer, x.storage.state): x.storage.optimizer_and_state
         for x in shown
     }
     entries = [
-        *(entry(parameters[w], color=c, marker="o") for w, c in _COLOURS.items()),
+        *(entry(label, color=c, marker="o") for c, label in parameters.items()),
         *(
             entry(optimizers[o], color=plots.GREY, marker=m)
             for o, m in _MARKERS.items()
         ),
         entry("layers recomputed", color=plots.GREY, marker="o"),
         entry("activations kept", color=plots.GREY, marker="o", fillstyle="none"),
+        Line2D([], [], color=plots.LIGHT_GREY, label="range of the seeds"),
     ]
     figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=9)
     figure.suptitle("Ways to store a training: compiled, not run", fontsize=11)
