@@ -307,9 +307,9 @@ def draw(choices: list[Choice], titles: dict[str, str]) -> Any:
         return Line2D([], [], linestyle="none", label=label, **style)
 
     parameters = {
-        _colour(x.storage): "all in float32"
+        _colour(x.storage): "float32 model"
         if x.storage.compute == FLOAT32
-        else x.storage.parameters
+        else f"bf16 model; {x.storage.parameters}"
         for x in choices[::-1]
     }
     optimizers = {
