@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from examples.common import pages
+from examples.common.command import run_command
 from examples.common.results import ROOT
 
 PAGE = ROOT / "docs" / "ten_minutes.md"
@@ -146,4 +147,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)
