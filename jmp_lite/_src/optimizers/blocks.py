@@ -52,7 +52,8 @@ def encode(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
       or NaN has the scale NaN: all its numbers become NaN.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    largest = _reduce_blocks(bits & ~_SIGN, jnp.max)
+    magnitude = bits & ~_SIGN
+    largest = _reduce_blocks(magnitude, jnp.max)
     signed = _reduce_blocks(bits > _SIGN, jnp.any)  # -0.0 is no negative number
     scale = _scale(largest, signed)
     # The codes of the smallest and the largest number that are normal and finite.
@@ -68,8 +69,10 @@ def encode(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
     uniform = (noise >> 9).astype(jnp.float32) * jnp.float32(2**-23)
     code = jnp.where(uniform * (high - low) < ratio - low, code + 1, code)
     code = jnp.clip(code, _to_numbers(least, x), _to_numbers(most, x))
-    # XLA may flush subnormal numbers to zero: their bits are not.
-    code = jnp.where(bits & ~_SIGN == 0, 0, code).astype(jnp.int32)
+    # 0 for zero, else 1. A comparison with 0 would be one of floats, to the compiler:
+    # subnormal numbers would be zero.
+    is_number = ((magnitude + ~_SIGN) >> 31).astype(jnp.int32)
+    code = code.astype(jnp.int32) * is_number
     sign = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31  # 0 or -1
     code = ((code ^ sign) - sign).astype(jnp.uint8)
 
