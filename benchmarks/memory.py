@@ -42,6 +42,7 @@ from benchmarks.common.storage import (
     CHOICES,
     FLOAT32,
     HALF,
+    MAIN_CHOICES,
     MASTERS,
     REMAINDERS,
     STOCHASTIC,
@@ -122,15 +123,7 @@ def rows_for(device: str) -> list[tuple[Storage, bool]]:
     """
     if not targets.is_tpu(device):
         return [(storage, remat) for storage in CHOICES for remat in (False, True)]
-    is_main = {FLOAT32, HALF}  # the dtypes of the state
-    return [
-        (storage, True)
-        for storage in CHOICES
-        if storage.state in is_main
-        and (storage.checked or storage.compute == FLOAT32)
-        and (storage.state == FLOAT32 or storage.weights == FLOAT32)
-        and (storage.optimizer == ADAM or storage.compute == HALF)
-    ]
+    return [(storage, True) for storage in MAIN_CHOICES]
 
 
 def measure_all(device: Device, sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -221,8 +214,8 @@ def summarise(choices: list[Choice]) -> list[dict[str, str]]:
         row = {
             "": f"{number}",
             "model": model if storage.checked else f"{model}, unchecked",
-            "parameters": storage.parameters,
-            "optimiser": storage.optimizer_and_state,
+            "parameters": storage.params_title,
+            "optimiser": storage.optimizer_title,
             "bytes a parameter": f"{choice.state_bytes:.2f}",
         }
         for device in devices:
@@ -309,12 +302,11 @@ def draw(choices: list[Choice], titles: dict[str, str]) -> Any:
     parameters = {
         _colour(x.storage): "float32 model"
         if x.storage.compute == FLOAT32
-        else f"bf16 model; {x.storage.parameters}"
+        else f"bf16 model; {x.storage.params_title}"
         for x in choices[::-1]
     }
     optimizers = {
-        (x.storage.optimizer, x.storage.state): x.storage.optimizer_and_state
-        for x in shown
+        (x.storage.optimizer, x.storage.state): x.storage.optimizer_title for x in shown
     }
     entries = [
         *(entry(label, color=c, marker="o") for c, label in parameters.items()),

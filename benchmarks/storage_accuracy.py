@@ -152,8 +152,8 @@ def summarise(results: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
     for storage in RUNS:
         row = {
             "model": storage.compute,
-            "parameters": storage.parameters,
-            "optimiser": storage.optimizer_and_state,
+            "parameters": storage.params_title,
+            "optimiser": storage.optimizer_title,
         }
         for task, result in results.items():
             losses, by_seed = mean_losses(result), over_baseline(result, storage)

@@ -270,7 +270,7 @@ def optimizer_state() -> Rows:
             count = result["settings"]["parameter count"]
             cells = {
                 "device": title,
-                "optimiser": storage.optimizer_and_state,
+                "optimiser": storage.optimizer_title,
                 "state, bytes a parameter": f"{row['optimizer state'] / count:.2f}",
             }
             for name, key in (

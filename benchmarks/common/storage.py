@@ -71,7 +71,7 @@ class Storage(NamedTuple):
         return optax.with_extra_args_support(tx)
 
     @property
-    def parameters(self) -> str:
+    def params_title(self) -> str:
         """The parameters and their masters, as tables name them."""
         return {
             FLOAT32: "float32",
@@ -81,7 +81,7 @@ class Storage(NamedTuple):
         }[self.weights]
 
     @property
-    def optimizer_and_state(self) -> str:
+    def optimizer_title(self) -> str:
         """The optimiser and the dtype of its state, as tables name them."""
         states = {FLOAT32: "", HALF: ", bf16 state", "float8": ", 8-bit state"}
         return self.optimizer + states[self.state]
@@ -91,10 +91,8 @@ class Storage(NamedTuple):
         compute = "" if self.compute == HALF else ", float32 model"
         # Training in float32 is checked by nobody.
         checked = "" if self.checked or self.compute == FLOAT32 else ", unchecked"
-        return f"{self.optimizer_and_state}; {self.parameters}{compute}{checked}"
+        return f"{self.optimizer_title}; {self.params_title}{compute}{checked}"
 
-
-BASELINE = Storage(FLOAT32, checked=False)
 
 _ADAMS = [(ADAM, state) for state in (FLOAT32, HALF, "float8")]
 _PLAIN = [(ADAM, FLOAT32), (ADAFACTOR, FLOAT32)]
@@ -113,4 +111,14 @@ CHOICES: list[Storage] = [
         for weights in (FLOAT32, STOCHASTIC)
         for tx in _PLAIN
     ),
+]
+
+# Of each way to store parameters or state, the plainest.
+MAIN_CHOICES: list[Storage] = [
+    Storage(FLOAT32, checked=False),
+    Storage(),
+    Storage(state=HALF),
+    Storage(optimizer=ADAFACTOR),
+    *(Storage(weights=weights) for weights in WEIGHTS),
+    Storage(weights=STOCHASTIC, optimizer=ADAFACTOR),
 ]

@@ -141,6 +141,7 @@ def test_choices_are_sorted_by_the_first_device_and_have_the_losses_of_their_tra
 
 def test_a_choice_that_is_not_compiled_for_a_device_has_no_peak_there():
     assert len(memory.rows_for("h100")) == 2 * len(CHOICES)
+    assert set(storage.MAIN_CHOICES) <= set(CHOICES)
     kept = {str(storage) for storage, remat in memory.rows_for("v5e") if remat}
     assert len(kept) == len(memory.rows_for("v5e")) == 8
     rows = {

@@ -76,6 +76,22 @@ def test_a_number_goes_to_a_neighbour_and_is_right_on_average(signed):
     assert abs(went_up.mean() - 0.3) < 4 * deviation / np.sqrt(x.size)
 
 
+@pytest.mark.parametrize(
+    ("signed", "spacing", "octaves"), [(0, 0.04, 70), (1, 0.08, 61)]
+)
+def test_numbers_are_close_at_the_largest_and_reach_far_below_it(
+    signed, spacing, octaves
+):
+    for largest in np.linspace(1.0, 2.0, 64):
+        x = np.array([largest, 1e-38, -1e-38 if signed else 0.0], np.float32)
+        codes, scales = blocks.encode(jnp.asarray(x), _NEAREST)
+        grid = _decoded(bool(signed), abs(float(scales[0]))).astype(np.float64)
+        top = np.searchsorted(grid, _through(x)[0])
+        assert 1 - grid[top - 1] / grid[top] < spacing
+        assert grid[0] <= 2.0**-octaves * grid[top]
+        assert int(codes[0]) == top + 1
+
+
 def test_the_noise_of_each_code_is_as_wide_as_its_spacing():
     # From the smallest uniform number to the largest, a number goes up in its share.
     grid = _decoded(signed=False).astype(np.float64)

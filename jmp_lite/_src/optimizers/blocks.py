@@ -5,15 +5,16 @@ A number is the ninth power of its code, an integer, times the block's scale::
   all numbers of the block >= 0    number = (code / 128)**9 * scale    code 0 to 255
   with negative numbers            number = (code / 64)**9 * scale     code -127 to 127
 
-So the spacing of numbers, relative to the number, is 3.5 % at the largest number and
-doubles every 9 octaves; it is 7 % in a block with negative numbers. The numbers of a
-block reach over 72 octaves, or 63. Negative codes are in two's complement.
+So the spacing of numbers, relative to the number, is less than 4 % at the largest
+number and doubles every 9 octaves; it is less than 8 % in a block with negative
+numbers. The numbers of a block reach over 70 octaves, or 61. Negative codes are in
+two's complement.
 
 A number below the least becomes the least, so that no number becomes zero.
 
 To decode takes few operations, so that XLA fuses it into all that read a number. The
-scale is a power of two and every product of `decode` is rounded once, so each device
-and each kernel decodes to the same bits.
+scale is a power of two, and no product is part of a sum that could be rounded with it,
+so that each kernel decodes to the same bits.
 
 References:
   Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022
@@ -38,8 +39,9 @@ _TINY = np.finfo(np.float32).tiny  # the smallest normal number
 def encode(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Round numbers stochastically to 8 bits.
 
-    The mean of a rounded number is the number, with two exceptions: magnitudes below
-    the least of a block are rounded up, as are subnormal numbers.
+    The mean of a rounded number is the number, except at both ends: magnitudes below
+    the least of a block and subnormal numbers are rounded up, and those between the
+    last code that is finite and the largest of float32 are rounded down.
 
     Args:
       x: f32 `[..., n]`.

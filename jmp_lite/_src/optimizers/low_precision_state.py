@@ -1,11 +1,12 @@
 """Optimiser state in low precision: bfloat16 or 8 bits, rounded stochastically.
 
 Limits: the inner optimiser computes in float32. Under `jit`, XLA fuses this with the
-rounding. 8 bits need a pass for the scales, in which GPUs compute the new state once
-more, and TPUs write it in float32: 8 bits save memory there between updates, not during
-one. Without `jit`, all of the state is in float32 during an update. Only leaves in the
-shape of a parameter are stored in low precision: not the factors of `optax.adafactor`,
-the vector of `optax.flatten` or the memory of `optax.lbfgs`.
+rounding. 8 bits need a pass for the scales. A program for an H100 computes the new
+state twice for it; one for a TPU v5e writes it in float32, so that 8 bits save memory
+there between updates, not during one. Without `jit`, all of the state is in float32
+during an update. Only leaves in the shape of a parameter are stored in low precision:
+not the factors of `optax.adafactor`, the vector of `optax.flatten` or the memory of
+`optax.lbfgs`.
 """
 
 import dataclasses
@@ -97,11 +98,11 @@ def low_precision_state(
       s    = x rounded stochastically; bitwise unchanged where x == float32(s)
 
     `"float8"` is 8 bits a number and a float32 scale for each block of 256 numbers of
-    the last axis. A number is the ninth power of an integer times the scale: numbers
-    are spaced by 3.5 % at the block's largest one, by twice as much at each `2**-9` of
-    it, and reach down to `2**-72` of it; by 7 %, and down to `2**-63`, in a block with
-    negative numbers. No number becomes 0: the step of Adam would explode. One inf or
-    NaN makes its block NaN.
+    the last axis. A number is the ninth power of an integer times the scale. Numbers
+    are spaced by less than 4 % at the block's largest one and by twice as much at each
+    `2**-9` of it, down to `2**-70` of it; in a block with negative numbers, by less
+    than 8 %, down to `2**-61`. No number becomes 0: the step of Adam would explode. One
+    inf or NaN makes its block NaN.
 
     A leaf of the state is stored in low precision if it is float32, its key path ends
     in that of a parameter of its shape, it has at least `min_size` elements, and `init`

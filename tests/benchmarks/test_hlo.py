@@ -1,0 +1,217 @@
+"""What is counted in the text of compiled programs."""
+
+import pytest
+
+from benchmarks.common import hlo
+
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), \
+{1, 0}: (2, {}, must-alias) }, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
+
+%fused (p.1: f32[8,4]) -> f16[8,4] {
+  %p.1 = f32[8,4]{1,0} parameter(0)
+  %half.1 = f16[8,4]{1,0} convert(%p.1), metadata={op_name="jit(step)/convert (x)"}
+  ROOT %index.1 = s32[8,4]{1,0} convert(%half.1)
+}
+
+%branch (b: f32[8,4]) -> f32[8,4] {
+  %b = f32[8,4]{1,0} parameter(0)
+  ROOT %copied = f32[8,4]{1,0} copy(%b)
+}
+
+ENTRY %main (w: f32[8,4], t: s32[], m: f32[8,4]) -> (f32[8,4], f32[8,4]) {
+  %w = f32[8,4]{1,0:T(8,128)} parameter(0), sharding={replicated}
+  %t = s32[] parameter(1)
+  %m = f32[8,4]{1,0:T(8,128)} parameter(2)
+  %ahead = ((f32[8,4]{1,0}), f32[2,4]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%w)
+  %there = f32[2,4]{1,0:T(8,128)S(1)} slice-done(%ahead)
+  %half = f16[8,4]{1,0:T(8,128)(2,1)} fusion(%w, %there), kind=kLoop, calls=%fused
+  %next = s32[] add(%t, %t)
+  %start = (f16[8,4]{1,0}, f16[32,4]{1,0}) all-gather-start(%half), dimensions={0}
+  %all = f16[32,4]{1,0} all-gather-done(%start)
+  %sums = (f32[8,4]{1,0}, bf16[2,4]{1,0}) all-reduce(%w, %there), to_apply=%add
+  %sum = f32[8,4]{1,0} get-tuple-element(%sums), index=0
+  %chosen = f32[8,4]{1,0} conditional(%t, %sum, %m), branch_computations={%branch}
+  %told = () custom-call(%chosen), custom_call_target="xla_ffi_python_gpu_callback"
+  %names = f32[8,4]{1,0} custom-call(%chosen), custom_call_target="ConcatBitcast"
+  ROOT %out = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%chosen, %names)
+}
+"""
+
+
+def test_everything_in_the_text_of_a_program_is_counted():
+    counts = hlo.count(PROGRAM)
+    # fusion, conditional, callback: not names, a scalar's add, or what goes on beside
+    assert counts.kernels == 3
+    assert counts.casts == 1  # to f16, inside of the fusion; not the one to s32
+    assert counts.conditionals == 1
+    assert counts.host_transfers == 1
+    assert counts.aliased == 2
+    assert counts.collectives == {
+        "all-gather f16": 32 * 4 * 2,
+        "all-reduce bf16": 2 * 4 * 2,
+        "all-reduce f32": 8 * 4 * 4,
+    }
+    assert counts.collective_calls == {"all-gather": 1, "all-reduce": 1}
+    assert counts.products == {}
+
+
+def test_traffic_takes_a_slice_that_is_fetched_ahead_once():
+    entry = PROGRAM[PROGRAM.index("  %ahead") : PROGRAM.index("  %next")]
+    head = PROGRAM[: PROGRAM.index("  %ahead")]
+    # 32 bytes of the slice; w read and half written by the fusion.
+    assert hlo.count(head + entry).traffic == 2 * 4 * 4 + 8 * 4 * (4 + 2)
+
+
+def test_a_collective_is_no_kernel_and_its_bytes_are_those_it_leaves():
+    line = "  %x = bf16[16]{0} reduce-scatter(%y), dimensions={0}\n"
+    counts = hlo.count("HloModule m\nENTRY %main () -> bf16[16] {\n" + line + "}")
+    assert (counts.kernels, counts.collectives) == (0, {"reduce-scatter bf16": 32})
+
+
+@pytest.mark.parametrize(
+    ("shape", "left"),
+    [
+        ("((f32[16]{0}), f32[4]{0})", {"reduce-scatter f32": 16}),
+        (
+            "((f32[16]{0}, bf16[8]{0}), (f32[4]{0}, bf16[2]{0}))",
+            {"reduce-scatter bf16": 4, "reduce-scatter f32": 16},
+        ),
+    ],
+)
+def test_what_a_collective_reads_is_not_what_it_leaves(shape, left):
+    line = f"  %x = {shape} reduce-scatter-start(%y, %z), dimensions={{0}}\n"
+    text = "HloModule m\nENTRY %main () -> f32[4] {\n" + line + "}"
+    assert hlo.count(text).collectives == left
+
+
+def test_fp8_is_gathered_and_read_as_a_byte_each():
+    lines = (
+        "  %w = f8e4m3fn[16]{0} parameter(0)\n"
+        "  %g = f8e5m2[16]{0} copy(%w)\n"
+        "  %a = f8e4m3fn[64]{0} all-gather(%w), dimensions={0}\n"
+    )
+    counts = hlo.count("HloModule m\nENTRY %main () -> f8e4m3fn[64] {\n" + lines + "}")
+    assert counts.collectives == {"all-gather f8e4m3fn": 64}
+    assert counts.traffic == 16 + 16 + 16 + 64
+
+
+PRODUCTS = """\
+HloModule m
+
+%forward (a: f8e4m3fn[32,16], b: f8e4m3fn[16,64], s: f32[]) -> bf16[32,64] {
+  %a = f8e4m3fn[32,16]{1,0} parameter(0)
+  %b = f8e4m3fn[16,64]{1,0} parameter(1)
+  %s = f32[] parameter(2)
+  %dot.1 = f32[32,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}
+  ROOT %rounded = bf16[32,64]{1,0} convert(%dot.1)
+}
+
+%backward (g: f8e5m2[32,64], w: f8e4m3fn[16,64]) -> f32[32,16] {
+  %g = f8e5m2[32,64]{1,0} parameter(0)
+  %w = f8e4m3fn[16,64]{1,0} parameter(1)
+  %w.1 = f8e4m3fn[64,16]{0,1} transpose(%w), dimensions={1,0}
+  ROOT %dot.2 = f32[32,16]{1,0} dot(%g, %w.1), operand_precision={highest,highest}
+}
+
+%upcast (c: f8e4m3fn[32,16], d: f8e4m3fn[16,64]) -> f32[32,64] {
+  %c = f8e4m3fn[32,16]{1,0} parameter(0)
+  %c.1 = bf16[32,16]{1,0} convert(%c)
+  %d = f8e4m3fn[16,64]{1,0} parameter(1)
+  %d.1 = bf16[16,64]{1,0} convert(%d)
+  ROOT %dot.3 = f32[32,64]{1,0} dot(%c.1, %d.1), lhs_contracting_dims={1}
+}
+
+ENTRY %main (x: f8e4m3fn[32,16], y: f8e4m3fn[16,64], h: f16[32,16], s.1: f32[]) -> () {
+  %x = f8e4m3fn[32,16]{1,0} parameter(0)
+  %y = f8e4m3fn[16,64]{1,0} parameter(1)
+  %h = f16[32,16]{1,0} parameter(2)
+  %s.1 = f32[] parameter(3)
+  %one = bf16[32,64]{1,0} fusion(%x, %y, %s.1), kind=kCustom, calls=%forward
+  %two = f32[32,16]{1,0} fusion(%one, %y), kind=kCustom, calls=%backward
+  %three = f32[32,64]{1,0} fusion(%x, %y), kind=kCustom, calls=%upcast
+  %four = (f32[32,64]{1,0}, s8[64]{0}) custom-call(%x, %y, %s.1, %s.1), \
+custom_call_target="__cublas$lt$matmul$f8"
+  %five = (f32[32,32]{1,0}, s8[64]{0}) custom-call(%h, %h), \
+custom_call_target="__cublas$gemm"
+  %six = f32[8,8]{1,0} custom-call(%h), custom_call_target="__cusolver$cholesky"
+  %seven = f32[32,32]{1,0} convolution(%h, %h), dim_labels=bf_oi->bf
+  ROOT %out = () tuple()
+}
+"""
+
+
+def test_products_are_counted_by_what_they_read_and_not_by_what_was_cast():
+    found = hlo.count(PRODUCTS).products
+    assert found == {
+        "bf16 bf16": 1,
+        "f16 f16": 2,
+        "f8e4m3fn f8e4m3fn": 2,
+        "f8e5m2 f8e4m3fn": 1,
+    }
+    assert hlo.fp8_products(found) == 3
+    upcast = hlo.count(PRODUCTS.replace("f8e5m2", "bf16")).products
+    assert upcast["bf16 f8e4m3fn"] == 1
+    assert (
+        hlo.fp8_products(hlo.count(PRODUCTS.replace("f8e4m3fn", "f16")).products) == 1
+    )
+
+
+def test_a_collective_in_pieces_is_counted_once():
+    lines = [
+        f"  %{name} = f16[16]{{0}} all-gather(%y), channel_id={channel}\n"
+        for name, channel in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    text = "HloModule m\nENTRY %main () -> f16[16] {\n" + "".join(lines) + "}"
+    assert hlo.count(text).collectives == {"all-gather f16": 2 * 16 * 2}
+
+
+SUMS = """\
+HloModule m
+
+%add.1 (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %sum.1 = bf16[] add(%a, %b)
+}
+
+%add.2 (a.3: f32[], b.3: f32[]) -> f32[] {
+  %a.3 = f32[] parameter(0)
+  %b.3 = f32[] parameter(1)
+  ROOT %sum.2 = f32[] add(%a.3, %b.3)
+}
+
+%larger (a.2: bf16[], b.2: bf16[]) -> bf16[] {
+  %a.2 = bf16[] parameter(0)
+  %b.2 = bf16[] parameter(1)
+  ROOT %max.2 = bf16[] maximum(%a.2, %b.2)
+}
+
+%fused (x: bf16[8,4]) -> bf16[4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %zero = bf16[] constant(0)
+  ROOT %inner = bf16[4]{0} reduce(%x, %zero), dimensions={0}, to_apply=%add.1
+}
+
+ENTRY %main (h: bf16[8,4], w: f32[8,4], i: s32[8,1], z: bf16[]) -> bf16[4] {
+  %h = bf16[8,4]{1,0} parameter(0)
+  %w = f32[8,4]{1,0} parameter(1)
+  %i = s32[8,1]{1,0} parameter(2)
+  %z = bf16[] parameter(3)
+  %whole = f32[4]{0} reduce(%w, %z), dimensions={0}, to_apply=%add.2
+  %rounded = bf16[4]{0} reduce(%w, %z), dimensions={0}, to_apply=%add.2
+  %most = bf16[4]{0} reduce(%h, %z), dimensions={0}, to_apply=%larger
+  %rows = bf16[8,4]{1,0} scatter(%h, %i, %h), to_apply=%add.1
+  %set = bf16[8,4]{1,0} scatter(%h, %i, %h), to_apply=%larger
+  %pool = f16[4,4]{1,0} reduce-window(%h, %z), window={size=2x1}, to_apply=%add.1
+  %all = bf16[8,4]{1,0} all-reduce(%h), to_apply=%add.1
+  %back = bf16[8,4]{1,0} select-and-scatter(%h, %h, %z), select=%larger, scatter=%add.1
+  ROOT %out = bf16[4]{0} fusion(%h), kind=kInput, calls=%fused
+}
+"""
+
+
+def test_sums_in_half_are_counted_and_neither_maxima_nor_collectives():
+    # In the fusion, the scatter, the window and its transpose.
+    assert hlo.count(SUMS).half_sums == 4
+    assert hlo.count(SUMS.replace("bf16", "f32").replace("f16", "f32")).half_sums == 0
