@@ -142,6 +142,11 @@ $(VENV)/docs.stamp: pyproject.toml Makefile $(VENV)/jax.txt
 
 $(VENV)/docs-test.stamp: $(VENV)/docs.stamp
 	@$(BIN)/python -m pip install --quiet --upgrade 'pytest>=9' $(DOCS_TEST_TOOLS)
+	@which chromium chromium-browser google-chrome 2>/dev/null | grep -q . || { \
+		echo "Installing Chromium (apt-get) ..."; \
+		sudo=; test "$$(id -u)" = 0 || sudo=sudo; \
+		$$sudo apt-get -qq update && \
+		$$sudo apt-get -qq install -y chromium chromium-driver; }
 	@touch $@
 
 .venv-lowest/stamp: pyproject.toml Makefile .venv-release/stamp

@@ -39,7 +39,7 @@ def test_a_workflow_pins_its_actions_and_may_only_read(workflow: str) -> None:
     assert [action for action in used if not pinned.fullmatch(action)] == []
     assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
     granted = {name: job.get("permissions", {}) for name, job in jobs(workflow).items()}
-    allowed = {"publish": {"id-token": "write"}}
+    allowed = {"publish": {"id-token": "write"}, "pages": {"contents": "write"}}
     assert granted == {name: allowed.get(name, {}) for name in granted}
     assert all("timeout-minutes" in job for job in jobs(workflow).values())
 
@@ -55,6 +55,7 @@ def test_workflows_run_targets_of_the_makefile() -> None:
     expected = {
         "dist-test",
         "docs",
+        "docs-test",
         "lint",
         "lowest",
         "programs",

@@ -2,8 +2,8 @@
 
     make docs-test
 
-Headless Chromium and its driver must be installed (`apt-get install chromium
-chromium-driver`). `make test` does not collect this file. The pages lie in a folder for
+It needs Chromium and its driver, which `make docs-test` installs on Debian and Ubuntu
+where they are missing. `make test` does not collect this file. The pages lie in a folder for
 their version, as `mike` publishes them. Other hosts are out of reach: a page works
 without.
 

@@ -23,6 +23,7 @@ from jmp_lite._src.policy import Policy, PolicyMap
 # Matrix units take tiles of this many numbers; a dimension that is no multiple is
 # padded, or takes a slower path.
 _ALIGNMENT = 8
+_LOW = ("f16", "bf16", "f8")  # how the names of half dtypes and fp8 begin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +55,16 @@ class OpDecision:
     times: int
 
     @property
-    def is_half(self) -> bool:
-        """Whether it is changed by autocast at all."""
+    def is_lowered(self) -> bool:
+        """Whether autocast changes one of its dtypes."""
         return self.before != self.after
+
+    @property
+    def is_half(self) -> bool:
+        """Whether its floating operands are in half or fp8, by autocast or before."""
+        operands, _, _ = self.after.partition("->")
+        floating = [name for name in operands.split() if name.startswith(("f", "bf"))]
+        return bool(floating) and all(name.startswith(_LOW) for name in floating)
 
     @property
     def is_fp8(self) -> bool:
@@ -97,7 +105,8 @@ class AutocastReport:
     @property
     def kept(self) -> dict[str, int]:
         """How many operations stay in float32, by reason, most frequent first."""
-        reasons = Counter(r.reason for r in self.rows if r.reason and not r.is_half)
+        in_float32 = [row for row in self.rows if not (row.is_half or row.is_lowered)]
+        reasons = Counter(row.reason for row in in_float32 if row.reason)
         return dict(reasons.most_common())
 
     def table(self, *, every_op: bool = False) -> Any:
@@ -146,7 +155,7 @@ class AutocastReport:
                 row.primitive,
                 reports.short_line(row.line),
                 row.before,
-                row.after if row.is_half else "=",
+                row.after if row.is_lowered else "=",
                 flops,
                 aligned,
                 row.reason,
