@@ -2,10 +2,9 @@
 
     make docs-test
 
-It needs Chromium and its driver, which `make docs-test` installs on Debian and Ubuntu
-where they are missing. `make test` does not collect this file. The pages lie in a folder for
-their version, as `mike` publishes them. Other hosts are out of reach: a page works
-without.
+It needs Chromium and its driver, which `make docs-test` installs on Debian where they
+are missing. `make test` does not collect this file. The pages lie in a folder for their
+version, as `mike` publishes them. Other hosts are out of reach: a page works without.
 
     SITE_SHOTS=out/shots make docs-test       # also save pictures of some pages
 """
