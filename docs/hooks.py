@@ -1,4 +1,4 @@
-"""What MkDocs adds: links out of docs/, where pages are edited, the changelog, a check.
+"""What MkDocs adds: links out of docs/, the changelog, boxes of diagrams, a check.
 
 The build fails if a public name is not in the reference, is there twice, or has no
 docstring with an example. The sources are parsed, not imported.
@@ -68,6 +68,13 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
         return f"]({address(match[1])})"
 
     return _outside(depth).sub(link, markdown)
+
+
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """Return a page with its diagrams in boxes, which scroll on a phone."""
+    del kwargs
+    diagram = re.compile(r'<pre class="mermaid">.*?</pre>', re.S)
+    return diagram.sub(r'<div class="diagram">\g<0></div>', html)
 
 
 def _outside(depth: int) -> re.Pattern[str]:

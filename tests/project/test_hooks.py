@@ -44,6 +44,13 @@ def test_only_links_out_of_the_pages_change(page, link, expected):
     assert made == f"[text]({expected})"
 
 
+def test_a_diagram_is_in_a_box_and_no_other_code():
+    code, diagram = "<pre><code>a</code></pre>", '<pre class="mermaid">\na\n</pre>'
+    made = hooks.on_page_content(code + diagram + code + diagram, page=None)
+    box = f'<div class="diagram">{diagram}</div>'
+    assert made == code + box + code + box
+
+
 def test_pages_are_edited_in_the_repository():
     config = hooks.on_config({})
     assert config["repo_url"] == REPOSITORY
