@@ -1,5 +1,6 @@
 """A checkpoint brings back every bit, dtype, weak type and place of a state."""
 
+import datetime
 import json
 import os
 import socket
@@ -103,7 +104,7 @@ def test_numbers_and_what_is_no_array_come_back(tmp_path: Path) -> None:
         "of 64 bits, without x64": (np.float64(0.1), np.array([2**40])),
         "weakly typed": (jnp.full((2, 3), 0.5), jnp.asarray(3)),
         "empty": (jnp.zeros((0, 3)), np.zeros(0, np.int8)),
-        "objects": (jnp.tanh, "text", np.array(["text"])),
+        "objects": (jnp.tanh, optax.sgd),
     }
     restored = round_trip(tmp_path, state)
     objects, restored_objects = state.pop("objects"), restored.pop("objects")
@@ -463,3 +464,22 @@ def test_runs_that_are_killed_end_at_the_same_bits() -> None:
     assert (counts["kills"], counts["differences"]) == (6, 0)
     assert counts["mid_window"] > 0, out
     assert counts["after_skip"] > 0, out
+
+
+def test_text_and_bytes_are_restored_and_not_taken_from_like(tmp_path):
+    state = {"data": b'{"i": 100}\xff', "name": "schön", "w": jnp.ones(2)}
+    like = {"data": b'{"i": 0}', "name": "", "w": jnp.zeros(2)}
+    checkpoint.save(tmp_path, state, step=1)
+    restored = checkpoint.restore(tmp_path, like).state
+    assert restored["data"] == state["data"] and restored["name"] == state["name"]
+    for other in ({**like, "data": ""}, {**like, "name": 1}, {**like, "w": "text"}):
+        with pytest.raises(ValueError, match="does not match `like`"):
+            checkpoint.restore(tmp_path, other)
+
+
+def test_what_is_not_saved_is_told_but_for_functions(tmp_path):
+    state = {"f": jnp.tanh, "when": datetime.date(2026, 1, 2), "x": np.array(["text"])}
+    with pytest.warns(UserWarning, match="when .a date., x .a ndarray. is not saved"):
+        checkpoint.save(tmp_path, state, step=1)
+    like = {**state, "when": datetime.date(2025, 1, 2)}
+    assert checkpoint.restore(tmp_path, like).state["when"] == like["when"]

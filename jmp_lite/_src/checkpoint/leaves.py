@@ -3,6 +3,7 @@
 A spec can be stored as JSON. This module does not depend on Orbax.
 """
 
+import base64
 import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -47,12 +48,14 @@ class LeafSpec:
     """The specification of a leaf.
 
     Attributes:
-      kind: `"array"`, `"key"`, `"number"` (a Python scalar), or `"object"` (not saved).
-      dtype: the name of its dtype, or of the type of a Python scalar.
+      kind: `"array"`, `"key"`, `"number"` (a Python scalar), `"text"` (a string or
+        bytes), or `"object"` (not saved).
+      dtype: the name of its dtype, or of the Python type of a number or text.
       shape: its shape; the shape of a key array is that of its keys.
       weak_type: whether it is weakly typed.
       impl: the implementation of a PRNG key.
       crc32: the checksum of its bytes; None if no process holds all of them.
+      text: the string, or the bytes in base64.
     """
 
     kind: str
@@ -61,17 +64,22 @@ class LeafSpec:
     weak_type: bool = False
     impl: str | None = None
     crc32: int | None = None
+    text: str | None = None
 
     def __str__(self) -> str:
         """Return the dtype and shape, or the kind."""
         if self.kind in ("array", "key"):
             return f"{self.dtype}{self.shape}"
-        return f"a Python {self.dtype}" if self.kind == "number" else "no array"
+        return f"a Python {self.dtype}" if self.dtype else "no array"
 
 
 def describe(x: Any) -> LeafSpec:
     """Return the spec of a leaf: an array, `ShapeDtypeStruct` or donated array."""
     if not trees.is_array(x):
+        if isinstance(x, bytes):
+            return LeafSpec("text", "bytes", text=base64.b64encode(x).decode())
+        if isinstance(x, str):
+            return LeafSpec("text", "str", text=x)
         is_number = isinstance(x, bool | int | float | complex)
         return LeafSpec("number", type(x).__name__) if is_number else LeafSpec("object")
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -208,9 +216,12 @@ def empty_array(saved: LeafSpec, target: Any) -> Any:
 
 
 def to_target(array: Any, saved: LeafSpec, target: Any) -> Any:
-    """Convert a restored array to the target: a jax or NumPy array or a number."""
+    """Convert a restored leaf to the target: an array, a number, text or an object."""
     if saved.kind == "object":
         return target
+    if saved.text is not None:
+        is_bytes = saved.dtype == "bytes"
+        return base64.b64decode(saved.text) if is_bytes else saved.text
     if not trees.is_array(target) and saved.kind == "number":
         return array.item()
     if isinstance(target, np.ndarray | np.generic):

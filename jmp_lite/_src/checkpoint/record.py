@@ -7,6 +7,7 @@ computed while Orbax writes the arrays, and the record is written last.
 import concurrent.futures
 import dataclasses
 import json
+import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten
+from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten, summarize
 from jmp_lite._src.checkpoint.loss_scales import describe_loss_scales
 
 _FORMAT = 1
@@ -61,12 +62,16 @@ class RecordSave(ocp.args.CheckpointArgs):
 def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     """Return the arrays of a state by stored name, and a function for its record.
 
+    Warns of leaves that are not saved, but for functions.
+
     Raises:
       ValueError: two leaves have the same path, or a Python int has more than 64 bits.
     """
-    arrays, leaves, on_host = {}, {}, {}
+    arrays, leaves, on_host, lost = {}, {}, {}, []
     for path, x in flatten(state)[0].items():
         leaf = describe(x)
+        if leaf.kind == "object" and not callable(x):
+            lost.append(f"{path} (a {type(x).__name__})")
         if leaf.kind == "key":
             leaf = dataclasses.replace(leaf, impl=str(jax.random.key_impl(x)))
             x = jax.random.key_data(x)
@@ -76,6 +81,12 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
             arrays[stored_name(path)] = x
         leaves[path] = leaf
     loss_scales = describe_loss_scales(state)
+    if lost:
+        warnings.warn(
+            f"{summarize(lost)} is not saved: `restore` takes it from `like`. Numbers, "
+            "strings, bytes and arrays of numbers are saved.",
+            stacklevel=3,
+        )
 
     def make_record() -> dict[str, Any]:
         with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -117,7 +128,7 @@ def stored_name(path: str) -> str:
 def is_stored(leaf: LeafSpec) -> bool:
     """Return whether a leaf is stored as an array."""
     # Orbax does not save arrays without elements.
-    return leaf.kind != "object" and 0 not in leaf.shape
+    return leaf.kind not in ("object", "text") and 0 not in leaf.shape
 
 
 def crc32(array: np.ndarray) -> int:

@@ -1,12 +1,13 @@
 """Save and restore states with Orbax.
 
 A checkpoint is a folder `<step>` with two items: `record`, JSON with the spec of each
-leaf, and `state`, a flat dict of arrays by key path. Functions, strings and static
-fields are not saved; `restore` takes them from its argument `like`.
+leaf, and `state`, a flat dict of arrays by key path. Strings and bytes are in the
+record. Functions and static fields are not saved; `restore` takes them from its
+argument `like`.
 
 Limits: arrays that one process can address are copied to host memory once and have a
 checksum. For an array that spans processes, each process writes and reads its own
-shards, without a checksum. Other arrays are saved by the first process. Replacing a
+shards, without a checksum. Other leaves are saved by the first process. Replacing a
 step is not atomic on object stores, which cannot rename a folder atomically.
 """
 
@@ -75,7 +76,8 @@ def save(
     Args:
       folder: the folder for the checkpoints of one run; created if it does not exist;
         `~` is the home folder.
-      state: any pytree.
+      state: any pytree. Of a leaf that is no array of numbers, number, string, bytes or
+        function, a warning says that it is not saved.
       step: the step number, an integer of at least 0; the default is `state.step`.
       keep: how many checkpoints to keep, at least 1.
 
@@ -168,9 +170,9 @@ def restore(
     """Restore a state bitwise, including dtypes and weak types.
 
     Each leaf is restored as its counterpart in `like`: a jax array on the same devices,
-    a NumPy array or a Python number. Functions, static fields and the settings of a
-    loss scale are taken from `like`. Every process of a `jax.distributed` program must
-    call this function.
+    a NumPy array, a Python number, a string or bytes. Functions, static fields and the
+    settings of a loss scale are taken from `like`. Every process of a `jax.distributed`
+    program must call this function.
 
     Args:
       folder: the folder passed to `save`.
