@@ -51,6 +51,13 @@ class Setup(nn.Module):
         return self.named["head"](self.shared(self.encode(x)))
 
 
+def test_another_policy_replaces_that_of_a_model():
+    expected = with_policy(Setup(), "mixed_bfloat16")
+    assert (
+        with_policy(with_policy(Setup(), "mixed_float16"), "mixed_bfloat16") == expected
+    )
+
+
 def test_setup_style_and_shared_modules():
     model = with_policy(Setup(), PolicyMap("mixed_float16", {"named_head": "full"}))
     computes = {row.path: row.compute for row in explain(model, X).rows}

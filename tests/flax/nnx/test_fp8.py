@@ -191,19 +191,20 @@ def test_rules_turn_fp8_on_and_off():
 
 
 def test_a_rule_turns_off_what_another_policy_turned_on():
-    inner = with_policy(Mlp(nnx.Rngs(0)), "mixed_fp8")
+    inner = with_policy(Mlp(nnx.Rngs(0)), "mixed_fp8").model
     rule = jmp.PolicyMap("mixed_bfloat16", {".*head": "mixed_bfloat16"})
-    for model in (with_policy(inner, rule), with_policy(inner.model, rule)):
-        assert (fp8_products(model, X), all_products(model, X)) == (1, [HALF])
+    model = with_policy(inner, rule)
+    assert (fp8_products(model, X), all_products(model, X)) == (1, [HALF])
     rule = jmp.PolicyMap("mixed_fp8", {"": "mixed_bfloat16"})
     model = with_policy(inner, rule)
     expected = with_policy(Mlp(nnx.Rngs(0)), "mixed_bfloat16")(X)
     bitwise.assert_same(model(X), expected)
 
 
-def test_without_a_rule_it_stays_as_a_dtype_does():
-    inner = with_policy(Mlp(nnx.Rngs(0)), "mixed_fp8")
-    assert fp8_products(with_policy(inner, "mixed_bfloat16"), X) == 2
+def test_without_a_rule_it_stays_as_a_dtype_does_but_not_under_another_policy():
+    model = with_policy(Mlp(nnx.Rngs(0)), "mixed_fp8")
+    assert fp8_products(with_policy(model.model, "mixed_bfloat16"), X) == 2
+    assert fp8_products(with_policy(model, "mixed_bfloat16"), X) == 0
 
 
 def own(*operands: Any, **options: Any) -> Any:

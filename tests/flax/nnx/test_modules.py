@@ -120,6 +120,18 @@ def test_intermediates_are_captured():
     assert (h.shape, h.dtype) == ((2, 6, 2), jnp.float16)
 
 
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.large = nnx.Linear(256, 256, rngs=rngs)
+        self.embed = nnx.Embed(4, 256, rngs=rngs)
+        self.cell = nnx.SimpleCell(256, 8, rngs=rngs)
+        self.head = nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.large(x) + self.embed(jnp.zeros(len(x), jnp.int32))
+        return self.head(self.cell(jnp.zeros((len(x), 8)), x)[1])
+
+
 class Counting(nnx.Module):
     """Has a parameter of its own, drops by the streams it is given, and counts."""
 
@@ -180,6 +192,24 @@ def test_layers_stacked_by_vmap_and_run_by_scan_under_remat():
     np.testing.assert_allclose(model(X), Stacked(nnx.Rngs(0))(X), atol=0.02)
     grads = nnx.jit(nnx.grad(lambda model: model(X).sum()))(model)
     assert dtypes(grads) == {"float32"}
+
+
+@pytest.mark.filterwarnings("ignore:with_policy put no", "ignore:Matrix products in")
+@pytest.mark.filterwarnings("ignore:the default policy computes in half")
+@pytest.mark.parametrize("first", ["mixed_float16", "mixed_bfloat16", "mixed_fp8"])
+@pytest.mark.parametrize("second", ["mixed_float16", "mixed_bfloat16", "full"])
+@pytest.mark.parametrize("model_of", [Deep, Block, Wide])
+def test_another_policy_replaces_that_of_a_model(first, second, model_of):
+    rules = PolicyMap(first, {"": first})  # also overrides what the author set
+    given = with_policy(model_of(nnx.Rngs(0)), rules)
+    before = nnx.graphdef(given)
+    again = with_policy(given, second)
+    expected = with_policy(model_of(nnx.Rngs(0)), second)
+    assert again.explain() == expected.explain()
+    assert again.own_dtypes == expected.own_dtypes
+    x = jnp.ones((256, 256)) if model_of is Wide else X
+    assert str(jax.make_jaxpr(again)(x)) == str(jax.make_jaxpr(expected)(x))
+    assert nnx.graphdef(given) == before
 
 
 def test_split_and_merge_jit_and_vmap():

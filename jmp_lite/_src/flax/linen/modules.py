@@ -52,6 +52,8 @@ def with_policy(
       the output dtype of the default.
     - A module without parameters and without a rule is left alone.
 
+    A model that `with_policy` returned gets the policy in place of the one it has.
+
     The default policy does not override a `dtype` that the author of the model set on a
     module. A rule does, in the module that it matches and in all modules inside.
 
@@ -82,6 +84,8 @@ def with_policy(
       Haiku's `mixed_precision.set_policy`; Keras' `dtype` of a layer; TensorFlow 1's
       variable getters.
     """
+    if isinstance(module, PolicyModule):
+        module = module.module
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected a linen module, got {module!r}.")
     if module.scope is not None:

@@ -53,6 +53,8 @@ def with_policy(
     - Any other module gets its parameters in the compute dtype.
     - The outputs of the model have the output dtype of the default.
 
+    A model that `with_policy` returned gets the policy in place of the one it has.
+
     The default policy does not override a `dtype` that the author of the model set on a
     module. A rule does, in the module that it matches and in all modules inside. Warns
     if the compute dtype of the default policy is half, but no layer runs in it for that
@@ -88,7 +90,8 @@ def with_policy(
     if not isinstance(model, nnx.Module):
         raise TypeError(f"Expected an nnx module, got {model!r}.")
     policies = ModulePolicies(policy, classes or ())
-    model = nnx.clone(model)
+    has_policy = isinstance(model, PolicyModule)
+    model = _without_policy(model) if has_policy else nnx.clone(model)
     modules = _modules(model)
     own_dtypes = {path: _own_dtype(module) for path, module in modules.items()}
     resolved = policies.resolve(_classes(modules), own_dtypes)
@@ -265,6 +268,16 @@ def _own_dtype(module: nnx.Module) -> Any:
 def _has_dtype(module: nnx.Module) -> bool:
     """Return whether a module casts by itself, to its attribute `dtype`."""
     return "dtype" in vars(module)
+
+
+def _without_policy(model: PolicyModule) -> Any:
+    """Return a copy of the model as its author made it, but for param dtypes."""
+    copy = nnx.clone(model.model)
+    modules = _modules(copy)
+    for path, dtype in model.own_dtypes:
+        if _has_dtype(modules[path]):
+            modules[path].dtype = dtype
+    return copy
 
 
 def _set_dtypes(module: Any, of: ModulePolicy) -> None:
