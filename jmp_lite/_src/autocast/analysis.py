@@ -47,7 +47,6 @@ from jmp_lite._src.autocast.precision import (
     FLOAT32,
     HALF,
     INPUT,
-    INTEGER,
     NORMALIZED,
     NUMBER,
     OTHER,
@@ -258,9 +257,8 @@ class _Analysis:
             self.precision[var] = (
                 precision.of_constant(const, self.compute_dtype) if is_f32 else OTHER
             )
-        for var, of_input in zip(self.jaxpr.invars, ins, strict=True):
-            is_known = precision.is_f32(var) or of_input == INTEGER
-            self.precision[var] = of_input if is_known else OTHER
+        for var, given in zip(self.jaxpr.invars, ins, strict=True):
+            self.precision[var] = precision.of_input(var, given, self.compute_dtype)
 
     def _forward(self, uses: dict[Any, int]) -> None:
         """Decide on what is stale, in order, and on what reads results that changed."""

@@ -48,14 +48,17 @@ class Precision(enum.IntEnum):
     """An integer written in the program that the compute dtype can represent. Converted
     to float32, it is a NUMBER."""
 
+    STORED = enum.auto()
+    """An input in the compute dtype: a parameter that is stored in half. Converted to
+    float32, it is an INPUT."""
+
     OTHER = enum.auto()
     """Not float32: ignored."""
 
 
-HALF, NUMBER, BROADCAST, INPUT, STATISTIC, NORMALIZED, FLOAT32, INTEGER, OTHER = (
-    Precision
-)
-IGNORED = (INTEGER, OTHER)
+HALF, NUMBER, BROADCAST, INPUT = list(Precision)[:4]
+STATISTIC, NORMALIZED, FLOAT32, INTEGER, STORED, OTHER = list(Precision)[4:]
+IGNORED = (INTEGER, STORED, OTHER)
 
 
 class Use:
@@ -151,6 +154,20 @@ def fixed(var: Any, compute_dtype: Any) -> Precision | None:
     if compat.is_literal(var):
         return of_constant(var.val, compute_dtype)
     return None
+
+
+def of_input(var: Any, given: Precision, compute_dtype: Any) -> Precision:
+    """Return the precision of an input of a jaxpr.
+
+    Args:
+      var: the variable.
+      given: the precision of what it is given, INPUT for an argument of the function.
+      compute_dtype: the half dtype.
+    """
+    if is_f32(var) or given == INTEGER:
+        return given
+    is_stored = getattr(var.aval, "dtype", None) == compute_dtype
+    return STORED if is_stored and given in (INPUT, STORED) else OTHER
 
 
 def fixed_or_integer(var: Any, compute_dtype: Any) -> Precision | None:

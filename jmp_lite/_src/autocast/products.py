@@ -151,15 +151,19 @@ def why_not_fp8(eqn: Any, min_size: int) -> str:
     )
 
 
-def why_not_half(eqn: Any, ins: Sequence[Precision], is_filled_in: bool) -> str:
+def why_not_half(
+    eqn: Any, ins: Sequence[Precision], is_filled_in: bool, compute_dtype: Any
+) -> str:
     """Return why a product does not run in half, or "" if it does.
 
     Args:
       eqn: the product's equation.
       ins: the precision of each operand.
       is_filled_in: whether the caller set its `precision`, not the program.
+      compute_dtype: the half dtype. An operand may be in it already.
     """
-    if any(is_float(v) and not is_f32(v) for v in (*eqn.invars, *eqn.outvars)):
+    floats = [v for v in eqn.invars if is_float(v) and not is_f32(v)]
+    if any(v.aval.dtype != compute_dtype for v in floats) or not is_f32(eqn.outvars[0]):
         return "a dtype the program chose"
     if is_outer(eqn):
         return "an outer product: it sums nothing"

@@ -24,7 +24,9 @@ from jmp_lite._src.autocast.precision import (
     INTEGER,
     NORMALIZED,
     NUMBER,
+    OTHER,
     STATISTIC,
+    STORED,
     Precision,
     Use,
 )
@@ -111,8 +113,9 @@ class Rule:
           analysis: that of the jaxpr.
         """
         del uses, analysis
-        if list(ins) == [INTEGER] and info.is_f32 == (True,):
-            return self.keep(info, "")[0], [NUMBER]
+        converted = {(INTEGER,): NUMBER, (STORED,): INPUT}.get(tuple(ins))
+        if converted is not None and info.is_f32 == (True,):
+            return self.keep(info, "")[0], [converted]
         return self.keep(info, info.why_unchanged)
 
     def keep(self, info: EqnInfo, reason: str) -> Decision:
@@ -164,7 +167,9 @@ class _Half(Rule):
     name, is_product = "half", True
 
     def propagate(self, info, ins, uses, analysis):
-        why_not = products.why_not_half(info.eqn, ins, info.is_filled_in)
+        why_not = products.why_not_half(
+            info.eqn, ins, info.is_filled_in, analysis.compute_dtype
+        )
         if why_not:
             return UNCHANGED.keep(info, why_not)
         use = uses[0] & Use.DTYPE
@@ -390,7 +395,7 @@ class _SubJaxprs(Rule):
                 info.eqn,
                 body,
                 [
-                    FLOAT32 if k in body.fixed_in and ins[i] not in IGNORED else ins[i]
+                    _carried(ins[i]) if k in body.fixed_in else ins[i]
                     for k, i in enumerate(body.operands)
                 ],
                 [
@@ -403,6 +408,11 @@ class _SubJaxprs(Rule):
 
     def operand_uses(self, info, plan, use, analysis):
         return _uses_by_bodies(len(info.eqn.invars), info.bodies, plan.bodies)
+
+
+def _carried(first: Precision) -> Precision:
+    """Return the precision of an input of fixed dtype, which a loop may change."""
+    return OTHER if first in IGNORED else FLOAT32
 
 
 def _uses_by_bodies(
