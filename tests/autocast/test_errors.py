@@ -91,6 +91,8 @@ def test_rules_are_a_table() -> None:
 def test_what_is_no_function_is_refused(transform: Any) -> None:
     with pytest.raises(TypeError, match=r"expects a function, got 3\.0"):
         transform(3.0)
+    with pytest.raises(TypeError, match="It is no context manager"):
+        transform("mixed_float16")
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,19 @@ def test_a_collapse_says_the_scale_its_floor_and_where_to_look(loss_scale, scale
     check_skipped_steps(state, max_consecutive_skips=5)
 
 
+def test_a_traced_state_is_refused():
+    tx = scale_aware(optax.sgd(1.0))
+
+    @jax.jit
+    def step(params):
+        state = tx.init(params)
+        check_skipped_steps(state)
+        return state
+
+    with pytest.raises(TypeError, match="call it outside of jax.jit"):
+        step(jnp.ones(1))
+
+
 def test_one_finite_step_is_progress():
     state = _state_after([jnp.nan] * 3 + [1.0])
     assert int(state.skipped_steps) == 3

@@ -1,5 +1,14 @@
-"""Every Python block of the README and the docs runs, in order, as for a reader."""
+"""Every Python block of the README and the docs runs, in order, as for a reader.
 
+What a block prints is what the page says that it prints: in a comment behind
+`print(...)` or in comment lines after it, or in the quotation or plain block that
+follows. A comment may go on after `: ` or `, `.
+"""
+
+import ast
+import contextlib
+import io
+import itertools
 import re
 import sys
 import textwrap
@@ -16,10 +25,17 @@ _BLOCK = re.compile(
 )
 
 
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 def run_blocks(document: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a document's blocks in one namespace of its own; return how many there are.
 
     A line of a block keeps its number in the document, so a traceback points there.
+
+    Raises:
+      AssertionError: a block prints other than what the document says.
     """
     text = document.read_text(encoding="utf-8")
     # A module that can be looked up by name, as pickle and dataclasses do.
@@ -29,21 +45,56 @@ def run_blocks(document: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     for block in blocks:
         above = text.count("\n", 0, block.start("code"))
         code = "\n" * above + textwrap.dedent(block["code"])
-        exec(compile(code, str(document), "exec"), module.__dict__)
+        printed = ""
+        for statement in ast.parse(code).body:
+            part = ast.Module([statement], [])
+            with contextlib.redirect_stdout(io.StringIO()) as stream:
+                exec(compile(part, str(document), "exec"), module.__dict__)
+            printed = stream.getvalue()
+            said = _said_in_comments(code.splitlines(), statement)
+            where = f"{document.name}:{statement.end_lineno}"
+            assert not said or _is_printed(printed, said), f"{where}: {printed!r}"
+        said = _AFTER.match(text, block.end())
+        if printed and said:
+            assert _is_printed(printed, said[0]), f"after {where}: {printed!r}"
     return len(blocks)
 
 
-# The README says in short what the pages say at length.
-_CASES = [
-    pytest.param(path, id=path.name, marks=[pytest.mark.full] if i else [])
-    for i, path in enumerate(DOCUMENTS)
-]
+_AFTER = re.compile(r"\n*(?:(?:^> .*\n)+|^```\n.*?^```$)", re.M | re.S)
+
+
+def _said_in_comments(lines: list[str], statement: ast.stmt) -> str:
+    """Return the comments on what a statement prints, or ""."""
+    end = statement.end_lineno or 0
+    last = lines[end - 1]
+    if not re.match(r"\s*print\(", last) and "print(" not in ast.unparse(statement):
+        return ""
+    behind = re.search(r"\)  # (.*)$", last)
+    if behind:
+        return behind[1]
+    after = itertools.takewhile(lambda line: line.startswith("# "), lines[end:])
+    return "\n".join(line.removeprefix("# ") for line in after)
+
+
+def _is_printed(printed: str, said: str) -> bool:
+    """Return whether a text is what was printed, or that with an explanation after it.
+
+    White space does not count, nor do the names of files and the numbers of lines.
+    """
+
+    def plain(text: str) -> str:
+        text = re.sub(r"^(> |```)", "", text, flags=re.M)
+        text = re.sub(r"[\w./-]+\.(?:md|py):\d+", "FILE", text)
+        return "".join(text.split())
+
+    got, want = plain(printed), plain(said)
+    return got == want or want.startswith((f"{got}:", f"{got},"))
 
 
 # A reader runs them under JAX's defaults, with models of third parties in them.
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore:Matrix products in fp8")  # slow on the CPU
-@pytest.mark.parametrize("document", _CASES)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_document_code_runs(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +110,7 @@ _PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", _PAGES, ids=_name)
 def test_links_and_pictures_of_a_page_are_there(page: Path) -> None:
     links = _LINK.findall(page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -82,6 +133,30 @@ def test_blocks_share_a_namespace_and_other_fences_are_left_alone(
         encoding="utf-8",
     )
     assert run_blocks(document, monkeypatch) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ("```python\nprint(1)  # 1\n```\n", True),
+        ("```python\nprint(1)  # 1: the first\n```\n", True),
+        ("```python\nprint(1)  # 10\n```\n", False),
+        ("```python\nprint(1)\n# 2\n```\n", False),
+        ("```python\nfor i in (1, 2):\n    print(i, 3)\n# 1 3\n# 2 3\n```\n", True),
+        ("```python\nfor i in (1, 2):\n    print(i)\n# 1\n# 3\n```\n", False),
+        ("```python\nprint('a b.py:3')\n```\n\n> a\n> c.md:7\n", True),
+        ("```python\nprint('a')\n```\n\n```\nb\n```\n", False),
+        ("```python\nx = 1  # 2\n```\n\n```\nb\n```\n", True),
+    ],
+)
+def test_what_a_block_prints_is_what_the_page_says(
+    text: str, is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = tmp_path / "prints.md"
+    document.write_text(text, "utf-8")
+    error = contextlib.nullcontext() if is_right else pytest.raises(AssertionError)
+    with error:
+        run_blocks(document, monkeypatch)
 
 
 def test_a_broken_block_fails_at_its_line(

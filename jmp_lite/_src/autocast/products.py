@@ -162,8 +162,8 @@ def why_not_half(
       is_filled_in: whether the caller set its `precision`, not the program.
       compute_dtype: the half dtype. An operand may be in it already.
     """
-    floats = [v for v in eqn.invars if is_float(v) and not is_f32(v)]
-    if any(v.aval.dtype != compute_dtype for v in floats) or not is_f32(eqn.outvars[0]):
+    others = [v for v in eqn.invars if v.aval.dtype != compute_dtype]
+    if any(is_float(v) and not is_f32(v) for v in (*others, *eqn.outvars)):
         return "a dtype the program chose"
     if is_outer(eqn):
         return "an outer product: it sums nothing"

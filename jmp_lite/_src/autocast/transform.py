@@ -71,10 +71,10 @@ def autocast(
         decorator: `@autocast(policy="mixed_bfloat16")`.
       policy: a policy or its string; its `compute_dtype` is float16 or bfloat16. A
         `PolicyMap` has patterns over name-scope paths (`"decoder/layer_3/attention"`;
-        each flax module enters a scope). A pattern applies to everything inside the
-        scope: a policy that computes in float32 leaves it unchanged. Its `output_dtype`
-        is that of the results of its matrix products: float32, or half wherever
-        anything but a return reads them.
+        each module of linen and Haiku enters a scope, modules of nnx do not). A pattern
+        applies to everything inside the scope: a policy that computes in float32 leaves
+        it unchanged. Its `output_dtype` is that of the results of its matrix products:
+        float32, or half wherever anything but a return reads them.
       rules: which primitive is in which class; the default is
         `OpRules.default(compute_dtype)`.
       half_results: True: results of matrix products are half wherever anything but a
@@ -340,7 +340,10 @@ def name_of(fun: Any) -> str:
 
 def _check_function(fun: Any, caller: str) -> None:
     if not callable(fun):
-        raise TypeError(f"{caller} expects a function, got {fun!r}.")
+        raise TypeError(
+            f"{caller} expects a function, got {fun!r}. It is no context manager: "
+            f"it returns another function, as jax.jit does."
+        )
     if compat.is_nnx_module(fun) or compat.is_nnx_module(
         getattr(fun, "__self__", None)
     ):

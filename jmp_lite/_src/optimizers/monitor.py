@@ -87,6 +87,7 @@ def check_skipped_steps(
       TooManySkippedStepsError: that many consecutive steps were skipped; reports the
         scale, its minimum and the cause.
       ValueError: `max_consecutive_skips` is below 1; no `ScaleAwareState` is found.
+      TypeError: the state is traced.
 
     Examples:
       >>> import optax
@@ -103,6 +104,11 @@ def check_skipped_steps(
             f"{max_consecutive_skips}."
         )
     for path, state in _find_states(opt_state).items():
+        if isinstance(state.consecutive_skips, jax.core.Tracer):
+            raise TypeError(
+                "check_skipped_steps reads the state on the host: call it outside of "
+                "jax.jit and scan. Inside, compare consecutive_skips of the state."
+            )
         skips = int(np.max(np.asarray(state.consecutive_skips)))
         if skips < max_consecutive_skips:
             continue

@@ -40,7 +40,8 @@ class ScaleAwareState(NamedTuple):
     """The state of `scale_aware`.
 
     Attributes:
-      inner_state: the state of the wrapped optimiser; its floats are at least float32.
+      inner_state: the state of the wrapped optimiser. Its floats are at least float32,
+        unless the optimiser itself stores others (`mu_dtype`, `low_precision_state`).
       loss_scale: the loss scale for the next step.
       last_finite: bool `[]`, whether the gradients of the last step (and its `value`,
         if given) were finite, so that the update was applied. True before the first
@@ -74,14 +75,16 @@ def scale_aware(
       loss_scale.adjust(finite)
 
     A non-finite `value` indicates a bad batch, not an overflow: the step is skipped as
-    well, but the loss scale is unchanged. The update has no branches, makes no host
-    calls and keeps no copy of the gradients.
+    well, but the loss scale is unchanged. What `inner` makes of finite gradients is not
+    checked. The update has no branches, makes no host calls and keeps no copy of the
+    gradients.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
       loss_scale: the initial loss scale; the default is `DynamicLossScale()`.
       axis_name: the mapped axes (`pmap`, `shard_map`) over which gradients are checked
-        together, if each device has only its own. Not needed under `jit`.
+        together, if each device has only its own. It averages nothing: average the
+        loss in `shard_map`, the gradients in `pmap`. Not needed under `jit`.
       skip_nonfinite: if False, non-finite gradients are passed to `inner` and its
         update is applied. The state still counts them and the scale still adjusts.
 

@@ -16,7 +16,8 @@ class StochasticRoundingState(NamedTuple):
     """The state of `stochastic_rounding`.
 
     Attributes:
-      inner_state: the state of the wrapped optimiser; its floats are at least float32.
+      inner_state: the state of the wrapped optimiser. Its floats are at least float32,
+        unless the optimiser itself stores others.
       key: the PRNG key for the next step, typed or raw like the initial key.
     """
 
