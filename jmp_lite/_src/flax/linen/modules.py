@@ -40,8 +40,8 @@ def with_policy(
     """Return a model that runs under a policy, or one policy per path and class.
 
     - A layer of flax computes in the compute dtype of its policy, as its field `dtype`
-      does. Statistics, scales and biases of norms stay float32, and so does the softmax
-      of attention.
+      does. Statistics of norms and the softmax of attention are float32; scales and
+      biases of norms stay in their param dtype.
     - If the policy has fp8, the large products of layers that take a `dot_general`
       (`Dense`, `DenseGeneral`, and those made of them) have fp8 operands; all others
       stay in the compute dtype.

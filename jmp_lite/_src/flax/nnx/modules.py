@@ -46,8 +46,8 @@ def with_policy(
 
     - Parameters are stored in the param dtype of their module's policy.
     - A layer of flax computes in the compute dtype of its policy, as its attribute
-      `dtype` does. Statistics, scales and biases of norms stay float32, and so does the
-      softmax of attention.
+      `dtype` does. Statistics of norms and the softmax of attention are float32; scales
+      and biases of norms stay in their param dtype.
     - If the policy has fp8, the large products of `Linear` and `LinearGeneral` have fp8
       operands; all others stay in the compute dtype.
     - Any other module gets its parameters in the compute dtype.
