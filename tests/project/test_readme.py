@@ -45,7 +45,7 @@ def run_blocks(document: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     for block in blocks:
         above = text.count("\n", 0, block.start("code"))
         code = "\n" * above + textwrap.dedent(block["code"])
-        printed = ""
+        printed, where = "", document.name
         for statement in ast.parse(code).body:
             part = ast.Module([statement], [])
             with contextlib.redirect_stdout(io.StringIO()) as stream:

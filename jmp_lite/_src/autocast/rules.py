@@ -113,9 +113,8 @@ class Rule:
           analysis: that of the jaxpr.
         """
         del uses, analysis
-        converted = {(INTEGER,): NUMBER, (STORED,): INPUT}.get(tuple(ins))
-        if converted is not None and info.is_f32 == (True,):
-            return self.keep(info, "")[0], [converted]
+        if info.is_f32 == (True,) and len(ins) == 1 and ins[0] in _CONVERTED:
+            return self.keep(info, "")[0], [_CONVERTED[ins[0]]]
         return self.keep(info, info.why_unchanged)
 
     def keep(self, info: EqnInfo, reason: str) -> Decision:
@@ -145,6 +144,10 @@ class Rule:
         if any(plan.half_in):
             return results
         return values.cast_to_half(results, plan.half_out)
+
+
+# The precision of what is converted to float32 -> that of the result.
+_CONVERTED = {INTEGER: NUMBER, STORED: INPUT}
 
 
 @functools.cache  # most equations of a program have one of few plans

@@ -70,7 +70,7 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     arrays, leaves, on_host, lost = {}, {}, {}, []
     for path, x in flatten(state)[0].items():
         leaf = describe(x)
-        if leaf.kind == "object" and not callable(x):
+        if _is_lost(leaf, x):
             lost.append(f"{path} (a {type(x).__name__})")
         if leaf.kind == "key":
             leaf = dataclasses.replace(leaf, impl=str(jax.random.key_impl(x)))
@@ -134,6 +134,11 @@ def is_stored(leaf: LeafSpec) -> bool:
 def crc32(array: np.ndarray) -> int:
     """Return the checksum of an array's bytes."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _is_lost(leaf: LeafSpec, x: Any) -> bool:
+    """Return whether a leaf is not saved, and is not a function."""
+    return leaf.kind == "object" and not callable(x)
 
 
 def _as_bytes(x: Any, path: str) -> np.ndarray:

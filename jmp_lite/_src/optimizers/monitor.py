@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jmp_lite._src import trees
 from jmp_lite._src.loss_scale import DynamicLossScale
@@ -104,7 +105,7 @@ def check_skipped_steps(
             f"{max_consecutive_skips}."
         )
     for path, state in _find_states(opt_state).items():
-        if isinstance(state.consecutive_skips, jax.core.Tracer):
+        if isinstance(state.consecutive_skips, Tracer):
             raise TypeError(
                 "check_skipped_steps reads the state on the host: call it outside of "
                 "jax.jit and scan. Inside, compare consecutive_skips of the state."

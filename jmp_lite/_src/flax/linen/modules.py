@@ -33,7 +33,7 @@ from jmp_lite._src.policy import Policy, PolicyMap
 
 
 def with_policy(
-    module: nn.Module,
+    module: "nn.Module | PolicyModule",
     policy: Policy | PolicyMap | str,
     classes: Mapping[type[nn.Module], Policy | str] | None = None,
 ) -> "PolicyModule":
@@ -58,7 +58,7 @@ def with_policy(
     module. A rule does, in the module that it matches and in all modules inside.
 
     Args:
-      module: an unbound linen module.
+      module: an unbound linen module, or what `with_policy` returned.
       policy: one policy for all modules; or a `PolicyMap`, whose patterns match whole
         module paths (`"decoder/layer_0/attention"`, `""` for the model itself). A
         policy also applies to all modules inside, unless another rule matches them.
