@@ -4,7 +4,9 @@
     python -m benchmarks.figures --out out    # elsewhere
 
 Each is made of what it shows: of numbers that are rounded, of small trainings that take
-seconds, or of committed results. The same code and versions write the same bytes.
+seconds, or of committed results. The same code and versions write the same bytes. The
+figures of the examples' trainings are committed with their results: each training
+writes its own.
 """
 
 from benchmarks.common import compiled_tables  # first: it sets what JAX reads
@@ -14,6 +16,7 @@ from benchmarks.common import requirements  # noqa: F401 - what to install
 
 # ruff: isort: split
 import contextlib
+import functools
 import math
 import re
 import tempfile
@@ -36,8 +39,10 @@ import jmp_lite as jmp
 from benchmarks import memory
 from benchmarks.common import plots, result_figures
 from benchmarks.common.committed import load
+from examples import find_the_overflow
 from examples.common import pages
 from examples.common.results import ROOT
+from examples.common.text import even_windows, load_sources
 from jmp_lite.numerics import EXPONENTS, tree_stats
 
 IMAGES = ROOT / "docs" / "images"
@@ -382,6 +387,24 @@ def draw_memory() -> Figure:
     return memory.draw(compiled_tables.storage_choices(), titles)
 
 
+def draw_overflow() -> Figure:
+    """Draw the range of each layer of the transformer that overflows in float16."""
+    example = find_the_overflow
+    model = example.Transformer(width=64, layers=2)
+    loss_fn = functools.partial(example.plain_loss, model)
+    text, _ = load_sources()
+    batch = even_windows(text, count=example.BATCH_SIZE, length=example.CONTEXT + 1)
+    params = jax.jit(model.init)(jax.random.key(0), batch[:, :-1])["params"]
+    dry_run = jmp.numerics.dry_run(jax.grad(loss_fn), "mixed_float16")
+    figure = dry_run(params, batch).plot(depth=2)
+    (axes,) = figure.axes
+    axes.set_ylabel("layer")
+    figure.suptitle("One layer of a transformer overflows float16")
+    magnitudes = Patch(color=plots.BLUE, label="magnitudes; ←: of gradients")
+    figure.legend(handles=[magnitudes], loc="outside lower left")
+    return figure
+
+
 def _describe(result: dict[str, Any]) -> str:
     settings = result["settings"]
     return (
@@ -391,6 +414,7 @@ def _describe(result: dict[str, Any]) -> str:
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
+    "find_the_overflow.svg": draw_overflow,
     "formats_range.svg": draw_ranges,
     "formats_error.svg": draw_errors,
     "gradient_ranges.svg": draw_gradients,
