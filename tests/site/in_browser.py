@@ -244,6 +244,38 @@ def test_a_search_finds_pages_and_leads_to_one(browser: Any, server: Server) -> 
     assert {mark.text.lower() for mark in marked} & {"loss", "scale"}
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("GradScaler", "coming_from/torch_amp"),
+        ("OOM", "trouble/memory"),
+        ("loss is nan", "trouble/nan"),
+        ("LoRA", "recipes/fine_tuning"),
+        ("DDP", "recipes/sharding"),
+        ("gradient checkpointing", "recipes/recomputation"),
+        ("learning rate", "recipes/schedules"),
+        ("bfloat16 or float16", "faq"),
+        ("DynamicScale", "coming_from/flax_dynamic_scale"),
+    ],
+)
+def test_what_a_newcomer_types_leads_to_the_page(
+    words: str, page: str, browser: Any, server: Server
+) -> None:
+    look(browser, WIDTHS["desktop"])
+    browser.get(server.address)
+    field = browser.find_element(By.CSS_SELECTOR, ".md-search__input")
+    click(browser, field)
+    field.send_keys(words)
+
+    def first_pages(browser: Any) -> list[str]:
+        selector = ".md-search-result__item > a"
+        links = browser.find_elements(By.CSS_SELECTOR, selector)[:4]
+        addresses = [link.get_attribute("href").partition("?")[0] for link in links]
+        return [a.removeprefix(server.address).strip("/") for a in addresses]
+
+    wait(browser, lambda b: page in first_pages(b), f"{page} among the first four")
+
+
 def test_a_block_of_code_is_copied(browser: Any, server: Server) -> None:
     look(browser, WIDTHS["desktop"])
     browser.execute_cdp_cmd(
