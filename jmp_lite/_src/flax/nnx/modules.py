@@ -272,11 +272,10 @@ def _has_dtype(module: nnx.Module) -> bool:
 
 def _without_policy(model: PolicyModule) -> Any:
     """Return a copy of the model as its author made it, but for param dtypes."""
-    copy = nnx.clone(model.model)
-    modules = _modules(copy)
-    for path, dtype in model.own_dtypes:
-        if _has_dtype(modules[path]):
-            modules[path].dtype = dtype
+    copy, own_dtypes = nnx.clone(model.model), dict(model.own_dtypes)
+    for path, module in _modules(copy).items():
+        if path in own_dtypes and _has_dtype(module):
+            module.dtype = own_dtypes[path]
     return copy
 
 
