@@ -29,6 +29,7 @@ def faults(figure: Figure) -> list[str]:
     ]
 
 
+@pytest.mark.standard_promotion  # for the models of examples
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_a_figure_is_drawn_and_labelled(name: str, tmp_path: Path):
     figure = figures.FIGURES[name]()
