@@ -65,7 +65,7 @@ def over_float32() -> Rows:
     rows = []
     for model, dtype in itertools.product(_MODELS, HALVES):
         base = found[str(Step(model))]
-        row = {"of float32": f"{_MODELS[model]}, {SHORT[dtype]}"}
+        row = {"ratio to float32": f"{_MODELS[model]}, {SHORT[dtype]}"}
         for key in (_BYTES, _PEAK):
             for cast, name in ((BY_HAND, "by hand"), (GRAD_AUTOCAST, "autocast")):
                 ratio = found[str(Step(model, dtype, cast))][key] / base[key]

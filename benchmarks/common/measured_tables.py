@@ -113,7 +113,7 @@ def differences(*names: str) -> Rows:
             rows.append([f"{policy}, {way}", *cells])
     spread = (max(full) - min(full)) / np.mean(full)
     rows.append(["float32, seeds among themselves", "", f"{100 * spread:.1f} %"])
-    columns = "validation loss over float32's", "mean", "largest of a seed"
+    columns = "validation loss, difference from float32", "mean", "largest of a seed"
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
@@ -305,7 +305,7 @@ def gradient_statistics() -> Rows:
         {
             "": title,
             "without histogram": cell(found["samples"], "tree_stats, no histogram"),
-            "with": cell(found["samples"], "tree_stats"),
+            "with histogram": cell(found["samples"], "tree_stats"),
         }
         for title, found in problems.items()
     ]

@@ -76,7 +76,7 @@ def draw_compiled() -> Figure:
     for what in ("bytes accessed", "peak memory"):
         series = {
             cast: {
-                row["of float32"]: _Ratio(*[float(row[f"{what}, {cast}"])] * 3)
+                row["ratio to float32"]: _Ratio(*[float(row[f"{what}, {cast}"])] * 3)
                 for row in compiled_tables.over_float32()
             }
             for cast in ("by hand", "autocast")
