@@ -123,12 +123,13 @@ def test_intermediates_are_captured():
 class Wide(nnx.Module):
     def __init__(self, rngs):
         self.large = nnx.Linear(256, 256, rngs=rngs)
+        self.own = nnx.Linear(256, 256, dtype=jnp.float32, rngs=rngs)
         self.embed = nnx.Embed(4, 256, rngs=rngs)
         self.cell = nnx.SimpleCell(256, 8, rngs=rngs)
         self.head = nnx.Linear(8, 8, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, x):
-        x = self.large(x) + self.embed(jnp.zeros(len(x), jnp.int32))
+        x = self.own(self.large(x)) + self.embed(jnp.zeros(len(x), jnp.int32))
         return self.head(self.cell(jnp.zeros((len(x), 8)), x)[1])
 
 

@@ -276,6 +276,10 @@ def _without_policy(model: PolicyModule) -> Any:
     for path, module in _modules(copy).items():
         if path in own_dtypes and _has_dtype(module):
             module.dtype = own_dtypes[path]
+        if _is_in_fp8(module):
+            _take_out_of_fp8(module)
+        if isinstance(getattr(module, "activation_fn", None), _InFloat32):
+            module.activation_fn = module.activation_fn.fun
     return copy
 
 
@@ -291,7 +295,7 @@ def _set_dtypes(module: Any, of: ModulePolicy) -> None:
         module.dot_general = fp8.large_dot_general
         module.promote_dtype = _keep_kernel
     elif of.kept_dtype is None and _is_in_fp8(module):  # by another `with_policy`
-        module.dot_general, module.promote_dtype = lax.dot_general, promote_dtype
+        _take_out_of_fp8(module)
     if is_overridden and issubclass(cls, nnx.SimpleCell):
         module.activation_fn = _InFloat32(module.activation_fn)
     if issubclass(cls, _NORMS) and module.promote_dtype is promote_dtype:
@@ -304,6 +308,10 @@ def _set_dtypes(module: Any, of: ModulePolicy) -> None:
 def _is_in_fp8(module: Any) -> bool:
     """Return whether the large products of a module are in fp8."""
     return getattr(module, "dot_general", None) is fp8.large_dot_general
+
+
+def _take_out_of_fp8(module: Any) -> None:
+    module.dot_general, module.promote_dtype = lax.dot_general, promote_dtype
 
 
 def _why_not_fp8(module: Any) -> str:
