@@ -467,7 +467,7 @@ def test_runs_that_are_killed_end_at_the_same_bits() -> None:
 
 
 def test_text_and_bytes_are_restored_and_not_taken_from_like(tmp_path):
-    state = {"data": b'{"i": 100}\xff', "name": "schön", "w": jnp.ones(2)}
+    state = {"data": b'{"i": 100}\xff', "name": np.str_("schön"), "w": jnp.ones(2)}
     like = {"data": b'{"i": 0}', "name": "", "w": jnp.zeros(2)}
     checkpoint.save(tmp_path, state, step=1)
     restored = checkpoint.restore(tmp_path, like).state

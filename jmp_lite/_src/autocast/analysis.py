@@ -429,7 +429,8 @@ def _round_norms(
 def _check_bodies(plan: EqnPlan) -> EqnPlan:
     if not plan.bodies or any(plan.half_in):
         return plan
-    is_idle = all(body.changes_nothing for body in plan.bodies)
+    # What reads half values may sum their gradients.
+    is_idle = all(b.changes_nothing and not b.reads.of for b in plan.bodies)
     return dataclasses.replace(plan, changes_no_body=is_idle)
 
 

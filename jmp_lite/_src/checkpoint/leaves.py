@@ -75,11 +75,11 @@ class LeafSpec:
 
 def describe(x: Any) -> LeafSpec:
     """Return the spec of a leaf: an array, `ShapeDtypeStruct` or donated array."""
+    if isinstance(x, bytes):  # before arrays: np.str_ and np.bytes_ are both
+        return LeafSpec("text", "bytes", text=base64.b64encode(x).decode())
+    if isinstance(x, str):
+        return LeafSpec("text", "str", text=x)
     if not trees.is_array(x):
-        if isinstance(x, bytes):
-            return LeafSpec("text", "bytes", text=base64.b64encode(x).decode())
-        if isinstance(x, str):
-            return LeafSpec("text", "str", text=x)
         is_number = isinstance(x, bool | int | float | complex)
         return LeafSpec("number", type(x).__name__) if is_number else LeafSpec("object")
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
