@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -331,7 +331,7 @@ def new_primitive(
     impl: Callable[..., jax.Array],
     jvp: Callable[..., Any],
     batch: Callable[..., jax.Array],
-    transpose: Callable[..., jax.Array] | None = None,
+    transposes: Sequence[Callable[..., jax.Array]] = (),
     static_argnames: tuple[str, ...] = (),
 ) -> Callable[..., jax.Array]:
     """Return a function of arrays that JAX transforms by rules of its own.
@@ -343,8 +343,9 @@ def new_primitive(
         the result and its tangent.
       batch: operands, their mapped axes (or None) and the keywords -> the result,
         mapped over axis 0.
-      transpose: if it is linear in its first operand: the cotangent, the aval of the
-        first, the other operands and the keywords -> the cotangent of the first.
+      transposes: for each of the first operands in which it is linear: the cotangent,
+        the aval of that operand, the other operands and the keywords -> the cotangent
+        of that operand.
       static_argnames: the keywords.
     """
     primitive = Primitive(name)
@@ -375,14 +376,19 @@ def new_primitive(
         lambda *avals, **params: jitted.trace(*avals, **params).jaxpr.out_avals[0]
     )
     ad.primitive_jvps[primitive] = jvp_rule
-    if transpose is not None:
 
-        def transpose_rule(ct, x, *rest, **params):
-            none = [None] * len(rest)
-            if isinstance(ct, ad.Zero):
-                return [ad.Zero(x.aval), *none]
-            return [transpose(ct, x.aval, *rest, **params).astype(x.aval.dtype), *none]
+    def transpose_rule(ct, *operands, **params):
+        (index,) = (i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
+        aval, others = operands[index].aval, [*operands[:index], *operands[index + 1 :]]
+        cts: list[Any] = [None] * len(operands)
+        if isinstance(ct, ad.Zero):
+            cts[index] = ad.Zero(aval)
+        else:
+            cts[index] = transposes[index](ct, aval, *others, **params)
+            cts[index] = cts[index].astype(aval.dtype)
+        return cts
 
+    if transposes:
         ad.primitive_transposes[primitive] = transpose_rule
     batching.primitive_batchers[primitive] = batch_rule
     mlir.register_lowering(primitive, mlir.lower_fun(jitted, multiple_results=False))

@@ -442,7 +442,7 @@ _linear = compat.new_primitive(
     _linear_impl,
     _linear_jvp,
     _linear_batch,
-    _linear_transpose,
+    [_linear_transpose],
     static_argnames=("is_lhs", "in_axes"),
 )
 

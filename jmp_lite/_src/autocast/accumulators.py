@@ -155,6 +155,6 @@ _linear = compat.new_primitive(
     _linear_impl,
     _linear_jvp,
     _linear_batch,
-    _linear_transpose,
+    [_linear_transpose],
     static_argnames=("factor", "in_axes"),
 )

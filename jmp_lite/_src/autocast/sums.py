@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
 from jmp_lite._src import compat, dtypes
@@ -151,7 +152,7 @@ def spread(
     return differentiate_as(value, expression, *like)
 
 
-def scale(eqn: Any, array: Any, factor: Any, factor_in_f32: Any, *like: Any) -> Any:
+def scale(eqn: Any, array: Any, factor: Any, factor_in_f32: Any) -> Any:
     """Return `array * factor` or `array / factor`, of an array and a smaller factor.
 
     The backward pass keeps the array and the factor, not the factor broadcast to the
@@ -161,18 +162,58 @@ def scale(eqn: Any, array: Any, factor: Any, factor_in_f32: Any, *like: Any) -> 
       eqn: the equation, a `mul` or a `div`.
       array: half, of the shape of the result.
       factor: half, smaller.
-      factor_in_f32: the same in float32, whose gradient is taken.
-      *like: as for `differentiate_as`.
+      factor_in_f32: the same in float32, which is differentiated.
     """
-    (value,) = binding.bind_here(eqn, [array, lax.stop_gradient(factor)])
-    if eqn.primitive.name == "mul":
-        spread_factor = spread(factor, factor_in_f32, value.shape, *like)
-        by_factor = lax.mul(lax.stop_gradient(array), spread_factor)
-    else:  # d(array / factor) = (array / factor) (-d factor / factor)
-        inverse = lax.stop_gradient(factor_in_f32) / factor_in_f32
-        one = spread(lax.full_like(factor, 1), inverse, value.shape, *like)
-        by_factor = lax.mul(lax.stop_gradient(value), one)
-    return differentiate_as(value, lax.add(value, by_factor))
+    (value,) = binding.bind_here(eqn, map(lax.stop_gradient, (array, factor)))
+    if eqn.primitive.name == "div":
+        factor_in_f32 = lax.full_like(factor_in_f32, 1) / factor_in_f32
+    rank = (1,) * (value.ndim - factor_in_f32.ndim)
+    factor_in_f32 = lax.reshape(factor_in_f32, (*rank, *factor_in_f32.shape))
+    return differentiate_as(value, _multiply(array, factor_in_f32, dtype=value.dtype))
+
+
+def _multiply_impl(x: jax.Array, y: jax.Array, *, dtype: Any) -> jax.Array:
+    """Return the product of two arrays of one rank, which are broadcast, in `dtype`."""
+    return (x.astype(jnp.float32) * y.astype(jnp.float32)).astype(dtype)
+
+
+def _multiply_jvp(primals, tangents, *, dtype):
+    (x, y), (dx, dy) = primals, tangents
+    terms = [
+        _multiply(a, b, dtype=dtype)
+        for a, b in ((dx, y), (x, dy))
+        if not isinstance(a, SymbolicZero) and not isinstance(b, SymbolicZero)
+    ]
+    return _multiply(x, y, dtype=dtype), sum(terms[1:], terms[0])
+
+
+def _multiply_batch(args, axes, *, dtype):
+    x, y = (
+        x[None] if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(args, axes, strict=True)
+    )
+    return _multiply(x, y, dtype=dtype)
+
+
+def _multiply_transpose(ct, aval, other, *, dtype):
+    del dtype
+    if aval.shape == ct.shape:
+        return _multiply(ct, other, dtype=aval.dtype)
+    axes = tuple(i for i, size in enumerate(aval.shape) if size != ct.shape[i])
+    terms = ct.astype(jnp.float32) * other.astype(jnp.float32)
+    return jnp.sum(terms, axes, keepdims=True)
+
+
+# Linear in each operand, of any floating dtypes: so every derivative of it is right,
+# and keeps operands that are not broadcast. A sum over what was is float32.
+_multiply = compat.new_primitive(
+    "multiply_broadcast",
+    _multiply_impl,
+    _multiply_jvp,
+    _multiply_batch,
+    [_multiply_transpose, _multiply_transpose],
+    static_argnames=("dtype",),
+)
 
 
 def sums_backward(eqn: Any) -> bool:

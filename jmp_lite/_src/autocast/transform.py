@@ -64,9 +64,7 @@ def autocast(
     parameters are float32, from `grad(autocast(f))` and from `autocast(grad(f))`; the
     second returns the float32 accumulator of the products without rounding it.
 
-    In float16, train with a loss scale (`scale_aware`): autocast does not add one. Take
-    second derivatives inside of `fun`: those of the returned function lack terms where
-    a half value is multiplied or divided by a smaller array.
+    In float16, train with a loss scale (`scale_aware`): autocast does not add one.
 
     Args:
       fun: any JAX function, with any control flow. Without it, `autocast` returns a

@@ -326,8 +326,7 @@ class Values:
             name == "mul" or (name == "div" and first == 1)
         ):
             factor = operands[first], self.in_f32(eqn.invars[first])
-            like = self._like(reads, first)
-            return sums.scale(eqn, operands[1 - first], *factor, *like)
+            return sums.scale(eqn, operands[1 - first], *factor)
         for i in reads.smaller:
             in_f32, like = self.in_f32(eqn.invars[i]), self._like(reads, i)
             operands[i] = sums.spread(operands[i], in_f32, shape, *like)

@@ -1,0 +1,192 @@
+"""Derivatives of gradients of `autocast(f)`: every order that JAX has for float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import error, uniform
+from autocast_corpus.program import DTYPES, POLICIES
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jmp_lite import autocast, sums_in_float32
+from jmp_lite import linen as jmp_linen
+from jmp_lite import nnx as jmp_nnx
+
+pytestmark = pytest.mark.one_of("half")
+
+BOTH = pytest.mark.parametrize("half", POLICIES)
+# At most: several roundings in half, of values and of their derivatives.
+BOUND = {"bf16": 0.06, "f16": 0.015}
+
+WIDTH = 8
+X = uniform(0, 64, WIDTH) - 0.25
+W = uniform(1, WIDTH, WIDTH) / 4
+G = 0.5 + uniform(2, 1, WIDTH)
+ROW, ONE = uniform(3, 1, WIDTH), jnp.float32(0.75)
+
+
+def _net(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda w, g: jnp.mean((jnp.tanh(combine(X @ w, g)) @ w) ** 2)
+
+
+def scaled_in_scan(w, g):
+    def layer(h, _):
+        return jnp.tanh((h @ w) * g), None
+
+    h, _ = lax.scan(layer, X.astype(w.dtype), length=2)
+    return jnp.mean((h @ w) ** 2)
+
+
+def scaled_in_shard_map(w, g):
+    rows = jax.shard_map(
+        lambda x, w, g: jnp.tanh((x @ w) * g) @ w,
+        mesh=jax.sharding.Mesh(jax.devices()[:2], "x"),
+        in_specs=(P("x"), P(), P()),
+        out_specs=P("x"),
+    )
+    return jnp.mean(rows(X, w, g) ** 2)
+
+
+# Name -> a function of a weight and a smaller array, and the smaller array.
+PROGRAMS: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
+    "times": (_net(lambda h, g: h * g), G),
+    "divided": (_net(lambda h, g: h / g), G),
+    "dividing": (_net(lambda h, g: g / (h + 4.0)), G),
+    "scalar_times": (_net(lambda h, s: h * s), ONE),
+    "divided_by_scalar": (_net(lambda h, s: h / s), ONE),
+    "times_and_plus": (_net(lambda h, g: h * g + g), G),
+    "times_twice": (_net(lambda h, g: (h * g) * g), G),
+    "times_a_row_of_h": (_net(lambda h, g: h * (h[:1] * g)), G),
+    "in_jit": (_net(jax.jit(lambda h, g: h * g)), G),
+    "in_remat": (_net(jax.checkpoint(lambda h, g: jnp.tanh(h * g) * g)), G),
+    "in_vmap": (_net(jax.vmap(lambda h, g: h * g[0], (0, None))), G),
+    "in_vmap_of_factors": (
+        _net(lambda h, g: jax.vmap(lambda s: (h * s[None]).mean(1), 1, 1)(g)),
+        G,
+    ),
+    "in_scan": (scaled_in_scan, G),
+    "in_shard_map": (scaled_in_shard_map, G),
+}
+
+
+def _penalty(fun: Any, i: int) -> Any:
+    return lambda w, g: jnp.sum(jax.grad(fun, i)(w, g) ** 2)
+
+
+def _hvp(fun: Any) -> Any:
+    grad = jax.grad(fun, (0, 1))
+    return lambda w, g: jax.jvp(grad, (w, g), (jnp.cos(w), jnp.cos(g)))[1]
+
+
+# How the derivatives are taken, of a function of two arrays.
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "jacrev_of_grad": lambda f: jax.jacrev(jax.grad(f, 0), 1),
+    "jacfwd_of_grad": lambda f: jax.jacfwd(jax.grad(f, 0), 1),
+    "jacfwd_of_grad_of_factor": lambda f: jax.jacfwd(jax.grad(f, 1), 0),
+    "jacrev_of_jacfwd": lambda f: jax.jacrev(jax.jacfwd(f, 1), 0),
+    "jacfwd_of_jacfwd": lambda f: jax.jacfwd(jax.jacfwd(f, 0), 1),
+    "hessian": lambda f: jax.hessian(f, 1),
+    "hvp": _hvp,
+    "penalty": lambda f: jax.grad(_penalty(f, 0), (0, 1)),
+    "penalty_of_factor": lambda f: jax.grad(_penalty(f, 1), (0, 1)),
+    "in_jit": lambda f: jax.jit(jax.jacrev(jax.grad(f, 0), 1)),
+    "in_remat": lambda f: jax.jacrev(jax.grad(jax.checkpoint(f), 0), 1),
+    "third": lambda f: jax.grad(
+        lambda w, g: jnp.sum(jax.grad(_penalty(f, 0), 1)(w, g)), (0, 1)
+    ),
+}
+
+
+def derivatives(fun: Any) -> Any:
+    """Return what takes the derivatives of a function in every way, in one program."""
+    taken = {name: way(fun) for name, way in WAYS.items()}
+    return jax.jit(lambda *args: {name: way(*args) for name, way in taken.items()})
+
+
+def exact(fun: Any, *args: Any) -> Any:
+    """Return derivatives in float64."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        args = tuple(np.asarray(x, np.float64) for x in args)
+        return jax.tree.map(np.asarray, derivatives(fun)(*args))
+
+
+def check(found: Any, expected: Any, half: str) -> None:
+    errors = {
+        way: max(jax.tree.leaves(jax.tree.map(error, found[way], expected[way])))
+        for way in WAYS
+    }
+    assert max(errors.values()) < BOUND[half], errors
+
+
+@BOTH
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_derivatives_of_gradients_have_every_term(name: str, half: str) -> None:
+    fun, factor = PROGRAMS[name]
+    found = derivatives(autocast(fun, POLICIES[half]))(W, factor)
+    check(found, exact(fun, W, factor), half)
+
+
+@BOTH
+def test_derivatives_of_gradients_of_casts_by_hand(half: str) -> None:
+    def by_hand(dtype):
+        def loss(w, g):
+            x, low, gain = (a.astype(dtype) for a in (X, w, g))
+            h = jnp.tanh((x @ low) * gain / (gain[:, :1] + 1)) @ low
+            return jnp.mean(h.astype(w.dtype) ** 2)
+
+        return loss
+
+    found = derivatives(sums_in_float32(by_hand(DTYPES[half])))(W, G)
+    check(found, exact(by_hand(np.float64), W, G), half)
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        gain = self.param("gain", nn.initializers.ones, (1, WIDTH))
+        return nn.Dense(1, use_bias=False)(nn.tanh(nn.Dense(WIDTH)(x) * gain))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones((1, WIDTH)))
+        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.first(x) * self.gain[...]))
+
+
+def _linen_loss(policy: str) -> Any:
+    model = jmp_linen.with_policy(LinenNet(), policy)
+    params = jax.jit(model.init)(jax.random.key(0), X)
+    return lambda p: jnp.mean(model.apply(p, X) ** 2), params
+
+
+def _nnx_loss(policy: str) -> Any:
+    graphdef, params = nnx.split(jmp_nnx.with_policy(NnxNet(), policy))
+    return lambda p: jnp.mean(nnx.merge(graphdef, p)(X) ** 2), params
+
+
+@BOTH
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("make", [_linen_loss, _nnx_loss])
+def test_a_gradient_penalty_under_with_policy(make: Any, half: str) -> None:
+    def penalty(policy):
+        loss, params = make(policy)
+
+        def total(p):
+            squares = jax.tree.map(lambda g: jnp.sum(g**2), jax.grad(loss)(p))
+            return sum(jax.tree.leaves(squares))
+
+        return jax.jit(jax.grad(total))(params)
+
+    errors = jax.tree.map(error, penalty(POLICIES[half]), penalty("full"))
+    assert max(jax.tree.leaves(errors)) < BOUND[half], errors
