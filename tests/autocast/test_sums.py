@@ -192,10 +192,22 @@ def test_a_sum_of_scaled_gradients_does_not_overflow_float16() -> None:
     assert error(found / scale, exact("scalar_times")) < 2**-9
 
 
-def test_a_loop_keeps_a_scale_of_channels_as_it_is_for_the_backward_pass() -> None:
+# What of a layer in a loop is read in float32 alone, or in half, or both.
+LAYERS: dict[str, Callable[[Any, Any], Any]] = {
+    "times": lambda h, s: h * s,
+    "divided": lambda h, s: h / s,
+    "squared": lambda h, s: h * h + s,
+    "times_before_a_product": lambda h, s: (h * s) @ W,
+    "divided_before_a_product": lambda h, s: (h / s) @ W,
+    "bias_and_scale": lambda h, s: ((h + s) * s) @ W,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_loop_keeps_half_values_for_the_backward_pass(name: str) -> None:
     def loss(scales, x):
         def layer(x, scale):
-            return (x @ W) * scale[None], None
+            return LAYERS[name](x @ W, scale[None]), None
 
         return jnp.sum(lax.scan(layer, x, scales)[0])
 

@@ -33,6 +33,7 @@ are: `a`, `d` and `h` would be FLOAT32, because `exp` reads `h`.
 import collections
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
     FLOAT32,
+    FUSED,
     HALF,
     INPUT,
     NORMALIZED,
@@ -113,6 +115,7 @@ class Analyzer:
         uses: Sequence[int],
         scope: str = "",
         direction: Direction = Direction.FORWARD,
+        is_tangent: Sequence[bool] = (),
     ) -> CastPlan:
         """Return the plan of an open jaxpr.
 
@@ -123,6 +126,7 @@ class Analyzer:
           uses: how each output is used.
           scope: the name scope that it is called in.
           direction: the pass that it is of.
+          is_tangent: per input of a rule for derivatives, whether it is a tangent.
         """
         key = (
             id(jaxpr),
@@ -131,10 +135,11 @@ class Analyzer:
             tuple(uses),
             self.regions.key(scope),
             direction if self.regions.keeps_inputs else None,
+            tuple(is_tangent),
         )
         if key not in self._plans:
             self._alive.append((jaxpr, consts))
-            analysis = _Analysis(self, jaxpr, consts, scope, direction)
+            analysis = _Analysis(self, jaxpr, consts, scope, direction, is_tangent)
             self._plans[key] = analysis.run(tuple(ins), tuple(uses))
         return self._plans[key]
 
@@ -145,23 +150,29 @@ class Analyzer:
         return traced
 
     def plan_closed(
-        self,
-        closed: Any,
-        ins: Sequence[Precision] | None = None,
-        use: int = Use.OUTPUT,
-        direction: Direction = Direction.FORWARD,
+        self, closed: Any, direction: Direction = Direction.FORWARD
     ) -> CastPlan:
         """Return the plan of a closed jaxpr, by default that of a whole function."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        ins = ins or [INPUT] * len(jaxpr.invars)
-        uses = [use] * len(jaxpr.outvars)
+        ins = [INPUT] * len(jaxpr.invars)
+        uses = [Use.OUTPUT] * len(jaxpr.outvars)
         return self.plan(jaxpr, consts, ins, uses, direction=direction)
+
+    def plan_rule(
+        self,
+        closed: Any,
+        ins: Sequence[Precision],
+        uses: Sequence[int],
+        is_tangent: Sequence[bool],
+    ) -> CastPlan:
+        """Return the plan of a rule for derivatives: see `plan`."""
+        jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
+        return self.plan(jaxpr, consts, ins, uses, is_tangent=is_tangent)
 
     def for_derivatives(self) -> "Analyzer":
         """Return the analyzer of rules for derivatives."""
         if self._for_derivatives is None:
-            table = self.table.replace(half_results=True)
-            options = table, self.regions, self.compute_dtype
+            options = self.table, self.regions, self.compute_dtype
             self._for_derivatives = Analyzer(*options, is_rule=True)
         return self._for_derivatives
 
@@ -173,7 +184,9 @@ class _Analysis:
       keeps_inputs: whether products may read inputs in float32.
       precision: of each variable.
       plans: of each equation.
+      tangents: what is made of tangents, in a rule for derivatives.
       cast_moves: results that are half because an input is cast before it is moved.
+      stored: per variable, the one stored half value that it is computed from, if so.
       readers: per variable, the indices of the equations that read it.
       depends: per equation, whether its plan depends on the uses of its results.
       is_stale: per equation, whether what its plan depends on has changed.
@@ -186,20 +199,28 @@ class _Analysis:
         consts: Sequence[Any],
         scope: str,
         direction: Direction,
+        is_tangent: Sequence[bool],
     ):
         self.analyzer, self.compute_dtype = analyzer, analyzer.compute_dtype
         self.keeps_inputs = analyzer.regions.keeps_inputs
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
         self.direction = Direction.RULE if analyzer.is_rule else direction
         self.infos = _describe(jaxpr, analyzer, scope, self.direction)
+        self.tangents = set(itertools.compress(jaxpr.invars, is_tangent))
+        for eqn in jaxpr.eqns if self.tangents else ():
+            if self.has_tangent(eqn):
+                self.tangents.update(eqn.outvars)
         self.precision: dict[Any, Precision] = {}
         self.plans: list[Any] = [None] * len(self.infos)
         self.cast_moves: set[Any] = set()
+        self.stored: dict[Any, frozenset[Any] | None] = {}
         self.readers: dict[Any, list[int]] = collections.defaultdict(list)
         for index, info in enumerate(self.infos):
             for var, fixed in zip(info.eqn.invars, info.fixed, strict=True):
                 if fixed is None:
                     self.readers[var].append(index)
+            if info.softmax is not None:
+                self.readers[info.softmax.logits].append(index)
         self.depends = [info.depends_on_uses for info in self.infos]
         self.is_stale = [True] * len(self.infos)
 
@@ -225,7 +246,7 @@ class _Analysis:
             jaxpr=self.jaxpr,
             consts=self.consts,
             eqn_plans=tuple(map(_check_bodies, self.plans)),
-            half_in=tuple(p == HALF for p in ins),
+            ins=ins,
             half_out=tuple(p == HALF for p in outs),
             outs=outs,
             in_uses=tuple(of_vars.get(v, 0) for v in self.jaxpr.invars),
@@ -237,8 +258,22 @@ class _Analysis:
     def plan_body(self, eqn, body, ins, uses):
         """Return the plan of a sub-jaxpr of an equation."""
         scope = name_scopes.join(self.scope, name_scopes.of(eqn))
-        direction = self.direction.of(eqn)
-        return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, scope, direction)
+        options = scope, self.direction.of(eqn), self._tangents_of(eqn, body)
+        return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, *options)
+
+    def has_tangent(self, eqn: Any) -> bool:
+        """Return whether an operand is made of a tangent, in a rule for derivatives."""
+        return any(not compat.is_literal(v) and v in self.tangents for v in eqn.invars)
+
+    def _tangents_of(self, eqn: Any, body: Any) -> Sequence[bool]:
+        """Return which inputs of a sub-jaxpr are made of tangents, () if none is."""
+        if not self.has_tangent(eqn):
+            return ()
+        operands = [eqn.invars[i] for i in body.operands]  # a loop may change its carry
+        return [
+            k in body.fixed_in or (not compat.is_literal(v) and v in self.tangents)
+            for k, v in enumerate(operands)
+        ]
 
     def half_results(self, info: EqnInfo) -> bool:
         """Return whether results of products are half where half is not asked for."""
@@ -250,6 +285,20 @@ class _Analysis:
         if compat.is_literal(var):
             return False
         return var in self.cast_moves or self.precision[var] in (INPUT, BROADCAST)
+
+    def made_of(self, var: Any) -> frozenset[Any]:
+        """Return the stored half values of which a half value is computed."""
+        return self.stored.get(var) or frozenset([var])
+
+    def _stored_in(
+        self, info: EqnInfo, ins: Sequence[Precision], plan: EqnPlan
+    ) -> frozenset[Any] | None:
+        """Return the one stored half value that a half result is computed from."""
+        if not info.rule.is_elementwise or plan.keeps_half or not any(plan.half_in):
+            return None
+        pairs = zip(info.eqn.invars, ins, strict=True)
+        stored = frozenset().union(*[self.made_of(v) for v, p in pairs if p == HALF])
+        return stored if len(stored) == 1 else None
 
     def _set_inputs(self, ins: Sequence[Precision]) -> None:
         for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):
@@ -276,15 +325,17 @@ class _Analysis:
             if not all(info.is_f32):
                 of_f32 = zip(outs, info.is_f32, strict=True)
                 outs = [p if is_f32 else OTHER for p, is_f32 in of_f32]
-            if NORMALIZED in outs and self.half_results(info):
+            if {FUSED, NORMALIZED} & {*outs} and self.half_results(info):
                 self.depends[index] = True
                 plan, outs = _round_norms(plan, outs, out_uses)
             self.plans[index] = plan
             self.cast_moves.difference_update(eqn.outvars)
             self.cast_moves.update(self._cast_moves_of(info, ins, outs, plan))
+            stored = self._stored_in(info, ins, plan)
             for var, of_result in zip(eqn.outvars, outs, strict=True):
-                if self.precision.get(var) != of_result:
-                    self.precision[var] = of_result
+                before = self.precision.get(var), self.stored.get(var)
+                if before != (of_result, stored):
+                    self.precision[var], self.stored[var] = of_result, stored
                     for reader in self.readers.get(var, ()):
                         self.is_stale[reader] = True
 
@@ -323,12 +374,10 @@ class _Analysis:
                 uses[var] |= use
         pairs = zip(reversed(self.infos), reversed(self.plans), strict=True)
         for info, plan in pairs:
-            use = 0
-            for var in info.eqn.outvars:
-                use |= uses[var]
-            of_operands = rules.operand_uses(info, plan, use, self)
+            of_results = [uses[v] for v in info.eqn.outvars]
+            of_operands = rules.operand_uses(info, plan, of_results, self)
             ins = [self._precision_of(v) for v in info.eqn.invars]
-            digits = rules.digits_used(info, ins, use)
+            digits = rules.digits_used(info, ins, of_results)
             operands = zip(info.eqn.invars, of_operands, digits, strict=True)
             for var, operand_use, operand_digits in operands:
                 if not compat.is_literal(var):
@@ -375,14 +424,7 @@ def _describe(
             fixed=tuple([fixed(v, dtype) for v in eqn.invars]),
             is_smaller=tuple([size > precision.size(v) for v in eqn.invars]),
             is_f32=tuple(map(precision.is_f32, eqn.outvars)),
-            depends_on_uses=(
-                rule.is_product
-                or rule in (rules.UNCHANGED, rules.SUB_JAXPRS)
-                or name in rules.SATURATING
-                or rules.casts_before(eqn)
-                or rules.is_square(eqn)
-                or index in softmaxes
-            ),
+            depends_on_uses=rule is not rules.FLOAT32_RULE or index in softmaxes,
             why_unchanged=why_unchanged,
             is_filled_in=id(eqn) in analyzer.filled_in,
             why_not_fp8=why_not_fp8,
@@ -418,7 +460,7 @@ def _round_norms(
     wanted = Use.FLOAT32 | Use.PRODUCT
     unwanted = Use.OUTPUT | Use.EXACT | Use.NEAR_ONE | Use.FRACTION
     rounds = [
-        out == NORMALIZED and use & (wanted | unwanted) == wanted
+        out in (FUSED, NORMALIZED) and use & (wanted | unwanted) == wanted
         for out, use in zip(outs, uses, strict=True)
     ]
     half_out = tuple(map(max, plan.half_out, rounds))
@@ -471,7 +513,7 @@ class AsWritten:
                 jaxpr=jaxpr,
                 consts=consts,
                 eqn_plans=tuple(self._plan_eqn(eqn, moved) for eqn in jaxpr.eqns),
-                half_in=(False,) * len(jaxpr.invars),
+                ins=(FLOAT32,) * len(jaxpr.invars),
                 half_out=(False,) * len(jaxpr.outvars),
                 outs=(FLOAT32,) * len(jaxpr.outvars),
                 in_uses=(Use.OUTPUT,) * len(jaxpr.invars),
@@ -480,13 +522,17 @@ class AsWritten:
         return self._plans[key]
 
     def plan_closed(
-        self, closed: Any, *options: Any, direction: Direction = Direction.FORWARD
+        self, closed: Any, direction: Direction = Direction.FORWARD
     ) -> CastPlan:
         """Return the plan of a closed jaxpr."""
-        del options
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
         is_input = direction is not Direction.RULE
         return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
+
+    def plan_rule(self, closed: Any, **options: Any) -> CastPlan:
+        """Return the plan of a rule for derivatives."""
+        del options
+        return self.plan_closed(closed, direction=Direction.RULE)
 
     def for_derivatives(self) -> "AsWritten":
         """Return what plans the rules for derivatives."""

@@ -39,6 +39,7 @@ _TABLE: dict[OpClass, tuple[tuple[str, str], ...]] = {
         ("exp exp2 expm1 log log1p pow", "tf deny, torch fp32, apex 32"),
         ("rsqrt sqrt cbrt", "torch fp32 (rsqrt), apex 32"),
         ("sinh cosh tan asin acos asinh acosh atanh", "torch fp32, apex 32"),
+        ("sin cos", "angles, as tan"),
         ("erf_inv lgamma digamma polygamma igamma igammac", "torch fp32 (erfinv)"),
         ("igamma_grad_a random_gamma_grad bessel_i0e bessel_i1e", "of the same kind"),
         ("regularized_incomplete_beta zeta", "of the same kind"),

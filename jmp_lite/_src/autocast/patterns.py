@@ -29,10 +29,12 @@ class Softmax:
     Attributes:
       logits: the variable `z`.
       axes: what is summed over.
+      is_from_half: whether `z` is computed from half logits, which are stored.
     """
 
     logits: Any
     axes: tuple[int, ...]
+    is_from_half: bool = False
 
 
 def find_softmaxes(jaxpr: Any) -> dict[int, Softmax]:
@@ -72,8 +74,10 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
 
 
 # Traced once for each shape, and put in place as if it were written there.
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
-def softmax(logits: jax.Array, axes: tuple[int, ...], dtype: Any) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def softmax(
+    logits: jax.Array, axes: tuple[int, ...], dtype: Any, is_from_half: bool
+) -> jax.Array:
     """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
 
     Args:
@@ -81,15 +85,16 @@ def softmax(logits: jax.Array, axes: tuple[int, ...], dtype: Any) -> jax.Array:
         program's own and has been done.
       axes: what to sum over.
       dtype: the dtype of the result.
+      is_from_half: whether the logits are computed from half ones that are stored.
     """
-    return _softmax(logits, axes, dtype)
+    return _softmax(logits, axes, dtype, is_from_half)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _softmax(logits: jax.Array, axes: tuple[int, ...], dtype: Any) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _softmax(logits, axes, dtype, is_from_half):
     exp = jnp.exp(logits.astype(jnp.float32))
     probabilities = (exp / jnp.sum(exp, axes, keepdims=True)).astype(dtype)
-    if logits.dtype == dtype:
+    if is_from_half:
         return probabilities
     # XLA takes the cast to half and back in the derivative for needless, and would keep
     # the logits, to compute the probabilities anew: twice the memory of keeping these.
@@ -98,9 +103,9 @@ def _softmax(logits: jax.Array, axes: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 @_softmax.defjvp
-def _softmax_jvp(axes, dtype, primals, tangents):
+def _softmax_jvp(axes, dtype, is_from_half, primals, tangents):
     (logits,), (logits_dot,) = primals, tangents
-    probabilities = _softmax(logits, axes, dtype)
+    probabilities = _softmax(logits, axes, dtype, is_from_half)
     p, dz = probabilities.astype(jnp.float32), logits_dot.astype(jnp.float32)
     mean = jnp.sum(p * dz, axes, keepdims=True)
     return probabilities, (p * (dz - mean)).astype(dtype)

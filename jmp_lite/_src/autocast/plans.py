@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.patterns import Softmax
-from jmp_lite._src.autocast.precision import Precision
+from jmp_lite._src.autocast.precision import HALF, Precision
 from jmp_lite._src.autocast.regions import Region
 from jmp_lite._src.autocast.values import Reads, find_reads
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
@@ -60,6 +60,8 @@ class EqnPlan:
       is_noop: whether the result is the operand.
       softmax: the softmax whose last equation it is, if it runs as one.
       changes_no_body: whether its sub-jaxprs can run as they are.
+      keeps_half: whether its result is stored in half, whatever reads it.
+      in_float32: whether it reads half operands in float32, and rounds its result.
     """
 
     rule: "Rule"
@@ -70,6 +72,13 @@ class EqnPlan:
     is_noop: bool = False
     softmax: Softmax | None = None
     changes_no_body: bool = False
+    keeps_half: bool = False
+    in_float32: bool = False
+
+    @property
+    def reads_half(self) -> tuple[bool, ...]:
+        """Per operand, whether a float32 one is cast to half."""
+        return (False,) * len(self.half_in) if self.in_float32 else self.half_in
 
     @property
     def is_lowered(self) -> bool:
@@ -95,7 +104,7 @@ class CastPlan:
       jaxpr: the jaxpr, open.
       consts: the values of its constvars.
       eqn_plans: a plan per equation.
-      half_in: per input, whether it is given in half.
+      ins: per input, its precision.
       half_out: per output, whether the value is made in half.
       outs: per output, its precision.
       in_uses: per input, how it is used.
@@ -107,7 +116,7 @@ class CastPlan:
     jaxpr: Any
     consts: tuple[Any, ...]
     eqn_plans: tuple[EqnPlan, ...]
-    half_in: tuple[bool, ...]
+    ins: tuple[Precision, ...]
     half_out: tuple[bool, ...]
     outs: tuple[Precision, ...]
     in_uses: tuple[int, ...]
@@ -115,10 +124,15 @@ class CastPlan:
     cast_moves: frozenset[Any] = frozenset()
     is_rule: bool = False
 
+    @property
+    def half_in(self) -> tuple[bool, ...]:
+        """Per input, whether it is given in half."""
+        return tuple(p == HALF for p in self.ins)
+
     @functools.cached_property
     def reads(self) -> Reads:
         """How the jaxpr reads its half values."""
-        half_in = [plan.half_in for plan in self.eqn_plans]
+        half_in = [plan.reads_half for plan in self.eqn_plans]
         return find_reads(self.jaxpr, half_in, self.is_rule)
 
     def is_cast_move(self, body: SubJaxpr, result: int) -> bool:

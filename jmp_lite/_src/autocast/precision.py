@@ -38,6 +38,10 @@ class Precision(enum.IntEnum):
     STATISTIC = enum.auto()
     """A float32 value that was broadcast: the mean or the scale of a norm."""
 
+    FUSED = enum.auto()
+    """Computed in float32 from a half value, for float32 operations alone: it becomes a
+    part of them, and is not stored."""
+
     NORMALIZED = enum.auto()
     """Half values scaled and shifted in float32 by statistics: the output of a norm."""
 
@@ -57,7 +61,7 @@ class Precision(enum.IntEnum):
 
 
 HALF, NUMBER, BROADCAST, INPUT = list(Precision)[:4]
-STATISTIC, NORMALIZED, FLOAT32, INTEGER, STORED, OTHER = list(Precision)[4:]
+STATISTIC, FUSED, NORMALIZED, FLOAT32, INTEGER, STORED, OTHER = list(Precision)[4:]
 IGNORED = (INTEGER, STORED, OTHER)
 
 
@@ -76,11 +80,13 @@ class Use:
         division: a function that saturates there (a sigmoid) keeps its float32 result.
       FRACTION: its fraction or its angle is used: not even the result of a matrix
         product is rounded to half.
+      KEPT: half arithmetic reads it whose own result is stored in half, as a sum of two
+        arrays is.
     """
 
     HALF, FLOAT32, OUTPUT = 1, 2, 4
     DTYPE = HALF | FLOAT32 | OUTPUT
-    PRODUCT, EXACT, NEAR_ONE, FRACTION = 8, 16, 32, 64
+    PRODUCT, EXACT, NEAR_ONE, FRACTION, KEPT = 8, 16, 32, 64, 128
 
 
 def is_f32(var: Any) -> bool:
@@ -112,8 +118,8 @@ def size(var: Any) -> int:
 def of_constant(x: Any, compute_dtype: Any) -> Precision:
     """Return NUMBER for a scalar that the compute dtype represents, else FLOAT32.
 
-    An array that is known now and overflows (a mask of -1e10) is FLOAT32, any other
-    array is INPUT.
+    An array that is known now and overflows (a mask of -1e10) or becomes zero (an eps
+    of 1e-8) is FLOAT32, any other array is INPUT.
     """
     if isinstance(x, Tracer):
         return INPUT
@@ -121,9 +127,10 @@ def of_constant(x: Any, compute_dtype: Any) -> Precision:
         return _of_scalar(float(x), jnp.dtype(compute_dtype))
     if np.size(x) > 2**16:
         return INPUT
-    values = np.abs(np.asarray(x, np.float64))
-    overflows = (values > float(jnp.finfo(compute_dtype).max)) & np.isfinite(values)
-    return FLOAT32 if np.any(overflows) else INPUT
+    values, info = np.abs(np.asarray(x, np.float64)), jnp.finfo(compute_dtype)
+    is_lost = (values > float(info.max)) & np.isfinite(values)
+    is_lost |= (values < float(info.smallest_subnormal) / 2) & (values > 0)
+    return FLOAT32 if np.any(is_lost) else INPUT
 
 
 @functools.cache
@@ -136,6 +143,12 @@ def _of_scalar(x: float, compute_dtype: Any) -> Precision:
     # `1 - 1e-7` keeps a value away from 1, and must not round to 1.
     becomes_one = abs(x) != 1 and abs(float(np.asarray(x, compute_dtype))) == 1
     return FLOAT32 if becomes_one else NUMBER
+
+
+@functools.cache
+def has_range_of_f32(dtype: Any) -> bool:
+    """Return whether a half dtype has the range of float32, as bfloat16 has."""
+    return jnp.finfo(dtype).maxexp == jnp.finfo(jnp.float32).maxexp
 
 
 def _of_integer(x: Any, compute_dtype: Any) -> Precision:

@@ -11,7 +11,7 @@ from jmp_lite._src import dtypes
 from jmp_lite._src.autocast import sums
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten, Direction
 from jmp_lite._src.autocast.plans import CastPlan, EqnPlan
-from jmp_lite._src.autocast.precision import HALF, INPUT, Use
+from jmp_lite._src.autocast.precision import HALF, Use
 from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs import binding, control_flow
 
@@ -53,7 +53,8 @@ class Rewriter:
 
     def _rewrite_jvp(self, eqn: Any, plan: EqnPlan, fun: Callable[..., Any]) -> Any:
         """Return the rule of a JVP rewritten, with half where the function has it."""
-        half_in = plan.half_in * 2  # of primals and tangents
+        ins = plan.bodies[0].ins * 2  # of primals and tangents
+        uses = [Use.HALF if half else Use.FLOAT32 for half in plan.half_out * 2]
         out_dtypes = [
             self.half_dtype if half else v.aval.dtype
             for v, half in zip(eqn.outvars, plan.half_out, strict=True)
@@ -62,11 +63,13 @@ class Rewriter:
         def rule(*args):
             # It was written for the dtypes of the program: it is traced in them.
             analyzer = self.analyzer.for_derivatives()
-            traced = analyzer.trace(fun, args, as_f32=half_in)
-            ins = [HALF if half_in[i] else INPUT for i in traced.indices]
-            # Products are linear in a tangent, and transposed where they stand: f32
-            # results would make their transposes mix half with f32.
-            rule_plan = analyzer.plan_closed(traced.closed, ins, Use.FLOAT32)
+            traced = analyzer.trace(fun, args, as_f32=[p == HALF for p in ins])
+            rule_plan = analyzer.plan_rule(
+                traced.closed,
+                ins=[ins[i] for i in traced.indices],
+                uses=[uses[i] for i in traced.out_indices],
+                is_tangent=[i >= len(args) // 2 for i in traced.indices],
+            )
             half_out = rule_plan.half_out
             outs = traced.restore(self.run(rule_plan, half_out, *traced.args))
             return [

@@ -7,17 +7,19 @@ A rule says, in one place, what precision the results have given that of the ope
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 
-from jmp_lite._src import dtypes, fp8
+from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast import accumulators, patterns, precision, products
 from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
     FLOAT32,
+    FUSED,
     HALF,
     IGNORED,
     INPUT,
@@ -34,17 +36,18 @@ from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 
 # Functions that saturate at 1 or -1, or at both.
-SATURATING = frozenset("logistic tanh erf".split())
+SATURATING = frozenset("logistic tanh erf erfc".split())
 
 # How these functions use their operands, beside what their class says.
 _DIGITS_USED_BY = {
-    **dict.fromkeys("log log1p".split(), Use.NEAR_ONE),
+    **dict.fromkeys("log log1p pow".split(), Use.NEAR_ONE),
     **dict.fromkeys("acos asin acosh atanh".split(), Use.NEAR_ONE | Use.FRACTION),
     **dict.fromkeys("rem floor ceil round".split(), Use.NEAR_ONE | Use.FRACTION),
 }
 # Arithmetic that uses the digits of its operands as those of its result are used.
 _ARITHMETIC = frozenset(
-    "add add_any sub mul div neg max min abs clamp square integer_pow".split()
+    "add add_any sub mul div neg max min abs clamp square integer_pow "
+    "reduce_sum reduce_prod cumsum cumprod".split()
 )
 # Rounding the operands of these is the same as rounding the result.
 _MONOTONE = ("max", "min", "clamp")
@@ -63,9 +66,14 @@ class Analysis(Protocol):
 
     compute_dtype: Any
     keeps_inputs: bool
+    precision: dict[Any, Precision]
 
     def half_results(self, info: EqnInfo) -> bool:
         """Return whether results of products are half where half is not asked for."""
+        ...
+
+    def has_tangent(self, eqn: Any) -> bool:
+        """Return whether an operand is made of a tangent, in a rule for derivatives."""
         ...
 
     def plan_body(
@@ -76,6 +84,10 @@ class Analysis(Protocol):
 
     def is_moved_input(self, var: Any) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""
+        ...
+
+    def made_of(self, var: Any) -> frozenset[Any]:
+        """Return the stored half values of which a half value is computed."""
         ...
 
 
@@ -124,18 +136,18 @@ class Rule:
         return plan, [FLOAT32] * len(eqn.outvars)
 
     def operand_uses(
-        self, info: EqnInfo, plan: EqnPlan, use: int, analysis: Analysis
+        self, info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
     ) -> Sequence[int]:
         """Return how an equation uses each of its operands.
 
         Args:
           info: the equation.
           plan: what `propagate` returned, of this rule.
-          use: how its results are used, the union.
+          uses: how its results are used.
           analysis: that of the jaxpr.
         """
         del plan, analysis
-        of_each = Use.OUTPUT if returns_sum(info, use) else Use.FLOAT32 | Use.EXACT
+        of_each = Use.OUTPUT if returns_sum(info, uses) else Use.FLOAT32 | Use.EXACT
         return [of_each] * len(info.eqn.invars)
 
     def run(self, eqn: Any, plan: EqnPlan, values: Values) -> Sequence[Any]:
@@ -179,6 +191,9 @@ class _Half(Rule):
         is_half = use != Use.OUTPUT if analysis.half_results(info) else use == Use.HALF
         if info.region.half_results is False or uses[0] & Use.FRACTION:
             is_half = False
+        # It is linear in a tangent, and transposed as it stands: the transpose of a
+        # product with a float32 result would multiply half by float32.
+        is_half = is_half or analysis.has_tangent(info.eqn)
         half_in = tuple(p not in IGNORED for p in ins)
         reasons = [
             f"not in fp8: {info.why_not_fp8}" if info.why_not_fp8 else "",
@@ -188,7 +203,7 @@ class _Half(Rule):
         plan = EqnPlan(self, half_in, (is_half,), reason=reason)
         return plan, [HALF if is_half else FLOAT32]
 
-    def operand_uses(self, info, plan, use, analysis):
+    def operand_uses(self, info, plan, uses, analysis):
         return [Use.HALF | Use.PRODUCT] * len(info.eqn.invars)
 
     def run(self, eqn, plan, values):
@@ -213,7 +228,7 @@ class _Accumulated(_Half):
         )
         return dataclasses.replace(plan, half_in=half_in), outs
 
-    def operand_uses(self, info, plan, use, analysis):
+    def operand_uses(self, info, plan, uses, analysis):
         as_half = Use.HALF | Use.PRODUCT
         return [as_half if is_half else Use.FLOAT32 for is_half in plan.half_in]
 
@@ -275,12 +290,27 @@ class _Elementwise(Rule):
             and [use & Use.DTYPE for use in uses] == [Use.HALF]
             and casts_before(eqn)
         )
-        if is_cast_before or _joins_half(eqn, ins):
+        joins = _joins_half(eqn, ins)
+        if joins and _may_underflow(ins, uses, analysis):
+            return FLOAT32_RULE.keep(info, "a divisor or a logarithm reads it")
+        keeps = joins and not self.is_move and _is_kept(eqn, ins, analysis)
+        is_fused = joins and not self.is_move and not keeps and _is_for_f32(uses)
+        if is_cast_before or (joins and not is_fused):
             half_in = tuple(p not in IGNORED for p in ins)
-            plan = EqnPlan(self, half_in, info.is_f32, is_noop=is_retyping(eqn))
+            plan = EqnPlan(
+                self,
+                half_in,
+                info.is_f32,
+                is_noop=is_retyping(eqn),
+                keeps_half=keeps,
+                in_float32=not self.is_move
+                and (_broadcasts(info) or _adds_number(info, union(uses))),
+            )
             return plan, [HALF] * len(eqn.outvars)
-        plan, _ = self.keep(info, "an operand is f32" if HALF in operands else "")
-        return plan, [self._in_float32(info, ins)] * len(eqn.outvars)
+        reason = "f32 alone reads it" if is_fused else "an operand is f32"
+        plan, _ = self.keep(info, reason if HALF in operands else "")
+        result = FUSED if is_fused else self._in_float32(info, ins)
+        return plan, [result] * len(eqn.outvars)
 
     def _in_float32(self, info: EqnInfo, ins: Sequence[Precision]) -> Precision:
         """Return the precision of a result that is computed in float32."""
@@ -297,17 +327,19 @@ class _Elementwise(Rule):
         if not operands or FLOAT32 in operands:
             return FLOAT32
         if INPUT not in operands:
-            if HALF in operands or NORMALIZED in operands:
+            if FUSED in operands and operands <= {HALF, FUSED, NUMBER, BROADCAST}:
+                return FUSED
+            if not operands.isdisjoint((HALF, FUSED, NORMALIZED)):
                 return NORMALIZED
             return next(p for p in (STATISTIC, BROADCAST, NUMBER) if p in operands)
         if not self.is_move or not operands <= {INPUT, BROADCAST, NUMBER}:
             return FLOAT32
         return BROADCAST if is_broadcast[0] or name == "gather" else INPUT
 
-    def operand_uses(self, info, plan, use, analysis):
-        if returns_sum(info, use):
-            return super().operand_uses(info, plan, use, analysis)
-        passed = self._passed_on(info.eqn, plan, use)
+    def operand_uses(self, info, plan, uses, analysis):
+        if returns_sum(info, uses):
+            return super().operand_uses(info, plan, uses, analysis)
+        passed = self._passed_on(info.eqn, plan, union(uses))
         # A bias is cast where it is added, once it is broadcast, also if it was
         # reshaped before: so its gradient is summed in float32.
         return [
@@ -317,20 +349,29 @@ class _Elementwise(Rule):
 
     def _passed_on(self, eqn: Any, plan: EqnPlan, use: int) -> int:
         rounds_before = self.is_move or eqn.primitive.name in _MONOTONE
-        beside, use = use & ~Use.DTYPE if rounds_before else 0, use & Use.DTYPE
+        passed = ~Use.DTYPE if rounds_before else Use.KEPT
+        beside, use = use & passed, use & Use.DTYPE
         if use & Use.OUTPUT:
             beside |= Use.EXACT
         if use == Use.OUTPUT and self.is_move:
             return Use.OUTPUT | beside
         if not (any(plan.half_in) or casts_before(eqn)):
             return Use.FLOAT32 | beside
+        if plan.keeps_half:
+            beside |= Use.KEPT
         in_f32 = Use.FLOAT32 if use & (Use.FLOAT32 | Use.OUTPUT) else 0
         return use & Use.HALF | in_f32 | beside
 
     def run(self, eqn, plan, values):
         if plan.is_noop:
             return values.read(eqn.invars, plan.half_in)
-        return super().run(eqn, plan, values)
+        if any(plan.reads_half):
+            return values.apply(eqn, plan.reads_half)
+        results = values.apply_in_f32(eqn, plan.half_in)
+        if plan.in_float32 and not plan.keeps_half:
+            values.note_casts(eqn.outvars, results)
+            return results
+        return values.cast_to_half(results, plan.half_out)
 
 
 class _Promote(_Elementwise):
@@ -393,24 +434,35 @@ class _SubJaxprs(Rule):
         return EqnPlan(self, half_in, half_out, tuple(plans)), outs
 
     def _plan_bodies(self, info, ins, uses, analysis) -> list[CastPlan]:
+        of_bodies = [
+            [
+                _carried(ins[i]) if k in body.fixed_in else ins[i]
+                for k, i in enumerate(body.operands)
+            ]
+            for body in info.bodies
+        ]
+        return self._plan_bodies_for(info, of_bodies, uses, analysis)
+
+    def _plan_bodies_for(self, info, ins, uses, analysis) -> list[CastPlan]:
+        """Return the plans of bodies, given the precision of the inputs of each."""
         return [
             analysis.plan_body(
                 info.eqn,
                 body,
-                [
-                    _carried(ins[i]) if k in body.fixed_in else ins[i]
-                    for k, i in enumerate(body.operands)
-                ],
+                of_body,
                 [
                     Use.OUTPUT if i is None or k in body.fixed_out else uses[i]
                     for k, i in enumerate(body.results)
                 ],
             )
-            for body in info.bodies
+            for body, of_body in zip(info.bodies, ins, strict=True)
         ]
 
-    def operand_uses(self, info, plan, use, analysis):
-        return _uses_by_bodies(len(info.eqn.invars), info.bodies, plan.bodies)
+    def operand_uses(self, info, plan, uses, analysis):
+        # The plan was made for the uses that were known before.
+        ins = [body_plan.ins for body_plan in plan.bodies]
+        plans = self._plan_bodies_for(info, ins, uses, analysis)
+        return _uses_by_bodies(len(info.eqn.invars), info.bodies, plans)
 
 
 def _carried(first: Precision) -> Precision:
@@ -436,15 +488,18 @@ class _Softmax(Rule):
     name = "softmax"
 
     def propagate(self, info, ins, uses, analysis):
-        plan = EqnPlan(self, (False, False), (True,), softmax=info.softmax)
-        return plan, [HALF]
+        found: Any = info.softmax
+        is_from_half = analysis.precision[found.logits] in (HALF, FUSED)
+        found = dataclasses.replace(found, is_from_half=is_from_half)
+        return EqnPlan(self, (False, False), (True,), softmax=found), [HALF]
 
     def run(self, eqn, plan, values):
         found = plan.softmax
         if found is None:
             return super().run(eqn, plan, values)
         logits = values.read_as_made(found.logits)
-        return [patterns.softmax(logits, found.axes, values.half_dtype)]
+        options = found.axes, values.half_dtype, found.is_from_half
+        return [patterns.softmax(logits, *options)]
 
 
 UNCHANGED, FLOAT32_RULE, PRODUCT = Rule(), _Float32(), _Half()
@@ -473,7 +528,7 @@ def decide(
 
 
 def operand_uses(
-    info: EqnInfo, plan: EqnPlan, use: int, analysis: Analysis
+    info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
 ) -> Sequence[int]:
     """Return how an equation uses each of its operands.
 
@@ -483,22 +538,22 @@ def operand_uses(
     Args:
       info: the equation.
       plan: its plan.
-      use: how its results are used, the union.
+      uses: how its results are used.
       analysis: that of the jaxpr.
     """
-    uses = plan.rule.operand_uses(info, plan, use, analysis)
+    used = plan.rule.operand_uses(info, plan, uses, analysis)
     eqn = info.eqn
     if plan.bodies or not eqn.outvars:
-        return uses
+        return used
     if all(map(precision.is_bool, eqn.outvars)):
-        if not use:  # a comparison, or logic, that only chooses
-            return [0] * len(uses)
-        of_bool = use
+        if not any(uses):  # a comparison, or logic, that only chooses
+            return [0] * len(used)
+        of_bool = union(uses)
     elif all(map(precision.is_float, eqn.outvars)):
         of_bool = 0
     else:
-        return uses  # the index of a branch, or of an element
-    pairs = zip(eqn.invars, uses, strict=True)
+        return used  # the index of a branch, or of an element
+    pairs = zip(eqn.invars, used, strict=True)
     return [of_bool if precision.is_bool(var) else of_var for var, of_var in pairs]
 
 
@@ -509,36 +564,48 @@ def why_float32(info: EqnInfo, uses: Sequence[int]) -> str:
     """Return why the uses of a result keep an operation in float32, or ""."""
     if info.eqn.primitive.name in SATURATING and uses[0] & Use.NEAR_ONE:
         return "its distance from 1 is used"
-    if [use & Use.DTYPE for use in uses] == [Use.FLOAT32] and is_square(info.eqn):
-        return "a square that is summed"
     return ""
 
 
-def digits_used(info: EqnInfo, ins: Sequence[Precision], use: int) -> Sequence[int]:
+def digits_used(
+    info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int]
+) -> Sequence[int]:
     """Return which digits of its operands an equation uses, as bits of `Use`.
 
     Args:
       info: the equation.
       ins: the precision of each operand.
-      use: how its results are used, the union.
+      uses: how its results are used.
     """
-    eqn, name = info.eqn, info.eqn.primitive.name
+    eqn, name, use = info.eqn, info.eqn.primitive.name, union(uses)
     used = _DIGITS_USED_BY.get(name, 0)
     if (info.rule is PASSTHROUGH or name in _ARITHMETIC) and any(info.is_f32):
         used |= use & (Use.NEAR_ONE | Use.FRACTION)
-    if name in ("add", "sub") and NUMBER in ins and use & ~(Use.HALF | Use.PRODUCT):
+    if (
+        name in ("add", "sub")
+        and NUMBER in ins
+        and use & ~(Use.HALF | Use.PRODUCT | Use.KEPT)
+    ):
         used |= Use.NEAR_ONE
     if name == "integer_pow" and eqn.params["y"] < 0:
         used |= Use.NEAR_ONE
+    if name == "convert_element_type" and not precision.is_float(eqn.outvars[0]):
+        used |= Use.NEAR_ONE | Use.FRACTION
     by_operand = [used] * len(ins)
     if name == "div":
         by_operand[1] |= Use.NEAR_ONE
     return by_operand
 
 
-def returns_sum(info: EqnInfo, use: int) -> bool:
+def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:
     """Return whether an equation adds gradients, and the sum is only returned."""
-    return info.eqn.primitive.name == "add_any" and use & Use.DTYPE == Use.OUTPUT
+    is_returned = union(uses) & Use.DTYPE == Use.OUTPUT
+    return info.eqn.primitive.name == "add_any" and is_returned
+
+
+def union(uses: Sequence[int]) -> int:
+    """Return how any of several values is used."""
+    return functools.reduce(operator.or_, uses, 0)
 
 
 def casts_before(eqn: Any) -> bool:
@@ -560,14 +627,47 @@ def is_move_or_cast(eqn: Any) -> bool:
     return casts_before(eqn)
 
 
-def is_square(eqn: Any) -> bool:
-    """Return whether an equation squares its operand."""
-    name, operands = eqn.primitive.name, eqn.invars
-    return (
-        name == "square"
-        or (name == "integer_pow" and eqn.params["y"] == 2)
-        or (name == "mul" and operands[0] is operands[1])
+def _broadcasts(info: EqnInfo) -> bool:
+    """Return whether elementwise arithmetic broadcasts an array."""
+    return any(
+        is_smaller and not compat.is_literal(v) and precision.is_f32(v)
+        for v, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
     )
+
+
+def _adds_number(info: EqnInfo, use: int) -> bool:
+    """Return whether a number is added to an array, and float32 operations read it."""
+    is_read_in_f32 = use & (Use.FLOAT32 | Use.OUTPUT)
+    is_sum = info.eqn.primitive.name in ("add", "sub")
+    return (
+        bool(is_read_in_f32) and is_sum and any(map(compat.is_literal, info.eqn.invars))
+    )
+
+
+def _may_underflow(
+    ins: Sequence[Precision], uses: Sequence[int], analysis: Analysis
+) -> bool:
+    """Return whether half may lose what keeps a result away from zero: an argument."""
+    if precision.has_range_of_f32(analysis.compute_dtype):
+        return False
+    return bool(union(uses) & Use.NEAR_ONE) and (INPUT in ins or BROADCAST in ins)
+
+
+def _is_for_f32(uses: Sequence[int]) -> bool:
+    """Return whether float32 operations alone read results, and nothing stores them."""
+    use = union(uses)
+    return bool(use & Use.DTYPE) and not use & (Use.HALF | Use.KEPT)
+
+
+def _is_kept(eqn: Any, ins: Sequence[Precision], analysis: Analysis) -> bool:
+    """Return whether the half result of arithmetic is stored, whatever reads it.
+
+    It is if it is made of several arrays, or if the backward pass reads it. Other
+    arithmetic is computed again by what reads it, as a part of that.
+    """
+    pairs = zip(eqn.invars, ins, strict=True)
+    arrays = [analysis.made_of(v) for v, p in pairs if p == HALF]
+    return len(frozenset().union(*arrays)) > 1 or eqn.primitive.name in SATURATING
 
 
 def _joins_half(eqn: Any, ins: Sequence[Precision]) -> bool:

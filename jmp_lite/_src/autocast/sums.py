@@ -216,6 +216,45 @@ _multiply = compat.new_primitive(
 )
 
 
+def multiply(eqn: Any, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Array:
+    """Run a `mul` in float32, or a `div` by a smaller array.
+
+    Args:
+      eqn: the equation.
+      operands: its operands, float32.
+      kept: what the backward pass keeps of each: the half numbers that it was cast
+        from, or the operand.
+    """
+    rank = eqn.outvars[0].aval.ndim
+    x, y, x_kept, y_kept = (
+        lax.expand_dims(a, range(rank - a.ndim)) for a in (*operands, *kept)
+    )
+    if eqn.primitive.name == "mul":
+        return _product(x, y, x_kept, y_kept)
+    (value,) = binding.bind_here(eqn, map(lax.stop_gradient, operands))
+    inverse = lax.full_like(y, 1) / y
+    return differentiate_as(value, _product(x, inverse, x_kept, inverse))
+
+
+@jax.custom_jvp
+def _product(x: jax.Array, y: jax.Array, x_kept: jax.Array, y_kept: jax.Array) -> Any:
+    del x_kept, y_kept
+    return x * y
+
+
+@functools.partial(_product.defjvp, symbolic_zeros=True)
+def _product_jvp(primals, tangents):
+    (x, y, x_kept, y_kept), (dx, dy, *_) = primals, tangents
+    pairs = ((dx, y_kept), (x_kept, dy))
+    terms = [
+        _multiply(*pair, dtype=x.dtype)
+        for pair, tangent in zip(pairs, (dx, dy), strict=True)
+        if not isinstance(tangent, SymbolicZero)
+    ]
+    out = _product(x, y, x_kept, y_kept)
+    return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
+
+
 def sums_backward(eqn: Any) -> bool:
     """Return whether the transpose of an equation sums in the dtype of its operands.
 
@@ -284,14 +323,29 @@ def _one_along_an_axis(eqn: Any, in_f32: jax.Array, indices: jax.Array) -> jax.A
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def saturate(x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast to half; finite numbers beyond the range become the largest half number.
+def bound(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return float32 numbers to which negative half ones may be added.
 
-    bfloat16 ends a little before float32: `finfo(float32).min`, which masks contain,
-    would become -inf. The result has no derivative.
+    A finite number below the range of half, as masks contain, becomes half of the
+    lowest half number: a sum with it stays finite. What is too large stays so, and
+    becomes inf in half: it is no mask.
     """
-    x = lax.stop_gradient(x)
-    largest = np.asarray(jnp.finfo(dtype).max, x.dtype)
+    lowest = np.asarray(jnp.finfo(dtype).min, x.dtype)
+    is_below = (x < lowest) & lax.is_finite(x)
+    return lax.select(is_below, lax.full_like(x, lowest / 2), x)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def saturate(x: jax.Array, dtype: Any) -> jax.Array:
+    """Cast to half; finite numbers below the range become the lowest half number.
+
+    Masks contain them. bfloat16 ends a little before float32: `finfo(float32).min`
+    would become -inf, and `finfo(float32).max` inf. The result has no derivative.
+    """
+    x, info = lax.stop_gradient(x), jnp.finfo(dtype)
+    lowest, largest = (np.asarray(end, x.dtype) for end in (info.min, info.max))
+    bounded = lax.max(x, lowest)
+    if info.maxexp == jnp.finfo(x.dtype).maxexp:
+        bounded = lax.min(bounded, largest)
     is_infinite = lax.eq(lax.abs(x), np.asarray(np.inf, x.dtype))
-    bounded = lax.select(is_infinite, x, lax.clamp(-largest, x, largest))
-    return lax.convert_element_type(bounded, dtype)
+    return lax.convert_element_type(lax.select(is_infinite, x, bounded), dtype)

@@ -14,7 +14,6 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -184,6 +183,8 @@ class Values:
         # The cast of a float32 value to half, or the float32 value of a half one.
         self._cast: dict[Any, Any] = {}
         self._saturated: dict[Any, Any] = {}
+        # Of these, the cast has not been read.
+        self._unread: set[Any] = set()
         # The moves that made half values whose float32 original is known.
         self._moved_by: dict[Any, Any] = {}
 
@@ -228,12 +229,49 @@ class Values:
         )
         return self.in_f32(var) if is_known else value
 
+    def note_casts(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Cast values here, and not where something reads them in half."""
+        casts = self.cast_to_half(values, (True,) * len(values))
+        self._cast.update(zip(variables, casts, strict=True))
+        self._unread.update(variables)
+
     def cast_to_half(self, values: Sequence[Any], half: Sequence[bool]) -> list[Any]:
         """Return new values, cast where `half` says so."""
         return [
             lax.convert_element_type(x, self.half_dtype) if is_half else x
             for x, is_half in zip(values, half, strict=True)
         ]
+
+    def apply_in_f32(self, eqn: Any, is_half: Sequence[bool]) -> list[Any]:
+        """Return the results of arithmetic in float32, from half values or others.
+
+        Of what is multiplied, the backward pass keeps the half values.
+
+        Args:
+          eqn: the equation.
+          is_half: per operand, whether the result is half, and the operand is read in
+            half by others.
+        """
+        if not any(is_half) and not self._multiplies(eqn):
+            return self.apply(eqn, is_half)
+        size = eqn.outvars[0].aval.size
+        operands = [*map(self._as_written, eqn.invars)]
+        if self._multiplies(eqn):
+            kept = [
+                self._value_in_half(v, False)[0]
+                if is_half_value and v.aval.size == size
+                else self._made[v]
+                for v, is_half_value in zip(eqn.invars, is_half, strict=True)
+            ]
+            return [sums.multiply(eqn, operands, kept)]
+        if eqn.primitive.name not in ("mul", "div"):
+            operands = [
+                sums.bound(x, self.half_dtype)
+                if not compat.is_literal(v) and is_f32(v) and v.aval.size < size
+                else x
+                for v, x in zip(eqn.invars, operands, strict=True)
+            ]
+        return binding.bind_here(eqn, operands)
 
     def apply(self, eqn: Any, half: Sequence[bool]) -> list[Any]:
         """Return the results of an equation, whose transpose sums in float32.
@@ -267,6 +305,17 @@ class Values:
         if reads.sums_backward:
             return sums.bind(eqn, operands, self._all_in_f32(eqn, reads))
         return binding.bind_here(eqn, operands)
+
+    def _multiplies(self, eqn: Any) -> bool:
+        """Return whether this multiplies arrays, or divides by a smaller one."""
+        name, operands = eqn.primitive.name, eqn.invars
+        if name not in ("mul", "div") or self.reads.is_rule:
+            return False
+        if any(map(compat.is_literal, operands)) or not is_f32(eqn.outvars[0]):
+            return False
+        if name == "div" and operands[1].aval.size == eqn.outvars[0].aval.size:
+            return False
+        return self.reads.differentiated.issuperset(operands)
 
     def _all_in_f32(self, eqn: Any, reads: EqnReads) -> list[Any]:
         return [
@@ -304,12 +353,13 @@ class Values:
         value = self._made[var]
         if not is_f32(var) or value.dtype == self.half_dtype:
             return value, var not in self.reads.many
-        if joins and self.half_dtype == jnp.bfloat16 and var not in self.numbers:
+        if joins and var not in self.numbers:
             if var not in self._saturated:
                 self._saturated[var] = sums.saturate(value, self.half_dtype)
             return self._saturated[var], False
-        is_first = var not in self._cast
-        if is_first:
+        is_first = var not in self._cast or var in self._unread
+        self._unread.discard(var)
+        if var not in self._cast:
             self._cast[var] = lax.convert_element_type(value, self.half_dtype)
         return self._cast[var], is_first
 

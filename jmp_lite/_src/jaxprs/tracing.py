@@ -17,12 +17,14 @@ class Traced:
       closed: its jaxpr, of the arguments that are arrays.
       args: those arguments.
       indices: which of all leaves of the arguments they are.
+      out_indices: which of all leaves of the result the jaxpr's outputs are.
       restore: makes the function's result from the jaxpr's outputs.
     """
 
     closed: Any
     args: list[Any]
     indices: Sequence[int]
+    out_indices: Sequence[int]
     restore: Callable[[Sequence[Any]], Any]
 
 
@@ -65,17 +67,15 @@ def trace(
         avals[i] = aval.update(dtype=np.dtype(np.float32)) if to_f32 else aval
     arg_avals, kwarg_avals = jax.tree.unflatten(tree, avals)
     closed = jax.make_jaxpr(traced)(*arg_avals, **kwarg_avals)
+    count = len(closed.out_avals) + len(static_outs)
+    out_indices = [i for i in range(count) if i not in static_outs]
 
     def restore(outs):
-        remaining = iter(outs)
-        count = len(outs) + len(static_outs)
-        merged = [
-            static_outs[i] if i in static_outs else next(remaining)
-            for i in range(count)
-        ]
-        return jax.tree.unflatten(out_tree, merged)
+        merged = static_outs | dict(zip(out_indices, outs, strict=True))
+        return jax.tree.unflatten(out_tree, [merged[i] for i in range(count)])
 
-    return Traced(closed, [leaves[i] for i in dynamic], dynamic, restore)
+    args = [leaves[i] for i in dynamic]
+    return Traced(closed, args, dynamic, out_indices, restore)
 
 
 def is_traceable(x: Any) -> bool:

@@ -1,0 +1,371 @@
+"""Half only where it buys something: what float32 alone reads is computed in float32.
+
+A product's result is half in bfloat16. What is added to it before a loss, a softmax or
+a difference reads it must not be rounded with it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from arrays import error
+from autocast_corpus.program import DTYPES, POLICIES
+from jax import lax
+
+from jmp_lite import autocast
+
+pytestmark = [pytest.mark.one_of("half"), pytest.mark.standard_promotion]
+
+# float16 with half results too: the policies of `advise` have them.
+MODES: dict[str, tuple[str, bool | None]] = {
+    "bf16": (POLICIES["bf16"], None),
+    "f16": (POLICIES["f16"], None),
+    "f16 half results": (POLICIES["f16"], True),
+}
+IN_MODES = pytest.mark.parametrize("half", MODES)
+SCALE = 256.0  # of the loss
+
+_rng = np.random.default_rng(0)
+
+
+def _normal(*shape: int) -> np.ndarray:
+    return _rng.standard_normal(shape).astype(np.float32)
+
+
+ROWS, IN, OUT = 128, 32, 16
+X = _normal(ROWS, IN)
+W, V = _normal(IN, OUT) / np.sqrt(IN), _normal(OUT, 8) / 4
+W4 = W[:, :4].copy()
+WEIGHTS = _rng.uniform(size=(ROWS, OUT)).astype(np.float32)
+FAR = 5000 + _normal(ROWS, OUT)
+BIASES = np.full(OUT, 5000, np.float32)
+ANCHOR = np.array([1000, 1000, 1008, 1012], np.float32)
+TOKENS, QKV = _normal(4, 32, IN), _normal(3, IN, IN) / np.sqrt(IN)
+SLOPES = 4 * np.arange(32, dtype=np.float32)
+LABELS = _rng.integers(0, OUT, (ROWS, 1))
+
+
+def _squared(predicted: Any) -> Any:
+    return jnp.mean((predicted - FAR) ** 2)
+
+
+def boxes(w, anchor):
+    box = anchor + X @ w
+    return jnp.mean((box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]))
+
+
+def attention(qkv, bias):
+    q, k, v = (TOKENS @ w for w in qkv)
+    logits = jnp.einsum("bid,bjd->bij", q, k) / np.sqrt(IN) + bias
+    return jnp.mean((jax.nn.softmax(logits, -1) @ v) ** 2)
+
+
+def cross_entropy(w, b):
+    found = jax.nn.log_softmax(X @ w + b, -1)
+    return -jnp.mean(jnp.take_along_axis(found, LABELS, 1))
+
+
+def offset_in_scan(w, b):
+    def step(total, x):
+        return total + jnp.mean((x @ w + b - 5000) ** 2), None
+
+    return lax.scan(step, 0 * w[0, 0], X.astype(w.dtype).reshape(8, -1, IN))[0]
+
+
+def huber(w, b):
+    off = X @ w + b - FAR
+    return jnp.mean(jnp.where(abs(off) < 1, off**2 / 2, abs(off) - 0.5))
+
+
+def in_two_losses(w, b, v):
+    h = X @ w + b
+    return _squared(h) + jnp.mean((h @ v) ** 2) * 1e-6
+
+
+def kl_divergence(w, v):
+    mean, s = X @ v / 10, X @ w / 10
+    return -jnp.mean(1 + s - mean**2 - jnp.exp(s)) / 2
+
+
+def survival(w):
+    p = jax.nn.sigmoid(abs(X) @ abs(w) + 1)
+    return jnp.mean(jnp.log(1 - jnp.prod(p, -1)))
+
+
+def likelihood(w, v):
+    sigma = jax.nn.softplus(X @ v) + 1e-3
+    return jnp.mean((((FAR - 5000) - X @ w) / sigma) ** 2 / 2 + jnp.log(sigma))
+
+
+# Name -> a loss, and its arguments.
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "boxes": (boxes, (W4, ANCHOR)),
+    "boxes_of_constants": (lambda w: boxes(w, ANCHOR), (W4,)),
+    "number": (lambda w: _squared(X @ w + 5000), (W,)),
+    "bias": (lambda w, b: _squared(X @ w + b), (W, BIASES)),
+    "mean_of_targets": (lambda w, b: _squared(X @ w + b), (W, BIASES[:1])),
+    "mean_and_deviation": (
+        lambda w, b, s: _squared(X @ w * s + b),
+        (W, BIASES, V[0, 0]),
+    ),
+    "value_head": (
+        lambda w, b: jnp.mean(((X @ w)[:, 0] + b - FAR[:, 0]) ** 2),
+        (W, np.float32(5000)),
+    ),
+    "timestamps": (
+        lambda w, t: jnp.mean((jnp.diff(X @ w + t) - 1) ** 2),
+        (W, 4096 + np.arange(OUT, dtype=np.float32)),
+    ),
+    "position_bias": (attention, (QKV, SLOPES[None])),
+    "position_bias_of_constants": (lambda w: attention(w, SLOPES[None]), (QKV,)),
+    "large_class_biases": (cross_entropy, (W, 1000 + V[:, 0])),
+    "class_priors": (
+        lambda w, p: cross_entropy(w, jnp.log(p)),
+        (W, np.geomspace(1e-20, 1, OUT).astype(np.float32)),
+    ),
+    "temperature": (lambda w, t: cross_entropy(w / t, 0), (W, np.float32(0.07))),
+    "in_scan": (offset_in_scan, (W, BIASES)),
+    "in_remat": (
+        jax.checkpoint(lambda w, b: jnp.mean((X @ w + b - 5000) ** 2)),
+        (W, BIASES),
+    ),
+    "in_jit": (lambda w, b: _squared(jax.jit(jnp.add)(X @ w, b)), (W, BIASES)),
+    "in_vmap": (
+        lambda w, b: jnp.mean(jax.vmap(lambda x: (x @ w + b - 5000) ** 2)(X)),
+        (W, BIASES),
+    ),
+    "in_cond": (
+        lambda w, b: _squared(
+            lax.cond(b[0] > 0, lambda h: h + b, lambda h: h - b, X @ w)
+        ),
+        (W, BIASES),
+    ),
+    "huber": (huber, (W, BIASES)),
+    "relu": (lambda w, b: _squared(jax.nn.relu(X @ w + b)), (W, BIASES)),
+    "in_two_losses": (in_two_losses, (W, BIASES, V)),
+    "near_one": (
+        lambda w: jnp.mean((1 / (1 + jnp.exp(X @ w) / 99) - 1) * WEIGHTS),
+        (W,),
+    ),
+    "inverse_near_one": (
+        lambda w: jnp.mean((1 / (1 + (X @ w) ** 2 / 99) - 1) * WEIGHTS),
+        (W,),
+    ),
+    "kl_divergence": (kl_divergence, (W, W[::-1].copy())),
+    "survival": (survival, (W,)),
+    "likelihood": (likelihood, (W, W[::-1].copy())),
+    "angles": (lambda w: jnp.mean(jnp.sin(3 * (X @ w + 10)) * WEIGHTS), (W,)),
+    "turns": (lambda w: jnp.mean(jnp.cos(2 * np.pi * (X @ w + 40)) * WEIGHTS), (W,)),
+    "tan": (lambda w: jnp.mean(jnp.tan(0.2 * (X @ w) + 3.1) * WEIGHTS), (W,)),
+}
+# The product's own rounding is a part of an angle, as with casts by hand: of the value,
+# which nearly cancels, and of the gradient.
+ANGLES = ("angles", "turns")
+
+
+def _loss(fun: Any) -> Any:
+    return lambda *args: SCALE * fun(*args)
+
+
+def _value_and_grad(fun: Any, args: Any) -> Any:
+    argnums = tuple(range(len(args)))
+    return jax.jit(jax.value_and_grad(_loss(fun), argnums))(*args)
+
+
+@functools.cache
+def exact(name: str) -> Any:
+    """Return the loss and its gradients in float64."""
+    fun, args = PROGRAMS[name]
+    with jax.enable_x64(True):
+        args = [np.asarray(x, np.float64) for x in args]
+        return jax.tree.map(np.asarray, _value_and_grad(fun, args))
+
+
+def low(fun: Any, half: str) -> Any:
+    policy, half_results = MODES[half]
+    return autocast(fun, policy, half_results=half_results)
+
+
+@IN_MODES
+@pytest.mark.parametrize("order", ["outside", "inside"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_added_to_a_product_keeps_its_digits(name, order, half):
+    fun, args = PROGRAMS[name]
+    if order == "outside":
+        value, grads = _value_and_grad(low(fun, half), args)
+    else:
+        argnums = tuple(range(len(args)))
+        inside = low(jax.value_and_grad(_loss(fun), argnums), half)
+        value, grads = jax.jit(inside)(*args)
+    exact_value, exact_grads = exact(name)
+    if name not in ANGLES:
+        assert error(value, exact_value) < 0.01
+    assert max(map(error, grads, exact_grads)) < 0.03
+
+
+@pytest.mark.parametrize("half", ["bf16", "f16 half results"])
+def test_a_sum_of_two_arrays_is_stored_in_half(half):
+    # Of a residual stream in float32, twice the memory would be kept.
+    def stream(w, u, b):
+        x = X @ w
+        for _ in range(3):
+            x = x + (jnp.tanh(x @ u) @ u + b)
+        return jnp.mean((x - jnp.mean(x, 1, keepdims=True)) ** 2)
+
+    jaxpr = jaxprs.trace(low(stream, half), W, W[:OUT], BIASES)
+    adds = jaxprs.equations(jaxpr, "add")
+    dtype = DTYPES[half[:4].strip()]
+    assert [e.outvars[0].aval.dtype == dtype for e in adds] == [False, True] * 3
+
+
+# What half cannot hold.
+
+EPS = {"array": np.full(OUT, 1e-8, np.float32), "number": np.float32(1e-9)}
+ZEROS = np.where(_rng.uniform(size=(ROWS, OUT)) < 0.5, 0, 1).astype(np.float32)
+GUARDED: dict[str, Callable[[Any, Any], Any]] = {
+    "added": lambda h, eps: h / (h + eps),
+    "maximum": lambda h, eps: h / jnp.maximum(h, eps),
+    "chosen": lambda h, eps: h / jnp.where(h == 0, eps, h),
+    "root": lambda h, eps: h / jnp.sqrt(h**2 + eps),
+    "logarithm": lambda h, eps: (1 - h) * jnp.log(h + eps),
+    "product": lambda h, eps: h / (h * 0 + eps + 1e-3 * h),
+}
+
+
+@IN_MODES
+@pytest.mark.parametrize("given", ["argument", "constant"])
+@pytest.mark.parametrize("eps", EPS)
+@pytest.mark.parametrize("name", GUARDED)
+def test_an_eps_that_half_cannot_hold_guards_a_division(name, eps, given, half):
+    def fun(w, eps):
+        return jnp.mean((GUARDED[name](ZEROS @ w, eps) @ V) ** 2)
+
+    w = np.eye(OUT, dtype=np.float32)
+    if given == "constant":
+        found = low(lambda w: fun(w, EPS[eps]), half)(w)
+    else:
+        found = low(fun, half)(w, EPS[eps])
+    assert error(found, fun(w, EPS[eps])) < 0.01
+
+
+@IN_MODES
+@pytest.mark.parametrize("size", [(), (OUT,)])
+def test_a_factor_that_half_cannot_hold_is_multiplied_in_float32(size, half):
+    def fun(w, s):
+        return jnp.mean(((X @ w) * s @ V) ** 2) + jnp.mean(((X @ w) / s @ V) ** 2)
+
+    w, s = jnp.asarray(1e-4 * W), jnp.full(size, 1e5, jnp.float32)
+    assert error(low(fun, half)(w, s), fun(w, s)) < 0.01
+
+
+@IN_MODES
+@pytest.mark.parametrize("rows", ["some", "all"])
+def test_a_mask_of_large_numbers_makes_no_nan(rows, half):
+    def added(h, mask):
+        return jax.nn.softmax(h @ h.T / OUT + mask, -1) @ h
+
+    def chosen(h, mask):
+        return jax.nn.softmax(jnp.where(mask < 0, mask, h @ h.T / OUT), -1) @ h
+
+    def read_in_half(h, mask):
+        logits = h @ h.T / OUT + mask
+        return jnp.maximum(logits - jnp.max(logits, -1, keepdims=True), -5) @ h / ROWS
+
+    mask = np.full((1, ROWS), -1e9, np.float32)
+    if rows == "some":
+        mask[:, :9] = 0
+
+    for fun in (added, chosen, read_in_half):
+
+        def loss(w, mask, fun=fun):
+            return jnp.mean(fun(X @ w, mask) ** 2)
+
+        value, grad = jax.value_and_grad(lambda w: SCALE * low(loss, half)(w, mask))(W)
+        assert jnp.isfinite(value) and jnp.all(jnp.isfinite(grad))
+        if fun is not read_in_half or rows == "some":
+            exact_value, exact_grad = jax.value_and_grad(loss)(W, mask)
+            assert error(value / SCALE, exact_value) < 0.01
+            assert error(grad / SCALE, exact_grad) < 0.03
+
+
+@pytest.mark.parametrize("half_results", [False, True])
+def test_a_bias_that_float16_cannot_hold_is_not_taken_for_a_mask(half_results):
+    def fun(w, b):
+        return jnp.sum((X @ w + b) @ V)
+
+    low = autocast(fun, "mixed_float16", half_results=half_results)
+    assert not jnp.isfinite(low(W, jnp.full(OUT, 1e5)))
+
+
+# Numbers of a product that become integers.
+
+
+@IN_MODES
+def test_an_integer_is_made_of_all_digits_of_a_product(half):
+    # Both kinds of half hold them, and not the sums.
+    x = np.stack([np.arange(400) // 16, np.arange(400) % 16], 1).astype(np.float32)
+    w = np.array([[1.0, 2.0], [1 / 16, 1 / 8]], np.float32)
+    table = jnp.arange(1000, dtype=jnp.float32)
+
+    def slots(x, w):
+        h = 16 * (x @ w)
+        indices = jnp.clip(h, 0, 999).astype(jnp.int32)
+        return h.astype(jnp.int32), table[indices], (h > 3).astype(jnp.float32)
+
+    for found, expected in zip(low(slots, half)(x, w), slots(x, w), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+# Rules for derivatives.
+
+
+@jax.custom_jvp
+def _log_of_product(x, w):
+    return jnp.log1p(jnp.abs(x @ w))
+
+
+@_log_of_product.defjvp
+def _log_of_product_jvp(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    h = x @ w
+    return jnp.log1p(jnp.abs(h)), (dx @ w + x @ dw) * jnp.sign(h) / (1 + jnp.abs(h))
+
+
+@jax.custom_vjp
+def _log_of_product_by_vjp(x, w):
+    return _log_of_product(x, w)
+
+
+def _forward(x, w):
+    h = x @ w
+    return jnp.log1p(jnp.abs(h)), (x, w, h)
+
+
+def _backward(kept, ct):
+    x, w, h = kept
+    ct = ct * jnp.sign(h) / (1 + jnp.abs(h))
+    return ct @ w.T, x.T @ ct
+
+
+_log_of_product_by_vjp.defvjp(_forward, _backward)
+
+
+@pytest.mark.parametrize("half", ["bf16", "f16"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("fun", [_log_of_product, _log_of_product_by_vjp])
+def test_a_rule_for_derivatives_has_the_results_of_where_it_stands(fun, wrap, half):
+    # Products of 1e6: float16 has them in float32, in the rule as in the function.
+    x, w = 300 * abs(X), 200 * abs(W)
+
+    def loss(x, w):
+        return 2.0**14 * jnp.mean(wrap(fun)(x, w))
+
+    expected = jax.value_and_grad(loss, (0, 1))(x, w)
+    found = jax.jit(jax.value_and_grad(low(loss, half), (0, 1)))(x, w)
+    eps = float(jnp.finfo(DTYPES[half]).eps)
+    assert max(map(error, jax.tree.leaves(found), jax.tree.leaves(expected))) < eps
