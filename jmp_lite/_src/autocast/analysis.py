@@ -66,18 +66,26 @@ class Direction(enum.Enum):
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
     RULE = enum.auto()
-    """A function with a rule for its derivatives, or the rule itself."""
+    """A function with a rule for its JVP, or the rule itself."""
+    RECOMPUTED = enum.auto()
+    """A function with rules for its VJP, or one of these. The rules may compute again
+    what the function has computed, and must get the same numbers."""
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether it is of a function with rules for derivatives."""
+        return self in (Direction.RULE, Direction.RECOMPUTED)
 
     def of(self, eqn: Any) -> "Direction":
         """Return the direction of an equation in a jaxpr of this one."""
-        if self is Direction.RULE or eqn.primitive.name in _WITH_RULES:
+        name = eqn.primitive.name
+        if self is Direction.RECOMPUTED or name == "custom_vjp_call":
+            return Direction.RECOMPUTED
+        if self is Direction.RULE or name == "custom_jvp_call":
             return Direction.RULE
         around = self is Direction.BACKWARD
         is_backward = name_scopes.is_backward(name_scopes.of(eqn), around)
         return Direction.BACKWARD if is_backward else Direction.FORWARD
-
-
-_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")
 
 
 class Analyzer:
@@ -134,7 +142,9 @@ class Analyzer:
             tuple(ins),
             tuple(uses),
             self.regions.key(scope),
-            direction if self.regions.keeps_inputs else None,
+            direction
+            if self.regions.keeps_inputs
+            else direction is Direction.RECOMPUTED,
             tuple(is_tangent),
         )
         if key not in self._plans:
@@ -164,10 +174,12 @@ class Analyzer:
         ins: Sequence[Precision],
         uses: Sequence[int],
         is_tangent: Sequence[bool],
+        of_function: CastPlan,
     ) -> CastPlan:
-        """Return the plan of a rule for derivatives: see `plan`."""
+        """Return the plan of the rule of a function's JVP: see `plan`."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        return self.plan(jaxpr, consts, ins, uses, is_tangent=is_tangent)
+        options = {"direction": of_function.direction, "is_tangent": is_tangent}
+        return self.plan(jaxpr, consts, ins, uses, **options)
 
     def for_derivatives(self) -> "Analyzer":
         """Return the analyzer of rules for derivatives."""
@@ -204,7 +216,7 @@ class _Analysis:
         self.analyzer, self.compute_dtype = analyzer, analyzer.compute_dtype
         self.keeps_inputs = analyzer.regions.keeps_inputs
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
-        self.direction = Direction.RULE if analyzer.is_rule else direction
+        self.direction = direction
         self.infos = _describe(jaxpr, analyzer, scope, self.direction)
         self.tangents = set(itertools.compress(jaxpr.invars, is_tangent))
         for eqn in jaxpr.eqns if self.tangents else ():
@@ -253,6 +265,7 @@ class _Analysis:
             numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
             cast_moves=frozenset(self.cast_moves),
             is_rule=self.analyzer.is_rule,
+            direction=self.direction,
         )
 
     def plan_body(self, eqn, body, ins, uses):
@@ -274,6 +287,11 @@ class _Analysis:
             k in body.fixed_in or (not compat.is_literal(v) and v in self.tangents)
             for k, v in enumerate(operands)
         ]
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the program may compute the same again, with other uses."""
+        return self.direction is Direction.RECOMPUTED
 
     def half_results(self, info: EqnInfo) -> bool:
         """Return whether results of products are half where half is not asked for."""
@@ -437,7 +455,7 @@ def _rule_of_product(
     eqn: Any, region: Region, table: OpRules, direction: Direction
 ) -> tuple[rules.Rule, str]:
     """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
-    if direction is Direction.RULE:
+    if direction.has_rule:
         reason = "a function with a rule for its derivatives"
         return rules.PRODUCT, reason if region.fp8 else ""
     why_not = ""
@@ -526,7 +544,7 @@ class AsWritten:
     ) -> CastPlan:
         """Return the plan of a closed jaxpr."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        is_input = direction is not Direction.RULE
+        is_input = not direction.has_rule
         return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
 
     def plan_rule(self, closed: Any, **options: Any) -> CastPlan:

@@ -111,6 +111,7 @@ class CastPlan:
       numbers: the variables that are numbers which the compute dtype can represent.
       cast_moves: the half variables that are inputs, cast before they moved.
       is_rule: whether it is, or is inside, a rule for derivatives.
+      direction: of `analysis.Direction`, the pass that it is of.
     """
 
     jaxpr: Any
@@ -123,6 +124,7 @@ class CastPlan:
     numbers: frozenset[Any] = frozenset()
     cast_moves: frozenset[Any] = frozenset()
     is_rule: bool = False
+    direction: Any = None
 
     @property
     def half_in(self) -> tuple[bool, ...]:

@@ -45,7 +45,7 @@ class Rewriter:
 
         def rule(*args):
             traced = self.analyzer.trace(fun, args)
-            plan = self.analyzer.plan_closed(traced.closed, direction=Direction.RULE)
+            plan = self.analyzer.plan_closed(traced.closed, Direction.RECOMPUTED)
             half_out = (False,) * len(plan.half_out)
             return traced.restore(self.run(plan, half_out, *traced.args))
 
@@ -69,6 +69,7 @@ class Rewriter:
                 ins=[ins[i] for i in traced.indices],
                 uses=[uses[i] for i in traced.out_indices],
                 is_tangent=[i >= len(args) // 2 for i in traced.indices],
+                of_function=plan.bodies[0],
             )
             half_out = rule_plan.half_out
             outs = traced.restore(self.run(rule_plan, half_out, *traced.args))

@@ -68,6 +68,11 @@ class Analysis(Protocol):
     keeps_inputs: bool
     precision: dict[Any, Precision]
 
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the program may compute the same again, with other uses."""
+        ...
+
     def half_results(self, info: EqnInfo) -> bool:
         """Return whether results of products are half where half is not asked for."""
         ...
@@ -189,6 +194,8 @@ class _Half(Rule):
             return UNCHANGED.keep(info, why_not)
         use = uses[0] & Use.DTYPE
         is_half = use != Use.OUTPUT if analysis.half_results(info) else use == Use.HALF
+        if analysis.is_recomputed:  # then nothing may depend on the uses
+            is_half = info.region.half_results is True
         if info.region.half_results is False or uses[0] & Use.FRACTION:
             is_half = False
         # It is linear in a tangent, and transposed as it stands: the transpose of a
