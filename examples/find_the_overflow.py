@@ -223,7 +223,7 @@ def main(
 
     console.rule("dry_run: how far, and where else")
     dry = jmp.numerics.dry_run(jax.grad(loss_fn), "mixed_float16")(params, batch)
-    console.print(dry.table(count=8))
+    console.print(dry.table())
     dry.plot(depth=2).savefig(out / "exponents.png", dpi=100)
     dry.heat_map(depth=2).savefig(out / "heat_map.png", dpi=100)
 

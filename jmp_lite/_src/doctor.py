@@ -8,7 +8,6 @@ not measured.
 
 import dataclasses
 import functools
-import json
 import os
 import statistics
 import textwrap
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, fp8
+from jmp_lite._src import compat, dtypes, fp8, reports
 
 # The dtypes of both operands. The fp8 products are those of `fp8_dot_general`: forward,
 # and for gradients. It has no E5M2 x E5M2, and neither has cuBLAS.
@@ -103,7 +102,7 @@ class Recommendation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(reports.Report):
     """The result of `diagnose`.
 
     Attributes:
@@ -128,9 +127,23 @@ class Diagnosis:
     recommendation: Recommendation
     missing: tuple[str, ...]
 
-    def to_json(self) -> str:
-        """Return the result as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+    def __str__(self) -> str:
+        """Return all of it as tables and sentences."""
+        return self.to_text()
+
+    def _table(self, every):
+        rows = [
+            (r.dtype, *(f"{x:.3g}" if x else "-" for x in (r.tflops, r.over_float32)))
+            for r in self.rates
+        ]
+        policy, loss_scale = self.recommendation.policy, self.recommendation.loss_scale
+        return reports.Table(
+            f'Train with get_policy("{policy}"), loss scale: {loss_scale}.',
+            ("products in", *_RATE),
+            rows,
+            numbers=_RATE,
+            caption=" ".join(self.recommendation.reasons),
+        )
 
     def to_text(self, width: int = 80) -> str:
         """Return the result as tables and sentences.
@@ -144,7 +157,7 @@ class Diagnosis:
             capability = device["compute_capability"] or "-"
             devices.append((kind, capability, str(device["count"])))
         size = max(rate.size for rate in self.rates)
-        rates = [(f"products of {size} × {size}", "TFLOP/s", "/ float32")]
+        rates: list[tuple[str, ...]] = [(f"products of {size} × {size}", *_RATE)]
         errors = []
         for rate in self.rates:
             tflops = ratio = "-"
@@ -174,23 +187,17 @@ class Diagnosis:
         ]
         parts = [
             [", ".join(f"{name} {text}" for name, text in self.versions.items())],
-            *[_table_lines(rows) for rows in (devices, rates, ranges)],
+            *[
+                reports.text_lines(head, rows, head[1:])
+                for head, *rows in (devices, rates, ranges)
+            ],
             [textwrap.fill(text, width) for text in (*errors, products)],
             [textwrap.fill(text, width) for text in advice],
         ]
         return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _table_lines(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return the lines of a table in plain text; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *rest = rows
-    return [
-        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
-        for name, *cells in (head, ["─" * width for width in widths], *rest)
-    ]
-
-
+_RATE = ("TFLOP/s", "/ float32")
 _KINDS_OF_PRODUCTS = {10: " (TF32)", 7: " (one pass in bfloat16)"}
 
 

@@ -1,13 +1,23 @@
-"""What the reports of several tools share: numbers as text, `rich` tables, JSON."""
+"""The face that all reports share: text, tables on the terminal and in notebooks, JSON.
 
+`print(report)` has the worst rows in plain text, `rich.print(report.table(every=True))`
+all of them in colour, and `type(report).from_json(report.to_json())` is the report.
+"""
+
+import dataclasses
+import html
 import json
 import math
+import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from jmp_lite._src import extras
+
+LINES = 40
+"""How many lines of text a report prints."""
 
 _SHORT = {
     "float16": "f16",
@@ -40,43 +50,150 @@ def short_line(line: str) -> str:
     return line.rpartition("/")[2]
 
 
-def rich_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    numbers: Collection[str] = (),
-    red: Collection[int] = (),
-    **options: Any,
-) -> Any:
-    """Return a `rich` table.
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table, however it is shown.
 
-    Args:
+    Attributes:
+      title: what is above it.
       columns: their titles.
-      rows: the cells of each row.
+      rows: the cells of each row, the worst first.
       numbers: the columns that are aligned to the right and never wrapped.
       red: the indices of the rows that are red.
-      **options: as for `rich.table.Table`.
-
-    Raises:
-      ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
+      caption: what is below it.
+      show_lines: whether there are lines between rows.
     """
-    with extras.needed("numerics"):
-        from rich import box
-        from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), **options)
-    for name in columns:
-        is_number = name in numbers
-        justify = "right" if is_number else "left"
-        table.add_column(name, justify=justify, no_wrap=is_number, overflow="fold")
-    for i, cells in enumerate(rows):
-        table.add_row(*cells, style="red" if i in red else None)
-    return table
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Collection[str] = ()
+    red: Collection[int] = ()
+    caption: str = ""
+    show_lines: bool = False
+
+    def to_rich(self) -> Any:
+        """Return it as a `rich` table.
+
+        Raises:
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
+        """
+        with extras.needed("numerics"):
+            from rich import box
+            from rich.table import Table as RichTable
+
+        table = RichTable(
+            title=self.title,
+            caption=self.caption,
+            show_lines=self.show_lines,
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        for name in self.columns:
+            is_number = name in self.numbers
+            justify = "right" if is_number else "left"
+            table.add_column(name, justify=justify, no_wrap=is_number, overflow="fold")
+        for i, cells in enumerate(self.rows):
+            table.add_row(*cells, style="red" if i in self.red else None)
+        return table
+
+    def to_text(self) -> str:
+        """Return it as at most 40 lines of plain text."""
+        shown = self.rows[: LINES - 5]
+        lines = text_lines(self.columns, shown, self.numbers) if shown else []
+        if more := len(self.rows) - len(shown):
+            lines.append(f"and {more} more rows: .table(every=True)")
+        return "\n".join(filter(None, [self.title, *lines, self.caption]))
+
+    def to_html(self) -> str:
+        """Return it as an HTML table."""
+        kinds = ["right" if name in self.numbers else "left" for name in self.columns]
+        rows = [("th", self.columns), *(("td", cells) for cells in self.rows)]
+        text = "".join(
+            "<tr>"
+            + "".join(
+                f'<{tag} style="text-align:{kind}">{html.escape(cell)}</{tag}>'
+                for cell, kind in zip(cells, kinds, strict=True)
+            )
+            + "</tr>"
+            for tag, cells in rows
+        )
+        title, caption = html.escape(self.title), html.escape(self.caption)
+        return f"<p>{title}</p><table>{text}</table><p>{caption}</p>"
+
+
+class Report:
+    """What every report can do; it is a frozen dataclass of plain values."""
+
+    _derived: ClassVar[Sequence[str]] = ()  # properties that JSON has too
+
+    def _table(self, every: bool) -> Table:
+        """Return the table: of all rows, or of what matters most."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Return at most 40 lines of text, the worst first."""
+        return self._table(every=False).to_text()
+
+    def _repr_html_(self) -> str:
+        return self._table(every=False).to_html()
+
+    def table(self, *, every: bool = False) -> Any:
+        """Return a `rich` table.
+
+        Args:
+          every: whether to list everything, not only what matters most.
+
+        Raises:
+          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
+        """
+        return self._table(every).to_rich()
+
+    def to_json(self) -> str:
+        """Return it as JSON, for `from_json`; inf and nan are strings."""
+        derived = {name: getattr(self, name) for name in self._derived}
+        return to_json({**derived, **dataclasses.asdict(typing.cast(Any, self))})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the report that `to_json` wrote.
+
+        Raises:
+          ValueError: the text is not the JSON of such a report.
+        """
+        try:
+            return _read(cls, json.loads(text))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise not_a_report(cls, text, error) from None
+
+
+def not_a_report(cls: type, text: str, error: Exception) -> ValueError:
+    """Return the error of a text that is not the JSON of a report."""
+    return ValueError(
+        f"Expected the JSON of a {cls.__name__}, got {text[:80]!r} ({error!r})."
+    )
+
+
+def text_lines(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]
+) -> list[str]:
+    """Return the lines of a table in plain text; arguments as `Table` has them."""
+    cells = [[" ".join(cell.split()) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["─" * width for width in widths])
+    lines = (
+        "  ".join(
+            cell.rjust(width) if name in numbers else cell.ljust(width)
+            for cell, width, name in zip(row, widths, columns, strict=True)
+        )
+        for row in cells
+    )
+    return [line.rstrip() for line in lines]
 
 
 def to_json(value: Any) -> str:
-    """Return a tree of plain values and arrays as JSON, null for numbers not finite."""
-    return json.dumps(_plain(value), allow_nan=False)
+    """Return a tree of plain values and arrays as JSON; inf and nan are strings."""
+    return json.dumps(_plain(value), allow_nan=False, indent=1)
 
 
 def _plain(value: Any) -> Any:
@@ -86,4 +203,25 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return (
+        str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    )
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Return the value of a type of which JSON has the plain value."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        names = [field.name for field in dataclasses.fields(kind)]
+        return kind(**{n: _read(hints[n], value[n]) for n in names if n in value})
+    if origin is tuple:
+        repeated = args[:1] * len(value) if args[-1] is ... else args
+        return tuple(_read(k, x) for k, x in zip(repeated, value, strict=True))
+    if type(None) in args:
+        return None if value is None else _read(args[0], value)
+    if kind is float:
+        return math.inf if value is None else float(value)
+    if isinstance(kind, type) and not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, got {value!r}")
+    return value

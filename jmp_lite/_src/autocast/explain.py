@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,7 +72,7 @@ class OpDecision:
 
 
 @dataclasses.dataclass(frozen=True)
-class AutocastReport:
+class AutocastReport(reports.Report):
     """What autocast does with a function.
 
     Attributes:
@@ -87,6 +86,8 @@ class AutocastReport:
     rows: tuple[OpDecision, ...]
     casts: int
     matmul_precision: str | None = None
+
+    _derived = ("half_flops_share", "fp8_flops_share", "kept")
 
     @property
     def half_flops_share(self) -> float:
@@ -109,41 +110,19 @@ class AutocastReport:
         reasons = Counter(row.reason for row in in_float32 if row.reason)
         return dict(reasons.most_common())
 
-    def table(self, *, every_op: bool = False) -> Any:
-        """Return a `rich` table: a row per layer, or per operation.
-
-        Args:
-          every_op: whether to list each operation.
-
-        Raises:
-          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
-        """
+    def _table(self, every):
         share, of_fp8 = f"{self.half_flops_share:.1%}", self.fp8_flops_share
         in_fp8 = f" ({of_fp8:.1%} in fp8)" if of_fp8 else ""
         notes = [f"{n} × {reason}" for reason, n in self.kept.items()]
         if self.matmul_precision:
             notes.append(f"float32 products are in {self.matmul_precision!r} precision")
-        return reports.rich_table(
-            _OP_COLUMNS if every_op else _LAYER_COLUMNS,
-            self._op_cells() if every_op else self._layer_cells(),
-            numbers=_NUMBERS,
-            title=f"autocast: {share} of matrix-product FLOPs in half{in_fp8}, "
+        return reports.Table(
+            f"autocast: {share} of matrix-product FLOPs in half{in_fp8}, "
             f"{self.casts} casts",
+            _OP_COLUMNS if every else _LAYER_COLUMNS,
+            list(self._op_cells() if every else self._layer_cells()),
+            numbers=_NUMBERS,
             caption="; ".join(notes),
-        )
-
-    def to_json(self) -> str:
-        """Return the rows and totals as JSON."""
-        return json.dumps(
-            {
-                "half_flops_share": self.half_flops_share,
-                "fp8_flops_share": self.fp8_flops_share,
-                "casts": self.casts,
-                "matmul_precision": self.matmul_precision,
-                "kept": self.kept,
-                "rows": [dataclasses.asdict(row) for row in self.rows],
-            },
-            indent=1,
         )
 
     def _op_cells(self) -> Iterator[list[str]]:

@@ -320,7 +320,7 @@ class ModuleDtypes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(reports.Report):
     """The dtypes of each module of a model under its policies.
 
     Attributes:
@@ -340,13 +340,9 @@ class Explanation:
                 return row
         raise KeyError(f"no module {path!r} in {[row.path for row in self.rows]}")
 
-    def table(self) -> Any:
-        """Return a `rich` table with a row per module.
-
-        Raises:
-          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
-        """
-        return reports.rich_table(
+    def _table(self, every):
+        return reports.Table(
+            "Policies of modules",
             ("path", "module", "params", "compute", "output", "why"),
             [
                 (
@@ -357,9 +353,8 @@ class Explanation:
                     "\n".join(row.output),
                     row.why,
                 )
-                for row in self.rows
+                for row in self.rows[: None if every else reports.LINES]
             ],
-            title="Policies of modules",
         )
 
 

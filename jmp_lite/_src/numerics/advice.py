@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_lite._src import reports
 from jmp_lite._src.autocast.ops import resolve_rules
 from jmp_lite._src.autocast.transform import check_policy
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
@@ -22,7 +23,6 @@ from jmp_lite._src.numerics.patterns import pattern_of
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.numerics.stats import EXPONENTS
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
-from jmp_lite._src.reports import percent
 
 # The loss scale brings the largest gradient to this fraction of the largest number,
 # because later batches have larger gradients.
@@ -37,7 +37,7 @@ _UNSETTLED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Advice:
+class Advice(reports.Report):
     """Which policy and loss scale fit a function.
 
     Args:
@@ -140,11 +140,26 @@ class Advice:
                 not_in_fp8=tuple(map(tuple, fields["not_in_fp8"])),
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"Expected the JSON of an Advice: {error!r}.") from None
+            raise reports.not_a_report(cls, text, error) from None
 
     def __str__(self) -> str:
         """Return the reasons and the code."""
-        return "\n".join([*(f"# {reason}" for reason in self.reasons), self.code()])
+        reasons = [f"# {reason}" for reason in self.reasons]
+        shown = reasons[: reports.LINES]
+        if more := len(reasons) - len(shown):
+            shown.append(f"# and {more} more reasons: .reasons")
+        return "\n".join([*shown, self.code()])
+
+    def _table(self, every):
+        rules: Sequence[Any] = [("", self.policy)]
+        if isinstance(self.policy, PolicyMap):
+            rules = [*self.policy.rules, ("everything else", self.policy.default)]
+        return reports.Table(
+            f"advice: loss scale {_number(self.loss_scale):g}",
+            ("pattern", "policy"),
+            [(pattern, str(policy)) for pattern, policy in rules],
+            caption="\n".join(self.reasons[: None if every else reports.LINES]),
+        )
 
 
 def advise(
@@ -492,8 +507,8 @@ def _as_loss_scale(
     before, after = _underflow(rows, dtype, 1 / scale), _underflow(rows, dtype, 1.0)
     return StaticLossScale(scale), (
         f"A loss scale of 2**{round(math.log2(scale))}: gradients reach {largest:.2g}; "
-        f"{percent(before)} of them would be 0 in {jnp.dtype(dtype).name} without it, "
-        f"{percent(after)} are with it."
+        f"{reports.percent(before)} of them would be 0 in {jnp.dtype(dtype).name} "
+        f"without it, {reports.percent(after)} are with it."
     )
 
 

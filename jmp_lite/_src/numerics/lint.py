@@ -6,7 +6,6 @@ because the gradient does not need its value: lint `jax.value_and_grad` instead.
 """
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -65,7 +64,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class LintReport:
+class LintReport(reports.Report):
     """The hazards of a program, as `lint` returns them.
 
     Its length is the number of findings.
@@ -84,16 +83,17 @@ class LintReport:
         return len(self.findings)
 
     def __str__(self) -> str:
-        """Return a line per finding."""
-        return "\n".join(map(str, self.findings)) or "no findings"
+        """Return a line per finding, as compilers have them; at most 40."""
+        lines = [str(found) for found in self.findings[: reports.LINES - 1]]
+        if more := len(self) - len(lines):
+            lines.append(f"and {more} more findings: .table(every=True)")
+        return "\n".join(lines) or "no findings"
 
-    def table(self) -> Any:
-        """Return a `rich` table, a row per finding.
-
-        Raises:
-          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
-        """
-        return reports.rich_table(
+    def _table(self, every):
+        findings = self.findings if every else self.findings[: reports.LINES]
+        return reports.Table(
+            f"lint: {len(self)} findings, {self.f32_flops_share:.1%} of "
+            "matrix-product FLOPs left in float32",
             ("", "rule", "layer", "line", "what", "why, and how to repair it"),
             [
                 (
@@ -104,32 +104,10 @@ class LintReport:
                     f"{found.primitive}: {found.what}{_times(found)}",
                     f"{found.why} {found.fix}",
                 )
-                for found in self.findings
+                for found in findings
             ],
-            title=f"lint: {len(self)} findings, {self.f32_flops_share:.1%} of "
-            "matrix-product FLOPs left in float32",
             show_lines=True,
         )
-
-    def to_json(self) -> str:
-        """Return the report as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> "LintReport":
-        """Return the report that `to_json` wrote.
-
-        Raises:
-          ValueError: the text is not such a report.
-        """
-        try:
-            data = json.loads(text)
-            findings = tuple(Finding(**found) for found in data["findings"])
-            return cls(findings, float(data["f32_flops_share"]))
-        except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"Expected the JSON of a LintReport, got {text[:80]!r} ({error})."
-            ) from None
 
 
 def lint(

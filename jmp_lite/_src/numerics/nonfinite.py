@@ -7,8 +7,6 @@ reaches no result nor a skipped step is reported.
 """
 
 import dataclasses
-import json
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, trees
+from jmp_lite._src import compat, reports, trees
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.transform import refuse_modules
 from jmp_lite._src.jaxprs import sources
@@ -29,7 +27,7 @@ _GROWING = frozenset((*products.NAMES, "add", "sub", "mul"))
 
 
 @dataclasses.dataclass(frozen=True)
-class NonFinite:
+class NonFinite(reports.Report):
     """The first operation that made a NaN or inf which reached a result.
 
     Args:
@@ -88,13 +86,11 @@ class NonFinite:
             "again (previous=...), or give the layer a policy with a float32 output."
         )
 
-    def to_json(self) -> str:
-        """Return the fields as JSON, numbers that are not finite as text."""
-        fields = dataclasses.asdict(self)
-        fields["operands"] = [
-            [x if math.isfinite(x) else str(x) for x in pair] for pair in self.operands
-        ]
-        return json.dumps(fields)
+    def _table(self, every):
+        del every
+        fields = {n: x for n, x in vars(self).items() if x}
+        rows = [(name, str(value)) for name, value in fields.items()]
+        return reports.Table(str(self), ("", "of the operation"), rows)
 
 
 def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:

@@ -1,8 +1,6 @@
 """The report of a dry run: plain numbers per operation and per layer."""
 
 import dataclasses
-import json
-import math
 import operator
 from typing import Any
 
@@ -122,7 +120,7 @@ class OpStats:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class DryRunReport:
+class DryRunReport(reports.Report):
     """What a policy does to the numbers of a function.
 
     Args:
@@ -140,14 +138,6 @@ class DryRunReport:
 
     rows: tuple[OpStats, ...]
     dtype: str
-
-    def __str__(self) -> str:
-        """Return a line for each of the worst operations."""
-        if not self.rows:
-            return f"dry run in {self.dtype}: no operations"
-        worst = self.worst()
-        title = f"the worst {len(worst)} of {len(self.rows)} operations"
-        return "\n".join([f"dry run in {self.dtype}: {title}", *map(str, worst)])
 
     def __repr__(self) -> str:
         """Return the dtype and how many operations there are."""
@@ -169,26 +159,17 @@ class DryRunReport:
             groups.setdefault((layer, row.direction), []).append(row)
         return tuple(_merged(layer, rows) for (layer, _), rows in groups.items())
 
-    def table(self, *, every_op: bool = False, count: int = 30) -> Any:
-        """Return a `rich` table, worst first: a row per layer, or per operation.
-
-        Args:
-          every_op: whether to list operations.
-          count: the maximum number of rows.
-
-        Raises:
-          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
-        """
-        rows = self.rows if every_op else self.layers()
-        shown = sorted(rows, key=_BADNESS, reverse=True)[:count]
+    def _table(self, every):
+        rows = self.rows if every else self.layers()
+        shown = sorted(rows, key=_BADNESS, reverse=True)[: None if every else 30]
         bad = [r.is_half and (r.overflow or r.underflow > 0.01) for r in shown]
-        return reports.rich_table(
-            ("layer: " + ("op" if every_op else "worst op"), *_NUMBERS),
-            map(_cells, shown),
+        return reports.Table(
+            f"dry run in {self.dtype}: the worst {len(shown)} of {len(rows)} "
+            + ("operations" if every else "layers"),
+            ("layer: " + ("op" if every else "worst op"), *_NUMBERS),
+            list(map(_cells, shown)),
             numbers=_NUMBERS,
             red=[i for i, is_bad in enumerate(bad) if is_bad],
-            title=f"dry run in {self.dtype}: the worst {len(shown)} of {len(rows)} "
-            + ("operations" if every_op else "layers"),
             caption="overflow, underflow: fractions that become inf, 0; error: "
             "relative to float32; added: the part that arises here; ←: backward",
         )
@@ -232,33 +213,7 @@ class DryRunReport:
         layers = self.layers(depth)
         return [row for row in layers if row.is_half] or list(layers)
 
-    def to_json(self) -> str:
-        """Return the rows as JSON, null for infinity, for `from_json`."""
-        rows = [vars(row) for row in self.rows]
-        return reports.to_json({"dtype": self.dtype, "rows": rows})
 
-    @classmethod
-    def from_json(cls, text: str) -> "DryRunReport":
-        """Return the report that `to_json` wrote.
-
-        Raises:
-          ValueError: the text is not the JSON of a report.
-        """
-        try:
-            data = json.loads(text)
-            for row in data["rows"]:
-                row["histogram"] = tuple(row["histogram"])
-                row["cause"] = row["cause"] and tuple(row["cause"])
-                infinite = [name for name in _MAY_BE_INF if row[name] is None]
-                row.update(dict.fromkeys(infinite, math.inf))
-            return cls(tuple(OpStats(**row) for row in data["rows"]), data["dtype"])
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"Expected the JSON of a DryRunReport: {error!r}."
-            ) from None
-
-
-_MAY_BE_INF = ("min_abs", "error", "added_error")
 _NUMBERS = ("dtype", "max |x|", "overflow", "underflow", "error", "added")
 _BADNESS = operator.attrgetter("badness")
 

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jmp_lite._src import dtypes, reports, trees
@@ -40,7 +41,7 @@ from jmp_lite._src.numerics.stats import (
 
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TreeStats:
+class TreeStats(reports.Report):
     """The statistics of each floating leaf of a tree.
 
     A pytree: returned from `jit`, stacked by `scan`, fetched with `jax.device_get`.
@@ -83,19 +84,20 @@ class TreeStats:
             for i, path in enumerate(self.paths)
         }
 
-    def table(self) -> Any:
-        """Return a `rich` table: a row per leaf, the worst first.
+    def __str__(self) -> str:
+        """Return the table, if these are concrete and of one step."""
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(self.stats))
+        is_shown = not is_traced and self.stats.size.ndim == 1
+        return super().__str__() if is_shown else repr(self)
 
-        Raises:
-          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
-          ValueError: as `named`.
-        """
+    def _table(self, every):
         numbers = ("size", *_SHARES.values(), "log2|x|")
         # All shares but that of zeros, which half keeps.
         worst_first = sorted(
             self.named().items(), key=lambda row: _shares(row[1])[:-1], reverse=True
         )
-        return reports.rich_table(
+        return reports.Table(
+            f"rounded to {jnp.dtype(self.dtype).name}",
             ("leaf", *numbers),
             [
                 (
@@ -104,10 +106,9 @@ class TreeStats:
                     *(reports.percent(x) if x else "-" for x in _shares(stats)),
                     _exponents(stats),
                 )
-                for path, stats in worst_first
+                for path, stats in worst_first[: None if every else reports.LINES]
             ],
             numbers=numbers,
-            title=f"rounded to {jnp.dtype(self.dtype).name}",
             caption="shares of all numbers of the leaf",
         )
 
@@ -123,7 +124,7 @@ class TreeStats:
         return plot_histograms(self.named(), self.dtype)
 
     def to_json(self) -> str:
-        """Return everything as JSON, null for infinity, for `from_json`."""
+        """Return everything as JSON, for `from_json`; inf and nan are strings."""
         fields = jax.tree.map(np.asarray, self.stats)._asdict()
         stats = {name: x for name, x in fields.items() if x is not None}
         dtype = dtypes.dtype_name(self.dtype)
@@ -141,14 +142,13 @@ class TreeStats:
             arrays = {
                 name: np.asarray(x, np.float32) for name, x in content["stats"].items()
             }
-            arrays = {n: np.where(np.isnan(x), np.inf, x) for n, x in arrays.items()}
             stats = ValueStats(**{"histogram": None, **arrays})
             if stats.histogram is not None:  # JSON does not say the shape of []
                 shape = (*stats.size.shape, len(EXPONENTS))
                 stats = stats._replace(histogram=stats.histogram.reshape(shape))
             return cls(stats, tuple(content["paths"]), check_dtype(content["dtype"]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"Expected the JSON of a TreeStats: {error!r}.") from None
+            raise reports.not_a_report(cls, text, error) from None
 
 
 def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = True) -> TreeStats:
