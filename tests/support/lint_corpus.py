@@ -17,6 +17,8 @@ import numpy as np
 import optax
 from jax import lax
 
+import jmp_lite
+
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
@@ -520,3 +522,70 @@ def there_and_back(x):
 def back_and_forth(x):
     x = x.astype(F16)  # hazard
     return jnp.tanh(x.T.astype(F32))
+
+
+# Train steps.
+
+_SGD = optax.sgd(0.1, momentum=0.9)
+_SAFE, _SCALE = jmp_lite.scale_aware(_SGD), jmp_lite.DynamicLossScale()
+_CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), _SAFE)
+_DECAYED = optax.chain(_SAFE, optax.add_decayed_weights(-1e-4))
+_WEIGHTS = f32(8, 8)
+
+
+def squares(w, x):
+    return jnp.mean(jnp.square((x @ w.astype(F16)).astype(F32)))
+
+
+def _planted_step(rule: str, tx: Any) -> Any:
+    return in_float16(rule, _WEIGHTS, jax.eval_shape(tx.init, _WEIGHTS), f16(8, 8))
+
+
+@_planted_step("unscaled-gradients", _SAFE)
+def step_whose_loss_is_not_scaled(w, state, x):
+    grads = jax.grad(squares)(w, x)
+    updates, state = _SAFE.update(grads, state, w)  # hazard
+    return w + updates, state
+
+
+@_planted_step("clipped-while-scaled", _CLIPPED)
+def step_that_clips_scaled_gradients(w, state, x):
+    grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
+    updates, state = _CLIPPED.update(grads, state, w)  # hazard
+    return w + updates, state
+
+
+@_planted_step("decay-outside", _DECAYED)
+def step_that_decays_when_it_is_skipped(w, state, x):
+    grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
+    updates, state = _DECAYED.update(grads, state, w)
+    return w + updates, state  # hazard
+
+
+@_planted_step("decay-outside", _SAFE)
+def step_that_decays_by_scaled_gradients(w, state, x):
+    grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
+    grads = grads + 1e-4 * w  # hazard
+    updates, state = _SAFE.update(grads, state, w)
+    return w + updates, state
+
+
+@in_float16(
+    "scaled-update",
+    _WEIGHTS,
+    jax.eval_shape(_SGD.init, _WEIGHTS),
+    jax.eval_shape(lambda: _SCALE),
+    f16(8, 8),
+)
+def step_that_unscales_nothing(w, state, scale, x):
+    grads = jmp_lite.scaled_grad(squares, loss_scale=scale)(w, x)
+    updates, state = _SGD.update(grads, state)
+    return w + updates, state, scale  # hazard
+
+
+@in_float16("no-loss-scale", _WEIGHTS, f16(8, 8))
+def step_without_a_loss_scale(w, x):
+    def squares(w):
+        return jnp.mean(jnp.square((x @ w.astype(F16)).astype(F32)))  # hazard
+
+    return w - 0.1 * jax.grad(squares)(w)

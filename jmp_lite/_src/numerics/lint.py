@@ -15,13 +15,20 @@ import jax
 from jmp_lite._src import reports
 from jmp_lite._src.autocast.regions import Regions
 from jmp_lite._src.autocast.transform import check_policy, name_of
-from jmp_lite._src.numerics.hazards import accuracy, constants, speed
+from jmp_lite._src.numerics.hazards import accuracy, constants, loss_scaling, speed
 from jmp_lite._src.numerics.hazards.dataflow import list_ops
 from jmp_lite._src.numerics.hazards.ranges import Ranges
 from jmp_lite._src.numerics.hazards.rule import LintedProgram, Severity
+from jmp_lite._src.numerics.hazards.scalings import Scalings
 from jmp_lite._src.policy import Policy, PolicyMap
 
-RULES = (*constants.RULES, *accuracy.RULES, *constants.POSITIONS, *speed.RULES)
+RULES = (
+    *loss_scaling.RULES,
+    *constants.RULES,
+    *accuracy.RULES,
+    *constants.POSITIONS,
+    *speed.RULES,
+)
 
 _SEVERITIES = ("error", "warning", "speed")
 
@@ -119,8 +126,10 @@ def lint(
     """Return a function of the same arguments that lists a program's hazards in half.
 
     The program is checked as it is: cast by hand, with a policy for its modules, or
-    under `autocast`. For gradients, call `lint(jax.value_and_grad(loss), …)`. Nothing
-    is computed.
+    under `autocast`. For gradients, call `lint(jax.value_and_grad(loss), …)`. In a
+    train step, the state among the arguments says which one is the loss scale: losses
+    that are not scaled are found, and clipping or decay outside of `scale_aware`.
+    Nothing is computed.
 
     Args:
       fun: any function, or a module that can be called.
@@ -167,7 +176,9 @@ def lint(
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
             ops = list_ops(fun, args, kwargs, target)
         regions = Regions(policy)
-        program = LintedProgram(ops, Ranges(ops), regions, target)
+        ranges = Ranges(ops)
+        scalings = Scalings(ops, ranges)
+        program = LintedProgram(ops, ranges, scalings, regions, target)
         findings = _merged(
             Finding(
                 rule=rule.name,

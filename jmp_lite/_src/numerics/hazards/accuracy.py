@@ -7,7 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
-from jmp_lite._src.numerics.hazards.dataflow import Op, Value, moved, origin, readers
+from jmp_lite._src.numerics.hazards.dataflow import (
+    SUMS,
+    Op,
+    Value,
+    moved,
+    origin,
+    readers,
+)
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import (
     CAST,
@@ -18,9 +25,6 @@ from jmp_lite._src.numerics.hazards.rule import (
     exact_integers,
 )
 
-_SUMS = frozenset(
-    "reduce_sum cumsum cumlogsumexp reduce_window_sum psum psum2 psum_invariant".split()
-)
 _SUM_IN_F32 = "Sum in float32: preferred_element_type=jnp.float32."
 
 # The same numbers in the same order.
@@ -49,7 +53,7 @@ def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
     return [
         reader
         for reader, _ in readers(op.outs[0], passes)
-        if reader is not None and reader.name in _SUMS
+        if reader is not None and reader.name in SUMS
     ]
 
 

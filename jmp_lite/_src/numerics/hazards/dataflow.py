@@ -21,6 +21,7 @@ import numpy as np
 
 from jmp_lite._src import compat, dtypes, trees
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
+from jmp_lite._src.loss_scale import DynamicLossScale
 
 MOVE, JOIN = "move", "join"
 
@@ -29,6 +30,10 @@ MOVES = frozenset(
     f"{MOVE} broadcast_in_dim reshape transpose squeeze expand_dims rev copy slice "
     "dynamic_slice gather split stop_gradient name optimization_barrier all_gather "
     "all_gather_invariant all_to_all ppermute pvary sharding_constraint".split()
+)
+
+SUMS = frozenset(
+    "reduce_sum cumsum cumlogsumexp reduce_window_sum psum psum2 psum_invariant".split()
 )
 
 
@@ -43,6 +48,7 @@ class Value:
       maker: the operation that computes it, None for inputs and constants.
       uses: the operations that read it, once for each operand.
       is_result: whether the function returns it.
+      is_loss_scale: whether it is an input that a `DynamicLossScale` holds.
     """
 
     dtype: Any
@@ -51,6 +57,7 @@ class Value:
     maker: "Op | None" = None
     uses: list["Op"] = dataclasses.field(default_factory=list)
     is_result: bool = False
+    is_loss_scale: bool = False
 
     @property
     def is_half(self) -> bool:
@@ -69,6 +76,8 @@ class Op:
       outs: its results.
       path: its name-scope path, with the scopes of autocast.
       is_backward: whether transposition made it.
+      is_differentiated: whether it is of a function that is differentiated, or of its
+        derivative.
       line: `file:line` of the user's code.
       times: how often it runs: the product of the lengths of the scans around it.
     """
@@ -79,6 +88,7 @@ class Op:
     outs: list[Value]
     path: str
     is_backward: bool
+    is_differentiated: bool
     line: str
     times: int
 
@@ -106,11 +116,28 @@ def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> li
             filled[i] = value
         fun, args, kwargs = jax.tree.unflatten(tree, filled)
         outs = jax.tree.leaves(fun(*args, **kwargs))
+        # What it changes in place, such as an nnx module, is a result as well.
+        given = set(map(id, filled))
+        outs += [x for x in jax.tree.leaves((args, kwargs)) if id(x) not in given]
         return [out for out in outs if _is_traceable(out)]
 
     with sources.lines_of_rules():
         closed = jax.make_jaxpr(flat_fun)(*(leaves[i] for i in arrays))
-    return _Opener(target).program(compat.open_jaxpr(closed), compat.consts_of(closed))
+    loss_scales = _are_loss_scales((fun, args, kwargs))
+    return _Opener(target).program(
+        compat.open_jaxpr(closed),
+        compat.consts_of(closed),
+        [loss_scales[i] for i in arrays],
+    )
+
+
+def _are_loss_scales(tree: Any) -> list[bool]:
+    """Return whether each leaf of a tree is the scale of a `DynamicLossScale`."""
+    found = []
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, DynamicLossScale)):
+        is_loss_scale = isinstance(x, DynamicLossScale)
+        found += [is_loss_scale] + [False] * (len(jax.tree.leaves(x)) - 1)
+    return found
 
 
 class _Opener:
@@ -121,8 +148,12 @@ class _Opener:
         self.ops: list[Op] = []
         self.needed: list[Value] = []
 
-    def program(self, jaxpr: Any, consts: tuple[Any, ...]) -> list[Op]:
+    def program(
+        self, jaxpr: Any, consts: tuple[Any, ...], loss_scales: list[bool]
+    ) -> list[Op]:
         inputs = [_value_of(var) for var in jaxpr.invars]
+        for value, is_loss_scale in zip(inputs, loss_scales, strict=True):
+            value.is_loss_scale = is_loss_scale
         results = self._open(jaxpr, consts, inputs, None, 1)
         for value in results:
             value.is_result = True
@@ -154,11 +185,13 @@ class _Opener:
                 outs=[],
                 path=name_scopes.join(around.path if around else "", stack),
                 is_backward="transpose(" in stack,
+                is_differentiated="jvp(" in stack,
                 line=sources.source_line(eqn),
                 times=times,
             )
             if around is not None:
                 op.is_backward |= around.is_backward
+                op.is_differentiated |= around.is_differentiated
                 # Inside functions that JAX jits, no line is the user's.
                 op.line = op.line or around.line
             sub_jaxprs = self._sub_jaxprs(eqn)

@@ -14,6 +14,7 @@ from jmp_lite._src.autocast.regions import Region, Regions
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.numerics.hazards.dataflow import Op
 from jmp_lite._src.numerics.hazards.ranges import Ranges
+from jmp_lite._src.numerics.hazards.scalings import Scalings
 
 Severity = Literal["error", "warning", "speed"]
 Hits = Iterator[tuple[Op, str]]
@@ -29,12 +30,14 @@ class LintedProgram:
     Attributes:
       ops: its operations, in order.
       ranges: the known ranges of its values.
+      scalings: how its values depend on the loss scale.
       regions: where the policy computes in half.
       target: `"gpu"` or `"tpu"`.
     """
 
     ops: Sequence[Op]
     ranges: Ranges
+    scalings: Scalings
     regions: Regions
     target: str
 

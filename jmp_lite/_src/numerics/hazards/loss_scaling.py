@@ -1,0 +1,228 @@
+"""Train steps whose loss scale is not used as it must be.
+
+Limits: what cannot be decided is no finding, as where gradients are arguments. A static
+loss scale is a constant like any other, so that its powers are not known.
+"""
+
+import math
+
+import jax.numpy as jnp
+
+from jmp_lite._src.autocast import products
+from jmp_lite._src.numerics.hazards.dataflow import (
+    JOIN,
+    MOVES,
+    Op,
+    Value,
+    moved,
+    readers,
+)
+from jmp_lite._src.numerics.hazards.ranges import scalar
+from jmp_lite._src.numerics.hazards.rule import CAST, Hits, LintedProgram, Rule
+from jmp_lite._src.numerics.hazards.scalings import factors
+
+# A loss that is multiplied by less is weighted, not scaled.
+_LEAST_SCALE = 8.0
+
+
+def _unscaled(program: LintedProgram) -> Hits:
+    for op in program.named("mul", "div"):
+        if program.scalings.power_of_unscaled(op) == 0.0:
+            yield op, "gradients that the loss scale never reached are divided by it"
+
+
+def _float16_without_scale(program: LintedProgram) -> Hits:
+    if not _updated_params(program) or any(map(_may_scale, program.ops)):
+        return
+    if any(_unscaled(program)):  # which says it already
+        return
+    for op in program.named(*products.NAMES):
+        if any(
+            v.dtype == jnp.float16 and program.scalings.of(v).is_gradient
+            for v in op.ins
+        ):
+            yield op, "gradients are float16, and no loss scale reaches them"
+            return
+
+
+def _may_scale(op: Op) -> bool:
+    """Return whether a gradient is multiplied by what may be a loss scale.
+
+    That is a large constant, or a number from outside of the loss function.
+    """
+    if not op.is_backward:
+        return False
+    for value in op.ins[:1] if op.name == "div" else op.ins:
+        x = scalar(value)
+        if x is not None:
+            if op.outs[0].shape == () and abs(x) >= _LEAST_SCALE:
+                return True
+        elif value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
+            maker = value.maker
+            while maker is not None and maker.name in (CAST, *MOVES):
+                maker = maker.ins[0].maker
+            if maker is None or not maker.is_differentiated:
+                return True
+    return False
+
+
+def _clipped(program: LintedProgram) -> Hits:
+    for op in filter(program.scalings.is_clip, program.ops):
+        yield op, "gradients are clipped while they are scaled"
+
+
+def _decayed_outside(program: LintedProgram) -> Hits:
+    for value, terms in _updated_params(program, through_select=False):
+        rest = [(v, scaled) for v, scaled in terms if not _is_guarded(v)]
+        is_one = len({id(v) for v, _ in rest}) == 1
+        if is_one and len(rest) < len(terms) and any(scaled for _, scaled in rest):
+            assert value.maker is not None
+            yield value.maker, "parameters decay outside of scale_aware"
+
+
+def _is_guarded(value: Value) -> bool:
+    """Return whether a value is an update of `scale_aware`: -0.0 in skipped steps."""
+    if value.maker is None or value.maker.name != "select_n":
+        return False
+    cases = [scalar(v) for v in value.maker.ins[1:]]
+    return any(x == 0.0 and math.copysign(1.0, x) < 0 for x in cases if x is not None)
+
+
+def _decayed_while_scaled(program: LintedProgram) -> Hits:
+    of = program.scalings.of
+    for op in program.named("add", "sub"):
+        for value, other in (op.ins, op.ins[::-1]):
+            known, powers = of(value), of(other).powers
+            if op.is_backward or not (known.is_gradient and any(known.power or ())):
+                continue
+            terms = _terms(other) if powers is not None else []
+            is_decay = terms and all(scaled and _is_param(v) for v, scaled in terms)
+            if is_decay and not any(map(any, powers or ())):
+                yield op, "weight decay is added to gradients while they are scaled"
+
+
+def _scaled_updates(program: LintedProgram) -> Hits:
+    for value, _ in _updated_params(program):
+        if program.scalings.of(value).scaled_by:
+            assert value.maker is not None
+            yield value.maker, "parameters are updated from gradients that are scaled"
+
+
+def _updated_params(
+    program: LintedProgram, through_select: bool = True
+) -> list[tuple[Value, list[tuple[Value, bool]]]]:
+    """Return the results that are parameters after an update, with their terms."""
+    results = [v for op in program.ops for v in op.outs if v.is_result]
+    results = [v for v in results if program.scalings.of(v).is_gradient]
+    pairs = [(v, _terms(v, through_select)) for v in results]
+    return [
+        (v, terms)
+        for v, terms in pairs
+        if any(_is_param(x) and x.shape == v.shape for x, _ in terms)
+    ]
+
+
+def _is_param(value: Value) -> bool:
+    """Return whether a value is an input that gradients are taken of."""
+
+    def stands_for(op: Op, value: Value) -> list[Value]:
+        return op.outs if op.name in (CAST, JOIN) else moved(op, value)
+
+    if value.maker is not None or value.known is not None or value.dtype is None:
+        return False
+    is_float = jnp.issubdtype(value.dtype, jnp.inexact)
+    found = readers(value, stands_for)
+    return is_float and any(op is not None and op.is_differentiated for op, _ in found)
+
+
+def _terms(value: Value, through_select: bool = False) -> list[tuple[Value, bool]]:
+    """Return what a value is a sum of, constants left out: `wd * p + u` is p and u.
+
+    Args:
+      value: the value.
+      through_select: whether both values of a choice are terms.
+
+    Returns:
+      The terms, each with whether it is multiplied by a factor.
+    """
+    terms, waiting, seen = [], [(value, False)], set()
+    while waiting:
+        value, scaled = waiting.pop()
+        op = value.maker
+        if (id(value), scaled) in seen or scalar(value) is not None:
+            continue
+        seen.add((id(value), scaled))
+        inner: list[Value] = []
+        if op is not None and not op.is_backward:
+            if op.name in MOVES:
+                inner = [v for v in op.ins if value in moved(op, v)]
+            elif op.name in (CAST, JOIN, "add", "sub", "neg"):
+                inner = op.ins
+            elif op.name == "select_n" and through_select:
+                inner = op.ins[1:]
+            elif op.name in ("mul", "div"):
+                inner = [v for v, by, _ in factors(op) if _is_factor(by)]
+                scaled |= bool(inner)
+        waiting += [(v, scaled) for v in inner]
+        terms += [] if inner else [(value, scaled)]
+    return terms
+
+
+def _is_factor(value: Value) -> bool:
+    """Return whether a value is one number, possibly broadcast."""
+    while value.shape != () and value.maker is not None and value.maker.name in MOVES:
+        value = value.maker.ins[0]
+    return value.shape == ()
+
+
+_INSIDE = "Put it inside: scale_aware(optax.chain(..., optimizer))."
+
+RULES = (
+    Rule(
+        "unscaled-gradients",
+        "error",
+        _unscaled,
+        "Updates are too small by the loss scale, also those of Adam, whose eps is "
+        "then larger than the gradients.",
+        "Use scaled_value_and_grad(loss_fn, loss_scale=opt_state), or differentiate "
+        "loss_scale.scale(loss).",
+    ),
+    Rule(
+        "no-loss-scale",
+        "error",
+        _float16_without_scale,
+        "Gradients below 6e-8 become 0.",
+        "Use scale_aware(optimizer) and scaled_value_and_grad(loss_fn, "
+        "loss_scale=opt_state), or bfloat16.",
+    ),
+    Rule(
+        "clipped-while-scaled",
+        "error",
+        _clipped,
+        "The limit is compared with gradients times the loss scale, and an overflow "
+        "may be hidden.",
+        _INSIDE,
+    ),
+    Rule(
+        "decay-outside",
+        "error",
+        _decayed_outside,
+        "The parameters change in skipped steps.",
+        _INSIDE,
+    ),
+    Rule(
+        "decay-outside",
+        "error",
+        _decayed_while_scaled,
+        "The decay is then divided by the loss scale.",
+        _INSIDE,
+    ),
+    Rule(
+        "scaled-update",
+        "error",
+        _scaled_updates,
+        "Updates grow with the loss scale, and no step is skipped.",
+        "Wrap the optimizer, scale_aware(optimizer), or call loss_scale.unscale(grads) "
+        "before it.",
+    ),
+)

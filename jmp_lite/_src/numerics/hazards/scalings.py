@@ -1,0 +1,186 @@
+"""How the values of a train step depend on the loss scale.
+
+Each value has a power of the loss scale: the scale itself has 1, its inverse -1,
+gradients of a scaled loss 1, their squares 2. Products add powers, sums keep them.
+
+Limits: a power is not known behind operations that are neither products nor sums (a
+kernel, an FFT) of what is scaled, nor where many powers are added.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jmp_lite._src.autocast import products
+from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.numerics.hazards.dataflow import (
+    JOIN,
+    MOVES,
+    SUMS,
+    Op,
+    Value,
+    moved,
+)
+from jmp_lite._src.numerics.hazards.ranges import Ranges, scalar
+
+# f(s * x) = s * f(x), of all operands together.
+_HOMOGENEOUS = SUMS | {
+    *f"{JOIN} convert_element_type reduce_precision real imag conj complex".split(),
+    *"add sub neg add_any scatter-add reduce_scatter abs max min clamp".split(),
+    *(name for name, c in OpRules.default("bfloat16").classes if c == "passthrough"),
+}
+_EXPONENTS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5}
+# Limits that clip; smaller ones guard divisions, larger ones are those of a dtype.
+_LIMITS = 1e-5, 1e4
+_MAX_POWER, _MAX_POWERS, _MAX_PASSES = 4.0, 4, 16
+
+Powers = frozenset[tuple[float, ...]]
+
+
+class Scaling(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      powers: the powers of each loss scale that its terms have; empty if any fit, as
+        for constants and inputs; None if they are not known.
+      is_gradient: whether it is computed from gradients.
+      scaled_by: the loss scales that these were multiplied by, and not divided by yet.
+    """
+
+    powers: Powers | None = frozenset()
+    is_gradient: bool = False
+    scaled_by: frozenset[int] = frozenset()
+
+    @property
+    def power(self) -> tuple[float, ...] | None:
+        """Its power of each loss scale, None if it has none or several."""
+        return min(self.powers) if self.powers and len(self.powers) == 1 else None
+
+
+class Scalings:
+    """The powers of the loss scales that the values of a program have."""
+
+    def __init__(self, ops: Sequence[Op], ranges: Ranges):
+        self._ranges = ranges
+        self._of: dict[int, Scaling] = {}
+        inputs = {id(v): v for op in ops for v in op.ins if v.is_loss_scale}
+        for scale in inputs:
+            power = tuple(float(scale == other) for other in inputs)
+            self._of[scale] = Scaling(frozenset([power]))
+        self._zero = (0.0,) * len(inputs)
+        # A loop carry is known once the body of the loop is.
+        for _ in range(_MAX_PASSES):
+            if not any([self._update(op, v) for op in ops for v in op.outs]):
+                return
+        self._of = {}
+
+    def of(self, value: Value) -> Scaling:
+        """Return what is known of a value."""
+        return self._of.get(id(value), _UNSCALED)
+
+    def power_of_unscaled(self, op: Op) -> float | None:
+        """Return the power of a loss scale in gradients that are divided by it.
+
+        Returns:
+          The power, NaN if it is not known; None if the operation does no such thing.
+        """
+        for value, factor, sign in factors(op) if not op.is_backward else ():
+            known, inverse = self.of(value), self.of(factor)
+            for i, x in enumerate(inverse.power or ()):
+                if sign * x == -1.0 and known.is_gradient and not inverse.is_gradient:
+                    return known.power[i] if known.power else math.nan
+        return None
+
+    def is_clip(self, op: Op) -> bool:
+        """Return whether scaled gradients are clipped outside of the backward pass."""
+        if op.name not in ("min", "max", "clamp", "select_n") or op.is_backward:
+            return False
+        ins = op.ins[op.name == "select_n" :]
+        known = [self.of(v) for v in ins]
+        if not any(x.is_gradient and any(x.power or ()) for x in known):
+            return False
+        if op.name == "select_n":
+            # What is clipped by its norm is divided by it.
+            return len({x.power for x in known if x.is_gradient and x.power}) > 1
+        limits = [abs(scalar(v) or 0.0) for v in ins]
+        return any(_LIMITS[0] < x < _LIMITS[1] for x in limits)
+
+    def _update(self, op: Op, value: Value) -> bool:
+        """Set what is known of a result; return whether that has changed."""
+        if value.dtype is None or not jnp.issubdtype(value.dtype, jnp.inexact):
+            return False
+        new = self._of_result(op, value)
+        is_new = new != self.of(value)
+        if is_new:
+            self._of[id(value)] = new
+        return is_new
+
+    def _of_result(self, op: Op, value: Value) -> Scaling:
+        if op.name in MOVES:
+            return self.of(next(v for v in op.ins if value in moved(op, v)))
+        ins = [self.of(v) for v in op.ins]
+        powers = self._powers(op, ins)
+        is_gradient = any(x.is_gradient for x in ins)
+        if op.is_backward and not is_gradient:
+            ranges = [self._ranges.of(v) for v in op.ins]
+            is_gradient = not all(known and known.is_all for known in ranges)
+        if is_gradient and powers == frozenset():
+            powers = frozenset([self._zero])
+        # A fault is found once, not in all that follows.
+        power = self.power_of_unscaled(op)
+        if self.is_clip(op):
+            powers = None
+        elif power is not None and not power > 0.0:
+            powers = frozenset([self._zero])
+        scaled_by = frozenset().union(*(x.scaled_by for x in ins))
+        for _, factor, sign in factors(op):
+            known = self.of(factor)
+            if not known.is_gradient:
+                divided = {i for p in known.powers or () for i in _below(p, sign)}
+                scaled_by = scaled_by - divided if known.powers is not None else _NONE
+        if is_gradient:
+            scaled_by |= {i for p in powers or () for i in _below(p, -1)}
+        return Scaling(powers, is_gradient, scaled_by)
+
+    def _powers(self, op: Op, ins: Sequence[Scaling]) -> Powers | None:
+        terms = [x.powers for x in ins]
+        if None in terms:
+            return None
+        exponent = op.eqn.params.get("y") if op.name == "integer_pow" else None
+        exponent = _EXPONENTS.get(op.name, exponent)
+        found = {p for x in terms for p in x or ()}
+        if op.name in ("mul", "div", *products.NAMES):
+            sign = -1.0 if op.name == "div" else 1.0
+            left, right = (x or {self._zero} for x in terms[:2])
+            if found:
+                found = {_add(p, q, sign) for p in left for q in right}
+        elif exponent is not None:
+            found = {_add(self._zero, p, exponent) for p in found}
+        elif op.name not in _HOMOGENEOUS and found - {self._zero}:
+            return None
+        too_large = any(abs(x) > _MAX_POWER for p in found for x in p)
+        return None if too_large or len(found) > _MAX_POWERS else frozenset(found)
+
+
+_UNSCALED = Scaling()
+_NONE: frozenset[int] = frozenset()
+
+
+def _add(left: Sequence[float], right: Sequence[float], sign: float):
+    return tuple(x + sign * y for x, y in zip(left, right, strict=True))
+
+
+def _below(power: Sequence[float], sign: float) -> set[int]:
+    """Return the loss scales with a negative power, with this sign."""
+    return {i for i, x in enumerate(power) if sign * x < 0}
+
+
+def factors(op: Op) -> Iterator[tuple[Value, Value, float]]:
+    """Yield each operand that is multiplied, by which other one, to which power."""
+    if op.name == "mul":
+        yield op.ins[0], op.ins[1], 1.0
+        yield op.ins[1], op.ins[0], 1.0
+    elif op.name == "div":
+        yield op.ins[0], op.ins[1], -1.0

@@ -1,0 +1,279 @@
+"""`lint` knows right train steps from those whose loss scale went missing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from train_steps import (
+    ALWAYS_RIGHT,
+    PARAMS,
+    POLICY,
+    STEPS,
+    X,
+    Y,
+    basic,
+    loss_fn,
+    scaled,
+    unscaled,
+)
+
+import jmp_lite as jmp
+import jmp_lite.linen
+from jmp_lite.numerics import lint
+
+# Adam of optax leans on JAX's defaults.
+pytestmark = pytest.mark.standard_promotion
+
+OF_LOSS_SCALES = {
+    "unscaled-gradients",
+    "no-loss-scale",
+    "clipped-while-scaled",
+    "decay-outside",
+    "scaled-update",
+}
+
+
+def found(step: Callable[..., Any], *args: Any) -> dict[str, str]:
+    """Return the findings that are about the loss scale: rule to remedy."""
+    findings = lint(step, POLICY)(*args).findings
+    return {f.rule: f.fix for f in findings if f.rule in OF_LOSS_SCALES}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_wrong_only_if_its_loss_is_not_scaled(name: str) -> None:
+    step, args = STEPS[name](scaled)
+    assert found(step, *args) == {}
+    step, args = STEPS[name](unscaled)
+    (rule,) = found(step, *args)
+    assert rule == "unscaled-gradients"
+
+
+@pytest.mark.parametrize("name", ALWAYS_RIGHT)
+def test_nothing_is_said_of_what_is_right_or_cannot_be_known(name: str) -> None:
+    step, args = ALWAYS_RIGHT[name]()
+    assert found(step, *args) == {}
+
+
+# The other faults.
+
+INSIDE = "Put it inside: scale_aware(optax.chain(..., optimizer))."
+
+
+def found_with(tx: Any, loss_scale: Any = None) -> dict[str, str]:
+    """Return the findings in a step with scaled gradients and this optimiser."""
+
+    def step(params, opt_state, loss_scale, x, y):
+        value, grads = scaled(loss_fn, loss_scale or opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return found(step, PARAMS, tx.init(PARAMS), loss_scale, X, Y)
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        optax.clip(1.0),
+        optax.clip_by_global_norm(1.0),
+        optax.clip_by_block_rms(1.0),
+        optax.adaptive_grad_clip(0.1),
+    ],
+    ids=["value", "global_norm", "block_rms", "adaptive"],
+)
+def test_clipping_of_scaled_gradients_is_found(clip: Any) -> None:
+    adam = optax.adam(1e-3)
+    assert found_with(jmp.scale_aware(optax.chain(clip, adam))) == {}
+    outside = optax.chain(clip, jmp.scale_aware(adam))
+    assert found_with(outside) == {"clipped-while-scaled": INSIDE}
+    of_updates = optax.chain(jmp.scale_aware(adam), clip)
+    assert found_with(of_updates) == {}
+
+
+@pytest.mark.parametrize("by_norm", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_clipping_by_hand_is_found(by_norm: bool, before: bool) -> None:
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def clip(grads):
+        if not by_norm:
+            return jax.tree.map(lambda g: jnp.clip(g, -1.0, 1.0), grads)
+        factor = jnp.minimum(1.0, 1.0 / (optax.tree.norm(grads) + 1e-6))
+        return jax.tree.map(lambda g: g * factor, grads)
+
+    def step(params, opt_state, x, y):
+        _, grads = scaled(loss_fn, opt_state)(params, x, y)
+        grads = clip(grads) if before else grads
+        updates, opt_state = tx.update(grads, opt_state, params)
+        updates = updates if before else clip(updates)
+        return optax.apply_updates(params, updates), opt_state
+
+    expected = {"clipped-while-scaled": INSIDE} if before else {}
+    assert found(step, PARAMS, tx.init(PARAMS), X, Y) == expected
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_each_fault_is_found_in_a_scan_over_steps(loop: bool) -> None:
+    clip, decay = optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.01)
+    adam = optax.adam(1e-3)
+    faults = {
+        "clipped-while-scaled": optax.chain(clip, jmp.scale_aware(adam)),
+        "decay-outside": optax.chain(jmp.scale_aware(adam), decay),
+    }
+    for rule, tx in faults.items():
+
+        def step(carry, batch, tx=tx):
+            params, opt_state = carry
+            _, grads = scaled(loss_fn, opt_state)(params, *batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), None
+
+        def train(carry, xs, ys, step=step):
+            return jax.lax.scan(step, carry, (xs, ys))
+
+        carry = PARAMS, tx.init(PARAMS)
+        if loop:
+            found_rules = found(train, carry, jnp.stack([X] * 2), jnp.stack([Y] * 2))
+        else:
+            found_rules = found(step, carry, (X, Y))
+        assert set(found_rules) == {rule}
+
+
+@pytest.mark.parametrize("where", ["before", "after", "by hand"])
+@pytest.mark.parametrize("half", [False, True])
+def test_decay_outside_is_found(where: str, half: bool) -> None:
+    inner = jmp.scale_aware(jmp.master_weights(optax.sgd(0.1, momentum=0.9)))
+    decay = optax.add_decayed_weights(1e-4 if where == "before" else -1e-4)
+    tx = {
+        "before": optax.chain(decay, inner),
+        "after": optax.chain(inner, decay),
+        "by hand": inner,
+    }[where]
+    params = jax.tree.map(lambda p: p.astype("float16") if half else p, PARAMS)
+
+    def step(params, opt_state, x, y):
+        _, grads = scaled(loss_fn, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        if where == "by hand":
+            params = jax.tree.map(lambda p: p * (1 - 1e-4), params)
+        return optax.apply_updates(params, updates), opt_state
+
+    rules = found(step, params, jax.eval_shape(tx.init, params), X, Y)
+    assert rules == {"decay-outside": INSIDE}
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(1e-3), optax.lion(1e-3)])
+def test_scaled_gradients_in_a_plain_optimiser_are_found(tx: Any) -> None:
+    ((rule, fix),) = found_with(tx, jmp.DynamicLossScale()).items()
+    assert rule == "scaled-update"
+    assert fix.startswith("Wrap the optimizer, scale_aware(optimizer), or call")
+
+
+def test_scaled_gradients_in_a_train_state_without_scale_aware_are_found() -> None:
+    state = jmp_lite.linen.TrainState.create(
+        apply_fn=loss_fn, params=PARAMS, tx=optax.adam(1e-3)
+    )
+
+    def step(state, loss_scale, x, y):
+        value, grads = scaled(state.apply_fn, loss_scale)(state.params, x, y)
+        return state.apply_gradients(grads=grads, value=value)
+
+    assert set(found(step, state, jmp.DynamicLossScale(), X, Y)) == {"scaled-update"}
+
+
+@pytest.mark.parametrize("loss_scale", [None, jmp.NoOpLossScale()])
+def test_float16_gradients_without_a_loss_scale_are_found(loss_scale: Any) -> None:
+    adam = optax.adam(1e-3)
+    tx = adam if loss_scale is None else jmp.scale_aware(adam, loss_scale)
+
+    def step(params, opt_state, x, y):
+        grads = jax.grad(loss_fn)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    ((rule, fix),) = found(step, PARAMS, tx.init(PARAMS), X, Y).items()
+    assert rule == "no-loss-scale"
+    assert fix == (
+        "Use scale_aware(optimizer) and scaled_value_and_grad(loss_fn, "
+        "loss_scale=opt_state), or bfloat16."
+    )
+
+
+def test_the_gradient_alone_is_no_train_step() -> None:
+    assert found(jax.value_and_grad(loss_fn), PARAMS, X, Y) == {}
+
+
+def test_unscaled_gradients_name_the_line_and_the_remedy() -> None:
+    step, args = basic(unscaled, optax.adam(1e-3))
+    (finding,) = lint(step, POLICY)(*args).findings
+    assert "train_steps.py:" in finding.line and finding.times == 3
+    assert finding.severity == "error"
+    assert finding.fix == (
+        "Use scaled_value_and_grad(loss_fn, loss_scale=opt_state), or differentiate "
+        "loss_scale.scale(loss)."
+    )
+
+
+def test_gradients_unscaled_twice_are_found() -> None:
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, x, y):
+        loss_scale = jmp.get_loss_scale(opt_state)
+        _, grads = scaled(loss_fn, opt_state)(params, x, y)
+        updates, opt_state = tx.update(loss_scale.unscale(grads), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    rules = found(step, PARAMS, tx.init(PARAMS), X, Y)
+    assert set(rules) == {"unscaled-gradients"}
+
+
+def test_the_loss_scale_of_the_other_network_is_found() -> None:
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, other, x, y):
+        _, grads = scaled(loss_fn, other)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    rules = found(step, PARAMS, tx.init(PARAMS), tx.init(PARAMS), X, Y)
+    assert "unscaled-gradients" in rules
+
+
+def test_shapes_stand_for_the_arguments() -> None:
+    step, args = basic(unscaled, optax.adam(1e-3))
+    shapes = jax.eval_shape(lambda *args: args, *args)
+    assert set(found(step, *shapes)) == {"unscaled-gradients"}
+
+
+def test_arguments_by_name_are_seen() -> None:
+    step, (params, opt_state, x, y) = basic(unscaled, optax.adam(1e-3))
+    report = lint(step, POLICY)(params, x=x, y=y, opt_state=opt_state)
+    assert [f.rule for f in report.findings] == ["unscaled-gradients"]
+
+
+def test_what_no_rule_knows_hides_no_fault_and_is_none() -> None:
+    def loss(params, x, y):  # an FFT is neither a product nor a sum
+        spectrum = jnp.fft.rfft(loss_fn(params, x, y) * jnp.ones(8))
+        return jnp.mean(jnp.abs(spectrum))
+
+    assert found(*_called(basic(scaled, optax.adamw(1e-3), loss))) == {}
+    wrong = found(*_called(basic(unscaled, optax.adamw(1e-3), loss)))
+    assert set(wrong) == {"unscaled-gradients"}
+
+
+def test_nothing_is_said_of_gradients_that_are_scaled_in_part() -> None:
+    def both(loss, opt_state):
+        def fun(*args):
+            value, grads = scaled(loss, opt_state)(*args)
+            return value, jax.tree.map(jnp.add, grads, jax.grad(loss)(*args))
+
+        return fun
+
+    assert found(*_called(basic(both, optax.adamw(1e-3)))) == {}
+
+
+def _called(step_and_args: Any) -> Any:
+    step, args = step_and_args
+    return step, *args

@@ -1,0 +1,734 @@
+"""Train steps of many shapes, each right, and wrong in that its loss is not scaled.
+
+A decorated function takes what differentiates a loss, which is `scaled` or `unscaled`,
+and returns a step and its arguments. Of those under `ALWAYS_RIGHT` there is no wrong
+form.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.training import dynamic_scale
+from flax.training.train_state import TrainState as FlaxTrainState
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite as jmp
+import jmp_lite.linen
+import jmp_lite.nnx
+
+POLICY = "mixed_float16"
+STEPS: dict[str, Callable[..., Any]] = {}
+ALWAYS_RIGHT: dict[str, Callable[..., Any]] = {}
+
+X, Y = jnp.ones((8, 16)), jnp.ones((8, 8))
+PARAMS = {"w": jnp.ones((16, 16)), "v": jnp.ones((16, 8)), "b": jnp.ones(8)}
+
+
+def step_of(fun: Any) -> Any:
+    """Add a step that has a right and a wrong form."""
+    STEPS[fun.__name__] = fun
+    return fun
+
+
+def right(fun: Any) -> Any:
+    """Add a step that has no wrong form."""
+    ALWAYS_RIGHT[fun.__name__] = fun
+    return fun
+
+
+def scaled(loss: Any, loss_scale: Any, **options: Any) -> Any:
+    """Return what computes a loss and its scaled gradients."""
+    return jmp.scaled_value_and_grad(loss, loss_scale=loss_scale, **options)
+
+
+def unscaled(
+    loss: Any, loss_scale: Any, value_and_grad: Any = jax.value_and_grad, **options: Any
+) -> Any:
+    """Return what forgets the loss scale."""
+    del loss_scale
+    return value_and_grad(loss, **options)
+
+
+def plain_loss(params, x, y):
+    hidden = jax.nn.relu(x @ params["w"]) @ params["v"]
+    return jnp.mean((hidden + params["b"][None] - y) ** 2)
+
+
+loss_fn = jmp.autocast(plain_loss, POLICY)
+
+
+def basic(grad: Any, optimizer: Any, loss: Any = loss_fn) -> Any:
+    """Return a step with this optimiser inside of `scale_aware`."""
+    tx = jmp.scale_aware(optimizer)
+
+    def step(params, opt_state, x, y):
+        value, grads = grad(loss, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@step_of
+def sgd(grad):
+    return basic(grad, optax.sgd(0.1))
+
+
+@step_of
+def adam_jitted_and_donated(grad):
+    step, args = basic(grad, optax.adam(1e-3))
+    return jax.jit(step, donate_argnums=(0, 1)), args
+
+
+@step_of
+def clip_decay_and_schedule_inside(grad):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
+    return basic(
+        grad, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    )
+
+
+@step_of
+def other_clips_inside(grad):
+    clips = optax.clip(1.0), optax.adaptive_grad_clip(0.1), optax.clip_by_block_rms(1.0)
+    return basic(grad, optax.chain(*clips, optax.lion(1e-3, weight_decay=0.1)))
+
+
+@step_of
+def adafactor(grad):
+    return basic(grad, optax.adafactor(1e-3))
+
+
+@step_of
+def hyperparameters_in_the_state(grad):
+    return basic(grad, optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3))
+
+
+@step_of
+def accumulation_inside(grad):
+    return basic(grad, optax.MultiSteps(optax.adam(1e-3), 4))
+
+
+@step_of
+def accumulation_outside(grad):
+    tx = optax.MultiSteps(jmp.scale_aware(optax.adam(1e-3)), 4)
+
+    def step(params, opt_state, x, y):
+        value, grads = grad(loss_fn, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@step_of
+def accumulation_in_a_scan(grad):
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, xs, ys):
+        def add(total, batch):
+            value, grads = grad(loss_fn, opt_state)(params, *batch)
+            return jax.tree.map(jnp.add, total, grads), value
+
+        total, values = jax.lax.scan(
+            add, jax.tree.map(jnp.zeros_like, params), (xs, ys)
+        )
+        mean = jax.tree.map(lambda g: g / 4, total)
+        updates, opt_state = tx.update(mean, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, values.mean()
+
+    return step, (PARAMS, tx.init(PARAMS), jnp.stack([X] * 4), jnp.stack([Y] * 4))
+
+
+@step_of
+def accumulation_of_unscaled_gradients_in_a_scan(grad):
+    tx = jmp.scale_aware(optax.adam(1e-3), jmp.NoOpLossScale())
+
+    def step(params, opt_state, loss_scale, xs, ys):
+        def add(carry, batch):
+            total, count, loss_scale = carry
+            _, grads = grad(loss_fn, loss_scale)(params, *batch)
+            grads = loss_scale.unscale(grads)
+            finite = jmp.all_finite(grads)
+            total = jmp.select_tree(finite, jax.tree.map(jnp.add, total, grads), total)
+            count = count + finite.astype(jnp.float32)
+            return (total, count, loss_scale.adjust(finite)), None
+
+        first = jax.tree.map(jnp.zeros_like, params), jnp.float32(0), loss_scale
+        (total, count, loss_scale), _ = jax.lax.scan(add, first, (xs, ys))
+        mean = jax.tree.map(lambda g: g / count, total)
+        updates, opt_state = tx.update(mean, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss_scale
+
+    batches = jnp.stack([X] * 4), jnp.stack([Y] * 4)
+    return step, (PARAMS, tx.init(PARAMS), jmp.DynamicLossScale(), *batches)
+
+
+@step_of
+def accumulation_by_hand_in_an_argument(grad):
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, total, is_last, x, y):
+        _, grads = grad(loss_fn, opt_state)(params, x, y)
+        total = jax.tree.map(jnp.add, total, grads)
+
+        def update(params, opt_state, total):
+            updates, opt_state = tx.update(total, opt_state, params)
+            zeros = jax.tree.map(jnp.zeros_like, total)
+            return optax.apply_updates(params, updates), opt_state, zeros
+
+        def wait(*args):
+            return args
+
+        return jax.lax.cond(is_last, update, wait, params, opt_state, total)
+
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    return step, (PARAMS, tx.init(PARAMS), zeros, jnp.bool_(True), X, Y)
+
+
+@step_of
+def jmps_way(grad):
+    tx = optax.adamw(1e-3)
+
+    def step(params, opt_state, loss_scale, x, y):
+        value, grads = grad(loss_fn, loss_scale)(params, x, y)
+        grads = loss_scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        updates, new_state = tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        return (
+            *jmp.select_tree(finite, (new_params, new_state), (params, opt_state)),
+            loss_scale.adjust(finite),
+            value,
+        )
+
+    return step, (PARAMS, tx.init(PARAMS), jmp.DynamicLossScale(), X, Y)
+
+
+@step_of
+def divided_by_the_scale_by_hand(grad):
+    def step(params, loss_scale, x, y):
+        _, grads = grad(loss_fn, loss_scale)(params, x, y)
+        rate = 0.1 / loss_scale.loss_scale
+        finite = jmp.all_finite(grads)
+        new = jax.tree.map(lambda p, g: p * (1 - 0.1 * 0.01) - rate * g, params, grads)
+        params = jmp.select_tree(finite, new, params)
+        return params, loss_scale.adjust(finite)
+
+    return step, (PARAMS, jmp.DynamicLossScale(), X, Y)
+
+
+@step_of
+def several_loss_scales(grad):
+    losses = {"fit": loss_fn, "size": lambda p, x, y: 1e-6 * loss_fn(p, x, 0 * y)}
+    tx = jmp.scale_aware(optax.adam(1e-3), jmp.NoOpLossScale())
+
+    def step(params, opt_state, loss_scales, x, y):
+        grads, new_scales = {}, {}
+        for name, loss_scale in loss_scales.items():
+            _, given = grad(losses[name], loss_scale)(params, x, y)
+            grads[name] = loss_scale.unscale(given)
+            new_scales[name] = loss_scale.adjust(jmp.all_finite(grads[name]))
+        total = jax.tree.map(lambda *g: sum(g[1:], g[0]), *grads.values())
+        updates, opt_state = tx.update(total, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, new_scales
+
+    scales = {"fit": jmp.DynamicLossScale(), "size": jmp.DynamicLossScale(2.0**24)}
+    return step, (PARAMS, tx.init(PARAMS), scales, X, Y)
+
+
+@step_of
+def a_sum_of_losses_with_aux(grad):
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def losses(params, x, y):
+        fit, decay = loss_fn(params, x, y), optax.tree.norm(params, squared=True)
+        return fit + 1e-4 * decay, {"fit": fit, "decay": decay}
+
+    def step(params, opt_state, x, y):
+        fun = grad(losses, opt_state, has_aux=True)
+        (value, aux), grads = fun(params, x, y)
+        norm = optax.tree.norm(jmp.get_loss_scale(opt_state).unscale(grads))
+        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        metrics = jmp.loss_scale_metrics(opt_state) | aux | {"norm": norm}
+        return optax.apply_updates(params, updates), opt_state, metrics
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+def _gan() -> Any:
+    def score(params, x):
+        return jax.nn.relu(x @ params["w"]) @ params["v"]
+
+    def critic_loss(critic, generator, x):
+        fake = score(generator, x) @ jnp.ones((8, 16))
+        return jnp.mean(score(critic, fake)) - jnp.mean(score(critic, x))
+
+    def generator_loss(generator, critic, x):
+        return -jnp.mean(score(critic, score(generator, x) @ jnp.ones((8, 16))))
+
+    losses = {"critic": critic_loss, "generator": generator_loss}
+    return {name: jmp.autocast(loss, POLICY) for name, loss in losses.items()}
+
+
+@step_of
+def a_gan_with_two_loss_scales(grad):
+    txs = {name: jmp.scale_aware(optax.adam(1e-3)) for name in _gan()}
+
+    def step(params, states, x):
+        params, states = dict(params), dict(states)
+        for name, other in ("critic", "generator"), ("generator", "critic"):
+            fun = grad(_gan()[name], states[name])
+            _, grads = fun(params[name], params[other], x)
+            updates, states[name] = txs[name].update(grads, states[name], params[name])
+            params[name] = optax.apply_updates(params[name], updates)
+        return params, states
+
+    params = {"critic": PARAMS, "generator": PARAMS}
+    return step, (params, {name: tx.init(PARAMS) for name, tx in txs.items()}, X)
+
+
+@step_of
+def a_gan_with_one_loss_scale(grad):
+    labels = {"critic": "critic", "generator": "generator"}
+    parts: Any = {"critic": optax.adam(4e-4), "generator": optax.adam(1e-4)}
+    tx = jmp.scale_aware(optax.partition(parts, labels))
+
+    def step(params, opt_state, x):
+        grads = {}
+        for name, other in ("critic", "generator"), ("generator", "critic"):
+            fun = grad(_gan()[name], opt_state)
+            _, grads[name] = fun(params[name], params[other], x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"critic": PARAMS, "generator": PARAMS}
+    return step, (params, tx.init(params), X)
+
+
+@step_of
+def steps_in_a_scan(grad):
+    step, (params, opt_state, x, y) = basic(
+        grad, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    )
+
+    def train(params, opt_state, xs, ys):
+        def body(carry, batch):
+            *carry, value = step(*carry, *batch)
+            return tuple(carry), value
+
+        return jax.lax.scan(body, (params, opt_state), (xs, ys))
+
+    return train, (params, opt_state, jnp.stack([x] * 3), jnp.stack([y] * 3))
+
+
+@step_of
+def steps_in_a_while_loop(grad):
+    step, (params, opt_state, x, y) = basic(grad, optax.sgd(0.1, momentum=0.9))
+
+    def train(params, opt_state, x, y):
+        def body(carry):
+            i, params, opt_state = carry
+            return i + 1, *step(params, opt_state, x, y)[:2]
+
+        first = jnp.int32(0), params, opt_state
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, body, first)
+
+    return train, (params, opt_state, x, y)
+
+
+@step_of
+def two_steps_in_a_row(grad):
+    step, args = basic(grad, optax.adamw(1e-3))
+
+    def twice(params, opt_state, x, y):
+        params, opt_state, _ = step(params, opt_state, x, y)
+        return step(params, opt_state, x, y)
+
+    return twice, args
+
+
+def _mapped(grad: Any, average: str) -> Any:
+    tx = jmp.scale_aware(optax.adam(1e-3), axis_name="data")
+
+    def loss(params, x, y):
+        value = loss_fn(params, x, y)
+        return jax.lax.pmean(value, "data") if average == "loss" else value
+
+    def step(params, opt_state, x, y):
+        value, grads = grad(loss, opt_state)(params, x, y)
+        if average == "grads":
+            value, grads = jax.lax.pmean((value, grads), "data")
+        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, tx.init(PARAMS)
+
+
+@step_of
+def in_shard_map(grad):
+    step, opt_state = _mapped(grad, "loss")
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = P(), P(), P("data"), P("data")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P())
+    return jax.jit(mapped), (PARAMS, opt_state, X, Y)
+
+
+@step_of
+def in_pmap(grad):
+    step, opt_state = _mapped(grad, "grads")
+    mapped = jax.pmap(step, axis_name="data", devices=jax.devices()[:2])
+    params, opt_state = jax.tree.map(lambda x: jnp.stack([x] * 2), (PARAMS, opt_state))
+    return mapped, (params, opt_state, jnp.stack([X] * 2), jnp.stack([Y] * 2))
+
+
+@step_of
+def checkpointed_layers_in_a_scan(grad):
+    def loss(params, x, y):
+        @jax.checkpoint
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        x, _ = jax.lax.scan(layer, x, jnp.stack([params["w"]] * 3))
+        return jnp.mean((x @ params["v"] - y) ** 2)
+
+    return basic(grad, optax.adam(1e-3), jmp.autocast(jax.checkpoint(loss), POLICY))
+
+
+@step_of
+def half_parameters_with_masters(grad):
+    tx = jmp.scale_aware(jmp.master_weights(jmp.low_precision_state(optax.adamw(1e-3))))
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+
+    def step(params, opt_state, x, y):
+        _, grads = grad(loss_fn, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (params, tx.init(params), X, Y)
+
+
+@step_of
+def averages_by_hand(grad):
+    step, (params, opt_state, x, y) = basic(grad, optax.adamw(1e-3))
+
+    def averaged(params, opt_state, ema, slow, x, y):
+        params, opt_state, value = step(params, opt_state, x, y)
+        ema = jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, ema, params)
+        slow = optax.incremental_update(params, slow, 0.5)
+        return params, opt_state, ema, slow, value
+
+    return averaged, (params, opt_state, params, params, x, y)
+
+
+@step_of
+def private_gradients_of_each_example(grad):
+    private = optax.contrib.differentially_private_aggregate(
+        l2_norm_clip=0.5, noise_multiplier=0.1, key=jax.random.key(0)
+    )
+    tx = jmp.scale_aware(optax.chain(private, optax.sgd(0.1)))
+
+    def step(params, opt_state, x, y):
+        fun = grad(loss_fn, opt_state)
+        one = jax.vmap(fun, in_axes=(None, 0, 0))
+        values, grads = one(params, x[:, None], y[:, None])
+        updates, opt_state = tx.update(grads, opt_state, params, value=values.mean())
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@step_of
+def a_gradient_penalty(grad):
+    def penalised(params, x, y, loss_scale):
+        def total(x):
+            return loss_fn(params, x, y)
+
+        inner = loss_scale.unscale(jmp.scaled_grad(total, loss_scale=loss_scale)(x))
+        norms = jnp.sqrt((inner**2).sum(axis=-1) + 1e-12)
+        return loss_fn(params, x, y) + 10 * jnp.mean((norms - 1) ** 2)
+
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, x, y):
+        loss_scale = jmp.get_loss_scale(opt_state)
+        _, grads = grad(penalised, opt_state)(params, x, y, loss_scale)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@step_of
+def sharpness_aware(grad):
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, x, y):
+        _, ascent = grad(loss_fn, opt_state)(params, x, y)
+        size = 0.05 / (optax.tree.norm(ascent) + 1e-12)
+        there = jax.tree.map(lambda p, g: p + size * g, params, ascent)
+        _, grads = grad(loss_fn, opt_state)(there, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+class Pooled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.max_pool(nn.relu(nn.Conv(8, (3, 3))(x)), (2, 2), (2, 2))
+        x = nn.BatchNorm(use_running_average=False, use_fast_variance=False)(x)
+        return nn.Dense(8)(x.reshape(x.shape[0], -1))
+
+
+@step_of
+def linen_train_state(grad):
+    model = jmp_lite.linen.with_policy(Pooled(), POLICY)
+    x = jnp.ones((8, 8, 8, 8))
+    variables = model.init(jax.random.key(0), x)
+    state = jmp_lite.linen.TrainState.create(
+        apply_fn=model.apply,
+        tx=jmp.scale_aware(optax.adamw(1e-3)),
+        ema_decay=0.99,
+        **variables,
+    )
+
+    def step(state, x, y):
+        def loss(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            out, updated = state.apply_fn(variables, x, mutable=["batch_stats"])
+            return jnp.mean((out - y) ** 2), updated["batch_stats"]
+
+        (value, stats), grads = grad(loss, state.opt_state, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, value=value, batch_stats=stats)
+
+    return step, (state, x, Y)
+
+
+@step_of
+def train_state_of_flax(grad):
+    state = FlaxTrainState.create(
+        apply_fn=loss_fn, params=PARAMS, tx=jmp.scale_aware(optax.adam(1e-3))
+    )
+
+    def step(state, x, y):
+        value, grads = grad(state.apply_fn, state.opt_state)(state.params, x, y)
+        return state.apply_gradients(grads=grads), value
+
+    return step, (state, X, Y)
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(16, 16, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.last = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.drop(nnx.relu(self.first(x))))
+
+
+def _nnx_loss(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+@step_of
+def nnx_optimizer_in_place(grad):
+    model = jmp_lite.nnx.with_policy(Layers(nnx.Rngs(0)), POLICY)
+    tx = jmp.scale_aware(optax.adamw(1e-3))
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        fun = grad(_nnx_loss, optimizer.opt_state, value_and_grad=nnx.value_and_grad)
+        value, grads = fun(model, x, y)
+        optimizer.update(model, grads)
+        return value
+
+    return step, (model, nnx.Optimizer(model, tx, wrt=nnx.Param), X, Y)
+
+
+@step_of
+def nnx_train_state(grad):
+    model = jmp_lite.nnx.with_policy(Layers(nnx.Rngs(0)), POLICY)
+    tx = jmp.scale_aware(optax.adamw(1e-3))
+    state = jmp_lite.nnx.TrainState.create(model, tx)
+
+    def step(state, x, y):
+        def loss(params):
+            model = state.model(params)
+            return _nnx_loss(model, x, y), state.other_state_of(model)
+
+        (value, other), grads = grad(loss, state.opt_state, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, value=value, other_state=other)
+
+    return step, (state, X, Y)
+
+
+@step_of
+def equinox_model(grad):
+    model = eqx.nn.MLP(16, 8, width_size=16, depth=2, key=jax.random.key(0))
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    @functools.partial(jmp.autocast, policy=POLICY)
+    def loss(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    def step(model, opt_state, x, y):
+        fun = grad(loss, opt_state, value_and_grad=eqx.filter_value_and_grad)
+        _, grads = fun(model, x, y)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return eqx.apply_updates(model, updates), opt_state
+
+    return step, (model, tx.init(eqx.filter(model, eqx.is_inexact_array)), X, Y)
+
+
+@right
+def the_loss_scaled_by_hand():
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, x, y):
+        def loss(params):
+            return jmp.get_loss_scale(opt_state).scale(loss_fn(params, x, y))
+
+        updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@right
+def the_scale_as_the_first_cotangent():
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, x, y):
+        _, pullback = jax.vjp(lambda params: loss_fn(params, x, y), params)
+        (grads,) = pullback(opt_state.loss_scale.loss_scale)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@right
+def gradients_in_the_arguments():
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def apply(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return apply, (PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@right
+def scaled_gradients_returned():
+    def step(params, loss_scale, x, y):
+        def loss(params, x, y):
+            return loss_fn(params, x, y) + 1e-4 * optax.tree.norm(params, squared=True)
+
+        return jmp.scaled_grad(loss, loss_scale=loss_scale)(params, x, y)
+
+    return step, (PARAMS, jmp.DynamicLossScale(), X, Y)
+
+
+@right
+def accumulated_in_an_argument_and_returned():
+    def step(params, loss_scale, total, x, y):
+        grads = jmp.scaled_grad(loss_fn, loss_scale=loss_scale)(params, x, y)
+        return jax.tree.map(jnp.add, total, grads)
+
+    return step, (PARAMS, jmp.DynamicLossScale(), PARAMS, X, Y)
+
+
+@right
+def bfloat16_without_a_scale():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    loss = jmp.autocast(plain_loss, "mixed_bfloat16")
+
+    def step(params, opt_state, x, y):
+        updates, opt_state = tx.update(jax.grad(loss)(params, x, y), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+def _with_scale(loss_scale: Any, loss: Any) -> Any:
+    tx = jmp.scale_aware(optax.adamw(1e-3), loss_scale)
+
+    def step(params, opt_state, x, y):
+        value, grads = scaled(loss, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@right
+def bfloat16_with_a_scale_of_one():
+    return _with_scale(jmp.NoOpLossScale(), jmp.autocast(plain_loss, "mixed_bfloat16"))
+
+
+@right
+def a_static_loss_scale():
+    return _with_scale(jmp.StaticLossScale(1024.0), loss_fn)
+
+
+@right
+def dynamic_scale_of_flax():
+    tx = optax.adam(1e-3)
+
+    def step(params, opt_state, scale, x, y):
+        scale, finite, _, grads = scale.value_and_grad(loss_fn)(params, x, y)
+        updates, new_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_state
+        return jmp.select_tree(finite, new, (params, opt_state)), scale
+
+    scale = jax.tree.map(jnp.asarray, dynamic_scale.DynamicScale())
+    return step, (PARAMS, tx.init(PARAMS), scale, X, Y)
+
+
+@right
+def a_scale_of_ones_own():
+    def step(params, scale, x, y):
+        grads = jax.grad(lambda params: scale * loss_fn(params, x, y))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 / scale * g, params, grads)
+
+    return step, (PARAMS, jnp.float32(1024), X, Y)
+
+
+@right
+def a_constant_of_ones_own():
+    def step(params, x, y):
+        grads = jax.grad(lambda params: 1024.0 * loss_fn(params, x, y))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 / 1024.0 * g, params, grads)
+
+    return step, (PARAMS, X, Y)
+
+
+@right
+def float32_throughout():
+    step, (params, opt_state, x, y) = _with_scale(jmp.NoOpLossScale(), plain_loss)
+    return step, (params, opt_state, x, y)
+
+
+@right
+def decay_where_the_step_was_finite():
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, x, y):
+        _, grads = scaled(loss_fn, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        assert isinstance(opt_state, jmp.ScaleAwareState)
+        decayed = jax.tree.map(lambda p, u: 0.999 * p + u, params, updates)
+        return jmp.select_tree(opt_state.last_finite, decayed, params), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
