@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, fp8
+from jmp_lite._src.jaxprs.primitives import Fact, named
 
 OpClass = Literal["half", "float32", "promote", "passthrough", "unchanged"]
 CLASSES = get_args(OpClass)
@@ -43,11 +44,9 @@ _TABLE: dict[OpClass, tuple[tuple[str, str], ...]] = {
         ("erf_inv lgamma digamma polygamma igamma igammac", "torch fp32 (erfinv)"),
         ("igamma_grad_a random_gamma_grad bessel_i0e bessel_i1e", "of the same kind"),
         ("regularized_incomplete_beta zeta", "of the same kind"),
-        ("reduce_sum reduce_prod cumsum cumprod", "tf deny, torch fp32, apex 32"),
-        ("cumlogsumexp reduce_window_sum", "torch fp32, apex 32"),
-        ("scatter-add scatter-mul scatter_add scatter_mul", "sums"),
-        ("psum psum2 psum_invariant reduce_scatter unreduced_psum", "sums"),
+        (" ".join(named(Fact.SUMS)), "tf deny, torch fp32, apex 32: sums"),
         ("add_any", "sums: of the gradients of what is used more than once"),
+        ("reduce_prod cumprod scatter-mul scatter_mul", "torch fp32, apex 32"),
         ("rem floor ceil round", "torch promote (fmod); half has few whole numbers"),
     ),
     "promote": (
@@ -58,16 +57,9 @@ _TABLE: dict[OpClass, tuple[tuple[str, str], ...]] = {
         ("one_minus_square", "the derivative of tanh, from jax 0.12 on"),
     ),
     "passthrough": (
-        ("broadcast_in_dim reshape transpose squeeze expand_dims rev copy", "tf clear"),
-        ("slice dynamic_slice gather concatenate split pad tile", "tf clear"),
-        ("stack unstack", "concatenate and split, from jax 0.12 on"),
-        ("dynamic_update_slice scatter select_n", "tf clear"),
-        ("reduce_max reduce_min argmax argmin cummax cummin", "tf clear"),
-        ("reduce_window_max reduce_window_min reduce_and reduce_or", "tf clear"),
-        ("eq ne lt le gt ge is_finite stop_gradient name", "tf clear"),
-        ("pmax pmin all_gather all_gather_invariant all_to_all", "moves"),
-        ("ppermute pvary pbroadcast optimization_barrier", "moves"),
-        ("device_put sharding_constraint", "moves"),
+        (" ".join(named(Fact.MOVES | Fact.JOINS)), "tf clear: moves and choices"),
+        ("argmax argmin reduce_and reduce_or", "tf clear"),
+        ("eq ne lt le gt ge is_finite", "tf clear"),
     ),
 }
 

@@ -15,12 +15,16 @@ import jax
 import numpy as np
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import rules
 from jmp_lite._src.jaxprs import binding
+from jmp_lite._src.jaxprs.primitives import Fact, named
 from jmp_lite._src.numerics.stretches import Operation
 
-# Operations whose result is one of the operands, as it is or with another sign.
-_EXACT = ("max", "min", "clamp", "neg", "abs", "sign")
+# Operations that round nothing if an operand has the dtype of the result, whose numbers
+# are those of the operands, as they are or with another sign.
+_EXACT = frozenset(
+    (*named(Fact.MOVES | Fact.JOINS), "convert_element_type")
+    + ("max", "min", "clamp", "neg", "abs", "sign")
+)
 
 
 class Tag(NamedTuple):
@@ -78,12 +82,8 @@ def _rounds(op: Operation, low: Any) -> bool:
     """Return whether an operation rounds its result to half."""
     if not dtypes.is_half(low.dtype):
         return False
-    is_move = op.eqn.primitive.name in _EXACT
-    is_move = is_move or (
-        op.eqn_plan is not None and op.eqn_plan.rule is rules.PASSTHROUGH
-    )
     was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
-    return not (is_move and was_half)
+    return not (op.eqn.primitive.name in _EXACT and was_half)
 
 
 def _find_by_repeating(

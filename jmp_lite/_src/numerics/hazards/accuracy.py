@@ -7,14 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
-from jmp_lite._src.numerics.hazards.dataflow import (
-    SUMS,
-    Op,
-    Value,
-    moved,
-    origin,
-    readers,
-)
+from jmp_lite._src.jaxprs.primitives import Fact, named
+from jmp_lite._src.numerics.hazards.dataflow import Op, Value, moved, origin, readers
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import (
     CAST,
@@ -25,10 +19,8 @@ from jmp_lite._src.numerics.hazards.rule import (
     exact_integers,
 )
 
+_SUMS = named(Fact.SUMS)
 _SUM_IN_F32 = "Sum in float32: preferred_element_type=jnp.float32."
-
-# The same numbers in the same order.
-_RESHAPES = ("reshape", "squeeze", "expand_dims", "copy", "stop_gradient", "name")
 
 
 def _softmaxes(program: LintedProgram) -> Hits:
@@ -53,7 +45,7 @@ def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
     return [
         reader
         for reader, _ in readers(op.outs[0], passes)
-        if reader is not None and reader.name in SUMS
+        if reader is not None and reader.name in _SUMS
     ]
 
 
@@ -89,9 +81,16 @@ def _is_sum_of_squares(op: Op) -> bool:
 
 
 def _reshaped_from(value: Value) -> Value:
-    while value.maker is not None and value.maker.name in (CAST, *_RESHAPES):
-        value = value.maker.ins[0]
+    while (op := value.maker) is not None and _is_reshape(op):
+        value = op.ins[op.outs.index(value)]
     return value
+
+
+def _is_reshape(op: Op) -> bool:
+    """Return whether results have the numbers of the operands, in the same order."""
+    pairs = list(zip(op.ins, op.outs, strict=False))
+    is_whole = all(math.prod(x.shape) == math.prod(y.shape) for x, y in pairs)
+    return is_whole and op.name in (CAST, *named(Fact.IN_ORDER))
 
 
 def _logarithms(program: LintedProgram) -> Hits:

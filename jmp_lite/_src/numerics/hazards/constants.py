@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jmp_lite._src import dtypes
 from jmp_lite._src.autocast import products
 from jmp_lite._src.numerics.hazards.dataflow import (
-    MOVES,
     Op,
     Value,
     moved,
     origin,
     readers,
+    sources_of,
 )
 from jmp_lite._src.numerics.hazards.ranges import rounded, scalar
 from jmp_lite._src.numerics.hazards.rule import (
@@ -179,7 +179,7 @@ def _powers_of_one(program: LintedProgram) -> Hits:
 
 # uint8 is more often an image than a count.
 _COUNTS = ("int32", "int64", "uint32", "uint64")
-_OF_ANGLES = (CAST, "mul", "div", "add", "sub", "neg", "concatenate")
+_OF_ANGLES = (CAST, "mul", "div", "add", "sub", "neg")
 _ANGLE_ERROR = 1 / 64  # radians
 
 
@@ -235,8 +235,8 @@ def _positions_in_half(
             return math.inf, dtype
         if op.name in _OF_ANGLES or products.is_outer(op.eqn):
             waiting += [(v, dtype) for v in op.ins]
-        elif op.name in MOVES:
-            waiting.append((op.ins[0], dtype))
+        else:
+            waiting += [(v, dtype) for v in sources_of(value)]
     return None
 
 

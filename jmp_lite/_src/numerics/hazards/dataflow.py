@@ -12,7 +12,7 @@ Limits: sub-jaxprs that `jaxprs.control_flow` does not understand are one operat
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,21 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, dtypes, trees
-from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
+from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources
+from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
 
 MOVE, JOIN = "move", "join"
-
-# The result holds numbers of the first operand, all or some, and nothing else.
-MOVES = frozenset(
-    f"{MOVE} broadcast_in_dim reshape transpose squeeze expand_dims rev copy slice "
-    "dynamic_slice gather split stop_gradient name optimization_barrier all_gather "
-    "all_gather_invariant all_to_all ppermute pvary sharding_constraint".split()
-)
-
-SUMS = frozenset(
-    "reduce_sum cumsum cumlogsumexp reduce_window_sum psum psum2 psum_invariant".split()
-)
 
 
 @dataclasses.dataclass(eq=False)
@@ -316,22 +306,32 @@ def _is_traceable(x: Any) -> bool:
     return trees.is_array(x) and x.dtype not in (jax.dtypes.float0, object)
 
 
+def sources_of(value: Value) -> Sequence[Value]:
+    """Return the values whose numbers a value holds, () if it has its own.
+
+    These are one for a move, and several for what joins arrays. Choices by a mask are
+    neither: what they leave out matters.
+    """
+    op = value.maker
+    if op is None:
+        return ()
+    if op.name == MOVE:
+        return op.ins
+    if primitives.FACTS.get(op.name, Fact.CHOOSES) & Fact.CHOOSES:
+        return ()
+    return primitives.held(op.name, op.ins, op.outs.index(value), len(op.outs))
+
+
 def origin(value: Value) -> Value:
     """Return the value before all moves."""
-    while value.maker is not None and value.maker.name in MOVES:
-        op = value.maker
-        # A barrier's results are its operands.
-        value = op.ins[op.outs.index(value) if len(op.ins) == len(op.outs) else 0]
+    while len(sources := sources_of(value)) == 1:
+        (value,) = sources
     return value
 
 
 def moved(op: Op, value: Value) -> list[Value]:
-    """Return the results of an operation that are an operand, moved."""
-    if op.name not in MOVES:
-        return []
-    if len(op.ins) == len(op.outs):
-        return [o for i, o in zip(op.ins, op.outs, strict=True) if i is value]
-    return op.outs if op.ins[0] is value else []
+    """Return the results of an operation that hold the numbers of an operand."""
+    return [out for out in op.outs if value in sources_of(out)]
 
 
 def readers(

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jmp_lite._src.autocast import products
 from jmp_lite._src.numerics.hazards.dataflow import (
     JOIN,
-    MOVES,
     Op,
     Value,
     moved,
+    origin,
     readers,
+    sources_of,
 )
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import CAST, Hits, LintedProgram, Rule
@@ -58,9 +59,9 @@ def _may_scale(op: Op) -> bool:
             if op.outs[0].shape == () and abs(x) >= _LEAST_SCALE:
                 return True
         elif value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
-            maker = value.maker
-            while maker is not None and maker.name in (CAST, *MOVES):
-                maker = maker.ins[0].maker
+            maker = origin(value).maker
+            while maker is not None and maker.name == CAST:
+                maker = origin(maker.ins[0]).maker
             if maker is None or not maker.is_differentiated:
                 return True
     return False
@@ -154,8 +155,8 @@ def _terms(value: Value, through_select: bool = False) -> list[tuple[Value, bool
         seen.add((id(value), scaled))
         inner: list[Value] = []
         if op is not None and not op.is_backward:
-            if op.name in MOVES:
-                inner = [v for v in op.ins if value in moved(op, v)]
+            if len(sources := sources_of(value)) == 1:
+                inner = list(sources)
             elif op.name in (CAST, JOIN, "add", "sub", "neg"):
                 inner = op.ins
             elif op.name == "select_n" and through_select:
@@ -170,8 +171,8 @@ def _terms(value: Value, through_select: bool = False) -> list[tuple[Value, bool
 
 def _is_factor(value: Value) -> bool:
     """Return whether a value is one number, possibly broadcast."""
-    while value.shape != () and value.maker is not None and value.maker.name in MOVES:
-        value = value.maker.ins[0]
+    while value.shape != () and len(sources := sources_of(value)) == 1:
+        (value,) = sources
     return value.shape == ()
 
 

@@ -13,7 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src.numerics.hazards.dataflow import JOIN, MOVES, Op, Value, origin
+from jmp_lite._src.jaxprs import primitives
+from jmp_lite._src.numerics.hazards.dataflow import (
+    JOIN,
+    Op,
+    Value,
+    origin,
+    sources_of,
+)
 
 # Larger constants are weights, and not worth the time.
 _MAX_SIZE = 2**16
@@ -67,7 +74,8 @@ def scalar(value: Value, through_casts: bool = True) -> float | None:
     """Return the scalar constant that a value is, None if it is none.
 
     Args:
-      value: the value; it may be a constant that was broadcast.
+      value: the value; it may be a constant that was broadcast, or an array joined of
+        the same constant.
       through_casts: whether the constant may have been cast; it is returned uncast.
     """
     value = origin(value)
@@ -77,6 +85,9 @@ def scalar(value: Value, through_casts: bool = True) -> float | None:
         and value.maker.name == "convert_element_type"
     ):
         value = origin(value.maker.ins[0])
+    if joined := dict.fromkeys(sources_of(value)):
+        found = {scalar(v, through_casts) for v in joined}
+        return found.pop() if len(found) == 1 else None
     if value.known is None or value.known.shape or value.known.dtype.kind == "c":
         return None
     return float(value.known)
@@ -104,8 +115,8 @@ def _of_known(array: np.ndarray) -> Range | None:
 
 def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
     """Return the range of a result of an operation."""
-    if op.name in MOVES:
-        return of(origin(value))
+    if joined := sources_of(value):
+        return of(joined[0]) if len(joined) == 1 else _union([of(v) for v in joined])
     if op.name == "iota":
         length = value.shape[op.eqn.params["dimension"]]
         return Range(0.0, max(length - 1.0, 0.0), True, True, True)
@@ -113,8 +124,8 @@ def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
         # The final value of a loop carry is not known.
         is_loop = op.eqn.primitive.name in ("scan", "while")
         return None if is_loop else _union([of(v) for v in op.ins])
-    if op.name in ("concatenate", "pad", "select_n"):
-        return _union([of(v) for v in op.ins[op.name == "select_n" :]])
+    if op.name == "select_n":
+        return _union([of(v) for v in primitives.held(op.name, op.ins, 0, 1)])
     if op.name == "cumsum" and of(op.ins[0]) is None:
         # A cumulative sum of integers usually counts a mask.
         is_count = jnp.issubdtype(op.ins[0].dtype, jnp.integer)

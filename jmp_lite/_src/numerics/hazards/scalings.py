@@ -15,20 +15,20 @@ import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.jaxprs.primitives import Fact, named
 from jmp_lite._src.numerics.hazards.dataflow import (
     JOIN,
-    MOVES,
-    SUMS,
     Op,
     Value,
-    moved,
+    sources_of,
 )
 from jmp_lite._src.numerics.hazards.ranges import Ranges, scalar
 
 # f(s * x) = s * f(x), of all operands together.
-_HOMOGENEOUS = SUMS | {
+_HOMOGENEOUS = {
+    *named(Fact.SUMS),
     *f"{JOIN} convert_element_type reduce_precision real imag conj complex".split(),
-    *"add sub neg add_any scatter-add reduce_scatter abs max min clamp".split(),
+    *"add sub neg add_any abs max min clamp".split(),
     *(name for name, c in OpRules.default("bfloat16").classes if c == "passthrough"),
 }
 _EXPONENTS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5}
@@ -118,8 +118,8 @@ class Scalings:
         return is_new
 
     def _of_result(self, op: Op, value: Value) -> Scaling:
-        if op.name in MOVES:
-            return self.of(next(v for v in op.ins if value in moved(op, v)))
+        if len(sources := sources_of(value)) == 1:
+            return self.of(sources[0])
         ins = [self.of(v) for v in op.ins]
         powers = self._powers(op, ins)
         is_gradient = any(x.is_gradient for x in ins)
