@@ -1,5 +1,6 @@
 """Each fact of the table holds for its primitive, on an example."""
 
+import collections
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.ops import OpRules
-from jmp_lite._src.jaxprs.primitives import FACTS, Fact, held, named
+from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts, held, named
 
 X = np.arange(1.0, 37.0, dtype=np.float32).reshape(9, 4)
 Y = 100.0 + X
@@ -97,7 +99,7 @@ NEW = {"stack", "unstack"}
 
 def of(fact: Fact) -> Any:
     """Return the mark that runs a test on each primitive with a fact."""
-    return pytest.mark.parametrize("name", [n for n in EXAMPLES if FACTS[n] & fact])
+    return pytest.mark.parametrize("name", [n for n in EXAMPLES if facts(n) & fact])
 
 
 def numbers(*arrays: Any) -> set[float]:
@@ -114,7 +116,8 @@ def eqns_of(jaxpr: Any) -> Iterator[Any]:
 
 
 def test_every_primitive_of_the_table_has_an_example() -> None:
-    assert set(FACTS) == set(EXAMPLES) | OTHERS
+    moves_and_sums = named(Fact.MOVES | Fact.JOINS | Fact.SUMS)
+    assert set(moves_and_sums) == set(EXAMPLES) | OTHERS
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -127,7 +130,7 @@ def test_a_result_holds_numbers_of_its_floating_operands(name: str) -> None:
         found = held(name, eqn.invars, 0, len(eqn.outvars))
         if name == "optimization_barrier":  # each result is one operand
             floats = floats[:1]
-        assert list(found) == ([] if FACTS[name] & Fact.SUMS else floats)
+        assert list(found) == ([] if facts(name) & Fact.SUMS else floats)
 
 
 @of(Fact.MOVES)
@@ -147,7 +150,7 @@ def test_only_a_choice_depends_on_the_numbers(name: str) -> None:
     positive, negative = EXAMPLES[name](X, Y), EXAMPLES[name](-X, -Y)
     pairs = zip(jax.tree.leaves(positive), jax.tree.leaves(negative), strict=True)
     is_odd = all(np.array_equal(a, -np.asarray(b)) for a, b in pairs)
-    assert is_odd is not bool(FACTS[name] & Fact.CHOOSES)
+    assert is_odd is not bool(facts(name) & Fact.CHOOSES)
 
 
 @of(Fact.IN_ORDER)
@@ -166,6 +169,178 @@ def test_a_sum_is_made_of_many_numbers(name: str) -> None:
 
 def test_autocast_moves_and_joins_in_half_and_sums_in_float32() -> None:
     rules = OpRules.default("bfloat16")
-    found = {name: rules.class_of(name) for name in FACTS}
+    found = {name: rules.class_of(name) for name in EXAMPLES}
     moves = dict.fromkeys(named(Fact.MOVES | Fact.JOINS), "passthrough")
-    assert found == moves | dict.fromkeys(named(Fact.SUMS), "float32")
+    expected = moves | dict.fromkeys(named(Fact.SUMS), "float32")
+    assert found == {name: expected[name] for name in EXAMPLES}
+
+
+@of(Fact.PERMUTES)
+def test_a_permutation_has_every_number_equally_often(name: str) -> None:
+    counts = collections.Counter(np.ravel(EXAMPLES[name](X, Y)).tolist())
+    counts.pop(0.0, None)  # of devices that receive nothing
+    assert len(set(counts.values())) == 1
+    assert set(counts) == numbers(X) or name == "ppermute"
+
+
+@of(Fact.REPEATS)
+def test_the_gradient_of_a_repeated_number_is_a_sum(name: str) -> None:
+    def total(x):
+        if name == "dynamic_slice":  # vmap maps its index alone
+            at = jax.vmap(lambda i: lax.dynamic_slice(x, (i, 0), (3, 2)))
+            return at(jnp.arange(4)).sum()
+        twice = jnp.stack([ROW, ROW]) if name == "gather" else None
+        out = x[twice] if name == "gather" else EXAMPLES[name](x, Y)
+        wide = name == "broadcast_in_dim"
+        return (lax.broadcast_in_dim(x, (2, 9, 4), (1, 2)) if wide else out).sum()
+
+    assert jnp.max(jax.grad(total)(jnp.asarray(X))) > 1
+
+
+# Functions of one number each, or of several.
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    **{n: getattr(lax, n) for n in "add sub mul div max min rem pow atan2".split()},
+    **{n: getattr(lax, n) for n in "neg abs sign square floor ceil round".split()},
+    **{n: getattr(lax, n) for n in "tanh logistic erf erfc exp expm1 log".split()},
+    **{n: getattr(lax, n) for n in "log1p sqrt rsqrt sin cos acos asin".split()},
+    **{n: getattr(lax, n) for n in "acosh atanh sinh cosh asinh tan cbrt".split()},
+    "integer_pow": lambda x: lax.integer_pow(x, 3),
+    "clamp": lambda x, y, z: lax.clamp(x, y, z),
+    "add_any": ad.add_jaxvals,
+}
+SEVERAL = {"clamp": 3} | dict.fromkeys(
+    "add sub mul div max min rem pow atan2 add_any".split(), 2
+)
+REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "reduce_sum": lambda x: lax.reduce_sum_p.bind(x, axes=(0,)),
+    "cumsum": lax.cumsum,
+    "reduce_prod": lambda x: lax.reduce_prod_p.bind(x, axes=(0,)),
+    "cumprod": lax.cumprod,
+}
+
+
+def in_table(fact: Fact) -> set[str]:
+    return {name for name in named(fact) if name in ELEMENTWISE}
+
+
+def test_elementwise_examples_cover_what_the_table_says_of_numbers() -> None:
+    digits = Fact.ARITHMETIC | Fact.BROADCASTS | Fact.EXACT | Fact.SATURATES
+    listed = set(named(digits | Fact.NEAR_ONE | Fact.FRACTION))
+    assert listed <= set(ELEMENTWISE) | set(REDUCTIONS)
+    assert not set(ELEMENTWISE) - set(PRIMITIVES)
+
+
+def test_what_broadcasts_is_elementwise_in_several_operands() -> None:
+    operands = jnp.asarray([1.5, 2.5]), jnp.asarray([2.0, 3.0]), jnp.asarray([3.0, 4.0])
+    for name in in_table(Fact.BROADCASTS):
+        count = SEVERAL[name]
+        by_each = jax.jacfwd(ELEMENTWISE[name], tuple(range(count)))(*operands[:count])
+        assert all(x[0, 1] == x[1, 0] == 0.0 for x in by_each), name
+    # `add_any` adds gradients, which have one shape.
+    assert in_table(Fact.BROADCASTS) == set(SEVERAL) - {"add_any"}
+
+
+def test_arithmetic_is_exact_on_small_whole_numbers() -> None:
+    whole = np.asarray([1.0, 2.0, 4.0, -2.0])
+
+    def is_exact(name, dtype=np.float16):
+        fun = (ELEMENTWISE | REDUCTIONS)[name]
+        with jax.enable_x64(True):
+            count = SEVERAL.get(name, 1)
+            args = [np.roll(whole, i) for i in range(count)]
+            exact = fun(*map(jnp.asarray, args))
+            half = fun(*[jnp.asarray(x, dtype) for x in args])
+            return np.array_equal(np.float64(half), exact)
+
+    assert all(map(is_exact, named(Fact.ARITHMETIC)))
+    rounded = "tanh logistic erf exp sin rsqrt".split()
+    assert not any(map(is_exact, rounded))
+
+
+def test_rounding_before_what_is_exact_is_rounding_after() -> None:
+    args = np.random.default_rng(0).standard_normal((3, 4000)).astype(np.float32)
+
+    def is_same(name):
+        fun, count = ELEMENTWISE[name], SEVERAL.get(name, 1)
+        for dtype in (jnp.bfloat16, jnp.float16):
+            after = jnp.asarray(fun(*args[:count]), dtype)
+            before = fun(*[jnp.asarray(x, dtype) for x in args[:count]])
+            if not np.array_equal(after, before, equal_nan=True):
+                return False
+        return True
+
+    found = {name for name in ELEMENTWISE if is_same(name)}
+    whole = {"floor", "ceil", "round"}  # rounded, a number may be another whole one
+    assert found - whole == in_table(Fact.EXACT)
+
+
+def test_what_saturates_does() -> None:
+    def saturates(fun):
+        at = fun(jnp.float32([1.0, 2.0, 30.0, 31.0, -30.0, -31.0]))
+        return at[0] != at[1] and at[2] == at[3] and abs(at[4] - at[5]) < 1e-9
+
+    found = {n for n, f in ELEMENTWISE.items() if n not in SEVERAL and saturates(f)}
+    assert found == in_table(Fact.SATURATES)
+
+
+def test_what_reads_digits_is_steep_or_jumps() -> None:
+    """Its relative change is more than 100 times that of an operand around 1 or -1."""
+    of_one = {"pow": lambda x: x**200.0, "rem": lambda x: jnp.fmod(x, 0.75)}
+
+    def is_steep(fun):
+        with jax.enable_x64(True):
+            x = jnp.linspace(0.4, 1.6, 20001)
+            for at in (x, -x):
+                y = fun(at)
+                size = jnp.maximum(jnp.minimum(jnp.abs(y[1:]), jnp.abs(y[:-1])), 1e-3)
+                if jnp.nanmax(jnp.abs(jnp.diff(y)) / size) > 100 * (x[1] - x[0]):
+                    return True
+        return False
+
+    one = {n: of_one.get(n, f) for n, f in ELEMENTWISE.items() if n not in SEVERAL}
+    found = {name for name, fun in (one | of_one).items() if is_steep(fun)}
+    angles = {"cos", "tan"}  # steep where they are 0 or infinite, as are sums
+    assert found - angles == in_table(Fact.NEAR_ONE | Fact.FRACTION)
+
+
+def test_a_product_sums_products() -> None:
+    x, image = jnp.ones((8, 8)), jnp.ones((1, 1, 8, 8))
+    sizes = jnp.asarray([4, 4], jnp.int32)
+    found = {
+        "dot_general": lambda: x @ x,
+        "conv_general_dilated": lambda: lax.conv(
+            image, image[..., :2, :2], (1, 1), "SAME"
+        ),
+        "ragged_dot_general": lambda: lax.ragged_dot(x, jnp.ones((2, 8, 8)), sizes),
+    }
+    names = {"ragged_dot", *found}
+    for name, run in found.items():
+        assert name in str(jax.make_jaxpr(run)()).replace("ragged_dot[", name)
+        assert run().max() > 1.0
+    assert names == set(named(Fact.PRODUCT))
+
+
+# Primitives without a record: they run as the program has them.
+WITHOUT = {
+    "of programs, which are looked into": "call closed_call cond custom_jvp_call "
+    "custom_lin custom_linear_solve custom_vjp_call jit remat2 scan while reduce "
+    "reduce_window select_and_scatter pjit",
+    "of integers, bools, keys and references": "after_all and axis_index clz "
+    "create_token eq_to le_to lt_to empty2 get iota not or population_count "
+    "random_bits random_fold_in random_gamma random_seed random_split reduce_xor "
+    "rng_bit_generator rng_uniform shift_left shift_right_arithmetic swap "
+    "shift_right_logical threefry2x32 xor",
+    "casts and bits, which mean a dtype": "bitcast_convert_type convert_element_type "
+    "nextafter reduce_precision",
+    "of complex numbers": "complex conj fft imag real",
+    "solvers": "cholesky eig eigh hessenberg householder_product "
+    "lu qr schur svd triangular_solve tridiagonal tridiagonal_solve",
+    "rare": "approx_top_k atan ragged_all_to_all scatter-max scatter-min "
+    "select_and_gather_add select_and_scatter_add sort top_k",
+}
+
+
+def test_every_primitive_of_jax_has_a_record_or_a_reason() -> None:
+    reasons = {name for names in WITHOUT.values() for name in names.split()}
+    new = compat.primitive_names() - set(PRIMITIVES) - reasons
+    assert not new, f"Give {sorted(new)} a line in jaxprs/primitives.py, or a reason."

@@ -1,70 +1,17 @@
-"""The rule table of autocast: which primitive may run in half precision.
-
-Five classes, as in `rules`:
-
-  half         matrix products: half operands; the result is half, or float32 from the
-               accumulator where only float32 is used
-  float32      what overflows, underflows or loses digits in half
-  promote      elementwise arithmetic: half where every operand is, else float32
-  passthrough  moves and choices of elements: as promote, but a parameter that was only
-               moved is still a parameter
-  unchanged    everything that is not listed: runs as the program has it
-
-The table is data. Sources, by what their lists say of the op under its name there:
-  tf      TensorFlow's auto_mixed_precision_lists.h: allow, infer, deny, clear
-  torch   torch/aten autocast_mode.h: lower_precision_fp, fp32, promote
-  apex    apex.amp.lists: FP16_FUNCS, FP32_FUNCS, CASTS
-"""
+"""The rules of autocast: the class of each primitive, and what users change of it."""
 
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, fp8
-from jmp_lite._src.jaxprs.primitives import Fact, named
+from jmp_lite._src.jaxprs.primitives import PRIMITIVES, OpClass
 
-OpClass = Literal["half", "float32", "promote", "passthrough", "unchanged"]
 CLASSES = get_args(OpClass)
-
-# Groups of primitives in each class, and the source of the choice.
-_TABLE: dict[OpClass, tuple[tuple[str, str], ...]] = {
-    "half": (
-        ("dot_general ragged_dot ragged_dot_general", "tf allow, torch lower, apex 16"),
-        ("conv_general_dilated", "tf allow, torch lower, apex 16"),
-    ),
-    "float32": (
-        ("exp exp2 expm1 log log1p pow", "tf deny, torch fp32, apex 32"),
-        ("rsqrt sqrt cbrt", "torch fp32 (rsqrt), apex 32"),
-        ("sinh cosh tan asin acos asinh acosh atanh", "torch fp32, apex 32"),
-        ("sin cos", "angles, as tan"),
-        ("erf_inv lgamma digamma polygamma igamma igammac", "torch fp32 (erfinv)"),
-        ("igamma_grad_a random_gamma_grad bessel_i0e bessel_i1e", "of the same kind"),
-        ("regularized_incomplete_beta zeta", "of the same kind"),
-        (" ".join(named(Fact.SUMS)), "tf deny, torch fp32, apex 32: sums"),
-        ("add_any", "sums: of the gradients of what is used more than once"),
-        ("reduce_prod cumprod scatter-mul scatter_mul", "torch fp32, apex 32"),
-        ("rem floor ceil round", "torch promote (fmod); half has few whole numbers"),
-    ),
-    "promote": (
-        ("add sub mul div neg", "tf infer, torch promote"),
-        ("max min abs sign clamp", "tf clear, torch promote"),
-        ("square integer_pow", "tf infer; summed or in f16: f32"),
-        ("tanh logistic erf erfc atan2", "tf infer, torch promote (atan2)"),
-        ("one_minus_square", "the derivative of tanh, from jax 0.12 on"),
-    ),
-    "passthrough": (
-        (" ".join(named(Fact.MOVES | Fact.JOINS)), "tf clear: moves and choices"),
-        ("argmax argmin reduce_and reduce_or", "tf clear"),
-        ("eq ne lt le gt ge is_finite", "tf clear"),
-    ),
-}
-
-# float16 ends at 65504: the square of 256 overflows. bfloat16 has float32's range.
-_FLOAT32_IN_F16 = "square integer_pow"
 
 
 @jax.tree_util.register_static
@@ -101,7 +48,7 @@ class OpRules:
                 raise ValueError(
                     f"Expected one of {CLASSES} for {name!r}, got {op_class!r}."
                 )
-        unknown = sorted(set(pairs) - set(_SOURCES) - compat.primitive_names())
+        unknown = sorted(set(pairs) - set(PRIMITIVES) - compat.primitive_names())
         if unknown:
             raise ValueError(
                 f"Unknown primitives {unknown}: expected names as a jaxpr prints them, "
@@ -126,15 +73,11 @@ class OpRules:
           >>> OpRules.default(jnp.float16).class_of("square")
           'float32'
         """
-        classes = {
-            name: op_class
-            for op_class, groups in _TABLE.items()
-            for names, _ in groups
-            for name in names.split()
-        }
         is_f16 = jnp.dtype(compute_dtype) == jnp.float16
-        if is_f16:
-            classes |= dict.fromkeys(_FLOAT32_IN_F16.split(), "float32")
+        classes = {
+            name: known.in_f16 if is_f16 else known.op_class
+            for name, known in PRIMITIVES.items()
+        }
         return cls(classes, half_results=not is_f16)
 
     @functools.cached_property
@@ -201,20 +144,13 @@ def resolve_rules(
 # Names with a dash cannot be keywords; both spellings are in the table.
 _PRINTED = {"scatter_add": "scatter-add", "scatter_mul": "scatter-mul"}
 
-_SOURCES: dict[str, str] = {
-    name: source
-    for groups in _TABLE.values()
-    for names, source in groups
-    for name in names.split()
-}
-
 
 def describe(dtypes: Iterable[Any] = (jnp.bfloat16, jnp.float16)) -> str:
     """Return the table as markdown: primitive, class per dtype, source."""
     tables = [OpRules.default(dtype) for dtype in dtypes]
     names = [jnp.dtype(dtype).name for dtype in dtypes]
     lines = [f"| primitive | {' | '.join(names)} | source |", "|---" * 4 + "|"]
-    for name, source in _SOURCES.items():
+    for name, known in PRIMITIVES.items():
         classes = " | ".join(table.class_of(name) for table in tables)
-        lines.append(f"| `{name}` | {classes} | {source} |")
+        lines.append(f"| `{name}` | {classes} | {known.source} |")
     return "\n".join(lines)

@@ -34,29 +34,7 @@ from jmp_lite._src.autocast.precision import (
 )
 from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
-
-# Functions that saturate at 1 or -1, or at both.
-SATURATING = frozenset("logistic tanh erf erfc".split())
-
-# How these functions use their operands, beside what their class says.
-_DIGITS_USED_BY = {
-    **dict.fromkeys("log log1p pow".split(), Use.NEAR_ONE),
-    **dict.fromkeys("acos asin acosh atanh".split(), Use.NEAR_ONE | Use.FRACTION),
-    **dict.fromkeys("rem floor ceil round".split(), Use.NEAR_ONE | Use.FRACTION),
-}
-# Arithmetic that uses the digits of its operands as those of its result are used.
-_ARITHMETIC = frozenset(
-    "add add_any sub mul div neg max min abs clamp square integer_pow "
-    "reduce_sum reduce_prod cumsum cumprod".split()
-)
-# Rounding the operands of these is the same as rounding the result.
-_MONOTONE = ("max", "min", "clamp")
-# Moves that neither drop elements nor sum in their transpose: a parameter that is only
-# moved on its way to a product is cast before the move, which moves half the bytes.
-_CAST_BEFORE = frozenset(
-    "reshape transpose squeeze expand_dims rev copy all_gather all_gather_invariant "
-    "all_to_all ppermute".split()
-)
+from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 Decision = tuple[EqnPlan, Sequence[Precision]]
 
@@ -355,7 +333,7 @@ class _Elementwise(Rule):
         ]
 
     def _passed_on(self, eqn: Any, plan: EqnPlan, use: int) -> int:
-        rounds_before = self.is_move or eqn.primitive.name in _MONOTONE
+        rounds_before = self.is_move or facts(eqn.primitive.name) & Fact.EXACT
         passed = ~Use.DTYPE if rounds_before else Use.KEPT
         beside, use = use & passed, use & Use.DTYPE
         if use & Use.OUTPUT:
@@ -569,7 +547,8 @@ def operand_uses(
 
 def why_float32(info: EqnInfo, uses: Sequence[int]) -> str:
     """Return why the uses of a result keep an operation in float32, or ""."""
-    if info.eqn.primitive.name in SATURATING and uses[0] & Use.NEAR_ONE:
+    saturates = facts(info.eqn.primitive.name) & Fact.SATURATES
+    if saturates and uses[0] & Use.NEAR_ONE:
         return "its distance from 1 is used"
     return ""
 
@@ -585,8 +564,11 @@ def digits_used(
       uses: how its results are used.
     """
     eqn, name, use = info.eqn, info.eqn.primitive.name, union(uses)
-    used = _DIGITS_USED_BY.get(name, 0)
-    if (info.rule is PASSTHROUGH or name in _ARITHMETIC) and any(info.is_f32):
+    known = facts(name)
+    used = Use.NEAR_ONE * bool(known & Fact.NEAR_ONE)
+    used |= Use.FRACTION * bool(known & Fact.FRACTION)
+    has_digits = info.rule is PASSTHROUGH or known & Fact.ARITHMETIC
+    if has_digits and any(info.is_f32):
         used |= use & (Use.NEAR_ONE | Use.FRACTION)
     if (
         name in ("add", "sub")
@@ -616,8 +598,12 @@ def union(uses: Sequence[int]) -> int:
 
 
 def casts_before(eqn: Any) -> bool:
-    """Return whether a cast of this move's result may happen before the move."""
-    return eqn.primitive.name in _CAST_BEFORE
+    """Return whether a cast of this move's result may happen before the move.
+
+    It moves half the bytes then. A move that drops numbers would cast more than it has
+    to; one that repeats them sums in its transpose, which must be in float32.
+    """
+    return bool(facts(eqn.primitive.name) & Fact.PERMUTES)
 
 
 def is_retyping(eqn: Any) -> bool:
@@ -674,7 +660,9 @@ def _is_kept(eqn: Any, ins: Sequence[Precision], analysis: Analysis) -> bool:
     """
     pairs = zip(eqn.invars, ins, strict=True)
     arrays = [analysis.made_of(v) for v, p in pairs if p == HALF]
-    return len(frozenset().union(*arrays)) > 1 or eqn.primitive.name in SATURATING
+    return len(frozenset().union(*arrays)) > 1 or bool(
+        facts(eqn.primitive.name) & Fact.SATURATES
+    )
 
 
 def _joins_half(eqn: Any, ins: Sequence[Precision]) -> bool:

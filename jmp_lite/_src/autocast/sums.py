@@ -29,19 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding
-
-# Elementwise operations, which broadcast an operand of one element or with sizes of 1.
-BROADCASTING = frozenset("add sub mul div rem max min pow atan2 clamp".split())
-# Operations whose operands `vmap` maps all if it maps one of them.
-JOINING = BROADCASTING | frozenset(
-    "select_n concatenate stack dynamic_update_slice scatter pad".split()
-)
-# Operations linear in their first operand, which they may read more than once.
-_REPEATING = frozenset("broadcast_in_dim gather dynamic_slice tile".split())
-# Operations that select elements, from overlapping windows or among equal elements.
-_CHOOSING = frozenset(
-    "cummax cummin reduce_window_max reduce_window_min reduce_max reduce_min".split()
-)
+from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 
 def is_half(var: Any) -> bool:
@@ -266,7 +254,10 @@ def sums_backward(eqn: Any) -> bool:
             eqn.invars[0].aval.shape
         )
     is_padded_with_variable = name == "pad" and not compat.is_literal(eqn.invars[1])
-    return name in _REPEATING or name in _CHOOSING or is_padded_with_variable
+    known = facts(name)
+    # One that chooses among equal numbers counts them; from windows, it repeats them.
+    chooses = (Fact.MOVES | Fact.CHOOSES) in known
+    return bool(known & Fact.REPEATS) or chooses or is_padded_with_variable
 
 
 def bind(eqn: Any, operands: Sequence[Any], in_f32: Sequence[Any]) -> list[Any]:

@@ -21,13 +21,11 @@ from jmp_lite._src import compat
 from jmp_lite._src.autocast import sums
 from jmp_lite._src.autocast.precision import F32, is_f32, is_float
 from jmp_lite._src.jaxprs import binding
+from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 # A sum of two half gradients is rounded once, as is a float32 sum that is then cast:
 # from three terms on, it is computed in float32.
 _MANY_READS = 3
-
-# Moves that neither change nor repeat elements: they commute with a cast.
-_MOVES = frozenset("reshape transpose squeeze expand_dims rev".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +125,8 @@ def _eqn_reads(
     eqn: Any, half: Any, differentiated: Any, inputs: Mapping[Any, int]
 ) -> EqnReads:
     name, like, smaller = eqn.primitive.name, {}, []
-    if name in sums.JOINING:
+    known = facts(name)
+    if known & (Fact.BROADCASTS | Fact.JOINS):
         shape = eqn.outvars[0].aval.shape
         for i, var in enumerate(eqn.invars):
             if not half[i] or compat.is_literal(var) or var not in differentiated:
@@ -135,7 +134,7 @@ def _eqn_reads(
             others = _covering(eqn.invars, inputs, var)
             if others:
                 like[i] = others
-            if name in sums.BROADCASTING and var.aval.shape != shape:
+            if known & Fact.BROADCASTS and var.aval.shape != shape:
                 smaller.append(i)
     may_sum = not differentiated.isdisjoint(
         _variables(itertools.compress(eqn.invars, half))
@@ -281,7 +280,9 @@ class Values:
           half: per operand, whether a float32 one is read in half.
         """
         self._note_origin(eqn)
-        reads, joins = self.reads.of.get(id(eqn)), eqn.primitive.name in sums.JOINING
+        reads = self.reads.of.get(id(eqn))
+        known = facts(eqn.primitive.name)
+        joins = bool(known & (Fact.BROADCASTS | Fact.JOINS))
         if reads is None:  # it has no half operands, or no derivative
             operands = [
                 self._value_in_half(v, joins)[0] if is_half else self._as_written(v)
@@ -384,13 +385,13 @@ class Values:
 
     def _note_origin(self, eqn: Any) -> None:
         """Note where the float32 original of a half result can be had."""
-        name = eqn.primitive.name
-        if name != "convert_element_type" and name not in _MOVES:
+        permutes = facts(eqn.primitive.name) & Fact.PERMUTES
+        if eqn.primitive.name != "convert_element_type" and not permutes:
             return
         (var,), (out,) = eqn.invars, eqn.outvars
         if not sums.is_half(out) or compat.is_literal(var):
             return
-        if name in _MOVES and (var in self._cast or var in self._moved_by):
+        if permutes and (var in self._cast or var in self._moved_by):
             self._moved_by[out] = eqn
-        elif name not in _MOVES and is_f32(var):
+        elif not permutes and is_f32(var):
             self._cast[out] = self.in_f32(var)

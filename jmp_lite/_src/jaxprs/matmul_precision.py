@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from jmp_lite._src import compat, dtypes
+from jmp_lite._src.jaxprs.primitives import Fact, named
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+PRODUCTS = named(Fact.PRODUCT)
 
 
 def current() -> str | None:

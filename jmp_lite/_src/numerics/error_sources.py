@@ -22,8 +22,7 @@ from jmp_lite._src.numerics.stretches import Operation
 # Operations that round nothing if an operand has the dtype of the result, whose numbers
 # are those of the operands, as they are or with another sign.
 _EXACT = frozenset(
-    (*named(Fact.MOVES | Fact.JOINS), "convert_element_type")
-    + ("max", "min", "clamp", "neg", "abs", "sign")
+    (*named(Fact.MOVES | Fact.JOINS), "convert_element_type") + named(Fact.EXACT)
 )
 
 

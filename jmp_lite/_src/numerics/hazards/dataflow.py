@@ -317,7 +317,7 @@ def sources_of(value: Value) -> Sequence[Value]:
         return ()
     if op.name == MOVE:
         return op.ins
-    if primitives.FACTS.get(op.name, Fact.CHOOSES) & Fact.CHOOSES:
+    if primitives.facts(op.name) & Fact.CHOOSES:
         return ()
     return primitives.held(op.name, op.ins, op.outs.index(value), len(op.outs))
 
