@@ -96,7 +96,9 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "LowPrecisionState": lambda: a_state("low_precision_state"),
     "MasterWeightsState": lambda: a_state("master_weights"),
     "NoOpLossScale": NoOpLossScale,
-    "OpRules": lambda: OpRules({"tanh": "float32"}, False, 128),
+    "OpRules": lambda: OpRules.only({"tanh": "float32"}).replace(
+        half_results=False, fp8_min_size=128
+    ),
     "Policy": lambda: jmp_lite.get_policy("c=bf16,m=fp8,r=f32"),
     "PolicyMap": lambda: PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
     "ScaleAwareState": a_state,

@@ -79,9 +79,47 @@ def test_an_unknown_class_is_named() -> None:
         OpRules({"tanh": "lower"})
 
 
-def test_rules_are_a_table() -> None:
-    with pytest.raises(TypeError, match="Expected OpRules, got"):
-        autocast(product, BF16, rules={"tanh": "float32"})  # pyright: ignore[reportArgumentType] - refused
+def test_a_primitive_nearly_spelled_is_named() -> None:
+    with pytest.raises(ValueError, match=r"\['tahn'\]: .* Did you mean .*'tanh'"):
+        autocast(product, BF16, rules={"tahn": "float32"})
+
+
+def test_a_mapping_changes_single_primitives() -> None:
+    def model(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    by_default = explain(model, BF16)(W, X)
+    changed = explain(model, BF16, rules={"tanh": "float32"})(W, X)
+    assert [row.after for row in by_default.rows] == ["bf16 bf16 -> bf16"] + [
+        "bf16 -> bf16",
+        "bf16 bf16 -> f32",
+    ]
+    assert [row.op_class for row in changed.rows] == ["half", "float32", "half"]
+    both: dict[str, Any] = {"tanh": "float32", "scatter_add": "unchanged"}
+    low = autocast(model, BF16, rules=both)
+    table = OpRules.default(jnp.bfloat16).replace(**both)
+    expected = autocast(model, BF16, rules=table)
+    assert str(jax.make_jaxpr(low)(W, X)) == str(jax.make_jaxpr(expected)(W, X))
+    assert table.class_of("scatter-add") == "unchanged"
+
+
+def test_rules_of_a_few_primitives_are_no_table() -> None:
+    with pytest.raises(ValueError, match="OpRules got 1 of the") as caught:
+        OpRules({"tanh": "float32"})
+    assert "rules={'tanh': 'float32'}" in str(caught.value)
+    assert "OpRules.only({'tanh': 'float32'})" in str(caught.value)
+
+
+def test_an_empty_table_is_spelled_out() -> None:
+    low = autocast(product, BF16, rules=OpRules.only({}))
+    assert "bf16" not in str(jax.make_jaxpr(low)(W, X))
+    np.testing.assert_array_equal(low(W, X), product(W, X))
+
+
+@pytest.mark.parametrize("call", [autocast, explain, dry_run])
+def test_rules_are_a_mapping_or_a_table(call: Any) -> None:
+    with pytest.raises(TypeError, match="Expected rules that map .* got 'tanh'"):
+        call(product, BF16, rules="tanh")
 
 
 # Functions and arguments.
@@ -181,7 +219,7 @@ def test_lowering_nothing_says_what_is_left_alone() -> None:
 
 def test_lowering_something_or_asking_for_nothing_does_not_warn() -> None:
     rules = OpRules.default(jnp.bfloat16)
-    nothing = OpRules([(p, c) for p, c in rules.classes if c != "half"])
+    nothing = OpRules.only([(p, c) for p, c in rules.classes if c != "half"])
     autocast(product, BF16)(W, X)
     autocast(jnp.sin, BF16, rules=nothing)(X)
 

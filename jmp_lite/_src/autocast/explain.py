@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -176,7 +176,7 @@ def explain(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap | str = "mixed",
     *,
-    rules: OpRules | None = None,
+    rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
 ) -> Callable[..., AutocastReport]:

@@ -1,8 +1,9 @@
 """The rules of autocast: the class of each primitive, and what users change of it."""
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -19,9 +20,14 @@ CLASSES = get_args(OpClass)
 class OpRules:
     """The class of each primitive, and the dtype of the results of matrix products.
 
+    To change single primitives, pass `autocast` a mapping of these alone:
+    `rules={"tanh": "float32"}`. `default` returns the table that it changes, `only` a
+    table of nothing else.
+
     Args:
-      classes: primitive name to class, as a mapping or as pairs. A class is `"half"`,
-        `"float32"`, `"promote"`, `"passthrough"` or `"unchanged"`.
+      classes: primitive name to class, as a mapping or as pairs, of every primitive of
+        the default table. A class is `"half"`, `"float32"`, `"promote"`,
+        `"passthrough"` or `"unchanged"`.
       half_results: True: results of `"half"` primitives are half, as in torch. False:
         only where every use of them leads to another `"half"` primitive through
         nothing that is kept in float32, as in TensorFlow's pass; else they are float32.
@@ -29,7 +35,8 @@ class OpRules:
         dimension of a matrix product in fp8; sizes must also be multiples of 16.
 
     Raises:
-      ValueError: a class or a primitive is not known.
+      ValueError: a class or a primitive is not known, or one of the default table has
+        no class.
 
     Examples:
       >>> rules = OpRules.default("float16").replace(tanh="float32", sort="passthrough")
@@ -48,11 +55,24 @@ class OpRules:
                 raise ValueError(
                     f"Expected one of {CLASSES} for {name!r}, got {op_class!r}."
                 )
-        unknown = sorted(set(pairs) - set(PRIMITIVES) - compat.primitive_names())
+        known = set(PRIMITIVES) | compat.primitive_names()
+        unknown = sorted(map(str, set(pairs) - known))
         if unknown:
+            near = difflib.get_close_matches(unknown[0], sorted(known))
+            did_you_mean = (
+                f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            )
             raise ValueError(
                 f"Unknown primitives {unknown}: expected names as a jaxpr prints them, "
-                "such as 'dot_general' or 'reduce_sum'."
+                f"such as 'dot_general' or 'reduce_sum'.{did_you_mean}"
+            )
+        missing = sorted(set(PRIMITIVES) - set(pairs))
+        if missing:
+            raise ValueError(
+                f"OpRules got {len(pairs)} of the {len(PRIMITIVES)} primitives of its "
+                f"table; {missing[0]!r} has no class. To change a few, pass autocast "
+                "these: rules={'tanh': 'float32'}. To leave all others as the program "
+                "has them, matrix products too: OpRules.only({'tanh': 'float32'})."
             )
         object.__setattr__(self, "classes", tuple(sorted(pairs.items())))
 
@@ -79,6 +99,19 @@ class OpRules:
             for name, known in PRIMITIVES.items()
         }
         return cls(classes, half_results=not is_f16)
+
+    @classmethod
+    def only(cls, classes: Any) -> "OpRules":
+        """Return rules for some primitives; all others run as the program has them.
+
+        Args:
+          classes: primitive name to class, as a mapping or as pairs.
+
+        Examples:
+          >>> OpRules.only({"dot_general": "half"}).class_of("conv_general_dilated")
+          'unchanged'
+        """
+        return cls(dict.fromkeys(PRIMITIVES, "unchanged") | _printed(dict(classes)))
 
     @functools.cached_property
     def _by_name(self) -> dict[str, OpClass]:
@@ -107,16 +140,15 @@ class OpRules:
           fp8_min_size: likewise.
           **classes: primitive name to class (`scatter_add` stands for `scatter-add`).
         """
-        renamed = {_PRINTED.get(name, name): c for name, c in classes.items()}
         return OpRules(
-            {**dict(self.classes), **renamed},
+            {**self._by_name, **_printed(classes)},
             self.half_results if half_results is None else half_results,
             self.fp8_min_size if fp8_min_size is None else fp8_min_size,
         )
 
 
 def resolve_rules(
-    rules: OpRules | None,
+    rules: OpRules | Mapping[str, str] | None,
     compute_dtype: Any,
     half_results: bool | None,
     fp8_min_size: int | None,
@@ -124,12 +156,18 @@ def resolve_rules(
     """Return the rules of a call of `autocast`.
 
     Raises:
-      TypeError: `rules` are not `OpRules`, `half_results` is not a bool, or
-        `fp8_min_size` is not an integer.
+      TypeError: `rules` are neither a mapping nor `OpRules`, `half_results` is not a
+        bool, or `fp8_min_size` is not an integer.
     """
-    rules = OpRules.default(compute_dtype) if rules is None else rules
+    if rules is None or isinstance(rules, Mapping):
+        default = OpRules.default(compute_dtype)
+        classes = dict(default.classes) | _printed(rules or {})
+        rules = dataclasses.replace(default, classes=classes)
     if not isinstance(rules, OpRules):
-        raise TypeError(f"Expected OpRules, got {rules!r}.")
+        raise TypeError(
+            "Expected rules that map primitives to classes, such as {'tanh': "
+            f"'float32'}}, or OpRules, got {rules!r}."
+        )
     if not isinstance(half_results, bool | None):
         raise TypeError(
             f"Expected half_results=True, False or None, got {half_results!r}."
@@ -143,6 +181,10 @@ def resolve_rules(
 
 # Names with a dash cannot be keywords; both spellings are in the table.
 _PRINTED = {"scatter_add": "scatter-add", "scatter_mul": "scatter-mul"}
+
+
+def _printed(classes: Mapping[str, Any]) -> dict[str, Any]:
+    return {_PRINTED.get(name, name): c for name, c in classes.items()}
 
 
 def describe(dtypes: Iterable[Any] = (jnp.bfloat16, jnp.float16)) -> str:

@@ -9,7 +9,7 @@ them.
 import collections
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -35,7 +35,7 @@ def autocast(
     fun: Callable[P, R],
     policy: Policy | PolicyMap | str = "mixed",
     *,
-    rules: OpRules | None = None,
+    rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
 ) -> Callable[P, R]: ...
@@ -43,7 +43,7 @@ def autocast(
 def autocast(
     *,
     policy: Policy | PolicyMap | str = "mixed",
-    rules: OpRules | None = None,
+    rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
@@ -51,7 +51,7 @@ def autocast(
     fun: Any = ...,
     policy: Policy | PolicyMap | str = "mixed",
     *,
-    rules: OpRules | None = None,
+    rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
 ) -> Any:
@@ -75,8 +75,8 @@ def autocast(
         applies to everything inside the scope: a policy that computes in float32 leaves
         it unchanged. Its `output_dtype` is that of the results of its matrix products:
         float32, or half wherever anything but a return reads them.
-      rules: which primitive is in which class; the default is
-        `OpRules.default(compute_dtype)`.
+      rules: primitives in another class than by default: `{"tanh": "float32"}`; or a
+        whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a
         return reads them, as in torch.amp. False: only on the way to another product.
         The default is True in bfloat16 and False in float16, which ends at 65504;

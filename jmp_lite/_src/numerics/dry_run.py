@@ -5,7 +5,7 @@ Both runs have the same operations, those of the traced function.
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jmp_lite._src.autocast.ops import OpRules, resolve_rules
@@ -32,7 +32,7 @@ def dry_run(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap | str,
     *,
-    rules: OpRules | None = None,
+    rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
 ) -> Callable[..., DryRunReport]:
