@@ -1,4 +1,4 @@
-"""PolicyMap: whole paths, first match wins, and every rule is used."""
+"""PolicyMap: whole paths and all inside, first match wins, every rule is used."""
 
 import re
 from typing import Any, NamedTuple
@@ -7,11 +7,22 @@ import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
-from jmp_lite import Policy, PolicyMap, get_policy
+from jmp_lite import (
+    Policy,
+    PolicyMap,
+    autocast,
+    get_policy,
+    low_precision_state,
+)
+from jmp_lite.linen import with_policy as linen_policy
+from jmp_lite.nnx import with_policy as nnx_policy
+from jmp_lite.numerics import dry_run
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
@@ -39,11 +50,12 @@ def dtypes_of(tree: Any) -> dict[str, str]:
     }
 
 
+STEPS = "decoder/norm/steps"
 ALL_PATHS = {
     "decoder/layers/0/kernel": "float16",
     "decoder/layers/1/kernel": "float16",
     "decoder/norm/scale": "float16",
-    "decoder/norm/steps": "int32",
+    STEPS: "int32",
     "head/kernel": "float16",
 }
 
@@ -63,18 +75,17 @@ ALL_PATHS = {
                 "decoder/layers/1/kernel": "bfloat16",
             },
         ),
-        ({"head/kernel|decoder": "full"}, {"head/kernel": "float32"}),
+        ({"head/kernel|decoders": "full"}, {"head/kernel": "float32"}),
+        ({"": "full"}, {path: "float32" for path in ALL_PATHS} | {STEPS: "int32"}),
     ],
-    ids=["the default", "two patterns", "the first of two", "an alternative"],
+    ids=["the default", "two", "the first of two", "an alternative", "everything"],
 )
 def test_the_first_pattern_that_matches_a_whole_path_decides(rules, changed):
     policy = PolicyMap("mixed_float16", rules)
     assert dtypes_of(policy.cast_to_compute(params())) == ALL_PATHS | changed
 
 
-@pytest.mark.parametrize(
-    "pattern", ["norm", "head", "kernel", "decoder/norm", "/norm/"]
-)
+@pytest.mark.parametrize("pattern", ["norm", "hea", "kernel", "coder/norm", "/norm/"])
 def test_a_pattern_that_matches_a_part_of_a_path_matches_nothing(pattern):
     policy = PolicyMap("mixed_float16", {pattern: "full"})
     with pytest.raises(ValueError, match=f"The pattern '{pattern}' matches no path"):
@@ -144,7 +155,7 @@ def test_every_use_refuses_an_unused_pattern(use):
 
 def test_a_pattern_behind_a_wider_one_is_named_with_it():
     policy = PolicyMap("mixed_float16", {"head/.*": "full", "head/kernel": "bf16"})
-    expected = "'head/kernel' is never used: .* as 'head/kernel' .by 'head/.*'"
+    expected = "'head/kernel' is never used: .* as 'head/kernel' .'head/.*' does"
     with pytest.raises(ValueError, match=expected):
         policy.cast_to_compute(params())
 
@@ -169,7 +180,132 @@ def test_check_unused_takes_paths_from_anywhere():
     policy = PolicyMap("full", {"a/.*": "f16"})
     policy.check_unused(iter(["b", "a/b"]))
     with pytest.raises(ValueError, match="'a/.*' matches no path"):
-        policy.check_unused(["a", "b"])
+        policy.check_unused(["ab", "b"])
+
+
+# One rule, everywhere: what a path names, and everything inside.
+
+IN_DECODER = ["decoder", "decoder/.*", "decoder/", "dec[a-z]+", "(decoder|x)(/.*)?"]
+
+
+class Part(nnx.Module):
+    """Two layers."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.own = nnx.Linear(4, 4, rngs=rngs)
+        self.layer = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.layer(self.own(x))
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.decoder, self.head = Part(rngs), Part(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.head(self.decoder(x))
+
+
+class LinenPart(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        own = self.param("own", linen.initializers.ones, (4, 4))
+        return linen.Dense(4, name="layer")(x @ own)
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return LinenPart(name="head")(LinenPart(name="decoder")(x))
+
+
+def scoped(w: Any, x: Any) -> Any:
+    for part in ("decoder", "head"):
+        with jax.named_scope(part):
+            x = x @ w
+            with jax.named_scope("layer"):
+                x = x @ w
+    return x
+
+
+W, X = jnp.eye(4), jnp.ones((2, 4))
+
+
+def of_casts(policy: PolicyMap) -> Any:
+    part = {"own": W, "layer": {"kernel": W}}
+    cast = dtypes_of(policy.cast_to_compute({"decoder": part, "head": part}))
+    return [cast[f"{part}/own"] for part in ("decoder", "head")] + [
+        cast[f"{part}/layer/kernel"] for part in ("decoder", "head")
+    ]
+
+
+def of_explain(policy: PolicyMap) -> Any:
+    part = {"own": W, "layer": {"kernel": W}}
+    explained = policy.explain({"decoder": part, "head": part})
+    order = ["decoder/own", "head/own", "decoder/layer/kernel", "head/layer/kernel"]
+    return [str(explained[path]) for path in order]
+
+
+def _of_products(jaxpr: Any) -> Any:
+    found = [str(eqn.invars[0].aval.dtype) for eqn in jaxprs.products(jaxpr)]
+    return found[::2] + found[1::2]
+
+
+def of_autocast(policy: PolicyMap) -> Any:
+    return _of_products(jaxprs.trace(autocast(scoped, policy), W, X))
+
+
+def of_scan(policy: PolicyMap) -> Any:
+    def looped(w, x):
+        return jax.lax.scan(lambda x, _: (scoped(w, x), None), x, length=2)[0]
+
+    return _of_products(jaxprs.trace(autocast(looped, policy), W, X))
+
+
+def of_dry_run(policy: PolicyMap) -> Any:
+    rows = dry_run(scoped, policy)(W, X).rows
+    products = [row for row in rows if row.primitive == "dot_general"]
+    reads = ["float16" if row.reads_half else "float32" for row in products]
+    return reads[::2] + reads[1::2]
+
+
+def of_linen(policy: PolicyMap) -> Any:
+    model = linen_policy(LinenNet(), policy)
+    variables = model.init(jax.random.key(0), X)
+    return _of_products(jaxprs.trace(model.apply, variables, X))
+
+
+def of_nnx(policy: PolicyMap) -> Any:
+    return _of_products(jaxprs.trace(nnx_policy(Net(), policy), X))
+
+
+@pytest.mark.parametrize("pattern", IN_DECODER)
+@pytest.mark.parametrize(
+    "use", [of_casts, of_explain, of_autocast, of_scan, of_dry_run, of_linen, of_nnx]
+)
+def test_a_pattern_applies_to_what_it_names_and_to_all_inside(use, pattern):
+    policy = PolicyMap("mixed_float16", {pattern: "full"})
+    assert use(policy) == ["float32", "float16"] * 2
+    inner = PolicyMap("mixed_float16", {"decoder/layer": "full"})
+    assert use(inner) == ["float16", "float16", "float32", "float16"]
+    unused = PolicyMap("mixed_float16", {"decode": "full"})
+    with pytest.raises(ValueError, match="'decode' matches no path.*'decoder'"):
+        use(unused)
+    shadowed = PolicyMap("mixed_float16", {pattern: "full", "decoder/layer": "half"})
+    with pytest.raises(ValueError, match="'decoder/layer' is never used"):
+        use(shadowed)
+
+
+@pytest.mark.parametrize("pattern", IN_DECODER)
+def test_rules_of_an_optimiser_state_mean_the_same(pattern):
+    part = {"own": jnp.ones((64, 64)), "layer": {"kernel": jnp.ones((64, 64))}}
+    tx = low_precision_state(optax.trace(0.9), "bfloat16", rules={pattern: None})
+    state: Any = tx.init({"decoder": part, "head": part})
+    trace = state.inner_state.trace
+    assert all(x.dtype == F32 for x in jax.tree.leaves(trace["decoder"]))
+    assert all(x.dtype == BF16 for x in jax.tree.leaves(trace["head"]))
 
 
 # explain, at, with_output_dtype.

@@ -6,6 +6,7 @@ path. Both are frozen, hashable, picklable and static under `jit`: they hold no 
 
 import dataclasses
 import difflib
+import functools
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -249,28 +250,30 @@ def get_policy(policy: "str | Policy") -> Policy:
 class PolicyMap:
     """A policy for each leaf, chosen by its key path.
 
-    Patterns are regular expressions. A pattern must match the whole key path of a leaf
+    Patterns are regular expressions over whole paths, such as the key path of a leaf
     (`"decoder/layers/0/kernel"`, the format of `jax.tree_util.keystr(simple=True,
-    separator="/")`). The first pattern that matches sets the policy.
+    separator="/")`), the path of a module or that of a name scope. A pattern applies to
+    what its path names and to everything inside: `"decoder"` and `"decoder/.*"` mean
+    the same, `""` is everything. The first pattern that applies sets the policy.
 
     Args:
-      default: the policy of leaves that no pattern matches; a `Policy` or its string.
+      default: the policy where no pattern applies; a `Policy` or its string.
       rules: a mapping of patterns to policies, in order of precedence.
-      allow_unused: if False, a pattern that no leaf uses raises an error.
+      allow_unused: if False, a pattern that sets no policy raises an error.
 
     Raises:
       ValueError: a pattern is not a regular expression, or a policy is unknown; in
-        the casts and `explain`: no leaf uses a pattern.
+        the casts and `explain`: a pattern sets the policy of no leaf.
       TypeError: `rules` is not a mapping.
 
     Examples:
-      >>> policy = PolicyMap("mixed_float16", {r".*/norm/.*": "full"})
+      >>> policy = PolicyMap("mixed_float16", {".*/norm": "full"})
       >>> params = {"dec": {"norm": {"scale": jnp.ones(2)}, "w": jnp.ones(2)}}
       >>> {path: str(dtype) for path, dtype in policy.explain(params).items()}
       {'dec/norm/scale': 'float32', 'dec/w': 'float16'}
 
     References:
-      Keras' DTypePolicyMap, which also requires a full match.
+      Keras' DTypePolicyMap, whose patterns must match whole paths, too.
     """
 
     default: Any  # accepts a policy or its string, stored as a `Policy`
@@ -314,12 +317,12 @@ class PolicyMap:
         return self.rule_for(path) or self.default
 
     def rule_for(self, path: str) -> Policy | None:
-        """Return the policy of the first pattern that matches a path, else None."""
+        """Return the policy of the first pattern that applies to a path, else None."""
         index = self._index_at(path)
         return None if index is None else self.rules[index][1]
 
     def pattern_for(self, path: str) -> str | None:
-        """Return the first pattern that matches a path, else None."""
+        """Return the first pattern that applies to a path, else None."""
         index = self._index_at(path)
         return None if index is None else self.rules[index][0]
 
@@ -335,7 +338,7 @@ class PolicyMap:
           have no dtype.
 
         Raises:
-          ValueError: the role is unknown; no leaf uses a pattern.
+          ValueError: the role is unknown; a pattern sets the policy of no leaf.
         """
         if role not in ("param", "compute", "output"):
             raise ValueError(f"Expected 'param', 'compute' or 'output', got {role!r}.")
@@ -387,10 +390,37 @@ class PolicyMap:
         return first_match([pattern for pattern, _ in self.rules], path)
 
 
+def paths_around(path: str) -> list[str]:
+    """Return the paths around a path, from the root on, and the path itself.
+
+    Examples:
+      >>> paths_around("decoder/norm")
+      ['', 'decoder', 'decoder/norm']
+    """
+    parts = path.split("/") if path else []
+    return ["/".join(parts[:i]) for i in range(len(parts) + 1)]
+
+
+@functools.lru_cache(maxsize=4096)
+def applies(pattern: str, path: str) -> bool:
+    """Return whether a pattern names a path or one around it.
+
+    Examples:
+      >>> applies("decoder", "decoder/norm"), applies("decoder/.*", "decoder")
+      (True, True)
+      >>> applies("norm", "decoder/norm"), applies("decoder/norm", "decoder")
+      (False, False)
+    """
+    return any(
+        re.fullmatch(pattern, outer) or (outer and re.fullmatch(pattern, f"{outer}/"))
+        for outer in paths_around(path)
+    )
+
+
 def first_match(patterns: Iterable[str], path: str) -> int | None:
-    """Return the index of the first pattern that matches a whole key path."""
+    """Return the index of the first pattern that applies to a path."""
     for index, pattern in enumerate(patterns):
-        if re.fullmatch(pattern, path):
+        if applies(pattern, path):
             return index
     return None
 
@@ -398,7 +428,7 @@ def first_match(patterns: Iterable[str], path: str) -> int | None:
 def check_patterns(
     patterns: Sequence[str], paths: Iterable[str], *, if_none: str = "", hint: str = ""
 ) -> None:
-    """Raise if a pattern is the first match of none of these paths.
+    """Raise if a pattern is the first that applies for none of these paths.
 
     Args:
       patterns: regular expressions, in order of precedence.
@@ -414,15 +444,17 @@ def check_patterns(
     for index, pattern in enumerate(patterns):
         if index in decided:
             continue
-        matched = [path for path in paths if re.fullmatch(pattern, path)]
+        matched = [path for path in paths if applies(pattern, path)]
         if matched:
-            earlier = next(p for p in patterns if re.fullmatch(p, matched[0]))
+            earlier = next(p for p in patterns if applies(p, matched[0]))
             raise ValueError(
-                f"The pattern {pattern!r} is never used: earlier patterns match "
-                f"all of its paths, such as {matched[0]!r} (by {earlier!r})."
+                f"The pattern {pattern!r} is never used: earlier patterns apply to all "
+                f"of its paths, such as {matched[0]!r} ({earlier!r} does). The first "
+                "pattern that applies decides: put narrower ones first."
             )
-        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.0)
-        why = f"A pattern must match the whole path; the nearest are {near}."
+        known = {outer: None for path in paths for outer in paths_around(path)[1:]}
+        near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.0)
+        why = f"A pattern must match a whole path; the nearest are {near}."
         if if_none and not any(paths):
             why = if_none
         raise ValueError(f"The pattern {pattern!r} matches no path. {why}{hint}")

@@ -66,17 +66,29 @@ PRECEDENCE = {
         ("mixed_bfloat16", {"encoder": "full"}, {}),
         [BF16, F32, F32, F32, F32, BF16],
     ),
-    "an inner rule comes before an outer one": (
-        ("mixed_bfloat16", {"encoder": "full", "encoder/dense": "half"}, {}),
+    "an inner rule may come before an outer one": (
+        ("mixed_bfloat16", {"encoder/dense": "half", "encoder": "full"}, {}),
         [BF16, F32, F16, F32, F32, BF16],
     ),
     "a pattern must match the whole path": (
         ("full", {".*/dense": "half"}, {}),
         [F32, F32, F16, F32, F16, F32],
     ),
-    "the first pattern that matches decides": (
+    "the first pattern that applies decides": (
         ("full", {"encoder/dense": F32, "encoder/.*": BF16, ".*": "half"}, {}),
-        [F16, F16, F32, BF16, BF16, F16],
+        [F16, BF16, F32, BF16, BF16, F16],
+    ),
+    "what is between two modules is named by what is inside of it": (
+        ("full", {"encoder/deep": "half"}, {}),
+        [F32, F32, F32, F32, F16, F32],
+    ),
+    "a class inside comes before a pattern, however that is spelled": (
+        ("full", {"encoder/.*": BF16}, {_Dense: "half"}),
+        [F32, BF16, F16, BF16, F16, F16],
+    ),
+    "a pattern inside comes before a class": (
+        ("full", {"encoder/dense": BF16}, {object: "half"}),
+        [F16, F16, BF16, F16, F16, F16],
     ),
     "a path comes before a class, a class before the enclosing module": (
         ("full", {"encoder": BF16, "head": F32}, {_Dense: "half"}),
@@ -110,10 +122,23 @@ def test_the_model_itself_is_the_empty_path():
 def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():
     assert _starts(PolicyMap("mixed_bfloat16", {"encoder": "full"})) == ["encoder"]
     policy = PolicyMap("full", {"encoder/dense": "float32", "encoder.*": "bfloat16"})
+    assert _starts(policy, {_Dense: "half"}) == [
+        "encoder",
+        "encoder/dense",
+        "encoder/deep/er/dense",
+        "head",
+    ]
     classes = {object: "half"}
-    assert _starts(policy, classes) == ["", "encoder", "encoder/dense"]
-    found = ModulePolicies(policy, classes).resolve(MODULES)
+    assert _starts(PolicyMap("full"), classes) == [""]
+    found = ModulePolicies(PolicyMap("full"), classes).resolve(MODULES)
     assert all(of.is_named for of in found.values())
+
+
+def test_an_inner_rule_behind_an_outer_one_is_refused():
+    policy = PolicyMap("full", {"encoder": "half", "encoder/dense": "bfloat16"})
+    expected = "'encoder/dense' is never used: .* narrower ones first"
+    with pytest.raises(ValueError, match=expected):
+        ModulePolicies(policy).resolve(MODULES)
 
 
 def test_the_order_of_the_modules_does_not_matter():
@@ -192,8 +217,8 @@ def test_the_enclosing_module_of_a_path_is_the_innermost():
     ("path", "own", "expected"),
     [
         ("encoder", None, "path 'encoder.*'"),
-        ("encoder/dense", "f32", "path 'encoder.*', overriding its own dtype=full"),
-        ("encoder/deep", "bf16", "path 'encoder.*', overriding its own dtype=bf16"),
+        ("encoder/deep", None, "the enclosing module"),
+        ("encoder", "bf16", "path 'encoder.*', overriding its own dtype=bf16"),
         ("head", None, "class _Dense"),
         ("head/inner", None, "the enclosing module"),
         ("head/inner", "f32", "the enclosing module, overriding its own dtype=full"),

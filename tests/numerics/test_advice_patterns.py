@@ -1,5 +1,6 @@
 """Patterns of an advised policy fit `autocast` and `with_policy` of linen and nnx."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -99,6 +100,73 @@ def test_patterns_of_a_linen_model_fit_both(net: Any, patterns: list[str]) -> No
     by_autocast = jmp.autocast(loss, advice.policy)(params, X)
     np.testing.assert_allclose([by_module, by_autocast], loss(params, X), rtol=0.02)
     assert not np.isfinite(jmp.autocast(loss, "mixed_float16")(params, X))
+
+
+class Tied(nn.Module):
+    """A layer, and a product of the model itself that overflows in float16."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(Mlp(name="mlp")(x))
+        return 1e-6 * (x @ self.param("table", LARGE, (8, 8)))
+
+
+class Critic(nn.Module):
+    """A model that is safe in float16."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1, name="out")(jnp.tanh(nn.Dense(8, name="in")(x)))
+
+
+def test_a_model_that_must_be_in_float32_itself_is_all_of_it() -> None:
+    net = Tied()
+    params = net.init(jax.random.key(0), X)
+
+    def loss(params, x, net=net):
+        return jnp.mean(jnp.square(net.apply(params, x)))
+
+    advice = advise(loss, "mixed_float16")(params, X)
+    assert "(Tied)?" in float32_patterns(advice) and advice.left == ()
+    by_module = loss(params, X, jmp_lite.linen.with_policy(net, advice.policy))
+    with pytest.warns(UserWarning, match="3 × its policy computes in float32"):
+        by_autocast = jmp.autocast(loss, advice.policy)(params, X)
+    np.testing.assert_allclose([by_module, by_autocast], loss(params, X), rtol=0.02)
+
+
+def test_a_model_in_float32_leaves_the_other_model_in_half() -> None:
+    net, critic = Tied(), Critic()
+    params = net.init(jax.random.key(0), X)
+    others = critic.init(jax.random.key(1), X)
+
+    def loss(params, others, x):
+        return jnp.mean(critic.apply(others, net.apply(params, x)))
+
+    advice = advise(loss, "mixed_float16")(params, others, X)
+    assert "Tied" in float32_patterns(advice)
+    again = advise(loss, "mixed_float16", previous=advice)(params, others, X)
+    for found in (advice, again):
+        report = dry_run(loss, found.policy)(params, others, X)
+        half = {row.layer for row in report.rows if row.reads_half}
+        assert {"Critic/in", "Critic/out"} <= half and "Tied" not in half
+
+
+def test_a_layer_inside_one_that_is_in_float32_needs_no_rule() -> None:
+    def loss(w, x):
+        with jax.named_scope("outer"):
+            x = x @ (1e6 * w)
+            with jax.named_scope("inner"):
+                x = 1e-12 * (x @ (1e6 * w))
+        return jnp.mean(jnp.square(x @ w))
+
+    w = jnp.eye(8)
+    first = advise(loss, "mixed_float16")(w, X)
+    previous = dataclasses.replace(
+        first, in_float32=(("outer", "wide"), ("outer/inner", "narrow"))
+    )
+    advice = advise(loss, "mixed_float16", previous=previous)(w, X)
+    assert float32_patterns(advice) == ["outer"]
+    assert jnp.isfinite(jmp.autocast(loss, advice.policy)(w, X))
 
 
 class Block(nnx.Module):

@@ -1,14 +1,13 @@
 """Regions: whether the operations in a name scope may be lowered, by the policy."""
 
 import dataclasses
-import re
 from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
 from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, join
-from jmp_lite._src.policy import Policy, PolicyMap
+from jmp_lite._src.policy import Policy, PolicyMap, paths_around
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +77,12 @@ class Regions:
             return Region(is_low=False, reason="in an autocast of its own")
         if not isinstance(self.policy, PolicyMap):
             return _region_of(self.policy)
-        policy = self._rule_of(parts)
+        self.paths.update(paths_around(path))
+        policy = self.policy.rule_for(path)
         if policy is None:
             return _region_of(self.policy.default)
         results = {jnp.float32: False, policy.compute_dtype: True}
         return _region_of(policy, results.get(policy.output_dtype))
-
-    def _rule_of(self, parts: list[str]) -> Policy | None:
-        """Return the policy of the first pattern that matches the path or one above."""
-        ancestors = ["/".join(parts[: i + 1]) for i in range(len(parts))]
-        self.paths.update(ancestors)
-        for pattern, policy in self.policy.rules:  # pyright: ignore[reportAttributeAccessIssue] - a PolicyMap
-            if any(re.fullmatch(pattern, path) for path in ancestors):
-                return policy
-        return None
 
 
 def policies_of(policy: Policy | PolicyMap) -> list[Policy]:

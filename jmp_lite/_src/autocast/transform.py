@@ -71,10 +71,10 @@ def autocast(
         decorator: `@autocast(policy="mixed_bfloat16")`.
       policy: a policy or its string; its `compute_dtype` is float16 or bfloat16. A
         `PolicyMap` has patterns over name-scope paths (`"decoder/layer_3/attention"`;
-        each module of linen and Haiku enters a scope, modules of nnx do not). A pattern
-        applies to everything inside the scope: a policy that computes in float32 leaves
-        it unchanged. Its `output_dtype` is that of the results of its matrix products:
-        float32, or half wherever anything but a return reads them.
+        each module of linen and Haiku enters a scope, modules of nnx do not); `""` is
+        everything. A policy that computes in float32 leaves its scope unchanged. Its
+        `output_dtype` is that of the results of its matrix products: float32, or half
+        wherever anything but a return reads them.
       rules: primitives in another class than by default: `{"tanh": "float32"}`; or a
         whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import dtypes, reports, trees
-from jmp_lite._src.policy import Policy, PolicyMap, get_policy
+from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy
 
 # One module.
 
@@ -24,9 +24,9 @@ class ModulePolicy:
       policy: the policy.
       rule: the pattern or class that gave this policy to the module or to one that
         encloses it; None for the default, which does not override a module's `dtype`.
-      is_named: whether the rule matches this module, not only one that encloses it.
-      is_rule_start: whether the rule takes effect here: it matches this module, and the
-        enclosing module has another rule.
+      is_named: whether the rule is of this module, not of one that encloses it.
+      is_rule_start: whether the rule takes effect here: it is of this module, and the
+        enclosing module has another.
       own_dtype: the `dtype` that the author of the model set on it, None if none.
     """
 
@@ -88,11 +88,11 @@ def own_dtype(module: Any) -> Any:
 class ModulePolicies:
     """Policies by path and by class.
 
-    A module has the policy of the first pattern that matches its whole path
-    (`"decoder/layer_0/attention"`, `""` for the model itself), else of the first class
-    that it is an instance of, else of the enclosing module, else the default.
-    A rule overrides a `dtype` that the author of the model set, in the module that it
-    matches and in all modules inside. The default does not.
+    A rule is a pattern over whole paths (`"decoder/layer_0/attention"`, `""` is the
+    model itself) or a class. It applies to the modules that it names and to all modules
+    inside. Of several patterns the first decides, and of several classes. Of a pattern
+    and a class, the one that names the inner module does; the pattern if both name it.
+    A rule overrides a `dtype` that the author of the model set. The default does not.
 
     Args:
       policy: the default; a policy, its string, or a `PolicyMap` whose patterns match
@@ -182,7 +182,7 @@ class ModulePolicies:
             outer = enclosing_module(path, resolved)
             default = ModulePolicy(self.policy.default)
             inherited = default if outer is None else resolved[outer]
-            rule, policy = self._rule_for(path, modules[path])
+            rule, policy = self._rule_at(path, modules[path], outer)
             own = own_dtypes.get(path)
             if policy is None:
                 resolved[path] = ModulePolicy(
@@ -193,10 +193,18 @@ class ModulePolicies:
                 resolved[path] = ModulePolicy(policy, rule, True, is_start, own)
         return {path: resolved[path] for path in modules}
 
-    def _rule_for(self, path: str, module_class: type) -> tuple[str, Policy | None]:
-        """Return the rule that matches a module, and its policy; None if none does."""
+    def _rule_at(
+        self, path: str, module_class: type, outer: str | None
+    ) -> tuple[str, Policy | None]:
+        """Return the rule that names a module, and its policy; None if none does.
+
+        Args:
+          path: its path.
+          module_class: its class.
+          outer: the path of the enclosing module, None if there is none.
+        """
         pattern = self.policy.pattern_for(path)
-        if pattern is not None:
+        if pattern is not None and (outer is None or not applies(pattern, outer)):
             return f"path {pattern!r}", self.policy.rule_for(path)
         for cls, policy in self.classes:
             if issubclass(module_class, cls):

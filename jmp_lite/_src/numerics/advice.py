@@ -19,7 +19,12 @@ from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite._src.numerics import half_results
 from jmp_lite._src.numerics.dry_run import Measured, measure
 from jmp_lite._src.numerics.faults import Fault, find_faults
-from jmp_lite._src.numerics.patterns import pattern_of
+from jmp_lite._src.numerics.patterns import (
+    exact_pattern_of,
+    is_inside,
+    models_in,
+    pattern_of,
+)
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.numerics.stats import EXPONENTS
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
@@ -273,14 +278,21 @@ class _Search:
     unscaled: dict[Any, float] = dataclasses.field(default_factory=dict)
     # The layers that must not be in fp8, each with its reason.
     not_in_fp8: dict[str, str] = dataclasses.field(default_factory=dict)
+    # The scopes of models of linen.
+    models: set[str] = dataclasses.field(default_factory=set)
 
     def run(self) -> tuple[Advice, str]:
         """Return the advice, and a warning or `""`."""
         why = dict(self.previous.in_float32) if self.previous else {}
         self.not_in_fp8.update(self.previous.not_in_fp8 if self.previous else ())
         tried: dict[Any, set[str]] = collections.defaultdict(set)
+        if self.previous:
+            self.models.update(
+                models_in(row.layer for row in self.previous.report.rows)
+            )
         turn = self._turn(1.0, why)
         report = turn.measured.report
+        self.models.update(models_in(row.layer for row in report.rows))
         self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
         is_f16 = self.dtype == jnp.float16
         if turn.fitting == 1.0 and is_f16:  # what is too large may not be scaled at all
@@ -410,7 +422,9 @@ class _Search:
         """
         step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
         half = {layer: not reason for layer, reason in (results or {}).items()}
-        policy = _with_rules(self.start, layers, half, self.not_in_fp8)
+        policy = _with_rules(
+            self.start, layers, half, self.not_in_fp8, len(self.models) > 1
+        )
         rules = resolve_rules(None, self.dtype, True if everywhere else None, None)
         measured = measure(
             step, policy, self.args_and_kwargs, rules=rules, caller="advise"
@@ -442,15 +456,32 @@ def _with_rules(
     layers: Iterable[str],
     results: Mapping[str, bool],
     not_in_fp8: Iterable[str],
+    several_models: bool,
 ) -> Policy | PolicyMap:
-    """Return a policy with rules for layers: in float32, not in fp8, half results."""
-    patterns, only_scopes = half_results.output_rules(results)
+    """Return a policy with rules for layers: in float32, not in fp8, half results.
+
+    Args:
+      start: the policy to start from.
+      layers: the layers in float32.
+      results: per layer, whether its results of products may be half.
+      not_in_fp8: the layers whose matrix products must not be in fp8.
+      several_models: whether the program has several models of linen. The rule for one
+        model is `""`, all of it, in `with_policy` and for the program of one model.
+    """
     is_map = isinstance(start, PolicyMap)
     default = start.default if is_map else start
     half = dataclasses.replace(default, matmul_dtype=None)
     half = half.with_output_dtype(default.compute_dtype)
-    full = {pattern_of(layer): half for layer in not_in_fp8}
-    full |= {pattern_of(layer): "full" for layer in layers}
+    chosen: dict[str, Any] = {}  # by layer; one inside of another needs no rule
+    for layer in (*layers, *not_in_fp8):
+        if not is_inside(layer, chosen, several_models):
+            chosen[layer] = "full" if layer in layers else half
+    pattern = exact_pattern_of if several_models else pattern_of
+    full = {pattern(layer): policy for layer, policy in chosen.items()}
+    free = {
+        x: r for x, r in results.items() if not is_inside(x, chosen, several_models)
+    }
+    patterns, only_scopes = half_results.output_rules(free)
     others = {p: policy for p, policy in start.rules if p not in full} if is_map else {}
     with_results = {
         pattern: default.with_output_dtype(

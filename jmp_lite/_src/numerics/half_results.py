@@ -131,10 +131,10 @@ def output_rules(results: Mapping[str, bool]) -> tuple[dict[str, bool], bool]:
       Patterns in their order of precedence, each with whether results are half; and
       whether one of them matches scopes of `autocast` only, no module of linen.
     """
-    rules = list(_rules("", False, results))
     has_modules = any(part_of_model(layer) is not None for layer in results)
-    if results.get("") and not has_modules:  # for `with_policy`, "" is the whole model
-        rules.append(("", True))
+    # For `with_policy`, "" is the model, whose output this would be.
+    everywhere = results.get("", False) and not has_modules
+    rules = [*_rules("", everywhere, results), *[("", True)] * everywhere]
     patterns = {exact_pattern_of(layer): is_half for layer, is_half in rules}
     of_modules = [bool(part_of_model(layer)) for layer, _ in rules]
     return patterns, has_modules and not all(of_modules)

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from jmp_lite._src.policy import PolicyMap
+from jmp_lite._src.policy import PolicyMap, applies, paths_around
 
 # A class, not one that linen has numbered to name a module: Dense_0.
 _CLASS = re.compile(r"(?!\w*_\d+(\.|$))([A-Z]\w*)(\.\w+)?")
@@ -66,6 +66,29 @@ def part_of_model(layer: str) -> str | None:
     return rest if top else None
 
 
+def models_in(layers: Iterable[str]) -> set[str]:
+    """Return the classes of the models of linen that layers are in.
+
+    Examples:
+      >>> sorted(models_in(["loss/Net/mlp", "Net.encode", "Critic/Dense_0", "loss"]))
+      ['Critic', 'Net']
+    """
+    found = (map(_CLASS.fullmatch, layer.split("/")) for layer in layers)
+    return {next((m[2] for m in matches if m), "") for matches in found} - {""}
+
+
+def is_inside(layer: str, layers: Iterable[str], several_models: bool) -> bool:
+    """Return whether the patterns of some layers apply to a layer.
+
+    Args:
+      layer: the layer.
+      layers: the others.
+      several_models: whether there are several models; the rule of a lone one is `""`.
+    """
+    outer = {x if several_models or part_of_model(x) != "" else "" for x in layers}
+    return not outer.isdisjoint(paths_around(layer))
+
+
 def fit(policy: PolicyMap, layers: Iterable[str]) -> PolicyMap:
     """Return a policy whose patterns for modules of linen match scopes as well.
 
@@ -73,26 +96,19 @@ def fit(policy: PolicyMap, layers: Iterable[str]) -> PolicyMap:
       policy: the policy; patterns that match a scope, or nothing, are unchanged.
       layers: the scopes of a program.
     """
-    # The model itself is `""` for `with_policy`; so are operations without a scope.
-    paths = {path for layer in layers for path in _around(layer)} - {""}
+    paths = {path for layer in layers for path in paths_around(layer)}
     splits = {_split(path) for path in paths if _split(path)[0]}
 
     def fitted(pattern):
-        if any(re.fullmatch(pattern, path) for path in paths):
+        if any(applies(pattern, path) for path in paths):
             return pattern
-        tops = {top for top, rest in splits if re.fullmatch(pattern, rest)}
+        tops = {top for top, rest in splits if applies(pattern, rest)}
         if not tops:
             return pattern
         return f"(({'|'.join(map(_escape, sorted(tops)))})(/|$))?({pattern})"
 
     rules = tuple((fitted(pattern), p) for pattern, p in policy.rules)
     return dataclasses.replace(policy, rules=rules)
-
-
-def _around(layer: str) -> list[str]:
-    """Return a layer and those around it, outermost first."""
-    parts = layer.split("/")
-    return ["/".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _split(layer: str) -> tuple[str, str]:

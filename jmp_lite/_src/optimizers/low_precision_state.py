@@ -123,8 +123,8 @@ def low_precision_state(
         two integers from it. The noise of an element is a hash of them, of the leaf's
         number and of its own index.
       rules: a mapping of patterns to a dtype, or None for float32. A pattern is a
-        regular expression that matches the whole key path of a parameter, as in
-        `PolicyMap`; the first that matches replaces `dtype`.
+        regular expression over the key paths of parameters, as in `PolicyMap`; the
+        first that applies replaces `dtype`.
       min_size: leaves with fewer elements are unchanged.
 
     Returns:

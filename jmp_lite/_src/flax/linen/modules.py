@@ -59,10 +59,12 @@ def with_policy(
 
     Args:
       module: an unbound linen module, or what `with_policy` returned.
-      policy: one policy for all modules; or a `PolicyMap`, whose patterns match whole
-        module paths (`"decoder/layer_0/attention"`, `""` for the model itself). A
-        policy also applies to all modules inside, unless another rule matches them.
-      classes: module class (or base class) to policy. Patterns come first.
+      policy: one policy for all modules; or a `PolicyMap`, whose patterns are over
+        module paths (`"decoder/layer_0/attention"`, `""` for the model itself) and
+        apply to everything inside.
+      classes: module class (or base class) to policy, for everything inside as well. Of
+        a pattern and a class, the one that names the inner module decides, and the
+        pattern if both name it.
 
     Returns:
       An object with the `init`, `apply` and `lazy_init` of the module.

@@ -62,11 +62,13 @@ def with_policy(
 
     Args:
       model: an nnx module; it is not changed.
-      policy: one policy for all modules; or a `PolicyMap`, whose patterns match whole
-        module paths (`"layers/0/attention"`, `""` for the model itself). A policy also
-        applies to all modules inside, unless another rule matches them. The output
-        dtype of a rule is used only if the rule matches the model itself.
-      classes: module class (or base class) to policy. Patterns come first.
+      policy: one policy for all modules; or a `PolicyMap`, whose patterns are over
+        module paths (`"layers/0/attention"`, `""` for the model itself) and apply to
+        everything inside. The output dtype of a rule is used only if the rule names the
+        model itself.
+      classes: module class (or base class) to policy, for everything inside as well. Of
+        a pattern and a class, the one that names the inner module decides, and the
+        pattern if both name it.
 
     Returns:
       An nnx module that is called like `model`, and holds the copy as `.model`.
