@@ -143,4 +143,4 @@ def test_a_first_argument_that_is_no_function_is_refused_by_name(fun: Any) -> No
 
 def test_a_decorator_checks_its_policy() -> None:
     with pytest.raises(ValueError, match="autocast expects a policy that computes in"):
-        autocast(policy="full")(jnp.dot)
+        autocast(policy="p=f32,c=f64,o=f32")(jnp.dot)

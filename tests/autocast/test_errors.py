@@ -31,10 +31,9 @@ def product(w: jax.Array, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("policy", "got"),
     [
-        ("float32", "p=full,c=full,o=full"),
         ("p=f32,c=f64,o=f32", "p=full,c=f64,o=full"),
         (PolicyMap(BF16, {".*": "p=f32,c=f16,o=f32"}), "c=bf16"),
-        (PolicyMap("float32", {}), "c=full"),
+        (PolicyMap("float32", {"a": "float64"}), "c=f64"),
     ],
 )
 def test_a_policy_computes_in_one_kind_of_half(policy: Any, got: str) -> None:

@@ -482,7 +482,7 @@ def test_errors_say_what_was_got():
         advise(3, "mixed_float16")  # pyright: ignore[reportArgumentType] - that is the point
     needs_half = "expects a policy that computes in float16 or"
     with pytest.raises(ValueError, match=needs_half):
-        advise(clean, "full")
+        advise(clean, "p=f32,c=f64,o=f32")
     with pytest.raises(TypeError, match=r"got an nnx module.*nnx\.split"):
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         advise(lambda w, m: jnp.sum(w), "mixed_float16")(jnp.ones(2), model)

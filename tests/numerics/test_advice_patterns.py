@@ -120,7 +120,7 @@ class Critic(nn.Module):
 
 
 def test_a_model_that_must_be_in_float32_itself_is_all_of_it() -> None:
-    net = Tied()
+    net: Any = Tied()
     params = net.init(jax.random.key(0), X)
 
     def loss(params, x, net=net):
@@ -135,7 +135,8 @@ def test_a_model_that_must_be_in_float32_itself_is_all_of_it() -> None:
 
 
 def test_a_model_in_float32_leaves_the_other_model_in_half() -> None:
-    net, critic = Tied(), Critic()
+    net: Any = Tied()
+    critic: Any = Critic()
     params = net.init(jax.random.key(0), X)
     others = critic.init(jax.random.key(1), X)
 

@@ -265,7 +265,7 @@ def test_what_cannot_be_called_is_refused(fun: Any) -> None:
 @pytest.mark.parametrize(
     ("policy", "got"),
     [
-        ("full", "p=full,c=full,o=full"),
+        ("p=f32,c=f64,o=f32", "p=full,c=f64,o=full"),
         (
             PolicyMap("mixed_float16", {"a": "mixed_bfloat16"}),
             "p=full,c=bf16,o=full, p=full,c=f16,o=full",

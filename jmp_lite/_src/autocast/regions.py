@@ -16,6 +16,7 @@ class Region:
 
     Attributes:
       is_low: whether they may be lowered.
+      is_closed: whether what they hold (the body of a loop) may not be lowered either.
       half_results: whether the results of their matrix products are half wherever they
         are used, or never; None if the uses of each decide, as `OpRules` says.
       fp8: whether large matrix products have fp8 operands.
@@ -24,6 +25,7 @@ class Region:
     """
 
     is_low: bool = True
+    is_closed: bool = False
     half_results: bool | None = None
     fp8: bool = False
     reduces_in_float32: bool = False
@@ -72,9 +74,10 @@ class Regions:
     def _make(self, path: str) -> Region:
         parts = path.split("/")
         if FULL_PRECISION in parts:
-            return Region(is_low=False, reason="full_precision")
+            return Region(is_low=False, is_closed=True, reason="full_precision")
         if AUTOCAST in parts:
-            return Region(is_low=False, reason="in an autocast of its own")
+            reason = "in an autocast of its own"
+            return Region(is_low=False, is_closed=True, reason=reason)
         if not isinstance(self.policy, PolicyMap):
             return _region_of(self.policy)
         self.paths.update(paths_around(path))

@@ -503,9 +503,12 @@ def decide(
     info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int], analysis: Analysis
 ) -> Decision:
     """Return the plan of an equation, and the precision of each result."""
-    if not info.region.is_low:
-        return UNCHANGED.keep(info, info.region.reason)
     rule = info.rule
+    if not info.region.is_low:
+        if info.region.is_closed or not info.bodies:
+            return UNCHANGED.keep(info, info.region.reason)
+        # The bodies may have scopes with other policies.
+        ins = [FLOAT32 if p == HALF else p for p in ins]
     is_softmax = info.softmax is not None
     if is_softmax and [use & Use.DTYPE for use in uses] == [Use.HALF]:
         rule = SOFTMAX

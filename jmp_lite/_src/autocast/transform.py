@@ -69,12 +69,13 @@ def autocast(
     Args:
       fun: any JAX function, with any control flow. Without it, `autocast` returns a
         decorator: `@autocast(policy="mixed_bfloat16")`.
-      policy: a policy or its string; its `compute_dtype` is float16 or bfloat16. A
-        `PolicyMap` has patterns over name-scope paths (`"decoder/layer_3/attention"`;
-        each module of linen and Haiku enters a scope, modules of nnx do not); `""` is
-        everything. A policy that computes in float32 leaves its scope unchanged. Its
-        `output_dtype` is that of the results of its matrix products: float32, or half
-        wherever anything but a return reads them.
+      policy: a policy or its string; its `compute_dtype` is float16 or bfloat16, or
+        float32, under which the function runs as it is written (`"float64"` does the
+        same). A `PolicyMap` has patterns over name-scope paths
+        (`"decoder/layer_3/attention"`; each module of linen and Haiku enters a scope,
+        modules of nnx do not); `""` is everything. A policy that computes in float32
+        leaves its scope unchanged. Its `output_dtype` is that of the results of its
+        matrix products: float32, or half wherever anything but a return reads them.
       rules: primitives in another class than by default: `{"tanh": "float32"}`; or a
         whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a
@@ -94,8 +95,8 @@ def autocast(
       TypeError: `fun` is not callable or is an nnx module; `rules`, `half_results` or
         `fp8_min_size` is of another type; in a call: an argument is neither array,
         number nor function.
-      ValueError: the policy does not compute in half, or in two kinds of half; in a
-        call: a pattern of the policy matches no scope.
+      ValueError: the policy computes in two kinds of half, or in a wider dtype than
+        its parameters have; in a call: a pattern of the policy matches no scope.
 
     Warns:
       UserWarning: in a call: no product runs in half, or none in fp8 though the policy
@@ -132,6 +133,11 @@ def autocast(
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
+        if compute_dtype not in dtypes.HALF_DTYPES:
+            if isinstance(policy, PolicyMap):  # whose patterns must match scopes
+                plan_call(fun, policy, compute_dtype, rules, args, kwargs)
+            with jax.named_scope(name_scopes.AUTOCAST):
+                return fun(*args, **kwargs)
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         if rules.lowers_anything and (text := planned.what_is_missing()):
             warnings.warn(f"autocast {text}", stacklevel=2)
@@ -308,21 +314,27 @@ def check_policy(
 ) -> tuple[Policy | PolicyMap, Any]:
     """Return the policy and the one half dtype that it computes in.
 
+    A policy that computes in the dtype of a program written in float32 (or in float64,
+    with float64 parameters) asks for nothing: its dtype is float32 (float64).
+
     Raises:
-      ValueError: there is none, or more than one.
+      ValueError: it computes in two kinds of half, or in another dtype.
     """
     if not isinstance(policy, PolicyMap):
         policy = get_policy(policy)
     policies = policies_of(policy)
     computes = {p.compute_dtype for p in policies}
     halves = computes & set(dtypes.HALF_DTYPES)
-    if len(halves) != 1 or computes - halves - {jnp.float32}:
+    params = {p.param_dtype for p in policies}
+    as_written = {jnp.float64} if params == {jnp.float64} else {jnp.float32}
+    if len(halves) > 1 or computes - halves - as_written:
         raise ValueError(
             f"{caller} expects a policy that computes in float16 or in bfloat16 (and "
-            "scopes that compute in float32), got "
-            f"{', '.join(sorted(map(str, policies)))}."
+            "scopes that compute in float32), or in float32 alone; got "
+            f"{', '.join(sorted(map(str, policies)))}. It narrows float32 and widens "
+            "nothing."
         )
-    return policy, halves.pop()
+    return policy, (halves or as_written).pop()
 
 
 def _plans(plan: CastPlan) -> list[CastPlan]:

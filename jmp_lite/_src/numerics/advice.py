@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import reports
+from jmp_lite._src import dtypes, reports
 from jmp_lite._src.autocast.ops import resolve_rules
 from jmp_lite._src.autocast.transform import check_policy
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
@@ -202,13 +202,14 @@ def advise(
         loss scale does not grow.
 
     Returns:
-      A function of the arguments of `loss_fn` that returns an `Advice`.
+      A function of the arguments of `loss_fn` that returns an `Advice`: `policy` itself
+      if that computes in float32.
 
     Raises:
       TypeError: `loss_fn` is not callable; `previous` is no `Advice`; in a call: an
         argument is an nnx module.
-      ValueError: the policy does not compute in half; the headroom is less than 1; in a
-        call: a pattern of the policy matches no scope; most products of `loss_fn` are
+      ValueError: the policy is not one for `autocast`; the headroom is less than 1; in
+        a call: a pattern of the policy matches no scope; most products of `loss_fn` are
         in half already; the loss or its gradient in float32 is not finite.
 
     Examples:
@@ -234,6 +235,12 @@ def advise(
         raise TypeError(f"Expected an Advice as previous, got {previous!r}.")
 
     def find(*args, **kwargs) -> Advice:
+        if dtype not in dtypes.HALF_DTYPES:
+            step = _scaled_step(loss_fn, 1.0, argnums, has_aux)
+            measured = measure(step, start, (args, kwargs), caller="advise")
+            name = jnp.dtype(dtype).name
+            why = f"The policy computes in {name}: there is nothing to do."
+            return Advice(start, NoOpLossScale(), (why,), (), measured.report)
         search = _Search(
             loss_fn, start, argnums, has_aux, (args, kwargs), dtype, headroom, previous
         )

@@ -60,7 +60,7 @@ def dry_run(
 
     Raises:
       TypeError: `fun` is not callable; in a call: an argument is an nnx module.
-      ValueError: the policy does not compute in half; in a call: a pattern of it
+      ValueError: the policy is not one for `autocast`; in a call: a pattern of it
         matches no scope; most products of `fun` are in half already; its results in
         float32 are not finite.
 

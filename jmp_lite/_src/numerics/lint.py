@@ -145,8 +145,8 @@ def lint(
 
     Raises:
       TypeError: `fun` is not callable.
-      ValueError: the policy does not compute in half, or in two kinds of half; an
-        unknown target; in a call: a pattern of the policy matches no scope.
+      ValueError: the policy is not one for `autocast`; an unknown target; in a call: a
+        pattern of the policy matches no scope.
 
     Examples:
       >>> import jax.numpy as jnp
