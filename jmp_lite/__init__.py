@@ -1,8 +1,8 @@
 """Mixed precision for JAX: policies, loss scales, and optimisers that mind them."""
 
-import importlib
 import typing
 
+from jmp_lite._src import extras
 from jmp_lite._src.autocast.explain import explain
 from jmp_lite._src.autocast.ops import OpRules
 from jmp_lite._src.autocast.transform import autocast, full_precision, sums_in_float32
@@ -47,6 +47,9 @@ from jmp_lite._src.policy import (
 from jmp_lite._src.trees import all_finite, cast_floating, cast_like, select_tree
 
 if typing.TYPE_CHECKING:
+    from jmp_lite import checkpoint as checkpoint
+    from jmp_lite import linen as linen
+    from jmp_lite import nnx as nnx
     from jmp_lite import numerics as numerics
 
 __version__ = "0.1.0"
@@ -94,11 +97,10 @@ __all__ = [
 ]
 
 
-# `numerics`, a third of the import time, is imported when it is first used.
+# `numerics`, a third of the import time, and what needs flax or Orbax are imported when
+# they are first used.
 def __getattr__(name: str) -> typing.Any:
-    if name == "numerics":
-        return importlib.import_module("jmp_lite.numerics")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return extras.lazy_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

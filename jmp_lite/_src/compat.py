@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """All version-dependent code.
 
 Only this module imports unstable JAX APIs (`jax.extend`, `jax._src`), reads version
@@ -13,6 +14,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+
+OLDEST_JAX = (0, 10)
+
+
+def check_jax(version: str) -> None:
+    """Raise if a version of JAX is too old.
+
+    Raises:
+      ImportError: names both versions, and how to upgrade.
+    """
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_JAX:
+        oldest = ".".join(map(str, OLDEST_JAX))
+        raise ImportError(
+            f"jmp_lite needs jax {oldest} or newer, and jax {version} is installed: "
+            f'pip install --upgrade "jax>={oldest}" "jaxlib>={oldest}".'
+        )
+
+
+# Before the private modules, which older versions may not have.
+check_jax(jax.__version__)
+
 import jax.numpy as jnp
 import jaxlib.version
 from jax._src import core as core_private
@@ -78,6 +100,12 @@ def is_nnx_module(x: Any) -> bool:
     """Return whether this is an nnx module; False if flax.nnx is not loaded."""
     module = getattr(sys.modules.get("flax.nnx"), "Module", None)
     return module is not None and isinstance(x, module)
+
+
+def is_unbound_linen_module(x: Any) -> bool:
+    """Return whether this is a linen module that is no part of a running `apply`."""
+    module = getattr(sys.modules.get("flax.linen"), "Module", None)
+    return module is not None and isinstance(x, module) and x.scope is None
 
 
 def unwrap_nnx_variables(tree: Any) -> Any:

@@ -1,7 +1,9 @@
 """Optional dependencies, and the extras that install them."""
 
 import contextlib
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 # Extra in pyproject.toml -> the libraries that it installs.
 LIBRARIES: dict[str, tuple[str, ...]] = {
@@ -10,6 +12,34 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "flax": ("flax",),
     "numerics": ("matplotlib", "rich"),
 }
+
+
+# What users look for -> where it is.
+_ELSEWHERE = {
+    "DynamicScale": "DynamicLossScale, for scale_aware(tx, DynamicLossScale())",
+    "GradScaler": "scale_aware(tx, DynamicLossScale()), around an optax optimiser",
+    "LossScaleOptimizer": "scale_aware(tx, DynamicLossScale())",
+    "TrainState": "jmp_lite.linen.TrainState, and jmp_lite.nnx.TrainState",
+    "with_policy": "jmp_lite.linen.with_policy, and jmp_lite.nnx.with_policy",
+}
+
+
+def lazy_attribute(package: str, name: str) -> Any:
+    """Return a public module of a package that is not imported yet.
+
+    Args:
+      package: the name of the package.
+      name: the attribute that it lacks.
+
+    Raises:
+      AttributeError: there is no such module; names where the attribute is, if known.
+      ModuleNotFoundError: the module needs a library that is not installed.
+    """
+    if name in ("checkpoint", "linen", "nnx", "numerics"):
+        return importlib.import_module(f"{package}.{name}")
+    message = f"module {package!r} has no attribute {name!r}"
+    where = _ELSEWHERE.get(name)
+    raise AttributeError(f"{message}: see {where}" if where else message)
 
 
 @contextlib.contextmanager

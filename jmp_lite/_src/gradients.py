@@ -81,7 +81,8 @@ def scaled_value_and_grad(
 
     Raises:
       TypeError: `fun` or `value_and_grad` is not callable. In the call: `fun` returns
-        no pair although `has_aux` is set, or a value that cannot be differentiated;
+        no pair although `has_aux` is set, a tuple although it is not, or a value that
+        cannot be differentiated;
         with `jax.value_and_grad`, a differentiated argument contains an nnx module
         (its state updates would be lost) or a function (as equinox models do).
       ValueError: `loss_scale` holds no loss scale, or several.
@@ -108,9 +109,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(fun, assigned=("__name__", "__doc__"), updated=())
     def scaled_loss(*args, **kwargs):
-        value, aux = fun(*args, **kwargs), None
-        if has_aux:
-            value, aux = _pair(value)
+        value, aux = split_aux(fun(*args, **kwargs), has_aux)
         return scale(value), (value, aux)
 
     if argnums != 0:  # 0 is the default everywhere; equinox accepts no argnums
@@ -237,7 +236,21 @@ def _check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Non
                 )
 
 
-def _pair(output: Any) -> Any:
+def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Return the loss and the auxiliary data that a loss function returned.
+
+    Raises:
+      TypeError: it returned no pair although `has_aux` is set, or a tuple although it
+        is not.
+    """
+    if not has_aux:
+        if isinstance(output, tuple | list):
+            raise TypeError(
+                "Expected a loss function that returns a scalar, got a "
+                f"{type(output).__name__} of {len(output)}. If it returns (loss, aux), "
+                "pass has_aux=True."
+            )
+        return output, None
     if isinstance(output, tuple) and len(output) == 2:
         return output
     raise TypeError(

@@ -7,6 +7,7 @@ on the host.
 """
 
 import dataclasses
+import functools
 import math
 import warnings
 from typing import Any, TypeVar
@@ -90,6 +91,40 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
         return self
 
 
+# Their names -> ours.
+_NAMES_OF_OTHERS = {
+    "init_scale": "loss_scale",  # torch.amp.GradScaler, apex
+    "growth_factor": "factor",  # torch, flax
+    "growth_interval": "period",  # torch, flax
+    "scale_factor": "factor",  # apex
+    "scale_window": "period",
+    "initial_scale": "loss_scale",  # Keras
+    "dynamic_growth_steps": "period",
+    "scale": "loss_scale",  # flax
+    "fin_steps": "counter",
+    "minimum_scale": "min_loss_scale",
+}
+
+
+def _name_our_arguments(cls: type[T]) -> type[T]:
+    """Name our arguments to who passes those of torch, apex, Keras or flax."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if theirs := [name for name in kwargs if name in _NAMES_OF_OTHERS]:
+            ours = [f"{_NAMES_OF_OTHERS[name]}={kwargs[name]!r}" for name in theirs]
+            raise TypeError(
+                f"{cls.__name__} has no argument {' and no '.join(theirs)}: write "
+                f"{', '.join(ours)}."
+            )
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_name_our_arguments
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(metaclass=compat.FlaxSerializable):
@@ -333,7 +368,7 @@ def get_loss_scale(tree: Any) -> LossScale:
         "Found no loss scale in a tree of type "
         f"{type(tree).__name__} with the leaves "
         f"{[trees.key_path(path) for path, _ in leaves][:8]}; expected a loss scale or "
-        "a state that holds one, such as scale_aware(...).init(params)."
+        f"a state that holds one, such as scale_aware(...).init(params).{_remedy(tree)}"
     )
 
 
@@ -349,10 +384,20 @@ def check_loss_scale(loss_scale: Any) -> None:
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
             "Expected a NoOpLossScale, StaticLossScale or DynamicLossScale, got "
-            f"{loss_scale!r}."
+            f"{loss_scale!r}.{_remedy(loss_scale)}"
         )
     if trees.is_concrete_number(loss_scale.loss_scale):
         _check_positive(loss_scale.loss_scale)
+
+
+def _remedy(x: Any) -> str:
+    """Return how to make a loss scale of what was passed as one, or ""."""
+    if isinstance(x, str | Policy | PolicyMap):
+        return f" For that of a policy, write loss_scale_for({x!r})."
+    if trees.is_concrete_number(x):
+        constant, dynamic = f"StaticLossScale({x!r})", f"DynamicLossScale({x!r})"
+        return f" A constant one is {constant}; one that starts there is {dynamic}."
+    return ""
 
 
 def _as_scalar(x: Any, dtype: Any) -> Any:
@@ -394,5 +439,5 @@ def _warn_if_not_floating(x: Any, name: str) -> None:
         dtype = "int" if dtype is None else dtype
         warnings.warn(
             f"Expected floating type for {name}, got {dtype}; it is cast to float32.",
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -210,7 +210,14 @@ def get_policy(policy: "str | Policy") -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise TypeError(f"Expected a Policy or its string, got {policy!r}.")
+        got = f"Expected a Policy or its string, got {policy!r}."
+        dtype = _as_dtype(policy)
+        if dtype in dtypes.HALF_DTYPES:
+            name = f"mixed_{jnp.dtype(dtype).name}"
+            got += f" To compute in it with float32 parameters, write {name!r}."
+        elif dtype in (jnp.float32, jnp.float64):
+            got += f" To compute in it, write {jnp.dtype(dtype).name!r}."
+        raise TypeError(got)
     name = policy.strip()
     if name == "mixed":
         return Policy(jnp.float32, dtypes.recommended_half_dtype(), jnp.float32)
@@ -243,6 +250,13 @@ def get_policy(policy: "str | Policy") -> Policy:
     output = given.get("output_dtype", compute)
     matmul, reduce = given.get("matmul_dtype"), given.get("reduce_dtype")
     return Policy(param, compute, output, matmul, reduce)
+
+
+def _as_dtype(x: Any) -> Any:
+    try:
+        return dtypes.parse_dtype(x)
+    except (TypeError, ValueError):
+        return None
 
 
 @jax.tree_util.register_static

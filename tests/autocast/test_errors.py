@@ -128,7 +128,7 @@ def test_rules_are_a_mapping_or_a_table(call: Any) -> None:
 def test_what_is_no_function_is_refused(transform: Any) -> None:
     with pytest.raises(TypeError, match=r"expects a function, got 3\.0"):
         transform(3.0)
-    with pytest.raises(TypeError, match="It is no context manager"):
+    with pytest.raises(TypeError, match="is not a context manager"):
         transform("mixed_float16")
 
 

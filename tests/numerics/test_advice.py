@@ -478,7 +478,7 @@ def test_arguments_are_those_of_value_and_grad():
 
 
 def test_errors_say_what_was_got():
-    with pytest.raises(TypeError, match="Expected a loss function, got 3"):
+    with pytest.raises(TypeError, match="advise expects a function, got 3"):
         advise(3, "mixed_float16")  # pyright: ignore[reportArgumentType] - that is the point
     needs_half = "expects a policy that computes in float16 or"
     with pytest.raises(ValueError, match=needs_half):

@@ -420,7 +420,7 @@ def test_an_nnx_model_has_the_layers_that_the_user_names() -> None:
 
 
 def test_errors_say_what_was_got():
-    with pytest.raises(TypeError, match="Expected a function to run, got 3"):
+    with pytest.raises(TypeError, match="dry_run expects a function, got 3"):
         dry_run(3, "mixed_float16")  # pyright: ignore[reportArgumentType] - that is the point
     needs_half = "expects a policy that computes in float16 or"
     with pytest.raises(ValueError, match=needs_half):

@@ -15,7 +15,12 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.ops import OpRules, resolve_rules
 from jmp_lite._src.autocast.plans import CastPlan, EqnPlan
 from jmp_lite._src.autocast.rules import Fp8
-from jmp_lite._src.autocast.transform import check_policy, plan_call
+from jmp_lite._src.autocast.transform import (
+    check_function,
+    check_policy,
+    plan_call,
+    takes_function,
+)
 from jmp_lite._src.jaxprs import matmul_precision, name_scopes, sources
 from jmp_lite._src.policy import Policy, PolicyMap
 
@@ -172,6 +177,7 @@ _OP_COLUMNS = ("layer", "op", "line", "before", "after", "FLOPs", "×8", "why")
 _NUMBERS = ("products\nin half", "FLOPs", "not ×8", "other ops\nin half")
 
 
+@takes_function
 def explain(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap | str = "mixed",
@@ -206,7 +212,8 @@ def explain(
       >>> [(row.layer, row.primitive, row.after) for row in report.rows]
       [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'f32 -> f32')]
     """
-    policy, compute_dtype = check_policy(policy)
+    check_function(fun, "explain", policy)
+    policy, compute_dtype = check_policy(policy, "explain")
     rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
 
     def explained(*args: Any, **kwargs: Any) -> AutocastReport:

@@ -8,6 +8,7 @@ them.
 
 import collections
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
@@ -28,6 +29,25 @@ from jmp_lite._src.policy import Policy, PolicyMap, check_reduce_dtype, get_poli
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_function(transformation: F) -> F:
+    """Name the shape of a call if it has the arguments of the function, too."""
+    parameters = inspect.signature(transformation).parameters.values()
+    count = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    name = transformation.__name__
+
+    @functools.wraps(transformation)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > count:
+            raise TypeError(
+                f"{name} expects at most {count} arguments before keywords, got "
+                f"{len(args)}. {_call_shape(name)}"
+            )
+        return transformation(*args, **kwargs)
+
+    return checked  # pyright: ignore[reportReturnType] - of the same signature
 
 
 @overload
@@ -47,6 +67,7 @@ def autocast(
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+@takes_function
 def autocast(
     fun: Any = ...,
     policy: Policy | PolicyMap | str = "mixed",
@@ -126,9 +147,9 @@ def autocast(
             "half_results": half_results,
             "fp8_min_size": fp8_min_size,
         }
-        return functools.partial(autocast, **options)
-    _check_function(fun, "autocast")
-    policy, compute_dtype = check_policy(policy)
+        return _Decorator(autocast, **options)
+    check_function(fun, "autocast", policy)
+    policy, compute_dtype = check_policy(policy, "autocast")
     rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
 
     @functools.wraps(fun, updated=())
@@ -177,7 +198,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
       >>> bool(full == jnp.float32(1.01) ** 2), bool(half == full)
       (True, False)
     """
-    _check_function(fun, "full_precision")
+    check_function(fun, "full_precision")
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
@@ -221,7 +242,7 @@ def sums_in_float32(fun: Callable[P, R], reduce_dtype: Any = None) -> Callable[P
       >>> jax.grad(loss)(table, rows), jax.grad(sums_in_float32(loss))(table, rows)
       (Array([0.25], dtype=float32), Array([1.], dtype=float32))
     """
-    _check_function(fun, "sums_in_float32")
+    check_function(fun, "sums_in_float32")
     reduces_in_float32 = check_reduce_dtype(reduce_dtype) is not None
 
     @functools.wraps(fun, updated=())
@@ -310,7 +331,7 @@ def plan_call(
 
 
 def check_policy(
-    policy: Policy | PolicyMap | str, caller: str = "autocast"
+    policy: Policy | PolicyMap | str, caller: str
 ) -> tuple[Policy | PolicyMap, Any]:
     """Return the policy and the one half dtype that it computes in.
 
@@ -318,8 +339,13 @@ def check_policy(
     with float64 parameters) asks for nothing: its dtype is float32 (float64).
 
     Raises:
+      TypeError: it is no policy.
       ValueError: it computes in two kinds of half, or in another dtype.
     """
+    if any(map(trees.is_array, jax.tree.leaves(policy))):
+        raise TypeError(
+            f"{caller} got {type(policy).__name__} as its policy. {_call_shape(caller)}"
+        )
     if not isinstance(policy, PolicyMap):
         policy = get_policy(policy)
     policies = policies_of(policy)
@@ -350,11 +376,69 @@ def name_of(fun: Any) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 
-def _check_function(fun: Any, caller: str) -> None:
-    if not callable(fun):
+def _call_shape(name: str) -> str:
+    return (
+        f"It returns a function of the arguments: write {name}(f, policy)(*args), not "
+        f"{name}(f, policy, *args)."
+    )
+
+
+class _Decorator(functools.partial):
+    """What `autocast` returns without a function."""
+
+    def __enter__(self, *_: Any) -> Any:
         raise TypeError(
-            f"{caller} expects a function, got {fun!r}. It is no context manager: "
-            f"it returns another function, as jax.jit does."
+            f"autocast expects a function. {_no_context_manager('autocast')}"
+        )
+
+    __exit__ = __enter__
+
+
+def _no_context_manager(caller: str) -> str:
+    return (
+        f"{caller} is not a context manager: it returns another function, as jax.jit "
+        "does."
+    )
+
+
+def check_function(
+    fun: Any, caller: str, policy: Any = None, *, allows_modules: bool = False
+) -> None:
+    """Raise if this is no function to transform.
+
+    Args:
+      fun: what was passed as the function.
+      caller: the name of the public function.
+      policy: what was passed as its policy.
+      allows_modules: whether modules of flax are functions, too.
+
+    Raises:
+      TypeError: as said, with what to do instead.
+    """
+    got = f"{caller} expects a function, got {fun!r}"
+    if isinstance(fun, Policy | PolicyMap | str) and callable(policy):
+        name = name_of(policy)
+        raise TypeError(
+            f"{got} first, and the function {name} after it: write "
+            f"{caller}({name}, {fun!r})."
+        )
+    if isinstance(fun, Policy | PolicyMap | str) and caller == "autocast":
+        raise TypeError(
+            f"{got}. A policy goes behind the function, autocast(f, policy), or into a "
+            f"decorator by its name, @autocast(policy={fun!r}). "
+            f"{_no_context_manager(caller)}"
+        )
+    if not callable(fun):
+        if callable(getattr(fun, "apply", None)):  # such as Transformed of Haiku
+            raise TypeError(f"{got}, which has one: pass its .apply.")
+        raise TypeError(f"{got}. {_no_context_manager(caller)}")
+    if allows_modules:
+        return
+    if compat.is_unbound_linen_module(fun):
+        raise TypeError(
+            f"{got}, a linen module, which computes in its method apply: write "
+            f"{caller}(model.apply, ...)(variables, x). Or give it a policy: "
+            "jmp_lite.linen.with_policy(model, policy)."
         )
     if compat.is_nnx_module(fun) or compat.is_nnx_module(
         getattr(fun, "__self__", None)
@@ -392,7 +476,8 @@ def _check_arguments(args_and_kwargs: Any) -> None:
 def _nnx_advice(got: str) -> str:
     return (
         f"{got} an nnx module, whose changes of state (statistics, random streams) "
-        "would be lost in the trace. Split it with graphdef, state = nnx.split(model); "
-        "in the function, call nnx.merge(graphdef, state), and return nnx.state of it "
+        "would be lost in the trace. Give it a policy: jmp_lite.nnx.with_policy(model, "
+        "policy) keeps them. Or split it with graphdef, state = nnx.split(model); in "
+        "the function, call nnx.merge(graphdef, state), and return nnx.state of it "
         "where it changes."
     )

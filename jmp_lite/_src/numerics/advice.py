@@ -14,7 +14,12 @@ import jax.numpy as jnp
 
 from jmp_lite._src import dtypes, reports
 from jmp_lite._src.autocast.ops import resolve_rules
-from jmp_lite._src.autocast.transform import check_policy
+from jmp_lite._src.autocast.transform import (
+    check_function,
+    check_policy,
+    takes_function,
+)
+from jmp_lite._src.gradients import split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite._src.numerics import half_results
 from jmp_lite._src.numerics.dry_run import Measured, measure
@@ -167,6 +172,7 @@ class Advice(reports.Report):
         )
 
 
+@takes_function
 def advise(
     loss_fn: Callable[..., Any],
     policy: Policy | PolicyMap | str,
@@ -202,8 +208,8 @@ def advise(
         loss scale does not grow.
 
     Returns:
-      A function of the arguments of `loss_fn` that returns an `Advice`: `policy` itself
-      if that computes in float32.
+      A function of the arguments of `loss_fn` that returns an `Advice`. A policy that
+      computes in float32 is returned as it is.
 
     Raises:
       TypeError: `loss_fn` is not callable; `previous` is no `Advice`; in a call: an
@@ -226,9 +232,8 @@ def advise(
       loss_scale = jmp.StaticLossScale(2.0**21)
       <BLANKLINE>
     """
-    if not callable(loss_fn):
-        raise TypeError(f"Expected a loss function, got {loss_fn!r}.")
-    start, dtype = check_policy(policy)
+    check_function(loss_fn, "advise", policy)
+    start, dtype = check_policy(policy, "advise")
     if not headroom >= 1:
         raise ValueError(f"Expected a headroom of at least 1, got {headroom!r}.")
     if not isinstance(previous, Advice | None):
@@ -451,8 +456,7 @@ class _Search:
 def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any:
     @functools.wraps(loss_fn, updated=())
     def scaled(*args, **kwargs):
-        out = loss_fn(*args, **kwargs)
-        loss, aux = out if has_aux else (out, None)
+        loss, aux = split_aux(loss_fn(*args, **kwargs), has_aux)
         return loss * scale, aux
 
     return jax.value_and_grad(scaled, argnums, has_aux=True)

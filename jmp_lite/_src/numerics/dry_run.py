@@ -13,9 +13,11 @@ from jmp_lite._src.autocast.regions import check_unused
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.transform import (
     PlannedCall,
+    check_function,
     check_policy,
     name_of,
     plan_call,
+    takes_function,
 )
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
@@ -28,6 +30,7 @@ from jmp_lite._src.numerics.runs import Cell, Run
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
+@takes_function
 def dry_run(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap | str,
@@ -76,9 +79,8 @@ def dry_run(
       Micikevicius et al., Mixed Precision Training, 2018
       (https://arxiv.org/abs/1710.03740); NVIDIA's precision debugger.
     """
-    if not callable(fun):
-        raise TypeError(f"Expected a function to run, got {fun!r}.")
-    policy, compute_dtype = check_policy(policy)
+    check_function(fun, "dry_run", policy)
+    policy, compute_dtype = check_policy(policy, "dry_run")
     rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
 
     def run(*args, **kwargs) -> DryRunReport:
@@ -158,7 +160,7 @@ def _plan_fitted(
     rules: OpRules | None,
 ) -> tuple[PlannedCall, Policy | PolicyMap]:
     """Trace and plan a call; patterns may be over scopes or over modules of linen."""
-    compute_dtype = check_policy(policy)[1]
+    compute_dtype = check_policy(policy, "dry_run")[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
 
     def plan(policy):

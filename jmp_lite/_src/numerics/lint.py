@@ -14,7 +14,12 @@ import jax
 
 from jmp_lite._src import reports
 from jmp_lite._src.autocast.regions import Regions
-from jmp_lite._src.autocast.transform import check_policy, name_of
+from jmp_lite._src.autocast.transform import (
+    check_function,
+    check_policy,
+    name_of,
+    takes_function,
+)
 from jmp_lite._src.numerics.hazards import accuracy, constants, loss_scaling, speed
 from jmp_lite._src.numerics.hazards.dataflow import list_ops
 from jmp_lite._src.numerics.hazards.ranges import Ranges
@@ -117,6 +122,7 @@ class LintReport(reports.Report):
         )
 
 
+@takes_function
 def lint(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap | str = "mixed",
@@ -161,8 +167,7 @@ def lint(
       Micikevicius et al., Mixed Precision Training, 2018
       (https://arxiv.org/abs/1710.03740); NVIDIA, Matrix Multiplication Background.
     """
-    if not callable(fun):
-        raise TypeError(f"lint expects a function, got {fun!r}.")
+    check_function(fun, "lint", policy, allows_modules=True)
     policy, _ = check_policy(policy, "lint")
     if target is None:
         is_tpu = jax.local_devices()[0].platform == "tpu"
