@@ -1,13 +1,19 @@
-"""`explain` counts what runs in half: what autocast lowers, and what was in half."""
+"""`explain` counts what runs in half, and says why and where the rest does not."""
 
+import io
 import json
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from rich.console import Console
 
-from jmp_lite import explain, full_precision
+from jmp_lite import autocast, explain, full_precision
 
 W, X = jnp.eye(8), jnp.ones((4, 8))
 in_both_halves = pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -63,3 +69,183 @@ def test_a_product_of_float32_and_another_half_is_none_in_half() -> None:
     report = explain(jnp.matmul, "mixed_bfloat16")(X, W.astype(jnp.float16))
     assert report.half_flops_share == 0
     assert report.kept == {"a dtype the program chose": 1}
+
+
+# Complex products.
+
+
+def complex_and_real(c: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the sum of a complex product and of a real one, as S5 has them."""
+    return (x.astype(c.dtype) @ c).real + x @ w
+
+
+@in_both_halves
+def test_a_complex_product_says_so_and_counts_as_its_real_ones(half: str) -> None:
+    c = W.astype(jnp.complex64)
+    report = explain(complex_and_real, f"mixed_{half}")(c, W, X)
+    assert report.kept["complex"] == 1
+    of_complex, of_real = (row for row in report.rows if row.flops)
+    assert (of_complex.is_half, of_complex.flops) == (False, 4 * of_real.flops)
+    assert report.half_flops_share == 0.2
+
+
+REMEDY = "Re.C @ x. is C.real @ x.real - C.imag @ x.imag"
+
+
+@in_both_halves
+def test_autocast_warns_of_a_program_of_complex_products(half: str) -> None:
+    fun, c = autocast(complex_and_real, f"mixed_{half}"), W.astype(jnp.complex64)
+    share = "80% of the matrix-product FLOPs of complex_and_real as they are: complex"
+    with pytest.warns(UserWarning, match=f"{share}.*{REMEDY}"):
+        fun(c, W, X)
+    with pytest.warns(UserWarning, match=f"lowered nothing in dot.*complex.*{REMEDY}"):
+        autocast(jnp.dot, f"mixed_{half}")(c, c)
+
+
+def test_complex_products_in_a_loop_count_by_its_trips() -> None:
+    def fun(c, w, x):
+        x = lax.fori_loop(0, 9, lambda _, x: x + x @ w, x)
+        return (x.astype(c.dtype) @ c).real
+
+    c = W.astype(jnp.complex64)
+    assert explain(fun, "mixed_bfloat16")(c, W, X).half_flops_share == 9 / 13
+    with warnings.catch_warnings(action="error"):
+        autocast(fun, "mixed_bfloat16")(c, W, X)
+
+
+def test_complex_products_that_are_meant_are_not_warned_of() -> None:
+    c = W.astype(jnp.complex64)
+
+    def fun(x):
+        return full_precision(lambda x: (x.astype(c.dtype) @ c).real)(x) + x @ W
+
+    with warnings.catch_warnings(action="error"):
+        autocast(fun, "mixed_bfloat16")(X)
+
+
+# Loops.
+
+
+def repeated(n: Any, x: jax.Array) -> jax.Array:
+    """Multiply `n` times, in a `while` unless `n` is a number."""
+    return lax.fori_loop(0, n, lambda _, x: x @ W, x)
+
+
+def whiles(until: Callable[[Any], Any], step: int = 1, start: int = 0) -> Any:
+    """Return a function of a product in a `while` over a counter."""
+
+    def fun(x):
+        def body(state):
+            i, x = state
+            return i + step, x @ W
+
+        return lax.while_loop(lambda state: until(state[0]), body, (start, x))[1]
+
+    return fun
+
+
+@pytest.mark.parametrize(
+    ("fun", "times"),
+    [
+        (lambda x: repeated(5, x), 5),
+        (lambda x: repeated(jnp.int32(5), x), 5),
+        (lambda x: jax.jit(repeated)(5, x), 5),
+        (lambda x: jax.jit(jax.checkpoint(repeated))(5, x), 5),
+        (lambda x: jax.jvp(lambda x: repeated(5, x), (x,), (x,))[0], 5),
+        (jax.vmap(lambda x: repeated(jnp.int32(5), x)), 5),
+        (lambda x: lax.scan(lambda x, _: (repeated(5, x), None), x, None, 3)[0], 15),
+        (whiles(lambda i: i < 5), 5),
+        (whiles(lambda i: 5 > i), 5),
+        (whiles(lambda i: i <= 5), 6),
+        (whiles(lambda i: i != 6, step=2), 3),
+        (whiles(lambda i: i != -6, step=-2), 3),
+        (whiles(lambda i: i < 5, step=2), 3),
+        (whiles(lambda i: i > 0, step=-2, start=5), 3),
+        (whiles(lambda i: i >= 0, step=-2, start=4), 3),
+        (whiles(lambda i: i < 5, start=5), 0),
+    ],
+)
+def test_the_body_of_a_while_counts_by_its_trips(fun: Any, times: int) -> None:
+    report = explain(fun, "mixed_bfloat16")(X)
+    assert {row.times for row in report.rows if row.flops} == {times}
+    assert report.counted_once == 0
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        repeated,
+        jax.jit(repeated),
+        lambda n, x: whiles(lambda i: i * i < n)(x),
+        lambda n, x: whiles(lambda i: i < n)(x),
+        lambda n, x: whiles(lambda i: i != 5, step=2)(x),
+        lambda n, x: whiles(lambda i: i < 5, step=-1)(x),
+        lambda n, x: lax.while_loop(lambda x: x[0, 0] < 5, lambda x: x @ W, x),
+        lambda n, x: lax.while_loop(
+            lambda s: s[0] < 5, lambda s: (s[0] + n, s[1] @ W), (0, x)
+        ),
+        lambda n, x: lax.while_loop(
+            lambda s: s[0] < 5, lambda s: (s[0] * 2, s[1] @ W), (1, x)
+        ),
+    ],
+)
+def test_a_while_whose_trips_are_not_known_counts_once_and_says_so(fun: Any) -> None:
+    report = explain(fun, "mixed_bfloat16")(jnp.int32(5), X)
+    assert {row.times for row in report.rows if row.flops} == {1}
+    assert report.counted_once == 1
+    assert json.loads(report.to_json())["counted_once"] == 1
+    assert "a while loop, whose trips are not known, counts once" in text_of(report)
+
+
+def text_of(report: Any) -> str:
+    """Return the table of a report as text."""
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(report.table())
+    return console.export_text()
+
+
+# What is not looked into.
+
+
+def largest_of_segments(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return what graph networks compute."""
+    return jax.ops.segment_max(x @ w, jnp.asarray([0, 0, 1, 1]), 2)
+
+
+def test_what_is_not_looked_into_is_named_with_its_place_and_the_reason() -> None:
+    report = explain(largest_of_segments, "mixed_bfloat16")(X, W)
+    line = largest_of_segments.__code__.co_firstlineno + 2
+    why = "it runs functions of its own (max)"
+    reason = f"not looked into: scatter-max, {why}, at test_explain.py:{line}"
+    assert report.kept[reason] == 1
+    assert reason in text_of(report)
+
+
+def test_a_kernel_that_is_not_looked_into_is_named() -> None:
+    def double(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2.0
+
+    def fun(x, w):
+        shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        return pl.pallas_call(double, out_shape=shape, interpret=True)(x @ w)
+
+    report = explain(fun, "mixed_bfloat16")(X, W)
+    (reason,) = (row.reason for row in report.rows if row.primitive == "pallas_call")
+    why = "not looked into: pallas_call, it runs functions of its own (double)"
+    assert reason.startswith(f"{why}, at test_explain.py:")
+
+
+# Outer products.
+
+
+def test_an_outer_product_does_not_count() -> None:
+    def fun(w, x):
+        angles = jnp.einsum("t,f->tf", jnp.arange(4.0), jnp.ones(8))
+        return (x + jnp.cos(angles)) @ w + x[:, :1] @ w[:1]
+
+    report = explain(fun, "mixed_bfloat16")(W, X)
+    assert report.half_flops_share == 1.0
+    outer = [row for row in report.rows if row.primitive == "dot_general"]
+    assert sorted(row.flops for row in outer) == [0, 0, 2 * 4 * 8 * 8]
+    assert report.kept["an outer product: it sums nothing"] == 2
+    assert "1 of 1" in text_of(report)

@@ -42,7 +42,7 @@ import numpy as np
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import patterns, precision, products, rules
 from jmp_lite._src.autocast.ops import OpRules
-from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
+from jmp_lite._src.autocast.plans import NOT_OPENED, CastPlan, EqnInfo, EqnPlan
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
     FLOAT32,
@@ -423,8 +423,7 @@ def _describe(
         elif rule is rules.UNCHANGED:
             bodies = control_flow.sub_jaxprs(eqn) or ()
             rule = rules.SUB_JAXPRS if bodies else rule
-            held = compat.jaxprs_of(eqn)
-            why_unchanged = "not looked into" if held else "not in the rules"
+            why_unchanged = "" if bodies else _why_unchanged(eqn)
         region = analyzer.regions.at(scope, name_scopes.of(eqn))
         why_not_fp8 = ""
         if rule is rules.PRODUCT and (region.fp8 or region.reduces_in_float32):
@@ -449,6 +448,14 @@ def _describe(
         )
 
     return [describe(index, eqn) for index, eqn in enumerate(jaxpr.eqns)]
+
+
+def _why_unchanged(eqn: Any) -> str:
+    """Return why an equation without a rule runs as it is written."""
+    if not compat.jaxprs_of(eqn):
+        return "not in the rules"
+    why_not = control_flow.why_not_opened(eqn)
+    return f"{NOT_OPENED}: {eqn.primitive.name}, {why_not}"
 
 
 def _rule_of_product(

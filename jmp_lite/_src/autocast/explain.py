@@ -13,7 +13,7 @@ import numpy as np
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.ops import OpRules, resolve_rules
-from jmp_lite._src.autocast.plans import CastPlan, EqnPlan
+from jmp_lite._src.autocast.plans import EqnPlan, Placed, walk
 from jmp_lite._src.autocast.rules import Fp8
 from jmp_lite._src.autocast.transform import (
     check_function,
@@ -21,7 +21,7 @@ from jmp_lite._src.autocast.transform import (
     plan_call,
     takes_function,
 )
-from jmp_lite._src.jaxprs import matmul_precision, name_scopes, sources
+from jmp_lite._src.jaxprs import matmul_precision
 from jmp_lite._src.policy import Policy, PolicyMap
 
 # Matrix units take tiles of this many numbers; a dimension that is no multiple is
@@ -42,9 +42,11 @@ class OpDecision:
       before: dtypes of its array operands and results in the program.
       after: the same under autocast.
       reason: why it is not in half, or why its result is not.
-      flops: multiplications and additions of a matrix product, else 0.
+      flops: multiplications and additions of real numbers in a matrix product; 0 for
+        outer products, which sum nothing, and for other operations.
       aligned: whether all dimensions of a matrix product are multiples of 8.
-      times: how often it runs: the lengths of the scans around it, multiplied.
+      times: how often it runs: the trips of the loops around it, multiplied, with 1 for
+        those that are not known.
     """
 
     layer: str
@@ -86,11 +88,14 @@ class AutocastReport(reports.Report):
         those of the program itself.
       matmul_precision: the setting of `jax.default_matmul_precision` at the call, None
         for the default. Matrix products that stay in float32 are computed with it.
+      counted_once: how many `while` loops there are whose trips are not known: what is
+        in them counts as if it ran once.
     """
 
     rows: tuple[OpDecision, ...]
     casts: int
     matmul_precision: str | None = None
+    counted_once: int = 0
 
     _derived = ("half_flops_share", "fp8_flops_share", "kept")
 
@@ -121,6 +126,9 @@ class AutocastReport(reports.Report):
         notes = [f"{n} × {reason}" for reason, n in self.kept.items()]
         if self.matmul_precision:
             notes.append(f"float32 products are in {self.matmul_precision!r} precision")
+        if n := self.counted_once:
+            loops = "a while loop, whose" if n == 1 else f"{n} while loops, whose"
+            notes.append(f"what is in {loops} trips are not known, counts once")
         return reports.Table(
             f"autocast: {share} of matrix-product FLOPs in half{in_fp8}, "
             f"{self.casts} casts",
@@ -220,35 +228,30 @@ def explain(
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         before = planned.traced.closed
         after = jax.make_jaxpr(lambda: planned.run())()
-        rows = tuple(_rows(planned.plan, "", 1, jnp.dtype(compute_dtype)))
-        casts = _count_casts(after) - _count_casts(before)
-        return AutocastReport(rows, casts, matmul_precision.current())
+        equations, dtype = list(walk(planned.plan)), jnp.dtype(compute_dtype)
+        return AutocastReport(
+            rows=tuple(_decision(of, dtype) for of in equations if not of.plan.bodies),
+            casts=_count_casts(after) - _count_casts(before),
+            matmul_precision=matmul_precision.current(),
+            counted_once=sum(of.trips is None for of in equations),
+        )
 
     return explained
 
 
-def _rows(
-    plan: CastPlan, scope: str, times: int, half_dtype: Any
-) -> Iterator[OpDecision]:
-    for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
-        layer = name_scopes.join(scope, name_scopes.of(eqn))
-        inner_times = times * eqn.params.get("length", 1) if eqn_plan.bodies else times
-        for body in eqn_plan.bodies:
-            yield from _rows(body, layer, inner_times, half_dtype)
-        if eqn_plan.bodies:
-            continue
-        yield OpDecision(
-            layer=name_scopes.without_marks(layer),
-            primitive=eqn.primitive.name,
-            line=sources.source_line(eqn),
-            op_class=eqn_plan.rule.name,
-            before=_dtypes(eqn),
-            after=_dtypes_after(eqn, eqn_plan, half_dtype),
-            reason=eqn_plan.reason,
-            flops=products.flops(eqn),
-            aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(eqn)),
-            times=times,
-        )
+def _decision(of: Placed, half_dtype: Any) -> OpDecision:
+    return OpDecision(
+        layer=of.layer,
+        primitive=of.eqn.primitive.name,
+        line=of.line,
+        op_class=of.plan.rule.name,
+        before=_dtypes(of.eqn),
+        after=_dtypes_after(of.eqn, of.plan, half_dtype),
+        reason=of.reason,
+        flops=products.flops(of.eqn),
+        aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(of.eqn)),
+        times=of.times,
+    )
 
 
 def _dtypes(eqn: Any) -> str:

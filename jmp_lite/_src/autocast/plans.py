@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast.patterns import Softmax
 from jmp_lite._src.autocast.precision import HALF, Precision
 from jmp_lite._src.autocast.regions import Region
 from jmp_lite._src.autocast.values import Reads, find_reads
+from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 
 if TYPE_CHECKING:
@@ -159,3 +161,83 @@ class CastPlan:
         """Whether the jaxpr can run as it is."""
         changes = any(self.half_in) or any(self.half_out) or self.has_bodies
         return not changes and not any(plan.is_lowered for plan in self.eqn_plans)
+
+
+class Placed(NamedTuple):
+    """An equation of a program, and where it stands.
+
+    Attributes:
+      eqn: the equation.
+      plan: its plan.
+      around: the equations that it is inside of, outermost first.
+      times: how often it runs: the trips of the loops around it, multiplied, with 1 for
+        those that are not known.
+      trips: how often its sub-jaxprs run each time; None if that is not known.
+    """
+
+    eqn: Any
+    plan: EqnPlan
+    around: tuple[Any, ...]
+    times: int
+    trips: int | None
+
+    @property
+    def layer(self) -> str:
+        """Its name-scope path."""
+        stacks = [name_scopes.of(eqn) for eqn in (*self.around, self.eqn)]
+        return name_scopes.without_marks(functools.reduce(name_scopes.join, stacks, ""))
+
+    @property
+    def line(self) -> str:
+        """`file:line` of the user's code."""
+        return functools.reduce(
+            lambda line, eqn: sources.source_line(eqn, line),
+            (*self.around, self.eqn),
+            "",
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why it is in float32, with the place of what is not looked into."""
+        reason = self.plan.reason
+        if not reason.startswith(NOT_OPENED):
+            return reason
+        return f"{reason}, at {reports.short_line(self.line) or '?'}"
+
+
+# How the reason begins why an equation that holds jaxprs runs as it is written.
+NOT_OPENED = "not looked into"
+
+
+def walk(
+    plan: CastPlan,
+    around: tuple[Any, ...] = (),
+    times: int = 1,
+    known: Mapping[Any, int | None] | None = None,
+) -> Iterator[Placed]:
+    """Yield each equation of a jaxpr, and then those of its sub-jaxprs.
+
+    Args:
+      plan: the plan of the jaxpr.
+      around: the equations that it is inside of, outermost first.
+      times: how often it runs.
+      known: the integers that its inputs are, where they are known.
+    """
+    for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
+        if not eqn_plan.bodies:
+            yield Placed(eqn, eqn_plan, around, times, 1)
+            continue
+        ins = [control_flow.integer(v, known or {}) for v in eqn.invars]
+        trips = control_flow.trips(eqn, ins)
+        yield Placed(eqn, eqn_plan, around, times, trips)
+        is_loop = eqn.primitive.name in ("scan", "while")
+        subs = control_flow.sub_jaxprs(eqn) or ()
+        for sub, body in zip(subs, eqn_plan.bodies, strict=True):
+            operands = enumerate(zip(sub.jaxpr.invars, sub.operands, strict=True))
+            inside = {
+                var: ins[i]
+                for k, (var, i) in operands
+                if not (is_loop and k in sub.fixed_in)
+            }
+            inner_times = times * (1 if trips is None else trips)
+            yield from walk(body, (*around, eqn), inner_times, inside)

@@ -17,6 +17,7 @@ from jmp_lite._src.autocast.precision import IGNORED, Precision, is_f32, is_floa
 from jmp_lite._src.jaxprs import binding, matmul_precision
 
 NAMES = matmul_precision.PRODUCTS
+COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
 def run(eqn: Any, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
@@ -78,17 +79,26 @@ def _f32_product(bind: Callable[..., Any], half_dtype: Any, operands: Any) -> An
 
 
 def flops(eqn: Any) -> int:
-    """Return 2 × the multiplications of a matrix product, 0 for other equations."""
-    if eqn.primitive.name not in NAMES:
+    """Return the multiplications and additions of real numbers in a matrix product.
+
+    They are 0 for other equations, and for outer products, which sum nothing.
+    """
+    if eqn.primitive.name not in NAMES or is_outer(eqn):
         return 0
     lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    of_each = 8 if is_complex(eqn) else 2
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2 * math.prod(out) * math.prod(lhs[i] for i in contracted)
+        return of_each * math.prod(out) * math.prod(lhs[i] for i in contracted)
     if eqn.primitive.name == "conv_general_dilated":
         out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(out) * math.prod(rhs) // max(out_features, 1)
-    return 2 * math.prod(out) * lhs[-1]  # ragged: rows × columns × what is summed
+        return of_each * math.prod(out) * math.prod(rhs) // max(out_features, 1)
+    return of_each * math.prod(out) * lhs[-1]  # ragged: rows × columns × summed
+
+
+def is_complex(eqn: Any) -> bool:
+    """Return whether a matrix product is of complex numbers."""
+    return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
 
 
 def is_half_product(eqn: Any) -> bool:
@@ -162,6 +172,8 @@ def why_not_half(
       is_filled_in: whether the caller set its `precision`, not the program.
       compute_dtype: the half dtype. An operand may be in it already.
     """
+    if is_complex(eqn):
+        return COMPLEX
     others = [v for v in eqn.invars if v.aval.dtype != compute_dtype]
     if any(is_float(v) and not is_f32(v) for v in (*others, *eqn.outvars)):
         return "a dtype the program chose"

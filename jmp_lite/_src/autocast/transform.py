@@ -10,7 +10,7 @@ import collections
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -20,7 +20,7 @@ from jmp_lite._src import compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.ops import OpRules, resolve_rules
-from jmp_lite._src.autocast.plans import CastPlan
+from jmp_lite._src.autocast.plans import CastPlan, Placed, walk
 from jmp_lite._src.autocast.regions import Regions, policies_of
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.jaxprs import name_scopes
@@ -121,7 +121,8 @@ def autocast(
 
     Warns:
       UserWarning: in a call: no product runs in half, or none in fp8 though the policy
-        has fp8; the device has no fp8, so that it is slow.
+        has fp8; most FLOPs of its products are of complex numbers; the device has no
+        fp8, so that it is slow.
 
     Examples:
       >>> def f(w, x):
@@ -289,27 +290,48 @@ class PlannedCall:
 
     def what_is_missing(self) -> str:
         """Return which precision of the policy no product has, and why; or ""."""
-        eqn_plans = [eqn for plan in _plans(self.plan) for eqn in plan.eqn_plans]
-        if not any(eqn_plan.is_low_product for eqn_plan in eqn_plans):
-            kept = self._kept()
+        equations = list(walk(self.plan))
+        if not any(of.plan.is_low_product for of in equations):
+            kept = _kept(equations)
             why = f"its matrix products are left as they are ({kept})"
             none = "it has no matrix product"
-            return f"lowered nothing in {self.name}: {why if kept else none}."
+            text = f"lowered nothing in {self.name}: {why if kept else none}."
+            return f"{text} {_REAL_PARTS}" if _complex_share(equations) > 0.5 else text
+        if (share := _complex_share(equations)) > 0.5:
+            of_all = f"{share:.0%} of the matrix-product FLOPs of {self.name}"
+            return f"leaves {of_all} as they are: {products.COMPLEX}. {_REAL_PARTS}"
         if not self.analyzer.regions.any_fp8:
             return ""
-        if not any(eqn_plan.rule.is_fp8 for eqn_plan in eqn_plans):
-            return f"put no matrix product of {self.name} in fp8: {self._kept()}."
+        if not any(of.plan.rule.is_fp8 for of in equations):
+            return f"put no matrix product of {self.name} in fp8: {_kept(equations)}."
         return ""
 
-    def _kept(self) -> str:
-        """Return how many products have each reason."""
-        kept = collections.Counter()
-        for plan in _plans(self.plan):
-            for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
-                count = 0 if eqn_plan.bodies else products.count(eqn)
-                kept[eqn_plan.reason] += count
-        kept = +kept  # without those of which there is none
-        return "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())
+
+_REAL_PARTS = (
+    "No half dtype is complex. Compute real and imaginary parts, with real products: "
+    "Re(C @ x) is C.real @ x.real - C.imag @ x.imag. If complex products are meant, "
+    "mark them with full_precision."
+)
+
+
+def _kept(equations: Iterable[Placed]) -> str:
+    """Return how many products have each reason."""
+    kept = collections.Counter()
+    for of in equations:
+        count = 0 if of.plan.bodies else products.count(of.eqn)
+        if count:
+            kept[of.reason] += count
+    return "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())
+
+
+def _complex_share(equations: Iterable[Placed]) -> float:
+    """Return the share of the FLOPs of products that stay complex."""
+    total = in_complex = 0
+    for of in equations:
+        flops = products.flops(of.eqn) * of.times
+        total += flops
+        in_complex += flops if of.plan.reason == products.COMPLEX else 0
+    return in_complex / total if total else 0.0
 
 
 def plan_call(
@@ -361,14 +383,6 @@ def check_policy(
             "nothing."
         )
     return policy, (halves or as_written).pop()
-
-
-def _plans(plan: CastPlan) -> list[CastPlan]:
-    found = [plan]
-    for eqn_plan in plan.eqn_plans:
-        for body in eqn_plan.bodies:
-            found += _plans(body)
-    return found
 
 
 def name_of(fun: Any) -> str:

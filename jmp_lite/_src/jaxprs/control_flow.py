@@ -11,10 +11,11 @@ primitive that the first function does not know (it returns None).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
@@ -60,6 +61,104 @@ def sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
     """Return the jaxprs of an equation; None if it holds none that are understood."""
     rule = _RULES.get(eqn.primitive.name)
     return rule[0](eqn) if rule else None
+
+
+def why_not_opened(eqn: Any) -> str:
+    """Return why `sub_jaxprs` does not return the jaxprs that an equation holds."""
+    name = eqn.primitive.name
+    if name == "cond":
+        return "branches per platform"
+    if name in _RULES:
+        return "a form of it that is not understood"
+    infos = (compat.open_jaxpr(jaxpr).debug_info for jaxpr in compat.jaxprs_of(eqn))
+    names = ", ".join(dict.fromkeys(info.func_name for info in infos))
+    return f"it runs functions of its own ({names})"
+
+
+def trips(eqn: Any, ins: Sequence[int | None]) -> int | None:
+    """Return how often the bodies of an equation run: 1 if it is no loop.
+
+    Args:
+      eqn: the equation.
+      ins: per operand, the integer that it is if that is known, else None.
+
+    Returns:
+      None for a `while` whose condition is other than a comparison of integers that are
+      known and change by a known number.
+    """
+    if eqn.primitive.name != "while":
+        return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    counters = _counters(eqn, ins)
+    if counters is None:
+        return None
+    name, (start, step) = counters
+    if name in ("gt", "ge") or (name == "ne" and start > 0):
+        start, step = -start, -step
+    if name in ("le", "ge"):
+        start -= 1
+    if start >= 0:
+        return 0
+    if step <= 0 or (name == "ne" and start % step):
+        return None
+    return -(start // step)
+
+
+def _counters(
+    eqn: Any, ins: Sequence[int | None]
+) -> tuple[str, tuple[int, int]] | None:
+    """Return the comparison of a `while`, of a number with 0.
+
+    Returns:
+      Its name; what the number is before the first iteration, and by how much it grows
+      in each.
+    """
+    cond, body = _while_sub_jaxprs(eqn)
+    first, (holds,) = eqn.params["body_nconsts"], cond.jaxpr.outvars
+    tests = [e for e in cond.jaxpr.eqns if holds in e.outvars]
+    if not tests or tests[0].primitive.name not in ("lt", "le", "gt", "ge", "ne"):
+        return None
+    in_cond, in_body = (
+        dict(zip(sub.jaxpr.invars, (ins[i] for i in sub.operands), strict=True))
+        for sub in (cond, body)
+    )
+    carried = cond.jaxpr.invars[eqn.params["cond_nconsts"] :]
+    for var in body.jaxpr.invars[first:]:
+        in_body[var] = None  # which an iteration may change
+
+    def grows_by(k: int) -> int | None:
+        before, after = body.jaxpr.invars[first + k], body.jaxpr.outvars[k]
+        if after is before:
+            return 0
+        made_by = next((e for e in body.jaxpr.eqns if after in e.outvars), None)
+        name = made_by.primitive.name if made_by else ""
+        if name not in ("add", "sub") or made_by is None:
+            return None
+        a, b = made_by.invars
+        if name == "add" and b is before:
+            a, b = b, a
+        added = integer(b, in_body)
+        if a is not before or added is None:
+            return None
+        return added if name == "add" else -added
+
+    numbers = []
+    for var in tests[0].invars:
+        start = integer(var, in_cond)
+        is_carried = not compat.is_literal(var) and var in carried
+        step = grows_by(carried.index(var)) if is_carried else 0
+        if start is None or step is None:
+            return None
+        numbers.append((start, step))
+    (a, a_step), (b, b_step) = numbers
+    return tests[0].primitive.name, (a - b, a_step - b_step)
+
+
+def integer(var: Any, known: Mapping[Any, int | None]) -> int | None:
+    """Return the integer that a variable or a literal is, None if it is not known."""
+    if not compat.is_literal(var):
+        return known.get(var)
+    is_integer = np.ndim(var.val) == 0 and np.issubdtype(var.aval.dtype, np.integer)
+    return int(var.val) if is_integer else None
 
 
 @dataclasses.dataclass(frozen=True)

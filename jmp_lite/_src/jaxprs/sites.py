@@ -38,7 +38,7 @@ class Site:
         that only these use; `"forward"` for all others, recomputation in
         `jax.checkpoint` included.
       dtype: that of its first floating result, or of its first result.
-      times: how often it runs; None inside a `while`.
+      times: how often it runs; None inside a `while` whose trips are not known.
       loops: how many loops are around it.
     """
 
@@ -66,8 +66,7 @@ def _sites(jaxpr: Any, around: Site, slopes: frozenset[int]) -> list[Site]:
         bodies = bodies_of(eqn)
         if bodies is None:
             layer = name_scopes.without_marks(site.layer)
-            line = site.line or sources.source_line(eqn)
-            site = dataclasses.replace(site, layer=layer, line=line)
+            site = dataclasses.replace(site, layer=layer)
             if id(eqn) in slopes:
                 site = dataclasses.replace(site, direction="backward")
             found.append(site)
@@ -105,13 +104,11 @@ def site_of(eqn: Any, around: Site = _TOP) -> Site:
     """Return the site of an equation in the call, loop or branch around it."""
     stack = name_scopes.of(eqn)
     is_backward = name_scopes.is_backward(stack, around.direction == "backward")
-    # JAX traces its own jitted functions once: all calls have the lines of the first.
-    is_library = sources.is_library_call(eqn)
     return dataclasses.replace(
         around,
         primitive=eqn.primitive.name,
         layer=name_scopes.join(around.layer, stack),
-        line=around.line or (sources.source_line(eqn) if is_library else ""),
+        line=sources.source_line(eqn, around.line),
         direction="backward" if is_backward else "forward",
         dtype=_dtype_name(eqn),
     )
@@ -121,8 +118,8 @@ def in_loop(eqn: Any, site: Site) -> Site:
     """Return the site around the sub-jaxprs of an equation."""
     if eqn.primitive.name not in _LOOPS:
         return site
-    length = eqn.params.get("length")
-    times = None if site.times is None or length is None else site.times * length
+    trips = control_flow.trips(eqn, [control_flow.integer(v, {}) for v in eqn.invars])
+    times = None if site.times is None or trips is None else site.times * trips
     return dataclasses.replace(site, times=times, loops=site.loops + 1)
 
 

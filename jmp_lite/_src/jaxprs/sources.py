@@ -1,26 +1,40 @@
 """The source line of an equation of a jaxpr, in the user's code."""
 
+import functools
+import os
+import re
 import sys
+import sysconfig
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jmp_lite._src import compat
 
-_JAX = str(Path(jax.__file__).parent)
+_HERE = str(Path(__file__).parents[2]) + os.sep
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: Any, around: str = "") -> str:
     """Return `file:line` of the user's code that made an equation, or `""`.
 
-    Skips frames of JAX, of other libraries and of this package.
+    Skips frames of JAX, of this package and of what is installed: other libraries, and
+    Python's own. If the code that called this package is installed itself, its package
+    is the user's.
+
+    Args:
+      eqn: the equation. It has the frames inside of the call, loop or branch that it
+        is in.
+      around: the line of that, for what is not the user's.
     """
-    for frame in compat.user_frames(eqn.source_info.traceback):
-        if not _is_in_library(frame.file_name):
-            return f"{frame.file_name}:{frame.start_line}"
-    return ""
+    frames = compat.user_frames(eqn.source_info.traceback)
+    files = [frame.file_name for frame in frames]
+    of_users = [i for i, file in enumerate(files) if not _is_in_library(file)]
+    if not of_users and (program := _program()):
+        of_users = [i for i, file in enumerate(files) if _package_of(file) == program]
+    if not of_users:
+        return around
+    return f"{files[of_users[0]]}:{frames[of_users[0]].start_line}"
 
 
 def traceback_of(eqn: Any) -> Any:
@@ -78,8 +92,7 @@ class _LinesOfRules:
         """Return whether user code was called after `depth` calls."""
         codes, _ = traceback.raw_frames()
         return any(
-            compat.is_user_file(code.co_filename)
-            and not _is_in_library(code.co_filename)
+            not _is_in_library(code.co_filename)
             for code in codes[: max(_depth() - self.depth, 0)]
         )
 
@@ -92,18 +105,35 @@ def _depth() -> int:
     return count
 
 
-_LIBRARY_PATHS = (
-    *(f"/site-packages/{name}/" for name in ("flax", "equinox", "optax", "chex")),
-    str(Path(__file__).parents[2]).replace("\\", "/") + "/",
-)
-
-
-def is_library_call(eqn: Any) -> bool:
-    """Return whether an equation calls a function that JAX or a library has jitted."""
-    info = getattr(compat.open_jaxpr(eqn.params.get("jaxpr")), "debug_info", None)
-    path = getattr(info, "func_filename", None) or ""
-    return path.startswith(_JAX) or _is_in_library(path)
+def _program() -> str:
+    """Return the installed package of the code that called this one, or `""`."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and _is_of_tools(frame.f_code.co_filename):
+        frame = frame.f_back
+    return _package_of(frame.f_code.co_filename) if frame else ""
 
 
 def _is_in_library(path: str) -> bool:
-    return any(part in path.replace("\\", "/") for part in _LIBRARY_PATHS)
+    return _is_of_tools(path) or bool(_package_of(path))
+
+
+@functools.cache
+def _is_of_tools(path: str) -> bool:
+    """Return whether a file is of this package, of Python or of JAX."""
+    if path.startswith((_HERE, "<frozen ")) or not compat.is_user_file(path):
+        return True
+    return path.startswith(_PYTHON) and not _package_of(path)
+
+
+@functools.cache
+def _package_of(path: str) -> str:
+    """Return the path of the installed package or module that a file is of, or `""`.
+
+    Examples:
+      >>> _package_of("/venv/lib/python3.13/site-packages/einops/einops.py")
+      '/venv/lib/python3.13/site-packages/einops'
+      >>> _package_of("/home/me/train.py")
+      ''
+    """
+    found = re.match(r".*[\\/](site|dist)-packages[\\/][^\\/:]+", path)
+    return found[0] if found else ""

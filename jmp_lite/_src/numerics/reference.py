@@ -13,7 +13,7 @@ import numpy as np
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import products
-from jmp_lite._src.jaxprs import name_scopes, sources
+from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.sites import Site, in_loop, site_of
 from jmp_lite._src.numerics.runs import look
 from jmp_lite._src.numerics.stretches import is_floating
@@ -93,7 +93,7 @@ class _Product:
 
     Attributes:
       dtype: half if one of its operands is half, else that of the first.
-      flops: those of all its runs; iterations of a `while` count once.
+      flops: those of all its runs; a `while` whose trips are not known runs once.
       place: its name, layer and line as text.
     """
 
@@ -108,13 +108,13 @@ def _products(jaxpr: Any, around: Site | None = None) -> Iterator[_Product]:
         if eqn.primitive.name in products.NAMES:
             read = [v.aval.dtype for v in eqn.invars[:2]]
             half = [dtype for dtype in read if dtypes.is_half(dtype)]
-            line = site.line or sources.source_line(eqn)
             parts = [p for p in site.layer.split("/") if p not in name_scopes.MARKS]
             layer = f" in {'/'.join(parts)}" if any(parts) else ""
+            line = f" at {site.line}" if site.line else ""
             yield _Product(
                 dtype=(half or read)[0],
                 flops=products.flops(eqn) * (site.times or 1),
-                place=f"{site.primitive}{layer}{f' at {line}' if line else ''}",
+                place=f"{site.primitive}{layer}{line}",
             )
         inside = in_loop(eqn, site)
         for body in compat.jaxprs_of(eqn):

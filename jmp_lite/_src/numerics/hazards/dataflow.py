@@ -69,7 +69,8 @@ class Op:
       is_differentiated: whether it is of a function that is differentiated, or of its
         derivative.
       line: `file:line` of the user's code.
-      times: how often it runs: the product of the lengths of the scans around it.
+      times: how often it runs: the trips of the loops around it, multiplied, with 1 for
+        those that are not known.
     """
 
     name: str
@@ -176,14 +177,12 @@ class _Opener:
                 path=name_scopes.join(around.path if around else "", stack),
                 is_backward="transpose(" in stack,
                 is_differentiated="jvp(" in stack,
-                line=sources.source_line(eqn),
+                line=sources.source_line(eqn, around.line if around else ""),
                 times=times,
             )
             if around is not None:
                 op.is_backward |= around.is_backward
                 op.is_differentiated |= around.is_differentiated
-                # Inside functions that JAX jits, no line is the user's.
-                op.line = op.line or around.line
             sub_jaxprs = self._sub_jaxprs(eqn)
             if sub_jaxprs is None:
                 outs = [_value_of(var) for var in eqn.outvars]
@@ -199,7 +198,9 @@ class _Opener:
     def _open_bodies(self, op: Op, sub_jaxprs: Any) -> list[Value]:
         """Add the operations of the sub-jaxprs of an equation; return its results."""
         eqn, is_loop = op.eqn, op.name in ("scan", "while")
-        times = op.times * (eqn.params["length"] if op.name == "scan" else 1)
+        known = [None if v.known is None else _integer(v.known) for v in op.ins]
+        trips = control_flow.trips(eqn, known)
+        times = op.times * (1 if trips is None else trips)
         if op.name == "cond":
             self.needed.append(op.ins[0])
         carried: dict[int, Value] = {}
@@ -281,6 +282,11 @@ def _value_of(var: Any, known: Any = None) -> Value:
         shape=getattr(var.aval, "shape", ()),
         known=np.asarray(known) if known is not None and is_number else None,
     )
+
+
+def _integer(known: np.ndarray) -> int | None:
+    is_integer = known.ndim == 0 and np.issubdtype(known.dtype, np.integer)
+    return int(known) if is_integer else None
 
 
 def _place(op: Op) -> None:
