@@ -72,7 +72,8 @@ def test_what_the_program_chose_stays() -> None:
     assert _kept(lambda w: jnp.matmul(w, w, precision=lax.Precision.HIGH), W)
     assert _kept(lambda w: w @ w, half)
     assert _kept(lambda w: w @ w, other)
-    assert _kept(lambda w: w @ w, W.astype(jnp.complex64))
+    with pytest.warns(UserWarning, match="FLOPs .* as they are: complex"):
+        assert _kept(lambda w: w @ w, W.astype(jnp.complex64))
     assert _kept(lambda w: w @ w, W.astype(jnp.int32))
     assert _kept(lambda w: jnp.matmul(w, w, preferred_element_type=jnp.float32), half)
     assert _kept(full_precision(lambda w: w @ w), W)
