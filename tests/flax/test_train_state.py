@@ -132,6 +132,17 @@ def test_a_skipped_step_leaves_every_bit(flax, name):
     assert bits_without_scale(expected) != bits_without_scale(state)
 
 
+@of_both
+@pytest.mark.parametrize("storage", ["float32", "remainder"])
+def test_pretrained_weights_in_half_are_trained_on(flax, storage):
+    inner = master_weights(optax.sgd(0.5), storage=storage)
+    state = flax.create_half(scale_aware(inner, StaticLossScale(1.0)))
+    loaded = jax.tree.map(lambda p: jnp.full_like(p, 3), state.params)
+    state = flax.apply(dataclasses.replace(state, params=loaded), *FINITE)
+    for p in jax.tree.leaves(state.params):  # gradients are cosines
+        np.testing.assert_allclose(np.float32(p), 3 - 0.5 * np.cos(3), rtol=1e-2)
+
+
 @pytest.mark.one_of("name")
 @over_states
 def test_without_a_value_a_bad_batch_statistic_skips_all_the_same(flax, name):

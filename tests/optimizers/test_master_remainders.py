@@ -17,6 +17,7 @@ from optimizers import Trainer, apply_updates, read_by_a_step, with_masters
 import jmp_lite
 from jmp_lite import (
     StaticLossScale,
+    low_precision_state,
     master_weights,
     scale_aware,
 )
@@ -264,6 +265,39 @@ def test_a_master_beyond_bfloat16_is_inf_and_comes_back():
     assert jnp.isinf(params).all()
     master = remainder.join(params, state.remainders)
     assert jnp.isfinite(master).all() and float(master[0]) > 3.389e38
+
+
+# Inside of `low_precision_state`.
+
+_LOW: dict[str, Any] = {
+    "alone": lambda inner: low_precision_state(inner, min_size=1),
+    "around scale_aware": lambda inner: low_precision_state(
+        scale_aware(inner, _SCALE), min_size=1
+    ),
+    "inside scale_aware": lambda inner: scale_aware(
+        low_precision_state(inner, min_size=1), _SCALE
+    ),
+}
+in_low = pytest.mark.parametrize("order", _LOW)
+
+
+@in_low
+def test_with_moments_in_low_precision_it_trains_as_float32_masters_do(order):
+    def run(wrap):
+        tx: Any = _LOW[order](wrap(optax.adam(3e-2)))
+        return _train(tx, _params(), _batches(5), jit=lambda step: step)
+
+    got, expected = run(in_remainders), run(master_weights)
+    _assert_same_training(got, expected)
+    stored = {str(x.dtype) for x in jax.tree.leaves(got[1]) if x.shape == (8, 16)}
+    assert stored == {"uint16", "bfloat16"}
+
+
+@in_low
+def test_with_moments_in_low_precision_float16_is_refused(order):
+    tx: Any = _LOW[order](in_remainders(optax.adam(3e-2)))
+    with pytest.raises(ValueError, match="float16 parameter at 'b/0': with 5 bits of"):
+        tx.init({"a": jnp.ones(2, jnp.bfloat16), "b": [jnp.ones(2, jnp.float16)]})
 
 
 # What an update cannot reach.

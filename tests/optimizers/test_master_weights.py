@@ -16,7 +16,12 @@ import pytest
 from optimizers import HALVES, Trainer, apply_updates, in_halves, read_by_a_step
 
 import jmp_lite
-from jmp_lite import StaticLossScale, master_weights, scale_aware
+from jmp_lite import (
+    StaticLossScale,
+    low_precision_state,
+    master_weights,
+    scale_aware,
+)
 from jmp_lite._src.optimizers import rounding
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
@@ -195,18 +200,16 @@ def test_the_update_is_exact_within_the_bound_and_not_far_beyond(dtype, ratio):
     assert (got[~within] != new[~within]).any()
 
 
-def test_what_one_update_cannot_reach_the_next_one_does():
-    # From 1 to 2**-20 + 2**-25: float32 has no difference of the two.
-    small = 2.0**-20 + 2.0**-25
+def test_where_an_update_misses_the_master_goes_on_from_the_parameter():
     tx: Any = master_weights(optax.sgd(1.0))
-    params = jnp.ones([], jnp.bfloat16)
-    state = tx.init(params)
-    state = state._replace(masters=jnp.float32(small))  # as after such a step
+    params, spacing = jnp.asarray(0.5, jnp.bfloat16), 2.0**-25
     step = Trainer(tx).step
+    params, state = step(params, tx.init(params), jnp.float32(3 * spacing))
+    params, state = step(params, state, jnp.float32(0.5 - 2 * spacing))
+    # float32 has no difference of the two numbers.
+    assert (float(params), float(state.masters)) == (0.0, -spacing)
     params, state = step(params, state, jnp.float32(0.0))
-    assert float(params) != small
-    params, state = step(params, state, jnp.float32(0.0))
-    assert float(params) == float(state.masters) == small
+    assert (float(params), float(state.masters)) == (0.0, 0.0)
 
 
 @in_halves
@@ -240,6 +243,102 @@ def test_rounding_rests_on_no_cast_that_xla_may_take_out(dtype):
     text = str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
     assert set(re.findall(r"new_dtype=(\w+)", text)) == {"float32"}
     assert "reduce_precision" in text
+
+
+# Parameters that are set between two steps.
+
+_ORDERS: dict[str, Any] = {
+    "alone": lambda tx: master_weights(tx),
+    "inside scale_aware": lambda tx: scale_aware(master_weights(tx), _SCALE),
+    "around scale_aware": lambda tx: master_weights(scale_aware(tx, _SCALE)),
+    "inside low_precision_state": lambda tx: low_precision_state(master_weights(tx)),
+    "around low_precision_state": lambda tx: master_weights(low_precision_state(tx)),
+    "inside both": lambda tx: low_precision_state(
+        scale_aware(master_weights(tx), _SCALE)
+    ),
+    "inside a chain": lambda tx: scale_aware(
+        optax.chain(optax.clip(100.0), master_weights(tx)), _SCALE
+    ),
+}
+_SCALE = StaticLossScale(1.0)
+in_orders = pytest.mark.parametrize("order", _ORDERS)
+
+
+@in_halves
+@in_orders
+def test_weights_loaded_after_init_are_trained_on(dtype, order):
+    trainer = Trainer(_ORDERS[order](optax.sgd(0.5)))
+    params = {"w": jnp.full(3, 0.5, dtype), "b": jnp.ones(2)}
+    state = trainer.init(params)
+    params["w"] = jnp.asarray([3.0, -7.5, 0.5], dtype)
+    params, state = trainer.step(params, state, jax.tree.map(jnp.ones_like, params))
+    np.testing.assert_array_equal(params["w"], [2.5, -8.0, 0.0])
+    np.testing.assert_array_equal(params["b"], [0.5, 0.5])
+    for _ in range(4):  # a quarter of the spacing at 8: lost in half, kept in masters
+        small = jax.tree.map(lambda p: 1e-3 * jnp.ones_like(p, jnp.float32), params)
+        params, state = trainer.step(params, state, small)
+    masters = _masters_of(state)["w"]
+    np.testing.assert_allclose(masters, [2.498, -8.002, -0.002], rtol=1e-6)
+    np.testing.assert_array_equal(params["w"], masters.astype(dtype))
+
+
+@in_halves
+def test_only_what_is_set_leaves_its_master(dtype):
+    trainer: Any = Trainer(scale_aware(master_weights(optax.sgd(1.0)), _SCALE))
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(rng.normal(size=1000), dtype)
+    grads = jnp.asarray(1e-3 * rng.normal(size=1000), jnp.float32)
+    params, state = trainer.run(params, [grads])
+    masters = np.asarray(_masters_of(state))
+    edges = jnp.asarray([0.0, -0.0, jnp.inf, -jnp.inf, jnp.nan], dtype)
+    changed = params.at[:5].set(edges)
+    after, state = trainer.step(changed, state, jnp.zeros(1000))
+    bitwise.assert_same(after[5:], params[5:])
+    bitwise.assert_same(_masters_of(state)[5:], masters[5:])
+    np.testing.assert_array_equal(after[:2], [0.0, 0.0])
+    assert np.isnan(after[4])  # a NaN is not hidden
+    # And a NaN that is repaired is gone.
+    repaired, state = trainer.step(params, state, grads)
+    assert jmp_lite.all_finite((repaired, state))
+    np.testing.assert_array_equal(repaired[5:], (masters - grads)[5:].astype(dtype))
+
+
+@in_halves
+def test_a_projection_after_each_step_holds(dtype):
+    tx: Any = scale_aware(master_weights(optax.sgd(1.0)), _SCALE)
+
+    def step(carry, grad):
+        params, state = carry
+        updates, state = tx.update(grad, state, params)
+        return (jnp.clip(apply_updates(params, updates), -1, 1), state), None
+
+    first = jnp.asarray([0.5, 0.5, -0.5], dtype)
+    small = 2.0**-13  # of which the masters keep each, and half none
+    grads = jnp.float32([[-0.25, -small, 0.25]] * 40)
+    (params, state), _ = jax.lax.scan(step, (first, tx.init(first)), grads)
+    np.testing.assert_array_equal(params[jnp.array([0, 2])], [1, -1])
+    assert float(_masters_of(state)[1]) == 0.5 + 40 * small
+    (params, state), _ = step((params, state), -grads[0])
+    np.testing.assert_array_equal(params[jnp.array([0, 2])], [0.75, -0.75])
+
+
+def test_a_skipped_step_keeps_what_was_set():
+    trainer: Any = Trainer(scale_aware(master_weights(optax.adam(0.1)), _SCALE))
+    params, state = trainer.run(jnp.ones(3, jnp.bfloat16), [jnp.ones(3)])
+    params = jnp.full(3, 3.0, jnp.bfloat16)
+    skipped, after = trainer.step(params, state, jnp.full(3, jnp.nan))
+    bitwise.assert_same(skipped, params)
+    bitwise.assert_same(after.inner_state, state.inner_state)
+    params, _ = trainer.step(skipped, after, jnp.ones(3))
+    assert (np.asarray(params, np.float32) > 2.8).all()
+
+
+def _masters_of(state: Any) -> Any:
+    leaves = jax.tree.leaves(
+        state, is_leaf=lambda x: isinstance(x, jmp_lite.MasterWeightsState)
+    )
+    (found,) = [x for x in leaves if isinstance(x, jmp_lite.MasterWeightsState)]
+    return found.masters
 
 
 # Trees, states, memory.

@@ -22,6 +22,7 @@ import optax
 from jmp_lite._src import compat, policy, trees
 from jmp_lite._src.jaxprs import tracing
 from jmp_lite._src.optimizers import base, blocks, rounding
+from jmp_lite._src.optimizers.master_weights import with_remainders
 from jmp_lite._src.optimizers.scale_aware import NEED_STORED_DTYPES, ScaleAwareState
 
 _DTYPES = ("bfloat16", "float8")
@@ -160,7 +161,7 @@ def low_precision_state(
         base.check_key(key)
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        params = trees.cast_at_least_float32(params)
+        stored, params = base.stored_dtypes(params), trees.cast_at_least_float32(params)
         paths = [
             trees.key_path(path)
             for path, _ in jax.tree_util.tree_leaves_with_path(_matched(params))
@@ -173,7 +174,8 @@ def low_precision_state(
             dtype = None if param is None else choice.dtype_of(param, x)
             return x if dtype is None or is_from_params else compress(x, dtype)
 
-        inner_state = jax.tree.map(base.strongly_typed, inner.init(params))
+        inner_state = with_remainders(inner.init(params), stored)
+        inner_state = jax.tree.map(base.strongly_typed, inner_state)
         inner_state = jax.tree_util.tree_map_with_path(
             store, inner_state, _is_from_params(inner.init, params)
         )

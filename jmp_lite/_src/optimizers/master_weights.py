@@ -60,8 +60,11 @@ def master_weights(
 
     Use it around `scale_aware` or inside of it, and last in a chain. Transformations
     between the two must keep the tree of parameters, as `optax.MultiSteps`,
-    `partition`, `masked` and `inject_hyperparams` do. Training continues from the
-    masters: after setting parameters by hand, call `init` again.
+    `partition`, `masked` and `inject_hyperparams` do.
+
+    Parameters that are set between two steps are kept: pretrained weights, averages,
+    projections. Where a parameter in half precision is not the rounding of its master,
+    the master continues from the parameter, element by element.
 
     With `storage="remainder"`, the state holds 16 bits for each bf16 parameter, which
     restore its float32 master: 2 bytes instead of 4. Masters and inner state are those
@@ -69,11 +72,9 @@ def master_weights(
 
     - A parameter is rounded to nearest with ties away from zero, not to even. One of
       `2**17` masters has the other one of two parameters that are equally near.
-    - Where an update is not exact (see below), the master continues from the parameter.
-      That changes it by at most `2**-23` of the parameter before the step.
-    - Parameters that are set by hand are kept. Until `init` is called again, their
-      masters differ from them by the bits left from the old masters, at most half the
-      spacing of bf16 numbers.
+    - Parameters that are set between two steps are kept, but their masters have the
+      bits left from the old ones. They differ from the parameters by at most half the
+      spacing of bf16 numbers, until `init` is called again.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
@@ -85,7 +86,8 @@ def master_weights(
       float dtypes and returns float32 updates (float64 stays float64), for
       `optax.apply_updates`. The updates are exact, with one exception: if a parameter
       shrinks in one step to below `2**-12` (f16) or `2**-15` (bf16) of itself, but not
-      to 0, float32 cannot represent its update. The next step corrects this.
+      to 0, float32 cannot represent its update. The master then continues from the
+      parameter, which changes it by at most `2**-23` of the parameter before the step.
 
     Raises:
       TypeError: `inner` is not an optax transformation.
@@ -186,6 +188,14 @@ def master_weights(
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
+def _master_of(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return the master of a parameter: the parameter where it is not `m` rounded."""
+    p = p.astype(m.dtype)
+    # NaN is no rounding: a NaN parameter stays one, a NaN master ends with it.
+    return jnp.where(p == rounding.round_to(m, dtype), m, p)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
 def _update_to_master(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return the update from `p` to `m` rounded to `dtype`, f32."""
     return rounding.update_between(p.astype(m.dtype), rounding.round_to(m, dtype))
@@ -239,10 +249,15 @@ def _masters(
     half_dtypes: dict[str, np.dtype],
 ) -> Any:
     """Return the masters of a state, float32 for parameters in half precision."""
-    if isinstance(state, MasterWeightsState):
-        return state.masters
 
-    def master(path, stored, p):
+    def of_master(path, stored, p):
+        dtype = half_dtypes.get(jax.tree_util.keystr(path))
+        return stored if dtype is None else _master_of(p, stored, dtype)
+
+    if isinstance(state, MasterWeightsState):
+        return base.map_with_none(of_master, state.masters, params)
+
+    def of_remainder(path, stored, p):
         if not trees.is_castable(p):
             return stored
         dtype = half_dtypes.get(jax.tree_util.keystr(path), p.dtype)
@@ -254,7 +269,7 @@ def _masters(
             )
         return _join(p, stored) if is_remainder else stored
 
-    return base.map_with_none(master, state.remainders, params)
+    return base.map_with_none(of_remainder, state.remainders, params)
 
 
 def _remainders(
