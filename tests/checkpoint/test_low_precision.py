@@ -12,6 +12,7 @@ import pytest
 from checkpoints import over_devices, refusal
 
 from jmp_lite import LowPrecisionArray, checkpoint, low_precision_state, scale_aware
+from jmp_lite._src.optimizers.low_precision_state import compress
 
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = pytest.mark.standard_promotion
@@ -77,6 +78,40 @@ def test_a_state_of_plain_optax_starts_one_in_low_precision(tmp_path: Path) -> N
     like = {"tx": fresh.inner_state}
     restored = checkpoint.restore(tmp_path, like, cast=True).state["tx"]
     bitwise.assert_same(fresh._replace(inner_state=restored), fresh)
+
+
+def test_one_inf_is_one_number_of_8_bits(tmp_path: Path) -> None:
+    state: Any = _state(None)
+    moments = state.inner_state[0]
+    nu = {"w": moments.nu["w"].at[3, 5].set(jnp.inf)}
+    moments = moments._replace(nu=nu)
+    state = state._replace(inner_state=(moments, *state.inner_state[1:]))
+    checkpoint.save(tmp_path, state, step=0)
+    restored = checkpoint.restore(tmp_path, _state("float8"), cast=True)
+    np.testing.assert_allclose(_numbers(restored.state), nu["w"], rtol=0.25)
+
+
+def test_moments_of_a_pair_that_were_stored_in_8_bits_are_restored(
+    tmp_path: Path,
+) -> None:
+    # As earlier versions stored them. Today they are float32.
+    tx: Any = low_precision_state(optax.rmsprop(0.1, centered=True), "float8")
+    params = {"w": jnp.ones((8, WIDTH))}
+    like: Any = tx.init(params)
+    grads = jax.random.normal(jax.random.key(0), (8, WIDTH))
+    numbers = {"mu": grads, "nu": grads**2}
+    compressed = {k: {"w": compress(x, "float8")} for k, x in numbers.items()}
+    moments, *others = like.inner_state
+    old = like._replace(inner_state=(moments._replace(**compressed), *others))
+    checkpoint.save(tmp_path, old, step=0)
+    restored = checkpoint.restore(tmp_path, like, cast=True)
+    assert bitwise.avals(restored.state) == bitwise.avals(like)
+    for name, x in numbers.items():
+        got = getattr(restored.state.inner_state[0], name)["w"]
+        np.testing.assert_allclose(got, x, rtol=0.25)
+    # And a state in memory trains on.
+    updates, after = tx.update(params, old, params)
+    assert bitwise.avals(after) == bitwise.avals(old) and updates["w"].shape
 
 
 @pytest.mark.parametrize("to", [None, "float8"])

@@ -137,15 +137,19 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
     """
     if params is None:
         return
-    pair = optax.LookaheadParams
-    if isinstance(params, pair) and not isinstance(grads, pair):
-        params = params.fast
+    if not isinstance(grads, optax.LookaheadParams):
+        params = fast_params(params)
     names = "the gradients", "the parameters"
     difference = trees.first_difference(grads, params, names)
     if difference is not None:
         raise ValueError(
             f"Expected gradients and parameters of the same structure: {difference}."
         )
+
+
+def fast_params(params: Any) -> Any:
+    """Return the parameters that gradients match: of `LookaheadParams` the fast."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def check_key(key: Any) -> None:

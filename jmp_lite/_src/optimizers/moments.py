@@ -1,0 +1,188 @@
+"""Find the moments in an optimiser's state: what may be rounded.
+
+A moment is averaged: its new number is computed from its old one, so that an error of
+rounding fades. Two kinds of leaves are none, though they have the shape of a parameter:
+
+- A record is replaced in each step: the last gradient, the last parameters. What is
+  subtracted from it is nearly equal to it, and the rounding is all that would be left.
+- A copy of parameters starts from their numbers: masters, averages, a starting point.
+
+Moments of a pair are subtracted from each other: `nu - mu**2` is negative where `mu` is
+rounded up or `nu` down, and its root NaN.
+
+Both are read from the jaxpr of one update. Limits: numbers are followed from array to
+array of the same size, so that a norm depends on nothing; one iteration of a loop
+stands for all; a difference is a `sub`.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite._src import compat, trees
+from jmp_lite._src.jaxprs import control_flow, tracing
+from jmp_lite._src.optimizers import base
+
+# The leaves that a value is computed from, each with whether it is more than chosen.
+Origins = frozenset[tuple[int, bool]]
+
+_NONE: Origins = frozenset()
+
+
+def find_moments(inner: Any, params: Any) -> Any:
+    """Return for each leaf of `inner.init(params)` whether it is a moment.
+
+    A warning is given if `inner.update` cannot be traced: then no leaf is one.
+
+    Args:
+      inner: a transformation with extra arguments.
+      params: the parameters, or tracers.
+    """
+    init = tracing.trace(inner.init, (params,))
+    copies = _depends_on_inputs(init.closed.jaxpr)
+    try:
+        origins, differences = _follow(_trace_update(inner, params, init))
+    except Exception as error:
+        warnings.warn(
+            "low_precision_state stores all of the state in float32: it finds moments "
+            "by tracing an update of the optimiser inside of it, which raised "
+            f"{type(error).__name__}: {error}\nPut low_precision_state inside of what "
+            "needs an axis name, or arguments of `update` that are not optax' own.",
+            stacklevel=3,
+        )
+        return init.restore([False] * len(copies))
+    averaged = {i for i, x in enumerate(origins) if (i, True) in x and not copies[i]}
+    in_pairs: set[int] = set()
+    for pair in differences:
+        a, b = (averaged & side for side in pair)
+        if a and b and len(a | b) > 1:
+            in_pairs |= a | b
+    return init.restore([i in averaged - in_pairs for i in range(len(copies))])
+
+
+def _depends_on_inputs(jaxpr: Any) -> list[bool]:
+    """Return for each output whether it depends on an input; zeros do not."""
+    dependent = set(jaxpr.invars)
+
+    def is_dependent(x: Any) -> bool:
+        return not compat.is_literal(x) and x in dependent
+
+    for eqn in jaxpr.eqns:
+        if any(map(is_dependent, eqn.invars)):
+            dependent.update(eqn.outvars)
+    return list(map(is_dependent, jaxpr.outvars))
+
+
+# One update.
+
+
+def _total(params: Any, *args: Any, **kwargs: Any) -> jax.Array:
+    del args, kwargs
+    floating = filter(trees.is_castable, jax.tree.leaves(params))
+    return sum((jnp.sum(x) for x in floating), jnp.float32(0))
+
+
+def _itself(params: Any, *args: Any, **kwargs: Any) -> Any:
+    del args, kwargs
+    return params
+
+
+# What optax' transformations are given besides `value`: line searches, sophia, sam.
+_EXTRA: tuple[Callable[[Any], dict[str, Any]], ...] = (
+    lambda grads: {},
+    lambda grads: {"grad": grads, "value_fn": _total},
+    lambda grads: {"obj_fn": _total},
+    lambda grads: {"grad_fn": _itself},
+)
+
+
+def _trace_update(inner: Any, params: Any, init: tracing.Traced) -> Any:
+    """Return the jaxpr of an update: from the arrays of the state to the new ones."""
+    leaves, structure = jax.tree.flatten(params)
+    param_avals = [jax.typeof(x) for x in init.args]
+
+    def trace(make_extra):
+        def update(state, params):
+            filled = list(leaves)
+            for i, x in zip(init.indices, params, strict=True):
+                filled[i] = x
+            filled, state = jax.tree.unflatten(structure, filled), init.restore(state)
+            grads = base.fast_params(filled)
+            extra = {"value": jnp.float32(0), **make_extra(grads)}
+            _, new = inner.update(grads, state, filled, **extra)
+            new = jax.tree.leaves(base.with_dtypes_of(new, state))
+            return [new[i] for i in init.out_indices]
+
+        return jax.make_jaxpr(update)(init.closed.out_avals, param_avals).jaxpr
+
+    first_error = None
+    for make_extra in _EXTRA:
+        try:
+            return trace(make_extra)
+        except Exception as error:  # of any kind: this is code of others
+            first_error = first_error or error
+    raise first_error or AssertionError
+
+
+def _follow(jaxpr: Any) -> tuple[list[Origins], list[tuple[set[int], set[int]]]]:
+    """Return the origins of the outputs, and the leaves on both sides of differences.
+
+    Args:
+      jaxpr: its first inputs are the leaves, as many as it has outputs.
+    """
+    differences = []
+
+    def run(jaxpr: Any, inputs: Sequence[Origins]) -> list[Origins]:
+        origins = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(var: Any) -> Origins:
+            return _NONE if compat.is_literal(var) else origins.get(var, _NONE)
+
+        for eqn in jaxpr.eqns:
+            found = results(eqn, list(map(read, eqn.invars)))
+            origins |= dict(zip(eqn.outvars, found, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def results(eqn: Any, operands: list[Origins]) -> list[Origins]:
+        bodies = control_flow.sub_jaxprs(eqn)
+        if bodies:
+            found = [_NONE] * len(eqn.outvars)
+            for body in bodies:
+                outs = run(body.jaxpr, [operands[i] for i in body.operands])
+                for i, out in zip(body.results, outs, strict=True):
+                    if i is not None:
+                        found[i] |= out
+            return found
+        if eqn.primitive.name == "select_n":
+            return [_NONE.union(*operands[1:])]
+        if eqn.primitive.name == "sub":
+            a, b = operands
+            differences.append(({leaf for leaf, _ in a}, {leaf for leaf, _ in b}))
+        return [
+            frozenset(
+                (leaf, True)
+                for var, found in zip(eqn.invars, operands, strict=True)
+                if _is_elementwise(var, out)
+                for leaf, _ in found
+            )
+            for out in eqn.outvars
+        ]
+
+    inputs = [
+        frozenset({(i, False)}) if i < len(jaxpr.outvars) and _is_float(var) else _NONE
+        for i, var in enumerate(jaxpr.invars)
+    ]
+    return run(jaxpr, inputs), differences
+
+
+def _is_elementwise(operand: Any, result: Any) -> bool:
+    sizes = (math.prod(getattr(x.aval, "shape", ())) for x in (operand, result))
+    return _is_float(result) and len(set(sizes)) == 1
+
+
+def _is_float(var: Any) -> bool:
+    return jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.floating)
