@@ -51,16 +51,16 @@ _HAS_SIGN = np.uint8(255)
 # Below these codes, numbers are rounded to the side on which a step is smaller: signed
 # ones, which are averages of gradients, down, and others, which divide them, up. The
 # next number is up to `2**16` times as large.
-_LEAST_SIGNED = 4
-_LEAST_UNSIGNED = 8
+_LEAST_SIGNED = 8
+_LEAST_UNSIGNED = 16
 
 
 def encode(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Round numbers stochastically to 8 bits.
 
     The mean of a rounded number is the number, except at both ends. In a block without
-    a sign, numbers below `2**-79` of the largest and subnormal ones are rounded up; in
-    one with signs, those below `2**-44` of it are rounded towards zero. Those between
+    a sign, numbers below `2**-63` of the largest and subnormal ones are rounded up; in
+    one with signs, those below `2**-35` of it are rounded towards zero. Those between
     the last code that is finite and the largest of float32 are rounded down.
 
     Args:
