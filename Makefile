@@ -103,7 +103,7 @@ format: $(VENV)/dev.stamp  ## Rewrite the code as ruff would have it.
 	$(BIN)/ruff format
 
 clean:  ## Remove the environments and everything that was built or cached.
-	rm -rf .venv .venv-newest .venv-lowest .venv-programs .venv-release .venv-wheel
+	rm -rf .venv .venv-*
 	rm -rf build dist out
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

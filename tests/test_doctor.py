@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 import pytest
 from dtype_cases import FakeDevice
@@ -143,6 +144,23 @@ def test_a_driver_that_jax_does_not_use_is_noticed(tmp_path: Path):
     (missing,) = doctor.find_missing({"cpu"}, driver=driver)
     assert 'JAX finds only the CPU: pip install "jmp-lite[gpu]"' in missing
     assert doctor.find_missing({"gpu"}, driver=driver) == ()
+
+
+def test_a_jaxlib_that_is_known_to_compute_sums_wrongly_is_named():
+    version = jaxlib.version.__version__
+    found = doctor.find_miscompiled()
+    assert len(found) == (version in {"0.10.2", "0.11.0"}), found
+    for sentence in found:
+        assert sentence.startswith(f"jaxlib {version} computes sums wrongly here: a")
+
+
+def test_any_jaxlib_that_computes_the_sum_wrongly_is_named(monkeypatch):
+    monkeypatch.setattr(doctor.jax, "jit", lambda f: lambda s: 0 * f(s))
+    (sentence,) = doctor.find_miscompiled()
+    assert "a gradient of 14336 is 0." in sentence
+    assert "0.10.2 and 0.11.0" in sentence and "issues/39103" in sentence
+    text = dataclasses.replace(DIAGNOSIS, miscompiled=(sentence,)).to_text()
+    assert " XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= " in in_one_line(text)
 
 
 # What it measures.
@@ -298,6 +316,7 @@ def test_json_has_all_that_was_measured():
     assert set(found["recommendation"]) == {"policy", "loss_scale", "reasons"}
     assert "No native fp8 products" in found["recommendation"]["reasons"][-1]
     assert isinstance(found["missing"], list)
+    assert found["miscompiled"] == list(doctor.find_miscompiled())
 
 
 DIAGNOSIS = doctor.Diagnosis(
@@ -314,6 +333,7 @@ DIAGNOSIS = doctor.Diagnosis(
     float32_error=3e-4,
     recommendation=doctor.recommend(A100, {"bfloat16": 2.0}),
     missing=("Something is missing.",),
+    miscompiled=("Something is wrong.",),
 )
 
 
@@ -332,7 +352,7 @@ def test_the_tables_say_it_all():
         'Train with get_policy("mixed_bfloat16"), loss scale: none.',
         "- bfloat16 products run at 2.00 × the rate of float32 here.",
         "- No native fp8 products are known here: A100 has compute capability 8.0;",
-        "- Something is missing.",
+        "- Something is missing. - Something is wrong.",
     ):
         assert expected in text
     full = dataclasses.replace(DIAGNOSIS, float32_bits=23)

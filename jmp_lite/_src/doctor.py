@@ -116,6 +116,7 @@ class Diagnosis(reports.Report):
         Frobenius norm.
       recommendation: the recommended policy and loss scale.
       missing: hardware that JAX does not use, one sentence each.
+      miscompiled: what this jaxlib computes wrongly here, one sentence each.
     """
 
     versions: dict[str, str]
@@ -126,6 +127,7 @@ class Diagnosis(reports.Report):
     float32_error: float
     recommendation: Recommendation
     missing: tuple[str, ...]
+    miscompiled: tuple[str, ...]
 
     def __str__(self) -> str:
         """Return all of it as tables and sentences."""
@@ -181,9 +183,10 @@ class Diagnosis(reports.Report):
         if self.float32_bits < 23:
             products += ' jax.default_matmul_precision("highest") keeps 23.'
         policy, loss_scale = self.recommendation.policy, self.recommendation.loss_scale
+        reasons = (*self.recommendation.reasons, *self.missing, *self.miscompiled)
         advice = [
             f'Train with get_policy("{policy}"), loss scale: {loss_scale}.',
-            *[f"- {text}" for text in (*self.recommendation.reasons, *self.missing)],
+            *[f"- {text}" for text in reasons],
         ]
         parts = [
             [", ".join(f"{name} {text}" for name, text in self.versions.items())],
@@ -192,7 +195,7 @@ class Diagnosis(reports.Report):
                 for head, *rows in (devices, rates, ranges)
             ],
             [textwrap.fill(text, width) for text in (*errors, products)],
-            [textwrap.fill(text, width) for text in advice],
+            [textwrap.fill(text, width, break_on_hyphens=False) for text in advice],
         ]
         return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -250,6 +253,7 @@ def diagnose(
         float32_error=error,
         recommendation=recommend(devices[0], ratios),
         missing=find_missing({d.platform for d in devices}),
+        miscompiled=find_miscompiled(),
     )
 
 
@@ -312,6 +316,26 @@ def find_missing(
             '"jmp-lite[gpu]", or check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.',
         )
     return ()
+
+
+def find_miscompiled() -> tuple[str, ...]:
+    """Return a sentence if XLA computes a known program wrongly on the first device.
+
+    XLA for CPUs of jaxlib 0.10.2 and 0.11.0 fuses a product of broadcast factors into a
+    sum, and reads one factor as if all its elements were the first.
+    """
+    x, v = jnp.ones((512, 8)), jnp.arange(8.0)
+    scaled = jax.checkpoint(lambda s: x * s @ v)
+    found = jax.jit(jax.grad(lambda s: jnp.sum(scaled(s))))(1.0)
+    expected = 512 * sum(range(8))
+    if found == expected:
+        return ()
+    return (
+        f"jaxlib {compat.versions()['jaxlib']} computes sums wrongly here: a gradient "
+        f"of {expected} is {found:g}. Versions 0.10.2 and 0.11.0 are known to do so on "
+        "CPUs, in float32 too (https://github.com/jax-ml/jax/issues/39103). Install "
+        "another, or set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= (empty).",
+    )
 
 
 def _fp8_reasons(device: Any, ratios: Mapping[str, float]) -> list[str]:

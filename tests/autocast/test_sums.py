@@ -156,17 +156,22 @@ PROGRAMS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
-def gradient(fun: Any, argument: Any) -> jax.Array:
+def gradient(fun: Any, argument: Any, compiled: Any = jax.jit) -> jax.Array:
     grad = jax.grad(lambda a: SCALE * jnp.mean(fun(a)))
-    return jax.jit(grad)(argument) / SCALE
+    return compiled(grad)(argument) / SCALE
 
 
 @functools.cache
 def exact(name: str) -> np.ndarray:
-    """Return the gradient in float64."""
+    """Return the gradient in float64, computed operation by operation.
+
+    Compiled as one, `scalar_in_remat` is 21 % off on CPUs in jaxlib 0.10.2 and 0.11.0,
+    in float64 too: https://github.com/jax-ml/jax/issues/39103.
+    """
     argument, fun = PROGRAMS[name]
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        return np.asarray(gradient(fun, np.asarray(argument, np.float64)))
+        argument = np.asarray(argument, np.float64)
+        return np.asarray(gradient(fun, argument, compiled=lambda grad: grad))
 
 
 BOTH = pytest.mark.parametrize("half", POLICIES)
