@@ -87,10 +87,12 @@ def test_python_numbers_are_scaled_as_float32(loss_scale, x, dtype):
 @pytest.mark.parametrize("exponent", [-126, -1, 0, 15, 24, 126])
 def test_powers_of_two_are_undone_bit_for_bit(exponent, getkey):
     x = jax.random.normal(getkey(), (64,))
-    for loss_scale in DynamicLossScale(2.0**exponent), StaticLossScale(2.0**exponent):
+    number = 2.0**exponent
+    dynamic = DynamicLossScale(number, min_loss_scale=0.0, max_loss_scale=math.inf)
+    for loss_scale in dynamic, StaticLossScale(number):
         result = loss_scale.unscale(loss_scale.scale(x))
         # Where the product itself is a normal number.
-        kept = np.abs(np.asarray(x, np.float64)) * 2.0**exponent >= 2.0**-126
+        kept = np.abs(np.asarray(x, np.float64)) * number >= 2.0**-126
         assert np.array_equal(result[kept], x[kept]) and kept.sum() > 10
 
 
@@ -222,6 +224,20 @@ def test_bounds_out_of_order_are_refused(bounds):
         DynamicLossScale(8.0, min_loss_scale=low, max_loss_scale=high)
     expected = f"0 <= min_loss_scale <= max_loss_scale, got {low} and {high}."
     assert str(error.value) == f"Expected {expected}"
+
+
+@pytest.mark.parametrize(
+    ("scale", "bound"), [(2.0**30, "max_loss_scale"), (0.25, "min_loss_scale")]
+)
+@pytest.mark.parametrize("array", [float, np.float32, jnp.float32])
+def test_a_scale_that_starts_out_of_bounds_is_refused(scale, bound, array):
+    with pytest.raises(ValueError) as error:
+        DynamicLossScale(array(scale))
+    assert str(error.value) == (
+        "Expected a loss scale between min_loss_scale and max_loss_scale, got "
+        f"{scale}, 1.0 and 16777216.0: pass {bound}={scale} too."
+    )
+    assert DynamicLossScale(scale, **{bound: scale}).loss_scale == scale
 
 
 @pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])

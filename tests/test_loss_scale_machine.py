@@ -97,6 +97,7 @@ STEPS = st.lists(st.booleans(), max_size=40) | st.lists(
 @given(SETTINGS, BOUNDS, STEPS)
 def test_every_step_is_the_references(settings, bounds, steps):
     settings |= {"min_loss_scale": bounds[0], "max_loss_scale": bounds[1]}
+    settings["loss_scale"] = float(np.clip(settings["loss_scale"], *bounds))
     loss_scale, reference = DynamicLossScale(**settings), Reference(settings)
     for finite in steps:
         loss_scale = loss_scale.adjust(jnp.bool_(finite))
@@ -143,6 +144,12 @@ def test_all_sequences_of_nine_steps_are_the_references(hysteresis, refill):
 # Recorded peers.
 
 
+def restored(scale: float, loss_scale: DynamicLossScale) -> DynamicLossScale:
+    """Return it with a scale that its constructor would refuse, as a checkpoint may."""
+    leaves, structure = jax.tree.flatten(loss_scale)
+    return jax.tree.unflatten(structure, [jnp.float32(scale), *leaves[1:]])
+
+
 @pytest.mark.parametrize(
     "run", RECORDED["runs"], ids=lambda run: f"{run['peer']}-{run['theirs']}"
 )
@@ -177,7 +184,7 @@ def test_the_scale_stays_usable_where_the_peer_leaves_the_range(peer):
     )
     for bit, last in ("0", 2.0**-126), ("1", 2.0**126):
         assert walk(loss_scale, bit * 300)[-1] == last
-        extreme = DynamicLossScale(last)
+        extreme = restored(last, loss_scale)
         assert float(extreme.unscale(extreme.scale(jnp.float32(1)))) == 1.0
 
 
@@ -245,11 +252,11 @@ MOVES: dict[str, tuple[DynamicLossScale, list[tuple[str, list[float]]]]] = {
         [("111", [16, 20, 20])],
     ),
     "growth never lowers a scale that starts above its ceiling": (
-        DynamicLossScale(64.0, period=1, max_loss_scale=20.0),
+        restored(64.0, DynamicLossScale(8.0, period=1, max_loss_scale=20.0)),
         [("1", [64])],
     ),
     "backoff never raises a scale that starts below its floor": (
-        DynamicLossScale(0.25, min_loss_scale=1.0),
+        restored(0.25, DynamicLossScale(8.0, min_loss_scale=1.0)),
         [("00", [0.25, 0.25])],
     ),
     "a counter beyond the period grows at once": (

@@ -141,9 +141,9 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
                        loss_scale = max(loss_scale * backoff_factor, min_loss_scale)
                        refill "scale_change": bad_steps = 0
 
-    Growth never lowers a scale that starts above `max_loss_scale`. Backoff never raises
-    a scale that starts below `min_loss_scale`. The scale never becomes 0 or inf. Expect
-    a few skipped steps at the start of a run, while the loss scale settles.
+    The scale never becomes 0 or inf. Expect a few skipped steps at the start of a run,
+    while the loss scale settles. Growth never lowers a scale, and backoff never raises
+    one, also if it was traced or restored and is out of bounds.
 
     Args:
       loss_scale: the initial scale, f32 `[]`. Use a power of two, so that scaling is
@@ -163,7 +163,8 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
       bad_steps: overflows counted so far, i32 `[]`; None if `hysteresis` is 1.
 
     Raises:
-      ValueError: the scale is not positive, or a setting is out of its range.
+      ValueError: the scale is not positive, or not between `min_loss_scale` and
+        `max_loss_scale`; a setting is out of its range.
       TypeError: `min_loss_scale` or `max_loss_scale` is not a number known at trace
         time.
 
@@ -208,6 +209,8 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
             "counter": _as_scalar(self.counter, jnp.int32),
         }
         self._check_settings(**settings)
+        if trees.is_concrete_number(scale):
+            _check_bounds(scale, self.min_loss_scale, self.max_loss_scale)
         if self.backoff_factor is None:
             settings["backoff_factor"] = 1 / self.factor
         bad_steps = 0 if bad_steps is None else bad_steps
@@ -423,6 +426,16 @@ def _check_positive(scale: Any) -> None:
         raise ValueError(
             f"Expected a positive, finite loss scale, got {value}; the scale and its "
             "inverse must be normal float32 numbers, 2**-126 to 2**126."
+        )
+
+
+def _check_bounds(scale: Any, low: Any, high: Any) -> None:
+    value, low, high = float(scale), float(low), float(high)
+    if not np.float32(low) <= np.float32(value) <= np.float32(high):
+        name = "min_loss_scale" if value < low else "max_loss_scale"
+        raise ValueError(
+            "Expected a loss scale between min_loss_scale and max_loss_scale, got "
+            f"{value}, {low} and {high}: pass {name}={value} too."
         )
 
 

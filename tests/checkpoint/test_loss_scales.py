@@ -87,6 +87,14 @@ def test_a_converted_loss_scale_goes_on_as_it_would_there(there, step, scale, co
             DynamicLossScale(4.0, 5, 2001, 2.0, 0.0),
         ),
         ({"loss_scale": jnp.float32(4), "counter": 5}, DynamicLossScale(4.0, 5)),
+        (
+            {"scale": 2.0**30, "fin_steps": 5},
+            DynamicLossScale(2.0**30, 5, 2001, 2.0, 2.0**-126, max_loss_scale=2.0**30),
+        ),
+        (
+            {"loss_scale": 0.25, "counter": 5},
+            DynamicLossScale(0.25, 5, min_loss_scale=0.25),
+        ),
         (DynamicLossScale(4.0, hysteresis=2), DynamicLossScale(4.0, hysteresis=2)),
     ],
 )

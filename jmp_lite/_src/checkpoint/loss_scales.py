@@ -43,7 +43,7 @@ def convert_loss_scale(saved: Any) -> DynamicLossScale:
     from `dataclasses.asdict`, `flax.serialization.to_state_dict` or Orbax. flax does
     not save its settings. Add those that were not its defaults to the dict:
     `{**saved, "growth_interval": 500}`. The converted scale behaves like the original,
-    but does not grow above `2**24`.
+    but does not grow above `2**24`, or above itself if it is larger.
 
     Args:
       saved: the object or dict; its values are scalars of any type.
@@ -87,6 +87,11 @@ def _convert(fields: Mapping[str, Any], names: Any) -> DynamicLossScale:
             )
         here, convert = names[there]
         settings[here] = convert(value)
+    # There, a scale may start out of bounds.
+    scale = settings["loss_scale"]
+    low = settings.get("min_loss_scale", DynamicLossScale.min_loss_scale)
+    settings["min_loss_scale"] = min(low, scale)
+    settings["max_loss_scale"] = max(DynamicLossScale.max_loss_scale, scale)
     return DynamicLossScale(**settings)
 
 
