@@ -24,6 +24,7 @@ PROGRAM = """
 import jax
 import jax.numpy as jnp
 import jmp_lite as jmp
+import optax  # type: ignore[import-untyped]
 
 
 def loss(w: jax.Array, *, decay: float = 0.0) -> jax.Array:
@@ -70,6 +71,30 @@ def use(w: jax.Array, scale: jmp.LossScale) -> None:
     _, steps = grad(w, step=3)
     grad(w, steps=3)  # error
     print(autocast, out, full, summed, value, steps, wrong, grads)
+
+
+def optimise(w: jax.Array) -> None:
+    tx = jmp.scale_aware(optax.sgd(0.1))
+    opt_state = tx.init(w)
+    skipped: jax.Array = opt_state.skipped_steps
+    updates, opt_state = tx.update(w, opt_state, w, value=w)
+    skipped = opt_state.skipped_steps
+    opt_state.skiped_steps  # error
+    tx.update(w)  # error
+    # As any optax transformation, and any optax state.
+    chained = optax.chain(tx, optax.scale(1.0))
+    state: optax.OptState = tx.init(params=w)
+    updates, state = tx.update(w, state, w)
+    general: optax.GradientTransformationExtraArgs = tx
+    print(skipped, updates, chained, general)
+
+
+def look(w: jax.Array) -> None:
+    report = jmp.explain(loss, "mixed_bfloat16")(w, decay=0.1)
+    half: float = report.half_flops_share
+    jmp.explain(loss)(w, dekay=0.1)  # error
+    jmp.explain(loss)("w")  # error
+    print(half)
 """
 LINES = PROGRAM.splitlines()
 REJECTED = {i for i, line in enumerate(LINES, 1) if line.endswith("# error")}
@@ -79,7 +104,8 @@ def run(folder: Path, *command: str) -> str:
     return subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,
-        env=os.environ | {"MYPYPATH": str(ROOT)},
+        # The package of this tree, though another may be installed.
+        env=os.environ | {"MYPYPATH": str(ROOT), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     ).stdout

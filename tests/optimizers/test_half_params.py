@@ -234,16 +234,6 @@ def test_who_stands_between_is_given_what_the_caller_gave_and_reads_their_state(
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
-def test_a_scale_aware_in_a_scale_aware_keeps_the_note_for_what_is_inside():
-    one = jmp_lite.StaticLossScale(1.0)
-    tx = scale_aware(scale_aware(master_weights(optax.sgd(2.0**-12)), one), one)
-    params = jnp.ones(2, jnp.bfloat16)
-    params, state = Trainer(tx).run(params, [jnp.ones(2)] * 3)
-    (masters,) = [x.masters for x in _states(state, MasterWeightsState)]
-    np.testing.assert_array_equal(masters, [1 - 3 * 2.0**-12] * 2)
-    np.testing.assert_array_equal(params, masters.astype(jnp.bfloat16))
-
-
 @with_wrappers
 def test_what_is_inside_of_them_sees_float32_parameters_as_such(wrap):
     seen = []

@@ -323,6 +323,57 @@ _FACTORIES: dict[str, Any] = {"scale_aware": scale_aware} | HALF_WRAPPERS
 over_factories = pytest.mark.parametrize("name", _FACTORIES)
 
 
+MISSPELLED = ["valeu", "vlaue", "values", "Value"]
+
+
+@pytest.mark.parametrize("name", MISSPELLED)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: tx,
+        lambda tx: optax.chain(tx, optax.scale(1.0)),
+        jmp_lite.master_weights,
+    ],
+    ids=["alone", "chain", "master_weights"],
+)
+def test_a_misspelled_value_of_update_is_refused(wrap, name):
+    tx = wrap(scale_aware(optax.sgd(1.0)))
+    params = jnp.ones(2)
+    expected = f"update got an unexpected argument '{name}'. Did you mean 'value', the"
+    with pytest.raises(TypeError, match=expected):
+        tx.update(params, tx.init(params), params, **{name: jnp.nan})
+
+
+@pytest.mark.parametrize("name", ["value_fn", "grad", "loss", "val_loss", "scale"])
+def test_other_arguments_of_update_are_the_inner_optimisers(name):
+    seen: list[Any] = []
+    tx: Any = scale_aware(_recording(seen))
+    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), **{name: 1.0})
+    assert seen[0][2] == {name: 1.0}
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda tx: tx,
+        jmp_lite.master_weights,
+        lambda tx: optax.chain(optax.clip(1.0), tx),
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.masked(tx, True),
+    ],
+    ids=["scale_aware", "master_weights", "chain", "MultiSteps", "masked"],
+)
+def test_gradients_are_not_unscaled_twice(between):
+    expected = "already has a scale_aware optimiser inside: .* unscaled twice"
+    with pytest.raises(ValueError, match=expected):
+        scale_aware(between(scale_aware(optax.sgd(1.0)))).init(jnp.ones(2))
+
+
+def test_a_scale_aware_in_a_scale_aware_is_refused_at_the_call():
+    with pytest.raises(ValueError, match="already has a scale_aware optimiser inside"):
+        scale_aware(scale_aware(optax.sgd(1.0)))
+
+
 @over_factories
 @pytest.mark.parametrize("inner", [None, 1e-3, optax.sgd, "adam"])
 def test_what_is_no_optimiser_is_refused(name, inner):

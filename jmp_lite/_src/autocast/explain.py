@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jmp_lite._src.autocast.transform import (
 )
 from jmp_lite._src.jaxprs import matmul_precision
 from jmp_lite._src.policy import Policy, PolicyMap
+
+P = ParamSpec("P")
 
 # Matrix units take tiles of this many numbers; a dimension that is no multiple is
 # padded, or takes a slower path.
@@ -187,13 +189,13 @@ _NUMBERS = ("products\nin half", "FLOPs", "not ×8", "other ops\nin half")
 
 @takes_function
 def explain(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     policy: Policy | PolicyMap | str = "mixed",
     *,
     rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
-) -> Callable[..., AutocastReport]:
+) -> Callable[P, AutocastReport]:
     """Return a function of the same arguments that says what autocast would do.
 
     Args:
@@ -224,7 +226,7 @@ def explain(
     policy, compute_dtype = check_policy(policy, "explain")
     rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
 
-    def explained(*args: Any, **kwargs: Any) -> AutocastReport:
+    def explained(*args: P.args, **kwargs: P.kwargs) -> AutocastReport:
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         before = planned.traced.closed
         after = jax.make_jaxpr(lambda: planned.run())()

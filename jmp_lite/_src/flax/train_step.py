@@ -73,8 +73,8 @@ def update(
         # Transformations outside of a scale-aware optimiser see the gradients first,
         # and may withhold them from it, as optax.MultiSteps does.
         finite = trees.all_finite((grads, value)) & other_state_finite
-    for last_finite in _last_finite(new_opt_state):
-        finite = finite & last_finite
+    for state in base.find_states(new_opt_state, ScaleAwareState):
+        finite = finite & state.last_finite
 
     def select(new, old):
         if not _is_scale_aware(new):
@@ -153,12 +153,6 @@ def _all_still_finite(new: Any, old: Any) -> jax.Array:
         if trees.is_inexact(x)
     ]
     return jnp.stack(finite).all() if finite else jnp.array(True)
-
-
-def _last_finite(opt_state: Any) -> list[jax.Array]:
-    """Return whether the last step was finite, per scale-aware optimiser."""
-    states = jax.tree.leaves(opt_state, is_leaf=_is_scale_aware)
-    return [state.last_finite for state in states if _is_scale_aware(state)]
 
 
 def _is_scale_aware(x: Any) -> bool:

@@ -171,6 +171,12 @@ def check_key(key: Any) -> None:
         )
 
 
+def find_states(tree: Any, kinds: Any) -> list[Any]:
+    """Return the states of these types in a tree, at any depth."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in leaves if isinstance(x, kinds)]
+
+
 # Annotations of states.
 
 

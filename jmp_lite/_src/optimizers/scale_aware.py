@@ -5,8 +5,9 @@ unchanged. Put clipping, weight decay, schedules, averaging and accumulation ins
 where gradients are unscaled, float32 and finite.
 """
 
+import difflib
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,10 @@ _SAME_STRUCTURE = (
     "Put a transformation that changes it (such as optax.monitor) outside of "
     "scale_aware: optax.chain(scale_aware(...), optax.monitor(...))."
 )
+_UNSCALED_TWICE = (
+    "The optimiser to wrap already has a scale_aware optimiser inside: gradients would "
+    "be unscaled twice. Remove one of the two."
+)
 
 
 class ScaleAwareState(NamedTuple):
@@ -51,10 +56,34 @@ class ScaleAwareState(NamedTuple):
     """
 
     inner_state: optax.OptState
-    loss_scale: LossScale
+    loss_scale: Any  # a LossScale, which optax.OptState does not allow in its trees
     last_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
+
+
+class _Init(Protocol):
+    def __call__(self, params: optax.Params) -> ScaleAwareState: ...
+
+
+class _Update(Protocol):
+    def __call__(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ScaleAwareState]: ...
+
+
+class ScaleAwareTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation whose state is known to be a `ScaleAwareState`."""
+
+    # optax narrows fields of its named tuple too; nobody assigns to them.
+    init: _Init  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def scale_aware(
@@ -63,7 +92,7 @@ def scale_aware(
     *,
     axis_name: Hashable | tuple[Hashable, ...] | None = None,
     skip_nonfinite: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+) -> ScaleAwareTransformation:
     """Unscale gradients, and apply the update of `inner` if all of them are finite.
 
     For gradients `s` of a loss that was multiplied by `loss_scale`::
@@ -89,17 +118,19 @@ def scale_aware(
         update is applied. The state still counts them and the scale still adjusts.
 
     Returns:
-      A transformation. `update(grads, state, params, *, value=None, **extra)` takes
-      scaled gradients of any float dtypes and returns float32 updates (float64 stays
-      float64), which `optax.apply_updates` casts to the dtype of the parameters.
-      `value` is the unscaled loss, f32 `[]`, without a gradient penalty, whose overflow
-      would be taken for a bad batch. The dtypes of the state never change.
+      An `optax.GradientTransformationExtraArgs` whose types have `ScaleAwareState`.
+      `update(grads, state, params, *, value=None, **extra)` takes scaled gradients of
+      any float dtypes and returns float32 updates (float64 stays float64), which
+      `optax.apply_updates` casts to the dtype of the parameters. `value` is the
+      unscaled loss, f32 `[]`, without a gradient penalty, whose overflow would be taken
+      for a bad batch. The dtypes of the state never change.
 
     Raises:
       TypeError: `inner` is not an optax transformation; `loss_scale` is not a loss
-        scale.
-      ValueError: the loss scale is zero, negative or NaN. In `update`: gradients and
-        parameters differ in structure (a gradient that is None matches anything; for
+        scale. In `update`: the name of an argument is nearly `value`.
+      ValueError: the loss scale is zero, negative or NaN; `inner` is scale-aware, which
+        `init` sees at any depth. In `update`: gradients and parameters differ in
+        structure (a gradient that is None matches anything; for
         `optax.LookaheadParams`, gradients match the fast parameters); `state` belongs
         to another transformation; or `inner` changes the structure of its state, as
         `optax.monitor` does.
@@ -120,15 +151,18 @@ def scale_aware(
       (https://arxiv.org/abs/1710.03740); torch.amp.GradScaler; Keras'
       LossScaleOptimizer.
     """
+    if isinstance(inner, ScaleAwareTransformation):
+        raise ValueError(_UNSCALED_TWICE)
     inner = base.as_transformation(inner)
     if loss_scale is None:
         loss_scale = DynamicLossScale()
     check_loss_scale(loss_scale)
     initial_loss_scale = loss_scale
 
-    # States are Any here: a loss scale is not an array tree, which optax.OptState is.
-    def init_fn(params: optax.Params) -> Any:
+    def init_fn(params: optax.Params) -> ScaleAwareState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
+        if base.find_states(inner_state, ScaleAwareState):
+            raise ValueError(_UNSCALED_TWICE)
         inner_state = with_remainders(inner_state, base.stored_dtypes(params))
         return ScaleAwareState(
             inner_state=jax.tree.map(base.strongly_typed, inner_state),
@@ -147,7 +181,8 @@ def scale_aware(
         *,
         value: Any = None,
         **extra: Any,
-    ) -> tuple[optax.Updates, Any]:
+    ) -> tuple[optax.Updates, ScaleAwareState]:
+        _check_names(extra)
         annotated, (state, others_finite) = state, base.split_annotation(state)
         _check_arguments(updates, state, params)
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
@@ -196,7 +231,7 @@ def scale_aware(
         )
         return new_updates, base.restore_annotation(next_state, annotated)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return ScaleAwareTransformation(init_fn, update_fn)
 
 
 def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:
@@ -235,3 +270,17 @@ def _check_arguments(
             f"{type(state).__name__}."
         )
     base.check_gradients(grads, params)
+
+
+def _check_names(extra: dict[str, Any]) -> None:
+    """Raise if an extra argument of `update` is misspelled `value`.
+
+    Others are for the inner optimisers, which ignore those that they do not know.
+    `value_fn` is one of optax' own.
+    """
+    for name in extra.keys() - {"value_fn"}:
+        if difflib.get_close_matches(name.lower(), ["value"], cutoff=0.75):
+            raise TypeError(
+                f"update got an unexpected argument {name!r}. Did you mean 'value', "
+                "the unscaled loss?"
+            )
