@@ -1,5 +1,6 @@
 """Policy and get_policy: three dtypes, said in any way, read back from their text."""
 
+import re
 from typing import Any
 
 import chex
@@ -192,7 +193,7 @@ def test_cast_to_full_and_half():
     [
         ("float17", "Unknown dtype 'float17', expected one of half, .* mixed_float16"),
         ("", "Unknown dtype '', expected one of half"),
-        ("compute_float16", "Unknown dtype 'compute_float16', .* mixed_bfloat16"),
+        ("compute_float", "Unknown dtype 'compute_float', .* mixed_bfloat16"),
         ("c=float17", "Unknown dtype 'float17', expected one of half, bf16"),
         ("c=", "Unknown dtype '', expected one of half"),
         ("c=mixed", "Unknown dtype 'mixed', expected one of half"),
@@ -206,6 +207,42 @@ def test_cast_to_full_and_half():
 def test_a_policy_that_cannot_be_read_says_what_could(text, expected):
     with pytest.raises(ValueError, match=expected):
         get_policy(text)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        # apex and paddle; torch; Lightning; Hugging Face; Keras, misspelled.
+        *((name, "mixed_float16") for name in ("O1", "O2", "amp", "AMP")),
+        *((name, "mixed_float16") for name in ("torch.float16", "torch.half")),
+        *((name, "mixed_float16") for name in ("16", "16-mixed", "16-true", "fp16")),
+        *((name, "mixed_float16") for name in ("mixed_fp16", "mixed-float16")),
+        *((name, "mixed_bfloat16") for name in ("torch.bfloat16", "bf16-mixed")),
+        *((name, "mixed_bfloat16") for name in ("mixed_bf16", "BF16", "bf16-true")),
+        *((name, "mixed_fp8") for name in ("fp8", "transformer-engine")),
+        *((name, "full") for name in ("O0", "32", "32-true", "torch.float32", "fp32")),
+    ],
+)
+def test_the_name_of_another_library_is_answered_with_ours(theirs, ours):
+    expected = f"Unknown policy {theirs!r}. Did you mean {ours!r}? Policies are named "
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        get_policy(theirs)
+    get_policy(ours)
+
+
+@pytest.mark.parametrize(
+    ("value", "ours"),
+    [
+        (16, "mixed_float16"),
+        (jnp.float16, "mixed_float16"),
+        (jnp.bfloat16, "mixed_bfloat16"),
+        (np.dtype("float16"), "mixed_float16"),
+    ],
+)
+def test_a_dtype_for_a_policy_is_answered_with_the_string(value, ours):
+    expected = f"got {value!r}. Did you mean {ours!r}?"
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        get_policy(value)
 
 
 @pytest.mark.parametrize("value", [None, 3, ("f16", "f16", "f16"), jnp.float16])

@@ -165,6 +165,14 @@ _NAMED_POLICIES = {
     "mixed_fp8": ("full", "bf16", "full", "fp8"),
 }
 
+# Names of torch, Lightning, Hugging Face, apex, paddle and Keras, by what is in them.
+_FOREIGN_NAMES = {
+    r"f(p|loat)8|transformer.engine": "mixed_fp8",
+    "bf": "mixed_bfloat16",
+    r"16|half|amp|o[12]$": "mixed_float16",
+    "32|o0$": "full",
+}
+
 _GRAMMAR_KEYS = {
     "p": "param_dtype",
     "params": "param_dtype",
@@ -217,6 +225,8 @@ def get_policy(policy: "str | Policy") -> Policy:
             got += f" To compute in it with float32 parameters, write {name!r}."
         elif dtype in (jnp.float32, jnp.float64):
             got += f" To compute in it, write {jnp.dtype(dtype).name!r}."
+        else:
+            got += _did_you_mean(str(policy))
         raise TypeError(got)
     name = policy.strip()
     if name == "mixed":
@@ -227,9 +237,13 @@ def get_policy(policy: "str | Policy") -> Policy:
         try:
             dtype = dtypes.parse_dtype(name)
         except ValueError as error:
+            did_you_mean = _did_you_mean(name)
+            unknown = f"Unknown policy {name!r}.{did_you_mean} Policies are"
+            if not did_you_mean:
+                unknown = f"{error} Policies are also"
             raise ValueError(
-                f"{error} Policies are also named {', '.join(_NAMED_POLICIES)} and "
-                "mixed, or written as 'params=float32,compute=float16,output=float32'."
+                f"{unknown} named {', '.join(_NAMED_POLICIES)} and mixed, or written "
+                "as 'params=float32,compute=float16,output=float32'."
             ) from None
         return Policy(dtype, dtype, dtype)
     given = {}
@@ -257,6 +271,14 @@ def _as_dtype(x: Any) -> Any:
         return dtypes.parse_dtype(x)
     except (TypeError, ValueError):
         return None
+
+
+def _did_you_mean(name: str) -> str:
+    """Return a question about the policy that is meant, or "" if none is known."""
+    for pattern, ours in _FOREIGN_NAMES.items():
+        if re.search(pattern, name.lower()):
+            return f" Did you mean {ours!r}?"
+    return ""
 
 
 @jax.tree_util.register_static
