@@ -26,7 +26,7 @@ pytestmark = pytest.mark.one_of("half")
 
 def run_both(fun: Any, policy: Any, *args: Any) -> tuple[Any, Any, DryRunReport]:
     """Return the results of the float32 run, those of the policy's, and the report."""
-    return measure(fun, check_policy(policy)[0], (args, {}))[:3]
+    return measure(fun, check_policy(policy, "dry_run")[0], (args, {}))[:3]
 
 
 def rows(report: DryRunReport, primitive: str) -> list[OpStats]:
