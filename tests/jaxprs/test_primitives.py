@@ -205,6 +205,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     **{n: getattr(lax, n) for n in "log1p sqrt rsqrt sin cos acos asin".split()},
     **{n: getattr(lax, n) for n in "acosh atanh sinh cosh asinh tan cbrt".split()},
     "integer_pow": lambda x: lax.integer_pow(x, 3),
+    "log2": jnp.log2,  # a primitive from jax 0.12 on
     "clamp": lambda x, y, z: lax.clamp(x, y, z),
     "add_any": ad.add_jaxvals,
 }
@@ -323,8 +324,8 @@ def test_a_product_sums_products() -> None:
 # Primitives without a record: they run as the program has them.
 WITHOUT = {
     "of programs, which are looked into": "call closed_call cond custom_jvp_call "
-    "custom_lin custom_linear_solve custom_vjp_call jit remat2 scan while reduce "
-    "reduce_window select_and_scatter pjit",
+    "custom_lin custom_linear_solve custom_vjp_call eval_jaxpr jit pjit remat2 scan "
+    "while reduce reduce_window select_and_scatter",
     "of integers, bools, keys and references": "after_all and axis_index clz "
     "create_token eq_to le_to lt_to empty2 get iota not or population_count "
     "random_bits random_fold_in random_gamma random_seed random_split reduce_xor "
@@ -335,7 +336,7 @@ WITHOUT = {
     "of complex numbers": "complex conj fft imag real",
     "solvers": "cholesky eig eigh hessenberg householder_product "
     "lu qr schur svd triangular_solve tridiagonal tridiagonal_solve",
-    "rare": "approx_top_k atan ragged_all_to_all scatter-max scatter-min "
+    "rare": "approx_top_k atan polynomial ragged_all_to_all scatter-max scatter-min "
     "select_and_gather_add select_and_scatter_add sort top_k",
 }
 

@@ -111,7 +111,7 @@ _TABLE: dict[tuple[OpClass, OpClass, str], tuple[tuple[Fact, str], ...]] = {
     ),
     ("float32", "float32", "tf deny, torch fp32, apex 32"): (
         (_NONE, "exp exp2 expm1"),
-        (Fact.NEAR_ONE, "log log1p"),
+        (Fact.NEAR_ONE, "log log1p log2"),
         (Fact.NEAR_ONE | Fact.BROADCASTS, "pow"),
         (_NONE, "rsqrt sqrt cbrt sinh cosh tan asinh"),
         (_DIGITS, "asin acos acosh atanh"),
