@@ -1,7 +1,9 @@
 """What cannot be saved or restored says why, and leaves the last good state alone."""
 
+import gc
 import re
 import shutil
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -224,6 +226,23 @@ def test_a_damaged_checkpoint_is_an_error_or_every_bit(
     assert "metadata" in refused  # the record
     assert "manifest.ocdbt" in refused
     assert len(refused) >= 4
+
+
+def test_a_damaged_checkpoint_prints_no_tracebacks_of_an_event_loop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    state = {f"x{i}": jnp.arange(5000.0) + i for i in range(9)}
+    checkpoint.save(tmp_path, state, step=6)
+    for file in (tmp_path / "6" / "state").rglob("d/*"):
+        truncate(file)
+    with pytest.raises(ValueError) as caught:
+        checkpoint.restore(tmp_path, state)
+    printed = "".join(traceback.format_exception(caught.value))
+    assert "asyncio" not in printed and len(printed.splitlines()) < 16
+    assert "6 in" in printed and "OUT_OF_RANGE: Error" in printed
+    del caught
+    gc.collect()  # where a task that nobody waits for complains
+    assert caplog.text == "" and capfd.readouterr().err == ""
 
 
 def test_a_damaged_newest_step_can_be_saved_again(tmp_path: Path) -> None:

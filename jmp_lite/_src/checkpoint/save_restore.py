@@ -11,6 +11,7 @@ shards, without a checksum. Other leaves are saved by the first process. Replaci
 step is not atomic on object stores, which cannot rename a folder atomically.
 """
 
+import asyncio
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -228,10 +229,31 @@ def restore(
     return Restored(state, step, casts)
 
 
+class _NumpyHandler(ocp.type_handlers.NumpyHandler):
+    """Orbax' handler of NumPy arrays, which reads all of them even if one fails.
+
+    Orbax closes its event loop at the first error. Each array that is still being read
+    then prints a traceback.
+    """
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        """Return the arrays; raise the first error after the last array is read."""
+        args = args or [ocp.RestoreArgs()] * len(infos)
+        reads = [
+            super(_NumpyHandler, self).deserialize([info], [arg])
+            for info, arg in zip(infos, args, strict=True)
+        ]
+        arrays = await asyncio.gather(*reads, return_exceptions=True)
+        for array in arrays:
+            if isinstance(array, BaseException):
+                raise array
+        return [array for (array,) in arrays]
+
+
 def _arrays_handler() -> ocp.PyTreeCheckpointHandler:
     # By default Orbax copies NumPy arrays, for asynchronous saves. `save` blocks.
     types = ocp.type_handlers
-    numpy_handler = types.NumpyHandler(deepcopy_host_arrays=False)
+    numpy_handler = _NumpyHandler(deepcopy_host_arrays=False)
     registry = types.create_type_handler_registry(
         (np.ndarray, numpy_handler), (jax.Array, types.get_type_handler(jax.Array))
     )
@@ -254,11 +276,13 @@ def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
         advice = "There are no other steps"
         if others:
             advice = f"Pass step= to restore another of {others}"
-        reason = (str(error).splitlines() or [""])[0]
-        raise ValueError(
-            f"Step {step} in {root} cannot be read: it is damaged, or jmp_lite did not "
-            f"save it. {advice}. ({type(error).__name__}: {reason})"
-        ) from error
+        first_line = (str(error).splitlines() or [""])[0].partition(" [tensorstore_")[0]
+        reason = f"{type(error).__name__}: {first_line}"
+    # Raised here, without the exception of Orbax: 50 lines of its event loops.
+    raise ValueError(
+        f"Step {step} in {root} cannot be read: it is damaged, or jmp_lite did not "
+        f"save it. {advice}. ({reason})"
+    )
 
 
 def _read_arrays(
@@ -269,7 +293,7 @@ def _read_arrays(
     if not stored:
         return arrays
     args = {stored_name(name): _restore_args(targets[name]) for name in stored}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with ocp.Checkpointer(_arrays_handler()) as checkpointer:
         request = ocp.args.PyTreeRestore(dict.fromkeys(args, 0), restore_args=args)
         read = checkpointer.restore(path / "state", args=request)
     for name, leaf in stored.items():
