@@ -1,5 +1,7 @@
 """Metrics and the collapse of a loss scale, wherever the state is."""
 
+import json
+import math
 from typing import Any
 
 import jax
@@ -51,6 +53,55 @@ def test_metrics_are_scalars_with_written_dtypes(loss_scale, scale):
         "skipped_steps": 1,
         "consecutive_skips": 1,
     }
+
+
+def test_metrics_on_the_host_are_numbers_after_one_transfer(monkeypatch):
+    state, transfers = _state_after([1.0, jnp.nan]), []
+    device_get = jax.device_get
+    monkeypatch.setattr(
+        jax, "device_get", lambda x: transfers.append(x) or device_get(x)
+    )
+    numbers = loss_scale_metrics(state, host=True)
+    assert numbers == _as_numbers(loss_scale_metrics(state))
+    assert [type(x) for x in numbers.values()] == [float, bool, int, int]
+    assert len(transfers) == 1
+    json.dumps(numbers)
+
+
+def test_metrics_of_a_traced_state_are_not_on_the_host():
+    with pytest.raises(TypeError, match="host=True reads the state on the host: call"):
+        jax.jit(lambda s: loss_scale_metrics(s, host=True))(_state_after([1.0]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("loss_scale", [None, StaticLossScale(8.0), NoOpLossScale()])
+def test_the_gradient_norm_is_that_of_the_unscaled_gradients(loss_scale, dtype):
+    state = _state_after([1.0], loss_scale)
+    scale = get_loss_scale(state).loss_scale
+    grads = {"a": jnp.array([3.0]) * 2**-10, "b": {"c": jnp.array([[4.0]]) * 2**-10}}
+    scaled = jax.tree.map(lambda g: (g * scale).astype(dtype), grads)
+    metrics = jax.jit(lambda s, g: loss_scale_metrics(s, grads=g))(state, scaled)
+    norm = metrics.pop("grad_norm")
+    assert (norm.dtype, norm.shape) == (jnp.float32, ()) and norm == 5 * 2**-10
+    assert metrics.keys() == loss_scale_metrics(state).keys()
+    numbers = loss_scale_metrics(state, grads=scaled, host=True)
+    assert numbers["grad_norm"] == 5 * 2**-10
+
+
+def test_the_norm_of_gradients_that_overflowed_is_not_finite():
+    state = _state_after([1.0])
+    grads = {"w": jnp.array([jnp.inf, 1.0], jnp.float16), "i": jnp.int32(3), "n": None}
+    assert loss_scale_metrics(state, grads=grads, host=True)["grad_norm"] == math.inf
+
+
+def test_the_norm_of_gradients_of_several_states_is_asked_for_one_by_one():
+    states = {"generator": _state_after([1.0]), "critic": _state_after([1.0])}
+    with pytest.raises(
+        ValueError, match=r"several, at \['critic', 'generator'\]: pass"
+    ):
+        loss_scale_metrics(states, grads=jnp.ones(1))
+    metrics = loss_scale_metrics(states["critic"], grads=jnp.full(1, 2.0**15))
+    assert metrics["grad_norm"] == 1.0
 
 
 @pytest.mark.parametrize(

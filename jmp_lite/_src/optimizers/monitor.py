@@ -1,14 +1,15 @@
 """Monitor a run: scalars to log, and an error if every step is skipped."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from jmp_lite._src import trees
-from jmp_lite._src.loss_scale import DynamicLossScale
+from jmp_lite._src.loss_scale import DynamicLossScale, get_loss_scale
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
 
 _POSSIBLE_CAUSES = (
@@ -25,30 +26,54 @@ class TooManySkippedStepsError(RuntimeError):
     """
 
 
-def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
+@overload
+def loss_scale_metrics(
+    opt_state: Any, *, grads: Any = None, host: Literal[False] = False
+) -> dict[str, jax.Array]: ...
+
+
+@overload
+def loss_scale_metrics(
+    opt_state: Any, *, grads: Any = None, host: Literal[True]
+) -> dict[str, Any]: ...
+
+
+def loss_scale_metrics(
+    opt_state: Any, *, grads: Any = None, host: bool = False
+) -> dict[str, Any]:
     """Return loss scaling metrics to log.
 
     Args:
       opt_state: a state that holds one or more `ScaleAwareState`, at any depth. It may
-        be traced: this function works inside `jit`.
+        be traced: this function works inside `jit`, unless `host` is set.
+      grads: scaled gradients, to add the norm of the unscaled ones. Pass `opt_state` as
+        it is before the update, with the loss scale that these gradients have.
+      host: whether to return Python numbers, read from the device in one transfer,
+        instead of arrays.
 
     Returns:
       A dict of scalars, shape `[]`. It has `loss_scale` (f32), `last_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32). If there are several states, each
-      name is prefixed with the key path of its state: `"generator/loss_scale"`.
+      `skipped_steps` and `consecutive_skips` (int32). With `grads`, it also has
+      `grad_norm` (f32), their global 2-norm divided by the loss scale, which is not
+      finite in a step that is skipped. If there are several states, each name is
+      prefixed with the key path of its state: `"generator/loss_scale"`.
 
     Raises:
-      ValueError: the state holds no `ScaleAwareState`.
+      ValueError: the state holds no `ScaleAwareState`, or several while `grads` is set.
+      TypeError: `host` is set, and the state or the gradients are traced.
 
     Examples:
       >>> import optax
       >>> from jmp_lite import scale_aware
       >>> state = scale_aware(optax.sgd(0.1)).init(jax.numpy.ones(2))
-      >>> loss_scale_metrics(state)["loss_scale"].item()
+      >>> loss_scale_metrics(state, host=True)["loss_scale"]
       32768.0
+      >>> grads = jax.numpy.full(1, 2.0**14)
+      >>> loss_scale_metrics(state, grads=grads, host=True)["grad_norm"]
+      0.5
     """
     states = _find_states(opt_state)
-    return {
+    metrics = {
         # asarray unwraps the Variable in which nnx.Optimizer stores each array.
         (f"{path}/{name}" if len(states) > 1 else name): jax.numpy.asarray(value)
         for path, state in states.items()
@@ -61,6 +86,25 @@ def loss_scale_metrics(opt_state: Any) -> dict[str, jax.Array]:
             "consecutive_skips": state.consecutive_skips,
         }.items()
     }
+    if grads is not None:
+        if len(states) > 1:
+            raise ValueError(
+                f"Expected one ScaleAwareState for these gradients, found several, at "
+                f"{list(states)}: pass the part of the state whose gradients they are."
+            )
+        unscaled = trees.cast_at_least_float32(get_loss_scale(opt_state).unscale(grads))
+        floating = [x for x in jax.tree.leaves(unscaled) if trees.is_inexact(x)]
+        norm = optax.tree.norm(floating)
+        metrics["grad_norm"] = jax.numpy.asarray(norm, jax.numpy.float32)
+    if not host:
+        return metrics
+    if any(isinstance(x, Tracer) for x in metrics.values()):
+        raise TypeError(
+            "host=True reads the state on the host: call loss_scale_metrics without it "
+            "inside of jax.jit and scan, and with it outside."
+        )
+    numbers = jax.device_get(list(metrics.values()))
+    return {name: x.tolist() for name, x in zip(metrics, numbers, strict=True)}
 
 
 def check_skipped_steps(
