@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import read_by_a_step
+from optimizers import half_on_purpose, read_by_a_step
 
 import jmp_lite
 from jmp_lite import (
@@ -34,6 +34,8 @@ from jmp_lite import (
     scale_aware,
     stochastic_rounding,
 )
+
+pytestmark = half_on_purpose
 
 PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array([0.5, 4.0])}
 GRADS = {"w": jnp.array([8.0, 16.0]), "b": jnp.array([-8.0, 32.0])}

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoints import over_devices, refusal
+from optimizers import half_on_purpose
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
@@ -88,6 +89,7 @@ def test_a_policy_map_chooses_by_path(tmp_path: Path) -> None:
     )
 
 
+@half_on_purpose
 @pytest.mark.standard_promotion
 def test_half_params_of_a_train_state_keep_their_optimiser(tmp_path: Path) -> None:
     tx = jmp.scale_aware(optax.sgd(0.1, momentum=0.9), jmp.DynamicLossScale(8.0))

@@ -335,7 +335,19 @@ def test_the_leaves_of_a_state_survive_pickling(flax):
     )
 
 
-# Errors.
+# Errors and warnings.
+
+
+@of_both
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_half_parameters_whose_small_updates_are_lost_warn_once(flax, wrap):
+    tx = optax.adam(0.1) if wrap == "plain" else scale_aware(optax.adam(0.1))
+    with pytest.warns(UserWarning, match="is lost: training slows down") as caught:
+        flax.create_half(tx)
+    assert len(caught) == 1
+    flax.create_half(jmp_lite.master_weights(tx))
+    flax.create_half(jmp_lite.stochastic_rounding(tx, jax.random.key(0)))
+    flax.create(tx)
 
 
 @of_both

@@ -5,6 +5,7 @@ and a step that is skipped leaves every bit.
 """
 
 import functools
+import re
 from typing import Any
 
 import bitwise
@@ -305,6 +306,71 @@ def test_replicas_in_shard_map_stay_alike(wrap):
 
 
 # Bad input.
+
+
+# A warning where nothing keeps small updates.
+
+LOST = "where an update below half the spacing of their numbers is lost"
+TREE = {"w": jnp.ones(2), "b": [jnp.ones(2)]}
+
+
+@in_halves
+@pytest.mark.parametrize(
+    "call",
+    [lambda init, x: init(x), lambda init, x: jax.jit(init)(x), jax.eval_shape],
+    ids=["eager", "jit", "eval_shape"],
+)
+def test_half_parameters_whose_small_updates_are_lost_warn_at_init(call, dtype):
+    params = jmp_lite.cast_floating(TREE, dtype)
+    with pytest.warns(UserWarning, match=LOST) as caught:
+        call(scale_aware(optax.adam(1e-3)).init, params)
+    (warning,) = caught
+    name = jnp.dtype(dtype).name
+    start = f"2 of 2 parameters are stored in half precision (params['b'][0] in {name})"
+    assert str(warning.message).startswith(start)
+    advice = "in float32, as 'mixed_bfloat16' .* master_weights or stochastic_rounding"
+    assert re.search(advice, str(warning.message))
+
+
+def test_the_warning_names_the_line_that_calls_init():
+    with pytest.warns(UserWarning, match=LOST) as caught:
+        scale_aware(optax.adam(1e-3)).init(jnp.ones(2, jnp.bfloat16))
+    assert caught[0].filename == __file__
+
+
+def test_half_parameters_of_get_policy_bf16_warn():
+    params = jmp_lite.get_policy("bf16").cast_to_param(TREE)
+    with pytest.warns(UserWarning, match=LOST):
+        scale_aware(optax.adam(1e-3), jmp_lite.NoOpLossScale()).init(params)
+    mixed = jmp_lite.get_policy("mixed_bfloat16").cast_to_param(TREE)
+    scale_aware(optax.adam(1e-3), jmp_lite.NoOpLossScale()).init(mixed)
+
+
+def test_some_half_parameters_warn_and_are_counted():
+    params = {**TREE, "w": jnp.ones(2, jnp.float16)}
+    with pytest.warns(UserWarning, match=r"1 of 2 .*\(params\['w'\] in float16\)"):
+        scale_aware(optax.adam(1e-3)).init(params)
+
+
+LABELS = {"w": "trained", "b": "frozen"}
+FREEZE = optax.partition(
+    {"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}, LABELS
+)
+
+
+def test_half_parameters_that_may_be_frozen_do_not_warn():
+    frozen = {**TREE, "b": [jnp.ones(2, jnp.bfloat16)]}
+    scale_aware(FREEZE).init(frozen)
+    with pytest.warns(UserWarning, match=LOST):  # those that are trained are half too
+        scale_aware(FREEZE).init(jmp_lite.cast_floating(frozen, jnp.bfloat16))
+
+
+@in_compositions
+@with_wrappers
+def test_half_parameters_that_keep_small_updates_do_not_warn(name, wrap):
+    params = jmp_lite.cast_floating({**TREE, "b": [jnp.ones(2)] * 2}, jnp.bfloat16)
+    COMPOSITIONS[name](wrap).init(params)
+    jmp_lite.low_precision_state(COMPOSITIONS[name](wrap)).init(params)
 
 
 @pytest.mark.parametrize("name", HALF_WRAPPERS)

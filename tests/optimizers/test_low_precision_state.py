@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import Trainer, without_scale
+from optimizers import Trainer, half_on_purpose, without_scale
 
 import jmp_lite
 from jmp_lite import (
@@ -25,7 +25,7 @@ from jmp_lite import (
 from jmp_lite._src.optimizers import rounding
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, half_on_purpose]
 
 DTYPES = ("bfloat16", "float8")
 with_dtypes = pytest.mark.parametrize("dtype", DTYPES)

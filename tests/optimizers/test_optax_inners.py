@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from optax import contrib
+from optimizers import half_on_purpose
 
 from jmp_lite import (
     StaticLossScale,
@@ -22,7 +23,7 @@ from jmp_lite import (
 )
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, half_on_purpose]
 
 _RATE = 1e-2
 _MASK = {"w": True, "b": False}

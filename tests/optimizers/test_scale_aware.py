@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import HALF_WRAPPERS, WRAPPERS
+from optimizers import HALF_WRAPPERS, WRAPPERS, half_on_purpose
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_aware
+
+pytestmark = half_on_purpose
 
 
 def _recording(seen: list[Any]) -> optax.GradientTransformationExtraArgs:

@@ -11,11 +11,13 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
+from optimizers import half_on_purpose
 
 import jmp_lite
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = [
+    half_on_purpose,
     pytest.mark.standard_promotion,
     pytest.mark.one_of("grad_dtype", "param_dtype"),
 ]

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training import train_state
-from optimizers import HALF_WRAPPERS, WRAPPERS
+from optimizers import HALF_WRAPPERS, WRAPPERS, half_on_purpose
 
 import jmp_lite
 from jmp_lite import (
@@ -29,7 +29,7 @@ from jmp_lite import (
 )
 
 # These libraries promote by themselves, and so does optax.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, half_on_purpose]
 
 
 def _inner():

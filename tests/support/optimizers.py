@@ -22,6 +22,9 @@ apply_updates: Any = optax.apply_updates  # typed for a tree that may be anythin
 HALVES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
 in_halves = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
 
+# Parameters in half alone: the subject is another than the updates that are lost.
+half_on_purpose = pytest.mark.filterwarnings("ignore:.* stored in half precision")
+
 # Inside or around `scale_aware`.
 HALF_WRAPPERS: dict[str, Any] = {
     "master_weights": master_weights,

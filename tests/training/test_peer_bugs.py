@@ -14,12 +14,13 @@ import optax
 import pytest
 from flax.training import dynamic_scale
 from jax.sharding import PartitionSpec as P
+from optimizers import half_on_purpose
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, StaticLossScale, scale_aware
 
 # The peers promote by themselves.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, half_on_purpose]
 
 
 # flax.training.dynamic_scale.DynamicScale.

@@ -12,7 +12,10 @@ from jax.core import Tracer
 
 from jmp_lite._src import trees
 from jmp_lite._src.optimizers import base
-from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
+from jmp_lite._src.optimizers.scale_aware import (
+    ScaleAwareState,
+    warn_if_updates_are_lost,
+)
 
 _ADVICE = (
     "Remove transformations that change the structure of their state, such as "
@@ -126,6 +129,12 @@ def check_start(params: optax.Params, batch_stats: Any, decay: float | None) -> 
     _check_finite(batch_stats, "batch statistics")
     if decay is not None and not 0 < decay < 1:
         raise ValueError(f"Expected ema_decay between 0 and 1, got {decay}.")
+
+
+def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:
+    """Warn if small updates are lost; a scale-aware optimiser has done it by itself."""
+    if not base.find_states(opt_state, ScaleAwareState):
+        warn_if_updates_are_lost(params, opt_state)
 
 
 def _check_finite(tree: Any, what: str) -> None:

@@ -6,6 +6,7 @@ where gradients are unscaled, float32 and finite.
 """
 
 import difflib
+import warnings
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite._src import trees
+from jmp_lite._src import dtypes, trees
 from jmp_lite._src.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.master_weights import (
@@ -117,6 +118,10 @@ def scale_aware(
       skip_nonfinite: if False, non-finite gradients are passed to `inner` and its
         update is applied. The state still counts them and the scale still adjusts.
 
+    Warns:
+      UserWarning: in `init`: parameters are stored in half precision, and neither
+        `master_weights` nor `stochastic_rounding` keeps their small updates.
+
     Returns:
       An `optax.GradientTransformationExtraArgs` whose types have `ScaleAwareState`.
       `update(grads, state, params, *, value=None, **extra)` takes scaled gradients of
@@ -163,6 +168,7 @@ def scale_aware(
         inner_state = inner.init(trees.cast_at_least_float32(params))
         if base.find_states(inner_state, ScaleAwareState):
             raise ValueError(_UNSCALED_TWICE)
+        warn_if_updates_are_lost(params, inner_state)
         inner_state = with_remainders(inner_state, base.stored_dtypes(params))
         return ScaleAwareState(
             inner_state=jax.tree.map(base.strongly_typed, inner_state),
@@ -232,6 +238,30 @@ def scale_aware(
         return new_updates, base.restore_annotation(next_state, annotated)
 
     return ScaleAwareTransformation(init_fn, update_fn)
+
+
+def warn_if_updates_are_lost(params: optax.Params, opt_state: Any) -> None:
+    """Warn if half-precision parameters are trained without what keeps small updates.
+
+    Silent if an optimiser updates a part of the parameters only, and some of them are
+    float32: the others may be frozen.
+    """
+    stored = base.stored_dtypes(params)
+    if stored is None or base.find_states(opt_state, NEED_STORED_DTYPES):
+        return
+    half = [(path, d) for path, d in stored.by_path if dtypes.is_half(d)]
+    all_half = len(half) == len(stored.by_path)
+    if not all_half and base.find_states(opt_state, optax.MaskedState):
+        return
+    path, dtype = half[0]
+    warnings.warn(
+        f"{len(half)} of {len(stored.by_path)} parameters are stored in half precision "
+        f"(params{path} in {dtype}), where an update below half the spacing of their "
+        "numbers is lost: training slows down or stops. Store them in float32, as "
+        "'mixed_bfloat16' and 'mixed_float16' do, or wrap the optimiser in "
+        "master_weights or stochastic_rounding.",
+        stacklevel=3,
+    )
 
 
 def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:

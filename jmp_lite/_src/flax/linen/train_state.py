@@ -93,6 +93,7 @@ class TrainState(train_state.TrainState):
                 f"update_on_skip names {unknown}, expected some of {sorted(fields)}."
             )
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        train_step.warn_about(params, state.opt_state)
         # A step may donate the state, and a buffer can be donated only once.
         return trees.copy_shared_buffers(state.replace(step=jnp.zeros([], jnp.int32)))
 

@@ -112,6 +112,7 @@ class TrainState:
             ema_decay=ema_decay,
             update_on_skip=update_on_skip,
         )
+        train_step.warn_about(params, state.opt_state)
         return trees.copy_shared_buffers(state)
 
     def model(self, params: Any = None) -> Any:
