@@ -305,7 +305,26 @@ def test_replicas_in_shard_map_stay_alike(wrap):
     assert stepped.dtype == params.dtype and (stepped == stepped[:1]).all()
 
 
-# Bad input.
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_same_key_on_every_device_of_a_shard_map_gives_the_same_noise(check_vma):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    tx = jmp_lite.stochastic_rounding(optax.sgd(2.0**-10), jax.random.key(0))
+    params = jnp.ones(8 * 64, jnp.bfloat16)
+
+    def step(params, grads):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return apply_updates(params, updates)
+
+    split = P("data")
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(split, split), out_specs=split, check_vma=check_vma
+    )
+    shards = np.asarray(jax.jit(mapped)(params, jnp.ones(8 * 64))).reshape(8, 64)
+    assert (shards == shards[0]).all() and (shards[0] < 1).any()
+    # Under jit, each element of a sharded array has noise of its own.
+    cut = jax.device_put((params, jnp.ones(8 * 64)), NamedSharding(mesh, split))
+    shards = np.asarray(jax.jit(step)(*cut)).reshape(8, 64)
+    assert len(np.unique(shards, axis=0)) == 8
 
 
 # A warning where nothing keeps small updates.
@@ -371,6 +390,9 @@ def test_half_parameters_that_keep_small_updates_do_not_warn(name, wrap):
     params = jmp_lite.cast_floating({**TREE, "b": [jnp.ones(2)] * 2}, jnp.bfloat16)
     COMPOSITIONS[name](wrap).init(params)
     jmp_lite.low_precision_state(COMPOSITIONS[name](wrap)).init(params)
+
+
+# Bad input.
 
 
 @pytest.mark.parametrize("name", HALF_WRAPPERS)
