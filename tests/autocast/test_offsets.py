@@ -47,6 +47,7 @@ BIASES = np.full(OUT, 5000, np.float32)
 ANCHOR = np.array([1000, 1000, 1008, 1012], np.float32)
 TOKENS, QKV = _normal(4, 32, IN), _normal(3, IN, IN) / np.sqrt(IN)
 SLOPES = 4 * np.arange(32, dtype=np.float32)
+_TOKENS_OF_ONE_SIGN, _SATURATING = abs(_normal(32, IN)), _normal(IN, IN)
 LABELS = _rng.integers(0, OUT, (ROWS, 1))
 
 
@@ -206,6 +207,28 @@ def test_what_is_added_to_a_product_keeps_its_digits(name, order, half):
     if name not in ANGLES:
         assert error(value, exact_value) < 0.01
     assert max(map(error, grads, exact_grads)) < 0.03
+
+
+@IN_MODES
+@pytest.mark.parametrize("size", [8, 16, 32])
+def test_saturated_attention_has_the_gradient_of_casts_by_hand(size, half):
+    # Half probabilities do not sum to 1: what their gradients have in common must not
+    # depend on it. Values of one sign have much in common.
+    x, w = abs(_TOKENS_OF_ONE_SIGN[:size]), 12 * _SATURATING / IN
+
+    def loss(w, cast=lambda x: x):
+        logits = (cast(x.astype(w.dtype)) @ cast(w) @ cast(x.T.astype(w.dtype))).astype(
+            w.dtype
+        )
+        p = cast(jax.nn.softmax(logits, -1))
+        return SCALE * jnp.mean((p @ cast(x.astype(w.dtype))).astype(w.dtype))
+
+    with jax.enable_x64(True):
+        expected = np.asarray(jax.grad(loss)(np.asarray(w, np.float64)))
+    dtype = DTYPES[half[:4].strip()]
+    by_hand = jax.jit(jax.grad(lambda w: loss(w, lambda x: x.astype(dtype))))(w)
+    found = jax.jit(jax.grad(low(loss, half)))(w)
+    assert error(found, expected) < 1.5 * error(by_hand, expected)
 
 
 @pytest.mark.parametrize("half", ["bf16", "f16 half results"])

@@ -5,11 +5,12 @@ reads them. Differentiated operation by operation, the float32 logits are kept f
 backward pass beside the half probabilities. But the derivative needs the probabilities
 alone::
 
-  p = softmax(z);  dp = p * (dz - sum(p * dz))
+  p = softmax(z);  dp = p * (dz - sum(p * dz) / sum(p))
 
 so it is computed from the half `p` that the product keeps anyway, in float32
-arithmetic, as in FlashAttention. `p` is at most 1, so nothing overflows; float16 rounds
-to zero what is below 6e-8.
+arithmetic, as in FlashAttention. Half `p` do not sum to 1: without the division, a
+constant `dz`, which changes no `p`, would. `p` is at most 1, so nothing overflows;
+float16 rounds to zero what is below 6e-8.
 """
 
 import dataclasses
@@ -107,5 +108,6 @@ def _softmax_jvp(axes, dtype, is_from_half, primals, tangents):
     (logits,), (logits_dot,) = primals, tangents
     probabilities = _softmax(logits, axes, dtype, is_from_half)
     p, dz = probabilities.astype(jnp.float32), logits_dot.astype(jnp.float32)
-    mean = jnp.sum(p * dz, axes, keepdims=True)
+    total = jnp.sum(p, axes, keepdims=True)
+    mean = jnp.sum(p * dz, axes, keepdims=True) / total
     return probabilities, (p * (dz - mean)).astype(dtype)
