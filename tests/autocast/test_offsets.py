@@ -231,6 +231,19 @@ def test_saturated_attention_has_the_gradient_of_casts_by_hand(size, half):
     assert error(found, expected) < 1.5 * error(by_hand, expected)
 
 
+@IN_MODES
+def test_a_half_value_is_rounded_in_all_reads_or_in_none(half):
+    # XLA may leave out a cast to half and back. The gradient of `softplus` reads its
+    # operand twice, in exp(x - softplus(x)): what is rounded must be so in both.
+    def loss(w):
+        return SCALE * jnp.mean(jax.nn.softplus(100 * X @ w))
+
+    with jax.enable_x64(True):
+        expected = np.asarray(jax.grad(loss)(np.asarray(W, np.float64)))
+    for grad in (jax.grad(low(loss, half)), low(jax.grad(loss), half)):
+        assert error(jax.jit(grad)(W), expected) < 0.01
+
+
 @pytest.mark.parametrize("half", ["bf16", "f16 half results"])
 def test_a_sum_of_two_arrays_is_stored_in_half(half):
     # Of a residual stream in float32, twice the memory would be kept.

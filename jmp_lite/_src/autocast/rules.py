@@ -279,7 +279,12 @@ class _Elementwise(Rule):
         if joins and _may_underflow(ins, uses, analysis):
             return FLOAT32_RULE.keep(info, "a divisor or a logarithm reads it")
         keeps = joins and not self.is_move and _is_kept(eqn, ins, analysis)
-        is_fused = joins and not self.is_move and not keeps and _is_for_f32(uses)
+        # A choice between one half array and numbers is arithmetic, too: of a cast in
+        # one of two reads, XLA may leave out the one and not the other.
+        may_fuse = not self.is_move or (
+            eqn.primitive.name == "select_n" and not _is_kept(eqn, ins, analysis)
+        )
+        is_fused = joins and may_fuse and not keeps and _is_for_f32(uses)
         if is_cast_before or (joins and not is_fused):
             half_in = tuple(p not in IGNORED for p in ins)
             plan = EqnPlan(
