@@ -224,7 +224,7 @@ def test_a_policy_that_cannot_be_read_says_what_could(text, expected):
     ],
 )
 def test_the_name_of_another_library_is_answered_with_ours(theirs, ours):
-    expected = f"Unknown policy {theirs!r}. Did you mean {ours!r}? Policies are named "
+    expected = f"Unknown dtype or policy {theirs!r}. Did you mean {ours!r}? Policies"
     with pytest.raises(ValueError, match=re.escape(expected)):
         get_policy(theirs)
     get_policy(ours)

@@ -238,7 +238,7 @@ def get_policy(policy: "str | Policy") -> Policy:
             dtype = dtypes.parse_dtype(name)
         except ValueError as error:
             did_you_mean = _did_you_mean(name)
-            unknown = f"Unknown policy {name!r}.{did_you_mean} Policies are"
+            unknown = f"Unknown dtype or policy {name!r}.{did_you_mean} Policies are"
             if not did_you_mean:
                 unknown = f"{error} Policies are also"
             raise ValueError(

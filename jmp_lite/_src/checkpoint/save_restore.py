@@ -243,11 +243,12 @@ class _NumpyHandler(ocp.type_handlers.NumpyHandler):
             super(_NumpyHandler, self).deserialize([info], [arg])
             for info, arg in zip(infos, args, strict=True)
         ]
-        arrays = await asyncio.gather(*reads, return_exceptions=True)
-        for array in arrays:
-            if isinstance(array, BaseException):
-                raise array
-        return [array for (array,) in arrays]
+        arrays = []
+        for result in await asyncio.gather(*reads, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+            arrays.extend(result)
+        return arrays
 
 
 def _arrays_handler() -> ocp.PyTreeCheckpointHandler:

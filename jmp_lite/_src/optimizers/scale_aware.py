@@ -107,7 +107,8 @@ def scale_aware(
     A non-finite `value` indicates a bad batch, not an overflow: the step is skipped as
     well, but the loss scale is unchanged. What `inner` makes of finite gradients is not
     checked. The update has no branches, makes no host calls and keeps no copy of the
-    gradients.
+    gradients. `init` warns if parameters are stored in half precision, and neither
+    `master_weights` nor `stochastic_rounding` keeps their small updates.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
@@ -117,10 +118,6 @@ def scale_aware(
         loss in `shard_map`, the gradients in `pmap`. Not needed under `jit`.
       skip_nonfinite: if False, non-finite gradients are passed to `inner` and its
         update is applied. The state still counts them and the scale still adjusts.
-
-    Warns:
-      UserWarning: in `init`: parameters are stored in half precision, and neither
-        `master_weights` nor `stochastic_rounding` keeps their small updates.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose types have `ScaleAwareState`.
