@@ -81,7 +81,7 @@ def parse_dtype(value: Any) -> Any:
         if value is None:  # NumPy interprets None as float64.
             raise TypeError
         dtype = jnp.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):  # NumPy takes a dict for a structured dtype
         raise TypeError(
             f"Expected a floating dtype or its name ({known_names()}), got {value!r}."
         ) from None
@@ -149,11 +149,19 @@ def recommended_half_dtype(device: Any = None) -> Any:
 
 def compute_capability(device: Any = None) -> tuple[int, int] | None:
     """Return the compute capability of an NVIDIA GPU, or None for other devices."""
-    device = jax.local_devices()[0] if device is None else device
+    device = _device(device)
     text = str(getattr(device, "compute_capability", ""))
     major, _, minor = text.partition(".")
     # AMD GPUs have an architecture name such as "gfx90a" here.
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def _device(device: Any) -> Any:
+    if isinstance(device, str):
+        raise TypeError(
+            f"Expected a jax.Device, got {device!r}: write jax.devices({device!r})[0]."
+        )
+    return jax.local_devices()[0] if device is None else device
 
 
 def slow_half_reason(dtype: DTypeLike, device: Any = None) -> str | None:
@@ -169,7 +177,7 @@ def slow_half_reason(dtype: DTypeLike, device: Any = None) -> str | None:
     """
     if not is_half(np.dtype(dtype)):
         return None
-    device = jax.local_devices()[0] if device is None else device
+    device = _device(device)
     name, kind = np.dtype(dtype).name, getattr(device, "device_kind", device.platform)
     capability = compute_capability(device)
     if device.platform == "cpu":
@@ -202,7 +210,7 @@ def slow_fp8_reason(device: Any = None) -> str | None:
       >>> slow_fp8_reason(jax.devices("cpu")[0])[:20]
       'fp8 is slower than f'
     """
-    device = jax.local_devices()[0] if device is None else device
+    device = _device(device)
     kind = getattr(device, "device_kind", device.platform)
     capability = compute_capability(device)
     if device.platform == "cpu":

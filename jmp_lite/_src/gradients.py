@@ -100,10 +100,12 @@ def scaled_value_and_grad(
     """
     if not callable(fun):
         raise TypeError(f"Expected a function to differentiate, got {fun!r}.")
-    if not callable(value_and_grad):
+    name = getattr(value_and_grad, "__name__", "")
+    if not callable(value_and_grad) or name in ("grad", "filter_grad"):
         raise TypeError(
             "Expected value_and_grad to be a transformation such as "
-            f"jax.value_and_grad, got {value_and_grad!r}."
+            f"jax.value_and_grad, got {value_and_grad!r}. For gradients alone, call "
+            "scaled_grad."
         )
     scale = get_loss_scale(loss_scale).scale
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jmp_lite._src import compat, trees
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
@@ -65,6 +66,10 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
     Args:
       loss_scale: the factor. Use a power of two, so that scaling is exact.
 
+    Raises:
+      ValueError: the factor is zero, negative, infinite or NaN.
+      TypeError: it is not a number.
+
     Examples:
       >>> float(StaticLossScale(1024.0).unscale(jnp.float16(512)))
       0.5
@@ -74,8 +79,10 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
 
     def __post_init__(self):
         # A float is hashable, an array is not. A tracer has no value to convert.
-        if trees.is_concrete_number(self.loss_scale):
-            object.__setattr__(self, "loss_scale", float(self.loss_scale))
+        if not isinstance(self.loss_scale, Tracer):
+            value = _static_number(self.loss_scale, "loss_scale")
+            _check_positive(value)
+            object.__setattr__(self, "loss_scale", value)
 
     def scale(self, tree: T) -> T:
         """Return the tree times the scale; see `DynamicLossScale.scale`."""
@@ -165,8 +172,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
     Raises:
       ValueError: the scale is not positive, or not between `min_loss_scale` and
         `max_loss_scale`; a setting is out of its range.
-      TypeError: `min_loss_scale` or `max_loss_scale` is not a number known at trace
-        time.
+      TypeError: a setting is not a number known at trace time.
 
     Examples:
       >>> loss_scale = DynamicLossScale(2.0**15, period=2)
@@ -199,6 +205,12 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
     def __post_init__(self):
         for name in ("loss_scale", "min_loss_scale"):
             _warn_if_not_floating(getattr(self, name), name)
+        for name in ("period", "factor", "backoff_factor", "hysteresis"):
+            value = getattr(self, name)
+            if value is not None or name != "backoff_factor":
+                _static_number(value, name)
+            if trees.is_array(value):  # a static field must be hashable
+                object.__setattr__(self, name, value.item())
         scale, bad_steps = self.loss_scale, self.bad_steps
         if trees.is_concrete_number(scale):
             _check_positive(scale)
@@ -257,12 +269,14 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         Raises:
           ValueError: `grads_finite` is not a scalar.
         """
-        finite = jnp.asarray(grads_finite).astype(jnp.bool_)
-        if finite.ndim != 0:
+        is_leaf = jax.tree_util.all_leaves([grads_finite])
+        if not is_leaf or jnp.ndim(grads_finite) != 0:
+            got = f"shape {jnp.shape(grads_finite)}" if is_leaf else "a tree"
             raise ValueError(
-                f"Expected grads_finite to be a boolean scalar, got shape "
-                f"{finite.shape}; all_finite(grads) makes one."
+                f"Expected grads_finite to be a boolean scalar, got {got}; "
+                "all_finite(grads) makes one."
             )
+        finite = jnp.asarray(grads_finite).astype(jnp.bool_)
         scale, counter = self.loss_scale, self.counter
         counter = jnp.where(finite, counter + 1, 0)
         grow = finite & (counter >= int(self.period))
@@ -381,7 +395,7 @@ def check_loss_scale(loss_scale: Any) -> None:
     The value is not checked under `jit`, where it is not known.
 
     Raises:
-      TypeError: this is not a loss scale.
+      TypeError: this is not a loss scale, or its value is not a number.
       ValueError: its value is zero, negative, infinite or NaN.
     """
     if not isinstance(loss_scale, LossScale):
@@ -389,8 +403,11 @@ def check_loss_scale(loss_scale: Any) -> None:
             "Expected a NoOpLossScale, StaticLossScale or DynamicLossScale, got "
             f"{loss_scale!r}.{_remedy(loss_scale)}"
         )
-    if trees.is_concrete_number(loss_scale.loss_scale):
-        _check_positive(loss_scale.loss_scale)
+    value = loss_scale.loss_scale
+    if not isinstance(value, Tracer):
+        if not trees.is_concrete_number(value):
+            raise TypeError(f"Expected one number in the loss scale, got {value!r}.")
+        _check_positive(value)
 
 
 def _remedy(x: Any) -> str:

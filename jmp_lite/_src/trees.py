@@ -71,18 +71,23 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 
     Args:
       tree: any pytree.
-      dtype: the dtype to cast bf16, f16, f32 and f64 arrays to.
+      dtype: the floating dtype to cast bf16, f16, f32 and f64 arrays to, or its name.
 
     Returns:
       The tree with those arrays cast. Arrays that already have the dtype and all other
       leaves (integers, bools, complex, fp8, keys, `float0`, Python scalars, objects)
       are returned unchanged.
 
+    Raises:
+      ValueError: the dtype is not floating, or its name is unknown.
+      TypeError: the dtype is neither a name nor a dtype.
+
     Examples:
       >>> tree = {"w": jnp.ones(2), "step": jnp.int32(3)}
       >>> {k: str(v.dtype) for k, v in cast_floating(tree, jnp.float16).items()}
       {'step': 'int32', 'w': 'float16'}
     """
+    dtype = dtypes.parse_dtype(dtype)
     return jax.tree.map(lambda x: _cast(x, dtype), tree)
 
 
@@ -187,6 +192,11 @@ def select_tree(pred: Any, a: T, b: T) -> T:
       >>> float(select_tree(jnp.bool_(False), {"a": 1.0}, {"a": 2.0})["a"])
       2.0
     """
+    if not jax.tree_util.all_leaves([pred]):
+        raise NotABooleanScalarError(
+            f"expected boolean scalar, got a {type(pred).__name__}: write "
+            "select_tree(pred, a, b)"
+        )
     pred = jnp.asarray(pred)
     if pred.ndim != 0 or pred.dtype != jnp.bool_:
         raise NotABooleanScalarError(

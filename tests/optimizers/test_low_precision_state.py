@@ -521,7 +521,7 @@ def test_int8_is_another_name_of_float8(name):
 
 
 def test_errors_of_the_factory_say_what_is_expected():
-    with pytest.raises(TypeError, match="Expected an optax transformation to wrap"):
+    with pytest.raises(TypeError, match="Expected an optax transformation"):
         low_precision_state("adam")  # pyright: ignore[reportArgumentType]
     for dtype in ("float16", jnp.float32, "int4", 3, None):
         with pytest.raises(ValueError, match=r"of \('bfloat16', 'float8'\), got "):

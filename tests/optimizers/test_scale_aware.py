@@ -379,7 +379,7 @@ def test_a_scale_aware_in_a_scale_aware_is_refused_at_the_call():
 @over_factories
 @pytest.mark.parametrize("inner", [None, 1e-3, optax.sgd, "adam"])
 def test_what_is_no_optimiser_is_refused(name, inner):
-    expected = f"Expected an optax transformation to wrap, got {inner!r}."
+    expected = f"Expected an optax transformation, got {inner!r}."
     with pytest.raises(TypeError, match=re.escape(expected)):
         _FACTORIES[name](inner)
 

@@ -37,6 +37,7 @@ class OpRules:
     Raises:
       ValueError: a class or a primitive is not known, or one of the default table has
         no class.
+      TypeError: `classes` is not a table.
 
     Examples:
       >>> rules = OpRules.default("float16").replace(tanh="float32", sort="passthrough")
@@ -49,7 +50,13 @@ class OpRules:
     fp8_min_size: int = fp8.MIN_SIZE
 
     def __post_init__(self):
-        pairs = dict(self.classes)
+        try:
+            pairs = dict(self.classes)
+        except (TypeError, ValueError):
+            raise TypeError(
+                "Expected a table that maps primitives to classes, such as "
+                f"{{'tanh': 'float32'}}, got {self.classes!r}."
+            ) from None
         for name, op_class in pairs.items():
             if op_class not in CLASSES:
                 raise ValueError(

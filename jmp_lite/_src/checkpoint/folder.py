@@ -40,8 +40,14 @@ def resolve_folder(folder: str | os.PathLike[str]) -> epath.Path:
     """Return the absolute path or URL of a folder; `~` is the home folder.
 
     Raises:
+      TypeError: it is not a path.
       ValueError: the folder or one of its parents is a file.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(
+            f"Expected the path of a folder first, got {type(folder).__name__}: write "
+            "save(folder, state), restore(folder, like)."
+        )
     root = epath.Path(folder).expanduser()
     if _is_local(root):
         root = root.absolute()  # it would turn a URL into a local path

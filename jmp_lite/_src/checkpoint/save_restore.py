@@ -97,8 +97,8 @@ def save(
     """
     root = resolve_folder(folder)
     step = step_number(getattr(state, "step", None) if step is None else step)
-    if keep < 1 or keep != int(keep):
-        raise ValueError(f"Expected to keep at least 1 checkpoint, got keep={keep}.")
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"Expected to keep at least 1 checkpoint, got keep={keep!r}.")
     arrays, make_record = encode(state)
     items: dict[str, Any] = {"record": RecordSave(make_record)}
     if arrays:  # Orbax does not save an empty tree
@@ -191,6 +191,7 @@ def restore(
       ValueError: there is no such checkpoint, or it is damaged; the folder is a file;
         the structure, a shape, a dtype or the type of a loss scale differs from `like`;
         a cast would make a finite number inf.
+      TypeError: `folder` is not a path; `cast` is not a bool.
 
     Examples:
       >>> import tempfile
@@ -203,6 +204,11 @@ def restore(
       >>> restored.state["w"].dtype
       dtype('float16')
     """
+    if not isinstance(cast, bool):
+        raise TypeError(
+            f"Expected cast=True or cast=False, got {cast!r}: the dtypes are those of "
+            "`like`, such as policy.cast_to_param(like)."
+        )
     root = resolve_folder(folder)
     path, step = find_step(root, step)
     where = f"Step {step} in {root}"

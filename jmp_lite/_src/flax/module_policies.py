@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import dtypes, reports, trees
+from jmp_lite._src import compat, dtypes, reports, trees
 from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy
 
 # One module.
@@ -214,6 +214,20 @@ class ModulePolicies:
 
 def _is_class(pair: Any) -> bool:
     return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)
+
+
+def not_a_module(kind: str, got: Any) -> TypeError:
+    """Return the error for what is passed to `with_policy` as a linen or nnx module."""
+    remedy = ""
+    if isinstance(got, type):
+        remedy = f" Make one first: {got.__name__}(...)."
+    elif isinstance(got, str | Policy | PolicyMap):
+        remedy = " Write with_policy(model, policy)."
+    elif compat.is_nnx_module(got):
+        remedy = " This is one of nnx: use jmp_lite.nnx.with_policy."
+    elif compat.is_unbound_linen_module(got):
+        remedy = " This is one of linen: use jmp_lite.linen.with_policy."
+    return TypeError(f"Expected {kind} module, got {got!r}.{remedy}")
 
 
 def any_fp8(resolved: Mapping[str, ModulePolicy]) -> bool:

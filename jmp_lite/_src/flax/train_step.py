@@ -118,13 +118,17 @@ def update_ema(ema: Any, params: optax.Params, decay: float | None) -> Any:
     return optax.incremental_update(params, ema, 1 - decay)
 
 
-def check_start(params: optax.Params, batch_stats: Any, decay: float | None) -> None:
+def check_start(
+    tx: Any, params: optax.Params, batch_stats: Any, decay: float | None
+) -> None:
     """Raise if training cannot start from this state.
 
     Raises:
+      TypeError: `tx` is not an optax transformation.
       ValueError: parameters or batch statistics are not finite; the decay of the
         average is not in (0, 1).
     """
+    base.check_transformation(tx)
     _check_finite(params, "parameters")
     _check_finite(batch_stats, "batch statistics")
     if decay is not None and not 0 < decay < 1:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jmp_lite._src import compat, reports, trees
 from jmp_lite._src.autocast import products
@@ -107,7 +108,8 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
       results of `fun` are finite.
 
     Raises:
-      TypeError: `fun` is not callable; in a call: an argument is an nnx module.
+      TypeError: `fun` is not callable; in a call: an argument is an nnx module, or
+        traced.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -126,6 +128,12 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
         raise TypeError(f"Expected a function to watch, got {fun!r}.")
 
     def run(*args, **kwargs) -> NonFinite | None:
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+            raise TypeError(
+                "first_nonfinite runs the function operation by operation, and reads "
+                "values: call it outside of jax.jit and jax.grad, as "
+                "first_nonfinite(jax.grad(loss))(params). In jit, use track_nonfinite."
+            )
         traced = _trace(fun, args, kwargs)
         origin, ranges = find(traced)
         found = tracker_of(traced, origin, (args, kwargs)).report()

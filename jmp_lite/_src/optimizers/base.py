@@ -33,8 +33,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     Raises:
       TypeError: `inner` is not an optax transformation.
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"Expected an optax transformation to wrap, got {inner!r}.")
+    check_transformation(inner)
     if isinstance(inner, optax.MultiSteps):
         # optax does not treat it as a transformation and drops its extra arguments.
         update = cast(Any, inner.update)  # its annotation only accepts MultiStepsState
@@ -56,6 +55,22 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         return inner_update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+
+
+def check_transformation(tx: Any) -> None:
+    """Raise unless this has the methods of an optax transformation.
+
+    Raises:
+      TypeError: it has not, and how to make one of what it is.
+    """
+    if hasattr(tx, "init") and hasattr(tx, "update"):
+        return
+    remedy = ""
+    if isinstance(tx, list | tuple):
+        remedy = " Chain them: optax.chain(...)."
+    elif callable(tx):
+        remedy = f" Call it: {getattr(tx, '__name__', 'optimizer')}(...)."
+    raise TypeError(f"Expected an optax transformation, got {tx!r}.{remedy}")
 
 
 def _takes_value(update: Any) -> bool:

@@ -193,6 +193,7 @@ def scale_aware(
         # A NoOpLossScale leaves half gradients in half.
         grads = trees.cast_at_least_float32(state.loss_scale.unscale(updates))
         if value is not None:
+            _check_value(value)
             value = trees.cast_at_least_float32(jnp.asarray(value))
         value_finite = trees.all_finite(value)
         if others_finite is not None:
@@ -297,6 +298,14 @@ def _check_arguments(
             f"{type(state).__name__}."
         )
     base.check_gradients(grads, params)
+
+
+def _check_value(value: Any) -> None:
+    if not trees.is_array(value) and not isinstance(value, bool | int | float):
+        raise TypeError(
+            f"Expected value to be the unscaled loss, a number, got {value!r}. With "
+            "has_aux=True, take it out of the pair: (loss, aux), grads = ..."
+        )
 
 
 def _check_names(extra: dict[str, Any]) -> None:

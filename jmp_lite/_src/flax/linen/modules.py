@@ -89,7 +89,7 @@ def with_policy(
     if isinstance(module, PolicyModule):
         module = module.module
     if not isinstance(module, nn.Module):
-        raise TypeError(f"Expected a linen module, got {module!r}.")
+        raise module_policies.not_a_module("a linen", module)
     if module.scope is not None:
         raise TypeError(
             f"Expected an unbound module, got a bound {type(module).__name__}: call "

@@ -80,11 +80,12 @@ class TrainState(train_state.TrainState):
           **kwargs: other fields.
 
         Raises:
+          TypeError: `tx` is not an optax transformation.
           ValueError: parameters or batch statistics are not finite; `ema_decay` is not
             in (0, 1); `update_on_skip` has a name that is not a field.
         """
         ema_decay = kwargs.get("ema_decay")
-        train_step.check_start(params, kwargs.get("batch_stats"), ema_decay)
+        train_step.check_start(tx, params, kwargs.get("batch_stats"), ema_decay)
         kwargs.setdefault("ema", train_step.init_ema(params, ema_decay))
         fields = {field.name for field in dataclasses.fields(cls)}
         unknown = [n for n in kwargs.get("update_on_skip", ()) if n not in fields]

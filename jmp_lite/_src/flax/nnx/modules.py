@@ -90,7 +90,7 @@ def with_policy(
       Keras' `dtype` of a layer.
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"Expected an nnx module, got {model!r}.")
+        raise module_policies.not_a_module("an nnx", model)
     policies = ModulePolicies(policy, classes or ())
     has_policy = isinstance(model, PolicyModule)
     model = _without_policy(model) if has_policy else nnx.clone(model)

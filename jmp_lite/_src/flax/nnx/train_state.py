@@ -82,7 +82,8 @@ class TrainState:
         """Return the state of a model at step 0.
 
         Raises:
-          TypeError: `model` is not an nnx module; `update_on_skip` is not a filter.
+          TypeError: `model` is not an nnx module; `tx` is not an optax transformation;
+            `update_on_skip` is not a filter.
           ValueError: parameters or batch statistics are not finite; `ema_decay` is not
             in (0, 1).
         """
@@ -98,7 +99,7 @@ class TrainState:
             update_on_skip = tuple(update_on_skip)
         graphdef, params, other_state = nnx.split(model, nnx.Param, ...)
         batch_stats = nnx.filter_state(other_state, nnx.BatchStat)
-        train_step.check_start(params, batch_stats, ema_decay)
+        train_step.check_start(tx, params, batch_stats, ema_decay)
         # A step may donate the state: copy the arrays of the model, and share none.
         params, other_state = jax.tree.map(jnp.copy, (params, other_state))
         state = cls(

@@ -1,0 +1,485 @@
+"""Mistakes over the whole public API: what each says, so that no error gets worse.
+
+Each row is a call and words that its error has, in this order: what was got, what is
+expected, what to do. Those of newcomers, at length, are in `test_misuse.py`.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jmp_lite
+import jmp_lite.checkpoint
+import jmp_lite.linen
+import jmp_lite.nnx
+import jmp_lite.numerics
+
+# Any: a type checker sees most of these mistakes.
+jmp: Any = jmp_lite
+num: Any = jmp_lite.numerics
+ckpt: Any = jmp_lite.checkpoint
+linen: Any = jmp_lite.linen
+nnx_: Any = jmp_lite.nnx
+
+F16, KEY = jnp.float16, jax.random.key(0)
+P: Any = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
+H = jmp.cast_floating(P, F16)
+X = jnp.ones((3, 4))
+MIXED = jmp.get_policy("mixed_float16")
+SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
+TX = jmp.scale_aware(SGD, jmp.DynamicLossScale(8.0))
+S = TX.init(P)
+MASTERS = jmp.master_weights(SGD)
+ROUNDING = jmp.stochastic_rounding(SGD, KEY)
+LOW = jmp.low_precision_state(ADAM, min_size=1)
+DENSE: Any = nn.Dense(3)
+LINEAR: Any = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+STATE = linen.TrainState.create(apply_fn=DENSE.apply, params=P, tx=TX)
+NUMBERS: Any = ((1,), (0,)), ((), ())
+
+
+def loss(p: Any, x: Any) -> Any:
+    return jnp.mean((x @ p["w"] + p["b"][None]) ** 2)
+
+
+def grads(fun: Any = loss, **options: Any) -> Any:
+    return jmp.scaled_value_and_grad(fun, **{"loss_scale": S} | options)
+
+
+def dynamic(*args: Any, **settings: Any) -> Any:
+    return jmp.DynamicLossScale(*args, **settings)
+
+
+def mapped(pattern: Any, policy: Any = "float32") -> Any:
+    return jmp.PolicyMap("mixed_float16", {pattern: policy})
+
+
+def stacked_tracker() -> Any:
+    return jax.vmap(num.track_nonfinite(jnp.log))(jnp.ones(2))[1]
+
+
+Row = tuple[Any, ...]
+
+POLICIES: list[Row] = [
+    (lambda: jmp.Policy("float32", "float16"), "missing 1", "'output_dtype'"),
+    (lambda: jmp.Policy("float32", "int8", "float32"), "'int8'", "one of half, bf16"),
+    (lambda: jmp.Policy("float32", None, "float32"), "dtype or its name", "got None"),
+    (lambda: jmp.Policy("float32", 16, "float32"), "dtype or its name", "got 16"),
+    (lambda: jmp.Policy("float32", P, "float32"), "dtype or its name", "got {'w'"),
+    (lambda: jmp.Policy("float32", "f8", "float32"), "Unknown dtype 'f8'", "f16"),
+    (
+        lambda: jmp.Policy("float32", "float8_e4m3fn", "float32"),
+        "Cannot compute in float8_e4m3fn",
+        'get_policy("mixed_fp8")',
+    ),
+    (lambda: jmp.Policy("f32", "f16", "f32", "int8"), "None", "'fp8', got 'int8'"),
+    (lambda: jmp.Policy("f32", "f16", "f32", "fp8"), "bfloat16, got f16", "mixed_fp8"),
+    (
+        lambda: jmp.Policy("f32", "f16", "f32", reduce_dtype="f16"),
+        "or float32, got f16",
+    ),
+    (lambda: jmp.Policy(compute="float16"), "unexpected keyword argument 'compute'"),
+    (lambda: jmp.get_policy("float17"), "'float17'", "mixed_float16"),
+    (lambda: jmp.get_policy("p=f32;c=f16"), "'f32;c=f16'", "one of half, bf16"),
+    (lambda: jmp.get_policy("compute:float16"), "'compute:float16'", "compute=float16"),
+    (lambda: jmp.get_policy("c=f16,c=bf16"), "Cannot read 'c=bf16'", "at most once"),
+    (lambda: jmp.get_policy("computation=f16"), "'computation=f16'", "compute="),
+    (lambda: jmp.get_policy(None), "Expected a Policy or its string, got None"),
+    (lambda: jmp.get_policy({"c": "f16"}), "Policy or its string, got {'c': 'f16'}"),
+    (lambda: jmp.get_policy("c=f16,o="), "Unknown dtype ''", "one of half, bf16"),
+    (lambda: jmp.get_policy("c=f16,m=int8"), "'fp8', got 'int8'"),
+    (lambda: jmp.get_policy("c=f16,r=f16"), "or float32, got f16"),
+    (lambda: jmp.get_policy(""), "''", "mixed_float16"),
+    (lambda: MIXED.compute, "no attribute 'compute'"),
+    (lambda: MIXED.with_output_dtype("int32"), "'int32'", "one of half, bf16"),
+    (lambda: MIXED.check_device("gpu"), "got 'gpu'", "write jax.devices('gpu')[0]"),
+    (
+        lambda: jmp.PolicyMap({".*": "f32"}, "mixed_float16"),
+        "Expected a mapping of patterns to policies, got 'mixed_float16'",
+    ),
+    (lambda: jmp.PolicyMap("mixed_float16", ["b"]), "mapping of patterns", "got ['b']"),
+    (lambda: mapped("("), "Expected a regular expression", "got '('", "missing )"),
+    (lambda: mapped(3), "Expected a regular expression", "got 3", "not a string"),
+    (lambda: mapped("w", "float33"), "Unknown dtype 'float33'", "bf16"),
+    (lambda: mapped("dekoder").cast_to_compute(P), "'dekoder'", "nearest", "'w'"),
+]
+
+TREES: list[Row] = [
+    (lambda: jmp.cast_floating(F16, P), "dtype or its name", "got {'w'"),
+    (lambda: jmp.cast_floating(P, "int8"), "Unknown dtype 'int8'", "one of half"),
+    (lambda: jmp.cast_floating(P, jnp.int8), "a floating dtype", "got 'int8'"),
+    (lambda: jmp.cast_floating(P, "floaty"), "Unknown dtype 'floaty'", "one of half"),
+    (lambda: jmp.cast_floating(P, None), "Expected a floating dtype", "got None"),
+    (lambda: jmp.cast_floating(P), "missing 1", "'dtype'"),
+    (lambda: jmp.cast_to_half(P, F16), "takes 1 positional argument but 2"),
+    (lambda: jmp.cast_like(P, {"w": P["w"]}), "different structure", "first has ['b']"),
+    (lambda: jmp.cast_like(P, F16), "cast_like got trees of different structure"),
+    (lambda: jmp.all_finite(P, axis_name="i"), "unexpected", "'axis_name'"),
+    (lambda: jmp.select_tree(1, P, P), "boolean scalar, got int32 of shape ()"),
+    (lambda: jmp.select_tree(jnp.ones(2, bool), P, P), "got bool of shape (2,)"),
+    (lambda: jmp.select_tree(P, True, P), "got a dict", "select_tree(pred, a, b)"),
+    (lambda: jmp.select_tree(None, P, P), "got a NoneType", "select_tree(pred, a, b)"),
+    (lambda: jmp.select_tree(True, P, {"w": X}), "different structure", "['b']"),
+    (lambda: jmp.select_tree(True, P, H), "float32[2] and float16[2] at 'b'", "same"),
+    (lambda: jmp.select_tree(True, P["w"], P["b"]), "float32[4, 2] and float32[2]"),
+    (lambda: jmp.recommended_half_dtype("gpu"), "a jax.Device, got 'gpu'", "jax.dev"),
+]
+
+LOSS_SCALES: list[Row] = [
+    (lambda: dynamic(0.0), "a positive, finite loss scale, got 0.0"),
+    (lambda: dynamic(-1.0), "a positive, finite loss scale, got -1.0"),
+    (lambda: jmp.scale_aware(SGD, dynamic("1024")), "Expected one number", "'1024'"),
+    (lambda: jmp.scale_aware(SGD, dynamic(None)), "Expected one number", "got None"),
+    (lambda: jmp.scale_aware(SGD, dynamic(X[0])), "Expected one number", "got Array"),
+    (lambda: dynamic(period=0), "period to be at least 1, a whole int32, got 0"),
+    (lambda: dynamic(period=1.5), "period to be at least 1, a whole int32, got 1.5"),
+    (lambda: dynamic(period="2000"), "period to be a number", "got '2000'"),
+    (lambda: jax.jit(lambda n: dynamic(period=n))(3), "period", "known at trace time"),
+    (lambda: dynamic(factor=None), "factor to be a number", "got None"),
+    (lambda: dynamic(factor=0.5), "factor to be finite and above 1, got 0.5"),
+    (lambda: dynamic(factor=1), "factor to be finite and above 1, got 1"),
+    (lambda: dynamic(backoff_factor=2.0), "between 0 and 1, got 2.0"),
+    (lambda: dynamic(hysteresis=0), "hysteresis to be at least 1", "got 0"),
+    (lambda: dynamic(hysteresis_refill="never"), "'scale_change'", "got 'never'"),
+    (lambda: dynamic(min_loss_scale=4.0, max_loss_scale=2.0), "got 4.0 and 2.0"),
+    (lambda: dynamic(1024), "Expected floating type for loss_scale, got int", "cast"),
+    (lambda: dynamic().adjust(X > 0), "shape (3, 4)", "all_finite(grads) makes one"),
+    (lambda: dynamic().adjust(P), "got a tree", "all_finite(grads) makes one"),
+    (lambda: dynamic().adjust(), "missing 1", "'grads_finite'"),
+    (lambda: jmp.DynamicLossScale.scale(P), "missing 1", "'tree'"),
+    (lambda: jmp.StaticLossScale(), "missing 1", "'loss_scale'"),
+    (lambda: jmp.StaticLossScale(float("inf")), "positive, finite", "got inf"),
+    (lambda: jmp.StaticLossScale(float("nan")), "positive, finite", "got nan"),
+    (lambda: jmp.StaticLossScale(0), "positive, finite loss scale, got 0"),
+    (lambda: jmp.StaticLossScale(2.0**-130), "positive, finite", "2**-126 to 2**126"),
+    (lambda: jmp.StaticLossScale("dynamic"), "to be a number", "got 'dynamic'"),
+    (lambda: jmp.loss_scale_for(8.0), "Expected a Policy or its string, got 8.0"),
+    (lambda: jmp.loss_scale_for("dynamic"), "'dynamic'", "mixed_float16"),
+    (lambda: jmp.get_loss_scale(P), "dict with the leaves ['b', 'w']", "scale_aware("),
+    (lambda: jmp.get_loss_scale(SGD.init(P)), "Found no loss scale", "scale_aware("),
+    (lambda: jmp.get_loss_scale(TX), "no loss scale", "scale_aware(...).init(params)"),
+    (
+        lambda: jmp.get_loss_scale((S, S)),
+        "several, at ['0/loss_scale'",
+        "pass the part",
+    ),
+    (lambda: jmp.loss_scale_metrics(P), "no ScaleAwareState", "dict", "scale_aware("),
+    (lambda: jmp.check_skipped_steps(TX), "no ScaleAwareState", "scale_aware("),
+    (
+        lambda: jmp.check_skipped_steps(S, max_consecutive_skips=0),
+        "max_consecutive_skips to be at least 1, got 0",
+    ),
+    (lambda: jax.jit(jmp.check_skipped_steps)(S), "on the host", "outside of jax.jit"),
+]
+
+GRADIENTS: list[Row] = [
+    (lambda: jmp.scaled_value_and_grad(loss), "missing 1", "'loss_scale'"),
+    (lambda: jmp.scaled_value_and_grad(loss, S), "takes 1 positional argument but 2"),
+    (lambda: grads(loss(P, X)), "a function to differentiate, got Array(16."),
+    (lambda: grads(loss_scale=TX), "Found no loss scale", "scale_aware(...).init("),
+    (lambda: grads(loss_scale=SGD.init(P)), "Found no loss scale", "scale_aware("),
+    (lambda: grads(has_aux=True)(P, X), "has_aux=True to return a pair (loss, aux)"),
+    (lambda: grads(lambda p, x: x @ p["w"])(P, X), "scalar", "(3, 2)"),
+    (lambda: grads(lambda p, x: jnp.int32(1))(P, X), "real-valued", "got int32"),
+    (lambda: grads(lambda p, x: None)(P, X), "scalar", "None"),
+    (lambda: grads(argnums=5)(P, X), "argnums=5", "only 2 positional"),
+    (lambda: grads(value_and_grad=True), "such as jax.value_and_grad, got True"),
+    (lambda: grads(value_and_grad=jax.grad), "got <function grad", "scaled_grad"),
+    (lambda: grads(value_and_grad=nnx.grad), "got <function grad", "scaled_grad"),
+    (lambda: grads(lambda m: m(X))(LINEAR), "nnx module", "nnx.value_and_grad"),
+    (lambda: grads(lambda f: f(X).sum())(jnp.sin), "equinox.filter_value_and_grad"),
+    (lambda: grads()({"w": X.astype(int), "b": X}, X), "real- or", "got int32"),
+]
+
+OPTIMISERS: list[Row] = [
+    (lambda: jmp.scale_aware(), "missing 1", "'inner'"),
+    (
+        lambda: jmp.scale_aware(optax.sgd),
+        "an optax transformation",
+        "Call it: sgd(...)",
+    ),
+    (lambda: jmp.scale_aware(1e-3), "an optax transformation, got 0.001"),
+    (lambda: jmp.scale_aware([SGD]), "an optax transformation, got [", "optax.chain("),
+    (lambda: jmp.scale_aware(dynamic(), SGD), "transformation, got DynamicLossScale("),
+    (
+        lambda: jmp.scale_aware(SGD, jmp.DynamicLossScale),
+        "DynamicLossScale, got <class",
+    ),
+    (lambda: jmp.scale_aware(SGD, S), "DynamicLossScale, got ScaleAwareState("),
+    (lambda: jmp.scale_aware(SGD, axis="i"), "unexpected keyword argument 'axis'"),
+    (lambda: TX.update(P, SGD.init(P), P), "state of scale_aware(", "got tuple"),
+    (lambda: TX.update(P, P, S), "state of scale_aware(...).init(params), got dict"),
+    (lambda: TX.update(P, None, P), "state of scale_aware(", "got NoneType"),
+    (lambda: TX.update(P["w"], S, P), "a leaf in the gradients, a dict in the param"),
+    (lambda: TX.update({"w": X}, S, P), "same structure", "'b' is in the parameters"),
+    (lambda: TX.update((1.0, P), S, P), "a tuple in the gradients", "a dict in the"),
+    (lambda: TX.update(P, S, {"w": X}), "'b' is in the gradients only"),
+    (lambda: TX.update(P, S, P, value=(1.0, P)), "a number, got (1.0", "(loss, aux)"),
+    (lambda: TX.update(P, S, P, value="1"), "the unscaled loss, a number, got '1'"),
+    (lambda: TX.update(P, S, P, 1.0), "positional arguments"),
+    (lambda: jmp.scale_aware(SGD, axis_name="i").update(P, S, P), "axis name", "i"),
+    (lambda: MASTERS.update(H, MASTERS.init(H)), "Expected parameters", "update(grads"),
+    (lambda: MASTERS.update(H, S, H), "state of master_weights(", "ScaleAwareState"),
+    (lambda: MASTERS.update({"w": X}, MASTERS.init(H), H), "'b' is in the parameters"),
+    (lambda: jmp.master_weights(optax.sgd), "transformation", "Call it: sgd(...)"),
+    (lambda: jmp.master_weights(SGD, storage="f32"), "\"remainder\", got 'f32'"),
+    (lambda: jmp.master_weights(SGD, "remainder"), "takes 1 positional argument"),
+    (
+        lambda: jmp.master_weights(SGD, storage="remainder").init(H),
+        "got a float16 parameter at 'b'",
+        'use storage="float32"',
+    ),
+    (lambda: jmp.stochastic_rounding(SGD), "missing 1", "'key'"),
+    (lambda: jmp.stochastic_rounding(SGD, 0), "PRNG key", "random.key(0), got 0"),
+    (lambda: jmp.stochastic_rounding(KEY, SGD), "transformation, got Array((), dtype="),
+    (
+        lambda: jmp.stochastic_rounding(SGD, jax.random.split(KEY)),
+        "Expected one PRNG key",
+        "got Array((2,)",
+    ),
+    (lambda: ROUNDING.update(H, ROUNDING.init(H)), "Expected parameters", "update(gra"),
+    (
+        lambda: ROUNDING.update(H, SGD.init(H), H),
+        "state of stochastic_rounding",
+        "tuple",
+    ),
+    (lambda: jmp.low_precision_state(optax.adam), "transformation", "Call it: adam("),
+    (lambda: jmp.low_precision_state(ADAM, "float16"), "'float8'", "got 'float16'"),
+    (lambda: jmp.low_precision_state(ADAM, 8), "'float8'", "got 8"),
+    (lambda: jmp.low_precision_state(ADAM, rules={"(": "float8"}), "regular", "'('"),
+    (lambda: jmp.low_precision_state(ADAM, rules={"w": "int4"}), "got 'int4'"),
+    (lambda: jmp.low_precision_state(ADAM, rules=["w"]), "a mapping", "got ['w']"),
+    (
+        lambda: jmp.low_precision_state(ADAM, rules={"embed": None}).init(P),
+        "'embed' matches no path",
+        "'b', 'w'",
+    ),
+    (lambda: LOW.update(P, ADAM.init(P), P), "state of low_precision_state(", "tuple"),
+]
+
+AUTOCAST: list[Row] = [
+    (lambda: jmp.autocast(P, MIXED), "autocast expects a function, got {'w'"),
+    (lambda: jmp.autocast(loss, MIXED)(P), "missing 1", "'x'"),
+    (lambda: jmp.autocast(loss, MIXED)(P | {"a": "a"}, X), "got 'a'", "functools.part"),
+    (lambda: jmp.autocast(loss, MIXED, enabled=True), "unexpected", "'enabled'"),
+    (lambda: jmp.autocast(loss, dtype=F16), "unexpected", "'dtype'"),
+    (lambda: jmp.autocast(loss, "c=f64,o=f32"), "float16 or in bfloat16", "c=f64"),
+    (lambda: jmp.autocast(loss, mapped("x", "bfloat16")), "p=bf16", "p=full,c=f16"),
+    (lambda: jmp.autocast(loss, mapped("decodr"))(P, X), "'decodr'", "named_scope"),
+    (lambda: jmp.autocast(loss, MIXED, rules=["tanh"]), "such as {'tanh'", "['tanh']"),
+    (lambda: jmp.autocast(loss, MIXED, rules={"matmul": "half"}), "mean 'mul'"),
+    (lambda: jmp.autocast(loss, MIXED, rules={"tanh": "f16"}), "'half'", "got 'f16'"),
+    (lambda: jmp.OpRules("half"), "such as {'tanh': 'float32'}, got 'half'"),
+    (lambda: jmp.OpRules({"softmax": "float32"}), "['softmax']", "'dot_general'"),
+    (lambda: jmp.OpRules.default(F16).replace(tan="f32"), "'float32'", "'tan', got"),
+    (lambda: jmp.full_precision("loss"), "expects a function, got 'loss'"),
+    (lambda: jmp.sums_in_float32(P), "sums_in_float32 expects a function, got {'w'"),
+    (lambda: jmp.sums_in_float32(loss, reduce_dtype="f16"), "or float32, got f16"),
+    (lambda: jmp.sums_in_float32(loss, MIXED), "floating dtype", "got get_policy("),
+    (lambda: jmp.explain(P, MIXED), "explain expects a function, got {'w'"),
+    (lambda: jmp.explain(loss, "mixed_float17"), "'mixed_float17'", "mixed_float16"),
+    (lambda: jmp.explain(loss, MIXED)(P), "missing 1", "'x'"),
+    (lambda: jmp.fp8_dot_general(X, P["w"]), "missing 1", "'dimension_numbers'"),
+    (lambda: jmp.fp8_dot_general(X, X, NUMBERS), "contracting", "(4,) and (3,)"),
+    (
+        lambda: jmp.fp8_dot_general(X.astype(int), P["w"], NUMBERS),
+        "expects arrays of float32, bfloat16 or float16, got lhs of int32",
+    ),
+]
+
+NUMERICS: list[Row] = [
+    (lambda: num.lint(loss(P, X)), "lint expects a function, got Array(16."),
+    (lambda: num.lint(loss, MIXED, target="cuda"), "'gpu' or 'tpu', got 'cuda'"),
+    (lambda: num.lint(loss, MIXED)(P), "missing 1", "'x'"),
+    (lambda: num.dry_run(loss, "float")(P, X), "'float'", "mixed_float16"),
+    (lambda: num.dry_run(loss, MIXED)(P), "missing 1", "'x'"),
+    (lambda: num.advise(loss, MIXED, headroom=0.5), "headroom of at least 1, got 0.5"),
+    (lambda: num.advise(loss, MIXED, previous=MIXED), "an Advice", "got get_policy("),
+    (lambda: num.advise(lambda p: p["w"], MIXED)(P), "scalar", "(4, 2)"),
+    (lambda: num.first_nonfinite(loss(P, X)), "a function to watch, got Array(16."),
+    (lambda: num.first_nonfinite(loss, P, X), "takes 1 positional argument but 3"),
+    (lambda: jax.jit(num.first_nonfinite(loss))(P, X), "outside", "track_nonfinite"),
+    (lambda: num.first_nonfinite(lambda m: m(X))(LINEAR), "nnx module", "nnx.split"),
+    (lambda: num.track_nonfinite(P), "a function to watch, got {'w'"),
+    (lambda: jax.grad(lambda x: num.track_nonfinite(jnp.sin)(x)[0])(1.0), "inside"),
+    (lambda: stacked_tracker().report(), "the tracker of one run", "[2]", "x[i]"),
+    (lambda: num.value_stats(X), "missing 1", "'dtype'"),
+    (lambda: num.value_stats(X.astype(int), "f16"), "floats, got int32[3, 4]"),
+    (lambda: num.value_stats(X, "int8"), "Unknown dtype 'int8'", "one of half"),
+    (lambda: num.empty("f16"), "takes 0 positional arguments but 1"),
+    (lambda: num.tree_stats(P, "int8"), "Unknown dtype 'int8'", "one of half"),
+    (lambda: num.LintReport.from_json("{"), "the JSON of a LintReport, got '{'"),
+    (lambda: num.DryRunReport.from_json("[]"), "the JSON of a DryRunReport, got '[]'"),
+    (lambda: num.TreeStats.from_json("{}"), "the JSON of a TreeStats, got '{}'"),
+]
+
+MODULES: list[Row] = [
+    (lambda: linen.with_policy(DENSE), "missing 1", "'policy'"),
+    (lambda: linen.with_policy(DENSE, None), "a Policy or its string, got None"),
+    (lambda: linen.with_policy(DENSE, "f17"), "'f17'", "mixed_float16"),
+    (lambda: linen.with_policy(nn.Dense, MIXED), "a linen module", "Dense(...)"),
+    (lambda: linen.with_policy(MIXED, DENSE), "got get_policy(", "(model, policy)"),
+    (lambda: linen.with_policy(LINEAR, MIXED), "a linen", "jmp_lite.nnx.with_policy"),
+    (
+        lambda: linen.with_policy(DENSE, mapped("decoder")).init(KEY, X),
+        "'decoder' matches no path",
+    ),
+    (lambda: linen.TrainState.create(apply_fn=None, params=P), "missing 1", "'tx'"),
+    (
+        lambda: linen.TrainState.create(apply_fn=None, params=P, tx=optax.sgd),
+        "an optax transformation",
+        "Call it: sgd(...)",
+    ),
+    (
+        lambda: linen.TrainState.create(apply_fn=None, params=P, tx=TX, ema_decay=1.5),
+        "ema_decay between 0 and 1, got 1.5",
+    ),
+    (
+        lambda: linen.TrainState.create(
+            apply_fn=None, params={"w": jnp.full(2, jnp.nan)}, tx=TX
+        ),
+        "initial parameters are not finite",
+        "['w']",
+        "load them again",
+    ),
+    (
+        lambda: linen.TrainState.create(
+            apply_fn=None, params=P, tx=TX, update_on_skip=("stats",)
+        ),
+        "update_on_skip names ['stats'], expected some of",
+    ),
+    (lambda: linen.TrainState.create(None, P, TX), "takes 1 positional argument but 4"),
+    (lambda: STATE.apply_gradients(P), "takes 1 positional argument but 2"),
+    (lambda: STATE.apply_gradients(grads={"w": X}), "'b' is in the parameters only"),
+    (lambda: nnx_.with_policy(LINEAR), "missing 1", "'policy'"),
+    (lambda: nnx_.with_policy(LINEAR, None), "a Policy or its string, got None"),
+    (lambda: nnx_.with_policy(LINEAR, "f17"), "'f17'", "mixed_float16"),
+    (lambda: nnx_.with_policy(nnx.Linear, MIXED), "an nnx module", "Linear(...)"),
+    (lambda: nnx_.with_policy(MIXED, LINEAR), "got get_policy(", "(model, policy)"),
+    (lambda: nnx_.with_policy(DENSE, MIXED), "an nnx", "jmp_lite.linen.with_policy"),
+    (lambda: nnx_.with_policy(LINEAR, mapped("decoder")), "'decoder' matches no path"),
+    (lambda: nnx_.with_policy(nnx.state(LINEAR), MIXED), "an nnx module, got State("),
+    (lambda: nnx_.TrainState.create(LINEAR), "missing 1", "'tx'"),
+    (lambda: nnx_.TrainState.create(LINEAR, optax.sgd), "Call it: sgd(...)"),
+    (lambda: nnx_.TrainState.create(TX, LINEAR), "an nnx module, got"),
+    (lambda: nnx_.TrainState.create(DENSE, TX), "an nnx module, got Dense("),
+    (lambda: nnx_.TrainState.create(LINEAR, TX, ema_decay=-1), "0 and 1, got -1"),
+    (lambda: nnx_.TrainState.create(LINEAR, TX, update_on_skip=3), "filter", "got 3"),
+]
+
+# These are given a folder with a checkpoint of P at step 3.
+CHECKPOINTS: list[Row] = [
+    (lambda f: ckpt.save(P, f, step=4), "path of a folder first, got dict", "save(f"),
+    (lambda f: ckpt.save(None, P, step=4), "path of a folder first, got NoneType"),
+    (lambda f: ckpt.save(f, P), "a step of at least 0, got None", "pass step="),
+    (lambda f: ckpt.save(f, P, 4), "takes 2 positional arguments but 3"),
+    (
+        lambda f: ckpt.save(f, P, step=1),
+        "Step 1 is older than step 3",
+        "another folder",
+    ),
+    (lambda f: ckpt.save(f, P, step=-1), "a step of at least 0, got -1"),
+    (lambda f: ckpt.save(f, P, step=1.5), "a whole number for the step, got 1.5"),
+    (lambda f: ckpt.save(f, P, step="4"), "a step of at least 0, got 4"),
+    (lambda f: ckpt.save(f, P, step=jnp.arange(2)), "shape [2]", "pmap", "Pass step="),
+    (lambda f: ckpt.save(f, P, step=4, keep=0), "at least 1 checkpoint, got keep=0"),
+    (lambda f: ckpt.save(f, P, step=4, keep=None), "checkpoint, got keep=None"),
+    (lambda f: ckpt.save(f, {"a": 2**70}, step=4), "a is 11805", "64 bits at most"),
+    (lambda f: ckpt.save(f, {"a": {"b": 1}, "a/b": 2}, step=4), "path a/b: rename one"),
+    (lambda f: ckpt.save(__file__, P, step=4), "a folder for checkpoints", "is a file"),
+    (
+        lambda f: ckpt.restore(P, f),
+        "path of a folder first, got dict",
+        "restore(folder",
+    ),
+    (lambda f: ckpt.restore(f), "missing 1", "'like'"),
+    (lambda f: ckpt.restore(f / "none", P), "no checkpoint in", "no such folder"),
+    (lambda f: ckpt.restore(f.parent, P), "no checkpoint in", "it holds run"),
+    (lambda f: ckpt.restore(f, P, step=9), "There is no step 9", "it has [3]"),
+    (lambda f: ckpt.restore(f, P, step="last"), "a step of at least 0, got last"),
+    (lambda f: ckpt.restore(f, {"w": X}), "differ in structure", "checkpoint has b"),
+    (lambda f: ckpt.restore(f, P | {"e": X}), "only `like` has e (float32[3, 4])"),
+    (lambda f: ckpt.restore(f, H), "`like` has float16[2]", "cast=True casts them"),
+    (lambda f: ckpt.restore(f, H, cast="f16"), "got 'f16'", "the dtypes are those of"),
+    (
+        lambda f: ckpt.restore(f, {"w": P["w"].T, "b": P["b"]}, cast=True),
+        "float32[4, 2], `like` has float32[2, 4]",
+        "same shape",
+    ),
+    (lambda f: ckpt.restore(f, DENSE), "differ in structure", "(no array)"),
+    (lambda f: ckpt.latest_step(__file__), "a folder for checkpoints", "is a file"),
+    (lambda f: ckpt.convert_loss_scale(8.0), "of jmp (", "of flax (", "got float"),
+    (lambda f: ckpt.convert_loss_scale({"scale": 8.0}), "got dict with ['scale']"),
+    (
+        lambda f: ckpt.convert_loss_scale({"scale": X, "fin_steps": X}),
+        "shape (3, 4)",
+        "pass the first",
+    ),
+]
+
+PARTS = {
+    "policies": POLICIES,
+    "trees": TREES,
+    "loss scales": LOSS_SCALES,
+    "gradients": GRADIENTS,
+    "optimisers": OPTIMISERS,
+    "autocast": AUTOCAST,
+    "numerics": NUMERICS,
+    "modules": MODULES,
+}
+
+
+def check(call: Callable[[], Any], words: list[str]) -> None:
+    with pytest.raises(Exception) as caught:  # of which type, the words say
+        call()
+    text = str(caught.value)
+    assert re.search(".*".join(map(re.escape, words)), text, re.DOTALL), text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=f"{part}: {row[1]}")
+        for part, rows in PARTS.items()
+        for row in rows
+    ],
+)
+def test_a_mistake_says_what_was_got_and_what_is_expected(row: Row) -> None:
+    call, *words = row
+    check(call, words)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    ckpt.save(path, P, step=3)
+    return path
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row[1]) for row in CHECKPOINTS])
+def test_a_mistake_with_checkpoints_does(row: Row, folder: Path) -> None:
+    call, *words = row
+    check(lambda: call(folder), words)
+    assert ckpt.latest_step(folder) == 3
+
+
+def test_there_are_many() -> None:
+    assert sum(map(len, [*PARTS.values(), CHECKPOINTS])) >= 200
+
+
+def test_what_looks_like_a_mistake_and_is_none(folder: Path) -> None:
+    assert dynamic(period=jnp.int32(3)).period == 3  # hashable
+    assert jmp.StaticLossScale(jnp.float32(8)).loss_scale == 8.0
+    assert jmp.cast_floating(P, "bf16")["w"].dtype == jnp.bfloat16
+    assert jmp.PolicyMap("mixed_float16").rules == ()
+    assert jmp.half_dtype("cuda") == F16
+    assert TX.update(P, S, P, value=True)[1].last_finite
+    assert ckpt.restore(str(folder), P, step=3.0).step == 3
