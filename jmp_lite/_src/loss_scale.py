@@ -206,7 +206,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         for name in ("loss_scale", "min_loss_scale"):
             _warn_if_not_floating(getattr(self, name), name)
         for name in ("period", "factor", "backoff_factor", "hysteresis"):
-            value = getattr(self, name)
+            value: Any = getattr(self, name)
             if value is not None or name != "backoff_factor":
                 _static_number(value, name)
             if trees.is_array(value):  # a static field must be hashable
