@@ -206,11 +206,12 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         for name in ("loss_scale", "min_loss_scale"):
             _warn_if_not_floating(getattr(self, name), name)
         for name in ("period", "factor", "backoff_factor", "hysteresis"):
-            value: Any = getattr(self, name)
-            if value is not None or name != "backoff_factor":
-                _static_number(value, name)
+            value = getattr(self, name)
+            if value is None and name == "backoff_factor":
+                continue
+            _static_number(value, name)
             if trees.is_array(value):  # a static field must be hashable
-                object.__setattr__(self, name, value.item())
+                object.__setattr__(self, name, np.asarray(value).item())
         scale, bad_steps = self.loss_scale, self.bad_steps
         if trees.is_concrete_number(scale):
             _check_positive(scale)
