@@ -54,6 +54,10 @@ def grads(fun: Any = loss, **options: Any) -> Any:
     return jmp.scaled_value_and_grad(fun, **{"loss_scale": S} | options)
 
 
+def used(loss_scale: Any) -> Any:
+    return jmp.scale_aware(SGD, jmp.StaticLossScale(loss_scale))
+
+
 def dynamic(*args: Any, **settings: Any) -> Any:
     return jmp.DynamicLossScale(*args, **settings)
 
@@ -156,11 +160,11 @@ LOSS_SCALES: list[Row] = [
     (lambda: dynamic().adjust(), "missing 1", "'grads_finite'"),
     (lambda: jmp.DynamicLossScale.scale(P), "missing 1", "'tree'"),
     (lambda: jmp.StaticLossScale(), "missing 1", "'loss_scale'"),
-    (lambda: jmp.StaticLossScale(float("inf")), "positive, finite", "got inf"),
-    (lambda: jmp.StaticLossScale(float("nan")), "positive, finite", "got nan"),
-    (lambda: jmp.StaticLossScale(0), "positive, finite loss scale, got 0"),
-    (lambda: jmp.StaticLossScale(2.0**-130), "positive, finite", "2**-126 to 2**126"),
-    (lambda: jmp.StaticLossScale("dynamic"), "to be a number", "got 'dynamic'"),
+    (lambda: used(float("inf")), "positive, finite", "got inf"),
+    (lambda: used(float("nan")), "positive, finite", "got nan"),
+    (lambda: used(0), "positive, finite loss scale, got 0"),
+    (lambda: used(2.0**-130), "positive, finite", "2**-126 to 2**126"),
+    (lambda: used("dynamic"), "Expected one number", "got 'dynamic'"),
     (lambda: jmp.loss_scale_for(8.0), "Expected a Policy or its string, got 8.0"),
     (lambda: jmp.loss_scale_for("dynamic"), "'dynamic'", "mixed_float16"),
     (lambda: jmp.get_loss_scale(P), "dict with the leaves ['b', 'w']", "scale_aware("),

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jmp_lite._src import compat, trees
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
@@ -66,10 +65,6 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
     Args:
       loss_scale: the factor. Use a power of two, so that scaling is exact.
 
-    Raises:
-      ValueError: the factor is zero, negative, infinite or NaN.
-      TypeError: it is not a number.
-
     Examples:
       >>> float(StaticLossScale(1024.0).unscale(jnp.float16(512)))
       0.5
@@ -79,10 +74,8 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
 
     def __post_init__(self):
         # A float is hashable, an array is not. A tracer has no value to convert.
-        if not isinstance(self.loss_scale, Tracer):
-            value = _static_number(self.loss_scale, "loss_scale")
-            _check_positive(value)
-            object.__setattr__(self, "loss_scale", value)
+        if trees.is_concrete_number(self.loss_scale):
+            object.__setattr__(self, "loss_scale", float(self.loss_scale))
 
     def scale(self, tree: T) -> T:
         """Return the tree times the scale; see `DynamicLossScale.scale`."""
@@ -405,9 +398,9 @@ def check_loss_scale(loss_scale: Any) -> None:
             f"{loss_scale!r}.{_remedy(loss_scale)}"
         )
     value = loss_scale.loss_scale
-    if not isinstance(value, Tracer):
-        if not trees.is_concrete_number(value):
-            raise TypeError(f"Expected one number in the loss scale, got {value!r}.")
+    if isinstance(value, str | None) or (trees.is_array(value) and jnp.ndim(value) != 0):
+        raise TypeError(f"Expected one number in the loss scale, got {value!r}.")
+    if trees.is_concrete_number(value):
         _check_positive(value)
 
 

@@ -238,12 +238,11 @@ def get_policy(policy: "str | Policy") -> Policy:
             dtype = dtypes.parse_dtype(name)
         except ValueError as error:
             did_you_mean = _did_you_mean(name)
-            unknown = f"Unknown dtype or policy {name!r}.{did_you_mean} Policies are"
-            if not did_you_mean:
-                unknown = f"{error} Policies are also"
+            unknown = f"Unknown dtype or policy {name!r}.{did_you_mean}"
             raise ValueError(
-                f"{unknown} named {', '.join(_NAMED_POLICIES)} and mixed, or written "
-                "as 'params=float32,compute=float16,output=float32'."
+                f"{unknown if did_you_mean else error} Policies are named "
+                f"{', '.join(_NAMED_POLICIES)} and mixed, or written as "
+                "'params=float32,compute=float16,output=float32'."
             ) from None
         return Policy(dtype, dtype, dtype)
     given = {}

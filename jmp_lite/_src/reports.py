@@ -169,8 +169,9 @@ class Report:
 
 def not_a_report(cls: type, text: str, error: Exception) -> ValueError:
     """Return the error of a text that is not the JSON of a report."""
+    article = "an" if cls.__name__[0] in "AEIO" else "a"
     return ValueError(
-        f"Expected the JSON of a {cls.__name__}, got {text[:80]!r} ({error!r})."
+        f"Expected the JSON of {article} {cls.__name__}, got {text[:80]!r} ({error!r})."
     )
 
 

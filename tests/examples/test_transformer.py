@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import typer
 from flax import nnx
+from optimizers import half_on_purpose
 from typer.testing import CliRunner
 
 import jmp_lite
@@ -185,6 +186,7 @@ def test_transformer_model_casts_nothing():
     assert not dtypes & {"float16", "bfloat16"}
 
 
+@half_on_purpose
 @pytest.mark.parametrize("use_autocast", [True, False])
 def test_transformer_keeps_parameters_in_the_param_dtype(use_autocast):
     policy = jmp_lite.get_policy("half")

@@ -445,7 +445,7 @@ def test_a_wrong_model_policy_or_class_is_an_error(flax):
     module = "a linen module" if flax is linen_models else "an nnx module"
     with pytest.raises(TypeError, match=f"Expected {module}, got <class"):
         flax.with_policy(flax.Deep, "full")
-    with pytest.raises(ValueError, match="Unknown dtype 'mixed_half'"):
+    with pytest.raises(ValueError, match="Unknown dtype or policy .mixed_half."):
         flax.with_policy(model, "mixed_half")
     with pytest.raises(TypeError, match="Expected a mapping of module classes"):
         flax.with_policy(model, "half", {"head": "full"})

@@ -12,7 +12,7 @@ import pytest
 from flax import serialization
 from flax.training import dynamic_scale, train_state
 from jax.sharding import Mesh, PartitionSpec
-from optimizers import bits_without_scale
+from optimizers import bits_without_scale, half_on_purpose
 from train_states import (
     FINITE,
     NOT_FINITE,
@@ -212,6 +212,7 @@ def test_devices_agree_on_whether_a_step_is_taken(bad):
 # The average.
 
 
+@half_on_purpose
 def test_the_average_of_half_parameters_is_float32():
     params = jmp_lite.cast_floating(Linen.variables()["params"], jnp.bfloat16)
     state: Any = TrainState.create(
