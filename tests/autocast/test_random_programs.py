@@ -208,8 +208,9 @@ def _oracle(program: Program, mode: Mode) -> Callable[[dict[str, Any], float], R
 
 
 def _distance(found: Results, exact: Results) -> dict[str, float]:
-    """Return the norm of each difference."""
-    return {k: float(np.linalg.norm(found[k] - x)) for k, x in exact.items()}
+    """Return the norm of each difference: NaN or inf if one of both is not finite."""
+    with np.errstate(invalid="ignore"):
+        return {k: float(np.linalg.norm(found[k] - x)) for k, x in exact.items()}
 
 
 class Errors(NamedTuple):
@@ -280,8 +281,10 @@ def multiples(
                 e.found[k]
                 / (e.spread[k] + 2 * f32[k] + 0.3 * roundoff * e.size[k] + 1e-30)
                 for e, f32 in zip(errors, in_f32, strict=True)
+                if np.isfinite(f32[k])  # else it is float32's own NaN
             ]
-            found[k] = float(np.median(np.nan_to_num(of_each, nan=np.inf)))
+            if of_each:
+                found[k] = float(np.median(np.nan_to_num(of_each, nan=np.inf)))
         return found
 
     found = multiples_of([dict.fromkeys(e.found, 0.0) for e in errors])

@@ -175,12 +175,12 @@ def _multiply_jvp(primals, tangents, *, dtype):
     return _multiply(x, y, dtype=dtype), sum(terms[1:], terms[0])
 
 
+def _in_front(x: jax.Array, axis: int | None) -> jax.Array:
+    return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
+
+
 def _multiply_batch(args, axes, *, dtype):
-    x, y = (
-        x[None] if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(args, axes, strict=True)
-    )
-    return _multiply(x, y, dtype=dtype)
+    return _multiply(*map(_in_front, args, axes), dtype=dtype)
 
 
 def _multiply_transpose(ct, aval, other, *, dtype):
@@ -215,7 +215,8 @@ def multiply(eqn: Any, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Arra
     """
     rank = eqn.outvars[0].aval.ndim
     x, y, x_kept, y_kept = (
-        lax.expand_dims(a, range(rank - a.ndim)) for a in (*operands, *kept)
+        lax.expand_dims(a, range(rank - a.ndim)) if a.ndim < rank else a
+        for a in (*operands, *kept)
     )
     if eqn.primitive.name == "mul":
         return _product(x, y, x_kept, y_kept)
@@ -224,13 +225,13 @@ def multiply(eqn: Any, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Arra
     return differentiate_as(value, _product(x, inverse, x_kept, inverse))
 
 
-@jax.custom_jvp
-def _product(x: jax.Array, y: jax.Array, x_kept: jax.Array, y_kept: jax.Array) -> Any:
+def _product_impl(
+    x: jax.Array, y: jax.Array, x_kept: jax.Array, y_kept: jax.Array
+) -> jax.Array:
     del x_kept, y_kept
     return x * y
 
 
-@functools.partial(_product.defjvp, symbolic_zeros=True)
 def _product_jvp(primals, tangents):
     (x, y, x_kept, y_kept), (dx, dy, *_) = primals, tangents
     pairs = ((dx, y_kept), (x_kept, dy))
@@ -241,6 +242,16 @@ def _product_jvp(primals, tangents):
     ]
     out = _product(x, y, x_kept, y_kept)
     return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
+
+
+def _product_batch(args, axes):
+    return _product(*map(_in_front, args, axes))
+
+
+# A product of the first two, whose derivative has the last two in their place.
+_product = compat.new_primitive(
+    "product_of_kept", _product_impl, _product_jvp, _product_batch
+)
 
 
 def sums_backward(eqn: Any) -> bool:
