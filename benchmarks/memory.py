@@ -251,7 +251,7 @@ _COLOURS = {
 _MARKERS = {
     (ADAM, FLOAT32): "o",
     (ADAM, HALF): "s",
-    (ADAM, "float8"): "^",
+    (ADAM, "8bit"): "^",
     (ADAFACTOR, FLOAT32): "D",
 }
 

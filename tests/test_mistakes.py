@@ -256,9 +256,9 @@ OPTIMISERS: list[Row] = [
         "tuple",
     ),
     (lambda: jmp.low_precision_state(optax.adam), "transformation", "Call it: adam("),
-    (lambda: jmp.low_precision_state(ADAM, "float16"), "'float8'", "got 'float16'"),
-    (lambda: jmp.low_precision_state(ADAM, 8), "'float8'", "got 8"),
-    (lambda: jmp.low_precision_state(ADAM, rules={"(": "float8"}), "regular", "'('"),
+    (lambda: jmp.low_precision_state(ADAM, "float16"), "'8bit'", "got 'float16'"),
+    (lambda: jmp.low_precision_state(ADAM, 8), "'8bit'", "got 8"),
+    (lambda: jmp.low_precision_state(ADAM, rules={"(": "8bit"}), "regular", "'('"),
     (lambda: jmp.low_precision_state(ADAM, rules={"w": "int4"}), "got 'int4'"),
     (lambda: jmp.low_precision_state(ADAM, rules=["w"]), "a mapping", "got ['w']"),
     (

@@ -262,7 +262,7 @@ def optimizer_state() -> Rows:
         result = load(f"{device}-compiled/memory.json")
         found = {(row["storage"], row["remat"]): row for row in result["results"]}
         base = found[str(Storage()), True]
-        for state in (FLOAT32, HALF, "float8"):
+        for state in (FLOAT32, HALF, "8bit"):
             storage = Storage(state=state)
             row = found.get((str(storage), True))
             if row is None:

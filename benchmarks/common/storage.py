@@ -36,7 +36,7 @@ class Storage(NamedTuple):
       compute: the dtype of the model, float32 or bfloat16.
       weights: `"float32"`, or a key of `WEIGHTS`: parameters in bfloat16.
       optimizer: a key of `OPTIMIZERS`.
-      state: the dtype of its moments: `"float32"`, `"bfloat16"` or `"float8"`.
+      state: the dtype of its moments: `"float32"`, `"bfloat16"` or `"8bit"`.
       checked: whether `scale_aware` checks each step.
     """
 
@@ -83,7 +83,7 @@ class Storage(NamedTuple):
     @property
     def optimizer_title(self) -> str:
         """The optimiser and the dtype of its state, as tables name them."""
-        states = {FLOAT32: "", HALF: ", bf16 state", "float8": ", 8-bit state"}
+        states = {FLOAT32: "", HALF: ", bf16 state", "8bit": ", 8-bit state"}
         return self.optimizer + states[self.state]
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Storage(NamedTuple):
         return f"{self.optimizer_title}; {self.params_title}{compute}{checked}"
 
 
-_ADAMS = [(ADAM, state) for state in (FLOAT32, HALF, "float8")]
+_ADAMS = [(ADAM, state) for state in (FLOAT32, HALF, "8bit")]
 _PLAIN = [(ADAM, FLOAT32), (ADAFACTOR, FLOAT32)]
 _ALL = [*_ADAMS, (ADAFACTOR, FLOAT32)]
 

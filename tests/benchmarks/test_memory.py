@@ -40,7 +40,7 @@ BLOCKS = 128 * 1 + 2 * (128 * 2 + 128 * 1 + 128 * 2 + 4 * 128 * 1)
 MOMENTS = {
     "float32": 8 * MATRICES,
     "bfloat16": 4 * MATRICES,
-    "float8": 2 * (MATRICES + 4 * BLOCKS),
+    "8bit": 2 * (MATRICES + 4 * BLOCKS),
 }
 
 
@@ -61,7 +61,7 @@ def test_arrays_take_the_bytes_that_they_are_known_to_take(choice):
 
 def test_a_choice_makes_what_its_name_says():
     params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
-    choice = Storage(weights=storage.REMAINDERS, state="float8")
+    choice = Storage(weights=storage.REMAINDERS, state="8bit")
     state = jax.eval_shape(choice.transformation(1e-3).init, params)
     assert str(choice) == "Adam, 8-bit state; bf16 + 16-bit remainders"
     dtypes = {x.dtype.name for x in jax.tree.leaves(state) if x.shape == (64, 64)}
@@ -176,7 +176,7 @@ def test_what_is_stored_in_fewer_bits_takes_fewer_bytes_in_the_committed_results
     # kernel would be in the temporaries, and read and written once more.
     rows = memory_rows("h100")
     for weights, state, remat in itertools.product(
-        WEIGHTS, ("bfloat16", "float8"), (False, True)
+        WEIGHTS, ("bfloat16", "8bit"), (False, True)
     ):
         base = rows[str(Storage(weights=weights)), remat]
         row = rows[str(Storage(weights=weights, state=state)), remat]

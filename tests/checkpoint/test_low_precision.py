@@ -17,7 +17,7 @@ from jmp_lite._src.optimizers.low_precision_state import compress
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = pytest.mark.standard_promotion
 
-DTYPES = (None, "bfloat16", "float8")
+DTYPES = (None, "bfloat16", "8bit")
 WIDTH = 2048
 
 
@@ -61,7 +61,7 @@ def test_a_state_of_one_dtype_becomes_one_of_another(dtype, to, tmp_path: Path) 
     names = {None: "float32", **{d: d for d in DTYPES[1:]}}
     line = f"inner_state/0/nu/w  {names[dtype]} -> {names[to]}"
     assert line in str(restored.casts).splitlines() and len(restored.casts) == 2
-    rtol = {None: 0, "bfloat16": 2**-8, "float8": 0.25}[to]
+    rtol = {None: 0, "bfloat16": 2**-8, "8bit": 0.25}[to]
     np.testing.assert_allclose(_numbers(restored.state), _numbers(state), rtol=rtol)
     grads = {"w": jnp.ones((8, WIDTH))}
     _tx(to).update(grads, restored.state, grads)
@@ -74,7 +74,7 @@ def test_a_state_of_plain_optax_starts_one_in_low_precision(tmp_path: Path) -> N
     params = {"w": jnp.ones((8, WIDTH))}
     state = optax.adam(1e-3).init(params)
     checkpoint.save(tmp_path, {"tx": state}, step=0)
-    fresh = _tx("float8").init(params)
+    fresh = _tx("8bit").init(params)
     like = {"tx": fresh.inner_state}
     restored = checkpoint.restore(tmp_path, like, cast=True).state["tx"]
     bitwise.assert_same(fresh._replace(inner_state=restored), fresh)
@@ -87,7 +87,7 @@ def test_one_inf_is_one_number_of_8_bits(tmp_path: Path) -> None:
     moments = moments._replace(nu=nu)
     state = state._replace(inner_state=(moments, *state.inner_state[1:]))
     checkpoint.save(tmp_path, state, step=0)
-    restored = checkpoint.restore(tmp_path, _state("float8"), cast=True)
+    restored = checkpoint.restore(tmp_path, _state("8bit"), cast=True)
     np.testing.assert_allclose(_numbers(restored.state), nu["w"], rtol=0.25)
 
 
@@ -95,12 +95,12 @@ def test_moments_of_a_pair_that_were_stored_in_8_bits_are_restored(
     tmp_path: Path,
 ) -> None:
     # As earlier versions stored them. Today they are float32.
-    tx: Any = low_precision_state(optax.rmsprop(0.1, centered=True), "float8")
+    tx: Any = low_precision_state(optax.rmsprop(0.1, centered=True), "8bit")
     params = {"w": jnp.ones((8, WIDTH))}
     like: Any = tx.init(params)
     grads = jax.random.normal(jax.random.key(0), (8, WIDTH))
     numbers = {"mu": grads, "nu": grads**2}
-    compressed = {k: {"w": compress(x, "float8")} for k, x in numbers.items()}
+    compressed = {k: {"w": compress(x, "8bit")} for k, x in numbers.items()}
     moments, *others = like.inner_state
     old = like._replace(inner_state=(moments._replace(**compressed), *others))
     checkpoint.save(tmp_path, old, step=0)
@@ -114,7 +114,7 @@ def test_moments_of_a_pair_that_were_stored_in_8_bits_are_restored(
     assert bitwise.avals(after) == bitwise.avals(old) and updates["w"].shape
 
 
-@pytest.mark.parametrize("to", [None, "float8"])
+@pytest.mark.parametrize("to", [None, "8bit"])
 def test_a_sharded_state_is_converted_on_its_devices(to, tmp_path: Path) -> None:
     cut = over_devices(None, "data")
 
@@ -123,7 +123,7 @@ def test_a_sharded_state_is_converted_on_its_devices(to, tmp_path: Path) -> None
             lambda x: jax.device_put(x, cut) if x.ndim == 2 else x, state
         )
 
-    dtype = None if to else "float8"
+    dtype = None if to else "8bit"
     checkpoint.save(tmp_path, put(_state(dtype)), step=0)
     like = put(_state(to))
     restored = checkpoint.restore(tmp_path, like, cast=True).state
@@ -134,7 +134,7 @@ def test_a_sharded_state_is_converted_on_its_devices(to, tmp_path: Path) -> None
 
 
 def test_arrays_of_numpy_are_converted(tmp_path: Path) -> None:
-    state = jax.device_get(_state("float8")._replace(key=0))
+    state = jax.device_get(_state("8bit")._replace(key=0))
     checkpoint.save(tmp_path, state, step=0)
     like = jax.device_get(_state(None)._replace(key=0))
     restored = checkpoint.restore(tmp_path, like, cast=True).state
@@ -143,7 +143,7 @@ def test_arrays_of_numpy_are_converted(tmp_path: Path) -> None:
 
 
 def test_other_shapes_are_refused(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, _state("float8"), step=0)
+    checkpoint.save(tmp_path, _state("8bit"), step=0)
     params = {"w": jnp.ones((4, WIDTH))}
     like = _tx(None).init(params)
     text = refusal(checkpoint.restore, tmp_path, like, cast=True)

@@ -17,7 +17,7 @@ from jmp_lite._src.optimizers import base
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = pytest.mark.standard_promotion
 
-DTYPES = ("bfloat16", "float8")
+DTYPES = ("bfloat16", "8bit")
 with_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -25,7 +25,7 @@ def _is_stored(x: Any) -> bool:
     return isinstance(x, LowPrecisionArray)
 
 
-def _stored(inner: Any, dtype: Any = "float8") -> set[str]:
+def _stored(inner: Any, dtype: Any = "8bit") -> set[str]:
     """Return the last names of the leaves that are stored in low precision."""
     state = low_precision_state(inner, dtype, min_size=1).init(jnp.ones((4, 64)))
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_stored)
@@ -164,7 +164,7 @@ def _assert_near(name: str, dtype: str, same_batch: bool) -> None:
     got, got_loss = _train(tx, name, same_batch)
     assert np.isfinite(got).all()
     moved = np.linalg.norm(expected - _PARAMS)
-    most = _FAR.get(name, {"bfloat16": 0.05, "float8": 0.3}[dtype])
+    most = _FAR.get(name, {"bfloat16": 0.05, "8bit": 0.3}[dtype])
     assert np.linalg.norm(got - expected) < most * moved
     assert got_loss < 1.5 * loss
 
@@ -264,7 +264,7 @@ def test_an_optimiser_that_cannot_be_traced_stays_in_float32_and_says_so():
 
 def test_a_history_keeps_its_differences():
     # Of two parameters a step apart, 8 bits keep nothing but noise.
-    tx: Any = low_precision_state(optax.scale_by_lbfgs(), "float8", min_size=1)
+    tx: Any = low_precision_state(optax.scale_by_lbfgs(), "8bit", min_size=1)
     params = jnp.linspace(1.0, 2.0, 512).reshape(2, 256)
     state = tx.init(params)
     for _ in range(2):

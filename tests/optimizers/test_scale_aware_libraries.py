@@ -191,7 +191,7 @@ _TRANSFORMATIONS: dict[str, Any] = {
         f"low_precision_state, {dtype}": scale_aware(
             low_precision_state(_inner(), dtype, key=jax.random.PRNGKey(0), min_size=1)
         )
-        for dtype in ("bfloat16", "float8")
+        for dtype in ("bfloat16", "8bit")
     },
     "master_weights": scale_aware(master_weights(_inner())),
     "stochastic_rounding": scale_aware(

@@ -24,9 +24,9 @@ from jmp_lite._src.optimizers import base, blocks, moments, rounding
 from jmp_lite._src.optimizers.master_weights import with_remainders
 from jmp_lite._src.optimizers.scale_aware import NEED_STORED_DTYPES, ScaleAwareState
 
-_DTYPES = ("bfloat16", "float8")
+_DTYPES = ("bfloat16", "8bit")
 
-# With fewer numbers in a row, the scales of float8 take more than an eighth of a byte
+# With fewer numbers in a row, the scales of 8 bits take more than an eighth of a byte
 # a number.
 _SHORTEST_ROW = 32
 
@@ -43,7 +43,7 @@ class LowPrecisionArray(metaclass=compat.FlaxSerializable):
     """A float32 array `[..., n]` in low precision: a leaf of an optimiser state.
 
     Args:
-      values: bf16 `[..., n]`, or the codes of float8, u8 `[..., n]`.
+      values: bf16 `[..., n]`, or codes of 8 bits, u8 `[..., n]`.
       scales: None, or the scale of each block of 256 codes, f32 `[..., ceil(n / 256)]`.
 
     Examples:
@@ -97,7 +97,7 @@ def low_precision_state(
       u, x = inner.update(float32(g), float32(s), float32(params), ...)
       s    = x rounded stochastically; bitwise unchanged where x == float32(s)
 
-    `"float8"` is 8 bits a number and a float32 scale for each block of 256 numbers of
+    `"8bit"` is 8 bits a number and a float32 scale for each block of 256 numbers of
     the last axis. A number is a power of an integer times the scale. Numbers without a
     sign, as in second moments, are spaced by less than 4 % at the block's largest one
     and by twice as much at each `2**-9` of it; if they are over more than 24 octaves,
@@ -116,7 +116,7 @@ def low_precision_state(
     `master_weights`; the last gradient or parameters, as in `optax.lbfgs`; and moments
     that are subtracted from each other, as in `optax.rmsprop(centered=True)`, where
     rounding gives roots of negative numbers. A leaf with fewer than 32 elements in the
-    last axis is bfloat16 instead of float8: scales would take too much.
+    last axis is bfloat16 instead of 8 bits: scales would take too much.
 
     Use it inside of `scale_aware` or around it, and inside of `optax.MultiSteps`, whose
     sum of gradients would be rounded too. If it is sharded along the last axis, blocks
@@ -126,7 +126,7 @@ def low_precision_state(
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
-      dtype: `"bfloat16"`, or `"float8"`, for which `"int8"` is another name.
+      dtype: `"bfloat16"` or `"8bit"`.
       key: a PRNG key, typed or raw; the default is `jax.random.key(0)`. Each step draws
         two integers from it. The noise of an element is a hash of them, of the leaf's
         number and of its own index.
@@ -153,7 +153,7 @@ def low_precision_state(
         an axis name or arguments that are not optax' own. All is float32 then.
 
     Examples:
-      >>> tx = low_precision_state(optax.adam(1e-3), "float8")
+      >>> tx = low_precision_state(optax.adam(1e-3), "8bit")
       >>> params = {"w": jnp.ones((64, 256)), "b": jnp.ones(256)}
       >>> state = tx.init(params)
       >>> updates, state = tx.update(params, state, params)
@@ -310,7 +310,7 @@ class _Choice:
         if x.dtype != jnp.float32 or x.size < self.min_size or x.ndim == 0:
             return None
         dtype = self._dtype_at(param)
-        is_short = dtype == "float8" and x.shape[-1] < _SHORTEST_ROW
+        is_short = dtype == "8bit" and x.shape[-1] < _SHORTEST_ROW
         return "bfloat16" if is_short else dtype
 
     def _dtype_at(self, param: str) -> str | None:
@@ -336,7 +336,7 @@ class _Choice:
             found, expected = x.dtype_name, {self.dtype, *(d for _, d in self.rules)}
             if param is not None:
                 expected = {self._dtype_at(param)}
-            if "float8" in expected and x.values.shape[-1] < _SHORTEST_ROW:
+            if "8bit" in expected and x.values.shape[-1] < _SHORTEST_ROW:
                 expected.add("bfloat16")
             if found not in expected:
                 names = " or ".join(str(d or "float32") for d in expected)
@@ -393,10 +393,11 @@ def _parse_dtype(dtype: Any) -> str:
             name = np.dtype(dtype).name
         except TypeError:
             name = None
-    if name == "int8":  # what is stored are integers; users look for either name
-        name = "float8"
     if name not in _DTYPES:
-        raise ValueError(f"Expected a dtype of the state of {_DTYPES}, got {dtype!r}.")
+        remedy = ' 8 bits are "8bit".' if name in ("float8", "int8", "uint8") else ""
+        raise ValueError(
+            f"Expected a dtype of the state of {_DTYPES}, got {dtype!r}.{remedy}"
+        )
     return name
 
 
