@@ -1,11 +1,9 @@
 """Gradients of a scaled loss: what jax.value_and_grad gives, times the scale."""
 
 import functools
-import re
 from typing import Any
 
 import chex
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,42 +148,7 @@ def test_allow_int_gives_float0(loss_scale):
     assert float(of_float) == 2 * SCALE
 
 
-def test_equinox_modules_are_differentiated(loss_scale, getkey):
-    model = eqx.nn.Linear(2, 1, key=getkey())
-
-    def fun(model):
-        return jnp.sum(model(X) ** 2)
-
-    grads = scaled_grad(fun, loss_scale=loss_scale)(model)
-    chex.assert_trees_all_close(grads, times_scale(jax.grad(fun)(model)), rtol=1e-6)
-
-
 # Under transformations.
-
-
-def test_one_compilation_serves_every_value_of_the_scale():
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(loss_scale, params):
-        return scaled_value_and_grad(loss, loss_scale=loss_scale)(params, X)
-
-    for scale in 2.0, 4.0, 8.0:
-        _, grads = step(DynamicLossScale(scale), PARAMS)
-        expected = jax.tree.map(lambda x, s=scale: x * s, jax.grad(loss)(PARAMS, X))
-        chex.assert_trees_all_close(grads, expected, rtol=1e-6)
-
-
-def test_per_example_gradients_come_from_vmap(loss_scale):
-    xs = jnp.stack([X, 2 * X, 3 * X])
-    fun = scaled_value_and_grad(loss, loss_scale=loss_scale)
-    values, grads = jax.vmap(fun, in_axes=(None, 0))(PARAMS, xs)
-    for index, x in enumerate(xs):
-        expected_value, expected = fun(PARAMS, x)
-        np.testing.assert_allclose(values[index], expected_value, rtol=1e-6)
-        row = jax.tree.map(lambda g, i=index: g[i], grads)
-        chex.assert_trees_all_close(row, expected, rtol=1e-6)
 
 
 def test_remat_changes_nothing(loss_scale):
@@ -219,57 +182,3 @@ def test_nested_scales_multiply():
 
 
 # Errors.
-
-
-NONE = optax.sgd(0.1, momentum=0.9).init(jnp.ones(2))
-TWO = [StaticLossScale(1.0), StaticLossScale(2.0)]
-
-
-@pytest.mark.parametrize("transform", [scaled_value_and_grad, scaled_grad])
-@pytest.mark.parametrize(
-    ("fun", "options", "error", "expected"),
-    [
-        (3, {}, TypeError, "Expected a function to differentiate, got 3"),
-        (
-            loss,
-            {"value_and_grad": True},
-            TypeError,
-            "Expected value_and_grad to be a transformation such as .*, got True",
-        ),
-        (
-            loss,
-            {"loss_scale": NONE},
-            ValueError,
-            "no loss scale in a tree of type tuple",
-        ),
-        (loss, {"loss_scale": TWO}, ValueError, r"found several, at \['0', '1'\]"),
-    ],
-    ids=["function", "transformation", "no loss scale", "two loss scales"],
-)
-def test_bad_arguments_are_refused_at_once(transform, fun, options, error, expected):
-    with pytest.raises(error, match=expected):
-        transform(fun, **{"loss_scale": StaticLossScale(SCALE)} | options)
-
-
-@pytest.mark.parametrize("output", [1.0, (1.0,), (1.0, 2.0, 3.0), [1.0, 2.0]], ids=str)
-def test_has_aux_wants_a_pair(loss_scale, output):
-    fun = scaled_value_and_grad(lambda x: output, loss_scale=loss_scale, has_aux=True)
-    expected = f"has_aux=True to return a pair (loss, aux), got {output!r}."
-    with pytest.raises(TypeError, match=re.escape(expected)):
-        fun(1.0)
-
-
-@pytest.mark.parametrize(
-    ("fun", "argument", "expected"),
-    [
-        (lambda x: x, jnp.ones(2), "only defined for scalar-output functions"),
-        (lambda x: x, jnp.int32(1), "set allow_int to True"),
-        (lambda x: jax.lax.complex(x, x), jnp.float32(1), "requires real-valued outpu"),
-    ],
-)
-def test_what_jax_refuses_is_refused_with_jaxs_words(
-    loss_scale, fun, argument, expected
-):
-    for transform in jax.grad, functools.partial(scaled_grad, loss_scale=loss_scale):
-        with pytest.raises(TypeError, match=expected):
-            transform(fun)(argument)

@@ -120,21 +120,6 @@ def test_a_static_scale_is_one_hashable_constant_however_given():
     assert traced == [StaticLossScale(8.0), StaticLossScale(4.0)]
 
 
-@pytest.mark.parametrize(
-    "finite", [True, np.bool_(True), jnp.bool_(True), jnp.int32(1)]
-)
-def test_adjust_takes_any_boolean_scalar(finite):
-    adjusted = DynamicLossScale(8.0, period=1).adjust(finite)
-    assert float(adjusted.loss_scale) == 16.0
-
-
-@pytest.mark.parametrize("shape", [(1,), (2, 2)])
-def test_adjust_refuses_a_vector_and_says_what_makes_a_scalar(shape):
-    expected = f"boolean scalar, got shape {shape}; all_finite(grads) makes one."
-    with pytest.raises(ValueError, match=f"{re.escape(expected)}$"):
-        DynamicLossScale(8.0).adjust(jnp.ones(shape, jnp.bool_))
-
-
 # Constructor.
 
 
@@ -192,12 +177,10 @@ BAD_SCALES = [
 
 @pytest.mark.parametrize("scale", BAD_SCALES, ids=repr)
 def test_a_scale_that_cannot_scale_is_refused(scale):
-    static = StaticLossScale(scale)  # jmp builds these: refused where they are used
     expected = f"Expected a positive, finite loss scale, got {float(scale)}; "
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        DynamicLossScale(scale)
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        check_loss_scale(static)
+    for kind in DynamicLossScale, StaticLossScale:
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            kind(scale)
 
 
 COUNT = "at least 1, a whole int32"
@@ -215,15 +198,6 @@ def test_a_setting_out_of_its_range_is_refused(name, value, expected):
     with pytest.raises(ValueError) as error:
         DynamicLossScale(8.0, **{name: value})
     assert str(error.value) == f"Expected {name} to be {expected}, got {value!r}."
-
-
-@pytest.mark.parametrize("bounds", [(4.0, 2.0), (-1.0, 2.0**24), (1.0, math.nan)])
-def test_bounds_out_of_order_are_refused(bounds):
-    low, high = bounds
-    with pytest.raises(ValueError) as error:
-        DynamicLossScale(8.0, min_loss_scale=low, max_loss_scale=high)
-    expected = f"0 <= min_loss_scale <= max_loss_scale, got {low} and {high}."
-    assert str(error.value) == f"Expected {expected}"
 
 
 @pytest.mark.parametrize(
@@ -290,11 +264,6 @@ def test_only_float16_compute_needs_a_loss_scale(policy, expected):
     assert type(loss_scale_for(policy)) is expected
 
 
-def test_loss_scale_for_refuses_what_is_no_policy():
-    with pytest.raises(TypeError, match="Expected a Policy or its string, got 16"):
-        loss_scale_for(16)  # pyright: ignore[reportArgumentType] - the point
-
-
 @pytest.mark.parametrize(
     "loss_scale", [NoOpLossScale(), StaticLossScale(8.0), DynamicLossScale(8.0)]
 )
@@ -304,32 +273,6 @@ def test_a_loss_scale_is_found_at_any_depth(loss_scale):
         assert get_loss_scale(tree) == loss_scale
 
 
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        (
-            {"a": {"b": jnp.ones(2)}},
-            r"Found no loss scale in a tree of type dict with the leaves \['a/b'\]; ex",
-        ),
-        (
-            {"d": StaticLossScale(2.0), "g": [DynamicLossScale(2.0)]},
-            r"Expected one loss scale, found several, at \['d', 'g/0'\]: pass the part",
-        ),
-    ],
-    ids=["none", "several"],
-)
-def test_a_tree_without_one_loss_scale_is_refused(tree, expected):
-    with pytest.raises(ValueError, match=expected):
-        get_loss_scale(tree)
-
-
-@pytest.mark.parametrize("value", [None, 8.0, DynamicLossScale])
-def test_what_is_no_loss_scale_is_refused(value):
-    expected = "Expected a NoOpLossScale, StaticLossScale or DynamicLossScale, got "
-    with pytest.raises(TypeError, match=re.escape(f"{expected}{value!r}")):
-        check_loss_scale(value)
-
-
 def test_a_scale_without_a_known_value_passes():
     @jax.jit
     def check(scale):
@@ -337,4 +280,3 @@ def test_a_scale_without_a_known_value_passes():
         return scale
 
     assert float(check(0.0)) == 0.0
-    check_loss_scale(jax.tree.map(lambda _: object(), DynamicLossScale(8.0)))

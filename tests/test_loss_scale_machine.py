@@ -164,15 +164,6 @@ def test_the_scale_moves_as_the_recorded_peer(run):
         np.testing.assert_allclose(got, expected, rtol=tolerance, atol=0, err_msg=name)
 
 
-def test_the_recording_holds_what_it_should():
-    peers = {run["peer"] for run in RECORDED["runs"]}
-    assert peers == {"torch", "keras", "jmp", "flax"}
-    for run in RECORDED["runs"]:
-        steps = {len(recorded["finite"]) for recorded in run["sequences"].values()}
-        assert len(run["sequences"]) == 10 and steps == {48}
-        assert any("0" in r["finite"] for r in run["sequences"].values())
-
-
 @pytest.mark.parametrize("peer", RECORDED["extremes"], ids=lambda peer: peer["peer"])
 def test_the_scale_stays_usable_where_the_peer_leaves_the_range(peer):
     # On purpose unlike the peer: at 0 the next good step would write NaN; from 2**127

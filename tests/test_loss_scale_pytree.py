@@ -1,6 +1,5 @@
 """A dynamic loss scale is state: through jit, scan, vmap, checkpoints, placeholders."""
 
-import pickle
 import subprocess
 import sys
 from typing import Any
@@ -8,17 +7,10 @@ from typing import Any
 import chex
 import flax.serialization
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
 
 from jmp_lite import (
     DynamicLossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    scale_aware,
 )
 
 STATIC = {
@@ -61,22 +53,6 @@ def test_adjust_keeps_every_other_field(finite):
         assert statics(adjusted) == STATIC
 
 
-PLACEHOLDERS = [
-    object(),
-    jax.sharding.SingleDeviceSharding(jax.devices()[0]),
-    jax.sharding.PartitionSpec(),
-    jax.ShapeDtypeStruct((), jnp.float32),
-    *(0, 0.0, float("nan"), "loss_scale", np.zeros(3), None),
-]
-
-
-@pytest.mark.parametrize("placeholder", PLACEHOLDERS, ids=lambda x: type(x).__name__)
-def test_any_placeholder_may_stand_for_a_leaf(placeholder):
-    filled = jax.tree.map(lambda _: placeholder, far_from_default())
-    assert statics(filled) == STATIC
-    assert all(leaf is placeholder for leaf in leaves(filled).values())
-
-
 def test_shardings_of_a_loss_scale_are_taken_by_jit():
     sharding = jax.sharding.NamedSharding(
         jax.make_mesh((8,), ("data",)), jax.sharding.PartitionSpec()
@@ -90,67 +66,10 @@ def test_shardings_of_a_loss_scale_are_taken_by_jit():
     assert statics(adjusted) == STATIC
 
 
-def test_a_loss_scale_can_be_lowered_and_compiled_ahead_of_time():
-    shapes = jax.eval_shape(far_from_default)
-    for argument in far_from_default(), shapes:
-        compiled = jax.jit(lambda ls: ls.adjust(False)).lower(argument).compile()
-        assert statics(compiled(far_from_default())) == STATIC
-
-
 def test_key_paths_name_the_fields():
     paths = jax.tree_util.tree_leaves_with_path({"ls": far_from_default()})
     names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in paths]
     assert names == ["ls/loss_scale", "ls/counter", "ls/bad_steps"]
-
-
-@pytest.mark.parametrize("hysteresis", [1, 2])
-def test_jit_and_scan_do_what_eager_does_in_one_compilation(hysteresis):
-    chex.clear_trace_counter()
-
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def adjust(loss_scale, finite):
-        return loss_scale.adjust(finite)
-
-    steps = jnp.array([1, 1, 0, 1, 0, 0, 1, 1, 1, 0], bool)
-    first = DynamicLossScale(8.0, period=2, hysteresis=hysteresis)
-    # Leaves as a checkpoint, pickle and an eager step leave them.
-    adjust(jax.tree.map(np.asarray, first), steps[0])
-    adjust(pickle.loads(pickle.dumps(first)), steps[0])
-    adjust(first.adjust(True), steps[0])
-    eager = jitted = first
-    expected = []
-    for finite in steps:
-        eager, jitted = eager.adjust(finite), adjust(jitted, finite)
-        chex.assert_trees_all_equal(eager, jitted)
-        expected.append(float(eager.loss_scale))
-
-    def step(loss_scale, finite):
-        loss_scale = loss_scale.adjust(finite)
-        return loss_scale, loss_scale.loss_scale
-
-    last, scales = jax.lax.scan(step, first, steps)
-    chex.assert_trees_all_equal(last, eager)
-    assert scales.tolist() == expected
-
-
-def test_a_batch_of_loss_scales_moves_each_on_its_own():
-    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), far_from_default())
-    finite = jnp.array([True, False])
-    axes = jax.tree.map(lambda _: 0, stacked)
-    adjusted = jax.vmap(lambda ls, f: ls.adjust(f), in_axes=(axes, 0))(stacked, finite)
-    assert statics(adjusted) == STATIC
-    for index in range(2):
-        expected = far_from_default().adjust(finite[index])
-        row = jax.tree.map(lambda x, i=index: x[i], adjusted)
-        chex.assert_trees_all_equal(row, expected)
-    scaled = jax.vmap(lambda ls, x: ls.scale(x))(adjusted, jnp.ones(2, jnp.float16))
-    assert scaled.tolist() == adjusted.loss_scale.tolist()
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickle_keeps_every_field(protocol):
-    assert_same(pickle.loads(pickle.dumps(far_from_default(), protocol)))
 
 
 def test_flax_saves_the_leaves_and_keeps_the_program():
@@ -204,43 +123,3 @@ def test_flax_may_be_imported_after_a_loss_scale_was_made(between):
     run = [sys.executable, "-c", _PROGRAM.format(between=between)]
     result = subprocess.run(run, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-LOSS_SCALES = {
-    "dynamic": far_from_default(),
-    "dynamic without hysteresis": DynamicLossScale(12.0, 5, 7),
-    "static": StaticLossScale(8.0),
-    "no-op": NoOpLossScale(),
-}
-
-
-@pytest.fixture(params=LOSS_SCALES)
-def states(request) -> tuple[Any, Any]:
-    """Give the state of an optimiser: fresh, and after a step that was skipped."""
-    tx = scale_aware(optax.sgd(0.1, momentum=0.9), LOSS_SCALES[request.param])
-    params = jnp.ones(2)
-    fresh: Any = tx.init(params)
-    _, state = tx.update(jnp.full(2, jnp.inf), fresh, params)
-    return fresh, state
-
-
-def assert_restored(restored: Any, state: Any) -> None:
-    chex.assert_trees_all_equal(restored, state)
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert int(restored.skipped_steps) == 1
-
-
-def test_flax_saves_an_optimiser_state_around_any_loss_scale(states):
-    fresh, state = states
-    saved = flax.serialization.to_bytes(state)
-    assert_restored(flax.serialization.from_bytes(fresh, saved), state)
-
-
-def test_orbax_restores_an_optimiser_state_around_any_loss_scale(states, tmp_path):
-    fresh, state = states
-    template = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", template)
-    assert_restored(restored, state)

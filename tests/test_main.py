@@ -138,13 +138,3 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     script = capsys.readouterr().out + press_tab
     result = subprocess.run(["bash"], input=script, capture_output=True, text=True)
     assert set(result.stdout.split()) == expected, result.stderr
-
-
-@pytest.mark.parametrize(
-    ("shell", "line"),
-    [("zsh", "#compdef jmp-lite\n"), ("fish", "complete -c jmp-lite")],
-)
-def test_other_shells_get_a_script_of_their_own(shell, line, capsys):
-    assert exit_status("completion", shell) == 0
-    script = capsys.readouterr().out
-    assert line in script and "doctor" in script and "seconds" in script

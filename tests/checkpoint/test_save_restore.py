@@ -280,27 +280,6 @@ def test_a_restored_step_is_the_same_and_does_not_compile_again(tmp_path: Path) 
     assert jmp.loss_scale_metrics(state.opt_state)["skipped_steps"] == 1
 
 
-@pytest.mark.one_of("loss_scale")
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize(
-    "loss_scale",
-    [
-        jmp.NoOpLossScale(),
-        jmp.StaticLossScale(128.0),
-        jmp.DynamicLossScale(8.0, 3, period=7),
-        jmp.DynamicLossScale(8.0, hysteresis=2, max_loss_scale=float("inf")),
-    ],
-    ids=["noop", "static", "dynamic", "hysteresis"],
-)
-def test_every_loss_scale_comes_back(loss_scale: Any, tmp_path: Path) -> None:
-    tx = jmp.scale_aware(optax.adam(1e-3), loss_scale)
-    params, update = {"w": jnp.ones(3)}, jax.jit(tx.update)
-    state = tx.init(params)
-    for value in (jnp.inf, 1.0):
-        _, state = update({"w": jnp.full(3, value)}, state, params)
-    assert_same(round_trip(tmp_path, state, tx.init(params)), state)
-
-
 def test_the_settings_of_a_loss_scale_are_those_of_like(tmp_path: Path) -> None:
     like = jmp.DynamicLossScale(1.0, period=500)
     restored = round_trip(tmp_path, jmp.DynamicLossScale(8.0, 3, period=7), like)

@@ -6,14 +6,13 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from jmp_lite import Policy, PolicyMap, get_policy
+from jmp_lite import PolicyMap
 from jmp_lite._src.flax.module_policies import (
     Explanation,
     ModuleDtypes,
     ModulePolicies,
     enclosing_module,
     kept_from_half,
-    no_half_message,
     own_dtype,
 )
 
@@ -48,13 +47,6 @@ def _of(policy, classes=(), modules=None):
 def _starts(policy, classes=()):
     found = ModulePolicies(policy, classes).resolve(MODULES)
     return [path for path, of in found.items() if of.is_rule_start]
-
-
-def test_without_rules_every_module_has_the_default():
-    found = ModulePolicies("mixed_float16").resolve(MODULES)
-    assert found.keys() == MODULES.keys()
-    assert {of.policy for of in found.values()} == {get_policy("mixed_float16")}
-    assert _starts("mixed_float16") == []
 
 
 F16, BF16, F32 = "float16", "bfloat16", "float32"
@@ -112,13 +104,6 @@ def test_which_rule_a_module_has(case):
     assert of == dict(zip(MODULES, expected, strict=True))
 
 
-def test_the_model_itself_is_the_empty_path():
-    policy = PolicyMap("full", {"": "half"})
-    of = ModulePolicies(policy).resolve(MODULES)
-    assert {str(m.policy) for m in of.values()} == {"p=f16,c=f16,o=f16"}
-    assert _starts(policy) == [""]
-
-
 def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():
     assert _starts(PolicyMap("mixed_bfloat16", {"encoder": "full"})) == ["encoder"]
     policy = PolicyMap("full", {"encoder/dense": "float32", "encoder.*": "bfloat16"})
@@ -134,54 +119,12 @@ def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_anot
     assert all(of.is_named for of in found.values())
 
 
-def test_an_inner_rule_behind_an_outer_one_is_refused():
-    policy = PolicyMap("full", {"encoder": "half", "encoder/dense": "bfloat16"})
-    expected = "'encoder/dense' is never used: .* narrower ones first"
-    with pytest.raises(ValueError, match=expected):
-        ModulePolicies(policy).resolve(MODULES)
-
-
-def test_the_order_of_the_modules_does_not_matter():
-    policy = PolicyMap("mixed_bfloat16", {"encoder": "full"})
-    backwards = dict(reversed(MODULES.items()))
-    assert _of(policy, modules=backwards) == _of(policy)
-
-
-def test_a_string_a_policy_and_a_map_are_the_same():
-    policy = Policy("float32", "float16", "float32")
-    for same in ("mixed_float16", policy, PolicyMap(policy)):
-        assert ModulePolicies(same) == ModulePolicies(policy)
-
-
 def test_policies_are_hashable_and_survive_pickling():
     policies = ModulePolicies(PolicyMap("half", {"head": "full"}), {_Norm: "full"})
     again = pickle.loads(pickle.dumps(policies))
     assert again == policies
     assert hash(again) == hash(policies)
     assert ModulePolicies(again.policy, again.classes) == policies
-
-
-def test_a_pattern_that_matches_nothing_names_the_nearest_paths():
-    policies = ModulePolicies(PolicyMap("full", {"encoder/dens": "half"}))
-    with pytest.raises(
-        ValueError,
-        match=r"'encoder/dens' matches no path.*the nearest are \['encoder/dense'",
-    ):
-        policies.resolve(MODULES)
-
-
-def test_a_class_that_the_model_lacks_is_an_error():
-    class Attention:
-        pass
-
-    with pytest.raises(
-        ValueError,
-        match=r"no Attention for the policy of that class; it has \['_Dense', '_Norm', "
-        r"'object'\]",
-    ):
-        ModulePolicies("full", {Attention: "half"}).resolve(MODULES)
-    silenced = PolicyMap("full", {"nowhere": "half"}, allow_unused=True)
-    assert ModulePolicies(silenced, {Attention: "half"}).resolve(MODULES)
 
 
 @pytest.mark.parametrize(
@@ -192,15 +135,6 @@ def test_classes_that_are_no_mapping_are_an_error(classes):
         TypeError, match="Expected a mapping of module classes to policies, got"
     ):
         ModulePolicies("full", classes)
-
-
-def test_an_unknown_policy_is_an_error():
-    with pytest.raises(ValueError, match="Unknown dtype 'mixed_float61'"):
-        ModulePolicies("mixed_float61")
-    with pytest.raises(ValueError, match="Unknown dtype 'helf'"):
-        ModulePolicies("full", {_Dense: "helf"})
-    with pytest.raises(TypeError, match="Expected a Policy or its string, got None"):
-        ModulePolicies(None)
 
 
 def test_the_enclosing_module_of_a_path_is_the_innermost():
@@ -244,22 +178,6 @@ def test_the_default_alone_keeps_what_an_author_set_from_half():
     assert kept_from_half(ModulePolicies("full").resolve(MODULES, own)) == []
 
 
-def test_the_warning_names_some_of_many():
-    text = no_half_message(
-        "the 9 layers of Net",
-        ["", *"abcdefg"],
-        get_policy("mixed_float16"),
-        "`Net(dtype=None)`",
-    )
-    assert text == (
-        "0 of the 9 layers of Net run in float16 under the policy p=full,c=f16,o=full: "
-        "8 of its modules set a `dtype`, which only a rule overrides: "
-        "the model itself, a, b, c, d, …. Add a rule "
-        "(`PolicyMap('full', {'': 'p=full,c=f16,o=full'})`), or create the model "
-        "without a dtype (`Net(dtype=None)`), or use jmp_lite.autocast."
-    )
-
-
 def test_a_field_called_dtype_may_be_something_else():
     assert own_dtype(types.SimpleNamespace(dtype="bfloat16")) is jnp.bfloat16.dtype.type
     for dtype in (None, _Dense(), "a name"):
@@ -279,24 +197,3 @@ def test_an_explanation_is_asked_by_path():
     assert explanation["a"].why == "path 'a'"
     with pytest.raises(KeyError, match=r"no module 'b' in \['', 'a'\]"):
         _ = explanation["b"]
-
-
-def test_an_explanation_prints_as_a_table():
-    import rich.console
-
-    console = rich.console.Console(width=100)
-    with console.capture() as captured:
-        console.print(Explanation(_rows()).table())
-    text = captured.get()
-    for cell in ("path", "why", "Model", "the default", "Dense", "path 'a'", "full"):
-        assert cell in text
-
-
-def test_a_map_says_which_pattern_and_which_policy_a_path_has():
-    policy = PolicyMap("full", {"a": "half", ".*": "bfloat16"})
-    assert (policy.pattern_for("a"), policy.pattern_for("b")) == ("a", ".*")
-    assert policy.rule_for("a") == get_policy("half")
-    none = PolicyMap("full", {"a": "half"})
-    assert none.pattern_for("b") is None
-    assert none.rule_for("b") is None
-    assert none.at("b") == get_policy("full")

@@ -128,21 +128,6 @@ def test_a_rule_is_what_its_author_could_have_written(name):
     assert flax.all_products(ours, x) == found
 
 
-def test_a_rule_for_a_part_holds_for_the_layers_in_it():
-    policy = PolicyMap("full", {"block_1": "mixed_bfloat16"})
-    model = linen.with_policy(linen_models.Transformer(), policy)
-    found = {row.path: row.compute for row in linen_models.explain(model, TOKENS).rows}
-    halves = {path for path, compute in found.items() if compute == "bf16"}
-    assert halves == {path for path in found if path.startswith("block_1")}
-    # Of 17 products, a block has 8.
-    assert count(model, TOKENS, "bfloat16") == (8, 17)
-
-
-def test_a_rule_for_a_class_holds_for_the_layers_of_that_class():
-    model = linen.with_policy(linen_models.Bert(), "full", {nn.Dense: "mixed_float16"})
-    assert count(model, TOKENS, "float16") == (4, 6)  # all but those of attention
-
-
 def test_explain_says_which_dtype_a_rule_overrides():
     policy = PolicyMap("full", {"attention": "mixed_float16"})
     model = jmp_nnx.with_policy(NnxTransformer(nnx.Rngs(0)), policy)
@@ -359,14 +344,6 @@ def test_a_step_under_jit_warns_once():
     assert len(warned(lambda: [step(variables, X + i) for i in range(3)])) == 1
 
 
-def test_a_lookup_and_a_table_of_positions_are_no_products():
-    """They are in half, but no product is."""
-    model = linen.with_policy(linen_models.Transformer(), "mixed_float16")
-    with pytest.warns(UserWarning, match="0 of the 17"):
-        linen_models.output(model, TOKENS)
-    assert linen_models.explain(model, TOKENS)["embed"].compute == "f16"
-
-
 def test_a_default_that_reaches_no_layer_of_an_nnx_model_warns():
     plain = NnxTransformer(nnx.Rngs(0))
     with pytest.warns(UserWarning, match="layers of") as caught:
@@ -379,14 +356,6 @@ def test_a_default_that_reaches_no_layer_of_an_nnx_model_warns():
     assert caught[0].filename == __file__
     assert warned(lambda: model(TOKENS)) == []  # said once
     assert count(model, TOKENS, "bfloat16") == (0, 10)  # as said
-
-
-def test_shapes_of_an_nnx_model_alone_warn_as_well():
-    text = "0 of the 2 layers of NnxResNet .*: 3 of its .*: conv, head, norm. Add"
-    with pytest.warns(UserWarning, match=text):
-        nnx.eval_shape(
-            lambda: nnx_models.with_policy(NnxResNet(nnx.Rngs(0)), "mixed_float16")
-        )
 
 
 # The third remedy; a rule and a model without a dtype are tested above.
@@ -463,9 +432,3 @@ QUIET: dict[str, Any] = {
 @pytest.mark.parametrize("name", QUIET)
 def test_there_is_no_warning_if_something_is_in_half_or_nothing_should_be(name):
     QUIET[name]()  # a warning is an error
-
-
-def test_one_layer_that_its_author_keeps_in_float32_is_kept():
-    model = linen.with_policy(LinenOwn(), "mixed_bfloat16")
-    assert count(model, X, "bfloat16") == (1, 2)
-    assert linen_models.explain(model, X)["router"].why == "its own dtype=full"

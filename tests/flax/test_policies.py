@@ -293,45 +293,6 @@ def test_rules_for_paths_in_lists_and_dicts_and_for_classes():
     assert found == {(name,) * 3 for name in ("float16", "float32", "bfloat16")}
 
 
-def test_the_dtype_that_the_author_of_a_linen_model_set_stays():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(4, dtype=jnp.float32, param_dtype=jnp.float32)(x)
-            return nn.MultiHeadDotProductAttention(2, dtype=jnp.bfloat16)(x)
-
-    model = linen.with_policy(Model(), "half")
-    variables = shapes(model, X)
-    explanation = model.explain(variables, X)
-    assert explanation["Dense_0"].compute == "full"
-    assert explanation["Dense_0"].why == "its own dtype=full"
-    query = explanation["MultiHeadDotProductAttention_0/query"]
-    assert (query.compute, query.why) == ("bf16", "its own dtype=bf16")
-    assert linen_models.products(model, X) == {("float32",) * 3, ("bfloat16",) * 3}
-    # The policy still says what parameters are kept in.
-    assert dtypes(variables["params"]["Dense_0"]) == {"float16"}
-
-
-def test_the_dtype_that_the_author_of_an_nnx_model_set_stays():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.mine = nnx.Linear(4, 4, dtype=jnp.bfloat16, rngs=rngs)
-            self.attention = nnx.MultiHeadAttention(
-                2, 4, decode=False, dtype=jnp.float32, rngs=rngs
-            )
-            self.table = nnx.Embed(5, 4, dtype=jnp.bfloat16, rngs=rngs)
-
-        def __call__(self, x):
-            return self.table(jnp.arange(6)) + self.attention(self.mine(x))
-
-    model = jmp_nnx.with_policy(Model(nnx.Rngs(0)), "mixed_float16")
-    explanation = model.explain()
-    assert explanation["mine"].why == "its own dtype=bf16"
-    assert explanation["attention/query"].compute == "full"
-    assert explanation["table"].compute == "bf16"
-    assert nnx_models.products(model, X) == {("bfloat16",) * 3, ("float32",) * 3}
-
-
 def test_an_attribute_called_dtype_may_be_something_else():
     class Kind:
         pass
@@ -437,18 +398,6 @@ def test_a_pattern_or_class_that_names_no_nnx_module_is_an_error():
         jmp_nnx.with_policy(deep, PolicyMap("full", {"blocks/2": "half"}))
     with pytest.raises(ValueError, match=r"no Conv.*it has \['Block', 'Deep', 'Dict'"):
         jmp_nnx.with_policy(deep, "full", {nnx.Conv: "half"})
-
-
-@of_both
-def test_a_wrong_model_policy_or_class_is_an_error(flax):
-    model = flax.make(flax.Deep)
-    module = "a linen module" if flax is linen_models else "an nnx module"
-    with pytest.raises(TypeError, match=f"Expected {module}, got <class"):
-        flax.with_policy(flax.Deep, "full")
-    with pytest.raises(ValueError, match="Unknown dtype or policy .mixed_half."):
-        flax.with_policy(model, "mixed_half")
-    with pytest.raises(TypeError, match="Expected a mapping of module classes"):
-        flax.with_policy(model, "half", {"head": "full"})
 
 
 def test_a_bound_linen_module_is_an_error():

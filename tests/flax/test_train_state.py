@@ -351,15 +351,6 @@ def test_half_parameters_whose_small_updates_are_lost_warn_once(flax, wrap):
 
 
 @of_both
-@pytest.mark.parametrize("decay", [0, 1, 1.5, -0.1])
-def test_a_decay_out_of_range_is_an_error(flax, decay):
-    with pytest.raises(
-        ValueError, match=f"Expected ema_decay between 0 and 1, got {decay}"
-    ):
-        flax.create(ema_decay=decay)
-
-
-@of_both
 @pytest.mark.one_of("wrap")
 @pytest.mark.parametrize("wrap", ["plain", "around scale_aware", "in scale_aware"])
 def test_an_optimiser_that_changes_the_structure_of_its_state_is_an_error(flax, wrap):

@@ -250,15 +250,6 @@ def test_what_is_inside_of_them_sees_float32_parameters_as_such(wrap):
     assert seen == [(jnp.float32, jnp.float32, {"mine": 1})] * 2
 
 
-@with_wrappers
-def test_the_loss_reaches_a_scale_aware_inside(wrap):
-    tx = wrap(scale_aware(optax.sgd(1.0)))
-    params = jnp.ones(2, jnp.bfloat16)
-    _, state = tx.update(params, tx.init(params), params, value=jnp.float32(jnp.nan))
-    metrics = jmp_lite.loss_scale_metrics(state)
-    assert not metrics["last_finite"] and float(metrics["loss_scale"]) == 2.0**15
-
-
 # On several devices.
 
 
@@ -355,14 +346,6 @@ def test_the_warning_names_the_line_that_calls_init():
     with pytest.warns(UserWarning, match=LOST) as caught:
         scale_aware(optax.adam(1e-3)).init(jnp.ones(2, jnp.bfloat16))
     assert caught[0].filename == __file__
-
-
-def test_half_parameters_of_get_policy_bf16_warn():
-    params = jmp_lite.get_policy("bf16").cast_to_param(TREE)
-    with pytest.warns(UserWarning, match=LOST):
-        scale_aware(optax.adam(1e-3), jmp_lite.NoOpLossScale()).init(params)
-    mixed = jmp_lite.get_policy("mixed_bfloat16").cast_to_param(TREE)
-    scale_aware(optax.adam(1e-3), jmp_lite.NoOpLossScale()).init(mixed)
 
 
 def test_some_half_parameters_warn_and_are_counted():

@@ -471,18 +471,6 @@ def test_a_step_in_shard_map_works_on_its_shards():
     _assert_mean(_read(after.inner_state[0].nu), 1e-3 * np.float64(params) ** 2)
 
 
-def test_members_of_a_vmap_are_those_alone():
-    tx: Any = low_precision_state(optax.adam(1e-2), "8bit")
-    params = jnp.asarray(_lognormal(8, 3, (3, 4, 2000)))
-    state = jax.vmap(tx.init)(params)
-    updates, state = jax.vmap(tx.update)(params, state, params)
-    for i, member in enumerate(params):
-        expected = tx.update(member, tx.init(member), member)
-        bitwise.assert_same(
-            jax.tree.map(lambda x, i=i: x[i], (updates, state)), expected
-        )
-
-
 @with_dtypes
 def test_init_under_jit_allocates_one_leaf_in_float32_at_most(dtype):
     tx = low_precision_state(optax.adam(1e-3), dtype)
@@ -517,30 +505,6 @@ def test_a_dtype_that_is_not_stored_is_refused_with_the_name_of_8_bits(name):
         with pytest.raises(ValueError, match=r"got .*(int8|float8)") as error:
             low_precision_state(optax.trace(0.9), **call)
         assert str(error.value).endswith(' 8 bits are "8bit".')
-
-
-def test_errors_of_the_factory_say_what_is_expected():
-    with pytest.raises(TypeError, match="Expected an optax transformation"):
-        low_precision_state("adam")  # pyright: ignore[reportArgumentType]
-    for dtype in ("float16", jnp.float32, "int4", 3, None):
-        with pytest.raises(ValueError, match=r"of \('bfloat16', '8bit'\), got "):
-            low_precision_state(optax.sgd(1.0), dtype)
-    with pytest.raises(ValueError, match=r"\('bfloat16', '8bit'\), got 'half'"):
-        low_precision_state(optax.sgd(1.0), rules={".*": "half"})
-    with pytest.raises(ValueError, match="Expected a regular expression"):
-        low_precision_state(optax.sgd(1.0), rules={"(": None})
-    with pytest.raises(TypeError, match="Expected a mapping of patterns"):
-        low_precision_state(optax.sgd(1.0), rules=[("a", None)])  # pyright: ignore
-    with pytest.raises(TypeError, match="Expected one PRNG key"):
-        low_precision_state(optax.sgd(1.0), key=jnp.zeros(3))
-
-
-def test_a_pattern_that_matches_nothing_is_refused():
-    tx = low_precision_state(optax.adam(1.0), rules={"layer/.*": None})
-    with pytest.raises(
-        ValueError, match=r"'layer/\.\*' matches no path\. .* nearest are \['layers/w'"
-    ):
-        tx.init({"layers": {"w": jnp.ones(5000)}})
 
 
 def test_a_state_of_another_transformation_or_dtype_is_refused():

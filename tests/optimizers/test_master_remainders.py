@@ -126,18 +126,6 @@ def test_masters_and_parameters_take_four_bytes_a_parameter(order):
     assert bytes_a_parameter(master_weights) == 6
 
 
-def test_small_updates_add_up():
-    tx: Any = in_remainders(optax.sgd(1.0))
-    params = jnp.ones([], jnp.bfloat16)
-    state, total = tx.init(params), np.float32(1.0)
-    step = Trainer(tx).step
-    for _ in range(300):
-        params, state = step(params, state, jnp.float32(-1e-4))
-        total += np.float32(1e-4)
-    assert float(params) == float(total.astype(jnp.bfloat16)) > 1
-    assert remainder.join(params, state.remainders) == total
-
-
 # The same training.
 
 
@@ -161,20 +149,6 @@ def test_it_runs_in_a_scan(order):
         carry = _params(), tx.init(_params())
         scan = _jit(lambda carry, xs: jax.lax.scan(_step(tx), carry, xs)[0])
         return scan(carry, _batches())
-
-    _assert_same_training(run(in_remainders), run(master_weights))
-
-
-def test_it_runs_in_a_vmap():
-    members = jax.tree.map(lambda *x: jnp.stack(x), _params(0), _params(1))
-
-    def run(wrap):
-        tx = ORDERS["inside"](wrap, _rounded("adam"))
-        step = _jit(jax.vmap(_step(tx), in_axes=(0, None)))
-        carry = members, jax.vmap(tx.init)(members)
-        for x in _batches(5):
-            carry, _ = step(carry, x)
-        return carry
 
     _assert_same_training(run(in_remainders), run(master_weights))
 
@@ -293,13 +267,6 @@ def test_with_moments_in_low_precision_it_trains_as_float32_masters_do(order):
     assert stored == {"uint16", "bfloat16"}
 
 
-@in_low
-def test_with_moments_in_low_precision_float16_is_refused(order):
-    tx: Any = _LOW[order](in_remainders(optax.adam(3e-2)))
-    with pytest.raises(ValueError, match="float16 parameter at 'b/0': with 5 bits of"):
-        tx.init({"a": jnp.ones(2, jnp.bfloat16), "b": [jnp.ones(2, jnp.float16)]})
-
-
 # What an update cannot reach.
 
 
@@ -353,76 +320,6 @@ def test_parameters_set_by_hand_go_on_from_there(order):
 # Trees and states.
 
 
-def test_other_leaves_are_left_alone():
-    def negate(g):
-        return -g if getattr(g, "dtype", None) == jnp.float32 else g
-
-    params = {
-        "h": jnp.ones(2, jnp.bfloat16),
-        "w": jnp.ones(2),
-        "n": jnp.arange(2),
-        "u": jnp.arange(2, dtype=jnp.uint16),
-        "q": jnp.ones(2, jnp.float8_e4m3fn),
-        "key": jax.random.key(0),
-        "name": "name",
-        "none": None,
-    }
-    negative = optax.GradientTransformation(
-        lambda params: optax.EmptyState(),
-        lambda updates, state, params=None: (jax.tree.map(negate, updates), state),
-    )
-    grads = params | {"n": np.zeros(2, jax.dtypes.float0)}
-    for tx in (in_remainders(negative), scale_aware(in_remainders(negative), _SCALE)):
-        state: Any = tx.init(params)
-        state = getattr(state, "inner_state", None) or state
-        assert jax.tree.structure(state.remainders) == jax.tree.structure(params)
-        assert state.remainders["h"].dtype == jnp.uint16
-        np.testing.assert_array_equal(state.remainders["w"], params["w"])
-    tx: Any = in_remainders(negative)
-    state = tx.init(params)
-    updates, after = tx.update(grads, state, params)
-    for name in ("n", "u", "q", "key", "name"):
-        assert updates[name] is grads[name]
-        assert after.remainders[name] is state.remainders[name]
-    np.testing.assert_array_equal(after.remainders["w"], [0.0, 0.0])
-    updates, unchanged = tx.update(grads | {"h": None}, state, params)
-    assert updates["h"] is None
-    assert unchanged.remainders["h"] is state.remainders["h"]
-
-
-def test_float64_stays_float64():
-    with jax.enable_x64(True):
-        params = {"d": jnp.ones(2), "h": jnp.ones(2, jnp.bfloat16)}
-        tx: Any = in_remainders(optax.sgd(1e-9))
-        _, state = Trainer(tx).run(params, [params])
-        assert state.remainders["h"].dtype == jnp.uint16
-        np.testing.assert_array_equal(state.remainders["d"], [1 - 1e-9] * 2)
-
-
-def test_a_state_has_the_type_and_dtypes_of_its_shapes():
-    for order in ORDERS:
-        tx: Any = ORDERS[order](in_remainders, optax.adam(1e-3))
-        shapes = jax.eval_shape(tx.init, _params())
-        assert bitwise.avals(shapes) == bitwise.avals(tx.init(_params()))
-        carry = jax.eval_shape(_step(tx), (_params(), shapes), _batches()[0])[0]
-        assert bitwise.avals(carry[1]) == bitwise.avals(shapes)
-
-
-def test_optax_finds_the_remainders_as_it_finds_moments():
-    tx = in_remainders(optax.adam(1e-3))
-    params = {"w": jnp.ones((2, 2), jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16)}
-    names = {"w": "cut", "b": "whole"}
-    specs: Any = optax.tree.map_params(
-        tx,
-        lambda _, name: name,
-        tx.init(params),
-        names,
-        transform_non_params=lambda _: None,
-    )
-    assert specs.remainders == names
-    assert specs.inner_state[0].mu == names
-
-
 # Bad input.
 
 
@@ -454,11 +351,6 @@ def test_float16_is_refused_of_the_parameters_that_it_has_alone():
     params, state = Trainer(tx).run(params, [params])
     dtypes = {str(x.dtype) for x in jax.tree.leaves(state.inner_state) if x.ndim}
     assert dtypes == {"uint16", "float32"}
-
-
-def test_another_storage_is_an_error():
-    with pytest.raises(ValueError, match=r'"float32" or "remainder", got .bfloat16.'):
-        master_weights(optax.sgd(1.0), storage="bfloat16")  # pyright: ignore
 
 
 def test_the_state_of_another_storage_is_an_error():

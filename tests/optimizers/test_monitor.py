@@ -172,19 +172,6 @@ def test_a_collapse_says_the_scale_its_floor_and_where_to_look(loss_scale, scale
     check_skipped_steps(state, max_consecutive_skips=5)
 
 
-def test_a_traced_state_is_refused():
-    tx = scale_aware(optax.sgd(1.0))
-
-    @jax.jit
-    def step(params):
-        state = tx.init(params)
-        check_skipped_steps(state)
-        return state
-
-    with pytest.raises(TypeError, match="call it outside of jax.jit"):
-        step(jnp.ones(1))
-
-
 def test_one_finite_step_is_progress():
     state = _state_after([jnp.nan] * 3 + [1.0])
     assert int(state.skipped_steps) == 3
@@ -198,20 +185,6 @@ def test_the_overflows_of_a_start_are_no_collapse():
 
 def test_a_collapse_is_a_runtime_error():
     assert issubclass(TooManySkippedStepsError, RuntimeError)
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_below_one_is_refused(limit):
-    with pytest.raises(ValueError, match=f"to be at least 1, got {limit}"):
-        check_skipped_steps(_state_after([]), max_consecutive_skips=limit)
-
-
-@pytest.mark.parametrize("look", [loss_scale_metrics, check_skipped_steps])
-def test_a_state_without_ours_is_refused(look):
-    state = optax.adam(1e-3).init(jnp.zeros(1))
-    expected = "Found no ScaleAwareState in a state of type tuple"
-    with pytest.raises(ValueError, match=expected):
-        look(state)
 
 
 def test_what_is_found_to_be_the_cause_is_said():

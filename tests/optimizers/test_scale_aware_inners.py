@@ -245,19 +245,6 @@ def test_lookahead_takes_gradients_of_the_fast_parameters():
     assert bitwise.raw_bits(pair.fast) != bitwise.raw_bits(pair.slow)
 
 
-def test_lookahead_trains_half_parameters_by_their_masters():
-    inner = optax.lookahead(optax.sgd(2.0**-10), 2, 0.5)
-    tx: Any = jmp_lite.scale_aware(jmp_lite.master_weights(inner))
-    params: Any = optax.LookaheadParams.init_synced(jnp.ones(2, jnp.bfloat16))
-    state = tx.init(params)
-    for _ in range(4):
-        grads = jnp.full(2, 2.0**15)
-        updates, state = tx.update(grads, state, params)
-        params: Any = optax.apply_updates(params, updates)
-    np.testing.assert_array_equal(state.inner_state.masters.slow, [1 - 2.0**-9] * 2)
-    np.testing.assert_array_equal(params.fast, jnp.full(2, 1 - 2.0**-9, jnp.bfloat16))
-
-
 @pytest.mark.parametrize("wrap", ["inside", "around", "alone"])
 def test_a_state_that_changes_its_structure_is_told_to_go_outside(wrap):
     monitor = optax.monitor({"norm": optax.tree.norm})

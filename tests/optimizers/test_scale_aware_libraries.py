@@ -5,7 +5,6 @@ from typing import Any
 
 import bitwise
 import equinox as eqx
-import flax.linen as nn
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from flax.training import train_state
 from optimizers import HALF_WRAPPERS, WRAPPERS, half_on_purpose
 
 import jmp_lite
@@ -52,38 +50,6 @@ over_wrappers = pytest.mark.parametrize(
 _X = jnp.ones((4, 3))
 # The output of a layer, 2e4 or so, is finite in float16; its gradient is not.
 _OVERFLOWING = jnp.full((4, 3), 1e4)
-
-
-@over_wrappers
-def test_a_flax_train_state_trains_skips_and_goes_on(wrap, param_dtype):
-    model = nn.Dense(2, dtype=jnp.float16, param_dtype=param_dtype)
-    state = train_state.TrainState.create(
-        apply_fn=model.apply,
-        params=model.init(jax.random.key(0), _X),
-        tx=_transformation(wrap),
-    )
-
-    @jax.jit
-    def step(state, x):
-        def loss(params):
-            return jnp.mean(state.apply_fn(params, x).astype(jnp.float32) ** 2)
-
-        fun = jmp_lite.scaled_value_and_grad(loss, loss_scale=state.opt_state)
-        value, grads = fun(state.params)
-        return state.apply_gradients(grads=grads), value
-
-    state, first_value = step(state, _X)
-    skipped, value = step(state, _OVERFLOWING)
-    assert np.isfinite(value)
-    bitwise.assert_same(skipped.params, state.params)
-    assert float(jmp_lite.get_loss_scale(skipped).loss_scale) == 4.0
-    assert int(jmp_lite.loss_scale_metrics(skipped)["skipped_steps"]) == 1
-
-    state = skipped
-    for _ in range(20):
-        state, value = step(state, _X)
-    assert value < 0.7 * first_value
-    assert all(p.dtype == param_dtype for p in jax.tree.leaves(state.params))
 
 
 @over_wrappers

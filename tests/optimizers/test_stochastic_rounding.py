@@ -168,21 +168,3 @@ def test_a_key_of_any_kind_is_taken_and_stays_of_its_kind(name):
     expected, _ = reference.update(params, reference.init(params), params)
     same = bitwise.raw_bits(tx.update(params, first, params)[0])
     assert (same == bitwise.raw_bits(expected)) == (name != "rbg")
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        *(0, None, "key", jnp.zeros(2), jnp.zeros(3, jnp.uint32), jnp.uint32(1)),
-        *(
-            jax.random.split(jax.random.key(0)),
-            _raw(jax.random.split(jax.random.key(0))),
-        ),
-    ],
-    ids=repr,
-)
-def test_what_is_no_key_is_refused(key):
-    with pytest.raises(
-        TypeError, match=r"Expected one PRNG key, such as jax.random.key"
-    ):
-        stochastic_rounding(optax.sgd(1.0), key)

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 from flax.training import dynamic_scale
-from jax.sharding import PartitionSpec as P
 from optimizers import half_on_purpose
 
 import jmp_lite
@@ -84,27 +83,6 @@ def test_keyword_arguments_and_vmap_reach_the_loss():
 # mpx: unscales with the scale that is already adjusted.
 
 
-@pytest.mark.parametrize(
-    ("slope", "adjusted_scale", "step"),
-    [(3.0, 16.0, -3.0), (3e38, 4.0, 0.0)],
-    ids=["growth", "backoff"],
-)
-def test_gradients_are_unscaled_by_the_scale_they_were_made_with(
-    slope, adjusted_scale, step
-):
-    tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(8.0, period=1))
-    params = jnp.ones(1)
-    state = tx.init(params)
-    fun = jmp_lite.scaled_value_and_grad(lambda p: jnp.sum(p * slope), loss_scale=state)
-
-    value, grads = fun(params)
-    updates, state = tx.update(grads, state, params)
-
-    # The scale grew, or shrank, in this very step: neither figure shows it.
-    assert float(state.loss_scale.loss_scale) == adjusted_scale
-    np.testing.assert_allclose([value, updates[0]], [slope, step], rtol=1e-6)
-
-
 # optax.
 
 
@@ -133,34 +111,6 @@ def test_bfloat16_gradients_of_float32_params():
 
     ours: Any = scale_aware(optax.sgd(1.0), StaticLossScale(1.0))
     np.testing.assert_array_equal(_apply(ours, [grads], params), [0.5, 0.5])
-
-
-def test_a_nan_on_one_shard_of_a_shard_map_skips_all_of_them():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    params = jnp.ones(8)
-    grads = jnp.ones(8).at[3].set(jnp.nan)
-
-    def stepped(tx):
-        # Not checked: their verdict differs from shard to shard, which is the bug.
-        @jax.jit
-        @jax.shard_map(
-            mesh=mesh,
-            in_specs=(P("data"), P("data")),
-            out_specs=P("data"),
-            check_vma=False,
-        )
-        def step(params, grads):
-            updates, _ = tx.update(grads, tx.init(params), params)
-            return params + updates
-
-        return step(params, grads)
-
-    theirs = stepped(optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=5))
-    np.testing.assert_array_equal(theirs, [0, 0, 0, 1, 0, 0, 0, 0])
-
-    loss_scale = StaticLossScale(1.0)
-    ours = stepped(scale_aware(optax.sgd(1.0), loss_scale, axis_name="data"))
-    np.testing.assert_array_equal(ours, params)
 
 
 def test_accumulation_forgets_a_nan_microbatch():
@@ -209,25 +159,6 @@ def test_clipping_does_not_hide_an_overflow():
 
 # Keras and torch.amp. (The host's wait at each step: test_scale_aware_transforms.py. An
 # overflow by unscaling: test_scale_aware.py. The schedule: test_scale_aware_inners.py.)
-
-
-def test_the_scale_never_reaches_zero_and_the_step_after_is_clean():
-    # Theirs is 0 after 142 (torch) and 165 (Keras) bad steps; the next good step
-    # divides by it.
-    tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(min_loss_scale=0.0))
-    params = jnp.ones(1)
-
-    def body(state, grads):
-        _, state = tx.update(grads, state, params)
-        return state, None
-
-    state, _ = jax.lax.scan(body, tx.init(params), jnp.full((300, 1), jnp.nan))
-
-    assert float(state.loss_scale.loss_scale) == 2.0**-126
-    scaled = state.loss_scale.scale(jnp.ones(1))
-    updates, state = tx.update(scaled, state, params)
-    assert state.last_finite
-    np.testing.assert_array_equal(updates, [-1.0])
 
 
 # jaxamp.

@@ -299,24 +299,6 @@ def test_parameters_that_are_not_finite_are_named_at_step_0():
     assert int(jax.jit(create)().step) == 0
 
 
-def test_an_unknown_field_to_update_is_an_error():
-    with pytest.raises(
-        ValueError,
-        match=r"update_on_skip names \['rngs'\], expected some of \['apply_fn",
-    ):
-        create(update_on_skip=("rngs",))
-
-
-def test_gradients_of_another_structure_are_an_error():
-    state = create()
-    grads = gradients(state.params)
-    del grads["Dense_1"]
-    with pytest.raises(
-        ValueError, match="Expected gradients and parameters of the same structure"
-    ):
-        state.apply_gradients(grads=grads)
-
-
 def test_new_state_of_another_kind_is_an_error():
     state = create()
     grads = gradients(state.params)

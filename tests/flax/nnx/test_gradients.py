@@ -251,16 +251,3 @@ def test_a_module_that_is_not_differentiated_is_fine():
     )
     grad = fun(jnp.float32(1.0), teacher)
     np.testing.assert_allclose(float(grad), SCALE * teacher(X).sum(), rtol=1e-5)
-
-
-def test_states_of_modules_are_differentiated_by_jax():
-    graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
-
-    def pure(params):
-        return loss_alone(nnx.merge(graphdef, params, rest, copy=True), X)
-
-    fun = scaled_value_and_grad(pure, loss_scale=StaticLossScale(SCALE))
-    value, grads = fun(params)
-    expected_value, expected = jax.value_and_grad(pure)(params)
-    assert float(value) == float(expected_value)
-    assert_is_scaled(grads, expected)

@@ -145,15 +145,6 @@ def test_state_that_is_not_finite_is_named_at_step_0():
         create(model=model)
 
 
-def test_wrong_arguments_are_errors():
-    with pytest.raises(TypeError, match="Expected an nnx module, got"):
-        create(model=lambda x: x)
-    with pytest.raises(
-        TypeError, match="Expected an nnx filter for update_on_skip, got 5"
-    ):
-        create(update_on_skip=5)
-
-
 def test_state_of_another_kind_is_an_error():
     state = create()
     grads = jax.tree.map(jnp.cos, state.params)
