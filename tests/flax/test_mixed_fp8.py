@@ -1,0 +1,505 @@
+"""`mixed_fp8` in linen and nnx: which layers multiply in fp8, and what says so."""
+
+from typing import Any
+
+import bitwise
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxprs
+import linen_models
+import nnx_models
+import numpy as np
+import optax
+import pytest
+from arrays import error, uniform
+from flax import nnx
+from flax_inputs import normal
+from jax import lax
+from jaxprs import FP8_BACKWARD, FP8_FORWARD
+from linen_models import EACH_ITS_OWN, all_products
+from linen_models import with_policy as linen_policy
+from nnx_models import with_policy as nnx_policy
+
+import jmp_lite as jmp
+from jmp_lite import linen
+from jmp_lite import nnx as jmp_nnx
+
+pytestmark = [
+    pytest.mark.standard_promotion,  # flax's
+    pytest.mark.filterwarnings("ignore:Matrix products in fp8"),
+]
+
+of_both = pytest.mark.parametrize(
+    "flax", [linen_models, nnx_models], ids=["linen", "nnx"]
+)
+
+HALF = ("bfloat16",) * 3
+# Of the whole gradient. One product has an error of about 0.04, its gradients 0.06.
+BOUND = 0.15
+SIZE = 256
+X = normal(SIZE, SIZE)
+FP8 = "bf16, products in fp8"
+
+
+def own(*operands: Any, **options: Any) -> Any:
+    """Return a product by a function of the author's."""
+    return lax.dot_general(*operands, **options)
+
+
+class LinenMlp(nn.Module):
+    """Two layers, the first of which may come with settings."""
+
+    settings: Any = ()
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(nn.Dense(SIZE, name="body", **dict(self.settings))(x))
+        return nn.Dense(SIZE, name="head")(x)
+
+
+class Block(nn.Module):
+    """A residual layer, for scan."""
+
+    @nn.compact
+    def __call__(self, carry, _=None):
+        return carry + jnp.tanh(nn.Dense(SIZE)(carry)).astype(carry.dtype), None
+
+
+class LinenScan(nn.Module):
+    """Three layers by scan, of each of which remat may keep nothing."""
+
+    block: Any = Block
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.scan(self.block, length=3, **EACH_ITS_OWN)()(x, None)[0]
+
+
+class NnxMlp(nnx.Module):
+    """Two layers, the first of which may come with settings."""
+
+    def __init__(self, rngs, **settings):
+        self.body = nnx.Linear(SIZE, SIZE, rngs=rngs, **settings)
+        self.head = nnx.Linear(SIZE, SIZE, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.body(x)))
+
+
+class NnxRemat(NnxMlp):
+    def __call__(self, x):
+        return nnx.remat(NnxMlp.__call__)(self, x)
+
+
+class NnxJit(NnxMlp):
+    def __call__(self, x):
+        return nnx.jit(NnxMlp.__call__)(self, x)
+
+
+class NnxScan(nnx.Module):
+    def __init__(self, rngs):
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def create(rngs):
+            return nnx.Linear(SIZE, SIZE, rngs=rngs)
+
+        self.layers = create(rngs.split(3))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def layer(x, linear):
+            return x + jnp.tanh(linear(x)).astype(x.dtype)
+
+        return layer(x, self.layers)
+
+
+class NnxVmap(NnxScan):
+    def __call__(self, x):
+        return nnx.vmap(lambda linear, x: linear(x), in_axes=(0, None))(self.layers, x)
+
+
+# A model; its layers that one trace has, and the most products of a forward pass: a
+# body of a scan counts once, remat computes a forward product again.
+MODELS: dict[str, tuple[Any, Any, int, int]] = {
+    "linen": (linen_models, LinenMlp, 2, 2),
+    "linen, remat": (linen_models, nn.remat(LinenMlp), 2, 4),
+    "linen, jit": (linen_models, nn.jit(LinenMlp), 2, 2),
+    "linen, scan": (linen_models, LinenScan, 1, 1),
+    "linen, scan of remat": (linen_models, lambda: LinenScan(nn.remat(Block)), 1, 2),
+    "linen, vmap": (linen_models, lambda: nn.vmap(LinenMlp, **EACH_ITS_OWN)(), 2, 2),
+    "nnx": (nnx_models, NnxMlp, 2, 2),
+    "nnx, remat": (nnx_models, NnxRemat, 2, 4),
+    "nnx, jit": (nnx_models, NnxJit, 2, 2),
+    "nnx, scan": (nnx_models, NnxScan, 1, 1),
+    "nnx, vmap": (nnx_models, NnxVmap, 1, 1),
+}
+
+
+def mlp(flax: Any, **settings: Any) -> Any:
+    """Return the model of two layers."""
+    if flax is linen_models:
+        return LinenMlp(tuple(settings.items()))
+    return NnxMlp(nnx.Rngs(0), **settings)
+
+
+def layer_of(flax: Any, **settings: Any) -> Any:
+    """Return a layer of `SIZE` inputs and outputs."""
+    if flax is linen_models:
+        return nn.Dense(SIZE, **settings)
+    return nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0), **settings)
+
+
+def split(model: Any, x: Any) -> tuple[Any, Any]:
+    """Return a call as a function of parameters and inputs, and the parameters."""
+    if isinstance(model, nnx.Module):
+        graphdef, state = nnx.split(model)
+        return lambda state, x: nnx.merge(graphdef, state)(x), state
+    return model.apply, linen_models.init(model, x)
+
+
+def fp8_products(flax: Any, model: Any, *args: Any) -> int:
+    """Return how many products of a forward pass are in fp8."""
+    return len(jaxprs.equations(flax.trace(model, *args), "fp8_product"))
+
+
+# Layer: its input, its products in fp8, those in bfloat16.
+LAYERS: dict[str, Any] = {
+    "linen Dense": (nn.Dense(512), X, 1, 0),
+    "linen Dense of a sequence": (nn.Dense(SIZE), X.reshape(2, 128, SIZE), 1, 0),
+    "linen DenseGeneral": (
+        nn.DenseGeneral((4, 64), axis=(-2, -1)),
+        X.reshape(SIZE, 2, 128),
+        1,
+        0,
+    ),
+    "linen attention": (
+        nn.MultiHeadDotProductAttention(4),
+        X.reshape(2, 128, SIZE),
+        4,
+        2,
+    ),
+    "linen RNN": (nn.RNN(nn.LSTMCell(SIZE)), X.reshape(SIZE, 1, SIZE), 8, 0),
+    "linen WeightNorm": (nn.WeightNorm(nn.Dense(SIZE)), X, 1, 0),
+    "nnx Linear": (lambda r: nnx.Linear(SIZE, 512, rngs=r), X, 1, 0),
+    "nnx LinearGeneral": (
+        lambda r: nnx.LinearGeneral((2, 128), (4, 64), axis=(-2, -1), rngs=r),
+        X.reshape(SIZE, 2, 128),
+        1,
+        0,
+    ),
+    "nnx attention": (
+        lambda r: nnx.MultiHeadAttention(4, SIZE, decode=False, rngs=r),
+        X.reshape(2, 128, SIZE),
+        4,
+        2,
+    ),
+    "nnx RNN": (
+        lambda r: nnx.RNN(nnx.LSTMCell(SIZE, SIZE, rngs=r)),
+        X.reshape(SIZE, 1, SIZE),
+        8,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_large_products_of_layers_are_in_fp8(name):
+    make, x, in_fp8, in_half = LAYERS[name]
+    flax = linen_models if name.startswith("linen") else nnx_models
+    layer = make if flax is linen_models else make(nnx.Rngs(0))
+    model = flax.with_policy(layer, "mixed_fp8")
+    assert fp8_products(flax, model, x) == in_fp8
+    # Those of nnx' attention have a float32 result.
+    found = [dtypes[:2] for dtypes in flax.all_products(model, x)]
+    assert found == [HALF[:2]] * in_half
+    half = flax.with_policy(layer, "mixed_bfloat16")
+    assert len(flax.all_products(half, x)) == in_fp8 + in_half
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_gradients_are_right_to_the_digits_of_fp8(name):
+    flax, make, *_ = MODELS[name]
+    x = normal(2, SIZE, SIZE) if name == "linen, vmap" else X
+
+    def value_and_grads(model):
+        run, params = split(model, x)
+        fun = jax.value_and_grad(lambda p, x: jnp.mean(run(p, x) ** 2), (0, 1))
+        return jax.jit(fun)(params, x)
+
+    plain = flax.make(make)
+    model = flax.with_policy(plain, "mixed_fp8")
+    (value, found), (right, expected) = map(value_and_grads, (model, plain))
+    assert error(value, right) < BOUND
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == jnp.float32
+        assert error(a, b) < BOUND
+    assert error(found[1], expected[1]) > 1e-3  # it is in fp8 indeed
+
+
+@of_both
+def test_vmap_over_examples(flax):
+    x, (run, params) = normal(2, SIZE, SIZE), split(mlp(flax), X)
+    ours, _ = split(flax.with_policy(mlp(flax), "mixed_fp8"), X)
+    if flax is nnx_models:
+        params = nnx.State({"model": params})
+        run = split(flax.with_policy(mlp(flax), "full"), X)[0]
+    found = jax.jit(jax.vmap(ours, (None, 0)))(params, x)
+    assert error(found, run(params, x)) < BOUND
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MODELS if "jit" not in n and "vm" not in n]
+)
+def test_a_product_and_its_gradients_are_three_products_in_fp8(name):
+    flax, make, layers, forward = MODELS[name]
+    run, params = split(flax.with_policy(flax.make(make), "mixed_fp8"), X)
+    grad = jax.grad(lambda params, x: jnp.sum(run(params, x) ** 2), (0, 1))
+    found = jaxprs.dtypes_of_products(grad, params, X)
+    assert set(found) == {FP8_FORWARD, FP8_BACKWARD}
+    assert found.count(FP8_BACKWARD) == 2 * layers
+    assert layers <= found.count(FP8_FORWARD) <= forward
+
+
+@of_both
+def test_gradients_of_weights_come_from_the_float32_accumulator(flax):
+    # bfloat16 rounds 4112 to 4096, and a sum of ones in it ends at 256.
+    x = jnp.ones((4112, SIZE))
+    run, params = split(flax.with_policy(layer_of(flax), "mixed_fp8"), x)
+    for grad in jax.tree.leaves(jax.grad(lambda p: run(p, x).sum())(params)):
+        assert grad.dtype == jnp.float32
+        np.testing.assert_allclose(grad, 4112.0, rtol=1e-6)
+
+
+@of_both
+def test_sums_of_one_sign_are_exact_to_a_percent(flax):
+    x, ct = uniform(0, 2048, SIZE), uniform(1, 2048, SIZE)
+    layer = layer_of(flax, use_bias=False)
+    run, params = split(flax.with_policy(layer, "mixed_fp8"), x)
+    (found,) = jax.tree.leaves(jax.grad(lambda p: jnp.sum(ct * run(p, x)))(params))
+    expected = np.asarray(x, np.float64).T @ np.asarray(ct, np.float64)
+    assert error(found, expected) < 1e-2
+
+
+# Rules, and what an author set.
+
+
+@of_both
+def test_rules_turn_fp8_on_and_off(flax):
+    off = jmp.PolicyMap("mixed_fp8", {"head": "mixed_bfloat16"})
+    on = jmp.PolicyMap("mixed_bfloat16", {"head": "mixed_fp8"})
+    for policy, in_fp8 in [(off, "body"), (on, "head")]:
+        model = flax.with_policy(mlp(flax), policy)
+        assert fp8_products(flax, model, X) == 1
+        assert len(flax.all_products(model, X)) == 1  # the other, in bfloat16
+        rows = {row.path: row.compute for row in flax.explain(model, X).rows}
+        assert rows == {"": "bf16", "body": "bf16", "head": "bf16"} | {in_fp8: FP8}
+    classes = {type(layer_of(flax)): "mixed_fp8"}
+    model = flax.with_policy(mlp(flax), "mixed_bfloat16", classes)
+    assert fp8_products(flax, model, X) == 2
+
+
+OWN: list[dict[str, Any]] = [
+    {"dot_general": own},
+    {"dtype": jnp.float32},
+    {"precision": "highest"},
+    {"dot_general_cls": lambda: own},  # linen's
+]
+
+
+@pytest.mark.parametrize(
+    ("flax", "settings"),
+    [(linen_models, x) for x in OWN] + [(nnx_models, x) for x in OWN[:3]],
+)
+def test_what_the_author_set_is_kept(flax, settings):
+    plain = mlp(flax, **settings)
+    model = flax.with_policy(plain, "mixed_fp8")
+    assert fp8_products(flax, model, X) == 1  # the head
+    dtype = "float32" if "dtype" in settings else "bfloat16"
+    assert flax.all_products(model, X) == [(dtype,) * 3]
+    if "dtype" in settings:  # a rule overrides it
+        rule = jmp.PolicyMap("mixed_fp8", {"": "mixed_fp8"})
+        assert fp8_products(flax, flax.with_policy(plain, rule), X) == 2
+
+
+def test_in_nnx_a_rule_turns_off_what_another_policy_turned_on():
+    inner = nnx_policy(mlp(nnx_models), "mixed_fp8").model
+    rule = jmp.PolicyMap("mixed_bfloat16", {".*head": "mixed_bfloat16"})
+    model = nnx_policy(inner, rule)
+    assert fp8_products(nnx_models, model, X) == 1
+    assert nnx_models.all_products(model, X) == [HALF]
+    model = nnx_policy(inner, jmp.PolicyMap("mixed_fp8", {"": "mixed_bfloat16"}))
+    expected = nnx_policy(mlp(nnx_models), "mixed_bfloat16")(X)
+    bitwise.assert_same(model(X), expected)
+    # Without a rule it stays as a dtype does, but not under another policy.
+    given = nnx_policy(mlp(nnx_models), "mixed_fp8")
+    for again, count in ((given.model, 2), (given, 0)):
+        model = nnx_policy(again, "mixed_bfloat16")
+        assert fp8_products(nnx_models, model, X) == count
+
+
+def test_a_shared_scope_computes_in_half():
+    class Lora(nn.Module):
+        base: nn.Module
+
+        def setup(self):
+            self.a = self.param("a", nn.initializers.ones, (SIZE, SIZE))
+            nn.share_scope(self, self.base)
+
+        def __call__(self, x):
+            return self.base(x) + x @ self.a
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(SIZE)(Lora(nn.Dense(SIZE))(x))
+
+    model = linen_policy(Model(), "mixed_fp8")
+    assert set(all_products(model, X)) == {HALF}
+    assert fp8_products(linen_models, model, X) >= 1
+
+
+# Warnings.
+
+
+class Product(nn.Module):
+    """A product of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", nn.initializers.ones, (x.shape[-1], SIZE))
+
+
+# A layer of linen, which is seen in a call; and one of nnx, which is seen before.
+INELIGIBLE: dict[str, Any] = {
+    "a dimension of 16, smaller than 256": (nn.Dense(SIZE), X[:16]),
+    "a dimension of 264, no multiple of 16": (nn.Dense(264), X),
+    "a convolution": (nn.Conv(SIZE, (3,)), X[None]),
+    "computed in float32": (nn.Dense(SIZE, dtype=jnp.float32, name="a"), X),
+    "a precision that the model chose": (nn.Dense(SIZE, precision="highest"), X),
+    "not of a layer that takes a dot_general": (Product(), X),
+    "Linear a dimension of 16, smaller than 256": ({"out_features": 16}, X),
+    "Linear a dimension of 264, no multiple of 16": ({"out_features": 264}, X),
+    "Linear with a dot_general": ({"dot_general": own}, X),
+    "Linear with a dtype of its author": ({"dtype": jnp.bfloat16}, X),
+    "Conv without a dot_general": ({"kernel_size": (3,)}, X[None]),
+}
+
+
+class LinenNet(nn.Module):
+    """A layer, and a second product: one in half is there with the author's dtype."""
+
+    layer: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="small")(self.layer(x))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, out_features=SIZE, **settings):
+        cls = nnx.Conv if "kernel_size" in settings else nnx.Linear
+        self.layer = cls(SIZE, out_features, rngs=nnx.Rngs(0), **settings)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("reason", INELIGIBLE)
+@pytest.mark.filterwarnings("ignore:0 of the:UserWarning")  # for the author's dtype
+def test_a_model_without_products_in_fp8_warns_and_is_in_bfloat16(reason):
+    layer, x = INELIGIBLE[reason]
+    of_nnx = isinstance(layer, dict)
+    plain = NnxNet(**layer) if of_nnx else LinenNet(layer)
+    run = None if of_nnx else linen_models.init(plain, x)
+
+    def call(policy):
+        if of_nnx:
+            return nnx_policy(plain, policy)(x)
+        return linen_policy(plain, policy).apply(run, x)
+
+    name = type(plain).__name__
+    match = f"no matrix product of {name} in fp8"
+    with pytest.warns(UserWarning, match=match) as caught:
+        found = call("mixed_fp8")
+    (warning,) = caught
+    assert f"1 × {reason}" in str(warning.message)
+    assert warning.filename == __file__
+    bitwise.assert_same(found, call("mixed_bfloat16"))
+
+
+@pytest.mark.parametrize("under", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_call_of_nnx_whose_products_are_too_small_warns(under):
+    plain, x = NnxNet(), X[:16]
+    model = nnx_policy(plain, "mixed_fp8")
+    match = "Net in fp8: 1 × a dimension of 16, smaller than 256"
+    with pytest.warns(UserWarning, match=match):
+        found = under(lambda model, x: model(x))(model, x)
+    expected = under(lambda model, x: model(x))(nnx_policy(plain, "mixed_bfloat16"), x)
+    bitwise.assert_same(found, expected)
+
+
+def test_a_model_of_nnx_may_need_values_and_arguments_that_are_no_arrays():
+    class Model(NnxMlp):
+        def __call__(self, x, mode, rows):
+            x = x[:rows] if mode == "few" else x
+            return super().__call__(x) if x.sum() < 1e9 else x
+
+    model = nnx_policy(Model(nnx.Rngs(0)), "mixed_fp8")
+    assert error(model(X, "all", rows=16), mlp(nnx_models)(X)) < BOUND
+    assert model(X, "few", rows=16).shape == (16, SIZE)
+
+
+def test_no_warning_where_the_trace_of_a_jitted_module_is_reused():
+    plain: Any = nn.jit(LinenMlp)()
+    model = linen_policy(plain, "mixed_fp8")
+    variables = linen_models.init(model, X)
+    one, other = (model.apply(variables, X) for _ in range(2))
+    bitwise.assert_same(one, other)
+    # Nor does another policy reuse it.
+    half = linen_policy(plain, "mixed_bfloat16").apply(variables, X)
+    expected = linen_policy(LinenMlp(), "mixed_bfloat16").apply(variables, X)
+    bitwise.assert_same(half, expected)
+
+
+@of_both
+@pytest.mark.filterwarnings("error")
+def test_one_warning_where_fp8_is_slow(flax):
+    model = flax.with_policy(mlp(flax), "mixed_fp8")
+    run, params = split(model, X)
+    with pytest.warns(UserWarning, match="fp8 is slower than float32") as caught:
+        run(params, X)
+        jax.jit(run)(params, X)
+    assert len({(w.filename, w.lineno, str(w.message)) for w in caught}) == 1
+
+
+@of_both
+def test_a_train_state_skips_what_overflows(flax):
+    model, tx = (
+        flax.with_policy(mlp(flax), "mixed_fp8"),
+        jmp.scale_aware(optax.sgd(0.1)),
+    )
+    if flax is nnx_models:
+        state: Any = jmp_nnx.TrainState.create(model, tx)
+    else:
+        params = linen_models.init(model, X)["params"]
+        state = linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    @jax.jit
+    def step(state, x):
+        def loss(params):
+            if flax is nnx_models:
+                return jnp.mean(state.model(params)(x) ** 2)
+            return jnp.mean(state.apply_fn({"params": params}, x) ** 2)
+
+        fun = jmp.scaled_value_and_grad(loss, loss_scale=state.opt_state)
+        value, grads = fun(state.params)
+        return state.apply_gradients(grads=grads, value=value), value
+
+    losses = []
+    for _ in range(3):
+        state, value = step(state, X)
+        losses.append(float(value))
+    assert losses[2] < losses[1] < losses[0]
+    skipped, _ = step(state, X.at[3, 5].set(jnp.inf))
+    bitwise.assert_same(skipped.params, state.params)
+    assert int(skipped.step) == int(state.step) == 3
