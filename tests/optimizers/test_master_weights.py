@@ -27,6 +27,10 @@ from jmp_lite._src.optimizers import rounding
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = pytest.mark.standard_promotion
 
+# Of a parameter stored in bfloat16.
+STORAGES = {"float32": jnp.float32, "remainder": jnp.uint16}
+over_storages = pytest.mark.parametrize("storage", STORAGES)
+
 # Why, and that it works.
 
 
@@ -344,7 +348,8 @@ def _masters_of(state: Any) -> Any:
 # Trees, states, memory.
 
 
-def test_other_leaves_are_left_alone():
+@over_storages
+def test_other_leaves_are_left_alone(storage):
     def init_fn(params):
         return jax.tree.map(lambda _: None, params)
 
@@ -356,8 +361,10 @@ def test_other_leaves_are_left_alone():
         ), state
 
     params = {
-        "w": jnp.ones(2, jnp.float16),
+        "w": jnp.ones(2, jnp.bfloat16),
+        "f": jnp.ones(2),
         "n": jnp.arange(2),
+        "u": jnp.arange(2, dtype=jnp.uint16),
         "z": jnp.ones(2, jnp.complex64),
         "q": jnp.ones(2, jnp.float8_e4m3fn),
         "key": jax.random.key(0),
@@ -368,42 +375,31 @@ def test_other_leaves_are_left_alone():
         "n": np.zeros(2, jax.dtypes.float0),
         "key": np.zeros((), jax.dtypes.float0),
     }
-    tx: Any = master_weights(optax.GradientTransformation(init_fn, update_fn))
+    inner = optax.GradientTransformation(init_fn, update_fn)
+    tx: Any = master_weights(inner, storage=storage)
     state = tx.init(params)
-    assert jax.tree.structure(state.masters) == jax.tree.structure(params)
+    assert jax.tree.structure(state[1]) == jax.tree.structure(params)
     updates, after = tx.update(grads, state, params)
     np.testing.assert_array_equal(updates["w"], [-1.0, -1.0])
-    for name in ("n", "z", "q", "key", "name"):
+    for name in ("n", "u", "z", "q", "key", "name"):
         assert updates[name] is grads[name]
-        assert after.masters[name] is state.masters[name]
-    np.testing.assert_array_equal(after.masters["w"], [0.0, 0.0])
+        assert after[1][name] is state[1][name]
+    np.testing.assert_array_equal(after[1]["f"], [0.0, 0.0])
+    updates, unchanged = tx.update(grads | {"w": None}, state, params)
+    assert updates["w"] is None and unchanged[1]["w"] is state[1]["w"]
 
 
-def test_a_parameter_in_float32_that_is_set_by_hand_goes_on_from_there():
-    tx: Any = master_weights(optax.sgd(0.5))
-    params = {"half": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2, jnp.float32)}
-    state = tx.init(params)
-    params["full"] = jnp.full(2, 8.0)
-    updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
-    np.testing.assert_array_equal(updates["full"], [-0.5, -0.5])
-    np.testing.assert_array_equal(state.masters["full"], [7.5, 7.5])
-
-
-def test_float64_stays_float64():
+@over_storages
+def test_float64_stays_float64(storage):
     with jax.enable_x64(True):
         params = {"d": jnp.ones(2), "h": jnp.ones(2, jnp.bfloat16)}
-        assert params["d"].dtype == jnp.float64
-        tx: Any = master_weights(optax.sgd(1e-9))
-        state = tx.init(params)
-        updates, state = tx.update(params, state, params)
-        stepped = apply_updates(params, updates)
-        assert {k: str(x.dtype) for k, x in stepped.items()} == {
-            "d": "float64",
-            "h": "bfloat16",
-        }
-        assert state.masters["h"].dtype == jnp.float32
+        tx: Any = master_weights(optax.sgd(1e-9), storage=storage)
+        stepped, state = Trainer(tx).run(params, [params])
+        dtypes = {name: str(x.dtype) for name, x in stepped.items()}
+        assert dtypes == {"d": "float64", "h": "bfloat16"}
+        assert state[1]["h"].dtype == STORAGES[storage]
         np.testing.assert_array_equal(stepped["d"], [1 - 1e-9] * 2)
-        np.testing.assert_array_equal(state.masters["d"], stepped["d"])
+        np.testing.assert_array_equal(state[1]["d"], stepped["d"])
 
 
 def test_a_state_that_starts_from_the_parameters_can_be_donated():
@@ -425,9 +421,11 @@ def test_a_state_that_starts_from_the_parameters_can_be_donated():
     np.testing.assert_array_equal(params["b"], masters["b"])
 
 
-def test_optax_finds_the_masters_as_it_finds_moments():
+@over_storages
+@pytest.mark.parametrize("wrap", [lambda tx: tx, scale_aware])
+def test_optax_finds_the_masters_as_it_finds_moments(storage, wrap):
     # Sharding recipes map over what in a state looks like parameters.
-    tx = master_weights(optax.adam(1e-3))
+    tx = wrap(master_weights(optax.adam(1e-3), storage=storage))
     params = {"w": jnp.ones((2, 2), jnp.bfloat16), "b": jnp.ones(2, jnp.bfloat16)}
     names = {"w": "cut", "b": "whole"}
     specs: Any = optax.tree.map_params(
@@ -437,5 +435,6 @@ def test_optax_finds_the_masters_as_it_finds_moments():
         names,
         transform_non_params=lambda _: None,
     )
-    assert specs.masters == names
-    assert specs.inner_state[0].mu == names
+    inner_state, masters, *_ = specs.inner_state if wrap is scale_aware else specs
+    assert masters == names
+    assert inner_state[0].mu == names
