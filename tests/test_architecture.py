@@ -8,7 +8,6 @@ import ast
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -235,33 +234,6 @@ def test_a_planted_violation_is_found(
     violations = find_violations(tmp_path / "house")
     where = str(path.relative_to(tmp_path / "house"))
     assert any(v.startswith(f"{where}: ") and problem in v for v in violations)
-
-
-def test_a_house_in_order_has_no_violations(tmp_path: Path) -> None:
-    files = {
-        "__init__.py": """
-            '''A house.'''
-            from house._src.policy import Policy
-            __version__ = "1"
-            __all__ = ["Policy"]
-            """,
-        "linen.py": """
-            from house._src import extras
-            with extras.needed("flax"):
-                from house._src.flax.linen.modules import with_policy
-            """,
-        "_src/compat.py": "import jax\nfrom jax.extend import core\njax.__version__",
-        "_src/policy.py": "import jax.extensions\nfrom house._src import compat",
-        "_src/optimizers/a.py": """
-            from house._src.optimizers import b
-            from house._src import policy
-            """,
-    }
-    for file, source in files.items():
-        path = tmp_path / "house" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(source), encoding="utf-8")
-    assert find_violations(tmp_path / "house") == []
 
 
 @pytest.mark.parametrize(

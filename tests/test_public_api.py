@@ -126,16 +126,6 @@ def test_a_function_says_what_it_returns_and_raises(name):
         assert any(name in documented.get("Raises", "") for name in names), error
 
 
-def test_the_check_of_raised_errors_sees_them():
-    raised = raised_in(jmp_lite.check_skipped_steps)
-    assert set(raised) == {
-        ValueError,
-        TypeError,
-        jmp_lite.TooManySkippedStepsError,
-    }
-    assert set(raised_in(jmp_lite.get_policy)) == {ValueError, TypeError}
-
-
 @pytest.mark.parametrize("name", CLASSES_AND_FUNCTIONS)
 def test_there_is_an_example_that_checks_something(name):
     value = DOCUMENTED[name]

@@ -2,8 +2,6 @@
 
 import dataclasses
 import random
-import warnings
-from pathlib import Path
 from typing import Any
 
 import flax.serialization
@@ -11,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 
@@ -136,64 +132,3 @@ def test_anything_else_is_refused(saved: Any, text: str) -> None:
 
 
 # The whole way: from a checkpoint of another program to steps here.
-
-
-def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-    return jnp.mean((x @ params["w"]) ** 2)
-
-
-@jax.jit
-def adam_step(params: Any, opt_state: Any, x: jax.Array) -> Any:
-    grads = jax.grad(loss_fn)(params, x)
-    updates, opt_state = optax.adam(0.1).update(grads, opt_state)
-    return optax.apply_updates(params, updates), opt_state
-
-
-@pytest.mark.one_of("there")
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("there", ["flax", "jmp"])
-def test_training_goes_on_from_the_checkpoint_of_another_program(
-    there: str, tmp_path: Path
-) -> None:
-    step, their_scale = (flax_step, FLAX) if there == "flax" else (jmp_step, JMP)
-    params = {"w": jnp.ones((3, 2))}
-    opt_state = optax.adam(0.1).init(params)
-    for index, finite in enumerate((True, True, False, True)):
-        their_scale = step(their_scale, finite)
-        if finite:
-            x = jnp.full((4, 3), 0.1 * index)
-            params, opt_state = adam_step(params, opt_state, x)
-    saved = {"params": params, "opt_state": opt_state, "loss_scale": their_scale}
-    if there == "jmp":  # Orbax cannot map over jmp's object; its fields are saved
-        saved["loss_scale"] = fields_of(their_scale)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "theirs", saved)
-        checkpointer.wait_until_finished()
-        with warnings.catch_warnings(action="ignore"):  # it is read without shardings
-            raw = checkpointer.restore(tmp_path / "theirs")
-
-    if there == "flax":  # which leaves its settings out
-        settings = {"growth_interval": 3, "growth_factor": 4.0, "backoff_factor": 0.25}
-        raw["loss_scale"] = {**raw["loss_scale"], **settings, "minimum_scale": 2.0}
-    loss_scale = convert_loss_scale(raw["loss_scale"])
-    tx = jmp_lite.scale_aware(optax.adam(0.1), loss_scale)
-    leaves = jax.tree.leaves(raw["opt_state"])
-    inner_state = jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
-    our_params = raw["params"]
-    our_state: Any = tx.init(our_params)
-    our_state = our_state._replace(inner_state=inner_state)
-
-    @jax.jit
-    def our_step(params, opt_state, x):
-        fun = jmp_lite.scaled_value_and_grad(loss_fn, loss_scale=opt_state)
-        loss, grads = fun(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state
-
-    for index in range(4):
-        x = jnp.full((4, 3), 0.2 * index)
-        params, opt_state = adam_step(params, opt_state, x)
-        our_params, our_state = our_step(our_params, our_state, x)
-        np.testing.assert_allclose(our_params["w"], params["w"], rtol=1e-5)
-    assert int(jmp_lite.loss_scale_metrics(our_state)["skipped_steps"]) == 0
-    assert float(our_state.loss_scale.loss_scale) > float(loss_scale.loss_scale)

@@ -117,41 +117,12 @@ def test_the_carry_of_a_cell_keeps_the_dtype_that_it_came_in():
         assert out.dtype == jnp.float16
 
 
-def test_a_cell_of_your_own():
-    class Cell(nn.RNNCellBase):
-        @nn.compact
-        def __call__(self, carry, x):
-            w = self.param("w", nn.initializers.ones, (x.shape[-1], 3))
-            u = self.param("u", nn.initializers.ones, (3, 3))
-            carry = jnp.tanh(x @ w + carry @ u)
-            return carry, carry
-
-        @nn.nowrap
-        def initialize_carry(self, rng, input_shape):
-            return jnp.zeros((*input_shape[:-1], 3))
-
-        @property
-        def num_feature_axes(self):
-            return 1
-
-    model = linen.with_policy(nn.RNN(Cell()), "mixed_bfloat16")
-    assert linen_models.products(model, X) == {("bfloat16",) * 3}
-
-
 def test_a_simple_cell_of_nnx_is_float32_unless_its_author_sets_a_dtype():
     """flax sets its `dtype` to float32 by default."""
     plain = nnx.RNN(nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0)))
     with pytest.warns(UserWarning, match="0 of the 3 layers of RNN run in float16"):
         model = jmp_nnx.with_policy(plain, "half")
     assert model.explain()["cell"].why == "its own dtype=full"
-
-
-def test_strict_promotion_holds_where_layers_keep_to_it():
-    with jax.numpy_dtype_promotion("strict"):
-        for policy in ("mixed_float16", "half", "p=f16,c=bf16,o=f32"):
-            model = linen.with_policy(linen_models.Deep(), policy)
-            grads = linen_models.grad_dtypes(model, X)
-            assert grads == linen_models.param_dtypes(model, X)
 
 
 def test_boxed_parameters_stay_boxed():
@@ -237,15 +208,6 @@ def test_a_running_variance_of_nnx_beyond_float16_stays_finite():
     by_hand = make()
     by_hand.dtype = jnp.float16
     assert not bool(jnp.any(by_hand(x)))
-
-
-def test_another_promote_dtype_is_left_alone():
-    def promote(arrays, /, **options):
-        del options
-        return arrays
-
-    norm = nnx.LayerNorm(4, promote_dtype=promote, rngs=nnx.Rngs(0))
-    assert jmp_nnx.with_policy(norm, "half").model.promote_dtype is promote
 
 
 def test_the_gradient_of_a_scale_is_summed_in_float32():
@@ -406,12 +368,6 @@ def test_logits_beyond_halves_precision_are_told_apart():
     np.testing.assert_allclose(
         out.astype(jnp.float32).ravel(), jax.nn.sigmoid(0.5), atol=4e-3
     )
-
-
-def test_a_row_that_sees_nothing_is_finite():
-    model = linen.with_policy(nn.MultiHeadDotProductAttention(2), "mixed_float16")
-    out = model.apply(init(model, X), X, mask=jnp.zeros((2, 1, 6, 6), bool))
-    assert bool(jnp.isfinite(out).all())
 
 
 def test_dropout_may_be_causal_and_masked_at_once():

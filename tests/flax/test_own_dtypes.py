@@ -15,7 +15,7 @@ from flax import nnx
 from flax_inputs import HALVES, TOKENS, X, in_both_halves, under_policies
 from linen_models import shapes
 
-from jmp_lite import PolicyMap, autocast, linen
+from jmp_lite import PolicyMap, linen
 from jmp_lite import nnx as jmp_nnx
 
 pytestmark = under_policies
@@ -154,16 +154,6 @@ def test_a_rule_inside_of_a_rule_keeps_a_layer_out_of_it():
     assert count(model, TOKENS, "bfloat16") == (9, 10)
 
 
-def test_a_rule_may_also_say_float32_over_an_authors_half():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(2, dtype=jnp.bfloat16, name="head")(x)
-
-    model = linen.with_policy(Model(), PolicyMap("mixed_float16", {"head": "full"}))
-    assert linen_models.products(model, X) == {("float32",) * 3}
-
-
 def test_a_module_with_a_dtype_gets_its_parameters_cast_under_a_rule():
     class Scaled(nn.Module):
         dtype: Any = jnp.float32
@@ -182,22 +172,6 @@ def test_a_module_with_a_dtype_gets_its_parameters_cast_under_a_rule():
         model = linen.with_policy(cls(), PolicyMap("full", {"": "mixed_float16"}))
         with jax.numpy_dtype_promotion("strict"):
             assert linen_models.products(model, X) == {("float16",) * 3}
-
-
-def test_a_dtype_that_is_a_property_cannot_be_set_and_does_no_harm():
-    class Model(nn.Module):
-        config: linen_models.Config = linen_models.Config()
-
-        @property
-        def dtype(self):
-            return self.config.dtype
-
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(2, dtype=self.dtype)(x)
-
-    model = linen.with_policy(Model(), PolicyMap("full", {"": "mixed_float16"}))
-    assert linen_models.products(model, X) == {("float16",) * 3}
 
 
 class Lifted(nn.Module):
@@ -359,14 +333,6 @@ def test_a_default_that_reaches_no_layer_of_an_nnx_model_warns():
 
 
 # The third remedy; a rule and a model without a dtype are tested above.
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_autocast_puts_the_products_of_a_linen_model_in_half(name):
-    _, cls, x, total = MODELS[name]
-    fun = autocast(linen_models.call(cls(), x), "mixed_bfloat16")
-    found = jaxprs.dtypes_of_products(fun, shapes(cls(), x))
-    assert in_half(found, "bfloat16") == (total, total)
 
 
 # No warning if something is in half, or nothing should be.

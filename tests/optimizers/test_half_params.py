@@ -278,24 +278,6 @@ def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, w
         )
 
 
-@with_wrappers
-def test_replicas_in_shard_map_stay_alike(wrap):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    tx = scale_aware(wrap(optax.sgd(1e-3)), axis_name="data")
-    params = jnp.ones(64, jnp.bfloat16)
-
-    @jax.jit
-    @jax.shard_map(
-        mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P("data"), check_vma=False
-    )
-    def step(params, state, grads):
-        updates, _ = tx.update(jax.lax.pmean(grads[0], "data"), state, params)
-        return apply_updates(params, updates)[None]
-
-    stepped = np.asarray(step(params, tx.init(params), 2.0**15 * jnp.ones((8, 64))))
-    assert stepped.dtype == params.dtype and (stepped == stepped[:1]).all()
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_same_key_on_every_device_of_a_shard_map_gives_the_same_noise(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -68,13 +68,6 @@ def test_leaves_and_steps_have_noise_of_their_own(other):
     assert np.abs(one.T @ two / len(one)).max() < 5.5 / np.sqrt(len(one))
 
 
-def test_a_pattern_in_the_noise_would_be_found():
-    numbers = np.arange(2**16, dtype=np.uint32) * np.uint32(0x9E3779B9)
-    bits = _bits(numbers)
-    together = np.abs(bits[:-1].T @ bits[1:]) / len(bits)
-    assert together.max() > 100 / np.sqrt(len(bits))
-
-
 @pytest.mark.standard_promotion  # optax promotes by itself
 @pytest.mark.parametrize("name", HALF_WRAPPERS)
 def test_leaves_of_one_shape_are_traced_and_lowered_once(name):

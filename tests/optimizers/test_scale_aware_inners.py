@@ -197,19 +197,6 @@ def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype
                 )
 
 
-def test_the_injected_learning_rate_can_be_read_and_set():
-    inner = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    tx: Any = jmp_lite.scale_aware(inner, jmp_lite.StaticLossScale(4.0))
-    params = jnp.ones(2, jnp.float16)
-    state = tx.init(params)
-    assert float(state.inner_state.hyperparams["learning_rate"]) == 0.5
-
-    state.inner_state.hyperparams["learning_rate"] = jnp.float32(0.25)
-    updates, state = tx.update(jnp.full(2, 8.0, jnp.float16), state, params)
-
-    np.testing.assert_array_equal(updates, [-0.5, -0.5])
-
-
 @over_param_dtypes
 def test_sam_steps_as_it_does_alone(param_dtype):
     inner = contrib.sam(optax.sgd(0.25), optax.chain(contrib.normalize(), optax.sgd(1)))

@@ -12,10 +12,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
-from optimizers import HALF_WRAPPERS, WRAPPERS, half_on_purpose
+from optimizers import WRAPPERS, half_on_purpose
 
-import jmp_lite
 from jmp_lite import (
     DynamicLossScale,
     NoOpLossScale,
@@ -35,63 +33,6 @@ def _inner():
         optax.clip_by_global_norm(1.0),
         optax.inject_hyperparams(optax.adamw)(learning_rate=3e-2),
     )
-
-
-def _transformation(wrap: str) -> Any:
-    return scale_aware(WRAPPERS[wrap](_inner()), DynamicLossScale(8.0))
-
-
-# Each with the dtype of the parameters that it is for.
-over_wrappers = pytest.mark.parametrize(
-    ("wrap", "param_dtype"),
-    [(w, jnp.bfloat16 if w in HALF_WRAPPERS else jnp.float32) for w in WRAPPERS],
-)
-
-_X = jnp.ones((4, 3))
-# The output of a layer, 2e4 or so, is finite in float16; its gradient is not.
-_OVERFLOWING = jnp.full((4, 3), 1e4)
-
-
-@over_wrappers
-def test_an_nnx_optimizer_trains_skips_and_reports(wrap, param_dtype):
-    model = nnx.Linear(
-        3, 2, dtype=jnp.float16, param_dtype=param_dtype, rngs=nnx.Rngs(0)
-    )
-    optimizer = nnx.Optimizer(model, _transformation(wrap), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        loss_scale = jmp_lite.get_loss_scale(optimizer)
-
-        def loss(model):
-            value = jnp.mean(model(x).astype(jnp.float32) ** 2)
-            return loss_scale.scale(value), value
-
-        (_, value), grads = nnx.value_and_grad(loss, has_aux=True)(model)
-        optimizer.update(model, grads, value=value)
-        return value, jmp_lite.loss_scale_metrics(optimizer)
-
-    first_value, metrics = step(model, optimizer, _X)
-    assert metrics["last_finite"]
-    before = bitwise.raw_bits(nnx.state(model))
-    _, metrics = step(model, optimizer, _OVERFLOWING)
-    assert bitwise.raw_bits(nnx.state(model)) == before
-    assert {name: x.item() for name, x in metrics.items()} == {
-        "loss_scale": 4.0,
-        "last_finite": False,
-        "skipped_steps": 1,
-        "consecutive_skips": 1,
-    }
-    # Arrays, not Variables, also outside jit.
-    outside = jmp_lite.loss_scale_metrics(optimizer)
-    assert all(isinstance(x, jax.Array) for x in outside.values())
-    assert float(jmp_lite.get_loss_scale(optimizer).scale(jnp.float16(2.0))) == 8.0
-    with pytest.raises(jmp_lite.TooManySkippedStepsError, match="The last 1 steps"):
-        jmp_lite.check_skipped_steps(optimizer, max_consecutive_skips=1)
-
-    values = [step(model, optimizer, _X)[0] for _ in range(20)]
-    assert values[-1] < 0.7 * first_value
-    assert model.kernel[...].dtype == param_dtype
 
 
 class _Embedding(eqx.Module):

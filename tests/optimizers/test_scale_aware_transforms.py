@@ -88,15 +88,6 @@ def test_a_step_neither_branches_nor_calls_the_host():
     assert "callback" not in program
 
 
-def test_a_search_for_branches_would_find_one():
-    def branch(x):
-        return jax.lax.cond(x > 0, jnp.sin, jnp.cos, x)
-
-    traced = jax.jit(branch).trace(1.0)
-    assert "cond" in _primitives(traced)
-    assert "conditional" in _compiled(traced)[1]
-
-
 def test_a_step_keeps_no_copy_of_the_gradients():
     step, arguments = _big_step(scale_aware(optax.sgd(1e-3)))
     memory: Any = step.lower(*arguments).compile().memory_analysis()

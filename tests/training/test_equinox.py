@@ -13,7 +13,6 @@ import pytest
 
 from jmp_lite import (
     DynamicLossScale,
-    PolicyMap,
     StaticLossScale,
     autocast,
     get_policy,
@@ -91,13 +90,6 @@ def test_all_is_that_of_filter_value_and_grad_times_the_scale():
     grads, aux = scaled_grad(loss, has_aux=True, **filtered)(model, state, X)
     chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
     bitwise.assert_same(aux, expected_aux)
-
-
-def test_without_aux_and_with_keywords():
-    value, grads = scaled_value_and_grad(mlp_loss, **filtered)(mlp(), x=X, power=4)
-    expected_value, expected = eqx.filter_value_and_grad(mlp_loss)(mlp(), X, power=4)
-    assert float(value) == float(expected_value)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
 
 
 def test_argnums_are_refused_in_the_words_of_equinox():
@@ -217,20 +209,3 @@ def test_autocast_of_a_model_with_strings_in_it_says_the_way():
 
 
 # Casts.
-
-
-def test_a_policy_casts_the_arrays_of_a_model():
-    model, _ = eqx.nn.make_with_state(Net)(KEY)
-    half = get_policy("mixed_float16").cast_to_compute(model)
-    assert half.mlp.layers[0].weight.dtype == jnp.float16
-    assert half.mlp.activation is model.mlp.activation
-    assert half.norm.axis_name == "batch"
-    assert type(half) is Net
-
-
-def test_a_policy_map_goes_by_the_fields_of_a_model():
-    policy = PolicyMap("mixed_bfloat16", {"mlp/layers/1/.*|norm/.*": "full"})
-    model, _ = eqx.nn.make_with_state(Net)(KEY)
-    half: Any = policy.cast_to_compute(model)
-    assert half.mlp.layers[0].weight.dtype == half.last.bias.dtype == jnp.bfloat16
-    assert half.mlp.layers[1].bias.dtype == half.norm.weight.dtype == jnp.float32

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from flax.training import dynamic_scale, train_state
+from flax.training import train_state
 from jax.sharding import Mesh, PartitionSpec
 from optimizers import bits_without_scale, half_on_purpose
 from train_states import (
@@ -19,8 +19,6 @@ from train_states import (
     Bigger,
     Linen,
     gradients,
-    loss_and_stats,
-    run_with_an_overflow,
     schedule,
 )
 
@@ -33,50 +31,6 @@ pytestmark = pytest.mark.standard_promotion  # flax's norms, and optax's counts
 create, apply = Linen.create, Linen.apply
 
 # flax's own train state.
-
-
-class FlaxState(train_state.TrainState):
-    """The train state of flax's imagenet example."""
-
-    batch_stats: Any
-    rng: Any
-    dynamic_scale: Any
-
-
-@functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
-def flax_step(state, x):
-    """Step as flax's imagenet example does: parameters and optimiser are selected."""
-    rng, dropout_rng = jax.random.split(state.rng)
-
-    def loss_fn(params):
-        return loss_and_stats(state.apply_fn, params, state.batch_stats, dropout_rng, x)
-
-    scaled = state.dynamic_scale.value_and_grad(loss_fn, has_aux=True)
-    new_scale, is_finite, (loss, batch_stats), grads = scaled(state.params)
-    new = state.apply_gradients(
-        grads=grads, batch_stats=batch_stats, rng=rng, dynamic_scale=new_scale
-    )
-    select = functools.partial(jnp.where, is_finite)
-    new = new.replace(
-        opt_state=jax.tree.map(select, new.opt_state, state.opt_state),
-        params=jax.tree.map(select, new.params, state.params),
-    )
-    return new, loss
-
-
-def test_flax_own_recipe_keeps_a_nan_variance_and_counts_the_skipped_step():
-    scale = dynamic_scale.DynamicScale(scale=jnp.float32(2.0**10))
-    state = create(optax.adam(0.1), FlaxState, dynamic_scale=scale)
-    before, after, last, loss = run_with_an_overflow(state, flax_step)
-    assert jmp_lite.all_finite(before.batch_stats)
-    assert bitwise.raw_bits(after.params) == bitwise.raw_bits(before.params)
-    assert (int(before.step), int(after.step)) == (2, 3)
-    for state in (after, last):
-        variance = state.batch_stats["BatchNorm_0"]["var"]
-        assert bool(jnp.isnan(variance).all())
-    # It trains on, and nothing shows it but the evaluation.
-    assert jmp_lite.all_finite((loss, last.params))
-    assert bool(jnp.isnan(Linen.evaluate(last)).all())
 
 
 @pytest.mark.one_of("wrap")
@@ -160,21 +114,6 @@ def test_an_optimiser_that_needs_the_loss_gets_it_and_no_other():
     state.apply_gradients(grads=grads, batch_stats=state.batch_stats)
     state.apply_gradients(grads=grads, value=0.5)
     assert seen == [{}, {"value": 0.5}]
-
-
-@pytest.mark.parametrize("params", [{"w": np.ones(3, "f")}, np.ones(3, "f")])
-@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
-def test_lookahead_takes_gradients_of_the_fast_parameters(wrap, params):
-    tx = optax.lookahead(optax.sgd(0.25), 2, 0.5)
-    tx = scale_aware(tx, StaticLossScale(1.0)) if wrap == "scale_aware" else tx
-    pair = optax.LookaheadParams.init_synced(jax.tree.map(jnp.asarray, params))
-    state: Any = TrainState.create(apply_fn=None, params=pair, tx=tx)
-    step: Any = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)
-    for size in (1.0, jnp.inf, 2.0):
-        state = step(state, jax.tree.map(lambda x, size=size: x * size, params))
-    assert int(state.step) == 2
-    for x in jax.tree.leaves(state.params):  # halfway to 1 - 0.25 * (1 + 2)
-        np.testing.assert_array_equal(x, np.full(3, 0.625, "f"))
 
 
 @pytest.mark.parametrize("bad", ["loss", "batch statistics"])
