@@ -19,11 +19,7 @@ OLDEST_JAX = (0, 10)
 
 
 def check_jax(version: str) -> None:
-    """Raise if a version of JAX is too old.
-
-    Raises:
-      ImportError: names both versions, and how to upgrade.
-    """
+    """Raise if a version of JAX is too old."""
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_JAX:
         oldest = ".".join(map(str, OLDEST_JAX))
         raise ImportError(

@@ -153,28 +153,39 @@ class Diagnosis(reports.Report):
         Args:
           width: where sentences are wrapped.
         """
-        devices = [("device", "compute capability", "count")]
-        for device in self.devices:
-            kind = f"{device['platform']}: {device['kind']}"
-            capability = device["compute_capability"] or "-"
-            devices.append((kind, capability, str(device["count"])))
         size = max(rate.size for rate in self.rates)
-        rates: list[tuple[str, ...]] = [(f"products of {size} × {size}", *_RATE)]
-        errors = []
-        for rate in self.rates:
-            tflops = ratio = "-"
-            if rate.error:
-                errors.append(f"{rate.dtype} does not compile: {rate.error}")
-            else:
-                tflops, ratio = f"{rate.tflops:.3g}", f"{rate.over_float32:.2f}"
-            rates.append((rate.dtype, tflops, ratio))
-        ranges = [("range", "largest", "normal", "subnormal", "subnormals are")]
-        for row in self.ranges:
-            largest = f"{row.max:.6g}"
-            normal = f"2^{np.log2(row.smallest_normal):.0f}"
-            subnormal = f"2^{np.log2(row.smallest_subnormal):.0f}"
-            kept = "kept" if row.keeps_subnormals else "flushed to 0"
-            ranges.append((row.dtype, largest, normal, subnormal, kept))
+        devices = [
+            (
+                f"{device['platform']}: {device['kind']}",
+                device["compute_capability"] or "-",
+                str(device["count"]),
+            )
+            for device in self.devices
+        ]
+        rates = [
+            (r.dtype, "-", "-")
+            if r.error
+            else (r.dtype, f"{r.tflops:.3g}", f"{r.over_float32:.2f}")
+            for r in self.rates
+        ]
+        errors = [
+            f"{r.dtype} does not compile: {r.error}" for r in self.rates if r.error
+        ]
+        ranges = [
+            (
+                row.dtype,
+                f"{row.max:.6g}",
+                f"2^{np.log2(row.smallest_normal):.0f}",
+                f"2^{np.log2(row.smallest_subnormal):.0f}",
+                "kept" if row.keeps_subnormals else "flushed to 0",
+            )
+            for row in self.ranges
+        ]
+        tables = [
+            (("device", "compute capability", "count"), devices),
+            ((f"products of {size} × {size}", *_RATE), rates),
+            (("range", "largest", "normal", "subnormal", "subnormals are"), ranges),
+        ]
         kind = _KINDS_OF_PRODUCTS.get(self.float32_bits, "")
         products = (
             f"float32 products keep {self.float32_bits} of 23 bits{kind}: relative "
@@ -190,10 +201,7 @@ class Diagnosis(reports.Report):
         ]
         parts = [
             [", ".join(f"{name} {text}" for name, text in self.versions.items())],
-            *[
-                reports.text_lines(head, rows, head[1:])
-                for head, *rows in (devices, rates, ranges)
-            ],
+            *[reports.text_lines(head, rows, head[1:]) for head, rows in tables],
             [textwrap.fill(text, width) for text in (*errors, products)],
             [textwrap.fill(text, width, break_on_hyphens=False) for text in advice],
         ]

@@ -58,10 +58,6 @@ def parse_dtype(value: Any) -> Any:
     Returns:
       The `jax.numpy` scalar type, such as `jnp.float16`.
 
-    Raises:
-      ValueError: the name is unknown, or the dtype is not floating.
-      TypeError: the value is neither a name nor a dtype.
-
     Examples:
       >>> parse_dtype("bf16") is jnp.bfloat16
       True

@@ -30,10 +30,6 @@ def lazy_attribute(package: str, name: str) -> Any:
     Args:
       package: the name of the package.
       name: the attribute that it lacks.
-
-    Raises:
-      AttributeError: there is no such module; names where the attribute is, if known.
-      ModuleNotFoundError: the module needs a library that is not installed.
     """
     if name in ("checkpoint", "linen", "nnx", "numerics"):
         return importlib.import_module(f"{package}.{name}")
@@ -48,9 +44,6 @@ def needed(extra: str) -> Iterator[None]:
 
     Args:
       extra: a key of `LIBRARIES`.
-
-    Raises:
-      ModuleNotFoundError: a library of the extra is not installed.
 
     Examples:
       >>> with needed("numerics"):

@@ -239,12 +239,7 @@ def _check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Non
 
 
 def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Return the loss and the auxiliary data that a loss function returned.
-
-    Raises:
-      TypeError: it returned no pair although `has_aux` is set, or a tuple although it
-        is not.
-    """
+    """Return the loss and the auxiliary data that a loss function returned."""
     if not has_aux:
         if isinstance(output, tuple | list):
             raise TypeError(

@@ -363,18 +363,16 @@ def get_loss_scale(tree: Any) -> LossScale:
       >>> get_loss_scale({"opt": (None, DynamicLossScale(8.0))}).loss_scale
       Array(8., dtype=float32)
     """
-    leaves = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(x, LossScale)
-    )
-    found = [(path, leaf) for path, leaf in leaves if isinstance(leaf, LossScale)]
+    found = trees.find(tree, LossScale)
     if len(found) == 1:
         return compat.unwrap_nnx_variables(found[0][1])
     if found:
         raise ValueError(
             "Expected one loss scale, found several, at "
-            f"{[trees.key_path(path) for path, _ in found]}: pass the part of the tree "
+            f"{[path for path, _ in found]}: pass the part of the tree "
             "that holds the one to use."
         )
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     raise ValueError(
         "Found no loss scale in a tree of type "
         f"{type(tree).__name__} with the leaves "
@@ -387,10 +385,6 @@ def check_loss_scale(loss_scale: Any) -> None:
     """Raise unless this is a loss scale with a positive, finite value.
 
     The value is not checked under `jit`, where it is not known.
-
-    Raises:
-      TypeError: this is not a loss scale, or its value is not a number.
-      ValueError: its value is zero, negative, infinite or NaN.
     """
     if not isinstance(loss_scale, LossScale):
         raise TypeError(

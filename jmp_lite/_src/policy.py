@@ -141,11 +141,7 @@ class Policy:
 
 
 def check_reduce_dtype(dtype: Any) -> Any:
-    """Return a reduce dtype: None or `jnp.float32`.
-
-    Raises:
-      ValueError: it is another.
-    """
+    """Return a reduce dtype: None or `jnp.float32`."""
     if dtype is None:
         return None
     parsed = dtypes.parse_dtype(dtype)
@@ -377,19 +373,18 @@ class PolicyMap:
         """
         if role not in ("param", "compute", "output"):
             raise ValueError(f"Expected 'param', 'compute' or 'output', got {role!r}.")
-        shapes = jax.tree.map(
-            lambda x: (
-                jax.ShapeDtypeStruct(x.shape, x.dtype) if trees.is_castable(x) else x
-            ),
-            tree,
-        )
-        leaves = jax.tree_util.tree_leaves_with_path(
-            self._cast(shapes, f"{role}_dtype")
-        )
+        role = f"{role}_dtype"
+        leaves = [
+            (trees.key_path(path), x)
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        self.check_unused([path for path, _ in leaves])
         return {
-            trees.key_path(path): leaf.dtype
-            for path, leaf in leaves
-            if trees.is_array(leaf)
+            path: jnp.dtype(getattr(self.at(path), role))
+            if trees.is_castable(x)
+            else x.dtype
+            for path, x in leaves
+            if trees.is_array(x)
         }
 
     def check_unused(self, paths: Iterable[str], if_none: str = "") -> None:
@@ -470,9 +465,6 @@ def check_patterns(
       paths: key paths; `""` is the root.
       if_none: the explanation if the root is the only path.
       hint: the end of the error message for a pattern that matches no path.
-
-    Raises:
-      ValueError: names the pattern and the nearest paths.
     """
     paths = list(paths)
     decided = {first_match(patterns, path) for path in paths}
@@ -496,11 +488,7 @@ def check_patterns(
 
 
 def check_pattern(pattern: Any) -> str:
-    """Return a pattern.
-
-    Raises:
-      ValueError: it is not a regular expression.
-    """
+    """Return a pattern."""
     try:
         if not isinstance(pattern, str):
             raise TypeError("not a string")

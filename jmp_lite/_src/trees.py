@@ -66,6 +66,23 @@ def is_castable(x: Any) -> bool:
     return is_array(x) and dtypes.is_castable(x.dtype)
 
 
+def find(tree: Any, kinds: Any) -> list[tuple[str, Any]]:
+    """Return the nodes of these types in a tree, at any depth, with their key paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, kinds)
+    )
+    return [(key_path(path), x) for path, x in leaves if isinstance(x, kinds)]
+
+
+def map_nodes(fun: Any, tree: Any, kinds: Any) -> Any:
+    """Map over the nodes of these types in a tree, at any depth; keep all else."""
+    return jax.tree.map(
+        lambda x: fun(x) if isinstance(x, kinds) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, kinds),
+    )
+
+
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
     """Cast the floating arrays of a tree.
 

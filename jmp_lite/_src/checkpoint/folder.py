@@ -37,12 +37,7 @@ _LOCK = ".writer"
 
 
 def resolve_folder(folder: str | os.PathLike[str]) -> epath.Path:
-    """Return the absolute path or URL of a folder; `~` is the home folder.
-
-    Raises:
-      TypeError: it is not a path.
-      ValueError: the folder or one of its parents is a file.
-    """
+    """Return the absolute path or URL of a folder; `~` is the home folder."""
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(
             f"Expected the path of a folder first, got {type(folder).__name__}: write "
@@ -60,11 +55,7 @@ def resolve_folder(folder: str | os.PathLike[str]) -> epath.Path:
 
 
 def step_number(step: Any) -> int:
-    """Return a step as an int.
-
-    Raises:
-      ValueError: the step is not an integer of at least 0.
-    """
+    """Return a step as an int."""
     try:
         number = np.asarray(step)
     except (TypeError, ValueError):  # a PRNG key
@@ -93,11 +84,7 @@ def complete_steps(root: epath.Path) -> dict[int, epath.Path]:
 
 
 def find_step(root: epath.Path, step: int | None) -> tuple[epath.Path, int]:
-    """Return the path and step of a checkpoint; None selects the newest.
-
-    Raises:
-      ValueError: there is no checkpoint, or none of that step.
-    """
+    """Return the path and step of a checkpoint; None selects the newest."""
     steps = complete_steps(root)
     if not steps:
         holds = "there is no such folder"
@@ -148,12 +135,7 @@ def _is_empty(path: epath.Path) -> bool:
 
 
 def on_first_process(act: Callable[[], None]) -> None:
-    """Call a function in the first process while the others wait.
-
-    Raises:
-      Exception: in the first process, the exception of the function; in the others, a
-        RuntimeError with its message.
-    """
+    """Call a function in the first process while the others wait."""
     if jax.process_count() == 1:
         act()
         return
@@ -176,11 +158,7 @@ def on_first_process(act: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def writer_lock(root: epath.Path) -> Iterator[None]:
-    """Create a folder and hold its lock, for all processes of this program.
-
-    Raises:
-      RuntimeError: another program or another thread is saving to the folder.
-    """
+    """Create a folder and hold its lock, for all processes of this program."""
     held = []
 
     def acquire():

@@ -91,11 +91,7 @@ def describe(x: Any) -> LeafSpec:
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
-    """Return a dict of key path to leaf, and the structure of the tree.
-
-    Raises:
-      ValueError: two leaves have the same key path.
-    """
+    """Return a dict of key path to leaf, and the structure of the tree."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [trees.key_path(path) for path, _ in leaves]
     if len(set(paths)) < len(paths):
@@ -116,10 +112,6 @@ def check_compatible(
       wanted: the specs of the target, by key path.
       where: the checkpoint in error messages.
       cast: whether floating dtypes may differ.
-
-    Raises:
-      ValueError: paths, shapes, kinds or dtypes differ. Floating dtypes may differ if
-        `cast` is set.
     """
     missing = [f"{path} ({leaf})" for path, leaf in wanted.items() if path not in saved]
     extra = [f"{path} ({leaf})" for path, leaf in saved.items() if path not in wanted]
@@ -162,11 +154,7 @@ def is_castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
 
 
 def cast_array(array: Any, dtype: Any, where: str) -> tuple[Any, Cast]:
-    """Cast a floating array, a NumPy array on the host.
-
-    Raises:
-      ValueError: a finite number would become inf.
-    """
+    """Cast a floating array, a NumPy array on the host."""
     xp: Any = np if isinstance(array, np.ndarray) else jnp
     dtype = np.dtype(dtype)
     with np.errstate(all="ignore"):
@@ -184,11 +172,7 @@ def cast_array(array: Any, dtype: Any, where: str) -> tuple[Any, Cast]:
 
 
 def cast_number(array: np.ndarray, dtype: Any, where: str) -> np.ndarray:
-    """Convert a Python number, read as an array, to a dtype.
-
-    Raises:
-      ValueError: the number is out of range of the dtype.
-    """
+    """Convert a Python number, read as an array, to a dtype."""
     if dtypes.is_castable(dtype):
         return cast_array(array, dtype, where)[0]
     try:

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -97,11 +96,8 @@ def _convert(fields: Mapping[str, Any], names: Any) -> DynamicLossScale:
 
 def describe_loss_scales(tree: Any) -> dict[str, dict[str, Any]]:
     """Return a dict of key path to the type and settings of each loss scale."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(x, LossScale)
-    )
     return {
-        trees.key_path(path): {
+        path: {
             "kind": type(leaf).__name__,
             "settings": {
                 field.name: _as_json(getattr(leaf, field.name))
@@ -109,8 +105,7 @@ def describe_loss_scales(tree: Any) -> dict[str, dict[str, Any]]:
                 if field.metadata.get("static")
             },
         }
-        for path, leaf in leaves
-        if isinstance(leaf, LossScale)
+        for path, leaf in trees.find(tree, LossScale)
     }
 
 
@@ -119,11 +114,7 @@ def _as_json(setting: Any) -> float | str:
 
 
 def check_loss_scales(saved: Any, wanted: Any, where: str) -> None:
-    """Raise if two loss scales at the same path have different state.
-
-    Raises:
-      ValueError: names the path and both types.
-    """
+    """Raise if two loss scales at the same path have different state."""
     for path in sorted(saved.keys() & wanted.keys()):
         was, now = _kind(saved[path]), _kind(wanted[path])
         if was != now:

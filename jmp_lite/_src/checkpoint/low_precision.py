@@ -17,6 +17,7 @@ from jmp_lite._src.optimizers.low_precision_state import (
     LowPrecisionArray,
     compress,
     decompress,
+    is_compressed,
 )
 
 
@@ -29,21 +30,21 @@ def like_saved(like: Any, saved: dict[str, LeafSpec]) -> Any:
     """
 
     def convert(path: Any, x: Any) -> Any:
-        name, is_compressed = trees.key_path(path), _is_compressed(x)
+        name, is_low = trees.key_path(path), is_compressed(x)
         values, scales = (saved.get(_join(name, f)) for f in ("values", "scales"))
-        if is_compressed and name in saved:
+        if is_low and name in saved:
             return _abstract(saved[name], x.values)
-        if values is None or not (is_compressed or trees.is_castable(x)):
+        if values is None or not (is_low or trees.is_castable(x)):
             return x
-        if is_compressed and (x.scales is None) == (scales is None):
+        if is_low and (x.scales is None) == (scales is None):
             return x
-        array = x.values if is_compressed else x
+        array = x.values if is_low else x
         return LowPrecisionArray(
             _abstract(values, array),
             None if scales is None else _abstract_scales(scales, array),
         )
 
-    return jax.tree_util.tree_map_with_path(convert, like, is_leaf=_is_compressed)
+    return jax.tree_util.tree_map_with_path(convert, like, is_leaf=is_compressed)
 
 
 def convert(
@@ -59,9 +60,6 @@ def convert(
 
     Returns:
       The state, and the casts by key path.
-
-    Raises:
-      ValueError: a finite number would become inf.
     """
     casts = {}
 
@@ -83,18 +81,14 @@ def convert(
         return new
 
     converted = jax.tree_util.tree_map_with_path(
-        convert_leaf, like, restored, is_leaf=_is_compressed
+        convert_leaf, like, restored, is_leaf=is_compressed
     )
     return converted, casts
 
 
-def _is_compressed(x: Any) -> bool:
-    return isinstance(x, LowPrecisionArray)
-
-
 def _form(x: Any) -> str | None:
     """Return the dtype of an array in low precision, None for other leaves."""
-    return x.dtype_name if _is_compressed(x) else None
+    return x.dtype_name if is_compressed(x) else None
 
 
 def _join(path: str, field: str) -> str:

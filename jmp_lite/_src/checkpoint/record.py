@@ -63,9 +63,6 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     """Return the arrays of a state by stored name, and a function for its record.
 
     Warns of leaves that are not saved, but for functions.
-
-    Raises:
-      ValueError: two leaves have the same path, or a Python int has more than 64 bits.
     """
     arrays, leaves, on_host, lost = {}, {}, {}, []
     for path, x in flatten(state)[0].items():
@@ -105,11 +102,7 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
 
 
 def read_record(path: Any) -> dict[str, Any]:
-    """Return the record of the checkpoint at a path.
-
-    Raises:
-      ValueError: the checksum of the record is wrong, or its format is unknown.
-    """
+    """Return the record of the checkpoint at a path."""
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         record = checkpointer.restore(path / "record", args=ocp.args.JsonRestore())
     if record.pop("crc32") != _crc32_of_record(record):

@@ -271,11 +271,7 @@ def _arrays_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
-    """Call `read`; if it fails, name the step and the others in the folder.
-
-    Raises:
-      ValueError: `read` raised an exception.
-    """
+    """Call `read`; if it fails, name the step and the others in the folder."""
     try:
         return read()
     except Exception as error:  # Orbax and its dependencies raise different errors

@@ -99,10 +99,6 @@ class ModulePolicies:
         module paths.
       classes: module class to policy or its string.
 
-    Raises:
-      TypeError: `classes` is not a mapping of classes.
-      ValueError: a policy is unknown, or policies have different reduce dtypes.
-
     Examples:
       >>> policies = ModulePolicies(PolicyMap("mixed_float16", {"head": "full"}))
       >>> resolved = policies.resolve({"": object, "body": object, "head": object})
@@ -160,9 +156,6 @@ class ModulePolicies:
           modules: path to class. The path of a module starts with the path of the
             module that encloses it.
           own_dtypes: path to the `dtype` that the author set, if any.
-
-        Raises:
-          ValueError: a pattern or a class matches no module; names the nearest.
         """
         self.policy.check_unused(modules)
         present = tuple(modules.values())
@@ -352,11 +345,7 @@ class Explanation(reports.Report):
     rows: tuple[ModuleDtypes, ...]
 
     def __getitem__(self, path: str) -> ModuleDtypes:
-        """Return the row of a path.
-
-        Raises:
-          KeyError: there is no such module; the message lists the modules.
-        """
+        """Return the row of a path."""
         for row in self.rows:
             if row.path == path:
                 return row

@@ -53,10 +53,6 @@ def update(
 
     Returns:
       Parameters and optimiser state, in the dtypes they had, and a bool `[]`.
-
-    Raises:
-      ValueError: `other_state` and `old_other_state` differ in structure, shape or
-        dtype; the optimiser changes the structure of its state.
     """
     other_state_finite = _all_still_finite(other_state, old_other_state)
     annotated = opt_state
@@ -76,7 +72,7 @@ def update(
         # Transformations outside of a scale-aware optimiser see the gradients first,
         # and may withhold them from it, as optax.MultiSteps does.
         finite = trees.all_finite((grads, value)) & other_state_finite
-    for state in base.find_states(new_opt_state, ScaleAwareState):
+    for _, state in trees.find(new_opt_state, ScaleAwareState):
         finite = finite & state.last_finite
 
     def select(new, old):
@@ -121,13 +117,7 @@ def update_ema(ema: Any, params: optax.Params, decay: float | None) -> Any:
 def check_start(
     tx: Any, params: optax.Params, batch_stats: Any, decay: float | None
 ) -> None:
-    """Raise if training cannot start from this state.
-
-    Raises:
-      TypeError: `tx` is not an optax transformation.
-      ValueError: parameters or batch statistics are not finite; the decay of the
-        average is not in (0, 1).
-    """
+    """Raise if training cannot start from this state."""
     base.check_transformation(tx)
     _check_finite(params, "parameters")
     _check_finite(batch_stats, "batch statistics")
@@ -137,7 +127,7 @@ def check_start(
 
 def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:
     """Warn if small updates are lost; a scale-aware optimiser has done it by itself."""
-    if not base.find_states(opt_state, ScaleAwareState):
+    if not trees.find(opt_state, ScaleAwareState):
         warn_if_updates_are_lost(params, opt_state)
 
 

@@ -29,9 +29,6 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
     The argument `value`, the loss, is only passed to an optimiser that takes it by name
     or as `**kwargs`.
-
-    Raises:
-      TypeError: `inner` is not an optax transformation.
     """
     check_transformation(inner)
     if isinstance(inner, optax.MultiSteps):
@@ -58,11 +55,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def check_transformation(tx: Any) -> None:
-    """Raise unless this has the methods of an optax transformation.
-
-    Raises:
-      TypeError: it has not, and how to make one of what it is.
-    """
+    """Raise unless this has the methods of an optax transformation."""
     if hasattr(tx, "init") and hasattr(tx, "update"):
         return
     remedy = ""
@@ -113,9 +106,6 @@ def check_structure(
       old: the inner state before the update.
       owner: the name of the wrapping transformation.
       reason: why the structure must not change, and what to do if it does.
-
-    Raises:
-      ValueError: names the first path where the structures differ.
     """
     names = "the new state", "the old one"
     difference = trees.first_difference(new, old, names)
@@ -146,9 +136,6 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
     A gradient that is None matches anything: unfiltered equinox models have functions
     and integers there. With `optax.LookaheadParams`, gradients match the fast
     parameters.
-
-    Raises:
-      ValueError: names the first path where the structures differ.
     """
     if params is None:
         return
@@ -168,11 +155,7 @@ def fast_params(params: Any) -> Any:
 
 
 def check_key(key: Any) -> None:
-    """Raise unless this is one PRNG key, typed or raw.
-
-    Raises:
-      TypeError: shows what it is.
-    """
+    """Raise unless this is one PRNG key, typed or raw."""
     try:
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             shape = key.shape
@@ -184,12 +167,6 @@ def check_key(key: Any) -> None:
         raise TypeError(
             f"Expected one PRNG key, such as jax.random.key(0), got {key!r}."
         )
-
-
-def find_states(tree: Any, kinds: Any) -> list[Any]:
-    """Return the states of these types in a tree, at any depth."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return [x for x in leaves if isinstance(x, kinds)]
 
 
 # Annotations of states.
@@ -213,20 +190,12 @@ class AnnotatedState(NamedTuple):
 
 def annotate(tree: Any, kinds: Any, annotation: Any) -> Any:
     """Annotate each state of these types in a tree."""
-    return jax.tree.map(
-        lambda x: AnnotatedState(x, annotation) if isinstance(x, kinds) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, kinds),
-    )
+    return trees.map_nodes(lambda x: AnnotatedState(x, annotation), tree, kinds)
 
 
 def strip_annotations(tree: Any) -> Any:
     """Remove the annotations from the states in a tree."""
-    return jax.tree.map(
-        lambda x: x.state if isinstance(x, AnnotatedState) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, AnnotatedState),
-    )
+    return trees.map_nodes(lambda x: x.state, tree, AnnotatedState)
 
 
 def split_annotation(state: Any) -> tuple[Any, Any]:
@@ -270,6 +239,26 @@ def stored_dtypes(params: optax.Params | None) -> StoredDtypes | None:
     return StoredDtypes(tuple(stored.items()))
 
 
+def update_in_float32(
+    inner: optax.GradientTransformationExtraArgs,
+    kinds: Any,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    extra: dict[str, Any],
+) -> tuple[optax.Updates, optax.OptState]:
+    """Update an inner optimiser that sees float32 parameters.
+
+    States of these `kinds` are told the dtypes in which the parameters are stored.
+    """
+    stored, params = stored_dtypes(params), trees.cast_at_least_float32(params)
+    if stored is None:
+        return inner.update(grads, state, params, **extra)
+    state = annotate(state, kinds, stored)
+    updates, state = inner.update(grads, state, params, **extra)
+    return updates, strip_annotations(state)
+
+
 def check_update(
     updates: optax.Updates,
     state: optax.OptState,
@@ -289,10 +278,6 @@ def check_update(
     Returns:
       The state without its annotation, and the parameters that are stored in half
       precision: a dict of key path (`jax.tree_util.keystr`) to dtype.
-
-    Raises:
-      ValueError: the state is of another type, there are no parameters, the tree of
-        parameters is not the stored one, or the gradients have another structure.
     """
     state, stored = split_annotation(state)
     if not isinstance(state, kind):

@@ -11,7 +11,7 @@ not the factors of `optax.adafactor`, the vector of `optax.flatten` or the memor
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -209,25 +209,18 @@ def low_precision_state(
             )
         at = _Shapes(updates if params is None else params)
         choice.check(state, at)
-        old = jax.tree.map(
-            lambda x: decompress(x) if _is_compressed(x) else x,
-            state.inner_state,
-            is_leaf=_is_compressed,
+        old = trees.map_nodes(decompress, state.inner_state, LowPrecisionArray)
+        grads = trees.cast_at_least_float32(updates)
+        new_updates, new = base.update_in_float32(
+            inner, NEED_STORED_DTYPES, grads, old, params, extra
         )
-        grads, float32_params = trees.cast_at_least_float32((updates, params))
-        inner_state, stored = old, base.stored_dtypes(params)
-        if stored is not None:
-            inner_state = base.annotate(inner_state, NEED_STORED_DTYPES, stored)
-        new_updates, new = inner.update(grads, inner_state, float32_params, **extra)
-        if stored is not None:
-            new = base.strip_annotations(new)
         base.check_structure(new, old, "low_precision_state", _SAME_STRUCTURE)
         new = base.with_dtypes_of(new, old)
 
         next_key, key = jax.random.split(state.key)
         seed = jax.random.bits(key, (2,))
         new = _rounded_tree(state.inner_state, new, seed)
-        applied = [x.last_finite for x in _scale_aware_states(new)]
+        applied = [x.last_finite for _, x in trees.find(new, ScaleAwareState)]
         if applied:  # if all of them skipped this step, it leaves the key unchanged
             applied = functools.reduce(jnp.logical_or, applied)
             next_key = trees.select_tree(applied, next_key, state.key)
@@ -259,9 +252,9 @@ def decompress(array: LowPrecisionArray) -> jax.Array:
 
 def _rounded_tree(old: Any, new: Any, seed: jax.Array) -> Any:
     """Return a tree in the dtypes of the old one, stochastically rounded."""
-    leaves, structure = jax.tree.flatten(old, _is_compressed)
+    leaves, structure = jax.tree.flatten(old, is_compressed)
     stored = [
-        _rounded(x, y, rounding.leaf_seed(seed, i)) if _is_compressed(x) else y
+        _rounded(x, y, rounding.leaf_seed(seed, i)) if is_compressed(x) else y
         for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(new), strict=True))
     ]
     return jax.tree.unflatten(structure, stored)
@@ -284,7 +277,8 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _is_compressed(x: Any) -> bool:
+def is_compressed(x: Any) -> bool:
+    """Return whether a leaf is stored in low precision."""
     return isinstance(x, LowPrecisionArray)
 
 
@@ -322,15 +316,12 @@ class _Choice:
 
         Sizes are not checked: in `shard_map`, those of a leaf are smaller than they
         were in `init`.
-
-        Raises:
-          ValueError: names the path and both dtypes.
         """
         leaves = jax.tree_util.tree_leaves_with_path(
-            state.inner_state, is_leaf=_is_compressed
+            state.inner_state, is_leaf=is_compressed
         )
         for path, x in leaves:
-            if not _is_compressed(x):
+            if not is_compressed(x):
                 continue
             param = at.param_of(path, x.values)
             found, expected = x.dtype_name, {self.dtype, *(d for _, d in self.rules)}
@@ -376,11 +367,6 @@ class _Shapes:
             if shape == x.shape:
                 return param
         return None
-
-
-def _scale_aware_states(tree: Any) -> Iterator[ScaleAwareState]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaleAwareState))
-    return (x for x in leaves if isinstance(x, ScaleAwareState))
 
 
 # Arguments.

@@ -213,9 +213,6 @@ def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
 
     Returns:
       The tree. Each `MasterRemaindersState` has remainders of 0 for bf16 parameters.
-
-    Raises:
-      ValueError: one of their parameters is float16.
     """
     if stored is None:
         return states
@@ -233,14 +230,10 @@ def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
         return jnp.zeros_like(m, jnp.uint16) if dtype == jnp.bfloat16 else m
 
     def replace(state):
-        if not isinstance(state, MasterRemaindersState):
-            return state
         remainders = jax.tree_util.tree_map_with_path(remainder_of, state.remainders)
         return state._replace(remainders=remainders)
 
-    return jax.tree.map(
-        replace, states, is_leaf=lambda x: isinstance(x, MasterRemaindersState)
-    )
+    return trees.map_nodes(replace, states, MasterRemaindersState)
 
 
 def _masters(

@@ -171,14 +171,7 @@ def check_skipped_steps(
 
 
 def _find_states(opt_state: Any) -> dict[str, ScaleAwareState]:
-    leaves = jax.tree_util.tree_leaves_with_path(
-        opt_state, is_leaf=lambda x: isinstance(x, ScaleAwareState)
-    )
-    states = {
-        trees.key_path(path): leaf
-        for path, leaf in leaves
-        if isinstance(leaf, ScaleAwareState)
-    }
+    states = dict(trees.find(opt_state, ScaleAwareState))
     if not states:
         raise ValueError(
             f"Found no ScaleAwareState in a state of type {type(opt_state).__name__}; "

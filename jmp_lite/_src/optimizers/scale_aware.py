@@ -163,7 +163,7 @@ def scale_aware(
 
     def init_fn(params: optax.Params) -> ScaleAwareState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
-        if base.find_states(inner_state, ScaleAwareState):
+        if trees.find(inner_state, ScaleAwareState):
             raise ValueError(_UNSCALED_TWICE)
         warn_if_updates_are_lost(params, inner_state)
         inner_state = with_remainders(inner_state, base.stored_dtypes(params))
@@ -207,16 +207,9 @@ def scale_aware(
             value = _where(finite, value, 0)
         if value is not None:
             extra["value"] = value
-        float32_params = trees.cast_at_least_float32(params)
-        inner_state = state.inner_state
-        stored = base.stored_dtypes(params)
-        if stored is not None:
-            inner_state = base.annotate(inner_state, NEED_STORED_DTYPES, stored)
-        new_updates, inner_state = inner.update(
-            grads, inner_state, float32_params, **extra
+        new_updates, inner_state = base.update_in_float32(
+            inner, NEED_STORED_DTYPES, grads, state.inner_state, params, extra
         )
-        if stored is not None:
-            inner_state = base.strip_annotations(inner_state)
         base.check_structure(
             inner_state, state.inner_state, "scale_aware", _SAME_STRUCTURE
         )
@@ -245,11 +238,11 @@ def warn_if_updates_are_lost(params: optax.Params, opt_state: Any) -> None:
     float32: the others may be frozen.
     """
     stored = base.stored_dtypes(params)
-    if stored is None or base.find_states(opt_state, NEED_STORED_DTYPES):
+    if stored is None or trees.find(opt_state, NEED_STORED_DTYPES):
         return
     half = [(path, d) for path, d in stored.by_path if dtypes.is_half(d)]
     all_half = len(half) == len(stored.by_path)
-    if not all_half and base.find_states(opt_state, optax.MaskedState):
+    if not all_half and trees.find(opt_state, optax.MaskedState):
         return
     path, dtype = half[0]
     warnings.warn(

@@ -52,11 +52,7 @@ class PolicyInterceptor:
         self._active: list[str] = []
 
     def collect(self, fun: Callable[..., Any], *args: Any) -> None:
-        """Find the modules that a function calls, and their policies.
-
-        Raises:
-          ValueError: a pattern or class of the policies matches no module.
-        """
+        """Find the modules that a function calls, and their policies."""
 
         def record(next_fun, args, kwargs, context):
             module = context.module
