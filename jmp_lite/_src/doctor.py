@@ -312,12 +312,7 @@ def recommend(device: Any, ratios: Mapping[str, float]) -> Recommendation:
 def find_missing(
     platforms: set[str], *, driver: Path = Path("/proc/driver/nvidia/version")
 ) -> tuple[str, ...]:
-    """Return a sentence for each kind of hardware that JAX does not use.
-
-    Args:
-      platforms: the platforms of the devices that JAX found.
-      driver: a file that exists if NVIDIA's driver is loaded (on Linux).
-    """
+    """Return a sentence for each kind of hardware that JAX does not use."""
     if platforms == {"cpu"} and driver.exists():
         return (
             "NVIDIA's driver is loaded, but JAX finds only the CPU: pip install "
@@ -347,12 +342,7 @@ def find_miscompiled() -> tuple[str, ...]:
 
 
 def _fp8_reasons(device: Any, ratios: Mapping[str, float]) -> list[str]:
-    """Return whether fp8 products are native, and whether to try them.
-
-    Args:
-      device: a `jax.Device`.
-      ratios: as for `recommend`.
-    """
+    """Return whether fp8 products are native, and whether to try them."""
     slow = dtypes.slow_fp8_reason(device)
     if slow is not None:
         return [f"No native fp8 products are known here: {slow}."]
@@ -446,9 +436,6 @@ def measure_range(dtype: Any) -> DtypeRange:
 
 def measure_float32(size: int = 256) -> tuple[int, float]:
     """Return how many bits a float32 product keeps, and its relative error.
-
-    Args:
-      size: the number of rows of the square matrices.
 
     Returns:
       The mantissa bits that a product with the identity keeps, and the error of a

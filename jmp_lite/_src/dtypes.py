@@ -177,23 +177,27 @@ def slow_half_reason(dtype: DTypeLike, device: Any = None) -> str | None:
     name, kind = np.dtype(dtype).name, getattr(device, "device_kind", device.platform)
     capability = compute_capability(device)
     if device.platform == "cpu":
-        return (
-            f"{name} is slower than float32 on the CPU ({kind}): good for testing, "
-            "not for speed"
-        )
+        return _slow_on_cpu(name, kind)
     if device.platform == "tpu" and dtype == jnp.float16:
         return f"the matrix units of a TPU ({kind}) have no float16: use bfloat16"
     if capability is not None and capability < (7, 0):
-        return (
-            f"{kind} has compute capability {capability[0]}.{capability[1]}; half "
-            "precision is fast from 7.0 (Tensor Cores)"
-        )
+        what = "half precision is fast from 7.0 (Tensor Cores)"
+        return _too_old(kind, capability, what)
     if capability is not None and capability < (8, 0) and dtype == jnp.bfloat16:
-        return (
-            f"{kind} has compute capability {capability[0]}.{capability[1]}; bfloat16 "
-            "is fast from 8.0: use float16"
-        )
+        return _too_old(kind, capability, "bfloat16 is fast from 8.0: use float16")
     return None
+
+
+def _slow_on_cpu(name: str, kind: str) -> str:
+    return (
+        f"{name} is slower than float32 on the CPU ({kind}): good for testing, not for "
+        "speed"
+    )
+
+
+def _too_old(kind: str, capability: tuple[int, int], what: str) -> str:
+    major, minor = capability
+    return f"{kind} has compute capability {major}.{minor}; {what}"
 
 
 def slow_fp8_reason(device: Any = None) -> str | None:
@@ -210,10 +214,7 @@ def slow_fp8_reason(device: Any = None) -> str | None:
     kind = getattr(device, "device_kind", device.platform)
     capability = compute_capability(device)
     if device.platform == "cpu":
-        return (
-            f"fp8 is slower than float32 on the CPU ({kind}): good for testing, not "
-            "for speed"
-        )
+        return _slow_on_cpu("fp8", kind)
     if device.platform == "tpu":
         generation = re.search(r"\d+", kind)
         if generation and int(generation[0]) >= 7:
@@ -222,8 +223,5 @@ def slow_fp8_reason(device: Any = None) -> str | None:
     if capability is None:
         return f"it is not known whether {kind} has matrix units for fp8"
     if capability < (8, 9):
-        return (
-            f"{kind} has compute capability {capability[0]}.{capability[1]}; fp8 is "
-            "fast from 8.9"
-        )
+        return _too_old(kind, capability, "fp8 is fast from 8.9")
     return None

@@ -25,12 +25,7 @@ _ELSEWHERE = {
 
 
 def lazy_attribute(package: str, name: str) -> Any:
-    """Return a public module of a package that is not imported yet.
-
-    Args:
-      package: the name of the package.
-      name: the attribute that it lacks.
-    """
+    """Return a public module of a package that is not imported yet."""
     if name in ("checkpoint", "linen", "nnx", "numerics"):
         return importlib.import_module(f"{package}.{name}")
     message = f"module {package!r} has no attribute {name!r}"
@@ -41,9 +36,6 @@ def lazy_attribute(package: str, name: str) -> Any:
 @contextlib.contextmanager
 def needed(extra: str) -> Iterator[None]:
     """Add the install command to the error if an import in this context fails.
-
-    Args:
-      extra: a key of `LIBRARIES`.
 
     Examples:
       >>> with needed("numerics"):

@@ -107,15 +107,7 @@ def dot_general(
     dtype: Any = None,
     lhs_dtype: Any = FORWARD,
 ) -> jax.Array:
-    """Return what `fp8_dot_general` does.
-
-    Args:
-      lhs: floating.
-      rhs: floating.
-      dimension_numbers: as for `lax.dot_general`.
-      dtype: that of the result.
-      lhs_dtype: `GRADIENT` if `lhs` is a gradient; then no derivative can be taken.
-    """
+    """Return what `fp8_dot_general` does."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     of_lhs = _Dimensions(lhs.shape, lhs_batch, lhs_summed)
     of_rhs = _Dimensions(rhs.shape, rhs_batch, rhs_summed)
@@ -175,16 +167,7 @@ def why_not(
     out_sharding: Any = None,
     min_size: int = MIN_SIZE,
 ) -> str:
-    """Return why a product is not put in fp8, or "" if it is.
-
-    Args:
-      lhs: the abstract value of the operand.
-      rhs: likewise.
-      dimension_numbers: as for `lax.dot_general`.
-      precision: that of the product.
-      out_sharding: that of the product.
-      min_size: the least size of each dimension.
-    """
+    """Return why a product is not put in fp8, or "" if it is."""
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_batch):
         return "batch dimensions"

@@ -27,9 +27,6 @@ def register_dataclass(cls: type[T]) -> type[T]:
     them. Fields with `metadata={"static": True}` are part of the tree structure; all
     others are children.
 
-    Args:
-      cls: a frozen dataclass.
-
     Returns:
       The same class, for use as a decorator.
     """
@@ -227,9 +224,6 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
 def copy_shared_buffers(tree: T) -> T:
     """Return a tree in which no two jax arrays share a buffer, so it can be donated.
-
-    Args:
-      tree: any pytree.
 
     Returns:
       The tree. If arrays share a buffer, all but the first of them are copied. Other

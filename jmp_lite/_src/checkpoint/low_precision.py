@@ -22,12 +22,7 @@ from jmp_lite._src.optimizers.low_precision_state import (
 
 
 def like_saved(like: Any, saved: dict[str, LeafSpec]) -> Any:
-    """Return `like` with the leaves of other forms as `ShapeDtypeStruct`s of the saved.
-
-    Args:
-      like: the target.
-      saved: the specs in the checkpoint, by key path.
-    """
+    """Return `like` with the shapes of the saved where these are of another form."""
 
     def convert(path: Any, x: Any) -> Any:
         name, is_low = trees.key_path(path), is_compressed(x)
@@ -51,12 +46,6 @@ def convert(
     restored: Any, like: Any, saved: dict[str, LeafSpec], where: str
 ) -> tuple[Any, dict[str, Cast]]:
     """Convert the leaves of a restored state to the forms in `like`.
-
-    Args:
-      restored: the state in the form of `like_saved(like, saved)`.
-      like: the target.
-      saved: the specs in the checkpoint, by key path.
-      where: the checkpoint in error messages.
 
     Returns:
       The state, and the casts by key path.

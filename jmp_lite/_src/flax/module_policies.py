@@ -189,13 +189,7 @@ class ModulePolicies:
     def _rule_at(
         self, path: str, module_class: type, outer: str | None
     ) -> tuple[str, Policy | None]:
-        """Return the rule that names a module, and its policy; None if none does.
-
-        Args:
-          path: its path.
-          module_class: its class.
-          outer: the path of the enclosing module, None if there is none.
-        """
+        """Return the rule that names a module, and its policy; None if none does."""
         pattern = self.policy.pattern_for(path)
         if pattern is not None and (outer is None or not applies(pattern, outer)):
             return f"path {pattern!r}", self.policy.rule_for(path)
@@ -234,14 +228,7 @@ def kept_from_half(resolved: Mapping[str, ModulePolicy]) -> list[str]:
 
 
 def no_half_message(what: str, kept: Sequence[str], policy: Policy, remedy: str) -> str:
-    """Return the warning that a policy puts nothing in half precision.
-
-    Args:
-      what: what was counted, and of which model: `"the 7 products of Net"`.
-      kept: the modules that `kept_from_half` returned.
-      policy: the default policy.
-      remedy: how to create the model without a `dtype`.
-    """
+    """Return the warning that a policy puts nothing in half precision."""
     names = [path or "the model itself" for path in kept[:_MOST_NAMES]]
     more = ", …" if len(kept) > _MOST_NAMES else ""
     return (
@@ -292,14 +279,7 @@ def params_by_module(params: Any, modules: Container[str]) -> dict[str, list[Any
 def cast_params(
     params: Any, resolved: Mapping[str, ModulePolicy], role: str, owners: Container[str]
 ) -> Any:
-    """Return parameters, cast to a dtype of the policy of their module.
-
-    Args:
-      params: a pytree whose key paths start with module paths.
-      resolved: the policy of each module.
-      role: `"param_dtype"` or `"compute_dtype"`.
-      owners: paths of the modules whose parameters are cast.
-    """
+    """Return parameters, cast to a dtype of the policy of their module."""
 
     def cast(path, leaf):
         owner = enclosing_module(trees.key_path(path), resolved)

@@ -15,12 +15,7 @@ from jmp_lite._src.fp8 import MIN_SIZE
 
 
 def find(jaxpr: Any, *names: str) -> list[Any]:
-    """Return the matrix products and convolutions of a jaxpr, at any depth.
-
-    Args:
-      jaxpr: a jaxpr, open or closed.
-      *names: other primitives to return.
-    """
+    """Return the matrix products and convolutions of a jaxpr, at any depth."""
     found = []
     for eqn in compat.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name in (*products.NAMES, *names):
@@ -32,9 +27,6 @@ def find(jaxpr: Any, *names: str) -> list[Any]:
 
 def why_none_in_fp8(jaxpr: Any) -> dict[str, int] | None:
     """Return the reasons why no product of a call is in fp8, and how often each holds.
-
-    Args:
-      jaxpr: that of the call.
 
     Returns:
       None if a product is in fp8.
@@ -58,12 +50,7 @@ def _why_not_fp8(eqn: Any) -> str:
 
 
 def no_fp8_message(what: str, reasons: Mapping[str, int]) -> str:
-    """Return the warning that a policy puts no product in fp8.
-
-    Args:
-      what: the name of the model.
-      reasons: why not, and how often.
-    """
+    """Return the warning that a policy puts no product in fp8."""
     why = "it has none"
     if reasons:
         why = "; ".join(f"{n} × {reason}" for reason, n in reasons.items())

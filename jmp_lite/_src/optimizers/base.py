@@ -99,14 +99,7 @@ def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
 def check_structure(
     new: optax.OptState, old: optax.OptState, owner: str, reason: str
 ) -> None:
-    """Raise if an update changed the structure of an inner state.
-
-    Args:
-      new: the inner state after the update.
-      old: the inner state before the update.
-      owner: the name of the wrapping transformation.
-      reason: why the structure must not change, and what to do if it does.
-    """
+    """Raise if an update changed the structure of an inner state."""
     names = "the new state", "the old one"
     difference = trees.first_difference(new, old, names)
     if difference is not None:
@@ -268,13 +261,6 @@ def check_update(
 ) -> tuple[S, dict[str, np.dtype]]:
     """Check the arguments of `update` of an optimiser of half-precision parameters.
 
-    Args:
-      updates: the gradients.
-      state: its state, possibly annotated by `scale_aware` with the stored dtypes.
-      params: the parameters, possibly cast to float32 by `scale_aware`.
-      kind: the type of its state.
-      owner: the call that made it, such as `"master_weights(...)"`.
-
     Returns:
       The state without its annotation, and the parameters that are stored in half
       precision: a dict of key path (`jax.tree_util.keystr`) to dtype.
@@ -284,18 +270,6 @@ def check_update(
         raise ValueError(
             f"Expected the state of {owner}.init(params), got {type(state).__name__}."
         )
-    half_dtypes = _half_param_dtypes(params, stored)
-    check_gradients(updates, params)
-    return state, half_dtypes
-
-
-def _half_param_dtypes(
-    params: optax.Params | None, stored: StoredDtypes | None
-) -> dict[str, np.dtype]:
-    """Return the dtypes of the parameters that are stored in half precision.
-
-    `stored` are the dtypes that `scale_aware` passed; None means those of `params`.
-    """
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")
     seen = _dtypes_of(params)
@@ -306,7 +280,8 @@ def _half_param_dtypes(
             f"scale_aware was called with {sorted(known)}. Put a transformation that "
             "changes the tree of parameters (such as optax.flatten) inside of this one."
         )
-    return {path: d for path, d in known.items() if dtypes.is_half(d)}
+    check_gradients(updates, params)
+    return state, {path: d for path, d in known.items() if dtypes.is_half(d)}
 
 
 def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:

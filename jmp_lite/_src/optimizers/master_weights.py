@@ -207,10 +207,6 @@ def _update_to_master(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
 def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
     """Replace the masters of bf16 parameters in states from `init` by remainders.
 
-    Args:
-      states: a tree of states, which were made from parameters cast to float32.
-      stored: the dtypes in which the parameters are stored; None if none is half.
-
     Returns:
       The tree. Each `MasterRemaindersState` has remainders of 0 for bf16 parameters.
     """

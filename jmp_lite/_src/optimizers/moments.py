@@ -37,10 +37,6 @@ def find_moments(inner: Any, params: Any) -> Any:
     """Return for each leaf of `inner.init(params)` whether it is a moment.
 
     A warning is given if `inner.update` cannot be traced: then no leaf is one.
-
-    Args:
-      inner: a transformation with extra arguments.
-      params: the parameters, or tracers.
     """
     init = tracing.trace(inner.init, (params,))
     copies = _depends_on_inputs(init.closed.jaxpr)

@@ -77,10 +77,6 @@ class PolicyInterceptor:
         """Return variables with the parameters in a dtype of their module's policy.
 
         The decoding caches of flax's attention get its compute dtype.
-
-        Args:
-          variables: collections by name.
-          role: `"compute_dtype"`, or `"param_dtype"`.
         """
         owners = set(self.modules)
         if role == "compute_dtype":
@@ -116,9 +112,6 @@ class PolicyInterceptor:
 
         flax's `nn.jit` reuses a trace of a module if shapes and flags are equal. The
         flag keeps it from reusing one that was made under other policies.
-
-        Args:
-          method: as for `apply`: a method, its name, or None for `__call__`.
         """
         name = "__call__" if method is None else method
         if not isinstance(name, str) and not callable(name):
@@ -145,10 +138,6 @@ class PolicyInterceptor:
 
         It is 0 if any product is in half, or if no module has a `dtype` of its own
         that keeps it out of half.
-
-        Args:
-          fun: the call, as a function of the variables.
-          cast: the variables, as `cast` returns them.
         """
         if not self.kept_from_half or any(map(self._multiplies_in_half, self.modules)):
             return 0  # the usual case, without another trace
@@ -159,12 +148,7 @@ class PolicyInterceptor:
     def why_none_in_fp8(
         self, fun: Callable[..., Any], cast: Any
     ) -> dict[str, int] | None:
-        """Return why no product of a call is in fp8, None if one is.
-
-        Args:
-          fun: the call, as a function of the variables.
-          cast: the variables, as `cast` returns them.
-        """
+        """Return why no product of a call is in fp8, None if one is."""
         if self.in_fp8:
             return None  # the usual case, without another trace
         return products.why_none_in_fp8(self._trace(fun, cast))
