@@ -1,13 +1,13 @@
 """Mistakes over the whole public API: what each says, so that no error gets worse.
 
 Each row is a call and words that its error has, in this order: what was got, what is
-expected, what to do. Those of newcomers, at length, are in `test_misuse.py`.
+expected, what to do.
 """
 
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -64,6 +64,22 @@ def dynamic(*args: Any, **settings: Any) -> Any:
 
 def mapped(pattern: Any, policy: Any = "float32") -> Any:
     return jmp.PolicyMap("mixed_float16", {pattern: policy})
+
+
+class Transformed(NamedTuple):
+    """As `haiku.transform` returns it."""
+
+    init: Callable[..., Any]
+    apply: Callable[..., Any]
+
+
+def enter(manager: Any) -> None:
+    with manager:
+        pass
+
+
+def with_aux(p: Any, x: Any) -> Any:
+    return loss(p, x), {"x": x}
 
 
 def stacked_tracker() -> Any:
@@ -429,7 +445,102 @@ CHECKPOINTS: list[Row] = [
     ),
 ]
 
+# What a newcomer tries, who comes from torch, apex, Keras, Haiku or flax.
+_MANAGER = "is not a context manager: it returns another function, as jax.jit"
+_AUX = "a scalar, got a tuple of 2. If it returns (loss, aux), pass has_aux=True."
+_SPLIT = "jmp_lite.nnx.with_policy(model, policy) keeps them. Or split it with graphdef"
+_LINEN = "a linen module, which computes in its method apply: write "
+_TORCH = {"init_scale": 65536.0, "growth_factor": 2.0, "growth_interval": 2000}
+NEWCOMERS: list[Row] = [
+    (lambda: enter(jmp.autocast()), "autocast expects a function", _MANAGER),
+    (lambda: enter(jmp.autocast(policy=MIXED)), "expects a function", _MANAGER),
+    (lambda: enter(jmp.autocast(MIXED)), "got get_policy('p=full,c=f16", _MANAGER),
+    (lambda: enter(jmp.autocast("cuda")), "got 'cuda'", _MANAGER),
+    # Python's own words: a function cannot say more.
+    (lambda: enter(jmp.autocast), "'function' object", "context man"),
+    (lambda: enter(jmp.autocast(loss)), "'function' object", "context man"),
+    (lambda: enter(jmp.full_precision(X)), "full_precision is not a context manager"),
+    (
+        lambda: jmp.autocast("mixed_float16")(loss),
+        "got 'mixed_float16'",
+        "@autocast(policy='mixed_float16')",
+    ),
+    (lambda: jmp.autocast(loss, jnp.bfloat16), "a Policy", "write 'mixed_bfloat16'"),
+    (
+        lambda: jmp.autocast(loss, jnp.dtype("float16")),
+        "dtype('float16')",
+        "write 'mixed_float16'",
+    ),
+    (lambda: jmp.get_policy(jnp.float32), "a Policy", "float32", "write 'float32'"),
+    (
+        lambda: jmp.scale_aware(SGD, "mixed_float16"),
+        "got 'mixed_float16'",
+        "write loss_scale_for('mixed_float16')",
+    ),
+    (lambda: jmp.scale_aware(SGD, MIXED), "loss_scale_for(get_policy('p=full,c=f16"),
+    (
+        lambda: jmp.scale_aware(SGD, 1024.0),
+        "got 1024.0",
+        "StaticLossScale(1024.0)",
+        "DynamicLossScale(1024.0)",
+    ),
+    (lambda: grads(loss_scale=8.0), "tree of type float", "StaticLossScale(8.0)"),
+    (
+        lambda: dynamic(backoff_factor=0.5, **_TORCH),
+        "DynamicLossScale has no argument init_scale and no growth_factor and no",
+        "write loss_scale=65536.0, factor=2.0, period=2000.",
+    ),
+    (lambda: dynamic(scale_window=500), "no argument scale_window", "period=500."),
+    (lambda: dynamic(scales=2.0), "unexpected keyword argument 'scales'"),
+    (lambda: grads(with_aux)(P, X), _AUX),
+    (lambda: jmp.scaled_grad(with_aux, loss_scale=S)(P, X), _AUX),
+    (lambda: jax.jit(jmp.scaled_grad(with_aux, loss_scale=S))(P, X), _AUX),
+    (lambda: num.advise(with_aux, "mixed_float16")(P, X), _AUX),
+    (
+        lambda: jmp.full_precision(DENSE),
+        f"{_LINEN}full_precision(model.apply, ...)",
+    ),
+]
+for _name in ("autocast", "explain", "lint", "dry_run", "advise"):
+    _call: Any = getattr(jmp if hasattr(jmp, _name) else num, _name)
+    _shape = f"write {_name}(f, policy)(*args), not {_name}(f, policy, *args)."
+    NEWCOMERS += [
+        (
+            lambda call=_call: call("mixed_float16", loss),
+            f"{_name} expects a function, got 'mixed_float16' first",
+            f"write {_name}(loss, 'mixed_float16').",
+        ),
+        (
+            lambda call=_call: call(Transformed(loss, loss), MIXED),
+            f"{_name} expects a function, got Transformed(init=",
+            "pass its .apply.",
+        ),
+        (
+            lambda call=_call: call(loss, MIXED, P, X),
+            f"{_name} expects at most 2",
+            "got 4",
+            _shape,
+        ),
+        (lambda call=_call: call(loss, X), "as its policy", _shape),
+        (lambda call=_call: call(loss, P), f"{_name} got dict as its policy", _shape),
+        (lambda call=_call: call(3, MIXED), f"{_name} expects a function, got 3."),
+    ]
+    if _name != "lint":  # which takes modules
+        NEWCOMERS += [
+            (
+                lambda call=_call: call(DENSE, MIXED),
+                f"{_LINEN}{_name}(model.apply, ...)",
+                "jmp_lite.linen.with_policy(model, policy)",
+            ),
+            (
+                lambda call=_call: call(LINEAR, MIXED),
+                f"{_name} got an nnx module",
+                _SPLIT,
+            ),
+        ]
+
 PARTS = {
+    "newcomers": NEWCOMERS,
     "policies": POLICIES,
     "trees": TREES,
     "loss scales": LOSS_SCALES,
