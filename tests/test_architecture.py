@@ -234,23 +234,3 @@ def test_a_planted_violation_is_found(
     violations = find_violations(tmp_path / "house")
     where = str(path.relative_to(tmp_path / "house"))
     assert any(v.startswith(f"{where}: ") and problem in v for v in violations)
-
-
-@pytest.mark.parametrize(
-    "source", ["import jmp_lite._src.trees", "from jmp_lite._src import trees"]
-)
-def test_a_private_import_is_seen(tmp_path: Path, source: str) -> None:
-    (tmp_path / "example.py").write_text(source, encoding="utf-8")
-    assert find_private_imports(tmp_path) == [
-        "example.py: imports jmp_lite._src.trees, which is private"
-    ]
-
-
-def test_a_heavy_import_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "heavy.py").write_text("import rich.table", encoding="utf-8")
-    assert "rich" in list_modules_after("import heavy", tmp_path)
-
-
-def test_a_started_backend_is_seen() -> None:
-    with pytest.raises(RuntimeError, match="no_such_platform"):
-        list_modules_after("import jax; jax.devices()")

@@ -1,6 +1,5 @@
 """Gradients of a scaled loss: what jax.value_and_grad gives, times the scale."""
 
-import functools
 from typing import Any
 
 import chex
@@ -149,36 +148,6 @@ def test_allow_int_gives_float0(loss_scale):
 
 
 # Under transformations.
-
-
-def test_remat_changes_nothing(loss_scale):
-    grads = scaled_grad(jax.checkpoint(loss), loss_scale=loss_scale)(PARAMS, X)
-    expected = times_scale(jax.grad(loss)(PARAMS, X))
-    chex.assert_trees_all_close(grads, expected, rtol=1e-6)
-
-
-def test_a_gradient_penalty_goes_through_scale_and_unscale():
-    loss_scale = DynamicLossScale(SCALE)
-
-    def scaled(params):
-        fun = scaled_grad(loss, loss_scale=loss_scale)
-        return loss_scale.unscale(fun(params, X))
-
-    def penalty(params, grad):
-        return sum(jnp.sum(g**2) for g in jax.tree.leaves(grad(params)))
-
-    outer = functools.partial(penalty, grad=scaled)
-    value, grads = scaled_value_and_grad(outer, loss_scale=loss_scale)(PARAMS)
-    plain = functools.partial(penalty, grad=lambda p: jax.grad(loss)(p, X))
-    expected_value, expected = jax.value_and_grad(plain)(PARAMS)
-    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
-
-
-def test_nested_scales_multiply():
-    inner = scaled_grad(lambda x: x**3, loss_scale=StaticLossScale(4.0))
-    second = scaled_grad(inner, loss_scale=StaticLossScale(8.0))(jnp.float32(1))
-    assert float(second) == 6 * 4 * 8
 
 
 # Errors.

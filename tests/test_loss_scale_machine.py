@@ -5,7 +5,6 @@ Against a pure-Python reference (hypothesis), against what other libraries reall
 from the rules of those that cannot be installed any more.
 """
 
-import itertools
 import json
 import math
 import pathlib
@@ -107,38 +106,6 @@ def test_every_step_is_the_references(settings, bounds, steps):
         if settings["hysteresis"] > 1:
             assert loss_scale.bad_steps == reference.bad
         assert 0 < float(loss_scale.loss_scale) < math.inf
-
-
-@pytest.mark.parametrize("refill", REFILLS)
-@pytest.mark.parametrize("hysteresis", [1, 2, 3, 4])
-def test_all_sequences_of_nine_steps_are_the_references(hysteresis, refill):
-    settings = {
-        "loss_scale": 4.0,
-        "period": 2,
-        "factor": 2,
-        "backoff_factor": None,
-        "min_loss_scale": 1.0,
-        "max_loss_scale": 16.0,
-        "hysteresis": hysteresis,
-        "hysteresis_refill": refill,
-    }
-    sequences = np.array(list(itertools.product([False, True], repeat=9)))
-    expected = []
-    for sequence in sequences:
-        reference = Reference(settings)
-        for finite in sequence:
-            reference.step(finite)
-        expected.append((reference.scale, reference.counter))
-
-    @jax.jit
-    @jax.vmap
-    def run(sequence):
-        loss_scale = DynamicLossScale(**settings)
-        last, _ = jax.lax.scan(lambda s, f: (s.adjust(f), None), loss_scale, sequence)
-        return last.loss_scale, last.counter
-
-    scales, counters = run(sequences)
-    assert list(zip(scales.tolist(), counters.tolist(), strict=True)) == expected
 
 
 # Recorded peers.

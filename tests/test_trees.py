@@ -118,14 +118,6 @@ def test_a_module_is_a_tree_like_any_other(getkey):
     assert linear.kernel[...].dtype == jnp.float32
 
 
-def test_an_nnx_state_keeps_its_keys_and_counts():
-    state = nnx.state(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
-    kinds = {str(x.dtype) for x in jax.tree.leaves(state)}
-    cast_state = cast_floating(state, jnp.float16)
-    assert {str(x.dtype) for x in jax.tree.leaves(cast_state)} == kinds
-    assert "uint32" in kinds and any("key" in kind for kind in kinds)
-
-
 LEAVES = st.sampled_from(
     [*NOT_CASTABLE.values(), *(np.ones(2, dtype) for dtype in FLOATS)]
 )
@@ -260,16 +252,6 @@ def test_equal_leaves_that_are_no_numbers_come_back(kind):
     x, y = not_castable()[kind], not_castable()[kind]
     y = x if kind == "numpy object" else y
     assert select_tree(False, {"x": x}, {"x": y})["x"] is x
-
-
-def test_modules_are_selected(getkey):
-    a, b = (eqx.nn.MLP(2, 3, 4, 1, key=getkey()) for _ in range(2))
-    chosen = select_tree(jnp.bool_(False), a, b)
-    assert chosen.activation is a.activation
-    assert np.array_equal(chosen.layers[0].weight, b.layers[0].weight)
-    one, two = (nnx.Linear(2, 3, rngs=nnx.Rngs(seed)) for seed in range(2))
-    chosen = select_tree(jnp.bool_(False), one, two)
-    assert np.array_equal(chosen.kernel[...], two.kernel[...])
 
 
 def test_different_objects_cannot_be_chosen_between():

@@ -1,7 +1,6 @@
 """What cannot be saved or restored says why, and leaves the last good state alone."""
 
 import gc
-import re
 import shutil
 import traceback
 from collections.abc import Callable
@@ -91,23 +90,6 @@ def test_another_structure_names_the_paths(tmp_path: Path) -> None:
         f"Step 3 in {tmp_path} and `like` differ in structure: only the checkpoint "
         "has k (key<fry>[]), old/0 (a Python float), only `like` has f (no array), new "
         "(float16[2, 3])."
-    )
-
-
-def test_many_paths_are_counted(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {}, step=3)
-    like = {f"w{i}": i for i in range(9)}
-    text = refusal(checkpoint.restore, tmp_path, like)
-    assert re.search(r"only `like` has w0 \(.*w3 \(.* and 5 more\.", text)
-
-
-def test_other_shapes_name_the_paths(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"w": jnp.ones(2), "b": jnp.ones((0, 2))}, step=3)
-    like = {"w": jnp.ones((2, 1)), "b": jnp.ones((0, 3))}
-    assert refusal(checkpoint.restore, tmp_path, like) == (
-        f"Step 3 in {tmp_path} does not match `like`: it has b (float32[0, 2], `like` "
-        "has float32[0, 3]), w (float32[2], `like` has float32[2, 1]). Only floating "
-        "arrays of the same shape can be cast."
     )
 
 

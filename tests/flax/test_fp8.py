@@ -186,16 +186,6 @@ def test_accumulation_takes_each_new_history_and_averages_none():
         assert moved == (batch is second)
 
 
-def test_an_average_of_the_parameters_has_the_newest_scales():
-    tx = scale_aware(optax.sgd(1e-1), StaticLossScale(2.0**8))
-    state = _state(TrainState, jnp.bfloat16, tx, ema_decay=0.5)
-    for batch in _batches(2):
-        state = _step(state, batch)
-    assert bitwise.raw_bits(state.ema[_OWG]) == bitwise.raw_bits(state.params[_OWG])
-    kernels = state.ema["params"], state.params["params"]
-    assert bitwise.raw_bits(kernels[0]) != bitwise.raw_bits(kernels[1])
-
-
 # Leaves of these dtypes in a gradient tree, with plain scale_aware.
 
 
@@ -242,31 +232,3 @@ def test_flax_fp8_metadata_dtypes_pass_through():
         amax = jax.lax.convert_element_type(updates["amax"], jnp.float32)
         assert amax.tolist() == [8.0, np.inf]
         assert bool(state.last_finite) == (grad == 1.0)
-
-
-@over_dtypes
-def test_by_hand_the_optimiser_gets_the_parameters_only(dtype):
-    model, batches = _Model(dtype), _batches(2)
-    variables = model.init(jax.random.key(0), batches[0][0])
-    tx: Any = scale_aware(optax.adamw(1e-2), StaticLossScale(2.0**8))
-    state = _state(TrainState, dtype, tx)
-    opt_state = tx.init(variables["params"])
-
-    @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
-    def step(variables, opt_state, batch):
-        def loss(variables):
-            x, y, _ = batch
-            out = jnp.float32(model.apply(variables, x))
-            return jnp.mean((out - y) ** 2)
-
-        grads = jmp_lite.scaled_grad(loss, loss_scale=opt_state)(variables)
-        updates, opt_state = tx.update(grads["params"], opt_state, variables["params"])
-        params = optax.apply_updates(variables["params"], updates)
-        taken = {"params": params, _OWG: grads[_OWG]}
-        kept = jmp_lite.select_tree(opt_state.last_finite, taken, variables)
-        return kept, opt_state
-
-    for batch in batches:
-        variables, opt_state = step(variables, opt_state, batch)
-        state = _step(state, batch)
-    assert bitwise.raw_bits(variables) == bitwise.raw_bits(state.params)

@@ -111,21 +111,6 @@ def _assert_same_training(got: Any, expected: Any) -> None:
 # What it is for.
 
 
-@pytest.mark.parametrize("order", ["alone", "inside"])
-def test_masters_and_parameters_take_four_bytes_a_parameter(order):
-    params = {"w": jnp.ones((64, 32), jnp.bfloat16), "b": jnp.ones(64, jnp.bfloat16)}
-    count = sum(p.size for p in jax.tree.leaves(params))
-
-    def bytes_a_parameter(wrap):
-        tx: Any = ORDERS[order](wrap, optax.sgd(0.1))
-        state = jax.tree.leaves(jax.jit(tx.init)(params))
-        arrays = jax.tree.leaves(params) + [x for x in state if x.ndim]
-        return sum(x.nbytes for x in arrays) / count
-
-    assert bytes_a_parameter(in_remainders) == 4
-    assert bytes_a_parameter(master_weights) == 6
-
-
 # The same training.
 
 
@@ -289,16 +274,6 @@ def test_where_an_update_misses_the_weight_the_master_goes_on_from_there():
     np.testing.assert_array_equal(np.asarray(master)[~same], weights[~same])
     error = np.abs(np.float64(master) - np.float64(expected))
     assert (error <= 2.0**-23 * old_size).all()
-
-
-def test_a_skipped_step_leaves_every_bit_of_a_weight_that_was_missed():
-    tx: Any = scale_aware(in_remainders(optax.sgd(1.0)), _SCALE)
-    params = jnp.ones(3, jnp.bfloat16)
-    step = Trainer(tx).step
-    params, state = step(params, tx.init(params), 8 * jnp.float32([1 - 1e-6, 1e-3, 1]))
-    after = step(params, state, jnp.float32([0, jnp.nan, 0]))
-    bitwise.assert_same(after[0], params)
-    bitwise.assert_same(after[1].inner_state, state.inner_state)
 
 
 # Parameters that are set by hand.

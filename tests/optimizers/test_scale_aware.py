@@ -69,19 +69,6 @@ def test_half_gradients_are_squared_in_float32_with_any_loss_scale(loss_scale, d
     np.testing.assert_allclose(updates, -1e-3, rtol=1e-5)
 
 
-def test_extra_arguments_reach_the_inner_optimiser():
-    seen: list[Any] = []
-    tx: Any = scale_aware(_recording(seen), StaticLossScale(4.0))
-    grads = jnp.ones(2, jnp.float16)
-
-    tx.update(grads, tx.init(grads), grads, value=jnp.float16(0.5), temperature=3)
-
-    extra = seen[0][2]
-    assert extra["temperature"] == 3
-    assert extra["value"].dtype == jnp.float32
-    assert float(extra["value"]) == 0.5
-
-
 @pytest.mark.standard_promotion  # optax's own count: an int32 plus a float
 def test_extra_arguments_reach_what_multi_steps_wraps():
     seen: list[Any] = []

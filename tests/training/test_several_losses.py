@@ -255,38 +255,6 @@ def test_the_gradient_inside_a_penalty_needs_a_scale_too():
         assert not jmp_lite.all_finite(only_outside)
 
 
-def _train_critic(dtype, loss_scale, n=20) -> Any:
-    is_exact = dtype == "float64"
-    tx: Any = scale_aware(optax.adam(1e-2, b1=0.5, eps=1e-2), loss_scale)
-
-    def step(carry, batch):
-        params, state = carry
-        loss_scale = jmp_lite.get_loss_scale(state)
-        fun = functools.partial(_critic_loss, POLICIES[dtype], loss_scale=loss_scale)
-        fun = jmp_lite.scaled_value_and_grad(fun, loss_scale=state, has_aux=True)
-        (_, part), grads = fun(params, batch)
-        updates, state = tx.update(grads, state, params, value=part)
-        return (optax.apply_updates(params, updates), state), None
-
-    with jax.enable_x64(is_exact):
-        array_dtype = jnp.float64 if is_exact else jnp.float32
-        params = as_dtype(_critic_params(), array_dtype)
-        carry = params, tx.init(params)
-        batches = as_dtype(_critic_batches(n), array_dtype)
-        carry, _ = jax.jit(lambda *x: jax.lax.scan(step, *x))(carry, batches)
-        return jax.tree.map(np.asarray, carry)
-
-
-def test_a_critic_with_a_penalty_trains_in_half_as_in_float64():
-    exact, _ = _train_critic("float64", NoOpLossScale())
-    for dtype, bound in [("float32", 1e-5), ("float16", 2**-9), ("bfloat16", 2**-6)]:
-        params, state = _train_critic(dtype, DynamicLossScale(2.0**10))
-        assert int(state.skipped_steps) == 0
-        moved = distance(exact, _critic_params())
-        assert moved > 0.1
-        assert distance(params, exact) < bound
-
-
 def test_an_overflow_inside_a_penalty_is_no_bad_batch_where_value_leaves_it_out():
     policy = POLICIES["float16"]
     batch = row(as_dtype(_critic_batches(1), jnp.float32), 0)
