@@ -461,7 +461,8 @@ def test_equal_shapes_are_traced_once(dtype, monkeypatch):
 @pytest.mark.parametrize("name", ["float8", "int8", jnp.int8])
 def test_a_dtype_that_is_not_stored_is_refused_with_the_name_of_8_bits(name):
     """What is stored is neither: the codes of a format of its own."""
-    for call in ({"dtype": name}, {"rules": {"w": name}}):
+    calls: list[Any] = [{"dtype": name}, {"rules": {"w": name}}]
+    for call in calls:
         with pytest.raises(ValueError, match=r"got .*(int8|float8)") as error:
             low_precision_state(optax.trace(0.9), **call)
         assert str(error.value).endswith(' 8 bits are "8bit".')
