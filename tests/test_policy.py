@@ -202,28 +202,6 @@ def test_what_is_not_a_string_is_answered_with_the_string(value, answer):
     assert answer in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, 3, ("f16", "f16", "f16"), jnp.float16])
-def test_what_is_no_policy_is_refused(value):
-    with pytest.raises(TypeError, match="Expected a Policy or its string, got"):
-        get_policy(value)
-
-
-@pytest.mark.parametrize("position", range(3))
-@pytest.mark.parametrize(
-    ("dtype", "error", "expected"),
-    [
-        (jnp.int32, ValueError, "Expected a floating dtype .* got 'int32'"),
-        ("f17", ValueError, "Unknown dtype 'f17'"),
-        (None, TypeError, "Expected a floating dtype or its name .* got None"),
-    ],
-)
-def test_a_dtype_that_is_not_floating_is_refused(position, dtype, error, expected):
-    dtypes: list[Any] = [F32, F32, F32]
-    dtypes[position] = dtype
-    with pytest.raises(error, match=expected):
-        Policy(*dtypes)
-
-
 def test_check_device_warns_once_where_the_compute_dtype_is_slow():
     policy, turing = Policy(F16, BF16, F16), FakeDevice("gpu", "7.5")
     with pytest.warns(UserWarning) as caught:
