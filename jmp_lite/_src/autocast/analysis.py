@@ -33,8 +33,10 @@ are: `a`, `d` and `h` would be FLOAT32, because `exp` reads `h`.
 import collections
 import dataclasses
 import enum
+import heapq
 import itertools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -189,6 +191,25 @@ class Analyzer:
         return self._for_derivatives
 
 
+class _Queue:
+    """Indices of equations, the least first; each once, also if it comes again."""
+
+    def __init__(self, indices: Iterable[int]):
+        self._heap = sorted(indices)
+        self._seen = set(self._heap)
+
+    def push(self, indices: Iterable[int]) -> None:
+        """Add indices beyond the one that was taken last."""
+        for index in indices:
+            if index not in self._seen:
+                self._seen.add(index)
+                heapq.heappush(self._heap, index)
+
+    def __iter__(self) -> Iterator[int]:
+        while self._heap:
+            yield heapq.heappop(self._heap)
+
+
 class _Analysis:
     """The analysis of one jaxpr: implements `rules.Analysis`.
 
@@ -200,8 +221,11 @@ class _Analysis:
       cast_moves: results that are half because an input is cast before it is moved.
       stored: per variable, the one stored half value that it is computed from, if so.
       readers: per variable, the indices of the equations that read it.
+      made_by: per variable, the index of the equation that it is a result of.
       depends: per equation, whether its plan depends on the uses of its results.
-      is_stale: per equation, whether what its plan depends on has changed.
+      operand_uses: per equation, how it uses its operands; () before that is known.
+      counts: per variable, how many readers use it in each way.
+      uses: per result, all the uses that were ever found: these only grow.
     """
 
     def __init__(
@@ -233,26 +257,23 @@ class _Analysis:
                     self.readers[var].append(index)
             if info.softmax is not None:
                 self.readers[info.softmax.logits].append(index)
+        self.made_by = {
+            v: i for i, info in enumerate(self.infos) for v in info.eqn.outvars
+        }
         self.depends = [info.depends_on_uses for info in self.infos]
-        self.is_stale = [True] * len(self.infos)
+        self.operand_uses: list[Sequence[int]] = [()] * len(self.infos)
+        self.counts: dict[Any, dict[int, int]] = collections.defaultdict(dict)
+        self.uses: dict[Any, int] = {}
 
     def run(self, ins: tuple[Precision, ...], out_uses: tuple[int, ...]) -> CastPlan:
-        """Repeat both passes until the uses do not change."""
+        """Repeat both passes, over what has changed, until no use does."""
         self._set_inputs(ins)
-        # What is not known yet is taken to be used in half.
-        uses: dict[Any, int] = collections.defaultdict(lambda: Use.HALF)
-        known: dict[Any, int] = {}
-        while True:
-            self._forward(uses)
-            of_vars = self._backward(out_uses)
-            found = {v: use | known.get(v, 0) for v, use in of_vars.items()}
-            if found == known:
-                break
-            for index, info in enumerate(self.infos):
-                if self.depends[index]:
-                    results = info.eqn.outvars
-                    self.is_stale[index] = any(found[v] != uses[v] for v in results)
-            uses = known = found
+        for var, use in zip(self.jaxpr.outvars, out_uses, strict=True):
+            if not compat.is_literal(var):
+                self._count(var, use, 1)
+        stale: Iterable[int] = range(len(self.infos))
+        while stale:
+            stale = self._backward(self._forward(stale))
         outs = tuple(self._precision_of(v) for v in self.jaxpr.outvars)
         return CastPlan(
             jaxpr=self.jaxpr,
@@ -261,7 +282,7 @@ class _Analysis:
             ins=ins,
             half_out=tuple(p == HALF for p in outs),
             outs=outs,
-            in_uses=tuple(of_vars.get(v, 0) for v in self.jaxpr.invars),
+            in_uses=tuple(map(self._use_of, self.jaxpr.invars)),
             numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
             cast_moves=frozenset(self.cast_moves),
             is_rule=self.analyzer.is_rule,
@@ -327,18 +348,19 @@ class _Analysis:
         for var, given in zip(self.jaxpr.invars, ins, strict=True):
             self.precision[var] = precision.of_input(var, given, self.compute_dtype)
 
-    def _forward(self, uses: dict[Any, int]) -> None:
-        """Decide on what is stale, in order, and on what reads results that changed."""
-        for index, info in enumerate(self.infos):
-            if not self.is_stale[index]:
-                continue
-            self.is_stale[index] = False
-            eqn = info.eqn
-            ins = [
-                self.precision[v] if fixed is None else fixed
-                for v, fixed in zip(eqn.invars, info.fixed, strict=True)
-            ]
-            out_uses = [uses[v] for v in eqn.outvars]
+    def _forward(self, stale: Iterable[int]) -> list[int]:
+        """Decide on equations, and on those that read results that this changes.
+
+        Returns:
+          The equations that were decided on.
+        """
+        queue, decided = _Queue(stale), []
+        for index in queue:
+            decided.append(index)
+            info = self.infos[index]
+            eqn, ins = info.eqn, self._ins(info)
+            # Assume HALF until a use is known.
+            out_uses = [self.uses.get(v, Use.HALF) for v in eqn.outvars]
             plan, outs = rules.decide(info, ins, out_uses, self)
             if not all(info.is_f32):
                 of_f32 = zip(outs, info.is_f32, strict=True)
@@ -347,15 +369,25 @@ class _Analysis:
                 self.depends[index] = True
                 plan, outs = _round_norms(plan, outs, out_uses)
             self.plans[index] = plan
-            self.cast_moves.difference_update(eqn.outvars)
-            self.cast_moves.update(self._cast_moves_of(info, ins, outs, plan))
+            cast_moves = self._cast_moves_of(info, ins, outs, plan)
             stored = self._stored_in(info, ins, plan)
             for var, of_result in zip(eqn.outvars, outs, strict=True):
-                before = self.precision.get(var), self.stored.get(var)
-                if before != (of_result, stored):
-                    self.precision[var], self.stored[var] = of_result, stored
-                    for reader in self.readers.get(var, ()):
-                        self.is_stale[reader] = True
+                before = self._known_of(var)
+                self.precision[var], self.stored[var] = of_result, stored
+                (self.cast_moves.add if var in cast_moves else self.cast_moves.discard)(
+                    var
+                )
+                if self._known_of(var) != before:
+                    queue.push(self.readers.get(var, ()))
+        return decided
+
+    def _known_of(self, var: Any) -> tuple[Any, ...]:
+        return self.precision.get(var), self.stored.get(var), var in self.cast_moves
+
+    def _ins(self, info: EqnInfo) -> list[Precision]:
+        """Return the precision of each operand of an equation."""
+        pairs = zip(info.eqn.invars, info.fixed, strict=True)
+        return [self.precision[v] if fixed is None else fixed for v, fixed in pairs]
 
     def _cast_moves_of(
         self,
@@ -384,23 +416,53 @@ class _Analysis:
             and all(body_plan.is_cast_move(body, i) for body, body_plan in of_bodies)
         ]
 
-    def _backward(self, out_uses: Sequence[int]) -> dict[Any, int]:
-        """Return how each variable is used."""
-        uses: dict[Any, int] = collections.defaultdict(int)
-        for var, use in zip(self.jaxpr.outvars, out_uses, strict=True):
-            if not compat.is_literal(var):
-                uses[var] |= use
-        pairs = zip(reversed(self.infos), reversed(self.plans), strict=True)
-        for info, plan in pairs:
-            of_results = [uses[v] for v in info.eqn.outvars]
-            of_operands = rules.operand_uses(info, plan, of_results, self)
-            ins = [self._precision_of(v) for v in info.eqn.invars]
-            digits = rules.digits_used(info, ins, of_results)
-            operands = zip(info.eqn.invars, of_operands, digits, strict=True)
-            for var, operand_use, operand_digits in operands:
-                if not compat.is_literal(var):
-                    uses[var] |= operand_use | operand_digits
-        return uses
+    def _backward(self, decided: Iterable[int]) -> list[int]:
+        """Find how equations use their operands, and those that made these in turn.
+
+        Returns:
+          The equations to decide on again: more uses of their results are known.
+        """
+        queue, stale = _Queue(-index for index in decided), []
+        for index in map(operator.neg, queue):
+            info = self.infos[index]
+            of_results = [self._use_of(v) for v in info.eqn.outvars]
+            if self._grow(info.eqn.outvars, of_results) and self.depends[index]:
+                stale.append(index)
+            found = rules.operand_uses(info, self.plans[index], of_results, self)
+            digits = rules.digits_used(info, self._ins(info), of_results)
+            found = list(map(operator.or_, found, digits))
+            before = self.operand_uses[index] or [None] * len(found)
+            self.operand_uses[index] = found
+            for var, old, new in zip(info.eqn.invars, before, found, strict=True):
+                if old == new or compat.is_literal(var):
+                    continue
+                use = self._use_of(var)
+                self._count(var, new, 1)
+                if old is not None:
+                    self._count(var, old, -1)
+                if var in self.made_by and self._use_of(var) != use:
+                    queue.push([-self.made_by[var]])
+        return stale
+
+    def _grow(self, results: Sequence[Any], uses: Sequence[int]) -> bool:
+        """Add to what is known of the uses of results; return whether that grows."""
+        known = [self.uses.get(v, Use.HALF) for v in results]
+        found = [
+            use | self.uses.get(v, 0) for v, use in zip(results, uses, strict=True)
+        ]
+        self.uses.update(zip(results, found, strict=True))
+        return found != known
+
+    def _count(self, var: Any, use: int, change: int) -> None:
+        """Count the readers that use a variable in one way."""
+        counts = self.counts[var]
+        counts[use] = counts.get(use, 0) + change
+        if not counts[use]:
+            del counts[use]
+
+    def _use_of(self, var: Any) -> int:
+        """Return how all that reads a variable uses it."""
+        return rules.union(self.counts[var])
 
     def _precision_of(self, var: Any) -> Precision:
         fixed = precision.fixed(var, self.compute_dtype)
