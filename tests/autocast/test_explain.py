@@ -249,3 +249,67 @@ def test_an_outer_product_does_not_count() -> None:
     assert sorted(row.flops for row in outer) == [0, 0, 2 * 4 * 8 * 8]
     assert report.kept["an outer product: it sums nothing"] == 2
     assert "1 of 1" in text_of(report)
+
+
+# Functions that are called several times.
+
+DEPTH = 40  # 2 ** 40 calls are too many to visit
+
+
+def nested(fun: Callable[[Any], Any], depth: int = DEPTH) -> Callable[[Any], Any]:
+    """Return a function that calls another twice, which calls another twice, ..."""
+    for _ in range(depth):
+        inner = jax.jit(fun)
+        fun = lambda x, inner=inner: inner(inner(x))  # noqa: E731
+    return fun
+
+
+def test_what_is_called_twice_is_visited_once_and_counts_twice() -> None:
+    def layer(x):
+        with jax.named_scope("layer"):
+            return jnp.exp(repeated(3, x))
+
+    report = explain(nested(layer), "mixed_bfloat16")(X)
+    calls = 2**DEPTH
+    product, exp = (
+        row for row in report.rows if row.primitive in ("dot_general", "exp")
+    )
+    assert (product.calls, product.times) == (calls, 3 * calls)
+    assert (exp.calls, exp.times) == (calls, calls)
+    assert report.kept == {"unsafe in half": calls}
+    assert report.casts > calls
+    assert f"{calls} of {calls}" in text_of(report)
+    assert type(report).from_json(report.to_json()) == report
+
+
+def test_a_function_that_is_called_in_two_scopes_has_rows_in_both() -> None:
+    layer = jax.jit(lambda x: x @ W)
+
+    def fun(x):
+        with jax.named_scope("a"):
+            x = layer(layer(x))
+        with jax.named_scope("b"):
+            return layer(layer(layer(x)))
+
+    # The last product is only returned.
+    report = explain(fun, "mixed_bfloat16")(X)
+    assert [(row.layer, row.calls, row.times) for row in report.rows] == [
+        ("a", 2, 2),
+        ("b", 2, 2),
+        ("b", 1, 1),
+    ]
+
+
+def test_whiles_whose_trips_are_not_known_count_for_each_call() -> None:
+    until = jnp.float32(5)
+    report = explain(nested(whiles(lambda i: i * i < until), 3), "mixed_bfloat16")(X)
+    assert report.counted_once == 8
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_warning_of_autocast_visits_a_function_once(is_kept: bool) -> None:
+    fun = nested((lambda x: x @ W) if is_kept else jnp.sin)
+    fun = full_precision(fun) if is_kept else fun
+    why = f"{2**DEPTH} × full_precision" if is_kept else "it has no matrix product"
+    with pytest.warns(UserWarning, match=why):
+        jax.make_jaxpr(autocast(fun, "mixed_bfloat16"))(X)

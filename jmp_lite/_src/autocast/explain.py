@@ -21,7 +21,7 @@ from jmp_lite._src.autocast.transform import (
     plan_call,
     takes_function,
 )
-from jmp_lite._src.jaxprs import matmul_precision
+from jmp_lite._src.jaxprs import control_flow, matmul_precision
 from jmp_lite._src.policy import Policy, PolicyMap
 
 P = ParamSpec("P")
@@ -48,7 +48,9 @@ class OpDecision:
         outer products, which sum nothing, and for other operations.
       aligned: whether all dimensions of a matrix product are multiples of 8.
       times: how often it runs: the trips of the loops around it, multiplied, with 1 for
-        those that are not known.
+        those that are not known; all its calls together.
+      calls: how often the program has it at this place: once for each call of the
+        function that it is in.
     """
 
     layer: str
@@ -61,6 +63,7 @@ class OpDecision:
     flops: int
     aligned: bool
     times: int
+    calls: int = 1
 
     @property
     def is_lowered(self) -> bool:
@@ -85,7 +88,7 @@ class AutocastReport(reports.Report):
     """What autocast does with a function.
 
     Attributes:
-      rows: one per operation, in the order of the program.
+      rows: one per operation and place, in the order of the program.
       casts: how many casts between float32 and half the rewritten program has beyond
         those of the program itself.
       matmul_precision: the setting of `jax.default_matmul_precision` at the call, None
@@ -119,8 +122,10 @@ class AutocastReport(reports.Report):
     def kept(self) -> dict[str, int]:
         """How many operations stay in float32, by reason, most frequent first."""
         in_float32 = [row for row in self.rows if not (row.is_half or row.is_lowered)]
-        reasons = Counter(row.reason for row in in_float32 if row.reason)
-        return dict(reasons.most_common())
+        reasons = Counter()
+        for row in in_float32:
+            reasons[row.reason] += row.calls
+        return {reason: n for reason, n in reasons.most_common() if reason}
 
     def _table(self, every):
         share, of_fp8 = f"{self.half_flops_share:.1%}", self.fp8_flops_share
@@ -162,15 +167,16 @@ class AutocastReport(reports.Report):
         for layer, rows in layers.items():
             report = AutocastReport(tuple(rows), 0)
             matmuls = [row for row in rows if row.flops]
-            half = sum(row.is_half for row in matmuls)
-            odd = sum(not row.aligned for row in matmuls)
+            calls = sum(row.calls for row in matmuls)
+            half = sum(row.calls for row in matmuls if row.is_half)
+            odd = sum(row.calls for row in matmuls if not row.aligned)
             flops = sum(row.flops * row.times for row in matmuls)
             yield [
                 layer or "(no scope)",
-                f"{half} of {len(matmuls)}" if matmuls else "",
+                f"{half} of {calls}" if matmuls else "",
                 f"{flops:.3g}" if matmuls else "",
                 f"{odd}" if odd else "",
-                f"{sum(row.is_half for row in rows if not row.flops)}",
+                f"{sum(row.calls for row in rows if row.is_half and not row.flops)}",
                 "; ".join(f"{n} × {reason}" for reason, n in report.kept.items()),
             ]
 
@@ -230,12 +236,16 @@ def explain(
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         before = planned.traced.closed
         after = jax.make_jaxpr(lambda: planned.run())()
-        equations, dtype = list(walk(planned.plan)), jnp.dtype(compute_dtype)
+        casts_before, casts_after = (
+            control_flow.count_eqns(compat.open_jaxpr(jaxpr), _is_cast)
+            for jaxpr in (before, after)
+        )
+        equations, dtype = walk(planned.plan), jnp.dtype(compute_dtype)
         return AutocastReport(
             rows=tuple(_decision(of, dtype) for of in equations if not of.plan.bodies),
-            casts=_count_casts(after) - _count_casts(before),
+            casts=casts_after - casts_before,
             matmul_precision=matmul_precision.current(),
-            counted_once=sum(of.trips is None for of in equations),
+            counted_once=sum(of.calls for of in equations if of.trips is None),
         )
 
     return explained
@@ -253,6 +263,7 @@ def _decision(of: Placed, half_dtype: Any) -> OpDecision:
         flops=products.flops(of.eqn),
         aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(of.eqn)),
         times=of.times,
+        calls=of.calls,
     )
 
 
@@ -282,12 +293,9 @@ def _names(variables: Any, half: Any = (), half_dtype: Any = None) -> str:
     return " ".join(itertools.starmap(name, itertools.zip_longest(variables, half)))
 
 
-def _count_casts(jaxpr: Any) -> int:
-    """Return how many casts between float32 and half a jaxpr and those in it have."""
-    count = 0
-    for eqn in compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name == "convert_element_type":
-            pair = {str(eqn.invars[0].aval.dtype), str(eqn.outvars[0].aval.dtype)}
-            count += "float32" in pair and bool(pair & {"float16", "bfloat16"})
-        count += sum(map(_count_casts, compat.jaxprs_of(eqn)))
-    return count
+def _is_cast(eqn: Any) -> bool:
+    """Return whether an equation casts between float32 and half."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    pair = {str(eqn.invars[0].aval.dtype), str(eqn.outvars[0].aval.dtype)}
+    return "float32" in pair and bool(pair & {"float16", "bfloat16"})

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jmp_lite._src import compat, reports
@@ -164,37 +163,37 @@ class CastPlan:
 
 
 class Placed(NamedTuple):
-    """An equation of a program, and where it stands.
+    """An equation of a program at one place: a name scope, and a line.
 
     Attributes:
       eqn: the equation.
       plan: its plan.
-      around: the equations that it is inside of, outermost first.
-      times: how often it runs: the trips of the loops around it, multiplied, with 1 for
-        those that are not known.
+      scope: the name-scope path around its jaxpr.
+      line_around: the line of the equation that it is inside of.
       trips: how often its sub-jaxprs run each time; None if that is not known.
+      calls: how often it is there: once for each call of what it is a part of.
+      times: how often it runs there: the calls, each times the trips of the loops
+        around it, with 1 for those that are not known.
     """
 
     eqn: Any
     plan: EqnPlan
-    around: tuple[Any, ...]
-    times: int
-    trips: int | None
+    scope: str
+    line_around: str
+    trips: int | None = 1
+    calls: int = 1
+    times: int = 1
 
     @property
     def layer(self) -> str:
         """Its name-scope path."""
-        stacks = [name_scopes.of(eqn) for eqn in (*self.around, self.eqn)]
-        return name_scopes.without_marks(functools.reduce(name_scopes.join, stacks, ""))
+        path = name_scopes.join(self.scope, name_scopes.of(self.eqn))
+        return name_scopes.without_marks(path)
 
     @property
     def line(self) -> str:
         """`file:line` of the user's code."""
-        return functools.reduce(
-            lambda line, eqn: sources.source_line(eqn, line),
-            (*self.around, self.eqn),
-            "",
-        )
+        return sources.source_line(self.eqn, self.line_around)
 
     @property
     def reason(self) -> str:
@@ -209,35 +208,52 @@ class Placed(NamedTuple):
 NOT_OPENED = "not looked into"
 
 
-def walk(
-    plan: CastPlan,
-    around: tuple[Any, ...] = (),
-    times: int = 1,
-    known: Mapping[Any, int | None] | None = None,
-) -> Iterator[Placed]:
-    """Yield each equation of a jaxpr, and then those of its sub-jaxprs.
+def walk(plan: CastPlan, *, has_places: bool = True) -> list[Placed]:
+    """List the equations of a jaxpr, each followed by those of its sub-jaxprs.
+
+    A jaxpr that is called several times is visited once, or once per place: the calls
+    are multiplied.
 
     Args:
       plan: the plan of the jaxpr.
-      around: the equations that it is inside of, outermost first.
-      times: how often it runs.
-      known: the integers that its inputs are, where they are known.
+      has_places: whether the same equation has several rows if it is at several places.
     """
-    for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
-        if not eqn_plan.bodies:
-            yield Placed(eqn, eqn_plan, around, times, 1)
-            continue
-        ins = [control_flow.integer(v, known or {}) for v in eqn.invars]
-        trips = control_flow.trips(eqn, ins)
-        yield Placed(eqn, eqn_plan, around, times, trips)
-        is_loop = eqn.primitive.name in ("scan", "while")
-        subs = control_flow.sub_jaxprs(eqn) or ()
-        for sub, body in zip(subs, eqn_plan.bodies, strict=True):
-            operands = enumerate(zip(sub.jaxpr.invars, sub.operands, strict=True))
-            inside = {
-                var: ins[i]
-                for k, (var, i) in operands
-                if not (is_loop and k in sub.fixed_in)
-            }
-            inner_times = times * (1 if trips is None else trips)
-            yield from walk(body, (*around, eqn), inner_times, inside)
+    visited: dict[Any, list[Placed]] = {}
+
+    def visit(plan: CastPlan, *place: Any) -> list[Placed]:
+        if (plan, *place) not in visited:
+            rows: dict[Any, Placed] = {}
+            for row in visit_eqns(plan, *place):
+                key = (id(row.eqn), id(row.plan), *row[2:5])
+                calls, times = rows[key][5:] if key in rows else (0, 0)
+                rows[key] = row._replace(
+                    calls=calls + row.calls, times=times + row.times
+                )
+            visited[plan, *place] = list(rows.values())
+        return visited[plan, *place]
+
+    def visit_eqns(plan: CastPlan, scope: str, line: str, integers: Any):
+        known = dict(zip(plan.jaxpr.invars, integers, strict=True))
+        for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
+            row = Placed(eqn, eqn_plan, scope, line)
+            if not eqn_plan.bodies:
+                yield row
+                continue
+            ins = [control_flow.integer(v, known) for v in eqn.invars]
+            row = row._replace(trips=control_flow.trips(eqn, ins))
+            yield row
+            inside = ("", "")
+            if has_places:
+                inside = name_scopes.join(scope, name_scopes.of(eqn)), row.line
+            is_loop = eqn.primitive.name in ("scan", "while")
+            trips = 1 if row.trips is None else row.trips
+            subs = control_flow.sub_jaxprs(eqn) or ()
+            for sub, body in zip(subs, eqn_plan.bodies, strict=True):
+                integers = [
+                    None if is_loop and k in sub.fixed_in else ins[i]
+                    for k, i in enumerate(sub.operands)
+                ]
+                for of_body in visit(body, *inside, tuple(integers)):
+                    yield of_body._replace(times=of_body.times * trips)
+
+    return visit(plan, "", "", (None,) * len(plan.jaxpr.invars))

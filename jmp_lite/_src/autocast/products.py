@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast.precision import IGNORED, Precision, is_f32, is_float
 from jmp_lite._src.jaxprs import binding, matmul_precision
+from jmp_lite._src.jaxprs.control_flow import count_eqns
 
 NAMES = matmul_precision.PRODUCTS
 COMPLEX = "complex"  # why a product of complex numbers is not in half
@@ -112,8 +113,11 @@ def is_half_product(eqn: Any) -> bool:
 
 def count(eqn: Any) -> int:
     """Return the number of matrix products in an equation and its sub-jaxprs."""
-    inner = (e for j in compat.jaxprs_of(eqn) for e in compat.open_jaxpr(j).eqns)
-    return (eqn.primitive.name in NAMES) + sum(map(count, inner))
+    inner = (
+        count_eqns(j, lambda eqn: eqn.primitive.name in NAMES)
+        for j in compat.jaxprs_of(eqn)
+    )
+    return (eqn.primitive.name in NAMES) + sum(inner)
 
 
 def dimensions(eqn: Any) -> list[int]:

@@ -290,9 +290,9 @@ class PlannedCall:
 
     def what_is_missing(self) -> str:
         """Return which precision of the policy no product has, and why; or ""."""
-        equations = list(walk(self.plan))
+        equations = walk(self.plan, has_places=False)
         if not any(of.plan.is_low_product for of in equations):
-            kept = _kept(equations)
+            kept = self._kept()
             why = f"its matrix products are left as they are ({kept})"
             none = "it has no matrix product"
             text = f"lowered nothing in {self.name}: {why if kept else none}."
@@ -303,8 +303,17 @@ class PlannedCall:
         if not self.analyzer.regions.any_fp8:
             return ""
         if not any(of.plan.rule.is_fp8 for of in equations):
-            return f"put no matrix product of {self.name} in fp8: {_kept(equations)}."
+            return f"put no matrix product of {self.name} in fp8: {self._kept()}."
         return ""
+
+    def _kept(self) -> str:
+        """Return how many products have each reason."""
+        kept = collections.Counter()
+        for of in walk(self.plan):
+            count = 0 if of.plan.bodies else products.count(of.eqn) * of.calls
+            if count:
+                kept[of.reason] += count
+        return "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())
 
 
 _REAL_PARTS = (
@@ -312,16 +321,6 @@ _REAL_PARTS = (
     "Re(C @ x) is C.real @ x.real - C.imag @ x.imag. If complex products are meant, "
     "mark them with full_precision."
 )
-
-
-def _kept(equations: Iterable[Placed]) -> str:
-    """Return how many products have each reason."""
-    kept = collections.Counter()
-    for of in equations:
-        count = 0 if of.plan.bodies else products.count(of.eqn)
-        if count:
-            kept[of.reason] += count
-    return "; ".join(f"{n} × {reason}" for reason, n in kept.most_common())
 
 
 def _complex_share(equations: Iterable[Placed]) -> float:

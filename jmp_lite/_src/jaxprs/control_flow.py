@@ -75,6 +75,22 @@ def why_not_opened(eqn: Any) -> str:
     return f"it runs functions of its own ({names})"
 
 
+def count_eqns(jaxpr: Any, number_of: Callable[[Any], int]) -> int:
+    """Return the sum of a number over the equations of an open jaxpr and those in it.
+
+    A jaxpr that several equations call counts for each, and is visited once.
+    """
+
+    @functools.cache
+    def count(jaxpr: Any) -> int:
+        return sum(
+            number_of(eqn) + sum(map(count, compat.jaxprs_of(eqn)))
+            for eqn in jaxpr.eqns
+        )
+
+    return count(jaxpr)
+
+
 def trips(eqn: Any, ins: Sequence[int | None]) -> int | None:
     """Return how often the bodies of an equation run: 1 if it is no loop.
 
