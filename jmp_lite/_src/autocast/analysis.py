@@ -32,7 +32,6 @@ are: `a`, `d` and `h` would be FLOAT32, because `exp` reads `h`.
 
 import collections
 import dataclasses
-import enum
 import heapq
 import itertools
 import operator
@@ -44,50 +43,26 @@ import numpy as np
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import patterns, precision, products, rules
 from jmp_lite._src.autocast.ops import OpRules
-from jmp_lite._src.autocast.plans import NOT_OPENED, CastPlan, EqnInfo, EqnPlan
+from jmp_lite._src.autocast.plans import (
+    NOT_OPENED,
+    CastPlan,
+    Direction,
+    EqnInfo,
+    EqnPlan,
+)
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
     FLOAT32,
-    FUSED,
     HALF,
     INPUT,
-    NORMALIZED,
     NUMBER,
     OTHER,
     Precision,
     Use,
 )
-from jmp_lite._src.autocast.regions import Region, Regions
+from jmp_lite._src.autocast.regions import Regions
 from jmp_lite._src.jaxprs import control_flow, matmul_precision, name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
-
-
-class Direction(enum.Enum):
-    """The pass that a jaxpr or an equation is of."""
-
-    FORWARD = enum.auto()
-    BACKWARD = enum.auto()
-    RULE = enum.auto()
-    """A function with a rule for its JVP, or the rule itself."""
-    RECOMPUTED = enum.auto()
-    """A function with rules for its VJP, or one of these. The rules may compute again
-    what the function has computed, and must get the same numbers."""
-
-    @property
-    def has_rule(self) -> bool:
-        """Whether it is of a function with rules for derivatives."""
-        return self in (Direction.RULE, Direction.RECOMPUTED)
-
-    def of(self, eqn: Any) -> "Direction":
-        """Return the direction of an equation in a jaxpr of this one."""
-        name = eqn.primitive.name
-        if self is Direction.RECOMPUTED or name == "custom_vjp_call":
-            return Direction.RECOMPUTED
-        if self is Direction.RULE or name == "custom_jvp_call":
-            return Direction.RULE
-        around = self is Direction.BACKWARD
-        is_backward = name_scopes.is_backward(name_scopes.of(eqn), around)
-        return Direction.BACKWARD if is_backward else Direction.FORWARD
 
 
 class Analyzer:
@@ -222,7 +197,6 @@ class _Analysis:
       stored: per variable, the one stored half value that it is computed from, if so.
       readers: per variable, the indices of the equations that read it.
       made_by: per variable, the index of the equation that it is a result of.
-      depends: per equation, whether its plan depends on the uses of its results.
       operand_uses: per equation, how it uses its operands; () before that is known.
       counts: per variable, how many readers use it in each way.
       uses: per result, all the uses that were ever found: these only grow.
@@ -260,7 +234,6 @@ class _Analysis:
         self.made_by = {
             v: i for i, info in enumerate(self.infos) for v in info.eqn.outvars
         }
-        self.depends = [info.depends_on_uses for info in self.infos]
         self.operand_uses: list[Sequence[int]] = [()] * len(self.infos)
         self.counts: dict[Any, dict[int, int]] = collections.defaultdict(dict)
         self.uses: dict[Any, int] = {}
@@ -329,16 +302,6 @@ class _Analysis:
         """Return the stored half values of which a half value is computed."""
         return self.stored.get(var) or frozenset([var])
 
-    def _stored_in(
-        self, info: EqnInfo, ins: Sequence[Precision], plan: EqnPlan
-    ) -> frozenset[Any] | None:
-        """Return the one stored half value that a half result is computed from."""
-        if not info.rule.is_elementwise or plan.keeps_half or not any(plan.half_in):
-            return None
-        pairs = zip(info.eqn.invars, ins, strict=True)
-        stored = frozenset().union(*[self.made_of(v) for v, p in pairs if p == HALF])
-        return stored if len(stored) == 1 else None
-
     def _set_inputs(self, ins: Sequence[Precision]) -> None:
         for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):
             is_f32 = precision.is_f32(var)
@@ -362,59 +325,29 @@ class _Analysis:
             # Assume HALF until a use is known.
             out_uses = [self.uses.get(v, Use.HALF) for v in eqn.outvars]
             plan, outs = rules.decide(info, ins, out_uses, self)
-            if not all(info.is_f32):
-                of_f32 = zip(outs, info.is_f32, strict=True)
-                outs = [p if is_f32 else OTHER for p, is_f32 in of_f32]
-            if {FUSED, NORMALIZED} & {*outs} and self.half_results(info):
-                self.depends[index] = True
-                plan, outs = _round_norms(plan, outs, out_uses)
             self.plans[index] = plan
-            cast_moves = self._cast_moves_of(info, ins, outs, plan)
-            stored = self._stored_in(info, ins, plan)
+            stored = info.rule.made_of(info, ins, plan, self)
+            has_half = HALF in outs
+            moves = info.rule.cast_moves(info, ins, plan, self) if has_half else ()
             for var, of_result in zip(eqn.outvars, outs, strict=True):
-                before = self._known_of(var)
-                self.precision[var], self.stored[var] = of_result, stored
-                (self.cast_moves.add if var in cast_moves else self.cast_moves.discard)(
-                    var
-                )
-                if self._known_of(var) != before:
+                known = self.precision.get(var), self.stored.get(var)
+                if (*known, var in self.cast_moves) != (
+                    of_result,
+                    stored,
+                    var in moves,
+                ):
+                    self.precision[var], self.stored[var] = of_result, stored
+                    change = (
+                        self.cast_moves.add if var in moves else self.cast_moves.discard
+                    )
+                    change(var)
                     queue.push(self.readers.get(var, ()))
         return decided
-
-    def _known_of(self, var: Any) -> tuple[Any, ...]:
-        return self.precision.get(var), self.stored.get(var), var in self.cast_moves
 
     def _ins(self, info: EqnInfo) -> list[Precision]:
         """Return the precision of each operand of an equation."""
         pairs = zip(info.eqn.invars, info.fixed, strict=True)
         return [self.precision[v] if fixed is None else fixed for v, fixed in pairs]
-
-    def _cast_moves_of(
-        self,
-        info: EqnInfo,
-        ins: Sequence[Precision],
-        outs: Sequence[Precision],
-        plan: EqnPlan,
-    ) -> Sequence[Any]:
-        """Return the half results that are inputs, cast before they moved."""
-        eqn = info.eqn
-        if HALF not in outs:
-            return ()
-        if HALF not in ins and rules.casts_before(eqn):
-            return eqn.outvars
-        if not self.keeps_inputs:
-            return ()
-        if info.rule is rules.PASSTHROUGH:
-            pairs = zip(eqn.invars, ins, strict=True)
-            halves = [v for v, p in pairs if p == HALF]
-            return eqn.outvars if all(v in self.cast_moves for v in halves) else ()
-        of_bodies = list(zip(info.bodies, plan.bodies, strict=True))
-        return [
-            var
-            for i, var in enumerate(eqn.outvars)
-            if of_bodies
-            and all(body_plan.is_cast_move(body, i) for body, body_plan in of_bodies)
-        ]
 
     def _backward(self, decided: Iterable[int]) -> list[int]:
         """Find how equations use their operands, and those that made these in turn.
@@ -426,11 +359,11 @@ class _Analysis:
         for index in map(operator.neg, queue):
             info = self.infos[index]
             of_results = [self._use_of(v) for v in info.eqn.outvars]
-            if self._grow(info.eqn.outvars, of_results) and self.depends[index]:
+            grows = self._grow(info.eqn.outvars, of_results)
+            if grows and info.rule.depends_on_uses(info):
                 stale.append(index)
-            found = rules.operand_uses(info, self.plans[index], of_results, self)
-            digits = rules.digits_used(info, self._ins(info), of_results)
-            found = list(map(operator.or_, found, digits))
+            plan, ins = self.plans[index], self._ins(info)
+            found = rules.operand_uses(info, plan, ins, of_results, self)
             before = self.operand_uses[index] or [None] * len(found)
             self.operand_uses[index] = found
             for var, old, new in zip(info.eqn.invars, before, found, strict=True):
@@ -478,18 +411,14 @@ def _describe(
 
     def describe(index: int, eqn: Any) -> EqnInfo:
         name = eqn.primitive.name
-        rule = rules.BY_CLASS[table.class_of(name)]
-        bodies, why_unchanged = (), ""
-        if rules.is_retyping(eqn):  # float32 to float32, as jnp.where does to numbers
-            rule = rules.PASSTHROUGH
-        elif rule is rules.UNCHANGED:
-            bodies = control_flow.sub_jaxprs(eqn) or ()
-            rule = rules.SUB_JAXPRS if bodies else rule
-            why_unchanged = "" if bodies else _why_unchanged(eqn)
+        rule, why_not_fp8 = rules.rule_for(eqn, table.class_of(name)), ""
+        bodies = control_flow.sub_jaxprs(eqn) or () if rule is rules.SUB_JAXPRS else ()
         region = analyzer.regions.at(scope, name_scopes.of(eqn))
-        why_not_fp8 = ""
         if rule is rules.PRODUCT and (region.fp8 or region.reduces_in_float32):
-            rule, why_not_fp8 = _rule_of_product(eqn, region, table, around.of(eqn))
+            direction = around.of(eqn)
+            rule, why_not_fp8 = rules.product_rule(
+                eqn, region, direction, table.fp8_min_size
+            )
         size = precision.size(eqn.outvars[0]) if rule.is_elementwise else 0
         # Integers matter where they become floats, here or in a sub-jaxpr.
         may_convert = bodies or name == "convert_element_type"
@@ -503,8 +432,7 @@ def _describe(
             fixed=tuple([fixed(v, dtype) for v in eqn.invars]),
             is_smaller=tuple([size > precision.size(v) for v in eqn.invars]),
             is_f32=tuple(map(precision.is_f32, eqn.outvars)),
-            depends_on_uses=rule is not rules.FLOAT32_RULE or index in softmaxes,
-            why_unchanged=why_unchanged,
+            why_unchanged=_why_unchanged(eqn) if rule is rules.UNCHANGED else "",
             is_filled_in=id(eqn) in analyzer.filled_in,
             why_not_fp8=why_not_fp8,
         )
@@ -518,41 +446,6 @@ def _why_unchanged(eqn: Any) -> str:
         return "not in the rules"
     why_not = control_flow.why_not_opened(eqn)
     return f"{NOT_OPENED}: {eqn.primitive.name}, {why_not}"
-
-
-def _rule_of_product(
-    eqn: Any, region: Region, table: OpRules, direction: Direction
-) -> tuple[rules.Rule, str]:
-    """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
-    if direction.has_rule:
-        reason = "a function with a rule for its derivatives"
-        return rules.PRODUCT, reason if region.fp8 else ""
-    why_not = ""
-    if region.fp8:
-        why_not = products.why_not_fp8(eqn, table.fp8_min_size)
-        if not why_not:
-            is_backward = direction is Direction.BACKWARD
-            return rules.FP8_BACKWARD if is_backward else rules.FP8, ""
-    return rules.ACCUMULATED if region.reduces_in_float32 else rules.PRODUCT, why_not
-
-
-def _round_norms(
-    plan: EqnPlan, outs: Sequence[Precision], uses: Sequence[int]
-) -> tuple[EqnPlan, list[Precision]]:
-    """Round the output of a norm to half for everything that reads it.
-
-    That is done if a product reads it, which needs it in half anyway, and nothing uses
-    it exactly.
-    """
-    wanted = Use.FLOAT32 | Use.PRODUCT
-    unwanted = Use.OUTPUT | Use.EXACT | Use.NEAR_ONE | Use.FRACTION
-    rounds = [
-        out in (FUSED, NORMALIZED) and use & (wanted | unwanted) == wanted
-        for out, use in zip(outs, uses, strict=True)
-    ]
-    half_out = tuple(map(max, plan.half_out, rounds))
-    rounded = [HALF if r else out for r, out in zip(rounds, outs, strict=True)]
-    return dataclasses.replace(plan, half_out=half_out), rounded
 
 
 def _check_bodies(plan: EqnPlan) -> EqnPlan:
@@ -619,7 +512,7 @@ class AsWritten:
     def plan_rule(self, closed: Any, **options: Any) -> CastPlan:
         """Return the plan of a rule for derivatives."""
         del options
-        return self.plan_closed(closed, direction=Direction.RULE)
+        return self.plan_closed(closed, direction=Direction.DERIVATIVE_RULE)
 
     def for_derivatives(self) -> "AsWritten":
         """Return what plans the rules for derivatives."""

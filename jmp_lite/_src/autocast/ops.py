@@ -4,15 +4,16 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, fp8
-from jmp_lite._src.jaxprs.primitives import PRIMITIVES, OpClass
+from jmp_lite._src.autocast.rules import BY_CLASS
+from jmp_lite._src.jaxprs.primitives import PRIMITIVES
 
-CLASSES = get_args(OpClass)
+CLASSES = tuple(BY_CLASS)
 
 
 @jax.tree_util.register_static
@@ -121,7 +122,7 @@ class OpRules:
         return cls(dict.fromkeys(PRIMITIVES, "unchanged") | _printed(dict(classes)))
 
     @functools.cached_property
-    def _by_name(self) -> dict[str, OpClass]:
+    def _by_name(self) -> dict[str, str]:
         return dict(self.classes)
 
     @property
@@ -129,7 +130,7 @@ class OpRules:
         """Whether any primitive is in the class `"half"`."""
         return "half" in self._by_name.values()
 
-    def class_of(self, primitive: str) -> OpClass:
+    def class_of(self, primitive: str) -> str:
         """Return the class of a primitive, `"unchanged"` if it is not listed."""
         return self._by_name.get(primitive, "unchanged")
 
@@ -138,7 +139,7 @@ class OpRules:
         *,
         half_results: bool | None = None,
         fp8_min_size: int | None = None,
-        **classes: OpClass,
+        **classes: str,
     ) -> "OpRules":
         """Return these rules with some primitives in another class.
 

@@ -1,6 +1,7 @@
 """Plans: what the analysis decides for each equation of a jaxpr."""
 
 import dataclasses
+import enum
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,34 @@ if TYPE_CHECKING:
     from jmp_lite._src.autocast.rules import Rule
 
 
+class Direction(enum.Enum):
+    """The pass that a jaxpr or an equation is of."""
+
+    FORWARD = enum.auto()
+    BACKWARD = enum.auto()
+    DERIVATIVE_RULE = enum.auto()
+    """A function with a rule for its JVP, or the rule itself."""
+    RECOMPUTED = enum.auto()
+    """A function with rules for its VJP, or one of these. The rules may compute again
+    what the function has computed, and must get the same numbers."""
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether it is of a function with rules for derivatives."""
+        return self in (Direction.DERIVATIVE_RULE, Direction.RECOMPUTED)
+
+    def of(self, eqn: Any) -> "Direction":
+        """Return the direction of an equation in a jaxpr of this one."""
+        name = eqn.primitive.name
+        if self is Direction.RECOMPUTED or name == "custom_vjp_call":
+            return Direction.RECOMPUTED
+        if self is Direction.DERIVATIVE_RULE or name == "custom_jvp_call":
+            return Direction.DERIVATIVE_RULE
+        around = self is Direction.BACKWARD
+        is_backward = name_scopes.is_backward(name_scopes.of(eqn), around)
+        return Direction.BACKWARD if is_backward else Direction.FORWARD
+
+
 class EqnInfo(NamedTuple):
     """An equation of a jaxpr, and what the analysis reads off the program once.
 
@@ -28,7 +57,6 @@ class EqnInfo(NamedTuple):
       fixed: per operand, its precision if it is a literal or not float32, else None.
       is_smaller: per operand, whether it is smaller than an elementwise result.
       is_f32: per result, whether it is float32.
-      depends_on_uses: whether its plan depends on the uses of its results.
       why_unchanged: why it runs as it is written, if its rule is `UNCHANGED`.
       is_filled_in: whether it is a product whose `precision` the caller set.
       why_not_fp8: why a product that the policy has in fp8 is not, or "".
@@ -42,7 +70,6 @@ class EqnInfo(NamedTuple):
     fixed: tuple[Precision | None, ...]
     is_smaller: tuple[bool, ...]
     is_f32: tuple[bool, ...]
-    depends_on_uses: bool
     why_unchanged: str
     is_filled_in: bool
     why_not_fp8: str
@@ -112,7 +139,7 @@ class CastPlan:
       numbers: the variables that are numbers which the compute dtype can represent.
       cast_moves: the half variables that are inputs, cast before they moved.
       is_rule: whether it is, or is inside, a rule for derivatives.
-      direction: of `analysis.Direction`, the pass that it is of.
+      direction: the pass that it is of.
     """
 
     jaxpr: Any
@@ -125,7 +152,7 @@ class CastPlan:
     numbers: frozenset[Any] = frozenset()
     cast_moves: frozenset[Any] = frozenset()
     is_rule: bool = False
-    direction: Any = None
+    direction: Direction = Direction.FORWARD
 
     @property
     def half_in(self) -> tuple[bool, ...]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jmp_lite._src import dtypes
 from jmp_lite._src.autocast import sums
-from jmp_lite._src.autocast.analysis import Analyzer, AsWritten, Direction
-from jmp_lite._src.autocast.plans import CastPlan, EqnPlan
+from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
+from jmp_lite._src.autocast.plans import CastPlan, Direction, EqnPlan
 from jmp_lite._src.autocast.precision import HALF, Use
 from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs import binding, control_flow

@@ -1,21 +1,23 @@
 """One rule object per class of the table: all that autocast does with an equation.
 
 A rule says, in one place, what precision the results have given that of the operands
-(`propagate`), how the operands are used given the uses of the results
-(`operand_uses`), and how the equation runs (`run`).
+(`propagate`), how the operands are used given the uses of the results (`operand_uses`)
+and which of their digits (`digits_used`), whether the uses decide (`depends_on_uses`),
+what of its results the analysis may take for what it was made of (`made_of`,
+`cast_moves`), and how the equation runs (`run`). The classes are those in `BY_CLASS`.
 """
 
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast import accumulators, patterns, precision, products
-from jmp_lite._src.autocast.plans import CastPlan, EqnInfo, EqnPlan
+from jmp_lite._src.autocast.plans import CastPlan, Direction, EqnInfo, EqnPlan
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
     FLOAT32,
@@ -32,7 +34,9 @@ from jmp_lite._src.autocast.precision import (
     Precision,
     Use,
 )
+from jmp_lite._src.autocast.regions import Region
 from jmp_lite._src.autocast.values import Values
+from jmp_lite._src.jaxprs import control_flow
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.primitives import Fact, facts
 
@@ -45,6 +49,7 @@ class Analysis(Protocol):
     compute_dtype: Any
     keeps_inputs: bool
     precision: dict[Any, Precision]
+    cast_moves: set[Any]
 
     @property
     def is_recomputed(self) -> bool:
@@ -80,6 +85,7 @@ class Rule:
     Attributes:
       name: the class, as the table and `explain` have it.
       is_elementwise: whether results are computed element by element, or moved.
+      is_move: whether results are moved numbers.
       is_product: whether the equations are matrix products.
       is_fp8: whether their operands are rounded to fp8.
       keeps_inputs: whether their operands that are inputs are read in float32, and cast
@@ -88,6 +94,7 @@ class Rule:
 
     name: ClassVar[str] = "unchanged"
     is_elementwise: ClassVar[bool] = False
+    is_move: ClassVar[bool] = False
     is_product: ClassVar[bool] = False
     is_fp8: ClassVar[bool] = False
     keeps_inputs: ClassVar[bool] = False
@@ -118,6 +125,49 @@ class Rule:
         plan = _kept(self, len(eqn.invars), len(eqn.outvars), reason)
         return plan, [FLOAT32] * len(eqn.outvars)
 
+    def depends_on_uses(self, info: EqnInfo) -> bool:
+        """Return whether the decision on an equation depends on what reads it."""
+        del info
+        return True
+
+    def made_of(
+        self,
+        info: EqnInfo,
+        ins: Sequence[Precision],
+        plan: EqnPlan,
+        analysis: Analysis,
+    ) -> frozenset[Any] | None:
+        """Return the one stored half value that a result can be computed from again.
+
+        Args:
+          info: the equation.
+          ins: the precision of each operand.
+          plan: what `propagate` returned.
+          analysis: that of the jaxpr.
+
+        Returns:
+          None if there is none: then the result is such a value itself, if it is half.
+        """
+        del info, ins, plan, analysis
+
+    def cast_moves(
+        self,
+        info: EqnInfo,
+        ins: Sequence[Precision],
+        plan: EqnPlan,
+        analysis: Analysis,
+    ) -> Sequence[Any]:
+        """Return the half results that are inputs, cast before they were moved.
+
+        Args:
+          info: the equation, which has half results.
+          ins: the precision of each operand.
+          plan: what `propagate` returned.
+          analysis: that of the jaxpr.
+        """
+        del info, ins, plan, analysis
+        return ()
+
     def operand_uses(
         self, info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
     ) -> Sequence[int]:
@@ -132,6 +182,34 @@ class Rule:
         del plan, analysis
         of_each = Use.OUTPUT if returns_sum(info, uses) else Use.FLOAT32 | Use.EXACT
         return [of_each] * len(info.eqn.invars)
+
+    def digits_used(
+        self, info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int]
+    ) -> Sequence[int]:
+        """Return which digits of its operands an equation uses, as bits of `Use`.
+
+        Args:
+          info: the equation.
+          ins: the precision of each operand.
+          uses: how its results are used.
+        """
+        eqn, name, use = info.eqn, info.eqn.primitive.name, union(uses)
+        known = facts(name)
+        used = Use.NEAR_ONE * bool(known & Fact.NEAR_ONE)
+        used |= Use.FRACTION * bool(known & Fact.FRACTION)
+        if (self.is_move or known & Fact.ARITHMETIC) and any(info.is_f32):
+            used |= use & (Use.NEAR_ONE | Use.FRACTION)
+        rounds = Use.HALF | Use.PRODUCT | Use.KEPT
+        if name in ("add", "sub") and NUMBER in ins and use & ~rounds:
+            used |= Use.NEAR_ONE
+        if name == "integer_pow" and eqn.params["y"] < 0:
+            used |= Use.NEAR_ONE
+        if name == "convert_element_type" and not precision.is_float(eqn.outvars[0]):
+            used |= Use.NEAR_ONE | Use.FRACTION
+        by_operand = [used] * len(ins)
+        if name == "div":
+            by_operand[1] |= Use.NEAR_ONE
+        return by_operand
 
     def run(self, eqn: Any, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of an equation, in the precision of its plan."""
@@ -156,7 +234,10 @@ class _Float32(Rule):
     name = "float32"
 
     def propagate(self, info, ins, uses, analysis):
-        return self.keep(info, why_float32(info, uses) or "unsafe in half")
+        return self.keep(info, "unsafe in half")
+
+    def depends_on_uses(self, info):
+        return info.softmax is not None
 
 
 class _Half(Rule):
@@ -259,13 +340,11 @@ class _Elementwise(Rule):
     """Arithmetic and moves: half where every operand is, else float32."""
 
     is_elementwise = True
-    is_move: ClassVar[bool]
 
     def propagate(self, info, ins, uses, analysis):
-        reason = why_float32(info, uses)
-        if reason:
-            return FLOAT32_RULE.keep(info, reason)
         eqn = info.eqn
+        if facts(eqn.primitive.name) & Fact.SATURATES and uses[0] & Use.NEAR_ONE:
+            return FLOAT32_RULE.keep(info, "its distance from 1 is used")
         if len(eqn.outvars) == len(ins) > 1:  # a barrier: result i is operand i
             half = tuple(p == HALF for p in ins)
             return EqnPlan(self, half, half), ins
@@ -305,7 +384,7 @@ class _Elementwise(Rule):
     def _in_float32(self, info: EqnInfo, ins: Sequence[Precision]) -> Precision:
         """Return the precision of a result that is computed in float32."""
         name = info.eqn.primitive.name
-        # Is an operand broadcast, by a move of its own or in arithmetic?
+        # Is an operand broadcast, explicitly, or by arithmetic?
         may_broadcast = not self.is_move or name == "broadcast_in_dim"
         is_broadcast = [may_broadcast and smaller for smaller in info.is_smaller]
         after = {FLOAT32: STATISTIC, INPUT: INPUT if self.is_move else BROADCAST}
@@ -336,6 +415,22 @@ class _Elementwise(Rule):
             Use.FLOAT32 if is_smaller and analysis.is_moved_input(var) else passed
             for var, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
         ]
+
+    def made_of(self, info, ins, plan, analysis):
+        if plan.keeps_half or not any(plan.half_in):
+            return None
+        pairs = zip(info.eqn.invars, ins, strict=True)
+        found = _union(analysis.made_of(v) for v, p in pairs if p == HALF)
+        return found if len(found) == 1 else None
+
+    def cast_moves(self, info, ins, plan, analysis):
+        results = info.eqn.outvars
+        pairs = zip(info.eqn.invars, ins, strict=True)
+        halves = {v for v, p in pairs if p == HALF}
+        if not halves:
+            return results if casts_before(info.eqn) else ()
+        is_moved = self.is_move and analysis.keeps_inputs
+        return results if is_moved and halves <= analysis.cast_moves else ()
 
     def _passed_on(self, eqn: Any, plan: EqnPlan, use: int) -> int:
         rounds_before = self.is_move or facts(eqn.primitive.name) & Fact.EXACT
@@ -448,6 +543,15 @@ class _SubJaxprs(Rule):
             for body, of_body in zip(info.bodies, ins, strict=True)
         ]
 
+    def cast_moves(self, info, ins, plan, analysis):
+        pairs = list(zip(info.bodies, plan.bodies, strict=True))
+        return [
+            var
+            for i, var in enumerate(info.eqn.outvars)
+            if analysis.keeps_inputs
+            and all(of_body.is_cast_move(body, i) for body, of_body in pairs)
+        ]
+
     def operand_uses(self, info, plan, uses, analysis):
         # The plan was made for the uses that were known before.
         ins = [body_plan.ins for body_plan in plan.bodies]
@@ -484,9 +588,7 @@ class _Softmax(Rule):
         return EqnPlan(self, (False, False), (True,), softmax=found), [HALF]
 
     def run(self, eqn, plan, values):
-        found = plan.softmax
-        if found is None:
-            return super().run(eqn, plan, values)
+        found: Any = plan.softmax
         logits = values.read_as_made(found.logits)
         options = found.axes, values.half_dtype, found.is_from_half
         return [patterns.softmax(logits, *options)]
@@ -500,8 +602,30 @@ SUB_JAXPRS, SOFTMAX = _SubJaxprs(), _Softmax()
 
 # The class of a primitive in the table -> its rule.
 BY_CLASS: dict[str, Rule] = {
-    rule.name: rule for rule in (UNCHANGED, FLOAT32_RULE, PRODUCT, PROMOTE, PASSTHROUGH)
+    rule.name: rule for rule in (PRODUCT, FLOAT32_RULE, PROMOTE, PASSTHROUGH, UNCHANGED)
 }
+
+
+def rule_for(eqn: Any, op_class: str) -> Rule:
+    """Return the rule of an equation whose primitive is in a class."""
+    if is_retyping(eqn):  # float32 to float32, as jnp.where does to numbers
+        return PASSTHROUGH
+    rule = BY_CLASS[op_class]
+    is_opened = rule is UNCHANGED and control_flow.sub_jaxprs(eqn)
+    return SUB_JAXPRS if is_opened else rule
+
+
+def product_rule(
+    eqn: Any, region: Region, direction: Direction, fp8_min_size: int
+) -> tuple[Rule, str]:
+    """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
+    if direction.has_rule:
+        reason = "a function with a rule for its derivatives"
+        return PRODUCT, reason if region.fp8 else ""
+    why_not = products.why_not_fp8(eqn, fp8_min_size) if region.fp8 else ""
+    if region.fp8 and not why_not:
+        return (FP8_BACKWARD if direction is Direction.BACKWARD else FP8), ""
+    return ACCUMULATED if region.reduces_in_float32 else PRODUCT, why_not
 
 
 def decide(
@@ -517,13 +641,42 @@ def decide(
     is_softmax = info.softmax is not None
     if is_softmax and [use & Use.DTYPE for use in uses] == [Use.HALF]:
         rule = SOFTMAX
-    return rule.propagate(info, ins, uses, analysis)
+    plan, outs = rule.propagate(info, ins, uses, analysis)
+    if not all(info.is_f32):
+        pairs = zip(outs, info.is_f32, strict=True)
+        outs = [p if is_f32 else OTHER for p, is_f32 in pairs]
+    if {FUSED, NORMALIZED} & {*outs} and analysis.half_results(info):
+        return _round_norms(plan, outs, uses)
+    return plan, outs
+
+
+def _round_norms(
+    plan: EqnPlan, outs: Sequence[Precision], uses: Sequence[int]
+) -> Decision:
+    """Round the output of a norm to half for everything that reads it.
+
+    That is done if a product reads it, which needs it in half anyway, and nothing uses
+    it exactly.
+    """
+    wanted = Use.FLOAT32 | Use.PRODUCT
+    unwanted = Use.OUTPUT | Use.EXACT | Use.NEAR_ONE | Use.FRACTION
+    rounds = [
+        out in (FUSED, NORMALIZED) and use & (wanted | unwanted) == wanted
+        for out, use in zip(outs, uses, strict=True)
+    ]
+    half_out = tuple(map(max, plan.half_out, rounds))
+    rounded = [HALF if r else out for r, out in zip(rounds, outs, strict=True)]
+    return dataclasses.replace(plan, half_out=half_out), rounded
 
 
 def operand_uses(
-    info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
-) -> Sequence[int]:
-    """Return how an equation uses each of its operands.
+    info: EqnInfo,
+    plan: EqnPlan,
+    ins: Sequence[Precision],
+    uses: Sequence[int],
+    analysis: Analysis,
+) -> list[int]:
+    """Return how an equation uses each of its operands, and which of their digits.
 
     A bool is not rounded, and what chooses by it does not ask for the digits of what
     was compared: `where(x > 0, x, 0)` uses `x` as its result is used.
@@ -531,67 +684,28 @@ def operand_uses(
     Args:
       info: the equation.
       plan: its plan.
+      ins: the precision of each operand.
       uses: how its results are used.
       analysis: that of the jaxpr.
     """
+    eqn, results = info.eqn, info.eqn.outvars
     used = plan.rule.operand_uses(info, plan, uses, analysis)
-    eqn = info.eqn
-    if plan.bodies or not eqn.outvars:
-        return used
-    if all(map(precision.is_bool, eqn.outvars)):
-        if not any(uses):  # a comparison, or logic, that only chooses
-            return [0] * len(used)
-        of_bool = union(uses)
-    elif all(map(precision.is_float, eqn.outvars)):
-        of_bool = 0
-    else:
-        return used  # the index of a branch, or of an element
-    pairs = zip(eqn.invars, used, strict=True)
-    return [of_bool if precision.is_bool(var) else of_var for var, of_var in pairs]
+    bool_use = None  # that of bool operands, if they are used unlike others
+    if not plan.bodies and results:
+        if all(map(precision.is_bool, results)):
+            bool_use = union(uses)
+            if not any(uses):  # a comparison, or logic, that only chooses
+                used = [0] * len(used)
+        elif all(map(precision.is_float, results)):
+            bool_use = 0
+    digits = info.rule.digits_used(info, ins, uses)
+    return [
+        (use if bool_use is None or not precision.is_bool(v) else bool_use) | of_digits
+        for v, use, of_digits in zip(eqn.invars, used, digits, strict=True)
+    ]
 
 
 # Equations.
-
-
-def why_float32(info: EqnInfo, uses: Sequence[int]) -> str:
-    """Return why the uses of a result keep an operation in float32, or ""."""
-    saturates = facts(info.eqn.primitive.name) & Fact.SATURATES
-    if saturates and uses[0] & Use.NEAR_ONE:
-        return "its distance from 1 is used"
-    return ""
-
-
-def digits_used(
-    info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int]
-) -> Sequence[int]:
-    """Return which digits of its operands an equation uses, as bits of `Use`.
-
-    Args:
-      info: the equation.
-      ins: the precision of each operand.
-      uses: how its results are used.
-    """
-    eqn, name, use = info.eqn, info.eqn.primitive.name, union(uses)
-    known = facts(name)
-    used = Use.NEAR_ONE * bool(known & Fact.NEAR_ONE)
-    used |= Use.FRACTION * bool(known & Fact.FRACTION)
-    has_digits = info.rule is PASSTHROUGH or known & Fact.ARITHMETIC
-    if has_digits and any(info.is_f32):
-        used |= use & (Use.NEAR_ONE | Use.FRACTION)
-    if (
-        name in ("add", "sub")
-        and NUMBER in ins
-        and use & ~(Use.HALF | Use.PRODUCT | Use.KEPT)
-    ):
-        used |= Use.NEAR_ONE
-    if name == "integer_pow" and eqn.params["y"] < 0:
-        used |= Use.NEAR_ONE
-    if name == "convert_element_type" and not precision.is_float(eqn.outvars[0]):
-        used |= Use.NEAR_ONE | Use.FRACTION
-    by_operand = [used] * len(ins)
-    if name == "div":
-        by_operand[1] |= Use.NEAR_ONE
-    return by_operand
 
 
 def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:
@@ -600,9 +714,13 @@ def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:
     return info.eqn.primitive.name == "add_any" and is_returned
 
 
-def union(uses: Sequence[int]) -> int:
+def union(uses: Iterable[int]) -> int:
     """Return how any of several values is used."""
     return functools.reduce(operator.or_, uses, 0)
+
+
+def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
+    return frozenset().union(*sets)
 
 
 def casts_before(eqn: Any) -> bool:
@@ -667,10 +785,9 @@ def _is_kept(eqn: Any, ins: Sequence[Precision], analysis: Analysis) -> bool:
     arithmetic is computed again by what reads it, as a part of that.
     """
     pairs = zip(eqn.invars, ins, strict=True)
-    arrays = [analysis.made_of(v) for v, p in pairs if p == HALF]
-    return len(frozenset().union(*arrays)) > 1 or bool(
-        facts(eqn.primitive.name) & Fact.SATURATES
-    )
+    arrays = _union(analysis.made_of(v) for v, p in pairs if p == HALF)
+    saturates = facts(eqn.primitive.name) & Fact.SATURATES
+    return len(arrays) > 1 or bool(saturates)
 
 
 def _joins_half(eqn: Any, ins: Sequence[Precision]) -> bool:

@@ -23,11 +23,9 @@ Sources of a class, by what their lists say of the op under its name there:
 
 import enum
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
-
-OpClass = Literal["half", "float32", "promote", "passthrough", "unchanged"]
 
 
 class Fact(enum.Flag):
@@ -90,8 +88,8 @@ class Primitive(NamedTuple):
       source: who has it in this class too, or why it is.
     """
 
-    op_class: OpClass
-    in_f16: OpClass
+    op_class: str
+    in_f16: str
     facts: Fact
     source: str
 
@@ -104,7 +102,7 @@ _CHOOSES = Fact.MOVES | Fact.CHOOSES
 _DIGITS = Fact.NEAR_ONE | Fact.FRACTION
 
 # Class (in bfloat16, and in float16 if that is another), source -> facts, primitives.
-_TABLE: dict[tuple[OpClass, OpClass, str], tuple[tuple[Fact, str], ...]] = {
+_TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
     ("half", "half", "tf allow, torch lower, apex 16"): (
         (Fact.PRODUCT, "dot_general ragged_dot ragged_dot_general"),
         (Fact.PRODUCT, "conv_general_dilated"),
