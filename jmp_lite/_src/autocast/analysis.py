@@ -3,9 +3,10 @@
 Before anything runs, each variable gets a `Precision`, which follows from how it is
 made, going forward; and a `Use`, which follows from what reads it, going backward. The
 precision of a product's result depends on its uses, and the uses of a value on the
-precision of what it is combined with. So both passes are repeated until nothing
-changes; uses only grow from one round to the next, so this ends. Sub-jaxprs (of jit,
-scan, …) are analysed in the same way, once per combination of precisions and uses.
+precision of what it is combined with. So both passes are repeated, over the equations
+that a change concerns, until nothing changes; uses only grow from one round to the
+next, so this ends. Sub-jaxprs (of jit, scan, …) are analysed in the same way, once per
+combination of precisions and uses.
 
 An example, under a bfloat16 policy::
 
@@ -22,8 +23,8 @@ An example, under a bfloat16 policy::
     p = dot_general h w     FLOAT32    only returned: the float32 accumulator
 
 First round, forward: no use is known yet, so each product is taken to be read in half,
-`p` among them. Backward: `p` is only an OUTPUT; `e` uses `h` in FLOAT32, exactly; the
-second product uses `h` in HALF; `h` is HALF, so `tanh` uses `d` as `h` is used, and so
+`p` among them. Backward: `p` is only an OUTPUT; `e` uses `h` AS_FLOAT32, exactly; the
+second product uses `h` AS_HALF; `h` is HALF, so `tanh` uses `d` as `h` is used, and so
 on up to `a`. Second round: `p` is an OUTPUT and nothing else, which makes it FLOAT32;
 in bfloat16 `a` stays HALF, since a product reads it in the end. No use has changed, so
 this is the result. In float16 the results of products are half only if all their uses
@@ -72,7 +73,7 @@ class Analyzer:
       table: the classes of primitives.
       regions: what the policy lowers, by name scope.
       compute_dtype: the half dtype.
-      is_rule: whether the jaxprs are rules for derivatives.
+      is_derivative_rule: whether the jaxprs are rules for derivatives.
       filled_in: the `id`s of the products whose `precision` the caller set.
     """
 
@@ -81,11 +82,11 @@ class Analyzer:
         table: OpRules,
         regions: Regions,
         compute_dtype: Any,
-        is_rule: bool = False,
+        is_derivative_rule: bool = False,
     ):
         self.table, self.regions = table, regions
         self.compute_dtype = compute_dtype
-        self.is_rule = is_rule
+        self.is_derivative_rule = is_derivative_rule
         self.filled_in: set[int] = set()
         self._plans: dict[Any, CastPlan] = {}
         self._for_derivatives: Analyzer | None = None
@@ -162,7 +163,7 @@ class Analyzer:
         """Return the analyzer of rules for derivatives."""
         if self._for_derivatives is None:
             options = self.table, self.regions, self.compute_dtype
-            self._for_derivatives = Analyzer(*options, is_rule=True)
+            self._for_derivatives = Analyzer(*options, is_derivative_rule=True)
         return self._for_derivatives
 
 
@@ -258,7 +259,7 @@ class _Analysis:
             in_uses=tuple(map(self._use_of, self.jaxpr.invars)),
             numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
             cast_moves=frozenset(self.cast_moves),
-            is_rule=self.analyzer.is_rule,
+            is_derivative_rule=self.analyzer.is_derivative_rule,
             direction=self.direction,
         )
 
@@ -323,7 +324,7 @@ class _Analysis:
             info = self.infos[index]
             eqn, ins = info.eqn, self._ins(info)
             # Assume HALF until a use is known.
-            out_uses = [self.uses.get(v, Use.HALF) for v in eqn.outvars]
+            out_uses = [self.uses.get(v, Use.AS_HALF) for v in eqn.outvars]
             plan, outs = rules.decide(info, ins, out_uses, self)
             self.plans[index] = plan
             stored = info.rule.made_of(info, ins, plan, self)
@@ -379,7 +380,7 @@ class _Analysis:
 
     def _grow(self, results: Sequence[Any], uses: Sequence[int]) -> bool:
         """Add to what is known of the uses of results; return whether that grows."""
-        known = [self.uses.get(v, Use.HALF) for v in results]
+        known = [self.uses.get(v, Use.AS_HALF) for v in results]
         found = [
             use | self.uses.get(v, 0) for v, use in zip(results, uses, strict=True)
         ]
@@ -460,15 +461,20 @@ class AsWritten:
     """Plans jaxprs as they are written: only how gradients are summed changes.
 
     Attributes:
-      is_rule: whether the jaxprs are rules for derivatives.
+      is_derivative_rule: whether the jaxprs are rules for derivatives.
       reduces_in_float32: whether gradients of float32 inputs that the program casts for
         a matrix product are the product's accumulators.
     """
 
     compute_dtype = np.dtype(np.float32)
 
-    def __init__(self, is_rule: bool = False, reduces_in_float32: bool = False):
-        self.is_rule, self.reduces_in_float32 = is_rule, reduces_in_float32
+    def __init__(
+        self, is_derivative_rule: bool = False, reduces_in_float32: bool = False
+    ):
+        self.is_derivative_rule, self.reduces_in_float32 = (
+            is_derivative_rule,
+            reduces_in_float32,
+        )
         self._plans: dict[Any, CastPlan] = {}
 
     def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:
@@ -497,7 +503,7 @@ class AsWritten:
                 half_out=(False,) * len(jaxpr.outvars),
                 outs=(FLOAT32,) * len(jaxpr.outvars),
                 in_uses=(Use.OUTPUT,) * len(jaxpr.invars),
-                is_rule=self.is_rule,
+                is_derivative_rule=self.is_derivative_rule,
             )
         return self._plans[key]
 
@@ -506,7 +512,7 @@ class AsWritten:
     ) -> CastPlan:
         """Return the plan of a closed jaxpr."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        is_input = not direction.has_rule
+        is_input = not direction.has_derivative_rule
         return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
 
     def plan_rule(self, closed: Any, **options: Any) -> CastPlan:
@@ -516,7 +522,7 @@ class AsWritten:
 
     def for_derivatives(self) -> "AsWritten":
         """Return what plans the rules for derivatives."""
-        return AsWritten(is_rule=True)
+        return AsWritten(is_derivative_rule=True)
 
     def _plan_eqn(self, eqn: Any, moved: set[Any]) -> EqnPlan:
         """Return the plan of an equation, and note in `moved` if it moves inputs."""

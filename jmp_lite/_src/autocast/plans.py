@@ -29,7 +29,7 @@ class Direction(enum.Enum):
     what the function has computed, and must get the same numbers."""
 
     @property
-    def has_rule(self) -> bool:
+    def has_derivative_rule(self) -> bool:
         """Whether it is of a function with rules for derivatives."""
         return self in (Direction.DERIVATIVE_RULE, Direction.RECOMPUTED)
 
@@ -138,7 +138,7 @@ class CastPlan:
       in_uses: per input, how it is used.
       numbers: the variables that are numbers which the compute dtype can represent.
       cast_moves: the half variables that are inputs, cast before they moved.
-      is_rule: whether it is, or is inside, a rule for derivatives.
+      is_derivative_rule: whether it is, or is inside, a rule for derivatives.
       direction: the pass that it is of.
     """
 
@@ -151,7 +151,7 @@ class CastPlan:
     in_uses: tuple[int, ...]
     numbers: frozenset[Any] = frozenset()
     cast_moves: frozenset[Any] = frozenset()
-    is_rule: bool = False
+    is_derivative_rule: bool = False
     direction: Direction = Direction.FORWARD
 
     @property
@@ -163,7 +163,7 @@ class CastPlan:
     def reads(self) -> Reads:
         """How the jaxpr reads its half values."""
         half_in = [plan.reads_half for plan in self.eqn_plans]
-        return find_reads(self.jaxpr, half_in, self.is_rule)
+        return find_reads(self.jaxpr, half_in, self.is_derivative_rule)
 
     def is_cast_move(self, body: SubJaxpr, result: int) -> bool:
         """Return whether a result of the equation around it is only a moved input.

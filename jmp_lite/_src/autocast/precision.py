@@ -69,8 +69,8 @@ class Use:
     """How a value is used, as bits: the union over everything that reads it.
 
     Attributes:
-      HALF: a matrix product reads it, or half arithmetic.
-      FLOAT32: an operation that stays in float32 reads it.
+      AS_HALF: a matrix product reads it, or half arithmetic.
+      AS_FLOAT32: an operation that stays in float32 reads it.
       OUTPUT: it is returned.
       DTYPE: the mask of these three, which decide in which dtype it is held.
       PRODUCT: a matrix product itself reads it, not only arithmetic on the way to one.
@@ -84,8 +84,8 @@ class Use:
         arrays is.
     """
 
-    HALF, FLOAT32, OUTPUT = 1, 2, 4
-    DTYPE = HALF | FLOAT32 | OUTPUT
+    AS_HALF, AS_FLOAT32, OUTPUT = 1, 2, 4
+    DTYPE = AS_HALF | AS_FLOAT32 | OUTPUT
     PRODUCT, EXACT, NEAR_ONE, FRACTION, KEPT = 8, 16, 32, 64, 128
 
 

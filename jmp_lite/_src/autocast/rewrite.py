@@ -54,7 +54,7 @@ class Rewriter:
     def _rewrite_jvp(self, eqn: Any, plan: EqnPlan, fun: Callable[..., Any]) -> Any:
         """Return the rule of a JVP rewritten, with half where the function has it."""
         ins = plan.bodies[0].ins * 2  # of primals and tangents
-        uses = [Use.HALF if half else Use.FLOAT32 for half in plan.half_out * 2]
+        uses = [Use.AS_HALF if half else Use.AS_FLOAT32 for half in plan.half_out * 2]
         out_dtypes = [
             self.half_dtype if half else v.aval.dtype
             for v, half in zip(eqn.outvars, plan.half_out, strict=True)

@@ -180,7 +180,7 @@ class Rule:
           analysis: that of the jaxpr.
         """
         del plan, analysis
-        of_each = Use.OUTPUT if returns_sum(info, uses) else Use.FLOAT32 | Use.EXACT
+        of_each = Use.OUTPUT if returns_sum(info, uses) else Use.AS_FLOAT32 | Use.EXACT
         return [of_each] * len(info.eqn.invars)
 
     def digits_used(
@@ -199,7 +199,7 @@ class Rule:
         used |= Use.FRACTION * bool(known & Fact.FRACTION)
         if (self.is_move or known & Fact.ARITHMETIC) and any(info.is_f32):
             used |= use & (Use.NEAR_ONE | Use.FRACTION)
-        rounds = Use.HALF | Use.PRODUCT | Use.KEPT
+        rounds = Use.AS_HALF | Use.PRODUCT | Use.KEPT
         if name in ("add", "sub") and NUMBER in ins and use & ~rounds:
             used |= Use.NEAR_ONE
         if name == "integer_pow" and eqn.params["y"] < 0:
@@ -228,7 +228,7 @@ def _kept(rule: Rule, ins: int, outs: int, reason: str) -> EqnPlan:
     return EqnPlan(rule, (False,) * ins, (False,) * outs, reason=reason)
 
 
-class _Float32(Rule):
+class _Unsafe(Rule):
     """Operations that overflow, underflow or lose digits in half."""
 
     name = "float32"
@@ -240,7 +240,7 @@ class _Float32(Rule):
         return info.softmax is not None
 
 
-class _Half(Rule):
+class _Product(Rule):
     """Matrix products: half operands, and a result from the float32 accumulator."""
 
     name, is_product = "half", True
@@ -252,7 +252,9 @@ class _Half(Rule):
         if why_not:
             return UNCHANGED.keep(info, why_not)
         use = uses[0] & Use.DTYPE
-        is_half = use != Use.OUTPUT if analysis.half_results(info) else use == Use.HALF
+        is_half = (
+            use != Use.OUTPUT if analysis.half_results(info) else use == Use.AS_HALF
+        )
         if analysis.is_recomputed:  # then nothing may depend on the uses
             is_half = info.region.half_results is True
         if info.region.half_results is False or uses[0] & Use.FRACTION:
@@ -270,7 +272,7 @@ class _Half(Rule):
         return plan, [HALF if is_half else FLOAT32]
 
     def operand_uses(self, info, plan, uses, analysis):
-        return [Use.HALF | Use.PRODUCT] * len(info.eqn.invars)
+        return [Use.AS_HALF | Use.PRODUCT] * len(info.eqn.invars)
 
     def run(self, eqn, plan, values):
         if not any(plan.half_in):
@@ -279,7 +281,7 @@ class _Half(Rule):
         return [products.run(eqn, operands, values.half_dtype, plan.half_out[0])]
 
 
-class _Accumulated(_Half):
+class _Accumulated(_Product):
     """Matrix products whose parameters have float32 gradients, from the accumulator."""
 
     keeps_inputs = True
@@ -295,8 +297,8 @@ class _Accumulated(_Half):
         return dataclasses.replace(plan, half_in=half_in), outs
 
     def operand_uses(self, info, plan, uses, analysis):
-        as_half = Use.HALF | Use.PRODUCT
-        return [as_half if is_half else Use.FLOAT32 for is_half in plan.half_in]
+        as_half = Use.AS_HALF | Use.PRODUCT
+        return [as_half if is_half else Use.AS_FLOAT32 for is_half in plan.half_in]
 
     def run(self, eqn, plan, values):
         operands = values.read(eqn.invars, plan.half_in)
@@ -344,19 +346,19 @@ class _Elementwise(Rule):
     def propagate(self, info, ins, uses, analysis):
         eqn = info.eqn
         if facts(eqn.primitive.name) & Fact.SATURATES and uses[0] & Use.NEAR_ONE:
-            return FLOAT32_RULE.keep(info, "its distance from 1 is used")
+            return UNSAFE.keep(info, "its distance from 1 is used")
         if len(eqn.outvars) == len(ins) > 1:  # a barrier: result i is operand i
             half = tuple(p == HALF for p in ins)
             return EqnPlan(self, half, half), ins
         operands = [p for p in ins if p not in IGNORED]
         is_cast_before = (
             operands == [INPUT]
-            and [use & Use.DTYPE for use in uses] == [Use.HALF]
+            and [use & Use.DTYPE for use in uses] == [Use.AS_HALF]
             and casts_before(eqn)
         )
         joins = _joins_half(eqn, ins)
         if joins and _may_underflow(ins, uses, analysis):
-            return FLOAT32_RULE.keep(info, "a divisor or a logarithm reads it")
+            return UNSAFE.keep(info, "a divisor or a logarithm reads it")
         keeps = joins and not self.is_move and _is_kept(eqn, ins, analysis)
         # A choice between one half array and numbers is arithmetic, too: of a cast in
         # one of two reads, XLA may leave out the one and not the other.
@@ -412,7 +414,7 @@ class _Elementwise(Rule):
         # A bias is cast where it is added, once it is broadcast, also if it was
         # reshaped before: so its gradient is summed in float32.
         return [
-            Use.FLOAT32 if is_smaller and analysis.is_moved_input(var) else passed
+            Use.AS_FLOAT32 if is_smaller and analysis.is_moved_input(var) else passed
             for var, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
         ]
 
@@ -441,11 +443,11 @@ class _Elementwise(Rule):
         if use == Use.OUTPUT and self.is_move:
             return Use.OUTPUT | beside
         if not (any(plan.half_in) or casts_before(eqn)):
-            return Use.FLOAT32 | beside
+            return Use.AS_FLOAT32 | beside
         if plan.keeps_half:
             beside |= Use.KEPT
-        in_f32 = Use.FLOAT32 if use & (Use.FLOAT32 | Use.OUTPUT) else 0
-        return use & Use.HALF | in_f32 | beside
+        in_f32 = Use.AS_FLOAT32 if use & (Use.AS_FLOAT32 | Use.OUTPUT) else 0
+        return use & Use.AS_HALF | in_f32 | beside
 
     def run(self, eqn, plan, values):
         if plan.is_noop:
@@ -492,7 +494,7 @@ class _SubJaxprs(Rule):
         moved_out = [
             i
             for i, p in enumerate(ins)
-            if used[i] & Use.DTYPE == Use.HALF
+            if used[i] & Use.DTYPE == Use.AS_HALF
             and i in castable
             and p in (INPUT, BROADCAST, FLOAT32)
         ]
@@ -572,7 +574,7 @@ def _uses_by_bodies(
     for body, plan in zip(bodies, plans, strict=True):
         for k, i in enumerate(body.operands):
             is_fixed = k in body.fixed_in
-            uses[i] |= Use.FLOAT32 | Use.EXACT if is_fixed else plan.in_uses[k]
+            uses[i] |= Use.AS_FLOAT32 | Use.EXACT if is_fixed else plan.in_uses[k]
     return uses
 
 
@@ -594,7 +596,7 @@ class _Softmax(Rule):
         return [patterns.softmax(logits, *options)]
 
 
-UNCHANGED, FLOAT32_RULE, PRODUCT = Rule(), _Float32(), _Half()
+UNCHANGED, UNSAFE, PRODUCT = Rule(), _Unsafe(), _Product()
 ACCUMULATED, CAST_BY_HAND = _Accumulated(), _CastByHand()
 FP8, FP8_BACKWARD = Fp8(fp8.FORWARD), Fp8(fp8.GRADIENT)
 PROMOTE, PASSTHROUGH = _Promote(), _PassThrough()
@@ -602,7 +604,11 @@ SUB_JAXPRS, SOFTMAX = _SubJaxprs(), _Softmax()
 
 # The class of a primitive in the table -> its rule.
 BY_CLASS: dict[str, Rule] = {
-    rule.name: rule for rule in (PRODUCT, FLOAT32_RULE, PROMOTE, PASSTHROUGH, UNCHANGED)
+    "half": PRODUCT,
+    "float32": UNSAFE,
+    "promote": PROMOTE,
+    "passthrough": PASSTHROUGH,
+    "unchanged": UNCHANGED,
 }
 
 
@@ -619,7 +625,7 @@ def product_rule(
     eqn: Any, region: Region, direction: Direction, fp8_min_size: int
 ) -> tuple[Rule, str]:
     """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
-    if direction.has_rule:
+    if direction.has_derivative_rule:
         reason = "a function with a rule for its derivatives"
         return PRODUCT, reason if region.fp8 else ""
     why_not = products.why_not_fp8(eqn, fp8_min_size) if region.fp8 else ""
@@ -639,7 +645,7 @@ def decide(
         # The bodies may have scopes with other policies.
         ins = [FLOAT32 if p == HALF else p for p in ins]
     is_softmax = info.softmax is not None
-    if is_softmax and [use & Use.DTYPE for use in uses] == [Use.HALF]:
+    if is_softmax and [use & Use.DTYPE for use in uses] == [Use.AS_HALF]:
         rule = SOFTMAX
     plan, outs = rule.propagate(info, ins, uses, analysis)
     if not all(info.is_f32):
@@ -658,7 +664,7 @@ def _round_norms(
     That is done if a product reads it, which needs it in half anyway, and nothing uses
     it exactly.
     """
-    wanted = Use.FLOAT32 | Use.PRODUCT
+    wanted = Use.AS_FLOAT32 | Use.PRODUCT
     unwanted = Use.OUTPUT | Use.EXACT | Use.NEAR_ONE | Use.FRACTION
     rounds = [
         out in (FUSED, NORMALIZED) and use & (wanted | unwanted) == wanted
@@ -756,7 +762,7 @@ def _broadcasts(info: EqnInfo) -> bool:
 
 def _adds_number(info: EqnInfo, use: int) -> bool:
     """Return whether a number is added to an array, and float32 operations read it."""
-    is_read_in_f32 = use & (Use.FLOAT32 | Use.OUTPUT)
+    is_read_in_f32 = use & (Use.AS_FLOAT32 | Use.OUTPUT)
     is_sum = info.eqn.primitive.name in ("add", "sub")
     return (
         bool(is_read_in_f32) and is_sum and any(map(compat.is_literal, info.eqn.invars))
@@ -775,7 +781,7 @@ def _may_underflow(
 def _is_for_f32(uses: Sequence[int]) -> bool:
     """Return whether float32 operations alone read results, and nothing stores them."""
     use = union(uses)
-    return bool(use & Use.DTYPE) and not use & (Use.HALF | Use.KEPT)
+    return bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT)
 
 
 def _is_kept(eqn: Any, ins: Sequence[Precision], analysis: Analysis) -> bool:

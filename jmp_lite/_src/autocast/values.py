@@ -55,25 +55,25 @@ class Reads:
       many: the variables that are read so often that their gradients are to be summed
         in float32.
       differentiated: the variables through which a gradient may pass.
-      is_rule: whether the jaxpr is a rule for derivatives. JAX transposes it as it is,
-        so an operation on a tangent must be linear in it.
+      is_derivative_rule: whether the jaxpr is a rule for derivatives. JAX transposes it
+        as it is, so an operation on a tangent must be linear in it.
     """
 
     of: Mapping[int, EqnReads]
     many: frozenset[Any]
     differentiated: frozenset[Any]
-    is_rule: bool = False
+    is_derivative_rule: bool = False
 
 
 def find_reads(
-    jaxpr: Any, half_in: Sequence[Sequence[bool]], is_rule: bool = False
+    jaxpr: Any, half_in: Sequence[Sequence[bool]], is_derivative_rule: bool = False
 ) -> Reads:
     """Return how a jaxpr reads its half values.
 
     Args:
       jaxpr: the jaxpr, open.
       half_in: per equation and operand, whether a float32 operand is read in half.
-      is_rule: whether the jaxpr is a rule for derivatives.
+      is_derivative_rule: whether the jaxpr is a rule for derivatives.
     """
     differentiated = _differentiated(jaxpr)
     of, reads, reads_in_f32 = {}, collections.Counter(), set()
@@ -96,7 +96,7 @@ def find_reads(
     reads.update(_variables(jaxpr.outvars))
     reads.update(reads_in_f32)
     many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
-    return Reads(of, many, differentiated, is_rule)
+    return Reads(of, many, differentiated, is_derivative_rule)
 
 
 def _variables(operands: Iterable[Any]) -> Iterator[Any]:
@@ -289,7 +289,7 @@ class Values:
                 for v, is_half in zip(eqn.invars, half, strict=True)
             ]
             return binding.bind_here(eqn, operands)
-        if self.reads.is_rule and (reads.smaller or reads.sums_backward):
+        if self.reads.is_derivative_rule and (reads.smaller or reads.sums_backward):
             (out,) = eqn.outvars
             dtype = self.half_dtype if is_f32(out) else out.aval.dtype
             return sums.in_float32(eqn, self._all_in_f32(eqn, reads), dtype)
@@ -310,7 +310,7 @@ class Values:
     def _multiplies(self, eqn: Any) -> bool:
         """Return whether this multiplies arrays, or divides by a smaller one."""
         name, operands = eqn.primitive.name, eqn.invars
-        if name not in ("mul", "div") or self.reads.is_rule:
+        if name not in ("mul", "div") or self.reads.is_derivative_rule:
             return False
         if any(map(compat.is_literal, operands)) or not is_f32(eqn.outvars[0]):
             return False
@@ -365,7 +365,9 @@ class Values:
         return self._cast[var], is_first
 
     def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
-        if self.reads.is_rule:  # it may be a tangent, and then so would be the result
+        if (
+            self.reads.is_derivative_rule
+        ):  # it may be a tangent, and then so would be the result
             return ()
         return [self._made[v] for v in reads.like.get(index, ())]
 
