@@ -48,7 +48,7 @@ ANCHOR = np.array([1000, 1000, 1008, 1012], np.float32)
 TOKENS, QKV = _normal(4, 32, IN), _normal(3, IN, IN) / np.sqrt(IN)
 SLOPES = 4 * np.arange(32, dtype=np.float32)
 _TOKENS_OF_ONE_SIGN, _SATURATING = abs(_normal(32, IN)), _normal(IN, IN)
-LABELS = _rng.integers(0, OUT, (ROWS, 1))
+LABELS = _rng.integers(0, OUT, (ROWS, 1)).astype(np.int32)  # in x64 mode as well
 
 
 def _squared(predicted: Any) -> Any:
