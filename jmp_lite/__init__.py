@@ -4,7 +4,7 @@ import typing
 
 from jmp_lite._src import extras
 from jmp_lite._src.autocast.explain import explain
-from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.options import OpRules
 from jmp_lite._src.autocast.transform import autocast, full_precision, sums_in_float32
 from jmp_lite._src.dtypes import half_dtype, recommended_half_dtype
 from jmp_lite._src.fp8 import fp8_dot_general

@@ -5,6 +5,7 @@ checked and an import inside a function counts as much as one at the top.
 """
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -110,6 +111,25 @@ def _find_upward_import(name: str, room: str, package: str) -> Iterator[str]:
         yield f"imports {name}: {floors}, expected a lower one"
 
 
+def find_circle(package: Path) -> list[str]:
+    """Name modules of which each imports the next, and the last the first; or none."""
+    modules = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts): path
+        for path in package.rglob("*.py")
+    }
+    graph = {}
+    for name, path in modules.items():
+        imports = _list_imports(ast.parse(path.read_text(encoding="utf-8")))
+        # A name of a module, or of something in one.
+        parents = [i.rpartition(".")[0] for i in imports if i not in modules]
+        graph[name] = {i for i in (*imports, *parents) if i in modules}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
 def _find_compat_business(name: str) -> Iterator[str]:
     if any(f"{name}.".startswith(f"{unstable}.") for unstable in UNSTABLE_JAX):
         yield f"uses {name}: only compat.py touches unstable JAX"
@@ -169,6 +189,10 @@ def list_modules_after(statement: str, path: Path | None = None) -> set[str]:
 
 def test_the_package_keeps_its_rules() -> None:
     assert find_violations(PACKAGE) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert find_circle(PACKAGE) == []
 
 
 def test_importing_the_package_loads_no_optional_library() -> None:
@@ -234,3 +258,13 @@ def test_a_planted_violation_is_found(
     violations = find_violations(tmp_path / "house")
     where = str(path.relative_to(tmp_path / "house"))
     assert any(v.startswith(f"{where}: ") and problem in v for v in violations)
+
+
+def test_a_circle_is_found_also_where_it_is_for_types_alone(tmp_path: Path) -> None:
+    private = tmp_path / "house" / "_src"
+    private.mkdir(parents=True)
+    (private / "a.py").write_text("from house._src import b", encoding="utf-8")
+    (private / "b.py").write_text(
+        "if typing.TYPE_CHECKING:\n  from house._src.a import A", encoding="utf-8"
+    )
+    assert set(find_circle(tmp_path / "house")) == {"house._src.a", "house._src.b"}

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.options import OpRules
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts, held, named
 
 X = np.arange(1.0, 37.0, dtype=np.float32).reshape(9, 4)

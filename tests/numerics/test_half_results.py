@@ -250,7 +250,7 @@ def test_rules_say_of_each_layer_what_was_found(results, wanted):
     assert only_scopes == ("Net" in wanted)
     default = jmp.get_policy(HALF)
     policies = {p: LOW if is_half else HIGH for p, is_half in found.items()}
-    regions = jmp._src.autocast.regions.Regions(jmp.PolicyMap(default, policies))  # pyright: ignore[reportAttributeAccessIssue]
+    regions = jmp._src.autocast.options.Regions(jmp.PolicyMap(default, policies))  # pyright: ignore[reportAttributeAccessIssue]
     for layer, is_half in results.items():
         if layer or not only_scopes:
             assert bool(regions.at("", layer).half_results) is is_half

@@ -42,27 +42,25 @@ from typing import Any
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import patterns, precision, products, rules
-from jmp_lite._src.autocast.ops import OpRules
-from jmp_lite._src.autocast.plans import (
-    NOT_OPENED,
-    CastPlan,
-    Direction,
-    EqnInfo,
-    EqnPlan,
-)
+from jmp_lite._src.autocast import precision, products, rules
+from jmp_lite._src.autocast.options import OpRules, Regions
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
     FLOAT32,
     HALF,
     INPUT,
+    NOT_OPENED,
     NUMBER,
     OTHER,
+    CastPlan,
+    Direction,
+    EqnPlan,
     Precision,
     Use,
 )
-from jmp_lite._src.autocast.regions import Regions
-from jmp_lite._src.jaxprs import control_flow, matmul_precision, name_scopes
+from jmp_lite._src.autocast.rules import EqnInfo
+from jmp_lite._src.jaxprs import control_flow, core, matmul_precision, name_scopes
+from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 
 
@@ -95,7 +93,7 @@ class Analyzer:
 
     def plan(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         consts: Sequence[Any],
         ins: Sequence[Precision],
         uses: Sequence[int],
@@ -138,7 +136,7 @@ class Analyzer:
         return traced
 
     def plan_closed(
-        self, closed: Any, direction: Direction = Direction.FORWARD
+        self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD
     ) -> CastPlan:
         """Return the plan of a closed jaxpr, by default that of a whole function."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
@@ -148,7 +146,7 @@ class Analyzer:
 
     def plan_rule(
         self,
-        closed: Any,
+        closed: ClosedJaxpr,
         ins: Sequence[Precision],
         uses: Sequence[int],
         is_tangent: Sequence[bool],
@@ -206,7 +204,7 @@ class _Analysis:
     def __init__(
         self,
         analyzer: Analyzer,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         consts: Sequence[Any],
         scope: str,
         direction: Direction,
@@ -221,9 +219,9 @@ class _Analysis:
         for eqn in jaxpr.eqns if self.tangents else ():
             if self.has_tangent(eqn):
                 self.tangents.update(eqn.outvars)
-        self.precision: dict[Any, Precision] = {}
+        self.precision: dict[Var, Precision] = {}
         self.plans: list[Any] = [None] * len(self.infos)
-        self.cast_moves: set[Any] = set()
+        self.cast_moves: set[Var] = set()
         self.stored: dict[Any, frozenset[Any] | None] = {}
         self.readers: dict[Any, list[int]] = collections.defaultdict(list)
         for index, info in enumerate(self.infos):
@@ -269,11 +267,11 @@ class _Analysis:
         options = scope, self.direction.of(eqn), self._tangents_of(eqn, body)
         return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, *options)
 
-    def has_tangent(self, eqn: Any) -> bool:
+    def has_tangent(self, eqn: Eqn) -> bool:
         """Return whether an operand is made of a tangent, in a rule for derivatives."""
         return any(not compat.is_literal(v) and v in self.tangents for v in eqn.invars)
 
-    def _tangents_of(self, eqn: Any, body: Any) -> Sequence[bool]:
+    def _tangents_of(self, eqn: Eqn, body: Any) -> Sequence[bool]:
         """Return which inputs of a sub-jaxpr are made of tangents, () if none is."""
         if not self.has_tangent(eqn):
             return ()
@@ -293,19 +291,19 @@ class _Analysis:
         by_scope = info.region.half_results
         return self.analyzer.table.half_results if by_scope is None else by_scope
 
-    def is_moved_input(self, var: Any) -> bool:
+    def is_moved_input(self, var: Var) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""
         if compat.is_literal(var):
             return False
         return var in self.cast_moves or self.precision[var] in (INPUT, BROADCAST)
 
-    def made_of(self, var: Any) -> frozenset[Any]:
+    def made_of(self, var: Var) -> frozenset[Any]:
         """Return the stored half values of which a half value is computed."""
         return self.stored.get(var) or frozenset([var])
 
     def _set_inputs(self, ins: Sequence[Precision]) -> None:
         for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):
-            is_f32 = precision.is_f32(var)
+            is_f32 = core.is_f32(var)
             self.precision[var] = (
                 precision.of_constant(const, self.compute_dtype) if is_f32 else OTHER
             )
@@ -387,30 +385,30 @@ class _Analysis:
         self.uses.update(zip(results, found, strict=True))
         return found != known
 
-    def _count(self, var: Any, use: int, change: int) -> None:
+    def _count(self, var: Var, use: int, change: int) -> None:
         """Count the readers that use a variable in one way."""
         counts = self.counts[var]
         counts[use] = counts.get(use, 0) + change
         if not counts[use]:
             del counts[use]
 
-    def _use_of(self, var: Any) -> int:
+    def _use_of(self, var: Var) -> int:
         """Return how all that reads a variable uses it."""
         return rules.union(self.counts[var])
 
-    def _precision_of(self, var: Any) -> Precision:
+    def _precision_of(self, var: Var) -> Precision:
         fixed = precision.fixed(var, self.compute_dtype)
         return self.precision[var] if fixed is None else fixed
 
 
 def _describe(
-    jaxpr: Any, analyzer: Analyzer, scope: str, around: Direction
+    jaxpr: Jaxpr, analyzer: Analyzer, scope: str, around: Direction
 ) -> list[EqnInfo]:
     """Return what is read off the program once, per equation of a jaxpr."""
     table, dtype = analyzer.table, analyzer.compute_dtype
-    softmaxes = patterns.find_softmaxes(jaxpr) if table.lowers_anything else {}
+    softmaxes = products.find_softmaxes(jaxpr) if table.lowers_anything else {}
 
-    def describe(index: int, eqn: Any) -> EqnInfo:
+    def describe(index: int, eqn: Eqn) -> EqnInfo:
         name = eqn.primitive.name
         rule, why_not_fp8 = rules.rule_for(eqn, table.class_of(name)), ""
         bodies = control_flow.sub_jaxprs(eqn) or () if rule is rules.SUB_JAXPRS else ()
@@ -420,7 +418,7 @@ def _describe(
             rule, why_not_fp8 = rules.product_rule(
                 eqn, region, direction, table.fp8_min_size
             )
-        size = precision.size(eqn.outvars[0]) if rule.is_elementwise else 0
+        size = core.size(eqn.outvars[0]) if rule.is_elementwise else 0
         # Integers matter where they become floats, here or in a sub-jaxpr.
         may_convert = bodies or name == "convert_element_type"
         fixed = precision.fixed_or_integer if may_convert else precision.fixed
@@ -431,8 +429,8 @@ def _describe(
             bodies=bodies,
             softmax=softmaxes.get(index),
             fixed=tuple([fixed(v, dtype) for v in eqn.invars]),
-            is_smaller=tuple([size > precision.size(v) for v in eqn.invars]),
-            is_f32=tuple(map(precision.is_f32, eqn.outvars)),
+            is_smaller=tuple([size > core.size(v) for v in eqn.invars]),
+            is_f32=tuple(map(core.is_f32, eqn.outvars)),
             why_unchanged=_why_unchanged(eqn) if rule is rules.UNCHANGED else "",
             is_filled_in=id(eqn) in analyzer.filled_in,
             why_not_fp8=why_not_fp8,
@@ -441,7 +439,7 @@ def _describe(
     return [describe(index, eqn) for index, eqn in enumerate(jaxpr.eqns)]
 
 
-def _why_unchanged(eqn: Any) -> str:
+def _why_unchanged(eqn: Eqn) -> str:
     """Return why an equation without a rule runs as it is written."""
     if not compat.jaxprs_of(eqn):
         return "not in the rules"
@@ -482,7 +480,7 @@ class AsWritten:
         return trace(fun, *args, **options)
 
     def plan(
-        self, jaxpr: Any, consts: tuple[Any, ...], is_input: tuple[bool, ...]
+        self, jaxpr: Jaxpr, consts: tuple[Any, ...], is_input: tuple[bool, ...]
     ) -> CastPlan:
         """Return the plan of an open jaxpr.
 
@@ -494,7 +492,7 @@ class AsWritten:
         key = id(jaxpr), tuple(map(id, consts)), is_input
         if key not in self._plans:  # which keeps the jaxpr alive, and so its id
             moved = {v for v, of in zip(jaxpr.invars, is_input, strict=True) if of}
-            moved = {v for v in (*moved, *jaxpr.constvars) if precision.is_f32(v)}
+            moved = {v for v in (*moved, *jaxpr.constvars) if core.is_f32(v)}
             self._plans[key] = CastPlan(
                 jaxpr=jaxpr,
                 consts=consts,
@@ -508,14 +506,14 @@ class AsWritten:
         return self._plans[key]
 
     def plan_closed(
-        self, closed: Any, direction: Direction = Direction.FORWARD
+        self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD
     ) -> CastPlan:
         """Return the plan of a closed jaxpr."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
         is_input = not direction.has_derivative_rule
         return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
 
-    def plan_rule(self, closed: Any, **options: Any) -> CastPlan:
+    def plan_rule(self, closed: ClosedJaxpr, **options: Any) -> CastPlan:
         """Return the plan of a rule for derivatives."""
         del options
         return self.plan_closed(closed, direction=Direction.DERIVATIVE_RULE)
@@ -524,7 +522,7 @@ class AsWritten:
         """Return what plans the rules for derivatives."""
         return AsWritten(is_derivative_rule=True)
 
-    def _plan_eqn(self, eqn: Any, moved: set[Any]) -> EqnPlan:
+    def _plan_eqn(self, eqn: Eqn, moved: set[Any]) -> EqnPlan:
         """Return the plan of an equation, and note in `moved` if it moves inputs."""
         subs = control_flow.sub_jaxprs(eqn) or ()
         is_moved = [not compat.is_literal(v) and v in moved for v in eqn.invars]

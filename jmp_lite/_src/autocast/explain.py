@@ -12,8 +12,8 @@ import numpy as np
 
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.ops import OpRules, resolve_rules
-from jmp_lite._src.autocast.plans import EqnPlan, Placed, walk
+from jmp_lite._src.autocast.options import OpRules, resolve_rules
+from jmp_lite._src.autocast.precision import EqnPlan, Placed, walk
 from jmp_lite._src.autocast.rules import Fp8
 from jmp_lite._src.autocast.transform import (
     check_function,
@@ -22,6 +22,7 @@ from jmp_lite._src.autocast.transform import (
     takes_function,
 )
 from jmp_lite._src.jaxprs import control_flow, matmul_precision
+from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.policy import Policy, PolicyMap
 
 P = ParamSpec("P")
@@ -267,12 +268,12 @@ def _decision(of: Placed, half_dtype: Any) -> OpDecision:
     )
 
 
-def _dtypes(eqn: Any) -> str:
+def _dtypes(eqn: Eqn) -> str:
     """Return the dtypes of an equation's operands and results, as it is written."""
     return f"{_names(eqn.invars)} -> {_names(eqn.outvars)}"
 
 
-def _dtypes_after(eqn: Any, plan: EqnPlan, half_dtype: Any) -> str:
+def _dtypes_after(eqn: Eqn, plan: EqnPlan, half_dtype: Any) -> str:
     """Return those under autocast."""
     outs = _names(eqn.outvars, plan.half_out, half_dtype)
     if isinstance(plan.rule, Fp8):
@@ -293,7 +294,7 @@ def _names(variables: Any, half: Any = (), half_dtype: Any = None) -> str:
     return " ".join(itertools.starmap(name, itertools.zip_longest(variables, half)))
 
 
-def _is_cast(eqn: Any) -> bool:
+def _is_cast(eqn: Eqn) -> bool:
     """Return whether an equation casts between float32 and half."""
     if eqn.primitive.name != "convert_element_type":
         return False

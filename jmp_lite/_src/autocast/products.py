@@ -1,27 +1,28 @@
-"""Matrix products in half: their results, and their derivatives.
+"""Matrix products in half, their gradients, and the softmax between two products.
 
 A product of half operands accumulates in f32. Its result is either rounded to half or
 the f32 accumulator itself (`preferred_element_type`), which only costs more memory.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes, fp8
-from jmp_lite._src.autocast.precision import IGNORED, Precision, is_f32, is_float
-from jmp_lite._src.jaxprs import binding, matmul_precision
-from jmp_lite._src.jaxprs.control_flow import count_eqns
+from jmp_lite._src.autocast.precision import Softmax
+from jmp_lite._src.jaxprs import binding, control_flow, matmul_precision
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 
 NAMES = matmul_precision.PRODUCTS
 COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
-def run(eqn: Any, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
+def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
     """Return the product of half operands.
 
     Args:
@@ -79,7 +80,7 @@ def _f32_product(bind: Callable[..., Any], half_dtype: Any, operands: Any) -> An
     return product(*operands)
 
 
-def flops(eqn: Any) -> int:
+def flops(eqn: Eqn) -> int:
     """Return the multiplications and additions of real numbers in a matrix product.
 
     They are 0 for other equations, and for outer products, which sum nothing.
@@ -97,12 +98,12 @@ def flops(eqn: Any) -> int:
     return of_each * math.prod(out) * lhs[-1]  # ragged: rows × columns × summed
 
 
-def is_complex(eqn: Any) -> bool:
+def is_complex(eqn: Eqn) -> bool:
     """Return whether a matrix product is of complex numbers."""
     return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
 
 
-def is_half_product(eqn: Any) -> bool:
+def is_half_product(eqn: Eqn) -> bool:
     """Return whether an equation is a product of two half operands of one dtype."""
     if eqn.primitive.name not in NAMES:
         return False
@@ -111,16 +112,16 @@ def is_half_product(eqn: Any) -> bool:
     return is_default and lhs == rhs and dtypes.is_half(lhs)
 
 
-def count(eqn: Any) -> int:
+def count(eqn: Eqn) -> int:
     """Return the number of matrix products in an equation and its sub-jaxprs."""
     inner = (
-        count_eqns(j, lambda eqn: eqn.primitive.name in NAMES)
+        control_flow.count_eqns(j, lambda eqn: eqn.primitive.name in NAMES)
         for j in compat.jaxprs_of(eqn)
     )
     return (eqn.primitive.name in NAMES) + sum(inner)
 
 
-def dimensions(eqn: Any) -> list[int]:
+def dimensions(eqn: Eqn) -> list[int]:
     """Return the dimensions of a matrix product that its tiles run over."""
     if eqn.primitive.name != "dot_general":
         return []
@@ -133,7 +134,7 @@ def dimensions(eqn: Any) -> list[int]:
     return [*free, math.prod(lhs[i] for i in of_lhs)]
 
 
-def is_outer(eqn: Any) -> bool:
+def is_outer(eqn: Eqn) -> bool:
     """Return whether an equation is an outer product: it has no sum."""
     return eqn.primitive.name == "dot_general" and dimensions(eqn)[2] == 1
 
@@ -145,7 +146,7 @@ def is_default_precision(precision: Any) -> bool:
     return precision is None or precision == jax.lax.Precision.DEFAULT
 
 
-def why_not_fp8(eqn: Any, min_size: int) -> str:
+def why_not_fp8(eqn: Eqn, min_size: int) -> str:
     """Return why a product does not run in fp8 where the policy has it, or "".
 
     Args:
@@ -165,24 +166,242 @@ def why_not_fp8(eqn: Any, min_size: int) -> str:
     )
 
 
-def why_not_half(
-    eqn: Any, ins: Sequence[Precision], is_filled_in: bool, compute_dtype: Any
-) -> str:
-    """Return why a product does not run in half, or "" if it does.
+# Products whose weight gradients are the float32 accumulator.
+#
+# The gradient of a weight that is cast to half for a product is a product itself, with
+# a float32 accumulator. JAX rounds it to half, and then casts it to float32. Here, the
+# product reads the float32 weight and casts it. Its transpose returns the accumulator.
+
+
+def run_accumulated(
+    eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool
+) -> Any:
+    """Return the product of operands, of which float32 ones are cast to half.
 
     Args:
       eqn: the product's equation.
-      ins: the precision of each operand.
-      is_filled_in: whether the caller set its `precision`, not the program.
-      compute_dtype: the half dtype. An operand may be in it already.
+      operands: its operands, the first two in half or in float32.
+      half_dtype: the compute dtype.
+      half_result: as for `run`.
+
+    Returns:
+      What `run` returns. The gradients of operands in float32 are the
+      accumulators of their products.
     """
-    if is_complex(eqn):
-        return COMPLEX
-    others = [v for v in eqn.invars if v.aval.dtype != compute_dtype]
-    if any(is_float(v) and not is_f32(v) for v in (*others, *eqn.outvars)):
-        return "a dtype the program chose"
-    if is_outer(eqn):
-        return "an outer product: it sums nothing"
-    if not is_filled_in and not is_default_precision(eqn.params.get("precision")):
-        return "a precision the program chose"
-    return "" if any(c not in IGNORED for c in ins) else "no f32 operand"
+
+    @jax.custom_jvp
+    def product(*operands):
+        halves = _halves(operands, half_dtype)
+        return run(eqn, halves, half_dtype, half_result)
+
+    def jvp(primals, tangents):
+        halves, terms = _halves(primals, half_dtype), []
+        # Not `product`: policies of `jax.checkpoint` look for plain products.
+        out = run(eqn, halves, half_dtype, half_result)
+        for i in (0, 1):  # a product is linear in each of its first two operands
+            if isinstance(tangents[i], SymbolicZero):
+                continue
+            factor = _Factor(eqn, i, half_dtype)
+            others = [x for j, x in enumerate(halves) if j != i]
+            if primals[i].dtype == jnp.float32:
+                terms.append(_linear(tangents[i], *others, factor=factor, in_axes=()))
+            else:
+                terms.append(factor.multiply(tangents[i], *others))
+        if not terms:
+            return out, jnp.zeros_like(out)
+        return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
+
+    product.defjvp(jvp, symbolic_zeros=True)
+    return product(*operands)
+
+
+def _halves(operands: Sequence[Any], half_dtype: Any) -> list[Any]:
+    return [
+        jax.lax.convert_element_type(x, half_dtype) if x.dtype == jnp.float32 else x
+        for x in operands
+    ]
+
+
+class _Factor(NamedTuple):
+    """One operand of a product, in which it is linear.
+
+    Attributes:
+      eqn: the product's equation.
+      operand: which, 0 or 1.
+      half_dtype: the compute dtype.
+    """
+
+    eqn: Eqn
+    operand: int
+    half_dtype: Any
+
+    def multiply(self, x: jax.Array, *others: jax.Array) -> jax.Array:
+        """Return the product in half, with `x` as this operand."""
+        operands = [*others[: self.operand], x, *others[self.operand :]]
+        return run(self.eqn, operands, self.half_dtype, half_result=True)
+
+    def over_examples(self, in_axes: Any) -> Any:
+        """Return `multiply` under `vmap`, once for each of these `in_axes`."""
+        multiply = self.multiply
+        for axes in in_axes:
+            multiply = jax.vmap(multiply, axes)
+        return multiply
+
+
+def _linear_impl(
+    x: jax.Array, *others: jax.Array, factor: _Factor, in_axes: Any
+) -> jax.Array:
+    half = x.astype(factor.half_dtype)
+    return factor.over_examples(in_axes)(half, *others)
+
+
+def _linear_jvp(primals, tangents, *, factor, in_axes):
+    (x, *others), (dx, *d_others) = primals, tangents
+    multiply = functools.partial(_linear, factor=factor, in_axes=in_axes)
+    out = multiply(x, *others)
+    terms = [multiply(dx, *others)] if not isinstance(dx, SymbolicZero) else []
+    for i, d_other in enumerate(d_others):
+        if not isinstance(d_other, SymbolicZero):
+            terms.append(multiply(x, *others[:i], d_other, *others[i + 1 :]))
+    return out, sum(terms[1:], terms[0])
+
+
+def _linear_batch(args, axes, *, factor, in_axes):
+    # An operand that is not mapped stays so: its gradient is one product.
+    args = [
+        x if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(args, axes, strict=True)
+    ]
+    mapped = tuple(None if axis is None else 0 for axis in axes)
+    return _linear(*args, factor=factor, in_axes=(*in_axes, mapped))
+
+
+def _linear_transpose(ct, aval, *others, factor, in_axes):
+    """Return the gradient of `x`, float32: the accumulator of a product in half."""
+
+    def multiply(x):
+        return factor.over_examples(in_axes)(x, *others)
+
+    transposed = jax.linear_transpose(multiply, aval.update(dtype=factor.half_dtype))
+    closed = jax.make_jaxpr(transposed)(ct)
+    jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, [ct], strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [v.val if compat.is_literal(v) else values[v] for v in eqn.invars]
+        outs = _run_in_float32(eqn, operands, factor.half_dtype)
+        values.update(zip(eqn.outvars, outs, strict=True))
+    (out,) = jaxpr.outvars
+    return values[out]
+
+
+def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[Any]:
+    """Run an equation of a transposed product; results of products are float32."""
+    if eqn.primitive.name in NAMES:
+        return [run(eqn, operands, half_dtype, half_result=False)]
+    if eqn.primitive.name == "convert_element_type" and dtypes.is_half(
+        eqn.params["new_dtype"]
+    ):
+        return list(operands)
+    return binding.bind(eqn, operands)
+
+
+# Linear in its first operand. The transpose of a plain product would return half.
+_linear = compat.new_primitive(
+    "product_with_float32_gradient",
+    _linear_impl,
+    _linear_jvp,
+    _linear_batch,
+    [_linear_transpose],
+    static_argnames=("factor", "in_axes"),
+)
+
+
+# Softmax.
+#
+# The probabilities of attention are computed in float32, and half where the next
+# product reads them. Differentiated operation by operation, the float32 logits are kept
+# for the backward pass beside the half probabilities. But the derivative needs the
+# probabilities alone:
+#
+#   p = softmax(z);  dp = p * (dz - sum(p * dz) / sum(p))
+#
+# so it is computed from the half `p` that the product keeps anyway, in float32
+# arithmetic, as in FlashAttention. Half `p` do not sum to 1: without the division, a
+# constant `dz`, which changes no `p`, would. `p` is at most 1, so nothing overflows;
+# float16 rounds to zero what is below 6e-8.
+
+
+def find_softmaxes(jaxpr: Jaxpr) -> dict[int, Softmax]:
+    """Return the softmaxes of a jaxpr by the index of the equation that divides."""
+    made_by: dict[Any, Any] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    found = {}
+    for index, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name != "div" or any(map(compat.is_literal, eqn.invars)):
+            continue
+        numerator, denominator = eqn.invars
+        exp: Any = made_by.get(numerator)
+        spread: Any = made_by.get(denominator)
+        if _name(exp) != "exp" or _name(spread) not in ("broadcast_in_dim", "reshape"):
+            continue
+        total: Any = made_by.get(spread.invars[0])
+        if _name(total) != "reduce_sum" or total.invars[0] is not numerator:
+            continue
+        axes = tuple(total.params["axes"])
+        if _keeps_dims(spread, numerator.aval.shape, axes):
+            found[index] = Softmax(exp.invars[0], axes)
+    return found
+
+
+def _name(eqn: Eqn) -> str:
+    return "" if eqn is None else eqn.primitive.name
+
+
+def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+    """Return whether the sum is put back where it was, with 1 for what it summed."""
+    kept = tuple(1 if i in axes else d for i, d in enumerate(shape))
+    if spread.outvars[0].aval.shape != kept:
+        return False
+    if spread.primitive.name == "reshape":
+        return True
+    others = tuple(i for i in range(len(shape)) if i not in axes)
+    return tuple(spread.params.get("broadcast_dimensions", ())) == others
+
+
+# Traced once for each shape, and put in place as if it were written there.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def softmax(
+    logits: jax.Array, axes: tuple[int, ...], dtype: Any, is_from_half: bool
+) -> jax.Array:
+    """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
+
+    Args:
+      logits: f32, or half; what keeps them in range (taking off the maximum) is the
+        program's own and has been done.
+      axes: what to sum over.
+      dtype: the dtype of the result.
+      is_from_half: whether the logits are computed from half ones that are stored.
+    """
+    return _softmax(logits, axes, dtype, is_from_half)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _softmax(logits, axes, dtype, is_from_half):
+    exp = jnp.exp(logits.astype(jnp.float32))
+    probabilities = (exp / jnp.sum(exp, axes, keepdims=True)).astype(dtype)
+    if is_from_half:
+        return probabilities
+    # XLA takes the cast to half and back in the derivative for needless, and would keep
+    # the logits, to compute the probabilities anew: twice the memory of keeping these.
+    # From half logits that is no worse, and leaves it free to fuse.
+    return jax.lax.optimization_barrier(probabilities)
+
+
+@_softmax.defjvp
+def _softmax_jvp(axes, dtype, is_from_half, primals, tangents):
+    (logits,), (logits_dot,) = primals, tangents
+    probabilities = _softmax(logits, axes, dtype, is_from_half)
+    p, dz = probabilities.astype(jnp.float32), logits_dot.astype(jnp.float32)
+    total = jnp.sum(p, axes, keepdims=True)
+    mean = jnp.sum(p * dz, axes, keepdims=True) / total
+    return probabilities, (p * (dz - mean)).astype(dtype)

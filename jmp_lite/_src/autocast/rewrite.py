@@ -1,4 +1,10 @@
-"""Run a plan: every equation of its jaxpr again, in the precision that it says."""
+"""Run a plan: every equation of its jaxpr again, in the precision that it says.
+
+A variable has at most two values, the one that its equation returned and the cast of
+it; each is computed once. Every read in half precision is differentiated as a cast of
+its own, so that the gradients of what is read many times, or broadcast, are summed in
+float32: see `sums`.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -6,20 +12,264 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from jmp_lite._src import dtypes
+from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import sums
-from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
-from jmp_lite._src.autocast.plans import CastPlan, Direction, EqnPlan
-from jmp_lite._src.autocast.precision import HALF, Use
-from jmp_lite._src.autocast.values import Values
-from jmp_lite._src.jaxprs import binding, control_flow
+from jmp_lite._src.autocast.precision import HALF, CastPlan, Direction, EqnPlan, Use
+from jmp_lite._src.autocast.sums import NO_READS, EqnReads, Reads
+from jmp_lite._src.jaxprs import binding, control_flow, core
+from jmp_lite._src.jaxprs.core import F32, Eqn, Var, is_f32
+from jmp_lite._src.jaxprs.primitives import Fact, facts
+
+
+class Values:
+    """The values of the variables of one jaxpr, in half and in float32.
+
+    Args:
+      half_dtype: the compute dtype.
+      reads: how the jaxpr reads them; by default, no derivative is taken.
+      numbers: the variables that are numbers which the compute dtype represents.
+    """
+
+    def __init__(
+        self,
+        half_dtype: Any,
+        reads: Reads = NO_READS,
+        numbers: frozenset[Var] = frozenset(),
+    ):
+        self.half_dtype = half_dtype
+        self.reads, self.numbers = reads, numbers
+        self._made: dict[Any, Any] = {}
+        # The cast of a float32 value to half, or the float32 value of a half one.
+        self._cast: dict[Any, Any] = {}
+        self._saturated: dict[Any, Any] = {}
+        # Of these, the cast has not been read.
+        self._unread: set[Any] = set()
+        # The moves that made half values whose float32 original is known.
+        self._moved_by: dict[Any, Any] = {}
+
+    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        """Set the values of variables, in the dtypes in which they were computed."""
+        self._made.update(zip(variables, values, strict=True))
+
+    def read_as_made(self, var: Var) -> Any:
+        """Return a value in the dtype in which it was computed."""
+        return self._made[var]
+
+    def read(self, variables: Sequence[Var], half: Sequence[bool]) -> list[Any]:
+        """Return values, in half where `half` says so, else in the program's dtype."""
+        return [
+            self._in_half(v) if is_half or core.is_half(v) else self._as_written(v)
+            for v, is_half in zip(variables, half, strict=True)
+        ]
+
+    def in_f32(self, var: Var) -> Any:
+        """Return a float value in float32: the one that was cast to half, if it was."""
+        value = self._made[var]
+        if value.dtype == F32:
+            return value
+        if var not in self._cast:
+            move = self._moved_by.get(var)
+            self._cast[var] = (
+                binding.bind(move, [self.in_f32(move.invars[0])])[0]
+                if move
+                else lax.convert_element_type(value, F32)
+            )
+        return self._cast[var]
+
+    def before_cast(self, var: Var, value: Any) -> Any:
+        """Return the float32 value that a half one was cast from.
+
+        Args:
+          var: the variable.
+          value: the half value, which is returned if that is not known.
+        """
+        is_known = not compat.is_literal(var) and (
+            var in self._cast or var in self._moved_by
+        )
+        return self.in_f32(var) if is_known else value
+
+    def note_casts(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        """Cast values here, and not where something reads them in half."""
+        casts = self.cast_to_half(values, (True,) * len(values))
+        self._cast.update(zip(variables, casts, strict=True))
+        self._unread.update(variables)
+
+    def cast_to_half(self, values: Sequence[Any], half: Sequence[bool]) -> list[Any]:
+        """Return new values, cast where `half` says so."""
+        return [
+            lax.convert_element_type(x, self.half_dtype) if is_half else x
+            for x, is_half in zip(values, half, strict=True)
+        ]
+
+    def apply_in_f32(self, eqn: Eqn, is_half: Sequence[bool]) -> list[Any]:
+        """Return the results of arithmetic in float32, from half values or others.
+
+        Of what is multiplied, the backward pass keeps the half values.
+
+        Args:
+          eqn: the equation.
+          is_half: per operand, whether the result is half, and the operand is read in
+            half by others.
+        """
+        if not any(is_half) and not self._multiplies(eqn):
+            return self.apply(eqn, is_half)
+        size = eqn.outvars[0].aval.size
+        operands = [*map(self._as_written, eqn.invars)]
+        if self._multiplies(eqn):
+            kept = [
+                self._value_in_half(v, False)[0]
+                if is_half_value and v.aval.size == size
+                else self._made[v]
+                for v, is_half_value in zip(eqn.invars, is_half, strict=True)
+            ]
+            return [sums.multiply(eqn, operands, kept)]
+        if eqn.primitive.name not in ("mul", "div"):
+            operands = [
+                sums.bound(x, self.half_dtype)
+                if not compat.is_literal(v) and is_f32(v) and v.aval.size < size
+                else x
+                for v, x in zip(eqn.invars, operands, strict=True)
+            ]
+        return binding.bind_here(eqn, operands)
+
+    def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
+        """Return the results of an equation, whose transpose sums in float32.
+
+        Args:
+          eqn: the equation.
+          half: per operand, whether a float32 one is read in half.
+        """
+        self._note_origin(eqn)
+        reads = self.reads.of.get(id(eqn))
+        known = facts(eqn.primitive.name)
+        joins = bool(known & (Fact.BROADCASTS | Fact.JOINS))
+        if reads is None:  # it has no half operands, or no derivative
+            operands = [
+                self._value_in_half(v, joins)[0] if is_half else self._as_written(v)
+                for v, is_half in zip(eqn.invars, half, strict=True)
+            ]
+            return binding.bind_here(eqn, operands)
+        if self.reads.is_derivative_rule and (reads.smaller or reads.sums_backward):
+            (out,) = eqn.outvars
+            dtype = self.half_dtype if is_f32(out) else out.aval.dtype
+            return sums.in_float32(eqn, self._all_in_f32(eqn, reads), dtype)
+        operands = [
+            self._value_in_half(v, joins)[0]
+            if i in reads.smaller
+            else self._in_half(v, joins, self._like(reads, i))
+            if is_half
+            else self._as_written(v)
+            for i, (v, is_half) in enumerate(zip(eqn.invars, reads.half, strict=True))
+        ]
+        if reads.smaller:
+            return [self._broadcast(eqn, operands, reads)]
+        if reads.sums_backward:
+            return sums.bind(eqn, operands, self._all_in_f32(eqn, reads))
+        return binding.bind_here(eqn, operands)
+
+    def _multiplies(self, eqn: Eqn) -> bool:
+        """Return whether this multiplies arrays, or divides by a smaller one."""
+        name, operands = eqn.primitive.name, eqn.invars
+        if name not in ("mul", "div") or self.reads.is_derivative_rule:
+            return False
+        if any(map(compat.is_literal, operands)) or not is_f32(eqn.outvars[0]):
+            return False
+        if name == "div" and operands[1].aval.size == eqn.outvars[0].aval.size:
+            return False
+        return self.reads.differentiated.issuperset(operands)
+
+    def _all_in_f32(self, eqn: Eqn, reads: EqnReads) -> list[Any]:
+        return [
+            self._as_written(v)
+            if not is_half
+            else np.asarray(v.val, F32)
+            if compat.is_literal(v)
+            else self.in_f32(v)
+            for v, is_half in zip(eqn.invars, reads.half, strict=True)
+        ]
+
+    def _as_written(self, var: Var) -> Any:
+        if compat.is_literal(var):
+            return var.val
+        return self.in_f32(var) if is_f32(var) else self._made[var]
+
+    def _in_half(self, var: Var, joins: bool = False, like: Sequence[Any] = ()) -> Any:
+        """Return a value in half, differentiated as a cast of its own.
+
+        Args:
+          var: the variable, float32 or half.
+          joins: whether it is combined with other values elementwise.
+          like: values that `vmap` may map and it may not.
+        """
+        value, has_derivative = self._value_in_half(var, joins)
+        if (has_derivative and not like) or var not in self.reads.differentiated:
+            return value
+        return sums.differentiate_as(value, self.in_f32(var), *like)
+
+    def _value_in_half(self, var: Var, joins: bool) -> tuple[Any, bool]:
+        """Return a value in half, and whether it has the derivative of this cast."""
+        if compat.is_literal(var):
+            value = np.asarray(var.val, self.half_dtype) if is_f32(var) else var.val
+            return value, True
+        value = self._made[var]
+        if not is_f32(var) or value.dtype == self.half_dtype:
+            return value, var not in self.reads.many
+        if joins and var not in self.numbers:
+            if var not in self._saturated:
+                self._saturated[var] = sums.saturate(value, self.half_dtype)
+            return self._saturated[var], False
+        is_first = var not in self._cast or var in self._unread
+        self._unread.discard(var)
+        if var not in self._cast:
+            self._cast[var] = lax.convert_element_type(value, self.half_dtype)
+        return self._cast[var], is_first
+
+    def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
+        if (
+            self.reads.is_derivative_rule
+        ):  # it may be a tangent, and then so would be the result
+            return ()
+        return [self._made[v] for v in reads.like.get(index, ())]
+
+    def _broadcast(self, eqn: Eqn, operands: list[Any], reads: EqnReads) -> Any:
+        """Run an elementwise equation some of whose half operands are smaller."""
+        name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+        first = reads.smaller[0]
+        if len(reads.smaller) == 1 and (
+            name == "mul" or (name == "div" and first == 1)
+        ):
+            factor = operands[first], self.in_f32(eqn.invars[first])
+            return sums.scale(eqn, operands[1 - first], *factor)
+        for i in reads.smaller:
+            in_f32, like = self.in_f32(eqn.invars[i]), self._like(reads, i)
+            operands[i] = sums.spread(operands[i], in_f32, shape, *like)
+        return binding.bind_here(eqn, operands)[0]
+
+    def _note_origin(self, eqn: Eqn) -> None:
+        """Note where the float32 original of a half result can be had."""
+        permutes = facts(eqn.primitive.name) & Fact.PERMUTES
+        if eqn.primitive.name != "convert_element_type" and not permutes:
+            return
+        (var,), (out,) = eqn.invars, eqn.outvars
+        if not core.is_half(out) or compat.is_literal(var):
+            return
+        if permutes and (var in self._cast or var in self._moved_by):
+            self._moved_by[out] = eqn
+        elif not permutes and is_f32(var):
+            self._cast[out] = self.in_f32(var)
 
 
 class Rewriter:
-    """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr."""
+    """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr.
 
-    def __init__(self, analyzer: Analyzer | AsWritten):
+    Args:
+      analyzer: an `Analyzer` or `AsWritten`, which plans the rules for derivatives.
+    """
+
+    def __init__(self, analyzer: Any):
         self.analyzer = analyzer
         self.half_dtype = jnp.dtype(analyzer.compute_dtype)
         self._closed: dict[Any, Any] = {}
@@ -33,7 +283,7 @@ class Rewriter:
             values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))
         return values.read(plan.jaxpr.outvars, half_out)
 
-    def run_eqn(self, eqn: Any, plan: EqnPlan, values: Values) -> Sequence[Any]:
+    def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of one equation, run as its plan says."""
         if plan.runs_bodies:
             return self._rebuild(eqn, plan, values)
@@ -51,7 +301,7 @@ class Rewriter:
 
         return rule
 
-    def _rewrite_jvp(self, eqn: Any, plan: EqnPlan, fun: Callable[..., Any]) -> Any:
+    def _rewrite_jvp(self, eqn: Eqn, plan: EqnPlan, fun: Callable[..., Any]) -> Any:
         """Return the rule of a JVP rewritten, with half where the function has it."""
         ins = plan.bodies[0].ins * 2  # of primals and tangents
         uses = [Use.AS_HALF if half else Use.AS_FLOAT32 for half in plan.half_out * 2]
@@ -82,7 +332,7 @@ class Rewriter:
 
         return rule
 
-    def _rebuild(self, eqn: Any, plan: EqnPlan, values: Values) -> Sequence[Any]:
+    def _rebuild(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Run an equation around its rewritten jaxprs."""
         operands = binding.call(eqn, values.read, eqn.invars, plan.half_in)
         subs = control_flow.sub_jaxprs(eqn) or ()

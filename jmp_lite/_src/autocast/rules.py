@@ -11,13 +11,12 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, fp8
-from jmp_lite._src.autocast import accumulators, patterns, precision, products
-from jmp_lite._src.autocast.plans import CastPlan, Direction, EqnInfo, EqnPlan
+from jmp_lite._src.autocast import precision, products
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
     FLOAT32,
@@ -31,16 +30,51 @@ from jmp_lite._src.autocast.precision import (
     OTHER,
     STATISTIC,
     STORED,
+    CastPlan,
+    Direction,
+    EqnPlan,
     Precision,
+    Region,
+    Softmax,
     Use,
 )
-from jmp_lite._src.autocast.regions import Region
-from jmp_lite._src.autocast.values import Values
-from jmp_lite._src.jaxprs import control_flow
+from jmp_lite._src.autocast.rewrite import Values
+from jmp_lite._src.jaxprs import control_flow, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
+from jmp_lite._src.jaxprs.core import Eqn, Var
 from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 Decision = tuple[EqnPlan, Sequence[Precision]]
+
+
+class EqnInfo(NamedTuple):
+    """An equation of a jaxpr, and what the analysis reads off the program once.
+
+    Attributes:
+      eqn: the equation.
+      rule: that of its class in the table.
+      region: whether the policy lowers what is in its name scope.
+      bodies: its sub-jaxprs, where they are understood.
+      softmax: the softmax whose last equation it is.
+      fixed: per operand, its precision if it is a literal or not float32, else None.
+      is_smaller: per operand, whether it is smaller than an elementwise result.
+      is_f32: per result, whether it is float32.
+      why_unchanged: why it runs as it is written, if its rule is `UNCHANGED`.
+      is_filled_in: whether it is a product whose `precision` the caller set.
+      why_not_fp8: why a product that the policy has in fp8 is not, or "".
+    """
+
+    eqn: Eqn
+    rule: "Rule"
+    region: Region
+    bodies: tuple[SubJaxpr, ...]
+    softmax: Softmax | None
+    fixed: tuple[Precision | None, ...]
+    is_smaller: tuple[bool, ...]
+    is_f32: tuple[bool, ...]
+    why_unchanged: str
+    is_filled_in: bool
+    why_not_fp8: str
 
 
 class Analysis(Protocol):
@@ -48,8 +82,8 @@ class Analysis(Protocol):
 
     compute_dtype: Any
     keeps_inputs: bool
-    precision: dict[Any, Precision]
-    cast_moves: set[Any]
+    precision: dict[Var, Precision]
+    cast_moves: set[Var]
 
     @property
     def is_recomputed(self) -> bool:
@@ -60,21 +94,21 @@ class Analysis(Protocol):
         """Return whether results of products are half where half is not asked for."""
         ...
 
-    def has_tangent(self, eqn: Any) -> bool:
+    def has_tangent(self, eqn: Eqn) -> bool:
         """Return whether an operand is made of a tangent, in a rule for derivatives."""
         ...
 
     def plan_body(
-        self, eqn: Any, body: SubJaxpr, ins: Sequence[Precision], uses: Sequence[int]
+        self, eqn: Eqn, body: SubJaxpr, ins: Sequence[Precision], uses: Sequence[int]
     ) -> CastPlan:
         """Return the plan of a sub-jaxpr of an equation."""
         ...
 
-    def is_moved_input(self, var: Any) -> bool:
+    def is_moved_input(self, var: Var) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""
         ...
 
-    def made_of(self, var: Any) -> frozenset[Any]:
+    def made_of(self, var: Var) -> frozenset[Any]:
         """Return the stored half values of which a half value is computed."""
         ...
 
@@ -204,14 +238,14 @@ class Rule:
             used |= Use.NEAR_ONE
         if name == "integer_pow" and eqn.params["y"] < 0:
             used |= Use.NEAR_ONE
-        if name == "convert_element_type" and not precision.is_float(eqn.outvars[0]):
+        if name == "convert_element_type" and not core.is_float(eqn.outvars[0]):
             used |= Use.NEAR_ONE | Use.FRACTION
         by_operand = [used] * len(ins)
         if name == "div":
             by_operand[1] |= Use.NEAR_ONE
         return by_operand
 
-    def run(self, eqn: Any, plan: EqnPlan, values: Values) -> Sequence[Any]:
+    def run(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of an equation, in the precision of its plan."""
         results = values.apply(eqn, plan.half_in)
         if any(plan.half_in):
@@ -246,7 +280,7 @@ class _Product(Rule):
     name, is_product = "half", True
 
     def propagate(self, info, ins, uses, analysis):
-        why_not = products.why_not_half(
+        why_not = _why_not_half(
             info.eqn, ins, info.is_filled_in, analysis.compute_dtype
         )
         if why_not:
@@ -302,7 +336,9 @@ class _Accumulated(_Product):
 
     def run(self, eqn, plan, values):
         operands = values.read(eqn.invars, plan.half_in)
-        return [accumulators.run(eqn, operands, values.half_dtype, plan.half_out[0])]
+        return [
+            products.run_accumulated(eqn, operands, values.half_dtype, plan.half_out[0])
+        ]
 
 
 class _CastByHand(Rule):
@@ -316,7 +352,7 @@ class _CastByHand(Rule):
         operands = values.read(eqn.invars, plan.half_in)
         for i, var in enumerate(eqn.invars[:2]):
             operands[i] = values.before_cast(var, operands[i])
-        return [accumulators.run(eqn, operands, half, is_half)]
+        return [products.run_accumulated(eqn, operands, half, is_half)]
 
 
 class Fp8(_Accumulated):
@@ -434,7 +470,7 @@ class _Elementwise(Rule):
         is_moved = self.is_move and analysis.keeps_inputs
         return results if is_moved and halves <= analysis.cast_moves else ()
 
-    def _passed_on(self, eqn: Any, plan: EqnPlan, use: int) -> int:
+    def _passed_on(self, eqn: Eqn, plan: EqnPlan, use: int) -> int:
         rounds_before = self.is_move or facts(eqn.primitive.name) & Fact.EXACT
         passed = ~Use.DTYPE if rounds_before else Use.KEPT
         beside, use = use & passed, use & Use.DTYPE
@@ -593,7 +629,7 @@ class _Softmax(Rule):
         found: Any = plan.softmax
         logits = values.read_as_made(found.logits)
         options = found.axes, values.half_dtype, found.is_from_half
-        return [patterns.softmax(logits, *options)]
+        return [products.softmax(logits, *options)]
 
 
 UNCHANGED, UNSAFE, PRODUCT = Rule(), _Unsafe(), _Product()
@@ -612,7 +648,7 @@ BY_CLASS: dict[str, Rule] = {
 }
 
 
-def rule_for(eqn: Any, op_class: str) -> Rule:
+def rule_for(eqn: Eqn, op_class: str) -> Rule:
     """Return the rule of an equation whose primitive is in a class."""
     if is_retyping(eqn):  # float32 to float32, as jnp.where does to numbers
         return PASSTHROUGH
@@ -622,7 +658,7 @@ def rule_for(eqn: Any, op_class: str) -> Rule:
 
 
 def product_rule(
-    eqn: Any, region: Region, direction: Direction, fp8_min_size: int
+    eqn: Eqn, region: Region, direction: Direction, fp8_min_size: int
 ) -> tuple[Rule, str]:
     """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
     if direction.has_derivative_rule:
@@ -698,20 +734,45 @@ def operand_uses(
     used = plan.rule.operand_uses(info, plan, uses, analysis)
     bool_use = None  # that of bool operands, if they are used unlike others
     if not plan.bodies and results:
-        if all(map(precision.is_bool, results)):
+        if all(map(core.is_bool, results)):
             bool_use = union(uses)
             if not any(uses):  # a comparison, or logic, that only chooses
                 used = [0] * len(used)
-        elif all(map(precision.is_float, results)):
+        elif all(map(core.is_float, results)):
             bool_use = 0
     digits = info.rule.digits_used(info, ins, uses)
     return [
-        (use if bool_use is None or not precision.is_bool(v) else bool_use) | of_digits
+        (use if bool_use is None or not core.is_bool(v) else bool_use) | of_digits
         for v, use, of_digits in zip(eqn.invars, used, digits, strict=True)
     ]
 
 
 # Equations.
+
+
+def _why_not_half(
+    eqn: Eqn, ins: Sequence[Precision], is_filled_in: bool, compute_dtype: Any
+) -> str:
+    """Return why a product does not run in half, or "" if it does.
+
+    Args:
+      eqn: the product's equation.
+      ins: the precision of each operand.
+      is_filled_in: whether the caller set its `precision`, not the program.
+      compute_dtype: the half dtype. An operand may be in it already.
+    """
+    if products.is_complex(eqn):
+        return products.COMPLEX
+    others = [v for v in eqn.invars if v.aval.dtype != compute_dtype]
+    if any(core.is_float(v) and not core.is_f32(v) for v in (*others, *eqn.outvars)):
+        return "a dtype the program chose"
+    if products.is_outer(eqn):
+        return "an outer product: it sums nothing"
+    if not is_filled_in and not products.is_default_precision(
+        eqn.params.get("precision")
+    ):
+        return "a precision the program chose"
+    return "" if any(c not in IGNORED for c in ins) else "no f32 operand"
 
 
 def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:
@@ -729,7 +790,7 @@ def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
     return frozenset().union(*sets)
 
 
-def casts_before(eqn: Any) -> bool:
+def casts_before(eqn: Eqn) -> bool:
     """Return whether a cast of this move's result may happen before the move.
 
     It moves half the bytes then. A move that drops numbers would cast more than it has
@@ -738,14 +799,14 @@ def casts_before(eqn: Any) -> bool:
     return bool(facts(eqn.primitive.name) & Fact.PERMUTES)
 
 
-def is_retyping(eqn: Any) -> bool:
+def is_retyping(eqn: Eqn) -> bool:
     """Return whether an equation only makes a dtype weak or strong."""
     if eqn.primitive.name != "convert_element_type":
         return False
     return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
 
 
-def is_move_or_cast(eqn: Any) -> bool:
+def is_move_or_cast(eqn: Eqn) -> bool:
     """Return whether an equation only moves numbers, or casts them to half."""
     if eqn.primitive.name == "convert_element_type":
         return dtypes.is_half(eqn.params["new_dtype"])
@@ -755,7 +816,7 @@ def is_move_or_cast(eqn: Any) -> bool:
 def _broadcasts(info: EqnInfo) -> bool:
     """Return whether elementwise arithmetic broadcasts an array."""
     return any(
-        is_smaller and not compat.is_literal(v) and precision.is_f32(v)
+        is_smaller and not compat.is_literal(v) and core.is_f32(v)
         for v, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
     )
 
@@ -784,7 +845,7 @@ def _is_for_f32(uses: Sequence[int]) -> bool:
     return bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT)
 
 
-def _is_kept(eqn: Any, ins: Sequence[Precision], analysis: Analysis) -> bool:
+def _is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
     """Return whether the half result of arithmetic is stored, whatever reads it.
 
     It is if it is made of several arrays, or if the backward pass reads it. Other
@@ -796,11 +857,11 @@ def _is_kept(eqn: Any, ins: Sequence[Precision], analysis: Analysis) -> bool:
     return len(arrays) > 1 or bool(saturates)
 
 
-def _joins_half(eqn: Any, ins: Sequence[Precision]) -> bool:
+def _joins_half(eqn: Eqn, ins: Sequence[Precision]) -> bool:
     """Return whether elementwise arithmetic runs in half, by its operands."""
     if HALF not in ins:
         return False
-    sizes = list(map(precision.size, eqn.invars))
+    sizes = list(map(core.size, eqn.invars))
     return all(
         p in (HALF, NUMBER, BROADCAST, *IGNORED) or (p == INPUT and n < max(sizes))
         for p, n in zip(ins, sizes, strict=True)

@@ -15,9 +15,13 @@ Matrix products do not need this: their gradients are products with float32
 accumulators. Sums over devices in the transpose of `shard_map` are not changed.
 """
 
+import collections
+import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,15 +31,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32, is_float, is_half
 from jmp_lite._src.jaxprs.primitives import Fact, facts
-
-
-def is_half(var: Any) -> bool:
-    """Return whether a variable of a jaxpr is float16 or bfloat16."""
-    return dtypes.is_half(getattr(var.aval, "dtype", None))
-
 
 # The primitive.
 
@@ -112,7 +111,7 @@ mlir.register_lowering(
 # Operations.
 
 
-def in_float32(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
+def in_float32(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """Run an equation on float32 operands, and cast its result to half.
 
     For rules of derivatives. JAX transposes what they do to a tangent as it is written,
@@ -140,7 +139,7 @@ def spread(
     return differentiate_as(value, expression, *like)
 
 
-def scale(eqn: Any, array: Any, factor: Any, factor_in_f32: Any) -> Any:
+def scale(eqn: Eqn, array: Any, factor: Any, factor_in_f32: Any) -> Any:
     """Return `array * factor` or `array / factor`, of an array and a smaller factor.
 
     The backward pass keeps the array and the factor, not the factor broadcast to the
@@ -204,7 +203,7 @@ _multiply = compat.new_primitive(
 )
 
 
-def multiply(eqn: Any, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Array:
+def multiply(eqn: Eqn, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Array:
     """Run a `mul` in float32, or a `div` by a smaller array.
 
     Args:
@@ -254,7 +253,7 @@ _product = compat.new_primitive(
 )
 
 
-def sums_backward(eqn: Any) -> bool:
+def sums_backward(eqn: Eqn) -> bool:
     """Return whether the transpose of an equation sums in the dtype of its operands.
 
     Not for elementwise equations: `values` knows which of their operands are broadcast.
@@ -271,7 +270,7 @@ def sums_backward(eqn: Any) -> bool:
     return bool(known & Fact.REPEATS) or chooses or is_padded_with_variable
 
 
-def bind(eqn: Any, operands: Sequence[Any], in_f32: Sequence[Any]) -> list[Any]:
+def bind(eqn: Eqn, operands: Sequence[Any], in_f32: Sequence[Any]) -> list[Any]:
     """Run an equation for which `sums_backward` is true.
 
     Args:
@@ -297,7 +296,7 @@ def _mean_of_chosen(chosen: Any, array: Any, in_f32: Any, axes: Any) -> jax.Arra
     return total / jnp.sum(is_chosen, axes, dtype=jnp.float32)
 
 
-def _takes_one_along_an_axis(eqn: Any) -> bool:
+def _takes_one_along_an_axis(eqn: Eqn) -> bool:
     """Return whether a gather is `take_along_axis` of one index, as of labels."""
     numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
     others = tuple(i for i in range(operand.ndim) if i not in numbers.start_index_map)
@@ -311,7 +310,7 @@ def _takes_one_along_an_axis(eqn: Any) -> bool:
     )
 
 
-def _one_along_an_axis(eqn: Any, in_f32: jax.Array, indices: jax.Array) -> jax.Array:
+def _one_along_an_axis(eqn: Eqn, in_f32: jax.Array, indices: jax.Array) -> jax.Array:
     """Return the element at each index as a sum over a masked axis.
 
     The transpose is an elementwise select, which XLA fuses with what follows. The
@@ -351,3 +350,143 @@ def saturate(x: jax.Array, dtype: Any) -> jax.Array:
         bounded = lax.min(bounded, largest)
     is_infinite = lax.eq(lax.abs(x), np.asarray(np.inf, x.dtype))
     return lax.convert_element_type(lax.select(is_infinite, x, bounded), dtype)
+
+
+# How a jaxpr reads half values.
+
+# A sum of two half gradients is rounded once, as is a float32 sum that is then cast:
+# from three terms on, it is computed in float32.
+_MANY_READS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class EqnReads:
+    """How one equation reads its half operands.
+
+    Attributes:
+      half: per operand, whether it is half, or read in half.
+      like: per operand, the variables that it is combined with elementwise and that
+        depend on inputs of the jaxpr on which it does not depend itself.
+      smaller: the half operands that are broadcast to the shape of the result.
+      sums_backward: whether the transpose of the equation sums in half.
+    """
+
+    half: Sequence[bool]
+    like: Mapping[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    smaller: Sequence[int] = ()
+    sums_backward: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """How a jaxpr reads its half values.
+
+    Attributes:
+      of: how an equation does, by its `id`, for those that have half operands.
+      many: the variables that are read so often that their gradients are to be summed
+        in float32.
+      differentiated: the variables through which a gradient may pass.
+      is_derivative_rule: whether the jaxpr is a rule for derivatives. JAX transposes it
+        as it is, so an operation on a tangent must be linear in it.
+    """
+
+    of: Mapping[int, EqnReads]
+    many: frozenset[Var]
+    differentiated: frozenset[Var]
+    is_derivative_rule: bool = False
+
+
+def find_reads(
+    jaxpr: Jaxpr, half_in: Sequence[Sequence[bool]], is_derivative_rule: bool = False
+) -> Reads:
+    """Return how a jaxpr reads its half values.
+
+    Args:
+      jaxpr: the jaxpr, open.
+      half_in: per equation and operand, whether a float32 operand is read in half.
+      is_derivative_rule: whether the jaxpr is a rule for derivatives.
+    """
+    differentiated = _differentiated(jaxpr)
+    of, reads, reads_in_f32 = {}, collections.Counter(), set()
+    inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
+    for eqn, cast_in in zip(jaxpr.eqns, half_in, strict=True):
+        half = [
+            is_cast or is_half(v)
+            for v, is_cast in zip(eqn.invars, cast_in, strict=True)
+        ]
+        variables = list(_variables(eqn.invars))
+        inputs.update(
+            dict.fromkeys(eqn.outvars, _union(inputs.get(v, 0) for v in variables))
+        )
+        is_differentiated = not differentiated.isdisjoint(eqn.outvars)
+        if any(half) and is_differentiated:
+            of[id(eqn)] = _eqn_reads(eqn, half, differentiated, inputs)
+            reads.update(_variables(itertools.compress(eqn.invars, half)))
+        if not all(half) and is_differentiated:
+            reads_in_f32.update(v for v in variables if is_f32(v))
+    reads.update(_variables(jaxpr.outvars))
+    reads.update(reads_in_f32)
+    many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
+    return Reads(of, many, differentiated, is_derivative_rule)
+
+
+def _variables(operands: Iterable[Any]) -> Iterator[Any]:
+    return (v for v in operands if not compat.is_literal(v))
+
+
+def _floats(operands: Iterable[Any]) -> Iterable[Any]:
+    return filter(is_float, _variables(operands))
+
+
+def _differentiated(jaxpr: Jaxpr) -> frozenset[Any]:
+    """Return the variables between float inputs and float outputs."""
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
+    of_inputs = set(_floats([*jaxpr.constvars, *jaxpr.invars]))
+    for eqn in eqns:
+        if not of_inputs.isdisjoint(_variables(eqn.invars)):
+            of_inputs.update(_floats(eqn.outvars))
+    of_outputs = set(_floats(jaxpr.outvars))
+    for eqn in reversed(eqns):
+        if not of_outputs.isdisjoint(eqn.outvars):
+            of_outputs.update(_floats(eqn.invars))
+    return frozenset(of_inputs & of_outputs)
+
+
+def _eqn_reads(
+    eqn: Eqn, half: Any, differentiated: Any, inputs: Mapping[Any, int]
+) -> EqnReads:
+    name, like, smaller = eqn.primitive.name, {}, []
+    known = facts(name)
+    if known & (Fact.BROADCASTS | Fact.JOINS):
+        shape = eqn.outvars[0].aval.shape
+        for i, var in enumerate(eqn.invars):
+            if not half[i] or compat.is_literal(var) or var not in differentiated:
+                continue
+            others = _covering(eqn.invars, inputs, var)
+            if others:
+                like[i] = others
+            if known & Fact.BROADCASTS and var.aval.shape != shape:
+                smaller.append(i)
+    may_sum = not differentiated.isdisjoint(
+        _variables(itertools.compress(eqn.invars, half))
+    )
+    return EqnReads(half, like, smaller, may_sum and sums_backward(eqn))
+
+
+def _covering(operands: Any, inputs: Mapping[Any, int], var: Var) -> Sequence[Any]:
+    """Return operands that depend on all inputs that one operand does not depend on."""
+    others = list(_variables(operands))
+    missing = _union(inputs.get(v, 0) for v in others) & ~inputs.get(var, 0)
+    found = []
+    for other in others:
+        if missing & inputs.get(other, 0):
+            found.append(other)
+            missing &= ~inputs.get(other, 0)
+    return found
+
+
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)
+
+
+NO_READS = Reads({}, frozenset(), frozenset())

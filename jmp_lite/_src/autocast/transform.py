@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jmp_lite._src import compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
-from jmp_lite._src.autocast.ops import OpRules, resolve_rules
-from jmp_lite._src.autocast.plans import CastPlan, Placed, walk
-from jmp_lite._src.autocast.regions import Regions, policies_of
+from jmp_lite._src.autocast.options import OpRules, Regions, policies_of, resolve_rules
+from jmp_lite._src.autocast.precision import CastPlan, Placed, walk
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace

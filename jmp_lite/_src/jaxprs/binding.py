@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 
 
-def bind(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
+def bind(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
     """Run an equation on other operands, in its own name scope and source line.
 
     Args:
@@ -20,21 +21,21 @@ def bind(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]
     return call(eqn, bind_here, eqn, args, params)
 
 
-def bind_here(eqn: Any, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
+def bind_here(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
     """Run an equation as `bind` does, in the scope and source line of the caller."""
     params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     outs = eqn.primitive.bind(*args, **dict(params or {}))
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def call(eqn: Any, fun: Callable[..., Any], *args: Any) -> Any:
+def call(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
     """Call a function in the name scope and source line of an equation."""
     user_context, manager = compat.eqn_contexts(eqn)
     with user_context, manager:
         return fun(*args)
 
 
-def evaluate(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
+def evaluate(jaxpr: Jaxpr, consts: Any, args: Any) -> list[Any]:
     """Run an open jaxpr, each equation in its own name scope and source line."""
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))

@@ -19,6 +19,7 @@ import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class SubJaxpr:
       casts_in: inputs that may be cast before the equation instead of inside.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     consts: tuple[Any, ...]
     operands: tuple[int, ...]
     results: tuple[int | None, ...]
@@ -57,13 +58,13 @@ class Body:
     closed: Callable[[], Any]
 
 
-def sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+def sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     """Return the jaxprs of an equation; None if it holds none that are understood."""
     rule = _RULES.get(eqn.primitive.name)
     return rule[0](eqn) if rule else None
 
 
-def why_not_opened(eqn: Any) -> str:
+def why_not_opened(eqn: Eqn) -> str:
     """Return why `sub_jaxprs` does not return the jaxprs that an equation holds."""
     name = eqn.primitive.name
     if name == "cond":
@@ -75,14 +76,14 @@ def why_not_opened(eqn: Any) -> str:
     return f"it runs functions of its own ({names})"
 
 
-def count_eqns(jaxpr: Any, number_of: Callable[[Any], int]) -> int:
+def count_eqns(jaxpr: Jaxpr, number_of: Callable[[Any], int]) -> int:
     """Return the sum of a number over the equations of an open jaxpr and those in it.
 
     A jaxpr that several equations call counts for each, and is visited once.
     """
 
     @functools.cache
-    def count(jaxpr: Any) -> int:
+    def count(jaxpr: Jaxpr) -> int:
         return sum(
             number_of(eqn) + sum(map(count, compat.jaxprs_of(eqn)))
             for eqn in jaxpr.eqns
@@ -91,7 +92,7 @@ def count_eqns(jaxpr: Any, number_of: Callable[[Any], int]) -> int:
     return count(jaxpr)
 
 
-def trips(eqn: Any, ins: Sequence[int | None]) -> int | None:
+def trips(eqn: Eqn, ins: Sequence[int | None]) -> int | None:
     """Return how often the bodies of an equation run: 1 if it is no loop.
 
     Args:
@@ -120,7 +121,7 @@ def trips(eqn: Any, ins: Sequence[int | None]) -> int | None:
 
 
 def _counters(
-    eqn: Any, ins: Sequence[int | None]
+    eqn: Eqn, ins: Sequence[int | None]
 ) -> tuple[str, tuple[int, int]] | None:
     """Return the comparison of a `while`, of a number with 0.
 
@@ -169,7 +170,7 @@ def _counters(
     return tests[0].primitive.name, (a - b, a_step - b_step)
 
 
-def integer(var: Any, known: Mapping[Any, int | None]) -> int | None:
+def integer(var: Var, known: Mapping[Any, int | None]) -> int | None:
     """Return the integer that a variable or a literal is, None if it is not known."""
     if not compat.is_literal(var):
         return known.get(var)
@@ -191,7 +192,7 @@ class RebuildContext:
       rewrite_vjp: takes one of the two rules of a `custom_vjp` function, likewise.
     """
 
-    eqn: Any
+    eqn: Eqn
     bodies: Sequence[Body]
     args: list[Any]
     enter_loop: Callable[[int, Any], Callable[[], Any]]
@@ -205,7 +206,7 @@ def build(context: RebuildContext) -> Sequence[Any]:
 
 
 def _sub_jaxpr(
-    jaxpr: Any, first: int, count: int | None = None, **kwargs: Any
+    jaxpr: Jaxpr, first: int, count: int | None = None, **kwargs: Any
 ) -> SubJaxpr:
     """Return the sub-jaxpr whose inputs are the operands from `first` on, in order."""
     opened = compat.open_jaxpr(jaxpr)
@@ -222,7 +223,7 @@ def _sub_jaxpr(
 # jit, closed_call, remat: one jaxpr, its inputs and outputs are the equation's.
 
 
-def _call_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+def _call_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if jaxpr is None or len(compat.open_jaxpr(jaxpr).invars) != len(eqn.invars):
         return None
@@ -242,7 +243,7 @@ def _build_call(context: RebuildContext):
 # scan: the carry keeps its dtype; constants and xs may be cast outside of the loop.
 
 
-def _scan_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+def _scan_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     counts = compat.scan_counts(eqn.params)
     if counts is None:
         return None
@@ -285,7 +286,7 @@ def _build_scan(context: RebuildContext):
 # while: as scan; the condition sees the carry, and none of its outputs is a result.
 
 
-def _while_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
+def _while_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     num_carry = len(eqn.outvars)
     carry = tuple(range(cond_consts + body_consts, len(eqn.invars)))
@@ -317,7 +318,7 @@ def _build_while(context: RebuildContext):
 # cond and switch: a result is half where it is in every branch.
 
 
-def _cond_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+def _cond_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     is_per_platform = eqn.params.get("branches_platforms") is not None
     if is_per_platform or eqn.invars[0].aval.shape or "branches" not in eqn.params:
         return None
@@ -334,7 +335,7 @@ def _build_cond(context: RebuildContext):
 # shard_map: a cast outside would move its transpose's sum over devices into half.
 
 
-def _shard_map_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...] | None:
+def _shard_map_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     if compat.shard_map_axes(eqn.params) is None:
         return None
     return (_sub_jaxpr(eqn.params["jaxpr"], 0),)
@@ -357,11 +358,11 @@ def _build_shard_map(context: RebuildContext):
 # function has it. custom_vjp: the boundary keeps its dtypes, casts go inside.
 
 
-def _custom_jvp_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
+def _custom_jvp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     return (_sub_jaxpr(eqn.params["call_jaxpr"], 0),)
 
 
-def _custom_vjp_sub_jaxprs(eqn: Any) -> tuple[SubJaxpr, ...]:
+def _custom_vjp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     fixed_in = frozenset(range(len(eqn.invars)))
     fixed_out = frozenset(range(len(eqn.outvars)))
     jaxpr = eqn.params["call_jaxpr"]

@@ -14,9 +14,10 @@ from typing import Any
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import name_scopes, sources
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 
 
-def derivatives(jaxpr: Any, bodies_of: Any) -> frozenset[int]:
+def derivatives(jaxpr: Jaxpr, bodies_of: Any) -> frozenset[int]:
     """Return the ids of the equations in the forward pass that compute derivatives.
 
     Args:
@@ -50,7 +51,7 @@ class _Analysis:
         self._kinds: dict[Any, set[str]] = collections.defaultdict(set)
         self._recomputed: list[Any] = []
 
-    def find_first(self, jaxpr: Any) -> None:
+    def find_first(self, jaxpr: Jaxpr) -> None:
         """Find the first equation of each traceback."""
         for eqn in jaxpr.eqns:
             bodies = self.bodies_of(eqn)
@@ -59,7 +60,7 @@ class _Analysis:
             for body in bodies or ():
                 self.find_first(body.jaxpr)
 
-    def analyse(self, jaxpr: Any, results: list[int], around: str) -> list[int]:
+    def analyse(self, jaxpr: Jaxpr, results: list[int], around: str) -> list[int]:
         """Return how a jaxpr uses its inputs, by how its results are used."""
         use: dict[Any, int] = collections.defaultdict(int)
 
@@ -90,7 +91,7 @@ class _Analysis:
             if eqn.primitive.name not in self._kinds[sources.traceback_of(eqn)]
         }
 
-    def _analyse_one(self, eqn: Any, stack: str, made: int) -> int:
+    def _analyse_one(self, eqn: Eqn, stack: str, made: int) -> int:
         """Return how an equation uses its operands, by how its result is used."""
         traceback = sources.traceback_of(eqn)
         if name_scopes.REMATTED in stack.rpartition("transpose(")[2]:
@@ -106,7 +107,7 @@ class _Analysis:
         self._kinds[traceback].add(eqn.primitive.name)
         return _FORWARD
 
-    def _analyse_bodies(self, eqn: Any, bodies: Any, made: list[int], stack: str):
+    def _analyse_bodies(self, eqn: Eqn, bodies: Any, made: list[int], stack: str):
         used = [_UNUSED] * len(eqn.invars)
         is_loop = eqn.primitive.name in ("scan", "while")
         for body in bodies:

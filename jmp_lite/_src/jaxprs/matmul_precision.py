@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jmp_lite._src import compat, dtypes
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import Fact, named
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 
@@ -46,10 +47,10 @@ def trace_filled_in(
     filled_in: set[int] = set()
 
     @functools.cache  # equal sub-jaxprs stay one object
-    def fill_in(jaxpr: Any) -> Any:
+    def fill_in(jaxpr: Jaxpr) -> Any:
         return compat.with_eqns(jaxpr, map(fill_in_eqn, compat.open_jaxpr(jaxpr).eqns))
 
-    def fill_in_eqn(eqn: Any) -> Any:
+    def fill_in_eqn(eqn: Eqn) -> Any:
         if eqn.primitive.name in PRODUCTS:
             # Half operands are exact in every precision; an autocast inside made them.
             is_half = dtypes.is_half(eqn.invars[0].aval.dtype)

@@ -8,7 +8,8 @@ computes again is where it was computed first.
 
 import functools
 import re
-from typing import Any
+
+from jmp_lite._src.jaxprs.core import Eqn
 
 # Scopes that autocast enters itself; they are marks, not places in the model.
 FULL_PRECISION = "jmp_lite_full_precision"
@@ -47,7 +48,7 @@ def join(outer: str, inner: str) -> str:
     return f"{outer}/{inner}" if outer and inner else outer or inner
 
 
-def of(eqn: Any) -> str:
+def of(eqn: Eqn) -> str:
     """Return the name stack of an equation, relative to its jaxpr."""
     return str(eqn.source_info.name_stack)
 

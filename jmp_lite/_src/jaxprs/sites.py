@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.derivatives import derivatives
 
 _LOOPS = ("scan", "while")
@@ -54,12 +55,12 @@ class Site:
 _TOP = Site("", "", "", "forward", "")
 
 
-def sites(jaxpr: Any) -> list[Site]:
+def sites(jaxpr: Jaxpr) -> list[Site]:
     """Return the sites of an open jaxpr in the order in which a walk numbers them."""
     return _sites(jaxpr, _TOP, derivatives(jaxpr, bodies_of))
 
 
-def _sites(jaxpr: Any, around: Site, slopes: frozenset[int]) -> list[Site]:
+def _sites(jaxpr: Jaxpr, around: Site, slopes: frozenset[int]) -> list[Site]:
     found = []
     for eqn in jaxpr.eqns:
         site = site_of(eqn, around)
@@ -77,7 +78,7 @@ def _sites(jaxpr: Any, around: Site, slopes: frozenset[int]) -> list[Site]:
     return found
 
 
-def count_sites(eqns: Iterable[Any]) -> int:
+def count_sites(eqns: Iterable[Eqn]) -> int:
     """Return how many sites equations have, their sub-jaxprs included."""
     total = 0
     for eqn in eqns:
@@ -87,7 +88,7 @@ def count_sites(eqns: Iterable[Any]) -> int:
     return total
 
 
-def bodies_of(eqn: Any) -> Any:
+def bodies_of(eqn: Eqn) -> Any:
     """Return the `SubJaxpr`s of an equation whose sites are listed, else None."""
     name = eqn.primitive.name
     if name not in (*_CALLS, *_LOOPS, "cond"):
@@ -100,7 +101,7 @@ def bodies_of(eqn: Any) -> Any:
     return control_flow.sub_jaxprs(eqn)
 
 
-def site_of(eqn: Any, around: Site = _TOP) -> Site:
+def site_of(eqn: Eqn, around: Site = _TOP) -> Site:
     """Return the site of an equation in the call, loop or branch around it."""
     stack = name_scopes.of(eqn)
     is_backward = name_scopes.is_backward(stack, around.direction == "backward")
@@ -114,7 +115,7 @@ def site_of(eqn: Any, around: Site = _TOP) -> Site:
     )
 
 
-def in_loop(eqn: Any, site: Site) -> Site:
+def in_loop(eqn: Eqn, site: Site) -> Site:
     """Return the site around the sub-jaxprs of an equation."""
     if eqn.primitive.name not in _LOOPS:
         return site
@@ -123,7 +124,7 @@ def in_loop(eqn: Any, site: Site) -> Site:
     return dataclasses.replace(site, times=times, loops=site.loops + 1)
 
 
-def _dtype_name(eqn: Any) -> str:
+def _dtype_name(eqn: Eqn) -> str:
     dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
     floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     return str((floating or dtypes or [""])[0])

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.core import Eqn
 
 _HERE = str(Path(__file__).parents[2]) + os.sep
 _PYTHON = sysconfig.get_path("stdlib") + os.sep
 
 
-def source_line(eqn: Any, around: str = "") -> str:
+def source_line(eqn: Eqn, around: str = "") -> str:
     """Return `file:line` of the user's code that made an equation, or `""`.
 
     Skips frames of JAX, of this package and of what is installed: other libraries, and
@@ -37,7 +38,7 @@ def source_line(eqn: Any, around: str = "") -> str:
     return f"{files[of_users[0]]}:{frames[of_users[0]].start_line}"
 
 
-def traceback_of(eqn: Any) -> Any:
+def traceback_of(eqn: Eqn) -> Any:
     """Return the traceback of an equation, which is hashable, or None.
 
     Equations that differentiation derives from it have the same traceback.

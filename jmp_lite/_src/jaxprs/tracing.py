@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmp_lite._src.jaxprs.core import ClosedJaxpr
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -21,7 +23,7 @@ class Traced:
       restore: makes the function's result from the jaxpr's outputs.
     """
 
-    closed: Any
+    closed: ClosedJaxpr
     args: list[Any]
     indices: Sequence[int]
     out_indices: Sequence[int]

@@ -15,6 +15,7 @@ import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
 
 
@@ -44,7 +45,7 @@ class Equation(NamedTuple):
       tag_of: returns the tag of any variable of the jaxpr that has a value by now.
     """
 
-    eqn: Any
+    eqn: Eqn
     eqn_plan: Any
     site: int
     ins: Sequence[Any]
@@ -61,7 +62,7 @@ Cell = tuple[Any, Any]
 class Walker:
     """Runs jaxprs. Subclasses define the tags."""
 
-    def bind(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+    def bind(self, eqn: Eqn, ins: Sequence[Any]) -> Sequence[Any]:
         """Return the results of an equation without followed sub-jaxprs."""
         return binding.bind(eqn, ins)
 
@@ -78,7 +79,7 @@ class Walker:
         raise NotImplementedError
 
     def cast(
-        self, variables: Sequence[Any], cells: Sequence[Cell], is_low: Any
+        self, variables: Sequence[Var], cells: Sequence[Cell], is_low: Any
     ) -> Sequence[Cell]:
         """Return operands or results of sub-jaxprs as the plan has them.
 
@@ -92,7 +93,7 @@ class Walker:
 
     def run(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         consts: Sequence[Any],
         cells: Sequence[Cell],
         *,
@@ -144,7 +145,7 @@ class Walker:
         return [read(v) for v in jaxpr.outvars], eqn_count
 
     def _run_bodies(
-        self, eqn: Any, eqn_plan: Any, site: int, cells: Sequence[Cell], moment: Moment
+        self, eqn: Eqn, eqn_plan: Any, site: int, cells: Sequence[Cell], moment: Moment
     ) -> tuple[Sequence[Cell], Any]:
         """Run an equation by running its sub-jaxprs."""
         sub_jaxprs = bodies_of(eqn)
@@ -223,7 +224,7 @@ class Walker:
         return jax.lax.while_loop(holds, iterate, state)[:2]
 
 
-def split_while(eqn: Any, operands: Any) -> tuple[Any, Any, Any]:
+def split_while(eqn: Eqn, operands: Any) -> tuple[Any, Any, Any]:
     """Return the constants of the condition and of the body of a `while`, its carry."""
     first = eqn.params["cond_nconsts"]
     split = first + eqn.params["body_nconsts"]

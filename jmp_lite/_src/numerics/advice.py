@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import dtypes, reports
-from jmp_lite._src.autocast.ops import resolve_rules
+from jmp_lite._src.autocast.options import resolve_rules
 from jmp_lite._src.autocast.transform import (
     check_function,
     check_policy,

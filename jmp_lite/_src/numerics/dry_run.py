@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jmp_lite._src.autocast.ops import OpRules, resolve_rules
-from jmp_lite._src.autocast.regions import check_unused
+from jmp_lite._src.autocast.options import OpRules, check_unused, resolve_rules
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.transform import (
     PlannedCall,

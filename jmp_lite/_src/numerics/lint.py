@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 from jmp_lite._src import reports
-from jmp_lite._src.autocast.regions import Regions
+from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.autocast.transform import (
     check_function,
     check_policy,

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, dtypes, fp8, trees
-from jmp_lite._src.autocast.plans import EqnPlan
-from jmp_lite._src.autocast.precision import is_f32
-from jmp_lite._src.autocast.rewrite import Rewriter
+from jmp_lite._src.autocast.precision import EqnPlan
+from jmp_lite._src.autocast.rewrite import Rewriter, Values
 from jmp_lite._src.autocast.rules import Fp8
-from jmp_lite._src.autocast.values import Values
 from jmp_lite._src.jaxprs import binding
+from jmp_lite._src.jaxprs.core import is_f32
 from jmp_lite._src.jaxprs.sites import Site
 from jmp_lite._src.jaxprs.walk import Equation
 from jmp_lite._src.numerics import stats

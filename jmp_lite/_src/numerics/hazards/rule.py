@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jmp_lite._src.autocast.regions import Region, Regions
+from jmp_lite._src.autocast.options import Regions
+from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.numerics.hazards.dataflow import Op
 from jmp_lite._src.numerics.hazards.ranges import Ranges

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.ops import OpRules
+from jmp_lite._src.autocast.options import OpRules
 from jmp_lite._src.jaxprs.primitives import Fact, named
 from jmp_lite._src.numerics.hazards.dataflow import (
     JOIN,

@@ -1,4 +1,4 @@
-"""The rules of autocast: the class of each primitive, and what users change of it."""
+"""What the caller decides: a class per primitive, a policy per name scope."""
 
 import dataclasses
 import difflib
@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, fp8
+from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.autocast.rules import BY_CLASS
+from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, join
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES
+from jmp_lite._src.policy import Policy, PolicyMap, paths_around
 
 CLASSES = tuple(BY_CLASS)
 
@@ -204,3 +207,97 @@ def describe(dtypes: Iterable[Any] = (jnp.bfloat16, jnp.float16)) -> str:
         classes = " | ".join(table.class_of(name) for table in tables)
         lines.append(f"| `{name}` | {classes} | {known.source} |")
     return "\n".join(lines)
+
+
+# Name scopes.
+
+
+class Regions:
+    """The regions of a policy, and the paths that were asked for.
+
+    Attributes:
+      policy: the policy.
+      any_fp8: whether it has matrix products in fp8 in some region.
+      keeps_inputs: whether products of some region read inputs in float32.
+      paths: the paths.
+    """
+
+    def __init__(self, policy: Policy | PolicyMap):
+        self.policy = policy
+        self.paths: set[str] = set()
+        self._regions: dict[str, Region] = {}
+        policies = policies_of(policy)
+        self.any_fp8 = any(map(_has_fp8, policies))
+        self.keeps_inputs = self.any_fp8 or any(
+            p.reduce_dtype is not None for p in policies
+        )
+
+    def key(self, scope: str) -> str:
+        """Return what of a scope matters for what is inside it."""
+        return scope if isinstance(self.policy, PolicyMap) else ""
+
+    def at(self, scope: str, name_stack: str) -> Region:
+        """Return the region of an equation."""
+        path = join(scope, name_stack)
+        if path not in self._regions:
+            self._regions[path] = self._make(path)
+        return self._regions[path]
+
+    def check_unused(self, name: str) -> None:
+        """Raise if a pattern of the policy matches no path that was asked for.
+
+        Args:
+          name: the name of the function whose paths they are.
+        """
+        check_unused(self.policy, self.paths, name)
+
+    def _make(self, path: str) -> Region:
+        parts = path.split("/")
+        if FULL_PRECISION in parts:
+            return Region(is_low=False, is_closed=True, reason="full_precision")
+        if AUTOCAST in parts:
+            reason = "in an autocast of its own"
+            return Region(is_low=False, is_closed=True, reason=reason)
+        if not isinstance(self.policy, PolicyMap):
+            return _region_of(self.policy)
+        self.paths.update(paths_around(path))
+        policy = self.policy.rule_for(path)
+        if policy is None:
+            return _region_of(self.policy.default)
+        results = {jnp.float32: False, policy.compute_dtype: True}
+        return _region_of(policy, results.get(policy.output_dtype))
+
+
+def policies_of(policy: Policy | PolicyMap) -> list[Policy]:
+    """Return the policies of a map, or the one policy."""
+    if not isinstance(policy, PolicyMap):
+        return [policy]
+    return [policy.default, *(of_rule for _, of_rule in policy.rules)]
+
+
+def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) -> None:
+    """Raise if a pattern matches none of the scopes of a function.
+
+    Raises:
+      ValueError: as said, with the nearest, or that there is none.
+    """
+    if isinstance(policy, PolicyMap):
+        none = (
+            f"{name} has no name scope: enter one around what is meant with "
+            "jax.named_scope; modules of flax.linen enter one each."
+        )
+        policy.check_unused(sorted(paths), none)
+
+
+def _region_of(policy: Any, half_results: bool | None = None) -> Region:
+    if policy.compute_dtype == jnp.float32:
+        return Region(is_low=False, reason="its policy computes in float32")
+    return Region(
+        half_results=half_results,
+        fp8=_has_fp8(policy),
+        reduces_in_float32=policy.reduce_dtype == jnp.float32,
+    )
+
+
+def _has_fp8(policy: Policy) -> bool:
+    return policy.matmul_dtype == "fp8"

@@ -1,0 +1,54 @@
+"""What a jaxpr is made of: names for its parts, and what is read off a variable."""
+
+import functools
+import math
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite._src import dtypes
+
+# JAX' own classes have other names, and fewer attributes, from version to version.
+Jaxpr: TypeAlias = Any
+"""An open jaxpr."""
+ClosedJaxpr: TypeAlias = Any
+"""A jaxpr with the values of its constvars."""
+Eqn: TypeAlias = Any
+"""An equation of a jaxpr."""
+Var: TypeAlias = Any
+"""A variable of a jaxpr, or a literal."""
+
+F32 = np.dtype(np.float32)
+_BOOL = np.dtype(bool)
+
+
+def is_f32(var: Var) -> bool:
+    """Return whether a variable is float32."""
+    return getattr(var.aval, "dtype", None) == F32
+
+
+def is_float(var: Var) -> bool:
+    """Return whether a variable is floating or complex."""
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and _is_inexact(dtype)
+
+
+def is_bool(var: Var) -> bool:
+    """Return whether a variable is bool."""
+    return getattr(var.aval, "dtype", None) == _BOOL
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def size(var: Var) -> int:
+    """Return the number of elements of a variable."""
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+def is_half(var: Var) -> bool:
+    """Return whether a variable of a jaxpr is float16 or bfloat16."""
+    return dtypes.is_half(getattr(var.aval, "dtype", None))
