@@ -45,7 +45,6 @@ from jmp_lite._src import compat
 from jmp_lite._src.autocast import precision, products, rules
 from jmp_lite._src.autocast.options import OpRules, Regions
 from jmp_lite._src.autocast.precision import (
-    BROADCAST,
     FLOAT32,
     HALF,
     INPUT,
@@ -184,16 +183,11 @@ class _Queue:
             yield heapq.heappop(self._heap)
 
 
-class _Analysis:
-    """The analysis of one jaxpr: implements `rules.Analysis`.
+class _Analysis(rules.Analysis):
+    """The analysis of one jaxpr.
 
     Attributes:
-      keeps_inputs: whether products may read inputs in float32.
-      precision: of each variable.
       plans: of each equation.
-      tangents: what is made of tangents, in a rule for derivatives.
-      cast_moves: results that are half because an input is cast before it is moved.
-      stored: per variable, the one stored half value that it is computed from, if so.
       readers: per variable, the indices of the equations that read it.
       made_by: per variable, the index of the equation that it is a result of.
       operand_uses: per equation, how it uses its operands; () before that is known.
@@ -210,19 +204,16 @@ class _Analysis:
         direction: Direction,
         is_tangent: Sequence[bool],
     ):
-        self.analyzer, self.compute_dtype = analyzer, analyzer.compute_dtype
-        self.keeps_inputs = analyzer.regions.keeps_inputs
+        keeps_inputs = analyzer.regions.keeps_inputs
+        super().__init__(analyzer.compute_dtype, keeps_inputs, direction)
+        self.analyzer = analyzer
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
-        self.direction = direction
-        self.infos = _describe(jaxpr, analyzer, scope, self.direction)
+        self.infos = _describe(jaxpr, analyzer, scope, direction)
         self.tangents = set(itertools.compress(jaxpr.invars, is_tangent))
         for eqn in jaxpr.eqns if self.tangents else ():
             if self.has_tangent(eqn):
                 self.tangents.update(eqn.outvars)
-        self.precision: dict[Var, Precision] = {}
         self.plans: list[Any] = [None] * len(self.infos)
-        self.cast_moves: set[Var] = set()
-        self.stored: dict[Any, frozenset[Any] | None] = {}
         self.readers: dict[Any, list[int]] = collections.defaultdict(list)
         for index, info in enumerate(self.infos):
             for var, fixed in zip(info.eqn.invars, info.fixed, strict=True):
@@ -262,14 +253,9 @@ class _Analysis:
         )
 
     def plan_body(self, eqn, body, ins, uses):
-        """Return the plan of a sub-jaxpr of an equation."""
         scope = name_scopes.join(self.scope, name_scopes.of(eqn))
         options = scope, self.direction.of(eqn), self._tangents_of(eqn, body)
         return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, *options)
-
-    def has_tangent(self, eqn: Eqn) -> bool:
-        """Return whether an operand is made of a tangent, in a rule for derivatives."""
-        return any(not compat.is_literal(v) and v in self.tangents for v in eqn.invars)
 
     def _tangents_of(self, eqn: Eqn, body: Any) -> Sequence[bool]:
         """Return which inputs of a sub-jaxpr are made of tangents, () if none is."""
@@ -281,25 +267,9 @@ class _Analysis:
             for k, v in enumerate(operands)
         ]
 
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the program may compute the same again, with other uses."""
-        return self.direction is Direction.RECOMPUTED
-
     def half_results(self, info: EqnInfo) -> bool:
-        """Return whether results of products are half where half is not asked for."""
         by_scope = info.region.half_results
         return self.analyzer.table.half_results if by_scope is None else by_scope
-
-    def is_moved_input(self, var: Var) -> bool:
-        """Return whether an operand is an input, moved or broadcast at most."""
-        if compat.is_literal(var):
-            return False
-        return var in self.cast_moves or self.precision[var] in (INPUT, BROADCAST)
-
-    def made_of(self, var: Var) -> frozenset[Any]:
-        """Return the stored half values of which a half value is computed."""
-        return self.stored.get(var) or frozenset([var])
 
     def _set_inputs(self, ins: Sequence[Precision]) -> None:
         for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):
@@ -451,7 +421,7 @@ def _check_bodies(plan: EqnPlan) -> EqnPlan:
     if not plan.bodies or any(plan.half_in):
         return plan
     # What reads half values may sum their gradients.
-    is_idle = all(b.changes_nothing and not b.reads.of for b in plan.bodies)
+    is_idle = all(b.changes_nothing and not b.reads.by_eqn for b in plan.bodies)
     return dataclasses.replace(plan, changes_no_body=is_idle)
 
 
@@ -540,6 +510,6 @@ class AsWritten:
             (False,) * len(eqn.outvars),
             bodies,
             changes_no_body=not any(
-                b.reads.of or b.has_bodies or not b.changes_nothing for b in bodies
+                b.reads.by_eqn or b.has_bodies or not b.changes_nothing for b in bodies
             ),
         )

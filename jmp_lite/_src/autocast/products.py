@@ -88,14 +88,14 @@ def flops(eqn: Eqn) -> int:
     if eqn.primitive.name not in NAMES or is_outer(eqn):
         return 0
     lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
-    of_each = 8 if is_complex(eqn) else 2
+    of_one = 8 if is_complex(eqn) else 2
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return of_each * math.prod(out) * math.prod(lhs[i] for i in contracted)
+        return of_one * math.prod(out) * math.prod(lhs[i] for i in contracted)
     if eqn.primitive.name == "conv_general_dilated":
         out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return of_each * math.prod(out) * math.prod(rhs) // max(out_features, 1)
-    return of_each * math.prod(out) * lhs[-1]  # ragged: rows × columns × summed
+        return of_one * math.prod(out) * math.prod(rhs) // max(out_features, 1)
+    return of_one * math.prod(out) * lhs[-1]  # ragged: rows × columns × summed
 
 
 def is_complex(eqn: Eqn) -> bool:
@@ -285,14 +285,9 @@ def _linear_transpose(ct, aval, *others, factor, in_axes):
     transposed = jax.linear_transpose(multiply, aval.update(dtype=factor.half_dtype))
     closed = jax.make_jaxpr(transposed)(ct)
     jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values.update(zip(jaxpr.invars, [ct], strict=True))
-    for eqn in jaxpr.eqns:
-        operands = [v.val if compat.is_literal(v) else values[v] for v in eqn.invars]
-        outs = _run_in_float32(eqn, operands, factor.half_dtype)
-        values.update(zip(eqn.outvars, outs, strict=True))
-    (out,) = jaxpr.outvars
-    return values[out]
+    run_eqn = functools.partial(_run_in_float32, half_dtype=factor.half_dtype)
+    (out,) = binding.evaluate(jaxpr, consts, [ct], run_eqn)
+    return out
 
 
 def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[Any]:

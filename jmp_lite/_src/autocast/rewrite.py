@@ -143,7 +143,7 @@ class Values:
           half: per operand, whether a float32 one is read in half.
         """
         self._note_origin(eqn)
-        reads = self.reads.of.get(id(eqn))
+        reads = self.reads.by_eqn.get(id(eqn))
         known = facts(eqn.primitive.name)
         joins = bool(known & (Fact.BROADCASTS | Fact.JOINS))
         if reads is None:  # it has no half operands, or no derivative
@@ -249,7 +249,7 @@ class Values:
         return binding.bind_here(eqn, operands)[0]
 
     def _note_origin(self, eqn: Eqn) -> None:
-        """Note where the float32 original of a half result can be had."""
+        """Remember how to recover the float32 original of a half result."""
         permutes = facts(eqn.primitive.name) & Fact.PERMUTES
         if eqn.primitive.name != "convert_element_type" and not permutes:
             return

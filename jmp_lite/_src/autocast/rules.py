@@ -7,11 +7,12 @@ what of its results the analysis may take for what it was made of (`made_of`,
 `cast_moves`), and how the equation runs (`run`). The classes are those in `BY_CLASS`.
 """
 
+import abc
 import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
@@ -77,40 +78,55 @@ class EqnInfo(NamedTuple):
     why_not_fp8: str
 
 
-class Analysis(Protocol):
-    """What a rule may ask of the analysis of the jaxpr of its equation."""
+class Analysis(abc.ABC):
+    """What a rule may ask of the analysis of the jaxpr of its equation.
 
-    compute_dtype: Any
-    keeps_inputs: bool
-    precision: dict[Var, Precision]
-    cast_moves: set[Var]
+    Attributes:
+      compute_dtype: the half dtype.
+      keeps_inputs: whether products may read inputs in float32.
+      direction: the pass that the jaxpr is of.
+      precision: of each variable that is known.
+      tangents: what is made of tangents, in a rule for derivatives.
+      cast_moves: results that are half because an input is cast before it is moved.
+      stored: per variable, the one stored half value that it is computed from, if so.
+    """
 
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the program may compute the same again, with other uses."""
-        ...
+    def __init__(self, compute_dtype: Any, keeps_inputs: bool, direction: Direction):
+        self.compute_dtype, self.keeps_inputs = compute_dtype, keeps_inputs
+        self.direction = direction
+        self.precision: dict[Var, Precision] = {}
+        self.tangents: set[Var] = set()
+        self.cast_moves: set[Var] = set()
+        self.stored: dict[Var, frozenset[Var] | None] = {}
 
+    @abc.abstractmethod
     def half_results(self, info: EqnInfo) -> bool:
         """Return whether results of products are half where half is not asked for."""
-        ...
 
-    def has_tangent(self, eqn: Eqn) -> bool:
-        """Return whether an operand is made of a tangent, in a rule for derivatives."""
-        ...
-
+    @abc.abstractmethod
     def plan_body(
         self, eqn: Eqn, body: SubJaxpr, ins: Sequence[Precision], uses: Sequence[int]
     ) -> CastPlan:
         """Return the plan of a sub-jaxpr of an equation."""
-        ...
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the program may compute the same again, with other uses."""
+        return self.direction is Direction.RECOMPUTED
+
+    def has_tangent(self, eqn: Eqn) -> bool:
+        """Return whether an operand is made of a tangent, in a rule for derivatives."""
+        return any(not compat.is_literal(v) and v in self.tangents for v in eqn.invars)
 
     def is_moved_input(self, var: Var) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""
-        ...
+        if compat.is_literal(var):
+            return False
+        return var in self.cast_moves or self.precision[var] in (INPUT, BROADCAST)
 
-    def made_of(self, var: Var) -> frozenset[Any]:
+    def made_of(self, var: Var) -> frozenset[Var]:
         """Return the stored half values of which a half value is computed."""
-        ...
+        return self.stored.get(var) or frozenset([var])
 
 
 class Rule:
@@ -214,8 +230,9 @@ class Rule:
           analysis: that of the jaxpr.
         """
         del plan, analysis
-        of_each = Use.OUTPUT if returns_sum(info, uses) else Use.AS_FLOAT32 | Use.EXACT
-        return [of_each] * len(info.eqn.invars)
+        is_returned = returns_sum(info, uses)
+        use = Use.OUTPUT if is_returned else Use.AS_FLOAT32 | Use.EXACT
+        return [use] * len(info.eqn.invars)
 
     def digits_used(
         self, info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int]
@@ -316,7 +333,7 @@ class _Product(Rule):
 
 
 class _Accumulated(_Product):
-    """Matrix products whose parameters have float32 gradients, from the accumulator."""
+    """Matrix products whose weight gradients are the float32 accumulator."""
 
     keeps_inputs = True
 

@@ -382,7 +382,7 @@ class Reads:
     """How a jaxpr reads its half values.
 
     Attributes:
-      of: how an equation does, by its `id`, for those that have half operands.
+      by_eqn: how an equation does, by its `id`, for those that have half operands.
       many: the variables that are read so often that their gradients are to be summed
         in float32.
       differentiated: the variables through which a gradient may pass.
@@ -390,7 +390,7 @@ class Reads:
         as it is, so an operation on a tangent must be linear in it.
     """
 
-    of: Mapping[int, EqnReads]
+    by_eqn: Mapping[int, EqnReads]
     many: frozenset[Var]
     differentiated: frozenset[Var]
     is_derivative_rule: bool = False
@@ -407,7 +407,7 @@ def find_reads(
       is_derivative_rule: whether the jaxpr is a rule for derivatives.
     """
     differentiated = _differentiated(jaxpr)
-    of, reads, reads_in_f32 = {}, collections.Counter(), set()
+    by_eqn, reads, reads_in_f32 = {}, collections.Counter(), set()
     inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
     for eqn, cast_in in zip(jaxpr.eqns, half_in, strict=True):
         half = [
@@ -420,14 +420,14 @@ def find_reads(
         )
         is_differentiated = not differentiated.isdisjoint(eqn.outvars)
         if any(half) and is_differentiated:
-            of[id(eqn)] = _eqn_reads(eqn, half, differentiated, inputs)
+            by_eqn[id(eqn)] = _eqn_reads(eqn, half, differentiated, inputs)
             reads.update(_variables(itertools.compress(eqn.invars, half)))
         if not all(half) and is_differentiated:
             reads_in_f32.update(v for v in variables if is_f32(v))
     reads.update(_variables(jaxpr.outvars))
     reads.update(reads_in_f32)
     many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
-    return Reads(of, many, differentiated, is_derivative_rule)
+    return Reads(by_eqn, many, differentiated, is_derivative_rule)
 
 
 def _variables(operands: Iterable[Any]) -> Iterator[Any]:

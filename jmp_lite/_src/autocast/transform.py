@@ -161,7 +161,7 @@ def autocast(
                 return fun(*args, **kwargs)
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         if rules.lowers_anything and (text := planned.what_is_missing()):
-            warnings.warn(f"autocast {text}", stacklevel=2)
+            warnings.warn(text, stacklevel=2)
         elif planned.analyzer.regions.any_fp8:
             fp8.warn_if_slow()
         with jax.named_scope(name_scopes.AUTOCAST):
@@ -288,22 +288,22 @@ class PlannedCall:
         return self.traced.restore(outs)
 
     def what_is_missing(self) -> str:
-        """Return which precision of the policy no product has, and why; or ""."""
+        """Return a warning of a precision of the policy that no product has, or ""."""
         equations = walk(self.plan, has_places=False)
         if not any(of.plan.is_low_product for of in equations):
-            kept = self._kept()
-            why = f"its matrix products are left as they are ({kept})"
-            none = "it has no matrix product"
-            text = f"lowered nothing in {self.name}: {why if kept else none}."
+            why = "it has no matrix product"
+            if kept := self._kept():
+                why = f"its matrix products are left as they are ({kept})"
+            text = f"autocast: no product of {self.name} runs in half: {why}."
             return f"{text} {_REAL_PARTS}" if _complex_share(equations) > 0.5 else text
         if (share := _complex_share(equations)) > 0.5:
             of_all = f"{share:.0%} of the matrix-product FLOPs of {self.name}"
-            return f"leaves {of_all} as they are: {products.COMPLEX}. {_REAL_PARTS}"
-        if not self.analyzer.regions.any_fp8:
+            why = f"as they are: {products.COMPLEX}"
+            return f"autocast leaves {of_all} {why}. {_REAL_PARTS}"
+        has_fp8 = any(of.plan.rule.is_fp8 for of in equations)
+        if not self.analyzer.regions.any_fp8 or has_fp8:
             return ""
-        if not any(of.plan.rule.is_fp8 for of in equations):
-            return f"put no matrix product of {self.name} in fp8: {self._kept()}."
-        return ""
+        return f"autocast put no matrix product of {self.name} in fp8: {self._kept()}."
 
     def _kept(self) -> str:
         """Return how many products have each reason."""

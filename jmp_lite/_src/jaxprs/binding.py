@@ -35,8 +35,10 @@ def call(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
         return fun(*args)
 
 
-def evaluate(jaxpr: Jaxpr, consts: Any, args: Any) -> list[Any]:
-    """Run an open jaxpr, each equation in its own name scope and source line."""
+def evaluate(
+    jaxpr: Jaxpr, consts: Any, args: Any, run_eqn: Callable[..., list[Any]] = bind
+) -> list[Any]:
+    """Run an open jaxpr; by default each equation in its own scope and source line."""
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
 
@@ -44,6 +46,6 @@ def evaluate(jaxpr: Jaxpr, consts: Any, args: Any) -> list[Any]:
         return var.val if compat.is_literal(var) else values[var]
 
     for eqn in jaxpr.eqns:
-        outs = bind(eqn, [read(v) for v in eqn.invars])
+        outs = run_eqn(eqn, [read(v) for v in eqn.invars])
         values.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]

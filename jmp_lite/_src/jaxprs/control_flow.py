@@ -355,7 +355,7 @@ def _build_shard_map(context: RebuildContext):
 
 
 # custom_jvp: the user's rule is traced again and rewritten, with half where the
-# function has it. custom_vjp: the boundary keeps its dtypes, casts go inside.
+# function has it. custom_vjp keeps its input and output dtypes, casts go inside.
 
 
 def _custom_jvp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:

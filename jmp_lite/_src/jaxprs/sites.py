@@ -60,7 +60,7 @@ def sites(jaxpr: Jaxpr) -> list[Site]:
     return _sites(jaxpr, _TOP, derivatives(jaxpr, bodies_of))
 
 
-def _sites(jaxpr: Jaxpr, around: Site, slopes: frozenset[int]) -> list[Site]:
+def _sites(jaxpr: Jaxpr, around: Site, derivative_ids: frozenset[int]) -> list[Site]:
     found = []
     for eqn in jaxpr.eqns:
         site = site_of(eqn, around)
@@ -68,13 +68,13 @@ def _sites(jaxpr: Jaxpr, around: Site, slopes: frozenset[int]) -> list[Site]:
         if bodies is None:
             layer = name_scopes.without_marks(site.layer)
             site = dataclasses.replace(site, layer=layer)
-            if id(eqn) in slopes:
+            if id(eqn) in derivative_ids:
                 site = dataclasses.replace(site, direction="backward")
             found.append(site)
             continue
         inside = in_loop(eqn, site)
         for sub in bodies:
-            found += _sites(sub.jaxpr, inside, slopes)
+            found += _sites(sub.jaxpr, inside, derivative_ids)
     return found
 
 
