@@ -31,20 +31,17 @@ _COLLECTIVES = (
     "collective-permute",
 )
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-# Their shape has what they read as well as what they leave.
-_WITH_OPERANDS = (
-    "all-gather-start",
-    "collective-permute-start",
-    "reduce-scatter-start",
-)
 _SUMS = ("reduce", "reduce-window", "scatter", "select-and-scatter")
 _COMBINER = re.compile(r"(?:to_apply|scatter)=%([\w.-]+)")
 _PRODUCTS = ("dot", "convolution")
 _PRODUCT_CALLS = re.compile(r'custom_call_target="__(cublas|cudnn\$conv)')
 _HOST_OPS = ("infeed", "outfeed", "send", "recv")
 _HOST_CALLS = re.compile(r'custom_call_target="[^"]*(callback|Host)[^"]*"', re.I)
-# What a TPU does piece by piece beside other work has one channel, in every piece.
-_CHANNEL = re.compile(r"channel_id=([0-9]+)")
+# What a TPU does piece by piece beside other work is in several fusions. Its channel
+# alone does not tell it: all collectives of a `shard_map` have channel 1.
+_CHANNEL = re.compile(r"channel_id=[0-9]+")
+_METADATA = re.compile(r"metadata=\{[^}]*\}")
+_FUSED = re.compile(r" fusion\(.*calls=%?([\w.-]+)")
 _SCRATCH = "S(1)"  # a TPU's memory on the chip, in a layout
 _BYTES = {
     **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
@@ -95,11 +92,13 @@ def count(text: str) -> Counts:
     """Count in the text of an optimised HLO module."""
     header, *lines = text.splitlines()
     in_entry, half_adders = False, _half_adders(lines)
+    in_fusion, fused = False, set(_FUSED.findall(text))
     found, moved, calls, products = (collections.Counter() for _ in range(4))
     sizes, dtypes, pieces = {}, {}, set()
     for line in lines:
         if line and not line[0].isspace():
             in_entry = line.startswith("ENTRY")
+            in_fusion = line.lstrip("%").partition(" ")[0] in fused
         match = _INSTRUCTION.match(line)
         if match is None:
             continue
@@ -111,8 +110,10 @@ def count(text: str) -> Counts:
             products[" ".join(of_operands[:2])] += 1
         collective = opcode.removesuffix("-start")
         if collective in _COLLECTIVES:
-            channel = _CHANNEL.search(line)
-            piece = channel.group() if channel else name
+            channel = _CHANNEL.search(line) if in_fusion else None
+            piece = (
+                (channel.group(), shape, *_METADATA.findall(line)) if channel else name
+            )
             if piece not in pieces:
                 pieces.add(piece)
                 calls[collective] += 1
@@ -226,8 +227,11 @@ def _traffic(arrays: list[_Array], opcode: str, line: str, touched: int) -> int:
 
 
 def _left(arrays: list[_Array], opcode: str) -> list[_Array]:
-    """Return what a collective leaves, without its operands."""
-    if opcode not in _WITH_OPERANDS:
+    """Return what a collective leaves, without its operands.
+
+    Of one that has started, the shape has what it reads as well: not of an all-reduce.
+    """
+    if not opcode.endswith("-start") or opcode == "all-reduce-start":
         return arrays
     arrays = [a for a in arrays if not a.is_scalar]
     return arrays[len(arrays) // 2 :]

@@ -1,6 +1,10 @@
 """What is counted in the text of compiled programs."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from benchmarks.common import hlo
 
@@ -77,10 +81,14 @@ def test_a_collective_is_no_kernel_and_its_bytes_are_those_it_leaves():
             "((f32[16]{0}, bf16[8]{0}), (f32[4]{0}, bf16[2]{0}))",
             {"reduce-scatter bf16": 4, "reduce-scatter f32": 16},
         ),
+        ("((f32[4,8]{1,0}), f32[4,8]{1,0})", {"all-to-all f32": 128}),
+        ("(f32[4]{0}, f32[16]{0})", {"all-gather f32": 64}),
+        ("(f32[4]{0}, bf16[16]{0})", {"all-reduce bf16": 32, "all-reduce f32": 16}),
     ],
 )
 def test_what_a_collective_reads_is_not_what_it_leaves(shape, left):
-    line = f"  %x = {shape} reduce-scatter-start(%y, %z), dimensions={{0}}\n"
+    opcode = next(iter(left)).split()[0]
+    line = f"  %x = {shape} {opcode}-start(%y, %z), dimensions={{0}}\n"
     text = "HloModule m\nENTRY %main () -> f32[4] {\n" + line + "}"
     assert hlo.count(text).collectives == left
 
@@ -158,12 +166,48 @@ def test_products_are_counted_by_what_they_read_and_not_by_what_was_cast():
 
 
 def test_a_collective_in_pieces_is_counted_once():
-    lines = [
-        f"  %{name} = f16[16]{{0}} all-gather(%y), channel_id={channel}\n"
-        for name, channel in (("a", 1), ("b", 1), ("c", 2))
-    ]
-    text = "HloModule m\nENTRY %main () -> f16[16] {\n" + "".join(lines) + "}"
-    assert hlo.count(text).collectives == {"all-gather f16": 2 * 16 * 2}
+    # As a TPU's compiler writes one that goes on beside other work.
+    gather = "f16[16]{0} all-gather(%y), channel_id=1, dimensions={0}"
+    pieces = "".join(
+        f"%beside.{i} () -> f16[16] {{\n  %g = {gather}\n}}\n" for i in (1, 2)
+    )
+    entry = (
+        "ENTRY %main () -> f16[16] {\n"
+        "  %a = f16[16]{0} fusion(%y), kind=kCustom, calls=%beside.1\n"
+        "  %b = f16[16]{0} fusion(%y), kind=kCustom, calls=%beside.2\n"
+        f"  %c = {gather}\n}}"
+    )
+    counts = hlo.count("HloModule m\n" + pieces + entry)
+    assert counts.collectives == {"all-gather f16": 2 * 16 * 2}
+    assert counts.collective_calls == {"all-gather": 2}
+
+
+def test_all_collectives_of_a_shard_map_are_counted():
+    mesh = Mesh(np.array(jax.devices()[:4]), "d")
+
+    def on_each(w, x):  # [4, 16], [4, 16]
+        gathered = jax.lax.all_gather(w, "d", tiled=True)
+        y = x @ gathered
+        moved = jax.lax.all_to_all(y, "d", 0, 0)
+        scattered = jax.lax.psum_scatter(y.T, "d", tiled=True)
+        return jax.lax.psum(y, "d"), moved, scattered
+
+    sharded = PartitionSpec("d")
+    run = jax.shard_map(
+        on_each,
+        mesh=mesh,
+        in_specs=(sharded, sharded),
+        out_specs=(PartitionSpec(), sharded, sharded),
+    )
+    ones = jnp.ones((16, 16))
+    text = jax.jit(run).lower(ones, ones).compile().as_text()
+    assert text is not None and "channel_id=2" not in text
+    assert hlo.count(text).collectives == {
+        "all-gather f32": 4 * 16 * 16,
+        "all-reduce f32": 4 * 4 * 16,
+        "all-to-all f32": 4 * 4 * 16,
+        "reduce-scatter f32": 4 * 4 * 4,
+    }
 
 
 SUMS = """\
