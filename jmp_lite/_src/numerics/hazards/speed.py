@@ -6,9 +6,10 @@ import jax.numpy as jnp
 
 from jmp_lite._src import fp8
 from jmp_lite._src.autocast import products
-from jmp_lite._src.numerics.hazards.dataflow import Op, origin, readers
+from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.numerics.hazards.dataflow import CAST, Op, origin, readers
 from jmp_lite._src.numerics.hazards.ranges import scalar
-from jmp_lite._src.numerics.hazards.rule import CAST, Hits, LintedProgram, Rule
+from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
 
 # Matrix units process tiles of a multiple of this size, in 16-bit numbers.
 _TILES = {"gpu": 8, "tpu": 128}
@@ -21,7 +22,7 @@ _ALMOST = 0.75
 def flops_in_f32(program: LintedProgram) -> tuple[dict[int, int], int]:
     """Return the FLOPs of each product left in float32, by its id, and the total."""
     left, total = {}, 0
-    for op in program.named(*products.NAMES):
+    for op in program.having(Fact.PRODUCT):
         flops = products.flops(op.eqn) * op.times
         total += flops
         if flops and _is_left(program, op):
@@ -55,7 +56,7 @@ def _f32_products(program: LintedProgram) -> Hits:
 
 def _odd_dimensions(program: LintedProgram) -> Hits:
     tile = _TILES[program.target]
-    for op in program.named(*products.NAMES):
+    for op in program.having(Fact.PRODUCT):
         if not all(value.is_half for value in op.ins[:2]):
             continue
         # Small dimensions, such as the 3 channels of an image, cannot be changed.
@@ -66,10 +67,11 @@ def _odd_dimensions(program: LintedProgram) -> Hits:
 
 def _almost_fp8(program: LintedProgram) -> Hits:
     least, tile = fp8.MIN_SIZE, fp8.TILE
-    for op in program.named("dot_general"):
-        _, (batch, _) = op.eqn.params["dimension_numbers"]
-        sizes = set(products.dimensions(op.eqn))
-        if batch or not program.is_fp8(op) or min(sizes) < _ALMOST * least:
+    for op in program.having(Fact.PRODUCT):
+        sizes = set(products.dimensions(op.eqn))  # none of a convolution
+        if not program.is_fp8(op) or min(sizes, default=0) < _ALMOST * least:
+            continue
+        if any(op.eqn.params["dimension_numbers"][1]):  # batch dimensions
             continue
         missed = sorted(size for size in sizes if size < least or size % tile)
         if missed:
@@ -77,12 +79,12 @@ def _almost_fp8(program: LintedProgram) -> Hits:
 
 
 def _dimensions(op: Op) -> list[int]:
-    if op.name != "conv_general_dilated":
+    spec = getattr(op.eqn.params.get("dimension_numbers"), "rhs_spec", None)
+    if spec is None:
         return products.dimensions(op.eqn)
     # In gradients the same channels have other roles.
     if op.is_backward:
         return []
-    spec = op.eqn.params["dimension_numbers"].rhs_spec
     out_features, in_features = (op.ins[1].shape[i] for i in spec[:2])
     return [out_features // op.eqn.params["feature_group_count"], in_features]
 
