@@ -137,12 +137,11 @@ def master_weights(
 
     def update_fn(
         updates: optax.Updates,
-        state: optax.OptState,
+        state: Any,
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        annotated = state
-        state, half_dtypes = base.check_update(updates, state, params, kind, owner)
+        old, half_dtypes = base.check_update(updates, state, params, kind, owner)
         masters = _masters(state, params, half_dtypes)
 
         def full_param(path, m, p):
@@ -171,18 +170,15 @@ def master_weights(
 
         full_params = base.map_with_none(full_param, masters, params)
         grads = trees.cast_at_least_float32(updates)
-        steps, inner_state = inner.update(
-            grads, state.inner_state, full_params, **extra
-        )
-        inner_state = base.with_dtypes_of(inner_state, state.inner_state)
+        steps, inner_state = inner.update(grads, old, full_params, **extra)
+        inner_state = base.with_dtypes_of(inner_state, old)
         masters = base.map_with_none(step, masters, full_params, steps)
         new_updates = base.map_with_none(update, masters, params, steps)
+        fields = {"masters": masters}
         if isinstance(state, MasterRemaindersState):
             remainders = _remainders(state, masters, params, new_updates, half_dtypes)
-            next_state = MasterRemaindersState(inner_state, remainders)
-        else:
-            next_state = MasterWeightsState(inner_state, masters)
-        return new_updates, base.restore_annotation(next_state, annotated)
+            fields = {"remainders": remainders}
+        return new_updates, base.next_state(state, inner_state, **fields)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
