@@ -1,4 +1,4 @@
-"""Hazards for speed: products in float32, odd dimensions, needless casts."""
+"""Hazards for speed: products in float32, odd dimensions."""
 
 from collections import Counter
 
@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jmp_lite._src import fp8
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.dataflow import CAST, Op, origin, readers
-from jmp_lite._src.numerics.hazards.ranges import scalar
+from jmp_lite._src.numerics.hazards.dataflow import Op
 from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
 
 # Matrix units process tiles of a multiple of this size, in 16-bit numbers.
@@ -89,40 +88,7 @@ def _dimensions(op: Op) -> list[int]:
     return [out_features // op.eqn.params["feature_group_count"], in_features]
 
 
-def _there_and_back(program: LintedProgram) -> Hits:
-    for op in program.named(CAST):
-        before = origin(op.ins[0]).maker
-        # Casts in the backward pass mirror those of the forward pass.
-        if op.is_backward or not op.outs[0].is_half:
-            continue
-        if before is None or before.name != CAST or op.ins[0].dtype != jnp.float32:
-            continue
-        dtype = op.outs[0].dtype
-        if before.ins[0].dtype == dtype:
-            yield op, f"{dtype} -> float32 -> {dtype}, only moved between"
-
-
-def _back_and_forth(program: LintedProgram) -> Hits:
-    for op in program.casts_to_half():
-        source, dtype = op.ins[0], op.outs[0].dtype
-        if source.dtype != jnp.float32 or op.is_backward or scalar(source) is not None:
-            continue
-        ends = [end for end, _ in readers(op.outs[0])]
-        if ends and all(
-            end is not None and end.name == CAST and end.outs[0].dtype == source.dtype
-            for end in ends
-        ):
-            yield op, f"float32 -> {dtype} -> float32, not used in half"
-
-
 RULES = (
-    Rule(
-        "wasted-cast",
-        "warning",
-        _back_and_forth,
-        "Nothing is computed in half, but digits are lost.",
-        "Remove both casts.",
-    ),
     Rule(
         "float32-product",
         "speed",
@@ -144,12 +110,5 @@ RULES = (
         f"Matrix products in fp8 have dimensions of at least {fp8.MIN_SIZE} "
         f"that are multiples of {fp8.TILE}.",
         "Round the vocabulary, hidden size or batch up to a multiple.",
-    ),
-    Rule(
-        "wasted-cast",
-        "speed",
-        _there_and_back,
-        "The casts cancel, but cost time and memory.",
-        "Remove both casts.",
     ),
 )
