@@ -61,13 +61,15 @@ def dot_product_attention(
                 logits = jnp.where(kept, logits, jnp.finfo(logits.dtype).min)
         return logits
 
+    if isinstance(module, nnx.Module):
+        module = _Intermediates(module)
     # flax computes the softmax in the dtype of the logits, and casts it to `dtype`.
     return nn.dot_product_attention(
         query,
         key,
         value,
         dtype=query.dtype if dtype is None else dtype,
-        module=_Intermediates(module) if isinstance(module, nnx.Module) else module,
+        module=module,
         qk_attn_weights_einsum=logits_of,
         attn_weights_value_einsum=attn_weights_value_einsum or einsum,
         **{**options, "force_fp32_for_softmax": False},

@@ -275,6 +275,18 @@ def named(fact: Fact) -> tuple[str, ...]:
     return tuple(name for name, known in PRIMITIVES.items() if known.facts & fact)
 
 
+def cases(name: str, operands: Sequence[T]) -> Sequence[T]:
+    """Return the operands of which a mask chooses, none of another primitive.
+
+    Examples:
+      >>> cases("select_n", ["mask", "x", "y"]), cases("stack", ["x", "y"])
+      (['x', 'y'], [])
+    """
+    chooses = Fact.JOINS | Fact.CHOOSES
+    is_choice = facts(name) & chooses == chooses
+    return held(name, operands, 0, 1) if is_choice else operands[:0]
+
+
 def held(name: str, operands: Sequence[T], result: int, results: int) -> Sequence[T]:
     """Return the operands whose numbers a result holds; none if it computes its own.
 

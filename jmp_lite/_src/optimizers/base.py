@@ -245,7 +245,7 @@ def check_update(
     return inner_state, {path: d for path, d in known.items() if dtypes.is_half(d)}
 
 
-def next_state(state: Any, inner_state: optax.OptState, **fields: Any) -> Any:
+def next_state(state: Any, inner_state: Any, **fields: Any) -> Any:
     """Return a state after an update, in the structure that it had.
 
     Input and output states must have the same structure, for example if the update is

@@ -107,15 +107,15 @@ class Op:
         """
         if len(self.degrees) != 2 or self.facts & Fact.PRODUCT:
             return []
-        pairs = [(*self.ins, self.degrees[1]), (*self.ins[::-1], self.degrees[0])]
+        (lhs, rhs), (of_lhs, of_rhs) = self.ins, self.degrees
         # A divisor is no operand that is multiplied.
-        return [pairs[i] for i, degree in enumerate(self.degrees) if degree > 0.0]
+        pairs = [(lhs, rhs, of_rhs)] if of_lhs > 0.0 else []
+        return [*pairs, (rhs, lhs, of_lhs)] if of_rhs > 0.0 else pairs
 
     @property
     def cases(self) -> list[Value]:
         """The operands that it chooses from by a mask."""
-        is_choice = self.facts & Fact.JOINS and self.facts & Fact.CHOOSES
-        return list(primitives.held(self.name, self.ins, 0, 1)) if is_choice else []
+        return list(primitives.cases(self.name, self.ins))
 
 
 def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> list[Op]:

@@ -155,7 +155,7 @@ def _corners(op: Op, ranges: list[Range]) -> Range | None:
     if not all(r.is_all for r in ranges) or (is_quotient and 0.0 in ends[-1]):
         return None
     with np.errstate(all="ignore"):
-        corners = itertools.product(*map(np.float64, ends))
+        corners = itertools.product(*ends)
         values = [float(primitives.ON_HOST[op.name](*corner)) for corner in corners]
     if any(map(math.isnan, values)):
         return None
