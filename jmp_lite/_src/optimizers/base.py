@@ -245,15 +245,15 @@ def check_update(
     return inner_state, {path: d for path, d in known.items() if dtypes.is_half(d)}
 
 
-def next_state(state: Any, inner_state: Any, **fields: Any) -> Any:
-    """Return a state after an update, in the structure that it had.
+def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
+    """Return a pair of an inner state and what is stored beside it, after an update.
 
     Input and output states must have the same structure, for example if the update is
     a branch of `lax.cond`.
     """
     if isinstance(state.inner_state, Told):
         inner_state = state.inner_state._replace(inner_state=inner_state)
-    return state._replace(inner_state=inner_state, **fields)
+    return type(state)(inner_state, stored)
 
 
 def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:

@@ -115,7 +115,7 @@ def stochastic_rounding(
         steps, inner_state = inner.update(grads, old, float32_params, **extra)
         inner_state = base.with_dtypes_of(inner_state, old)
         new_updates = base.map_with_none(update, params, steps)
-        return new_updates, base.next_state(state, inner_state, key=next_key)
+        return new_updates, base.next_state(state, inner_state, next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
