@@ -100,6 +100,10 @@ class Recommendation:
     loss_scale: str
     reasons: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Return what to do, without the reasons."""
+        return f'Train with get_policy("{self.policy}"), loss scale: {self.loss_scale}.'
+
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(reports.Report):
@@ -134,18 +138,21 @@ class Diagnosis(reports.Report):
         return self.to_text()
 
     def _table(self, every):
-        rows = [
-            (r.dtype, *(f"{x:.3g}" if x else "-" for x in (r.tflops, r.over_float32)))
-            for r in self.rates
-        ]
-        policy, loss_scale = self.recommendation.policy, self.recommendation.loss_scale
         return reports.Table(
-            f'Train with get_policy("{policy}"), loss scale: {loss_scale}.',
+            str(self.recommendation),
             ("products in", *_RATE),
-            rows,
+            self._rows_of_rates(),
             numbers=_RATE,
             caption=" ".join(self.recommendation.reasons),
         )
+
+    def _rows_of_rates(self) -> list[tuple[str, ...]]:
+        return [
+            (r.dtype, "-", "-")
+            if r.error
+            else (r.dtype, f"{r.tflops:.3g}", f"{r.over_float32:.2f}")
+            for r in self.rates
+        ]
 
     def to_text(self, width: int = 80) -> str:
         """Return the result as tables and sentences.
@@ -162,12 +169,6 @@ class Diagnosis(reports.Report):
             )
             for device in self.devices
         ]
-        rates = [
-            (r.dtype, "-", "-")
-            if r.error
-            else (r.dtype, f"{r.tflops:.3g}", f"{r.over_float32:.2f}")
-            for r in self.rates
-        ]
         errors = [
             f"{r.dtype} does not compile: {r.error}" for r in self.rates if r.error
         ]
@@ -183,7 +184,7 @@ class Diagnosis(reports.Report):
         ]
         tables = [
             (("device", "compute capability", "count"), devices),
-            ((f"products of {size} × {size}", *_RATE), rates),
+            ((f"products of {size} × {size}", *_RATE), self._rows_of_rates()),
             (("range", "largest", "normal", "subnormal", "subnormals are"), ranges),
         ]
         kind = _KINDS_OF_PRODUCTS.get(self.float32_bits, "")
@@ -193,12 +194,8 @@ class Diagnosis(reports.Report):
         )
         if self.float32_bits < 23:
             products += ' jax.default_matmul_precision("highest") keeps 23.'
-        policy, loss_scale = self.recommendation.policy, self.recommendation.loss_scale
         reasons = (*self.recommendation.reasons, *self.missing, *self.miscompiled)
-        advice = [
-            f'Train with get_policy("{policy}"), loss scale: {loss_scale}.',
-            *[f"- {text}" for text in reasons],
-        ]
+        advice = [str(self.recommendation), *[f"- {text}" for text in reasons]]
         parts = [
             [", ".join(f"{name} {text}" for name, text in self.versions.items())],
             *[reports.text_lines(head, rows, head[1:]) for head, rows in tables],

@@ -14,7 +14,17 @@ from jax.interpreters import ad
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.options import OpRules
-from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts, held, named
+from jmp_lite._src.jaxprs.primitives import (
+    LOOPS,
+    ON_HOST,
+    PARTS,
+    PRIMITIVES,
+    Fact,
+    degrees,
+    facts,
+    held,
+    named,
+)
 
 X = np.arange(1.0, 37.0, dtype=np.float32).reshape(9, 4)
 Y = 100.0 + X
@@ -206,6 +216,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     **{n: getattr(lax, n) for n in "acosh atanh sinh cosh asinh tan cbrt".split()},
     "integer_pow": lambda x: lax.integer_pow(x, 3),
     "log2": jnp.log2,  # a primitive from jax 0.12 on
+    "exp2": lax.exp2,
     "clamp": lambda x, y, z: lax.clamp(x, y, z),
     "add_any": ad.add_jaxvals,
 }
@@ -226,7 +237,8 @@ def in_table(fact: Fact) -> set[str]:
 
 def test_elementwise_examples_cover_what_the_table_says_of_numbers() -> None:
     digits = Fact.ARITHMETIC | Fact.BROADCASTS | Fact.EXACT | Fact.SATURATES
-    listed = set(named(digits | Fact.NEAR_ONE | Fact.FRACTION))
+    laws = Fact.LINEAR | Fact.LIMITS | Fact.EXPONENTIAL | Fact.LOGARITHM | Fact.PERIODIC
+    listed = set(named(digits | laws | Fact.NEAR_ONE | Fact.FRACTION))
     assert listed <= set(ELEMENTWISE) | set(REDUCTIONS)
     assert not set(ELEMENTWISE) - set(PRIMITIVES)
 
@@ -282,6 +294,95 @@ def test_what_saturates_does() -> None:
 
     found = {n for n, f in ELEMENTWISE.items() if n not in SEVERAL and saturates(f)}
     assert found == in_table(Fact.SATURATES)
+
+
+# Positive operands of functions that are defined for one number each, or for several.
+A, B = (np.asarray(x) for x in ([2.9, 1.7, 0.9], [0.8, 0.4, 2.3]))
+
+
+def having(law: Callable[..., tuple[Any, Any]]) -> set[str]:
+    """Return the elementwise primitives for which both sides of an equation agree."""
+    found = set()
+    with jax.enable_x64(True):
+        for name, fun in ELEMENTWISE.items():
+            operands = np.stack([A, B, A + B])[: SEVERAL.get(name, 1)]
+            one, other = law(lambda x, fun=fun: fun(*map(jnp.asarray, x)), operands)
+            if np.allclose(one, other, rtol=1e-9):
+                found.add(name)
+    return found
+
+
+def test_what_is_linear_adds_up() -> None:
+    def law(fun, x):
+        return fun(x[:, ::-1] - 3.0 * x), fun(x[:, ::-1]) - 3.0 * fun(x)
+
+    assert having(law) == in_table(Fact.LINEAR)
+
+
+def test_limits_give_one_of_their_operands_by_size() -> None:
+    def law(fun, x):
+        y, shifted = np.asarray(fun(x)), np.asarray(fun(x + 4.0))
+        is_one = (y == x).any(0) & np.isclose(shifted, y + 4.0)
+        return np.where(is_one, 0.0, 1.0), np.zeros(3)
+
+    assert having(law) & set(SEVERAL) == in_table(Fact.LIMITS)
+
+
+def test_exponentials_and_logarithms_swap_sums_and_products() -> None:
+    exponential = having(lambda fun, x: (fun(2 * x), fun(x) ** 2))
+    logarithm = having(lambda fun, x: (fun(x**3), 3 * fun(x)))
+    one = set(ELEMENTWISE) - set(SEVERAL) - {"sign"}  # which is constant here
+    assert exponential & one == in_table(Fact.EXPONENTIAL)
+    assert logarithm & one == in_table(Fact.LOGARITHM)
+
+
+def test_a_turn_changes_no_angle() -> None:
+    found = having(lambda fun, x: (fun(x + 2 * np.pi), fun(x)))
+    assert found - set(SEVERAL) - {"sign"} == in_table(Fact.PERIODIC)
+
+
+def test_comparisons_compare() -> None:
+    for name in named(Fact.COMPARES):
+        of_sizes = np.asarray(getattr(lax, name)(X[0], X[0, ::-1]))
+        assert of_sizes.dtype == bool and (of_sizes.any() or name == "eq")
+    others = [n for n in EXAMPLES if EXAMPLES[n](X, Y)[0].dtype == bool]
+    assert not others
+
+
+def test_degrees_are_those_of_scaled_operands() -> None:
+    scales = np.asarray([2.0, 3.0, 5.0])[:, None]
+
+    def law(name):
+        def of_scaled(fun, x):
+            powers = degrees(name, {"y": 3}) or (np.nan,)
+            scale = np.prod(scales[: len(powers), 0] ** powers)
+            return fun(x * scales[: len(x)]), scale * fun(x)
+
+        return of_scaled
+
+    found = {name for name in ELEMENTWISE if name in having(law(name))}
+    assert found == {name for name in ELEMENTWISE if degrees(name, {"y": 3})}
+    assert {"mul", "div", "square", "integer_pow", "sqrt", "rsqrt", "abs"} <= found
+    x, w = jnp.asarray(X), jnp.asarray(Y.T)
+    np.testing.assert_allclose((2.0 * x) @ (3.0 * w), 6.0 * (x @ w))
+    assert degrees("dot_general", {}) == degrees("conv_general_dilated", {}) == (1, 1)
+
+
+def test_numpy_has_the_same_function_with_its_extremes_at_ends_or_zero() -> None:
+    at = np.linspace(-1.0, 1.0, 201)
+    for name, of_numpy in ON_HOST.items():
+        count = SEVERAL.get(name, 1)
+        operands = [at[:, None] - 0.5, at[None] + 2.0][:count]
+        with jax.enable_x64(True):
+            values = np.asarray(ELEMENTWISE[name](*map(jnp.asarray, operands)))
+        np.testing.assert_array_equal(values, of_numpy(*operands))
+        ends = [x[np.isin(x, [x.min(), x.max(), 0.0])] for x in operands]
+        corners = of_numpy(*np.meshgrid(*ends))
+        assert values.min() == corners.min() and values.max() == corners.max()
+
+
+def test_loops_and_parts_are_primitives() -> None:
+    assert {*LOOPS, *PARTS} <= compat.primitive_names()
 
 
 def test_what_reads_digits_is_steep_or_jumps() -> None:

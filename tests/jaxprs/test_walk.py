@@ -74,7 +74,7 @@ def run(fun: Any, *args: Any) -> tuple[Any, list[int], list[list[tuple[int, ...]
     traced, jaxpr, consts = opened(fun, args)
     counter = _Counter(len(sites(jaxpr)))
     cells = [Cell(x, None, 0) for x in traced.args]
-    outs = Run(counter, Shadow()).run(jaxpr, consts, cells)
+    outs, _ = Run(counter, Shadow()).run(jaxpr, consts, cells)
     result = traced.restore([cell.value for cell in outs])
     return result, [cell.tag for cell in outs], counter.ran
 

@@ -136,16 +136,6 @@ def angles(move, x):
     return jnp.sin(move(position) * move(x))
 
 
-@planted("wasted-cast", f32(4, 8))
-def a_cast_back_and_forth(move, x):
-    return jnp.tanh(move(x.astype(F16)).astype(F32))
-
-
-@planted("wasted-cast", X, into=OF_ONE_ARRAY)
-def a_cast_there_and_back(move, x):
-    return jnp.tanh(move(x.astype(F32)).astype(F16))
-
-
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("hazard", OF_ANY | OF_ONE_ARRAY)
 def test_a_hazard_is_found_behind_every_move(hazard: str) -> None:

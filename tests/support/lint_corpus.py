@@ -509,21 +509,6 @@ def product_on_each_shard(x, w):
     return shard(x, w)
 
 
-@in_float16("wasted-cast", f16(4, 8))
-def there_and_back(x):
-    @jax.jit
-    def flatten(x):
-        return x.reshape(-1).astype(F16)  # hazard
-
-    return flatten(x.astype(F32))
-
-
-@in_float16("wasted-cast", f32(4, 8))
-def back_and_forth(x):
-    x = x.astype(F16)  # hazard
-    return jnp.tanh(x.T.astype(F32))
-
-
 # Train steps.
 
 _SGD = optax.sgd(0.1, momentum=0.9)

@@ -4,25 +4,36 @@ Shared by the `with_policy` of linen and of nnx; does not import flax.
 """
 
 import collections
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import dtypes, fp8
 from jmp_lite._src.autocast import products
-from jmp_lite._src.fp8 import MIN_SIZE
+from jmp_lite._src.jaxprs.walk import walk
 
 
 def find(jaxpr: Any, *names: str) -> list[Any]:
     """Return the matrix products and convolutions of a jaxpr, at any depth."""
-    found = []
-    for eqn in compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name in (*products.NAMES, *names):
-            found.append(eqn)
-        for body in compat.jaxprs_of(eqn):
-            found += find(body, *names)
-    return found
+    named = (*products.NAMES, *names)
+    return [eqn for eqn in walk(jaxpr) if eqn.primitive.name in named]
+
+
+def warn_about_fp8(what: str, jaxpr: Any, *, stacklevel: int) -> None:
+    """Warn if no product of a call is in fp8; else if fp8 is slow on this device.
+
+    Args:
+      what: the name of the model.
+      jaxpr: that of the call; None if it is not known, or a product is in fp8.
+      stacklevel: that of the caller's caller is 2.
+    """
+    reasons = None if jaxpr is None else why_none_in_fp8(jaxpr)
+    if reasons is None:
+        fp8.warn_if_slow()
+    else:
+        warnings.warn(no_fp8_message(what, reasons), stacklevel=stacklevel + 1)
 
 
 def why_none_in_fp8(jaxpr: Any) -> dict[str, int] | None:
@@ -46,7 +57,7 @@ def _why_not_fp8(eqn: Any) -> str:
     if not products.is_default_precision(eqn.params.get("precision")):
         return "a precision that the model chose"
     other = "not of a layer that takes a dot_general"
-    return products.why_not_fp8(eqn, MIN_SIZE) or other
+    return products.why_not_fp8(eqn, fp8.MIN_SIZE) or other
 
 
 def no_fp8_message(what: str, reasons: Mapping[str, int]) -> str:

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jmp_lite._src import trees
 from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.scale_aware import (
+    NoLoss,
     ScaleAwareState,
     warn_if_updates_are_lost,
 )
@@ -55,16 +56,18 @@ def update(
       Parameters and optimiser state, in the dtypes they had, and a bool `[]`.
     """
     other_state_finite = _all_still_finite(other_state, old_other_state)
-    annotated = opt_state
-    if jax.tree.leaves(other_state):
-        # A scale-aware optimiser treats this like a loss that is not finite: a bad
-        # forward pass. It skips the step and keeps the loss scale.
-        annotated = base.annotate(opt_state, ScaleAwareState, other_state_finite)
     if value is not None:
         extra["value"] = value
+    if jax.tree.leaves(other_state) and trees.find(opt_state, ScaleAwareState):
+        # A scale-aware optimiser takes either for a bad forward pass: it skips the step
+        # and keeps the loss scale.
+        extra["value"] = NoLoss(other_state_finite)
+        if value is not None:
+            extra["value"] = jax.tree.map(
+                lambda x: jnp.where(other_state_finite, x, jnp.nan), value
+            )
     tx = base.as_transformation(tx)
-    updates, new_opt_state = tx.update(grads, annotated, params, **extra)
-    new_opt_state = base.strip_annotations(new_opt_state)
+    updates, new_opt_state = tx.update(grads, opt_state, params, **extra)
     base.check_structure(new_opt_state, opt_state, "a train state", _ADVICE)
     new_params = optax.apply_updates(params, updates)
     finite = jnp.array(True)

@@ -22,8 +22,10 @@ Sources of a class, by what their lists say of the op under its name there:
 """
 
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 
@@ -56,6 +58,24 @@ class Fact(enum.Flag):
 
     SUMS = enum.auto()
     """Every number of the result is a sum over many numbers, or made of one."""
+
+    LINEAR = enum.auto()
+    """Elementwise, and the result of a sum of operands is the sum of the results."""
+
+    LIMITS = enum.auto()
+    """Every number of the result is an operand's at its place, chosen by size."""
+
+    COMPARES = enum.auto()
+    """Whether an operand is equal to, or larger than, another."""
+
+    EXPONENTIAL = enum.auto()
+    """Sums become products."""
+
+    LOGARITHM = enum.auto()
+    """Products become sums."""
+
+    PERIODIC = enum.auto()
+    """The operand is an angle: a whole turn changes nothing."""
 
     ARITHMETIC = enum.auto()
     """Exact on small whole numbers: the result has the digits of its operands."""
@@ -108,13 +128,15 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
         (Fact.PRODUCT, "conv_general_dilated"),
     ),
     ("float32", "float32", "tf deny, torch fp32, apex 32"): (
-        (_NONE, "exp exp2 expm1"),
-        (Fact.NEAR_ONE, "log log1p log2"),
+        (Fact.EXPONENTIAL, "exp exp2"),
+        (Fact.NEAR_ONE | Fact.LOGARITHM, "log log2"),
+        (Fact.NEAR_ONE, "log1p"),
         (Fact.NEAR_ONE | Fact.BROADCASTS, "pow"),
-        (_NONE, "rsqrt sqrt cbrt sinh cosh tan asinh"),
+        (_NONE, "expm1 rsqrt sqrt cbrt sinh cosh asinh"),
+        (Fact.PERIODIC, "tan"),
         (_DIGITS, "asin acos acosh atanh"),
     ),
-    ("float32", "float32", "angles, as tan"): ((_NONE, "sin cos"),),
+    ("float32", "float32", "angles, as tan"): ((Fact.PERIODIC, "sin cos"),),
     ("float32", "float32", "torch fp32 (erfinv), or of the same kind"): (
         (_NONE, "erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a"),
         (_NONE, "random_gamma_grad bessel_i0e bessel_i1e"),
@@ -124,7 +146,8 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
         (Fact.SUMS | Fact.ARITHMETIC, "reduce_sum cumsum"),
         (Fact.SUMS, "cumlogsumexp reduce_window_sum scatter-add scatter_add"),
         (Fact.SUMS, "psum psum2 psum_invariant reduce_scatter unreduced_psum"),
-        (Fact.ARITHMETIC, "add_any reduce_prod cumprod"),
+        (Fact.ARITHMETIC, "reduce_prod cumprod"),
+        (Fact.ARITHMETIC | Fact.LINEAR, "add_any"),
         (_NONE, "scatter-mul scatter_mul"),
     ),
     ("float32", "float32", "torch promote (fmod); half has few whole numbers"): (
@@ -132,13 +155,14 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
         (_DIGITS, "floor ceil round"),
     ),
     ("promote", "promote", "tf infer, torch promote"): (
-        (_ELEMENTWISE, "add sub mul div"),
-        (Fact.ARITHMETIC | Fact.EXACT, "neg"),
+        (_ELEMENTWISE, "mul div"),
+        (_ELEMENTWISE | Fact.LINEAR, "add sub"),
+        (Fact.ARITHMETIC | Fact.EXACT | Fact.LINEAR, "neg"),
         (Fact.SATURATES, "tanh logistic erf erfc"),
         (Fact.BROADCASTS, "atan2"),
     ),
     ("promote", "promote", "tf clear, torch promote"): (
-        (_ELEMENTWISE | Fact.EXACT, "max min clamp"),
+        (_ELEMENTWISE | Fact.EXACT | Fact.LIMITS, "max min clamp"),
         (Fact.ARITHMETIC | Fact.EXACT, "abs"),
         (Fact.EXACT, "sign"),
     ),
@@ -163,7 +187,8 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
         (_IN_ORDER, "pvary pbroadcast device_put sharding_constraint"),
         (_PERMUTES, "all_gather all_gather_invariant all_to_all ppermute"),
         (_NONE, "argmax argmin reduce_and reduce_or"),
-        (_NONE, "eq ne lt le gt ge is_finite"),
+        (Fact.COMPARES, "eq ne lt le gt ge"),
+        (_NONE, "is_finite"),
     ),
 }
 
@@ -181,6 +206,52 @@ _JOINED = {
     "dynamic_update_slice": slice(2),
     "scatter": slice(0, None, 2),
 }
+
+
+# f(s * x, t * y) = s**d * t**e * f(x, y) for positive s and t: d and e.
+_DEGREES = {
+    "mul": (1.0, 1.0),
+    "div": (1.0, -1.0),
+    "square": (2.0,),
+    "sqrt": (0.5,),
+    "rsqrt": (-0.5,),
+    "abs": (1.0,),
+}
+
+ON_HOST: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "abs": np.abs,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+"""What NumPy has in their place, of primitives that have their extremes on intervals at
+ends of these or at 0."""
+
+PARTS = ("convert_element_type", "reduce_precision", "real", "imag", "conj", "complex")
+"""The primitives whose results are their operands, rounded, or parts of these."""
+
+LOOPS = ("scan", "while")
+"""The primitives that run a jaxpr several times."""
+
+
+def degrees(name: str, params: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return to which power each operand's factor is in the result, () if to none.
+
+    Args:
+      name: the primitive.
+      params: its parameters.
+
+    Examples:
+      >>> degrees("div", {}), degrees("integer_pow", {"y": 3}), degrees("add", {})
+      ((1.0, -1.0), (3.0,), ())
+    """
+    if name == "integer_pow":
+        return (float(params["y"]),)
+    return (1.0, 1.0) if facts(name) & Fact.PRODUCT else _DEGREES.get(name, ())
 
 
 def facts(name: str) -> Fact:
@@ -202,6 +273,18 @@ def named(fact: Fact) -> tuple[str, ...]:
       ('concatenate', 'stack', 'pad')
     """
     return tuple(name for name, known in PRIMITIVES.items() if known.facts & fact)
+
+
+def cases(name: str, operands: Sequence[T]) -> Sequence[T]:
+    """Return the operands of which a mask chooses, none of another primitive.
+
+    Examples:
+      >>> cases("select_n", ["mask", "x", "y"]), cases("stack", ["x", "y"])
+      (['x', 'y'], [])
+    """
+    chooses = Fact.JOINS | Fact.CHOOSES
+    is_choice = facts(name) & chooses == chooses
+    return held(name, operands, 0, 1) if is_choice else operands[:0]
 
 
 def held(name: str, operands: Sequence[T], result: int, results: int) -> Sequence[T]:

@@ -6,7 +6,7 @@ the form that observes the values on the host.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,20 +15,17 @@ import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
+from jmp_lite._src.jaxprs.interpret import Interpreter, Moment, Stretch
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
 
 
-class Moment(NamedTuple):
-    """When in a run an equation runs.
-
-    Attributes:
-      eqn_count: how many equations ran before it, i32 `[]`.
-      loops: the iteration of each loop around it, outermost first, i32 `[]` each.
-    """
-
-    eqn_count: Any
-    loops: tuple[Any, ...] = ()
+def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """Yield the equations of a jaxpr, each before those of the jaxprs that it holds."""
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for body in compat.jaxprs_of(eqn):
+            yield from walk(body)
 
 
 class Equation(NamedTuple):
@@ -55,12 +52,8 @@ class Equation(NamedTuple):
     tag_of: Callable[[Any], Any]
 
 
-# A value and its tag.
-Cell = tuple[Any, Any]
-
-
-class Walker:
-    """Runs jaxprs. Subclasses define the tags."""
+class Walker(Interpreter):
+    """Runs jaxprs on pairs of a value and its tag. Subclasses define the tags."""
 
     def bind(self, eqn: Eqn, ins: Sequence[Any]) -> Sequence[Any]:
         """Return the results of an equation without followed sub-jaxprs."""
@@ -78,123 +71,53 @@ class Walker:
         """Return the tag of an array from the stacked tags of its rows."""
         raise NotImplementedError
 
-    def cast(
-        self, variables: Sequence[Var], cells: Sequence[Cell], is_low: Any
-    ) -> Sequence[Cell]:
-        """Return operands or results of sub-jaxprs as the plan has them.
+    def constant(self, value, var):
+        """Return a constant and its tag."""
+        del var
+        return value, self.tag_constant(value)
 
-        Args:
-          variables: the variables of the equation.
-          cells: what they hold.
-          is_low: per variable, whether the plan has it in half; None without a plan.
-        """
-        del variables, is_low
-        return cells
-
-    def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        cells: Sequence[Cell],
-        *,
-        plan: Any = None,
-        first_site: int = 0,
-        moment: Moment | None = None,
-    ) -> tuple[list[Cell], Any]:
-        """Run a jaxpr.
-
-        Args:
-          jaxpr: an open jaxpr.
-          consts: the values of its constvars.
-          cells: its inputs.
-          plan: has `eqn_plans`, one per equation, each with the plans `bodies` of its
-            sub-jaxprs; None if the subclass needs none.
-          first_site: the number of its first site.
-          moment: when it starts.
-
-        Returns:
-          Its outputs, and how many equations have run in all.
-        """
-        moment = moment or Moment(np.int32(0))
-        env: dict[Any, Cell] = dict(zip(jaxpr.invars, cells, strict=True))
-        tags = map(self.tag_constant, consts)
-        env |= _pairs(jaxpr.constvars, _pairs(consts, tags))
-
-        def read(var) -> Cell:
-            if compat.is_literal(var):
-                return var.val, self.tag_constant(var.val)
-            return env[var]
-
-        eqn_count, site = moment.eqn_count, first_site
+    def split(self, jaxpr, plan):
+        """Return each equation as a stretch."""
         eqn_plans = plan.eqn_plans if plan else itertools.repeat(None)
-        for eqn, eqn_plan in zip(jaxpr.eqns, eqn_plans, strict=False):
-            ins = [read(v) for v in eqn.invars]
-            now = moment._replace(eqn_count=eqn_count)
-            if bodies_of(eqn) is None:
-                values, tags = [x for x, _ in ins], [tag for _, tag in ins]
-                made = self.bind(eqn, values)
-                equation = Equation(
-                    eqn, eqn_plan, site, values, made, tags, now, lambda v: read(v)[1]
-                )
-                outs = _pairs(made, self.observe(equation))
-                eqn_count += 1
-            else:
-                outs, eqn_count = self._run_bodies(eqn, eqn_plan, site, ins, now)
-            site += count_sites([eqn])
-            env |= _pairs(eqn.outvars, outs)
-        return [read(v) for v in jaxpr.outvars], eqn_count
-
-    def _run_bodies(
-        self, eqn: Eqn, eqn_plan: Any, site: int, cells: Sequence[Cell], moment: Moment
-    ) -> tuple[Sequence[Cell], Any]:
-        """Run an equation by running its sub-jaxprs."""
-        sub_jaxprs = bodies_of(eqn)
-        plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(sub_jaxprs)
-
-        def body(k: int, cells: Sequence[Cell], moment: Moment):
-            before = (eqn for sub in sub_jaxprs[:k] for eqn in sub.jaxpr.eqns)
-            outs, eqn_count = self.run(
-                sub_jaxprs[k].jaxpr,
-                sub_jaxprs[k].consts,
-                cells,
-                plan=plans[k],
-                first_site=site + count_sites(before),
-                moment=moment,
+        return [
+            Stretch(
+                eqns=[eqn],
+                eqn_plans=[eqn_plan],
+                invars=eqn.invars,
+                outvars=eqn.outvars,
+                last_read=(),
+                sites=count_sites([eqn]),
+                is_opened=bodies_of(eqn) is not None,
             )
-            return self.cast(
-                eqn.outvars, outs, eqn_plan and eqn_plan.half_out
-            ), eqn_count
+            for eqn, eqn_plan in zip(jaxpr.eqns, eqn_plans, strict=False)
+        ]
 
-        cells = self.cast(eqn.invars, cells, eqn_plan and eqn_plan.half_in)
-        match eqn.primitive.name:
-            case "scan":
-                return self._scan(eqn, body, cells, moment)
-            case "while":
-                return self._while(eqn, sub_jaxprs, body, cells, moment)
-            case "cond":
-                (index, _), *operands = cells
-                count = range(len(sub_jaxprs))
-                branches = [lambda cells, k=k: body(k, cells, moment) for k in count]
-                return jax.lax.switch(index, branches, operands)
-        return body(0, cells, moment)
+    def run_stretch(self, stretch, site, cells, moment, read):
+        """Run one equation."""
+        (eqn,), (eqn_plan,) = stretch.eqns, stretch.eqn_plans
+        values, tags = [x for x, _ in cells], [tag for _, tag in cells]
+        outs = self.bind(eqn, values)
+        equation = Equation(
+            eqn, eqn_plan, site, values, outs, tags, moment, lambda v: read(v)[1]
+        )
+        tags = self.observe(equation)
+        return list(zip(outs, tags, strict=True)), moment.eqn_count + 1
 
-    def _scan(self, eqn, body, cells, moment: Moment):
-        params = eqn.params
-        num_consts, num_carry = compat.scan_counts(params) or (0, 0)
-        consts, carry = cells[:num_consts], cells[num_consts:][:num_carry]
+    def scan(self, eqn, eqn_plan, body, split, moment):
+        """Run a `scan` as one."""
+        del eqn_plan
+        params, (consts, carry, xs) = eqn.params, split
+        num_carry = len(carry)
 
         def iterate(state, rows):
             (carry, eqn_count), (xs, iteration) = state, rows
-            now = Moment(eqn_count, (*moment.loops, iteration))
-            outs, eqn_count = body(0, [*consts, *carry, *xs], now)
+            now = moment.inside(eqn_count, iteration)
+            outs, eqn_count = body([*consts, *carry, *xs], now)
             return (outs[:num_carry], eqn_count), outs[num_carry:]
 
         # Each row of a scanned array has the tag of the array.
         length = params["length"]
-        xs = [
-            (x, jnp.broadcast_to(tag, (length, *np.shape(tag))))
-            for x, tag in cells[num_consts + num_carry :]
-        ]
+        xs = [(x, jnp.broadcast_to(tag, (length, *np.shape(tag)))) for x, tag in xs]
         scan = functools.partial(
             jax.lax.scan,
             iterate,
@@ -207,29 +130,23 @@ class Walker:
         carry, eqn_count = state
         return [*carry, *((y, self.stack(tags)) for y, tags in ys)], eqn_count
 
-    def _while(self, eqn, sub_jaxprs, body, cells, moment: Moment):
-        (test, _), (given, consts, carry) = sub_jaxprs, split_while(eqn, cells)
+    def while_loop(self, test, body, split, moment):
+        """Run a `while` as one."""
+        given, consts, carry = split
 
-        # The sites of the condition are not observed.
         def holds(state):
             args = [x for x, _ in (*given, *state[0])]
             return binding.evaluate(test.jaxpr, test.consts, args)[0]
 
         def iterate(state):
             carry, eqn_count, iteration = state
-            now = Moment(eqn_count, (*moment.loops, iteration))
-            return *body(1, [*consts, *carry], now), iteration + 1
+            now = moment.inside(eqn_count, iteration)
+            return *body([*consts, *carry], now), iteration + 1
 
         state = carry, moment.eqn_count, jnp.zeros([], jnp.int32)
         return jax.lax.while_loop(holds, iterate, state)[:2]
 
-
-def split_while(eqn: Eqn, operands: Any) -> tuple[Any, Any, Any]:
-    """Return the constants of the condition and of the body of a `while`, its carry."""
-    first = eqn.params["cond_nconsts"]
-    split = first + eqn.params["body_nconsts"]
-    return operands[:first], operands[first:split], operands[split:]
-
-
-def _pairs(a: Iterable[Any], b: Iterable[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(a, b, strict=True))
+    def switch(self, index, branches, cells, moment):
+        """Run a `cond` as one."""
+        of_moment = [lambda cells, b=b: b(cells, moment) for b in branches]
+        return jax.lax.switch(index[0], of_moment, cells)

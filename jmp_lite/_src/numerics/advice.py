@@ -274,9 +274,9 @@ class _Turn:
     faults: list[Fault]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Search:
-    """The search for a policy and a loss scale."""
+    """The search for a policy and a loss scale. `run` fills the last three fields."""
 
     loss_fn: Any
     start: Policy | PolicyMap

@@ -136,7 +136,7 @@ def measure(
     shadow = PolicyShadow(Rewriter(planned.analyzer))
     observer = Lockstep(sites(plan.jaxpr), shadow.low_dtype)
     cells = [Cell(x, x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
-    outs = Run(observer, shadow).run(plan.jaxpr, plan.consts, cells, plan=plan)
+    outs, _ = Run(observer, shadow).run(plan.jaxpr, plan.consts, cells, plan=plan)
     values = [cell.value for cell in outs]
     origin, ranges = observer.first_nonfinite([cell.tag for cell in outs])
     found = tracker_of(planned.traced, origin, args_and_kwargs).report()

@@ -16,15 +16,12 @@ import numpy as np
 from jax.core import Tracer
 
 from jmp_lite._src import compat, reports, trees
-from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.transform import refuse_modules
 from jmp_lite._src.jaxprs import sources
+from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
 from jmp_lite._src.numerics.origins import CONSTANT, NEVER, find, watch
-
-# Where finite numbers in half become inf because they are large: not in 1 / 0.
-_GROWING = frozenset((*products.NAMES, "add", "sub", "mul"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +76,10 @@ class NonFinite(reports.Report):
     def _advice(self) -> str:
         """Return what to do if a result that a policy has in half left the range."""
         is_half = self.dtype == "float16" and self.direction == "forward"
-        if not is_half or self.primitive not in _GROWING:
+        # Where finite numbers in half become inf because they are large: not in 1 / 0.
+        grows = facts(self.primitive) & (Fact.PRODUCT | Fact.LINEAR)
+        grows = grows or degrees(self.primitive, {"y": 2}) == (1.0, 1.0)
+        if not is_half or not grows:
             return ""
         return (
             f" Results of matrix products in half at {self.layer!r}, or their sums, "

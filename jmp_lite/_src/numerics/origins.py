@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.primitives import cases as cases_of
 from jmp_lite._src.jaxprs.tracing import Traced
 from jmp_lite._src.jaxprs.walk import Equation, Walker
 from jmp_lite._src.numerics.runs import Cell, Observer, Run, look
@@ -56,7 +57,7 @@ def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     observer = OriginObserver()
     cells = [Cell(x, None, of_argument(x, i)) for i, x in enumerate(traced.args)]
-    outs = Run(observer, Shadow()).run(jaxpr, consts, cells)
+    outs, _ = Run(observer, Shadow()).run(jaxpr, consts, cells)
     origin = np.asarray(first([NONE, *(cell.tag for cell in outs)]))
     return origin, observer.ranges.get(int(origin[0]), ())
 
@@ -156,8 +157,8 @@ def first(origins: Any) -> Any:
 def _operands(eqn: Any, ins: Any, tags: Any) -> list[tuple[Any, Any]]:
     """Return the floating operands that reach the result, and their origins."""
     pairs = list(zip(ins, tags, strict=True))
-    if eqn.primitive.name == "select_n":
-        (which, _), *cases = pairs
+    if cases := cases_of(eqn.primitive.name, pairs):
+        which = ins[0]
         pairs = [(_chosen(which, i, x), tag) for i, (x, tag) in enumerate(cases)]
     return [
         (x, tag)

@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
-from jmp_lite._src.jaxprs.walk import split_while
+from jmp_lite._src.jaxprs.interpret import Interpreter
 from jmp_lite._src.numerics.stretches import (
     CompiledStretch,
     Constant,
@@ -29,8 +27,6 @@ from jmp_lite._src.numerics.stretches import (
 
 # Larger arrays stay on their device.
 _MOST_ON_HOST = 2**22
-
-_Loops = tuple[int, ...]
 
 
 class Cell(NamedTuple):
@@ -57,75 +53,34 @@ class Observer:
         raise NotImplementedError
 
 
-class Run:
+class Run(Interpreter):
     """Runs a jaxpr on the device, and passes its operations to an observer."""
 
     def __init__(self, observer: Observer, shadow: Shadow):
         self.observer, self.shadow = observer, shadow
-        self._eqn_count = 0
         # By the identity of a jaxpr and its plan, which are kept alive beside them.
         self._stretches: dict[Any, tuple[list[Stretch], Any]] = {}
         self._compiled: dict[Any, CompiledStretch] = {}
 
-    def run(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        cells: Sequence[Cell],
-        *,
-        plan: Any = None,
-        first_site: int = 0,
-        loops: _Loops = (),
-    ) -> list[Cell]:
-        """Run a jaxpr.
+    def constant(self, value, var):
+        """Return a constant, from which its shadow starts too."""
+        if not isinstance(value, jax.Array):
+            value = np.asarray(value, var.aval.dtype)
+        return Cell(value, self.shadow.start(value), self.observer.tag_constant(value))
 
-        Args:
-          jaxpr: an open jaxpr.
-          consts: the values of its constvars.
-          cells: its inputs.
-          plan: has `eqn_plans`, as for `Walker.run`; None if the shadow needs none.
-          first_site: the number of its first site.
-          loops: the iteration of each loop around it.
-
-        Returns:
-          Its outputs.
-        """
-        env: dict[Any, Cell] = dict(zip(jaxpr.invars, cells, strict=True))
-        env.update(zip(jaxpr.constvars, map(self._constant, consts), strict=True))
-
-        def read(var):
-            if compat.is_literal(var):
-                return self._constant(np.asarray(var.val, var.aval.dtype))
-            return env[var]
-
+    def split(self, jaxpr, plan):
+        """Return the stretches of a jaxpr, the same ones in each iteration."""
         key = id(jaxpr), id(plan)
         if key not in self._stretches:
             self._stretches[key] = cut(jaxpr, plan, self.shadow), (jaxpr, plan)
-        site = first_site
-        for stretch in self._stretches[key][0]:
-            if stretch.in_python:
-                eqn, eqn_plan = stretch.eqns[0], stretch.eqn_plans[0]
-                ins = [read(v) for v in eqn.invars]
-                outs = self._run_bodies(eqn, eqn_plan, ins, site, loops)
-                env.update(zip(eqn.outvars, outs, strict=True))
-            else:
-                ins = [env[v] for v in stretch.invars]
-                outs = self._run_stretch(stretch, ins, site, loops)
-                env.update(zip(stretch.outvars, outs, strict=True))
-            for var in stretch.last_read:
-                env.pop(var, None)
-            site += stretch.sites
-        return [read(v) for v in jaxpr.outvars]
+        return self._stretches[key][0]
 
-    def _constant(self, value: Any) -> Cell:
-        return Cell(value, self.shadow.start(value), self.observer.tag_constant(value))
-
-    def _run_stretch(
-        self, stretch: Stretch, cells: Sequence[Cell], site: int, loops: _Loops
-    ) -> list[Cell]:
+    def run_stretch(self, stretch, site, cells, moment, read):
+        """Run a stretch as one program, and observe each operation of it."""
+        del read
         # A value that is its own shadow is computed once. In a loop it may be that in
         # the first iteration alone, and all iterations share one program.
-        shared = tuple(not loops and c.shadow is c.value for c in cells)
+        shared = tuple(not moment.loops and c.shadow is c.value for c in cells)
         key = id(stretch), shared
         if key not in self._compiled:
             self._compiled[key] = CompiledStretch(stretch, self.shadow, shared)
@@ -153,7 +108,7 @@ class Run:
                 return self.observer.tag_constant(index.value)
             return tags[index]
 
-        for op in compiled.operations:
+        for i, op in enumerate(compiled.operations):
             run = op._replace(
                 site=site + op.site,
                 ins=seen(op.ins),
@@ -163,78 +118,58 @@ class Run:
                 read=seen(op.read),
                 tags=list(map(tag, op.tags)),
                 also=list(map(tag, op.also)),
-                eqn_count=self._eqn_count,
-                loops=loops,
+                eqn_count=moment.eqn_count + i,
+                loops=moment.loops,
             )
             tags += self.observer.observe(run)
-            self._eqn_count += 1
-        return [Cell(get(x), get(low), tag(i)) for x, low, i in compiled.outs]
+        outs = [Cell(get(x), get(low), tag(i)) for x, low, i in compiled.outs]
+        return outs, moment.eqn_count + len(compiled.operations)
 
-    # Loops, branches, and calls that hold them or are long.
-
-    def _run_bodies(self, eqn, eqn_plan, cells, site: int, loops: _Loops) -> list[Cell]:
-        sub_jaxprs = bodies_of(eqn)
-        plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(sub_jaxprs)
-        cells = self._cast(eqn.invars, cells, eqn_plan and eqn_plan.half_in)
-
-        def body(k: int, cells: Sequence[Cell], loops: _Loops) -> list[Cell]:
-            before = (eqn for sub in sub_jaxprs[:k] for eqn in sub.jaxpr.eqns)
-            outs = self.run(
-                sub_jaxprs[k].jaxpr,
-                sub_jaxprs[k].consts,
-                cells,
-                plan=plans[k],
-                first_site=site + count_sites(before),
-                loops=loops,
-            )
-            return self._cast(eqn.outvars, outs, eqn_plan and eqn_plan.half_out)
-
-        match eqn.primitive.name:
-            case "scan":
-                return self._scan(eqn, eqn_plan, body, cells, loops)
-            case "while":
-                return self._while(eqn, sub_jaxprs, body, cells, loops)
-            case "cond":
-                return body(int(np.asarray(cells[0].value)), cells[1:], loops)
-        return body(0, cells, loops)
-
-    def _cast(self, variables, cells: Sequence[Cell], is_low: Any) -> list[Cell]:
+    def cast(self, variables, cells: Sequence[Cell], is_low: Any) -> list[Cell]:
+        """Return cells with shadows in the dtypes of the plan."""
         shadows = self.shadow.cast(variables, [c.shadow for c in cells], is_low)
         return [c._replace(shadow=s) for c, s in zip(cells, shadows, strict=True)]
 
-    def _scan(self, eqn, eqn_plan, body, cells, loops: _Loops) -> list[Cell]:
-        num_consts, num_carry = compat.scan_counts(eqn.params) or (0, 0)
-        split = num_consts + num_carry
-        consts, carry, xs = cells[:num_consts], cells[num_consts:split], cells[split:]
-        length, made = eqn.params["length"], []
+    def scan(self, eqn, eqn_plan, body, split, moment):
+        """Run a `scan` iteration by iteration."""
+        (consts, carry, xs), eqn_count = split, moment.eqn_count
+        num_carry, length, made = len(carry), eqn.params["length"], []
         if not length:
             # JAX makes the empty arrays.
             bind = jax.jit(functools.partial(binding.bind, eqn))
-            outs, tag = bind([c.value for c in cells]), self.observer.stack([])
+            given = [c.value for c in (*consts, *carry, *xs)]
+            outs, tag = bind(given), self.observer.stack([])
             ys = [Cell(x, self.shadow.start(x), tag) for x in outs]
-            ys = self._cast(eqn.outvars, ys, eqn_plan and eqn_plan.half_out)
-            return [*carry, *ys[num_carry:]]
+            ys = self.cast(eqn.outvars, ys, eqn_plan and eqn_plan.half_out)
+            return [*carry, *ys[num_carry:]], eqn_count
         in_order = slice(None, None, -1 if eqn.params["reverse"] else 1)
         for i in range(length)[in_order]:
-            outs = body(0, [*consts, *carry, *_rows(xs, i)], (*loops, i))
+            now = moment.inside(eqn_count, i)
+            outs, eqn_count = body([*consts, *carry, *_rows(xs, i)], now)
             carry, row = outs[:num_carry], outs[num_carry:]
             made.append(row)
-        return [*carry, *map(self._stack, zip(*made[in_order], strict=True))]
+        ys = map(self._stack, zip(*made[in_order], strict=True))
+        return [*carry, *ys], eqn_count
+
+    def while_loop(self, test, body, split, moment):
+        """Run a `while` iteration by iteration."""
+        holds = jax.jit(functools.partial(binding.evaluate, test.jaxpr, test.consts))
+        (given, consts, carry), eqn_count = split, moment.eqn_count
+        iteration = 0
+        while holds([c.value for c in (*given, *carry)])[0]:
+            now = moment.inside(eqn_count, iteration)
+            carry, eqn_count = body([*consts, *carry], now)
+            iteration += 1
+        return carry, eqn_count
+
+    def switch(self, index, branches, cells, moment):
+        """Run the branch that is chosen."""
+        return branches[int(np.asarray(index.value))](cells, moment)
 
     def _stack(self, rows: Sequence[Cell]) -> Cell:
         values, shadows, tags = zip(*rows, strict=True)
         shadow = None if shadows[0] is None else _stacked(shadows)
         return Cell(_stacked(values), shadow, self.observer.stack(tags))
-
-    def _while(self, eqn, sub_jaxprs, body, cells, loops: _Loops) -> list[Cell]:
-        # The sites of the condition are not observed.
-        (test, _), (given, consts, carry) = sub_jaxprs, split_while(eqn, cells)
-        holds = jax.jit(functools.partial(binding.evaluate, test.jaxpr, test.consts))
-        iteration = 0
-        while np.asarray(holds([c.value for c in (*given, *carry)])[0]):
-            carry = body(1, [*consts, *carry], (*loops, iteration))
-            iteration += 1
-        return carry
 
 
 # Arrays.

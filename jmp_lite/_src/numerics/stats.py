@@ -132,10 +132,7 @@ def merge(a: ValueStats, b: ValueStats) -> ValueStats:
     """
     if a.histogram is None or b.histogram is None:
         a, b = a._replace(histogram=None), b._replace(histogram=None)
-    return jax.tree.map(jnp.add, a, b)._replace(
-        max_abs=_of_bits(jnp.maximum(_bits(a.max_abs), _bits(b.max_abs))),
-        min_abs=_of_bits(jnp.minimum(_bits(a.min_abs), _bits(b.min_abs))),
-    )
+    return merge_stacked(jax.tree.map(lambda x, y: jnp.stack([x, y]), a, b))
 
 
 def merge_stacked(stats: ValueStats) -> ValueStats:

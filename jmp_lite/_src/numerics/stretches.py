@@ -4,7 +4,6 @@ Each operation is computed as written, fused with no other. Beside the values ma
 *shadows*: the same values computed in another way, in half precision for example.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
 
 from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.interpret import Stretch
+from jmp_lite._src.jaxprs.primitives import LOOPS, cases
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
 from jmp_lite._src.jaxprs.walk import Equation, Walker
 
@@ -57,31 +58,6 @@ class Shadow:
         return shadows
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stretch:
-    """Equations that follow each other in a jaxpr: a jaxpr, and its plan, for `Walker`.
-
-    Attributes:
-      eqns: the equations.
-      eqn_plans: those of the plan, one per equation.
-      invars: the variables that they read.
-      outvars: the variables that they define and later equations read.
-      last_read: the variables that nothing after these reads.
-      sites: how many sites the equations have.
-      in_python: whether this is one equation whose sub-jaxprs Python runs.
-      constvars: none.
-    """
-
-    eqns: Sequence[Any]
-    eqn_plans: Sequence[Any]
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    last_read: Sequence[Any]
-    sites: int
-    in_python: bool
-    constvars: tuple[Any, ...] = ()
-
-
 def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
     """Return the stretches of a jaxpr."""
     steps = plan.eqn_plans if plan else itertools.repeat(None)
@@ -115,11 +91,11 @@ def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
             Stretch(
                 eqns=[eqn for eqn, _ in pairs],
                 eqn_plans=[eqn_plan for _, eqn_plan in pairs],
-                invars=invars,
-                outvars=[v for v in made if v in later],
+                invars=pairs[0][0].invars if in_python else invars,
+                outvars=[v for v in made if in_python or v in later],
                 last_read=[v for v in invars if v not in later],
                 sites=count_sites(eqn for eqn, _ in pairs),
-                in_python=in_python,
+                is_opened=in_python,
             )
         )
         later |= set(invars)
@@ -131,7 +107,7 @@ def _is_for_python(eqn: Any) -> bool:
     bodies = bodies_of(eqn)
     if bodies is None:
         return False
-    if eqn.primitive.name in ("scan", "while", "cond"):
+    if eqn.primitive.name in (*LOOPS, "cond"):
         return True
     if count_sites([eqn]) > _MOST_SITES or _bytes(eqn) > _MOST_BYTES:
         return True
@@ -170,7 +146,7 @@ class Operation(NamedTuple):
       eqn: the equation.
       site: its number among the sites of the stretch, or of the run.
       eqn_plan: its entry in the plan.
-      ins: its operands; None where neither floating nor the first of a `select_n`.
+      ins: its operands; None where neither floating nor a mask that chooses.
       outs: its results; None where not floating.
       low_ins: the shadows of its operands, likewise.
       low_outs: the shadows of its results, likewise.
@@ -267,7 +243,7 @@ class _Recorder(Walker):
         if lows is not equation.outs:
             lows = _unfused(lows)
         ins = self._floating(equation.ins)
-        if equation.eqn.primitive.name == "select_n":
+        if cases(equation.eqn.primitive.name, ins):
             ins[0] = self.slot(equation.ins[0])
         self.operations.append(
             Operation(

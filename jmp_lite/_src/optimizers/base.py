@@ -2,17 +2,15 @@
 
 - Wrapping: any optax transformation as one with extra arguments, with an inner state
   whose structure and dtypes never change.
-- Annotations: `scale_aware` passes float32 parameters to its inner optimiser.
-  `master_weights` and `stochastic_rounding` also need the dtypes in which parameters
-  are stored. They receive them as an annotation of their own state during one update.
-  Transformations in between pass states through, while they may reject an unknown
-  argument of `update`.
-- Half-precision parameters: the dtypes in which they are stored.
+- Half-precision parameters: the dtypes in which they are stored. `scale_aware` passes
+  float32 parameters to its inner optimiser. `master_weights` and `stochastic_rounding`
+  find the dtypes in their own state during one update: transformations in between pass
+  states through, while they may reject an unknown argument of `update`.
 """
 
 import dataclasses
 import inspect
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +18,6 @@ import numpy as np
 import optax
 
 from jmp_lite._src import dtypes, trees
-
-S = TypeVar("S")
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -162,51 +158,6 @@ def check_key(key: Any) -> None:
         )
 
 
-# Annotations of states.
-
-
-class AnnotatedState(NamedTuple):
-    """A state of an optimiser with an annotation, during one update.
-
-    Attributes:
-      state: the state.
-      annotation: any pytree.
-    """
-
-    state: Any
-    annotation: Any
-
-    def __getattr__(self, name: str) -> Any:
-        # Transformations in between may read fields of the state that they wrap.
-        return getattr(self.state, name)
-
-
-def annotate(tree: Any, kinds: Any, annotation: Any) -> Any:
-    """Annotate each state of these types in a tree."""
-    return trees.map_nodes(lambda x: AnnotatedState(x, annotation), tree, kinds)
-
-
-def strip_annotations(tree: Any) -> Any:
-    """Remove the annotations from the states in a tree."""
-    return trees.map_nodes(lambda x: x.state, tree, AnnotatedState)
-
-
-def split_annotation(state: Any) -> tuple[Any, Any]:
-    """Return a state and its annotation, or None if it has none."""
-    return state if isinstance(state, AnnotatedState) else (state, None)
-
-
-def restore_annotation(state: Any, previous: Any) -> Any:
-    """Return the next state with the annotation of the previous one, if any.
-
-    Input and output states must have the same structure, for example if the update is
-    a branch of `lax.cond`.
-    """
-    if isinstance(previous, AnnotatedState):
-        return previous._replace(state=state)
-    return state
-
-
 # Parameters stored in half precision.
 
 
@@ -222,6 +173,13 @@ class StoredDtypes:
     by_path: tuple[tuple[str, np.dtype], ...] = dataclasses.field(
         metadata={"static": True}
     )
+
+
+class Told(NamedTuple):
+    """What stands for an inner state during an update that hides stored dtypes."""
+
+    inner_state: optax.OptState
+    stored: StoredDtypes
 
 
 def stored_dtypes(params: optax.Params | None) -> StoredDtypes | None:
@@ -247,25 +205,26 @@ def update_in_float32(
     stored, params = stored_dtypes(params), trees.cast_at_least_float32(params)
     if stored is None:
         return inner.update(grads, state, params, **extra)
-    state = annotate(state, kinds, stored)
+    state = trees.map_nodes(
+        lambda x: x._replace(inner_state=Told(x.inner_state, stored)), state, kinds
+    )
     updates, state = inner.update(grads, state, params, **extra)
-    return updates, strip_annotations(state)
+    return updates, trees.map_nodes(lambda x: x.inner_state, state, Told)
 
 
 def check_update(
     updates: optax.Updates,
-    state: optax.OptState,
+    state: Any,
     params: optax.Params | None,
-    kind: type[S],
+    kind: type,
     owner: str,
-) -> tuple[S, dict[str, np.dtype]]:
+) -> tuple[optax.OptState, dict[str, np.dtype]]:
     """Check the arguments of `update` of an optimiser of half-precision parameters.
 
     Returns:
-      The state without its annotation, and the parameters that are stored in half
-      precision: a dict of key path (`jax.tree_util.keystr`) to dtype.
+      The inner state, and the parameters that are stored in half precision: a dict of
+      key path (`jax.tree_util.keystr`) to dtype.
     """
-    state, stored = split_annotation(state)
     if not isinstance(state, kind):
         raise ValueError(
             f"Expected the state of {owner}.init(params), got {type(state).__name__}."
@@ -273,7 +232,9 @@ def check_update(
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")
     seen = _dtypes_of(params)
-    known = seen if stored is None else dict(stored.by_path)
+    known, inner_state = seen, state.inner_state
+    if isinstance(inner_state, Told):
+        inner_state, known = inner_state.inner_state, dict(inner_state.stored.by_path)
     if not seen.keys() <= known.keys():
         raise ValueError(
             f"Cannot tell in which dtypes the parameters {sorted(seen)} are stored: "
@@ -281,7 +242,18 @@ def check_update(
             "changes the tree of parameters (such as optax.flatten) inside of this one."
         )
     check_gradients(updates, params)
-    return state, {path: d for path, d in known.items() if dtypes.is_half(d)}
+    return inner_state, {path: d for path, d in known.items() if dtypes.is_half(d)}
+
+
+def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
+    """Return a pair of an inner state and what is stored beside it, after an update.
+
+    Input and output states must have the same structure, for example if the update is
+    a branch of `lax.cond`.
+    """
+    if isinstance(state.inner_state, Told):
+        inner_state = state.inner_state._replace(inner_state=inner_state)
+    return type(state)(inner_state, stored)
 
 
 def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:

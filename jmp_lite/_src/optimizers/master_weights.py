@@ -137,52 +137,56 @@ def master_weights(
 
     def update_fn(
         updates: optax.Updates,
-        state: optax.OptState,
+        state: Any,
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        annotated = state
-        state, half_dtypes = base.check_update(updates, state, params, kind, owner)
-        masters = _masters(state, params, half_dtypes)
+        old, half_dtypes = base.check_update(updates, state, params, kind, owner)
+        in_remainders = kind is MasterRemaindersState
+
+        def half_dtype(path):
+            return half_dtypes.get(jax.tree_util.keystr(path))
+
+        def master(path, stored, p):
+            dtype = half_dtype(path)
+            if in_remainders and trees.is_castable(p):
+                return _joined(path, p, stored, p.dtype if dtype is None else dtype)
+            return stored if dtype is None else _master_of(p, stored, dtype)
 
         def full_param(path, m, p):
             # A parameter stored in float32 is its own master.
-            return m if jax.tree_util.keystr(path) in half_dtypes else p
+            return p if half_dtype(path) is None else m
 
         def step(path, m, p, u):
             if u is None or not trees.is_castable(m):
                 return m
             new = p + jnp.asarray(u, m.dtype)
-            if (
-                kind is MasterWeightsState
-                or jax.tree_util.keystr(path) not in half_dtypes
-            ):
+            if not in_remainders or half_dtype(path) is None:
                 return new
             # A parameter and its remainder must come from the same bits.
             return compat.computed_once(new)
 
         def update(path, m, p, u):
-            dtype = half_dtypes.get(jax.tree_util.keystr(path))
+            dtype = half_dtype(path)
             if dtype is None or u is None:
                 return u
-            if kind is MasterRemaindersState:
-                return _update_to_weight(p, m)
-            return _update_to_master(p, m, dtype)
+            return _update_to_weight(p, m) if in_remainders else _update(p, m, dtype)
 
+        def store(path, stored, m, p, u):
+            if not in_remainders or half_dtype(path) is None:
+                return m
+            return stored if u is None else _remainder_after(p, m, u)
+
+        _, stored = state
+        masters = base.map_with_none(master, stored, params)
         full_params = base.map_with_none(full_param, masters, params)
         grads = trees.cast_at_least_float32(updates)
-        steps, inner_state = inner.update(
-            grads, state.inner_state, full_params, **extra
-        )
-        inner_state = base.with_dtypes_of(inner_state, state.inner_state)
+        steps, inner_state = inner.update(grads, old, full_params, **extra)
+        inner_state = base.with_dtypes_of(inner_state, old)
         masters = base.map_with_none(step, masters, full_params, steps)
         new_updates = base.map_with_none(update, masters, params, steps)
-        if isinstance(state, MasterRemaindersState):
-            remainders = _remainders(state, masters, params, new_updates, half_dtypes)
-            next_state = MasterRemaindersState(inner_state, remainders)
-        else:
-            next_state = MasterWeightsState(inner_state, masters)
-        return new_updates, base.restore_annotation(next_state, annotated)
+        stored = base.map_with_none(store, stored, masters, params, new_updates)
+        return new_updates, base.next_state(state, inner_state, stored)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -196,7 +200,7 @@ def _master_of(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
-def _update_to_master(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
+def _update(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return the update from `p` to `m` rounded to `dtype`, f32."""
     return rounding.update_between(p.astype(m.dtype), rounding.round_to(m, dtype))
 
@@ -232,50 +236,15 @@ def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
     return trees.map_nodes(replace, states, MasterRemaindersState)
 
 
-def _masters(
-    state: MasterWeightsState | MasterRemaindersState,
-    params: optax.Params | None,
-    half_dtypes: dict[str, np.dtype],
-) -> Any:
-    """Return the masters of a state, float32 for parameters in half precision."""
-
-    def of_master(path, stored, p):
-        dtype = half_dtypes.get(jax.tree_util.keystr(path))
-        return stored if dtype is None else _master_of(p, stored, dtype)
-
-    if isinstance(state, MasterWeightsState):
-        return base.map_with_none(of_master, state.masters, params)
-
-    def of_remainder(path, stored, p):
-        if not trees.is_castable(p):
-            return stored
-        dtype = half_dtypes.get(jax.tree_util.keystr(path), p.dtype)
-        is_remainder = stored.dtype == jnp.uint16
-        if dtype == jnp.float16 or is_remainder != (dtype == jnp.bfloat16):
-            raise ValueError(
-                f"In master_weights, the parameter {trees.key_path(path)!r} is "
-                f"{dtype}, and was another dtype in `init`. Call `init` again."
-            )
-        return _join(p, stored) if is_remainder else stored
-
-    return base.map_with_none(of_remainder, state.remainders, params)
-
-
-def _remainders(
-    state: MasterRemaindersState,
-    masters: Any,
-    params: optax.Params | None,
-    updates: optax.Updates,
-    half_dtypes: dict[str, np.dtype],
-) -> Any:
-    """Return the remainders of masters after these updates of the parameters."""
-
-    def remainder_of(path, stored, m, p, u):
-        if jax.tree_util.keystr(path) not in half_dtypes:
-            return m
-        return stored if u is None else _remainder_after(p, m, u)
-
-    return base.map_with_none(remainder_of, state.remainders, masters, params, updates)
+def _joined(path: Any, p: Any, stored: jax.Array, dtype: Any) -> jax.Array:
+    """Return the master of a parameter that is stored as a remainder, or itself."""
+    is_remainder = stored.dtype == jnp.uint16
+    if dtype == jnp.float16 or is_remainder != (dtype == jnp.bfloat16):
+        raise ValueError(
+            f"In master_weights, the parameter {trees.key_path(path)!r} is "
+            f"{dtype}, and was another dtype in `init`. Call `init` again."
+        )
+    return _join(p, stored) if is_remainder else stored
 
 
 @jax.jit

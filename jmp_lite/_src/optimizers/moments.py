@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, trees
-from jmp_lite._src.jaxprs import control_flow, tracing
+from jmp_lite._src.jaxprs import control_flow, primitives, tracing
 from jmp_lite._src.optimizers import base
 
 # The leaves that a value is computed from, each with whether it is more than chosen.
@@ -153,8 +153,8 @@ def _follow(jaxpr: Any) -> tuple[list[Origins], list[tuple[set[int], set[int]]]]
                     if i is not None:
                         found[i] |= out
             return found
-        if eqn.primitive.name == "select_n":
-            return [_NONE.union(*operands[1:])]
+        if cases := primitives.cases(eqn.primitive.name, operands):
+            return [_NONE.union(*cases)]
         if eqn.primitive.name == "sub":
             a, b = operands
             differences.append(({leaf for leaf, _ in a}, {leaf for leaf, _ in b}))

@@ -42,6 +42,16 @@ _UNSCALED_TWICE = (
 )
 
 
+class NoLoss(NamedTuple):
+    """The `value` of a step that has no loss, but other results that may not be finite.
+
+    Attributes:
+      is_good_batch: bool `[]`, whether these are finite.
+    """
+
+    is_good_batch: jax.Array
+
+
 class ScaleAwareState(NamedTuple):
     """The state of `scale_aware`.
 
@@ -186,18 +196,18 @@ def scale_aware(
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleAwareState]:
         _check_names(extra)
-        annotated, (state, others_finite) = state, base.split_annotation(state)
         _check_arguments(updates, state, params)
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
         # XLA fuses the multiplication into both uses, so no copy is kept.
         # A NoOpLossScale leaves half gradients in half.
         grads = trees.cast_at_least_float32(state.loss_scale.unscale(updates))
+        value_finite = jnp.array(True)
+        if isinstance(value, NoLoss):
+            value_finite, value = value.is_good_batch, None
         if value is not None:
             _check_value(value)
             value = trees.cast_at_least_float32(jnp.asarray(value))
-        value_finite = trees.all_finite(value)
-        if others_finite is not None:
-            value_finite = value_finite & others_finite
+            value_finite = trees.all_finite(value)
         finite = trees.all_finite(grads) & value_finite
         if axis_name is not None:
             finite, value_finite = _all_devices(finite, value_finite, axis_name)
@@ -219,14 +229,13 @@ def scale_aware(
             inner_state = trees.select_tree(finite, inner_state, state.inner_state)
 
         adjusted = state.loss_scale.adjust(finite)
-        next_state = ScaleAwareState(
+        return new_updates, ScaleAwareState(
             inner_state=inner_state,
             loss_scale=trees.select_tree(value_finite, adjusted, state.loss_scale),
             last_finite=finite,
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
         )
-        return new_updates, base.restore_annotation(next_state, annotated)
 
     return ScaleAwareTransformation(init_fn, update_fn)
 

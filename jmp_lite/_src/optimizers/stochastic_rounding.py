@@ -92,12 +92,11 @@ def stochastic_rounding(
 
     def update_fn(
         updates: optax.Updates,
-        state: optax.OptState,
+        state: Any,
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        annotated = state
-        state, half_dtypes = base.check_update(
+        old, half_dtypes = base.check_update(
             updates, state, params, StochasticRoundingState, "stochastic_rounding(...)"
         )
         next_key, key = jax.random.split(state.key)
@@ -113,13 +112,10 @@ def stochastic_rounding(
             return _rounded_update(p, u, leaf_seed, half_dtypes[path])
 
         grads, float32_params = trees.cast_at_least_float32((updates, params))
-        steps, inner_state = inner.update(
-            grads, state.inner_state, float32_params, **extra
-        )
-        inner_state = base.with_dtypes_of(inner_state, state.inner_state)
+        steps, inner_state = inner.update(grads, old, float32_params, **extra)
+        inner_state = base.with_dtypes_of(inner_state, old)
         new_updates = base.map_with_none(update, params, steps)
-        next_state = StochasticRoundingState(inner_state, next_key)
-        return new_updates, base.restore_annotation(next_state, annotated)
+        return new_updates, base.next_state(state, inner_state, next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

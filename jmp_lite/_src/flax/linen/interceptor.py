@@ -141,17 +141,9 @@ class PolicyInterceptor:
         """
         if not self.kept_from_half or any(map(self._multiplies_in_half, self.modules)):
             return 0  # the usual case, without another trace
-        found = products.find(self._trace(fun, cast))
+        found = products.find(self.trace(fun, cast))
         operands = [v.aval.dtype for eqn in found for v in eqn.invars[:2]]
         return 0 if any(map(dtypes.is_half, operands)) else len(found)
-
-    def why_none_in_fp8(
-        self, fun: Callable[..., Any], cast: Any
-    ) -> dict[str, int] | None:
-        """Return why no product of a call is in fp8, None if one is."""
-        if self.in_fp8:
-            return None  # the usual case, without another trace
-        return products.why_none_in_fp8(self._trace(fun, cast))
 
     @property
     def in_fp8(self) -> list[str]:
@@ -167,7 +159,8 @@ class PolicyInterceptor:
         """Paths of the modules that their author's `dtype` keeps out of half."""
         return module_policies.kept_from_half(self.resolved)
 
-    def _trace(self, fun: Callable[..., Any], cast: Any) -> Any:
+    def trace(self, fun: Callable[..., Any], cast: Any) -> Any:
+        """Return the jaxpr of a call with these variables."""
         return jax.make_jaxpr(lambda variables: drop_output(self(fun, variables)))(cast)
 
     def _dot_general_of(self, path: str) -> Callable[..., jax.Array]:

@@ -20,7 +20,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jmp_lite._src import fp8, trees
+from jmp_lite._src import trees
 from jmp_lite._src.autocast.transform import sums_in_float32
 from jmp_lite._src.flax import module_policies, products
 from jmp_lite._src.flax.linen.interceptor import PolicyInterceptor, drop_output
@@ -152,12 +152,9 @@ class PolicyModule:
             )
             warnings.warn(text, stacklevel=2)
         elif module_policies.any_fp8(run.resolved):
-            reasons = run.why_none_in_fp8(of_variables, cast)
-            if reasons is None:
-                fp8.warn_if_slow()
-            else:
-                text = products.no_fp8_message(type(self.module).__name__, reasons)
-                warnings.warn(text, stacklevel=2)
+            # Usually one is, without another trace.
+            jaxpr = None if run.in_fp8 else run.trace(of_variables, cast)
+            products.warn_about_fp8(type(self.module).__name__, jaxpr, stacklevel=2)
 
         def call(variables, args, kwargs):
             cast = run.cast(variables)

@@ -200,11 +200,11 @@ class PolicyModule(nnx.Module):
             return out, nnx.from_flat_state(changed)
 
         if any_fp8:
-            text = _no_fp8_in_call(self.model, call, params, other_state, inputs)
-            if text is None:
-                fp8.warn_if_slow()
-            else:
-                warnings.warn(text, stacklevel=3)
+            try:
+                jaxpr = trace(call, (params, other_state, inputs)).closed
+            except NEEDS_VALUES:  # outside of jit, a model may need those of arrays
+                jaxpr = None
+            products.warn_about_fp8(type(self.model).__name__, jaxpr, stacklevel=3)
         call.__name__ = type(self.model).__name__  # for error messages
         out, changed = sums_in_float32(call, self.policies.reduce_dtype)(
             params, other_state, inputs
@@ -358,18 +358,6 @@ def _no_fp8_message(
         elif of.kept_dtype is not None:
             reasons[f"{cls.__name__} with a dtype of its author"] += 1
     return products.no_fp8_message(type(model).__name__, dict(reasons.most_common()))
-
-
-def _no_fp8_in_call(model: nnx.Module, call: Any, *args: Any) -> str | None:
-    """Return the warning that no product of a call is in fp8, None if one is."""
-    try:
-        traced = trace(call, args)
-    except NEEDS_VALUES:  # outside of jit, a model may need the values of arrays
-        return None
-    reasons = products.why_none_in_fp8(traced.closed)
-    if reasons is None:
-        return None
-    return products.no_fp8_message(type(model).__name__, reasons)
 
 
 @dataclasses.dataclass(frozen=True)

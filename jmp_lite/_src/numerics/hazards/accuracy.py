@@ -1,17 +1,22 @@
 """Operations that need float32: softmax, squares, logarithms, sums, losses."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact, named
-from jmp_lite._src.numerics.hazards.dataflow import Op, Value, moved, origin, readers
+from jmp_lite._src.numerics.hazards.dataflow import (
+    CAST,
+    Op,
+    Value,
+    moved,
+    origin,
+    readers,
+)
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import (
-    CAST,
     IN_F32,
     Hits,
     LintedProgram,
@@ -19,12 +24,11 @@ from jmp_lite._src.numerics.hazards.rule import (
     exact_integers,
 )
 
-_SUMS = named(Fact.SUMS)
 _SUM_IN_F32 = "Sum in float32: preferred_element_type=jnp.float32."
 
 
 def _softmaxes(program: LintedProgram) -> Hits:
-    for op in program.named("exp", "exp2"):
+    for op in program.having(Fact.EXPONENTIAL):
         if op.outs[0].is_half and _sums_of(program, op):
             yield op, f"the exponentials of a softmax are {op.outs[0].dtype}"
 
@@ -33,11 +37,10 @@ def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
     """Return the sums over a result, which may be scaled, masked or cast before."""
 
     def passes(op: Op, value: Value) -> list[Value]:
-        if op.name in (CAST, "neg"):
+        is_negation = op.facts & Fact.LINEAR and len(op.ins) == 1
+        if op.name == CAST or is_negation or value in op.cases:
             return op.outs
-        if op.name == "select_n" and value in op.ins[1:]:
-            return op.outs
-        if op.name in ("mul", "div") and op.ins.count(value) == 1:
+        if op.factors and op.ins.count(value) == 1:
             known = program.ranges.of(op.ins[op.ins[0] is value])
             return op.outs if known is not None and known.is_all else []
         return moved(op, value)
@@ -45,17 +48,13 @@ def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
     return [
         reader
         for reader, _ in readers(op.outs[0], passes)
-        if reader is not None and reader.name in _SUMS
+        if reader is not None and reader.facts & Fact.SUMS
     ]
 
 
 def _squares(program: LintedProgram, dtype: Any) -> Hits:
-    for op in program.named("square", "integer_pow", "mul"):
-        is_square = {
-            "square": True,
-            "integer_pow": op.eqn.params.get("y") in (2, 4),
-            "mul": op.ins[0] is op.ins[-1],
-        }[op.name]
+    for op in program.having(Fact.ARITHMETIC):
+        is_square = sum(op.degrees) in (2.0, 4.0) and op.ins[0] is op.ins[-1]
         if is_square and op.outs[0].dtype == dtype and _sums_of(program, op):
             yield op, f"squares are {op.outs[0].dtype} before they are summed"
 
@@ -97,22 +96,25 @@ def _logarithms(program: LintedProgram) -> Hits:
     # The rule for softmax covers the logarithm of its sum.
     sums = {
         id(total)
-        for exp in program.named("exp", "exp2")
+        for exp in program.having(Fact.EXPONENTIAL)
         if exp.outs[0].is_half
         for total in _sums_of(program, exp)
     }
-    for op in program.named("log", "log2"):
-        source = _origin_through(op.ins[0], (CAST, "abs", "max", "add"))
+    for op in program.having(Fact.LOGARITHM):
+        source = _origin_of_guarded(op.ins[0])
         if op.outs[0].is_half and id(source.maker) not in sums:
             yield op, f"a logarithm in {op.outs[0].dtype}"
 
 
-def _origin_through(value: Value, names: Sequence[str]) -> Value:
-    """Return the origin of a value, through operations with these names as well."""
+def _origin_of_guarded(value: Value) -> Value:
+    """Return the origin of a value, before casts and before it is kept positive."""
     value = origin(value)
-    while value.maker is not None and value.maker.name in names:
-        unknown = [v for v in value.maker.ins if scalar(v) is None]
-        value = origin(unknown[0] if unknown else value.maker.ins[0])
+    while (op := value.maker) is not None:
+        is_guard = op.facts & (Fact.LINEAR | Fact.LIMITS) or op.degrees == (1.0,)
+        if op.name != CAST and not is_guard:
+            break
+        unknown = [v for v in op.ins if scalar(v) is None]
+        value = origin(unknown[0] if unknown else op.ins[0])
     return value
 
 
@@ -132,14 +134,14 @@ def _is_total(value: Value) -> bool:
         if op is None or id(op) in seen:
             continue
         seen.add(id(op))
-        if op.name == "reduce_sum" or products.flops(op.eqn):
+        if op.facts & Fact.SUMS or products.flops(op.eqn):
             return True
         waiting += [v for v in op.ins if v.shape == ()]
     return False
 
 
 def _long_sums(program: LintedProgram) -> Hits:
-    for op in program.named("reduce_sum", "cumsum", "reduce_prod", "reduce_window_sum"):
+    for op in program.having(Fact.SUMS):
         operand, count = op.ins[0], _summed(op)
         if not operand.is_half or _was_bool(operand):
             continue
@@ -149,12 +151,12 @@ def _long_sums(program: LintedProgram) -> Hits:
 
 
 def _summed(op: Op) -> int:
+    """Return how many numbers of its operand a sum adds, 1 if that is not known."""
     shape, params = op.ins[0].shape, op.eqn.params
-    if op.name == "cumsum":
-        return shape[params["axis"]]
-    if op.name == "reduce_window_sum":
+    if "window_dimensions" in params:
         return math.prod(params["window_dimensions"])
-    return math.prod(shape[i] for i in params["axes"])
+    axes = params.get("axes", (params["axis"],) if "axis" in params else ())
+    return math.prod(shape[i] for i in axes if isinstance(i, int))
 
 
 def _was_bool(value: Value) -> bool:

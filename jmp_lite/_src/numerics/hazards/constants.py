@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 from jmp_lite._src import dtypes
 from jmp_lite._src.autocast import products
+from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.dataflow import (
+    CAST,
     Op,
     Value,
     moved,
@@ -17,7 +19,6 @@ from jmp_lite._src.numerics.hazards.dataflow import (
 )
 from jmp_lite._src.numerics.hazards.ranges import rounded, scalar
 from jmp_lite._src.numerics.hazards.rule import (
-    CAST,
     Hits,
     LintedProgram,
     Rule,
@@ -42,20 +43,20 @@ def _overflowing_casts(program: LintedProgram) -> Hits:
 
 def _is_used_as_number(value: Value) -> bool:
     """Return whether a value is more than a limit (`x < 1e9`, `min(x, 1e9)`)."""
-    limits = ("max", "min", "clamp", "lt", "le", "gt", "ge", "eq", "ne")
-    return any(op is None or op.name not in limits for op, _ in readers(value))
+    limits = Fact.LIMITS | Fact.COMPARES
+    return any(op is None or not op.facts & limits for op, _ in readers(value))
 
 
 def _infinite_factors(program: LintedProgram) -> Hits:
-    for op in program.named("mul", "div"):
+    for op in filter(lambda op: op.factors, program.ops):
         factors = [scalar(value, through_casts=False) for value in op.ins]
         if op.outs[0].is_half and any(x and math.isinf(x) for x in factors):
-            verb = "multiplies" if op.name == "mul" else "divides"
+            verb = "multiplies" if min(op.degrees) > 0 else "divides"
             yield op, f"{verb} by a constant that is infinite in {op.outs[0].dtype}"
 
 
 def _overflowing_sums(program: LintedProgram) -> Hits:
-    for op in program.named("add", "sub"):
+    for op in program.having(Fact.LINEAR):
         dtype = op.outs[0].dtype
         known = [program.ranges.of(value) for value in op.ins]
         # A masked score, where(mask, x, lowest), has unknown numbers too.
@@ -75,10 +76,10 @@ def _vanished_constants(program: LintedProgram) -> Hits:
 
 
 def _vanished_guards(program: LintedProgram) -> Hits:
-    for op in program.named("add", "max"):
+    for op in program.having(Fact.LINEAR | Fact.LIMITS):
         # Python's sum starts with `0 + x`, so an eps is the second operand of a sum. In
-        # bfloat16 no eps underflows.
-        guards = op.ins[1:] if op.name == "add" else op.ins
+        # bfloat16 no eps underflows. A clamp has a limit of 0 on purpose.
+        guards = op.ins[bool(op.facts & Fact.LINEAR) :] if len(op.ins) == 2 else ()
         if op.outs[0].dtype != jnp.float16 or not any(
             scalar(value, through_casts=False) == 0.0 for value in guards
         ):
@@ -90,28 +91,29 @@ def _vanished_guards(program: LintedProgram) -> Hits:
 def _needs_guard(op: Op | None, value: Value) -> bool:
     if op is None:
         return False
-    if op.name == "div":
-        return op.ins[1] is value
-    if op.name == "integer_pow":
-        return op.eqn.params["y"] < 0
-    return op.name in ("rsqrt", "log", "log2")
+    pairs = zip(op.ins, op.degrees, strict=False)
+    divides = any(x is value and degree < 0.0 for x, degree in pairs)
+    return divides or bool(op.facts & Fact.LOGARITHM)
 
 
 def _guarded(op: Op, value: Value) -> list[Value]:
     # A root needs no guard, but a division by it does.
-    return op.outs if op.name in (CAST, "sqrt") else moved(op, value)
+    is_root = len(op.degrees) == 1 and 0.0 < op.degrees[0] < 1.0
+    return op.outs if op.name == CAST or is_root else moved(op, value)
 
 
 def _zero_divisors(program: LintedProgram) -> Hits:
-    for op in program.named("div"):
-        if op.outs[0].is_half and scalar(op.ins[1], through_casts=False) == 0.0:
+    for op in program.ops:
+        pairs = zip(op.ins, op.degrees, strict=False)
+        divisors = [value for value, degree in pairs if degree < 0.0]
+        is_zero = any(scalar(v, through_casts=False) == 0.0 for v in divisors)
+        if is_zero and op.outs[0].is_half:
             yield op, f"divides by a constant that is 0 in {op.outs[0].dtype}"
 
 
 def _subnormal_constants(program: LintedProgram) -> Hits:
-    names = (CAST, "add", "sub", "mul", "div", "max", "min", "pow")
-    for op in program.named(*names):
-        if not op.outs[0].is_half or (op.name == CAST and op.ins[0].is_half):
+    for op in (*program.casts_to_half(), *program.having(Fact.BROADCASTS)):
+        if not op.outs[0].is_half:
             continue
         dtype = op.outs[0].dtype
         for value in op.ins:
@@ -131,9 +133,8 @@ def _rounded_to_one(program: LintedProgram) -> Hits:
 
 
 def _vanished_limits(program: LintedProgram) -> Hits:
-    for op in program.named("min", "clamp"):
-        limits = op.ins[2:] if op.name == "clamp" else op.ins
-        if not op.outs[0].is_half or not any(map(_is_one, limits)):
+    for op in program.having(Fact.LIMITS):
+        if not op.outs[0].is_half or not any(map(_is_one, op.ins)):
             continue
         if any(_needs_distance(*reader) for reader in readers(op.outs[0], _cast)):
             yield op, f"{op.name} with 1 in {op.outs[0].dtype}, before 1 - x divides"
@@ -145,11 +146,11 @@ def _is_one(value: Value) -> bool:
 
 def _needs_distance(op: Op | None, value: Value) -> bool:
     """Return whether `1 - value` is computed and must not be 0."""
-    if op is None or op.name not in ("sub", "neg"):
+    if op is None or not op.facts & Fact.LINEAR:
         return False
     found = readers(op.outs[0], _guarded)
-    if op.name == "neg":
-        return any(reader and reader.name == "log1p" for reader, _ in found)
+    if len(op.ins) == 1:
+        return any(reader and reader.facts & Fact.NEAR_ONE for reader, _ in found)
     is_distance = op.ins[1] is value and _is_one(op.ins[0])
     return is_distance and any(_needs_guard(*reader) for reader in found)
 
@@ -159,9 +160,9 @@ def _cast(op: Op, value: Value) -> list[Value]:
 
 
 def _averages_of_one(program: LintedProgram) -> Hits:
-    for op in program.named("add", "sub"):
+    for op in program.having(Fact.LINEAR):
         dtype, terms = op.outs[0].dtype, [origin(value).maker for value in op.ins]
-        if not op.outs[0].is_half or not all(t and t.name == "mul" for t in terms):
+        if not op.outs[0].is_half or not all(t and t.factors for t in terms):
             continue
         factors = {scalar(v, through_casts=False) for t in terms if t for v in t.ins}
         rest = [x for x in factors if x and abs(x) <= float(jnp.finfo(dtype).eps) / 2]
@@ -179,7 +180,6 @@ def _powers_of_one(program: LintedProgram) -> Hits:
 
 # uint8 is more often an image than a count.
 _COUNTS = ("int32", "int64", "uint32", "uint64")
-_OF_ANGLES = (CAST, "mul", "div", "add", "sub", "neg")
 _ANGLE_ERROR = 1 / 64  # radians
 
 
@@ -194,7 +194,7 @@ def _rounded_positions(program: LintedProgram) -> Hits:
 
 
 def _half_angles(program: LintedProgram) -> Hits:
-    for op in program.named("sin", "cos"):
+    for op in program.having(Fact.PERIODIC):
         found = _positions_in_half(program, op.ins[0])
         if found is None:
             continue
@@ -233,7 +233,8 @@ def _positions_in_half(
         is_count = op.name == CAST and str(op.ins[0].dtype) in _COUNTS
         if dtype is not None and is_count:
             return math.inf, dtype
-        if op.name in _OF_ANGLES or products.is_outer(op.eqn):
+        is_arithmetic = op.name == CAST or op.facts & Fact.LINEAR or op.factors
+        if is_arithmetic or products.is_outer(op.eqn):
             waiting += [(v, dtype) for v in op.ins]
         else:
             waiting += [(v, dtype) for v in sources_of(value)]

@@ -12,6 +12,7 @@ Limits: sub-jaxprs that `jaxprs.control_flow` does not understand are one operat
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
 
-MOVE, JOIN = "move", "join"
+MOVE, JOIN, CAST = "move", "join", "convert_element_type"
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,6 +88,34 @@ class Op:
     def layer(self) -> str:
         """Its name-scope path."""
         return name_scopes.without_marks(self.path)
+
+    @functools.cached_property
+    def facts(self) -> Fact:
+        """What is known of its primitive."""
+        return primitives.facts(self.name)
+
+    @functools.cached_property
+    def degrees(self) -> tuple[float, ...]:
+        """The power of each operand in the result, () if it is no product of powers."""
+        return primitives.degrees(self.name, self.eqn.params)
+
+    @functools.cached_property
+    def factors(self) -> list[tuple[Value, Value, float]]:
+        """Each operand that is multiplied, by which other one, to which power.
+
+        Elementwise: a matrix product has none.
+        """
+        if len(self.degrees) != 2 or self.facts & Fact.PRODUCT:
+            return []
+        (lhs, rhs), (of_lhs, of_rhs) = self.ins, self.degrees
+        # A divisor is no operand that is multiplied.
+        pairs = [(lhs, rhs, of_rhs)] if of_lhs > 0.0 else []
+        return [*pairs, (rhs, lhs, of_lhs)] if of_rhs > 0.0 else pairs
+
+    @property
+    def cases(self) -> list[Value]:
+        """The operands that it chooses from by a mask."""
+        return list(primitives.cases(self.name, self.ins))
 
 
 def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> list[Op]:
@@ -197,7 +226,7 @@ class _Opener:
 
     def _open_bodies(self, op: Op, sub_jaxprs: Any) -> list[Value]:
         """Add the operations of the sub-jaxprs of an equation; return its results."""
-        eqn, is_loop = op.eqn, op.name in ("scan", "while")
+        eqn, is_loop = op.eqn, op.name in primitives.LOOPS
         known = [None if v.known is None else _integer(v.known) for v in op.ins]
         trips = control_flow.trips(eqn, known)
         times = op.times * (1 if trips is None else trips)

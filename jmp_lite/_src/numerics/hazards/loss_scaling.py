@@ -4,12 +4,14 @@ Limits: what cannot be decided is no finding, as where gradients are arguments. 
 loss scale is a constant like any other, so that its powers are not known.
 """
 
+import itertools
 import math
 
 import jax.numpy as jnp
 
-from jmp_lite._src.autocast import products
+from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.dataflow import (
+    CAST,
     JOIN,
     Op,
     Value,
@@ -19,15 +21,14 @@ from jmp_lite._src.numerics.hazards.dataflow import (
     sources_of,
 )
 from jmp_lite._src.numerics.hazards.ranges import scalar
-from jmp_lite._src.numerics.hazards.rule import CAST, Hits, LintedProgram, Rule
-from jmp_lite._src.numerics.hazards.scalings import factors
+from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
 
 # A loss that is multiplied by less is weighted, not scaled.
 _LEAST_SCALE = 8.0
 
 
 def _unscaled(program: LintedProgram) -> Hits:
-    for op in program.named("mul", "div"):
+    for op in program.ops:
         if program.scalings.power_of_unscaled(op) == 0.0:
             yield op, "gradients that the loss scale never reached are divided by it"
 
@@ -37,7 +38,7 @@ def _float16_without_scale(program: LintedProgram) -> Hits:
         return
     if any(_unscaled(program)):  # which says it already
         return
-    for op in program.named(*products.NAMES):
+    for op in program.having(Fact.PRODUCT):
         if any(
             v.dtype == jnp.float16 and program.scalings.of(v).is_gradient
             for v in op.ins
@@ -53,7 +54,7 @@ def _may_scale(op: Op) -> bool:
     """
     if not op.is_backward:
         return False
-    for value in op.ins[:1] if op.name == "div" else op.ins:
+    for value in [v for v, _, _ in op.factors] or op.ins:
         x = scalar(value)
         if x is not None:
             if op.outs[0].shape == () and abs(x) >= _LEAST_SCALE:
@@ -83,16 +84,14 @@ def _decayed_outside(program: LintedProgram) -> Hits:
 
 def _is_guarded(value: Value) -> bool:
     """Return whether a value is an update of `scale_aware`: -0.0 in skipped steps."""
-    if value.maker is None or value.maker.name != "select_n":
-        return False
-    cases = [scalar(v) for v in value.maker.ins[1:]]
+    cases = [scalar(v) for v in value.maker.cases] if value.maker else []
     return any(x == 0.0 and math.copysign(1.0, x) < 0 for x in cases if x is not None)
 
 
 def _decayed_while_scaled(program: LintedProgram) -> Hits:
     of = program.scalings.of
-    for op in program.named("add", "sub"):
-        for value, other in (op.ins, op.ins[::-1]):
+    for op in program.having(Fact.LINEAR):
+        for value, other in itertools.permutations(op.ins, 2):
             known, powers = of(value), of(other).powers
             if op.is_backward or not (known.is_gradient and any(known.power or ())):
                 continue
@@ -157,12 +156,12 @@ def _terms(value: Value, through_select: bool = False) -> list[tuple[Value, bool
         if op is not None and not op.is_backward:
             if len(sources := sources_of(value)) == 1:
                 inner = list(sources)
-            elif op.name in (CAST, JOIN, "add", "sub", "neg"):
+            elif op.name in (CAST, JOIN) or op.facts & Fact.LINEAR:
                 inner = op.ins
-            elif op.name == "select_n" and through_select:
-                inner = op.ins[1:]
-            elif op.name in ("mul", "div"):
-                inner = [v for v, by, _ in factors(op) if _is_factor(by)]
+            elif op.cases and through_select:
+                inner = op.cases
+            elif op.factors:
+                inner = [v for v, by, _ in op.factors if _is_factor(by)]
                 scaled |= bool(inner)
         waiting += [(v, scaled) for v in inner]
         terms += [] if inner else [(value, scaled)]

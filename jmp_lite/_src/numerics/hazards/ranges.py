@@ -15,6 +15,7 @@ import numpy as np
 
 from jmp_lite._src.jaxprs import primitives
 from jmp_lite._src.numerics.hazards.dataflow import (
+    CAST,
     JOIN,
     Op,
     Value,
@@ -79,11 +80,7 @@ def scalar(value: Value, through_casts: bool = True) -> float | None:
       through_casts: whether the constant may have been cast; it is returned uncast.
     """
     value = origin(value)
-    while (
-        through_casts
-        and value.maker is not None
-        and value.maker.name == "convert_element_type"
-    ):
+    while through_casts and value.maker is not None and value.maker.name == CAST:
         value = origin(value.maker.ins[0])
     if joined := dict.fromkeys(sources_of(value)):
         found = {scalar(v, through_casts) for v in joined}
@@ -122,54 +119,47 @@ def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
         return Range(0.0, max(length - 1.0, 0.0), True, True, True)
     if op.name == JOIN:
         # The final value of a loop carry is not known.
-        is_loop = op.eqn.primitive.name in ("scan", "while")
+        is_loop = op.eqn.primitive.name in primitives.LOOPS
         return None if is_loop else _union([of(v) for v in op.ins])
-    if op.name == "select_n":
-        return _union([of(v) for v in primitives.held(op.name, op.ins, 0, 1)])
-    if op.name == "cumsum" and of(op.ins[0]) is None:
-        # A cumulative sum of integers usually counts a mask.
-        is_count = jnp.issubdtype(op.ins[0].dtype, jnp.integer)
-        length = op.ins[0].shape[op.eqn.params["axis"]]
-        return Range(0.0, length, True, True, True) if is_count else None
+    if op.cases:
+        return _union([of(v) for v in op.cases])
     ranges = [of(v) for v in op.ins]
     known = [r for r in ranges if r is not None]
+    if op.name == "cumsum":
+        return _running(op.ins[0], op.eqn.params["axis"], ranges[0])
     if len(known) < len(ranges) or not known:
         return None
-    if op.name == "convert_element_type":
+    if op.name == CAST:
         return _cast(known[0], value.dtype)
-    if op.name == "cumsum":
-        length = op.ins[0].shape[op.eqn.params["axis"]]
-        low, high = min(0.0, known[0].low * length), max(0.0, known[0].high * length)
-        is_count = known[0].is_integral
-        return Range(low, high, known[0].is_all, is_count, is_count)
-    if op.name in _ARITHMETIC:
-        return _corners(op.name, known)
-    return None
+    return _corners(op, known) if op.name in primitives.ON_HOST else None
 
 
-_ARITHMETIC: dict[str, Callable[..., float]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "div": lambda x, y: x / y,
-    "abs": lambda x: abs(x),
-    "max": max,
-    "min": min,
-    "neg": lambda x: -x,
-}
+def _running(summed: Value, axis: int, known: Range | None) -> Range | None:
+    """Return the range of a cumulative sum."""
+    length = summed.shape[axis]
+    if known is None:
+        # A cumulative sum of integers usually counts a mask.
+        is_count = jnp.issubdtype(summed.dtype, jnp.integer)
+        return Range(0.0, length, True, True, True) if is_count else None
+    low, high = min(0.0, known.low * length), max(0.0, known.high * length)
+    return Range(low, high, known.is_all, known.is_integral, known.is_integral)
 
 
-def _corners(name: str, ranges: list[Range]) -> Range | None:
-    """Return the range of a function that is monotonic in each operand."""
-    has_zero = ranges[-1].low <= 0.0 <= ranges[-1].high
-    if not all(r.is_all for r in ranges) or (name == "div" and has_zero):
+def _corners(op: Op, ranges: list[Range]) -> Range | None:
+    """Return the range of a function whose extremes are at the ends of intervals, or 0.
+
+    A quotient has none if the divisor may be 0.
+    """
+    ends = [(r.low, r.high, *[0.0] * (r.low < 0.0 < r.high)) for r in ranges]
+    is_quotient = any(degree < 0.0 for degree in op.degrees)
+    if not all(r.is_all for r in ranges) or (is_quotient and 0.0 in ends[-1]):
         return None
-    corners = itertools.product(*((r.low, r.high) for r in ranges))
-    values = [_ARITHMETIC[name](*corner) for corner in corners]
-    values += [0.0] * (name == "abs" and has_zero)
+    with np.errstate(all="ignore"):
+        corners = itertools.product(*ends)
+        values = [float(primitives.ON_HOST[op.name](*corner)) for corner in corners]
     if any(map(math.isnan, values)):
         return None
-    is_integral = name != "div" and all(r.is_integral for r in ranges)
+    is_integral = not is_quotient and all(r.is_integral for r in ranges)
     is_position = is_integral and any(r.is_position for r in ranges)
     return Range(min(values), max(values), True, is_integral, is_position)
 

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.jaxprs import name_scopes
-from jmp_lite._src.numerics.hazards.dataflow import Op
+from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.numerics.hazards.dataflow import CAST, Op
 from jmp_lite._src.numerics.hazards.ranges import Ranges
 from jmp_lite._src.numerics.hazards.scalings import Scalings
 
 Severity = Literal["error", "warning", "speed"]
 Hits = Iterator[tuple[Op, str]]
 
-CAST = "convert_element_type"
 IN_F32 = "Compute it in float32: x.astype(jnp.float32) before, or jmp_lite.autocast."
 
 
@@ -45,6 +45,10 @@ class LintedProgram:
     def named(self, *names: str) -> Iterator[Op]:
         """Yield the operations with one of these names, in order."""
         return (op for op in self.ops if op.name in names)
+
+    def having(self, fact: Fact) -> Iterator[Op]:
+        """Yield the operations with one of these facts, in order."""
+        return (op for op in self.ops if op.facts & fact)
 
     def casts_to_half(self) -> Iterator[Op]:
         """Yield the casts to half of values that are not half."""

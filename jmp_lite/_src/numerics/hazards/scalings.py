@@ -7,15 +7,15 @@ Limits: a power is not known behind operations that are neither products nor sum
 kernel, an FFT) of what is scaled, nor where many powers are added.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
-from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.options import OpRules
-from jmp_lite._src.jaxprs.primitives import Fact, named
+from jmp_lite._src.jaxprs.primitives import PARTS, Fact
 from jmp_lite._src.numerics.hazards.dataflow import (
     JOIN,
     Op,
@@ -25,13 +25,7 @@ from jmp_lite._src.numerics.hazards.dataflow import (
 from jmp_lite._src.numerics.hazards.ranges import Ranges, scalar
 
 # f(s * x) = s * f(x), of all operands together.
-_HOMOGENEOUS = {
-    *named(Fact.SUMS),
-    *f"{JOIN} convert_element_type reduce_precision real imag conj complex".split(),
-    *"add sub neg add_any abs max min clamp".split(),
-    *(name for name, c in OpRules.default("bfloat16").classes if c == "passthrough"),
-}
-_EXPONENTS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5}
+_HOMOGENEOUS = Fact.LINEAR | Fact.LIMITS | Fact.SUMS | Fact.MOVES | Fact.JOINS
 # Limits that clip; smaller ones guard divisions, larger ones are those of a dtype.
 _LIMITS = 1e-5, 1e4
 _MAX_POWER, _MAX_POWERS, _MAX_PASSES = 4.0, 4, 16
@@ -86,7 +80,7 @@ class Scalings:
         Returns:
           The power, NaN if it is not known; None if the operation does no such thing.
         """
-        for value, factor, sign in factors(op) if not op.is_backward else ():
+        for value, factor, sign in op.factors if not op.is_backward else ():
             known, inverse = self.of(value), self.of(factor)
             for i, x in enumerate(inverse.power or ()):
                 if sign * x == -1.0 and known.is_gradient and not inverse.is_gradient:
@@ -95,16 +89,15 @@ class Scalings:
 
     def is_clip(self, op: Op) -> bool:
         """Return whether scaled gradients are clipped outside of the backward pass."""
-        if op.name not in ("min", "max", "clamp", "select_n") or op.is_backward:
+        is_limit = bool(op.facts & Fact.LIMITS)
+        known = [self.of(v) for v in (op.ins if is_limit else op.cases)]
+        scaled = any(x.is_gradient and any(x.power or ()) for x in known)
+        if not scaled or op.is_backward:
             return False
-        ins = op.ins[op.name == "select_n" :]
-        known = [self.of(v) for v in ins]
-        if not any(x.is_gradient and any(x.power or ()) for x in known):
-            return False
-        if op.name == "select_n":
+        if not is_limit:
             # What is clipped by its norm is divided by it.
             return len({x.power for x in known if x.is_gradient and x.power}) > 1
-        limits = [abs(scalar(v) or 0.0) for v in ins]
+        limits = [abs(scalar(v) or 0.0) for v in op.ins]
         return any(_LIMITS[0] < x < _LIMITS[1] for x in limits)
 
     def _update(self, op: Op, value: Value) -> bool:
@@ -135,7 +128,7 @@ class Scalings:
         elif power is not None and not power > 0.0:
             powers = frozenset([self._zero])
         scaled_by = frozenset().union(*(x.scaled_by for x in ins))
-        for _, factor, sign in factors(op):
+        for _, factor, sign in op.factors:
             known = self.of(factor)
             if not known.is_gradient:
                 divided = {i for p in known.powers or () for i in _below(p, sign)}
@@ -148,17 +141,15 @@ class Scalings:
         terms = [x.powers for x in ins]
         if None in terms:
             return None
-        exponent = op.eqn.params.get("y") if op.name == "integer_pow" else None
-        exponent = _EXPONENTS.get(op.name, exponent)
-        found = {p for x in terms for p in x or ()}
-        if op.name in ("mul", "div", *products.NAMES):
-            sign = -1.0 if op.name == "div" else 1.0
-            left, right = (x or {self._zero} for x in terms[:2])
-            if found:
-                found = {_add(p, q, sign) for p in left for q in right}
-        elif exponent is not None:
-            found = {_add(self._zero, p, exponent) for p in found}
-        elif op.name not in _HOMOGENEOUS and found - {self._zero}:
+        degrees, found = op.degrees, {p for x in terms for p in x or ()}
+        is_homogeneous = op.facts & _HOMOGENEOUS or op.name in (JOIN, *PARTS)
+        if degrees and found:
+            choices = [x or {self._zero} for x in terms[: len(degrees)]]
+            found = {
+                tuple(np.matmul(degrees, powers).tolist())
+                for powers in itertools.product(*choices)
+            }
+        elif not is_homogeneous and found - {self._zero}:
             return None
         too_large = any(abs(x) > _MAX_POWER for p in found for x in p)
         return None if too_large or len(found) > _MAX_POWERS else frozenset(found)
@@ -168,19 +159,6 @@ _UNSCALED = Scaling()
 _NONE: frozenset[int] = frozenset()
 
 
-def _add(left: Sequence[float], right: Sequence[float], sign: float):
-    return tuple(x + sign * y for x, y in zip(left, right, strict=True))
-
-
 def _below(power: Sequence[float], sign: float) -> set[int]:
     """Return the loss scales with a negative power, with this sign."""
     return {i for i, x in enumerate(power) if sign * x < 0}
-
-
-def factors(op: Op) -> Iterator[tuple[Value, Value, float]]:
-    """Yield each operand that is multiplied, by which other one, to which power."""
-    if op.name == "mul":
-        yield op.ins[0], op.ins[1], 1.0
-        yield op.ins[1], op.ins[0], 1.0
-    elif op.name == "div":
-        yield op.ins[0], op.ins[1], -1.0

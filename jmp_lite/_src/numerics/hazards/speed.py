@@ -1,4 +1,4 @@
-"""Hazards for speed: products in float32, odd dimensions, needless casts."""
+"""Hazards for speed: products in float32, odd dimensions."""
 
 from collections import Counter
 
@@ -6,9 +6,9 @@ import jax.numpy as jnp
 
 from jmp_lite._src import fp8
 from jmp_lite._src.autocast import products
-from jmp_lite._src.numerics.hazards.dataflow import Op, origin, readers
-from jmp_lite._src.numerics.hazards.ranges import scalar
-from jmp_lite._src.numerics.hazards.rule import CAST, Hits, LintedProgram, Rule
+from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.numerics.hazards.dataflow import Op
+from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
 
 # Matrix units process tiles of a multiple of this size, in 16-bit numbers.
 _TILES = {"gpu": 8, "tpu": 128}
@@ -21,7 +21,7 @@ _ALMOST = 0.75
 def flops_in_f32(program: LintedProgram) -> tuple[dict[int, int], int]:
     """Return the FLOPs of each product left in float32, by its id, and the total."""
     left, total = {}, 0
-    for op in program.named(*products.NAMES):
+    for op in program.having(Fact.PRODUCT):
         flops = products.flops(op.eqn) * op.times
         total += flops
         if flops and _is_left(program, op):
@@ -55,7 +55,7 @@ def _f32_products(program: LintedProgram) -> Hits:
 
 def _odd_dimensions(program: LintedProgram) -> Hits:
     tile = _TILES[program.target]
-    for op in program.named(*products.NAMES):
+    for op in program.having(Fact.PRODUCT):
         if not all(value.is_half for value in op.ins[:2]):
             continue
         # Small dimensions, such as the 3 channels of an image, cannot be changed.
@@ -66,10 +66,11 @@ def _odd_dimensions(program: LintedProgram) -> Hits:
 
 def _almost_fp8(program: LintedProgram) -> Hits:
     least, tile = fp8.MIN_SIZE, fp8.TILE
-    for op in program.named("dot_general"):
-        _, (batch, _) = op.eqn.params["dimension_numbers"]
-        sizes = set(products.dimensions(op.eqn))
-        if batch or not program.is_fp8(op) or min(sizes) < _ALMOST * least:
+    for op in program.having(Fact.PRODUCT):
+        sizes = set(products.dimensions(op.eqn))  # none of a convolution
+        if not program.is_fp8(op) or min(sizes, default=0) < _ALMOST * least:
+            continue
+        if any(op.eqn.params["dimension_numbers"][1]):  # batch dimensions
             continue
         missed = sorted(size for size in sizes if size < least or size % tile)
         if missed:
@@ -77,50 +78,17 @@ def _almost_fp8(program: LintedProgram) -> Hits:
 
 
 def _dimensions(op: Op) -> list[int]:
-    if op.name != "conv_general_dilated":
+    spec = getattr(op.eqn.params.get("dimension_numbers"), "rhs_spec", None)
+    if spec is None:
         return products.dimensions(op.eqn)
     # In gradients the same channels have other roles.
     if op.is_backward:
         return []
-    spec = op.eqn.params["dimension_numbers"].rhs_spec
     out_features, in_features = (op.ins[1].shape[i] for i in spec[:2])
     return [out_features // op.eqn.params["feature_group_count"], in_features]
 
 
-def _there_and_back(program: LintedProgram) -> Hits:
-    for op in program.named(CAST):
-        before = origin(op.ins[0]).maker
-        # Casts in the backward pass mirror those of the forward pass.
-        if op.is_backward or not op.outs[0].is_half:
-            continue
-        if before is None or before.name != CAST or op.ins[0].dtype != jnp.float32:
-            continue
-        dtype = op.outs[0].dtype
-        if before.ins[0].dtype == dtype:
-            yield op, f"{dtype} -> float32 -> {dtype}, only moved between"
-
-
-def _back_and_forth(program: LintedProgram) -> Hits:
-    for op in program.casts_to_half():
-        source, dtype = op.ins[0], op.outs[0].dtype
-        if source.dtype != jnp.float32 or op.is_backward or scalar(source) is not None:
-            continue
-        ends = [end for end, _ in readers(op.outs[0])]
-        if ends and all(
-            end is not None and end.name == CAST and end.outs[0].dtype == source.dtype
-            for end in ends
-        ):
-            yield op, f"float32 -> {dtype} -> float32, not used in half"
-
-
 RULES = (
-    Rule(
-        "wasted-cast",
-        "warning",
-        _back_and_forth,
-        "Nothing is computed in half, but digits are lost.",
-        "Remove both casts.",
-    ),
     Rule(
         "float32-product",
         "speed",
@@ -142,12 +110,5 @@ RULES = (
         f"Matrix products in fp8 have dimensions of at least {fp8.MIN_SIZE} "
         f"that are multiples of {fp8.TILE}.",
         "Round the vocabulary, hidden size or batch up to a multiple.",
-    ),
-    Rule(
-        "wasted-cast",
-        "speed",
-        _there_and_back,
-        "The casts cancel, but cost time and memory.",
-        "Remove both casts.",
     ),
 )

@@ -1,0 +1,193 @@
+"""Run a jaxpr with something beside every value: its calls, loops and branches.
+
+`walk.Walker` runs it inside `jit`, `numerics.runs.Run` on the host. The limits of
+`sites` apply.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.core import Jaxpr, Var
+from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
+
+# What a variable holds: its value, and what is beside it.
+Cell = Any
+
+
+class Moment(NamedTuple):
+    """When in a run an equation runs.
+
+    Attributes:
+      eqn_count: how many equations ran before it, i32 `[]`.
+      loops: the iteration of each loop around it, outermost first, i32 `[]` each.
+    """
+
+    eqn_count: Any
+    loops: tuple[Any, ...] = ()
+
+    def inside(self, eqn_count: Any, iteration: Any) -> "Moment":
+        """Return when an iteration of a loop begins."""
+        return Moment(eqn_count, (*self.loops, iteration))
+
+
+START = Moment(np.int32(0))
+
+# Cells, and how many equations have run in all.
+Ran = tuple[Sequence[Cell], Any]
+# Takes the inputs of a sub-jaxpr, and when it starts; returns its outputs.
+Body = Callable[[Sequence[Cell], Moment], Ran]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """Equations that follow each other in a jaxpr: a jaxpr itself, and its plan.
+
+    Attributes:
+      eqns: the equations.
+      eqn_plans: those of the plan, one per equation.
+      invars: the variables that they read, or the operands of the one equation.
+      outvars: the variables that they define and later equations read, or its results.
+      last_read: the variables that nothing after these reads.
+      sites: how many sites the equations have.
+      is_opened: whether this is one equation whose sub-jaxprs are run one by one.
+      constvars: none.
+    """
+
+    eqns: Sequence[Any]
+    eqn_plans: Sequence[Any]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    last_read: Sequence[Any]
+    sites: int
+    is_opened: bool
+    constvars: tuple[Any, ...] = ()
+
+
+class Interpreter:
+    """Runs jaxprs. Subclasses define what is beside the values, and run the loops.
+
+    The operands of a loop are split: into constants, carry and scanned arrays of a
+    `scan`; into constants of the condition, of the body, and carry of a `while`.
+    """
+
+    scan: Callable[..., Ran]  # of the equation, its plan, `Body`, operands and moment
+    while_loop: Callable[..., Ran]  # of the condition, `Body`, operands and moment
+    switch: Callable[..., Ran]  # of the index, each `Body`, operands and moment
+
+    def constant(self, value: Any, var: Var) -> Cell:
+        """Return the cell of a constant of the program, which a variable holds."""
+        raise NotImplementedError
+
+    def split(self, jaxpr: Jaxpr, plan: Any) -> Iterable[Stretch]:
+        """Return the stretches of a jaxpr."""
+        raise NotImplementedError
+
+    def run_stretch(
+        self, stretch: Stretch, site: int, cells: Any, moment: Moment, read: Any
+    ) -> Ran:
+        """Run a stretch, where `read` returns the cell of any variable so far."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        cells: Sequence[Cell],
+        *,
+        plan: Any = None,
+        first_site: int = 0,
+        moment: Moment = START,
+    ) -> Ran:
+        """Run a jaxpr.
+
+        Args:
+          jaxpr: an open jaxpr.
+          consts: the values of its constvars.
+          cells: its inputs.
+          plan: has `eqn_plans`, one per equation, each with the plans `bodies` of its
+            sub-jaxprs; None if the subclass needs none.
+          first_site: the number of its first site.
+          moment: when it starts.
+
+        Returns:
+          Its outputs, and how many equations have run in all.
+        """
+        env: dict[Any, Cell] = dict(zip(jaxpr.invars, cells, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.constant(value, var)
+
+        def read(var: Var) -> Cell:
+            return self.constant(var.val, var) if compat.is_literal(var) else env[var]
+
+        site, eqn_count = first_site, moment.eqn_count
+        for stretch in self.split(jaxpr, plan):
+            ins = [read(v) for v in stretch.invars]
+            now = moment._replace(eqn_count=eqn_count)
+            if stretch.is_opened:
+                outs, eqn_count = self.run_bodies(stretch, site, ins, now)
+            else:
+                outs, eqn_count = self.run_stretch(stretch, site, ins, now, read)
+            env.update(zip(stretch.outvars, outs, strict=True))
+            for var in stretch.last_read:
+                env.pop(var, None)
+            site += stretch.sites
+        return [read(v) for v in jaxpr.outvars], eqn_count
+
+    def cast(
+        self, variables: Sequence[Var], cells: Sequence[Cell], is_low: Any
+    ) -> Sequence[Cell]:
+        """Return operands or results of sub-jaxprs as the plan has them.
+
+        Args:
+          variables: the variables of the equation.
+          cells: what they hold.
+          is_low: per variable, whether the plan has it in half; None without a plan.
+        """
+        del variables, is_low
+        return cells
+
+    def run_bodies(
+        self, stretch: Stretch, site: int, cells: Sequence[Cell], moment: Moment
+    ) -> Ran:
+        """Run an equation by running its sub-jaxprs."""
+        (eqn,), (eqn_plan,) = stretch.eqns, stretch.eqn_plans
+        sub_jaxprs = bodies_of(eqn)
+        plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(sub_jaxprs)
+
+        def run(k: int, cells: Sequence[Cell], moment: Moment):
+            before = (eqn for sub in sub_jaxprs[:k] for eqn in sub.jaxpr.eqns)
+            outs, eqn_count = self.run(
+                sub_jaxprs[k].jaxpr,
+                sub_jaxprs[k].consts,
+                cells,
+                plan=plans[k],
+                first_site=site + count_sites(before),
+                moment=moment,
+            )
+            half_out = eqn_plan and eqn_plan.half_out
+            return self.cast(eqn.outvars, outs, half_out), eqn_count
+
+        bodies = [functools.partial(run, k) for k in range(len(sub_jaxprs))]
+        cells = self.cast(eqn.invars, cells, eqn_plan and eqn_plan.half_in)
+        match eqn.primitive.name:
+            case "scan":
+                split = _split(cells, *(compat.scan_counts(eqn.params) or (0, 0)))
+                return self.scan(eqn, eqn_plan, bodies[0], split, moment)
+            case "while":
+                # The sites of the condition are not observed.
+                counts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+                split = _split(cells, *counts)
+                return self.while_loop(sub_jaxprs[0], bodies[1], split, moment)
+            case "cond":
+                return self.switch(cells[0], bodies, cells[1:], moment)
+        return bodies[0](cells, moment)
+
+
+def _split(cells: Sequence[Cell], first: int, second: int) -> tuple[Any, Any, Any]:
+    end = first + second
+    return cells[:first], cells[first:end], cells[end:]
