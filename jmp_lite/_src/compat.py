@@ -350,6 +350,22 @@ def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> 
         return eqn.primitive.bind(*args, subfuns=subfuns, **params)
 
 
+_IMPLS: dict[Primitive, Any] = {}
+
+
+def is_new_primitive(eqn: Any) -> bool:
+    """Return whether the primitive of an equation is from `new_primitive`."""
+    return eqn.primitive in _IMPLS
+
+
+def jaxpr_of_impl(eqn: Any) -> Any:
+    """Return the closed jaxpr of an equation of `new_primitive`, None of any other."""
+    if not is_new_primitive(eqn):
+        return None
+    avals = [var.aval for var in eqn.invars]
+    return _IMPLS[eqn.primitive].trace(*avals, **eqn.params).jaxpr
+
+
 def new_primitive(
     name: str,
     impl: Callable[..., jax.Array],
@@ -374,6 +390,7 @@ def new_primitive(
     """
     primitive = Primitive(name)
     jitted = jax.jit(impl, static_argnames=static_argnames)
+    _IMPLS[primitive] = jitted
 
     def bind(*args: jax.Array, **params: Any) -> jax.Array:
         # As JAX does for its own operations under shard_map: a gradient of what is the

@@ -1,5 +1,6 @@
 """`lint` knows right train steps from those whose loss scale went missing."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from train_steps import (
     Y,
     basic,
     loss_fn,
+    plain_loss,
     scaled,
     unscaled,
 )
@@ -90,6 +92,24 @@ def test_clipping_of_scaled_gradients_is_found(clip: Any) -> None:
     assert found_with(outside) == {"clipped-while-scaled": INSIDE}
     of_updates = optax.chain(jmp.scale_aware(adam), clip)
     assert found_with(of_updates) == {}
+
+
+def test_primitives_of_autocast_pass_the_loss_scale_on() -> None:
+    @functools.partial(jmp.autocast, policy=POLICY)
+    def loss(params, x, y):  # a product in float32, whose operands are kept in half
+        return jnp.mean((jax.nn.gelu(x @ params["w"]) @ params["v"] - y) ** 2)
+
+    clip = optax.clip_by_global_norm(1.0)
+    tx = optax.chain(clip, jmp.scale_aware(optax.adam(1e-3)))
+
+    def step(params, opt_state, x, y):
+        _, grads = scaled(loss, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"w": PARAMS["w"], "v": PARAMS["v"]}
+    rules = found(step, params, tx.init(params), X, Y)
+    assert rules == {"clipped-while-scaled": INSIDE}
 
 
 @pytest.mark.parametrize("by_norm", [True, False])
@@ -199,6 +219,28 @@ def test_float16_gradients_without_a_loss_scale_are_found(loss_scale: Any) -> No
         "Use scale_aware(optimizer) and scaled_value_and_grad(loss_fn, "
         "loss_scale=opt_state), or bfloat16."
     )
+
+
+def test_float16_gradients_of_float32_products_are_found_without_a_scale() -> None:
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    tx = jmp.master_weights(optax.adam(1e-3))
+
+    def step(params, opt_state, x, y):  # x is float32, so the products are
+        grads = jax.grad(plain_loss)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    assert set(found(step, params, tx.init(params), X, Y)) == {"no-loss-scale"}
+
+
+def test_decay_before_a_trust_ratio_is_found() -> None:
+    tx = optax.chain(
+        jmp.scale_aware(optax.scale_by_adam()),
+        optax.add_decayed_weights(0.01),
+        optax.scale_by_trust_ratio(),
+        optax.scale(-1e-3),
+    )
+    assert found_with(tx) == {"decay-outside": INSIDE}
 
 
 def test_the_gradient_alone_is_no_train_step() -> None:

@@ -416,6 +416,27 @@ def half_parameters_with_masters(grad):
 
 
 @step_of
+def a_step_of_each_seed(grad):
+    step, (params, opt_state, x, y) = basic(grad, optax.adamw(1e-3))
+    params, opt_state = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, opt_state))
+    return jax.vmap(step, (0, 0, None, None)), (params, opt_state, x, y)
+
+
+@step_of
+def parameters_projected_after_the_step(grad):
+    step, args = basic(grad, optax.adam(1e-3))
+
+    def projected(params, opt_state, x, y):
+        params, opt_state, value = step(params, opt_state, x, y)
+        params = jax.tree.map(
+            lambda p: p / jnp.maximum(1.0, jnp.linalg.norm(p)), params
+        )
+        return params, opt_state, value
+
+    return projected, args
+
+
+@step_of
 def averages_by_hand(grad):
     step, (params, opt_state, x, y) = basic(grad, optax.adamw(1e-3))
 
@@ -612,6 +633,23 @@ def the_scale_as_the_first_cotangent():
     def step(params, opt_state, x, y):
         _, pullback = jax.vjp(lambda params: loss_fn(params, x, y), params)
         (grads,) = pullback(opt_state.loss_scale.loss_scale)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, tx.init(PARAMS), X, Y)
+
+
+@right
+def the_scale_as_the_cotangents_of_two_losses():
+    tx = jmp.scale_aware(optax.adam(1e-3))
+
+    def step(params, opt_state, x, y):
+        def losses(params):
+            return jnp.stack([loss_fn(params, x, y), loss_fn(params, x, -y)])
+
+        _, pullback = jax.vjp(losses, params)
+        weights = jnp.asarray([1.0, 0.3])
+        (grads,) = pullback(jmp.get_loss_scale(opt_state).scale(weights))
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 

@@ -33,8 +33,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def takes_function(transformation: F) -> F:
     """Name the shape of a call if it has the arguments of the function, too."""
-    parameters = inspect.signature(transformation).parameters.values()
-    count = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    parameters = inspect.signature(transformation).parameters
+    count = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
     name = transformation.__name__
 
     @functools.wraps(transformation)
@@ -43,6 +43,13 @@ def takes_function(transformation: F) -> F:
             raise TypeError(
                 f"{name} expects at most {count} arguments before keywords, got "
                 f"{len(args)}. {_call_shape(name)}"
+            )
+        if unknown := [key for key in kwargs if key not in parameters]:
+            of_torch = name == "autocast"
+            remedy = _no_context_manager(name) if of_torch else _call_shape(name)
+            raise TypeError(
+                f"{name} got an unexpected keyword argument {unknown[0]!r}: it has "
+                f"{', '.join(parameters)}. {remedy}"
             )
         return transformation(*args, **kwargs)
 
@@ -92,10 +99,11 @@ def autocast(
       policy: a policy or its string; its `compute_dtype` is float16 or bfloat16, or
         float32, under which the function runs as it is written (`"float64"` does the
         same). A `PolicyMap` has patterns over name-scope paths
-        (`"decoder/layer_3/attention"`; each module of linen and Haiku enters a scope,
-        modules of nnx do not); `""` is everything. A policy that computes in float32
-        leaves its scope unchanged. Its `output_dtype` is that of the results of its
-        matrix products: float32, or half wherever anything but a return reads them.
+        (`"Model/decoder/attention"`: each module of linen and Haiku enters a scope, a
+        linen model that of its class, modules of nnx none); `""` is everything. A
+        policy that computes in float32 leaves its scope unchanged. Its `output_dtype`
+        is that of the results of its matrix products: float32, or half wherever
+        anything but a return reads them.
       rules: primitives in another class than by default: `{"tanh": "float32"}`; or a
         whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a
@@ -428,6 +436,8 @@ def check_function(
       TypeError: as said, with what to do instead.
     """
     got = f"{caller} expects a function, got {fun!r}"
+    if isinstance(fun, type) and fun in dtypes.HALF_DTYPES:
+        fun = f"mixed_{fun.__name__}"
     if isinstance(fun, Policy | PolicyMap | str) and callable(policy):
         name = name_of(policy)
         raise TypeError(

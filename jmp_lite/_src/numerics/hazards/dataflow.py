@@ -1,8 +1,8 @@
 """A function as one flat list of operations with their operands and readers.
 
 Calls, loops and branches are inlined: an operand of a `jit` is the same `Value` inside,
-so a constant can be followed into the `jit` of `jnp.where`. Operations that no result
-needs are left out.
+so a constant can be followed into the `jit` of `jnp.where`. So are the primitives that
+autocast adds. Operations that no result needs are left out.
 
 Two operations are not primitives. `"move"` relates a scanned array and its rows, or a
 sharded array and its shards. `"join"` has several possible values: a loop carry (its
@@ -188,6 +188,7 @@ class _Opener:
 
     def _open(self, jaxpr, consts, inputs, around: Op | None, times) -> list[Value]:
         """Add the operations of a jaxpr; return its outputs."""
+        is_impl = around is not None and compat.is_new_primitive(around.eqn)
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             values[var] = _value_of(var, const)
@@ -198,6 +199,9 @@ class _Opener:
         for eqn in jaxpr.eqns:
             ins = [read(var) for var in eqn.invars]
             stack = name_scopes.of(eqn)
+            line = around.line if around else ""
+            if not is_impl:  # which has the lines of its first call
+                line = sources.source_line(eqn, line)
             op = Op(
                 name=eqn.primitive.name,
                 eqn=eqn,
@@ -206,7 +210,7 @@ class _Opener:
                 path=name_scopes.join(around.path if around else "", stack),
                 is_backward="transpose(" in stack,
                 is_differentiated="jvp(" in stack,
-                line=sources.source_line(eqn, around.line if around else ""),
+                line=line,
                 times=times,
             )
             if around is not None:
@@ -267,21 +271,22 @@ class _Opener:
 
     def _sub_jaxprs(self, eqn: Any) -> Any:
         platforms = eqn.params.get("branches_platforms")
-        if platforms is None:
+        called, first = compat.jaxpr_of_impl(eqn), 0
+        if platforms is not None:
+            names = {"gpu": {"gpu", "cuda", "rocm"}}.get(self.target, {self.target})
+            of_target = [
+                branch
+                for branch, of in zip(eqn.params["branches"], platforms, strict=True)
+                if of is None or names & set(of)
+            ]
+            called, first = (of_target or eqn.params["branches"])[0], 1
+        if called is None:
             return control_flow.sub_jaxprs(eqn)
-        names = {"gpu": {"gpu", "cuda", "rocm"}}.get(self.target, {self.target})
-        of_target = [
-            branch
-            for branch, of in zip(eqn.params["branches"], platforms, strict=True)
-            if of is None or names & set(of)
-        ]
-        branch = (of_target or eqn.params["branches"])[0]
-        opened = compat.open_jaxpr(branch)
         return (
             control_flow.SubJaxpr(
-                jaxpr=opened,
-                consts=compat.consts_of(branch),
-                operands=tuple(range(1, len(eqn.invars))),
+                jaxpr=compat.open_jaxpr(called),
+                consts=compat.consts_of(called),
+                operands=tuple(range(first, len(eqn.invars))),
                 results=tuple(range(len(eqn.outvars))),
             ),
         )

@@ -22,6 +22,7 @@ from jmp_lite._src.numerics.hazards.dataflow import (
 )
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
+from jmp_lite._src.numerics.hazards.scalings import Scaling
 
 # A loss that is multiplied by less is weighted, not scaled.
 _LEAST_SCALE = 8.0
@@ -38,13 +39,19 @@ def _float16_without_scale(program: LintedProgram) -> Hits:
         return
     if any(_unscaled(program)):  # which says it already
         return
-    for op in program.having(Fact.PRODUCT):
-        if any(
-            v.dtype == jnp.float16 and program.scalings.of(v).is_gradient
-            for v in op.ins
-        ):
+    for op in program.ops:
+        # Casts of the updates to the dtype of the parameters are none of gradients.
+        is_cast = op.name == CAST and op.is_backward
+        if not (is_cast or op.facts & Fact.PRODUCT):
+            continue
+        half = [v for v in (*op.ins, *op.outs) if v.dtype == jnp.float16]
+        if any(_is_unscaled_gradient(program.scalings.of(v)) for v in half):
             yield op, "gradients are float16, and no loss scale reaches them"
             return
+
+
+def _is_unscaled_gradient(known: Scaling) -> bool:
+    return known.is_gradient and not any(map(any, known.powers or ()))
 
 
 def _may_scale(op: Op) -> bool:
@@ -95,7 +102,7 @@ def _decayed_while_scaled(program: LintedProgram) -> Hits:
             known, powers = of(value), of(other).powers
             if op.is_backward or not (known.is_gradient and any(known.power or ())):
                 continue
-            terms = _terms(other) if powers is not None else []
+            terms = _terms(program, other) if powers is not None else []
             is_decay = terms and all(scaled and _is_param(v) for v, scaled in terms)
             if is_decay and not any(map(any, powers or ())):
                 yield op, "weight decay is added to gradients while they are scaled"
@@ -114,7 +121,7 @@ def _updated_params(
     """Return the results that are parameters after an update, with their terms."""
     results = [v for op in program.ops for v in op.outs if v.is_result]
     results = [v for v in results if program.scalings.of(v).is_gradient]
-    pairs = [(v, _terms(v, through_select)) for v in results]
+    pairs = [(v, _terms(program, v, through_select)) for v in results]
     return [
         (v, terms)
         for v, terms in pairs
@@ -135,10 +142,13 @@ def _is_param(value: Value) -> bool:
     return is_float and any(op is not None and op.is_differentiated for op, _ in found)
 
 
-def _terms(value: Value, through_select: bool = False) -> list[tuple[Value, bool]]:
+def _terms(
+    program: LintedProgram, value: Value, through_select: bool = False
+) -> list[tuple[Value, bool]]:
     """Return what a value is a sum of, constants left out: `wd * p + u` is p and u.
 
     Args:
+      program: the program.
       value: the value.
       through_select: whether both values of a choice are terms.
 
@@ -161,8 +171,11 @@ def _terms(value: Value, through_select: bool = False) -> list[tuple[Value, bool
             elif op.cases and through_select:
                 inner = op.cases
             elif op.factors:
-                inner = [v for v, by, _ in op.factors if _is_factor(by)]
-                scaled |= bool(inner)
+                found = [(v, by) for v, by, _ in op.factors if _is_factor(by)]
+                inner = [v for v, _ in found]
+                # By its norm, a parameter is projected, which a skipped step repeats.
+                of = program.scalings.of
+                scaled |= any(not of(by).is_gradient for _, by in found)
         waiting += [(v, scaled) for v in inner]
         terms += [] if inner else [(value, scaled)]
     return terms
