@@ -11,10 +11,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-_attention = functools.partial(
-    nn.MultiHeadDotProductAttention, force_fp32_for_softmax=True
-)
-
 
 class UNet(nn.Module):
     """The U-Net of DDPM: GroupNorm and SiLU before each convolution of 3 × 3.
@@ -59,7 +55,7 @@ class UNet(nn.Module):
         x = block(self.widths[-1])(x, time)
         batch, height, width, features = x.shape
         y = norm()(x).reshape(batch, height * width, features)
-        y = _attention(num_heads=1, dtype=self.dtype)(y)
+        y = _Attention(heads=1, dtype=self.dtype)(y)
         x = x + y.reshape(x.shape)
         x = block(self.widths[-1])(x, time)
 
@@ -135,7 +131,24 @@ class ViT(nn.Module):
         positions = self.param("positions", init, (1, *x.shape[1:]))
         x = x + positions.astype(x.dtype)
         for _ in range(self.layers):
-            x = x + _attention(num_heads=self.heads, dtype=self.dtype)(norm()(x))
+            x = x + _Attention(self.heads, self.dtype)(norm()(x))
             y = nn.gelu(dense(4 * self.width)(norm()(x)), approximate=False)
             x = x + dense(self.width)(y)
         return dense(self.classes)(norm()(x)[:, 0])
+
+
+class _Attention(nn.Module):
+    heads: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        batch, length, width = x.shape
+        qkv = nn.Dense(3 * width, dtype=self.dtype)(x)
+        qkv = qkv.reshape(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        logits = jnp.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
+        # Flax's own, if its softmax is in float32, does not cast what comes of it.
+        probabilities = jax.nn.softmax(logits.astype(jnp.float32)).astype(x.dtype)
+        h = jnp.einsum("bhst,bthd->bshd", probabilities, v)
+        return nn.Dense(width, dtype=self.dtype)(h.reshape(batch, length, width))
