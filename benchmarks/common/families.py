@@ -149,7 +149,7 @@ def unet_loss(dtype: str, sizes: dict[str, Any]) -> Callable[..., Any]:
     def loss(params, images, noise, times):
         signal = jnp.asarray(kept)[times][:, None, None, None]
         noisy = jnp.sqrt(signal) * images + jnp.sqrt(1 - signal) * noise
-        predicted = model.apply({"params": params}, noisy, times)
+        predicted: Any = model.apply({"params": params}, noisy, times)
         return jnp.mean((predicted.astype(jnp.float32) - noise) ** 2), ()
 
     return loss
@@ -314,7 +314,7 @@ def _unet(sizes: dict[str, Any], dtype: Any) -> UNet:
 
 def _vit(sizes: dict[str, Any], dtype: Any) -> ViT:
     names = ("layers", "width", "heads", "patch", "classes")
-    return ViT(*(sizes[name] for name in names), dtype)
+    return ViT(**{name: sizes[name] for name in names}, dtype=dtype)
 
 
 def _unet_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
