@@ -1,0 +1,385 @@
+"""Families of models that benchmarks compile: written in float32, or cast by hand.
+
+Each has two functions, as in `compiled_steps.MODELS`. In float32 a loss is plain code.
+In half it is cast by hand: parameters where a product reads them, and what is between
+products; statistics of norms, softmax and the loss are float32.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.common.image_models import UNet, ViT
+
+# `SMALL`: what runs on any machine within a second.
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "small": {
+        "unet": {"widths": (8, 16), "blocks": 1, "groups": 4, "image": 8, "batch": 2},
+        "vit": {
+            "layers": 1,
+            "width": 32,
+            "heads": 2,
+            "patch": 8,
+            "classes": 10,
+            "image": 16,
+            "batch": 4,
+        },
+        "llama": {
+            "layers": 1,
+            "width": 64,
+            "hidden": 128,
+            "heads": 4,
+            "kv_heads": 2,
+            "vocabulary": 256,
+            "batch": 2,
+            "length": 32,
+        },
+        "moe": {
+            "layers": 1,
+            "width": 64,
+            "hidden": 128,
+            "heads": 4,
+            "kv_heads": 2,
+            "experts": 4,
+            "capacity": 1.25,
+            "vocabulary": 256,
+            "batch": 2,
+            "length": 32,
+        },
+        "lstm": {"width": 64, "vocabulary": 256, "batch": 4, "steps": 8},
+    },
+    "ci": {
+        "unet": {
+            "widths": (32, 64),
+            "blocks": 1,
+            "groups": 8,
+            "image": 16,
+            "batch": 4,
+        },
+        "vit": {
+            "layers": 1,
+            "width": 192,
+            "heads": 3,
+            "patch": 16,
+            "classes": 10,
+            "image": 64,
+            "batch": 32,
+        },
+        "llama": {
+            "layers": 1,
+            "width": 256,
+            "hidden": 768,
+            "heads": 4,
+            "kv_heads": 2,
+            "vocabulary": 2048,
+            "batch": 8,
+            "length": 256,
+        },
+        "moe": {
+            "layers": 1,
+            "width": 256,
+            "hidden": 768,
+            "heads": 4,
+            "kv_heads": 2,
+            "experts": 8,
+            "capacity": 1.25,
+            "vocabulary": 2048,
+            "batch": 8,
+            "length": 256,
+        },
+        "lstm": {"width": 128, "vocabulary": 2048, "batch": 16, "steps": 16},
+    },
+    "full": {
+        "unet": {
+            "widths": (128, 256, 512),
+            "blocks": 2,
+            "groups": 32,
+            "image": 64,
+            "batch": 32,
+        },
+        "vit": {  # ViT-S/16
+            "layers": 12,
+            "width": 384,
+            "heads": 6,
+            "patch": 16,
+            "classes": 1000,
+            "image": 224,
+            "batch": 64,
+        },
+        "llama": {
+            "layers": 6,
+            "width": 1024,
+            "hidden": 2816,
+            "heads": 16,
+            "kv_heads": 4,
+            "vocabulary": 32000,
+            "batch": 8,
+            "length": 1024,
+        },
+        "moe": {
+            "layers": 4,
+            "width": 1024,
+            "hidden": 2816,
+            "heads": 16,
+            "kv_heads": 4,
+            "experts": 8,
+            "capacity": 1.25,
+            "vocabulary": 32000,
+            "batch": 8,
+            "length": 1024,
+        },
+        "lstm": {"width": 1024, "vocabulary": 32000, "batch": 64, "steps": 128},
+    },
+}
+
+_CHOSEN = 2  # experts of a token
+_BALANCE = 0.01  # of the loss that balances experts
+
+
+def unet_loss(dtype: str, sizes: dict[str, Any]) -> Callable[..., Any]:
+    """Return the mean squared error of the noise at 1000 levels of it."""
+    model = _unet(sizes, jnp.dtype(dtype))
+    kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)).astype(np.float32)
+
+    def loss(params, images, noise, times):
+        signal = jnp.asarray(kept)[times][:, None, None, None]
+        noisy = jnp.sqrt(signal) * images + jnp.sqrt(1 - signal) * noise
+        predicted: Any = model.apply({"params": params}, noisy, times)
+        return jnp.mean((predicted.astype(jnp.float32) - noise) ** 2), ()
+
+    return loss
+
+
+def vit_loss(dtype: str, sizes: dict[str, Any]) -> Callable[..., Any]:
+    model = _vit(sizes, jnp.dtype(dtype))
+
+    def loss(params, images, labels):
+        return _cross_entropy(model.apply({"params": params}, images), labels), ()
+
+    return loss
+
+
+def llama_loss(dtype: str, sizes: dict[str, Any]) -> Callable[..., Any]:
+    """Return the cross entropy of the next token, of a Llama or a mixture of experts.
+
+    RMSNorm, rotary positions, fewer heads for keys and values, SwiGLU; the head is not
+    tied to the embedding.
+
+    References:
+      Touvron et al., LLaMA: open and efficient foundation language models, 2023,
+        https://arxiv.org/abs/2302.13971
+    """
+    half = jnp.dtype(dtype)
+
+    def loss(params, tokens):
+        x = params["embedding"].astype(half)[tokens]
+        angles = _angles(tokens.shape[1], sizes["width"] // sizes["heads"])
+        balance = jnp.float32(0)
+        for i in range(sizes["layers"]):
+            layer = params[f"layer_{i}"]
+            h = _rms_norm(x, layer["norm_1"])
+            x = x + _attention(h, layer, angles, sizes)
+            h = _rms_norm(x, layer["norm_2"])
+            if "router" in layer:
+                h, term = _experts(h, layer, sizes)
+                balance += _BALANCE * term
+            else:
+                h = _swiglu(h, *(layer[k].astype(half) for k in _MLP))
+            x = x + h
+        logits = _rms_norm(x, params["norm"]) @ params["head"].astype(half)
+        return _cross_entropy(logits[:, :-1], tokens[:, 1:]) + balance, ()
+
+    return loss
+
+
+def lstm_loss(dtype: str, sizes: dict[str, Any]) -> Callable[..., Any]:
+    """Return the cross entropy of the next token, of one LSTM layer."""
+    half = jnp.dtype(dtype)
+
+    def loss(params, tokens):
+        tokens = tokens.T
+        weights = jax.tree.map(lambda w: w.astype(half), params)
+        x = weights["embedding"][tokens[:-1]]
+        # Those of all steps at once.
+        inputs = x @ weights["input"] + weights["bias"]
+
+        def step(carry, inputs):
+            h, c = carry
+            i, f, g, o = jnp.split(inputs + h @ weights["recurrent"], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        first = jnp.zeros((sizes["batch"], sizes["width"]), half)
+        _, h = jax.lax.scan(step, (first, first), inputs)
+        return _cross_entropy(h @ weights["head"], tokens[1:]), ()
+
+    return loss
+
+
+def _cross_entropy(logits, labels):
+    logits = logits.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _rms_norm(x, gain):
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-5)
+    return (y * gain).astype(x.dtype)
+
+
+def _angles(length, features):
+    """Return what the position turns a pair of features by: `[S, features / 2]`."""
+    frequencies = 10_000 ** (-jnp.arange(0, features, 2) / features)
+    return jnp.arange(length)[:, None] * frequencies[None]
+
+
+def _rotate(x, angles):
+    """Turn pairs of features, of heads `[B, S, K, ..., D]`, by the angles of `S`."""
+    angles = jnp.expand_dims(angles, range(1, x.ndim - 2))
+    sin, cos = jnp.sin(angles).astype(x.dtype), jnp.cos(angles).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _attention(x, layer, angles, sizes):
+    """Attend to what came before; each key and value has several queries."""
+    batch, length, width = x.shape
+    heads, groups = sizes["heads"], sizes["kv_heads"]
+    q, k, v = (
+        (x @ layer[name].astype(x.dtype)).reshape(batch, length, *shape, width // heads)
+        for name, shape in (
+            ("query", (groups, heads // groups)),
+            ("key", (groups,)),
+            ("value", (groups,)),
+        )
+    )
+    q, k = _rotate(q, angles), _rotate(k, angles)
+    logits = jnp.einsum("bsghd,btgd->bghst", q, k) * (width // heads) ** -0.5
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    logits = jnp.where(mask, logits.astype(jnp.float32), -1e9)
+    probabilities = jax.nn.softmax(logits).astype(x.dtype)
+    h = jnp.einsum("bghst,btgd->bsghd", probabilities, v)
+    return h.reshape(batch, length, width) @ layer["out"].astype(x.dtype)
+
+
+def _swiglu(x, gate, up, down):
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def _experts(x, layer, sizes):
+    """Send each token to two experts, as GShard does; return a loss that balances them.
+
+    A sequence is a group: an expert has room for its share of it, times `capacity`.
+    Tokens that find no room are left out, second choices first.
+
+    References:
+      Lepikhin et al., GShard: scaling giant models with conditional computation and
+        automatic sharding, 2020, https://arxiv.org/abs/2006.16668
+    """
+    half, experts = x.dtype, sizes["experts"]
+    room = math.ceil(sizes["capacity"] * _CHOSEN * x.shape[1] / experts)
+    logits = (x @ layer["router"].astype(half)).astype(jnp.float32)
+    probabilities = jax.nn.softmax(logits)
+    gates, chosen = jax.lax.top_k(probabilities, _CHOSEN)
+    gates = (gates / gates.sum(-1, keepdims=True)).astype(half)
+
+    taken, combine = 0, jnp.zeros((), half)
+    for i in range(_CHOSEN):
+        mask = jax.nn.one_hot(chosen[..., i], experts, dtype=jnp.int32)
+        place = taken + jnp.cumsum(mask, axis=1) - mask
+        taken = taken + mask.sum(1, keepdims=True)
+        place = jax.nn.one_hot((place * mask).sum(-1), room, dtype=half)
+        gate = gates[..., i, None] * mask.astype(half)
+        combine = combine + gate[..., :, None] * place[..., None, :]
+    dispatch = (combine > 0).astype(half)
+
+    gate, up, down = (layer[name].astype(half) for name in _MLP)
+    h = jnp.einsum("bsec,bsd->becd", dispatch, x)
+    gated = jax.nn.silu(jnp.einsum("becd,edf->becf", h, gate))
+    h = jnp.einsum("becf,efd->becd", gated * jnp.einsum("becd,edf->becf", h, up), down)
+    share = jax.nn.one_hot(chosen[..., 0], experts).mean(1)
+    balance = experts * (share * probabilities.mean(1)).sum(-1).mean()
+    return jnp.einsum("bsec,becd->bsd", combine, h), balance
+
+
+def _unet(sizes: dict[str, Any], dtype: Any) -> UNet:
+    return UNet(sizes["widths"], sizes["blocks"], sizes["groups"], dtype)
+
+
+def _vit(sizes: dict[str, Any], dtype: Any) -> ViT:
+    names = ("layers", "width", "heads", "patch", "classes")
+    return ViT(**{name: sizes[name] for name in names}, dtype=dtype)
+
+
+def _unet_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
+    images = jnp.zeros((sizes["batch"], sizes["image"], sizes["image"], 3))
+    times = jnp.zeros(sizes["batch"], jnp.int32)
+    variables = _unet(sizes, jnp.float32).init(jax.random.key(0), images, times)
+    return variables["params"], (), images, images, times
+
+
+def _vit_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
+    images = jnp.zeros((sizes["batch"], sizes["image"], sizes["image"], 3))
+    variables = _vit(sizes, jnp.float32).init(jax.random.key(0), images)
+    return variables["params"], (), images, jnp.zeros(sizes["batch"], jnp.int32)
+
+
+_MLP = ("gate", "up", "down")
+
+
+def _llama_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
+    width, hidden, words = sizes["width"], sizes["hidden"], sizes["vocabulary"]
+    kv_width = width * sizes["kv_heads"] // sizes["heads"]
+    experts = (sizes["experts"],) if "experts" in sizes else ()
+    layer = {
+        "norm_1": (width,),
+        "query": (width, width),
+        "key": (width, kv_width),
+        "value": (width, kv_width),
+        "out": (width, width),
+        "norm_2": (width,),
+        "gate": (*experts, width, hidden),
+        "up": (*experts, width, hidden),
+        "down": (*experts, hidden, width),
+        **({"router": (width, *experts)} if experts else {}),
+    }
+    params = {
+        "embedding": (words, width),
+        "norm": (width,),
+        "head": (width, words),
+        **{f"layer_{i}": layer for i in range(sizes["layers"])},
+    }
+    return _zeros(params), (), jnp.zeros((sizes["batch"], sizes["length"]), jnp.int32)
+
+
+def _lstm_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
+    width, words = sizes["width"], sizes["vocabulary"]
+    params = {
+        "embedding": (words, width),
+        "input": (width, 4 * width),
+        "recurrent": (width, 4 * width),
+        "bias": (4 * width,),
+        "head": (width, words),
+    }
+    tokens = jnp.zeros((sizes["batch"], sizes["steps"] + 1), jnp.int32)
+    return _zeros(params), (), tokens
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+# Name -> its loss for a dtype and sizes; its parameters, kept values and batch.
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "unet": (unet_loss, _unet_shapes),
+    "vit": (vit_loss, _vit_shapes),
+    "llama": (llama_loss, _llama_shapes),
+    "moe": (llama_loss, _llama_shapes),
+    "lstm": (lstm_loss, _lstm_shapes),
+}

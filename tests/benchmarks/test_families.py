@@ -1,0 +1,87 @@
+"""The families of models that benchmarks compile run, cast by hand and by autocast."""
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import optax
+import pytest
+
+from benchmarks.common.families import FAMILIES, SIZES
+from jmp_lite import autocast
+
+# Optax and flax promote by themselves.
+pytestmark = pytest.mark.standard_promotion
+
+# Of the gradient in bfloat16. In a mixture a token may be sent to another expert.
+ERRORS = {"unet": 0.02, "vit": 0.02, "llama": 0.02, "moe": 0.06, "lstm": 0.02}
+
+
+def test_every_size_has_every_family():
+    for sizes in SIZES.values():
+        assert sizes.keys() == FAMILIES.keys()
+    for name in FAMILIES:
+        assert len({frozenset(sizes[name]) for sizes in SIZES.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    "family",
+    [  # compiling the U-Net takes as long as all others
+        pytest.param(x, marks=pytest.mark.full) if x == "unet" else x for x in FAMILIES
+    ],
+)
+def test_a_gradient_by_hand_is_near_that_in_float32(family):
+    args = _filled(family)
+    (loss, grads), (half_loss, half_grads) = (
+        _value_and_grad(family, dtype)(*args) for dtype in ("float32", "bfloat16")
+    )
+    assert loss.dtype == half_loss.dtype == jnp.float32
+    np.testing.assert_allclose(half_loss, loss, rtol=0.01)
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, half_grads, grads))
+    assert 1e-4 < error / optax.tree.norm(grads) < ERRORS[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_products_are_in_half_by_hand_and_by_autocast(family):
+    make_loss, make_shapes = FAMILIES[family]
+    sizes = SIZES["small"][family]
+    params, _, *batch = jax.eval_shape(lambda: make_shapes(sizes))
+    plain, by_hand = make_loss("float32", sizes), make_loss("bfloat16", sizes)
+    found = [
+        [
+            jaxprs.is_half(eqn)
+            for eqn in jaxprs.products(jaxprs.trace(_grad(loss), params, *batch))
+        ]
+        for loss in (plain, by_hand, autocast(plain, "mixed_bfloat16"))
+    ]
+    assert not any(found[0])
+    assert all(found[1])
+    assert all(found[2])
+    assert len(found[0]) == len(found[1]) == len(found[2]) > 0
+
+
+def _grad(loss):
+    return jax.grad(lambda *args: loss(*args)[0])
+
+
+def _filled(family):
+    """Return parameters and a batch, with random numbers in them."""
+    _, make_shapes = FAMILIES[family]
+    rng = np.random.default_rng(0)
+
+    def fill(x):
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return jnp.asarray(rng.integers(0, 10, x.shape), x.dtype)
+        if x.ndim < 2:
+            return jnp.ones(x.shape)
+        return jnp.asarray(rng.normal(size=x.shape) / x.shape[-2] ** 0.5, x.dtype)
+
+    shapes = jax.eval_shape(lambda: make_shapes(SIZES["small"][family]))
+    params, _, *batch = jax.tree.map(fill, shapes)
+    return params, *batch
+
+
+def _value_and_grad(family, dtype):
+    make_loss, _ = FAMILIES[family]
+    loss = make_loss(dtype, SIZES["small"][family])
+    return jax.jit(jax.value_and_grad(lambda *args: loss(*args)[0]))
