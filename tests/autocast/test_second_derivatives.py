@@ -79,9 +79,12 @@ def _penalty(fun: Any, i: int) -> Any:
     return lambda w, g: jnp.sum(jax.grad(fun, i)(w, g) ** 2)
 
 
+def _jvp(fun: Any) -> Any:
+    return lambda w, g: jax.jvp(fun, (w, g), (jnp.cos(w), jnp.cos(g)))[1]
+
+
 def _hvp(fun: Any) -> Any:
-    grad = jax.grad(fun, (0, 1))
-    return lambda w, g: jax.jvp(grad, (w, g), (jnp.cos(w), jnp.cos(g)))[1]
+    return _jvp(jax.grad(fun, (0, 1)))
 
 
 # How the derivatives are taken, of a function of two arrays.
@@ -93,6 +96,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "jacfwd_of_jacfwd": lambda f: jax.jacfwd(jax.jacfwd(f, 0), 1),
     "hessian": lambda f: jax.hessian(f, 1),
     "hvp": _hvp,
+    "grad_of_jvp": lambda f: jax.grad(_jvp(f), (0, 1)),
     "penalty": lambda f: jax.grad(_penalty(f, 0), (0, 1)),
     "penalty_of_factor": lambda f: jax.grad(_penalty(f, 1), (0, 1)),
     "in_jit": lambda f: jax.jit(jax.jacrev(jax.grad(f, 0), 1)),
@@ -133,7 +137,16 @@ def test_derivatives_of_gradients_have_every_term(name: str, half: str) -> None:
 
 
 @BOTH
-def test_derivatives_of_gradients_of_casts_by_hand(half: str) -> None:
+@pytest.mark.parametrize("name", ["times_and_plus", "in_vmap"])
+def test_derivatives_have_every_term_if_those_of_weights_are_accumulators(name, half):
+    fun, factor = PROGRAMS[name]
+    low = autocast(fun, f"{POLICIES[half]},reduce=float32")
+    check(derivatives(low)(W, factor), exact(fun, W, factor), half)
+
+
+@BOTH
+@pytest.mark.parametrize("reduce_dtype", [None, "float32"])
+def test_derivatives_of_gradients_of_casts_by_hand(reduce_dtype, half) -> None:
     def by_hand(dtype):
         def loss(w, g):
             x, low, gain = (a.astype(dtype) for a in (X, w, g))
@@ -142,7 +155,8 @@ def test_derivatives_of_gradients_of_casts_by_hand(half: str) -> None:
 
         return loss
 
-    found = derivatives(sums_in_float32(by_hand(DTYPES[half])))(W, G)
+    low = sums_in_float32(by_hand(DTYPES[half]), reduce_dtype=reduce_dtype)
+    found = derivatives(low)(W, G)
     check(found, exact(by_hand(np.float64), W, G), half)
 
 

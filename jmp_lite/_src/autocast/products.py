@@ -290,6 +290,17 @@ def _linear_transpose(ct, aval, *others, factor, in_axes):
     return out
 
 
+def _transpose_of_other(ct, aval, x, *rest, factor, in_axes):
+    """Return the gradient of the other operand, which is half: a product in half."""
+    half = x.astype(factor.half_dtype)
+
+    def multiply(other):
+        return factor.over_examples(in_axes)(half, other, *rest)
+
+    (out,) = jax.linear_transpose(multiply, aval)(ct)
+    return out
+
+
 def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[Any]:
     """Run an equation of a transposed product; results of products are float32."""
     if eqn.primitive.name in NAMES:
@@ -301,13 +312,13 @@ def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[
     return binding.bind(eqn, operands)
 
 
-# Linear in its first operand. The transpose of a plain product would return half.
+# Linear in both. The transpose of a plain product would return half for the first.
 _linear = compat.new_primitive(
     "product_with_float32_gradient",
     _linear_impl,
     _linear_jvp,
     _linear_batch,
-    [_linear_transpose],
+    [_linear_transpose, _transpose_of_other],
     static_argnames=("factor", "in_axes"),
 )
 
