@@ -44,7 +44,7 @@ _COMPILING = {
 }
 hypothesis.settings.register_profile("dev", max_examples=25, **_COMPILING)
 hypothesis.settings.register_profile(
-    "ci", max_examples=50, derandomize=True, database=None, **_COMPILING
+    "ci", max_examples=25, derandomize=True, database=None, **_COMPILING
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 

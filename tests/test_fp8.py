@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import error
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,12 +27,6 @@ def matmul(a: Any, b: Any) -> Any:
 
 def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def error(got: Any, expected: Any) -> float:
-    """Return the size of the difference over that of the expected values, in f64."""
-    got, expected = np.float64(got), np.float64(expected)
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
 def exact(a: Any, b: Any) -> Any:
@@ -283,24 +278,6 @@ def test_remat_gives_the_same_bits(policy):
     policy = policy and getattr(jax.checkpoint_policies, policy)
     again = jax.checkpoint(matmul, policy=policy)
     bitwise.assert_same(loss_and_grads(a, b, again), loss_and_grads(a, b))
-
-
-def test_scan_gives_the_same_bits():
-    a, kernels = normal(8, 16), normal(3, 16, 16, seed=1) / 4
-
-    def unrolled(a, kernels):
-        for kernel in kernels:
-            a = matmul(a, kernel)
-        return a
-
-    def scanned(a, kernels):
-        return jax.lax.scan(lambda a, k: (matmul(a, k), None), a, kernels)[0]
-
-    found, expected = (loss_and_grads(a, kernels, f) for f in (scanned, unrolled))
-    for got, want in zip(
-        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def devices() -> jax.sharding.Mesh:

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +118,3 @@ def test_the_version_is_checked_at_import() -> None:
     code = "import jax; jax.__version__ = '0.7.2'; import jmp_lite"
     last = in_a_fresh_interpreter(code).strip().splitlines()[-1]
     assert last.startswith("ImportError: jmp_lite needs jax 0.10 or newer, and jax 0.7")
-
-
-def test_the_oldest_version_is_the_one_that_pip_installs() -> None:
-    file = Path(__file__).parent.parent / "pyproject.toml"
-    needed = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"]
-    assert f"jax>={'.'.join(map(str, compat.OLDEST_JAX))}" in needed

@@ -253,6 +253,7 @@ def of_nnx(policy: PolicyMap) -> Any:
     return _of_products(jaxprs.trace(nnx_policy(Net(), policy), X))
 
 
+@pytest.mark.one_of("pattern")
 @pytest.mark.parametrize("pattern", IN_DECODER)
 @pytest.mark.parametrize(
     "use", [of_casts, of_explain, of_autocast, of_scan, of_dry_run, of_linen, of_nnx]

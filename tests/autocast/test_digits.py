@@ -90,6 +90,7 @@ def exact(name: str) -> Any:
 
 
 @BOTH
+@pytest.mark.one_of("order")
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_saturates_keeps_its_distance_from_one(name, order, half):

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import jaxprs
 import numpy as np
-import optax
 import pytest
 from arrays import error
 from jax import lax
@@ -17,7 +16,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import FP8_BACKWARD, FP8_FORWARD
 
-import jmp_lite as jmp
 from jmp_lite import OpRules, PolicyMap, autocast, explain
 
 pytestmark = pytest.mark.filterwarnings("ignore:Matrix products in fp8")
@@ -98,6 +96,7 @@ PROGRAMS = {
 WS, X = normal(0, 3, SIZE, SIZE) * 3, normal(1, 2 * SIZE, SIZE)
 
 
+@pytest.mark.one_of("sign")
 @pytest.mark.parametrize("sign", [normal, uniform], ids=["normal", "one sign"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_and_gradients_are_right_to_the_digits_of_fp8(name, sign):
@@ -285,13 +284,22 @@ def test_sums_of_gradients_are_float32():
         np.testing.assert_allclose(grad, 4096.0, rtol=3e-7)
 
     def many(w):
-        return sum(jnp.sum(rows[:16] @ w) for _ in range(300))
+        few = sum(jnp.sum(rows[:16] @ w) for _ in range(21))
+        return few + jnp.sum(rows @ w)
 
+    # Next to 4096, bfloat16 has multiples of 32.
     grad = jax.grad(in_fp8(many))(jnp.ones((16, 16)))
-    np.testing.assert_allclose(grad, 4800.0, rtol=1e-6)
+    np.testing.assert_allclose(grad, 4096 + 21 * 16, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Of one product it is a test of `fp8_dot_general`.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if "scan" in name else [pytest.mark.full])
+        for name in PROGRAMS
+    ],
+)
 def test_a_power_of_two_as_loss_scale_changes_no_bit(name):
     def grads(scale):
         return jax.jit(jax.grad(lambda ws: scale * in_fp8(PROGRAMS[name])(ws, X)))(WS)
@@ -309,23 +317,6 @@ def test_gradients_have_the_range_of_e5m2():
     expected = jax.grad(loss)(X)[SIZE:]
     for found in (jax.grad(in_fp8(loss))(X), in_fp8(jax.grad(loss))(X)):
         assert error(found[SIZE:], expected) < BOUND
-
-
-def test_what_overflows_skips_the_step_and_leaves_the_state():
-    tx = jmp.scale_aware(optax.sgd(0.1, momentum=0.9))
-    state = tx.init(WS)
-
-    @jax.jit
-    def step(ws, state, x):
-        grads = jax.grad(in_fp8(mlp))(ws, x)
-        updates, state = tx.update(grads, state, ws)
-        return optax.apply_updates(ws, updates), state
-
-    ws, state = step(WS, state, X)
-    for bad in (np.inf, np.nan, 3e38):
-        same, skipped = step(ws, state, X.at[3, 5].set(bad))
-        bitwise.assert_same(same, ws)
-        bitwise.assert_same(skipped.inner_state, state.inner_state)
 
 
 def test_sharded_weights_give_the_same_numbers():
@@ -385,16 +376,6 @@ def test_forward_derivatives_are_right():
         in_fp8(lambda ws: jax.jvp(lambda ws: mlp(ws, X), (ws,), (ws,))[1]),
     ):
         assert error(fun(WS), expected) < BOUND
-
-
-def test_a_second_derivative_raises_and_says_what_to_do():
-    def norm(ws):
-        return jnp.sum(jax.grad(in_fp8(mlp))(ws, X) ** 2)
-
-    with pytest.raises(ValueError, match="at most first derivatives of an fp8 product"):
-        jax.grad(norm)(WS)
-    with pytest.raises(ValueError, match="at most first derivatives of an fp8 product"):
-        jax.grad(lambda ws: jnp.sum(in_fp8(jax.grad(mlp))(ws, X) ** 2))(WS)
 
 
 def test_explain_shows_the_dtypes_and_the_share_in_fp8():

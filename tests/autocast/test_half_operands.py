@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import pytest
+from arrays import error
 
 from jmp_lite import autocast, cast_to_full, explain, full_precision
-from jmp_lite._src import compat
 
 pytestmark = pytest.mark.standard_promotion
 in_both_halves = pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -57,20 +58,10 @@ PROGRAMS = {
 }
 
 
-def operands(jaxpr: Any) -> list[set[str]]:
+def operands(fun: Any, *args: Any) -> list[set[str]]:
     """Return the dtypes of the operands of each product."""
-    found = []
-    for eqn in compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name == "dot_general":
-            found.append({str(v.aval.dtype) for v in eqn.invars})
-        for inner in compat.jaxprs_of(eqn):
-            found += operands(inner)
-    return found
-
-
-def error(got: Any, want: Any) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    products = jaxprs.products(jaxprs.trace(fun, *args))
+    return [set(jaxprs.operand_dtypes(eqn)) for eqn in products]
 
 
 @in_both_halves
@@ -92,9 +83,7 @@ def test_products_and_gradients_are_in_half_and_right(program, half, reduce):
         jax.tree.leaves(grads), jax.tree.leaves(of_grads), strict=True
     ):
         assert error(got, expected) < tolerance
-    assert all(
-        d <= {half} for d in operands(jax.make_jaxpr(autocast(fun, policy))(params, X))
-    )
+    assert all(d <= {half} for d in operands(autocast(fun, policy), params, X))
 
 
 @in_both_halves
@@ -144,7 +133,7 @@ def test_what_the_program_decides_stays(half):
 
     def of(fun: Any, w: jax.Array) -> list[set[str]]:
         with pytest.warns(UserWarning, match="no product of .* in half"):
-            return operands(jax.make_jaxpr(autocast(fun, f"mixed_{half}"))(X, w))
+            return operands(autocast(fun, f"mixed_{half}"), X, w)
 
     assert of(jnp.matmul, w.astype(other)) == [{"float32", other}]
     precise = functools.partial(jnp.matmul, precision="highest")

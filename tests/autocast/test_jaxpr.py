@@ -248,14 +248,6 @@ def test_a_function_may_be_compiled_ahead_of_time() -> None:
     np.testing.assert_array_equal(lowered.compile()(W, X), fun(W, X))
 
 
-def test_weak_types_are_the_functions_own() -> None:
-    def fun(w, x, scale):
-        return x @ w * scale, scale * 2, jnp.sum(x @ w) * 0.5
-
-    plain = jax.make_jaxpr(fun)(W, X, 3.0).out_avals
-    assert jax.make_jaxpr(autocast(fun, BF16))(W, X, 3.0).out_avals == plain
-
-
 def test_arguments_that_are_no_arrays_reach_the_function() -> None:
     def fun(activation, w, x, scale=1.0, bias=None):
         out = activation(x @ w) * scale

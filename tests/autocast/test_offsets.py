@@ -193,6 +193,7 @@ def low(fun: Any, half: str) -> Any:
 
 
 @IN_MODES
+@pytest.mark.one_of("order")
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_added_to_a_product_keeps_its_digits(name, order, half):

@@ -144,13 +144,6 @@ def linear(w, rows):
     return jnp.sum(rows @ w)
 
 
-def in_micro_batches(w, rows):
-    def step(grads, x):
-        return grads + jax.grad(lambda w: linear(w, x))(w), None
-
-    return lax.scan(step, jnp.zeros_like(w), rows)[0]
-
-
 @pytest.mark.parametrize("half", HALF)
 def test_sums_of_one_sign_are_exact(half):
     count, w = ROWS[half], jnp.ones((4, 4))
@@ -163,21 +156,6 @@ def test_sums_of_one_sign_are_exact(half):
     over_examples = jax.vmap(fun, (None, 0))
     grad = jax.grad(lambda w: jnp.sum(over_examples(w, rows[:, None])))(w)
     np.testing.assert_array_equal(grad, count)
-
-
-@pytest.mark.parametrize("half", HALF)
-def test_64_micro_batches_have_the_error_of_float32(half):
-    x = normal(3, 64, 16, SIZE).astype(HALF[half]).astype(jnp.float32)
-    c = normal(4, 16, SIZE).astype(HALF[half]).astype(jnp.float32)
-    exact = np.einsum("brk,rn->kn", np.float64(x), np.float64(c))
-
-    def grads(reduce):
-        loss = autocast(lambda w, x: jnp.sum((x @ w) * c), policy(half, reduce))
-        step = jax.jit(jax.grad(loss))
-        return functools.reduce(jnp.add, [step(WS[0], batch) for batch in x])
-
-    assert error(grads("float32"), exact) < 1e-6
-    assert error(grads(None), exact) > 1e-4
 
 
 @pytest.mark.parametrize("half", HALF)
@@ -305,8 +283,3 @@ def test_casts_by_hand_have_the_same_by_one_helper(name, half):
     assert all(map(jaxprs.is_half, products))
     plain_products = jaxprs.products(jaxprs.trace(jax.grad(fun), ws, X))
     assert len(products) == len(plain_products)
-
-
-def test_a_helper_takes_no_other_dtype():
-    with pytest.raises(ValueError, match="Expected the reduce dtype None"):
-        sums_in_float32(mlp, reduce_dtype="bfloat16")

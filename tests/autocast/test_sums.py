@@ -20,7 +20,6 @@ from autocast_corpus.program import DTYPES, POLICIES
 from flax import nnx
 from jax import lax
 
-import jmp_lite as jmp
 from jmp_lite import autocast, sums_in_float32
 from jmp_lite import linen as jmp_linen
 from jmp_lite import nnx as jmp_nnx
@@ -310,11 +309,6 @@ def test_what_asks_for_numbers_works_in_grad_without_jit_and_warns(ask: str) -> 
         assert f"asks at {line}" in str(error.value)
 
 
-def test_sums_in_float32_wants_a_function() -> None:
-    with pytest.raises(TypeError, match="sums_in_float32 expects a function, got 3"):
-        sums_in_float32(3)  # pyright: ignore[reportArgumentType]
-
-
 class LinenNet(nn.Module):
     @nn.compact
     def __call__(self, x, rows):
@@ -361,16 +355,3 @@ def test_gradients_under_with_policy_are_summed_in_float32(
     errors = jax.tree.map(error, found, expected)
     assert max(jax.tree.leaves(errors)) < 4 * EPS[half], errors
     assert not jaxprs.half_sums(jaxprs.trace(grad, params))
-
-
-def test_a_policy_that_casts_by_hand_gets_the_same() -> None:
-    policy = jmp.get_policy("mixed_bfloat16")
-
-    @sums_in_float32
-    def loss(params):
-        params, x = policy.cast_to_compute((params, X))
-        h = jax.nn.relu(x @ params["w"] + params["b"][None])
-        return policy.cast_to_output(jnp.mean(h))
-
-    params = {"w": W, "b": jnp.zeros(WIDTH)}
-    assert not jaxprs.half_sums(jaxprs.trace(jax.grad(loss), params))

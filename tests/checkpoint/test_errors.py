@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from checkpoints import names, refusal
+from checkpoints import refusal
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
@@ -33,17 +33,6 @@ def test_a_folder_without_checkpoints_says_what_it_holds(tmp_path: Path) -> None
     text = "it holds 7.orbax-checkpoint-tmp, a, b, c and 1 more."
     assert text in refusal(checkpoint.restore, folder, {})
     assert checkpoint.latest_step(folder) is None
-
-
-def test_an_older_step_is_not_saved_and_a_newer_one_is(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"x": 1}, step=5)
-    assert refusal(checkpoint.save, tmp_path, {"x": 2}, step=4) == (
-        f"Step 4 is older than step 5, the newest in {tmp_path}. Save to another "
-        "folder, or remove the later steps."
-    )
-    assert names(tmp_path) == ["5"]
-    assert checkpoint.restore(tmp_path, {"x": 0}).state == {"x": 1}
-    checkpoint.save(tmp_path, {"x": 6}, step=6)
 
 
 def test_a_whole_step_may_be_a_number_of_any_kind(tmp_path: Path) -> None:

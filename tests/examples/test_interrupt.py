@@ -97,35 +97,3 @@ def test_it_is_said_that_nothing_was_saved(tmp_path):
 )
 def test_every_example_is_run_this_way(path):
     assert path.read_text().endswith("    run_command(main)\n")
-
-
-@pytest.mark.full
-def test_several_processes_stop_together_and_one_of_them_says_it(tmp_path):
-    args = ["--processes", "2", "--width", "32", "--layers", "0", "--steps", "1000000"]
-    args += ["--layout", "data", "--out", str(tmp_path / "out")]
-    args += ["--checkpoints", str(tmp_path / "saved")]
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "examples.multihost", *args],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert launcher.stdout is not None
-    for line in launcher.stdout:
-        if line.startswith("Processes: 2"):
-            break
-    os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to all of them
-    try:
-        output, _ = launcher.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        os.killpg(launcher.pid, signal.SIGKILL)
-        raise
-    assert launcher.returncode == 130, output
-    assert "Traceback" not in output
-    assert output.count("Stopped") == 1
-    assert shlex.join([sys.executable, "-m", "examples.multihost", *args]) in output
-    with pytest.raises(ProcessLookupError):  # none is left
-        os.killpg(launcher.pid, 0)

@@ -172,11 +172,10 @@ def test_accumulation_takes_each_new_history_and_averages_none():
     )
     first, second, _ = _batches(3)
     bad = second[0].at[0, 0].set(jnp.inf), *second[1:]
+    grad = jax.jit(jax.grad(_scaled_loss), compiler_options=bitwise.UNOPTIMISED)
     for batch in (first, bad, second):
         before = state
-        grads = jax.jit(jax.grad(_scaled_loss), compiler_options=bitwise.UNOPTIMISED)(
-            state.params, state, batch
-        )
+        grads = grad(state.params, state, batch)
         state = _step(state, batch)
         expected = before.params[_OWG] if batch is bad else grads[_OWG]
         assert bitwise.raw_bits(state.params[_OWG]) == bitwise.raw_bits(expected)

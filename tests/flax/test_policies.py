@@ -166,14 +166,6 @@ def test_an_nnx_model_stays_as_it_was():
 # Rules.
 
 
-@of_both
-def test_a_rule_for_the_model_itself_says_what_comes_out(flax):
-    policy = PolicyMap("full", {"": "p=f32,c=bf16,o=f16"})
-    model = flax.with_policy(flax.make(flax.Mlp), policy)
-    assert flax.products(model, X) == {("bfloat16",) * 3}
-    assert flax.output(model, X).dtype == jnp.float16
-
-
 @pytest.mark.parametrize("pattern", ["body", "body.*", "body/.*"])
 def test_the_outermost_module_of_a_rule_has_its_output_dtype(pattern):
     """Modules inside do not, whether or not the pattern matches them too."""

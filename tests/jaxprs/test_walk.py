@@ -88,13 +88,13 @@ def sites_named(primitive: str, fun: Any, *args: Any) -> list[Site]:
 
 
 def _cases(programs: Any, short: int | None = None) -> list[Any]:
-    """Return programs as cases; all are `full` but each second, from `short` on."""
+    """Return programs as cases; all are `full` but each fourth, from `short` on."""
     standard, full = [pytest.mark.standard_promotion], [pytest.mark.full]
     return [
         pytest.param(
             program,
             id=program.name,
-            marks=standard * program.third_party + full * (i % 2 != short),
+            marks=standard * program.third_party + full * (i % 4 != short),
         )
         for i, program in enumerate(programs)
     ]

@@ -417,14 +417,3 @@ def test_an_nnx_model_has_the_layers_that_the_user_names() -> None:
 
 
 # Errors.
-
-
-def test_errors_say_what_was_got():
-    with pytest.raises(TypeError, match="dry_run expects a function, got 3"):
-        dry_run(3, "mixed_float16")  # pyright: ignore[reportArgumentType] - that is the point
-    needs_half = "expects a policy that computes in float16 or"
-    with pytest.raises(ValueError, match=needs_half):
-        dry_run(two_layers, "p=f32,c=f64,o=f32")
-    policy = jmp.PolicyMap("mixed_float16", {"net/thrid": "full"})
-    with pytest.raises(ValueError, match=r"net/thrid.*net"):
-        dry_run(two_layers, policy)(W, X)

@@ -199,26 +199,10 @@ def test_advice_is_saved_as_json():
             Advice.from_json(text)
 
 
-def test_code_that_is_pasted_gives_the_same_policy():
-    advice = advise(lambda w, x: model(w, x, 2000.0), HALF)(W, X)
-    pasted: dict[str, Any] = {}
-    exec(advice.code(), {"jmp": jmp}, pasted)
-    assert pasted == {"policy": advice.policy, "loss_scale": advice.loss_scale}
-
-
 def test_bfloat16_has_half_results_already():
     advice = advise(model, "mixed_bfloat16")(W, X)
     assert advice.policy == jmp.get_policy("mixed_bfloat16")
     assert advice.half_results == ()
-
-
-def test_what_cannot_be_is_refused():
-    for headroom in (0.5, 0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="Expected a headroom of at least 1"):
-            advise(model, HALF, headroom=headroom)
-    wrong: Any = "advice"
-    with pytest.raises(TypeError, match="Expected an Advice as previous, got 'advice'"):
-        advise(model, HALF, previous=wrong)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +251,18 @@ def test_a_factor_of_a_derivative_does_not_lower_the_loss_scale():
     assert advice.loss_scale.loss_scale >= 2.0**10
 
 
+# That autocast has each hazard right is a test of its own, which takes no advice.
+_SHORT = ("large_products", "fully_masked_rows", "long_sum", "l2_norm_with_eps")
+
+
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", HAZARDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in _SHORT else [pytest.mark.full])
+        for name in HAZARDS
+    ],
+)
 def test_a_hazard_stays_right_and_the_layers_beside_it_are_lean(name):
     hazard, args = HAZARDS[name]
     w, x = W / 2, X

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from train_steps import (
+    ADAM,
     ALWAYS_RIGHT,
     PARAMS,
     POLICY,
@@ -19,6 +20,7 @@ from train_steps import (
     loss_fn,
     plain_loss,
     scaled,
+    step_with,
     unscaled,
 )
 
@@ -207,13 +209,8 @@ def test_scaled_gradients_in_a_train_state_without_scale_aware_are_found() -> No
 def test_float16_gradients_without_a_loss_scale_are_found(loss_scale: Any) -> None:
     adam = optax.adam(1e-3)
     tx = adam if loss_scale is None else jmp.scale_aware(adam, loss_scale)
-
-    def step(params, opt_state, x, y):
-        grads = jax.grad(loss_fn)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    ((rule, fix),) = found(step, PARAMS, tx.init(PARAMS), X, Y).items()
+    step, args = step_with(tx, lambda params, _, x, y: jax.grad(loss_fn)(params, x, y))
+    ((rule, fix),) = found(step, *args).items()
     assert rule == "no-loss-scale"
     assert fix == (
         "Use scale_aware(optimizer) and scaled_value_and_grad(loss_fn, "
@@ -259,28 +256,19 @@ def test_unscaled_gradients_name_the_line_and_the_remedy() -> None:
 
 
 def test_gradients_unscaled_twice_are_found() -> None:
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
-    def step(params, opt_state, x, y):
-        loss_scale = jmp.get_loss_scale(opt_state)
+    def gradients(params, opt_state, x, y):
         _, grads = scaled(loss_fn, opt_state)(params, x, y)
-        updates, opt_state = tx.update(loss_scale.unscale(grads), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return jmp.get_loss_scale(opt_state).unscale(grads)
 
-    rules = found(step, PARAMS, tx.init(PARAMS), X, Y)
-    assert set(rules) == {"unscaled-gradients"}
+    assert set(found(*_called(step_with(ADAM, gradients)))) == {"unscaled-gradients"}
 
 
 def test_the_loss_scale_of_the_other_network_is_found() -> None:
-    tx = jmp.scale_aware(optax.adam(1e-3))
+    def gradients(params, opt_state, other, x, y):
+        return scaled(loss_fn, other)(params, x, y)[1]
 
-    def step(params, opt_state, other, x, y):
-        _, grads = scaled(loss_fn, other)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    rules = found(step, PARAMS, tx.init(PARAMS), tx.init(PARAMS), X, Y)
-    assert "unscaled-gradients" in rules
+    step = step_with(ADAM, gradients, batch=(ADAM.init(PARAMS), X, Y))
+    assert "unscaled-gradients" in found(*_called(step))
 
 
 def test_shapes_stand_for_the_arguments() -> None:

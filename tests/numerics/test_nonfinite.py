@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from planted_hazards import HAZARDS, QUIET, Hazard, Program
 
@@ -299,13 +298,3 @@ def test_a_tracker_survives_pickling_and_the_tree():
 
 
 # Errors.
-
-
-@pytest.mark.standard_promotion
-def test_errors_say_what_was_got():
-    for transform in (first_nonfinite, track_nonfinite):
-        with pytest.raises(TypeError, match="Expected a function to watch, got 3"):
-            transform(3)  # pyright: ignore[reportArgumentType] - that is the point
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"watch got an nnx module.*nnx\.split"):
-        first_nonfinite(lambda m, x: m(x))(model, jnp.ones(2))

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -117,13 +116,6 @@ def test_a_report_prints_its_worst_layers_in_40_lines():
     many = [a_row(layer=f"layer {i}") for i in range(50)]
     assert len(str(DryRunReport(tuple(many), "float16")).splitlines()) <= 40
     assert "of 0 layers" in str(DryRunReport((), "float16"))
-
-
-def test_notebooks_show_the_table():
-    html = REPORT._repr_html_()
-    assert html.count("<tr>") == 6 and "net/b/c" in html and "<script" not in html
-    hostile = DryRunReport((a_row(layer="<script>"),), "float16")
-    assert "&lt;script&gt;" in hostile._repr_html_()
 
 
 # Order.
@@ -250,17 +242,3 @@ def test_json_has_no_infinity():
     assert data["dtype"] == "float16"
     assert data["rows"][3]["error"] == "inf"
     assert set(data["rows"][0]) == {field.name for field in dataclasses.fields(OpStats)}
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": 1}', "1"])
-def test_other_json_is_refused(text):
-    with pytest.raises(ValueError, match="Expected the JSON of a DryRunReport, got"):
-        DryRunReport.from_json(text)
-
-
-def test_a_report_is_plain_numbers(real):
-    for row in real.rows:
-        for field in dataclasses.fields(OpStats):
-            value = getattr(row, field.name)
-            assert type(value) in (str, int, float, bool, tuple, type(None)), field.name
-        assert np.sum(row.histogram) <= row.size

@@ -10,6 +10,7 @@ import pytest
 from jmp_lite._src.optimizers import blocks, rounding
 
 _NEAREST = jnp.uint32(2**31)
+_encode, _decode = jax.jit(blocks.encode), jax.jit(blocks.decode)
 
 
 # Of a block: the code of its scale, the power, and the codes that it uses. A block of
@@ -32,7 +33,7 @@ def _decoded(kind: str, scale: float = 1.0) -> np.ndarray:
     """Return the same numbers as they are decoded, f32."""
     codes = jnp.asarray(KINDS[kind][2], jnp.uint8)
     stored = {"narrow": scale, "wide": 1.5 * scale, "signed": -scale}[kind]
-    return np.asarray(blocks.decode(codes, jnp.float32([stored])))
+    return np.asarray(_decode(codes, jnp.float32([stored])))
 
 
 def _as_block(kind: str, x: np.ndarray) -> np.ndarray:
@@ -41,11 +42,11 @@ def _as_block(kind: str, x: np.ndarray) -> np.ndarray:
 
 
 def _through(x: Any, noise: Any = _NEAREST) -> np.ndarray:
-    codes, scales = jax.jit(blocks.encode)(jnp.asarray(x, jnp.float32), noise)
+    codes, scales = _encode(jnp.asarray(x, jnp.float32), noise)
     assert codes.dtype == jnp.uint8 and codes.shape == np.shape(x)
     assert scales.dtype == jnp.float32
     assert scales.shape == (*np.shape(x)[:-1], -(-np.shape(x)[-1] // 256))
-    return np.asarray(jax.jit(blocks.decode)(codes, scales))
+    return np.asarray(_decode(codes, scales))
 
 
 def _noise(x: Any, seed: int) -> jax.Array:
@@ -63,16 +64,16 @@ def test_every_code_stands_for_a_number_of_its_own(kind, scale):
 
 def test_negative_codes_are_negative_numbers_and_zero_is_zero():
     codes = jnp.arange(256, dtype=jnp.uint8)
-    both = np.asarray(blocks.decode(codes, jnp.float32([-1.0])))
+    both = np.asarray(_decode(codes, jnp.float32([-1.0])))
     np.testing.assert_array_equal(both[129:], -both[127:0:-1])
-    zeros = [blocks.decode(codes[:1], jnp.float32([s])) for s in (1.0, 1.5, -1.0)]
+    zeros = [_decode(codes[:1], jnp.float32([s])) for s in (1.0, 1.5, -1.0)]
     assert not np.any(zeros)
 
 
 def test_blocks_of_earlier_versions_are_read():
     # All numbers without a sign were ninth powers, from code 1 on.
     codes = jnp.arange(1, 256, dtype=jnp.uint8)
-    got = blocks.decode(codes, jnp.float32([0.5]))
+    got = _decode(codes, jnp.float32([0.5]))
     np.testing.assert_allclose(got, (np.arange(1, 256) / 128) ** 9 / 2, rtol=4e-7)
 
 
@@ -123,7 +124,7 @@ def test_numbers_are_close_at_the_largest_and_reach_far_below_it(
     for largest in np.linspace(2.0**10, 2.0**11, 64):
         other = largest * 2.0**-octaves * (-1 if kind == "signed" else 1)
         x = np.array([largest, 1.001 * other, 0.0], np.float32)
-        codes, scales = blocks.encode(jnp.asarray(x), _NEAREST)
+        codes, scales = _encode(jnp.asarray(x), _NEAREST)
         power_of_two = 2.0 ** np.floor(np.log2(abs(float(scales[0]))))
         grid = _decoded(kind, power_of_two).astype(np.float64)
         got = _through(x)

@@ -10,15 +10,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import Trainer, half_on_purpose, without_scale
+from optimizers import Trainer, half_on_purpose
 
-import jmp_lite
 from jmp_lite import (
     LowPrecisionArray,
     low_precision_state,
-    master_weights,
-    scale_aware,
-    stochastic_rounding,
 )
 from jmp_lite._src.optimizers import rounding
 
@@ -96,17 +92,6 @@ def test_moments_decay_for_a_parameter_without_a_gradient(dtype, magnitude):
     assert np.abs(last.mu).max() < 1e-6 * magnitude
 
 
-@pytest.mark.one_of("sign")
-@with_dtypes
-@pytest.mark.parametrize("sign", [1, -1])
-def test_an_average_of_numbers_of_one_sign_grows_as_it_should(dtype, sign):
-    tx = low_precision_state(optax.ema(0.999, debias=False), dtype)
-    grads = jnp.asarray(sign * _lognormal(2, 3))
-    state = _scan(tx, tx.init(grads), grads, 500)
-    expected = np.float64(grads) * (1 - 0.999**500)
-    _assert_mean(_read(state.inner_state).ema, expected)
-
-
 def _updates(tx: Any, grads: list[np.ndarray]) -> list[np.ndarray]:
     update = jax.jit(tx.update)
     state, updates = tx.init(jnp.asarray(grads[0])), []
@@ -137,7 +122,7 @@ def test_no_update_explodes_where_second_moments_are_small(dtype, decades):
         assert error < _ERRORS[dtype, decades]
 
 
-@pytest.mark.parametrize("spike", [1e10, 1e18, 1e25, 1e30, np.inf])
+@pytest.mark.parametrize("spike", [1e10, 1e25, np.inf])
 @with_dtypes
 def test_one_huge_gradient_costs_one_parameter_at_most(dtype, spike):
     rng = np.random.default_rng(0)
@@ -249,23 +234,6 @@ def test_other_leaves_are_left_alone():
     bitwise.assert_same(record, params)
 
 
-def test_masters_and_iterates_are_left_alone():
-    params = jnp.ones(5000, jnp.bfloat16)
-    tx: Any = low_precision_state(master_weights(optax.adam(1e-3)), "8bit")
-    state = tx.init(params)
-    updates, state = tx.update(params, state, params)
-    assert state.inner_state.masters.dtype == jnp.float32
-    assert _is_stored(state.inner_state.inner_state[0].nu)
-    inner = master_weights(optax.adam(1e-3))
-    expected, _ = inner.update(params, inner.init(params), params)
-    bitwise.assert_same(updates, expected)
-
-    free: Any = low_precision_state(optax.contrib.schedule_free_adamw()).init(params)
-    names = _dtype_names(free)
-    assert names[".inner_state.z"] == "float32"
-    assert "bfloat16" in names.values()
-
-
 def test_a_gradient_that_is_none_leaves_its_moments():
     params = {"a": jnp.ones(5000), "b": jnp.ones(5000)}
     for dtype in DTYPES:
@@ -295,85 +263,6 @@ def test_a_moment_that_is_kept_keeps_its_bits():
 
 
 # Beside other optimisers.
-
-
-def _scaled(inner: Any) -> Any:
-    return scale_aware(inner, jmp_lite.DynamicLossScale(8.0, min_loss_scale=8.0))
-
-
-def _adam() -> Any:
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-2))
-
-
-COMPOSITIONS: dict[str, Any] = {
-    "inside": lambda wrap: _scaled(wrap(_adam())),
-    "around": lambda wrap: wrap(_scaled(_adam())),
-    "in master_weights": lambda wrap: _scaled(master_weights(wrap(_adam()))),
-    "around master_weights": lambda wrap: wrap(_scaled(master_weights(_adam()))),
-    "between": lambda wrap: _scaled(wrap(master_weights(_adam()))),
-    "in stochastic_rounding": lambda wrap: _scaled(
-        stochastic_rounding(wrap(_adam()), jax.random.key(0))
-    ),
-    "inside MultiSteps": lambda wrap: _scaled(optax.MultiSteps(wrap(_adam()), 2)),
-    "around MultiSteps": lambda wrap: _scaled(wrap(optax.MultiSteps(_adam(), 2))),
-    "in a chain": lambda wrap: _scaled(
-        optax.chain(optax.clip_by_global_norm(1.0), wrap(optax.adam(3e-2)))
-    ),
-    "inject_hyperparams": lambda wrap: _scaled(
-        optax.inject_hyperparams(lambda rate: wrap(optax.adam(rate)))(rate=1e-2)
-    ),
-    "partition": lambda wrap: _scaled(
-        optax.partition(
-            {"low": wrap(_adam()), "full": optax.sgd(1e-2)},
-            {"w": "low", "b": ["low", "full"]},
-        )
-    ),
-    "masked": lambda wrap: _scaled(
-        optax.masked(wrap(optax.adam(3e-2)), {"w": True, "b": [True, False]})
-    ),
-    "apply_if_finite": lambda wrap: _scaled(optax.apply_if_finite(wrap(_adam()), 3)),
-}
-
-
-def _params() -> Any:
-    rng = np.random.default_rng(0)
-    w, b = rng.normal(size=(4, 300)), rng.normal(size=40)
-    return {
-        "w": jnp.asarray(w, jnp.bfloat16),
-        "b": [jnp.asarray(b, jnp.float32), jnp.ones(8, jnp.float16)],
-    }
-
-
-def _grads(params: Any, seed: int, bad: float | None = None) -> Any:
-    rng = np.random.default_rng(seed)
-    grads = jax.tree.map(
-        lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
-    )
-    if bad is not None:
-        grads["w"] = grads["w"].at[2, 3].set(bad)
-    return grads
-
-
-@pytest.mark.one_of("dtype")
-@pytest.mark.parametrize("name", COMPOSITIONS)
-@with_dtypes
-def test_a_skipped_step_leaves_every_bit_in_any_composition(name, dtype):
-    def wrap(inner):
-        return low_precision_state(inner, dtype, min_size=1)
-
-    trainer = Trainer(COMPOSITIONS[name](wrap), donate_argnums=1)
-    params = _params()
-    state = trainer.init(params)
-    avals, structure = bitwise.avals((params, state)), jax.tree.structure(state)
-    assert any(map(_is_stored, jax.tree.leaves(state, is_leaf=_is_stored)))
-    for seed, bad in enumerate((None, np.nan, None, np.inf)):
-        before = bitwise.raw_bits(without_scale((params, state)))
-        params, state = trainer.step(params, state, _grads(params, seed, bad))
-        assert bitwise.avals((params, state)) == avals
-        assert jax.tree.structure(state) == structure
-        after = bitwise.raw_bits(without_scale((params, state)))
-        assert (before == after) == (bad is not None)
-    assert trainer.traces == 1
 
 
 def test_each_leaf_and_each_step_has_noise_of_its_own():

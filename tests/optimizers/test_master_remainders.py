@@ -108,9 +108,6 @@ def _assert_same_training(got: Any, expected: Any) -> None:
     bitwise.assert_same(params, expected_params)
 
 
-# What it is for.
-
-
 # The same training.
 
 
@@ -127,17 +124,6 @@ def test_it_trains_as_float32_masters_do(name, order):
     assert bitwise.raw_bits(got[0]) != bitwise.raw_bits(_params())
 
 
-@in_orders
-def test_it_runs_in_a_scan(order):
-    def run(wrap):
-        tx = ORDERS[order](wrap, _rounded("momentum"))
-        carry = _params(), tx.init(_params())
-        scan = _jit(lambda carry, xs: jax.lax.scan(_step(tx), carry, xs)[0])
-        return scan(carry, _batches())
-
-    _assert_same_training(run(in_remainders), run(master_weights))
-
-
 def test_a_donated_step_works_in_place():
     tx: Any = ORDERS["inside"](in_remainders, optax.adam(3e-2))
     carry, batches = (_params(), tx.init(_params())), _batches(3)
@@ -152,6 +138,7 @@ def test_a_donated_step_works_in_place():
     bitwise.assert_same(carry, expected)
 
 
+@pytest.mark.one_of("order")
 @pytest.mark.parametrize("order", ["inside", "around"])
 def test_sharded_parameters_have_sharded_remainders(order):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -290,9 +277,6 @@ def test_parameters_set_by_hand_go_on_from_there(order):
     # They have what was left of the old ones, less than half a spacing, until `init`.
     masters = jax.tree.leaves(with_masters(params, tx.init(params)))
     assert any((m == params["w"]).all() for m in masters if m.shape == (8, 16))
-
-
-# Trees and states.
 
 
 # Bad input.

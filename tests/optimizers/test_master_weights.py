@@ -153,6 +153,7 @@ def _can_be_reached(old: Any, new: Any) -> np.ndarray:
     return (new == 0) | (old <= ratio * new) | (ratio == 1.0)
 
 
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(tree=_TREES, seed=st.integers(0, 2**16), wraps=st.booleans())
 def test_parameters_are_the_cast_of_their_masters_after_each_step(tree, seed, wraps):
     rng = np.random.default_rng(seed)
@@ -305,17 +306,6 @@ def test_only_what_is_set_leaves_its_master(dtype):
     repaired, state = trainer.step(params, state, grads)
     assert jmp_lite.all_finite((repaired, state))
     np.testing.assert_array_equal(repaired[5:], (masters - grads)[5:].astype(dtype))
-
-
-def test_a_skipped_step_keeps_what_was_set():
-    trainer: Any = Trainer(scale_aware(master_weights(optax.adam(0.1)), _SCALE))
-    params, state = trainer.run(jnp.ones(3, jnp.bfloat16), [jnp.ones(3)])
-    params = jnp.full(3, 3.0, jnp.bfloat16)
-    skipped, after = trainer.step(params, state, jnp.full(3, jnp.nan))
-    bitwise.assert_same(skipped, params)
-    bitwise.assert_same(after.inner_state, state.inner_state)
-    params, _ = trainer.step(skipped, after, jnp.ones(3))
-    assert (np.asarray(params, np.float32) > 2.8).all()
 
 
 def _masters_of(state: Any) -> Any:

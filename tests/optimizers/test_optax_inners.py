@@ -23,7 +23,11 @@ from jmp_lite import (
 )
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
-pytestmark = [pytest.mark.standard_promotion, half_on_purpose]
+pytestmark = [
+    pytest.mark.standard_promotion,
+    half_on_purpose,
+    pytest.mark.one_of("wrap"),
+]
 
 _RATE = 1e-2
 _MASK = {"w": True, "b": False}

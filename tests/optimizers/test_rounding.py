@@ -50,6 +50,7 @@ def test_a_half_number_stays_what_it_is_whatever_the_noise():
             np.testing.assert_array_equal(rounded, x)
 
 
+@pytest.mark.one_of("shape")
 @pytest.mark.parametrize("shape", [(2**16,), (256, 256), (4, 128, 128), (2**16, 1)])
 def test_each_bit_is_fair_and_no_neighbours_are_alike(shape):
     bits = _bits(_noise(shape))
@@ -75,6 +76,4 @@ def test_leaves_of_one_shape_are_traced_and_lowered_once(name):
 
     params = [jnp.ones((8, 8), jnp.float16)] * 9
     text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
-    assert (
-        len(re.findall(r"func private @_(rounded_update|update_to_master)", text)) == 1
-    )
+    assert len(re.findall(r"func private @_(rounded_update|update)\(", text)) == 1

@@ -244,18 +244,6 @@ def test_complex_params_are_updated_and_kept_bit_for_bit():
         bitwise.assert_same(params + updates, params)
 
 
-@pytest.mark.standard_promotion  # a float16 parameter plus a float32 update
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-def test_zeros_keep_their_sign_and_half_its_subnormals_on_a_skip(dtype):
-    params = jnp.array([0.0, -0.0, 1.0, -1.0], dtype)
-    if dtype == jnp.float16:
-        params = params.at[2].set(6e-8)
-    tx: Any = scale_aware(optax.sgd(1.0))
-    updates, _ = tx.update(params.at[0].set(jnp.nan), tx.init(params), params)
-    applied = optax.apply_updates(params, updates)
-    bitwise.assert_same(applied, params)
-
-
 def test_leaves_that_are_no_numbers_pass_through():
     inner = optax.masked(optax.sgd(1.0), {"w": True, "step": False, "frozen": False})
     tx: Any = scale_aware(inner, DynamicLossScale(4.0))

@@ -175,8 +175,7 @@ def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype
     first_params = _params(param_dtype)
     first_state = programs.wrapped_init(first_params)
     first_inner_state = programs.inner_init(_float32(first_params))
-    is_usual = (grad_dtype, param_dtype) == ("f16", "f32")
-    for exponent in range(-10, 25) if is_usual else (-10, 0, 24):
+    for exponent in (-10, 0, 7, 24):
         scale = 2.0**exponent
         loss_scale = jmp_lite.DynamicLossScale(scale, min_loss_scale=2.0**-12)
         params, inner_state = first_params, first_inner_state
@@ -195,41 +194,6 @@ def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype
                 np.testing.assert_array_max_ulp(
                     np.asarray(updates[key]), np.asarray(expected[key]), maxulp=2
                 )
-
-
-@over_param_dtypes
-def test_sam_steps_as_it_does_alone(param_dtype):
-    inner = contrib.sam(optax.sgd(0.25), optax.chain(contrib.normalize(), optax.sgd(1)))
-    tx: Any = jmp_lite.scale_aware(inner, jmp_lite.StaticLossScale(4.0))
-    params = _params(param_dtype)
-    state, inner_state = tx.init(params), inner.init(_float32(params))
-    for seed in range(4):
-        grads = _float32(_grads("f16", seed))
-        expected, inner_state = inner.update(grads, inner_state, _float32(params))
-        scaled = jax.tree.map(lambda g: 4 * g, grads)
-        updates, state = tx.update(scaled, state, params, value=jnp.float32(1.0))
-        bitwise.assert_same(updates, expected)
-        bitwise.assert_same(state.inner_state, inner_state)
-        params: Any = optax.apply_updates(params, updates)
-
-
-def test_lookahead_takes_gradients_of_the_fast_parameters():
-    inner = optax.lookahead(optax.sgd(0.25, momentum=0.5), 2, 0.5)
-    tx: Any = jmp_lite.scale_aware(inner, jmp_lite.StaticLossScale(4.0))
-    pair: Any = optax.LookaheadParams.init_synced(_params("f32"))
-    plain, state, plain_state = pair, tx.init(pair), inner.init(pair)
-    for seed in range(5):
-        grads = _grads("f32", seed)
-        if seed != 2:  # the bad step is as none at all
-            updates, plain_state = inner.update(grads, plain_state, plain)
-            plain: Any = optax.apply_updates(plain, updates)
-        else:
-            grads["w"] = grads["w"].at[1, 1].set(jnp.nan)
-        scaled = jax.tree.map(lambda g: 4 * g, grads)
-        updates, state = tx.update(scaled, state, pair)
-        pair: Any = optax.apply_updates(pair, updates)
-        bitwise.assert_same(pair, plain)
-    assert bitwise.raw_bits(pair.fast) != bitwise.raw_bits(pair.slow)
 
 
 @pytest.mark.parametrize("wrap", ["inside", "around", "alone"])

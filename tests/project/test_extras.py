@@ -75,24 +75,13 @@ _TRAININGS = [
 _COMPILED = ["import benchmarks.programs", "import benchmarks.memory"]
 _IMPORTS = {
     "flax": asks(_PUBLIC, "flax", "flax") | asks(_TRAININGS, "flax", "examples"),
-    "mlxtend": asks(_TRAININGS, "mlxtend", "examples"),
     "orbax": asks(["from jmp_lite import checkpoint"], "orbax", "checkpoint"),
     "mlxtend orbax": dict.fromkeys(_COMPILED),
     "mlxtend orbax flax": asks(_COMPILED, "flax", "flax"),
-    "mlxtend orbax rich": asks(_COMPILED, "rich", "numerics"),
-    "mlxtend orbax typer": asks(_COMPILED, "typer", "examples"),
 }
-# Another library is asked for in the same way.
-_FULL = {"mlxtend", "mlxtend orbax rich", "mlxtend orbax typer"}
 
 
-@pytest.mark.parametrize(
-    "hidden",
-    [
-        pytest.param(hidden, marks=[pytest.mark.full] if hidden in _FULL else [])
-        for hidden in _IMPORTS
-    ],
-)
+@pytest.mark.parametrize("hidden", _IMPORTS)
 def test_what_is_imported_asks_for_its_library(hidden):
     errors = _IMPORTS[hidden]
     assert errors_without(set(hidden.split()), *errors) == list(errors.values())
@@ -196,8 +185,3 @@ def test_no_import_of_an_optional_library_is_forgotten():
     assert {path: names for path, names in found.items() if names} == {}
     for name in ("linen", "nnx", "checkpoint"):
         assert "extras.needed(" in (PACKAGE / f"{name}.py").read_text()
-
-
-def test_a_forgotten_import_is_seen():
-    assert unguarded("def f():\n  from rich.table import Table") == ["rich.table"]
-    assert unguarded("with extras.needed('flax'):\n  import flax") == []

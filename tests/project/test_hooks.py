@@ -49,10 +49,3 @@ def test_a_diagram_is_in_a_box_and_no_other_code():
     made = hooks.on_page_content(code + diagram + code + diagram, page=None)
     box = f'<div class="diagram">{diagram}</div>'
     assert made == code + box + code + box
-
-
-def test_pages_are_edited_in_the_repository():
-    config = hooks.on_config({})
-    assert config["repo_url"] == REPOSITORY
-    assert config["repo_name"] == REPOSITORY.rpartition("/")[2]
-    assert (ROOT / config["edit_uri"].removeprefix("edit/main/")).is_dir()

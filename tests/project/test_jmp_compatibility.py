@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jmp_lite as jmp
 
@@ -60,26 +59,7 @@ def test_jmps_own_tests_can_fail():
     }
 
 
-@pytest.mark.full
-def test_jmp_itself_cannot_be_loaded_by_the_runner():
-    process = run_python(
-        "import sys, run_jmp_tests\n"
-        "sys.meta_path.insert(0, run_jmp_tests.RefuseJmp())\n"
-        "import jmp"
-    )
-    assert process.returncode == 1
-    assert "jmp is not to be loaded: jmp_lite stands for it." in process.stderr
-
-
 # jmp's README.
-
-
-def test_the_policies_of_jmps_readme():
-    half, full = jmp.half_dtype(), jnp.float32
-    policy = jmp.Policy(compute_dtype=half, param_dtype=full, output_dtype=half)
-    assert policy == jmp.get_policy("params=float32,compute=float16,output=float16")
-    assert policy.cast_to_compute(jnp.ones(2)).dtype == half
-    assert policy.with_output_dtype(full).output_dtype == full
 
 
 def test_the_training_loop_of_jmps_readme_runs_and_skips():

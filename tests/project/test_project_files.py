@@ -115,28 +115,3 @@ def test_where_the_repository_is_is_written_in_one_place() -> None:
     assert all(url.startswith(urls["Repository"]) for url in written)
     names = "README.md CONTRIBUTING.md SECURITY.md CITATION.cff mkdocs.yml".split()
     assert [name for name in names if urls["Repository"] in read(name)] == []
-
-
-# As tests name what is not theirs: a folder or a file at the top, and a package.
-_USED = re.compile(
-    r'ROOT / "([\w.-]+)|^\s*(?:from|import) (examples|benchmarks|tests)\b'
-)
-_ALWAYS = {"pyproject.toml"}  # by the build backend
-
-
-def used_by_tests() -> set[str]:
-    lines = (
-        line
-        for path in (ROOT / "tests").rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines()
-    )
-    return {name for line in lines for m in _USED.finditer(line) for name in m.groups()}
-
-
-def test_the_sdist_holds_what_tests_use() -> None:
-    include = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    used = used_by_tests() - {None} - _ALWAYS
-    assert {"benchmarks", "docs", "examples"} <= used
-    assert {f"/{name}" for name in used} <= set(include)
-    assert {"/Makefile", "/jmp_lite", "/tests"} <= set(include)
-    assert all((ROOT / name.removeprefix("/")).exists() for name in include)

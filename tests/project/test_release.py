@@ -66,22 +66,15 @@ def test_the_sdist_holds_what_its_tests_need(tmp_path, monkeypatch):
     tests = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
     assert tests <= names
     wanted = {
-        "LICENSE",
-        "Makefile",
-        "README.md",
-        "pyproject.toml",
+        *("LICENSE", "Makefile", "README.md", "pyproject.toml", "mkdocs.yml"),
+        *("benchmarks/programs.py", "docs/hooks.py", "examples/digits.py"),
+        *("packaging/smoke.py", ".github/workflows/release.yml", ".ci/run"),
         "tests/data/peers.json",
     }
     assert wanted <= names
     top = {name.partition("/")[0] for name in names}
     assert top.isdisjoint({".git", "build", "dist", "out", ".hypothesis"})
     assert not [name for name in top if name.startswith(".venv")]
-
-
-def test_metadata_name_the_version_and_the_licence(metadata):
-    assert metadata["Version"] == VERSION
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Description-Content-Type"] == "text/markdown"
 
 
 _LINK = re.compile(r"\]\(([^)\s]*)\)")

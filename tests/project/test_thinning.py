@@ -68,9 +68,3 @@ def test_one_case_of_each_kind_is_left(folder: Path) -> None:
     assert "test_alone" in names
     assert len([name for name in names if name.startswith("test_one")]) == 1
     assert len(collected(folder)) == 12 + 3 + 4 + 1 + 4
-
-
-def test_a_case_that_is_asked_for_by_name_is_run(folder: Path) -> None:
-    for case in ("1-float16", "1-bfloat16"):
-        name = f"test_cases.py::test_product[{case}]"
-        assert collected(folder, "-m", "not full", name) == [name]

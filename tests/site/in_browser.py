@@ -1,12 +1,10 @@
-"""The built pages in a browser: the way of a reader, and faults of every page.
+"""The built pages in a browser: what a reader searches, and faults of every page.
 
     make docs-test
 
 It needs Chromium and its driver, which `make docs-test` installs on Debian where they
 are missing. `make test` does not collect this file. The pages lie in a folder for their
 version, as `mike` publishes them. Other hosts are out of reach: a page works without.
-
-    SITE_SHOTS=out/shots make docs-test       # also save pictures of some pages
 """
 
 import functools
@@ -183,65 +181,9 @@ def click(browser: Any, part: Any) -> None:
     part.click()
 
 
-def click_link(browser: Any, where: str, text: str) -> None:
-    """Click the first link that is seen with this text, in a part of the page."""
-
-    def found(browser: Any) -> Any:
-        links = browser.find_elements(By.CSS_SELECTOR, f"{where} a")
-        seen = (link for link in links if link.is_displayed())
-        return next((link for link in seen if link.text.strip() == text), None)
-
-    click(browser, wait(browser, found, f"a link {text!r} in {where}"))
-
-
 def title(browser: Any) -> str:
     heading = browser.find_element(By.CSS_SELECTOR, "article h1")
     return heading.text.removesuffix("¶").strip()
-
-
-def test_a_reader_comes_from_home_to_a_recipe(browser: Any, server: Server) -> None:
-    look(browser, WIDTHS["desktop"])
-    browser.get(server.address)
-    assert title(browser) == "jmp_lite"
-    click_link(browser, "article", "Ten minutes")
-    wait(browser, lambda b: title(b).startswith("Ten minutes"), "the page")
-    click_link(browser, ".md-tabs", "Recipes")
-    wait(browser, lambda b: title(b) == "Recipes", "the page")
-    click_link(browser, "article", "Plain functions")
-    wait(browser, lambda b: title(b) == "Plain functions", "the page")
-    assert "scale_aware" in browser.find_element(By.TAG_NAME, "article").text
-
-
-def test_the_menu_of_a_phone_opens_and_leads_to_a_page(
-    browser: Any, server: Server
-) -> None:
-    look(browser, WIDTHS["phone"])
-    browser.get(server.address)
-    click(
-        browser, browser.find_element(By.CSS_SELECTOR, ".md-header label[for=__drawer]")
-    )
-    click_link(browser, ".md-sidebar--primary", "Ten minutes")
-    wait(browser, lambda b: title(b).startswith("Ten minutes"), "the page")
-
-
-def test_a_search_finds_pages_and_leads_to_one(browser: Any, server: Server) -> None:
-    look(browser, WIDTHS["desktop"])
-    browser.get(server.address)
-    field = browser.find_element(By.CSS_SELECTOR, ".md-search__input")
-    click(browser, field)
-    field.send_keys("loss scale")
-
-    def results(browser: Any) -> Any:
-        found = browser.find_elements(By.CSS_SELECTOR, ".md-search-result__item a")
-        return [item for item in found if item.is_displayed()]
-
-    first, *others = wait(browser, results, "results")
-    assert others and "loss scal" in first.text.lower()
-    first.click()
-    marked = wait(
-        browser, lambda b: b.find_elements(By.CSS_SELECTOR, "article mark"), "marks"
-    )
-    assert {mark.text.lower() for mark in marked} & {"loss", "scale"}
 
 
 @pytest.mark.parametrize(
@@ -276,43 +218,6 @@ def test_what_a_newcomer_types_leads_to_the_page(
     wait(browser, lambda b: page in first_pages(b), f"{page} among the first four")
 
 
-def test_a_block_of_code_is_copied(browser: Any, server: Server) -> None:
-    look(browser, WIDTHS["desktop"])
-    browser.execute_cdp_cmd(
-        "Browser.grantPermissions",
-        {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]},
-    )
-    browser.get(server.address + "ten_minutes/")
-    blocks = browser.find_elements(By.CSS_SELECTOR, "article pre > code")
-    copy = "article [data-clipboard-target], article [data-md-type=copy]"
-    buttons = wait(
-        browser,
-        lambda b: (
-            (found := b.find_elements(By.CSS_SELECTOR, copy))
-            and len(found) == len(blocks)
-            and found
-        ),
-        f"a button for each of {len(blocks)} blocks",
-    )
-    click(browser, buttons[0])
-    read = "navigator.clipboard.readText().then(arguments[0])"
-    text = wait(browser, lambda b: b.execute_async_script(read), "a copy")
-    assert text.strip() == blocks[0].get_property("textContent").strip()
-
-
-def test_the_colours_are_those_that_the_reader_prefers_or_chooses(
-    browser: Any, server: Server
-) -> None:
-    for name, expected in SCHEMES.items():
-        forget_colours(browser, server)
-        look(browser, WIDTHS["desktop"], name)
-        browser.get(server.address)
-        wait(browser, lambda b, want=expected: colours(b) == want, f"{name} colours")
-    toggles = browser.find_elements(By.CSS_SELECTOR, "label[for^=__palette_]")
-    next(toggle for toggle in toggles if toggle.is_displayed()).click()
-    wait(browser, lambda b: colours(b) == SCHEMES["light"], "light colours")
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) -> None:
     browser.get_log("browser")
@@ -325,11 +230,6 @@ def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) ->
             browser.get(address)
             assert colours(browser) == SCHEMES[scheme]
             assert wide_parts(browser, width) == [], f"{name}, {scheme}"
-            if "SITE_SHOTS" in os.environ and page in PICTURED:
-                folder = Path(os.environ["SITE_SHOTS"])
-                folder.mkdir(parents=True, exist_ok=True)
-                stem = "home" if page == "." else page.replace("/", "-")
-                browser.save_screenshot(str(folder / f"{stem}-{name}-{scheme}.png"))
     assert title(browser)
     paragraphs = browser.find_elements(By.CSS_SELECTOR, "article p")
     texts = browser.execute_script(

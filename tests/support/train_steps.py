@@ -76,6 +76,27 @@ def basic(grad: Any, optimizer: Any, loss: Any = loss_fn) -> Any:
     return step, (PARAMS, tx.init(PARAMS), X, Y)
 
 
+def step_with(
+    tx: Any, gradients: Any, params: Any = PARAMS, batch: Any = (X, Y)
+) -> Any:
+    """Return a step of an optimiser, given what computes its gradients."""
+
+    def step(params, opt_state, *batch):
+        grads = gradients(params, opt_state, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (params, tx.init(params), *batch)
+
+
+def gradients_of(grad: Any, loss: Any = loss_fn) -> Any:
+    """Return what computes the gradients of a loss by the scale in the state."""
+    return lambda params, opt_state, *batch: grad(loss, opt_state)(params, *batch)[1]
+
+
+ADAM = jmp.scale_aware(optax.adam(1e-3))
+
+
 @step_of
 def sgd(grad):
     return basic(grad, optax.sgd(0.1))
@@ -118,33 +139,22 @@ def accumulation_inside(grad):
 
 @step_of
 def accumulation_outside(grad):
-    tx = optax.MultiSteps(jmp.scale_aware(optax.adam(1e-3)), 4)
-
-    def step(params, opt_state, x, y):
-        value, grads = grad(loss_fn, opt_state)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
+    return step_with(optax.MultiSteps(ADAM, 4), gradients_of(grad))
 
 
 @step_of
 def accumulation_in_a_scan(grad):
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
-    def step(params, opt_state, xs, ys):
+    def gradients(params, opt_state, xs, ys):
         def add(total, batch):
-            value, grads = grad(loss_fn, opt_state)(params, *batch)
-            return jax.tree.map(jnp.add, total, grads), value
+            _, grads = grad(loss_fn, opt_state)(params, *batch)
+            return jax.tree.map(jnp.add, total, grads), None
 
-        total, values = jax.lax.scan(
-            add, jax.tree.map(jnp.zeros_like, params), (xs, ys)
-        )
-        mean = jax.tree.map(lambda g: g / 4, total)
-        updates, opt_state = tx.update(mean, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, values.mean()
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(add, zeros, (xs, ys))
+        return jax.tree.map(lambda g: g / 4, total)
 
-    return step, (PARAMS, tx.init(PARAMS), jnp.stack([X] * 4), jnp.stack([Y] * 4))
+    batch = jnp.stack([X] * 4), jnp.stack([Y] * 4)
+    return step_with(ADAM, gradients, batch=batch)
 
 
 @step_of
@@ -173,14 +183,12 @@ def accumulation_of_unscaled_gradients_in_a_scan(grad):
 
 @step_of
 def accumulation_by_hand_in_an_argument(grad):
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
     def step(params, opt_state, total, is_last, x, y):
         _, grads = grad(loss_fn, opt_state)(params, x, y)
         total = jax.tree.map(jnp.add, total, grads)
 
         def update(params, opt_state, total):
-            updates, opt_state = tx.update(total, opt_state, params)
+            updates, opt_state = ADAM.update(total, opt_state, params)
             zeros = jax.tree.map(jnp.zeros_like, total)
             return optax.apply_updates(params, updates), opt_state, zeros
 
@@ -190,7 +198,7 @@ def accumulation_by_hand_in_an_argument(grad):
         return jax.lax.cond(is_last, update, wait, params, opt_state, total)
 
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    return step, (PARAMS, tx.init(PARAMS), zeros, jnp.bool_(True), X, Y)
+    return step, (PARAMS, ADAM.init(PARAMS), zeros, jnp.bool_(True), X, Y)
 
 
 @step_of
@@ -246,8 +254,6 @@ def several_loss_scales(grad):
 
 @step_of
 def a_sum_of_losses_with_aux(grad):
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
     def losses(params, x, y):
         fit, decay = loss_fn(params, x, y), optax.tree.norm(params, squared=True)
         return fit + 1e-4 * decay, {"fit": fit, "decay": decay}
@@ -256,11 +262,11 @@ def a_sum_of_losses_with_aux(grad):
         fun = grad(losses, opt_state, has_aux=True)
         (value, aux), grads = fun(params, x, y)
         norm = optax.tree.norm(jmp.get_loss_scale(opt_state).unscale(grads))
-        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        updates, opt_state = ADAM.update(grads, opt_state, params, value=value)
         metrics = jmp.loss_scale_metrics(opt_state) | aux | {"norm": norm}
         return optax.apply_updates(params, updates), opt_state, metrics
 
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
+    return step, (PARAMS, ADAM.init(PARAMS), X, Y)
 
 
 def _gan() -> Any:
@@ -406,13 +412,7 @@ def checkpointed_layers_in_a_scan(grad):
 def half_parameters_with_masters(grad):
     tx = jmp.scale_aware(jmp.master_weights(jmp.low_precision_state(optax.adamw(1e-3))))
     params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
-
-    def step(params, opt_state, x, y):
-        _, grads = grad(loss_fn, opt_state)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step, (params, tx.init(params), X, Y)
+    return step_with(tx, gradients_of(grad), params)
 
 
 @step_of
@@ -476,30 +476,22 @@ def a_gradient_penalty(grad):
         norms = jnp.sqrt((inner**2).sum(axis=-1) + 1e-12)
         return loss_fn(params, x, y) + 10 * jnp.mean((norms - 1) ** 2)
 
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
-    def step(params, opt_state, x, y):
+    def gradients(params, opt_state, x, y):
         loss_scale = jmp.get_loss_scale(opt_state)
-        _, grads = grad(penalised, opt_state)(params, x, y, loss_scale)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return grad(penalised, opt_state)(params, x, y, loss_scale)[1]
 
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
+    return step_with(ADAM, gradients)
 
 
 @step_of
 def sharpness_aware(grad):
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
-    def step(params, opt_state, x, y):
+    def gradients(params, opt_state, x, y):
         _, ascent = grad(loss_fn, opt_state)(params, x, y)
         size = 0.05 / (optax.tree.norm(ascent) + 1e-12)
         there = jax.tree.map(lambda p, g: p + size * g, params, ascent)
-        _, grads = grad(loss_fn, opt_state)(there, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return grad(loss_fn, opt_state)(there, x, y)[1]
 
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
+    return step_with(ADAM, gradients)
 
 
 class Pooled(nn.Module):
@@ -614,29 +606,22 @@ def equinox_model(grad):
 
 @right
 def the_loss_scaled_by_hand():
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
-    def step(params, opt_state, x, y):
+    def gradients(params, opt_state, x, y):
         def loss(params):
             return jmp.get_loss_scale(opt_state).scale(loss_fn(params, x, y))
 
-        updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return jax.grad(loss)(params)
 
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
+    return step_with(ADAM, gradients)
 
 
 @right
 def the_scale_as_the_first_cotangent():
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
-    def step(params, opt_state, x, y):
+    def gradients(params, opt_state, x, y):
         _, pullback = jax.vjp(lambda params: loss_fn(params, x, y), params)
-        (grads,) = pullback(opt_state.loss_scale.loss_scale)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return pullback(opt_state.loss_scale.loss_scale)[0]
 
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
+    return step_with(ADAM, gradients)
 
 
 @right
@@ -658,13 +643,7 @@ def the_scale_as_the_cotangents_of_two_losses():
 
 @right
 def gradients_in_the_arguments():
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
-    def apply(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return apply, (PARAMS, tx.init(PARAMS), PARAMS)
+    return step_with(ADAM, lambda params, opt_state, grads: grads, batch=(PARAMS,))
 
 
 @right
@@ -691,12 +670,7 @@ def accumulated_in_an_argument_and_returned():
 def bfloat16_without_a_scale():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     loss = jmp.autocast(plain_loss, "mixed_bfloat16")
-
-    def step(params, opt_state, x, y):
-        updates, opt_state = tx.update(jax.grad(loss)(params, x, y), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
+    return step_with(tx, lambda params, _, *batch: jax.grad(loss)(params, *batch))
 
 
 def _with_scale(loss_scale: Any, loss: Any) -> Any:
@@ -760,13 +734,11 @@ def float32_throughout():
 
 @right
 def decay_where_the_step_was_finite():
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
     def step(params, opt_state, x, y):
         _, grads = scaled(loss_fn, opt_state)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = ADAM.update(grads, opt_state, params)
         assert isinstance(opt_state, jmp.ScaleAwareState)
         decayed = jax.tree.map(lambda p, u: 0.999 * p + u, params, updates)
         return jmp.select_tree(opt_state.last_finite, decayed, params), opt_state
 
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
+    return step, (PARAMS, ADAM.init(PARAMS), X, Y)

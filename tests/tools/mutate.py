@@ -1,53 +1,43 @@
 """Seed faults into the library, and count how many of them the tests catch.
 
     python tests/tools/mutate.py --limit 20    # the next call goes on where this ends
-    python tests/tools/mutate.py --full        # runs the `full` tests on survivors too
-    python tests/tools/mutate.py --list        # the mutations; runs nothing
 
 Each mutation is one small change to one file, run against the tests of that file, in a
 copy of the tree. Mutations are drawn with a fixed seed, by turns from each group of
 `GROUPS`: the first 50 are a sample of all groups. A mutation that no test catches has
 survived: it needs a test, or it changes nothing that can be seen.
 
-Compare two revisions, or two selections of tests (`--marked`), with the same seed.
+The tools of PyPI do not fit: mutmut forks the process that has imported JAX, whose
+threads do not survive that, and cosmic-ray knows no other dtype for float32, which is
+the fault that matters here, and draws no sample.
 """
 
 import ast
+import collections
 import dataclasses
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 SRC = "jmp_lite/_src"
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Files that are mutated together, and the tests that cover them.
-
-    Attributes:
-      files: patterns of files, from the root.
-      tests: patterns of tests; those that are quick and close to the files first.
-    """
+class Group(NamedTuple):
+    """Patterns of files that are mutated together, and of the tests that cover them."""
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
+    """Those that are quick and close to the files come first."""
 
 
 _AUTOCAST_TESTS = (
@@ -348,181 +338,90 @@ def drawn(seed: int) -> Iterator[Mutation]:
 # --- How it is run ----------------------------------------------------------------
 
 
-RESULTS = ("caught", "timed out", "caught by full", "survived")
+def copy_of_the_tree(folder: Path) -> None:
+    """Copy what git knows, and what it does not ignore."""
+    listed = "git ls-files --cached --others --exclude-standard -z".split()
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
+    for name in names.decode().split("\0")[:-1]:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
 
 
-class Copy:
-    """A copy of the files of the working tree, in which tests run."""
+def run(folder: Path, group: str, timeout: float) -> str:
+    """Return what the tests of a group say of a copy as it is now.
 
-    def __init__(self, folder: Path):
-        """Copy what git knows, and what it does not ignore."""
-        self.folder = folder
-        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-        names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
-        for name in names.decode().split("\0")[:-1]:
-            if (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, folder / name)
-
-    def run(self, tests: list[str], marked: str, timeout: float) -> str:
-        """Return what tests say of the copy as it is now, as in `RESULTS`."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", *("-m", marked), *tests]
-        command += ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestWarning"]
-        environment = os.environ | {
-            "CI": "1",
-            "PYTHONPATH": str(self.folder),
-            # A changed file of the same length and second would be taken for the old.
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return "timed out"
-        if process.returncode in (0, 5):  # 5: no test is left by the marker
-            return "survived"
-        if process.returncode in (1, 2, 3):  # failed, not collected, crashed
-            return "caught"
-        if process.returncode < 0:
-            return "caught"  # the interpreter crashed
-        raise RuntimeError(f"pytest could not run {' '.join(tests)}:\n{output}")
-
-    def judge(self, mutation: Mutation, marked: str, full: bool, timeout: float) -> str:
-        """Return what the tests say of a mutation; the copy is as it was afterwards."""
-        path = self.folder / mutation.file
-        source = path.read_bytes()
-        tests = matching(GROUPS[mutation.group].tests)
-        path.write_bytes(mutation.applied(source))
-        try:
-            result = self.run(tests, marked, timeout)
-            if result == "survived" and full:
-                if self.run(tests, f"not ({marked})", 4 * timeout) != "survived":
-                    return "caught by full"
-            return result
-        finally:
-            path.write_bytes(source)
-
-
-def table_of(results: list[dict[str, Any]]) -> Table:
-    """Return how many mutations of each file were caught."""
-    table = Table(title="Mutations", caption="timed out: counted as caught")
-    for column in ("file", *RESULTS, "caught %"):
-        table.add_column(column, justify="left" if column == "file" else "right")
-    files = sorted({r["file"] for r in results})
-    for name in [*files, "all"]:
-        rows = [r["result"] for r in results if name in (r["file"], "all")]
-        counts = [rows.count(result) for result in RESULTS]
-        share = 100 * (1 - counts[-1] / len(rows))
-        table.add_row(
-            name, *map(str, counts), f"{share:.0f}", end_section=name != "all"
-        )
-    return table
+    Raises:
+      RuntimeError: pytest could not run them.
+    """
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not full"]
+    command += ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestWarning"]
+    # A changed file of the same length and second would be taken for the old.
+    settings = {"CI": "1", "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        command + matching(GROUPS[group].tests),
+        cwd=folder,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return "timed out"
+    if process.returncode == 0:
+        return "survived"
+    # Failed, not collected, crashed; or the interpreter did.
+    if process.returncode in (1, 2, 3) or process.returncode < 0:
+        return "caught"
+    raise RuntimeError(f"pytest could not run the tests of {group}:\n{output}")
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path(
-        "out/mutations"
-    ),
-    count: Annotated[int, typer.Option(help="Mutations to draw.")] = 160,
-    limit: Annotated[int, typer.Option(help="Run at most so many now.")] = 10**6,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
-    workers: Annotated[int, typer.Option(help="Copies that run at once.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds for a mutation.")] = 900.0,
-    marked: Annotated[
-        str, typer.Option(help="Tests to run, as pytest's -m.")
-    ] = "not full",
-    full: Annotated[bool, typer.Option("--full", help="Then the others.")] = False,
-    only: Annotated[str, typer.Option(help="Draw from one group.")] = "",
-    show: Annotated[bool, typer.Option("--list", help="Run nothing.")] = False,
+    out: Path = Path("out/mutations"),
+    count: int = 160,
+    limit: int = 10**6,
+    seed: int = 0,
+    timeout: float = 900.0,
+    only: str = "",
 ) -> None:
-    """Seed faults into the library, and count how many of them the tests catch."""
-    console = Console()
-    mutations = [m for _, m in zip(range(count), drawn(seed), strict=False)]
-    mutations = [m for m in mutations if only in ("", m.group)]
-    if show:
-        for mutation in mutations:
-            console.print(
-                f"{mutation.kind}: {mutation.name}", highlight=False, markup=False
-            )
-        return
+    """Seed faults into the library, and count how many of them the tests catch.
+
+    `count` mutations are drawn, from the group `only` if it is given; `limit` of those
+    that have no result in the folder `out` run now.
+    """
+    drawn_now = [m for _, m in zip(range(count), drawn(seed), strict=False)]
+    mutations = {m.name: m for m in drawn_now if only in ("", m.group)}
     out.mkdir(parents=True, exist_ok=True)
     path = out / "results.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    by_name = {r["name"]: r for r in before.get("mutations", [])}
-    passed: list[str] = before.get("passed", [])  # groups, on code that is not mutated
-    todo = [m for m in mutations if m.name not in by_name][:limit]
-    console.print(
-        f"{len(mutations)} mutations, {len(mutations) - len(todo)} not run now."
-    )
-
-    def write() -> list[dict[str, Any]]:
-        done = [by_name[m.name] for m in mutations if m.name in by_name]
-        settings: dict[str, Any] = {"seed": seed, "count": count, "marked": marked}
-        settings |= {"full": full, "passed": passed}
-        path.write_text(json.dumps(settings | {"mutations": done}, indent=1) + "\n")
-        return done
-
-    progress = Progress(
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder, progress:
-        copies = [Copy(Path(folder) / str(i)) for i in range(workers)]
-        bar = progress.add_task("mutated", total=len(todo))
-
-        def judge(mutation: Mutation) -> None:
-            copy = copies.pop()
-            start = time.monotonic()
-            result = copy.judge(mutation, marked, full, timeout)
-            copies.append(copy)
-            by_name[mutation.name] = dataclasses.asdict(mutation) | {
-                "name": mutation.name,
-                "result": result,
-                "seconds": round(time.monotonic() - start, 1),
-            }
-            write()
-            progress.advance(bar)
-
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(judge, todo))
+    results = json.loads(path.read_text()) if path.exists() else {}
+    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
+        folder = Path(name)
+        copy_of_the_tree(folder)
+        for mutation in [m for m in mutations.values() if m.name not in results][
+            :limit
+        ]:
+            file = folder / mutation.file
+            source = file.read_bytes()
+            file.write_bytes(mutation.applied(source))
+            results[mutation.name] = run(folder, mutation.group, timeout)
+            file.write_bytes(source)
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            print(f"{results[mutation.name]}: {mutation.kind}: {mutation.name}")
         # Where a mutation survived, the tests pass. Elsewhere that is seen to, as tests
         # that fail anyway would catch everything.
-        survived = {r["group"] for r in by_name.values() if r["result"] == "survived"}
-        unproven = sorted({m.group for m in todo} - survived - set(passed))
-        progress.update(bar, description="unchanged", total=len(todo) + len(unproven))
-        for group in unproven:
-            if (
-                copies[0].run(matching(GROUPS[group].tests), marked, timeout)
-                != "survived"
-            ):
-                for mutation in todo:
-                    if mutation.group == group:
-                        del by_name[mutation.name]
-                write()
+        done = [m for m in mutations.values() if m.name in results]
+        proven = {m.group for m in done if results[m.name] == "survived"}
+        for group in sorted({m.group for m in done} - proven):
+            if run(folder, group, timeout) != "survived":
                 raise RuntimeError(
                     f"Tests of {group} fail on code that is not mutated."
                 )
-            passed.append(group)
-            progress.advance(bar)
-    done = write()
-    if not done:
-        return
-    console.print(table_of(done))
-    for row in done:
-        if row["result"] == "survived":
-            console.print(f"survived: {row['name']}", highlight=False, markup=False)
+    print(dict(collections.Counter(results[m.name] for m in done)))
 
 
 if __name__ == "__main__":

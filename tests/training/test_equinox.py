@@ -97,18 +97,6 @@ def test_argnums_are_refused_in_the_words_of_equinox():
         scaled_grad(mlp_loss, argnums=1, **filtered)
 
 
-@pytest.mark.parametrize("transform", [scaled_value_and_grad, scaled_grad])
-def test_the_functions_in_a_model_send_to_the_transformation_of_equinox(transform):
-    fun = transform(mlp_loss, loss_scale=StaticLossScale(SCALE))
-    expected = (
-        r"jax\.value_and_grad got <.*> to differentiate \(argument 0, at "
-        r"'activation'\), which has no gradient.* pass "
-        r"value_and_grad=equinox\.filter_value_and_grad"
-    )
-    with pytest.raises(TypeError, match=expected):
-        fun(mlp(), X)
-
-
 # Train steps.
 
 
@@ -204,8 +192,11 @@ def test_autocast_of_a_model_with_strings_in_it_says_the_way():
     low = autocast(fun, "mixed_bfloat16")
     found = jaxprs.dtypes_of_products(low, arrays, state, X)
     assert {dtypes[:2] for dtypes in found} == {("bfloat16",) * 2}
-    _, new_state = low(arrays, state, X)
-    assert bitwise.avals(new_state) == bitwise.avals(loss(model, state, X)[1])
+    shapes = (
+        jax.eval_shape(low, arrays, state, X),
+        jax.eval_shape(fun, arrays, state, X),
+    )
+    assert bitwise.avals(shapes[0]) == bitwise.avals(shapes[1])
 
 
 # Casts.

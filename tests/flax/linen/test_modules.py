@@ -76,22 +76,6 @@ def test_another_method(method):
     assert sorted(only["params"]) == ["many_0", "many_1", "shared"]
 
 
-def test_a_shared_scope():
-    class Lora(nn.Module):
-        base: nn.Module
-
-        def setup(self):
-            self.a = self.param("a", nn.initializers.ones, (4, 4))
-            nn.share_scope(self, self.base)
-
-        def __call__(self, x):
-            return self.base(x) + x @ self.a
-
-    model = with_policy(Lora(nn.Dense(4)), "mixed_float16")
-    assert sorted(shapes(model, X)["params"]) == ["a", "bias", "kernel"]
-    assert products(model, X) == {("float16",) * 3}
-
-
 def test_a_loop_whose_carry_changes_its_dtype_needs_a_rule_for_its_body():
     class Body(nn.Module):
         @nn.compact

@@ -97,25 +97,6 @@ def test_an_infinity_that_was_there_before_is_no_reason_to_skip():
     assert skipped.metrics.tolist() == [-np.inf, 0.0]
 
 
-def test_an_optimiser_that_needs_the_loss_gets_it_and_no_other():
-    seen: list[Any] = []
-
-    def update(updates, state, params=None, **extra):
-        del params
-        seen.append(extra)
-        return updates, state
-
-    def init(params):
-        del params
-        return optax.EmptyState()
-
-    state = create(optax.GradientTransformationExtraArgs(init, update))
-    grads = gradients(state.params)
-    state.apply_gradients(grads=grads, batch_stats=state.batch_stats)
-    state.apply_gradients(grads=grads, value=0.5)
-    assert seen == [{}, {"value": 0.5}]
-
-
 @pytest.mark.parametrize("bad", ["loss", "batch statistics"])
 def test_devices_agree_on_whether_a_step_is_taken(bad):
     tx = scale_aware(optax.sgd(0.1), DynamicLossScale(8.0), axis_name="data")
@@ -185,20 +166,6 @@ def test_a_state_whose_optimiser_shares_its_arrays_can_be_donated(name):
         kept = jax.tree.map(np.asarray, state.ema)
         donated: Any = jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)
         assert bitwise.raw_bits(donated(state).ema) == bitwise.raw_bits(kept)
-
-
-def test_no_two_leaves_of_a_state_share_a_buffer():
-    w, key = jnp.arange(8.0), jax.random.key(3)
-    state: Any = TrainState.create(
-        apply_fn=None,
-        params={"w": w, "tied": w, "placed": jax.device_put(w, jax.devices()[0])},
-        tx=optax.identity(),
-        batch_stats={"data": jax.random.key_data(key), "host": np.ones(2, np.float32)},
-        rng=key,
-    )
-    before = bitwise.raw_bits(state)
-    state = jax.jit(lambda s: s, donate_argnums=0)(state)
-    assert bitwise.raw_bits(state) == before
 
 
 # Saved and restored.

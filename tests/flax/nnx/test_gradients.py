@@ -190,27 +190,3 @@ def test_the_loss_scale_of_an_optimizer_is_made_of_arrays():
 
 
 # Errors.
-
-
-@pytest.mark.parametrize(
-    ("argnums", "args"),
-    [
-        (0, lambda model: (model, X)),
-        (1, lambda model: (X, model)),
-        ((0, 1), lambda model: (X, [{"model": model}])),
-        (-1, lambda model: (X, model)),
-    ],
-)
-@pytest.mark.parametrize("transform", [scaled_value_and_grad, scaled_grad])
-def test_a_module_that_would_lose_its_state_is_refused(transform, argnums, args):
-    fun = transform(
-        lambda *args: jnp.float32(0.0),
-        loss_scale=StaticLossScale(SCALE),
-        argnums=argnums,
-    )
-    with pytest.raises(TypeError) as error:
-        fun(*args(make()))
-    text = str(error.value)
-    assert text.startswith("jax.value_and_grad got an nnx module to differentiate")
-    assert "value_and_grad=nnx.value_and_grad" in text
-    assert "jmp_lite.nnx.TrainState" in text

@@ -1,0 +1,433 @@
+"""The examples run, and show what they say they show."""
+
+import inspect
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import bitwise
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import optax
+import pytest
+import typer
+from flax import nnx
+from typer.testing import CliRunner
+
+import jmp_lite
+from examples import digits, drift, find_the_overflow, multihost, resnet, transformer
+from examples.common import cli, data, memory, report, text
+from jmp_lite.linen import with_policy
+from jmp_lite.numerics import DryRunReport
+
+# flax leans on JAX's promotion of dtypes.
+pytestmark = pytest.mark.standard_promotion
+
+
+def invoke(example: Any, *args: str) -> tuple[int, str]:
+    """Return the exit status of an example, and what it printed, on one line."""
+    app = typer.Typer()
+    app.command()(example.main)
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "80"})
+    # An error is in a box, wrapped to the width of the terminal.
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+def results_of(out: Path) -> dict[str, Any]:
+    """Return the results of an example, the history of each run in its place."""
+    names = "results.json", "history.json"
+    results, histories = (json.loads((out / name).read_text()) for name in names)
+    for run, history in zip(results["runs"], histories["runs"], strict=True):
+        run["history"] = history
+    return results
+
+
+class Example(NamedTuple):
+    module: Any
+    args: str
+    way: str
+    """To half precision."""
+    losses: dict[str, float]
+    """How near the losses of a policy are to those in float32."""
+
+
+EXAMPLES = {
+    "digits": Example(
+        digits,
+        "--width 32 --steps 20 --model mlp",
+        "autocast",
+        {"mixed_float16": 0.01, "mixed_bfloat16": 0.05},
+    ),
+    "transformer": Example(
+        transformer,
+        "--width 32 --layers 1 --steps 20",
+        "autocast",
+        {"mixed_float16": 0.01, "mixed_bfloat16": 0.02},
+    ),
+    "resnet": Example(
+        resnet,
+        "--width 2 --stages 1 --steps 12",
+        "with_policy",
+        {"mixed_float16": 0.01, "mixed_bfloat16": 0.03},
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_half_runs_follow_float32_and_are_written_down(name, tmp_path):
+    module, args, way, tolerances = EXAMPLES[name]
+    flags = ["--autocast"] if name == "digits" else []
+    args = [*args.split(), *flags, "--loss-scale", "1024", "--out", str(tmp_path)]
+    status, printed = invoke(module, *args)
+    assert status == 0, printed
+    assert f"Half precision: {way} " in printed and "…" not in printed
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    title, _, _, _, *rows = (tmp_path / "table.md").read_text().splitlines()
+    assert title == f"**Half precision: {way}**"
+    results = results_of(tmp_path)
+    assert results["settings"]["half_precision"] == way
+    runs = {run["policy"]: run for run in results["runs"]}
+    assert list(runs) == list(cli.POLICIES)
+    full = runs["float32"]
+    for row, run in zip(rows, runs.values(), strict=False):
+        assert f"{run['policy']} | " in row
+        scale = 1024.0 if run["policy"] == "mixed_float16" else 1.0
+        assert set(run["history"]["loss_scale"]) == {scale}
+    for policy, tolerance in tolerances.items():
+        losses = [runs[p]["history"]["loss"] for p in (policy, "float32")]
+        np.testing.assert_allclose(*losses, rtol=tolerance)
+        assert losses[0] != losses[1]
+        assert runs[policy]["activation_bytes"] < full["activation_bytes"]
+        assert runs[policy]["param_bytes"] == full["param_bytes"]
+    if name == "digits":
+        flushed = results["tiny_gradients"]["flushed"]
+        assert flushed["float16, no loss scale"] > 0.99
+        assert flushed["float16, dynamic loss scale"] < 0.02
+
+
+@pytest.mark.full
+def test_float16_settles_by_skipping(tmp_path):
+    args = "--width 32 --steps 20 --model cnn --policy mixed_float16".split()
+    status, printed = invoke(digits, *args, "--out", str(tmp_path / "not" / "there"))
+    assert status == 0, printed
+    history = results_of(tmp_path / "not" / "there")["runs"][0]["history"]
+    taken = history["last_finite"]
+    assert not taken[0] and taken[-1]
+    # Halved once for each skip, and never grown within 20 steps.
+    assert history["loss_scale"][-1] == 2.0 ** (24 - taken.count(False))
+
+
+def test_a_run_stops_when_every_step_is_skipped(tmp_path):
+    args = ["--policy", "mixed_float16", "--loss-scale", str(2.0**60)]
+    args += ["--model", "mlp", "--width", "32", "--steps", "75"]
+    status, printed = invoke(digits, *args, "--out", str(tmp_path))
+    assert status == 1
+    assert "The last 50 steps of 'opt_state' were skipped" in printed
+    assert not list(tmp_path.iterdir())
+
+
+# As `python -m examples.resnet`, but the process is killed instead of its second save.
+_KILLED = """
+import os, signal, typer
+from examples import resnet
+from examples.common import loop
+
+save = loop.save
+def save_once(folder, state, *, step):
+    if step > 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(folder, state, step=step)
+
+loop.save = save_once
+typer.run(resnet.main)
+"""
+
+
+@pytest.mark.full
+def test_a_run_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
+    half = [*EXAMPLES["resnet"].args.split(), "--policy", "mixed_float16"]
+    args = [*half, "--checkpoints", str(tmp_path / "saved"), "--save-every", "5"]
+    killed = subprocess.run(
+        [sys.executable, "-c", _KILLED, *args, "--out", str(tmp_path / "never")],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not list((tmp_path / "never").iterdir())
+    _, printed = invoke(resnet, *args, "--out", str(tmp_path / "resumed"))
+    assert "seed 0: on from step 5, saved in" in printed
+    invoke(resnet, *half, "--out", str(tmp_path / "whole"))
+    resumed, whole = (
+        [run | {"step_ms": None} for run in results_of(tmp_path / name)["runs"]]
+        for name in ("resumed", "whole")
+    )
+    assert resumed == whole
+    status, printed = invoke(resnet, *args, "--loss-scale", "8", "--out", str(tmp_path))
+    assert status == 2 and "static_loss_scale 0.0 (now 8.0)" in printed
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "expected"),
+    [
+        (digits, "--policy float15", "Unknown dtype 'float15', expected one of half"),
+        (digits, "--policy c=f64 --autocast", "autocast computes in float16 or bfl"),
+        (digits, "--loss-scale 1000", "0 (dynamic) or a power of two, got 1000."),
+        (digits, "--loss-scale nan", "0 (dynamic) or a power of two, got nan."),
+        (digits, "--steps 0", "greater than or equal to 1"),
+        (digits, "--model rnn", "is not one of 'all', 'mlp', 'cnn'"),
+        (digits, f"--out {__file__}", "cannot write to"),
+        (resnet, f"--checkpoints {__file__}", "cannot write to"),
+        (transformer, "--width 48", "expected a multiple of 32, got 48."),
+        (find_the_overflow, "--width 33", "multiple of 32, got 33"),
+        (multihost, "--batch-size 12", "a multiple of the 8 devices, got 12."),
+        (multihost, "--process 0", "--process and --coordinator go together."),
+        (
+            multihost,
+            "--coordinator localhost:1 --process 2 --processes 2",
+            "expected less than --processes, which is 2; got 2.",
+        ),
+        (
+            multihost,
+            "--coordinator localhost:1 --process 0 --hosts",
+            "expected --hosts or --coordinator, got both.",
+        ),
+        (multihost, "--hosts --processes 4", "expected 4 processes, got 1."),
+    ],
+)
+def test_bad_arguments_are_refused(module, args, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
+    status, printed = invoke(module, "--out", str(tmp_path), *args.split())
+    assert (status, expected in printed) == (2, True), printed
+
+
+def test_what_to_do_where_jax_finds_no_hosts(tmp_path, monkeypatch):
+    def initialize() -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    status, printed = invoke(multihost, "--out", str(tmp_path), "--hosts")
+    assert status == 2
+    assert "should be defined.): say --coordinator, --processes" in printed
+
+
+def digits_step(policy: Any, use_autocast: bool) -> Any:
+    model = digits.CNN(width=32)
+    tx = jmp_lite.scale_aware(optax.adam(1e-3), jmp_lite.DynamicLossScale(2.0**10))
+    loss_fn = digits.make_loss_fn(model, policy, use_autocast=use_autocast)
+    state = jax.eval_shape(lambda: digits.init_state(model, policy, tx, seed=0))
+    return digits.make_step(loss_fn, tx), state, images()
+
+
+def transformer_step(policy: Any, use_autocast: bool) -> Any:
+    def init():
+        model = transformer.make_model(32, 2, 0)
+        options = {"use_autocast": use_autocast, "steps": 20, "static_scale": 1024.0}
+        return transformer.init_state(model, policy, **options)
+
+    state = jax.eval_shape(init)
+    loss_fn = transformer.make_loss_fn(state, policy, use_autocast=use_autocast)
+    tokens = jnp.zeros((2, transformer.CONTEXT + 1), jnp.int32)
+    return transformer.make_step(loss_fn), state, tokens
+
+
+def resnet_step(policy: Any, use_autocast: bool = False, widths: Any = (2, 4)) -> Any:
+    del use_autocast
+    model = with_policy(resnet.ResNet(widths), policy)
+
+    def init():
+        return resnet.init_state(model, policy, steps=10, seed=0, static_scale=0.0)
+
+    return resnet.make_step(resnet.make_loss_fn(model)), init(), images()
+
+
+def images() -> data.Digits:
+    image = jax.random.uniform(jax.random.key(0), (4, 28, 28, 1))
+    return data.Digits(image, jnp.arange(4))
+
+
+@pytest.mark.one_of("name")
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("make_step", "use_autocast", "forward", "backward"),
+    [
+        # Two convolutions and a dense layer, whose input needs a gradient but at first.
+        (digits_step, False, 3, 5),
+        (digits_step, True, 3, 5),
+        # Eight products a layer and the head.
+        (transformer_step, False, 17, 34),
+        (transformer_step, True, 17, 34),
+        # Six convolutions and a dense layer.
+        (resnet_step, False, 7, 13),
+    ],
+)
+def test_a_step_has_half_products(make_step, use_autocast, forward, backward, name):
+    policy = jmp_lite.get_policy(f"mixed_{name}")
+    step, state, batch = make_step(policy, use_autocast)
+    products = jaxprs.products(jaxprs.trace(step, state, batch))
+    dtypes = [jaxprs.operand_dtypes(eqn) for eqn in products]
+    assert len(dtypes) == forward + backward
+    assert dtypes[:forward] == [(name, name)] * forward
+    # Backward an operand may be the float32 gradient of attention's logits, which JAX
+    # rounds inside the product.
+    assert all(name in operands for operands in dtypes)
+
+
+def test_the_transformer_casts_nothing_by_itself():
+    step, state, tokens = transformer_step(jmp_lite.get_policy("float32"), True)
+    dtypes = {
+        v.aval.dtype.name
+        for eqn in jaxprs.equations(jaxprs.trace(step, state, tokens))
+        for v in eqn.outvars
+    }
+    assert "float32" in dtypes
+    assert not dtypes & {"float16", "bfloat16"}
+
+
+def test_the_transformer_sees_no_byte_before_its_turn(getkey):
+    model = transformer.make_model(32, 1, 0)
+    tokens = jax.random.randint(getkey(), (1, 16), 0, 256)
+    others = tokens.at[0, 10].add(1) % 256
+    before, after = (np.array(nnx.jit(model)(t)) for t in (tokens, others))
+    changed = (before != after).any(axis=(0, 2))
+    np.testing.assert_array_equal(changed, np.arange(16) >= 10)
+
+
+def test_a_skipped_step_leaves_statistics_and_average_as_they_were():
+    step, start, batch = resnet_step("mixed_float16", widths=(2,))
+    step = jax.jit(step)
+    after, log = step(start, batch)
+    # The loss scale is too high at first: the gradients overflow. The forward pass, and
+    # with it the new statistics, are finite.
+    assert np.isfinite(log["loss"])
+    while not log["last_finite"]:
+        assert after.step == 0
+        for name in ("params", "batch_stats", "ema"):
+            kept, before = getattr(after, name), getattr(start, name)
+            assert bitwise.raw_bits(kept) == bitwise.raw_bits(before)
+        after, log = step(after, batch)
+    assert after.step == 1 and log["skipped_steps"] > 0
+    before, new = map(bitwise.raw_bits, (start.batch_stats, after.batch_stats))
+    assert all(new[path] != before[path] for path in before)
+    assert {dtype for dtype, _, _ in new.values()} == {"float32"}
+
+
+@pytest.mark.full
+def test_the_overflow_is_found_and_the_advice_repairs_it(tmp_path):
+    args = "--width 32 --layers 1 --steps 20".split()
+    status, printed = invoke(find_the_overflow, *args, "--out", str(tmp_path))
+    assert status == 0, printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    planted = "Transformer/mlp_0/down"
+    assert results["broken"]["steps_taken"] == 0
+    found = results["first_nonfinite"]
+    assert (found["layer"], found["direction"]) == (planted, "forward")
+    path, _, line = found["line"].rpartition(":")
+    source, first = inspect.getsourcelines(find_the_overflow.MLP)
+    assert Path(path).name == "find_the_overflow.py"
+    assert 'name="down"' in source[int(line) - first]
+    dry = DryRunReport.from_json(json.dumps(results["dry_run"]))
+    assert max(dry.layers(), key=lambda row: row.badness).layer == planted
+    pasted: dict[str, Any] = {}
+    exec((tmp_path / "advice.py").read_text(), pasted)
+    # Of one layer alone. The scope of autocast, or the path of the module: a rule fits
+    # both. Others are rules for half results.
+    (pattern,) = [
+        pattern
+        for pattern, policy in pasted["policy"].rules
+        if policy.compute_dtype == jnp.float32
+    ]
+    assert pattern == "(Transformer/)?mlp_0/down"
+    assert re.fullmatch(pattern, planted)
+    losses = (results["history"][n]["loss"] for n in ("float16, repaired", "float32"))
+    np.testing.assert_allclose(*losses, rtol=2e-3)
+    assert all(results["history"]["float16, repaired"]["last_finite"])
+    assert len(list(tmp_path.glob("*.png"))) == 4
+
+
+@pytest.mark.full
+def test_a_stream_that_outgrows_float16_is_seen_and_training_goes_on(tmp_path):
+    args = "--steps 12 --width 32 --layers 1".split()
+    status, printed = invoke(drift, *args, "--out", str(tmp_path))
+    assert status == 0, printed
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert "went beyond 65504: ask numerics.advise again" in found["alarm"]["message"]
+    assert "results of products stay in float32" in " ".join(found["advice"]["reasons"])
+    full, half = found["validation_loss"].values()
+    assert half == pytest.approx(full, rel=0.05)
+    losses = found["losses"]["float16, measured"]
+    assert all(loss == loss for loss in losses[-12:])  # no NaN after the new advice
+
+
+# What the examples share.
+
+
+def test_activation_bytes_counts_what_grows_with_the_batch():
+    def loss_fn(weights, x):
+        return jnp.square(x @ weights[0] @ weights[1]).sum()
+
+    def count(dtype) -> int:
+        weights = [jnp.ones((3, 2), dtype), jnp.ones((2, 5), dtype)]
+        return memory.activation_bytes(loss_fn, weights, jnp.ones((4, 3), dtype))
+
+    # The 12 inputs, 8 in between and 20 to square; not the second product's weights,
+    # which the backward pass needs as well.
+    assert count(jnp.float32) == 4 * (12 + 8 + 20)
+    assert count(jnp.float16) == 2 * (12 + 8 + 20)
+
+
+def test_digits_are_split_the_same_way_each_time_and_come_once_an_epoch():
+    train, test = data.load_digits()
+    assert train.image.shape == (4000, 28, 28, 1)
+    np.testing.assert_array_equal(test.label[:6], [4, 2, 0, 9, 6, 6])
+    rows = {image.tobytes() for image in train.image}
+    assert sum(image.tobytes() in rows for image in test.image) == 0
+    few = data.Digits(train.image[:10], np.arange(10, dtype=np.int32))
+    seen = [b.label for b in data.batches(few, batch_size=3, steps=6, seed=1)]
+    for epoch in (seen[:3], seen[3:]):
+        assert len(set(np.concatenate(epoch))) == 9
+
+
+def test_sources_hold_out_every_tenth_file_and_batches_are_windows_of_them(tmp_path):
+    with pytest.raises(FileNotFoundError, match="at least 10 .py files in .* got 0"):
+        text.load_sources(tmp_path)
+    for i in range(21):
+        (tmp_path / f"m{i:02}.py").write_bytes(bytes([i]))
+    (tmp_path / "notes.txt").write_bytes(b"no module")
+    train, validation = text.load_sources(tmp_path)
+    np.testing.assert_array_equal(validation, [0, 10, 20])
+    np.testing.assert_array_equal(train, [i for i in range(21) if i % 10])
+    options = {"batch_size": 256, "length": 5, "steps": 1, "seed": 0}
+    (batch,) = text.text_batches(np.arange(20, dtype=np.uint8), **options)
+    np.testing.assert_array_equal(batch - batch[:, :1], [range(5)] * 256)
+    # Every start is drawn, the last one too.
+    assert set(batch[:, 0]) == set(range(16))
+
+
+def test_a_summary_averages_over_seeds():
+    def record(seed: int, accuracy: float, scale: float) -> report.Record:
+        history = {
+            "loss": np.full(2, 0.5),
+            "loss_scale": np.array([1.0, scale]),
+            "scale_used": np.array([1.0, 1.0]),
+            "last_finite": np.array([True, True]),
+            "skipped_steps": np.array([0, 3]),
+        }
+        shown = ("mlp", "float32", seed, accuracy)
+        return report.Record(*shown, 2.0, 0, 0, 2**20, history, columns={"noise": 0.25})
+
+    records = [record(0, 0.90, 2.0**15), record(1, 0.92, 2.0**17)]
+    runs = [record.figures(report.ACCURACY) for record in records]
+    (row,) = report.summarise(runs, report.ACCURACY, by_seed=True)
+    assert row["run"] == "mlp float32"
+    assert (row["test acc. %"], row["by seed"]) == ("91.00", "90.0, 92.0")
+    assert (row["loss scale"], row["skips"]) == ("2^15-2^17", "3")
+    assert (row["activ. MiB"], row["noise"]) == ("1.00", "0.25")
