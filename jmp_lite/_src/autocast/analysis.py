@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import precision, products, rules
+from jmp_lite._src.autocast import precision, products, recompute, rules
 from jmp_lite._src.autocast.options import OpRules, Regions
 from jmp_lite._src.autocast.precision import (
     FLOAT32,
@@ -51,6 +51,7 @@ from jmp_lite._src.autocast.precision import (
     NOT_OPENED,
     NUMBER,
     OTHER,
+    Around,
     CastPlan,
     Direction,
     EqnPlan,
@@ -99,6 +100,7 @@ class Analyzer:
         scope: str = "",
         direction: Direction = Direction.FORWARD,
         is_tangent: Sequence[bool] = (),
+        around: Around = Around.NOTHING,
     ) -> CastPlan:
         """Return the plan of an open jaxpr.
 
@@ -110,6 +112,7 @@ class Analyzer:
           scope: the name scope that it is called in.
           direction: the pass that it is of.
           is_tangent: per input of a rule for derivatives, whether it is a tangent.
+          around: what it is inside of.
         """
         key = (
             id(jaxpr),
@@ -121,10 +124,12 @@ class Analyzer:
             if self.regions.keeps_inputs
             else direction is Direction.RECOMPUTED,
             tuple(is_tangent),
+            around,
         )
         if key not in self._plans:
             self._alive.append((jaxpr, consts))
-            analysis = _Analysis(self, jaxpr, consts, scope, direction, is_tangent)
+            options = scope, direction, is_tangent, around
+            analysis = _Analysis(self, jaxpr, consts, *options)
             self._plans[key] = analysis.run(tuple(ins), tuple(uses))
         return self._plans[key]
 
@@ -203,10 +208,11 @@ class _Analysis(rules.Analysis):
         scope: str,
         direction: Direction,
         is_tangent: Sequence[bool],
+        around: Around,
     ):
         keeps_inputs = analyzer.regions.keeps_inputs
         super().__init__(analyzer.compute_dtype, keeps_inputs, direction)
-        self.analyzer = analyzer
+        self.analyzer, self.around = analyzer, around
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
         self.infos = _describe(jaxpr, analyzer, scope, direction)
         self.tangents = set(itertools.compress(jaxpr.invars, is_tangent))
@@ -238,7 +244,7 @@ class _Analysis(rules.Analysis):
         while stale:
             stale = self._backward(self._forward(stale))
         outs = tuple(self._precision_of(v) for v in self.jaxpr.outvars)
-        return CastPlan(
+        plan = CastPlan(
             jaxpr=self.jaxpr,
             consts=self.consts,
             eqn_plans=tuple(map(_check_bodies, self.plans)),
@@ -250,11 +256,16 @@ class _Analysis(rules.Analysis):
             cast_moves=frozenset(self.cast_moves),
             is_derivative_rule=self.analyzer.is_derivative_rule,
             direction=self.direction,
+            around=self.around,
         )
+        table = self.analyzer.table
+        recomputes = table.recompute and table.lowers_anything
+        return recompute.with_clusters(plan) if recomputes else plan
 
     def plan_body(self, eqn, body, ins, uses):
         scope = name_scopes.join(self.scope, name_scopes.of(eqn))
         options = scope, self.direction.of(eqn), self._tangents_of(eqn, body)
+        options = *options, self.around.inside(eqn)
         return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, *options)
 
     def _tangents_of(self, eqn: Eqn, body: Any) -> Sequence[bool]:
@@ -270,6 +281,11 @@ class _Analysis(rules.Analysis):
     def half_results(self, info: EqnInfo) -> bool:
         by_scope = info.region.half_results
         return self.analyzer.table.half_results if by_scope is None else by_scope
+
+    def is_convolution(self, var: Var) -> bool:
+        maker = None if compat.is_literal(var) else self.made_by.get(var)
+        name = "" if maker is None else self.infos[maker].eqn.primitive.name
+        return name == "conv_general_dilated"
 
     def _set_inputs(self, ins: Sequence[Precision]) -> None:
         for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):

@@ -202,6 +202,7 @@ def explain(
     rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
+    recompute: bool | None = None,
 ) -> Callable[P, AutocastReport]:
     """Return a function of the same arguments that says what autocast would do.
 
@@ -211,6 +212,7 @@ def explain(
       rules: likewise.
       half_results: likewise.
       fp8_min_size: likewise.
+      recompute: likewise.
 
     Returns:
       A function that returns an `AutocastReport`; nothing is computed.
@@ -231,7 +233,8 @@ def explain(
     """
     check_function(fun, "explain", policy)
     policy, compute_dtype = check_policy(policy, "explain")
-    rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
+    options = half_results, fp8_min_size, recompute
+    rules = resolve_rules(rules, compute_dtype, *options)
 
     def explained(*args: P.args, **kwargs: P.kwargs) -> AutocastReport:
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)

@@ -37,6 +37,8 @@ class OpRules:
         nothing that is kept in float32, as in TensorFlow's pass; else they are float32.
       fp8_min_size: under a policy with `matmul_dtype="fp8"`, the least size of each
         dimension of a matrix product in fp8; sizes must also be multiples of 16.
+      recompute: whether the backward pass computes norms and activations again from
+        half values that are stored anyway.
 
     Raises:
       ValueError: a class or a primitive is not known, or one of the default table has
@@ -52,6 +54,7 @@ class OpRules:
     classes: Any
     half_results: bool = True
     fp8_min_size: int = fp8.MIN_SIZE
+    recompute: bool = True
 
     def __post_init__(self):
         try:
@@ -142,6 +145,7 @@ class OpRules:
         *,
         half_results: bool | None = None,
         fp8_min_size: int | None = None,
+        recompute: bool | None = None,
         **classes: str,
     ) -> "OpRules":
         """Return these rules with some primitives in another class.
@@ -149,12 +153,14 @@ class OpRules:
         Args:
           half_results: as in the constructor; None leaves it.
           fp8_min_size: likewise.
+          recompute: likewise.
           **classes: primitive name to class (`scatter_add` stands for `scatter-add`).
         """
         return OpRules(
             {**self._by_name, **_printed(classes)},
             self.half_results if half_results is None else half_results,
             self.fp8_min_size if fp8_min_size is None else fp8_min_size,
+            self.recompute if recompute is None else recompute,
         )
 
 
@@ -163,12 +169,13 @@ def resolve_rules(
     compute_dtype: Any,
     half_results: bool | None,
     fp8_min_size: int | None,
+    recompute: bool | None = None,
 ) -> OpRules:
     """Return the rules of a call of `autocast`.
 
     Raises:
-      TypeError: `rules` are neither a mapping nor `OpRules`, `half_results` is not a
-        bool, or `fp8_min_size` is not an integer.
+      TypeError: `rules` are neither a mapping nor `OpRules`, `half_results` or
+        `recompute` is not a bool, or `fp8_min_size` is not an integer.
     """
     if rules is None or isinstance(rules, Mapping):
         default = OpRules.default(compute_dtype)
@@ -179,15 +186,16 @@ def resolve_rules(
             "Expected rules that map primitives to classes, such as {'tanh': "
             f"'float32'}}, or OpRules, got {rules!r}."
         )
-    if not isinstance(half_results, bool | None):
-        raise TypeError(
-            f"Expected half_results=True, False or None, got {half_results!r}."
-        )
+    for name, value in (("half_results", half_results), ("recompute", recompute)):
+        if not isinstance(value, bool | None):
+            raise TypeError(f"Expected {name}=True, False or None, got {value!r}.")
     if not isinstance(fp8_min_size, int | None) or isinstance(fp8_min_size, bool):
         raise TypeError(
             f"Expected an integer or None as fp8_min_size, got {fp8_min_size!r}."
         )
-    return rules.replace(half_results=half_results, fp8_min_size=fp8_min_size)
+    return rules.replace(
+        half_results=half_results, fp8_min_size=fp8_min_size, recompute=recompute
+    )
 
 
 # Names with a dash cannot be keywords; both spellings are in the table.

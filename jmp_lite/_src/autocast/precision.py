@@ -20,6 +20,7 @@ from jmp_lite._src.autocast.sums import Reads, find_reads
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32
+from jmp_lite._src.jaxprs.primitives import LOOPS
 
 
 class Precision(enum.IntEnum):
@@ -226,6 +227,22 @@ class Direction(enum.Enum):
         return Direction.BACKWARD if is_backward else Direction.FORWARD
 
 
+class Around(enum.Enum):
+    """What a jaxpr is inside of."""
+
+    NOTHING = enum.auto()
+    LOOP = enum.auto()
+    RECOMPUTATION = enum.auto()
+    """What the program itself has computed again in the backward pass."""
+
+    def inside(self, eqn: Eqn) -> "Around":
+        """Return what the jaxprs of an equation are inside of."""
+        name = eqn.primitive.name
+        if self is Around.RECOMPUTATION or name in ("checkpoint", "remat2"):
+            return Around.RECOMPUTATION
+        return Around.LOOP if name in LOOPS else self
+
+
 @dataclasses.dataclass(frozen=True)
 class Softmax:
     """A quotient `exp(z) / sum(exp(z))` in a jaxpr.
@@ -290,6 +307,26 @@ class EqnPlan:
         return bool(self.bodies) and not self.changes_no_body
 
 
+class Cluster(NamedTuple):
+    """Equations of a jaxpr that the backward pass computes again.
+
+    Attributes:
+      indices: of the equations, in their order.
+      ins: the variables that they read of others.
+      half_in: per input, whether it is read in half.
+      outs: the variables that others read of them.
+      half_out: per output, whether it is rounded to half.
+      rounded_backward: the variables whose gradients are stored, and so rounded.
+    """
+
+    indices: tuple[int, ...]
+    ins: tuple[Var, ...]
+    half_in: tuple[bool, ...]
+    outs: tuple[Var, ...]
+    half_out: tuple[bool, ...]
+    rounded_backward: tuple[Var, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CastPlan:
     """What is decided for a jaxpr.
@@ -306,6 +343,8 @@ class CastPlan:
       cast_moves: the half variables that are inputs, cast before they moved.
       is_derivative_rule: whether it is, or is inside, a rule for derivatives.
       direction: the pass that it is of.
+      around: what it is inside of.
+      steps: in which order it runs: indices of equations, and clusters of them.
     """
 
     jaxpr: Jaxpr
@@ -319,6 +358,8 @@ class CastPlan:
     cast_moves: frozenset[Var] = frozenset()
     is_derivative_rule: bool = False
     direction: Direction = Direction.FORWARD
+    around: Around = Around.NOTHING
+    steps: tuple[int | Cluster, ...] = ()
 
     @property
     def half_in(self) -> tuple[bool, ...]:
@@ -328,8 +369,14 @@ class CastPlan:
     @functools.cached_property
     def reads(self) -> Reads:
         """How the jaxpr reads its half values."""
-        half_in = [plan.reads_half for plan in self.eqn_plans]
-        return find_reads(self.jaxpr, half_in, self.is_derivative_rule)
+        clusters = [step for step in self.steps if isinstance(step, Cluster)]
+        return find_reads(
+            self.jaxpr,
+            [plan.reads_half for plan in self.eqn_plans],
+            self.is_derivative_rule,
+            in_clusters={i for cluster in clusters for i in cluster.indices},
+            of_clusters=[v for cluster in clusters for v in cluster.ins],
+        )
 
     def is_cast_move(self, body: SubJaxpr, result: int) -> bool:
         """Return whether a result of the equation around it is only a moved input.

@@ -16,8 +16,15 @@ import numpy as np
 from jax import lax
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import sums
-from jmp_lite._src.autocast.precision import HALF, CastPlan, Direction, EqnPlan, Use
+from jmp_lite._src.autocast import recompute, sums
+from jmp_lite._src.autocast.precision import (
+    HALF,
+    CastPlan,
+    Cluster,
+    Direction,
+    EqnPlan,
+    Use,
+)
 from jmp_lite._src.autocast.sums import NO_READS, EqnReads, Reads
 from jmp_lite._src.jaxprs import binding, control_flow, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, is_f32
@@ -127,12 +134,7 @@ class Values:
             ]
             return [sums.multiply(eqn, operands, kept)]
         if eqn.primitive.name not in ("mul", "div"):
-            operands = [
-                sums.bound(x, self.half_dtype)
-                if not compat.is_literal(v) and is_f32(v) and v.aval.size < size
-                else x
-                for v, x in zip(eqn.invars, operands, strict=True)
-            ]
+            operands = sums.bounded(eqn, operands, self.half_dtype)
         return binding.bind_here(eqn, operands)
 
     def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
@@ -279,7 +281,11 @@ class Rewriter:
         values = Values(self.half_dtype, plan.reads, plan.numbers)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
-        for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
+        for step in plan.steps or range(len(plan.eqn_plans)):
+            if isinstance(step, Cluster):
+                values.write(step.outs, recompute.run(step, plan, values))
+                continue
+            eqn, eqn_plan = plan.jaxpr.eqns[step], plan.eqn_plans[step]
             values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))
         return values.read(plan.jaxpr.outvars, half_out)
 

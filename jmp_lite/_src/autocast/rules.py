@@ -109,6 +109,10 @@ class Analysis(abc.ABC):
     ) -> CastPlan:
         """Return the plan of a sub-jaxpr of an equation."""
 
+    @abc.abstractmethod
+    def is_convolution(self, var: Var) -> bool:
+        """Return whether a variable is a convolution, which cuDNN adds a bias to."""
+
     @property
     def is_recomputed(self) -> bool:
         """Whether the program may compute the same again, with other uses."""
@@ -140,6 +144,8 @@ class Rule:
       is_fp8: whether their operands are rounded to fp8.
       keeps_inputs: whether their operands that are inputs are read in float32, and cast
         by the product.
+      computes_in_float32: whether the equations may run in float32, from half operands
+        that are stored.
     """
 
     name: ClassVar[str] = "unchanged"
@@ -148,6 +154,7 @@ class Rule:
     is_product: ClassVar[bool] = False
     is_fp8: ClassVar[bool] = False
     keeps_inputs: ClassVar[bool] = False
+    computes_in_float32: ClassVar[bool] = False
 
     def propagate(
         self,
@@ -282,7 +289,7 @@ def _kept(rule: Rule, ins: int, outs: int, reason: str) -> EqnPlan:
 class _Unsafe(Rule):
     """Operations that overflow, underflow or lose digits in half."""
 
-    name = "float32"
+    name, computes_in_float32 = "float32", True
 
     def propagate(self, info, ins, uses, analysis):
         return self.keep(info, "unsafe in half")
@@ -394,7 +401,7 @@ class Fp8(_Accumulated):
 class _Elementwise(Rule):
     """Arithmetic and moves: half where every operand is, else float32."""
 
-    is_elementwise = True
+    is_elementwise = computes_in_float32 = True
 
     def propagate(self, info, ins, uses, analysis):
         eqn = info.eqn
@@ -428,7 +435,8 @@ class _Elementwise(Rule):
                 is_noop=is_retyping(eqn),
                 keeps_half=keeps,
                 in_float32=not self.is_move
-                and (_broadcasts(info) or _adds_number(info, union(uses))),
+                and (_broadcasts(info) or _adds_number(info, union(uses)))
+                and not any(map(analysis.is_convolution, eqn.invars)),
             )
             return plan, [HALF] * len(eqn.outvars)
         reason = "f32 alone reads it" if is_fused else "an operand is f32"

@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -336,6 +336,24 @@ def bound(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.select(is_below, lax.full_like(x, lowest / 2), x)
 
 
+def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return float32 numbers, whose gradient is rounded to half where it is stored."""
+    half = lax.optimization_barrier(lax.convert_element_type(x, dtype))
+    expression = lax.convert_element_type(half, x.dtype)
+    return differentiate_as(lax.stop_gradient(x), expression)
+
+
+def bounded(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
+    """Return float32 operands of a sum, the smaller ones as `bound` has them."""
+    size = eqn.outvars[0].aval.size
+    return [
+        bound(x, dtype)
+        if not compat.is_literal(v) and is_f32(v) and v.aval.size < size
+        else x
+        for v, x in zip(eqn.invars, operands, strict=True)
+    ]
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def saturate(x: jax.Array, dtype: Any) -> jax.Array:
     """Cast to half; finite numbers below the range become the lowest half number.
@@ -397,7 +415,11 @@ class Reads:
 
 
 def find_reads(
-    jaxpr: Jaxpr, half_in: Sequence[Sequence[bool]], is_derivative_rule: bool = False
+    jaxpr: Jaxpr,
+    half_in: Sequence[Sequence[bool]],
+    is_derivative_rule: bool = False,
+    in_clusters: Collection[int] = (),
+    of_clusters: Iterable[Var] = (),
 ) -> Reads:
     """Return how a jaxpr reads its half values.
 
@@ -405,11 +427,13 @@ def find_reads(
       jaxpr: the jaxpr, open.
       half_in: per equation and operand, whether a float32 operand is read in half.
       is_derivative_rule: whether the jaxpr is a rule for derivatives.
+      in_clusters: the indices of equations that run as parts of clusters.
+      of_clusters: what each cluster reads.
     """
     differentiated = _differentiated(jaxpr)
-    by_eqn, reads, reads_in_f32 = {}, collections.Counter(), set()
+    by_eqn, reads, reads_in_f32 = {}, collections.Counter(of_clusters), set()
     inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
-    for eqn, cast_in in zip(jaxpr.eqns, half_in, strict=True):
+    for index, (eqn, cast_in) in enumerate(zip(jaxpr.eqns, half_in, strict=True)):
         half = [
             is_cast or is_half(v)
             for v, is_cast in zip(eqn.invars, cast_in, strict=True)
@@ -418,7 +442,9 @@ def find_reads(
         inputs.update(
             dict.fromkeys(eqn.outvars, _union(inputs.get(v, 0) for v in variables))
         )
-        is_differentiated = not differentiated.isdisjoint(eqn.outvars)
+        is_differentiated = (
+            not differentiated.isdisjoint(eqn.outvars) and index not in in_clusters
+        )
         if any(half) and is_differentiated:
             by_eqn[id(eqn)] = _eqn_reads(eqn, half, differentiated, inputs)
             reads.update(_variables(itertools.compress(eqn.invars, half)))

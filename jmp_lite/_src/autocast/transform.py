@@ -64,6 +64,7 @@ def autocast(
     rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
+    recompute: bool | None = None,
 ) -> Callable[P, R]: ...
 @overload
 def autocast(
@@ -72,6 +73,7 @@ def autocast(
     rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
+    recompute: bool | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 @takes_function
 def autocast(
@@ -81,6 +83,7 @@ def autocast(
     rules: OpRules | Mapping[str, str] | None = None,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
+    recompute: bool | None = None,
 ) -> Any:
     """Return a function that computes in half precision where that is safe.
 
@@ -114,15 +117,19 @@ def autocast(
       fp8_min_size: the least size of each dimension of a product in fp8, if the policy
         has these (`"mixed_fp8"`); the default is 256. Sizes must be multiples of 16,
         and products have no batch dimensions; all others are bfloat16.
+      recompute: whether the backward pass computes again, in float32, what lies between
+        half values that are stored anyway: norms and activations. It needs less memory
+        than their results and no product twice. The default is True. What is inside of
+        `jax.checkpoint` is left to that.
 
     Returns:
       A function of the same signature and the same output dtypes. Arguments that are
       numbers, functions or `None` reach `fun` as they are.
 
     Raises:
-      TypeError: `fun` is not callable or is an nnx module; `rules`, `half_results` or
-        `fp8_min_size` is of another type; in a call: an argument is neither array,
-        number nor function.
+      TypeError: `fun` is not callable or is an nnx module; `rules`, `half_results`,
+        `fp8_min_size` or `recompute` is of another type; in a call: an argument is
+        neither array, number nor function.
       ValueError: the policy computes in two kinds of half, or in a wider dtype than
         its parameters have; in a call: a pattern of the policy matches no scope.
 
@@ -154,11 +161,13 @@ def autocast(
             "rules": rules,
             "half_results": half_results,
             "fp8_min_size": fp8_min_size,
+            "recompute": recompute,
         }
         return _Decorator(autocast, **options)
     check_function(fun, "autocast", policy)
     policy, compute_dtype = check_policy(policy, "autocast")
-    rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
+    options = half_results, fp8_min_size, recompute
+    rules = resolve_rules(rules, compute_dtype, *options)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):

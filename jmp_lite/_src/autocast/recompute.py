@@ -1,0 +1,441 @@
+"""Clusters: arithmetic that the backward pass computes again, from what is stored.
+
+Between two matrix products lie norms, biases and activations, and JAX keeps what the
+derivative of each operation needs: of a GELU, three arrays. A cluster is a connected
+set of such operations. It reads stored half values, computes in float32, as the program
+is written, and rounds what it hands on in half, once. For the backward pass it keeps
+what it reads, and its sums: the statistics of norms.
+
+Clusters follow from depths. The depth of what may be in a cluster is even, that of
+other equations odd, and along a path depths never fall. So what is connected at one
+even depth can run together, and the program in the order of depths.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jmp_lite._src import compat
+from jmp_lite._src.autocast import sums
+from jmp_lite._src.autocast.precision import (
+    FLOAT32,
+    HALF,
+    Around,
+    CastPlan,
+    Cluster,
+    Direction,
+    EqnPlan,
+)
+from jmp_lite._src.jaxprs import binding, core
+from jmp_lite._src.jaxprs.core import F32, Eqn, Var
+from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts
+
+# An array is small beside another of so many times its size.
+_SMALL = 8
+
+RECOMPUTED = "in f32, and again for the backward pass"
+"""Why an equation of a cluster is in float32."""
+
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
+
+
+def with_clusters(plan: CastPlan) -> CastPlan:
+    """Return a plan with its clusters, if it is of a forward pass.
+
+    What the program itself computes again is left to it.
+    """
+    is_forward = plan.direction is Direction.FORWARD and not plan.is_derivative_rule
+    if not is_forward or plan.around is Around.RECOMPUTATION:
+        return plan
+    search = _Search(plan)
+    clusters = list(search.clusters())
+    if not clusters:
+        return plan
+    inside = {i: cluster for cluster in clusters for i in cluster.indices}
+    alone = [i for i in range(len(plan.eqn_plans)) if i not in inside]
+    steps = [(search.depth[i], i, i) for i in alone]
+    steps += [(search.depth[c.indices[0]], c.indices[0], c) for c in clusters]
+    steps.sort(key=lambda step: step[:2])
+    pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
+    eqn_plans = [
+        _in_cluster(eqn, of_eqn, inside[i]) if i in inside else of_eqn
+        for i, (eqn, of_eqn) in enumerate(pairs)
+    ]
+    return dataclasses.replace(
+        plan, eqn_plans=tuple(eqn_plans), steps=tuple(step for *_, step in steps)
+    )
+
+
+def _in_cluster(eqn: Eqn, plan: EqnPlan, cluster: Cluster | None = None) -> EqnPlan:
+    """Return the plan of an equation in a cluster, or in a call that is in one."""
+    half: set[Var] = set()
+    if cluster is not None:
+        half.update(itertools.compress(cluster.ins, cluster.half_in))
+        half.update(itertools.compress(cluster.outs, cluster.half_out))
+    is_half = [not compat.is_literal(v) and v in half for v in eqn.invars]
+    return dataclasses.replace(
+        plan,
+        half_in=tuple(is_half),
+        half_out=tuple(v in half for v in eqn.outvars),
+        bodies=tuple(map(_body_in_cluster, plan.bodies)),
+        reason=RECOMPUTED,
+        in_float32=True,
+    )
+
+
+def _body_in_cluster(plan: CastPlan) -> CastPlan:
+    pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
+    return dataclasses.replace(
+        plan,
+        eqn_plans=tuple(itertools.starmap(_in_cluster, pairs)),
+        ins=tuple(FLOAT32 if p == HALF else p for p in plan.ins),
+        half_out=(False,) * len(plan.half_out),
+        outs=tuple(FLOAT32 if p == HALF else p for p in plan.outs),
+    )
+
+
+class _Search:
+    """Finds the clusters of a plan.
+
+    Attributes:
+      depth: of each equation.
+    """
+
+    def __init__(self, plan: CastPlan):
+        self.plan, self.eqns = plan, plan.jaxpr.eqns
+        self.depth = [0] * len(self.eqns)
+        self._made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self._readers: dict[Var, list[int]] = defaultdict(list)
+        for i, (eqn, of_eqn) in enumerate(zip(self.eqns, plan.eqn_plans, strict=True)):
+            for var in dict.fromkeys(_variables(eqn.invars)):
+                self._readers[var].append(i)
+            if of_eqn.softmax is not None:
+                self._readers[of_eqn.softmax.logits].append(i)
+        self._returned = dict(zip(plan.jaxpr.outvars, plan.half_out, strict=True))
+        halves = [plan.half_in, *(p.half_out for p in plan.eqn_plans)]
+        made = [plan.jaxpr.invars, *(eqn.outvars for eqn in self.eqns)]
+        self._halves = {
+            v
+            for of, half in zip(made, halves, strict=True)
+            for v in itertools.compress(of, half)
+        }
+        pairs = zip(self.eqns, plan.eqn_plans, strict=True)
+        self._may_be = list(itertools.starmap(may_be_inside, pairs))
+        self._stored = {v for v in self._made_by if self._is_stored(v)}
+        self._is_inside = self._go_forward()
+        self._go_backward()
+
+    def _is_stored(self, var: Var) -> bool:
+        """Return whether a variable is read in half beside what may be in clusters.
+
+        Then that starts from it.
+        """
+        readers = [self._may_be[r] for r in self._readers[var]]
+        return var in self._halves and any(readers) and not all(readers)
+
+    def _go_forward(self) -> list[bool]:
+        """Find what may be in clusters, as early as can be: it is of half values."""
+        is_inside, computed = [], set()
+        for i, eqn in enumerate(self.eqns):
+            operands = list(_variables(eqn.invars))
+            inside = (
+                self._may_be[i]
+                and any(v in self._halves or v in computed for v in operands)
+                and all(
+                    v in computed or self._may_be_read(v, _largest(eqn))
+                    for v in operands
+                )
+            )
+            is_inside.append(inside)
+            self.depth[i] = max(
+                (
+                    self.depth[self._made_by[v]] + self._rise(is_inside, v, i)
+                    for v in operands
+                    if v in self._made_by
+                ),
+                default=0 if inside else 1,
+            )
+            if inside:
+                computed.update(eqn.outvars)
+        return is_inside
+
+    def _rise(self, is_inside: Sequence[bool], var: Var, reader: int) -> int:
+        """Return how much deeper a reader of a variable is than its maker, at least."""
+        if is_inside[self._made_by[var]] is not is_inside[reader]:
+            return 1
+        return 2 if is_inside[reader] and var in self._stored else 0
+
+    def _go_backward(self) -> None:
+        """Move what may be in clusters to where it is read, if that is one depth."""
+        for i in reversed(range(len(self.eqns))):
+            eqn = self.eqns[i]
+            readers = [r for v in eqn.outvars for r in self._readers[v]]
+            if not readers:
+                continue
+            if self._is_inside[i]:
+                latest = min(
+                    self.depth[r] - self._rise(self._is_inside, v, r)
+                    for v in eqn.outvars
+                    for r in self._readers[v]
+                )
+                self.depth[i] = max(self.depth[i], latest)
+            elif (
+                self._may_be[i]
+                and all(self._is_inside[r] for r in readers)
+                and len({self.depth[r] for r in readers}) == 1
+                and self._returned.keys().isdisjoint(eqn.outvars)
+                and all(
+                    self._may_be_read(v, core.size(eqn.outvars[0]))
+                    for v in _variables(eqn.invars)
+                )
+            ):  # a bias that is broadcast
+                self._is_inside[i], self.depth[i] = True, self.depth[readers[0]]
+
+    def _may_be_read(self, var: Var, size: int) -> bool:
+        """Return whether a cluster with arrays of a size may read a variable."""
+        is_light = var in self._halves or core.is_bool(var)
+        return is_light or core.size(var) * _SMALL <= size
+
+    def clusters(self) -> Iterator[Cluster]:
+        """Return the clusters that are worth it, in the order of their equations."""
+        parent = list(range(len(self.eqns)))
+
+        def root(i: int) -> int:
+            while parent[i] != i:
+                parent[i] = i = parent[parent[i]]
+            return i
+
+        for i, eqn in enumerate(self.eqns):
+            for maker in self._makers(eqn) if self._is_inside[i] else ():
+                if self._is_inside[maker] and self.depth[maker] == self.depth[i]:
+                    parent[root(i)] = root(maker)
+        groups = defaultdict(list)
+        for i in itertools.compress(range(len(self.eqns)), self._is_inside):
+            groups[root(i)].append(i)
+        return filter(None, map(self._cluster, groups.values()))
+
+    def _makers(self, eqn: Eqn) -> list[int]:
+        return [self._made_by[v] for v in _variables(eqn.invars) if v in self._made_by]
+
+    def _cluster(self, indices: Sequence[int]) -> Cluster | None:
+        """Return the cluster of some equations, None if it buys nothing."""
+        eqns = [self.eqns[i] for i in indices]
+        if not _is_worth_it(eqns):
+            return None
+        made = {v for eqn in eqns for v in eqn.outvars}
+        operands = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
+        size = max(map(core.size, (*made, *operands)))
+        ins = [v for v in operands if v not in made]
+        inside = set(indices)
+        outs = [
+            v
+            for eqn in eqns
+            for v in eqn.outvars
+            if v in self._returned or not inside.issuperset(self._readers[v])
+        ]
+        half_out = [self._is_half_outside(v, inside) for v in outs]
+        is_heavy = any(
+            not half and core.is_float(v) and core.size(v) * _SMALL > size
+            for v, half in zip(outs, half_out, strict=True)
+        )
+        reads = all(self._may_be_read(v, size) for v in ins)
+        if is_heavy or not reads or not outs:
+            return None
+        half_in = [v in self._halves and core.size(v) * _SMALL > size for v in ins]
+        rounded = _stored_backward(eqns, size)
+        return Cluster(*map(tuple, (indices, ins, half_in, outs, half_out, rounded)))
+
+    def _is_half_outside(self, var: Var, inside: set[int]) -> bool:
+        """Return whether what is outside of a cluster reads a variable in half."""
+        if not core.is_f32(var):
+            return False
+        planned = var in self._halves
+        readers = [r for r in self._readers[var] if r not in inside]
+        if planned and not self.plan.eqn_plans[self._made_by[var]].in_float32:
+            return True
+        of_outputs = [self._returned[var]] if var in self._returned else []
+        return all([*of_outputs, *(self._reads_half(r, var, planned) for r in readers)])
+
+    def _reads_half(self, reader: int, var: Var, planned: bool) -> bool:
+        if planned and self._is_inside[reader]:
+            return True
+        pairs = zip(
+            self.eqns[reader].invars, self.plan.eqn_plans[reader].half_in, strict=True
+        )
+        of_operands = [half for v, half in pairs if v is var]
+        return all(of_operands) if of_operands else planned
+
+
+def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
+    """Return the outputs of a cluster.
+
+    Args:
+      cluster: the cluster.
+      plan: the plan that it is a part of.
+      values: the `Values` of the plan's variables.
+    """
+    operands = values.read(cluster.ins, cluster.half_in)
+    half_dtype = values.half_dtype
+
+    def compute(*operands):
+        known = {
+            v: lax.convert_element_type(x, F32) if half else x
+            for v, half, x in zip(cluster.ins, cluster.half_in, operands, strict=True)
+        }
+        for i in cluster.indices:
+            eqn = plan.jaxpr.eqns[i]
+            read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
+            if eqn.primitive.name in ("add", "sub"):
+                read = sums.bounded(eqn, read, half_dtype)
+            known.update(zip(eqn.outvars, binding.bind(eqn, read), strict=True))
+            for v in eqn.outvars:
+                if v in cluster.rounded_backward:
+                    known[v] = sums.rounded_backward(known[v], half_dtype)
+        return [
+            # A cast to half and back, XLA would leave out, and store float32 as well.
+            lax.optimization_barrier(lax.convert_element_type(known[v], half_dtype))
+            if half
+            else known[v]
+            for v, half in zip(cluster.outs, cluster.half_out, strict=True)
+        ]
+
+    if not compat.is_tracing():
+        return compute(*operands)
+    # XLA does not see through the residuals of a loop.
+    options = {"prevent_cse": plan.around is not Around.LOOP, "policy": _saves}
+    return jax.checkpoint(compute, **options)(*operands)
+
+
+def _saves(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether the result of an operation is a statistic, which is kept."""
+    if not _is_reduction(primitive.name, params):
+        return False
+    return math.prod(avals[0].shape[i] for i in params["axes"]) >= _SMALL
+
+
+def _is_reduction(name: str, params: Any) -> bool:
+    reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
+    return bool(reduces) and all(isinstance(a, int) for a in params.get("axes", "?"))
+
+
+def _variables(operands: Any) -> Iterator[Any]:
+    return (v for v in operands if not compat.is_literal(v))
+
+
+def _largest(eqn: Eqn) -> int:
+    return max(map(core.size, (*eqn.invars, *eqn.outvars)))
+
+
+def may_be_inside(eqn: Eqn, plan: Any) -> bool:
+    """Return whether an equation is arithmetic, element by element, or a reduction."""
+    if plan.softmax is not None or eqn.effects:
+        return False
+    if plan.keeps_half and facts(eqn.primitive.name) & (Fact.LINEAR | Fact.JOINS):
+        return False  # a sum of two arrays, which is stored
+    if eqn.primitive.name in _CALLS:
+        return bool(plan.bodies) and all(map(_is_all_inside, plan.bodies))
+    if plan.bodies or not plan.rule.computes_in_float32:
+        return False
+    dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+    if not all(_is_f32_or_exact(dtype) for dtype in dtypes):
+        return False
+    return _is_arithmetic(eqn)
+
+
+@functools.cache
+def _is_f32_or_exact(dtype: Any) -> bool:
+    return dtype in (F32, np.dtype(bool)) or np.issubdtype(dtype, np.integer)
+
+
+def _is_arithmetic(eqn: Eqn) -> bool:
+    name, params = eqn.primitive.name, eqn.params
+    if name not in PRIMITIVES:
+        return name == "convert_element_type"
+    if _is_reduction(name, params) or name == "stop_gradient":
+        return True
+    known = facts(name)
+    if PRIMITIVES[name].op_class == "passthrough":
+        return bool(
+            known & Fact.COMPARES
+            or (known & Fact.IN_ORDER and known & (Fact.REPEATS | Fact.PERMUTES))
+            or known == Fact.JOINS | Fact.CHOOSES
+            or known == Fact.MOVES
+        )
+    moves = {"axis", "axes", "axis_name", "dimension_numbers", "window_dimensions"}
+    return not known & Fact.SUMS and moves.isdisjoint(params)
+
+
+def _is_all_inside(plan: CastPlan) -> bool:
+    pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
+    return all(itertools.starmap(may_be_inside, pairs))
+
+
+def _is_worth_it(eqns: Sequence[Eqn]) -> bool:
+    """Return whether the derivative of some equations keeps arrays of their own.
+
+    That of a linear operation keeps none, and that of a choice a mask of one byte,
+    beside which recomputation buys little.
+    """
+    flat = list(_flat(eqns))
+    size = max(map(_largest, flat), default=0)
+    large = [eqn for eqn in flat if core.size(eqn.outvars[0]) * 2 >= size]
+    if any(map(_is_transcendental, large)):
+        return True
+    chooses = any(
+        facts(eqn.primitive.name) & (Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES)
+        for eqn in large
+    )
+    return not chooses and any(map(_multiplies, flat))
+
+
+def _stored_backward(eqns: Sequence[Eqn], size: int) -> list[Var]:
+    """Return the inputs of activations behind norms.
+
+    Their gradients are read twice: to be summed for the statistics, and after that. To
+    compute them twice costs more than to store them, so XLA stores them.
+    """
+    of_statistics, found = set(), {}
+    for eqn in eqns:
+        operands = [v for v in _variables(eqn.invars) if v in of_statistics]
+        if any(map(_is_transcendental, _flat([eqn]))):
+            found.update(
+                (v, None)
+                for v in operands
+                if core.is_f32(v) and core.size(v) * 2 >= size
+            )
+        if operands or _is_reduction(eqn.primitive.name, eqn.params):
+            of_statistics.update(eqn.outvars)
+    return list(found)
+
+
+def _flat(eqns: Sequence[Eqn]) -> Iterator[Eqn]:
+    for eqn in eqns:
+        bodies = compat.jaxprs_of(eqn)
+        if not bodies:
+            yield eqn
+        for body in bodies:
+            yield from _flat(body.eqns)
+
+
+def _is_transcendental(eqn: Eqn) -> bool:
+    known = PRIMITIVES.get(eqn.primitive.name)
+    if known is None or not core.is_f32(eqn.outvars[0]):
+        return False
+    is_arithmetic = known.facts & (Fact.ARITHMETIC | Fact.EXACT | Fact.SUMS)
+    return known.op_class in ("float32", "promote") and not is_arithmetic
+
+
+def _multiplies(eqn: Eqn) -> bool:
+    """Return whether an equation is nonlinear in variables."""
+    name = eqn.primitive.name
+    if name in ("mul", "div"):
+        return not any(map(compat.is_literal, eqn.invars))
+    return name in ("square", "integer_pow")
