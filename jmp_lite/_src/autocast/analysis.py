@@ -86,6 +86,7 @@ class Analyzer:
         self.compute_dtype = compute_dtype
         self.is_derivative_rule = is_derivative_rule
         self.filled_in: set[int] = set()
+        self.clusters = recompute.Clusters()
         self._plans: dict[Any, CastPlan] = {}
         self._for_derivatives: Analyzer | None = None
         # A plan is found by the identity of its jaxpr, which must stay alive for that.
@@ -260,7 +261,7 @@ class _Analysis(rules.Analysis):
         )
         table = self.analyzer.table
         recomputes = table.recompute and table.lowers_anything
-        return recompute.with_clusters(plan) if recomputes else plan
+        return self.analyzer.clusters.add_to(plan) if recomputes else plan
 
     def plan_body(self, eqn, body, ins, uses):
         scope = name_scopes.join(self.scope, name_scopes.of(eqn))

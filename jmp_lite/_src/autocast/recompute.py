@@ -16,8 +16,8 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -47,59 +47,134 @@ RECOMPUTED = "in f32, and again for the backward pass"
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 
 
-def with_clusters(plan: CastPlan) -> CastPlan:
-    """Return a plan with its clusters, if it is of a forward pass.
+class Work(NamedTuple):
+    """What arithmetic does.
 
-    What the program itself computes again is left to it.
+    Attributes:
+      size: of the largest array.
+      transcendental: the largest result of a function that is no polynomial.
+      chooses: the largest result of a choice or a comparison, or of what is chosen by.
+      multiplies: whether variables are multiplied.
     """
-    is_forward = plan.direction is Direction.FORWARD and not plan.is_derivative_rule
-    if not is_forward or plan.around is Around.RECOMPUTATION:
-        return plan
-    search = _Search(plan)
-    clusters = list(search.clusters())
-    if not clusters:
-        return plan
-    inside = {i: cluster for cluster in clusters for i in cluster.indices}
-    alone = [i for i in range(len(plan.eqn_plans)) if i not in inside]
-    steps = [(search.depth[i], i, i) for i in alone]
-    steps += [(search.depth[c.indices[0]], c.indices[0], c) for c in clusters]
-    steps.sort(key=lambda step: step[:2])
-    pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
-    eqn_plans = [
-        _in_cluster(eqn, of_eqn, inside[i]) if i in inside else of_eqn
-        for i, (eqn, of_eqn) in enumerate(pairs)
-    ]
-    return dataclasses.replace(
-        plan, eqn_plans=tuple(eqn_plans), steps=tuple(step for *_, step in steps)
-    )
+
+    size: int
+    transcendental: int = 0
+    chooses: int = 0
+    multiplies: bool = False
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether its derivative keeps arrays of its own.
+
+        That of a linear operation keeps none, and that of a choice a mask of one byte,
+        beside which recomputation buys little.
+        """
+        is_nonlinear = self.multiplies and self.chooses * 2 < self.size
+        return self.is_transcendental or is_nonlinear
+
+    @property
+    def is_transcendental(self) -> bool:
+        """Whether it is an activation."""
+        return self.transcendental * 2 >= self.size
 
 
-def _in_cluster(eqn: Eqn, plan: EqnPlan, cluster: Cluster | None = None) -> EqnPlan:
-    """Return the plan of an equation in a cluster, or in a call that is in one."""
-    half: set[Var] = set()
-    if cluster is not None:
-        half.update(itertools.compress(cluster.ins, cluster.half_in))
-        half.update(itertools.compress(cluster.outs, cluster.half_out))
-    is_half = [not compat.is_literal(v) and v in half for v in eqn.invars]
-    return dataclasses.replace(
-        plan,
-        half_in=tuple(is_half),
-        half_out=tuple(v in half for v in eqn.outvars),
-        bodies=tuple(map(_body_in_cluster, plan.bodies)),
-        reason=RECOMPUTED,
-        in_float32=True,
-    )
+def _together(works: Iterable[Work]) -> Work:
+    return Work(*map(max, zip(Work(0), *works, strict=True)))
 
 
-def _body_in_cluster(plan: CastPlan) -> CastPlan:
-    pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
-    return dataclasses.replace(
-        plan,
-        eqn_plans=tuple(itertools.starmap(_in_cluster, pairs)),
-        ins=tuple(FLOAT32 if p == HALF else p for p in plan.ins),
-        half_out=(False,) * len(plan.half_out),
-        outs=tuple(FLOAT32 if p == HALF else p for p in plan.outs),
-    )
+class Clusters:
+    """Finds the clusters of plans, and what they call, once for each."""
+
+    def __init__(self):
+        self._works: dict[CastPlan, Work | None] = {}
+        self._bodies: dict[CastPlan, CastPlan] = {}
+
+    def add_to(self, plan: CastPlan) -> CastPlan:
+        """Return a plan with its clusters, if it is of a forward pass.
+
+        What the program itself computes again is left to it.
+        """
+        is_forward = plan.direction is Direction.FORWARD and not plan.is_derivative_rule
+        if not is_forward or plan.around is Around.RECOMPUTATION:
+            return plan
+        pairs = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))
+        search = _Search(plan, list(itertools.starmap(self._work, pairs)))
+        clusters = list(search.clusters())
+        if not clusters:
+            return plan
+        inside = {i: cluster for cluster in clusters for i in cluster.indices}
+        alone = [i for i in range(len(pairs)) if i not in inside]
+        steps = [(search.depth[i], i, i) for i in alone]
+        steps += [(search.depth[c.indices[0]], c.indices[0], c) for c in clusters]
+        steps.sort(key=lambda step: step[:2])
+        eqn_plans = [
+            self._inside(*pair, inside[i]) if i in inside else pair[1]
+            for i, pair in enumerate(pairs)
+        ]
+        return dataclasses.replace(
+            plan, eqn_plans=tuple(eqn_plans), steps=tuple(step for *_, step in steps)
+        )
+
+    def _work(self, eqn: Eqn, plan: EqnPlan) -> Work | None:
+        """Return what an equation does, None if it may not be in a cluster."""
+        if plan.softmax is not None or eqn.effects:
+            return None
+        name = eqn.primitive.name
+        if plan.keeps_half and facts(name) & (Fact.LINEAR | Fact.JOINS):
+            return None  # a sum of two arrays, which is stored
+        if name in _CALLS and plan.bodies:
+            works = list(map(self._work_of_body, plan.bodies))
+            return None if None in works else _together(filter(None, works))
+        if plan.bodies or not plan.rule.computes_in_float32:
+            return None
+        dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+        if not all(map(_is_f32_or_exact, dtypes)) or not _is_arithmetic(eqn):
+            return None
+        size = core.size(eqn.outvars[0])
+        return Work(
+            size=max(map(core.size, (*eqn.invars, *eqn.outvars))),
+            transcendental=size if _is_transcendental(name) else 0,
+            chooses=size if _chooses(name) else 0,
+            multiplies=_multiplies(eqn),
+        )
+
+    def _work_of_body(self, plan: CastPlan) -> Work | None:
+        if plan not in self._works:
+            pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
+            works = list(itertools.starmap(self._work, pairs))
+            is_none = None in works
+            self._works[plan] = None if is_none else _together(filter(None, works))
+        return self._works[plan]
+
+    def _inside(
+        self, eqn: Eqn, plan: EqnPlan, cluster: Cluster | None = None
+    ) -> EqnPlan:
+        """Return the plan of an equation in a cluster, or in a call that is in one."""
+        half: set[Var] = set()
+        if cluster is not None:
+            half.update(itertools.compress(cluster.ins, cluster.half_in))
+            half.update(itertools.compress(cluster.outs, cluster.half_out))
+        is_half = [not compat.is_literal(v) and v in half for v in eqn.invars]
+        return dataclasses.replace(
+            plan,
+            half_in=tuple(is_half),
+            half_out=tuple(v in half for v in eqn.outvars),
+            bodies=tuple(map(self._body_inside, plan.bodies)),
+            reason=RECOMPUTED,
+            in_float32=True,
+        )
+
+    def _body_inside(self, plan: CastPlan) -> CastPlan:
+        if plan not in self._bodies:
+            pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
+            self._bodies[plan] = dataclasses.replace(
+                plan,
+                eqn_plans=tuple(itertools.starmap(self._inside, pairs)),
+                ins=tuple(FLOAT32 if p == HALF else p for p in plan.ins),
+                half_out=(False,) * len(plan.half_out),
+                outs=tuple(FLOAT32 if p == HALF else p for p in plan.outs),
+            )
+        return self._bodies[plan]
 
 
 class _Search:
@@ -109,8 +184,8 @@ class _Search:
       depth: of each equation.
     """
 
-    def __init__(self, plan: CastPlan):
-        self.plan, self.eqns = plan, plan.jaxpr.eqns
+    def __init__(self, plan: CastPlan, works: Sequence[Work | None]):
+        self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, works
         self.depth = [0] * len(self.eqns)
         self._made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self._readers: dict[Var, list[int]] = defaultdict(list)
@@ -127,8 +202,6 @@ class _Search:
             for of, half in zip(made, halves, strict=True)
             for v in itertools.compress(of, half)
         }
-        pairs = zip(self.eqns, plan.eqn_plans, strict=True)
-        self._may_be = list(itertools.starmap(may_be_inside, pairs))
         self._stored = {v for v in self._made_by if self._is_stored(v)}
         self._is_inside = self._go_forward()
         self._go_backward()
@@ -138,7 +211,7 @@ class _Search:
 
         Then that starts from it.
         """
-        readers = [self._may_be[r] for r in self._readers[var]]
+        readers = [self.works[r] is not None for r in self._readers[var]]
         return var in self._halves and any(readers) and not all(readers)
 
     def _go_forward(self) -> list[bool]:
@@ -146,12 +219,12 @@ class _Search:
         is_inside, computed = [], set()
         for i, eqn in enumerate(self.eqns):
             operands = list(_variables(eqn.invars))
+            work = self.works[i]
             inside = (
-                self._may_be[i]
+                work is not None
                 and any(v in self._halves or v in computed for v in operands)
                 and all(
-                    v in computed or self._may_be_read(v, _largest(eqn))
-                    for v in operands
+                    v in computed or self._may_be_read(v, work.size) for v in operands
                 )
             )
             is_inside.append(inside)
@@ -188,7 +261,7 @@ class _Search:
                 )
                 self.depth[i] = max(self.depth[i], latest)
             elif (
-                self._may_be[i]
+                self.works[i] is not None
                 and all(self._is_inside[r] for r in readers)
                 and len({self.depth[r] for r in readers}) == 1
                 and self._returned.keys().isdisjoint(eqn.outvars)
@@ -228,7 +301,9 @@ class _Search:
     def _cluster(self, indices: Sequence[int]) -> Cluster | None:
         """Return the cluster of some equations, None if it buys nothing."""
         eqns = [self.eqns[i] for i in indices]
-        if not _is_worth_it(eqns):
+        if not _together(
+            filter(None, map(self.works.__getitem__, indices))
+        ).is_worth_it:
             return None
         made = {v for eqn in eqns for v in eqn.outvars}
         operands = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
@@ -250,8 +325,25 @@ class _Search:
         if is_heavy or not reads or not outs:
             return None
         half_in = [v in self._halves and core.size(v) * _SMALL > size for v in ins]
-        rounded = _stored_backward(eqns, size)
+        rounded = self._stored_backward(indices, size)
         return Cluster(*map(tuple, (indices, ins, half_in, outs, half_out, rounded)))
+
+    def _stored_backward(self, indices: Sequence[int], size: int) -> list[Var]:
+        """Return the inputs of activations behind norms.
+
+        Their gradients are read twice: to be summed for the statistics, and after that.
+        To compute them twice costs more than to store them, so XLA stores them.
+        """
+        of_statistics, found = set(), {}
+        for i in indices:
+            eqn, work = self.eqns[i], self.works[i]
+            operands = [v for v in _variables(eqn.invars) if v in of_statistics]
+            if work is not None and work.is_transcendental:
+                large = [v for v in operands if core.size(v) * 2 >= size]
+                found.update(dict.fromkeys(filter(core.is_f32, large)))
+            if operands or _is_reduction(eqn.primitive.name, eqn.params):
+                of_statistics.update(eqn.outvars)
+        return list(found)
 
     def _is_half_outside(self, var: Var, inside: set[int]) -> bool:
         """Return whether what is outside of a cluster reads a variable in half."""
@@ -330,26 +422,6 @@ def _variables(operands: Any) -> Iterator[Any]:
     return (v for v in operands if not compat.is_literal(v))
 
 
-def _largest(eqn: Eqn) -> int:
-    return max(map(core.size, (*eqn.invars, *eqn.outvars)))
-
-
-def may_be_inside(eqn: Eqn, plan: Any) -> bool:
-    """Return whether an equation is arithmetic, element by element, or a reduction."""
-    if plan.softmax is not None or eqn.effects:
-        return False
-    if plan.keeps_half and facts(eqn.primitive.name) & (Fact.LINEAR | Fact.JOINS):
-        return False  # a sum of two arrays, which is stored
-    if eqn.primitive.name in _CALLS:
-        return bool(plan.bodies) and all(map(_is_all_inside, plan.bodies))
-    if plan.bodies or not plan.rule.computes_in_float32:
-        return False
-    dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
-    if not all(_is_f32_or_exact(dtype) for dtype in dtypes):
-        return False
-    return _is_arithmetic(eqn)
-
-
 @functools.cache
 def _is_f32_or_exact(dtype: Any) -> bool:
     return dtype in (F32, np.dtype(bool)) or np.issubdtype(dtype, np.integer)
@@ -373,64 +445,17 @@ def _is_arithmetic(eqn: Eqn) -> bool:
     return not known & Fact.SUMS and moves.isdisjoint(params)
 
 
-def _is_all_inside(plan: CastPlan) -> bool:
-    pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
-    return all(itertools.starmap(may_be_inside, pairs))
-
-
-def _is_worth_it(eqns: Sequence[Eqn]) -> bool:
-    """Return whether the derivative of some equations keeps arrays of their own.
-
-    That of a linear operation keeps none, and that of a choice a mask of one byte,
-    beside which recomputation buys little.
-    """
-    flat = list(_flat(eqns))
-    size = max(map(_largest, flat), default=0)
-    large = [eqn for eqn in flat if core.size(eqn.outvars[0]) * 2 >= size]
-    if any(map(_is_transcendental, large)):
-        return True
-    chooses = any(
-        facts(eqn.primitive.name) & (Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES)
-        for eqn in large
-    )
-    return not chooses and any(map(_multiplies, flat))
-
-
-def _stored_backward(eqns: Sequence[Eqn], size: int) -> list[Var]:
-    """Return the inputs of activations behind norms.
-
-    Their gradients are read twice: to be summed for the statistics, and after that. To
-    compute them twice costs more than to store them, so XLA stores them.
-    """
-    of_statistics, found = set(), {}
-    for eqn in eqns:
-        operands = [v for v in _variables(eqn.invars) if v in of_statistics]
-        if any(map(_is_transcendental, _flat([eqn]))):
-            found.update(
-                (v, None)
-                for v in operands
-                if core.is_f32(v) and core.size(v) * 2 >= size
-            )
-        if operands or _is_reduction(eqn.primitive.name, eqn.params):
-            of_statistics.update(eqn.outvars)
-    return list(found)
-
-
-def _flat(eqns: Sequence[Eqn]) -> Iterator[Eqn]:
-    for eqn in eqns:
-        bodies = compat.jaxprs_of(eqn)
-        if not bodies:
-            yield eqn
-        for body in bodies:
-            yield from _flat(body.eqns)
-
-
-def _is_transcendental(eqn: Eqn) -> bool:
-    known = PRIMITIVES.get(eqn.primitive.name)
-    if known is None or not core.is_f32(eqn.outvars[0]):
+@functools.cache
+def _is_transcendental(name: str) -> bool:
+    known = PRIMITIVES.get(name)
+    if known is None or known.op_class not in ("float32", "promote"):
         return False
-    is_arithmetic = known.facts & (Fact.ARITHMETIC | Fact.EXACT | Fact.SUMS)
-    return known.op_class in ("float32", "promote") and not is_arithmetic
+    return not known.facts & (Fact.ARITHMETIC | Fact.EXACT | Fact.SUMS)
+
+
+@functools.cache
+def _chooses(name: str) -> bool:
+    return bool(facts(name) & (Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES))
 
 
 def _multiplies(eqn: Eqn) -> bool:

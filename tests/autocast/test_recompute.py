@@ -1,0 +1,254 @@
+"""What autocast computes again in the backward pass, and what it keeps for that."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jmp_lite import autocast, explain
+
+# The models promote ranks, as users' do.
+pytestmark = pytest.mark.standard_promotion
+HALVES = ("float16", "bfloat16")
+N = 64
+
+
+def _arguments() -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = jax.random.normal(keys[0], (2, N, N)) / N**0.5
+    gain = 1 + 0.1 * jax.random.normal(keys[1], (N,))
+    return w, gain, jax.random.normal(keys[2], (8, 32, N))
+
+
+def _gelu(w, gain, x):
+    return jax.nn.gelu(x @ w[0] + gain) @ w[1]
+
+
+def _layer_norm(w, gain, x):
+    h = x @ w[0]
+    h = h - jnp.mean(h, -1, keepdims=True)
+    return h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * gain @ w[1]
+
+
+def _rms_norm_and_silu(w, gain, x):
+    h = x @ w[0]
+    h = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * gain
+    return jax.nn.silu(h) @ w[1]
+
+
+def _gated(w, gain, x):
+    return (jax.nn.silu(x @ w[0]) * (x @ w[1]) * gain) @ w[0]
+
+
+def _softplus(w, gain, x):
+    return jax.nn.softplus(x @ w[0] * gain) @ w[1]
+
+
+MODELS = {
+    "gelu": _gelu,
+    "layer_norm": _layer_norm,
+    "rms_norm_and_silu": _rms_norm_and_silu,
+    "gated": _gated,
+    "softplus": _softplus,
+}
+# How many half arrays of the size of the activations a backward pass keeps: what the
+# products read, and what clusters start from, if that is something else.
+KEPT = {
+    "gelu": 3,
+    "layer_norm": 3,
+    "rms_norm_and_silu": 3,
+    "gated": 5,  # the input for each of its products, which XLA keeps once
+    "softplus": 3,
+}
+
+
+def _loss(model, *args):
+    return jnp.sum(model(*args).astype(jnp.float32) * jnp.cos(jnp.arange(N)))
+
+
+def _kept(fun, *args):
+    """Return the arrays that a backward pass keeps, of the size of the activations."""
+    _, vjp = jax.eval_shape(lambda *args: jax.vjp(jax.jit(fun), *args), *args)
+    return [x for x in jax.tree.leaves(vjp) if x.size >= args[-1].size]
+
+
+def _errors(fun, model, *args):
+    """Return the errors of gradients, relative to those in float64."""
+    grads = jax.jit(jax.grad(functools.partial(_loss, fun), argnums=(0, 1, 2)))(*args)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in args]
+        exact = jax.grad(
+            lambda *args: jnp.sum(model(*args) * jnp.cos(jnp.arange(N))), (0, 1, 2)
+        )(*wide)
+    return [
+        float(np.linalg.norm(g - e) / np.linalg.norm(e))
+        for g, e in zip(map(np.asarray, grads), map(np.asarray, exact), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_backward_pass_keeps_half_values_that_are_stored_anyway(name, half):
+    args = _arguments()
+    policy = f"mixed_{half}"
+    fun = autocast(MODELS[name], policy, half_results=True)
+    found = [x.dtype.name for x in _kept(fun, *args)]
+    assert found == [half] * KEPT[name]
+    before = autocast(MODELS[name], policy, half_results=True, recompute=False)
+    assert len(_kept(before, *args)) > len(found)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_as_near_to_float64_as_without(name, half):
+    args = _arguments()
+    errors = [
+        _errors(
+            autocast(MODELS[name], f"mixed_{half}", recompute=recompute),
+            MODELS[name],
+            *args,
+        )
+        for recompute in (True, False)
+    ]
+    for error, without in zip(*errors, strict=True):
+        assert error < 1.15 * without
+
+
+def _primitives(fun: Any, *args: Any) -> list[str]:
+    return [eqn.primitive.name for eqn in jaxprs.equations(jaxprs.trace(fun, *args))]
+
+
+def test_one_switch_turns_it_off():
+    args = _arguments()
+    assert "remat2" in _primitives(autocast(_gelu, "mixed_bfloat16"), *args)
+    off = autocast(_gelu, "mixed_bfloat16", recompute=False)
+    assert "remat2" not in _primitives(off, *args)
+    with pytest.raises(TypeError, match="Expected recompute=True, False or None, got"):
+        autocast(_gelu, "mixed_bfloat16", recompute="all")  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, gain, x: jax.nn.relu(x @ w[0] + gain) @ w[1],
+        lambda w, gain, x: (x @ w[0] + gain) * 0.5 @ w[1],
+        lambda w, gain, x: (x @ w[0] + x @ w[1]) @ w[0],
+    ],
+    ids=["relu", "linear", "residual"],
+)
+def test_what_keeps_nothing_of_its_own_is_not_computed_again(fun):
+    assert "remat2" not in _primitives(autocast(fun, "mixed_bfloat16"), *_arguments())
+
+
+def test_what_the_program_computes_again_is_left_to_it():
+    args = _arguments()
+
+    def tanhs(recompute):
+        fun = autocast(jax.checkpoint(_gelu), "mixed_bfloat16", recompute=recompute)
+        grad = jax.grad(functools.partial(_loss, fun))
+        return _primitives(grad, *args).count("tanh")
+
+    assert tanhs(True) == tanhs(False) == 2
+
+
+def test_explain_says_what_is_computed_again():
+    args = _arguments()
+    rows = explain(_layer_norm, "mixed_bfloat16")(*args).rows
+    reason = "in f32, and again for the backward pass"
+    again = {row.primitive: row.after for row in rows if row.reason == reason}
+    assert again["rsqrt"] == "f32 -> f32"
+    assert again["integer_pow"] == "f32 -> f32"
+    assert {"bf16 -> f32", "f32 f32 -> bf16"} <= {
+        row.after for row in rows if row.reason == reason
+    }
+    off = explain(_layer_norm, "mixed_bfloat16", recompute=False)(*args)
+    assert reason not in off.kept
+
+
+def _in_scan(fun):
+    def scanned(w, gain, x):
+        h, _ = jax.lax.scan(lambda h, _: (fun(w, gain, h), None), x, None, length=2)
+        return h
+
+    return scanned
+
+
+def _in_vmap(fun):
+    return jax.vmap(fun, (None, None, 0))
+
+
+def _in_shard_map(fun):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    return jax.shard_map(
+        fun,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), spec),
+        out_specs=spec,
+    )
+
+
+def _in_cond(fun):
+    return lambda w, gain, x: jax.lax.cond(
+        x[0, 0, 0] < 100, lambda: fun(w, gain, x), lambda: x
+    )
+
+
+@pytest.mark.parametrize(
+    "around",
+    [_in_scan, _in_vmap, _in_shard_map, _in_cond, jax.checkpoint, jax.jit],
+    ids=["scan", "vmap", "shard_map", "cond", "remat", "jit"],
+)
+@pytest.mark.parametrize("name", ["gelu", "rms_norm_and_silu"])
+def test_gradients_are_right_under_every_transformation(around, name):
+    args = _arguments()
+    fun = around(MODELS[name])
+    for error in _errors(autocast(fun, "mixed_bfloat16"), fun, *args):
+        assert error < 0.02
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_derivatives_of_gradients_have_every_term(name):
+    args = _arguments()
+
+    def penalty(fun):
+        grad = jax.grad(functools.partial(_loss, fun), argnums=(0, 2))
+        return lambda *args: sum(
+            jnp.sum(g.astype(jnp.float32) ** 2) for g in grad(*args)
+        )
+
+    exact = jax.jit(jax.grad(penalty(MODELS[name]), (0, 1, 2)))(*args)
+    for options in ({}, {"recompute": False}):
+        fun = autocast(MODELS[name], "mixed_bfloat16", **options)
+        grads = jax.jit(jax.grad(penalty(fun), (0, 1, 2)))(*args)
+        for got, want in zip(grads, exact, strict=True):
+            assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)
+    tangents = jax.jvp(fun, args, args)[1], jax.jvp(MODELS[name], args, args)[1]
+    assert np.linalg.norm(tangents[0] - tangents[1]) < 0.02 * np.linalg.norm(
+        tangents[1]
+    )
+
+
+def test_values_do_not_depend_on_whether_a_gradient_is_taken():
+    args = _arguments()
+    fun = autocast(functools.partial(_loss, _gelu), "mixed_bfloat16")
+    value = jax.jit(fun)(*args)
+    np.testing.assert_array_equal(jax.jit(jax.value_and_grad(fun))(*args)[0], value)
+    np.testing.assert_allclose(fun(*args), value, rtol=1e-4)
+
+
+def test_masks_of_dropout_are_kept_as_bools():
+    w, gain, x = _arguments()
+
+    def fun(w, gain, x):
+        h = jax.nn.gelu(x @ w[0] + gain)
+        kept = jax.random.bernoulli(jax.random.key(1), 0.9, h.shape)
+        return jnp.where(kept, h / 0.9, 0.0) @ w[1]
+
+    found = [y.dtype.name for y in _kept(autocast(fun, "mixed_bfloat16"), w, gain, x)]
+    assert sorted(found) == ["bfloat16"] * 3 + ["bool"]
