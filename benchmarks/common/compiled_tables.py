@@ -17,9 +17,11 @@ from benchmarks.common.compiled_steps import (
     REDUCE_FLOAT32,
     Step,
 )
-from benchmarks.common.measured_tables import HALVES, SHORT, Rows
+from benchmarks.common.run import Rows
 from benchmarks.common.storage import FLOAT32, HALF, Storage
 
+HALVES = ("bfloat16", "float16")
+SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _BYTES, _TRAFFIC, _PEAK, _KERNELS = "bytes accessed", "traffic", "peak", "kernels"
 _COLUMNS = {
     _BYTES: "bytes accessed",

@@ -148,6 +148,15 @@ CONTENDERS: dict[str, Contender] = {
     COND: with_cond,
     COND_INSIDE: with_cond_inside,
 }
+# All but the bare one, as tables name them.
+PEERS = {
+    OURS: "`scale_aware`",
+    JMP: "jmp and `select_tree`",
+    FLAX: "flax `DynamicScale`",
+    APPLY_IF_FINITE: "`apply_if_finite` (no loss scale)",
+    COND: "`lax.cond` by hand",
+    COND_INSIDE: "`lax.cond` inside of the transformation",
+}
 # jmp's verdict is an AND of all leaves, which XLA puts into the update of each: at
 # 400 leaves compiling was given up after 7 minutes on busy cores, at 10 GB.
 _MOST_LEAVES = {JMP: 100}
