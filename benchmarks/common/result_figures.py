@@ -7,14 +7,41 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from benchmarks.common import compiled_tables, contenders, plots, tasks
+from benchmarks import memory
+from benchmarks.common import compiled_tables, contenders, plots, storage, tasks
 from benchmarks.common.committed import load
+from benchmarks.common.storage import (
+    ADAFACTOR,
+    ADAM,
+    FLOAT32,
+    MASTERS,
+    REMAINDERS,
+    STOCHASTIC,
+)
 from benchmarks.fp8_accuracy import FIRST, FP8, HALF
 from benchmarks.fp8_accuracy import TITLES as FP8_TITLES
 from benchmarks.train_step import HALVES, TITLES, WAYS
 
 _COLORS = plots.BLUE, plots.VERMILION, plots.GREEN, plots.PURPLE, plots.ORANGE
+
+_COLOURS = {
+    FLOAT32: plots.BLACK,
+    MASTERS: plots.BLUE,
+    REMAINDERS: plots.GREEN,
+    STOCHASTIC: plots.VERMILION,
+}
+_MARKERS = {
+    (ADAM, FLOAT32): "o",
+    (ADAM, storage.HALF): "s",
+    (ADAM, "8bit"): "^",
+    (ADAFACTOR, FLOAT32): "D",
+}
+
+
+def _colour(way: storage.Storage) -> str:
+    return plots.PURPLE if way.compute == FLOAT32 else _COLOURS[way.weights]
 
 
 class _Ratio(NamedTuple):
@@ -170,12 +197,75 @@ def draw_compiled() -> Figure:
     return _draw(panels, f"Train steps: {device}", "ratio to float32")
 
 
+def draw_memory() -> Figure:
+    """Draw the peaks on each device against the losses of a small training.
+
+    Half precision without a check is left out: it has the losses of that with one.
+    """
+    figure = Figure(figsize=(10, 5.4), layout="constrained")
+    choices = compiled_tables.storage_choices()
+    devices = memory.devices_of(choices)
+    all_axes = figure.subplots(1, len(devices), sharey=True)
+    shown = [x for x in choices if x.storage.checked or x.storage.compute == FLOAT32]
+    for axes, device in zip(all_axes, devices, strict=True):
+        for choice in (x for x in shown if device in x.peaks):
+            way, (low, high) = choice.storage, choice.loss_range
+            style: Any = {
+                "color": _colour(way),
+                "marker": _MARKERS[way.optimizer, way.state],
+                "linestyle": "none",
+                "markersize": 7,
+            }
+            for remat, peak in choice.peaks[device].items():
+                fill = "full" if remat else "none"
+                axes.plot([peak / 2**30], [choice.loss], fillstyle=fill, **style)
+            recomputed = choice.peaks[device][True] / 2**30
+            axes.plot(2 * [recomputed], [low, high], color=plots.LIGHT_GREY, zorder=0)
+        sizes = load(f"{device}-compiled/memory.json")["settings"]
+        axes.set_title(
+            f"{memory.DEVICES[device]}: {sizes['layers']} layers of width "
+            f"{sizes['width']}, {sizes['parameter count'] / 1e6:.0f} M parameters",
+            fontsize=10,
+        )
+        axes.set_xlabel("peak memory of a train step, GiB")
+        axes.set_ylabel("validation loss of a small transformer")
+        axes.set_xlim(left=0)
+        plots.style_axes(axes)
+
+    def entry(label, **style):
+        return Line2D([], [], linestyle="none", label=label, **style)
+
+    parameters = {
+        _colour(x.storage): "float32 model"
+        if x.storage.compute == FLOAT32
+        else f"bf16 model; {x.storage.params_title}"
+        for x in choices[::-1]
+    }
+    optimizers = {
+        (x.storage.optimizer, x.storage.state): x.storage.optimizer_title for x in shown
+    }
+    entries = [
+        *(entry(label, color=c, marker="o") for c, label in parameters.items()),
+        *(
+            entry(optimizers[o], color=plots.GREY, marker=m)
+            for o, m in _MARKERS.items()
+        ),
+        entry("layers recomputed", color=plots.GREY, marker="o"),
+        entry("activations kept", color=plots.GREY, marker="o", fillstyle="none"),
+        Line2D([], [], color=plots.LIGHT_GREY, label="range of the seeds"),
+    ]
+    figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle("Ways to store a training: compiled, not run", fontsize=11)
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "benchmarks_compiled.svg": draw_compiled,
     "benchmarks_losses.svg": draw_losses,
     "benchmarks_overhead.svg": draw_overhead,
     "benchmarks_times.svg": draw_times,
     "fp8_gradients.svg": draw_fp8_gradients,
+    "memory.svg": draw_memory,
 }
 
 
