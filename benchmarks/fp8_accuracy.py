@@ -230,25 +230,6 @@ def summarise_gradients(result: run.Result) -> run.Rows:
     return rows
 
 
-def list_gradients(result: run.Result, title: str) -> run.Rows:
-    """Return a table of the errors of the gradient of each parameter."""
-    found = result["seeds"][0]["gradient_errors"]
-    names = dict.fromkeys(n for errors in found.values() for n in errors[FP8])
-    return [
-        {
-            title: name or "(all)",
-            **{
-                f"{run}, {when}": (
-                    f"{100 * errors[run][name]:.3f} %" if name in errors[run] else ""
-                )
-                for when, errors in found.items()
-                for run in (HALF, FP8)
-            },
-        }
-        for name in names
-    ]
-
-
 @run.benchmark
 def main(
     seeds: SeedsOption = 3,
@@ -287,9 +268,6 @@ def main(
     }
     result = {"tasks": found}
     tables = {
-        TITLES[name]: list_gradients(x, TITLES[name]) for name, x in found.items()
-    }
-    tables |= {
         f"{steps} steps": summarise(result),
         "Errors of gradients": summarise_gradients(result),
     }

@@ -19,12 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import typer
 
 from benchmarks import step_overhead
 from benchmarks.common import run, transformer
+from benchmarks.common.compiled_steps import filled
 from benchmarks.common.timing import Samples, check_finite, ratios, take_turns
 from jmp_lite.numerics import EXPONENTS, empty, tree_stats
 
@@ -91,16 +91,9 @@ def make_mlp() -> tuple[LossFn, Any, Any]:
 
 
 def make_transformer() -> tuple[LossFn, Any, Any]:
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: (
-            jnp.asarray(rng.normal(0, x.shape[0] ** -0.5, x.shape), x.dtype)
-            if x.ndim == 2
-            else jnp.ones_like(x)
-        ),
-        transformer.init(layers=4, width=256, vocabulary=256),
-    )
-    tokens = jnp.asarray(rng.integers(0, 256, (4, 64)), jnp.int32)
+    shapes = transformer.init(layers=4, width=256, vocabulary=256)
+    tokens = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+    params, tokens = filled((shapes, tokens), integers=256)
     return lambda p, t: transformer.loss_fn(p, t, 4, jnp.float32), params, tokens
 
 

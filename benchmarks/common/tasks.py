@@ -232,8 +232,14 @@ def curve(record: report.Record, **scores: float) -> Curve:
     }
 
 
-def both_scales(train: Callable[..., list[report.Record]]) -> list[report.Record]:
-    """Return the records of `train(policies, static_scale=...)`, as RUNS has them."""
+def train_in_all(
+    train: Callable[..., list[report.Record]],
+    scores: Callable[[report.Record], dict[str, float]],
+    seed: int,
+    steps: int,
+    console: Console,
+) -> dict[str, Curve]:
+    """Return the curves of an example's training in the precisions of RUNS."""
     records = []
     for static_scale in (0.0, 1.0):
         chosen = {
@@ -241,31 +247,10 @@ def both_scales(train: Callable[..., list[report.Record]]) -> list[report.Record
             for label, (policy, scale) in RUNS.items()
             if scale == static_scale
         }
+        options = {"seed": seed, "steps": steps, "console": console}
         if chosen:
-            records += train(chosen, static_scale=static_scale)
-    return records
-
-
-def train_digits(
-    name: str, seed: int, steps: int, console: Console
-) -> dict[str, Curve]:
-    def train(policies, static_scale):
-        return digits.train_model(
-            name,
-            policies,
-            load_digits_once(),
-            width=WIDTH,
-            steps=steps,
-            seed=seed,
-            static_scale=static_scale,
-            use_autocast=False,
-            console=console,
-        )
-
-    return {
-        record.policy: curve(record, accuracy=record.score)
-        for record in both_scales(train)
-    }
+            records += train(chosen, static_scale=static_scale, **options)
+    return {record.policy: curve(record, **scores(record)) for record in records}
 
 
 def train_tiny(seed: int, steps: int, console: Console) -> dict[str, Curve]:
@@ -286,67 +271,67 @@ def train_tiny(seed: int, steps: int, console: Console) -> dict[str, Curve]:
 
 
 RESNET_WIDTHS = (8, 16, 32)
-
-
-def train_resnet(seed: int, steps: int, console: Console) -> dict[str, Curve]:
-    def train(policies, static_scale):
-        return resnet.train_seed(
-            policies,
-            RESNET_WIDTHS,
-            load_digits_once(),
-            steps=steps,
-            seed=seed,
-            static_scale=static_scale,
-            checkpoints=None,
-            console=console,
-        )
-
-    return {
-        record.policy: curve(
-            record,
-            validation_loss=record.score,
-            accuracy=record.columns["acc. %"] / 100,
-        )
-        for record in both_scales(train)
-    }
-
-
 SHAPE = {"width": 128, "layers": 2}  # the example's transformer
 
 
-def train_transformer(seed: int, steps: int, console: Console) -> dict[str, Curve]:
-    def train(policies, static_scale):
-        return transformer.train_seed(
-            policies,
-            load_sources_once(),
-            **SHAPE,
-            steps=steps,
-            seed=seed,
-            static_scale=static_scale,
-            use_autocast=True,
-            checkpoints=None,
-            console=console,
+def of_digits(name: str, title: str) -> Curves:
+    def train(policies, **options):
+        return digits.train_model(
+            *(name, policies, load_digits_once()),
+            width=WIDTH,
+            use_autocast=False,
+            **options,
         )
 
-    return {
-        record.policy: curve(record, validation_loss=record.score)
-        for record in both_scales(train)
-    }
+    def scores(record):
+        return {"accuracy": record.score}
+
+    return Curves(
+        title,
+        functools.partial(train_in_all, train, scores),
+        lambda seed, steps: digits_task(name, seed, steps, width=WIDTH),
+        300,
+    )
+
+
+def of_resnet() -> Curves:
+    def train(policies, **options):
+        data = load_digits_once()
+        return resnet.train_seed(
+            policies, RESNET_WIDTHS, data, checkpoints=None, **options
+        )
+
+    def scores(record):
+        accuracy = record.columns["acc. %"] / 100
+        return {"validation_loss": record.score, "accuracy": accuracy}
+
+    return Curves(
+        "noisy digits, ResNet, with_policy",
+        functools.partial(train_in_all, train, scores),
+        lambda seed, steps: resnet_task(seed, steps, RESNET_WIDTHS),
+        400,
+    )
+
+
+def of_transformer() -> Curves:
+    def train(policies, **options):
+        options |= {**SHAPE, "use_autocast": True, "checkpoints": None}
+        return transformer.train_seed(policies, load_sources_once(), **options)
+
+    def scores(record):
+        return {"validation_loss": record.score}
+
+    return Curves(
+        "Python's sources, transformer, autocast",
+        functools.partial(train_in_all, train, scores),
+        lambda seed, steps: transformer_task(seed, steps, SHAPE),
+        400,
+    )
 
 
 TASKS = {
-    **{
-        name: Curves(
-            title,
-            functools.partial(train_digits, name),
-            lambda seed, steps, name=name: digits_task(name, seed, steps, width=WIDTH),
-            300,
-        )
-        for name, title in (
-            ("mlp", "digits, MLP"),
-            ("cnn", "digits, CNN with BatchNorm"),
-        )
-    },
+    "mlp": of_digits("mlp", "digits, MLP"),
+    "cnn": of_digits("cnn", "digits, CNN with BatchNorm"),
     "tiny": Curves(
         "digits, MLP, loss × 2^-20",
         train_tiny,
@@ -355,16 +340,6 @@ TASKS = {
         ),
         300,
     ),
-    "resnet": Curves(
-        "noisy digits, ResNet, with_policy",
-        train_resnet,
-        lambda seed, steps: resnet_task(seed, steps, RESNET_WIDTHS),
-        400,
-    ),
-    "transformer": Curves(
-        "Python's sources, transformer, autocast",
-        train_transformer,
-        lambda seed, steps: transformer_task(seed, steps, SHAPE),
-        400,
-    ),
+    "resnet": of_resnet(),
+    "transformer": of_transformer(),
 }
