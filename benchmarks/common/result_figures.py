@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -44,22 +43,14 @@ def _colour(way: storage.Storage) -> str:
     return plots.PURPLE if way.compute == FLOAT32 else _COLOURS[way.weights]
 
 
-class _Ratio(NamedTuple):
-    """A ratio, and the quartiles of it where it is one of times."""
-
-    low: float
-    middle: float
-    high: float
-
-
 def draw_times() -> Figure:
     """Draw the times of a train step in half precision over float32's."""
     models = load("cpu/train_step.json")["models"]
     series = {
         TITLES[model]: {
-            f"{HALVES[way.precision]}, {way.cast}": _Ratio(
-                *result["rows"][str(way)]["over_float32"]
-            )
+            f"{HALVES[way.precision]}, {way.cast}": result["rows"][str(way)][
+                "over_float32"
+            ]
             for way in WAYS
         }
         for model, result in models.items()
@@ -171,7 +162,7 @@ def draw_overhead() -> Figure:
     ]
     series = {
         f"batch {case['batch']}": {
-            title.replace("`", ""): _Ratio(*case["contenders"][name]["over_bare"])
+            title.replace("`", ""): case["contenders"][name]["over_bare"]
             for name, title in contenders.PEERS.items()
             if name in case["contenders"]
         }
@@ -187,7 +178,7 @@ def draw_compiled() -> Figure:
     for what in ("bytes accessed", "peak memory"):
         series = {
             cast: {
-                row["ratio to float32"]: _Ratio(*[float(row[f"{what}, {cast}"])] * 3)
+                row["ratio to float32"]: [float(row[f"{what}, {cast}"])] * 3
                 for row in compiled_tables.over_float32()
             }
             for cast in ("by hand", "autocast")
@@ -270,16 +261,33 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 
 
 def _draw(
-    panels: list[tuple[str, dict[str, dict[str, _Ratio]]]], title: str, label: str
+    panels: list[tuple[str, dict[str, dict[str, Any]]]], title: str, label: str
 ) -> Figure:
-    """Draw ratios, a row for each name, beside a line at 1; a panel for each title."""
+    """Draw ratios beside a line at 1, a panel for each title.
+
+    Args:
+      panels: for each its title, and by series and row the quartiles of a ratio.
+      title: of the figure.
+      label: of the ratios.
+    """
     rows = list(dict.fromkeys(row for _, s in panels for d in s.values() for row in d))
     size = (7.5, 1.7 + 0.36 * len(rows))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for panel, (name, series) in zip(axes, panels, strict=True):
         panel.axvline(1, color=plots.GREY, linewidth=1, linestyle=":")
-        _draw_ratios(panel, series, rows)
+        for index, (label_of, ratios) in enumerate(series.items()):
+            shift = 0.18 * (index - (len(series) - 1) / 2)
+            low, middle, high = np.transpose([*ratios.values()])
+            spread = middle - low, high - middle
+            panel.errorbar(
+                *(middle, [rows.index(row) + shift for row in ratios]),
+                xerr=spread if np.any(spread) else None,
+                fmt="os^Dv"[index],
+                color=_COLORS[index],
+                label=label_of,
+                markersize=5,
+            )
         panel.set_title(name, fontsize=10)
         panel.set_xlabel(label)
         panel.set_ylabel("train step")
@@ -289,26 +297,6 @@ def _draw(
     plots.legend_below(figure, *axes[0].get_legend_handles_labels())
     figure.suptitle(title, fontsize=11)
     return figure
-
-
-def _draw_ratios(
-    axes: Axes, series: dict[str, dict[str, _Ratio]], rows: list[str]
-) -> None:
-    for index, (name, ratios) in enumerate(series.items()):
-        places = [
-            rows.index(row) + 0.18 * (index - (len(series) - 1) / 2) for row in ratios
-        ]
-        middles = [ratio.middle for ratio in ratios.values()]
-        errors = [[r.middle - r.low for r in ratios.values()]]
-        errors += [[r.high - r.middle for r in ratios.values()]]
-        axes.errorbar(
-            *(middles, places),
-            xerr=errors if any(errors[0]) else None,
-            fmt="os^Dv"[index],
-            color=_COLORS[index],
-            label=name,
-            markersize=5,
-        )
 
 
 def _device(name: str) -> str:
