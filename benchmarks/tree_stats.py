@@ -1,14 +1,13 @@
-"""What looking at the gradients costs: tree_stats in a train step, and other ways.
+"""What looking at the gradients costs: tree_stats in a train step.
 
     python -m benchmarks.tree_stats
 
 Whole float32 train steps with Adam, of an MLP 784-1024-1024-10 and of the benchmarks'
-transformer cut to a CPU's size. Every contender looks at all gradients in every step,
-but for `lax.cond`, whose steps here are those that do not look. A round times each of
-them for a few steps, in an order that rotates, and divides by the bare step's time in
-that same round. Reported are medians and quartiles of these ratios, of the time and of
-the processor time of all threads, which other work does not stretch. Who looks every
-100 steps pays a hundredth of what is above 1.
+transformer cut to a CPU's size; every contender looks at all gradients in every step.
+A round times each of them for a few steps, in an order that rotates, and divides by the
+bare step's time in that same round. Reported are medians of these ratios, of the
+processor time of all threads, which other work does not stretch. Who looks every 100
+steps pays a hundredth of what is above 1.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -26,12 +25,12 @@ from benchmarks import step_overhead
 from benchmarks.common import run, transformer
 from benchmarks.common.compiled_steps import filled
 from benchmarks.common.timing import Samples, check_finite, ratios, take_turns
-from jmp_lite.numerics import EXPONENTS, empty, tree_stats
+from jmp_lite.numerics import tree_stats
 
 BARE = "bare step"
 _CLOCK = "processor_seconds"
 
-ON_PAGES = {
+_COLUMNS = {
     "without histogram": "tree_stats, no histogram",
     "with histogram": "tree_stats",
 }
@@ -40,48 +39,10 @@ Look = Callable[[Any], Any]  # gradients -> what is known of them
 LossFn = Callable[[Any, Any], jax.Array]
 
 
-def by_casting(grads: Any) -> Any:
-    """What one would write by hand: the same counts, of a cast, without a histogram."""
-
-    def count(x):
-        half, magnitude = x.astype(jnp.float16), jnp.abs(x)
-        finite, small = jnp.isfinite(x), jnp.abs(half) < jnp.finfo(half).tiny
-        return {
-            "nonfinite": jnp.sum(~finite),
-            "zero": jnp.sum(x == 0),
-            "underflow": jnp.sum((half == 0) & (x != 0)),
-            "subnormal": jnp.sum(small & (half != 0)),
-            "overflow": jnp.sum(finite & ~jnp.isfinite(half)),
-            "max_abs": jnp.max(jnp.where(finite, magnitude, 0)),
-            "min_abs": jnp.min(jnp.where(finite & (x != 0), magnitude, jnp.inf)),
-        }
-
-    return jax.tree.map(count, grads)
-
-
-def by_jnp_histogram(grads: Any) -> Any:
-    edges = jnp.asarray([2.0**e for e in (*EXPONENTS, EXPONENTS[-1] + 1)], jnp.float32)
-    return jax.tree.map(lambda x: jnp.histogram(jnp.abs(x), bins=edges)[0], grads)
-
-
-def in_a_cond(grads: Any) -> Any:
-    """Look every so many steps, in one program: here, at a step that does not."""
-
-    def look(grads):
-        return tree_stats(grads, "f16").total()
-
-    # Known at run time only.
-    is_time = jax.tree.leaves(grads)[0].ravel()[0] > 1e30
-    return jax.lax.cond(is_time, look, lambda grads: empty(), grads)
-
-
 CONTENDERS: dict[str, Look] = {
     BARE: lambda grads: (),
     "tree_stats, no histogram": lambda g: tree_stats(g, "f16", histogram=False),
     "tree_stats": lambda g: tree_stats(g, "f16"),
-    "in lax.cond, not taken": in_a_cond,
-    "by casting, by hand": by_casting,
-    "jnp.histogram": by_jnp_histogram,
 }
 
 
@@ -131,20 +92,14 @@ def measure(
     return samples
 
 
-def summarise(result: run.Result, names: dict[str, str] | None = None) -> run.Rows:
-    """Return the processor times of a step over those of the bare one.
-
-    Args:
-      result: as it is stored.
-      names: columns to contenders; by default all.
-    """
-    names = names or {name: name for name in CONTENDERS}
+def summarise(result: run.Result) -> run.Rows:
+    """Return the processor times of a step over those of the bare one."""
     return [
         {
             "": title,
             **{
                 column: f"{ratios(found['samples'], name, BARE, _CLOCK)[1]:.2f}"
-                for column, name in names.items()
+                for column, name in _COLUMNS.items()
             },
         }
         for title, found in result["problems"].items()

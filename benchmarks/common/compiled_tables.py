@@ -118,20 +118,18 @@ def collectives() -> Rows:
 
     def cells(device: str, step: Step) -> dict[str, str]:
         moved = programs(device)[str(step)]["collectives"]
-        # A v5e sums float16 two by two, in u32; an all-reduce of one number is none.
-        half = {"f16", "bf16", "u32"}
         row = {}
         for title, opcodes in (
             ("weights gathered", ("all-gather",)),
-            ("gradients summed", ("reduce-scatter", "all-reduce")),
+            ("gradients summed", hlo.REDUCTIONS),
         ):
-            sums = {"half": 0.0, "float32": 0.0}
-            for key, count in moved.items():
-                opcode, dtype = key.split()
-                if opcode in opcodes and dtype in {*half, "f32"}:
-                    sums["half" if dtype in half else "float32"] += count / 1e6
-            for dtype, total in sums.items():
-                row[f"{title}: {dtype}"] = f"{total:.1f}" if total else ""
+            # A v5e sums float16 two by two, in u32.
+            for name, dtypes in (
+                ("half", ("f16", "bf16", "u32")),
+                ("float32", ("f32",)),
+            ):
+                total = hlo.sent(moved, opcodes, dtypes) / 1e6
+                row[f"{title}: {name}"] = f"{total:.1f}" if total else ""
         return row
 
     def step(dtype: str, cast: str = BY_HAND, scaled: bool = False) -> Step:

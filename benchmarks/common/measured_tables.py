@@ -135,6 +135,6 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
     "train_step": of("train_step", train_step.summarise),
     "autocast_trace": of("autocast_trace", autocast_trace.summarise),
     "autocast_compile": of("autocast_trace", autocast_trace.summarise_compiling),
-    "tree_stats": of("tree_stats", tree_stats.summarise, tree_stats.ON_PAGES),
+    "tree_stats": of("tree_stats", tree_stats.summarise),
     "checkpoint_save": of("checkpoint_save", checkpoint_save.summarise),
 }

@@ -69,7 +69,7 @@ ALL = (
     ),
     (storage_accuracy, TRAINING, "AdaFactor"),
     (train_step, f"--model mlp --model cnn {TURNS}", train_step.CPU_NOTE),
-    (tree_stats, TURNS, "jnp.histogram"),
+    (tree_stats, TURNS, "bare step"),
 )
 FAST = (autocast_trace, checkpoint_save)
 
