@@ -28,17 +28,21 @@ from benchmarks import (
     tree_stats,
 )
 from benchmarks.common import compiled_steps, contenders, tasks, timing, torch_gpt
+from benchmarks.common.storage import Storage
 from examples.common import results
 from examples.common.results import provenance
 
 # Optax, flax and the benchmarks' models promote by themselves.
 pytestmark = pytest.mark.standard_promotion
 
+_, V100 = programs.read(programs.result_path("v100", "ci"))
 # Cut to what compiles in seconds.
 SMALL = {
     (advised, "TASKS"): {"resnet": lambda s, n: tasks.resnet_task(s, n, (2,))},
     (fp8_accuracy, "WIDTH"): 32,
     (fp8_accuracy, "TASKS"): {"mlp": fp8_accuracy.TASKS["mlp"]},
+    (memory, "rows_for"): lambda device: [(Storage(), True)],
+    (programs, "measure_all"): lambda device, size: V100,
     (storage_accuracy, "TASKS"): {"mlp": storage_accuracy.TASKS["mlp"]},
     (storage_accuracy, "RUNS"): storage_accuracy.RUNS[:3],
     (tasks, "WIDTH"): 32,
@@ -63,6 +67,12 @@ ALL = (
     (fp8_accuracy, f"--min-size 32 {TRAINING}", "fp8 over bfloat16"),
     (many_leaves, f"--leaves 3 --leaves 2 {TURNS}", "`stochastic_rounding`"),
     (
+        memory,
+        "--device cpu --layers 1 --width 32 --heads 2 --vocabulary 64",
+        "Adam; float32, recomputed",
+    ),
+    (programs, "--device v100", "transformer: float16 by hand, scale_aware"),
+    (
         step_overhead,
         f"--optimizer adam --batch 4 --leaves 2 --width 8 {TURNS}",
         "`lax.cond` by hand",
@@ -71,7 +81,7 @@ ALL = (
     (train_step, f"--model mlp --model cnn {TURNS}", train_step.CPU_NOTE),
     (tree_stats, TURNS, "bare step"),
 )
-FAST = (autocast_trace, checkpoint_save)
+FAST = (autocast_trace, checkpoint_save, memory, programs)
 
 
 def _invoke(main: Any, *args: str):
@@ -89,7 +99,7 @@ def _run(module: Any, args: str, out: Path) -> tuple[dict[str, Any], str]:
     """Run a benchmark; return its JSON and its output."""
     result = _invoke(module.main, *args.split(), "--out", str(out))
     assert result.exit_code == 0, result.output
-    (path,) = out.glob("*.json")
+    (path,) = out.rglob("*.json")
     return json.loads(path.read_text()), _plain(result.output)
 
 
@@ -111,13 +121,13 @@ def test_a_benchmark_stores_what_it_prints(module, args, text, tmp_path):
     found, output = _run(module, args, tmp_path)
     assert text in output
     # Enough to run it again, and to know what it speaks of.
-    assert found["settings"].items() >= provenance().items()
+    assert found["settings"].items() >= provenance(found["settings"]["device"]).items()
     assert len(found) > 1 and "NaN" not in json.dumps(found)
 
 
 @pytest.mark.parametrize(
     "module",
-    [*dict.fromkeys(module for module, *_ in ALL), memory, programs],
+    dict.fromkeys(module for module, *_ in ALL),
     ids=lambda module: module.__name__,
 )
 def test_no_benchmark_writes_figures_of_changed_code_among_the_committed(
