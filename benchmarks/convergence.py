@@ -67,7 +67,7 @@ def measure(task: Task, seeds: Iterable[int], steps: int, console: Console) -> d
             if name in curves[0]
         },
         "gradients": {
-            step: json.loads(tree_stats(grads, "f16").to_json())
+            step: json.loads(tree_stats(grads, "f16", histogram=True).to_json())
             for step, grads in gradients
         },
     }
