@@ -30,10 +30,14 @@ from jmp_lite.numerics import (
     merge,
 )
 
-empty, tree_stats, value_stats = (
-    functools.partial(fun, histogram=True)
-    for fun in (numerics.empty, numerics.tree_stats, numerics.value_stats)
-)
+
+def with_exponents(fun: Any) -> Any:
+    return functools.partial(fun, histogram=True)
+
+
+empty = with_exponents(numerics.empty)
+tree_stats = with_exponents(numerics.tree_stats)
+value_stats = with_exponents(numerics.value_stats)
 
 HALVES = [jnp.float16, jnp.bfloat16]
 
@@ -223,6 +227,7 @@ def test_by_default_a_step_reads_each_gradient_once_more():
     def bytes_with(look):
         program = jax.jit(functools.partial(step, look=look))
         cost = program.lower(params, jnp.ones((8, 256))).compile().cost_analysis()
+        assert cost is not None
         return cost["bytes accessed"]
 
     added = bytes_with(lambda grads: numerics.tree_stats(grads, "f16"))
