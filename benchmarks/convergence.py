@@ -62,7 +62,7 @@ def measure(task: Curves, seeds: Iterable[int], steps: int, console: Console) ->
             if name in curves[0]
         },
         "gradients": {
-            step: json.loads(tree_stats(grads, "f16").to_json())
+            step: json.loads(tree_stats(grads, "f16", histogram=True).to_json())
             for step, grads in zip(("first", "last"), gradients, strict=True)
         },
     }

@@ -147,7 +147,8 @@ def draw_gradients() -> Figure:
     }
     titles = ("as they are", f"times a loss scale of 2**{round(math.log2(loss_scale))}")
     for axes, factor, title in zip(panels, (1.0, loss_scale), titles, strict=True):
-        stats = tree_stats([g * factor for g in grads], "f16").total()
+        scaled = [g * factor for g in grads]
+        stats = tree_stats(scaled, "f16", histogram=True).total()
         counts = np.asarray(stats.histogram)
         lost = float(stats.underflow / stats.size)
         axes.stairs(

@@ -41,8 +41,8 @@ LossFn = Callable[[Any, Any], jax.Array]
 
 CONTENDERS: dict[str, Look] = {
     BARE: lambda grads: (),
-    "tree_stats, no histogram": lambda g: tree_stats(g, "f16", histogram=False),
-    "tree_stats": lambda g: tree_stats(g, "f16"),
+    "tree_stats, no histogram": lambda g: tree_stats(g, "f16"),
+    "tree_stats": lambda g: tree_stats(g, "f16", histogram=True),
 }
 
 
