@@ -14,37 +14,29 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 # ruff: isort: split
 import gc
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import typer
-from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import plots, transformer
-from benchmarks.common.timing import quartiles, quartiles_text
-from examples.common.cli import make_out
+from benchmarks.common import run, transformer
+from benchmarks.common.timing import quartiles
 from examples.common.progress import track
-from examples.common.results import provenance, write_result
 from jmp_lite import autocast
 
 WIDTH, HEADS, VOCABULARY = 32, 4, 64
+LAYERS = [12, 24, 48, 96]
 CASTS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda fun: fun,
     "bfloat16": lambda fun: autocast(fun, "mixed_bfloat16"),
     "float16": lambda fun: autocast(fun, "mixed_float16"),
 }
-COLOURS = {"bfloat16": plots.BLUE, "float16": plots.VERMILION}
-STYLES = {
-    "forward": ":",
-    "gradient": "-",
-    "gradient, scan": "--",
+TITLES = {
+    "forward": "forward, unrolled",
+    "gradient": "gradient, unrolled",
+    "gradient, scan": "gradient of a `scan` over layers",
 }
 
 
@@ -88,84 +80,59 @@ def measure(
     return rows[1:]  # the first fills caches
 
 
-def ratios(
-    rows: list[dict[str, dict[str, float]]], name: str, what: str
-) -> list[float]:
-    """Return quartiles of the ratio to the plain function in the same round."""
-    seconds = [[row[n][what] for row in rows] for n in (name, "plain")]
-    return quartiles(*seconds)
+def _ratios(rows: list[dict[str, Any]], what: str) -> list[float]:
+    """Return medians of the ratios to the plain function, one for each half dtype."""
+    plain, *halves = ([row[name][what] for row in rows] for name in CASTS)
+    return [quartiles(half, plain)[1] for half in halves]
 
 
-def plot(samples: dict[int, dict[str, Any]]) -> Figure:
-    """Draw trace time over the plain function's, by depth."""
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
-    depths = list(samples)
-    for program, style in STYLES.items():
-        for name, colour in COLOURS.items():
-            found = [ratios(samples[n][program], name, "trace") for n in depths]
-            low, middle, high = np.transpose(found)
-            label = f"{name}, {program}"
-            axes.plot(depths, middle, style, marker="o", color=colour, label=label)
-            axes.fill_between(depths, low, high, color=colour, alpha=0.12)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(depths, [str(n) for n in depths])
-    axes.set_ylim(0.0)
-    axes.set_xlabel("layers")
-    axes.set_ylabel("trace time / plain function's")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, ncols=2, fontsize="small", loc="lower right")
-    return figure
+def summarise(result: run.Result) -> run.Rows:
+    """Return the times of tracing over those of the plain function: bf16 (f16)."""
+    rows = []
+    for program, title in TITLES.items():
+        row = {"layers": title}
+        for depth, programs in result["samples"].items():
+            bfloat16, float16 = _ratios(programs[program], "trace")
+            row[depth] = f"{bfloat16:.2f} ({float16:.2f})"
+        rows.append(row)
+    return rows
 
 
+def summarise_compiling(result: run.Result) -> run.Rows:
+    """Return the times of compiling over those of the plain function."""
+    depth, programs = next(iter(result["samples"].items()))
+    _, *halves = CASTS
+    rows = []
+    for program, title in TITLES.items():
+        found = _ratios(programs[program], "compile")
+        cells = {half: f"{x:.2f}" for half, x in zip(halves, found, strict=True)}
+        rows.append({f"compiling {depth} layers": title, **cells})
+    return rows
+
+
+@run.benchmark
 def main(
-    layers: Annotated[
-        list[int] | None, typer.Option(min=1, help="12, 24, 48, 96")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    layers: Annotated[list[int], typer.Option(min=1, help="May be repeated.")] = LAYERS,
+    rounds: run.Rounds = 5,
     compile_up_to: Annotated[
         int, typer.Option(help="more layers are only traced")
     ] = 12,
-    out: Annotated[
-        Path,
-        typer.Option(callback=make_out, help="Folder for autocast_trace.json and .png"),
-    ] = Path("out"),
-) -> None:
+) -> Iterator[run.Found]:
     """Time tracing and compiling, print medians of the ratio within a round."""
-    settings = {
-        "width": WIDTH,
-        "heads": HEADS,
-        "rounds": rounds,
-        **provenance(),
-    }
-    layers = layers or [12, 24, 48, 96]
     todo = [
         (n, program, *how) for n in layers for program, how in make_programs(n).items()
     ]
-    samples: dict[int, dict[str, Any]] = {n: {} for n in layers}
-    table = Table(
-        title="over the plain function: median (quartiles) of the ratio",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("program")
-    for column in ("plain, ms", "bf16: trace", "f16: trace", "bf16: compile"):
-        table.add_column(column, justify="right")
+    samples: dict[str, dict[str, Any]] = {f"{n}": {} for n in layers}
     for n, program, make, params in track(todo, "tracing", total=len(todo)):
         compiles = n <= compile_up_to
         rows = measure(make, params, rounds=rounds, compiles=compiles)
-        samples[n][program] = rows
-        plain = 1e3 * np.median([row["plain"]["trace"] for row in rows])
-        cells = [quartiles_text(ratios(rows, name, "trace")) for name in COLOURS]
-        if compiles:
-            cells.append(quartiles_text(ratios(rows, "bfloat16", "compile")))
-        table.add_row(f"{n} layers, {program}", f"{plain:.0f}", *cells)
-    console = Console()
-    console.print(table)
-    write_result(out / "autocast_trace.json", settings, samples=samples)
-    plot(samples).savefig(out / "autocast_trace.png", dpi=100)
-    console.print(f"Wrote autocast_trace.json and autocast_trace.png into {out}.")
+        samples[f"{n}"][program] = rows
+    result = {"samples": samples}
+    tables = {"Tracing over the plain function: bf16 (f16)": summarise(result)}
+    if layers[0] <= compile_up_to:
+        tables["Compiling over the plain function"] = summarise_compiling(result)
+    settings = {"width": WIDTH, "heads": HEADS}
+    yield run.Found("autocast_trace", result, tables, settings=settings)
 
 
 if __name__ == "__main__":

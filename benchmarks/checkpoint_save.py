@@ -16,7 +16,7 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,15 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import typer
-from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import plots
-from benchmarks.common.timing import Samples, quartiles, quartiles_text, take_turns
-from examples.common.cli import make_out
-from examples.common.results import provenance, write_result
+from benchmarks.common import run
+from benchmarks.common.timing import Samples, quartiles_text, ratios, take_turns
 from jmp_lite import checkpoint
 
 BARE, MANAGER, OURS = "StandardCheckpointer", "CheckpointManager", "checkpoint.save"
@@ -90,66 +84,37 @@ def measure(state: Any, folder: Path | None, rounds: int) -> dict[str, Samples]:
         return take_turns(programs, states, rounds=rounds, steps=1, title="saving")
 
 
-def ratios(samples: dict[str, Samples]) -> dict[str, dict[str, list[float]]]:
-    """Return quartiles of the times over those of `BARE` within a round."""
-    return {
-        name: {key: quartiles(times, samples[BARE][key]) for key, times in row.items()}
-        for name, row in samples.items()
-    }
+def summarise(result: run.Result) -> run.Rows:
+    """Return the times of a save over those of `BARE`."""
+    samples = result["samples"]
+    times = {"time": "seconds", "processor time": "processor_seconds"}
+    return [
+        {
+            "": f"`{name}`",
+            **{
+                title: quartiles_text(ratios(samples, name, BARE, key))
+                for title, key in times.items()
+            },
+        }
+        for name in samples
+        if name != BARE
+    ]
 
 
-def plot(samples: dict[str, Samples], settings: dict[str, Any]) -> Figure:
-    """Draw the ratios of the time."""
-    figure = Figure(figsize=(6.4, 2.6), layout="constrained")
-    axes = figure.subplots()
-    found = ratios(samples)
-    low, middle, high = np.transpose([row["seconds"] for row in found.values()])
-    spread = [middle - low, high - middle]
-    axes.errorbar(middle, list(found), xerr=spread, fmt="o", color=plots.BLUE)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel(f"time / {BARE}'s: median and quartiles")
-    axes.set_title(
-        f"Saving {settings['megabytes']} MB into {settings['folder']}\n"
-        f"{settings['device']}, {settings['host']}",
-        fontsize=10,
-    )
-    axes.grid(axis="x", alpha=0.25)
-    return figure
-
-
+@run.benchmark
 def main(
     megabytes: Annotated[int, typer.Option(min=1)] = 300,
-    rounds: Annotated[int, typer.Option(min=1)] = 30,
+    rounds: run.Rounds = 30,
     folder: Annotated[
         Path | None,
         typer.Option(exists=True, file_okay=False, help="Where to save."),
     ] = None,
-    out: Annotated[
-        Path,
-        typer.Option(
-            callback=make_out, help="Folder for checkpoint_save.json and .png"
-        ),
-    ] = Path("out"),
-) -> None:
+) -> Iterator[run.Found]:
     """Time saves beside each other, print medians of the ratio within a round."""
-    settings = {
-        "megabytes": megabytes,
-        "rounds": rounds,
-        "folder": str(folder or tempfile.gettempdir()),
-        **provenance(),
-    }
-    samples = measure(make_state(megabytes), folder, rounds)
-    table = Table(title=f"{megabytes} MB, over {BARE}", box=box.SIMPLE_HEAD)
-    for column in ("", "s", "time", "processor time"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, row in ratios(samples).items():
-        seconds = f"{np.median(samples[name]['seconds']):.2f}"
-        table.add_row(name, seconds, *map(quartiles_text, row.values()))
-    console = Console()
-    console.print(table)
-    write_result(out / "checkpoint_save.json", settings, samples=samples)
-    plot(samples, settings).savefig(out / "checkpoint_save.png", dpi=110)
-    console.print(f"Wrote checkpoint_save.json and checkpoint_save.png into {out}.")
+    result = {"samples": measure(make_state(megabytes), folder, rounds)}
+    seconds = np.median(result["samples"][BARE]["seconds"])
+    title = f"{megabytes} MB, over the {seconds:.2f} s of {BARE}"
+    yield run.Found("checkpoint_save", result, {title: summarise(result)})
 
 
 if __name__ == "__main__":

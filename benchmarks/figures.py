@@ -9,8 +9,6 @@ figures of the examples' trainings are committed with their results: each traini
 writes its own.
 """
 
-from benchmarks.common import compiled_tables  # first: it sets what JAX reads
-
 # ruff: isort: split
 from benchmarks.common import requirements  # noqa: F401 - what to install
 
@@ -36,9 +34,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 import jmp_lite as jmp
-from benchmarks import memory
 from benchmarks.common import plots, result_figures
-from benchmarks.common.committed import load
 from examples import find_the_overflow
 from examples.common import pages
 from examples.common.results import ROOT
@@ -151,7 +147,8 @@ def draw_gradients() -> Figure:
     }
     titles = ("as they are", f"times a loss scale of 2**{round(math.log2(loss_scale))}")
     for axes, factor, title in zip(panels, (1.0, loss_scale), titles, strict=True):
-        stats = tree_stats([g * factor for g in grads], "f16").total()
+        scaled = [g * factor for g in grads]
+        stats = tree_stats(scaled, "f16", histogram=True).total()
         counts = np.asarray(stats.histogram)
         lost = float(stats.underflow / stats.size)
         axes.stairs(
@@ -375,18 +372,6 @@ def draw_ten_minutes() -> Figure:
     return figure
 
 
-# Memory.
-
-
-def draw_memory() -> Figure:
-    """Draw the peaks of train steps against the losses of a small training."""
-    titles = {
-        device: f"{name}: {_describe(load(f'{device}-compiled/memory.json'))}"
-        for device, name in memory.DEVICES.items()
-    }
-    return memory.draw(compiled_tables.storage_choices(), titles)
-
-
 def draw_overflow() -> Figure:
     """Draw the range of each layer of the transformer that overflows in float16."""
     example = find_the_overflow
@@ -405,21 +390,12 @@ def draw_overflow() -> Figure:
     return figure
 
 
-def _describe(result: dict[str, Any]) -> str:
-    settings = result["settings"]
-    return (
-        f"{settings['layers']} layers of width {settings['width']}, "
-        f"{settings['parameter count'] / 1e6:.0f} M parameters"
-    )
-
-
 FIGURES: dict[str, Callable[[], Figure]] = {
     "find_the_overflow.svg": draw_overflow,
     "formats_range.svg": draw_ranges,
     "formats_error.svg": draw_errors,
     "gradient_ranges.svg": draw_gradients,
     "loss_scale_steps.svg": draw_loss_scale,
-    "memory.svg": draw_memory,
     "skipped_steps.svg": draw_skipped,
     "ten_minutes.svg": draw_ten_minutes,
     **result_figures.FIGURES,

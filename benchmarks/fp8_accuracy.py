@@ -21,36 +21,32 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import typer
 from rich.console import Console
 
 import jmp_lite as jmp
-from benchmarks.common import plots
-from benchmarks.common.cli import TaskStepsOption
+from benchmarks.common import run
+from benchmarks.common.run import percent
 from benchmarks.common.tasks import (
     BASELINE,
-    load_digits_once,
+    F32,
+    Cast,
+    Task,
+    digits_task,
     load_sources_once,
-    transformer_batches,
+    mean,
+    transformer_task,
 )
-from examples import digits, transformer
-from examples.common import report
-from examples.common.cli import SeedOption, SeedsOption, make_out
-from examples.common.data import batches
-from examples.common.loop import Run, train_side_by_side
-from examples.common.results import provenance, write_result
+from examples.common.cli import SeedOption, SeedsOption
+from examples.common.loop import train_side_by_side
 from examples.common.text import fingerprint
 
 HALF, FP8 = "bfloat16", "fp8"
 RUNS = {BASELINE: "float32", HALF: "mixed_bfloat16", FP8: "mixed_fp8"}
-F32 = jmp.get_policy("float32")
 
 SHAPE = {"width": 256, "layers": 2}  # of the transformer
 WIDTH = 512  # of the digits' models
@@ -61,88 +57,19 @@ FIRST, LAST = "first step", "after training"
 # A parameter is left out of the errors if its float32 gradient is rounding: its root
 # mean square is less than this share of that of the whole gradient.
 ROUNDING = 1e-5
-
-Cast = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class Task(NamedTuple):
-    """What to train, of one seed.
-
-    Attributes:
-      loss_fn: `(params, other state, batch) -> loss`, or a pair of it and what is kept.
-      has_aux: whether it is a pair.
-      make_run: takes a loss function.
-      batches: the batches.
-      other_state: takes a state, returns what `loss_fn` takes beside the parameters.
-      score: takes a cast and a state, returns the scores of the validation by name.
-    """
-
-    loss_fn: Callable[..., Any]
-    has_aux: bool
-    make_run: Callable[[Callable[..., Any]], Run]
-    batches: Callable[[], Iterator[Any]]
-    other_state: Callable[[Any], Any]
-    score: Callable[[Cast, Any], dict[str, float]]
+STEPS = 300
 
 
-def transformer_task(seed: int, steps: int) -> Task:
-    train, validation = load_sources_once()
-    model = transformer.make_model(SHAPE["width"], SHAPE["layers"], seed)
-
-    def make_run(loss_fn):
-        state = transformer.init_state(
-            model, F32, use_autocast=True, steps=steps, static_scale=0.0
-        )
-        return Run(transformer.make_step(loss_fn), state)
-
-    loss_fn = functools.partial(transformer.plain_loss, make_run(None).state.graphdef)
-
-    def score(cast, state):
-        loss = transformer.validation_loss(cast(loss_fn), state, validation)
-        return {"validation_loss": loss}
-
-    return Task(
-        loss_fn,
-        False,
-        make_run,
-        lambda: transformer_batches(train, steps, seed),
-        lambda state: state.other_state,
-        score,
-    )
-
-
-def digits_task(name: str, seed: int, steps: int) -> Task:
-    train, test = load_digits_once(test_size=TEST_DIGITS)
-    model = digits.MODELS[name](WIDTH)
-    tx = jmp.scale_aware(optax.adam(1e-3), jmp.NoOpLossScale())
-
-    def score(cast, state):
-        forward = jax.jit(cast(digits.make_forward(model, train=False)))
-        logits, _ = forward(state.params, state.batch_stats, test.image)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, test.label)
-        return {
-            "validation_loss": float(losses.mean()),
-            "accuracy": float(jnp.mean(logits.argmax(-1) == test.label)),
-        }
-
-    return Task(
-        digits.make_loss_fn(model, F32, use_autocast=True),
-        True,
-        lambda loss_fn: Run(
-            digits.make_step(loss_fn, tx), digits.init_state(model, F32, tx, seed=seed)
-        ),
-        lambda: batches(train, batch_size=DIGITS_BATCH_SIZE, steps=steps, seed=seed),
-        lambda state: state.batch_stats,
-        score,
-    )
+def of_digits(name: str, seed: int, steps: int) -> Task:
+    sizes = {"batch_size": DIGITS_BATCH_SIZE, "test_size": TEST_DIGITS}
+    return digits_task(name, seed, steps, width=WIDTH, **sizes)
 
 
 TASKS: dict[str, Callable[[int, int], Task]] = {
-    "transformer": transformer_task,
-    "mlp": functools.partial(digits_task, "mlp"),
-    "cnn": functools.partial(digits_task, "cnn"),
+    "transformer": lambda seed, steps: transformer_task(seed, steps, SHAPE),
+    "mlp": functools.partial(of_digits, "mlp"),
+    "cnn": functools.partial(of_digits, "cnn"),
 }
-STEPS = 300
 TITLES = {"transformer": "transformer", "mlp": "digits, MLP", "cnn": "digits, CNN"}
 
 
@@ -162,9 +89,8 @@ def make_casts(min_size: int) -> dict[str, Cast]:
 
 def count_products(task: Task, min_size: int) -> dict[str, Any]:
     """Return how many matrix products of the forward pass are in fp8."""
-    state, batch = task.make_run(task.loss_fn).state, next(task.batches())
     explained = jmp.explain(task.loss_fn, RUNS[FP8], fp8_min_size=min_size)
-    found = explained(state.params, task.other_state(state), batch)
+    found = explained(*task.at_first())
     products = [row for row in found.rows if row.flops]
     return {
         "products": len(products),
@@ -264,34 +190,24 @@ def train_seed(
     return {"scores": scores, "gradient_errors": errors}
 
 
-def over_bfloat16(scores: dict[str, dict[str, float]]) -> float:
-    """Return the validation loss in fp8 over that in bfloat16."""
-    return scores[FP8]["validation_loss"] / scores[HALF]["validation_loss"]
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.2f} %"
-
-
-def summarise(results: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+def summarise(result: run.Result) -> run.Rows:
     """Return a table of the scores, means of the seeds."""
     rows = []
-    for task, result in results.items():
-        seeds = [found["scores"] for found in result["seeds"]]
-        share = result["products"]["fp8_flops_share"]
+    for task, found in result["tasks"].items():
+        seeds = [seed["scores"] for seed in found["seeds"]]
+        share = found["products"]["fp8_flops_share"]
         for key, text in (("validation_loss", "loss"), ("accuracy", "accuracy, %")):
             if key not in seeds[0][BASELINE]:
                 continue
-            means = {run: np.mean([s[run][key] for s in seeds]) for run in RUNS}
+            means = {name: mean(seeds, name, key) for name in RUNS}
             row = {"validation": f"{TITLES[task]}: {text}"}
             if key == "accuracy":
-                row |= {run: f"{100 * mean:.2f}" for run, mean in means.items()}
-                points = 100 * (means[FP8] - means[HALF])
-                change, worst = f"{points:+.2f} points", ""
+                row |= {name: f"{100 * x:.2f}" for name, x in means.items()}
+                change, worst = f"{100 * (means[FP8] - means[HALF]):+.2f} points", ""
             else:
-                row |= {run: f"{mean:.4f}" for run, mean in means.items()}
-                change = _percent(float(means[FP8] / means[HALF]))
-                worst = _percent(max(map(over_bfloat16, seeds)))
+                row |= {name: f"{x:.4f}" for name, x in means.items()}
+                change = percent(means[FP8] / means[HALF])
+                worst = percent(max(s[FP8][key] / s[HALF][key] for s in seeds))
             row["fp8 over bfloat16"] = change
             row["highest, of a seed"] = worst
             row["FLOPs in fp8"] = f"{100 * share:.0f} %"
@@ -299,150 +215,68 @@ def summarise(results: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
     return rows
 
 
-def summarise_gradients(results: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+def summarise_gradients(result: run.Result) -> run.Rows:
     """Return a table of the errors of gradients: their range over the parameters."""
     rows = []
-    for task, result in results.items():
-        for when, errors in result["seeds"][0]["gradient_errors"].items():
+    for task, found in result["tasks"].items():
+        for when, errors in found["seeds"][0]["gradient_errors"].items():
             row = {"error of the gradient": f"{TITLES[task]}, {when}"}
-            for run, by_name in errors.items():
-                parts = [error for name, error in by_name.items() if name]
-                row[run] = f"{100 * by_name['']:.2f} %"
+            for name, by_name in errors.items():
+                parts = [error for part, error in by_name.items() if part]
+                row[name] = f"{100 * by_name['']:.2f} %"
                 low, high = 100 * min(parts), 100 * max(parts)
-                row[f"{run}, parameters"] = f"{low:.2f} to {high:.2f} %"
+                row[f"{name}, parameters"] = f"{low:.2f} to {high:.2f} %"
             rows.append(row)
     return rows
 
 
-def list_gradients(result: dict[str, Any], title: str) -> list[dict[str, str]]:
-    """Return a table of the errors of the gradient of each parameter."""
-    found = result["seeds"][0]["gradient_errors"]
-    names = dict.fromkeys(n for errors in found.values() for n in errors[FP8])
-    return [
-        {
-            title: name or "(all)",
-            **{
-                f"{run}, {when}": (
-                    f"{100 * errors[run][name]:.3f} %" if name in errors[run] else ""
-                )
-                for when, errors in found.items()
-                for run in (HALF, FP8)
-            },
-        }
-        for name in names
-    ]
-
-
-def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
-    """Draw the error of the gradient of each parameter."""
-    from matplotlib.figure import Figure
-
-    found = {
-        task: result["seeds"][0]["gradient_errors"] for task, result in results.items()
-    }
-    names = {
-        task: [n for n in dict.fromkeys([*e[FIRST][FP8], *e[LAST][FP8]]) if n]
-        for task, e in found.items()
-    }
-    figure = Figure(figsize=(13, 5.6), layout="constrained")
-    # As wide as the panels have parameters; titles need the width of a few.
-    widths = [max(len(some), 8) for some in names.values()]
-    all_axes = figure.subplots(
-        1, len(found), sharey=True, squeeze=False, width_ratios=widths
-    )[0]
-    for axes, (task, errors) in zip(all_axes, found.items(), strict=True):
-        for run, colour, marker in ((HALF, plots.BLUE, "o"), (FP8, plots.ORANGE, "s")):
-            for when in (FIRST, LAST):
-                by_name = errors[when][run]
-                axes.plot(
-                    [i for i, n in enumerate(names[task]) if n in by_name],
-                    [by_name[n] for n in names[task] if n in by_name],
-                    color=colour,
-                    marker=marker,
-                    markersize=5,
-                    fillstyle="none" if when == FIRST else "full",
-                    linestyle="none",
-                    label=f"{run}, {when}",
-                )
-        axes.set_yscale("log")
-        axes.set_xlim(-0.7, len(names[task]) - 0.3)
-        axes.set_xticks(range(len(names[task])), names[task], rotation=90, fontsize=7)
-        share = results[task]["products"]["fp8_flops_share"]
-        axes.set_title(
-            f"{TITLES[task]}\n{100 * share:.0f} % of FLOPs in fp8", fontsize=10
-        )
-        plots.style_axes(axes)
-    all_axes[0].set_ylabel("|error| / |gradient in float32|")
-    figure.legend(
-        *all_axes[0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=4,
-        fontsize=9,
-    )
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=120)
-
-
+@run.benchmark
 def main(
     seeds: SeedsOption = 3,
     seed: SeedOption = 0,
-    steps: TaskStepsOption = None,
+    steps: run.TaskSteps = None,
     min_size: Annotated[
         int, typer.Option(min=16, help="The least size of products in fp8.")
     ] = 256,
-    out: Annotated[
-        Path,
-        typer.Option(callback=make_out, help="Folder for fp8_accuracy.json and .png."),
-    ] = Path("out"),
-) -> None:
+) -> Iterator[run.Found]:
     """Train the examples in float32, bfloat16 and fp8."""
-    # No times are measured here, and how many products are in fp8 is printed.
+    # No times are measured here, and how many products are in fp8 is stored.
     warnings.filterwarnings("ignore", "Matrix products in fp8")
     warnings.filterwarnings("ignore", "autocast put no matrix product")
-    console, about = Console(width=110), provenance()
-    casts, steps = make_casts(min_size), steps or STEPS
-    results: dict[str, Any] = {}
-    for name, make_task in TASKS.items():
-        by_seed = []
-        products = count_products(make_task(seed, steps), min_size)
-        console.print(
-            f"{TITLES[name]}: {products['products_in_fp8']} of {products['products']} "
-            f"products in fp8, {100 * products['fp8_flops_share']:.1f} % of FLOPs"
-        )
-        for s in range(seed, seed + seeds):
-            found = train_seed(
-                make_task(s, steps),
-                casts,
-                title=f"{name}, seed {s}",
-                steps=steps,
-                with_gradients=s == seed,
-                console=console,
-            )
-            by_seed.append(found)
-            losses = {
-                run: f"{scores['validation_loss']:.4f}"
-                for run, scores in found["scores"].items()
-            }
-            change = _percent(over_bfloat16(found["scores"]))
-            console.print(f"{name}, seed {s}: {losses}, fp8 over bfloat16 {change}")
-        results[name] = {"steps": steps, "products": products, "seeds": by_seed}
-        rows = list_gradients(results[name], TITLES[name])
-        console.print(report.rich_table(rows, "Errors of gradients"))
-    console.print(report.rich_table(summarise(results)))
-    console.print(report.rich_table(summarise_gradients(results)))
+    console, casts, steps = (
+        Console(width=run.WIDTH),
+        make_casts(min_size),
+        steps or STEPS,
+    )
+    found = {
+        name: {
+            "steps": steps,
+            "products": count_products(make_task(seed, steps), min_size),
+            "seeds": [
+                train_seed(
+                    make_task(s, steps),
+                    casts,
+                    title=f"{name}, seed {s}",
+                    steps=steps,
+                    with_gradients=s == seed,
+                    console=console,
+                )
+                for s in range(seed, seed + seeds)
+            ],
+        }
+        for name, make_task in TASKS.items()
+    }
+    result = {"tasks": found}
+    tables = {
+        f"{steps} steps": summarise(result),
+        "Errors of gradients": summarise_gradients(result),
+    }
     settings = {
-        **{"first_seed": seed, "seeds": seeds, "min_size": min_size},
         **{"transformer": SHAPE, "digits_width": WIDTH},
-        **{"digits_batch_size": DIGITS_BATCH_SIZE, **about},
+        **{"digits_batch_size": DIGITS_BATCH_SIZE},
         "text": fingerprint(*load_sources_once()),
     }
-    write_result(out / "fp8_accuracy.json", settings, tasks=results)
-    title = (
-        "Error of the gradient of each parameter, compared with float32, "
-        f"on {about['device']} ({about['host']})"
-    )
-    plot(results, title, out / "fp8_accuracy.png")
-    console.print(f"Written: {out}/fp8_accuracy.json and fp8_accuracy.png")
+    yield run.Found("fp8_accuracy", result, tables, settings=settings)
 
 
 if __name__ == "__main__":

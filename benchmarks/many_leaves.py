@@ -15,8 +15,8 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
 import time
-from collections.abc import Callable
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -24,15 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 import jmp_lite
-from benchmarks.common import plots
+from benchmarks.common import run
 from benchmarks.common.timing import take_turns
-from examples.common.cli import make_out
-from examples.common.results import provenance, write_result
 
 OURS = "scale_aware"
 CONTENDERS: dict[str, Callable[[], Any]] = {
@@ -109,88 +104,45 @@ def measure(leaves: int, rounds: int, steps: int) -> dict[str, dict[str, float]]
     return rows
 
 
-def rich_table(leaves: int, rows: dict[str, dict[str, float]]) -> Table:
-    table = Table(
-        title=f"{leaves} leaves", title_justify="left", box=box.SIMPLE_HEAD, padding=0
-    )
-    table.add_column("optimiser", no_wrap=True)
-    for what in FIGURES.values():
-        table.add_column(f"{what.title}, {what.unit}", justify="right")
-        table.add_column(f"/ {OURS}", justify="right")
-    for name, row in rows.items():
-        cells = []
-        for key, what in FIGURES.items():
-            ratio = row[key] / rows[OURS][key]
-            cells += [f"  {what.per_second * row[key]:.2f}", f"  {ratio:.2f}"]
-        table.add_row(name, *cells)
-    return table
+def summarise(result: run.Result, key: str) -> run.Rows:
+    """Return times over those of `scale_aware`; its own with a unit."""
+    cases, what = result["cases"], FIGURES[key]
+
+    def cell(rows: dict[str, dict[str, float]], name: str) -> str:
+        if name == OURS:
+            return f"{what.per_second * rows[OURS][key]:.1f} {what.unit}"
+        return f"{rows[name][key] / rows[OURS][key]:.2f}"
+
+    return [
+        {
+            what.title: f"`{name}`",
+            **{f"{c['leaves']} leaves": cell(c["contenders"], name) for c in cases},
+        }
+        for name in CONTENDERS
+    ]
 
 
-def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw the seconds of each contender over the number of leaves."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
-
-    figure = Figure(figsize=(13, 4.4), layout="constrained")
-    colours = plots.GREY, plots.GREEN, plots.BLUE, plots.VERMILION, plots.ORANGE
-    leaves = [case["leaves"] for case in cases]
-    all_axes = figure.subplots(1, len(FIGURES))
-    for axes, (key, what) in zip(all_axes, FIGURES.items(), strict=True):
-        for name, colour, marker in zip(CONTENDERS, colours, "xDos^", strict=True):
-            values = [what.per_second * case["contenders"][name][key] for case in cases]
-            axes.plot(leaves, values, color=colour, marker=marker, label=name)
-        first = what.per_second * cases[0]["contenders"][OURS][key]
-        axes.plot(
-            leaves,
-            [first * n / leaves[0] for n in leaves],
-            color="black",
-            linewidth=0.8,
-            linestyle=":",
-            label="in proportion to the leaves",
-        )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xticks(leaves, [f"{n}" for n in leaves])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-        axes.set_xlabel("parameters [16, 16] in float16")
-        axes.set_title(f"{what.title}, {what.unit}", fontsize=10)
-        plots.style_axes(axes)
-    figure.legend(
-        *all_axes[0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=6,
-        fontsize=9,
-    )
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=120)
-
-
+@run.benchmark
 def main(
     leaves: Annotated[
         list[int], typer.Option(min=1, help="Parameters; may be repeated.")
     ] = [30, 100, 300],  # noqa: B006 - typer's way; never changed
-    rounds: Annotated[int, typer.Option(min=1)] = 20,
-    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 3,
-    out: Annotated[
-        Path,
-        typer.Option(callback=make_out, help="Folder for many_leaves.json and .png."),
-    ] = Path("out"),
-) -> None:
+    rounds: run.Rounds = 20,
+    steps: run.StepsPerRound = 3,
+) -> Iterator[run.Found]:
     """Measure what a leaf costs in tracing, compiling and running a step."""
-    about = provenance()
-    settings = {"rounds": rounds, "steps": steps, **about}
-    console, cases = Console(width=100), []
+    # They are, so that there is one size of leaf: nothing is learned here.
+    warnings.filterwarnings("ignore", ".*parameters are stored in half precision")
     # A first program that is not measured: what a process does once.
     jax.block_until_ready(jax.jit(jnp.sin)(1.0))
-    for n in sorted(set(leaves)):
-        rows = measure(n, rounds, steps)
-        cases.append({"leaves": n, "contenders": rows})
-        console.print(rich_table(n, rows))
-    write_result(out / "many_leaves.json", settings, cases=cases)
-    title = f"What a leaf costs, on {about['device']} ({about['host']})"
-    plot(cases, title, out / "many_leaves.png")
-    console.print(f"Written: {out}/many_leaves.json and many_leaves.png")
+    result = {
+        "cases": [
+            {"leaves": n, "contenders": measure(n, rounds, steps)}
+            for n in sorted(set(leaves))
+        ]
+    }
+    tables = {what.title: summarise(result, key) for key, what in FIGURES.items()}
+    yield run.Found("many_leaves", result, tables)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ one against the other.
 
 import dataclasses
 import functools
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from benchmarks.common import targets  # first: it sets the environment that JAX reads
 
@@ -31,28 +31,18 @@ import jax.numpy as jnp
 import optax
 import typer
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.console import Console
 
 import jmp_lite
 from benchmarks import programs
-from benchmarks.common import plots, transformer
+from benchmarks.common import run, transformer
 from benchmarks.common.storage import (
-    ADAFACTOR,
-    ADAM,
     CHOICES,
     FLOAT32,
-    HALF,
     MAIN_CHOICES,
-    MASTERS,
-    REMAINDERS,
-    STOCHASTIC,
     Storage,
 )
-from examples.common import report
-from examples.common.cli import make_out
 from examples.common.memory import tree_bytes
 from examples.common.progress import track
-from examples.common.results import provenance, write_result
 
 Device = Literal["h100", "v5e", "cpu"]
 
@@ -205,9 +195,9 @@ def make_choices(
 DEVICES = {"h100": "H100", "v5e": "v5e"}
 
 
-def summarise(choices: list[Choice]) -> list[dict[str, str]]:
+def summarise(choices: list[Choice]) -> run.Rows:
     """Return a table of the choices, numbered, with what beats each of them."""
-    rows, devices = [], _devices(choices)
+    rows, devices = [], devices_of(choices)
     for number, choice in enumerate(choices, 1):
         storage = choice.storage
         model = "float32" if storage.compute == FLOAT32 else "bf16"
@@ -234,7 +224,7 @@ def summarise(choices: list[Choice]) -> list[dict[str, str]]:
     return rows
 
 
-def _devices(choices: list[Choice]) -> list[str]:
+def devices_of(choices: list[Choice]) -> list[str]:
     return [name for name in DEVICES if any(name in x.peaks for x in choices)]
 
 
@@ -242,122 +232,9 @@ def _in_short(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-_COLOURS = {
-    FLOAT32: plots.BLACK,
-    MASTERS: plots.BLUE,
-    REMAINDERS: plots.GREEN,
-    STOCHASTIC: plots.VERMILION,
-}
-_MARKERS = {
-    (ADAM, FLOAT32): "o",
-    (ADAM, HALF): "s",
-    (ADAM, "8bit"): "^",
-    (ADAFACTOR, FLOAT32): "D",
-}
-
-
-def _colour(storage: Storage) -> str:
-    return plots.PURPLE if storage.compute == FLOAT32 else _COLOURS[storage.weights]
-
-
-def draw(choices: list[Choice], titles: dict[str, str]) -> Any:
-    """Draw the peaks on each device against the validation losses.
-
-    Half precision without a check is left out: it has the losses of that with one.
-
-    Args:
-      choices: those of `make_choices`.
-      titles: what was compiled, by device.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    figure = Figure(figsize=(10, 5.4), layout="constrained")
-    devices = _devices(choices)
-    all_axes = figure.subplots(1, len(devices), sharey=True, squeeze=False)[0]
-    shown = [x for x in choices if x.storage.checked or x.storage.compute == FLOAT32]
-    for axes, device in zip(all_axes, devices, strict=True):
-        for choice in (x for x in shown if device in x.peaks):
-            storage, (low, high) = choice.storage, choice.loss_range
-            style: Any = {
-                "color": _colour(storage),
-                "marker": _MARKERS[storage.optimizer, storage.state],
-                "linestyle": "none",
-                "markersize": 7,
-            }
-            for remat, peak in choice.peaks[device].items():
-                fill = "full" if remat else "none"
-                axes.plot([peak / 2**30], [choice.loss], fillstyle=fill, **style)
-            recomputed = choice.peaks[device][True] / 2**30
-            axes.plot(2 * [recomputed], [low, high], color=plots.LIGHT_GREY, zorder=0)
-        axes.set_title(titles[device], fontsize=10)
-        axes.set_xlabel("peak memory of a train step, GiB")
-        axes.set_ylabel("validation loss of a small transformer")
-        axes.set_xlim(left=0)
-        plots.style_axes(axes)
-
-    def entry(label, **style):
-        return Line2D([], [], linestyle="none", label=label, **style)
-
-    parameters = {
-        _colour(x.storage): "float32 model"
-        if x.storage.compute == FLOAT32
-        else f"bf16 model; {x.storage.params_title}"
-        for x in choices[::-1]
-    }
-    optimizers = {
-        (x.storage.optimizer, x.storage.state): x.storage.optimizer_title for x in shown
-    }
-    entries = [
-        *(entry(label, color=c, marker="o") for c, label in parameters.items()),
-        *(
-            entry(optimizers[o], color=plots.GREY, marker=m)
-            for o, m in _MARKERS.items()
-        ),
-        entry("layers recomputed", color=plots.GREY, marker="o"),
-        entry("activations kept", color=plots.GREY, marker="o", fillstyle="none"),
-        Line2D([], [], color=plots.LIGHT_GREY, label="range of the seeds"),
-    ]
-    figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=9)
-    figure.suptitle("Ways to store a training: compiled, not run", fontsize=11)
-    return figure
-
-
-def main(
-    device: Device = "h100",
-    layers: int = 6,
-    width: int = 2048,
-    heads: int = 16,
-    vocabulary: int = 32000,
-    batch: int = 8,
-    length: int = 512,
-    out: Annotated[
-        Path,
-        typer.Option(callback=make_out, help="Folder for DEVICE-compiled/memory.json"),
-    ] = Path("out"),
-) -> None:
-    """Compile a train step for each choice and one device."""
-    sizes = {
-        "layers": layers,
-        "width": width,
-        "heads": heads,
-        "vocabulary": vocabulary,
-        "batch": batch,
-        "length": length,
-    }
-    settings = {
-        **sizes,
-        "unit": "bytes",
-        "compiled with": targets.versions(),
-        **provenance(targets.NAMES[device]),
-    }
-    rows = measure_all(device, sizes)
-    settings |= {"parameter count": rows[0]["parameters"] // 4}  # float32
-    write_result(
-        out / f"{device}-compiled" / "memory.json", settings, indent=1, results=rows
-    )
-    console = Console(width=120)
-    shown = [
+def list_bytes(rows: list[dict[str, Any]]) -> run.Rows:
+    """Return the table of what was compiled for one device."""
+    return [
         {
             "": f"{row['storage']}{', recomputed' if row['remat'] else ''}",
             **{f"{part}, GiB": f"{row[part] / 2**30:.2f}" for part in PARTS},
@@ -366,8 +243,34 @@ def main(
         }
         for row in rows
     ]
-    console.print(report.rich_table(shown, f"A train step, {targets.NAMES[device]}"))
-    console.print(f"Written: {out}/{device}-compiled/memory.json")
+
+
+@run.benchmark
+def main(
+    device: Device = "h100",
+    layers: int = 6,
+    width: int = 2048,
+    heads: int = 16,
+    vocabulary: int = 32000,
+    batch: int = 8,
+    length: int = 512,
+) -> Iterator[run.Found]:
+    """Compile a train step for each choice and one device."""
+    sizes = dict(layers=layers, width=width, heads=heads, vocabulary=vocabulary)
+    rows = measure_all(device, sizes | {"batch": batch, "length": length})
+    settings = {
+        "unit": "bytes",
+        "compiled with": targets.versions(),
+        "parameter count": rows[0]["parameters"] // 4,  # float32
+    }
+    name = targets.NAMES[device]
+    yield run.Found(
+        f"{device}-compiled/memory",
+        {"results": rows},
+        {f"A train step, {name}": list_bytes(rows)},
+        settings=settings,
+        device=name,
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import json
 import math
 import resource
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,11 +33,8 @@ from benchmarks.common import requirements  # noqa: F401 - what to install
 import jax
 import jaxlib._jax as xla
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import hlo
+from benchmarks.common import hlo, run
 from benchmarks.common.compiled_steps import (
     BY_HAND,
     GRAD_AUTOCAST,
@@ -48,9 +46,8 @@ from benchmarks.common.compiled_steps import (
     fp8_by_rule,
 )
 from benchmarks.common.limits import Results, Row, broken_limits, growth, other_versions
-from examples.common.cli import check_out
 from examples.common.progress import track
-from examples.common.results import COMMITTED, provenance, write_result
+from examples.common.results import COMMITTED
 
 Size = Literal["ci", "full"]
 
@@ -66,7 +63,7 @@ class Device(enum.StrEnum):
     V6E = "v6e"
 
 
-DEFAULT_DEVICES = ["h100", "a100", "v100", "v5e"]
+DEFAULT_DEVICES = [Device.H100, Device.A100, Device.V100, Device.V5E]
 
 _TRANSFORMER = [
     Step("transformer"),
@@ -154,8 +151,8 @@ def measure_all(device: str, size: str) -> Results:
     return {row["step"]: row for row in rows}
 
 
-def result_path(device: str, size: str, out: Path = COMMITTED) -> Path:
-    return out / f"{device}-compiled" / f"programs-{size}.json"
+def result_path(device: str, size: str) -> Path:
+    return COMMITTED / f"{device}-compiled" / f"programs-{size}.json"
 
 
 def read(path: Path) -> tuple[Row, Results]:
@@ -164,163 +161,114 @@ def read(path: Path) -> tuple[Row, Results]:
     return text["settings"], {row["step"]: row for row in text["results"]}
 
 
-def failure_table(device: str, rows: list[tuple[str, ...]]) -> Table:
-    table = Table(title=f"{targets.NAMES[device]}: too much", box=box.SIMPLE_HEAD)
-    for column in ("step", "figure", "was → is", "", "allowed"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def table(device: str, results: Results) -> Table:
+def list_figures(results: Results) -> run.Rows:
     """Return figures, each with its multiple of that of the step it is held against."""
-    found = Table(
-        title=f"{targets.NAMES[device]}\n× the same step by hand, without scaling; "
-        "fp8: × bfloat16; r=f32: × without it",
-        box=box.SIMPLE_HEAD,
-    )
-    found.add_column("step", no_wrap=True)
-    columns = {
+    units = {
         "bytes accessed": ("GB accessed", 1e9),
         "traffic": ("traffic, GB", 1e9),
         "peak": ("peak, MiB", 2**20),
-        "temporary": ("temp., MiB", 2**20),
+        "temporary": ("temporary, MiB", 2**20),
         "kernels": ("kernels", 1),
     }
-    titles = [title for title, _ in columns.values()]
-    for title in (*titles, "casts", "fp8", "sums in half", "branches", "host"):
-        found.add_column(title, justify="right")
+    rows = []
     for step in STEPS:
         row = results.get(str(step))
         if row is None:
             continue
-        base = results.get(str(step.base), row)
-        cells = [
-            f"{row[key] / unit:.4g} ({row[key] / base[key]:.3f}×)"
-            if base[key]
-            else f"{row[key] / unit:.4g}"
-            for key, (_, unit) in columns.items()
-        ]
-        counts = ("casts", "half_sums", "conditionals", "host_transfers")
-        casts, *others = [str(row[key]) for key in counts]
-        cells += [casts, f"{hlo.fp8_products(row['products'])}", *others]
-        found.add_row(str(step), *cells)
-    return found
+        base, cells = results.get(str(step.base), row), {"step": f"{step}"}
+        for key, (title, unit) in units.items():
+            ratio = f" ({row[key] / base[key]:.3f}×)" if base[key] else ""
+            cells[title] = f"{row[key] / unit:.4g}{ratio}"
+        cells |= {
+            "casts": f"{row['casts']}",
+            "fp8": f"{hlo.fp8_products(row['products'])}",
+            "sums in half": f"{row['half_sums']}",
+            "branches": f"{row['conditionals']}",
+            "host": f"{row['host_transfers']}",
+        }
+        rows.append(cells)
+    return rows
 
 
-def collectives_table(results: Results) -> Table:
-    """Return what collectives leave on a device: rows are steps, columns opcodes.
-
-    The last column is how many collectives there are, which counts if they are small.
-    """
-    found = Table(title="collectives, MB on each device", box=box.SIMPLE_HEAD)
-    rows = {k: row["collectives"] for k, row in results.items() if row["collectives"]}
-    opcodes = sorted({key for row in rows.values() for key in row})
-    for column in ("step", *opcodes, "calls"):
-        found.add_column(column)
-    for name, row in rows.items():
-        cells = [f"{row[key] / 1e6:.3f}" if key in row else "" for key in opcodes]
-        calls = sum(results[name]["collective_calls"].values())
-        found.add_row(name, *cells, f"{calls}")
-    return found
+def list_collectives(results: Results) -> run.Rows:
+    """Return the MB that collectives leave on a device, and how many there are."""
+    found = {k: row["collectives"] for k, row in results.items() if row["collectives"]}
+    opcodes = sorted({key for row in found.values() for key in row})
+    return [
+        {
+            "step": name,
+            **{key: f"{row[key] / 1e6:.3f}" if key in row else "" for key in opcodes},
+            "calls": f"{sum(results[name]['collective_calls'].values())}",
+        }
+        for name, row in found.items()
+    ]
 
 
-def plot(device: str, results: Results, path: Path) -> None:
-    """Draw bytes and peaks as multiples of those of the model in float32."""
-    from matplotlib.figure import Figure
-
-    # Okabe and Ito's palette: told apart by colour-blind readers, and in grey as well.
-    colors = {"bytes accessed": "#0072B2", "peak": "#E69F00"}
-    steps = [s for s in STEPS if str(s) in results and str(_in_float32(s)) in results]
-    figure = Figure(figsize=(9, 1.6 + 0.36 * len(steps)), layout="constrained")
-    axes = figure.subplots()
-    for offset, (key, color) in zip((0.2, -0.2), colors.items(), strict=True):
-        ratios = [
-            results[str(s)][key] / results[str(_in_float32(s))][key] for s in steps
-        ]
-        places = [offset - i for i in range(len(steps))]
-        axes.barh(places, ratios, height=0.38, color=color, label=key)
-        for place, ratio in zip(places, ratios, strict=True):
-            axes.text(ratio, place, f" {ratio:.2f}", va="center", fontsize=7)
-    axes.set_yticks([-i for i in range(len(steps))], [str(s) for s in steps])
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_ylim(0.6 - len(steps), 0.6)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("× the same model in float32")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(targets.NAMES[device], fontsize=10)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
-    figure.savefig(path, dpi=110)
+def list_failures(rows: list[tuple[str, ...]]) -> run.Rows:
+    columns = "step", "figure", "was → is", "", "allowed"
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _in_float32(step: Step) -> Step:
-    return Step(step.model, layout=step.layout)
-
-
-def write(device: str, size: str, results: Results, out: Path) -> None:
-    path = result_path(device, size, out)
-    settings = {
-        "size": size,
-        **SIZES[size],
-        "unit": "bytes",
-        "compiled with": targets.versions(),
-        **provenance(targets.NAMES[device]),
-    }
-    write_result(path, settings, indent=1, results=[*results.values()])
-    plot(device, results, path.with_suffix(".png"))
-
-
+@run.benchmark
 def main(
     device: Annotated[
-        list[Device] | None, typer.Option(help="once for each; default: h100 … v5e")
-    ] = None,
+        list[Device], typer.Option(help="once for each; default: h100 … v5e")
+    ] = DEFAULT_DEVICES,
     size: Size = "ci",
     check: Annotated[
         bool, typer.Option("--check", help="against the committed figures of size ci")
     ] = False,
-    out: Annotated[
-        Path, typer.Option(callback=check_out, help="folder for the results")
-    ] = Path("out"),
-) -> None:
-    """Compile every step for every device; write JSON and figures, or check."""
-    console = Console(width=160)
-    devices = [str(d) for d in device or DEFAULT_DEVICES]
+) -> Iterator[run.Found]:
+    """Compile every step for every device; write JSON, or check."""
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    if Device.V6E in devices and stack != resource.RLIM_INFINITY:
+    if Device.V6E in device and stack != resource.RLIM_INFINITY:
         raise typer.BadParameter(
             "libtpu overflows its stack on convolutions for v6e: run `ulimit -s "
             "unlimited` in this shell first."
         )
-    failed = False
     size = "ci" if check else size
-    missing = [d for d in devices if check and not result_path(d, size).exists()]
+    missing = [d for d in device if check and not result_path(d, size).exists()]
     if missing:
         raise typer.BadParameter(f"No figures are committed for {', '.join(missing)}.")
-    for name in devices if check else ():
+    for name in device if check else ():
         wrong = other_versions(read(result_path(name, "ci"))[0], targets.versions())
         if wrong:
-            console.print(
-                f"The figures of {name} are those of other versions:",
-                *wrong,
-                "`make programs` makes an environment that has them.",
-                sep="\n",
+            print(
+                f"The figures of {name} are those of other versions:", *wrong, sep="\n"
             )
+            print("`make programs` makes an environment that has them.")
             raise typer.Exit(1)
-    for name in devices:
-        results = measure_all(name, size)
-        console.print(table(name, results), collectives_table(results))
+    failed = False
+    for name in device:
+        title, results = targets.NAMES[name], measure_all(name, size)
         rows = broken_limits(name, size, results)
         if check:
             rows = growth(read(result_path(name, "ci"))[1], results) + rows
-        else:
-            write(name, size, results, out)
-            console.print(f"Written: {result_path(name, size, out)} and its figure.")
-        if rows:
-            failed = True
-            console.print(failure_table(name, rows))
+        tables = {
+            f"{title}\n× the same step by hand, without scaling; fp8: × bfloat16; "
+            "r=f32: × without it": list_figures(results),
+            "collectives, MB on each device": list_collectives(results),
+            f"{title}: too much": list_failures(rows),
+        }
+        failed = failed or bool(rows)
+        if check:
+            run.print_tables(tables)
+            continue
+        settings = {
+            "size": size,
+            **SIZES[size],
+            "unit": "bytes",
+            "compiled with": targets.versions(),
+        }
+        yield run.Found(
+            f"{name}-compiled/programs-{size}",
+            {"results": [*results.values()]},
+            tables,
+            settings=settings,
+            device=title,
+        )
     if check:
-        console.print("Something has grown." if failed else "Nothing has grown.")
+        print("Something has grown." if failed else "Nothing has grown.")
         raise typer.Exit(int(failed))
 
 

@@ -24,8 +24,7 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
 import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import jax
@@ -33,23 +32,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import plots
-from benchmarks.common.cli import some_of
+from benchmarks.common import run, timing
 from benchmarks.common.contenders import (
     BASELINE,
     CONTENDERS,
+    FLAX,
+    JMP,
     OPTIMIZERS,
     OURS,
+    PEERS,
     LossFn,
     why_not,
 )
-from benchmarks.common.timing import quartiles, quartiles_text, take_turns
-from examples.common.cli import make_out
-from examples.common.results import provenance, write_result
 
 
 def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -98,17 +93,21 @@ def make_columns(
     return kernels, (jnp.asarray(x), targets)
 
 
+_COMPILING = "compile_processor_seconds"
+
+
 def measure(
-    optimizer: str,
-    loss_fn: LossFn,
-    params: Any,
-    batch: Any,
-    *,
-    rounds: int,
-    steps: int,
-    title: str,
+    optimizer: str, loss_fn: LossFn, params: Any, batch: Any, **turns: Any
 ) -> dict[str, dict[str, Any]]:
-    """Return, per contender, samples, bytes, and their ratios to the bare step's."""
+    """Return, per contender, samples, bytes, and their ratios to the bare step's.
+
+    Args:
+      optimizer: a key of `OPTIMIZERS`.
+      loss_fn: `(params, batch) -> loss`.
+      params: float32.
+      batch: what the loss takes.
+      **turns: as `take_turns` has them.
+    """
     programs, states, compiled = {}, {}, {}
     leaves = len(jax.tree.leaves(params))
     contenders = {n: make for n, make in CONTENDERS.items() if not why_not(n, leaves)}
@@ -120,119 +119,62 @@ def measure(
         since = time.process_time()
         program: Any = lowered.compile()
         compiled[name] = {
-            "compile_processor_seconds": time.process_time() - since,
+            _COMPILING: time.process_time() - since,
             "bytes": program.cost_analysis()["bytes accessed"],
         }
         programs[name] = lambda state, step=program: step(state, batch)
-    samples = take_turns(programs, states, rounds=rounds, steps=steps, title=title)
-    for name, state in states.items():
-        if not all(np.isfinite(x).all() for x in jax.tree.leaves(state)):
-            raise RuntimeError(f"{name} is no longer finite: nothing was measured.")
-
-    def over(name: str, other: str, key: str) -> list[float]:
-        return quartiles(samples[name][key], samples[other][key])
-
+    samples = timing.take_turns(programs, states, **turns)
+    timing.check_finite(states)
+    bare = compiled[BASELINE]
     return {
         name: {
             **samples[name],
             **compiled[name],
-            "over_bare": over(name, BASELINE, "seconds"),
-            "processor_over_bare": over(name, BASELINE, "processor_seconds"),
-            "over_ours": over(name, OURS, "seconds"),
-            **{
-                f"{key.removesuffix('_processor_seconds')}_over_bare": value
-                / compiled[BASELINE][key]
-                for key, value in compiled[name].items()
-            },
+            "over_bare": timing.ratios(samples, name, BASELINE),
+            "compile_over_bare": of[_COMPILING] / bare[_COMPILING],
+            "bytes_over_bare": of["bytes"] / bare["bytes"],
         }
-        for name in contenders
+        for name, of in compiled.items()
     }
 
 
-def rich_table(title: str, rows: dict[str, dict[str, Any]]) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1)
-    )
-    table.add_column("step", no_wrap=True)
-    for name in ("time\n/ bare", "time\n/ scale_aware", "processor\n/ bare"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("bytes\n/ bare", "compiling\n/ bare"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, row in rows.items():
-        table.add_row(
-            name,
-            *map(quartiles_text, (row["over_bare"], row["over_ours"])),
-            f"{row['processor_over_bare'][1]:.2f}",
-            f"{row['bytes_over_bare']:.2f}",
-            f"{row['compile_over_bare']:.1f}",
-        )
-    return table
+def summarise(
+    result: run.Result, optimizers: Iterable[str] = tuple(OPTIMIZERS)
+) -> run.Rows:
+    """Return times of a step of the MLP over the bare optimiser's."""
+    cases = [
+        case
+        for case in result["cases"]
+        if case["problem"] == "mlp" and case["optimizer"] in optimizers
+    ]
+    columns = {f"{case['optimizer']}, batch {case['batch']}": case for case in cases}
+    return [
+        {"": title, **{column: _cell(case, name) for column, case in columns.items()}}
+        for name, title in PEERS.items()
+    ]
 
 
-def plot(cases: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Draw ratios to the bare step: time of the MLP, time and compiling over leaves."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
-
-    looks = dict(
-        zip(
-            list(CONTENDERS)[1:],
-            [
-                {"color": plots.BLUE, "marker": "o"},
-                {"color": plots.VERMILION, "marker": "s"},
-                {"color": plots.ORANGE, "marker": "^"},
-                {"color": plots.GREEN, "marker": "D"},
-                {"color": plots.GREY, "marker": "x"},
-                {"color": plots.PURPLE, "marker": "+"},
-            ],
-            strict=True,
-        )
-    )
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(5, 4, 4))
-    mlps = [case for case in cases if case["problem"] == "mlp"]
-    sweep = [case for case in cases if case["problem"] == "columns"]
-    for offset, (name, look) in enumerate(looks.items()):
-        look = {"markersize": 6, "linewidth": 1.2, "label": name, **look}
-        rows = [c["contenders"][name] for c in mlps if name in c["contenders"]]
-        places = [i + 0.12 * (offset - 2.5) for i in range(len(rows))]
-        _draw_quartiles(left, places, rows, {**look, "linestyle": "none"})
-        drawn = [case for case in sweep if name in case["contenders"]]
-        rows = [case["contenders"][name] for case in drawn]
-        places = [case["leaves"] for case in drawn]
-        _draw_quartiles(middle, places, rows, look)
-        right.plot(places, [row["compile_over_bare"] for row in rows], **look)
-    names = [f"{case['optimizer']}\nbatch {case['batch']}" for case in mlps]
-    left.set_xticks(range(len(mlps)), names, fontsize=9)
-    left.set_title("time of a step: MLP 784-1024-1024-10", fontsize=10)
-    left.set_ylabel("over the bare optimiser's")
-    for axes, what in (
-        (middle, "time of a step"),
-        (right, "compiling"),
-    ):
-        axes.set_title(f"{what}: one matrix, Adam, batch 16", fontsize=10)
-        axes.set_xlabel("leaves that it is cut into")
-        axes.set_xscale("log")
-        axes.set_xticks([c["leaves"] for c in sweep], [f"{c['leaves']}" for c in sweep])
-        axes.xaxis.set_minor_locator(NullLocator())
-    right.set_yscale("log")
-    right.yaxis.set_major_formatter("{x:g}")
-    for axes in (left, middle, right):
-        axes.axhline(1, color="black", linewidth=1)
-        plots.style_axes(axes, grid="y")
-    figure.legend(
-        *left.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=6,
-        fontsize=9,
-    )
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=120)
+def summarise_leaves(result: run.Result) -> run.Rows:
+    """Return times of a step over the bare optimiser's, and those of compiling."""
+    cases = [case for case in result["cases"] if case["problem"] == "columns"]
+    return [
+        {
+            "leaves": PEERS[name],
+            **{f"{c['leaves']}": _cell(c, name, compiling=True) for c in cases},
+        }
+        for name in (OURS, JMP, FLAX)
+    ]
 
 
-def _draw_quartiles(axes: Any, places: Any, rows: Any, look: dict[str, Any]) -> None:
-    low, middle, high = np.reshape([row["over_bare"] for row in rows], (-1, 3)).T
-    axes.errorbar(places, middle, yerr=(middle - low, high - middle), **look)
+def _cell(case: dict[str, Any], name: str, compiling: bool = False) -> str:
+    if name not in case["contenders"]:
+        return "not measured"
+    row = case["contenders"][name]
+    text, compile_time = f"{row['over_bare'][1]:.2f}", row["compile_over_bare"]
+    if compiling:
+        digits = 1 if compile_time < 9.95 else 0
+        text += f" ({compile_time:.{digits}f})"
+    return text
 
 
 def check_leaves(leaves: Iterable[int]) -> list[int]:
@@ -249,13 +191,14 @@ def check_leaves(leaves: Iterable[int]) -> list[int]:
     return sorted(set(leaves))
 
 
+@run.benchmark
 def main(
     optimizer: Annotated[
         list[str],
         typer.Option(
-            help="For the MLP; may be repeated.", callback=some_of(OPTIMIZERS)
+            help="For the MLP; may be repeated.", callback=run.some_of(OPTIMIZERS)
         ),
-    ] = ["adam", "adamw", "adafactor"],  # noqa: B006 - typer's way; never changed
+    ] = list(OPTIMIZERS),  # noqa: B006 - typer's way; never changed
     batch: Annotated[
         list[int], typer.Option(help="For the MLP; may be repeated.", min=1)
     ] = [256, 16],  # noqa: B006 - likewise
@@ -269,59 +212,40 @@ def main(
     width: Annotated[
         int, typer.Option(min=1, help="The MLP's, and the matrix's rows.")
     ] = 1024,
-    rounds: Annotated[int, typer.Option(min=1)] = 60,
-    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 4,
-    out: Annotated[
-        Path,
-        typer.Option(callback=make_out, help="Folder for step_overhead.json and .png."),
-    ] = Path("out"),
-) -> None:
+    rounds: run.Rounds = 60,
+    steps: run.StepsPerRound = 4,
+) -> Iterator[run.Found]:
     """Measure what loss scaling adds to a train step."""
-    about = provenance()
-    settings = {"width": width, "rounds": rounds, "steps": steps, **about}
-    console, cases = Console(width=100), []
-
-    def run(title: str, loss_fn: LossFn, data: Any, **case: Any) -> None:
-        rows = measure(
-            case["optimizer"],
-            loss_fn,
-            *data,
-            rounds=rounds,
-            steps=steps,
-            title=title,
+    problems = [
+        ("mlp", mlp_loss, make_problem(size, width), name, size, 3)
+        for name in optimizer
+        for size in dict.fromkeys(batch)
+    ]
+    problems += [
+        ("columns", columns_loss, make_columns(n, 16, width), "adam", 16, n)
+        for n in leaves
+    ]
+    cases, notes = [], {}
+    for problem, loss_fn, data, name, size, n in problems:
+        title = f"{problem}, {n} leaves, {name}, batch {size}"
+        turns = {"rounds": rounds, "steps": steps, "title": title}
+        rows = measure(name, loss_fn, *data, **turns)
+        missing = {c: why for c in CONTENDERS if (why := why_not(c, n))}
+        notes |= {f"{c}: not measured, {why}.": None for c, why in missing.items()}
+        cases.append(
+            {
+                **{"problem": problem, "optimizer": name, "batch": size, "leaves": n},
+                **{"contenders": rows, "not_measured": missing},
+            }
         )
-        reasons = {name: why_not(name, case["leaves"]) for name in CONTENDERS}
-        missing = {name: reason for name, reason in reasons.items() if reason}
-        cases.append({**case, "contenders": rows, "not_measured": missing})
-        console.print(rich_table(title, rows))
-        for name, reason in missing.items():
-            console.print(f"{name}: not measured, {reason}.", highlight=False)
-
-    for name in optimizer:
-        for size in dict.fromkeys(batch):
-            run(
-                f"MLP, {name}, batch {size}",
-                mlp_loss,
-                make_problem(size, width),
-                **{"problem": "mlp", "optimizer": name, "batch": size, "leaves": 3},
-            )
-    for n in leaves:
-        run(
-            f"{n} leaves, adam, batch 16",
-            columns_loss,
-            make_columns(n, 16, width),
-            **{"problem": "columns", "optimizer": "adam", "batch": 16, "leaves": n},
-        )
-    write_result(out / "step_overhead.json", settings, cases=cases)
-    title = (
-        f"What loss scaling adds to a float32 train step, on {about['device']} "
-        f"({about['host']})\nmedians and quartiles of {rounds} rounds of {steps} steps"
-    )
-    plot(cases, title, out / "step_overhead.png")
-    console.print(
-        f"Medians (and quartiles) of {rounds} rounds of {steps} steps, on "
-        f"{about['device']}.\nWritten: {out}/step_overhead.json and step_overhead.png"
-    )
+    result = {"cases": cases}
+    tables = {
+        "An MLP: time over that of the bare step": summarise(result),
+        "A matrix in leaves: time (compiling) over the bare step's": summarise_leaves(
+            result
+        ),
+    }
+    yield run.Found("step_overhead", result, tables, notes)
 
 
 if __name__ == "__main__":

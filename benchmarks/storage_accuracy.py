@@ -14,34 +14,21 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
 
-import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
 import typer
 from rich.console import Console
 
 import jmp_lite as jmp
-from benchmarks.common.cli import TaskStepsOption
+from benchmarks.common import run, tasks
 from benchmarks.common.storage import CHOICES, Storage
-from benchmarks.common.tasks import (
-    SHAPE,
-    WIDTH,
-    load_digits_once,
-    load_sources_once,
-    transformer_batches,
-)
-from examples import digits, transformer
-from examples.common import report
-from examples.common.cli import SeedOption, SeedsOption, make_out
-from examples.common.data import batches
-from examples.common.loop import Run, train_side_by_side
+from benchmarks.common.tasks import Task, load_sources_once, mean
+from examples import transformer
+from examples.common.cli import SeedOption, SeedsOption
+from examples.common.loop import train_side_by_side
 from examples.common.precision import autocast_if_half
-from examples.common.results import provenance, write_result
 from examples.common.text import fingerprint
-from jmp_lite.nnx import TrainState
 
 # What the losses of the others are compared with: half precision in the model alone.
 BASELINE = Storage()
@@ -49,164 +36,109 @@ BASELINE = Storage()
 RUNS = list(dict.fromkeys(choice._replace(checked=True) for choice in CHOICES))
 
 STEPS = 300
+Optimizer = Callable[[Storage], optax.GradientTransformationExtraArgs]
 
 
-class Task(NamedTuple):
-    """What to train, of one seed.
+def of_transformer(steps: int) -> Optimizer:
+    rate, clip = transformer.learning_rate(steps), optax.clip_by_global_norm(1.0)
+    return lambda storage: storage.transformation(rate, clip)
 
-    Attributes:
-      make_run: takes a `Storage`.
-      batches: the batches.
-      score: takes a `Storage` and the state after training, returns the loss.
-    """
 
-    make_run: Callable[[Storage], Run]
-    batches: Iterator[Any]
-    score: Callable[[Storage, Any], float]
+# Name to title, task and optimiser.
+TASKS: dict[str, tuple[str, Callable[[int, int], Task], Callable[[int], Optimizer]]] = {
+    "transformer": (
+        "transformer",
+        lambda seed, steps: tasks.transformer_task(seed, steps, tasks.SHAPE),
+        of_transformer,
+    ),
+    "mlp": (
+        "digits, MLP",
+        lambda seed, steps: tasks.digits_task("mlp", seed, steps, width=tasks.WIDTH),
+        lambda steps: lambda storage: storage.transformation(1e-3),
+    ),
+}
 
 
 def policy_of(storage: Storage) -> jmp.Policy:
     """Return the policy of a model with parameters stored in this way."""
-    compute = jax.numpy.dtype(storage.compute)
-    return jmp.Policy(storage.param_dtype, compute, jax.numpy.dtype("float32"))
+    compute = jnp.dtype(storage.compute)
+    return jmp.Policy(storage.param_dtype, compute, jnp.dtype("float32"))
 
 
-def transformer_task(seed: int, steps: int) -> Task:
-    train, validation = load_sources_once()
-    model = transformer.make_model(SHAPE["width"], SHAPE["layers"], seed)
+def train_seed(
+    task: Task, optimizer: Optimizer, *, title: str, steps: int, console: Console
+) -> dict[str, float]:
+    """Return the validation loss of each run, by `str(Storage)`."""
 
-    def loss_fn(storage, state):
-        return transformer.make_loss_fn(state, policy_of(storage), use_autocast=True)
+    def cast(storage):
+        return lambda fun: autocast_if_half(fun, policy_of(storage))
 
-    def make_run(storage):
-        tx = storage.transformation(
-            transformer.learning_rate(steps), optax.clip_by_global_norm(1.0)
+    runs = {
+        str(storage): task.make_run(
+            cast(storage)(task.loss_fn),
+            policy=policy_of(storage),
+            tx=optimizer(storage),
         )
-        state = TrainState.create(
-            policy_of(storage).cast_to_param(model),
-            tx,
-            ema_decay=transformer.ema_decay(steps),
-        )
-        return Run(transformer.make_step(loss_fn(storage, state)), state)
-
-    def score(storage, state):
-        return transformer.validation_loss(loss_fn(storage, state), state, validation)
-
-    return Task(make_run, transformer_batches(train, steps, seed), score)
-
-
-def mlp_task(seed: int, steps: int) -> Task:
-    train, test = load_digits_once()
-    model = digits.MLP(WIDTH)
-
-    def make_run(storage):
-        policy, tx = policy_of(storage), storage.transformation(1e-3)
-        loss_fn = digits.make_loss_fn(model, policy, use_autocast=True)
-        step = digits.make_step(loss_fn, tx)
-        return Run(step, digits.init_state(model, policy, tx, seed=seed))
-
-    def score(storage, state):
-        forward = digits.make_forward(model, train=False)
-        predict = jax.jit(autocast_if_half(forward, policy_of(storage)))
-        logits, _ = predict(state.params, {}, test.image)
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype("float32"), test.label
-        )
-        return float(losses.mean())
-
-    data = batches(train, batch_size=digits.BATCH_SIZE, steps=steps, seed=seed)
-    return Task(make_run, data, score)
-
-
-TASKS: dict[str, Callable[[int, int], Task]] = {
-    "transformer": transformer_task,
-    "mlp": mlp_task,
-}
-TITLES = {"transformer": "transformer", "mlp": "digits, MLP"}
-
-# Validation losses by run, "str(Storage)".
-Losses = dict[str, float]
-
-
-def train_seed(task: Task, *, title: str, steps: int, console: Console) -> Losses:
-    """Return the validation loss of each run."""
-    runs = {str(storage): task.make_run(storage) for storage in RUNS}
+        for storage in RUNS
+    }
     results = train_side_by_side(
-        runs, task.batches, title=title, steps=steps, console=console
+        runs, task.batches(), title=title, steps=steps, console=console
     )
     return {
-        str(storage): task.score(storage, results[str(storage)].state)
+        str(storage): task.score(cast(storage), results[str(storage)].state)[
+            "validation_loss"
+        ]
         for storage in RUNS
     }
 
 
-def mean_losses(result: dict[str, Any]) -> Losses:
-    """Return the means of the seeds."""
-    seeds = [found["validation_loss"] for found in result["seeds"]]
-    return {name: float(np.mean([s[name] for s in seeds])) for name in seeds[0]}
-
-
-def summarise(results: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+def summarise(result: run.Result) -> run.Rows:
     """Return a table: validation losses, means of the seeds, over the baseline."""
-    rows = []
+    rows, base = [], str(BASELINE)
     for storage in RUNS:
+        name = str(storage)
         row = {
             "model": storage.compute,
             "parameters": storage.params_title,
             "optimiser": storage.optimizer_title,
         }
-        for task, result in results.items():
-            losses, by_seed = mean_losses(result), over_baseline(result, storage)
-            mean = losses[str(storage)] / losses[str(BASELINE)]
-            row[f"{TITLES[task]}: loss"] = f"{losses[str(storage)]:.4f}"
-            row[f"{TITLES[task]}: over the first in bf16 (seeds)"] = (
-                f"{_percent(mean)} ({_percent(min(by_seed))} to "
-                f"{_percent(max(by_seed))})"
-                if storage != BASELINE
-                else ""
+        for task, found in result["tasks"].items():
+            seeds = [seed["validation_loss"] for seed in found["seeds"]]
+            ratios = [seed[name] / seed[base] for seed in seeds]
+            whole = mean(seeds, name) / mean(seeds, base)
+            middle, low, high = map(run.percent, (whole, min(ratios), max(ratios)))
+            title = TASKS[task][0]
+            row[f"{title}: loss"] = f"{mean(seeds, name):.4f}"
+            row[f"{title}: over the first in bf16 (seeds)"] = (
+                f"{middle} ({low} to {high})" if storage != BASELINE else ""
             )
         rows.append(row)
     return rows
 
 
-def over_baseline(result: dict[str, Any], storage: Storage) -> list[float]:
-    """Return the loss over that of the baseline, for each seed."""
-    losses = [found["validation_loss"] for found in result["seeds"]]
-    return [seed[str(storage)] / seed[str(BASELINE)] for seed in losses]
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.2f} %"
-
-
+@run.benchmark
 def main(
-    seeds: SeedsOption = 3,
-    seed: SeedOption = 0,
-    steps: TaskStepsOption = None,
-    out: Annotated[
-        Path,
-        typer.Option(callback=make_out, help="Folder for storage_accuracy.json."),
-    ] = Path("out"),
-) -> None:
+    seeds: SeedsOption = 3, seed: SeedOption = 0, steps: run.TaskSteps = None
+) -> Iterator[run.Found]:
     """Train the examples with parameters and optimiser state stored in each way."""
-    console, about, steps = Console(width=150), provenance(), steps or STEPS
-    results: dict[str, Any] = {}
-    for name, make_task in TASKS.items():
+    console, steps, found = Console(width=run.WIDTH), steps or STEPS, {}
+    for name, (_, make_task, make_optimizer) in TASKS.items():
         by_seed = []
         for s in range(seed, seed + seeds):
             losses = train_seed(
-                make_task(s, steps), title=f"{name}, {s}", steps=steps, console=console
+                make_task(s, steps),
+                make_optimizer(steps),
+                title=f"{name}, {s}",
+                steps=steps,
+                console=console,
             )
             by_seed.append({"seed": s, "validation_loss": losses})
-        results[name] = {"steps": steps, "seeds": by_seed}
-    settings = {
-        **{"first_seed": seed, "seeds": seeds},
-        **{"transformer": SHAPE, "mlp_width": WIDTH, **about},
-        "text": fingerprint(*load_sources_once()),
-    }
-    write_result(out / "storage_accuracy.json", settings, tasks=results)
-    console.print(report.rich_table(summarise(results)))
-    console.print(f"Written: {out}/storage_accuracy.json")
+        found[name] = {"steps": steps, "seeds": by_seed}
+    result = {"tasks": found}
+    settings = {"transformer": tasks.SHAPE, "mlp_width": tasks.WIDTH}
+    settings["text"] = fingerprint(*load_sources_once())
+    tables = {f"{steps} steps": summarise(result)}
+    yield run.Found("storage_accuracy", result, tables, settings=settings)
 
 
 if __name__ == "__main__":

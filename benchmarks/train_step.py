@@ -17,9 +17,8 @@ tells, the peak of its allocator.
 
 import contextlib
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple
 
 # Read when JAX starts: memory is taken as it is needed, so that its peak means
 # something and torch has room beside it.
@@ -31,30 +30,12 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 # ruff: isort: split
 import jax
 import numpy as np
-import optax
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-import jmp_lite
-from benchmarks.common import plots, torch_gpt
-from benchmarks.common.cli import some_of
-from benchmarks.common.problems import (
-    AUTOCAST,
-    BASELINE,
-    SIZES,
-    TF32,
-    TITLES,
-    Problem,
-    Way,
-    make_problem,
-    ways,
-)
-from benchmarks.common.timing import quartiles, quartiles_text, take_turns
-from examples.common.cli import make_out
+from benchmarks.common import compiled_steps, run, torch_gpt
+from benchmarks.common.compiled_steps import BY_HAND, GRAD_AUTOCAST, PLAIN, POLICY, Step
+from benchmarks.common.timing import quartiles_text, ratios, take_turns
 from examples.common.progress import track
-from examples.common.results import provenance, write_result
 
 Size = Literal["ci", "full"]
 CPU_NOTE = (
@@ -62,39 +43,58 @@ CPU_NOTE = (
     "speed on a GPU or TPU"
 )
 
+BASELINE, TF32 = "float32", "TF32"
+AUTOCAST = "autocast"
+HALVES = {"bfloat16": "bf16", "float16": "f16"}
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "ci": {
+        "mlp": dict(width=256, batch=256),
+        "cnn": dict(blocks=(1,), width=8, classes=10, image=32, batch=16),
+        "gpt": dict(layers=1, width=64, heads=2, vocabulary=256, length=64, batch=8),
+    },
+    "full": {
+        "mlp": dict(width=4096, batch=8192),
+        "cnn": dict(blocks=(3, 4, 6, 3), width=64, classes=1000, image=224, batch=128),
+        "gpt": dict(
+            layers=12, width=768, heads=12, vocabulary=50304, length=1024, batch=8
+        ),
+    },
+}
+TITLES = {"mlp": "MLP", "cnn": "ResNet", "gpt": "GPT"}
+
+
+class Way(NamedTuple):
+    """A way to train: the precision, and how the model gets it."""
+
+    precision: str
+    cast: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.precision} {self.cast}".strip()
+
+    def step(self, model: str) -> Step:
+        """Return the step that `benchmarks.programs` compiles, of a model."""
+        dtype = BASELINE if self.precision == TF32 else self.precision
+        cast = {"": PLAIN, AUTOCAST: GRAD_AUTOCAST}.get(self.cast, self.cast)
+        name = "transformer" if model == "gpt" else model
+        return Step(name, dtype, cast, scaled=dtype == "float16")
+
+
+WAYS = [Way(half, cast) for half in HALVES for cast in (POLICY, AUTOCAST, BY_HAND)]
+
+
+def ways(platform: str) -> list[Way]:
+    """Return what is compared on a platform, the baseline first."""
+    return [Way(BASELINE), *([Way(TF32)] if platform == "gpu" else []), *WAYS]
+
 
 class Program:
     """A compiled train step: what it needs, and what makes its state."""
 
-    def __init__(self, problem: Problem, way: Way, batch_size: int):
-        loss_fn = problem.loss(way)
-        if way.cast == AUTOCAST:
-            loss_fn = jmp_lite.autocast(loss_fn, f"mixed_{way.precision}")
-        is_scaled = way.precision == "float16"
-        tx: Any = optax.adam(1e-3)
-        if is_scaled:
-            tx = jmp_lite.scale_aware(tx)
-
-        def step(state, batch):
-            params, kept, opt_state = state
-            loss_scale = opt_state if is_scaled else jmp_lite.NoOpLossScale()
-            value_and_grad = jmp_lite.scaled_value_and_grad(
-                loss_fn, loss_scale=loss_scale, has_aux=True
-            )
-            (loss, new_kept), grads = value_and_grad(params, kept, *batch)
-            extra = {"value": loss} if is_scaled else {}
-            updates, opt_state = tx.update(grads, opt_state, params, **extra)
-            if is_scaled:
-                finite = opt_state.last_finite
-                new_kept = jmp_lite.select_tree(finite, new_kept, kept)
-            return optax.apply_updates(params, updates), new_kept, opt_state
-
-        def init():
-            params, kept = problem.init()
-            return params, kept, tx.init(params)
-
-        self._init, self._batch = init, lambda: problem.batch(batch_size)
-        shapes = jax.eval_shape(init), jax.eval_shape(self._batch)
+    def __init__(self, model: str, sizes: dict[str, Any], way: Way):
+        step = way.step(model)
+        mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
+        jitted, shapes = compiled_steps.build(step, {step.model: sizes}, mesh)
         # Its default may be TF32: float32 is asked for, as is TF32.
         precision = {BASELINE: "float32", TF32: "tensorfloat32"}.get(way.precision)
         with (
@@ -102,10 +102,11 @@ class Program:
             if precision
             else contextlib.nullcontext()
         ):
-            jitted = jax.jit(step, donate_argnums=0)
-            self._step = jitted.lower(*shapes).compile()
-        memory: Any = self._step.memory_analysis()
-        self.parameters = sum(x.size for x in jax.tree.leaves(shapes[0][0]))
+            self._compiled = jitted.lower(*shapes).compile()
+        self._step, self._shapes = step, shapes
+        self._integers = sizes.get("vocabulary", sizes.get("classes", 10))
+        memory: Any = self._compiled.memory_analysis()
+        self.parameters = sum(x.size for x in jax.tree.leaves(shapes[0]))
         # `peak_memory_in_bytes` leaves out what is temporary, on the CPU.
         arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
         self.memory = {
@@ -115,8 +116,16 @@ class Program:
 
     def start(self) -> tuple[Callable[[Any], Any], Any]:
         """Return the step as `state -> state`, and its first state."""
-        batch = self._batch()
-        return lambda state: self._step(state, batch), self._init()
+        params, _, *rest = self._shapes
+        params, kept, *batch = compiled_steps.filled([params, *rest], self._integers)
+        state = params, compiled_steps.optimizer(self._step).init(params), kept
+        args = jax.tree.map(
+            lambda x, shape: jax.device_put(x, shape.sharding),
+            (*state, *batch),
+            self._shapes,
+        )
+        batch = args[3:]
+        return lambda state: self._compiled(*state, *batch)[:3], args[:3]
 
 
 def device_peak() -> int | None:
@@ -154,10 +163,9 @@ def measure(
       steps: train steps in a turn.
     """
     platform = jax.local_devices()[0].platform
-    problems = {model: make_problem(model, sizes[model]) for model in sizes}
     pairs = [(model, way) for model in sizes for way in ways(platform)]
     programs = {
-        (model, way): Program(problems[model], way, sizes[model]["batch"])
+        (model, way): Program(model, sizes[model], way)
         for model, way in track(pairs, "compiling", total=len(pairs))
     }
     peaks = measure_peaks(programs)
@@ -182,8 +190,7 @@ def measure(
             steppers, states, rounds=rounds, steps=steps, title=TITLES[model]
         )
         for name, times in samples.items():
-            over = quartiles(times["seconds"], samples[BASELINE]["seconds"])
-            rows[name] |= {**times, "over_float32": over}
+            rows[name] |= {**times, "over_float32": ratios(samples, name, BASELINE)}
         parameters = next(iter(mine.values())).parameters
         results[model] = {**sizes[model], "parameters": parameters, "rows": rows}
     return results
@@ -212,10 +219,10 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
-def batch_fits(problem: Problem, way: Way, batch_size: int) -> bool:
+def batch_fits(model: str, sizes: dict[str, Any], way: Way) -> bool:
     """Return whether a train step compiles, and runs, in the memory of the device."""
     try:
-        step, state = Program(problem, way, batch_size).start()
+        step, state = Program(model, sizes, way).start()
         jax.block_until_ready(step(state))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -227,122 +234,80 @@ def batch_fits(problem: Problem, way: Way, batch_size: int) -> bool:
 def largest_batches(sizes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return, per model, the largest batch that fits in each way."""
     found = {}
-    for model, model_sizes in sizes.items():
-        problem = make_problem(model, model_sizes)
+    todo = ways(jax.local_devices()[0].platform)
+    for model, of_model in sizes.items():
         rows = {}
-        todo = ways(jax.local_devices()[0].platform)
         for way in track(todo, TITLES[model], total=len(todo)):
-            rows[str(way)] = {
-                "largest_batch": largest(
-                    lambda n, p=problem, w=way: batch_fits(p, w, n),
-                    model_sizes["batch"],
-                )
-            }
-        found[model] = {**model_sizes, "rows": rows}
+
+            def fits(n, model=model, of_model=of_model, way=way):
+                return batch_fits(model, of_model | {"batch": n}, way)
+
+            rows[str(way)] = {"largest_batch": largest(fits, of_model["batch"])}
+        found[model] = {**of_model, "rows": rows}
     return found
 
 
-def time_table(title: str, rows: dict[str, dict[str, Any]]) -> Table:
-    table = _table(
-        title,
-        "time\n/ float32",
-        "temporary\n/ float32",
-        "memory\n/ float32",
-        "memory,\nMiB",
-        "device's\npeak, MiB",
-    )
+def summarise(result: run.Result) -> run.Rows:
+    """Return times over those of float32, and memory over its own, for the pages."""
+    rows = []
+    for way in WAYS:
+        row = {"": f"{HALVES[way.precision]}, {way.cast}"}
+        for model, found in result["models"].items():
+            of_way, base = found["rows"][str(way)], found["rows"][BASELINE]
+            memory = of_way["memory"] / base["memory"]
+            row[TITLES[model]] = f"{of_way['over_float32'][1]:.2f} ({memory:.2f})"
+        rows.append(row)
+    return rows
+
+
+def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
+    """Return a table of a model's times and memory in each way."""
     base = rows[BASELINE]
-    for name, row in rows.items():
-        cells = [quartiles_text(row["over_float32"])]
-        for key in ("temporary", "memory"):
-            cells.append(f"{row[key] / base[key]:.2f}" if key in row else "")
-        for key in ("memory", "device_peak"):
-            cells.append(f"{row[key] / 2**20:.3g}" if row.get(key) else "")
-        table.add_row(name, *cells)
-    return table
 
+    def memory(row, key, unit):
+        return f"{row[key] / unit:.3g}" if row.get(key) else ""
 
-def batch_table(title: str, rows: dict[str, dict[str, Any]]) -> Table:
-    table = _table(title, "largest batch", "/ float32")
-    base = rows[BASELINE]["largest_batch"]
-    for name, row in rows.items():
-        n = row["largest_batch"]
-        table.add_row(name, f"{n}", f"{n / base:.2f}" if base else "")
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1)
-    )
-    table.add_column("step", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def plot(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
-    """Draw time and memory over float32's: a row for each way, a panel each."""
-    from matplotlib.figure import Figure
-
-    looks = {
-        "mlp": {"color": plots.BLUE, "marker": "o"},
-        "cnn": {"color": plots.VERMILION, "marker": "s"},
-        "gpt": {"color": plots.GREEN, "marker": "D"},
-    }
-    names = list(dict.fromkeys(n for r in results.values() for n in r["rows"]))
-    figure = Figure(figsize=(10, 1.9 + 0.33 * len(names)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for offset, (model, result) in enumerate(results.items()):
-        rows, base = result["rows"], result["rows"][BASELINE]
-        look = {
-            "linestyle": "none",
-            "markersize": 6,
-            "label": f"{TITLES[model]}, {result['parameters']:,} parameters",
-            **looks[model],
+    return [
+        {
+            "step": name,
+            "time / float32": quartiles_text(row["over_float32"]),
+            "memory / float32": memory(row, "memory", base["memory"]),
+            "memory, MiB": memory(row, "memory", 2**20),
+            "device's peak, MiB": memory(row, "device_peak", 2**20),
         }
-        places = [names.index(name) + 0.2 * (offset - 1) for name in rows]
-        quarts = [row["over_float32"] for row in rows.values()]
-        low, middle, high = np.transpose(quarts)
-        left.errorbar(middle, places, xerr=(middle - low, high - middle), **look)
-        memory = [row.get("memory", np.nan) / base["memory"] for row in rows.values()]
-        right.plot(memory, places, **look)
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
-    left.set_xlabel("time of a step / float32")
-    right.set_xlabel("memory of the program / float32")
-    for axes in (left, right):
-        axes.axvline(1, color="black", linewidth=1)
-        plots.style_axes(axes, grid="x")
-    handles = left.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=120)
+        for name, row in rows.items()
+    ]
 
 
+def list_batches(rows: dict[str, dict[str, Any]]) -> run.Rows:
+    """Return a table of a model's largest batches."""
+    base = rows[BASELINE]["largest_batch"]
+    return [
+        {
+            "step": name,
+            "largest batch": f"{row['largest_batch']}",
+            "/ float32": f"{row['largest_batch'] / base:.2f}" if base else "",
+        }
+        for name, row in rows.items()
+    ]
+
+
+@run.benchmark
 def main(
     size: Annotated[
         Size | None, typer.Option(help="By default ci on a CPU, else full.")
     ] = None,
     model: Annotated[
-        list[str], typer.Option(help="May be repeated.", callback=some_of(TITLES))
+        list[str], typer.Option(help="May be repeated.", callback=run.some_of(TITLES))
     ] = list(TITLES),  # noqa: B006 - typer's way; never changed
     largest_batch: Annotated[
         bool, typer.Option("--largest-batch", help="Find what fits; time nothing.")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1)] = 30,
-    steps: Annotated[int, typer.Option(min=1, help="Steps per round.")] = 4,
-    out: Annotated[
-        Path,
-        typer.Option(
-            callback=make_out,
-            help="Folder for train_step.json and .png, or largest_batch.json.",
-        ),
-    ] = Path("out"),
-) -> None:
+    rounds: run.Rounds = 30,
+    steps: run.StepsPerRound = 4,
+) -> Iterator[run.Found]:
     """Measure what half precision is worth in a train step."""
-    device = jax.local_devices()[0]
-    is_cpu = device.platform == "cpu"
+    is_cpu = jax.local_devices()[0].platform == "cpu"
     if is_cpu and largest_batch:
         raise typer.BadParameter(
             "a CPU never says that its memory is full, it swaps: expected a GPU or "
@@ -356,33 +321,22 @@ def main(
     size = size or ("ci" if is_cpu else "full")
     sizes = {name: SIZES[size][name] for name in model}
     notes = [CPU_NOTE] if is_cpu else []
-    about = provenance()
-    settings = {"size": size, "rounds": rounds, "steps": steps, **about}
-    console = Console(width=100)
     if largest_batch:
-        results = largest_batches(sizes)
-        for name, result in results.items():
-            console.print(batch_table(TITLES[name], result["rows"]))
-        path = out / "largest_batch.json"
-        write_result(path, settings, notes=notes, models=results)
-        console.print(f"Written: {path}")
-        return
-    results = measure(sizes, rounds=rounds, steps=steps)
-    if "gpt" in model and torch_gpt.why_not():
-        notes.append(
-            f"torch.amp with torch.compile: not measured, {torch_gpt.why_not()}"
-        )
-    for name, result in results.items():
-        title = f"{TITLES[name]}, {result['parameters']:,} parameters"
-        title += f", batch {result['batch']}"
-        console.print(time_table(title, result["rows"]))
-    for note in notes:
-        console.print(f"Mind: {note}.", highlight=False)
-    path = out / "train_step.json"
-    write_result(path, settings, notes=notes, models=results)
-    title = f"Train steps, size {size}, on {settings['device']} ({settings['host']})"
-    plot(results, "\n".join([title, *notes[: int(is_cpu)]]), path.with_suffix(".png"))
-    console.print(f"Written: {out}/train_step.json and train_step.png")
+        name, models, table = "largest_batch", largest_batches(sizes), list_batches
+    else:
+        models = measure(sizes, rounds=rounds, steps=steps)
+        name, table = "train_step", list_ways
+        if "gpt" in model and torch_gpt.why_not():
+            notes += [
+                f"torch.amp with torch.compile: not measured, {torch_gpt.why_not()}"
+            ]
+    tables = {
+        f"{TITLES[name]}, batch {found['batch']}": table(found["rows"])
+        for name, found in models.items()
+    }
+    yield run.Found(
+        name, {"notes": notes, "models": models}, tables, notes, {"size": size}
+    )
 
 
 if __name__ == "__main__":

@@ -9,22 +9,19 @@ _OUT = "--out benchmarks/results"
 _PROGRAMS = "python -m benchmarks.programs"
 # Every committed result, and the command that measures it.
 RESULTS: dict[str, str] = {
-    "cpu/digits/results.json": (
-        f"python -m examples.digits --seeds 3 {_OUT}/cpu/digits"
-    ),
-    "cpu/digits-autocast/results.json": (
-        f"python -m examples.digits --seeds 3 --autocast {_OUT}/cpu/digits-autocast"
-    ),
-    "cpu/resnet/results.json": (
-        f"python -m examples.resnet --seeds 3 {_OUT}/cpu/resnet"
-    ),
-    "cpu/transformer/results.json": (
-        f"python -m examples.transformer --seeds 3 {_OUT}/cpu/transformer"
-    ),
-    "cpu/transformer-with_policy/results.json": (
-        "python -m examples.transformer --seeds 3 --no-autocast "
-        f"{_OUT}/cpu/transformer-with_policy"
-    ),
+    **{
+        f"cpu/{folder}/results.json": (
+            f"python -m examples.{folder.partition('-')[0]} --seeds 3 "
+            f"{options}{_OUT}/cpu/{folder}"
+        )
+        for folder, options in (
+            ("digits", ""),
+            ("digits-autocast", "--autocast "),
+            ("resnet", ""),
+            ("transformer", ""),
+            ("transformer-with_policy", "--no-autocast "),
+        )
+    },
     **{
         f"cpu/{name}.json": f"python -m benchmarks.{name} {options}{_OUT}/cpu"
         for name, options in (

@@ -27,43 +27,30 @@ Loss = Callable[..., tuple[jax.Array, Any]]
 Sizes = dict[str, dict[str, Any]]
 
 SIZES: dict[str, Sizes] = {
+    # At these sizes a model runs on any machine.
+    "small": {
+        "transformer": dict(
+            layers=1, width=64, heads=4, vocabulary=256, batch=2, length=32
+        ),
+        "mlp": dict(width=64, batch=16),
+        "cnn": dict(blocks=(1, 1), width=8, classes=10, image=32, batch=4),
+    },
     # Layers are written out, so a program's size, and the time it takes to compile, is
     # that of its layers, and on TPUs that of its arrays as well.
     "ci": {
-        "transformer": {
-            "layers": 1,
-            "width": 256,
-            "heads": 4,
-            "vocabulary": 2048,
-            "batch": 8,
-            "length": 256,
-        },
-        "mlp": {"width": 1024, "batch": 2048},
-        "cnn": {
-            "blocks": (1, 1),
-            "width": 32,
-            "classes": 10,
-            "image": 64,
-            "batch": 32,
-        },
+        "transformer": dict(
+            layers=1, width=256, heads=4, vocabulary=2048, batch=8, length=256
+        ),
+        "mlp": dict(width=1024, batch=2048),
+        "cnn": dict(blocks=(1, 1), width=32, classes=10, image=64, batch=32),
     },
     "full": {
-        "transformer": {
-            "layers": 6,
-            "width": 1024,
-            "heads": 16,
-            "vocabulary": 32000,
-            "batch": 8,
-            "length": 1024,
-        },
-        "mlp": {"width": 4096, "batch": 8192},
-        "cnn": {  # ResNet-50
-            "blocks": (3, 4, 6, 3),
-            "width": 64,
-            "classes": 1000,
-            "image": 224,
-            "batch": 64,
-        },
+        "transformer": dict(
+            layers=6, width=1024, heads=16, vocabulary=32000, batch=8, length=1024
+        ),
+        "mlp": dict(width=4096, batch=8192),
+        # ResNet-50.
+        "cnn": dict(blocks=(3, 4, 6, 3), width=64, classes=1000, image=224, batch=64),
     },
 }
 
@@ -181,41 +168,40 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
-# Sizes at which a model can be run on any machine, for `advised_policy`.
-_SMALL: Sizes = {
-    "transformer": {
-        "layers": 1,
-        "width": 64,
-        "heads": 4,
-        "vocabulary": 256,
-        "batch": 2,
-        "length": 32,
-    },
-    "mlp": {"width": 64, "batch": 16},
-    "cnn": {"blocks": (1, 1), "width": 8, "classes": 10, "image": 32, "batch": 4},
-}
+def filled(shapes: Any, integers: int = 10) -> Any:
+    """Return arrays of these shapes: random numbers, ones where they have one axis.
+
+    Args:
+      shapes: a tree of what has a shape and a dtype.
+      integers: how many different ones there are.
+    """
+    rng = np.random.default_rng(0)
+
+    def fill(x):
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return jnp.asarray(rng.integers(0, integers, x.shape), x.dtype)
+        if x.ndim < 2:
+            return jnp.ones(x.shape, x.dtype)
+        return jnp.asarray(rng.normal(size=x.shape) / x.shape[-2] ** 0.5, x.dtype)
+
+    return jax.tree.map(fill, shapes)
 
 
 @functools.cache
 def advised_policy(model: str, dtype: str) -> jmp_lite.PolicyMap | jmp_lite.Policy:
     """Return what `advise` says of a model that is small, on random numbers."""
     make_loss, make_shapes = MODELS[model]
-    sizes = _SMALL[model]
-    rng = np.random.default_rng(0)
-
-    def fill(x):
-        if jnp.issubdtype(x.dtype, jnp.integer):
-            return jnp.asarray(rng.integers(0, 10, x.shape), x.dtype)
-        if x.ndim < 2:
-            return jnp.ones_like(x)
-        return jnp.asarray(rng.normal(size=x.shape) / x.shape[-2] ** 0.5, x.dtype)
-
-    params, kept, *batch = jax.tree.map(fill, make_shapes(sizes))
-    held = (kept,) if jax.tree.leaves(kept) else ()
+    sizes = SIZES["small"][model]
+    params, kept, *batch = filled(make_shapes(sizes))
     advise = jmp_lite.numerics.advise(
         make_loss("float32", sizes), f"mixed_{dtype}", has_aux=True
     )
-    return advise(params, *held, *batch).policy
+    return advise(params, *_held(kept), *batch).policy
+
+
+def _held(kept: Any) -> tuple[Any, ...]:
+    """Return what a loss takes between its parameters and its batch."""
+    return (kept,) if jax.tree.leaves(kept) else ()
 
 
 def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
@@ -269,12 +255,17 @@ def fp8_by_rule(step: Step, sizes: Sizes) -> int:
     found = []
 
     def count(params, kept, *batch):
-        held = (kept,) if jax.tree.leaves(kept) else ()
-        report = jmp_lite.explain(grad, f"mixed_{step.dtype}")(params, *held, *batch)
+        explained = jmp_lite.explain(grad, f"mixed_{step.dtype}")
+        report = explained(params, *_held(kept), *batch)
         found.append(sum(row.times for row in report.rows if row.is_fp8))
 
     jax.eval_shape(count, *jax.eval_shape(lambda: make_shapes(sizes[step.model])))
     return found[0]
+
+
+def optimizer(step: Step) -> optax.GradientTransformation:
+    tx = optax.adam(1e-3)
+    return jmp_lite.scale_aware(tx) if step.scaled else tx
 
 
 def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -292,13 +283,10 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     model_sizes = sizes[step.model]
     _, make_shapes = MODELS[step.model]
     value_and_grad = _value_and_grad(step, model_sizes)
-    tx = optax.adam(1e-3)
-    if step.scaled:
-        tx = jmp_lite.scale_aware(tx)
+    tx: Any = optimizer(step)
 
     def fun(params, opt_state, kept, *batch):
-        held = (kept,) if jax.tree.leaves(kept) else ()
-        (loss, kept), grads = value_and_grad(opt_state, params, *held, *batch)
+        (loss, kept), grads = value_and_grad(opt_state, params, *_held(kept), *batch)
         extra = {"value": loss} if step.scaled else {}
         updates, opt_state = tx.update(grads, opt_state, params, **extra)
         return optax.apply_updates(params, updates), opt_state, kept, loss

@@ -1,6 +1,5 @@
 """Tables of what was compiled, for devices that were not there."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +12,23 @@ from benchmarks.common.compiled_steps import (
     AUTOCAST_GRAD,
     BY_HAND,
     GRAD_AUTOCAST,
+    PLAIN,
     POLICY,
     REDUCE_FLOAT32,
     Step,
 )
-from benchmarks.common.measured_tables import HALVES, SHORT, Rows
+from benchmarks.common.run import Rows
 from benchmarks.common.storage import FLOAT32, HALF, Storage
 
+HALVES = ("bfloat16", "float16")
+SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _BYTES, _TRAFFIC, _PEAK, _KERNELS = "bytes accessed", "traffic", "peak", "kernels"
+# As tables name them.
 _COLUMNS = {
     _BYTES: "bytes accessed",
     _TRAFFIC: "main memory",
     _PEAK: "peak memory",
+    "temporary": "temporaries",
     _KERNELS: "kernels",
 }
 _MODELS = {"transformer": "transformer", "mlp": "MLP", "cnn": "ResNet-50"}
@@ -36,28 +40,23 @@ def programs(device: str, size: str = "full") -> dict[str, dict[str, Any]]:
     return {row["step"]: row for row in found}
 
 
-def over_by_hand(device: str, steps: list[Step], columns: list[str]) -> Rows:
+def _ratios(row: dict[str, Any], base: dict[str, Any], *keys: str) -> dict[str, str]:
+    return {_COLUMNS[key]: f"{row[key] / base[key]:.3f}" for key in keys}
+
+
+def over_by_hand(device: str, steps: list[Step], *columns: str) -> Rows:
     """Figures over those of the same step by hand, without scaling."""
     found = programs(device)
     rows = []
     for step in steps:
-        row, base = found[str(step)], found[str(step.base)]
         call, _, how = step.cast.partition(", ")  # "grad(autocast(f)), advised"
         cast = f"`{call}`{how and ', ' + how}" if step.cast != POLICY else "policy"
         if step.scaled:
             cast = "`scale_aware` over no scaling"
         title = f"{_MODELS[step.model]}, {SHORT[step.dtype]}, {cast}"
-        ratios = {_COLUMNS[key]: f"{row[key] / base[key]:.3f}" for key in columns}
+        ratios = _ratios(found[str(step)], found[str(step.base)], *columns)
         rows.append({"": title, **ratios})
     return rows
-
-
-def _autocast(model: str, dtype: str) -> Step:
-    return Step(model, dtype, GRAD_AUTOCAST)
-
-
-def _scaled(model: str) -> Step:
-    return Step(model, "float16", BY_HAND, scaled=True)
 
 
 def over_float32() -> Rows:
@@ -119,41 +118,34 @@ def collectives() -> Rows:
 
     def cells(device: str, step: Step) -> dict[str, str]:
         moved = programs(device)[str(step)]["collectives"]
-        # A v5e sums float16 two by two, in u32; an all-reduce of one number is none.
-        half = {"f16", "bf16", "u32"}
         row = {}
         for title, opcodes in (
             ("weights gathered", ("all-gather",)),
-            ("gradients summed", ("reduce-scatter", "all-reduce")),
+            ("gradients summed", hlo.REDUCTIONS),
         ):
-            sums = {"half": 0.0, "float32": 0.0}
-            for key, count in moved.items():
-                opcode, dtype = key.split()
-                if opcode in opcodes and dtype in {*half, "f32"}:
-                    sums["half" if dtype in half else "float32"] += count / 1e6
-            for dtype, total in sums.items():
-                row[f"{title}: {dtype}"] = f"{total:.1f}" if total else ""
+            # A v5e sums float16 two by two, in u32.
+            for name, dtypes in (
+                ("half", ("f16", "bf16", "u32")),
+                ("float32", ("f32",)),
+            ):
+                total = hlo.sent(moved, opcodes, dtypes) / 1e6
+                row[f"{title}: {name}"] = f"{total:.1f}" if total else ""
         return row
 
     def step(dtype: str, cast: str = BY_HAND, scaled: bool = False) -> Step:
         return Step("transformer", dtype, cast, scaled, "FSDP")
 
+    by_autocast = step("bfloat16", GRAD_AUTOCAST)
     scaled = step("float16", scaled=True)
-    return [
-        {"four devices": title, **cells(device, which)}
-        for title, device, which in (
-            ("H100: float32", "h100", Step("transformer", layout="FSDP")),
-            ("H100: bfloat16, cast by hand", "h100", step("bfloat16")),
-            ("H100: float16, cast by hand", "h100", step("float16")),
-            ("H100: float16, `scale_aware`", "h100", scaled),
-            (
-                f"H100: bfloat16, `{GRAD_AUTOCAST}`",
-                "h100",
-                step("bfloat16", GRAD_AUTOCAST),
-            ),
-            ("TPU v5e: float16, `scale_aware`", "v5e", scaled),
-        )
-    ]
+    rows = {
+        "H100: float32": ("h100", step("float32", PLAIN)),
+        "H100: bfloat16, cast by hand": ("h100", step("bfloat16")),
+        "H100: float16, cast by hand": ("h100", step("float16")),
+        "H100: float16, `scale_aware`": ("h100", scaled),
+        f"H100: bfloat16, `{GRAD_AUTOCAST}`": ("h100", by_autocast),
+        "TPU v5e: float16, `scale_aware`": ("v5e", scaled),
+    }
+    return [{"four devices": title, **cells(*which)} for title, which in rows.items()]
 
 
 def float32_gradients() -> Rows:
@@ -174,8 +166,7 @@ def float32_gradients() -> Rows:
             for name, dtype in (("bf16", "bf16"), ("float32", "f32")):
                 moved = hlo.sent(figures["collectives"], hlo.REDUCTIONS, (dtype,))
                 cells[f"{which}: {name}, MB"] = f"{moved / 1e6:.2f}" if moved else ""
-        for key in (_BYTES, _TRAFFIC, _PEAK):
-            cells[_COLUMNS[key]] = f"{row[key] / base[key]:.3f}"
+        cells |= _ratios(row, base, _BYTES, _TRAFFIC, _PEAK)
         if device == "h100":  # has one memory
             cells[_COLUMNS[_TRAFFIC]] = ""
         rows.append(cells)
@@ -196,48 +187,32 @@ def fp8() -> Rows:
         ("transformer, FSDP on four", _SHARDED_IN_FP8),
     ):
         row, base = found[str(step)], found[str(step.base)]
-        columns = {
+        products = {
             "products in fp8": f"{hlo.fp8_products(row['products'])}",
             "of all": f"{sum(row['products'].values())}",
         }
-        for key, name in (
-            (_BYTES, _COLUMNS[_BYTES]),
-            (_PEAK, _COLUMNS[_PEAK]),
-            ("temporary", "temporaries"),
-            (_KERNELS, _COLUMNS[_KERNELS]),
-        ):
-            columns[name] = f"{row[key] / base[key]:.3f}"
-        rows.append({"": title, **columns})
+        ratios = _ratios(row, base, _BYTES, _PEAK, "temporary", _KERNELS)
+        rows.append({"": title, **products, **ratios})
     return rows
 
 
 def fp8_collectives() -> Rows:
     """What an H100 is sent in a sharded step, in bfloat16 and in fp8."""
-    found = programs("h100")
     rows = []
-    for title, step in (
-        ("bfloat16", _SHARDED_IN_FP8.base),
-        ("fp8", _SHARDED_IN_FP8),
-    ):
-        moved = found[str(step)]["collectives"]
-        row = {"four H100": title}
-        for name, key in (
-            ("gathered: fp8", "all-gather f8e4m3fn"),
-            ("gathered: bf16", "all-gather bf16"),
-            ("gathered: float32", "all-gather f32"),
-            ("summed: bf16", "reduce-scatter bf16"),
-            ("summed: float32", "reduce-scatter f32"),
+    names = {"f8e4m3fn": "fp8", "bf16": "bf16", "f32": "float32"}
+    whats = {"all-gather": "gathered", "reduce-scatter": "summed"}
+    for title, step in (("bfloat16", _SHARDED_IN_FP8.base), ("fp8", _SHARDED_IN_FP8)):
+        found, row = programs("h100")[str(step)], {"four H100": title}
+        for (opcode, what), (dtype, name) in itertools.product(
+            whats.items(), names.items()
         ):
-            size = moved.get(key, 0) / 1e6
-            row[name] = f"{size:.1f}" if size >= 0.05 else ""
-        row["all-reduces of scales"] = f"{_scales(found[str(step)])}"
-        rows.append(row)
+            size = found["collectives"].get(f"{opcode} {dtype}", 0) / 1e6
+            row[f"{what}: {name}"] = f"{size:.1f}" if size >= 0.05 else ""
+        del row["summed: fp8"]  # no gradient is
+        # But that of the loss.
+        scales = found["collective_calls"]["all-reduce"] - 1
+        rows.append({**row, "all-reduces of scales": f"{scales}"})
     return rows
-
-
-def _scales(row: dict[str, Any]) -> int:
-    """Return the number of all-reduces, but that of the loss."""
-    return row["collective_calls"]["all-reduce"] - 1
 
 
 def storage_choices() -> list[memory.Choice]:
@@ -258,75 +233,64 @@ def memory_choices() -> Rows:
 def optimizer_state() -> Rows:
     """The step of Adam with its state in float32, bfloat16 and 8 bits."""
     rows = []
+    columns = {
+        "state": "optimizer state",
+        "bytes accessed": "bytes accessed",
+        "temporaries": "temporary",
+        "peak": "peak",
+        "kernels": "kernels",
+    }
     for device, title in memory.DEVICES.items():
         result = load(f"{device}-compiled/memory.json")
-        found = {(row["storage"], row["remat"]): row for row in result["results"]}
-        base = found[str(Storage()), True]
-        for state in (FLOAT32, HALF, "8bit"):
-            storage = Storage(state=state)
-            row = found.get((str(storage), True))
+        found = {row["storage"]: row for row in result["results"] if row["remat"]}
+        base, count = found[str(Storage())], result["settings"]["parameter count"]
+        for storage in (Storage(state=state) for state in (FLOAT32, HALF, "8bit")):
+            row = found.get(str(storage))
             if row is None:
                 continue
-            count = result["settings"]["parameter count"]
             cells = {
                 "device": title,
                 "optimiser": storage.optimizer_title,
                 "state, bytes a parameter": f"{row['optimizer state'] / count:.2f}",
             }
-            for name, key in (
-                ("state", "optimizer state"),
-                ("bytes accessed", "bytes accessed"),
-                ("temporaries", "temporary"),
-                ("peak", "peak"),
-                ("kernels", "kernels"),
-            ):
-                cells[name] = f"{row[key] / base[key]:.3f}"
-            rows.append(cells)
+            ratios = {name: f"{row[k] / base[k]:.3f}" for name, k in columns.items()}
+            rows.append(cells | ratios)
     return rows
 
 
+def _steps(model: str, *kinds: tuple[str, str]) -> list[Step]:
+    return [Step(model, *kind, scaled=kind == _SCALED) for kind in kinds]
+
+
+_SCALED = ("float16", BY_HAND)
+_AUTOCAST, _POLICY = (
+    [(dtype, cast) for dtype in HALVES] for cast in (GRAD_AUTOCAST, POLICY)
+)
+_ADVISED = ("float16", ADVISED)
 TABLES: dict[str, Callable[[], Rows]] = {
-    "programs_h100": functools.partial(
-        over_by_hand,
+    "programs_h100": lambda: over_by_hand(
         "h100",
         [
-            _autocast("transformer", "bfloat16"),
-            Step("transformer", "bfloat16", POLICY),
-            _autocast("transformer", "float16"),
-            Step("transformer", "float16", ADVISED),
-            _scaled("transformer"),
-            _autocast("mlp", "bfloat16"),
-            _scaled("mlp"),
-            *(Step("cnn", dtype, POLICY) for dtype in HALVES),
-            *(_autocast("cnn", dtype) for dtype in HALVES),
-            Step("cnn", "float16", ADVISED),
-            _scaled("cnn"),
+            *_steps("transformer", _AUTOCAST[0], _POLICY[0], _AUTOCAST[1]),
+            *_steps("transformer", _ADVISED, _SCALED),
+            *_steps("mlp", _AUTOCAST[0], _SCALED),
+            *_steps("cnn", *_POLICY, *_AUTOCAST, _ADVISED, _SCALED),
         ],
-        [_BYTES, _PEAK, _KERNELS],
+        *(_BYTES, _PEAK, _KERNELS),
     ),
-    "programs_short": functools.partial(
-        over_by_hand,
+    "programs_short": lambda: over_by_hand(
         "h100",
         [
-            _autocast("transformer", "bfloat16"),
-            _autocast("transformer", "float16"),
-            Step("transformer", "float16", ADVISED),
-            _autocast("cnn", "bfloat16"),
-            Step("cnn", "float16", POLICY),
-            Step("cnn", "float16", ADVISED),
-            _scaled("transformer"),
+            *_steps("transformer", *_AUTOCAST, _ADVISED),
+            *_steps("cnn", _AUTOCAST[0], _POLICY[1], _ADVISED),
+            *_steps("transformer", _SCALED),
         ],
-        [_BYTES, _PEAK, _KERNELS],
+        *(_BYTES, _PEAK, _KERNELS),
     ),
-    "programs_v5e": functools.partial(
-        over_by_hand,
+    "programs_v5e": lambda: over_by_hand(
         "v5e",
-        [
-            *(_autocast("transformer", dtype) for dtype in HALVES),
-            _scaled("transformer"),
-            _autocast("cnn", "bfloat16"),
-        ],
-        [_BYTES, _TRAFFIC, _PEAK, _KERNELS],
+        [*_steps("transformer", *_AUTOCAST, _SCALED), *_steps("cnn", _AUTOCAST[0])],
+        *(_BYTES, _TRAFFIC, _PEAK, _KERNELS),
     ),
     "programs_float32": over_float32,
     "bytes_and_peaks": bytes_and_peaks,

@@ -1,5 +1,6 @@
 """Train steps with a loss scale: ours, the peers' as they have it, and a bare one."""
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -100,40 +101,29 @@ def with_flax(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
     return step, (params, tx.init(params), scale)
 
 
-def with_cond(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    def step(state, batch):
-        params, opt_state, loss_scale = state
-        grads = jmp_lite.scaled_grad(loss_fn, loss_scale=loss_scale)(params, batch)
-        finite = jmp_lite.all_finite(loss_scale.unscale(grads))
-
-        def take(params, opt_state):
-            updates, opt_state = tx.update(loss_scale.unscale(grads), opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = jax.lax.cond(
-            finite, take, lambda *state: state, params, opt_state
-        )
-        return params, opt_state, loss_scale.adjust(finite)
-
-    return step, (params, tx.init(params), jmp_lite.DynamicLossScale())
-
-
-def with_cond_inside(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
-    """What `scale_aware` would be with a branch: it has to return an update."""
+def with_cond(
+    tx: Any, loss_fn: LossFn, params: Any, inside: bool = False
+) -> tuple[Step, Any]:
+    """Branch; `inside`, as `scale_aware` could: it has to return an update."""
 
     def step(state, batch):
         params, opt_state, loss_scale = state
         grads = jmp_lite.scaled_grad(loss_fn, loss_scale=loss_scale)(params, batch)
         finite = jmp_lite.all_finite(loss_scale.unscale(grads))
 
-        def take(opt_state):
+        def update(params, opt_state):
             return tx.update(loss_scale.unscale(grads), opt_state, params)
 
-        def skip(opt_state):
+        def take(params, opt_state):
+            updates, opt_state = update(params, opt_state)
+            return optax.apply_updates(params, updates), opt_state
+
+        def skip(params, opt_state):
             return jax.tree.map(lambda g: jnp.full_like(g, -0.0), grads), opt_state
 
-        updates, opt_state = jax.lax.cond(finite, take, skip, opt_state)
-        params = optax.apply_updates(params, updates)
+        branches = (update, skip) if inside else (take, lambda *state: state)
+        found, opt_state = jax.lax.cond(finite, *branches, params, opt_state)
+        params = optax.apply_updates(params, found) if inside else found
         return params, opt_state, loss_scale.adjust(finite)
 
     return step, (params, tx.init(params), jmp_lite.DynamicLossScale())
@@ -146,7 +136,16 @@ CONTENDERS: dict[str, Contender] = {
     FLAX: with_flax,
     APPLY_IF_FINITE: apply_if_finite,
     COND: with_cond,
-    COND_INSIDE: with_cond_inside,
+    COND_INSIDE: functools.partial(with_cond, inside=True),
+}
+# All but the bare one, as tables name them.
+PEERS = {
+    OURS: "`scale_aware`",
+    JMP: "jmp and `select_tree`",
+    FLAX: "flax `DynamicScale`",
+    APPLY_IF_FINITE: "`apply_if_finite` (no loss scale)",
+    COND: "`lax.cond` by hand",
+    COND_INSIDE: "`lax.cond` inside of the transformation",
 }
 # jmp's verdict is an AND of all leaves, which XLA puts into the update of each: at
 # 400 leaves compiling was given up after 7 minutes on busy cores, at 10 GB.

@@ -1,22 +1,9 @@
-"""The models that train_step times: as flax is written, plain or cast with `dtype=`."""
+"""The ResNet that benchmarks compile: as flax is written, or cast with `dtype=`."""
 
 import functools
 from typing import Any
 
 import flax.linen as nn
-
-
-class MLP(nn.Module):
-    """The MLP of Keras' guide to mixed precision: 784-width-width-10."""
-
-    width: int
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(2):
-            x = nn.relu(nn.Dense(self.width, dtype=self.dtype)(x))
-        return nn.Dense(10, dtype=self.dtype)(x)
 
 
 class ResNet(nn.Module):

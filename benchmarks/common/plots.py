@@ -1,8 +1,10 @@
 """Colours and axes of the benchmarks' figures."""
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and in grey as well.
 BLACK = "#000000"
@@ -21,3 +23,11 @@ def style_axes(axes: Axes, grid: Literal["x", "y", "both"] | None = "both") -> N
     if grid:
         axes.grid(axis=grid, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend_below(figure: Figure, handles: Iterable[Any], labels: Iterable[str]) -> None:
+    """Draw one legend for all panels, in a row beneath them."""
+    names = list(labels)
+    figure.legend(
+        list(handles), names, loc="outside lower center", ncols=len(names), fontsize=9
+    )

@@ -1,25 +1,46 @@
-"""The figures of docs/benchmarks.md, drawn from committed results."""
+"""Figures of committed results, for the pages."""
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import re
+from collections.abc import Callable
+from typing import Any
 
-from matplotlib.axes import Axes
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from benchmarks import convergence
-from benchmarks.common import compiled_tables, measured_tables, plots
+from benchmarks import memory
+from benchmarks.common import compiled_tables, contenders, plots, storage, tasks
 from benchmarks.common.committed import load
-from benchmarks.common.problems import TITLES
+from benchmarks.common.storage import (
+    ADAFACTOR,
+    ADAM,
+    FLOAT32,
+    MASTERS,
+    REMAINDERS,
+    STOCHASTIC,
+)
+from benchmarks.fp8_accuracy import FIRST, FP8, HALF
+from benchmarks.fp8_accuracy import TITLES as FP8_TITLES
+from benchmarks.train_step import HALVES, TITLES, WAYS
 
 _COLORS = plots.BLUE, plots.VERMILION, plots.GREEN, plots.PURPLE, plots.ORANGE
 
+_COLOURS = {
+    FLOAT32: plots.BLACK,
+    MASTERS: plots.BLUE,
+    REMAINDERS: plots.GREEN,
+    STOCHASTIC: plots.VERMILION,
+}
+_MARKERS = {
+    (ADAM, FLOAT32): "o",
+    (ADAM, storage.HALF): "s",
+    (ADAM, "8bit"): "^",
+    (ADAFACTOR, FLOAT32): "D",
+}
 
-class _Ratio(NamedTuple):
-    """A ratio, and the quartiles of it where it is one of times."""
 
-    middle: float
-    low: float
-    high: float
+def _colour(way: storage.Storage) -> str:
+    return plots.PURPLE if way.compute == FLOAT32 else _COLOURS[way.weights]
 
 
 def draw_times() -> Figure:
@@ -27,10 +48,10 @@ def draw_times() -> Figure:
     models = load("cpu/train_step.json")["models"]
     series = {
         TITLES[model]: {
-            row[""]: _quartiles(result["rows"][str(way)]["over_float32"])
-            for row, way in zip(
-                measured_tables.train_step(), measured_tables.WAYS, strict=True
-            )
+            f"{HALVES[way.precision]}, {way.cast}": result["rows"][str(way)][
+                "over_float32"
+            ]
+            for way in WAYS
         }
         for model, result in models.items()
     }
@@ -39,16 +60,97 @@ def draw_times() -> Figure:
 
 
 def draw_losses() -> Figure:
-    """Draw the training losses of four tasks in each precision."""
+    """Draw the training losses of four tasks: means over seeds, from low to high."""
     found = load("cpu/convergence.json")
+    # float32 is drawn broad and first, so that no other line hides it.
+    looks: dict[str, dict[str, Any]] = {
+        tasks.BASELINE: {"color": plots.BLACK, "linewidth": 4.5, "alpha": 0.3},
+        "bfloat16": {"color": plots.BLUE, "linewidth": 1.6, "linestyle": (0, (4, 2))},
+        "float16": {"color": plots.VERMILION, "linewidth": 1.6},
+        tasks.UNSCALED: {
+            **{"color": plots.GREEN, "linewidth": 1.8},
+            "linestyle": (0, (1, 1)),
+        },
+    }
+    figure = Figure(figsize=(8.4, 7.2), layout="constrained")
+    panels = figure.subplots(2, 2).ravel()
+    handles = {}
     names = "mlp", "tiny", "resnet", "transformer"
-    tasks = {name: found["tasks"][name] for name in names}
-    seeds = found["settings"]["seeds"]
-    title = (
-        f"Running mean of the loss, mean and range of {seeds} seeds: "
-        f"{_device('cpu/convergence.json')}"
+    for axes, task in zip(panels, names, strict=True):
+        result = found["tasks"][task]
+        window, stride = max(1, result["steps"] // 20), -(-result["steps"] // 40)
+        places = np.arange(window - 1, result["steps"])[::stride]
+        for name, curves in result["runs"].items():
+            smooth = [
+                np.convolve(curve["loss"], np.ones(window) / window, "valid")[::stride]
+                for curve in curves
+            ]
+            (handles[name],) = axes.plot(places, np.mean(smooth, 0), **looks[name])
+            low, high = np.min(smooth, 0), np.max(smooth, 0)
+            color = looks[name]["color"]
+            axes.fill_between(places, low, high, color=color, alpha=0.1, linewidth=0)
+        axes.set_title(tasks.TASKS[task].title, fontsize=10)
+        smallest, largest = axes.dataLim.intervaly
+        axes.set_yscale("log" if largest > 10 * smallest else "linear")
+        axes.minorticks_off()
+        axes.set_xlabel("step")
+        axes.set_ylabel("training loss")
+        plots.style_axes(axes)
+    plots.legend_below(figure, handles.values(), handles.keys())
+    figure.suptitle(
+        f"Running mean of the loss, mean and range of {found['settings']['seeds']} "
+        f"seeds: {_device('cpu/convergence.json')}",
+        fontsize=11,
     )
-    return convergence.draw(tasks, title, columns=2, points=40)
+    return figure
+
+
+def draw_fp8_gradients() -> Figure:
+    """Draw the error of the gradient of each parameter, in bfloat16 and in fp8."""
+    found = load("cpu/fp8_accuracy.json")["tasks"]
+    found = {task: x for task, x in found.items() if x["products"]["products_in_fp8"]}
+    errors = {task: x["seeds"][0]["gradient_errors"] for task, x in found.items()}
+    names = {
+        task: list(dict.fromkeys(n for e in x.values() for n in e[FP8] if n))
+        for task, x in errors.items()
+    }
+    figure = Figure(figsize=(13, 5.6), layout="constrained")
+    # As wide as the panels have parameters; titles need the width of a few.
+    widths = [max(len(some), 8) for some in names.values()]
+    panels = figure.subplots(1, len(found), sharey=True, width_ratios=widths)
+    for axes, (task, by_time) in zip(panels, errors.items(), strict=True):
+        for run, color, marker in ((HALF, plots.BLUE, "o"), (FP8, plots.ORANGE, "s")):
+            for when, by_run in by_time.items():
+                axes.plot(
+                    [i for i, n in enumerate(names[task]) if n in by_run[run]],
+                    [by_run[run][n] for n in names[task] if n in by_run[run]],
+                    marker,
+                    color=color,
+                    markersize=5,
+                    fillstyle="none" if when == FIRST else "full",
+                    label=f"{run}, {when}",
+                )
+        axes.set_yscale("log")
+        axes.set_xlim(-0.7, len(names[task]) - 0.3)
+        # "layers.0.attention.query.kernel" is "0.query": an image stays small.
+        long = re.compile(r"layers\.|attention[._]|\.kernel")
+        short = [long.sub("", name) for name in names[task]]
+        axes.set_xticks(range(len(short)), short, rotation=90, fontsize=7)
+        axes.minorticks_off()
+        share = 100 * found[task]["products"]["fp8_flops_share"]
+        axes.set_title(
+            f"{FP8_TITLES[task]}\n{share:.0f} % of FLOPs in fp8", fontsize=10
+        )
+        axes.set_xlabel("parameter")
+        axes.set_ylabel("|error| / |gradient in float32|")
+        plots.style_axes(axes, grid="y")
+    plots.legend_below(figure, *panels[0].get_legend_handles_labels())
+    figure.suptitle(
+        "Error of each gradient, compared with float32: "
+        f"{_device('cpu/fp8_accuracy.json')}",
+        fontsize=11,
+    )
+    return figure
 
 
 def draw_overhead() -> Figure:
@@ -60,8 +162,8 @@ def draw_overhead() -> Figure:
     ]
     series = {
         f"batch {case['batch']}": {
-            title.replace("`", ""): _quartiles(case["contenders"][name]["over_bare"])
-            for name, title in measured_tables.PEERS.items()
+            title.replace("`", ""): case["contenders"][name]["over_bare"]
+            for name, title in contenders.PEERS.items()
             if name in case["contenders"]
         }
         for case in cases
@@ -76,7 +178,7 @@ def draw_compiled() -> Figure:
     for what in ("bytes accessed", "peak memory"):
         series = {
             cast: {
-                row["ratio to float32"]: _Ratio(*[float(row[f"{what}, {cast}"])] * 3)
+                row["ratio to float32"]: [float(row[f"{what}, {cast}"])] * 3
                 for row in compiled_tables.over_float32()
             }
             for cast in ("by hand", "autocast")
@@ -86,62 +188,115 @@ def draw_compiled() -> Figure:
     return _draw(panels, f"Train steps: {device}", "ratio to float32")
 
 
+def draw_memory() -> Figure:
+    """Draw the peaks on each device against the losses of a small training.
+
+    Half precision without a check is left out: it has the losses of that with one.
+    """
+    figure = Figure(figsize=(10, 5.4), layout="constrained")
+    choices = compiled_tables.storage_choices()
+    devices = memory.devices_of(choices)
+    all_axes = figure.subplots(1, len(devices), sharey=True)
+    shown = [x for x in choices if x.storage.checked or x.storage.compute == FLOAT32]
+    for axes, device in zip(all_axes, devices, strict=True):
+        for choice in (x for x in shown if device in x.peaks):
+            way, (low, high) = choice.storage, choice.loss_range
+            style: Any = {
+                "color": _colour(way),
+                "marker": _MARKERS[way.optimizer, way.state],
+                "linestyle": "none",
+                "markersize": 7,
+            }
+            for remat, peak in choice.peaks[device].items():
+                fill = "full" if remat else "none"
+                axes.plot([peak / 2**30], [choice.loss], fillstyle=fill, **style)
+            recomputed = choice.peaks[device][True] / 2**30
+            axes.plot(2 * [recomputed], [low, high], color=plots.LIGHT_GREY, zorder=0)
+        sizes = load(f"{device}-compiled/memory.json")["settings"]
+        axes.set_title(
+            f"{memory.DEVICES[device]}: {sizes['layers']} layers of width "
+            f"{sizes['width']}, {sizes['parameter count'] / 1e6:.0f} M parameters",
+            fontsize=10,
+        )
+        axes.set_xlabel("peak memory of a train step, GiB")
+        axes.set_ylabel("validation loss of a small transformer")
+        axes.set_xlim(left=0)
+        plots.style_axes(axes)
+
+    def entry(label, **style):
+        return Line2D([], [], linestyle="none", label=label, **style)
+
+    parameters = {
+        _colour(x.storage): "float32 model"
+        if x.storage.compute == FLOAT32
+        else f"bf16 model; {x.storage.params_title}"
+        for x in choices[::-1]
+    }
+    optimizers = {
+        (x.storage.optimizer, x.storage.state): x.storage.optimizer_title for x in shown
+    }
+    entries = [
+        *(entry(label, color=c, marker="o") for c, label in parameters.items()),
+        *(
+            entry(optimizers[o], color=plots.GREY, marker=m)
+            for o, m in _MARKERS.items()
+        ),
+        entry("layers recomputed", color=plots.GREY, marker="o"),
+        entry("activations kept", color=plots.GREY, marker="o", fillstyle="none"),
+        Line2D([], [], color=plots.LIGHT_GREY, label="range of the seeds"),
+    ]
+    figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle("Ways to store a training: compiled, not run", fontsize=11)
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Figure]] = {
     "benchmarks_compiled.svg": draw_compiled,
     "benchmarks_losses.svg": draw_losses,
     "benchmarks_overhead.svg": draw_overhead,
     "benchmarks_times.svg": draw_times,
+    "fp8_gradients.svg": draw_fp8_gradients,
+    "memory.svg": draw_memory,
 }
 
 
 def _draw(
-    panels: list[tuple[str, dict[str, dict[str, _Ratio]]]], title: str, label: str
+    panels: list[tuple[str, dict[str, dict[str, Any]]]], title: str, label: str
 ) -> Figure:
-    """Draw ratios, a row for each name, beside a line at 1; a panel for each title."""
+    """Draw ratios beside a line at 1, a panel for each title.
+
+    Args:
+      panels: for each its title, and by series and row the quartiles of a ratio.
+      title: of the figure.
+      label: of the ratios.
+    """
     rows = list(dict.fromkeys(row for _, s in panels for d in s.values() for row in d))
     size = (7.5, 1.7 + 0.36 * len(rows))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for panel, (name, series) in zip(axes, panels, strict=True):
         panel.axvline(1, color=plots.GREY, linewidth=1, linestyle=":")
-        _draw_ratios(panel, series, rows)
+        for index, (label_of, ratios) in enumerate(series.items()):
+            shift = 0.18 * (index - (len(series) - 1) / 2)
+            low, middle, high = np.transpose([*ratios.values()])
+            spread = middle - low, high - middle
+            panel.errorbar(
+                *(middle, [rows.index(row) + shift for row in ratios]),
+                xerr=spread if np.any(spread) else None,
+                fmt="os^Dv"[index],
+                color=_COLORS[index],
+                label=label_of,
+                markersize=5,
+            )
         panel.set_title(name, fontsize=10)
         panel.set_xlabel(label)
         panel.set_ylabel("train step")
         plots.style_axes(panel, grid="x")
     axes[0].set_yticks(range(len(rows)), rows)
     axes[0].invert_yaxis()
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9
-    )
+    plots.legend_below(figure, *axes[0].get_legend_handles_labels())
     figure.suptitle(title, fontsize=11)
     return figure
-
-
-def _draw_ratios(
-    axes: Axes, series: dict[str, dict[str, _Ratio]], rows: list[str]
-) -> None:
-    for index, (name, ratios) in enumerate(series.items()):
-        places = [
-            rows.index(row) + 0.18 * (index - (len(series) - 1) / 2) for row in ratios
-        ]
-        middles = [ratio.middle for ratio in ratios.values()]
-        errors = [[r.middle - r.low for r in ratios.values()]]
-        errors += [[r.high - r.middle for r in ratios.values()]]
-        axes.errorbar(
-            *(middles, places),
-            xerr=errors if any(errors[0]) else None,
-            fmt="os^Dv"[index],
-            color=_COLORS[index],
-            label=name,
-            markersize=5,
-        )
-
-
-def _quartiles(values: Iterable[float]) -> _Ratio:
-    low, middle, high = values
-    return _Ratio(middle, low, high)
 
 
 def _device(name: str) -> str:

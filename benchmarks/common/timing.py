@@ -56,6 +56,20 @@ def quartiles(times: Sequence[float], of: Sequence[float]) -> list[float]:
     return np.percentile(np.divide(times, of), [25, 50, 75]).tolist()
 
 
+def ratios(
+    samples: Mapping[str, Samples], name: str, of: str, key: str = "seconds"
+) -> list[float]:
+    """Return quartiles of the ratios of two of the programs that took turns."""
+    return quartiles(samples[name][key], samples[of][key])
+
+
 def quartiles_text(values: Sequence[float]) -> str:
     low, middle, high = values
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def check_finite(states: Mapping[str, Any]) -> None:
+    """Raise a `RuntimeError` if the training of a program has failed."""
+    for name, state in states.items():
+        if not all(np.isfinite(x).all() for x in jax.tree.leaves(state)):
+            raise RuntimeError(f"{name} is no longer finite: nothing was measured.")

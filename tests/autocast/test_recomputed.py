@@ -145,7 +145,7 @@ def test_what_a_rule_computes_again_is_computed_as_it_was(body, half, reader):
         jax.grad(loss_fn, argnums=(0, 1, 2)), compiler_options=bitwise.UNOPTIMISED
     )(w, y, jnp.float32(0))
     # Of float32, in a product that is compiled twice; half precision has 4e-4.
-    assert difference <= 1e-6 * jnp.abs(solve(w, y, 0.0)).max()
+    assert difference <= 4e-6 * jnp.abs(solve(w, y, 0.0)).max()
     expected = jax.grad(lambda w, y: loss(solve(w, y, jnp.float32(0)), w), (0, 1))(w, y)
     for got, exact in zip(gradients, expected, strict=True):
         error = jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)

@@ -3,14 +3,12 @@
 import collections
 import dataclasses
 import fnmatch
-import io
 import json
 import re
 
 import jax
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks import programs
@@ -212,22 +210,6 @@ def test_another_number_of_products_in_fp8_than_the_rules_breaks_a_limit(
 
 
 @pytest.mark.parametrize(
-    ("figure", "fits", "breaks"),
-    [
-        ("bytes accessed", 10_600, 10_601),
-        ("peak", 1000, 1001),
-        ("temporary", 1000, 1001),
-    ],
-)
-def test_what_fp8_may_cost_has_limits(figure, fits, breaks):
-    for value, found in ((fits, []), (breaks, [figure])):
-        rows = [_row(str(IN_FP8), **{figure: value}), _row(str(IN_FP8.base))]
-        results = {row["step"]: row for row in rows}
-        broken = limits.broken_limits("h100", "full", results)
-        assert [row[1] for row in broken] == found
-
-
-@pytest.mark.parametrize(
     ("collectives", "calls", "found"),
     [
         ({}, 4, []),
@@ -259,7 +241,7 @@ PARALLEL = dataclasses.replace(REDUCED, layout="data parallel")
 SHARDED = dataclasses.replace(REDUCED, layout="FSDP")
 
 
-def _broken_in_float32(device, size, step, of_base=None, **figures):
+def _broken_beside_base(device, size, step, of_base=None, **figures):
     rows = [_row(str(step), **figures), _row(str(step.base), collectives=of_base or {})]
     results = {row["step"]: row for row in rows}
     return [row[1] for row in limits.broken_limits(device, size, results)]
@@ -268,6 +250,9 @@ def _broken_in_float32(device, size, step, of_base=None, **figures):
 @pytest.mark.parametrize(
     ("device", "size", "step", "figure", "fits", "breaks"),
     [
+        ("h100", "full", IN_FP8, "bytes accessed", 10_600, 10_601),
+        ("h100", "full", IN_FP8, "peak", 1000, 1001),
+        ("h100", "full", IN_FP8, "temporary", 1000, 1001),
         ("h100", "ci", REDUCED, "bytes accessed", 10_000, 10_001),
         ("h100", "full", REDUCED, "peak", 1000, 1001),
         ("h100", "ci", PARALLEL, "bytes accessed", 10_800, 10_801),
@@ -279,11 +264,11 @@ def _broken_in_float32(device, size, step, of_base=None, **figures):
         ("v5e", "ci", PARALLEL, "peak", 1040, 1041),
     ],
 )
-def test_what_gradients_in_float32_may_cost_has_limits(
+def test_what_fp8_and_gradients_in_float32_may_cost_has_limits(
     device, size, step, figure, fits, breaks
 ):
     for value, found in ((fits, []), (breaks, [figure])):
-        assert _broken_in_float32(device, size, step, **{figure: value}) == found
+        assert _broken_beside_base(device, size, step, **{figure: value}) == found
 
 
 _IN_HALF, _IN_FLOAT32 = "reduced in half", "reduced in float32"
@@ -305,7 +290,7 @@ def test_a_gradient_that_is_reduced_in_half_breaks_a_limit(opcode, half, full, f
     of_base = {f"{opcode} bf16": 50_000, f"{opcode} f32": 8000}
     sent = {f"{opcode} bf16": half, f"{opcode} f32": full, "all-gather bf16": 50_000}
     for device, step in (("h100", SHARDED), ("v5e", PARALLEL)):
-        broken = _broken_in_float32(device, "ci", step, of_base, collectives=sent)
+        broken = _broken_beside_base(device, "ci", step, of_base, collectives=sent)
         assert broken == found
 
 
@@ -326,7 +311,7 @@ def test_at_full_size_the_gradient_of_what_the_head_reads_may_be_summed_in_half(
     half = int(times * 8 * 1024 * 1024 * 2)
     of_base = {"all-reduce bf16": 100_000_000}
     sent = {"all-reduce bf16": half, "all-reduce f32": 2 * (100_000_000 - half)}
-    broken = _broken_in_float32(device, size, step, of_base, collectives=sent)
+    broken = _broken_beside_base(device, size, step, of_base, collectives=sent)
     assert broken == found
 
 
@@ -397,10 +382,9 @@ def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device):
     assert limits.broken_limits(device, "ci", rows) == []
 
 
-def test_the_table_and_the_figure_show_every_step(tmp_path):
+def test_the_tables_show_every_step():
     _, rows = programs.read(programs.result_path("h100", "ci"))
-    text = io.StringIO()
-    Console(width=200, file=text).print(programs.table("h100", rows))
-    assert all(str(step) in text.getvalue() for step in STEPS)
-    programs.plot("h100", rows, tmp_path / "programs.png")
-    assert (tmp_path / "programs.png").read_bytes().startswith(b"\x89PNG")
+    steps = [row["step"] for row in programs.list_figures(rows)]
+    assert steps == [str(step) for step in STEPS]
+    sharded = {row["step"] for row in programs.list_collectives(rows)}
+    assert sharded == {str(step) for step in STEPS if step.layout != "one device"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import checkpoint_save, fp8_accuracy, tables
+from benchmarks import step_overhead, tables
 from benchmarks.common import compiled_tables, contenders, measured_tables
 from benchmarks.common.committed import RESULTS, load
 from examples.common.results import COMMITTED, ROOT, git_revision
@@ -152,68 +152,20 @@ def test_differences_are_those_of_means_and_of_seeds(monkeypatch):
     half, full = measured_tables.differences("any")
     assert list(half.values()) == ["mixed_float16, autocast", "+2.00 %", "3.0 %"]
     assert full["largest of a seed"] == "66.7 %"  # 1 and 2, over their mean
-    assert measured_tables.percent(0.99999) == "0 %"
+    assert measured_tables.change_of(0.99999) == "0 %"
 
 
-def test_a_peer_that_was_not_measured_is_said_to_be_so(monkeypatch):
+def test_a_peer_that_was_not_measured_is_said_to_be_so():
     row = {"over_bare": [1.0, 1.25, 1.5], "compile_over_bare": 2.0}
-    names = set(measured_tables.PEERS) - {contenders.JMP}
+    names = set(contenders.PEERS) - {contenders.JMP}
     case = {
         **{"problem": "mlp", "optimizer": "adam", "batch": 16},
         "contenders": dict.fromkeys(names, row),
     }
-    monkeypatch.setattr(measured_tables, "load", lambda name: {"cases": [case]})
-    cells = [row["adam, batch 16"] for row in measured_tables.overhead(["adam"])]
+    cells = [
+        row["adam, batch 16"] for row in step_overhead.summarise({"cases": [case]})
+    ]
     assert cells == ["1.25", "not measured", *["1.25"] * 4]
-
-
-def test_a_save_is_compared_within_a_round(monkeypatch):
-    times = {"seconds": [1.0, 2.0, 4.0], "processor_seconds": [1.0, 1.0, 1.0]}
-    ours = {"seconds": [2.0, 2.0, 2.0], "processor_seconds": [1.5, 1.5, 1.5]}
-    samples = {checkpoint_save.BARE: times, checkpoint_save.OURS: ours}
-    monkeypatch.setattr(measured_tables, "load", lambda name: {"samples": samples})
-    assert measured_tables.saving() == [
-        {
-            "": f"`{checkpoint_save.OURS}`",
-            "time": "1.00 (0.75-1.50)",
-            "processor time": "1.50 (1.50-1.50)",
-        }
-    ]
-
-
-def _fp8_seed(loss_in_fp8: float, **errors: dict[str, float]) -> dict:
-    losses = {"float32": 1.0, "bfloat16": 2.0, "fp8": loss_in_fp8}
-    scores = {
-        run: {"validation_loss": loss, "accuracy": 1 - loss / 10}
-        for run, loss in losses.items()
-    }
-    return {"scores": scores, "gradient_errors": {"first step": errors}}
-
-
-def test_fp8_is_compared_with_bfloat16_over_seeds_and_parameters(monkeypatch):
-    half, fp8 = {"": 0.01, "a": 0.004, "b": 0.02}, {"": 0.06, "a": 0.05, "b": 0.125}
-    seeds = [_fp8_seed(2.1, bfloat16=half, fp8=fp8), _fp8_seed(1.98)]
-    tasks = {"mlp": {"products": {"fp8_flops_share": 0.991}, "seeds": seeds}}
-    monkeypatch.setattr(measured_tables, "load", lambda name: {"tasks": tasks})
-    loss, accuracy = measured_tables.scores_in_fp8()
-    assert list(loss.values()) == [
-        *("digits, MLP: loss", "1.0000", "2.0000", "2.0400", "+2.00 %", "+5.00 %"),
-        "99 %",
-    ]
-    assert accuracy["fp8"] == "79.60"
-    assert accuracy["fp8 over bfloat16"] == "-0.40 points"
-    assert measured_tables.gradients_in_fp8() == [
-        {
-            "error of the gradient": "digits, MLP, first step",
-            "bfloat16": "1.00 %",
-            "bfloat16, parameters": "0.40 to 2.00 %",
-            "fp8": "6.00 %",
-            "fp8, parameters": "5.00 to 12.50 %",
-        }
-    ]
-    by_name = fp8_accuracy.list_gradients(tasks["mlp"], "MLP")
-    assert [row["MLP"] for row in by_name] == ["(all)", "a", "b"]
-    assert by_name[2]["fp8, first step"] == "12.500 %"
 
 
 def test_what_is_reduced_in_float32_stands_beside_what_was_without(monkeypatch):

@@ -282,6 +282,16 @@ def test_a_dry_run_costs_few_compilations():
     assert len(found) <= 4
 
 
+def test_equal_layers_share_compilations():
+    counts = []
+    for blocks in (5, 8):
+        loss, params, tokens = compilations.transformer(blocks)
+        with compilations.counted() as found:
+            dry_run(jax.grad(loss), "mixed_float16")(params, tokens)
+        counts.append(len(found))
+    assert counts[0] == counts[1] <= 8
+
+
 # Loops and branches.
 
 

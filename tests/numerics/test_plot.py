@@ -18,7 +18,10 @@ NUMBERS = {
     "a/long/name/of/a/layer": [1.0, 1.5, 0.25],
     "nothing": [0.0, 0.0, 0.0],
 }
-NAMED = {name: value_stats(np.float32(x), "f16") for name, x in NUMBERS.items()}
+NAMED = {
+    name: value_stats(np.float32(x), "f16", histogram=True)
+    for name, x in NUMBERS.items()
+}
 
 
 def texts(labels: Any) -> list[str]:
@@ -114,13 +117,13 @@ def test_forty_layers_have_room():
 
 
 def test_what_cannot_be_drawn_is_refused():
-    bare = value_stats(1.0, "f16", histogram=False)
+    bare = value_stats(1.0, "f16")
     with pytest.raises(ValueError, match="Expected at least one layer to draw"):
         plot_histograms({}, "f16")
     with pytest.raises(ValueError, match=r"got none of \['b'\]: count with histogram="):
         plot_histograms({"a": NAMED["encoder"], "b": bare}, "f16")
     with pytest.raises(ValueError, match="histogram=True"):
-        tree_stats({"w": jnp.ones(2)}, "f16", histogram=False).plot()
+        tree_stats({"w": jnp.ones(2)}, "f16").plot()
     with pytest.raises(ValueError, match="got float8_e5m2"):
         plot_histograms(NAMED, "float8_e5m2")
     with pytest.raises(ValueError, match="Expected at least one layer to draw"):
@@ -130,7 +133,9 @@ def test_what_cannot_be_drawn_is_refused():
 
 
 def test_statistics_of_a_tree_plot_themselves():
-    found = tree_stats({"b": jnp.ones(2), "w": jnp.full(3, 1e-9)}, "f16")
+    found = tree_stats(
+        {"b": jnp.ones(2), "w": jnp.full(3, 1e-9)}, "f16", histogram=True
+    )
     for stats in (found, TreeStats.from_json(found.to_json())):
         (axes,) = stats.plot().axes
         assert texts(axes.get_yticklabels()) == ["b", "w"]

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from jmp_lite import numerics
 from jmp_lite._src.numerics import stats
 from jmp_lite._src.numerics.stats import (
     merge_on_host,
@@ -26,11 +27,17 @@ from jmp_lite.numerics import (
     EXPONENTS,
     TreeStats,
     ValueStats,
-    empty,
     merge,
-    tree_stats,
-    value_stats,
 )
+
+
+def with_exponents(fun: Any) -> Any:
+    return functools.partial(fun, histogram=True)
+
+
+empty = with_exponents(numerics.empty)
+tree_stats = with_exponents(numerics.tree_stats)
+value_stats = with_exponents(numerics.value_stats)
 
 HALVES = [jnp.float16, jnp.bfloat16]
 
@@ -206,16 +213,38 @@ def test_the_first_and_the_last_bin_hold_what_lies_beyond():
     assert (histogram[0], histogram[-1], histogram.sum()) == (3, 3, 6)
 
 
+def test_by_default_a_step_reads_each_gradient_once_more():
+    params = [jnp.ones((256, 256)), jnp.ones((256, 64))]
+
+    def step(params, x, look):
+        def loss(params):
+            return jnp.mean(jnp.square(jnp.tanh(x @ params[0]) @ params[1]))
+
+        grads = jax.grad(loss)(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, look(grads)
+
+    def bytes_with(look):
+        program = jax.jit(functools.partial(step, look=look))
+        cost = program.lower(params, jnp.ones((8, 256))).compile().cost_analysis()
+        assert cost is not None
+        return cost["bytes accessed"]
+
+    added = bytes_with(lambda grads: numerics.tree_stats(grads, "f16"))
+    added -= bytes_with(lambda grads: ())
+    assert added < 1.02 * sum(p.nbytes for p in params)
+
+
 def test_nothing_without_a_histogram_makes_one():
     x = jnp.ones(3)
-    without = value_stats(x, "f16", histogram=False)
+    without = numerics.value_stats(x, "f16")
     assert without.histogram is None
     assert merge(without, value_stats(x, "f16")).histogram is None
-    assert merge(without, empty(histogram=False)) == without
+    assert merge(without, numerics.empty()) == without
 
 
 def test_without_a_histogram_an_array_is_read_by_one_reduction():
-    program = str(jax.make_jaxpr(lambda x: value_stats(x, "f16", histogram=False))(X))
+    program = str(jax.make_jaxpr(lambda x: numerics.value_stats(x, "f16"))(X))
     assert re.findall(r"= (\w*reduce\w*)\[", program) == ["reduce"]
     assert program.count("bitcast_convert_type[new_dtype=uint32]") == 1
     for name in ("reshape", "scatter", "platform_index"):
@@ -310,7 +339,7 @@ def test_a_total_is_that_of_all_numbers():
     total = jax.jit(lambda: tree_stats(TREE, "f16").total())()
     everything = np.concatenate(leaves)
     assert as_lists(total) == as_lists(value_stats(everything, "f16"))
-    without = tree_stats(TREE, "f16", histogram=False).total()
+    without = numerics.tree_stats(TREE, "f16").total()
     assert raw_bits(without) == raw_bits(total._replace(histogram=None))
 
 
@@ -356,7 +385,7 @@ def test_the_table_has_the_worst_leaf_on_top():
     }
     console = Console(width=80, file=io.StringIO())
     with console.capture() as capture:
-        console.print(tree_stats(tree, "f16", histogram=False).table())
+        console.print(numerics.tree_stats(tree, "f16").table())
     lines = capture.get().splitlines()
     rows = {cells[0]: cells[1:] for cells in map(str.split, lines) if len(cells) == 8}
     order = ["nan", "large", "flushed", "rare", "subnormal", "fine", "zeros"]

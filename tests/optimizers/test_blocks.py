@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmp_lite._src.jaxprs.walk import walk
 from jmp_lite._src.optimizers import blocks, rounding
 
 _NEAREST = jnp.uint32(2**31)
 _encode, _decode = jax.jit(blocks.encode), jax.jit(blocks.decode)
+_encode_again = jax.jit(lambda x, noise, old: blocks.encode(x, noise, old))
 
 
 # Of a block: the code of its scale, the power, and the codes that it uses. A block of
@@ -198,3 +200,24 @@ def test_blocks_do_not_see_each_other_and_the_last_may_be_short(n, getkey):
             part = x[row, start : start + 256]
             np.testing.assert_array_equal(got[row, start : start + 256], _through(part))
     np.testing.assert_allclose(got[:, 0], x[:, 0], rtol=0.5)
+
+
+def test_a_block_is_read_once_for_all_that_its_numbers_share():
+    x, noise = jnp.ones((2, 512)), jnp.zeros((2, 512), jnp.uint32)
+    jaxpr = jax.make_jaxpr(blocks.encode)(x, noise, _encode(x, noise))
+    reductions = [eqn for eqn in walk(jaxpr) if "reduce" in eqn.primitive.name]
+    dtypes = [[str(v.aval.dtype) for v in eqn.outvars] for eqn in reductions]
+    assert dtypes == [["uint32", "uint8", "bool"]]
+
+
+def test_a_block_keeps_its_codes_if_it_has_their_numbers(getkey):
+    # One that was signed, and whose negative numbers are now 0, has other codes.
+    codes, scales = jnp.uint8([[*range(128)] * 4]), jnp.float32([[-1.0, -1.0]])
+    x = _decode(codes, scales).at[0, 300].add(1.0)
+    got = _encode_again(x, _noise(x, 0), (codes, scales))
+    fresh = _encode(x, _noise(x, 0))
+    for old, new, kept in zip((codes, scales), fresh, got, strict=True):
+        half = old.shape[-1] // 2
+        np.testing.assert_array_equal(kept[:, :half], old[:, :half])
+        np.testing.assert_array_equal(kept[:, half:], new[:, half:])
+        assert (old[:, :half] != new[:, :half]).any()

@@ -94,7 +94,7 @@ x = jnp.ones((2, 2), jnp.float32)
 explained = jmp.explain(jnp.dot, "mixed_float16")(x, x)
 dry = dry_run(jnp.dot, "mixed_float16")(x, x)
 linted = lint(jnp.dot, "mixed_float16")(x, x)
-stats = tree_stats({"w": x}, "f16")
+stats = tree_stats({"w": x}, "f16", histogram=True)
 """
 _TABLES = [
     *("explained.table()", "dry.table()", "linted.table()", "stats.table()"),

@@ -120,7 +120,7 @@ def save(
             root,
             options=options,
             item_names=tuple(items),
-            item_handlers={"state": _arrays_handler()},
+            item_handlers={"state": _arrays_handler(_NumpyHandler())},
         ) as manager:
             # Without force=True, Orbax may skip a save silently.
             manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -240,27 +240,36 @@ class _NumpyHandler(ocp.type_handlers.NumpyHandler):
 
     Orbax closes its event loop at the first error. Each array that is still being read
     then prints a traceback.
+
+    Attributes:
+      checksums: those of the arrays that were read, by their names in the store. Each
+        is computed in a thread, while others are read.
     """
+
+    def __init__(self):
+        # By default Orbax copies NumPy arrays, for asynchronous saves. `save` blocks.
+        super().__init__(deepcopy_host_arrays=False)
+        self.checksums: dict[str, int] = {}
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
         """Return the arrays; raise the first error after the last array is read."""
         args = args or [ocp.RestoreArgs()] * len(infos)
-        reads = [
-            super(_NumpyHandler, self).deserialize([info], [arg])
-            for info, arg in zip(infos, args, strict=True)
-        ]
+        reads = map(self._read, infos, args)
         arrays = []
         for result in await asyncio.gather(*reads, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
-            arrays.extend(result)
+            arrays.append(result)
         return arrays
 
+    async def _read(self, info: Any, args: Any) -> np.ndarray:
+        (array,) = await super().deserialize([info], [args])
+        self.checksums[info.name] = await asyncio.to_thread(crc32, array)
+        return array
 
-def _arrays_handler() -> ocp.PyTreeCheckpointHandler:
-    # By default Orbax copies NumPy arrays, for asynchronous saves. `save` blocks.
+
+def _arrays_handler(numpy_handler: _NumpyHandler) -> ocp.PyTreeCheckpointHandler:
     types = ocp.type_handlers
-    numpy_handler = _NumpyHandler(deepcopy_host_arrays=False)
     registry = types.create_type_handler_registry(
         (np.ndarray, numpy_handler), (jax.Array, types.get_type_handler(jax.Array))
     )
@@ -296,13 +305,14 @@ def _read_arrays(
     if not stored:
         return arrays
     args = {stored_name(name): _restore_args(targets[name]) for name in stored}
-    with ocp.Checkpointer(_arrays_handler()) as checkpointer:
+    numpy_handler = _NumpyHandler()
+    with ocp.Checkpointer(_arrays_handler(numpy_handler)) as checkpointer:
         request = ocp.args.PyTreeRestore(dict.fromkeys(args, 0), restore_args=args)
         read = checkpointer.restore(path / "state", args=request)
     for name, leaf in stored.items():
         arrays[name] = array = read[stored_name(name)]
         is_whole = isinstance(array, np.ndarray) and leaf.crc32 is not None
-        if is_whole and crc32(array) != leaf.crc32:
+        if is_whole and numpy_handler.checksums[stored_name(name)] != leaf.crc32:
             raise ValueError(f"{name} does not match its checksum")
         if leaf.kind == "array" and array.dtype != leaf.dtype:
             arrays[name] = array.view(leaf.dtype)

@@ -31,6 +31,7 @@ from jmp_lite._src.numerics.patterns import (
     pattern_of,
 )
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
+from jmp_lite._src.numerics.runs import Programs
 from jmp_lite._src.numerics.stats import EXPONENTS
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
 
@@ -276,7 +277,7 @@ class _Turn:
 
 @dataclasses.dataclass
 class _Search:
-    """The search for a policy and a loss scale. `run` fills the last three fields."""
+    """The search for a policy and a loss scale. `run` fills the last four fields."""
 
     loss_fn: Any
     start: Policy | PolicyMap
@@ -292,6 +293,8 @@ class _Search:
     not_in_fp8: dict[str, str] = dataclasses.field(default_factory=dict)
     # The scopes of models of linen.
     models: set[str] = dataclasses.field(default_factory=set)
+    # What its dry runs compile: most of each is in the others too.
+    programs: Programs = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Advice, str]:
         """Return the advice, and a warning or `""`."""
@@ -439,7 +442,12 @@ class _Search:
         )
         rules = resolve_rules(None, self.dtype, True if everywhere else None, None)
         measured = measure(
-            step, policy, self.args_and_kwargs, rules=rules, caller="advise"
+            step,
+            policy,
+            self.args_and_kwargs,
+            rules=rules,
+            caller="advise",
+            programs=self.programs,
         )
         largest = _number(self.previous.loss_scale) if self.previous else _LARGEST_SCALE
         gradients = self._gradients(measured.report, scale)

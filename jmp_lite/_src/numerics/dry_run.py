@@ -25,7 +25,7 @@ from jmp_lite._src.numerics.nonfinite import tracker_of
 from jmp_lite._src.numerics.patterns import fit
 from jmp_lite._src.numerics.reference import check_is_finite, check_is_float32
 from jmp_lite._src.numerics.report import DryRunReport
-from jmp_lite._src.numerics.runs import Cell, Run
+from jmp_lite._src.numerics.runs import Cell, Programs, Run
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
@@ -116,6 +116,7 @@ def measure(
     *,
     rules: OpRules | None = None,
     caller: str = "dry_run",
+    programs: Programs | None = None,
 ) -> Measured:
     """Run a function in float32 and under a policy.
 
@@ -125,6 +126,7 @@ def measure(
       args_and_kwargs: the arguments of the function.
       rules: as for `autocast`.
       caller: the name of the public function, for errors.
+      programs: what other runs have compiled; this one adds to it.
 
     Raises:
       ValueError: the program is in half already, or its results are not finite; a
@@ -136,7 +138,9 @@ def measure(
     shadow = PolicyShadow(Rewriter(planned.analyzer))
     observer = Lockstep(sites(plan.jaxpr), shadow.low_dtype)
     cells = [Cell(x, x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
-    outs, _ = Run(observer, shadow).run(plan.jaxpr, plan.consts, cells, plan=plan)
+    outs, _ = Run(observer, shadow, programs).run(
+        plan.jaxpr, plan.consts, cells, plan=plan
+    )
     values = [cell.value for cell in outs]
     origin, ranges = observer.first_nonfinite([cell.tag for cell in outs])
     found = tracker_of(planned.traced, origin, args_and_kwargs).report()

@@ -307,4 +307,5 @@ def _added_error(error: float, error_in: float) -> float:
 def _compare(full: Any, low: Any, low_dtype: Any) -> Any:
     wide = np.promote_types(full.dtype, np.float32)
     low, wide_full = (x.astype(wide).ravel() for x in (low, full))
-    return stats.value_stats(full, low_dtype), relative_error(low, wide_full, jnp)
+    found = stats.value_stats(full, low_dtype, histogram=True)
+    return found, relative_error(low, wide_full, jnp)

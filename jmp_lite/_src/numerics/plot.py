@@ -50,7 +50,8 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
 
     Examples:
       >>> from jmp_lite._src.numerics.stats import value_stats
-      >>> figure = plot_histograms({"w": value_stats(jnp.ones(3), "f16")}, "f16")
+      >>> stats = value_stats(jnp.ones(3), "f16", histogram=True)
+      >>> figure = plot_histograms({"w": stats}, "f16")
       >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
       ['w']
     """

@@ -23,6 +23,7 @@ from jmp_lite._src.numerics.stretches import (
     Shadow,
     Stretch,
     cut,
+    layout,
 )
 
 # Larger arrays stay on their device.
@@ -53,11 +54,18 @@ class Observer:
         raise NotImplementedError
 
 
+# What is compiled, by what it does: for one run, or for several that share it.
+Programs = dict[Any, Any]
+
+
 class Run(Interpreter):
     """Runs a jaxpr on the device, and passes its operations to an observer."""
 
-    def __init__(self, observer: Observer, shadow: Shadow):
+    def __init__(
+        self, observer: Observer, shadow: Shadow, programs: Programs | None = None
+    ):
         self.observer, self.shadow = observer, shadow
+        self._programs: Programs = {} if programs is None else programs
         # By the identity of a jaxpr and its plan, which are kept alive beside them.
         self._stretches: dict[Any, tuple[list[Stretch], Any]] = {}
         self._compiled: dict[Any, CompiledStretch] = {}
@@ -81,13 +89,15 @@ class Run(Interpreter):
         # A value that is its own shadow is computed once. In a loop it may be that in
         # the first iteration alone, and all iterations share one program.
         shared = tuple(not moment.loops and c.shadow is c.value for c in cells)
-        key = id(stretch), shared
-        if key not in self._compiled:
-            self._compiled[key] = CompiledStretch(stretch, self.shadow, shared)
-        compiled = self._compiled[key]
         pairs = zip(cells, shared, strict=True)
         shadows = [None if is_shared else c.shadow for c, is_shared in pairs]
         inputs = [c.value for c in cells], shadows
+        key = id(stretch), shared, layout(inputs)
+        if key not in self._compiled:
+            self._compiled[key] = CompiledStretch(
+                stretch, self.shadow, shared, inputs, self._programs
+            )
+        compiled = self._compiled[key]
         arrays = [*jax.tree.leaves(inputs), *compiled.call(*inputs)]
         tags = [c.tag for c in cells]
 

@@ -41,7 +41,7 @@ class ValueStats(NamedTuple):
       min_abs: the smallest finite non-zero magnitude, `[]`; inf if there is none.
       histogram: how many finite non-zero magnitudes have the exponent
         `floor(log2(|x|))`, as `EXPONENTS` lists them, `[96]`; the first and the last
-        bin hold all smaller and larger ones. None if left out.
+        bin hold all smaller and larger ones. None if not counted.
     """
 
     size: Any
@@ -56,7 +56,7 @@ class ValueStats(NamedTuple):
 
 
 def value_stats(
-    x: ArrayLike, dtype: DTypeLike, *, histogram: bool = True
+    x: ArrayLike, dtype: DTypeLike, *, histogram: bool = False
 ) -> ValueStats:
     """Count what the numbers of one array become in a half dtype.
 
@@ -67,7 +67,7 @@ def value_stats(
       x: a floating array of any shape and dtype, up to 2**32 numbers, counted as they
         are (a loss scale is not removed). A complex number counts as two.
       dtype: the half dtype, or its name: `"f16"` or `"bf16"`.
-      histogram: whether to count exponents as well.
+      histogram: whether to count exponents as well, which reads the array again.
 
     Returns:
       The statistics.
@@ -77,7 +77,8 @@ def value_stats(
       ValueError: arrays are not cast to `dtype`.
 
     Examples:
-      >>> stats = value_stats(jnp.array([1.0, 1e-5, 1e-9, 1e9, jnp.nan]), "f16")
+      >>> x = jnp.array([1.0, 1e-5, 1e-9, 1e9, jnp.nan])
+      >>> stats = value_stats(x, "f16", histogram=True)
       >>> stats.subnormal.item(), stats.underflow.item(), stats.overflow.item()
       (1.0, 1.0, 1.0)
       >>> stats.histogram[EXPONENTS.index(0)].item()  # 1.0 is 2**0
@@ -93,7 +94,7 @@ def value_stats(
     return measure(x, check_dtype(dtype), histogram)
 
 
-def empty(*, histogram: bool = True) -> ValueStats:
+def empty(*, histogram: bool = False) -> ValueStats:
     """Return the statistics of no numbers, to start `merge` with.
 
     Args:

@@ -2,10 +2,15 @@
 
 Each operation is computed as written, fused with no other. Beside the values may run
 *shadows*: the same values computed in another way, in half precision for example.
+
+XLA takes most of the time. So equal stretches share one executable, and a program is
+cut where its equations look alike: at the same place of each layer.
 """
 
+import hashlib
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +28,10 @@ from jmp_lite._src.jaxprs.walk import Equation, Walker
 # faster than the number of operations.
 _MOST_SITES = 200
 _MOST_BYTES = 2**30
+# A stretch has at least these many sites, and is cut where the last equations, this
+# many, have the smallest hash.
+_LEAST_SITES = 50
+_LOOKS_AT = 4
 
 
 class Shadow:
@@ -61,24 +70,18 @@ class Shadow:
 def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
     """Return the stretches of a jaxpr."""
     steps = plan.eqn_plans if plan else itertools.repeat(None)
-    groups: list[tuple[list[tuple[Any, Any]], bool]] = [([], False)]
-    sites = size = 0
-    for pair in zip(jaxpr.eqns, steps, strict=False):
-        if _is_for_python(pair[0]):
-            groups += [([pair], True), ([], False)]
-            sites = size = 0
-            continue
-        more_sites, more_bytes = count_sites([pair[0]]), _bytes(pair[0])
-        sites, size = sites + more_sites, size + more_bytes
-        if groups[-1][0] and (sites > _MOST_SITES or size > _MOST_BYTES):
-            groups.append(([], False))
-            sites, size = more_sites, more_bytes
-        groups[-1][0].append(pair)
+    groups: list[tuple[list[tuple[Any, Any]], bool]] = []
+    runs = itertools.groupby(
+        zip(jaxpr.eqns, steps, strict=False), key=lambda pair: _is_for_python(pair[0])
+    )
+    for in_python, pairs in runs:
+        if in_python:
+            groups += [([pair], True) for pair in pairs]
+        else:
+            groups += [(group, False) for group in _cut_alike(list(pairs))]
     later = {v for v in jaxpr.outvars if not compat.is_literal(v)}
     stretches = []
     for pairs, in_python in reversed(groups):
-        if not pairs:
-            continue
         made = dict.fromkeys(v for eqn, _ in pairs for v in eqn.outvars)
         read = dict.fromkeys(
             v
@@ -100,6 +103,40 @@ def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
         )
         later |= set(invars)
     return stretches[::-1]
+
+
+def _cut_alike(pairs: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
+    """Cut equations, with their plans, into groups: where they repeat, into equal ones.
+
+    A cut is chosen by the few equations before it. So equal sequences have the same
+    cuts, but for the first few.
+    """
+    looks = [_look(eqn) for eqn, _ in pairs]
+    hashes = [
+        zlib.crc32(repr(looks[max(i - _LOOKS_AT, 0) : i]).encode())
+        for i in range(len(pairs) + 1)
+    ]
+    groups, start = [], 0
+    while start < len(pairs):
+        sites = size = 0
+        allowed = []
+        for i, (eqn, _) in enumerate(pairs[start:], start):
+            sites, size = sites + count_sites([eqn]), size + _bytes(eqn)
+            if i > start and (sites > _MOST_SITES or size > _MOST_BYTES):
+                break
+            if sites >= _LEAST_SITES:
+                allowed.append(i + 1)
+        else:
+            i = len(pairs)
+            allowed = [] if sites < 2 * _LEAST_SITES else allowed
+        end = min(allowed, key=hashes.__getitem__, default=i)
+        groups.append(pairs[start:end])
+        start = end
+    return groups
+
+
+def _look(eqn: Any) -> tuple[str, list[str]]:
+    return eqn.primitive.name, [str(v.aval) for v in (*eqn.invars, *eqn.outvars)]
 
 
 def _is_for_python(eqn: Any) -> bool:
@@ -177,7 +214,7 @@ class CompiledStretch:
     Attributes:
       call: takes values and shadows, None for a value that is its own shadow; returns
         the arrays whose slots follow those of the inputs.
-      operations: its operations, in order; known after the first call.
+      operations: its operations, in order.
       outs: per output, the slots of its value and shadow, and the index of its tag.
     """
 
@@ -185,7 +222,14 @@ class CompiledStretch:
     operations: list[Operation]
     outs: list[tuple[Any, Any, Any]]
 
-    def __init__(self, stretch: Stretch, shadow: Shadow, shared: Sequence[bool]):
+    def __init__(
+        self,
+        stretch: Stretch,
+        shadow: Shadow,
+        shared: Sequence[bool],
+        inputs: tuple[Any, Any],
+        programs: dict[Any, Any],
+    ):
         def fun(values, shadows):
             inputs = jax.tree.leaves((values, shadows))
             recorder = _Recorder(shadow, inputs, len(values))
@@ -203,7 +247,27 @@ class CompiledStretch:
             ]
             return recorder.kept[len(inputs) :]
 
-        self.call = jax.jit(fun, compiler_options=compat.quick_compiler_options())
+        # What is unused is kept: equal programs take all inputs of their stretches.
+        lowered = jax.jit(fun, keep_unused=True).lower(*inputs)
+        text = hashlib.sha256(lowered.as_text().encode()).digest()
+        # What the text does not say: trees, weak types, and the devices.
+        key = text, lowered.in_tree, lowered.out_tree, _types(lowered), layout(inputs)
+        if key not in programs:
+            programs[key] = lowered.compile(compat.quick_compiler_options())
+        self.call = programs[key]
+
+
+def layout(inputs: Any) -> Any:
+    """Return what decides, together with a stretch, which program runs on these."""
+    return tuple(
+        (jax.typeof(x), getattr(x, "sharding", None)) for x in jax.tree.leaves(inputs)
+    )
+
+
+def _types(lowered: Any) -> Any:
+    return tuple(
+        (x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(lowered.out_info)
+    )
 
 
 class _Tag(NamedTuple):

@@ -48,7 +48,7 @@ class TreeStats(reports.Report):
     Call `named`, `table`, `plot` and `to_json` on the host.
 
     Args:
-      stats: those of the leaves, stacked: fields f32 `[n]`, the histogram `[n, 96]`.
+      stats: those of the leaves, stacked: fields f32 `[n]`, a histogram `[n, 96]`.
       paths: the key path of each leaf, `"decoder/layers/0/kernel"`; static.
       dtype: the dtype that the numbers would be in; static.
 
@@ -151,7 +151,7 @@ class TreeStats(reports.Report):
             raise reports.not_a_report(cls, text, error) from None
 
 
-def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = True) -> TreeStats:
+def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeStats:
     """Count, leaf by leaf, what the numbers of a tree would be in a half dtype.
 
     Args:

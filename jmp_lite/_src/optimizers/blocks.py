@@ -48,14 +48,26 @@ _NARROW = 24
 _HAS_INF = np.uint8(254)  # or subnormal numbers, of exponent 0
 _HAS_SIGN = np.uint8(255)
 
+# Of signed, wide and narrow blocks: the scale in units of the number whose code is 1;
+# the last code of a finite number; its number over the scale, as it is decoded.
+_UNITS = tuple(map(np.float32, (64.0**9, 128.0**16, 128.0**9)))
+_LAST = tuple(map(np.float32, (127, 254, 255)))
+_HIGHEST = tuple(map(np.float32, (477.1047, 57806.934, 494.2787)))
+# With a sign and without: the code of the scale.
+_ONES = np.float32(64), np.float32(128)
+
 # Below these codes, numbers are rounded to the side on which a step is smaller: signed
 # ones, which are averages of gradients, down, and others, which divide them, up. The
 # next number is up to `2**16` times as large.
-_LEAST_SIGNED = 8
-_LEAST_UNSIGNED = 16
+_LEAST = np.float32(8), np.float32(16)
+_TO_SMALLER_STEP = np.float32(1 - 2**-23), np.float32(0)
 
 
-def encode(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
+def encode(
+    x: jax.Array,
+    noise: jax.Array,
+    old: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Round numbers stochastically to 8 bits.
 
     The mean of a rounded number is the number, except at both ends. In a block without
@@ -67,58 +79,61 @@ def encode(x: jax.Array, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
       x: f32 `[..., n]`.
       noise: u32, the shape of `x` or `[]`, uniform over all 32-bit integers. The
         constant `2**31` rounds to nearest.
+      old: codes and scales, which stay as they are in each block whose numbers are
+        those of `x`, bit by bit.
 
     Returns:
       The codes, u8 `[..., n]`, and the scales, f32 `[..., ceil(n / 256)]`. A block with
       a NaN has the scale NaN: all its numbers become NaN. An inf stays inf, or becomes
       the largest number of a block with negative numbers.
     """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = _bits(x)
     magnitude = bits & ~_SIGN
     is_inf = magnitude == _EXPONENT
-    largest = _reduce_blocks(jnp.where(is_inf, 0, magnitude), jnp.max)
-    # Two reductions tell all: this one, in 8 bits, the least exponent of numbers that
-    # are not 0, or a reason that overrules it. -0.0 is no negative number.
+    # In 8 bits, the least exponent of numbers that are not 0, or a reason that
+    # overrules it. -0.0 is no negative number.
     reach = jnp.where(
         magnitude == 0, 0, np.uint32(_HAS_INF) - (magnitude >> 23)
     ).astype(jnp.uint8)
     reach = jnp.where(is_inf, _HAS_INF, reach)
-    reach = _reduce_blocks(jnp.where(bits > _SIGN, _HAS_SIGN, reach), jnp.max)
-    signed = reach == _HAS_SIGN
-    octaves = (largest >> 23) + reach.astype(jnp.uint32) - np.uint32(_HAS_INF)
-    wide = ~signed & ((reach == _HAS_INF) | (octaves.astype(jnp.int32) > _NARROW))
-    scale = _scale(largest, signed, wide)
-    # The codes of the smallest and the largest number that are normal and finite.
-    least = jnp.ceil(_one(signed) * _root(_TINY / scale, wide))
-    most = jnp.floor(_one(signed) * _root(_MAX / scale, wide))
-    least, most = jnp.maximum(least, 1), jnp.minimum(most, _highest(signed, wide))
+    reach = jnp.where(bits > _SIGN, _HAS_SIGN, reach)
+    is_new = jnp.zeros_like(is_inf) if old is None else bits != _bits(decode(*old))
+    largest, reach, is_new = _largest_of_blocks(
+        jnp.where(is_inf, 0, magnitude), reach, is_new
+    )
+    scales = _scales(largest, reach)
 
-    one, inverse = _one(_to_numbers(signed, x)), _to_numbers(1 / scale, x)
-    is_signed, is_wide = _to_numbers(signed, x), _to_numbers(wide, x)
+    scale_bits, signed, wide = _of_scale(_to_numbers(scales, x))
+    inverse = _inverse(_float(scale_bits & _EXPONENT))
+    size = jnp.minimum(jnp.abs(x), _MAX)
+    size = jnp.where(signed, size, jnp.maximum(size, _TINY)) * inverse
+    code = jnp.floor(jnp.where(signed, *_ONES) * _root(size, wide))
     # In units of the number whose code is 1: a code's number is its power.
-    ratio = jnp.abs(x) * inverse * _power(one, is_wide)
-    code = jnp.floor(one * _root(jnp.abs(x) * inverse, is_wide))
-    low, high = _power(code, is_wide), _power(code + 1, is_wide)
+    unit = _by_kind(signed, wide, _UNITS)
+    ratio, low, high = size * unit, _power(code, wide), _power(code + 1, wide)
     # 23 bits: a number that is `high`, by an error of the root, always goes there.
     uniform = (noise >> 9).astype(jnp.float32) * jnp.float32(2**-23)
-    is_last = code < jnp.where(is_signed, _LEAST_SIGNED, _LEAST_UNSIGNED)
-    to_smaller_step = jnp.where(is_signed, jnp.float32(1 - 2**-23), jnp.float32(0))
-    uniform = jnp.where(is_last, to_smaller_step, uniform)
-    code = jnp.where(uniform * (high - low) < ratio - low, code + 1, code)
-    bottom = _to_numbers(least, x)
-    code = jnp.where(code < bottom, jnp.where(is_signed, 0, bottom), code)
-    code = jnp.minimum(code, _to_numbers(most, x))
-    code = jnp.where(is_inf & ~is_signed, 255, code)
+    is_last = code < jnp.where(signed, *_LEAST)
+    uniform = jnp.where(is_last, jnp.where(signed, *_TO_SMALLER_STEP), uniform)
+    is_up = uniform * (high - low) < ratio - low
+    code = jnp.where(is_up, code + 1, code)
+    # Its number must be finite, and neither subnormal nor 0.
+    size = jnp.where(is_up, high, low) * _inverse(unit)
+    code = jnp.where(size > _MAX * inverse, code - 1, code)
+    is_small = size < jnp.maximum(_TINY * inverse, _TINY)
+    code = jnp.where(is_small, jnp.where(signed, 0, code + 1), code)
+    code = jnp.minimum(code, _by_kind(signed, wide, _LAST))
+    code = jnp.where(is_inf & ~signed, 255, code)
     # 0 for zero, else 1. A comparison with 0 would be one of floats, to the compiler:
     # subnormal numbers would be zero.
     is_number = ((magnitude + ~_SIGN) >> 31).astype(jnp.int32)
     code = code.astype(jnp.int32) * is_number
     sign = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31  # 0 or -1
     code = ((code ^ sign) - sign).astype(jnp.uint8)
-
-    kind = jnp.where(signed, _SIGN, jnp.where(wide, _WIDE, np.uint32(0)))
-    scale = _float(jax.lax.bitcast_convert_type(scale, jnp.uint32) | kind)
-    return code, jnp.where(largest > _EXPONENT, jnp.nan, scale)
+    if old is None:
+        return code, scales
+    codes = jnp.where(_to_numbers(is_new, x), code, old[0])
+    return codes, jnp.where(is_new, scales, old[1])
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -132,40 +147,30 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
       f32 `[..., n]`.
     """
     scale = _to_numbers(scales, codes)
-    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-    signed, wide = scale < 0, (bits & _WIDE) != 0
+    bits, signed, wide = _of_scale(scale)
     negative = jax.lax.bitcast_convert_type(codes, jnp.int8)
     code = jnp.where(signed, negative.astype(jnp.float32), codes.astype(jnp.float32))
-    # Times 1 / _one(signed): a product takes fewer operations than a division.
+    # Times 1 / 64 or 1 / 128: a product takes fewer operations than a division.
     root = code * jnp.where(signed, jnp.float32(1 / 64), jnp.float32(1 / 128))
     number = _power(root, wide) * _float(bits & _EXPONENT)
     number = jnp.where(wide & (codes == 255), jnp.inf, number)
     return jnp.where(scale != scale, scale, number)
 
 
-def select(
-    pred: jax.Array,
-    a: tuple[jax.Array, jax.Array],
-    b: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-    """Return the codes and scales of `a` in each block with a true `pred`, else of `b`.
+def _largest_of_blocks(*arrays: jax.Array) -> list[jax.Array]:
+    """Return the largest number of each block of each array, unsigned or bool.
 
-    Args:
-      pred: bool `[..., n]`.
-      a: codes and scales.
-      b: codes and scales.
+    One reduction of all: XLA compiles what it reads for each.
     """
-    any_true = _reduce_blocks(pred, jnp.any)
-    codes = jnp.where(_to_numbers(any_true, pred), a[0], b[0])
-    return codes, jnp.where(any_true, a[1], b[1])
-
-
-def _reduce_blocks(x: jax.Array, reduce: Any) -> jax.Array:
-    """Reduce each block; the last one of a row may be short."""
-    *rows, n = x.shape
+    *rows, n = arrays[0].shape
     count = -(-n // BLOCK)
     padding = [(0, 0)] * len(rows) + [(0, count * BLOCK - n)]
-    return reduce(jnp.pad(x, padding).reshape(*rows, count, BLOCK), axis=-1)
+    return jax.lax.reduce(
+        [jnp.pad(x, padding).reshape(*rows, count, BLOCK) for x in arrays],
+        [np.zeros((), x.dtype) for x in arrays],
+        lambda a, b: list(map(jnp.maximum, a, b)),
+        (len(rows) + 1,),
+    )
 
 
 def _to_numbers(of_blocks: jax.Array, x: jax.Array) -> jax.Array:
@@ -175,7 +180,35 @@ def _to_numbers(of_blocks: jax.Array, x: jax.Array) -> jax.Array:
     return repeated.reshape(*rows, -1)[..., :n]
 
 
-def _power(x: jax.Array, wide: jax.Array) -> jax.Array:
+def _scales(largest: jax.Array, reach: jax.Array) -> jax.Array:
+    """Return the scales of blocks, which tell their kinds.
+
+    Args:
+      largest: the bits of their largest finite magnitudes, or of a NaN, u32.
+      reach: as in `encode`, u8.
+    """
+    signed = reach == _HAS_SIGN
+    octaves = (largest >> 23) + reach.astype(jnp.uint32) - np.uint32(_HAS_INF)
+    wide = ~signed & ((reach == _HAS_INF) | (octaves.astype(jnp.int32) > _NARROW))
+    # The least power of two with which the last code reaches the largest magnitude.
+    bits = _bits(_float(largest) / _by_kind(signed, wide, _HIGHEST))
+    scale = jnp.maximum(_float((bits + _MANTISSA) & _EXPONENT), _TINY)
+    kind = _by_kind(signed, wide, (_SIGN, _WIDE, np.uint32(0)))
+    return jnp.where(largest > _EXPONENT, jnp.nan, _float(_bits(scale) | kind))
+
+
+def _of_scale(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the bits of a scale, and whether its kind is signed and wide."""
+    bits = _bits(scale)
+    return bits, scale < 0, (bits & _WIDE) != 0
+
+
+def _by_kind(signed: jax.Array, wide: jax.Array, values: Any) -> jax.Array:
+    """Return the constant of signed, of wide, or of narrow blocks."""
+    return jnp.where(signed, values[0], jnp.where(wide, *values[1:]))
+
+
+def _power(x: Any, wide: Any) -> Any:
     """Return the ninth power, or the sixteenth."""
     square = x * x
     fourth = square * square
@@ -189,29 +222,14 @@ def _root(x: jax.Array, wide: jax.Array) -> jax.Array:
     return jnp.exp(jnp.log(x) * exponent)
 
 
-def _one(signed: jax.Array) -> jax.Array:
-    """Return the code of the scale itself, f32."""
-    return jnp.where(signed, jnp.float32(64), jnp.float32(128))
+def _inverse(x: jax.Array) -> jax.Array:
+    """Return the inverse of a power of two, exactly."""
+    return _float(np.uint32(254 << 23) - _bits(x))
 
 
-def _highest(signed: jax.Array, wide: jax.Array) -> jax.Array:
-    """Return the last code of a number, f32."""
-    unsigned = jnp.where(wide, jnp.float32(254), jnp.float32(255))
-    return jnp.where(signed, jnp.float32(127), unsigned)
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def _float(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _scale(largest: jax.Array, signed: jax.Array, wide: jax.Array) -> jax.Array:
-    """Return the least power of two with which the last code reaches a magnitude.
-
-    Args:
-      largest: the bits of the magnitude, u32.
-      signed: whether there are negative numbers.
-      wide: whether numbers are sixteenth powers.
-    """
-    highest = _power(_highest(signed, wide) / _one(signed), wide)
-    bits = jax.lax.bitcast_convert_type(_float(largest) / highest, jnp.uint32)
-    return jnp.maximum(_float((bits + _MANTISSA) & _EXPONENT), _TINY)

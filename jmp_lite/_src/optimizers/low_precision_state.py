@@ -267,14 +267,7 @@ def _rounded(old: LowPrecisionArray, x: jax.Array, seed: jax.Array) -> Any:
     if old.scales is None:
         rounded = rounding.round_stochastically(x, jnp.bfloat16, noise)
         return LowPrecisionArray(rounded.astype(jnp.bfloat16))
-    has_changed = _bits(x) != _bits(decompress(old))
-    return LowPrecisionArray(
-        *blocks.select(has_changed, blocks.encode(x, noise), (old.values, old.scales))
-    )
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return LowPrecisionArray(*blocks.encode(x, noise, (old.values, old.scales)))
 
 
 def is_compressed(x: Any) -> bool:
