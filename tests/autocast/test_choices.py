@@ -163,7 +163,7 @@ def test_a_square_that_is_summed_is_taken_in_f32(half: str) -> None:
         return jnp.sum(jnp.square(y)), jnp.sum(y * y), jnp.sum(y**2)
 
     jaxpr = jaxprs.trace(autocast(norms, POLICIES[half]), W, X)
-    squares = jaxprs.equations(jaxpr, "square", "product_of_kept", "integer_pow")
+    squares = jaxprs.equations(jaxpr, "square", "product_of_kept", "integer_pow", "mul")
     assert len(squares) == 3
     assert {eqn.outvars[0].aval.dtype for eqn in squares} == {jnp.dtype("float32")}
 

@@ -20,11 +20,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import sums
+from jmp_lite._src.autocast import products, sums
 from jmp_lite._src.autocast.precision import (
     FLOAT32,
     HALF,
@@ -102,10 +103,15 @@ class Clusters:
         clusters = list(search.clusters())
         if not clusters:
             return plan
-        inside = {i: cluster for cluster in clusters for i in cluster.indices}
+        inside = {
+            i: cluster
+            for cluster in clusters
+            for i in cluster.indices
+            if i not in search.repeated
+        }
         alone = [i for i in range(len(pairs)) if i not in inside]
         steps = [(search.depth[i], i, i) for i in alone]
-        steps += [(search.depth[c.indices[0]], c.indices[0], c) for c in clusters]
+        steps += [(search.depth[c.indices[-1]], c.indices[-1], c) for c in clusters]
         steps.sort(key=lambda step: step[:2])
         eqn_plans = [
             self._inside(*pair, inside[i]) if i in inside else pair[1]
@@ -182,11 +188,13 @@ class _Search:
 
     Attributes:
       depth: of each equation.
+      repeated: the indices of moves that clusters begin with, and others read too.
     """
 
     def __init__(self, plan: CastPlan, works: Sequence[Work | None]):
         self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, works
         self.depth = [0] * len(self.eqns)
+        self.repeated: set[int] = set()
         self._made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self._readers: dict[Var, list[int]] = defaultdict(list)
         for i, (eqn, of_eqn) in enumerate(zip(self.eqns, plan.eqn_plans, strict=True)):
@@ -194,7 +202,8 @@ class _Search:
                 self._readers[var].append(i)
             if of_eqn.softmax is not None:
                 self._readers[of_eqn.softmax.logits].append(i)
-        self._returned = dict(zip(plan.jaxpr.outvars, plan.half_out, strict=True))
+        pairs = zip(plan.jaxpr.outvars, plan.half_out, strict=True)
+        self._returned = {v: h for v, h in pairs if not compat.is_literal(v)}
         halves = [plan.half_in, *(p.half_out for p in plan.eqn_plans)]
         made = [plan.jaxpr.invars, *(eqn.outvars for eqn in self.eqns)]
         self._halves = {
@@ -305,14 +314,17 @@ class _Search:
             filter(None, map(self.works.__getitem__, indices))
         ).is_worth_it:
             return None
+        inside = set(indices)
+        moves = self._moves_before(eqns, inside)
+        indices = [*moves, *indices]
+        eqns = [self.eqns[i] for i in indices]
         made = {v for eqn in eqns for v in eqn.outvars}
         operands = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
         size = max(map(core.size, (*made, *operands)))
         ins = [v for v in operands if v not in made]
-        inside = set(indices)
         outs = [
             v
-            for eqn in eqns
+            for eqn in eqns[len(moves) :]
             for v in eqn.outvars
             if v in self._returned or not inside.issuperset(self._readers[v])
         ]
@@ -325,8 +337,32 @@ class _Search:
         if is_heavy or not reads or not outs:
             return None
         half_in = [v in self._halves and core.size(v) * _SMALL > size for v in ins]
-        rounded = self._stored_backward(indices, size)
-        return Cluster(*map(tuple, (indices, ins, half_in, outs, half_out, rounded)))
+        self.repeated.update(moves)
+        return Cluster(
+            indices=tuple(indices),
+            ins=tuple(ins),
+            half_in=tuple(half_in),
+            outs=tuple(outs),
+            half_out=tuple(half_out),
+            rounded_backward=tuple(self._stored_backward(indices, size)),
+        )
+
+    def _moves_before(self, eqns: Sequence[Eqn], inside: set[int]) -> list[int]:
+        """Return moves of half values that equations read: these are not stored."""
+        read = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
+        makers = {self._made_by[v] for v in read if v in self._made_by} - inside
+        return [
+            i
+            for i in sorted(makers)
+            if self.works[i] is not None
+            and self.plan.eqn_plans[i].rule.is_move
+            and self._is_half(self.eqns[i].invars[0])
+            and core.size(self.eqns[i].outvars[0]) * 2
+            > core.size(self.eqns[i].invars[0])
+        ]
+
+    def _is_half(self, var: Var) -> bool:
+        return not compat.is_literal(var) and var in self._halves
 
     def _stored_backward(self, indices: Sequence[int], size: int) -> list[Var]:
         """Return the inputs of activations behind norms.
@@ -341,7 +377,9 @@ class _Search:
             if work is not None and work.is_transcendental:
                 large = [v for v in operands if core.size(v) * 2 >= size]
                 found.update(dict.fromkeys(filter(core.is_f32, large)))
-            if operands or _is_reduction(eqn.primitive.name, eqn.params):
+            name = eqn.primitive.name
+            has_derivative = name != "stop_gradient"
+            if has_derivative and (operands or _is_reduction(name, eqn.params)):
                 of_statistics.update(eqn.outvars)
         return list(found)
 
@@ -406,6 +444,48 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
     return jax.checkpoint(compute, **options)(*operands)
 
 
+def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Save the results of matrix products and sums; compute the rest again.
+
+    A policy for `jax.checkpoint` and `nn.remat`, for one layer or a whole function. No
+    product is computed twice, and no array that a product does not read or make is
+    kept. Under `autocast`, results of products are half where it has them in half.
+
+    Args:
+      primitive: the primitive of an operation, as `jax.checkpoint` passes it.
+      *avals: the shapes and dtypes of its operands.
+      **params: its parameters.
+
+    Returns:
+      Whether its results are kept for the backward pass.
+
+    Examples:
+      >>> from jmp_lite import autocast, memory
+      >>> def f(w, x):
+      ...     return (jax.nn.gelu(x @ w[0]) @ w[1]).sum()
+      >>> lean = autocast(jax.checkpoint(f, policy=memory.save_products))
+      >>> w, x = jnp.ones((2, 8, 8)), jnp.ones((4, 8))
+      >>> for fun in (autocast(f), lean, autocast(jax.checkpoint(f))):
+      ...     str(jax.make_jaxpr(jax.grad(fun))(w, x)).count("= dot_general")
+      5
+      5
+      6
+
+    References:
+      `jax.checkpoint_policies.dots_saveable`, which computes sums again.
+    """
+    # In this, `autocast` has a product whose result is float32.
+    inner = params["call_jaxpr"] if primitive.name == "custom_jvp_call" else None
+    if facts(primitive.name) & Fact.PRODUCT or (inner and _has_product(inner)):
+        return True
+    return _saves(primitive, *avals, **params)
+
+
+def _has_product(closed: Any) -> bool:
+    jaxpr = compat.open_jaxpr(closed)
+    return any(map(products.count, jaxpr.eqns))
+
+
 def _saves(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether the result of an operation is a statistic, which is kept."""
     if not _is_reduction(primitive.name, params):
@@ -424,7 +504,7 @@ def _variables(operands: Any) -> Iterator[Any]:
 
 @functools.cache
 def _is_f32_or_exact(dtype: Any) -> bool:
-    return dtype in (F32, np.dtype(bool)) or np.issubdtype(dtype, np.integer)
+    return dtype in (F32, np.dtype(bool)) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def _is_arithmetic(eqn: Eqn) -> bool:

@@ -111,7 +111,7 @@ class Analysis(abc.ABC):
 
     @abc.abstractmethod
     def is_convolution(self, var: Var) -> bool:
-        """Return whether a variable is a convolution, which cuDNN adds a bias to."""
+        """Return whether a variable is the result of a convolution."""
 
     @property
     def is_recomputed(self) -> bool:
@@ -436,7 +436,7 @@ class _Elementwise(Rule):
                 keeps_half=keeps,
                 in_float32=not self.is_move
                 and (_broadcasts(info) or _adds_number(info, union(uses)))
-                and not any(map(analysis.is_convolution, eqn.invars)),
+                and not _is_bias_of_convolution(info, analysis),
             )
             return plan, [HALF] * len(eqn.outvars)
         reason = "f32 alone reads it" if is_fused else "an operand is f32"
@@ -843,6 +843,18 @@ def _broadcasts(info: EqnInfo) -> bool:
     return any(
         is_smaller and not compat.is_literal(v) and core.is_f32(v)
         for v, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
+    )
+
+
+def _is_bias_of_convolution(info: EqnInfo, analysis: Analysis) -> bool:
+    """Return whether cuDNN can add this as a part of a convolution, in half alone.
+
+    In bfloat16: no bias is out of its range.
+    """
+    return (
+        info.eqn.primitive.name == "add"
+        and precision.has_range_of_f32(analysis.compute_dtype)
+        and any(map(analysis.is_convolution, info.eqn.invars))
     )
 
 
