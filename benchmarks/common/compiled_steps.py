@@ -12,13 +12,16 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_lite
-from benchmarks.common import transformer
+from benchmarks.common import families, transformer
 from benchmarks.common.models import ResNet
 from jmp_lite.linen import with_policy
+from jmp_lite.memory import save_products
 
 PLAIN, BY_HAND, POLICY = "as written", "by hand", "policy"
 GRAD_AUTOCAST, AUTOCAST_GRAD = "grad(autocast(f))", "autocast(grad(f))"
 ADVISED = "grad(autocast(f)), advised"
+# In `jax.checkpoint` with the policy `jmp_lite.memory.save_products`.
+SAVE_PRODUCTS = "grad(autocast(f)), save_products"
 # The policy has `reduce=float32`.
 REDUCE_FLOAT32 = "grad(autocast(f)), r=f32"
 
@@ -165,7 +168,10 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "transformer": (transformer_loss, _transformer_shapes),
     "mlp": (mlp_loss, _mlp_shapes),
     "cnn": (cnn_loss, _cnn_shapes),
+    **families.FAMILIES,
 }
+for _size in ("ci", "full"):
+    SIZES[_size] |= families.SIZES[_size]
 
 
 def filled(shapes: Any, integers: int = 10) -> Any:
@@ -221,7 +227,9 @@ def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
         def loss(params, *rest):
             return half_loss(cast(params), *rest)
 
-    if step.cast == GRAD_AUTOCAST:
+    if step.cast == SAVE_PRODUCTS:
+        loss = jax.checkpoint(loss, policy=save_products)
+    if step.cast in (GRAD_AUTOCAST, SAVE_PRODUCTS):
         loss = jmp_lite.autocast(loss, policy)
     if step.cast == REDUCE_FLOAT32:
         fields = f"params=float32,compute={step.dtype},output=float32"
@@ -328,6 +336,7 @@ STEPS: list[Step] = [
     Step("transformer", "fp8", GRAD_AUTOCAST),
     Step("transformer", "float16", ADVISED),
     Step("transformer", "bfloat16", REDUCE_FLOAT32),
+    Step("transformer", "bfloat16", SAVE_PRODUCTS),
     Step("transformer", "float16", BY_HAND, scaled=True),
     Step("mlp"),
     *_halves("mlp", BY_HAND, GRAD_AUTOCAST),
@@ -337,6 +346,11 @@ STEPS: list[Step] = [
     *_halves("cnn", BY_HAND, POLICY, GRAD_AUTOCAST),
     Step("cnn", "float16", ADVISED),
     Step("cnn", "float16", BY_HAND, scaled=True),
+    *(
+        Step(family, "bfloat16", cast)
+        for family in ("unet", "vit", "llama", "moe")
+        for cast in (BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32)
+    ),
     *(
         Step("transformer", dtype, cast, scaled, layout)
         for layout in ("data parallel", "FSDP")

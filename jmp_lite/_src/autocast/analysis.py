@@ -279,6 +279,10 @@ class _Analysis(rules.Analysis):
             for k, v in enumerate(operands)
         ]
 
+    @property
+    def recompute(self) -> bool:
+        return self.analyzer.table.recompute
+
     def half_results(self, info: EqnInfo) -> bool:
         by_scope = info.region.half_results
         return self.analyzer.table.half_results if by_scope is None else by_scope

@@ -250,12 +250,12 @@ class Softmax:
     Attributes:
       logits: the variable `z`.
       axes: what is summed over.
-      is_from_half: whether `z` is computed from half logits, which are stored.
+      may_repeat: whether the backward pass may compute it again from `z`.
     """
 
     logits: Any
     axes: tuple[int, ...]
-    is_from_half: bool = False
+    may_repeat: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -377,7 +377,7 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
 # Traced once for each shape, and put in place as if it were written there.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
 def softmax(
-    logits: jax.Array, axes: tuple[int, ...], dtype: Any, is_from_half: bool
+    logits: jax.Array, axes: tuple[int, ...], dtype: Any, may_repeat: bool
 ) -> jax.Array:
     """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
 
@@ -386,27 +386,26 @@ def softmax(
         program's own and has been done.
       axes: what to sum over.
       dtype: the dtype of the result.
-      is_from_half: whether the logits are computed from half ones that are stored.
+      may_repeat: whether the backward pass may compute it again from the logits.
     """
-    return _softmax(logits, axes, dtype, is_from_half)
+    return _softmax(logits, axes, dtype, may_repeat)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _softmax(logits, axes, dtype, is_from_half):
+def _softmax(logits, axes, dtype, may_repeat):
     exp = jnp.exp(logits.astype(jnp.float32))
     probabilities = (exp / jnp.sum(exp, axes, keepdims=True)).astype(dtype)
-    if is_from_half:
+    if may_repeat:
         return probabilities
     # XLA takes the cast to half and back in the derivative for needless, and would keep
-    # the logits, to compute the probabilities anew: twice the memory of keeping these.
-    # From half logits that is no worse, and leaves it free to fuse.
+    # the logits, or the probabilities in float32: twice the memory of these.
     return jax.lax.optimization_barrier(probabilities)
 
 
 @_softmax.defjvp
-def _softmax_jvp(axes, dtype, is_from_half, primals, tangents):
+def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
     (logits,), (logits_dot,) = primals, tangents
-    probabilities = _softmax(logits, axes, dtype, is_from_half)
+    probabilities = _softmax(logits, axes, dtype, may_repeat)
     p, dz = probabilities.astype(jnp.float32), logits_dot.astype(jnp.float32)
     total = jnp.sum(p, axes, keepdims=True)
     mean = jnp.sum(p * dz, axes, keepdims=True) / total

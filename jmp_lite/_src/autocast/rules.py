@@ -99,6 +99,11 @@ class Analysis(abc.ABC):
         self.cast_moves: set[Var] = set()
         self.stored: dict[Var, frozenset[Var] | None] = {}
 
+    @property
+    @abc.abstractmethod
+    def recompute(self) -> bool:
+        """Whether the backward pass keeps as little as it can."""
+
     @abc.abstractmethod
     def half_results(self, info: EqnInfo) -> bool:
         """Return whether results of products are half where half is not asked for."""
@@ -647,13 +652,14 @@ class _Softmax(Rule):
     def propagate(self, info, ins, uses, analysis):
         found: Any = info.softmax
         is_from_half = analysis.precision[found.logits] in (HALF, FUSED)
-        found = dataclasses.replace(found, is_from_half=is_from_half)
+        may_repeat = is_from_half and not analysis.recompute
+        found = dataclasses.replace(found, may_repeat=may_repeat)
         return EqnPlan(self, (False, False), (True,), softmax=found), [HALF]
 
     def run(self, eqn, plan, values):
         found: Any = plan.softmax
         logits = values.read_as_made(found.logits)
-        options = found.axes, values.half_dtype, found.is_from_half
+        options = found.axes, values.half_dtype, found.may_repeat
         return [products.softmax(logits, *options)]
 
 
