@@ -163,9 +163,7 @@ def test_explain_says_what_is_computed_again():
     again = {row.primitive: row.after for row in rows if row.reason == reason}
     assert again["rsqrt"] == "f32 -> f32"
     assert again["integer_pow"] == "f32 -> f32"
-    assert {"bf16 -> f32", "f32 f32 -> bf16"} <= {
-        row.after for row in rows if row.reason == reason
-    }
+    assert "bf16 -> f32" in {row.after for row in rows if row.reason == reason}
     off = explain(_layer_norm, "mixed_bfloat16", recompute=False)(*args)
     assert reason not in off.kept
 

@@ -115,8 +115,10 @@ def is_rounded(x: Any, dtype: Any) -> bool:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_are_the_same_and_gradients_are_not_rounded(name, half):
     fun, rounded = PROGRAMS[name], policy(half, None)
-    value, plain = jax.jit(jax.value_and_grad(autocast(fun, rounded)))(WS, X)
-    same, grads = jax.jit(jax.value_and_grad(autocast(fun, policy(half))))(WS, X)
+    # Optimised, XLA sums in another order beside another backward pass.
+    jit = functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
+    value, plain = jit(jax.value_and_grad(autocast(fun, rounded)))(WS, X)
+    same, grads = jit(jax.value_and_grad(autocast(fun, policy(half))))(WS, X)
     bitwise.assert_same(same, value)
     assert is_rounded(plain, HALF[half]) or name == "ragged"
     assert not is_rounded(grads, HALF[half])

@@ -34,6 +34,7 @@ from jmp_lite._src.autocast.precision import (
     Cluster,
     Direction,
     EqnPlan,
+    has_range_of_f32,
 )
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var
@@ -164,7 +165,11 @@ class Clusters:
         return dataclasses.replace(
             plan,
             half_in=tuple(is_half),
-            half_out=tuple(v in half for v in eqn.outvars),
+            # What is planned in float32 may be read in half alone, and rounded here.
+            half_out=tuple(
+                v in half and is_half
+                for v, is_half in zip(eqn.outvars, plan.half_out, strict=True)
+            ),
             bodies=tuple(map(self._body_inside, plan.bodies)),
             reason=RECOMPUTED,
             in_float32=True,
@@ -368,7 +373,8 @@ class _Search:
         """Return the inputs of activations behind norms.
 
         Their gradients are read twice: to be summed for the statistics, and after that.
-        To compute them twice costs more than to store them, so XLA stores them.
+        To compute them twice costs more than to store them, so XLA stores them. In
+        float16 they may overflow, and stay float32.
         """
         of_statistics, found = set(), {}
         for i in indices:
@@ -427,7 +433,7 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
                 read = sums.bounded(eqn, read, half_dtype)
             known.update(zip(eqn.outvars, binding.bind(eqn, read), strict=True))
             for v in eqn.outvars:
-                if v in cluster.rounded_backward:
+                if v in cluster.rounded_backward and has_range_of_f32(half_dtype):
                     known[v] = sums.rounded_backward(known[v], half_dtype)
         return [
             # A cast to half and back, XLA would leave out, and store float32 as well.
