@@ -18,7 +18,7 @@ _PUBLIC = {
     "jmp_lite": "jmp_lite/__init__.py",
     **{
         f"jmp_lite.{name}": f"jmp_lite/{name}.py"
-        for name in ("checkpoint", "linen", "nnx", "numerics")
+        for name in ("checkpoint", "linen", "memory", "nnx", "numerics")
     },
 }
 _PICTURES = (".png", ".svg")

@@ -49,6 +49,7 @@ from jmp_lite._src.trees import all_finite, cast_floating, cast_like, select_tre
 if typing.TYPE_CHECKING:
     from jmp_lite import checkpoint as checkpoint
     from jmp_lite import linen as linen
+    from jmp_lite import memory as memory
     from jmp_lite import nnx as nnx
     from jmp_lite import numerics as numerics
 
@@ -86,6 +87,7 @@ __all__ = [
     "loss_scale_metrics",
     "low_precision_state",
     "master_weights",
+    "memory",
     "numerics",
     "recommended_half_dtype",
     "scale_aware",

@@ -99,7 +99,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "MasterWeightsState": lambda: a_state("master_weights"),
     "NoOpLossScale": NoOpLossScale,
     "OpRules": lambda: OpRules.only({"tanh": "float32"}).replace(
-        half_results=False, fp8_min_size=128
+        half_results=False, fp8_min_size=128, recompute=False
     ),
     "Policy": lambda: jmp_lite.get_policy("c=bf16,m=fp8,r=f32"),
     "PolicyMap": lambda: PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
@@ -267,7 +267,7 @@ def test_an_error_pickles_with_its_text(error):
     assert type(again) is error and str(again) == "the text"
 
 
-@pytest.mark.parametrize("name", sorted({*jmp_lite.__all__} - {"numerics"}))
+@pytest.mark.parametrize("name", sorted({*jmp_lite.__all__} - {"memory", "numerics"}))
 def test_public_objects_pickle_by_name(name):
     value = getattr(jmp_lite, name)
     assert pickle.loads(pickle.dumps(value)) == value

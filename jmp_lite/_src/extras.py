@@ -26,7 +26,7 @@ _ELSEWHERE = {
 
 def lazy_attribute(package: str, name: str) -> Any:
     """Return a public module of a package that is not imported yet."""
-    if name in ("checkpoint", "linen", "nnx", "numerics"):
+    if name in ("checkpoint", "linen", "memory", "nnx", "numerics"):
         return importlib.import_module(f"{package}.{name}")
     message = f"module {package!r} has no attribute {name!r}"
     where = _ELSEWHERE.get(name)
