@@ -72,7 +72,8 @@ def over_by_hand(device: str, steps: list[Step], *columns: str) -> Rows:
 def over_float32() -> Rows:
     found = programs("h100")
     rows = []
-    for model, dtype in itertools.product(_MODELS, HALVES):
+    compiled = [model for model in _MODELS if str(Step(model)) in found]
+    for model, dtype in itertools.product(compiled, HALVES):
         base = found[str(Step(model))]
         row = {"ratio to float32": f"{_MODELS[model]}, {SHORT[dtype]}"}
         for key in (_BYTES, _PEAK):

@@ -87,10 +87,12 @@ def limits(device: str, size: str) -> list[Limit]:
         ("cnn", POLICY),
     ):
         pair = Step(model, "bfloat16", cast), Step(model, "bfloat16", BY_HAND)
+        recomputes, few = model == "transformer", 0 if is_full else 6
         found += [
             Limit(*pair, read, TOLERANCE),
             Limit(*pair, "peak", TOLERANCE),
-            Limit(*pair, "kernels", TOLERANCE, plus=0 if is_full else 6),
+            # A cluster that is computed again is a kernel more.
+            Limit(*pair, "kernels", 1.25 if recomputes else TOLERANCE, plus=few),
         ]
     # What the README's table shows: the families, and room for the small ones.
     for model in () if is_tpu else ("unet", "vit", "llama", "moe"):
@@ -140,7 +142,7 @@ def _limits_of_fp8(is_full: bool) -> list[Limit]:
         Step("mlp", "fp8", GRAD_AUTOCAST),
     )
     return [
-        Limit(one, one.base, "bytes accessed", 1.06 if is_full else 1.04),
+        Limit(one, one.base, "bytes accessed", 1.07 if is_full else 1.04),
         Limit(mlp, mlp.base, "bytes accessed", 1.09 if is_full else 1.01),
         Limit(sharded, sharded.base, "bytes accessed", 1.12 if is_full else 1.14),
         *(

@@ -276,8 +276,8 @@ class Rule:
 
     def run(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of an equation, in the precision of its plan."""
-        results = values.apply(eqn, plan.half_in)
-        if any(plan.half_in):
+        results = values.apply(eqn, plan.reads_half)
+        if any(plan.reads_half):
             return results
         return values.cast_to_half(results, plan.half_out)
 
