@@ -210,8 +210,12 @@ def _held(kept: Any) -> tuple[Any, ...]:
     return (kept,) if jax.tree.leaves(kept) else ()
 
 
-def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
+def _value_and_grad(
+    step: Step, sizes: dict[str, Any], is_tpu: bool
+) -> Callable[..., Any]:
     """Return `fun(opt_state, params, *rest) -> ((loss, kept), grads)`."""
+    # What autocast does by default where JAX' backend is that device.
+    autocast = functools.partial(jmp_lite.autocast, recompute=not is_tpu)
     make_loss, _ = MODELS[step.model]
     policy = f"mixed_{step.dtype}"
     if step.cast in (PLAIN, BY_HAND):
@@ -230,12 +234,12 @@ def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
     if step.cast == SAVE_PRODUCTS:
         loss = jax.checkpoint(loss, policy=save_products)
     if step.cast in (GRAD_AUTOCAST, SAVE_PRODUCTS):
-        loss = jmp_lite.autocast(loss, policy)
+        loss = autocast(loss, policy)
     if step.cast == REDUCE_FLOAT32:
         fields = f"params=float32,compute={step.dtype},output=float32"
-        loss = jmp_lite.autocast(loss, f"{fields},reduce=float32")
+        loss = autocast(loss, f"{fields},reduce=float32")
     if step.cast == ADVISED:
-        loss = jmp_lite.autocast(loss, advised_policy(step.model, step.dtype))
+        loss = autocast(loss, advised_policy(step.model, step.dtype))
 
     def fun(opt_state, *args):
         if step.scaled:
@@ -245,7 +249,7 @@ def _value_and_grad(step: Step, sizes: dict[str, Any]) -> Callable[..., Any]:
         return jax.value_and_grad(loss, has_aux=True)(*args)
 
     if step.cast == AUTOCAST_GRAD:
-        return jmp_lite.autocast(fun, policy)
+        return autocast(fun, policy)
     return fun
 
 
@@ -290,7 +294,8 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     """
     model_sizes = sizes[step.model]
     _, make_shapes = MODELS[step.model]
-    value_and_grad = _value_and_grad(step, model_sizes)
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
+    value_and_grad = _value_and_grad(step, model_sizes, is_tpu)
     tx: Any = optimizer(step)
 
     def fun(params, opt_state, kept, *batch):

@@ -123,11 +123,16 @@ def _primitives(fun: Any, *args: Any) -> list[str]:
     return [eqn.primitive.name for eqn in jaxprs.equations(jaxprs.trace(fun, *args))]
 
 
-def test_one_switch_turns_it_off():
+def test_one_switch_turns_it_off(monkeypatch):
     args = _arguments()
     assert "remat2" in _primitives(autocast(_gelu, "mixed_bfloat16"), *args)
     off = autocast(_gelu, "mixed_bfloat16", recompute=False)
     assert "remat2" not in _primitives(off, *args)
+    on_a_tpu = autocast(_gelu, "mixed_bfloat16")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert "remat2" not in _primitives(on_a_tpu, *args)
+    always = autocast(_gelu, "mixed_bfloat16", recompute=True)
+    assert "remat2" in _primitives(always, *args)
     with pytest.raises(TypeError, match="Expected recompute=True, False or None, got"):
         autocast(_gelu, "mixed_bfloat16", recompute="all")  # pyright: ignore
 
@@ -221,8 +226,8 @@ def test_derivatives_of_gradients_have_every_term(name):
         )
 
     exact = jax.jit(jax.grad(penalty(MODELS[name]), (0, 1, 2)))(*args)
-    for options in ({}, {"recompute": False}):
-        fun = autocast(MODELS[name], "mixed_bfloat16", **options)
+    for recompute in (False, True):
+        fun = autocast(MODELS[name], "mixed_bfloat16", recompute=recompute)
         grads = jax.jit(jax.grad(penalty(fun), (0, 1, 2)))(*args)
         for got, want in zip(grads, exact, strict=True):
             assert np.linalg.norm(got - want) < 0.05 * np.linalg.norm(want)

@@ -259,9 +259,7 @@ class _Analysis(rules.Analysis):
             direction=self.direction,
             around=self.around,
         )
-        table = self.analyzer.table
-        recomputes = table.recompute and table.lowers_anything
-        return self.analyzer.clusters.add_to(plan) if recomputes else plan
+        return self.analyzer.clusters.add_to(plan) if self.recomputes else plan
 
     def plan_body(self, eqn, body, ins, uses):
         scope = name_scopes.join(self.scope, name_scopes.of(eqn))
@@ -280,8 +278,8 @@ class _Analysis(rules.Analysis):
         ]
 
     @property
-    def recompute(self) -> bool:
-        return self.analyzer.table.recompute
+    def recomputes(self) -> bool:
+        return self.analyzer.table.recomputes
 
     def half_results(self, info: EqnInfo) -> bool:
         by_scope = info.region.half_results

@@ -38,7 +38,8 @@ class OpRules:
       fp8_min_size: under a policy with `matmul_dtype="fp8"`, the least size of each
         dimension of a matrix product in fp8; sizes must also be multiples of 16.
       recompute: whether the backward pass computes norms and activations again from
-        half values that are stored anyway.
+        half values that are stored anyway; None: it does, unless JAX' default backend
+        is a TPU, for which XLA fuses them with products.
 
     Raises:
       ValueError: a class or a primitive is not known, or one of the default table has
@@ -54,7 +55,7 @@ class OpRules:
     classes: Any
     half_results: bool = True
     fp8_min_size: int = fp8.MIN_SIZE
-    recompute: bool = True
+    recompute: bool | None = None
 
     def __post_init__(self):
         try:
@@ -135,6 +136,13 @@ class OpRules:
     def lowers_anything(self) -> bool:
         """Whether any primitive is in the class `"half"`."""
         return "half" in self._by_name.values()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes norms and activations again."""
+        if self.recompute is None:
+            return self.lowers_anything and jax.default_backend() != "tpu"
+        return self.lowers_anything and self.recompute
 
     def class_of(self, primitive: str) -> str:
         """Return the class of a primitive, `"unchanged"` if it is not listed."""

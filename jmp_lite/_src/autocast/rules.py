@@ -101,7 +101,7 @@ class Analysis(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def recompute(self) -> bool:
+    def recomputes(self) -> bool:
         """Whether the backward pass keeps as little as it can."""
 
     @abc.abstractmethod
@@ -652,7 +652,7 @@ class _Softmax(Rule):
     def propagate(self, info, ins, uses, analysis):
         found: Any = info.softmax
         is_from_half = analysis.precision[found.logits] in (HALF, FUSED)
-        may_repeat = is_from_half and not analysis.recompute
+        may_repeat = is_from_half and not analysis.recomputes
         found = dataclasses.replace(found, may_repeat=may_repeat)
         return EqnPlan(self, (False, False), (True,), softmax=found), [HALF]
 

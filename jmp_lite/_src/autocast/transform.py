@@ -119,8 +119,8 @@ def autocast(
         and products have no batch dimensions; all others are bfloat16.
       recompute: whether the backward pass computes again, in float32, what lies between
         half values that are stored anyway: norms and activations. It needs less memory
-        than their results and no product twice. The default is True. What is inside of
-        `jax.checkpoint` is left to that.
+        than their results and no product twice. The default is True, and False if JAX'
+        default backend is a TPU. What is inside of `jax.checkpoint` is left to that.
 
     Returns:
       A function of the same signature and the same output dtypes. Arguments that are
