@@ -271,3 +271,24 @@ def _euler(w, x):
 @pytest.mark.parametrize(("fun", "start"), [(_gradient_descent, W), (_euler, X)])
 def test_small_steps_between_products_are_not_lost(fun: Any, start: Any) -> None:
     assert error(autocast(fun, BF16)(W, X) - start, fun(W, X) - start) < 0.02
+
+
+@BOTH
+def test_the_bias_of_a_convolution_is_added_in_bfloat16_alone(half: str) -> None:
+    """cuDNN adds it inside of the convolution then. float16 cannot hold each bias."""
+
+    def blocks(w, b, x):
+        for kernel in w:
+            x = lax.conv(x, kernel, (1, 1), "SAME") + b
+        return x
+
+    w, b, x = weight(0, 2, 4, 4, 3, 3), normal(1, 1, 4, 1, 1), normal(2, 2, 4, 8, 8)
+    cast = autocast(blocks, POLICIES[half], half_results=True)
+    first, *_ = jaxprs.equations(jaxprs.trace(cast, w, b, x), "add")
+    expected = DTYPES["bf16"] if half == "bf16" else jnp.dtype("float32")
+    assert first.outvars[0].aval.dtype == expected
+    grads, exact = (
+        jax.grad(lambda *args, f=f: jnp.sum(f(*args) ** 2), argnums=1)(w, b, x)
+        for f in (cast, blocks)
+    )
+    assert error(grads, exact) < 8 * float(jnp.finfo(DTYPES[half]).eps)
