@@ -250,7 +250,7 @@ def _broken_beside_base(device, size, step, of_base=None, **figures):
 @pytest.mark.parametrize(
     ("device", "size", "step", "figure", "fits", "breaks"),
     [
-        ("h100", "full", IN_FP8, "bytes accessed", 10_600, 10_601),
+        ("h100", "full", IN_FP8, "bytes accessed", 10_700, 10_701),
         ("h100", "full", IN_FP8, "peak", 1000, 1001),
         ("h100", "full", IN_FP8, "temporary", 1000, 1001),
         ("h100", "ci", REDUCED, "bytes accessed", 10_000, 10_001),
