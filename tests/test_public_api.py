@@ -86,8 +86,8 @@ def test_all_is_sorted_and_complete(name):
         for name, value in vars(module).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    # A public module that needs nothing more is imported with the package.
-    names |= {"numerics"} if name == "jmp_lite" else set()
+    # Public modules that need nothing more are imported with the package.
+    names |= {"memory", "numerics"} if name == "jmp_lite" else set()
     assert module.__all__ == sorted(names)
 
 
