@@ -282,13 +282,14 @@ def test_the_bias_of_a_convolution_is_added_in_bfloat16_alone(half: str) -> None
             x = lax.conv(x, kernel, (1, 1), "SAME") + b
         return x
 
-    w, b, x = weight(0, 2, 4, 4, 3, 3), normal(1, 1, 4, 1, 1), normal(2, 2, 4, 8, 8)
+    w, b, x = weight(0, 2, 4, 4, 3, 3), normal(1, 1, 4, 1, 1), normal(2, 8, 4, 8, 8)
+    w, b, x = map(jnp.abs, (w, b, x))  # the gradient of the bias: terms of one sign
     cast = autocast(blocks, POLICIES[half], half_results=True)
     first, *_ = jaxprs.equations(jaxprs.trace(cast, w, b, x), "add")
     expected = DTYPES["bf16"] if half == "bf16" else jnp.dtype("float32")
     assert first.outvars[0].aval.dtype == expected
     grads, exact = (
-        jax.grad(lambda *args, f=f: jnp.sum(f(*args) ** 2), argnums=1)(w, b, x)
+        jax.grad(lambda *args, f=f: jnp.mean(f(*args) ** 2), argnums=1)(w, b, x)
         for f in (cast, blocks)
     )
-    assert error(grads, exact) < 8 * float(jnp.finfo(DTYPES[half]).eps)
+    assert error(grads, exact) < 4 * float(jnp.finfo(DTYPES[half]).eps)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import AxisType, PartitionSpec
 
 from jmp_lite import autocast, explain, memory
@@ -213,6 +214,46 @@ def test_gradients_are_right_under_every_transformation(around, name):
     fun = around(MODELS[name])
     for error in _errors(autocast(fun, "mixed_bfloat16"), fun, *args):
         assert error < 0.03
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_one_sign_are_summed_in_float32(name, half):
+    """In bfloat16, a sum of more than 256 equal terms stops growing."""
+    w, gain, x = map(jnp.abs, _arguments())
+    x = jnp.broadcast_to(x[:1, :1], (64, 64, N)) / N
+    model = MODELS[name]
+
+    def loss(fun, *args):
+        # Of one sign behind a norm as well, whose results have a mean of 0. It is
+        # large enough for the gradients of float16.
+        return jnp.sum(jnp.square(fun(*args))) / 64
+
+    def grads(fun, *args):
+        return jax.jit(jax.grad(functools.partial(loss, fun), argnums=(0, 1)))(*args)
+
+    cast = autocast(model, f"mixed_{half}", half_results=True)
+    with jax.enable_x64(True):
+        exact = grads(model, *(jnp.asarray(a, jnp.float64) for a in (w, gain, x)))
+    eps = float(jnp.finfo(half).eps)
+    for got, want in zip(grads(cast, w, gain, x), map(np.asarray, exact), strict=True):
+        assert np.linalg.norm(got - want) < 6 * eps * np.linalg.norm(want)
+
+
+def test_ordered_effects_keep_their_order():
+    w, gain, x = _arguments()
+    seen = []
+
+    def fun(w, gain, x):
+        y = _gelu(w, gain, x)
+        for name, of in (("result", y), ("input", x)):  # the second needs nothing
+            note = functools.partial(lambda name, _: seen.append(name), name)
+            io_callback(note, None, jnp.sum(of), ordered=True)
+        return y
+
+    jax.jit(autocast(fun, "mixed_bfloat16"))(w, gain, x)
+    jax.effects_barrier()
+    assert seen == ["result", "input"]
 
 
 @pytest.mark.parametrize("name", MODELS)

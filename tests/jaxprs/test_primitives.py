@@ -15,6 +15,8 @@ from jax.interpreters import ad
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.options import OpRules
 from jmp_lite._src.jaxprs.primitives import (
+    CALLS,
+    CHECKPOINTS,
     LOOPS,
     ON_HOST,
     PARTS,
@@ -243,6 +245,25 @@ def test_elementwise_examples_cover_what_the_table_says_of_numbers() -> None:
     assert not set(ELEMENTWISE) - set(PRIMITIVES)
 
 
+def test_what_is_elementwise_has_its_operands_at_each_place() -> None:
+    order, operands = np.asarray([2, 0, 1]), np.asarray([[0.9, 0.3, 0.5]] * 3)
+
+    def commutes(name):
+        fun, count = (ELEMENTWISE | REDUCTIONS)[name], SEVERAL.get(name, 1)
+        moved = fun(*jnp.asarray(operands[:count, order]))
+        result = fun(*jnp.asarray(operands[:count]))
+        is_same = result.shape == order.shape and np.allclose(
+            moved, result[order], rtol=1e-6, equal_nan=True
+        )
+        return is_same
+
+    assert {name for name in ELEMENTWISE if commutes(name)} == set(ELEMENTWISE)
+    assert not {name for name in REDUCTIONS if commutes(name)}
+    known = set(named(Fact.ELEMENTWISE))
+    assert set(ELEMENTWISE) <= known and not known & set(REDUCTIONS)
+    assert known & set(EXAMPLES) == {"select_n", "stop_gradient"}
+
+
 def test_what_broadcasts_is_elementwise_in_several_operands() -> None:
     operands = jnp.asarray([1.5, 2.5]), jnp.asarray([2.0, 3.0]), jnp.asarray([3.0, 4.0])
     for name in in_table(Fact.BROADCASTS):
@@ -381,8 +402,10 @@ def test_numpy_has_the_same_function_with_its_extremes_at_ends_or_zero() -> None
         assert values.min() == corners.min() and values.max() == corners.max()
 
 
-def test_loops_and_parts_are_primitives() -> None:
-    assert {*LOOPS, *PARTS} <= compat.primitive_names()
+def test_loops_calls_and_parts_are_primitives() -> None:
+    known = compat.primitive_names() | {"remat2", "checkpoint"}  # one, by two names
+    assert {*LOOPS, *CALLS, *CHECKPOINTS, *PARTS} <= known
+    assert not set(CHECKPOINTS).isdisjoint(compat.primitive_names())
 
 
 def test_what_reads_digits_is_steep_or_jumps() -> None:

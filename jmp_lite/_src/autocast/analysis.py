@@ -86,7 +86,7 @@ class Analyzer:
         self.compute_dtype = compute_dtype
         self.is_derivative_rule = is_derivative_rule
         self.filled_in: set[int] = set()
-        self.clusters = recompute.Clusters()
+        self.clusters = recompute.Clusters(compute_dtype)
         self._plans: dict[Any, CastPlan] = {}
         self._for_derivatives: Analyzer | None = None
         # A plan is found by the identity of its jaxpr, which must stay alive for that.

@@ -20,7 +20,7 @@ from jmp_lite._src.autocast.sums import Reads, find_reads
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32
-from jmp_lite._src.jaxprs.primitives import LOOPS
+from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, LOOPS
 
 
 class Precision(enum.IntEnum):
@@ -238,7 +238,7 @@ class Around(enum.Enum):
     def inside(self, eqn: Eqn) -> "Around":
         """Return what the jaxprs of an equation are inside of."""
         name = eqn.primitive.name
-        if self is Around.RECOMPUTATION or name in ("checkpoint", "remat2"):
+        if self is Around.RECOMPUTATION or name in CHECKPOINTS:
             return Around.RECOMPUTATION
         return Around.LOOP if name in LOOPS else self
 

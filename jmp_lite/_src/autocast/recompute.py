@@ -37,16 +37,14 @@ from jmp_lite._src.autocast.precision import (
     has_range_of_f32,
 )
 from jmp_lite._src.jaxprs import binding, core
-from jmp_lite._src.jaxprs.core import F32, Eqn, Var
-from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts
+from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
+from jmp_lite._src.jaxprs.primitives import CALLS, Fact, degrees, facts
 
 # An array is small beside another of so many times its size.
 _SMALL = 8
 
 RECOMPUTED = "in f32, and again for the backward pass"
 """Why an equation of a cluster is in float32."""
-
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 
 
 class Work(NamedTuple):
@@ -85,9 +83,15 @@ def _together(works: Iterable[Work]) -> Work:
 
 
 class Clusters:
-    """Finds the clusters of plans, and what they call, once for each."""
+    """Finds the clusters of plans, and what they call, once for each.
 
-    def __init__(self):
+    Args:
+      half_dtype: the compute dtype.
+    """
+
+    def __init__(self, half_dtype: Any):
+        # In float16 they may overflow.
+        self._rounds_gradients = has_range_of_f32(half_dtype)
         self._works: dict[CastPlan, Work | None] = {}
         self._bodies: dict[CastPlan, CastPlan] = {}
 
@@ -100,7 +104,8 @@ class Clusters:
         if not is_forward or plan.around is Around.RECOMPUTATION:
             return plan
         pairs = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))
-        search = _Search(plan, list(itertools.starmap(self._work, pairs)))
+        works = list(itertools.starmap(self._work, pairs))
+        search = _Search(plan, works, self._rounds_gradients)
         clusters = list(search.clusters())
         if not clusters:
             return plan
@@ -129,7 +134,7 @@ class Clusters:
         name = eqn.primitive.name
         if plan.keeps_half and facts(name) & (Fact.LINEAR | Fact.JOINS):
             return None  # a sum of two arrays, which is stored
-        if name in _CALLS and plan.bodies:
+        if name in CALLS and plan.bodies:
             works = list(map(self._work_of_body, plan.bodies))
             return None if None in works else _together(filter(None, works))
         if plan.bodies or not plan.rule.computes_in_float32:
@@ -137,10 +142,10 @@ class Clusters:
         dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
         if not all(map(_is_f32_or_exact, dtypes)) or not _is_arithmetic(eqn):
             return None
-        size = core.size(eqn.outvars[0])
+        size, is_f32 = core.size(eqn.outvars[0]), core.is_f32(eqn.outvars[0])
         return Work(
             size=max(map(core.size, (*eqn.invars, *eqn.outvars))),
-            transcendental=size if _is_transcendental(name) else 0,
+            transcendental=size if is_f32 and _is_transcendental(name) else 0,
             chooses=size if _chooses(name) else 0,
             multiplies=_multiplies(eqn),
         )
@@ -196,14 +201,17 @@ class _Search:
       repeated: the indices of moves that clusters begin with, and others read too.
     """
 
-    def __init__(self, plan: CastPlan, works: Sequence[Work | None]):
+    def __init__(
+        self, plan: CastPlan, works: Sequence[Work | None], rounds_gradients: bool
+    ):
         self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, works
+        self._rounds_gradients = rounds_gradients
         self.depth = [0] * len(self.eqns)
         self.repeated: set[int] = set()
         self._made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self._readers: dict[Var, list[int]] = defaultdict(list)
         for i, (eqn, of_eqn) in enumerate(zip(self.eqns, plan.eqn_plans, strict=True)):
-            for var in dict.fromkeys(_variables(eqn.invars)):
+            for var in dict.fromkeys(variables(eqn.invars)):
                 self._readers[var].append(i)
             if of_eqn.softmax is not None:
                 self._readers[of_eqn.softmax.logits].append(i)
@@ -221,18 +229,15 @@ class _Search:
         self._go_backward()
 
     def _is_stored(self, var: Var) -> bool:
-        """Return whether a variable is read in half beside what may be in clusters.
-
-        Then that starts from it.
-        """
+        """Return whether clusters start from a variable: others read it in half too."""
         readers = [self.works[r] is not None for r in self._readers[var]]
         return var in self._halves and any(readers) and not all(readers)
 
     def _go_forward(self) -> list[bool]:
-        """Find what may be in clusters, as early as can be: it is of half values."""
-        is_inside, computed = [], set()
+        """Find what may be in clusters: what is made of half values."""
+        is_inside, computed, of_effects = [], set(), 1
         for i, eqn in enumerate(self.eqns):
-            operands = list(_variables(eqn.invars))
+            operands = list(variables(eqn.invars))
             work = self.works[i]
             inside = (
                 work is not None
@@ -250,6 +255,8 @@ class _Search:
                 ),
                 default=0 if inside else 1,
             )
+            if eqn.effects:  # they keep their order
+                self.depth[i] = of_effects = max(self.depth[i], of_effects)
             if inside:
                 computed.update(eqn.outvars)
         return is_inside
@@ -281,7 +288,7 @@ class _Search:
                 and self._returned.keys().isdisjoint(eqn.outvars)
                 and all(
                     self._may_be_read(v, core.size(eqn.outvars[0]))
-                    for v in _variables(eqn.invars)
+                    for v in variables(eqn.invars)
                 )
             ):  # a bias that is broadcast
                 self._is_inside[i], self.depth[i] = True, self.depth[readers[0]]
@@ -310,7 +317,7 @@ class _Search:
         return filter(None, map(self._cluster, groups.values()))
 
     def _makers(self, eqn: Eqn) -> list[int]:
-        return [self._made_by[v] for v in _variables(eqn.invars) if v in self._made_by]
+        return [self._made_by[v] for v in variables(eqn.invars) if v in self._made_by]
 
     def _cluster(self, indices: Sequence[int]) -> Cluster | None:
         """Return the cluster of some equations, None if it buys nothing."""
@@ -324,7 +331,7 @@ class _Search:
         indices = [*moves, *indices]
         eqns = [self.eqns[i] for i in indices]
         made = {v for eqn in eqns for v in eqn.outvars}
-        operands = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
+        operands = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
         size = max(map(core.size, (*made, *operands)))
         ins = [v for v in operands if v not in made]
         outs = [
@@ -354,7 +361,7 @@ class _Search:
 
     def _moves_before(self, eqns: Sequence[Eqn], inside: set[int]) -> list[int]:
         """Return moves of half values that equations read: these are not stored."""
-        read = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
+        read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
         makers = {self._made_by[v] for v in read if v in self._made_by} - inside
         return [
             i
@@ -373,13 +380,14 @@ class _Search:
         """Return the inputs of activations behind norms.
 
         Their gradients are read twice: to be summed for the statistics, and after that.
-        To compute them twice costs more than to store them, so XLA stores them. In
-        float16 they may overflow, and stay float32.
+        To compute them twice costs more than to store them, so XLA stores them.
         """
+        if not self._rounds_gradients:
+            return []
         of_statistics, found = set(), {}
         for i in indices:
             eqn, work = self.eqns[i], self.works[i]
-            operands = [v for v in _variables(eqn.invars) if v in of_statistics]
+            operands = [v for v in variables(eqn.invars) if v in of_statistics]
             if work is not None and work.is_transcendental:
                 large = [v for v in operands if core.size(v) * 2 >= size]
                 found.update(dict.fromkeys(filter(core.is_f32, large)))
@@ -429,14 +437,13 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
         for i in cluster.indices:
             eqn = plan.jaxpr.eqns[i]
             read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
-            if eqn.primitive.name in ("add", "sub"):
-                read = sums.bounded(eqn, read, half_dtype)
+            read = sums.bounded(eqn, read, half_dtype)
             known.update(zip(eqn.outvars, binding.bind(eqn, read), strict=True))
-            for v in eqn.outvars:
-                if v in cluster.rounded_backward and has_range_of_f32(half_dtype):
+            for v in cluster.rounded_backward:
+                if v in eqn.outvars:
                     known[v] = sums.rounded_backward(known[v], half_dtype)
         return [
-            # A cast to half and back, XLA would leave out, and store float32 as well.
+            # XLA leaves out a cast to half and back, and would store float32 as well.
             lax.optimization_barrier(lax.convert_element_type(known[v], half_dtype))
             if half
             else known[v]
@@ -454,8 +461,8 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Save the results of matrix products and sums; compute the rest again.
 
     A policy for `jax.checkpoint` and `nn.remat`, for one layer or a whole function. No
-    product is computed twice, and no array that a product does not read or make is
-    kept. Under `autocast`, results of products are half where it has them in half.
+    product is computed twice, and no activation is kept. Under `autocast`, results of
+    products are kept in half where it has them in half.
 
     Args:
       primitive: the primitive of an operation, as `jax.checkpoint` passes it.
@@ -480,7 +487,7 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     References:
       `jax.checkpoint_policies.dots_saveable`, which computes sums again.
     """
-    # In this, `autocast` has a product whose result is float32.
+    # `autocast` wraps a product whose result is float32 in such a call.
     inner = params["call_jaxpr"] if primitive.name == "custom_jvp_call" else None
     if facts(primitive.name) & Fact.PRODUCT or (inner and _has_product(inner)):
         return True
@@ -504,39 +511,26 @@ def _is_reduction(name: str, params: Any) -> bool:
     return bool(reduces) and all(isinstance(a, int) for a in params.get("axes", "?"))
 
 
-def _variables(operands: Any) -> Iterator[Any]:
-    return (v for v in operands if not compat.is_literal(v))
-
-
 @functools.cache
 def _is_f32_or_exact(dtype: Any) -> bool:
     return dtype in (F32, np.dtype(bool)) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def _is_arithmetic(eqn: Eqn) -> bool:
-    name, params = eqn.primitive.name, eqn.params
-    if name not in PRIMITIVES:
-        return name == "convert_element_type"
-    if _is_reduction(name, params) or name == "stop_gradient":
+    """Return whether this is elementwise, a reduction, or a move in order."""
+    name = eqn.primitive.name
+    if name == "convert_element_type" or _is_reduction(name, eqn.params):
         return True
     known = facts(name)
-    if PRIMITIVES[name].op_class == "passthrough":
-        return bool(
-            known & Fact.COMPARES
-            or (known & Fact.IN_ORDER and known & (Fact.REPEATS | Fact.PERMUTES))
-            or known == Fact.JOINS | Fact.CHOOSES
-            or known == Fact.MOVES
-        )
-    moves = {"axis", "axes", "axis_name", "dimension_numbers", "window_dimensions"}
-    return not known & Fact.SUMS and moves.isdisjoint(params)
+    is_in_order = Fact.IN_ORDER in known and known & (Fact.REPEATS | Fact.PERMUTES)
+    return bool(known & Fact.ELEMENTWISE or is_in_order) or known == Fact.MOVES
 
 
 @functools.cache
 def _is_transcendental(name: str) -> bool:
-    known = PRIMITIVES.get(name)
-    if known is None or known.op_class not in ("float32", "promote"):
-        return False
-    return not known.facts & (Fact.ARITHMETIC | Fact.EXACT | Fact.SUMS)
+    polynomial = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
+    known = facts(name)
+    return Fact.ELEMENTWISE in known and not known & polynomial
 
 
 @functools.cache
@@ -545,8 +539,8 @@ def _chooses(name: str) -> bool:
 
 
 def _multiplies(eqn: Eqn) -> bool:
-    """Return whether an equation is nonlinear in variables."""
+    """Return whether this is a product or a power of variables."""
     name = eqn.primitive.name
-    if name in ("mul", "div"):
-        return not any(map(compat.is_literal, eqn.invars))
-    return name in ("square", "integer_pow")
+    powers = degrees(name, eqn.params) if facts(name) & Fact.ARITHMETIC else ()
+    pairs = zip(eqn.invars, powers, strict=False)
+    return bool(powers) and sum(d for v, d in pairs if not compat.is_literal(v)) != 1

@@ -133,9 +133,7 @@ class Values:
                 for v, is_half_value in zip(eqn.invars, is_half, strict=True)
             ]
             return [sums.multiply(eqn, operands, kept)]
-        if eqn.primitive.name not in ("mul", "div"):
-            operands = sums.bounded(eqn, operands, self.half_dtype)
-        return binding.bind_here(eqn, operands)
+        return binding.bind_here(eqn, sums.bounded(eqn, operands, self.half_dtype))
 
     def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
         """Return the results of an equation, whose transpose sums in float32.

@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,15 @@ from jax.interpreters import ad, batching, mlir
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32, is_float, is_half
+from jmp_lite._src.jaxprs.core import (
+    Eqn,
+    Jaxpr,
+    Var,
+    is_f32,
+    is_float,
+    is_half,
+    variables,
+)
 from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 # The primitive.
@@ -344,7 +352,9 @@ def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def bounded(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
-    """Return float32 operands of a sum, the smaller ones as `bound` has them."""
+    """Return float32 operands; of a sum or a limit, the smaller ones are bounded."""
+    if not facts(eqn.primitive.name) & (Fact.LINEAR | Fact.LIMITS):
+        return list(operands)
     size = eqn.outvars[0].aval.size
     return [
         bound(x, dtype)
@@ -438,30 +448,26 @@ def find_reads(
             is_cast or is_half(v)
             for v, is_cast in zip(eqn.invars, cast_in, strict=True)
         ]
-        variables = list(_variables(eqn.invars))
+        operands = list(variables(eqn.invars))
         inputs.update(
-            dict.fromkeys(eqn.outvars, _union(inputs.get(v, 0) for v in variables))
+            dict.fromkeys(eqn.outvars, _union(inputs.get(v, 0) for v in operands))
         )
         is_differentiated = (
             not differentiated.isdisjoint(eqn.outvars) and index not in in_clusters
         )
         if any(half) and is_differentiated:
             by_eqn[id(eqn)] = _eqn_reads(eqn, half, differentiated, inputs)
-            reads.update(_variables(itertools.compress(eqn.invars, half)))
+            reads.update(variables(itertools.compress(eqn.invars, half)))
         if not all(half) and is_differentiated:
-            reads_in_f32.update(v for v in variables if is_f32(v))
-    reads.update(_variables(jaxpr.outvars))
+            reads_in_f32.update(v for v in operands if is_f32(v))
+    reads.update(variables(jaxpr.outvars))
     reads.update(reads_in_f32)
     many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
     return Reads(by_eqn, many, differentiated, is_derivative_rule)
 
 
-def _variables(operands: Iterable[Any]) -> Iterator[Any]:
-    return (v for v in operands if not compat.is_literal(v))
-
-
 def _floats(operands: Iterable[Any]) -> Iterable[Any]:
-    return filter(is_float, _variables(operands))
+    return filter(is_float, variables(operands))
 
 
 def _differentiated(jaxpr: Jaxpr) -> frozenset[Any]:
@@ -469,7 +475,7 @@ def _differentiated(jaxpr: Jaxpr) -> frozenset[Any]:
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
     of_inputs = set(_floats([*jaxpr.constvars, *jaxpr.invars]))
     for eqn in eqns:
-        if not of_inputs.isdisjoint(_variables(eqn.invars)):
+        if not of_inputs.isdisjoint(variables(eqn.invars)):
             of_inputs.update(_floats(eqn.outvars))
     of_outputs = set(_floats(jaxpr.outvars))
     for eqn in reversed(eqns):
@@ -494,14 +500,14 @@ def _eqn_reads(
             if known & Fact.BROADCASTS and var.aval.shape != shape:
                 smaller.append(i)
     may_sum = not differentiated.isdisjoint(
-        _variables(itertools.compress(eqn.invars, half))
+        variables(itertools.compress(eqn.invars, half))
     )
     return EqnReads(half, like, smaller, may_sum and sums_backward(eqn))
 
 
 def _covering(operands: Any, inputs: Mapping[Any, int], var: Var) -> Sequence[Any]:
     """Return operands that depend on all inputs that one operand does not depend on."""
-    others = list(_variables(operands))
+    others = list(variables(operands))
     missing = _union(inputs.get(v, 0) for v in others) & ~inputs.get(var, 0)
     found = []
     for other in others:

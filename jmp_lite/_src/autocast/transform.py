@@ -117,10 +117,10 @@ def autocast(
       fp8_min_size: the least size of each dimension of a product in fp8, if the policy
         has these (`"mixed_fp8"`); the default is 256. Sizes must be multiples of 16,
         and products have no batch dimensions; all others are bfloat16.
-      recompute: whether the backward pass computes again, in float32, what lies between
-        half values that are stored anyway: norms and activations. It needs less memory
-        than their results and no product twice. The default is True, and False if JAX'
-        default backend is a TPU. What is inside of `jax.checkpoint` is left to that.
+      recompute: whether the backward pass computes norms and activations again, in
+        float32, from half values that are stored anyway. No product is computed twice.
+        The default is True, but False if JAX' default backend is a TPU. What is inside
+        `jax.checkpoint` is not affected.
 
     Returns:
       A function of the same signature and the same output dtypes. Arguments that are

@@ -2,12 +2,13 @@
 
 import functools
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import dtypes
+from jmp_lite._src import compat, dtypes
 
 # JAX' own classes have other names, and fewer attributes, from version to version.
 Jaxpr: TypeAlias = Any
@@ -21,6 +22,11 @@ Var: TypeAlias = Any
 
 F32 = np.dtype(np.float32)
 _BOOL = np.dtype(bool)
+
+
+def variables(operands: Iterable[Any]) -> Iterator[Var]:
+    """Yield the operands that are no literals."""
+    return (v for v in operands if not compat.is_literal(v))
 
 
 def is_f32(var: Var) -> bool:

@@ -59,6 +59,9 @@ class Fact(enum.Flag):
     SUMS = enum.auto()
     """Every number of the result is a sum over many numbers, or made of one."""
 
+    ELEMENTWISE = enum.auto()
+    """Every number of the result is computed of those at its place."""
+
     LINEAR = enum.auto()
     """Elementwise, and the result of a sum of operands is the sum of the results."""
 
@@ -115,7 +118,8 @@ class Primitive(NamedTuple):
 
 
 _NONE = Fact(0)
-_ELEMENTWISE = Fact.ARITHMETIC | Fact.BROADCASTS
+_EACH = Fact.ELEMENTWISE
+_OF_SEVERAL = _EACH | Fact.ARITHMETIC | Fact.BROADCASTS
 _IN_ORDER = Fact.MOVES | Fact.IN_ORDER
 _PERMUTES = Fact.MOVES | Fact.PERMUTES
 _CHOOSES = Fact.MOVES | Fact.CHOOSES
@@ -128,49 +132,49 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
         (Fact.PRODUCT, "conv_general_dilated"),
     ),
     ("float32", "float32", "tf deny, torch fp32, apex 32"): (
-        (Fact.EXPONENTIAL, "exp exp2"),
-        (Fact.NEAR_ONE | Fact.LOGARITHM, "log log2"),
-        (Fact.NEAR_ONE, "log1p"),
-        (Fact.NEAR_ONE | Fact.BROADCASTS, "pow"),
-        (_NONE, "expm1 rsqrt sqrt cbrt sinh cosh asinh"),
-        (Fact.PERIODIC, "tan"),
-        (_DIGITS, "asin acos acosh atanh"),
+        (_EACH | Fact.EXPONENTIAL, "exp exp2"),
+        (_EACH | Fact.NEAR_ONE | Fact.LOGARITHM, "log log2"),
+        (_EACH | Fact.NEAR_ONE, "log1p"),
+        (_EACH | Fact.NEAR_ONE | Fact.BROADCASTS, "pow"),
+        (_EACH, "expm1 rsqrt sqrt cbrt sinh cosh asinh"),
+        (_EACH | Fact.PERIODIC, "tan"),
+        (_EACH | _DIGITS, "asin acos acosh atanh"),
     ),
-    ("float32", "float32", "angles, as tan"): ((Fact.PERIODIC, "sin cos"),),
+    ("float32", "float32", "angles, as tan"): ((_EACH | Fact.PERIODIC, "sin cos"),),
     ("float32", "float32", "torch fp32 (erfinv), or of the same kind"): (
-        (_NONE, "erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a"),
-        (_NONE, "random_gamma_grad bessel_i0e bessel_i1e"),
-        (_NONE, "regularized_incomplete_beta zeta"),
+        (_EACH, "erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a"),
+        (_EACH, "random_gamma_grad bessel_i0e bessel_i1e"),
+        (_EACH, "regularized_incomplete_beta zeta"),
     ),
     ("float32", "float32", "tf deny, torch fp32, apex 32: sums"): (
         (Fact.SUMS | Fact.ARITHMETIC, "reduce_sum cumsum"),
         (Fact.SUMS, "cumlogsumexp reduce_window_sum scatter-add scatter_add"),
         (Fact.SUMS, "psum psum2 psum_invariant reduce_scatter unreduced_psum"),
         (Fact.ARITHMETIC, "reduce_prod cumprod"),
-        (Fact.ARITHMETIC | Fact.LINEAR, "add_any"),
+        (_EACH | Fact.ARITHMETIC | Fact.LINEAR, "add_any"),
         (_NONE, "scatter-mul scatter_mul"),
     ),
     ("float32", "float32", "torch promote (fmod); half has few whole numbers"): (
-        (_DIGITS | Fact.BROADCASTS, "rem"),
-        (_DIGITS, "floor ceil round"),
+        (_EACH | _DIGITS | Fact.BROADCASTS, "rem"),
+        (_EACH | _DIGITS, "floor ceil round"),
     ),
     ("promote", "promote", "tf infer, torch promote"): (
-        (_ELEMENTWISE, "mul div"),
-        (_ELEMENTWISE | Fact.LINEAR, "add sub"),
-        (Fact.ARITHMETIC | Fact.EXACT | Fact.LINEAR, "neg"),
-        (Fact.SATURATES, "tanh logistic erf erfc"),
-        (Fact.BROADCASTS, "atan2"),
+        (_OF_SEVERAL, "mul div"),
+        (_OF_SEVERAL | Fact.LINEAR, "add sub"),
+        (_EACH | Fact.ARITHMETIC | Fact.EXACT | Fact.LINEAR, "neg"),
+        (_EACH | Fact.SATURATES, "tanh logistic erf erfc"),
+        (_EACH | Fact.BROADCASTS, "atan2"),
     ),
     ("promote", "promote", "tf clear, torch promote"): (
-        (_ELEMENTWISE | Fact.EXACT | Fact.LIMITS, "max min clamp"),
-        (Fact.ARITHMETIC | Fact.EXACT, "abs"),
-        (Fact.EXACT, "sign"),
+        (_OF_SEVERAL | Fact.EXACT | Fact.LIMITS, "max min clamp"),
+        (_EACH | Fact.ARITHMETIC | Fact.EXACT, "abs"),
+        (_EACH | Fact.EXACT, "sign"),
     ),
     ("promote", "float32", "tf infer; in f16: f32"): (
-        (Fact.ARITHMETIC, "square integer_pow"),
+        (_EACH | Fact.ARITHMETIC, "square integer_pow"),
     ),
     ("promote", "promote", "the derivative of tanh, from jax 0.12 on"): (
-        (_NONE, "one_minus_square"),
+        (_EACH, "one_minus_square"),
     ),
     ("passthrough", "passthrough", "tf clear: moves and choices"): (
         (_IN_ORDER | Fact.REPEATS, "broadcast_in_dim"),
@@ -179,16 +183,17 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
         (Fact.MOVES, "slice split unstack"),
         (Fact.MOVES | Fact.REPEATS, "dynamic_slice gather tile"),
         (Fact.JOINS, "concatenate stack pad dynamic_update_slice scatter"),
-        (Fact.JOINS | Fact.CHOOSES, "select_n"),
+        (_EACH | Fact.JOINS | Fact.CHOOSES, "select_n"),
         (_CHOOSES, "reduce_max reduce_min cummax cummin"),
         (_CHOOSES, "reduce_window_max reduce_window_min"),
         (_CHOOSES, "pmax pmin"),
-        (_IN_ORDER, "stop_gradient name optimization_barrier"),
+        (_EACH | _IN_ORDER, "stop_gradient"),
+        (_IN_ORDER, "name optimization_barrier"),
         (_IN_ORDER, "pvary pbroadcast device_put sharding_constraint"),
         (_PERMUTES, "all_gather all_gather_invariant all_to_all ppermute"),
         (_NONE, "argmax argmin reduce_and reduce_or"),
-        (Fact.COMPARES, "eq ne lt le gt ge"),
-        (_NONE, "is_finite"),
+        (_EACH | Fact.COMPARES, "eq ne lt le gt ge"),
+        (_EACH, "is_finite"),
     ),
 }
 
@@ -236,6 +241,12 @@ PARTS = ("convert_element_type", "reduce_precision", "real", "imag", "conj", "co
 
 LOOPS = ("scan", "while")
 """The primitives that run a jaxpr several times."""
+
+CALLS = ("jit", "closed_call", "custom_jvp_call")
+"""The primitives that run one jaxpr as if it stood there, but for its derivative."""
+
+CHECKPOINTS = ("remat2", "checkpoint")
+"""The primitives whose jaxpr the backward pass runs again."""
 
 
 def degrees(name: str, params: Mapping[str, Any]) -> tuple[float, ...]:

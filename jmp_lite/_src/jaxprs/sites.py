@@ -14,17 +14,10 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.derivatives import derivatives
+from jmp_lite._src.jaxprs.primitives import CALLS, CHECKPOINTS, LOOPS
 
-_LOOPS = ("scan", "while")
 # Their operands and results are those of their one sub-jaxpr.
-_CALLS = (
-    "jit",
-    "closed_call",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-)
+_CALLS = (*CALLS, *CHECKPOINTS, "custom_vjp_call")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +84,7 @@ def count_sites(eqns: Iterable[Eqn]) -> int:
 def bodies_of(eqn: Eqn) -> Any:
     """Return the `SubJaxpr`s of an equation whose sites are listed, else None."""
     name = eqn.primitive.name
-    if name not in (*_CALLS, *_LOOPS, "cond"):
+    if name not in (*_CALLS, *LOOPS, "cond"):
         return None
     if name == "while":
         # Under vmap it has a condition per example, and only JAX can run it.
@@ -117,7 +110,7 @@ def site_of(eqn: Eqn, around: Site = _TOP) -> Site:
 
 def in_loop(eqn: Eqn, site: Site) -> Site:
     """Return the site around the sub-jaxprs of an equation."""
-    if eqn.primitive.name not in _LOOPS:
+    if eqn.primitive.name not in LOOPS:
         return site
     trips = control_flow.trips(eqn, [control_flow.integer(v, {}) for v in eqn.invars])
     times = None if site.times is None or trips is None else site.times * trips
