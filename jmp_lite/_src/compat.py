@@ -45,6 +45,9 @@ from jax.interpreters import ad, batching, mlir
 # Since JAX 0.12 they are one class.
 ClosedJaxpr: Any = getattr(core_private, "ClosedJaxpr", Jaxpr)
 
+# Since JAX 0.12 it is called "eval_jaxpr".
+CLOSED_CALL: str = core_private.closed_call_p.name
+
 
 class FlaxSerializable(type):
     """The metaclass of pytree dataclasses that `flax.serialization` can save.

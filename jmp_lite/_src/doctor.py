@@ -319,22 +319,27 @@ def find_missing(
 
 
 def find_miscompiled() -> tuple[str, ...]:
-    """Return a sentence if XLA computes a known program wrongly on the first device.
+    """Return a sentence for each known program that XLA computes wrongly here.
 
-    XLA for CPUs of jaxlib 0.10.2 and 0.11.0 fuses a product of broadcast factors into a
-    sum, and reads one factor as if all its elements were the first.
+    On CPUs, XLA of jaxlib 0.10.2 and 0.11.0 fuses a product of broadcast factors into a
+    sum, and reads one factor as if all its elements were the first. From 0.11.2 on, it
+    sums the gradient of a weight in bfloat16, if the batch has two axes.
     """
     x, v = jnp.ones((512, 8)), jnp.arange(8.0)
     scaled = jax.checkpoint(lambda s: x * s @ v)
-    found = jax.jit(jax.grad(lambda s: jnp.sum(scaled(s))))(1.0)
-    expected = 512 * sum(range(8))
-    if found == expected:
-        return ()
-    return (
+    batch, w = jnp.ones((8, 64, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
+    grads = (
+        (14336, jax.grad(lambda s: jnp.sum(scaled(s))), 1.0),
+        (512, jax.grad(lambda w: jnp.sum((batch @ w).astype(jnp.float32))), w),
+    )
+    return tuple(
         f"jaxlib {compat.versions()['jaxlib']} computes sums wrongly here: a gradient "
-        f"of {expected} is {found:g}. Versions 0.10.2 and 0.11.0 are known to do so on "
-        "CPUs, in float32 too (https://github.com/jax-ml/jax/issues/39103). Install "
-        "another, or set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= (empty).",
+        f"of {expected} is {found:g}. On CPUs, versions 0.10.2 and 0.11.0 are known to "
+        "do so, in float32 too (https://github.com/jax-ml/jax/issues/39103), and from "
+        "0.11.2 on in bfloat16. Install another, or set "
+        "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= (empty)."
+        for expected, grad, argument in grads
+        if (found := float(jnp.ravel(jax.jit(grad)(argument))[0])) != expected
     )
 
 
@@ -420,8 +425,9 @@ def measure_range(dtype: Any) -> DtypeRange:
     # As arguments: XLA folds constants on the host, which may keep subnormals.
     halve = jax.jit(lambda x, half: x * half)
     double = jax.jit(lambda x, two: x * two)
-    made = np.asarray(halve(_scalar(normal, dtype), _scalar(0.5, dtype)))
-    read = np.asarray(double(_scalar(normal / 2, dtype), _scalar(2.0, dtype)))
+    scalar = functools.partial(np.asarray, dtype=dtype)
+    made = np.asarray(halve(scalar(normal), scalar(0.5)))
+    read = np.asarray(double(scalar(normal / 2), scalar(2.0)))
     return DtypeRange(
         dtype=np.dtype(dtype).name,
         max=float(info.max),
@@ -510,7 +516,3 @@ def _rate(name: str, size: int, times: list[float], float32: list[float]) -> Rat
             full / own for full, own in zip(float32, times, strict=True)
         ),
     )
-
-
-def _scalar(value: float, dtype: Any) -> np.ndarray:
-    return np.asarray(value, dtype)

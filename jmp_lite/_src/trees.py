@@ -169,7 +169,9 @@ def is_inexact(x: Any) -> bool:
     """
     if isinstance(x, float | complex):
         return True
-    return is_castable(x) or (is_array(x) and _is_complex(x.dtype))
+    return is_castable(x) or (
+        is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating)
+    )
 
 
 def is_concrete_number(x: Any) -> bool:
@@ -324,10 +326,6 @@ def _cast(x: Any, dtype: DTypeLike) -> Any:
 
 def _is_half(x: Any) -> bool:
     return is_array(x) and dtypes.is_half(x.dtype)
-
-
-def _is_complex(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def _is_number(x: Any) -> bool:

@@ -241,6 +241,18 @@ def test_name_stacks_and_source_lines_stay(half: str) -> None:
 # Transformations and ahead of time.
 
 
+def test_what_is_traced_ahead_of_time_is_looked_into() -> None:
+    x = normal(0, 8, 8) / 8
+    traced: Any = jax.jit(lambda x: jnp.tanh(x @ x) @ x).trace(x)
+    cast = autocast(lambda x: jnp.sum(traced(x) ** 2), "mixed_bfloat16")
+    found = jaxprs.equations(jaxprs.trace(cast, x), "dot_general")
+    assert {v.aval.dtype for eqn in found for v in eqn.invars} == {
+        jnp.dtype("bfloat16")
+    }
+    exact = jax.grad(lambda x: jnp.sum((jnp.tanh(x @ x) @ x) ** 2))(x)
+    assert error(jax.jit(jax.grad(cast))(x), exact) < 2**-6
+
+
 def test_a_function_may_be_compiled_ahead_of_time() -> None:
     fun = jax.jit(autocast(lambda w, x: jnp.tanh(x @ w), BF16))
     lowered = fun.lower(W, X)

@@ -219,10 +219,7 @@ def test_gradients_are_right_under_every_transformation(around, name):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_one_sign_are_summed_in_float32(name, half):
-    """In bfloat16, a sum of more than 256 equal terms stops growing: 94 % are lost.
-
-    All rows are equal, and so are their roundings, which do not average out.
-    """
+    """In bfloat16, a sum of more than 256 equal terms stops growing."""
     w, gain, x = map(jnp.abs, _arguments())
     x = jnp.broadcast_to(x[:1, :1], (64, 64, N)) / N
     model = MODELS[name]
@@ -233,14 +230,17 @@ def test_gradients_of_one_sign_are_summed_in_float32(name, half):
         return jnp.sum(jnp.square(fun(*args))) / 64
 
     def grads(fun, *args):
-        return jax.jit(jax.grad(functools.partial(loss, fun), argnums=(0, 1)))(*args)
+        grad = jax.grad(functools.partial(loss, fun), argnums=(0, 1))
+        # XLA for CPUs itself sums in half from jaxlib 0.11.2 on: docs/trouble.
+        option = {"xla_cpu_experimental_ynn_fusion_type": ""}
+        return jax.jit(grad, compiler_options=option)(*args)
 
     cast = autocast(model, f"mixed_{half}", half_results=True)
     with jax.enable_x64(True):
         exact = grads(model, *(jnp.asarray(a, jnp.float64) for a in (w, gain, x)))
     eps = float(jnp.finfo(half).eps)
     for got, want in zip(grads(cast, w, gain, x), map(np.asarray, exact), strict=True):
-        assert np.linalg.norm(got - want) < 16 * eps * np.linalg.norm(want)
+        assert np.linalg.norm(got - want) < 6 * eps * np.linalg.norm(want)
 
 
 def test_ordered_effects_keep_their_order():

@@ -403,8 +403,7 @@ def test_numpy_has_the_same_function_with_its_extremes_at_ends_or_zero() -> None
 
 
 def test_loops_calls_and_parts_are_primitives() -> None:
-    # The first two are one, by two names; the newest JAX has no `closed_call`.
-    known = compat.primitive_names() | {"remat2", "checkpoint", "closed_call"}
+    known = compat.primitive_names() | {"remat2", "checkpoint"}  # one, by two names
     assert {*LOOPS, *CALLS, *CHECKPOINTS, *PARTS} <= known
     assert not set(CHECKPOINTS).isdisjoint(compat.primitive_names())
 

@@ -319,11 +319,8 @@ class _Analysis(rules.Analysis):
             moves = info.rule.cast_moves(info, ins, plan, self) if has_half else ()
             for var, of_result in zip(eqn.outvars, outs, strict=True):
                 known = self.precision.get(var), self.stored.get(var)
-                if (*known, var in self.cast_moves) != (
-                    of_result,
-                    stored,
-                    var in moves,
-                ):
+                found = of_result, stored, var in moves
+                if (*known, var in self.cast_moves) != found:
                     self.precision[var], self.stored[var] = of_result, stored
                     change = (
                         self.cast_moves.add if var in moves else self.cast_moves.discard
@@ -458,10 +455,8 @@ class AsWritten:
     def __init__(
         self, is_derivative_rule: bool = False, reduces_in_float32: bool = False
     ):
-        self.is_derivative_rule, self.reduces_in_float32 = (
-            is_derivative_rule,
-            reduces_in_float32,
-        )
+        self.is_derivative_rule = is_derivative_rule
+        self.reduces_in_float32 = reduces_in_float32
         self._plans: dict[Any, CastPlan] = {}
 
     def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:

@@ -261,7 +261,7 @@ def _decision(of: Placed, half_dtype: Any) -> OpDecision:
         primitive=of.eqn.primitive.name,
         line=of.line,
         op_class=of.plan.rule.name,
-        before=_dtypes(of.eqn),
+        before=f"{_names(of.eqn.invars)} -> {_names(of.eqn.outvars)}",
         after=_dtypes_after(of.eqn, of.plan, half_dtype),
         reason=of.reason,
         flops=products.flops(of.eqn),
@@ -271,13 +271,8 @@ def _decision(of: Placed, half_dtype: Any) -> OpDecision:
     )
 
 
-def _dtypes(eqn: Eqn) -> str:
-    """Return the dtypes of an equation's operands and results, as it is written."""
-    return f"{_names(eqn.invars)} -> {_names(eqn.outvars)}"
-
-
 def _dtypes_after(eqn: Eqn, plan: EqnPlan, half_dtype: Any) -> str:
-    """Return those under autocast."""
+    """Return the dtypes of its operands and results under autocast."""
     outs = _names(eqn.outvars, plan.half_out, half_dtype)
     if isinstance(plan.rule, Fp8):
         ins = " ".join(reports.short_dtype(np.dtype(x)) for x in plan.rule.dtypes)

@@ -228,9 +228,7 @@ class Values:
         return self._cast[var], is_first
 
     def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
-        if (
-            self.reads.is_derivative_rule
-        ):  # it may be a tangent, and then so would be the result
+        if self.reads.is_derivative_rule:  # of a tangent, the result would be one, too
             return ()
         return [self._made[v] for v in reads.like.get(index, ())]
 

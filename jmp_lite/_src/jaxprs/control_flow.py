@@ -220,7 +220,7 @@ def _sub_jaxpr(
     )
 
 
-# jit, closed_call, remat: one jaxpr, its inputs and outputs are the equation's.
+# jit, a closed call, remat: one jaxpr, its inputs and outputs are the equation's.
 
 
 def _call_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
@@ -385,7 +385,7 @@ def _build_custom_vjp(context: RebuildContext):
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "jit": (_call_sub_jaxprs, _build_call),
-    "closed_call": (_call_sub_jaxprs, _build_call),
+    compat.CLOSED_CALL: (_call_sub_jaxprs, _build_call),
     "remat2": (_call_sub_jaxprs, _build_call),
     "checkpoint": (_call_sub_jaxprs, _build_call),
     "scan": (_scan_sub_jaxprs, _build_scan),

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from jmp_lite._src import compat
+
 T = TypeVar("T")
 
 
@@ -242,7 +244,7 @@ PARTS = ("convert_element_type", "reduce_precision", "real", "imag", "conj", "co
 LOOPS = ("scan", "while")
 """The primitives that run a jaxpr several times."""
 
-CALLS = ("jit", "closed_call", "custom_jvp_call")
+CALLS = ("jit", compat.CLOSED_CALL, "custom_jvp_call")
 """The primitives that run one jaxpr as if it stood there, but for its derivative."""
 
 CHECKPOINTS = ("remat2", "checkpoint")

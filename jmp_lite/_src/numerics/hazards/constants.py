@@ -203,12 +203,10 @@ def _half_angles(program: LintedProgram) -> Hits:
         if position == math.inf:
             yield op, f"angles computed from positions in {dtype}"
         # Larger positions are found where they are rounded.
-        elif position <= exact_integers(dtype) and _roundoff(angle, dtype):
+        elif position <= exact_integers(dtype) and (
+            angle * float(jnp.finfo(dtype).eps) / 2 > _ANGLE_ERROR
+        ):
             yield op, f"angles of positions up to {position:.0f}, in {dtype}"
-
-
-def _roundoff(angle: float, dtype: Any) -> bool:
-    return angle * float(jnp.finfo(dtype).eps) / 2 > _ANGLE_ERROR
 
 
 def _positions_in_half(
