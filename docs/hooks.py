@@ -1,4 +1,4 @@
-"""What MkDocs adds: links out of docs/, the changelog, boxes of diagrams, a check.
+"""What MkDocs adds: files outside of docs/, the changelog, boxes of diagrams, a check.
 
 The build fails if a public name is not in the reference, is there twice, or has no
 docstring with an example. The sources are parsed, not imported.
@@ -22,7 +22,7 @@ _PUBLIC = {
     },
 }
 _PICTURES = (".png", ".svg")
-_COPIED = "images/outside"  # where pictures from outside docs/ are on the site
+_COPIED = "outside"  # where files from outside docs/ are on the site
 _DIRECTIVE = re.compile(r"^::: (\S+)$", re.M)
 _NAMES = re.compile(r"`(\w+)")
 
@@ -30,9 +30,9 @@ _NAMES = re.compile(r"`(\w+)")
 def on_config(config: Any, **kwargs: Any) -> Any:
     """Set where pages are edited; fail if the reference lacks something."""
     del kwargs
-    config["repo_url"] = repository()
-    config["repo_name"] = repository().rpartition("/")[2]
-    config["edit_uri"] = "edit/main/docs/"
+    if home := repository():
+        config |= {"repo_url": home, "repo_name": home.rpartition("/")[2]}
+        config["edit_uri"] = "edit/main/docs/"
     if faults := list(reference_faults()):
         from mkdocs.exceptions import PluginError  # the tests need no MkDocs
 
@@ -41,31 +41,30 @@ def on_config(config: Any, **kwargs: Any) -> Any:
 
 
 def on_files(files: Any, *, config: Any, **kwargs: Any) -> Any:
-    """Take pictures outside docs/ into the site, so that it needs no other host."""
+    """Take what pages show or link outside of docs/ into the site: it needs no host."""
     del kwargs
     from mkdocs.structure.files import File
 
     for page in files.documentation_pages():
-        outside = _outside(page.src_uri.count("/"))
-        for path in outside.findall(page.content_string):
-            copy = f"{_COPIED}/{path}"
-            if path.endswith(_PICTURES) and copy not in files.src_uris:
-                source = str(_ROOT / path)
-                files.append(File.generated(config, copy, abs_src_path=source))
+        for path in _outside(page.src_uri.count("/")).findall(page.content_string):
+            path = path.partition("#")[0]
+            if _copy_of(path) not in files.src_uris:
+                file = File.generated(
+                    config, _copy_of(path), abs_src_path=str(_ROOT / path)
+                )
+                files.append(file)
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
-    """Return a page with its links to files outside docs/ as URLs; MkDocs calls it."""
+    """Return a page with its links out of docs/ to the copies; MkDocs calls it."""
     del kwargs
     if page.file.src_uri == "changelog.md":
         markdown += (_ROOT / "CHANGELOG.md").read_text("utf-8").partition("\n")[2]
     depth = page.file.src_uri.count("/")
 
     def link(match: re.Match[str]) -> str:
-        if match[1].endswith(_PICTURES):
-            return f"]({'../' * depth}{_COPIED}/{match[1]})"
-        return f"]({address(match[1])})"
+        return f"]({'../' * depth}{_copy_of(match[1].partition('#')[0])})"
 
     return _outside(depth).sub(link, markdown)
 
@@ -84,18 +83,18 @@ def _outside(depth: int) -> re.Pattern[str]:
     return re.compile(rf"\]\(\s*{up}([^)\s]+)\s*\)")
 
 
-def repository() -> str:
-    """Return the address of the repository."""
-    text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)["project"]["urls"]["Repository"]
+def repository() -> str | None:
+    """Return the address of the repository, None until a release has filled it in."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return project.get("urls", {}).get("Repository")
 
 
-def address(path: str) -> str:
-    """Return the address of a file of the repository; a notebook opens in Colab."""
-    if path.endswith(".ipynb"):
-        where = repository().removeprefix("https://github.com/")
-        return f"https://colab.research.google.com/github/{where}/blob/main/{path}"
-    return f"{repository()}/blob/main/{path}"
+def _copy_of(path: str) -> str:
+    """Return where a file outside of docs/ is on the site.
+
+    A page of Markdown would be a page of the site, with links of its own.
+    """
+    return f"{_COPIED}/{path}" + ".txt" * (not path.endswith(_PICTURES))
 
 
 def reference_faults(root: Path = _ROOT) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Links out of docs/ go to the repository, notebooks open in Colab."""
+"""Links out of docs/ go to copies on the site."""
 
 import importlib.util
 import types
@@ -6,32 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from examples import make_notebook
-
 ROOT = Path(__file__).parents[2]
 _SPEC = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
 assert _SPEC and _SPEC.loader
 hooks = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(hooks)
 
-REPOSITORY = make_notebook.repository()
-
 
 @pytest.mark.parametrize(
     ("page", "link", "expected"),
     [
-        (
-            "a.md",
-            "../CONTRIBUTING.md#run",
-            f"{REPOSITORY}/blob/main/CONTRIBUTING.md#run",
-        ),
-        ("b/a.md", "../../benchmarks", f"{REPOSITORY}/blob/main/benchmarks"),
-        ("a.md", "../results/a.png", "images/outside/results/a.png"),
-        ("b/a.md", "../../results/a.png", "../images/outside/results/a.png"),
-        (
-            *("a.md", "../examples/quickstart.ipynb"),
-            make_notebook.colab("examples/quickstart.ipynb", REPOSITORY),
-        ),
+        ("a.md", "../CONTRIBUTING.md#run", "outside/CONTRIBUTING.md.txt"),
+        ("b/a.md", "../../benchmarks/run.py", "../outside/benchmarks/run.py.txt"),
+        ("a.md", "../results/a.png", "outside/results/a.png"),
+        ("b/a.md", "../../results/a.png", "../outside/results/a.png"),
         ("b/a.md", "../other.md", "../other.md"),
         ("a.md", "images/a.svg", "images/a.svg"),
     ],
