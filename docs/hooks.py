@@ -1,4 +1,4 @@
-"""What MkDocs adds: files outside of docs/, the changelog, boxes of diagrams, a check.
+"""What MkDocs adds: files outside of docs/, the changelog and the benchmarks, a check.
 
 The build fails if a public name is not in the reference, is there twice, or has no
 docstring with an example. The sources are parsed, not imported.
@@ -21,8 +21,14 @@ _PUBLIC = {
         for name in ("checkpoint", "linen", "memory", "nnx", "numerics")
     },
 }
+# Pages of the site whose text is a file outside of docs/.
+_INCLUDED = {
+    "changelog.md": "CHANGELOG.md",
+    "all_benchmarks.md": "benchmarks/README.md",
+}
 _PICTURES = (".png", ".svg")
 _COPIED = "outside"  # where files from outside docs/ are on the site
+_LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 _DIRECTIVE = re.compile(r"^::: (\S+)$", re.M)
 _NAMES = re.compile(r"`(\w+)")
 
@@ -48,6 +54,8 @@ def on_files(files: Any, *, config: Any, **kwargs: Any) -> Any:
     for page in files.documentation_pages():
         for path in _outside(page.src_uri.count("/")).findall(page.content_string):
             path = path.partition("#")[0]
+            if path in _INCLUDED.values():
+                continue
             if _copy_of(path) not in files.src_uris:
                 file = File.generated(
                     config, _copy_of(path), abs_src_path=str(_ROOT / path)
@@ -59,21 +67,36 @@ def on_files(files: Any, *, config: Any, **kwargs: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     """Return a page with its links out of docs/ to the copies; MkDocs calls it."""
     del kwargs
-    if page.file.src_uri == "changelog.md":
-        markdown += (_ROOT / "CHANGELOG.md").read_text("utf-8").partition("\n")[2]
+    if source := _INCLUDED.get(page.file.src_uri):
+        text = (_ROOT / source).read_text("utf-8").partition("\n")[2]
+        markdown += _LINK.sub(_on_site, text)
     depth = page.file.src_uri.count("/")
+    pages = {source: name for name, source in _INCLUDED.items()}
 
     def link(match: re.Match[str]) -> str:
-        return f"]({'../' * depth}{_copy_of(match[1].partition('#')[0])})"
+        path, anchor, place = match[1].partition("#")
+        if path in pages:
+            return f"]({'../' * depth}{pages[path]}{anchor}{place})"
+        return f"]({'../' * depth}{_copy_of(path)})"
 
     return _outside(depth).sub(link, markdown)
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
-    """Return a page with its diagrams in boxes, which scroll on a phone."""
+    """Return a page whose figures open large, for a phone."""
     del kwargs
-    diagram = re.compile(r'<pre class="mermaid">.*?</pre>', re.S)
-    return diagram.sub(r'<div class="diagram">\g<0></div>', html)
+    figure = re.compile(r'(?<=<p>)<img [^>]*src="([^"]+)"[^>]*>(?=</p>)')
+    return figure.sub(r'<a href="\1">\g<0></a>', html)
+
+
+def _on_site(match: re.Match[str]) -> str:
+    """Return a link of an included file as one of the site, or its text alone."""
+    text, link = match.groups()
+    if re.match("#|https?:", link):
+        return match[0]
+    path = link.removeprefix("../docs/")
+    is_there = (_ROOT / "docs" / path.partition("#")[0]).exists()
+    return f"{text}({path})" if is_there else text.strip("[]")
 
 
 def _outside(depth: int) -> re.Pattern[str]:
