@@ -255,7 +255,7 @@ class _Analysis(rules.Analysis):
         plan = CastPlan(
             jaxpr=self.jaxpr,
             consts=self.consts,
-            eqn_plans=tuple(map(_check_bodies, self.plans)),
+            eqn_plans=tuple(map(_check_bodies, self.jaxpr.eqns, self.plans)),
             ins=ins,
             half_out=tuple(p == HALF for p in outs),
             outs=outs,
@@ -412,8 +412,9 @@ def _describe(
                 eqn, region, direction, table.fp8_min_size
             )
         if region.reason == half_calls.REASON:
-            if half_calls.is_boundary(eqn):
-                rule = rules.BOUNDARY
+            is_boundary = half_calls.is_boundary(eqn)
+            if is_boundary or half_calls.is_choice(eqn):
+                rule = rules.BOUNDARY if is_boundary else rule
                 region = analyzer.regions.around_half_call(scope, name_scopes.of(eqn))
             elif name := half_calls.name_of_kernel(eqn):
                 region = dataclasses.replace(region, reason=f"{region.reason}: {name}")
@@ -446,8 +447,9 @@ def _why_unchanged(eqn: Eqn) -> str:
     return f"{NOT_OPENED}: {eqn.primitive.name}, {why_not}"
 
 
-def _check_bodies(plan: EqnPlan) -> EqnPlan:
-    if not plan.bodies or any(plan.half_in):
+def _check_bodies(eqn: Eqn, plan: EqnPlan) -> EqnPlan:
+    # A choice with one branch is none: its branch is run.
+    if not plan.bodies or any(plan.half_in) or half_calls.is_choice(eqn):
         return plan
     # What reads half values may sum their gradients.
     is_idle = all(b.changes_nothing and not b.reads.by_eqn for b in plan.bodies)

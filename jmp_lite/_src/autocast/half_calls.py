@@ -99,7 +99,8 @@ def excepted(
       TypeError: as for `in_half`.
       ValueError: likewise.
     """
-    given = (except_,) if isinstance(except_, str | int) else tuple(except_)
+    is_one = isinstance(except_, str) or not isinstance(except_, Iterable)
+    given = (except_,) if is_one else tuple(except_)
     if any(isinstance(x, bool) or not isinstance(x, str | int) for x in given):
         raise TypeError(
             "in_half expects names or positions of arguments as except_, such as "
@@ -198,20 +199,19 @@ def call(
     except Exception:  # it takes half alone, as `choose` says if it must
         outs, restore = in_half()
         return restore(outs)
-    made: list[Any] = []
+    restores = []
 
     def first():
         outs, restore = in_half()
-        made.append((restore, [out.dtype for out in outs]))
+        restores.append(restore)
         return outs
 
     def second():
-        outs, (_, dtypes) = _jitted(as_written, name)(*as_written.args), made[-1]
-        return list(map(lax.convert_element_type, outs, dtypes))
+        return _jitted(as_written, name)(*as_written.args)
 
     with jax.named_scope(name_scopes.IN_HALF):
         outs = lax.cond(False, second, first)  # the branches: `first`, `second`
-    return made[-1][0](outs)
+    return restores[-1](outs)
 
 
 def _jitted(traced: Traced, name: str) -> Callable[..., list[Any]]:
@@ -241,6 +241,11 @@ def is_boundary(eqn: Eqn) -> bool:
     return F32 in pair and any(map(dtypes.is_half, pair))
 
 
+def is_choice(eqn: Eqn) -> bool:
+    """Return whether a marked equation is a call, in half or as it is written."""
+    return eqn.primitive.name == "cond" and _is_marked(eqn)
+
+
 def _is_marked(eqn: Eqn) -> bool:
     parts = name_scopes.clean(name_scopes.of(eqn)).split("/")
     return parts[-1] == name_scopes.IN_HALF
@@ -266,7 +271,7 @@ def choose(closed: ClosedJaxpr, is_low: Callable[[str, str], bool]) -> ClosedJax
 
     def chosen(eqn: Eqn, scope: str) -> Any:
         stack = name_scopes.of(eqn)
-        if eqn.primitive.name == "cond" and _is_marked(eqn):
+        if is_choice(eqn):
             branches = eqn.params["branches"]
             branch = branches[0 if is_low(scope, stack) else -1]
             return eqn.replace(params={**eqn.params, "branches": (branch,)})
