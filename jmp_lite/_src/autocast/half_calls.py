@@ -56,7 +56,7 @@ def outside() -> Any:
 
 
 @contextlib.contextmanager
-def inside(half_dtype: Any, by_scope: bool) -> Iterator[None]:
+def inside(half_dtype: Any, by_scope: bool = False) -> Iterator[None]:
     """Enter a context in which `in_half` functions get half arrays.
 
     An exception that names a dtype gets a note of `in_half`.
@@ -69,7 +69,7 @@ def inside(half_dtype: Any, by_scope: bool) -> Iterator[None]:
         is_assertion = isinstance(error, AssertionError) and not str(error)
         if not is_noted and (is_assertion or _DTYPES.search(str(error))):
             error.add_note(
-                "autocast traces a function with float32 arrays. A kernel that demands "
+                "The function is traced with float32 arrays. A kernel that demands "
                 "half precision gets it by jmp_lite.in_half: call in_half(kernel)(...) "
                 "in place of kernel(...)."
             )
