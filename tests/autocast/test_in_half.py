@@ -313,8 +313,8 @@ def test_gradients_flow_under_a_policy_by_scope(half: str) -> None:
 
     policy = PolicyMap(POLICIES[half], {"full": "full"})
     expected = in_float64(jax.grad(reference), W, X)
-    for fun in (jax.grad(autocast(fun, policy)), autocast(jax.grad(fun), policy)):
-        assert error(jax.jit(fun)(W, X), expected) < 2 * BOUND[half]
+    for low in (jax.grad(autocast(fun, policy)), autocast(jax.grad(fun), policy)):
+        assert error(jax.jit(low)(W, X), expected) < 2 * BOUND[half]
 
 
 def test_a_kernel_that_takes_half_alone_is_an_error_in_a_float32_scope() -> None:

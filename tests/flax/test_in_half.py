@@ -32,6 +32,7 @@ def is_close(found, expected) -> bool:
     )
 
 
+@pytest.mark.standard_promotion
 def test_linen_gets_a_kernel_in_half() -> None:
     plain, model = linen_model(nn.dot_product_attention), linen_model(in_half(attend))
     low = jmp_lite.linen.with_policy(model, BF16)
@@ -57,6 +58,7 @@ def test_linen_gets_a_kernel_in_half() -> None:
     assert "in_half" not in " ".join(getattr(raised.value, "__notes__", ()))
 
 
+@pytest.mark.standard_promotion
 def test_nnx_gets_a_kernel_in_half() -> None:
     def model(attention_fn):
         options = {"decode": False, "attention_fn": attention_fn}

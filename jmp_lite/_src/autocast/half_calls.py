@@ -77,7 +77,7 @@ def inside(half_dtype: Any, by_scope: bool = False) -> Iterator[None]:
 
 
 # What an error names that is about a dtype; one about shapes names "float32[8]".
-_DTYPES = re.compile(r"dtype|fp16|float16|\bhalf\b|(fp|float|\bf)32(?!\[)", re.I)
+_DTYPES = re.compile(r"\bdtypes?\b|fp16|float16|\bhalf\b|(fp|float|\bf)32(?!\[)", re.I)
 
 
 def current() -> Tracing | None:

@@ -464,6 +464,8 @@ def check_policy(
 
 def name_of(fun: Any) -> str:
     """Return what to call a function in a message."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
     return getattr(fun, "__name__", type(fun).__name__)
 
 
