@@ -29,13 +29,15 @@ def page() -> dict[str, Any]:
     return defined
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_kernel_is_in_the_program(
-    name: str, page: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # JAX asks for the version of cuDNN, which is not here, when it traces.
+@pytest.fixture(autouse=True)
+def cudnn_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give JAX a version of cuDNN, which it asks for when it traces."""
     cudnn = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
     monkeypatch.setattr(cudnn, lambda: 91000)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernel_is_in_the_program(name: str, page: dict[str, Any]) -> None:
     platform, calls = KERNELS[name]
     step = page["step"](page[name])
     traced = step.trace(page["w"], page["x"])

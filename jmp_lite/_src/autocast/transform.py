@@ -1,9 +1,9 @@
-"""`autocast` and `full_precision`: the transformations themselves.
+"""`autocast`, `full_precision`, `in_half`: the transformations themselves.
 
 Limits: the function is traced in float32 and its jaxpr is rewritten, so checks of
-dtypes in its Python code see float32. `pallas_call`, `custom_linear_solve`, callbacks
-and other primitives that `control_flow` does not know run unchanged; `explain` lists
-them.
+dtypes in its Python code see float32, unless it is called by `in_half`. `pallas_call`,
+`custom_linear_solve`, callbacks and other primitives that `control_flow` does not know
+run unchanged; `explain` lists them.
 """
 
 import collections
