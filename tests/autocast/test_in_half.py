@@ -1,5 +1,6 @@
 """`in_half`: autocast calls a kernel that demands half, and does not look into it."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -223,7 +224,7 @@ def test_outside_of_autocast_it_is_the_function() -> None:
     grad = jax.grad(lambda x: jnp.sum(in_half(with_values)(x, x)))(x)
     np.testing.assert_array_equal(grad, 2 * x)
     assert in_half(lambda: "text")() == "text"
-    assert in_half(flash).__wrapped__ is flash
+    assert vars(in_half(flash))["__wrapped__"] is flash
 
 
 def test_what_was_traced_outside_is_traced_again_inside() -> None:
@@ -539,3 +540,77 @@ def test_bad_input_is_an_error() -> None:
     module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="a function of in_half got an nnx module"):
         autocast(lambda x: in_half(lambda m, x: m(x))(module, x), BF16)(X)
+
+
+# Where else a call may be.
+
+
+@BOTH
+@pytest.mark.parametrize("policy", ["", ",m=fp8", ",r=f32"])
+def test_other_dtypes_of_a_policy_do_not_change_a_call(half: str, policy: str) -> None:
+    if half == "f16" and "fp8" in policy:
+        half = "bf16"
+    low = autocast(loss_of(scanned, in_half(flash)), POLICIES[half] + policy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fp8", category=UserWarning)
+        found = jax.jit(jax.grad(low))(W, X)
+    expected = in_float64(jax.grad(loss_of(scanned, softmax_attention)), W, X)
+    assert error(found, expected) < 2 * BOUND[half]
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_rules_of_the_program_may_call_it(kind: str) -> None:
+    kernel = in_half(softmax_attention)
+
+    def own(attend):
+        if kind == "jvp":
+            fun = jax.custom_jvp(lambda x: attend(x, x, x))
+            fun.defjvp(lambda x, t: jax.jvp(lambda x: attend(x, x, x), x, t))
+            return fun
+        fun = jax.custom_vjp(lambda x: attend(x, x, x))
+
+        def forward(x):
+            return attend(x, x, x), x
+
+        def backward(x, ct):
+            return jax.vjp(lambda x: attend(x, x, x), x)[1](ct)
+
+        fun.defvjp(forward, backward)
+        return fun
+
+    def loss(attend):
+        return lambda w, x: jnp.mean(jnp.square(own(attend)(x @ w) @ w))
+
+    expected = in_float64(jax.grad(loss(softmax_attention)), W[0], X)
+    for low in (
+        jax.grad(autocast(loss(kernel), BF16)),
+        autocast(jax.grad(loss(kernel)), BF16),
+    ):
+        assert error(jax.jit(low)(W[0], X), expected) < 2 * BOUND["bf16"]
+
+
+def test_numbers_of_numpy_and_its_arrays_keep_their_values() -> None:
+    def kernel(x, scale, table):
+        assert float(scale) == 0.5 and table.tolist() == [0, 1]
+        return x * float(scale)
+
+    def fun(w, x):
+        scales = np.float32(0.5), np.float64(0.5)
+        return sum(in_half(kernel)(x @ w, scale, np.arange(2)) for scale in scales)
+
+    assert error(autocast(fun, BF16)(W[0], X), X @ W[0]) < BOUND["bf16"]
+
+
+def test_without_jit_it_computes_the_same() -> None:
+    low = autocast(loss_of(plain, in_half(flash)), BF16)
+    with jax.disable_jit():
+        found = jax.grad(low)(W, X)
+    assert error(found, jax.grad(low)(W, X)) < 1e-3
+
+
+def test_a_dtype_that_it_returns_itself_stays_under_a_policy_by_scope() -> None:
+    def fun(w, x):
+        return in_half(lambda x: x.astype(jnp.bfloat16))(x @ w)
+
+    policy = PolicyMap(BF16, {"full": "full"}, allow_unused=True)
+    assert autocast(fun, policy)(W[0], X).dtype == jnp.bfloat16

@@ -18,6 +18,7 @@ and `choose` leaves one of them.
 import contextlib
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -85,9 +86,7 @@ def current() -> Tracing | None:
     return _context.value
 
 
-def excepted(
-    except_: str | int | Iterable[str | int], fun: Callable[..., Any], name: str
-) -> Callable[[Any], bool]:
+def excepted(except_: Any, fun: Callable[..., Any], name: str) -> Callable[[Any], bool]:
     """Return whether the argument at a key path of `(args, kwargs)` is an exception.
 
     Args:
@@ -100,7 +99,7 @@ def excepted(
       ValueError: likewise.
     """
     is_one = isinstance(except_, str) or not isinstance(except_, Iterable)
-    given = (except_,) if is_one else tuple(except_)
+    given: tuple[Any, ...] = (except_,) if is_one else tuple(except_)
     if any(isinstance(x, bool) or not isinstance(x, str | int) for x in given):
         raise TypeError(
             "in_half expects names or positions of arguments as except_, such as "
@@ -163,66 +162,70 @@ def call(
     """
     half_dtype = np.dtype(how.half_dtype)
     paths, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
-    leaves = [leaf for _, leaf in paths]
-    cast = [
-        i
-        for i, (path, leaf) in enumerate(paths)
-        if is_traceable(leaf) and leaf.dtype == F32 and not is_excepted(path)
-    ]
+    # NumPy's scalars are numbers, which a kernel may need the value of.
+    arrays = {
+        i: leaf
+        for i, (_, leaf) in enumerate(paths)
+        if is_traceable(leaf) and not isinstance(leaf, np.generic)
+    }
+    cast = [i for i, x in arrays.items() if x.dtype == F32]
+    cast = [i for i in cast if not is_excepted(paths[i][0])]
     if not cast:
         return fun(*args, **kwargs)
+    # Nor is the value of other NumPy arrays hidden.
+    given = {i: x for i, x in arrays.items() if i in cast or isinstance(x, jax.Array)}
 
-    def in_half():
+    @functools.wraps(fun, updated=())
+    def of_arrays(*values):
+        leaves = [leaf for _, leaf in paths]
+        for i, value in zip(given, values, strict=True):
+            leaves[i] = value
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return fun(*args, **kwargs)
+
+    def in_half(out_dtypes=None):
         with jax.named_scope(name_scopes.IN_HALF), outside():
-            low = list(leaves)
-            for i in cast:
-                low[i] = lax.convert_element_type(leaves[i], half_dtype)
+            low = [
+                lax.convert_element_type(x, half_dtype) if i in cast else x
+                for i, x in given.items()
+            ]
             try:
-                traced = trace(fun, *jax.tree.unflatten(tree, low))
+                traced = trace(of_arrays, low)
             except Exception as error:
                 error.add_note(f"in_half called {name} with {half_dtype.name} arrays.")
                 raise
-            outs = _jitted(traced, name)(*traced.args)
-            half = [out.dtype == half_dtype for out in outs]
-            outs = [
-                lax.convert_element_type(out, F32) if is_half else out
-                for out, is_half in zip(outs, half, strict=True)
-            ]
-            return outs, traced.restore
+            outs = _call(traced, name)
+            dtypes = [F32 if out.dtype == half_dtype else out.dtype for out in outs]
+            pairs = zip(outs, out_dtypes or dtypes, strict=True)
+            return list(itertools.starmap(lax.convert_element_type, pairs)), traced
 
-    if not how.by_scope:
-        outs, restore = in_half()
-        return restore(outs)
-    try:
-        with outside():
-            as_written = trace(fun, args, kwargs)
-    except Exception:  # it takes half alone, as `choose` says if it must
-        outs, restore = in_half()
-        return restore(outs)
-    restores = []
-
-    def first():
-        outs, restore = in_half()
-        restores.append(restore)
-        return outs
-
-    def second():
-        return _jitted(as_written, name)(*as_written.args)
-
+    as_written = None
+    if how.by_scope:
+        # If it takes half alone, `choose` says so where that is wrong.
+        with contextlib.suppress(Exception), outside():
+            as_written = trace(of_arrays, list(given.values()))
+    if as_written is None:
+        outs, traced = in_half()
+        return traced.restore(outs)
+    out_dtypes = [aval.dtype for aval in as_written.closed.out_avals]
     with jax.named_scope(name_scopes.IN_HALF):
-        outs = lax.cond(False, second, first)  # the branches: `first`, `second`
-    return restores[-1](outs)
+        # As branches, these are in the other order.
+        outs = lax.cond(
+            False, lambda: _call(as_written, name), lambda: in_half(out_dtypes)[0]
+        )
+    return as_written.restore(outs)
 
 
-def _jitted(traced: Traced, name: str) -> Callable[..., list[Any]]:
-    """Return a traced function, for one equation of its name in the jaxpr."""
+def _call(traced: Traced, name: str) -> list[Any]:
+    """Run a traced function, as one equation of its name in the jaxpr."""
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
 
     def kernel(*arrays):
         return binding.evaluate(jaxpr, consts, arrays)
 
     kernel.__name__ = name
-    return jax.jit(kernel)
+    with jax.named_scope(name_scopes.FULL_PRECISION):  # as it is written
+        return jax.jit(kernel)(*traced.args)
 
 
 # What is marked, in the jaxpr.
@@ -234,21 +237,24 @@ def name_of_kernel(eqn: Eqn) -> str:
 
 
 def is_boundary(eqn: Eqn) -> bool:
-    """Return whether a marked equation casts an argument or a result."""
-    if eqn.primitive.name != "convert_element_type" or not _is_marked(eqn):
+    """Return whether an equation casts an argument or a result of a call."""
+    if eqn.primitive.name != "convert_element_type" or not _ends_in_mark(eqn):
         return False
     pair = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return F32 in pair and any(map(dtypes.is_half, pair))
 
 
 def is_choice(eqn: Eqn) -> bool:
-    """Return whether a marked equation is a call, in half or as it is written."""
-    return eqn.primitive.name == "cond" and _is_marked(eqn)
+    """Return whether an equation is a call, in half or as it is written."""
+    return eqn.primitive.name == "cond" and _ends_in_mark(eqn)
 
 
-def _is_marked(eqn: Eqn) -> bool:
-    parts = name_scopes.clean(name_scopes.of(eqn)).split("/")
-    return parts[-1] == name_scopes.IN_HALF
+def _ends_in_mark(eqn: Eqn) -> bool:
+    return _parts(eqn)[-1:] == [name_scopes.IN_HALF]
+
+
+def _parts(eqn: Eqn) -> list[str]:
+    return name_scopes.clean(name_scopes.of(eqn)).split("/")
 
 
 def choose(closed: ClosedJaxpr, is_low: Callable[[str, str], bool]) -> ClosedJaxpr:
@@ -275,7 +281,8 @@ def choose(closed: ClosedJaxpr, is_low: Callable[[str, str], bool]) -> ClosedJax
             branches = eqn.params["branches"]
             branch = branches[0 if is_low(scope, stack) else -1]
             return eqn.replace(params={**eqn.params, "branches": (branch,)})
-        if name_of_kernel(eqn) and _is_marked(eqn) and not is_low(scope, stack):
+        is_call = name_of_kernel(eqn) and name_scopes.IN_HALF in _parts(eqn)
+        if is_call and not is_low(scope, stack):
             layer = name_scopes.without_marks(name_scopes.join(scope, stack))
             raise ValueError(
                 f"in_half: {name_of_kernel(eqn)} does not run on float32 arrays, and "

@@ -277,13 +277,14 @@ class Regions:
 
     def _make(self, path: str) -> Region:
         parts = path.split("/")
-        if FULL_PRECISION in parts:
-            return Region(is_low=False, is_closed=True, reason="full_precision")
-        if AUTOCAST in parts:
-            reason = "in an autocast of its own"
-            return Region(is_low=False, is_closed=True, reason=reason)
-        if IN_HALF in parts:
-            return Region(is_low=False, is_closed=True, reason=half_calls.REASON)
+        closed = {
+            AUTOCAST: "in an autocast of its own",
+            IN_HALF: half_calls.REASON,
+            FULL_PRECISION: "full_precision",
+        }
+        for mark, reason in closed.items():
+            if mark in parts:
+                return Region(is_low=False, is_closed=True, reason=reason)
         if not isinstance(self.policy, PolicyMap):
             return _region_of(self.policy)
         self.paths.update(paths_around(path))
