@@ -49,6 +49,7 @@ FLOORS = {
     "flax": 5,
     "checkpoint": 6,
     "doctor": 6,
+    "memory": 6,
 }
 
 UNSTABLE_JAX = ("jax.extend", "jax._src")

@@ -82,5 +82,6 @@ def trace(
 
 def is_traceable(x: Any) -> bool:
     """Return whether an argument is traced; others reach the function as they are."""
-    is_array = isinstance(x, jax.Array | np.ndarray | np.generic)
+    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    is_array = isinstance(x, arrays)
     return is_array and x.dtype != jax.dtypes.float0 and x.dtype != object

@@ -1,0 +1,1 @@
+"""Memory of a function: what is saved, and what its compiled program takes."""

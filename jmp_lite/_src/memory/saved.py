@@ -1,0 +1,388 @@
+"""`saved`: the arrays that the backward pass keeps, before XLA, and what made them.
+
+    layer    op           line     dtype  shape     size       hint
+    decoder  dot_general  m.py:12  f32    [64,512]  128.0 KiB  a product in float32
+
+Limits: XLA keeps less than this list, and needs buffers of its own (`of_step`).
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, ParamSpec
+
+import jax
+
+from jmp_lite._src import compat, reports
+from jmp_lite._src.autocast import products
+from jmp_lite._src.autocast.transform import check_function, takes_function
+from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources, tracing
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.primitives import LOOPS, Fact, facts
+from jmp_lite._src.jaxprs.sites import bodies_of
+
+P = ParamSpec("P")
+
+_PRODUCT = "a product in float32: half under autocast"
+_SOFTMAX = "of a softmax: autocast keeps half probabilities alone"
+_NORM = "of a norm: autocast or save_products computes it again"
+_MASK = "a mask: save_products computes it again"
+_CHEAP = "elementwise: autocast or save_products computes it again"
+_COPY = "a copy of an argument: save_products makes it again"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedArray:
+    """One array that the backward pass keeps, a row of `saved`.
+
+    Attributes:
+      layer: the name-scope path of the operation that made it, `""` outside any scope.
+      operation: the name of its primitive; `"argument"`, `"constant"`.
+      line: `file:line` of the user's code; for an argument, its name.
+      dtype: its dtype.
+      shape: its shape.
+      bytes: its size.
+      hint: how it could be half, or why it need not be saved; `""` if nothing is known.
+    """
+
+    layer: str
+    operation: str
+    line: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    hint: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedReport(reports.Report):
+    """What `saved` found: the arrays that the backward pass of a function keeps.
+
+    Attributes:
+      rows: the arrays that the forward pass makes, the largest first.
+      arguments: the arguments among what is kept: they exist anyway.
+    """
+
+    rows: tuple[SavedArray, ...]
+    arguments: tuple[SavedArray, ...]
+
+    _derived = ("bytes", "by_layer", "by_dtype")
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all rows: arguments are not counted."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def by_layer(self) -> dict[str, int]:
+        """The bytes of each layer, the largest first."""
+        return total((row.layer, row.bytes) for row in self.rows)
+
+    @property
+    def by_dtype(self) -> dict[str, int]:
+        """The bytes of each dtype, the largest first."""
+        return total((row.dtype, row.bytes) for row in self.rows)
+
+    def _table(self, every):
+        arguments = sum(row.bytes for row in self.arguments)
+        largest = itertools.islice(self.by_layer.items(), 5)
+        layers = [f"{name or '(no scope)'} {size(n)}" for name, n in largest]
+        more = len(self.by_layer) - len(layers)
+        dtypes = [
+            f"{reports.short_dtype(d)} {size(n)}" for d, n in self.by_dtype.items()
+        ]
+        groups = [[row] for row in self.rows] if every else _alike(self.rows)
+        return reports.Table(
+            f"kept for the backward pass: {size(self.bytes)} in {len(self.rows)} "
+            f"arrays, beside {size(arguments)} of arguments",
+            ("layer", "op", "line", "dtype", "shape", "×", "size", "hint"),
+            [_cells(rows) for rows in groups],
+            numbers=("×", "size"),
+            caption="by layer: "
+            + ", ".join([*layers, *([f"{more} more"] if more > 0 else [])])
+            + "; by dtype: "
+            + ", ".join(dtypes),
+        )
+
+
+def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the sum of the numbers of each name, the largest first."""
+    sums: dict[str, int] = defaultdict(int)
+    for name, number in pairs:
+        sums[name] += number
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def size(count: float) -> str:
+    """Return a number of bytes as text.
+
+    Examples:
+      >>> size(100), size(1536), size(5 * 2**30)
+      ('100 B', '1.5 KiB', '5.00 GiB')
+    """
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1)):
+        if abs(count) < 1024:
+            return f"{count:.{digits}f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def aval_bytes(aval: Any) -> int:
+    """Return the bytes of an array, of what has its shape and dtype."""
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _alike(rows: Iterable[SavedArray]) -> list[list[SavedArray]]:
+    """Return the rows of one operation and line together, whatever their layer."""
+    groups: dict[Any, list[SavedArray]] = defaultdict(list)
+    for row in rows:
+        key = row.operation, row.line, row.dtype, row.shape, row.hint
+        groups[key].append(row)
+    return sorted(groups.values(), key=lambda rows: -sum(row.bytes for row in rows))
+
+
+def _cells(rows: list[SavedArray]) -> list[str]:
+    row, layers = rows[0], list(dict.fromkeys(row.layer for row in rows))
+    return [
+        row.layer if len(layers) == 1 else f"{layers[0]} … {layers[-1]}",
+        row.operation,
+        reports.short_line(row.line),
+        reports.short_dtype(row.dtype),
+        "[" + ",".join(map(str, row.shape)) + "]",
+        f"{len(rows)}",
+        size(sum(row.bytes for row in rows)),
+        row.hint,
+    ]
+
+
+@takes_function
+def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
+    """Return a function of the same arguments that lists what its gradient keeps.
+
+    These are the residuals of `jax.vjp` by all arguments, as
+    `jax.ad_checkpoint.print_saved_residuals` has them, with bytes, layers and hints.
+    XLA keeps less than this: `of_step` compiles.
+
+    Args:
+      fun: the function, a loss say; it returns arrays.
+
+    Returns:
+      A function that returns a `SavedReport`; nothing is computed, and arguments may be
+      `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      TypeError: `fun` is no function, or has arguments besides those of the call.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> def loss(w, x):
+      ...     with jax.named_scope("head"):
+      ...         return jnp.sin(x @ w).sum()
+      >>> shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 4), (16, 8))]
+      >>> report = saved(loss)(*shapes)
+      >>> [(row.layer, row.operation, row.shape, row.bytes) for row in report.rows]
+      [('head', 'cos', (16, 4), 256)]
+      >>> [row.line for row in report.arguments]
+      ['x', 'w']
+    """
+    check_function(fun, "saved")
+
+    @functools.wraps(fun)
+    def residuals(*args: P.args, **kwargs: P.kwargs) -> list[Any]:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+        def of_arrays(*values):
+            filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+            args, kwargs = jax.tree.unflatten(tree, filled.values())
+            return fun(*args, **kwargs)
+
+        _, backward = jax.vjp(of_arrays, *(leaves[i] for i in arrays))
+        return jax.tree.leaves(backward)
+
+    def list_saved(*args: P.args, **kwargs: P.kwargs) -> SavedReport:
+        closed = tracing.trace(residuals, args, kwargs).closed
+        jaxpr = compat.open_jaxpr(closed)
+        names = list(jaxpr.debug_info.arg_names or ())
+        names += [""] * (len(jaxpr.invars) - len(names))
+        arguments = {id(v): name for v, name in zip(jaxpr.invars, names, strict=True)}
+        rows, given = [], []
+        finder = _Finder(jaxpr)
+        for var in {id(v): v for v in jaxpr.outvars}.values():
+            found = finder.find(var)
+            if id(found.var) in arguments:
+                given.append(_argument(found.var, arguments[id(found.var)]))
+            else:
+                rows.append(found.row(var))
+        by_bytes = functools.partial(sorted, key=lambda row: -row.bytes)
+        return SavedReport(tuple(by_bytes(rows)), tuple(by_bytes(given)))
+
+    return list_saved
+
+
+def _argument(var: Var, name: str) -> SavedArray:
+    aval = var.aval
+    return SavedArray(
+        "", "argument", name, str(aval.dtype), tuple(aval.shape), aval_bytes(aval)
+    )
+
+
+class _Found(NamedTuple):
+    """Where a variable is from.
+
+    Attributes:
+      var: the variable that has its value, of the whole program if `eqn` is None.
+      eqn: what made it; None for an argument or a constant.
+      around: its jaxpr.
+      layer: its name-scope path.
+      line: `file:line`.
+    """
+
+    var: Var
+    eqn: Eqn | None
+    around: "_Made"
+    layer: str = ""
+    line: str = ""
+
+    def row(self, var: Var) -> SavedArray:
+        """Return the row of a variable of the whole program, with this origin."""
+        name = self.eqn.primitive.name if self.eqn else "constant"
+        dtype, shape = str(var.aval.dtype), tuple(var.aval.shape)
+        hint = self.around.hint(self.eqn, self.var) if self.eqn else ""
+        layer = name_scopes.without_marks(self.layer)
+        return SavedArray(
+            layer, name, self.line, dtype, shape, aval_bytes(var.aval), hint
+        )
+
+
+class _Made:
+    """What made the variables of a jaxpr, and what reads them."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self.by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._given = {*jaxpr.invars, *jaxpr.constvars}
+        divisions = [jaxpr.eqns[i] for i in products.find_softmaxes(jaxpr)]
+        self._of_softmax = {v for e in divisions for v in (e.outvars[0], e.invars[0])}
+
+    def hint(self, eqn: Eqn, var: Var) -> str:
+        """Return why an array could be half, or need not be saved."""
+        of_eqn = facts(eqn.primitive.name)
+        if core.is_bool(var):
+            return _MASK
+        if self._is_copy(eqn):
+            return _COPY
+        if not core.is_f32(var):
+            return ""
+        if of_eqn & Fact.PRODUCT:
+            return "" if products.is_half_product(eqn) else _PRODUCT
+        if var in self._of_softmax:
+            return _SOFTMAX
+        if self._reads_statistic(eqn):
+            return _NORM
+        is_cheap = of_eqn & Fact.ELEMENTWISE and not of_eqn & Fact.LINEAR
+        return _CHEAP if is_cheap else ""
+
+    def _is_copy(self, eqn: Eqn) -> bool:
+        """Return whether this is a cast or a move of what the jaxpr is given."""
+        source, is_move = self._before_moves(eqn.outvars[0])
+        return is_move and not compat.is_literal(source) and source in self._given
+
+    def _before_moves(self, var: Var) -> tuple[Var, bool]:
+        """Return what a variable is a cast or a move of, and whether it is one."""
+        moved = False
+        while not compat.is_literal(var):
+            eqn = self.by.get(var)
+            if eqn is None or not _is_move(eqn):
+                break
+            var, moved = eqn.invars[0], True
+        return var, moved
+
+    def _reads_statistic(self, eqn: Eqn) -> bool:
+        """Return whether an operand is a mean, or a root of one, that is broadcast."""
+        largest = max(map(core.size, eqn.outvars))
+        for var in core.variables(eqn.invars):
+            source, _ = self._before_moves(var)
+            is_small = core.size(source) < largest and not compat.is_literal(source)
+            if is_small and self._is_of_sum(source):
+                return True
+        return False
+
+    def _is_of_sum(self, var: Var, steps: int = 6) -> bool:
+        eqn = self.by.get(var)
+        if eqn is None or steps == 0:
+            return False
+        if facts(eqn.primitive.name) & Fact.SUMS:
+            return True
+        return any(self._is_of_sum(v, steps - 1) for v in core.variables(eqn.invars))
+
+
+def _is_move(eqn: Eqn) -> bool:
+    of_eqn = facts(eqn.primitive.name)
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast or bool(of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES)
+
+
+def _next_carry(eqn: Eqn, sub: control_flow.SubJaxpr, found: _Found) -> Var | None:
+    """Return what a scan hands to its next iteration as an input that was found."""
+    counts = compat.scan_counts(eqn.params) if eqn.primitive.name == "scan" else None
+    if counts is None or found.eqn is not None or found.var not in sub.jaxpr.invars:
+        return None
+    index = sub.jaxpr.invars.index(found.var) - counts[0]
+    return sub.jaxpr.outvars[index] if 0 <= index < counts[1] else None
+
+
+def _wrapped(eqn: Eqn, var: Var) -> Var | None:
+    """Return what a result is, if an equation hands it on as it is.
+
+    `jax.checkpoint` wraps `reduce_precision` around what it keeps.
+    """
+    is_reduced = eqn.primitive.name == "reduce_precision"
+    if not (is_reduced or facts(eqn.primitive.name) & Fact.IN_ORDER):
+        return None
+    operand = eqn.invars[eqn.outvars.index(var)]
+    return operand if operand.aval.shape == var.aval.shape else None
+
+
+class _Finder:
+    """Finds what made the outputs of a program, in the calls and loops that it has."""
+
+    def __init__(self, jaxpr: Jaxpr):
+        self._jaxpr = jaxpr
+        self._made = functools.cache(_Made)
+
+    def find(self, var: Var) -> _Found:
+        """Return where a variable of the program is from."""
+        return self._find(self._jaxpr, var, "", "")
+
+    def _find(self, jaxpr: Jaxpr, var: Var, layer: str, line: str) -> _Found:
+        made, path = self._made(jaxpr), layer
+        while not compat.is_literal(var) and (eqn := made.by.get(var)) is not None:
+            path = name_scopes.join(layer, name_scopes.of(eqn))
+            line = sources.source_line(eqn, line)
+            if (operand := _wrapped(eqn, var)) is not None:
+                var = operand
+                continue
+            sub = self._body(eqn, var)
+            if sub is None:
+                return _Found(var, eqn, made, path, line)
+            out = sub.jaxpr.outvars[sub.results.index(eqn.outvars.index(var))]
+            inside = self._find(sub.jaxpr, out, path, line)
+            if carried := _next_carry(eqn, sub, inside):
+                inside = self._find(sub.jaxpr, carried, path, line)
+            if inside.eqn is not None:
+                return inside
+            if eqn.primitive.name in LOOPS or compat.is_literal(inside.var):
+                return _Found(var, eqn, made, path, line)
+            # The body returns what it is given.
+            if inside.var not in sub.jaxpr.invars:  # a constant
+                return inside
+            var = eqn.invars[sub.operands[sub.jaxpr.invars.index(inside.var)]]
+        return _Found(var, None, made, path, line)
+
+    def _body(self, eqn: Eqn, var: Var) -> control_flow.SubJaxpr | None:
+        """Return the jaxpr in an equation that computes a result of it."""
+        index = eqn.outvars.index(var)
+        return next((sub for sub in bodies_of(eqn) or () if index in sub.results), None)
