@@ -8,8 +8,12 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "attention_kernels.md"
 
-# These kernels are written for JAX' defaults.
-pytestmark = pytest.mark.standard_promotion
+# These kernels are written for JAX' defaults, and JAX 0.12 deprecates one.
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore:jax.experimental.pallas.ops.gpu.attention"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
 
 # Name on the page -> platform, the calls in the program.
 KERNELS = {
