@@ -1,23 +1,38 @@
-"""The page on autocast says what the rule table says."""
+"""The pages on autocast say what the rule table says."""
 
+import itertools
 from pathlib import Path
 
 from jmp_lite import OpRules
 from jmp_lite._src.autocast import options
 
-PAGE = Path(__file__).parents[2] / "docs" / "autocast.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "autocast.md"
+MARKER = "<!-- made by tests/autocast/test_docs.py of options.describe() -->\n"
+
+
+def table() -> str:
+    """Return the table of the code, with a row for neighbours of one kind."""
+    header, line, *rows = options.describe().splitlines()
+    split = [row.strip("| ").split(" | ", 1) for row in rows]
+    kinds = itertools.groupby(split, key=lambda row: row[1])
+    lines = [f"| {', '.join(name for name, _ in g)} | {kind} |" for kind, g in kinds]
+    return "\n".join([header.replace("primitive", "primitives"), line, *lines])
+
+
+def names(text: str) -> list[str]:
+    """Return the primitives of a table."""
+    cells = [row.split(" | ")[0] for row in text.splitlines()[2:]]
+    return [name for cell in cells for name in cell.split("`")[1::2]]
 
 
 def test_the_page_has_the_table_of_the_code():
     text = PAGE.read_text(encoding="utf-8")
-    table = text.split("<!-- made by jmp_lite._src.autocast.options.describe() -->\n")[
-        1
-    ]
-    assert table.strip() == options.describe()
+    made = text.split(MARKER)[1].partition("\n\n")[0].strip()
+    assert made == table(), table()
 
 
 def test_the_table_names_every_listed_primitive_once():
-    rows = options.describe().splitlines()[2:]
-    names = [row.split("`")[1] for row in rows]
-    assert len(names) == len(set(names))
-    assert set(names) == {name for name, _ in OpRules.default("bfloat16").classes}
+    found = names(table())
+    assert len(found) == len(set(found))
+    assert set(found) == {name for name, _ in OpRules.default("bfloat16").classes}
+    assert found == [row.split("`")[1] for row in options.describe().splitlines()[2:]]
