@@ -71,7 +71,7 @@ def use(w: jax.Array, scale: jmp.LossScale) -> None:
     grad = jmp.scaled_grad(loss_and_steps, loss_scale=scale, has_aux=True)
     _, steps = grad(w, step=3)
     grad(w, steps=3)  # error
-    print(autocast, out, full, summed, value, steps, wrong, grads)
+    print(autocast, out, full, halved, summed, value, steps, wrong, grads)
 
 
 def optimise(w: jax.Array) -> None:
