@@ -10,6 +10,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "checkpoint": ("orbax.checkpoint",),
     "completion": ("shtab",),
     "flax": ("flax",),
+    "memory-gpu": ("jax_plugins",),
+    "memory-tpu": ("libtpu",),
     "numerics": ("matplotlib", "rich"),
 }
 
