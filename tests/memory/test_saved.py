@@ -180,4 +180,4 @@ def test_mistakes_are_named_at_the_call():
     with pytest.raises(TypeError, match="saved expects at most 1 argument"):
         memory.saved(gpt, PARAMS, TOKENS)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="tokens"):
-        memory.saved(gpt)(PARAMS)
+        memory.saved(gpt)(PARAMS)  # pyright: ignore[reportCallIssue]

@@ -152,7 +152,7 @@ _TPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device to compile for, an entry of `DEVICES`.
+    """A device that `of_step` and `mesh` compile for, an entry of `DEVICES`.
 
     Attributes:
       name: what it is called.
@@ -182,14 +182,14 @@ def _of_gpu(gpu: _Gpu) -> Device:
     return Device(gpu.name, gpu.memory, capability=tuple(numbers))
 
 
-DEVICES: dict[str, Device] = {
+DEVICES = {
     **{key: _of_gpu(gpu) for key, gpu in _GPUS.items()},
     **{
         key: Device(f"TPU {key}", tpu.memory, is_tpu=True) for key, tpu in _TPUS.items()
     },
     "cpu": Device("CPU"),
 }
-"""The devices that `of_step` and `mesh` know, by the names that they take."""
+"""The devices that `of_step` and `mesh` know: `DEVICES["l4"].memory` is in bytes."""
 
 
 def find(device: str) -> Device:

@@ -174,7 +174,7 @@ def _peak(
             values[x.name] = read  # what has started reads until it is done
         else:
             made = [_Array(_live(x, array), step) for array in x.arrays]
-            values[x.name] = made
+            values[x.name] = list(made)
         if x.line.lstrip().startswith("ROOT"):
             root = values[x.name]
         steps.append((x, made, list(filter(None, read))))

@@ -123,7 +123,7 @@ def _place(mesh: Mesh, x: Any) -> Any:
     """Return the shape of an array, on a mesh; what is no array as it is."""
     if not trees.is_array(x):
         return x
-    sharding = getattr(x, "sharding", None)
+    sharding: Any = getattr(x, "sharding", None)
     is_split = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
     spec = sharding.spec if is_split else PartitionSpec()
     sharding = NamedSharding(mesh, spec)

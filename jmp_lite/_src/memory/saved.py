@@ -197,8 +197,8 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
 
         def of_arrays(*values):
             filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
-            args, kwargs = jax.tree.unflatten(tree, filled.values())
-            return fun(*args, **kwargs)
+            given: Any = jax.tree.unflatten(tree, filled.values())
+            return fun(*given[0], **given[1])
 
         _, backward = jax.vjp(of_arrays, *(leaves[i] for i in arrays))
         return jax.tree.leaves(backward)

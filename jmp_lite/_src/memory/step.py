@@ -317,5 +317,5 @@ def _rows(found: Sequence[liveness.Live], parameters: Sequence[Any]) -> tuple[An
             kind = GRADIENTS
         if x.size:
             groups[kind, x.layer, x.operation, x.dtype].append(x.size)
-    rows = [LiveRow(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
+    rows = [LiveRow(*key, len(x), sum(x)) for key, x in groups.items()]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
