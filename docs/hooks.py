@@ -1,4 +1,4 @@
-"""What MkDocs adds: links out of docs/, the changelog, boxes of diagrams, a check.
+"""What MkDocs adds: files outside of docs/, the changelog and the benchmarks, a check.
 
 The build fails if a public name is not in the reference, is there twice, or has no
 docstring with an example. The sources are parsed, not imported.
@@ -21,8 +21,14 @@ _PUBLIC = {
         for name in ("checkpoint", "linen", "memory", "nnx", "numerics")
     },
 }
+# Pages of the site whose text is a file outside of docs/.
+_INCLUDED = {
+    "changelog.md": "CHANGELOG.md",
+    "all_benchmarks.md": "benchmarks/README.md",
+}
 _PICTURES = (".png", ".svg")
-_COPIED = "images/outside"  # where pictures from outside docs/ are on the site
+_COPIED = "outside"  # where files from outside docs/ are on the site
+_LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
 _DIRECTIVE = re.compile(r"^::: (\S+)$", re.M)
 _NAMES = re.compile(r"`(\w+)")
 
@@ -30,9 +36,9 @@ _NAMES = re.compile(r"`(\w+)")
 def on_config(config: Any, **kwargs: Any) -> Any:
     """Set where pages are edited; fail if the reference lacks something."""
     del kwargs
-    config["repo_url"] = repository()
-    config["repo_name"] = repository().rpartition("/")[2]
-    config["edit_uri"] = "edit/main/docs/"
+    if home := repository():
+        config |= {"repo_url": home, "repo_name": home.rpartition("/")[2]}
+        config["edit_uri"] = "edit/main/docs/"
     if faults := list(reference_faults()):
         from mkdocs.exceptions import PluginError  # the tests need no MkDocs
 
@@ -41,40 +47,56 @@ def on_config(config: Any, **kwargs: Any) -> Any:
 
 
 def on_files(files: Any, *, config: Any, **kwargs: Any) -> Any:
-    """Take pictures outside docs/ into the site, so that it needs no other host."""
+    """Take what pages show or link outside of docs/ into the site: it needs no host."""
     del kwargs
     from mkdocs.structure.files import File
 
     for page in files.documentation_pages():
-        outside = _outside(page.src_uri.count("/"))
-        for path in outside.findall(page.content_string):
-            copy = f"{_COPIED}/{path}"
-            if path.endswith(_PICTURES) and copy not in files.src_uris:
-                source = str(_ROOT / path)
-                files.append(File.generated(config, copy, abs_src_path=source))
+        for path in _outside(page.src_uri.count("/")).findall(page.content_string):
+            path = path.partition("#")[0]
+            if path in _INCLUDED.values():
+                continue
+            if _copy_of(path) not in files.src_uris:
+                file = File.generated(
+                    config, _copy_of(path), abs_src_path=str(_ROOT / path)
+                )
+                files.append(file)
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
-    """Return a page with its links to files outside docs/ as URLs; MkDocs calls it."""
+    """Return a page with its links out of docs/ to the copies; MkDocs calls it."""
     del kwargs
-    if page.file.src_uri == "changelog.md":
-        markdown += (_ROOT / "CHANGELOG.md").read_text("utf-8").partition("\n")[2]
+    if source := _INCLUDED.get(page.file.src_uri):
+        text = (_ROOT / source).read_text("utf-8").partition("\n")[2]
+        markdown += _LINK.sub(_on_site, text)
     depth = page.file.src_uri.count("/")
+    pages = {source: name for name, source in _INCLUDED.items()}
 
     def link(match: re.Match[str]) -> str:
-        if match[1].endswith(_PICTURES):
-            return f"]({'../' * depth}{_COPIED}/{match[1]})"
-        return f"]({address(match[1])})"
+        path, anchor, place = match[1].partition("#")
+        if path in pages:
+            return f"]({'../' * depth}{pages[path]}{anchor}{place})"
+        return f"]({'../' * depth}{_copy_of(path)})"
 
     return _outside(depth).sub(link, markdown)
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
-    """Return a page with its diagrams in boxes, which scroll on a phone."""
+    """Return a page whose figures open large, for a phone."""
     del kwargs
-    diagram = re.compile(r'<pre class="mermaid">.*?</pre>', re.S)
-    return diagram.sub(r'<div class="diagram">\g<0></div>', html)
+    figure = re.compile(r'(?<=<p>)<img [^>]*src="([^"]+)"[^>]*>(?=</p>)')
+    return figure.sub(r'<a href="\1">\g<0></a>', html)
+
+
+def _on_site(match: re.Match[str]) -> str:
+    """Return a link of an included file as one of the site, or its text alone."""
+    text, link = match.groups()
+    if re.match("#|https?:", link):
+        return match[0]
+    path = link.removeprefix("../docs/")
+    is_there = (_ROOT / "docs" / path.partition("#")[0]).exists()
+    return f"{text}({path})" if is_there else text.strip("[]")
 
 
 def _outside(depth: int) -> re.Pattern[str]:
@@ -84,18 +106,18 @@ def _outside(depth: int) -> re.Pattern[str]:
     return re.compile(rf"\]\(\s*{up}([^)\s]+)\s*\)")
 
 
-def repository() -> str:
-    """Return the address of the repository."""
-    text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)["project"]["urls"]["Repository"]
+def repository() -> str | None:
+    """Return the address of the repository, None until a release has filled it in."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return project.get("urls", {}).get("Repository")
 
 
-def address(path: str) -> str:
-    """Return the address of a file of the repository; a notebook opens in Colab."""
-    if path.endswith(".ipynb"):
-        where = repository().removeprefix("https://github.com/")
-        return f"https://colab.research.google.com/github/{where}/blob/main/{path}"
-    return f"{repository()}/blob/main/{path}"
+def _copy_of(path: str) -> str:
+    """Return where a file outside of docs/ is on the site.
+
+    A page of Markdown would be a page of the site, with links of its own.
+    """
+    return f"{_COPIED}/{path}" + ".txt" * (not path.endswith(_PICTURES))
 
 
 def reference_faults(root: Path = _ROOT) -> Iterator[str]:

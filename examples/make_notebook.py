@@ -14,7 +14,6 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 import json
 import posixpath
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,54 +26,26 @@ from examples.common.results import ROOT
 PAGE = ROOT / "docs" / "ten_minutes.md"
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
-# In Colab alone: elsewhere whoever starts a notebook has installed what it needs.
-_INSTALL = """\
-import sys
-
-if "google.colab" in sys.modules:
-    %pip install --quiet "jmp-lite[examples]\""""
-
 _LEFT_OUT = re.compile(r"^(?:<!-- page only -->\n(?:[^\n]+\n)+|!\[[^\n]*\n)\n?", re.M)
 _LINK = re.compile(r"(\]\()(?!https?:)([^)#]*)(#[^)]*)?\)")
 
 
-def repository() -> str:
-    """Return the address of the repository."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)["project"]["urls"]["Repository"]
-
-
-def colab(path: str, repository: str) -> str:
-    """Return the address that opens a notebook of the repository in Colab."""
-    where = repository.removeprefix("https://github.com/")
-    return f"https://colab.research.google.com/github/{where}/blob/main/{path}"
-
-
-def make_notebook(page: str, name: str, repository: str) -> dict[str, Any]:
+def make_notebook(page: str, name: str) -> dict[str, Any]:
     """Return a page of docs/ as a notebook.
 
     Args:
       page: its Markdown.
       name: its file in docs/, to which its links are relative.
-      repository: where links go.
 
     Returns:
       The notebook, in Jupyter's format 4.5.
     """
 
     def link(match: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join("docs", match[2] or name))
-        return f"{match[1]}{repository}/blob/main/{path}{match[3] or ''})"
+        path = posixpath.join("..", "docs", match[2] or name)
+        return f"{match[1]}{posixpath.normpath(path)}{match[3] or ''})"
 
-    title, _, page = page.partition("\n")
-    url = colab(NOTEBOOK.relative_to(ROOT).as_posix(), repository)
-    badge = "https://colab.research.google.com/assets/colab-badge.svg"
-    text = _LINK.sub(link, _LEFT_OUT.sub("", page))
-    found = [
-        pages.Part("text", f"{title}\n\n[![Open in Colab]({badge})]({url})"),
-        pages.Part("python", _INSTALL),
-        *pages.parts(text),
-    ]
+    found = pages.parts(_LINK.sub(link, _LEFT_OUT.sub("", page)))
     return {
         "cells": [_cell(part, i) for i, part in enumerate(found)],
         "metadata": {
@@ -141,7 +112,7 @@ def main(
         run(NOTEBOOK, run_into)
         print(run_into)
         return
-    notebook = make_notebook(PAGE.read_text("utf-8"), PAGE.name, repository())
+    notebook = make_notebook(PAGE.read_text("utf-8"), PAGE.name)
     NOTEBOOK.write_text(to_json(notebook), encoding="utf-8")
     print(NOTEBOOK)
 

@@ -5,7 +5,12 @@ import typing
 from jmp_lite._src import extras
 from jmp_lite._src.autocast.explain import explain
 from jmp_lite._src.autocast.options import OpRules
-from jmp_lite._src.autocast.transform import autocast, full_precision, sums_in_float32
+from jmp_lite._src.autocast.transform import (
+    autocast,
+    full_precision,
+    in_half,
+    sums_in_float32,
+)
 from jmp_lite._src.dtypes import half_dtype, recommended_half_dtype
 from jmp_lite._src.fp8 import fp8_dot_general
 from jmp_lite._src.gradients import scaled_grad, scaled_value_and_grad
@@ -83,6 +88,7 @@ __all__ = [
     "get_loss_scale",
     "get_policy",
     "half_dtype",
+    "in_half",
     "loss_scale_for",
     "loss_scale_metrics",
     "low_precision_state",

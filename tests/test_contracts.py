@@ -124,6 +124,12 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (jnp.eye(2), jnp.ones((3, 2))),
     ),
     "full_precision": (jmp_lite.full_precision(jnp.dot), (jnp.eye(2), jnp.ones(2))),
+    "in_half": (
+        jmp_lite.autocast(
+            lambda w, x: jmp_lite.in_half(jnp.dot)(x, w), "mixed_bfloat16"
+        ),
+        (jnp.eye(2), jnp.ones((3, 2))),
+    ),
     "cast_floating": (lambda t: jmp_lite.cast_floating(t, jnp.bfloat16), (TREE,)),
     "cast_like": (jmp_lite.cast_like, (TREE, dict(TREE, f=TREE["h"]))),
     "cast_to_full": (jmp_lite.cast_to_full, (TREE,)),

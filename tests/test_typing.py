@@ -50,6 +50,8 @@ def use(w: jax.Array, scale: jmp.LossScale) -> None:
 
     full: jax.Array = jmp.full_precision(loss)(w, decay=0.1)
     jmp.full_precision(loss)(w, dekay=0.1)  # error
+    halved: jax.Array = jmp.in_half(loss, except_=("decay",))(w, decay=0.1)
+    jmp.in_half(loss)(w, dekay=0.1)  # error
     summed: jax.Array = jmp.sums_in_float32(loss)(w, decay=0.1)
     jmp.sums_in_float32(loss)(w, dekay=0.1)  # error
 

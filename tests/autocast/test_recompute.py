@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 from jax.sharding import AxisType, PartitionSpec
 
@@ -351,3 +352,24 @@ def test_save_products_works_in_a_scan_over_layers():
         autocast(stack(kept), "mixed_bfloat16"), stack(body), deep, gain, x
     )
     assert max(errors) < 0.03
+
+
+def test_what_a_policy_of_jax_moves_to_the_host_is_half():
+    args = _arguments()
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def fun(w, gain, x):
+        h = checkpoint_name(x @ w[0], "h")
+        return jax.nn.gelu(h + gain) @ w[1]
+
+    offloaded = autocast(jax.checkpoint(fun, policy=policy), "mixed_bfloat16")
+    grad = jax.grad(functools.partial(_loss, offloaded))
+    moves = jaxprs.equations(jaxprs.trace(grad, *args), "device_put")
+    assert len(moves) == 2  # to the host and back
+    assert {move.outvars[0].aval.dtype.name for move in moves} == {"bfloat16"}
+    assert max(_errors(offloaded, fun, *args)) < 0.02

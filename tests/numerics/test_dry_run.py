@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
+from jmp_lite import numerics
 from jmp_lite._src.autocast.transform import check_policy
 from jmp_lite._src.numerics import runs
 from jmp_lite._src.numerics.dry_run import measure
@@ -290,6 +291,33 @@ def test_equal_layers_share_compilations():
             dry_run(jax.grad(loss), "mixed_float16")(params, tokens)
         counts.append(len(found))
     assert counts[0] == counts[1] <= 8
+
+
+@pytest.mark.parametrize("tool", ["dry_run", "first_nonfinite", "advise"])
+def test_equal_layers_are_traced_and_lowered_once(tool):
+    run = {
+        "dry_run": lambda loss: dry_run(jax.grad(loss), "mixed_float16"),
+        "first_nonfinite": lambda loss: numerics.first_nonfinite(jax.grad(loss)),
+        "advise": lambda loss: numerics.advise(loss, "mixed_float16"),
+    }[tool]
+    counts = []
+    for blocks in (5, 8):
+        loss, params, tokens = compilations.transformer(blocks)
+        with compilations.counted(compilations.LOWERED) as found:
+            run(loss)(params, tokens)
+        counts.append(len(found))
+    assert counts[0] == counts[1]
+
+
+def test_layers_that_share_a_program_have_the_numbers_of_their_own(monkeypatch):
+    loss, params, tokens = compilations.transformer(5)
+
+    def report():
+        return dry_run(jax.grad(loss), "mixed_float16")(params, tokens).to_json()
+
+    shared = report()
+    monkeypatch.setattr(runs, "structure", lambda *_: object())
+    assert report() == shared
 
 
 # Loops and branches.

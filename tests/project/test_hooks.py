@@ -1,12 +1,11 @@
-"""Links out of docs/ go to the repository, notebooks open in Colab."""
+"""Links out of docs/ go to copies on the site."""
 
 import importlib.util
+import re
 import types
 from pathlib import Path
 
 import pytest
-
-from examples import make_notebook
 
 ROOT = Path(__file__).parents[2]
 _SPEC = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
@@ -14,24 +13,16 @@ assert _SPEC and _SPEC.loader
 hooks = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(hooks)
 
-REPOSITORY = make_notebook.repository()
-
 
 @pytest.mark.parametrize(
     ("page", "link", "expected"),
     [
-        (
-            "a.md",
-            "../CONTRIBUTING.md#run",
-            f"{REPOSITORY}/blob/main/CONTRIBUTING.md#run",
-        ),
-        ("b/a.md", "../../benchmarks", f"{REPOSITORY}/blob/main/benchmarks"),
-        ("a.md", "../results/a.png", "images/outside/results/a.png"),
-        ("b/a.md", "../../results/a.png", "../images/outside/results/a.png"),
-        (
-            *("a.md", "../examples/quickstart.ipynb"),
-            make_notebook.colab("examples/quickstart.ipynb", REPOSITORY),
-        ),
+        ("a.md", "../CONTRIBUTING.md#run", "outside/CONTRIBUTING.md.txt"),
+        ("b/a.md", "../../benchmarks/run.py", "../outside/benchmarks/run.py.txt"),
+        ("a.md", "../results/a.png", "outside/results/a.png"),
+        ("b/a.md", "../../results/a.png", "../outside/results/a.png"),
+        ("a.md", "../benchmarks/README.md#fp8", "all_benchmarks.md#fp8"),
+        ("b/a.md", "../../benchmarks/README.md", "../all_benchmarks.md"),
         ("b/a.md", "../other.md", "../other.md"),
         ("a.md", "images/a.svg", "images/a.svg"),
     ],
@@ -44,8 +35,21 @@ def test_only_links_out_of_the_pages_change(page, link, expected):
     assert made == f"[text]({expected})"
 
 
-def test_a_diagram_is_in_a_box_and_no_other_code():
-    code, diagram = "<pre><code>a</code></pre>", '<pre class="mermaid">\na\n</pre>'
-    made = hooks.on_page_content(code + diagram + code + diagram, page=None)
-    box = f'<div class="diagram">{diagram}</div>'
-    assert made == code + box + code + box
+def test_a_figure_opens_large_and_a_picture_in_a_line_does_not():
+    figure, line = (
+        '<p><img alt="a" src="../b.svg" /></p>',
+        '<p>a <img src="c.svg" /></p>',
+    )
+    made = hooks.on_page_content(figure + line, page=None)
+    link = '<p><a href="../b.svg"><img alt="a" src="../b.svg" /></a></p>'
+    assert made == link + line
+
+
+def test_the_benchmarks_are_a_page_of_the_site():
+    file = types.SimpleNamespace(src_uri="all_benchmarks.md")
+    made = hooks.on_page_markdown("# A\n", page=types.SimpleNamespace(file=file))
+    assert "\n## programs\n" in made and "<!-- table: programs_h100 -->\n|" in made
+    links = re.findall(r"\]\(([^)#]+)", made)
+    assert {"memory.md", "images/benchmarks_compiled.svg"} <= set(links)
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+    assert "[tpu_vm.md]" not in made and "tpu_vm.md has the commands" in made

@@ -3,8 +3,11 @@
 import datetime
 import email
 import email.message
+import os
 import re
 import runpy
+import shutil
+import subprocess
 import tarfile
 import tomllib
 import zipfile
@@ -33,12 +36,32 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         return zipfile.ZipFile(folder / build.build_wheel(str(folder)))
 
 
+INFO = f"jmp_lite-{VERSION}.dist-info"
+HOME = "https://github.com/someone/jmp_lite"
+
+
 @pytest.fixture(scope="module")
 def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
     return email.message_from_string(wheel.read(f"{INFO}/METADATA").decode())
 
 
-INFO = f"jmp_lite-{VERSION}.dist-info"
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> email.message.Message:
+    """Return the metadata of a wheel with the address that a release fills in."""
+    folder = tmp_path_factory.mktemp("released")
+    for name in ("LICENSE", "README.md", "jmp_lite/__init__.py", "packaging/home.toml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
+    fill_in = set(re.findall(r"run: (sed .*pyproject.toml)$", workflow, re.M))
+    assert workflow.count("packaging/home.toml") == 2 and len(fill_in) == 1
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    environment = {**os.environ, "URL": HOME}
+    subprocess.run(fill_in.pop(), shell=True, check=True, cwd=folder, env=environment)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        wheel = zipfile.ZipFile(folder / build.build_wheel(str(folder)))
+    return email.message_from_string(wheel.read(f"{INFO}/METADATA").decode())
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
@@ -81,18 +104,23 @@ _LINK = re.compile(r"\]\(([^)\s]*)\)")
 _FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 
 
-def test_links_of_the_page_on_pypi_go_to_the_tag(metadata):
-    page, readme = metadata.get_payload(), (ROOT / "README.md").read_text("utf-8")
+def test_no_address_leads_nowhere_until_a_release_fills_it_in(metadata, released):
+    assert "Project-URL" not in metadata
+    (repository,) = (x for x in released.get_all("Project-URL") if "Repository" in x)
+    assert repository == f"Repository, {HOME}"
+
+
+def test_links_of_the_page_on_pypi_go_to_the_tag(released):
+    page, readme = released.get_payload(), (ROOT / "README.md").read_text("utf-8")
     assert isinstance(page, str)
     assert _FENCE.findall(page) == _FENCE.findall(readme)  # code is as it was
     links = zip(
         *(_LINK.findall(_FENCE.sub("", x)) for x in (page, readme)), strict=True
     )
-    repository = PROJECT["urls"]["Repository"]
     changed = {relative: url for url, relative in links if url != relative}
     for relative, url in changed.items():
         kind = "raw" if relative.endswith(".png") else "blob"
-        assert url == f"{repository}/{kind}/v{VERSION}/{relative}"
+        assert url == f"{HOME}/{kind}/v{VERSION}/{relative}"
         assert (ROOT / relative.partition("#")[0]).exists()
     left = {link for link in _LINK.findall(_FENCE.sub("", page)) if link not in changed}
     assert [x for x in left if not x.startswith(("https://", "#"))] == []
@@ -117,7 +145,6 @@ def test_the_recipe_for_conda_forge_agrees():
     assert recipe["about"]["summary"] == PROJECT["description"]
     assert recipe["about"]["license"] == PROJECT["license"]
     assert recipe["about"]["license_file"] in PROJECT["license-files"]
-    assert recipe["about"]["repository"] == PROJECT["urls"]["Repository"]
     commands = [f"{name} = {call}" for name, call in PROJECT["scripts"].items()]
     assert recipe["build"]["python"]["entry_points"] == commands
 

@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import precision, products, recompute, rules
+from jmp_lite._src.autocast import half_calls, precision, products, recompute, rules
 from jmp_lite._src.autocast.options import OpRules, Regions
 from jmp_lite._src.autocast.precision import (
     FLOAT32,
@@ -136,9 +136,16 @@ class Analyzer:
 
     def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:
         """Trace a function whose jaxpr this is to plan."""
-        traced, filled_in = matmul_precision.trace_filled_in(fun, *args, **options)
+        by_scope, dtype = self.regions.any_float32, self.compute_dtype
+        with half_calls.inside(dtype, by_scope):
+            traced, filled_in = matmul_precision.trace_filled_in(fun, *args, **options)
         self.filled_in |= filled_in
-        return traced
+        if not by_scope:
+            return traced
+        closed = half_calls.choose(
+            traced.closed, lambda *path: self.regions.around_half_call(*path).is_low
+        )
+        return dataclasses.replace(traced, closed=closed)
 
     def plan_closed(
         self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD
@@ -248,7 +255,7 @@ class _Analysis(rules.Analysis):
         plan = CastPlan(
             jaxpr=self.jaxpr,
             consts=self.consts,
-            eqn_plans=tuple(map(_check_bodies, self.plans)),
+            eqn_plans=tuple(map(_check_bodies, self.jaxpr.eqns, self.plans)),
             ins=ins,
             half_out=tuple(p == HALF for p in outs),
             outs=outs,
@@ -404,6 +411,13 @@ def _describe(
             rule, why_not_fp8 = rules.product_rule(
                 eqn, region, direction, table.fp8_min_size
             )
+        if region.reason == half_calls.REASON:
+            is_boundary = half_calls.is_boundary(eqn)
+            if is_boundary or half_calls.is_choice(eqn):
+                rule = rules.BOUNDARY if is_boundary else rule
+                region = analyzer.regions.around_half_call(scope, name_scopes.of(eqn))
+            elif name := half_calls.name_of_kernel(eqn):
+                region = dataclasses.replace(region, reason=f"{region.reason}: {name}")
         size = core.size(eqn.outvars[0]) if rule.is_elementwise else 0
         # Integers matter where they become floats, here or in a sub-jaxpr.
         may_convert = bodies or name == "convert_element_type"
@@ -433,8 +447,9 @@ def _why_unchanged(eqn: Eqn) -> str:
     return f"{NOT_OPENED}: {eqn.primitive.name}, {why_not}"
 
 
-def _check_bodies(plan: EqnPlan) -> EqnPlan:
-    if not plan.bodies or any(plan.half_in):
+def _check_bodies(eqn: Eqn, plan: EqnPlan) -> EqnPlan:
+    # A choice with one branch is none: its branch is run.
+    if not plan.bodies or any(plan.half_in) or half_calls.is_choice(eqn):
         return plan
     # What reads half values may sum their gradients.
     is_idle = all(b.changes_nothing and not b.reads.by_eqn for b in plan.bodies)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, reports
-from jmp_lite._src.autocast import products
+from jmp_lite._src.autocast import half_calls, products
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.autocast.precision import EqnPlan, Placed, walk
-from jmp_lite._src.autocast.rules import Fp8
+from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
 from jmp_lite._src.autocast.transform import (
     check_function,
     check_policy,
@@ -103,7 +103,7 @@ class AutocastReport(reports.Report):
     matmul_precision: str | None = None
     counted_once: int = 0
 
-    _derived = ("half_flops_share", "fp8_flops_share", "kept")
+    _derived = ("half_flops_share", "fp8_flops_share", "kept", "kernels")
 
     @property
     def half_flops_share(self) -> float:
@@ -122,16 +122,23 @@ class AutocastReport(reports.Report):
     @property
     def kept(self) -> dict[str, int]:
         """How many operations stay in float32, by reason, most frequent first."""
-        in_float32 = [row for row in self.rows if not (row.is_half or row.is_lowered)]
+        return self._count(lambda row: not (row.is_half or row.is_lowered))
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """How many calls there are of each `in_half` function, most frequent first."""
+        return self._count(lambda row: row.reason.startswith(half_calls.REASON))
+
+    def _count(self, is_counted: Callable[[OpDecision], bool]) -> dict[str, int]:
         reasons = Counter()
-        for row in in_float32:
+        for row in filter(is_counted, self.rows):
             reasons[row.reason] += row.calls
         return {reason: n for reason, n in reasons.most_common() if reason}
 
     def _table(self, every):
         share, of_fp8 = f"{self.half_flops_share:.1%}", self.fp8_flops_share
         in_fp8 = f" ({of_fp8:.1%} in fp8)" if of_fp8 else ""
-        notes = [f"{n} × {reason}" for reason, n in self.kept.items()]
+        notes = [f"{n} × {reason}" for reason, n in (self.kept | self.kernels).items()]
         if self.matmul_precision:
             notes.append(f"float32 products are in {self.matmul_precision!r} precision")
         if n := self.counted_once:
@@ -246,7 +253,11 @@ def explain(
         )
         equations, dtype = walk(planned.plan), jnp.dtype(compute_dtype)
         return AutocastReport(
-            rows=tuple(_decision(of, dtype) for of in equations if not of.plan.bodies),
+            rows=tuple(
+                _decision(of, dtype)
+                for of in equations
+                if not of.plan.bodies and of.plan.rule is not BOUNDARY
+            ),
             casts=casts_after - casts_before,
             matmul_precision=matmul_precision.current(),
             counted_once=sum(of.calls for of in equations if of.trips is None),

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, fp8
+from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.autocast.rules import BY_CLASS
-from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, join
+from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, IN_HALF, join
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES
 from jmp_lite._src.policy import Policy, PolicyMap, paths_around
 
@@ -235,6 +236,7 @@ class Regions:
       policy: the policy.
       any_fp8: whether it has matrix products in fp8 in some region.
       keeps_inputs: whether products of some region read inputs in float32.
+      any_float32: whether it computes in float32 in some region.
       paths: the paths.
     """
 
@@ -247,6 +249,7 @@ class Regions:
         self.keeps_inputs = self.any_fp8 or any(
             p.reduce_dtype is not None for p in policies
         )
+        self.any_float32 = any(p.compute_dtype == jnp.float32 for p in policies)
 
     def key(self, scope: str) -> str:
         """Return what of a scope matters for what is inside it."""
@@ -259,6 +262,11 @@ class Regions:
             self._regions[path] = self._make(path)
         return self._regions[path]
 
+    def around_half_call(self, scope: str, name_stack: str) -> Region:
+        """Return the region around the call of an `in_half` function."""
+        outer, _, _ = f"/{join(scope, name_stack)}/".partition(f"/{IN_HALF}/")
+        return self.at(outer.lstrip("/"), "")
+
     def check_unused(self, name: str) -> None:
         """Raise if a pattern of the policy matches no path that was asked for.
 
@@ -269,11 +277,14 @@ class Regions:
 
     def _make(self, path: str) -> Region:
         parts = path.split("/")
-        if FULL_PRECISION in parts:
-            return Region(is_low=False, is_closed=True, reason="full_precision")
-        if AUTOCAST in parts:
-            reason = "in an autocast of its own"
-            return Region(is_low=False, is_closed=True, reason=reason)
+        closed = {
+            AUTOCAST: "in an autocast of its own",
+            IN_HALF: half_calls.REASON,
+            FULL_PRECISION: "full_precision",
+        }
+        for mark, reason in closed.items():
+            if mark in parts:
+                return Region(is_low=False, is_closed=True, reason=reason)
         if not isinstance(self.policy, PolicyMap):
             return _region_of(self.policy)
         self.paths.update(paths_around(path))

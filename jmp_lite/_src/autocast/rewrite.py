@@ -72,6 +72,10 @@ class Values:
             for v, is_half in zip(variables, half, strict=True)
         ]
 
+    def read_bounded(self, var: Var) -> Any:
+        """Return a value in half; of a mask in float32, numbers stay finite."""
+        return self._in_half(var, joins=not self.reads.is_derivative_rule)
+
     def in_f32(self, var: Var) -> Any:
         """Return a float value in float32: the one that was cast to half, if it was."""
         value = self._made[var]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, fp8
-from jmp_lite._src.autocast import precision, products
+from jmp_lite._src.autocast import half_calls, precision, products
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
     FLOAT32,
@@ -40,7 +40,7 @@ from jmp_lite._src.autocast.precision import (
     Use,
 )
 from jmp_lite._src.autocast.rewrite import Values
-from jmp_lite._src.jaxprs import control_flow, core
+from jmp_lite._src.jaxprs import binding, control_flow, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
 from jmp_lite._src.jaxprs.primitives import Fact, facts
@@ -314,14 +314,7 @@ class _Product(Rule):
         )
         if why_not:
             return UNCHANGED.keep(info, why_not)
-        use = uses[0] & Use.DTYPE
-        is_half = (
-            use != Use.OUTPUT if analysis.half_results(info) else use == Use.AS_HALF
-        )
-        if analysis.is_recomputed:  # then nothing may depend on the uses
-            is_half = info.region.half_results is True
-        if info.region.half_results is False or uses[0] & Use.FRACTION:
-            is_half = False
+        is_half = _is_result_half(info, uses[0], analysis)
         # It is linear in a tangent, and transposed as it stands: the transpose of a
         # product with a float32 result would multiply half by float32.
         is_half = is_half or analysis.has_tangent(info.eqn)
@@ -663,11 +656,35 @@ class _Softmax(Rule):
         return [products.softmax(logits, *options)]
 
 
+class _Boundary(Rule):
+    """Casts around a call of an `in_half` function: a half value is passed as it is.
+
+    Its results are like those of matrix products: half where these would be.
+    """
+
+    name = half_calls.REASON
+
+    def propagate(self, info, ins, uses, analysis):
+        if info.is_f32 == (False,):
+            return EqnPlan(self, (True,), (False,)), [OTHER]
+        is_half = _is_result_half(info, uses[0], analysis)
+        return EqnPlan(self, (False,), (is_half,)), [HALF if is_half else FLOAT32]
+
+    def operand_uses(self, info, plan, uses, analysis):
+        return [Use.AS_HALF | Use.PRODUCT]
+
+    def run(self, eqn, plan, values):
+        if any(plan.half_in):
+            return [values.read_bounded(eqn.invars[0])]
+        (value,) = values.read(eqn.invars, (False,))
+        return [value] if any(plan.half_out) else binding.bind_here(eqn, [value])
+
+
 UNCHANGED, UNSAFE, PRODUCT = Rule(), _Unsafe(), _Product()
 ACCUMULATED, CAST_BY_HAND = _Accumulated(), _CastByHand()
 FP8, FP8_BACKWARD = Fp8(fp8.FORWARD), Fp8(fp8.GRADIENT)
 PROMOTE, PASSTHROUGH = _Promote(), _PassThrough()
-SUB_JAXPRS, SOFTMAX = _SubJaxprs(), _Softmax()
+SUB_JAXPRS, SOFTMAX, BOUNDARY = _SubJaxprs(), _Softmax(), _Boundary()
 
 # The class of a primitive in the table -> its rule.
 BY_CLASS: dict[str, Rule] = {
@@ -804,6 +821,16 @@ def _why_not_half(
     ):
         return "a precision the program chose"
     return "" if any(c not in IGNORED for c in ins) else "no f32 operand"
+
+
+def _is_result_half(info: EqnInfo, use: int, analysis: Analysis) -> bool:
+    """Return whether the result of a product is half, by its uses and its scope."""
+    if info.region.half_results is False or use & Use.FRACTION:
+        return False
+    if analysis.is_recomputed:  # then nothing may depend on the uses
+        return info.region.half_results is True
+    use &= Use.DTYPE
+    return use != Use.OUTPUT if analysis.half_results(info) else use == Use.AS_HALF
 
 
 def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:

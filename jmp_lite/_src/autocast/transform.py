@@ -1,9 +1,9 @@
-"""`autocast` and `full_precision`: the transformations themselves.
+"""`autocast`, `full_precision`, `in_half`: the transformations themselves.
 
 Limits: the function is traced in float32 and its jaxpr is rewritten, so checks of
-dtypes in its Python code see float32. `pallas_call`, `custom_linear_solve`, callbacks
-and other primitives that `control_flow` does not know run unchanged; `explain` lists
-them.
+dtypes in its Python code see float32, unless it is called by `in_half`. `pallas_call`,
+`custom_linear_solve`, callbacks and other primitives that `control_flow` does not know
+run unchanged; `explain` lists them.
 """
 
 import collections
@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, fp8, trees
-from jmp_lite._src.autocast import products
+from jmp_lite._src.autocast import half_calls, products
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.options import OpRules, Regions, policies_of, resolve_rules
 from jmp_lite._src.autocast.precision import CastPlan, Placed, walk
 from jmp_lite._src.autocast.rewrite import Rewriter
+from jmp_lite._src.autocast.rules import BOUNDARY
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 from jmp_lite._src.policy import Policy, PolicyMap, check_reduce_dtype, get_policy
@@ -174,14 +175,14 @@ def autocast(
         if compute_dtype not in dtypes.HALF_DTYPES:
             if isinstance(policy, PolicyMap):  # whose patterns must match scopes
                 plan_call(fun, policy, compute_dtype, rules, args, kwargs)
-            with jax.named_scope(name_scopes.AUTOCAST):
+            with jax.named_scope(name_scopes.AUTOCAST), half_calls.outside():
                 return fun(*args, **kwargs)
         planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         if rules.lowers_anything and (text := planned.what_is_missing()):
             warnings.warn(text, stacklevel=2)
         elif planned.analyzer.regions.any_fp8:
             fp8.warn_if_slow()
-        with jax.named_scope(name_scopes.AUTOCAST):
+        with jax.named_scope(name_scopes.AUTOCAST), half_calls.outside():
             return planned.run()
 
     return wrapped
@@ -219,8 +220,66 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        with jax.named_scope(name_scopes.FULL_PRECISION):
+        with jax.named_scope(name_scopes.FULL_PRECISION), half_calls.outside():
             return fun(*args, **kwargs)
+
+    return wrapped
+
+
+def in_half(
+    fun: Callable[P, R], *, except_: str | int | Iterable[str | int] = ()
+) -> Callable[P, R]:
+    """Return a function that `autocast` calls in half precision, as it is written.
+
+    Use it for a kernel that demands half: flash attention of cuDNN, of Pallas, splash
+    attention. Under `autocast`, `fun` gets its float32 arrays in the compute dtype of
+    the policy, and is not looked into. Its half results are values that autocast holds
+    in half, as those of matrix products, and float32 for the dtypes of the program. Its
+    gradients flow, by the derivative rules that it has; a gradient of what several
+    operations read is summed in float32. A finite number below the range of half, as in
+    a mask, becomes the lowest number of half.
+
+    Where no autocast traces, it is `fun` itself; so it is in `full_precision`, in
+    scopes whose policy computes in float32, and if no argument is float32.
+
+    Args:
+      fun: any JAX function. Arguments that are not arrays reach it as they are, and so
+        do arrays of other dtypes.
+      except_: arguments that stay float32 (scales, statistics, a bias), by name or
+        position.
+
+    Returns:
+      A function of the same signature.
+
+    Raises:
+      TypeError: `fun` is not callable, or is an nnx module; `except_` holds neither
+        names nor positions; in a call: an argument is an nnx module.
+      ValueError: `fun` has no argument of a name or position in `except_`; in a call
+        under autocast: `fun` takes no float32, in a scope that computes in float32.
+
+    Examples:
+      >>> def kernel(q, k, v):
+      ...     assert q.dtype == jnp.bfloat16, "a kernel for bfloat16"
+      ...     return jax.nn.dot_product_attention(q, k, v)
+      >>> def attend(w, x):
+      ...     return in_half(kernel)(x @ w, x, x)
+      >>> w, x = jnp.eye(8), jnp.ones((1, 4, 2, 8))
+      >>> jax.eval_shape(autocast(attend, "mixed_bfloat16"), w, x).dtype
+      dtype('float32')
+
+    References:
+      torch.amp.custom_fwd(cast_inputs=...).
+    """
+    check_function(fun, "in_half")
+    is_excepted = half_calls.excepted(except_, fun, name_of(fun))
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        how = half_calls.current()
+        if how is None:
+            return fun(*args, **kwargs)
+        refuse_modules((args, kwargs), "a function of in_half")
+        return half_calls.call(fun, name_of(fun), args, kwargs, how, is_excepted)
 
     return wrapped
 
@@ -307,7 +366,10 @@ class PlannedCall:
     def what_is_missing(self) -> str:
         """Return a warning of a precision of the policy that no product has, or ""."""
         equations = walk(self.plan, has_places=False)
-        if not any(of.plan.is_low_product for of in equations):
+        runs_half = [
+            of.plan.is_low_product or of.plan.rule is BOUNDARY for of in equations
+        ]
+        if not any(runs_half):
             why = "it has no matrix product"
             if kept := self._kept():
                 why = f"its matrix products are left as they are ({kept})"
@@ -402,6 +464,8 @@ def check_policy(
 
 def name_of(fun: Any) -> str:
     """Return what to call a function in a message."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
     return getattr(fun, "__name__", type(fun).__name__)
 
 

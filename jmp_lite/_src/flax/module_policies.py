@@ -3,6 +3,7 @@
 Shared by the `with_policy` of linen and of nnx; does not import flax.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, reports, trees
+from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy
 
 # One module.
@@ -136,6 +138,16 @@ class ModulePolicies:
     def any_fp8(self) -> bool:
         """Whether some policy has matrix products in fp8."""
         return any(policy.matmul_dtype == "fp8" for policy in self._all)
+
+    def in_float32(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context to run a model in whose variables are not cast yet.
+
+        In it, what is called through `in_half` gets half.
+        """
+        halves = [p for p in self._all if dtypes.is_half(jnp.dtype(p.compute_dtype))]
+        if not halves:
+            return contextlib.nullcontext()
+        return half_calls.inside(halves[0].compute_dtype)
 
     @property
     def reduce_dtype(self) -> Any:

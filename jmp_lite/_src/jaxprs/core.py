@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -58,3 +58,26 @@ def size(var: Var) -> int:
 def is_half(var: Var) -> bool:
     """Return whether a variable of a jaxpr is float16 or bfloat16."""
     return dtypes.is_half(getattr(var.aval, "dtype", None))
+
+
+def map_jaxprs(eqn: Eqn, fun: Callable[[Jaxpr], Jaxpr]) -> Eqn:
+    """Return an equation with a function of each jaxpr, open or closed, that it holds.
+
+    Args:
+      eqn: the equation. It is returned itself if no jaxpr of it changes.
+      fun: returns a jaxpr as open or closed as its own.
+    """
+    changes = []
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, tuple) and any(map(compat.is_jaxpr, value)):
+            items = map(mapped, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if not compat.is_jaxpr(value):
+            return value
+        made = fun(value)
+        changes.append(made is not value)
+        return made
+
+    params = {name: mapped(x) for name, x in eqn.params.items()}
+    return eqn.replace(params=params) if any(changes) else eqn

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jmp_lite._src import compat, dtypes
+from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import Fact, named
 from jmp_lite._src.jaxprs.tracing import Traced, trace
@@ -57,16 +58,8 @@ def trace_filled_in(
             if not is_half and eqn.params.get("precision") is None:
                 eqn = eqn.replace(params={**eqn.params, "precision": precision})
                 filled_in.add(id(eqn))
-        elif compat.jaxprs_of(eqn):
-            filled = {name: fill_in_param(x) for name, x in eqn.params.items()}
-            eqn = eqn.replace(params=filled)
-        return eqn
-
-    def fill_in_param(value: Any) -> Any:
-        if isinstance(value, tuple) and any(map(compat.is_jaxpr, value)):
-            items = map(fill_in_param, value)
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return fill_in(value) if compat.is_jaxpr(value) else value
+            return eqn
+        return core.map_jaxprs(eqn, fill_in)
 
     closed = fill_in(traced.closed)
     return dataclasses.replace(traced, closed=closed), frozenset(filled_in)

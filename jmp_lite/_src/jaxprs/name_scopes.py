@@ -14,7 +14,8 @@ from jmp_lite._src.jaxprs.core import Eqn
 # Scopes that autocast enters itself; they are marks, not places in the model.
 FULL_PRECISION = "jmp_lite_full_precision"
 AUTOCAST = "jmp_lite_autocast"
-MARKS = (FULL_PRECISION, AUTOCAST)
+IN_HALF = "jmp_lite_in_half"
+MARKS = (FULL_PRECISION, AUTOCAST, IN_HALF)
 # The scope that JAX enters for what `jax.checkpoint` computes again.
 REMATTED = "rematted_computation"
 

@@ -3,7 +3,7 @@
     layer    op           line     dtype  shape     size       hint
     decoder  dot_general  m.py:12  f32    [64,512]  128.0 KiB  a product in float32
 
-Limits: XLA keeps less than this list, and needs buffers of its own (`of_step`).
+Limits: XLA keeps less than this list, and needs buffers of its own.
 """
 
 import dataclasses
@@ -164,7 +164,7 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
 
     These are the residuals of `jax.vjp` by all arguments, as
     `jax.ad_checkpoint.print_saved_residuals` has them, with bytes, layers and hints.
-    XLA keeps less than this: `of_step` compiles.
+    XLA keeps less than this, and needs buffers of its own.
 
     Args:
       fun: the function, a loss say; it returns arrays.

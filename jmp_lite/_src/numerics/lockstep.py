@@ -4,6 +4,7 @@ The policy's run is the shadow of the float32 one: beside each float32 value is 
 that `autocast` would have computed. Branches and loops are those of the float32 run.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,20 @@ class PolicyShadow(Shadow):
 
     def __init__(self, rewriter: Rewriter):
         self.rewriter, self.low_dtype = rewriter, rewriter.half_dtype
+
+    @property
+    def kind(self) -> Any:
+        """What decides, together with the plans, how shadows are computed."""
+        return type(self), np.dtype(self.low_dtype)
+
+    def decides(self, eqn_plan: EqnPlan | None) -> Any:
+        """Return what of a plan decides how shadows are computed."""
+        if eqn_plan is None:
+            return None
+        decides = vars(eqn_plan) | {"reason": ""}
+        if softmax := eqn_plan.softmax:
+            decides["softmax"] = dataclasses.replace(softmax, logits=None)
+        return tuple(decides.values())
 
     def start(self, value: Any) -> Any:
         """Return an argument or constant: both runs have the same."""

@@ -105,6 +105,8 @@ class _Product:
 def _products(jaxpr: Any, around: Site | None = None) -> Iterator[_Product]:
     for eqn in jaxpr.eqns:
         site = site_of(eqn) if around is None else site_of(eqn, around)
+        if name_scopes.IN_HALF in site.layer.split("/"):  # half in every policy
+            continue
         if eqn.primitive.name in products.NAMES:
             read = [v.aval.dtype for v in eqn.invars[:2]]
             half = [dtype for dtype in read if dtypes.is_half(dtype)]

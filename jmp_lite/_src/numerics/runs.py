@@ -24,6 +24,7 @@ from jmp_lite._src.numerics.stretches import (
     Stretch,
     cut,
     layout,
+    structure,
 )
 
 # Larger arrays stay on their device.
@@ -54,8 +55,8 @@ class Observer:
         raise NotImplementedError
 
 
-# What is compiled, by what it does: for one run, or for several that share it.
-Programs = dict[Any, Any]
+# By what they compute: for one run, or for several that share them.
+Programs = dict[Any, CompiledStretch]
 
 
 class Run(Interpreter):
@@ -94,9 +95,12 @@ class Run(Interpreter):
         inputs = [c.value for c in cells], shadows
         key = id(stretch), shared, layout(inputs)
         if key not in self._compiled:
-            self._compiled[key] = CompiledStretch(
-                stretch, self.shadow, shared, inputs, self._programs
-            )
+            same = structure(stretch, stretch, self.shadow), *key[1:]
+            if same not in self._programs:
+                self._programs[same] = CompiledStretch(
+                    stretch, self.shadow, shared, inputs
+                )
+            self._compiled[key] = self._programs[same]
         compiled = self._compiled[key]
         arrays = [*jax.tree.leaves(inputs), *compiled.call(*inputs)]
         tags = [c.tag for c in cells]

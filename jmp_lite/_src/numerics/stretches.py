@@ -3,19 +3,21 @@
 Each operation is computed as written, fused with no other. Beside the values may run
 *shadows*: the same values computed in another way, in half precision for example.
 
-XLA takes most of the time. So equal stretches share one executable, and a program is
-cut where its equations look alike: at the same place of each layer.
+Tracing, lowering and XLA take most of the time. So a program is cut where its equations
+look alike, at the same place of each layer, and equal stretches are traced, lowered and
+compiled once.
 """
 
 import hashlib
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jmp_lite._src import compat
@@ -43,6 +45,19 @@ class Shadow:
     def start(self, value: Any) -> Any:
         """Return the shadow of an argument or constant."""
         del value
+
+    @property
+    def kind(self) -> Hashable:
+        """What decides, together with the plans, how shadows are computed."""
+        return type(self)
+
+    def decides(self, eqn_plan: Any) -> Hashable:
+        """Return what of a plan decides how shadows are computed.
+
+        Left out are variables in `also_reads`, and the plans of sub-jaxprs whose sites
+        are listed.
+        """
+        return eqn_plan
 
     def also_reads(self, eqn_plan: Any) -> Sequence[Any]:
         """Return the variables that the shadow of an equation reads beside its own."""
@@ -228,7 +243,6 @@ class CompiledStretch:
         shadow: Shadow,
         shared: Sequence[bool],
         inputs: tuple[Any, Any],
-        programs: dict[Any, Any],
     ):
         def fun(values, shadows):
             inputs = jax.tree.leaves((values, shadows))
@@ -247,26 +261,92 @@ class CompiledStretch:
             ]
             return recorder.kept[len(inputs) :]
 
-        # What is unused is kept: equal programs take all inputs of their stretches.
         lowered = jax.jit(fun, keep_unused=True).lower(*inputs)
-        text = hashlib.sha256(lowered.as_text().encode()).digest()
-        # What the text does not say: trees, weak types, and the devices.
-        key = text, lowered.in_tree, lowered.out_tree, _types(lowered), layout(inputs)
-        if key not in programs:
-            programs[key] = lowered.compile(compat.quick_compiler_options())
-        self.call = programs[key]
+        self.call = lowered.compile(compat.quick_compiler_options())
+
+
+class _Same:
+    """Equal to itself alone: for what cannot be hashed. Keeps the object alive."""
+
+    def __init__(self, thing: Any):
+        self.thing = thing
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashable:
+    """Return what is equal if two jaxprs compute the same from equal inputs.
+
+    Variables are numbered in the order in which they are met. Name scopes and source
+    lines do not count: those of a result are its site's.
+
+    Args:
+      jaxpr: an open jaxpr, or a `Stretch`.
+      plan: its plan, or None.
+      shadow: what is computed beside the values.
+      consts: the values of its constvars.
+    """
+    numbers: dict[Any, int] = {}
+
+    def name(var: Any) -> Hashable:
+        if compat.is_literal(var):
+            return _constant(var.val), var.aval
+        if var in numbers:
+            return numbers[var]
+        numbers[var] = len(numbers)
+        return numbers[var], var.aval
+
+    def operation(eqn: Any, eqn_plan: Any) -> Hashable:
+        bodies = bodies_of(eqn)
+        if bodies is None:
+            what = _params(eqn), shadow.decides(eqn_plan)
+        else:  # only these run
+            plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(bodies)
+            what = (
+                eqn_plan and (eqn_plan.half_in, eqn_plan.half_out),
+                *(
+                    structure(body.jaxpr, body_plan, shadow, body.consts)
+                    for body, body_plan in zip(bodies, plans, strict=True)
+                ),
+            )
+        names = map(name, (*eqn.invars, *shadow.also_reads(eqn_plan), *eqn.outvars))
+        return eqn.primitive, eqn.ctx, what, *names
+
+    ins = *map(name, jaxpr.constvars), *map(_constant, consts), *map(name, jaxpr.invars)
+    steps = plan.eqn_plans if plan else itertools.repeat(None)
+    operations = (*map(operation, jaxpr.eqns, steps),)
+    return ins, operations, tuple(map(name, jaxpr.outvars))
+
+
+def _params(eqn: Any) -> Hashable:
+    return tuple((key, _hashable(value)) for key, value in sorted(eqn.params.items()))
+
+
+def _hashable(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return type(value), value
+
+
+def _constant(value: Any) -> Hashable:
+    """Return what is equal for constants of equal bits."""
+    if isinstance(value, jax.Array):
+        return _Same(value)
+    array = np.asarray(value)
+    digest = hashlib.sha256(array.tobytes()).digest()
+    return type(value), array.shape, array.dtype, digest
 
 
 def layout(inputs: Any) -> Any:
     """Return what decides, together with a stretch, which program runs on these."""
     return tuple(
         (jax.typeof(x), getattr(x, "sharding", None)) for x in jax.tree.leaves(inputs)
-    )
-
-
-def _types(lowered: Any) -> Any:
-    return tuple(
-        (x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(lowered.out_info)
     )
 
 

@@ -69,7 +69,8 @@ class PolicyInterceptor:
 
         self._flag = uuid.uuid4().hex
         # Nothing is cast yet: half-precision parameters or inputs may meet float32.
-        with nn.intercept_methods(record), jax.numpy_dtype_promotion("standard"):
+        promotion = jax.numpy_dtype_promotion("standard")
+        with nn.intercept_methods(record), promotion, self.policies.in_float32():
             jax.eval_shape(lambda *args: drop_output(fun(*args)), *args)
         self._resolve()
 

@@ -194,7 +194,9 @@ class PolicyModule:
         run = PolicyInterceptor(self.policies)
         method = run.flagged(kwargs.get("method"))
         run.collect(lambda: init(*args, **{**kwargs, "method": method}))
-        return run.cast(init(*args, **kwargs), role="param_dtype")
+        with self.policies.in_float32():
+            variables = init(*args, **kwargs)
+        return run.cast(variables, role="param_dtype")
 
 
 def _with_dtypes_of(given: Any, cast: Any, updated: Any) -> Any:

@@ -1,0 +1,616 @@
+"""`in_half`: autocast calls a kernel that demands half, and does not look into it."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from arrays import error
+from autocast_corpus.program import POLICIES, normal, weight
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_lite
+from jmp_lite import PolicyMap, autocast, explain, full_precision, in_half
+
+BOTH = pytest.mark.parametrize("half", POLICIES)
+BF16 = POLICIES["bf16"]
+HALVES = (jnp.bfloat16, jnp.float16)
+# At most: one rounding of each product and of what the kernel reads and returns.
+BOUND = {"bf16": 0.02, "f16": 0.003}
+
+BATCH, LENGTH, WIDTH = 2, 8, 16
+X = normal(0, BATCH, LENGTH, WIDTH)
+W = jnp.stack([weight(i, WIDTH, WIDTH) for i in range(1, 5)])
+
+
+def softmax_attention(q, k, v):
+    """Return attention, computed in float32."""
+    dtype = q.dtype
+    wide = jnp.float32 if dtype in HALVES else dtype
+    q, k, v = (x.astype(wide) for x in (q, k, v))
+    logits = q @ jnp.swapaxes(k, -1, -2) / q.shape[-1] ** 0.5
+    return (jax.nn.softmax(logits) @ v).astype(dtype)
+
+
+def demands_half(*arrays):
+    if any(x.dtype not in HALVES for x in arrays):
+        raise NotImplementedError(f"Q must be fp16/bf16, got {arrays[0].dtype}")
+
+
+@jax.custom_vjp
+def flash(q, k, v):
+    demands_half(q, k, v)
+    return softmax_attention(q, k, v)
+
+
+def flash_fwd(q, k, v):
+    return flash(q, k, v), (q, k, v)
+
+
+def flash_bwd(kept, gradient):
+    demands_half(gradient, *kept)
+    return jax.vjp(softmax_attention, *kept)[1](gradient)
+
+
+flash.defvjp(flash_fwd, flash_bwd)
+
+
+def layer(attend: Callable[..., Any], w: jax.Array, x: jax.Array) -> jax.Array:
+    return attend(*(x @ w[i] for i in range(3))) @ w[3]
+
+
+# Programs of an attention function, a weight and an array.
+
+
+def plain(attend, w, x):
+    return layer(attend, w, x)
+
+
+def jitted(attend, w, x):
+    return jax.jit(lambda x: layer(attend, w, x))(x)
+
+
+def scanned(attend, w, x):
+    def step(x, _):
+        return x + layer(attend, w, x), None
+
+    return lax.scan(step, x, length=2)[0]
+
+
+def mapped(attend, w, x):
+    return jax.vmap(lambda x: layer(attend, w, x))(x)
+
+
+def mapped_weights(attend, w, x):
+    return jax.vmap(lambda w: layer(attend, w, x))(jnp.stack([w, w / 2]))
+
+
+def rematted(attend, w, x):
+    return jax.checkpoint(lambda w, x: layer(attend, w, x))(w, x)
+
+
+def rematted_scan(attend, w, x):
+    @jax.checkpoint
+    def step(x, w):
+        return layer(attend, w, x), None
+
+    return lax.scan(step, x, jnp.stack([w, w / 2]))[0]
+
+
+def branched(attend, w, x):
+    def one(x):
+        return layer(attend, w, x)
+
+    return lax.cond(x[0, 0, 0] > -10, one, lambda x: x, x)
+
+
+def directly(attend, w, x):
+    return attend(x, x, x @ w[0] + x)
+
+
+def in_shard_map(attend, w, x):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    one = jax.shard_map(lambda w, x: layer(attend, w, x), mesh=mesh, **specs)
+    return one(w, x)
+
+
+def sharded(attend, w, x):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    rows = NamedSharding(mesh, P("data"))
+    one = jax.jit(lambda x: layer(attend, w, x), out_shardings=rows)
+    return one(lax.with_sharding_constraint(x, rows))
+
+
+PROGRAMS = [
+    plain,
+    jitted,
+    scanned,
+    mapped,
+    mapped_weights,
+    rematted,
+    rematted_scan,
+    branched,
+    directly,
+    in_shard_map,
+    sharded,
+]
+
+
+def loss_of(program: Callable[..., Any], attend: Callable[..., Any]) -> Any:
+    return lambda w, x: jnp.mean(jnp.square(program(attend, w, x)))
+
+
+def in_float64(fun: Callable[..., Any], *args: Any) -> Any:
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), args)
+        return jax.tree.map(np.asarray, jax.jit(fun)(*args))
+
+
+@BOTH
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("x", [X, jnp.abs(X)], ids=["signs", "one_sign"])
+def test_values_and_gradients_flow(half: str, program: Any, x: jax.Array) -> None:
+    given = loss_of(program, in_half(flash))
+    value, grads = in_float64(
+        jax.value_and_grad(loss_of(program, softmax_attention), argnums=(0, 1)), W, x
+    )
+    outside = jax.value_and_grad(autocast(given, POLICIES[half]), argnums=(0, 1))
+    inside = autocast(jax.value_and_grad(given, argnums=(0, 1)), POLICIES[half])
+    for fun in (outside, inside):
+        found = jax.jit(fun)(W, x)
+        assert {g.dtype for g in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)}
+        assert error(found[0], value) < BOUND[half]
+        for got, expected in zip(found[1], grads, strict=True):
+            assert error(got, expected) < 2 * BOUND[half]
+
+
+def test_a_vjp_that_demands_half_gets_it_in_every_pass() -> None:
+    """Also through a JVP rule, and for derivatives of derivatives."""
+
+    def twice(w, x):
+        return jnp.sum(jnp.square(layer(in_half(softmax_attention), w, x)))
+
+    def reference(w, x):
+        return jnp.sum(jnp.square(layer(softmax_attention, w, x)))
+
+    def second(fun):
+        return jax.grad(lambda w, x: jnp.sum(jnp.square(jax.grad(fun)(w, x))))
+
+    expected = in_float64(second(reference), W, X)
+    assert error(second(autocast(twice, BF16))(W, X), expected) < 0.1
+    assert error(autocast(second(twice), BF16)(W, X), expected) < 0.1
+    tangents = jax.jvp(autocast(twice, BF16), (W, X), (W, X))
+    expected = in_float64(lambda w, x: jax.jvp(reference, (w, x), (w, x))[1], W, X)
+    assert error(tangents[1], expected) < 0.05
+
+
+# Outside of autocast, and around it.
+
+
+def dtypes_seen(fun: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
+    """Return the dtypes in which a kernel gets two arrays, each time it is traced."""
+    seen = []
+
+    def kernel(x, y):
+        seen.append(f"{x.dtype} {y.dtype}")
+        return x * 2 - y.astype(x.dtype)
+
+    jax.eval_shape(lambda *args: fun(in_half(kernel, **options), *args), *args)
+    return seen
+
+
+def product_and(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with a matrix product, which autocast is there for."""
+    return lambda w, x: (fun(w, x), x @ w)
+
+
+def test_outside_of_autocast_it_is_the_function() -> None:
+    def with_values(x, y):
+        return x * y if x[0] > 0 else y  # under `grad`, outside of `jit`
+
+    x = jnp.ones(2)
+    program = str(jax.make_jaxpr(softmax_attention)(X, X, X))
+    assert str(jax.make_jaxpr(in_half(softmax_attention))(X, X, X)) == program
+    with pytest.raises(NotImplementedError, match="got float32") as raised:
+        in_half(flash)(X, X, X)
+    assert "in_half" not in "".join(getattr(raised.value, "__notes__", ()))
+    grad = jax.grad(lambda x: jnp.sum(in_half(with_values)(x, x)))(x)
+    np.testing.assert_array_equal(grad, 2 * x)
+    assert in_half(lambda: "text")() == "text"
+    assert vars(in_half(flash))["__wrapped__"] is flash
+
+
+def test_what_was_traced_outside_is_traced_again_inside() -> None:
+    seen = []
+
+    @in_half
+    def kernel(x):
+        seen.append(str(x.dtype))
+        return x
+
+    @jax.jit
+    def inner(x):
+        return kernel(x)
+
+    def step(x, _):
+        return inner(kernel(x)), None
+
+    def fun(w, x):
+        return lax.scan(step, x @ w, length=2)[0]
+
+    for _ in range(2):
+        jax.eval_shape(fun, W[0], X)
+        jax.eval_shape(autocast(fun, BF16), W[0], X)
+        jax.eval_shape(autocast(fun, POLICIES["f16"]), W[0], X)
+    assert set(seen[:2]) == {"float32"}
+    assert {"bfloat16", "float16"} <= set(seen[2:])
+    assert seen.count("float32") == 2
+
+
+def test_full_precision_float32_policies_and_an_inner_autocast_decide() -> None:
+    def seen(around):
+        return dtypes_seen(lambda kernel, *args: around(kernel)(*args), W[0], W[1])
+
+    def inside(around, policy=BF16):
+        return seen(lambda kernel: autocast(product_and(around(kernel)), policy))
+
+    assert inside(lambda kernel: kernel) == ["bfloat16 bfloat16"]
+    assert inside(full_precision) == ["float32 float32"]
+    assert inside(lambda kernel: kernel, "full") == ["float32 float32"]
+    assert inside(lambda kernel: autocast(kernel, "full")) == ["float32 float32"]
+    f16 = POLICIES["f16"]
+    inner = inside(lambda kernel: autocast(product_and(kernel), f16))
+    assert inner == ["float16 float16"]
+    # What a kernel calls in turn gets what the kernel gives it.
+    wide = inside(lambda kernel: in_half(lambda *args: kernel(W[0], W[1])))
+    assert wide == ["float32 float32"]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_scope_whose_policy_computes_in_float32_gets_float32(wrap: Any) -> None:
+    kernel = wrap(in_half(lambda x: jnp.sin(x)))
+
+    def fun(w, x):
+        h = x @ w
+        with jax.named_scope("low"):
+            low = kernel(h)
+        with jax.named_scope("full"):
+            full = kernel(h)
+        return low, full
+
+    policy = PolicyMap(BF16, {"full": "full"})
+    for low in (autocast(fun, policy), autocast(jax.vmap(fun, (None, 0)), policy)):
+        sines = jaxprs.equations(jaxprs.trace(low, W[0], X), "sin")
+        assert [str(eqn.invars[0].aval.dtype) for eqn in sines] == [
+            "bfloat16",
+            "float32",
+        ]
+        program = jaxprs.trace(low, W[0], X)
+        assert not jaxprs.equations(program, "cond")
+        # The product's half result is what the kernel reads, and alone is cast.
+        casts = jaxprs.equations(program, "convert_element_type")
+        assert len(casts) == 4
+
+
+@BOTH
+def test_gradients_flow_under_a_policy_by_scope(half: str) -> None:
+    def fun(w, x):
+        with jax.named_scope("low"):
+            x = rematted_scan(in_half(flash), w, x)
+        with jax.named_scope("full"):
+            x = scanned(in_half(softmax_attention), w, x)
+        return jnp.mean(jnp.square(x))
+
+    def reference(w, x):
+        x = rematted_scan(softmax_attention, w, x)
+        return jnp.mean(jnp.square(scanned(softmax_attention, w, x)))
+
+    policy = PolicyMap(POLICIES[half], {"full": "full"})
+    expected = in_float64(jax.grad(reference), W, X)
+    for low in (jax.grad(autocast(fun, policy)), autocast(jax.grad(fun), policy)):
+        assert error(jax.jit(low)(W, X), expected) < 2 * BOUND[half]
+
+
+def test_a_kernel_that_takes_half_alone_is_an_error_in_a_float32_scope() -> None:
+    @jax.named_scope("decoder")
+    def fun(w, x):
+        return jax.jit(lambda x: layer(in_half(flash), w, x))(x)
+
+    policy = PolicyMap(BF16, {"decoder": "full"})
+    text = "in_half: flash does not run on float32 .* in its scope 'decoder'"
+    with pytest.raises(ValueError, match=text):
+        autocast(fun, policy)(W, X)
+
+
+# What autocast makes of it.
+
+
+def test_half_values_pass_without_casts() -> None:
+    low = autocast(plain_in_half := lambda w, x: layer(in_half(flash), w, x), BF16)
+    jaxpr = jaxprs.trace(low, W, X)
+    (call,) = [e for e in jaxprs.equations(jaxpr, "jit") if e.params["name"] == "flash"]
+    assert {str(v.aval.dtype) for v in (*call.invars, *call.outvars)} == {"bfloat16"}
+    products = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert set(call.invars) == {v for eqn in products for v in eqn.outvars}
+    assert call.outvars[0] in products[-1].invars or len(products) == 3
+    assert explain(plain_in_half, BF16)(W, X).half_flops_share == 1
+
+
+def test_the_function_and_its_rule_stay_as_they_are() -> None:
+    half = X.astype(jnp.bfloat16)
+    own = jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(flash(*args))))(
+        half, half, half
+    )
+    low = autocast(lambda x: jnp.sum(in_half(flash)(x, x, x)) + jnp.sum(x @ W[0]), BF16)
+    found = jaxprs.trace(jax.grad(low), X)
+    (call,) = jaxprs.equations(jaxprs.trace(low, X), "custom_vjp_call")
+    assert str(call.params["call_jaxpr"]) == str(
+        jaxprs.equations(jaxprs.trace(flash, half, half, half), "custom_vjp_call")[
+            0
+        ].params["call_jaxpr"]
+    )
+    names = ("exp", "dot_general", "log", "reduce_max")
+    own_ops = [e.primitive.name for e in jaxprs.equations(own.jaxpr, *names)]
+    found_ops = [e.primitive.name for e in jaxprs.equations(found, *names)]
+    # And x @ W[0] with its gradients.
+    assert len(found_ops) - len(own_ops) == 2
+
+
+@pytest.mark.parametrize("except_", [("y",), "y", 1, ["y", 1]])
+def test_exceptions_stay_float32(except_: Any) -> None:
+    def seen(call):
+        low = autocast(product_and(call), BF16)
+        return low(W[0], W[1])
+
+    for call in (
+        lambda kernel: lambda w, x: kernel(w, x),
+        lambda kernel: lambda w, x: kernel(y=x, x=w),
+        lambda kernel: lambda w, x: kernel(w, y=x),
+    ):
+        got = dtypes_seen(
+            lambda kernel, *args, call=call: seen(call(kernel)), except_=except_
+        )
+        assert got == ["bfloat16 float32"]
+
+
+def test_trees_and_what_is_no_float32_array_reach_it() -> None:
+    seen = {}
+
+    def kernel(tree, *rest, **options):
+        seen.update(tree, rest=rest, **options)
+        return {"sum": tree["a"] + tree["b"].astype(tree["a"].dtype), "name": "text"}
+
+    def fun(w, x, key, lengths):
+        tree = {"a": x @ w, "b": w.astype(jnp.float16)}
+        out = in_half(kernel)(tree, key, lengths, 0.5, None, causal=True, how="cudnn")
+        assert out["name"] == "text" and out["sum"].dtype == jnp.float32
+        return out["sum"], in_half(lambda x: x)(w.astype(jnp.float16))
+
+    low = autocast(fun, BF16)
+    out, own = low(W[0], W[1], jax.random.key(0), jnp.arange(3))
+    assert (out.dtype, own.dtype) == (jnp.float32, jnp.float16)
+    assert (seen["a"].dtype, seen["b"].dtype) == (jnp.bfloat16, jnp.float16)
+    assert seen["rest"][2:] == (0.5, None)
+    assert (seen["causal"], seen["how"]) == (True, "cudnn")
+
+
+def test_float32_results_stay_float32() -> None:
+    def kernel(x):
+        return x * x, jnp.sum(x.astype(jnp.float32), -1) / 3
+
+    def fun(w, x):
+        out, sums = in_half(kernel)(x @ w)
+        return out @ w, sums
+
+    x = jnp.abs(X) @ W[0]
+    low = autocast(fun, BF16)
+    expected = kernel(x.astype(jnp.bfloat16))[1]
+    np.testing.assert_allclose(low(jnp.eye(WIDTH), x)[1], expected, rtol=1e-6)
+    (call,) = jaxprs.equations(jaxprs.trace(low, W[0], x), "jit")[-1:]
+    dtypes = [str(v.aval.dtype) for v in (*call.invars, *call.outvars)]
+    assert dtypes == ["bfloat16", "bfloat16", "float32"]
+
+
+@BOTH
+def test_a_mask_in_float32_stays_finite(half: str) -> None:
+    def kernel(x, bias):
+        return jax.nn.softmax((x + bias).astype(jnp.float32)).astype(x.dtype)
+
+    def fun(w, x, bias):
+        return in_half(kernel)(x @ w, bias)
+
+    bias = jnp.full((BATCH, LENGTH, WIDTH), jnp.finfo(jnp.float32).min)
+    assert jnp.isfinite(autocast(fun, POLICIES[half])(W[0], X, bias)).all()
+
+
+@BOTH
+def test_gradients_of_what_is_read_often_are_sums_in_float32(half: str) -> None:
+    """Terms of one sign: a half sum of ones stops growing at 256, or at 2048."""
+    steps = 3000
+
+    def fun(x):
+        kernel = in_half(lambda x: x * 1)
+
+        def step(total, _):
+            return total + jnp.sum(kernel(x)), None
+
+        often, _ = lax.scan(step, jnp.zeros(()), length=steps)
+        large = 4096 * jnp.sum(kernel(x))
+        return (
+            often + large + sum(jnp.sum(kernel(x)) for _ in range(3)) + jnp.sum(x @ x)
+        )
+
+    x = jnp.zeros((2, 2))
+    for low in (
+        jax.grad(autocast(fun, POLICIES[half])),
+        autocast(jax.grad(fun), POLICIES[half]),
+    ):
+        expected = jnp.full((2, 2), float(steps + 4096 + 3))
+        np.testing.assert_array_equal(jax.jit(low)(x), expected)
+
+
+# Reports.
+
+
+def test_explain_lists_calls() -> None:
+    def fun(w, x):
+        with jax.named_scope("block"):
+            return scanned(in_half(flash), w, x)
+
+    report = explain(fun, BF16)(W, X)
+    (row,) = [row for row in report.rows if row.reason.startswith("in_half")]
+    assert (row.layer, row.reason) == ("block", "in_half: flash")
+    assert row.before == row.after == "bf16 bf16 bf16 -> bf16"
+    assert row.is_half and (row.calls, row.times) == (1, 2)
+    assert "test_in_half.py" in row.line
+    assert not any("convert" in row.primitive for row in report.rows)
+    assert "1 × in_half: flash" in str(report)
+
+
+def test_dry_run_and_first_nonfinite_run_calls_as_they_are() -> None:
+    def fun(w, x):
+        with jax.named_scope("block"):
+            return jnp.mean(jnp.square(layer(in_half(flash), w, x)))
+
+    report = jmp_lite.numerics.dry_run(fun, BF16)(W, X)  # no warning of half products
+    (out,) = [row for row in report.rows if row.primitive == "reduce_sum"][-1:]
+    assert 0 < out.error < 0.05
+    exps = [row for row in report.rows if row.primitive == "exp"]
+    assert exps and all(row.layer == "block" for row in exps)
+    low = autocast(fun, BF16)
+    assert jmp_lite.numerics.first_nonfinite(low)(W, X) is None
+    found = jmp_lite.numerics.first_nonfinite(low)(W.at[0].set(jnp.inf), X)
+    assert found is not None and found.layer == "block"
+    advice = jmp_lite.numerics.advise(fun, "mixed_bfloat16")(W, X)
+    assert str(advice.policy)
+    assert jmp_lite.numerics.lint(low, BF16)(W, X).findings == ()
+
+
+def test_a_program_of_kernels_alone_runs_in_half() -> None:
+    report = explain(in_half(flash), BF16)(X, X, X)
+    assert report.kernels == {"in_half: flash": 1} and not report.kept
+    assert autocast(in_half(flash), BF16)(X, X, X).dtype == jnp.float32  # no warning
+
+
+# Errors.
+
+
+def test_an_error_of_a_dtype_names_in_half() -> None:
+    def notes(fun, *args, policy=BF16):
+        with pytest.raises(Exception) as raised:
+            autocast(fun, policy)(*args)
+        return " ".join(getattr(raised.value, "__notes__", ()))
+
+    def asserts(x):
+        assert x.dtype == jnp.bfloat16
+        return x
+
+    said = "call in_half(kernel)(...) in place of kernel(...)"
+    assert said in notes(flash, X, X, X)
+    assert said in notes(asserts, X)
+    assert said in notes(jax.jit(autocast(lambda x: asserts(x), BF16)), X)
+    assert notes(autocast(lambda x: asserts(x), BF16), X).count("in_half") == 2
+    assert "in_half" not in notes(lambda x: x @ x, X)
+    assert "in_half" not in notes(lambda x: x + jnp.ones(3), X)
+    other = notes(in_half(asserts), X, policy=POLICIES["f16"])
+    assert "in_half called asserts with float16 arrays." in other and said not in other
+
+
+def test_bad_input_is_an_error() -> None:
+    from flax import nnx
+
+    with pytest.raises(TypeError, match="in_half expects a function, got 3"):
+        in_half(3)  # pyright: ignore[reportArgumentType]
+    for except_ in ("bias", ("q", "bias")):
+        with pytest.raises(ValueError, match=r"flash has no argument 'bias'.*q, k, v"):
+            in_half(flash, except_=except_)
+    for index in (3, -1):
+        with pytest.raises(ValueError, match=f"flash has no argument {index}"):
+            in_half(flash, except_=index)
+    for except_ in (1.5, [None], True):
+        with pytest.raises(TypeError, match="names or positions of arguments"):
+            in_half(flash, except_=except_)  # pyright: ignore[reportArgumentType]
+    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="a function of in_half got an nnx module"):
+        autocast(lambda x: in_half(lambda m, x: m(x))(module, x), BF16)(X)
+
+
+# Where else a call may be.
+
+
+@BOTH
+@pytest.mark.parametrize("policy", ["", ",m=fp8", ",r=f32"])
+def test_other_dtypes_of_a_policy_do_not_change_a_call(half: str, policy: str) -> None:
+    if half == "f16" and "fp8" in policy:
+        half = "bf16"
+    low = autocast(loss_of(scanned, in_half(flash)), POLICIES[half] + policy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fp8", category=UserWarning)
+        found = jax.jit(jax.grad(low))(W, X)
+    expected = in_float64(jax.grad(loss_of(scanned, softmax_attention)), W, X)
+    assert error(found, expected) < 2 * BOUND[half]
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_rules_of_the_program_may_call_it(kind: str) -> None:
+    kernel = in_half(softmax_attention)
+
+    def own(attend):
+        if kind == "jvp":
+            fun = jax.custom_jvp(lambda x: attend(x, x, x))
+            fun.defjvp(lambda x, t: jax.jvp(lambda x: attend(x, x, x), x, t))
+            return fun
+        fun = jax.custom_vjp(lambda x: attend(x, x, x))
+
+        def forward(x):
+            return attend(x, x, x), x
+
+        def backward(x, ct):
+            return jax.vjp(lambda x: attend(x, x, x), x)[1](ct)
+
+        fun.defvjp(forward, backward)
+        return fun
+
+    def loss(attend):
+        return lambda w, x: jnp.mean(jnp.square(own(attend)(x @ w) @ w))
+
+    expected = in_float64(jax.grad(loss(softmax_attention)), W[0], X)
+    for low in (
+        jax.grad(autocast(loss(kernel), BF16)),
+        autocast(jax.grad(loss(kernel)), BF16),
+    ):
+        assert error(jax.jit(low)(W[0], X), expected) < 2 * BOUND["bf16"]
+
+
+def test_numbers_of_numpy_and_its_arrays_keep_their_values() -> None:
+    def kernel(x, scale, table):
+        assert float(scale) == 0.5 and table.tolist() == [0, 1]
+        return x * float(scale)
+
+    def fun(w, x):
+        scales = np.float32(0.5), np.float64(0.5)
+        return sum(in_half(kernel)(x @ w, scale, np.arange(2)) for scale in scales)
+
+    assert error(autocast(fun, BF16)(W[0], X), X @ W[0]) < BOUND["bf16"]
+
+
+def test_without_jit_it_computes_the_same() -> None:
+    low = autocast(loss_of(plain, in_half(flash)), BF16)
+    with jax.disable_jit():
+        found = jax.grad(low)(W, X)
+    assert error(found, jax.grad(low)(W, X)) < 1e-3
+
+
+def test_a_dtype_that_it_returns_itself_stays_under_a_policy_by_scope() -> None:
+    def fun(w, x):
+        return in_half(lambda x: x.astype(jnp.bfloat16))(x @ w)
+
+    policy = PolicyMap(BF16, {"full": "full"}, allow_unused=True)
+    assert autocast(fun, policy)(W[0], X).dtype == jnp.bfloat16

@@ -1,0 +1,89 @@
+"""Which stretches of a program share one compiled program: those of equal structure."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_lite._src import compat
+from jmp_lite._src.numerics.stretches import Shadow, structure
+
+X = jnp.ones((3, 3))
+
+
+def structure_of(fun: Callable[..., Any], *args: Any) -> Any:
+    closed = jax.make_jaxpr(fun)(*(args or (X, X)))
+    return structure(compat.open_jaxpr(closed), None, Shadow())
+
+
+def layer(x, y):
+    return jnp.tanh(x @ y + 1.0) * jax.nn.relu(x)
+
+
+def test_scopes_and_lines_do_not_count():
+    def in_scope(x, y):
+        with jax.named_scope("layer_7"):
+            return jnp.tanh(x @ y + 1.0) * jax.nn.relu(x)
+
+    assert structure_of(layer) == structure_of(in_scope)
+    assert hash(structure_of(layer)) == hash(structure_of(in_scope))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param((lambda x, y: x + y, lambda x, y: x - y), id="primitive"),
+        pytest.param((lambda x, y: x + y, lambda x, y: x + x), id="operands"),
+        pytest.param((lambda x, y: x - y, lambda x, y: y - x), id="order"),
+        pytest.param((lambda x, y: (x, x + y), lambda x, y: (y, x + y)), id="results"),
+        pytest.param((lambda x, y: x + 1.0, lambda x, y: x + 2.0), id="literal"),
+        pytest.param((lambda x, y: x * 0.0, lambda x, y: x * -0.0), id="zero"),
+        pytest.param((lambda x, y: x.sum(0), lambda x, y: x.sum(1)), id="parameter"),
+        pytest.param(
+            (
+                lambda x, y: jax.jit(lambda x: x + 1.0)(x),
+                lambda x, y: jax.jit(lambda x: x + 2.0)(x),
+            ),
+            id="inside_a_call",
+        ),
+        pytest.param(
+            (
+                lambda x, y: lax.dot(x, y),
+                lambda x, y: lax.dot(x, y, precision=lax.Precision.HIGHEST),
+            ),
+            id="precision",
+        ),
+    ],
+)
+def test_what_changes_the_numbers_counts(pair):
+    one, other = map(structure_of, pair)
+    assert one != other
+    assert one == structure_of(pair[0])
+
+
+def test_dtypes_count():
+    half = X.astype(jnp.bfloat16)
+    assert structure_of(jnp.tanh, X) != structure_of(jnp.tanh, half)
+
+
+def test_constants_of_equal_bits_are_equal():
+    def fun(value):
+        return structure_of(lambda x: jax.jit(lambda x: x + value)(x), X)
+
+    ones = np.ones((3, 3), np.float32)
+    assert fun(ones) == fun(ones.copy()) != fun(2 * ones)
+
+
+def test_a_parameter_that_cannot_be_hashed_is_equal_to_itself_alone():
+    primitive = compat.Primitive("with_options")
+    primitive.def_abstract_eval(lambda aval, options: aval)
+    options: list[dict[str, Any]] = [{"axis": 0}, {"axis": 0}]
+
+    def fun(i):
+        return structure_of(lambda x: primitive.bind(x, options=options[i]), X)
+
+    assert fun(0) == fun(0) != fun(1)
