@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -45,7 +46,7 @@ def measured():
 def test_its_peak_is_what_xla_says():
     jitted = jax.jit(step, donate_argnums=(0, 1))
     compiled = jitted.lower(PARAMS, OPT_STATE, TOKENS).compile()
-    of_xla = compiled.memory_analysis()
+    of_xla: Any = compiled.memory_analysis()
     report = measured()
     # On CPUs, `peak_memory_in_bytes` leaves out what is temporary.
     peak = of_xla.argument_size_in_bytes + of_xla.output_size_in_bytes

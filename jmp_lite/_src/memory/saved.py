@@ -190,6 +190,8 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
     """
     check_function(fun, "saved")
 
+    of_any: Callable[..., Any] = fun
+
     @functools.wraps(fun)
     def residuals(*args: P.args, **kwargs: P.kwargs) -> list[Any]:
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -197,8 +199,8 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
 
         def of_arrays(*values):
             filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
-            given: Any = jax.tree.unflatten(tree, filled.values())
-            return fun(*given[0], **given[1])
+            args, kwargs = jax.tree.unflatten(tree, filled.values())
+            return of_any(*args, **kwargs)
 
         _, backward = jax.vjp(of_arrays, *(leaves[i] for i in arrays))
         return jax.tree.leaves(backward)

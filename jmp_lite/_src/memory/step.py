@@ -317,5 +317,8 @@ def _rows(found: Sequence[liveness.Live], parameters: Sequence[Any]) -> tuple[An
             kind = GRADIENTS
         if x.size:
             groups[kind, x.layer, x.operation, x.dtype].append(x.size)
-    rows = [LiveRow(*key, len(x), sum(x)) for key, x in groups.items()]
+    rows = [
+        LiveRow(kind, layer, operation, dtype, len(x), sum(x))
+        for (kind, layer, operation, dtype), x in groups.items()
+    ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
