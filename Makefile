@@ -94,7 +94,7 @@ dist-test: dist  ## Try the wheel alone, and with each extra, in environments of
 		.venv-wheel/bin/python -P packaging/smoke.py $$part >/dev/null && \
 		.venv-wheel/bin/jmp-lite --version || exit 1; \
 	done
-	for extra in gpu tpu; do \
+	for extra in gpu tpu memory-gpu memory-tpu; do \
 		$(UV) pip install --quiet --dry-run --python .venv-wheel \
 			"$$(echo dist/*.whl)[$$extra]" || exit 1; \
 	done

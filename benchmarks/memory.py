@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import typer
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_lite
 from benchmarks import programs
@@ -96,12 +95,7 @@ def measure(
     They are the bytes of each of `PARTS`, "bytes accessed" and "kernels".
     """
     step, shapes, held = program(storage, remat, sizes=sizes)
-    sharding = NamedSharding(targets.mesh(device), PartitionSpec())
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
-    )
-    lowered = step.trace(*shapes).lower()
-    found = programs.measure(lowered, held, on_gpu=device == "h100")
+    found = held | programs.figures(jmp_lite.memory.of_step(step, device)(*shapes))
     return {name: found[name] for name in (*PARTS, "bytes accessed", "kernels")}
 
 
@@ -111,7 +105,7 @@ def rows_for(device: str) -> list[tuple[Storage, bool]]:
     For TPUs, where each takes a minute or more, these are the main choices, recomputed.
     8 bits save nothing there during a step.
     """
-    if not targets.is_tpu(device):
+    if not jmp_lite.memory.DEVICES[device].is_tpu:
         return [(storage, remat) for storage in CHOICES for remat in (False, True)]
     return [(storage, True) for storage in MAIN_CHOICES]
 
@@ -263,7 +257,7 @@ def main(
         "compiled with": targets.versions(),
         "parameter count": rows[0]["parameters"] // 4,  # float32
     }
-    name = targets.NAMES[device]
+    name = jmp_lite.memory.DEVICES[device].title
     yield run.Found(
         f"{device}-compiled/memory",
         {"results": rows},

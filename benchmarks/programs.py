@@ -6,7 +6,7 @@
     python -m benchmarks.programs --device h100 --device v5p --size full
     (ulimit -s unlimited; python -m benchmarks.programs --device v6e)
 
-Compiles train steps for GPUs and TPUs with neither at hand (targets.py), in the
+Compiles train steps for GPUs and TPUs with neither at hand, in the
 environment of programs-requirements.txt: written in float32, cast by hand, by a policy,
 by autocast, in fp8; with gradients reduced in float32; with scale_aware and without; on
 one device and on four. Bytes accessed, peak memory, kernels, casts, the dtypes of
@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from benchmarks.common import targets  # first: it sets the environment that JAX reads
 
@@ -31,10 +31,9 @@ from benchmarks.common import requirements  # noqa: F401 - what to install
 
 # ruff: isort: split
 import jax
-import jaxlib._jax as xla
 import typer
 
-from benchmarks.common import hlo, run
+from benchmarks.common import counts, run
 from benchmarks.common.compiled_steps import (
     BY_HAND,
     GRAD_AUTOCAST,
@@ -48,6 +47,8 @@ from benchmarks.common.compiled_steps import (
 from benchmarks.common.limits import Results, Row, broken_limits, growth, other_versions
 from examples.common.progress import track
 from examples.common.results import COMMITTED
+from jmp_lite import memory
+from jmp_lite.memory import DEVICES
 
 Size = Literal["ci", "full"]
 
@@ -98,16 +99,12 @@ def steps_for(device: str) -> list[Step]:
     return STEPS_OF.get(device, _STEPS_OF_TPUS)
 
 
-def lower(step: Step, device: str, size: str) -> tuple[Any, Row]:
-    """Trace a step for a device; return what compiles it, and what is known of it."""
-    mesh = targets.mesh(device, 1 if step.layout == "one device" else 4)
+def measure(step: Step, device: str, size: str) -> Row:
+    """Compile a step for a device; return the figures of its program, and of itself."""
+    mesh = memory.mesh(device, data=1 if step.layout == "one device" else 4)
     fun, shapes = build(step, SIZES[size], mesh)
-    with warnings.catch_warnings():
-        # That fp8 is slow on the CPU says nothing about what is compiled for.
-        warnings.filterwarnings("ignore", "Matrix products in fp8")
-        traced = fun.trace(*shapes)
     donated = jax.tree.leaves(shapes[:3])
-    known = {
+    return {
         "step": str(step),
         "leaves": len(jax.tree.leaves(shapes[0])),
         "donated": len(donated),
@@ -116,38 +113,29 @@ def lower(step: Step, device: str, size: str) -> tuple[Any, Row]:
             for x in donated
         ),
         "fp8 by rule": fp8_by_rule(step, SIZES[size]),
+        **figures(memory.of_step(fun, device)(*shapes)),
     }
-    return traced.lower(), known
 
 
-def measure(lowered: Any, known: Row, on_gpu: bool = False) -> Row:
-    """Compile, and return the figures of the program: bytes, and counts."""
-    # On a GPU the rest is machine code, which no figure here depends on.
-    options = {"xla_backend_optimization_level": 0} if on_gpu else None
-    compiled = lowered.compile(compiler_options=options)
-    cost = compiled.cost_analysis()
-    if not cost:  # as on GPUs
-        client = jax.devices("cpu")[0].client
-        module = compiled.runtime_executable().hlo_modules()[0]
-        cost = xla.hlo_module_cost_analysis(client, module)
-    memory = compiled.memory_analysis()
-    return known | {
-        "bytes accessed": int(cost["bytes accessed"]),
-        "peak": memory.peak_memory_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "aliased bytes": memory.alias_size_in_bytes,
-        **hlo.count(compiled.as_text())._asdict(),
+def figures(report: memory.StepReport) -> Row:
+    """Return the figures of a compiled program: bytes, and counts."""
+    return {
+        "bytes accessed": report.bytes_accessed,
+        "peak": report.peak,
+        "temporary": report.temporaries,
+        "aliased bytes": report.donated,
+        **report.counts,
     }
 
 
 def measure_all(device: str, size: str) -> Results:
     """Compile every step for a device."""
-    lowered = [lower(step, device, size) for step in steps_for(device)]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        on_gpu = not targets.is_tpu(device)
-        rows = pool.map(lambda pair: measure(*pair, on_gpu=on_gpu), lowered)
-        title = f"compiling for {device}"
-        rows = list(track(rows, title, total=len(lowered)))
+    steps = steps_for(device)
+    with ThreadPoolExecutor(max_workers=2) as pool, warnings.catch_warnings():
+        # That fp8 is slow on the CPU says nothing about what is compiled for.
+        warnings.filterwarnings("ignore", "Matrix products in fp8")
+        rows = pool.map(lambda step: measure(step, device, size), steps)
+        rows = list(track(rows, f"compiling for {device}", total=len(steps)))
     return {row["step"]: row for row in rows}
 
 
@@ -181,7 +169,7 @@ def list_figures(results: Results) -> run.Rows:
             cells[title] = f"{row[key] / unit:.4g}{ratio}"
         cells |= {
             "casts": f"{row['casts']}",
-            "fp8": f"{hlo.fp8_products(row['products'])}",
+            "fp8": f"{counts.fp8_products(row['products'])}",
             "sums in half": f"{row['half_sums']}",
             "branches": f"{row['conditionals']}",
             "host": f"{row['host_transfers']}",
@@ -240,7 +228,7 @@ def main(
             raise typer.Exit(1)
     failed = False
     for name in device:
-        title, results = targets.NAMES[name], measure_all(name, size)
+        title, results = DEVICES[name].title, measure_all(name, size)
         rows = broken_limits(name, size, results)
         if check:
             rows = growth(read(result_path(name, "ci"))[1], results) + rows

@@ -1,4 +1,4 @@
-"""The command line: `jmp-lite doctor`, or `python -m jmp_lite doctor`."""
+"""The command line: `jmp-lite doctor`, or `python -m jmp_lite doctor`; `memory`."""
 
 import argparse
 import shutil
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jmp_lite
 from jmp_lite._src import doctor, extras
+from jmp_lite._src.memory import command as memory_command
 
 
 def main(args: Sequence[str] | None = None, prog: str = "jmp-lite") -> int:
@@ -22,13 +23,12 @@ def main(args: Sequence[str] | None = None, prog: str = "jmp-lite") -> int:
         parser.print_help()
         return 0
     try:
-        options.run(options)
+        return options.run(options) or 0
     except (ModuleNotFoundError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -54,6 +54,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         default=10.0,
         help="approximate time for measurements, 0.1 to 600 (default: 10)",
     )
+
+    text = "Compile a train step, and say what it needs of a device's memory."
+    command = commands.add_parser(
+        "memory", help=text, description=text, allow_abbrev=False
+    )
+    command.set_defaults(run=memory_command.run)
+    memory_command.add_arguments(command)
 
     text = "Print a script that completes the arguments of jmp-lite in a shell."
     command = commands.add_parser(

@@ -120,7 +120,7 @@ def test_wrong_arguments_are_refused_with_a_reason(args, message, capsys):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("jmp-lite ", {"doctor", "completion"}),
+        ("jmp-lite ", {"doctor", "memory", "completion"}),
         ("jmp-lite doc", {"doctor"}),
         ("jmp-lite doctor --", {"--help", "--json", "--seconds"}),
         ("jmp-lite completion ", {"bash", "zsh", "fish"}),

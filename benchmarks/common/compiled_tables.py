@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import memory
-from benchmarks.common import hlo
+from benchmarks.common import counts
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import (
     ADVISED,
@@ -162,14 +162,14 @@ def collectives() -> Rows:
         row = {}
         for title, opcodes in (
             ("weights gathered", ("all-gather",)),
-            ("gradients summed", hlo.REDUCTIONS),
+            ("gradients summed", counts.REDUCTIONS),
         ):
             # A v5e sums float16 two by two, in u32.
             for name, dtypes in (
                 ("half", ("f16", "bf16", "u32")),
                 ("float32", ("f32",)),
             ):
-                total = hlo.sent(moved, opcodes, dtypes) / 1e6
+                total = counts.sent(moved, opcodes, dtypes) / 1e6
                 row[f"{title}: {name}"] = f"{total:.1f}" if total else ""
         return row
 
@@ -205,7 +205,7 @@ def float32_gradients() -> Rows:
         cells = {"device": title, "size": size, "layout": layout}
         for which, figures in (("without", base), ("with", row)):
             for name, dtype in (("bf16", "bf16"), ("float32", "f32")):
-                moved = hlo.sent(figures["collectives"], hlo.REDUCTIONS, (dtype,))
+                moved = counts.sent(figures["collectives"], counts.REDUCTIONS, (dtype,))
                 cells[f"{which}: {name}, MB"] = f"{moved / 1e6:.2f}" if moved else ""
         cells |= _ratios(row, base, _BYTES, _TRAFFIC, _PEAK)
         if device == "h100":  # has one memory
@@ -229,7 +229,7 @@ def fp8() -> Rows:
     ):
         row, base = found[str(step)], found[str(step.base)]
         products = {
-            "products in fp8": f"{hlo.fp8_products(row['products'])}",
+            "products in fp8": f"{counts.fp8_products(row['products'])}",
             "of all": f"{sum(row['products'].values())}",
         }
         ratios = _ratios(row, base, _BYTES, _PEAK, "temporary", _KERNELS)

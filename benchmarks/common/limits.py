@@ -4,10 +4,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from benchmarks.common import targets  # first: it sets the environment that JAX reads
-
-# ruff: isort: split
-from benchmarks.common import hlo
+from benchmarks.common import counts
 from benchmarks.common.compiled_steps import (
     ADVISED,
     BY_HAND,
@@ -18,6 +15,7 @@ from benchmarks.common.compiled_steps import (
     STEPS,
     Step,
 )
+from jmp_lite.memory import DEVICES
 
 Row = dict[str, Any]
 Results = dict[str, Row]  # by str(step)
@@ -78,7 +76,7 @@ def limits(device: str, size: str) -> list[Limit]:
     At size "ci" kernels and gradients weigh more than in a model of many layers, so
     the limits are wider: they are what was measured, and a little room.
     """
-    is_full, is_tpu = size == "full", targets.is_tpu(device)
+    is_full, is_tpu = size == "full", DEVICES[device].is_tpu
     read = "traffic" if is_tpu else "bytes accessed"
     found = []
     for model, cast in (
@@ -109,7 +107,7 @@ def limits(device: str, size: str) -> list[Limit]:
             Limit(*pair, read, 1.03 if is_full else 1.1),
             Limit(*pair, "peak", TOLERANCE),
         ]
-    found += _limits_of_fp8(is_full) if targets.has_fp8(device) else []
+    found += _limits_of_fp8(is_full) if DEVICES[device].has_fp8 else []
     found += _limits_of_float32_gradients(is_full, is_tpu)
     plain = Step("transformer", "float16", BY_HAND)
     pair = dataclasses.replace(plain, scaled=True), plain
@@ -235,15 +233,17 @@ _FP8 = ("f8e4m3fn", "f8e5m2")
 def _broken_by_fp8(device: str, step: Step, results: Results) -> list[tuple[str, ...]]:
     """Return a row of a table for each promise about fp8 that does not hold."""
     name, row, rows = str(step), results[str(step)], []
-    in_fp8 = hlo.fp8_products(row["products"])
+    in_fp8 = counts.fp8_products(row["products"])
     # XLA casts the operands to float16 where products have no fp8.
-    expected = row["fp8 by rule"] if targets.has_fp8(device) else 0
+    expected = row["fp8 by rule"] if DEVICES[device].has_fp8 else 0
     if in_fp8 != expected:
         rows.append((name, "products in fp8", f"{in_fp8}", "", f"{expected}"))
     base = results.get(str(step.base))
     if step.layout != "FSDP" or base is None:
         return rows
-    sent, of_base = (functools.partial(hlo.sent, x["collectives"]) for x in (row, base))
+    sent, of_base = (
+        functools.partial(counts.sent, x["collectives"]) for x in (row, base)
+    )
     gather, reduce = ("all-gather",), ("reduce-scatter",)
     gathered = sent(gather, _FP8)
     # One collective for each scale of an activation and of a gradient, which are
@@ -268,7 +268,7 @@ def _broken_by_float32_gradients(
 ) -> list[tuple[str, ...]]:
     """Return a row of a table for each sum of gradients that is not in float32."""
     name, moved, rows = str(step), results[str(step)]["collectives"], []
-    half, full = (hlo.sent(moved, hlo.REDUCTIONS, x) for x in (_HALF, ("f32",)))
+    half, full = (counts.sent(moved, counts.REDUCTIONS, x) for x in (_HALF, ("f32",)))
     most = 0.001 * full + _activations_in_half(device, size, step)
     if half > most:
         rows.append((name, "reduced in half", f"{half:,}", "", f"at most {most:,.0f}"))
@@ -276,10 +276,10 @@ def _broken_by_float32_gradients(
     if base is None:
         return rows
     # What was reduced in half takes twice the bytes, and nothing else is reduced.
-    of_base = functools.partial(hlo.sent, base["collectives"], hlo.REDUCTIONS)
+    of_base = functools.partial(counts.sent, base["collectives"], counts.REDUCTIONS)
     expected = of_base(("f32",)) + 2 * (of_base(_HALF) - half)
     # For a v5e, 3.7 % more were counted at size "full": the bytes of one gradient.
-    times = 1.04 if targets.is_tpu(device) and size == "full" else TOLERANCE
+    times = 1.04 if DEVICES[device].is_tpu and size == "full" else TOLERANCE
     if not expected / TOLERANCE <= full <= expected * times:
         figure = (name, "reduced in float32", f"{full:,}", "", f"{expected:,}")
         rows.append(figure)
@@ -297,4 +297,4 @@ def _activations_in_half(device: str, size: str, step: Step) -> float:
         return 0
     sizes = SIZES[size][step.model]
     left = sizes["batch"] * sizes["length"] * sizes["width"] * 2
-    return TOLERANCE * (left if targets.is_tpu(device) else left / 4)
+    return TOLERANCE * (left if DEVICES[device].is_tpu else left / 4)

@@ -8,9 +8,12 @@ file only.
 
 import contextlib
 import dataclasses
+import importlib
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -95,10 +98,15 @@ def _register_with_flax_serialization(cls: Any) -> None:
     register(cls, to_state_dict, from_state_dict, override=True)
 
 
+def is_nnx(x: Any, name: str) -> bool:
+    """Return whether this is of a class of flax.nnx; False if that is not loaded."""
+    cls = getattr(sys.modules.get("flax.nnx"), name, None)
+    return cls is not None and isinstance(x, cls)
+
+
 def is_nnx_module(x: Any) -> bool:
     """Return whether this is an nnx module; False if flax.nnx is not loaded."""
-    module = getattr(sys.modules.get("flax.nnx"), "Module", None)
-    return module is not None and isinstance(x, module)
+    return is_nnx(x, "Module")
 
 
 def is_unbound_linen_module(x: Any) -> bool:
@@ -190,6 +198,91 @@ def quick_compiler_options() -> dict[str, Any]:
 def is_tracing() -> bool:
     """Return whether a JAX transformation (`jit`, `grad`, `vmap`…) is tracing."""
     return not core_private.trace_state_clean()
+
+
+# --- compilers --------------------------------------------------------------------
+
+# What keeps libtpu from looking for a TPU, and the plugin from asking for a driver.
+_NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_ID": "0",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+}
+_NO_GPU = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str], hardware: str) -> Iterator[None]:
+    """Set what is not set while a plugin is loaded, if its hardware is not here."""
+    here = any(Path("/dev").glob(hardware))
+    added = {} if here else {k: v for k, v in values.items() if k not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def tpus_to_compile_for(topology: str) -> list[Any]:
+    """Return the devices of a slice that need not be there: of `"v5e:2x2"`.
+
+    Raises:
+      ModuleNotFoundError: libtpu is not installed.
+    """
+    from jax.experimental import topologies
+
+    if "TPU_LIBRARY_PATH" not in os.environ:
+        importlib.import_module("libtpu")
+    with _environment(_NO_TPU, "accel*"):
+        return topologies.get_topology_desc(topology, platform="tpu").devices
+
+
+def gpus_to_compile_for(target_config: str, count: int) -> list[Any]:
+    """Return GPUs that need not be there.
+
+    Args:
+      target_config: what they are: the text of XLA's `GpuTargetConfigProto`.
+      count: how many, on one host.
+
+    Raises:
+      ModuleNotFoundError: JAX' plugin for GPUs is not installed.
+    """
+    from jax.experimental import topologies
+
+    def devices():
+        return topologies.get_topology_desc(
+            platform="cuda", target_config=target_config, topology=f"1x1x{count}"
+        ).devices
+
+    with _environment(_NO_GPU, "nvidia[0-9]*"):
+        try:
+            return devices()
+        except NotImplementedError:
+            # It is not installed, or JAX has found no driver before.
+            _plugin_for_gpus().initialize()
+            return devices()
+
+
+def _plugin_for_gpus() -> Any:
+    try:
+        return importlib.import_module("jax_plugins.xla_cuda12")
+    except ModuleNotFoundError:
+        return importlib.import_module("jax_plugins.xla_cuda13")
+
+
+def cost_analysis(compiled: Any) -> dict[str, float]:
+    """Return XLA's own count of FLOPs and bytes: bodies of loops count once."""
+    cost = compiled.cost_analysis()
+    if not cost:  # as on GPUs
+        import jaxlib._jax as xla
+
+        module = compiled.runtime_executable().hlo_modules()[0]
+        cost = xla.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
+    return cost
 
 
 # --- jaxprs -----------------------------------------------------------------------

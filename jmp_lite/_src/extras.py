@@ -12,6 +12,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "flax": ("flax",),
     "numerics": ("matplotlib", "rich"),
 }
+# Extra -> what JAX' own extras install for it.
+_COMPILERS = {"memory-gpu": ("jax_plugins",), "memory-tpu": ("libtpu",)}
 
 
 # What users look for -> where it is.
@@ -47,7 +49,8 @@ def needed(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in {name.partition(".")[0] for name in LIBRARIES[extra]}:
+        libraries = (LIBRARIES | _COMPILERS)[extra]
+        if missing not in {name.partition(".")[0] for name in libraries}:
             raise  # not a library of this extra
         raise ModuleNotFoundError(
             f'{missing} is not installed: pip install "jmp-lite[{extra}]"',

@@ -24,7 +24,7 @@ from benchmarks.common.compiled_steps import (
     build,
     fp8_by_rule,
 )
-from jmp_lite import explain
+from jmp_lite import explain, memory
 
 pytestmark = [
     # Optax, flax and the benchmarks' models promote by themselves.
@@ -37,7 +37,7 @@ pytestmark = [
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_every_step_keeps_the_dtypes_of_what_it_takes(step):
     # One device stands for all: shapes are the same.
-    fun, shapes = build(step, SIZES["ci"], targets.mesh("cpu"))
+    fun, shapes = build(step, SIZES["ci"], memory.mesh("cpu"))
     *held, loss = fun.eval_shape(*shapes)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), held) == jax.tree.map(
         lambda x: (x.shape, x.dtype), list(shapes[:3])
@@ -48,7 +48,7 @@ def test_every_step_keeps_the_dtypes_of_what_it_takes(step):
 
 def test_a_compiled_step_has_every_figure_and_takes_over_what_is_donated():
     step = Step("mlp", "float16", BY_HAND, scaled=True)
-    row = programs.measure(*programs.lower(step, "cpu", "ci"))
+    row = programs.measure(step, "cpu", "ci")
     assert row.keys() >= set(_row("x")) - {"step"}
     assert row["aliased"] == row["donated"] == 3 * 6 + 1 + 5
     assert row["aliased bytes"] == row["donated bytes"]
@@ -77,7 +77,8 @@ def test_the_gradient_of_a_weight_is_its_accumulator_if_it_is_reduced_in_float32
     cast, dtype
 ):
     step = Step("transformer", "bfloat16", cast)
-    lowered, _ = programs.lower(step, "cpu", "ci")
+    fun, shapes = build(step, SIZES["ci"], memory.mesh("cpu"))
+    lowered = fun.lower(*shapes)
     # "qkv", whose shape, transposed, no other product has.
     products = re.findall(r"dot_general.*-> tensor<768x256x(\w+)>", lowered.as_text())
     assert products == [dtype]
@@ -316,7 +317,7 @@ def test_at_full_size_the_gradient_of_what_the_head_reads_may_be_summed_in_half(
 
 
 def test_fp8_is_native_on_one_of_the_gpus():
-    assert [d for d in programs.Device if targets.has_fp8(d)] == ["h100"]
+    assert [d for d in programs.Device if memory.DEVICES[d].has_fp8] == ["h100"]
 
 
 def _run(*args):
@@ -368,7 +369,7 @@ def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device):
     settings, rows = programs.read(programs.result_path(device, "ci"))
     assert list(rows) == [str(step) for step in programs.steps_for(device)]
     assert all(row.keys() == _row("").keys() for row in rows.values())
-    assert settings["device"] == targets.NAMES[device]
+    assert settings["device"] == memory.DEVICES[device].title
     sizes = json.loads(json.dumps(SIZES["ci"]))  # lists for tuples
     assert {model: settings[model] for model in sizes} == sizes
     pins = dict(

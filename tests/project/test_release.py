@@ -25,7 +25,7 @@ PROJECT = PYPROJECT["project"]
 VERSION = jmp_lite.__version__
 # What `make dist-test` installs alone. Others are platforms, or tools of this project.
 PARTS = {"checkpoint", "completion", "flax", "numerics"}
-OTHERS = {"dev", "docs", "examples", "gpu", "tpu"}
+OTHERS = {"dev", "docs", "examples", "gpu", "memory-gpu", "memory-tpu", "tpu"}
 
 
 @pytest.fixture(scope="module")

@@ -189,17 +189,18 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
       ['x', 'w']
     """
     check_function(fun, "saved")
-    call: Callable[..., Any] = fun
+
+    of_any: Callable[..., Any] = fun
 
     @functools.wraps(fun)
-    def residuals(*args: Any, **kwargs: Any) -> list[Any]:
+    def residuals(*args: P.args, **kwargs: P.kwargs) -> list[Any]:
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
         def of_arrays(*values):
             filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
-            given: Any = jax.tree.unflatten(tree, filled.values())  # (args, kwargs)
-            return call(*given[0], **given[1])
+            args, kwargs = jax.tree.unflatten(tree, filled.values())
+            return of_any(*args, **kwargs)
 
         _, backward = jax.vjp(of_arrays, *(leaves[i] for i in arrays))
         return jax.tree.leaves(backward)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from benchmarks.common import hlo
+from benchmarks.common import counts as figures
+from jmp_lite._src.memory import hlo
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), \
@@ -157,11 +158,12 @@ def test_products_are_counted_by_what_they_read_and_not_by_what_was_cast():
         "f8e4m3fn f8e4m3fn": 2,
         "f8e5m2 f8e4m3fn": 1,
     }
-    assert hlo.fp8_products(found) == 3
+    assert figures.fp8_products(found) == 3
     upcast = hlo.count(PRODUCTS.replace("f8e5m2", "bf16")).products
     assert upcast["bf16 f8e4m3fn"] == 1
     assert (
-        hlo.fp8_products(hlo.count(PRODUCTS.replace("f8e4m3fn", "f16")).products) == 1
+        figures.fp8_products(hlo.count(PRODUCTS.replace("f8e4m3fn", "f16")).products)
+        == 1
     )
 
 

@@ -30,7 +30,6 @@ _COLLECTIVES = (
     "all-to-all",
     "collective-permute",
 )
-REDUCTIONS = ("all-reduce", "reduce-scatter")
 _SUMS = ("reduce", "reduce-window", "scatter", "select-and-scatter")
 _COMBINER = re.compile(r"(?:to_apply|scatter)=%([\w.-]+)")
 _PRODUCTS = ("dot", "convolution")
@@ -46,6 +45,7 @@ _SCRATCH = "S(1)"  # a TPU's memory on the chip, in a layout
 _BYTES = {
     **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
     **dict.fromkeys(("s16", "u16", "f16", "bf16"), 2),
+    **dict.fromkeys(("s64", "u64", "f64", "c64"), 8),
 }
 
 
@@ -143,21 +143,9 @@ def count(text: str) -> Counts:
     )
 
 
-def fp8_products(products: dict[str, int]) -> int:
-    """Return how many products, by their dtypes, have an operand in fp8."""
-    return sum(n for dtypes, n in products.items() if "f8" in dtypes)
-
-
-def sent(
-    collectives: dict[str, int], opcodes: tuple[str, ...], dtypes: tuple[str, ...] = ()
-) -> int:
-    """Return the bytes that these collectives leave on a device; all dtypes if none."""
-    keys = ((key, *key.split()) for key in collectives)
-    return sum(
-        collectives[key]
-        for key, opcode, dtype in keys
-        if opcode in opcodes and (not dtypes or dtype in dtypes)
-    )
+def itemsize(dtype: str) -> int:
+    """Return the bytes of a number, of a dtype as XLA calls it."""
+    return _BYTES.get(dtype, 4)
 
 
 def _half_adders(lines: list[str]) -> set[str]:
@@ -194,7 +182,7 @@ def _arrays(shape: str) -> list[_Array]:
     """Return the arrays of a shape, which may be a tuple of them."""
     found = []
     for dtype, dims, layout in _ARRAY.findall(shape):
-        size = _BYTES.get(dtype, 4) * math.prod(int(d) for d in dims.split(",") if d)
+        size = itemsize(dtype) * math.prod(int(d) for d in dims.split(",") if d)
         found.append(_Array(dtype, not dims, size, _SCRATCH in layout))
     return found
 

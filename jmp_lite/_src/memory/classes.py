@@ -1,0 +1,211 @@
+"""What the arguments of a train step are: parameters, optimiser state, batch.
+
+    step(params, opt_state, tokens)
+         |       |          neither state, nor returned: batch
+         |       NamedTuples of optax or of this package: optimiser state
+         returned with the same structure and shapes, as its gradient is: parameters
+
+A train state has both: its fields `params` and `opt_state`, or those of nnx.
+"""
+
+import collections
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_lite._src import compat, trees
+
+PARAMETERS, STATE, BATCH = "parameters", "optimiser state", "batch"
+OTHER = "other state"
+CLASSES = (PARAMETERS, STATE, BATCH, OTHER)
+
+# Fields of train states, and keys of what models of flax are given.
+_FIELDS = {
+    "params": PARAMETERS,
+    "parameters": PARAMETERS,
+    "model": PARAMETERS,
+    "opt_state": STATE,
+    "optimizer_state": STATE,
+    "batch_stats": OTHER,
+    "loss_scale": OTHER,
+    "step": OTHER,
+}
+
+
+def check_classes(classes: Mapping[Any, str] | None) -> None:
+    """Raise if a class that was given is not known."""
+    for name, value in (classes or {}).items():
+        if value not in CLASSES:
+            raise ValueError(
+                f"Expected a class of {', '.join(map(repr, CLASSES))} for the argument "
+                f"{name!r}, got {value!r}."
+            )
+
+
+def classes_of_leaves(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    classes: Mapping[str | int, str] | None = None,
+) -> list[str]:
+    """Return the class of each array among the arguments, in their order.
+
+    Args:
+      fun: the step.
+      args: its arguments.
+      kwargs: those by name.
+      result: the shapes that it returns.
+      classes: what is given, by the name of an argument or its index.
+
+    Raises:
+      ValueError: `classes` has a name that is no argument.
+    """
+    names = _argument_names(fun, len(args))
+    given = dict(classes or {})
+    returned = list(_structures(result))
+    has_state = any(map(_has_state, args))
+    if any(not trees.is_array(arg) for arg in args):  # a lone array is none of them
+        returned = [x for x in returned if x[0] != jax.tree.structure(0)]
+    found = []
+    for index, (name, arg) in enumerate(
+        [*zip(names, args, strict=True), *kwargs.items()]
+    ):
+        by_name, by_index = given.pop(name, None), given.pop(index, None)
+        if known := by_name or by_index:
+            found += [known] * len(_arrays(arg))
+        else:
+            found += _classes(arg, _Context(returned, has_state, name, index))
+    if given:
+        raise ValueError(
+            f"classes has {next(iter(given))!r}, and the arguments are "
+            f"{', '.join([*names, *kwargs])}."
+        )
+    return found
+
+
+def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [p.name for p in parameters if p.kind in kinds][:count]
+    return names + [f"argument {i}" for i in range(len(names), count)]
+
+
+class _Context(collections.namedtuple("_Context", "returned has_state name index")):
+    """What is known beside an argument.
+
+    Attributes:
+      returned: the structures, with shapes, of all trees in the result.
+      has_state: whether an argument is or has an optimiser state.
+      name: of the argument.
+      index: its own.
+    """
+
+
+def _classes(tree: Any, context: _Context) -> list[str]:
+    """Return the classes of the arrays in a tree."""
+    count = len(_arrays(tree))
+    if any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable))):
+        return _classes_of_nnx(tree)
+    if _is_state(tree):
+        return [STATE] * count
+    if _has_state(tree) or _has_fields(tree):
+        found = []
+        for key, child in _children(tree):
+            known = _FIELDS.get(key)
+            if known and not (known == PARAMETERS and _has_state(child)):
+                found += [known] * len(_arrays(child))
+            else:
+                found += _classes(child, context)
+        return found
+    return [_class(tree, context)] * count
+
+
+def _class(tree: Any, context: _Context) -> str:
+    """Return the class of a tree without optimiser state in it."""
+    floating = [x for x in _arrays(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if _is_model(tree):
+        return PARAMETERS
+    if _structure(tree) in context.returned:
+        return PARAMETERS if floating else OTHER
+    # A forward pass returns nothing like its parameters.
+    is_tree = not trees.is_array(tree) and len(floating) > 1
+    is_first = context.index == 0 and not context.has_state
+    named = _FIELDS.get(context.name)
+    return named or (PARAMETERS if is_tree and is_first and floating else BATCH)
+
+
+def _is_model(tree: Any) -> bool:
+    """Return whether this is a module of equinox."""
+    return any(cls.__module__.startswith("equinox.") for cls in type(tree).__mro__)
+
+
+def _is_variable(x: Any) -> bool:
+    return compat.is_nnx(x, "Variable")
+
+
+def _classes_of_nnx(tree: Any) -> list[str]:
+    """Return the classes of variables of nnx, in modules, optimisers and states."""
+    found = []
+    for leaf in jax.tree.leaves(tree, is_leaf=_is_variable):
+        is_of_optimiser = type(leaf).__module__.startswith("flax.nnx.training")
+        is_parameter = compat.is_nnx(leaf, "Param")
+        of_leaf = STATE if is_of_optimiser else PARAMETERS if is_parameter else OTHER
+        found += [of_leaf] * len(_arrays(leaf))
+    return found
+
+
+def _is_state(tree: Any) -> bool:
+    """Return whether this is the state of an optimiser, or a chain of such states."""
+    if not isinstance(tree, tuple):
+        return False
+    if hasattr(tree, "_fields"):
+        module = type(tree).__module__
+        known = module.startswith(("optax", "jmp_lite._src.optimizers"))
+        is_named = type(tree).__name__.endswith("State") and not hasattr(tree, "params")
+        return known or is_named
+    return bool(tree) and all(map(_is_state, tree))
+
+
+def _has_state(tree: Any) -> bool:
+    """Return whether a tree is or holds the state of an optimiser."""
+    found = jax.tree.leaves(tree, is_leaf=_is_state)
+    return any(map(_is_state, found))
+
+
+def _has_fields(tree: Any) -> bool:
+    """Return whether this has parameters among its fields, as variables of linen."""
+    names = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", ())
+    return "params" in names and not trees.is_array(tree)
+
+
+def _children(tree: Any) -> Iterable[tuple[str, Any]]:
+    """Yield what a tree holds directly, by the names of fields and keys."""
+    is_child = lambda x: x is not tree  # noqa: E731
+    for path, child in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_child):
+        yield trees.key_path(path), child
+
+
+def _structures(tree: Any) -> Iterable[Any]:
+    """Yield the structures of a tree and of all that it holds."""
+    yield _structure(tree)
+    if not trees.is_array(tree):
+        for _, child in _children(tree):
+            if child is not tree:
+                yield from _structures(child)
+
+
+def _structure(tree: Any) -> Any:
+    """Return the structure of a tree, and the shapes of its arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple(getattr(x, "shape", None) for x in leaves)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if trees.is_array(x)]

@@ -1,0 +1,140 @@
+"""`jmp-lite memory package.module:make_step`: `of_step` on the command line."""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jmp_lite._src import extras
+from jmp_lite._src.memory.devices import DEVICES
+from jmp_lite._src.memory.step import of_step
+
+DOES_NOT_FIT = 3
+"""The exit status if the step needs more than the limit."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    command.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the step, and a tuple of its "
+        "arguments or of their shapes",
+    )
+    command.add_argument(
+        "--device", choices=list(DEVICES), help="compile for it (default: this machine)"
+    )
+    command.add_argument(
+        "--devices", type=int, help="how many, if the arguments are sharded"
+    )
+    command.add_argument(
+        "--fits",
+        metavar="SIZE",
+        help=f"a limit, such as 24GB: the exit status is {DOES_NOT_FIT} above it",
+    )
+    command.add_argument(
+        "--donate",
+        type=int,
+        nargs="+",
+        default=(),
+        metavar="ARGUMENT",
+        help="the indices of the arguments whose memory results take over",
+    )
+    command.add_argument("--every", action="store_true", help="print every row")
+    command.add_argument(
+        "--json", action="store_true", help="print JSON instead of a table"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print, and return the exit status."""
+    if options.device and not os.environ.get("JAX_PLATFORMS"):
+        # Nothing here needs an accelerator, and one that is absent would be looked for.
+        jax.config.update("jax_platforms", "cpu")
+    with _showing_progress(f"tracing {options.target}"):
+        step, args = load(options.target)
+    measure = of_step(
+        step,
+        options.device,
+        donate_argnums=tuple(options.donate),
+        devices=options.devices,
+        fits=options.fits,
+    )
+    where = options.device or "this machine"
+    with _showing_progress(f"compiling for {where}"):
+        try:
+            report = measure(*args)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+    if options.json:
+        print(report.to_json())
+    elif options.every:
+        with extras.needed("numerics"):
+            from rich.console import Console
+        Console().print(report.table(every=True))
+    else:
+        print(report)
+    return DOES_NOT_FIT if report.fits is False else 0
+
+
+def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the step and the arguments that a function returns.
+
+    Args:
+      target: `"package.module:function"`; modules in the current folder are found.
+
+    Raises:
+      ValueError: there is no such function, or it returns something else.
+    """
+    name, _, attribute = target.partition(":")
+    if not name or not attribute:
+        raise ValueError(f"Expected package.module:function, got {target!r}.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(f"There is no module {error.name!r} here.") from None
+        raise
+    finally:
+        sys.path.remove(os.getcwd())
+    make = getattr(module, attribute, None)
+    if not callable(make):
+        raise ValueError(f"{name} has no function {attribute!r}.")
+    made = make()
+    match made:
+        case (step, tuple() | list() as args) if callable(step):
+            return step, tuple(args)
+    raise ValueError(
+        f"Expected that {target} returns a step and a tuple of its arguments, got "
+        f"{str(made)[:200]}."
+    )
+
+
+@contextlib.contextmanager
+def _showing_progress(text: str) -> Iterator[None]:
+    """Show on stderr what goes on, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+    elif importlib.util.find_spec("rich") is None:
+        print(f"{text} ...", file=sys.stderr, flush=True)
+        yield
+    else:
+        with extras.needed("numerics"):
+            from rich import progress as bars
+            from rich.console import Console
+        columns = (
+            bars.SpinnerColumn(),
+            bars.TextColumn("{task.description}"),
+            bars.TimeElapsedColumn(),
+        )
+        console = Console(stderr=True)
+        with bars.Progress(*columns, console=console, transient=True) as progress:
+            progress.add_task(text, total=None)
+            yield

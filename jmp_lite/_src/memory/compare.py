@@ -1,0 +1,181 @@
+"""`compare`: several ways to train beside each other, in a table and in bars."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jmp_lite._src import extras, reports
+from jmp_lite._src.memory import classes, step
+from jmp_lite._src.memory.saved import size
+
+# Okabe and Ito's palette, for colour-blind readers.
+_COLOURS = {
+    classes.PARAMETERS: "#0072B2",
+    step.GRADIENTS: "#56B4E9",
+    classes.STATE: "#009E73",
+    step.ACTIVATIONS: "#E69F00",
+    step.TEMPORARIES: "#999999",
+    classes.BATCH: "#CC79A7",
+    classes.OTHER: "#F0E442",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """A step that `compare` has measured.
+
+    Attributes:
+      name: what it was called.
+      report: as `of_step` returns it.
+    """
+
+    name: str
+    report: step.StepReport
+
+    def beats(self, other: "Compared") -> bool:
+        """Return whether it needs less memory, and moves no more bytes."""
+        mine, its = self.report, other.report
+        return mine.peak < its.peak and mine.traffic <= its.traffic
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(reports.Report):
+    """What `compare` found.
+
+    Attributes:
+      rows: the steps, the one with the least peak first.
+    """
+
+    rows: tuple[Compared, ...]
+
+    def beaten_by(self, name: str) -> list[str]:
+        """Return which steps need less memory than one, and move no more bytes."""
+        (row,) = (row for row in self.rows if row.name == name)
+        return [other.name for other in self.rows if other.beats(row)]
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the memory at the peak of each step, by class.
+
+        Args:
+          path: where to write the figure: `"memory.png"`; None: nowhere.
+
+        Returns:
+          The matplotlib figure.
+
+        Raises:
+          ImportError: matplotlib is not installed (`pip install "jmp-lite[numerics]"`).
+        """
+        with extras.needed("numerics"):
+            from matplotlib.figure import Figure
+
+        height = 1.2 + 0.35 * len(self.rows)
+        figure = Figure(figsize=(8, height), layout="constrained")
+        axes = figure.add_subplot()
+        left: dict[str, float] = collections.defaultdict(float)
+        for name, colour in _COLOURS.items():
+            for row in self.rows:
+                width = row.report.by_class.get(name, 0) / 2**30
+                # Once in the legend: at the first row.
+                label = name if row is self.rows[0] else None
+                bar = {"left": left[row.name], "color": colour, "label": label}
+                axes.barh(row.name, width, **bar)
+                left[row.name] += width
+        limit = next((row.report.limit for row in self.rows if row.report.limit), None)
+        if limit is not None:
+            axes.axvline(limit / 2**30, color="black", linestyle="--")
+        axes.invert_yaxis()
+        axes.set_xlabel(f"GiB at the peak, {self.rows[0].report.device}")
+        axes.legend(fontsize="small", ncols=2)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _table(self, every):
+        del every
+        cells = []
+        for row in self.rows:
+            report, beaten = row.report, self.beaten_by(row.name)
+            fits = {None: "", True: "yes", False: "no"}[report.fits]
+            cells.append(
+                [
+                    row.name,
+                    fits,
+                    size(report.peak),
+                    size(report.temporaries),
+                    f"{report.traffic / 1e9:.3g}",
+                    f"{report.kernels}",
+                    f"{report.bytes_a_parameter:.2f}",
+                    ", ".join(beaten[:2]) + (", …" if len(beaten) > 2 else ""),
+                ]
+            )
+        columns = ["", "fits", "peak", "temporaries", "GB moved", "kernels"]
+        columns += ["bytes a parameter", "beaten by"]
+        if not any(row[1] for row in cells):  # there is no limit
+            columns, cells = columns[:1] + columns[2:], [x[:1] + x[2:] for x in cells]
+        return reports.Table(
+            f"on {self.rows[0].report.device}, the least memory first",
+            columns,
+            cells,
+            numbers=columns[1:-1],
+            caption="beaten: another needs less memory, and moves no more bytes",
+        )
+
+
+def compare(
+    steps: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]],
+    device: str | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    devices: int | None = None,
+    fits: str | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Compile several steps, and compare what they need.
+
+    Args:
+      steps: by name: a step, and its arguments or their shapes.
+      device: as for `of_step`; so are the others.
+      donate_argnums: likewise, of every step.
+      devices: likewise.
+      fits: likewise.
+      on_progress: called with the name of each step before it is compiled.
+
+    Returns:
+      A `Comparison`, which is a table, and a bar chart by its `plot`.
+
+    Raises:
+      TypeError: an entry of `steps` is no pair of a step and its arguments.
+      ValueError: `steps` is empty; and as `of_step`.
+      ModuleNotFoundError: as `of_step`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> def step(w, x):
+      ...     return jax.grad(lambda w: jnp.sum(jnp.sin(x @ w).astype("float32")))(w)
+      >>> shapes = {
+      ...     d: [jax.ShapeDtypeStruct(s, d) for s in ((64, 64), (512, 64))]
+      ...     for d in ("float32", "bfloat16")
+      ... }
+      >>> found = compare({name: (step, args) for name, args in shapes.items()})
+      >>> sorted(row.name for row in found.rows)
+      ['bfloat16', 'float32']
+    """
+    if not steps:
+        raise ValueError("Expected at least one step to compare.")
+    rows = []
+    options = {"donate_argnums": donate_argnums, "devices": devices, "fits": fits}
+    for name, entry in steps.items():
+        match entry:
+            case (fun, tuple() | list() as args) if callable(fun):
+                pass
+            case _:
+                raise TypeError(
+                    f"Expected a pair for {name!r}, a step and a tuple of its "
+                    f"arguments, got {type(entry).__name__}."
+                )
+        if on_progress is not None:
+            on_progress(name)
+        rows.append(Compared(name, step.of_step(fun, device, **options)(*args)))
+    return Comparison(tuple(sorted(rows, key=lambda row: row.report.peak)))

@@ -1,0 +1,324 @@
+"""`of_step`: what the program of a step takes, and what is in memory at its peak."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
+
+import jax
+
+from jmp_lite._src import compat, reports, trees
+from jmp_lite._src.autocast.transform import check_function
+from jmp_lite._src.memory import classes as roles
+from jmp_lite._src.memory import devices as targets
+from jmp_lite._src.memory import hlo, liveness, program
+from jmp_lite._src.memory.saved import size, total
+
+P = ParamSpec("P")
+
+GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
+_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveRow:
+    """Arrays in memory at the peak, a row of what `of_step` found.
+
+    Attributes:
+      kind: `"gradients"`: of the backward pass, with the size of a parameter;
+        `"activations"`: of the forward pass; `"temporaries"`: all others.
+      layer: the name-scope path of what made them, `""` outside any scope.
+      operation: its primitive, or XLA's instruction.
+      dtype: as XLA calls it: `"bf16"`.
+      arrays: how many.
+      bytes: all of them.
+    """
+
+    kind: str
+    layer: str
+    operation: str
+    dtype: str
+    arrays: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport(reports.Report):
+    """What `of_step` found: all bytes are those of one device.
+
+    Attributes:
+      device: what the step was compiled for.
+      devices: how many of them.
+      memory: what one has; None if that is not known.
+      limit: the bytes of `fits`, or None.
+      peak: the most that is in memory: arguments, results and temporaries. It is XLA's
+        own figure; on CPUs, whose figure leaves out temporaries, it is their sum.
+      arguments: the bytes of each class of arguments.
+      parameter_count: how many parameters there are, on all devices together.
+      results: bytes of results that are in no donated argument's memory.
+      donated: bytes of arguments whose memory a result takes over.
+      temporaries: what the program allocates beside arguments and results.
+      live: what is in memory at the peak beside the arguments, the largest first.
+      traffic: bytes that kernels read and write; loops by their trips.
+      bytes_accessed: XLA's own count of them, with the bodies of loops once.
+      flops: multiplications and additions in matrix products, on all devices together.
+      counts: what else is counted in the program: kernels, casts, collectives, ...
+    """
+
+    device: str
+    devices: int
+    memory: int | None
+    limit: int | None
+    peak: int
+    arguments: dict[str, int]
+    parameter_count: int
+    results: int
+    donated: int
+    temporaries: int
+    live: tuple[LiveRow, ...]
+    traffic: int
+    bytes_accessed: int
+    flops: int
+    counts: dict[str, Any]
+
+    _derived = ("fits", "by_class", "kernels", "bytes_a_parameter")
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the limit; None without a limit."""
+        return None if self.limit is None else self.peak <= self.limit
+
+    @property
+    def kernels(self) -> int:
+        """How many kernels the step runs."""
+        return self.counts["kernels"]
+
+    @property
+    def bytes_a_parameter(self) -> float:
+        """The bytes of parameters and optimiser state, for each parameter."""
+        held = (self.arguments.get(x, 0) for x in (roles.PARAMETERS, roles.STATE))
+        return self.devices * sum(held) / max(self.parameter_count, 1)
+
+    @property
+    def by_class(self) -> dict[str, int]:
+        """The bytes at the peak, by class; what is not attributed is temporary."""
+        found = {name: n for name, n in self.arguments.items() if n}
+        for kind in (GRADIENTS, ACTIVATIONS, TEMPORARIES):
+            found[kind] = sum(row.bytes for row in self.live if row.kind == kind)
+        found[TEMPORARIES] += max(self.peak - sum(found.values()), 0)
+        return found
+
+    @property
+    def verdict(self) -> str:
+        """The first line: whether it fits, or the peak."""
+        where = f"{self.devices} × " if self.devices > 1 else ""
+        each = "on each of " if self.devices > 1 else "on "
+        on = f"{each}{where}{self.device}"
+        if self.limit is None:
+            of = f" of {size(self.memory)}" if self.memory else ""
+            return f"peak: {size(self.peak)}{of} {on}"
+        by = abs(self.limit - self.peak)
+        name, largest = max(self.by_class.items(), key=lambda item: item[1])
+        most = f"largest: {name}, {size(largest)}"
+        if self.fits:
+            return f"yes, it fits: {size(self.peak)}, {size(by)} are left; {most}; {on}"
+        return (
+            f"no, it does not fit: {size(self.peak)}, {size(by)} too much; {most}; {on}"
+        )
+
+    def _table(self, every):
+        rows = [
+            (n, [name, "", "argument", "", "", size(n), self._share(n)])
+            for name, n in self.arguments.items()
+            if n
+        ]
+        groups = collections.defaultdict(list)
+        for row in self.live:
+            layer = row.layer if every else ""
+            groups[row.kind, layer, row.operation, row.dtype].append(row)
+        for (kind, _, operation, dtype), found in groups.items():
+            n, arrays = (sum(getattr(x, f) for x in found) for f in ("bytes", "arrays"))
+            layers = list(dict.fromkeys(x.layer for x in found))
+            layer = layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"
+            cells = [
+                kind,
+                layer,
+                operation,
+                dtype,
+                f"{arrays}",
+                size(n),
+                self._share(n),
+            ]
+            rows.append((n, cells))
+        rows.sort(key=lambda row: -row[0])
+        loops = self.counts.get("loops_counted_once", 0)
+        notes = [
+            f"temporaries {size(self.temporaries)}",
+            f"donated {size(self.donated)}",
+            f"{self.bytes_a_parameter:.2f} bytes a parameter in parameters and state",
+            f"{self.kernels} kernels",
+            f"{self.traffic / 1e9:.3g} GB read and written",
+            f"{self.flops:.3g} FLOPs in products",
+            *(
+                [f"{loops} loops, whose trips are not known, count once"]
+                if loops
+                else []
+            ),
+        ]
+        return reports.Table(
+            f"{self.verdict}\nin memory at the peak:",
+            ("class", "layer", "op", "dtype", "×", "size", "share"),
+            [cells for n, cells in rows if every or n > 0.001 * self.peak],
+            numbers=("×", "size", "share"),
+            caption="; ".join(notes),
+        )
+
+    def _share(self, count: int) -> str:
+        return reports.percent(count / max(self.peak, 1))
+
+
+def of_step(
+    step: Callable[P, Any],
+    device: str | None = None,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    devices: int | None = None,
+    fits: str | None = None,
+    classes: Mapping[str | int, str] | None = None,
+) -> Callable[P, StepReport]:
+    """Return a function of the same arguments that says what its program needs.
+
+    The step is compiled, for a device that need not be there, and not run.
+
+    Args:
+      step: the function: a train step, plain or jitted (by `jax.jit` or `nnx.jit`).
+      device: what to compile for: `"h100"`, `"h200"`, `"b200"`, `"a100"`, `"v100"`,
+        `"l4"`, `"rtx4090"`, `"v5e"`, `"v5p"`, `"v6e"`, `"cpu"`; None: this machine.
+        GPUs need `pip install "jmp-lite[memory-gpu]"`, TPUs `"jmp-lite[memory-tpu]"`.
+      donate_argnums: the arguments whose memory results take over, as in `jax.jit`; a
+        jitted step has its own.
+      devices: how many, if arguments have shardings over so many: on a mesh from
+        `mesh`, or on any other of that shape.
+      fits: a limit, such as `"24GB"` or `"80GiB"`: the report begins with yes or no.
+      classes: what arguments are, by name or index, where they do not tell:
+        `{"ema": "parameters"}`, or `"optimiser state"`, `"batch"`, `"other state"`.
+
+    Returns:
+      A function that returns a `StepReport`; arguments may be
+      `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      TypeError: `step` is no function, JAX cannot trace it, or an argument is missing.
+      ValueError: a device, a limit or a class is not known; `devices` is not the number
+        of devices that the arguments are sharded over.
+      ModuleNotFoundError: the compiler is not installed; it says how to install it.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> tx = optax.adam(1e-3)
+      >>> def step(params, opt_state, x):
+      ...     grads = jax.grad(lambda w: jnp.mean((x @ w["w"]) ** 2))(params)
+      ...     updates, opt_state = tx.update(grads, opt_state, params)
+      ...     return optax.apply_updates(params, updates), opt_state
+      >>> params = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+      >>> opt_state = jax.eval_shape(tx.init, params)
+      >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
+      >>> measure = of_step(step, donate_argnums=(0, 1), fits="1MB")
+      >>> report = measure(params, opt_state, x)
+      >>> report.fits, report.arguments["parameters"], report.bytes_a_parameter
+      (True, 16384, 12.0009765625)
+    """
+    check_function(step, "of_step")
+    roles.check_classes(classes)
+    limit = None if fits is None else parse_bytes(fits)
+    if device is not None:
+        targets.find(device)
+
+    def measure(*args: P.args, **kwargs: P.kwargs) -> StepReport:
+        built = program.build(step, args, kwargs, device, devices, donate_argnums)
+        return _report(step, built, device, limit, classes)
+
+    return measure
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes that a limit names.
+
+    Raises:
+      ValueError: it is no number with a unit.
+
+    Examples:
+      >>> parse_bytes("24GB"), parse_bytes("1.5 GiB")
+      (24000000000, 1610612736)
+    """
+    found = re.fullmatch(r"([0-9.]+) ?(MB|GB|MiB|GiB)", str(text))
+    if found is None or found[1].count(".") > 1 or not float(found[1]):
+        raise ValueError(
+            f'Expected a limit with its unit, such as fits="24GB" or "80GiB", got '
+            f"{text!r}."
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _report(
+    step: Any,
+    built: program.Program,
+    device: str | None,
+    limit: int | None,
+    classes: Mapping[str | int, str] | None,
+) -> StepReport:
+    names = roles.classes_of_leaves(
+        step, built.args, built.kwargs, built.result, classes
+    )
+    arrays = [
+        x for x in jax.tree.leaves((built.args, built.kwargs)) if trees.is_array(x)
+    ]
+    pairs = list(zip(names, arrays, strict=True))
+    arguments = total((name, program.shard_bytes(x)) for name, x in pairs)
+    parameters = [x for name, x in pairs if name == roles.PARAMETERS]
+    memory = built.compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    given = memory.argument_size_in_bytes + results
+    peak = memory.peak_memory_in_bytes
+    if built.platform == "cpu":  # leaves out what is temporary
+        peak = given + memory.temp_size_in_bytes
+    counts = hlo.count(built.text)._asdict()
+    return StepReport(
+        device=targets.find(device).title if device else _here(),
+        devices=built.count,
+        memory=targets.find(device).memory if device else None,
+        limit=limit,
+        peak=peak,
+        arguments=arguments,
+        parameter_count=sum(x.size for x in parameters),
+        results=results,
+        donated=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        live=_rows(liveness.at_peak(built.text), parameters),
+        traffic=counts["traffic"],
+        bytes_accessed=int(compat.cost_analysis(built.compiled)["bytes accessed"]),
+        flops=built.flops,
+        counts=counts,
+    )
+
+
+def _here() -> str:
+    return f"this machine ({jax.devices()[0].device_kind})"
+
+
+def _rows(found: Sequence[liveness.Live], parameters: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what is live by layer, operation and dtype, the largest first."""
+    sizes = {program.shard_bytes(x) // x.dtype.itemsize for x in parameters}
+    groups = collections.defaultdict(list)
+    for x in found:
+        kind = ACTIVATIONS if x.made_in == "forward" else TEMPORARIES
+        if x.made_in == "backward" and x.elements in sizes:
+            kind = GRADIENTS
+        if x.size:
+            groups[kind, x.layer, x.operation, x.dtype].append(x.size)
+    rows = [
+        LiveRow(kind, layer, operation, dtype, len(x), sum(x))
+        for (kind, layer, operation, dtype), x in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))

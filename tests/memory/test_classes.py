@@ -1,0 +1,136 @@
+"""What the arguments of a step are, told by what they are."""
+
+import collections
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import jmp_lite as jmp
+import jmp_lite.linen
+from jmp_lite._src.memory.classes import classes_of_leaves
+
+pytestmark = pytest.mark.standard_promotion
+
+PARAMS = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+X = jnp.ones((8, 4))
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+
+def count(fun, *args, result=None, **options):
+    result = jax.eval_shape(fun, *args) if result is None else result
+    return dict(
+        collections.Counter(classes_of_leaves(fun, args, {}, result, **options))
+    )
+
+
+@pytest.mark.parametrize(
+    ("tx", "of_state"),
+    [
+        (optax.adam(1e-3), 5),
+        (optax.sgd(0.1), 0),
+        (jmp.scale_aware(optax.chain(optax.clip(1.0), optax.adamw(1e-3))), 10),
+        (jmp.low_precision_state(optax.adam(1e-3)), 6),
+        (jmp.master_weights(optax.adafactor(1e-3)), 9),
+        (optax.MultiSteps(optax.adam(1e-3), 2), 9),
+    ],
+)
+def test_states_of_optimisers_are_told_from_parameters_and_batch(tx, of_state):
+    state = tx.init(PARAMS)
+
+    def step(params, state, x):
+        updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    expected = {"parameters": 2, "batch": 1}
+    expected |= {"optimiser state": of_state} if of_state else {}
+    assert count(step, PARAMS, state, X) == expected
+    assert (
+        count(lambda both, x: step(both[0], both[1], x), (PARAMS, state), X) == expected
+    )
+    in_dict = {"params": PARAMS, "opt_state": state, "step": jnp.int32(0)}
+    found = count(lambda held, x: held, in_dict, X)
+    assert found == expected | {"other state": 1}
+
+
+def test_parameters_are_what_a_gradient_or_a_model_has():
+    expected = {"parameters": 2, "batch": 1}
+    assert count(jax.grad(loss_fn), PARAMS, X) == expected
+    assert count(loss_fn, PARAMS, X) == expected
+    assert count(lambda w, x: w - x.sum(), X, jnp.ones(3)) == {
+        "parameters": 1,
+        "batch": 1,
+    }
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x))
+
+
+def test_variables_and_train_states_of_linen():
+    model = Linen()
+    variables = model.init(jax.random.key(0), X)
+    found = count(lambda v, x: model.apply(v, x, mutable=["batch_stats"]), variables, X)
+    assert found == {"parameters": 4, "other state": 2, "batch": 1}
+    held = {"params": variables["params"], "apply_fn": model.apply}
+    state = train_state.TrainState.create(tx=optax.adam(1e-3), **held)
+    expected = {"parameters": 4, "optimiser state": 9, "batch": 1}
+    assert count(lambda s, x: s, state, X) == expected
+    ours = jmp_lite.linen.TrainState.create(
+        tx=jmp.scale_aware(optax.adam(1e-3)),
+        batch_stats=variables["batch_stats"],
+        **held,
+    )
+    found = count(lambda s, x: s, ours, X)
+    assert found == {
+        "parameters": 4,
+        "optimiser state": 14,
+        "other state": 3,
+        "batch": 1,
+    }
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+
+def test_modules_optimisers_and_states_of_nnx():
+    model = Nnx()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    expected = {
+        "parameters": 4,
+        "optimiser state": 10,
+        "other state": 4,
+        "batch": 1,
+    }
+    assert count(lambda *args: 0, model, optimizer, X, result=()) == expected
+    _, state = nnx.split((model, optimizer))
+    assert count(lambda *args: 0, state, X, result=()) == expected
+
+
+def test_a_module_of_equinox_is_parameters():
+    mlp = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    state = optax.adam(1e-3).init(eqx.filter(mlp, eqx.is_array))
+    found = count(lambda *args: 0, mlp, state, X, result=())
+    assert found == {"parameters": 4, "optimiser state": 9, "batch": 1}
+
+
+def test_classes_may_be_given_by_name_or_index():
+    named = count(loss_fn, PARAMS, X, classes={"x": "other state"})
+    assert named == count(loss_fn, PARAMS, X, classes={1: "other state"})
+    assert named == {"parameters": 2, "other state": 1}
+    with pytest.raises(ValueError, match="classes has 'y', and the arguments are para"):
+        count(loss_fn, PARAMS, X, classes={"y": "batch"})

@@ -1,0 +1,118 @@
+"""Several ways to train beside each other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import matplotlib.colors
+import optax
+import pytest
+
+import jmp_lite as jmp
+from jmp_lite import memory
+
+pytestmark = pytest.mark.standard_promotion
+
+Shape = jax.ShapeDtypeStruct
+PARAMS = {f"w{i}": Shape((64, 64), "float32") for i in range(4)}
+X = Shape((512, 64), "float32")
+
+
+def loss_fn(params, x, remat=False):
+    layer = jax.checkpoint(_layer) if remat else _layer
+    for w in params.values():
+        x = layer(x, w)
+    return jnp.mean(x**2)
+
+
+def _layer(x, w):
+    return jnp.sin(jnp.tanh(x @ w))
+
+
+def choice(tx, remat=False):
+    def step(params, opt_state, x):
+        grads = jax.grad(functools.partial(loss_fn, remat=remat))(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (PARAMS, jax.eval_shape(tx.init, PARAMS), X)
+
+
+@functools.cache
+def compared():
+    steps = {
+        "Adam": choice(optax.adam(1e-3)),
+        "Adam, recomputed": choice(optax.adam(1e-3), remat=True),
+        "SGD, recomputed": choice(optax.sgd(1e-3), remat=True),
+        "Adam, bf16 state": choice(
+            jmp.low_precision_state(optax.adam(1e-3), min_size=0)
+        ),
+    }
+    return memory.compare(steps, "cpu", donate_argnums=(0, 1), fits="1GB")
+
+
+def test_the_least_memory_is_first_and_each_row_is_that_of_the_step():
+    rows = {row.name: row.report for row in compared().rows}
+    peaks = [report.peak for report in rows.values()]
+    assert peaks == sorted(peaks) and len(peaks) == 4
+    alone = memory.of_step(choice(optax.adam(1e-3))[0], "cpu", donate_argnums=(0, 1))
+    assert alone(*choice(optax.adam(1e-3))[1]).peak == rows["Adam"].peak
+    assert rows["SGD, recomputed"].peak < rows["Adam, recomputed"].peak
+    assert rows["Adam"].bytes_a_parameter == pytest.approx(12, abs=0.01)
+    assert rows["Adam, bf16 state"].bytes_a_parameter == pytest.approx(8, abs=0.01)
+
+
+def test_a_row_is_beaten_by_what_needs_less_and_moves_no_more():
+    found = compared()
+    rows = {row.name: row.report for row in found.rows}
+    for name, report in rows.items():
+        better = [
+            other
+            for other, x in rows.items()
+            if x.peak < report.peak and x.traffic <= report.traffic
+        ]
+        assert found.beaten_by(name) == better
+    assert found.beaten_by(found.rows[0].name) == []
+    assert "SGD, recomputed" in found.beaten_by("Adam, recomputed")
+
+
+def test_it_is_a_table_and_json():
+    found = compared()
+    lines = str(found).splitlines()
+    assert lines[0] == "on CPU (compiled for, not run on), the least memory first"
+    for column in ("peak", "temporaries", "GB moved", "kernels", "bytes a parameter"):
+        assert column in lines[1]
+    assert lines[3].startswith(found.rows[0].name)
+    assert found.table().row_count == 4
+    assert memory.Comparison.from_json(found.to_json()) == found
+
+
+def test_its_bars_are_as_long_as_the_classes(tmp_path):
+    found = compared()
+    figure = found.plot(tmp_path / "memory.svg")
+    assert (tmp_path / "memory.svg").stat().st_size > 1000
+    (axes,) = figure.axes
+    colours = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert {"parameters", "gradients", "optimiser state", "activations"} <= colours
+    orange = matplotlib.colors.to_rgba("#E69F00")
+    bars = [bar for bar in axes.patches if bar.get_facecolor() == orange]
+    lengths = [bar.get_width() * 2**30 for bar in bars]
+    expected = [row.report.by_class["activations"] for row in found.rows]
+    assert lengths == pytest.approx(expected)
+    assert figure is not found.plot()
+
+
+def test_progress_and_mistakes():
+    names = []
+    steps = {"a": (loss_fn, [PARAMS, X]), "b": (jax.grad(loss_fn), (PARAMS, X))}
+    memory.compare(steps, on_progress=names.append)
+    assert names == ["a", "b"]
+    with pytest.raises(ValueError, match="at least one step"):
+        memory.compare({})
+    for entry in (loss_fn, (loss_fn,), (loss_fn, PARAMS), (3, ())):
+        with pytest.raises(
+            TypeError, match="Expected a pair for 'a', a step and a tup"
+        ):
+            memory.compare({"a": entry})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="a limit with its unit"):
+        memory.compare(steps, fits="24")

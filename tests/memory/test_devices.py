@@ -1,0 +1,50 @@
+"""Devices to compile for: which are known, and what is said without a compiler."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from jmp_lite import memory
+
+HAS_GPU = importlib.util.find_spec("jax_plugins") is not None
+HAS_TPU = importlib.util.find_spec("libtpu") is not None
+
+
+def test_devices_say_what_they_have():
+    named = ["h100", "h200", "a100", "v100", "l4", "rtx4090", "b200"]
+    tpus = ["v5e", "v5p", "v6e"]
+    assert memory.DEVICES.keys() == {*named, *tpus, "cpu"}
+    assert all(memory.DEVICES[name].memory for name in named + tpus)
+    assert [name for name in named if memory.DEVICES[name].is_tpu] == []
+    with_fp8 = [name for name in named if memory.DEVICES[name].has_fp8]
+    assert with_fp8 == ["h100", "h200", "l4", "rtx4090", "b200"]
+    title = memory.DEVICES["l4"].title
+    assert title == "NVIDIA L4 (compiled for, not run on)"
+
+
+def test_a_mesh_has_the_axes_that_are_asked_for():
+    mesh = memory.mesh("cpu", data=2, model=4)
+    assert dict(mesh.shape) == {"data": 2, "model": 4}
+    assert mesh == memory.mesh("cpu", data=2, model=4)
+    assert dict(memory.mesh("cpu").shape) == {"data": 1}
+
+
+def test_what_is_not_known_is_named_with_what_is():
+    with pytest.raises(ValueError, match="Expected a device of h100, .*got 'h300'"):
+        memory.mesh("h300")
+    with pytest.raises(ValueError, match=f"at most {jax.device_count()} of 'cpu'"):
+        memory.mesh("cpu", data=64)
+
+
+@pytest.mark.parametrize(
+    ("device", "extra", "is_here"),
+    [("h100", "memory-gpu", HAS_GPU), ("v5e", "memory-tpu", HAS_TPU)],
+)
+def test_a_missing_compiler_is_named_with_its_command(device, extra, is_here):
+    if is_here:
+        assert memory.mesh(device, data=2).size == 2
+        return
+    with pytest.raises(ModuleNotFoundError) as error:
+        memory.mesh(device)
+    assert f'pip install "jmp-lite[{extra}]"' in str(error.value)

@@ -1,0 +1,130 @@
+"""What is in memory at the peak of a program, read off its text."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jmp_lite._src.memory import liveness
+
+HEAD = "HloModule m, is_scheduled=true{aliases}\n\n"
+LOOP = """\
+%body (c: (f32[8], f32[8])) -> (f32[8], f32[8]) {
+  %c = (f32[8]{0}, f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%c), index=0
+  %y = f32[8]{0} get-tuple-element(%c), index=1
+  %big = f32[64]{0} custom-call(%x), metadata={op_name="jit(f)/jvp(inner)/dot"}
+  %small = f32[8]{0} custom-call(%big)
+  ROOT %t = (f32[8]{0}, f32[8]{0}) tuple(%small, %y)
+}
+
+"""
+
+
+def sizes(lines, aliases="", before=""):
+    body = "".join(f"  {line}\n" for line in lines)
+    text = HEAD.format(aliases=aliases) + before
+    text += "ENTRY %main (p: f32[8]) -> f32[8] {\n" + body + "}\n"
+    return sorted(x.size for x in liveness.at_peak(text))
+
+
+def test_an_array_lives_until_it_is_read_last():
+    lines = [
+        "%p = f32[8]{0} parameter(0)",
+        "%a = f32[64]{0} custom-call(%p)",
+        "%b = f32[32]{0} custom-call(%a)",  # the peak: a and b
+        "%c = f32[16]{0} custom-call(%b)",
+        "ROOT %d = f32[8]{0} custom-call(%c)",
+    ]
+    assert sizes(lines) == [128, 256]
+    # A bitcast is a name: what reads it reads the array.
+    lines[3:] = [
+        "%n = f32[8,8]{1,0} bitcast(%a)",
+        "%c = f32[16]{0} custom-call(%b)",
+        "ROOT %d = f32[8]{0} custom-call(%n, %c)",
+    ]
+    assert sizes(lines) == [64, 128, 256]
+
+
+def test_results_live_to_the_end_unless_an_argument_gives_its_memory():
+    lines = [
+        "%p = f32[8]{0} parameter(0)",
+        "%a = f32[8]{0} custom-call(%p)",
+        "%b = f32[64]{0} custom-call(%a)",
+        "%c = f32[] custom-call(%b)",
+        "ROOT %r = (f32[8]{0}, f32[]) tuple(%a, %c)",
+    ]
+    assert sizes(lines) == [4, 32, 256]
+    alias = ", input_output_alias={ {0}: (0, {}, may-alias) }"
+    assert sizes(lines, alias) == [4, 256]
+
+
+def test_elementwise_kernels_write_over_what_they_read_last():
+    lines = [
+        "%p = f32[8]{0} parameter(0)",
+        "%a = f32[64]{0} custom-call(%p)",
+        "%b = f32[64]{0} fusion(%a), kind=kLoop, calls=%f",
+        "ROOT %c = f32[8]{0} custom-call(%b)",
+    ]
+    assert sizes(lines) == [32, 256]
+    lines[3] = "ROOT %c = f32[8]{0} custom-call(%b, %a)"
+    assert sizes(lines) == [32, 256, 256]
+    lines[2] = "%b = f32[64]{0} custom-call(%a)"
+    lines[3] = "ROOT %c = f32[8]{0} custom-call(%b)"
+    assert sizes(lines) == [256, 256]
+
+
+def test_loops_work_in_what_they_carry_and_add_what_they_make():
+    lines = [
+        "%p = f32[8]{0} parameter(0)",
+        "%a = f32[8]{0} custom-call(%p)",
+        "%b = f32[8]{0} custom-call(%p)",
+        "%t = (f32[8]{0}, f32[8]{0}) tuple(%a, %b)",
+        "%w = (f32[8]{0}, f32[8]{0}) while(%t), condition=%cond, body=%body",
+        "%x = f32[8]{0} get-tuple-element(%w), index=0",
+        "%big = f32[60]{0} custom-call(%x)",
+        "ROOT %d = f32[] custom-call(%big)",
+    ]
+    assert sizes(lines, before=LOOP) == [32, 32, 256]
+    # After the loop only what is read of its results is in memory.
+    lines[6] = "%big = f32[100]{0} custom-call(%x)"
+    assert sizes(lines, before=LOOP) == [32, 400]
+    text = HEAD.format(aliases="") + LOOP + "ENTRY %m (p: f32[8]) -> () {\n"
+    text += "".join(f"  {line}\n" for line in lines[:6]) + "}\n"
+    (inner,) = [x for x in liveness.at_peak(text) if x.size == 256]
+    assert (inner.layer, inner.operation) == ("inner", "dot")
+    assert (inner.made_in, inner.dtype, inner.elements) == ("forward", "f32", 64)
+
+
+@pytest.mark.parametrize(
+    ("op_name", "place"),
+    [
+        ("jit(step)/jvp(net)/layer_0/dot_general", ("net/layer_0", "dot_general")),
+        ("jit(step)/transpose(jvp(net))/jit(relu)/mul", ("net", "mul")),
+        ("jit(f)/transpose(jvp(net/a))/while/body/closed_call/add", ("net/a", "add")),
+        ("jit(f)/jmp_lite_autocast/net/exp", ("net", "exp")),
+        ("", ("", "")),
+    ],
+)
+def test_the_name_of_an_instruction_is_a_layer_and_an_operation(op_name, place):
+    assert liveness.place(op_name) == place
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_the_sum_is_what_xla_allocates(is_stacked):
+    def loss(ws, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        if is_stacked:
+            return jnp.sum(jax.lax.scan(layer, x, ws)[0])
+        for i in range(6):
+            x, _ = layer(x, ws[i])
+        return jnp.sum(x)
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((6, 64, 64), (1024, 64))]
+    compiled = jax.jit(jax.grad(loss)).lower(*shapes).compile()
+    text: Any = compiled.as_text()
+    memory: Any = compiled.memory_analysis()
+    allocated = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    total = sum(x.size for x in liveness.at_peak(text))
+    assert total == pytest.approx(allocated, rel=0.1)

@@ -1,0 +1,270 @@
+"""What a compiled step needs: its peak, its arguments, and what is live at the peak."""
+
+import functools
+import importlib.util
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import jmp_lite as jmp
+from benchmarks.common import transformer
+from jmp_lite import memory
+from jmp_lite._src.memory import program
+
+pytestmark = pytest.mark.standard_promotion
+
+Shape = jax.ShapeDtypeStruct
+TX = optax.adam(1e-3)
+PARAMS = jax.eval_shape(lambda: transformer.init(2, 64, 128))
+OPT_STATE = jax.eval_shape(TX.init, PARAMS)
+TOKENS = Shape((4, 32), jnp.int32)
+COUNT = sum(x.size for x in jax.tree.leaves(PARAMS))
+
+
+def loss_fn(params, tokens):
+    with jax.named_scope("model"):
+        return transformer.loss_fn(params, tokens, 4, jnp.float32)
+
+
+def step(params, opt_state, tokens):
+    loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+@functools.cache
+def measured():
+    return memory.of_step(step, donate_argnums=(0, 1))(PARAMS, OPT_STATE, TOKENS)
+
+
+def test_its_peak_is_what_xla_says():
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    compiled = jitted.lower(PARAMS, OPT_STATE, TOKENS).compile()
+    of_xla: Any = compiled.memory_analysis()
+    report = measured()
+    # On CPUs, `peak_memory_in_bytes` leaves out what is temporary.
+    peak = of_xla.argument_size_in_bytes + of_xla.output_size_in_bytes
+    peak += of_xla.temp_size_in_bytes - of_xla.alias_size_in_bytes
+    assert report.peak == pytest.approx(peak, rel=0.02)
+    assert report.temporaries == of_xla.temp_size_in_bytes
+    assert report.donated == of_xla.alias_size_in_bytes > 0
+    assert sum(report.arguments.values()) == of_xla.argument_size_in_bytes
+    assert sum(report.by_class.values()) == pytest.approx(report.peak, rel=0.1)
+    assert not memory.of_step(step)(PARAMS, OPT_STATE, TOKENS).donated
+
+
+def test_arguments_are_by_class():
+    report = measured()
+    assert report.arguments == {
+        "optimiser state": 8 * COUNT + 4,
+        "parameters": 4 * COUNT,
+        "batch": 4 * 32 * 4,
+    }
+    assert report.parameter_count == COUNT
+    assert report.bytes_a_parameter == pytest.approx(12, abs=1e-3)
+
+
+def test_what_is_live_has_layer_operation_and_dtype_the_largest_first():
+    live = measured().live
+    assert list(live) == sorted(live, key=lambda row: -row.bytes)
+    assert any(row.layer.startswith("model") for row in live)
+    assert {"activations", "gradients"} <= {row.kind for row in live}
+    assert all(row.arrays > 0 and row.bytes > 0 for row in live)
+    assert any(row.operation == "dot_general" and row.dtype == "f32" for row in live)
+
+
+def test_arguments_may_be_arrays_shapes_and_numbers():
+    arrays = jax.tree.map(jnp.zeros_like, (PARAMS, OPT_STATE, TOKENS))
+    report = memory.of_step(step, donate_argnums=(0, 1))(*arrays)
+    assert report == measured()
+    scaled = memory.of_step(lambda x, scale: x * scale)(jnp.ones(3), 2.0)
+    assert scaled.peak > 0
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_loops_count_by_their_trips(is_jitted):
+    def scanned(ws, x):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+
+    fun = jax.jit(scanned) if is_jitted else scanned
+    report = memory.of_step(fun)(Shape((5, 8, 8), "float32"), Shape((4, 8), "float32"))
+    assert report.flops == 5 * 2 * 4 * 8 * 8
+    assert (
+        memory.of_step(lambda p, x: jax.lax.cond(p, jnp.sin, lambda x: x @ x, x))(
+            Shape((), bool), Shape((4, 4), "float32")
+        ).flops
+        == 2 * 4**3
+    )
+
+
+def test_a_limit_makes_the_first_line_yes_or_no():
+    args = PARAMS, OPT_STATE, TOKENS
+    peak = measured().peak
+    fits = memory.of_step(step, donate_argnums=(0, 1), fits="1GB")(*args)
+    assert fits.fits and fits.limit == 10**9
+    first = str(fits).splitlines()[0]
+    assert first.startswith("yes, it fits: ") and "are left; largest: " in first
+    no = memory.of_step(step, donate_argnums=(0, 1), fits="0.1MiB")(*args)
+    assert no.fits is False and no.peak == peak
+    first = str(no).splitlines()[0]
+    assert first.startswith("no, it does not fit: ") and "too much; largest: " in first
+    assert "on this machine (cpu)" in first
+    assert measured().fits is None
+    assert str(measured()).startswith("peak: ")
+
+
+def test_what_is_compiled_for_and_not_run_is_said_to_be_so():
+    text = str(memory.of_step(loss_fn, "cpu")(PARAMS, TOKENS))
+    assert "on CPU (compiled for, not run on)" in text.splitlines()[0]
+
+
+def test_the_report_is_a_table_and_json():
+    report = measured()
+    assert str(report).count("\n") < 42
+    assert report.table(every=True).row_count > report.table().row_count
+    assert memory.StepReport.from_json(report.to_json()) == report
+    for part in ("class", "kernels", "bytes a parameter", "FLOPs in products"):
+        assert part in str(report)
+
+
+MESH = AbstractMesh((4,), ("data",))
+
+
+def sharded(x, *spec, mesh=MESH):
+    return Shape(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+@pytest.mark.parametrize("mesh", [MESH, memory.mesh("cpu", data=4)])
+def test_meshes_are_those_of_the_arguments(mesh):
+    params = jax.tree.map(lambda x: sharded(x, mesh=mesh), PARAMS)
+    tokens = sharded(TOKENS, "data", mesh=mesh)
+    measure = memory.of_step(jax.grad(loss_fn), "cpu", devices=4)
+    report = measure(params, tokens)
+    assert report.devices == 4
+    assert report.arguments == {"parameters": 4 * COUNT, "batch": 32 * 4}
+    assert "on each of 4 × CPU" in str(report)
+    assert report.counts["collectives"]
+    split = jax.tree.map(lambda x: sharded(x, "data", mesh=mesh), PARAMS)
+    assert measure(split, tokens).arguments["parameters"] == COUNT
+    assert measure(split, tokens).bytes_a_parameter == pytest.approx(4)
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+def test_steps_of_nnx_and_equinox_are_compiled_as_they_are():
+    model = Nnx()
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    @nnx.jit
+    def nnx_step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+
+    x = Shape((8, 16), "float32")
+    for device in (None, "cpu"):
+        report = memory.of_step(nnx_step, device)(model, optimizer, x)
+        assert report.arguments["parameters"] == 4 * (16 * 16 + 16)
+        assert report.arguments["batch"] == 4 * 8 * 16
+        assert report.flops > 0
+
+    mlp = eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0))
+
+    @eqx.filter_jit
+    def eqx_step(model, opt_state, x):
+        grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+        updates, opt_state = TX.update(grads, opt_state, model)
+        return eqx.apply_updates(model, updates), opt_state
+
+    opt_state = TX.init(eqx.filter(mlp, eqx.is_array))
+    report = memory.of_step(eqx_step, "cpu", donate_argnums=(0, 1))(mlp, opt_state, x)
+    assert report.arguments["parameters"] == 4 * 2 * (16 * 16 + 16)
+    assert report.donated >= 3 * report.arguments["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "error", "message"),
+    [
+        ({"fits": "24"}, (), ValueError, "a limit with its unit.*\"24GB\".*got '24'"),
+        ({"fits": 24}, (), ValueError, "a limit with its unit"),
+        ({"device": "h300"}, (), ValueError, "Expected a device of h100, .*'h300'"),
+        ({"classes": {"params": "weights"}}, (), ValueError, "a class of 'parameters'"),
+        ({"classes": {"p": "batch"}}, (PARAMS, TOKENS), ValueError, "classes has 'p'"),
+        ({}, (PARAMS,), TypeError, "loss_fn: missing a required argument: 'tokens'"),
+        (
+            {"devices": 4},
+            (PARAMS, TOKENS),
+            ValueError,
+            "devices=4, and arguments without shardings: pass shapes with shardings",
+        ),
+        (
+            {"devices": 2},
+            (PARAMS, sharded(TOKENS, "data")),
+            ValueError,
+            "devices=2, and shardings over 4",
+        ),
+        ({"devices": 0}, (PARAMS, TOKENS), ValueError, "positive number of devices"),
+        (
+            {"device": "cpu"},
+            (
+                jax.tree.map(sharded, PARAMS),
+                sharded(TOKENS, mesh=AbstractMesh((8,), ("x",))),
+            ),
+            ValueError,
+            "on one mesh",
+        ),
+    ],
+)
+def test_mistakes_are_named_at_the_call(options, args, error, message):
+    with pytest.raises(error, match=message):
+        measure = memory.of_step(loss_fn, **options)
+        assert args, "expected an error before the arguments"
+        measure(*args)
+
+
+def test_a_step_that_is_no_function_or_cannot_be_traced_is_named():
+    with pytest.raises(TypeError, match="of_step expects a function"):
+        memory.of_step(3)  # pyright: ignore[reportArgumentType]
+
+    def branches(x):
+        return x if x.sum() > 0 else -x
+
+    for fun in (branches, jax.jit(branches)):
+        with pytest.raises(TypeError, match="jax.jit cannot trace it"):
+            memory.of_step(fun)(Shape((3,), "float32"))
+
+
+def test_a_missing_assembler_is_named_with_its_command():
+    class Lowered:
+        def compile(self, compiler_options):
+            assert compiler_options == {"xla_backend_optimization_level": 0}
+            raise RuntimeError("NOT_FOUND: No PTX compilation provider is available")
+
+    with pytest.raises(ModuleNotFoundError, match="ptxas.*memory-gpu"):
+        program._compile(Lowered(), "cuda")
+
+
+HAS_GPU = importlib.util.find_spec("jax_plugins") is not None
+HAS_TPU = importlib.util.find_spec("libtpu") is not None
+COMPILERS = [*(("h100", "rtx4090") if HAS_GPU else ()), *(("v5e",) if HAS_TPU else ())]
+
+
+@pytest.mark.parametrize("device", COMPILERS or ["cpu"])
+def test_the_peak_of_a_device_is_that_of_xla_and_its_arrays_sum_to_it(device):
+    # Autocast's own default is that of the device that JAX runs on.
+    autocast = jmp.autocast(loss_fn, "mixed_bfloat16", recompute=True)
+    report = memory.of_step(jax.grad(autocast), device)(PARAMS, TOKENS)
+    assert sum(report.by_class.values()) == pytest.approx(report.peak, rel=0.1)
+    assert report.memory == memory.DEVICES[device].memory
+    assert report.traffic > 0 and report.kernels > 0
