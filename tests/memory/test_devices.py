@@ -1,11 +1,14 @@
 """Devices to compile for: which are known, and what is said without a compiler."""
 
 import importlib.util
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 
 from jmp_lite import memory
+from jmp_lite._src.memory import devices
 
 HAS_GPU = importlib.util.find_spec("jax_plugins") is not None
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
@@ -48,3 +51,18 @@ def test_a_missing_compiler_is_named_with_its_command(device, extra, is_here):
     with pytest.raises(ModuleNotFoundError) as error:
         memory.mesh(device)
     assert f'pip install "jmp-lite[{extra}]"' in str(error.value)
+
+
+def test_two_threads_get_the_same_devices(monkeypatch):
+    def slowly(config, count):
+        del config
+        time.sleep(0.1)
+        return [object() for _ in range(count)]
+
+    monkeypatch.setattr(devices.compat, "gpus_to_compile_for", slowly)
+    monkeypatch.setattr(devices, "Mesh", lambda found, axes: list(found))
+    devices._devices.cache_clear()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(devices.mesh, ["h100", "h100"])
+    devices._devices.cache_clear()
+    assert first == second

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -231,14 +232,19 @@ def mesh(device: str, **axes: int) -> Mesh:
     find(device)
     axes = axes or {"data": 1}
     count = math.prod(axes.values())
-    found = _devices(device, 4 if count <= 4 else 8)
+    with _ONE_THREAD:
+        found = _devices(device, 4 if count <= 4 else 8)
     if len(found) < count:
         raise ValueError(f"Expected at most {len(found)} of {device!r}, got {count}.")
     devices = np.array(found[:count]).reshape([*axes.values()])
     return Mesh(devices, tuple(axes))
 
 
-# Meshes of the same devices are equal.
+# Meshes of the same devices are equal, also of two threads: a cache alone would call
+# twice.
+_ONE_THREAD = threading.Lock()
+
+
 @functools.cache
 def _devices(device: str, count: int) -> Sequence[Any]:
     if device == "cpu":
