@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite._src.checkpoint import record, save_restore
+from jmp_lite._src.checkpoint import checksum, save_restore
 from jmp_lite._src.checkpoint.folder import resolve_folder
 from jmp_lite.linen import TrainState
 
@@ -460,7 +460,7 @@ def test_checksums_are_computed_once_while_arrays_are_read(tmp_path, monkeypatch
 
     def crc32(array):
         threads.append(threading.current_thread())
-        return record.crc32(array)
+        return checksum.crc32(array)
 
     monkeypatch.setattr(save_restore, "crc32", crc32)
     checkpoint.restore(tmp_path, state)

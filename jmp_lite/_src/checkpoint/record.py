@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jmp_lite._src.checkpoint.checksum import crc32
 from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten, summarize
 from jmp_lite._src.checkpoint.loss_scales import describe_loss_scales
 
@@ -122,11 +123,6 @@ def is_stored(leaf: LeafSpec) -> bool:
     """Return whether a leaf is stored as an array."""
     # Orbax does not save arrays without elements.
     return leaf.kind not in ("object", "text") and 0 not in leaf.shape
-
-
-def crc32(array: np.ndarray) -> int:
-    """Return the checksum of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _is_lost(leaf: LeafSpec, x: Any) -> bool:

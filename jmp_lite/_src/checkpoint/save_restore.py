@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jmp_lite._src.checkpoint import low_precision
+from jmp_lite._src.checkpoint.checksum import crc32
 from jmp_lite._src.checkpoint.folder import (
     complete_steps,
     find_step,
@@ -48,7 +49,6 @@ from jmp_lite._src.checkpoint.leaves import (
 from jmp_lite._src.checkpoint.loss_scales import check_loss_scales, describe_loss_scales
 from jmp_lite._src.checkpoint.record import (
     RecordSave,
-    crc32,
     encode,
     is_stored,
     read_record,

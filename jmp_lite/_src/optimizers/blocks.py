@@ -49,10 +49,11 @@ _HAS_INF = np.uint8(254)  # or subnormal numbers, of exponent 0
 _HAS_SIGN = np.uint8(255)
 
 # Of signed, wide and narrow blocks: the scale in units of the number whose code is 1;
-# the last code of a finite number; its number over the scale, as it is decoded.
+# the last code of a finite number; the bits of its number, as it is decoded, over the
+# scale.
 _UNITS = tuple(map(np.float32, (64.0**9, 128.0**16, 128.0**9)))
 _LAST = tuple(map(np.float32, (127, 254, 255)))
-_HIGHEST = tuple(map(np.float32, (477.1047, 57806.934, 494.2787)))
+_HIGHEST = tuple(np.float32([477.1047, 57806.934, 494.2787]).view(np.int32))
 # With a sign and without: the code of the scale.
 _ONES = np.float32(64), np.float32(128)
 
@@ -190,11 +191,16 @@ def _scales(largest: jax.Array, reach: jax.Array) -> jax.Array:
     signed = reach == _HAS_SIGN
     octaves = (largest >> 23) + reach.astype(jnp.uint32) - np.uint32(_HAS_INF)
     wide = ~signed & ((reach == _HAS_INF) | (octaves.astype(jnp.int32) > _NARROW))
-    # The least power of two with which the last code reaches the largest magnitude.
-    bits = _bits(_float(largest) / _by_kind(signed, wide, _HIGHEST))
-    scale = jnp.maximum(_float((bits + _MANTISSA) & _EXPONENT), _TINY)
+    # The least power of two with which the last code reaches the largest magnitude: the
+    # difference of the exponents, and one more if its mantissa is the larger one. XLA
+    # makes a division a kernel of its own, since two others read it.
+    bits = largest.astype(jnp.int32) - _by_kind(signed, wide, _HIGHEST)
+    bits = ((bits + np.int32(_MANTISSA)) & ~np.int32(_MANTISSA)) + np.float32(1).view(
+        np.int32
+    )
+    bits = jnp.maximum(bits, _TINY.view(np.int32)).astype(jnp.uint32)
     kind = _by_kind(signed, wide, (_SIGN, _WIDE, np.uint32(0)))
-    return jnp.where(largest > _EXPONENT, jnp.nan, _float(_bits(scale) | kind))
+    return jnp.where(largest > _EXPONENT, jnp.nan, _float(bits | kind))
 
 
 def _of_scale(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
