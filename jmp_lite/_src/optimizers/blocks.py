@@ -53,7 +53,7 @@ _HAS_SIGN = np.uint8(255)
 # scale.
 _UNITS = tuple(map(np.float32, (64.0**9, 128.0**16, 128.0**9)))
 _LAST = tuple(map(np.float32, (127, 254, 255)))
-_HIGHEST = tuple(np.float32([477.1047, 57806.934, 494.2787]).view(np.int32))
+_HIGHEST = tuple(np.array([477.1047, 57806.934, 494.2787], np.float32).view(np.int32))
 # With a sign and without: the code of the scale.
 _ONES = np.float32(64), np.float32(128)
 
