@@ -261,3 +261,72 @@ def test_sums_in_half_are_counted_and_neither_maxima_nor_collectives():
     # In the fusion, the scatter, the window and its transpose.
     assert hlo.count(SUMS).half_sums == 4
     assert hlo.count(SUMS.replace("bf16", "f32").replace("f16", "f32")).half_sums == 0
+
+
+LOOP = """\
+HloModule jit_scan, is_scheduled=true
+
+%slicing (p0: f32[16,8], p1: s32[]) -> f32[1,8] {
+  %p0 = f32[16,8]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = f32[1,8]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,8}
+}
+
+%stacking (q0: f32[16,8], q1: f32[1,8], q2: s32[]) -> f32[16,8] {
+  %q0 = f32[16,8]{1,0} parameter(0)
+  %q1 = f32[1,8]{1,0} parameter(1)
+  %q2 = s32[] parameter(2)
+  %nought = s32[] constant(0)
+  ROOT %stacked = f32[16,8]{1,0} dynamic-update-slice(%q0, %q1, %q2, %nought)
+}
+
+%body (state: (s32[], f32[16,8], f32[16,8])) -> (s32[], f32[16,8], f32[16,8]) {
+  %state = (s32[], f32[16,8]{1,0}, f32[16,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %xs = f32[16,8]{1,0} get-tuple-element(%state), index=1
+  %ys = f32[16,8]{1,0} get-tuple-element(%state), index=2
+  %x = f32[1,8]{1,0} fusion(%xs, %i), kind=kLoop, calls=%slicing
+  %all = f32[1,8]{1,0} all-reduce(%x), to_apply=%add
+  %more = f32[16,8]{1,0} fusion(%ys, %all, %i), kind=kLoop, calls=%stacking
+  ROOT %next = (s32[], f32[16,8]{1,0}, f32[16,8]{1,0}) tuple(%i, %xs, %more)
+}
+
+%holds (seen: (s32[], f32[16,8], f32[16,8])) -> pred[] {
+  %seen = (s32[], f32[16,8]{1,0}, f32[16,8]{1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%seen), index=0
+  ROOT %less = pred[] compare(%j, %j), direction=LT
+}
+
+ENTRY %main (a: (s32[], f32[16,8], f32[16,8])) -> (s32[], f32[16,8], f32[16,8]) {
+  %a = (s32[], f32[16,8]{1,0}, f32[16,8]{1,0}) parameter(0)
+  ROOT %end = (s32[], f32[16,8]{1,0}, f32[16,8]{1,0}) while(%a), condition=%holds, \
+body=%body, backend_config={"known_trip_count":{"n":"16"}}
+}
+"""
+
+
+def test_what_a_loop_does_counts_by_its_trips_and_slices_as_slices():
+    counts = hlo.count(LOOP)
+    row = 8 * 4
+    assert counts.kernels == 16 * 2
+    assert counts.collectives == {"all-reduce f32": 16 * row}
+    assert counts.collective_calls == {"all-reduce": 16}
+    # Each trip: a row is read and written, with its index; summed; read and stacked.
+    assert counts.traffic == 16 * ((2 * row + 4) + 2 * row + (2 * row + 4) + 2 * 4 + 1)
+    assert counts.loops_counted_once == 0
+    unknown = hlo.count(LOOP.replace("known_trip_count", "other"))
+    assert (unknown.kernels, unknown.loops_counted_once) == (2, 1)
+
+
+def test_twice_the_layers_of_a_scan_move_twice_as_much():
+    def loss(ws, x):
+        scanned, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)
+        return jnp.sum(scanned**2)
+
+    x = jax.ShapeDtypeStruct((64, 128), "float32")
+    stacks = [jax.ShapeDtypeStruct((n, 128, 128), "float32") for n in (12, 24)]
+    texts = [jax.jit(jax.grad(loss)).lower(ws, x).compile().as_text() for ws in stacks]
+    few, many = (hlo.count(text) for text in texts)
+    assert many.traffic == pytest.approx(2 * few.traffic, rel=0.03)
+    assert many.kernels == pytest.approx(2 * few.kernels, rel=0.03)

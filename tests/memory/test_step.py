@@ -268,3 +268,15 @@ def test_the_peak_of_a_device_is_that_of_xla_and_its_arrays_sum_to_it(device):
     assert sum(report.by_class.values()) == pytest.approx(report.peak, rel=0.1)
     assert report.memory == memory.DEVICES[device].memory
     assert report.traffic > 0 and report.kernels > 0
+
+
+def test_a_decorated_step_is_compiled_with_its_decorators():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    shapes = Shape((64, 64), jnp.float32), Shape((32, 64), jnp.float32)
+    forward = memory.of_step(loss)(*shapes)
+    assert memory.of_step(jax.grad(loss))(*shapes).flops == 2 * forward.flops
+    kept = memory.saved(jmp.autocast(loss, "mixed_bfloat16"))(*shapes)
+    half = memory.of_step(jmp.autocast(loss, "mixed_bfloat16"))(*shapes)
+    assert "bfloat16" in kept.by_dtype and half.counts["casts"] > 0

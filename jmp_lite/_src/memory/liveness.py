@@ -13,16 +13,17 @@ Limits: XLA may place arrays so that gaps remain, or share memory in more ways. 
 differs from XLA's own peak by some percent, more on TPUs, whose arrays are padded.
 """
 
+import collections
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.memory import hlo
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _BODIES = re.compile(
     r"(?:body|condition|to_apply|true_computation|false_computation)=%?([\w.-]+)"
@@ -42,7 +43,9 @@ _ELEMENTWISE = re.compile(
 _OPENED = ("while", "conditional", "call")
 # What scopes of JAX' own are called: they are no places in the model.
 _JIT = re.compile(r"\bp?jit\([^()]*\)")
-_INNER = re.compile(r"while|body|cond|closed_call|checkpoint|remat\d*|branch_\d+_fun")
+_INNER = re.compile(
+    rf"while|body|cond|{compat.CLOSED_CALL}|checkpoint|remat\d*|branch_\d+_fun"
+)
 
 
 class Live(NamedTuple):
@@ -66,11 +69,9 @@ class Live(NamedTuple):
 
 
 class _Instruction(NamedTuple):
-    name: str
-    arrays: list
-    opcode: str
-    operands: list[str]
-    line: str
+    """An instruction, and the name stack of what it is made of."""
+
+    of: hlo.Instruction
     op_name: str
 
 
@@ -95,8 +96,8 @@ def at_peak(text: str) -> list[Live]:
     Args:
       text: of an optimised and scheduled HLO module.
     """
-    header, _, rest = text.partition("\n")
-    computations, entry = _parse(rest)
+    header = text.partition("\n")[0]
+    computations, entry = _parse(text)
     of_arguments = {int(i or 0) for i in _RESULT_ALIAS.findall(header) if "," not in i}
 
     @functools.cache
@@ -121,27 +122,18 @@ def place(op_name: str) -> tuple[str, str]:
 
 def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     """Return the instructions of each computation, and the name of the entry."""
-    computations, entry, current = {}, "", []
+    computations, entry = collections.defaultdict(list), ""
     op_names: dict[str, str] = {}  # of instructions, and of computations
-    computation = ""
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            computation = header[2]
-            current = computations[computation] = []
-            entry = computation if header[1] else entry
-        if (match := hlo._INSTRUCTION.match(line)) is None:
-            continue
-        name, shape, opcode, operands = match.groups()
-        read = hlo._OPERAND.findall(operands)
+    for x in hlo.parse(text):
+        entry = x.computation if x.is_entry else entry
         # A fusion may have none, and is of its last instruction that has one; a copy
         # that XLA adds is of what it copies.
-        sources = [*_CALLS.findall(line), *read[:1]]
-        known = (op_names[x] for x in sources if op_names.get(x))
-        found = _OP_NAME.search(line)
-        op_names[name] = found[1] if found else next(known, "")
-        op_names[computation] = op_names[name] or op_names.get(computation, "")
-        arrays = hlo._arrays(shape)
-        current.append(_Instruction(name, arrays, opcode, read, line, op_names[name]))
+        sources = [*_CALLS.findall(x.line), *x.operands[:1]]
+        known = (op_names[y] for y in sources if op_names.get(y))
+        found = _OP_NAME.search(x.line)
+        op_names[x.name] = found[1] if found else next(known, "")
+        op_names[x.computation] = op_names[x.name] or op_names.get(x.computation, "")
+        computations[x.computation].append(_Instruction(x, op_names[x.name]))
     return computations, entry
 
 
@@ -160,7 +152,8 @@ def _peak(
     """
     values: dict[str, list[_Array | None]] = {}  # None: given
     steps, root = [], []
-    for step, x in enumerate(instructions):
+    for step, instruction in enumerate(instructions):
+        x = instruction.of
         read = [array for operand in x.operands for array in values.get(operand, [])]
         if x.opcode == "get-tuple-element":
             index = int(found[1]) if (found := _INDEX.search(x.line)) else 0
@@ -173,9 +166,9 @@ def _peak(
         elif x.opcode in _NAMES or x.opcode.endswith("-start"):
             values[x.name] = read  # what has started reads until it is done
         else:
-            made = [_Array(_live(x, array), step) for array in x.arrays]
+            made = [_Array(_live(instruction, array), step) for array in x.arrays]
             values[x.name] = list(made)
-        if x.line.lstrip().startswith("ROOT"):
+        if x.is_root:
             root = values[x.name]
         steps.append((x, made, list(filter(None, read))))
     for index, array in enumerate(root):
@@ -186,7 +179,7 @@ def _peak(
 
 
 def _follow(
-    steps: Sequence[tuple[_Instruction, list[_Array], list[_Array]]],
+    steps: Sequence[tuple[hlo.Instruction, list[_Array], list[_Array]]],
     of_body: Callable[[str], list[Live]],
 ) -> list[Live]:
     """Return what is in memory at the step at which it is the most."""
@@ -214,7 +207,7 @@ def _follow(
 
 
 def _overwritten(
-    x: _Instruction,
+    x: hlo.Instruction,
     array: _Array,
     read: Sequence[_Array],
     step: int,
@@ -241,7 +234,7 @@ def _bodies(line: str) -> list[str]:
     return [name.strip().lstrip("%") for names in found for name in names.split(",")]
 
 
-def _live(x: _Instruction, array: Any) -> Live:
+def _live(x: _Instruction, array: hlo.Array) -> Live:
     layer, operation = place(x.op_name)
     is_again = name_scopes.REMATTED in x.op_name
     is_backward = "transpose(" in x.op_name and not is_again
@@ -249,4 +242,4 @@ def _live(x: _Instruction, array: Any) -> Live:
     made_in = "backward" if is_backward else "forward" if is_forward else ""
     size = 0 if array.is_scratch else array.size
     elements = array.size // hlo.itemsize(array.dtype)
-    return Live(layer, operation or x.opcode, array.dtype, size, made_in, elements)
+    return Live(layer, operation or x.of.opcode, array.dtype, size, made_in, elements)

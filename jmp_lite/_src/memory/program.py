@@ -146,7 +146,7 @@ def _trace(
             step = jax.jit(step, donate_argnums=donate_argnums)
         traced = step.trace(*args, **kwargs)
         return traced, getattr(traced, "out_info", None)
-    fun, static, result = inspect.unwrap(step), {}, None
+    static, result = {}, None
     for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
         if not (trees.is_array(x) or isinstance(x, bool | int | float | complex)):
             static[path] = x
@@ -154,7 +154,7 @@ def _trace(
     def only_arrays(path, x):
         return None if path in static else x
 
-    @functools.wraps(fun)
+    @functools.wraps(step)
     def of_arrays(*args, **kwargs):
         nonlocal result
         args, kwargs = jax.tree_util.tree_map_with_path(
@@ -162,7 +162,7 @@ def _trace(
             (args, kwargs),
             is_leaf=lambda x: x is None,
         )
-        result = fun(*args, **kwargs)
+        result = step(*args, **kwargs)
         return [x for x in jax.tree.leaves(result) if trees.is_array(x)]
 
     args, kwargs = jax.tree_util.tree_map_with_path(only_arrays, (args, kwargs))
