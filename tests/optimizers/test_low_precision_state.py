@@ -14,7 +14,9 @@ from optimizers import Trainer, half_on_purpose
 
 from jmp_lite import (
     LowPrecisionArray,
+    NoOpLossScale,
     low_precision_state,
+    scale_aware,
 )
 from jmp_lite._src.optimizers import rounding
 
@@ -263,6 +265,20 @@ def test_a_moment_that_is_kept_keeps_its_bits():
 
 
 # Beside other optimisers.
+
+
+def test_its_key_goes_on_unless_every_optimiser_in_it_skips():
+    params = {"a": jnp.ones(5000), "b": jnp.ones(5000)}
+    parts: dict[Any, Any] = {
+        name: scale_aware(optax.trace(0.9), NoOpLossScale()) for name in params
+    }
+    labels = {name: name for name in params}
+    tx: Any = low_precision_state(optax.partition(parts, labels))
+    state = tx.init(params)
+    _, after = tx.update(params | {"b": params["b"] * jnp.inf}, state, params)
+    assert bitwise.raw_bits(after.key) != bitwise.raw_bits(state.key)
+    _, after = tx.update(jax.tree.map(lambda x: x * jnp.inf, params), state, params)
+    assert bitwise.raw_bits(after.key) == bitwise.raw_bits(state.key)
 
 
 def test_each_leaf_and_each_step_has_noise_of_its_own():
