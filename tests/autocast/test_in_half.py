@@ -10,137 +10,30 @@ import jaxprs
 import numpy as np
 import pytest
 from arrays import error
-from autocast_corpus.program import POLICIES, normal, weight
+from autocast_corpus.program import POLICIES
+from half_kernels import (
+    BATCH,
+    LENGTH,
+    PROGRAMS,
+    WIDTH,
+    W,
+    X,
+    flash,
+    layer,
+    plain,
+    rematted_scan,
+    scanned,
+    softmax_attention,
+)
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jmp_lite
 from jmp_lite import PolicyMap, autocast, explain, full_precision, in_half
 
 BOTH = pytest.mark.parametrize("half", POLICIES)
 BF16 = POLICIES["bf16"]
-HALVES = (jnp.bfloat16, jnp.float16)
 # At most: one rounding of each product and of what the kernel reads and returns.
 BOUND = {"bf16": 0.02, "f16": 0.003}
-
-BATCH, LENGTH, WIDTH = 2, 8, 16
-X = normal(0, BATCH, LENGTH, WIDTH)
-W = jnp.stack([weight(i, WIDTH, WIDTH) for i in range(1, 5)])
-
-
-def softmax_attention(q, k, v):
-    """Return attention, computed in float32."""
-    dtype = q.dtype
-    wide = jnp.float32 if dtype in HALVES else dtype
-    q, k, v = (x.astype(wide) for x in (q, k, v))
-    logits = q @ jnp.swapaxes(k, -1, -2) / q.shape[-1] ** 0.5
-    return (jax.nn.softmax(logits) @ v).astype(dtype)
-
-
-def demands_half(*arrays):
-    if any(x.dtype not in HALVES for x in arrays):
-        raise NotImplementedError(f"Q must be fp16/bf16, got {arrays[0].dtype}")
-
-
-@jax.custom_vjp
-def flash(q, k, v):
-    demands_half(q, k, v)
-    return softmax_attention(q, k, v)
-
-
-def flash_fwd(q, k, v):
-    return flash(q, k, v), (q, k, v)
-
-
-def flash_bwd(kept, gradient):
-    demands_half(gradient, *kept)
-    return jax.vjp(softmax_attention, *kept)[1](gradient)
-
-
-flash.defvjp(flash_fwd, flash_bwd)
-
-
-def layer(attend: Callable[..., Any], w: jax.Array, x: jax.Array) -> jax.Array:
-    return attend(*(x @ w[i] for i in range(3))) @ w[3]
-
-
-# Programs of an attention function, a weight and an array.
-
-
-def plain(attend, w, x):
-    return layer(attend, w, x)
-
-
-def jitted(attend, w, x):
-    return jax.jit(lambda x: layer(attend, w, x))(x)
-
-
-def scanned(attend, w, x):
-    def step(x, _):
-        return x + layer(attend, w, x), None
-
-    return lax.scan(step, x, length=2)[0]
-
-
-def mapped(attend, w, x):
-    return jax.vmap(lambda x: layer(attend, w, x))(x)
-
-
-def mapped_weights(attend, w, x):
-    return jax.vmap(lambda w: layer(attend, w, x))(jnp.stack([w, w / 2]))
-
-
-def rematted(attend, w, x):
-    return jax.checkpoint(lambda w, x: layer(attend, w, x))(w, x)
-
-
-def rematted_scan(attend, w, x):
-    @jax.checkpoint
-    def step(x, w):
-        return layer(attend, w, x), None
-
-    return lax.scan(step, x, jnp.stack([w, w / 2]))[0]
-
-
-def branched(attend, w, x):
-    def one(x):
-        return layer(attend, w, x)
-
-    return lax.cond(x[0, 0, 0] > -10, one, lambda x: x, x)
-
-
-def directly(attend, w, x):
-    return attend(x, x, x @ w[0] + x)
-
-
-def in_shard_map(attend, w, x):
-    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
-    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
-    one = jax.shard_map(lambda w, x: layer(attend, w, x), mesh=mesh, **specs)
-    return one(w, x)
-
-
-def sharded(attend, w, x):
-    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
-    rows = NamedSharding(mesh, P("data"))
-    one = jax.jit(lambda x: layer(attend, w, x), out_shardings=rows)
-    return one(lax.with_sharding_constraint(x, rows))
-
-
-PROGRAMS = [
-    plain,
-    jitted,
-    scanned,
-    mapped,
-    mapped_weights,
-    rematted,
-    rematted_scan,
-    branched,
-    directly,
-    in_shard_map,
-    sharded,
-]
 
 
 def loss_of(program: Callable[..., Any], attend: Callable[..., Any]) -> Any:

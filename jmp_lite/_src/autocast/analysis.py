@@ -58,7 +58,7 @@ from jmp_lite._src.autocast.precision import (
     Precision,
     Use,
 )
-from jmp_lite._src.autocast.rules import EqnInfo
+from jmp_lite._src.autocast.rule import Analysis, EqnInfo, is_move_or_cast, union
 from jmp_lite._src.jaxprs import control_flow, core, matmul_precision, name_scopes
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.tracing import Traced, trace
@@ -196,7 +196,7 @@ class _Queue:
             yield heapq.heappop(self._heap)
 
 
-class _Analysis(rules.Analysis):
+class _Analysis(Analysis):
     """The analysis of one jaxpr.
 
     Attributes:
@@ -387,7 +387,7 @@ class _Analysis(rules.Analysis):
 
     def _use_of(self, var: Var) -> int:
         """Return how all that reads a variable uses it."""
-        return rules.union(self.counts[var])
+        return union(self.counts[var])
 
     def _precision_of(self, var: Var) -> Precision:
         fixed = precision.fixed(var, self.compute_dtype)
@@ -529,7 +529,7 @@ class AsWritten:
             self.plan(sub.jaxpr, sub.consts, tuple(is_moved[i] for i in sub.operands))
             for sub in subs
         )
-        if any(is_moved) and rules.is_move_or_cast(eqn):
+        if any(is_moved) and is_move_or_cast(eqn):
             moved.update(eqn.outvars)
         is_product = self.reduces_in_float32 and products.is_half_product(eqn)
         of_inputs = tuple(is_moved[:2]) if is_product else ()

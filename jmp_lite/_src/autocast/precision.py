@@ -263,7 +263,7 @@ class EqnPlan:
     """What is decided for one equation.
 
     Attributes:
-      rule: the `rules.Rule` that decided, and runs it.
+      rule: the `rule.Rule` that decided, and runs it.
       half_in: per operand, whether a float32 one is read in half.
       half_out: per result, whether a float32 one is made in half.
       bodies: the plans of its sub-jaxprs.

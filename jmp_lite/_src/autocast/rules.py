@@ -1,22 +1,15 @@
 """One rule object per class of the table: all that autocast does with an equation.
 
-A rule says, in one place, what precision the results have given that of the operands
-(`propagate`), how the operands are used given the uses of the results (`operand_uses`)
-and which of their digits (`digits_used`), whether the uses decide (`depends_on_uses`),
-what of its results the analysis may take for what it was made of (`made_of`,
-`cast_moves`), and how the equation runs (`run`). The classes are those in `BY_CLASS`.
+`Rule` is what they have in common. The classes are those in `BY_CLASS`.
 """
 
-import abc
 import dataclasses
-import functools
-import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, dtypes, fp8
+from jmp_lite._src import dtypes, fp8
 from jmp_lite._src.autocast import half_calls, precision, products
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
@@ -25,270 +18,39 @@ from jmp_lite._src.autocast.precision import (
     HALF,
     IGNORED,
     INPUT,
-    INTEGER,
     NORMALIZED,
     NUMBER,
     OTHER,
     STATISTIC,
-    STORED,
     CastPlan,
     Direction,
     EqnPlan,
     Precision,
     Region,
-    Softmax,
     Use,
 )
-from jmp_lite._src.autocast.rewrite import Values
+from jmp_lite._src.autocast.rule import (
+    Analysis,
+    Decision,
+    EqnInfo,
+    Rule,
+    adds_number,
+    broadcasts,
+    casts_before,
+    is_bias_of_convolution,
+    is_for_f32,
+    is_kept,
+    is_retyping,
+    joins_half,
+    may_underflow,
+    returns_sum,
+    union,
+    union_of_sets,
+)
 from jmp_lite._src.jaxprs import binding, control_flow, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
-from jmp_lite._src.jaxprs.core import Eqn, Var
+from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.jaxprs.primitives import Fact, facts
-
-Decision = tuple[EqnPlan, Sequence[Precision]]
-
-
-class EqnInfo(NamedTuple):
-    """An equation of a jaxpr, and what the analysis reads off the program once.
-
-    Attributes:
-      eqn: the equation.
-      rule: that of its class in the table.
-      region: whether the policy lowers what is in its name scope.
-      bodies: its sub-jaxprs, where they are understood.
-      softmax: the softmax whose last equation it is.
-      fixed: per operand, its precision if it is a literal or not float32, else None.
-      is_smaller: per operand, whether it is smaller than an elementwise result.
-      is_f32: per result, whether it is float32.
-      why_unchanged: why it runs as it is written, if its rule is `UNCHANGED`.
-      is_filled_in: whether it is a product whose `precision` the caller set.
-      why_not_fp8: why a product that the policy has in fp8 is not, or "".
-    """
-
-    eqn: Eqn
-    rule: "Rule"
-    region: Region
-    bodies: tuple[SubJaxpr, ...]
-    softmax: Softmax | None
-    fixed: tuple[Precision | None, ...]
-    is_smaller: tuple[bool, ...]
-    is_f32: tuple[bool, ...]
-    why_unchanged: str
-    is_filled_in: bool
-    why_not_fp8: str
-
-
-class Analysis(abc.ABC):
-    """What a rule may ask of the analysis of the jaxpr of its equation.
-
-    Attributes:
-      compute_dtype: the half dtype.
-      keeps_inputs: whether products may read inputs in float32.
-      direction: the pass that the jaxpr is of.
-      precision: of each variable that is known.
-      tangents: what is made of tangents, in a rule for derivatives.
-      cast_moves: results that are half because an input is cast before it is moved.
-      stored: per variable, the one stored half value that it is computed from, if so.
-    """
-
-    def __init__(self, compute_dtype: Any, keeps_inputs: bool, direction: Direction):
-        self.compute_dtype, self.keeps_inputs = compute_dtype, keeps_inputs
-        self.direction = direction
-        self.precision: dict[Var, Precision] = {}
-        self.tangents: set[Var] = set()
-        self.cast_moves: set[Var] = set()
-        self.stored: dict[Var, frozenset[Var] | None] = {}
-
-    @property
-    @abc.abstractmethod
-    def recomputes(self) -> bool:
-        """Whether the backward pass keeps as little as it can."""
-
-    @abc.abstractmethod
-    def half_results(self, info: EqnInfo) -> bool:
-        """Return whether results of products are half where half is not asked for."""
-
-    @abc.abstractmethod
-    def plan_body(
-        self, eqn: Eqn, body: SubJaxpr, ins: Sequence[Precision], uses: Sequence[int]
-    ) -> CastPlan:
-        """Return the plan of a sub-jaxpr of an equation."""
-
-    @abc.abstractmethod
-    def is_convolution(self, var: Var) -> bool:
-        """Return whether a variable is the result of a convolution."""
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether the program may compute the same again, with other uses."""
-        return self.direction is Direction.RECOMPUTED
-
-    def has_tangent(self, eqn: Eqn) -> bool:
-        """Return whether an operand is made of a tangent, in a rule for derivatives."""
-        return any(not compat.is_literal(v) and v in self.tangents for v in eqn.invars)
-
-    def is_moved_input(self, var: Var) -> bool:
-        """Return whether an operand is an input, moved or broadcast at most."""
-        if compat.is_literal(var):
-            return False
-        return var in self.cast_moves or self.precision[var] in (INPUT, BROADCAST)
-
-    def made_of(self, var: Var) -> frozenset[Var]:
-        """Return the stored half values of which a half value is computed."""
-        return self.stored.get(var) or frozenset([var])
-
-
-class Rule:
-    """What is done with the equations of one class: here, nothing.
-
-    Attributes:
-      name: the class, as the table and `explain` have it.
-      is_elementwise: whether results are computed element by element, or moved.
-      is_move: whether results are moved numbers.
-      is_product: whether the equations are matrix products.
-      is_fp8: whether their operands are rounded to fp8.
-      keeps_inputs: whether their operands that are inputs are read in float32, and cast
-        by the product.
-      computes_in_float32: whether the equations may run in float32, from half operands
-        that are stored.
-    """
-
-    name: ClassVar[str] = "unchanged"
-    is_elementwise: ClassVar[bool] = False
-    is_move: ClassVar[bool] = False
-    is_product: ClassVar[bool] = False
-    is_fp8: ClassVar[bool] = False
-    keeps_inputs: ClassVar[bool] = False
-    computes_in_float32: ClassVar[bool] = False
-
-    def propagate(
-        self,
-        info: EqnInfo,
-        ins: Sequence[Precision],
-        uses: Sequence[int],
-        analysis: Analysis,
-    ) -> Decision:
-        """Return the plan of an equation, and the precision of each result.
-
-        Args:
-          info: the equation.
-          ins: the precision of each operand.
-          uses: how each result is used, as far as is known.
-          analysis: that of the jaxpr.
-        """
-        del uses, analysis
-        if info.is_f32 == (True,) and len(ins) == 1 and ins[0] in _CONVERTED:
-            return self.keep(info, "")[0], [_CONVERTED[ins[0]]]
-        return self.keep(info, info.why_unchanged)
-
-    def keep(self, info: EqnInfo, reason: str) -> Decision:
-        """Return the decision that an equation runs in float32, as it is written."""
-        eqn = info.eqn
-        plan = _kept(self, len(eqn.invars), len(eqn.outvars), reason)
-        return plan, [FLOAT32] * len(eqn.outvars)
-
-    def depends_on_uses(self, info: EqnInfo) -> bool:
-        """Return whether the decision on an equation depends on what reads it."""
-        del info
-        return True
-
-    def made_of(
-        self,
-        info: EqnInfo,
-        ins: Sequence[Precision],
-        plan: EqnPlan,
-        analysis: Analysis,
-    ) -> frozenset[Any] | None:
-        """Return the one stored half value that a result can be computed from again.
-
-        Args:
-          info: the equation.
-          ins: the precision of each operand.
-          plan: what `propagate` returned.
-          analysis: that of the jaxpr.
-
-        Returns:
-          None if there is none: then the result is such a value itself, if it is half.
-        """
-        del info, ins, plan, analysis
-
-    def cast_moves(
-        self,
-        info: EqnInfo,
-        ins: Sequence[Precision],
-        plan: EqnPlan,
-        analysis: Analysis,
-    ) -> Sequence[Any]:
-        """Return the half results that are inputs, cast before they were moved.
-
-        Args:
-          info: the equation, which has half results.
-          ins: the precision of each operand.
-          plan: what `propagate` returned.
-          analysis: that of the jaxpr.
-        """
-        del info, ins, plan, analysis
-        return ()
-
-    def operand_uses(
-        self, info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
-    ) -> Sequence[int]:
-        """Return how an equation uses each of its operands.
-
-        Args:
-          info: the equation.
-          plan: what `propagate` returned, of this rule.
-          uses: how its results are used.
-          analysis: that of the jaxpr.
-        """
-        del plan, analysis
-        is_returned = returns_sum(info, uses)
-        use = Use.OUTPUT if is_returned else Use.AS_FLOAT32 | Use.EXACT
-        return [use] * len(info.eqn.invars)
-
-    def digits_used(
-        self, info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int]
-    ) -> Sequence[int]:
-        """Return which digits of its operands an equation uses, as bits of `Use`.
-
-        Args:
-          info: the equation.
-          ins: the precision of each operand.
-          uses: how its results are used.
-        """
-        eqn, name, use = info.eqn, info.eqn.primitive.name, union(uses)
-        known = facts(name)
-        used = Use.NEAR_ONE * bool(known & Fact.NEAR_ONE)
-        used |= Use.FRACTION * bool(known & Fact.FRACTION)
-        if (self.is_move or known & Fact.ARITHMETIC) and any(info.is_f32):
-            used |= use & (Use.NEAR_ONE | Use.FRACTION)
-        rounds = Use.AS_HALF | Use.PRODUCT | Use.KEPT
-        if name in ("add", "sub") and NUMBER in ins and use & ~rounds:
-            used |= Use.NEAR_ONE
-        if name == "integer_pow" and eqn.params["y"] < 0:
-            used |= Use.NEAR_ONE
-        if name == "convert_element_type" and not core.is_float(eqn.outvars[0]):
-            used |= Use.NEAR_ONE | Use.FRACTION
-        by_operand = [used] * len(ins)
-        if name == "div":
-            by_operand[1] |= Use.NEAR_ONE
-        return by_operand
-
-    def run(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
-        """Return the results of an equation, in the precision of its plan."""
-        results = values.apply(eqn, plan.reads_half)
-        if any(plan.reads_half):
-            return results
-        return values.cast_to_half(results, plan.half_out)
-
-
-# The precision of what is converted to float32 -> that of the result.
-_CONVERTED = {INTEGER: NUMBER, STORED: INPUT}
-
-
-@functools.cache  # most equations of a program have one of few plans
-def _kept(rule: Rule, ins: int, outs: int, reason: str) -> EqnPlan:
-    return EqnPlan(rule, (False,) * ins, (False,) * outs, reason=reason)
 
 
 class _Unsafe(Rule):
@@ -414,16 +176,16 @@ class _Elementwise(Rule):
             and [use & Use.DTYPE for use in uses] == [Use.AS_HALF]
             and casts_before(eqn)
         )
-        joins = _joins_half(eqn, ins)
-        if joins and _may_underflow(ins, uses, analysis):
+        joins = joins_half(eqn, ins)
+        if joins and may_underflow(ins, uses, analysis):
             return UNSAFE.keep(info, "a divisor or a logarithm reads it")
-        keeps = joins and not self.is_move and _is_kept(eqn, ins, analysis)
+        keeps = joins and not self.is_move and is_kept(eqn, ins, analysis)
         # A choice between one half array and numbers is arithmetic, too: of a cast in
         # one of two reads, XLA may leave out the one and not the other.
         may_fuse = not self.is_move or (
-            eqn.primitive.name == "select_n" and not _is_kept(eqn, ins, analysis)
+            eqn.primitive.name == "select_n" and not is_kept(eqn, ins, analysis)
         )
-        is_fused = joins and may_fuse and not keeps and _is_for_f32(uses)
+        is_fused = joins and may_fuse and not keeps and is_for_f32(uses)
         if is_cast_before or (joins and not is_fused):
             half_in = tuple(p not in IGNORED for p in ins)
             plan = EqnPlan(
@@ -433,8 +195,8 @@ class _Elementwise(Rule):
                 is_noop=is_retyping(eqn),
                 keeps_half=keeps,
                 in_float32=not self.is_move
-                and (_broadcasts(info) or _adds_number(info, union(uses)))
-                and not _is_bias_of_convolution(info, analysis),
+                and (broadcasts(info) or adds_number(info, union(uses)))
+                and not is_bias_of_convolution(info, analysis),
             )
             return plan, [HALF] * len(eqn.outvars)
         reason = "f32 alone reads it" if is_fused else "an operand is f32"
@@ -481,7 +243,7 @@ class _Elementwise(Rule):
         if plan.keeps_half or not any(plan.half_in):
             return None
         pairs = zip(info.eqn.invars, ins, strict=True)
-        found = _union(analysis.made_of(v) for v, p in pairs if p == HALF)
+        found = union_of_sets(analysis.made_of(v) for v, p in pairs if p == HALF)
         return found if len(found) == 1 else None
 
     def cast_moves(self, info, ins, plan, analysis):
@@ -831,108 +593,3 @@ def _is_result_half(info: EqnInfo, use: int, analysis: Analysis) -> bool:
         return info.region.half_results is True
     use &= Use.DTYPE
     return use != Use.OUTPUT if analysis.half_results(info) else use == Use.AS_HALF
-
-
-def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:
-    """Return whether an equation adds gradients, and the sum is only returned."""
-    is_returned = union(uses) & Use.DTYPE == Use.OUTPUT
-    return info.eqn.primitive.name == "add_any" and is_returned
-
-
-def union(uses: Iterable[int]) -> int:
-    """Return how any of several values is used."""
-    return functools.reduce(operator.or_, uses, 0)
-
-
-def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
-    return frozenset().union(*sets)
-
-
-def casts_before(eqn: Eqn) -> bool:
-    """Return whether a cast of this move's result may happen before the move.
-
-    It moves half the bytes then. A move that drops numbers would cast more than it has
-    to; one that repeats them sums in its transpose, which must be in float32.
-    """
-    return bool(facts(eqn.primitive.name) & Fact.PERMUTES)
-
-
-def is_retyping(eqn: Eqn) -> bool:
-    """Return whether an equation only makes a dtype weak or strong."""
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
-
-
-def is_move_or_cast(eqn: Eqn) -> bool:
-    """Return whether an equation only moves numbers, or casts them to half."""
-    if eqn.primitive.name == "convert_element_type":
-        return dtypes.is_half(eqn.params["new_dtype"])
-    return casts_before(eqn)
-
-
-def _broadcasts(info: EqnInfo) -> bool:
-    """Return whether elementwise arithmetic broadcasts an array."""
-    return any(
-        is_smaller and not compat.is_literal(v) and core.is_f32(v)
-        for v, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
-    )
-
-
-def _is_bias_of_convolution(info: EqnInfo, analysis: Analysis) -> bool:
-    """Return whether cuDNN can add this as a part of a convolution, in half alone.
-
-    In bfloat16: no bias is out of its range.
-    """
-    return (
-        info.eqn.primitive.name == "add"
-        and precision.has_range_of_f32(analysis.compute_dtype)
-        and any(map(analysis.is_convolution, info.eqn.invars))
-    )
-
-
-def _adds_number(info: EqnInfo, use: int) -> bool:
-    """Return whether a number is added to an array, and float32 operations read it."""
-    is_read_in_f32 = use & (Use.AS_FLOAT32 | Use.OUTPUT)
-    is_sum = info.eqn.primitive.name in ("add", "sub")
-    return (
-        bool(is_read_in_f32) and is_sum and any(map(compat.is_literal, info.eqn.invars))
-    )
-
-
-def _may_underflow(
-    ins: Sequence[Precision], uses: Sequence[int], analysis: Analysis
-) -> bool:
-    """Return whether half may lose what keeps a result away from zero: an argument."""
-    if precision.has_range_of_f32(analysis.compute_dtype):
-        return False
-    return bool(union(uses) & Use.NEAR_ONE) and (INPUT in ins or BROADCAST in ins)
-
-
-def _is_for_f32(uses: Sequence[int]) -> bool:
-    """Return whether float32 operations alone read results, and nothing stores them."""
-    use = union(uses)
-    return bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT)
-
-
-def _is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
-    """Return whether the half result of arithmetic is stored, whatever reads it.
-
-    It is if it is made of several arrays, or if the backward pass reads it. Other
-    arithmetic is computed again by what reads it, as a part of that.
-    """
-    pairs = zip(eqn.invars, ins, strict=True)
-    arrays = _union(analysis.made_of(v) for v, p in pairs if p == HALF)
-    saturates = facts(eqn.primitive.name) & Fact.SATURATES
-    return len(arrays) > 1 or bool(saturates)
-
-
-def _joins_half(eqn: Eqn, ins: Sequence[Precision]) -> bool:
-    """Return whether elementwise arithmetic runs in half, by its operands."""
-    if HALF not in ins:
-        return False
-    sizes = list(map(core.size, eqn.invars))
-    return all(
-        p in (HALF, NUMBER, BROADCAST, *IGNORED) or (p == INPUT and n < max(sizes))
-        for p, n in zip(ins, sizes, strict=True)
-    )
