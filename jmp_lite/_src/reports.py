@@ -40,6 +40,20 @@ def percent(share: float) -> str:
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 
+def size(count: float) -> str:
+    """Return a number of bytes as text.
+
+    Examples:
+      >>> size(100), size(1536), size(5 * 2**30)
+      ('100 B', '1.5 KiB', '5.00 GiB')
+    """
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1)):
+        if abs(count) < 1024:
+            return f"{count:.{digits}f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
 def short_dtype(dtype: Any) -> str:
     """Return the name of a dtype as a jaxpr prints it: `"f32"`."""
     return _SHORT.get(str(dtype), str(dtype))

@@ -51,7 +51,7 @@ def test_what_stays_far_below_the_range_is_half():
     assert set(results_of_products(model, advice.policy, W, X).values()) == {"f16"}
     assert set(results_of_products(model, HALF, W, X).values()) == {"f32"}
     saved = 3 * 64 * 16 * 2
-    assert f"Half results of 3 matrix products save {saved / 1024:.3g} KiB" in str(
+    assert f"Half results of 3 matrix products save {saved / 1024:.1f} KiB" in str(
         advice
     )
     half, full = (

@@ -8,7 +8,7 @@
 A train state has both: its fields `params` and `opt_state`, or those of nnx.
 """
 
-import collections
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -97,7 +97,8 @@ def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
     return names + [f"argument {i}" for i in range(len(names), count)]
 
 
-class _Context(collections.namedtuple("_Context", "returned has_state name index")):
+@dataclasses.dataclass(frozen=True)
+class _Context:
     """What is known beside an argument.
 
     Attributes:
@@ -106,6 +107,11 @@ class _Context(collections.namedtuple("_Context", "returned has_state name index
       name: of the argument.
       index: its own.
     """
+
+    returned: list[Any]
+    has_state: bool
+    name: str
+    index: int
 
 
 def _classes(tree: Any, context: _Context) -> list[str]:

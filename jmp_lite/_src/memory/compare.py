@@ -8,7 +8,7 @@ from typing import Any
 
 from jmp_lite._src import extras, reports
 from jmp_lite._src.memory import classes, step
-from jmp_lite._src.memory.saved import size
+from jmp_lite._src.reports import size
 
 # Okabe and Ito's palette, for colour-blind readers.
 _COLOURS = {

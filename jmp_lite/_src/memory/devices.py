@@ -55,7 +55,15 @@ class _Gpu:
     threads_per_core: int = 2048
 
 
-_HOPPER = "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES"
+_H100 = _Gpu(
+    "NVIDIA H100 80GB HBM3",
+    "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES",
+    cores=132,
+    ghz=1.98,
+    l2_cache=52428800,
+    bandwidth=3352320000000,
+    memory=84942979072,
+)
 _ADA: dict[str, Any] = {
     "capability": "major: 8 minor: 9",
     "shared_per_core": 102400,
@@ -63,21 +71,10 @@ _ADA: dict[str, Any] = {
     "threads_per_core": 1536,
 }
 _GPUS = {
-    "h100": _Gpu(
-        "NVIDIA H100 80GB HBM3",
-        _HOPPER,
-        cores=132,
-        ghz=1.98,
-        l2_cache=52428800,
-        bandwidth=3352320000000,
-        memory=84942979072,
-    ),
-    "h200": _Gpu(
-        "NVIDIA H200 141GB HBM3e",
-        _HOPPER,
-        cores=132,
-        ghz=1.98,
-        l2_cache=52428800,
+    "h100": _H100,
+    "h200": dataclasses.replace(
+        _H100,
+        name="NVIDIA H200 141GB HBM3e",
         bandwidth=4800000000000,
         memory=151397597184,
     ),

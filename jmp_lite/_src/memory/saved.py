@@ -23,6 +23,7 @@ from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources, traci
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import LOOPS, Fact, facts
 from jmp_lite._src.jaxprs.sites import bodies_of
+from jmp_lite._src.reports import size
 
 P = ParamSpec("P")
 
@@ -114,20 +115,6 @@ def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     for name, number in pairs:
         sums[name] += number
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def size(count: float) -> str:
-    """Return a number of bytes as text.
-
-    Examples:
-      >>> size(100), size(1536), size(5 * 2**30)
-      ('100 B', '1.5 KiB', '5.00 GiB')
-    """
-    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1)):
-        if abs(count) < 1024:
-            return f"{count:.{digits}f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
 
 
 def aval_bytes(aval: Any) -> int:

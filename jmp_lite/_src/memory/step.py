@@ -13,7 +13,8 @@ from jmp_lite._src.autocast.transform import check_function
 from jmp_lite._src.memory import classes as roles
 from jmp_lite._src.memory import devices as targets
 from jmp_lite._src.memory import hlo, liveness, program
-from jmp_lite._src.memory.saved import size, total
+from jmp_lite._src.memory.saved import total
+from jmp_lite._src.reports import size
 
 P = ParamSpec("P")
 
@@ -121,11 +122,9 @@ class StepReport(reports.Report):
         by = abs(self.limit - self.peak)
         name, largest = max(self.by_class.items(), key=lambda item: item[1])
         most = f"largest: {name}, {size(largest)}"
-        if self.fits:
-            return f"yes, it fits: {size(self.peak)}, {size(by)} are left; {most}; {on}"
-        return (
-            f"no, it does not fit: {size(self.peak)}, {size(by)} too much; {most}; {on}"
-        )
+        answer = "yes, it fits" if self.fits else "no, it does not fit"
+        rest = "are left" if self.fits else "too much"
+        return f"{answer}: {size(self.peak)}, {size(by)} {rest}; {most}; {on}"
 
     def _table(self, every):
         rows = [
@@ -152,7 +151,7 @@ class StepReport(reports.Report):
             ]
             rows.append((n, cells))
         rows.sort(key=lambda row: -row[0])
-        loops = self.counts.get("loops_counted_once", 0)
+        loops = self.counts["loops_counted_once"]
         notes = [
             f"temporaries {size(self.temporaries)}",
             f"donated {size(self.donated)}",
@@ -160,12 +159,9 @@ class StepReport(reports.Report):
             f"{self.kernels} kernels",
             f"{self.traffic / 1e9:.3g} GB read and written",
             f"{self.flops:.3g} FLOPs in products",
-            *(
-                [f"{loops} loops, whose trips are not known, count once"]
-                if loops
-                else []
-            ),
         ]
+        if loops:
+            notes.append(f"{loops} loops, whose trips are not known, count once")
         return reports.Table(
             f"{self.verdict}\nin memory at the peak:",
             ("class", "layer", "op", "dtype", "×", "size", "share"),

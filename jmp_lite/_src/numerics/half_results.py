@@ -10,6 +10,7 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.numerics.faults import Fault
 from jmp_lite._src.numerics.patterns import exact_pattern_of, part_of_model
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
+from jmp_lite._src.reports import size
 
 _NAMES = frozenset(products.NAMES)
 
@@ -116,7 +117,7 @@ def summary(found: Sequence[Gained], headroom: float, dtype: Any) -> str:
     plural = "" if len(of_products) == 1 else "s"
     return (
         f"Half results of {len(of_products)} matrix product{plural} save "
-        f"{_bytes(saved)} of {_bytes(2 * saved)}: they reach {largest:.3g}, and "
+        f"{size(saved)} of {size(2 * saved)}: they reach {largest:.3g}, and "
         f"{headroom:g} times that is below {float(jnp.finfo(dtype).max):.3g}."
     )
 
@@ -169,11 +170,3 @@ def _is_in(layer: str, scope: str) -> bool:
 
 def _results(report: DryRunReport) -> list[OpStats]:
     return [row for row in report.rows if not row.is_operand]
-
-
-def _bytes(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.3g} {unit}"
