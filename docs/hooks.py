@@ -24,7 +24,7 @@ _PUBLIC = {
 # Pages of the site whose text is a file outside of docs/.
 _INCLUDED = {
     "changelog.md": "CHANGELOG.md",
-    "all_benchmarks.md": "benchmarks/README.md",
+    "benchmarks.md": "benchmarks/README.md",
 }
 _PICTURES = (".png", ".svg")
 _COPIED = "outside"  # where files from outside docs/ are on the site

@@ -319,15 +319,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
         ],
         *(_BYTES, _PEAK, _KERNELS),
     ),
-    "programs_short": lambda: over_by_hand(
-        "h100",
-        [
-            *_steps("transformer", *_AUTOCAST, _ADVISED),
-            *_steps("cnn", _AUTOCAST[0], _POLICY[1], _ADVISED),
-            *_steps("transformer", _SCALED),
-        ],
-        *(_BYTES, _PEAK, _KERNELS),
-    ),
     "programs_v5e": lambda: over_by_hand(
         "v5e",
         [*_steps("transformer", *_AUTOCAST, _SCALED), *_steps("cnn", _AUTOCAST[0])],

@@ -21,8 +21,8 @@ _SPEC.loader.exec_module(hooks)
         ("b/a.md", "../../benchmarks/run.py", "../outside/benchmarks/run.py.txt"),
         ("a.md", "../results/a.png", "outside/results/a.png"),
         ("b/a.md", "../../results/a.png", "../outside/results/a.png"),
-        ("a.md", "../benchmarks/README.md#fp8", "all_benchmarks.md#fp8"),
-        ("b/a.md", "../../benchmarks/README.md", "../all_benchmarks.md"),
+        ("a.md", "../benchmarks/README.md#fp8", "benchmarks.md#fp8"),
+        ("b/a.md", "../../benchmarks/README.md", "../benchmarks.md"),
         ("b/a.md", "../other.md", "../other.md"),
         ("a.md", "images/a.svg", "images/a.svg"),
     ],
@@ -46,7 +46,7 @@ def test_a_figure_opens_large_and_a_picture_in_a_line_does_not():
 
 
 def test_the_benchmarks_are_a_page_of_the_site():
-    file = types.SimpleNamespace(src_uri="all_benchmarks.md")
+    file = types.SimpleNamespace(src_uri="benchmarks.md")
     made = hooks.on_page_markdown("# A\n", page=types.SimpleNamespace(file=file))
     assert "\n## programs\n" in made and "<!-- table: programs_h100 -->\n|" in made
     links = re.findall(r"\]\(([^)#]+)", made)
