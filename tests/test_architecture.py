@@ -212,6 +212,22 @@ def test_importing_the_package_loads_no_optional_library() -> None:
     assert loaded.isdisjoint({"jax.extend", "jmp_lite.numerics"})
 
 
+def test_the_package_loads_its_own_modules_alone() -> None:
+    """What it loads beyond JAX and optax is its own, and what every user needs."""
+    before = list_modules_after("import jax, optax")
+    added = list_modules_after("import jmp_lite") - before
+    assert {name.partition(".")[0] for name in added} == {"jmp_lite"}
+    parts = {".".join(name.split(".")[:3]) for name in added}
+    not_needed = {f"jmp_lite.{name}" for name in PUBLIC} | {
+        f"jmp_lite._src.{name}"
+        for name in ("checkpoint", "doctor", "flax", "memory", "numerics")
+    }
+    assert parts.isdisjoint(not_needed)
+    # The check can fail.
+    more = list_modules_after("import jmp_lite, jmp_lite.memory, wave") - before
+    assert "wave" in more and not more.isdisjoint(not_needed)
+
+
 def test_numerics_is_imported_when_it_is_used() -> None:
     loaded = list_modules_after("import jmp_lite; jmp_lite.numerics.lint")
     assert "jmp_lite.numerics" in loaded
