@@ -58,7 +58,7 @@ if typing.TYPE_CHECKING:
     from jmp_lite import nnx as nnx
     from jmp_lite import numerics as numerics
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DynamicLossScale",
