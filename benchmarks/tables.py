@@ -4,8 +4,9 @@
     python -m benchmarks.tables --commands    # what measures each result
 
 On a page, `<!-- table: NAME -->` stands above what is made: all up to an empty line. So
-does `<!-- measured: RESULT -->`, for a line that says with what a result was measured.
-A result that is not there leaves its tables as they are.
+does `<!-- measured: RESULT, ... -->`, for lines that say with what these were measured.
+A section names the results of its tables. A result that is not there leaves its tables
+as they are.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -18,7 +19,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import compiled_tables, measured_tables
-from benchmarks.common.committed import RESULTS, load
+from benchmarks.common.committed import RESULTS, load, loaded
 from examples.common import report
 from examples.common.results import COMMITTED, ROOT
 
@@ -31,20 +32,34 @@ PAGES = [
 TABLES = measured_tables.TABLES | compiled_tables.TABLES
 
 
-def measured(name: str) -> str:
-    """Return a line that says with what a result was measured."""
-    settings = load(name)["settings"]
-    versions = settings.get("versions", settings)  # older ones have them at the top
-    known = ("jax", "flax", "optax", "numpy")
-    packages = [f"{key} {versions[key]}" for key in known if key in versions]
-    if "python" in versions:
-        packages.insert(0, f"Python {versions['python']}")
-    host = f", {settings['host']}" if "host" in settings else ""
-    text = f"{settings['device']}{host}; {', '.join(packages)}"
-    return f"*{text}; revision {settings['git']}.*\n"
+def measured(names: str) -> str:
+    """Return lines that say with what results were measured; the results have more."""
+    revisions: dict[str, list[str]] = {}
+    for name in names.split(", "):
+        settings = load(name)["settings"]
+        versions = settings.get("versions", settings)  # older ones have them at the top
+        where = [settings["device"]]
+        if settings["device"] == "cpu" and "host" in settings:
+            where.append(settings["host"])
+        with_what = [f"Python {versions['python']}"] if "python" in versions else []
+        with_what.append(f"jax {versions['jax']}")
+        text = f"{', '.join(where)}; {', '.join(with_what)}"
+        revisions.setdefault(text, []).append(settings["git"])
+    lines = []
+    for text, found in revisions.items():
+        of = list(dict.fromkeys(found))
+        lines.append(f"*{text}; revision{'s' * (len(of) > 1)} {', '.join(of)}.*\n")
+    return "".join(lines)
 
 
-_MADE = re.compile(r"^<!-- (table|measured): (\S+) -->\n((?:[^\n]+\n)*)", re.M)
+def results_of(table: str) -> list[str]:
+    """Return the names of the results that a table is made from."""
+    with loaded() as names:
+        TABLES[table]()
+    return names
+
+
+_MADE = re.compile(r"^<!-- (table|measured): (.+) -->\n((?:[^\n]+\n)*)", re.M)
 
 
 def made_blocks(text: str) -> Iterator[tuple[re.Match[str], str | None]]:

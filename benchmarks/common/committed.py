@@ -1,6 +1,8 @@
 """The committed results: which there are, and the command that measures each."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from examples.common.results import COMMITTED
@@ -60,6 +62,20 @@ RESULTS: dict[str, str] = {
 }
 
 
+_WATCHERS: list[list[str]] = []
+
+
+@contextlib.contextmanager
+def loaded() -> Iterator[list[str]]:
+    """Collect the names of the results that are loaded inside, each once."""
+    names: list[str] = []
+    _WATCHERS.append(names)
+    try:
+        yield names
+    finally:
+        _WATCHERS.remove(names)
+
+
 def load(name: str) -> dict[str, Any]:
     """Return a committed result.
 
@@ -69,4 +85,7 @@ def load(name: str) -> dict[str, Any]:
     """
     if name not in RESULTS:
         raise KeyError(f"expected one of {', '.join(RESULTS)}, got {name!r}")
+    for names in _WATCHERS:
+        if name not in names:
+            names.append(name)
     return json.loads((COMMITTED / name).read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """Tables of figures are made from committed results, and these of committed code."""
 
+import itertools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -59,10 +60,31 @@ def without_marker(text: str) -> Iterator[str]:
             yield table[0].partition("\n")[0]
 
 
+_HEADING = re.compile(r"^#+ ", re.M)
+_FENCE = re.compile(r"^( *)```.*?^\1```", re.M | re.S)
+
+
+def without_result(text: str) -> Iterator[str]:
+    """Yield each table of which its section names not all results."""
+    text = _FENCE.sub("", text)  # a comment of Python is no heading
+    starts = [0, *(match.start() for match in _HEADING.finditer(text)), len(text)]
+    for start, end in itertools.pairwise(starts):
+        section = text[start:end]
+        named = {
+            name
+            for names in re.findall(r"^<!-- measured: (.+) -->$", section, re.M)
+            for name in names.split(", ")
+        }
+        for table in re.findall(r"^<!-- table: (\S+) -->$", section, re.M):
+            if missing := [x for x in tables.results_of(table) if x not in named]:
+                yield f"{table} is made from {', '.join(missing)}"
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
 def test_a_page_has_what_the_results_say(page):
     text = page.read_text(encoding="utf-8")
     assert list(without_marker(text)) == []
+    assert list(without_result(text)) == []
     for match, made in tables.made_blocks(text):
         what = f"{page.name}, {match[1]} {match[2]}: run `make tables`"
         assert made is None or match[3] == made, what
@@ -115,6 +137,21 @@ def test_a_table_without_a_result_is_seen():
         assert list(without_marker(f"<!-- table: a -->\n\n{table.format(figure)}"))
     for text in ("`f(1.0)`", "tf allow, apex 16", "norms of 2 squares", ""):
         assert not list(without_marker(table.format(text)))
+
+
+def test_a_table_whose_section_does_not_name_its_results_is_seen():
+    table, result = "<!-- table: {} -->\n| a |\n\n", "<!-- measured: {} -->\nb\n\n"
+    stats, digits = table.format("tree_stats"), table.format("digits_accuracy")
+    of_stats = result.format("cpu/tree_stats.json")
+    missing = ["tree_stats is made from cpu/tree_stats.json"]
+    assert list(without_result(stats)) == missing
+    assert list(without_result(f"# A\n{of_stats}# B\n{stats}")) == missing
+    assert not list(without_result(f"# A\n{stats}```\n# 1\n```\n{of_stats}"))
+    one, other = (f"cpu/digits{name}/results.json" for name in ("", "-autocast"))
+    assert list(without_result(digits + result.format(one))) == [
+        f"digits_accuracy is made from {other}"
+    ]
+    assert not list(without_result(digits + result.format(f"{one}, {other}")))
 
 
 def test_a_stale_block_is_written_anew_and_a_missing_result_leaves_it(monkeypatch):

@@ -73,7 +73,7 @@ def prose(text: str) -> str:
         r"<!--.*?-->",
         r"^ *\|.*$",
         r"^#.*$",
-        r"^\*.*; revision \w+\.\*$",
+        r"^\*.*; revisions? [\w, ]+\.\*$",
         r"`[^`]*`",
     ):
         text = re.sub(
