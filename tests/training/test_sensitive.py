@@ -1,0 +1,123 @@
+"""What docs/recipes/sensitive.md says of problems that feel a rounding."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.experimental.ode import odeint
+
+import jmp_lite as jmp
+
+# The programs are those of a reader, under JAX's defaults.
+pytestmark = [pytest.mark.full, pytest.mark.standard_promotion]
+
+
+def trained(
+    loss_fn: Callable[..., jax.Array],
+    params: Any,
+    *args: jax.Array,
+    rate: optax.ScalarOrSchedule,
+    steps: int,
+    loss_scale: Any,
+) -> Any:
+    """Return the parameters after that many steps of Adam, all in one program."""
+    tx = jmp.scale_aware(optax.adam(rate), loss_scale)
+
+    def step(carry, _):
+        params, opt_state = carry
+        fun = jmp.scaled_value_and_grad(loss_fn, loss_scale=opt_state)
+        loss, grads = fun(params, *args)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    @jax.jit
+    def run(params):
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=steps)
+        return params
+
+    return run(params)
+
+
+def test_targets_far_from_zero_need_their_offset_in_float32() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (1024, 16))
+    y = 5000 + jnp.sin(2 * x[:, :1]) + x[:, 1:2]
+    params = {
+        "w1": jax.random.normal(keys[1], (16, 64)) / 4,
+        "w2": jax.random.normal(keys[2], (64, 1)) / 8,
+        "mean": jnp.full((1,), 5000.0),
+    }
+
+    def loss_fn(params, x, y):
+        out = jnp.tanh(x @ params["w1"]) @ params["w2"] + params["mean"]
+        return jnp.mean((out - y) ** 2)
+
+    def by_hand(params, x, y):
+        params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
+        out = jnp.tanh(x @ params["w1"]) @ params["w2"] + params["mean"]
+        return jnp.mean((out.astype(jnp.float32) - y) ** 2)
+
+    half = jmp.autocast(loss_fn, "mixed_bfloat16")
+    options = {"rate": 1e-2, "steps": 1000, "loss_scale": jmp.NoOpLossScale()}
+    losses = [
+        float(fun(trained(fun, params, x, y, **options), x, y))
+        for fun in (loss_fn, half, by_hand)
+    ]
+    assert max(losses[:2]) < 0.01 and losses[2] > 10
+
+
+def test_a_second_derivative_has_the_digits_of_float16() -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jnp.linspace(-1, 1, 128)
+    params = {
+        "w0": jax.random.normal(keys[0], (1, 64)),
+        "b0": jnp.linspace(-1, 1, 64),
+        "w1": jax.random.normal(keys[1], (64, 64)) / 8,
+        "b1": jnp.zeros(64),
+        "w2": jax.random.normal(keys[2], (64, 1)) / 8,
+    }
+
+    def network(params, x):
+        h = jnp.tanh(x[None] @ params["w0"] + params["b0"])
+        return (jnp.tanh(h @ params["w1"] + params["b1"]) @ params["w2"])[0]
+
+    def solution(params, x):  # 0 at both ends
+        return (1 - x**2) * network(params, x)
+
+    def loss_fn(params, x):
+        second = jax.vmap(jax.grad(jax.grad(solution, 1), 1), (None, 0))(params, x)
+        return jnp.mean((second + jnp.pi**2 * jnp.sin(jnp.pi * x)) ** 2)
+
+    def off(fun, loss_scale) -> float:
+        rate = optax.cosine_decay_schedule(3e-3, 1500)
+        options = {"rate": rate, "steps": 1500, "loss_scale": loss_scale}
+        found = trained(fun, params, x, **options)
+        u = jax.vmap(solution, (None, 0))(found, x)
+        return float(jnp.sqrt(jnp.mean((u - jnp.sin(jnp.pi * x)) ** 2)))
+
+    full = off(loss_fn, jmp.NoOpLossScale())
+    float16 = off(jmp.autocast(loss_fn, "mixed_float16"), jmp.DynamicLossScale())
+    bfloat16 = off(jmp.autocast(loss_fn, "mixed_bfloat16"), jmp.NoOpLossScale())
+    assert full < 2e-4 and float16 < 2e-4
+    assert bfloat16 > 2 * float16
+
+
+def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
+    keys = jax.random.split(jax.random.key(0), 6)
+    w1 = jax.random.normal(keys[4], (2, 64))
+    w2 = jax.random.normal(keys[5], (64, 2)) / 8
+
+    def field(y, t):
+        return jnp.tanh(y @ w1) @ w2 - y
+
+    def at_end(field, tolerance):
+        start, times = jnp.array([1.0, 0.0]), jnp.linspace(0, 5.0, 3)
+        return odeint(field, start, times, rtol=tolerance, atol=tolerance)[-1]
+
+    exact = at_end(field, 1e-7)
+    half = jmp.autocast(field, "mixed_bfloat16")
+    off = [float(jnp.abs(at_end(half, t) - exact).max()) for t in (1e-3, 1e-5)]
+    assert 1e-4 < off[1] < off[0] < 1e-3
