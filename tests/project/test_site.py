@@ -66,3 +66,33 @@ def test_the_text_of_a_diagram_fits_its_box(name: str) -> None:
     for bold, x, text in texts:
         width = len(text) * (7.6 if bold else 7.0)  # wide letters, at 13 px
         assert float(x) + width < 380, text
+
+
+def run_together(text: str) -> Iterator[str]:
+    """Yield lines that Markdown joins: the empty line above or below is missing."""
+    lines, is_code = text.splitlines(), False
+    for above, line, below in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
+        fence = line.lstrip().startswith("```")
+        if fence and not is_code and above and not above.startswith("<!--"):
+            yield line
+        elif not is_code and not fence:
+            is_list = re.match(r"(?:[-*]|\d+\.) ", line)
+            if re.match("#+ ", line) and (above or below):
+                yield line
+            if is_list and above and not re.match(r"(?:[-*]|\d+\.) |  ", above):
+                yield line
+        is_code ^= fence
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("**/*.md")), ids=lambda p: p.stem)
+def test_headings_lists_and_blocks_stand_apart(page: Path) -> None:
+    assert list(run_together(page.read_text("utf-8"))) == []
+
+
+def test_what_runs_together_is_seen() -> None:
+    good = (
+        "# A\n\ntext\n\n- a\n  b\n- c\n\n```\n# 1\n- 2\n```\n\n<!-- x -->\n```\n```\n"
+    )
+    assert list(run_together(good)) == []
+    bad = "# A\ntext at\n1. of\n\ntext\n```\n```\n## B\n\ntext\n- a\n"
+    assert list(run_together(bad)) == ["# A", "1. of", "```", "## B", "- a"]
