@@ -95,6 +95,45 @@ def test_a_loop_whose_carry_changes_its_dtype_needs_a_rule_for_its_body():
     assert products(with_policy(Model(), policy), X) == {("float16",) * 3}
 
 
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(nn.LayerNorm()(x))
+        return x + nn.Dense(8, name="mlp")(nn.LayerNorm()(x)), None
+
+
+class Residuals(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(16, 8, name="embed")(tokens)
+        return nn.scan(Residual, length=3, **EACH_ITS_OWN)(name="layers")(x, None)[0]
+
+
+# As docs/recipes/linen.md has them.
+@pytest.mark.parametrize(
+    ("rules", "attention", "carry"),
+    [
+        ({"layers/attention": "p=f32,c=f32,o=bf16"}, "full", "bfloat16"),
+        ({"embed": "full", "layers/attention": "full"}, "full", "float32"),
+        ({"layers": "p=f32,c=bf16,o=bf16"}, "bf16", "bfloat16"),
+        ({"embed": "full", "layers": "mixed_bfloat16"}, "bf16", "float32"),
+    ],
+)
+def test_the_rules_inside_of_a_scan_keep_the_dtype_of_its_carry(
+    rules, attention, carry
+):
+    tokens = jnp.arange(6).reshape(2, 3)
+    model = with_policy(Residuals(), PolicyMap("mixed_bfloat16", rules))
+    variables = model.init(KEY, tokens)
+    explanation = model.explain(variables, tokens)
+    assert explanation["layers/attention"].compute == attention
+    assert explanation["layers/mlp"].compute == "bf16"
+    jaxpr = jax.make_jaxpr(model.apply)(variables, tokens).jaxpr
+    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    found = {str(x.aval.dtype) for x in scan.outvars if x.aval.shape == (2, 3, 8)}
+    assert found == {carry}
+
+
 def test_layers_under_vmap_cond_and_while():
     class Model(nn.Module):
         @nn.compact
