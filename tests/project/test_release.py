@@ -77,6 +77,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert set(names) - information == {*sources, "jmp_lite/py.typed"}
 
 
+def test_the_metadata_is_of_a_version_that_all_upload_tools_take(metadata, released):
+    for each in (metadata, released):
+        assert each["Metadata-Version"] == "2.4"
+        assert each["License-Expression"] == PROJECT["license"]
+
+
 def test_the_command_is_installed(wheel):
     text = wheel.read(f"{INFO}/entry_points.txt").decode()
     assert text == "[console_scripts]\njmp-lite = jmp_lite.__main__:main\n"
