@@ -369,4 +369,8 @@ STEPS: list[Step] = [
         )
     ),
     Step("transformer", "fp8", GRAD_AUTOCAST, layout="FSDP"),
+    *(
+        Step("llama", "bfloat16", cast, layout="FSDP")
+        for cast in (BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32)
+    ),
 ]

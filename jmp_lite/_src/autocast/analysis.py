@@ -4,9 +4,10 @@ Before anything runs, each variable gets a `Precision`, which follows from how i
 made, going forward; and a `Use`, which follows from what reads it, going backward. The
 precision of a product's result depends on its uses, and the uses of a value on the
 precision of what it is combined with. So both passes are repeated, over the equations
-that a change concerns, until nothing changes; uses only grow from one round to the
-next, so this ends. Sub-jaxprs (of jit, scan, …) are analysed in the same way, once per
-combination of precisions and uses.
+that a change concerns, until nothing changes. Uses only grow from one round to the
+next, but once for each input that is cast for a use that has gone; so this ends.
+Sub-jaxprs (of jit, scan, …) are analysed in the same way, once per combination of
+precisions and uses.
 
 An example, under a bfloat16 policy::
 
@@ -45,8 +46,8 @@ from jmp_lite._src import compat
 from jmp_lite._src.autocast import half_calls, precision, products, recompute, rules
 from jmp_lite._src.autocast.options import OpRules, Regions
 from jmp_lite._src.autocast.precision import (
+    CAST_INPUT,
     FLOAT32,
-    HALF,
     INPUT,
     NOT_OPENED,
     NUMBER,
@@ -241,6 +242,7 @@ class _Analysis(Analysis):
         self.operand_uses: list[Sequence[int]] = [()] * len(self.infos)
         self.counts: dict[Any, dict[int, int]] = collections.defaultdict(dict)
         self.uses: dict[Any, int] = {}
+        self.reconsidered: set[Var] = set()
 
     def run(self, ins: tuple[Precision, ...], out_uses: tuple[int, ...]) -> CastPlan:
         """Repeat both passes, over what has changed, until no use does."""
@@ -250,14 +252,16 @@ class _Analysis(Analysis):
                 self._count(var, use, 1)
         stale: Iterable[int] = range(len(self.infos))
         while stale:
-            stale = self._backward(self._forward(stale))
+            while stale:
+                stale = self._backward(self._forward(stale))
+            stale = self._reconsider()
         outs = tuple(self._precision_of(v) for v in self.jaxpr.outvars)
         plan = CastPlan(
             jaxpr=self.jaxpr,
             consts=self.consts,
             eqn_plans=tuple(map(_check_bodies, self.jaxpr.eqns, self.plans)),
             ins=ins,
-            half_out=tuple(p == HALF for p in outs),
+            half_out=tuple(p.is_half for p in outs),
             outs=outs,
             in_uses=tuple(map(self._use_of, self.jaxpr.invars)),
             numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
@@ -322,7 +326,7 @@ class _Analysis(Analysis):
             plan, outs = rules.decide(info, ins, out_uses, self)
             self.plans[index] = plan
             stored = info.rule.made_of(info, ins, plan, self)
-            has_half = HALF in outs
+            has_half = any(p.is_half for p in outs)
             moves = info.rule.cast_moves(info, ins, plan, self) if has_half else ()
             for var, of_result in zip(eqn.outvars, outs, strict=True):
                 known = self.precision.get(var), self.stored.get(var)
@@ -367,6 +371,19 @@ class _Analysis(Analysis):
                     self._count(var, old, -1)
                 if var in self.made_by and self._use_of(var) != use:
                     queue.push([-self.made_by[var]])
+        return stale
+
+    def _reconsider(self) -> list[int]:
+        """Return what casts inputs for a use that has gone, each of them once."""
+        stale = []
+        for index, info in enumerate(self.infos):
+            for var in info.eqn.outvars:
+                use = self._use_of(var)
+                is_old = self.precision[var] == CAST_INPUT and self.uses[var] != use
+                if is_old and var not in self.reconsidered:
+                    self.reconsidered.add(var)
+                    self.uses[var] = use
+                    stale.append(index)
         return stale
 
     def _grow(self, results: Sequence[Any], uses: Sequence[int]) -> bool:

@@ -29,6 +29,11 @@ class Precision(enum.IntEnum):
     HALF = enum.auto()
     """Held in the compute dtype."""
 
+    CAST_INPUT = enum.auto()
+    """Held in the compute dtype: an input that was cast and then looked up, or a sum or
+    a multiple of such. As of a BROADCAST, it does not depend on it whether arithmetic
+    stores its half results."""
+
     NUMBER = enum.auto()
     """A number written in the program that the compute dtype can represent."""
 
@@ -63,9 +68,14 @@ class Precision(enum.IntEnum):
     OTHER = enum.auto()
     """Not float32: ignored."""
 
+    @property
+    def is_half(self) -> bool:
+        """Whether the value is held in the compute dtype."""
+        return self in (Precision.HALF, Precision.CAST_INPUT)
 
-HALF, NUMBER, BROADCAST, INPUT = list(Precision)[:4]
-STATISTIC, FUSED, NORMALIZED, FLOAT32, INTEGER, STORED, OTHER = list(Precision)[4:]
+
+HALF, CAST_INPUT, NUMBER, BROADCAST, INPUT = list(Precision)[:5]
+STATISTIC, FUSED, NORMALIZED, FLOAT32, INTEGER, STORED, OTHER = list(Precision)[5:]
 IGNORED = (INTEGER, STORED, OTHER)
 
 
@@ -86,11 +96,12 @@ class Use:
         product is rounded to half.
       KEPT: half arithmetic reads it whose own result is stored in half, as a sum of two
         arrays is.
+      LOOKED_UP: a lookup reads it, and casts it.
     """
 
     AS_HALF, AS_FLOAT32, OUTPUT = 1, 2, 4
     DTYPE = AS_HALF | AS_FLOAT32 | OUTPUT
-    PRODUCT, EXACT, NEAR_ONE, FRACTION, KEPT = 8, 16, 32, 64, 128
+    PRODUCT, EXACT, NEAR_ONE, FRACTION, KEPT, LOOKED_UP = 8, 16, 32, 64, 128, 256
 
 
 def of_constant(x: Any, compute_dtype: Any) -> Precision:
@@ -170,8 +181,10 @@ def fixed_or_integer(var: Var, compute_dtype: Any) -> Precision | None:
 
 def join(precisions: list[Precision]) -> Precision:
     """Return the precision of a result of several branches."""
-    is_same = all(p == precisions[0] for p in precisions)
-    return precisions[0] if is_same else FLOAT32
+    first, *others = dict.fromkeys(precisions)
+    if not others:
+        return first
+    return HALF if all(p.is_half for p in precisions) else FLOAT32
 
 
 # Plans.
@@ -364,7 +377,7 @@ class CastPlan:
     @property
     def half_in(self) -> tuple[bool, ...]:
         """Per input, whether it is given in half."""
-        return tuple(p == HALF for p in self.ins)
+        return tuple(p.is_half for p in self.ins)
 
     @functools.cached_property
     def reads(self) -> Reads:

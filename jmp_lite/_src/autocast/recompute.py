@@ -28,7 +28,6 @@ from jmp_lite._src import compat
 from jmp_lite._src.autocast import products, sums
 from jmp_lite._src.autocast.precision import (
     FLOAT32,
-    HALF,
     Around,
     CastPlan,
     Cluster,
@@ -186,9 +185,9 @@ class Clusters:
             self._bodies[plan] = dataclasses.replace(
                 plan,
                 eqn_plans=tuple(itertools.starmap(self._inside, pairs)),
-                ins=tuple(FLOAT32 if p == HALF else p for p in plan.ins),
+                ins=tuple(FLOAT32 if p.is_half else p for p in plan.ins),
                 half_out=(False,) * len(plan.half_out),
-                outs=tuple(FLOAT32 if p == HALF else p for p in plan.outs),
+                outs=tuple(FLOAT32 if p.is_half else p for p in plan.outs),
             )
         return self._bodies[plan]
 

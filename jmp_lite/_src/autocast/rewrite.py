@@ -18,7 +18,6 @@ from jax import lax
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import recompute, sums
 from jmp_lite._src.autocast.precision import (
-    HALF,
     CastPlan,
     Cluster,
     Direction,
@@ -319,7 +318,7 @@ class Rewriter:
         def rule(*args):
             # It was written for the dtypes of the program: it is traced in them.
             analyzer = self.analyzer.for_derivatives()
-            traced = analyzer.trace(fun, args, as_f32=[p == HALF for p in ins])
+            traced = analyzer.trace(fun, args, as_f32=[p.is_half for p in ins])
             rule_plan = analyzer.plan_rule(
                 traced.closed,
                 ins=[ins[i] for i in traced.indices],

@@ -9,6 +9,7 @@ what of its results the analysis may take for what it was made of (`made_of`,
 
 import abc
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +18,7 @@ from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import precision
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
+    CAST_INPUT,
     FLOAT32,
     HALF,
     IGNORED,
@@ -36,7 +38,7 @@ from jmp_lite._src.autocast.rewrite import Values
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import Fact, facts
+from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 
 Decision = tuple[EqnPlan, Sequence[Precision]]
 
@@ -125,6 +127,10 @@ class Analysis(abc.ABC):
         if compat.is_literal(var):
             return False
         return var in self.cast_moves or self.precision[var] in (INPUT, BROADCAST)
+
+    def is_cast_input(self, var: Var) -> bool:
+        """Return whether an operand is an input that was cast and looked up."""
+        return not compat.is_literal(var) and self.precision[var] == CAST_INPUT
 
     def made_of(self, var: Var) -> frozenset[Var]:
         """Return the stored half values of which a half value is computed."""
@@ -330,6 +336,23 @@ def broadcasts(info: EqnInfo) -> bool:
     )
 
 
+def is_lookup(eqn: Eqn) -> bool:
+    """Return whether an equation takes the rows of a table that integers name."""
+    return eqn.primitive.name == "gather"
+
+
+def is_sum_or_multiple(eqn: Eqn, is_cast: Sequence[bool]) -> bool:
+    """Return whether to round some operands is no worse than to round the result.
+
+    A difference of two rounded numbers may be wrong in each digit.
+    """
+    name = eqn.primitive.name
+    if facts(name) & (Fact.MOVES | Fact.JOINS) or name == "add":
+        return True
+    powers = itertools.compress(degrees(name, eqn.params), is_cast)
+    return list(powers) == [1.0]
+
+
 def is_bias_of_convolution(info: EqnInfo, analysis: Analysis) -> bool:
     """Return whether cuDNN can add this as a part of a convolution, in half alone.
 
@@ -380,10 +403,12 @@ def is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
 
 def joins_half(eqn: Eqn, ins: Sequence[Precision]) -> bool:
     """Return whether elementwise arithmetic runs in half, by its operands."""
-    if HALF not in ins:
+    if not any(p.is_half for p in ins):
         return False
     sizes = list(map(core.size, eqn.invars))
     return all(
-        p in (HALF, NUMBER, BROADCAST, *IGNORED) or (p == INPUT and n < max(sizes))
+        p.is_half
+        or p in (NUMBER, BROADCAST, *IGNORED)
+        or (p == INPUT and n < max(sizes))
         for p, n in zip(ins, sizes, strict=True)
     )

@@ -13,6 +13,7 @@ from jmp_lite._src import dtypes, fp8
 from jmp_lite._src.autocast import half_calls, precision, products
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
+    CAST_INPUT,
     FLOAT32,
     FUSED,
     HALF,
@@ -40,7 +41,9 @@ from jmp_lite._src.autocast.rule import (
     is_bias_of_convolution,
     is_for_f32,
     is_kept,
+    is_lookup,
     is_retyping,
+    is_sum_or_multiple,
     joins_half,
     may_underflow,
     returns_sum,
@@ -158,6 +161,10 @@ class Fp8(_Accumulated):
         return [fp8.dot_general(lhs, rhs, dimensions, dtype, self.dtypes[0])]
 
 
+# What may become a part of float32 operations.
+_FUSES = {HALF, CAST_INPUT, FUSED, NUMBER, BROADCAST}
+
+
 class _Elementwise(Rule):
     """Arithmetic and moves: half where every operand is, else float32."""
 
@@ -168,14 +175,12 @@ class _Elementwise(Rule):
         if facts(eqn.primitive.name) & Fact.SATURATES and uses[0] & Use.NEAR_ONE:
             return UNSAFE.keep(info, "its distance from 1 is used")
         if len(eqn.outvars) == len(ins) > 1:  # a barrier: result i is operand i
-            half = tuple(p == HALF for p in ins)
+            half = tuple(p.is_half for p in ins)
             return EqnPlan(self, half, half), ins
+        if is_lookup(eqn) and analysis.is_moved_input(eqn.invars[0]):
+            ins = [INPUT, *ins[1:]]  # cast or not: this casts it, if it is to be
         operands = [p for p in ins if p not in IGNORED]
-        is_cast_before = (
-            operands == [INPUT]
-            and [use & Use.DTYPE for use in uses] == [Use.AS_HALF]
-            and casts_before(eqn)
-        )
+        is_cast_before = operands == [INPUT] and self._casts_before(eqn, uses, analysis)
         joins = joins_half(eqn, ins)
         if joins and may_underflow(ins, uses, analysis):
             return UNSAFE.keep(info, "a divisor or a logarithm reads it")
@@ -198,11 +203,24 @@ class _Elementwise(Rule):
                 and (broadcasts(info) or adds_number(info, union(uses)))
                 and not is_bias_of_convolution(info, analysis),
             )
-            return plan, [HALF] * len(eqn.outvars)
+            is_input = HALF not in operands and (is_lookup(eqn) or not is_cast_before)
+            return plan, [CAST_INPUT if is_input else HALF] * len(eqn.outvars)
         reason = "f32 alone reads it" if is_fused else "an operand is f32"
-        plan, _ = self.keep(info, reason if HALF in operands else "")
+        has_half = any(p.is_half for p in operands)
+        plan, _ = self.keep(info, reason if has_half else "")
         result = FUSED if is_fused else self._in_float32(info, ins)
         return plan, [result] * len(eqn.outvars)
+
+    def _casts_before(self, eqn: Eqn, uses: Sequence[int], analysis: Analysis) -> bool:
+        """Return whether an input is cast before it is moved or looked up."""
+        use = union(uses)
+        if not is_lookup(eqn):
+            return use & Use.DTYPE == Use.AS_HALF and casts_before(eqn)
+        if analysis.is_recomputed:
+            return False
+        # What is KEPT is rounded, whatever reads it beside.
+        is_rounded = use & (Use.KEPT | Use.OUTPUT | Use.FRACTION) == Use.KEPT
+        return use & Use.DTYPE == Use.AS_HALF or is_rounded
 
     def _in_float32(self, info: EqnInfo, ins: Sequence[Precision]) -> Precision:
         """Return the precision of a result that is computed in float32."""
@@ -219,9 +237,9 @@ class _Elementwise(Rule):
         if not operands or FLOAT32 in operands:
             return FLOAT32
         if INPUT not in operands:
-            if FUSED in operands and operands <= {HALF, FUSED, NUMBER, BROADCAST}:
+            if FUSED in operands and operands <= _FUSES:
                 return FUSED
-            if not operands.isdisjoint((HALF, FUSED, NORMALIZED)):
+            if not operands.isdisjoint((HALF, CAST_INPUT, FUSED, NORMALIZED)):
                 return NORMALIZED
             return next(p for p in (STATISTIC, BROADCAST, NUMBER) if p in operands)
         if not self.is_move or not operands <= {INPUT, BROADCAST, NUMBER}:
@@ -231,12 +249,28 @@ class _Elementwise(Rule):
     def operand_uses(self, info, plan, uses, analysis):
         if returns_sum(info, uses):
             return super().operand_uses(info, plan, uses, analysis)
-        passed = self._passed_on(info.eqn, plan, union(uses))
+        eqn, operands = info.eqn, info.eqn.invars
+        if (
+            is_lookup(eqn)
+            and any(plan.half_in)
+            and analysis.is_moved_input(operands[0])
+        ):
+            of_table = Use.AS_HALF | Use.LOOKED_UP
+            use = Use.AS_FLOAT32 if analysis.keeps_inputs else of_table
+            return [use] * len(operands)
+        passed = self._passed_on(eqn, plan, union(uses))
+        is_input = [
+            analysis.is_moved_input(v) or analysis.is_cast_input(v) for v in operands
+        ]
+        is_exact = is_sum_or_multiple(eqn, is_input)
+        joins = facts(eqn.primitive.name) & Fact.JOINS
         # A bias is cast where it is added, once it is broadcast, also if it was
         # reshaped before: so its gradient is summed in float32.
         return [
-            Use.AS_FLOAT32 if is_smaller and analysis.is_moved_input(var) else passed
-            for var, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
+            Use.AS_FLOAT32
+            if is_input and ((is_smaller and not joins) or not is_exact)
+            else passed
+            for is_input, is_smaller in zip(is_input, info.is_smaller, strict=True)
         ]
 
     def made_of(self, info, ins, plan, analysis):
@@ -249,7 +283,7 @@ class _Elementwise(Rule):
     def cast_moves(self, info, ins, plan, analysis):
         results = info.eqn.outvars
         pairs = zip(info.eqn.invars, ins, strict=True)
-        halves = {v for v, p in pairs if p == HALF}
+        halves = {v for v, p in pairs if p.is_half}
         if not halves:
             return results if casts_before(info.eqn) else ()
         is_moved = self.is_move and analysis.keeps_inputs
@@ -304,7 +338,7 @@ class _SubJaxprs(Rule):
         if analysis.keeps_inputs:  # a body says itself whether it wants them in half
             pairs = zip(eqn.invars, ins, strict=True)
             ins = [
-                INPUT if p == HALF and analysis.is_moved_input(v) else p
+                INPUT if p.is_half and analysis.is_moved_input(v) else p
                 for v, p in pairs
             ]
         plans = self._plan_bodies(info, ins, uses, analysis)
@@ -315,7 +349,7 @@ class _SubJaxprs(Rule):
         moved_out = [
             i
             for i, p in enumerate(ins)
-            if used[i] & Use.DTYPE == Use.AS_HALF
+            if used[i] & (Use.DTYPE | Use.LOOKED_UP) == Use.AS_HALF
             and i in castable
             and p in (INPUT, BROADCAST, FLOAT32)
         ]
@@ -335,9 +369,9 @@ class _SubJaxprs(Rule):
             )
             for i in range(len(eqn.outvars))
         ]
-        half_in = tuple(p == HALF and i not in fixed for i, p in enumerate(ins))
+        half_in = tuple(p.is_half and i not in fixed for i, p in enumerate(ins))
         half_out = tuple(
-            p == HALF and f32 for p, f32 in zip(outs, info.is_f32, strict=True)
+            p.is_half and f32 for p, f32 in zip(outs, info.is_f32, strict=True)
         )
         return EqnPlan(self, half_in, half_out, tuple(plans)), outs
 
@@ -406,7 +440,8 @@ class _Softmax(Rule):
 
     def propagate(self, info, ins, uses, analysis):
         found: Any = info.softmax
-        is_from_half = analysis.precision[found.logits] in (HALF, FUSED)
+        of_logits = analysis.precision[found.logits]
+        is_from_half = of_logits.is_half or of_logits == FUSED
         may_repeat = is_from_half and not analysis.recomputes
         found = dataclasses.replace(found, may_repeat=may_repeat)
         return EqnPlan(self, (False, False), (True,), softmax=found), [HALF]
@@ -489,7 +524,7 @@ def decide(
         if info.region.is_closed or not info.bodies:
             return UNCHANGED.keep(info, info.region.reason)
         # The bodies may have scopes with other policies.
-        ins = [FLOAT32 if p == HALF else p for p in ins]
+        ins = [FLOAT32 if p.is_half else p for p in ins]
     is_softmax = info.softmax is not None
     if is_softmax and [use & Use.DTYPE for use in uses] == [Use.AS_HALF]:
         rule = SOFTMAX

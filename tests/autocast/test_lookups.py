@@ -1,0 +1,273 @@
+"""A table is cast before rows of it are looked up, where these are rounded anyway."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from arrays import error
+from autocast_corpus.program import DTYPES, POLICIES, normal, weight
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jmp_lite import autocast
+
+pytestmark = pytest.mark.standard_promotion
+
+TABLE, SCALES = normal(0, 32, 16), 1 + normal(5, 16) / 4
+WEIGHTS = [weight(i, 16, 16) for i in (1, 2)]
+IDS = np.arange(24, dtype=np.int32).reshape(4, 6) * 5 % 32
+OTHERS = IDS[:, ::-1].copy()
+# float16 has half results where they were measured: the policies of `advise`.
+_SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+MODES = {"bf16": (POLICIES["bf16"], None), "f16": (POLICIES["f16"], True)}
+IN_MODES = pytest.mark.parametrize("half", MODES)
+
+
+def lower(fun: Callable[..., Any], half: str) -> Callable[..., Any]:
+    policy, half_results = MODES[half]
+    return autocast(fun, policy, half_results=half_results)
+
+
+def norm(x):
+    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * SCALES
+
+
+def stream(x, weights):
+    """Return the sum of a residual stream of two blocks."""
+    for w in weights:
+        x = x + jnp.tanh(norm(x) @ w) @ w.T
+    return jnp.mean(norm(x) ** 2 * SCALES)
+
+
+def dtypes_of_lookups(fun: Callable[..., Any], *args: Any) -> set[str]:
+    """Return in which dtypes tables are that are looked up in, as it is computed."""
+    found = set()
+    for jaxpr in jaxprs.scopes(jaxprs.trace(fun, *args)):
+        read = [
+            v
+            for eqn in jaxpr.eqns
+            for i, v in enumerate(eqn.invars)
+            if (eqn.primitive.name, i) != ("differentiate_as", 1)
+        ]
+        found |= {
+            _SHORT[eqn.invars[0].aval.dtype.name]
+            for eqn in jaxpr.eqns
+            if eqn.primitive.name == "gather"
+            and any(eqn.outvars[0] is v for v in (*read, *jaxpr.outvars))
+        }
+    return found
+
+
+def take(table, weights, ids):
+    return stream(jnp.take(table, ids, axis=0), weights)
+
+
+def positions(table, weights, ids):
+    return stream(table[ids] * 4.0 + SCALES, weights)
+
+
+def tied(table, weights, ids):
+    x = table[ids]
+    return stream(x, weights) + jnp.mean(jax.nn.log_softmax(x @ table.T) * 0.1)
+
+
+def two_tables(table, weights, ids):
+    return stream(table[ids] + table[::-1][ids], weights)
+
+
+def dropped(table, weights, ids):
+    keep = (ids % 7 > 0)[..., None]
+    return stream(jnp.where(keep, table[ids] / 0.9, 0), weights)
+
+
+def joined(table, weights, ids):
+    x = jnp.concatenate([table[ids], table[ids + 1]], axis=-1)
+    return jnp.mean((x @ jnp.concatenate(weights)) ** 2)
+
+
+def in_scan(table, weights, ids):
+    def step(total, ids):
+        return total + stream(table[ids], weights), None
+
+    return lax.scan(step, 0.0 * table[0, 0], ids)[0]
+
+
+def in_vmap(table, weights, ids):
+    fun = jax.vmap(lambda ids: stream(table[ids], weights))
+    return jnp.sum(fun(ids))
+
+
+HALVED: dict[str, Callable[..., Any]] = {
+    "take": take,
+    "jit": jax.jit(take),
+    "remat": jax.checkpoint(take),
+    "positions": positions,
+    "tied": tied,
+    "two tables": two_tables,
+    "dropped": dropped,
+    "joined": joined,
+    "scan": in_scan,
+    "vmap": in_vmap,
+}
+
+
+@IN_MODES
+@pytest.mark.parametrize("name", HALVED)
+def test_a_table_is_cast_before_it_is_looked_up_in(name, half):
+    fun = lower(HALVED[name], half)
+    args = TABLE, WEIGHTS, IDS
+    found = dtypes_of_lookups(fun, *args)
+    assert found == {half}
+    # No worse than the same in half by hand: the table rounded.
+    expected = HALVED[name](*args)
+    assert error(fun(*args), expected) < 2 * jnp.finfo(DTYPES[half]).eps
+    found, expected = (jax.grad(f, (0, 1))(*args) for f in (fun, HALVED[name]))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == jnp.float32
+        assert error(a, b) < 8 * jnp.finfo(DTYPES[half]).eps
+
+
+def anchors(table, weights, ids):
+    """Boxes: an offset of a product, of which float32 alone reads the sum."""
+    return jnp.mean((table[ids] + 1000 + TABLE[:6] @ weights[0] - 1000) ** 3)
+
+
+def distances(table, weights, ids):
+    x = table[ids] - table[OTHERS]
+    return stream(x, weights)
+
+
+def returned(table, weights, ids):
+    x = table[ids]
+    return x, stream(x, weights)
+
+
+def normed(table, weights, ids):
+    """Of a norm alone: the stream begins behind it."""
+    return stream(norm(table[ids]) @ weights[0], weights)
+
+
+def factorized(table, weights, ids):
+    return jnp.sum(table[ids] * table[OTHERS], -1), TABLE @ weights[0]
+
+
+def rotated(table, weights, ids):
+    return stream(jnp.sin(table[ids]) @ weights[0], weights)
+
+
+EXACT = [anchors, distances, returned, normed, factorized, rotated]
+
+
+@IN_MODES
+@pytest.mark.parametrize("fun", EXACT, ids=lambda f: f.__name__)
+def test_what_float32_alone_reads_is_looked_up_in_float32(fun, half):
+    found = dtypes_of_lookups(lower(fun, half), TABLE, WEIGHTS, IDS)
+    assert found == {"f32"}
+
+
+def test_a_stream_that_stays_float32_begins_with_float32():
+    # In float16 without measurements, results of products that `norm` reads do.
+    fun = autocast(take, POLICIES["f16"])
+    assert dtypes_of_lookups(fun, TABLE, WEIGHTS, IDS) == {"f32"}
+
+
+def plain_stream(x):
+    """Return a number whose derivative by each number of `x` is 1, by products."""
+    zero = jnp.zeros((x.shape[-1],) * 2)
+    for _ in range(2):
+        x = x + x @ zero
+    return jnp.sum(x @ jnp.eye(x.shape[-1])) / 8
+
+
+def _many(lookup):
+    def fun(table, ids):
+        return plain_stream(lookup(table, ids))
+
+    return fun
+
+
+def _in_shard_map(table, ids, **options):
+    def fun(table, ids):
+        table = lax.all_gather(table, "data", tiled=True)
+        return lax.psum(plain_stream(table[ids]), "data")
+
+    mesh = Mesh(np.array(jax.devices()[:2]), "data")
+    return jax.shard_map(
+        fun, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P(), **options
+    )(table, ids)
+
+
+def _in_scan(table, ids):
+    def step(total, ids):
+        return total + plain_stream(table[ids]), None
+
+    return lax.scan(step, 0.0 * table[0, 0], ids.reshape(8, -1))[0]
+
+
+MANY: dict[str, Callable[..., Any]] = {
+    "index": _many(lambda table, ids: table[ids]),
+    "jit": jax.jit(_many(lambda table, ids: table[ids])),
+    "take in jit": _many(lambda table, ids: jnp.take(table, ids, axis=0)),
+    "remat": jax.checkpoint(_many(lambda table, ids: table[ids])),
+    "vmap": lambda table, ids: jnp.sum(
+        jax.vmap(_many(lambda table, ids: table[ids]), (None, 0))(
+            table, ids.reshape(8, -1)
+        )
+    ),
+    "scan": _in_scan,
+    "shard_map": _in_shard_map,
+}
+REDUCE = {"": "", "r=f32": ",reduce=float32"}
+
+
+@IN_MODES
+@pytest.mark.parametrize("reduce", REDUCE)
+@pytest.mark.parametrize("name", MANY)
+def test_the_gradient_of_a_table_is_summed_in_float32(name, reduce, half):
+    policy = f"params=float32,compute={half},output=float32{REDUCE[reduce]}"
+    fun = autocast(MANY[name], policy, half_results=True)
+    table, ids = jnp.ones((4, 8)), jnp.zeros(4096, jnp.int32)
+    found = dtypes_of_lookups(fun, table, ids)
+    assert found == {half}
+    grad = jax.grad(fun)(table, ids)
+    assert grad.dtype == jnp.float32
+    np.testing.assert_array_equal(grad, np.eye(4, 1) * np.full(8, 512))
+
+
+@IN_MODES
+@pytest.mark.parametrize("reduce", REDUCE)
+def test_a_table_is_gathered_from_devices_as_parameters_are(reduce, half):
+    policy = f"params=float32,compute={half},output=float32{REDUCE[reduce]}"
+    fun = autocast(_in_shard_map, policy, half_results=True)
+    jaxpr = jaxprs.trace(fun, jnp.ones((4, 8)), jnp.zeros(16, jnp.int32))
+    gathered = {
+        eqn.invars[0].aval.dtype for eqn in jaxprs.equations(jaxpr, "all_gather")
+    }
+    assert jnp.dtype("float32" if reduce else DTYPES[half]) in gathered
+
+
+@functools.cache
+def _far_anchors() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    table = 1000 + rng.standard_normal((32, 16)).astype(np.float32)
+    return table, np.asarray(TABLE[:6])
+
+
+@IN_MODES
+def test_offsets_that_are_looked_up_keep_their_digits(half):
+    table, x = _far_anchors()
+
+    def fun(table, w, ids):
+        box = table[ids] + x @ w
+        return jnp.mean((box[..., 1] - box[..., 0]) ** 2)
+
+    args = table, WEIGHTS[0], IDS
+    found = lower(fun, half)(*args)
+    expected = fun(*jax.tree.map(lambda a: np.asarray(a, np.float64), args[:2]), IDS)
+    assert error(found, expected) < 0.01
