@@ -170,7 +170,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "cnn": (cnn_loss, _cnn_shapes),
     **families.FAMILIES,
 }
-for _size in ("ci", "full"):
+for _size in families.SIZES:
     SIZES[_size] |= families.SIZES[_size]
 
 
@@ -353,9 +353,15 @@ STEPS: list[Step] = [
     Step("cnn", "float16", BY_HAND, scaled=True),
     *(
         Step(family, "bfloat16", cast)
-        for family in ("unet", "vit", "llama", "moe")
+        for family in ("unet", "vit", "llama", "moe", "lstm")
         for cast in (BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32)
     ),
+    *(
+        Step(family, "float16", cast)
+        for family in ("unet", "vit", "llama", "moe")
+        for cast in (BY_HAND, GRAD_AUTOCAST, ADVISED)
+    ),
+    *(Step(family, "fp8", GRAD_AUTOCAST) for family in ("llama", "moe")),
     *(
         Step("transformer", dtype, cast, scaled, layout)
         for layout in ("data parallel", "FSDP")

@@ -269,5 +269,6 @@ def test_offsets_that_are_looked_up_keep_their_digits(half):
 
     args = table, WEIGHTS[0], IDS
     found = lower(fun, half)(*args)
-    expected = fun(*jax.tree.map(lambda a: np.asarray(a, np.float64), args[:2]), IDS)
+    wide, w = (np.asarray(a, np.float64) for a in args[:2])
+    expected = fun(wide, w, IDS)
     assert error(found, expected) < 0.01

@@ -117,8 +117,10 @@ def test_gradients_are_as_near_to_float64_as_without(name, half):
         )
         for recompute in (True, False)
     ]
+    # In float16 some of what is computed again has been rounded for that alone.
+    most = 1.15 if half == "bfloat16" else 1.3
     for error, without in zip(*errors, strict=True):
-        assert error < 1.15 * without
+        assert error < most * without
 
 
 def _primitives(fun: Any, *args: Any) -> list[str]:

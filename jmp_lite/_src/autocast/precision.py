@@ -327,6 +327,8 @@ class Cluster(NamedTuple):
       indices: of the equations, in their order.
       ins: the variables that they read of others.
       half_in: per input, whether it is read in half.
+      waits: per input, None, or the axes of the sums over a float32 value of which two
+        bytes are kept for each number.
       outs: the variables that others read of them.
       half_out: per output, whether it is rounded to half.
       rounded_backward: the variables whose gradients are stored, and so rounded.
@@ -335,9 +337,16 @@ class Cluster(NamedTuple):
     indices: tuple[int, ...]
     ins: tuple[Var, ...]
     half_in: tuple[bool, ...]
+    waits: tuple[tuple[int, ...] | None, ...]
     outs: tuple[Var, ...]
     half_out: tuple[bool, ...]
     rounded_backward: tuple[Var, ...]
+
+    @property
+    def waiting(self) -> tuple[Var, ...]:
+        """The float32 values of which two bytes are kept for each number."""
+        pairs = zip(self.ins, self.waits, strict=True)
+        return tuple(v for v, axes in pairs if axes is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import products, sums
+from jmp_lite._src.autocast import products, sums, waiting
 from jmp_lite._src.autocast.precision import (
     FLOAT32,
     Around,
@@ -35,6 +35,7 @@ from jmp_lite._src.autocast.precision import (
     EqnPlan,
     has_range_of_f32,
 )
+from jmp_lite._src.autocast.waiting import Waiting
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
 from jmp_lite._src.jaxprs.primitives import CALLS, Fact, degrees, facts
@@ -54,12 +55,14 @@ class Work(NamedTuple):
       transcendental: the largest result of a function that is no polynomial.
       chooses: the largest result of a choice or a comparison, or of what is chosen by.
       multiplies: whether variables are multiplied.
+      is_exponential: whether it computes an exponential.
     """
 
     size: int
     transcendental: int = 0
     chooses: int = 0
     multiplies: bool = False
+    is_exponential: bool = False
 
     @property
     def is_worth_it(self) -> bool:
@@ -89,8 +92,7 @@ class Clusters:
     """
 
     def __init__(self, half_dtype: Any):
-        # In float16 they may overflow.
-        self._rounds_gradients = has_range_of_f32(half_dtype)
+        self._has_range = has_range_of_f32(half_dtype)
         self._works: dict[CastPlan, Work | None] = {}
         self._bodies: dict[CastPlan, CastPlan] = {}
 
@@ -104,7 +106,7 @@ class Clusters:
             return plan
         pairs = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))
         works = list(itertools.starmap(self._work, pairs))
-        search = _Search(plan, works, self._rounds_gradients)
+        search = _Search(plan, works, self._has_range)
         clusters = list(search.clusters())
         if not clusters:
             return plan
@@ -147,6 +149,7 @@ class Clusters:
             transcendental=size if is_f32 and _is_transcendental(name) else 0,
             chooses=size if _chooses(name) else 0,
             multiplies=_multiplies(eqn),
+            is_exponential=bool(facts(name) & Fact.EXPONENTIAL),
         )
 
     def _work_of_body(self, plan: CastPlan) -> Work | None:
@@ -200,11 +203,9 @@ class _Search:
       repeated: the indices of moves that clusters begin with, and others read too.
     """
 
-    def __init__(
-        self, plan: CastPlan, works: Sequence[Work | None], rounds_gradients: bool
-    ):
-        self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, works
-        self._rounds_gradients = rounds_gradients
+    def __init__(self, plan: CastPlan, works: Sequence[Work | None], has_range: bool):
+        self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, list(works)
+        self._has_range = has_range
         self.depth = [0] * len(self.eqns)
         self.repeated: set[int] = set()
         self._made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
@@ -223,6 +224,8 @@ class _Search:
             for of, half in zip(made, halves, strict=True)
             for v in itertools.compress(of, half)
         }
+        # In float16, what may overflow is float32.
+        self.waiting = Waiting(plan, self._halves, has_range)
         self._stored = {v for v in self._made_by if self._is_stored(v)}
         self._is_inside = self._go_forward()
         self._go_backward()
@@ -236,16 +239,21 @@ class _Search:
         """Find what may be in clusters: what is made of half values."""
         is_inside, computed, of_effects = [], set(), 1
         for i, eqn in enumerate(self.eqns):
-            operands = list(variables(eqn.invars))
-            work = self.works[i]
+            operands, work = list(variables(eqn.invars)), self.works[i]
+            is_exact = work and (work.is_exponential or work.chooses > 0)
+            if work and self.waiting.stays_outside(eqn, bool(is_exact)):
+                self.works[i] = work = None
             inside = (
                 work is not None
-                and any(v in self._halves or v in computed for v in operands)
+                and any(v in computed or self._is_read(v) for v in operands)
                 and all(
                     v in computed or self._may_be_read(v, work.size) for v in operands
                 )
             )
             is_inside.append(inside)
+            if inside:
+                reduces = _is_reduction(eqn.primitive.name, eqn.params)
+                self.waiting.note(eqn, eqn.params["axes"] if reduces else ())
             self.depth[i] = max(
                 (
                     self.depth[self._made_by[v]] + self._rise(is_inside, v, i)
@@ -292,12 +300,16 @@ class _Search:
             ):  # a bias that is broadcast
                 self._is_inside[i], self.depth[i] = True, self.depth[readers[0]]
 
+    def _is_read(self, var: Var) -> bool:
+        """Return whether clusters read a variable, of any size."""
+        return var in self._halves or var in self.waiting.values
+
     def _may_be_read(self, var: Var, size: int) -> bool:
         """Return whether a cluster with arrays of a size may read a variable."""
-        is_light = var in self._halves or core.is_bool(var)
+        is_light = self._is_read(var) or core.is_bool(var)
         return is_light or core.size(var) * _SMALL <= size
 
-    def clusters(self) -> Iterator[Cluster]:
+    def clusters(self) -> Iterable[Cluster]:
         """Return the clusters that are worth it, in the order of their equations."""
         parent = list(range(len(self.eqns)))
 
@@ -313,7 +325,11 @@ class _Search:
         groups = defaultdict(list)
         for i in itertools.compress(range(len(self.eqns)), self._is_inside):
             groups[root(i)].append(i)
-        return filter(None, map(self._cluster, groups.values()))
+        found = list(filter(None, map(self._cluster, groups.values())))
+        # To keep less of what waits pays if what is made of it is half: XLA would keep
+        # float32 numbers for others that read it.
+        pays = {v for c in found if any(c.half_out) for v in c.waiting}
+        return (cluster for cluster in found if pays.issuperset(cluster.waiting))
 
     def _makers(self, eqn: Eqn) -> list[int]:
         return [self._made_by[v] for v in variables(eqn.invars) if v in self._made_by]
@@ -321,9 +337,8 @@ class _Search:
     def _cluster(self, indices: Sequence[int]) -> Cluster | None:
         """Return the cluster of some equations, None if it buys nothing."""
         eqns = [self.eqns[i] for i in indices]
-        if not _together(
-            filter(None, map(self.works.__getitem__, indices))
-        ).is_worth_it:
+        work = _together(filter(None, map(self.works.__getitem__, indices)))
+        if not work.is_worth_it and not (work.multiplies and self.waiting.values):
             return None
         inside = set(indices)
         moves = self._moves_before(eqns, inside)
@@ -344,15 +359,18 @@ class _Search:
             not half and core.is_float(v) and core.size(v) * _SMALL > size
             for v, half in zip(outs, half_out, strict=True)
         )
+        large = {v for v in ins if core.size(v) * _SMALL > size}
+        waits = [self.waiting.rows(v) if v in large else None for v in ins]
+        is_worth_it = work.is_worth_it or waits.count(None) < len(ins)
         reads = all(self._may_be_read(v, size) for v in ins)
-        if is_heavy or not reads or not outs:
+        if is_heavy or not is_worth_it or not reads or not outs:
             return None
-        half_in = [v in self._halves and core.size(v) * _SMALL > size for v in ins]
         self.repeated.update(moves)
         return Cluster(
             indices=tuple(indices),
             ins=tuple(ins),
-            half_in=tuple(half_in),
+            half_in=tuple(v in self._halves and v in large for v in ins),
+            waits=tuple(waits),
             outs=tuple(outs),
             half_out=tuple(half_out),
             rounded_backward=tuple(self._stored_backward(indices, size)),
@@ -381,7 +399,7 @@ class _Search:
         Their gradients are read twice: to be summed for the statistics, and after that.
         To compute them twice costs more than to store them, so XLA stores them.
         """
-        if not self._rounds_gradients:
+        if not self._has_range:
             return []
         of_statistics, found = set(), {}
         for i in indices:
@@ -428,7 +446,11 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
     operands = values.read(cluster.ins, cluster.half_in)
     half_dtype = values.half_dtype
 
-    def compute(*operands):
+    def compute(*operands, totals=None):
+        """Return the outputs, and the totals; do not sum again if these are given."""
+        given, found = iter(totals or ()), []
+        # What may be out of the range of half; masks that are added to it as well.
+        wide = set(cluster.waiting)
         known = {
             v: lax.convert_element_type(x, F32) if half else x
             for v, half, x in zip(cluster.ins, cluster.half_in, operands, strict=True)
@@ -436,24 +458,50 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
         for i in cluster.indices:
             eqn = plan.jaxpr.eqns[i]
             read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
-            read = sums.bounded(eqn, read, half_dtype)
-            known.update(zip(eqn.outvars, binding.bind(eqn, read), strict=True))
+            if wide.isdisjoint(variables(eqn.invars)):
+                read = sums.bounded(eqn, read, half_dtype)
+            else:
+                wide.update(eqn.outvars)
+            results = binding.bind(eqn, read)
+            if _is_reduction(eqn.primitive.name, eqn.params):
+                if totals is None:
+                    found += results
+                else:
+                    results = [sums.differentiate_as(next(given), *results)]
+            known.update(zip(eqn.outvars, results, strict=True))
             for v in cluster.rounded_backward:
                 if v in eqn.outvars:
                     known[v] = sums.rounded_backward(known[v], half_dtype)
-        return [
+        outs = [
             # XLA leaves out a cast to half and back, and would store float32 as well.
             lax.optimization_barrier(lax.convert_element_type(known[v], half_dtype))
             if half
             else known[v]
             for v, half in zip(cluster.outs, cluster.half_out, strict=True)
         ]
+        return outs, found
+
+    def compute_outs(*operands):
+        return compute(*operands)[0]
 
     if not compat.is_tracing():
-        return compute(*operands)
+        return compute_outs(*operands)
     # XLA does not see through the residuals of a loop.
     options = {"prevent_cse": plan.around is not Around.LOOP, "policy": _saves}
-    return jax.checkpoint(compute, **options)(*operands)
+    if not cluster.waiting:
+        return jax.checkpoint(compute_outs, **options)(*operands)
+
+    def compute_from_kept(kept, totals, *operands):
+        read = map(waiting.in_place_of, operands, kept)
+        return compute(*read, totals=totals)[0]
+
+    kept = [
+        None if axes is None else values.kept(v, axes)
+        for v, axes in zip(cluster.ins, cluster.waits, strict=True)
+    ]
+    outs, totals = compute(*map(lax.stop_gradient, operands))
+    expressions = jax.checkpoint(compute_from_kept, **options)(kept, totals, *operands)
+    return list(map(sums.differentiate_as, outs, expressions))
 
 
 def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:

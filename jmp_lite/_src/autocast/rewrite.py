@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import recompute, sums
+from jmp_lite._src.autocast import recompute, sums, waiting
 from jmp_lite._src.autocast.precision import (
     CastPlan,
     Cluster,
@@ -51,6 +51,8 @@ class Values:
         # The cast of a float32 value to half, or the float32 value of a half one.
         self._cast: dict[Any, Any] = {}
         self._saturated: dict[Any, Any] = {}
+        # What the backward pass keeps of float32 values.
+        self._kept: dict[Any, Any] = {}
         # Of these, the cast has not been read.
         self._unread: set[Any] = set()
         # The moves that made half values whose float32 original is known.
@@ -100,6 +102,12 @@ class Values:
             var in self._cast or var in self._moved_by
         )
         return self.in_f32(var) if is_known else value
+
+    def kept(self, var: Var, axes: tuple[int, ...]) -> waiting.Kept:
+        """Return what the backward pass keeps of a float32 value that waits."""
+        if var not in self._kept:
+            self._kept[var] = waiting.keep(self._made[var], axes)
+        return self._kept[var]
 
     def note_casts(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
         """Cast values here, and not where something reads them in half."""

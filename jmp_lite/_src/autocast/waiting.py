@@ -1,0 +1,201 @@
+"""Float32 values that wait for the backward pass: what of them is kept, in two bytes.
+
+In float16, results that may overflow are float32. The forward pass computes with them.
+The backward pass computes again what clusters made of them, and for that it need not
+keep all of their digits. It keeps float16 numbers: of what is summed along rows, as in
+a norm, relative to the mean and the deviation of each row; else square roots, which
+reach 4e9 and have 10 bits, two more than bfloat16.
+
+A difference of rounded numbers may be wrong in each digit. So linear operations, which
+keep nothing for the backward pass, stay outside of clusters, and what is rounded is
+their result.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_lite._src import compat
+from jmp_lite._src.autocast.precision import FLOAT32, CastPlan
+from jmp_lite._src.jaxprs import core
+from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
+from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
+
+# What is as small is kept as it is.
+_FEW = 64
+_NONE: frozenset[Var] = frozenset()
+
+
+class Waiting:
+    """The float32 values of a plan that wait, and what clusters compute of them.
+
+    Args:
+      plan: the plan.
+      halves: its half values.
+      has_range: whether half has the range of float32: then none waits.
+    """
+
+    def __init__(self, plan: CastPlan, halves: set[Var], has_range: bool):
+        found = () if has_range else _find(plan, halves)
+        self.values, self._halves = frozenset(found), halves
+        self._rows: dict[Var, tuple[int, ...]] = {}
+        # What is computed in clusters -> what waits that it is computed of; what of it
+        # it is computed of element by element; and its operands, if it is no sum.
+        self._sources: dict[Var, frozenset[Var]] = {}
+        self._elementwise: dict[Var, frozenset[Var]] = {}
+        self._made_of: dict[Var, list[Var]] = {}
+
+    def rows(self, var: Var) -> tuple[int, ...] | None:
+        """Return the axes over which a value is summed; None if it does not wait."""
+        return self._rows.get(var, ()) if var in self.values else None
+
+    def stays_outside(self, eqn: Eqn, is_exact: bool) -> bool:
+        """Return whether an equation needs more digits of what waits than are kept.
+
+        That of a linear operation needs none; but what is made of a difference needs
+        all.
+
+        Args:
+          eqn: the equation.
+          is_exact: whether it computes an exponential, whose derivative needs the
+            digits behind the point, or a choice, which may be another one.
+        """
+        if not self.values:
+            return False
+        name, size = eqn.primitive.name, core.size(eqn.outvars[0])
+        operands = _large(variables(eqn.invars), size)
+        sources = _large(_union(self._of(self._sources, v) for v in operands), size)
+        if not sources or is_exact:
+            return bool(sources)
+        powers = zip(eqn.invars, degrees(name, eqn.params), strict=False)
+        is_multiple = sum(d for v, d in powers if not compat.is_literal(v)) == 1
+        if facts(name) & (Fact.LINEAR | Fact.JOINS) and len(sources) > 1:
+            return True
+        of_others = (
+            v not in self._sources
+            and v not in self._halves
+            and v not in self._rows
+            and not any(v in self._elementwise.get(w, _NONE) for w in operands)
+            for v in operands
+        )
+        # The mean of something, say: a difference from it.
+        of_totals = (
+            v in self._sources and not self._elementwise.get(v)
+            for v in variables(eqn.invars)
+        )
+        has_rows = all(v in self._rows for v in sources)
+        is_linear = bool(facts(name) & Fact.LINEAR) or is_multiple
+        return is_linear and (any(of_others) or (any(of_totals) and not has_rows))
+
+    def note(self, eqn: Eqn, axes: tuple[int, ...]) -> None:
+        """Note what a cluster computes.
+
+        Args:
+          eqn: an equation in a cluster.
+          axes: those that it sums over, () if it is no reduction.
+        """
+        operands = list(variables(eqn.invars))
+        sources = _union(self._of(self._sources, v) for v in operands)
+        elementwise = _union(self._of(self._elementwise, v) for v in operands)
+        if axes and core.size(eqn.outvars[0]) > 1:
+            self._note_rows(eqn.invars[0], axes)
+        self._sources.update(dict.fromkeys(eqn.outvars, sources))
+        if not axes:
+            self._elementwise.update(dict.fromkeys(eqn.outvars, elementwise))
+            self._made_of.update(dict.fromkeys(eqn.outvars, operands))
+
+    def _note_rows(self, total_of: Var, axes: tuple[int, ...]) -> None:
+        """Note the axes of what is summed, and of what it is made of by elements."""
+        found = [total_of]
+        while found:
+            var = found.pop()
+            is_alike = var in self.values and var.aval.shape == total_of.aval.shape
+            if is_alike and var not in self._rows:
+                self._rows[var] = axes
+                found += self._made_of.get(var, ())
+
+    def _of(self, found: dict[Var, frozenset[Var]], var: Var) -> frozenset[Var]:
+        is_source = var in self.values and var not in self._sources
+        return frozenset([var]) if is_source else found.get(var, _NONE)
+
+
+def _find(plan: CastPlan, halves: set[Var]) -> Iterator[Var]:
+    """Find float32 values that are computed, and not from parameters alone."""
+    pairs = zip(plan.jaxpr.invars, plan.ins, strict=True)
+    found = {v for v, p in pairs if p == FLOAT32}
+    for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
+        is_computed = any(v in found or v in halves for v in variables(eqn.invars))
+        if eqn_plan.rule.is_product or is_computed:
+            found.update(eqn.outvars)
+    return (v for v in found - halves if core.is_f32(v) and core.size(v) > _FEW)
+
+
+def _large(operands: Iterable[Var], size: int) -> list[Var]:
+    return [v for v in operands if core.size(v) * 2 >= size]
+
+
+def _union(sets: Iterable[frozenset[Var]]) -> frozenset[Var]:
+    return functools.reduce(operator.or_, sets, _NONE)
+
+
+class Kept(NamedTuple):
+    """What is kept of a float32 array: float16 numbers, relative to two of each row."""
+
+    numbers: jax.Array
+    deviation: jax.Array | None
+    mean: jax.Array | None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def keep(x: jax.Array, axes: tuple[int, ...]) -> Kept:
+    """Return what is kept of a float32 array: `rows` has the axes."""
+    if not axes:
+        root = lax.sign(x) * lax.sqrt(lax.abs(x))
+        return Kept(root.astype(jnp.float16), None, None)
+    mean = jnp.mean(x, axes, keepdims=True)
+    variance = jnp.mean(x * x, axes, keepdims=True) - mean * mean
+    # A number is at most as many deviations from the mean as the root of the count.
+    deviation = lax.sqrt(jnp.maximum(variance, jnp.finfo(x.dtype).tiny))
+    return Kept(((x - mean) / deviation).astype(jnp.float16), deviation, mean)
+
+
+@jax.custom_jvp
+def restore(kept: Kept) -> jax.Array:
+    """Return the float32 array, as far as it was kept."""
+    found = kept.numbers.astype(F32)
+    if kept.deviation is None or kept.mean is None:
+        return found * lax.abs(found)
+    return found * kept.deviation + kept.mean
+
+
+# The tangent of what is kept is that of the array, in the numbers' place. It is for
+# derivatives of gradients alone: `in_place_of` has another.
+
+
+@keep.defjvp
+def _keep_jvp(axes, primals, tangents):
+    kept = keep(*primals, axes)
+    zeros = jax.tree.map(jnp.zeros_like, kept)
+    return kept, zeros._replace(numbers=tangents[0].astype(kept.numbers.dtype))
+
+
+@restore.defjvp
+def _restore_jvp(primals, tangents):
+    return restore(*primals), tangents[0].numbers.astype(F32)
+
+
+@jax.custom_jvp
+def in_place_of(x: jax.Array, kept: Kept | None) -> jax.Array:
+    """Return what was kept of an array, if so, with the derivative of the array."""
+    return x if kept is None else restore(kept)
+
+
+@in_place_of.defjvp
+def _in_place_of_jvp(primals, tangents):
+    x, kept = primals  # the array itself need not be kept
+    return x if kept is None else restore(kept), tangents[0]

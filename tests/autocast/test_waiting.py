@@ -1,0 +1,237 @@
+"""In float16, what the backward pass keeps of values that are float32."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_lite import autocast
+
+pytestmark = pytest.mark.standard_promotion
+
+N = 64
+_rng = np.random.default_rng(0)
+
+
+def _normal(*shape: int) -> np.ndarray:
+    return _rng.standard_normal(shape).astype(np.float32)
+
+
+W, V = _normal(N, N) / N**0.5, _normal(N, N) / N**0.5
+GAIN, X = 1 + _normal(N) / 10, _normal(8, 32, N)
+WEIGHTS = _normal(8, 32, N)
+
+
+def gelu(h, w, gain):
+    return jax.nn.gelu(h + gain) @ w
+
+
+def gated(h, w, gain):
+    return jax.nn.silu(h) * (h * gain + X @ w) @ w
+
+
+def layer_norm(h, w, gain):
+    h = h - jnp.mean(h, -1, keepdims=True)
+    return h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * gain @ w
+
+
+def fast_layer_norm(h, w, gain):
+    """As flax has it: the variance is a difference."""
+    mean, squares = jnp.mean(h, -1, keepdims=True), jnp.mean(h**2, -1, keepdims=True)
+    return (h - mean) * lax.rsqrt(squares - mean**2 + 1e-6) * gain @ w
+
+
+def rms_norm_and_silu(h, w, gain):
+    scale = lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+    return jax.nn.silu(h * scale * gain) @ w
+
+
+def batch_norm_and_relu(h, w, gain):
+    mean, squares = jnp.mean(h, (0, 1)), jnp.mean(h**2, (0, 1))
+    h = (h - mean) * (lax.rsqrt(squares - mean**2 + 1e-5) * gain) + gain
+    return jax.nn.relu(h) @ w
+
+
+def group_norm(h, w, gain):
+    groups = h.reshape(*h.shape[:-1], 8, -1)
+    groups = groups - jnp.mean(groups, (1, 3), keepdims=True)
+    scale = lax.rsqrt(jnp.mean(groups**2, (1, 3), keepdims=True) + 1e-6)
+    return (groups * scale).reshape(h.shape) * gain @ w
+
+
+MODELS = [
+    gelu,
+    gated,
+    layer_norm,
+    fast_layer_norm,
+    rms_norm_and_silu,
+    batch_norm_and_relu,
+    group_norm,
+]
+IN_MODELS = pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
+
+
+def _loss(model, w, v, gain, *, offset=0.0, scale=1.0):
+    """Sum what a model makes of a product; `h` itself is read in float32, too."""
+    h = (X @ w) * scale + offset
+    return jnp.mean(model(h, v, gain) * WEIGHTS) + jnp.mean(h) * 1e-3 / scale
+
+
+def _errors(loss: Any, recompute: bool | None, *args: Any) -> list[float]:
+    """Return the errors of gradients in float16, against float64."""
+    indices = tuple(range(len(args)))
+    fun = autocast(
+        lambda *args: 1024.0 * loss(*args), "mixed_float16", recompute=recompute
+    )
+    found = jax.jit(jax.grad(fun, indices))(*args)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in args]
+        exact = jax.jit(jax.grad(lambda *args: 1024.0 * loss(*args), indices))(*wide)
+    return [
+        float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
+        for a, b in zip(found, map(np.asarray, exact), strict=True)
+    ]
+
+
+def _held(fun: Callable[..., Any], *args: Any) -> list[str]:
+    """Return the dtypes of what a backward pass keeps, of the size of activations."""
+    _, vjp = jax.eval_shape(lambda *args: jax.vjp(jax.jit(fun), *args), *args)
+    return sorted(x.dtype.name for x in jax.tree.leaves(vjp) if x.size >= X.size)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [m for m in MODELS if m is not batch_norm_and_relu],
+    ids=lambda f: f.__name__,
+)
+def test_two_bytes_are_kept_of_what_waits(model):
+    args = W, V, GAIN
+    found, before = (
+        _held(
+            autocast(functools.partial(_loss, model), "mixed_float16", recompute=on),
+            *args,
+        )
+        for on in (True, False)
+    )
+    assert before.count("float32") > 2
+    # WEIGHTS; and what a sum or a mean needs all digits of.
+    assert found.count("float32") == 1 + (model in (gated, group_norm))
+    assert set(found) == {"float16", "float32"} and len(found) <= 7
+
+
+# How far the values are from zero, and how large. float16 ends at 65504.
+PLACES = {"near": (0, 1), "far": (500, 1), "large": (0, 1e6), "small": (0, 1e-3)}
+CASES = [
+    *((model, "near") for model in MODELS),
+    (gelu, "small"),
+    (layer_norm, "small"),
+    (layer_norm, "far"),
+    (group_norm, "far"),
+    (fast_layer_norm, "large"),
+    (rms_norm_and_silu, "large"),
+    (batch_norm_and_relu, "large"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "place"), CASES, ids=lambda x: getattr(x, "__name__", x)
+)
+def test_gradients_have_about_the_error_of_float32(model, place):
+    offset, scale = PLACES[place]
+    loss = functools.partial(_loss, model, offset=offset, scale=scale)
+    found, before = (_errors(loss, on, W, V, GAIN) for on in (True, False))
+    # A ReLU may choose otherwise by a number that is rounded.
+    most = 4 if model is batch_norm_and_relu else 2.2
+    for new, old in zip(found, before, strict=True):
+        assert new < most * old
+
+
+def far_targets(w, b):
+    """Differences of which each operand is far from zero."""
+    return jnp.mean((X @ w + b - 5000 - WEIGHTS) ** 2)
+
+
+def behind_an_activation(w, b):
+    return jnp.mean((jnp.tanh(X @ w) * 100 + b - 5000 - 30 * WEIGHTS) ** 2)
+
+
+def log_softmax(w, b):
+    return -jnp.mean(jax.nn.log_softmax(X @ w * 20 + b) * (WEIGHTS > 0))
+
+
+def softmax_by_hand(w, b):
+    z = X @ w * 20
+    p = jnp.exp(z - jnp.max(z, -1, keepdims=True))
+    return jnp.mean(((p / jnp.sum(p, -1, keepdims=True) - 0.1) * b) ** 2) / 1e6
+
+
+def two_streams(w, b):
+    x = X @ w
+    y = x + X @ w[::-1] * 1000
+    return jnp.mean((y - x * 1000) ** 2) / 1e6 + jnp.mean(jnp.tanh(y / 1000 + b / 1e4))
+
+
+EXACT = [far_targets, behind_an_activation, log_softmax, softmax_by_hand, two_streams]
+
+
+@pytest.mark.parametrize("loss", EXACT, ids=lambda f: f.__name__)
+def test_what_needs_its_digits_keeps_them(loss):
+    b = np.full(N, 5000, np.float32)
+    found, before = (_errors(loss, on, W, b) for on in (True, False))
+    for new, old in zip(found, before, strict=True):
+        assert new < 2.5 * old
+
+
+@IN_MODELS
+def test_the_forward_pass_has_the_values_of_float32(model):
+    losses = [
+        jax.jit(
+            autocast(functools.partial(_loss, model), "mixed_float16", recompute=on)
+        )
+        for on in (True, False)
+    ]
+    found, before = (loss(W, V, GAIN) for loss in losses)
+    np.testing.assert_allclose(found, before, rtol=1e-4, atol=1e-6)
+
+
+def test_a_norm_of_flax_has_a_kept_copy_alone():
+    norm: Any = nn.LayerNorm()
+    variables = norm.init(jax.random.key(0), X)
+
+    def loss(w, v):
+        h = X @ w
+        return jnp.mean(norm.apply(variables, h) @ v * WEIGHTS) + jnp.mean(h)
+
+    held = _held(autocast(loss, "mixed_float16"), W, V)
+    assert held.count("float32") == 1  # WEIGHTS
+    found, before = (_errors(loss, on, W, V) for on in (True, False))
+    assert found[0] < 2 * before[0]
+
+
+def test_rows_without_deviation_have_finite_gradients():
+    def loss(w, v):
+        return jnp.mean(layer_norm((X * 0) @ w + 3.0, v, GAIN) * WEIGHTS)
+
+    grads = jax.grad(autocast(loss, "mixed_float16"), (0, 1))(W, V)
+    assert all(bool(jnp.all(jnp.isfinite(g))) for g in grads)
+
+
+def test_what_is_not_finite_stays_so():
+    def loss(w, x):
+        return jnp.mean(layer_norm(x @ w, V, GAIN) * WEIGHTS)
+
+    grad = jax.grad(autocast(loss, "mixed_float16"))
+    assert not np.all(np.isfinite(grad(W, np.where(X == X[0, 0, 0], np.inf, X))))
+
+
+def test_bfloat16_has_no_float16():
+    fun = autocast(functools.partial(_loss, gelu), "mixed_bfloat16")
+    casts = jaxprs.equations(jaxprs.trace(fun, W, V, GAIN), "convert_element_type")
+    assert {eqn.outvars[0].aval.dtype.name for eqn in casts} == {"bfloat16", "float32"}
