@@ -59,6 +59,21 @@ def test_its_peak_is_what_xla_says():
     assert not memory.of_step(step)(PARAMS, OPT_STATE, TOKENS).donated
 
 
+def test_results_that_no_argument_gives_its_memory_have_a_row():
+    report = memory.of_step(step)(PARAMS, OPT_STATE, TOKENS)
+    assert report.results == pytest.approx(12 * COUNT, rel=1e-3)
+    assert 6 * COUNT < report.by_class["results"] <= report.results
+    assert sum(report.by_class.values()) == report.peak
+    (line,) = [x for x in str(report).splitlines() if x.startswith("results")]
+    assert "not donated" in line
+    assert measured().by_class["results"] <= measured().results < 1000
+
+
+def test_copies_of_arguments_are_a_row():
+    (line,) = [x for x in str(measured()).splitlines() if "params[" in x]
+    assert line.startswith("temporaries") and " … " in line and " copy " in line
+
+
 def test_arguments_are_by_class():
     report = measured()
     assert report.arguments == {

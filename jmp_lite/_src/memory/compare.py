@@ -16,6 +16,7 @@ _COLOURS = {
     step.GRADIENTS: "#56B4E9",
     classes.STATE: "#009E73",
     step.ACTIVATIONS: "#E69F00",
+    step.RESULTS: "#D55E00",
     step.TEMPORARIES: "#999999",
     classes.BATCH: "#CC79A7",
     classes.OTHER: "#F0E442",
