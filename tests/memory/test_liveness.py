@@ -95,6 +95,25 @@ def test_loops_work_in_what_they_carry_and_add_what_they_make():
     assert (inner.made_in, inner.dtype, inner.elements) == ("forward", "f32", 64)
 
 
+def test_what_a_loop_fills_is_of_that_loop_if_it_has_no_name():
+    loop = "(f32[8]{{0}}, f32[8]{{0}}) while({}), condition=%cond, body=%body"
+    loop += ', metadata={{op_name="jit(f)/transpose(jvp({}))/while"}}'
+    text = HEAD + LOOP.replace("f32[64]", "f32[]") + "ENTRY %m (p: f32[8]) -> () {\n"
+    lines = [
+        "%p = f32[8]{0} parameter(0)",
+        "%a = f32[8]{0} fusion(), kind=kLoop, calls=%f",
+        '%b = f32[8]{0} fusion(), metadata={op_name="jit(f)/jvp(net)/exp"}',
+        "%t = (f32[8]{0}, f32[8]{0}) tuple(%a, %b)",
+        f"%w = {loop.format('%t', 'net')}",
+        f"%v = {loop.format('%w', 'other')}",
+        "%x = f32[8]{0} get-tuple-element(%v), index=0",
+        "ROOT %d = f32[] custom-call(%x)",
+    ]
+    text += "".join(f"  {line}\n" for line in lines) + "}\n"
+    found = [(x.layer, x.operation, x.made_in) for x in liveness.at_peak(text)[:2]]
+    assert found == [("net", "while", "backward"), ("net", "exp", "forward")]
+
+
 @pytest.mark.parametrize(
     ("op_name", "place"),
     [

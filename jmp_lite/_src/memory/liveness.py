@@ -83,11 +83,13 @@ class _Array:
     Attributes:
       live: what it is.
       last_read: the step that reads it last.
+      is_named: whether XLA says what it is made of.
       is_given: whether it is in memory that there is already.
     """
 
     live: Live
     last_read: int
+    is_named: bool
     is_given: bool = False
 
 
@@ -162,13 +164,17 @@ def _peak(
             read = read[index : index + 1]
         for array in filter(None, read):
             array.last_read = step
+            if x.opcode == "while" and not array.is_named:  # it is for the loop to fill
+                array.live = array.live._replace(**_origin(instruction.op_name))
+                array.is_named = True
         made = []
         if x.opcode in _GIVEN:
             values[x.name] = [None] * len(x.arrays)
         elif x.opcode in _NAMES or x.opcode.endswith("-start"):
             values[x.name] = read  # what has started reads until it is done
         else:
-            made = [_Array(_live(instruction, array), step) for array in x.arrays]
+            is_named = bool(instruction.op_name)
+            made = [_Array(_live(instruction, a), step, is_named) for a in x.arrays]
             values[x.name] = list(made)
         if x.is_root:
             root = values[x.name]
@@ -236,11 +242,23 @@ def _bodies(line: str) -> list[str]:
 
 
 def _live(x: _Instruction, array: hlo.Array) -> Live:
-    layer, operation = place(x.op_name)
-    is_again = name_scopes.REMATTED in x.op_name
-    is_backward = "transpose(" in x.op_name and not is_again
-    is_forward = "jvp(" in x.op_name or is_again
-    made_in = "backward" if is_backward else "forward" if is_forward else ""
+    origin = _origin(x.op_name)
     size = 0 if array.is_scratch else array.size
     elements = array.size // hlo.itemsize(array.dtype)
-    return Live(layer, operation or x.of.opcode, array.dtype, size, made_in, elements)
+    operation = origin["operation"] or x.of.opcode
+    return Live(
+        **origin | {"operation": operation},
+        dtype=array.dtype,
+        size=size,
+        elements=elements,
+    )
+
+
+def _origin(op_name: str) -> dict[str, str]:
+    """Return the layer, the operation, and the pass in which it is."""
+    layer, operation = place(op_name)
+    is_again = name_scopes.REMATTED in op_name
+    is_backward = "transpose(" in op_name and not is_again
+    is_forward = "jvp(" in op_name or is_again
+    made_in = "backward" if is_backward else "forward" if is_forward else ""
+    return {"layer": layer, "operation": operation, "made_in": made_in}
