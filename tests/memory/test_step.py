@@ -283,6 +283,11 @@ def test_the_peak_of_a_device_is_that_of_xla_and_its_arrays_sum_to_it(device):
     assert sum(report.by_class.values()) == pytest.approx(report.peak, rel=0.1)
     assert report.memory == memory.DEVICES[device].memory
     assert report.traffic > 0 and report.kernels > 0
+    shardings = NamedSharding(memory.mesh(device), PartitionSpec())
+    jitted = jax.jit(jax.grad(autocast), in_shardings=shardings)
+    of_xla: Any = jitted.trace(PARAMS, TOKENS).lower().compile().memory_analysis()
+    peak = of_xla.peak_memory_in_bytes + (device == "cpu") * of_xla.temp_size_in_bytes
+    assert report.peak == pytest.approx(peak, rel=0.02)
 
 
 def test_a_decorated_step_is_compiled_with_its_decorators():
