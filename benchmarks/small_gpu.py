@@ -148,11 +148,11 @@ def steps(model: Model) -> dict[str, Step]:
         "bf16 weights, Adam in 8 bits": model.step(
             rounded(in_8_bits), half_weights=True
         ),
-        "..., layers not stacked": model.step(
+        "bf16 weights, Adam in 8 bits, not stacked": model.step(
             rounded(in_8_bits), half_weights=True, stacked=False
         ),
         "bf16 weights, AdaFactor": model.step(rounded(adafactor), half_weights=True),
-        "..., 4 batches accumulated": model.step(
+        "bf16 weights, AdaFactor, 4 batches summed": model.step(
             rounded(adafactor), half_weights=True, accumulated=4
         ),
         "bf16 weights frozen, LoRA": model.adapters(adam),
@@ -167,7 +167,7 @@ def measure(
     compared = {k: v for k, v in steps(model).items() if names is None or k in names}
     found = jmp.memory.compare(compared, device, fits=LIMIT, on_progress=print)
     reports = {row.name: row.report for row in found.rows}
-    saved = jmp.memory.saved(model.loss_fn(True, False))(model.params, model.tokens)
+    saved = jmp.memory.saved(model.loss_fn(False, False))(model.params, model.tokens)
     first = next(iter(compared))
     return {
         "of_step": f"{reports[first]}",

@@ -149,11 +149,9 @@ class StepReport(reports.Report):
             groups[row.kind, layer, row.operation, row.dtype].append(row)
         for (kind, _, operation, dtype), found in groups.items():
             n, arrays = (sum(getattr(x, f) for x in found) for f in ("bytes", "arrays"))
-            layers = list(dict.fromkeys(x.layer for x in found if x.layer))
-            layer = " … ".join(dict.fromkeys([*layers[:1], *layers[-1:]]))
             cells = [
                 kind,
-                layer,
+                reports.span(x.layer for x in found),
                 operation,
                 dtype,
                 f"{arrays}",
