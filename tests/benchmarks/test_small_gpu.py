@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from benchmarks import small_gpu
+from benchmarks.common.committed import load
 
 # Optax and the benchmark's model promote by themselves.
 pytestmark = pytest.mark.standard_promotion
@@ -41,3 +42,21 @@ def test_the_three_calls_print_what_is_stored():
     assert found["saved"].startswith("kept for the backward pass: ")
     assert all(name in found["compare"] for name in names)
     assert {row["step"] for row in found["results"]} == set(names)
+
+
+def test_what_the_page_says_of_the_committed_result():
+    rows = load("rtx4090-compiled/small_gpu.json")["results"]
+    peaks = {row["step"]: row["peak"] for row in rows}
+    assert {name for name, peak in peaks.items() if peak <= 8e9} == {
+        "bf16 weights frozen, LoRA",
+        "bf16 weights, AdaFactor",
+        "bf16 weights, AdaFactor, 4 batches summed",
+        "bf16 weights, Adam in 8 bits, not stacked",
+    }
+    first = [peaks.pop(x) for x in ("float32", "donated", "autocast")]
+    first += [peaks.pop("layers recomputed")]
+    assert first == sorted(first, reverse=True) and max(peaks.values()) < first[-1]
+    # Half copies of the weights, which are gone if these are half.
+    kept = {row["step"]: row["by class"]["activations"] for row in rows}
+    copies = 2 * 1_100_048_384
+    assert kept["layers recomputed"] - kept["bf16 weights, AdaFactor"] > 0.85 * copies
