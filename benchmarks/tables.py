@@ -4,9 +4,9 @@
     python -m benchmarks.tables --commands    # what measures each result
 
 On a page, `<!-- table: NAME -->` stands above what is made: all up to an empty line. So
-does `<!-- measured: RESULT, ... -->`, for lines that say with what these were measured.
-A section names the results of its tables. A result that is not there leaves its tables
-as they are.
+does `<!-- measured: RESULT, ... -->`, for lines that say with what these were measured,
+and `<!-- printed: RESULT:NAME -->`, for a text in it that was printed. A section names
+the results of its tables. A result that is not there leaves its tables as they are.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -59,7 +59,13 @@ def results_of(table: str) -> list[str]:
     return names
 
 
-_MADE = re.compile(r"^<!-- (table|measured): (.+) -->\n((?:[^\n]+\n)*)", re.M)
+def printed(name: str) -> str:
+    """Return what was printed, `RESULT:NAME`, as a block."""
+    result, _, key = name.partition(":")
+    return f"```text\n{load(result)[key]}\n```\n"
+
+
+_MADE = re.compile(r"^<!-- (table|measured|printed): (.+) -->\n((?:[^\n]+\n)*)", re.M)
 
 
 def made_blocks(text: str) -> Iterator[tuple[re.Match[str], str | None]]:
@@ -73,11 +79,10 @@ def made_blocks(text: str) -> Iterator[tuple[re.Match[str], str | None]]:
     for match in _MADE.finditer(text):
         kind, name, _ = match.groups()
         try:
-            made = (
-                report.markdown_table(TABLES[name]())
-                if kind == "table"
-                else measured(name)
-            )
+            if kind == "table":
+                made = report.markdown_table(TABLES[name]())
+            else:
+                made = {"measured": measured, "printed": printed}[kind](name)
         except FileNotFoundError:
             made = None
         yield match, made

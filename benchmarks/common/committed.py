@@ -59,6 +59,7 @@ RESULTS: dict[str, str] = {
             ("v5e", "--layers 2 --width 1024 --heads 8 --vocabulary 8192 "),
         )
     },
+    "rtx4090-compiled/small_gpu.json": f"python -m benchmarks.small_gpu {_OUT}",
 }
 
 

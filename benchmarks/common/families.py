@@ -164,11 +164,20 @@ def vit_loss(dtype: str, sizes: dict[str, Any]) -> Callable[..., Any]:
     return loss
 
 
-def llama_loss(dtype: str, sizes: dict[str, Any]) -> Callable[..., Any]:
+def llama_loss(
+    dtype: str,
+    sizes: dict[str, Any],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda layer: layer,
+) -> Callable[..., Any]:
     """Return the cross entropy of the next token, of a Llama or a mixture of experts.
 
     RMSNorm, rotary positions, fewer heads for keys and values, SwiGLU; the head is not
-    tied to the embedding.
+    tied to the embedding. Layers may be stacked in one, as `transformer.stack` does.
+
+    Args:
+      dtype: the compute dtype.
+      sizes: as in `SIZES`.
+      around: what is around each layer, such as `jax.checkpoint`.
 
     References:
       Touvron et al., LLaMA: open and efficient foundation language models, 2023,
@@ -177,22 +186,33 @@ def llama_loss(dtype: str, sizes: dict[str, Any]) -> Callable[..., Any]:
     half = jnp.dtype(dtype)
 
     def loss(params, tokens):
-        x = params["embedding"].astype(half)[tokens]
         angles = _angles(tokens.shape[1], sizes["width"] // sizes["heads"])
-        balance = jnp.float32(0)
-        for i in range(sizes["layers"]):
-            layer = params[f"layer_{i}"]
-            h = _rms_norm(x, layer["norm_1"])
-            x = x + _attention(h, layer, angles, sizes)
-            h = _rms_norm(x, layer["norm_2"])
-            if "router" in layer:
-                h, term = _experts(h, layer, sizes)
-                balance += _BALANCE * term
-            else:
-                h = _swiglu(h, *(layer[k].astype(half) for k in _MLP))
-            x = x + h
-        logits = _rms_norm(x, params["norm"]) @ params["head"].astype(half)
-        return _cross_entropy(logits[:, :-1], tokens[:, 1:]) + balance, ()
+
+        @around
+        def layer_fn(carry, layer):
+            x, balance = carry
+            with jax.named_scope("attention"):
+                h = _rms_norm(x, layer["norm_1"])
+                x = x + _attention(h, layer, angles, sizes)
+            with jax.named_scope("mlp"):
+                h = _rms_norm(x, layer["norm_2"])
+                if "router" in layer:
+                    h, term = _experts(h, layer, sizes)
+                    balance += _BALANCE * term
+                else:
+                    h = _swiglu(h, *(layer[k].astype(half) for k in _MLP))
+                return (x + h, balance), None
+
+        carry = params["embedding"].astype(half)[tokens], jnp.float32(0)
+        if "layers" in params:
+            carry, _ = jax.lax.scan(layer_fn, carry, params["layers"])
+        else:
+            for i in range(sizes["layers"]):
+                carry, _ = layer_fn(carry, params[f"layer_{i}"])
+        x, balance = carry
+        with jax.named_scope("head"):
+            logits = _rms_norm(x, params["norm"]) @ params["head"].astype(half)
+            return _cross_entropy(logits[:, :-1], tokens[:, 1:]) + balance, ()
 
     return loss
 

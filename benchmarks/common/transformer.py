@@ -33,7 +33,7 @@ def init(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
 def stack(params: Any) -> dict[str, Any]:
     """Return the parameters with the layers stacked in one, for `loss_fn` to scan."""
     layers = [params[name] for name in _layers(params)]
-    rest = {name: params[name] for name in ("embedding", "norm")}
+    rest = {name: x for name, x in params.items() if not name.startswith("layer_")}
     return rest | {"layers": jax.tree.map(lambda *xs: jnp.stack(xs), *layers)}
 
 

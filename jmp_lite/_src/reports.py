@@ -64,6 +64,24 @@ def short_line(line: str) -> str:
     return line.rpartition("/")[2]
 
 
+def span(paths: Iterable[str]) -> str:
+    """Return the first of some paths and where the last differs from it.
+
+    Examples:
+      >>> span(["net/layer_0/mlp", "", "net/layer_1/mlp", "net/layer_2/mlp"])
+      'net/layer_0/mlp … layer_2/mlp'
+      >>> span(["head", "head"])
+      'head'
+    """
+    known = list(dict.fromkeys(filter(None, paths)))
+    if len(known) < 2:
+        return "".join(known)
+    first, last = known[0].split("/"), known[-1].split("/")
+    while len(last) > 1 and first[:1] == last[:1]:
+        first, last = first[1:], last[1:]
+    return f"{known[0]} … {'/'.join(last)}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A table, however it is shown.

@@ -162,6 +162,8 @@ def test_a_stale_block_is_written_anew_and_a_missing_result_leaves_it(monkeypatc
     assert "\n\n<!-- measured: cpu/tree_stats.json -->\n*cpu, " in new
     assert new.endswith(".*\n\nb\n") and "old" not in new
     assert tables.rewrite(new) == new
+    text = "a\n\n<!-- printed: rtx4090-compiled/small_gpu.json:compare -->\n\nb\n"
+    assert "\n```text\non NVIDIA GeForce RTX 4090" in tables.rewrite(text)
     missing = old.format("resnet", "cpu/resnet/results.json")
 
     def nothing(name):

@@ -82,7 +82,10 @@ def test_it_is_a_table_and_json():
     assert lines[0] == "on CPU (compiled for, not run on), the least memory first"
     for column in ("peak", "temporaries", "GB moved", "kernels", "bytes a parameter"):
         assert column in lines[1]
-    assert lines[3].startswith(found.rows[0].name)
+    assert lines[3].startswith(f"1  {found.rows[0].name}")
+    number = [row.name for row in found.rows].index("SGD, recomputed") + 1
+    (line,) = [x for x in lines if " Adam, recomputed " in x]
+    assert f"{number}" in line.split()[-1].split(",")
     assert found.table().row_count == 4
     assert memory.Comparison.from_json(found.to_json()) == found
 

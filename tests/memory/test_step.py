@@ -59,6 +59,21 @@ def test_its_peak_is_what_xla_says():
     assert not memory.of_step(step)(PARAMS, OPT_STATE, TOKENS).donated
 
 
+def test_results_that_no_argument_gives_its_memory_have_a_row():
+    report = memory.of_step(step)(PARAMS, OPT_STATE, TOKENS)
+    assert report.results == pytest.approx(12 * COUNT, rel=1e-3)
+    assert 6 * COUNT < report.by_class["results"] <= report.results
+    assert sum(report.by_class.values()) == report.peak
+    (line,) = [x for x in str(report).splitlines() if x.startswith("results")]
+    assert "not donated" in line
+    assert measured().by_class["results"] <= measured().results < 1000
+
+
+def test_copies_of_arguments_are_a_row():
+    (line,) = [x for x in str(measured()).splitlines() if "params[" in x]
+    assert line.startswith("temporaries") and " … " in line and " copy " in line
+
+
 def test_arguments_are_by_class():
     report = measured()
     assert report.arguments == {
@@ -268,6 +283,11 @@ def test_the_peak_of_a_device_is_that_of_xla_and_its_arrays_sum_to_it(device):
     assert sum(report.by_class.values()) == pytest.approx(report.peak, rel=0.1)
     assert report.memory == memory.DEVICES[device].memory
     assert report.traffic > 0 and report.kernels > 0
+    shardings = NamedSharding(memory.mesh(device), PartitionSpec())
+    jitted = jax.jit(jax.grad(autocast), in_shardings=shardings)
+    of_xla: Any = jitted.trace(PARAMS, TOKENS).lower().compile().memory_analysis()
+    peak = of_xla.peak_memory_in_bytes + (device == "cpu") * of_xla.temp_size_in_bytes
+    assert report.peak == pytest.approx(peak, rel=0.02)
 
 
 def test_a_decorated_step_is_compiled_with_its_decorators():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks import memory
+from benchmarks import memory, small_gpu
 from benchmarks.common.committed import load
 from jmp_lite import numerics
 
@@ -188,6 +188,7 @@ KNOWN: dict[tuple[str, str], str | Callable[[], Any]] = {
     ("docs/fp8.md", "1 %"): lambda: max(map(abs, _fp8_over_bfloat16())) < 1,
     ("docs/fp8.md", "3 to 14 times"): lambda: _fp8_errors() == (3, 14),
     ("docs/memory.md", "0.5 %"): lambda: memory.SAME_LOSS == 1.005,
+    ("docs/trouble/memory.md", "8 GB"): lambda: small_gpu.LIMIT == "8GB",
     ("docs/numerics.md", "16 times"): lambda: (
         inspect.signature(numerics.advise).parameters["headroom"].default == 16
     ),

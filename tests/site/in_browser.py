@@ -191,6 +191,7 @@ def title(browser: Any) -> str:
     [
         ("GradScaler", "coming_from/torch_amp"),
         ("OOM", "trouble/memory"),
+        ("fit", "trouble/memory"),
         ("loss is nan", "trouble/nan"),
         ("LoRA", "recipes/fine_tuning"),
         ("DDP", "recipes/sharding"),
@@ -221,6 +222,7 @@ def test_what_a_newcomer_types_leads_to_the_page(
         ("export", "faq"),
         ("jupyter", "faq"),
         ("out of memory", "trouble/memory"),
+        ("consumer gpu", "trouble/memory"),
     ],
 )
 def test_the_first_that_is_found_is_the_page(

@@ -16,6 +16,7 @@ _COLOURS = {
     step.GRADIENTS: "#56B4E9",
     classes.STATE: "#009E73",
     step.ACTIVATIONS: "#E69F00",
+    step.RESULTS: "#D55E00",
     step.TEMPORARIES: "#999999",
     classes.BATCH: "#CC79A7",
     classes.OTHER: "#F0E442",
@@ -95,11 +96,14 @@ class Comparison(reports.Report):
     def _table(self, every):
         del every
         cells = []
+        numbers = {row.name: f"{i}" for i, row in enumerate(self.rows, 1)}
         for row in self.rows:
-            report, beaten = row.report, self.beaten_by(row.name)
+            report = row.report
+            beaten = [numbers[name] for name in self.beaten_by(row.name)]
             fits = {None: "", True: "yes", False: "no"}[report.fits]
             cells.append(
                 [
+                    numbers[row.name],
                     row.name,
                     fits,
                     size(report.peak),
@@ -107,18 +111,18 @@ class Comparison(reports.Report):
                     f"{report.traffic / 1e9:.3g}",
                     f"{report.kernels}",
                     f"{report.bytes_a_parameter:.2f}",
-                    ", ".join(beaten[:2]) + (", …" if len(beaten) > 2 else ""),
+                    ", ".join(beaten[:3]) + (", …" if len(beaten) > 3 else ""),
                 ]
             )
-        columns = ["", "fits", "peak", "temporaries", "GB moved", "kernels"]
+        columns = ["", "step", "fits", "peak", "temporaries", "GB moved", "kernels"]
         columns += ["bytes a parameter", "beaten by"]
-        if not any(row[1] for row in cells):  # there is no limit
-            columns, cells = columns[:1] + columns[2:], [x[:1] + x[2:] for x in cells]
+        if not any(row[2] for row in cells):  # there is no limit
+            columns, cells = columns[:2] + columns[3:], [x[:2] + x[3:] for x in cells]
         return reports.Table(
             f"on {self.rows[0].report.device}, the least memory first",
             columns,
             cells,
-            numbers=columns[1:-1],
+            numbers=["", *columns[2:-1]],
             caption="beaten: another needs less memory, and moves no more bytes",
         )
 

@@ -7,7 +7,8 @@
 The order of the text is the order in which the device works. An array lives from the
 instruction that makes it to the last that reads it. Names for arrays (tuples,
 bitcasts), loops, which work in the memory of what they carry, and results that take
-over the memory of an operand or of a donated argument make no new ones.
+over the memory of an operand make no new ones. Results of the whole program are not
+counted: their memory is there from the beginning, or is that of a donated argument.
 
 Limits: XLA may place arrays so that gaps remain, or share memory in more ways. The sum
 differs from XLA's own peak by some percent, more on TPUs, whose arrays are padded.
@@ -31,7 +32,6 @@ _BODIES = re.compile(
 )
 _CALLS = re.compile(r"calls=%?([\w.-]+)")
 _INDEX = re.compile(r", index=([0-9]+)")
-_RESULT_ALIAS = re.compile(r"\{([0-9, ]*)\}: \([0-9]+, \{[0-9, ]*\}, (?:may|must)-")
 # Names for arrays, and loops, which work in the memory of what they carry.
 _NAMES = ("tuple", "get-tuple-element", "bitcast", "opt-barrier", "while")
 _GIVEN = ("parameter", "constant")
@@ -41,6 +41,7 @@ _ELEMENTWISE = re.compile(
     r"| %?[\w.-]*(scatter|update[-_]slice)[\w.-]* ="
 )
 _OPENED = ("while", "conditional", "call")
+_TRACED = re.compile(r"\w+\(")  # how name stacks begin, and names of arguments do not
 # What scopes of JAX' own are called: they are no places in the model.
 _JIT = re.compile(r"\bp?jit\([^()]*\)")
 _INNER = re.compile(
@@ -82,39 +83,45 @@ class _Array:
     Attributes:
       live: what it is.
       last_read: the step that reads it last.
+      is_named: whether XLA says what it is made of.
       is_given: whether it is in memory that there is already.
     """
 
     live: Live
     last_read: int
+    is_named: bool
     is_given: bool = False
 
 
 def at_peak(text: str) -> list[Live]:
-    """Return what is in memory at the peak, beside the arguments.
+    """Return what is in memory at the peak, beside the arguments and the results.
 
     Args:
       text: of an optimised and scheduled HLO module.
     """
-    header = text.partition("\n")[0]
     computations, entry = _parse(text)
-    of_arguments = {int(i or 0) for i in _RESULT_ALIAS.findall(header) if "," not in i}
 
     @functools.cache
     def of_body(name: str) -> list[Live]:
         # Its results are in the memory of what it carries, or counted outside.
-        return _peak(computations.get(name, []), of_body, None)
+        return _peak(computations.get(name, []), of_body)
 
-    return _peak(computations.get(entry, []), of_body, of_arguments)
+    return of_body(entry)
 
 
 def place(op_name: str) -> tuple[str, str]:
-    """Return the layer and the operation of which an instruction is.
+    r"""Return the layer and the operation of which an instruction is.
+
+    Of a copy of an argument they are its name, and `""`.
 
     Examples:
       >>> place("jit(step)/transpose(jvp(decoder))/layer_0/jit(relu)/max")
       ('decoder/layer_0', 'max')
+      >>> place(r"params[\'w\']")
+      ("params['w']", '')
     """
+    if not _TRACED.match(op_name):
+        return op_name.replace("\\", ""), ""
     *path, operation = _JIT.sub("", op_name).split("/")
     kept = "/".join(part for part in path if part and not _INNER.fullmatch(part))
     return name_scopes.without_marks(name_scopes.clean(kept)), operation
@@ -140,15 +147,12 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
 def _peak(
     instructions: Sequence[_Instruction],
     of_body: Callable[[str], list[Live]],
-    in_place: set[int] | None,
 ) -> list[Live]:
     """Return what is in memory at the peak of a computation, of what it makes.
 
     Args:
       instructions: in their order.
       of_body: returns the same of a computation that these call.
-      in_place: the indices of its results that are in memory which there is already;
-        None: all are.
     """
     values: dict[str, list[_Array | None]] = {}  # None: given
     steps, root = [], []
@@ -160,21 +164,24 @@ def _peak(
             read = read[index : index + 1]
         for array in filter(None, read):
             array.last_read = step
+            if x.opcode == "while" and not array.is_named:  # it is for the loop to fill
+                array.live = array.live._replace(**_origin(instruction.op_name))
+                array.is_named = True
         made = []
         if x.opcode in _GIVEN:
             values[x.name] = [None] * len(x.arrays)
         elif x.opcode in _NAMES or x.opcode.endswith("-start"):
             values[x.name] = read  # what has started reads until it is done
         else:
-            made = [_Array(_live(instruction, array), step) for array in x.arrays]
+            is_named = bool(instruction.op_name)
+            made = [_Array(_live(instruction, a), step, is_named) for a in x.arrays]
             values[x.name] = list(made)
         if x.is_root:
             root = values[x.name]
         steps.append((x, made, list(filter(None, read))))
-    for index, array in enumerate(root):
-        if array is not None:
-            array.last_read = len(steps)
-            array.is_given = in_place is None or index in in_place
+    for array in filter(None, root):
+        array.last_read = len(steps)
+        array.is_given = True
     return _follow(steps, of_body)
 
 
@@ -235,11 +242,23 @@ def _bodies(line: str) -> list[str]:
 
 
 def _live(x: _Instruction, array: hlo.Array) -> Live:
-    layer, operation = place(x.op_name)
-    is_again = name_scopes.REMATTED in x.op_name
-    is_backward = "transpose(" in x.op_name and not is_again
-    is_forward = "jvp(" in x.op_name or is_again
-    made_in = "backward" if is_backward else "forward" if is_forward else ""
+    origin = _origin(x.op_name)
     size = 0 if array.is_scratch else array.size
     elements = array.size // hlo.itemsize(array.dtype)
-    return Live(layer, operation or x.of.opcode, array.dtype, size, made_in, elements)
+    operation = origin["operation"] or x.of.opcode
+    return Live(
+        **origin | {"operation": operation},
+        dtype=array.dtype,
+        size=size,
+        elements=elements,
+    )
+
+
+def _origin(op_name: str) -> dict[str, str]:
+    """Return the layer, the operation, and the pass in which it is."""
+    layer, operation = place(op_name)
+    is_again = name_scopes.REMATTED in op_name
+    is_backward = "transpose(" in op_name and not is_again
+    is_forward = "jvp(" in op_name or is_again
+    made_in = "backward" if is_backward else "forward" if is_forward else ""
+    return {"layer": layer, "operation": operation, "made_in": made_in}

@@ -132,9 +132,9 @@ def _alike(rows: Iterable[SavedArray]) -> list[list[SavedArray]]:
 
 
 def _cells(rows: list[SavedArray]) -> list[str]:
-    row, layers = rows[0], list(dict.fromkeys(row.layer for row in rows))
+    row = rows[0]
     return [
-        row.layer if len(layers) == 1 else f"{layers[0]} … {layers[-1]}",
+        reports.span(row.layer for row in rows),
         row.operation,
         reports.short_line(row.line),
         reports.short_dtype(row.dtype),

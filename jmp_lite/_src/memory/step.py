@@ -19,6 +19,7 @@ from jmp_lite._src.reports import size
 P = ParamSpec("P")
 
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
+RESULTS = "results"
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -60,7 +61,8 @@ class StepReport(reports.Report):
       results: bytes of results that are in no donated argument's memory.
       donated: bytes of arguments whose memory a result takes over.
       temporaries: what the program allocates beside arguments and results.
-      live: what is in memory at the peak beside the arguments, the largest first.
+      live: what is in memory at the peak beside arguments and results, the largest
+        first.
       traffic: bytes that kernels read and write; loops by their trips.
       bytes_accessed: XLA's own count of them, with the bodies of loops once.
       flops: multiplications and additions in matrix products, on all devices together.
@@ -103,11 +105,17 @@ class StepReport(reports.Report):
 
     @property
     def by_class(self) -> dict[str, int]:
-        """The bytes at the peak, by class; what is not attributed is temporary."""
+        """The bytes at the peak, by class; what is not attributed is temporary.
+
+        Results are those that donating arguments would save. XLA has temporaries in
+        the memory of the others, as long as these are not computed.
+        """
         found = {name: n for name, n in self.arguments.items() if n}
         for kind in (GRADIENTS, ACTIVATIONS, TEMPORARIES):
             found[kind] = sum(row.bytes for row in self.live if row.kind == kind)
-        found[TEMPORARIES] += max(self.peak - sum(found.values()), 0)
+        rest = max(self.peak - sum(found.values()), 0)
+        found[RESULTS] = min(rest, self.results)
+        found[TEMPORARIES] += rest - found[RESULTS]
         return found
 
     @property
@@ -132,17 +140,18 @@ class StepReport(reports.Report):
             for name, n in self.arguments.items()
             if n
         ]
+        if results := self.by_class[RESULTS]:
+            cells = [RESULTS, "", "not donated", "", "", size(results)]
+            rows.append((results, [*cells, self._share(results)]))
         groups = collections.defaultdict(list)
         for row in self.live:
             layer = row.layer if every else ""
             groups[row.kind, layer, row.operation, row.dtype].append(row)
         for (kind, _, operation, dtype), found in groups.items():
             n, arrays = (sum(getattr(x, f) for x in found) for f in ("bytes", "arrays"))
-            layers = list(dict.fromkeys(x.layer for x in found))
-            layer = layers[0] if len(layers) == 1 else f"{layers[0]} … {layers[-1]}"
             cells = [
                 kind,
-                layer,
+                reports.span(x.layer for x in found),
                 operation,
                 dtype,
                 f"{arrays}",

@@ -1,0 +1,199 @@
+"""What fits a GPU of 8 GB: a Llama of 1.1 B parameters, and what makes it smaller.
+
+    python -m benchmarks.small_gpu
+
+in the environment of programs-requirements.txt, which `make programs` makes. Compiles
+train steps of a model of TinyLlama's sizes for an RTX 4090, which need not be there.
+Nothing is run. Of the reports it stores what `print` shows, for docs/trouble/memory.md.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.common import targets  # first: it sets the environment that JAX reads
+
+# ruff: isort: split
+from benchmarks.common import requirements  # noqa: F401 - what to install
+
+# ruff: isort: split
+import jax
+import jax.numpy as jnp
+import optax
+import typer
+
+import jmp_lite as jmp
+from benchmarks.common import run, transformer
+from benchmarks.common.families import FAMILIES, llama_loss
+
+LIMIT = "8GB"
+RANK = 16  # of the adapters
+SAVED_LINES = 10  # of what `saved` prints
+# Peiyuan Zhang et al., TinyLlama: an open-source small language model, 2024.
+TINY_LLAMA = {
+    "layers": 22,
+    "width": 2048,
+    "hidden": 5632,
+    "heads": 32,
+    "kv_heads": 4,
+    "vocabulary": 32000,
+    "batch": 1,
+    "length": 1024,
+}
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Model:
+    """The model's shapes, and the train steps of it that are compared."""
+
+    def __init__(self, sizes: dict[str, int]):
+        self.sizes = sizes
+        shapes = jax.eval_shape(lambda: FAMILIES["llama"][1](sizes))
+        self.unstacked, _, self.tokens = shapes
+        # As users have them: in a scan, a layer is compiled once.
+        self.params = jax.eval_shape(transformer.stack, self.unstacked)
+
+    def loss_fn(self, is_half: bool, is_recomputed: bool) -> Callable[..., Any]:
+        around = jax.checkpoint if is_recomputed else lambda layer: layer
+        of_model = llama_loss("float32", self.sizes, around)
+
+        def loss_fn(params, tokens):
+            return of_model(params, tokens)[0]
+
+        return jmp.autocast(loss_fn, "mixed_bfloat16") if is_half else loss_fn
+
+    def step(
+        self,
+        tx: Any,
+        *,
+        half: bool = True,
+        recomputed: bool = True,
+        donated: bool = True,
+        half_weights: bool = False,
+        accumulated: int = 1,
+        stacked: bool = True,
+    ) -> Step:
+        """Return a train step and its shapes."""
+        loss_fn = self.loss_fn(half, recomputed)
+        dtype = jnp.bfloat16 if half_weights else jnp.float32
+        params = jmp.cast_floating(self.params if stacked else self.unstacked, dtype)
+
+        def gradients(params, tokens):
+            if accumulated == 1:
+                return jax.grad(loss_fn)(params, tokens)
+
+            def add(total, tokens):
+                grads = jax.grad(loss_fn)(params, tokens)
+                return jax.tree.map(jnp.add, total, grads), None
+
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            return jax.lax.scan(add, zeros, tokens)[0]
+
+        def step(params, opt_state, tokens):
+            grads = gradients(params, tokens)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        tokens = self.tokens
+        if accumulated > 1:
+            shape = (accumulated, *tokens.shape)
+            tokens = jax.ShapeDtypeStruct(shape, tokens.dtype)
+        shapes = params, jax.eval_shape(tx.init, params), tokens
+        return jax.jit(step, donate_argnums=(0, 1) if donated else ()), shapes
+
+    def adapters(self, tx: Any) -> Step:
+        """Return a train step of adapters (LoRA) beside frozen half weights."""
+        loss_fn = self.loss_fn(True, True)
+        params = jmp.cast_floating(self.params, jnp.bfloat16)
+        kernels = {name: params["layers"][name] for name in ("query", "value")}
+        adapters = {
+            name: [
+                jax.ShapeDtypeStruct((x.shape[0], *shape), jnp.float32)
+                for shape in ((x.shape[1], RANK), (RANK, x.shape[2]))
+            ]
+            for name, x in kernels.items()
+        }
+
+        def adapted_loss(adapters, params, tokens):
+            layers = dict(params["layers"])
+            for name, (a, b) in adapters.items():
+                layers[name] += (a @ b).astype(jnp.bfloat16)
+            return loss_fn(params | {"layers": layers}, tokens)
+
+        def step(adapters, opt_state, params, tokens):
+            grads = jax.grad(adapted_loss)(adapters, params, tokens)
+            updates, opt_state = tx.update(grads, opt_state, adapters)
+            return optax.apply_updates(adapters, updates), opt_state
+
+        shapes = adapters, jax.eval_shape(tx.init, adapters), params, self.tokens
+        return jax.jit(step, donate_argnums=(0, 1)), shapes
+
+
+def steps(model: Model) -> dict[str, Step]:
+    """Return what is compared, in the order in which the page tries it."""
+    adam = optax.adam(1e-4)
+    in_8_bits = jmp.low_precision_state(adam, "8bit")
+    adafactor = optax.adafactor(1e-4)
+
+    def rounded(tx):
+        return jmp.stochastic_rounding(tx, jax.random.key(0))
+
+    return {
+        "float32": model.step(adam, half=False, recomputed=False, donated=False),
+        "donated": model.step(adam, half=False, recomputed=False),
+        "autocast": model.step(adam, recomputed=False),
+        "layers recomputed": model.step(adam),
+        "Adam in bf16": model.step(jmp.low_precision_state(adam)),
+        "Adam in 8 bits": model.step(in_8_bits),
+        "AdaFactor": model.step(adafactor),
+        "bf16 weights, Adam in 8 bits": model.step(
+            rounded(in_8_bits), half_weights=True
+        ),
+        "bf16 weights, Adam in 8 bits, not stacked": model.step(
+            rounded(in_8_bits), half_weights=True, stacked=False
+        ),
+        "bf16 weights, AdaFactor": model.step(rounded(adafactor), half_weights=True),
+        "bf16 weights, AdaFactor, 4 batches summed": model.step(
+            rounded(adafactor), half_weights=True, accumulated=4
+        ),
+        "bf16 weights frozen, LoRA": model.adapters(adam),
+    }
+
+
+def measure(
+    device: str, sizes: dict[str, int], names: list[str] | None = None
+) -> dict[str, Any]:
+    """Return what the three calls print, and the figures of each step."""
+    model = Model(sizes)
+    compared = {k: v for k, v in steps(model).items() if names is None or k in names}
+    found = jmp.memory.compare(compared, device, fits=LIMIT, on_progress=print)
+    reports = {row.name: row.report for row in found.rows}
+    saved = jmp.memory.saved(model.loss_fn(False, False))(model.params, model.tokens)
+    first = next(iter(compared))
+    return {
+        "of_step": f"{reports[first]}",
+        "saved": "\n".join(f"{saved}".splitlines()[:SAVED_LINES]),
+        "compare": f"{found}",
+        "results": [
+            {"step": name, "peak": x.peak, "traffic": x.traffic, "by class": x.by_class}
+            for name, x in reports.items()
+        ],
+    }
+
+
+@run.benchmark
+def main(device: str = "rtx4090", layers: int = 22) -> Iterator[run.Found]:
+    """Compile the steps of a model of 1.1 B parameters."""
+    found = measure(device, TINY_LLAMA | {"layers": layers})
+    name = jmp.memory.DEVICES[device].title
+    yield run.Found(
+        f"{device}-compiled/small_gpu",
+        found,
+        {},
+        notes=[found[key] for key in ("of_step", "saved", "compare")],
+        settings={"compiled with": targets.versions()},
+        device=name,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
