@@ -127,12 +127,19 @@ def test_two_bytes_are_kept_of_what_waits(model):
 
 
 # How far the values are from zero, and how large. float16 ends at 65504.
-PLACES = {"near": (0, 1), "far": (500, 1), "large": (0, 1e6), "small": (0, 1e-3)}
+PLACES = {
+    "near": (0, 1),
+    "far": (500, 1),
+    "farther": (20_000, 1),
+    "large": (0, 1e6),
+    "small": (0, 1e-3),
+}
 CASES = [
     *((model, "near") for model in MODELS),
     (gelu, "small"),
     (layer_norm, "small"),
     (layer_norm, "far"),
+    (layer_norm, "farther"),
     (group_norm, "far"),
     (fast_layer_norm, "large"),
     (rms_norm_and_silu, "large"),

@@ -268,9 +268,9 @@ class _Elementwise(Rule):
         # reshaped before: so its gradient is summed in float32.
         return [
             Use.AS_FLOAT32
-            if is_input and ((is_smaller and not joins) or not is_exact)
+            if of_input and ((is_smaller and not joins) or not is_exact)
             else passed
-            for is_input, is_smaller in zip(is_input, info.is_smaller, strict=True)
+            for of_input, is_smaller in zip(is_input, info.is_smaller, strict=True)
         ]
 
     def made_of(self, info, ins, plan, analysis):

@@ -157,10 +157,11 @@ def keep(x: jax.Array, axes: tuple[int, ...]) -> Kept:
     if not axes:
         root = lax.sign(x) * lax.sqrt(lax.abs(x))
         return Kept(root.astype(jnp.float16), None, None)
-    mean = jnp.mean(x, axes, keepdims=True)
-    variance = jnp.mean(x * x, axes, keepdims=True) - mean * mean
-    # A number is at most as many deviations from the mean as the root of the count.
-    deviation = lax.sqrt(jnp.maximum(variance, jnp.finfo(x.dtype).tiny))
+    mean, squares = (jnp.mean(y, axes, keepdims=True) for y in (x, x * x))
+    # A number is at most as many deviations from the mean as the root of the count. The
+    # difference of a row that is far from zero has few digits, or none.
+    least = squares * 1e-5 + jnp.finfo(x.dtype).tiny
+    deviation = lax.sqrt(jnp.maximum(squares - mean * mean, least))
     return Kept(((x - mean) / deviation).astype(jnp.float16), deviation, mean)
 
 
