@@ -67,9 +67,13 @@ def short_line(line: str) -> str:
 def span(paths: Iterable[str]) -> str:
     """Return the first of some paths and where the last differs from it.
 
+    Of several, each has at most 44 characters, its last ones.
+
     Examples:
       >>> span(["net/layer_0/mlp", "", "net/layer_1/mlp", "net/layer_2/mlp"])
       'net/layer_0/mlp … layer_2/mlp'
+      >>> span(["language_model/decoder/attention_block_0/dropout", "head"])
+      '…/decoder/attention_block_0/dropout … head'
       >>> span(["head", "head"])
       'head'
     """
@@ -79,7 +83,14 @@ def span(paths: Iterable[str]) -> str:
     first, last = known[0].split("/"), known[-1].split("/")
     while len(last) > 1 and first[:1] == last[:1]:
         first, last = first[1:], last[1:]
-    return f"{known[0]} … {'/'.join(last)}"
+    return f"{_end(known[0])} … {_end('/'.join(last))}"
+
+
+def _end(path: str, most: int = 44) -> str:
+    if len(path) <= most:
+        return path
+    end = path[1 - most :]
+    return f"…/{end.partition('/')[2]}" if "/" in end else f"…{end}"
 
 
 @dataclasses.dataclass(frozen=True)
