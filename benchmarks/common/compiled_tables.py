@@ -41,6 +41,7 @@ _MODELS = {
     "vit": "ViT-S/16",
     "llama": "Llama",
     "moe": "mixture of experts",
+    "lstm": "LSTM",
 }
 
 
@@ -114,7 +115,7 @@ def families() -> Rows:
     which XLA leaves out.
     """
     found, rows = programs("h100"), []
-    for model in ("transformer", "cnn", "unet", "vit", "llama", "moe"):
+    for model in ("transformer", "cnn", "unet", "vit", "llama", "moe", "lstm"):
         step = Step(model, "bfloat16", GRAD_AUTOCAST)
         row, base = found[str(step)], found[str(step.base)]
         keys = _TRAFFIC, _PEAK

@@ -93,12 +93,19 @@ def limits(device: str, size: str) -> list[Limit]:
             Limit(*pair, "kernels", 1.25 if recomputes else TOLERANCE, plus=few),
         ]
     # What the README's table shows: the families, and room for the small ones.
-    for model in () if is_tpu else ("unet", "vit", "llama", "moe"):
-        pair = Step(model, "bfloat16", GRAD_AUTOCAST), Step(model, "bfloat16", BY_HAND)
+    families = "unet", "vit", "llama", "moe", "lstm"
+    pairs = [(model, "bfloat16", GRAD_AUTOCAST) for model in families]
+    pairs += [(model, "float16", ADVISED) for model in families[:-1]]
+    for model, dtype, cast in () if is_tpu else pairs:
+        pair = Step(model, dtype, cast), Step(model, dtype, BY_HAND)
         found += [
-            Limit(*pair, "traffic", 1.08),
+            Limit(*pair, "traffic", 1.08 if dtype == "bfloat16" else 1.09),
             Limit(*pair, "peak", 1.03 if is_full else 1.08),
         ]
+    # Without measurements, float16 keeps what may overflow in float32, in two bytes.
+    if not is_tpu:
+        pair = Step("transformer", "float16", GRAD_AUTOCAST)
+        found.append(Limit(pair, pair.base, "peak", 0.85 if is_full else 1.08))
     # Half results, where they were measured: as lean as casts by hand. The bytes of
     # gradients, which are float32 sums here, weigh more in a small model.
     for model in () if is_tpu else ("transformer", "cnn"):
@@ -241,7 +248,9 @@ def _broken_by_fp8(
     in_fp8 = counts.fp8_products(row["products"])
     # XLA casts the operands to float16 where products have no fp8.
     expected = row["fp8 by rule"] if DEVICES[device].has_fp8 else 0
-    if in_fp8 != expected:
+    # It joins the gate of a Llama and what it gates, forward and for their gradients.
+    joined = 2 * SIZES[size]["llama"]["layers"] if step.model == "llama" else 0
+    if not expected - joined <= in_fp8 <= expected:
         rows.append((name, "products in fp8", f"{in_fp8}", "", f"{expected}"))
     base = results.get(str(step.base))
     if step.layout != "FSDP" or base is None:
