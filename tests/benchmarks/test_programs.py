@@ -211,6 +211,18 @@ def test_another_number_of_products_in_fp8_than_the_rules_breaks_a_limit(
 
 
 @pytest.mark.parametrize(
+    ("products", "found"),
+    [(12, []), (0, ["products in fp8"]), (16, ["products in fp8"])],
+)
+def test_products_of_families_may_be_joined_but_not_be_missing(products, found):
+    step = str(Step("llama", "fp8", GRAD_AUTOCAST))
+    of_row = {"f8e4m3fn f8e4m3fn": products}
+    row = _row(step, products=of_row) | {"fp8 by rule": 15}
+    broken = limits.broken_limits("h100", "ci", {step: row})
+    assert [row[1] for row in broken] == found
+
+
+@pytest.mark.parametrize(
     ("collectives", "calls", "found"),
     [
         ({}, 4, []),
