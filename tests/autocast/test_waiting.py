@@ -242,3 +242,14 @@ def test_bfloat16_has_no_float16():
     fun = autocast(functools.partial(_loss, gelu), "mixed_bfloat16")
     casts = jaxprs.equations(jaxprs.trace(fun, W, V, GAIN), "convert_element_type")
     assert {eqn.outvars[0].aval.dtype.name for eqn in casts} == {"bfloat16", "float32"}
+
+
+def test_what_a_cluster_casts_is_in_the_scope_of_what_made_it():
+    def loss(w, v):
+        with jax.named_scope("block"):
+            return jnp.mean(jax.nn.gelu(X @ w) @ v * WEIGHTS)
+
+    jaxpr = jaxprs.trace(autocast(loss, "mixed_float16"), W, V)
+    casts = [x for x in jaxpr.eqns if x.primitive.name == "convert_element_type"]
+    assert len(casts) >= 3
+    assert all("block" in str(eqn.source_info.name_stack) for eqn in casts)

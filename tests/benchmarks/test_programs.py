@@ -115,6 +115,7 @@ def _row(name, **figures):
         "collectives": {},
         "collective_calls": {},
         "products": {},
+        "loops_counted_once": 0,
         "fp8 by rule": 0,
     } | figures
 

@@ -444,7 +444,8 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
       values: the `Values` of the plan's variables.
     """
     operands = values.read(cluster.ins, cluster.half_in)
-    half_dtype = values.half_dtype
+    half_dtype, eqns = values.half_dtype, [plan.jaxpr.eqns[i] for i in cluster.indices]
+    made_by = {v: eqn for eqn in eqns for v in eqn.outvars}
 
     def compute(*operands, totals=None):
         """Return the outputs, and the totals; do not sum again if these are given."""
@@ -455,8 +456,7 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
             v: lax.convert_element_type(x, F32) if half else x
             for v, half, x in zip(cluster.ins, cluster.half_in, operands, strict=True)
         }
-        for i in cluster.indices:
-            eqn = plan.jaxpr.eqns[i]
+        for eqn in eqns:
             read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
             if wide.isdisjoint(variables(eqn.invars)):
                 read = sums.bounded(eqn, read, half_dtype)
@@ -472,9 +472,9 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
             for v in cluster.rounded_backward:
                 if v in eqn.outvars:
                     known[v] = sums.rounded_backward(known[v], half_dtype)
+        # A cast is in the name scope of what made the value.
         outs = [
-            # XLA leaves out a cast to half and back, and would store float32 as well.
-            lax.optimization_barrier(lax.convert_element_type(known[v], half_dtype))
+            binding.call(made_by[v], _stored, known[v], half_dtype)
             if half
             else known[v]
             for v, half in zip(cluster.outs, cluster.half_out, strict=True)
@@ -496,12 +496,17 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
         return compute(*read, totals=totals)[0]
 
     kept = [
-        None if axes is None else values.kept(v, axes)
+        None if axes is None else binding.call(eqns[0], values.kept, v, axes)
         for v, axes in zip(cluster.ins, cluster.waits, strict=True)
     ]
     outs, totals = compute(*map(lax.stop_gradient, operands))
     expressions = jax.checkpoint(compute_from_kept, **options)(kept, totals, *operands)
     return list(map(sums.differentiate_as, outs, expressions))
+
+
+def _stored(x: jax.Array, dtype: Any) -> jax.Array:
+    """Cast to half; XLA would leave out that cast and back, and store float32 too."""
+    return lax.optimization_barrier(lax.convert_element_type(x, dtype))
 
 
 def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
