@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast.precision import Softmax
-from jmp_lite._src.jaxprs import binding, control_flow, matmul_precision
+from jmp_lite._src.jaxprs import binding, control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 
 NAMES = matmul_precision.PRODUCTS
@@ -144,6 +144,26 @@ def is_default_precision(precision: Any) -> bool:
     if isinstance(precision, tuple):
         return all(map(is_default_precision, precision))
     return precision is None or precision == jax.lax.Precision.DEFAULT
+
+
+def why_not_half(eqn: Eqn, is_filled_in: bool, compute_dtype: Any) -> str:
+    """Return why a product may not run in half, or "".
+
+    Args:
+      eqn: the product's equation.
+      is_filled_in: whether the caller set its `precision`, not the program.
+      compute_dtype: the half dtype. An operand may be in it already.
+    """
+    if is_complex(eqn):
+        return COMPLEX
+    others = [v for v in eqn.invars if v.aval.dtype != compute_dtype]
+    if any(core.is_float(v) and not core.is_f32(v) for v in (*others, *eqn.outvars)):
+        return "a dtype the program chose"
+    if is_outer(eqn):
+        return "an outer product: it sums nothing"
+    if not is_filled_in and not is_default_precision(eqn.params.get("precision")):
+        return "a precision the program chose"
+    return ""
 
 
 def why_not_fp8(eqn: Eqn, min_size: int) -> str:

@@ -14,7 +14,6 @@ even depth can run together, and the program in the order of depths.
 import dataclasses
 import functools
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import products, sums, waiting
+from jmp_lite._src.autocast import sums, waiting
 from jmp_lite._src.autocast.precision import (
     FLOAT32,
     Around,
@@ -35,10 +34,11 @@ from jmp_lite._src.autocast.precision import (
     EqnPlan,
     has_range_of_f32,
 )
+from jmp_lite._src.autocast.saving import is_reduction, saves_totals
 from jmp_lite._src.autocast.waiting import Waiting
 from jmp_lite._src.jaxprs import binding, core
-from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
-from jmp_lite._src.jaxprs.primitives import CALLS, Fact, degrees, facts
+from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
+from jmp_lite._src.jaxprs.primitives import CALLS, Fact, degree, facts
 
 # An array is small beside another of so many times its size.
 _SMALL = 8
@@ -73,6 +73,15 @@ class Work(NamedTuple):
         """
         is_nonlinear = self.multiplies and self.chooses * 2 < self.size
         return self.is_transcendental or is_nonlinear
+
+    @property
+    def needs_digits(self) -> bool:
+        """Whether its derivative is another one if operands are rounded.
+
+        That of an exponential needs the digits behind the point, and a choice may
+        become another choice.
+        """
+        return self.is_exponential or self.chooses > 0
 
     @property
     def is_transcendental(self) -> bool:
@@ -240,8 +249,7 @@ class _Search:
         is_inside, computed, of_effects = [], set(), 1
         for i, eqn in enumerate(self.eqns):
             operands, work = list(variables(eqn.invars)), self.works[i]
-            is_exact = work and (work.is_exponential or work.chooses > 0)
-            if work and self.waiting.stays_outside(eqn, bool(is_exact)):
+            if work and self.waiting.stays_outside(eqn, work.needs_digits):
                 self.works[i] = work = None
             inside = (
                 work is not None
@@ -252,7 +260,7 @@ class _Search:
             )
             is_inside.append(inside)
             if inside:
-                reduces = _is_reduction(eqn.primitive.name, eqn.params)
+                reduces = is_reduction(eqn.primitive.name, eqn.params)
                 self.waiting.note(eqn, eqn.params["axes"] if reduces else ())
             self.depth[i] = max(
                 (
@@ -410,7 +418,7 @@ class _Search:
                 found.update(dict.fromkeys(filter(core.is_f32, large)))
             name = eqn.primitive.name
             has_derivative = name != "stop_gradient"
-            if has_derivative and (operands or _is_reduction(name, eqn.params)):
+            if has_derivative and (operands or is_reduction(name, eqn.params)):
                 of_statistics.update(eqn.outvars)
         return list(found)
 
@@ -444,123 +452,80 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
       values: the `Values` of the plan's variables.
     """
     operands = values.read(cluster.ins, cluster.half_in)
-    half_dtype, eqns = values.half_dtype, [plan.jaxpr.eqns[i] for i in cluster.indices]
-    made_by = {v: eqn for eqn in eqns for v in eqn.outvars}
-
-    def compute(*operands, totals=None):
-        """Return the outputs, and the totals; do not sum again if these are given."""
-        given, found = iter(totals or ()), []
-        # What may be out of the range of half; masks that are added to it as well.
-        wide = set(cluster.waiting)
-        known = {
-            v: lax.convert_element_type(x, F32) if half else x
-            for v, half, x in zip(cluster.ins, cluster.half_in, operands, strict=True)
-        }
-        for eqn in eqns:
-            read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
-            if wide.isdisjoint(variables(eqn.invars)):
-                read = sums.bounded(eqn, read, half_dtype)
-            else:
-                wide.update(eqn.outvars)
-            results = binding.bind(eqn, read)
-            if _is_reduction(eqn.primitive.name, eqn.params):
-                if totals is None:
-                    found += results
-                else:
-                    results = [sums.differentiate_as(next(given), *results)]
-            known.update(zip(eqn.outvars, results, strict=True))
-            for v in cluster.rounded_backward:
-                if v in eqn.outvars:
-                    known[v] = sums.rounded_backward(known[v], half_dtype)
-        # A cast is in the name scope of what made the value.
-        outs = [
-            binding.call(made_by[v], _stored, known[v], half_dtype)
-            if half
-            else known[v]
-            for v, half in zip(cluster.outs, cluster.half_out, strict=True)
-        ]
-        return outs, found
-
-    def compute_outs(*operands):
-        return compute(*operands)[0]
-
+    compute = functools.partial(_compute, cluster, plan.jaxpr, values.half_dtype)
     if not compat.is_tracing():
-        return compute_outs(*operands)
+        return compute(operands)[0]
     # XLA does not see through the residuals of a loop.
-    options = {"prevent_cse": plan.around is not Around.LOOP, "policy": _saves}
+    options = {"prevent_cse": plan.around is not Around.LOOP, "policy": saves_totals}
     if not cluster.waiting:
-        return jax.checkpoint(compute_outs, **options)(*operands)
+        return jax.checkpoint(lambda operands: compute(operands)[0], **options)(
+            operands
+        )
 
-    def compute_from_kept(kept, totals, *operands):
-        read = map(waiting.in_place_of, operands, kept)
-        return compute(*read, totals=totals)[0]
+    def compute_from_kept(kept, totals, operands):
+        read = list(map(waiting.in_place_of, operands, kept))
+        return compute(read, totals)[0]
 
+    first = plan.jaxpr.eqns[cluster.indices[0]]
     kept = [
-        None if axes is None else binding.call(eqns[0], values.kept, v, axes)
+        None if axes is None else binding.call(first, values.kept, v, axes)
         for v, axes in zip(cluster.ins, cluster.waits, strict=True)
     ]
-    outs, totals = compute(*map(lax.stop_gradient, operands))
-    expressions = jax.checkpoint(compute_from_kept, **options)(kept, totals, *operands)
+    outs, totals = compute(lax.stop_gradient(operands))
+    expressions = jax.checkpoint(compute_from_kept, **options)(kept, totals, operands)
     return list(map(sums.differentiate_as, outs, expressions))
+
+
+def _compute(
+    cluster: Cluster,
+    jaxpr: Jaxpr,
+    half_dtype: Any,
+    operands: Sequence[Any],
+    totals: Sequence[Any] | None = None,
+) -> tuple[list[Any], list[Any]]:
+    """Return the outputs of a cluster, and its totals.
+
+    Args:
+      cluster: the cluster.
+      jaxpr: the jaxpr that it is a part of.
+      half_dtype: the compute dtype.
+      operands: what it reads.
+      totals: the results of its sums and the like, if they are known: these are
+        differentiated, and not computed again.
+    """
+    known = {
+        v: lax.convert_element_type(x, F32) if half else x
+        for v, half, x in zip(cluster.ins, cluster.half_in, operands, strict=True)
+    }
+    # What may be out of the range of half; masks that are added to it as well.
+    wide = set(cluster.waiting)
+    given, found, made_by = iter(totals or ()), [], {}
+    for eqn in map(jaxpr.eqns.__getitem__, cluster.indices):
+        read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
+        if wide.isdisjoint(variables(eqn.invars)):
+            read = sums.bounded(eqn, read, half_dtype)
+        else:
+            wide.update(eqn.outvars)
+        results = binding.bind(eqn, read)
+        if is_reduction(eqn.primitive.name, eqn.params):
+            if totals is not None:
+                results = [sums.differentiate_as(next(given), *results)]
+            found += results
+        made_by.update(dict.fromkeys(eqn.outvars, eqn))
+        known.update(zip(eqn.outvars, results, strict=True))
+        for v in cluster.rounded_backward:
+            if v in eqn.outvars:
+                known[v] = sums.rounded_backward(known[v], half_dtype)
+    outs = [  # a cast is in the name scope of what made the value
+        binding.call(made_by[v], _stored, known[v], half_dtype) if half else known[v]
+        for v, half in zip(cluster.outs, cluster.half_out, strict=True)
+    ]
+    return outs, found
 
 
 def _stored(x: jax.Array, dtype: Any) -> jax.Array:
     """Cast to half; XLA would leave out that cast and back, and store float32 too."""
     return lax.optimization_barrier(lax.convert_element_type(x, dtype))
-
-
-def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Save the results of matrix products and sums; compute the rest again.
-
-    A policy for `jax.checkpoint` and `nn.remat`, for one layer or a whole function. No
-    product is computed twice, and no activation is kept. Under `autocast`, results of
-    products are kept in half where it has them in half.
-
-    Args:
-      primitive: the primitive of an operation, as `jax.checkpoint` passes it.
-      *avals: the shapes and dtypes of its operands.
-      **params: its parameters.
-
-    Returns:
-      Whether its results are kept for the backward pass.
-
-    Examples:
-      >>> from jmp_lite import autocast, memory
-      >>> def f(w, x):
-      ...     return (jax.nn.gelu(x @ w[0]) @ w[1]).sum()
-      >>> lean = autocast(jax.checkpoint(f, policy=memory.save_products))
-      >>> w, x = jnp.ones((2, 8, 8)), jnp.ones((4, 8))
-      >>> for fun in (autocast(f), lean, autocast(jax.checkpoint(f))):
-      ...     str(jax.make_jaxpr(jax.grad(fun))(w, x)).count("= dot_general")
-      5
-      5
-      6
-
-    References:
-      `jax.checkpoint_policies.dots_saveable`, which computes sums again.
-    """
-    # `autocast` wraps a product whose result is float32 in such a call.
-    inner = params["call_jaxpr"] if primitive.name == "custom_jvp_call" else None
-    if facts(primitive.name) & Fact.PRODUCT or (inner and _has_product(inner)):
-        return True
-    return _saves(primitive, *avals, **params)
-
-
-def _has_product(closed: Any) -> bool:
-    jaxpr = compat.open_jaxpr(closed)
-    return any(map(products.count, jaxpr.eqns))
-
-
-def _saves(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether the result of an operation is a statistic, which is kept."""
-    if not _is_reduction(primitive.name, params):
-        return False
-    return math.prod(avals[0].shape[i] for i in params["axes"]) >= _SMALL
-
-
-def _is_reduction(name: str, params: Any) -> bool:
-    reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
-    return bool(reduces) and all(isinstance(a, int) for a in params.get("axes", "?"))
 
 
 @functools.cache
@@ -571,7 +536,7 @@ def _is_f32_or_exact(dtype: Any) -> bool:
 def _is_arithmetic(eqn: Eqn) -> bool:
     """Return whether this is elementwise, a reduction, or a move in order."""
     name = eqn.primitive.name
-    if name == "convert_element_type" or _is_reduction(name, eqn.params):
+    if name == "convert_element_type" or is_reduction(name, eqn.params):
         return True
     known = facts(name)
     is_in_order = Fact.IN_ORDER in known and known & (Fact.REPEATS | Fact.PERMUTES)
@@ -592,7 +557,5 @@ def _chooses(name: str) -> bool:
 
 def _multiplies(eqn: Eqn) -> bool:
     """Return whether this is a product or a power of variables."""
-    name = eqn.primitive.name
-    powers = degrees(name, eqn.params) if facts(name) & Fact.ARITHMETIC else ()
-    pairs = zip(eqn.invars, powers, strict=False)
-    return bool(powers) and sum(d for v, d in pairs if not compat.is_literal(v)) != 1
+    is_known = facts(eqn.primitive.name) & Fact.ARITHMETIC
+    return bool(is_known) and degree(eqn) not in (None, 1)

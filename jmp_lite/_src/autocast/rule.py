@@ -341,6 +341,11 @@ def is_lookup(eqn: Eqn) -> bool:
     return eqn.primitive.name == "gather"
 
 
+def looks_up_input(eqn: Eqn, analysis: Analysis) -> bool:
+    """Return whether an equation looks rows up in an input, which may have moved."""
+    return is_lookup(eqn) and analysis.is_moved_input(eqn.invars[0])
+
+
 def is_sum_or_multiple(eqn: Eqn, is_cast: Sequence[bool]) -> bool:
     """Return whether to round some operands is no worse than to round the result.
 

@@ -45,6 +45,7 @@ from jmp_lite._src.autocast.rule import (
     is_retyping,
     is_sum_or_multiple,
     joins_half,
+    looks_up_input,
     may_underflow,
     returns_sum,
     union,
@@ -74,9 +75,9 @@ class _Product(Rule):
     name, is_product = "half", True
 
     def propagate(self, info, ins, uses, analysis):
-        why_not = _why_not_half(
-            info.eqn, ins, info.is_filled_in, analysis.compute_dtype
-        )
+        why_not = products.why_not_half(
+            info.eqn, info.is_filled_in, analysis.compute_dtype
+        ) or ("" if any(p not in IGNORED for p in ins) else "no f32 operand")
         if why_not:
             return UNCHANGED.keep(info, why_not)
         is_half = _is_result_half(info, uses[0], analysis)
@@ -177,7 +178,7 @@ class _Elementwise(Rule):
         if len(eqn.outvars) == len(ins) > 1:  # a barrier: result i is operand i
             half = tuple(p.is_half for p in ins)
             return EqnPlan(self, half, half), ins
-        if is_lookup(eqn) and analysis.is_moved_input(eqn.invars[0]):
+        if looks_up_input(eqn, analysis):
             ins = [INPUT, *ins[1:]]  # cast or not: this casts it, if it is to be
         operands = [p for p in ins if p not in IGNORED]
         is_cast_before = operands == [INPUT] and self._casts_before(eqn, uses, analysis)
@@ -244,17 +245,13 @@ class _Elementwise(Rule):
             return next(p for p in (STATISTIC, BROADCAST, NUMBER) if p in operands)
         if not self.is_move or not operands <= {INPUT, BROADCAST, NUMBER}:
             return FLOAT32
-        return BROADCAST if is_broadcast[0] or name == "gather" else INPUT
+        return BROADCAST if is_broadcast[0] or is_lookup(info.eqn) else INPUT
 
     def operand_uses(self, info, plan, uses, analysis):
         if returns_sum(info, uses):
             return super().operand_uses(info, plan, uses, analysis)
         eqn, operands = info.eqn, info.eqn.invars
-        if (
-            is_lookup(eqn)
-            and any(plan.half_in)
-            and analysis.is_moved_input(operands[0])
-        ):
+        if any(plan.half_in) and looks_up_input(eqn, analysis):
             of_table = Use.AS_HALF | Use.LOOKED_UP
             use = Use.AS_FLOAT32 if analysis.keeps_inputs else of_table
             return [use] * len(operands)
@@ -590,34 +587,6 @@ def operand_uses(
         (use if bool_use is None or not core.is_bool(v) else bool_use) | of_digits
         for v, use, of_digits in zip(eqn.invars, used, digits, strict=True)
     ]
-
-
-# Equations.
-
-
-def _why_not_half(
-    eqn: Eqn, ins: Sequence[Precision], is_filled_in: bool, compute_dtype: Any
-) -> str:
-    """Return why a product does not run in half, or "" if it does.
-
-    Args:
-      eqn: the product's equation.
-      ins: the precision of each operand.
-      is_filled_in: whether the caller set its `precision`, not the program.
-      compute_dtype: the half dtype. An operand may be in it already.
-    """
-    if products.is_complex(eqn):
-        return products.COMPLEX
-    others = [v for v in eqn.invars if v.aval.dtype != compute_dtype]
-    if any(core.is_float(v) and not core.is_f32(v) for v in (*others, *eqn.outvars)):
-        return "a dtype the program chose"
-    if products.is_outer(eqn):
-        return "an outer product: it sums nothing"
-    if not is_filled_in and not products.is_default_precision(
-        eqn.params.get("precision")
-    ):
-        return "a precision the program chose"
-    return "" if any(c not in IGNORED for c in ins) else "no f32 operand"
 
 
 def _is_result_half(info: EqnInfo, use: int, analysis: Analysis) -> bool:

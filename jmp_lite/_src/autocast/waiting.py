@@ -12,7 +12,6 @@ their result.
 """
 
 import functools
-import operator
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -20,13 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_lite._src import compat
 from jmp_lite._src.autocast.precision import FLOAT32, CastPlan
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
-from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
+from jmp_lite._src.jaxprs.primitives import Fact, degree, facts
 
-# What is as small is kept as it is.
+# Arrays of so few numbers are kept as they are.
 _FEW = 64
 _NONE: frozenset[Var] = frozenset()
 
@@ -54,28 +52,29 @@ class Waiting:
         """Return the axes over which a value is summed; None if it does not wait."""
         return self._rows.get(var, ()) if var in self.values else None
 
-    def stays_outside(self, eqn: Eqn, is_exact: bool) -> bool:
+    def stays_outside(self, eqn: Eqn, needs_digits: bool) -> bool:
         """Return whether an equation needs more digits of what waits than are kept.
 
-        That of a linear operation needs none; but what is made of a difference needs
-        all.
+        The derivative of a linear operation needs none of them. What is computed from a
+        difference needs all of them.
 
         Args:
           eqn: the equation.
-          is_exact: whether it computes an exponential, whose derivative needs the
-            digits behind the point, or a choice, which may be another one.
+          needs_digits: whether its own derivative does.
         """
         if not self.values:
             return False
-        name, size = eqn.primitive.name, core.size(eqn.outvars[0])
+        known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
         operands = _large(variables(eqn.invars), size)
-        sources = _large(_union(self._of(self._sources, v) for v in operands), size)
-        if not sources or is_exact:
+        sources = _large(
+            _NONE.union(*(self._of(self._sources, v) for v in operands)), size
+        )
+        if not sources or needs_digits:
             return bool(sources)
-        powers = zip(eqn.invars, degrees(name, eqn.params), strict=False)
-        is_multiple = sum(d for v, d in powers if not compat.is_literal(v)) == 1
-        if facts(name) & (Fact.LINEAR | Fact.JOINS) and len(sources) > 1:
+        if known & (Fact.LINEAR | Fact.JOINS) and len(sources) > 1:
             return True
+        if not known & Fact.LINEAR and degree(eqn) != 1:
+            return False
         of_others = (
             v not in self._sources
             and v not in self._halves
@@ -89,8 +88,7 @@ class Waiting:
             for v in variables(eqn.invars)
         )
         has_rows = all(v in self._rows for v in sources)
-        is_linear = bool(facts(name) & Fact.LINEAR) or is_multiple
-        return is_linear and (any(of_others) or (any(of_totals) and not has_rows))
+        return any(of_others) or (any(of_totals) and not has_rows)
 
     def note(self, eqn: Eqn, axes: tuple[int, ...]) -> None:
         """Note what a cluster computes.
@@ -100,13 +98,13 @@ class Waiting:
           axes: those that it sums over, () if it is no reduction.
         """
         operands = list(variables(eqn.invars))
-        sources = _union(self._of(self._sources, v) for v in operands)
-        elementwise = _union(self._of(self._elementwise, v) for v in operands)
+        sources = _NONE.union(*(self._of(self._sources, v) for v in operands))
         if axes and core.size(eqn.outvars[0]) > 1:
             self._note_rows(eqn.invars[0], axes)
         self._sources.update(dict.fromkeys(eqn.outvars, sources))
         if not axes:
-            self._elementwise.update(dict.fromkeys(eqn.outvars, elementwise))
+            alike = _NONE.union(*(self._of(self._elementwise, v) for v in operands))
+            self._elementwise.update(dict.fromkeys(eqn.outvars, alike))
             self._made_of.update(dict.fromkeys(eqn.outvars, operands))
 
     def _note_rows(self, total_of: Var, axes: tuple[int, ...]) -> None:
@@ -137,10 +135,6 @@ def _find(plan: CastPlan, halves: set[Var]) -> Iterator[Var]:
 
 def _large(operands: Iterable[Var], size: int) -> list[Var]:
     return [v for v in operands if core.size(v) * 2 >= size]
-
-
-def _union(sets: Iterable[frozenset[Var]]) -> frozenset[Var]:
-    return functools.reduce(operator.or_, sets, _NONE)
 
 
 class Kept(NamedTuple):

@@ -267,6 +267,16 @@ def degrees(name: str, params: Mapping[str, Any]) -> tuple[float, ...]:
     return (1.0, 1.0) if facts(name) & Fact.PRODUCT else _DEGREES.get(name, ())
 
 
+def degree(eqn: Any) -> float | None:
+    """Return the sum of `degrees` over the variables of an equation, None if unknown.
+
+    Of `x * y` it is 2, of `3 * x` 1, of `x / y` 0.
+    """
+    powers = degrees(eqn.primitive.name, eqn.params)
+    pairs = zip(eqn.invars, powers, strict=False)
+    return sum(d for v, d in pairs if not compat.is_literal(v)) if powers else None
+
+
 def facts(name: str) -> Fact:
     """Return what is known of a primitive, nothing if it is not in the table.
 

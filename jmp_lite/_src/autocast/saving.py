@@ -1,0 +1,67 @@
+"""Policies for `jax.checkpoint`: it saves products, or the totals of sums."""
+
+import math
+from typing import Any
+
+from jmp_lite._src import compat
+from jmp_lite._src.autocast import products
+from jmp_lite._src.jaxprs.primitives import Fact, facts
+
+# The total of fewer terms is computed again.
+_FEW = 8
+
+
+def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Save the results of matrix products and sums; compute the rest again.
+
+    A policy for `jax.checkpoint` and `nn.remat`, for one layer or a whole function. No
+    product is computed twice, and no activation is kept. Under `autocast`, results of
+    products are kept in half where it has them in half.
+
+    Args:
+      primitive: the primitive of an operation, as `jax.checkpoint` passes it.
+      *avals: the shapes and dtypes of its operands.
+      **params: its parameters.
+
+    Returns:
+      Whether its results are kept for the backward pass.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from jmp_lite import autocast, memory
+      >>> def f(w, x):
+      ...     return (jax.nn.gelu(x @ w[0]) @ w[1]).sum()
+      >>> lean = autocast(jax.checkpoint(f, policy=memory.save_products))
+      >>> w, x = jnp.ones((2, 8, 8)), jnp.ones((4, 8))
+      >>> for fun in (autocast(f), lean, autocast(jax.checkpoint(f))):
+      ...     str(jax.make_jaxpr(jax.grad(fun))(w, x)).count("= dot_general")
+      5
+      5
+      6
+
+    References:
+      `jax.checkpoint_policies.dots_saveable`, which computes sums again.
+    """
+    # `autocast` wraps a product whose result is float32 in such a call.
+    inner = params["call_jaxpr"] if primitive.name == "custom_jvp_call" else None
+    if facts(primitive.name) & Fact.PRODUCT or (inner and _has_product(inner)):
+        return True
+    return saves_totals(primitive, *avals, **params)
+
+
+def _has_product(closed: Any) -> bool:
+    jaxpr = compat.open_jaxpr(closed)
+    return any(map(products.count, jaxpr.eqns))
+
+
+def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether the result of an operation is a statistic, which is kept."""
+    if not is_reduction(primitive.name, params):
+        return False
+    return math.prod(avals[0].shape[i] for i in params["axes"]) >= _FEW
+
+
+def is_reduction(name: str, params: Any) -> bool:
+    """Return whether a primitive reduces an array over axes."""
+    reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
+    return bool(reduces) and all(isinstance(a, int) for a in params.get("axes", "?"))
