@@ -68,11 +68,11 @@ def measure(task: Curves, seeds: Iterable[int], steps: int, console: Console) ->
     }
 
 
-def summarise(result: run.Result, skip: str = "none") -> run.Rows:
-    """Return means over the seeds, without the scores whose title holds `skip`."""
+def summarise(result: run.Result) -> run.Rows:
+    """Return means over the seeds."""
     rows = []
     for task, key, title in SCORES:
-        if skip in title or task not in result["tasks"]:
+        if task not in result["tasks"]:
             continue
         runs, row = result["tasks"][task]["runs"], {"": title}
         full = mean(runs[BASELINE], key)

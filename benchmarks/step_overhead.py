@@ -138,15 +138,9 @@ def measure(
     }
 
 
-def summarise(
-    result: run.Result, optimizers: Iterable[str] = tuple(OPTIMIZERS)
-) -> run.Rows:
+def summarise(result: run.Result) -> run.Rows:
     """Return times of a step of the MLP over the bare optimiser's."""
-    cases = [
-        case
-        for case in result["cases"]
-        if case["problem"] == "mlp" and case["optimizer"] in optimizers
-    ]
+    cases = [case for case in result["cases"] if case["problem"] == "mlp"]
     columns = {f"{case['optimizer']}, batch {case['batch']}": case for case in cases}
     return [
         {"": title, **{column: _cell(case, name) for column, case in columns.items()}}

@@ -119,7 +119,6 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
         differences, "transformer", "transformer-with_policy"
     ),
     "validation_losses": validation_losses,
-    "step_overhead_adam": of("step_overhead", step_overhead.summarise, ["adam"]),
     "step_overhead": of("step_overhead", step_overhead.summarise),
     "step_overhead_leaves": of("step_overhead", step_overhead.summarise_leaves),
     **{
@@ -127,7 +126,6 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
         for key in many_leaves.FIGURES
     },
     "convergence": of("convergence", convergence.summarise),
-    "convergence_losses": of("convergence", convergence.summarise, "accuracy"),
     "advised": of("advised", advised.summarise),
     "fp8_accuracy": of("fp8_accuracy", fp8_accuracy.summarise),
     "storage_accuracy": of("storage_accuracy", storage_accuracy.summarise),
