@@ -12,7 +12,7 @@ from jax.experimental.ode import odeint
 import jmp_lite as jmp
 
 # The programs are those of a reader, under JAX's defaults.
-pytestmark = [pytest.mark.full, pytest.mark.standard_promotion]
+pytestmark = pytest.mark.standard_promotion
 
 
 def trained(
@@ -41,6 +41,7 @@ def trained(
     return run(params)
 
 
+@pytest.mark.full
 def test_targets_far_from_zero_need_their_offset_in_float32() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (1024, 16))
@@ -69,6 +70,7 @@ def test_targets_far_from_zero_need_their_offset_in_float32() -> None:
     assert max(losses[:2]) < 0.01 and losses[2] > 10
 
 
+@pytest.mark.full
 def test_a_second_derivative_has_the_digits_of_float16() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     x = jnp.linspace(-1, 1, 128)
@@ -105,6 +107,7 @@ def test_a_second_derivative_has_the_digits_of_float16() -> None:
     assert bfloat16 > 2 * float16
 
 
+@pytest.mark.full
 def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
     keys = jax.random.split(jax.random.key(0), 6)
     w1 = jax.random.normal(keys[4], (2, 64))
@@ -121,3 +124,35 @@ def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
     half = jmp.autocast(field, "mixed_bfloat16")
     off = [float(jnp.abs(at_end(half, t) - exact).max()) for t in (1e-3, 1e-5)]
     assert 1e-4 < off[1] < off[0] < 1e-3
+
+
+def test_a_ratio_of_probabilities_in_half_is_off_before_anything_is_learned() -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = [
+        jax.random.normal(key, shape) / shape[0] ** 0.5
+        for key, shape in zip(keys, [(64, 256), (256, 256), (256, 18)], strict=False)
+    ]
+    states = jax.random.normal(keys[3], (4096, 64))
+    actions = jnp.arange(4096) % 18
+
+    @jax.jit
+    def log_probability(weights, states):
+        h = jnp.tanh(jnp.tanh(states @ weights[0]) @ weights[1])
+        return jax.nn.log_softmax(h @ weights[2])[jnp.arange(4096), actions]
+
+    def largest_distance_from_1(policy):
+        new = jmp.autocast(log_probability, policy)(weights, states)
+        return jnp.abs(jnp.exp(new - log_probability(weights, states)) - 1).max()
+
+    assert 0.003 < largest_distance_from_1("mixed_bfloat16") < 0.03
+    assert 0.0003 < largest_distance_from_1("mixed_float16") < 0.003
+
+
+def test_muon_under_autocast_is_off_by_more_than_its_gradients() -> None:
+    muon = optax.contrib.muon(1e-2)
+    grads = {"w": jax.random.normal(jax.random.key(0), (128, 256))}
+    state = muon.init(grads)
+    exact, _ = muon.update(grads, state, grads)
+    half, _ = jmp.autocast(muon.update, "mixed_bfloat16")(grads, state, grads)
+    off = jnp.linalg.norm(half["w"] - exact["w"]) / jnp.linalg.norm(exact["w"])
+    assert 0.01 < off < 0.05
