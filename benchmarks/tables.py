@@ -60,9 +60,12 @@ def results_of(table: str) -> list[str]:
 
 
 def printed(name: str) -> str:
-    """Return what was printed, `RESULT:NAME`, as a block."""
-    result, _, key = name.partition(":")
-    return f"```text\n{load(result)[key]}\n```\n"
+    """Return what was printed, `RESULT:NAME` or its first `RESULT:NAME:LINES`."""
+    result, key, *first = name.split(":")
+    lines = load(result)[key].splitlines()
+    if first and len(lines) > int(first[0]):
+        lines = [*lines[: int(first[0])], "…"]
+    return "\n".join(["```text", *lines, "```\n"])
 
 
 _MADE = re.compile(r"^<!-- (table|measured|printed): (.+) -->\n((?:[^\n]+\n)*)", re.M)

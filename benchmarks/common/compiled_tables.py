@@ -20,7 +20,7 @@ from benchmarks.common.compiled_steps import (
     Step,
 )
 from benchmarks.common.run import Rows
-from benchmarks.common.storage import FLOAT32, HALF, Storage
+from benchmarks.common.storage import HALF, Storage
 
 HALVES = ("bfloat16", "float16")
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
@@ -291,7 +291,7 @@ def memory_main_choices() -> Rows:
 
 
 def optimizer_state() -> Rows:
-    """The step of Adam with its state in float32, bfloat16 and 8 bits."""
+    """The step of Adam with its state in bfloat16 and 8 bits, over float32."""
     rows = []
     columns = {
         "state": "optimizer state",
@@ -304,7 +304,7 @@ def optimizer_state() -> Rows:
         result = load(f"{device}-compiled/memory.json")
         found = {row["storage"]: row for row in result["results"] if row["remat"]}
         base, count = found[str(Storage())], result["settings"]["parameter count"]
-        for storage in (Storage(state=state) for state in (FLOAT32, HALF, "8bit")):
+        for storage in (Storage(state=state) for state in (HALF, "8bit")):
             row = found.get(str(storage))
             if row is None:
                 continue

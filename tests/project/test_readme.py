@@ -60,7 +60,7 @@ def run_blocks(document: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(blocks)
 
 
-_AFTER = re.compile(r"\n*(?:(?:^> .*\n)+|^```\n.*?^```$)", re.M | re.S)
+_AFTER = re.compile(r"\n*(?:(?:^> [^\n]*\n)+|^```\n.*?^```$)", re.M | re.S)
 
 
 def _said_in_comments(lines: list[str], statement: ast.stmt) -> str:
@@ -142,6 +142,7 @@ def test_blocks_share_a_namespace_and_other_fences_are_left_alone(
         ("```python\nprint(1)  # 10\n```\n", False),
         ("```python\nfor i in (1, 2):\n    print(i, 3)\n# 1 3\n# 2 3\n```\n", True),
         ("```python\nprint('a b.py:3')\n```\n\n> a\n> c.md:7\n", True),
+        ("```python\nprint('a b')\n```\n\n> a\n> b\n\nText.\n", True),
         ("```python\nprint('a')\n```\n\n```\nb\n```\n", False),
         ("```python\nx = 1  # 2\n```\n\n```\nb\n```\n", True),
     ],
