@@ -181,7 +181,6 @@ def collectives() -> Rows:
     rows = {
         "H100: float32": ("h100", step("float32", PLAIN)),
         "H100: bfloat16, cast by hand": ("h100", step("bfloat16")),
-        "H100: float16, `scale_aware`": ("h100", scaled),
         f"H100: bfloat16, `{GRAD_AUTOCAST}`": ("h100", by_autocast),
         "TPU v5e: float16, `scale_aware`": ("v5e", scaled),
     }

@@ -156,3 +156,27 @@ def test_muon_under_autocast_is_off_by_more_than_its_gradients() -> None:
     half, _ = jmp.autocast(muon.update, "mixed_bfloat16")(grads, state, grads)
     off = jnp.linalg.norm(half["w"] - exact["w"]) / jnp.linalg.norm(exact["w"])
     assert 0.01 < off < 0.05
+
+
+def test_a_solver_takes_more_steps_where_half_cannot_meet_its_tolerance() -> None:
+    keys = jax.random.split(jax.random.key(0), 6)
+    w1, w2 = jax.random.normal(keys[4], (2, 64)), jax.random.normal(keys[5], (64, 2))
+
+    def field(y, t):
+        return jnp.tanh(y @ w1) @ w2 / 8 - y
+
+    def count_calls(field, tolerance):
+        calls = []
+
+        def counted(y, t):
+            jax.debug.callback(lambda: calls.append(1))
+            return field(y, t)
+
+        start, times = jnp.array([1.0, 0.0]), jnp.linspace(0, 5.0, 3)
+        odeint(counted, start, times, rtol=tolerance, atol=tolerance)
+        jax.effects_barrier()
+        return len(calls)
+
+    half = jmp.autocast(field, "mixed_bfloat16")
+    assert count_calls(half, 1e-3) < 1.3 * count_calls(field, 1e-3)
+    assert count_calls(half, 1e-5) > 1.5 * count_calls(field, 1e-5)
