@@ -411,7 +411,19 @@ def save(figure: Figure, path: Path) -> None:
     drawn = re.sub(
         r' d="[^"]*"', lambda line: re.sub(r"(\.\d\d)\d+", r"\1", line[0]), drawn
     )
-    path.write_text(drawn, "utf-8")
+    path.write_text(with_dark_form(drawn), "utf-8")
+
+
+# White becomes the grey of dark pages, and each colour a lighter one of its hue.
+_DARK = (
+    "@media (prefers-color-scheme: dark)"
+    "{svg{filter: invert(0.88) hue-rotate(180deg)}}"
+)
+
+
+def with_dark_form(svg: str) -> str:
+    """Return an SVG of matplotlib that has other colours on a dark page."""
+    return svg.replace("</style>", f"{_DARK}</style>", 1)
 
 
 def main(

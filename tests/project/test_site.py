@@ -58,6 +58,11 @@ def test_a_committed_diagram_is_as_drawn_and_on_a_page(name: str) -> None:
     assert any(f"images/{name})" in page for page in pages)
 
 
+@pytest.mark.parametrize("path", sorted(DOCS.glob("images/*.svg")), ids=lambda p: p.stem)
+def test_a_figure_has_a_dark_form(path: Path) -> None:
+    assert "@media (prefers-color-scheme: dark)" in path.read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", diagrams.DIAGRAMS)
 def test_the_text_of_a_diagram_fits_its_box(name: str) -> None:
     drawn = diagrams.draw(*diagrams.DIAGRAMS[name])
