@@ -416,8 +416,7 @@ def save(figure: Figure, path: Path) -> None:
 
 # White becomes the grey of dark pages, and each colour a lighter one of its hue.
 _DARK = (
-    "@media (prefers-color-scheme: dark)"
-    "{svg{filter: invert(0.88) hue-rotate(180deg)}}"
+    "@media (prefers-color-scheme: dark){svg{filter: invert(0.88) hue-rotate(180deg)}}"
 )
 
 

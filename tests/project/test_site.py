@@ -58,7 +58,9 @@ def test_a_committed_diagram_is_as_drawn_and_on_a_page(name: str) -> None:
     assert any(f"images/{name})" in page for page in pages)
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("images/*.svg")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted(DOCS.glob("images/*.svg")), ids=lambda p: p.stem
+)
 def test_a_figure_has_a_dark_form(path: Path) -> None:
     assert "@media (prefers-color-scheme: dark)" in path.read_text("utf-8")
 
