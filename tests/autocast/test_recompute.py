@@ -378,3 +378,24 @@ def test_what_a_policy_of_jax_moves_to_the_host_is_half():
     assert len(moves) == 2  # to the host and back
     assert {move.outvars[0].aval.dtype.name for move in moves} == {"bfloat16"}
     assert max(_errors(offloaded, fun, *args)) < 0.02
+
+
+def test_a_sum_that_is_stored_is_read_in_half():
+    """XLA takes a cast to half and back for needless: it would store float32, too."""
+
+    def loss(w, x, times):
+        h = x @ w + (times @ w)[:, None]  # as in a U-Net: a row for each example
+        scale = jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+        return jnp.sum((h * scale) @ w)
+
+    args = jnp.ones((16, 16)), jnp.ones((4, 8, 16)), jnp.ones((4, 16))
+    jaxpr = jaxprs.trace(autocast(loss, "mixed_bfloat16"), *args)
+    (add,) = (
+        eqn
+        for eqn in jaxprs.equations(jaxpr, "add")
+        if eqn.outvars[0].aval.shape == (4, 8, 16)
+    )
+    readers = [eqn for eqn in jaxpr.eqns if add.outvars[0] in eqn.invars]
+    assert [eqn.primitive.name for eqn in readers] == ["convert_element_type"]
+    readers = [eqn for eqn in jaxpr.eqns if readers[0].outvars[0] in eqn.invars]
+    assert [eqn.primitive.name for eqn in readers] == ["optimization_barrier"]

@@ -426,7 +426,12 @@ def _softmax(logits, axes, dtype, may_repeat):
 def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
     (logits,), (logits_dot,) = primals, tangents
     probabilities = _softmax(logits, axes, dtype, may_repeat)
-    p, dz = probabilities.astype(jnp.float32), logits_dot.astype(jnp.float32)
-    total = jnp.sum(p, axes, keepdims=True)
-    mean = jnp.sum(p * dz, axes, keepdims=True) / total
-    return probabilities, (p * (dz - mean)).astype(dtype)
+
+    def tangent(probabilities, dlogits):
+        p, dz = (x.astype(jnp.float32) for x in (probabilities, dlogits))
+        mean = jnp.sum(p * dz, axes, keepdims=True) / jnp.sum(p, axes, keepdims=True)
+        return (p * (dz - mean)).astype(dtype)
+
+    # A loop would keep what JAX does: without a checkpoint, float32 probabilities.
+    tangent = jax.checkpoint(tangent, prevent_cse=False)
+    return probabilities, tangent(probabilities, logits_dot)

@@ -517,15 +517,12 @@ def _compute(
             if v in eqn.outvars:
                 known[v] = sums.rounded_backward(known[v], half_dtype)
     outs = [  # a cast is in the name scope of what made the value
-        binding.call(made_by[v], _stored, known[v], half_dtype) if half else known[v]
+        binding.call(made_by[v], sums.stored, known[v], half_dtype)
+        if half
+        else known[v]
         for v, half in zip(cluster.outs, cluster.half_out, strict=True)
     ]
     return outs, found
-
-
-def _stored(x: jax.Array, dtype: Any) -> jax.Array:
-    """Cast to half; XLA would leave out that cast and back, and store float32 too."""
-    return lax.optimization_barrier(lax.convert_element_type(x, dtype))
 
 
 @functools.cache

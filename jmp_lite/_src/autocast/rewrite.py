@@ -106,7 +106,7 @@ class Values:
     def kept(self, var: Var, axes: tuple[int, ...]) -> waiting.Kept:
         """Return what the backward pass keeps of a float32 value that waits."""
         if var not in self._kept:
-            self._kept[var] = waiting.keep(self._made[var], axes)
+            self._kept[var] = waiting.keep(self._made[var], axes, self.half_dtype)
         return self._kept[var]
 
     def note_casts(self, variables: Sequence[Var], values: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_lite._src import dtypes, fp8
-from jmp_lite._src.autocast import half_calls, precision, products
+from jmp_lite._src.autocast import half_calls, precision, products, sums
 from jmp_lite._src.autocast.precision import (
     BROADCAST,
     CAST_INPUT,
@@ -310,6 +310,8 @@ class _Elementwise(Rule):
         if plan.in_float32 and not plan.keeps_half:
             values.note_casts(eqn.outvars, results)
             return results
+        if plan.in_float32:
+            return [sums.stored(x, values.half_dtype) for x in results]
         return values.cast_to_half(results, plan.half_out)
 
 

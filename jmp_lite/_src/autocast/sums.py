@@ -344,10 +344,14 @@ def bound(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.select(is_below, lax.full_like(x, lowest / 2), x)
 
 
+def stored(x: jax.Array, dtype: Any) -> jax.Array:
+    """Cast to half; XLA would leave out that cast and back, and store float32 too."""
+    return lax.optimization_barrier(lax.convert_element_type(x, dtype))
+
+
 def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:
     """Return float32 numbers, whose gradient is rounded to half where it is stored."""
-    half = lax.optimization_barrier(lax.convert_element_type(x, dtype))
-    expression = lax.convert_element_type(half, x.dtype)
+    expression = lax.convert_element_type(stored(x, dtype), x.dtype)
     return differentiate_as(lax.stop_gradient(x), expression)
 
 

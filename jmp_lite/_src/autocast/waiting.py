@@ -1,10 +1,11 @@
 """Float32 values that wait for the backward pass: what of them is kept, in two bytes.
 
-In float16, results that may overflow are float32. The forward pass computes with them.
-The backward pass computes again what clusters made of them, and for that it need not
-keep all of their digits. It keeps float16 numbers: of what is summed along rows, as in
-a norm, relative to the mean and the deviation of each row; else square roots, which
-reach 4e9 and have 10 bits, two more than bfloat16.
+In float16, results that may overflow are float32, and in a loop what it carries. The
+forward pass computes with them. The backward pass computes again what clusters made of
+them, and for that it need not keep all of their digits. It keeps float16 numbers: of
+what is summed along rows, as in a norm, relative to the mean and the deviation of each
+row. Of others, under a float16 policy, square roots, which reach 4e9 and have 10 bits,
+two more than bfloat16; under a bfloat16 policy, the numbers in bfloat16.
 
 A difference of rounded numbers may be wrong in each digit. So linear operations, which
 keep nothing for the backward pass, stay outside of clusters, and what is rounded is
@@ -13,13 +14,13 @@ their result.
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_lite._src.autocast.precision import FLOAT32, CastPlan
+from jmp_lite._src.autocast.precision import FLOAT32, Around, CastPlan, has_range_of_f32
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
 from jmp_lite._src.jaxprs.primitives import Fact, degree, facts
@@ -35,12 +36,15 @@ class Waiting:
     Args:
       plan: the plan.
       halves: its half values.
-      has_range: whether half has the range of float32: then none waits.
+      has_range: whether half has the range of float32: then none waits outside of
+        loops.
     """
 
     def __init__(self, plan: CastPlan, halves: set[Var], has_range: bool):
-        found = () if has_range else _find(plan, halves)
-        self.values, self._halves = frozenset(found), halves
+        # Outside of loops XLA itself keeps what takes less.
+        may_wait = not has_range or plan.around is Around.LOOP
+        self.values = frozenset(_find(plan, halves) if may_wait else ())
+        self._halves = halves
         self._rows: dict[Var, tuple[int, ...]] = {}
         # What is computed in clusters -> what waits that it is computed of; what of it
         # it is computed of element by element; and its operands, if it is no sum.
@@ -66,12 +70,12 @@ class Waiting:
             return False
         known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
         operands = _large(variables(eqn.invars), size)
-        sources = _large(
-            _NONE.union(*(self._of(self._sources, v) for v in operands)), size
-        )
+        of_each = [self._of(self._sources, v) for v in operands]
+        sources = _large(_NONE.union(*of_each), size)
         if not sources or needs_digits:
             return bool(sources)
-        if known & (Fact.LINEAR | Fact.JOINS) and len(sources) > 1:
+        is_of_two = len(sources) > 1 or not all(of_each)
+        if known & (Fact.LINEAR | Fact.JOINS) and is_of_two:
             return True
         if not known & Fact.LINEAR and degree(eqn) != 1:
             return False
@@ -138,16 +142,25 @@ def _large(operands: Iterable[Var], size: int) -> list[Var]:
 
 
 class Kept(NamedTuple):
-    """What is kept of a float32 array: float16 numbers, relative to two of each row."""
+    """What is kept of a float32 array.
+
+    Attributes:
+      numbers: float16, relative to two numbers of each row, or their square roots; or
+        bfloat16, the array itself.
+      deviation: of each row, or None.
+      mean: likewise.
+    """
 
     numbers: jax.Array
     deviation: jax.Array | None
     mean: jax.Array | None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def keep(x: jax.Array, axes: tuple[int, ...]) -> Kept:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     """Return what is kept of a float32 array: `rows` has the axes."""
+    if not axes and has_range_of_f32(half_dtype):
+        return Kept(x.astype(half_dtype), None, None)
     if not axes:
         root = lax.sign(x) * lax.sqrt(lax.abs(x))
         return Kept(root.astype(jnp.float16), None, None)
@@ -164,7 +177,8 @@ def restore(kept: Kept) -> jax.Array:
     """Return the float32 array, as far as it was kept."""
     found = kept.numbers.astype(F32)
     if kept.deviation is None or kept.mean is None:
-        return found * lax.abs(found)
+        is_root = kept.numbers.dtype == jnp.float16
+        return found * lax.abs(found) if is_root else found
     return found * kept.deviation + kept.mean
 
 
@@ -173,8 +187,8 @@ def restore(kept: Kept) -> jax.Array:
 
 
 @keep.defjvp
-def _keep_jvp(axes, primals, tangents):
-    kept = keep(*primals, axes)
+def _keep_jvp(axes, half_dtype, primals, tangents):
+    kept = keep(*primals, axes, half_dtype)
     zeros = jax.tree.map(jnp.zeros_like, kept)
     return kept, zeros._replace(numbers=tangents[0].astype(kept.numbers.dtype))
 
