@@ -402,24 +402,31 @@ class _Search:
         return not compat.is_literal(var) and var in self._halves
 
     def _stored_backward(self, indices: Sequence[int], size: int) -> list[Var]:
-        """Return the inputs of activations behind norms.
+        """Return the inputs of activations behind norms or biases.
 
-        Their gradients are read twice: to be summed for the statistics, and after that.
-        To compute them twice costs more than to store them, so XLA stores them.
+        Their gradients are read twice: to be summed, for statistics and biases, and
+        after that. To compute them twice costs more than to store them, so XLA does.
         """
         if not self._has_range:
             return []
-        of_statistics, found = set(), {}
+        summed: dict[Var, Var] = {}  # the result whose gradient is, of what made of it
+        found: dict[Var, None] = {}
         for i in indices:
             eqn, work = self.eqns[i], self.works[i]
-            operands = [v for v in variables(eqn.invars) if v in of_statistics]
+            made_of = [summed[v] for v in variables(eqn.invars) if v in summed]
             if work is not None and work.is_transcendental:
-                large = [v for v in operands if core.size(v) * 2 >= size]
+                large = [v for v in made_of if core.size(v) * 2 >= size]
                 found.update(dict.fromkeys(filter(core.is_f32, large)))
-            name = eqn.primitive.name
-            has_derivative = name != "stop_gradient"
-            if has_derivative and (operands or is_reduction(name, eqn.params)):
-                of_statistics.update(eqn.outvars)
+            name, of_result = eqn.primitive.name, core.size(eqn.outvars[0])
+            if name == "stop_gradient":
+                continue
+            repeats = any(
+                core.is_float(v) and core.size(v) < of_result
+                for v in variables(eqn.invars)
+            )
+            is_first = repeats or is_reduction(name, eqn.params) or len({*made_of}) > 1
+            for v in eqn.outvars if is_first or made_of else ():
+                summed[v] = v if is_first else made_of[0]
         return list(found)
 
     def _is_half_outside(self, var: Var, inside: set[int]) -> bool:
