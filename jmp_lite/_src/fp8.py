@@ -32,6 +32,8 @@ _FLOOR = 2.0**-100
 MIN_SIZE = 256
 # XLA's fp8 products need sizes that are multiples of this.
 TILE = 16
+# The name of the primitive of a product.
+PRIMITIVE = "fp8_product"
 
 Dimensions = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -412,7 +414,7 @@ def _linear_batch(args, axes, *, is_lhs, in_axes):
 
 # f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
 _product = compat.new_primitive(
-    "fp8_product",
+    PRIMITIVE,
     _product_impl,
     _product_jvp,
     _product_batch,

@@ -42,14 +42,14 @@ def why_none_in_fp8(jaxpr: Any) -> dict[str, int] | None:
     Returns:
       None if a product is in fp8.
     """
-    found = find(jaxpr, "fp8_product")
+    found = find(jaxpr, fp8.PRIMITIVE)
     reasons = [_why_not_fp8(eqn) for eqn in found]
     return dict(collections.Counter(reasons).most_common()) if all(reasons) else None
 
 
 def _why_not_fp8(eqn: Any) -> str:
     operands = [v.aval.dtype for v in eqn.invars[:2]]
-    if eqn.primitive.name == "fp8_product" or any(map(dtypes.needs_scale, operands)):
+    if eqn.primitive.name == fp8.PRIMITIVE or any(map(dtypes.needs_scale, operands)):
         return ""
     if any(dtype != jnp.bfloat16 for dtype in operands):
         computed = jnp.promote_types(*operands)

@@ -11,6 +11,7 @@ primitive that the first function does not know (it returns None).
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.primitives import ON_HOST, Fact, facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,31 +110,25 @@ def trips(eqn: Eqn, ins: Sequence[int | None]) -> int | None:
     counters = _counters(eqn, ins)
     if counters is None:
         return None
-    name, (start, step) = counters
-    if name in ("gt", "ge") or (name == "ne" and start > 0):
-        start, step = -start, -step
-    if name in ("le", "ge"):
-        start -= 1
-    if start >= 0:
-        return 0
-    if step <= 0 or (name == "ne" and start % step):
-        return None
-    return -(start // step)
+    compare, start, step = counters
+
+    def ends_after(count: int) -> bool:
+        return not compare(start + count * step, 0)
+
+    # The comparison changes where the number reaches 0, or passes it.
+    at_zero = -start // step if step else 0
+    ends = (n for n in (0, at_zero, at_zero + 1) if n >= 0 and ends_after(n))
+    return next(ends, None)
 
 
 def _counters(
     eqn: Eqn, ins: Sequence[int | None]
-) -> tuple[str, tuple[int, int]] | None:
-    """Return the comparison of a `while`, of a number with 0.
-
-    Returns:
-      Its name; what the number is before the first iteration, and by how much it grows
-      in each.
-    """
+) -> tuple[Callable[..., Any], int, int] | None:
+    """Return the comparison of a `while` with 0, the first number, and its growth."""
     cond, body = _while_sub_jaxprs(eqn)
     first, (holds,) = eqn.params["body_nconsts"], cond.jaxpr.outvars
     tests = [e for e in cond.jaxpr.eqns if holds in e.outvars]
-    if not tests or tests[0].primitive.name not in ("lt", "le", "gt", "ge", "ne"):
+    if not tests or not facts(tests[0].primitive.name) & Fact.COMPARES:
         return None
     in_cond, in_body = (
         dict(zip(sub.jaxpr.invars, (ins[i] for i in sub.operands), strict=True))
@@ -148,15 +144,16 @@ def _counters(
             return 0
         made_by = next((e for e in body.jaxpr.eqns if after in e.outvars), None)
         name = made_by.primitive.name if made_by else ""
-        if name not in ("add", "sub") or made_by is None:
+        if made_by is None or not (name in ON_HOST and facts(name) & Fact.LINEAR):
             return None
-        a, b = made_by.invars
-        if name == "add" and b is before:
-            a, b = b, a
-        added = integer(b, in_body)
-        if a is not before or added is None:
+        ones = [int(v is before) for v in made_by.invars]
+        rest = [
+            0 if one else integer(v, in_body)
+            for v, one in zip(made_by.invars, ones, strict=True)
+        ]
+        if None in rest or ON_HOST[name](*ones) != 1:
             return None
-        return added if name == "add" else -added
+        return int(ON_HOST[name](*rest))
 
     numbers = []
     for var in tests[0].invars:
@@ -167,7 +164,8 @@ def _counters(
             return None
         numbers.append((start, step))
     (a, a_step), (b, b_step) = numbers
-    return tests[0].primitive.name, (a - b, a_step - b_step)
+    compare = getattr(operator, tests[0].primitive.name)  # JAX has Python's names
+    return compare, a - b, a_step - b_step
 
 
 def integer(var: Var, known: Mapping[Any, int | None]) -> int | None:

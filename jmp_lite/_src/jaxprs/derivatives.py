@@ -15,6 +15,7 @@ from typing import Any
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
+from jmp_lite._src.jaxprs.primitives import LOOPS
 
 
 def derivatives(jaxpr: Jaxpr, bodies_of: Any) -> frozenset[int]:
@@ -109,7 +110,7 @@ class _Analysis:
 
     def _analyse_bodies(self, eqn: Eqn, bodies: Any, made: list[int], stack: str):
         used = [_UNUSED] * len(eqn.invars)
-        is_loop = eqn.primitive.name in ("scan", "while")
+        is_loop = eqn.primitive.name in LOOPS
         for body in bodies:
             results = [
                 _FORWARD if i is None or (is_loop and k in body.fixed_out) else made[i]

@@ -238,7 +238,10 @@ ON_HOST: dict[str, Callable[..., Any]] = {
 """What NumPy has in their place, of primitives that have their extremes on intervals at
 ends of these or at 0."""
 
-PARTS = ("convert_element_type", "reduce_precision", "real", "imag", "conj", "complex")
+CAST = "convert_element_type"
+"""The primitive that changes the dtype."""
+
+PARTS = (CAST, "reduce_precision", "real", "imag", "conj", "complex")
 """The primitives whose results are their operands, rounded, or parts of these."""
 
 LOOPS = ("scan", "while")
@@ -249,6 +252,12 @@ CALLS = ("jit", compat.CLOSED_CALL, "custom_jvp_call")
 
 CHECKPOINTS = ("remat2", "checkpoint")
 """The primitives whose jaxpr the backward pass runs again."""
+
+CONTROL_FLOW = (*LOOPS, "cond")
+"""Loops and branches."""
+
+FOLLOWED = (*CALLS, *CHECKPOINTS, "custom_vjp_call", *CONTROL_FLOW)
+"""The primitives whose sub-jaxprs are part of the program, equation by equation."""
 
 
 def degrees(name: str, params: Mapping[str, Any]) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """Sites, the operations of a program: what, where, and how often each runs.
 
-Sites inside the calls in `_CALLS`, loops and branches are listed one by one. Anything
+Sites inside the calls, loops and branches of `FOLLOWED` are listed one by one. Anything
 else that holds a jaxpr (`shard_map`, `pallas_call`, …) is one site.
 """
 
@@ -14,10 +14,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.derivatives import derivatives
-from jmp_lite._src.jaxprs.primitives import CALLS, CHECKPOINTS, LOOPS
-
-# Their operands and results are those of their one sub-jaxpr.
-_CALLS = (*CALLS, *CHECKPOINTS, "custom_vjp_call")
+from jmp_lite._src.jaxprs.primitives import FOLLOWED, LOOPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +81,7 @@ def count_sites(eqns: Iterable[Eqn]) -> int:
 def bodies_of(eqn: Eqn) -> Any:
     """Return the `SubJaxpr`s of an equation whose sites are listed, else None."""
     name = eqn.primitive.name
-    if name not in (*_CALLS, *LOOPS, "cond"):
+    if name not in FOLLOWED:
         return None
     if name == "while":
         # Under vmap it has a condition per example, and only JAX can run it.

@@ -21,7 +21,7 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.transform import check_function, takes_function
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources, tracing
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import LOOPS, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CAST, LOOPS, Fact, facts
 from jmp_lite._src.jaxprs.sites import bodies_of
 from jmp_lite._src.reports import size
 
@@ -310,8 +310,8 @@ class _Made:
 
 def _is_move(eqn: Eqn) -> bool:
     of_eqn = facts(eqn.primitive.name)
-    is_cast = eqn.primitive.name == "convert_element_type"
-    return is_cast or bool(of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES)
+    is_move = bool(of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES)
+    return is_move or eqn.primitive.name == CAST
 
 
 def _next_carry(eqn: Eqn, sub: control_flow.SubJaxpr, found: _Found) -> Var | None:

@@ -16,14 +16,12 @@ import numpy as np
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.primitives import Fact, named
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, named
 from jmp_lite._src.numerics.stretches import Operation
 
 # Operations that round nothing if an operand has the dtype of the result, whose numbers
 # are those of the operands, as they are or with another sign.
-_EXACT = frozenset(
-    (*named(Fact.MOVES | Fact.JOINS), "convert_element_type") + named(Fact.EXACT)
-)
+_EXACT = frozenset((CAST, *named(Fact.MOVES | Fact.JOINS | Fact.EXACT)))
 
 
 class Tag(NamedTuple):
@@ -134,13 +132,7 @@ def error_on_host(low: np.ndarray, full: np.ndarray) -> float:
 
 
 def relative_error(low: Any, full: Any, xp: Any) -> Any:
-    """Return `|low - full| / |full|` in the 2-norm, inf if only `low` is not finite.
-
-    Args:
-      low: an array.
-      full: the array that it should equal.
-      xp: `numpy` or `jax.numpy`.
-    """
+    """Return `|low - full| / |full|` in the 2-norm, inf if only `low` is not finite."""
     compared = xp.isfinite(full)
     is_lost = (compared & ~xp.isfinite(low)).any()
     compared &= xp.isfinite(low)

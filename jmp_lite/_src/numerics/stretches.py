@@ -22,7 +22,7 @@ from jax.core import ShapedArray, Tracer
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.interpret import Stretch
-from jmp_lite._src.jaxprs.primitives import LOOPS, cases
+from jmp_lite._src.jaxprs.primitives import CONTROL_FLOW, cases
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
 from jmp_lite._src.jaxprs.walk import Equation, Walker
 
@@ -67,9 +67,8 @@ class Shadow:
     def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
         """Return the shadows of an equation's results, and other arrays to observe.
 
-        Args:
-          equation: the equation; its tags are the shadows of its operands.
-          shadow_of: returns the shadow of any variable of the jaxpr that has a value.
+        The tags of the equation are the shadows of its operands; `shadow_of` returns
+        that of any variable of the jaxpr that has a value.
         """
         del shadow_of
         return [None] * len(equation.outs), ()
@@ -159,7 +158,7 @@ def _is_for_python(eqn: Any) -> bool:
     bodies = bodies_of(eqn)
     if bodies is None:
         return False
-    if eqn.primitive.name in (*LOOPS, "cond"):
+    if eqn.primitive.name in CONTROL_FLOW:
         return True
     if count_sites([eqn]) > _MOST_SITES or _bytes(eqn) > _MOST_BYTES:
         return True
@@ -224,17 +223,13 @@ class Operation(NamedTuple):
 
 
 class CompiledStretch:
-    """A stretch as a compiled function that returns what its operations compute.
+    """A stretch as a compiled function that returns what its operations compute."""
 
-    Attributes:
-      call: takes values and shadows, None for a value that is its own shadow; returns
-        the arrays whose slots follow those of the inputs.
-      operations: its operations, in order.
-      outs: per output, the slots of its value and shadow, and the index of its tag.
-    """
-
+    # Takes values and shadows, None for a value that is its own shadow; returns the
+    # arrays whose slots follow those of the inputs.
     call: Callable[[Any, Any], list[Any]]
     operations: list[Operation]
+    # Per output, the slots of its value and shadow, and the index of its tag.
     outs: list[tuple[Any, Any, Any]]
 
     def __init__(
@@ -282,13 +277,7 @@ def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashab
     """Return what is equal if two jaxprs compute the same from equal inputs.
 
     Variables are numbered in the order in which they are met. Name scopes and source
-    lines do not count: those of a result are its site's.
-
-    Args:
-      jaxpr: an open jaxpr, or a `Stretch`.
-      plan: its plan, or None.
-      shadow: what is computed beside the values.
-      consts: the values of its constvars.
+    lines do not count: those of a result are its site's. A `Stretch` is a jaxpr, too.
     """
     numbers: dict[Any, int] = {}
 
@@ -303,7 +292,7 @@ def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashab
     def operation(eqn: Any, eqn_plan: Any) -> Hashable:
         bodies = bodies_of(eqn)
         if bodies is None:
-            what = _params(eqn), shadow.decides(eqn_plan)
+            what = params(eqn), shadow.decides(eqn_plan)
         else:  # only these run
             plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(bodies)
             what = (
@@ -316,14 +305,13 @@ def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashab
         names = map(name, (*eqn.invars, *shadow.also_reads(eqn_plan), *eqn.outvars))
         return eqn.primitive, eqn.ctx, what, *names
 
+    def params(eqn: Any) -> Hashable:
+        return tuple((key, _hashable(x)) for key, x in sorted(eqn.params.items()))
+
     ins = *map(name, jaxpr.constvars), *map(_constant, consts), *map(name, jaxpr.invars)
     steps = plan.eqn_plans if plan else itertools.repeat(None)
     operations = (*map(operation, jaxpr.eqns, steps),)
     return ins, operations, tuple(map(name, jaxpr.outvars))
-
-
-def _params(eqn: Any) -> Hashable:
-    return tuple((key, _hashable(value)) for key, value in sorted(eqn.params.items()))
 
 
 def _hashable(value: Any) -> Hashable:

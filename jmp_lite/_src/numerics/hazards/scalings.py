@@ -77,8 +77,7 @@ class Scalings:
     def power_of_unscaled(self, op: Op) -> float | None:
         """Return the power of a loss scale in gradients that are divided by it.
 
-        Returns:
-          The power, NaN if it is not known; None if the operation does no such thing.
+        NaN if it is not known, None if the operation does no such thing.
         """
         for value, factor, sign in op.factors if not op.is_backward else ():
             known, inverse = self.of(value), self.of(factor)
