@@ -118,15 +118,9 @@ def measure(
     caller: str = "dry_run",
     programs: Programs | None = None,
 ) -> Measured:
-    """Run a function in float32 and under a policy.
+    """Run a function in float32 and under a policy, as `check_policy` returns it.
 
-    Args:
-      fun: the function.
-      policy: as `check_policy` returns it.
-      args_and_kwargs: the arguments of the function.
-      rules: as for `autocast`.
-      caller: the name of the public function, for errors.
-      programs: what other runs have compiled; this one adds to it.
+    Adds what it compiles to `programs`, which has what other runs have compiled.
 
     Raises:
       ValueError: the program is in half already, or its results are not finite; a

@@ -35,7 +35,6 @@ from jmp_lite._src.numerics.origins import (
     OriginObserver,
     first,
     of_argument,
-    of_constant,
 )
 from jmp_lite._src.numerics.report import SHARES, OpStats
 from jmp_lite._src.numerics.runs import Observer
@@ -157,12 +156,7 @@ class Record(NamedTuple):
 
 
 class Lockstep(Observer):
-    """Compares the two runs, and records what it finds.
-
-    Args:
-      known: the sites of the program.
-      low_dtype: the compute dtype of the policy.
-    """
+    """Compares the two runs, and records what it finds at the sites of the program."""
 
     def __init__(self, known: Sequence[Site], low_dtype: Any):
         self.known, self.low_dtype = known, low_dtype
@@ -204,7 +198,7 @@ class Lockstep(Observer):
 
     def tag_constant(self, value: Any) -> Tag:
         """Return a tag without an error."""
-        return Tag(0.0, -1, False, of_constant(value))
+        return Tag(0.0, -1, False, self._origins.tag_constant(value))
 
     def stack(self, tags: Sequence[Tag]) -> Tag:
         """Return the worst of tags."""
@@ -219,9 +213,8 @@ class Lockstep(Observer):
     def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Any, OperandRanges]:
         """Return the origin of non-finite numbers in the float32 run, and the ranges.
 
-        Args:
-          tags: those of the results. An overflow of an operation that the program has
-            in half itself counts too, even if it reaches no result.
+        An overflow of an operation that the program has in half itself counts too, even
+        if it reaches none of the results, whose tags these are.
         """
         origin = first([NONE, self._overflow, *(tag.origin for tag in tags)])
         return origin, self._origins.ranges.get(int(origin[0]), ())
@@ -296,13 +289,7 @@ class Lockstep(Observer):
 
 
 def _in_fp8(x: Any, found: stats.ValueStats, dtype: Any) -> stats.ValueStats:
-    """Return statistics whose counts are of what numbers become in fp8, by its scale.
-
-    Args:
-      x: the numbers.
-      found: their statistics in half; magnitudes are those of these.
-      dtype: the fp8 dtype.
-    """
+    """Return statistics in half with counts of what numbers become in fp8, scaled."""
     _, scaled = fp8.rounded(jnp.asarray(x), dtype)
     counts = jax.device_get(stats.measure(scaled, dtype, False))
     return counts._replace(
