@@ -26,38 +26,23 @@ from jmp_lite._src.jaxprs.primitives import ON_HOST, Fact, facts
 
 @dataclasses.dataclass(frozen=True)
 class SubJaxpr:
-    """One jaxpr of an equation.
+    """One jaxpr of an equation."""
 
-    Attributes:
-      jaxpr: the open jaxpr.
-      consts: the values of its constvars.
-      operands: per input, the index of the equation's operand.
-      results: per output, the index of the equation's result, None if it is none.
-      fixed_in: inputs that keep the dtype that the program gave them.
-      fixed_out: outputs that do.
-      casts_in: inputs that may be cast before the equation instead of inside.
-    """
-
-    jaxpr: Jaxpr
-    consts: tuple[Any, ...]
-    operands: tuple[int, ...]
-    results: tuple[int | None, ...]
-    fixed_in: frozenset[int] = frozenset()
-    fixed_out: frozenset[int] = frozenset()
-    casts_in: frozenset[int] = frozenset()
+    jaxpr: Jaxpr  # open
+    consts: tuple[Any, ...]  # the values of its constvars
+    operands: tuple[int, ...]  # per input, the index of the equation's operand
+    results: tuple[int | None, ...]  # per output, that of its result; None: it is none
+    fixed_in: frozenset[int] = frozenset()  # inputs that keep the program's dtype
+    fixed_out: frozenset[int] = frozenset()  # outputs that do
+    casts_in: frozenset[int] = frozenset()  # inputs that may be cast before, not inside
 
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A rewritten jaxpr, for `build` to put back.
+    """A rewritten jaxpr, for `build` to put back."""
 
-    Attributes:
-      fun: takes the jaxpr's inputs in the dtypes of the plan, returns its outputs.
-      closed: returns the closed jaxpr of `fun`, the same object for equal bodies.
-    """
-
-    fun: Callable[..., list[Any]]
-    closed: Callable[[], Any]
+    fun: Callable[..., list[Any]]  # of the jaxpr's inputs, in the dtypes of the plan
+    closed: Callable[[], Any]  # the jaxpr of `fun`, the same object for equal bodies
 
 
 def sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
@@ -97,13 +82,8 @@ def count_eqns(jaxpr: Jaxpr, number_of: Callable[[Any], int]) -> int:
 def trips(eqn: Eqn, ins: Sequence[int | None]) -> int | None:
     """Return how often the bodies of an equation run: 1 if it is no loop.
 
-    Args:
-      eqn: the equation.
-      ins: per operand, the integer that it is if that is known, else None.
-
-    Returns:
-      None for a `while` whose condition is other than a comparison of integers that are
-      known and change by a known number.
+    None for a `while` whose condition is other than a comparison of integers that are
+    known, among `ins` or in the jaxpr, and change by a known number.
     """
     if eqn.primitive.name != "while":
         return eqn.params["length"] if eqn.primitive.name == "scan" else 1
@@ -178,23 +158,17 @@ def integer(var: Var, known: Mapping[Any, int | None]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class RebuildContext:
-    """An equation to run again around rewritten jaxprs, and what that takes.
-
-    Attributes:
-      eqn: the equation.
-      bodies: its rewritten jaxprs, one per `SubJaxpr`.
-      args: its operands.
-      enter_loop: takes an operand that every iteration of a loop reads, by its index,
-        and its value; returns what gives the value inside of the loop.
-      rewrite_jvp: takes the rule of a `custom_jvp` function; returns what runs instead.
-      rewrite_vjp: takes one of the two rules of a `custom_vjp` function, likewise.
-    """
+    """An equation to run again around rewritten jaxprs, and what that takes."""
 
     eqn: Eqn
-    bodies: Sequence[Body]
+    bodies: Sequence[Body]  # one per `SubJaxpr`
     args: list[Any]
+    # Takes an operand that every iteration of a loop reads, by its index, and its
+    # value; returns what gives the value inside of the loop.
     enter_loop: Callable[[int, Any], Callable[[], Any]]
+    # Takes the rule of a `custom_jvp` function; returns what runs instead.
     rewrite_jvp: Callable[[Callable[..., Any]], Callable[..., Any]]
+    # Takes one of the two rules of a `custom_vjp` function, likewise.
     rewrite_vjp: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -367,18 +341,19 @@ def _custom_vjp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     return (_sub_jaxpr(jaxpr, 0, fixed_in=fixed_in, fixed_out=fixed_out),)
 
 
-def _build_custom_jvp(context: RebuildContext):
+def _build_custom(context: RebuildContext, rewrite: Callable[..., Any]):
     def wrap(fun, role):
-        return context.bodies[0].fun if role == 0 else context.rewrite_jvp(fun)
+        return context.bodies[0].fun if role == 0 else rewrite(fun)
 
     return compat.rebuild_custom_derivative(context.eqn, context.args, wrap)
+
+
+def _build_custom_jvp(context: RebuildContext):
+    return _build_custom(context, context.rewrite_jvp)
 
 
 def _build_custom_vjp(context: RebuildContext):
-    def wrap(fun, role):
-        return context.bodies[0].fun if role == 0 else context.rewrite_vjp(fun)
-
-    return compat.rebuild_custom_derivative(context.eqn, context.args, wrap)
+    return _build_custom(context, context.rewrite_vjp)
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

@@ -21,9 +21,7 @@ from jmp_lite._src.jaxprs.primitives import LOOPS
 def derivatives(jaxpr: Jaxpr, bodies_of: Any) -> frozenset[int]:
     """Return the ids of the equations in the forward pass that compute derivatives.
 
-    Args:
-      jaxpr: an open jaxpr.
-      bodies_of: returns the `SubJaxpr`s of an equation to analyse, else None.
+    `bodies_of` returns the `SubJaxpr`s of an equation to analyse, else None.
     """
     found = _Analysis(bodies_of)
     found.find_first(jaxpr)
@@ -37,15 +35,11 @@ _UNUSED, _BACK, _FORWARD = range(3)
 
 
 class _Analysis:
-    """Finds equations that only the backward pass uses, from the last to the first.
-
-    Attributes:
-      primal: ids of equations that compute the function.
-      derivatives: ids of equations that compute derivatives.
-    """
+    """Finds equations that only the backward pass uses, from the last to the first."""
 
     def __init__(self, bodies_of: Any):
         self.bodies_of = bodies_of
+        # Ids of equations: that compute the function, that compute derivatives.
         self.primal: set[int] = set()
         self.derivatives: set[int] = set()
         self._first: dict[Any, int] = {}

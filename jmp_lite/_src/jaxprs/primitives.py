@@ -103,20 +103,12 @@ class Fact(enum.Flag):
 
 
 class Primitive(NamedTuple):
-    """What is known of one primitive.
-
-    Attributes:
-      op_class: its class.
-      in_f16: its class in float16, which ends at 65504: there, the square of 256
-        overflows.
-      facts: its facts.
-      source: who has it in this class too, or why it is.
-    """
+    """What is known of one primitive."""
 
     op_class: str
-    in_f16: str
+    in_f16: str  # its class in float16, where the square of 256 overflows
     facts: Fact
-    source: str
+    source: str  # who has it in this class too, or why it is
 
 
 _NONE = Fact(0)
@@ -263,10 +255,6 @@ FOLLOWED = (*CALLS, *CHECKPOINTS, "custom_vjp_call", *CONTROL_FLOW)
 def degrees(name: str, params: Mapping[str, Any]) -> tuple[float, ...]:
     """Return to which power each operand's factor is in the result, () if to none.
 
-    Args:
-      name: the primitive.
-      params: its parameters.
-
     Examples:
       >>> degrees("div", {}), degrees("integer_pow", {"y": 3}), degrees("add", {})
       ((1.0, -1.0), (3.0,), ())
@@ -320,13 +308,7 @@ def cases(name: str, operands: Sequence[T]) -> Sequence[T]:
 
 
 def held(name: str, operands: Sequence[T], result: int, results: int) -> Sequence[T]:
-    """Return the operands whose numbers a result holds; none if it computes its own.
-
-    Args:
-      name: the primitive.
-      operands: its operands.
-      result: the index of the result.
-      results: how many it has.
+    """Return the operands whose numbers one of some results holds, none if its own.
 
     Examples:
       >>> held("select_n", ["mask", "x", "y"], 0, 1)

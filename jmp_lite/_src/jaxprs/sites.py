@@ -19,27 +19,17 @@ from jmp_lite._src.jaxprs.primitives import FOLLOWED, LOOPS
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One operation at one place of a program.
+    """One operation at one place of a program."""
 
-    Attributes:
-      primitive: its name, as a jaxpr prints it.
-      layer: its name-scope path, `""` outside any scope.
-      line: `file:line` of the user's code.
-      direction: `"backward"` for operations that transposition made and for derivatives
-        that only these use; `"forward"` for all others, recomputation in
-        `jax.checkpoint` included.
-      dtype: that of its first floating result, or of its first result.
-      times: how often it runs; None inside a `while` whose trips are not known.
-      loops: how many loops are around it.
-    """
-
-    primitive: str
-    layer: str
-    line: str
+    primitive: str  # its name, as a jaxpr prints it
+    layer: str  # its name-scope path, "" outside any scope
+    line: str  # `file:line` of the user's code
+    # "backward" for operations that transposition made and for derivatives that only
+    # these use; else "forward", as for recomputation in `jax.checkpoint`.
     direction: str
-    dtype: str
-    times: int | None = 1
-    loops: int = 0
+    dtype: str  # that of its first floating result, or of its first result
+    times: int | None = 1  # it runs; None inside a `while` whose trips are not known
+    loops: int = 0  # how many are around it
 
 
 _TOP = Site("", "", "", "forward", "")
