@@ -84,10 +84,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the step and the arguments that a function returns.
+    """Return the step and the arguments that `"package.module:function"` returns.
 
-    Args:
-      target: `"package.module:function"`; modules in the current folder are found.
+    Modules in the current folder are found.
 
     Raises:
       ValueError: there is no such function, or it returns something else.

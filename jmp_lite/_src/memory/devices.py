@@ -180,22 +180,20 @@ def _of_gpu(gpu: _Gpu) -> Device:
     return Device(gpu.name, gpu.memory, capability=tuple(numbers))
 
 
+def _of_tpu(key: str) -> Device:
+    return Device(f"TPU {key}", _TPUS[key].memory, is_tpu=True)
+
+
 DEVICES = {
     **{key: _of_gpu(gpu) for key, gpu in _GPUS.items()},
-    **{
-        key: Device(f"TPU {key}", tpu.memory, is_tpu=True) for key, tpu in _TPUS.items()
-    },
+    **{key: _of_tpu(key) for key in _TPUS},
     "cpu": Device("CPU"),
 }
 """The devices that `of_step` and `mesh` know: `DEVICES["l4"].memory` is in bytes."""
 
 
 def find(device: str) -> Device:
-    """Return a device of `DEVICES`.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Return a device of `DEVICES`; raise if there is none."""
     if device not in DEVICES:
         raise ValueError(
             f"Expected a device of {', '.join(DEVICES)}, or None for this machine; got "

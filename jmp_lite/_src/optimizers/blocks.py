@@ -138,15 +138,7 @@ def encode(
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Return the numbers of codes.
-
-    Args:
-      codes: u8 `[..., n]`.
-      scales: f32 `[..., ceil(n / 256)]`.
-
-    Returns:
-      f32 `[..., n]`.
-    """
+    """Return the numbers, f32 `[..., n]`, of what `encode` returned."""
     scale = _to_numbers(scales, codes)
     bits, signed, wide = _of_scale(scale)
     negative = jax.lax.bitcast_convert_type(codes, jnp.int8)
@@ -184,9 +176,8 @@ def _to_numbers(of_blocks: jax.Array, x: jax.Array) -> jax.Array:
 def _scales(largest: jax.Array, reach: jax.Array) -> jax.Array:
     """Return the scales of blocks, which tell their kinds.
 
-    Args:
-      largest: the bits of their largest finite magnitudes, or of a NaN, u32.
-      reach: as in `encode`, u8.
+    By the bits of their largest finite magnitudes or of a NaN, u32, and by `reach` as
+    in `encode`, u8.
     """
     signed = reach == _HAS_SIGN
     octaves = (largest >> 23) + reach.astype(jnp.uint32) - np.uint32(_HAS_INF)

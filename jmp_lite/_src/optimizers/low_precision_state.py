@@ -198,15 +198,11 @@ def low_precision_state(
 
     def update_fn(
         updates: optax.Updates,
-        state: optax.OptState,
+        state: Any,
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        if not isinstance(state, LowPrecisionState):
-            raise ValueError(
-                "Expected the state of low_precision_state(...).init(params), got "
-                f"{type(state).__name__}."
-            )
+        base.check_state(state, LowPrecisionState, "low_precision_state(...)")
         at = _Shapes(updates if params is None else params)
         choice.check(state, at)
         old = trees.map_nodes(decompress, state.inner_state, LowPrecisionArray)
@@ -280,17 +276,11 @@ def is_compressed(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """The dtype of each leaf.
+    """The dtype of each leaf."""
 
-    Attributes:
-      dtype: the dtype of parameters that no rule matches.
-      rules: pairs of a pattern and a dtype, or None.
-      min_size: the least number of elements of a leaf that is compressed.
-    """
-
-    dtype: str
-    rules: tuple[tuple[str, str | None], ...]
-    min_size: int
+    dtype: str  # of parameters that no rule matches
+    rules: tuple[tuple[str, str | None], ...]  # a pattern, and a dtype or None
+    min_size: int  # leaves with fewer elements are not compressed
 
     def dtype_of(self, param: str, x: Any) -> str | None:
         """Return the dtype for a leaf of the state, or None if it is unchanged."""
@@ -333,11 +323,7 @@ class _Choice:
 
 
 class _Shapes:
-    """The shapes of parameters by key path.
-
-    Args:
-      params: the parameters, or gradients with the same structure.
-    """
+    """The shapes of parameters, or of their gradients, by key path."""
 
     def __init__(self, params: Any):
         leaves = jax.tree_util.tree_leaves_with_path(base.fast_params(params))

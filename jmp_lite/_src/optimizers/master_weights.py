@@ -209,11 +209,7 @@ def _update(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
-    """Replace the masters of bf16 parameters in states from `init` by remainders.
-
-    Returns:
-      The tree. Each `MasterRemaindersState` has remainders of 0 for bf16 parameters.
-    """
+    """Replace masters of bf16 parameters in states from `init` by remainders of 0."""
     if stored is None:
         return states
     dtypes = dict(stored.by_path)

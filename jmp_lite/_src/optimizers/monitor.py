@@ -1,7 +1,7 @@
 """Monitor a run: scalars to log, and an error if every step is skipped."""
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,18 +24,6 @@ class TooManySkippedStepsError(RuntimeError):
 
     `check_skipped_steps` raises it.
     """
-
-
-@overload
-def loss_scale_metrics(
-    opt_state: Any, *, grads: Any = None, host: Literal[False] = False
-) -> dict[str, jax.Array]: ...
-
-
-@overload
-def loss_scale_metrics(
-    opt_state: Any, *, grads: Any = None, host: Literal[True]
-) -> dict[str, Any]: ...
 
 
 def loss_scale_metrics(
