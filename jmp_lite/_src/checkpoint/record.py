@@ -51,13 +51,9 @@ class RecordHandler(ocp.JsonCheckpointHandler):
 @ocp.args.register_with_handler(RecordHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class RecordSave(ocp.args.CheckpointArgs):
-    """The argument of `RecordHandler` for saving.
+    """The argument of `RecordHandler` for saving."""
 
-    Attributes:
-      make: a function that returns the record.
-    """
-
-    make: Callable[[], dict[str, Any]]
+    make: Callable[[], dict[str, Any]]  # returns the record
 
 
 def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
@@ -68,7 +64,7 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     arrays, leaves, on_host, lost = {}, {}, {}, []
     for path, x in flatten(state)[0].items():
         leaf = describe(x)
-        if _is_lost(leaf, x):
+        if leaf.kind == "object" and not callable(x):
             lost.append(f"{path} (a {type(x).__name__})")
         if leaf.kind == "key":
             leaf = dataclasses.replace(leaf, impl=str(jax.random.key_impl(x)))
@@ -123,11 +119,6 @@ def is_stored(leaf: LeafSpec) -> bool:
     """Return whether a leaf is stored as an array."""
     # Orbax does not save arrays without elements.
     return leaf.kind not in ("object", "text") and 0 not in leaf.shape
-
-
-def _is_lost(leaf: LeafSpec, x: Any) -> bool:
-    """Return whether a leaf is not saved, and is not a function."""
-    return leaf.kind == "object" and not callable(x)
 
 
 def _as_bytes(x: Any, path: str) -> np.ndarray:

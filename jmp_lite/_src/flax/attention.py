@@ -40,9 +40,8 @@ def dot_product_attention(
 ) -> jax.Array:
     """Return flax's dot-product attention, with products in `dtype` and softmax in f32.
 
-    flax's own `force_fp32_for_softmax` computes the second product in float32 too. The
-    arguments are those of linen and of nnx: a head of `key` may be that of several of
-    `query`.
+    flax's own `force_fp32_for_softmax` computes the second product in float32 too. As
+    in linen and in nnx, a head of `key` may be that of several of `query`.
     """
     if query.shape[-2] != key.shape[-2]:
         shared_by = query.shape[-2] // key.shape[-2]

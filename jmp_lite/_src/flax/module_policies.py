@@ -20,23 +20,15 @@ from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy
 
 @dataclasses.dataclass(frozen=True)
 class ModulePolicy:
-    """The policy of one module.
-
-    Attributes:
-      policy: the policy.
-      rule: the pattern or class that gave this policy to the module or to one that
-        encloses it; None for the default, which does not override a module's `dtype`.
-      is_named: whether the rule is of this module, not of one that encloses it.
-      is_rule_start: whether the rule takes effect here: it is of this module, and the
-        enclosing module has another.
-      own_dtype: the `dtype` that the author of the model set on it, None if none.
-    """
+    """The policy of one module."""
 
     policy: Policy
+    # The pattern or class that gave this policy to the module or to one that encloses
+    # it; None for the default, which does not override a module's `dtype`.
     rule: str | None = None
-    is_named: bool = False
-    is_rule_start: bool = False
-    own_dtype: Any = None
+    is_named: bool = False  # whether the rule is of this module, not of one around it
+    is_rule_start: bool = False  # whether, besides, the enclosing module has another
+    own_dtype: Any = None  # the `dtype` that the author of the model set on it
 
     @property
     def kept_dtype(self) -> Any:
@@ -164,10 +156,8 @@ class ModulePolicies:
     ) -> dict[str, ModulePolicy]:
         """Return the policy of each module of a model, in the order of `modules`.
 
-        Args:
-          modules: path to class. The path of a module starts with the path of the
-            module that encloses it.
-          own_dtypes: path to the `dtype` that the author set, if any.
+        By its path, which starts with that of the module that encloses it: its class,
+        and the `dtype` that its author set, if any.
         """
         self.policy.check_unused(modules)
         present = tuple(modules.values())
@@ -275,10 +265,7 @@ def enclosing_module(path: str, modules: Container[str]) -> str | None:
 def params_by_module(params: Any, modules: Container[str]) -> dict[str, list[Any]]:
     """Return the parameters of each module that has some, without those inside it.
 
-    Args:
-      params: a pytree whose key paths start with module paths. Leaves that are in no
-        module are left out.
-      modules: the module paths.
+    Key paths start with module paths; leaves that are in no module are left out.
     """
     found: dict[str, list[Any]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -368,14 +355,10 @@ def explain(
     outputs: Mapping[str, Iterable[str]],
     in_fp8: Container[str] = (),
 ) -> Explanation:
-    """Return the dtypes of each module.
+    """Return the dtypes of each module, in this order.
 
-    Args:
-      modules: path to class, in the order of the rows.
-      resolved: the policy of each module.
-      params: the parameters, with key paths that start with module paths.
-      outputs: path to the names of output dtypes, where they are known.
-      in_fp8: paths of the modules with matrix products in fp8.
+    By the path of a module: its class, its policy, and its output dtypes if known;
+    `in_fp8` are those with matrix products in fp8.
     """
     owned = params_by_module(params, modules)
     rows = [

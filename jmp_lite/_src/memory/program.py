@@ -70,7 +70,7 @@ def build(
     platform = _platform(mesh, (args, kwargs))
     compiled = _compile(getattr(lowered, "lowered", lowered), platform)
     meshes = [x.mesh for x in _shardings((args, kwargs))]
-    count = mesh.size if mesh else max((x.size for x in meshes), default=1)
+    size = mesh.size if mesh else max((x.size for x in meshes), default=1)
     return Program(
         compiled=compiled,
         text=compiled.as_text(),
@@ -79,7 +79,7 @@ def build(
         result=result,
         flops=_flops(compat.open_jaxpr(jaxpr)),
         platform=platform,
-        count=count,
+        count=size,
     )
 
 

@@ -28,15 +28,11 @@ class PolicyInterceptor:
     1. `collect` runs the model abstractly, to find its modules and their policies.
     2. `cast` casts the variables.
     3. `__call__` runs the model on them, and sets the dtypes of each module.
-
-    Attributes:
-      policies: the policies.
-      modules: path to class of each module that was called.
-      resolved: path to policy, in the same order.
     """
 
     def __init__(self, policies: ModulePolicies, always_trace: bool = False):
         self.policies = policies
+        # By the path of each module that was called: its class, its policy.
         self.modules: dict[str, type] = {}
         self.resolved: dict[str, ModulePolicy] = {}
         self._run_flag = uuid.uuid4().hex if always_trace else hash(policies)
