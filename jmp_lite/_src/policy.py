@@ -460,11 +460,7 @@ def check_patterns(
 ) -> None:
     """Raise if a pattern is the first that applies for none of these paths.
 
-    Args:
-      patterns: regular expressions, in order of precedence.
-      paths: key paths; `""` is the root.
-      if_none: the explanation if the root is the only path.
-      hint: the end of the error message for a pattern that matches no path.
+    `if_none` explains it if the root, `""`, is the only path; `hint` ends the message.
     """
     paths = list(paths)
     decided = {first_match(patterns, path) for path in paths}

@@ -26,9 +26,6 @@ def register_dataclass(cls: type[T]) -> type[T]:
     numbers of `vmap`. A constructor that converts and checks its arguments would reject
     them. Fields with `metadata={"static": True}` are part of the tree structure; all
     others are children.
-
-    Returns:
-      The same class, for use as a decorator.
     """
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType] - a dataclass
     static = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -131,10 +128,7 @@ def cast_like(tree: T, like: Any) -> T:
 
 def cast_at_least_float32(tree: T) -> T:
     """Cast the half-precision arrays of a tree to float32; float64 is unchanged."""
-    return jax.tree.map(
-        lambda x: _cast(x, jnp.float32) if _is_half(x) else x,
-        tree,
-    )
+    return jax.tree.map(lambda x: _cast(x, jnp.float32) if _is_half(x) else x, tree)
 
 
 def multiply(tree: T, factor: Any) -> T:
@@ -227,15 +221,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 def copy_shared_buffers(tree: T) -> T:
     """Return a tree in which no two jax arrays share a buffer, so it can be donated.
 
-    Returns:
-      The tree. If arrays share a buffer, all but the first of them are copied. Other
-      leaves are returned unchanged.
-
-    Examples:
-      >>> x = jnp.ones(2)
-      >>> a, b = copy_shared_buffers((x, x))
-      >>> a is x, b is x
-      (True, False)
+    If arrays share a buffer, all but the first of them are copied.
     """
     seen = set()
 
@@ -251,15 +237,9 @@ def copy_shared_buffers(tree: T) -> T:
 def first_difference(
     a: Any, b: Any, names: tuple[str, str] = ("the first", "the second")
 ) -> str | None:
-    """Describe where two trees first differ in structure.
+    """Describe where two trees first differ in structure; None if they do not.
 
-    Args:
-      a: any pytree; None in it matches any subtree of `b`.
-      b: the other pytree.
-      names: the names of the two trees in the description.
-
-    Returns:
-      The path and the difference, or None if the structures are equal.
+    None in the first one matches any subtree of the other.
 
     Examples:
       >>> first_difference({"w": 1, "b": 2}, {"w": {"x": 1}, "b": 2})

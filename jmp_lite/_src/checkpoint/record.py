@@ -64,7 +64,7 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     arrays, leaves, on_host, lost = {}, {}, {}, []
     for path, x in flatten(state)[0].items():
         leaf = describe(x)
-        if leaf.kind == "object" and not callable(x):
+        if _is_lost(leaf, x):
             lost.append(f"{path} (a {type(x).__name__})")
         if leaf.kind == "key":
             leaf = dataclasses.replace(leaf, impl=str(jax.random.key_impl(x)))
@@ -119,6 +119,11 @@ def is_stored(leaf: LeafSpec) -> bool:
     """Return whether a leaf is stored as an array."""
     # Orbax does not save arrays without elements.
     return leaf.kind not in ("object", "text") and 0 not in leaf.shape
+
+
+def _is_lost(leaf: LeafSpec, x: Any) -> bool:
+    """Return whether a leaf is not saved, and is not a function."""
+    return leaf.kind == "object" and not callable(x)
 
 
 def _as_bytes(x: Any, path: str) -> np.ndarray:

@@ -87,17 +87,6 @@ class ModulePolicies:
     inside. Of several patterns the first decides, and of several classes. Of a pattern
     and a class, the one that names the inner module does; the pattern if both name it.
     A rule overrides a `dtype` that the author of the model set. The default does not.
-
-    Args:
-      policy: the default; a policy, its string, or a `PolicyMap` whose patterns match
-        module paths.
-      classes: module class to policy or its string.
-
-    Examples:
-      >>> policies = ModulePolicies(PolicyMap("mixed_float16", {"head": "full"}))
-      >>> resolved = policies.resolve({"": object, "body": object, "head": object})
-      >>> str(resolved["body"].policy), str(resolved["head"].policy)
-      ('p=full,c=f16,o=full', 'p=full,c=full,o=full')
     """
 
     policy: Any  # a policy, its string or a map; stored as a `PolicyMap`

@@ -80,7 +80,7 @@ def update(
 
 
 def next_fields(state: Any, finite: jax.Array, /, **new: Any) -> dict[str, Any]:
-    """Return new fields of a train state and its step: the old ones in a skipped step."""
+    """Return new fields of a train state, and its step; the old ones if not finite."""
     new["step"] = state.step + 1
     return trees.select_tree(finite, new, {name: getattr(state, name) for name in new})
 

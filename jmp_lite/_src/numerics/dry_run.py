@@ -92,20 +92,12 @@ def dry_run(
 
 
 class Measured(NamedTuple):
-    """The results of a dry run.
-
-    Attributes:
-      outs: the results of the float32 run.
-      lows: the results of the policy's run.
-      report: the report.
-      policy: the policy; patterns over modules of linen match scopes as well.
-      warning: the text of a warning, or `""`.
-    """
+    """The results of a dry run: in float32, and as the policy has them."""
 
     outs: list[Any]
     lows: list[Any]
     report: DryRunReport
-    policy: Policy | PolicyMap
+    policy: Policy | PolicyMap  # patterns over modules of linen match scopes as well
     warning: str
 
 

@@ -25,20 +25,12 @@ _EXACT = frozenset((CAST, *named(Fact.MOVES | Fact.JOINS | Fact.EXACT)))
 
 
 class Tag(NamedTuple):
-    """What goes beside a value on the host.
+    """What goes beside a value on the host."""
 
-    Attributes:
-      error: that of the policy's run, relative to float32.
-      source: the last site that rounded the value, or what it is computed from; -1 if
-        none did.
-      backward: whether the value is of the backward pass.
-      origin: that of its non-finite numbers in the float32 run.
-    """
-
-    error: float
-    source: int
-    backward: bool
-    origin: Any
+    error: float  # of the policy's run, relative to float32
+    source: int  # the last site that rounded it, or what it is computed from; or -1
+    backward: bool  # whether it is of the backward pass
+    origin: Any  # of its non-finite numbers in the float32 run
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -54,15 +46,10 @@ def find_source(
     operands: Sequence[Tag],
     limit: float,
 ) -> int:
-    """Return the site that made the error of a result.
+    """Return the site that made the error of a result, of which the policy has `low`.
 
-    Args:
-      op: the operation.
-      full: its result in the float32 run.
-      low: its result in the policy's run.
-      added_error: the part of the error that the operands do not have.
-      operands: the tags of the operands.
-      limit: errors above it are more than rounding.
+    Operands do not have the part `added_error`. Errors above the limit are more than
+    rounding.
     """
     rounded = [tag for tag in operands if tag.source >= 0]
     if not rounded:

@@ -13,17 +13,11 @@ from jmp_lite._src.reports import percent
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An operation that overflows, or is the first to lose accuracy.
-
-    Attributes:
-      row: the operation.
-      layer: the layer to keep in float32; `""` if no layer is left.
-      dtype: the half dtype.
-    """
+    """An operation that overflows, or is the first to lose accuracy."""
 
     row: OpStats
-    layer: str
-    dtype: str
+    layer: str  # to keep in float32; "" if no layer is left
+    dtype: str  # the half dtype
 
     def reason(self) -> str:
         """Return why the layer must be in float32."""

@@ -127,23 +127,14 @@ def _cast(arrays: Any, wanted: Any) -> Any:
 
 
 class Record(NamedTuple):
-    """What is recorded of a result of an operation, or of an operand read in half.
+    """What is recorded of a result of an operation, or of an operand read in half."""
 
-    Attributes:
-      stats: those of its numbers in the float32 run.
-      error: that of the policy's run, relative to float32; the largest.
-      added_error: the part of it that the operands did not have; the largest.
-      backward: whether it is of the backward pass.
-      source: the site that rounded away the digits that are lost here.
-      dtype: the half or fp8 dtype that the policy has it in, `""` if it has none.
-    """
-
-    stats: stats.ValueStats
-    error: float
-    added_error: float
-    backward: bool
-    source: int
-    dtype: str
+    stats: stats.ValueStats  # of its numbers in the float32 run
+    error: float  # of the policy's run, relative to float32; the largest
+    added_error: float  # the part of it that the operands did not have; the largest
+    backward: bool  # whether it is of the backward pass
+    source: int  # the site that rounded away the digits that are lost here
+    dtype: str  # half or fp8, as the policy has it, or ""
 
     def merged(self, other: "Record") -> "Record":
         """Return the record of two runs of one operation."""

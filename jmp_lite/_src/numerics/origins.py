@@ -79,14 +79,10 @@ class _Watcher(_Origins, Walker):
 
 
 class OriginObserver(_Origins, Observer):
-    """Carries origins on the host.
-
-    Attributes:
-      ranges: by `eqn_count`, for operations that are an origin, the smallest and the
-        largest number of each floating operand.
-    """
+    """Carries origins on the host."""
 
     def __init__(self):
+        # By `eqn_count`, of operations that are an origin.
         self.ranges: dict[int, OperandRanges] = {}
 
     def observe(self, op: Operation) -> Sequence[Any]:

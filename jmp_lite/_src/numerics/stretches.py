@@ -192,34 +192,20 @@ class Operation(NamedTuple):
     of the compiled function, and each tag its index among the tags of the inputs and
     operations; either may be a `Constant`. `runs.Run` replaces them by the arrays and
     the tags.
-
-    Attributes:
-      eqn: the equation.
-      site: its number among the sites of the stretch, or of the run.
-      eqn_plan: its entry in the plan.
-      ins: its operands; None where neither floating nor a mask that chooses.
-      outs: its results; None where not floating.
-      low_ins: the shadows of its operands, likewise.
-      low_outs: the shadows of its results, likewise.
-      read: the other arrays that `Shadow.run_eqn` returned.
-      tags: the tags of its operands.
-      also: the tags of what else the shadows of its results are computed from.
-      eqn_count: how many operations ran before it in the run.
-      loops: the iteration of each loop around it, outermost first.
     """
 
     eqn: Any
-    site: int
+    site: int  # its number among the sites of the stretch, or of the run
     eqn_plan: Any
-    ins: Sequence[Any]
-    outs: Sequence[Any]
-    low_ins: Sequence[Any]
-    low_outs: Sequence[Any]
-    read: Sequence[Any]
-    tags: Sequence[Any]
-    also: Sequence[Any]
-    eqn_count: int = 0
-    loops: tuple[int, ...] = ()
+    ins: Sequence[Any]  # None where neither floating nor a mask that chooses
+    outs: Sequence[Any]  # None where not floating
+    low_ins: Sequence[Any]  # the shadows of the operands, likewise
+    low_outs: Sequence[Any]  # the shadows of the results, likewise
+    read: Sequence[Any]  # the other arrays that `Shadow.run_eqn` returned
+    tags: Sequence[Any]  # of its operands
+    also: Sequence[Any]  # the tags of what else the shadows are computed from
+    eqn_count: int = 0  # how many operations ran before it in the run
+    loops: tuple[int, ...] = ()  # the iterations around it, outermost first
 
 
 class CompiledStretch:

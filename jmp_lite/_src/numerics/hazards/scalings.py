@@ -34,17 +34,13 @@ Powers = frozenset[tuple[float, ...]]
 
 
 class Scaling(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-      powers: the powers of each loss scale that its terms have; empty if any fit, as
-        for constants and inputs; None if they are not known.
-      is_gradient: whether it is computed from gradients.
-      scaled_by: the loss scales that these were multiplied by, and not divided by yet.
-    """
-
+    # The powers of each loss scale that its terms have; empty if any fit, as for
+    # constants and inputs; None if they are not known.
     powers: Powers | None = frozenset()
-    is_gradient: bool = False
+    is_gradient: bool = False  # whether it is computed from gradients
+    # The loss scales that these were multiplied by, and not divided by yet.
     scaled_by: frozenset[int] = frozenset()
 
     @property
