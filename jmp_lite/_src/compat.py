@@ -446,17 +446,11 @@ def new_primitive(
 ) -> Callable[..., jax.Array]:
     """Return a function of arrays that JAX transforms by rules of its own.
 
-    Args:
-      name: what a jaxpr prints.
-      impl: the function, of arrays and of static keywords; it returns one array.
-      jvp: primals, tangents (`SymbolicZero` where there is none) and the keywords ->
-        the result and its tangent.
-      batch: operands, their mapped axes (or None) and the keywords -> the result,
-        mapped over axis 0.
-      transposes: for each of the first operands in which it is linear: the cotangent,
-        the aval of that operand, the other operands and the keywords -> the cotangent
-        of that operand.
-      static_argnames: the keywords.
+    The function `impl`, of arrays and of static keywords, returns one array; so does
+    `batch`, of operands and their mapped axes (or None), mapped over axis 0. `jvp`
+    takes primals and tangents (`SymbolicZero` where there is none). For each of the
+    first operands in which it is linear, `transposes` has a function of the cotangent,
+    the aval of that operand, and the other operands.
     """
     primitive = Primitive(name)
     jitted = jax.jit(impl, static_argnames=static_argnames)

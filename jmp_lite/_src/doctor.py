@@ -170,16 +170,12 @@ _KINDS_OF_PRODUCTS = {10: " (TF32)", 7: " (one pass in bfloat16)"}
 
 
 def diagnose(
-    *,
-    seconds: float = 10.0,
-    on_progress: Callable[[float], None] = lambda share: None,
+    *, seconds: float = 10.0, on_progress: Callable[[float], None] = lambda share: None
 ) -> Diagnosis:
     """Measure half precision on the first local device and recommend a policy.
 
-    Args:
-      seconds: the approximate time for timing products; a few products of 256 × 256 are
-        always timed.
-      on_progress: called with the fraction that is done, 0 to 1.
+    A few products of 256 × 256 are timed however few seconds there are; `on_progress`
+    is called with the fraction that is done, 0 to 1.
 
     Raises:
       ValueError: `seconds` is not positive.
@@ -196,7 +192,10 @@ def diagnose(
         ) from None
     rates = measure_rates(seconds, on_progress)
     ratios = {r.dtype: r.over_float32 for r in rates if r.over_float32 is not None}
-    kinds = Counter((d.platform, d.device_kind, _capability(d)) for d in devices)
+    kinds = Counter(
+        (d.platform, d.device_kind, getattr(d, "compute_capability", None))
+        for d in devices
+    )
     bits, error = measure_float32()
     return Diagnosis(
         versions=compat.versions(),
@@ -320,11 +319,6 @@ def _fp8_reasons(device: Any, ratios: Mapping[str, float]) -> list[str]:
         "measured on the model: its speed and its loss.",
     ]
     return reasons
-
-
-def _capability(device: Any) -> str | None:
-    capability = getattr(device, "compute_capability", None)
-    return None if capability is None else str(capability)
 
 
 # Measurements.

@@ -369,11 +369,7 @@ def _linear_batch(args, axes, *, is_lhs, in_axes):
 
 # f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
 _product = compat.new_primitive(
-    PRIMITIVE,
-    _product_impl,
-    _product_jvp,
-    _product_batch,
-    static_argnames=("formats",),
+    PRIMITIVE, _product_impl, _product_jvp, _product_batch, static_argnames=("formats",)
 )
 # Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
 # multiply float32.

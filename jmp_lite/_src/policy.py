@@ -349,13 +349,12 @@ class PolicyMap:
 
     def rule_for(self, path: str) -> Policy | None:
         """Return the policy of the first pattern that applies to a path, else None."""
-        index = self._index_at(path)
-        return None if index is None else self.rules[index][1]
+        return self.match(path)[1]
 
-    def pattern_for(self, path: str) -> str | None:
-        """Return the first pattern that applies to a path, else None."""
-        index = self._index_at(path)
-        return None if index is None else self.rules[index][0]
+    def match(self, path: str) -> tuple[str, Policy | None]:
+        """Return the first pattern that applies to a path, and its policy or None."""
+        index = first_match([pattern for pattern, _ in self.rules], path)
+        return ("", None) if index is None else self.rules[index]
 
     def explain(self, tree: Any, role: str = "compute") -> dict[str, Any]:
         """Return the dtype that each array of a tree is cast to.
@@ -415,9 +414,6 @@ class PolicyMap:
             ),
             tree,
         )
-
-    def _index_at(self, path: str) -> int | None:
-        return first_match([pattern for pattern, _ in self.rules], path)
 
 
 def paths_around(path: str) -> list[str]:

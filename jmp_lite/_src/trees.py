@@ -128,7 +128,11 @@ def cast_like(tree: T, like: Any) -> T:
 
 def cast_at_least_float32(tree: T) -> T:
     """Cast the half-precision arrays of a tree to float32; float64 is unchanged."""
-    return jax.tree.map(lambda x: _cast(x, jnp.float32) if _is_half(x) else x, tree)
+
+    def is_half(x: Any) -> bool:
+        return is_array(x) and dtypes.is_half(x.dtype)
+
+    return jax.tree.map(lambda x: _cast(x, jnp.float32) if is_half(x) else x, tree)
 
 
 def multiply(tree: T, factor: Any) -> T:
@@ -304,10 +308,6 @@ def _cast(x: Any, dtype: DTypeLike) -> Any:
     return x.astype(dtype)
 
 
-def _is_half(x: Any) -> bool:
-    return is_array(x) and dtypes.is_half(x.dtype)
-
-
 def _is_number(x: Any) -> bool:
     """Return whether `jnp.where` accepts a leaf."""
     if isinstance(x, np.ndarray | np.generic):
@@ -329,17 +329,13 @@ def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
         )
     if getattr(x, "dtype", None) == jax.dtypes.float0:
         return x
-    x, y = _as_jax(x), _as_jax(y)
+    x, y = jnp.asarray(x), jnp.asarray(y)
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
             f"select_tree got {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)} "
             f"at {key_path(path)!r}; expected the same shape and dtype."
         )
     return jnp.where(pred, x, y)
-
-
-def _as_jax(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _check_same_structure(a: Any, b: Any, caller: str) -> None:

@@ -1,7 +1,7 @@
 """flax's attention with its softmax in float32, for linen and nnx."""
 
-import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +61,9 @@ def dot_product_attention(
         return logits
 
     if isinstance(module, nnx.Module):
-        module = _Intermediates(module)
+        # It sows as linen does.
+        sow = functools.partial(module.sow, nnx.Intermediate)
+        module = types.SimpleNamespace(sow=lambda _, name, value: sow(name, value))
     # flax computes the softmax in the dtype of the logits, and casts it to `dtype`.
     return nn.dot_product_attention(
         query,
@@ -73,17 +75,6 @@ def dot_product_attention(
         attn_weights_value_einsum=attn_weights_value_einsum or einsum,
         **{**options, "force_fp32_for_softmax": False},
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Intermediates:
-    """An nnx module to sow in as linen does."""
-
-    module: nnx.Module
-
-    def sow(self, collection: str, name: str, value: jax.Array) -> None:
-        del collection
-        self.module.sow(nnx.Intermediate, name, value)
 
 
 def nnx_dot_product_attention(

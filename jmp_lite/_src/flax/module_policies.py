@@ -181,9 +181,9 @@ class ModulePolicies:
         self, path: str, module_class: type, outer: str | None
     ) -> tuple[str, Policy | None]:
         """Return the rule that names a module, and its policy; None if none does."""
-        pattern = self.policy.pattern_for(path)
-        if pattern is not None and (outer is None or not applies(pattern, outer)):
-            return f"path {pattern!r}", self.policy.rule_for(path)
+        pattern, policy = self.policy.match(path)
+        if policy is not None and (outer is None or not applies(pattern, outer)):
+            return f"path {pattern!r}", policy
         for cls, policy in self.classes:
             if issubclass(module_class, cls):
                 return f"class {cls.__name__}", policy
@@ -238,12 +238,7 @@ _MOST_NAMES = 5
 
 
 def enclosing_module(path: str, modules: Container[str]) -> str | None:
-    """Return the longest module path that a path lies inside of, None if none does.
-
-    Examples:
-      >>> enclosing_module("layer/dense/kernel", {"", "layer", "layer/dense"})
-      'layer/dense'
-    """
+    """Return the longest module path that a path lies inside of, None if none does."""
     while path:
         path = path.rpartition("/")[0]
         if path in modules:
@@ -283,32 +278,19 @@ def cast_params(
 
 @dataclasses.dataclass(frozen=True)
 class ModuleDtypes:
-    """The dtypes of one module of a model under its policy.
+    """The dtypes of one module of a model under its policy."""
 
-    Attributes:
-      path: its path, `""` for the model itself.
-      module: the name of its class.
-      params: dtypes that its own parameters are stored in; empty if it has none.
-      compute: the dtype that it computes in, and whether matrix products are in fp8.
-      output: dtypes of its floating outputs.
-      why: what decided: a pattern, a class, the enclosing module, or its own `dtype`.
-    """
-
-    path: str
-    module: str
-    params: tuple[str, ...]
-    compute: str
-    output: tuple[str, ...]
-    why: str
+    path: str  # "" for the model itself
+    module: str  # the name of its class
+    params: tuple[str, ...]  # that its own parameters are stored in
+    compute: str  # the dtype, and whether matrix products are in fp8
+    output: tuple[str, ...]  # of its floating outputs
+    why: str  # what decided: a pattern, a class, what encloses it, its own `dtype`
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(reports.Report):
-    """The dtypes of each module of a model under its policies.
-
-    Attributes:
-      rows: one per module.
-    """
+    """The dtypes of each module of a model under its policies."""
 
     rows: tuple[ModuleDtypes, ...]
 
@@ -354,7 +336,9 @@ def explain(
         ModuleDtypes(
             path=path,
             module=cls.__name__,
-            params=_dtype_names(owned.get(path, ())),
+            params=tuple(
+                sorted({dtypes.dtype_name(leaf.dtype) for leaf in owned.get(path, ())})
+            ),
             compute=dtypes.dtype_name(resolved[path].compute_dtype)
             + (", products in fp8" if path in in_fp8 else ""),
             output=tuple(outputs.get(path, ())),
@@ -363,7 +347,3 @@ def explain(
         for path, cls in modules.items()
     ]
     return Explanation(tuple(rows))
-
-
-def _dtype_names(leaves: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(sorted({dtypes.dtype_name(leaf.dtype) for leaf in leaves}))

@@ -275,23 +275,13 @@ def degree(eqn: Any) -> float | None:
 
 
 def facts(name: str) -> Fact:
-    """Return what is known of a primitive, nothing if it is not in the table.
-
-    Examples:
-      >>> Fact.SATURATES in facts("tanh"), facts("fft")
-      (True, <Fact: 0>)
-    """
+    """Return what is known of a primitive, nothing if it is not in the table."""
     known = PRIMITIVES.get(name)
     return known.facts if known else _NONE
 
 
 def named(fact: Fact) -> tuple[str, ...]:
-    """Return the primitives with any of some facts, in the order of the table.
-
-    Examples:
-      >>> named(Fact.JOINS)[:3]
-      ('concatenate', 'stack', 'pad')
-    """
+    """Return the primitives with any of some facts, in the order of the table."""
     return tuple(name for name, known in PRIMITIVES.items() if known.facts & fact)
 
 

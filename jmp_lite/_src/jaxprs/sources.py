@@ -45,10 +45,8 @@ def traceback_of(eqn: Eqn) -> Any:
 def lines_of_rules() -> AbstractContextManager[None]:
     """Trace operations of custom derivative rules with the lines of the rules.
 
-    JAX runs the rule of a custom derivative under the traceback of the call, so every
-    operation of the rule has the line of the call. Within this context, in this thread,
-    it has the line of the user's code in the rule instead. If JAX stores tracebacks in
-    an unknown way, lines stay as JAX gives them.
+    JAX runs a rule under the traceback of the call, so every operation of it has the
+    line of the call, also if JAX stores tracebacks in an unknown way.
 
     Limits: JAX caches the traces of jitted functions with their lines. A function that
     was differentiated before has the lines that it had then.

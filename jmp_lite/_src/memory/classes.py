@@ -54,11 +54,8 @@ def classes_of_leaves(
 ) -> list[str]:
     """Return the class of each array among the arguments of a step, in their order.
 
-    The step returns these shapes as its result. What arguments are may be given in
-    `classes`, by their names or indices.
-
-    Raises:
-      ValueError: `classes` has a name that is no argument.
+    By the shapes that the step returns. What arguments are may be given in `classes`,
+    by their names or indices; a name that is no argument raises an error.
     """
     names = _argument_names(fun, len(args))
     given = dict(classes or {})

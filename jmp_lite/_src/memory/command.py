@@ -83,10 +83,7 @@ def run(options: argparse.Namespace) -> int:
 def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the step and the arguments that `"package.module:function"` returns.
 
-    Modules in the current folder are found.
-
-    Raises:
-      ValueError: there is no such function, or it returns something else.
+    Modules in the current folder are found. Mistakes raise a `ValueError`.
     """
     name, _, attribute = target.partition(":")
     if not name or not attribute:

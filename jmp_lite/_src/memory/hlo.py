@@ -101,9 +101,8 @@ class Counts(NamedTuple):
       aliased: arguments whose memory a result takes over.
       traffic: bytes that kernels and copies, those in loops by their trips, read from
         and write to the device's main memory; of what is sliced or updated at an index,
-        the slice. XLA's own count does not tell the memories of a TPU apart: what is
-        fetched ahead of time it has four times (a copy) or five (slices that are
-        joined) before anything reads it; this one has it once.
+        the slice. What a TPU fetches ahead of time, XLA's own count has four times (a
+        copy) or five (slices that are joined); this one has it once.
       collectives: bytes that collectives leave on a device, by "opcode dtype"; those in
         loops by their trips. A TPU sums float16 two by two, in u32.
       collective_calls: how many collectives are run, by opcode. Several arrays that are
@@ -180,12 +179,9 @@ def count(text: str) -> Counts:
         found["conditionals"] += x.opcode == "conditional"
         is_of_host = x.opcode in _HOST_OPS or _HOST_CALLS.search(x.line)
         found["host_transfers"] += bool(is_of_host)
+    counted = ("kernels", "casts", "half_sums", "conditionals", "host_transfers")
     return Counts(
-        kernels=found["kernels"],
-        casts=found["casts"],
-        half_sums=found["half_sums"],
-        conditionals=found["conditionals"],
-        host_transfers=found["host_transfers"],
+        *(found[name] for name in counted),
         aliased=len(_ALIAS.findall(text.partition("\n")[0])),
         traffic=found["traffic"],
         collectives=dict(sorted(moved.items())),

@@ -125,8 +125,7 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 
 def _peak(
-    instructions: Sequence[_Instruction],
-    of_body: Callable[[str], list[Live]],
+    instructions: Sequence[_Instruction], of_body: Callable[[str], list[Live]]
 ) -> list[Live]:
     """Return what is in memory at the peak of a computation, of what it makes.
 

@@ -189,9 +189,8 @@ def advise(
     scales the largest gradient in half to an eighth of the largest number of the dtype.
     Puts each layer whose operations overflow, or have an error of more than 32
     roundings, into float32; a layer with products in fp8 into bfloat16 first. Repeats
-    this until nothing changes. If an operation shows
-    an error of another layer (`1 - p`, where `p` was rounded to 1), that layer goes
-    into float32.
+    this until nothing changes. If an operation shows an error of another layer
+    (`1 - p`, where `p` was rounded to 1), that layer goes into float32.
 
     In float16, `autocast` keeps results of matrix products in float32 unless only
     products read them. Here, layers get half results in which every number that becomes
@@ -387,18 +386,13 @@ class _Search:
         unlike `autocast` of the gradient, which keeps some in float32. A factor of a
         derivative, such as `2 * x`, does not grow with the loss scale.
         """
-
-        def is_scaled(key, row):
-            unscaled = self.unscaled.get(key, 0.0)
-            return scale == 1.0 or row.max_abs > scale**0.5 * unscaled
-
+        least = scale**0.5 if scale != 1.0 else 0.0
         return [
             row
             for key, row in _keyed(report)
             if row.direction == "backward"
             and (row.is_half or row.reads_half)
-            and row.max_abs
-            and is_scaled(key, row)
+            and row.max_abs > least * self.unscaled.get(key, 0.0)
         ]
 
     def _candidates(self, layers: Iterable[str]) -> dict[str, str]:

@@ -113,10 +113,6 @@ def measure(
     """Run a function in float32 and under a policy, as `check_policy` returns it.
 
     Adds what it compiles to `programs`, which has what other runs have compiled.
-
-    Raises:
-      ValueError: the program is in half already, or its results are not finite; a
-        pattern of the policy matches no scope.
     """
     planned, policy = _plan_fitted(fun, policy, args_and_kwargs, rules)
     plan, arrays = planned.plan, planned.traced.args

@@ -28,13 +28,9 @@ def gained(before: DryRunReport, after: DryRunReport) -> list[OpStats]:
 def out_of_range(
     found: Sequence[OpStats], half: Collection[str], headroom: float, dtype: Any
 ) -> dict[str, str]:
-    """Return the layers that must not have half results by their range, and why.
+    """Return which layers with half results must not have them by their range, and why.
 
-    Args:
-      found: the results that are half because of half results, in order.
-      half: the layers that may have them.
-      headroom: how many times what was measured must be in the range.
-      dtype: the half dtype.
+    By what is half because of these, in order: `headroom` times it must be in range.
     """
     largest, reasons = float(jnp.finfo(dtype).max), {}
     for i, row in enumerate(found):

@@ -56,12 +56,7 @@ def exact_pattern_of(layer: str) -> str:
 
 
 def part_of_model(layer: str) -> str | None:
-    """Return the path of a module in its linen model; None if there is no model.
-
-    Examples:
-      >>> part_of_model("loss/Net/mlp"), part_of_model("Net"), part_of_model("loss")
-      ('mlp', '', None)
-    """
+    """Return the path of a module in its linen model; None if there is no model."""
     top, rest = _split(layer)
     return rest if top else None
 

@@ -35,13 +35,9 @@ _FLOOR = -6
 def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     """Draw the histogram of exponents of each layer, over the range of a half dtype.
 
-    A row of bars per layer has one bar per power of two, whose height is the logarithm
-    of the share of the layer's non-zero numbers.
-
-    Args:
-      named: per layer, from top to bottom, an object with a `histogram` `[96]`, such as
-        a `ValueStats`.
-      dtype: the half dtype, or its name.
+    A row of bars per layer, from top to bottom, has one bar per power of two, whose
+    height is the logarithm of the share of the layer's non-zero numbers. Each layer is
+    an object with a `histogram` `[96]`, such as a `ValueStats`.
     """
     dtype = check_dtype(dtype)
     without = [name for name, stats in named.items() if stats.histogram is None]
@@ -87,13 +83,7 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
 
 
 def plot_heat_map(rows: Sequence[str], columns: Sequence[str], values: Any) -> Figure:
-    """Draw shares of numbers, by layer and kind of loss, with each number in its cell.
-
-    Args:
-      rows: the names of the layers, from top to bottom.
-      columns: the kinds of loss: `"underflow"`, `"overflow"`.
-      values: shares `[rows, columns]`, 0 to 1; NaN is left blank.
-    """
+    """Draw shares, by layer and kind of loss `[rows, columns]`; NaN is left blank."""
     shares = np.array(values, np.float64)
     if shares.shape != (len(rows), len(columns)):
         raise ValueError(

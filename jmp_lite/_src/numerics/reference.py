@@ -49,12 +49,8 @@ def check_is_float32(jaxpr: Any, caller: str) -> str:
 def check_is_finite(found: Any, results: Sequence[Any], caller: str) -> None:
     """Raise if an operation of the float32 run made a number that is not finite.
 
-    Infinite inputs, such as masks, may be results, NaNs may not.
-
-    Args:
-      found: the `NonFinite` of its results, or of an operation in half.
-      results: its results.
-      caller: the name of the public function, for the text.
+    That is found in its results, or in half. Infinite inputs, such as masks, may be
+    results, NaNs may not.
     """
     if found.primitive in ("argument", "constant") and not any(map(_has_nan, results)):
         return

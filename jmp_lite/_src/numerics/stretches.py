@@ -125,7 +125,10 @@ def _cut_alike(pairs: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
     A cut is chosen by the few equations before it. So equal sequences have the same
     cuts, but for the first few.
     """
-    looks = [_look(eqn) for eqn, _ in pairs]
+    looks = [
+        (eqn.primitive.name, [str(v.aval) for v in (*eqn.invars, *eqn.outvars)])
+        for eqn, _ in pairs
+    ]
     hashes = [
         zlib.crc32(repr(looks[max(i - _LOOKS_AT, 0) : i]).encode())
         for i in range(len(pairs) + 1)
@@ -147,10 +150,6 @@ def _cut_alike(pairs: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
         groups.append(pairs[start:end])
         start = end
     return groups
-
-
-def _look(eqn: Any) -> tuple[str, list[str]]:
-    return eqn.primitive.name, [str(v.aval) for v in (*eqn.invars, *eqn.outvars)]
 
 
 def _is_for_python(eqn: Any) -> bool:

@@ -65,28 +65,23 @@ _TO_SMALLER_STEP = np.float32(1 - 2**-23), np.float32(0)
 
 
 def encode(
-    x: jax.Array,
-    noise: jax.Array,
-    old: tuple[jax.Array, jax.Array] | None = None,
+    x: jax.Array, noise: jax.Array, old: tuple[jax.Array, jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Round numbers stochastically to 8 bits.
 
     The mean of a rounded number is the number, except at both ends. In a block without
     a sign, numbers below `2**-63` of the largest and subnormal ones are rounded up; in
     one with signs, those below `2**-35` of it are rounded towards zero. Those between
-    the last code that is finite and the largest of float32 are rounded down.
+    the last code that is finite and the largest of float32 are rounded down. A block
+    with a NaN has the scale NaN: all its numbers become NaN. An inf stays inf, or
+    becomes the largest number of a block with negative numbers.
 
     Args:
       x: f32 `[..., n]`.
       noise: u32, the shape of `x` or `[]`, uniform over all 32-bit integers. The
         constant `2**31` rounds to nearest.
-      old: codes and scales, which stay as they are in each block whose numbers are
-        those of `x`, bit by bit.
-
-    Returns:
-      The codes, u8 `[..., n]`, and the scales, f32 `[..., ceil(n / 256)]`. A block with
-      a NaN has the scale NaN: all its numbers become NaN. An inf stays inf, or becomes
-      the largest number of a block with negative numbers.
+      old: codes, u8 `[..., n]`, and scales, f32 `[..., ceil(n / 256)]`, as they are
+        returned. They stay in each block whose numbers are those of `x`, bit by bit.
     """
     bits = _bits(x)
     magnitude = bits & ~_SIGN

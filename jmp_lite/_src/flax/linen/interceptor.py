@@ -231,8 +231,10 @@ class PolicyInterceptor:
         if is_rule_start or not path:
             out = policy.cast_to_output(out)
         out = _keep_carry_dtypes(module, given, out)
-        seen = (*self._outputs.get(path, ()), *_float_dtypes(out))
-        self._outputs[path] = tuple(dict.fromkeys(seen))
+        made = filter(trees.is_castable, jax.tree.leaves(out))
+        names = (dtypes.dtype_name(leaf.dtype) for leaf in made)
+        seen = dict.fromkeys((*self._outputs.get(path, ()), *names))
+        self._outputs[path] = tuple(seen)
         return out
 
 
@@ -320,8 +322,3 @@ def _set_fields(module: nn.Module, fields: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in old.items():
             object.__setattr__(module, name, value)
-
-
-def _float_dtypes(tree: Any) -> tuple[str, ...]:
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if trees.is_castable(leaf)]
-    return tuple(dtypes.dtype_name(leaf.dtype) for leaf in leaves)

@@ -7,13 +7,7 @@ import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.dataflow import (
-    Op,
-    Value,
-    moved,
-    origin,
-    readers,
-)
+from jmp_lite._src.numerics.hazards.dataflow import Op, Value, moved, origin, readers
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import (
     IN_F32,

@@ -21,13 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.jaxprs import (
-    control_flow,
-    name_scopes,
-    primitives,
-    sources,
-    tracing,
-)
+from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
 

@@ -21,7 +21,6 @@ from jmp_lite._src.numerics.hazards.dataflow import (
 )
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
-from jmp_lite._src.numerics.hazards.scalings import Scaling
 
 # A loss that is multiplied by less is weighted, not scaled.
 _LEAST_SCALE = 8.0
@@ -44,13 +43,10 @@ def _float16_without_scale(program: LintedProgram) -> Hits:
         if not (is_cast or op.facts & Fact.PRODUCT):
             continue
         half = [v for v in (*op.ins, *op.outs) if v.dtype == jnp.float16]
-        if any(_is_unscaled_gradient(program.scalings.of(v)) for v in half):
+        gradients = [x for x in map(program.scalings.of, half) if x.is_gradient]
+        if any(not any(map(any, x.powers or ())) for x in gradients):
             yield op, "gradients are float16, and no loss scale reaches them"
             return
-
-
-def _is_unscaled_gradient(known: Scaling) -> bool:
-    return known.is_gradient and not any(map(any, known.powers or ()))
 
 
 def _may_scale(op: Op) -> bool:

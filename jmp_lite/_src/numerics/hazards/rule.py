@@ -80,10 +80,5 @@ class Rule:
 
 
 def exact_integers(dtype: Any) -> int:
-    """Return the integer up to which a half dtype holds every one.
-
-    Examples:
-      >>> exact_integers(jnp.float16), exact_integers(jnp.bfloat16)
-      (2048, 256)
-    """
+    """Return the integer up to which a half dtype holds every one: 2048 or 256."""
     return 2 ** (jnp.finfo(dtype).nmant + 1)

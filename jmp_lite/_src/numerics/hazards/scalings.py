@@ -16,12 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src.jaxprs.primitives import PARTS, Fact
-from jmp_lite._src.numerics.hazards.dataflow import (
-    JOIN,
-    Op,
-    Value,
-    sources_of,
-)
+from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value, sources_of
 from jmp_lite._src.numerics.hazards.ranges import Ranges, scalar
 
 # f(s * x) = s * f(x), of all operands together.
