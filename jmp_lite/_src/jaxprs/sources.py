@@ -45,8 +45,8 @@ def traceback_of(eqn: Eqn) -> Any:
 def lines_of_rules() -> AbstractContextManager[None]:
     """Trace operations of custom derivative rules with the lines of the rules.
 
-    JAX runs a rule under the traceback of the call, so every operation of it has the
-    line of the call, also if JAX stores tracebacks in an unknown way.
+    JAX runs a rule under the traceback of the call, so every operation of it would have
+    the line of the call; it does if JAX stores tracebacks in an unknown way.
 
     Limits: JAX caches the traces of jitted functions with their lines. A function that
     was differentiated before has the lines that it had then.

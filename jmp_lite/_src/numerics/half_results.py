@@ -113,7 +113,7 @@ def _rules(
 ) -> Iterator[tuple[str, bool]]:
     """Yield the rules for the scopes in a scope, inner ones first.
 
-    The rule around it makes results half, or does not.
+    `around` says whether the rule around it makes results half.
     """
     inside = {x: r for x, r in results.items() if x and _is_in(x, scope)}
     if scope and set(inside.values()) == {not around}:

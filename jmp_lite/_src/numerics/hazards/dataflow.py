@@ -350,10 +350,10 @@ def moved(op: Op, value: Value) -> list[Value]:
 def readers(
     value: Value, through: Callable[[Op, Value], list[Value]] = moved
 ) -> Iterator[tuple[Op | None, Value]]:
-    """Yield each operation that reads a value, or a result that stands for it.
+    """Yield each reader of a value, or of what stands for it, and the operand it reads.
 
-    With the operand that it reads. The operation is None if the function returns that.
-    `through` has the results of an operation that stand for one of its operands.
+    The reader is None where the function returns the operand. `through` returns the
+    results of an operation that stand for one of its operands.
     """
     waiting, seen = [value], {id(value)}
     while waiting:
