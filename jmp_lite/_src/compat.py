@@ -100,8 +100,7 @@ def _register_with_flax_serialization(cls: Any) -> None:
 
 def is_nnx(x: Any, name: str) -> bool:
     """Return whether this is of a class of flax.nnx; False if that is not loaded."""
-    cls = getattr(sys.modules.get("flax.nnx"), name, None)
-    return cls is not None and isinstance(x, cls)
+    return isinstance(x, getattr(sys.modules.get("flax.nnx"), name, ()))
 
 
 def is_nnx_module(x: Any) -> bool:
@@ -111,19 +110,18 @@ def is_nnx_module(x: Any) -> bool:
 
 def is_unbound_linen_module(x: Any) -> bool:
     """Return whether this is a linen module that is no part of a running `apply`."""
-    module = getattr(sys.modules.get("flax.linen"), "Module", None)
-    return module is not None and isinstance(x, module) and x.scope is None
+    module: Any = getattr(sys.modules.get("flax.linen"), "Module", ())
+    return isinstance(x, module) and x.scope is None
 
 
 def unwrap_nnx_variables(tree: Any) -> Any:
     """Replace each nnx variable in a tree by its array."""
-    variable: Any = getattr(sys.modules.get("flax.nnx"), "Variable", None)
-    if variable is None:
-        return tree
+
+    def is_variable(x: Any) -> bool:
+        return is_nnx(x, "Variable")
+
     return jax.tree.map(
-        lambda x: x.get_value() if isinstance(x, variable) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, variable),
+        lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable
     )
 
 
@@ -228,11 +226,7 @@ def _environment(values: dict[str, str], hardware: str) -> Iterator[None]:
 
 
 def tpus_to_compile_for(topology: str) -> list[Any]:
-    """Return the devices of a slice that need not be there: of `"v5e:2x2"`.
-
-    Raises:
-      ModuleNotFoundError: libtpu is not installed.
-    """
+    """Return the devices of a slice that need not be there: of `"v5e:2x2"`."""
     from jax.experimental import topologies
 
     if "TPU_LIBRARY_PATH" not in os.environ:
@@ -242,15 +236,7 @@ def tpus_to_compile_for(topology: str) -> list[Any]:
 
 
 def gpus_to_compile_for(target_config: str, count: int) -> list[Any]:
-    """Return GPUs that need not be there.
-
-    Args:
-      target_config: what they are: the text of XLA's `GpuTargetConfigProto`.
-      count: how many, on one host.
-
-    Raises:
-      ModuleNotFoundError: JAX' plugin for GPUs is not installed.
-    """
+    """Return GPUs that need not be there, by the text of a `GpuTargetConfigProto`."""
     from jax.experimental import topologies
 
     def devices():
@@ -310,15 +296,9 @@ def consts_of(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def match_jaxpr_type(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return a jaxpr as open or closed as another, and its additional inputs.
+    """Return a jaxpr as open or closed as the one it replaces, and its first inputs.
 
-    Args:
-      closed: a closed jaxpr.
-      old: the jaxpr that it replaces: closed, or open (as in remat). If it is open, the
-        constants of `closed` become its first inputs.
-
-    Returns:
-      The jaxpr, and the constants to pass as its first inputs.
+    If that one is open (as in remat), these are the constants of the closed jaxpr.
     """
     if isinstance(old, ClosedJaxpr):
         return closed, ()
@@ -352,9 +332,6 @@ def replace_source_info(make: Callable[[Any], Any]) -> Iterator[None]:
     """Replace JAX's current `SourceInfo` in this thread.
 
     Does nothing if JAX stores it in an unknown way, or inside another such context.
-
-    Args:
-      make: maps the current `SourceInfo` to its replacement.
     """
     holder: Any = getattr(source_info_util_private, "_source_info_context", None)
     before = getattr(holder, "context", None)
@@ -428,11 +405,8 @@ def shard_map_axes(params: dict[str, Any]) -> Any:
 def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> Any:
     """Bind a `custom_jvp_call` or `custom_vjp_call` with its functions wrapped.
 
-    Args:
-      eqn: the equation.
-      args: its operands.
-      wrap: called as `wrap(fun, role)` for the function and its derivative rules, with
-        `role` 0, 1… in the order in which JAX binds them; returns the replacement.
+    `wrap(fun, role)` returns the replacement of the function and its derivative rules,
+    with `role` 0, 1… in the order in which JAX binds them.
     """
     user_context, manager = eqn_contexts(eqn)
     with user_context, manager:
@@ -472,17 +446,11 @@ def new_primitive(
 ) -> Callable[..., jax.Array]:
     """Return a function of arrays that JAX transforms by rules of its own.
 
-    Args:
-      name: what a jaxpr prints.
-      impl: the function, of arrays and of static keywords; it returns one array.
-      jvp: primals, tangents (`SymbolicZero` where there is none) and the keywords ->
-        the result and its tangent.
-      batch: operands, their mapped axes (or None) and the keywords -> the result,
-        mapped over axis 0.
-      transposes: for each of the first operands in which it is linear: the cotangent,
-        the aval of that operand, the other operands and the keywords -> the cotangent
-        of that operand.
-      static_argnames: the keywords.
+    The function `impl`, of arrays and of static keywords, returns one array; so does
+    `batch`, of operands and their mapped axes (or None), mapped over axis 0. `jvp`
+    takes primals and tangents (`SymbolicZero` where there is none). For each of the
+    first operands in which it is linear, `transposes` has a function of the cotangent,
+    the aval of that operand, and the other operands.
     """
     primitive = Primitive(name)
     jitted = jax.jit(impl, static_argnames=static_argnames)

@@ -40,45 +40,27 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 50
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """The speed of matrix products of a dtype, or of two.
+    """The speed of matrix products of a dtype, or of two."""
 
-    Attributes:
-      dtype: the NumPy name of the dtype of both operands, or of each if they differ:
-        `"float8_e5m2 x float8_e4m3fn"`.
-      size: the number of rows of the square matrices.
-      seconds: the median time of a product; None if it does not compile.
-      tflops: 1e12 multiplications and additions per second; None if it does not
-        compile.
-      over_float32: the rate divided by that of float32, the median over rounds.
-      error: why the product does not compile, or "".
-    """
-
+    # The NumPy name of the dtype of both operands, or of each if they differ:
+    # "float8_e5m2 x float8_e4m3fn".
     dtype: str
-    size: int
-    seconds: float | None = None
-    tflops: float | None = None
-    over_float32: float | None = None
-    error: str = ""
+    size: int  # rows of the square matrices
+    seconds: float | None = None  # the median of a product; None: it does not compile
+    tflops: float | None = None  # 1e12 multiplications and additions per second
+    over_float32: float | None = None  # the median over rounds
+    error: str = ""  # why the product does not compile
 
 
 @dataclasses.dataclass(frozen=True)
 class DtypeRange:
-    """The range of a dtype.
+    """The range of a dtype."""
 
-    Attributes:
-      dtype: its NumPy name.
-      max: the largest finite number.
-      smallest_normal: the smallest positive number of full precision.
-      smallest_subnormal: the smallest positive number.
-      keeps_subnormals: whether this device computes with subnormals; if not, it flushes
-        numbers below `smallest_normal` to 0.
-    """
-
-    dtype: str
+    dtype: str  # its NumPy name
     max: float
     smallest_normal: float
     smallest_subnormal: float
-    keeps_subnormals: bool
+    keeps_subnormals: bool  # or this device flushes them to 0
 
 
 # From this measured ratio on, a half dtype is recommended even on a device where it is
@@ -88,17 +70,11 @@ _CLEARLY_FASTER = 1.2
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """The recommended policy and loss scale.
+    """The recommended policy and loss scale."""
 
-    Attributes:
-      policy: a string for `get_policy`.
-      loss_scale: `"none"` or `"dynamic"`.
-      reasons: one sentence for each reason.
-    """
-
-    policy: str
-    loss_scale: str
-    reasons: tuple[str, ...]
+    policy: str  # for `get_policy`
+    loss_scale: str  # "none" or "dynamic"
+    reasons: tuple[str, ...]  # a sentence each
 
     def __str__(self) -> str:
         """Return what to do, without the reasons."""
@@ -107,31 +83,19 @@ class Recommendation:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(reports.Report):
-    """The result of `diagnose`.
-
-    Attributes:
-      versions: a dict of library to version.
-      devices: `platform`, `kind`, `compute_capability` and `count` of each kind.
-      rates: the rate of matrix products, a `Rate` for each pair of dtypes in `TIMED`.
-      ranges: a `DtypeRange` per dtype.
-      float32_bits: the mantissa bits that a float32 product keeps: 23, 10 in TF32, or 7
-        in one bfloat16 pass.
-      float32_error: the error of a float32 product relative to float64, in the
-        Frobenius norm.
-      recommendation: the recommended policy and loss scale.
-      missing: hardware that JAX does not use, one sentence each.
-      miscompiled: what this jaxlib computes wrongly here, one sentence each.
-    """
+    """The result of `diagnose`."""
 
     versions: dict[str, str]
-    devices: tuple[dict[str, Any], ...]
-    rates: tuple[Rate, ...]
+    devices: tuple[dict[str, Any], ...]  # platform, kind, compute_capability, count
+    rates: tuple[Rate, ...]  # one for each pair of dtypes in `TIMED`
     ranges: tuple[DtypeRange, ...]
+    # The mantissa bits that a float32 product keeps: 23, 10 in TF32, or 7 in one
+    # bfloat16 pass; and its error relative to float64, in the Frobenius norm.
     float32_bits: int
     float32_error: float
     recommendation: Recommendation
-    missing: tuple[str, ...]
-    miscompiled: tuple[str, ...]
+    missing: tuple[str, ...]  # hardware that JAX does not use, a sentence each
+    miscompiled: tuple[str, ...]  # what jaxlib computes wrongly here, a sentence each
 
     def __str__(self) -> str:
         """Return all of it as tables and sentences."""
@@ -155,11 +119,7 @@ class Diagnosis(reports.Report):
         ]
 
     def to_text(self, width: int = 80) -> str:
-        """Return the result as tables and sentences.
-
-        Args:
-          width: where sentences are wrapped.
-        """
+        """Return the result as tables and sentences, which are wrapped at `width`."""
         size = max(rate.size for rate in self.rates)
         devices = [
             (
@@ -210,28 +170,16 @@ _KINDS_OF_PRODUCTS = {10: " (TF32)", 7: " (one pass in bfloat16)"}
 
 
 def diagnose(
-    *,
-    seconds: float = 10.0,
-    on_progress: Callable[[float], None] = lambda share: None,
+    *, seconds: float = 10.0, on_progress: Callable[[float], None] = lambda share: None
 ) -> Diagnosis:
     """Measure half precision on the first local device and recommend a policy.
 
-    Args:
-      seconds: the approximate time for timing products; a few products of 256 × 256 are
-        always timed.
-      on_progress: called with the fraction that is done, 0 to 1.
-
-    Returns:
-      The measurements and the recommendation.
+    A few products of 256 × 256 are timed however few seconds there are; `on_progress`
+    is called with the fraction that is done, 0 to 1.
 
     Raises:
       ValueError: `seconds` is not positive.
       RuntimeError: JAX finds no device.
-
-    Examples:
-      >>> diagnosis = diagnose(seconds=0.1)
-      >>> [rate.dtype for rate in diagnosis.rates][:3]
-      ['float32', 'bfloat16', 'float16']
     """
     if not seconds > 0:
         raise ValueError(f"Expected a positive number of seconds, got {seconds}.")
@@ -244,7 +192,10 @@ def diagnose(
         ) from None
     rates = measure_rates(seconds, on_progress)
     ratios = {r.dtype: r.over_float32 for r in rates if r.over_float32 is not None}
-    kinds = Counter((d.platform, d.device_kind, _capability(d)) for d in devices)
+    kinds = Counter(
+        (d.platform, d.device_kind, getattr(d, "compute_capability", None))
+        for d in devices
+    )
     bits, error = measure_float32()
     return Diagnosis(
         versions=compat.versions(),
@@ -265,15 +216,9 @@ def diagnose(
 def recommend(device: Any, ratios: Mapping[str, float]) -> Recommendation:
     """Return the recommended policy and loss scale for a device.
 
-    Args:
-      device: a `jax.Device`.
-      ratios: a dict of the name of a product (`Rate.dtype`) to its measured rate
-        divided by that of float32. For a half dtype without a measurement, the device
-        decides.
-
-    Returns:
-      The policy, its loss scale, and the reasons, the last of which are about fp8. The
-      policy never has fp8 products: whether they are faster depends on the model.
+    By the measured rate of each product (`Rate.dtype`), divided by that of float32; for
+    a half dtype without one, the device decides. The last reasons are about fp8. The
+    policy never has fp8 products: whether they are faster depends on the model.
     """
     about_fp8 = _fp8_reasons(device, ratios)
     half = dtypes.recommended_half_dtype(device)
@@ -376,11 +321,6 @@ def _fp8_reasons(device: Any, ratios: Mapping[str, float]) -> list[str]:
     return reasons
 
 
-def _capability(device: Any) -> str | None:
-    capability = getattr(device, "compute_capability", None)
-    return None if capability is None else str(capability)
-
-
 # Measurements.
 
 
@@ -414,7 +354,12 @@ def measure_rates(
             times[name].append(_time(run))
         on_progress(min(share_used(), 1.0))
     on_progress(1.0)
-    rates = [_rate(name, size, times[name], times["float32"]) for name in runs]
+    rates = []
+    for name, own in times.items():
+        median = statistics.median(own)
+        ratios = [full / x for full, x in zip(times["float32"], own, strict=True)]
+        tflops = 2 * size**3 / median / 1e12
+        rates.append(Rate(name, size, median, tflops, statistics.median(ratios)))
     return (*rates, *[Rate(n, size, error=text) for n, text in errors.items()])
 
 
@@ -438,11 +383,10 @@ def measure_range(dtype: Any) -> DtypeRange:
 
 
 def measure_float32(size: int = 256) -> tuple[int, float]:
-    """Return how many bits a float32 product keeps, and its relative error.
+    """Return the mantissa bits that a float32 product keeps, and its relative error.
 
-    Returns:
-      The mantissa bits that a product with the identity keeps, and the error of a
-      product of normal random numbers relative to NumPy in float64.
+    The bits are those of a product with the identity; the error is that of a product of
+    normal random numbers, relative to NumPy in float64.
     """
     rng = np.random.default_rng(0)
     a, b = (rng.normal(size=(size, size)).astype(np.float32) for _ in range(2))
@@ -503,16 +447,3 @@ def _time(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start
-
-
-def _rate(name: str, size: int, times: list[float], float32: list[float]) -> Rate:
-    median = statistics.median(times)
-    return Rate(
-        dtype=name,
-        size=size,
-        seconds=median,
-        tflops=2 * size**3 / median / 1e12,
-        over_float32=statistics.median(
-            full / own for full, own in zip(float32, times, strict=True)
-        ),
-    )

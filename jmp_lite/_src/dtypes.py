@@ -28,10 +28,9 @@ _HALF = frozenset(np.dtype(dtype) for dtype in HALF_DTYPES)
 
 
 def is_castable(dtype: Any) -> bool:
-    """Return whether policies cast arrays of this dtype.
+    """Return whether policies cast arrays of this dtype: bf16, f16, f32 and f64.
 
-    True for bf16, f16, f32 and f64. False for integers, bools, complex numbers, keys,
-    fp8 and narrower dtypes: fp8 values have a scale of their own, which a cast would
+    Not fp8 and narrower dtypes: they have a scale of their own, which a cast would
     ignore.
     """
     return dtype in _CASTABLE
@@ -48,19 +47,10 @@ def needs_scale(dtype: Any) -> bool:
 
 
 def parse_dtype(value: Any) -> Any:
-    """Return the floating dtype of a name or a dtype-like object.
+    """Return the floating dtype of a name or a dtype, such as `jnp.float16`.
 
-    Args:
-      value: `"half"`, any of the names in `DTYPE_NAMES`, the NumPy name of another
-        floating dtype (`"float8_e4m3fn"`), or a dtype (`jnp.float16`,
-        `np.dtype("float16")`).
-
-    Returns:
-      The `jax.numpy` scalar type, such as `jnp.float16`.
-
-    Examples:
-      >>> parse_dtype("bf16") is jnp.bfloat16
-      True
+    Names are `"half"`, those in `DTYPE_NAMES`, and the NumPy name of another floating
+    dtype (`"float8_e4m3fn"`).
     """
     if isinstance(value, str):
         name = value.strip()
@@ -161,16 +151,7 @@ def _device(device: Any) -> Any:
 
 
 def slow_half_reason(dtype: DTypeLike, device: Any = None) -> str | None:
-    """Return the reason why a half dtype is slow on a device, or None if it is fast.
-
-    Args:
-      dtype: the compute dtype; only float16 and bfloat16 can be slow.
-      device: a `jax.Device`; the default is the first local device.
-
-    Examples:
-      >>> slow_half_reason(jnp.float32) is None
-      True
-    """
+    """Return why a half dtype is slow on a device, the first by default, else None."""
     if not is_half(np.dtype(dtype)):
         return None
     device = _device(device)
@@ -201,15 +182,7 @@ def _too_old(kind: str, capability: tuple[int, int], what: str) -> str:
 
 
 def slow_fp8_reason(device: Any = None) -> str | None:
-    """Return the reason why fp8 products are slow on a device, or None if they are not.
-
-    Args:
-      device: a `jax.Device`; the default is the first local device.
-
-    Examples:
-      >>> slow_fp8_reason(jax.devices("cpu")[0])[:20]
-      'fp8 is slower than f'
-    """
+    """Return why fp8 products are slow on a device, the first by default, else None."""
     device = _device(device)
     kind = getattr(device, "device_kind", device.platform)
     capability = compute_capability(device)

@@ -37,14 +37,7 @@ def lazy_attribute(package: str, name: str) -> Any:
 
 @contextlib.contextmanager
 def needed(extra: str) -> Iterator[None]:
-    """Add the install command to the error if an import in this context fails.
-
-    Examples:
-      >>> with needed("numerics"):
-      ...     from rich.table import Table
-      >>> Table().row_count
-      0
-    """
+    """Add the install command to the error if an import in this context fails."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -32,6 +32,8 @@ _FLOOR = 2.0**-100
 MIN_SIZE = 256
 # XLA's fp8 products need sizes that are multiples of this.
 TILE = 16
+# The name of the primitive of a product.
+PRIMITIVE = "fp8_product"
 
 Dimensions = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -133,16 +135,9 @@ def large_dot_general(
 ) -> jax.Array:
     """Return a product in fp8 if it gains from it, else one in the dtype of `lhs`.
 
-    A layer of Flax takes it as its `dot_general`.
-
-    Args:
-      lhs: inputs in the compute dtype, floating.
-      rhs: weights. In fp8, the gradient of float32 weights is float32, from the
-        accumulator.
-      dimension_numbers: as for `lax.dot_general`.
-      precision: with any but the default, the product is not in fp8.
-      preferred_element_type: the dtype of the result; by default that of `lhs`.
-      out_sharding: with one, the product is not in fp8.
+    A layer of Flax takes it as its `dot_general`, of inputs in the compute dtype and
+    weights. In fp8, the gradient of float32 weights is float32, from the accumulator.
+    The result has the dtype of the inputs by default.
     """
     given = (dimension_numbers, precision, out_sharding)
     is_float = jnp.issubdtype(rhs.dtype, jnp.floating)
@@ -200,48 +195,29 @@ def warn_if_slow() -> None:
 
 
 class _Dimensions:
-    """The dimensions of an operand by their role.
-
-    Attributes:
-      order: the axes, batch dimensions first, then free and summed ones.
-      batch, free, summed: the sizes of each.
-      matrix: the shape with all free and all summed dimensions merged.
-    """
+    """The dimensions of an operand by their role."""
 
     def __init__(self, shape: Any, batch: Sequence[int], summed: Sequence[int]):
         free = [i for i in range(len(shape)) if i not in (*batch, *summed)]
-        self.order = (*batch, *free, *summed)
+        self.order = (*batch, *free, *summed)  # of the axes
         self.batch, self.free, self.summed = (
             tuple(shape[i] for i in axes) for axes in (batch, free, summed)
         )
+        # The shape with all free and all summed dimensions merged.
         self.matrix = (*self.batch, math.prod(self.free), math.prod(self.summed))
 
 
 def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return matrices in fp8, and their scales.
-
-    Args:
-      x: `[*batch, m, n]`, floating.
-      dtype: `FORWARD` or `GRADIENT`.
-
-    Returns:
-      `x / scale` in fp8, and the scales, f32 `[*batch]`.
-    """
+    """Return matrices `[*batch, m, n]` over their scales in fp8, f32 `[*batch]`."""
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), initial=0).astype(jnp.float32)
     scale = jnp.maximum(largest, _FLOOR) / float(jnp.finfo(dtype).max)
     return (x.astype(jnp.float32) / _as_matrix(scale)).astype(dtype), scale
 
 
 def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return what an operand becomes, to measure it.
+    """Return what an operand of at least two dimensions becomes, to measure it.
 
-    Args:
-      x: `[...]`, floating, of at least two dimensions.
-      dtype: `FORWARD` or `GRADIENT`.
-
-    Returns:
-      The rounded numbers, f32 `[...]`; and the numbers before they are rounded, divided
-      by the scale, f32 `[...]`.
+    The rounded numbers, and those before they are rounded, divided by the scale; f32.
     """
     matrix = x.reshape(x.shape[0], -1)
     x8, scale = quantize(matrix, dtype)
@@ -283,18 +259,11 @@ def _product_batch(args: Any, axes: Any, *, formats: Any) -> jax.Array:
 
 
 def _product_of_rows(examples: jax.Array, b: jax.Array, formats: Any) -> jax.Array:
-    """Return the products of a batch of matrices with one matrix.
+    """Return the products of matrices with one, f32 `[size, *batch, m, n]`.
 
-    The rows of all examples are those of one matrix: they share a scale, and the
-    gradient of `b` sums over them in one product.
-
-    Args:
-      examples: `[*batch, size, m, k]`.
-      b: `[*batch, n, k]`.
-      formats: those of the two.
-
-    Returns:
-      f32 `[size, *batch, m, n]`.
+    The rows of all examples, `[*batch, size, m, k]`, are those of one matrix: they
+    share a scale, and the gradient of `b`, `[*batch, n, k]`, sums over them in one
+    product.
     """
     *batch, size, m, k = examples.shape
     out = _product(examples.reshape(*batch, size * m, k), b, formats=formats)
@@ -308,14 +277,9 @@ def _multiply(
     b_scale: jax.Array,
     summed: tuple[int, int] = (-1, -1),
 ) -> jax.Array:
-    """Return the f32 product of two fp8 matrices, each times its scale.
+    """Return the f32 product of two fp8 matrices, each times its scale, f32 `[*batch]`.
 
-    Args:
-      a8: fp8 `[*batch, m, k]`.
-      a_scale: f32 `[*batch]`.
-      b8: fp8 `[*batch, n, k]`.
-      b_scale: f32 `[*batch]`.
-      summed: the axes to sum over: of `a8` and of `b8`, -1 or -2.
+    They are `[*batch, m, k]` and `[*batch, n, k]`, if `summed` has the last axes.
     """
     batch, rank = tuple(range(a8.ndim - 2)), a8.ndim
     dims = (((rank + summed[0],), (rank + summed[1],)), (batch, batch))
@@ -347,17 +311,10 @@ def _no_second_derivative(primals, tangents):
 def _linear_impl(
     x: jax.Array, w8: jax.Array, scale: jax.Array, *, is_lhs: bool, in_axes: Any
 ) -> jax.Array:
-    """Return the product of a tangent with a rounded operand, in float32.
+    """Return the product of a tangent with a rounded operand, f32 `[*batch, m, n]`.
 
-    Args:
-      x: `[*batch, m, k]`, floating.
-      w8: fp8 `[*batch, n, k]`.
-      scale: f32 `[*batch]`.
-      is_lhs: whether `x` is the left operand.
-      in_axes: the arguments `in_axes` of the calls of `vmap` around it.
-
-    Returns:
-      f32 `[*batch, m, n]`, or `[*batch, n, m]` if `x` is the right operand.
+    They are `[*batch, m, k]` and `[*batch, n, k]`. If the tangent is the right operand,
+    the result is `[*batch, n, m]`. Calls of `vmap` around it had these `in_axes`.
     """
 
     def product(x, w8, scale):
@@ -412,11 +369,7 @@ def _linear_batch(args, axes, *, is_lhs, in_axes):
 
 # f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
 _product = compat.new_primitive(
-    "fp8_product",
-    _product_impl,
-    _product_jvp,
-    _product_batch,
-    static_argnames=("formats",),
+    PRIMITIVE, _product_impl, _product_jvp, _product_batch, static_argnames=("formats",)
 )
 # Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
 # multiply float32.

@@ -128,45 +128,9 @@ def scaled_value_and_grad(
     return fun_value_and_grad
 
 
-@overload
 def scaled_grad(
-    fun: Callable[P, Any],
-    *,
-    loss_scale: Any,
-    argnums: int | Sequence[int] = 0,
-    has_aux: Literal[False] = False,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
-    **kwargs: Any,
-) -> Callable[P, Any]: ...
-@overload
-def scaled_grad(
-    fun: Callable[P, tuple[Any, Aux]],
-    *,
-    loss_scale: Any,
-    argnums: int | Sequence[int] = 0,
-    has_aux: Literal[True],
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
-    **kwargs: Any,
-) -> Callable[P, tuple[Any, Aux]]: ...
-@overload
-def scaled_grad(
-    fun: Callable[P, Any],
-    *,
-    loss_scale: Any,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
-    **kwargs: Any,
-) -> Callable[P, Any]: ...
-def scaled_grad(
-    fun: Callable[..., Any],
-    *,
-    loss_scale: Any,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
-    **kwargs: Any,
-) -> Callable[..., Any]:
+    fun: Callable[P, Any], *, loss_scale: Any, has_aux: bool = False, **kwargs: Any
+) -> Callable[P, Any]:
     """Return a function that computes scaled gradients.
 
     The counterpart of `jax.grad`.
@@ -174,10 +138,9 @@ def scaled_grad(
     Args:
       fun: see `scaled_value_and_grad`.
       loss_scale: a loss scale, or an optimiser state that holds one.
-      argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns a pair.
-      value_and_grad: the transformation that differentiates `fun`.
-      **kwargs: further arguments of `value_and_grad`.
+      **kwargs: further arguments of `scaled_value_and_grad`: `argnums`,
+        `value_and_grad`…
 
     Returns:
       A function with the signature of `fun` that returns the **scaled** gradients, or
@@ -193,16 +156,11 @@ def scaled_grad(
       >>> float(scaled_grad(lambda x: x**2, loss_scale=loss_scale)(jnp.float32(3)))
       48.0
     """
-    value_and_grad = scaled_value_and_grad(
-        fun,
-        loss_scale=loss_scale,
-        argnums=argnums,
-        has_aux=has_aux,
-        value_and_grad=value_and_grad,
-        **kwargs,
+    value_and_grad: Callable[..., Any] = scaled_value_and_grad(
+        fun, loss_scale=loss_scale, has_aux=has_aux, **kwargs
     )
 
-    def fun_grad(*args, **kwargs):
+    def fun_grad(*args: P.args, **kwargs: P.kwargs) -> Any:
         value, grads = value_and_grad(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

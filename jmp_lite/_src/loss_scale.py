@@ -382,10 +382,7 @@ def get_loss_scale(tree: Any) -> LossScale:
 
 
 def check_loss_scale(loss_scale: Any) -> None:
-    """Raise unless this is a loss scale with a positive, finite value.
-
-    The value is not checked under `jit`, where it is not known.
-    """
+    """Raise unless this is a loss scale with a positive, finite value, if known."""
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
             "Expected a NoOpLossScale, StaticLossScale or DynamicLossScale, got "

@@ -349,13 +349,12 @@ class PolicyMap:
 
     def rule_for(self, path: str) -> Policy | None:
         """Return the policy of the first pattern that applies to a path, else None."""
-        index = self._index_at(path)
-        return None if index is None else self.rules[index][1]
+        return self.match(path)[1]
 
-    def pattern_for(self, path: str) -> str | None:
-        """Return the first pattern that applies to a path, else None."""
-        index = self._index_at(path)
-        return None if index is None else self.rules[index][0]
+    def match(self, path: str) -> tuple[str, Policy | None]:
+        """Return the first pattern that applies to a path, and its policy or None."""
+        index = first_match([pattern for pattern, _ in self.rules], path)
+        return ("", None) if index is None else self.rules[index]
 
     def explain(self, tree: Any, role: str = "compute") -> dict[str, Any]:
         """Return the dtype that each array of a tree is cast to.
@@ -416,9 +415,6 @@ class PolicyMap:
             tree,
         )
 
-    def _index_at(self, path: str) -> int | None:
-        return first_match([pattern for pattern, _ in self.rules], path)
-
 
 def paths_around(path: str) -> list[str]:
     """Return the paths around a path, from the root on, and the path itself.
@@ -460,11 +456,7 @@ def check_patterns(
 ) -> None:
     """Raise if a pattern is the first that applies for none of these paths.
 
-    Args:
-      patterns: regular expressions, in order of precedence.
-      paths: key paths; `""` is the root.
-      if_none: the explanation if the root is the only path.
-      hint: the end of the error message for a pattern that matches no path.
+    `if_none` explains it if the root, `""`, is the only path; `hint` ends the message.
     """
     paths = list(paths)
     decided = {first_match(patterns, path) for path in paths}

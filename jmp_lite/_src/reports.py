@@ -19,16 +19,6 @@ from jmp_lite._src import extras
 LINES = 40
 """How many lines of text a report prints."""
 
-_SHORT = {
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float32": "f32",
-    "float64": "f64",
-    "float8_e4m3fn": "f8_e4m3fn",
-    "float8_e5m2": "f8_e5m2",
-    "int32": "i32",
-}
-
 
 def percent(share: float) -> str:
     """Return a share in percent; only 0 itself is `"0.0%"`.
@@ -56,7 +46,7 @@ def size(count: float) -> str:
 
 def short_dtype(dtype: Any) -> str:
     """Return the name of a dtype as a jaxpr prints it: `"f32"`."""
-    return _SHORT.get(str(dtype), str(dtype))
+    return str(dtype).replace("float", "f").replace("uint", "u").replace("int", "i")
 
 
 def short_line(line: str) -> str:
@@ -95,32 +85,18 @@ def _end(path: str, most: int = 44) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table, however it is shown.
-
-    Attributes:
-      title: what is above it.
-      columns: their titles.
-      rows: the cells of each row, the worst first.
-      numbers: the columns that are aligned to the right and never wrapped.
-      red: the indices of the rows that are red.
-      caption: what is below it.
-      show_lines: whether there are lines between rows.
-    """
+    """A table, however it is shown."""
 
     title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    numbers: Collection[str] = ()
-    red: Collection[int] = ()
+    columns: Sequence[str]  # their titles
+    rows: Sequence[Sequence[str]]  # the cells of each row, the worst first
+    numbers: Collection[str] = ()  # columns aligned to the right and never wrapped
+    red: Collection[int] = ()  # the indices of rows
     caption: str = ""
-    show_lines: bool = False
+    show_lines: bool = False  # between rows
 
     def to_rich(self) -> Any:
-        """Return it as a `rich` table.
-
-        Raises:
-          ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
-        """
+        """Return it as a `rich` table."""
         with extras.needed("numerics"):
             from rich import box
             from rich.table import Table as RichTable
@@ -247,9 +223,8 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [_plain(x) for x in value]
-    return (
-        str(value) if isinstance(value, float) and not math.isfinite(value) else value
-    )
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    return str(value) if is_infinite else value
 
 
 def _read(kind: Any, value: Any) -> Any:

@@ -26,9 +26,6 @@ def register_dataclass(cls: type[T]) -> type[T]:
     numbers of `vmap`. A constructor that converts and checks its arguments would reject
     them. Fields with `metadata={"static": True}` are part of the tree structure; all
     others are children.
-
-    Returns:
-      The same class, for use as a decorator.
     """
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType] - a dataclass
     static = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -131,10 +128,11 @@ def cast_like(tree: T, like: Any) -> T:
 
 def cast_at_least_float32(tree: T) -> T:
     """Cast the half-precision arrays of a tree to float32; float64 is unchanged."""
-    return jax.tree.map(
-        lambda x: _cast(x, jnp.float32) if _is_half(x) else x,
-        tree,
-    )
+
+    def is_half(x: Any) -> bool:
+        return is_array(x) and dtypes.is_half(x.dtype)
+
+    return jax.tree.map(lambda x: _cast(x, jnp.float32) if is_half(x) else x, tree)
 
 
 def multiply(tree: T, factor: Any) -> T:
@@ -227,15 +225,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 def copy_shared_buffers(tree: T) -> T:
     """Return a tree in which no two jax arrays share a buffer, so it can be donated.
 
-    Returns:
-      The tree. If arrays share a buffer, all but the first of them are copied. Other
-      leaves are returned unchanged.
-
-    Examples:
-      >>> x = jnp.ones(2)
-      >>> a, b = copy_shared_buffers((x, x))
-      >>> a is x, b is x
-      (True, False)
+    If arrays share a buffer, all but the first of them are copied.
     """
     seen = set()
 
@@ -251,15 +241,9 @@ def copy_shared_buffers(tree: T) -> T:
 def first_difference(
     a: Any, b: Any, names: tuple[str, str] = ("the first", "the second")
 ) -> str | None:
-    """Describe where two trees first differ in structure.
+    """Describe where two trees first differ in structure; None if they do not.
 
-    Args:
-      a: any pytree; None in it matches any subtree of `b`.
-      b: the other pytree.
-      names: the names of the two trees in the description.
-
-    Returns:
-      The path and the difference, or None if the structures are equal.
+    None in the first one matches any subtree of the other.
 
     Examples:
       >>> first_difference({"w": 1, "b": 2}, {"w": {"x": 1}, "b": 2})
@@ -324,10 +308,6 @@ def _cast(x: Any, dtype: DTypeLike) -> Any:
     return x.astype(dtype)
 
 
-def _is_half(x: Any) -> bool:
-    return is_array(x) and dtypes.is_half(x.dtype)
-
-
 def _is_number(x: Any) -> bool:
     """Return whether `jnp.where` accepts a leaf."""
     if isinstance(x, np.ndarray | np.generic):
@@ -349,17 +329,13 @@ def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
         )
     if getattr(x, "dtype", None) == jax.dtypes.float0:
         return x
-    x, y = _as_jax(x), _as_jax(y)
+    x, y = jnp.asarray(x), jnp.asarray(y)
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
             f"select_tree got {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)} "
             f"at {key_path(path)!r}; expected the same shape and dtype."
         )
     return jnp.where(pred, x, y)
-
-
-def _as_jax(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def _check_same_structure(a: Any, b: Any, caller: str) -> None:

@@ -15,9 +15,8 @@ from jax.interpreters import ad
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.options import OpRules
 from jmp_lite._src.jaxprs.primitives import (
-    CALLS,
     CHECKPOINTS,
-    LOOPS,
+    FOLLOWED,
     ON_HOST,
     PARTS,
     PRIMITIVES,
@@ -404,7 +403,7 @@ def test_numpy_has_the_same_function_with_its_extremes_at_ends_or_zero() -> None
 
 def test_loops_calls_and_parts_are_primitives() -> None:
     known = compat.primitive_names() | {"remat2", "checkpoint"}  # one, by two names
-    assert {*LOOPS, *CALLS, *CHECKPOINTS, *PARTS} <= known
+    assert {*FOLLOWED, *PARTS} <= known
     assert not set(CHECKPOINTS).isdisjoint(compat.primitive_names())
 
 

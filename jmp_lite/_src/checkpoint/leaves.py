@@ -45,26 +45,17 @@ class Casts(dict[str, Cast]):
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """The specification of a leaf.
+    """The specification of a leaf."""
 
-    Attributes:
-      kind: `"array"`, `"key"`, `"number"` (a Python scalar), `"text"` (a string or
-        bytes), or `"object"` (not saved).
-      dtype: the name of its dtype, or of the Python type of a number or text.
-      shape: its shape; the shape of a key array is that of its keys.
-      weak_type: whether it is weakly typed.
-      impl: the implementation of a PRNG key.
-      crc32: the checksum of its bytes; None if no process holds all of them.
-      text: the string, or the bytes in base64.
-    """
-
+    # "array", "key", "number" (a Python scalar), "text" (a string or bytes), or
+    # "object" (not saved).
     kind: str
-    dtype: str = ""
-    shape: list[int] = dataclasses.field(default_factory=list)
+    dtype: str = ""  # the name of its dtype, or of the Python type of a number or text
+    shape: list[int] = dataclasses.field(default_factory=list)  # of a key: of its keys
     weak_type: bool = False
-    impl: str | None = None
-    crc32: int | None = None
-    text: str | None = None
+    impl: str | None = None  # of a PRNG key
+    crc32: int | None = None  # of its bytes; None if no process holds all of them
+    text: str | None = None  # the string, or the bytes in base64
 
     def __str__(self) -> str:
         """Return the dtype and shape, or the kind."""

@@ -96,21 +96,16 @@ def _convert(fields: Mapping[str, Any], names: Any) -> DynamicLossScale:
 
 def describe_loss_scales(tree: Any) -> dict[str, dict[str, Any]]:
     """Return a dict of key path to the type and settings of each loss scale."""
-    return {
-        path: {
-            "kind": type(leaf).__name__,
-            "settings": {
-                field.name: _as_json(getattr(leaf, field.name))
-                for field in dataclasses.fields(leaf)
-                if field.metadata.get("static")
-            },
+    described = {}
+    for path, leaf in trees.find(tree, LossScale):
+        fields = [f for f in dataclasses.fields(leaf) if f.metadata.get("static")]
+        settings = {field.name: getattr(leaf, field.name) for field in fields}
+        settings = {
+            name: setting if isinstance(setting, str) else float(setting)
+            for name, setting in settings.items()
         }
-        for path, leaf in trees.find(tree, LossScale)
-    }
-
-
-def _as_json(setting: Any) -> float | str:
-    return setting if isinstance(setting, str) else float(setting)
+        described[path] = {"kind": type(leaf).__name__, "settings": settings}
+    return described
 
 
 def check_loss_scales(saved: Any, wanted: Any, where: str) -> None:

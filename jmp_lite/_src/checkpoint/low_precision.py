@@ -45,11 +45,7 @@ def like_saved(like: Any, saved: dict[str, LeafSpec]) -> Any:
 def convert(
     restored: Any, like: Any, saved: dict[str, LeafSpec], where: str
 ) -> tuple[Any, dict[str, Cast]]:
-    """Convert the leaves of a restored state to the forms in `like`.
-
-    Returns:
-      The state, and the casts by key path.
-    """
+    """Convert a restored state to the forms in `like`; return the casts by key path."""
     casts = {}
 
     def convert_leaf(path: Any, target: Any, x: Any) -> Any:

@@ -51,13 +51,9 @@ class RecordHandler(ocp.JsonCheckpointHandler):
 @ocp.args.register_with_handler(RecordHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class RecordSave(ocp.args.CheckpointArgs):
-    """The argument of `RecordHandler` for saving.
+    """The argument of `RecordHandler` for saving."""
 
-    Attributes:
-      make: a function that returns the record.
-    """
-
-    make: Callable[[], dict[str, Any]]
+    make: Callable[[], dict[str, Any]]  # returns the record
 
 
 def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:

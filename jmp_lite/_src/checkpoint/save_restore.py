@@ -240,15 +240,12 @@ class _NumpyHandler(ocp.type_handlers.NumpyHandler):
 
     Orbax closes its event loop at the first error. Each array that is still being read
     then prints a traceback.
-
-    Attributes:
-      checksums: those of the arrays that were read, by their names in the store. Each
-        is computed in a thread, while others are read.
     """
 
     def __init__(self):
         # By default Orbax copies NumPy arrays, for asynchronous saves. `save` blocks.
         super().__init__(deepcopy_host_arrays=False)
+        # By names in the store; each is computed in a thread, while others are read.
         self.checksums: dict[str, int] = {}
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:

@@ -1,7 +1,7 @@
 """flax's attention with its softmax in float32, for linen and nnx."""
 
-import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -40,9 +40,8 @@ def dot_product_attention(
 ) -> jax.Array:
     """Return flax's dot-product attention, with products in `dtype` and softmax in f32.
 
-    flax's own `force_fp32_for_softmax` computes the second product in float32 too. The
-    arguments are those of linen and of nnx: a head of `key` may be that of several of
-    `query`.
+    flax's own `force_fp32_for_softmax` computes the second product in float32 too. As
+    in linen and in nnx, a head of `key` may be that of several of `query`.
     """
     if query.shape[-2] != key.shape[-2]:
         shared_by = query.shape[-2] // key.shape[-2]
@@ -62,7 +61,9 @@ def dot_product_attention(
         return logits
 
     if isinstance(module, nnx.Module):
-        module = _Intermediates(module)
+        # It sows as linen does.
+        sow = functools.partial(module.sow, nnx.Intermediate)
+        module = types.SimpleNamespace(sow=lambda _, name, value: sow(name, value))
     # flax computes the softmax in the dtype of the logits, and casts it to `dtype`.
     return nn.dot_product_attention(
         query,
@@ -74,17 +75,6 @@ def dot_product_attention(
         attn_weights_value_einsum=attn_weights_value_einsum or einsum,
         **{**options, "force_fp32_for_softmax": False},
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Intermediates:
-    """An nnx module to sow in as linen does."""
-
-    module: nnx.Module
-
-    def sow(self, collection: str, name: str, value: jax.Array) -> None:
-        del collection
-        self.module.sow(nnx.Intermediate, name, value)
 
 
 def nnx_dot_product_attention(

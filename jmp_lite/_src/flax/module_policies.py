@@ -20,23 +20,15 @@ from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy
 
 @dataclasses.dataclass(frozen=True)
 class ModulePolicy:
-    """The policy of one module.
-
-    Attributes:
-      policy: the policy.
-      rule: the pattern or class that gave this policy to the module or to one that
-        encloses it; None for the default, which does not override a module's `dtype`.
-      is_named: whether the rule is of this module, not of one that encloses it.
-      is_rule_start: whether the rule takes effect here: it is of this module, and the
-        enclosing module has another.
-      own_dtype: the `dtype` that the author of the model set on it, None if none.
-    """
+    """The policy of one module."""
 
     policy: Policy
+    # The pattern or class that gave this policy to the module or to one that encloses
+    # it; None for the default, which does not override a module's `dtype`.
     rule: str | None = None
-    is_named: bool = False
-    is_rule_start: bool = False
-    own_dtype: Any = None
+    is_named: bool = False  # whether the rule is of this module, not of one around it
+    is_rule_start: bool = False  # whether, besides, the enclosing module has another
+    own_dtype: Any = None  # the `dtype` that the author of the model set on it
 
     @property
     def kept_dtype(self) -> Any:
@@ -95,17 +87,6 @@ class ModulePolicies:
     inside. Of several patterns the first decides, and of several classes. Of a pattern
     and a class, the one that names the inner module does; the pattern if both name it.
     A rule overrides a `dtype` that the author of the model set. The default does not.
-
-    Args:
-      policy: the default; a policy, its string, or a `PolicyMap` whose patterns match
-        module paths.
-      classes: module class to policy or its string.
-
-    Examples:
-      >>> policies = ModulePolicies(PolicyMap("mixed_float16", {"head": "full"}))
-      >>> resolved = policies.resolve({"": object, "body": object, "head": object})
-      >>> str(resolved["body"].policy), str(resolved["head"].policy)
-      ('p=full,c=f16,o=full', 'p=full,c=full,o=full')
     """
 
     policy: Any  # a policy, its string or a map; stored as a `PolicyMap`
@@ -164,10 +145,8 @@ class ModulePolicies:
     ) -> dict[str, ModulePolicy]:
         """Return the policy of each module of a model, in the order of `modules`.
 
-        Args:
-          modules: path to class. The path of a module starts with the path of the
-            module that encloses it.
-          own_dtypes: path to the `dtype` that the author set, if any.
+        By its path, which starts with that of the module that encloses it: its class,
+        and the `dtype` that its author set, if any.
         """
         self.policy.check_unused(modules)
         present = tuple(modules.values())
@@ -202,9 +181,9 @@ class ModulePolicies:
         self, path: str, module_class: type, outer: str | None
     ) -> tuple[str, Policy | None]:
         """Return the rule that names a module, and its policy; None if none does."""
-        pattern = self.policy.pattern_for(path)
-        if pattern is not None and (outer is None or not applies(pattern, outer)):
-            return f"path {pattern!r}", self.policy.rule_for(path)
+        pattern, policy = self.policy.match(path)
+        if policy is not None and (outer is None or not applies(pattern, outer)):
+            return f"path {pattern!r}", policy
         for cls, policy in self.classes:
             if issubclass(module_class, cls):
                 return f"class {cls.__name__}", policy
@@ -259,12 +238,7 @@ _MOST_NAMES = 5
 
 
 def enclosing_module(path: str, modules: Container[str]) -> str | None:
-    """Return the longest module path that a path lies inside of, None if none does.
-
-    Examples:
-      >>> enclosing_module("layer/dense/kernel", {"", "layer", "layer/dense"})
-      'layer/dense'
-    """
+    """Return the longest module path that a path lies inside of, None if none does."""
     while path:
         path = path.rpartition("/")[0]
         if path in modules:
@@ -275,10 +249,7 @@ def enclosing_module(path: str, modules: Container[str]) -> str | None:
 def params_by_module(params: Any, modules: Container[str]) -> dict[str, list[Any]]:
     """Return the parameters of each module that has some, without those inside it.
 
-    Args:
-      params: a pytree whose key paths start with module paths. Leaves that are in no
-        module are left out.
-      modules: the module paths.
+    Key paths start with module paths; leaves that are in no module are left out.
     """
     found: dict[str, list[Any]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -307,32 +278,19 @@ def cast_params(
 
 @dataclasses.dataclass(frozen=True)
 class ModuleDtypes:
-    """The dtypes of one module of a model under its policy.
+    """The dtypes of one module of a model under its policy."""
 
-    Attributes:
-      path: its path, `""` for the model itself.
-      module: the name of its class.
-      params: dtypes that its own parameters are stored in; empty if it has none.
-      compute: the dtype that it computes in, and whether matrix products are in fp8.
-      output: dtypes of its floating outputs.
-      why: what decided: a pattern, a class, the enclosing module, or its own `dtype`.
-    """
-
-    path: str
-    module: str
-    params: tuple[str, ...]
-    compute: str
-    output: tuple[str, ...]
-    why: str
+    path: str  # "" for the model itself
+    module: str  # the name of its class
+    params: tuple[str, ...]  # that its own parameters are stored in
+    compute: str  # the dtype, and whether matrix products are in fp8
+    output: tuple[str, ...]  # of its floating outputs
+    why: str  # what decided: a pattern, a class, what encloses it, its own `dtype`
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(reports.Report):
-    """The dtypes of each module of a model under its policies.
-
-    Attributes:
-      rows: one per module.
-    """
+    """The dtypes of each module of a model under its policies."""
 
     rows: tuple[ModuleDtypes, ...]
 
@@ -368,21 +326,19 @@ def explain(
     outputs: Mapping[str, Iterable[str]],
     in_fp8: Container[str] = (),
 ) -> Explanation:
-    """Return the dtypes of each module.
+    """Return the dtypes of each module, in this order.
 
-    Args:
-      modules: path to class, in the order of the rows.
-      resolved: the policy of each module.
-      params: the parameters, with key paths that start with module paths.
-      outputs: path to the names of output dtypes, where they are known.
-      in_fp8: paths of the modules with matrix products in fp8.
+    By the path of a module: its class, its policy, and its output dtypes if known;
+    `in_fp8` are those with matrix products in fp8.
     """
     owned = params_by_module(params, modules)
     rows = [
         ModuleDtypes(
             path=path,
             module=cls.__name__,
-            params=_dtype_names(owned.get(path, ())),
+            params=tuple(
+                sorted({dtypes.dtype_name(leaf.dtype) for leaf in owned.get(path, ())})
+            ),
             compute=dtypes.dtype_name(resolved[path].compute_dtype)
             + (", products in fp8" if path in in_fp8 else ""),
             output=tuple(outputs.get(path, ())),
@@ -391,7 +347,3 @@ def explain(
         for path, cls in modules.items()
     ]
     return Explanation(tuple(rows))
-
-
-def _dtype_names(leaves: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(sorted({dtypes.dtype_name(leaf.dtype) for leaf in leaves}))

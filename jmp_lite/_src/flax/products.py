@@ -24,32 +24,21 @@ def find(jaxpr: Any, *names: str) -> list[Any]:
 def warn_about_fp8(what: str, jaxpr: Any, *, stacklevel: int) -> None:
     """Warn if no product of a call is in fp8; else if fp8 is slow on this device.
 
-    Args:
-      what: the name of the model.
-      jaxpr: that of the call; None if it is not known, or a product is in fp8.
-      stacklevel: that of the caller's caller is 2.
+    The jaxpr is None if it is not known, or a product is in fp8; the `stacklevel` of
+    the caller's caller is 2.
     """
-    reasons = None if jaxpr is None else why_none_in_fp8(jaxpr)
-    if reasons is None:
+    found = [] if jaxpr is None else find(jaxpr, fp8.PRIMITIVE)
+    reasons = [_why_not_fp8(eqn) for eqn in found]
+    if jaxpr is None or not all(reasons):
         fp8.warn_if_slow()
     else:
-        warnings.warn(no_fp8_message(what, reasons), stacklevel=stacklevel + 1)
-
-
-def why_none_in_fp8(jaxpr: Any) -> dict[str, int] | None:
-    """Return the reasons why no product of a call is in fp8, and how often each holds.
-
-    Returns:
-      None if a product is in fp8.
-    """
-    found = find(jaxpr, "fp8_product")
-    reasons = [_why_not_fp8(eqn) for eqn in found]
-    return dict(collections.Counter(reasons).most_common()) if all(reasons) else None
+        counts = dict(collections.Counter(reasons).most_common())
+        warnings.warn(no_fp8_message(what, counts), stacklevel=stacklevel + 1)
 
 
 def _why_not_fp8(eqn: Any) -> str:
     operands = [v.aval.dtype for v in eqn.invars[:2]]
-    if eqn.primitive.name == "fp8_product" or any(map(dtypes.needs_scale, operands)):
+    if eqn.primitive.name == fp8.PRIMITIVE or any(map(dtypes.needs_scale, operands)):
         return ""
     if any(dtype != jnp.bfloat16 for dtype in operands):
         computed = jnp.promote_types(*operands)

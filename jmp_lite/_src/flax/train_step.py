@@ -41,19 +41,9 @@ def update(
     Otherwise parameters and optimiser state stay bitwise unchanged, except for the loss
     scale and the counters of a `scale_aware` optimiser.
 
-    Args:
-      tx: any optax transformation.
-      grads: gradients, scaled if `tx` unscales them.
-      opt_state: the state of `tx`.
-      params: the parameters.
-      value: the loss, `[]`.
-      other_state: all other state that the step computed, such as batch statistics.
-      old_other_state: its value before the step. An element that was infinite before,
-        as in a mask, does not skip the step.
-      **extra: passed to `tx.update`.
-
-    Returns:
-      Parameters and optimiser state, in the dtypes they had, and a bool `[]`.
+    The gradients are scaled if `tx` unscales them. The step also computed
+    `other_state`, such as batch statistics; an element of it that was infinite before,
+    as in a mask, does not skip the step.
     """
     other_state_finite = _all_still_finite(other_state, old_other_state)
     if value is not None:
@@ -90,13 +80,7 @@ def update(
 
 
 def next_fields(state: Any, finite: jax.Array, /, **new: Any) -> dict[str, Any]:
-    """Return fields of the next train state: the old values if the step is skipped.
-
-    Args:
-      state: the train state before the step.
-      finite: whether the step is applied, bool `[]`.
-      **new: new values of its fields; `step` is added to them.
-    """
+    """Return new fields of a train state, and its step; the old ones if not finite."""
     new["step"] = state.step + 1
     return trees.select_tree(finite, new, {name: getattr(state, name) for name in new})
 

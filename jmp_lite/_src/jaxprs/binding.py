@@ -10,13 +10,7 @@ from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 def bind(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
     """Run an equation on other operands, in its own name scope and source line.
 
-    Args:
-      eqn: the equation.
-      args: its operands.
-      params: its parameters; the default is its own.
-
-    Returns:
-      Its results, as a list also where there is but one.
+    Returns a list also where there is but one result.
     """
     return call(eqn, bind_here, eqn, args, params)
 

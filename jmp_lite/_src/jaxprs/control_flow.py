@@ -11,6 +11,7 @@ primitive that the first function does not know (it returns None).
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,42 +21,28 @@ import numpy as np
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.primitives import ON_HOST, Fact, facts
 
 
 @dataclasses.dataclass(frozen=True)
 class SubJaxpr:
-    """One jaxpr of an equation.
+    """One jaxpr of an equation."""
 
-    Attributes:
-      jaxpr: the open jaxpr.
-      consts: the values of its constvars.
-      operands: per input, the index of the equation's operand.
-      results: per output, the index of the equation's result, None if it is none.
-      fixed_in: inputs that keep the dtype that the program gave them.
-      fixed_out: outputs that do.
-      casts_in: inputs that may be cast before the equation instead of inside.
-    """
-
-    jaxpr: Jaxpr
-    consts: tuple[Any, ...]
-    operands: tuple[int, ...]
-    results: tuple[int | None, ...]
-    fixed_in: frozenset[int] = frozenset()
-    fixed_out: frozenset[int] = frozenset()
-    casts_in: frozenset[int] = frozenset()
+    jaxpr: Jaxpr  # open
+    consts: tuple[Any, ...]  # the values of its constvars
+    operands: tuple[int, ...]  # per input, the index of the equation's operand
+    results: tuple[int | None, ...]  # per output, that of its result; None: it is none
+    fixed_in: frozenset[int] = frozenset()  # inputs that keep the program's dtype
+    fixed_out: frozenset[int] = frozenset()  # outputs that do
+    casts_in: frozenset[int] = frozenset()  # inputs that may be cast before, not inside
 
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A rewritten jaxpr, for `build` to put back.
+    """A rewritten jaxpr, for `build` to put back."""
 
-    Attributes:
-      fun: takes the jaxpr's inputs in the dtypes of the plan, returns its outputs.
-      closed: returns the closed jaxpr of `fun`, the same object for equal bodies.
-    """
-
-    fun: Callable[..., list[Any]]
-    closed: Callable[[], Any]
+    fun: Callable[..., list[Any]]  # of the jaxpr's inputs, in the dtypes of the plan
+    closed: Callable[[], Any]  # the jaxpr of `fun`, the same object for equal bodies
 
 
 def sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
@@ -95,44 +82,33 @@ def count_eqns(jaxpr: Jaxpr, number_of: Callable[[Any], int]) -> int:
 def trips(eqn: Eqn, ins: Sequence[int | None]) -> int | None:
     """Return how often the bodies of an equation run: 1 if it is no loop.
 
-    Args:
-      eqn: the equation.
-      ins: per operand, the integer that it is if that is known, else None.
-
-    Returns:
-      None for a `while` whose condition is other than a comparison of integers that are
-      known and change by a known number.
+    None for a `while` whose condition is other than a comparison of integers that are
+    known, among `ins` or in the jaxpr, and change by a known number.
     """
     if eqn.primitive.name != "while":
         return eqn.params["length"] if eqn.primitive.name == "scan" else 1
     counters = _counters(eqn, ins)
     if counters is None:
         return None
-    name, (start, step) = counters
-    if name in ("gt", "ge") or (name == "ne" and start > 0):
-        start, step = -start, -step
-    if name in ("le", "ge"):
-        start -= 1
-    if start >= 0:
-        return 0
-    if step <= 0 or (name == "ne" and start % step):
-        return None
-    return -(start // step)
+    compare, start, step = counters
+
+    def ends_after(count: int) -> bool:
+        return not compare(start + count * step, 0)
+
+    # The comparison changes where the number reaches 0, or passes it.
+    at_zero = -start // step if step else 0
+    ends = (n for n in (0, at_zero, at_zero + 1) if n >= 0 and ends_after(n))
+    return next(ends, None)
 
 
 def _counters(
     eqn: Eqn, ins: Sequence[int | None]
-) -> tuple[str, tuple[int, int]] | None:
-    """Return the comparison of a `while`, of a number with 0.
-
-    Returns:
-      Its name; what the number is before the first iteration, and by how much it grows
-      in each.
-    """
+) -> tuple[Callable[..., Any], int, int] | None:
+    """Return the comparison of a `while` with 0, the first number, and its growth."""
     cond, body = _while_sub_jaxprs(eqn)
     first, (holds,) = eqn.params["body_nconsts"], cond.jaxpr.outvars
     tests = [e for e in cond.jaxpr.eqns if holds in e.outvars]
-    if not tests or tests[0].primitive.name not in ("lt", "le", "gt", "ge", "ne"):
+    if not tests or not facts(tests[0].primitive.name) & Fact.COMPARES:
         return None
     in_cond, in_body = (
         dict(zip(sub.jaxpr.invars, (ins[i] for i in sub.operands), strict=True))
@@ -148,15 +124,16 @@ def _counters(
             return 0
         made_by = next((e for e in body.jaxpr.eqns if after in e.outvars), None)
         name = made_by.primitive.name if made_by else ""
-        if name not in ("add", "sub") or made_by is None:
+        if made_by is None or not (name in ON_HOST and facts(name) & Fact.LINEAR):
             return None
-        a, b = made_by.invars
-        if name == "add" and b is before:
-            a, b = b, a
-        added = integer(b, in_body)
-        if a is not before or added is None:
+        ones = [int(v is before) for v in made_by.invars]
+        rest = [
+            0 if one else integer(v, in_body)
+            for v, one in zip(made_by.invars, ones, strict=True)
+        ]
+        if None in rest or ON_HOST[name](*ones) != 1:
             return None
-        return added if name == "add" else -added
+        return int(ON_HOST[name](*rest))
 
     numbers = []
     for var in tests[0].invars:
@@ -167,7 +144,8 @@ def _counters(
             return None
         numbers.append((start, step))
     (a, a_step), (b, b_step) = numbers
-    return tests[0].primitive.name, (a - b, a_step - b_step)
+    compare = getattr(operator, tests[0].primitive.name)  # JAX has Python's names
+    return compare, a - b, a_step - b_step
 
 
 def integer(var: Var, known: Mapping[Any, int | None]) -> int | None:
@@ -180,23 +158,17 @@ def integer(var: Var, known: Mapping[Any, int | None]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class RebuildContext:
-    """An equation to run again around rewritten jaxprs, and what that takes.
-
-    Attributes:
-      eqn: the equation.
-      bodies: its rewritten jaxprs, one per `SubJaxpr`.
-      args: its operands.
-      enter_loop: takes an operand that every iteration of a loop reads, by its index,
-        and its value; returns what gives the value inside of the loop.
-      rewrite_jvp: takes the rule of a `custom_jvp` function; returns what runs instead.
-      rewrite_vjp: takes one of the two rules of a `custom_vjp` function, likewise.
-    """
+    """An equation to run again around rewritten jaxprs, and what that takes."""
 
     eqn: Eqn
-    bodies: Sequence[Body]
+    bodies: Sequence[Body]  # one per `SubJaxpr`
     args: list[Any]
+    # Takes an operand that every iteration of a loop reads, by its index, and its
+    # value; returns what gives the value inside of the loop.
     enter_loop: Callable[[int, Any], Callable[[], Any]]
+    # Takes the rule of a `custom_jvp` function; returns what runs instead.
     rewrite_jvp: Callable[[Callable[..., Any]], Callable[..., Any]]
+    # Takes one of the two rules of a `custom_vjp` function, likewise.
     rewrite_vjp: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -369,18 +341,19 @@ def _custom_vjp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     return (_sub_jaxpr(jaxpr, 0, fixed_in=fixed_in, fixed_out=fixed_out),)
 
 
-def _build_custom_jvp(context: RebuildContext):
+def _build_custom(context: RebuildContext, rewrite: Callable[..., Any]):
     def wrap(fun, role):
-        return context.bodies[0].fun if role == 0 else context.rewrite_jvp(fun)
+        return context.bodies[0].fun if role == 0 else rewrite(fun)
 
     return compat.rebuild_custom_derivative(context.eqn, context.args, wrap)
+
+
+def _build_custom_jvp(context: RebuildContext):
+    return _build_custom(context, context.rewrite_jvp)
 
 
 def _build_custom_vjp(context: RebuildContext):
-    def wrap(fun, role):
-        return context.bodies[0].fun if role == 0 else context.rewrite_vjp(fun)
-
-    return compat.rebuild_custom_derivative(context.eqn, context.args, wrap)
+    return _build_custom(context, context.rewrite_vjp)
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

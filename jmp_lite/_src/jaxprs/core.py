@@ -63,9 +63,7 @@ def is_half(var: Var) -> bool:
 def map_jaxprs(eqn: Eqn, fun: Callable[[Jaxpr], Jaxpr]) -> Eqn:
     """Return an equation with a function of each jaxpr, open or closed, that it holds.
 
-    Args:
-      eqn: the equation. It is returned itself if no jaxpr of it changes.
-      fun: returns a jaxpr as open or closed as its own.
+    It is returned itself if no jaxpr of it changes.
     """
     changes = []
 

@@ -15,14 +15,13 @@ from typing import Any
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
+from jmp_lite._src.jaxprs.primitives import LOOPS
 
 
 def derivatives(jaxpr: Jaxpr, bodies_of: Any) -> frozenset[int]:
     """Return the ids of the equations in the forward pass that compute derivatives.
 
-    Args:
-      jaxpr: an open jaxpr.
-      bodies_of: returns the `SubJaxpr`s of an equation to analyse, else None.
+    `bodies_of` returns the `SubJaxpr`s of an equation to analyse, else None.
     """
     found = _Analysis(bodies_of)
     found.find_first(jaxpr)
@@ -36,15 +35,11 @@ _UNUSED, _BACK, _FORWARD = range(3)
 
 
 class _Analysis:
-    """Finds equations that only the backward pass uses, from the last to the first.
-
-    Attributes:
-      primal: ids of equations that compute the function.
-      derivatives: ids of equations that compute derivatives.
-    """
+    """Finds equations that only the backward pass uses, from the last to the first."""
 
     def __init__(self, bodies_of: Any):
         self.bodies_of = bodies_of
+        # Ids of equations: that compute the function, that compute derivatives.
         self.primal: set[int] = set()
         self.derivatives: set[int] = set()
         self._first: dict[Any, int] = {}
@@ -109,7 +104,7 @@ class _Analysis:
 
     def _analyse_bodies(self, eqn: Eqn, bodies: Any, made: list[int], stack: str):
         used = [_UNUSED] * len(eqn.invars)
-        is_loop = eqn.primitive.name in ("scan", "while")
+        is_loop = eqn.primitive.name in LOOPS
         for body in bodies:
             results = [
                 _FORWARD if i is None or (is_loop and k in body.fixed_out) else made[i]

@@ -20,15 +20,10 @@ Cell = Any
 
 
 class Moment(NamedTuple):
-    """When in a run an equation runs.
+    """When in a run an equation runs."""
 
-    Attributes:
-      eqn_count: how many equations ran before it, i32 `[]`.
-      loops: the iteration of each loop around it, outermost first, i32 `[]` each.
-    """
-
-    eqn_count: Any
-    loops: tuple[Any, ...] = ()
+    eqn_count: Any  # how many ran before it, i32 []
+    loops: tuple[Any, ...] = ()  # iterations around it, outermost first, i32 [] each
 
     def inside(self, eqn_count: Any, iteration: Any) -> "Moment":
         """Return when an iteration of a loop begins."""
@@ -45,27 +40,16 @@ Body = Callable[[Sequence[Cell], Moment], Ran]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
-    """Equations that follow each other in a jaxpr: a jaxpr itself, and its plan.
-
-    Attributes:
-      eqns: the equations.
-      eqn_plans: those of the plan, one per equation.
-      invars: the variables that they read, or the operands of the one equation.
-      outvars: the variables that they define and later equations read, or its results.
-      last_read: the variables that nothing after these reads.
-      sites: how many sites the equations have.
-      is_opened: whether this is one equation whose sub-jaxprs are run one by one.
-      constvars: none.
-    """
+    """Equations that follow each other in a jaxpr: a jaxpr itself, and its plan."""
 
     eqns: Sequence[Any]
-    eqn_plans: Sequence[Any]
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    last_read: Sequence[Any]
-    sites: int
-    is_opened: bool
-    constvars: tuple[Any, ...] = ()
+    eqn_plans: Sequence[Any]  # one per equation
+    invars: Sequence[Any]  # that they read, or the operands of the one equation
+    outvars: Sequence[Any]  # that later equations read, or the results of the one
+    last_read: Sequence[Any]  # variables that nothing after these reads
+    sites: int  # how many these have
+    is_opened: bool  # whether this is one whose sub-jaxprs are run one by one
+    constvars: tuple[Any, ...] = ()  # none
 
 
 class Interpreter:
@@ -75,23 +59,13 @@ class Interpreter:
     `scan`; into constants of the condition, of the body, and carry of a `while`.
     """
 
+    constant: Callable[[Any, Var], Cell]  # of a value, and the variable that holds it
+    split: Callable[[Jaxpr, Any], Iterable[Stretch]]  # a jaxpr and its plan
+    # Runs a stretch, of its first site, cells, moment, and the cell of any variable.
+    run_stretch: Callable[[Stretch, int, Any, Moment, Callable[[Var], Cell]], Ran]
     scan: Callable[..., Ran]  # of the equation, its plan, `Body`, operands and moment
     while_loop: Callable[..., Ran]  # of the condition, `Body`, operands and moment
     switch: Callable[..., Ran]  # of the index, each `Body`, operands and moment
-
-    def constant(self, value: Any, var: Var) -> Cell:
-        """Return the cell of a constant of the program, which a variable holds."""
-        raise NotImplementedError
-
-    def split(self, jaxpr: Jaxpr, plan: Any) -> Iterable[Stretch]:
-        """Return the stretches of a jaxpr."""
-        raise NotImplementedError
-
-    def run_stretch(
-        self, stretch: Stretch, site: int, cells: Any, moment: Moment, read: Any
-    ) -> Ran:
-        """Run a stretch, where `read` returns the cell of any variable so far."""
-        raise NotImplementedError
 
     def run(
         self,
@@ -103,19 +77,10 @@ class Interpreter:
         first_site: int = 0,
         moment: Moment = START,
     ) -> Ran:
-        """Run a jaxpr.
+        """Run an open jaxpr; return its outputs, and how many equations have run.
 
-        Args:
-          jaxpr: an open jaxpr.
-          consts: the values of its constvars.
-          cells: its inputs.
-          plan: has `eqn_plans`, one per equation, each with the plans `bodies` of its
-            sub-jaxprs; None if the subclass needs none.
-          first_site: the number of its first site.
-          moment: when it starts.
-
-        Returns:
-          Its outputs, and how many equations have run in all.
+        A plan has `eqn_plans`, one per equation, each with the plans `bodies` of its
+        sub-jaxprs. A moment is when it starts.
         """
         env: dict[Any, Cell] = dict(zip(jaxpr.invars, cells, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
@@ -143,10 +108,8 @@ class Interpreter:
     ) -> Sequence[Cell]:
         """Return operands or results of sub-jaxprs as the plan has them.
 
-        Args:
-          variables: the variables of the equation.
-          cells: what they hold.
-          is_low: per variable, whether the plan has it in half; None without a plan.
+        Per variable of the equation, `is_low` says whether the plan has it in half; it
+        is None without a plan.
         """
         del variables, is_low
         return cells

@@ -33,12 +33,10 @@ def trace_filled_in(
     kwargs: dict[str, Any] | None = None,
     as_f32: Sequence[bool] | None = None,
 ) -> tuple[Traced, frozenset[int]]:
-    """Trace a function as `trace` does.
+    """Trace a function as `trace` does, with the caller's precision filled in.
 
-    Returns:
-      The trace, whose products have the precision that the caller set if the function
-      sets none; and the `id` of the equation of each such product. The trace keeps
-      these equations alive.
+    Also returns the `id` of the equation of each product that had none. The trace keeps
+    these equations alive.
     """
     if current() is None:
         return trace(fun, args, kwargs, as_f32), frozenset()

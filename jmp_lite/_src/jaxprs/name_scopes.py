@@ -55,12 +55,7 @@ def of(eqn: Eqn) -> str:
 
 
 def is_backward(name_stack: str, around: bool) -> bool:
-    """Return whether an equation is of the backward pass.
-
-    Args:
-      name_stack: its own.
-      around: whether the equation that it is inside of is.
-    """
+    """Return whether an equation, or the one around it, is of the backward pass."""
     if REMATTED in name_stack:
         return False
     return around or "transpose(" in name_stack

@@ -103,20 +103,12 @@ class Fact(enum.Flag):
 
 
 class Primitive(NamedTuple):
-    """What is known of one primitive.
-
-    Attributes:
-      op_class: its class.
-      in_f16: its class in float16, which ends at 65504: there, the square of 256
-        overflows.
-      facts: its facts.
-      source: who has it in this class too, or why it is.
-    """
+    """What is known of one primitive."""
 
     op_class: str
-    in_f16: str
+    in_f16: str  # its class in float16, where the square of 256 overflows
     facts: Fact
-    source: str
+    source: str  # who has it in this class too, or why it is
 
 
 _NONE = Fact(0)
@@ -238,7 +230,10 @@ ON_HOST: dict[str, Callable[..., Any]] = {
 """What NumPy has in their place, of primitives that have their extremes on intervals at
 ends of these or at 0."""
 
-PARTS = ("convert_element_type", "reduce_precision", "real", "imag", "conj", "complex")
+CAST = "convert_element_type"
+"""The primitive that changes the dtype."""
+
+PARTS = (CAST, "reduce_precision", "real", "imag", "conj", "complex")
 """The primitives whose results are their operands, rounded, or parts of these."""
 
 LOOPS = ("scan", "while")
@@ -250,13 +245,15 @@ CALLS = ("jit", compat.CLOSED_CALL, "custom_jvp_call")
 CHECKPOINTS = ("remat2", "checkpoint")
 """The primitives whose jaxpr the backward pass runs again."""
 
+CONTROL_FLOW = (*LOOPS, "cond")
+"""Loops and branches."""
+
+FOLLOWED = (*CALLS, *CHECKPOINTS, "custom_vjp_call", *CONTROL_FLOW)
+"""The primitives whose sub-jaxprs are part of the program, equation by equation."""
+
 
 def degrees(name: str, params: Mapping[str, Any]) -> tuple[float, ...]:
     """Return to which power each operand's factor is in the result, () if to none.
-
-    Args:
-      name: the primitive.
-      params: its parameters.
 
     Examples:
       >>> degrees("div", {}), degrees("integer_pow", {"y": 3}), degrees("add", {})
@@ -278,23 +275,13 @@ def degree(eqn: Any) -> float | None:
 
 
 def facts(name: str) -> Fact:
-    """Return what is known of a primitive, nothing if it is not in the table.
-
-    Examples:
-      >>> Fact.SATURATES in facts("tanh"), facts("fft")
-      (True, <Fact: 0>)
-    """
+    """Return what is known of a primitive, nothing if it is not in the table."""
     known = PRIMITIVES.get(name)
     return known.facts if known else _NONE
 
 
 def named(fact: Fact) -> tuple[str, ...]:
-    """Return the primitives with any of some facts, in the order of the table.
-
-    Examples:
-      >>> named(Fact.JOINS)[:3]
-      ('concatenate', 'stack', 'pad')
-    """
+    """Return the primitives with any of some facts, in the order of the table."""
     return tuple(name for name, known in PRIMITIVES.items() if known.facts & fact)
 
 
@@ -311,13 +298,7 @@ def cases(name: str, operands: Sequence[T]) -> Sequence[T]:
 
 
 def held(name: str, operands: Sequence[T], result: int, results: int) -> Sequence[T]:
-    """Return the operands whose numbers a result holds; none if it computes its own.
-
-    Args:
-      name: the primitive.
-      operands: its operands.
-      result: the index of the result.
-      results: how many it has.
+    """Return the operands whose numbers one of some results holds, none if its own.
 
     Examples:
       >>> held("select_n", ["mask", "x", "y"], 0, 1)

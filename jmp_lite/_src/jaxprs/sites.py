@@ -1,6 +1,6 @@
 """Sites, the operations of a program: what, where, and how often each runs.
 
-Sites inside the calls in `_CALLS`, loops and branches are listed one by one. Anything
+Sites inside the calls, loops and branches of `FOLLOWED` are listed one by one. Anything
 else that holds a jaxpr (`shard_map`, `pallas_call`, …) is one site.
 """
 
@@ -14,35 +14,22 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.derivatives import derivatives
-from jmp_lite._src.jaxprs.primitives import CALLS, CHECKPOINTS, LOOPS
-
-# Their operands and results are those of their one sub-jaxpr.
-_CALLS = (*CALLS, *CHECKPOINTS, "custom_vjp_call")
+from jmp_lite._src.jaxprs.primitives import FOLLOWED, LOOPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One operation at one place of a program.
+    """One operation at one place of a program."""
 
-    Attributes:
-      primitive: its name, as a jaxpr prints it.
-      layer: its name-scope path, `""` outside any scope.
-      line: `file:line` of the user's code.
-      direction: `"backward"` for operations that transposition made and for derivatives
-        that only these use; `"forward"` for all others, recomputation in
-        `jax.checkpoint` included.
-      dtype: that of its first floating result, or of its first result.
-      times: how often it runs; None inside a `while` whose trips are not known.
-      loops: how many loops are around it.
-    """
-
-    primitive: str
-    layer: str
-    line: str
+    primitive: str  # its name, as a jaxpr prints it
+    layer: str  # its name-scope path, "" outside any scope
+    line: str  # `file:line` of the user's code
+    # "backward" for operations that transposition made and for derivatives that only
+    # these use; else "forward", as for recomputation in `jax.checkpoint`.
     direction: str
-    dtype: str
-    times: int | None = 1
-    loops: int = 0
+    dtype: str  # that of its first floating result, or of its first result
+    times: int | None = 1  # it runs; None inside a `while` whose trips are not known
+    loops: int = 0  # how many are around it
 
 
 _TOP = Site("", "", "", "forward", "")
@@ -84,7 +71,7 @@ def count_sites(eqns: Iterable[Eqn]) -> int:
 def bodies_of(eqn: Eqn) -> Any:
     """Return the `SubJaxpr`s of an equation whose sites are listed, else None."""
     name = eqn.primitive.name
-    if name not in (*_CALLS, *LOOPS, "cond"):
+    if name not in FOLLOWED:
         return None
     if name == "while":
         # Under vmap it has a condition per example, and only JAX can run it.

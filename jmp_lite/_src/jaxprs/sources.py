@@ -21,12 +21,8 @@ def source_line(eqn: Eqn, around: str = "") -> str:
 
     Skips frames of JAX, of this package and of what is installed: other libraries, and
     Python's own. If the code that called this package is installed itself, its package
-    is the user's.
-
-    Args:
-      eqn: the equation. It has the frames inside of the call, loop or branch that it
-        is in.
-      around: the line of that, for what is not the user's.
+    is the user's. What is not the user's has the line of the call, loop or branch
+    `around` it.
     """
     frames = compat.user_frames(eqn.source_info.traceback)
     files = [frame.file_name for frame in frames]
@@ -49,10 +45,8 @@ def traceback_of(eqn: Eqn) -> Any:
 def lines_of_rules() -> AbstractContextManager[None]:
     """Trace operations of custom derivative rules with the lines of the rules.
 
-    JAX runs the rule of a custom derivative under the traceback of the call, so every
-    operation of the rule has the line of the call. Within this context, in this thread,
-    it has the line of the user's code in the rule instead. If JAX stores tracebacks in
-    an unknown way, lines stay as JAX gives them.
+    JAX runs a rule under the traceback of the call, so every operation of it would have
+    the line of the call; it does if JAX stores tracebacks in an unknown way.
 
     Limits: JAX caches the traces of jitted functions with their lines. A function that
     was differentiated before has the lines that it had then.
@@ -63,9 +57,8 @@ def lines_of_rules() -> AbstractContextManager[None]:
 class _LinesOfRules:
     """Replaces JAX' current `SourceInfo`.
 
-    Attributes:
-      source: the `SourceInfo`; operations get its traceback, if it has one.
-      depth: the depth of the call stack when it got that.
+    Operations get the traceback of `source`, if it has one; `depth` is that of the call
+    stack when it got it.
     """
 
     __slots__ = ("depth", "source")

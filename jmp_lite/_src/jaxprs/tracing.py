@@ -13,21 +13,13 @@ from jmp_lite._src.jaxprs.core import ClosedJaxpr
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function traced on its arguments.
+    """A function traced on its arguments."""
 
-    Attributes:
-      closed: its jaxpr, of the arguments that are arrays.
-      args: those arguments.
-      indices: which of all leaves of the arguments they are.
-      out_indices: which of all leaves of the result the jaxpr's outputs are.
-      restore: makes the function's result from the jaxpr's outputs.
-    """
-
-    closed: ClosedJaxpr
-    args: list[Any]
-    indices: Sequence[int]
-    out_indices: Sequence[int]
-    restore: Callable[[Sequence[Any]], Any]
+    closed: ClosedJaxpr  # of the arguments that are arrays
+    args: list[Any]  # those arguments
+    indices: Sequence[int]  # which of all leaves of the arguments they are
+    out_indices: Sequence[int]  # which of all leaves of the result the outputs are
+    restore: Callable[[Sequence[Any]], Any]  # the outputs to the function's result
 
 
 def trace(
@@ -38,11 +30,7 @@ def trace(
 ) -> Traced:
     """Trace a function; arguments that are no arrays reach it as they are.
 
-    Args:
-      fun: the function.
-      args: its positional arguments, pytrees.
-      kwargs: those by name.
-      as_f32: per leaf, whether it is traced as if it were float32; default: none is.
+    Per leaf, `as_f32` says whether it is traced as if it were float32.
     """
     leaves, tree = jax.tree.flatten((args, kwargs or {}))
     dynamic = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]

@@ -29,47 +29,28 @@ def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
 
 
 class Equation(NamedTuple):
-    """An equation that has run.
-
-    Attributes:
-      eqn: the equation.
-      eqn_plan: its entry in the `eqn_plans` of the plan; None without a plan.
-      site: its number among the sites.
-      ins: its operands.
-      outs: its results.
-      tags: the tags of its operands.
-      moment: when it ran.
-      tag_of: returns the tag of any variable of the jaxpr that has a value by now.
-    """
+    """An equation that has run."""
 
     eqn: Eqn
-    eqn_plan: Any
-    site: int
+    eqn_plan: Any  # None without a plan
+    site: int  # its number among the sites
     ins: Sequence[Any]
     outs: Sequence[Any]
-    tags: Sequence[Any]
+    tags: Sequence[Any]  # of its operands
     moment: Moment
-    tag_of: Callable[[Any], Any]
+    tag_of: Callable[[Any], Any]  # of any variable of the jaxpr that has a value by now
 
 
 class Walker(Interpreter):
     """Runs jaxprs on pairs of a value and its tag. Subclasses define the tags."""
 
+    observe: Callable[[Equation], Sequence[Any]]  # the tags of an equation's results
+    tag_constant: Callable[[Any], Any]  # of a constant of the program
+    stack: Callable[[Any], Any]  # of an array, from the stacked tags of its rows
+
     def bind(self, eqn: Eqn, ins: Sequence[Any]) -> Sequence[Any]:
         """Return the results of an equation without followed sub-jaxprs."""
         return binding.bind(eqn, ins)
-
-    def observe(self, equation: Equation) -> Sequence[Any]:
-        """Return the tags of an equation's results."""
-        raise NotImplementedError
-
-    def tag_constant(self, value: Any) -> Any:
-        """Return the tag of a constant of the program."""
-        raise NotImplementedError
-
-    def stack(self, tags: Any) -> Any:
-        """Return the tag of an array from the stacked tags of its rows."""
-        raise NotImplementedError
 
     def constant(self, value, var):
         """Return a constant and its tag."""

@@ -52,17 +52,10 @@ def classes_of_leaves(
     result: Any,
     classes: Mapping[str | int, str] | None = None,
 ) -> list[str]:
-    """Return the class of each array among the arguments, in their order.
+    """Return the class of each array among the arguments of a step, in their order.
 
-    Args:
-      fun: the step.
-      args: its arguments.
-      kwargs: those by name.
-      result: the shapes that it returns.
-      classes: what is given, by the name of an argument or its index.
-
-    Raises:
-      ValueError: `classes` has a name that is no argument.
+    By the shapes that the step returns. What arguments are may be given in `classes`,
+    by their names or indices; a name that is no argument raises an error.
     """
     names = _argument_names(fun, len(args))
     given = dict(classes or {})
@@ -99,17 +92,10 @@ def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """What is known beside an argument.
+    """What is known beside an argument."""
 
-    Attributes:
-      returned: the structures, with shapes, of all trees in the result.
-      has_state: whether an argument is or has an optimiser state.
-      name: of the argument.
-      index: its own.
-    """
-
-    returned: list[Any]
-    has_state: bool
+    returned: list[Any]  # structures, with shapes, of all trees in the result
+    has_state: bool  # whether an argument is or has an optimiser state
     name: str
     index: int
 

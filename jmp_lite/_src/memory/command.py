@@ -1,12 +1,10 @@
 """`jmp-lite memory package.module:make_step`: `of_step` on the command line."""
 
 import argparse
-import contextlib
 import importlib
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     if options.device and not os.environ.get("JAX_PLATFORMS"):
         # Nothing here needs an accelerator, and one that is absent would be looked for.
         jax.config.update("jax_platforms", "cpu")
-    with _showing_progress(f"tracing {options.target}"):
-        step, args = load(options.target)
+    _show_progress(f"tracing {options.target}")
+    step, args = load(options.target)
     measure = of_step(
         step,
         options.device,
@@ -66,12 +64,11 @@ def run(options: argparse.Namespace) -> int:
         devices=options.devices,
         fits=options.fits,
     )
-    where = options.device or "this machine"
-    with _showing_progress(f"compiling for {where}"):
-        try:
-            report = measure(*args)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
+    _show_progress(f"compiling for {options.device or 'this machine'}")
+    try:
+        report = measure(*args)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
     if options.json:
         print(report.to_json())
     elif options.every:
@@ -84,13 +81,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the step and the arguments that a function returns.
+    """Return the step and the arguments that `"package.module:function"` returns.
 
-    Args:
-      target: `"package.module:function"`; modules in the current folder are found.
-
-    Raises:
-      ValueError: there is no such function, or it returns something else.
+    Modules in the current folder are found. Mistakes raise a `ValueError`.
     """
     name, _, attribute = target.partition(":")
     if not name or not attribute:
@@ -117,24 +110,7 @@ def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     )
 
 
-@contextlib.contextmanager
-def _showing_progress(text: str) -> Iterator[None]:
+def _show_progress(text: str) -> None:
     """Show on stderr what goes on, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-    elif importlib.util.find_spec("rich") is None:
+    if sys.stderr.isatty():
         print(f"{text} ...", file=sys.stderr, flush=True)
-        yield
-    else:
-        with extras.needed("numerics"):
-            from rich import progress as bars
-            from rich.console import Console
-        columns = (
-            bars.SpinnerColumn(),
-            bars.TextColumn("{task.description}"),
-            bars.TimeElapsedColumn(),
-        )
-        console = Console(stderr=True)
-        with bars.Progress(*columns, console=console, transient=True) as progress:
-            progress.add_task(text, total=None)
-            yield

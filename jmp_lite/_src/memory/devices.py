@@ -132,19 +132,11 @@ _GPUS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tpu:
-    """A generation of TPUs: the memory of a chip in bytes, and slices by their size."""
-
-    memory: int
-    slices: dict[int, str]
-
-
-# The smallest slices have four chips.
+# The GiB of a chip, and slices by their size. The smallest have four chips.
 _TPUS = {
-    "v5e": _Tpu(16 * 2**30, {4: "v5e:2x2", 8: "v5e:2x4"}),
-    "v5p": _Tpu(95 * 2**30, {4: "v5p:2x2x1", 8: "v5p:2x2x2"}),
-    "v6e": _Tpu(32 * 2**30, {4: "v6e:2x2", 8: "v6e:2x4"}),
+    "v5e": (16, {4: "v5e:2x2", 8: "v5e:2x4"}),
+    "v5p": (95, {4: "v5p:2x2x1", 8: "v5p:2x2x2"}),
+    "v6e": (32, {4: "v6e:2x2", 8: "v6e:2x4"}),
 }
 
 
@@ -183,7 +175,8 @@ def _of_gpu(gpu: _Gpu) -> Device:
 DEVICES = {
     **{key: _of_gpu(gpu) for key, gpu in _GPUS.items()},
     **{
-        key: Device(f"TPU {key}", tpu.memory, is_tpu=True) for key, tpu in _TPUS.items()
+        key: Device(f"TPU {key}", size * 2**30, is_tpu=True)
+        for key, (size, _) in _TPUS.items()
     },
     "cpu": Device("CPU"),
 }
@@ -191,11 +184,7 @@ DEVICES = {
 
 
 def find(device: str) -> Device:
-    """Return a device of `DEVICES`.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Return a device of `DEVICES`; raise if there is none."""
     if device not in DEVICES:
         raise ValueError(
             f"Expected a device of {', '.join(DEVICES)}, or None for this machine; got "
@@ -248,7 +237,8 @@ def _devices(device: str, count: int) -> Sequence[Any]:
         return jax.devices("cpu")
     if device in _TPUS:
         with extras.needed("memory-tpu"):
-            return compat.tpus_to_compile_for(_TPUS[device].slices[count])
+            _, slices = _TPUS[device]
+            return compat.tpus_to_compile_for(slices[count])
     config = _GPU.format(**dataclasses.asdict(_GPUS[device]))
     with extras.needed("memory-gpu"):
         return compat.gpus_to_compile_for(config, count)

@@ -68,27 +68,16 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """A line of a program.
+    """A line of a program."""
 
-    Attributes:
-      computation: the name of the one that it is in.
-      is_entry: whether that is the entry.
-      name: its own.
-      shape: as it is written.
-      arrays: those of its shape.
-      opcode: what it does.
-      operands: the names of what it reads.
-      line: all of it.
-    """
-
-    computation: str
-    is_entry: bool
+    computation: str  # the name of the one that it is in
+    is_entry: bool  # whether that is the entry
     name: str
-    shape: str
-    arrays: list[Array]
+    shape: str  # as it is written
+    arrays: list[Array]  # those of its shape
     opcode: str
-    operands: list[str]
-    line: str
+    operands: list[str]  # the names of what it reads
+    line: str  # all of it
 
     @property
     def is_root(self) -> bool:
@@ -112,9 +101,8 @@ class Counts(NamedTuple):
       aliased: arguments whose memory a result takes over.
       traffic: bytes that kernels and copies, those in loops by their trips, read from
         and write to the device's main memory; of what is sliced or updated at an index,
-        the slice. XLA's own count does not tell the memories of a TPU apart: what is
-        fetched ahead of time it has four times (a copy) or five (slices that are
-        joined) before anything reads it; this one has it once.
+        the slice. What a TPU fetches ahead of time, XLA's own count has four times (a
+        copy) or five (slices that are joined); this one has it once.
       collectives: bytes that collectives leave on a device, by "opcode dtype"; those in
         loops by their trips. A TPU sums float16 two by two, in u32.
       collective_calls: how many collectives are run, by opcode. Several arrays that are
@@ -166,7 +154,8 @@ def count(text: str) -> Counts:
     sizes, dtypes, pieces = {}, {}, set()
     for x in program:
         dtypes[x.name] = x.arrays[0].dtype if x.arrays else ""
-        if _is_product(x.opcode, x.line):
+        is_call = x.opcode == "custom-call" and _PRODUCT_CALLS.search(x.line)
+        if is_call or x.opcode in _PRODUCTS:
             products[" ".join(dtypes.get(y, "?") for y in x.operands[:2])] += 1
         collective = x.opcode.removesuffix("-start")
         if collective in _COLLECTIVES:
@@ -185,16 +174,14 @@ def count(text: str) -> Counts:
         if times := runs[x.computation]:
             found["traffic"] += times * _traffic(x, sizes, slices)
         found["casts"] += x.opcode == "convert" and x.arrays[0].dtype[0] in "bf"
-        found["half_sums"] += _is_half_sum(x.opcode, x.line, half_adders)
+        combiner = _COMBINER.search(x.line) if x.opcode in _SUMS else None
+        found["half_sums"] += combiner is not None and combiner[1] in half_adders
         found["conditionals"] += x.opcode == "conditional"
         is_of_host = x.opcode in _HOST_OPS or _HOST_CALLS.search(x.line)
         found["host_transfers"] += bool(is_of_host)
+    counted = ("kernels", "casts", "half_sums", "conditionals", "host_transfers")
     return Counts(
-        kernels=found["kernels"],
-        casts=found["casts"],
-        half_sums=found["half_sums"],
-        conditionals=found["conditionals"],
-        host_transfers=found["host_transfers"],
+        *(found[name] for name in counted),
         aliased=len(_ALIAS.findall(text.partition("\n")[0])),
         traffic=found["traffic"],
         collectives=dict(sorted(moved.items())),
@@ -207,12 +194,10 @@ def count(text: str) -> Counts:
 def _runs(
     program: list[Instruction],
 ) -> tuple[collections.Counter[str], collections.Counter[str], int]:
-    """Return how often computations run.
+    """Return by name how often the entry computation and those of loops run.
 
-    Returns:
-      By name, how often the entry computation and those of loops run; the same also of
-      what these call, fusions say; and how many loops there are whose trips are not
-      known: 1 is taken for them.
+    And the same also of what these call, fusions say; and how many loops there are
+    whose trips are not known: 1 is taken for them.
     """
     runs, inside, unknown = collections.Counter(), collections.Counter(), 0
     for x in reversed(program):  # a caller stands below what it calls
@@ -230,15 +215,10 @@ def _runs(
 
 
 class _Slices(NamedTuple):
-    """What a fusion reads and writes that slices its operands, or updates a slice.
+    """What a fusion reads and writes that slices its operands, or updates a slice."""
 
-    Attributes:
-      read: by the index of an operand of which it reads slices alone: their bytes.
-      written: the bytes of its result; None if these are all.
-    """
-
-    read: dict[int, int]
-    written: int | None
+    read: dict[int, int]  # bytes, by the index of an operand that is read by slices
+    written: int | None  # the bytes of its result; None: all of it
 
 
 def _slices(fused: list[Instruction]) -> dict[str, _Slices]:
@@ -290,13 +270,6 @@ def _half_adders(program: list[Instruction]) -> set[str]:
     }
 
 
-def _is_half_sum(opcode: str, line: str, half_adders: set[str]) -> bool:
-    combiner = _COMBINER.search(line)
-    if combiner is None or opcode not in _SUMS:
-        return False
-    return combiner.group(1) in half_adders
-
-
 def _arrays(shape: str) -> list[Array]:
     """Return the arrays of a shape, which may be a tuple of them."""
     found = []
@@ -306,18 +279,13 @@ def _arrays(shape: str) -> list[Array]:
     return found
 
 
-def _is_product(opcode: str, line: str) -> bool:
-    is_call = opcode == "custom-call" and bool(_PRODUCT_CALLS.search(line))
-    return is_call or opcode in _PRODUCTS
-
-
-def _is_free(opcode: str, line: str) -> bool:
-    is_name = opcode in _FREE or opcode == "while" or opcode.endswith("-done")
-    return is_name or (opcode == "custom-call" and bool(_FREE_CALLS.search(line)))
+def _is_free(x: Instruction) -> bool:
+    is_name = x.opcode in (*_FREE, "while") or x.opcode.endswith("-done")
+    return is_name or (x.opcode == "custom-call" and bool(_FREE_CALLS.search(x.line)))
 
 
 def _is_kernel(x: Instruction) -> bool:
-    if _is_free(x.opcode, x.line) or x.opcode.endswith("-start"):
+    if _is_free(x) or x.opcode.endswith("-start"):
         return False
     is_opaque = x.opcode in ("fusion", "custom-call")
     return is_opaque or not all(a.is_scalar for a in x.arrays)
@@ -325,7 +293,7 @@ def _is_kernel(x: Instruction) -> bool:
 
 def _traffic(x: Instruction, sizes: dict[str, int], slices: dict[str, _Slices]) -> int:
     """Return the bytes that an instruction reads and writes."""
-    if _is_free(x.opcode, x.line):
+    if _is_free(x):
         return 0
     if x.opcode in ("copy-start", "slice-start"):
         # From and to, and then what keeps count of it.

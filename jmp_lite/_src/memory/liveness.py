@@ -50,54 +50,34 @@ _INNER = re.compile(
 
 
 class Live(NamedTuple):
-    """An array in memory at the peak.
+    """An array in memory at the peak."""
 
-    Attributes:
-      layer: the name-scope path of what made it.
-      operation: the name of its primitive, or of XLA's instruction.
-      dtype: as XLA calls it: `"bf16"`.
-      size: its bytes.
-      made_in: `"forward"` or `"backward"`; `""` outside of differentiation.
-      elements: how many numbers it has.
-    """
-
-    layer: str
-    operation: str
-    dtype: str
-    size: int
-    made_in: str
+    layer: str  # the name-scope path of what made it
+    operation: str  # its primitive, or XLA's instruction
+    dtype: str  # as XLA calls it: "bf16"
+    size: int  # in bytes
+    made_in: str  # "forward" or "backward"; "" outside of differentiation
     elements: int
 
 
-class _Instruction(NamedTuple):
-    """An instruction, and the name stack of what it is made of."""
-
-    of: hlo.Instruction
-    op_name: str
+# An instruction, and the name stack of what it is made of.
+_Instruction = tuple[hlo.Instruction, str]
 
 
 @dataclasses.dataclass(eq=False)
 class _Array:
-    """An array that an instruction makes.
-
-    Attributes:
-      live: what it is.
-      last_read: the step that reads it last.
-      is_named: whether XLA says what it is made of.
-      is_given: whether it is in memory that there is already.
-    """
+    """An array that an instruction makes."""
 
     live: Live
-    last_read: int
-    is_named: bool
-    is_given: bool = False
+    last_read: int  # the step that reads it last
+    is_named: bool  # whether XLA says what it is made of
+    is_given: bool = False  # whether it is in memory that there is already
 
 
 def at_peak(text: str) -> list[Live]:
-    """Return what is in memory at the peak, beside the arguments and the results.
+    """Return what is at the peak of a scheduled program beside arguments and results.
 
-    Args:
-      text: of an optimised and scheduled HLO module.
+    The text is that of its HLO module.
     """
     computations, entry = _parse(text)
 
@@ -140,24 +120,20 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
         found = _OP_NAME.search(x.line)
         op_names[x.name] = found[1] if found else next(known, "")
         op_names[x.computation] = op_names[x.name] or op_names.get(x.computation, "")
-        computations[x.computation].append(_Instruction(x, op_names[x.name]))
+        computations[x.computation].append((x, op_names[x.name]))
     return computations, entry
 
 
 def _peak(
-    instructions: Sequence[_Instruction],
-    of_body: Callable[[str], list[Live]],
+    instructions: Sequence[_Instruction], of_body: Callable[[str], list[Live]]
 ) -> list[Live]:
     """Return what is in memory at the peak of a computation, of what it makes.
 
-    Args:
-      instructions: in their order.
-      of_body: returns the same of a computation that these call.
+    `of_body` returns the same of a computation that the instructions call.
     """
     values: dict[str, list[_Array | None]] = {}  # None: given
     steps, root = [], []
-    for step, instruction in enumerate(instructions):
-        x = instruction.of
+    for step, (x, op_name) in enumerate(instructions):
         read = [array for operand in x.operands for array in values.get(operand, [])]
         if x.opcode == "get-tuple-element":
             index = int(found[1]) if (found := _INDEX.search(x.line)) else 0
@@ -165,7 +141,7 @@ def _peak(
         for array in filter(None, read):
             array.last_read = step
             if x.opcode == "while" and not array.is_named:  # it is for the loop to fill
-                array.live = array.live._replace(**_origin(instruction.op_name))
+                array.live = array.live._replace(**_origin(op_name))
                 array.is_named = True
         made = []
         if x.opcode in _GIVEN:
@@ -173,8 +149,8 @@ def _peak(
         elif x.opcode in _NAMES or x.opcode.endswith("-start"):
             values[x.name] = read  # what has started reads until it is done
         else:
-            is_named = bool(instruction.op_name)
-            made = [_Array(_live(instruction, a), step, is_named) for a in x.arrays]
+            is_named = bool(op_name)
+            made = [_Array(_live(x, op_name, a), step, is_named) for a in x.arrays]
             values[x.name] = list(made)
         if x.is_root:
             root = values[x.name]
@@ -241,16 +217,13 @@ def _bodies(line: str) -> list[str]:
     return [name.strip().lstrip("%") for names in found for name in names.split(",")]
 
 
-def _live(x: _Instruction, array: hlo.Array) -> Live:
-    origin = _origin(x.op_name)
-    size = 0 if array.is_scratch else array.size
-    elements = array.size // hlo.itemsize(array.dtype)
-    operation = origin["operation"] or x.of.opcode
+def _live(x: hlo.Instruction, op_name: str, array: hlo.Array) -> Live:
+    origin = _origin(op_name)
     return Live(
-        **origin | {"operation": operation},
+        **origin | {"operation": origin["operation"] or x.opcode},
         dtype=array.dtype,
-        size=size,
-        elements=elements,
+        size=0 if array.is_scratch else array.size,
+        elements=array.size // hlo.itemsize(array.dtype),
     )
 
 

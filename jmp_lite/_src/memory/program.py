@@ -25,27 +25,16 @@ _SHARDED = (
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step, compiled.
+    """A step, compiled."""
 
-    Attributes:
-      compiled: as JAX has it.
-      text: of its optimised HLO module.
-      args: the arguments that it was compiled for: arrays, or their shapes.
-      kwargs: those by name.
-      result: the shapes of what it returns.
-      flops: multiplications and additions in its matrix products.
-      platform: `"cpu"`, `"cuda"`, `"tpu"`.
-      count: how many devices it is for.
-    """
-
-    compiled: Any
-    text: str
-    args: tuple[Any, ...]
+    compiled: Any  # as JAX has it
+    text: str  # of its optimised HLO module
+    args: tuple[Any, ...]  # that it was compiled for: arrays, or their shapes
     kwargs: Mapping[str, Any]
-    result: Any
-    flops: int
-    platform: str
-    count: int
+    result: Any  # the shapes of what it returns
+    flops: int  # multiplications and additions in its matrix products
+    platform: str  # "cpu", "cuda" or "tpu"
+    count: int  # how many devices it is for
 
 
 def build(
@@ -80,6 +69,8 @@ def build(
     lowered = traced.lower()
     platform = _platform(mesh, (args, kwargs))
     compiled = _compile(getattr(lowered, "lowered", lowered), platform)
+    meshes = [x.mesh for x in _shardings((args, kwargs))]
+    size = mesh.size if mesh else max((x.size for x in meshes), default=1)
     return Program(
         compiled=compiled,
         text=compiled.as_text(),
@@ -88,7 +79,7 @@ def build(
         result=result,
         flops=_flops(compat.open_jaxpr(jaxpr)),
         platform=platform,
-        count=mesh.size if mesh else _size_of_shardings((args, kwargs)),
+        count=size,
     )
 
 
@@ -113,10 +104,6 @@ def _mesh_for(device: str | None, count: int | None, args: Any) -> Mesh | None:
 def _shardings(args: Any) -> list[NamedSharding]:
     found = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     return [x for x in found if isinstance(x, NamedSharding)]
-
-
-def _size_of_shardings(args: Any) -> int:
-    return max((x.mesh.size for x in _shardings(args)), default=1)
 
 
 def _place(mesh: Mesh, x: Any) -> Any:
@@ -146,10 +133,12 @@ def _trace(
             step = jax.jit(step, donate_argnums=donate_argnums)
         traced = step.trace(*args, **kwargs)
         return traced, getattr(traced, "out_info", None)
-    static, result = {}, None
-    for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        if not (trees.is_array(x) or isinstance(x, bool | int | float | complex)):
-            static[path] = x
+    result = None
+    static = {
+        path: x
+        for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs))
+        if not (trees.is_array(x) or isinstance(x, bool | int | float | complex))
+    }
 
     def only_arrays(path, x):
         return None if path in static else x

@@ -21,7 +21,7 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.transform import check_function, takes_function
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources, tracing
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import LOOPS, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CAST, LOOPS, Fact, facts
 from jmp_lite._src.jaxprs.sites import bodies_of
 from jmp_lite._src.reports import size
 
@@ -182,15 +182,14 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
     @functools.wraps(fun)
     def residuals(*args: P.args, **kwargs: P.kwargs) -> list[Any]:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 
-        def of_arrays(*values):
-            filled = dict(enumerate(leaves)) | dict(zip(arrays, values, strict=True))
+        def of_arrays(arrays):
+            filled = dict(enumerate(leaves)) | arrays
             args, kwargs = jax.tree.unflatten(tree, filled.values())
             return of_any(*args, **kwargs)
 
-        _, backward = jax.vjp(of_arrays, *(leaves[i] for i in arrays))
-        return jax.tree.leaves(backward)
+        return jax.tree.leaves(jax.vjp(of_arrays, arrays)[1])
 
     def list_saved(*args: P.args, **kwargs: P.kwargs) -> SavedReport:
         closed = tracing.trace(residuals, args, kwargs).closed
@@ -220,19 +219,11 @@ def _argument(var: Var, name: str) -> SavedArray:
 
 
 class _Found(NamedTuple):
-    """Where a variable is from.
+    """Where a variable is from."""
 
-    Attributes:
-      var: the variable that has its value, of the whole program if `eqn` is None.
-      eqn: what made it; None for an argument or a constant.
-      around: its jaxpr.
-      layer: its name-scope path.
-      line: `file:line`.
-    """
-
-    var: Var
-    eqn: Eqn | None
-    around: "_Made"
+    var: Var  # that has its value, of the whole program if `eqn` is None
+    eqn: Eqn | None  # what made it; None for an argument or a constant
+    around: "_Made"  # its jaxpr
     layer: str = ""
     line: str = ""
 
@@ -310,8 +301,8 @@ class _Made:
 
 def _is_move(eqn: Eqn) -> bool:
     of_eqn = facts(eqn.primitive.name)
-    is_cast = eqn.primitive.name == "convert_element_type"
-    return is_cast or bool(of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES)
+    is_move = bool(of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES)
+    return is_move or eqn.primitive.name == CAST
 
 
 def _next_carry(eqn: Eqn, sub: control_flow.SubJaxpr, found: _Found) -> Var | None:

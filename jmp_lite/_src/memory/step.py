@@ -248,10 +248,7 @@ def of_step(
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes that a limit names.
-
-    Raises:
-      ValueError: it is no number with a unit.
+    """Return the number of bytes that a limit names; raise if it has no unit.
 
     Examples:
       >>> parse_bytes("24GB"), parse_bytes("1.5 GiB")
@@ -289,10 +286,11 @@ def _report(
     if built.platform == "cpu":  # leaves out what is temporary
         peak = given + memory.temp_size_in_bytes
     counts = hlo.count(built.text)._asdict()
+    target, kind = targets.DEVICES.get(device or ""), jax.devices()[0].device_kind
     return StepReport(
-        device=targets.find(device).title if device else _here(),
+        device=target.title if target else f"this machine ({kind})",
         devices=built.count,
-        memory=targets.find(device).memory if device else None,
+        memory=target.memory if target else None,
         limit=limit,
         peak=peak,
         arguments=arguments,
@@ -306,10 +304,6 @@ def _report(
         flops=built.flops,
         counts=counts,
     )
-
-
-def _here() -> str:
-    return f"this machine ({jax.devices()[0].device_kind})"
 
 
 def _rows(found: Sequence[liveness.Live], parameters: Sequence[Any]) -> tuple[Any, ...]:

@@ -59,8 +59,8 @@ class Advice(reports.Report):
       loss_scale: a static scale that fits the gradients of this batch, for a
         `DynamicLossScale` to start from; `NoOpLossScale` if none is needed.
       reasons: one sentence for each layer in float32, each that is not in fp8, each
-        that keeps float32 results,
-        what half results save, the loss scale, and each fault that is left.
+        that keeps float32 results, what half results save, the loss scale, and each
+        fault that is left.
       left: faulty operations that are in no layer that a rule could name.
       report: the dry run of the scaled loss and its gradient, under this advice.
       in_float32: the layers that must compute in float32, each with its reason.
@@ -116,7 +116,7 @@ class Advice(reports.Report):
             "default": str(default),
             "rules": rules,
             "allow_unused": allow_unused,
-            "loss_scale": _number(self.loss_scale),
+            "loss_scale": float(self.loss_scale.loss_scale),
             "reasons": self.reasons,
             "left": [self.report.rows.index(row) for row in self.left],
             "report": json.loads(self.report.to_json()),
@@ -166,7 +166,7 @@ class Advice(reports.Report):
         if isinstance(self.policy, PolicyMap):
             rules = [*self.policy.rules, ("everything else", self.policy.default)]
         return reports.Table(
-            f"advice: loss scale {_number(self.loss_scale):g}",
+            f"advice: loss scale {self.loss_scale.loss_scale:g}",
             ("pattern", "policy"),
             [(pattern, str(policy)) for pattern, policy in rules],
             caption="\n".join(self.reasons[: None if every else reports.LINES]),
@@ -189,9 +189,8 @@ def advise(
     scales the largest gradient in half to an eighth of the largest number of the dtype.
     Puts each layer whose operations overflow, or have an error of more than 32
     roundings, into float32; a layer with products in fp8 into bfloat16 first. Repeats
-    this until nothing changes. If an operation shows
-    an error of another layer (`1 - p`, where `p` was rounded to 1), that layer goes
-    into float32.
+    this until nothing changes. If an operation shows an error of another layer
+    (`1 - p`, where `p` was rounded to 1), that layer goes into float32.
 
     In float16, `autocast` keeps results of matrix products in float32 unless only
     products read them. Here, layers get half results in which every number that becomes
@@ -260,18 +259,11 @@ def advise(
 
 @dataclasses.dataclass
 class _Turn:
-    """A dry run with some layers in float32.
-
-    Attributes:
-      measured: its result.
-      scale: the loss scale that it ran with.
-      fitting: the loss scale that fits its gradients.
-      faults: its faults.
-    """
+    """A dry run with some layers in float32."""
 
     measured: Measured
-    scale: float
-    fitting: float
+    scale: float  # the loss scale that it ran with
+    fitting: float  # the one that fits its gradients
     faults: list[Fault]
 
 
@@ -364,12 +356,7 @@ class _Search:
     ) -> tuple[_Turn, dict[str, str], list[str]]:
         """Give half results to as many layers as were measured to allow it.
 
-        Args:
-          base: the dry run without.
-          why: the layers in float32.
-
-        Returns:
-          The dry run with half results; per layer, why it has none; what they save.
+        Returns the dry run with them; per layer, why it has none; what they save.
         """
         if self.dtype != jnp.float16 or math.isinf(self.headroom):
             return base, {}, []
@@ -378,8 +365,8 @@ class _Search:
         for _ in range(_ROUNDS):
             found = half_results.gained(base.measured.report, trial.measured.report)
             if ran_with is None:
-                results = self._candidates(dict.fromkeys(x.row.layer for x in found))
-                found = [x for x in found if not results[x.row.layer]]
+                results = self._candidates(dict.fromkeys(row.layer for row in found))
+                found = [row for row in found if not results[row.layer]]
             half = [layer for layer, reason in results.items() if not reason]
             faults = [fault for fault in trial.faults if not _is_in(fault, base.faults)]
             unsafe = half_results.out_of_range(
@@ -399,18 +386,13 @@ class _Search:
         unlike `autocast` of the gradient, which keeps some in float32. A factor of a
         derivative, such as `2 * x`, does not grow with the loss scale.
         """
-
-        def is_scaled(key, row):
-            unscaled = self.unscaled.get(key, 0.0)
-            return scale == 1.0 or row.max_abs > scale**0.5 * unscaled
-
+        least = scale**0.5 if scale != 1.0 else 0.0
         return [
             row
             for key, row in _keyed(report)
             if row.direction == "backward"
             and (row.is_half or row.reads_half)
-            and row.max_abs
-            and is_scaled(key, row)
+            and row.max_abs > least * self.unscaled.get(key, 0.0)
         ]
 
     def _candidates(self, layers: Iterable[str]) -> dict[str, str]:
@@ -427,13 +409,9 @@ class _Search:
         results: dict[str, str] | None = None,
         everywhere: bool = False,
     ) -> _Turn:
-        """Return a dry run.
+        """Return a dry run with `layers` in float32.
 
-        Args:
-          scale: the loss scale.
-          layers: the layers in float32.
-          results: the layers with half results: those with "" beside them.
-          everywhere: whether all layers have them.
+        Half results have those `results` with "" beside them, or all layers.
         """
         step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
         half = {layer: not reason for layer, reason in (results or {}).items()}
@@ -449,9 +427,10 @@ class _Search:
             caller="advise",
             programs=self.programs,
         )
-        largest = _number(self.previous.loss_scale) if self.previous else _LARGEST_SCALE
         gradients = self._gradients(measured.report, scale)
-        fitting = min(_fitting_scale(gradients, scale, self.dtype), largest)
+        fitting = _fitting_scale(gradients, scale, self.dtype)
+        if self.previous:
+            fitting = min(fitting, float(self.previous.loss_scale.loss_scale))
         # Faults of the backward pass count once the loss scale fits.
         faults = [
             fault
@@ -479,13 +458,7 @@ def _with_rules(
 ) -> Policy | PolicyMap:
     """Return a policy with rules for layers: in float32, not in fp8, half results.
 
-    Args:
-      start: the policy to start from.
-      layers: the layers in float32.
-      results: per layer, whether its results of products may be half.
-      not_in_fp8: the layers whose matrix products must not be in fp8.
-      several_models: whether the program has several models of linen. The rule for one
-        model is `""`, all of it, in `with_policy` and for the program of one model.
+    The rule for a model of linen is `""`, all of it, unless there are several models.
     """
     is_map = isinstance(start, PolicyMap)
     default = start.default if is_map else start
@@ -513,10 +486,6 @@ def _with_rules(
     if not rules:
         return start
     return PolicyMap(default, rules, allow_unused=is_map or only_scopes)
-
-
-def _number(loss_scale: LossScale) -> float:
-    return float(getattr(loss_scale, "loss_scale", 1.0))
 
 
 def _is_in(fault: Fault, faults: Iterable[Fault]) -> bool:

@@ -92,20 +92,12 @@ def dry_run(
 
 
 class Measured(NamedTuple):
-    """The results of a dry run.
-
-    Attributes:
-      outs: the results of the float32 run.
-      lows: the results of the policy's run.
-      report: the report.
-      policy: the policy; patterns over modules of linen match scopes as well.
-      warning: the text of a warning, or `""`.
-    """
+    """The results of a dry run: in float32, and as the policy has them."""
 
     outs: list[Any]
     lows: list[Any]
     report: DryRunReport
-    policy: Policy | PolicyMap
+    policy: Policy | PolicyMap  # patterns over modules of linen match scopes as well
     warning: str
 
 
@@ -118,19 +110,9 @@ def measure(
     caller: str = "dry_run",
     programs: Programs | None = None,
 ) -> Measured:
-    """Run a function in float32 and under a policy.
+    """Run a function in float32 and under a policy, as `check_policy` returns it.
 
-    Args:
-      fun: the function.
-      policy: as `check_policy` returns it.
-      args_and_kwargs: the arguments of the function.
-      rules: as for `autocast`.
-      caller: the name of the public function, for errors.
-      programs: what other runs have compiled; this one adds to it.
-
-    Raises:
-      ValueError: the program is in half already, or its results are not finite; a
-        pattern of the policy matches no scope.
+    Adds what it compiles to `programs`, which has what other runs have compiled.
     """
     planned, policy = _plan_fitted(fun, policy, args_and_kwargs, rules)
     plan, arrays = planned.plan, planned.traced.args

@@ -16,31 +16,21 @@ import numpy as np
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.primitives import Fact, named
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, named
 from jmp_lite._src.numerics.stretches import Operation
 
 # Operations that round nothing if an operand has the dtype of the result, whose numbers
 # are those of the operands, as they are or with another sign.
-_EXACT = frozenset(
-    (*named(Fact.MOVES | Fact.JOINS), "convert_element_type") + named(Fact.EXACT)
-)
+_EXACT = frozenset((CAST, *named(Fact.MOVES | Fact.JOINS | Fact.EXACT)))
 
 
 class Tag(NamedTuple):
-    """What goes beside a value on the host.
+    """What goes beside a value on the host."""
 
-    Attributes:
-      error: that of the policy's run, relative to float32.
-      source: the last site that rounded the value, or what it is computed from; -1 if
-        none did.
-      backward: whether the value is of the backward pass.
-      origin: that of its non-finite numbers in the float32 run.
-    """
-
-    error: float
-    source: int
-    backward: bool
-    origin: Any
+    error: float  # of the policy's run, relative to float32
+    source: int  # the last site that rounded it, or what it is computed from; or -1
+    backward: bool  # whether it is of the backward pass
+    origin: Any  # of its non-finite numbers in the float32 run
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -56,15 +46,10 @@ def find_source(
     operands: Sequence[Tag],
     limit: float,
 ) -> int:
-    """Return the site that made the error of a result.
+    """Return the site that made the error of a result, of which the policy has `low`.
 
-    Args:
-      op: the operation.
-      full: its result in the float32 run.
-      low: its result in the policy's run.
-      added_error: the part of the error that the operands do not have.
-      operands: the tags of the operands.
-      limit: errors above it are more than rounding.
+    Operands do not have the part `added_error`. Errors above the limit are more than
+    rounding.
     """
     rounded = [tag for tag in operands if tag.source >= 0]
     if not rounded:
@@ -134,13 +119,7 @@ def error_on_host(low: np.ndarray, full: np.ndarray) -> float:
 
 
 def relative_error(low: Any, full: Any, xp: Any) -> Any:
-    """Return `|low - full| / |full|` in the 2-norm, inf if only `low` is not finite.
-
-    Args:
-      low: an array.
-      full: the array that it should equal.
-      xp: `numpy` or `jax.numpy`.
-    """
+    """Return `|low - full| / |full|` in the 2-norm, inf if only `low` is not finite."""
     compared = xp.isfinite(full)
     is_lost = (compared & ~xp.isfinite(low)).any()
     compared &= xp.isfinite(low)

@@ -13,17 +13,11 @@ from jmp_lite._src.reports import percent
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An operation that overflows, or is the first to lose accuracy.
-
-    Attributes:
-      row: the operation.
-      layer: the layer to keep in float32; `""` if no layer is left.
-      dtype: the half dtype.
-    """
+    """An operation that overflows, or is the first to lose accuracy."""
 
     row: OpStats
-    layer: str
-    dtype: str
+    layer: str  # to keep in float32; "" if no layer is left
+    dtype: str  # the half dtype
 
     def reason(self) -> str:
         """Return why the layer must be in float32."""
@@ -58,11 +52,7 @@ class Fault:
         return f"{self.row.primitive}{layer} at {self.row.line}"
 
     def what(self, dtype: str = "") -> str:
-        """Return what is wrong with the operation.
-
-        Args:
-          dtype: what it is wrong in; by default that of the numbers.
-        """
+        """Return what is wrong with the operation, in a dtype: its own by default."""
         row, largest = self.row, float(jnp.finfo(self.dtype).max)
         dtype = dtype or (row.dtype if row.is_fp8 else self.dtype)
         reaches = f"reaches {row.max_abs:.3g}"
@@ -77,12 +67,7 @@ class Fault:
 
 
 def find_faults(report: DryRunReport, in_float32: Collection[str]) -> list[Fault]:
-    """Return the faults of a dry run, the worst first.
-
-    Args:
-      report: the dry run.
-      in_float32: the layers that are in float32 already.
-    """
+    """Return the faults of a dry run, the worst first, by the layers in float32."""
     limit = ROUNDINGS * float(jnp.finfo(report.dtype).eps)
     made = [r for r in report.rows if r.direction == "forward" and not r.is_operand]
     result = {row.layer: row for row in made}

@@ -1,6 +1,5 @@
 """Which layers may have results of matrix products in half, by what was measured."""
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,54 +11,34 @@ from jmp_lite._src.numerics.patterns import exact_pattern_of, part_of_model
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.reports import size
 
-_NAMES = frozenset(products.NAMES)
 
+def gained(before: DryRunReport, after: DryRunReport) -> list[OpStats]:
+    """Return the forward results that are half in the second dry run alone, in order.
 
-@dataclasses.dataclass(frozen=True)
-class Gained:
-    """A result that is half only because results of products are.
-
-    Attributes:
-      row: its numbers.
-      index: its place in the program.
+    They are half only because results of products are.
     """
-
-    row: OpStats
-    index: int
-
-
-def gained(before: DryRunReport, after: DryRunReport) -> list[Gained]:
-    """Return the forward results that are half in one dry run and not in another."""
     pairs = zip(_results(before), _results(after), strict=True)
     return [
-        Gained(new, index)
-        for index, (old, new) in enumerate(pairs)
+        new
+        for old, new in pairs
         if new.is_half and not old.is_half and new.direction == "forward"
     ]
 
 
 def out_of_range(
-    found: Sequence[Gained], half: Collection[str], headroom: float, dtype: Any
+    found: Sequence[OpStats], half: Collection[str], headroom: float, dtype: Any
 ) -> dict[str, str]:
-    """Return the layers that must not have half results, because of their range.
+    """Return which layers with half results must not have them by their range, and why.
 
-    Args:
-      found: the results that are half because of half results.
-      half: the layers that may have them.
-      headroom: how many times what was measured must be in the range.
-      dtype: the half dtype.
-
-    Returns:
-      A dict of layer to the reason.
+    By what is half because of these, in order: `headroom` times it must be in range.
     """
     largest, reasons = float(jnp.finfo(dtype).max), {}
-    for result in found:
-        row = result.row
+    for i, row in enumerate(found):
         if row.max_abs * headroom <= largest:
             continue
         # An operation of another layer has half operands of these: of the nearest
         # before it, to begin with.
-        before = [x.row.layer for x in found if x.index <= result.index]
+        before = [earlier.layer for earlier in found[: i + 1]]
         nearest = [layer for layer in reversed(before) if layer in half][:1]
         for layer in nearest or half:
             what = (
@@ -71,15 +50,7 @@ def out_of_range(
 
 
 def inaccurate(faults: Sequence[Fault], half: Collection[str]) -> dict[str, str]:
-    """Return the layers that must not have half results, because of faults.
-
-    Args:
-      faults: the faults that arise with half results.
-      half: the layers that have them.
-
-    Returns:
-      A dict of layer to the reason.
-    """
+    """Return which layers with half results must not have them by faults, and why."""
     reasons = {}
     for fault in faults:
         suspects = [fault.row.layer, *(fault.row.cause or ())[:1]]
@@ -107,9 +78,9 @@ def _stays(layer: str, why: str) -> str:
     return f"{name}: results of products stay in float32: {why}."
 
 
-def summary(found: Sequence[Gained], headroom: float, dtype: Any) -> str:
+def summary(found: Sequence[OpStats], headroom: float, dtype: Any) -> str:
     """Return in one line what half results save; "" if there are none."""
-    of_products = [x.row for x in found if x.row.primitive in _NAMES]
+    of_products = [row for row in found if row.primitive in products.NAMES]
     if not of_products:
         return ""
     largest = max(row.max_abs for row in of_products)
@@ -123,14 +94,10 @@ def summary(found: Sequence[Gained], headroom: float, dtype: Any) -> str:
 
 
 def output_rules(results: Mapping[str, bool]) -> tuple[dict[str, bool], bool]:
-    """Return patterns for the layers whose results of products are half.
+    """Return patterns for layers, by whether their results of products may be half.
 
-    Args:
-      results: per layer, whether its results may be half.
-
-    Returns:
-      Patterns in their order of precedence, each with whether results are half; and
-      whether one of them matches scopes of `autocast` only, no module of linen.
+    The patterns are in their order of precedence, each with whether results are half.
+    Also returns whether one matches scopes of `autocast` only, no module of linen.
     """
     has_modules = any(part_of_model(layer) is not None for layer in results)
     # For `with_policy`, "" is the model, whose output this would be.
@@ -146,10 +113,7 @@ def _rules(
 ) -> Iterator[tuple[str, bool]]:
     """Yield the rules for the scopes in a scope, inner ones first.
 
-    Args:
-      scope: the scope, `""` for that of the whole program.
-      around: whether the rule around it makes results half.
-      results: as for `output_rules`.
+    `around` says whether the rule around it makes results half.
     """
     inside = {x: r for x, r in results.items() if x and _is_in(x, scope)}
     if scope and set(inside.values()) == {not around}:

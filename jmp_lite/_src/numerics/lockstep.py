@@ -35,7 +35,6 @@ from jmp_lite._src.numerics.origins import (
     OriginObserver,
     first,
     of_argument,
-    of_constant,
 )
 from jmp_lite._src.numerics.report import SHARES, OpStats
 from jmp_lite._src.numerics.runs import Observer
@@ -128,23 +127,14 @@ def _cast(arrays: Any, wanted: Any) -> Any:
 
 
 class Record(NamedTuple):
-    """What is recorded of a result of an operation, or of an operand read in half.
+    """What is recorded of a result of an operation, or of an operand read in half."""
 
-    Attributes:
-      stats: those of its numbers in the float32 run.
-      error: that of the policy's run, relative to float32; the largest.
-      added_error: the part of it that the operands did not have; the largest.
-      backward: whether it is of the backward pass.
-      source: the site that rounded away the digits that are lost here.
-      dtype: the half or fp8 dtype that the policy has it in, `""` if it has none.
-    """
-
-    stats: stats.ValueStats
-    error: float
-    added_error: float
-    backward: bool
-    source: int
-    dtype: str
+    stats: stats.ValueStats  # of its numbers in the float32 run
+    error: float  # of the policy's run, relative to float32; the largest
+    added_error: float  # the part of it that the operands did not have; the largest
+    backward: bool  # whether it is of the backward pass
+    source: int  # the site that rounded away the digits that are lost here
+    dtype: str  # half or fp8, as the policy has it, or ""
 
     def merged(self, other: "Record") -> "Record":
         """Return the record of two runs of one operation."""
@@ -157,12 +147,7 @@ class Record(NamedTuple):
 
 
 class Lockstep(Observer):
-    """Compares the two runs, and records what it finds.
-
-    Args:
-      known: the sites of the program.
-      low_dtype: the compute dtype of the policy.
-    """
+    """Compares the two runs, and records what it finds at the sites of the program."""
 
     def __init__(self, known: Sequence[Site], low_dtype: Any):
         self.known, self.low_dtype = known, low_dtype
@@ -204,7 +189,7 @@ class Lockstep(Observer):
 
     def tag_constant(self, value: Any) -> Tag:
         """Return a tag without an error."""
-        return Tag(0.0, -1, False, of_constant(value))
+        return Tag(0.0, -1, False, self._origins.tag_constant(value))
 
     def stack(self, tags: Sequence[Tag]) -> Tag:
         """Return the worst of tags."""
@@ -219,9 +204,8 @@ class Lockstep(Observer):
     def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Any, OperandRanges]:
         """Return the origin of non-finite numbers in the float32 run, and the ranges.
 
-        Args:
-          tags: those of the results. An overflow of an operation that the program has
-            in half itself counts too, even if it reaches no result.
+        An overflow of an operation that the program has in half itself counts too, even
+        if it reaches none of the results, whose tags these are.
         """
         origin = first([NONE, self._overflow, *(tag.origin for tag in tags)])
         return origin, self._origins.ranges.get(int(origin[0]), ())
@@ -296,13 +280,7 @@ class Lockstep(Observer):
 
 
 def _in_fp8(x: Any, found: stats.ValueStats, dtype: Any) -> stats.ValueStats:
-    """Return statistics whose counts are of what numbers become in fp8, by its scale.
-
-    Args:
-      x: the numbers.
-      found: their statistics in half; magnitudes are those of these.
-      dtype: the fp8 dtype.
-    """
+    """Return statistics in half with counts of what numbers become in fp8, scaled."""
     _, scaled = fp8.rounded(jnp.asarray(x), dtype)
     counts = jax.device_get(stats.measure(scaled, dtype, False))
     return counts._replace(

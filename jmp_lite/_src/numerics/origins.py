@@ -36,11 +36,7 @@ OperandRanges = tuple[tuple[float, float], ...]
 
 
 def watch(traced: Traced) -> tuple[list[Any], jax.Array]:
-    """Run a traced function inside `jit`.
-
-    Returns:
-      Its outputs, and the earliest origin among them.
-    """
+    """Run a traced function inside `jit`: its outputs, the earliest origin of them."""
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     cells = [(x, of_argument(x, i)) for i, x in enumerate(traced.args)]
     outs, _ = _Watcher().run(jaxpr, consts, cells)
@@ -49,11 +45,7 @@ def watch(traced: Traced) -> tuple[list[Any], jax.Array]:
 
 
 def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
-    """Run a traced function, and observe it on the host.
-
-    Returns:
-      The earliest origin among its outputs, and the ranges of the operands there.
-    """
+    """Observe a traced function on the host: the earliest origin, the ranges there."""
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     observer = OriginObserver()
     cells = [Cell(x, None, of_argument(x, i)) for i, x in enumerate(traced.args)]
@@ -62,7 +54,19 @@ def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
     return origin, observer.ranges.get(int(origin[0]), ())
 
 
-class _Watcher(Walker):
+class _Origins:
+    """Carries origins."""
+
+    def tag_constant(self, value: Any) -> Any:
+        """Return the origin of the numbers of a constant."""
+        return _of_input(value, CONSTANT, _LATE)
+
+    def stack(self, tags: Any) -> Any:
+        """Return the earliest of origins."""
+        return first(tags)
+
+
+class _Watcher(_Origins, Walker):
     """Carries origins in a program."""
 
     def observe(self, equation: Equation) -> Sequence[Any]:
@@ -73,22 +77,12 @@ class _Watcher(Walker):
             for out in equation.outs
         ]
 
-    def tag_constant(self, value: Any) -> Any:
-        return of_constant(value)
 
-    def stack(self, tags: Any) -> Any:
-        return first(tags)
-
-
-class OriginObserver(Observer):
-    """Carries origins on the host.
-
-    Attributes:
-      ranges: by `eqn_count`, for operations that are an origin, the smallest and the
-        largest number of each floating operand.
-    """
+class OriginObserver(_Origins, Observer):
+    """Carries origins on the host."""
 
     def __init__(self):
+        # By `eqn_count`, of operations that are an origin.
         self.ranges: dict[int, OperandRanges] = {}
 
     def observe(self, op: Operation) -> Sequence[Any]:
@@ -107,14 +101,6 @@ class OriginObserver(Observer):
             self.ranges[op.eqn_count] = tuple(map(_range, floats[:_OPERANDS]))
         return found
 
-    def tag_constant(self, value: Any) -> Any:
-        """Return the origin of the numbers of a constant."""
-        return of_constant(value)
-
-    def stack(self, tags: Sequence[Any]) -> Any:
-        """Return the earliest of origins."""
-        return first(tags)
-
 
 def of_argument(value: Any, index: int) -> Any:
     """Return the origin of the numbers of an argument, by its index.
@@ -123,11 +109,6 @@ def of_argument(value: Any, index: int) -> Any:
     others. An inf may be a mask: it comes last, after everything that runs.
     """
     return _of_input(value, -1 - index, index - _LATE)
-
-
-def of_constant(value: Any) -> Any:
-    """Return the origin of the numbers of a constant."""
-    return _of_input(value, CONSTANT, _LATE)
 
 
 def _of_input(value: Any, site: int, when_nan: int) -> Any:

@@ -56,12 +56,7 @@ def exact_pattern_of(layer: str) -> str:
 
 
 def part_of_model(layer: str) -> str | None:
-    """Return the path of a module in its linen model; None if there is no model.
-
-    Examples:
-      >>> part_of_model("loss/Net/mlp"), part_of_model("Net"), part_of_model("loss")
-      ('mlp', '', None)
-    """
+    """Return the path of a module in its linen model; None if there is no model."""
     top, rest = _split(layer)
     return rest if top else None
 
@@ -80,10 +75,7 @@ def models_in(layers: Iterable[str]) -> set[str]:
 def is_inside(layer: str, layers: Iterable[str], several_models: bool) -> bool:
     """Return whether the patterns of some layers apply to a layer.
 
-    Args:
-      layer: the layer.
-      layers: the others.
-      several_models: whether there are several models; the rule of a lone one is `""`.
+    Unless there are several models, the rule of a model is `""`.
     """
     outer = {x if several_models or part_of_model(x) != "" else "" for x in layers}
     return not outer.isdisjoint(paths_around(layer))
@@ -92,9 +84,7 @@ def is_inside(layer: str, layers: Iterable[str], several_models: bool) -> bool:
 def fit(policy: PolicyMap, layers: Iterable[str]) -> PolicyMap:
     """Return a policy whose patterns for modules of linen match scopes as well.
 
-    Args:
-      policy: the policy; patterns that match a scope, or nothing, are unchanged.
-      layers: the scopes of a program.
+    Patterns that match one of these layers, or nothing, are unchanged.
     """
     paths = {path for layer in layers for path in paths_around(layer)}
     splits = {_split(path) for path in paths if _split(path)[0]}

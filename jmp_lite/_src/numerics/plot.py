@@ -35,25 +35,9 @@ _FLOOR = -6
 def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     """Draw the histogram of exponents of each layer, over the range of a half dtype.
 
-    Args:
-      named: per layer, from top to bottom, an object with a `histogram` `[96]`, such as
-        a `ValueStats`.
-      dtype: the half dtype, or its name.
-
-    Returns:
-      The figure, with a row of bars per layer, one bar per power of two. Its height is
-      the logarithm of the share of the layer's non-zero numbers.
-
-    Raises:
-      ValueError: there is no layer, or one without a histogram; arrays are not cast to
-        `dtype`.
-
-    Examples:
-      >>> from jmp_lite._src.numerics.stats import value_stats
-      >>> stats = value_stats(jnp.ones(3), "f16", histogram=True)
-      >>> figure = plot_histograms({"w": stats}, "f16")
-      >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
-      ['w']
+    A row of bars per layer, from top to bottom, has one bar per power of two, whose
+    height is the logarithm of the share of the layer's non-zero numbers. Each layer is
+    an object with a `histogram` `[96]`, such as a `ValueStats`.
     """
     dtype = check_dtype(dtype)
     without = [name for name, stats in named.items() if stats.histogram is None]
@@ -99,24 +83,7 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
 
 
 def plot_heat_map(rows: Sequence[str], columns: Sequence[str], values: Any) -> Figure:
-    """Draw shares of numbers, by layer and kind of loss.
-
-    Args:
-      rows: the names of the layers, from top to bottom.
-      columns: the kinds of loss: `"underflow"`, `"overflow"`.
-      values: shares `[rows, columns]`, 0 to 1; NaN is left blank.
-
-    Returns:
-      The figure, with its number in each cell.
-
-    Raises:
-      ValueError: the shape is different; there is no layer.
-
-    Examples:
-      >>> figure = plot_heat_map(["a", "b"], ["underflow"], [[0.0], [0.25]])
-      >>> [text.get_text() for text in figure.axes[0].texts]
-      ['0', '25%']
-    """
+    """Draw shares, by layer and kind of loss `[rows, columns]`; NaN is left blank."""
     shares = np.array(values, np.float64)
     if shares.shape != (len(rows), len(columns)):
         raise ValueError(

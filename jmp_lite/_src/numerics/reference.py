@@ -3,9 +3,8 @@
 A program that is in half already would be compared with itself, without any error.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +21,7 @@ _NAMED = 4
 
 
 def check_is_float32(jaxpr: Any, caller: str) -> str:
-    """Raise if most of a program's matrix products read half.
-
-    Args:
-      jaxpr: the program, an open jaxpr.
-      caller: the name of the public function, for the text.
-
-    Returns:
-      A warning if some do, else `""`.
-
-    Raises:
-      ValueError: more than half of the FLOPs are in products that read half.
-    """
+    """Raise if most matrix-product FLOPs read half; return a warning if some do."""
     found = list(_products(jaxpr))
     in_half = [p for p in found if dtypes.is_half(p.dtype)]
     if not in_half:
@@ -59,17 +47,10 @@ def check_is_float32(jaxpr: Any, caller: str) -> str:
 
 
 def check_is_finite(found: Any, results: Sequence[Any], caller: str) -> None:
-    """Raise if numbers in the float32 run are not finite.
+    """Raise if an operation of the float32 run made a number that is not finite.
 
-    Infinite inputs, such as masks, may be results.
-
-    Args:
-      found: the `NonFinite` of its results, or of an operation in half.
-      results: its results.
-      caller: the name of the public function, for the text.
-
-    Raises:
-      ValueError: an operation made a number that is not finite, or a result is NaN.
+    That is found in its results, or in half. Infinite inputs, such as masks, may be
+    results, NaNs may not.
     """
     if found.primitive in ("argument", "constant") and not any(map(_has_nan, results)):
         return
@@ -87,19 +68,12 @@ def _has_nan(x: Any) -> bool:
     return bool((jnp if isinstance(x, jax.Array) else np).isnan(x).any())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """A matrix product of a program.
+class _Product(NamedTuple):
+    """A matrix product of a program."""
 
-    Attributes:
-      dtype: half if one of its operands is half, else that of the first.
-      flops: those of all its runs; a `while` whose trips are not known runs once.
-      place: its name, layer and line as text.
-    """
-
-    dtype: Any
-    flops: int
-    place: str
+    dtype: Any  # half if one of its operands is
+    flops: int  # of all its runs; a `while` whose trips are not known runs once
+    place: str  # its name, layer and line as text
 
 
 def _products(jaxpr: Any, around: Site | None = None) -> Iterator[_Product]:

@@ -191,12 +191,7 @@ class DryRunReport(reports.Report):
         return plot_histograms(named, self.dtype)
 
     def heat_map(self, *, depth: int | None = None) -> Any:
-        """Return a matplotlib figure: what is lost in each layer.
-
-        Layers without a number in half are left out.
-
-        Args:
-          depth: how many parts of a path count as the layer; None for all.
+        """Return a matplotlib figure: what is lost in each layer; arguments as `plot`.
 
         Raises:
           ImportError: matplotlib is not installed (`pip install "jmp-lite[numerics]"`).

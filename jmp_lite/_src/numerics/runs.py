@@ -7,7 +7,7 @@ each iteration is observed. The limits of `sites` apply.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,20 +39,18 @@ class Cell(NamedTuple):
     tag: Any
 
 
-class Observer:
-    """Observes what runs. Subclasses define the tags, on the host."""
+class Observer(Protocol):
+    """Observes what runs, and defines the tags, on the host."""
 
     def observe(self, op: Operation) -> Sequence[Any]:
         """Return the tags of an operation's results."""
-        raise NotImplementedError
+        ...
 
     def tag_constant(self, value: Any) -> Any:
         """Return the tag of a constant of the program."""
-        raise NotImplementedError
 
-    def stack(self, tags: Sequence[Any]) -> Any:
+    def stack(self, tags: Any) -> Any:
         """Return the tag of an array, and of its rows, from those of its rows."""
-        raise NotImplementedError
 
 
 # By what they compute: for one run, or for several that share them.

@@ -8,6 +8,7 @@ the CPU does: subnormal results are 0 before they are counted.)
 
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -138,11 +139,15 @@ def merge(a: ValueStats, b: ValueStats) -> ValueStats:
 
 def merge_stacked(stats: ValueStats) -> ValueStats:
     """Merge statistics that are stacked along the first axis."""
-    merged = jax.tree.map(lambda x: jnp.sum(x, 0), stats)
-    return merged._replace(
-        max_abs=_of_bits(_bits(stats.max_abs).max(0, initial=_bits(0.0))),
-        min_abs=_of_bits(_bits(stats.min_abs).min(0, initial=_bits(jnp.inf))),
+    # Magnitudes as integers in the same order: subnormal numbers are none to XLA.
+    largest, smallest, zero, infinity = (
+        lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), np.uint32)
+        for x in (stats.max_abs, stats.min_abs, 0.0, jnp.inf)
     )
+    extremes = largest.max(0, initial=zero), smallest.min(0, initial=infinity)
+    max_abs, min_abs = (lax.bitcast_convert_type(x, np.float32) for x in extremes)
+    merged = jax.tree.map(lambda x: jnp.sum(x, 0), stats)
+    return merged._replace(max_abs=max_abs, min_abs=min_abs)
 
 
 def value_stats_on_host(x: np.ndarray, dtype: Any) -> ValueStats:
@@ -200,9 +205,8 @@ def _borders(wide: Any, dtype: Any) -> tuple[list[Any], list[Any], Any]:
 
 def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
     """Return the `merge` of two results of `value_stats_on_host`."""
-    counts = [x + y for x, y in zip(a[:6], b[:6], strict=True)]
     return ValueStats(
-        *counts,
+        *map(operator.add, a[:6], b[:6]),
         max_abs=max(a.max_abs, b.max_abs),
         min_abs=min(a.min_abs, b.min_abs),
         histogram=a.histogram + b.histogram,
@@ -210,11 +214,7 @@ def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
 
 
 def check_dtype(dtype: DTypeLike) -> Any:
-    """Return a dtype as `jnp.float16`.
-
-    Raises:
-      ValueError: arrays are not cast to this dtype.
-    """
+    """Return a dtype as `jnp.float16`; raise if arrays are not cast to it."""
     parsed = dtypes.parse_dtype(dtype)
     if not dtypes.is_castable(np.dtype(parsed)):
         raise ValueError(
@@ -294,12 +294,3 @@ def _count_by_comparison(bins: jax.Array) -> jax.Array:
     every = jnp.arange(len(EXPONENTS), dtype=bins.dtype)
     is_in = bins[..., None] == jnp.expand_dims(every, range(bins.ndim))
     return is_in.sum(range(bins.ndim), dtype=np.uint32)
-
-
-def _bits(x: Any) -> jax.Array:
-    """Return magnitudes as integers in the same order, subnormals included."""
-    return lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), np.uint32)
-
-
-def _of_bits(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits, np.float32)

@@ -22,7 +22,7 @@ from jax.core import ShapedArray, Tracer
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.interpret import Stretch
-from jmp_lite._src.jaxprs.primitives import LOOPS, cases
+from jmp_lite._src.jaxprs.primitives import CONTROL_FLOW, cases
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
 from jmp_lite._src.jaxprs.walk import Equation, Walker
 
@@ -67,9 +67,8 @@ class Shadow:
     def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
         """Return the shadows of an equation's results, and other arrays to observe.
 
-        Args:
-          equation: the equation; its tags are the shadows of its operands.
-          shadow_of: returns the shadow of any variable of the jaxpr that has a value.
+        The tags of the equation are the shadows of its operands; `shadow_of` returns
+        that of any variable of the jaxpr that has a value.
         """
         del shadow_of
         return [None] * len(equation.outs), ()
@@ -126,7 +125,10 @@ def _cut_alike(pairs: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
     A cut is chosen by the few equations before it. So equal sequences have the same
     cuts, but for the first few.
     """
-    looks = [_look(eqn) for eqn, _ in pairs]
+    looks = [
+        (eqn.primitive.name, [str(v.aval) for v in (*eqn.invars, *eqn.outvars)])
+        for eqn, _ in pairs
+    ]
     hashes = [
         zlib.crc32(repr(looks[max(i - _LOOKS_AT, 0) : i]).encode())
         for i in range(len(pairs) + 1)
@@ -150,16 +152,12 @@ def _cut_alike(pairs: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
     return groups
 
 
-def _look(eqn: Any) -> tuple[str, list[str]]:
-    return eqn.primitive.name, [str(v.aval) for v in (*eqn.invars, *eqn.outvars)]
-
-
 def _is_for_python(eqn: Any) -> bool:
     """Return whether Python runs the sub-jaxprs of an equation: loops, long calls."""
     bodies = bodies_of(eqn)
     if bodies is None:
         return False
-    if eqn.primitive.name in (*LOOPS, "cond"):
+    if eqn.primitive.name in CONTROL_FLOW:
         return True
     if count_sites([eqn]) > _MOST_SITES or _bytes(eqn) > _MOST_BYTES:
         return True
@@ -193,48 +191,30 @@ class Operation(NamedTuple):
     of the compiled function, and each tag its index among the tags of the inputs and
     operations; either may be a `Constant`. `runs.Run` replaces them by the arrays and
     the tags.
-
-    Attributes:
-      eqn: the equation.
-      site: its number among the sites of the stretch, or of the run.
-      eqn_plan: its entry in the plan.
-      ins: its operands; None where neither floating nor a mask that chooses.
-      outs: its results; None where not floating.
-      low_ins: the shadows of its operands, likewise.
-      low_outs: the shadows of its results, likewise.
-      read: the other arrays that `Shadow.run_eqn` returned.
-      tags: the tags of its operands.
-      also: the tags of what else the shadows of its results are computed from.
-      eqn_count: how many operations ran before it in the run.
-      loops: the iteration of each loop around it, outermost first.
     """
 
     eqn: Any
-    site: int
+    site: int  # its number among the sites of the stretch, or of the run
     eqn_plan: Any
-    ins: Sequence[Any]
-    outs: Sequence[Any]
-    low_ins: Sequence[Any]
-    low_outs: Sequence[Any]
-    read: Sequence[Any]
-    tags: Sequence[Any]
-    also: Sequence[Any]
-    eqn_count: int = 0
-    loops: tuple[int, ...] = ()
+    ins: Sequence[Any]  # None where neither floating nor a mask that chooses
+    outs: Sequence[Any]  # None where not floating
+    low_ins: Sequence[Any]  # the shadows of the operands, likewise
+    low_outs: Sequence[Any]  # the shadows of the results, likewise
+    read: Sequence[Any]  # the other arrays that `Shadow.run_eqn` returned
+    tags: Sequence[Any]  # of its operands
+    also: Sequence[Any]  # the tags of what else the shadows are computed from
+    eqn_count: int = 0  # how many operations ran before it in the run
+    loops: tuple[int, ...] = ()  # the iterations around it, outermost first
 
 
 class CompiledStretch:
-    """A stretch as a compiled function that returns what its operations compute.
+    """A stretch as a compiled function that returns what its operations compute."""
 
-    Attributes:
-      call: takes values and shadows, None for a value that is its own shadow; returns
-        the arrays whose slots follow those of the inputs.
-      operations: its operations, in order.
-      outs: per output, the slots of its value and shadow, and the index of its tag.
-    """
-
+    # Takes values and shadows, None for a value that is its own shadow; returns the
+    # arrays whose slots follow those of the inputs.
     call: Callable[[Any, Any], list[Any]]
     operations: list[Operation]
+    # Per output, the slots of its value and shadow, and the index of its tag.
     outs: list[tuple[Any, Any, Any]]
 
     def __init__(
@@ -282,13 +262,7 @@ def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashab
     """Return what is equal if two jaxprs compute the same from equal inputs.
 
     Variables are numbered in the order in which they are met. Name scopes and source
-    lines do not count: those of a result are its site's.
-
-    Args:
-      jaxpr: an open jaxpr, or a `Stretch`.
-      plan: its plan, or None.
-      shadow: what is computed beside the values.
-      consts: the values of its constvars.
+    lines do not count: those of a result are its site's. A `Stretch` is a jaxpr, too.
     """
     numbers: dict[Any, int] = {}
 
@@ -303,7 +277,7 @@ def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashab
     def operation(eqn: Any, eqn_plan: Any) -> Hashable:
         bodies = bodies_of(eqn)
         if bodies is None:
-            what = _params(eqn), shadow.decides(eqn_plan)
+            what = params(eqn), shadow.decides(eqn_plan)
         else:  # only these run
             plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(bodies)
             what = (
@@ -316,14 +290,13 @@ def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashab
         names = map(name, (*eqn.invars, *shadow.also_reads(eqn_plan), *eqn.outvars))
         return eqn.primitive, eqn.ctx, what, *names
 
+    def params(eqn: Any) -> Hashable:
+        return tuple((key, _hashable(x)) for key, x in sorted(eqn.params.items()))
+
     ins = *map(name, jaxpr.constvars), *map(_constant, consts), *map(name, jaxpr.invars)
     steps = plan.eqn_plans if plan else itertools.repeat(None)
     operations = (*map(operation, jaxpr.eqns, steps),)
     return ins, operations, tuple(map(name, jaxpr.outvars))
-
-
-def _params(eqn: Any) -> Hashable:
-    return tuple((key, _hashable(value)) for key, value in sorted(eqn.params.items()))
 
 
 def _hashable(value: Any) -> Hashable:

@@ -1,22 +1,4 @@
-"""Statistics of a tree, leaf by leaf: parameters, gradients, activations.
-
-To collect them every N steps, compile a second step. A switch that is off costs
-nothing: the program is the one without it.
-
-    @functools.partial(jax.jit, static_argnames="log_stats")
-    def step(state, batch, log_stats=False):
-        ...
-        return state, tree_stats(grads, "f16") if log_stats else None
-
-    state, stats = step(state, batch, log_stats=i % 100 == 0)
-
-Inside a `scan`, which is one program, `lax.cond` skips the work of the other steps:
-
-    def collect(grads):
-        return tree_stats(grads, "f16").total()
-
-    stats = lax.cond(i % 100 == 0, collect, lambda grads: empty(), grads)
-"""
+"""Statistics of a tree, leaf by leaf: parameters, gradients, activations."""
 
 import dataclasses
 import json

@@ -23,8 +23,7 @@ from jmp_lite._src import dtypes, trees
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Return an inner optimiser as a transformation that takes extra arguments.
 
-    The argument `value`, the loss, is only passed to an optimiser that takes it by name
-    or as `**kwargs`.
+    The loss `value` is only passed to one that takes it by name or as `**kwargs`.
     """
     check_transformation(inner)
     if isinstance(inner, optax.MultiSteps):
@@ -119,12 +118,19 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
+def check_state(state: Any, kind: type, owner: str) -> None:
+    """Raise unless a state is that of its optimiser."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"Expected the state of {owner}.init(params), got {type(state).__name__}."
+        )
+
+
 def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
     """Raise unless gradients and parameters have the same structure.
 
     A gradient that is None matches anything: unfiltered equinox models have functions
-    and integers there. With `optax.LookaheadParams`, gradients match the fast
-    parameters.
+    and integers there.
     """
     if params is None:
         return
@@ -164,12 +170,9 @@ def check_key(key: Any) -> None:
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoredDtypes:
-    """The dtypes in which parameters are stored: a static pytree without leaves.
+    """The dtypes in which parameters are stored: a static pytree without leaves."""
 
-    Attributes:
-      by_path: the key path and dtype of each floating parameter.
-    """
-
+    # The key path and dtype of each floating parameter.
     by_path: tuple[tuple[str, np.dtype], ...] = dataclasses.field(
         metadata={"static": True}
     )
@@ -221,14 +224,10 @@ def check_update(
 ) -> tuple[optax.OptState, dict[str, np.dtype]]:
     """Check the arguments of `update` of an optimiser of half-precision parameters.
 
-    Returns:
-      The inner state, and the parameters that are stored in half precision: a dict of
-      key path (`jax.tree_util.keystr`) to dtype.
+    Returns the inner state, and for each parameter that is stored in half precision its
+    key path (`jax.tree_util.keystr`) and dtype.
     """
-    if not isinstance(state, kind):
-        raise ValueError(
-            f"Expected the state of {owner}.init(params), got {type(state).__name__}."
-        )
+    check_state(state, kind, owner)
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")
     seen = _dtypes_of(params)
@@ -257,11 +256,7 @@ def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
 
 
 def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:
-    """Map over the key paths and leaves of a tree, with None as a leaf.
-
-    The other trees may have any subtree where `tree` has None, and None where it has a
-    leaf.
-    """
+    """Map over the key paths and leaves of trees, with None as a leaf of the first."""
     return jax.tree_util.tree_map_with_path(fun, tree, *rest, is_leaf=_is_none)
 
 

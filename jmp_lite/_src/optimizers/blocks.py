@@ -65,28 +65,23 @@ _TO_SMALLER_STEP = np.float32(1 - 2**-23), np.float32(0)
 
 
 def encode(
-    x: jax.Array,
-    noise: jax.Array,
-    old: tuple[jax.Array, jax.Array] | None = None,
+    x: jax.Array, noise: jax.Array, old: tuple[jax.Array, jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Round numbers stochastically to 8 bits.
 
     The mean of a rounded number is the number, except at both ends. In a block without
     a sign, numbers below `2**-63` of the largest and subnormal ones are rounded up; in
     one with signs, those below `2**-35` of it are rounded towards zero. Those between
-    the last code that is finite and the largest of float32 are rounded down.
+    the last code that is finite and the largest of float32 are rounded down. A block
+    with a NaN has the scale NaN: all its numbers become NaN. An inf stays inf, or
+    becomes the largest number of a block with negative numbers.
 
     Args:
       x: f32 `[..., n]`.
       noise: u32, the shape of `x` or `[]`, uniform over all 32-bit integers. The
         constant `2**31` rounds to nearest.
-      old: codes and scales, which stay as they are in each block whose numbers are
-        those of `x`, bit by bit.
-
-    Returns:
-      The codes, u8 `[..., n]`, and the scales, f32 `[..., ceil(n / 256)]`. A block with
-      a NaN has the scale NaN: all its numbers become NaN. An inf stays inf, or becomes
-      the largest number of a block with negative numbers.
+      old: codes, u8 `[..., n]`, and scales, f32 `[..., ceil(n / 256)]`, as they are
+        returned. They stay in each block whose numbers are those of `x`, bit by bit.
     """
     bits = _bits(x)
     magnitude = bits & ~_SIGN
@@ -138,15 +133,7 @@ def encode(
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Return the numbers of codes.
-
-    Args:
-      codes: u8 `[..., n]`.
-      scales: f32 `[..., ceil(n / 256)]`.
-
-    Returns:
-      f32 `[..., n]`.
-    """
+    """Return the numbers, f32 `[..., n]`, of what `encode` returned."""
     scale = _to_numbers(scales, codes)
     bits, signed, wide = _of_scale(scale)
     negative = jax.lax.bitcast_convert_type(codes, jnp.int8)
@@ -184,9 +171,8 @@ def _to_numbers(of_blocks: jax.Array, x: jax.Array) -> jax.Array:
 def _scales(largest: jax.Array, reach: jax.Array) -> jax.Array:
     """Return the scales of blocks, which tell their kinds.
 
-    Args:
-      largest: the bits of their largest finite magnitudes, or of a NaN, u32.
-      reach: as in `encode`, u8.
+    By the bits of their largest finite magnitudes or of a NaN, u32, and by `reach` as
+    in `encode`, u8.
     """
     signed = reach == _HAS_SIGN
     octaves = (largest >> 23) + reach.astype(jnp.uint32) - np.uint32(_HAS_INF)

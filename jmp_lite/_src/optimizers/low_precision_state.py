@@ -1,12 +1,9 @@
 """Optimiser state in low precision: bfloat16 or 8 bits, rounded stochastically.
 
 Limits: the inner optimiser computes in float32. Under `jit`, XLA fuses this with the
-rounding. 8 bits need a pass for the scales. A program for an H100 computes the new
-state twice for it; one for a TPU v5e writes it in float32, so that 8 bits save memory
-there between updates, not during one. Without `jit`, all of the state is in float32
-during an update. Only moments in the shape of a parameter are stored in low precision:
-not the factors of `optax.adafactor`, the vector of `optax.flatten` or the memory of
-`optax.lbfgs`.
+rounding; 8 bits need a pass for the scales, for which a program for an H100 computes
+the new state twice, and one for a TPU v5e writes it in float32. Without `jit`, all of
+the state is in float32 during an update.
 """
 
 import dataclasses
@@ -98,25 +95,21 @@ def low_precision_state(
       s    = x rounded stochastically; bitwise unchanged where x == float32(s)
 
     `"8bit"` is 8 bits a number and a float32 scale for each block of 256 numbers of
-    the last axis. A number is a power of an integer times the scale. Numbers without a
-    sign, as in second moments, are spaced by less than 4 % at the block's largest one
-    and by twice as much at each `2**-9` of it; if they are over more than 24 octaves,
-    by less than 7 % and twice as much at each `2**-16`. In a block with negative
-    numbers it is 8 % and `2**-9`. A second moment does not become 0: the step of Adam
-    would explode. One NaN makes its block NaN; an inf stays one number.
-
-    Where gradients in a block differ by more than 4 decades, as those of a head over a
-    vocabulary do, 8 bits cost precision: at 6 decades an update of Adam has an error of
-    0.23 of itself, at 8 of 0.36 (bfloat16: 0.01). Use bfloat16 there by `rules`.
+    the last axis. Numbers are spaced by less than 8 % at the block's largest one, and
+    wider below. A second moment does not become 0: the step of Adam would explode. One
+    NaN makes its block NaN; an inf stays one number. Where gradients in a block differ
+    by more than 4 decades, as those of a head over a vocabulary do, an update of Adam
+    has an error of 0.23 of itself at 6 decades, of 0.36 at 8 (bfloat16: 0.01). Use
+    bfloat16 there by `rules`.
 
     A leaf of the state is stored in low precision if it is float32, its key path ends
-    in that of a parameter of its shape, it has at least `min_size` elements, and it is
-    a moment: `update` computes it from its old value, and `init` not from the
-    parameters'. Unchanged are copies and averages of parameters, as in
-    `master_weights`; the last gradient or parameters, as in `optax.lbfgs`; and moments
-    that are subtracted from each other, as in `optax.rmsprop(centered=True)`, where
-    rounding gives roots of negative numbers. A leaf with fewer than 32 elements in the
-    last axis is bfloat16 instead of 8 bits: scales would take too much.
+    in that of a parameter of its shape (unlike the factors of `optax.adafactor`), it
+    has at least `min_size` elements, and it is a moment: `update` computes it from its
+    old value, and `init` not from the parameters'. Unchanged are copies and averages of
+    parameters, as in `master_weights`; the last gradient or parameters, as in
+    `optax.lbfgs`; and moments that are subtracted from each other, as in
+    `optax.rmsprop(centered=True)`, where rounding gives roots of negative numbers. A
+    leaf with fewer than 32 elements in the last axis is bfloat16 instead of 8 bits.
 
     Use it inside of `scale_aware` or around it, and inside of `optax.MultiSteps`, whose
     sum of gradients would be rounded too. If it is sharded along the last axis, blocks
@@ -198,15 +191,11 @@ def low_precision_state(
 
     def update_fn(
         updates: optax.Updates,
-        state: optax.OptState,
+        state: Any,
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        if not isinstance(state, LowPrecisionState):
-            raise ValueError(
-                "Expected the state of low_precision_state(...).init(params), got "
-                f"{type(state).__name__}."
-            )
+        base.check_state(state, LowPrecisionState, "low_precision_state(...)")
         at = _Shapes(updates if params is None else params)
         choice.check(state, at)
         old = trees.map_nodes(decompress, state.inner_state, LowPrecisionArray)
@@ -280,17 +269,11 @@ def is_compressed(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """The dtype of each leaf.
+    """The dtype of each leaf."""
 
-    Attributes:
-      dtype: the dtype of parameters that no rule matches.
-      rules: pairs of a pattern and a dtype, or None.
-      min_size: the least number of elements of a leaf that is compressed.
-    """
-
-    dtype: str
-    rules: tuple[tuple[str, str | None], ...]
-    min_size: int
+    dtype: str  # of parameters that no rule matches
+    rules: tuple[tuple[str, str | None], ...]  # a pattern, and a dtype or None
+    min_size: int  # leaves with fewer elements are not compressed
 
     def dtype_of(self, param: str, x: Any) -> str | None:
         """Return the dtype for a leaf of the state, or None if it is unchanged."""
@@ -333,11 +316,7 @@ class _Choice:
 
 
 class _Shapes:
-    """The shapes of parameters by key path.
-
-    Args:
-      params: the parameters, or gradients with the same structure.
-    """
+    """The shapes of parameters, or of their gradients, by key path."""
 
     def __init__(self, params: Any):
         leaves = jax.tree_util.tree_leaves_with_path(base.fast_params(params))

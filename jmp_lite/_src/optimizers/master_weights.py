@@ -68,13 +68,9 @@ def master_weights(
 
     With `storage="remainder"`, the state holds 16 bits for each bf16 parameter, which
     restore its float32 master: 2 bytes instead of 4. Masters and inner state are those
-    of `storage="float32"`, bit for bit, with these differences:
-
-    - A parameter is rounded to nearest with ties away from zero, not to even. One of
-      `2**17` masters has the other one of two parameters that are equally near.
-    - Parameters that are set between two steps are kept, but their masters have the
-      bits left from the old ones. They differ from the parameters by at most half the
-      spacing of bf16 numbers, until `init` is called again.
+    of `storage="float32"`, bit for bit, but parameters are rounded with ties away from
+    zero, not to even; and the masters of parameters that are set between two steps have
+    the low bits left from the old ones, until `init` is called again.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
@@ -209,11 +205,7 @@ def _update(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
-    """Replace the masters of bf16 parameters in states from `init` by remainders.
-
-    Returns:
-      The tree. Each `MasterRemaindersState` has remainders of 0 for bf16 parameters.
-    """
+    """Replace masters of bf16 parameters in states from `init` by remainders of 0."""
     if stored is None:
         return states
     dtypes = dict(stored.by_path)

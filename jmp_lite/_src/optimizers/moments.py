@@ -15,7 +15,6 @@ array of the same size, so that a norm depends on nothing; one iteration of a lo
 stands for all; a difference is a `sub`.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, trees
-from jmp_lite._src.jaxprs import control_flow, primitives, tracing
+from jmp_lite._src.jaxprs import control_flow, core, primitives, tracing
 from jmp_lite._src.optimizers import base
 
 # The leaves that a value is computed from, each with whether it is more than chosen.
@@ -127,8 +126,7 @@ def _trace_update(inner: Any, params: Any, init: tracing.Traced) -> Any:
 def _follow(jaxpr: Any) -> tuple[list[Origins], list[tuple[set[int], set[int]]]]:
     """Return the origins of the outputs, and the leaves on both sides of differences.
 
-    Args:
-      jaxpr: its first inputs are the leaves, as many as it has outputs.
+    The first inputs of the jaxpr are the leaves, as many as it has outputs.
     """
     differences = []
 
@@ -162,7 +160,7 @@ def _follow(jaxpr: Any) -> tuple[list[Origins], list[tuple[set[int], set[int]]]]
             frozenset(
                 (leaf, True)
                 for var, found in zip(eqn.invars, operands, strict=True)
-                if _is_elementwise(var, out)
+                if _is_float(out) and core.size(var) == core.size(out)
                 for leaf, _ in found
             )
             for out in eqn.outvars
@@ -173,11 +171,6 @@ def _follow(jaxpr: Any) -> tuple[list[Origins], list[tuple[set[int], set[int]]]]
         for i, var in enumerate(jaxpr.invars)
     ]
     return run(jaxpr, inputs), differences
-
-
-def _is_elementwise(operand: Any, result: Any) -> bool:
-    sizes = (math.prod(getattr(x.aval, "shape", ())) for x in (operand, result))
-    return _is_float(result) and len(set(sizes)) == 1
 
 
 def _is_float(var: Any) -> bool:

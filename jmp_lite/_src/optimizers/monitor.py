@@ -1,9 +1,10 @@
 """Monitor a run: scalars to log, and an error if every step is skipped."""
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
@@ -24,18 +25,6 @@ class TooManySkippedStepsError(RuntimeError):
 
     `check_skipped_steps` raises it.
     """
-
-
-@overload
-def loss_scale_metrics(
-    opt_state: Any, *, grads: Any = None, host: Literal[False] = False
-) -> dict[str, jax.Array]: ...
-
-
-@overload
-def loss_scale_metrics(
-    opt_state: Any, *, grads: Any = None, host: Literal[True]
-) -> dict[str, Any]: ...
 
 
 def loss_scale_metrics(
@@ -75,12 +64,10 @@ def loss_scale_metrics(
     states = _find_states(opt_state)
     metrics = {
         # asarray unwraps the Variable in which nnx.Optimizer stores each array.
-        (f"{path}/{name}" if len(states) > 1 else name): jax.numpy.asarray(value)
+        (f"{path}/{name}" if len(states) > 1 else name): jnp.asarray(value)
         for path, state in states.items()
         for name, value in {
-            "loss_scale": jax.numpy.asarray(
-                state.loss_scale.loss_scale, jax.numpy.float32
-            ),
+            "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
             "last_finite": state.last_finite,
             "skipped_steps": state.skipped_steps,
             "consecutive_skips": state.consecutive_skips,
@@ -95,7 +82,7 @@ def loss_scale_metrics(
         unscaled = trees.cast_at_least_float32(get_loss_scale(opt_state).unscale(grads))
         floating = [x for x in jax.tree.leaves(unscaled) if trees.is_inexact(x)]
         norm = optax.tree.norm(floating)
-        metrics["grad_norm"] = jax.numpy.asarray(norm, jax.numpy.float32)
+        metrics["grad_norm"] = jnp.asarray(norm, jnp.float32)
     if not host:
         return metrics
     if any(isinstance(x, Tracer) for x in metrics.values()):
@@ -117,8 +104,7 @@ def check_skipped_steps(
 
     Call it on the host, between steps. It blocks until the state is computed: call it
     once every hundred steps or so. The default limit is above the 24 skipped steps in
-    which the scale falls from `2**24` to 1. If steps are still skipped after that, the
-    loss scale is not the cause.
+    which the scale falls from `2**24` to 1: after that, it is not the cause.
 
     Args:
       opt_state: see `loss_scale_metrics`; not traced.

@@ -23,15 +23,10 @@ _INFINITY = 0x7F80  # of bf16; larger sizes are NaNs
 
 
 def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split float32 numbers into bfloat16 weights and remainders.
+    """Split f32 numbers into bf16 weights and remainders, u16, of the same shape.
 
-    Args:
-      master: f32, any shape.
-
-    Returns:
-      The weight, bf16, rounded to nearest with ties away from zero; numbers beyond the
-      range become inf. And the remainder, u16, of the same shape. A NaN becomes a quiet
-      NaN with the sign and the high bits of the payload; its remainder is 0.
+    Numbers beyond the range become inf. A NaN becomes a quiet NaN with the sign and the
+    high bits of the payload; its remainder is 0.
     """
     bits = jax.lax.bitcast_convert_type(master, jnp.uint32)
     # Not rounded: a NaN with few bits would become inf, one with many bits -0.
@@ -43,15 +38,9 @@ def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def join(weight: jax.Array, remainder: jax.Array) -> jax.Array:
-    """Restore float32 numbers from weights and remainders.
+    """Restore exactly the f32 numbers that were split, unless they were NaN.
 
-    Args:
-      weight: bf16, any shape.
-      remainder: u16, the same shape.
-
-    Returns:
-      f32, the same shape: exactly the numbers that were split, unless they were NaN.
-      For a remainder of another weight, a number that `split` rounds to this weight.
+    For a remainder of another weight, a number that `split` rounds to this weight.
     """
     high = jax.lax.bitcast_convert_type(weight, jnp.uint16).astype(jnp.uint32)
     low = remainder.astype(jnp.uint32)

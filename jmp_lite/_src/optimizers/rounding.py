@@ -8,16 +8,9 @@ import numpy as np
 
 
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round float32 numbers to the nearest half-precision numbers.
+    """Round f32 numbers to the nearest of bf16 or f16, ties to even; they stay f32.
 
     XLA may remove a cast to half and back, because it allows excess precision.
-
-    Args:
-      x: f32, any shape.
-      dtype: bf16 or f16.
-
-    Returns:
-      f32, the same shape. Ties round to even; numbers beyond the range become inf.
     """
     info = jnp.finfo(dtype)
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
@@ -32,16 +25,9 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
 def round_stochastically(x: jax.Array, dtype: Any, noise: jax.Array) -> jax.Array:
     """Round to one of the two nearest half-precision numbers, with mean `x`.
 
-    Noise is added to the bits that half precision drops; then they are dropped.
-
-    Args:
-      x: f32, any shape.
-      dtype: bf16 or f16.
-      noise: u32, the shape of `x`, uniform over all 32-bit integers.
-
-    Returns:
-      f32, the same shape. A finite number beyond the largest half-precision number is
-      rounded to it; inf and NaN are unchanged.
+    Noise, u32 in the shape of `x` and uniform over all 32-bit integers, is added to the
+    bits that half precision drops; then they are dropped. A finite number beyond the
+    largest half-precision number is rounded to it; inf and NaN are unchanged.
     """
     info = jnp.finfo(dtype)
     largest = float(info.max)
@@ -64,19 +50,10 @@ def round_stochastically(x: jax.Array, dtype: Any, noise: jax.Array) -> jax.Arra
 def noise_like(x: jax.Array, seed: jax.Array) -> jax.Array:
     """Return noise for each element of an array: a hash of its index.
 
-    A hash is one short kernel that fuses with its use, for an array of any shape and
-    sharding. With `jax.random.bits` for each leaf, a step of 100 leaves takes 14 s to
-    compile on a CPU.
-
-    Args:
-      x: any array.
-      seed: u32 `[2]`, random; other seeds give independent noise.
-
-    Returns:
-      u32, the shape of `x`, uniform over all 32-bit integers.
-
-    References:
-      The mixing function is lowbias32 of https://github.com/skeeto/hash-prospector.
+    The noise is u32, uniform over all 32-bit integers; another seed, u32 `[2]`, gives
+    independent noise. A hash is one short kernel that fuses with its use, for an array
+    of any shape and sharding. With `jax.random.bits` for each leaf, a step of 100
+    leaves takes 14 s to compile on a CPU.
     """
     position, stride = seed[0], 1
     for axis in reversed(range(x.ndim)):
@@ -87,16 +64,11 @@ def noise_like(x: jax.Array, seed: jax.Array) -> jax.Array:
 
 
 def leaf_seed(seed: jax.Array, leaf: int) -> jax.Array:
-    """Return the seed of one of many arrays, from a seed of all.
+    """Return the seed, u32 `[2]`, of one of many arrays, by its number.
 
-    Args:
-      seed: u32 `[2]`.
-      leaf: the number of the array.
-
-    Returns:
-      u32 `[2]`. What differs between arrays is a constant of two elements, which XLA
-      passes to a kernel as an operand: it compiles one kernel for all arrays of a
-      shape. A scalar would be part of the kernel's code.
+    What differs between arrays is a constant of two elements, which XLA passes to a
+    kernel as an operand: it compiles one kernel for all arrays of a shape. A scalar
+    would be part of the kernel's code.
     """
     words = np.arange(2 * leaf + 1, 2 * leaf + 3, dtype=np.uint32)
     return seed ^ _mix(words * np.uint32(_GOLDEN_RATIO), np.uint32(0))
@@ -106,7 +78,10 @@ _GOLDEN_RATIO = 0x9E3779B9  # times 2**32: spreads consecutive integers
 
 
 def _mix(x: Any, seed: Any) -> Any:
-    """Mix the bits of u32 numbers, of NumPy or JAX, with those of a second seed."""
+    """Mix the bits of u32 numbers, of NumPy or JAX, with those of a second seed.
+
+    This is lowbias32 of https://github.com/skeeto/hash-prospector.
+    """
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D) ^ seed
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)

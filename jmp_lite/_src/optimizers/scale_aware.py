@@ -43,13 +43,9 @@ _UNSCALED_TWICE = (
 
 
 class NoLoss(NamedTuple):
-    """The `value` of a step that has no loss, but other results that may not be finite.
+    """The `value` of a step without a loss, by whether other results are finite."""
 
-    Attributes:
-      is_good_batch: bool `[]`, whether these are finite.
-    """
-
-    is_good_batch: jax.Array
+    is_good_batch: jax.Array  # bool []
 
 
 class ScaleAwareState(NamedTuple):
@@ -196,7 +192,8 @@ def scale_aware(
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleAwareState]:
         _check_names(extra)
-        _check_arguments(updates, state, params)
+        base.check_state(state, ScaleAwareState, "scale_aware(...)")
+        base.check_gradients(updates, params)
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
         # XLA fuses the multiplication into both uses, so no copy is kept.
         # A NoOpLossScale leaves half gradients in half.
@@ -291,17 +288,6 @@ def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
     return jax.tree.map(where, tree)
 
 
-def _check_arguments(
-    grads: optax.Updates, state: Any, params: optax.Params | None
-) -> None:
-    if not isinstance(state, ScaleAwareState):
-        raise ValueError(
-            "Expected the state of scale_aware(...).init(params), got "
-            f"{type(state).__name__}."
-        )
-    base.check_gradients(grads, params)
-
-
 def _check_value(value: Any) -> None:
     if not trees.is_array(value) and not isinstance(value, bool | int | float):
         raise TypeError(
@@ -313,8 +299,7 @@ def _check_value(value: Any) -> None:
 def _check_names(extra: dict[str, Any]) -> None:
     """Raise if an extra argument of `update` is misspelled `value`.
 
-    Others are for the inner optimisers, which ignore those that they do not know.
-    `value_fn` is one of optax' own.
+    Others are for the inner optimisers, such as `value_fn`, one of optax' own.
     """
     for name in extra.keys() - {"value_fn"}:
         if difflib.get_close_matches(name.lower(), ["value"], cutoff=0.75):

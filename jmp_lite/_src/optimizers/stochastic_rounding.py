@@ -39,10 +39,9 @@ def stochastic_rounding(
       p = hi with probability (x - lo) / (hi - lo), else lo
 
     Float32 parameters use the update `u`. Finite numbers stay finite. Replicas with the
-    same key, as under `jit` and `pmap`, round identically. So do the shards of a
-    parameter in `shard_map`, where each device sees an array of its own: each element
-    is rounded without bias, but with the noise of its counterparts on other devices.
-    Under `jit`, each element of a sharded parameter has noise of its own.
+    same key, as under `jit` and `pmap`, round identically; so do the shards of a
+    parameter in `shard_map`, where each device sees an array of its own. Under `jit`,
+    each element of a sharded parameter has noise of its own.
 
     Use it around `scale_aware` or inside of it, and last in a chain. Transformations
     between the two must keep the tree of parameters, as `optax.MultiSteps`,

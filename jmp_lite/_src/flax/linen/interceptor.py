@@ -28,15 +28,11 @@ class PolicyInterceptor:
     1. `collect` runs the model abstractly, to find its modules and their policies.
     2. `cast` casts the variables.
     3. `__call__` runs the model on them, and sets the dtypes of each module.
-
-    Attributes:
-      policies: the policies.
-      modules: path to class of each module that was called.
-      resolved: path to policy, in the same order.
     """
 
     def __init__(self, policies: ModulePolicies, always_trace: bool = False):
         self.policies = policies
+        # By the path of each module that was called: its class, its policy.
         self.modules: dict[str, type] = {}
         self.resolved: dict[str, ModulePolicy] = {}
         self._run_flag = uuid.uuid4().hex if always_trace else hash(policies)
@@ -235,8 +231,10 @@ class PolicyInterceptor:
         if is_rule_start or not path:
             out = policy.cast_to_output(out)
         out = _keep_carry_dtypes(module, given, out)
-        seen = (*self._outputs.get(path, ()), *_float_dtypes(out))
-        self._outputs[path] = tuple(dict.fromkeys(seen))
+        made = filter(trees.is_castable, jax.tree.leaves(out))
+        names = (dtypes.dtype_name(leaf.dtype) for leaf in made)
+        seen = dict.fromkeys((*self._outputs.get(path, ()), *names))
+        self._outputs[path] = tuple(seen)
         return out
 
 
@@ -324,8 +322,3 @@ def _set_fields(module: nn.Module, fields: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, value in old.items():
             object.__setattr__(module, name, value)
-
-
-def _float_dtypes(tree: Any) -> tuple[str, ...]:
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if trees.is_castable(leaf)]
-    return tuple(dtypes.dtype_name(leaf.dtype) for leaf in leaves)

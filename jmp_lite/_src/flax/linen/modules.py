@@ -170,13 +170,8 @@ class PolicyModule:
     def explain(self, variables: Any, *args: Any, **kwargs: Any) -> Explanation:
         """Return the dtypes of each module under the policies, in the order of calls.
 
-        Args:
-          variables: as for `apply`, or their shapes (`jax.eval_shape`).
-          *args: as for `apply`.
-          **kwargs: as for `apply`.
-
-        Returns:
-          One row per module; `.table()` prints them.
+        Arguments are as for `apply`; variables may be shapes (`jax.eval_shape`). There
+        is one row per module; `.table()` prints them.
 
         Raises:
           ValueError: a pattern or class of the policies matches no module.
@@ -201,10 +196,7 @@ class PolicyModule:
 
 def _with_dtypes_of(given: Any, cast: Any, updated: Any) -> Any:
     """Return updated variables, in the dtypes they had before they were cast."""
-    given, cast = (
-        {path: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (given, cast)
-    )
+    given, cast = map(dict, map(jax.tree_util.tree_leaves_with_path, (given, cast)))
 
     def restore(path, leaf):
         if path not in given:

@@ -343,9 +343,7 @@ def _keep_kernel(arrays: tuple[Any, ...], /, *, dtype: Any) -> tuple[Any, ...]:
 
 
 def _no_fp8_message(
-    model: nnx.Module,
-    modules: Mapping[str, Any],
-    resolved: Mapping[str, ModulePolicy],
+    model: nnx.Module, modules: Mapping[str, Any], resolved: Mapping[str, ModulePolicy]
 ) -> str | None:
     """Return the warning that no product can be in fp8, None if one can."""
     if any(map(_is_in_fp8, modules.values())):
@@ -371,9 +369,7 @@ class _InFloat32:
 
 
 def _no_half_message(
-    model: nnx.Module,
-    modules: Mapping[str, Any],
-    resolved: Mapping[str, ModulePolicy],
+    model: nnx.Module, modules: Mapping[str, Any], resolved: Mapping[str, ModulePolicy]
 ) -> str | None:
     """Return the warning that no layer is in half, None if one is or none should be."""
     layers = [

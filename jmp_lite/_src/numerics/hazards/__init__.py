@@ -1,3 +1,1 @@
 """The hazards of `lint`: a program as a list of operations, and rules over it."""
-
-__all__ = []

@@ -6,15 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
-from jmp_lite._src.jaxprs.primitives import Fact, named
-from jmp_lite._src.numerics.hazards.dataflow import (
-    CAST,
-    Op,
-    Value,
-    moved,
-    origin,
-    readers,
-)
+from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.numerics.hazards.dataflow import Op, Value, moved, origin, readers
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import (
     IN_F32,
@@ -38,7 +31,7 @@ def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
 
     def passes(op: Op, value: Value) -> list[Value]:
         is_negation = op.facts & Fact.LINEAR and len(op.ins) == 1
-        if op.name == CAST or is_negation or value in op.cases:
+        if op.is_cast or is_negation or value in op.cases:
             return op.outs
         if op.factors and op.ins.count(value) == 1:
             known = program.ranges.of(op.ins[op.ins[0] is value])
@@ -89,7 +82,7 @@ def _is_reshape(op: Op) -> bool:
     """Return whether results have the numbers of the operands, in the same order."""
     pairs = list(zip(op.ins, op.outs, strict=False))
     is_whole = all(math.prod(x.shape) == math.prod(y.shape) for x, y in pairs)
-    return is_whole and op.name in (CAST, *named(Fact.IN_ORDER))
+    return is_whole and (op.is_cast or bool(op.facts & Fact.IN_ORDER))
 
 
 def _logarithms(program: LintedProgram) -> Hits:
@@ -111,7 +104,7 @@ def _origin_of_guarded(value: Value) -> Value:
     value = origin(value)
     while (op := value.maker) is not None:
         is_guard = op.facts & (Fact.LINEAR | Fact.LIMITS) or op.degrees == (1.0,)
-        if op.name != CAST and not is_guard:
+        if not op.is_cast and not is_guard:
             break
         unknown = [v for v in op.ins if scalar(v) is None]
         value = origin(unknown[0] if unknown else op.ins[0])
@@ -162,7 +155,7 @@ def _summed(op: Op) -> int:
 def _was_bool(value: Value) -> bool:
     """Return whether a value is a mask, such as the gradient of a maximum sums."""
     maker = origin(value).maker
-    return maker is not None and maker.name == CAST and maker.ins[0].dtype == bool
+    return maker is not None and maker.is_cast and maker.ins[0].dtype == bool
 
 
 RULES = (

@@ -9,7 +9,6 @@ from jmp_lite._src import dtypes
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.dataflow import (
-    CAST,
     Op,
     Value,
     moved,
@@ -99,7 +98,7 @@ def _needs_guard(op: Op | None, value: Value) -> bool:
 def _guarded(op: Op, value: Value) -> list[Value]:
     # A root needs no guard, but a division by it does.
     is_root = len(op.degrees) == 1 and 0.0 < op.degrees[0] < 1.0
-    return op.outs if op.name == CAST or is_root else moved(op, value)
+    return op.outs if op.is_cast or is_root else moved(op, value)
 
 
 def _zero_divisors(program: LintedProgram) -> Hits:
@@ -117,7 +116,7 @@ def _subnormal_constants(program: LintedProgram) -> Hits:
             continue
         dtype = op.outs[0].dtype
         for value in op.ins:
-            x = scalar(value, through_casts=op.name == CAST)
+            x = scalar(value, through_casts=op.is_cast)
             if x and 0.0 < abs(rounded(x, dtype)) < float(jnp.finfo(dtype).tiny):
                 yield op, f"{x:.4g} is subnormal in {dtype}"
 
@@ -156,7 +155,7 @@ def _needs_distance(op: Op | None, value: Value) -> bool:
 
 
 def _cast(op: Op, value: Value) -> list[Value]:
-    return op.outs if op.name == CAST else moved(op, value)
+    return op.outs if op.is_cast else moved(op, value)
 
 
 def _averages_of_one(program: LintedProgram) -> Hits:
@@ -228,10 +227,10 @@ def _positions_in_half(
             return positions.bound, dtype
         if op is None:
             continue
-        is_count = op.name == CAST and str(op.ins[0].dtype) in _COUNTS
+        is_count = op.is_cast and str(op.ins[0].dtype) in _COUNTS
         if dtype is not None and is_count:
             return math.inf, dtype
-        is_arithmetic = op.name == CAST or op.facts & Fact.LINEAR or op.factors
+        is_arithmetic = op.is_cast or op.facts & Fact.LINEAR or op.factors
         if is_arithmetic or products.is_outer(op.eqn):
             waiting += [(v, dtype) for v in op.ins]
         else:

@@ -20,35 +20,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, trees
-from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources
+from jmp_lite._src import compat, dtypes
+from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
 
-MOVE, JOIN, CAST = "move", "join", "convert_element_type"
+MOVE, JOIN = "move", "join"
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """An operand or result.
+    """An operand or result."""
 
-    Attributes:
-      dtype: its dtype; None if it has none.
-      shape: its shape.
-      known: its number or array if it is a constant, else None.
-      maker: the operation that computes it, None for inputs and constants.
-      uses: the operations that read it, once for each operand.
-      is_result: whether the function returns it.
-      is_loss_scale: whether it is an input that a `DynamicLossScale` holds.
-    """
-
-    dtype: Any
+    dtype: Any  # None if it has none
     shape: tuple[int, ...]
-    known: Any = None
-    maker: "Op | None" = None
-    uses: list["Op"] = dataclasses.field(default_factory=list)
-    is_result: bool = False
-    is_loss_scale: bool = False
+    known: Any = None  # its number or array if it is a constant
+    maker: "Op | None" = None  # None for inputs and constants
+    uses: list["Op"] = dataclasses.field(default_factory=list)  # once for each operand
+    is_result: bool = False  # of the function
+    is_loss_scale: bool = False  # an input that a `DynamicLossScale` holds
 
     @property
     def is_half(self) -> bool:
@@ -58,36 +48,27 @@ class Value:
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """One operation of a program.
+    """One operation of a program."""
 
-    Attributes:
-      name: that of its primitive, or `MOVE`, or `JOIN`.
-      eqn: its equation.
-      ins: its operands.
-      outs: its results.
-      path: its name-scope path, with the scopes of autocast.
-      is_backward: whether transposition made it.
-      is_differentiated: whether it is of a function that is differentiated, or of its
-        derivative.
-      line: `file:line` of the user's code.
-      times: how often it runs: the trips of the loops around it, multiplied, with 1 for
-        those that are not known.
-    """
-
-    name: str
+    name: str  # that of its primitive, or `MOVE`, or `JOIN`
     eqn: Any
     ins: list[Value]
     outs: list[Value]
-    path: str
-    is_backward: bool
-    is_differentiated: bool
-    line: str
-    times: int
+    path: str  # of name scopes, with those of autocast
+    is_backward: bool  # made by transposition
+    is_differentiated: bool  # of a function that is differentiated, or its derivative
+    line: str  # `file:line` of the user's code
+    times: int  # it runs: the trips of the loops around it, 1 for those not known
 
     @property
     def layer(self) -> str:
         """Its name-scope path."""
         return name_scopes.without_marks(self.path)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it changes the dtype."""
+        return self.name == primitives.CAST
 
     @functools.cached_property
     def facts(self) -> Fact:
@@ -121,33 +102,22 @@ class Op:
 def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> list[Op]:
     """Return the operations of a function that its results need, in order.
 
-    Args:
-      fun: the function, or a pytree that can be called, such as an nnx module.
-      args: its arguments; arrays may be shapes (`jax.ShapeDtypeStruct`).
-      kwargs: its keyword arguments, likewise.
-      target: `"gpu"` or `"tpu"`, to choose from branches per platform.
+    The function may be a pytree that can be called, such as an nnx module, and arrays
+    may be shapes. The target, `"gpu"` or `"tpu"`, chooses from branches per platform.
     """
-    leaves, tree = jax.tree.flatten((fun, args, kwargs))
-    arrays = [i for i, leaf in enumerate(leaves) if _is_traceable(leaf)]
 
-    def flat_fun(*values):
-        filled = list(leaves)
-        for i, value in zip(arrays, values, strict=True):
-            filled[i] = value
-        fun, args, kwargs = jax.tree.unflatten(tree, filled)
+    def called(fun, args, kwargs):
+        given = jax.tree.leaves((fun, args, kwargs))
         outs = jax.tree.leaves(fun(*args, **kwargs))
         # What it changes in place, such as an nnx module, is a result as well.
-        given = set(map(id, filled))
-        outs += [x for x in jax.tree.leaves((args, kwargs)) if id(x) not in given]
-        return [out for out in outs if _is_traceable(out)]
+        ids = set(map(id, given))
+        return outs + [x for x in jax.tree.leaves((args, kwargs)) if id(x) not in ids]
 
     with sources.lines_of_rules():
-        closed = jax.make_jaxpr(flat_fun)(*(leaves[i] for i in arrays))
+        traced = tracing.trace(called, (fun, args, kwargs))
     loss_scales = _are_loss_scales((fun, args, kwargs))
     return _Opener(target).program(
-        compat.open_jaxpr(closed),
-        compat.consts_of(closed),
-        [loss_scales[i] for i in arrays],
+        traced.closed, [loss_scales[i] for i in traced.indices]
     )
 
 
@@ -168,13 +138,12 @@ class _Opener:
         self.ops: list[Op] = []
         self.needed: list[Value] = []
 
-    def program(
-        self, jaxpr: Any, consts: tuple[Any, ...], loss_scales: list[bool]
-    ) -> list[Op]:
+    def program(self, closed: Any, loss_scales: list[bool]) -> list[Op]:
+        jaxpr = compat.open_jaxpr(closed)
         inputs = [_value_of(var) for var in jaxpr.invars]
         for value, is_loss_scale in zip(inputs, loss_scales, strict=True):
             value.is_loss_scale = is_loss_scale
-        results = self._open(jaxpr, consts, inputs, None, 1)
+        results = self._open(jaxpr, compat.consts_of(closed), inputs, None, 1)
         for value in results:
             value.is_result = True
         live = _needed_by([*results, *self.needed])
@@ -342,10 +311,6 @@ def _needed_by(values: list[Value]) -> set[int]:
     return live
 
 
-def _is_traceable(x: Any) -> bool:
-    return trees.is_array(x) and x.dtype not in (jax.dtypes.float0, object)
-
-
 def sources_of(value: Value) -> Sequence[Value]:
     """Return the values whose numbers a value holds, () if it has its own.
 
@@ -369,6 +334,14 @@ def origin(value: Value) -> Value:
     return value
 
 
+def uncast(value: Value) -> Value:
+    """Return the value before all moves and casts."""
+    value = origin(value)
+    while value.maker is not None and value.maker.is_cast:
+        value = origin(value.maker.ins[0])
+    return value
+
+
 def moved(op: Op, value: Value) -> list[Value]:
     """Return the results of an operation that hold the numbers of an operand."""
     return [out for out in op.outs if value in sources_of(out)]
@@ -377,15 +350,10 @@ def moved(op: Op, value: Value) -> list[Value]:
 def readers(
     value: Value, through: Callable[[Op, Value], list[Value]] = moved
 ) -> Iterator[tuple[Op | None, Value]]:
-    """Yield each operation that reads a value, or a result that stands for it.
+    """Yield each reader of a value, or of what stands for it, and the operand it reads.
 
-    Args:
-      value: the value.
-      through: returns the results of an operation that stand for one of its operands.
-
-    Yields:
-      The operation and the operand that it reads; None instead of the operation if the
-      function returns the operand.
+    The reader is None where the function returns the operand. `through` returns the
+    results of an operation that stand for one of its operands.
     """
     waiting, seen = [value], {id(value)}
     while waiting:

@@ -11,18 +11,16 @@ import jax.numpy as jnp
 
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.dataflow import (
-    CAST,
     JOIN,
     Op,
     Value,
     moved,
-    origin,
     readers,
     sources_of,
+    uncast,
 )
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
-from jmp_lite._src.numerics.hazards.scalings import Scaling
 
 # A loss that is multiplied by less is weighted, not scaled.
 _LEAST_SCALE = 8.0
@@ -41,17 +39,14 @@ def _float16_without_scale(program: LintedProgram) -> Hits:
         return
     for op in program.ops:
         # Casts of the updates to the dtype of the parameters are none of gradients.
-        is_cast = op.name == CAST and op.is_backward
+        is_cast = op.is_cast and op.is_backward
         if not (is_cast or op.facts & Fact.PRODUCT):
             continue
         half = [v for v in (*op.ins, *op.outs) if v.dtype == jnp.float16]
-        if any(_is_unscaled_gradient(program.scalings.of(v)) for v in half):
+        gradients = [x for x in map(program.scalings.of, half) if x.is_gradient]
+        if any(not any(map(any, x.powers or ())) for x in gradients):
             yield op, "gradients are float16, and no loss scale reaches them"
             return
-
-
-def _is_unscaled_gradient(known: Scaling) -> bool:
-    return known.is_gradient and not any(map(any, known.powers or ()))
 
 
 def _may_scale(op: Op) -> bool:
@@ -67,9 +62,7 @@ def _may_scale(op: Op) -> bool:
             if op.outs[0].shape == () and abs(x) >= _LEAST_SCALE:
                 return True
         elif value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
-            maker = origin(value).maker
-            while maker is not None and maker.name == CAST:
-                maker = origin(maker.ins[0]).maker
+            maker = uncast(value).maker
             if maker is None or not maker.is_differentiated:
                 return True
     return False
@@ -133,7 +126,7 @@ def _is_param(value: Value) -> bool:
     """Return whether a value is an input that gradients are taken of."""
 
     def stands_for(op: Op, value: Value) -> list[Value]:
-        return op.outs if op.name in (CAST, JOIN) else moved(op, value)
+        return op.outs if op.is_cast or op.name == JOIN else moved(op, value)
 
     if value.maker is not None or value.known is not None or value.dtype is None:
         return False
@@ -147,13 +140,8 @@ def _terms(
 ) -> list[tuple[Value, bool]]:
     """Return what a value is a sum of, constants left out: `wd * p + u` is p and u.
 
-    Args:
-      program: the program.
-      value: the value.
-      through_select: whether both values of a choice are terms.
-
-    Returns:
-      The terms, each with whether it is multiplied by a factor.
+    Each term comes with whether it is multiplied by a factor; `through_select` makes
+    both values of a choice terms.
     """
     terms, waiting, seen = [], [(value, False)], set()
     while waiting:
@@ -166,7 +154,7 @@ def _terms(
         if op is not None and not op.is_backward:
             if len(sources := sources_of(value)) == 1:
                 inner = list(sources)
-            elif op.name in (CAST, JOIN) or op.facts & Fact.LINEAR:
+            elif op.is_cast or op.name == JOIN or op.facts & Fact.LINEAR:
                 inner = op.ins
             elif op.cases and through_select:
                 inner = op.cases

@@ -15,12 +15,12 @@ import numpy as np
 
 from jmp_lite._src.jaxprs import primitives
 from jmp_lite._src.numerics.hazards.dataflow import (
-    CAST,
     JOIN,
     Op,
     Value,
     origin,
     sources_of,
+    uncast,
 )
 
 # Larger constants are weights, and not worth the time.
@@ -29,21 +29,13 @@ _MAX_SIZE = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The known numbers of a value.
-
-    Attributes:
-      low: the smallest known number.
-      high: the largest known number.
-      is_all: whether all are known; those of `where(mask, x, -1e9)` are not.
-      is_integral: whether all are integers.
-      is_position: whether they are positions, from `arange` or `cumsum`.
-    """
+    """The known numbers of a value."""
 
     low: float
     high: float
-    is_all: bool = True
+    is_all: bool = True  # those of `where(mask, x, -1e9)` are not all known
     is_integral: bool = False
-    is_position: bool = False
+    is_position: bool = False  # from `arange` or `cumsum`
 
     @property
     def bound(self) -> float:
@@ -74,14 +66,9 @@ class Ranges:
 def scalar(value: Value, through_casts: bool = True) -> float | None:
     """Return the scalar constant that a value is, None if it is none.
 
-    Args:
-      value: the value; it may be a constant that was broadcast, or an array joined of
-        the same constant.
-      through_casts: whether the constant may have been cast; it is returned uncast.
+    It may have been broadcast or joined with itself, or cast; it is returned uncast.
     """
-    value = origin(value)
-    while through_casts and value.maker is not None and value.maker.name == CAST:
-        value = origin(value.maker.ins[0])
+    value = uncast(value) if through_casts else origin(value)
     if joined := dict.fromkeys(sources_of(value)):
         found = {scalar(v, through_casts) for v in joined}
         return found.pop() if len(found) == 1 else None
@@ -129,7 +116,7 @@ def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
         return _running(op.ins[0], op.eqn.params["axis"], ranges[0])
     if len(known) < len(ranges) or not known:
         return None
-    if op.name == CAST:
+    if op.is_cast:
         return _cast(known[0], value.dtype)
     return _corners(op, known) if op.name in primitives.ON_HOST else None
 

@@ -14,7 +14,7 @@ from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.dataflow import CAST, Op
+from jmp_lite._src.numerics.hazards.dataflow import Op
 from jmp_lite._src.numerics.hazards.ranges import Ranges
 from jmp_lite._src.numerics.hazards.scalings import Scalings
 
@@ -26,21 +26,13 @@ IN_F32 = "Compute it in float32: x.astype(jnp.float32) before, or jmp_lite.autoc
 
 @dataclasses.dataclass(frozen=True)
 class LintedProgram:
-    """A program to check.
-
-    Attributes:
-      ops: its operations, in order.
-      ranges: the known ranges of its values.
-      scalings: how its values depend on the loss scale.
-      regions: where the policy computes in half.
-      target: `"gpu"` or `"tpu"`.
-    """
+    """A program to check."""
 
     ops: Sequence[Op]
     ranges: Ranges
     scalings: Scalings
-    regions: Regions
-    target: str
+    regions: Regions  # where the policy computes in half
+    target: str  # "gpu" or "tpu"
 
     def named(self, *names: str) -> Iterator[Op]:
         """Yield the operations with one of these names, in order."""
@@ -54,8 +46,8 @@ class LintedProgram:
         """Yield the casts to half of values that are not half."""
         return (
             op
-            for op in self.named(CAST)
-            if op.outs[0].is_half and not op.ins[0].is_half
+            for op in self.ops
+            if op.is_cast and op.outs[0].is_half and not op.ins[0].is_half
         )
 
     def is_low(self, op: Op) -> bool:
@@ -78,28 +70,15 @@ class LintedProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One kind of hazard.
+    """One kind of hazard."""
 
-    Attributes:
-      name: its name; several rules may share one.
-      severity: `"error"`: wrong numbers; `"warning"`: lost accuracy; `"speed"`.
-      find: yields the operations, each with what was found.
-      why: why it is a hazard.
-      fix: how to repair it.
-    """
-
-    name: str
+    name: str  # several rules may share one
     severity: Severity
     find: Callable[[LintedProgram], Hits]
-    why: str
+    why: str  # it is a hazard
     fix: str
 
 
 def exact_integers(dtype: Any) -> int:
-    """Return the integer up to which a half dtype holds every one.
-
-    Examples:
-      >>> exact_integers(jnp.float16), exact_integers(jnp.bfloat16)
-      (2048, 256)
-    """
+    """Return the integer up to which a half dtype holds every one: 2048 or 256."""
     return 2 ** (jnp.finfo(dtype).nmant + 1)

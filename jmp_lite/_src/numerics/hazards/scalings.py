@@ -16,12 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src.jaxprs.primitives import PARTS, Fact
-from jmp_lite._src.numerics.hazards.dataflow import (
-    JOIN,
-    Op,
-    Value,
-    sources_of,
-)
+from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value, sources_of
 from jmp_lite._src.numerics.hazards.ranges import Ranges, scalar
 
 # f(s * x) = s * f(x), of all operands together.
@@ -34,17 +29,13 @@ Powers = frozenset[tuple[float, ...]]
 
 
 class Scaling(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-      powers: the powers of each loss scale that its terms have; empty if any fit, as
-        for constants and inputs; None if they are not known.
-      is_gradient: whether it is computed from gradients.
-      scaled_by: the loss scales that these were multiplied by, and not divided by yet.
-    """
-
+    # The powers of each loss scale that its terms have; empty if any fit, as for
+    # constants and inputs; None if they are not known.
     powers: Powers | None = frozenset()
-    is_gradient: bool = False
+    is_gradient: bool = False  # whether it is computed from gradients
+    # The loss scales that these were multiplied by, and not divided by yet.
     scaled_by: frozenset[int] = frozenset()
 
     @property
@@ -77,8 +68,7 @@ class Scalings:
     def power_of_unscaled(self, op: Op) -> float | None:
         """Return the power of a loss scale in gradients that are divided by it.
 
-        Returns:
-          The power, NaN if it is not known; None if the operation does no such thing.
+        NaN if it is not known, None if the operation does no such thing.
         """
         for value, factor, sign in op.factors if not op.is_backward else ():
             known, inverse = self.of(value), self.of(factor)
