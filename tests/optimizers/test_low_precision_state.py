@@ -317,6 +317,22 @@ def test_a_sharded_step_has_the_numbers_of_one_device(dtype, spec):
         assert leaf.sharding.is_equivalent_to(cut, leaf.ndim)
 
 
+@pytest.mark.one_of("spec")
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+def test_a_sharded_step_in_8_bits_needs_no_other_device(spec):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    cut, whole = NamedSharding(mesh, spec), NamedSharding(mesh, P())
+    tx = low_precision_state(optax.adam(1e-2), "8bit")
+    params = jax.device_put(jnp.ones((16, 2048)), cut)
+    state = jax.jit(tx.init)(params)
+    cuts = jax.tree.map(lambda x: cut if x.ndim == 2 else whole, state)
+    state = jax.device_put(state, cuts)
+    program: Any = jax.jit(tx.update).lower(params, state, params).compile().as_text()
+    assert "fusion(" in program
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert f"{collective}(" not in program
+
+
 def test_a_step_in_shard_map_works_on_its_shards():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     tx: Any = low_precision_state(optax.adam(1e-2), "8bit")

@@ -48,19 +48,20 @@ _NARROW = 24
 _HAS_INF = np.uint8(254)  # or subnormal numbers, of exponent 0
 _HAS_SIGN = np.uint8(255)
 
-# Of signed, wide and narrow blocks: the scale in units of the number whose code is 1;
-# the last code of a finite number; the bits of its number, as it is decoded, over the
-# scale.
-_UNITS = tuple(map(np.float32, (64.0**9, 128.0**16, 128.0**9)))
-_LAST = tuple(map(np.float32, (127, 254, 255)))
-_HIGHEST = tuple(np.array([477.1047, 57806.934, 494.2787], np.float32).view(np.int32))
-# With a sign and without: the code of the scale.
-_ONES = np.float32(64), np.float32(128)
+# Of signed, wide and narrow blocks: the bits of the number of the last finite code, as
+# it is decoded, over the scale. Less those of 1, so that a difference is the bits of a
+# scale, and less the mantissa, so that it is rounded up.
+_BELOW_HIGHEST = tuple(
+    np.float32(x).view(np.int32) - np.float32(1).view(np.int32) - np.int32(_MANTISSA)
+    for x in (477.1047, 57806.934, 494.2787)
+)
+# With a sign and without: the last code. That of a wide block is inf.
+_LAST = np.float32(127), np.float32(255)
 
-# Below these codes, numbers are rounded to the side on which a step is smaller: signed
-# ones, which are averages of gradients, down, and others, which divide them, up. The
-# next number is up to `2**16` times as large.
-_LEAST = np.float32(8), np.float32(16)
+# Below these codes, 8 with a sign and 16 without, numbers are rounded to the side on
+# which a step is smaller: signed ones, which are averages of gradients, down, and
+# others, which divide them, up. The next number is up to `2**16` times as large.
+_LEAST = np.float32(1 / 8)  # the root of their numbers
 _TO_SMALLER_STEP = np.float32(1 - 2**-23), np.float32(0)
 
 
@@ -86,40 +87,32 @@ def encode(
     bits = _bits(x)
     magnitude = bits & ~_SIGN
     is_inf = magnitude == _EXPONENT
+    finite = jnp.where(is_inf, 0, magnitude)
     # In 8 bits, the least exponent of numbers that are not 0, or a reason that
     # overrules it. -0.0 is no negative number.
-    reach = jnp.where(
-        magnitude == 0, 0, np.uint32(_HAS_INF) - (magnitude >> 23)
-    ).astype(jnp.uint8)
-    reach = jnp.where(is_inf, _HAS_INF, reach)
-    reach = jnp.where(bits > _SIGN, _HAS_SIGN, reach)
+    reach = jnp.where(magnitude == 0, 0, np.uint32(_HAS_INF) - (finite >> 23))
+    reach = jnp.where(bits > _SIGN, _HAS_SIGN, reach.astype(jnp.uint8))
     is_new = jnp.zeros_like(is_inf) if old is None else bits != _bits(decode(*old))
-    largest, reach, is_new = _largest_of_blocks(
-        jnp.where(is_inf, 0, magnitude), reach, is_new
-    )
+    largest, reach, is_new = _largest_of_blocks(finite, reach, is_new)
     scales = _scales(largest, reach)
 
     scale_bits, signed, wide = _of_scale(_to_numbers(scales, x))
-    inverse = _inverse(_float(scale_bits & _EXPONENT))
-    size = jnp.minimum(jnp.abs(x), _MAX)
+    inverse, step = _inverse(scale_bits & _EXPONENT), _step(signed)
+    # An inf stays one without a sign, and has the last code.
+    size = jnp.minimum(jnp.abs(x), jnp.where(signed, _MAX, jnp.inf))
     size = jnp.where(signed, size, jnp.maximum(size, _TINY)) * inverse
-    code = jnp.floor(jnp.where(signed, *_ONES) * _root(size, wide))
-    # In units of the number whose code is 1: a code's number is its power.
-    unit = _by_kind(signed, wide, _UNITS)
-    ratio, low, high = size * unit, _power(code, wide), _power(code + 1, wide)
+    code = jnp.floor(_root(size, wide) * _inverse(_bits(step)))
+    root, next_code = code * step, code + 1
+    low, high = _power(root, wide), _power(next_code * step, wide)
     # 23 bits: a number that is `high`, by an error of the root, always goes there.
     uniform = (noise >> 9).astype(jnp.float32) * jnp.float32(2**-23)
-    is_last = code < jnp.where(signed, *_LEAST)
-    uniform = jnp.where(is_last, jnp.where(signed, *_TO_SMALLER_STEP), uniform)
-    is_up = uniform * (high - low) < ratio - low
-    code = jnp.where(is_up, code + 1, code)
+    uniform = jnp.where(root < _LEAST, jnp.where(signed, *_TO_SMALLER_STEP), uniform)
     # Its number must be finite, and neither subnormal nor 0.
-    size = jnp.where(is_up, high, low) * _inverse(unit)
-    code = jnp.where(size > _MAX * inverse, code - 1, code)
-    is_small = size < jnp.maximum(_TINY * inverse, _TINY)
-    code = jnp.where(is_small, jnp.where(signed, 0, code + 1), code)
-    code = jnp.minimum(code, _by_kind(signed, wide, _LAST))
-    code = jnp.where(is_inf & ~signed, 255, code)
+    is_up = (uniform * (high - low) < size - low) & (high <= _MAX * inverse)
+    is_small = jnp.where(is_up, high, low) < jnp.maximum(_TINY * inverse, _TINY)
+    code = jnp.where(is_up, next_code, code)
+    code = jnp.where(is_small, jnp.where(signed, 0, next_code), code)
+    code = jnp.minimum(code, jnp.where(signed, *_LAST))
     # 0 for zero, else 1. A comparison with 0 would be one of floats, to the compiler:
     # subnormal numbers would be zero.
     is_number = ((magnitude + ~_SIGN) >> 31).astype(jnp.int32)
@@ -138,9 +131,7 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
     bits, signed, wide = _of_scale(scale)
     negative = jax.lax.bitcast_convert_type(codes, jnp.int8)
     code = jnp.where(signed, negative.astype(jnp.float32), codes.astype(jnp.float32))
-    # Times 1 / 64 or 1 / 128: a product takes fewer operations than a division.
-    root = code * jnp.where(signed, jnp.float32(1 / 64), jnp.float32(1 / 128))
-    number = _power(root, wide) * _float(bits & _EXPONENT)
+    number = _power(code * _step(signed), wide) * _float(bits & _EXPONENT)
     number = jnp.where(wide & (codes == 255), jnp.inf, number)
     return jnp.where(scale != scale, scale, number)
 
@@ -175,16 +166,14 @@ def _scales(largest: jax.Array, reach: jax.Array) -> jax.Array:
     in `encode`, u8.
     """
     signed = reach == _HAS_SIGN
-    octaves = (largest >> 23) + reach.astype(jnp.uint32) - np.uint32(_HAS_INF)
-    wide = ~signed & ((reach == _HAS_INF) | (octaves.astype(jnp.int32) > _NARROW))
+    narrow = np.uint32(int(_HAS_INF) + _NARROW) - (largest >> 23)
+    wide = reach > jnp.minimum(narrow, np.uint32(_HAS_INF - 1)).astype(jnp.uint8)
     # The least power of two with which the last code reaches the largest magnitude: the
     # difference of the exponents, and one more if its mantissa is the larger one. XLA
     # makes a division a kernel of its own, since two others read it.
-    bits = largest.astype(jnp.int32) - _by_kind(signed, wide, _HIGHEST)
-    bits = ((bits + np.int32(_MANTISSA)) & ~np.int32(_MANTISSA)) + np.float32(1).view(
-        np.int32
-    )
-    bits = jnp.maximum(bits, _TINY.view(np.int32)).astype(jnp.uint32)
+    bits = largest.astype(jnp.int32) - _by_kind(signed, wide, _BELOW_HIGHEST)
+    bits = jnp.maximum(bits & ~np.int32(_MANTISSA), _TINY.view(np.int32))
+    bits = bits.astype(jnp.uint32)
     kind = _by_kind(signed, wide, (_SIGN, _WIDE, np.uint32(0)))
     return jnp.where(largest > _EXPONENT, jnp.nan, _float(bits | kind))
 
@@ -214,9 +203,14 @@ def _root(x: jax.Array, wide: jax.Array) -> jax.Array:
     return jnp.exp(jnp.log(x) * exponent)
 
 
-def _inverse(x: jax.Array) -> jax.Array:
-    """Return the inverse of a power of two, exactly."""
-    return _float(np.uint32(254 << 23) - _bits(x))
+def _step(signed: jax.Array) -> jax.Array:
+    """Return the root of the number whose code is 1, over the scale."""
+    return jnp.where(signed, jnp.float32(1 / 64), jnp.float32(1 / 128))
+
+
+def _inverse(bits: jax.Array) -> jax.Array:
+    """Return the inverse of a power of two that has these bits, exactly."""
+    return _float(np.uint32(254 << 23) - bits)
 
 
 def _bits(x: jax.Array) -> jax.Array:
