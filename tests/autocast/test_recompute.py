@@ -399,3 +399,37 @@ def test_a_sum_that_is_stored_is_read_in_half():
     assert [eqn.primitive.name for eqn in readers] == ["convert_element_type"]
     readers = [eqn for eqn in jaxpr.eqns if readers[0].outvars[0] in eqn.invars]
     assert [eqn.primitive.name for eqn in readers] == ["optimization_barrier"]
+
+
+def test_the_gradient_behind_a_bias_is_stored_in_half():
+    """XLA stores it, since it is summed and then read by a product."""
+    x = jnp.ones((8, 16))
+
+    def loss(w, b):
+        return jnp.sum(jax.nn.gelu(x @ w + b, approximate=False) @ w)
+
+    grad = jax.grad(autocast(loss, "mixed_bfloat16"), (0, 1))
+    found = []
+    for jaxpr in jaxprs.scopes(jaxprs.trace(grad, jnp.ones((16, 16)), jnp.ones(16))):
+        made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        found += [
+            made_by[eqn.invars[0]]
+            for eqn in jaxpr.eqns
+            if eqn.primitive.name == "reduce_sum" and eqn.outvars[0].aval.size == 16
+            if eqn.invars[0].aval.size > 16
+        ]
+    assert {eqn.primitive.name for eqn in found} == {"convert_element_type"}
+    assert {eqn.invars[0].aval.dtype for eqn in found} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_gradients_of_logits_are_not_stored():
+    """A maximum that is taken off is no bias: its gradient is stopped."""
+
+    def loss(w, x):
+        logits = x @ w
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[:, 0])
+
+    grad = jax.grad(autocast(loss, "mixed_bfloat16"))
+    jaxpr = jaxprs.trace(grad, jnp.ones((16, 64)), jnp.ones((8, 16)))
+    barriers = jaxprs.equations(jaxpr, "optimization_barrier")
+    assert (8, 64) not in [v.aval.shape for eqn in barriers for v in eqn.outvars]

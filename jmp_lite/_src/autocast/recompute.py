@@ -233,6 +233,7 @@ class _Search:
             for of, half in zip(made, halves, strict=True)
             for v in itertools.compress(of, half)
         }
+        self._constant = set(_without_gradients(self.eqns))
         # In float16, what may overflow is float32.
         self.waiting = Waiting(plan, self._halves, has_range)
         self._stored = {v for v in self._made_by if self._is_stored(v)}
@@ -413,19 +414,18 @@ class _Search:
         found: dict[Var, None] = {}
         for i in indices:
             eqn, work = self.eqns[i], self.works[i]
-            made_of = [summed[v] for v in variables(eqn.invars) if v in summed]
+            operands = [v for v in variables(eqn.invars) if v not in self._constant]
+            made_of = [summed[v] for v in operands if v in summed]
             if work is not None and work.is_transcendental:
                 large = [v for v in made_of if core.size(v) * 2 >= size]
                 found.update(dict.fromkeys(filter(core.is_f32, large)))
-            name, of_result = eqn.primitive.name, core.size(eqn.outvars[0])
-            if name == "stop_gradient":
-                continue
-            repeats = any(
-                core.is_float(v) and core.size(v) < of_result
-                for v in variables(eqn.invars)
+            of_result = core.size(eqn.outvars[0])
+            is_first = (
+                is_reduction(eqn.primitive.name, eqn.params)
+                or any(core.is_float(v) and core.size(v) < of_result for v in operands)
+                or len({*made_of}) > 1
             )
-            is_first = repeats or is_reduction(name, eqn.params) or len({*made_of}) > 1
-            for v in eqn.outvars if is_first or made_of else ():
+            for v in eqn.outvars if operands and (is_first or made_of) else ():
                 summed[v] = v if is_first else made_of[0]
         return list(found)
 
@@ -530,6 +530,16 @@ def _compute(
         for v, half in zip(cluster.outs, cluster.half_out, strict=True)
     ]
     return outs, found
+
+
+def _without_gradients(eqns: Iterable[Eqn]) -> Iterable[Var]:
+    """Yield what is computed of nothing, or behind a `stop_gradient`."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        is_stopped = eqn.primitive.name == "stop_gradient"
+        if is_stopped or found.issuperset(variables(eqn.invars)):
+            found.update(eqn.outvars)
+            yield from eqn.outvars
 
 
 @functools.cache
