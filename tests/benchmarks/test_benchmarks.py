@@ -81,7 +81,7 @@ ALL = (
     (train_step, f"--model mlp --model cnn {TURNS}", train_step.CPU_NOTE),
     (tree_stats, TURNS, "bare step"),
 )
-FAST = (autocast_trace, checkpoint_save, memory, programs)
+FAST = (checkpoint_save, memory, programs)
 
 
 def _invoke(main: Any, *args: str):
