@@ -59,8 +59,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases as `full` where `@pytest.mark.one_of` says that one is enough."""
-    thinning.mark_all_but_one(items)
+    """Mark cases as `full` where `@pytest.mark.one_of` says that one is enough.
+
+    On a newer JAX it is the next one: CI runs both kinds of half precision.
+    """
+    is_oldest = jaxlib.version.__version_info__ == (0, 10, 0)
+    thinning.mark_all_but_one(items, turn=0 if is_oldest else 1)
 
 
 @pytest.fixture(autouse=True)

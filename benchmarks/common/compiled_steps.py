@@ -198,7 +198,7 @@ def advised_policy(model: str, dtype: str) -> jmp_lite.PolicyMap | jmp_lite.Poli
     """Return what `advise` says of a model that is small, on random numbers."""
     make_loss, make_shapes = MODELS[model]
     sizes = SIZES["small"][model]
-    params, kept, *batch = filled(make_shapes(sizes))
+    params, kept, *batch = filled(jax.eval_shape(lambda: make_shapes(sizes)))
     advise = jmp_lite.numerics.advise(
         make_loss("float32", sizes), f"mixed_{dtype}", has_aux=True
     )

@@ -49,6 +49,7 @@ def test_autocast_is_the_identity(policy: Any, name: str) -> None:
     same, inside = transform(autocast(loss, policy)), autocast(transform(loss), policy)
     for fun in (same, inside):
         assert str(jaxprs.trace(fun, W, x)) == str(jaxprs.trace(transform(loss), W, x))
+    if name == "grad":  # the same jaxpr has the same bits
         found, expected = jax.jit(fun)(W, x), jax.jit(transform(loss))(W, x)
         assert bitwise.raw_bits(found) == bitwise.raw_bits(expected)
 
@@ -157,6 +158,7 @@ def outer(w: Any, x: Any) -> Any:
             return x @ w
 
 
+@pytest.mark.one_of("half")
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_scopes_inside_of_a_loop_have_their_own_policy(name: str, half: str) -> None:

@@ -64,6 +64,7 @@ def operands(fun: Any, *args: Any) -> list[set[str]]:
     return [set(jaxprs.operand_dtypes(eqn)) for eqn in products]
 
 
+@pytest.mark.one_of("half")
 @in_both_halves
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("reduce", ["", ",r=f32"])

@@ -46,6 +46,7 @@ def in_float64(fun: Callable[..., Any], *args: Any) -> Any:
         return jax.tree.map(np.asarray, jax.jit(fun)(*args))
 
 
+@pytest.mark.one_of("half")
 @BOTH
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("x", [X, jnp.abs(X)], ids=["signs", "one_sign"])

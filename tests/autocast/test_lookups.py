@@ -226,6 +226,7 @@ MANY: dict[str, Callable[..., Any]] = {
 REDUCE = {"": "", "r=f32": ",reduce=float32"}
 
 
+@pytest.mark.one_of("half")
 @IN_MODES
 @pytest.mark.parametrize("reduce", REDUCE)
 @pytest.mark.parametrize("name", MANY)

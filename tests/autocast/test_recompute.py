@@ -105,6 +105,7 @@ def test_the_backward_pass_keeps_half_values_that_are_stored_anyway(name, half):
     assert len(_kept(before, *args)) > len(found)
 
 
+@pytest.mark.one_of("half")
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_as_near_to_float64_as_without(name, half):
@@ -206,6 +207,7 @@ def _in_cond(fun):
     )
 
 
+@pytest.mark.one_of("name")
 @pytest.mark.parametrize(
     "around",
     [_in_scan, _in_vmap, _in_shard_map, _in_cond, jax.checkpoint, jax.jit],

@@ -1,6 +1,6 @@
 """Derivatives of gradients of `autocast(f)`: every order that JAX has for float32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -107,29 +107,34 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def derivatives(fun: Any) -> Any:
-    """Return what takes the derivatives of a function in every way, in one program."""
-    taken = {name: way(fun) for name, way in WAYS.items()}
+# Each order of the two modes; the others are these, summed, or of both arguments.
+ORDERS = ("jacrev_of_grad", "jacfwd_of_grad", "jacrev_of_jacfwd", "jacfwd_of_jacfwd")
+
+
+def derivatives(fun: Any, ways: Iterable[str] = WAYS) -> Any:
+    """Return what takes the derivatives of a function in some ways, in one program."""
+    taken = {name: WAYS[name](fun) for name in ways}
     return jax.jit(lambda *args: {name: way(*args) for name, way in taken.items()})
 
 
-def exact(fun: Any, *args: Any) -> Any:
+def exact(fun: Any, *args: Any, ways: Iterable[str] = WAYS) -> Any:
     """Return derivatives in float64."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         args = tuple(np.asarray(x, np.float64) for x in args)
-        return jax.tree.map(np.asarray, derivatives(fun)(*args))
+        return jax.tree.map(np.asarray, derivatives(fun, ways)(*args))
 
 
 def check(found: Any, expected: Any, half: str) -> None:
     errors = {
         way: max(jax.tree.leaves(jax.tree.map(error, found[way], expected[way])))
-        for way in WAYS
+        for way in expected
     }
     assert max(errors.values()) < BOUND[half], errors
 
 
-# Each way to be inside of something, and each way to combine: the others are the same
-# of a scalar, or twice.
+# Of one program, and of what is computed again, in each way.
+_EVERY_WAY = {"times", "in_remat"}
+# The others are the same of a scalar, or twice.
 _FULL = {
     "scalar_times",
     "divided_by_scalar",
@@ -141,16 +146,19 @@ _FULL = {
 
 @BOTH
 @pytest.mark.parametrize(
-    "name",
+    ("name", "ways"),
     [
-        pytest.param(name, marks=[pytest.mark.full] if name in _FULL else [])
-        for name in PROGRAMS
+        *(
+            pytest.param(x, WAYS, marks=[pytest.mark.full] * (x not in _EVERY_WAY))
+            for x in PROGRAMS
+        ),
+        *((x, ORDERS) for x in PROGRAMS if x not in _EVERY_WAY | _FULL),
     ],
 )
-def test_derivatives_of_gradients_have_every_term(name: str, half: str) -> None:
+def test_derivatives_of_gradients_have_every_term(name, ways, half) -> None:
     fun, factor = PROGRAMS[name]
-    found = derivatives(autocast(fun, POLICIES[half]))(W, factor)
-    check(found, exact(fun, W, factor), half)
+    found = derivatives(autocast(fun, POLICIES[half]), ways)(W, factor)
+    check(found, exact(fun, W, factor, ways=ways), half)
 
 
 @BOTH

@@ -42,7 +42,7 @@ SMALL = {
     (fp8_accuracy, "WIDTH"): 32,
     (fp8_accuracy, "TASKS"): {"mlp": fp8_accuracy.TASKS["mlp"]},
     (memory, "rows_for"): lambda device: [(Storage(), True)],
-    (programs, "measure_all"): lambda device, size: V100,
+    (programs, "measure_all"): lambda device, size, known: V100,
     (storage_accuracy, "TASKS"): {"mlp": storage_accuracy.TASKS["mlp"]},
     (storage_accuracy, "RUNS"): storage_accuracy.RUNS[:3],
     (tasks, "WIDTH"): 32,
@@ -81,7 +81,7 @@ ALL = (
     (train_step, f"--model mlp --model cnn {TURNS}", train_step.CPU_NOTE),
     (tree_stats, TURNS, "bare step"),
 )
-FAST = (autocast_trace, checkpoint_save, memory, programs)
+FAST = (checkpoint_save, memory, programs)
 
 
 def _invoke(main: Any, *args: str):

@@ -29,8 +29,18 @@ def faults(figure: Figure) -> list[str]:
     ]
 
 
+# What they draw takes seconds to train or to find.
+_TRAINED = ("find_the_overflow.svg", "gradient_ranges.svg", "ten_minutes.svg")
+
+
 @pytest.mark.standard_promotion  # for the models of examples
-@pytest.mark.parametrize("name", figures.FIGURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[pytest.mark.full] * (x in _TRAINED))
+        for x in figures.FIGURES
+    ],
+)
 def test_a_figure_is_drawn_and_labelled(name: str, tmp_path: Path):
     figure = figures.FIGURES[name]()
     assert faults(figure) == []

@@ -46,13 +46,26 @@ def test_every_step_keeps_the_dtypes_of_what_it_takes(step):
     assert str(step.base) in {str(s) for s in STEPS}
 
 
-def test_a_compiled_step_has_every_figure_and_takes_over_what_is_donated():
+def test_a_compiled_step_has_every_figure_and_takes_over_what_is_donated(monkeypatch):
     step = Step("mlp", "float16", BY_HAND, scaled=True)
     row = programs.measure(step, "cpu", "ci")
-    assert row.keys() >= set(_row("x")) - {"step"}
+    assert row.keys() >= set(_row("x"))
     assert row["aliased"] == row["donated"] == 3 * 6 + 1 + 5
     assert row["aliased bytes"] == row["donated bytes"]
     assert row["host_transfers"] == 0
+
+    # The same program is not compiled again; its figures are those that are known.
+    measured = []
+    monkeypatch.setattr(memory, "of_step", lambda *_: lambda *_: measured.append(0))
+    monkeypatch.setattr(programs, "figures", lambda _: {})
+    known = row | {"peak": 1}
+    assert programs.measure(step, "cpu", "ci", known) == known and not measured
+    for other in (
+        {k: x for k, x in row.items() if k != "program"},
+        row | {"program": "another"},
+    ):
+        programs.measure(step, "cpu", "ci", other)
+        assert measured.pop() == 0
 
 
 @pytest.mark.parametrize(
@@ -98,6 +111,7 @@ def test_a_step_that_reduces_in_float32_is_held_against_the_one_that_does_not():
 def _row(name, **figures):
     return {
         "step": name,
+        "program": "0",
         "leaves": 10,
         "donated": 4,
         "donated bytes": 400,
@@ -366,17 +380,22 @@ def test_the_check_names_the_versions_that_differ(monkeypatch):
 def test_the_check_passes_on_the_committed_figures_and_fails_on_more(monkeypatch):
     settings, committed = programs.read(programs.result_path("v100", "ci"))
     monkeypatch.setattr(targets, "versions", lambda: settings["compiled with"])
-    monkeypatch.setattr(programs, "measure_all", lambda device, size: committed)
+    knowns = []
+
+    def measure_all(device, size, known):
+        knowns.append(known)
+        return {name: _row(name) | row for name, row in committed.items()}
+
+    monkeypatch.setattr(programs, "measure_all", measure_all)
+    _run("--check", "--all", "--device", "v100")
     result = _run("--check", "--device", "v100")
+    assert knowns == [{}, committed]
     assert (result.exit_code, result.output.splitlines()[-1]) == (
         0,
         "Nothing has grown.",
     )
     name = next(iter(committed))
-    grown = committed[name] | {"peak": int(committed[name]["peak"] * 1.02)}
-    monkeypatch.setattr(
-        programs, "measure_all", lambda device, size: committed | {name: grown}
-    )
+    committed[name]["peak"] = int(committed[name]["peak"] * 1.02)
     result = _run("--check", "--device", "v100")
     assert result.exit_code == 1
     assert "1.020×" in result.output and name in result.output
@@ -387,7 +406,7 @@ def test_the_check_passes_on_the_committed_figures_and_fails_on_more(monkeypatch
 def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device):
     settings, rows = programs.read(programs.result_path(device, "ci"))
     assert list(rows) == [str(step) for step in programs.steps_for(device)]
-    assert all(row.keys() == _row("").keys() for row in rows.values())
+    assert all(row.keys() | {"program"} == _row("").keys() for row in rows.values())
     assert settings["device"] == memory.DEVICES[device].title
     sizes = json.loads(json.dumps(SIZES["ci"]))  # lists for tuples
     assert {model: settings[model] for model in sizes} == sizes

@@ -25,6 +25,7 @@ def test_the_model_has_the_parameters_of_tinyllama():
     assert sum(x.size for x in jax.tree.leaves(params)) == 1_100_048_384
 
 
+@pytest.mark.full
 def test_all_steps_trace_and_keep_the_dtypes_of_what_they_update():
     model = small_gpu.Model(SIZES)
     for step, (trained, opt_state, *rest) in small_gpu.steps(model).values():

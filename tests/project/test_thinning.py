@@ -49,13 +49,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("thinned")
     (folder / "test_cases.py").write_text(_CASES)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  full\n  one_of\n")
-    hook = "from thinning import mark_all_but_one as pytest_collection_modifyitems\n"
+    hook = (
+        "import os, thinning\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    thinning.mark_all_but_one(items, int(os.environ.get('TURN', 0)))\n"
+    )
     path = f"import sys\nsys.path.insert(0, {str(Path(thinning.__file__).parent)!r})\n"
     (folder / "conftest.py").write_text(path + hook)
     return folder
 
 
-def test_one_case_of_each_kind_is_left(folder: Path) -> None:
+def test_one_case_of_each_kind_is_left(folder: Path, monkeypatch) -> None:
     names = [line.partition("::")[2] for line in collected(folder, "-m", "not full")]
     products = [name for name in names if name.startswith("test_product")]
     sizes, halves = zip(*(n[13:-1].split("-") for n in products), strict=True)
@@ -68,3 +72,7 @@ def test_one_case_of_each_kind_is_left(folder: Path) -> None:
     assert "test_alone" in names
     assert len([name for name in names if name.startswith("test_one")]) == 1
     assert len(collected(folder)) == 12 + 3 + 4 + 1 + 4
+    monkeypatch.setenv("TURN", "1")
+    others = [x.partition("::")[2] for x in collected(folder, "-m", "not full")]
+    both = [name for name in names + others if name.startswith("test_product")]
+    assert len(set(both)) == 12  # the other half

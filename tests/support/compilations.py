@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -36,10 +37,10 @@ def transformer(blocks: int = 2) -> tuple[Any, Any, Any]:
     width, length, words = 8, 6, 16
     names = ("qkv", "out", "up", "down")
     shapes = ((width, 3 * width), (width, width), (width, 32), (32, width))
-    keys = iter(jax.random.split(jax.random.key(0), 3 + blocks * len(names)))
+    rng = np.random.default_rng(0)
 
     def weight(shape):
-        return jax.random.normal(next(keys), shape) / shape[0] ** 0.5
+        return jax.numpy.float32(rng.normal(size=shape) / shape[0] ** 0.5)
 
     params = {
         "embed": weight((words, width)),
@@ -72,5 +73,5 @@ def transformer(blocks: int = 2) -> tuple[Any, Any, Any]:
         labels = jax.nn.one_hot(tokens[:, 1:], words)
         return -(logits * labels).sum(-1).mean()
 
-    tokens = jax.random.randint(next(keys), (2, length + 1), 0, words)
-    return loss, params, tokens
+    tokens = rng.integers(0, words, (2, length + 1), np.int32)
+    return loss, params, jax.numpy.asarray(tokens)

@@ -10,12 +10,16 @@ import pytest
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def mark_all_but_one(items: Sequence[pytest.Item]) -> None:
+def mark_all_but_one(items: Sequence[pytest.Item], turn: int = 0) -> None:
     """Mark tests as `full`, by their marker `one_of`.
 
     Of the cases of a test that differ in nothing but the parameters that the marker
     names, one stays: the name of the test and its other parameters say which, so that
     one kind of half precision is not left out of all tests.
+
+    Args:
+      items: the tests.
+      turn: with another number, the next of the cases stays.
     """
     # Objects are numbered as they come: their text may differ between processes, all of
     # which have to choose the same tests.
@@ -37,6 +41,6 @@ def mark_all_but_one(items: Sequence[pytest.Item]) -> None:
             )
             groups[function, others].append(item)
     for key, group in groups.items():
-        kept = hashlib.sha256(repr(key).encode()).digest()[0] % len(group)
+        kept = (hashlib.sha256(repr(key).encode()).digest()[0] + turn) % len(group)
         for item in group[:kept] + group[kept + 1 :]:
             item.add_marker("full")
