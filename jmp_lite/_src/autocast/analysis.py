@@ -62,6 +62,7 @@ from jmp_lite._src.autocast.precision import (
 from jmp_lite._src.autocast.rule import Analysis, EqnInfo, is_move_or_cast, union
 from jmp_lite._src.jaxprs import control_flow, core, matmul_precision, name_scopes
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.primitives import CAST
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 
 
@@ -437,7 +438,7 @@ def _describe(
                 region = dataclasses.replace(region, reason=f"{region.reason}: {name}")
         size = core.size(eqn.outvars[0]) if rule.is_elementwise else 0
         # Integers matter where they become floats, here or in a sub-jaxpr.
-        may_convert = bodies or name == "convert_element_type"
+        may_convert = bodies or name == CAST
         fixed = precision.fixed_or_integer if may_convert else precision.fixed
         return EqnInfo(
             eqn=eqn,

@@ -23,6 +23,7 @@ from jmp_lite._src.autocast.transform import (
 )
 from jmp_lite._src.jaxprs import control_flow, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn
+from jmp_lite._src.jaxprs.primitives import CAST
 from jmp_lite._src.policy import Policy, PolicyMap
 
 P = ParamSpec("P")
@@ -305,7 +306,7 @@ def _names(variables: Any, half: Any = (), half_dtype: Any = None) -> str:
 
 def _is_cast(eqn: Eqn) -> bool:
     """Return whether an equation casts between float32 and half."""
-    if eqn.primitive.name != "convert_element_type":
+    if eqn.primitive.name != CAST:
         return False
     pair = {str(eqn.invars[0].aval.dtype), str(eqn.outvars[0].aval.dtype)}
     return "float32" in pair and bool(pair & {"float16", "bfloat16"})

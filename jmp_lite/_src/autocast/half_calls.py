@@ -30,6 +30,7 @@ from jax import lax
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding, core, name_scopes
 from jmp_lite._src.jaxprs.core import F32, ClosedJaxpr, Eqn, Jaxpr
+from jmp_lite._src.jaxprs.primitives import CAST
 from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
 
 REASON = "in_half"
@@ -238,7 +239,7 @@ def name_of_kernel(eqn: Eqn) -> str:
 
 def is_boundary(eqn: Eqn) -> bool:
     """Return whether an equation casts an argument or a result of a call."""
-    if eqn.primitive.name != "convert_element_type" or not _ends_in_mark(eqn):
+    if eqn.primitive.name != CAST or not _ends_in_mark(eqn):
         return False
     pair = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return F32 in pair and any(map(dtypes.is_half, pair))

@@ -207,12 +207,10 @@ def resolve_rules(
     )
 
 
-# Names with a dash cannot be keywords; both spellings are in the table.
-_PRINTED = {"scatter_add": "scatter-add", "scatter_mul": "scatter-mul"}
-
-
 def _printed(classes: Mapping[str, Any]) -> dict[str, Any]:
-    return {_PRINTED.get(name, name): c for name, c in classes.items()}
+    """Return classes by name as JAX prints it: some have a dash, as keywords cannot."""
+    dashed = {name.replace("-", "_"): name for name in PRIMITIVES}
+    return {dashed.get(name, name): c for name, c in classes.items()}
 
 
 def describe(dtypes: Iterable[Any] = (jnp.bfloat16, jnp.float16)) -> str:

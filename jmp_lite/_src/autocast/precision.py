@@ -507,7 +507,7 @@ def walk(plan: CastPlan, *, has_places: bool = True) -> list[Placed]:
             inside = ("", "")
             if has_places:
                 inside = name_scopes.join(scope, name_scopes.of(eqn)), row.line
-            is_loop = eqn.primitive.name in ("scan", "while")
+            is_loop = eqn.primitive.name in LOOPS
             trips = 1 if row.trips is None else row.trips
             subs = control_flow.sub_jaxprs(eqn) or ()
             for sub, body in zip(subs, eqn_plan.bodies, strict=True):

@@ -17,6 +17,7 @@ from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast.precision import Softmax
 from jmp_lite._src.jaxprs import binding, control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
+from jmp_lite._src.jaxprs.primitives import CAST
 
 NAMES = matmul_precision.PRODUCTS
 COMPLEX = "complex"  # why a product of complex numbers is not in half
@@ -325,9 +326,7 @@ def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[
     """Run an equation of a transposed product; results of products are float32."""
     if eqn.primitive.name in NAMES:
         return [run(eqn, operands, half_dtype, half_result=False)]
-    if eqn.primitive.name == "convert_element_type" and dtypes.is_half(
-        eqn.params["new_dtype"]
-    ):
+    if eqn.primitive.name == CAST and dtypes.is_half(eqn.params["new_dtype"]):
         return list(operands)
     return binding.bind(eqn, operands)
 

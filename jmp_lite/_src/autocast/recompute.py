@@ -38,7 +38,7 @@ from jmp_lite._src.autocast.saving import is_reduction, saves_totals
 from jmp_lite._src.autocast.waiting import Waiting
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import CALLS, Fact, degree, facts
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, degree, facts
 
 # An array is small beside another of so many times its size.
 _SMALL = 8
@@ -550,7 +550,7 @@ def _is_f32_or_exact(dtype: Any) -> bool:
 def _is_arithmetic(eqn: Eqn) -> bool:
     """Return whether this is elementwise, a reduction, or a move in order."""
     name = eqn.primitive.name
-    if name == "convert_element_type" or is_reduction(name, eqn.params):
+    if name == CAST or is_reduction(name, eqn.params):
         return True
     known = facts(name)
     is_in_order = Fact.IN_ORDER in known and known & (Fact.REPEATS | Fact.PERMUTES)

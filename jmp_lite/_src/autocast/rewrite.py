@@ -27,7 +27,7 @@ from jmp_lite._src.autocast.precision import (
 from jmp_lite._src.autocast.sums import NO_READS, EqnReads, Reads
 from jmp_lite._src.jaxprs import binding, control_flow, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, is_f32
-from jmp_lite._src.jaxprs.primitives import Fact, facts
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 
 
 class Values:
@@ -260,7 +260,7 @@ class Values:
     def _note_origin(self, eqn: Eqn) -> None:
         """Remember how to recover the float32 original of a half result."""
         permutes = facts(eqn.primitive.name) & Fact.PERMUTES
-        if eqn.primitive.name != "convert_element_type" and not permutes:
+        if eqn.primitive.name != CAST and not permutes:
             return
         (var,), (out,) = eqn.invars, eqn.outvars
         if not core.is_half(out) or compat.is_literal(var):

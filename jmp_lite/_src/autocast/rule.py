@@ -38,7 +38,7 @@ from jmp_lite._src.autocast.rewrite import Values
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, degrees, facts
 
 Decision = tuple[EqnPlan, Sequence[Precision]]
 
@@ -266,7 +266,7 @@ class Rule:
             used |= Use.NEAR_ONE
         if name == "integer_pow" and eqn.params["y"] < 0:
             used |= Use.NEAR_ONE
-        if name == "convert_element_type" and not core.is_float(eqn.outvars[0]):
+        if name == CAST and not core.is_float(eqn.outvars[0]):
             used |= Use.NEAR_ONE | Use.FRACTION
         by_operand = [used] * len(ins)
         if name == "div":
@@ -316,14 +316,14 @@ def casts_before(eqn: Eqn) -> bool:
 
 def is_retyping(eqn: Eqn) -> bool:
     """Return whether an equation only makes a dtype weak or strong."""
-    if eqn.primitive.name != "convert_element_type":
+    if eqn.primitive.name != CAST:
         return False
     return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
 
 
 def is_move_or_cast(eqn: Eqn) -> bool:
     """Return whether an equation only moves numbers, or casts them to half."""
-    if eqn.primitive.name == "convert_element_type":
+    if eqn.primitive.name == CAST:
         return dtypes.is_half(eqn.params["new_dtype"])
     return casts_before(eqn)
 
