@@ -209,7 +209,7 @@ def resolve_rules(
 
 def _printed(classes: Mapping[str, Any]) -> dict[str, Any]:
     """Return classes by name as JAX prints it: some have a dash, as keywords cannot."""
-    dashed = {name.replace("-", "_"): name for name in PRIMITIVES}
+    dashed = {x.replace("-", "_"): x for x in PRIMITIVES if "-" in x}
     return {dashed.get(name, name): c for name, c in classes.items()}
 
 
