@@ -361,6 +361,7 @@ STEPS: list[Step] = [
         for family in ("unet", "vit", "llama", "moe")
         for cast in (BY_HAND, GRAD_AUTOCAST, ADVISED)
     ),
+    *_halves("llama in a scan", BY_HAND, GRAD_AUTOCAST),
     *(Step(family, "fp8", GRAD_AUTOCAST) for family in ("llama", "moe")),
     *(
         Step("transformer", dtype, cast, scaled, layout)

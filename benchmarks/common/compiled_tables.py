@@ -42,6 +42,7 @@ _MODELS = {
     "llama": "Llama",
     "moe": "mixture of experts",
     "lstm": "LSTM",
+    "llama in a scan": "Llama in a scan",
 }
 
 
@@ -114,7 +115,7 @@ def families() -> Rows:
     which XLA leaves out.
     """
     found, rows = programs("h100"), []
-    for model in ("transformer", "cnn", "unet", "vit", "llama", "moe", "lstm"):
+    for model in _MODELS.keys() - {"mlp"}:
         step = Step(model, "bfloat16", GRAD_AUTOCAST)
         row, base = found[str(step)], found[str(step.base)]
         keys = _TRAFFIC, _PEAK

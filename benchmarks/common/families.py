@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.common import transformer
 from benchmarks.common.image_models import UNet, ViT
 
 # `SMALL`: what runs on any machine within a second.
@@ -378,6 +379,11 @@ def _llama_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
     return _zeros(params), (), jnp.zeros((sizes["batch"], sizes["length"]), jnp.int32)
 
 
+def _scanned_llama_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
+    params, kept, tokens = _llama_shapes(sizes)
+    return transformer.stack(params), kept, tokens
+
+
 def _lstm_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
     width, words = sizes["width"], sizes["vocabulary"]
     params = {
@@ -402,4 +408,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (llama_loss, _llama_shapes),
     "moe": (llama_loss, _llama_shapes),
     "lstm": (lstm_loss, _lstm_shapes),
+    "llama in a scan": (llama_loss, _scanned_llama_shapes),
 }
+for _sizes in SIZES.values():
+    _sizes["llama in a scan"] = _sizes["llama"]
