@@ -12,7 +12,6 @@ keep nothing for the backward pass, stay outside of clusters, and what is rounde
 their result.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmp_lite._src.autocast import sums
 from jmp_lite._src.autocast.precision import FLOAT32, Around, CastPlan, has_range_of_f32
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
@@ -156,9 +156,18 @@ class Kept(NamedTuple):
     mean: jax.Array | None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+# The tangent of what is kept is that of the array, in the numbers' place. It is for
+# derivatives of gradients alone: `in_place_of` has another. Rules of `jax.custom_jvp`
+# would be lost where JAX evaluates a checkpoint in a loop in parts.
+
+
 def keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     """Return what is kept of a float32 array: `rows` has the axes."""
+    kept = _keep(lax.stop_gradient(x), axes, half_dtype)
+    return kept._replace(numbers=sums.differentiate_as(kept.numbers, x))
+
+
+def _keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     if not axes and has_range_of_f32(half_dtype):
         return Kept(x.astype(half_dtype), None, None)
     if not axes:
@@ -172,30 +181,18 @@ def keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     return Kept(((x - mean) / deviation).astype(jnp.float16), deviation, mean)
 
 
-@jax.custom_jvp
 def restore(kept: Kept) -> jax.Array:
     """Return the float32 array, as far as it was kept."""
+    found = _restore(jax.tree.map(lax.stop_gradient, kept))
+    return sums.differentiate_as(found, kept.numbers.astype(F32))
+
+
+def _restore(kept: Kept) -> jax.Array:
     found = kept.numbers.astype(F32)
     if kept.deviation is None or kept.mean is None:
         is_root = kept.numbers.dtype == jnp.float16
         return found * lax.abs(found) if is_root else found
     return found * kept.deviation + kept.mean
-
-
-# The tangent of what is kept is that of the array, in the numbers' place. It is for
-# derivatives of gradients alone: `in_place_of` has another.
-
-
-@keep.defjvp
-def _keep_jvp(axes, half_dtype, primals, tangents):
-    kept = keep(*primals, axes, half_dtype)
-    zeros = jax.tree.map(jnp.zeros_like, kept)
-    return kept, zeros._replace(numbers=tangents[0].astype(kept.numbers.dtype))
-
-
-@restore.defjvp
-def _restore_jvp(primals, tangents):
-    return restore(*primals), tangents[0].numbers.astype(F32)
 
 
 @jax.custom_jvp
