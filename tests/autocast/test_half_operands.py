@@ -172,3 +172,26 @@ def test_gradients_of_a_table_in_half_are_summed_in_float32(lookup, half):
 
     grad = jax.grad(autocast(fun, f"mixed_{half}"))(jnp.ones((4, 8), half))
     np.testing.assert_array_equal(grad[0], np.full(8, 4096))
+
+
+def test_a_program_all_in_half_is_told_to_begin_in_float32():
+    """Tokens promote nothing: norms and the loss are in half, too, as JAX has it."""
+
+    def loss(params, tokens):
+        x = params["embedding"][tokens] @ params["w"]
+        return -jnp.mean(jax.nn.log_softmax(x)[..., 0])
+
+    params = {
+        "embedding": jnp.ones((16, 8), jnp.bfloat16),
+        "w": jnp.ones((8, 8), jnp.bfloat16),
+    }
+    tokens = jnp.zeros((2, 4), jnp.int32)
+    with pytest.warns(UserWarning, match="in half as it is written.*cast_to_full"):
+        assert autocast(loss, "mixed_bfloat16")(params, tokens).dtype == jnp.bfloat16
+
+    def begun_in_float32(params, tokens):
+        return loss(cast_to_full(params), tokens)
+
+    fun = autocast(begun_in_float32, "mixed_bfloat16")
+    found, grads = jax.value_and_grad(fun)(params, tokens)
+    assert found.dtype == jnp.float32 and grads["w"].dtype == jnp.bfloat16

@@ -369,6 +369,13 @@ class PlannedCall:
         runs_half = [
             of.plan.is_low_product or of.plan.rule is BOUNDARY for of in equations
         ]
+        is_half = any(products.is_half_product(of.eqn) for of in equations)
+        if is_half and not any(runs_half):
+            return (
+                f"autocast: the products of {self.name} are in half as it is written. "
+                "If its parameters are stored in half, norms and the loss are in half, "
+                "too: begin it with params = jmp_lite.cast_to_full(params)."
+            )
         if not any(runs_half):
             why = "it has no matrix product"
             if kept := self._kept():
