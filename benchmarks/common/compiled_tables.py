@@ -133,6 +133,15 @@ def families() -> Rows:
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
 
 
+def families_in_short() -> Rows:
+    """`families`, a column each: what is of autocast over the same cast by hand."""
+    return [
+        {"× casts by hand": column}
+        | {row[""]: row[f"{column}, ×"] for row in families()}
+        for column in (_COLUMNS[_TRAFFIC], _COLUMNS[_PEAK])
+    ]
+
+
 def autocast_cost() -> Rows:
     """A transformer's programs by autocast, in multiples of those cast by hand."""
     found = programs("h100")
@@ -347,6 +356,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "bytes_and_peaks": bytes_and_peaks,
     "autocast_cost": autocast_cost,
     "families": families,
+    "families_in_short": families_in_short,
     "collectives": collectives,
     "float32_gradients": float32_gradients,
     "fp8": fp8,
