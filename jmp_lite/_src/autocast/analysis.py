@@ -67,15 +67,7 @@ from jmp_lite._src.jaxprs.tracing import Traced, trace
 
 
 class Analyzer:
-    """Analyses jaxprs under one table and one policy, each of them once.
-
-    Attributes:
-      table: the classes of primitives.
-      regions: what the policy lowers, by name scope.
-      compute_dtype: the half dtype.
-      is_derivative_rule: whether the jaxprs are rules for derivatives.
-      filled_in: the `id`s of the products whose `precision` the caller set.
-    """
+    """Analyses jaxprs under one table and one policy, each of them once."""
 
     def __init__(
         self,
@@ -87,6 +79,7 @@ class Analyzer:
         self.table, self.regions = table, regions
         self.compute_dtype = compute_dtype
         self.is_derivative_rule = is_derivative_rule
+        # The `id`s of the products whose `precision` the caller set.
         self.filled_in: set[int] = set()
         self.clusters = recompute.Clusters(compute_dtype)
         self._plans: dict[Any, CastPlan] = {}
@@ -105,17 +98,9 @@ class Analyzer:
         is_tangent: Sequence[bool] = (),
         around: Around = Around.NOTHING,
     ) -> CastPlan:
-        """Return the plan of an open jaxpr.
+        """Return the plan of an open jaxpr that is called in a name scope.
 
-        Args:
-          jaxpr: the jaxpr.
-          consts: the values of its constvars.
-          ins: the precision of each input.
-          uses: how each output is used.
-          scope: the name scope that it is called in.
-          direction: the pass that it is of.
-          is_tangent: per input of a rule for derivatives, whether it is a tangent.
-          around: what it is inside of.
+        `is_tangent` is given for the inputs of a rule for derivatives.
         """
         key = (
             id(jaxpr),
@@ -199,16 +184,7 @@ class _Queue:
 
 
 class _Analysis(Analysis):
-    """The analysis of one jaxpr.
-
-    Attributes:
-      plans: of each equation.
-      readers: per variable, the indices of the equations that read it.
-      made_by: per variable, the index of the equation that it is a result of.
-      operand_uses: per equation, how it uses its operands; () before that is known.
-      counts: per variable, how many readers use it in each way.
-      uses: per result, all the uses that were ever found: these only grow.
-    """
+    """The analysis of one jaxpr."""
 
     def __init__(
         self,
@@ -229,6 +205,7 @@ class _Analysis(Analysis):
         for eqn in jaxpr.eqns if self.tangents else ():
             if self.has_tangent(eqn):
                 self.tangents.update(eqn.outvars)
+        # Of equations, by index: their plans; how they use operands, () if not known.
         self.plans: list[Any] = [None] * len(self.infos)
         self.readers: dict[Any, list[int]] = collections.defaultdict(list)
         for index, info in enumerate(self.infos):
@@ -314,8 +291,7 @@ class _Analysis(Analysis):
     def _forward(self, stale: Iterable[int]) -> list[int]:
         """Decide on equations, and on those that read results that this changes.
 
-        Returns:
-          The equations that were decided on.
+        Returns all that were decided on.
         """
         queue, decided = _Queue(stale), []
         for index in queue:
@@ -349,8 +325,7 @@ class _Analysis(Analysis):
     def _backward(self, decided: Iterable[int]) -> list[int]:
         """Find how equations use their operands, and those that made these in turn.
 
-        Returns:
-          The equations to decide on again: more uses of their results are known.
+        Returns those to decide on again: more uses of their results are known.
         """
         queue, stale = _Queue(-index for index in decided), []
         for index in map(operator.neg, queue):
@@ -475,13 +450,7 @@ def _check_bodies(eqn: Eqn, plan: EqnPlan) -> EqnPlan:
 
 
 class AsWritten:
-    """Plans jaxprs as they are written: only how gradients are summed changes.
-
-    Attributes:
-      is_derivative_rule: whether the jaxprs are rules for derivatives.
-      reduces_in_float32: whether gradients of float32 inputs that the program casts for
-        a matrix product are the product's accumulators.
-    """
+    """Plans jaxprs as they are written: only how gradients are summed changes."""
 
     compute_dtype = np.dtype(np.float32)
 
@@ -489,6 +458,8 @@ class AsWritten:
         self, is_derivative_rule: bool = False, reduces_in_float32: bool = False
     ):
         self.is_derivative_rule = is_derivative_rule
+        # Gradients of float32 inputs that the program casts for a matrix product are
+        # the product's accumulators.
         self.reduces_in_float32 = reduces_in_float32
         self._plans: dict[Any, CastPlan] = {}
 
@@ -501,10 +472,7 @@ class AsWritten:
     ) -> CastPlan:
         """Return the plan of an open jaxpr.
 
-        Args:
-          jaxpr: the jaxpr.
-          consts: the values of its constvars.
-          is_input: per input, whether it is one of the program, moved at most.
+        Per input, `is_input` says whether it is one of the program, moved at most.
         """
         key = id(jaxpr), tuple(map(id, consts)), is_input
         if key not in self._plans:  # which keeps the jaxpr alive, and so its id

@@ -90,14 +90,7 @@ def current() -> Tracing | None:
 def excepted(except_: Any, fun: Callable[..., Any], name: str) -> Callable[[Any], bool]:
     """Return whether the argument at a key path of `(args, kwargs)` is an exception.
 
-    Args:
-      except_: its names and positions, or one of these.
-      fun: the function of the arguments.
-      name: what to call it.
-
-    Raises:
-      TypeError: as for `in_half`.
-      ValueError: likewise.
+    Raises as `in_half` does.
     """
     is_one = isinstance(except_, str) or not isinstance(except_, Iterable)
     given: tuple[Any, ...] = (except_,) if is_one else tuple(except_)
@@ -152,14 +145,7 @@ def call(
 ) -> Any:
     """Call a function with its float32 arrays in half, and mark what it does.
 
-    Args:
-      fun: the function.
-      name: what to call it.
-      args: its positional arguments, pytrees.
-      kwargs: those by name.
-      how: how autocast traces.
-      is_excepted: whether the argument at a key path of `(args, kwargs)` stays as it
-        is.
+    The argument at a key path of `(args, kwargs)` that `is_excepted` stays as it is.
     """
     half_dtype = np.dtype(how.half_dtype)
     paths, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
@@ -261,9 +247,7 @@ def _parts(eqn: Eqn) -> list[str]:
 def choose(closed: ClosedJaxpr, is_low: Callable[[str, str], bool]) -> ClosedJaxpr:
     """Return a jaxpr whose calls of `in_half` functions have the branch of their scope.
 
-    Args:
-      closed: the jaxpr.
-      is_low: whether what is in a scope, and in a name stack inside of it, is in half.
+    What is in a scope, and in a name stack inside of it, is in half if it `is_low`.
 
     Raises:
       ValueError: a function that takes half alone is called in a scope in float32.

@@ -159,13 +159,7 @@ def fixed(var: Var, compute_dtype: Any) -> Precision | None:
 
 
 def of_input(var: Var, given: Precision, compute_dtype: Any) -> Precision:
-    """Return the precision of an input of a jaxpr.
-
-    Args:
-      var: the variable.
-      given: the precision of what it is given, INPUT for an argument of the function.
-      compute_dtype: the half dtype.
-    """
+    """Return the precision of an input of a jaxpr, given that of what it gets."""
     if is_f32(var) or given == INTEGER:
         return given
     is_stored = getattr(var.aval, "dtype", None) == compute_dtype
@@ -208,8 +202,8 @@ class Region:
     is_closed: bool = False
     half_results: bool | None = None
     fp8: bool = False
-    reduces_in_float32: bool = False
-    reason: str = ""
+    reduces_in_float32: bool = False  # gradients of parameters are accumulators
+    reason: str = ""  # why they are not lowered
 
 
 class Direction(enum.Enum):
@@ -337,10 +331,12 @@ class Cluster(NamedTuple):
     indices: tuple[int, ...]
     ins: tuple[Var, ...]
     half_in: tuple[bool, ...]
+    # Per input, None; or, of a float32 value of which two bytes are kept for each
+    # number, the axes that it is summed over.
     waits: tuple[tuple[int, ...] | None, ...]
-    outs: tuple[Var, ...]
+    outs: tuple[Var, ...]  # what others read of them
     half_out: tuple[bool, ...]
-    rounded_backward: tuple[Var, ...]
+    rounded_backward: tuple[Var, ...]  # whose gradients are stored, and so rounded
 
     @property
     def waiting(self) -> tuple[Var, ...]:
@@ -376,12 +372,12 @@ class CastPlan:
     half_out: tuple[bool, ...]
     outs: tuple[Precision, ...]
     in_uses: tuple[int, ...]
-    numbers: frozenset[Var] = frozenset()
-    cast_moves: frozenset[Var] = frozenset()
-    is_derivative_rule: bool = False
+    numbers: frozenset[Var] = frozenset()  # those that the compute dtype can represent
+    cast_moves: frozenset[Var] = frozenset()  # half inputs, cast before they moved
+    is_derivative_rule: bool = False  # or inside of one
     direction: Direction = Direction.FORWARD
     around: Around = Around.NOTHING
-    steps: tuple[int | Cluster, ...] = ()
+    steps: tuple[int | Cluster, ...] = ()  # what runs in this order; equations by index
 
     @property
     def half_in(self) -> tuple[bool, ...]:
@@ -401,12 +397,7 @@ class CastPlan:
         )
 
     def is_cast_move(self, body: SubJaxpr, result: int) -> bool:
-        """Return whether a result of the equation around it is only a moved input.
-
-        Args:
-          body: this jaxpr, as a part of the equation.
-          result: the index of the equation's result.
-        """
+        """Return whether this body's result for its equation is only a moved input."""
         pairs = zip(self.jaxpr.outvars, body.results, strict=True)
         outs = [v for v, index in pairs if index == result]
         is_moved = [not compat.is_literal(v) and v in self.cast_moves for v in outs]
@@ -425,26 +416,15 @@ class CastPlan:
 
 
 class Placed(NamedTuple):
-    """An equation of a program at one place: a name scope, and a line.
-
-    Attributes:
-      eqn: the equation.
-      plan: its plan.
-      scope: the name-scope path around its jaxpr.
-      line_around: the line of the equation that it is inside of.
-      trips: how often its sub-jaxprs run each time; None if that is not known.
-      calls: how often it is there: once for each call of what it is a part of.
-      times: how often it runs there: the calls, each times the trips of the loops
-        around it, with 1 for those that are not known.
-    """
+    """An equation of a program at one place: a name scope, and a line."""
 
     eqn: Eqn
     plan: EqnPlan
-    scope: str
-    line_around: str
-    trips: int | None = 1
-    calls: int = 1
-    times: int = 1
+    scope: str  # around its jaxpr
+    line_around: str  # that of the equation that it is inside of
+    trips: int | None = 1  # of its sub-jaxprs each time it runs; None: not known
+    calls: int = 1  # how often it is there: once for each call of what it is a part of
+    times: int = 1  # the calls, times the trips of loops around, 1 for those not known
 
     @property
     def layer(self) -> str:
@@ -473,12 +453,8 @@ NOT_OPENED = "not looked into"
 def walk(plan: CastPlan, *, has_places: bool = True) -> list[Placed]:
     """List the equations of a jaxpr, each followed by those of its sub-jaxprs.
 
-    A jaxpr that is called several times is visited once, or once per place: the calls
-    are multiplied.
-
-    Args:
-      plan: the plan of the jaxpr.
-      has_places: whether the same equation has several rows if it is at several places.
+    A jaxpr that is called several times is visited once: the calls are multiplied. If
+    it `has_places`, it is visited once per place, and each has rows of its own.
     """
     visited: dict[Any, list[Placed]] = {}
 

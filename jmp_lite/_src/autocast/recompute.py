@@ -94,11 +94,7 @@ def _together(works: Iterable[Work]) -> Work:
 
 
 class Clusters:
-    """Finds the clusters of plans, and what they call, once for each.
-
-    Args:
-      half_dtype: the compute dtype.
-    """
+    """Finds the clusters of plans, and what they call, once for each."""
 
     def __init__(self, half_dtype: Any):
         self._has_range = has_range_of_f32(half_dtype)
@@ -205,17 +201,13 @@ class Clusters:
 
 
 class _Search:
-    """Finds the clusters of a plan.
-
-    Attributes:
-      depth: of each equation.
-      repeated: the indices of moves that clusters begin with, and others read too.
-    """
+    """Finds the clusters of a plan."""
 
     def __init__(self, plan: CastPlan, works: Sequence[Work | None], has_range: bool):
         self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, list(works)
         self._has_range = has_range
         self.depth = [0] * len(self.eqns)
+        # The indices of moves that clusters begin with, and others read too.
         self.repeated: set[int] = set()
         self._made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self._readers: dict[Var, list[int]] = defaultdict(list)
@@ -451,13 +443,7 @@ class _Search:
 
 
 def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
-    """Return the outputs of a cluster.
-
-    Args:
-      cluster: the cluster.
-      plan: the plan that it is a part of.
-      values: the `Values` of the plan's variables.
-    """
+    """Return the outputs of a cluster of a plan, from the plan's `Values`."""
     operands = values.read(cluster.ins, cluster.half_in)
     compute = functools.partial(_compute, cluster, plan.jaxpr, values.half_dtype)
     if not compat.is_tracing():
@@ -490,15 +476,9 @@ def _compute(
     operands: Sequence[Any],
     totals: Sequence[Any] | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Return the outputs of a cluster, and its totals.
+    """Return the outputs of a cluster of a jaxpr, and its totals, the results of sums.
 
-    Args:
-      cluster: the cluster.
-      jaxpr: the jaxpr that it is a part of.
-      half_dtype: the compute dtype.
-      operands: what it reads.
-      totals: the results of its sums and the like, if they are known: these are
-        differentiated, and not computed again.
+    Totals that are known are differentiated, and not computed again.
     """
     known = {
         v: lax.convert_element_type(x, F32) if half else x

@@ -33,10 +33,8 @@ from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 class Values:
     """The values of the variables of one jaxpr, in half and in float32.
 
-    Args:
-      half_dtype: the compute dtype.
-      reads: how the jaxpr reads them; by default, no derivative is taken.
-      numbers: the variables that are numbers which the compute dtype represents.
+    `reads` is how the jaxpr reads them; by default, no derivative is taken. `numbers`
+    are those of the program that the compute dtype represents.
     """
 
     def __init__(
@@ -125,12 +123,8 @@ class Values:
     def apply_in_f32(self, eqn: Eqn, is_half: Sequence[bool]) -> list[Any]:
         """Return the results of arithmetic in float32, from half values or others.
 
-        Of what is multiplied, the backward pass keeps the half values.
-
-        Args:
-          eqn: the equation.
-          is_half: per operand, whether the result is half, and the operand is read in
-            half by others.
+        Of what is multiplied, the backward pass keeps the half values. An operand
+        `is_half` if the result is half, and others read the operand in half.
         """
         if not any(is_half) and not self._multiplies(eqn):
             return self.apply(eqn, is_half)
@@ -147,12 +141,7 @@ class Values:
         return binding.bind_here(eqn, sums.bounded(eqn, operands, self.half_dtype))
 
     def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
-        """Return the results of an equation, whose transpose sums in float32.
-
-        Args:
-          eqn: the equation.
-          half: per operand, whether a float32 one is read in half.
-        """
+        """Return the results of an equation, whose transpose sums in float32."""
         self._note_origin(eqn)
         reads = self.reads.by_eqn.get(id(eqn))
         known = facts(eqn.primitive.name)
@@ -164,6 +153,8 @@ class Values:
             ]
             return binding.bind_here(eqn, operands)
         if self.reads.is_derivative_rule and (reads.smaller or reads.sums_backward):
+            # JAX transposes what a rule does to a tangent as it is written, and
+            # `differentiate_as` does not compute the expression that it differentiates.
             (out,) = eqn.outvars
             dtype = self.half_dtype if is_f32(out) else out.aval.dtype
             return sums.in_float32(eqn, self._all_in_f32(eqn, reads), dtype)
@@ -210,10 +201,8 @@ class Values:
     def _in_half(self, var: Var, joins: bool = False, like: Sequence[Any] = ()) -> Any:
         """Return a value in half, differentiated as a cast of its own.
 
-        Args:
-          var: the variable, float32 or half.
-          joins: whether it is combined with other values elementwise.
-          like: values that `vmap` may map and it may not.
+        It `joins` other values elementwise; `vmap` may map those that it is `like`, and
+        not it.
         """
         value, has_derivative = self._value_in_half(var, joins)
         if (has_derivative and not like) or var not in self.reads.differentiated:
@@ -272,13 +261,10 @@ class Values:
 
 
 class Rewriter:
-    """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr.
-
-    Args:
-      analyzer: an `Analyzer` or `AsWritten`, which plans the rules for derivatives.
-    """
+    """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr."""
 
     def __init__(self, analyzer: Any):
+        # An `Analyzer` or `AsWritten`, which plans the rules for derivatives.
         self.analyzer = analyzer
         self.half_dtype = jnp.dtype(analyzer.compute_dtype)
         self._closed: dict[Any, Any] = {}

@@ -44,33 +44,19 @@ Decision = tuple[EqnPlan, Sequence[Precision]]
 
 
 class EqnInfo(NamedTuple):
-    """An equation of a jaxpr, and what the analysis reads off the program once.
-
-    Attributes:
-      eqn: the equation.
-      rule: that of its class in the table.
-      region: whether the policy lowers what is in its name scope.
-      bodies: its sub-jaxprs, where they are understood.
-      softmax: the softmax whose last equation it is.
-      fixed: per operand, its precision if it is a literal or not float32, else None.
-      is_smaller: per operand, whether it is smaller than an elementwise result.
-      is_f32: per result, whether it is float32.
-      why_unchanged: why it runs as it is written, if its rule is `UNCHANGED`.
-      is_filled_in: whether it is a product whose `precision` the caller set.
-      why_not_fp8: why a product that the policy has in fp8 is not, or "".
-    """
+    """An equation of a jaxpr, and what the analysis reads off the program once."""
 
     eqn: Eqn
-    rule: "Rule"
-    region: Region
-    bodies: tuple[SubJaxpr, ...]
-    softmax: Softmax | None
-    fixed: tuple[Precision | None, ...]
-    is_smaller: tuple[bool, ...]
-    is_f32: tuple[bool, ...]
-    why_unchanged: str
-    is_filled_in: bool
-    why_not_fp8: str
+    rule: "Rule"  # that of its class in the table
+    region: Region  # whether the policy lowers what is in its name scope
+    bodies: tuple[SubJaxpr, ...]  # where they are understood
+    softmax: Softmax | None  # whose last equation it is
+    fixed: tuple[Precision | None, ...]  # of literals and what is not float32
+    is_smaller: tuple[bool, ...]  # per operand, than an elementwise result
+    is_f32: tuple[bool, ...]  # per result
+    why_unchanged: str  # why it runs as it is written, if its rule is `UNCHANGED`
+    is_filled_in: bool  # whether it is a product whose `precision` the caller set
+    why_not_fp8: str  # why a product that the policy has in fp8 is not, or ""
 
 
 class Analysis(abc.ABC):
@@ -90,8 +76,11 @@ class Analysis(abc.ABC):
         self.compute_dtype, self.keeps_inputs = compute_dtype, keeps_inputs
         self.direction = direction
         self.precision: dict[Var, Precision] = {}
+        # What is made of tangents, in a rule for derivatives.
         self.tangents: set[Var] = set()
+        # Results that are half because an input is cast before it is moved.
         self.cast_moves: set[Var] = set()
+        # Per variable, the one stored half value that it is computed from, if so.
         self.stored: dict[Var, frozenset[Var] | None] = {}
 
     @property
@@ -169,11 +158,8 @@ class Rule:
     ) -> Decision:
         """Return the plan of an equation, and the precision of each result.
 
-        Args:
-          info: the equation.
-          ins: the precision of each operand.
-          uses: how each result is used, as far as is known.
-          analysis: that of the jaxpr.
+        It follows from the precision of each operand, and from how each result is used,
+        as far as that is known.
         """
         del uses, analysis
         if info.is_f32 == (True,) and len(ins) == 1 and ins[0] in _CONVERTED:
@@ -192,39 +178,20 @@ class Rule:
         return True
 
     def made_of(
-        self,
-        info: EqnInfo,
-        ins: Sequence[Precision],
-        plan: EqnPlan,
-        analysis: Analysis,
+        self, info: EqnInfo, ins: Sequence[Precision], plan: EqnPlan, analysis: Analysis
     ) -> frozenset[Any] | None:
         """Return the one stored half value that a result can be computed from again.
 
-        Args:
-          info: the equation.
-          ins: the precision of each operand.
-          plan: what `propagate` returned.
-          analysis: that of the jaxpr.
-
-        Returns:
-          None if there is none: then the result is such a value itself, if it is half.
+        If there is none, a half result is such a value itself.
         """
         del info, ins, plan, analysis
 
     def cast_moves(
-        self,
-        info: EqnInfo,
-        ins: Sequence[Precision],
-        plan: EqnPlan,
-        analysis: Analysis,
+        self, info: EqnInfo, ins: Sequence[Precision], plan: EqnPlan, analysis: Analysis
     ) -> Sequence[Any]:
         """Return the half results that are inputs, cast before they were moved.
 
-        Args:
-          info: the equation, which has half results.
-          ins: the precision of each operand.
-          plan: what `propagate` returned.
-          analysis: that of the jaxpr.
+        Asked for equations that have half results.
         """
         del info, ins, plan, analysis
         return ()
@@ -232,14 +199,7 @@ class Rule:
     def operand_uses(
         self, info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
     ) -> Sequence[int]:
-        """Return how an equation uses each of its operands.
-
-        Args:
-          info: the equation.
-          plan: what `propagate` returned, of this rule.
-          uses: how its results are used.
-          analysis: that of the jaxpr.
-        """
+        """Return how an equation uses its operands, by the plan of this rule."""
         del plan, analysis
         is_returned = returns_sum(info, uses)
         use = Use.OUTPUT if is_returned else Use.AS_FLOAT32 | Use.EXACT
@@ -248,13 +208,7 @@ class Rule:
     def digits_used(
         self, info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int]
     ) -> Sequence[int]:
-        """Return which digits of its operands an equation uses, as bits of `Use`.
-
-        Args:
-          info: the equation.
-          ins: the precision of each operand.
-          uses: how its results are used.
-        """
+        """Return which digits of its operands an equation uses, as bits of `Use`."""
         eqn, name, use = info.eqn, info.eqn.primitive.name, union(uses)
         known = facts(name)
         used = Use.NEAR_ONE * bool(known & Fact.NEAR_ONE)

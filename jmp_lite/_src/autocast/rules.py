@@ -153,7 +153,7 @@ class Fp8(_Accumulated):
     name, is_fp8 = "fp8", True
 
     def __init__(self, lhs_dtype: Any):
-        self.dtypes = lhs_dtype, fp8.FORWARD
+        self.dtypes = lhs_dtype, fp8.FORWARD  # of the two operands
 
     def run(self, eqn, plan, values):
         lhs, rhs = values.read(eqn.invars, plan.half_in)
@@ -566,13 +566,6 @@ def operand_uses(
 
     A bool is not rounded, and what chooses by it does not ask for the digits of what
     was compared: `where(x > 0, x, 0)` uses `x` as its result is used.
-
-    Args:
-      info: the equation.
-      plan: its plan.
-      ins: the precision of each operand.
-      uses: how its results are used.
-      analysis: that of the jaxpr.
     """
     eqn, results = info.eqn, info.eqn.outvars
     used = plan.rule.operand_uses(info, plan, uses, analysis)

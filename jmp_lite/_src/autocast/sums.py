@@ -48,14 +48,11 @@ from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 
 def differentiate_as(value: jax.Array, expression: jax.Array, *like: Any) -> jax.Array:
-    """Return `value`, with the derivative of `expression`.
+    """Return `value`, with the derivative of `expression`, floating and of its shape.
 
-    Args:
-      value: an array in half precision, any shape.
-      expression: a floating array of the same shape.
-      *like: arrays that the result is combined with. Under `vmap`, if one of them is
-        mapped, `expression` is broadcast to the mapped axis before it is cast, so that
-        gradients are summed over that axis in the dtype of `expression`.
+    `like` are arrays that the result is combined with. Under `vmap`, if one of them is
+    mapped, `expression` is broadcast to the mapped axis before it is cast, so that
+    gradients are summed over that axis in the dtype of `expression`.
     """
     return _differentiate_as_p.bind(value, expression, *like)
 
@@ -134,11 +131,8 @@ def spread(
 ) -> jax.Array:
     """Return `value` broadcast to `shape`; its gradient is summed in float32.
 
-    Args:
-      value: half, of the rank of `shape` with some sizes 1, or of no dimension.
-      expression: the same in float32, whose gradient is taken.
-      shape: the shape of the result.
-      *like: as for `differentiate_as`.
+    The half value has the rank of `shape` with some sizes 1, or no dimension. The
+    gradient is that of the expression, the same in float32.
     """
     axes = tuple(range(len(shape))) if value.ndim else ()
     value, expression = (
@@ -150,14 +144,8 @@ def spread(
 def scale(eqn: Eqn, array: Any, factor: Any, factor_in_f32: Any) -> Any:
     """Return `array * factor` or `array / factor`, of an array and a smaller factor.
 
-    The backward pass keeps the array and the factor, not the factor broadcast to the
-    shape of the array.
-
-    Args:
-      eqn: the equation, a `mul` or a `div`.
-      array: half, of the shape of the result.
-      factor: half, smaller.
-      factor_in_f32: the same in float32, which is differentiated.
+    Both are half; the factor in float32 is differentiated. The backward pass keeps the
+    array and the factor, not the factor broadcast to the shape of the array.
     """
     (value,) = binding.bind_here(eqn, map(lax.stop_gradient, (array, factor)))
     if eqn.primitive.name == "div":
@@ -214,11 +202,8 @@ _multiply = compat.new_primitive(
 def multiply(eqn: Eqn, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Array:
     """Run a `mul` in float32, or a `div` by a smaller array.
 
-    Args:
-      eqn: the equation.
-      operands: its operands, float32.
-      kept: what the backward pass keeps of each: the half numbers that it was cast
-        from, or the operand.
+    Of each operand the backward pass keeps what is `kept`: the half numbers that it was
+    cast from, or the operand.
     """
     rank = eqn.outvars[0].aval.ndim
     x, y, x_kept, y_kept = (
@@ -281,10 +266,7 @@ def sums_backward(eqn: Eqn) -> bool:
 def bind(eqn: Eqn, operands: Sequence[Any], in_f32: Sequence[Any]) -> list[Any]:
     """Run an equation for which `sums_backward` is true.
 
-    Args:
-      eqn: the equation.
-      operands: its operands.
-      in_f32: the same, with half operands in float32: these are differentiated.
+    `in_f32` are its operands with half ones in float32: these are differentiated.
     """
     # Without stop_gradient, JAX would compute residuals for the derivative of `value`.
     (value,) = binding.bind_here(eqn, list(map(lax.stop_gradient, operands)))
@@ -437,12 +419,8 @@ def find_reads(
 ) -> Reads:
     """Return how a jaxpr reads its half values.
 
-    Args:
-      jaxpr: the jaxpr, open.
-      half_in: per equation and operand, whether a float32 operand is read in half.
-      is_derivative_rule: whether the jaxpr is a rule for derivatives.
-      in_clusters: the indices of equations that run as parts of clusters.
-      of_clusters: what each cluster reads.
+    `half_in` says of the operands of each equation which float32 ones are read in half.
+    Equations `in_clusters`, by index, run as parts of these, which read `of_clusters`.
     """
     differentiated = _differentiated(jaxpr)
     by_eqn, reads, reads_in_f32 = {}, collections.Counter(of_clusters), set()

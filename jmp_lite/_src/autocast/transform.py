@@ -436,10 +436,6 @@ def check_policy(
 
     A policy that computes in the dtype of a program written in float32 (or in float64,
     with float64 parameters) asks for nothing: its dtype is float32 (float64).
-
-    Raises:
-      TypeError: it is no policy.
-      ValueError: it computes in two kinds of half, or in another dtype.
     """
     if any(map(trees.is_array, jax.tree.leaves(policy))):
         raise TypeError(
@@ -497,16 +493,9 @@ def _no_context_manager(caller: str) -> str:
 def check_function(
     fun: Any, caller: str, policy: Any = None, *, allows_modules: bool = False
 ) -> None:
-    """Raise if this is no function to transform.
+    """Raise a TypeError that says what to do if this is no function to transform.
 
-    Args:
-      fun: what was passed as the function.
-      caller: the name of the public function.
-      policy: what was passed as its policy.
-      allows_modules: whether modules of flax are functions, too.
-
-    Raises:
-      TypeError: as said, with what to do instead.
+    `allows_modules` says whether modules of flax are functions, too.
     """
     got = f"{caller} expects a function, got {fun!r}"
     if isinstance(fun, type) and fun in dtypes.HALF_DTYPES:
@@ -542,11 +531,7 @@ def check_function(
 
 
 def refuse_modules(args_and_kwargs: Any, who: str) -> None:
-    """Raise if an argument is an nnx module.
-
-    Raises:
-      TypeError: it is, and what to do instead.
-    """
+    """Raise a TypeError that says what to do if an argument is an nnx module."""
     leaves = jax.tree.leaves(args_and_kwargs, is_leaf=compat.is_nnx_module)
     if any(map(compat.is_nnx_module, leaves)):
         raise TypeError(_nnx_advice(f"{who} got"))
