@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, core, name_scopes
 from jmp_lite._src.jaxprs.core import F32, ClosedJaxpr, Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import CAST
@@ -37,15 +37,10 @@ REASON = "in_half"
 
 
 class Tracing(NamedTuple):
-    """How autocast traces.
+    """How autocast traces."""
 
-    Attributes:
-      half_dtype: the compute dtype, its name.
-      by_scope: whether some scopes compute in float32.
-    """
-
-    half_dtype: str
-    by_scope: bool
+    half_dtype: str  # its name
+    by_scope: bool  # whether some scopes compute in float32
 
 
 # Holds a `Tracing`, or None where no autocast traces.
@@ -223,12 +218,17 @@ def name_of_kernel(eqn: Eqn) -> str:
     return eqn.params["name"] if eqn.primitive.name == "jit" else ""
 
 
+def is_cast(eqn: Eqn) -> bool:
+    """Return whether an equation casts between float32 and half."""
+    if eqn.primitive.name != CAST:
+        return False
+    ends = *eqn.invars, *eqn.outvars
+    return any(map(core.is_f32, ends)) and any(map(core.is_half, ends))
+
+
 def is_boundary(eqn: Eqn) -> bool:
     """Return whether an equation casts an argument or a result of a call."""
-    if eqn.primitive.name != CAST or not _ends_in_mark(eqn):
-        return False
-    pair = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return F32 in pair and any(map(dtypes.is_half, pair))
+    return is_cast(eqn) and _ends_in_mark(eqn)
 
 
 def is_choice(eqn: Eqn) -> bool:
