@@ -208,11 +208,10 @@ def _printed(classes: Mapping[str, Any]) -> dict[str, Any]:
     return {dashed.get(name, name): c for name, c in classes.items()}
 
 
-def describe(dtypes: Iterable[Any] = (jnp.bfloat16, jnp.float16)) -> str:
+def describe() -> str:
     """Return the table as markdown: primitive, class per dtype, source."""
-    tables = [OpRules.default(dtype) for dtype in dtypes]
-    names = [jnp.dtype(dtype).name for dtype in dtypes]
-    lines = [f"| primitive | {' | '.join(names)} | source |", "|---" * 4 + "|"]
+    tables = OpRules.default("bfloat16"), OpRules.default("float16")
+    lines = ["| primitive | bfloat16 | float16 | source |", "|---" * 4 + "|"]
     for name, known in PRIMITIVES.items():
         classes = " | ".join(table.class_of(name) for table in tables)
         lines.append(f"| `{name}` | {classes} | {known.source} |")
@@ -231,9 +230,8 @@ class Regions:
         self._regions: dict[str, Region] = {}
         policies = policies_of(policy)
         self.any_fp8 = any(map(_has_fp8, policies))
-        self.keeps_inputs = self.any_fp8 or any(
-            p.reduce_dtype is not None for p in policies
-        )
+        # Whether products of some region read inputs in float32.
+        self.keeps_inputs = self.any_fp8 or any(p.reduce_dtype for p in policies)
         self.any_float32 = any(p.compute_dtype == jnp.float32 for p in policies)
 
     def key(self, scope: str) -> str:

@@ -164,13 +164,8 @@ def why_not_fp8(eqn: Eqn, min_size: int) -> str:
         is_ragged = eqn.primitive.name.startswith("ragged")
         return "a ragged product" if is_ragged else "a convolution"
     lhs, rhs = (v.aval for v in eqn.invars)
-    return fp8.why_not(
-        lhs,
-        rhs,
-        eqn.params["dimension_numbers"],
-        out_sharding=eqn.params.get("out_sharding"),
-        min_size=min_size,
-    )
+    dimensions, sharding = map(eqn.params.get, ("dimension_numbers", "out_sharding"))
+    return fp8.why_not(lhs, rhs, dimensions, out_sharding=sharding, min_size=min_size)
 
 
 # Products whose weight gradients are the float32 accumulator.

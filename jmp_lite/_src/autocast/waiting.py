@@ -127,15 +127,10 @@ def _large(operands: Iterable[Var], size: int) -> list[Var]:
 
 
 class Kept(NamedTuple):
-    """What is kept of a float32 array.
+    """What is kept of a float32 array."""
 
-    Attributes:
-      numbers: float16, relative to two numbers of each row, or their square roots; or
-        bfloat16, the array itself.
-      deviation: of each row, or None.
-      mean: likewise.
-    """
-
+    # float16, relative to two numbers of each row, or their square roots; or bfloat16,
+    # the array itself.
     numbers: jax.Array
     deviation: jax.Array | None  # of each row
     mean: jax.Array | None  # of each row
