@@ -90,16 +90,12 @@ class Values:
         return self._cast[var]
 
     def before_cast(self, var: Var, value: Any) -> Any:
-        """Return the float32 value that a half one was cast from.
-
-        Args:
-          var: the variable.
-          value: the half value, which is returned if that is not known.
-        """
-        is_known = not compat.is_literal(var) and (
-            var in self._cast or var in self._moved_by
-        )
+        """Return the float32 value that a half one was cast from, if that is known."""
+        is_known = not compat.is_literal(var) and self._knows_origin(var)
         return self.in_f32(var) if is_known else value
+
+    def _knows_origin(self, var: Var) -> bool:
+        return var in self._cast or var in self._moved_by
 
     def kept(self, var: Var, axes: tuple[int, ...]) -> waiting.Kept:
         """Return what the backward pass keeps of a float32 value that waits."""
@@ -126,11 +122,12 @@ class Values:
         Of what is multiplied, the backward pass keeps the half values. An operand
         `is_half` if the result is half, and others read the operand in half.
         """
-        if not any(is_half) and not self._multiplies(eqn):
+        multiplies = self._multiplies(eqn)
+        if not any(is_half) and not multiplies:
             return self.apply(eqn, is_half)
-        size = eqn.outvars[0].aval.size
         operands = [*map(self._as_written, eqn.invars)]
-        if self._multiplies(eqn):
+        if multiplies:
+            size = eqn.outvars[0].aval.size
             kept = [
                 self._value_in_half(v, False)[0]
                 if is_half_value and v.aval.size == size
@@ -157,7 +154,8 @@ class Values:
             # `differentiate_as` does not compute the expression that it differentiates.
             (out,) = eqn.outvars
             dtype = self.half_dtype if is_f32(out) else out.aval.dtype
-            return sums.in_float32(eqn, self._all_in_f32(eqn, reads), dtype)
+            (result,) = binding.bind_here(eqn, self._all_in_f32(eqn, reads))
+            return [lax.convert_element_type(result, dtype)]
         operands = [
             self._value_in_half(v, joins)[0]
             if i in reads.smaller
@@ -254,7 +252,7 @@ class Values:
         (var,), (out,) = eqn.invars, eqn.outvars
         if not core.is_half(out) or compat.is_literal(var):
             return
-        if permutes and (var in self._cast or var in self._moved_by):
+        if permutes and self._knows_origin(var):
             self._moved_by[out] = eqn
         elif not permutes and is_f32(var):
             self._cast[out] = self.in_f32(var)
@@ -335,13 +333,10 @@ class Rewriter:
         """Run an equation around its rewritten jaxprs."""
         operands = binding.call(eqn, values.read, eqn.invars, plan.half_in)
         subs = control_flow.sub_jaxprs(eqn) or ()
-        bodies = [
-            self._body(
-                body,
-                tuple(i is not None and plan.half_out[i] for i in sub.results),
-            )
-            for body, sub in zip(plan.bodies, subs, strict=True)
-        ]
+        bodies = []
+        for body, sub in zip(plan.bodies, subs, strict=True):
+            half_out = (i is not None and plan.half_out[i] for i in sub.results)
+            bodies.append(self._body(body, tuple(half_out)))
 
         def enter_loop(index, x):
             if not dtypes.is_half(jax.typeof(x).dtype):
