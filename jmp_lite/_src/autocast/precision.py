@@ -186,20 +186,11 @@ def join(precisions: list[Precision]) -> Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """How equations of one path are treated.
+    """How equations of one path are treated."""
 
-    Attributes:
-      is_low: whether they may be lowered.
-      is_closed: whether what they hold (the body of a loop) may not be lowered either.
-      half_results: whether the results of their matrix products are half wherever they
-        are used, or never; None if the uses of each decide, as `OpRules` says.
-      fp8: whether large matrix products have fp8 operands.
-      reduces_in_float32: whether gradients of parameters are accumulators of products.
-      reason: why they are not lowered.
-    """
-
-    is_low: bool = True
-    is_closed: bool = False
+    is_low: bool = True  # whether they may be lowered
+    is_closed: bool = False  # nor may what they hold (the body of a loop)
+    # Of matrix products: half wherever used, or never; None: as `OpRules` says.
     half_results: bool | None = None
     fp8: bool = False
     reduces_in_float32: bool = False  # gradients of parameters are accumulators
@@ -252,46 +243,26 @@ class Around(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """A quotient `exp(z) / sum(exp(z))` in a jaxpr.
+    """A quotient `exp(z) / sum(exp(z))` in a jaxpr."""
 
-    Attributes:
-      logits: the variable `z`.
-      axes: what is summed over.
-      may_repeat: whether the backward pass may compute it again from `z`.
-    """
-
-    logits: Any
-    axes: tuple[int, ...]
-    may_repeat: bool = False
+    logits: Any  # the variable `z`
+    axes: tuple[int, ...]  # what is summed over
+    may_repeat: bool = False  # by the backward pass, from `z`
 
 
 @dataclasses.dataclass(frozen=True)
 class EqnPlan:
-    """What is decided for one equation.
+    """What is decided for one equation."""
 
-    Attributes:
-      rule: the `rule.Rule` that decided, and runs it.
-      half_in: per operand, whether a float32 one is read in half.
-      half_out: per result, whether a float32 one is made in half.
-      bodies: the plans of its sub-jaxprs.
-      reason: why it is in float32, for `explain`.
-      is_noop: whether the result is the operand.
-      softmax: the softmax whose last equation it is, if it runs as one.
-      changes_no_body: whether its sub-jaxprs can run as they are.
-      keeps_half: whether its result is stored in half, whatever reads it.
-      in_float32: whether it reads half operands in float32, and rounds its result.
-    """
-
-    rule: Any
-    half_in: tuple[bool, ...]
-    half_out: tuple[bool, ...]
+    rule: Any  # the `rule.Rule` that decided, and runs it
+    half_in: tuple[bool, ...]  # per operand, whether a float32 one is read in half
+    half_out: tuple[bool, ...]  # per result, whether a float32 one is made in half
     bodies: tuple["CastPlan", ...] = ()
-    reason: str = ""
-    is_noop: bool = False
-    softmax: Softmax | None = None
-    changes_no_body: bool = False
-    keeps_half: bool = False
-    in_float32: bool = False
+    reason: str = ""  # why it is in float32, for `explain`
+    softmax: Softmax | None = None  # whose last equation it is, if it runs as one
+    changes_no_body: bool = False  # whether its sub-jaxprs can run as they are
+    keeps_half: bool = False  # whether its result is stored in half, whatever reads it
+    in_float32: bool = False  # whether it reads half in float32, and rounds its result
 
     @property
     def reads_half(self) -> tuple[bool, ...]:
@@ -315,21 +286,10 @@ class EqnPlan:
 
 
 class Cluster(NamedTuple):
-    """Equations of a jaxpr that the backward pass computes again.
+    """Equations of a jaxpr that the backward pass computes again."""
 
-    Attributes:
-      indices: of the equations, in their order.
-      ins: the variables that they read of others.
-      half_in: per input, whether it is read in half.
-      waits: per input, None, or the axes of the sums over a float32 value of which two
-        bytes are kept for each number.
-      outs: the variables that others read of them.
-      half_out: per output, whether it is rounded to half.
-      rounded_backward: the variables whose gradients are stored, and so rounded.
-    """
-
-    indices: tuple[int, ...]
-    ins: tuple[Var, ...]
+    indices: tuple[int, ...]  # of the equations, in their order
+    ins: tuple[Var, ...]  # what they read of others
     half_in: tuple[bool, ...]
     # Per input, None; or, of a float32 value of which two bytes are kept for each
     # number, the axes that it is summed over.
@@ -347,29 +307,12 @@ class Cluster(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CastPlan:
-    """What is decided for a jaxpr.
+    """What is decided for a jaxpr."""
 
-    Attributes:
-      jaxpr: the jaxpr, open.
-      consts: the values of its constvars.
-      eqn_plans: a plan per equation.
-      ins: per input, its precision.
-      half_out: per output, whether the value is made in half.
-      outs: per output, its precision.
-      in_uses: per input, how it is used.
-      numbers: the variables that are numbers which the compute dtype can represent.
-      cast_moves: the half variables that are inputs, cast before they moved.
-      is_derivative_rule: whether it is, or is inside, a rule for derivatives.
-      direction: the pass that it is of.
-      around: what it is inside of.
-      steps: in which order it runs: indices of equations, and clusters of them.
-    """
-
-    jaxpr: Jaxpr
+    jaxpr: Jaxpr  # open
     consts: tuple[Any, ...]
     eqn_plans: tuple[EqnPlan, ...]
     ins: tuple[Precision, ...]
-    half_out: tuple[bool, ...]
     outs: tuple[Precision, ...]
     in_uses: tuple[int, ...]
     numbers: frozenset[Var] = frozenset()  # those that the compute dtype can represent
@@ -383,6 +326,11 @@ class CastPlan:
     def half_in(self) -> tuple[bool, ...]:
         """Per input, whether it is given in half."""
         return tuple(p.is_half for p in self.ins)
+
+    @property
+    def half_out(self) -> tuple[bool, ...]:
+        """Per output, whether it is made in half."""
+        return tuple(p.is_half for p in self.outs)
 
     @functools.cached_property
     def reads(self) -> Reads:
@@ -404,15 +352,13 @@ class CastPlan:
         return bool(outs) and all(is_moved)
 
     @property
-    def has_bodies(self) -> bool:
-        """Whether it holds jaxprs that run by plans of their own."""
-        return any(plan.runs_bodies for plan in self.eqn_plans)
-
-    @property
     def changes_nothing(self) -> bool:
         """Whether the jaxpr can run as it is."""
-        changes = any(self.half_in) or any(self.half_out) or self.has_bodies
-        return not changes and not any(plan.is_lowered for plan in self.eqn_plans)
+        if any(self.half_in) or any(self.half_out):
+            return False
+        if any(plan.is_lowered or plan.runs_bodies for plan in self.eqn_plans):
+            return False
+        return not self.reads.by_eqn  # what reads half values may sum their gradients
 
 
 class Placed(NamedTuple):

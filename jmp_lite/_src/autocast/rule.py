@@ -10,8 +10,7 @@ what of its results the analysis may take for what it was made of (`made_of`,
 import abc
 import functools
 import itertools
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jmp_lite._src import compat, dtypes
@@ -35,6 +34,7 @@ from jmp_lite._src.autocast.precision import (
     Use,
 )
 from jmp_lite._src.autocast.rewrite import Values
+from jmp_lite._src.autocast.sums import union
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
@@ -60,21 +60,18 @@ class EqnInfo(NamedTuple):
 
 
 class Analysis(abc.ABC):
-    """What a rule may ask of the analysis of the jaxpr of its equation.
+    """What a rule may ask of the analysis of the jaxpr of its equation."""
 
-    Attributes:
-      compute_dtype: the half dtype.
-      keeps_inputs: whether products may read inputs in float32.
-      direction: the pass that the jaxpr is of.
-      precision: of each variable that is known.
-      tangents: what is made of tangents, in a rule for derivatives.
-      cast_moves: results that are half because an input is cast before it is moved.
-      stored: per variable, the one stored half value that it is computed from, if so.
-    """
-
-    def __init__(self, compute_dtype: Any, keeps_inputs: bool, direction: Direction):
-        self.compute_dtype, self.keeps_inputs = compute_dtype, keeps_inputs
-        self.direction = direction
+    def __init__(
+        self,
+        compute_dtype: Any,
+        direction: Direction,
+        keeps_inputs: bool,
+        recomputes: bool,
+    ):
+        self.compute_dtype, self.direction = compute_dtype, direction
+        self.keeps_inputs = keeps_inputs  # whether products may read inputs in float32
+        self.recomputes = recomputes  # the backward pass keeps as little as it can
         self.precision: dict[Var, Precision] = {}
         # What is made of tangents, in a rule for derivatives.
         self.tangents: set[Var] = set()
@@ -82,11 +79,6 @@ class Analysis(abc.ABC):
         self.cast_moves: set[Var] = set()
         # Per variable, the one stored half value that it is computed from, if so.
         self.stored: dict[Var, frozenset[Var] | None] = {}
-
-    @property
-    @abc.abstractmethod
-    def recomputes(self) -> bool:
-        """Whether the backward pass keeps as little as it can."""
 
     @abc.abstractmethod
     def half_results(self, info: EqnInfo) -> bool:
@@ -109,7 +101,7 @@ class Analysis(abc.ABC):
 
     def has_tangent(self, eqn: Eqn) -> bool:
         """Return whether an operand is made of a tangent, in a rule for derivatives."""
-        return any(not compat.is_literal(v) and v in self.tangents for v in eqn.invars)
+        return not self.tangents.isdisjoint(core.variables(eqn.invars))
 
     def is_moved_input(self, var: Var) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""
@@ -127,26 +119,14 @@ class Analysis(abc.ABC):
 
 
 class Rule:
-    """What is done with the equations of one class: here, nothing.
+    """What is done with the equations of one class: here, nothing."""
 
-    Attributes:
-      name: the class, as the table and `explain` have it.
-      is_elementwise: whether results are computed element by element, or moved.
-      is_move: whether results are moved numbers.
-      is_product: whether the equations are matrix products.
-      is_fp8: whether their operands are rounded to fp8.
-      keeps_inputs: whether their operands that are inputs are read in float32, and cast
-        by the product.
-      computes_in_float32: whether the equations may run in float32, from half operands
-        that are stored.
-    """
-
-    name: ClassVar[str] = "unchanged"
-    is_elementwise: ClassVar[bool] = False
+    name: ClassVar[str] = "unchanged"  # the class, as the table and `explain` have it
+    is_elementwise: ClassVar[bool] = False  # computed element by element, or moved
     is_move: ClassVar[bool] = False
     is_product: ClassVar[bool] = False
-    is_fp8: ClassVar[bool] = False
-    keeps_inputs: ClassVar[bool] = False
+    keeps_inputs: ClassVar[bool] = False  # products that read f32 inputs and cast them
+    # Whether the equations may run in float32, from half operands that are stored.
     computes_in_float32: ClassVar[bool] = False
 
     def propagate(
@@ -250,15 +230,6 @@ def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:
     return info.eqn.primitive.name == "add_any" and is_returned
 
 
-def union(uses: Iterable[int]) -> int:
-    """Return how any of several values is used."""
-    return functools.reduce(operator.or_, uses, 0)
-
-
-def union_of_sets(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
-    return frozenset().union(*sets)
-
-
 def casts_before(eqn: Eqn) -> bool:
     """Return whether a cast of this move's result may happen before the move.
 
@@ -270,9 +241,8 @@ def casts_before(eqn: Eqn) -> bool:
 
 def is_retyping(eqn: Eqn) -> bool:
     """Return whether an equation only makes a dtype weak or strong."""
-    if eqn.primitive.name != CAST:
-        return False
-    return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
+    is_cast = eqn.primitive.name == CAST
+    return is_cast and eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
 
 
 def is_move_or_cast(eqn: Eqn) -> bool:
@@ -326,11 +296,9 @@ def is_bias_of_convolution(info: EqnInfo, analysis: Analysis) -> bool:
 
 def adds_number(info: EqnInfo, use: int) -> bool:
     """Return whether a number is added to an array, and float32 operations read it."""
-    is_read_in_f32 = use & (Use.AS_FLOAT32 | Use.OUTPUT)
     is_sum = info.eqn.primitive.name in ("add", "sub")
-    return (
-        bool(is_read_in_f32) and is_sum and any(map(compat.is_literal, info.eqn.invars))
-    )
+    has_number = is_sum and any(map(compat.is_literal, info.eqn.invars))
+    return has_number and bool(use & (Use.AS_FLOAT32 | Use.OUTPUT))
 
 
 def may_underflow(
@@ -348,16 +316,22 @@ def is_for_f32(uses: Sequence[int]) -> bool:
     return bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT)
 
 
+def stored_operands(
+    eqn: Eqn, ins: Sequence[Precision], analysis: Analysis
+) -> frozenset[Any]:
+    """Return the stored half values of which half operands are computed."""
+    pairs = zip(eqn.invars, ins, strict=True)
+    return frozenset().union(*(analysis.made_of(v) for v, p in pairs if p == HALF))
+
+
 def is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
     """Return whether the half result of arithmetic is stored, whatever reads it.
 
     It is if it is made of several arrays, or if the backward pass reads it. Other
     arithmetic is computed again by what reads it, as a part of that.
     """
-    pairs = zip(eqn.invars, ins, strict=True)
-    arrays = union_of_sets(analysis.made_of(v) for v, p in pairs if p == HALF)
     saturates = facts(eqn.primitive.name) & Fact.SATURATES
-    return len(arrays) > 1 or bool(saturates)
+    return bool(saturates) or len(stored_operands(eqn, ins, analysis)) > 1
 
 
 def joins_half(eqn: Eqn, ins: Sequence[Precision]) -> bool:

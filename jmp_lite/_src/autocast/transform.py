@@ -22,7 +22,7 @@ from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.options import OpRules, Regions, policies_of, resolve_rules
 from jmp_lite._src.autocast.precision import CastPlan, Placed, walk
 from jmp_lite._src.autocast.rewrite import Rewriter
-from jmp_lite._src.autocast.rules import BOUNDARY
+from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 from jmp_lite._src.policy import Policy, PolicyMap, check_reduce_dtype, get_policy
@@ -357,10 +357,8 @@ class PlannedCall:
 
     def run(self) -> Any:
         """Return what the function returns, in the dtypes that it would have."""
-        plan = self.plan
-        outs = Rewriter(self.analyzer).run(
-            plan, (False,) * len(plan.half_out), *self.traced.args
-        )
+        half_out = (False,) * len(self.plan.outs)
+        outs = Rewriter(self.analyzer).run(self.plan, half_out, *self.traced.args)
         return self.traced.restore(outs)
 
     def what_is_missing(self) -> str:
@@ -379,7 +377,7 @@ class PlannedCall:
             of_all = f"{share:.0%} of the matrix-product FLOPs of {self.name}"
             why = f"as they are: {products.COMPLEX}"
             return f"autocast leaves {of_all} {why}. {_REAL_PARTS}"
-        has_fp8 = any(of.plan.rule.is_fp8 for of in equations)
+        has_fp8 = any(isinstance(of.plan.rule, Fp8) for of in equations)
         if not self.analyzer.regions.any_fp8 or has_fp8:
             return ""
         return f"autocast put no matrix product of {self.name} in fp8: {self._kept()}."
