@@ -67,15 +67,7 @@ from jmp_lite._src.jaxprs.tracing import Traced, trace
 
 
 class Analyzer:
-    """Analyses jaxprs under one table and one policy, each of them once.
-
-    Attributes:
-      table: the classes of primitives.
-      regions: what the policy lowers, by name scope.
-      compute_dtype: the half dtype.
-      is_derivative_rule: whether the jaxprs are rules for derivatives.
-      filled_in: the `id`s of the products whose `precision` the caller set.
-    """
+    """Analyses jaxprs under one table and one policy, each of them once."""
 
     def __init__(
         self,
@@ -87,6 +79,7 @@ class Analyzer:
         self.table, self.regions = table, regions
         self.compute_dtype = compute_dtype
         self.is_derivative_rule = is_derivative_rule
+        # The `id`s of the products whose `precision` the caller set.
         self.filled_in: set[int] = set()
         self.clusters = recompute.Clusters(compute_dtype)
         self._plans: dict[Any, CastPlan] = {}
@@ -105,17 +98,9 @@ class Analyzer:
         is_tangent: Sequence[bool] = (),
         around: Around = Around.NOTHING,
     ) -> CastPlan:
-        """Return the plan of an open jaxpr.
+        """Return the plan of an open jaxpr that is called in a name scope.
 
-        Args:
-          jaxpr: the jaxpr.
-          consts: the values of its constvars.
-          ins: the precision of each input.
-          uses: how each output is used.
-          scope: the name scope that it is called in.
-          direction: the pass that it is of.
-          is_tangent: per input of a rule for derivatives, whether it is a tangent.
-          around: what it is inside of.
+        `is_tangent` is given for the inputs of a rule for derivatives.
         """
         key = (
             id(jaxpr),
@@ -199,16 +184,7 @@ class _Queue:
 
 
 class _Analysis(Analysis):
-    """The analysis of one jaxpr.
-
-    Attributes:
-      plans: of each equation.
-      readers: per variable, the indices of the equations that read it.
-      made_by: per variable, the index of the equation that it is a result of.
-      operand_uses: per equation, how it uses its operands; () before that is known.
-      counts: per variable, how many readers use it in each way.
-      uses: per result, all the uses that were ever found: these only grow.
-    """
+    """The analysis of one jaxpr."""
 
     def __init__(
         self,
@@ -220,8 +196,10 @@ class _Analysis(Analysis):
         is_tangent: Sequence[bool],
         around: Around,
     ):
-        keeps_inputs = analyzer.regions.keeps_inputs
-        super().__init__(analyzer.compute_dtype, keeps_inputs, direction)
+        keeps_inputs, table = analyzer.regions.keeps_inputs, analyzer.table
+        super().__init__(
+            analyzer.compute_dtype, direction, keeps_inputs, table.recomputes
+        )
         self.analyzer, self.around = analyzer, around
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
         self.infos = _describe(jaxpr, analyzer, scope, direction)
@@ -229,21 +207,24 @@ class _Analysis(Analysis):
         for eqn in jaxpr.eqns if self.tangents else ():
             if self.has_tangent(eqn):
                 self.tangents.update(eqn.outvars)
+        # Of equations, by index: their plans; how they use operands, () if not known.
         self.plans: list[Any] = [None] * len(self.infos)
+        self.operand_uses: list[Sequence[int]] = [()] * len(self.infos)
+        # Of variables: the equations that read and made them, how many readers use them
+        # in each way, and all the uses that were ever found, which only grow.
         self.readers: dict[Any, list[int]] = collections.defaultdict(list)
+        self.made_by = {
+            v: i for i, info in enumerate(self.infos) for v in info.eqn.outvars
+        }
+        self.counts: dict[Any, dict[int, int]] = collections.defaultdict(dict)
+        self.uses: dict[Any, int] = {}
+        self.reconsidered: set[Var] = set()
         for index, info in enumerate(self.infos):
             for var, fixed in zip(info.eqn.invars, info.fixed, strict=True):
                 if fixed is None:
                     self.readers[var].append(index)
             if info.softmax is not None:
                 self.readers[info.softmax.logits].append(index)
-        self.made_by = {
-            v: i for i, info in enumerate(self.infos) for v in info.eqn.outvars
-        }
-        self.operand_uses: list[Sequence[int]] = [()] * len(self.infos)
-        self.counts: dict[Any, dict[int, int]] = collections.defaultdict(dict)
-        self.uses: dict[Any, int] = {}
-        self.reconsidered: set[Var] = set()
 
     def run(self, ins: tuple[Precision, ...], out_uses: tuple[int, ...]) -> CastPlan:
         """Repeat both passes, over what has changed, until no use does."""
@@ -262,7 +243,6 @@ class _Analysis(Analysis):
             consts=self.consts,
             eqn_plans=tuple(map(_check_bodies, self.jaxpr.eqns, self.plans)),
             ins=ins,
-            half_out=tuple(p.is_half for p in outs),
             outs=outs,
             in_uses=tuple(map(self._use_of, self.jaxpr.invars)),
             numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
@@ -289,10 +269,6 @@ class _Analysis(Analysis):
             for k, v in enumerate(operands)
         ]
 
-    @property
-    def recomputes(self) -> bool:
-        return self.analyzer.table.recomputes
-
     def half_results(self, info: EqnInfo) -> bool:
         by_scope = info.region.half_results
         return self.analyzer.table.half_results if by_scope is None else by_scope
@@ -314,8 +290,7 @@ class _Analysis(Analysis):
     def _forward(self, stale: Iterable[int]) -> list[int]:
         """Decide on equations, and on those that read results that this changes.
 
-        Returns:
-          The equations that were decided on.
+        Returns all that were decided on.
         """
         queue, decided = _Queue(stale), []
         for index in queue:
@@ -334,11 +309,9 @@ class _Analysis(Analysis):
                 found = of_result, stored, var in moves
                 if (*known, var in self.cast_moves) != found:
                     self.precision[var], self.stored[var] = of_result, stored
-                    change = (
-                        self.cast_moves.add if var in moves else self.cast_moves.discard
-                    )
-                    change(var)
                     queue.push(self.readers.get(var, ()))
+            self.cast_moves.difference_update(eqn.outvars)
+            self.cast_moves.update(moves)
         return decided
 
     def _ins(self, info: EqnInfo) -> list[Precision]:
@@ -349,8 +322,7 @@ class _Analysis(Analysis):
     def _backward(self, decided: Iterable[int]) -> list[int]:
         """Find how equations use their operands, and those that made these in turn.
 
-        Returns:
-          The equations to decide on again: more uses of their results are known.
+        Returns those to decide on again: more uses of their results are known.
         """
         queue, stale = _Queue(-index for index in decided), []
         for index in map(operator.neg, queue):
@@ -390,9 +362,8 @@ class _Analysis(Analysis):
     def _grow(self, results: Sequence[Any], uses: Sequence[int]) -> bool:
         """Add to what is known of the uses of results; return whether that grows."""
         known = [self.uses.get(v, Use.AS_HALF) for v in results]
-        found = [
-            use | self.uses.get(v, 0) for v, use in zip(results, uses, strict=True)
-        ]
+        pairs = zip(results, uses, strict=True)
+        found = [use | self.uses.get(v, 0) for v, use in pairs]
         self.uses.update(zip(results, found, strict=True))
         return found != known
 
@@ -469,53 +440,41 @@ def _check_bodies(eqn: Eqn, plan: EqnPlan) -> EqnPlan:
     # A choice with one branch is none: its branch is run.
     if not plan.bodies or any(plan.half_in) or half_calls.is_choice(eqn):
         return plan
-    # What reads half values may sum their gradients.
-    is_idle = all(b.changes_nothing and not b.reads.by_eqn for b in plan.bodies)
+    is_idle = all(body.changes_nothing for body in plan.bodies)
     return dataclasses.replace(plan, changes_no_body=is_idle)
 
 
 class AsWritten:
-    """Plans jaxprs as they are written: only how gradients are summed changes.
-
-    Attributes:
-      is_derivative_rule: whether the jaxprs are rules for derivatives.
-      reduces_in_float32: whether gradients of float32 inputs that the program casts for
-        a matrix product are the product's accumulators.
-    """
+    """Plans jaxprs as they are written: only how gradients are summed changes."""
 
     compute_dtype = np.dtype(np.float32)
+    trace = staticmethod(trace)
 
     def __init__(
         self, is_derivative_rule: bool = False, reduces_in_float32: bool = False
     ):
         self.is_derivative_rule = is_derivative_rule
+        # Gradients of float32 inputs that the program casts for a matrix product are
+        # the product's accumulators.
         self.reduces_in_float32 = reduces_in_float32
         self._plans: dict[Any, CastPlan] = {}
-
-    def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:
-        """Trace a function whose jaxpr this is to plan."""
-        return trace(fun, *args, **options)
 
     def plan(
         self, jaxpr: Jaxpr, consts: tuple[Any, ...], is_input: tuple[bool, ...]
     ) -> CastPlan:
         """Return the plan of an open jaxpr.
 
-        Args:
-          jaxpr: the jaxpr.
-          consts: the values of its constvars.
-          is_input: per input, whether it is one of the program, moved at most.
+        Per input, `is_input` says whether it is one of the program, moved at most.
         """
         key = id(jaxpr), tuple(map(id, consts)), is_input
         if key not in self._plans:  # which keeps the jaxpr alive, and so its id
-            moved = {v for v, of in zip(jaxpr.invars, is_input, strict=True) if of}
-            moved = {v for v in (*moved, *jaxpr.constvars) if core.is_f32(v)}
+            inputs = *itertools.compress(jaxpr.invars, is_input), *jaxpr.constvars
+            moved = set(filter(core.is_f32, inputs))
             self._plans[key] = CastPlan(
                 jaxpr=jaxpr,
                 consts=consts,
                 eqn_plans=tuple(self._plan_eqn(eqn, moved) for eqn in jaxpr.eqns),
                 ins=(FLOAT32,) * len(jaxpr.invars),
-                half_out=(False,) * len(jaxpr.outvars),
                 outs=(FLOAT32,) * len(jaxpr.outvars),
                 in_uses=(Use.OUTPUT,) * len(jaxpr.invars),
                 is_derivative_rule=self.is_derivative_rule,
@@ -530,9 +489,8 @@ class AsWritten:
         is_input = not direction.has_derivative_rule
         return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
 
-    def plan_rule(self, closed: ClosedJaxpr, **options: Any) -> CastPlan:
+    def plan_rule(self, closed: ClosedJaxpr, **_: Any) -> CastPlan:
         """Return the plan of a rule for derivatives."""
-        del options
         return self.plan_closed(closed, direction=Direction.DERIVATIVE_RULE)
 
     def for_derivatives(self) -> "AsWritten":
@@ -550,13 +508,11 @@ class AsWritten:
         if any(is_moved) and is_move_or_cast(eqn):
             moved.update(eqn.outvars)
         is_product = self.reduces_in_float32 and products.is_half_product(eqn)
-        of_inputs = tuple(is_moved[:2]) if is_product else ()
+        is_cast_by_hand = is_product and any(is_moved[:2])
         return EqnPlan(
-            rules.CAST_BY_HAND if any(of_inputs) else rules.UNCHANGED,
+            rules.CAST_BY_HAND if is_cast_by_hand else rules.UNCHANGED,
             (False,) * len(eqn.invars),
             (False,) * len(eqn.outvars),
             bodies,
-            changes_no_body=not any(
-                b.reads.by_eqn or b.has_bodies or not b.changes_nothing for b in bodies
-            ),
+            changes_no_body=all(body.changes_nothing for body in bodies),
         )

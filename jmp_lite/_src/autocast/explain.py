@@ -23,7 +23,6 @@ from jmp_lite._src.autocast.transform import (
 )
 from jmp_lite._src.jaxprs import control_flow, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn
-from jmp_lite._src.jaxprs.primitives import CAST
 from jmp_lite._src.policy import Policy, PolicyMap
 
 P = ParamSpec("P")
@@ -249,7 +248,7 @@ def explain(
         before = planned.traced.closed
         after = jax.make_jaxpr(lambda: planned.run())()
         casts_before, casts_after = (
-            control_flow.count_eqns(compat.open_jaxpr(jaxpr), _is_cast)
+            control_flow.count_eqns(compat.open_jaxpr(jaxpr), half_calls.is_cast)
             for jaxpr in (before, after)
         )
         equations, dtype = walk(planned.plan), jnp.dtype(compute_dtype)
@@ -302,11 +301,3 @@ def _names(variables: Any, half: Any = (), half_dtype: Any = None) -> str:
         return "" if dtype is None else reports.short_dtype(dtype)
 
     return " ".join(itertools.starmap(name, itertools.zip_longest(variables, half)))
-
-
-def _is_cast(eqn: Eqn) -> bool:
-    """Return whether an equation casts between float32 and half."""
-    if eqn.primitive.name != CAST:
-        return False
-    pair = {str(eqn.invars[0].aval.dtype), str(eqn.outvars[0].aval.dtype)}
-    return "float32" in pair and bool(pair & {"float16", "bfloat16"})

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, core, name_scopes
 from jmp_lite._src.jaxprs.core import F32, ClosedJaxpr, Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import CAST
@@ -37,15 +37,10 @@ REASON = "in_half"
 
 
 class Tracing(NamedTuple):
-    """How autocast traces.
+    """How autocast traces."""
 
-    Attributes:
-      half_dtype: the compute dtype, its name.
-      by_scope: whether some scopes compute in float32.
-    """
-
-    half_dtype: str
-    by_scope: bool
+    half_dtype: str  # its name
+    by_scope: bool  # whether some scopes compute in float32
 
 
 # Holds a `Tracing`, or None where no autocast traces.
@@ -90,14 +85,7 @@ def current() -> Tracing | None:
 def excepted(except_: Any, fun: Callable[..., Any], name: str) -> Callable[[Any], bool]:
     """Return whether the argument at a key path of `(args, kwargs)` is an exception.
 
-    Args:
-      except_: its names and positions, or one of these.
-      fun: the function of the arguments.
-      name: what to call it.
-
-    Raises:
-      TypeError: as for `in_half`.
-      ValueError: likewise.
+    Raises as `in_half` does.
     """
     is_one = isinstance(except_, str) or not isinstance(except_, Iterable)
     given: tuple[Any, ...] = (except_,) if is_one else tuple(except_)
@@ -152,14 +140,7 @@ def call(
 ) -> Any:
     """Call a function with its float32 arrays in half, and mark what it does.
 
-    Args:
-      fun: the function.
-      name: what to call it.
-      args: its positional arguments, pytrees.
-      kwargs: those by name.
-      how: how autocast traces.
-      is_excepted: whether the argument at a key path of `(args, kwargs)` stays as it
-        is.
+    The argument at a key path of `(args, kwargs)` that `is_excepted` stays as it is.
     """
     half_dtype = np.dtype(how.half_dtype)
     paths, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
@@ -237,12 +218,17 @@ def name_of_kernel(eqn: Eqn) -> str:
     return eqn.params["name"] if eqn.primitive.name == "jit" else ""
 
 
+def is_cast(eqn: Eqn) -> bool:
+    """Return whether an equation casts between float32 and half."""
+    if eqn.primitive.name != CAST:
+        return False
+    ends = *eqn.invars, *eqn.outvars
+    return any(map(core.is_f32, ends)) and any(map(core.is_half, ends))
+
+
 def is_boundary(eqn: Eqn) -> bool:
     """Return whether an equation casts an argument or a result of a call."""
-    if eqn.primitive.name != CAST or not _ends_in_mark(eqn):
-        return False
-    pair = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return F32 in pair and any(map(dtypes.is_half, pair))
+    return is_cast(eqn) and _ends_in_mark(eqn)
 
 
 def is_choice(eqn: Eqn) -> bool:
@@ -261,9 +247,7 @@ def _parts(eqn: Eqn) -> list[str]:
 def choose(closed: ClosedJaxpr, is_low: Callable[[str, str], bool]) -> ClosedJaxpr:
     """Return a jaxpr whose calls of `in_half` functions have the branch of their scope.
 
-    Args:
-      closed: the jaxpr.
-      is_low: whether what is in a scope, and in a name stack inside of it, is in half.
+    What is in a scope, and in a name stack inside of it, is in half if it `is_low`.
 
     Raises:
       ValueError: a function that takes half alone is called in a scope in float32.

@@ -180,12 +180,7 @@ def resolve_rules(
     fp8_min_size: int | None,
     recompute: bool | None = None,
 ) -> OpRules:
-    """Return the rules of a call of `autocast`.
-
-    Raises:
-      TypeError: `rules` are neither a mapping nor `OpRules`, `half_results` or
-        `recompute` is not a bool, or `fp8_min_size` is not an integer.
-    """
+    """Return the rules of a call of `autocast`, which documents what this raises."""
     if rules is None or isinstance(rules, Mapping):
         default = OpRules.default(compute_dtype)
         classes = dict(default.classes) | _printed(rules or {})
@@ -213,11 +208,10 @@ def _printed(classes: Mapping[str, Any]) -> dict[str, Any]:
     return {dashed.get(name, name): c for name, c in classes.items()}
 
 
-def describe(dtypes: Iterable[Any] = (jnp.bfloat16, jnp.float16)) -> str:
+def describe() -> str:
     """Return the table as markdown: primitive, class per dtype, source."""
-    tables = [OpRules.default(dtype) for dtype in dtypes]
-    names = [jnp.dtype(dtype).name for dtype in dtypes]
-    lines = [f"| primitive | {' | '.join(names)} | source |", "|---" * 4 + "|"]
+    tables = OpRules.default("bfloat16"), OpRules.default("float16")
+    lines = ["| primitive | bfloat16 | float16 | source |", "|---" * 4 + "|"]
     for name, known in PRIMITIVES.items():
         classes = " | ".join(table.class_of(name) for table in tables)
         lines.append(f"| `{name}` | {classes} | {known.source} |")
@@ -228,15 +222,7 @@ def describe(dtypes: Iterable[Any] = (jnp.bfloat16, jnp.float16)) -> str:
 
 
 class Regions:
-    """The regions of a policy, and the paths that were asked for.
-
-    Attributes:
-      policy: the policy.
-      any_fp8: whether it has matrix products in fp8 in some region.
-      keeps_inputs: whether products of some region read inputs in float32.
-      any_float32: whether it computes in float32 in some region.
-      paths: the paths.
-    """
+    """The regions of a policy, and the paths that were asked for."""
 
     def __init__(self, policy: Policy | PolicyMap):
         self.policy = policy
@@ -244,9 +230,8 @@ class Regions:
         self._regions: dict[str, Region] = {}
         policies = policies_of(policy)
         self.any_fp8 = any(map(_has_fp8, policies))
-        self.keeps_inputs = self.any_fp8 or any(
-            p.reduce_dtype is not None for p in policies
-        )
+        # Whether products of some region read inputs in float32.
+        self.keeps_inputs = self.any_fp8 or any(p.reduce_dtype for p in policies)
         self.any_float32 = any(p.compute_dtype == jnp.float32 for p in policies)
 
     def key(self, scope: str) -> str:
@@ -266,11 +251,7 @@ class Regions:
         return self.at(outer.lstrip("/"), "")
 
     def check_unused(self, name: str) -> None:
-        """Raise if a pattern of the policy matches no path that was asked for.
-
-        Args:
-          name: the name of the function whose paths they are.
-        """
+        """Raise if a pattern matches no path that was asked for."""
         check_unused(self.policy, self.paths, name)
 
     def _make(self, path: str) -> Region:
@@ -301,11 +282,7 @@ def policies_of(policy: Policy | PolicyMap) -> list[Policy]:
 
 
 def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) -> None:
-    """Raise if a pattern matches none of the scopes of a function.
-
-    Raises:
-      ValueError: as said, with the nearest, or that there is none.
-    """
+    """Raise a ValueError if a pattern matches none of the scopes of a function."""
     if isinstance(policy, PolicyMap):
         none = (
             f"{name} has no name scope: enter one around what is meant with "

@@ -159,13 +159,7 @@ def fixed(var: Var, compute_dtype: Any) -> Precision | None:
 
 
 def of_input(var: Var, given: Precision, compute_dtype: Any) -> Precision:
-    """Return the precision of an input of a jaxpr.
-
-    Args:
-      var: the variable.
-      given: the precision of what it is given, INPUT for an argument of the function.
-      compute_dtype: the half dtype.
-    """
+    """Return the precision of an input of a jaxpr, given that of what it gets."""
     if is_f32(var) or given == INTEGER:
         return given
     is_stored = getattr(var.aval, "dtype", None) == compute_dtype
@@ -192,24 +186,15 @@ def join(precisions: list[Precision]) -> Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """How equations of one path are treated.
+    """How equations of one path are treated."""
 
-    Attributes:
-      is_low: whether they may be lowered.
-      is_closed: whether what they hold (the body of a loop) may not be lowered either.
-      half_results: whether the results of their matrix products are half wherever they
-        are used, or never; None if the uses of each decide, as `OpRules` says.
-      fp8: whether large matrix products have fp8 operands.
-      reduces_in_float32: whether gradients of parameters are accumulators of products.
-      reason: why they are not lowered.
-    """
-
-    is_low: bool = True
-    is_closed: bool = False
+    is_low: bool = True  # whether they may be lowered
+    is_closed: bool = False  # nor may what they hold (the body of a loop)
+    # Of matrix products: half wherever used, or never; None: as `OpRules` says.
     half_results: bool | None = None
     fp8: bool = False
-    reduces_in_float32: bool = False
-    reason: str = ""
+    reduces_in_float32: bool = False  # gradients of parameters are accumulators
+    reason: str = ""  # why they are not lowered
 
 
 class Direction(enum.Enum):
@@ -258,46 +243,26 @@ class Around(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """A quotient `exp(z) / sum(exp(z))` in a jaxpr.
+    """A quotient `exp(z) / sum(exp(z))` in a jaxpr."""
 
-    Attributes:
-      logits: the variable `z`.
-      axes: what is summed over.
-      may_repeat: whether the backward pass may compute it again from `z`.
-    """
-
-    logits: Any
-    axes: tuple[int, ...]
-    may_repeat: bool = False
+    logits: Any  # the variable `z`
+    axes: tuple[int, ...]  # what is summed over
+    may_repeat: bool = False  # by the backward pass, from `z`
 
 
 @dataclasses.dataclass(frozen=True)
 class EqnPlan:
-    """What is decided for one equation.
+    """What is decided for one equation."""
 
-    Attributes:
-      rule: the `rule.Rule` that decided, and runs it.
-      half_in: per operand, whether a float32 one is read in half.
-      half_out: per result, whether a float32 one is made in half.
-      bodies: the plans of its sub-jaxprs.
-      reason: why it is in float32, for `explain`.
-      is_noop: whether the result is the operand.
-      softmax: the softmax whose last equation it is, if it runs as one.
-      changes_no_body: whether its sub-jaxprs can run as they are.
-      keeps_half: whether its result is stored in half, whatever reads it.
-      in_float32: whether it reads half operands in float32, and rounds its result.
-    """
-
-    rule: Any
-    half_in: tuple[bool, ...]
-    half_out: tuple[bool, ...]
+    rule: Any  # the `rule.Rule` that decided, and runs it
+    half_in: tuple[bool, ...]  # per operand, whether a float32 one is read in half
+    half_out: tuple[bool, ...]  # per result, whether a float32 one is made in half
     bodies: tuple["CastPlan", ...] = ()
-    reason: str = ""
-    is_noop: bool = False
-    softmax: Softmax | None = None
-    changes_no_body: bool = False
-    keeps_half: bool = False
-    in_float32: bool = False
+    reason: str = ""  # why it is in float32, for `explain`
+    softmax: Softmax | None = None  # whose last equation it is, if it runs as one
+    changes_no_body: bool = False  # whether its sub-jaxprs can run as they are
+    keeps_half: bool = False  # whether its result is stored in half, whatever reads it
+    in_float32: bool = False  # whether it reads half in float32, and rounds its result
 
     @property
     def reads_half(self) -> tuple[bool, ...]:
@@ -321,26 +286,17 @@ class EqnPlan:
 
 
 class Cluster(NamedTuple):
-    """Equations of a jaxpr that the backward pass computes again.
+    """Equations of a jaxpr that the backward pass computes again."""
 
-    Attributes:
-      indices: of the equations, in their order.
-      ins: the variables that they read of others.
-      half_in: per input, whether it is read in half.
-      waits: per input, None, or the axes of the sums over a float32 value of which two
-        bytes are kept for each number.
-      outs: the variables that others read of them.
-      half_out: per output, whether it is rounded to half.
-      rounded_backward: the variables whose gradients are stored, and so rounded.
-    """
-
-    indices: tuple[int, ...]
-    ins: tuple[Var, ...]
+    indices: tuple[int, ...]  # of the equations, in their order
+    ins: tuple[Var, ...]  # what they read of others
     half_in: tuple[bool, ...]
+    # Per input, None; or, of a float32 value of which two bytes are kept for each
+    # number, the axes that it is summed over.
     waits: tuple[tuple[int, ...] | None, ...]
-    outs: tuple[Var, ...]
+    outs: tuple[Var, ...]  # what others read of them
     half_out: tuple[bool, ...]
-    rounded_backward: tuple[Var, ...]
+    rounded_backward: tuple[Var, ...]  # whose gradients are stored, and so rounded
 
     @property
     def waiting(self) -> tuple[Var, ...]:
@@ -351,42 +307,30 @@ class Cluster(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CastPlan:
-    """What is decided for a jaxpr.
+    """What is decided for a jaxpr."""
 
-    Attributes:
-      jaxpr: the jaxpr, open.
-      consts: the values of its constvars.
-      eqn_plans: a plan per equation.
-      ins: per input, its precision.
-      half_out: per output, whether the value is made in half.
-      outs: per output, its precision.
-      in_uses: per input, how it is used.
-      numbers: the variables that are numbers which the compute dtype can represent.
-      cast_moves: the half variables that are inputs, cast before they moved.
-      is_derivative_rule: whether it is, or is inside, a rule for derivatives.
-      direction: the pass that it is of.
-      around: what it is inside of.
-      steps: in which order it runs: indices of equations, and clusters of them.
-    """
-
-    jaxpr: Jaxpr
+    jaxpr: Jaxpr  # open
     consts: tuple[Any, ...]
     eqn_plans: tuple[EqnPlan, ...]
     ins: tuple[Precision, ...]
-    half_out: tuple[bool, ...]
     outs: tuple[Precision, ...]
     in_uses: tuple[int, ...]
-    numbers: frozenset[Var] = frozenset()
-    cast_moves: frozenset[Var] = frozenset()
-    is_derivative_rule: bool = False
+    numbers: frozenset[Var] = frozenset()  # those that the compute dtype can represent
+    cast_moves: frozenset[Var] = frozenset()  # half inputs, cast before they moved
+    is_derivative_rule: bool = False  # or inside of one
     direction: Direction = Direction.FORWARD
     around: Around = Around.NOTHING
-    steps: tuple[int | Cluster, ...] = ()
+    steps: tuple[int | Cluster, ...] = ()  # what runs in this order; equations by index
 
     @property
     def half_in(self) -> tuple[bool, ...]:
         """Per input, whether it is given in half."""
         return tuple(p.is_half for p in self.ins)
+
+    @property
+    def half_out(self) -> tuple[bool, ...]:
+        """Per output, whether it is made in half."""
+        return tuple(p.is_half for p in self.outs)
 
     @functools.cached_property
     def reads(self) -> Reads:
@@ -401,50 +345,32 @@ class CastPlan:
         )
 
     def is_cast_move(self, body: SubJaxpr, result: int) -> bool:
-        """Return whether a result of the equation around it is only a moved input.
-
-        Args:
-          body: this jaxpr, as a part of the equation.
-          result: the index of the equation's result.
-        """
+        """Return whether this body's result for its equation is only a moved input."""
         pairs = zip(self.jaxpr.outvars, body.results, strict=True)
         outs = [v for v, index in pairs if index == result]
         is_moved = [not compat.is_literal(v) and v in self.cast_moves for v in outs]
         return bool(outs) and all(is_moved)
 
     @property
-    def has_bodies(self) -> bool:
-        """Whether it holds jaxprs that run by plans of their own."""
-        return any(plan.runs_bodies for plan in self.eqn_plans)
-
-    @property
     def changes_nothing(self) -> bool:
         """Whether the jaxpr can run as it is."""
-        changes = any(self.half_in) or any(self.half_out) or self.has_bodies
-        return not changes and not any(plan.is_lowered for plan in self.eqn_plans)
+        if any(self.half_in) or any(self.half_out):
+            return False
+        if any(plan.is_lowered or plan.runs_bodies for plan in self.eqn_plans):
+            return False
+        return not self.reads.by_eqn  # what reads half values may sum their gradients
 
 
 class Placed(NamedTuple):
-    """An equation of a program at one place: a name scope, and a line.
-
-    Attributes:
-      eqn: the equation.
-      plan: its plan.
-      scope: the name-scope path around its jaxpr.
-      line_around: the line of the equation that it is inside of.
-      trips: how often its sub-jaxprs run each time; None if that is not known.
-      calls: how often it is there: once for each call of what it is a part of.
-      times: how often it runs there: the calls, each times the trips of the loops
-        around it, with 1 for those that are not known.
-    """
+    """An equation of a program at one place: a name scope, and a line."""
 
     eqn: Eqn
     plan: EqnPlan
-    scope: str
-    line_around: str
-    trips: int | None = 1
-    calls: int = 1
-    times: int = 1
+    scope: str  # around its jaxpr
+    line_around: str  # that of the equation that it is inside of
+    trips: int | None = 1  # of its sub-jaxprs each time it runs; None: not known
+    calls: int = 1  # how often it is there: once for each call of what it is a part of
+    times: int = 1  # the calls, times the trips of loops around, 1 for those not known
 
     @property
     def layer(self) -> str:
@@ -473,12 +399,8 @@ NOT_OPENED = "not looked into"
 def walk(plan: CastPlan, *, has_places: bool = True) -> list[Placed]:
     """List the equations of a jaxpr, each followed by those of its sub-jaxprs.
 
-    A jaxpr that is called several times is visited once, or once per place: the calls
-    are multiplied.
-
-    Args:
-      plan: the plan of the jaxpr.
-      has_places: whether the same equation has several rows if it is at several places.
+    A jaxpr that is called several times is visited once: the calls are multiplied. If
+    it `has_places`, it is visited once per place, and each has rows of its own.
     """
     visited: dict[Any, list[Placed]] = {}
 

@@ -24,14 +24,7 @@ COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
 def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
-    """Return the product of half operands.
-
-    Args:
-      eqn: the product's equation.
-      operands: its operands, the first two in half.
-      half_dtype: the compute dtype.
-      half_result: whether the result is half, or f32 from the accumulator.
-    """
+    """Return the product of half operands, in half or in f32 from the accumulator."""
     params = dict(eqn.params)
     if not is_default_precision(params.get("precision")):  # it is for float32 products
         params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
@@ -150,10 +143,8 @@ def is_default_precision(precision: Any) -> bool:
 def why_not_half(eqn: Eqn, is_filled_in: bool, compute_dtype: Any) -> str:
     """Return why a product may not run in half, or "".
 
-    Args:
-      eqn: the product's equation.
-      is_filled_in: whether the caller set its `precision`, not the program.
-      compute_dtype: the half dtype. An operand may be in it already.
+    An operand may be in the compute dtype already, and the caller may have set the
+    `precision` (`is_filled_in`), not the program.
     """
     if is_complex(eqn):
         return COMPLEX
@@ -168,23 +159,13 @@ def why_not_half(eqn: Eqn, is_filled_in: bool, compute_dtype: Any) -> str:
 
 
 def why_not_fp8(eqn: Eqn, min_size: int) -> str:
-    """Return why a product does not run in fp8 where the policy has it, or "".
-
-    Args:
-      eqn: the product's equation.
-      min_size: the least size of each dimension.
-    """
+    """Return why a product does not run in fp8 where the policy has it, or ""."""
     if eqn.primitive.name != "dot_general":
         is_ragged = eqn.primitive.name.startswith("ragged")
         return "a ragged product" if is_ragged else "a convolution"
     lhs, rhs = (v.aval for v in eqn.invars)
-    return fp8.why_not(
-        lhs,
-        rhs,
-        eqn.params["dimension_numbers"],
-        out_sharding=eqn.params.get("out_sharding"),
-        min_size=min_size,
-    )
+    dimensions, sharding = map(eqn.params.get, ("dimension_numbers", "out_sharding"))
+    return fp8.why_not(lhs, rhs, dimensions, out_sharding=sharding, min_size=min_size)
 
 
 # Products whose weight gradients are the float32 accumulator.
@@ -197,17 +178,9 @@ def why_not_fp8(eqn: Eqn, min_size: int) -> str:
 def run_accumulated(
     eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool
 ) -> Any:
-    """Return the product of operands, of which float32 ones are cast to half.
+    """Return what `run` does of operands, of which float32 ones are cast to half.
 
-    Args:
-      eqn: the product's equation.
-      operands: its operands, the first two in half or in float32.
-      half_dtype: the compute dtype.
-      half_result: as for `run`.
-
-    Returns:
-      What `run` returns. The gradients of operands in float32 are the
-      accumulators of their products.
+    The gradients of operands in float32 are the accumulators of their products.
     """
 
     @jax.custom_jvp
@@ -244,16 +217,10 @@ def _halves(operands: Sequence[Any], half_dtype: Any) -> list[Any]:
 
 
 class _Factor(NamedTuple):
-    """One operand of a product, in which it is linear.
-
-    Attributes:
-      eqn: the product's equation.
-      operand: which, 0 or 1.
-      half_dtype: the compute dtype.
-    """
+    """One operand of a product, in which it is linear."""
 
     eqn: Eqn
-    operand: int
+    operand: int  # 0 or 1
     half_dtype: Any
 
     def multiply(self, x: jax.Array, *others: jax.Array) -> jax.Array:
@@ -400,12 +367,9 @@ def softmax(
 ) -> jax.Array:
     """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
 
-    Args:
-      logits: f32, or half; what keeps them in range (taking off the maximum) is the
-        program's own and has been done.
-      axes: what to sum over.
-      dtype: the dtype of the result.
-      may_repeat: whether the backward pass may compute it again from the logits.
+    What keeps the logits, f32 or half, in range (taking off the maximum) is the
+    program's own and has been done. The backward pass may compute it again from them
+    if it `may_repeat`.
     """
     return _softmax(logits, axes, dtype, may_repeat)
 

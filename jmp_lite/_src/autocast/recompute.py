@@ -48,20 +48,12 @@ RECOMPUTED = "in f32, and again for the backward pass"
 
 
 class Work(NamedTuple):
-    """What arithmetic does.
+    """What arithmetic does."""
 
-    Attributes:
-      size: of the largest array.
-      transcendental: the largest result of a function that is no polynomial.
-      chooses: the largest result of a choice or a comparison, or of what is chosen by.
-      multiplies: whether variables are multiplied.
-      is_exponential: whether it computes an exponential.
-    """
-
-    size: int
-    transcendental: int = 0
-    chooses: int = 0
-    multiplies: bool = False
+    size: int  # of the largest array
+    transcendental: int = 0  # the largest result of a function that is no polynomial
+    chooses: int = 0  # that of a choice or a comparison, or of what is chosen by
+    multiplies: bool = False  # whether variables are multiplied
     is_exponential: bool = False
 
     @property
@@ -94,11 +86,7 @@ def _together(works: Iterable[Work]) -> Work:
 
 
 class Clusters:
-    """Finds the clusters of plans, and what they call, once for each.
-
-    Args:
-      half_dtype: the compute dtype.
-    """
+    """Finds the clusters of plans, and what they call, once for each."""
 
     def __init__(self, half_dtype: Any):
         self._has_range = has_range_of_f32(half_dtype)
@@ -198,41 +186,31 @@ class Clusters:
                 plan,
                 eqn_plans=tuple(itertools.starmap(self._inside, pairs)),
                 ins=tuple(FLOAT32 if p.is_half else p for p in plan.ins),
-                half_out=(False,) * len(plan.half_out),
                 outs=tuple(FLOAT32 if p.is_half else p for p in plan.outs),
             )
         return self._bodies[plan]
 
 
 class _Search:
-    """Finds the clusters of a plan.
-
-    Attributes:
-      depth: of each equation.
-      repeated: the indices of moves that clusters begin with, and others read too.
-    """
+    """Finds the clusters of a plan."""
 
     def __init__(self, plan: CastPlan, works: Sequence[Work | None], has_range: bool):
         self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, list(works)
         self._has_range = has_range
         self.depth = [0] * len(self.eqns)
+        # The indices of moves that clusters begin with, and others read too.
         self.repeated: set[int] = set()
         self._made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self._readers: dict[Var, list[int]] = defaultdict(list)
+        self._halves = set(itertools.compress(plan.jaxpr.invars, plan.half_in))
         for i, (eqn, of_eqn) in enumerate(zip(self.eqns, plan.eqn_plans, strict=True)):
+            self._halves.update(itertools.compress(eqn.outvars, of_eqn.half_out))
             for var in dict.fromkeys(variables(eqn.invars)):
                 self._readers[var].append(i)
             if of_eqn.softmax is not None:
                 self._readers[of_eqn.softmax.logits].append(i)
         pairs = zip(plan.jaxpr.outvars, plan.half_out, strict=True)
         self._returned = {v: h for v, h in pairs if not compat.is_literal(v)}
-        halves = [plan.half_in, *(p.half_out for p in plan.eqn_plans)]
-        made = [plan.jaxpr.invars, *(eqn.outvars for eqn in self.eqns)]
-        self._halves = {
-            v
-            for of, half in zip(made, halves, strict=True)
-            for v in itertools.compress(of, half)
-        }
         self._constant = set(_without_gradients(self.eqns))
         # In float16, what may overflow is float32.
         self.waiting = Waiting(plan, self._halves, has_range)
@@ -387,20 +365,16 @@ class _Search:
 
     def _moves_before(self, eqns: Sequence[Eqn], inside: set[int]) -> list[int]:
         """Return moves of half values that equations read: these are not stored."""
-        read = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars))
-        makers = {self._made_by[v] for v in read if v in self._made_by} - inside
+        makers = {i for eqn in eqns for i in self._makers(eqn)}
         return [
             i
-            for i in sorted(makers)
+            for i in sorted(makers - inside)
             if self.works[i] is not None
             and self.plan.eqn_plans[i].rule.is_move
-            and self._is_half(self.eqns[i].invars[0])
+            and any(v in self._halves for v in variables(self.eqns[i].invars[:1]))
             and core.size(self.eqns[i].outvars[0]) * 2
             > core.size(self.eqns[i].invars[0])
         ]
-
-    def _is_half(self, var: Var) -> bool:
-        return not compat.is_literal(var) and var in self._halves
 
     def _stored_backward(self, indices: Sequence[int], size: int) -> list[Var]:
         """Return the inputs of activations behind norms or biases.
@@ -451,13 +425,7 @@ class _Search:
 
 
 def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
-    """Return the outputs of a cluster.
-
-    Args:
-      cluster: the cluster.
-      plan: the plan that it is a part of.
-      values: the `Values` of the plan's variables.
-    """
+    """Return the outputs of a cluster of a plan, from the plan's `Values`."""
     operands = values.read(cluster.ins, cluster.half_in)
     compute = functools.partial(_compute, cluster, plan.jaxpr, values.half_dtype)
     if not compat.is_tracing():
@@ -465,9 +433,8 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
     # XLA does not see through the residuals of a loop.
     options = {"prevent_cse": plan.around is not Around.LOOP, "policy": saves_totals}
     if not cluster.waiting:
-        return jax.checkpoint(lambda operands: compute(operands)[0], **options)(
-            operands
-        )
+        outputs = jax.checkpoint(lambda operands: compute(operands)[0], **options)
+        return outputs(operands)
 
     def compute_from_kept(kept, totals, operands):
         read = list(map(waiting.in_place_of, operands, kept))
@@ -490,15 +457,9 @@ def _compute(
     operands: Sequence[Any],
     totals: Sequence[Any] | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Return the outputs of a cluster, and its totals.
+    """Return the outputs of a cluster of a jaxpr, and its totals, the results of sums.
 
-    Args:
-      cluster: the cluster.
-      jaxpr: the jaxpr that it is a part of.
-      half_dtype: the compute dtype.
-      operands: what it reads.
-      totals: the results of its sums and the like, if they are known: these are
-        differentiated, and not computed again.
+    Totals that are known are differentiated, and not computed again.
     """
     known = {
         v: lax.convert_element_type(x, F32) if half else x

@@ -33,10 +33,8 @@ from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 class Values:
     """The values of the variables of one jaxpr, in half and in float32.
 
-    Args:
-      half_dtype: the compute dtype.
-      reads: how the jaxpr reads them; by default, no derivative is taken.
-      numbers: the variables that are numbers which the compute dtype represents.
+    `reads` is how the jaxpr reads them; by default, no derivative is taken. `numbers`
+    are those of the program that the compute dtype represents.
     """
 
     def __init__(
@@ -92,16 +90,12 @@ class Values:
         return self._cast[var]
 
     def before_cast(self, var: Var, value: Any) -> Any:
-        """Return the float32 value that a half one was cast from.
-
-        Args:
-          var: the variable.
-          value: the half value, which is returned if that is not known.
-        """
-        is_known = not compat.is_literal(var) and (
-            var in self._cast or var in self._moved_by
-        )
+        """Return the float32 value that a half one was cast from, if that is known."""
+        is_known = not compat.is_literal(var) and self._knows_origin(var)
         return self.in_f32(var) if is_known else value
+
+    def _knows_origin(self, var: Var) -> bool:
+        return var in self._cast or var in self._moved_by
 
     def kept(self, var: Var, axes: tuple[int, ...]) -> waiting.Kept:
         """Return what the backward pass keeps of a float32 value that waits."""
@@ -125,18 +119,15 @@ class Values:
     def apply_in_f32(self, eqn: Eqn, is_half: Sequence[bool]) -> list[Any]:
         """Return the results of arithmetic in float32, from half values or others.
 
-        Of what is multiplied, the backward pass keeps the half values.
-
-        Args:
-          eqn: the equation.
-          is_half: per operand, whether the result is half, and the operand is read in
-            half by others.
+        Of what is multiplied, the backward pass keeps the half values. An operand
+        `is_half` if the result is half, and others read the operand in half.
         """
-        if not any(is_half) and not self._multiplies(eqn):
+        multiplies = self._multiplies(eqn)
+        if not any(is_half) and not multiplies:
             return self.apply(eqn, is_half)
-        size = eqn.outvars[0].aval.size
         operands = [*map(self._as_written, eqn.invars)]
-        if self._multiplies(eqn):
+        if multiplies:
+            size = eqn.outvars[0].aval.size
             kept = [
                 self._value_in_half(v, False)[0]
                 if is_half_value and v.aval.size == size
@@ -147,12 +138,7 @@ class Values:
         return binding.bind_here(eqn, sums.bounded(eqn, operands, self.half_dtype))
 
     def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
-        """Return the results of an equation, whose transpose sums in float32.
-
-        Args:
-          eqn: the equation.
-          half: per operand, whether a float32 one is read in half.
-        """
+        """Return the results of an equation, whose transpose sums in float32."""
         self._note_origin(eqn)
         reads = self.reads.by_eqn.get(id(eqn))
         known = facts(eqn.primitive.name)
@@ -164,9 +150,12 @@ class Values:
             ]
             return binding.bind_here(eqn, operands)
         if self.reads.is_derivative_rule and (reads.smaller or reads.sums_backward):
+            # JAX transposes what a rule does to a tangent as it is written, and
+            # `differentiate_as` does not compute the expression that it differentiates.
             (out,) = eqn.outvars
             dtype = self.half_dtype if is_f32(out) else out.aval.dtype
-            return sums.in_float32(eqn, self._all_in_f32(eqn, reads), dtype)
+            (result,) = binding.bind_here(eqn, self._all_in_f32(eqn, reads))
+            return [lax.convert_element_type(result, dtype)]
         operands = [
             self._value_in_half(v, joins)[0]
             if i in reads.smaller
@@ -210,10 +199,8 @@ class Values:
     def _in_half(self, var: Var, joins: bool = False, like: Sequence[Any] = ()) -> Any:
         """Return a value in half, differentiated as a cast of its own.
 
-        Args:
-          var: the variable, float32 or half.
-          joins: whether it is combined with other values elementwise.
-          like: values that `vmap` may map and it may not.
+        It `joins` other values elementwise; `vmap` may map those that it is `like`, and
+        not it.
         """
         value, has_derivative = self._value_in_half(var, joins)
         if (has_derivative and not like) or var not in self.reads.differentiated:
@@ -265,20 +252,17 @@ class Values:
         (var,), (out,) = eqn.invars, eqn.outvars
         if not core.is_half(out) or compat.is_literal(var):
             return
-        if permutes and (var in self._cast or var in self._moved_by):
+        if permutes and self._knows_origin(var):
             self._moved_by[out] = eqn
         elif not permutes and is_f32(var):
             self._cast[out] = self.in_f32(var)
 
 
 class Rewriter:
-    """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr.
-
-    Args:
-      analyzer: an `Analyzer` or `AsWritten`, which plans the rules for derivatives.
-    """
+    """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr."""
 
     def __init__(self, analyzer: Any):
+        # An `Analyzer` or `AsWritten`, which plans the rules for derivatives.
         self.analyzer = analyzer
         self.half_dtype = jnp.dtype(analyzer.compute_dtype)
         self._closed: dict[Any, Any] = {}
@@ -349,13 +333,10 @@ class Rewriter:
         """Run an equation around its rewritten jaxprs."""
         operands = binding.call(eqn, values.read, eqn.invars, plan.half_in)
         subs = control_flow.sub_jaxprs(eqn) or ()
-        bodies = [
-            self._body(
-                body,
-                tuple(i is not None and plan.half_out[i] for i in sub.results),
-            )
-            for body, sub in zip(plan.bodies, subs, strict=True)
-        ]
+        bodies = []
+        for body, sub in zip(plan.bodies, subs, strict=True):
+            half_out = (i is not None and plan.half_out[i] for i in sub.results)
+            bodies.append(self._body(body, tuple(half_out)))
 
         def enter_loop(index, x):
             if not dtypes.is_half(jax.typeof(x).dtype):

@@ -10,8 +10,7 @@ what of its results the analysis may take for what it was made of (`made_of`,
 import abc
 import functools
 import itertools
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jmp_lite._src import compat, dtypes
@@ -35,6 +34,7 @@ from jmp_lite._src.autocast.precision import (
     Use,
 )
 from jmp_lite._src.autocast.rewrite import Values
+from jmp_lite._src.autocast.sums import union
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
@@ -44,60 +44,41 @@ Decision = tuple[EqnPlan, Sequence[Precision]]
 
 
 class EqnInfo(NamedTuple):
-    """An equation of a jaxpr, and what the analysis reads off the program once.
-
-    Attributes:
-      eqn: the equation.
-      rule: that of its class in the table.
-      region: whether the policy lowers what is in its name scope.
-      bodies: its sub-jaxprs, where they are understood.
-      softmax: the softmax whose last equation it is.
-      fixed: per operand, its precision if it is a literal or not float32, else None.
-      is_smaller: per operand, whether it is smaller than an elementwise result.
-      is_f32: per result, whether it is float32.
-      why_unchanged: why it runs as it is written, if its rule is `UNCHANGED`.
-      is_filled_in: whether it is a product whose `precision` the caller set.
-      why_not_fp8: why a product that the policy has in fp8 is not, or "".
-    """
+    """An equation of a jaxpr, and what the analysis reads off the program once."""
 
     eqn: Eqn
-    rule: "Rule"
-    region: Region
-    bodies: tuple[SubJaxpr, ...]
-    softmax: Softmax | None
-    fixed: tuple[Precision | None, ...]
-    is_smaller: tuple[bool, ...]
-    is_f32: tuple[bool, ...]
-    why_unchanged: str
-    is_filled_in: bool
-    why_not_fp8: str
+    rule: "Rule"  # that of its class in the table
+    region: Region  # whether the policy lowers what is in its name scope
+    bodies: tuple[SubJaxpr, ...]  # where they are understood
+    softmax: Softmax | None  # whose last equation it is
+    fixed: tuple[Precision | None, ...]  # of literals and what is not float32
+    is_smaller: tuple[bool, ...]  # per operand, than an elementwise result
+    is_f32: tuple[bool, ...]  # per result
+    why_unchanged: str  # why it runs as it is written, if its rule is `UNCHANGED`
+    is_filled_in: bool  # whether it is a product whose `precision` the caller set
+    why_not_fp8: str  # why a product that the policy has in fp8 is not, or ""
 
 
 class Analysis(abc.ABC):
-    """What a rule may ask of the analysis of the jaxpr of its equation.
+    """What a rule may ask of the analysis of the jaxpr of its equation."""
 
-    Attributes:
-      compute_dtype: the half dtype.
-      keeps_inputs: whether products may read inputs in float32.
-      direction: the pass that the jaxpr is of.
-      precision: of each variable that is known.
-      tangents: what is made of tangents, in a rule for derivatives.
-      cast_moves: results that are half because an input is cast before it is moved.
-      stored: per variable, the one stored half value that it is computed from, if so.
-    """
-
-    def __init__(self, compute_dtype: Any, keeps_inputs: bool, direction: Direction):
-        self.compute_dtype, self.keeps_inputs = compute_dtype, keeps_inputs
-        self.direction = direction
+    def __init__(
+        self,
+        compute_dtype: Any,
+        direction: Direction,
+        keeps_inputs: bool,
+        recomputes: bool,
+    ):
+        self.compute_dtype, self.direction = compute_dtype, direction
+        self.keeps_inputs = keeps_inputs  # whether products may read inputs in float32
+        self.recomputes = recomputes  # the backward pass keeps as little as it can
         self.precision: dict[Var, Precision] = {}
+        # What is made of tangents, in a rule for derivatives.
         self.tangents: set[Var] = set()
+        # Results that are half because an input is cast before it is moved.
         self.cast_moves: set[Var] = set()
+        # Per variable, the one stored half value that it is computed from, if so.
         self.stored: dict[Var, frozenset[Var] | None] = {}
-
-    @property
-    @abc.abstractmethod
-    def recomputes(self) -> bool:
-        """Whether the backward pass keeps as little as it can."""
 
     @abc.abstractmethod
     def half_results(self, info: EqnInfo) -> bool:
@@ -120,7 +101,7 @@ class Analysis(abc.ABC):
 
     def has_tangent(self, eqn: Eqn) -> bool:
         """Return whether an operand is made of a tangent, in a rule for derivatives."""
-        return any(not compat.is_literal(v) and v in self.tangents for v in eqn.invars)
+        return not self.tangents.isdisjoint(core.variables(eqn.invars))
 
     def is_moved_input(self, var: Var) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""
@@ -138,26 +119,14 @@ class Analysis(abc.ABC):
 
 
 class Rule:
-    """What is done with the equations of one class: here, nothing.
+    """What is done with the equations of one class: here, nothing."""
 
-    Attributes:
-      name: the class, as the table and `explain` have it.
-      is_elementwise: whether results are computed element by element, or moved.
-      is_move: whether results are moved numbers.
-      is_product: whether the equations are matrix products.
-      is_fp8: whether their operands are rounded to fp8.
-      keeps_inputs: whether their operands that are inputs are read in float32, and cast
-        by the product.
-      computes_in_float32: whether the equations may run in float32, from half operands
-        that are stored.
-    """
-
-    name: ClassVar[str] = "unchanged"
-    is_elementwise: ClassVar[bool] = False
+    name: ClassVar[str] = "unchanged"  # the class, as the table and `explain` have it
+    is_elementwise: ClassVar[bool] = False  # computed element by element, or moved
     is_move: ClassVar[bool] = False
     is_product: ClassVar[bool] = False
-    is_fp8: ClassVar[bool] = False
-    keeps_inputs: ClassVar[bool] = False
+    keeps_inputs: ClassVar[bool] = False  # products that read f32 inputs and cast them
+    # Whether the equations may run in float32, from half operands that are stored.
     computes_in_float32: ClassVar[bool] = False
 
     def propagate(
@@ -169,11 +138,8 @@ class Rule:
     ) -> Decision:
         """Return the plan of an equation, and the precision of each result.
 
-        Args:
-          info: the equation.
-          ins: the precision of each operand.
-          uses: how each result is used, as far as is known.
-          analysis: that of the jaxpr.
+        It follows from the precision of each operand, and from how each result is used,
+        as far as that is known.
         """
         del uses, analysis
         if info.is_f32 == (True,) and len(ins) == 1 and ins[0] in _CONVERTED:
@@ -192,39 +158,20 @@ class Rule:
         return True
 
     def made_of(
-        self,
-        info: EqnInfo,
-        ins: Sequence[Precision],
-        plan: EqnPlan,
-        analysis: Analysis,
+        self, info: EqnInfo, ins: Sequence[Precision], plan: EqnPlan, analysis: Analysis
     ) -> frozenset[Any] | None:
         """Return the one stored half value that a result can be computed from again.
 
-        Args:
-          info: the equation.
-          ins: the precision of each operand.
-          plan: what `propagate` returned.
-          analysis: that of the jaxpr.
-
-        Returns:
-          None if there is none: then the result is such a value itself, if it is half.
+        If there is none, a half result is such a value itself.
         """
         del info, ins, plan, analysis
 
     def cast_moves(
-        self,
-        info: EqnInfo,
-        ins: Sequence[Precision],
-        plan: EqnPlan,
-        analysis: Analysis,
+        self, info: EqnInfo, ins: Sequence[Precision], plan: EqnPlan, analysis: Analysis
     ) -> Sequence[Any]:
         """Return the half results that are inputs, cast before they were moved.
 
-        Args:
-          info: the equation, which has half results.
-          ins: the precision of each operand.
-          plan: what `propagate` returned.
-          analysis: that of the jaxpr.
+        Asked for equations that have half results.
         """
         del info, ins, plan, analysis
         return ()
@@ -232,14 +179,7 @@ class Rule:
     def operand_uses(
         self, info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
     ) -> Sequence[int]:
-        """Return how an equation uses each of its operands.
-
-        Args:
-          info: the equation.
-          plan: what `propagate` returned, of this rule.
-          uses: how its results are used.
-          analysis: that of the jaxpr.
-        """
+        """Return how an equation uses its operands, by the plan of this rule."""
         del plan, analysis
         is_returned = returns_sum(info, uses)
         use = Use.OUTPUT if is_returned else Use.AS_FLOAT32 | Use.EXACT
@@ -248,13 +188,7 @@ class Rule:
     def digits_used(
         self, info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int]
     ) -> Sequence[int]:
-        """Return which digits of its operands an equation uses, as bits of `Use`.
-
-        Args:
-          info: the equation.
-          ins: the precision of each operand.
-          uses: how its results are used.
-        """
+        """Return which digits of its operands an equation uses, as bits of `Use`."""
         eqn, name, use = info.eqn, info.eqn.primitive.name, union(uses)
         known = facts(name)
         used = Use.NEAR_ONE * bool(known & Fact.NEAR_ONE)
@@ -296,15 +230,6 @@ def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:
     return info.eqn.primitive.name == "add_any" and is_returned
 
 
-def union(uses: Iterable[int]) -> int:
-    """Return how any of several values is used."""
-    return functools.reduce(operator.or_, uses, 0)
-
-
-def union_of_sets(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
-    return frozenset().union(*sets)
-
-
 def casts_before(eqn: Eqn) -> bool:
     """Return whether a cast of this move's result may happen before the move.
 
@@ -316,9 +241,8 @@ def casts_before(eqn: Eqn) -> bool:
 
 def is_retyping(eqn: Eqn) -> bool:
     """Return whether an equation only makes a dtype weak or strong."""
-    if eqn.primitive.name != CAST:
-        return False
-    return eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
+    is_cast = eqn.primitive.name == CAST
+    return is_cast and eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
 
 
 def is_move_or_cast(eqn: Eqn) -> bool:
@@ -372,11 +296,9 @@ def is_bias_of_convolution(info: EqnInfo, analysis: Analysis) -> bool:
 
 def adds_number(info: EqnInfo, use: int) -> bool:
     """Return whether a number is added to an array, and float32 operations read it."""
-    is_read_in_f32 = use & (Use.AS_FLOAT32 | Use.OUTPUT)
     is_sum = info.eqn.primitive.name in ("add", "sub")
-    return (
-        bool(is_read_in_f32) and is_sum and any(map(compat.is_literal, info.eqn.invars))
-    )
+    has_number = is_sum and any(map(compat.is_literal, info.eqn.invars))
+    return has_number and bool(use & (Use.AS_FLOAT32 | Use.OUTPUT))
 
 
 def may_underflow(
@@ -394,16 +316,22 @@ def is_for_f32(uses: Sequence[int]) -> bool:
     return bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT)
 
 
+def stored_operands(
+    eqn: Eqn, ins: Sequence[Precision], analysis: Analysis
+) -> frozenset[Any]:
+    """Return the stored half values of which half operands are computed."""
+    pairs = zip(eqn.invars, ins, strict=True)
+    return frozenset().union(*(analysis.made_of(v) for v, p in pairs if p == HALF))
+
+
 def is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
     """Return whether the half result of arithmetic is stored, whatever reads it.
 
     It is if it is made of several arrays, or if the backward pass reads it. Other
     arithmetic is computed again by what reads it, as a part of that.
     """
-    pairs = zip(eqn.invars, ins, strict=True)
-    arrays = union_of_sets(analysis.made_of(v) for v, p in pairs if p == HALF)
     saturates = facts(eqn.primitive.name) & Fact.SATURATES
-    return len(arrays) > 1 or bool(saturates)
+    return bool(saturates) or len(stored_operands(eqn, ins, analysis)) > 1
 
 
 def joins_half(eqn: Eqn, ins: Sequence[Precision]) -> bool:

@@ -48,11 +48,10 @@ from jmp_lite._src.autocast.rule import (
     looks_up_input,
     may_underflow,
     returns_sum,
-    union,
-    union_of_sets,
+    stored_operands,
 )
+from jmp_lite._src.autocast.sums import union
 from jmp_lite._src.jaxprs import binding, control_flow, core
-from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.jaxprs.primitives import Fact, facts
 
@@ -113,10 +112,8 @@ class _Accumulated(_Product):
         if plan.rule is not self:
             return plan, outs
         pairs = zip(info.eqn.invars, plan.half_in, strict=True)
-        half_in = tuple(
-            is_half and not analysis.is_moved_input(v) for v, is_half in pairs
-        )
-        return dataclasses.replace(plan, half_in=half_in), outs
+        half_in = (half and not analysis.is_moved_input(v) for v, half in pairs)
+        return dataclasses.replace(plan, half_in=tuple(half_in)), outs
 
     def operand_uses(self, info, plan, uses, analysis):
         as_half = Use.AS_HALF | Use.PRODUCT
@@ -144,16 +141,12 @@ class _CastByHand(Rule):
 
 
 class Fp8(_Accumulated):
-    """Large matrix products whose operands are rounded to fp8.
+    """Large matrix products whose operands are rounded to fp8."""
 
-    Attributes:
-      dtypes: the fp8 formats of the two operands.
-    """
-
-    name, is_fp8 = "fp8", True
+    name = "fp8"
 
     def __init__(self, lhs_dtype: Any):
-        self.dtypes = lhs_dtype, fp8.FORWARD
+        self.dtypes = lhs_dtype, fp8.FORWARD  # of the two operands
 
     def run(self, eqn, plan, values):
         lhs, rhs = values.read(eqn.invars, plan.half_in)
@@ -198,7 +191,6 @@ class _Elementwise(Rule):
                 self,
                 half_in,
                 info.is_f32,
-                is_noop=is_retyping(eqn),
                 keeps_half=keeps,
                 in_float32=not self.is_move
                 and (broadcasts(info) or adds_number(info, union(uses)))
@@ -273,8 +265,7 @@ class _Elementwise(Rule):
     def made_of(self, info, ins, plan, analysis):
         if plan.keeps_half or not any(plan.half_in):
             return None
-        pairs = zip(info.eqn.invars, ins, strict=True)
-        found = union_of_sets(analysis.made_of(v) for v, p in pairs if p == HALF)
+        found = stored_operands(info.eqn, ins, analysis)
         return found if len(found) == 1 else None
 
     def cast_moves(self, info, ins, plan, analysis):
@@ -302,7 +293,7 @@ class _Elementwise(Rule):
         return use & Use.AS_HALF | in_f32 | beside
 
     def run(self, eqn, plan, values):
-        if plan.is_noop:
+        if any(plan.half_in) and is_retyping(eqn):  # the result is the operand
             return values.read(eqn.invars, plan.half_in)
         if any(plan.reads_half):
             return values.apply(eqn, plan.reads_half)
@@ -335,15 +326,14 @@ class _SubJaxprs(Rule):
     def propagate(self, info, ins, uses, analysis):
         eqn, bodies, ins = info.eqn, info.bodies, list(ins)
         if analysis.keeps_inputs:  # a body says itself whether it wants them in half
-            pairs = zip(eqn.invars, ins, strict=True)
             ins = [
                 INPUT if p.is_half and analysis.is_moved_input(v) else p
-                for v, p in pairs
+                for v, p in zip(eqn.invars, ins, strict=True)
             ]
         plans = self._plan_bodies(info, ins, uses, analysis)
         # An operand that the bodies use in half alone is cast before the equation: out
         # of the loop, or once for all the calls.
-        used = _uses_by_bodies(len(ins), bodies, plans)
+        used = _uses_by_bodies(info, plans)
         castable = {b.operands[k] for b in bodies for k in b.casts_in}
         moved_out = [
             i
@@ -412,7 +402,7 @@ class _SubJaxprs(Rule):
         # The plan was made for the uses that were known before.
         ins = [body_plan.ins for body_plan in plan.bodies]
         plans = self._plan_bodies_for(info, ins, uses, analysis)
-        return _uses_by_bodies(len(info.eqn.invars), info.bodies, plans)
+        return _uses_by_bodies(info, plans)
 
 
 def _carried(first: Precision) -> Precision:
@@ -420,12 +410,10 @@ def _carried(first: Precision) -> Precision:
     return OTHER if first in IGNORED else FLOAT32
 
 
-def _uses_by_bodies(
-    count: int, bodies: Sequence[SubJaxpr], plans: Sequence[CastPlan]
-) -> list[int]:
+def _uses_by_bodies(info: EqnInfo, plans: Sequence[CastPlan]) -> list[int]:
     """Return how sub-jaxprs use the operands of their equation."""
-    uses = [0] * count
-    for body, plan in zip(bodies, plans, strict=True):
+    uses = [0] * len(info.eqn.invars)
+    for body, plan in zip(info.bodies, plans, strict=True):
         for k, i in enumerate(body.operands):
             is_fixed = k in body.fixed_in
             uses[i] |= Use.AS_FLOAT32 | Use.EXACT if is_fixed else plan.in_uses[k]
@@ -566,13 +554,6 @@ def operand_uses(
 
     A bool is not rounded, and what chooses by it does not ask for the digits of what
     was compared: `where(x > 0, x, 0)` uses `x` as its result is used.
-
-    Args:
-      info: the equation.
-      plan: its plan.
-      ins: the precision of each operand.
-      uses: how its results are used.
-      analysis: that of the jaxpr.
     """
     eqn, results = info.eqn, info.eqn.outvars
     used = plan.rule.operand_uses(info, plan, uses, analysis)

@@ -43,15 +43,11 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
       `jax.checkpoint_policies.dots_saveable`, which computes sums again.
     """
     # `autocast` wraps a product whose result is float32 in such a call.
-    inner = params["call_jaxpr"] if primitive.name == "custom_jvp_call" else None
-    if facts(primitive.name) & Fact.PRODUCT or (inner and _has_product(inner)):
+    is_call = primitive.name == "custom_jvp_call"
+    inner = compat.open_jaxpr(params["call_jaxpr"]).eqns if is_call else ()
+    if facts(primitive.name) & Fact.PRODUCT or any(map(products.count, inner)):
         return True
     return saves_totals(primitive, *avals, **params)
-
-
-def _has_product(closed: Any) -> bool:
-    jaxpr = compat.open_jaxpr(closed)
-    return any(map(products.count, jaxpr.eqns))
 
 
 def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:

@@ -40,6 +40,7 @@ from jmp_lite._src.jaxprs.core import (
     is_f32,
     is_float,
     is_half,
+    size,
     variables,
 )
 from jmp_lite._src.jaxprs.primitives import Fact, facts
@@ -48,14 +49,11 @@ from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 
 def differentiate_as(value: jax.Array, expression: jax.Array, *like: Any) -> jax.Array:
-    """Return `value`, with the derivative of `expression`.
+    """Return `value`, with the derivative of `expression`, floating and of its shape.
 
-    Args:
-      value: an array in half precision, any shape.
-      expression: a floating array of the same shape.
-      *like: arrays that the result is combined with. Under `vmap`, if one of them is
-        mapped, `expression` is broadcast to the mapped axis before it is cast, so that
-        gradients are summed over that axis in the dtype of `expression`.
+    `like` are arrays that the result is combined with. Under `vmap`, if one of them is
+    mapped, `expression` is broadcast to the mapped axis before it is cast, so that
+    gradients are summed over that axis in the dtype of `expression`.
     """
     return _differentiate_as_p.bind(value, expression, *like)
 
@@ -64,13 +62,8 @@ _differentiate_as_p = compat.Primitive("differentiate_as")
 
 
 @_differentiate_as_p.def_impl
-def _value_of(value: Any, *others: Any) -> Any:
-    del others
-    return value
-
-
 @_differentiate_as_p.def_abstract_eval
-def _aval_of(value: Any, *others: Any) -> Any:
+def _value_of(value: Any, *others: Any) -> Any:
     del others
     return value
 
@@ -95,14 +88,11 @@ def _transpose(cotangent: Any, value: Any, expression: Any, *like: Any) -> Any:
 
 
 def _batch(operands: Any, axes: Any) -> Any:
-    (size,) = {
-        x.shape[axis]
-        for x, axis in zip(operands, axes, strict=True)
-        if axis is not None
-    }
+    pairs = list(zip(operands, axes, strict=True))
+    (length,) = {x.shape[axis] for x, axis in pairs if axis is not None}
     value, expression = (
-        lax.broadcast(x, (size,)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(operands[:2], axes[:2], strict=True)
+        lax.broadcast(x, (length,)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in pairs[:2]
     )
     # A `vmap` around this one still needs `like`.
     return differentiate_as(value, expression, *operands[2:]), 0
@@ -119,26 +109,13 @@ mlir.register_lowering(
 # Operations.
 
 
-def in_float32(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
-    """Run an equation on float32 operands, and cast its result to half.
-
-    For rules of derivatives. JAX transposes what they do to a tangent as it is written,
-    and `differentiate_as` does not compute the expression that it differentiates.
-    """
-    (result,) = binding.bind_here(eqn, operands)
-    return [lax.convert_element_type(result, dtype)]
-
-
 def spread(
     value: jax.Array, expression: jax.Array, shape: tuple[int, ...], *like: Any
 ) -> jax.Array:
     """Return `value` broadcast to `shape`; its gradient is summed in float32.
 
-    Args:
-      value: half, of the rank of `shape` with some sizes 1, or of no dimension.
-      expression: the same in float32, whose gradient is taken.
-      shape: the shape of the result.
-      *like: as for `differentiate_as`.
+    The half value has the rank of `shape` with some sizes 1, or no dimension. The
+    gradient is that of the expression, the same in float32.
     """
     axes = tuple(range(len(shape))) if value.ndim else ()
     value, expression = (
@@ -150,14 +127,8 @@ def spread(
 def scale(eqn: Eqn, array: Any, factor: Any, factor_in_f32: Any) -> Any:
     """Return `array * factor` or `array / factor`, of an array and a smaller factor.
 
-    The backward pass keeps the array and the factor, not the factor broadcast to the
-    shape of the array.
-
-    Args:
-      eqn: the equation, a `mul` or a `div`.
-      array: half, of the shape of the result.
-      factor: half, smaller.
-      factor_in_f32: the same in float32, which is differentiated.
+    Both are half; the factor in float32 is differentiated. The backward pass keeps the
+    array and the factor, not the factor broadcast to the shape of the array.
     """
     (value,) = binding.bind_here(eqn, map(lax.stop_gradient, (array, factor)))
     if eqn.primitive.name == "div":
@@ -194,7 +165,7 @@ def _multiply_transpose(ct, aval, other, *, dtype):
     del dtype
     if aval.shape == ct.shape:
         return _multiply(ct, other, dtype=aval.dtype)
-    axes = tuple(i for i, size in enumerate(aval.shape) if size != ct.shape[i])
+    axes = tuple(i for i, length in enumerate(aval.shape) if length != ct.shape[i])
     terms = ct.astype(jnp.float32) * other.astype(jnp.float32)
     return jnp.sum(terms, axes, keepdims=True)
 
@@ -214,11 +185,8 @@ _multiply = compat.new_primitive(
 def multiply(eqn: Eqn, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Array:
     """Run a `mul` in float32, or a `div` by a smaller array.
 
-    Args:
-      eqn: the equation.
-      operands: its operands, float32.
-      kept: what the backward pass keeps of each: the half numbers that it was cast
-        from, or the operand.
+    Of each operand the backward pass keeps what is `kept`: the half numbers that it was
+    cast from, or the operand.
     """
     rank = eqn.outvars[0].aval.ndim
     x, y, x_kept, y_kept = (
@@ -268,9 +236,7 @@ def sums_backward(eqn: Eqn) -> bool:
     """
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
-        return math.prod(eqn.outvars[0].aval.shape) > math.prod(
-            eqn.invars[0].aval.shape
-        )
+        return size(eqn.outvars[0]) > size(eqn.invars[0])
     is_padded_with_variable = name == "pad" and not compat.is_literal(eqn.invars[1])
     known = facts(name)
     # One that chooses among equal numbers counts them; from windows, it repeats them.
@@ -281,10 +247,7 @@ def sums_backward(eqn: Eqn) -> bool:
 def bind(eqn: Eqn, operands: Sequence[Any], in_f32: Sequence[Any]) -> list[Any]:
     """Run an equation for which `sums_backward` is true.
 
-    Args:
-      eqn: the equation.
-      operands: its operands.
-      in_f32: the same, with half operands in float32: these are differentiated.
+    `in_f32` are its operands with half ones in float32: these are differentiated.
     """
     # Without stop_gradient, JAX would compute residuals for the derivative of `value`.
     (value,) = binding.bind_here(eqn, list(map(lax.stop_gradient, operands)))
@@ -359,10 +322,10 @@ def bounded(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """Return float32 operands; of a sum or a limit, the smaller ones are bounded."""
     if not facts(eqn.primitive.name) & (Fact.LINEAR | Fact.LIMITS):
         return list(operands)
-    size = eqn.outvars[0].aval.size
+    of_result = size(eqn.outvars[0])
     return [
         bound(x, dtype)
-        if not compat.is_literal(v) and is_f32(v) and v.aval.size < size
+        if not compat.is_literal(v) and is_f32(v) and size(v) < of_result
         else x
         for v, x in zip(eqn.invars, operands, strict=True)
     ]
@@ -393,38 +356,25 @@ _MANY_READS = 3
 
 @dataclasses.dataclass(frozen=True)
 class EqnReads:
-    """How one equation reads its half operands.
+    """How one equation reads its half operands."""
 
-    Attributes:
-      half: per operand, whether it is half, or read in half.
-      like: per operand, the variables that it is combined with elementwise and that
-        depend on inputs of the jaxpr on which it does not depend itself.
-      smaller: the half operands that are broadcast to the shape of the result.
-      sums_backward: whether the transpose of the equation sums in half.
-    """
-
-    half: Sequence[bool]
-    like: Mapping[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
-    smaller: Sequence[int] = ()
-    sums_backward: bool = False
+    half: Sequence[bool]  # per operand, whether it is half, or read in half
+    # Per operand, the variables that it is combined with elementwise and that depend on
+    # inputs of the jaxpr on which it does not depend itself.
+    like: Mapping[int, Sequence[Any]]
+    smaller: Sequence[int]  # half operands that are broadcast to the result's shape
+    sums_backward: bool  # whether the transpose of the equation sums in half
 
 
 @dataclasses.dataclass(frozen=True)
 class Reads:
-    """How a jaxpr reads its half values.
+    """How a jaxpr reads its half values."""
 
-    Attributes:
-      by_eqn: how an equation does, by its `id`, for those that have half operands.
-      many: the variables that are read so often that their gradients are to be summed
-        in float32.
-      differentiated: the variables through which a gradient may pass.
-      is_derivative_rule: whether the jaxpr is a rule for derivatives. JAX transposes it
-        as it is, so an operation on a tangent must be linear in it.
-    """
-
-    by_eqn: Mapping[int, EqnReads]
-    many: frozenset[Var]
-    differentiated: frozenset[Var]
+    by_eqn: Mapping[int, EqnReads]  # by `id`, for those that have half operands
+    many: frozenset[Var]  # read so often that their gradients are summed in float32
+    differentiated: frozenset[Var]  # through these, a gradient may pass
+    # JAX transposes a rule for derivatives as it is: an operation on a tangent must be
+    # linear in it.
     is_derivative_rule: bool = False
 
 
@@ -437,25 +387,18 @@ def find_reads(
 ) -> Reads:
     """Return how a jaxpr reads its half values.
 
-    Args:
-      jaxpr: the jaxpr, open.
-      half_in: per equation and operand, whether a float32 operand is read in half.
-      is_derivative_rule: whether the jaxpr is a rule for derivatives.
-      in_clusters: the indices of equations that run as parts of clusters.
-      of_clusters: what each cluster reads.
+    `half_in` says of the operands of each equation which float32 ones are read in half.
+    Equations `in_clusters`, by index, run as parts of these, which read `of_clusters`.
     """
     differentiated = _differentiated(jaxpr)
     by_eqn, reads, reads_in_f32 = {}, collections.Counter(of_clusters), set()
     inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
     for index, (eqn, cast_in) in enumerate(zip(jaxpr.eqns, half_in, strict=True)):
-        half = [
-            is_cast or is_half(v)
-            for v, is_cast in zip(eqn.invars, cast_in, strict=True)
-        ]
+        pairs = zip(eqn.invars, cast_in, strict=True)
+        half = [is_cast or is_half(v) for v, is_cast in pairs]
         operands = list(variables(eqn.invars))
-        inputs.update(
-            dict.fromkeys(eqn.outvars, _union(inputs.get(v, 0) for v in operands))
-        )
+        of_operands = union(inputs.get(v, 0) for v in operands)
+        inputs.update(dict.fromkeys(eqn.outvars, of_operands))
         is_differentiated = (
             not differentiated.isdisjoint(eqn.outvars) and index not in in_clusters
         )
@@ -503,16 +446,15 @@ def _eqn_reads(
                 like[i] = others
             if known & Fact.BROADCASTS and var.aval.shape != shape:
                 smaller.append(i)
-    may_sum = not differentiated.isdisjoint(
-        variables(itertools.compress(eqn.invars, half))
-    )
+    halves = variables(itertools.compress(eqn.invars, half))
+    may_sum = not differentiated.isdisjoint(halves)
     return EqnReads(half, like, smaller, may_sum and sums_backward(eqn))
 
 
 def _covering(operands: Any, inputs: Mapping[Any, int], var: Var) -> Sequence[Any]:
     """Return operands that depend on all inputs that one operand does not depend on."""
     others = list(variables(operands))
-    missing = _union(inputs.get(v, 0) for v in others) & ~inputs.get(var, 0)
+    missing = union(inputs.get(v, 0) for v in others) & ~inputs.get(var, 0)
     found = []
     for other in others:
         if missing & inputs.get(other, 0):
@@ -521,7 +463,8 @@ def _covering(operands: Any, inputs: Mapping[Any, int], var: Var) -> Sequence[An
     return found
 
 
-def _union(bits: Iterable[int]) -> int:
+def union(bits: Iterable[int]) -> int:
+    """Return the bits that any of several numbers has."""
     return functools.reduce(operator.or_, bits, 0)
 
 

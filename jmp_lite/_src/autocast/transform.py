@@ -22,7 +22,7 @@ from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.options import OpRules, Regions, policies_of, resolve_rules
 from jmp_lite._src.autocast.precision import CastPlan, Placed, walk
 from jmp_lite._src.autocast.rewrite import Rewriter
-from jmp_lite._src.autocast.rules import BOUNDARY
+from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 from jmp_lite._src.policy import Policy, PolicyMap, check_reduce_dtype, get_policy
@@ -357,10 +357,8 @@ class PlannedCall:
 
     def run(self) -> Any:
         """Return what the function returns, in the dtypes that it would have."""
-        plan = self.plan
-        outs = Rewriter(self.analyzer).run(
-            plan, (False,) * len(plan.half_out), *self.traced.args
-        )
+        half_out = (False,) * len(self.plan.outs)
+        outs = Rewriter(self.analyzer).run(self.plan, half_out, *self.traced.args)
         return self.traced.restore(outs)
 
     def what_is_missing(self) -> str:
@@ -386,7 +384,7 @@ class PlannedCall:
             of_all = f"{share:.0%} of the matrix-product FLOPs of {self.name}"
             why = f"as they are: {products.COMPLEX}"
             return f"autocast leaves {of_all} {why}. {_REAL_PARTS}"
-        has_fp8 = any(of.plan.rule.is_fp8 for of in equations)
+        has_fp8 = any(isinstance(of.plan.rule, Fp8) for of in equations)
         if not self.analyzer.regions.any_fp8 or has_fp8:
             return ""
         return f"autocast put no matrix product of {self.name} in fp8: {self._kept()}."
@@ -443,10 +441,6 @@ def check_policy(
 
     A policy that computes in the dtype of a program written in float32 (or in float64,
     with float64 parameters) asks for nothing: its dtype is float32 (float64).
-
-    Raises:
-      TypeError: it is no policy.
-      ValueError: it computes in two kinds of half, or in another dtype.
     """
     if any(map(trees.is_array, jax.tree.leaves(policy))):
         raise TypeError(
@@ -504,16 +498,9 @@ def _no_context_manager(caller: str) -> str:
 def check_function(
     fun: Any, caller: str, policy: Any = None, *, allows_modules: bool = False
 ) -> None:
-    """Raise if this is no function to transform.
+    """Raise a TypeError that says what to do if this is no function to transform.
 
-    Args:
-      fun: what was passed as the function.
-      caller: the name of the public function.
-      policy: what was passed as its policy.
-      allows_modules: whether modules of flax are functions, too.
-
-    Raises:
-      TypeError: as said, with what to do instead.
+    `allows_modules` says whether modules of flax are functions, too.
     """
     got = f"{caller} expects a function, got {fun!r}"
     if isinstance(fun, type) and fun in dtypes.HALF_DTYPES:
@@ -549,11 +536,7 @@ def check_function(
 
 
 def refuse_modules(args_and_kwargs: Any, who: str) -> None:
-    """Raise if an argument is an nnx module.
-
-    Raises:
-      TypeError: it is, and what to do instead.
-    """
+    """Raise a TypeError that says what to do if an argument is an nnx module."""
     leaves = jax.tree.leaves(args_and_kwargs, is_leaf=compat.is_nnx_module)
     if any(map(compat.is_nnx_module, leaves)):
         raise TypeError(_nnx_advice(f"{who} got"))

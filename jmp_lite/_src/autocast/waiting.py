@@ -31,17 +31,11 @@ _NONE: frozenset[Var] = frozenset()
 
 
 class Waiting:
-    """The float32 values of a plan that wait, and what clusters compute of them.
-
-    Args:
-      plan: the plan.
-      halves: its half values.
-      has_range: whether half has the range of float32: then none waits outside of
-        loops.
-    """
+    """The float32 values of a plan that wait, and what clusters compute of them."""
 
     def __init__(self, plan: CastPlan, halves: set[Var], has_range: bool):
-        # Outside of loops XLA itself keeps what takes less.
+        # If half has the range of float32, none waits outside of loops: there XLA
+        # itself keeps what takes less.
         may_wait = not has_range or plan.around is Around.LOOP
         self.values = frozenset(_find(plan, halves) if may_wait else ())
         self._halves = halves
@@ -59,12 +53,8 @@ class Waiting:
     def stays_outside(self, eqn: Eqn, needs_digits: bool) -> bool:
         """Return whether an equation needs more digits of what waits than are kept.
 
-        The derivative of a linear operation needs none of them. What is computed from a
-        difference needs all of them.
-
-        Args:
-          eqn: the equation.
-          needs_digits: whether its own derivative does.
+        The derivative of a linear operation needs none of them, that of others may
+        (`needs_digits`). What is computed from a difference needs all of them.
         """
         if not self.values:
             return False
@@ -95,12 +85,7 @@ class Waiting:
         return any(of_others) or (any(of_totals) and not has_rows)
 
     def note(self, eqn: Eqn, axes: tuple[int, ...]) -> None:
-        """Note what a cluster computes.
-
-        Args:
-          eqn: an equation in a cluster.
-          axes: those that it sums over, () if it is no reduction.
-        """
+        """Note what a cluster computes, and the axes that it sums over, () if none."""
         operands = list(variables(eqn.invars))
         sources = _NONE.union(*(self._of(self._sources, v) for v in operands))
         if axes and core.size(eqn.outvars[0]) > 1:
@@ -142,18 +127,13 @@ def _large(operands: Iterable[Var], size: int) -> list[Var]:
 
 
 class Kept(NamedTuple):
-    """What is kept of a float32 array.
+    """What is kept of a float32 array."""
 
-    Attributes:
-      numbers: float16, relative to two numbers of each row, or their square roots; or
-        bfloat16, the array itself.
-      deviation: of each row, or None.
-      mean: likewise.
-    """
-
+    # float16, relative to two numbers of each row, or their square roots; or bfloat16,
+    # the array itself.
     numbers: jax.Array
-    deviation: jax.Array | None
-    mean: jax.Array | None
+    deviation: jax.Array | None  # of each row
+    mean: jax.Array | None  # of each row
 
 
 # The tangent of what is kept is that of the array, in the numbers' place. It is for
