@@ -330,3 +330,20 @@ def test_what_a_cluster_casts_is_in_the_scope_of_what_made_it():
     casts = [x for x in jaxpr.eqns if x.primitive.name == "convert_element_type"]
     assert len(casts) >= 3
     assert all("block" in str(eqn.source_info.name_stack) for eqn in casts)
+
+
+def test_a_call_without_results_in_a_loop_is_left_alone():
+    """The derivative of a ReLU in a scan leaves such a call."""
+
+    def loss(params):
+        def layer(h, params):
+            w, v = params
+            return h + jax.nn.relu(h @ w) @ v, jnp.mean(h)
+
+        h, means = lax.scan(layer, X, params)
+        return jnp.sum(h * 1.5) + jnp.sum(means)
+
+    params = np.stack([W, W.T]), np.stack([V, V.T])
+    found = autocast(jax.grad(loss), "mixed_float16")(params)
+    for grad, want in zip(found, jax.grad(loss)(params), strict=True):
+        assert np.linalg.norm(grad - want) < 0.02 * np.linalg.norm(want)

@@ -127,7 +127,7 @@ class Clusters:
 
     def _work(self, eqn: Eqn, plan: EqnPlan) -> Work | None:
         """Return what an equation does, None if it may not be in a cluster."""
-        if plan.softmax is not None or eqn.effects:
+        if plan.softmax is not None or eqn.effects or not eqn.outvars:
             return None
         name = eqn.primitive.name
         if plan.keeps_half and facts(name) & (Fact.LINEAR | Fact.JOINS):
