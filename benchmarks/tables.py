@@ -56,7 +56,7 @@ def results_of(table: str) -> list[str]:
     """Return the names of the results that a table is made from."""
     with loaded() as names:
         TABLES[table]()
-    return names
+    return [*names]
 
 
 def printed(name: str) -> str:

@@ -591,10 +591,6 @@ def test_a_mistake_with_checkpoints_does(row: Row, folder: Path) -> None:
     assert ckpt.latest_step(folder) == 3
 
 
-def test_there_are_many() -> None:
-    assert sum(map(len, [*PARTS.values(), CHECKPOINTS])) >= 200
-
-
 def test_what_looks_like_a_mistake_and_is_none(folder: Path) -> None:
     assert dynamic(period=jnp.int32(3)).period == 3  # hashable
     assert jmp.StaticLossScale(jnp.float32(8)).loss_scale == 8.0

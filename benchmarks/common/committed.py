@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from examples.common.results import COMMITTED
@@ -63,18 +64,18 @@ RESULTS: dict[str, str] = {
 }
 
 
-_WATCHERS: list[list[str]] = []
+# What `loaded` collects: the keys of a dict are in order, and each is there once.
+_NAMES: ContextVar[dict[str, None]] = ContextVar("names of loaded results")
 
 
 @contextlib.contextmanager
-def loaded() -> Iterator[list[str]]:
+def loaded() -> Iterator[dict[str, None]]:
     """Collect the names of the results that are loaded inside, each once."""
-    names: list[str] = []
-    _WATCHERS.append(names)
+    token = _NAMES.set({})
     try:
-        yield names
+        yield _NAMES.get()
     finally:
-        _WATCHERS.remove(names)
+        _NAMES.reset(token)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -86,7 +87,5 @@ def load(name: str) -> dict[str, Any]:
     """
     if name not in RESULTS:
         raise KeyError(f"expected one of {', '.join(RESULTS)}, got {name!r}")
-    for names in _WATCHERS:
-        if name not in names:
-            names.append(name)
+    _NAMES.get({})[name] = None
     return json.loads((COMMITTED / name).read_text(encoding="utf-8"))

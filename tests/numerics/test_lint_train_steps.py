@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from right_steps import ALWAYS_RIGHT
 from train_steps import (
     ADAM,
-    ALWAYS_RIGHT,
     PARAMS,
     POLICY,
     STEPS,
