@@ -261,14 +261,14 @@ def test_what_needs_its_digits_keeps_them(loss):
 def test_square_roots_in_float16_have_ten_bits_up_to_4e9():
     x = np.geomspace(1e-8, 4e9, 10_000).astype(np.float32)
     x = np.concatenate([-x, x, [0]]).astype(np.float32)
-    found = waiting.restore(waiting.keep(x, (), jnp.float16))
+    found = waiting.restore(waiting.keep(jnp.asarray(x), (), jnp.float16))
     np.testing.assert_allclose(found, x, rtol=2.0**-10)
 
 
 def test_rows_are_kept_to_eleven_bits_of_their_deviation():
     x = _normal(16, 1024) * 10.0 ** np.arange(-6, 10)[:, None]
     x = (x + x.std(1, keepdims=True) * 100).astype(np.float32)  # far from zero
-    found = waiting.restore(waiting.keep(x, (1,), jnp.float16))
+    found = waiting.restore(waiting.keep(jnp.asarray(x), (1,), jnp.float16))
     error = np.abs(found - x) / x.std(1, keepdims=True)
     assert error.max() < 4 * 2.0**-11  # what is four deviations away has four
 
