@@ -83,6 +83,12 @@ def test_create_and_apply_gradients_return_the_class_they_are_called_on():
     assert after.note == "mine"
 
 
+def test_a_dynamic_scale_is_told_where_the_loss_scale_is():
+    kwargs: dict[str, Any] = {"dynamic_scale": None}
+    with pytest.raises(TypeError, match=r"tx=jmp_lite\.scale_aware\(tx\)"):
+        TrainState.create(apply_fn=None, params={}, tx=optax.sgd(0.1), **kwargs)
+
+
 # A skipped step.
 
 

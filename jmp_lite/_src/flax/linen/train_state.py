@@ -80,10 +80,15 @@ class TrainState(train_state.TrainState):
           **kwargs: other fields.
 
         Raises:
-          TypeError: `tx` is not an optax transformation.
+          TypeError: `tx` is not an optax transformation; there is a `dynamic_scale`.
           ValueError: parameters or batch statistics are not finite; `ema_decay` is not
             in (0, 1); `update_on_skip` has a name that is not a field.
         """
+        if "dynamic_scale" in kwargs and not hasattr(cls, "dynamic_scale"):
+            raise TypeError(
+                f"{cls.__name__} has no dynamic_scale: the loss scale is a part of the "
+                "optimiser's state. Use tx=jmp_lite.scale_aware(tx)."
+            )
         ema_decay = kwargs.get("ema_decay")
         train_step.check_start(tx, params, kwargs.get("batch_stats"), ema_decay)
         kwargs.setdefault("ema", train_step.init_ema(params, ema_decay))
