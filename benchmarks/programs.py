@@ -259,9 +259,14 @@ def main(
             raise typer.Exit(1)
     failed = False
     for name in device:
-        committed = read(result_path(name, size))[1] if check else {}
+        path = result_path(name, size)
+        versions, committed = read(path) if path.exists() else ({}, {})
+        if every or other_versions(versions, targets.versions()):
+            known = {}
+        else:
+            known = committed
         title = DEVICES[name].title
-        results = measure_all(name, size, {} if every else committed)
+        results = measure_all(name, size, known)
         rows = broken_limits(name, size, results)
         if check:
             same = sum(

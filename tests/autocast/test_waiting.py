@@ -138,7 +138,9 @@ def test_two_bytes_are_kept_of_what_waits(model):
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize(
-    "model", [layer_norm, fast_layer_norm, gelu], ids=lambda f: f.__name__
+    "model",
+    [layer_norm, fast_layer_norm, rms_norm_and_silu],
+    ids=lambda f: f.__name__,
 )
 def test_a_loop_keeps_two_bytes_of_what_it_carries(model, policy):
     """XLA does not see through the residuals of a loop."""

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -104,6 +104,10 @@ class Clusters:
         pairs = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))
         works = list(itertools.starmap(self._work, pairs))
         search = _Search(plan, works, self._has_range)
+        if self._has_range and search.waiting.values:
+            # An activation of what waits gains nothing over its result in bfloat16.
+            among = search.waiting.summed()
+            search = _Search(plan, works, self._has_range, among)
         clusters = list(search.clusters())
         if not clusters:
             return plan
@@ -194,7 +198,13 @@ class Clusters:
 class _Search:
     """Finds the clusters of a plan."""
 
-    def __init__(self, plan: CastPlan, works: Sequence[Work | None], has_range: bool):
+    def __init__(
+        self,
+        plan: CastPlan,
+        works: Sequence[Work | None],
+        has_range: bool,
+        may_wait: Set[Var] | None = None,
+    ):
         self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, list(works)
         self._has_range = has_range
         self.depth = [0] * len(self.eqns)
@@ -213,7 +223,7 @@ class _Search:
         self._returned = {v: h for v, h in pairs if not compat.is_literal(v)}
         self._constant = set(_without_gradients(self.eqns))
         # In float16, what may overflow is float32.
-        self.waiting = Waiting(plan, self._halves, has_range)
+        self.waiting = Waiting(plan, self._halves, has_range, may_wait)
         self._stored = {v for v in self._made_by if self._is_stored(v)}
         self._is_inside = self._go_forward()
         self._go_backward()

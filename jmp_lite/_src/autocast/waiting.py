@@ -12,7 +12,7 @@ keep nothing for the backward pass, stay outside of clusters, and what is rounde
 their result.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -33,11 +33,18 @@ _NONE: frozenset[Var] = frozenset()
 class Waiting:
     """The float32 values of a plan that wait, and what clusters compute of them."""
 
-    def __init__(self, plan: CastPlan, halves: set[Var], has_range: bool):
+    def __init__(
+        self,
+        plan: CastPlan,
+        halves: set[Var],
+        has_range: bool,
+        among: Set[Var] | None = None,
+    ):
         # If half has the range of float32, none waits outside of loops: there XLA
         # itself keeps what takes less.
         may_wait = not has_range or plan.around is Around.LOOP
-        self.values = frozenset(_find(plan, halves) if may_wait else ())
+        found = frozenset(_find(plan, halves) if may_wait else ())
+        self.values = found if among is None else found & among
         self._halves = halves
         self._rows: dict[Var, tuple[int, ...]] = {}
         # What is computed in clusters -> what waits that it is computed of; what of it
@@ -45,6 +52,10 @@ class Waiting:
         self._sources: dict[Var, frozenset[Var]] = {}
         self._elementwise: dict[Var, frozenset[Var]] = {}
         self._made_of: dict[Var, list[Var]] = {}
+
+    def summed(self) -> Set[Var]:
+        """Return what waits and is summed along rows."""
+        return self._rows.keys()
 
     def rows(self, var: Var) -> tuple[int, ...] | None:
         """Return the axes over which a value is summed; None if it does not wait."""
