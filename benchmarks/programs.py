@@ -14,9 +14,9 @@ one device and on four. Bytes accessed, peak memory, kernels, casts, the dtypes 
 products, branches and collectives are those of the real program.
 Nothing is run, so nothing is said about time.
 
-A check compiles what has changed. The same compiler makes the same of the same program,
+Only what has changed is compiled. The same compiler makes the same of the same program,
 so a step whose program is that of the committed figures has these figures: one that is
-cast by hand, say, where only autocast has changed.
+cast by hand, say, where only autocast has changed. `--all` compiles every one.
 """
 
 import enum
@@ -261,10 +261,8 @@ def main(
     for name in device:
         path = result_path(name, size)
         versions, committed = read(path) if path.exists() else ({}, {})
-        if every or other_versions(versions, targets.versions()):
-            known = {}
-        else:
-            known = committed
+        is_known = committed and not other_versions(versions, targets.versions())
+        known = committed if is_known and not every else {}
         title = DEVICES[name].title
         results = measure_all(name, size, known)
         rows = broken_limits(name, size, results)
