@@ -293,7 +293,7 @@ def test_equal_layers_are_lowered_and_compiled_once(tool, most):
         "advise": lambda loss: numerics.advise(loss, "mixed_float16"),
     }[tool]
     counts = []
-    for blocks in (4, 5):  # the first, the last, and two beside them
+    for blocks in (5, 6):  # with fewer, the ones in the middle differ on some JAX
         loss, params, tokens = compilations.transformer(blocks)
         with (
             compilations.counted(compilations.LOWERED) as lowered,
@@ -306,7 +306,7 @@ def test_equal_layers_are_lowered_and_compiled_once(tool, most):
 
 
 def test_layers_that_share_a_program_have_the_numbers_of_their_own(monkeypatch):
-    loss, params, tokens = compilations.transformer(4)
+    loss, params, tokens = compilations.transformer(5)
 
     def report():
         return dry_run(jax.grad(loss), "mixed_float16")(params, tokens).to_json()
