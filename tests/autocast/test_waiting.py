@@ -168,7 +168,7 @@ def test_a_loop_under_vmap_keeps_two_bytes():
     alone = jax.jit(jax.grad(loss))
     for w, grad in zip(weights, found, strict=True):
         want = alone(w, V, GAIN)
-        np.testing.assert_allclose(grad, want, atol=2e-2 * np.abs(want).max())
+        assert np.linalg.norm(grad - want) < 0.02 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
