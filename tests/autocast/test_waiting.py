@@ -260,6 +260,38 @@ def test_what_needs_its_digits_keeps_them(loss):
         assert new < 2.5 * old
 
 
+# Functions whose derivatives need more of an operand than its distance from the mean.
+OF_DIGITS = {
+    "log": jnp.log,
+    "sqrt": jnp.sqrt,
+    "reciprocal": lambda x: 1 / x,
+    "power": lambda x: x**-0.7,
+    "softplus of a logarithm": lambda x: jnp.log1p(1 / x),
+    "cosh": lambda x: jnp.cosh(jnp.log(x)),
+    "sin": lambda x: jnp.sin(x * 3),
+    "atan2": lambda x: jnp.arctan2(x, x * x),
+    "a call": jax.jit(jnp.log),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("fun", OF_DIGITS.values(), ids=OF_DIGITS)
+def test_a_function_before_a_norm_keeps_its_digits(fun, policy):
+    """As of the logarithm of a spectrum: the numbers of a row differ by decades."""
+    spectrum, decades = X**2, np.geomspace(1e-3, 1e2, N, dtype=np.float32)
+
+    def loss(w):
+        def layer(x, _):
+            return x * jnp.exp(0.1 * jnp.tanh(layer_norm(fun(x), V, GAIN))), None
+
+        x = spectrum @ (jnp.abs(w) * decades)
+        in_a_loop = jnp.log(lax.scan(layer, x, None, length=2)[0])
+        return jnp.mean((layer_norm(fun(x), V, GAIN) + in_a_loop) * WEIGHTS)
+
+    (found,), (before,) = (_errors(loss, on, W, policy=policy) for on in (True, False))
+    assert found < 1.2 * before
+
+
 def test_square_roots_in_float16_have_ten_bits_up_to_4e9():
     x = np.geomspace(1e-8, 4e9, 10_000).astype(np.float32)
     x = np.concatenate([-x, x, [0]]).astype(np.float32)

@@ -389,6 +389,7 @@ def _describe(
     """Return what is read off the program once, per equation of a jaxpr."""
     table, dtype = analyzer.table, analyzer.compute_dtype
     softmaxes = products.find_softmaxes(jaxpr) if table.lowers_anything else {}
+    orders = products.find_orders(jaxpr) if table.lowers_anything else {}
 
     def describe(index: int, eqn: Eqn) -> EqnInfo:
         name = eqn.primitive.name
@@ -417,6 +418,7 @@ def _describe(
             region=region,
             bodies=bodies,
             softmax=softmaxes.get(index),
+            order=orders.get(index),
             fixed=tuple([fixed(v, dtype) for v in eqn.invars]),
             is_smaller=tuple([size > core.size(v) for v in eqn.invars]),
             is_f32=tuple(map(core.is_f32, eqn.outvars)),

@@ -260,6 +260,7 @@ class EqnPlan:
     bodies: tuple["CastPlan", ...] = ()
     reason: str = ""  # why it is in float32, for `explain`
     softmax: Softmax | None = None  # whose last equation it is, if it runs as one
+    order: Any = None  # the `products.Order` in which a product runs, if not as written
     changes_no_body: bool = False  # whether its sub-jaxprs can run as they are
     keeps_half: bool = False  # whether its result is stored in half, whatever reads it
     in_float32: bool = False  # whether it reads half in float32, and rounds its result

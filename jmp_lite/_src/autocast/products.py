@@ -4,6 +4,7 @@ A product of half operands accumulates in f32. Its result is either rounded to h
 the f32 accumulator itself (`preferred_element_type`), which only costs more memory.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -23,8 +24,21 @@ NAMES = matmul_precision.PRODUCTS
 COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
-def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
+def run(
+    eqn: Eqn,
+    operands: Sequence[Any],
+    half_dtype: Any,
+    half_result: bool,
+    order: "Order | None" = None,
+) -> Any:
     """Return the product of half operands, in half or in f32 from the accumulator."""
+    if order is not None:
+        moved = map(jax.lax.transpose, operands, order.transposes)
+        params = {**eqn.params, "dimension_numbers": order.dimension_numbers}
+        of_moved = eqn.replace(params=params)
+        halves = [*moved][:: -1 if order.is_swapped else 1]
+        out = run(of_moved, halves, half_dtype, half_result)
+        return jax.lax.transpose(out, order.back)
     params = dict(eqn.params)
     if not is_default_precision(params.get("precision")):  # it is for float32 products
         params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
@@ -166,6 +180,66 @@ def why_not_fp8(eqn: Eqn, min_size: int) -> str:
     lhs, rhs = (v.aval for v in eqn.invars)
     dimensions, sharding = map(eqn.params.get, ("dimension_numbers", "out_sharding"))
     return fp8.why_not(lhs, rhs, dimensions, out_sharding=sharding, min_size=min_size)
+
+
+# Products whose result is transposed.
+#
+# `jnp.einsum` transposes the result of a product where it would be as good to transpose
+# an operand: `bsghd,btgd->bghst`, the logits of grouped queries, is a product
+# `bgtsh`. XLA keeps that layout, in which a softmax over `t` runs along columns, and
+# copies the logits in float32. Here, the smaller operand is transposed, and the product
+# is `bghst` itself: XLA leaves out two transposes that undo each other.
+
+
+class Order(NamedTuple):
+    """How a product makes its result in the order in which it is read."""
+
+    transposes: tuple[tuple[int, ...], ...]  # of the operands
+    is_swapped: bool  # then, the operands
+    dimension_numbers: Any  # of what is multiplied
+    back: tuple[int, ...]  # from the order that is made to that of the program
+
+
+def find_orders(jaxpr: Jaxpr) -> dict[int, Order]:
+    """Return how products may run whose one reader transposes them, by their index."""
+    read_by = collections.defaultdict(list)
+    for eqn in jaxpr.eqns:
+        for var in core.variables(eqn.invars):
+            read_by[var].append(eqn.params.get("permutation"))
+    orders = {
+        index: _order(eqn, *read_by[eqn.outvars[0]])
+        for index, eqn in enumerate(jaxpr.eqns)
+        if eqn.primitive.name == "dot_general"
+        and len(read_by[eqn.outvars[0]]) == 1
+        and eqn.outvars[0] not in jaxpr.outvars
+    }
+    return {index: order for index, order in orders.items() if order is not None}
+
+
+def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
+    contracted, batch = eqn.params["dimension_numbers"]
+    rank = len(batch[0])
+    if permutation is None or sorted(permutation[:rank]) != list(range(rank)):
+        return None
+    transposes, wanted, size = [], [], eqn.outvars[0].aval.size
+    for operand, *dims in zip(eqn.invars[:2], contracted, batch, strict=True):
+        free = [i for i in range(operand.aval.ndim) if i not in (*dims[0], *dims[1])]
+        start = rank + sum(map(len, wanted))
+        wanted.append([i for i in permutation if start <= i < start + len(free)])
+        moves = [*range(operand.aval.ndim)]
+        for i, j in zip(free, wanted[-1], strict=True):
+            moves[i] = free[j - start]
+        if moves != sorted(moves) and operand.aval.size >= size:
+            return None
+        transposes.append(tuple(moves))
+    is_swapped = list(permutation[rank:]) == wanted[1] + wanted[0]
+    if not is_swapped and list(permutation[rank:]) != wanted[0] + wanted[1]:
+        return None  # the dimensions of one operand are not side by side
+    batch = [[dims[i] for i in permutation[:rank]] for dims in batch]
+    step = -1 if is_swapped else 1
+    numbers = tuple(map(tuple, contracted[::step])), tuple(map(tuple, batch[::step]))
+    back = tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
+    return Order(tuple(transposes), is_swapped, numbers, back)
 
 
 # Products whose weight gradients are the float32 accumulator.
@@ -316,12 +390,13 @@ _linear = compat.new_primitive(
 # for the backward pass beside the half probabilities. But the derivative needs the
 # probabilities alone:
 #
-#   p = softmax(z);  dp = p * (dz - sum(p * dz) / sum(p))
+#   p = softmax(z);  q = p / sum(p);  dp = q * (dz - sum(q * dz))
 #
 # so it is computed from the half `p` that the product keeps anyway, in float32
-# arithmetic, as in FlashAttention. Half `p` do not sum to 1: without the division, a
-# constant `dz`, which changes no `p`, would. `p` is at most 1, so nothing overflows;
-# float16 rounds to zero what is below 6e-8.
+# arithmetic, as in FlashAttention. Half `p` do not sum to 1, but `q` does: a constant
+# `dz` changes no `p`. XLA makes one kernel of this, which reads `p` and `dz` once; it
+# made two of `sum(p * dz) / sum(p)`. `p` is at most 1, so nothing overflows; float16
+# rounds to zero what is below 6e-8.
 
 
 def find_softmaxes(jaxpr: Jaxpr) -> dict[int, Softmax]:
@@ -392,8 +467,8 @@ def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
 
     def tangent(probabilities, dlogits):
         p, dz = (x.astype(jnp.float32) for x in (probabilities, dlogits))
-        mean = jnp.sum(p * dz, axes, keepdims=True) / jnp.sum(p, axes, keepdims=True)
-        return (p * (dz - mean)).astype(dtype)
+        q = p / jnp.sum(p, axes, keepdims=True)
+        return (q * (dz - jnp.sum(q * dz, axes, keepdims=True))).astype(dtype)
 
     # A loop would keep what JAX does: without a checkpoint, float32 probabilities.
     tangent = jax.checkpoint(tangent, prevent_cse=False)

@@ -38,7 +38,15 @@ from jmp_lite._src.autocast.saving import is_reduction, saves_totals
 from jmp_lite._src.autocast.waiting import Waiting
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, degree, facts
+from jmp_lite._src.jaxprs.primitives import (
+    CALLS,
+    CAST,
+    PRIMITIVES,
+    Fact,
+    degree,
+    degrees,
+    facts,
+)
 
 # An array is small beside another of so many times its size.
 _SMALL = 8
@@ -55,6 +63,10 @@ class Work(NamedTuple):
     chooses: int = 0  # that of a choice or a comparison, or of what is chosen by
     multiplies: bool = False  # whether variables are multiplied
     is_exponential: bool = False
+    # The largest operand of what divides by it, of a logarithm and of a root; and of
+    # other functions that lose digits in half.
+    divides: int = 0
+    loses_digits: int = 0
 
     @property
     def is_worth_it(self) -> bool:
@@ -151,6 +163,8 @@ class Clusters:
             chooses=size if _chooses(name) else 0,
             multiplies=_multiplies(eqn),
             is_exponential=bool(facts(name) & Fact.EXPONENTIAL),
+            divides=_divides(eqn),
+            loses_digits=size if _loses_digits(name) else 0,
         )
 
     def _work_of_body(self, plan: CastPlan) -> Work | None:
@@ -238,7 +252,7 @@ class _Search:
         is_inside, computed, of_effects = [], set(), 1
         for i, eqn in enumerate(self.eqns):
             operands, work = list(variables(eqn.invars)), self.works[i]
-            if work and self.waiting.stays_outside(eqn, work.needs_digits):
+            if work and self.waiting.stays_outside(eqn, work):
                 self.works[i] = work = None
             inside = (
                 work is not None
@@ -250,7 +264,7 @@ class _Search:
             is_inside.append(inside)
             if inside:
                 reduces = is_reduction(eqn.primitive.name, eqn.params)
-                self.waiting.note(eqn, eqn.params["axes"] if reduces else ())
+                self.waiting.note(eqn, work, eqn.params["axes"] if reduces else ())
             self.depth[i] = max(
                 (
                     self.depth[self._made_by[v]] + self._rise(is_inside, v, i)
@@ -538,6 +552,25 @@ def _is_transcendental(name: str) -> bool:
 @functools.cache
 def _chooses(name: str) -> bool:
     return bool(facts(name) & (Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES))
+
+
+def _divides(eqn: Eqn) -> int:
+    """Return the size of an operand near whose zero the derivative has no bound."""
+    name = eqn.primitive.name
+    powers = (0,) if facts(name) & Fact.LOGARITHM else degrees(name, eqn.params)
+    pairs = zip(eqn.invars, powers, strict=False)
+    return max((core.size(v) for v, power in pairs if power < 1), default=0)
+
+
+@functools.cache
+def _loses_digits(name: str) -> bool:
+    """Return whether this is no sum, power or logarithm, and needs float32."""
+    known, is_plain = facts(name), Fact.LINEAR | Fact.LOGARITHM
+    if Fact.ELEMENTWISE not in known or known & is_plain:
+        return False
+    is_of_pair = known & (Fact.BROADCASTS | Fact.ARITHMETIC) == Fact.BROADCASTS
+    in_f32 = PRIMITIVES[name].op_class == "float32"
+    return bool(is_of_pair) or (in_f32 and not degrees(name, {}))
 
 
 def _multiplies(eqn: Eqn) -> bool:

@@ -51,6 +51,7 @@ class EqnInfo(NamedTuple):
     region: Region  # whether the policy lowers what is in its name scope
     bodies: tuple[SubJaxpr, ...]  # where they are understood
     softmax: Softmax | None  # whose last equation it is
+    order: Any  # the `products.Order` of a product that is transposed, or None
     fixed: tuple[Precision | None, ...]  # of literals and what is not float32
     is_smaller: tuple[bool, ...]  # per operand, than an elementwise result
     is_f32: tuple[bool, ...]  # per result

@@ -89,7 +89,7 @@ class _Product(Rule):
             "" if is_half else "f32 result from the accumulator",
         ]
         reason = "; ".join(filter(None, reasons))
-        plan = EqnPlan(self, half_in, (is_half,), reason=reason)
+        plan = EqnPlan(self, half_in, (is_half,), reason=reason, order=info.order)
         return plan, [HALF if is_half else FLOAT32]
 
     def operand_uses(self, info, plan, uses, analysis):
@@ -99,7 +99,8 @@ class _Product(Rule):
         if not any(plan.half_in):
             return super().run(eqn, plan, values)
         operands = values.read(eqn.invars, plan.half_in)
-        return [products.run(eqn, operands, values.half_dtype, plan.half_out[0])]
+        is_half, order = plan.half_out[0], plan.order
+        return [products.run(eqn, operands, values.half_dtype, is_half, order)]
 
 
 class _Accumulated(_Product):

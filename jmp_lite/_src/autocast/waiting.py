@@ -47,6 +47,7 @@ class Waiting:
         self.values = found if among is None else found & among
         self._halves = halves
         self._rows: dict[Var, tuple[int, ...]] = {}
+        self._divisors: frozenset[Var] = _NONE  # each number needs its first digits
         # What is computed in clusters -> what waits that it is computed of; what of it
         # it is computed of element by element; and its operands, if it is no sum.
         self._sources: dict[Var, frozenset[Var]] = {}
@@ -61,19 +62,24 @@ class Waiting:
         """Return the axes over which a value is summed; None if it does not wait."""
         return self._rows.get(var, ()) if var in self.values else None
 
-    def stays_outside(self, eqn: Eqn, needs_digits: bool) -> bool:
+    def stays_outside(self, eqn: Eqn, work: Any) -> bool:
         """Return whether an equation needs more digits of what waits than are kept.
 
-        The derivative of a linear operation needs none of them, that of others may
-        (`needs_digits`). What is computed from a difference needs all of them.
+        `work` is what it does. The derivative of a linear operation needs none of them,
+        that of an exponential or a choice all, and so does what is computed from a
+        difference. That of a logarithm needs the first digits of each number: a square
+        root has them, but what is relative to a row does not.
         """
         if not self.values:
             return False
+        alike = self._divided(eqn, work.divides)
+        if self._divided(eqn, work.loses_digits) or not alike.isdisjoint(self._rows):
+            return True
         known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
         operands = _large(variables(eqn.invars), size)
         of_each = [self._of(self._sources, v) for v in operands]
         sources = _large(_NONE.union(*of_each), size)
-        if not sources or needs_digits:
+        if not sources or work.needs_digits:
             return bool(sources)
         is_of_two = len(sources) > 1 or not all(of_each)
         if known & (Fact.LINEAR | Fact.JOINS) and is_of_two:
@@ -95,8 +101,14 @@ class Waiting:
         has_rows = all(v in self._rows for v in sources)
         return any(of_others) or (any(of_totals) and not has_rows)
 
-    def note(self, eqn: Eqn, axes: tuple[int, ...]) -> None:
+    def _divided(self, eqn: Eqn, size: int) -> frozenset[Var]:
+        """Return of what waits operands of this size are made, element by element."""
+        operands = (v for v in variables(eqn.invars) if 0 < size <= core.size(v))
+        return _NONE.union(*(self._of(self._elementwise, v) for v in operands))
+
+    def note(self, eqn: Eqn, work: Any, axes: tuple[int, ...]) -> None:
         """Note what a cluster computes, and the axes that it sums over, () if none."""
+        self._divisors |= self._divided(eqn, work.divides)
         operands = list(variables(eqn.invars))
         sources = _NONE.union(*(self._of(self._sources, v) for v in operands))
         if axes and core.size(eqn.outvars[0]) > 1:
@@ -113,7 +125,7 @@ class Waiting:
         while found:
             var = found.pop()
             is_alike = var in self.values and var.aval.shape == total_of.aval.shape
-            if is_alike and var not in self._rows:
+            if is_alike and var not in self._rows and var not in self._divisors:
                 self._rows[var] = axes
                 found += self._made_of.get(var, ())
 
@@ -140,16 +152,17 @@ def _large(operands: Iterable[Var], size: int) -> list[Var]:
 class Kept(NamedTuple):
     """What is kept of a float32 array."""
 
-    # float16, relative to two numbers of each row, or their square roots; or bfloat16,
-    # the array itself.
+    # In the half dtype: square roots; or, in bfloat16, the array itself; or the bits of
+    # float16 numbers that are relative to two numbers of each row.
     numbers: jax.Array
     deviation: jax.Array | None  # of each row
     mean: jax.Array | None  # of each row
 
 
-# The tangent of what is kept is that of the array, in the numbers' place. It is for
-# derivatives of gradients alone: `in_place_of` has another. Rules of `jax.custom_jvp`
-# would be lost where JAX evaluates a checkpoint in a loop in parts.
+# The tangent of what is kept is that of the array, in the numbers' place: so these have
+# the half dtype, and its range. It is for derivatives of gradients alone: `in_place_of`
+# has another. Rules of `jax.custom_jvp` would be lost where JAX evaluates a checkpoint
+# in a loop in parts.
 
 
 def keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
@@ -169,7 +182,8 @@ def _keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     # difference of a row that is far from zero has few digits, or none.
     least = squares * 1e-5 + jnp.finfo(x.dtype).tiny
     deviation = lax.sqrt(jnp.maximum(squares - mean * mean, least))
-    return Kept(((x - mean) / deviation).astype(jnp.float16), deviation, mean)
+    numbers = ((x - mean) / deviation).astype(jnp.float16)
+    return Kept(lax.bitcast_convert_type(numbers, half_dtype), deviation, mean)
 
 
 def restore(kept: Kept) -> jax.Array:
@@ -179,11 +193,12 @@ def restore(kept: Kept) -> jax.Array:
 
 
 def _restore(kept: Kept) -> jax.Array:
+    if kept.deviation is not None and kept.mean is not None:
+        numbers = lax.bitcast_convert_type(kept.numbers, jnp.float16)
+        return numbers.astype(F32) * kept.deviation + kept.mean
     found = kept.numbers.astype(F32)
-    if kept.deviation is None or kept.mean is None:
-        is_root = kept.numbers.dtype == jnp.float16
-        return found * lax.abs(found) if is_root else found
-    return found * kept.deviation + kept.mean
+    is_root = kept.numbers.dtype == jnp.float16
+    return found * lax.abs(found) if is_root else found
 
 
 @jax.custom_jvp
