@@ -44,13 +44,13 @@ from benchmarks.common.compiled_steps import (
     BY_HAND,
     GRAD_AUTOCAST,
     REDUCE_FLOAT32,
-    SIZES,
     STEPS,
     Step,
     build,
     fp8_by_rule,
 )
 from benchmarks.common.limits import Results, Row, broken_limits, growth, other_versions
+from benchmarks.common.models import SIZES
 from examples.common.progress import track
 from examples.common.results import COMMITTED
 from jmp_lite import memory
@@ -123,7 +123,8 @@ def measure(step: Step, device: str, size: str, known: Row | None = None) -> Row
         if it is the same.
     """
     mesh = memory.mesh(device, data=1 if step.layout == "one device" else 4)
-    fun, shapes = build(step, SIZES[size], mesh)
+    sizes = SIZES[size][step.model]
+    fun, shapes = build(step, sizes, mesh)
     donated = jax.tree.leaves(shapes[:3])
     text = fun.lower(*shapes).as_text()
     row = {
@@ -135,7 +136,7 @@ def measure(step: Step, device: str, size: str, known: Row | None = None) -> Row
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             for x in donated
         ),
-        "fp8 by rule": fp8_by_rule(step, SIZES[size]),
+        "fp8 by rule": fp8_by_rule(step, sizes),
     }
     if known and known.get("program") == row["program"]:
         return known | row

@@ -23,7 +23,7 @@ import typer
 
 import jmp_lite as jmp
 from benchmarks.common import run, transformer
-from benchmarks.common.families import FAMILIES, llama_loss
+from benchmarks.common.models import MODELS, llama_loss
 
 LIMIT = "8GB"
 RANK = 16  # of the adapters
@@ -47,7 +47,7 @@ class Model:
 
     def __init__(self, sizes: dict[str, int]):
         self.sizes = sizes
-        shapes = jax.eval_shape(lambda: FAMILIES["llama"][1](sizes))
+        shapes = jax.eval_shape(lambda: MODELS["llama"][1](sizes))
         self.unstacked, _, self.tokens = shapes
         # As users have them: in a scan, a layer is compiled once.
         self.params = jax.eval_shape(transformer.stack, self.unstacked)

@@ -94,7 +94,7 @@ class Program:
     def __init__(self, model: str, sizes: dict[str, Any], way: Way):
         step = way.step(model)
         mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
-        jitted, shapes = compiled_steps.build(step, {step.model: sizes}, mesh)
+        jitted, shapes = compiled_steps.build(step, sizes, mesh)
         # Its default may be TF32: float32 is asked for, as is TF32.
         precision = {BASELINE: "float32", TF32: "tensorfloat32"}.get(way.precision)
         with (

@@ -11,10 +11,10 @@ from benchmarks.common.compiled_steps import (
     GRAD_AUTOCAST,
     POLICY,
     REDUCE_FLOAT32,
-    SIZES,
     STEPS,
     Step,
 )
+from benchmarks.common.models import SIZES
 from jmp_lite.memory import DEVICES
 
 Row = dict[str, Any]
