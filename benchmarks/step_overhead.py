@@ -8,10 +8,9 @@ of 1.6 million parameters under Adam, cut into 1 to 400 leaves: what a leaf cost
 
 A round times each contender for a few steps, in an order that rotates, and divides by
 the bare optimiser's time in that same round: whatever else the machine does weighs on
-both. Reported are medians and quartiles of these ratios, and the ratio of the bytes
-that the compiled programs read and write by XLA's own count, which has no noise. The
-compiler's processor time is noted too: at 400 leaves it takes minutes for flax; jmp
-is left out there, and everywhere if it is not installed.
+both. Reported are medians of these ratios, and those of the compiler's processor time:
+at 400 leaves it takes minutes for flax; jmp is left out there, and everywhere if it is
+not installed.
 
 `lax.cond` by hand is the least that a skip can cost on a CPU: it puts a branch around
 optimiser and update, which an optax transformation cannot (it never sees the update
@@ -23,9 +22,8 @@ is not here: it scales only where it also casts to half precision.
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
-import time
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +31,27 @@ import numpy as np
 import optax
 import typer
 
-from benchmarks.common import run, timing
+from benchmarks.common import run
 from benchmarks.common.contenders import (
     BASELINE,
     CONTENDERS,
     FLAX,
     JMP,
-    OPTIMIZERS,
     OURS,
     PEERS,
-    LossFn,
     why_not,
 )
+from benchmarks.common.timing import ratios, time_steps
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adam": lambda: optax.adam(1e-3),
+    "adamw": lambda: optax.adamw(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3),
+}
+BATCHES = (256, 16)  # of the MLP
+WIDTH = 1024  # of the MLP, and rows of the matrix
+COLUMNS = 1600  # of the matrix, which is cut into
+LEAVES = (1, 4, 16, 64, 400)
 
 
 def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -55,8 +62,8 @@ def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def make_problem(batch_size: int, width: int = 1024) -> tuple[list[jax.Array], Any]:
-    sizes = [784, width, width, 10]
+def make_problem(batch_size: int) -> tuple[list[jax.Array], Any]:
+    sizes = [784, WIDTH, WIDTH, 10]
     rng = np.random.default_rng(0)
     params = [
         jnp.asarray(rng.normal(0, fan_in**-0.5, (fan_in, fan_out)), jnp.float32)
@@ -64,9 +71,6 @@ def make_problem(batch_size: int, width: int = 1024) -> tuple[list[jax.Array], A
     ]
     images = jnp.asarray(rng.uniform(size=(batch_size, 784)), jnp.float32)
     return params, (images, jnp.asarray(rng.integers(0, 10, batch_size)))
-
-
-COLUMNS = 1600  # of the matrix that is cut into leaves
 
 
 def columns_loss(params: list[jax.Array], batch: Any) -> jax.Array:
@@ -78,64 +82,17 @@ def columns_loss(params: list[jax.Array], batch: Any) -> jax.Array:
     return jnp.stack(losses).sum() / (len(x) * COLUMNS)
 
 
-def make_columns(
-    leaves: int, batch_size: int, width: int = 1024
-) -> tuple[list[jax.Array], Any]:
-    """Return a matrix `[width, 1600]`, cut between columns, and its batch."""
+def make_columns(leaves: int, batch_size: int) -> tuple[list[jax.Array], Any]:
+    """Return a matrix `[WIDTH, COLUMNS]`, cut between columns, and its batch."""
     rng = np.random.default_rng(0)
-    kernel = rng.normal(0, width**-0.5, (width, COLUMNS)).astype(np.float32)
-    x = rng.normal(size=(batch_size, width)).astype(np.float32)
+    kernel = rng.normal(0, WIDTH**-0.5, (WIDTH, COLUMNS)).astype(np.float32)
+    x = rng.normal(size=(batch_size, WIDTH)).astype(np.float32)
     targets = rng.normal(size=(batch_size, COLUMNS)).astype(np.float32)
     kernels, targets = (
         [jnp.asarray(part) for part in np.split(whole, leaves, axis=1)]
         for whole in (kernel, targets)
     )
     return kernels, (jnp.asarray(x), targets)
-
-
-_COMPILING = "compile_processor_seconds"
-
-
-def measure(
-    optimizer: str, loss_fn: LossFn, params: Any, batch: Any, **turns: Any
-) -> dict[str, dict[str, Any]]:
-    """Return, per contender, samples, bytes, and their ratios to the bare step's.
-
-    Args:
-      optimizer: a key of `OPTIMIZERS`.
-      loss_fn: `(params, batch) -> loss`.
-      params: float32.
-      batch: what the loss takes.
-      **turns: as `take_turns` has them.
-    """
-    programs, states, compiled = {}, {}, {}
-    leaves = len(jax.tree.leaves(params))
-    contenders = {n: make for n, make in CONTENDERS.items() if not why_not(n, leaves)}
-    for name, make in contenders.items():
-        # Donated states cannot share their arrays.
-        start = jax.tree.map(jnp.copy, params)
-        step, states[name] = make(OPTIMIZERS[optimizer](), loss_fn, start)
-        lowered = jax.jit(step, donate_argnums=0).lower(states[name], batch)
-        since = time.process_time()
-        program: Any = lowered.compile()
-        compiled[name] = {
-            _COMPILING: time.process_time() - since,
-            "bytes": program.cost_analysis()["bytes accessed"],
-        }
-        programs[name] = lambda state, step=program: step(state, batch)
-    samples = timing.take_turns(programs, states, **turns)
-    timing.check_finite(states)
-    bare = compiled[BASELINE]
-    return {
-        name: {
-            **samples[name],
-            **compiled[name],
-            "over_bare": timing.ratios(samples, name, BASELINE),
-            "compile_over_bare": of[_COMPILING] / bare[_COMPILING],
-            "bytes_over_bare": of["bytes"] / bare["bytes"],
-        }
-        for name, of in compiled.items()
-    }
 
 
 def summarise(result: run.Result) -> run.Rows:
@@ -161,71 +118,42 @@ def summarise_leaves(result: run.Result) -> run.Rows:
 
 
 def _cell(case: dict[str, Any], name: str, compiling: bool = False) -> str:
-    if name not in case["contenders"]:
+    rows = case["contenders"]
+    if name not in rows:
         return "not measured"
-    row = case["contenders"][name]
-    text, compile_time = f"{row['over_bare'][1]:.2f}", row["compile_over_bare"]
+    text = f"{ratios(rows, name, BASELINE)[1]:.2f}"
     if compiling:
-        digits = 1 if compile_time < 9.95 else 0
-        text += f" ({compile_time:.{digits}f})"
+        time, bare = (rows[x]["compile_processor_seconds"] for x in (name, BASELINE))
+        text += f" ({time / bare:.{1 if time / bare < 9.95 else 0}f})"
     return text
 
 
-def check_leaves(leaves: Iterable[int]) -> list[int]:
-    """Return numbers of leaves into which the columns can be cut evenly.
-
-    Raises:
-      typer.BadParameter: one does not divide them.
-    """
-    for n in leaves:
-        if n < 1 or COLUMNS % n:
-            raise typer.BadParameter(
-                f"expected divisors of {COLUMNS} (the matrix's columns), got {n}."
-            )
-    return sorted(set(leaves))
-
-
 @run.benchmark
-def main(
-    optimizer: Annotated[
-        list[str],
-        typer.Option(
-            help="For the MLP; may be repeated.", callback=run.some_of(OPTIMIZERS)
-        ),
-    ] = list(OPTIMIZERS),  # noqa: B006 - typer's way; never changed
-    batch: Annotated[
-        list[int], typer.Option(help="For the MLP; may be repeated.", min=1)
-    ] = [256, 16],  # noqa: B006 - likewise
-    leaves: Annotated[
-        list[int],
-        typer.Option(
-            help="Leaves to cut a matrix of 1600 columns into; may be repeated.",
-            callback=check_leaves,
-        ),
-    ] = [1, 4, 16, 64, 400],  # noqa: B006 - likewise
-    width: Annotated[
-        int, typer.Option(min=1, help="The MLP's, and the matrix's rows.")
-    ] = 1024,
-    rounds: run.Rounds = 60,
-    steps: run.StepsPerRound = 4,
-) -> Iterator[run.Found]:
+def main(rounds: run.Rounds = 60, steps: run.StepsPerRound = 4) -> Iterator[run.Found]:
     """Measure what loss scaling adds to a train step."""
     problems = [
-        ("mlp", mlp_loss, make_problem(size, width), name, size, 3)
-        for name in optimizer
-        for size in dict.fromkeys(batch)
+        ("mlp", mlp_loss, make_problem(size), name, size, 3)
+        for name in OPTIMIZERS
+        for size in BATCHES
     ]
     problems += [
-        ("columns", columns_loss, make_columns(n, 16, width), "adam", 16, n)
-        for n in leaves
+        ("columns", columns_loss, make_columns(n, 16), "adam", 16, n) for n in LEAVES
     ]
     cases, notes = [], {}
-    for problem, loss_fn, data, name, size, n in problems:
-        title = f"{problem}, {n} leaves, {name}, batch {size}"
-        turns = {"rounds": rounds, "steps": steps, "title": title}
-        rows = measure(name, loss_fn, *data, **turns)
+    for problem, loss_fn, (params, batch), name, size, n in problems:
         missing = {c: why for c in CONTENDERS if (why := why_not(c, n))}
         notes |= {f"{c}: not measured, {why}.": None for c, why in missing.items()}
+        rows = time_steps(
+            {
+                contender: make(OPTIMIZERS[name](), loss_fn, params)
+                for contender, make in CONTENDERS.items()
+                if contender not in missing
+            },
+            batch,
+            rounds=rounds,
+            steps=steps,
+            title=f"{problem}, {n} leaves, {name}, batch {size}",
+        )
         cases.append(
             {
                 **{"problem": problem, "optimizer": name, "batch": size, "leaves": n},

@@ -12,6 +12,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_lite
+from benchmarks.common.timing import Step
 
 BASELINE, OURS = "bare optimiser", "jmp_lite scale_aware"
 JMP, FLAX = "jmp DynamicLossScale", "flax DynamicScale"
@@ -19,14 +20,7 @@ APPLY_IF_FINITE, COND = "optax apply_if_finite", "lax.cond by hand"
 COND_INSIDE = "lax.cond inside"
 
 LossFn = Callable[[Any, Any], jax.Array]
-Step = Callable[[Any, Any], Any]  # (state, batch) -> state
 Contender = Callable[[Any, LossFn, Any], tuple[Step, Any]]  # optimiser, loss, params
-
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "adam": lambda: optax.adam(1e-3),
-    "adamw": lambda: optax.adamw(1e-3),
-    "adafactor": lambda: optax.adafactor(1e-3),
-}
 
 
 def bare(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
