@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks import memory
-from benchmarks.common import compiled_tables, contenders, plots, storage, tasks
+from benchmarks import convergence, memory
+from benchmarks.common import compiled_tables, contenders, plots, storage
 from benchmarks.common.committed import load
 from benchmarks.common.storage import (
     ADAFACTOR,
@@ -19,8 +19,9 @@ from benchmarks.common.storage import (
     REMAINDERS,
     STOCHASTIC,
 )
+from benchmarks.common.tasks import TITLES as TASK_TITLES
+from benchmarks.common.timing import ratios
 from benchmarks.fp8_accuracy import FIRST, FP8, HALF
-from benchmarks.fp8_accuracy import TITLES as FP8_TITLES
 from benchmarks.train_step import HALVES, TITLES, WAYS
 
 _COLORS = plots.BLUE, plots.VERMILION, plots.GREEN, plots.PURPLE, plots.ORANGE
@@ -64,10 +65,10 @@ def draw_losses() -> Figure:
     found = load("cpu/convergence.json")
     # float32 is drawn broad and first, so that no other line hides it.
     looks: dict[str, dict[str, Any]] = {
-        tasks.BASELINE: {"color": plots.BLACK, "linewidth": 4.5, "alpha": 0.3},
+        convergence.BASELINE: {"color": plots.BLACK, "linewidth": 4.5, "alpha": 0.3},
         "bfloat16": {"color": plots.BLUE, "linewidth": 1.6, "linestyle": (0, (4, 2))},
         "float16": {"color": plots.VERMILION, "linewidth": 1.6},
-        tasks.UNSCALED: {
+        convergence.UNSCALED: {
             **{"color": plots.GREEN, "linewidth": 1.8},
             "linestyle": (0, (1, 1)),
         },
@@ -89,7 +90,7 @@ def draw_losses() -> Figure:
             low, high = np.min(smooth, 0), np.max(smooth, 0)
             color = looks[name]["color"]
             axes.fill_between(places, low, high, color=color, alpha=0.1, linewidth=0)
-        axes.set_title(tasks.TASKS[task].title, fontsize=10)
+        axes.set_title(convergence.TASKS[task].title, fontsize=10)
         smallest, largest = axes.dataLim.intervaly
         axes.set_yscale("log" if largest > 10 * smallest else "linear")
         axes.minorticks_off()
@@ -139,7 +140,7 @@ def draw_fp8_gradients() -> Figure:
         axes.minorticks_off()
         share = 100 * found[task]["products"]["fp8_flops_share"]
         axes.set_title(
-            f"{FP8_TITLES[task]}\n{share:.0f} % of FLOPs in fp8", fontsize=10
+            f"{TASK_TITLES[task]}\n{share:.0f} % of FLOPs in fp8", fontsize=10
         )
         axes.set_xlabel("parameter")
         axes.set_ylabel("|error| / |gradient in float32|")
@@ -162,7 +163,9 @@ def draw_overhead() -> Figure:
     ]
     series = {
         f"batch {case['batch']}": {
-            title.replace("`", ""): case["contenders"][name]["over_bare"]
+            title.replace("`", ""): ratios(
+                case["contenders"], name, contenders.BASELINE
+            )
             for name, title in contenders.PEERS.items()
             if name in case["contenders"]
         }
@@ -276,12 +279,12 @@ def _draw(
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for panel, (name, series) in zip(axes, panels, strict=True):
         panel.axvline(1, color=plots.GREY, linewidth=1, linestyle=":")
-        for index, (label_of, ratios) in enumerate(series.items()):
+        for index, (label_of, by_row) in enumerate(series.items()):
             shift = 0.18 * (index - (len(series) - 1) / 2)
-            low, middle, high = np.transpose([*ratios.values()])
+            low, middle, high = np.transpose([*by_row.values()])
             spread = middle - low, high - middle
             panel.errorbar(
-                *(middle, [rows.index(row) + shift for row in ratios]),
+                *(middle, [rows.index(row) + shift for row in by_row]),
                 xerr=spread if np.any(spread) else None,
                 fmt="os^Dv"[index],
                 color=_COLORS[index],

@@ -110,9 +110,6 @@ def some_of(known: Iterable[str]) -> Callable[[Iterable[str]], list[str]]:
 
 Rounds = Annotated[int, typer.Option(min=1, help="How often each has its turn.")]
 StepsPerRound = Annotated[int, typer.Option(min=1, help="Steps per round.")]
-TaskSteps = Annotated[
-    int | None, typer.Option(min=1, help="By default what each task needs.")
-]
 
 
 def percent(ratio: float, digits: int = 2, zero: str = "") -> str:
