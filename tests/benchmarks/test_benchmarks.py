@@ -27,7 +27,7 @@ from benchmarks import (
     train_step,
     tree_stats,
 )
-from benchmarks.common import compiled_steps, contenders, tasks, timing, torch_gpt
+from benchmarks.common import compiled_steps, contenders, tasks, timing
 from benchmarks.common.models import SIZES
 from benchmarks.common.storage import Storage
 from examples.common import results
@@ -146,7 +146,6 @@ def test_no_benchmark_writes_figures_of_changed_code_among_the_committed(
     [
         (step_overhead, "--rounds 0", "greater than or equal to 1"),
         (train_step, "--largest-batch", "a CPU never says that its memory is full"),
-        (train_step, "--size full", "full is for accelerators: expected ci on a cpu"),
         (train_step, "--model lstm", "expected some of mlp, cnn, gpt, got 'lstm'"),
         (convergence, "--task a", "expected some of mlp, cnn, tiny, resnet, tran"),
     ],
@@ -185,12 +184,6 @@ def test_a_contender_is_left_out_with_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "jmp", None)
     reason = "jmp is not installed: pip install jmp"
     assert contenders.why_not(contenders.JMP, 1) == reason
-
-    def missing(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr(torch_gpt.importlib, "import_module", missing)
-    assert torch_gpt.why_not() == "torch is not installed"
 
 
 def test_tf32_is_compared_on_gpus_only():
@@ -235,21 +228,6 @@ def test_a_full_memory_is_told_from_other_errors(monkeypatch):
     assert not train_step.batch_fits("mlp", {"batch": 8}, way)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         train_step.batch_fits("mlp", {"batch": 16}, way)
-
-
-def test_peaks_of_an_allocator_are_told_apart_while_they_rise(monkeypatch):
-    class Program:
-        def __init__(self, size):
-            self.memory = {"memory": size}
-
-        def start(self):
-            return lambda state: state, ()
-
-    # Before and after each, the smallest program first.
-    readings = iter([100, 200, 200, 200, 200, 300])
-    monkeypatch.setattr(train_step, "device_peak", lambda: next(readings))
-    some: Any = {n: Program(n) for n in (64, 4, 16)}
-    assert train_step.measure_peaks(some) == {4: 200, 16: None, 64: 300}
 
 
 def test_errors_of_gradients_are_relative_and_leave_rounding_out():
