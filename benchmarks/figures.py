@@ -9,8 +9,7 @@ figures of the examples' trainings are committed with their results: each traini
 writes its own.
 """
 
-# ruff: isort: split
-from benchmarks.common import requirements  # noqa: F401 - what to install
+from benchmarks.common import targets  # noqa: F401 - first: what to install
 
 # ruff: isort: split
 import contextlib
@@ -28,10 +27,8 @@ import matplotlib
 import numpy as np
 import optax
 import typer
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
 
 import jmp_lite as jmp
 from benchmarks.common import plots, result_figures
@@ -45,6 +42,7 @@ IMAGES = ROOT / "docs" / "images"
 
 Fault = Literal["gradient", "loss"]
 
+_POWER_OF_TWO = "$2^{{{x:g}}}$"  # how an axis is labelled
 _FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
 # From the widest range to the narrowest.
 _FORMATS = {
@@ -61,20 +59,19 @@ _FORMATS = {
 
 def draw_ranges() -> Figure:
     """Draw the range of each format: its normal and its subnormal numbers."""
-    figure = Figure(figsize=(7.5, 2.8), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = plots.panels(1, 1, (7.5, 2.8), grid="x")
     for row, (dtype, color) in enumerate(_FORMATS.values()):
         info = jnp.finfo(dtype)
         smallest = float(info.minexp) - info.nmant
         normal, largest = float(info.minexp), math.log2(float(info.max))
         axes.barh(row, normal - smallest, left=smallest, color=color, alpha=0.35)
         axes.barh(row, largest - normal, left=normal, color=color)
-        axes.text(largest + 3, row, f"largest: {_number(float(info.max))}", va="center")
+        axes.text(largest + 3, row, f"largest: {float(info.max):.5g}", va="center")
     axes.set_yticks(range(len(_FORMATS)), list(_FORMATS))
     axes.invert_yaxis()
-    axes.set_xlim(-155, 190)
+    axes.set_xlim(-155, 205)
     axes.set_xticks(range(-150, 151, 50))
-    axes.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
+    axes.xaxis.set_major_formatter(_POWER_OF_TWO)
     axes.set_xlabel("magnitude (no unit)")
     axes.set_ylabel("format")
     axes.set_title("Which magnitudes a format can represent")
@@ -83,7 +80,6 @@ def draw_ranges() -> Figure:
         Patch(color=plots.GREY, alpha=0.35, label="subnormal: fewer digits"),
     ]
     axes.legend(handles=handles, loc="lower left", fontsize=8)
-    plots.style_axes(axes, grid="x")
     return figure
 
 
@@ -92,19 +88,18 @@ def draw_errors(points: int = 2**13) -> Figure:
 
     It is the largest of many numbers between each power of two and the next.
     """
-    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = plots.panels(1, 1, (7.5, 3.6))
     exponents = np.arange(-40, 20)
     # With all that lie half-way between two numbers of a format.
     numbers = 2.0 ** exponents[:, None] * (1 + np.arange(points) / points)
-    axes.axhline(2.0**-24, color=plots.GREY, linestyle=":", label="float32")
+    axes.axhline(100 * 2.0**-24, color=plots.GREY, linestyle=":", label="float32")
     for name, (dtype, color) in _FORMATS.items():
         if dtype == jnp.float32:
             continue
         largest = float(jnp.finfo(dtype).max)
         inside = np.where(numbers <= largest, numbers, np.nan)
         rounded = np.nan_to_num(inside).astype(dtype).astype(np.float64)
-        errors = np.abs(rounded - inside) / inside
+        errors = 100 * np.abs(rounded - inside) / inside
         has_any = ~np.isnan(errors).all(1)
         edges = [*exponents[has_any], exponents[has_any][-1] + 1]
         edges[-1] = min(edges[-1], math.log2(largest))
@@ -117,14 +112,13 @@ def draw_errors(points: int = 2**13) -> Figure:
             linewidth=1.8,
         )
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(exponents[0], exponents[-1] + 1)
-    axes.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
+    axes.xaxis.set_major_formatter(_POWER_OF_TWO)
     axes.set_xlabel("magnitude (no unit)")
     axes.set_ylabel("largest relative error (%)")
     axes.set_title("What rounding to a format costs; a line ends where the format does")
     axes.legend(loc="center right", bbox_to_anchor=(1, 0.3), fontsize=8)
-    plots.style_axes(axes)
     return figure
 
 
@@ -134,8 +128,7 @@ def draw_errors(points: int = 2**13) -> Figure:
 def draw_gradients() -> Figure:
     """Draw the exponents of gradients over the range of float16, scaled and not."""
     grads, loss_scale = _gradients()
-    figure = Figure(figsize=(7.5, 4.4), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True, sharey=True)
+    figure, panels = plots.panels(2, 1, (7.5, 4.4), "y", sharex=True, sharey=True)
     info = jnp.finfo(jnp.float16)
     smallest, normal = int(info.minexp) - int(info.nmant), int(info.minexp)
     # Half of the smallest subnormal rounds to 0.
@@ -164,7 +157,6 @@ def draw_gradients() -> Figure:
             )
         axes.set_ylabel("gradients (%)")
         axes.set_title(f"{title}: {100 * lost:.1f} % become 0 in float16", fontsize=10)
-        plots.style_axes(axes, grid="y")
     first, last = panels
     first.set_xlim(-44, 22)
     top = first.get_ylim()[1]
@@ -177,7 +169,7 @@ def draw_gradients() -> Figure:
         va="top",
         fontsize=8,
     )
-    last.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
+    last.xaxis.set_major_formatter(_POWER_OF_TWO)
     last.set_xlabel("magnitude of a gradient (no unit)")
     figure.suptitle("Gradients of a small network over the range of float16")
     handles, labels = first.get_legend_handles_labels()
@@ -279,8 +271,7 @@ def _train(loss_scale: Any, target: jax.Array, root: jax.Array) -> Training:
 def draw_loss_scale() -> Figure:
     """Draw the loss scale of a training, and the scaled gradients that decide it."""
     run = train(2.0**24)
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True)
+    figure, (top, bottom) = plots.panels(2, 1, (7.5, 4.6), sharex=True)
     at = np.arange(STEPS)
     skipped = at[~run.applied]
     top.step(at, run.scale, where="post", color=plots.BLUE, label="loss scale")
@@ -299,8 +290,7 @@ def draw_loss_scale() -> Figure:
     bottom.set_ylabel("magnitude (no unit)")
     bottom.set_xlabel("step")
     for axes in (top, bottom):
-        _log2_axis(axes)
-        plots.style_axes(axes)
+        axes.set_yscale("log", base=2)
         axes.legend(loc="lower right", fontsize=8)
     figure.suptitle(
         f"A loss scale over the steps of a training: period={PERIOD}, from 2**24 on"
@@ -315,8 +305,7 @@ def draw_skipped(steps: int = 300) -> Figure:
         "a gradient that is NaN at any scale": ("gradient", plots.VERMILION, "--"),
         "a loss that is inf": ("loss", plots.PURPLE, ":"),
     }
-    figure = Figure(figsize=(7.5, 3.4), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = plots.panels(1, 1, (7.5, 3.4))
     for name, (fault, color, style) in runs.items():
         run = train(2.0**15, fault)
         axes.step(
@@ -327,12 +316,11 @@ def draw_skipped(steps: int = 300) -> Figure:
             linewidth=2,
             label=f"{name}: {np.sum(~run.applied[:steps])} of {steps} steps skipped",
         )
-    _log2_axis(axes)
+    axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale (no unit)")
     axes.set_title(f"The loss scale of three trainings: period={PERIOD}, from 2**15 on")
     axes.legend(loc="center right", bbox_to_anchor=(1, 0.4), fontsize=8)
-    plots.style_axes(axes)
     return figure
 
 
@@ -349,8 +337,8 @@ def draw_ten_minutes() -> Figure:
     ):
         page = pages.run(ROOT / "docs" / "ten_minutes.md")
     page["plt"].close("all")
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    ratios = {"height_ratios": (3, 2)}
+    figure, (top, bottom) = plots.panels(2, 1, (7.5, 4.6), sharex=True, **ratios)
     styles = {
         "float32": (plots.BLACK, "-"),
         "bfloat16": (plots.GREEN, "--"),
@@ -363,11 +351,9 @@ def draw_ten_minutes() -> Figure:
     top.legend(fontsize=8)
     scales = page["scales"]
     bottom.step(range(len(scales)), scales, where="post", color=plots.BLUE)
-    _log2_axis(bottom)
+    bottom.set_yscale("log", base=2)
     bottom.set_ylabel("loss scale, float16")
     bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        plots.style_axes(axes)
     figure.suptitle("An MLP on digits: training losses, and the loss scale of float16")
     return figure
 
@@ -433,24 +419,6 @@ def main(
     for name, draw in FIGURES.items():
         save(draw(), out / name)
         print(out / name)
-
-
-def _log2_axis(axes: Axes) -> None:
-    axes.set_yscale("log", base=2)
-
-
-def _number(x: float) -> str:
-    return f"{x:.3g}" if x > 1e6 else f"{x:g}"
-
-
-def _power_of_two(x: float, position: Any = None) -> str:
-    del position
-    return f"$2^{{{x:g}}}$"
-
-
-def _percent(x: float, position: Any = None) -> str:
-    del position
-    return f"{100 * x:g}"
 
 
 if __name__ == "__main__":

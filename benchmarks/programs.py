@@ -30,10 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
 
-from benchmarks.common import targets  # first: it sets the environment that JAX reads
-
-# ruff: isort: split
-from benchmarks.common import requirements  # noqa: F401 - what to install
+from benchmarks.common import targets  # first: what to install, and what JAX reads
 
 # ruff: isort: split
 import jax

@@ -10,10 +10,7 @@ Nothing is run. Of the reports it stores what `print` shows, for docs/trouble/me
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.common import targets  # first: it sets the environment that JAX reads
-
-# ruff: isort: split
-from benchmarks.common import requirements  # noqa: F401 - what to install
+from benchmarks.common import targets  # first: what to install, and what JAX reads
 
 # ruff: isort: split
 import jax

@@ -1,8 +1,9 @@
-"""Colours and axes of the benchmarks' figures."""
+"""Colours and panels of the benchmarks' figures."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,12 +18,22 @@ VERMILION = "#D55E00"
 GREY = "#666666"
 LIGHT_GREY = "#BBBBBB"
 
+_STYLE = {"axes.grid": True, "grid.alpha": 0.25}
+_STYLE |= {"axes.spines.top": False, "axes.spines.right": False}
 
-def style_axes(axes: Axes, grid: Literal["x", "y", "both"] | None = "both") -> None:
-    """Remove the frame above and at the right; draw a light grid along `grid`."""
-    if grid:
-        axes.grid(axis=grid, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+
+def panels(
+    rows: int,
+    columns: int,
+    size: tuple[float, float],
+    grid: Literal["x", "y", "both"] = "both",
+    **options: Any,
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure, and its panels with a light grid; options of `subplots`."""
+    with matplotlib.rc_context(_STYLE | {"axes.grid.axis": grid}):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, [*axes.ravel()]
 
 
 def legend_below(figure: Figure, handles: Iterable[Any], labels: Iterable[str]) -> None:

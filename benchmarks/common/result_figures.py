@@ -73,8 +73,7 @@ def draw_losses() -> Figure:
             "linestyle": (0, (1, 1)),
         },
     }
-    figure = Figure(figsize=(8.4, 7.2), layout="constrained")
-    panels = figure.subplots(2, 2).ravel()
+    figure, panels = plots.panels(2, 2, (8.4, 7.2))
     handles = {}
     names = "mlp", "tiny", "resnet", "transformer"
     for axes, task in zip(panels, names, strict=True):
@@ -96,7 +95,6 @@ def draw_losses() -> Figure:
         axes.minorticks_off()
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")
-        plots.style_axes(axes)
     plots.legend_below(figure, handles.values(), handles.keys())
     figure.suptitle(
         f"Running mean of the loss, mean and range of {found['settings']['seeds']} "
@@ -115,10 +113,10 @@ def draw_fp8_gradients() -> Figure:
         task: list(dict.fromkeys(n for e in x.values() for n in e[FP8] if n))
         for task, x in errors.items()
     }
-    figure = Figure(figsize=(13, 5.6), layout="constrained")
     # As wide as the panels have parameters; titles need the width of a few.
     widths = [max(len(some), 8) for some in names.values()]
-    panels = figure.subplots(1, len(found), sharey=True, width_ratios=widths)
+    options = {"sharey": True, "width_ratios": widths}
+    figure, panels = plots.panels(1, len(found), (13, 5.6), grid="y", **options)
     for axes, (task, by_time) in zip(panels, errors.items(), strict=True):
         for run, color, marker in ((HALF, plots.BLUE, "o"), (FP8, plots.ORANGE, "s")):
             for when, by_run in by_time.items():
@@ -144,7 +142,6 @@ def draw_fp8_gradients() -> Figure:
         )
         axes.set_xlabel("parameter")
         axes.set_ylabel("|error| / |gradient in float32|")
-        plots.style_axes(axes, grid="y")
     plots.legend_below(figure, *panels[0].get_legend_handles_labels())
     figure.suptitle(
         "Error of each gradient, compared with float32: "
@@ -196,10 +193,9 @@ def draw_memory() -> Figure:
 
     Half precision without a check is left out: it has the losses of that with one.
     """
-    figure = Figure(figsize=(10, 5.4), layout="constrained")
     choices = compiled_tables.storage_choices()
     devices = memory.devices_of(choices)
-    all_axes = figure.subplots(1, len(devices), sharey=True)
+    figure, all_axes = plots.panels(1, len(devices), (10, 5.4), sharey=True)
     shown = [x for x in choices if x.storage.checked or x.storage.compute == FLOAT32]
     for axes, device in zip(all_axes, devices, strict=True):
         for choice in (x for x in shown if device in x.peaks):
@@ -224,7 +220,6 @@ def draw_memory() -> Figure:
         axes.set_xlabel("peak memory of a train step, GiB")
         axes.set_ylabel("validation loss of a small transformer")
         axes.set_xlim(left=0)
-        plots.style_axes(axes)
 
     def entry(label, **style):
         return Line2D([], [], linestyle="none", label=label, **style)
@@ -275,8 +270,7 @@ def _draw(
     """
     rows = list(dict.fromkeys(row for _, s in panels for d in s.values() for row in d))
     size = (7.5, 1.7 + 0.36 * len(rows))
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure, axes = plots.panels(1, len(panels), size, grid="x", sharey=True)
     for panel, (name, series) in zip(axes, panels, strict=True):
         panel.axvline(1, color=plots.GREY, linewidth=1, linestyle=":")
         for index, (label_of, by_row) in enumerate(series.items()):
@@ -294,7 +288,6 @@ def _draw(
         panel.set_title(name, fontsize=10)
         panel.set_xlabel(label)
         panel.set_ylabel("train step")
-        plots.style_axes(panel, grid="x")
     axes[0].set_yticks(range(len(rows)), rows)
     axes[0].invert_yaxis()
     plots.legend_below(figure, *axes[0].get_legend_handles_labels())
