@@ -337,8 +337,8 @@ def draw_ten_minutes() -> Figure:
     ):
         page = pages.run(ROOT / "docs" / "ten_minutes.md")
     page["plt"].close("all")
-    ratios = {"height_ratios": (3, 2)}
-    figure, (top, bottom) = plots.panels(2, 1, (7.5, 4.6), sharex=True, **ratios)
+    shape = 2, 1, (7.5, 4.6)
+    figure, (top, bottom) = plots.panels(*shape, sharex=True, height_ratios=(3, 2))
     styles = {
         "float32": (plots.BLACK, "-"),
         "bfloat16": (plots.GREEN, "--"),

@@ -56,18 +56,8 @@ from jmp_lite.memory import DEVICES
 Size = Literal["ci", "full"]
 
 
-class Device(enum.StrEnum):
-    """What to compile for."""
-
-    H100 = "h100"
-    A100 = "a100"
-    V100 = "v100"
-    V5E = "v5e"
-    V5P = "v5p"
-    V6E = "v6e"
-
-
-DEFAULT_DEVICES = [Device.H100, Device.A100, Device.V100, Device.V5E]
+Device = enum.StrEnum("Device", "h100 a100 v100 v5e v5p v6e")
+DEFAULT_DEVICES = [Device.h100, Device.a100, Device.v100, Device.v5e]
 
 _TRANSFORMER = [
     Step("transformer"),
@@ -218,11 +208,6 @@ def list_collectives(results: Results) -> run.Rows:
     ]
 
 
-def list_failures(rows: list[tuple[str, ...]]) -> run.Rows:
-    columns = "step", "figure", "was → is", "", "allowed"
-    return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
 @run.benchmark
 def main(
     device: Annotated[
@@ -238,32 +223,26 @@ def main(
 ) -> Iterator[run.Found]:
     """Compile every step for every device; write JSON, or check."""
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    if Device.V6E in device and stack != resource.RLIM_INFINITY:
+    if Device.v6e in device and stack != resource.RLIM_INFINITY:
         raise typer.BadParameter(
             "libtpu overflows its stack on convolutions for v6e: run `ulimit -s "
             "unlimited` in this shell first."
         )
-    size = "ci" if check else size
-    missing = [d for d in device if check and not result_path(d, size).exists()]
-    if missing:
-        raise typer.BadParameter(f"No figures are committed for {', '.join(missing)}.")
-    for name in device if check else ():
-        wrong = other_versions(read(result_path(name, "ci"))[0], targets.versions())
-        if wrong:
+    size, failed, here = "ci" if check else size, False, targets.versions()
+    for name in device:
+        path, title = result_path(name, size), DEVICES[name].title
+        if check and not path.exists():
+            raise typer.BadParameter(f"No figures are committed for {name}.")
+        versions, committed = read(path) if path.exists() else ({}, {})
+        wrong = other_versions(versions, here)
+        if check and wrong:
             print(
                 f"The figures of {name} are those of other versions:", *wrong, sep="\n"
             )
             print("`make programs` makes an environment that has them.")
             raise typer.Exit(1)
-    failed = False
-    for name in device:
-        path = result_path(name, size)
-        versions, committed = read(path) if path.exists() else ({}, {})
-        is_known = committed and not other_versions(versions, targets.versions())
-        known = committed if is_known and not every else {}
-        title = DEVICES[name].title
-        results = measure_all(name, size, known)
-        rows = broken_limits(name, size, results)
+        results = measure_all(name, size, {} if every or wrong else committed)
+        broken = broken_limits(name, size, results)
         if check:
             same = sum(
                 "program" in row and row["program"] == results[key]["program"]
@@ -271,28 +250,28 @@ def main(
                 if key in results
             )
             print(f"{same} of {len(results)} programs are those of the figures.")
-            rows = growth(committed, results) + rows
+            broken = growth(committed, results) + broken
+        failed = failed or bool(broken)
+        columns = "step", "figure", "was → is", "", "allowed"
         tables = {
             f"{title}\n× the same step by hand, without scaling; fp8: × bfloat16; "
             "r=f32: × without it": list_figures(results),
             "collectives, MB on each device": list_collectives(results),
-            f"{title}: too much": list_failures(rows),
+            f"{title}: too much": [
+                dict(zip(columns, row, strict=True)) for row in broken
+            ],
         }
-        failed = failed or bool(rows)
         if check:
             run.print_tables(tables)
             continue
-        settings = {
-            "size": size,
-            **SIZES[size],
-            "unit": "bytes",
-            "compiled with": targets.versions(),
-        }
         yield run.Found(
             f"{name}-compiled/programs-{size}",
             {"results": [*results.values()]},
             tables,
-            settings=settings,
+            settings={
+                **{"size": size, **SIZES[size], "unit": "bytes"},
+                "compiled with": here,
+            },
             device=title,
         )
     if check:

@@ -115,8 +115,8 @@ def draw_fp8_gradients() -> Figure:
     }
     # As wide as the panels have parameters; titles need the width of a few.
     widths = [max(len(some), 8) for some in names.values()]
-    options = {"sharey": True, "width_ratios": widths}
-    figure, panels = plots.panels(1, len(found), (13, 5.6), grid="y", **options)
+    shape = 1, len(found), (13, 5.6)
+    figure, panels = plots.panels(*shape, "y", sharey=True, width_ratios=widths)
     for axes, (task, by_time) in zip(panels, errors.items(), strict=True):
         for run, color, marker in ((HALF, plots.BLUE, "o"), (FP8, plots.ORANGE, "s")):
             for when, by_run in by_time.items():
