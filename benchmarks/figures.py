@@ -160,8 +160,8 @@ def draw_gradients() -> Figure:
     first, last = panels
     first.set_xlim(-44, 22)
     top = first.get_ylim()[1]
-    ends = {"xy": (-44, 0.92 * top), "xytext": (22, 0.92 * top)}
-    first.annotate("", **ends, arrowprops={"arrowstyle": "<->", "color": plots.BLACK})
+    arrow = {"arrowstyle": "<->", "color": plots.BLACK}
+    first.annotate("", (-44, 0.92 * top), (22, 0.92 * top), arrowprops=arrow)
     first.text(
         *(21, 0.88 * top),
         "bfloat16: normal, 2**-126 to 2**128",

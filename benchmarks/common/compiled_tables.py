@@ -2,9 +2,8 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import memory
 from benchmarks.common import counts
 from benchmarks.common.committed import load
 from benchmarks.common.compiled_steps import (
@@ -20,7 +19,7 @@ from benchmarks.common.compiled_steps import (
     Step,
 )
 from benchmarks.common.run import Rows
-from benchmarks.common.storage import HALF, Storage
+from benchmarks.common.storage import CHOICES, FLOAT32, HALF, Storage
 
 HALVES = ("bfloat16", "float16")
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
@@ -264,19 +263,99 @@ def fp8_collectives() -> Rows:
     return rows
 
 
-def storage_choices() -> list[memory.Choice]:
-    """Return the ways to store numbers, with their peaks on devices and losses."""
-    found = {
-        device: load(f"{device}-compiled/memory.json") for device in memory.DEVICES
+class Choice(NamedTuple):
+    """A way to store numbers, and what is known of it.
+
+    Attributes:
+      storage: the way.
+      peaks: of each device, the peaks by whether layers are recomputed, bytes; none
+        where it was not compiled.
+      state_bytes: bytes a parameter, of parameters and optimiser state.
+      losses: the validation losses of the small transformer, of each seed.
+    """
+
+    storage: Storage
+    peaks: dict[str, dict[bool, int]]
+    state_bytes: float
+    losses: list[float]
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses) / len(self.losses)
+
+    def beats(self, other: "Choice", device: str) -> bool:
+        """Return whether it needs less memory on a device, for the same loss."""
+        peak, than = self.peaks[device].get(True), other.peaks[device].get(True)
+        is_smaller = peak is not None and than is not None and peak < than
+        return is_smaller and self.loss <= SAME_LOSS * other.loss
+
+
+# A choice beats another if it needs less memory on a device, and its loss is at most
+# this many times that of the other: the losses of seeds differ by more.
+SAME_LOSS = 1.005
+DEVICES = {"h100": "H100", "v5e": "v5e"}  # of the choices
+
+
+def storage_choices() -> list[Choice]:
+    """Return all choices; the one that needs the least memory of an H100 first."""
+    found = {device: load(f"{device}-compiled/memory.json") for device in DEVICES}
+    rows = {
+        (device, row["storage"], row["remat"]): row
+        for device, result in found.items()
+        for row in result["results"]
     }
     count = found["h100"]["settings"]["parameter count"]
-    rows = {device: result["results"] for device, result in found.items()}
-    accuracy = load("cpu/storage_accuracy.json")["tasks"]["transformer"]
-    return memory.make_choices(rows, count, accuracy)
+    seeds = load("cpu/storage_accuracy.json")["tasks"]["transformer"]["seeds"]
+    choices = []
+    for storage in CHOICES:
+        name, held = str(storage), rows["h100", str(storage), False]
+        trained = str(storage._replace(checked=True))
+        peaks = {
+            device: {
+                remat: rows[device, name, remat]["peak"]
+                for remat in (False, True)
+                if (device, name, remat) in rows
+            }
+            for device in DEVICES
+        }
+        state_bytes = (held["parameters"] + held["optimizer state"]) / count
+        losses = [seed["validation_loss"][trained] for seed in seeds]
+        choices.append(Choice(storage, peaks, state_bytes, losses))
+    return sorted(choices, key=lambda choice: choice.peaks["h100"][True])
 
 
 def memory_choices() -> Rows:
-    return memory.summarise(storage_choices())
+    return list_choices(storage_choices())
+
+
+def list_choices(choices: list[Choice]) -> Rows:
+    """Return a table of the choices, numbered, with what beats each of them."""
+    rows = []
+    for number, choice in enumerate(choices, 1):
+        storage = choice.storage
+        model = "float32" if storage.compute == FLOAT32 else "bf16"
+        row = {
+            "": f"{number}",
+            "model": model if storage.checked else f"{model}, unchecked",
+            "parameters": storage.params_title,
+            "optimiser": storage.optimizer_title,
+            "bytes a parameter": f"{choice.state_bytes:.2f}",
+        }
+        for device, title in DEVICES.items():
+            # Two digits of the smallest.
+            row[f"{title}, GiB"] = " / ".join(
+                f"{x / 2**30:.{1 if x > 2**30 else 2}f}"
+                for x in choice.peaks[device].values()
+            )
+        row["loss"] = f"{choice.loss:.4f}"
+        for device, title in DEVICES.items():
+            better = [
+                f"{i}" for i, x in enumerate(choices, 1) if x.beats(choice, device)
+            ]
+            more = ["..."] if len(better) > 3 else []
+            row[f"beaten on {title} by"] = ", ".join(better[:3] + more)
+        rows.append(row)
+    return rows
 
 
 def memory_main_choices() -> Rows:
@@ -309,7 +388,7 @@ def optimizer_state() -> Rows:
         "peak": "peak",
         "kernels": "kernels",
     }
-    for device, title in memory.DEVICES.items():
+    for device, title in DEVICES.items():
         result = load(f"{device}-compiled/memory.json")
         found = {row["storage"]: row for row in result["results"] if row["remat"]}
         base, count = found[str(Storage())], result["settings"]["parameter count"]

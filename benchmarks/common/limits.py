@@ -100,7 +100,9 @@ def _of_casts(read: str, transformer_kernels: float) -> list[Limit]:
 def _of_families() -> list[Limit]:
     """Return what the README's table shows of families, and room for the small ones."""
     families = "unet", "vit", "llama", "moe", "lstm"
-    traffic = {Step(model, "bfloat16", GRAD_AUTOCAST): 1.08 for model in families}
+    traffic: dict[Step, Any] = {
+        Step(model, "bfloat16", GRAD_AUTOCAST): 1.08 for model in families
+    }
     traffic |= {Step(model, "float16", ADVISED): 1.08 for model in families[1:-1]}
     # What `advise` found unsafe in a U-Net is float32, and moves more.
     traffic[Step("unet", "float16", ADVISED)] = (1.09, 1.17)

@@ -18,7 +18,7 @@ VERMILION = "#D55E00"
 GREY = "#666666"
 LIGHT_GREY = "#BBBBBB"
 
-_STYLE = {"axes.grid": True, "grid.alpha": 0.25}
+_STYLE: Any = {"axes.grid": True, "grid.alpha": 0.25}
 _STYLE |= {"axes.spines.top": False, "axes.spines.right": False}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks import convergence, memory
+from benchmarks import convergence
 from benchmarks.common import compiled_tables, contenders, plots, storage
 from benchmarks.common.committed import load
 from benchmarks.common.storage import (
@@ -194,12 +194,12 @@ def draw_memory() -> Figure:
     Half precision without a check is left out: it has the losses of that with one.
     """
     choices = compiled_tables.storage_choices()
-    devices = memory.devices_of(choices)
+    devices = compiled_tables.DEVICES
     figure, all_axes = plots.panels(1, len(devices), (10, 5.4), sharey=True)
     shown = [x for x in choices if x.storage.checked or x.storage.compute == FLOAT32]
     for axes, device in zip(all_axes, devices, strict=True):
-        for choice in (x for x in shown if device in x.peaks):
-            way, (low, high) = choice.storage, choice.loss_range
+        for choice in (x for x in shown if x.peaks[device]):
+            way, losses = choice.storage, choice.losses
             style: Any = {
                 "color": _colour(way),
                 "marker": _MARKERS[way.optimizer, way.state],
@@ -210,10 +210,15 @@ def draw_memory() -> Figure:
                 fill = "full" if remat else "none"
                 axes.plot([peak / 2**30], [choice.loss], fillstyle=fill, **style)
             recomputed = choice.peaks[device][True] / 2**30
-            axes.plot(2 * [recomputed], [low, high], color=plots.LIGHT_GREY, zorder=0)
+            axes.plot(
+                2 * [recomputed],
+                [min(losses), max(losses)],
+                color=plots.LIGHT_GREY,
+                zorder=0,
+            )
         sizes = load(f"{device}-compiled/memory.json")["settings"]
         axes.set_title(
-            f"{memory.DEVICES[device]}: {sizes['layers']} layers of width "
+            f"{devices[device]}: {sizes['layers']} layers of width "
             f"{sizes['width']}, {sizes['parameter count'] / 1e6:.0f} M parameters",
             fontsize=10,
         )
