@@ -1,7 +1,7 @@
 """Does half precision learn what float32 learns? The examples' tasks, over three seeds.
 
     python -m benchmarks.convergence
-    python -m benchmarks.convergence --task digits --seeds 1 --steps 50
+    python -m benchmarks.convergence --task mlp --seeds 1 --steps 50
 
 Trains what the examples train, by their own functions, in float32, bfloat16, float16
 with a dynamic loss scale, and float16 without; every run of a seed sees the same
@@ -13,6 +13,7 @@ of it takes a quarter of an hour on two cores; --steps sets another number.
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
+import enum
 import functools
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
@@ -131,6 +132,7 @@ def _training(title: str, steps: int, train: Any, *args: Any) -> Training:
     return Training(title, functools.partial(train_example, train), steps)
 
 
+Task = enum.StrEnum("Task", "mlp cnn tiny resnet transformer")
 TASKS = {
     "mlp": _training("digits, MLP", 300, train_digits, "mlp"),
     "cnn": _training("digits, CNN with BatchNorm", 300, train_digits, "cnn"),
@@ -169,9 +171,7 @@ def _cell(key: str, score: float, full: float) -> str:
 
 @run.benchmark
 def main(
-    task: Annotated[
-        list[str], typer.Option(help="May be repeated.", callback=run.some_of(TASKS))
-    ] = list(TASKS),  # noqa: B006 - typer's way; never changed
+    task: Annotated[list[Task], typer.Option(help="May be repeated.")] = list(Task),  # noqa: B006 - typer's way; never changed
     seeds: SeedsOption = 3,
     steps: Annotated[
         int | None, typer.Option(min=1, help="By default what each task needs.")

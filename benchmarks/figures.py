@@ -27,6 +27,7 @@ import matplotlib
 import numpy as np
 import optax
 import typer
+from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -328,32 +329,23 @@ def draw_skipped(steps: int = 300) -> Figure:
 
 
 def draw_ten_minutes() -> Figure:
-    """Draw the losses and loss scales that the code of `ten_minutes.md` computes."""
+    """Return the figure of losses and loss scales that `ten_minutes.md` draws."""
+    colours = [plots.BLACK, plots.GREEN, plots.BLUE]
+    looks = cycler(color=colours, linestyle=["-", "--", ":"])
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),  # the page saves a figure
         jax.numpy_dtype_promotion("standard"),  # as a reader runs it
         jax.numpy_rank_promotion("allow"),
+        plots.style(),
+        matplotlib.rc_context({"axes.prop_cycle": looks}),
     ):
         page = pages.run(ROOT / "docs" / "ten_minutes.md")
-    page["plt"].close("all")
-    shape = 2, 1, (7.5, 4.6)
-    figure, (top, bottom) = plots.panels(*shape, sharex=True, height_ratios=(3, 2))
-    styles = {
-        "float32": (plots.BLACK, "-"),
-        "bfloat16": (plots.GREEN, "--"),
-        "float16": (plots.BLUE, ":"),
-    }
-    for name, values in page["losses"].items():
-        color, style = styles[name]
-        top.plot(values, style, color=color, label=name, linewidth=1.4)
-    top.set_ylabel("training loss")
-    top.legend(fontsize=8)
-    scales = page["scales"]
-    bottom.step(range(len(scales)), scales, where="post", color=plots.BLUE)
-    bottom.set_yscale("log", base=2)
-    bottom.set_ylabel("loss scale, float16")
-    bottom.set_xlabel("step")
+    figure = page["figure"]
+    page["plt"].close(figure)
+    figure.axes[1].lines[0].set_color(plots.BLUE)
+    figure.set_size_inches(7.5, 4.6)
+    figure.set_layout_engine("constrained")
     figure.suptitle("An MLP on digits: training losses, and the loss scale of float16")
     return figure
 

@@ -17,6 +17,7 @@ Memory is what XLA's programs take: state, batch and scratch.
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
+import enum
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
@@ -51,6 +52,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         ),
     },
 }
+Model = enum.StrEnum("Model", "mlp cnn gpt")
 TITLES = {"mlp": "MLP", "cnn": "ResNet", "gpt": "GPT"}
 
 
@@ -215,9 +217,7 @@ def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
 
 @run.benchmark
 def main(
-    model: Annotated[
-        list[str], typer.Option(help="May be repeated.", callback=run.some_of(TITLES))
-    ] = list(TITLES),  # noqa: B006 - typer's way; never changed
+    model: Annotated[list[Model], typer.Option(help="May be repeated.")] = list(Model),  # noqa: B006 - typer's way; never changed
     largest_batch: Annotated[
         bool, typer.Option("--largest-batch", help="Find what fits; time nothing.")
     ] = False,

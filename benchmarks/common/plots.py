@@ -1,6 +1,7 @@
 """Colours and panels of the benchmarks' figures."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import matplotlib
@@ -18,19 +19,25 @@ VERMILION = "#D55E00"
 GREY = "#666666"
 LIGHT_GREY = "#BBBBBB"
 
-_STYLE: Any = {"axes.grid": True, "grid.alpha": 0.25}
-_STYLE |= {"axes.spines.top": False, "axes.spines.right": False}
+Grid = Literal["x", "y", "both"]
+
+
+def style(grid: Grid = "both") -> AbstractContextManager[None]:
+    """Return a context in which axes have a light grid, and no frame at two sides."""
+    options: Any = {"axes.grid": True, "axes.grid.axis": grid, "grid.alpha": 0.25}
+    options |= {"axes.spines.top": False, "axes.spines.right": False}
+    return matplotlib.rc_context(options)
 
 
 def panels(
     rows: int,
     columns: int,
     size: tuple[float, float],
-    grid: Literal["x", "y", "both"] = "both",
+    grid: Grid = "both",
     **options: Any,
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure, and its panels with a light grid; options of `subplots`."""
-    with matplotlib.rc_context(_STYLE | {"axes.grid.axis": grid}):
+    """Return a figure and its panels; the options are those of `Figure.subplots`."""
+    with style(grid):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, [*axes.ravel()]
