@@ -37,7 +37,7 @@ from examples import find_the_overflow
 from examples.common import pages
 from examples.common.results import ROOT
 from examples.common.text import even_windows, load_sources
-from jmp_lite.numerics import EXPONENTS, tree_stats
+from jmp_lite.numerics import tree_stats
 
 IMAGES = ROOT / "docs" / "images"
 
@@ -129,52 +129,17 @@ def draw_errors(points: int = 2**13) -> Figure:
 def draw_gradients() -> Figure:
     """Draw the exponents of gradients over the range of float16, scaled and not."""
     grads, loss_scale = _gradients()
-    figure, panels = plots.panels(2, 1, (7.5, 4.4), "y", sharex=True, sharey=True)
-    info = jnp.finfo(jnp.float16)
-    smallest, normal = int(info.minexp) - int(info.nmant), int(info.minexp)
-    # Half of the smallest subnormal rounds to 0.
-    regions = {
-        "float16: becomes 0": (-60, smallest - 1, plots.VERMILION),
-        "float16: subnormal": (smallest - 1, normal, plots.ORANGE),
-        "float16: normal": (normal, int(info.maxexp), plots.GREEN),
-        "float16: becomes inf": (int(info.maxexp), 40, plots.PURPLE),
-    }
-    titles = ("as they are", f"times a loss scale of 2**{round(math.log2(loss_scale))}")
-    for axes, factor, title in zip(panels, (1.0, loss_scale), titles, strict=True):
-        scaled = [g * factor for g in grads]
-        stats = tree_stats(scaled, "f16", histogram=True).total()
-        counts = np.asarray(stats.histogram)
-        lost = float(stats.underflow / stats.size)
-        axes.stairs(
-            100 * counts / counts.sum(),
-            [*EXPONENTS, EXPONENTS[-1] + 1],
-            fill=True,
-            color=plots.BLUE,
-            label="gradients",
-        )
-        for name, (low, high, color) in regions.items():
-            axes.axvspan(
-                *(low, high), color=color, alpha=0.18, linewidth=0, zorder=0, label=name
-            )
-        axes.set_ylabel("gradients (%)")
-        axes.set_title(f"{title}: {100 * lost:.1f} % become 0 in float16", fontsize=10)
-    first, last = panels
-    first.set_xlim(-44, 22)
-    top = first.get_ylim()[1]
-    arrow = {"arrowstyle": "<->", "color": plots.BLACK}
-    first.annotate("", (-44, 0.92 * top), (22, 0.92 * top), arrowprops=arrow)
-    first.text(
-        *(21, 0.88 * top),
-        "bfloat16: normal, 2**-126 to 2**128",
-        ha="right",
-        va="top",
-        fontsize=8,
-    )
-    last.xaxis.set_major_formatter(_POWER_OF_TWO)
-    last.set_xlabel("magnitude of a gradient (no unit)")
+    whole, drawn = jnp.concatenate([g.ravel() for g in grads]), {}
+    scaled = f"times 2**{math.log2(loss_scale):g}"
+    for title, factor in (("as they are", 1.0), (scaled, loss_scale)):
+        lost = jnp.mean(((factor * whole).astype(jnp.float16) == 0) & (whole != 0))
+        drawn[f"{title}:\n{100 * lost:.1f} % become 0"] = factor * whole
+    figure = tree_stats(drawn, "f16", histogram=True).plot()
+    (axes,) = figure.axes
+    axes.set_ylabel("loss scale")
+    figure.set_size_inches(7.5, 3.6)
     figure.suptitle("Gradients of a small network over the range of float16")
-    handles, labels = first.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
+    _add_legend(figure, "gradients")
     return figure
 
 
@@ -363,9 +328,14 @@ def draw_overflow() -> Figure:
     (axes,) = figure.axes
     axes.set_ylabel("layer")
     figure.suptitle("One layer of a transformer overflows float16")
-    magnitudes = Patch(color=plots.BLUE, label="magnitudes; ←: of gradients")
-    figure.legend(handles=[magnitudes], loc="outside lower left")
+    _add_legend(figure, "magnitudes; ←: of gradients")
     return figure
+
+
+def _add_legend(figure: Figure, label: str) -> None:
+    """Say what the bars of a figure are that the library draws."""
+    bars = Patch(color=plots.BLUE, label=label)
+    figure.legend(handles=[bars], loc="outside lower left")
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {

@@ -25,8 +25,8 @@ import typer
 
 import jmp_lite
 from benchmarks.common import run
-from benchmarks.common.contenders import bare
 from benchmarks.common.timing import time_steps
+from benchmarks.step_overhead import bare
 
 LEAVES = (30, 100, 300)
 OURS = "scale_aware"

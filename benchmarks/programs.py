@@ -166,46 +166,23 @@ def read(path: Path) -> tuple[Row, Results]:
 
 
 def list_figures(results: Results) -> run.Rows:
-    """Return figures, each with its multiple of that of the step it is held against."""
-    units = {
-        "bytes accessed": ("GB accessed", 1e9),
-        "traffic": ("traffic, GB", 1e9),
-        "peak": ("peak, MiB", 2**20),
-        "temporary": ("temporary, MiB", 2**20),
-        "kernels": ("kernels", 1),
-    }
+    """Return figures as multiples of those of the step each is held against."""
     rows = []
     for step in STEPS:
         row = results.get(str(step))
         if row is None:
             continue
         base, cells = results.get(str(step.base), row), {"step": f"{step}"}
-        for key, (title, unit) in units.items():
-            ratio = f" ({row[key] / base[key]:.3f}×)" if base[key] else ""
-            cells[title] = f"{row[key] / unit:.4g}{ratio}"
-        cells |= {
-            "casts": f"{row['casts']}",
-            "fp8": f"{counts.fp8_products(row['products'])}",
-            "sums in half": f"{row['half_sums']}",
-            "branches": f"{row['conditionals']}",
-            "host": f"{row['host_transfers']}",
-        }
-        rows.append(cells)
+        for key in ("bytes accessed", "traffic", "peak", "temporary", "kernels"):
+            cells[key] = f"{row[key] / base[key]:.3f}" if base[key] else f"{row[key]}"
+        sent = sum(row["collectives"].values()) / 1e6
+        rows.append(
+            cells
+            | {key: f"{row[key]}" for key in ("casts", "half_sums", "conditionals")}
+            | {"fp8 products": f"{counts.fp8_products(row['products'])}"}
+            | {"collectives, MB": f"{sent:.2f}" if sent else ""}
+        )
     return rows
-
-
-def list_collectives(results: Results) -> run.Rows:
-    """Return the MB that collectives leave on a device, and how many there are."""
-    found = {k: row["collectives"] for k, row in results.items() if row["collectives"]}
-    opcodes = sorted({key for row in found.values() for key in row})
-    return [
-        {
-            "step": name,
-            **{key: f"{row[key] / 1e6:.3f}" if key in row else "" for key in opcodes},
-            "calls": f"{sum(results[name]['collective_calls'].values())}",
-        }
-        for name, row in found.items()
-    ]
 
 
 @run.benchmark
@@ -256,7 +233,6 @@ def main(
         tables = {
             f"{title}\n× the same step by hand, without scaling; fp8: × bfloat16; "
             "r=f32: × without it": list_figures(results),
-            "collectives, MB on each device": list_collectives(results),
             f"{title}: too much": [
                 dict(zip(columns, row, strict=True)) for row in broken
             ],

@@ -24,8 +24,8 @@ import typer
 from benchmarks import step_overhead
 from benchmarks.common import run, transformer
 from benchmarks.common.compiled_steps import filled
-from benchmarks.common.contenders import LossFn, bare
 from benchmarks.common.timing import ratios, time_steps
+from benchmarks.step_overhead import LossFn, bare
 from jmp_lite.numerics import tree_stats
 
 BARE = "bare step"

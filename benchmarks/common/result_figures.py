@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks import convergence
-from benchmarks.common import compiled_tables, contenders, plots, storage
+from benchmarks import convergence, step_overhead
+from benchmarks.common import compiled_tables, plots, storage
 from benchmarks.common.committed import load
 from benchmarks.common.storage import (
     ADAFACTOR,
@@ -161,9 +161,9 @@ def draw_overhead() -> Figure:
     series = {
         f"batch {case['batch']}": {
             title.replace("`", ""): ratios(
-                case["contenders"], name, contenders.BASELINE
+                case["contenders"], name, step_overhead.BASELINE
             )
-            for name, title in contenders.PEERS.items()
+            for name, title in step_overhead.PEERS.items()
             if name in case["contenders"]
         }
         for case in cases

@@ -27,7 +27,7 @@ from benchmarks import (
     train_step,
     tree_stats,
 )
-from benchmarks.common import compiled_steps, contenders, tasks, timing
+from benchmarks.common import compiled_steps, tasks, timing
 from benchmarks.common.models import SIZES
 from benchmarks.common.storage import Storage
 from examples.common import results
@@ -176,14 +176,14 @@ def test_turns_rotate_and_every_round_has_a_sample():
 
 
 def test_a_contender_is_left_out_with_a_reason(monkeypatch):
-    assert contenders.why_not(contenders.JMP, 100) == ""
-    assert contenders.why_not(contenders.JMP, 101) == (
+    assert step_overhead.why_not(step_overhead.JMP, 100) == ""
+    assert step_overhead.why_not(step_overhead.JMP, 101) == (
         "given up at more than 100 leaves, which take minutes to compile"
     )
-    assert contenders.why_not(contenders.OURS, 101) == ""
+    assert step_overhead.why_not(step_overhead.OURS, 101) == ""
     monkeypatch.setitem(sys.modules, "jmp", None)
     reason = "jmp is not installed: pip install jmp"
-    assert contenders.why_not(contenders.JMP, 1) == reason
+    assert step_overhead.why_not(step_overhead.JMP, 1) == reason
 
 
 def test_tf32_is_compared_on_gpus_only():
