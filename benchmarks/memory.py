@@ -96,19 +96,6 @@ def rows_for(device: str) -> list[tuple[Storage, bool]]:
     return [(storage, True) for storage in MAIN_CHOICES]
 
 
-def measure_all(device: Device, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """Return a row for each of `rows_for`."""
-    pairs = rows_for(device)
-    return [
-        {
-            "storage": str(storage),
-            "remat": remat,
-            **measure(storage, remat, device=device, sizes=sizes),
-        }
-        for storage, remat in track(pairs, f"compiling for {device}", total=len(pairs))
-    ]
-
-
 def list_bytes(rows: list[dict[str, Any]]) -> run.Rows:
     """Return the table of what was compiled for one device."""
     return [
@@ -134,7 +121,11 @@ def main(
 ) -> Iterator[run.Found]:
     """Compile a train step for each choice and one device."""
     sizes = dict(layers=layers, width=width, heads=heads, vocabulary=vocabulary)
-    rows = measure_all(device, sizes | {"batch": batch, "length": length})
+    sizes |= {"batch": batch, "length": length}
+    todo, rows = rows_for(device), []
+    for storage, remat in track(todo, f"compiling for {device}", total=len(todo)):
+        figures = measure(storage, remat, device=device, sizes=sizes)
+        rows.append({"storage": str(storage), "remat": remat, **figures})
     settings = {
         "unit": "bytes",
         "compiled with": targets.versions(),

@@ -18,6 +18,7 @@ from benchmarks.common.storage import (
     MASTERS,
     REMAINDERS,
     STOCHASTIC,
+    Storage,
 )
 from benchmarks.common.tasks import TITLES as TASK_TITLES
 from benchmarks.common.timing import ratios
@@ -40,7 +41,7 @@ _MARKERS = {
 }
 
 
-def _colour(way: storage.Storage) -> str:
+def _colour(way: Storage) -> str:
     return plots.PURPLE if way.compute == FLOAT32 else _COLOURS[way.weights]
 
 
@@ -209,13 +210,8 @@ def draw_memory() -> Figure:
             for remat, peak in choice.peaks[device].items():
                 fill = "full" if remat else "none"
                 axes.plot([peak / 2**30], [choice.loss], fillstyle=fill, **style)
-            recomputed = choice.peaks[device][True] / 2**30
-            axes.plot(
-                2 * [recomputed],
-                [min(losses), max(losses)],
-                color=plots.LIGHT_GREY,
-                zorder=0,
-            )
+            ends = 2 * [choice.peaks[device][True] / 2**30], [min(losses), max(losses)]
+            axes.plot(*ends, color=plots.LIGHT_GREY, zorder=0)
         sizes = load(f"{device}-compiled/memory.json")["settings"]
         axes.set_title(
             f"{devices[device]}: {sizes['layers']} layers of width "
@@ -226,26 +222,29 @@ def draw_memory() -> Figure:
         axes.set_ylabel("validation loss of a small transformer")
         axes.set_xlim(left=0)
 
-    def entry(label, **style):
+    def entry(label, color, marker="o", fillstyle: Any = "full"):
+        style = {"color": color, "marker": marker, "fillstyle": fillstyle}
         return Line2D([], [], linestyle="none", label=label, **style)
 
+    ways = [choice.storage for choice in choices[::-1]]
     parameters = {
-        _colour(x.storage): "float32 model"
-        if x.storage.compute == FLOAT32
-        else f"bf16 model; {x.storage.params_title}"
-        for x in choices[::-1]
-    }
-    optimizers = {
-        (x.storage.optimizer, x.storage.state): x.storage.optimizer_title for x in shown
+        _colour(x): "float32 model"
+        if x.compute == FLOAT32
+        else f"bf16 model; {x.params_title}"
+        for x in ways
     }
     entries = [
-        *(entry(label, color=c, marker="o") for c, label in parameters.items()),
+        *(entry(label, color) for color, label in parameters.items()),
         *(
-            entry(optimizers[o], color=plots.GREY, marker=m)
-            for o, m in _MARKERS.items()
+            entry(
+                Storage(optimizer=tx, state=state).optimizer_title,
+                plots.GREY,
+                m,
+            )
+            for (tx, state), m in _MARKERS.items()
         ),
-        entry("layers recomputed", color=plots.GREY, marker="o"),
-        entry("activations kept", color=plots.GREY, marker="o", fillstyle="none"),
+        entry("layers recomputed", plots.GREY),
+        entry("activations kept", plots.GREY, fillstyle="none"),
         Line2D([], [], color=plots.LIGHT_GREY, label="range of the seeds"),
     ]
     figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=9)
