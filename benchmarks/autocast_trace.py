@@ -11,6 +11,7 @@ Python's collector, as `timeit` has it: whom it stops is chance.
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -41,17 +42,6 @@ TITLES = {
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
     return transformer.loss_fn(params, tokens, HEADS, jnp.float32)
-
-
-def make_programs(layers: int) -> dict[str, tuple[Callable[[Any], Any], Any]]:
-    """Return, per name, what makes a program of a cast loss, and its parameters."""
-    params = jax.eval_shape(lambda: transformer.init(layers, WIDTH, VOCABULARY))
-    stacked = jax.eval_shape(transformer.stack, params)
-    return {
-        "forward": (lambda fun: fun, params),
-        "gradient": (jax.grad, params),
-        "gradient, scan": (jax.grad, stacked),
-    }
 
 
 def measure(
@@ -112,13 +102,18 @@ def summarise_compiling(result: run.Result) -> run.Rows:
 @run.benchmark
 def main(rounds: run.Rounds = 5) -> Iterator[run.Found]:
     """Time tracing and compiling, print medians of the ratio within a round."""
-    todo = [
-        (n, program, *how) for n in LAYERS for program, how in make_programs(n).items()
-    ]
-    samples: dict[str, dict[str, Any]] = {f"{n}": {} for n in LAYERS}
-    for n, program, make, params in track(todo, "tracing", total=len(todo)):
-        rows = measure(make, params, rounds=rounds, compiles=n == LAYERS[0])
-        samples[f"{n}"][program] = rows
+    samples: dict[str, dict[str, Any]] = {}
+    for n in track(LAYERS, "tracing", total=len(LAYERS)):
+        params = jax.eval_shape(
+            functools.partial(transformer.init, n, WIDTH, VOCABULARY)
+        )
+        stacked = jax.eval_shape(transformer.stack, params)
+        how = {"rounds": rounds, "compiles": n == LAYERS[0]}
+        samples[f"{n}"] = {
+            "forward": measure(lambda fun: fun, params, **how),
+            "gradient": measure(jax.grad, params, **how),
+            "gradient, scan": measure(jax.grad, stacked, **how),
+        }
     result = {"samples": samples}
     tables = {
         "Tracing over the plain function: bf16 (f16)": summarise(result),

@@ -207,9 +207,8 @@ def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, .
         if "autocast" in name and row["half_sums"]:
             rows.append((name, "half_sums", f"{row['half_sums']}", "", "none"))
         # A TPU's buffers are whole tiles: they may be larger than their arrays.
-        if row["aliased"] != row["donated"] or (
-            row["aliased bytes"] < row["donated bytes"]
-        ):
+        is_less = row["aliased bytes"] < row["donated bytes"]
+        if row["aliased"] != row["donated"] or is_less:
             figures = f"{row['aliased']} of {row['donated']} donated"
             rows.append((name, "aliased", figures, "", "all"))
         gathered = row["collectives"]
@@ -250,18 +249,15 @@ def _broken_by_fp8(
         functools.partial(counts.sent, x["collectives"]) for x in (row, base)
     )
     gather, reduce = ("all-gather",), ("reduce-scatter",)
-    gathered = sent(gather, _IN_FP8)
     # One collective for each scale of an activation and of a gradient, which are
     # needed one after the other; one for those of all weights.
     # The embedding is looked up in half, beside the products.
-    sizes = SIZES[size][step.model]
-    table = 2 * sizes["vocabulary"] * sizes["width"]
+    table = 2 * SIZES[size][step.model]["vocabulary"] * SIZES[size][step.model]["width"]
     forward = row["products"].get("f8e4m3fn f8e4m3fn", 0)
-    scales = row["collective_calls"].get("all-reduce", 0)
-    others = base["collective_calls"].get("all-reduce", 0)
+    scales, others = (x["collective_calls"].get("all-reduce", 0) for x in (row, base))
     for figure, found, most in (
         ("all-gather in half", sent(gather, _IN_HALF), TOLERANCE * table),
-        ("all-gather", gathered, TOLERANCE * of_base(gather, _IN_HALF)),
+        ("all-gather", sent(gather, _IN_FP8), TOLERANCE * of_base(gather, _IN_HALF)),
         # Gradients are summed in float32.
         ("reduce-scatter", sent(reduce), 2 * of_base(reduce)),
         ("all-reduces", scales, others + 2 * forward + 1),
