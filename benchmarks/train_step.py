@@ -81,35 +81,28 @@ def ways(platform: str) -> list[Way]:
     return [Way(BASELINE), *([Way(TF32)] if platform == "gpu" else []), *WAYS]
 
 
-class Program:
-    """A compiled train step: the bytes it needs, and what makes its state."""
+def start(
+    model: str, sizes: dict[str, Any], way: Way
+) -> tuple[Callable[[Any], Any], Any, int]:
+    """Return a compiled train step `state -> state`, its first state, and its bytes."""
+    step = way.step(model)
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
+    jitted, shapes = compiled_steps.build(step, sizes, mesh)
+    # Its default may be TF32: float32 is asked for, as is TF32.
+    precisions = {BASELINE: "float32", TF32: "tensorfloat32"}
+    with jax.default_matmul_precision(precisions.get(way.precision)):
+        compiled = jitted.lower(*shapes).compile()
+    # `peak_memory_in_bytes` leaves out what is temporary, on the CPU.
+    memory: Any = compiled.memory_analysis()
+    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    held = arrays - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
-    def __init__(self, model: str, sizes: dict[str, Any], way: Way):
-        self._step = way.step(model)
-        mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
-        jitted, self._shapes = compiled_steps.build(self._step, sizes, mesh)
-        # Its default may be TF32: float32 is asked for, as is TF32.
-        precisions = {BASELINE: "float32", TF32: "tensorfloat32"}
-        with jax.default_matmul_precision(precisions.get(way.precision)):
-            self._compiled = jitted.lower(*self._shapes).compile()
-        self._integers = sizes.get("vocabulary", sizes.get("classes", 10))
-        memory: Any = self._compiled.memory_analysis()
-        # `peak_memory_in_bytes` leaves out what is temporary, on the CPU.
-        arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        self.memory = arrays - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-
-    def start(self) -> tuple[Callable[[Any], Any], Any]:
-        """Return the step as `state -> state`, and its first state."""
-        params, _, *rest = self._shapes
-        params, kept, *batch = compiled_steps.filled([params, *rest], self._integers)
-        state = params, compiled_steps.optimizer(self._step).init(params), kept
-        args = jax.tree.map(
-            lambda x, shape: jax.device_put(x, shape.sharding),
-            (*state, *batch),
-            self._shapes,
-        )
-        batch = args[3:]
-        return lambda state: self._compiled(*state, *batch)[:3], args[:3]
+    integers = sizes.get("vocabulary", sizes.get("classes", 10))
+    params, kept, *batch = compiled_steps.filled([shapes[0], *shapes[2:]], integers)
+    state = params, compiled_steps.optimizer(step).init(params), kept
+    args = (*state, *batch)
+    args = jax.tree.map(lambda x, of: jax.device_put(x, of.sharding), args, shapes)
+    return lambda state: compiled(*state, *args[3:])[:3], args[:3], held
 
 
 def measure(
@@ -126,9 +119,9 @@ def measure(
     todo = ways(jax.local_devices()[0].platform)
     rows, steppers, states = {}, {}, {}
     for way in track(todo, f"compiling {TITLES[model]}", total=len(todo)):
-        program, name = Program(model, sizes, way), str(way)
-        rows[name] = {"memory": program.memory}
-        steppers[name], states[name] = program.start()
+        name = str(way)
+        steppers[name], states[name], memory = start(model, sizes, way)
+        rows[name] = {"memory": memory}
     samples = take_turns(
         steppers, states, rounds=rounds, steps=steps, title=TITLES[model]
     )
@@ -163,7 +156,7 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
 def batch_fits(model: str, sizes: dict[str, Any], way: Way) -> bool:
     """Return whether a train step compiles, and runs, in the memory of the device."""
     try:
-        step, state = Program(model, sizes, way).start()
+        step, state, _ = start(model, sizes, way)
         jax.block_until_ready(step(state))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -223,7 +223,7 @@ def test_a_full_memory_is_told_from_other_errors(monkeypatch):
     def fail(model, sizes, way):
         raise jax.errors.JaxRuntimeError(errors[sizes["batch"]])
 
-    monkeypatch.setattr(train_step, "Program", fail)
+    monkeypatch.setattr(train_step, "start", fail)
     way = train_step.Way("float32")
     assert not train_step.batch_fits("mlp", {"batch": 8}, way)
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
