@@ -13,25 +13,21 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import typer
-from rich.console import Console
 
 import jmp_lite as jmp
 from benchmarks.common import run, tasks
-from benchmarks.common.tasks import BASELINE, F32, Cast, Task, load_sources_once, mean
-from examples.common.cli import SeedOption, SeedsOption
-from examples.common.loop import train_side_by_side
+from benchmarks.common.tasks import BASELINE, TITLES, Scores, Task, Way, mean
+from examples.common.cli import SeedsOption, StepsOption
 from examples.common.text import fingerprint
 
 SAFE, ADVISED = "float16", "float16, advised"
 STEPS = 300
 TASKS: dict[str, Callable[[int, int], Task]] = {
-    "transformer": lambda seed, steps: tasks.transformer_task(seed, steps, tasks.SHAPE),
-    "resnet": lambda seed, steps: tasks.resnet_task(seed, steps, tasks.RESNET_WIDTHS),
+    "transformer": tasks.transformer_task,
+    "resnet": tasks.resnet_task,
 }
-TITLES = {"transformer": "transformer", "resnet": "ResNet"}
 
 
 def ask(task: Task) -> jmp.numerics.Advice:
@@ -41,33 +37,20 @@ def ask(task: Task) -> jmp.numerics.Advice:
 
 
 def train_seed(
-    task: Task, advice: jmp.numerics.Advice, title: str, steps: int, console: Console
-) -> dict[str, Any]:
+    task: Task, advice: jmp.numerics.Advice, title: str, steps: int
+) -> dict[str, Scores]:
     """Return the validation loss and the skipped steps of each run."""
-    half = jmp.get_policy("mixed_float16")
-    casts: dict[str, Cast] = {
-        BASELINE: tasks.plain,
-        SAFE: lambda fun: jmp.autocast(fun, half),
-        ADVISED: lambda fun: jmp.autocast(fun, advice.policy),
+    half, scale = jmp.get_policy("mixed_float16"), advice.loss_scale
+    options = {"policy": half, "static_scale": getattr(scale, "loss_scale", 1.0)}
+    ways = {
+        BASELINE: Way(),
+        SAFE: Way(lambda fun: jmp.autocast(fun, half), options),
+        ADVISED: Way(lambda fun: jmp.autocast(fun, advice.policy), options),
     }
-    scale = getattr(advice.loss_scale, "loss_scale", 1.0)
-    runs = {
-        name: task.make_run(
-            cast(task.loss_fn),
-            policy=F32 if name == BASELINE else half,
-            static_scale=scale,
-        )
-        for name, cast in casts.items()
-    }
-    results = train_side_by_side(
-        runs, task.batches(), title=title, steps=steps, console=console
-    )
+    results, scores = task.train(ways, title, steps)
     return {
-        name: {
-            **task.score(casts[name], result.state),
-            "skipped": int(result.history["skipped_steps"][-1]),
-        }
-        for name, result in results.items()
+        name: score | {"skipped": int(results[name].history["skipped_steps"][-1])}
+        for name, score in scores.items()
     }
 
 
@@ -86,26 +69,23 @@ def summarise(result: run.Result) -> run.Rows:
 
 
 @run.benchmark
-def main(
-    seeds: SeedsOption = 3, seed: SeedOption = 0, steps: run.TaskSteps = None
-) -> Iterator[run.Found]:
+def main(seeds: SeedsOption = 3, steps: StepsOption = STEPS) -> Iterator[run.Found]:
     """Train the examples in float32, float16 and float16 as advised."""
-    console, steps, found = Console(width=run.WIDTH), steps or STEPS, {}
+    found = {}
     for name, make_task in TASKS.items():
-        of_seeds = {s: make_task(s, steps) for s in range(seed, seed + seeds)}
-        advice = ask(of_seeds[seed])
-        console.print(str(advice), markup=False)
+        advice = ask(make_task(0, steps))
+        print(advice)
         found[name] = {
             "steps": steps,
             "advice": advice.code(),
             "reasons": advice.reasons,
             "seeds": [
-                train_seed(task, advice, f"{name}, seed {s}", steps, console)
-                for s, task in of_seeds.items()
+                train_seed(make_task(seed, steps), advice, f"{name}, {seed}", steps)
+                for seed in range(seeds)
             ],
         }
     result = {"tasks": found}
-    text = {"text": fingerprint(*load_sources_once())}
+    text = {"text": fingerprint(*tasks.load_sources_once())}
     yield run.Found(
         "advised", result, {f"{steps} steps": summarise(result)}, settings=text
     )

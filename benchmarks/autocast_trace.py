@@ -1,7 +1,6 @@
 """What does autocast add to tracing and compiling, and does it grow with depth?
 
     python -m benchmarks.autocast_trace
-    python -m benchmarks.autocast_trace --layers 12 --layers 24 --compile-up-to 0
 
 Forward pass and gradient of the benchmarks' transformer, 12 to 96 layers: unrolled, so
 that every layer is traced, and in a `scan`, where one is. Plain and autocast take turns
@@ -12,10 +11,11 @@ Python's collector, as `timeit` has it: whom it stops is chance.
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from examples.common.progress import track
 from jmp_lite import autocast
 
 WIDTH, HEADS, VOCABULARY = 32, 4, 64
-LAYERS = [12, 24, 48, 96]
+LAYERS = (12, 24, 48, 96)  # of which the first is compiled, too
 CASTS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda fun: fun,
     "bfloat16": lambda fun: autocast(fun, "mixed_bfloat16"),
@@ -42,17 +42,6 @@ TITLES = {
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
     return transformer.loss_fn(params, tokens, HEADS, jnp.float32)
-
-
-def make_programs(layers: int) -> dict[str, tuple[Callable[[Any], Any], Any]]:
-    """Return, per name, what makes a program of a cast loss, and its parameters."""
-    params = jax.eval_shape(lambda: transformer.init(layers, WIDTH, VOCABULARY))
-    stacked = jax.eval_shape(transformer.stack, params)
-    return {
-        "forward": (lambda fun: fun, params),
-        "gradient": (jax.grad, params),
-        "gradient, scan": (jax.grad, stacked),
-    }
 
 
 def measure(
@@ -111,26 +100,25 @@ def summarise_compiling(result: run.Result) -> run.Rows:
 
 
 @run.benchmark
-def main(
-    layers: Annotated[list[int], typer.Option(min=1, help="May be repeated.")] = LAYERS,
-    rounds: run.Rounds = 5,
-    compile_up_to: Annotated[
-        int, typer.Option(help="more layers are only traced")
-    ] = 12,
-) -> Iterator[run.Found]:
+def main(rounds: run.Rounds = 5) -> Iterator[run.Found]:
     """Time tracing and compiling, print medians of the ratio within a round."""
-    todo = [
-        (n, program, *how) for n in layers for program, how in make_programs(n).items()
-    ]
-    samples: dict[str, dict[str, Any]] = {f"{n}": {} for n in layers}
-    for n, program, make, params in track(todo, "tracing", total=len(todo)):
-        compiles = n <= compile_up_to
-        rows = measure(make, params, rounds=rounds, compiles=compiles)
-        samples[f"{n}"][program] = rows
+    samples: dict[str, dict[str, Any]] = {}
+    for n in track(LAYERS, "tracing", total=len(LAYERS)):
+        params = jax.eval_shape(
+            functools.partial(transformer.init, n, WIDTH, VOCABULARY)
+        )
+        stacked = jax.eval_shape(transformer.stack, params)
+        how = {"rounds": rounds, "compiles": n == LAYERS[0]}
+        samples[f"{n}"] = {
+            "forward": measure(lambda fun: fun, params, **how),
+            "gradient": measure(jax.grad, params, **how),
+            "gradient, scan": measure(jax.grad, stacked, **how),
+        }
     result = {"samples": samples}
-    tables = {"Tracing over the plain function: bf16 (f16)": summarise(result)}
-    if layers[0] <= compile_up_to:
-        tables["Compiling over the plain function"] = summarise_compiling(result)
+    tables = {
+        "Tracing over the plain function: bf16 (f16)": summarise(result),
+        "Compiling over the plain function": summarise_compiling(result),
+    }
     settings = {"width": WIDTH, "heads": HEADS}
     yield run.Found("autocast_trace", result, tables, settings=settings)
 

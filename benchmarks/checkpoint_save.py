@@ -13,7 +13,6 @@ of the time and of the processor time of all threads, which other work stretches
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
-import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ import orbax.checkpoint as ocp
 import typer
 
 from benchmarks.common import run
-from benchmarks.common.timing import Samples, quartiles_text, ratios, take_turns
+from benchmarks.common.timing import quartiles_text, ratios, take_turns
 from jmp_lite import checkpoint
 
 BARE, MANAGER, OURS = "StandardCheckpointer", "CheckpointManager", "checkpoint.save"
@@ -70,20 +69,6 @@ def make_savers(root: Path, state: Any) -> dict[str, Callable[[int], Any]]:
     return {BARE: with_checkpointer, MANAGER: with_manager, OURS: with_ours}
 
 
-def measure(state: Any, folder: Path | None, rounds: int) -> dict[str, Samples]:
-    """Return the times of each way to save: see `take_turns`."""
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-
-        def program(save):
-            steps = itertools.count()
-            return lambda _: save(next(steps))
-
-        savers = make_savers(Path(name), state)
-        programs = {name: program(save) for name, save in savers.items()}
-        states = dict.fromkeys(programs)
-        return take_turns(programs, states, rounds=rounds, steps=1, title="saving")
-
-
 def summarise(result: run.Result) -> run.Rows:
     """Return the times of a save over those of `BARE`."""
     samples = result["samples"]
@@ -111,7 +96,15 @@ def main(
     ] = None,
 ) -> Iterator[run.Found]:
     """Time saves beside each other, print medians of the ratio within a round."""
-    result = {"samples": measure(make_state(megabytes), folder, rounds)}
+    state = make_state(megabytes)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        programs = {
+            saver: lambda step, save=save: save(step) or step + 1
+            for saver, save in make_savers(Path(name), state).items()
+        }
+        steps = dict.fromkeys(programs, 0)
+        samples = take_turns(programs, steps, rounds=rounds, steps=1, title="saving")
+    result = {"samples": samples}
     seconds = np.median(result["samples"][BARE]["seconds"])
     title = f"{megabytes} MB, over the {seconds:.2f} s of {BARE}"
     yield run.Found("checkpoint_save", result, {title: summarise(result)})

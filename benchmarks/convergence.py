@@ -1,40 +1,45 @@
 """Does half precision learn what float32 learns? The examples' tasks, over three seeds.
 
     python -m benchmarks.convergence
-    python -m benchmarks.convergence --task digits --seeds 1 --steps 50
+    python -m benchmarks.convergence --task mlp --seeds 1 --steps 50
 
 Trains what the examples train, by their own functions, in float32, bfloat16, float16
 with a dynamic loss scale, and float16 without; every run of a seed sees the same
 batches. One task more is the digits with a loss so small, 2**-20 of itself, that
 float16 cannot do without a scale. Steps are fewer than the examples' own, so that all
 of it takes a quarter of an hour on two cores; --steps sets another number.
-
-Also kept: of which size the gradients are, in float32, at the first and the last step
-of the first seed, over the range of float16.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
-import json
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+import enum
+import functools
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import typer
 from rich.console import Console
 
-from benchmarks.common import run
-from benchmarks.common.tasks import (
-    BASELINE,
-    RUNS,
-    TASKS,
-    Curves,
-    load_sources_once,
-    mean,
-)
-from examples.common.cli import SeedOption, SeedsOption, stop_if_collapsed
+from benchmarks.common import run, tasks
+from benchmarks.common.tasks import BASELINE, load_digits_once, load_sources_once, mean
+from examples import digits, resnet, transformer
+from examples.common import report
+from examples.common.cli import SeedsOption, stop_if_collapsed
 from examples.common.text import fingerprint
-from jmp_lite.numerics import tree_stats
+from jmp_lite import get_policy
+
+UNSCALED = "float16, no loss scale"
+# Run -> its policy; the last has a static loss scale of 1, the others a dynamic one.
+RUNS = {
+    BASELINE: get_policy("float32"),
+    "bfloat16": get_policy("mixed_bfloat16"),
+    "float16": get_policy("mixed_float16"),
+    UNSCALED: get_policy("mixed_float16"),
+}
+Curves = dict[str, dict[str, Any]]  # of each run: "loss" [steps], "skipped", scores
+
 
 # What is shown of a run: task, score, title.
 SCORES = (
@@ -49,23 +54,94 @@ SCORES = (
 )
 
 
-def measure(task: Curves, seeds: Iterable[int], steps: int, console: Console) -> dict:
-    """Return a task's curves, for each run a list over seeds, and its gradients."""
-    seeds = list(seeds)
-    curves = [task.train(seed, steps, console) for seed in seeds]
-    gradients = task.task(seeds[0], steps).gradients(steps, console)
+def curve(loss: Any, history: dict[str, Any], **scores: float) -> dict[str, Any]:
+    """Return what is kept of an example's run."""
     return {
-        "steps": steps,
-        "runs": {
-            name: [by_seed[name] for by_seed in curves]
-            for name in RUNS
-            if name in curves[0]
-        },
-        "gradients": {
-            step: json.loads(tree_stats(grads, "f16", histogram=True).to_json())
-            for step, grads in zip(("first", "last"), gradients, strict=True)
-        },
+        # No more than five digits are drawn, and JSON stays small.
+        "loss": [float(f"{x:.5g}") for x in loss],
+        "skipped": int(history["skipped_steps"][-1]),
+        "final_loss": float(np.mean(loss[-20:])),
+        **scores,
     }
+
+
+def train_example(
+    train: Callable[..., list[report.Record]], seed: int, steps: int, console: Console
+) -> Curves:
+    """Return the curves of an example's training in the precisions of RUNS."""
+    options = {"seed": seed, "steps": steps, "console": console}
+    scaled = {name: policy for name, policy in RUNS.items() if name != UNSCALED}
+    records = train(scaled, static_scale=0.0, **options)
+    records += train({UNSCALED: RUNS[UNSCALED]}, static_scale=1.0, **options)
+
+    def scores(record: report.Record) -> dict[str, float]:
+        if record.model:  # of digits
+            return {"accuracy": record.score}
+        found = {"validation_loss": record.score}
+        if "acc. %" in record.columns:
+            found["accuracy"] = record.columns["acc. %"] / 100
+        return found
+
+    return {r.policy: curve(r.history["loss"], r.history, **scores(r)) for r in records}
+
+
+def train_digits(name: str, policies: Any, **options: Any) -> list[report.Record]:
+    options |= {"width": tasks.WIDTH, "use_autocast": False}
+    return digits.train_model(name, policies, load_digits_once(), **options)
+
+
+def train_resnet(policies: Any, **options: Any) -> list[report.Record]:
+    data, options = load_digits_once(), options | {"checkpoints": None}
+    return resnet.train_seed(policies, tasks.RESNET_WIDTHS, data, **options)
+
+
+def train_transformer(policies: Any, **options: Any) -> list[report.Record]:
+    options |= {**tasks.SHAPE, "use_autocast": True, "checkpoints": None}
+    return transformer.train_seed(policies, load_sources_once(), **options)
+
+
+def train_tiny(seed: int, steps: int, console: Console) -> Curves:
+    train, _ = load_digits_once()
+    options = {"seed": seed, "steps": steps, "console": console}
+    tiny = digits.tiny_gradients(
+        train, width=tasks.WIDTH, use_autocast=False, **options
+    )
+    names = {"float32": BASELINE, "float16, dynamic loss scale": "float16"}
+    return {
+        names.get(label, UNSCALED): curve(history["loss"] / tiny.weight, history)
+        for label, history in tiny.history.items()
+    }
+
+
+class Training(NamedTuple):
+    """What an example trains.
+
+    Attributes:
+      title: its name.
+      train: `(seed, steps, console) -> Curves`.
+      steps: how many, if nothing else is asked for.
+    """
+
+    title: str
+    train: Callable[[int, int, Console], Curves]
+    steps: int
+
+
+def _training(title: str, steps: int, train: Any, *args: Any) -> Training:
+    train = functools.partial(train, *args)
+    return Training(title, functools.partial(train_example, train), steps)
+
+
+Task = enum.StrEnum("Task", "mlp cnn tiny resnet transformer")
+TASKS = {
+    "mlp": _training("digits, MLP", 300, train_digits, "mlp"),
+    "cnn": _training("digits, CNN with BatchNorm", 300, train_digits, "cnn"),
+    "tiny": Training("digits, MLP, loss × 2^-20", train_tiny, 300),
+    "resnet": _training("noisy digits, ResNet, with_policy", 400, train_resnet),
+    "transformer": _training(
+        "Python's sources, transformer, autocast", 400, train_transformer
+    ),
+}
 
 
 def summarise(result: run.Result) -> run.Rows:
@@ -93,44 +169,26 @@ def _cell(key: str, score: float, full: float) -> str:
     return f"{score:.4f} ({change})"
 
 
-def summarise_seeds(result: run.Result) -> run.Rows:
-    """Return the skipped steps and the final losses of each seed."""
-    return [
-        {
-            "task": TASKS[task].title,
-            "run": name,
-            "skipped": ", ".join(f"{curve['skipped']}" for curve in curves),
-            "training loss": ", ".join(
-                f"{curve['final_loss']:.3f}" for curve in curves
-            ),
-        }
-        for task, found in result["tasks"].items()
-        for name, curves in found["runs"].items()
-    ]
-
-
 @run.benchmark
 def main(
-    task: Annotated[
-        list[str], typer.Option(help="May be repeated.", callback=run.some_of(TASKS))
-    ] = list(TASKS),  # noqa: B006 - typer's way; never changed
+    task: Annotated[list[Task], typer.Option(help="May be repeated.")] = list(Task),  # noqa: B006 - typer's way; never changed
     seeds: SeedsOption = 3,
-    seed: SeedOption = 0,
-    steps: run.TaskSteps = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="By default what each task needs.")
+    ] = None,
 ) -> Iterator[run.Found]:
     """Train the examples' tasks in every precision, over several seeds."""
-    console, tasks = Console(width=run.WIDTH), {}
-    all_seeds = range(seed, seed + seeds)
+    console, found = Console(width=run.WIDTH), {}
     with stop_if_collapsed(console):
         for name in task:
-            console.print(TASKS[name].title, style="bold")
-            of_task = steps or TASKS[name].steps
-            tasks[name] = measure(TASKS[name], all_seeds, of_task, console)
-    result: dict[str, Any] = {"tasks": tasks}
-    tables = {
-        f"Means over {seeds} seeds": summarise(result),
-        "Seeds": summarise_seeds(result),
-    }
+            training = TASKS[name]
+            console.print(training.title, style="bold")
+            of_task = steps or training.steps
+            curves = [training.train(seed, of_task, console) for seed in range(seeds)]
+            runs = {key: [of_seed[key] for of_seed in curves] for key in curves[0]}
+            found[name] = {"steps": of_task, "runs": runs}
+    result = {"tasks": found}
+    tables = {f"Means over {seeds} seeds": summarise(result)}
     text = {"text": fingerprint(*load_sources_once())} if "transformer" in task else {}
     yield run.Found("convergence", result, tables, settings=text)
 

@@ -9,8 +9,7 @@ figures of the examples' trainings are committed with their results: each traini
 writes its own.
 """
 
-# ruff: isort: split
-from benchmarks.common import requirements  # noqa: F401 - what to install
+from benchmarks.common import targets  # noqa: F401 - first: what to install
 
 # ruff: isort: split
 import contextlib
@@ -28,10 +27,9 @@ import matplotlib
 import numpy as np
 import optax
 import typer
-from matplotlib.axes import Axes
+from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
 
 import jmp_lite as jmp
 from benchmarks.common import plots, result_figures
@@ -39,12 +37,13 @@ from examples import find_the_overflow
 from examples.common import pages
 from examples.common.results import ROOT
 from examples.common.text import even_windows, load_sources
-from jmp_lite.numerics import EXPONENTS, tree_stats
+from jmp_lite.numerics import tree_stats
 
 IMAGES = ROOT / "docs" / "images"
 
 Fault = Literal["gradient", "loss"]
 
+_POWER_OF_TWO = "$2^{{{x:g}}}$"  # how an axis is labelled
 _FLOAT16_MAX = float(jnp.finfo(jnp.float16).max)
 # From the widest range to the narrowest.
 _FORMATS = {
@@ -61,20 +60,19 @@ _FORMATS = {
 
 def draw_ranges() -> Figure:
     """Draw the range of each format: its normal and its subnormal numbers."""
-    figure = Figure(figsize=(7.5, 2.8), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = plots.panels(1, 1, (7.5, 2.8), grid="x")
     for row, (dtype, color) in enumerate(_FORMATS.values()):
         info = jnp.finfo(dtype)
         smallest = float(info.minexp) - info.nmant
         normal, largest = float(info.minexp), math.log2(float(info.max))
         axes.barh(row, normal - smallest, left=smallest, color=color, alpha=0.35)
         axes.barh(row, largest - normal, left=normal, color=color)
-        axes.text(largest + 3, row, f"largest: {_number(float(info.max))}", va="center")
+        axes.text(largest + 3, row, f"largest: {float(info.max):.5g}", va="center")
     axes.set_yticks(range(len(_FORMATS)), list(_FORMATS))
     axes.invert_yaxis()
-    axes.set_xlim(-155, 190)
+    axes.set_xlim(-155, 205)
     axes.set_xticks(range(-150, 151, 50))
-    axes.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
+    axes.xaxis.set_major_formatter(_POWER_OF_TWO)
     axes.set_xlabel("magnitude (no unit)")
     axes.set_ylabel("format")
     axes.set_title("Which magnitudes a format can represent")
@@ -83,7 +81,6 @@ def draw_ranges() -> Figure:
         Patch(color=plots.GREY, alpha=0.35, label="subnormal: fewer digits"),
     ]
     axes.legend(handles=handles, loc="lower left", fontsize=8)
-    plots.style_axes(axes, grid="x")
     return figure
 
 
@@ -92,19 +89,18 @@ def draw_errors(points: int = 2**13) -> Figure:
 
     It is the largest of many numbers between each power of two and the next.
     """
-    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = plots.panels(1, 1, (7.5, 3.6))
     exponents = np.arange(-40, 20)
     # With all that lie half-way between two numbers of a format.
     numbers = 2.0 ** exponents[:, None] * (1 + np.arange(points) / points)
-    axes.axhline(2.0**-24, color=plots.GREY, linestyle=":", label="float32")
+    axes.axhline(100 * 2.0**-24, color=plots.GREY, linestyle=":", label="float32")
     for name, (dtype, color) in _FORMATS.items():
         if dtype == jnp.float32:
             continue
         largest = float(jnp.finfo(dtype).max)
         inside = np.where(numbers <= largest, numbers, np.nan)
         rounded = np.nan_to_num(inside).astype(dtype).astype(np.float64)
-        errors = np.abs(rounded - inside) / inside
+        errors = 100 * np.abs(rounded - inside) / inside
         has_any = ~np.isnan(errors).all(1)
         edges = [*exponents[has_any], exponents[has_any][-1] + 1]
         edges[-1] = min(edges[-1], math.log2(largest))
@@ -117,14 +113,13 @@ def draw_errors(points: int = 2**13) -> Figure:
             linewidth=1.8,
         )
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(exponents[0], exponents[-1] + 1)
-    axes.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
+    axes.xaxis.set_major_formatter(_POWER_OF_TWO)
     axes.set_xlabel("magnitude (no unit)")
     axes.set_ylabel("largest relative error (%)")
     axes.set_title("What rounding to a format costs; a line ends where the format does")
     axes.legend(loc="center right", bbox_to_anchor=(1, 0.3), fontsize=8)
-    plots.style_axes(axes)
     return figure
 
 
@@ -134,54 +129,17 @@ def draw_errors(points: int = 2**13) -> Figure:
 def draw_gradients() -> Figure:
     """Draw the exponents of gradients over the range of float16, scaled and not."""
     grads, loss_scale = _gradients()
-    figure = Figure(figsize=(7.5, 4.4), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True, sharey=True)
-    info = jnp.finfo(jnp.float16)
-    smallest, normal = int(info.minexp) - int(info.nmant), int(info.minexp)
-    # Half of the smallest subnormal rounds to 0.
-    regions = {
-        "float16: becomes 0": (-60, smallest - 1, plots.VERMILION),
-        "float16: subnormal": (smallest - 1, normal, plots.ORANGE),
-        "float16: normal": (normal, int(info.maxexp), plots.GREEN),
-        "float16: becomes inf": (int(info.maxexp), 40, plots.PURPLE),
-    }
-    titles = ("as they are", f"times a loss scale of 2**{round(math.log2(loss_scale))}")
-    for axes, factor, title in zip(panels, (1.0, loss_scale), titles, strict=True):
-        scaled = [g * factor for g in grads]
-        stats = tree_stats(scaled, "f16", histogram=True).total()
-        counts = np.asarray(stats.histogram)
-        lost = float(stats.underflow / stats.size)
-        axes.stairs(
-            100 * counts / counts.sum(),
-            [*EXPONENTS, EXPONENTS[-1] + 1],
-            fill=True,
-            color=plots.BLUE,
-            label="gradients",
-        )
-        for name, (low, high, color) in regions.items():
-            axes.axvspan(
-                *(low, high), color=color, alpha=0.18, linewidth=0, zorder=0, label=name
-            )
-        axes.set_ylabel("gradients (%)")
-        axes.set_title(f"{title}: {100 * lost:.1f} % become 0 in float16", fontsize=10)
-        plots.style_axes(axes, grid="y")
-    first, last = panels
-    first.set_xlim(-44, 22)
-    top = first.get_ylim()[1]
-    ends = {"xy": (-44, 0.92 * top), "xytext": (22, 0.92 * top)}
-    first.annotate("", **ends, arrowprops={"arrowstyle": "<->", "color": plots.BLACK})
-    first.text(
-        *(21, 0.88 * top),
-        "bfloat16: normal, 2**-126 to 2**128",
-        ha="right",
-        va="top",
-        fontsize=8,
-    )
-    last.xaxis.set_major_formatter(FuncFormatter(_power_of_two))
-    last.set_xlabel("magnitude of a gradient (no unit)")
+    whole, drawn = jnp.concatenate([g.ravel() for g in grads]), {}
+    scaled = f"times 2**{math.log2(loss_scale):g}"
+    for title, factor in (("as they are", 1.0), (scaled, loss_scale)):
+        lost = jnp.mean(((factor * whole).astype(jnp.float16) == 0) & (whole != 0))
+        drawn[f"{title}:\n{100 * lost:.1f} % become 0"] = factor * whole
+    figure = tree_stats(drawn, "f16", histogram=True).plot()
+    (axes,) = figure.axes
+    axes.set_ylabel("loss scale")
+    figure.set_size_inches(7.5, 3.6)
     figure.suptitle("Gradients of a small network over the range of float16")
-    handles, labels = first.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
+    _add_legend(figure, "gradients")
     return figure
 
 
@@ -236,30 +194,25 @@ class Training(NamedTuple):
     """The largest magnitude of a scaled gradient."""
 
 
+@functools.partial(jax.jit, static_argnames="fault")
 def train(loss_scale: float, fault: Fault | None = None) -> Training:
     """Train a small network in float16, from an initial loss scale on."""
-    scale = jmp.DynamicLossScale(loss_scale, period=PERIOD)
-    target = jnp.inf if fault == "loss" else 0.0
-    root = 0.0 if fault == "gradient" else 1.0
-    return jax.tree.map(np.asarray, _train(scale, target, root))
-
-
-@jax.jit  # one program for all trainings
-def _train(loss_scale: Any, target: jax.Array, root: jax.Array) -> Training:
-    """Train; a `target` of inf makes the loss inf, a `root` of 0 the gradient NaN."""
     key_x, key_y, key_0, key_1 = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(key_x, (64, 16))
-    y = jnp.tanh(x[:, :1]) + 0.1 * jax.random.normal(key_y, (64, 1)) + target
+    y = jnp.tanh(x[:, :1]) + 0.1 * jax.random.normal(key_y, (64, 1))
+    y = y + jnp.inf if fault == "loss" else y
     params = {
         "w0": jax.random.normal(key_0, (16, 32)) / 4,
         "w1": jax.random.normal(key_1, (32, 1)) / 4,
     }
-    tx = jmp.scale_aware(optax.sgd(0.05), loss_scale)
+    scale = jmp.DynamicLossScale(loss_scale, period=PERIOD)
+    tx = jmp.scale_aware(optax.sgd(0.05), scale)
 
     def loss_fn(params):
         loss = jnp.mean(jnp.square(jnp.tanh(x @ params["w0"]) @ params["w1"] - y))
-        # It adds 0. Where `root` is 0 the derivative of the root is inf, times 0.
-        return loss + jnp.sqrt(root + jnp.sum(0.0 * params["w1"])) - root
+        if fault == "gradient":  # this adds 0; its derivative is inf, times 0
+            loss += jnp.sqrt(jnp.sum(0.0 * params["w1"]))
+        return loss
 
     half = jmp.autocast(loss_fn, "mixed_float16")
 
@@ -279,10 +232,9 @@ def _train(loss_scale: Any, target: jax.Array, root: jax.Array) -> Training:
 def draw_loss_scale() -> Figure:
     """Draw the loss scale of a training, and the scaled gradients that decide it."""
     run = train(2.0**24)
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True)
+    figure, (top, bottom) = plots.panels(2, 1, (7.5, 4.6), sharex=True)
     at = np.arange(STEPS)
-    skipped = at[~run.applied]
+    skipped = at[~np.asarray(run.applied)]
     top.step(at, run.scale, where="post", color=plots.BLUE, label="loss scale")
     top.plot(
         *(skipped, run.scale[skipped]),
@@ -299,8 +251,7 @@ def draw_loss_scale() -> Figure:
     bottom.set_ylabel("magnitude (no unit)")
     bottom.set_xlabel("step")
     for axes in (top, bottom):
-        _log2_axis(axes)
-        plots.style_axes(axes)
+        axes.set_yscale("log", base=2)
         axes.legend(loc="lower right", fontsize=8)
     figure.suptitle(
         f"A loss scale over the steps of a training: period={PERIOD}, from 2**24 on"
@@ -315,8 +266,7 @@ def draw_skipped(steps: int = 300) -> Figure:
         "a gradient that is NaN at any scale": ("gradient", plots.VERMILION, "--"),
         "a loss that is inf": ("loss", plots.PURPLE, ":"),
     }
-    figure = Figure(figsize=(7.5, 3.4), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = plots.panels(1, 1, (7.5, 3.4))
     for name, (fault, color, style) in runs.items():
         run = train(2.0**15, fault)
         axes.step(
@@ -327,12 +277,11 @@ def draw_skipped(steps: int = 300) -> Figure:
             linewidth=2,
             label=f"{name}: {np.sum(~run.applied[:steps])} of {steps} steps skipped",
         )
-    _log2_axis(axes)
+    axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale (no unit)")
     axes.set_title(f"The loss scale of three trainings: period={PERIOD}, from 2**15 on")
     axes.legend(loc="center right", bbox_to_anchor=(1, 0.4), fontsize=8)
-    plots.style_axes(axes)
     return figure
 
 
@@ -340,34 +289,23 @@ def draw_skipped(steps: int = 300) -> Figure:
 
 
 def draw_ten_minutes() -> Figure:
-    """Draw the losses and loss scales that the code of `ten_minutes.md` computes."""
+    """Return the figure of losses and loss scales that `ten_minutes.md` draws."""
+    colours = [plots.BLACK, plots.GREEN, plots.BLUE]
+    looks = cycler(color=colours, linestyle=["-", "--", ":"])
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),  # the page saves a figure
         jax.numpy_dtype_promotion("standard"),  # as a reader runs it
         jax.numpy_rank_promotion("allow"),
+        plots.style(),
+        matplotlib.rc_context({"axes.prop_cycle": looks}),
     ):
         page = pages.run(ROOT / "docs" / "ten_minutes.md")
-    page["plt"].close("all")
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    styles = {
-        "float32": (plots.BLACK, "-"),
-        "bfloat16": (plots.GREEN, "--"),
-        "float16": (plots.BLUE, ":"),
-    }
-    for name, values in page["losses"].items():
-        color, style = styles[name]
-        top.plot(values, style, color=color, label=name, linewidth=1.4)
-    top.set_ylabel("training loss")
-    top.legend(fontsize=8)
-    scales = page["scales"]
-    bottom.step(range(len(scales)), scales, where="post", color=plots.BLUE)
-    _log2_axis(bottom)
-    bottom.set_ylabel("loss scale, float16")
-    bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        plots.style_axes(axes)
+    figure = page["figure"]
+    page["plt"].close(figure)
+    figure.axes[1].lines[0].set_color(plots.BLUE)
+    figure.set_size_inches(7.5, 4.6)
+    figure.set_layout_engine("constrained")
     figure.suptitle("An MLP on digits: training losses, and the loss scale of float16")
     return figure
 
@@ -385,9 +323,14 @@ def draw_overflow() -> Figure:
     (axes,) = figure.axes
     axes.set_ylabel("layer")
     figure.suptitle("One layer of a transformer overflows float16")
-    magnitudes = Patch(color=plots.BLUE, label="magnitudes; ←: of gradients")
-    figure.legend(handles=[magnitudes], loc="outside lower left")
+    _add_legend(figure, "magnitudes; ←: of gradients")
     return figure
+
+
+def _add_legend(figure: Figure, label: str) -> None:
+    """Say what the bars of a figure are that the library draws."""
+    bars = Patch(color=plots.BLUE, label=label)
+    figure.legend(handles=[bars], loc="outside lower left")
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
@@ -433,24 +376,6 @@ def main(
     for name, draw in FIGURES.items():
         save(draw(), out / name)
         print(out / name)
-
-
-def _log2_axis(axes: Axes) -> None:
-    axes.set_yscale("log", base=2)
-
-
-def _number(x: float) -> str:
-    return f"{x:.3g}" if x > 1e6 else f"{x:g}"
-
-
-def _power_of_two(x: float, position: Any = None) -> str:
-    del position
-    return f"$2^{{{x:g}}}$"
-
-
-def _percent(x: float, position: Any = None) -> str:
-    del position
-    return f"{100 * x:g}"
 
 
 if __name__ == "__main__":

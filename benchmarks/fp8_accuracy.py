@@ -2,7 +2,6 @@
 
     python -m benchmarks.fp8_accuracy
     python -m benchmarks.fp8_accuracy --seeds 1 --steps 50
-    python -m benchmarks.fp8_accuracy --min-size 64      # smaller products in fp8, too
 
 Trains the transformer and the digits' models of the examples, plain float32 code, in
 float32, in bfloat16 by autocast and in fp8 by autocast (`mixed_fp8`). Every run of a
@@ -21,32 +20,34 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
 import typer
-from rich.console import Console
 
 import jmp_lite as jmp
 from benchmarks.common import run
 from benchmarks.common.run import percent
 from benchmarks.common.tasks import (
     BASELINE,
-    F32,
-    Cast,
+    TITLES,
     Task,
+    Way,
     digits_task,
     load_sources_once,
     mean,
     transformer_task,
 )
-from examples.common.cli import SeedOption, SeedsOption
-from examples.common.loop import train_side_by_side
+from examples.common.cli import SeedsOption, StepsOption
 from examples.common.text import fingerprint
 
 HALF, FP8 = "bfloat16", "fp8"
-RUNS = {BASELINE: "float32", HALF: "mixed_bfloat16", FP8: "mixed_fp8"}
+WAYS = {
+    BASELINE: Way(),
+    HALF: Way(lambda fun: jmp.autocast(fun, "mixed_bfloat16")),
+    FP8: Way(lambda fun: jmp.autocast(fun, "mixed_fp8")),
+}
 
 SHAPE = {"width": 256, "layers": 2}  # of the transformer
 WIDTH = 512  # of the digits' models
@@ -60,37 +61,21 @@ ROUNDING = 1e-5
 STEPS = 300
 
 
-def of_digits(name: str, seed: int, steps: int) -> Task:
+def of_digits(name: str) -> Callable[[int, int], Task]:
     sizes = {"batch_size": DIGITS_BATCH_SIZE, "test_size": TEST_DIGITS}
-    return digits_task(name, seed, steps, width=WIDTH, **sizes)
+    return functools.partial(digits_task, name, width=WIDTH, **sizes)
 
 
 TASKS: dict[str, Callable[[int, int], Task]] = {
     "transformer": lambda seed, steps: transformer_task(seed, steps, SHAPE),
-    "mlp": functools.partial(of_digits, "mlp"),
-    "cnn": functools.partial(of_digits, "cnn"),
+    "mlp": of_digits("mlp"),
+    "cnn": of_digits("cnn"),
 }
-TITLES = {"transformer": "transformer", "mlp": "digits, MLP", "cnn": "digits, CNN"}
 
 
-def make_casts(min_size: int) -> dict[str, Cast]:
-    """Return what makes the function of each run of plain float32 code."""
-
-    def cast(fun, policy):
-        if policy == F32:
-            return fun
-        return jmp.autocast(fun, policy, fp8_min_size=min_size)
-
-    return {
-        name: functools.partial(cast, policy=jmp.get_policy(policy))
-        for name, policy in RUNS.items()
-    }
-
-
-def count_products(task: Task, min_size: int) -> dict[str, Any]:
+def count_products(task: Task) -> dict[str, Any]:
     """Return how many matrix products of the forward pass are in fp8."""
-    explained = jmp.explain(task.loss_fn, RUNS[FP8], fp8_min_size=min_size)
-    found = explained(*task.at_first())
+    found = jmp.explain(task.loss_fn, "mixed_fp8")(*task.at_first())
     products = [row for row in found.rows if row.flops]
     return {
         "products": len(products),
@@ -99,63 +84,45 @@ def count_products(task: Task, min_size: int) -> dict[str, Any]:
     }
 
 
-Gradients = dict[str, np.ndarray]  # f64, by the names of parameters
+Gradients = dict[str, np.ndarray]  # f64 vectors, by the names of parameters
 Errors = dict[str, dict[str, float]]  # by run and parameter; "" is the whole gradient
 
 
-def make_gradient_errors(
-    task: Task, casts: dict[str, Cast]
-) -> Callable[[Any, Any], Errors]:
-    """Return a function of a state and a batch: the errors of the gradients there."""
-    functions = {
-        name: jax.jit(jax.grad(cast(task.loss_fn), has_aux=task.has_aux))
-        for name, cast in casts.items()
-    }
+def gradients(task: Task, *args: Any) -> dict[str, Gradients]:
+    """Return the gradients of each run at the same arguments of the loss."""
 
-    def gradient(name: str, *args: Any) -> Gradients:
-        # On any device, a product that is in float32 has all digits of float32.
-        with jax.default_matmul_precision("highest"):
-            found = functions[name](*args)
-        found = found[0] if task.has_aux else found
-        leaves = jax.tree_util.tree_leaves_with_path(found)
-        return {_name(path): np.asarray(x, np.float64) for path, x in leaves}
+    def of(way: Way) -> Gradients:
+        found = jax.jit(jax.grad(way.cast(task.loss_fn), has_aux=task.has_aux))(*args)
+        leaves = jax.tree.leaves_with_path(found[0] if task.has_aux else found)
+        return {
+            jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(
+                ".value"
+            ): np.asarray(x, np.float64).ravel()
+            for path, x in leaves
+        }
 
-    def errors_at(state, batch):
-        args = state.params, task.other_state(state), batch
-        return gradient_errors({name: gradient(name, *args) for name in casts})
-
-    return errors_at
-
-
-def _name(path: Any) -> str:
-    name = jax.tree_util.keystr(path, simple=True, separator=".")
-    return name.removesuffix(".value")
-
-
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    # On any device, a product that is in float32 has all digits of float32.
+    with jax.default_matmul_precision("highest"):
+        return {name: of(way) for name, way in WAYS.items()}
 
 
 def gradient_errors(gradients: dict[str, Gradients]) -> Errors:
-    """Return the errors of each run, compared with float32.
-
-    Args:
-      gradients: of each run, at the same parameters and of the same batch.
-    """
+    """Return the errors of each run, compared with float32."""
+    whole = {run: np.concatenate([*found.values()]) for run, found in gradients.items()}
     expected = gradients[BASELINE]
-    least = ROUNDING * _root_mean_square(_flat(expected))
+    least = ROUNDING * _root_mean_square(whole[BASELINE])
     names = [name for name, x in expected.items() if _root_mean_square(x) >= least]
     return {
         run: {
-            "": relative_error(_flat(gradients[run]), _flat(expected)),
-            **{n: relative_error(gradients[run][n], expected[n]) for n in names},
+            "": _relative_error(whole[run], whole[BASELINE]),
+            **{n: _relative_error(gradients[run][n], expected[n]) for n in names},
         }
         for run in (HALF, FP8)
     }
 
 
-def _flat(gradients: Gradients) -> np.ndarray:
-    return np.concatenate([x.ravel() for x in gradients.values()])
+def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 def _root_mean_square(x: np.ndarray) -> float:
@@ -163,31 +130,19 @@ def _root_mean_square(x: np.ndarray) -> float:
 
 
 def train_seed(
-    task: Task,
-    casts: dict[str, Cast],
-    *,
-    title: str,
-    steps: int,
-    with_gradients: bool,
-    console: Console,
+    task: Task, title: str, steps: int, with_gradients: bool
 ) -> dict[str, Any]:
     """Return the scores of each run, and the errors of gradients if asked for."""
-    runs = {name: task.make_run(cast(task.loss_fn)) for name, cast in casts.items()}
-    data, errors = list(task.batches()), {}
-    errors_at = make_gradient_errors(task, casts)
+    results, scores = task.train(WAYS, title, steps)
+    for name, result in results.items():
+        scores[name]["training_loss"] = float(np.mean(result.history["loss"][-20:]))
+    found = {"scores": scores, "gradient_errors": {}}
     if with_gradients:
-        errors[FIRST] = errors_at(runs[BASELINE].state, data[0])
-    results = train_side_by_side(runs, data, title=title, steps=steps, console=console)
-    if with_gradients:
-        errors[LAST] = errors_at(results[BASELINE].state, data[-1])
-    scores = {
-        name: {
-            **task.score(casts[name], result.state),
-            "training_loss": float(np.mean(result.history["loss"][-20:])),
-        }
-        for name, result in results.items()
-    }
-    return {"scores": scores, "gradient_errors": errors}
+        state, (*_, batch) = results[BASELINE].state, task.batches()
+        at_last = state.params, task.other_state(state), batch
+        for when, args in ((FIRST, task.at_first()), (LAST, at_last)):
+            found["gradient_errors"][when] = gradient_errors(gradients(task, *args))
+    return found
 
 
 def summarise(result: run.Result) -> run.Rows:
@@ -199,7 +154,7 @@ def summarise(result: run.Result) -> run.Rows:
         for key, text in (("validation_loss", "loss"), ("accuracy", "accuracy, %")):
             if key not in seeds[0][BASELINE]:
                 continue
-            means = {name: mean(seeds, name, key) for name in RUNS}
+            means = {name: mean(seeds, name, key) for name in WAYS}
             row = {"validation": f"{TITLES[task]}: {text}"}
             if key == "accuracy":
                 row |= {name: f"{100 * x:.2f}" for name, x in means.items()}
@@ -231,37 +186,18 @@ def summarise_gradients(result: run.Result) -> run.Rows:
 
 
 @run.benchmark
-def main(
-    seeds: SeedsOption = 3,
-    seed: SeedOption = 0,
-    steps: run.TaskSteps = None,
-    min_size: Annotated[
-        int, typer.Option(min=16, help="The least size of products in fp8.")
-    ] = 256,
-) -> Iterator[run.Found]:
+def main(seeds: SeedsOption = 3, steps: StepsOption = STEPS) -> Iterator[run.Found]:
     """Train the examples in float32, bfloat16 and fp8."""
     # No times are measured here, and how many products are in fp8 is stored.
     warnings.filterwarnings("ignore", "Matrix products in fp8")
     warnings.filterwarnings("ignore", "autocast put no matrix product")
-    console, casts, steps = (
-        Console(width=run.WIDTH),
-        make_casts(min_size),
-        steps or STEPS,
-    )
     found = {
         name: {
             "steps": steps,
-            "products": count_products(make_task(seed, steps), min_size),
+            "products": count_products(make_task(0, steps)),
             "seeds": [
-                train_seed(
-                    make_task(s, steps),
-                    casts,
-                    title=f"{name}, seed {s}",
-                    steps=steps,
-                    with_gradients=s == seed,
-                    console=console,
-                )
-                for s in range(seed, seed + seeds)
+                train_seed(make_task(s, steps), f"{name}, {s}", steps, s == 0)
+                for s in range(seeds)
             ],
         }
         for name, make_task in TASKS.items()

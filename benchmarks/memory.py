@@ -10,20 +10,15 @@ state (common/storage.py), with layers computed again in the backward pass or no
 device that need not be there. Bytes of parameters, optimiser state and gradients are
 those of the arrays; the peak is what XLA's program takes. Nothing is run.
 
-Beside each choice's peak stands the validation loss that a small transformer reaches
-with it, from the committed result of benchmarks.storage_accuracy. `make figures` draws
-one against the other.
+Tables and figures have the validation loss beside it, which a small transformer reaches
+with each choice in benchmarks.storage_accuracy.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from benchmarks.common import targets  # first: it sets the environment that JAX reads
-
-# ruff: isort: split
-from benchmarks.common import requirements  # noqa: F401 - what to install
+from benchmarks.common import targets  # first: what to install, and what JAX reads
 
 # ruff: isort: split
 import jax
@@ -34,12 +29,7 @@ import typer
 import jmp_lite
 from benchmarks import programs
 from benchmarks.common import run, transformer
-from benchmarks.common.storage import (
-    CHOICES,
-    FLOAT32,
-    MAIN_CHOICES,
-    Storage,
-)
+from benchmarks.common.storage import CHOICES, MAIN_CHOICES, Storage
 from examples.common.memory import tree_bytes
 from examples.common.progress import track
 
@@ -47,10 +37,6 @@ Device = Literal["h100", "v5e", "cpu"]
 
 # The parts of a row in bytes.
 PARTS = ("parameters", "optimizer state", "gradients", "temporary", "peak")
-
-# A choice beats another if it needs less memory on a device, and its loss is at most
-# this many times that of the other: the losses of seeds differ by more.
-SAME_LOSS = 1.005
 
 
 def program(
@@ -110,122 +96,6 @@ def rows_for(device: str) -> list[tuple[Storage, bool]]:
     return [(storage, True) for storage in MAIN_CHOICES]
 
 
-def measure_all(device: Device, sizes: dict[str, int]) -> list[dict[str, Any]]:
-    """Return a row for each of `rows_for`."""
-    pairs = rows_for(device)
-    return [
-        {
-            "storage": str(storage),
-            "remat": remat,
-            **measure(storage, remat, device=device, sizes=sizes),
-        }
-        for storage, remat in track(pairs, f"compiling for {device}", total=len(pairs))
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A way to store numbers, and what is known of it.
-
-    Attributes:
-      storage: the way.
-      peaks: of each device for which it was compiled: the peaks by whether layers are
-        recomputed, bytes.
-      state_bytes: bytes a parameter, of parameters and optimiser state.
-      loss: the validation loss of the small transformer, mean of the seeds.
-      loss_range: the least and the greatest of the seeds.
-    """
-
-    storage: Storage
-    peaks: dict[str, dict[bool, int]]
-    state_bytes: float
-    loss: float
-    loss_range: tuple[float, float]
-
-    def beats(self, other: "Choice", device: str) -> bool:
-        """Return whether it needs less memory on a device, for the same loss."""
-        if device not in self.peaks or device not in other.peaks:
-            return False
-        is_smaller = self.peaks[device][True] < other.peaks[device][True]
-        return is_smaller and self.loss <= SAME_LOSS * other.loss
-
-
-def make_choices(
-    results: dict[str, list[dict[str, Any]]], count: int, accuracy: dict[str, Any]
-) -> list[Choice]:
-    """Return all choices; the one that needs the least memory first.
-
-    Args:
-      results: the rows of `measure_all`, by device; they are sorted by the first.
-      count: of the parameters.
-      accuracy: the task "transformer" of benchmarks.storage_accuracy.
-    """
-    rows = {
-        device: {(row["storage"], row["remat"]): row for row in found}
-        for device, found in results.items()
-    }
-    first = next(iter(rows))  # has all of them
-    choices = []
-    for storage in CHOICES:
-        name = str(storage)
-        trained = str(storage._replace(checked=True))
-        losses = [seed["validation_loss"][trained] for seed in accuracy["seeds"]]
-        held = rows[first][name, False]
-        choice = Choice(
-            storage,
-            {
-                device: {r: found[name, r]["peak"] for r in remats}
-                for device, found in rows.items()
-                if (remats := [r for r in (False, True) if (name, r) in found])
-            },
-            (held["parameters"] + held["optimizer state"]) / count,
-            sum(losses) / len(losses),
-            (min(losses), max(losses)),
-        )
-        choices.append(choice)
-    return sorted(choices, key=lambda choice: choice.peaks[first][True])
-
-
-DEVICES = {"h100": "H100", "v5e": "v5e"}
-
-
-def summarise(choices: list[Choice]) -> run.Rows:
-    """Return a table of the choices, numbered, with what beats each of them."""
-    rows, devices = [], devices_of(choices)
-    for number, choice in enumerate(choices, 1):
-        storage = choice.storage
-        model = "float32" if storage.compute == FLOAT32 else "bf16"
-        row = {
-            "": f"{number}",
-            "model": model if storage.checked else f"{model}, unchecked",
-            "parameters": storage.params_title,
-            "optimiser": storage.optimizer_title,
-            "bytes a parameter": f"{choice.state_bytes:.2f}",
-        }
-        for device in devices:
-            peaks = choice.peaks.get(device, {})
-            # Two digits of the smallest.
-            row[f"{DEVICES[device]}, GiB"] = " / ".join(
-                f"{x / 2**30:.{1 if x > 2**30 else 2}f}" for x in peaks.values()
-            )
-        row["loss"] = f"{choice.loss:.4f}"
-        for device in devices:
-            beating = [
-                f"{i}" for i, x in enumerate(choices, 1) if x.beats(choice, device)
-            ]
-            row[f"beaten on {DEVICES[device]} by"] = _in_short(beating)
-        rows.append(row)
-    return rows
-
-
-def devices_of(choices: list[Choice]) -> list[str]:
-    return [name for name in DEVICES if any(name in x.peaks for x in choices)]
-
-
-def _in_short(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
 def list_bytes(rows: list[dict[str, Any]]) -> run.Rows:
     """Return the table of what was compiled for one device."""
     return [
@@ -251,7 +121,11 @@ def main(
 ) -> Iterator[run.Found]:
     """Compile a train step for each choice and one device."""
     sizes = dict(layers=layers, width=width, heads=heads, vocabulary=vocabulary)
-    rows = measure_all(device, sizes | {"batch": batch, "length": length})
+    sizes |= {"batch": batch, "length": length}
+    todo, rows = rows_for(device), []
+    for storage, remat in track(todo, f"compiling for {device}", total=len(todo)):
+        figures = measure(storage, remat, device=device, sizes=sizes)
+        rows.append({"storage": str(storage), "remat": remat, **figures})
     settings = {
         "unit": "bytes",
         "compiled with": targets.versions(),

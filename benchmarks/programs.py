@@ -30,10 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
 
-from benchmarks.common import targets  # first: it sets the environment that JAX reads
-
-# ruff: isort: split
-from benchmarks.common import requirements  # noqa: F401 - what to install
+from benchmarks.common import targets  # first: what to install, and what JAX reads
 
 # ruff: isort: split
 import jax
@@ -44,13 +41,13 @@ from benchmarks.common.compiled_steps import (
     BY_HAND,
     GRAD_AUTOCAST,
     REDUCE_FLOAT32,
-    SIZES,
     STEPS,
     Step,
     build,
     fp8_by_rule,
 )
 from benchmarks.common.limits import Results, Row, broken_limits, growth, other_versions
+from benchmarks.common.models import SIZES
 from examples.common.progress import track
 from examples.common.results import COMMITTED
 from jmp_lite import memory
@@ -59,18 +56,8 @@ from jmp_lite.memory import DEVICES
 Size = Literal["ci", "full"]
 
 
-class Device(enum.StrEnum):
-    """What to compile for."""
-
-    H100 = "h100"
-    A100 = "a100"
-    V100 = "v100"
-    V5E = "v5e"
-    V5P = "v5p"
-    V6E = "v6e"
-
-
-DEFAULT_DEVICES = [Device.H100, Device.A100, Device.V100, Device.V5E]
+Device = enum.StrEnum("Device", "h100 a100 v100 v5e v5p v6e")
+DEFAULT_DEVICES = [Device.h100, Device.a100, Device.v100, Device.v5e]
 
 _TRANSFORMER = [
     Step("transformer"),
@@ -123,7 +110,8 @@ def measure(step: Step, device: str, size: str, known: Row | None = None) -> Row
         if it is the same.
     """
     mesh = memory.mesh(device, data=1 if step.layout == "one device" else 4)
-    fun, shapes = build(step, SIZES[size], mesh)
+    sizes = SIZES[size][step.model]
+    fun, shapes = build(step, sizes, mesh)
     donated = jax.tree.leaves(shapes[:3])
     text = fun.lower(*shapes).as_text()
     row = {
@@ -135,7 +123,7 @@ def measure(step: Step, device: str, size: str, known: Row | None = None) -> Row
             math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
             for x in donated
         ),
-        "fp8 by rule": fp8_by_rule(step, SIZES[size]),
+        "fp8 by rule": fp8_by_rule(step, sizes),
     }
     if known and known.get("program") == row["program"]:
         return known | row
@@ -178,51 +166,23 @@ def read(path: Path) -> tuple[Row, Results]:
 
 
 def list_figures(results: Results) -> run.Rows:
-    """Return figures, each with its multiple of that of the step it is held against."""
-    units = {
-        "bytes accessed": ("GB accessed", 1e9),
-        "traffic": ("traffic, GB", 1e9),
-        "peak": ("peak, MiB", 2**20),
-        "temporary": ("temporary, MiB", 2**20),
-        "kernels": ("kernels", 1),
-    }
+    """Return figures as multiples of those of the step each is held against."""
     rows = []
     for step in STEPS:
         row = results.get(str(step))
         if row is None:
             continue
         base, cells = results.get(str(step.base), row), {"step": f"{step}"}
-        for key, (title, unit) in units.items():
-            ratio = f" ({row[key] / base[key]:.3f}×)" if base[key] else ""
-            cells[title] = f"{row[key] / unit:.4g}{ratio}"
-        cells |= {
-            "casts": f"{row['casts']}",
-            "fp8": f"{counts.fp8_products(row['products'])}",
-            "sums in half": f"{row['half_sums']}",
-            "branches": f"{row['conditionals']}",
-            "host": f"{row['host_transfers']}",
-        }
-        rows.append(cells)
+        for key in ("bytes accessed", "traffic", "peak", "temporary", "kernels"):
+            cells[key] = f"{row[key] / base[key]:.3f}" if base[key] else f"{row[key]}"
+        sent = sum(row["collectives"].values()) / 1e6
+        rows.append(
+            cells
+            | {key: f"{row[key]}" for key in ("casts", "half_sums", "conditionals")}
+            | {"fp8 products": f"{counts.fp8_products(row['products'])}"}
+            | {"collectives, MB": f"{sent:.2f}" if sent else ""}
+        )
     return rows
-
-
-def list_collectives(results: Results) -> run.Rows:
-    """Return the MB that collectives leave on a device, and how many there are."""
-    found = {k: row["collectives"] for k, row in results.items() if row["collectives"]}
-    opcodes = sorted({key for row in found.values() for key in row})
-    return [
-        {
-            "step": name,
-            **{key: f"{row[key] / 1e6:.3f}" if key in row else "" for key in opcodes},
-            "calls": f"{sum(results[name]['collective_calls'].values())}",
-        }
-        for name, row in found.items()
-    ]
-
-
-def list_failures(rows: list[tuple[str, ...]]) -> run.Rows:
-    columns = "step", "figure", "was → is", "", "allowed"
-    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 @run.benchmark
@@ -240,32 +200,26 @@ def main(
 ) -> Iterator[run.Found]:
     """Compile every step for every device; write JSON, or check."""
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    if Device.V6E in device and stack != resource.RLIM_INFINITY:
+    if Device.v6e in device and stack != resource.RLIM_INFINITY:
         raise typer.BadParameter(
             "libtpu overflows its stack on convolutions for v6e: run `ulimit -s "
             "unlimited` in this shell first."
         )
-    size = "ci" if check else size
-    missing = [d for d in device if check and not result_path(d, size).exists()]
-    if missing:
-        raise typer.BadParameter(f"No figures are committed for {', '.join(missing)}.")
-    for name in device if check else ():
-        wrong = other_versions(read(result_path(name, "ci"))[0], targets.versions())
-        if wrong:
+    size, failed, here = "ci" if check else size, False, targets.versions()
+    for name in device:
+        path, title = result_path(name, size), DEVICES[name].title
+        if check and not path.exists():
+            raise typer.BadParameter(f"No figures are committed for {name}.")
+        versions, committed = read(path) if path.exists() else ({}, {})
+        wrong = other_versions(versions, here)
+        if check and wrong:
             print(
                 f"The figures of {name} are those of other versions:", *wrong, sep="\n"
             )
             print("`make programs` makes an environment that has them.")
             raise typer.Exit(1)
-    failed = False
-    for name in device:
-        path = result_path(name, size)
-        versions, committed = read(path) if path.exists() else ({}, {})
-        is_known = committed and not other_versions(versions, targets.versions())
-        known = committed if is_known and not every else {}
-        title = DEVICES[name].title
-        results = measure_all(name, size, known)
-        rows = broken_limits(name, size, results)
+        results = measure_all(name, size, {} if every or wrong else committed)
+        broken = broken_limits(name, size, results)
         if check:
             same = sum(
                 "program" in row and row["program"] == results[key]["program"]
@@ -273,28 +227,27 @@ def main(
                 if key in results
             )
             print(f"{same} of {len(results)} programs are those of the figures.")
-            rows = growth(committed, results) + rows
+            broken = growth(committed, results) + broken
+        failed = failed or bool(broken)
+        columns = "step", "figure", "was → is", "", "allowed"
         tables = {
             f"{title}\n× the same step by hand, without scaling; fp8: × bfloat16; "
             "r=f32: × without it": list_figures(results),
-            "collectives, MB on each device": list_collectives(results),
-            f"{title}: too much": list_failures(rows),
+            f"{title}: too much": [
+                dict(zip(columns, row, strict=True)) for row in broken
+            ],
         }
-        failed = failed or bool(rows)
         if check:
             run.print_tables(tables)
             continue
-        settings = {
-            "size": size,
-            **SIZES[size],
-            "unit": "bytes",
-            "compiled with": targets.versions(),
-        }
         yield run.Found(
             f"{name}-compiled/programs-{size}",
             {"results": [*results.values()]},
             tables,
-            settings=settings,
+            settings={
+                **{"size": size, **SIZES[size], "unit": "bytes"},
+                "compiled with": here,
+            },
             device=title,
         )
     if check:

@@ -10,10 +10,7 @@ Nothing is run. Of the reports it stores what `print` shows, for docs/trouble/me
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.common import targets  # first: it sets the environment that JAX reads
-
-# ruff: isort: split
-from benchmarks.common import requirements  # noqa: F401 - what to install
+from benchmarks.common import targets  # first: what to install, and what JAX reads
 
 # ruff: isort: split
 import jax
@@ -23,9 +20,9 @@ import typer
 
 import jmp_lite as jmp
 from benchmarks.common import run, transformer
-from benchmarks.common.families import FAMILIES, llama_loss
+from benchmarks.common.models import MODELS, llama_loss
 
-LIMIT = "8GB"
+DEVICE, LIMIT = "rtx4090", "8GB"
 RANK = 16  # of the adapters
 SAVED_LINES = 10  # of what `saved` prints
 # Peiyuan Zhang et al., TinyLlama: an open-source small language model, 2024.
@@ -47,7 +44,7 @@ class Model:
 
     def __init__(self, sizes: dict[str, int]):
         self.sizes = sizes
-        shapes = jax.eval_shape(lambda: FAMILIES["llama"][1](sizes))
+        shapes = jax.eval_shape(lambda: MODELS["llama"][1](sizes))
         self.unstacked, _, self.tokens = shapes
         # As users have them: in a scan, a layer is compiled once.
         self.params = jax.eval_shape(transformer.stack, self.unstacked)
@@ -88,11 +85,7 @@ class Model:
             zeros = jax.tree.map(jnp.zeros_like, params)
             return jax.lax.scan(add, zeros, tokens)[0]
 
-        def step(params, opt_state, tokens):
-            grads = gradients(params, tokens)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
+        step = _step_of(gradients, tx)
         tokens = self.tokens
         if accumulated > 1:
             shape = (accumulated, *tokens.shape)
@@ -119,13 +112,18 @@ class Model:
                 layers[name] += (a @ b).astype(jnp.bfloat16)
             return loss_fn(params | {"layers": layers}, tokens)
 
-        def step(adapters, opt_state, params, tokens):
-            grads = jax.grad(adapted_loss)(adapters, params, tokens)
-            updates, opt_state = tx.update(grads, opt_state, adapters)
-            return optax.apply_updates(adapters, updates), opt_state
-
+        step = _step_of(jax.grad(adapted_loss), tx)
         shapes = adapters, jax.eval_shape(tx.init, adapters), params, self.tokens
         return jax.jit(step, donate_argnums=(0, 1)), shapes
+
+
+def _step_of(gradients: Callable[..., Any], tx: Any) -> Callable[..., Any]:
+    def step(params, opt_state, *args):
+        grads = gradients(params, *args)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
 
 
 def steps(model: Model) -> dict[str, Step]:
@@ -181,17 +179,16 @@ def measure(
 
 
 @run.benchmark
-def main(device: str = "rtx4090", layers: int = 22) -> Iterator[run.Found]:
+def main() -> Iterator[run.Found]:
     """Compile the steps of a model of 1.1 B parameters."""
-    found = measure(device, TINY_LLAMA | {"layers": layers})
-    name = jmp.memory.DEVICES[device].title
+    found = measure(DEVICE, TINY_LLAMA)
     yield run.Found(
-        f"{device}-compiled/small_gpu",
+        f"{DEVICE}-compiled/small_gpu",
         found,
         {},
         notes=[found[key] for key in ("of_step", "saved", "compare")],
         settings={"compiled with": targets.versions()},
-        device=name,
+        device=jmp.memory.DEVICES[DEVICE].title,
     )
 
 

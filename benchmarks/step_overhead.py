@@ -8,10 +8,9 @@ of 1.6 million parameters under Adam, cut into 1 to 400 leaves: what a leaf cost
 
 A round times each contender for a few steps, in an order that rotates, and divides by
 the bare optimiser's time in that same round: whatever else the machine does weighs on
-both. Reported are medians and quartiles of these ratios, and the ratio of the bytes
-that the compiled programs read and write by XLA's own count, which has no noise. The
-compiler's processor time is noted too: at 400 leaves it takes minutes for flax; jmp
-is left out there, and everywhere if it is not installed.
+both. Reported are medians of these ratios, and those of the compiler's processor time:
+at 400 leaves it takes minutes for flax; jmp is left out there, and everywhere if it is
+not installed.
 
 `lax.cond` by hand is the least that a skip can cost on a CPU: it puts a branch around
 optimiser and update, which an optax transformation cannot (it never sees the update
@@ -23,28 +22,173 @@ is not here: it scales only where it also casts to half precision.
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
-import time
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
+from flax.training.dynamic_scale import DynamicScale
 
-from benchmarks.common import run, timing
-from benchmarks.common.contenders import (
-    BASELINE,
-    CONTENDERS,
-    FLAX,
-    JMP,
-    OPTIMIZERS,
-    OURS,
-    PEERS,
-    LossFn,
-    why_not,
-)
+import jmp_lite
+from benchmarks.common import run
+from benchmarks.common.timing import Step, ratios, time_steps
+
+BASELINE, OURS = "bare optimiser", "jmp_lite scale_aware"
+JMP, FLAX = "jmp DynamicLossScale", "flax DynamicScale"
+APPLY_IF_FINITE, COND = "optax apply_if_finite", "lax.cond by hand"
+COND_INSIDE = "lax.cond inside"
+
+LossFn = Callable[[Any, Any], jax.Array]
+Contender = Callable[[Any, LossFn, Any], tuple[Step, Any]]  # optimiser, loss, params
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adam": lambda: optax.adam(1e-3),
+    "adamw": lambda: optax.adamw(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3),
+}
+BATCHES = (256, 16)  # of the MLP
+WIDTH = 1024  # of the MLP, and rows of the matrix
+COLUMNS = 1600  # of the matrix, which is cut into
+LEAVES = (1, 4, 16, 64, 400)
+
+
+def bare(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+    def step(state, batch):
+        params, opt_state = state
+        grads = jax.grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (params, tx.init(params))
+
+
+def apply_if_finite(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+    """Skips, but has no loss scale."""
+    return bare(optax.apply_if_finite(tx, max_consecutive_errors=5), loss_fn, params)
+
+
+def with_scale_aware(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+    tx = jmp_lite.scale_aware(tx)
+
+    def step(state, batch):
+        params, opt_state = state
+        grad_fn = jmp_lite.scaled_grad(loss_fn, loss_scale=opt_state)
+        grads = grad_fn(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (params, tx.init(params))
+
+
+def with_jmp(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+    """As jmp's README has it."""
+    jmp: Any = importlib.import_module("jmp")
+
+    def step(state, batch):
+        params, opt_state, leaves = state
+        loss_scale = jax.tree.unflatten(structure, leaves)
+        grads = jax.grad(lambda p: loss_scale.scale(loss_fn(p, batch)))(params)
+        grads = loss_scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        loss_scale = loss_scale.adjust(finite)
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params, opt_state = jmp.select_tree(
+            finite, (new_params, new_opt_state), (params, opt_state)
+        )
+        return params, opt_state, jax.tree.leaves(loss_scale)
+
+    # Passed as its leaves: jmp's loss scale itself does not survive `jit(f).lower`.
+    leaves, structure = jax.tree.flatten(jmp.DynamicLossScale(jnp.float32(2.0**15)))
+    return step, (params, tx.init(params), leaves)
+
+
+def with_flax(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
+    """As flax's examples have it."""
+
+    def step(state, batch):
+        params, opt_state, scale = state
+        grad_fn = scale.value_and_grad(lambda p: loss_fn(p, batch))
+        scale, finite, _, grads = grad_fn(params)
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (new_params, new_opt_state),
+            (params, opt_state),
+        )
+        return params, opt_state, scale
+
+    # Arrays from the start: with its own Python scalars it would compile twice.
+    scale = DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(2.0**15))  # pyright: ignore[reportArgumentType] - annotated as Python numbers, made to be traced
+    return step, (params, tx.init(params), scale)
+
+
+def with_cond(
+    tx: Any, loss_fn: LossFn, params: Any, inside: bool = False
+) -> tuple[Step, Any]:
+    """Branch; `inside`, as `scale_aware` could: it has to return an update."""
+
+    def step(state, batch):
+        params, opt_state, loss_scale = state
+        grads = jmp_lite.scaled_grad(loss_fn, loss_scale=loss_scale)(params, batch)
+        finite = jmp_lite.all_finite(loss_scale.unscale(grads))
+
+        def update(params, opt_state):
+            return tx.update(loss_scale.unscale(grads), opt_state, params)
+
+        def take(params, opt_state):
+            updates, opt_state = update(params, opt_state)
+            return optax.apply_updates(params, updates), opt_state
+
+        def skip(params, opt_state):
+            return jax.tree.map(lambda g: jnp.full_like(g, -0.0), grads), opt_state
+
+        branches = (update, skip) if inside else (take, lambda *state: state)
+        found, opt_state = jax.lax.cond(finite, *branches, params, opt_state)
+        params = optax.apply_updates(params, found) if inside else found
+        return params, opt_state, loss_scale.adjust(finite)
+
+    return step, (params, tx.init(params), jmp_lite.DynamicLossScale())
+
+
+CONTENDERS: dict[str, Contender] = {
+    BASELINE: bare,
+    OURS: with_scale_aware,
+    JMP: with_jmp,
+    FLAX: with_flax,
+    APPLY_IF_FINITE: apply_if_finite,
+    COND: with_cond,
+    COND_INSIDE: functools.partial(with_cond, inside=True),
+}
+# All but the bare one, as tables name them.
+PEERS = {
+    OURS: "`scale_aware`",
+    JMP: "jmp and `select_tree`",
+    FLAX: "flax `DynamicScale`",
+    APPLY_IF_FINITE: "`apply_if_finite` (no loss scale)",
+    COND: "`lax.cond` by hand",
+    COND_INSIDE: "`lax.cond` inside of the transformation",
+}
+# jmp's verdict is an AND of all leaves, which XLA puts into the update of each: at
+# 400 leaves compiling was given up after 7 minutes on busy cores, at 10 GB.
+_MOST_LEAVES = {JMP: 100}
+
+
+def why_not(name: str, leaves: int) -> str:
+    """Return why a contender is not measured here, "" where it is."""
+    if name == JMP and importlib.util.find_spec("jmp") is None:
+        return "jmp is not installed: pip install jmp"
+    most = _MOST_LEAVES.get(name, leaves)
+    if leaves > most:
+        return f"given up at more than {most} leaves, which take minutes to compile"
+    return ""
 
 
 def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -55,8 +199,8 @@ def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def make_problem(batch_size: int, width: int = 1024) -> tuple[list[jax.Array], Any]:
-    sizes = [784, width, width, 10]
+def make_problem(batch_size: int) -> tuple[list[jax.Array], Any]:
+    sizes = [784, WIDTH, WIDTH, 10]
     rng = np.random.default_rng(0)
     params = [
         jnp.asarray(rng.normal(0, fan_in**-0.5, (fan_in, fan_out)), jnp.float32)
@@ -64,9 +208,6 @@ def make_problem(batch_size: int, width: int = 1024) -> tuple[list[jax.Array], A
     ]
     images = jnp.asarray(rng.uniform(size=(batch_size, 784)), jnp.float32)
     return params, (images, jnp.asarray(rng.integers(0, 10, batch_size)))
-
-
-COLUMNS = 1600  # of the matrix that is cut into leaves
 
 
 def columns_loss(params: list[jax.Array], batch: Any) -> jax.Array:
@@ -78,64 +219,17 @@ def columns_loss(params: list[jax.Array], batch: Any) -> jax.Array:
     return jnp.stack(losses).sum() / (len(x) * COLUMNS)
 
 
-def make_columns(
-    leaves: int, batch_size: int, width: int = 1024
-) -> tuple[list[jax.Array], Any]:
-    """Return a matrix `[width, 1600]`, cut between columns, and its batch."""
+def make_columns(leaves: int, batch_size: int) -> tuple[list[jax.Array], Any]:
+    """Return a matrix `[WIDTH, COLUMNS]`, cut between columns, and its batch."""
     rng = np.random.default_rng(0)
-    kernel = rng.normal(0, width**-0.5, (width, COLUMNS)).astype(np.float32)
-    x = rng.normal(size=(batch_size, width)).astype(np.float32)
+    kernel = rng.normal(0, WIDTH**-0.5, (WIDTH, COLUMNS)).astype(np.float32)
+    x = rng.normal(size=(batch_size, WIDTH)).astype(np.float32)
     targets = rng.normal(size=(batch_size, COLUMNS)).astype(np.float32)
     kernels, targets = (
         [jnp.asarray(part) for part in np.split(whole, leaves, axis=1)]
         for whole in (kernel, targets)
     )
     return kernels, (jnp.asarray(x), targets)
-
-
-_COMPILING = "compile_processor_seconds"
-
-
-def measure(
-    optimizer: str, loss_fn: LossFn, params: Any, batch: Any, **turns: Any
-) -> dict[str, dict[str, Any]]:
-    """Return, per contender, samples, bytes, and their ratios to the bare step's.
-
-    Args:
-      optimizer: a key of `OPTIMIZERS`.
-      loss_fn: `(params, batch) -> loss`.
-      params: float32.
-      batch: what the loss takes.
-      **turns: as `take_turns` has them.
-    """
-    programs, states, compiled = {}, {}, {}
-    leaves = len(jax.tree.leaves(params))
-    contenders = {n: make for n, make in CONTENDERS.items() if not why_not(n, leaves)}
-    for name, make in contenders.items():
-        # Donated states cannot share their arrays.
-        start = jax.tree.map(jnp.copy, params)
-        step, states[name] = make(OPTIMIZERS[optimizer](), loss_fn, start)
-        lowered = jax.jit(step, donate_argnums=0).lower(states[name], batch)
-        since = time.process_time()
-        program: Any = lowered.compile()
-        compiled[name] = {
-            _COMPILING: time.process_time() - since,
-            "bytes": program.cost_analysis()["bytes accessed"],
-        }
-        programs[name] = lambda state, step=program: step(state, batch)
-    samples = timing.take_turns(programs, states, **turns)
-    timing.check_finite(states)
-    bare = compiled[BASELINE]
-    return {
-        name: {
-            **samples[name],
-            **compiled[name],
-            "over_bare": timing.ratios(samples, name, BASELINE),
-            "compile_over_bare": of[_COMPILING] / bare[_COMPILING],
-            "bytes_over_bare": of["bytes"] / bare["bytes"],
-        }
-        for name, of in compiled.items()
-    }
 
 
 def summarise(result: run.Result) -> run.Rows:
@@ -161,71 +255,42 @@ def summarise_leaves(result: run.Result) -> run.Rows:
 
 
 def _cell(case: dict[str, Any], name: str, compiling: bool = False) -> str:
-    if name not in case["contenders"]:
+    rows = case["contenders"]
+    if name not in rows:
         return "not measured"
-    row = case["contenders"][name]
-    text, compile_time = f"{row['over_bare'][1]:.2f}", row["compile_over_bare"]
+    text = f"{ratios(rows, name, BASELINE)[1]:.2f}"
     if compiling:
-        digits = 1 if compile_time < 9.95 else 0
-        text += f" ({compile_time:.{digits}f})"
+        time, bare = (rows[x]["compile_processor_seconds"] for x in (name, BASELINE))
+        text += f" ({time / bare:.{1 if time / bare < 9.95 else 0}f})"
     return text
 
 
-def check_leaves(leaves: Iterable[int]) -> list[int]:
-    """Return numbers of leaves into which the columns can be cut evenly.
-
-    Raises:
-      typer.BadParameter: one does not divide them.
-    """
-    for n in leaves:
-        if n < 1 or COLUMNS % n:
-            raise typer.BadParameter(
-                f"expected divisors of {COLUMNS} (the matrix's columns), got {n}."
-            )
-    return sorted(set(leaves))
-
-
 @run.benchmark
-def main(
-    optimizer: Annotated[
-        list[str],
-        typer.Option(
-            help="For the MLP; may be repeated.", callback=run.some_of(OPTIMIZERS)
-        ),
-    ] = list(OPTIMIZERS),  # noqa: B006 - typer's way; never changed
-    batch: Annotated[
-        list[int], typer.Option(help="For the MLP; may be repeated.", min=1)
-    ] = [256, 16],  # noqa: B006 - likewise
-    leaves: Annotated[
-        list[int],
-        typer.Option(
-            help="Leaves to cut a matrix of 1600 columns into; may be repeated.",
-            callback=check_leaves,
-        ),
-    ] = [1, 4, 16, 64, 400],  # noqa: B006 - likewise
-    width: Annotated[
-        int, typer.Option(min=1, help="The MLP's, and the matrix's rows.")
-    ] = 1024,
-    rounds: run.Rounds = 60,
-    steps: run.StepsPerRound = 4,
-) -> Iterator[run.Found]:
+def main(rounds: run.Rounds = 60, steps: run.StepsPerRound = 4) -> Iterator[run.Found]:
     """Measure what loss scaling adds to a train step."""
     problems = [
-        ("mlp", mlp_loss, make_problem(size, width), name, size, 3)
-        for name in optimizer
-        for size in dict.fromkeys(batch)
+        ("mlp", mlp_loss, make_problem(size), name, size, 3)
+        for name in OPTIMIZERS
+        for size in BATCHES
     ]
     problems += [
-        ("columns", columns_loss, make_columns(n, 16, width), "adam", 16, n)
-        for n in leaves
+        ("columns", columns_loss, make_columns(n, 16), "adam", 16, n) for n in LEAVES
     ]
     cases, notes = [], {}
-    for problem, loss_fn, data, name, size, n in problems:
-        title = f"{problem}, {n} leaves, {name}, batch {size}"
-        turns = {"rounds": rounds, "steps": steps, "title": title}
-        rows = measure(name, loss_fn, *data, **turns)
+    for problem, loss_fn, (params, batch), name, size, n in problems:
         missing = {c: why for c in CONTENDERS if (why := why_not(c, n))}
         notes |= {f"{c}: not measured, {why}.": None for c, why in missing.items()}
+        rows = time_steps(
+            {
+                contender: make(OPTIMIZERS[name](), loss_fn, params)
+                for contender, make in CONTENDERS.items()
+                if contender not in missing
+            },
+            batch,
+            rounds=rounds,
+            steps=steps,
+            title=f"{problem}, {n} leaves, {name}, batch {size}",
+        )
         cases.append(
             {
                 **{"problem": problem, "optimizer": name, "batch": size, "leaves": n},

@@ -14,19 +14,18 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import optax
 import typer
-from rich.console import Console
 
 import jmp_lite as jmp
 from benchmarks.common import run, tasks
 from benchmarks.common.storage import CHOICES, Storage
-from benchmarks.common.tasks import Task, load_sources_once, mean
+from benchmarks.common.tasks import TITLES, Task, Way, mean
 from examples import transformer
-from examples.common.cli import SeedOption, SeedsOption
-from examples.common.loop import train_side_by_side
+from examples.common.cli import SeedsOption, StepsOption
 from examples.common.precision import autocast_if_half
 from examples.common.text import fingerprint
 
@@ -34,62 +33,31 @@ from examples.common.text import fingerprint
 BASELINE = Storage()
 # All steps are checked: this changes nothing in one that is finite.
 RUNS = list(dict.fromkeys(choice._replace(checked=True) for choice in CHOICES))
-
 STEPS = 300
-Optimizer = Callable[[Storage], optax.GradientTransformationExtraArgs]
 
 
-def of_transformer(steps: int) -> Optimizer:
-    rate, clip = transformer.learning_rate(steps), optax.clip_by_global_norm(1.0)
-    return lambda storage: storage.transformation(rate, clip)
+def of_transformer(storage: Storage, steps: int) -> Any:
+    clip = optax.clip_by_global_norm(1.0)
+    return storage.transformation(transformer.learning_rate(steps), clip)
 
 
-# Name to title, task and optimiser.
-TASKS: dict[str, tuple[str, Callable[[int, int], Task], Callable[[int], Optimizer]]] = {
-    "transformer": (
-        "transformer",
-        lambda seed, steps: tasks.transformer_task(seed, steps, tasks.SHAPE),
-        of_transformer,
-    ),
-    "mlp": (
-        "digits, MLP",
-        lambda seed, steps: tasks.digits_task("mlp", seed, steps, width=tasks.WIDTH),
-        lambda steps: lambda storage: storage.transformation(1e-3),
-    ),
+def of_digits(storage: Storage, steps: int) -> Any:
+    del steps
+    return storage.transformation(1e-3)
+
+
+# Name -> the task of a seed, and its optimiser.
+TASKS: dict[str, tuple[Callable[[int, int], Task], Callable[[Storage, int], Any]]] = {
+    "transformer": (tasks.transformer_task, of_transformer),
+    "mlp": (lambda *args: tasks.digits_task("mlp", *args), of_digits),
 }
 
 
-def policy_of(storage: Storage) -> jmp.Policy:
-    """Return the policy of a model with parameters stored in this way."""
+def way_of(storage: Storage, tx: Any) -> Way:
+    """Return how a model is trained with numbers that are stored in this way."""
     compute = jnp.dtype(storage.compute)
-    return jmp.Policy(storage.param_dtype, compute, jnp.dtype("float32"))
-
-
-def train_seed(
-    task: Task, optimizer: Optimizer, *, title: str, steps: int, console: Console
-) -> dict[str, float]:
-    """Return the validation loss of each run, by `str(Storage)`."""
-
-    def cast(storage):
-        return lambda fun: autocast_if_half(fun, policy_of(storage))
-
-    runs = {
-        str(storage): task.make_run(
-            cast(storage)(task.loss_fn),
-            policy=policy_of(storage),
-            tx=optimizer(storage),
-        )
-        for storage in RUNS
-    }
-    results = train_side_by_side(
-        runs, task.batches(), title=title, steps=steps, console=console
-    )
-    return {
-        str(storage): task.score(cast(storage), results[str(storage)].state)[
-            "validation_loss"
-        ]
-        for storage in RUNS
-    }
+    policy = jmp.Policy(storage.param_dtype, compute, jnp.dtype("float32"))
+    return Way(lambda fun: autocast_if_half(fun, policy), {"policy": policy, "tx": tx})
 
 
 def summarise(result: run.Result) -> run.Rows:
@@ -107,7 +75,7 @@ def summarise(result: run.Result) -> run.Rows:
             ratios = [seed[name] / seed[base] for seed in seeds]
             whole = mean(seeds, name) / mean(seeds, base)
             middle, low, high = map(run.percent, (whole, min(ratios), max(ratios)))
-            title = TASKS[task][0]
+            title = TITLES[task]
             row[f"{title}: loss"] = f"{mean(seeds, name):.4f}"
             row[f"{title}: over the first in bf16 (seeds)"] = (
                 f"{middle} ({low} to {high})" if storage != BASELINE else ""
@@ -117,26 +85,21 @@ def summarise(result: run.Result) -> run.Rows:
 
 
 @run.benchmark
-def main(
-    seeds: SeedsOption = 3, seed: SeedOption = 0, steps: run.TaskSteps = None
-) -> Iterator[run.Found]:
+def main(seeds: SeedsOption = 3, steps: StepsOption = STEPS) -> Iterator[run.Found]:
     """Train the examples with parameters and optimiser state stored in each way."""
-    console, steps, found = Console(width=run.WIDTH), steps or STEPS, {}
-    for name, (_, make_task, make_optimizer) in TASKS.items():
+    found = {}
+    for name, (make_task, make_optimizer) in TASKS.items():
+        ways = {str(x): way_of(x, make_optimizer(x, steps)) for x in RUNS}
         by_seed = []
-        for s in range(seed, seed + seeds):
-            losses = train_seed(
-                make_task(s, steps),
-                make_optimizer(steps),
-                title=f"{name}, {s}",
-                steps=steps,
-                console=console,
-            )
-            by_seed.append({"seed": s, "validation_loss": losses})
+        for seed in range(seeds):
+            task = make_task(seed, steps)
+            _, scores = task.train(ways, f"{name}, {seed}", steps)
+            losses = {way: score["validation_loss"] for way, score in scores.items()}
+            by_seed.append({"seed": seed, "validation_loss": losses})
         found[name] = {"steps": steps, "seeds": by_seed}
     result = {"tasks": found}
     settings = {"transformer": tasks.SHAPE, "mlp_width": tasks.WIDTH}
-    settings["text"] = fingerprint(*load_sources_once())
+    settings["text"] = fingerprint(*tasks.load_sources_once())
     tables = {f"{steps} steps": summarise(result)}
     yield run.Found("storage_accuracy", result, tables, settings=settings)
 

@@ -37,13 +37,9 @@ def measured(names: str) -> str:
     revisions: dict[str, list[str]] = {}
     for name in names.split(", "):
         settings = load(name)["settings"]
-        versions = settings.get("versions", settings)  # older ones have them at the top
-        where = [settings["device"]]
-        if settings["device"] == "cpu" and "host" in settings:
-            where.append(settings["host"])
-        with_what = [f"Python {versions['python']}"] if "python" in versions else []
-        with_what.append(f"jax {versions['jax']}")
-        text = f"{', '.join(where)}; {', '.join(with_what)}"
+        device, versions = settings["device"], settings["versions"]
+        where = f"cpu, {settings['host']}" if device == "cpu" else device
+        text = f"{where}; Python {versions['python']}, jax {versions['jax']}"
         revisions.setdefault(text, []).append(settings["git"])
     lines = []
     for text, found in revisions.items():

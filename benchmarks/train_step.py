@@ -8,36 +8,28 @@ of a GPT of 124 million parameters: in float32, in TF32 (on GPUs), and in bfloat
 float16, cast by a policy, by autocast and by hand. float16 has a dynamic loss scale.
 The ways take turns in one process; what counts are ratios to float32 within a round.
 
-`--size ci` is the same cut down, for a CPU. There XLA computes half precision mostly in
-float32 and converts to and fro: no word on the speed of a device that has it.
+On a CPU, all of it is cut down. There XLA computes half precision mostly in float32 and
+converts to and fro: no word on the speed of a device that has it.
 
-Memory is what XLA's programs take: state, batch and scratch; and, where the device
-tells, the peak of its allocator.
+Memory is what XLA's programs take: state, batch and scratch.
 """
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple
-
-# Read when JAX starts: memory is taken as it is needed, so that its peak means
-# something and torch has room beside it.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-# ruff: noqa: E402  (the environment has to be set above the imports of JAX)
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
+import enum
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple
+
 import jax
 import numpy as np
 import typer
 
-from benchmarks.common import compiled_steps, run, torch_gpt
+from benchmarks.common import compiled_steps, run
 from benchmarks.common.compiled_steps import BY_HAND, GRAD_AUTOCAST, PLAIN, POLICY, Step
 from benchmarks.common.timing import quartiles_text, ratios, take_turns
 from examples.common.progress import track
 
-Size = Literal["ci", "full"]
 CPU_NOTE = (
     "on a CPU XLA computes half precision mostly in float32; this says nothing of its "
     "speed on a GPU or TPU"
@@ -60,6 +52,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         ),
     },
 }
+Model = enum.StrEnum("Model", "mlp cnn gpt")
 TITLES = {"mlp": "MLP", "cnn": "ResNet", "gpt": "GPT"}
 
 
@@ -88,112 +81,53 @@ def ways(platform: str) -> list[Way]:
     return [Way(BASELINE), *([Way(TF32)] if platform == "gpu" else []), *WAYS]
 
 
-class Program:
-    """A compiled train step: what it needs, and what makes its state."""
+def start(
+    model: str, sizes: dict[str, Any], way: Way
+) -> tuple[Callable[[Any], Any], Any, int]:
+    """Return a compiled train step `state -> state`, its first state, and its bytes."""
+    step = way.step(model)
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
+    jitted, shapes = compiled_steps.build(step, sizes, mesh)
+    # Its default may be TF32: float32 is asked for, as is TF32.
+    precisions = {BASELINE: "float32", TF32: "tensorfloat32"}
+    with jax.default_matmul_precision(precisions.get(way.precision)):
+        compiled = jitted.lower(*shapes).compile()
+    # `peak_memory_in_bytes` leaves out what is temporary, on the CPU.
+    memory: Any = compiled.memory_analysis()
+    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    held = arrays - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
-    def __init__(self, model: str, sizes: dict[str, Any], way: Way):
-        step = way.step(model)
-        mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
-        jitted, shapes = compiled_steps.build(step, {step.model: sizes}, mesh)
-        # Its default may be TF32: float32 is asked for, as is TF32.
-        precision = {BASELINE: "float32", TF32: "tensorfloat32"}.get(way.precision)
-        with (
-            jax.default_matmul_precision(precision)
-            if precision
-            else contextlib.nullcontext()
-        ):
-            self._compiled = jitted.lower(*shapes).compile()
-        self._step, self._shapes = step, shapes
-        self._integers = sizes.get("vocabulary", sizes.get("classes", 10))
-        memory: Any = self._compiled.memory_analysis()
-        self.parameters = sum(x.size for x in jax.tree.leaves(shapes[0]))
-        # `peak_memory_in_bytes` leaves out what is temporary, on the CPU.
-        arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        self.memory = {
-            "temporary": memory.temp_size_in_bytes,
-            "memory": arrays - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
-        }
-
-    def start(self) -> tuple[Callable[[Any], Any], Any]:
-        """Return the step as `state -> state`, and its first state."""
-        params, _, *rest = self._shapes
-        params, kept, *batch = compiled_steps.filled([params, *rest], self._integers)
-        state = params, compiled_steps.optimizer(self._step).init(params), kept
-        args = jax.tree.map(
-            lambda x, shape: jax.device_put(x, shape.sharding),
-            (*state, *batch),
-            self._shapes,
-        )
-        batch = args[3:]
-        return lambda state: self._compiled(*state, *batch)[:3], args[:3]
-
-
-def device_peak() -> int | None:
-    """Return the most bytes that the device has held so far, where it tells."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def measure_peaks(programs: dict[Any, Program]) -> dict[Any, int | None]:
-    """Run two steps of each program alone; return the peaks of the device's allocator.
-
-    The peak of a process never falls. So the programs that need the least come first,
-    and None stands for a peak that does not rise above those before.
-    """
-    found: dict[Any, int | None] = {}
-    for name in sorted(programs, key=lambda name: programs[name].memory["memory"]):
-        before = device_peak()
-        if before is None:
-            return dict.fromkeys(programs)
-        step, state = programs[name].start()
-        jax.block_until_ready(step(step(state)))
-        del state
-        peak = device_peak() or 0
-        found[name] = peak if peak > before else None
-    return found
+    integers = sizes.get("vocabulary", sizes.get("classes", 10))
+    params, kept, *batch = compiled_steps.filled([shapes[0], *shapes[2:]], integers)
+    state = params, compiled_steps.optimizer(step).init(params), kept
+    args = (*state, *batch)
+    args = jax.tree.map(lambda x, of: jax.device_put(x, of.sharding), args, shapes)
+    return lambda state: compiled(*state, *args[3:])[:3], args[:3], held
 
 
 def measure(
-    sizes: dict[str, dict[str, Any]], *, rounds: int, steps: int
+    model: str, sizes: dict[str, Any], *, rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Return, per model, its size and for each way times and bytes.
+    """Return times and bytes of a model in each way.
 
     Args:
-      sizes: of the models to measure; those of `SIZES`, say.
+      model: a key of `TITLES`.
+      sizes: its own; those of `SIZES`, say.
       rounds: how often each way has its turn.
       steps: train steps in a turn.
     """
-    platform = jax.local_devices()[0].platform
-    pairs = [(model, way) for model in sizes for way in ways(platform)]
-    programs = {
-        (model, way): Program(model, sizes[model], way)
-        for model, way in track(pairs, "compiling", total=len(pairs))
-    }
-    peaks = measure_peaks(programs)
-    results = {}
-    for model in sizes:
-        mine = {way: program for (m, way), program in programs.items() if m == model}
-        rows = {
-            str(way): {**program.memory, "device_peak": peaks[model, way]}
-            for way, program in mine.items()
-        }
-        steppers, states = {}, {}
-        for way, program in mine.items():
-            steppers[str(way)], states[str(way)] = program.start()
-        if model == "gpt" and not torch_gpt.why_not():
-            for precision in torch_gpt.PRECISIONS:
-                name = f"torch {precision}"
-                steppers[name], states[name], peak = torch_gpt.start(
-                    precision, sizes[model]
-                )
-                rows[name] = {"device_peak": peak}
-        samples = take_turns(
-            steppers, states, rounds=rounds, steps=steps, title=TITLES[model]
-        )
-        for name, times in samples.items():
-            rows[name] |= {**times, "over_float32": ratios(samples, name, BASELINE)}
-        parameters = next(iter(mine.values())).parameters
-        results[model] = {**sizes[model], "parameters": parameters, "rows": rows}
-    return results
+    todo = ways(jax.local_devices()[0].platform)
+    rows, steppers, states = {}, {}, {}
+    for way in track(todo, f"compiling {TITLES[model]}", total=len(todo)):
+        name = str(way)
+        steppers[name], states[name], memory = start(model, sizes, way)
+        rows[name] = {"memory": memory}
+    samples = take_turns(
+        steppers, states, rounds=rounds, steps=steps, title=TITLES[model]
+    )
+    for name, times in samples.items():
+        rows[name] |= {**times, "over_float32": ratios(samples, name, BASELINE)}
+    return rows
 
 
 def largest(fits: Callable[[int], bool], start: int) -> int:
@@ -222,7 +156,7 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
 def batch_fits(model: str, sizes: dict[str, Any], way: Way) -> bool:
     """Return whether a train step compiles, and runs, in the memory of the device."""
     try:
-        step, state = Program(model, sizes, way).start()
+        step, state, _ = start(model, sizes, way)
         jax.block_until_ready(step(state))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -231,20 +165,16 @@ def batch_fits(model: str, sizes: dict[str, Any], way: Way) -> bool:
     return True
 
 
-def largest_batches(sizes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return, per model, the largest batch that fits in each way."""
-    found = {}
-    todo = ways(jax.local_devices()[0].platform)
-    for model, of_model in sizes.items():
-        rows = {}
-        for way in track(todo, TITLES[model], total=len(todo)):
+def largest_batches(model: str, sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the largest batch of a model that fits in each way."""
+    todo, rows = ways(jax.local_devices()[0].platform), {}
+    for way in track(todo, TITLES[model], total=len(todo)):
 
-            def fits(n, model=model, of_model=of_model, way=way):
-                return batch_fits(model, of_model | {"batch": n}, way)
+        def fits(n, way=way):
+            return batch_fits(model, sizes | {"batch": n}, way)
 
-            rows[str(way)] = {"largest_batch": largest(fits, of_model["batch"])}
-        found[model] = {**of_model, "rows": rows}
-    return found
+        rows[str(way)] = {"largest_batch": largest(fits, sizes["batch"])}
+    return rows
 
 
 def summarise(result: run.Result) -> run.Rows:
@@ -261,45 +191,26 @@ def summarise(result: run.Result) -> run.Rows:
 
 
 def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
-    """Return a table of a model's times and memory in each way."""
-    base = rows[BASELINE]
-
-    def memory(row, key, unit):
-        return f"{row[key] / unit:.3g}" if row.get(key) else ""
-
-    return [
-        {
-            "step": name,
-            "time / float32": quartiles_text(row["over_float32"]),
-            "memory / float32": memory(row, "memory", base["memory"]),
-            "memory, MiB": memory(row, "memory", 2**20),
-            "device's peak, MiB": memory(row, "device_peak", 2**20),
-        }
-        for name, row in rows.items()
-    ]
-
-
-def list_batches(rows: dict[str, dict[str, Any]]) -> run.Rows:
-    """Return a table of a model's largest batches."""
-    base = rows[BASELINE]["largest_batch"]
-    return [
-        {
-            "step": name,
-            "largest batch": f"{row['largest_batch']}",
-            "/ float32": f"{row['largest_batch'] / base:.2f}" if base else "",
-        }
-        for name, row in rows.items()
-    ]
+    """Return a table of a model's times and memory in each way, or of what fits."""
+    base, table = rows[BASELINE], []
+    for name, row in rows.items():
+        cells = {"step": name}
+        for key, title, unit in (
+            ("memory", "memory, MiB", 2**20),
+            ("largest_batch", "largest batch", 1),
+        ):
+            if key in row:
+                cells[title] = f"{row[key] / unit:.4g}"
+                cells[f"{key} / float32"] = f"{row[key] / (base[key] or np.nan):.2f}"
+        if "over_float32" in row:
+            cells["time / float32"] = quartiles_text(row["over_float32"])
+        table.append(cells)
+    return table
 
 
 @run.benchmark
 def main(
-    size: Annotated[
-        Size | None, typer.Option(help="By default ci on a CPU, else full.")
-    ] = None,
-    model: Annotated[
-        list[str], typer.Option(help="May be repeated.", callback=run.some_of(TITLES))
-    ] = list(TITLES),  # noqa: B006 - typer's way; never changed
+    model: Annotated[list[Model], typer.Option(help="May be repeated.")] = list(Model),  # noqa: B006 - typer's way; never changed
     largest_batch: Annotated[
         bool, typer.Option("--largest-batch", help="Find what fits; time nothing.")
     ] = False,
@@ -314,28 +225,25 @@ def main(
             "TPU, got cpu.",
             param_hint="'--largest-batch'",
         )
-    if is_cpu and size == "full":
-        raise typer.BadParameter(
-            "full is for accelerators: expected ci on a cpu.", param_hint="'--size'"
-        )
-    size = size or ("ci" if is_cpu else "full")
-    sizes = {name: SIZES[size][name] for name in model}
-    notes = [CPU_NOTE] if is_cpu else []
-    if largest_batch:
-        name, models, table = "largest_batch", largest_batches(sizes), list_batches
-    else:
-        models = measure(sizes, rounds=rounds, steps=steps)
-        name, table = "train_step", list_ways
-        if "gpt" in model and torch_gpt.why_not():
-            notes += [
-                f"torch.amp with torch.compile: not measured, {torch_gpt.why_not()}"
-            ]
+    size, notes = ("ci", [CPU_NOTE]) if is_cpu else ("full", [])
+    models = {}
+    for name in model:
+        sizes = SIZES[size][name]
+        if largest_batch:
+            rows = largest_batches(name, sizes)
+        else:
+            rows = measure(name, sizes, rounds=rounds, steps=steps)
+        models[name] = {**sizes, "rows": rows}
     tables = {
-        f"{TITLES[name]}, batch {found['batch']}": table(found["rows"])
+        f"{TITLES[name]}, batch {found['batch']}": list_ways(found["rows"])
         for name, found in models.items()
     }
     yield run.Found(
-        name, {"notes": notes, "models": models}, tables, notes, {"size": size}
+        "largest_batch" if largest_batch else "train_step",
+        {"notes": notes, "models": models},
+        tables,
+        notes,
+        {"size": size},
     )
 
 

@@ -24,22 +24,17 @@ import typer
 from benchmarks import step_overhead
 from benchmarks.common import run, transformer
 from benchmarks.common.compiled_steps import filled
-from benchmarks.common.timing import Samples, check_finite, ratios, take_turns
+from benchmarks.common.timing import ratios, time_steps
+from benchmarks.step_overhead import LossFn, bare
 from jmp_lite.numerics import tree_stats
 
 BARE = "bare step"
-_CLOCK = "processor_seconds"
-
 _COLUMNS = {
     "without histogram": "tree_stats, no histogram",
     "with histogram": "tree_stats",
 }
-
-Look = Callable[[Any], Any]  # gradients -> what is known of them
-LossFn = Callable[[Any, Any], jax.Array]
-
-
-CONTENDERS: dict[str, Look] = {
+# Name -> what a step looks at: gradients to what is known of them.
+CONTENDERS: dict[str, Callable[[Any], Any]] = {
     BARE: lambda grads: (),
     "tree_stats, no histogram": lambda g: tree_stats(g, "f16"),
     "tree_stats": lambda g: tree_stats(g, "f16", histogram=True),
@@ -64,32 +59,18 @@ PROBLEMS = {
 }
 
 
-def measure(
-    loss_fn: LossFn, params: Any, batch: Any, **turns: Any
-) -> dict[str, Samples]:
-    """Return the times of each contender: see `take_turns`, which has `turns`."""
-    tx = optax.adam(1e-4)
+def with_look(look: Callable[[Any], Any]) -> optax.GradientTransformation:
+    """Return Adam, whose state has what is known of the last gradients."""
 
-    def make_step(look):
-        def step(state, batch):
-            params, opt_state = state
-            grads = jax.grad(loss_fn)(params, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), look(grads)
+    def update_fn(updates, state, params=None):
+        del state, params
+        return updates, look(updates)
 
-        return step
+    def init_fn(params):
+        return look(params)
 
-    programs, states = {}, {}
-    for name, look in CONTENDERS.items():
-        # Donated states cannot share their arrays.
-        state = jax.tree.map(jnp.copy, (params, tx.init(params)))
-        step = jax.jit(make_step(look), donate_argnums=0)
-        compiled = step.lower(state, batch).compile()
-        programs[name] = lambda state, step=compiled: step(state[0], batch)
-        states[name] = (state, ())
-    samples = take_turns(programs, states, **turns)
-    check_finite({name: state for name, (state, _) in states.items()})
-    return samples
+    looking = optax.GradientTransformation(init_fn, update_fn)
+    return optax.chain(looking, optax.adam(1e-4))
 
 
 def summarise(result: run.Result) -> run.Rows:
@@ -98,11 +79,12 @@ def summarise(result: run.Result) -> run.Rows:
         {
             "": title,
             **{
-                column: f"{ratios(found['samples'], name, BARE, _CLOCK)[1]:.2f}"
+                column: f"{ratios(samples, name, BARE, 'processor_seconds')[1]:.2f}"
                 for column, name in _COLUMNS.items()
             },
         }
         for title, found in result["problems"].items()
+        if (samples := found["samples"])
     ]
 
 
@@ -112,11 +94,12 @@ def main(rounds: run.Rounds = 60, steps: run.StepsPerRound = 3) -> Iterator[run.
     problems = {}
     for title, make in PROBLEMS.items():
         loss_fn, params, batch = make()
-        turns = {"rounds": rounds, "steps": steps, "title": title}
-        problems[title] = {
-            "parameters": sum(x.size for x in jax.tree.leaves(params)),
-            "samples": measure(loss_fn, params, batch, **turns),
+        looks = {
+            name: bare(with_look(look), loss_fn, params)
+            for name, look in CONTENDERS.items()
         }
+        turns = {"rounds": rounds, "steps": steps, "title": title}
+        problems[title] = {"samples": time_steps(looks, batch, **turns)}
     result = {"problems": problems}
     tables = {f"Processor time over that of the {BARE}": summarise(result)}
     yield run.Found("tree_stats", result, tables, settings={"unit": "s"})

@@ -1,4 +1,4 @@
-"""The train steps that benchmarks compile: models, casts and layouts."""
+"""The train steps that benchmarks compile: casts and layouts of models."""
 
 import dataclasses
 import functools
@@ -12,9 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_lite
-from benchmarks.common import families, transformer
-from benchmarks.common.models import ResNet
-from jmp_lite.linen import with_policy
+from benchmarks.common.models import MODELS, SIZES, Sizes
 from jmp_lite.memory import save_products
 
 PLAIN, BY_HAND, POLICY = "as written", "by hand", "policy"
@@ -24,38 +22,6 @@ ADVISED = "grad(autocast(f)), advised"
 SAVE_PRODUCTS = "grad(autocast(f)), save_products"
 # The policy has `reduce=float32`.
 REDUCE_FLOAT32 = "grad(autocast(f)), r=f32"
-
-# Every model takes `(params, *batch)` and returns a loss and what is to be kept.
-Loss = Callable[..., tuple[jax.Array, Any]]
-Sizes = dict[str, dict[str, Any]]
-
-SIZES: dict[str, Sizes] = {
-    # At these sizes a model runs on any machine.
-    "small": {
-        "transformer": dict(
-            layers=1, width=64, heads=4, vocabulary=256, batch=2, length=32
-        ),
-        "mlp": dict(width=64, batch=16),
-        "cnn": dict(blocks=(1, 1), width=8, classes=10, image=32, batch=4),
-    },
-    # Layers are written out, so a program's size, and the time it takes to compile, is
-    # that of its layers, and on TPUs that of its arrays as well.
-    "ci": {
-        "transformer": dict(
-            layers=1, width=256, heads=4, vocabulary=2048, batch=8, length=256
-        ),
-        "mlp": dict(width=1024, batch=2048),
-        "cnn": dict(blocks=(1, 1), width=32, classes=10, image=64, batch=32),
-    },
-    "full": {
-        "transformer": dict(
-            layers=6, width=1024, heads=16, vocabulary=32000, batch=8, length=1024
-        ),
-        "mlp": dict(width=4096, batch=8192),
-        # ResNet-50.
-        "cnn": dict(blocks=(3, 4, 6, 3), width=64, classes=1000, image=224, batch=64),
-    },
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,83 +63,6 @@ class Step:
         return dataclasses.replace(self, cast=BY_HAND)
 
 
-def transformer_loss(dtype: str, sizes: dict[str, Any]) -> Loss:
-    def loss(params, tokens):
-        heads = sizes["heads"]
-        return transformer.loss_fn(params, tokens, heads, jnp.dtype(dtype)), ()
-
-    return loss
-
-
-def mlp_loss(dtype: str, sizes: dict[str, Any]) -> Loss:
-    """The MLP of TensorFlow's guide to mixed precision in Keras."""
-    del sizes
-
-    def loss(params, images, labels):
-        x = images.astype(dtype)
-        for i, (kernel, bias) in enumerate(params):
-            x = x @ kernel.astype(dtype) + bias.astype(dtype)
-            x = jax.nn.relu(x) if i < len(params) - 1 else x.astype(jnp.float32)
-        return _cross_entropy(x, labels), ()
-
-    return loss
-
-
-def cnn_loss(dtype: str, sizes: dict[str, Any], policy: str = "") -> Loss:
-    model: Any = _resnet(sizes, None if dtype == "float32" else jnp.dtype(dtype))
-    if policy:
-        model = with_policy(model, policy)
-
-    def loss(params, batch_stats, images, labels):
-        variables = {"params": params, "batch_stats": batch_stats}
-        logits, updated = model.apply(variables, images, mutable=["batch_stats"])
-        return _cross_entropy(logits.astype(jnp.float32), labels), updated[
-            "batch_stats"
-        ]
-
-    return loss
-
-
-def _cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def _resnet(sizes: dict[str, Any], dtype: Any) -> ResNet:
-    return ResNet(sizes["blocks"], sizes["width"], sizes["classes"], dtype)
-
-
-def _transformer_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
-    params = transformer.init(sizes["layers"], sizes["width"], sizes["vocabulary"])
-    return params, (), jnp.zeros((sizes["batch"], sizes["length"]), jnp.int32)
-
-
-def _mlp_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
-    widths, batch = [784, sizes["width"], sizes["width"], 10], sizes["batch"]
-    params = [
-        (jnp.zeros((n, m)), jnp.zeros(m))
-        for n, m in zip(widths[:-1], widths[1:], strict=True)
-    ]
-    return params, (), jnp.zeros((batch, 784)), jnp.zeros(batch, jnp.int32)
-
-
-def _cnn_shapes(sizes: dict[str, Any]) -> tuple[Any, ...]:
-    images = jnp.zeros((sizes["batch"], sizes["image"], sizes["image"], 3))
-    variables = _resnet(sizes, None).init(jax.random.key(0), images)
-    labels = jnp.zeros(sizes["batch"], jnp.int32)
-    return variables["params"], variables["batch_stats"], images, labels
-
-
-# Name -> its loss for a dtype and sizes; its parameters, kept values and batch.
-MODELS: dict[str, tuple[Any, Any]] = {
-    "transformer": (transformer_loss, _transformer_shapes),
-    "mlp": (mlp_loss, _mlp_shapes),
-    "cnn": (cnn_loss, _cnn_shapes),
-    **families.FAMILIES,
-}
-for _size in families.SIZES:
-    SIZES[_size] |= families.SIZES[_size]
-
-
 def filled(shapes: Any, integers: int = 10) -> Any:
     """Return arrays of these shapes: random numbers, ones where they have one axis.
 
@@ -210,9 +99,7 @@ def _held(kept: Any) -> tuple[Any, ...]:
     return (kept,) if jax.tree.leaves(kept) else ()
 
 
-def _value_and_grad(
-    step: Step, sizes: dict[str, Any], is_tpu: bool
-) -> Callable[..., Any]:
+def _value_and_grad(step: Step, sizes: Sizes, is_tpu: bool) -> Callable[..., Any]:
     """Return `fun(opt_state, params, *rest) -> ((loss, kept), grads)`."""
     # What autocast does by default where JAX' backend is that device.
     autocast = functools.partial(jmp_lite.autocast, recompute=not is_tpu)
@@ -263,7 +150,7 @@ def fp8_by_rule(step: Step, sizes: Sizes) -> int:
     if step.dtype != "fp8":
         return 0
     make_loss, make_shapes = MODELS[step.model]
-    grad = jax.grad(make_loss("float32", sizes[step.model]), has_aux=True)
+    grad = jax.grad(make_loss("float32", sizes), has_aux=True)
     found = []
 
     def count(params, kept, *batch):
@@ -271,7 +158,7 @@ def fp8_by_rule(step: Step, sizes: Sizes) -> int:
         report = explained(params, *_held(kept), *batch)
         found.append(sum(row.times for row in report.rows if row.is_fp8))
 
-    jax.eval_shape(count, *jax.eval_shape(lambda: make_shapes(sizes[step.model])))
+    jax.eval_shape(count, *jax.eval_shape(lambda: make_shapes(sizes)))
     return found[0]
 
 
@@ -285,17 +172,16 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
 
     Args:
       step: which.
-      sizes: an entry of `SIZES`.
+      sizes: those of its model.
       mesh: what it is for, with an axis "data".
 
     Returns:
       `fun(params, opt_state, kept, *batch) -> params, opt_state, kept, loss`, jitted;
       shapes with shardings; the first three of them are donated.
     """
-    model_sizes = sizes[step.model]
     _, make_shapes = MODELS[step.model]
     is_tpu = mesh.devices.flat[0].platform == "tpu"
-    value_and_grad = _value_and_grad(step, model_sizes, is_tpu)
+    value_and_grad = _value_and_grad(step, sizes, is_tpu)
     tx: Any = optimizer(step)
 
     def fun(params, opt_state, kept, *batch):
@@ -304,7 +190,7 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
         updates, opt_state = tx.update(grads, opt_state, params, **extra)
         return optax.apply_updates(params, updates), opt_state, kept, loss
 
-    params, kept, *batch = jax.eval_shape(lambda: make_shapes(model_sizes))
+    params, kept, *batch = jax.eval_shape(lambda: make_shapes(sizes))
     opt_state = jax.eval_shape(tx.init, params)
     place = functools.partial(_placed, mesh)
     is_sharded = step.layout == "FSDP"

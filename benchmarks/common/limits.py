@@ -11,10 +11,10 @@ from benchmarks.common.compiled_steps import (
     GRAD_AUTOCAST,
     POLICY,
     REDUCE_FLOAT32,
-    SIZES,
     STEPS,
     Step,
 )
+from benchmarks.common.models import SIZES
 from jmp_lite.memory import DEVICES
 
 Row = dict[str, Any]
@@ -25,30 +25,36 @@ TOLERANCE = 1.01
 
 
 class Limit(NamedTuple):
-    """A figure of one step may be at most this many times that of another.
+    """A figure of a step may be at most so many times that of its base.
 
     Attributes:
       step: whose figure.
-      base: of which step it is a multiple.
       figure: a key of a row.
-      times: the multiple.
+      times: the multiple; two are those of sizes ci and full, None is not measured.
       per_leaf: what may be added to it for each leaf of the parameters.
-      plus: what may be added to it once.
+      plus: what may be added to it once; two are those of sizes ci and full.
     """
 
     step: Step
-    base: Step
     figure: str
-    times: float
+    times: Any
     per_leaf: int = 0
-    plus: int = 0
+    plus: Any = 0
+
+    def at(self, size: str) -> "Limit":
+        """Return the limit of a size."""
+        times, plus = (
+            x[size == "full"] if isinstance(x, tuple) else x
+            for x in (self.times, self.plus)
+        )
+        return self._replace(times=times, plus=plus)
 
 
 def other_versions(committed: Row, here: dict[str, str]) -> list[str]:
     """Return a line for each package that is not of the version of the figures."""
     return [
         f"{name}: got {here.get(name, 'none')}, expected {version}"
-        for name, version in committed["compiled with"].items()
+        for name, version in committed.get("compiled with", {}).items()
         if here.get(name) != version
     ]
 
@@ -70,139 +76,118 @@ def growth(committed: Results, measured: Results) -> list[tuple[str, ...]]:
     return rows
 
 
-def limits(device: str, size: str) -> list[Limit]:
-    """Return what must hold between the steps of a device, whatever is committed.
+# At size ci kernels and gradients weigh more than in a model of many layers, so limits
+# are wider: they are what was measured, and a little room.
 
-    At size "ci" kernels and gradients weigh more than in a model of many layers, so
-    the limits are wider: they are what was measured, and a little room.
-    """
-    is_full, is_tpu = size == "full", DEVICES[device].is_tpu
-    read = "traffic" if is_tpu else "bytes accessed"
-    found = []
-    for model, cast in (
-        ("transformer", GRAD_AUTOCAST),
-        ("mlp", GRAD_AUTOCAST),
-        ("cnn", POLICY),
-    ):
-        pair = Step(model, "bfloat16", cast), Step(model, "bfloat16", BY_HAND)
-        recomputes, few = model == "transformer" and not is_tpu, 0 if is_full else 6
-        found += [
-            Limit(*pair, read, TOLERANCE),
-            Limit(*pair, "peak", TOLERANCE),
-            # A cluster that is computed again is a kernel more.
-            Limit(*pair, "kernels", 1.25 if recomputes else TOLERANCE, plus=few),
-        ]
-    # What the README's table shows: the families, and room for the small ones.
-    # What `advise` found unsafe in a U-Net is float32, and moves more.
+
+def _of_casts(read: str, transformer_kernels: float) -> list[Limit]:
+    """Return what autocast and a policy may cost beside casts by hand."""
+    return [
+        limit
+        for model, cast, kernels in (
+            ("transformer", GRAD_AUTOCAST, transformer_kernels),
+            ("mlp", GRAD_AUTOCAST, TOLERANCE),
+            ("cnn", POLICY, TOLERANCE),
+        )
+        for limit in (
+            Limit(Step(model, "bfloat16", cast), read, TOLERANCE),
+            Limit(Step(model, "bfloat16", cast), "peak", TOLERANCE),
+            Limit(Step(model, "bfloat16", cast), "kernels", kernels, plus=(6, 0)),
+        )
+    ]
+
+
+def _of_families() -> list[Limit]:
+    """Return what the README's table shows of families, and room for the small ones."""
     families = "unet", "vit", "llama", "moe", "lstm"
-    pairs = [(model, "bfloat16", GRAD_AUTOCAST, 1.08) for model in families]
+    traffic: dict[Step, Any] = {
+        Step(model, "bfloat16", GRAD_AUTOCAST): 1.08 for model in families
+    }
+    traffic |= {Step(model, "float16", ADVISED): 1.08 for model in families[1:-1]}
+    # What `advise` found unsafe in a U-Net is float32, and moves more.
+    traffic[Step("unet", "float16", ADVISED)] = (1.09, 1.17)
     # XLA does not see what a loop keeps: autocast decides it.
-    pairs.append(("llama in a scan", "bfloat16", GRAD_AUTOCAST, 1.0))
-    pairs += [("unet", "float16", ADVISED, 1.17 if is_full else 1.09)]
-    pairs += [(model, "float16", ADVISED, 1.08) for model in families[1:-1]]
-    for model, dtype, cast, times in () if is_tpu else pairs:
-        pair = Step(model, dtype, cast), Step(model, dtype, BY_HAND)
-        found += [
-            Limit(*pair, "traffic", times),
-            Limit(*pair, "peak", 1.03 if is_full else 1.08),
-        ]
+    traffic[Step("llama in a scan", "bfloat16", GRAD_AUTOCAST)] = 1.0
+    limits = [Limit(step, "traffic", times) for step, times in traffic.items()]
+    return limits + [Limit(step, "peak", (1.08, 1.03)) for step in traffic]
+
+
+_SCALED = Step("transformer", "float16", BY_HAND, scaled=True)
+# Gradients of weights in float32, beside rounded ones. On one device they cost next to
+# nothing: at size ci the figures are the same. On four they are sent in float32. At
+# size ci, XLA also gathers the gradient of the embedding table, which is then float32.
+_FLOAT32_GRADIENTS, _PARALLEL, _SHARDED = (
+    Step("transformer", "bfloat16", REDUCE_FLOAT32, layout=layout)
+    for layout in ("one device", "data parallel", "FSDP")
+)
+_OF_TPUS = [
+    *_of_casts("traffic", TOLERANCE),
+    Limit(_PARALLEL, "traffic", (TOLERANCE, None)),
+    Limit(_PARALLEL, "peak", (1.04, None)),
+    Limit(_SHARDED, "traffic", (TOLERANCE, 1.08)),
+    Limit(_SHARDED, "peak", TOLERANCE),
+    Limit(_SCALED, "traffic", 1.04),
+    Limit(_SCALED, "kernels", 1.0, per_leaf=1),
+]
+_OF_GPUS = [
+    # A cluster that is computed again is a kernel more.
+    *_of_casts("bytes accessed", 1.25),
+    *_of_families(),
     # Without measurements, float16 keeps what may overflow in float32, in two bytes.
-    if not is_tpu:
-        pair = Step("transformer", "float16", GRAD_AUTOCAST)
-        found.append(Limit(pair, pair.base, "peak", 0.85 if is_full else 1.08))
+    Limit(Step("transformer", "float16", GRAD_AUTOCAST), "peak", (1.08, 0.85)),
     # Half results, where they were measured: as lean as casts by hand. The bytes of
     # gradients, which are float32 sums here, weigh more in a small model.
-    for model in () if is_tpu else ("transformer", "cnn"):
-        pair = Step(model, "float16", ADVISED), Step(model, "float16", BY_HAND)
-        found += [
-            Limit(*pair, read, 1.03 if is_full else 1.1),
-            Limit(*pair, "peak", TOLERANCE),
-        ]
-    found += _limits_of_fp8(is_full) if DEVICES[device].has_fp8 else []
-    found += _limits_of_float32_gradients(is_full, is_tpu)
-    plain = Step("transformer", "float16", BY_HAND)
-    pair = dataclasses.replace(plain, scaled=True), plain
-    if is_tpu:
-        return [
-            *found,
-            Limit(*pair, read, 1.04),
-            Limit(*pair, "kernels", 1.0, per_leaf=1),
-        ]
-    return [
-        *found,
-        Limit(*pair, read, 1.01 if is_full else 1.03),
-        # Parts of the verdict, a byte each.
-        Limit(*pair, "temporary", 1.0, plus=4096),
-        # XLA reduces a large array in two kernels; then there are verdict and scale.
-        Limit(*pair, "kernels", 1.0, per_leaf=2, plus=4),
-    ]
+    *(
+        Limit(Step(model, "float16", ADVISED), figure, times)
+        for model in ("transformer", "cnn")
+        for figure, times in (("bytes accessed", (1.1, 1.03)), ("peak", TOLERANCE))
+    ),
+    Limit(_FLOAT32_GRADIENTS, "bytes accessed", (1.0, TOLERANCE)),
+    Limit(_FLOAT32_GRADIENTS, "peak", 1.0),
+    Limit(_FLOAT32_GRADIENTS, "kernels", 1.0),
+    Limit(_PARALLEL, "bytes accessed", (1.08, 1.12)),
+    Limit(_PARALLEL, "peak", 1.0),
+    Limit(_SHARDED, "bytes accessed", (1.06, 1.04)),
+    Limit(_SHARDED, "peak", (1.25, 1.0)),
+    Limit(_SCALED, "bytes accessed", (1.03, 1.01)),
+    # Parts of the verdict, a byte each.
+    Limit(_SCALED, "temporary", 1.0, plus=4096),
+    # XLA reduces a large array in two kernels; then there are verdict and scale.
+    Limit(_SCALED, "kernels", 1.0, per_leaf=2, plus=4),
+]
+# Beside bfloat16, each operand is read once more for its largest magnitude and once
+# more to be rounded. The backward pass keeps operands of half the size, but the
+# gradients of parameters are float32, which the large weights of the MLP show.
+_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
+_SHARDED_FP8 = dataclasses.replace(_FP8, layout="FSDP")
+_MLP_FP8 = Step("mlp", "fp8", GRAD_AUTOCAST)
+_OF_FP8 = [
+    Limit(_FP8, "bytes accessed", (1.04, 1.07)),
+    Limit(_FP8, "peak", 1.0),
+    Limit(_FP8, "temporary", 1.0),
+    Limit(_SHARDED_FP8, "bytes accessed", (1.14, 1.12)),
+    Limit(_SHARDED_FP8, "peak", 1.0),
+    Limit(_SHARDED_FP8, "temporary", 1.0),
+    Limit(_MLP_FP8, "bytes accessed", (1.01, 1.09)),
+    Limit(_MLP_FP8, "peak", (1.0, 1.03)),
+    Limit(_MLP_FP8, "temporary", (1.0, 1.19)),
+]
 
 
-def _limits_of_fp8(is_full: bool) -> list[Limit]:
-    """Return what fp8 may cost beside bfloat16.
-
-    Each operand is read once more for its largest magnitude and once more to be
-    rounded. The backward pass keeps operands of half the size, but the gradients of
-    parameters are float32, which the large weights of the MLP show.
-    """
-    one = Step("transformer", "fp8", GRAD_AUTOCAST)
-    sharded, mlp = (
-        dataclasses.replace(one, layout="FSDP"),
-        Step("mlp", "fp8", GRAD_AUTOCAST),
-    )
-    return [
-        Limit(one, one.base, "bytes accessed", 1.07 if is_full else 1.04),
-        Limit(mlp, mlp.base, "bytes accessed", 1.09 if is_full else 1.01),
-        Limit(sharded, sharded.base, "bytes accessed", 1.12 if is_full else 1.14),
-        *(
-            Limit(step, step.base, figure, 1.0)
-            for step in (one, sharded)
-            for figure in ("peak", "temporary")
-        ),
-        Limit(mlp, mlp.base, "peak", 1.03 if is_full else 1.0),
-        Limit(mlp, mlp.base, "temporary", 1.19 if is_full else 1.0),
-    ]
-
-
-def _limits_of_float32_gradients(is_full: bool, is_tpu: bool) -> list[Limit]:
-    """Return what float32 gradients of weights may cost beside rounded ones.
-
-    On one device, next to nothing: at size "ci" the figures are the same. On four they
-    are sent in float32. At size "ci", XLA also gathers the gradient of the embedding
-    table, which is then float32.
-    """
-    one = Step("transformer", "bfloat16", REDUCE_FLOAT32)
-    parallel, sharded = (
-        dataclasses.replace(one, layout=layout) for layout in ("data parallel", "FSDP")
-    )
-    if is_tpu:
-        of_parallel = [
-            Limit(parallel, parallel.base, "traffic", TOLERANCE),
-            Limit(parallel, parallel.base, "peak", 1.04),
-        ]
-        return [
-            *(() if is_full else of_parallel),  # not measured
-            Limit(sharded, sharded.base, "traffic", 1.08 if is_full else TOLERANCE),
-            Limit(sharded, sharded.base, "peak", TOLERANCE),
-        ]
-    return [
-        Limit(one, one.base, "bytes accessed", TOLERANCE if is_full else 1.0),
-        Limit(one, one.base, "peak", 1.0),
-        Limit(one, one.base, "kernels", 1.0),
-        Limit(parallel, parallel.base, "bytes accessed", 1.12 if is_full else 1.08),
-        Limit(parallel, parallel.base, "peak", 1.0),
-        Limit(sharded, sharded.base, "bytes accessed", 1.04 if is_full else 1.06),
-        Limit(sharded, sharded.base, "peak", 1.0 if is_full else 1.25),
-    ]
+def limits(device: str, size: str) -> list[Limit]:
+    """Return what must hold between the steps of a device, whatever is committed."""
+    of_gpu = _OF_GPUS + _OF_FP8 if DEVICES[device].has_fp8 else _OF_GPUS
+    found = [x.at(size) for x in (_OF_TPUS if DEVICES[device].is_tpu else of_gpu)]
+    return [limit for limit in found if limit.times is not None]
 
 
 def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, ...]]:
     """Return a row of a table for each promise that does not hold."""
     rows = []
-    for step, base, figure, times, per_leaf, plus in limits(device, size):
-        if str(step) not in results or str(base) not in results:
+    for step, figure, times, per_leaf, plus in limits(device, size):
+        if str(step) not in results or str(step.base) not in results:
             continue
-        row, base_row = results[str(step)], results[str(base)]
+        row, base_row = results[str(step)], results[str(step.base)]
         most = base_row[figure] * times + per_leaf * row["leaves"] + plus
         if row[figure] > most:
             figures = f"{row[figure]:,} against {base_row[figure]:,}"
@@ -222,13 +207,12 @@ def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, .
         if "autocast" in name and row["half_sums"]:
             rows.append((name, "half_sums", f"{row['half_sums']}", "", "none"))
         # A TPU's buffers are whole tiles: they may be larger than their arrays.
-        if row["aliased"] != row["donated"] or (
-            row["aliased bytes"] < row["donated bytes"]
-        ):
+        is_less = row["aliased bytes"] < row["donated bytes"]
+        if row["aliased"] != row["donated"] or is_less:
             figures = f"{row['aliased']} of {row['donated']} donated"
             rows.append((name, "aliased", figures, "", "all"))
         gathered = row["collectives"]
-        half = counts.sent(gathered, ("all-gather",), _HALF)
+        half = counts.sent(gathered, ("all-gather",), _IN_HALF)
         # XLA for a v5e gathers the float32 gradient of the embedding at size "ci".
         is_cast = name.endswith(f"bfloat16 {GRAD_AUTOCAST}")
         is_cast = is_cast and not (DEVICES[device].is_tpu and size == "ci")
@@ -240,8 +224,8 @@ def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, .
     return rows
 
 
-_HALF = ("f16", "bf16")
-_FP8 = ("f8e4m3fn", "f8e5m2")
+_IN_HALF = ("f16", "bf16")
+_IN_FP8 = ("f8e4m3fn", "f8e5m2")
 
 
 def _broken_by_fp8(
@@ -265,18 +249,15 @@ def _broken_by_fp8(
         functools.partial(counts.sent, x["collectives"]) for x in (row, base)
     )
     gather, reduce = ("all-gather",), ("reduce-scatter",)
-    gathered = sent(gather, _FP8)
     # One collective for each scale of an activation and of a gradient, which are
     # needed one after the other; one for those of all weights.
     # The embedding is looked up in half, beside the products.
-    sizes = SIZES[size][step.model]
-    table = 2 * sizes["vocabulary"] * sizes["width"]
+    table = 2 * SIZES[size][step.model]["vocabulary"] * SIZES[size][step.model]["width"]
     forward = row["products"].get("f8e4m3fn f8e4m3fn", 0)
-    scales = row["collective_calls"].get("all-reduce", 0)
-    others = base["collective_calls"].get("all-reduce", 0)
+    scales, others = (x["collective_calls"].get("all-reduce", 0) for x in (row, base))
     for figure, found, most in (
-        ("all-gather in half", sent(gather, _HALF), TOLERANCE * table),
-        ("all-gather", gathered, TOLERANCE * of_base(gather, _HALF)),
+        ("all-gather in half", sent(gather, _IN_HALF), TOLERANCE * table),
+        ("all-gather", sent(gather, _IN_FP8), TOLERANCE * of_base(gather, _IN_HALF)),
         # Gradients are summed in float32.
         ("reduce-scatter", sent(reduce), 2 * of_base(reduce)),
         ("all-reduces", scales, others + 2 * forward + 1),
@@ -291,7 +272,9 @@ def _broken_by_float32_gradients(
 ) -> list[tuple[str, ...]]:
     """Return a row of a table for each sum of gradients that is not in float32."""
     name, moved, rows = str(step), results[str(step)]["collectives"], []
-    half, full = (counts.sent(moved, counts.REDUCTIONS, x) for x in (_HALF, ("f32",)))
+    half, full = (
+        counts.sent(moved, counts.REDUCTIONS, x) for x in (_IN_HALF, ("f32",))
+    )
     most = 0.001 * full + _activations_in_half(device, size, step)
     if half > most:
         rows.append((name, "reduced in half", f"{half:,}", "", f"at most {most:,.0f}"))
@@ -300,7 +283,7 @@ def _broken_by_float32_gradients(
         return rows
     # What was reduced in half takes twice the bytes, and nothing else is reduced.
     of_base = functools.partial(counts.sent, base["collectives"], counts.REDUCTIONS)
-    expected = of_base(("f32",)) + 2 * (of_base(_HALF) - half)
+    expected = of_base(("f32",)) + 2 * (of_base(_IN_HALF) - half)
     # For a v5e, 3.7 % more were counted at size "full": the bytes of one gradient.
     times = 1.04 if DEVICES[device].is_tpu and size == "full" else TOLERANCE
     if not expected / TOLERANCE <= full <= expected * times:

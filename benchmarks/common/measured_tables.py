@@ -27,6 +27,12 @@ from examples.common.cli import POLICIES
 
 change_of = functools.partial(percent, zero="0")
 
+# The benchmarks that run: each makes its own table, here of its committed result.
+_BENCHMARKS = (
+    *(advised, autocast_trace, checkpoint_save, convergence, fp8_accuracy),
+    *(step_overhead, storage_accuracy, train_step, tree_stats),
+)
+
 # The examples.
 
 
@@ -65,11 +71,13 @@ def validation_losses() -> run.Rows:
         ("transformer", "nnx transformer, `autocast`"),
         ("transformer-with_policy", "nnx transformer, `with_policy`"),
     ):
-        means = {p: np.mean(x) for p, x in by_policy(name, "validation_loss").items()}
-        full, *halves = means.values()
-        cells = [f"{full:.4f}"]
-        cells += [f"{x:.4f} ({percent(float(x / full), zero='0')})" for x in halves]
-        rows.append({"model": title, **dict(zip(means, cells, strict=True))})
+        losses = by_policy(name, "validation_loss").items()
+        means = {policy: float(np.mean(x)) for policy, x in losses}
+        full, row = means["float32"], {"model": title}
+        for policy, loss in means.items():
+            change = f" ({change_of(loss / full)})" if policy != "float32" else ""
+            row[policy] = f"{loss:.4f}{change}"
+        rows.append(row)
     return rows
 
 
@@ -96,9 +104,6 @@ def differences(*names: str) -> run.Rows:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-# The benchmarks that run: each makes its own tables, here of its committed result.
-
-
 def of(name: str, make: Callable[..., run.Rows], *args: Any) -> Callable[[], run.Rows]:
     return lambda: make(load(f"cpu/{name}.json"), *args)
 
@@ -119,20 +124,16 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
         differences, "transformer", "transformer-with_policy"
     ),
     "validation_losses": validation_losses,
-    "step_overhead": of("step_overhead", step_overhead.summarise),
+    **{
+        name: of(name, module.summarise)
+        for module in _BENCHMARKS
+        if (name := module.__name__.rpartition(".")[2])
+    },
     "step_overhead_leaves": of("step_overhead", step_overhead.summarise_leaves),
     **{
         f"many_leaves_{key}": of("many_leaves", many_leaves.summarise, key)
         for key in many_leaves.FIGURES
     },
-    "convergence": of("convergence", convergence.summarise),
-    "advised": of("advised", advised.summarise),
-    "fp8_accuracy": of("fp8_accuracy", fp8_accuracy.summarise),
-    "storage_accuracy": of("storage_accuracy", storage_accuracy.summarise),
     "fp8_gradients": of("fp8_accuracy", fp8_accuracy.summarise_gradients),
-    "train_step": of("train_step", train_step.summarise),
-    "autocast_trace": of("autocast_trace", autocast_trace.summarise),
     "autocast_compile": of("autocast_trace", autocast_trace.summarise_compiling),
-    "tree_stats": of("tree_stats", tree_stats.summarise),
-    "checkpoint_save": of("checkpoint_save", checkpoint_save.summarise),
 }

@@ -1,44 +1,416 @@
-"""The ResNet that benchmarks compile: as flax is written, or cast with `dtype=`."""
+"""The models that benchmarks compile: written in float32, or cast by hand.
 
-import functools
+In float32 a loss is plain code. In half it is cast by hand: parameters where a product
+reads them, and what is between products; statistics of norms, softmax and the loss are
+float32.
+"""
+
+import math
+from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.common import transformer
+from benchmarks.common.image_models import ResNet, UNet, ViT
+from jmp_lite.linen import with_policy
+
+# Every model takes `(params, *batch)` and returns a loss and what is to be kept.
+Loss = Callable[..., tuple[jax.Array, Any]]
+Sizes = dict[str, Any]  # of a model
+
+_TRANSFORMER = {
+    "layers": (1, 1, 6),
+    "width": (64, 256, 1024),
+    "heads": (4, 4, 16),
+    "vocabulary": (256, 2048, 32000),
+    "batch": (2, 8, 8),
+    "length": (32, 256, 1024),
+}
+_LLAMA = _TRANSFORMER | {"hidden": (128, 768, 2816), "kv_heads": (2, 2, 4)}
+# Each is "small", which runs on any machine within a second; "ci"; and "full". Layers
+# are written out, so a program's size, and the time it takes to compile, is that of its
+# layers, and on TPUs that of its arrays as well.
+_SIZES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "transformer": _TRANSFORMER,
+    "mlp": {"width": (64, 1024, 4096), "batch": (16, 2048, 8192)},
+    "cnn": {  # at size full, ResNet-50
+        "blocks": ((1, 1), (1, 1), (3, 4, 6, 3)),
+        "width": (8, 32, 64),
+        "classes": (10, 10, 1000),
+        "image": (32, 64, 224),
+        "batch": (4, 32, 64),
+    },
+    "unet": {
+        "widths": ((8, 16), (32, 64), (128, 256, 512)),
+        "blocks": (1, 1, 2),
+        "groups": (4, 8, 32),
+        "image": (8, 16, 64),
+        "batch": (2, 4, 32),
+    },
+    "vit": {  # ViT-S/16
+        "layers": (1, 1, 12),
+        "width": (32, 192, 384),
+        "heads": (2, 3, 6),
+        "patch": (8, 16, 16),
+        "classes": (10, 10, 1000),
+        "image": (16, 64, 224),
+        "batch": (4, 32, 64),
+    },
+    "llama": _LLAMA,
+    "moe": _LLAMA
+    | {"layers": (1, 1, 4), "experts": (4, 8, 8), "capacity": (1.25, 1.25, 1.25)},
+    "lstm": {
+        "width": (64, 128, 1024),
+        "vocabulary": (256, 2048, 32000),
+        "batch": (4, 16, 64),
+        "steps": (8, 16, 128),
+    },
+    "llama in a scan": _LLAMA,
+}
+# Of a size, those of each model.
+SIZES: dict[str, dict[str, Sizes]] = {
+    size: {
+        model: {name: values[i] for name, values in sizes.items()}
+        for model, sizes in _SIZES.items()
+    }
+    for i, size in enumerate(("small", "ci", "full"))
+}
+
+_CHOSEN = 2  # experts of a token
+_BALANCE = 0.01  # of the loss that balances experts
+_MLP = ("gate", "up", "down")
 
 
-class ResNet(nn.Module):
-    """Bottleneck blocks and BatchNorm: ResNet-50 with blocks of (3, 4, 6, 3).
+def transformer_loss(dtype: str, sizes: Sizes) -> Loss:
+    def loss(params, tokens):
+        heads = sizes["heads"]
+        return transformer.loss_fn(params, tokens, heads, jnp.dtype(dtype)), ()
 
-    Attributes:
-      blocks: how many blocks each stage has.
-      width: channels of the first stage inside a block; four times as many outside.
-      classes: how many logits.
-      dtype: the `dtype` of every layer; None leaves it to the inputs.
+    return loss
+
+
+def mlp_loss(dtype: str, sizes: Sizes) -> Loss:
+    """The MLP of TensorFlow's guide to mixed precision in Keras."""
+    del sizes
+
+    def loss(params, images, labels):
+        x = images.astype(dtype)
+        for i, (kernel, bias) in enumerate(params):
+            x = x @ kernel.astype(dtype) + bias.astype(dtype)
+            x = jax.nn.relu(x) if i < len(params) - 1 else x
+        return _cross_entropy(x, labels), ()
+
+    return loss
+
+
+def cnn_loss(dtype: str, sizes: Sizes, policy: str = "") -> Loss:
+    model: Any = _resnet(sizes, dtype)
+    if policy:
+        model = with_policy(model, policy)
+
+    def loss(params, batch_stats, images, labels):
+        variables = {"params": params, "batch_stats": batch_stats}
+        logits, updated = model.apply(variables, images, mutable=["batch_stats"])
+        return _cross_entropy(logits, labels), updated["batch_stats"]
+
+    return loss
+
+
+def unet_loss(dtype: str, sizes: Sizes) -> Loss:
+    """Return the mean squared error of the noise at 1000 levels of it."""
+    model = _unet(sizes, jnp.dtype(dtype))
+    kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)).astype(np.float32)
+
+    def loss(params, images, noise, times):
+        signal = jnp.asarray(kept)[times][:, None, None, None]
+        noisy = jnp.sqrt(signal) * images + jnp.sqrt(1 - signal) * noise
+        predicted: Any = model.apply({"params": params}, noisy, times)
+        return jnp.mean((predicted.astype(jnp.float32) - noise) ** 2), ()
+
+    return loss
+
+
+def vit_loss(dtype: str, sizes: Sizes) -> Loss:
+    model = _vit(sizes, jnp.dtype(dtype))
+
+    def loss(params, images, labels):
+        return _cross_entropy(model.apply({"params": params}, images), labels), ()
+
+    return loss
+
+
+def llama_loss(
+    dtype: str,
+    sizes: Sizes,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda layer: layer,
+) -> Loss:
+    """Return the cross entropy of the next token, of a Llama or a mixture of experts.
+
+    RMSNorm, rotary positions, fewer heads for keys and values, SwiGLU; the head is not
+    tied to the embedding. Layers may be stacked in one, as `transformer.stack` does.
+
+    Args:
+      dtype: the compute dtype.
+      sizes: as in `SIZES`.
+      around: what is around each layer, such as `jax.checkpoint`.
+
+    References:
+      Touvron et al., LLaMA: open and efficient foundation language models, 2023,
+        https://arxiv.org/abs/2302.13971
     """
+    half = jnp.dtype(dtype)
 
-    blocks: tuple[int, ...]
-    width: int
-    classes: int
-    dtype: Any = None
+    def loss(params, tokens):
+        angles = _angles(tokens.shape[1], sizes["width"] // sizes["heads"])
 
-    @nn.compact
-    def __call__(self, x):
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(
-            nn.BatchNorm, use_running_average=False, dtype=self.dtype
+        @around
+        def layer_fn(carry, layer):
+            x, balance = carry
+            with jax.named_scope("attention"):
+                h = _rms_norm(x, layer["norm_1"])
+                x = x + _attention(h, layer, angles, sizes)
+            with jax.named_scope("mlp"):
+                h = _rms_norm(x, layer["norm_2"])
+                if "router" in layer:
+                    h, term = _experts(h, layer, sizes)
+                    balance += _BALANCE * term
+                else:
+                    h = _swiglu(h, *(layer[k].astype(half) for k in _MLP))
+                return (x + h, balance), None
+
+        carry = params["embedding"].astype(half)[tokens], jnp.float32(0)
+        if "layers" in params:
+            carry, _ = jax.lax.scan(layer_fn, carry, params["layers"])
+        else:
+            for i in range(sizes["layers"]):
+                carry, _ = layer_fn(carry, params[f"layer_{i}"])
+        x, balance = carry
+        with jax.named_scope("head"):
+            logits = _rms_norm(x, params["norm"]) @ params["head"].astype(half)
+            return _cross_entropy(logits[:, :-1], tokens[:, 1:]) + balance, ()
+
+    return loss
+
+
+def lstm_loss(dtype: str, sizes: Sizes) -> Loss:
+    """Return the cross entropy of the next token, of one LSTM layer."""
+    half = jnp.dtype(dtype)
+
+    def loss(params, tokens):
+        tokens = tokens.T
+        weights = jax.tree.map(lambda w: w.astype(half), params)
+        x = weights["embedding"][tokens[:-1]]
+        # Those of all steps at once.
+        inputs = x @ weights["input"] + weights["bias"]
+
+        def step(carry, inputs):
+            h, c = carry
+            i, f, g, o = jnp.split(inputs + h @ weights["recurrent"], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        first = jnp.zeros((sizes["batch"], sizes["width"]), half)
+        _, h = jax.lax.scan(step, (first, first), inputs)
+        return _cross_entropy(h @ weights["head"], tokens[1:]), ()
+
+    return loss
+
+
+def _cross_entropy(logits, labels):
+    logits = logits.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _rms_norm(x, gain):
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-5)
+    return (y * gain).astype(x.dtype)
+
+
+def _angles(length, features):
+    """Return what the position turns a pair of features by: `[S, features / 2]`."""
+    frequencies = 10_000 ** (-jnp.arange(0, features, 2) / features)
+    return jnp.arange(length)[:, None] * frequencies[None]
+
+
+def _rotate(x, angles):
+    """Turn pairs of features, of heads `[B, S, K, ..., D]`, by the angles of `S`."""
+    angles = jnp.expand_dims(angles, range(1, x.ndim - 2))
+    sin, cos = jnp.sin(angles).astype(x.dtype), jnp.cos(angles).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _attention(x, layer, angles, sizes):
+    """Attend to what came before; each key and value has several queries."""
+    batch, length, width = x.shape
+    heads, groups = sizes["heads"], sizes["kv_heads"]
+    q, k, v = (
+        (x @ layer[name].astype(x.dtype)).reshape(batch, length, *shape, width // heads)
+        for name, shape in (
+            ("query", (groups, heads // groups)),
+            ("key", (groups,)),
+            ("value", (groups,)),
         )
-        x = nn.relu(norm()(conv(self.width, (7, 7), strides=2)(x)))
-        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-        for stage, count in enumerate(self.blocks):
-            width = self.width * 2**stage
-            for block in range(count):
-                strides = 2 if stage and not block else 1
-                y = nn.relu(norm()(conv(width, (1, 1))(x)))
-                y = nn.relu(norm()(conv(width, (3, 3), strides=strides)(y)))
-                # Every block begins as the identity (Goyal et al., 2017).
-                y = conv(4 * width, (1, 1))(y)
-                y = norm(scale_init=nn.initializers.zeros)(y)
-                if x.shape != y.shape:
-                    x = norm()(conv(4 * width, (1, 1), strides=strides)(x))
-                x = nn.relu(x + y)
-        return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
+    )
+    q, k = _rotate(q, angles), _rotate(k, angles)
+    logits = jnp.einsum("bsghd,btgd->bghst", q, k) * (width // heads) ** -0.5
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    logits = jnp.where(mask, logits.astype(jnp.float32), -1e9)
+    probabilities = jax.nn.softmax(logits).astype(x.dtype)
+    h = jnp.einsum("bghst,btgd->bsghd", probabilities, v)
+    return h.reshape(batch, length, width) @ layer["out"].astype(x.dtype)
+
+
+def _swiglu(x, gate, up, down):
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def _experts(x, layer, sizes):
+    """Send each token to two experts, as GShard does; return a loss that balances them.
+
+    A sequence is a group: an expert has room for its share of it, times `capacity`.
+    Tokens that find no room are left out, second choices first.
+
+    References:
+      Lepikhin et al., GShard: scaling giant models with conditional computation and
+        automatic sharding, 2020, https://arxiv.org/abs/2006.16668
+    """
+    half, experts = x.dtype, sizes["experts"]
+    room = math.ceil(sizes["capacity"] * _CHOSEN * x.shape[1] / experts)
+    logits = (x @ layer["router"].astype(half)).astype(jnp.float32)
+    probabilities = jax.nn.softmax(logits)
+    gates, chosen = jax.lax.top_k(probabilities, _CHOSEN)
+    gates = (gates / gates.sum(-1, keepdims=True)).astype(half)
+
+    taken, combine = 0, jnp.zeros((), half)
+    for i in range(_CHOSEN):
+        mask = jax.nn.one_hot(chosen[..., i], experts, dtype=jnp.int32)
+        place = taken + jnp.cumsum(mask, axis=1) - mask
+        taken = taken + mask.sum(1, keepdims=True)
+        place = jax.nn.one_hot((place * mask).sum(-1), room, dtype=half)
+        gate = gates[..., i, None] * mask.astype(half)
+        combine = combine + gate[..., :, None] * place[..., None, :]
+    dispatch = (combine > 0).astype(half)
+
+    gate, up, down = (layer[name].astype(half) for name in _MLP)
+    h = jnp.einsum("bsec,bsd->becd", dispatch, x)
+    gated = jax.nn.silu(jnp.einsum("becd,edf->becf", h, gate))
+    h = jnp.einsum("becf,efd->becd", gated * jnp.einsum("becd,edf->becf", h, up), down)
+    share = jax.nn.one_hot(chosen[..., 0], experts).mean(1)
+    balance = experts * (share * probabilities.mean(1)).sum(-1).mean()
+    return jnp.einsum("bsec,becd->bsd", combine, h), balance
+
+
+def _resnet(sizes: Sizes, dtype: str) -> ResNet:
+    # In float32 the dtypes are those of the inputs, which a policy may cast.
+    half = None if dtype == "float32" else jnp.dtype(dtype)
+    return ResNet(sizes["blocks"], sizes["width"], sizes["classes"], half)
+
+
+def _unet(sizes: Sizes, dtype: Any) -> UNet:
+    return UNet(sizes["widths"], sizes["blocks"], sizes["groups"], dtype)
+
+
+def _vit(sizes: Sizes, dtype: Any) -> ViT:
+    names = ("layers", "width", "heads", "patch", "classes")
+    return ViT(**{name: sizes[name] for name in names}, dtype=dtype)
+
+
+# Shapes: of the parameters, of what is kept from step to step, and of the batch.
+
+
+def _transformer_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    params = transformer.init(sizes["layers"], sizes["width"], sizes["vocabulary"])
+    return params, (), _tokens(sizes)
+
+
+def _mlp_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    widths, batch = [784, sizes["width"], sizes["width"], 10], sizes["batch"]
+    params = [
+        (jnp.zeros((n, m)), jnp.zeros(m))
+        for n, m in zip(widths[:-1], widths[1:], strict=True)
+    ]
+    return params, (), jnp.zeros((batch, 784)), jnp.zeros(batch, jnp.int32)
+
+
+def _image_shapes(make_model: Callable[..., Any]) -> Callable[[Sizes], tuple[Any, ...]]:
+    def make_shapes(sizes):
+        images = jnp.zeros((sizes["batch"], sizes["image"], sizes["image"], 3))
+        integers = jnp.zeros(sizes["batch"], jnp.int32)  # labels, or times
+        is_unet = make_model is _unet
+        inputs = (images, integers) if is_unet else (images,)
+        variables = make_model(sizes, "float32").init(jax.random.key(0), *inputs)
+        batch = (images, images, integers) if is_unet else (images, integers)
+        return variables["params"], variables.get("batch_stats", ()), *batch
+
+    return make_shapes
+
+
+def _llama_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    width, hidden, words = sizes["width"], sizes["hidden"], sizes["vocabulary"]
+    kv_width = width * sizes["kv_heads"] // sizes["heads"]
+    experts = (sizes["experts"],) if "experts" in sizes else ()
+    layer = {
+        "norm_1": (width,),
+        "query": (width, width),
+        "key": (width, kv_width),
+        "value": (width, kv_width),
+        "out": (width, width),
+        "norm_2": (width,),
+        "gate": (*experts, width, hidden),
+        "up": (*experts, width, hidden),
+        "down": (*experts, hidden, width),
+        **({"router": (width, *experts)} if experts else {}),
+    }
+    params = {
+        "embedding": (words, width),
+        "norm": (width,),
+        "head": (width, words),
+        **{f"layer_{i}": layer for i in range(sizes["layers"])},
+    }
+    return transformer.zeros(params), (), _tokens(sizes)
+
+
+def _scanned_llama_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    params, kept, tokens = _llama_shapes(sizes)
+    return transformer.stack(params), kept, tokens
+
+
+def _lstm_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    width, words = sizes["width"], sizes["vocabulary"]
+    params = {
+        "embedding": (words, width),
+        "input": (width, 4 * width),
+        "recurrent": (width, 4 * width),
+        "bias": (4 * width,),
+        "head": (width, words),
+    }
+    return (
+        transformer.zeros(params),
+        (),
+        _tokens(sizes | {"length": sizes["steps"] + 1}),
+    )
+
+
+def _tokens(sizes: Sizes) -> jax.Array:
+    return jnp.zeros((sizes["batch"], sizes["length"]), jnp.int32)
+
+
+# Name -> its loss for a dtype and sizes; its shapes.
+MODELS: dict[str, tuple[Callable[..., Loss], Callable[[Sizes], tuple[Any, ...]]]] = {
+    "transformer": (transformer_loss, _transformer_shapes),
+    "mlp": (mlp_loss, _mlp_shapes),
+    "cnn": (cnn_loss, _image_shapes(_resnet)),
+    "unet": (unet_loss, _image_shapes(_unet)),
+    "vit": (vit_loss, _image_shapes(_vit)),
+    "llama": (llama_loss, _llama_shapes),
+    "moe": (llama_loss, _llama_shapes),
+    "lstm": (lstm_loss, _lstm_shapes),
+    "llama in a scan": (llama_loss, _scanned_llama_shapes),
+}

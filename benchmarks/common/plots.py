@@ -1,8 +1,10 @@
-"""Colours and axes of the benchmarks' figures."""
+"""Colours and panels of the benchmarks' figures."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,12 +19,28 @@ VERMILION = "#D55E00"
 GREY = "#666666"
 LIGHT_GREY = "#BBBBBB"
 
+Grid = Literal["x", "y", "both"]
 
-def style_axes(axes: Axes, grid: Literal["x", "y", "both"] | None = "both") -> None:
-    """Remove the frame above and at the right; draw a light grid along `grid`."""
-    if grid:
-        axes.grid(axis=grid, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+
+def style(grid: Grid = "both") -> AbstractContextManager[None]:
+    """Return a context in which axes have a light grid, and no frame at two sides."""
+    options: Any = {"axes.grid": True, "axes.grid.axis": grid, "grid.alpha": 0.25}
+    options |= {"axes.spines.top": False, "axes.spines.right": False}
+    return matplotlib.rc_context(options)
+
+
+def panels(
+    rows: int,
+    columns: int,
+    size: tuple[float, float],
+    grid: Grid = "both",
+    **options: Any,
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure and its panels; the options are those of `Figure.subplots`."""
+    with style(grid):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, [*axes.ravel()]
 
 
 def legend_below(figure: Figure, handles: Iterable[Any], labels: Iterable[str]) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks import memory
-from benchmarks.common import compiled_tables, contenders, plots, storage, tasks
+from benchmarks import convergence, step_overhead
+from benchmarks.common import compiled_tables, plots, storage
 from benchmarks.common.committed import load
 from benchmarks.common.storage import (
     ADAFACTOR,
@@ -18,9 +18,11 @@ from benchmarks.common.storage import (
     MASTERS,
     REMAINDERS,
     STOCHASTIC,
+    Storage,
 )
+from benchmarks.common.tasks import TITLES as TASK_TITLES
+from benchmarks.common.timing import ratios
 from benchmarks.fp8_accuracy import FIRST, FP8, HALF
-from benchmarks.fp8_accuracy import TITLES as FP8_TITLES
 from benchmarks.train_step import HALVES, TITLES, WAYS
 
 _COLORS = plots.BLUE, plots.VERMILION, plots.GREEN, plots.PURPLE, plots.ORANGE
@@ -39,7 +41,7 @@ _MARKERS = {
 }
 
 
-def _colour(way: storage.Storage) -> str:
+def _colour(way: Storage) -> str:
     return plots.PURPLE if way.compute == FLOAT32 else _COLOURS[way.weights]
 
 
@@ -64,16 +66,15 @@ def draw_losses() -> Figure:
     found = load("cpu/convergence.json")
     # float32 is drawn broad and first, so that no other line hides it.
     looks: dict[str, dict[str, Any]] = {
-        tasks.BASELINE: {"color": plots.BLACK, "linewidth": 4.5, "alpha": 0.3},
+        convergence.BASELINE: {"color": plots.BLACK, "linewidth": 4.5, "alpha": 0.3},
         "bfloat16": {"color": plots.BLUE, "linewidth": 1.6, "linestyle": (0, (4, 2))},
         "float16": {"color": plots.VERMILION, "linewidth": 1.6},
-        tasks.UNSCALED: {
+        convergence.UNSCALED: {
             **{"color": plots.GREEN, "linewidth": 1.8},
             "linestyle": (0, (1, 1)),
         },
     }
-    figure = Figure(figsize=(8.4, 7.2), layout="constrained")
-    panels = figure.subplots(2, 2).ravel()
+    figure, panels = plots.panels(2, 2, (8.4, 7.2))
     handles = {}
     names = "mlp", "tiny", "resnet", "transformer"
     for axes, task in zip(panels, names, strict=True):
@@ -89,13 +90,12 @@ def draw_losses() -> Figure:
             low, high = np.min(smooth, 0), np.max(smooth, 0)
             color = looks[name]["color"]
             axes.fill_between(places, low, high, color=color, alpha=0.1, linewidth=0)
-        axes.set_title(tasks.TASKS[task].title, fontsize=10)
+        axes.set_title(convergence.TASKS[task].title, fontsize=10)
         smallest, largest = axes.dataLim.intervaly
         axes.set_yscale("log" if largest > 10 * smallest else "linear")
         axes.minorticks_off()
         axes.set_xlabel("step")
         axes.set_ylabel("training loss")
-        plots.style_axes(axes)
     plots.legend_below(figure, handles.values(), handles.keys())
     figure.suptitle(
         f"Running mean of the loss, mean and range of {found['settings']['seeds']} "
@@ -114,10 +114,10 @@ def draw_fp8_gradients() -> Figure:
         task: list(dict.fromkeys(n for e in x.values() for n in e[FP8] if n))
         for task, x in errors.items()
     }
-    figure = Figure(figsize=(13, 5.6), layout="constrained")
     # As wide as the panels have parameters; titles need the width of a few.
     widths = [max(len(some), 8) for some in names.values()]
-    panels = figure.subplots(1, len(found), sharey=True, width_ratios=widths)
+    shape = 1, len(found), (13, 5.6)
+    figure, panels = plots.panels(*shape, "y", sharey=True, width_ratios=widths)
     for axes, (task, by_time) in zip(panels, errors.items(), strict=True):
         for run, color, marker in ((HALF, plots.BLUE, "o"), (FP8, plots.ORANGE, "s")):
             for when, by_run in by_time.items():
@@ -139,11 +139,10 @@ def draw_fp8_gradients() -> Figure:
         axes.minorticks_off()
         share = 100 * found[task]["products"]["fp8_flops_share"]
         axes.set_title(
-            f"{FP8_TITLES[task]}\n{share:.0f} % of FLOPs in fp8", fontsize=10
+            f"{TASK_TITLES[task]}\n{share:.0f} % of FLOPs in fp8", fontsize=10
         )
         axes.set_xlabel("parameter")
         axes.set_ylabel("|error| / |gradient in float32|")
-        plots.style_axes(axes, grid="y")
     plots.legend_below(figure, *panels[0].get_legend_handles_labels())
     figure.suptitle(
         "Error of each gradient, compared with float32: "
@@ -162,8 +161,10 @@ def draw_overhead() -> Figure:
     ]
     series = {
         f"batch {case['batch']}": {
-            title.replace("`", ""): case["contenders"][name]["over_bare"]
-            for name, title in contenders.PEERS.items()
+            title.replace("`", ""): ratios(
+                case["contenders"], name, step_overhead.BASELINE
+            )
+            for name, title in step_overhead.PEERS.items()
             if name in case["contenders"]
         }
         for case in cases
@@ -193,14 +194,13 @@ def draw_memory() -> Figure:
 
     Half precision without a check is left out: it has the losses of that with one.
     """
-    figure = Figure(figsize=(10, 5.4), layout="constrained")
     choices = compiled_tables.storage_choices()
-    devices = memory.devices_of(choices)
-    all_axes = figure.subplots(1, len(devices), sharey=True)
+    devices = compiled_tables.DEVICES
+    figure, all_axes = plots.panels(1, len(devices), (10, 5.4), sharey=True)
     shown = [x for x in choices if x.storage.checked or x.storage.compute == FLOAT32]
     for axes, device in zip(all_axes, devices, strict=True):
-        for choice in (x for x in shown if device in x.peaks):
-            way, (low, high) = choice.storage, choice.loss_range
+        for choice in (x for x in shown if x.peaks[device]):
+            way, losses = choice.storage, choice.losses
             style: Any = {
                 "color": _colour(way),
                 "marker": _MARKERS[way.optimizer, way.state],
@@ -210,39 +210,41 @@ def draw_memory() -> Figure:
             for remat, peak in choice.peaks[device].items():
                 fill = "full" if remat else "none"
                 axes.plot([peak / 2**30], [choice.loss], fillstyle=fill, **style)
-            recomputed = choice.peaks[device][True] / 2**30
-            axes.plot(2 * [recomputed], [low, high], color=plots.LIGHT_GREY, zorder=0)
+            ends = 2 * [choice.peaks[device][True] / 2**30], [min(losses), max(losses)]
+            axes.plot(*ends, color=plots.LIGHT_GREY, zorder=0)
         sizes = load(f"{device}-compiled/memory.json")["settings"]
         axes.set_title(
-            f"{memory.DEVICES[device]}: {sizes['layers']} layers of width "
+            f"{devices[device]}: {sizes['layers']} layers of width "
             f"{sizes['width']}, {sizes['parameter count'] / 1e6:.0f} M parameters",
             fontsize=10,
         )
         axes.set_xlabel("peak memory of a train step, GiB")
         axes.set_ylabel("validation loss of a small transformer")
         axes.set_xlim(left=0)
-        plots.style_axes(axes)
 
-    def entry(label, **style):
+    def entry(label, color, marker="o", fillstyle: Any = "full"):
+        style = {"color": color, "marker": marker, "fillstyle": fillstyle}
         return Line2D([], [], linestyle="none", label=label, **style)
 
+    ways = [choice.storage for choice in choices[::-1]]
     parameters = {
-        _colour(x.storage): "float32 model"
-        if x.storage.compute == FLOAT32
-        else f"bf16 model; {x.storage.params_title}"
-        for x in choices[::-1]
-    }
-    optimizers = {
-        (x.storage.optimizer, x.storage.state): x.storage.optimizer_title for x in shown
+        _colour(x): "float32 model"
+        if x.compute == FLOAT32
+        else f"bf16 model; {x.params_title}"
+        for x in ways
     }
     entries = [
-        *(entry(label, color=c, marker="o") for c, label in parameters.items()),
+        *(entry(label, color) for color, label in parameters.items()),
         *(
-            entry(optimizers[o], color=plots.GREY, marker=m)
-            for o, m in _MARKERS.items()
+            entry(
+                Storage(optimizer=tx, state=state).optimizer_title,
+                plots.GREY,
+                m,
+            )
+            for (tx, state), m in _MARKERS.items()
         ),
-        entry("layers recomputed", color=plots.GREY, marker="o"),
-        entry("activations kept", color=plots.GREY, marker="o", fillstyle="none"),
+        entry("layers recomputed", plots.GREY),
+        entry("activations kept", plots.GREY, fillstyle="none"),
         Line2D([], [], color=plots.LIGHT_GREY, label="range of the seeds"),
     ]
     figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=9)
@@ -272,16 +274,15 @@ def _draw(
     """
     rows = list(dict.fromkeys(row for _, s in panels for d in s.values() for row in d))
     size = (7.5, 1.7 + 0.36 * len(rows))
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    figure, axes = plots.panels(1, len(panels), size, grid="x", sharey=True)
     for panel, (name, series) in zip(axes, panels, strict=True):
         panel.axvline(1, color=plots.GREY, linewidth=1, linestyle=":")
-        for index, (label_of, ratios) in enumerate(series.items()):
+        for index, (label_of, by_row) in enumerate(series.items()):
             shift = 0.18 * (index - (len(series) - 1) / 2)
-            low, middle, high = np.transpose([*ratios.values()])
+            low, middle, high = np.transpose([*by_row.values()])
             spread = middle - low, high - middle
             panel.errorbar(
-                *(middle, [rows.index(row) + shift for row in ratios]),
+                *(middle, [rows.index(row) + shift for row in by_row]),
                 xerr=spread if np.any(spread) else None,
                 fmt="os^Dv"[index],
                 color=_COLORS[index],
@@ -291,7 +292,6 @@ def _draw(
         panel.set_title(name, fontsize=10)
         panel.set_xlabel(label)
         panel.set_ylabel("train step")
-        plots.style_axes(panel, grid="x")
     axes[0].set_yticks(range(len(rows)), rows)
     axes[0].invert_yaxis()
     plots.legend_below(figure, *axes[0].get_legend_handles_labels())

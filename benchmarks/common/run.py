@@ -90,29 +90,8 @@ def print_tables(tables: dict[str, Rows], console: Console | None = None) -> Non
             console.print(report.rich_table(rows, title))
 
 
-def some_of(known: Iterable[str]) -> Callable[[Iterable[str]], list[str]]:
-    """Return a callback that passes on names, each once, if all of them are known.
-
-    It raises `typer.BadParameter` if one is not.
-    """
-    known = list(known)
-
-    def check(names: Iterable[str]) -> list[str]:
-        for name in names:
-            if name not in known:
-                raise typer.BadParameter(
-                    f"expected some of {', '.join(known)}, got {name!r}."
-                )
-        return list(dict.fromkeys(names))
-
-    return check
-
-
 Rounds = Annotated[int, typer.Option(min=1, help="How often each has its turn.")]
 StepsPerRound = Annotated[int, typer.Option(min=1, help="Steps per round.")]
-TaskSteps = Annotated[
-    int | None, typer.Option(min=1, help="By default what each task needs.")
-]
 
 
 def percent(ratio: float, digits: int = 2, zero: str = "") -> str:

@@ -21,11 +21,17 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
 }
 
 MASTERS, REMAINDERS, STOCHASTIC = "masters", "remainders", "stochastic"
-# Name -> what wraps the optimiser of half parameters.
-WEIGHTS: dict[str, Callable[[Any], Any]] = {
-    MASTERS: jmp.master_weights,
-    REMAINDERS: lambda tx: jmp.master_weights(tx, storage="remainder"),
-    STOCHASTIC: lambda tx: jmp.stochastic_rounding(tx, jax.random.key(0)),
+# Name -> a title, and what wraps the optimiser of half parameters.
+WEIGHTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    MASTERS: ("bf16 + float32 masters", jmp.master_weights),
+    REMAINDERS: (
+        "bf16 + 16-bit remainders",
+        lambda tx: jmp.master_weights(tx, storage="remainder"),
+    ),
+    STOCHASTIC: (
+        "bf16, stochastic rounding",
+        lambda tx: jmp.stochastic_rounding(tx, jax.random.key(0)),
+    ),
 }
 
 
@@ -64,7 +70,7 @@ class Storage(NamedTuple):
         if self.state != FLOAT32:
             tx = jmp.low_precision_state(tx, self.state)
         if self.weights != FLOAT32:
-            tx = WEIGHTS[self.weights](tx)
+            tx = WEIGHTS[self.weights][1](tx)
         if self.checked:
             # bfloat16 has the range of float32: a loss scale is not needed.
             tx = jmp.scale_aware(tx, jmp.NoOpLossScale())
@@ -73,12 +79,7 @@ class Storage(NamedTuple):
     @property
     def params_title(self) -> str:
         """The parameters and their masters, as tables name them."""
-        return {
-            FLOAT32: "float32",
-            MASTERS: "bf16 + float32 masters",
-            REMAINDERS: "bf16 + 16-bit remainders",
-            STOCHASTIC: "bf16, stochastic rounding",
-        }[self.weights]
+        return FLOAT32 if self.weights == FLOAT32 else WEIGHTS[self.weights][0]
 
     @property
     def optimizer_title(self) -> str:

@@ -1,15 +1,22 @@
-"""The versions that programs are compiled with, and what keeps JAX to the CPU.
+"""What compiling for other devices needs, and in which versions.
 
-What to install is in programs-requirements.txt. Import this module before JAX: it says
-that the CPU is the only device here.
+What to install is in programs-requirements.txt; the other benchmarks need what the
+examples need. Import this module before JAX: it says that the CPU is the only device
+here, and what to install where a library is missing.
 """
 
 import importlib.metadata
 import os
 from pathlib import Path
 
+from examples.common.libraries import need
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+need("numerics", "matplotlib", "rich")
+need("flax", "flax")  # which itself imports rich
+need("examples", "typer")
 
 REQUIREMENTS = Path(__file__).parents[1] / "programs-requirements.txt"
 

@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+import jmp_lite
 from examples.common.progress import track
 
+Step = Callable[[Any, Any], Any]  # (state, batch) -> state
 Samples = dict[str, list[float]]  # "seconds" and "processor_seconds" of each round
 
 
@@ -68,8 +71,39 @@ def quartiles_text(values: Sequence[float]) -> str:
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
-def check_finite(states: Mapping[str, Any]) -> None:
-    """Raise a `RuntimeError` if the training of a program has failed."""
+def time_steps(
+    contenders: Mapping[str, tuple[Step, Any]], batch: Any, **turns: Any
+) -> dict[str, dict[str, Any]]:
+    """Compile train steps, and run them by turns.
+
+    Args:
+      contenders: name to `(state, batch) -> state`, and the first state.
+      batch: that of every step.
+      **turns: as `take_turns` has them.
+
+    Returns:
+      Per name what `take_turns` returns, the processor seconds of tracing and of
+      compiling, and the bytes that the program reads and writes by XLA's count.
+
+    Raises:
+      RuntimeError: a training has failed.
+    """
+    rows, programs, states = {}, {}, {}
+    for name, (step, state) in contenders.items():
+        # Donated states cannot share their arrays.
+        states[name] = jax.tree.map(jnp.copy, state)
+        start = time.process_time()
+        lowered = jax.jit(step, donate_argnums=0).lower(states[name], batch)
+        traced = time.process_time()
+        program: Any = lowered.compile()
+        rows[name] = {
+            "trace": traced - start,
+            "compile_processor_seconds": time.process_time() - traced,
+            "bytes": program.cost_analysis()["bytes accessed"],
+        }
+        programs[name] = lambda state, program=program: program(state, batch)
+    samples = take_turns(programs, states, **turns)
     for name, state in states.items():
-        if not all(np.isfinite(x).all() for x in jax.tree.leaves(state)):
+        if not jmp_lite.all_finite(state):
             raise RuntimeError(f"{name} is no longer finite: nothing was measured.")
+    return {name: row | samples[name] for name, row in rows.items()}

@@ -9,25 +9,22 @@ import optax
 
 def init(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
     """Return the shapes of the parameters: six a layer, embedding tied to the head."""
-
-    def shape(*dims):
-        return jnp.zeros(dims, jnp.float32)
-
-    def layer():
-        return {
-            "norm_1": shape(width),
-            "qkv": shape(width, 3 * width),
-            "out": shape(width, width),
-            "norm_2": shape(width),
-            "up": shape(width, 4 * width),
-            "down": shape(4 * width, width),
-        }
-
-    return {
-        "embedding": shape(vocabulary, width),
-        "norm": shape(width),
-        **{f"layer_{i}": layer() for i in range(layers)},
+    layer = {
+        "norm_1": (width,),
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "norm_2": (width,),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
     }
+    layers_by_name = {f"layer_{i}": layer for i in range(layers)}
+    rest = {"embedding": (vocabulary, width), "norm": (width,)}
+    return zeros(rest | layers_by_name)
+
+
+def zeros(shapes: Any) -> Any:
+    """Return arrays of zeros for a tree of shapes."""
+    return jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def stack(params: Any) -> dict[str, Any]:

@@ -78,4 +78,4 @@ def test_the_trainings_do_what_the_page_says():
     sound, nan, inf = (figures.train(2.0**15, f) for f in (None, "gradient", "loss"))
     assert sound.applied.mean() > 0.9 and sound.scale.max() > 2.0**15
     assert not nan.applied.any() and nan.scale[-1] == 1.0
-    assert not inf.applied.any() and set(inf.scale) == {2.0**15}
+    assert not inf.applied.any() and (inf.scale == 2.0**15).all()

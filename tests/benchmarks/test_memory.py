@@ -1,12 +1,12 @@
 """The memory benchmark, cut to a size at which its bytes can be counted by hand."""
 
-import dataclasses
 import itertools
+import math
 
 import pytest
 
-from benchmarks import memory, storage_accuracy
-from benchmarks.common import storage
+from benchmarks import memory
+from benchmarks.common import compiled_tables, storage
 from benchmarks.common.committed import load
 from benchmarks.common.storage import CHOICES, Storage
 
@@ -68,66 +68,31 @@ def test_a_compiled_step_holds_its_arrays():
     assert row["bytes accessed"] > row["peak"]
 
 
-def _rows(first: int) -> list[dict]:
-    pairs = itertools.product(CHOICES, (False, True))
-    return [
-        dict.fromkeys(memory.PARTS, 2**20)
-        | {"storage": str(choice), "remat": remat, "peak": (first - i) * 2**30}
-        for i, (choice, remat) in enumerate(pairs)
-    ]
-
-
-def _accuracy(losses: dict[Storage, float]) -> dict:
-    seed = {str(x): losses.get(x, 2.0) for x in storage_accuracy.RUNS}
-    high = {name: loss + 0.25 for name, loss in seed.items()}
-    return {"seeds": [{"validation_loss": seed}, {"validation_loss": high}]}
-
-
-def test_choices_are_sorted_by_the_first_device_and_have_the_losses_of_their_training():
-    best = Storage(weights=storage.STOCHASTIC, optimizer=storage.ADAFACTOR)
-    rows = {"h100": _rows(100), "v5e": _rows(200)}
-    choices = memory.make_choices(rows, 2**18, _accuracy({best: 1.5}))
-    assert [choice.storage for choice in choices] == CHOICES[::-1]
-    last = 100 - 2 * len(CHOICES)
-    peaks = {False: (last + 2) * 2**30, True: (last + 1) * 2**30}
-    assert choices[0].peaks["h100"] == peaks
-    # Of one that is not checked, the loss is that of the checked one.
-    assert choices[0].storage == best._replace(checked=False)
-    assert choices[0].loss == 1.625 and choices[0].loss_range == (1.5, 1.75)
-    assert choices[0].state_bytes == 8
-
-
-def test_a_choice_that_is_not_compiled_for_a_device_has_no_peak_there():
+def test_choices_have_the_peaks_of_devices_and_the_losses_of_their_training():
     assert len(memory.rows_for("h100")) == 2 * len(CHOICES)
-    assert set(storage.MAIN_CHOICES) <= set(CHOICES)
     assert len({str(x) for x in CHOICES}) == len(CHOICES)
-    kept = {str(storage) for storage, remat in memory.rows_for("v5e") if remat}
-    assert len(kept) == len(memory.rows_for("v5e")) == 8
-    rows = {
-        "h100": _rows(100),
-        "v5e": [x for x in _rows(200) if x["storage"] in kept and x["remat"]],
-    }
-    choices = memory.make_choices(rows, 2**18, _accuracy({}))
-    table = memory.summarise(choices)
-    assert len(table) == len(CHOICES)
-    for choice, row in zip(choices, table, strict=True):
-        assert bool(row["v5e, GiB"]) == (str(choice.storage) in kept)
-        assert row["H100, GiB"]
-
-
-def _peaks(kept: int, recomputed: int) -> dict:
-    return {"h100": {False: kept, True: recomputed}}
+    choices = {choice.storage: choice for choice in compiled_tables.storage_choices()}
+    assert choices.keys() == set(CHOICES)
+    peaks = [choice.peaks["h100"][True] for choice in choices.values()]
+    assert peaks == sorted(peaks)
+    on_v5e = {storage for storage, choice in choices.items() if choice.peaks["v5e"]}
+    assert on_v5e == set(storage.MAIN_CHOICES)
+    assert {(x, True) for x in on_v5e} == set(memory.rows_for("v5e"))
+    # Of one that is not checked, the loss is that of the checked one.
+    unchecked, checked = choices[Storage(checked=False)], choices[Storage()]
+    assert unchecked.losses == checked.losses and unchecked.peaks != checked.peaks
+    assert math.isclose(checked.state_bytes, 12, rel_tol=1e-3)
 
 
 def test_the_table_says_what_beats_a_choice():
-    one = memory.Choice(Storage(), _peaks(4, 3), 12.0, 2.0, (1.9, 2.1))
-    smaller = dataclasses.replace(one, peaks=_peaks(9, 2), loss=2.009)
-    worse = dataclasses.replace(one, peaks=_peaks(1, 1), loss=2.2)
-    assert smaller.beats(one, "h100") and not one.beats(smaller, "h100")
-    assert not worse.beats(one, "h100") and not one.beats(one, "h100")
-    table = memory.summarise([worse, smaller, one])
+    def choice(kept: int, recomputed: int, loss: float) -> compiled_tables.Choice:
+        peaks = {"h100": {False: kept, True: recomputed}, "v5e": {}}
+        return compiled_tables.Choice(Storage(), peaks, 12.0, [loss - 0.1, loss + 0.1])
+
+    one, smaller, worse = choice(4, 3, 2.0), choice(9, 2, 2.009), choice(1, 1, 2.2)
+    table = compiled_tables.list_choices([worse, smaller, one])
     assert [row["beaten on H100 by"] for row in table] == ["", "", "2"]
-    assert [row[""] for row in table] == ["1", "2", "3"]
+    assert [row["beaten on v5e by"] for row in table] == ["", "", ""]
 
 
 def test_what_is_stored_in_fewer_bits_takes_fewer_bytes_in_the_committed_results():

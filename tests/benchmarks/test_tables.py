@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import step_overhead, tables
-from benchmarks.common import compiled_tables, contenders, measured_tables
+from benchmarks.common import compiled_tables, measured_tables
 from benchmarks.common.committed import RESULTS, load
 from examples.common.results import COMMITTED, ROOT, git_revision
 
@@ -195,12 +195,10 @@ def test_differences_are_those_of_means_and_of_seeds(monkeypatch):
 
 
 def test_a_peer_that_was_not_measured_is_said_to_be_so():
-    row = {"over_bare": [1.0, 1.25, 1.5], "compile_over_bare": 2.0}
-    names = set(contenders.PEERS) - {contenders.JMP}
-    case = {
-        **{"problem": "mlp", "optimizer": "adam", "batch": 16},
-        "contenders": dict.fromkeys(names, row),
-    }
+    row = {"seconds": [1.0, 1.25, 1.5]}
+    names = set(step_overhead.PEERS) - {step_overhead.JMP}
+    rows = dict.fromkeys(names, row) | {step_overhead.BASELINE: {"seconds": [1.0] * 3}}
+    case = {"problem": "mlp", "optimizer": "adam", "batch": 16, "contenders": rows}
     cells = [
         row["adam, batch 16"] for row in step_overhead.summarise({"cases": [case]})
     ]
