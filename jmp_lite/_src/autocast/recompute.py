@@ -67,6 +67,7 @@ class Work(NamedTuple):
     # other functions that lose digits in half.
     divides: int = 0
     loses_digits: int = 0
+    called: "Called | None" = None  # of a call
 
     @property
     def is_worth_it(self) -> bool:
@@ -93,8 +94,20 @@ class Work(NamedTuple):
         return self.transcendental * 2 >= self.size
 
 
-def _together(works: Iterable[Work]) -> Work:
-    return Work(*map(max, zip(Work(0), *works, strict=True)))
+class Called(NamedTuple):
+    """What a call runs."""
+
+    jaxpr: Jaxpr
+    works: Sequence[Work]  # of its equations
+
+
+def _together(works: Sequence[Work], called: Called | None = None) -> Work:
+    largest = {
+        name: max(getattr(work, name) for work in (Work(0), *works))
+        for name in Work._fields
+        if name != "called"
+    }
+    return Work(**largest, called=called)
 
 
 class Clusters:
@@ -149,8 +162,8 @@ class Clusters:
         if plan.keeps_half and facts(name) & (Fact.LINEAR | Fact.JOINS):
             return None  # a sum of two arrays, which is stored
         if name in CALLS and plan.bodies:
-            works = list(map(self._work_of_body, plan.bodies))
-            return None if None in works else _together(filter(None, works))
+            (body,) = plan.bodies
+            return self._work_of_body(body)
         if plan.bodies or not plan.rule.computes_in_float32:
             return None
         dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
@@ -170,9 +183,11 @@ class Clusters:
     def _work_of_body(self, plan: CastPlan) -> Work | None:
         if plan not in self._works:
             pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
-            works = list(itertools.starmap(self._work, pairs))
-            is_none = None in works
-            self._works[plan] = None if is_none else _together(filter(None, works))
+            works = [self._work(*pair) for pair in pairs]
+            known = [work for work in works if work is not None]
+            is_known = len(known) == len(works)
+            called = Called(plan.jaxpr, known)
+            self._works[plan] = _together(known, called) if is_known else None
         return self._works[plan]
 
     def _inside(
@@ -237,7 +252,9 @@ class _Search:
         self._returned = {v: h for v, h in pairs if not compat.is_literal(v)}
         self._constant = set(_without_gradients(self.eqns))
         # In float16, what may overflow is float32.
-        self.waiting = Waiting(plan, self._halves, has_range, may_wait)
+        values = waiting.find(plan, self._halves, has_range)
+        values = values if may_wait is None else values & may_wait
+        self.waiting = Waiting(values, self._halves)
         self._stored = {v for v in self._made_by if self._is_stored(v)}
         self._is_inside = self._go_forward()
         self._go_backward()
@@ -263,8 +280,7 @@ class _Search:
             )
             is_inside.append(inside)
             if inside:
-                reduces = is_reduction(eqn.primitive.name, eqn.params)
-                self.waiting.note(eqn, work, eqn.params["axes"] if reduces else ())
+                self.waiting.note(eqn, work)
             self.depth[i] = max(
                 (
                     self.depth[self._made_by[v]] + self._rise(is_inside, v, i)
@@ -348,7 +364,7 @@ class _Search:
     def _cluster(self, indices: Sequence[int]) -> Cluster | None:
         """Return the cluster of some equations, None if it buys nothing."""
         eqns = [self.eqns[i] for i in indices]
-        work = _together(filter(None, map(self.works.__getitem__, indices)))
+        work = _together([*filter(None, map(self.works.__getitem__, indices))])
         if not work.is_worth_it and not (work.multiplies and self.waiting.values):
             return None
         inside = set(indices)

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jmp_lite._src import compat
 from jmp_lite._src.autocast import sums
 from jmp_lite._src.autocast.precision import FLOAT32, Around, CastPlan, has_range_of_f32
+from jmp_lite._src.autocast.saving import is_reduction
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
 from jmp_lite._src.jaxprs.primitives import Fact, degree, facts
@@ -31,28 +33,20 @@ _NONE: frozenset[Var] = frozenset()
 
 
 class Waiting:
-    """The float32 values of a plan that wait, and what clusters compute of them."""
+    """The float32 values of a jaxpr that wait, and what clusters compute of them."""
 
-    def __init__(
-        self,
-        plan: CastPlan,
-        halves: set[Var],
-        has_range: bool,
-        among: Set[Var] | None = None,
-    ):
-        # If half has the range of float32, none waits outside of loops: there XLA
-        # itself keeps what takes less.
-        may_wait = not has_range or plan.around is Around.LOOP
-        found = frozenset(_find(plan, halves) if may_wait else ())
-        self.values = found if among is None else found & among
-        self._halves = halves
+    def __init__(self, values: Set[Var], halves: Set[Var]):
+        self.values, self._halves = values, halves
         self._rows: dict[Var, tuple[int, ...]] = {}
-        self._divisors: frozenset[Var] = _NONE  # each number needs its first digits
+        # Values of which each number needs its first digits: a row's do not do.
+        self._divisors: frozenset[Var] = _NONE
         # What is computed in clusters -> what waits that it is computed of; what of it
         # it is computed of element by element; and its operands, if it is no sum.
         self._sources: dict[Var, frozenset[Var]] = {}
         self._elementwise: dict[Var, frozenset[Var]] = {}
         self._made_of: dict[Var, list[Var]] = {}
+        # What is not larger, however large that is what it is computed of.
+        self._bounded: set[Var] = set()
 
     def summed(self) -> Set[Var]:
         """Return what waits and is summed along rows."""
@@ -72,6 +66,8 @@ class Waiting:
         """
         if not self.values:
             return False
+        if work.called is not None:
+            return self._in_call(eqn, work) is None
         alike = self._divided(eqn, work.divides)
         if self._divided(eqn, work.loses_digits) or not alike.isdisjoint(self._rows):
             return True
@@ -84,6 +80,12 @@ class Waiting:
         is_of_two = len(sources) > 1 or not all(of_each)
         if known & (Fact.LINEAR | Fact.JOINS) and is_of_two:
             return True
+        has_rows = all(v in self._rows for v in sources)
+        if known & Fact.LINEAR and len(operands) < len(eqn.invars) and not has_rows:
+            # A number is added, or what is smaller: it may be a difference.
+            exposed = (v for v in operands if v not in self._bounded)
+            if any(self._of(self._elementwise, v) for v in exposed):
+                return True
         if not known & Fact.LINEAR and degree(eqn) != 1:
             return False
         of_others = (
@@ -98,7 +100,6 @@ class Waiting:
             v in self._sources and not self._elementwise.get(v)
             for v in variables(eqn.invars)
         )
-        has_rows = all(v in self._rows for v in sources)
         return any(of_others) or (any(of_totals) and not has_rows)
 
     def _divided(self, eqn: Eqn, size: int) -> frozenset[Var]:
@@ -106,18 +107,63 @@ class Waiting:
         operands = (v for v in variables(eqn.invars) if 0 < size <= core.size(v))
         return _NONE.union(*(self._of(self._elementwise, v) for v in operands))
 
-    def note(self, eqn: Eqn, work: Any, axes: tuple[int, ...]) -> None:
-        """Note what a cluster computes, and the axes that it sums over, () if none."""
-        self._divisors |= self._divided(eqn, work.divides)
+    def note(self, eqn: Eqn, work: Any) -> None:
+        """Note what a cluster computes."""
         operands = list(variables(eqn.invars))
+        if work.called is not None and (called := self._in_call(eqn, work)):
+            return self._note_call(eqn, work.called.jaxpr, called)
+        reduces = is_reduction(eqn.primitive.name, eqn.params)
+        self._divisors |= self._divided(eqn, work.divides)
         sources = _NONE.union(*(self._of(self._sources, v) for v in operands))
-        if axes and core.size(eqn.outvars[0]) > 1:
-            self._note_rows(eqn.invars[0], axes)
+        if reduces and core.size(eqn.outvars[0]) > 1:
+            self._note_rows(eqn.invars[0], eqn.params["axes"])
         self._sources.update(dict.fromkeys(eqn.outvars, sources))
-        if not axes:
-            alike = _NONE.union(*(self._of(self._elementwise, v) for v in operands))
-            self._elementwise.update(dict.fromkeys(eqn.outvars, alike))
-            self._made_of.update(dict.fromkeys(eqn.outvars, operands))
+        if reduces:
+            return None
+        alike = _NONE.union(*(self._of(self._elementwise, v) for v in operands))
+        self._elementwise.update(dict.fromkeys(eqn.outvars, alike))
+        self._made_of.update(dict.fromkeys(eqn.outvars, operands))
+        if facts(eqn.primitive.name) & Fact.SATURATES or self._bounded.issuperset(
+            v for v in operands if self._of(self._sources, v)
+        ):
+            self._bounded.update(eqn.outvars)
+        return None
+
+    def _in_call(self, eqn: Eqn, work: Any) -> "Waiting | None":
+        """Return what a call does to what waits, None if it needs its digits."""
+        inner, works = work.called
+        pairs = list(zip(eqn.invars, inner.invars, strict=True))
+        pairs = [(v, into) for v, into in pairs if not compat.is_literal(v)]
+        waits = {into for v, into in pairs if self._of(self._sources, v)}
+        if not waits:
+            return Waiting(_NONE, _NONE)
+        made = {v for eqn in inner.eqns for v in eqn.outvars if _may_wait(v)}
+        found = Waiting(waits | made, {into for v, into in pairs if v in self._halves})
+        for called, its_work in zip(inner.eqns, works, strict=True):
+            if found.stays_outside(called, its_work):
+                return None
+            found.note(called, its_work)
+        rows = {v: found._rows.get(into) for v, into in pairs}
+        divisors = {v for v, into in pairs if into in found._divisors}
+        has_conflict = any(rows[v] for v in divisors | self._divisors & rows.keys())
+        return None if has_conflict or not divisors.isdisjoint(self._rows) else found
+
+    def _note_call(self, eqn: Eqn, inner: Any, called: "Waiting") -> None:
+        into = dict(zip(inner.invars, eqn.invars, strict=True))
+        for var, axes in called._rows.items():
+            if var in into:
+                self._note_rows(into[var], axes)
+        for var in called._divisors & into.keys():
+            self._divisors |= self._of(self._elementwise, into[var])
+        for out, var in zip(eqn.outvars, inner.outvars, strict=True):
+            for mine, its in (
+                (self._sources, called._sources),
+                (self._elementwise, called._elementwise),
+            ):
+                found = (into[v] for v in called._of(its, var) if v in into)
+                mine[out] = _NONE.union(*(self._of(mine, v) for v in found))
+            if var in called._bounded:
+                self._bounded.add(out)
 
     def _note_rows(self, total_of: Var, axes: tuple[int, ...]) -> None:
         """Note the axes of what is summed, and of what it is made of by elements."""
@@ -134,7 +180,15 @@ class Waiting:
         return frozenset([var]) if is_source else found.get(var, _NONE)
 
 
-def _find(plan: CastPlan, halves: set[Var]) -> Iterator[Var]:
+def find(plan: CastPlan, halves: Set[Var], has_range: bool) -> frozenset[Var]:
+    """Return the float32 values of a plan that wait."""
+    # If half has the range of float32, none waits outside of loops: there XLA itself
+    # keeps what takes less.
+    may_wait = not has_range or plan.around is Around.LOOP
+    return frozenset(_find(plan, halves) if may_wait else ())
+
+
+def _find(plan: CastPlan, halves: Set[Var]) -> Iterator[Var]:
     """Find float32 values that are computed, and not from parameters alone."""
     pairs = zip(plan.jaxpr.invars, plan.ins, strict=True)
     found = {v for v, p in pairs if p == FLOAT32}
@@ -142,7 +196,11 @@ def _find(plan: CastPlan, halves: set[Var]) -> Iterator[Var]:
         is_computed = any(v in found or v in halves for v in variables(eqn.invars))
         if eqn_plan.rule.is_product or is_computed:
             found.update(eqn.outvars)
-    return (v for v in found - halves if core.is_f32(v) and core.size(v) > _FEW)
+    return filter(_may_wait, found - halves)
+
+
+def _may_wait(var: Var) -> bool:
+    return core.is_f32(var) and core.size(var) > _FEW
 
 
 def _large(operands: Iterable[Var], size: int) -> list[Var]:
