@@ -1,5 +1,6 @@
 """Flax nnx: policies for the modules of a model, and a train state."""
 
+import functools
 import typing
 
 from jmp_lite._src import extras
@@ -10,8 +11,5 @@ with extras.needed("flax"):
 
 __all__ = ["PolicyModule", "TrainState", "with_policy"]
 
-
 if not typing.TYPE_CHECKING:  # to a type checker, any name would be right
-
-    def __getattr__(name):
-        raise extras.no_attribute(__name__, name)
+    __getattr__ = functools.partial(extras.lazy_attribute, __name__)

@@ -27,17 +27,13 @@ _ELSEWHERE = {
 
 
 def lazy_attribute(package: str, name: str) -> Any:
-    """Return a public module of a package that is not imported yet."""
-    if name in ("checkpoint", "linen", "memory", "nnx", "numerics"):
+    """Return a module of the package that is not imported yet, or say what to see."""
+    modules = ("checkpoint", "linen", "memory", "nnx", "numerics")
+    if name in modules and "." not in package:
         return importlib.import_module(f"{package}.{name}")
-    raise no_attribute(package, name)
-
-
-def no_attribute(module: str, name: str) -> AttributeError:
-    """Return the error of a name that a module does not have."""
-    message = f"module {module!r} has no attribute {name!r}"
+    message = f"module {package!r} has no attribute {name!r}"
     where = _ELSEWHERE.get(name)
-    return AttributeError(f"{message}: see {where}" if where else message)
+    raise AttributeError(f"{message}: see {where}" if where else message)
 
 
 @contextlib.contextmanager
