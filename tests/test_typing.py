@@ -70,8 +70,10 @@ def use(w: jax.Array, scale: jmp.LossScale) -> None:
     jmp.scaled_grad(loss, loss_scale=scale)(w, dekay=0.1)  # error
     grad = jmp.scaled_grad(loss_and_steps, loss_scale=scale, has_aux=True)
     _, steps = grad(w, step=3)
+    _, wrong = grad(w)  # error
     grad(w, steps=3)  # error
-    print(autocast, out, full, halved, summed, value, steps, wrong, grads)
+    either = jmp.scaled_grad(loss_and_steps, loss_scale=scale, has_aux=bool(w))(w)
+    print(autocast, out, full, halved, summed, value, steps, wrong, grads, either)
 
 
 def optimise(w: jax.Array) -> None:

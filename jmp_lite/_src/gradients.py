@@ -128,9 +128,21 @@ def scaled_value_and_grad(
     return fun_value_and_grad
 
 
+@overload
+def scaled_grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    *,
+    loss_scale: Any,
+    has_aux: Literal[True],
+    **kwargs: Any,
+) -> Callable[P, tuple[Any, Aux]]: ...
+@overload
 def scaled_grad(
     fun: Callable[P, Any], *, loss_scale: Any, has_aux: bool = False, **kwargs: Any
-) -> Callable[P, Any]:
+) -> Callable[P, Any]: ...
+def scaled_grad(
+    fun: Callable[..., Any], *, loss_scale: Any, has_aux: bool = False, **kwargs: Any
+) -> Callable[..., Any]:
     """Return a function that computes scaled gradients.
 
     The counterpart of `jax.grad`.
@@ -156,11 +168,11 @@ def scaled_grad(
       >>> float(scaled_grad(lambda x: x**2, loss_scale=loss_scale)(jnp.float32(3)))
       48.0
     """
-    value_and_grad: Callable[..., Any] = scaled_value_and_grad(
+    value_and_grad = scaled_value_and_grad(
         fun, loss_scale=loss_scale, has_aux=has_aux, **kwargs
     )
 
-    def fun_grad(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def fun_grad(*args, **kwargs):
         value, grads = value_and_grad(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jmp_lite._src import compat, trees
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy
@@ -24,6 +25,9 @@ T = TypeVar("T")
 # The scale and its inverse must both be normal float32 numbers. Outside this range one
 # of the two is flushed to 0, and the gradients with it.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
+
+# States of what may withhold gradients from the optimiser inside of it.
+_WITHHOLD = optax.MultiStepsState, optax.ApplyIfFiniteState
 
 _REFILLS = ("scale_change", "growth", "finite_step")
 
@@ -350,6 +354,8 @@ def loss_scale_for(policy: Policy | PolicyMap | str) -> LossScale:
 def get_loss_scale(tree: Any) -> LossScale:
     """Return the only loss scale in a tree, at any depth.
 
+    It warns of `optax.MultiSteps` and `optax.apply_if_finite` around `scale_aware`.
+
     Args:
       tree: a loss scale, an optimiser state, a train state, an `nnx.Optimizer`…
 
@@ -365,6 +371,15 @@ def get_loss_scale(tree: Any) -> LossScale:
     """
     found = trees.find(tree, LossScale)
     if len(found) == 1:
+        for _, state in trees.find(tree, _WITHHOLD):
+            if trees.find(state, LossScale):
+                warnings.warn(
+                    f"An optimiser around scale_aware, got a {type(state).__name__}, "
+                    "hides overflows from it: the loss scale may never fall, and an "
+                    "inf stays in the sum of MultiSteps. Put it inside, as "
+                    "scale_aware(optax.MultiSteps(optimizer, k)), or leave it out.",
+                    stacklevel=3,
+                )
         return compat.unwrap_nnx_variables(found[0][1])
     if found:
         raise ValueError(

@@ -62,11 +62,17 @@ def test_json_and_every_row(capfd):
     assert "argument" in capfd.readouterr().out
 
 
-def test_progress_is_shown_on_a_terminal(capsys, monkeypatch):
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_progress_is_shown_on_a_terminal(has_rich, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["memory", "my_model:make_step", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("peak: ") and "compiling for cpu" in err
+    erase_line = "\x1b[2K"
+    assert err.endswith(erase_line if has_rich else " ...\n")
 
 
 @pytest.mark.parametrize(

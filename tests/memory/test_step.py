@@ -178,7 +178,7 @@ class Nnx(nnx.Module):
         return self.dense(x)
 
 
-def test_steps_of_nnx_and_equinox_are_compiled_as_they_are():
+def test_steps_of_nnx_are_compiled_as_they_are():
     model = Nnx()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
@@ -194,17 +194,50 @@ def test_steps_of_nnx_and_equinox_are_compiled_as_they_are():
         assert report.arguments["batch"] == 4 * 8 * 16
         assert report.flops > 0
 
-    mlp = eqx.nn.MLP(16, 16, 16, 1, key=jax.random.key(0))
 
-    @eqx.filter_jit
-    def eqx_step(model, opt_state, x):
-        grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
-        updates, opt_state = TX.update(grads, opt_state, model)
-        return eqx.apply_updates(model, updates), opt_state
+class Eqx(eqx.Module):
+    layer: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm  # flags, a name and functions are leaves of it
+    dropout: eqx.nn.Dropout
+    groups: int
 
-    opt_state = TX.init(eqx.filter(mlp, eqx.is_array))
-    report = memory.of_step(eqx_step, "cpu", donate_argnums=(0, 1))(mlp, opt_state, x)
-    assert report.arguments["parameters"] == 4 * 2 * (16 * 16 + 16)
+    def __init__(self):
+        self.layer = eqx.nn.Linear(16, 16, key=jax.random.key(0))
+        self.norm = eqx.nn.BatchNorm(16, "batch", mode="batch")
+        self.dropout, self.groups = eqx.nn.Dropout(), 4
+
+    def __call__(self, x, state, key):
+        x, state = self.norm(jax.nn.relu(self.layer(x)), state)
+        return self.dropout(x.reshape(self.groups, -1), key=key), state
+
+
+@pytest.mark.parametrize(
+    ("jit", "shapes"), [(eqx.filter_jit, True), (lambda step: step, False)]
+)
+def test_what_is_no_array_in_a_model_of_equinox_is_static(jit, shapes):
+    @jit
+    def step(model, opt_state, state, x, key):
+        def loss(model, state):
+            axes = {"in_axes": (0, None, None), "out_axes": (0, None)}
+            apply = jax.vmap(model, axis_name="batch", **axes)
+            out, state = apply(x, state, key)
+            return jnp.mean(out**2), state
+
+        grads, state = eqx.filter_grad(loss, has_aux=True)(model, state)
+        params = eqx.filter(model, eqx.is_array)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return eqx.apply_updates(model, updates), opt_state, state
+
+    model, state = eqx.nn.make_with_state(Eqx)()
+    opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
+    args = model, opt_state, state, jnp.ones((8, 16)), jax.random.key(0)
+    if shapes:
+        args = eqx.filter_eval_shape(lambda *args: args, *args)
+    measure = memory.of_step(
+        step, "cpu", donate_argnums=(0, 1), classes={"state": "other state"}
+    )
+    report = measure(*args)
+    assert report.parameter_count == 16 * 16 + 16 + 2 * 16
     assert report.donated >= 3 * report.arguments["parameters"]
 
 

@@ -326,6 +326,22 @@ def test_gradients_are_not_unscaled_twice(between):
         scale_aware(between(scale_aware(optax.sgd(1.0)))).init(jnp.ones(2))
 
 
+@pytest.mark.parametrize(
+    ("wrap", "state"),
+    [
+        (lambda tx: optax.MultiSteps(tx, 2), "MultiStepsState"),
+        (lambda tx: optax.apply_if_finite(tx, 5), "ApplyIfFiniteState"),
+    ],
+)
+def test_what_withholds_gradients_is_warned_of_around_scale_aware(wrap, state):
+    sgd, params = optax.sgd(1.0), jnp.ones(2)
+    around = {"opt": wrap(scale_aware(sgd)).init(params)}
+    with pytest.warns(UserWarning, match=f"got a {state}, hides.*Put it in"):
+        jmp_lite.scaled_grad(jnp.sum, loss_scale=around)
+    inside = {"opt": scale_aware(wrap(sgd)).init(params)}
+    assert jmp_lite.get_loss_scale(inside)  # without a warning
+
+
 def test_a_scale_aware_in_a_scale_aware_is_refused_at_the_call():
     with pytest.raises(ValueError, match="already has a scale_aware optimiser inside"):
         scale_aware(scale_aware(optax.sgd(1.0)))

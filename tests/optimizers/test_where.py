@@ -22,7 +22,11 @@ import jmp_lite
 from jmp_lite import DynamicLossScale, numerics, scale_aware
 
 # Optax promotes by itself: an int32 count plus a float.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [
+    pytest.mark.standard_promotion,
+    # It warns of two of them around `scale_aware`, where these tests put them as well.
+    pytest.mark.filterwarnings("ignore:An optimiser around scale_aware"),
+]
 
 _PAGE = Path(__file__).parents[2] / "docs" / "reference" / "optimisers.md"
 _RATE = 0.1

@@ -152,6 +152,14 @@ def test_the_extras_are_those_of_the_project():
         assert modules(extra) == set(libraries)
 
 
+def test_each_extra_for_users_is_named_on_a_page():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]["optional-dependencies"]
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    named = {extra for extra in project if f".[{extra}]" in pages}
+    assert project.keys() - named == {"dev", "docs"}
+
+
 def unguarded(source: str) -> list[str]:
     """Name what a source imports from optional libraries outside of `needed`."""
     optional = {name.partition(".")[0] for n in extras.LIBRARIES.values() for name in n}

@@ -129,11 +129,6 @@ def accumulation_inside(grad):
 
 
 @step_of
-def accumulation_outside(grad):
-    return step_with(optax.MultiSteps(ADAM, 4), gradients_of(grad))
-
-
-@step_of
 def accumulation_in_a_scan(grad):
     def gradients(params, opt_state, xs, ys):
         def add(total, batch):

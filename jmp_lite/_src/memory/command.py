@@ -1,6 +1,7 @@
 """`jmp-lite memory package.module:make_step`: `of_step` on the command line."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -55,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
     if options.device and not os.environ.get("JAX_PLATFORMS"):
         # Nothing here needs an accelerator, and one that is absent would be looked for.
         jax.config.update("jax_platforms", "cpu")
-    _show_progress(f"tracing {options.target}")
-    step, args = load(options.target)
+    with _progress(f"tracing {options.target}"):
+        step, args = load(options.target)
     measure = of_step(
         step,
         options.device,
@@ -64,9 +65,9 @@ def run(options: argparse.Namespace) -> int:
         devices=options.devices,
         fits=options.fits,
     )
-    _show_progress(f"compiling for {options.device or 'this machine'}")
     try:
-        report = measure(*args)
+        with _progress(f"compiling for {options.device or 'this machine'}"):
+            report = measure(*args)
     except TypeError as error:
         raise ValueError(str(error)) from error
     if options.json:
@@ -110,7 +111,13 @@ def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     )
 
 
-def _show_progress(text: str) -> None:
+def _progress(text: str) -> contextlib.AbstractContextManager[Any]:
     """Show on stderr what goes on, if that is a terminal."""
     if sys.stderr.isatty():
-        print(f"{text} ...", file=sys.stderr, flush=True)
+        try:
+            with extras.needed("numerics"):
+                from rich.console import Console
+            return Console(stderr=True).status(f"{text} ...")
+        except ModuleNotFoundError:
+            print(f"{text} ...", file=sys.stderr, flush=True)
+    return contextlib.nullcontext()

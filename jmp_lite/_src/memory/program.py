@@ -137,11 +137,8 @@ def _trace(
     static = {
         path: x
         for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs))
-        if not (trees.is_array(x) or isinstance(x, bool | int | float | complex))
+        if not trees.is_array(x)
     }
-
-    def only_arrays(path, x):
-        return None if path in static else x
 
     @functools.wraps(step)
     def of_arrays(*args, **kwargs):
@@ -154,7 +151,9 @@ def _trace(
         result = step(*args, **kwargs)
         return [x for x in jax.tree.leaves(result) if trees.is_array(x)]
 
-    args, kwargs = jax.tree_util.tree_map_with_path(only_arrays, (args, kwargs))
+    args, kwargs = jax.tree.map(
+        lambda x: x if trees.is_array(x) else None, (args, kwargs)
+    )
     jitted = jax.jit(of_arrays, donate_argnums=donate_argnums)
     return jitted.trace(*args, **kwargs), jax.tree.map(_shape_of, result)
 

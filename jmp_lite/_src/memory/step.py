@@ -197,12 +197,13 @@ def of_step(
     The step is compiled, for a device that need not be there, and not run.
 
     Args:
-      step: the function: a train step, plain or jitted (by `jax.jit` or `nnx.jit`).
+      step: the function: a train step, plain or jitted (by `jax.jit`, `nnx.jit` or
+        `eqx.filter_jit`). Numbers and flags are constants, unless JAX or nnx jits it.
       device: what to compile for: `"h100"`, `"h200"`, `"b200"`, `"a100"`, `"v100"`,
         `"l4"`, `"rtx4090"`, `"v5e"`, `"v5p"`, `"v6e"`, `"cpu"`; None: this machine.
         GPUs need `pip install "jmp-lite[memory-gpu]"`, TPUs `"jmp-lite[memory-tpu]"`.
       donate_argnums: the arguments whose memory results take over, as in `jax.jit`; a
-        jitted step has its own.
+        step that JAX or nnx jits has its own.
       devices: how many, if arguments have shardings over so many: on a mesh from
         `mesh`, or on any other of that shape.
       fits: a limit, such as `"24GB"` or `"80GiB"`: the report begins with yes or no.
