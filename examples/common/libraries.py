@@ -17,6 +17,7 @@ def need(extra: str, *libraries: str) -> None:
             if missing != library.partition(".")[0]:
                 raise  # of another library
             raise ModuleNotFoundError(
-                f'{missing} is not installed: pip install "jmp-lite[{extra}]"',
+                f'{missing} is not installed: pip install "jmp-lite[{extra}]", in a '
+                f'clone ".[{extra}]"',
                 name=error.name,
             ) from None

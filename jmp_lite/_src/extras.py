@@ -47,6 +47,7 @@ def needed(extra: str) -> Iterator[None]:
         if missing not in {name.partition(".")[0] for name in libraries}:
             raise  # not a library of this extra
         raise ModuleNotFoundError(
-            f'{missing} is not installed: pip install "jmp-lite[{extra}]"',
+            f'{missing} is not installed: pip install "jmp-lite[{extra}]", in a clone '
+            f'".[{extra}]"',
             name=error.name,
         ) from None

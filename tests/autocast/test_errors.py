@@ -118,13 +118,18 @@ def test_an_nnx_module_is_sent_to_split_and_merge() -> None:
         with pytest.raises(TypeError, match="an nnx module") as caught:
             call()
         assert "nnx.split(model)" in str(caught.value)
+        assert "nnx.merge(graphdef, state, copy=True)" in str(caught.value)
 
 
 @pytest.mark.standard_promotion
 def test_the_advice_for_nnx_modules_works() -> None:
     model = Model()
     graphdef, state = nnx.split(model)
-    low = autocast(lambda state, x: nnx.merge(graphdef, state)(x), BF16)
+
+    def merged(state: Any, x: Any) -> Any:
+        return nnx.merge(graphdef, state, copy=True)(x)
+
+    low = autocast(merged, BF16)
     assert relative_error([low(state, X)], [model(X)]) < 0.02
 
 

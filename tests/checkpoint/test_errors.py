@@ -146,7 +146,8 @@ def test_a_damaged_checkpoint_is_an_error_or_every_bit(
             refused.append(file.name)
             assert str(error).startswith(
                 f"Step 6 in {folder} cannot be read: it is damaged, or jmp_lite did "
-                "not save it. Pass step= to restore another of [4]. ("
+                "not save it: then restore it with Orbax itself. Pass step= to restore "
+                "another of [4]. ("
             )
             older = checkpoint.restore(folder, good, step=4)
             assert older.state["x"][7] == 1.0
@@ -195,8 +196,18 @@ def test_the_checkpoint_of_another_program_is_not_ours(tmp_path: Path) -> None:
     text = refusal(checkpoint.restore, tmp_path, {"x": jnp.ones(2)})
     assert text.startswith(
         f"Step 3 in {tmp_path} cannot be read: it is damaged, or jmp_lite did not save "
-        "it. There are no other steps. (FileNotFoundError: "
+        "it: then restore it with Orbax itself. There are no other steps. "
+        "(FileNotFoundError: "
     )
+
+
+def test_a_folder_of_orbax_or_flax_is_said_to_be_theirs(tmp_path: Path) -> None:
+    state = {"x": jnp.ones(2)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint_5", state)  # as flax names it
+    theirs = "Orbax or flax saved this: restore it with that library."
+    for folder in (tmp_path, tmp_path / "checkpoint_5"):
+        assert theirs in refusal(checkpoint.restore, folder, state)
 
 
 def test_a_format_of_the_future_is_refused(

@@ -158,6 +158,24 @@ def test_hints_say_what_could_be_half_or_need_not_be_saved(fun, operation, hint)
     assert hints and all(hint in h and (hint or not h) for h in hints), rows
 
 
+def precise(x, y):
+    return jnp.dot(x, y, precision="highest")
+
+
+@pytest.mark.parametrize(
+    ("fun", "hint"),
+    [
+        (norm, "of a norm: save_products computes it again"),
+        (lambda x: jnp.sin(x).sum(), "elementwise: save_products computes it again"),
+        (lambda x: precise(precise(x, x.T), x), "a product in float32"),
+    ],
+)
+def test_hints_do_not_advise_autocast_under_autocast(fun, hint):
+    under = jmp.autocast(lambda x: (fun(x), x @ x.T), "mixed_bfloat16")
+    hints = {row.hint for row in memory.saved(under)(X).rows}
+    assert hint in hints and not any("autocast" in h for h in hints), hints
+
+
 def test_a_copy_of_an_argument_need_not_be_saved():
     (row,) = memory.saved(lambda w, x: (x @ w.astype("bfloat16")).sum())(
         X, jax.ShapeDtypeStruct((2, 4), jnp.bfloat16)

@@ -56,7 +56,7 @@ def errors_without(hidden: set[str], *statements: str) -> list[str | None]:
 
 
 def says(library: str, extra: str) -> str:
-    command = f'pip install "jmp-lite[{extra}]"'
+    command = f'pip install "jmp-lite[{extra}]", in a clone ".[{extra}]"'
     return f"ModuleNotFoundError: {library} is not installed: {command}"
 
 

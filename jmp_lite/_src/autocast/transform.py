@@ -563,6 +563,6 @@ def _nnx_advice(got: str) -> str:
         f"{got} an nnx module, whose changes of state (statistics, random streams) "
         "would be lost in the trace. Give it a policy: jmp_lite.nnx.with_policy(model, "
         "policy) keeps them. Or split it with graphdef, state = nnx.split(model); in "
-        "the function, call nnx.merge(graphdef, state), and return nnx.state of it "
-        "where it changes."
+        "the function, call nnx.merge(graphdef, state, copy=True), and return the "
+        "nnx.state of it where it changes."
     )

@@ -89,9 +89,10 @@ def find_step(root: epath.Path, step: int | None) -> tuple[epath.Path, int]:
     if not steps:
         holds = "there is no such folder"
         if root.is_dir():
-            holds = (
-                f"it holds {summarize(sorted(path.name for path in root.iterdir()))}"
-            )
+            inside = sorted(root.iterdir())
+            holds = f"it holds {summarize([path.name for path in inside])}"
+            if any((path / "_METADATA").exists() for path in (root, *inside)):
+                holds += ". Orbax or flax saved this: restore it with that library"
         raise ValueError(f"There is no checkpoint in {root}: {holds}.")
     step = max(steps) if step is None else step_number(step)
     if step not in steps:

@@ -290,7 +290,7 @@ def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
     # Raised here, without the exception of Orbax: 50 lines of its event loops.
     raise ValueError(
         f"Step {step} in {root} cannot be read: it is damaged, or jmp_lite did not "
-        f"save it. {advice}. ({reason})"
+        f"save it: then restore it with Orbax itself. {advice}. ({reason})"
     )
 
 

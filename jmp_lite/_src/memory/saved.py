@@ -232,6 +232,9 @@ class _Found(NamedTuple):
         name = self.eqn.primitive.name if self.eqn else "constant"
         dtype, shape = str(var.aval.dtype), tuple(var.aval.shape)
         hint = self.around.hint(self.eqn, self.var) if self.eqn else ""
+        if name_scopes.AUTOCAST in self.layer.split("/"):  # it has decided already
+            hint = hint.replace("autocast or ", "")
+            hint = hint.partition(":")[0] if "autocast" in hint else hint
         layer = name_scopes.without_marks(self.layer)
         return SavedArray(
             layer, name, self.line, dtype, shape, aval_bytes(var.aval), hint
