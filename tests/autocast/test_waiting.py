@@ -359,6 +359,19 @@ def test_a_norm_in_a_call_keeps_two_bytes():
     assert held.count("float32") == 1  # WEIGHTS
 
 
+def test_what_a_call_does_is_found_once():
+    """Of 2**30 calls, it would not end."""
+    fun: Callable[..., Any] = jnp.tanh
+    for _ in range(30):
+        fun = jax.jit(lambda h, fun=fun: fun(fun(h)))
+
+    def loss(w):
+        h, _ = lax.scan(lambda h, _: (h + fun(h) @ w, None), X, None, length=2)
+        return jnp.mean(h)
+
+    assert jaxprs.trace(autocast(loss, "mixed_float16"), W)
+
+
 def test_a_norm_of_flax_has_a_kept_copy_alone():
     norm: Any = nn.LayerNorm()
     variables = norm.init(jax.random.key(0), X)

@@ -35,7 +35,7 @@ from jmp_lite._src.autocast.precision import (
     has_range_of_f32,
 )
 from jmp_lite._src.autocast.saving import is_reduction, saves_totals
-from jmp_lite._src.autocast.waiting import Waiting
+from jmp_lite._src.autocast.waiting import Called, Waiting
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
 from jmp_lite._src.jaxprs.primitives import (
@@ -67,7 +67,7 @@ class Work(NamedTuple):
     # other functions that lose digits in half.
     divides: int = 0
     loses_digits: int = 0
-    called: "Called | None" = None  # of a call
+    called: Called | None = None  # of a call
 
     @property
     def is_worth_it(self) -> bool:
@@ -92,13 +92,6 @@ class Work(NamedTuple):
     def is_transcendental(self) -> bool:
         """Whether it is an activation."""
         return self.transcendental * 2 >= self.size
-
-
-class Called(NamedTuple):
-    """What a call runs."""
-
-    jaxpr: Jaxpr
-    works: Sequence[Work]  # of its equations
 
 
 def _together(works: Sequence[Work], called: Called | None = None) -> Work:

@@ -12,7 +12,7 @@ keep nothing for the backward pass, stay outside of clusters, and what is rounde
 their result.
 """
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jmp_lite._src.autocast import sums
 from jmp_lite._src.autocast.precision import FLOAT32, Around, CastPlan, has_range_of_f32
 from jmp_lite._src.autocast.saving import is_reduction
 from jmp_lite._src.jaxprs import core
-from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
+from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
 from jmp_lite._src.jaxprs.primitives import Fact, degree, facts
 
 # Arrays of so few numbers are kept as they are.
@@ -45,8 +45,9 @@ class Waiting:
         self._sources: dict[Var, frozenset[Var]] = {}
         self._elementwise: dict[Var, frozenset[Var]] = {}
         self._made_of: dict[Var, list[Var]] = {}
-        # What is not larger, however large that is what it is computed of.
+        # What is not large, however large that is what it is computed of.
         self._bounded: set[Var] = set()
+        self._calls: dict[int, Waiting | None] = {}
 
     def summed(self) -> Set[Var]:
         """Return what waits and is summed along rows."""
@@ -67,7 +68,8 @@ class Waiting:
         if not self.values:
             return False
         if work.called is not None:
-            return self._in_call(eqn, work) is None
+            self._calls[id(eqn)] = found = self._in_call(eqn, work.called)
+            return found is None
         alike = self._divided(eqn, work.divides)
         if self._divided(eqn, work.loses_digits) or not alike.isdisjoint(self._rows):
             return True
@@ -110,7 +112,7 @@ class Waiting:
     def note(self, eqn: Eqn, work: Any) -> None:
         """Note what a cluster computes."""
         operands = list(variables(eqn.invars))
-        if work.called is not None and (called := self._in_call(eqn, work)):
+        if called := self._calls.get(id(eqn)):
             return self._note_call(eqn, work.called.jaxpr, called)
         reduces = is_reduction(eqn.primitive.name, eqn.params)
         self._divisors |= self._divided(eqn, work.divides)
@@ -129,24 +131,19 @@ class Waiting:
             self._bounded.update(eqn.outvars)
         return None
 
-    def _in_call(self, eqn: Eqn, work: Any) -> "Waiting | None":
+    def _in_call(self, eqn: Eqn, called: "Called") -> "Waiting | None":
         """Return what a call does to what waits, None if it needs its digits."""
-        inner, works = work.called
-        pairs = list(zip(eqn.invars, inner.invars, strict=True))
+        pairs = list(zip(eqn.invars, called.jaxpr.invars, strict=True))
         pairs = [(v, into) for v, into in pairs if not compat.is_literal(v)]
-        waits = {into for v, into in pairs if self._of(self._sources, v)}
-        if not waits:
-            return Waiting(_NONE, _NONE)
-        made = {v for eqn in inner.eqns for v in eqn.outvars if _may_wait(v)}
-        found = Waiting(waits | made, {into for v, into in pairs if v in self._halves})
-        for called, its_work in zip(inner.eqns, works, strict=True):
-            if found.stays_outside(called, its_work):
-                return None
-            found.note(called, its_work)
-        rows = {v: found._rows.get(into) for v, into in pairs}
+        waits = frozenset(into for v, into in pairs if self._of(self._sources, v))
+        halves = frozenset(into for v, into in pairs if v in self._halves)
+        found = called.given(waits, halves)
+        if found is None:
+            return None
         divisors = {v for v, into in pairs if into in found._divisors}
-        has_conflict = any(rows[v] for v in divisors | self._divisors & rows.keys())
-        return None if has_conflict or not divisors.isdisjoint(self._rows) else found
+        rows = {v for v, into in pairs if found._rows.get(into)}
+        has_conflict = divisors & (rows | self._rows.keys()) or rows & self._divisors
+        return None if has_conflict else found
 
     def _note_call(self, eqn: Eqn, inner: Any, called: "Waiting") -> None:
         into = dict(zip(inner.invars, eqn.invars, strict=True))
@@ -156,6 +153,8 @@ class Waiting:
         for var in called._divisors & into.keys():
             self._divisors |= self._of(self._elementwise, into[var])
         for out, var in zip(eqn.outvars, inner.outvars, strict=True):
+            if compat.is_literal(var):
+                continue
             for mine, its in (
                 (self._sources, called._sources),
                 (self._elementwise, called._elementwise),
@@ -178,6 +177,29 @@ class Waiting:
     def _of(self, found: dict[Var, frozenset[Var]], var: Var) -> frozenset[Var]:
         is_source = var in self.values and var not in self._sources
         return frozenset([var]) if is_source else found.get(var, _NONE)
+
+
+class Called:
+    """What a call runs, and what its equations do."""
+
+    def __init__(self, jaxpr: Jaxpr, works: Sequence[Any]):
+        self.jaxpr, self._works = jaxpr, works
+        self._given: dict[Any, Waiting | None] = {}
+
+    def given(self, waits: frozenset[Var], halves: frozenset[Var]) -> Waiting | None:
+        """Return what it does if some of its inputs wait, None if it needs digits."""
+        if (waits, halves) not in self._given:
+            self._given[waits, halves] = self._find(waits, halves)
+        return self._given[waits, halves]
+
+    def _find(self, waits: frozenset[Var], halves: frozenset[Var]) -> Waiting | None:
+        made = {v for eqn in self.jaxpr.eqns for v in eqn.outvars if _may_wait(v)}
+        found = Waiting(waits | made if waits else _NONE, halves)
+        for eqn, work in zip(self.jaxpr.eqns, self._works, strict=True):
+            if found.stays_outside(eqn, work):
+                return None
+            found.note(eqn, work)
+        return found
 
 
 def find(plan: CastPlan, halves: Set[Var], has_range: bool) -> frozenset[Var]:
