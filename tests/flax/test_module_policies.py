@@ -2,6 +2,7 @@
 
 import pickle
 import types
+import warnings
 
 import jax.numpy as jnp
 import pytest
@@ -197,3 +198,14 @@ def test_an_explanation_is_asked_by_path():
     assert explanation["a"].why == "path 'a'"
     with pytest.raises(KeyError, match=r"no module 'b' in \['', 'a'\]"):
         _ = explanation["b"]
+
+
+def test_a_policy_of_which_no_pattern_is_a_path_warns():
+    """As of `numerics.advise`, whose names are autocast's scopes."""
+    policy = PolicyMap("mixed_float16", {"Model/encoder": "full"}, allow_unused=True)
+    with pytest.warns(UserWarning, match="rules do nothing.*'Model/encoder'"):
+        ModulePolicies(policy).resolve(MODULES)
+    some = PolicyMap("full", {"encoder": "full", "no/such": "full"}, allow_unused=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ModulePolicies(some).resolve(MODULES)

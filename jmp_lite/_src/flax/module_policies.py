@@ -5,6 +5,7 @@ Shared by the `with_policy` of linen and of nnx; does not import flax.
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -149,6 +150,14 @@ class ModulePolicies:
         and the `dtype` that its author set, if any.
         """
         self.policy.check_unused(modules)
+        rules = [pattern for pattern, _ in self.policy.rules]
+        if rules and not any(self.policy.match(path)[1] for path in modules):
+            warnings.warn(
+                f"No pattern of the PolicyMap is a path of the model: its rules do "
+                f"nothing. Got {rules[:5]}; paths are {[*modules][1:6]}. They do not "
+                "begin with the model's class, as autocast's scopes of linen do.",
+                stacklevel=3,
+            )
         present = tuple(modules.values())
         for cls, _ in self.classes:
             if not any(issubclass(c, cls) for c in present):
