@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jmp_lite import autocast
 
@@ -77,3 +79,20 @@ def test_an_order_changes_no_number(spec, policy):
             for found, exact in pairs:
                 error = np.linalg.norm(np.asarray(found) - exact)
                 assert error < 0.02 * np.linalg.norm(exact), of
+
+
+def test_the_sharding_that_a_program_gives_its_result_stays():
+    explicit = (AxisType.Explicit, AxisType.Explicit)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=explicit)
+    lhs, rhs = _operands("bsghd,btgd->bghst")
+    spec = P("a", None, None, None, "b")
+
+    def fun(lhs, rhs):
+        of = "bsghd,btgd->bghst"
+        return jnp.sin(jnp.einsum(of, lhs, rhs, out_sharding=spec))
+
+    with jax.set_mesh(mesh):
+        operands = [jax.device_put(x, P("a")) for x in (lhs, rhs)]
+        found = jax.jit(autocast(fun, "mixed_bfloat16"))(*operands)
+        np.testing.assert_allclose(found, fun(*operands), atol=0.1)
+    assert jax.typeof(found).sharding.spec == spec

@@ -221,6 +221,8 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
     rank = len(batch[0])
     if permutation is None or sorted(permutation[:rank]) != list(range(rank)):
         return None
+    if eqn.params.get("out_sharding") is not None:
+        return None  # it is of the order that the program has
     transposes, wanted, size = [], [], eqn.outvars[0].aval.size
     for operand, *dims in zip(eqn.invars[:2], contracted, batch, strict=True):
         free = [i for i in range(operand.aval.ndim) if i not in (*dims[0], *dims[1])]
