@@ -135,7 +135,11 @@ class Waiting:
         """Return what a call does to what waits, None if it needs its digits."""
         pairs = list(zip(eqn.invars, called.jaxpr.invars, strict=True))
         pairs = [(v, into) for v, into in pairs if not compat.is_literal(v)]
-        waits = frozenset(into for v, into in pairs if self._of(self._sources, v))
+        waits = frozenset(
+            into
+            for v, into in pairs
+            if _large(self._of(self._sources, v), core.size(v))
+        )
         halves = frozenset(into for v, into in pairs if v in self._halves)
         found = called.given(waits, halves)
         if found is None:
