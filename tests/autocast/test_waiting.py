@@ -359,6 +359,37 @@ def test_a_norm_in_a_call_keeps_two_bytes():
     assert held.count("float32") == 1  # WEIGHTS
 
 
+def test_a_call_is_what_stands_in_it():
+    """A ReLU reads what is made of statistics that wait: these are no array."""
+    channels = 128
+    x = _normal(8, 32, channels)
+    w, v, u = (_normal(channels, channels) for _ in range(3))
+    gain = np.ones(channels, np.float32)
+
+    def norm(h):
+        mean, squares = jnp.mean(h, (0, 1)), jnp.mean(h**2, (0, 1))
+        return (h - mean) * (lax.rsqrt(squares - mean**2 + 1e-5) * gain) + gain
+
+    def loss(w, v, relu):
+        h = relu(norm(x @ w))
+        return jnp.mean(relu(norm(h @ v) + h) @ u)
+
+    def relu(h):
+        return jnp.maximum(h, 0)
+
+    found, want = (
+        _held(
+            autocast(
+                functools.partial(loss, relu=fun), "mixed_float16", half_results=True
+            ),
+            w,
+            v,
+        )
+        for fun in (jax.jit(relu), relu)
+    )
+    assert found == want
+
+
 def test_what_a_call_does_is_found_once():
     """Of 2**30 calls, it would not end."""
     fun: Callable[..., Any] = jnp.tanh

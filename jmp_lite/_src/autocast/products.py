@@ -33,11 +33,9 @@ def run(
 ) -> Any:
     """Return the product of half operands, in half or in f32 from the accumulator."""
     if order is not None:
-        moved = map(jax.lax.transpose, operands, order.transposes)
         params = {**eqn.params, "dimension_numbers": order.dimension_numbers}
-        of_moved = eqn.replace(params=params)
-        halves = [*moved][:: -1 if order.is_swapped else 1]
-        out = run(of_moved, halves, half_dtype, half_result)
+        moved = [jax.lax.transpose(operands[i], by) for i, by in order.operands]
+        out = run(eqn.replace(params=params), moved, half_dtype, half_result)
         return jax.lax.transpose(out, order.back)
     params = dict(eqn.params)
     if not is_default_precision(params.get("precision")):  # it is for float32 products
@@ -194,8 +192,7 @@ def why_not_fp8(eqn: Eqn, min_size: int) -> str:
 class Order(NamedTuple):
     """How a product makes its result in the order in which it is read."""
 
-    transposes: tuple[tuple[int, ...], ...]  # of the operands
-    is_swapped: bool  # then, the operands
+    operands: Any  # pairs: which, and how it is transposed
     dimension_numbers: Any  # of what is multiplied
     back: tuple[int, ...]  # from the order that is made to that of the program
 
@@ -206,12 +203,12 @@ def find_orders(jaxpr: Jaxpr) -> dict[int, Order]:
     for eqn in jaxpr.eqns:
         for var in core.variables(eqn.invars):
             read_by[var].append(eqn.params.get("permutation"))
+    for var in core.variables(jaxpr.outvars):
+        read_by[var].append(None)
     orders = {
         index: _order(eqn, *read_by[eqn.outvars[0]])
         for index, eqn in enumerate(jaxpr.eqns)
-        if eqn.primitive.name == "dot_general"
-        and len(read_by[eqn.outvars[0]]) == 1
-        and eqn.outvars[0] not in jaxpr.outvars
+        if eqn.primitive.name == "dot_general" and len(read_by[eqn.outvars[0]]) == 1
     }
     return {index: order for index, order in orders.items() if order is not None}
 
@@ -221,9 +218,9 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
     rank = len(batch[0])
     if permutation is None or sorted(permutation[:rank]) != list(range(rank)):
         return None
-    if eqn.params.get("out_sharding") is not None:
-        return None  # it is of the order that the program has
-    transposes, wanted, size = [], [], eqn.outvars[0].aval.size
+    if eqn.params.get("out_sharding") is not None:  # of the order that it has
+        return None
+    moves_of, wanted, size = [], [], eqn.outvars[0].aval.size
     for operand, *dims in zip(eqn.invars[:2], contracted, batch, strict=True):
         free = [i for i in range(operand.aval.ndim) if i not in (*dims[0], *dims[1])]
         start = rank + sum(map(len, wanted))
@@ -233,15 +230,14 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
             moves[i] = free[j - start]
         if moves != sorted(moves) and operand.aval.size >= size:
             return None
-        transposes.append(tuple(moves))
-    is_swapped = list(permutation[rank:]) == wanted[1] + wanted[0]
-    if not is_swapped and list(permutation[rank:]) != wanted[0] + wanted[1]:
+        moves_of.append(tuple(moves))
+    sides = (1, 0) if list(permutation[rank:]) == wanted[1] + wanted[0] else (0, 1)
+    if list(permutation[rank:]) != wanted[sides[0]] + wanted[sides[1]]:
         return None  # the dimensions of one operand are not side by side
-    batch = [[dims[i] for i in permutation[:rank]] for dims in batch]
-    step = -1 if is_swapped else 1
-    numbers = tuple(map(tuple, contracted[::step])), tuple(map(tuple, batch[::step]))
+    batch = [tuple(batch[i][j] for j in permutation[:rank]) for i in sides]
+    numbers = tuple(contracted[i] for i in sides), tuple(batch)
     back = tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
-    return Order(tuple(transposes), is_swapped, numbers, back)
+    return Order(tuple((i, moves_of[i]) for i in sides), numbers, back)
 
 
 # Products whose weight gradients are the float32 accumulator.

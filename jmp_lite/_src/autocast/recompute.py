@@ -63,10 +63,8 @@ class Work(NamedTuple):
     chooses: int = 0  # that of a choice or a comparison, or of what is chosen by
     multiplies: bool = False  # whether variables are multiplied
     is_exponential: bool = False
-    # The largest operand of what divides by it, of a logarithm and of a root; and of
-    # other functions that lose digits in half.
-    divides: int = 0
-    loses_digits: int = 0
+    divides: int = 0  # the largest divisor, or operand of a root or a logarithm
+    loses_digits: int = 0  # that of other functions that need float32
     called: Called | None = None  # of a call
 
     @property
@@ -94,13 +92,9 @@ class Work(NamedTuple):
         return self.transcendental * 2 >= self.size
 
 
-def _together(works: Sequence[Work], called: Called | None = None) -> Work:
-    largest = {
-        name: max(getattr(work, name) for work in (Work(0), *works))
-        for name in Work._fields
-        if name != "called"
-    }
-    return Work(**largest, called=called)
+def _together(works: Iterable[Work], called: Called | None = None) -> Work:
+    *numbers, _ = zip(Work(0), *works, strict=True)
+    return Work(*map(max, numbers), called=called)
 
 
 class Clusters:
@@ -176,11 +170,10 @@ class Clusters:
     def _work_of_body(self, plan: CastPlan) -> Work | None:
         if plan not in self._works:
             pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
-            works = [self._work(*pair) for pair in pairs]
-            known = [work for work in works if work is not None]
-            is_known = len(known) == len(works)
-            called = Called(plan.jaxpr, known)
-            self._works[plan] = _together(known, called) if is_known else None
+            works = list(itertools.starmap(self._work, pairs))
+            called = Called(plan.jaxpr, works)
+            known = None if None in works else _together(filter(None, works), called)
+            self._works[plan] = known
         return self._works[plan]
 
     def _inside(
@@ -357,7 +350,7 @@ class _Search:
     def _cluster(self, indices: Sequence[int]) -> Cluster | None:
         """Return the cluster of some equations, None if it buys nothing."""
         eqns = [self.eqns[i] for i in indices]
-        work = _together([*filter(None, map(self.works.__getitem__, indices))])
+        work = _together(filter(None, map(self.works.__getitem__, indices)))
         if not work.is_worth_it and not (work.multiplies and self.waiting.values):
             return None
         inside = set(indices)

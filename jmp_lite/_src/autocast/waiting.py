@@ -12,6 +12,7 @@ keep nothing for the backward pass, stay outside of clusters, and what is rounde
 their result.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -32,6 +33,15 @@ _FEW = 64
 _NONE: frozenset[Var] = frozenset()
 
 
+class _Made(NamedTuple):
+    """What a value is computed of, of what waits."""
+
+    sources: frozenset[Var] = _NONE  # in whatever way
+    alike: frozenset[Var] = _NONE  # element by element
+    operands: Sequence[Var] = ()  # of the equation, if it is no sum
+    is_bounded: bool = False  # it is not large, however large the sources are
+
+
 class Waiting:
     """The float32 values of a jaxpr that wait, and what clusters compute of them."""
 
@@ -40,13 +50,7 @@ class Waiting:
         self._rows: dict[Var, tuple[int, ...]] = {}
         # Values of which each number needs its first digits: a row's do not do.
         self._divisors: frozenset[Var] = _NONE
-        # What is computed in clusters -> what waits that it is computed of; what of it
-        # it is computed of element by element; and its operands, if it is no sum.
-        self._sources: dict[Var, frozenset[Var]] = {}
-        self._elementwise: dict[Var, frozenset[Var]] = {}
-        self._made_of: dict[Var, list[Var]] = {}
-        # What is not large, however large that is what it is computed of.
-        self._bounded: set[Var] = set()
+        self._made: dict[Var, _Made] = {}  # what clusters compute
         self._calls: dict[int, Waiting | None] = {}
 
     def summed(self) -> Set[Var]:
@@ -70,78 +74,69 @@ class Waiting:
         if work.called is not None:
             self._calls[id(eqn)] = found = self._in_call(eqn, work.called)
             return found is None
-        alike = self._divided(eqn, work.divides)
-        if self._divided(eqn, work.loses_digits) or not alike.isdisjoint(self._rows):
+        divisors = self._alike(eqn, work.divides)
+        if self._alike(eqn, work.loses_digits) or divisors & self._rows.keys():
             return True
         known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
         operands = _large(variables(eqn.invars), size)
-        of_each = [self._of(self._sources, v) for v in operands]
-        sources = _large(_NONE.union(*of_each), size)
+        made = [self._of(v) for v in operands]
+        sources = _large(_NONE.union(*(of.sources for of in made)), size)
         if not sources or work.needs_digits:
             return bool(sources)
-        is_of_two = len(sources) > 1 or not all(of_each)
+        is_of_two = len(sources) > 1 or not all(of.sources for of in made)
         if known & (Fact.LINEAR | Fact.JOINS) and is_of_two:
             return True
         has_rows = all(v in self._rows for v in sources)
-        if known & Fact.LINEAR and len(operands) < len(eqn.invars) and not has_rows:
-            # A number is added, or what is smaller: it may be a difference.
-            exposed = (v for v in operands if v not in self._bounded)
-            if any(self._of(self._elementwise, v) for v in exposed):
-                return True
+        is_exposed = any(of.alike and not of.is_bounded for of in made)
+        adds = known & Fact.LINEAR and len(operands) < len(eqn.invars)
+        if adds and is_exposed and not has_rows:
+            return True  # the sum with a number, or with what is smaller: a difference?
         if not known & Fact.LINEAR and degree(eqn) != 1:
             return False
         of_others = (
-            v not in self._sources
+            v not in self._made
             and v not in self._halves
             and v not in self._rows
-            and not any(v in self._elementwise.get(w, _NONE) for w in operands)
+            and not any(v in self._made[w].alike for w in operands if w in self._made)
             for v in operands
         )
         # The mean of something, say: a difference from it.
         of_totals = (
-            v in self._sources and not self._elementwise.get(v)
-            for v in variables(eqn.invars)
+            v in self._made and not self._made[v].alike for v in variables(eqn.invars)
         )
         return any(of_others) or (any(of_totals) and not has_rows)
 
-    def _divided(self, eqn: Eqn, size: int) -> frozenset[Var]:
-        """Return of what waits operands of this size are made, element by element."""
-        operands = (v for v in variables(eqn.invars) if 0 < size <= core.size(v))
-        return _NONE.union(*(self._of(self._elementwise, v) for v in operands))
-
     def note(self, eqn: Eqn, work: Any) -> None:
         """Note what a cluster computes."""
-        operands = list(variables(eqn.invars))
         if called := self._calls.get(id(eqn)):
             return self._note_call(eqn, work.called.jaxpr, called)
-        reduces = is_reduction(eqn.primitive.name, eqn.params)
-        self._divisors |= self._divided(eqn, work.divides)
-        sources = _NONE.union(*(self._of(self._sources, v) for v in operands))
-        if reduces and core.size(eqn.outvars[0]) > 1:
+        self._divisors |= self._alike(eqn, work.divides)
+        operands = list(variables(eqn.invars))
+        of_each = [self._of(v) for v in operands]
+        made = _Made(_NONE.union(*(of.sources for of in of_each)))
+        if not is_reduction(eqn.primitive.name, eqn.params):
+            saturates = bool(facts(eqn.primitive.name) & Fact.SATURATES)
+            made = made._replace(
+                alike=_NONE.union(*(of.alike for of in of_each)),
+                operands=operands,
+                is_bounded=saturates
+                or all(of.is_bounded for of in of_each if of.sources),
+            )
+        elif core.size(eqn.outvars[0]) > 1:
             self._note_rows(eqn.invars[0], eqn.params["axes"])
-        self._sources.update(dict.fromkeys(eqn.outvars, sources))
-        if reduces:
-            return None
-        alike = _NONE.union(*(self._of(self._elementwise, v) for v in operands))
-        self._elementwise.update(dict.fromkeys(eqn.outvars, alike))
-        self._made_of.update(dict.fromkeys(eqn.outvars, operands))
-        if facts(eqn.primitive.name) & Fact.SATURATES or self._bounded.issuperset(
-            v for v in operands if self._of(self._sources, v)
-        ):
-            self._bounded.update(eqn.outvars)
+        self._made.update(dict.fromkeys(eqn.outvars, made))
         return None
 
     def _in_call(self, eqn: Eqn, called: "Called") -> "Waiting | None":
         """Return what a call does to what waits, None if it needs its digits."""
         pairs = list(zip(eqn.invars, called.jaxpr.invars, strict=True))
         pairs = [(v, into) for v, into in pairs if not compat.is_literal(v)]
-        waits = frozenset(
-            into
-            for v, into in pairs
-            if _large(self._of(self._sources, v), core.size(v))
+        found = called.given(
+            frozenset(
+                into for v, into in pairs if _large(self._of(v).sources, core.size(v))
+            ),
+            frozenset(into for v, into in pairs if v in self._halves),
         )
-        halves = frozenset(into for v, into in pairs if v in self._halves)
-        found = called.given(waits, halves)
         if found is None:
             return None
         divisors = {v for v, into in pairs if into in found._divisors}
@@ -149,24 +144,22 @@ class Waiting:
         has_conflict = divisors & (rows | self._rows.keys()) or rows & self._divisors
         return None if has_conflict else found
 
-    def _note_call(self, eqn: Eqn, inner: Any, called: "Waiting") -> None:
+    def _note_call(self, eqn: Eqn, inner: Jaxpr, called: "Waiting") -> None:
         into = dict(zip(inner.invars, eqn.invars, strict=True))
-        for var, axes in called._rows.items():
-            if var in into:
-                self._note_rows(into[var], axes)
+        for var in called._rows.keys() & into.keys():
+            self._note_rows(into[var], called._rows[var])
         for var in called._divisors & into.keys():
-            self._divisors |= self._of(self._elementwise, into[var])
+            self._divisors |= self._of(into[var]).alike
         for out, var in zip(eqn.outvars, inner.outvars, strict=True):
-            if compat.is_literal(var):
-                continue
-            for mine, its in (
-                (self._sources, called._sources),
-                (self._elementwise, called._elementwise),
-            ):
-                found = (into[v] for v in called._of(its, var) if v in into)
-                mine[out] = _NONE.union(*(self._of(mine, v) for v in found))
-            if var in called._bounded:
-                self._bounded.add(out)
+            if not compat.is_literal(var):
+                of = called._of(var)
+                sources = (self._of(into[v]) for v in of.sources & into.keys())
+                alike = (self._of(into[v]) for v in of.alike & into.keys())
+                self._made[out] = _Made(
+                    _NONE.union(*(given.sources for given in sources)),
+                    _NONE.union(*(given.alike for given in alike)),
+                    is_bounded=of.is_bounded,
+                )
 
     def _note_rows(self, total_of: Var, axes: tuple[int, ...]) -> None:
         """Note the axes of what is summed, and of what it is made of by elements."""
@@ -176,11 +169,17 @@ class Waiting:
             is_alike = var in self.values and var.aval.shape == total_of.aval.shape
             if is_alike and var not in self._rows and var not in self._divisors:
                 self._rows[var] = axes
-                found += self._made_of.get(var, ())
+                found += self._of(var).operands
 
-    def _of(self, found: dict[Var, frozenset[Var]], var: Var) -> frozenset[Var]:
-        is_source = var in self.values and var not in self._sources
-        return frozenset([var]) if is_source else found.get(var, _NONE)
+    def _alike(self, eqn: Eqn, size: int) -> frozenset[Var]:
+        """Return of what waits operands of this size are made, element by element."""
+        operands = (v for v in variables(eqn.invars) if 0 < size <= core.size(v))
+        return _NONE.union(*(self._of(v).alike for v in operands))
+
+    def _of(self, var: Var) -> _Made:
+        if var in self._made or var not in self.values:
+            return self._made.get(var, _Made())
+        return _Made(frozenset([var]), frozenset([var]))
 
 
 class Called:
@@ -188,15 +187,10 @@ class Called:
 
     def __init__(self, jaxpr: Jaxpr, works: Sequence[Any]):
         self.jaxpr, self._works = jaxpr, works
-        self._given: dict[Any, Waiting | None] = {}
+        self.given = functools.cache(self._given)
 
-    def given(self, waits: frozenset[Var], halves: frozenset[Var]) -> Waiting | None:
+    def _given(self, waits: frozenset[Var], halves: frozenset[Var]) -> Waiting | None:
         """Return what it does if some of its inputs wait, None if it needs digits."""
-        if (waits, halves) not in self._given:
-            self._given[waits, halves] = self._find(waits, halves)
-        return self._given[waits, halves]
-
-    def _find(self, waits: frozenset[Var], halves: frozenset[Var]) -> Waiting | None:
         made = {v for eqn in self.jaxpr.eqns for v in eqn.outvars if _may_wait(v)}
         found = Waiting(waits | made if waits else _NONE, halves)
         for eqn, work in zip(self.jaxpr.eqns, self._works, strict=True):
