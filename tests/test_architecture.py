@@ -154,8 +154,6 @@ def _find_beyond_reexports(tree: ast.Module) -> Iterator[str]:
                 continue
             case ast.If(test=test) if ast.unparse(test) == "typing.TYPE_CHECKING":
                 continue
-            case ast.If(body=[ast.Assign(targets=[ast.Name(id="__getattr__")])]):
-                continue
             case ast.FunctionDef(name="__getattr__" | "__dir__"):  # of a lazy import
                 continue
             case ast.With(body=body) if {type(b) for b in body} == {ast.ImportFrom}:

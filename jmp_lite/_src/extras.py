@@ -18,7 +18,7 @@ _COMPILERS = {"memory-gpu": ("jax_plugins",), "memory-tpu": ("libtpu",)}
 
 # What users look for -> where it is.
 _ELSEWHERE = {
-    "DynamicScale": "jmp_lite.DynamicLossScale, for jmp_lite.scale_aware",
+    "DynamicScale": "DynamicLossScale, for scale_aware(tx, DynamicLossScale())",
     "GradScaler": "scale_aware(tx, DynamicLossScale()), around an optax optimiser",
     "LossScaleOptimizer": "scale_aware(tx, DynamicLossScale())",
     "TrainState": "jmp_lite.linen.TrainState, and jmp_lite.nnx.TrainState",
@@ -27,9 +27,8 @@ _ELSEWHERE = {
 
 
 def lazy_attribute(package: str, name: str) -> Any:
-    """Return a module of the package that is not imported yet, or say what to see."""
-    modules = ("checkpoint", "linen", "memory", "nnx", "numerics")
-    if name in modules and "." not in package:
+    """Return a public module of a package that is not imported yet."""
+    if name in ("checkpoint", "linen", "memory", "nnx", "numerics"):
         return importlib.import_module(f"{package}.{name}")
     message = f"module {package!r} has no attribute {name!r}"
     where = _ELSEWHERE.get(name)
