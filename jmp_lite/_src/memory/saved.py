@@ -27,12 +27,16 @@ from jmp_lite._src.reports import size
 
 P = ParamSpec("P")
 
-_PRODUCT = "a product in float32: half under autocast"
-_SOFTMAX = "of a softmax: autocast keeps half probabilities alone"
-_NORM = "of a norm: autocast or save_products computes it again"
-_MASK = "a mask: save_products computes it again"
-_CHEAP = "elementwise: autocast or save_products computes it again"
-_COPY = "a copy of an argument: save_products makes it again"
+# Why an array is kept and what to do: of a plain program, and under autocast.
+_AGAIN = "save_products computes it again"
+_PRODUCT = "a product in float32: half under autocast", "a product in float32"
+_SOFTMAX = "of a softmax: autocast keeps half probabilities alone", "of a softmax"
+_NORM = f"of a norm: autocast or {_AGAIN}", f"of a norm: {_AGAIN}"
+_MASK = f"a mask: {_AGAIN}", f"a mask: {_AGAIN}"
+_CHEAP = f"elementwise: autocast or {_AGAIN}", f"elementwise: {_AGAIN}"
+_OF_ARGUMENT = "a copy of an argument: save_products makes it again"
+_COPY = _OF_ARGUMENT, _OF_ARGUMENT
+_NONE = "", ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +202,14 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
         names += [""] * (len(jaxpr.invars) - len(names))
         arguments = {id(v): name for v, name in zip(jaxpr.invars, names, strict=True)}
         rows, given = [], []
-        finder = _Finder(jaxpr)
+        finder = _Finder()
         for var in {id(v): v for v in jaxpr.outvars}.values():
-            found = finder.find(var)
+            found = finder.find(jaxpr, var)
             if id(found.var) in arguments:
-                given.append(_argument(found.var, arguments[id(found.var)]))
+                name, aval = arguments[id(found.var)], found.var.aval
+                dtype, shape = str(aval.dtype), tuple(aval.shape)
+                row = SavedArray("", "argument", name, dtype, shape, aval_bytes(aval))
+                given.append(row)
             else:
                 rows.append(found.row(var))
         by_bytes = functools.partial(sorted, key=lambda row: -row.bytes)
@@ -211,16 +218,7 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
     return list_saved
 
 
-def _argument(var: Var, name: str) -> SavedArray:
-    aval = var.aval
-    return SavedArray(
-        "", "argument", name, str(aval.dtype), tuple(aval.shape), aval_bytes(aval)
-    )
-
-
 class _Found(NamedTuple):
-    """Where a variable is from."""
-
     var: Var  # that has its value, of the whole program if `eqn` is None
     eqn: Eqn | None  # what made it; None for an argument or a constant
     around: "_Made"  # its jaxpr
@@ -228,13 +226,10 @@ class _Found(NamedTuple):
     line: str = ""
 
     def row(self, var: Var) -> SavedArray:
-        """Return the row of a variable of the whole program, with this origin."""
         name = self.eqn.primitive.name if self.eqn else "constant"
         dtype, shape = str(var.aval.dtype), tuple(var.aval.shape)
-        hint = self.around.hint(self.eqn, self.var) if self.eqn else ""
-        if name_scopes.AUTOCAST in self.layer.split("/"):  # it has decided already
-            hint = hint.replace("autocast or ", "")
-            hint = hint.partition(":")[0] if "autocast" in hint else hint
+        hints = self.around.hints(self.eqn, self.var) if self.eqn else _NONE
+        hint = hints[name_scopes.AUTOCAST in self.layer.split("/")]
         layer = name_scopes.without_marks(self.layer)
         return SavedArray(
             layer, name, self.line, dtype, shape, aval_bytes(var.aval), hint
@@ -250,23 +245,22 @@ class _Made:
         divisions = [jaxpr.eqns[i] for i in products.find_softmaxes(jaxpr)]
         self._of_softmax = {v for e in divisions for v in (e.outvars[0], e.invars[0])}
 
-    def hint(self, eqn: Eqn, var: Var) -> str:
-        """Return why an array could be half, or need not be saved."""
+    def hints(self, eqn: Eqn, var: Var) -> tuple[str, str]:
         of_eqn = facts(eqn.primitive.name)
         if core.is_bool(var):
             return _MASK
         if self._is_copy(eqn):
             return _COPY
         if not core.is_f32(var):
-            return ""
+            return _NONE
         if of_eqn & Fact.PRODUCT:
-            return "" if products.is_half_product(eqn) else _PRODUCT
+            return _NONE if products.is_half_product(eqn) else _PRODUCT
         if var in self._of_softmax:
             return _SOFTMAX
         if self._reads_statistic(eqn):
             return _NORM
         is_cheap = of_eqn & Fact.ELEMENTWISE and not of_eqn & Fact.LINEAR
-        return _CHEAP if is_cheap else ""
+        return _CHEAP if is_cheap else _NONE
 
     def _is_copy(self, eqn: Eqn) -> bool:
         """Return whether this is a cast or a move of what the jaxpr is given."""
@@ -276,9 +270,10 @@ class _Made:
     def _before_moves(self, var: Var) -> tuple[Var, bool]:
         """Return what a variable is a cast or a move of, and whether it is one."""
         moved = False
-        while not compat.is_literal(var):
-            eqn = self.by.get(var)
-            if eqn is None or not _is_move(eqn):
+        while not compat.is_literal(var) and (eqn := self.by.get(var)) is not None:
+            of_eqn = facts(eqn.primitive.name)
+            is_move = of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES
+            if not is_move and eqn.primitive.name != CAST:
                 break
             var, moved = eqn.invars[0], True
         return var, moved
@@ -300,12 +295,6 @@ class _Made:
         if facts(eqn.primitive.name) & Fact.SUMS:
             return True
         return any(self._is_of_sum(v, steps - 1) for v in core.variables(eqn.invars))
-
-
-def _is_move(eqn: Eqn) -> bool:
-    of_eqn = facts(eqn.primitive.name)
-    is_move = bool(of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES)
-    return is_move or eqn.primitive.name == CAST
 
 
 def _next_carry(eqn: Eqn, sub: control_flow.SubJaxpr, found: _Found) -> Var | None:
@@ -332,15 +321,10 @@ def _wrapped(eqn: Eqn, var: Var) -> Var | None:
 class _Finder:
     """Finds what made the outputs of a program, in the calls and loops that it has."""
 
-    def __init__(self, jaxpr: Jaxpr):
-        self._jaxpr = jaxpr
+    def __init__(self):
         self._made = functools.cache(_Made)
 
-    def find(self, var: Var) -> _Found:
-        """Return where a variable of the program is from."""
-        return self._find(self._jaxpr, var, "", "")
-
-    def _find(self, jaxpr: Jaxpr, var: Var, layer: str, line: str) -> _Found:
+    def find(self, jaxpr: Jaxpr, var: Var, layer: str = "", line: str = "") -> _Found:
         made, path = self._made(jaxpr), layer
         while not compat.is_literal(var) and (eqn := made.by.get(var)) is not None:
             path = name_scopes.join(layer, name_scopes.of(eqn))
@@ -352,9 +336,9 @@ class _Finder:
             if sub is None:
                 return _Found(var, eqn, made, path, line)
             out = sub.jaxpr.outvars[sub.results.index(eqn.outvars.index(var))]
-            inside = self._find(sub.jaxpr, out, path, line)
+            inside = self.find(sub.jaxpr, out, path, line)
             if carried := _next_carry(eqn, sub, inside):
-                inside = self._find(sub.jaxpr, carried, path, line)
+                inside = self.find(sub.jaxpr, carried, path, line)
             if inside.eqn is not None:
                 return inside
             if eqn.primitive.name in LOOPS or compat.is_literal(inside.var):
