@@ -63,7 +63,6 @@ class FlaxSerializable(type):
     """
 
     def __hash__(cls) -> int:
-        """Register the class with Flax if Flax is loaded, and return its hash."""
         _register_with_flax_serialization(cls)
         return super().__hash__()
 
@@ -249,15 +248,12 @@ def gpus_to_compile_for(target_config: str, count: int) -> list[Any]:
             return devices()
         except NotImplementedError:
             # It is not installed, or JAX has found no driver before.
-            _plugin_for_gpus().initialize()
+            try:
+                plugin = importlib.import_module("jax_plugins.xla_cuda12")
+            except ModuleNotFoundError:
+                plugin = importlib.import_module("jax_plugins.xla_cuda13")
+            plugin.initialize()
             return devices()
-
-
-def _plugin_for_gpus() -> Any:
-    try:
-        return importlib.import_module("jax_plugins.xla_cuda12")
-    except ModuleNotFoundError:
-        return importlib.import_module("jax_plugins.xla_cuda13")
 
 
 def cost_analysis(compiled: Any) -> dict[str, float]:

@@ -54,8 +54,6 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class DtypeRange:
-    """The range of a dtype."""
-
     dtype: str  # its NumPy name
     max: float
     smallest_normal: float
@@ -70,8 +68,6 @@ _CLEARLY_FASTER = 1.2
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """The recommended policy and loss scale."""
-
     policy: str  # for `get_policy`
     loss_scale: str  # "none" or "dynamic"
     reasons: tuple[str, ...]  # a sentence each
@@ -368,11 +364,10 @@ def measure_range(dtype: Any) -> DtypeRange:
     info = jnp.finfo(dtype)
     normal = 2.0**info.minexp
     # As arguments: XLA folds constants on the host, which may keep subnormals.
-    halve = jax.jit(lambda x, half: x * half)
-    double = jax.jit(lambda x, two: x * two)
+    multiply = jax.jit(lambda x, by: x * by)
     scalar = functools.partial(np.asarray, dtype=dtype)
-    made = np.asarray(halve(scalar(normal), scalar(0.5)))
-    read = np.asarray(double(scalar(normal / 2), scalar(2.0)))
+    made = np.asarray(multiply(scalar(normal), scalar(0.5)))
+    read = np.asarray(multiply(scalar(normal / 2), scalar(2.0)))
     return DtypeRange(
         dtype=np.dtype(dtype).name,
         max=float(info.max),

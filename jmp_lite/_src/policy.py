@@ -215,7 +215,10 @@ def get_policy(policy: "str | Policy") -> Policy:
         return policy
     if not isinstance(policy, str):
         got = f"Expected a Policy or its string, got {policy!r}."
-        dtype = _as_dtype(policy)
+        try:
+            dtype = dtypes.parse_dtype(policy)
+        except (TypeError, ValueError):
+            dtype = None
         if dtype in dtypes.HALF_DTYPES:
             name = f"mixed_{jnp.dtype(dtype).name}"
             got += f" To compute in it with float32 parameters, write {name!r}."
@@ -259,13 +262,6 @@ def get_policy(policy: "str | Policy") -> Policy:
     output = given.get("output_dtype", compute)
     matmul, reduce = given.get("matmul_dtype"), given.get("reduce_dtype")
     return Policy(param, compute, output, matmul, reduce)
-
-
-def _as_dtype(x: Any) -> Any:
-    try:
-        return dtypes.parse_dtype(x)
-    except (TypeError, ValueError):
-        return None
 
 
 def _did_you_mean(name: str) -> str:
@@ -480,7 +476,6 @@ def check_patterns(
 
 
 def check_pattern(pattern: Any) -> str:
-    """Return a pattern."""
     try:
         if not isinstance(pattern, str):
             raise TypeError("not a string")

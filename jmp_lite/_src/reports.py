@@ -96,7 +96,6 @@ class Table:
     show_lines: bool = False  # between rows
 
     def to_rich(self) -> Any:
-        """Return it as a `rich` table."""
         with extras.needed("numerics"):
             from rich import box
             from rich.table import Table as RichTable
@@ -125,7 +124,6 @@ class Table:
         return "\n".join(filter(None, [self.title, *lines, self.caption]))
 
     def to_html(self) -> str:
-        """Return it as an HTML table."""
         kinds = ["right" if name in self.numbers else "left" for name in self.columns]
         rows = [("th", self.columns), *(("td", cells) for cells in self.rows)]
         text = "".join(

@@ -184,8 +184,6 @@ class _Queue:
 
 
 class _Analysis(Analysis):
-    """The analysis of one jaxpr."""
-
     def __init__(
         self,
         analyzer: Analyzer,
@@ -486,7 +484,6 @@ class AsWritten:
     def plan_closed(
         self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD
     ) -> CastPlan:
-        """Return the plan of a closed jaxpr."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
         is_input = not direction.has_derivative_rule
         return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))

@@ -239,7 +239,6 @@ class Regions:
         return scope if isinstance(self.policy, PolicyMap) else ""
 
     def at(self, scope: str, name_stack: str) -> Region:
-        """Return the region of an equation."""
         path = join(scope, name_stack)
         if path not in self._regions:
             self._regions[path] = self._make(path)

@@ -308,8 +308,6 @@ class _Elementwise(Rule):
 
 
 class _Promote(_Elementwise):
-    """Elementwise arithmetic."""
-
     name, is_move = "promote", False
 
 

@@ -390,7 +390,6 @@ class PlannedCall:
         return f"autocast put no matrix product of {self.name} in fp8: {self._kept()}."
 
     def _kept(self) -> str:
-        """Return how many products have each reason."""
         kept = collections.Counter()
         for of in walk(self.plan):
             count = 0 if of.plan.bodies else products.count(of.eqn) * of.calls

@@ -55,7 +55,6 @@ def resolve_folder(folder: str | os.PathLike[str]) -> epath.Path:
 
 
 def step_number(step: Any) -> int:
-    """Return a step as an int."""
     try:
         number = np.asarray(step)
     except (TypeError, ValueError):  # a PRNG key
@@ -168,8 +167,13 @@ def writer_lock(root: epath.Path) -> Iterator[None]:
             held.append(_lock(os.path.join(root, _LOCK)))
 
     def release():
+        path = os.path.join(root, _LOCK)
         while held:
-            _unlock(held.pop(), os.path.join(root, _LOCK))
+            if (descriptor := held.pop()) is None:
+                continue
+            if _is_at(path, descriptor):  # a user may have removed it
+                os.unlink(path)  # before the lock is released
+            os.close(descriptor)
 
     on_first_process(acquire)
     try:
@@ -211,14 +215,6 @@ def _lock(path: str) -> int | None:
     owner = f"process {os.getpid()} on {platform.node()}, since {now}"
     os.write(descriptor, owner.encode())
     return descriptor
-
-
-def _unlock(descriptor: int | None, path: str) -> None:
-    if descriptor is None:
-        return
-    if _is_at(path, descriptor):  # a user may have removed it
-        os.unlink(path)  # before the lock is released
-    os.close(descriptor)
 
 
 def _is_at(path: str, descriptor: int) -> bool:

@@ -45,8 +45,6 @@ class Casts(dict[str, Cast]):
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """The specification of a leaf."""
-
     # "array", "key", "number" (a Python scalar), "text" (a string or bytes), or
     # "object" (not saved).
     kind: str

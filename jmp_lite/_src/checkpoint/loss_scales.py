@@ -98,12 +98,9 @@ def describe_loss_scales(tree: Any) -> dict[str, dict[str, Any]]:
     """Return a dict of key path to the type and settings of each loss scale."""
     described = {}
     for path, leaf in trees.find(tree, LossScale):
-        fields = [f for f in dataclasses.fields(leaf) if f.metadata.get("static")]
-        settings = {field.name: getattr(leaf, field.name) for field in fields}
-        settings = {
-            name: setting if isinstance(setting, str) else float(setting)
-            for name, setting in settings.items()
-        }
+        static = [f.name for f in dataclasses.fields(leaf) if f.metadata.get("static")]
+        values = [(name, getattr(leaf, name)) for name in static]
+        settings = {n: x if isinstance(x, str) else float(x) for n, x in values}
         described[path] = {"kind": type(leaf).__name__, "settings": settings}
     return described
 

@@ -26,7 +26,8 @@ def like_saved(like: Any, saved: dict[str, LeafSpec]) -> Any:
 
     def convert(path: Any, x: Any) -> Any:
         name, is_low = trees.key_path(path), is_compressed(x)
-        values, scales = (saved.get(_join(name, f)) for f in ("values", "scales"))
+        prefix = f"{name}/" if name else ""
+        values, scales = saved.get(f"{prefix}values"), saved.get(f"{prefix}scales")
         if is_low and name in saved:
             return _abstract(saved[name], x.values)
         if values is None or not (is_low or trees.is_castable(x)):
@@ -57,7 +58,7 @@ def convert(
         if wanted:
             dtype = wanted
             numbers = jnp.asarray(numbers).astype(jnp.float32)
-            new = _placed_as(compress(numbers, wanted), target)
+            new = jax.tree.map(_placed_as, compress(numbers, wanted), target)
         else:
             dtype = target.dtype
             new, _ = cast_array(numbers, dtype, f"{where}: {name}")
@@ -76,10 +77,6 @@ def _form(x: Any) -> str | None:
     return x.dtype_name if is_compressed(x) else None
 
 
-def _join(path: str, field: str) -> str:
-    return f"{path}/{field}" if path else field
-
-
 def _abstract(spec: LeafSpec, like: Any) -> Any:
     """Return an array of the saved dtype with the shape and sharding of a target."""
     dtype, sharding = jnp.dtype(spec.dtype), sharding_of(like)
@@ -94,9 +91,6 @@ def _abstract_scales(spec: LeafSpec, like: Any) -> Any:
     return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
 
 
-def _placed_as(x: LowPrecisionArray, like: LowPrecisionArray) -> LowPrecisionArray:
-    def place(x: jax.Array, like: Any) -> jax.Array:
-        sharding = sharding_of(like)
-        return x if sharding is None else jax.device_put(x, sharding)
-
-    return jax.tree.map(place, x, like)
+def _placed_as(x: jax.Array, like: Any) -> jax.Array:
+    sharding = sharding_of(like)
+    return x if sharding is None else jax.device_put(x, sharding)

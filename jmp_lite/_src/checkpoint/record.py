@@ -34,7 +34,6 @@ class RecordHandler(ocp.JsonCheckpointHandler):
     async def async_save(
         self, directory: Any, item: Any = None, args: Any = None
     ) -> Any:
-        """Start to create the record in a thread."""
         del directory, item
         self._record = self._thread.submit(args.make)
 
@@ -44,7 +43,6 @@ class RecordHandler(ocp.JsonCheckpointHandler):
         ocp.JsonCheckpointHandler().save(directory, args=record)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._thread.shutdown()
 
 
@@ -64,8 +62,6 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
     arrays, leaves, on_host, lost = {}, {}, {}, []
     for path, x in flatten(state)[0].items():
         leaf = describe(x)
-        if _is_lost(leaf, x):
-            lost.append(f"{path} (a {type(x).__name__})")
         if leaf.kind == "key":
             leaf = dataclasses.replace(leaf, impl=str(jax.random.key_impl(x)))
             x = jax.random.key_data(x)
@@ -74,6 +70,8 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
                 x = on_host[path] = _as_bytes(x, path)
             arrays[stored_name(path)] = x
         leaves[path] = leaf
+        if leaf.kind == "object" and not callable(x):
+            lost.append(f"{path} (a {type(x).__name__})")
     loss_scales = describe_loss_scales(state)
     if lost:
         warnings.warn(
@@ -99,7 +97,6 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
 
 
 def read_record(path: Any) -> dict[str, Any]:
-    """Return the record of the checkpoint at a path."""
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         record = checkpointer.restore(path / "record", args=ocp.args.JsonRestore())
     if record.pop("crc32") != _crc32_of_record(record):
@@ -110,20 +107,13 @@ def read_record(path: Any) -> dict[str, Any]:
 
 
 def stored_name(path: str) -> str:
-    """Return the name of a leaf in the store."""
     # The store does not distinguish "a/" and "a".
     return "/".join(quote(part, safe=" ") or "%" for part in path.split("/"))
 
 
 def is_stored(leaf: LeafSpec) -> bool:
-    """Return whether a leaf is stored as an array."""
     # Orbax does not save arrays without elements.
     return leaf.kind not in ("object", "text") and 0 not in leaf.shape
-
-
-def _is_lost(leaf: LeafSpec, x: Any) -> bool:
-    """Return whether a leaf is not saved, and is not a function."""
-    return leaf.kind == "object" and not callable(x)
 
 
 def _as_bytes(x: Any, path: str) -> np.ndarray:

@@ -21,8 +21,6 @@ from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy
 
 @dataclasses.dataclass(frozen=True)
 class ModulePolicy:
-    """The policy of one module."""
-
     policy: Policy
     # The pattern or class that gave this policy to the module or to one that encloses
     # it; None for the default, which does not override a module's `dtype`.
@@ -38,7 +36,6 @@ class ModulePolicy:
 
     @property
     def compute_dtype(self) -> Any:
-        """The dtype that the module computes in."""
         kept = self.kept_dtype
         return self.policy.compute_dtype if kept is None else kept
 
@@ -46,13 +43,6 @@ class ModulePolicy:
     def is_fp8(self) -> bool:
         """Whether large matrix products of the module are in fp8."""
         return self.kept_dtype is None and self.policy.matmul_dtype == "fp8"
-
-    @property
-    def is_kept_from_half(self) -> bool:
-        """Whether the author's `dtype` keeps the module out of half precision."""
-        return dtypes.is_half(jnp.dtype(self.policy.compute_dtype)) and not (
-            dtypes.is_half(jnp.dtype(self.compute_dtype))
-        )
 
     def why(self, path: str) -> str:
         """Return what decided the dtypes of the module, which has this path."""
@@ -224,7 +214,12 @@ def any_fp8(resolved: Mapping[str, ModulePolicy]) -> bool:
 
 def kept_from_half(resolved: Mapping[str, ModulePolicy]) -> list[str]:
     """Return the paths of modules that their author's `dtype` keeps out of half."""
-    return [path for path, module in resolved.items() if module.is_kept_from_half]
+    return [
+        path
+        for path, module in resolved.items()
+        if dtypes.is_half(jnp.dtype(module.policy.compute_dtype))
+        and not dtypes.is_half(jnp.dtype(module.compute_dtype))
+    ]
 
 
 def no_half_message(what: str, kept: Sequence[str], policy: Policy, remedy: str) -> str:

@@ -30,7 +30,6 @@ def variables(operands: Iterable[Any]) -> Iterator[Var]:
 
 
 def is_f32(var: Var) -> bool:
-    """Return whether a variable is float32."""
     return getattr(var.aval, "dtype", None) == F32
 
 
@@ -41,7 +40,6 @@ def is_float(var: Var) -> bool:
 
 
 def is_bool(var: Var) -> bool:
-    """Return whether a variable is bool."""
     return getattr(var.aval, "dtype", None) == _BOOL
 
 

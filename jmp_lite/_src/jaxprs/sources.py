@@ -92,7 +92,6 @@ class _LinesOfRules:
 
 
 def _depth() -> int:
-    """Return the depth of the call stack."""
     frame, count = sys._getframe(1), 0  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         frame, count = frame.f_back, count + 1

@@ -53,12 +53,10 @@ class Walker(Interpreter):
         return binding.bind(eqn, ins)
 
     def constant(self, value, var):
-        """Return a constant and its tag."""
         del var
         return value, self.tag_constant(value)
 
     def split(self, jaxpr, plan):
-        """Return each equation as a stretch."""
         eqn_plans = plan.eqn_plans if plan else itertools.repeat(None)
         return [
             Stretch(
@@ -74,7 +72,6 @@ class Walker(Interpreter):
         ]
 
     def run_stretch(self, stretch, site, cells, moment, read):
-        """Run one equation."""
         (eqn,), (eqn_plan,) = stretch.eqns, stretch.eqn_plans
         values, tags = [x for x, _ in cells], [tag for _, tag in cells]
         outs = self.bind(eqn, values)

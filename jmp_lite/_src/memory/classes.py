@@ -36,7 +36,6 @@ _FIELDS = {
 
 
 def check_classes(classes: Mapping[Any, str] | None) -> None:
-    """Raise if a class that was given is not known."""
     for name, value in (classes or {}).items():
         if value not in CLASSES:
             raise ValueError(
@@ -92,8 +91,6 @@ def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """What is known beside an argument."""
-
     returned: list[Any]  # structures, with shapes, of all trees in the result
     has_state: bool  # whether an argument is or has an optimiser state
     name: str
@@ -101,13 +98,14 @@ class _Context:
 
 
 def _classes(tree: Any, context: _Context) -> list[str]:
-    """Return the classes of the arrays in a tree."""
     count = len(_arrays(tree))
     if any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable))):
         return _classes_of_nnx(tree)
     if _is_state(tree):
         return [STATE] * count
-    if _has_state(tree) or _has_fields(tree):
+    # As variables of linen have parameters.
+    names = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", ())
+    if _has_state(tree) or ("params" in names and not trees.is_array(tree)):
         found = []
         for key, child in _children(tree):
             known = _FIELDS.get(key)
@@ -122,7 +120,7 @@ def _classes(tree: Any, context: _Context) -> list[str]:
 def _class(tree: Any, context: _Context) -> str:
     """Return the class of a tree without optimiser state in it."""
     floating = [x for x in _arrays(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if _is_model(tree):
+    if any(cls.__module__.startswith("equinox.") for cls in type(tree).__mro__):
         return PARAMETERS
     if _structure(tree) in context.returned:
         return PARAMETERS if floating else OTHER
@@ -133,17 +131,11 @@ def _class(tree: Any, context: _Context) -> str:
     return named or (PARAMETERS if is_tree and is_first and floating else BATCH)
 
 
-def _is_model(tree: Any) -> bool:
-    """Return whether this is a module of equinox."""
-    return any(cls.__module__.startswith("equinox.") for cls in type(tree).__mro__)
-
-
 def _is_variable(x: Any) -> bool:
     return compat.is_nnx(x, "Variable")
 
 
 def _classes_of_nnx(tree: Any) -> list[str]:
-    """Return the classes of variables of nnx, in modules, optimisers and states."""
     found = []
     for leaf in jax.tree.leaves(tree, is_leaf=_is_variable):
         is_of_optimiser = type(leaf).__module__.startswith("flax.nnx.training")
@@ -166,26 +158,17 @@ def _is_state(tree: Any) -> bool:
 
 
 def _has_state(tree: Any) -> bool:
-    """Return whether a tree is or holds the state of an optimiser."""
     found = jax.tree.leaves(tree, is_leaf=_is_state)
     return any(map(_is_state, found))
 
 
-def _has_fields(tree: Any) -> bool:
-    """Return whether this has parameters among its fields, as variables of linen."""
-    names = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", ())
-    return "params" in names and not trees.is_array(tree)
-
-
 def _children(tree: Any) -> Iterable[tuple[str, Any]]:
-    """Yield what a tree holds directly, by the names of fields and keys."""
     is_child = lambda x: x is not tree  # noqa: E731
     for path, child in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_child):
         yield trees.key_path(path), child
 
 
 def _structures(tree: Any) -> Iterable[Any]:
-    """Yield the structures of a tree and of all that it holds."""
     yield _structure(tree)
     if not trees.is_array(tree):
         for _, child in _children(tree):

@@ -19,7 +19,6 @@ DOES_NOT_FIT = 3
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
     command.add_argument(
         "target",
         metavar="MODULE:FUNCTION",

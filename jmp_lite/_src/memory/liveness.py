@@ -50,8 +50,6 @@ _INNER = re.compile(
 
 
 class Live(NamedTuple):
-    """An array in memory at the peak."""
-
     layer: str  # the name-scope path of what made it
     operation: str  # its primitive, or XLA's instruction
     dtype: str  # as XLA calls it: "bf16"
@@ -66,8 +64,6 @@ _Instruction = tuple[hlo.Instruction, str]
 
 @dataclasses.dataclass(eq=False)
 class _Array:
-    """An array that an instruction makes."""
-
     live: Live
     last_read: int  # the step that reads it last
     is_named: bool  # whether XLA says what it is made of

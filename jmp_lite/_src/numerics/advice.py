@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -314,7 +314,7 @@ class _Search:
             in_fp8 = {row.layer for row in turn.measured.report.rows if row.is_fp8}
             for fault in forward or named:
                 if fault.layer in in_fp8:
-                    self.not_in_fp8[fault.layer] = fault.reason_not_in_fp8()
+                    self.not_in_fp8[fault.layer] = fault.reason(in_fp8=True)
                     continue
                 new[fault.layer] = fault.reason()
                 tried[fault.row.layer, fault.row.direction].add(fault.layer)
@@ -365,7 +365,10 @@ class _Search:
         for _ in range(_ROUNDS):
             found = half_results.gained(base.measured.report, trial.measured.report)
             if ran_with is None:
-                results = self._candidates(dict.fromkeys(row.layer for row in found))
+                results = dict.fromkeys((row.layer for row in found), "")
+                if self.previous:
+                    results = {x: half_results.not_measured(x) for x in results}
+                    results |= dict(self.previous.half_results)
                 found = [row for row in found if not results[row.layer]]
             half = [layer for layer, reason in results.items() if not reason]
             faults = [fault for fault in trial.faults if not _is_in(fault, base.faults)]
@@ -395,13 +398,6 @@ class _Search:
             and row.max_abs > least * self.unscaled.get(key, 0.0)
         ]
 
-    def _candidates(self, layers: Iterable[str]) -> dict[str, str]:
-        """Return why each layer cannot have half results, by earlier batches."""
-        if self.previous is None:
-            return dict.fromkeys(layers, "")
-        known = dict(self.previous.half_results)
-        return {layer: half_results.not_measured(layer) for layer in layers} | known
-
     def _turn(
         self,
         scale: float,
@@ -415,9 +411,7 @@ class _Search:
         """
         step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
         half = {layer: not reason for layer, reason in (results or {}).items()}
-        policy = _with_rules(
-            self.start, layers, half, self.not_in_fp8, len(self.models) > 1
-        )
+        policy = self._with_rules(layers, half)
         rules = resolve_rules(None, self.dtype, True if everywhere else None, None)
         measured = measure(
             step,
@@ -439,6 +433,42 @@ class _Search:
         ]
         return _Turn(measured, scale, fitting, faults)
 
+    def _with_rules(
+        self, layers: Collection[str], results: Mapping[str, bool]
+    ) -> Policy | PolicyMap:
+        """Return a policy with rules for layers: in float32, not in fp8, half results.
+
+        The rule for a model of linen is `""`, unless there are several models.
+        """
+        start, several_models = self.start, len(self.models) > 1
+        is_map = isinstance(start, PolicyMap)
+        default = start.default if is_map else start
+        half = dataclasses.replace(default, matmul_dtype=None)
+        half = half.with_output_dtype(default.compute_dtype)
+        chosen: dict[str, Any] = {}  # by layer; one inside of another needs no rule
+        for layer in (*layers, *self.not_in_fp8):
+            if not is_inside(layer, chosen, several_models):
+                chosen[layer] = "full" if layer in layers else half
+        pattern = exact_pattern_of if several_models else pattern_of
+        full = {pattern(layer): policy for layer, policy in chosen.items()}
+        free = {
+            x: r for x, r in results.items() if not is_inside(x, chosen, several_models)
+        }
+        patterns, only_scopes = half_results.output_rules(free)
+        given = start.rules if is_map else ()
+        others = {p: policy for p, policy in given if p not in full}
+        with_results = {
+            pattern: default.with_output_dtype(
+                default.compute_dtype if is_half else jnp.float32
+            )
+            for pattern, is_half in patterns.items()
+            if pattern not in full and pattern not in others
+        }
+        rules = full | others | with_results
+        if not rules:
+            return start
+        return PolicyMap(default, rules, allow_unused=is_map or only_scopes)
+
 
 def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any:
     @functools.wraps(loss_fn, updated=())
@@ -447,45 +477,6 @@ def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any
         return loss * scale, aux
 
     return jax.value_and_grad(scaled, argnums, has_aux=True)
-
-
-def _with_rules(
-    start: Policy | PolicyMap,
-    layers: Iterable[str],
-    results: Mapping[str, bool],
-    not_in_fp8: Iterable[str],
-    several_models: bool,
-) -> Policy | PolicyMap:
-    """Return a policy with rules for layers: in float32, not in fp8, half results.
-
-    The rule for a model of linen is `""`, all of it, unless there are several models.
-    """
-    is_map = isinstance(start, PolicyMap)
-    default = start.default if is_map else start
-    half = dataclasses.replace(default, matmul_dtype=None)
-    half = half.with_output_dtype(default.compute_dtype)
-    chosen: dict[str, Any] = {}  # by layer; one inside of another needs no rule
-    for layer in (*layers, *not_in_fp8):
-        if not is_inside(layer, chosen, several_models):
-            chosen[layer] = "full" if layer in layers else half
-    pattern = exact_pattern_of if several_models else pattern_of
-    full = {pattern(layer): policy for layer, policy in chosen.items()}
-    free = {
-        x: r for x, r in results.items() if not is_inside(x, chosen, several_models)
-    }
-    patterns, only_scopes = half_results.output_rules(free)
-    others = {p: policy for p, policy in start.rules if p not in full} if is_map else {}
-    with_results = {
-        pattern: default.with_output_dtype(
-            default.compute_dtype if is_half else jnp.float32
-        )
-        for pattern, is_half in patterns.items()
-        if pattern not in full and pattern not in others
-    }
-    rules = full | others | with_results
-    if not rules:
-        return start
-    return PolicyMap(default, rules, allow_unused=is_map or only_scopes)
 
 
 def _is_in(fault: Fault, faults: Iterable[Fault]) -> bool:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from jmp_lite._src.autocast.options import OpRules, check_unused, resolve_rules
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.transform import (
-    PlannedCall,
     check_function,
     check_policy,
     name_of,
@@ -114,7 +113,22 @@ def measure(
 
     Adds what it compiles to `programs`, which has what other runs have compiled.
     """
-    planned, policy = _plan_fitted(fun, policy, args_and_kwargs, rules)
+    compute_dtype = check_policy(policy, "dry_run")[1]
+    rules = OpRules.default(compute_dtype) if rules is None else rules
+
+    def plan_by(policy):
+        with sources.lines_of_rules():
+            return plan_call(fun, policy, compute_dtype, rules, *args_and_kwargs)
+
+    if isinstance(policy, PolicyMap):  # over scopes, or over modules of linen
+        planned = plan_by(dataclasses.replace(policy, allow_unused=True))
+        fitted = fit(policy, {site.layer for site in sites(planned.plan.jaxpr)})
+        if fitted == policy:
+            check_unused(policy, planned.analyzer.regions.paths, name_of(fun))
+        else:
+            planned, policy = plan_by(fitted), fitted
+    else:
+        planned = plan_by(policy)
     plan, arrays = planned.plan, planned.traced.args
     warning = check_is_float32(plan.jaxpr, caller)
     shadow = PolicyShadow(Rewriter(planned.analyzer))
@@ -136,28 +150,3 @@ def measure(
         policy=policy,
         warning=warning,
     )
-
-
-def _plan_fitted(
-    fun: Callable[..., Any],
-    policy: Policy | PolicyMap,
-    args_and_kwargs: tuple[Any, Any],
-    rules: OpRules | None,
-) -> tuple[PlannedCall, Policy | PolicyMap]:
-    """Trace and plan a call; patterns may be over scopes or over modules of linen."""
-    compute_dtype = check_policy(policy, "dry_run")[1]
-    rules = OpRules.default(compute_dtype) if rules is None else rules
-
-    def plan(policy):
-        with sources.lines_of_rules():
-            return plan_call(fun, policy, compute_dtype, rules, *args_and_kwargs)
-
-    if not isinstance(policy, PolicyMap):
-        return plan(policy), policy
-    planned = plan(dataclasses.replace(policy, allow_unused=True))
-    layers = {site.layer for site in sites(planned.plan.jaxpr)}
-    fitted = fit(policy, layers)
-    if fitted != policy:
-        return plan(fitted), fitted
-    check_unused(policy, planned.analyzer.regions.paths, name_of(fun))
-    return planned, policy

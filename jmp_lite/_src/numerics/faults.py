@@ -19,16 +19,10 @@ class Fault:
     layer: str  # to keep in float32; "" if no layer is left
     dtype: str  # the half dtype
 
-    def reason(self) -> str:
-        """Return why the layer must be in float32."""
-        return self._reason("in float32", self.dtype)
-
-    def reason_not_in_fp8(self) -> str:
-        """Return why the products of the layer must be in half, not in fp8."""
-        return self._reason(f"in {self.dtype}, not in fp8", "fp8")
-
-    def _reason(self, kept: str, dtype: str) -> str:
-        row, cause = self.row, self.row.cause
+    def reason(self, in_fp8: bool = False) -> str:
+        """Return why the layer must be in float32, or in half and not in fp8."""
+        kept = f"in {self.dtype}, not in fp8" if in_fp8 else "in float32"
+        dtype, row, cause = "fp8" if in_fp8 else self.dtype, self.row, self.row.cause
         if cause is None or cause[0] in (row.layer, "") or cause[0] != self.layer:
             return f"{self.layer} {kept}: {self._place()} {self.what(dtype)}."
         return (

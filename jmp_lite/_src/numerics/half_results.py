@@ -61,11 +61,8 @@ def inaccurate(faults: Sequence[Fault], half: Collection[str]) -> dict[str, str]
 
 def not_measured(layer: str) -> str:
     """Return why a layer that earlier advice does not know has no half results."""
-    return _stays(
-        layer,
-        "the advice passed as `previous` did not measure this layer. Advice without "
-        "`previous` measures it",
-    )
+    why = "the advice passed as `previous` did not measure this layer. Advice without"
+    return _stays(layer, f"{why} `previous` measures it")
 
 
 def _reason(layer: str, row: OpStats, what: str) -> str:

@@ -182,8 +182,7 @@ def lint(
             ops = list_ops(fun, args, kwargs, target)
         regions = Regions(policy)
         ranges = Ranges(ops)
-        scalings = Scalings(ops, ranges)
-        program = LintedProgram(ops, ranges, scalings, regions, target)
+        program = LintedProgram(ops, ranges, Scalings(ops, ranges), regions, target)
         findings = _merged(
             Finding(
                 rule=rule.name,

@@ -53,11 +53,9 @@ class PolicyShadow(Shadow):
 
     @property
     def kind(self) -> Any:
-        """What decides, together with the plans, how shadows are computed."""
         return type(self), np.dtype(self.low_dtype)
 
     def decides(self, eqn_plan: EqnPlan | None) -> Any:
-        """Return what of a plan decides how shadows are computed."""
         if eqn_plan is None:
             return None
         decides = vars(eqn_plan) | {"reason": ""}
@@ -66,11 +64,9 @@ class PolicyShadow(Shadow):
         return tuple(decides.values())
 
     def start(self, value: Any) -> Any:
-        """Return an argument or constant: both runs have the same."""
         return value
 
     def also_reads(self, eqn_plan: EqnPlan | None) -> Sequence[Any]:
-        """Return the logits of a softmax."""
         return (
             [eqn_plan.softmax.logits]
             if eqn_plan is not None and eqn_plan.softmax
@@ -105,7 +101,6 @@ class PolicyShadow(Shadow):
     def cast(
         self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
     ) -> list[Any]:
-        """Return shadows of float32 variables in half or float32, as `is_low` says."""
         shadows = list(shadows)
         is_low = is_low or (False,) * len(shadows)
         wanted = {}
@@ -159,7 +154,6 @@ class Lockstep(Observer):
         self._overflow = NONE
 
     def observe(self, op: Operation) -> Sequence[Tag]:
-        """Compare, record, and return the tags of the results."""
         operands = [*op.tags, *op.also]
         for i, low in enumerate(op.read):
             if op.ins[i] is not None:
@@ -188,11 +182,9 @@ class Lockstep(Observer):
         return Tag(0.0, -1, False, of_argument(value, index))
 
     def tag_constant(self, value: Any) -> Tag:
-        """Return a tag without an error."""
         return Tag(0.0, -1, False, self._origins.tag_constant(value))
 
     def stack(self, tags: Sequence[Tag]) -> Tag:
-        """Return the worst of tags."""
         if not tags:
             return Tag(0.0, -1, False, NONE)
         worst = max(tags, key=lambda tag: tag.error)
@@ -247,7 +239,11 @@ class Lockstep(Observer):
         found, error = self._compare(op.ins[i], low)
         rule, dtype = op.eqn_plan and op.eqn_plan.rule, self._half
         if isinstance(rule, Fp8):
-            found = _in_fp8(op.ins[i], found, rule.dtypes[i])
+            _, scaled = fp8.rounded(jnp.asarray(op.ins[i]), rule.dtypes[i])
+            counts = jax.device_get(stats.measure(scaled, rule.dtypes[i], False))
+            found = counts._replace(
+                max_abs=found.max_abs, min_abs=found.min_abs, histogram=found.histogram
+            )
             dtype = str(np.dtype(rule.dtypes[i]))
         # A cast may have been moved out of a loop, away from the product it is for.
         is_cast = low.dtype != op.low_ins[i].dtype or tag.source < 0
@@ -277,15 +273,6 @@ class Lockstep(Observer):
             return found, float(error)
         found = stats.value_stats_on_host(full, self.low_dtype)
         return found, 0.0 if low is full else error_on_host(np.asarray(low), full)
-
-
-def _in_fp8(x: Any, found: stats.ValueStats, dtype: Any) -> stats.ValueStats:
-    """Return statistics in half with counts of what numbers become in fp8, scaled."""
-    _, scaled = fp8.rounded(jnp.asarray(x), dtype)
-    counts = jax.device_get(stats.measure(scaled, dtype, False))
-    return counts._replace(
-        max_abs=found.max_abs, min_abs=found.min_abs, histogram=found.histogram
-    )
 
 
 def _added_error(error: float, error_in: float) -> float:

@@ -55,20 +55,14 @@ def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
 
 
 class _Origins:
-    """Carries origins."""
-
     def tag_constant(self, value: Any) -> Any:
-        """Return the origin of the numbers of a constant."""
         return _of_input(value, CONSTANT, _LATE)
 
     def stack(self, tags: Any) -> Any:
-        """Return the earliest of origins."""
         return first(tags)
 
 
 class _Watcher(_Origins, Walker):
-    """Carries origins in a program."""
-
     def observe(self, equation: Equation) -> Sequence[Any]:
         here = _origin(equation.moment.eqn_count, equation.site, equation.moment.loops)
         operands = _operands(equation.eqn, equation.ins, equation.tags)
@@ -86,7 +80,6 @@ class OriginObserver(_Origins, Observer):
         self.ranges: dict[int, OperandRanges] = {}
 
     def observe(self, op: Operation) -> Sequence[Any]:
-        """Return the origins of an operation's results."""
         return [self.origin(op, out, op.tags) for out in op.outs]
 
     def origin(self, op: Operation, out: Any, origins: Sequence[Any]) -> Any:
@@ -157,7 +150,6 @@ def _chosen(which: Any, i: int, case: Any) -> Any:
 
 
 def _origin_of(out: Any, operands: Any, here: Any) -> Any:
-    """Return the origin of the non-finite numbers of a result."""
     xp, shape = _library(out, here, *(x for x, _ in operands)), np.shape(out)
     bad, nan = ~xp.isfinite(out), xp.isnan(out)
     # Element by element, where the shapes are equal: numbers elsewhere do not matter.

@@ -49,7 +49,14 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     counts = np.array([np.asarray(s.histogram, np.float64) for s in named.values()])
     counts = counts.reshape(len(named), len(EXPONENTS))
     figure, axes = _make_figure(list(named), width=7.5)
-    parts = _parts_of_range(dtype)
+    info = jnp.finfo(dtype)
+    to_zero = info.minexp - info.nmant - 1  # half of the smallest subnormal rounds to 0
+    parts = {  # as log2
+        "underflow": (-math.inf, to_zero),
+        "subnormal": (to_zero, info.minexp),
+        "normal": (info.minexp, info.maxexp),
+        "overflow": (info.maxexp, math.inf),
+    }
     low, high = _limits(counts, parts)
     for row, row_counts in enumerate(counts):
         drawn = np.flatnonzero(row_counts)
@@ -127,19 +134,6 @@ def _make_figure(rows: Sequence[str], *, width: float) -> tuple[Figure, Axes]:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(left=False)
     return figure, axes
-
-
-def _parts_of_range(dtype: Any) -> dict[str, tuple[float, float]]:
-    """Return the interval of each part of the range of a dtype, as log2."""
-    info = jnp.finfo(dtype)
-    # Half of the smallest subnormal rounds to 0.
-    to_zero, to_normal = info.minexp - info.nmant - 1, info.minexp
-    return {
-        "underflow": (-math.inf, to_zero),
-        "subnormal": (to_zero, to_normal),
-        "normal": (to_normal, info.maxexp),
-        "overflow": (info.maxexp, math.inf),
-    }
 
 
 def _limits(counts: Any, parts: Mapping[str, tuple[float, float]]) -> tuple[int, int]:

@@ -69,8 +69,6 @@ def _has_nan(x: Any) -> bool:
 
 
 class _Product(NamedTuple):
-    """A matrix product of a program."""
-
     dtype: Any  # half if one of its operands is
     flops: int  # of all its runs; a `while` whose trips are not known runs once
     place: str  # its name, layer and line as text

@@ -70,20 +70,17 @@ class Run(Interpreter):
         self._compiled: dict[Any, CompiledStretch] = {}
 
     def constant(self, value, var):
-        """Return a constant, from which its shadow starts too."""
         if not isinstance(value, jax.Array):
             value = np.asarray(value, var.aval.dtype)
         return Cell(value, self.shadow.start(value), self.observer.tag_constant(value))
 
     def split(self, jaxpr, plan):
-        """Return the stretches of a jaxpr, the same ones in each iteration."""
         key = id(jaxpr), id(plan)
         if key not in self._stretches:
             self._stretches[key] = cut(jaxpr, plan, self.shadow), (jaxpr, plan)
         return self._stretches[key][0]
 
     def run_stretch(self, stretch, site, cells, moment, read):
-        """Run a stretch as one program, and observe each operation of it."""
         del read
         # A value that is its own shadow is computed once. In a loop it may be that in
         # the first iteration alone, and all iterations share one program.
@@ -138,12 +135,10 @@ class Run(Interpreter):
         return outs, moment.eqn_count + len(compiled.operations)
 
     def cast(self, variables, cells: Sequence[Cell], is_low: Any) -> list[Cell]:
-        """Return cells with shadows in the dtypes of the plan."""
         shadows = self.shadow.cast(variables, [c.shadow for c in cells], is_low)
         return [c._replace(shadow=s) for c, s in zip(cells, shadows, strict=True)]
 
     def scan(self, eqn, eqn_plan, body, split, moment):
-        """Run a `scan` iteration by iteration."""
         (consts, carry, xs), eqn_count = split, moment.eqn_count
         num_carry, length, made = len(carry), eqn.params["length"], []
         if not length:
@@ -164,7 +159,6 @@ class Run(Interpreter):
         return [*carry, *ys], eqn_count
 
     def while_loop(self, test, body, split, moment):
-        """Run a `while` iteration by iteration."""
         holds = jax.jit(functools.partial(binding.evaluate, test.jaxpr, test.consts))
         (given, consts, carry), eqn_count = split, moment.eqn_count
         iteration = 0
@@ -175,7 +169,6 @@ class Run(Interpreter):
         return carry, eqn_count
 
     def switch(self, index, branches, cells, moment):
-        """Run the branch that is chosen."""
         return branches[int(np.asarray(index.value))](cells, moment)
 
     def _stack(self, rows: Sequence[Cell]) -> Cell:

@@ -82,7 +82,6 @@ class Shadow:
 
 
 def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
-    """Return the stretches of a jaxpr."""
     steps = plan.eqn_plans if plan else itertools.repeat(None)
     groups: list[tuple[list[tuple[Any, Any]], bool]] = []
     runs = itertools.groupby(
@@ -277,7 +276,8 @@ def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashab
     def operation(eqn: Any, eqn_plan: Any) -> Hashable:
         bodies = bodies_of(eqn)
         if bodies is None:
-            what = params(eqn), shadow.decides(eqn_plan)
+            params = tuple((key, _hashable(x)) for key, x in sorted(eqn.params.items()))
+            what = params, shadow.decides(eqn_plan)
         else:  # only these run
             plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(bodies)
             what = (
@@ -289,9 +289,6 @@ def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashab
             )
         names = map(name, (*eqn.invars, *shadow.also_reads(eqn_plan), *eqn.outvars))
         return eqn.primitive, eqn.ctx, what, *names
-
-    def params(eqn: Any) -> Hashable:
-        return tuple((key, _hashable(x)) for key, x in sorted(eqn.params.items()))
 
     ins = *map(name, jaxpr.constvars), *map(_constant, consts), *map(name, jaxpr.invars)
     steps = plan.eqn_plans if plan else itertools.repeat(None)
@@ -380,7 +377,6 @@ class _Recorder(Walker):
         return [_Tag(first + i, low) for i, low in enumerate(lows)]
 
     def _floating(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the slots of floating arrays, None for others."""
         return [
             self.slot(x) if x is not None and is_floating(jax.typeof(x)) else None
             for x in arrays

@@ -35,14 +35,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         return inner
     inner_update = inner.update
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        value: Any = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates, state, params=None, *, value=None, **extra):
         del value
         return inner_update(updates, state, params, **extra)
 
@@ -88,15 +81,14 @@ def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
     """
     if trees.first_difference(new, old) is not None:
         return new
-    return jax.tree.map(_with_dtype_of, new, old, is_leaf=_is_none)
+    return jax.tree.map(_with_dtype_of, new, old, is_leaf=lambda x: x is None)
 
 
 def check_structure(
     new: optax.OptState, old: optax.OptState, owner: str, reason: str
 ) -> None:
     """Raise if an update changed the structure of an inner state."""
-    names = "the new state", "the old one"
-    difference = trees.first_difference(new, old, names)
+    difference = trees.first_difference(new, old, ("the new state", "the old one"))
     if difference is not None:
         raise ValueError(
             f"The optimiser inside of {owner} changed the structure of its state: "
@@ -114,12 +106,7 @@ def _with_dtype_of(new: Any, old: Any) -> Any:
     return jnp.asarray(new).astype(old.dtype)
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
 def check_state(state: Any, kind: type, owner: str) -> None:
-    """Raise unless a state is that of its optimiser."""
     if not isinstance(state, kind):
         raise ValueError(
             f"Expected the state of {owner}.init(params), got {type(state).__name__}."
@@ -257,7 +244,9 @@ def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
 
 def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:
     """Map over the key paths and leaves of trees, with None as a leaf of the first."""
-    return jax.tree_util.tree_map_with_path(fun, tree, *rest, is_leaf=_is_none)
+    return jax.tree_util.tree_map_with_path(
+        fun, tree, *rest, is_leaf=lambda x: x is None
+    )
 
 
 def _dtypes_of(params: Any) -> dict[str, np.dtype]:

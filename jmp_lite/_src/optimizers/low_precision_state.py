@@ -189,12 +189,7 @@ def low_precision_state(
         first_key = jax.random.key(0) if key is None else jnp.copy(key)
         return LowPrecisionState(inner_state, first_key)
 
-    def update_fn(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates, state, params=None, **extra):
         base.check_state(state, LowPrecisionState, "low_precision_state(...)")
         at = _Shapes(updates if params is None else params)
         choice.check(state, at)
@@ -208,7 +203,12 @@ def low_precision_state(
 
         next_key, key = jax.random.split(state.key)
         seed = jax.random.bits(key, (2,))
-        new = _rounded_tree(state.inner_state, new, seed)
+        leaves, structure = jax.tree.flatten(state.inner_state, is_compressed)
+        stored = [
+            _rounded(x, y, rounding.leaf_seed(seed, i)) if is_compressed(x) else y
+            for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(new), strict=True))
+        ]
+        new = jax.tree.unflatten(structure, stored)
         applied = [x.last_finite for _, x in trees.find(new, ScaleAwareState)]
         if applied:  # if all of them skipped this step, it leaves the key unchanged
             applied = functools.reduce(jnp.logical_or, applied)
@@ -239,16 +239,6 @@ def decompress(array: LowPrecisionArray) -> jax.Array:
     return blocks.decode(array.values, array.scales)
 
 
-def _rounded_tree(old: Any, new: Any, seed: jax.Array) -> Any:
-    """Return a tree in the dtypes of the old one, stochastically rounded."""
-    leaves, structure = jax.tree.flatten(old, is_compressed)
-    stored = [
-        _rounded(x, y, rounding.leaf_seed(seed, i)) if is_compressed(x) else y
-        for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(new), strict=True))
-    ]
-    return jax.tree.unflatten(structure, stored)
-
-
 @jax.jit
 def _rounded(old: LowPrecisionArray, x: jax.Array, seed: jax.Array) -> Any:
     """Return `x` stochastically rounded; `old` in each block that did not change."""
@@ -260,7 +250,6 @@ def _rounded(old: LowPrecisionArray, x: jax.Array, seed: jax.Array) -> Any:
 
 
 def is_compressed(x: Any) -> bool:
-    """Return whether a leaf is stored in low precision."""
     return isinstance(x, LowPrecisionArray)
 
 
@@ -269,8 +258,6 @@ def is_compressed(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """The dtype of each leaf."""
-
     dtype: str  # of parameters that no rule matches
     rules: tuple[tuple[str, str | None], ...]  # a pattern, and a dtype or None
     min_size: int  # leaves with fewer elements are not compressed
@@ -360,8 +347,7 @@ def _parse_dtype(dtype: Any) -> str:
 
 
 def _parse_rules(rules: Any) -> tuple[tuple[str, str | None], ...]:
-    if rules is None:
-        return ()
+    rules = {} if rules is None else rules
     if not isinstance(rules, Mapping):
         raise TypeError(
             f"Expected a mapping of patterns to dtypes or None, got {rules!r}."

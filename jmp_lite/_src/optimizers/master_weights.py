@@ -131,12 +131,7 @@ def master_weights(
         # Inside of scale_aware, the parameters are float32 here: it does this again.
         return with_remainders(kind(inner_state, masters), base.stored_dtypes(params))
 
-    def update_fn(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates, state, params=None, **extra):
         old, half_dtypes = base.check_update(updates, state, params, kind, owner)
         in_remainders = kind is MasterRemaindersState
 
@@ -148,10 +143,6 @@ def master_weights(
             if in_remainders and trees.is_castable(p):
                 return _joined(path, p, stored, p.dtype if dtype is None else dtype)
             return stored if dtype is None else _master_of(p, stored, dtype)
-
-        def full_param(path, m, p):
-            # A parameter stored in float32 is its own master.
-            return p if half_dtype(path) is None else m
 
         def step(path, m, p, u):
             if u is None or not trees.is_castable(m):
@@ -175,7 +166,10 @@ def master_weights(
 
         _, stored = state
         masters = base.map_with_none(master, stored, params)
-        full_params = base.map_with_none(full_param, masters, params)
+        # A parameter stored in float32 is its own master.
+        full_params = base.map_with_none(
+            lambda path, m, p: p if half_dtype(path) is None else m, masters, params
+        )
         grads = trees.cast_at_least_float32(updates)
         steps, inner_state = inner.update(grads, old, full_params, **extra)
         inner_state = base.with_dtypes_of(inner_state, old)

@@ -81,17 +81,12 @@ def _total(params: Any, *args: Any, **kwargs: Any) -> jax.Array:
     return sum((jnp.sum(x) for x in floating), jnp.float32(0))
 
 
-def _itself(params: Any, *args: Any, **kwargs: Any) -> Any:
-    del args, kwargs
-    return params
-
-
 # What optax' transformations are given besides `value`: line searches, sophia, sam.
 _EXTRA: tuple[Callable[[Any], dict[str, Any]], ...] = (
     lambda grads: {},
     lambda grads: {"grad": grads, "value_fn": _total},
     lambda grads: {"obj_fn": _total},
-    lambda grads: {"grad_fn": _itself},
+    lambda grads: {"grad_fn": lambda params, *args, **kwargs: params},
 )
 
 

@@ -41,7 +41,8 @@ def round_stochastically(x: jax.Array, dtype: Any, noise: jax.Array) -> jax.Arra
         spacing = float(info.smallest_subnormal)
         scaled = bounded * (1 / spacing)
         low = jnp.floor(scaled)
-        up = _uniform(noise) < scaled - low
+        uniform = (noise >> 8).astype(jnp.float32) * 2.0**-24  # in [0, 1)
+        up = uniform < scaled - low
         subnormal = jnp.where(up, low + 1, low) * spacing
         rounded = jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
     return jnp.where(jnp.isfinite(x), rounded, x)
@@ -85,11 +86,6 @@ def _mix(x: Any, seed: Any) -> Any:
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D) ^ seed
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
-
-
-def _uniform(noise: jax.Array) -> jax.Array:
-    """Return f32 numbers in [0, 1) from their u32 noise."""
-    return (noise >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def update_between(old: jax.Array, new: jax.Array) -> jax.Array:

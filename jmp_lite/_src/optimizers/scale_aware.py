@@ -183,14 +183,7 @@ def scale_aware(
             consecutive_skips=jnp.zeros([], jnp.int32),
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *,
-        value: Any = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, ScaleAwareState]:
+    def update_fn(updates, state, params=None, *, value=None, **extra):
         _check_names(extra)
         base.check_state(state, ScaleAwareState, "scale_aware(...)")
         base.check_gradients(updates, params)
@@ -202,7 +195,12 @@ def scale_aware(
         if isinstance(value, NoLoss):
             value_finite, value = value.is_good_batch, None
         if value is not None:
-            _check_value(value)
+            if not trees.is_array(value) and not isinstance(value, bool | int | float):
+                raise TypeError(
+                    "Expected value to be the unscaled loss, a number, got "
+                    f"{value!r}. With has_aux=True, take it out of the pair: "
+                    "(loss, aux), grads = ..."
+                )
             value = trees.cast_at_least_float32(jnp.asarray(value))
             value_finite = trees.all_finite(value)
         finite = trees.all_finite(grads) & value_finite
@@ -286,14 +284,6 @@ def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
         return jnp.where(finite, x, jnp.asarray(replacement, x.dtype))
 
     return jax.tree.map(where, tree)
-
-
-def _check_value(value: Any) -> None:
-    if not trees.is_array(value) and not isinstance(value, bool | int | float):
-        raise TypeError(
-            f"Expected value to be the unscaled loss, a number, got {value!r}. With "
-            "has_aux=True, take it out of the pair: (loss, aux), grads = ..."
-        )
 
 
 def _check_names(extra: dict[str, Any]) -> None:

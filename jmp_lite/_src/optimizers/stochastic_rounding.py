@@ -1,7 +1,7 @@
 """Stochastic rounding: half-precision parameters without float32 masters."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,7 @@ def stochastic_rounding(
             jax.tree.map(base.strongly_typed, inner_state), jnp.copy(key)
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update_fn(updates, state, params=None, **extra):
         old, half_dtypes = base.check_update(
             updates, state, params, StochasticRoundingState, "stochastic_rounding(...)"
         )

@@ -136,7 +136,8 @@ class PolicyInterceptor:
         It is 0 if any product is in half, or if no module has a `dtype` of its own
         that keeps it out of half.
         """
-        if not self.kept_from_half or any(map(self._multiplies_in_half, self.modules)):
+        kept = module_policies.kept_from_half(self.resolved)
+        if not kept or any(map(self._multiplies_in_half, self.modules)):
             return 0  # the usual case, without another trace
         found = products.find(self.trace(fun, cast))
         operands = [v.aval.dtype for eqn in found for v in eqn.invars[:2]]
@@ -150,11 +151,6 @@ class PolicyInterceptor:
             for path, reasons in self._why_not_fp8.items()
             if self.resolved[path].is_fp8 and "" in reasons
         ]
-
-    @property
-    def kept_from_half(self) -> list[str]:
-        """Paths of the modules that their author's `dtype` keeps out of half."""
-        return module_policies.kept_from_half(self.resolved)
 
     def trace(self, fun: Callable[..., Any], cast: Any) -> Any:
         """Return the jaxpr of a call with these variables."""
@@ -212,7 +208,9 @@ class PolicyInterceptor:
         fields = {}
         if resolved.kept_dtype is None:
             is_layer = _is_flax_layer(type(module))
-            if is_layer or (resolved.own_dtype is not None and _has_field(module)):
+            # A property cannot be set.
+            has_field = "dtype" in getattr(type(module), "__dataclass_fields__", ())
+            if is_layer or (resolved.own_dtype is not None and has_field):
                 fields["dtype"] = policy.compute_dtype
             if not is_layer and (is_rule_start or path in self._cast_owners):
                 args, kwargs = policy.cast_to_compute((args, kwargs))
@@ -269,11 +267,6 @@ def _is_flax_layer(cls: type) -> bool:
         and "dtype" in getattr(base, "__dataclass_fields__", ())
         for base in cls.__mro__
     )
-
-
-def _has_field(module: nn.Module) -> bool:
-    """Return whether `dtype` is a field of a module: a property cannot be set."""
-    return "dtype" in getattr(type(module), "__dataclass_fields__", ())
 
 
 def _takes_fp8(module: nn.Module) -> bool:

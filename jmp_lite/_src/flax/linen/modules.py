@@ -146,7 +146,7 @@ class PolicyModule:
         if missed:
             text = no_half_message(
                 f"the {missed} matrix products of {type(self.module).__name__}",
-                run.kept_from_half,
+                module_policies.kept_from_half(run.resolved),
                 self.policies.policy.default,
                 "`model.clone(dtype=None)`, or in its config",
             )

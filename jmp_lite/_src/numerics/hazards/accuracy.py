@@ -73,16 +73,14 @@ def _is_sum_of_squares(op: Op) -> bool:
 
 
 def _reshaped_from(value: Value) -> Value:
-    while (op := value.maker) is not None and _is_reshape(op):
+    while (op := value.maker) is not None:
+        # Its results have the numbers of the operands, in the same order.
+        pairs = zip(op.ins, op.outs, strict=False)
+        is_whole = all(math.prod(x.shape) == math.prod(y.shape) for x, y in pairs)
+        if not is_whole or not (op.is_cast or op.facts & Fact.IN_ORDER):
+            break
         value = op.ins[op.outs.index(value)]
     return value
-
-
-def _is_reshape(op: Op) -> bool:
-    """Return whether results have the numbers of the operands, in the same order."""
-    pairs = list(zip(op.ins, op.outs, strict=False))
-    is_whole = all(math.prod(x.shape) == math.prod(y.shape) for x, y in pairs)
-    return is_whole and (op.is_cast or bool(op.facts & Fact.IN_ORDER))
 
 
 def _logarithms(program: LintedProgram) -> Hits:
@@ -135,8 +133,10 @@ def _is_total(value: Value) -> bool:
 
 def _long_sums(program: LintedProgram) -> Hits:
     for op in program.having(Fact.SUMS):
-        operand, count = op.ins[0], _summed(op)
-        if not operand.is_half or _was_bool(operand):
+        operand, count, maker = op.ins[0], _summed(op), origin(op.ins[0]).maker
+        # The gradient of a maximum sums a mask.
+        was_bool = maker is not None and maker.is_cast and maker.ins[0].dtype == bool
+        if not operand.is_half or was_bool:
             continue
         if count > exact_integers(operand.dtype):
             of = " of a gradient" if op.is_backward else ""
@@ -150,12 +150,6 @@ def _summed(op: Op) -> int:
         return math.prod(params["window_dimensions"])
     axes = params.get("axes", (params["axis"],) if "axis" in params else ())
     return math.prod(shape[i] for i in axes if isinstance(i, int))
-
-
-def _was_bool(value: Value) -> bool:
-    """Return whether a value is a mask, such as the gradient of a maximum sums."""
-    maker = origin(value).maker
-    return maker is not None and maker.is_cast and maker.ins[0].dtype == bool
 
 
 RULES = (

@@ -33,17 +33,15 @@ _NEXT_TO_ONE = "Compute it in float32, or use the distance from 1 instead."
 def _overflowing_casts(program: LintedProgram) -> Hits:
     for op in program.casts_to_half():
         known, dtype = program.ranges.of(op.ins[0]), op.outs[0].dtype
-        if known is None or known.is_position or not _is_used_as_number(op.outs[0]):
+        if known is None or known.is_position:
+            continue
+        # A limit (`x < 1e9`, `min(x, 1e9)`) may become infinite.
+        limits, found = Fact.LIMITS | Fact.COMPARES, readers(op.outs[0])
+        if all(reader is not None and reader.facts & limits for reader, _ in found):
             continue
         for x in sorted({known.low, known.high}):
             if math.isfinite(x) and not math.isfinite(rounded(x, dtype)):
                 yield op, f"{x:.4g} becomes {rounded(x, dtype):g} in {dtype}"
-
-
-def _is_used_as_number(value: Value) -> bool:
-    """Return whether a value is more than a limit (`x < 1e9`, `min(x, 1e9)`)."""
-    limits = Fact.LIMITS | Fact.COMPARES
-    return any(op is None or not op.facts & limits for op, _ in readers(value))
 
 
 def _infinite_factors(program: LintedProgram) -> Hits:
@@ -132,10 +130,13 @@ def _rounded_to_one(program: LintedProgram) -> Hits:
 
 
 def _vanished_limits(program: LintedProgram) -> Hits:
+    def cast(op: Op, value: Value) -> list[Value]:
+        return op.outs if op.is_cast else moved(op, value)
+
     for op in program.having(Fact.LIMITS):
         if not op.outs[0].is_half or not any(map(_is_one, op.ins)):
             continue
-        if any(_needs_distance(*reader) for reader in readers(op.outs[0], _cast)):
+        if any(_needs_distance(*reader) for reader in readers(op.outs[0], cast)):
             yield op, f"{op.name} with 1 in {op.outs[0].dtype}, before 1 - x divides"
 
 
@@ -152,10 +153,6 @@ def _needs_distance(op: Op | None, value: Value) -> bool:
         return any(reader and reader.facts & Fact.NEAR_ONE for reader, _ in found)
     is_distance = op.ins[1] is value and _is_one(op.ins[0])
     return is_distance and any(_needs_guard(*reader) for reader in found)
-
-
-def _cast(op: Op, value: Value) -> list[Value]:
-    return op.outs if op.is_cast else moved(op, value)
 
 
 def _averages_of_one(program: LintedProgram) -> Hits:

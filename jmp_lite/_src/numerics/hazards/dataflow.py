@@ -30,8 +30,6 @@ MOVE, JOIN = "move", "join"
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """An operand or result."""
-
     dtype: Any  # None if it has none
     shape: tuple[int, ...]
     known: Any = None  # its number or array if it is a constant
@@ -42,14 +40,11 @@ class Value:
 
     @property
     def is_half(self) -> bool:
-        """Whether it is float16 or bfloat16."""
         return dtypes.is_half(self.dtype)
 
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """One operation of a program."""
-
     name: str  # that of its primitive, or `MOVE`, or `JOIN`
     eqn: Any
     ins: list[Value]
@@ -62,17 +57,14 @@ class Op:
 
     @property
     def layer(self) -> str:
-        """Its name-scope path."""
         return name_scopes.without_marks(self.path)
 
     @property
     def is_cast(self) -> bool:
-        """Whether it changes the dtype."""
         return self.name == primitives.CAST
 
     @functools.cached_property
     def facts(self) -> Fact:
-        """What is known of its primitive."""
         return primitives.facts(self.name)
 
     @functools.cached_property

@@ -39,7 +39,6 @@ class Range:
 
     @property
     def bound(self) -> float:
-        """The largest magnitude."""
         return max(abs(self.low), abs(self.high))
 
 
@@ -78,7 +77,6 @@ def scalar(value: Value, through_casts: bool = True) -> float | None:
 
 
 def rounded(x: float, dtype: Any) -> float:
-    """Return a number, rounded to a dtype."""
     with np.errstate(over="ignore", under="ignore"):
         return float(np.asarray(x).astype(dtype))
 
@@ -122,7 +120,6 @@ def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
 
 
 def _running(summed: Value, axis: int, known: Range | None) -> Range | None:
-    """Return the range of a cumulative sum."""
     length = summed.shape[axis]
     if known is None:
         # A cumulative sum of integers usually counts a mask.

@@ -26,8 +26,6 @@ IN_F32 = "Compute it in float32: x.astype(jnp.float32) before, or jmp_lite.autoc
 
 @dataclasses.dataclass(frozen=True)
 class LintedProgram:
-    """A program to check."""
-
     ops: Sequence[Op]
     ranges: Ranges
     scalings: Scalings
@@ -70,8 +68,6 @@ class LintedProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One kind of hazard."""
-
     name: str  # several rules may share one
     severity: Severity
     find: Callable[[LintedProgram], Hits]

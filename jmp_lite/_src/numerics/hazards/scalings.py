@@ -29,8 +29,6 @@ Powers = frozenset[tuple[float, ...]]
 
 
 class Scaling(NamedTuple):
-    """What is known of a value."""
-
     # The powers of each loss scale that its terms have; empty if any fit, as for
     # constants and inputs; None if they are not known.
     powers: Powers | None = frozenset()
@@ -62,7 +60,6 @@ class Scalings:
         self._of = {}
 
     def of(self, value: Value) -> Scaling:
-        """Return what is known of a value."""
         return self._of.get(id(value), _UNSCALED)
 
     def power_of_unscaled(self, op: Op) -> float | None:
