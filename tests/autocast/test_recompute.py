@@ -340,6 +340,31 @@ def test_save_products_keeps_statistics_and_no_activation():
     assert sums(grad) == sums(plain) < sums(again)
 
 
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("in_scan", [False, True])
+def test_save_products_keeps_probabilities_and_no_logits(half, in_scan):
+    """The product behind a softmax reads its probabilities, and its gradient no logits."""
+
+    def attention(w, x):
+        return x + jax.nn.softmax((x @ w) @ x.T / 8) @ x
+
+    block = jax.checkpoint(attention, policy=memory.save_products)
+
+    def fun(w, x):
+        if in_scan:
+            return jax.lax.scan(lambda x, w: (block(w, x), None), x, w)[0]
+        return block(w[0], x)
+
+    w, x = jnp.ones((1, N, N)) / N, jax.random.normal(jax.random.key(0), (24, N))
+    rows = memory.saved(autocast(fun, f"mixed_{half}"))(w, x).rows
+    scores = [row.dtype for row in rows if row.shape[-2:] == (24, 24)]
+    assert scores == [half]
+    grad = jax.grad(functools.partial(_loss, autocast(fun, f"mixed_{half}")))
+    assert _primitives(grad, w, x).count("exp") == 1
+    plain = memory.saved(fun)(w, x).rows
+    assert sum(row.shape[-2:] == (24, 24) for row in plain) == 1
+
+
 def test_save_products_works_in_a_scan_over_layers():
     w, gain, x = _arguments()
 

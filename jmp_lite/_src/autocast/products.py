@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes, fp8
@@ -462,6 +463,9 @@ def _softmax(logits, axes, dtype, may_repeat):
 def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
     (logits,), (logits_dot,) = primals, tangents
     probabilities = _softmax(logits, axes, dtype, may_repeat)
+    # A policy that saves the result of `_softmax` makes this of it again. The checkpoint
+    # below would have its operand saved a second time.
+    probabilities = checkpoint_name(probabilities, "probabilities")
 
     def tangent(probabilities, dlogits):
         p, dz = (x.astype(jnp.float32) for x in (probabilities, dlogits))

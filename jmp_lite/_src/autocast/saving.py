@@ -15,8 +15,8 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Save the results of matrix products and sums; compute the rest again.
 
     A policy for `jax.checkpoint` and `nn.remat`, for one layer or a whole function. No
-    product is computed twice, and no activation is kept. Under `autocast`, results of
-    products are kept in half where it has them in half.
+    product is computed twice, and no activation is kept; of a softmax, its result in
+    place of the logits. Under `autocast`, what is kept is in half where it has it so.
 
     Args:
       primitive: the primitive of an operation, as `jax.checkpoint` passes it.
@@ -42,12 +42,14 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     References:
       `jax.checkpoint_policies.dots_saveable`, which computes sums again.
     """
-    # `autocast` wraps a product whose result is float32 in such a call.
-    is_call = primitive.name == "custom_jvp_call"
-    inner = compat.open_jaxpr(params["call_jaxpr"]).eqns if is_call else ()
-    if facts(primitive.name) & Fact.PRODUCT or any(map(products.count, inner)):
-        return True
-    return saves_totals(primitive, *avals, **params)
+    if primitive.name == "custom_jvp_call":
+        # A softmax, or a product whose result is float32, which `autocast` wraps so.
+        inner = compat.open_jaxpr(params["call_jaxpr"])
+        return any(map(products.count, inner.eqns)) or bool(
+            products.find_softmaxes(inner)
+        )
+    is_product = bool(facts(primitive.name) & Fact.PRODUCT)
+    return is_product or saves_totals(primitive, *avals, **params)
 
 
 def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
