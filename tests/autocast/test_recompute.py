@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import jaxprs
 import numpy as np
+import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
@@ -343,7 +344,7 @@ def test_save_products_keeps_statistics_and_no_activation():
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("in_scan", [False, True])
 def test_save_products_keeps_probabilities_and_no_logits(half, in_scan):
-    """The product behind a softmax reads its probabilities, and its gradient no logits."""
+    """The product behind it reads them, and its gradient no logits."""
 
     def attention(w, x):
         return x + jax.nn.softmax((x @ w) @ x.T / 8) @ x
@@ -363,6 +364,24 @@ def test_save_products_keeps_probabilities_and_no_logits(half, in_scan):
     assert _primitives(grad, w, x).count("exp") == 1
     plain = memory.saved(fun)(w, x).rows
     assert sum(row.shape[-2:] == (24, 24) for row in plain) == 1
+
+
+def test_a_loop_over_chunks_of_a_loss_keeps_half_logits_and_no_mask():
+    """The lookup of the labels is linear: its gradient needs the labels alone."""
+
+    def loss(w, x, labels):
+        def chunk(total, of_chunk):
+            x, labels = of_chunk
+            logits = x @ w
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return total + losses.sum(), None
+
+        return jax.lax.scan(chunk, jnp.float32(0), (x, labels))[0]
+
+    w, x, labels = jnp.ones((8, 100)), jnp.ones((3, 16, 8)), jnp.zeros((3, 16), int)
+    rows = memory.saved(autocast(loss, "mixed_bfloat16"))(w, x, labels).rows
+    logits = [(row.dtype, row.shape) for row in rows if row.shape[-2:] == (16, 100)]
+    assert logits == [("bfloat16", (3, 16, 100))]
 
 
 def test_save_products_works_in_a_scan_over_layers():

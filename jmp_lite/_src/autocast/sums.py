@@ -288,10 +288,15 @@ def _one_along_an_axis(eqn: Eqn, in_f32: jax.Array, indices: jax.Array) -> jax.A
     transpose of the gather would write a float32 array of the size of the operand.
     """
     (axis,) = eqn.params["dimension_numbers"].start_index_map
-    place = lax.broadcasted_iota(indices.dtype, in_f32.shape, axis)
-    is_there = place == lax.squeeze(indices, (indices.ndim - 1,))
-    chosen = lax.select(is_there, in_f32, lax.full_like(in_f32, 0))
-    return jnp.sum(chosen, axis).reshape(eqn.outvars[0].aval.shape)
+
+    def total(in_f32, indices):
+        place = lax.broadcasted_iota(indices.dtype, in_f32.shape, axis)
+        is_there = place == lax.squeeze(indices, (indices.ndim - 1,))
+        chosen = lax.select(is_there, in_f32, lax.full_like(in_f32, 0))
+        return jnp.sum(chosen, axis).reshape(eqn.outvars[0].aval.shape)
+
+    # A loop would keep the mask.
+    return jax.checkpoint(total, prevent_cse=False)(in_f32, indices)
 
 
 @functools.partial(jax.jit, static_argnums=1)
