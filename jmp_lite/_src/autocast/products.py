@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes, fp8
@@ -461,6 +460,8 @@ def _softmax(logits, axes, dtype, may_repeat):
 
 @_softmax.defjvp
 def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
+    from jax.ad_checkpoint import checkpoint_name  # not loaded by `import jax`
+
     (logits,), (logits_dot,) = primals, tangents
     probabilities = _softmax(logits, axes, dtype, may_repeat)
     # A policy that saves the result of `_softmax` makes this of it again. The checkpoint
