@@ -34,7 +34,7 @@ from jmp_lite._src.autocast.precision import (
     EqnPlan,
     has_range_of_f32,
 )
-from jmp_lite._src.autocast.saving import is_reduction, saves_totals
+from jmp_lite._src.autocast.saving import is_reduction, saves_sums, saves_totals
 from jmp_lite._src.autocast.waiting import Called, Waiting
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
@@ -65,6 +65,7 @@ class Work(NamedTuple):
     is_exponential: bool = False
     divides: int = 0  # the largest divisor, or operand of a root or a logarithm
     loses_digits: int = 0  # that of other functions that need float32
+    compares: bool = False  # with what is to be equal, if it is computed again
     called: Called | None = None  # of a call
 
     @property
@@ -114,7 +115,7 @@ class Clusters:
         if not is_forward or plan.around is Around.RECOMPUTATION:
             return plan
         pairs = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))
-        works = list(itertools.starmap(self._work, pairs))
+        works = self._works_of(plan)
         search = _Search(plan, works, self._has_range)
         if self._has_range and search.waiting.values:
             # An activation of what waits gains nothing over its result in bfloat16.
@@ -141,7 +142,14 @@ class Clusters:
             plan, eqn_plans=tuple(eqn_plans), steps=tuple(step for *_, step in steps)
         )
 
-    def _work(self, eqn: Eqn, plan: EqnPlan) -> Work | None:
+    def _works_of(self, plan: CastPlan) -> list[Work | None]:
+        differentiated = sums.find_differentiated(plan.jaxpr)
+        return [
+            self._work(eqn, of_eqn, differentiated)
+            for eqn, of_eqn in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
+        ]
+
+    def _work(self, eqn: Eqn, plan: EqnPlan, differentiated: Set[Var]) -> Work | None:
         """Return what an equation does, None if it may not be in a cluster."""
         if plan.softmax is not None or eqn.effects or not eqn.outvars:
             return None
@@ -165,12 +173,12 @@ class Clusters:
             is_exponential=bool(facts(name) & Fact.EXPONENTIAL),
             divides=_divides(eqn),
             loses_digits=size if _loses_digits(name) else 0,
+            compares=_compares(eqn, differentiated),
         )
 
     def _work_of_body(self, plan: CastPlan) -> Work | None:
         if plan not in self._works:
-            pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
-            works = list(itertools.starmap(self._work, pairs))
+            works = self._works_of(plan)
             called = Called(plan.jaxpr, works)
             known = None if None in works else _together(filter(None, works), called)
             self._works[plan] = known
@@ -387,6 +395,7 @@ class _Search:
             outs=tuple(outs),
             half_out=tuple(half_out),
             rounded_backward=tuple(self._stored_backward(indices, size)),
+            compares=work.compares,
         )
 
     def _moves_before(self, eqns: Sequence[Eqn], inside: set[int]) -> list[int]:
@@ -457,7 +466,8 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
     if not compat.is_tracing():
         return compute(operands)[0]
     # XLA does not see through the residuals of a loop.
-    options = {"prevent_cse": plan.around is not Around.LOOP, "policy": saves_totals}
+    policy = saves_sums if cluster.compares else saves_totals
+    options = {"prevent_cse": plan.around is not Around.LOOP, "policy": policy}
     if not cluster.waiting:
         outputs = jax.checkpoint(lambda operands: compute(operands)[0], **options)
         return outputs(operands)
@@ -488,7 +498,7 @@ def _compute(
     Totals that are known are differentiated, and not computed again.
     """
     known = {
-        v: lax.convert_element_type(x, F32) if half else x
+        v: sums.read(x) if half else x
         for v, half, x in zip(cluster.ins, cluster.half_in, operands, strict=True)
     }
     # What may be out of the range of half; masks that are added to it as well.
@@ -554,6 +564,18 @@ def _is_transcendental(name: str) -> bool:
 @functools.cache
 def _chooses(name: str) -> bool:
     return bool(facts(name) & (Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES))
+
+
+def _compares(eqn: Eqn, differentiated: Set[Var]) -> bool:
+    """Return whether it matters if two numbers are equal to the last bit.
+
+    The gradient of a largest number is that of what equals it.
+    """
+    known = facts(eqn.primitive.name)
+    if known & Fact.COMPARES:
+        return all(core.is_float(v) and not compat.is_literal(v) for v in eqn.invars)
+    is_chosen = known & Fact.CHOOSES and is_reduction(eqn.primitive.name, eqn.params)
+    return bool(is_chosen) and not differentiated.isdisjoint(eqn.outvars)
 
 
 def _divides(eqn: Eqn) -> int:

@@ -49,7 +49,7 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
             products.find_softmaxes(inner)
         )
     is_product = bool(facts(primitive.name) & Fact.PRODUCT)
-    return is_product or saves_totals(primitive, *avals, **params)
+    return is_product or saves_sums(primitive, *avals, **params)
 
 
 def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -57,6 +57,15 @@ def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
     if not is_reduction(primitive.name, params):
         return False
     return math.prod(avals[0].shape[i] for i in params["axes"]) >= _FEW
+
+
+def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether the result is a statistic, and a sum: not a largest number.
+
+    That is looked for among the numbers that are computed again, and must equal one.
+    """
+    is_chosen = facts(primitive.name) & Fact.CHOOSES
+    return not is_chosen and saves_totals(primitive, *avals, **params)
 
 
 def is_reduction(name: str, params: Any) -> bool:

@@ -31,7 +31,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import (
     Eqn,
@@ -317,6 +317,16 @@ def stored(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(lax.convert_element_type(x, dtype))
 
 
+def read(x: jax.Array) -> jax.Array:
+    """Cast half to float32, and round: XLA would leave out a cast to half and this one.
+
+    It does so where it makes what is stored, and not where that is read again.
+    """
+    in_f32 = lax.convert_element_type(x, jnp.float32)
+    rounded = dtypes.round_to(lax.stop_gradient(in_f32), x.dtype)
+    return differentiate_as(rounded, in_f32)
+
+
 def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:
     """Return float32 numbers, whose gradient is rounded to half where it is stored."""
     expression = lax.convert_element_type(stored(x, dtype), x.dtype)
@@ -395,7 +405,7 @@ def find_reads(
     `half_in` says of the operands of each equation which float32 ones are read in half.
     Equations `in_clusters`, by index, run as parts of these, which read `of_clusters`.
     """
-    differentiated = _differentiated(jaxpr)
+    differentiated = find_differentiated(jaxpr)
     by_eqn, reads, reads_in_f32 = {}, collections.Counter(of_clusters), set()
     inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
     for index, (eqn, cast_in) in enumerate(zip(jaxpr.eqns, half_in, strict=True)):
@@ -422,7 +432,7 @@ def _floats(operands: Iterable[Any]) -> Iterable[Any]:
     return filter(is_float, variables(operands))
 
 
-def _differentiated(jaxpr: Jaxpr) -> frozenset[Any]:
+def find_differentiated(jaxpr: Jaxpr) -> frozenset[Any]:
     """Return the variables between float inputs and float outputs."""
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
     of_inputs = set(_floats([*jaxpr.constvars, *jaxpr.invars]))
