@@ -198,3 +198,18 @@ def slow_fp8_reason(device: Any = None) -> str | None:
     if capability < (8, 9):
         return _too_old(kind, capability, "fp8 is fast from 8.9")
     return None
+
+
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round f32 numbers to the nearest of bf16 or f16, ties to even; they stay f32.
+
+    XLA may remove a cast to half and back, because it allows excess precision.
+    """
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+    if dtype != jnp.float16:
+        return rounded
+    # reduce_precision flushes the subnormals of f16. They are evenly spaced.
+    spacing = float(info.smallest_subnormal)
+    subnormal = jnp.round(x * (1 / spacing)) * spacing
+    return jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)

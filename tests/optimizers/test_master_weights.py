@@ -22,6 +22,7 @@ from jmp_lite import (
     master_weights,
     scale_aware,
 )
+from jmp_lite._src import dtypes
 from jmp_lite._src.optimizers import rounding
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
@@ -231,7 +232,7 @@ def test_rounding_is_that_of_a_cast_to_the_bit(dtype, jit):
     # The CPU takes float32's own subnormals for 0.
     x = x[~np.isnan(x) & ((np.abs(x) > 1.2e-38) | (x == 0))]
 
-    fun = jax.jit(rounding.round_to, static_argnums=1) if jit else rounding.round_to
+    fun = jax.jit(dtypes.round_to, static_argnums=1) if jit else dtypes.round_to
     rounded = np.asarray(fun(jnp.asarray(x), dtype))
 
     with np.errstate(over="ignore"):

@@ -298,7 +298,7 @@ class Cluster(NamedTuple):
     outs: tuple[Var, ...]  # what others read of them
     half_out: tuple[bool, ...]
     rounded_backward: tuple[Var, ...]  # whose gradients are stored, and so rounded
-    compares: bool  # whether two of its numbers may have to be equal to the last bit
+    compares: bool  # whether numbers of it must be equal to the last bit
 
     @property
     def waiting(self) -> tuple[Var, ...]:

@@ -464,8 +464,8 @@ def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
 
     (logits,), (logits_dot,) = primals, tangents
     probabilities = _softmax(logits, axes, dtype, may_repeat)
-    # A policy that saves the result of `_softmax` makes this of it again. Without it,
-    # the checkpoint below would have its operand saved a second time.
+    # A policy that saves what `_softmax` returns computes this copy again. Without it,
+    # the operand of the checkpoint below would be saved as well: the same numbers.
     probabilities = checkpoint_name(probabilities, "probabilities")
 
     def tangent(probabilities, dlogits):

@@ -34,7 +34,12 @@ from jmp_lite._src.autocast.precision import (
     EqnPlan,
     has_range_of_f32,
 )
-from jmp_lite._src.autocast.saving import is_reduction, saves_sums, saves_totals
+from jmp_lite._src.autocast.saving import (
+    compares,
+    is_reduction,
+    saves_sums,
+    saves_totals,
+)
 from jmp_lite._src.autocast.waiting import Called, Waiting
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
@@ -65,7 +70,7 @@ class Work(NamedTuple):
     is_exponential: bool = False
     divides: int = 0  # the largest divisor, or operand of a root or a logarithm
     loses_digits: int = 0  # that of other functions that need float32
-    compares: bool = False  # with what is to be equal, if it is computed again
+    compares: bool = False  # what must be equal to the last bit: see `saving.compares`
     called: Called | None = None  # of a call
 
     @property
@@ -173,7 +178,7 @@ class Clusters:
             is_exponential=bool(facts(name) & Fact.EXPONENTIAL),
             divides=_divides(eqn),
             loses_digits=size if _loses_digits(name) else 0,
-            compares=_compares(eqn, differentiated),
+            compares=compares(eqn, differentiated),
         )
 
     def _work_of_body(self, plan: CastPlan) -> Work | None:
@@ -498,7 +503,7 @@ def _compute(
     Totals that are known are differentiated, and not computed again.
     """
     known = {
-        v: sums.read(x) if half else x
+        v: sums.read_stored(x) if half else x
         for v, half, x in zip(cluster.ins, cluster.half_in, operands, strict=True)
     }
     # What may be out of the range of half; masks that are added to it as well.
@@ -564,18 +569,6 @@ def _is_transcendental(name: str) -> bool:
 @functools.cache
 def _chooses(name: str) -> bool:
     return bool(facts(name) & (Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES))
-
-
-def _compares(eqn: Eqn, differentiated: Set[Var]) -> bool:
-    """Return whether it matters if two numbers are equal to the last bit.
-
-    The gradient of a largest number is that of what equals it.
-    """
-    known = facts(eqn.primitive.name)
-    if known & Fact.COMPARES:
-        return all(core.is_float(v) and not compat.is_literal(v) for v in eqn.invars)
-    is_chosen = known & Fact.CHOOSES and is_reduction(eqn.primitive.name, eqn.params)
-    return bool(is_chosen) and not differentiated.isdisjoint(eqn.outvars)
 
 
 def _divides(eqn: Eqn) -> int:

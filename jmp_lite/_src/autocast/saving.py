@@ -1,10 +1,13 @@
-"""Policies for `jax.checkpoint`: it saves products, or the totals of sums."""
+"""Policies for `jax.checkpoint`: what is saved, and what must be computed again."""
 
 import math
+from collections.abc import Set
 from typing import Any
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import products
+from jmp_lite._src.jaxprs import core
+from jmp_lite._src.jaxprs.core import Eqn, Var
 from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 # The total of fewer terms is computed again.
@@ -12,11 +15,11 @@ _FEW = 8
 
 
 def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Save the results of matrix products and sums; compute the rest again.
+    """Save the results of products, sums and softmax; compute the rest again.
 
     A policy for `jax.checkpoint` and `nn.remat`, for one layer or a whole function. No
-    product is computed twice, and no activation is kept; of a softmax, its result in
-    place of the logits. Under `autocast`, what is kept is in half where it has it so.
+    product is computed twice, and no activation is kept. The result of a softmax takes
+    the place of its logits. Under `autocast`, what it has in half is kept in half.
 
     Args:
       primitive: the primitive of an operation, as `jax.checkpoint` passes it.
@@ -45,9 +48,8 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     if primitive.name == "custom_jvp_call":
         # A softmax, or a product whose result is float32, which `autocast` wraps so.
         inner = compat.open_jaxpr(params["call_jaxpr"])
-        return any(map(products.count, inner.eqns)) or bool(
-            products.find_softmaxes(inner)
-        )
+        has_softmax = bool(products.find_softmaxes(inner))
+        return has_softmax or any(map(products.count, inner.eqns))
     is_product = bool(facts(primitive.name) & Fact.PRODUCT)
     return is_product or saves_sums(primitive, *avals, **params)
 
@@ -60,12 +62,22 @@ def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether the result is a statistic, and a sum: not a largest number.
+    """Return whether the result is a statistic that is a sum, not a largest number.
 
-    That is looked for among the numbers that are computed again, and must equal one.
+    The gradient of a largest number goes to what equals it. Computed again in another
+    kernel, nothing need equal the one that was saved.
     """
     is_chosen = facts(primitive.name) & Fact.CHOOSES
     return not is_chosen and saves_totals(primitive, *avals, **params)
+
+
+def compares(eqn: Eqn, differentiated: Set[Var]) -> bool:
+    """Return whether numbers must be equal to the last bit: then `saves_sums`."""
+    known = facts(eqn.primitive.name)
+    if known & Fact.COMPARES:
+        return all(core.is_float(v) and not compat.is_literal(v) for v in eqn.invars)
+    is_chosen = known & Fact.CHOOSES and is_reduction(eqn.primitive.name, eqn.params)
+    return bool(is_chosen) and not differentiated.isdisjoint(eqn.outvars)
 
 
 def is_reduction(name: str, params: Any) -> bool:

@@ -31,7 +31,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import (
     Eqn,
@@ -317,17 +317,17 @@ def stored(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(lax.convert_element_type(x, dtype))
 
 
-def read(x: jax.Array) -> jax.Array:
-    """Cast half to float32, and round: XLA would leave out a cast to half and this one.
+def read_stored(x: jax.Array) -> jax.Array:
+    """Cast stored half to float32, and round bfloat16.
 
-    It does so where it makes what is stored, and not where that is read again. In
-    float16, `reduce_precision` takes subnormals for 0, and a rounding that does not
-    costs more than the digits that differ.
+    XLA leaves out a cast to half and this one where it makes what is stored, and not
+    where it reads that again: the two would differ. In float16, what rounds subnormals,
+    too, costs a few percent of a step's bytes.
     """
     in_f32 = lax.convert_element_type(x, jnp.float32)
     if x.dtype != jnp.bfloat16:
         return in_f32
-    rounded = lax.reduce_precision(lax.stop_gradient(in_f32), 8, 7)
+    rounded = dtypes.round_to(lax.stop_gradient(in_f32), x.dtype)
     return differentiate_as(rounded, in_f32)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_lite._src import compat, trees
+from jmp_lite._src import compat, dtypes, trees
 from jmp_lite._src.optimizers import base, remainder, rounding
 
 
@@ -186,13 +186,13 @@ def _master_of(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return the master of a parameter: the parameter where it is not `m` rounded."""
     p = p.astype(m.dtype)
     # NaN is no rounding: a NaN parameter stays one, a NaN master ends with it.
-    return jnp.where(p == rounding.round_to(m, dtype), m, p)
+    return jnp.where(p == dtypes.round_to(m, dtype), m, p)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
 def _update(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
     """Return the update from `p` to `m` rounded to `dtype`, f32."""
-    return rounding.update_between(p.astype(m.dtype), rounding.round_to(m, dtype))
+    return rounding.update_between(p.astype(m.dtype), dtypes.round_to(m, dtype))
 
 
 # Remainders.

@@ -1,25 +1,10 @@
-"""Rounding float32 numbers to half precision: to nearest, and stochastically."""
+"""Rounding to half precision stochastically, and updates between half numbers."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-
-def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round f32 numbers to the nearest of bf16 or f16, ties to even; they stay f32.
-
-    XLA may remove a cast to half and back, because it allows excess precision.
-    """
-    info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
-    if dtype != jnp.float16:
-        return rounded
-    # reduce_precision flushes the subnormals of f16. They are evenly spaced.
-    spacing = float(info.smallest_subnormal)
-    subnormal = jnp.round(x * (1 / spacing)) * spacing
-    return jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
 
 
 def round_stochastically(x: jax.Array, dtype: Any, noise: jax.Array) -> jax.Array:
