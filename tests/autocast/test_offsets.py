@@ -103,6 +103,23 @@ def likelihood(w, v):
     return jnp.mean((((FAR - 5000) - X @ w) / sigma) ** 2 / 2 + jnp.log(sigma))
 
 
+def pairs(w):
+    better, worse = X @ w + 300, X[::-1] @ w + 300
+    return -jnp.mean(jax.nn.log_sigmoid(better - worse))
+
+
+def sides(v):
+    centre, size = X @ W + 512, X @ v + 4
+    low, high = centre - size / 2, centre + size / 2
+    return jnp.mean((high - low)[:, ::2] * (high - low)[:, 1::2])
+
+
+def variance_of_two(w, v):
+    a, b = X @ w, X @ v
+    mean = (a + b) / 2
+    return jnp.mean((a**2 + b**2) / 2 - mean**2)
+
+
 # Name -> a loss, and its arguments.
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "boxes": (boxes, (W4, ANCHOR)),
@@ -158,6 +175,21 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (W,),
     ),
     "kl_divergence": (kl_divergence, (W, W[::-1].copy())),
+    "kl_divergence_near_0": (
+        lambda w, v: kl_divergence(w, v) * 1e3,
+        (W / 10, W[::-1] / 10),
+    ),
+    "pairs": (pairs, (W,)),
+    "difference": (
+        lambda w, v: jnp.mean(((X @ w + 300) - (X @ v + 300)) ** 2),
+        (W, W[::-1].copy()),
+    ),
+    "temporal_difference": (
+        lambda w: jnp.mean((X @ w + 100 - 0.99 * (X[::-1] @ w + 100) - WEIGHTS) ** 2),
+        (W,),
+    ),
+    "sides": (sides, (W[::-1].copy(),)),
+    "variance_of_two": (variance_of_two, (W, W + W[::-1] / 4)),
     "survival": (survival, (W,)),
     "likelihood": (likelihood, (W, W[::-1].copy())),
     "angles": (lambda w: jnp.mean(jnp.sin(3 * (X @ w + 10)) * WEIGHTS), (W,)),
@@ -245,19 +277,47 @@ def test_a_half_value_is_rounded_in_all_reads_or_in_none(half):
         assert error(jax.jit(grad)(W), expected) < 0.01
 
 
-@pytest.mark.parametrize("half", ["bf16", "f16 half results"])
-def test_a_sum_of_two_arrays_is_stored_in_half(half):
-    # Of a residual stream in float32, twice the memory would be kept.
-    def stream(w, u, b):
-        x = X @ w
-        for _ in range(3):
-            x = x + (jnp.tanh(x @ u) @ u + b)
-        return jnp.mean((x - jnp.mean(x, 1, keepdims=True)) ** 2)
+def _residual_stream(first):
+    def centred(x):
+        return x - jnp.mean(x, 1, keepdims=True)
 
-    jaxpr = jaxprs.trace(low(stream, half), W, W[:OUT], BIASES)
-    adds = jaxprs.equations(jaxpr, "add")
+    def stream(w, u, b, kernel):
+        x = first(w, b, kernel)
+        for _ in range(3):
+            x = x + (jnp.tanh(centred(x) @ u) @ u + b)
+        return jnp.mean(centred(x) ** 2)
+
+    return stream
+
+
+def _convolved(w, b, kernel):
+    axes = ("NWC", "WIO", "NWC")
+    x = lax.conv_general_dilated(X[None], kernel, (1,), "SAME", dimension_numbers=axes)
+    return (x + b + (X @ w + b)[None])[0]
+
+
+ROWS_OF_W = np.arange(ROWS) % IN
+# Name -> the first sum of a stream, and which additions of all have half results; None:
+# in bfloat16 alone, where cuDNN adds the bias of a convolution.
+STREAMS: dict[str, tuple[Callable[..., Any], list[bool | None]]] = {
+    "product": (lambda w, b, k: X @ w, [False, True] * 3),
+    "looked up": (lambda w, b, k: w[ROWS_OF_W] + X @ w, [True] + [False, True] * 3),
+    "convolution": (_convolved, [None, False, True] + [False, True] * 3),
+    "biased": (lambda w, b, k: X @ w + b, [False, False, False] + [False, True] * 2),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("half", ["bf16", "f16 half results"])
+def test_a_sum_of_two_arrays_is_stored_in_half(half, name):
+    # Of a residual stream in float32, twice the memory would be kept.
+    first, expected = STREAMS[name]
+    is_half = [half == "bf16" if x is None else x for x in expected]
+    args = W, W[:OUT], BIASES, np.ones((3, IN, OUT), np.float32)
+    jaxpr = jaxprs.trace(low(_residual_stream(first), half), *args)
+    dtypes = [e.outvars[0].aval.dtype for e in jaxprs.equations(jaxpr, "add")]
     dtype = DTYPES[half[:4].strip()]
-    assert [e.outvars[0].aval.dtype == dtype for e in adds] == [False, True] * 3
+    assert [d == dtype for d in dtypes if jnp.issubdtype(d, jnp.floating)] == is_half
 
 
 # What half cannot hold.

@@ -271,6 +271,10 @@ class _Analysis(Analysis):
         by_scope = info.region.half_results
         return self.analyzer.table.half_results if by_scope is None else by_scope
 
+    def readers_of(self, var: Var) -> Sequence[Eqn | None]:
+        returned = [None] * (var in self.jaxpr.outvars)
+        return [*(self.infos[i].eqn for i in {*self.readers[var]}), *returned]
+
     def is_convolution(self, var: Var) -> bool:
         maker = None if compat.is_literal(var) else self.made_by.get(var)
         name = "" if maker is None else self.infos[maker].eqn.primitive.name

@@ -96,12 +96,14 @@ class Use:
         product is rounded to half.
       KEPT: half arithmetic reads it whose own result is stored in half, as a sum of two
         arrays is.
+      TERM: as KEPT, in a sum, which is computed in float32 before it is stored.
       LOOKED_UP: a lookup reads it, and casts it.
     """
 
     AS_HALF, AS_FLOAT32, OUTPUT = 1, 2, 4
     DTYPE = AS_HALF | AS_FLOAT32 | OUTPUT
-    PRODUCT, EXACT, NEAR_ONE, FRACTION, KEPT, LOOKED_UP = 8, 16, 32, 64, 128, 256
+    PRODUCT, EXACT, NEAR_ONE, FRACTION, KEPT, TERM = 8, 16, 32, 64, 128, 256
+    LOOKED_UP = 512
 
 
 def of_constant(x: Any, compute_dtype: Any) -> Precision:

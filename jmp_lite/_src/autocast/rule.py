@@ -19,6 +19,7 @@ from jmp_lite._src.autocast.precision import (
     BROADCAST,
     CAST_INPUT,
     FLOAT32,
+    FUSED,
     HALF,
     IGNORED,
     INPUT,
@@ -38,7 +39,7 @@ from jmp_lite._src.autocast.sums import union
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import CAST, Fact, degrees, facts
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, degree, degrees, facts
 
 Decision = tuple[EqnPlan, Sequence[Precision]]
 
@@ -90,6 +91,10 @@ class Analysis(abc.ABC):
         self, eqn: Eqn, body: SubJaxpr, ins: Sequence[Precision], uses: Sequence[int]
     ) -> CastPlan:
         """Return the plan of a sub-jaxpr of an equation."""
+
+    @abc.abstractmethod
+    def readers_of(self, var: Var) -> Sequence[Eqn | None]:
+        """Return what reads a variable, with None if it is returned."""
 
     @abc.abstractmethod
     def is_convolution(self, var: Var) -> bool:
@@ -196,7 +201,7 @@ class Rule:
         used |= Use.FRACTION * bool(known & Fact.FRACTION)
         if (self.is_move or known & Fact.ARITHMETIC) and any(info.is_f32):
             used |= use & (Use.NEAR_ONE | Use.FRACTION)
-        rounds = Use.AS_HALF | Use.PRODUCT | Use.KEPT
+        rounds = Use.AS_HALF | Use.PRODUCT | Use.KEPT | Use.TERM
         if name in ("add", "sub") and NUMBER in ins and use & ~rounds:
             used |= Use.NEAR_ONE
         if name == "integer_pow" and eqn.params["y"] < 0:
@@ -314,25 +319,60 @@ def may_underflow(
 def is_for_f32(uses: Sequence[int]) -> bool:
     """Return whether float32 operations alone read results, and nothing stores them."""
     use = union(uses)
-    return bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT)
+    return bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT | Use.TERM)
 
 
 def stored_operands(
     eqn: Eqn, ins: Sequence[Precision], analysis: Analysis
 ) -> frozenset[Any]:
-    """Return the stored half values of which half operands are computed."""
+    """Return the stored half values of which operands are computed."""
     pairs = zip(eqn.invars, ins, strict=True)
-    return frozenset().union(*(analysis.made_of(v) for v, p in pairs if p == HALF))
+    return frozenset().union(
+        *(analysis.made_of(v) for v, p in pairs if p in (HALF, FUSED))
+    )
 
 
 def is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
     """Return whether the half result of arithmetic is stored, whatever reads it.
 
     It is if it is made of several arrays, or if the backward pass reads it. Other
-    arithmetic is computed again by what reads it, as a part of that.
+    arithmetic is computed again by what reads it, as a part of that: a sum of several
+    arrays, too, that one sum or multiple alone reads.
     """
-    saturates = facts(eqn.primitive.name) & Fact.SATURATES
-    return bool(saturates) or len(stored_operands(eqn, ins, analysis)) > 1
+    if facts(eqn.primitive.name) & Fact.SATURATES:
+        return True
+    if len(stored_operands(eqn, ins, analysis)) < 2:
+        return False
+    if not _is_linear(eqn):
+        return True
+    readers = analysis.readers_of(eqn.outvars[0])
+    return len(readers) != 1 or not _is_linear(readers[0])
+
+
+def is_part(
+    info: EqnInfo, ins: Sequence[Precision], use: int, analysis: Analysis
+) -> bool:
+    """Return whether stored sums, computed in float32, may compute a result again."""
+    if not use & Use.TERM or is_bias_of_convolution(info, analysis):
+        return False
+    readers = analysis.readers_of(info.eqn.outvars[0])
+    if len(readers) == 1 and _is_linear(readers[0]):
+        return True
+    # Of a sum with a cast input, each of several readers would read two arrays.
+    return not use & (Use.AS_HALF | Use.KEPT) and CAST_INPUT not in ins
+
+
+def _is_linear(eqn: Eqn | None) -> bool:
+    """Return whether this adds, or multiplies by a number; None is a return."""
+    known = Fact(0) if eqn is None else facts(eqn.primitive.name)
+    is_multiple = Fact.ELEMENTWISE in known and degree(eqn) == 1
+    return Fact.LINEAR in known or is_multiple
+
+
+def sums_fused(eqn: Eqn, ins: Sequence[Precision]) -> bool:
+    """Return whether this adds what was computed in float32 from half values."""
+    fuses = all(p.is_half or p in (FUSED, NUMBER, BROADCAST, *IGNORED) for p in ins)
+    return fuses and FUSED in ins and bool(facts(eqn.primitive.name) & Fact.LINEAR)
 
 
 def joins_half(eqn: Eqn, ins: Sequence[Precision]) -> bool:

@@ -42,6 +42,7 @@ from jmp_lite._src.autocast.rule import (
     is_for_f32,
     is_kept,
     is_lookup,
+    is_part,
     is_retyping,
     is_sum_or_multiple,
     joins_half,
@@ -49,6 +50,7 @@ from jmp_lite._src.autocast.rule import (
     may_underflow,
     returns_sum,
     stored_operands,
+    sums_fused,
 )
 from jmp_lite._src.autocast.sums import union
 from jmp_lite._src.jaxprs import binding, control_flow, core
@@ -179,25 +181,31 @@ class _Elementwise(Rule):
         joins = joins_half(eqn, ins)
         if joins and may_underflow(ins, uses, analysis):
             return UNSAFE.keep(info, "a divisor or a logarithm reads it")
-        keeps = joins and not self.is_move and is_kept(eqn, ins, analysis)
+        may_keep = not self.is_move and (joins or sums_fused(eqn, ins))
+        keeps = may_keep and is_kept(eqn, ins, analysis)
         # A choice between one half array and numbers is arithmetic, too: of a cast in
         # one of two reads, XLA may leave out the one and not the other.
         may_fuse = not self.is_move or (
             eqn.primitive.name == "select_n" and not is_kept(eqn, ins, analysis)
         )
-        is_fused = joins and may_fuse and not keeps and is_for_f32(uses)
-        if is_cast_before or (joins and not is_fused):
-            half_in = tuple(p not in IGNORED for p in ins)
+        fuses = is_for_f32(uses) or is_part(info, ins, union(uses), analysis)
+        is_fused = joins and may_fuse and not keeps and fuses
+        if is_cast_before or keeps or (joins and not is_fused):
+            in_f32 = operands.count(FUSED) > 1  # the offsets of both may cancel
+            half_in = tuple(
+                p not in IGNORED and not (in_f32 and p == FUSED) for p in ins
+            )
             plan = EqnPlan(
                 self,
                 half_in,
                 info.is_f32,
                 keeps_half=keeps,
                 in_float32=not self.is_move
-                and (broadcasts(info) or adds_number(info, union(uses)))
+                and (in_f32 or broadcasts(info) or adds_number(info, union(uses)))
                 and not is_bias_of_convolution(info, analysis),
             )
-            is_input = HALF not in operands and (is_lookup(eqn) or not is_cast_before)
+            is_input = not {HALF, FUSED}.intersection(operands)
+            is_input = is_input and (is_lookup(eqn) or not is_cast_before)
             return plan, [CAST_INPUT if is_input else HALF] * len(eqn.outvars)
         reason = "f32 alone reads it" if is_fused else "an operand is f32"
         has_half = any(p.is_half for p in operands)
@@ -213,7 +221,8 @@ class _Elementwise(Rule):
         if analysis.is_recomputed:
             return False
         # What is KEPT is rounded, whatever reads it beside.
-        is_rounded = use & (Use.KEPT | Use.OUTPUT | Use.FRACTION) == Use.KEPT
+        is_kept = bool(use & (Use.KEPT | Use.TERM))
+        is_rounded = is_kept and not use & (Use.OUTPUT | Use.FRACTION)
         return use & Use.DTYPE == Use.AS_HALF or is_rounded
 
     def _in_float32(self, info: EqnInfo, ins: Sequence[Precision]) -> Precision:
@@ -264,7 +273,7 @@ class _Elementwise(Rule):
         ]
 
     def made_of(self, info, ins, plan, analysis):
-        if plan.keeps_half or not any(plan.half_in):
+        if plan.keeps_half:
             return None
         found = stored_operands(info.eqn, ins, analysis)
         return found if len(found) == 1 else None
@@ -280,7 +289,7 @@ class _Elementwise(Rule):
 
     def _passed_on(self, eqn: Eqn, plan: EqnPlan, use: int) -> int:
         rounds_before = self.is_move or facts(eqn.primitive.name) & Fact.EXACT
-        passed = ~Use.DTYPE if rounds_before else Use.KEPT
+        passed = ~Use.DTYPE if rounds_before else Use.KEPT | Use.TERM
         beside, use = use & passed, use & Use.DTYPE
         if use & Use.OUTPUT:
             beside |= Use.EXACT
@@ -289,7 +298,8 @@ class _Elementwise(Rule):
         if not (any(plan.half_in) or casts_before(eqn)):
             return Use.AS_FLOAT32 | beside
         if plan.keeps_half:
-            beside |= Use.KEPT
+            is_sum = facts(eqn.primitive.name) & Fact.LINEAR
+            beside |= Use.TERM if is_sum else Use.KEPT
         in_f32 = Use.AS_FLOAT32 if use & (Use.AS_FLOAT32 | Use.OUTPUT) else 0
         return use & Use.AS_HALF | in_f32 | beside
 
