@@ -302,7 +302,7 @@ ROWS_OF_W = np.arange(ROWS) % IN
 STREAMS: dict[str, tuple[Callable[..., Any], list[bool | None]]] = {
     "product": (lambda w, b, k: X @ w, [False, True] * 3),
     "looked up": (lambda w, b, k: w[ROWS_OF_W] + X @ w, [True] + [False, True] * 3),
-    "convolution": (_convolved, [None, False, True] + [False, True] * 3),
+    "convolution": (_convolved, [None, False, None] + [False, True] * 3),
     "biased": (lambda w, b, k: X @ w + b, [False, False, False] + [False, True] * 2),
 }
 
