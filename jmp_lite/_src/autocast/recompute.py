@@ -55,6 +55,7 @@ from jmp_lite._src.jaxprs.primitives import (
 
 # An array is small beside another of so many times its size.
 _SMALL = 8
+_CHOOSES = Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES
 
 RECOMPUTED = "in f32, and again for the backward pass"
 """Why an equation of a cluster is in float32."""
@@ -173,7 +174,7 @@ class Clusters:
         return Work(
             size=max(map(core.size, (*eqn.invars, *eqn.outvars))),
             transcendental=size if is_f32 and _is_transcendental(name) else 0,
-            chooses=size if _chooses(name) else 0,
+            chooses=size if facts(name) & _CHOOSES else 0,
             multiplies=_multiplies(eqn),
             is_exponential=bool(facts(name) & Fact.EXPONENTIAL),
             divides=_divides(eqn),
@@ -564,11 +565,6 @@ def _is_transcendental(name: str) -> bool:
     polynomial = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
     known = facts(name)
     return Fact.ELEMENTWISE in known and not known & polynomial
-
-
-@functools.cache
-def _chooses(name: str) -> bool:
-    return bool(facts(name) & (Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES))
 
 
 def _divides(eqn: Eqn) -> int:

@@ -316,12 +316,6 @@ def may_underflow(
     return bool(union(uses) & Use.NEAR_ONE) and (INPUT in ins or BROADCAST in ins)
 
 
-def is_for_f32(uses: Sequence[int]) -> bool:
-    """Return whether float32 operations alone read results, and nothing stores them."""
-    use = union(uses)
-    return bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT | Use.TERM)
-
-
 def stored_operands(
     eqn: Eqn, ins: Sequence[Precision], analysis: Analysis
 ) -> frozenset[Any]:
@@ -352,21 +346,23 @@ def is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
 def is_part(
     info: EqnInfo, ins: Sequence[Precision], use: int, analysis: Analysis
 ) -> bool:
-    """Return whether stored sums, computed in float32, may compute a result again."""
-    if not use & Use.TERM or is_bias_of_convolution(info, analysis):
-        return False
+    """Return whether float32 operations compute a result again, and nothing stores it.
+
+    Stored sums do, too; of a cast input and others each would read two arrays.
+    """
+    in_f32_alone = bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT)
+    if not use & Use.TERM:
+        return in_f32_alone
     readers = analysis.readers_of(info.eqn.outvars[0])
-    if len(readers) == 1 and _is_linear(readers[0]):
-        return True
-    # Of a sum with a cast input, each of several readers would read two arrays.
-    return not use & (Use.AS_HALF | Use.KEPT) and CAST_INPUT not in ins
+    is_term = len(readers) == 1 and _is_linear(readers[0])
+    may_be = not is_bias_of_convolution(info, analysis)
+    return may_be and (is_term or (in_f32_alone and CAST_INPUT not in ins))
 
 
 def _is_linear(eqn: Eqn | None) -> bool:
     """Return whether this adds, or multiplies by a number; None is a return."""
-    known = Fact(0) if eqn is None else facts(eqn.primitive.name)
-    is_multiple = Fact.ELEMENTWISE in known and degree(eqn) == 1
-    return Fact.LINEAR in known or is_multiple
+    is_sum = eqn is not None and bool(facts(eqn.primitive.name) & Fact.LINEAR)
+    return is_sum or (eqn is not None and degree(eqn) == 1)
 
 
 def sums_fused(eqn: Eqn, ins: Sequence[Precision]) -> bool:

@@ -39,7 +39,6 @@ from jmp_lite._src.autocast.rule import (
     broadcasts,
     casts_before,
     is_bias_of_convolution,
-    is_for_f32,
     is_kept,
     is_lookup,
     is_part,
@@ -181,15 +180,14 @@ class _Elementwise(Rule):
         joins = joins_half(eqn, ins)
         if joins and may_underflow(ins, uses, analysis):
             return UNSAFE.keep(info, "a divisor or a logarithm reads it")
-        may_keep = not self.is_move and (joins or sums_fused(eqn, ins))
-        keeps = may_keep and is_kept(eqn, ins, analysis)
+        may_keep = joins or sums_fused(eqn, ins)
+        is_stored = may_keep and is_kept(eqn, ins, analysis)
+        keeps = is_stored and not self.is_move
         # A choice between one half array and numbers is arithmetic, too: of a cast in
         # one of two reads, XLA may leave out the one and not the other.
-        may_fuse = not self.is_move or (
-            eqn.primitive.name == "select_n" and not is_kept(eqn, ins, analysis)
-        )
-        fuses = is_for_f32(uses) or is_part(info, ins, union(uses), analysis)
-        is_fused = joins and may_fuse and not keeps and fuses
+        may_fuse = not self.is_move or eqn.primitive.name == "select_n"
+        may_fuse = joins and may_fuse and not is_stored
+        is_fused = may_fuse and is_part(info, ins, union(uses), analysis)
         if is_cast_before or keeps or (joins and not is_fused):
             in_f32 = operands.count(FUSED) > 1  # the offsets of both may cancel
             half_in = tuple(

@@ -112,7 +112,8 @@ def _rules(
 
     `around` says whether the rule around it makes results half.
     """
-    inside = {x: r for x, r in results.items() if x and _is_in(x, scope)}
+    start = f"{scope}/" if scope else ""
+    inside = {x: r for x, r in results.items() if x and f"{x}/".startswith(start)}
     if scope and set(inside.values()) == {not around}:
         yield scope, not around
         return
@@ -123,10 +124,6 @@ def _rules(
             yield from _rules(child, own, results)
     if own != around:
         yield scope, own
-
-
-def _is_in(layer: str, scope: str) -> bool:
-    return not scope or layer == scope or layer.startswith(f"{scope}/")
 
 
 def _results(report: DryRunReport) -> list[OpStats]:
