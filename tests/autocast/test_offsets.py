@@ -5,7 +5,7 @@ a difference reads it must not be rounded with it.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -299,7 +299,7 @@ def _convolved(w, b, kernel):
 ROWS_OF_W = np.arange(ROWS) % IN
 # Name -> the first sum of a stream, and which additions of all have half results; None:
 # in bfloat16 alone, where cuDNN adds the bias of a convolution.
-STREAMS: dict[str, tuple[Callable[..., Any], list[bool | None]]] = {
+STREAMS: dict[str, tuple[Callable[..., Any], Sequence[bool | None]]] = {
     "product": (lambda w, b, k: X @ w, [False, True] * 3),
     "looked up": (lambda w, b, k: w[ROWS_OF_W] + X @ w, [True] + [False, True] * 3),
     "convolution": (_convolved, [None, False, None] + [False, True] * 3),
