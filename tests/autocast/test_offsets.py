@@ -292,7 +292,8 @@ def _residual_stream(first):
 
 def _convolved(w, b, kernel):
     axes = ("NWC", "WIO", "NWC")
-    x = lax.conv_general_dilated(X[None], kernel, (1,), "SAME", dimension_numbers=axes)
+    x = jnp.asarray(X[None])
+    x = lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=axes)
     return (x + b + (X @ w + b)[None])[0]
 
 
