@@ -217,6 +217,7 @@ class _Analysis(Analysis):
         self.counts: dict[Any, dict[int, int]] = collections.defaultdict(dict)
         self.uses: dict[Any, int] = {}
         self.reconsidered: set[Var] = set()
+        self.returned = frozenset(core.variables(jaxpr.outvars))
         for index, info in enumerate(self.infos):
             for var, fixed in zip(info.eqn.invars, info.fixed, strict=True):
                 if fixed is None:
@@ -271,9 +272,9 @@ class _Analysis(Analysis):
         by_scope = info.region.half_results
         return self.analyzer.table.half_results if by_scope is None else by_scope
 
-    def readers_of(self, var: Var) -> Sequence[Eqn | None]:
-        returned = [None] * (var in self.jaxpr.outvars)
-        return [*(self.infos[i].eqn for i in {*self.readers[var]}), *returned]
+    def only_reader(self, var: Var) -> Eqn | None:
+        readers = set() if var in self.returned else {*self.readers[var]}
+        return self.infos[readers.pop()].eqn if len(readers) == 1 else None
 
     def is_convolution(self, var: Var) -> bool:
         maker = None if compat.is_literal(var) else self.made_by.get(var)

@@ -94,16 +94,16 @@ class Use:
         division: a function that saturates there (a sigmoid) keeps its float32 result.
       FRACTION: its fraction or its angle is used: not even the result of a matrix
         product is rounded to half.
-      KEPT: half arithmetic reads it whose own result is stored in half, as a sum of two
-        arrays is.
-      TERM: as KEPT, in a sum, which is computed in float32 before it is stored.
+      TERM: a sum reads it whose own result is stored in half, as one of two arrays is.
+      FACTOR: other half arithmetic reads it whose own result is stored in half.
       LOOKED_UP: a lookup reads it, and casts it.
     """
 
     AS_HALF, AS_FLOAT32, OUTPUT = 1, 2, 4
     DTYPE = AS_HALF | AS_FLOAT32 | OUTPUT
-    PRODUCT, EXACT, NEAR_ONE, FRACTION, KEPT, TERM = 8, 16, 32, 64, 128, 256
-    LOOKED_UP = 512
+    PRODUCT, EXACT, NEAR_ONE, FRACTION, LOOKED_UP = 8, 16, 32, 64, 128
+    TERM, FACTOR = 256, 512
+    KEPT = TERM | FACTOR
 
 
 def of_constant(x: Any, compute_dtype: Any) -> Precision:

@@ -93,8 +93,8 @@ class Analysis(abc.ABC):
         """Return the plan of a sub-jaxpr of an equation."""
 
     @abc.abstractmethod
-    def readers_of(self, var: Var) -> Sequence[Eqn | None]:
-        """Return what reads a variable, with None if it is returned."""
+    def only_reader(self, var: Var) -> Eqn | None:
+        """Return what alone reads a variable, None if several do or it is returned."""
 
     @abc.abstractmethod
     def is_convolution(self, var: Var) -> bool:
@@ -201,7 +201,7 @@ class Rule:
         used |= Use.FRACTION * bool(known & Fact.FRACTION)
         if (self.is_move or known & Fact.ARITHMETIC) and any(info.is_f32):
             used |= use & (Use.NEAR_ONE | Use.FRACTION)
-        rounds = Use.AS_HALF | Use.PRODUCT | Use.KEPT | Use.TERM
+        rounds = Use.AS_HALF | Use.PRODUCT | Use.KEPT
         if name in ("add", "sub") and NUMBER in ins and use & ~rounds:
             used |= Use.NEAR_ONE
         if name == "integer_pow" and eqn.params["y"] < 0:
@@ -337,38 +337,31 @@ def is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
         return True
     if len(stored_operands(eqn, ins, analysis)) < 2:
         return False
-    if not _is_linear(eqn):
-        return True
-    readers = analysis.readers_of(eqn.outvars[0])
-    return len(readers) != 1 or not _is_linear(readers[0])
+    reader = analysis.only_reader(eqn.outvars[0])
+    return not (_is_linear(eqn) and reader is not None and _is_linear(reader))
 
 
 def is_part(
     info: EqnInfo, ins: Sequence[Precision], use: int, analysis: Analysis
 ) -> bool:
-    """Return whether float32 operations compute a result again, and nothing stores it.
+    """Return whether what reads a result computes it again, in float32.
 
-    Stored sums do, too; of a cast input and others each would read two arrays.
+    Float32 operations do, and so do sums that are stored. But a sum with a cast input
+    is stored if several read it: each of them would read two arrays.
     """
-    in_f32_alone = bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.KEPT)
+    in_f32_alone = bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.FACTOR)
     if not use & Use.TERM:
         return in_f32_alone
-    readers = analysis.readers_of(info.eqn.outvars[0])
-    is_term = len(readers) == 1 and _is_linear(readers[0])
-    may_be = not is_bias_of_convolution(info, analysis)
-    return may_be and (is_term or (in_f32_alone and CAST_INPUT not in ins))
+    if is_bias_of_convolution(info, analysis):
+        return False
+    reader = analysis.only_reader(info.eqn.outvars[0])
+    is_read_once = reader is not None and _is_linear(reader)
+    return is_read_once or (in_f32_alone and CAST_INPUT not in ins)
 
 
-def _is_linear(eqn: Eqn | None) -> bool:
-    """Return whether this adds, or multiplies by a number; None is a return."""
-    is_sum = eqn is not None and bool(facts(eqn.primitive.name) & Fact.LINEAR)
-    return is_sum or (eqn is not None and degree(eqn) == 1)
-
-
-def sums_fused(eqn: Eqn, ins: Sequence[Precision]) -> bool:
-    """Return whether this adds what was computed in float32 from half values."""
-    fuses = all(p.is_half or p in (FUSED, NUMBER, BROADCAST, *IGNORED) for p in ins)
-    return fuses and FUSED in ins and bool(facts(eqn.primitive.name) & Fact.LINEAR)
+def _is_linear(eqn: Eqn) -> bool:
+    """Return whether this adds, or multiplies by a number."""
+    return bool(facts(eqn.primitive.name) & Fact.LINEAR) or degree(eqn) == 1
 
 
 def joins_half(eqn: Eqn, ins: Sequence[Precision]) -> bool:

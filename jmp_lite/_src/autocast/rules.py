@@ -49,7 +49,6 @@ from jmp_lite._src.autocast.rule import (
     may_underflow,
     returns_sum,
     stored_operands,
-    sums_fused,
 )
 from jmp_lite._src.autocast.sums import union
 from jmp_lite._src.jaxprs import binding, control_flow, core
@@ -180,19 +179,19 @@ class _Elementwise(Rule):
         joins = joins_half(eqn, ins)
         if joins and may_underflow(ins, uses, analysis):
             return UNSAFE.keep(info, "a divisor or a logarithm reads it")
-        may_keep = joins or sums_fused(eqn, ins)
-        is_stored = may_keep and is_kept(eqn, ins, analysis)
+        is_sum = bool(facts(eqn.primitive.name) & Fact.LINEAR)
+        sums_parts = is_sum and FUSED in operands and _FUSES.issuperset(operands)
+        is_stored = (joins or sums_parts) and is_kept(eqn, ins, analysis)
         keeps = is_stored and not self.is_move
         # A choice between one half array and numbers is arithmetic, too: of a cast in
         # one of two reads, XLA may leave out the one and not the other.
         may_fuse = not self.is_move or eqn.primitive.name == "select_n"
-        may_fuse = joins and may_fuse and not is_stored
+        may_fuse = may_fuse and joins and not is_stored
         is_fused = may_fuse and is_part(info, ins, union(uses), analysis)
         if is_cast_before or keeps or (joins and not is_fused):
             in_f32 = operands.count(FUSED) > 1  # the offsets of both may cancel
-            half_in = tuple(
-                p not in IGNORED and not (in_f32 and p == FUSED) for p in ins
-            )
+            as_written = (*IGNORED, FUSED) if in_f32 else IGNORED
+            half_in = tuple(p not in as_written for p in ins)
             plan = EqnPlan(
                 self,
                 half_in,
@@ -202,7 +201,7 @@ class _Elementwise(Rule):
                 and (in_f32 or broadcasts(info) or adds_number(info, union(uses)))
                 and not is_bias_of_convolution(info, analysis),
             )
-            is_input = not {HALF, FUSED}.intersection(operands)
+            is_input = {HALF, FUSED}.isdisjoint(operands)
             is_input = is_input and (is_lookup(eqn) or not is_cast_before)
             return plan, [CAST_INPUT if is_input else HALF] * len(eqn.outvars)
         reason = "f32 alone reads it" if is_fused else "an operand is f32"
@@ -219,9 +218,8 @@ class _Elementwise(Rule):
         if analysis.is_recomputed:
             return False
         # What is KEPT is rounded, whatever reads it beside.
-        is_kept = bool(use & (Use.KEPT | Use.TERM))
-        is_rounded = is_kept and not use & (Use.OUTPUT | Use.FRACTION)
-        return use & Use.DTYPE == Use.AS_HALF or is_rounded
+        is_rounded = use & Use.KEPT and not use & (Use.OUTPUT | Use.FRACTION)
+        return use & Use.DTYPE == Use.AS_HALF or bool(is_rounded)
 
     def _in_float32(self, info: EqnInfo, ins: Sequence[Precision]) -> Precision:
         """Return the precision of a result that is computed in float32."""
@@ -287,7 +285,7 @@ class _Elementwise(Rule):
 
     def _passed_on(self, eqn: Eqn, plan: EqnPlan, use: int) -> int:
         rounds_before = self.is_move or facts(eqn.primitive.name) & Fact.EXACT
-        passed = ~Use.DTYPE if rounds_before else Use.KEPT | Use.TERM
+        passed = ~Use.DTYPE if rounds_before else Use.KEPT
         beside, use = use & passed, use & Use.DTYPE
         if use & Use.OUTPUT:
             beside |= Use.EXACT
@@ -297,7 +295,7 @@ class _Elementwise(Rule):
             return Use.AS_FLOAT32 | beside
         if plan.keeps_half:
             is_sum = facts(eqn.primitive.name) & Fact.LINEAR
-            beside |= Use.TERM if is_sum else Use.KEPT
+            beside |= Use.TERM if is_sum else Use.FACTOR
         in_f32 = Use.AS_FLOAT32 if use & (Use.AS_FLOAT32 | Use.OUTPUT) else 0
         return use & Use.AS_HALF | in_f32 | beside
 
