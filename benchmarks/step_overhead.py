@@ -26,7 +26,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 BATCHES = (256, 16)  # of the MLP
 WIDTH = 1024  # of the MLP, and rows of the matrix
 COLUMNS = 1600  # of the matrix, which is cut into
-LEAVES = (1, 4, 16, 64, 400)
+LEAVES = [1, 4, 16, 64, 400]
 
 
 def bare(tx: Any, loss_fn: LossFn, params: Any) -> tuple[Step, Any]:
@@ -266,7 +266,11 @@ def _cell(case: dict[str, Any], name: str, compiling: bool = False) -> str:
 
 
 @run.benchmark
-def main(rounds: run.Rounds = 60, steps: run.StepsPerRound = 4) -> Iterator[run.Found]:
+def main(
+    leaves: Annotated[list[int], typer.Option(help="May be repeated.")] = LEAVES,
+    rounds: run.Rounds = 60,
+    steps: run.StepsPerRound = 4,
+) -> Iterator[run.Found]:
     """Measure what loss scaling adds to a train step."""
     problems = [
         ("mlp", mlp_loss, make_problem(size), name, size, 3)
@@ -274,7 +278,7 @@ def main(rounds: run.Rounds = 60, steps: run.StepsPerRound = 4) -> Iterator[run.
         for size in BATCHES
     ]
     problems += [
-        ("columns", columns_loss, make_columns(n, 16), "adam", 16, n) for n in LEAVES
+        ("columns", columns_loss, make_columns(n, 16), "adam", 16, n) for n in leaves
     ]
     cases, notes = [], {}
     for problem, loss_fn, (params, batch), name, size, n in problems:

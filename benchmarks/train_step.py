@@ -1,15 +1,16 @@
 """What half precision is worth in a train step: time, memory, and the largest batch.
 
-    python -m benchmarks.train_step                              # on this device
-    python -m benchmarks.train_step --model gpt --largest-batch  # what fits
+    python -m benchmarks.train_step                                # on this device
+    python -m benchmarks.train_step --model vit --dtype bfloat16   # one, in less time
+    python -m benchmarks.train_step --model vit --largest-batch    # what fits
 
-Adam steps of the MLP of Keras' guide (784-4096-4096-10, batch 8192), of ResNet-50 and
-of a GPT of 124 million parameters: in float32, in TF32 (on GPUs), and in bfloat16 and
-float16, cast by a policy, by autocast and by hand. float16 has a dynamic loss scale.
-The ways take turns in one process; what counts are ratios to float32 within a round.
+The steps are those that `benchmarks.programs` compiles, at its size full: Adam steps of
+each family of models, as written, cast by hand, by a policy and by autocast. To them
+come float32 without TF32, and a dynamic loss scale in float16. The ways take turns in
+one process; what counts are ratios of times within a round.
 
-On a CPU, all of it is cut down. There XLA computes half precision mostly in float32 and
-converts to and fro: no word on the speed of a device that has it.
+On a CPU, all of it is cut down to size ci. There XLA computes half precision mostly in
+float32 and converts to and fro: no word on the speed of a device that has it.
 
 Memory is what XLA's programs take: state, batch and scratch.
 """
@@ -17,8 +18,11 @@ Memory is what XLA's programs take: state, batch and scratch.
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
+import dataclasses
 import enum
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -26,7 +30,15 @@ import numpy as np
 import typer
 
 from benchmarks.common import compiled_steps, run
-from benchmarks.common.compiled_steps import BY_HAND, GRAD_AUTOCAST, PLAIN, POLICY, Step
+from benchmarks.common.compiled_steps import (
+    ADVISED,
+    BY_HAND,
+    GRAD_AUTOCAST,
+    POLICY,
+    STEPS,
+    Step,
+)
+from benchmarks.common.models import SIZES
 from benchmarks.common.timing import quartiles_text, ratios, take_turns
 from examples.common.progress import track
 
@@ -35,98 +47,90 @@ CPU_NOTE = (
     "speed on a GPU or TPU"
 )
 
-BASELINE, TF32 = "float32", "TF32"
-AUTOCAST = "autocast"
-HALVES = {"bfloat16": "bf16", "float16": "f16"}
-SIZES: dict[str, dict[str, dict[str, Any]]] = {
-    "ci": {
-        "mlp": dict(width=256, batch=256),
-        "cnn": dict(blocks=(1,), width=8, classes=10, image=32, batch=16),
-        "gpt": dict(layers=1, width=64, heads=2, vocabulary=256, length=64, batch=8),
-    },
-    "full": {
-        "mlp": dict(width=4096, batch=8192),
-        "cnn": dict(blocks=(3, 4, 6, 3), width=64, classes=1000, image=224, batch=128),
-        "gpt": dict(
-            layers=12, width=768, heads=12, vocabulary=50304, length=1024, batch=8
-        ),
-    },
+FLOAT32, TF32 = "float32", "TF32"
+Model = enum.StrEnum(  # of `MODELS`
+    "Model", "transformer mlp cnn unet vit llama moe lstm llama_in_a_scan"
+)
+Dtype = enum.StrEnum("Dtype", "bfloat16 float16 fp8")
+HALVES = [Dtype.bfloat16, Dtype.float16]
+IN_BFLOAT16 = {"by hand": "bfloat16 by hand", "autocast": f"bfloat16 {GRAD_AUTOCAST}"}
+TITLES = {
+    **{"mlp": "MLP", "cnn": "ResNet-50", "unet": "U-Net", "vit": "ViT-S/16"},
+    **{"llama": "Llama", "moe": "mixture of experts", "lstm": "LSTM"},
+    "llama_in_a_scan": "Llama in a scan",
 }
-Model = enum.StrEnum("Model", "mlp cnn gpt")
-TITLES = {"mlp": "MLP", "cnn": "ResNet", "gpt": "GPT"}
 
 
 class Way(NamedTuple):
-    """A way to train: the precision, and how the model gets it."""
+    """How a model trains: its step, and the precision of its products in float32."""
 
-    precision: str
-    cast: str = ""
+    step: Step
+    precision: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.precision} {self.cast}".strip()
-
-    def step(self, model: str) -> Step:
-        """Return the step that `benchmarks.programs` compiles, of a model."""
-        dtype = BASELINE if self.precision == TF32 else self.precision
-        cast = {"": PLAIN, AUTOCAST: GRAD_AUTOCAST}.get(self.cast, self.cast)
-        name = "transformer" if model == "gpt" else model
-        return Step(name, dtype, cast, scaled=dtype == "float16")
+        _, _, name = str(self.step).partition(": ")
+        return TF32 if self.precision == "tensorfloat32" else name
 
 
-WAYS = [Way(half, cast) for half in HALVES for cast in (POLICY, AUTOCAST, BY_HAND)]
-
-
-def ways(platform: str) -> list[Way]:
-    """Return what is compared on a platform, the baseline first."""
-    return [Way(BASELINE), *([Way(TF32)] if platform == "gpu" else []), *WAYS]
+def ways(model: str, dtypes: list[Dtype], platform: str) -> list[Way]:
+    """Return what is compared on a platform, float32 first."""
+    plain = Step(model)
+    # On GPUs the default is TF32: float32 is asked for.
+    found = [Way(plain, "float32")]
+    found += [Way(plain, "tensorfloat32")] if platform == "gpu" else []
+    casts = BY_HAND, POLICY, GRAD_AUTOCAST, ADVISED
+    return found + [
+        Way(dataclasses.replace(step, scaled=step.dtype == "float16"))
+        for step in STEPS
+        if (step.model, step.layout, step.scaled) == (model, plain.layout, False)
+        and step.cast in casts
+        and step.dtype in dtypes
+    ]
 
 
 def start(
-    model: str, sizes: dict[str, Any], way: Way
-) -> tuple[Callable[[Any], Any], Any, int]:
+    way: Way, sizes: dict[str, Any]
+) -> tuple[Callable[[Any], Any], Any, dict[str, int]]:
     """Return a compiled train step `state -> state`, its first state, and its bytes."""
-    step = way.step(model)
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]), ("data",))
-    jitted, shapes = compiled_steps.build(step, sizes, mesh)
-    # Its default may be TF32: float32 is asked for, as is TF32.
-    precisions = {BASELINE: "float32", TF32: "tensorfloat32"}
-    with jax.default_matmul_precision(precisions.get(way.precision)):
+    jitted, shapes = compiled_steps.build(way.step, sizes, mesh)
+    with jax.default_matmul_precision(way.precision):
         compiled = jitted.lower(*shapes).compile()
     # `peak_memory_in_bytes` leaves out what is temporary, on the CPU.
     memory: Any = compiled.memory_analysis()
     arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
     held = arrays - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    found = {"memory": held, "peak": memory.peak_memory_in_bytes}
 
     integers = sizes.get("vocabulary", sizes.get("classes", 10))
     params, kept, *batch = compiled_steps.filled([shapes[0], *shapes[2:]], integers)
-    state = params, compiled_steps.optimizer(step).init(params), kept
+    state = params, compiled_steps.optimizer(way.step).init(params), kept
     args = (*state, *batch)
     args = jax.tree.map(lambda x, of: jax.device_put(x, of.sharding), args, shapes)
-    return lambda state: compiled(*state, *args[3:])[:3], args[:3], held
+    return lambda state: compiled(*state, *args[3:])[:3], args[:3], found
 
 
 def measure(
-    model: str, sizes: dict[str, Any], *, rounds: int, steps: int
+    todo: list[Way], sizes: dict[str, Any], *, rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
     """Return times and bytes of a model in each way.
 
     Args:
-      model: a key of `TITLES`.
-      sizes: its own; those of `SIZES`, say.
+      todo: the ways, float32 first.
+      sizes: those of the model.
       rounds: how often each way has its turn.
       steps: train steps in a turn.
     """
-    todo = ways(jax.local_devices()[0].platform)
+    title = TITLES.get(todo[0].step.model, todo[0].step.model)
     rows, steppers, states = {}, {}, {}
-    for way in track(todo, f"compiling {TITLES[model]}", total=len(todo)):
-        name = str(way)
-        steppers[name], states[name], memory = start(model, sizes, way)
-        rows[name] = {"memory": memory}
-    samples = take_turns(
-        steppers, states, rounds=rounds, steps=steps, title=TITLES[model]
-    )
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        started = pool.map(lambda way: start(way, sizes), todo)
+        started = track(started, f"compiling {title}", total=len(todo))
+        for name, found in zip(map(str, todo), started, strict=True):
+            steppers[name], states[name], rows[name] = found
+    samples = take_turns(steppers, states, rounds=rounds, steps=steps, title=title)
     for name, times in samples.items():
-        rows[name] |= {**times, "over_float32": ratios(samples, name, BASELINE)}
+        rows[name] |= {**times, "over_float32": ratios(samples, name, FLOAT32)}
     return rows
 
 
@@ -153,10 +157,10 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
-def batch_fits(model: str, sizes: dict[str, Any], way: Way) -> bool:
+def batch_fits(way: Way, sizes: dict[str, Any]) -> bool:
     """Return whether a train step compiles, and runs, in the memory of the device."""
     try:
-        step, state, _ = start(model, sizes, way)
+        step, state, _ = start(way, sizes)
         jax.block_until_ready(step(state))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -165,34 +169,43 @@ def batch_fits(model: str, sizes: dict[str, Any], way: Way) -> bool:
     return True
 
 
-def largest_batches(model: str, sizes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def largest_batches(todo: list[Way], sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the largest batch of a model that fits in each way."""
-    todo, rows = ways(jax.local_devices()[0].platform), {}
-    for way in track(todo, TITLES[model], total=len(todo)):
+    rows = {}
+    for way in track(todo, "largest batches", total=len(todo)):
 
         def fits(n, way=way):
-            return batch_fits(model, sizes | {"batch": n}, way)
+            return batch_fits(way, sizes | {"batch": n})
 
         rows[str(way)] = {"largest_batch": largest(fits, sizes["batch"])}
     return rows
 
 
-def summarise(result: run.Result) -> run.Rows:
-    """Return times over those of float32, and memory over its own, for the pages."""
-    rows = []
-    for way in WAYS:
-        row = {"": f"{HALVES[way.precision]}, {way.cast}"}
-        for model, found in result["models"].items():
-            of_way, base = found["rows"][str(way)], found["rows"][BASELINE]
-            memory = of_way["memory"] / base["memory"]
-            row[TITLES[model]] = f"{of_way['over_float32'][1]:.2f} ({memory:.2f})"
+def summarise(results: dict[str, run.Result]) -> run.Rows:
+    """Return a model's time and memory in bfloat16, for the pages.
+
+    Args:
+      results: by model.
+    """
+    rows, (by_hand, autocast) = [], IN_BFLOAT16.values()
+    for model, result in results.items():
+        found = result["rows"]
+        row = {"": TITLES.get(model, model)}
+        row["float32, ms"] = f"{1e3 * np.median(found[FLOAT32]['seconds']):.1f}"
+        for title, name in {TF32: TF32, **IN_BFLOAT16}.items():
+            speed = 1 / ratios(found, name, FLOAT32)[1]
+            row[f"{title}, × as fast"] = f"{speed:.2f}"
+        over = quartiles_text(ratios(found, autocast, by_hand))
+        row["time, autocast / by hand"] = over
+        memory = found[autocast]["memory"] / found[by_hand]["memory"]
+        row["memory, autocast / by hand"] = f"{memory:.3f}"
         rows.append(row)
     return rows
 
 
 def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
     """Return a table of a model's times and memory in each way, or of what fits."""
-    base, table = rows[BASELINE], []
+    base, table = rows[FLOAT32], []
     for name, row in rows.items():
         cells = {"step": name}
         for key, title, unit in (
@@ -203,6 +216,7 @@ def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
                 cells[title] = f"{row[key] / unit:.4g}"
                 cells[f"{key} / float32"] = f"{row[key] / (base[key] or np.nan):.2f}"
         if "over_float32" in row:
+            cells["ms"] = f"{1e3 * np.median(row['seconds']):.2f}"
             cells["time / float32"] = quartiles_text(row["over_float32"])
         table.append(cells)
     return table
@@ -211,14 +225,16 @@ def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
 @run.benchmark
 def main(
     model: Annotated[list[Model], typer.Option(help="May be repeated.")] = list(Model),  # noqa: B006 - typer's way; never changed
+    dtype: Annotated[list[Dtype], typer.Option(help="May be repeated.")] = HALVES,
     largest_batch: Annotated[
         bool, typer.Option("--largest-batch", help="Find what fits; time nothing.")
     ] = False,
     rounds: run.Rounds = 30,
     steps: run.StepsPerRound = 4,
 ) -> Iterator[run.Found]:
-    """Measure what half precision is worth in a train step."""
-    is_cpu = jax.local_devices()[0].platform == "cpu"
+    """Measure what half precision is worth in a train step; a result for each model."""
+    platform = jax.local_devices()[0].platform
+    is_cpu = platform == "cpu"
     if is_cpu and largest_batch:
         raise typer.BadParameter(
             "a CPU never says that its memory is full, it swaps: expected a GPU or "
@@ -226,25 +242,20 @@ def main(
             param_hint="'--largest-batch'",
         )
     size, notes = ("ci", [CPU_NOTE]) if is_cpu else ("full", [])
-    models = {}
-    for name in model:
-        sizes = SIZES[size][name]
+    for name in (of.replace("_", " ") for of in model):
+        sizes, todo = SIZES[size][name], ways(name, dtype, platform)
         if largest_batch:
-            rows = largest_batches(name, sizes)
+            rows = largest_batches(todo, sizes)
         else:
-            rows = measure(name, sizes, rounds=rounds, steps=steps)
-        models[name] = {**sizes, "rows": rows}
-    tables = {
-        f"{TITLES[name]}, batch {found['batch']}": list_ways(found["rows"])
-        for name, found in models.items()
-    }
-    yield run.Found(
-        "largest_batch" if largest_batch else "train_step",
-        {"notes": notes, "models": models},
-        tables,
-        notes,
-        {"size": size},
-    )
+            rows = measure(todo, sizes, rounds=rounds, steps=steps)
+        kind = "largest_batch" if largest_batch else "train_step"
+        yield run.Found(
+            f"{kind}-{name.replace(' ', '_')}",
+            {"notes": notes, "rows": rows},
+            {f"{name}, batch {sizes['batch']}": list_ways(rows)},
+            notes,
+            {"size": size, **sizes},
+        )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from benchmarks import (
     tree_stats,
 )
 from benchmarks.common import run
-from benchmarks.common.committed import load
+from benchmarks.common.committed import TIMED, load
 from benchmarks.common.run import percent
 from examples import resnet, transformer
 from examples.common import report
@@ -30,7 +30,7 @@ change_of = functools.partial(percent, zero="0")
 # The benchmarks that run: each makes its own table, here of its committed result.
 _BENCHMARKS = (
     *(advised, autocast_trace, checkpoint_save, convergence, fp8_accuracy),
-    *(step_overhead, storage_accuracy, train_step, tree_stats),
+    *(step_overhead, storage_accuracy, tree_stats),
 )
 
 # The examples.
@@ -108,6 +108,12 @@ def of(name: str, make: Callable[..., run.Rows], *args: Any) -> Callable[[], run
     return lambda: make(load(f"cpu/{name}.json"), *args)
 
 
+def train_steps() -> dict[str, run.Result]:
+    """Return what was timed on an H100, by model."""
+    models = ["transformer", *TIMED]
+    return {model: load(f"h100/train_step-{model}.json") for model in models}
+
+
 TABLES: dict[str, Callable[[], run.Rows]] = {
     "digits": functools.partial(example, "digits", report.ACCURACY),
     "digits_tiny": functools.partial(tiny, "digits"),
@@ -129,6 +135,10 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
         for module in _BENCHMARKS
         if (name := module.__name__.rpartition(".")[2])
     },
+    "train_step": lambda: train_step.summarise(train_steps()),
+    "train_step_halves": lambda: train_step.list_ways(
+        load("h100/train_step-transformer.json")["rows"]
+    ),
     "step_overhead_leaves": of("step_overhead", step_overhead.summarise_leaves),
     **{
         f"many_leaves_{key}": of("many_leaves", many_leaves.summarise, key)

@@ -8,9 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks import convergence, step_overhead
+from benchmarks import convergence, step_overhead, train_step
 from benchmarks.common import compiled_tables, plots, storage
 from benchmarks.common.committed import load
+from benchmarks.common.measured_tables import train_steps
 from benchmarks.common.storage import (
     ADAFACTOR,
     ADAM,
@@ -23,7 +24,7 @@ from benchmarks.common.storage import (
 from benchmarks.common.tasks import TITLES as TASK_TITLES
 from benchmarks.common.timing import ratios
 from benchmarks.fp8_accuracy import FIRST, FP8, HALF
-from benchmarks.train_step import HALVES, TITLES, WAYS
+from benchmarks.train_step import TF32
 
 _COLORS = plots.BLUE, plots.VERMILION, plots.GREEN, plots.PURPLE, plots.ORANGE
 
@@ -46,19 +47,15 @@ def _colour(way: Storage) -> str:
 
 
 def draw_times() -> Figure:
-    """Draw the times of a train step in half precision over float32's."""
-    models = load("cpu/train_step.json")["models"]
-    series = {
-        TITLES[model]: {
-            f"{HALVES[way.precision]}, {way.cast}": result["rows"][str(way)][
-                "over_float32"
-            ]
-            for way in WAYS
+    """Draw the times of train steps in bfloat16 over those in TF32."""
+    results, series = train_steps(), {}
+    for title, name in train_step.IN_BFLOAT16.items():
+        series[title] = {
+            train_step.TITLES.get(model, model): ratios(found["rows"], name, TF32)
+            for model, found in results.items()
         }
-        for model, result in models.items()
-    }
-    title = f"Train steps in half precision: {_device('cpu/train_step.json')}"
-    return _draw([("", series)], title, "time over that of float32 (ratio)")
+    title = f"Train steps in bfloat16: {_device('h100/train_step-unet.json')}"
+    return _draw([("", series)], title, "time over that of TF32 (ratio)")
 
 
 def draw_losses() -> Figure:

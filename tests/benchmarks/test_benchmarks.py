@@ -28,7 +28,7 @@ from benchmarks import (
     tree_stats,
 )
 from benchmarks.common import compiled_steps, tasks, timing
-from benchmarks.common.models import SIZES
+from benchmarks.common.models import MODELS, SIZES
 from benchmarks.common.storage import Storage
 from examples.common import results
 from examples.common.results import provenance
@@ -47,7 +47,6 @@ SMALL = {
     (programs, "measure_all"): lambda device, size, known: V100,
     (step_overhead, "OPTIMIZERS"): {"adam": step_overhead.OPTIMIZERS["adam"]},
     (step_overhead, "BATCHES"): (4,),
-    (step_overhead, "LEAVES"): (2,),
     (step_overhead, "WIDTH"): 8,
     (storage_accuracy, "TASKS"): {"mlp": storage_accuracy.TASKS["mlp"]},
     (storage_accuracy, "RUNS"): storage_accuracy.RUNS[:3],
@@ -55,9 +54,7 @@ SMALL = {
     (tasks, "RESNET_WIDTHS"): (2,),
     (tasks, "SHAPE"): {"width": 32, "layers": 1},
     (tree_stats, "PROBLEMS"): {"MLP": tree_stats.make_mlp},
-    (train_step, "WAYS"): [train_step.Way("float16", "policy")],
     (train_step, "SIZES"): {"ci": SIZES["small"]},
-    (train_step, "TITLES"): {"mlp": "MLP", "cnn": "ResNet", "transformer": "GPT"},
 }
 
 TURNS = "--rounds 2 --steps 1"
@@ -76,9 +73,9 @@ ALL = (
         "Adam; float32, recomputed",
     ),
     (programs, "--device v100", "transformer: float16 by hand, scale_aware"),
-    (step_overhead, TURNS, "`lax.cond` by hand"),
+    (step_overhead, f"--leaves 2 {TURNS}", "`lax.cond` by hand"),
     (storage_accuracy, TRAINING, "AdaFactor"),
-    (train_step, f"--model mlp --model cnn {TURNS}", train_step.CPU_NOTE),
+    (train_step, f"--model mlp --dtype float16 {TURNS}", train_step.CPU_NOTE),
     (tree_stats, TURNS, "bare step"),
 )
 FAST = (checkpoint_save, memory, programs)
@@ -146,7 +143,7 @@ def test_no_benchmark_writes_figures_of_changed_code_among_the_committed(
     [
         (step_overhead, "--rounds 0", "greater than or equal to 1"),
         (train_step, "--largest-batch", "a CPU never says that its memory is full"),
-        (train_step, "--model lstm", "is not one of 'mlp', 'cnn', 'gpt'"),
+        (train_step, "--model gpt", "is not one of 'transformer', 'mlp', 'cnn'"),
         (convergence, "--task a", "is not one of 'mlp', 'cnn', 'tiny', 'resn"),
     ],
 )
@@ -186,20 +183,24 @@ def test_a_contender_is_left_out_with_a_reason(monkeypatch):
     assert step_overhead.why_not(step_overhead.JMP, 1) == reason
 
 
-def test_tf32_is_compared_on_gpus_only():
-    assert str(train_step.ways("gpu")[1]) == "TF32"
-    assert train_step.TF32 not in map(str, train_step.ways("tpu"))
-    assert len(train_step.ways("cpu")) == 7
+def test_every_model_is_timed_as_it_is_compiled():
+    models = [of.replace("_", " ") for of in train_step.Model]
+    assert set(models) == set(MODELS)
+    for model in models:
+        cpu = train_step.ways(model, train_step.HALVES, "cpu")
+        names = [str(way) for way in train_step.ways(model, train_step.HALVES, "gpu")]
+        assert names[:2] == [train_step.FLOAT32, train_step.TF32]
+        assert names[2:] == [str(way) for way in cpu[1:]]
+        assert {*train_step.IN_BFLOAT16.values()} < {*names}
+        assert all(way.step.scaled for way in cpu if way.step.dtype == "float16")
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters"), [("cnn", 25.5e6), ("gpt", 123.6e6), ("mlp", 20.0e6)]
+    ("model", "parameters"), [("cnn", 25.5e6), ("vit", 22.0e6), ("mlp", 20.0e6)]
 )
 def test_full_models_have_the_sizes_that_they_are_known_by(model, parameters):
-    name = train_step.Way("float32").step(model).model
-    _, make_shapes = compiled_steps.MODELS[name]
-    sizes = train_step.SIZES["full"][model]
-    params, *_ = jax.eval_shape(lambda: make_shapes(sizes))
+    _, make_shapes = MODELS[model]
+    params, *_ = jax.eval_shape(lambda: make_shapes(SIZES["full"][model]))
     count = sum(x.size for x in jax.tree.leaves(params))
     assert math.isclose(count, parameters, rel_tol=0.005)
 
@@ -220,14 +221,14 @@ def test_the_largest_batch_is_found_by_doubling_and_bisection(limit):
 def test_a_full_memory_is_told_from_other_errors(monkeypatch):
     errors = {8: "RESOURCE_EXHAUSTED: Out of memory", 16: "INTERNAL: a bug"}
 
-    def fail(model, sizes, way):
+    def fail(way, sizes):
         raise jax.errors.JaxRuntimeError(errors[sizes["batch"]])
 
     monkeypatch.setattr(train_step, "start", fail)
-    way = train_step.Way("float32")
-    assert not train_step.batch_fits("mlp", {"batch": 8}, way)
+    way = train_step.Way(compiled_steps.Step("mlp"))
+    assert not train_step.batch_fits(way, {"batch": 8})
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        train_step.batch_fits("mlp", {"batch": 16}, way)
+        train_step.batch_fits(way, {"batch": 16})
 
 
 def test_errors_of_gradients_are_relative_and_leave_rounding_out():
