@@ -193,16 +193,40 @@ def test_float32_products_are_float32_here():
     assert 1e-8 < error < 1e-6
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(jnp.bfloat16, 7), (jnp.float16, 10)])
-def test_products_in_half_are_seen_to_be(monkeypatch, dtype, bits):
+def _rounded_away(x):
+    """Round to 10 bits, ties away from zero, as GPUs do to TF32."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = (bits + jnp.uint32(1 << 12)) & jnp.uint32(0xFFFFE000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("rounded", "bits"),
+    [
+        (lambda x: x.astype(jnp.bfloat16), 7),
+        (lambda x: x.astype(jnp.float16), 10),
+        (_rounded_away, 10),
+    ],
+)
+def test_products_of_fewer_bits_are_seen_to_be(monkeypatch, rounded, bits):
     def dot(a, b):
-        half = a.astype(dtype), b.astype(dtype)
-        return jax.lax.dot(*half, preferred_element_type=jnp.float32)
+        operands = rounded(a), rounded(b)
+        return jax.lax.dot(*operands, preferred_element_type=jnp.float32)
 
     monkeypatch.setattr(doctor.jnp, "dot", dot)
     found, error = doctor.measure_float32()
     assert found == bits
     assert 2.0 ** -(bits + 3) < error < 2.0**-bits
+
+
+def test_an_accelerator_is_not_judged_by_small_products(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(doctor.jax, "local_devices", lambda: [H100])
+    monkeypatch.setattr(
+        doctor, "_compile_products", lambda size: sizes.append(size) or ({}, {})
+    )
+    doctor.measure_rates(1e-9)
+    assert sizes == [4096]
 
 
 def test_rates_are_measured_by_turns_and_compared_within_a_round(monkeypatch):

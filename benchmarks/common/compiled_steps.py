@@ -203,8 +203,6 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
         fun,
         donate_argnums=(0, 1, 2),
         out_shardings=(*shardings, None),
-        # No step reads whether the last one was finite: its byte would not be donated.
-        keep_unused=True,
     )
     return jitted, (*held, *batch)
 

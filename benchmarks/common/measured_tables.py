@@ -110,8 +110,21 @@ def of(name: str, make: Callable[..., run.Rows], *args: Any) -> Callable[[], run
 
 def train_steps() -> dict[str, run.Result]:
     """Return what was timed on an H100, by model."""
-    models = ["transformer", *TIMED]
-    return {model: load(f"h100/train_step-{model}.json") for model in models}
+    return {model: load(f"h100/train_step-{model}.json") for model in TIMED}
+
+
+def predicted_memory() -> run.Rows:
+    """How the memory of what ran differs from that of what was only compiled."""
+    compiled = load("h100-compiled/programs-full.json")["results"]
+    peaks, rows = {row["step"]: row["peak"] for row in compiled}, []
+    for model, result in train_steps().items():
+        row = {"": train_step.TITLES.get(model, model)}
+        for title, name in train_step.IN_BFLOAT16.items():
+            ran, peak = result["rows"][name]["memory"], peaks[f"{model}: {name}"]
+            row[f"{title}: compiled on the GPU, MiB"] = f"{ran / 2**20:.0f}"
+            row[f"{title}: without it, MiB"] = f"{peak / 2**20:.0f}"
+        rows.append(row)
+    return rows
 
 
 TABLES: dict[str, Callable[[], run.Rows]] = {
@@ -136,8 +149,9 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
         if (name := module.__name__.rpartition(".")[2])
     },
     "train_step": lambda: train_step.summarise(train_steps()),
-    "train_step_halves": lambda: train_step.list_ways(
-        load("h100/train_step-transformer.json")["rows"]
+    "predicted_memory": predicted_memory,
+    "step_overhead_h100": lambda: step_overhead.summarise(
+        load("h100/step_overhead.json")
     ),
     "step_overhead_leaves": of("step_overhead", step_overhead.summarise_leaves),
     **{

@@ -1,7 +1,9 @@
 """What a compiled step needs: its peak, its arguments, and what is live at the peak."""
 
+import dataclasses
 import functools
 import importlib.util
+import types
 from typing import Any
 
 import equinox as eqx
@@ -57,6 +59,26 @@ def test_its_peak_is_what_xla_says():
     assert sum(report.arguments.values()) == of_xla.argument_size_in_bytes
     assert sum(report.by_class.values()) == pytest.approx(report.peak, rel=0.1)
     assert not memory.of_step(step)(PARAMS, OPT_STATE, TOKENS).donated
+
+
+def test_a_program_from_the_compilation_cache_has_a_peak(monkeypatch):
+    def build(*args):
+        built = of_step(*args)
+        found = built.compiled.memory_analysis()
+        names = [name for name in dir(found) if name.endswith("size_in_bytes")]
+        sizes = {name: getattr(found, name) for name in names}
+        kept = types.SimpleNamespace(
+            memory_analysis=lambda: types.SimpleNamespace(
+                **sizes, peak_memory_in_bytes=0
+            ),
+            cost_analysis=built.compiled.cost_analysis,
+        )
+        return dataclasses.replace(built, compiled=kept, platform="cuda")
+
+    of_step = program.build
+    monkeypatch.setattr(program, "build", build)
+    report = memory.of_step(step, donate_argnums=(0, 1))(PARAMS, OPT_STATE, TOKENS)
+    assert report.peak == measured().peak > 0
 
 
 def test_results_that_no_argument_gives_its_memory_have_a_row():

@@ -76,11 +76,6 @@ def without_scale(state: Any) -> Any:
     return _map_scale_aware(lambda x: x.inner_state, state)
 
 
-def read_by_a_step(state: Any) -> Any:
-    """Return a state without its last verdict: as no step reads it, jit drops it."""
-    return _map_scale_aware(lambda x: x._replace(last_finite=None), state)
-
-
 def bits_without_scale(state: Any) -> Any:
     """Return the bits of a state without its loss scales and their counters."""
     return bitwise.raw_bits(without_scale(state))

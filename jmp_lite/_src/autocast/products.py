@@ -470,7 +470,7 @@ def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
 
     def tangent(probabilities, dlogits):
         p, dz = (x.astype(jnp.float32) for x in (probabilities, dlogits))
-        q = p * (1 / jnp.sum(p, axes, keepdims=True))
+        q = p / jnp.sum(p, axes, keepdims=True)
         return (q * (dz - jnp.sum(q * dz, axes, keepdims=True))).astype(dtype)
 
     # A loop would keep what JAX does: without a checkpoint, float32 probabilities.

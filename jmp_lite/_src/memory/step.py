@@ -284,7 +284,8 @@ def _report(
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     given = memory.argument_size_in_bytes + results
     peak = memory.peak_memory_in_bytes
-    if built.platform == "cpu":  # leaves out what is temporary
+    # On CPUs it leaves out what is temporary; from JAX's compilation cache it is 0.
+    if built.platform == "cpu" or not peak:
         peak = given + memory.temp_size_in_bytes
     counts = hlo.count(built.text)._asdict()
     target, kind = targets.DEVICES.get(device or ""), jax.devices()[0].device_kind

@@ -227,7 +227,9 @@ def scale_aware(
         return new_updates, ScaleAwareState(
             inner_state=inner_state,
             loss_scale=trees.select_tree(value_finite, adjusted, state.loss_scale),
-            last_finite=finite,
+            # Reads the last one, so that a step can donate it: where one result has a
+            # buffer of its own, CUDA graphs are updated at each step.
+            last_finite=finite | (state.last_finite & False),
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
         )
