@@ -196,8 +196,9 @@ def summarise(results: dict[str, run.Result]) -> run.Rows:
             row[f"{title}, × as fast"] = f"{speed:.2f}"
         over = quartiles_text(ratios(found, autocast, by_hand))
         row["time, autocast / by hand"] = over
-        memory = found[autocast]["memory"] / found[by_hand]["memory"]
-        row["memory, autocast / by hand"] = f"{memory:.3f}"
+        for title, name in IN_BFLOAT16.items():
+            memory = found[name]["memory"] / found[TF32]["memory"]
+            row[f"{title}, × memory of TF32"] = f"{memory:.2f}"
         rows.append(row)
     return rows
 

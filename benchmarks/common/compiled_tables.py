@@ -11,7 +11,6 @@ from benchmarks.common.compiled_steps import (
     AUTOCAST_GRAD,
     BY_HAND,
     GRAD_AUTOCAST,
-    PLAIN,
     POLICY,
     REDUCE_FLOAT32,
     SAVE_PRODUCTS,
@@ -89,26 +88,6 @@ def over_float32() -> Rows:
             for cast, name in ((BY_HAND, "by hand"), (GRAD_AUTOCAST, "autocast")):
                 ratio = found[str(Step(model, dtype, cast))][key] / base[key]
                 row[f"{_COLUMNS[key]}, {name}"] = f"{ratio:.2f}"
-        rows.append(row)
-    return rows
-
-
-def bytes_and_peaks() -> Rows:
-    """Bytes and peaks of two models on an H100, by how half precision gets in."""
-    found, rows = programs("h100"), []
-    for title, dtype, cast in (
-        ("float32", "float32", PLAIN),
-        ("bfloat16, cast by hand", "bfloat16", BY_HAND),
-        ("bfloat16, autocast", "bfloat16", GRAD_AUTOCAST),
-        ("float16, policy", "float16", POLICY),
-        ("float16, autocast", "float16", GRAD_AUTOCAST),
-        ("float16, autocast, advised", "float16", ADVISED),
-    ):
-        row = {"": title}
-        for model in ("transformer", "cnn"):
-            figures, name = found[str(Step(model, dtype, cast))], _MODELS[model]
-            row[f"{name}: GB accessed"] = f"{figures[_BYTES] / 1e9:.1f}"
-            row[f"{name}: peak, GiB"] = f"{figures[_PEAK] / 2**30:.2f}"
         rows.append(row)
     return rows
 
@@ -437,7 +416,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(_BYTES, _TRAFFIC, _PEAK, _KERNELS),
     ),
     "programs_float32": over_float32,
-    "bytes_and_peaks": bytes_and_peaks,
     "autocast_cost": autocast_cost,
     "families": families,
     "families_in_short": families_in_short,

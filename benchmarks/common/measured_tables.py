@@ -113,6 +113,16 @@ def train_steps() -> dict[str, run.Result]:
     return {model: load(f"h100/train_step-{model}.json") for model in TIMED}
 
 
+def steps_in_short() -> run.Rows:
+    """`train_step`, a column for each model: how fast it is, and how lean."""
+    rows = train_step.summarise(train_steps())
+    columns = [column for column in rows[0] if ", ×" in column]
+    return [
+        {"× float32": column} | {row[""]: row[column] for row in rows}
+        for column in columns
+    ]
+
+
 def predicted_memory() -> run.Rows:
     """How the memory of what ran differs from that of what was only compiled."""
     compiled = load("h100-compiled/programs-full.json")["results"]
@@ -149,6 +159,7 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
         if (name := module.__name__.rpartition(".")[2])
     },
     "train_step": lambda: train_step.summarise(train_steps()),
+    "steps_in_short": steps_in_short,
     "predicted_memory": predicted_memory,
     "step_overhead_h100": lambda: step_overhead.summarise(
         load("h100/step_overhead.json")
