@@ -167,7 +167,8 @@ class Values:
         if reads.smaller:
             return [self._broadcast(eqn, operands, reads)]
         if reads.sums_backward:
-            return sums.bind(eqn, operands, self._all_in_f32(eqn, reads))
+            in_f32 = self._all_in_f32(eqn, reads)
+            return sums.bind(eqn, operands, in_f32, reads.repeats)
         return binding.bind_here(eqn, operands)
 
     def _multiplies(self, eqn: Eqn) -> bool:

@@ -244,11 +244,21 @@ def sums_backward(eqn: Eqn) -> bool:
     return bool(known & Fact.REPEATS) or chooses or is_padded_with_variable
 
 
-def bind(eqn: Eqn, operands: Sequence[Any], in_f32: Sequence[Any]) -> list[Any]:
+def bind(
+    eqn: Eqn, operands: Sequence[Any], in_f32: Sequence[Any], repeats: int
+) -> list[Any]:
     """Run an equation for which `sums_backward` is true.
 
     `in_f32` are its operands with half ones in float32: these are differentiated.
+    `repeats` is as in `EqnReads`.
     """
+    if repeats:
+        (axis,) = eqn.params["dimension_numbers"].start_index_map
+        value, expression = (
+            jnp.repeat(x, repeats, axis)
+            for x in (lax.stop_gradient(operands[0]), in_f32[0])
+        )
+        return [differentiate_as(value, expression)]
     # Without stop_gradient, JAX would compute residuals for the derivative of `value`.
     (value,) = binding.bind_here(eqn, list(map(lax.stop_gradient, operands)))
     if eqn.primitive.name in ("reduce_max", "reduce_min"):
@@ -383,6 +393,7 @@ class EqnReads:
     like: Mapping[int, Sequence[Any]]
     smaller: Sequence[int]  # half operands that are broadcast to the result's shape
     sums_backward: bool  # whether the transpose of the equation sums in half
+    repeats: int = 0  # how often a gather repeats each row in turn, if that is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,6 +423,7 @@ def find_reads(
     differentiated = find_differentiated(jaxpr)
     by_eqn, reads, reads_in_f32 = {}, collections.Counter(of_clusters), set()
     inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
+    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for index, (eqn, cast_in) in enumerate(zip(jaxpr.eqns, half_in, strict=True)):
         pairs = zip(eqn.invars, cast_in, strict=True)
         half = [is_cast or is_half(v) for v, is_cast in pairs]
@@ -422,7 +434,10 @@ def find_reads(
             not differentiated.isdisjoint(eqn.outvars) and index not in in_clusters
         )
         if any(half) and is_differentiated:
-            by_eqn[id(eqn)] = _eqn_reads(eqn, half, differentiated, inputs)
+            found = _eqn_reads(eqn, half, differentiated, inputs)
+            if eqn.primitive.name == "gather" and found.sums_backward:
+                found = dataclasses.replace(found, repeats=_repeats(eqn, made_by))
+            by_eqn[id(eqn)] = found
             reads.update(variables(itertools.compress(eqn.invars, half)))
         if not all(half) and is_differentiated:
             reads_in_f32.update(v for v in operands if is_f32(v))
@@ -430,6 +445,43 @@ def find_reads(
     reads.update(reads_in_f32)
     many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
     return Reads(by_eqn, many, differentiated, is_derivative_rule)
+
+
+def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
+    """Return how often a gather along an axis repeats each row in turn, 0 if unknown.
+
+    `jax.image.resize` looks up the nearest of pixels at indices that it computes from
+    shapes alone. They are computed here, when the program is traced.
+    """
+    numbers, (operand, indices) = eqn.params["dimension_numbers"], eqn.invars
+    axis, *others = numbers.start_index_map
+    rows, shape = operand.aval.shape[axis], [*operand.aval.shape]
+    times, shape[axis] = indices.aval.size // max(rows, 1), indices.aval.size
+    is_along_axis = numbers.offset_dims == (*range(axis), *range(axis + 1, len(shape)))
+    is_along_axis = is_along_axis and eqn.outvars[0].aval.shape == tuple(shape)
+    if others or not is_along_axis or times * rows != shape[axis]:
+        return 0
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        found = np.ravel(_constant(indices, made_by))
+    expected = np.repeat(np.arange(rows), times)
+    return times if np.array_equal(found, expected) else 0
+
+
+def _constant(var: Any, made_by: Mapping[Any, Eqn]) -> Any:
+    """Return an array that depends on no argument, None if it depends on one."""
+    if compat.is_literal(var):
+        return var.val
+    eqn = made_by.get(var)
+    if eqn is None or eqn.effects:
+        return None
+    known, index = facts(eqn.primitive.name), eqn.outvars.index(var)
+    if known & Fact.IN_ORDER and not known & Fact.REPEATS:  # over devices, say
+        found = _constant(eqn.invars[index], made_by)
+        return None if found is None else np.reshape(found, var.aval.shape)
+    operands = [_constant(v, made_by) for v in eqn.invars]
+    if any(x is None for x in operands):
+        return None
+    return binding.bind_here(eqn, operands)[index]
 
 
 def _floats(operands: Iterable[Any]) -> Iterable[Any]:
