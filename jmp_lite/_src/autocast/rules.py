@@ -372,7 +372,9 @@ class _SubJaxprs(Rule):
     def _plan_bodies(self, info, ins, uses, analysis) -> list[CastPlan]:
         of_bodies = [
             [
-                _carried(ins[i]) if k in body.fixed_in else ins[i]
+                (OTHER if ins[i] in IGNORED else FLOAT32)  # a loop may change it
+                if k in body.fixed_in
+                else ins[i]
                 for k, i in enumerate(body.operands)
             ]
             for body in info.bodies
@@ -408,11 +410,6 @@ class _SubJaxprs(Rule):
         ins = [body_plan.ins for body_plan in plan.bodies]
         plans = self._plan_bodies_for(info, ins, uses, analysis)
         return _uses_by_bodies(info, plans)
-
-
-def _carried(first: Precision) -> Precision:
-    """Return the precision of an input of fixed dtype, which a loop may change."""
-    return OTHER if first in IGNORED else FLOAT32
 
 
 def _uses_by_bodies(info: EqnInfo, plans: Sequence[CastPlan]) -> list[int]:

@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from jmp_lite._src import compat
@@ -170,11 +170,15 @@ def _follow(
         for array in made:
             if array.is_given:
                 continue
-            if over := _overwritten(x, array, read, step, live):
+            # It may take the memory of what is read for the last time.
+            size, is_elementwise = array.live.size, _ELEMENTWISE.search(x.line)
+            ends = (a for a in read if a in live and a.last_read == step)
+            over = next((a for a in ends if a.live.size == size), None)
+            if over and is_elementwise:
                 del live[over]
                 now -= over.live.size
             live[array] = None
-            now += array.live.size
+            now += size
         if now + _total(inside) > most:
             most = now + _total(inside)
             largest = [*(array.live for array in live), *inside]
@@ -183,24 +187,6 @@ def _follow(
                 del live[array]
                 now -= array.live.size
     return largest
-
-
-def _overwritten(
-    x: hlo.Instruction,
-    array: _Array,
-    read: Sequence[_Array],
-    step: int,
-    live: Mapping[_Array, None],
-) -> _Array | None:
-    """Return the array whose memory a result takes: read for the last time."""
-    if not _ELEMENTWISE.search(x.line):
-        return None
-    fits = (
-        a
-        for a in read
-        if a in live and a.last_read == step and a.live.size == array.live.size
-    )
-    return next(fits, None)
 
 
 def _total(found: Iterable[Live]) -> int:

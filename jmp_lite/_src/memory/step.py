@@ -243,7 +243,36 @@ def of_step(
 
     def measure(*args: P.args, **kwargs: P.kwargs) -> StepReport:
         built = program.build(step, args, kwargs, device, devices, donate_argnums)
-        return _report(step, built, device, limit, classes)
+        given = built.args, built.kwargs
+        names = roles.classes_of_leaves(step, *given, built.result, classes)
+        arrays = filter(trees.is_array, jax.tree.leaves(given))
+        pairs = list(zip(names, arrays, strict=True))
+        parameters = [x for name, x in pairs if name == roles.PARAMETERS]
+        memory = built.compiled.memory_analysis()
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        peak = memory.peak_memory_in_bytes
+        # On CPUs it leaves out what is temporary; from JAX's compilation cache it is 0.
+        if built.platform == "cpu" or not peak:
+            peak = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+        counts = hlo.count(built.text)._asdict()
+        target, kind = targets.DEVICES.get(device or ""), jax.devices()[0].device_kind
+        return StepReport(
+            device=target.title if target else f"this machine ({kind})",
+            devices=built.count,
+            memory=target.memory if target else None,
+            limit=limit,
+            peak=peak,
+            arguments=total((name, program.shard_bytes(x)) for name, x in pairs),
+            parameter_count=sum(x.size for x in parameters),
+            results=results,
+            donated=memory.alias_size_in_bytes,
+            temporaries=memory.temp_size_in_bytes,
+            live=_rows(liveness.at_peak(built.text), parameters),
+            traffic=counts["traffic"],
+            bytes_accessed=int(compat.cost_analysis(built.compiled)["bytes accessed"]),
+            flops=built.flops,
+            counts=counts,
+        )
 
     return measure
 
@@ -262,50 +291,6 @@ def parse_bytes(text: str) -> int:
             f"{text!r}."
         )
     return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _report(
-    step: Any,
-    built: program.Program,
-    device: str | None,
-    limit: int | None,
-    classes: Mapping[str | int, str] | None,
-) -> StepReport:
-    names = roles.classes_of_leaves(
-        step, built.args, built.kwargs, built.result, classes
-    )
-    arrays = [
-        x for x in jax.tree.leaves((built.args, built.kwargs)) if trees.is_array(x)
-    ]
-    pairs = list(zip(names, arrays, strict=True))
-    arguments = total((name, program.shard_bytes(x)) for name, x in pairs)
-    parameters = [x for name, x in pairs if name == roles.PARAMETERS]
-    memory = built.compiled.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    given = memory.argument_size_in_bytes + results
-    peak = memory.peak_memory_in_bytes
-    # On CPUs it leaves out what is temporary; from JAX's compilation cache it is 0.
-    if built.platform == "cpu" or not peak:
-        peak = given + memory.temp_size_in_bytes
-    counts = hlo.count(built.text)._asdict()
-    target, kind = targets.DEVICES.get(device or ""), jax.devices()[0].device_kind
-    return StepReport(
-        device=target.title if target else f"this machine ({kind})",
-        devices=built.count,
-        memory=target.memory if target else None,
-        limit=limit,
-        peak=peak,
-        arguments=arguments,
-        parameter_count=sum(x.size for x in parameters),
-        results=results,
-        donated=memory.alias_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        live=_rows(liveness.at_peak(built.text), parameters),
-        traffic=counts["traffic"],
-        bytes_accessed=int(compat.cost_analysis(built.compiled)["bytes accessed"]),
-        flops=built.flops,
-        counts=counts,
-    )
 
 
 def _rows(found: Sequence[liveness.Live], parameters: Sequence[Any]) -> tuple[Any, ...]:

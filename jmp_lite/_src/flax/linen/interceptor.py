@@ -68,7 +68,7 @@ class PolicyInterceptor:
         promotion = jax.numpy_dtype_promotion("standard")
         with nn.intercept_methods(record), promotion, self.policies.in_float32():
             jax.eval_shape(lambda *args: drop_output(fun(*args)), *args)
-        self._resolve()
+        self.resolved = self.policies.resolve(self.modules, self._own_dtypes)
 
     def cast(self, variables: Any, role: str = "compute_dtype") -> Any:
         """Return variables with the parameters in a dtype of their module's policy.
@@ -153,7 +153,6 @@ class PolicyInterceptor:
         ]
 
     def trace(self, fun: Callable[..., Any], cast: Any) -> Any:
-        """Return the jaxpr of a call with these variables."""
         return jax.make_jaxpr(lambda variables: drop_output(self(fun, variables)))(cast)
 
     def _dot_general_of(self, path: str) -> Callable[..., jax.Array]:
@@ -168,15 +167,11 @@ class PolicyInterceptor:
         return dot_general
 
     def _record(self, module: nn.Module) -> str:
-        """Add a module to those found; return its path."""
         path = _path(module)
         if path not in self.modules:
             self.modules[path] = type(module)
             self._own_dtypes[path] = module_policies.own_dtype(module)
         return path
-
-    def _resolve(self) -> None:
-        self.resolved = self.policies.resolve(self.modules, self._own_dtypes)
 
     def _multiplies_in_half(self, path: str) -> bool:
         """Return whether a module is a layer that multiplies matrices in half."""
@@ -199,7 +194,7 @@ class PolicyInterceptor:
         module = context.module
         path = self._record(module)
         if path not in self.resolved:  # nn.jit did not call it in the abstract run
-            self._resolve()
+            self.resolved = self.policies.resolve(self.modules, self._own_dtypes)
         # A method that the module itself calls is part of the call in progress.
         if path in self._active:
             return _keep_carry_dtypes(module, args, next_fun(*args, **kwargs))
@@ -304,7 +299,6 @@ def _keep_carry_dtypes(module: nn.Module, given: tuple[Any, ...], out: Any) -> A
 
 @contextlib.contextmanager
 def _set_fields(module: nn.Module, fields: Mapping[str, Any]) -> Iterator[None]:
-    """Set fields of a module for one call."""
     # A copy would be a second module in the same scope. Setting them here changes
     # nothing that a user holds: flax made this module for this run.
     old = {name: getattr(module, name) for name in fields}

@@ -260,7 +260,6 @@ _WEIGHT_NORMS = (nnx.WeightNorm, nnx.SpectralNorm)
 
 
 def _own_dtype(module: nnx.Module) -> Any:
-    """Return the `dtype` that the author set on a layer, None if none."""
     dtype = module_policies.own_dtype(module)
     if isinstance(module, nnx.Embed) and dtype == module.embedding.dtype:
         return None  # flax sets it to the dtype of the table if the author set none
@@ -308,7 +307,6 @@ def _set_dtypes(module: Any, of: ModulePolicy) -> None:
 
 
 def _is_in_fp8(module: Any) -> bool:
-    """Return whether the large products of a module are in fp8."""
     return getattr(module, "dot_general", None) is fp8.large_dot_general
 
 
