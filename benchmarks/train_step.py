@@ -1,8 +1,7 @@
-"""What half precision is worth in a train step: time, memory, and the largest batch.
+"""What half precision is worth in a train step: time and memory.
 
     python -m benchmarks.train_step                                # on this device
     python -m benchmarks.train_step --model vit --dtype bfloat16   # one, in less time
-    python -m benchmarks.train_step --model vit --largest-batch    # what fits
 
 The steps are those that `benchmarks.programs` compiles, at its size full: Adam steps of
 each family of models, as written, cast by hand, by a policy and by autocast. To them
@@ -133,53 +132,6 @@ def measure(
     return rows
 
 
-def largest(fits: Callable[[int], bool], start: int) -> int:
-    """Return about the largest number that fits: by doubling, then by bisection.
-
-    Args:
-      fits: whether a number does; what is above one that does not, does not either.
-      start: where to begin.
-
-    Returns:
-      A number that fits, while one that is a sixteenth larger does not; 0 if none does.
-    """
-    low, high = start, 2 * start
-    if fits(low):
-        while fits(high):
-            low, high = high, 2 * high
-    else:
-        while low and not fits(low):
-            low, high = low // 2, low
-    while low and high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def batch_fits(way: Way, sizes: dict[str, Any]) -> bool:
-    """Return whether a train step compiles, and runs, in the memory of the device."""
-    try:
-        step, state, _ = start(way, sizes)
-        jax.block_until_ready(step(state))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return False
-    return True
-
-
-def largest_batches(todo: list[Way], sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the largest batch of a model that fits in each way."""
-    rows = {}
-    for way in track(todo, "largest batches", total=len(todo)):
-
-        def fits(n, way=way):
-            return batch_fits(way, sizes | {"batch": n})
-
-        rows[str(way)] = {"largest_batch": largest(fits, sizes["batch"])}
-    return rows
-
-
 def summarise(results: dict[str, run.Result]) -> run.Rows:
     """Return a model's time and memory in bfloat16, for the pages.
 
@@ -204,53 +156,35 @@ def summarise(results: dict[str, run.Result]) -> run.Rows:
 
 
 def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
-    """Return a table of a model's times and memory in each way, or of what fits."""
-    base, table = rows[FLOAT32], []
-    for name, row in rows.items():
-        cells = {"step": name}
-        for key, title, unit in (
-            ("memory", "memory, MiB", 2**20),
-            ("largest_batch", "largest batch", 1),
-        ):
-            if key in row:
-                cells[title] = f"{row[key] / unit:.4g}"
-                cells[f"{key} / float32"] = f"{row[key] / (base[key] or np.nan):.2f}"
-        if "over_float32" in row:
-            cells["ms"] = f"{1e3 * np.median(row['seconds']):.2f}"
-            cells["time / float32"] = quartiles_text(row["over_float32"])
-        table.append(cells)
-    return table
+    """Return a table of a model's times and memory in each way."""
+    base = rows[FLOAT32]
+    return [
+        {
+            "step": name,
+            "memory, MiB": f"{row['memory'] / 2**20:.4g}",
+            "memory / float32": f"{row['memory'] / base['memory']:.2f}",
+            "ms": f"{1e3 * np.median(row['seconds']):.2f}",
+            "time / float32": quartiles_text(row["over_float32"]),
+        }
+        for name, row in rows.items()
+    ]
 
 
 @run.benchmark
 def main(
     model: Annotated[list[Model], typer.Option(help="May be repeated.")] = list(Model),  # noqa: B006 - typer's way; never changed
     dtype: Annotated[list[Dtype], typer.Option(help="May be repeated.")] = HALVES,
-    largest_batch: Annotated[
-        bool, typer.Option("--largest-batch", help="Find what fits; time nothing.")
-    ] = False,
     rounds: run.Rounds = 30,
     steps: run.StepsPerRound = 4,
 ) -> Iterator[run.Found]:
     """Measure what half precision is worth in a train step; a result for each model."""
     platform = jax.local_devices()[0].platform
-    is_cpu = platform == "cpu"
-    if is_cpu and largest_batch:
-        raise typer.BadParameter(
-            "a CPU never says that its memory is full, it swaps: expected a GPU or "
-            "TPU, got cpu.",
-            param_hint="'--largest-batch'",
-        )
-    size, notes = ("ci", [CPU_NOTE]) if is_cpu else ("full", [])
+    size, notes = ("ci", [CPU_NOTE]) if platform == "cpu" else ("full", [])
     for name in (of.replace("_", " ") for of in model):
         sizes, todo = SIZES[size][name], ways(name, dtype, platform)
-        if largest_batch:
-            rows = largest_batches(todo, sizes)
-        else:
-            rows = measure(todo, sizes, rounds=rounds, steps=steps)
-        kind = "largest_batch" if largest_batch else "train_step"
+        rows = measure(todo, sizes, rounds=rounds, steps=steps)
         yield run.Found(
-            f"{kind}-{name.replace(' ', '_')}",
+            f"train_step-{name.replace(' ', '_')}",
             {"notes": notes, "rows": rows},
             {f"{name}, batch {sizes['batch']}": list_ways(rows)},
             notes,

@@ -27,7 +27,7 @@ from benchmarks import (
     train_step,
     tree_stats,
 )
-from benchmarks.common import compiled_steps, tasks, timing
+from benchmarks.common import tasks, timing
 from benchmarks.common.models import MODELS, SIZES
 from benchmarks.common.storage import Storage
 from examples.common import results
@@ -142,7 +142,6 @@ def test_no_benchmark_writes_figures_of_changed_code_among_the_committed(
     ("module", "args", "message"),
     [
         (step_overhead, "--rounds 0", "greater than or equal to 1"),
-        (train_step, "--largest-batch", "a CPU never says that its memory is full"),
         (train_step, "--model gpt", "is not one of 'transformer', 'mlp', 'cnn'"),
         (convergence, "--task a", "is not one of 'mlp', 'cnn', 'tiny', 'resn"),
     ],
@@ -203,32 +202,6 @@ def test_full_models_have_the_sizes_that_they_are_known_by(model, parameters):
     params, *_ = jax.eval_shape(lambda: make_shapes(SIZES["full"][model]))
     count = sum(x.size for x in jax.tree.leaves(params))
     assert math.isclose(count, parameters, rel_tol=0.005)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 3, 64, 100, 1000])
-def test_the_largest_batch_is_found_by_doubling_and_bisection(limit):
-    tried: list[int] = []
-
-    def fits(n):
-        tried.append(n)
-        return n <= limit
-
-    found = train_step.largest(fits, 64)
-    assert found <= limit < found + max(2, found / 16 + 1)
-    assert len(tried) < 20
-
-
-def test_a_full_memory_is_told_from_other_errors(monkeypatch):
-    errors = {8: "RESOURCE_EXHAUSTED: Out of memory", 16: "INTERNAL: a bug"}
-
-    def fail(way, sizes):
-        raise jax.errors.JaxRuntimeError(errors[sizes["batch"]])
-
-    monkeypatch.setattr(train_step, "start", fail)
-    way = train_step.Way(compiled_steps.Step("mlp"))
-    assert not train_step.batch_fits(way, {"batch": 8})
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        train_step.batch_fits(way, {"batch": 16})
 
 
 def test_errors_of_gradients_are_relative_and_leave_rounding_out():
