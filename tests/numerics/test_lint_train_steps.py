@@ -4,10 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import lax
 from right_steps import ALWAYS_RIGHT
 from train_steps import (
     ADAM,
@@ -94,6 +96,52 @@ def test_clipping_of_scaled_gradients_is_found(clip: Any) -> None:
     assert found_with(outside) == {"clipped-while-scaled": INSIDE}
     of_updates = optax.chain(jmp.scale_aware(adam), clip)
     assert found_with(of_updates) == {}
+
+
+def _over(through: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, x, y: jnp.mean(through(x, params["w"]) @ params["v"] - y) ** 2
+
+
+def _states(x: Any, w: Any) -> Any:
+    """Return all states of a recurrence, which the backward pass adds to a carry."""
+    return lax.scan(lambda h, row: (jnp.tanh(h @ w + row), h), jnp.zeros(16), x)[1]
+
+
+# What gradients pass, on their way to the weight.
+PASSED: dict[str, Callable[..., Any]] = {
+    "layers": lambda x, w: lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[
+        0
+    ],
+    "recurrence": _states,
+    "carry": lambda x, w: lax.scan(lambda h, row: (h + row, h), x[0] @ w, x @ w)[1],
+    "map": lambda x, w: lax.map(lambda row: jnp.tanh(row @ w), x),
+    "pooling": lambda x, w: nn.max_pool((x @ w)[..., None], (2,), padding="SAME")[
+        ..., 0
+    ],
+    "fft": lambda x, w: jnp.fft.fft(x @ w, axis=0).real,
+}
+
+
+@pytest.mark.parametrize("is_lowered", [True, False])
+@pytest.mark.parametrize("name", PASSED)
+def test_the_loss_scale_is_followed_through(name: str, is_lowered: bool) -> None:
+    loss, sgd = _over(PASSED[name]), optax.sgd(0.1)
+    loss = jmp.autocast(loss, POLICY) if is_lowered else loss
+    params = {"w": PARAMS["w"], "v": PARAMS["v"]}
+
+    def rules(tx: Any, grad: Any = scaled) -> set[str]:
+        def step(params, opt_state, x, y):
+            _, grads = grad(loss, opt_state)(params, x, y)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        kept = {"float32-product"}  # where nothing is lowered
+        return {*found(step, params, tx.init(params), X, Y)} - kept
+
+    clip = optax.clip_by_global_norm(1.0)
+    assert rules(jmp.scale_aware(optax.chain(clip, sgd))) == set()
+    assert rules(optax.chain(clip, jmp.scale_aware(sgd))) == {"clipped-while-scaled"}
+    assert rules(jmp.scale_aware(sgd), unscaled) == {"unscaled-gradients"}
 
 
 def test_primitives_of_autocast_pass_the_loss_scale_on() -> None:

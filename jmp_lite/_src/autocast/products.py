@@ -470,7 +470,11 @@ def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
 
     def tangent(probabilities, dlogits):
         p, dz = (x.astype(jnp.float32) for x in (probabilities, dlogits))
-        q = p / jnp.sum(p, axes, keepdims=True)
+        total = jnp.sum(p, axes, keepdims=True)
+        # A reciprocal of each row would do, and does on TPUs. XLA for GPUs takes more
+        # rows at once the less arithmetic they have, and then needs too many registers:
+        # compiled for an H100, 224 a thread with reciprocals and 48 with divisions.
+        q = p * (1 / total) if may_repeat else p / total
         return (q * (dz - jnp.sum(q * dz, axes, keepdims=True))).astype(dtype)
 
     # A loop would keep what JAX does: without a checkpoint, float32 probabilities.

@@ -53,7 +53,10 @@ class Scalings:
             power = tuple(float(scale == other) for other in inputs)
             self._of[scale] = Scaling(frozenset([power]))
         self._zero = (0.0,) * len(inputs)
-        # A loop carry is known once the body of the loop is.
+        # A loop carry is known once the body of the loop is. Until then, what the
+        # backward pass makes of the carry alone is open, and has no power.
+        self._seen: set[int] = set()
+        self._open: set[int] = set()
         for _ in range(_MAX_PASSES):
             if not any([self._update(op, v) for op in ops for v in op.outs]):
                 return
@@ -89,6 +92,7 @@ class Scalings:
 
     def _update(self, op: Op, value: Value) -> bool:
         """Set what is known of a result; return whether that has changed."""
+        self._seen.add(id(value))
         if value.dtype is None or not jnp.issubdtype(value.dtype, jnp.inexact):
             return False
         new = self._of_result(op, value)
@@ -98,11 +102,16 @@ class Scalings:
         return is_new
 
     def _of_result(self, op: Op, value: Value) -> Scaling:
-        if len(sources := sources_of(value)) == 1:
-            return self.of(sources[0])
         ins = [self.of(v) for v in op.ins]
         powers = self._powers(op, ins)
         is_gradient = any(x.is_gradient for x in ins)
+        is_open = op.is_backward and not is_gradient and powers == frozenset()
+        if is_open and any(map(self._is_open, op.ins)):
+            self._open.add(id(value))
+            return _UNSCALED
+        self._open.discard(id(value))
+        if len(sources := sources_of(value)) == 1:
+            return self.of(sources[0])
         if op.is_backward and not is_gradient:
             ranges = [self._ranges.of(v) for v in op.ins]
             is_gradient = not all(known and known.is_all for known in ranges)
@@ -123,6 +132,10 @@ class Scalings:
         if is_gradient:
             scaled_by |= {i for p in powers or () for i in _below(p, -1)}
         return Scaling(powers, is_gradient, scaled_by)
+
+    def _is_open(self, value: Value) -> bool:
+        is_made = value.maker is None or id(value) in self._seen
+        return not is_made or id(value) in self._open
 
     def _powers(self, op: Op, ins: Sequence[Scaling]) -> Powers | None:
         terms = [x.powers for x in ins]
