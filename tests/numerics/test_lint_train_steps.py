@@ -144,6 +144,25 @@ def test_the_loss_scale_is_followed_through(name: str, is_lowered: bool) -> None
     assert rules(jmp.scale_aware(sgd), unscaled) == {"unscaled-gradients"}
 
 
+@pytest.mark.parametrize(
+    "clip", [optax.clip_by_global_norm(1.0), optax.clip(1.0), optax.identity()]
+)
+def test_a_gradient_that_is_zero_has_any_scale(clip: Any) -> None:
+    params, adam = PARAMS | {"unused": jnp.ones(3)}, optax.adam(1e-3)
+
+    def rules(tx: Any, grad: Any = scaled) -> set[str]:
+        def step(params, opt_state, x, y):
+            _, grads = grad(loss_fn, opt_state)(params, x, y)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        return {*found(step, params, tx.init(params), X, Y)}
+
+    right = jmp.scale_aware(optax.chain(clip, adam))
+    assert rules(right) == set()
+    assert rules(right, unscaled) == {"unscaled-gradients"}
+
+
 def test_primitives_of_autocast_pass_the_loss_scale_on() -> None:
     @functools.partial(jmp.autocast, policy=POLICY)
     def loss(params, x, y):  # a product in float32, whose operands are kept in half

@@ -57,6 +57,7 @@ class Scalings:
         # backward pass makes of the carry alone is open, and has no power.
         self._seen: set[int] = set()
         self._open: set[int] = set()
+        self._zeros: set[int] = set()
         for _ in range(_MAX_PASSES):
             if not any([self._update(op, v) for op in ops for v in op.outs]):
                 return
@@ -102,6 +103,9 @@ class Scalings:
         return is_new
 
     def _of_result(self, op: Op, value: Value) -> Scaling:
+        if self._is_zero_by(op):
+            self._zeros.add(id(value))
+            return _UNSCALED
         ins = [self.of(v) for v in op.ins]
         powers = self._powers(op, ins)
         is_gradient = any(x.is_gradient for x in ins)
@@ -132,6 +136,20 @@ class Scalings:
         if is_gradient:
             scaled_by |= {i for p in powers or () for i in _below(p, -1)}
         return Scaling(powers, is_gradient, scaled_by)
+
+    def _is_zero_by(self, op: Op) -> bool:
+        """Return whether results are 0, as gradients of what is not used are."""
+        if op.degrees:
+            pairs = zip(op.ins, op.degrees, strict=False)
+            return any(degree > 0 and self._is_zero(v) for v, degree in pairs)
+        is_homogeneous = op.facts & _HOMOGENEOUS or op.name in (JOIN, *PARTS)
+        of = op.cases or op.ins
+        return bool(is_homogeneous and of and all(map(self._is_zero, of)))
+
+    def _is_zero(self, value: Value) -> bool:
+        known = self._ranges.of(value)
+        is_known = known is not None and known.is_all and known.bound == 0.0
+        return is_known or id(value) in self._zeros
 
     def _is_open(self, value: Value) -> bool:
         is_made = value.maker is None or id(value) in self._seen
