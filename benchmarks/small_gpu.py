@@ -112,7 +112,11 @@ class Model:
                 layers[name] += (a @ b).astype(jnp.bfloat16)
             return loss_fn(params | {"layers": layers}, tokens)
 
-        step = _step_of(jax.grad(adapted_loss), tx)
+        update = _step_of(jax.grad(adapted_loss), tx)
+
+        def step(adapters, opt_state, params, tokens):  # by whose names they are known
+            return update(adapters, opt_state, params, tokens)
+
         shapes = adapters, jax.eval_shape(tx.init, adapters), params, self.tokens
         return jax.jit(step, donate_argnums=(0, 1)), shapes
 

@@ -481,6 +481,7 @@ NEWCOMERS: list[Row] = [
         "got 'mixed_float16'",
         "write loss_scale_for('mixed_float16')",
     ),
+    (lambda: jmp.scale_aware(SGD, "dynamic"), "One that adapts is DynamicLossScale()"),
     (lambda: jmp.scale_aware(SGD, MIXED), "loss_scale_for(get_policy('p=full,c=f16"),
     (
         lambda: jmp.scale_aware(SGD, 1024.0),

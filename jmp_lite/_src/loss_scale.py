@@ -414,6 +414,11 @@ def check_loss_scale(loss_scale: Any) -> None:
 
 def _remedy(x: Any) -> str:
     """Return how to make a loss scale of what was passed as one, or ""."""
+    if isinstance(x, str):
+        try:
+            get_policy(x)
+        except ValueError:  # "dynamic", say
+            return " One that adapts is DynamicLossScale(); none, NoOpLossScale()."
     if isinstance(x, str | Policy | PolicyMap):
         return f" For that of a policy, write loss_scale_for({x!r})."
     if trees.is_concrete_number(x):

@@ -333,7 +333,8 @@ def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
             f"select_tree got {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)} "
-            f"at {key_path(path)!r}; expected the same shape and dtype."
+            f"at {key_path(path)!r}; expected the same shape and dtype. To cast one "
+            "tree to the dtypes of the other, write jmp_lite.cast_like(new, old)."
         )
     return jnp.where(pred, x, y)
 

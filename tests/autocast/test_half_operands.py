@@ -192,6 +192,13 @@ def test_a_program_all_in_half_is_told_to_begin_in_float32():
     def begun_in_float32(params, tokens):
         return loss(cast_to_full(params), tokens)
 
+    twice = autocast(autocast(begun_in_float32, "mixed_bfloat16"), "mixed_bfloat16")
+    with pytest.warns(UserWarning, match="in half as it is written.*begin it with"):
+        twice(params, tokens)
+    in_float32 = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    with pytest.warns(UserWarning, match="an autocast of its own: leave out that or"):
+        twice(in_float32, tokens)
+
     fun = autocast(begun_in_float32, "mixed_bfloat16")
     found, grads = jax.value_and_grad(fun)(params, tokens)
     assert found.dtype == jnp.float32 and grads["w"].dtype == jnp.bfloat16

@@ -23,7 +23,7 @@ from jmp_lite._src.autocast.options import OpRules, Regions, policies_of, resolv
 from jmp_lite._src.autocast.precision import CastPlan, Placed, walk
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
-from jmp_lite._src.jaxprs import name_scopes
+from jmp_lite._src.jaxprs import core, name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 from jmp_lite._src.policy import Policy, PolicyMap, check_reduce_dtype, get_policy
 
@@ -369,10 +369,18 @@ class PlannedCall:
         ]
         is_half = any(products.is_half_product(of.eqn) for of in equations)
         if is_half and not any(runs_half):
+            remedy = (
+                "It casts what is float32, by hand, by with_policy or in an autocast "
+                "of its own: leave out that or this."
+            )
+            if any(map(core.is_half, self.plan.jaxpr.invars)):
+                remedy = (
+                    "If its parameters are stored in half, norms and the loss are in "
+                    "half, too: begin it with params = jmp_lite.cast_to_full(params)."
+                )
             return (
                 f"autocast: the products of {self.name} are in half as it is written. "
-                "If its parameters are stored in half, norms and the loss are in half, "
-                "too: begin it with params = jmp_lite.cast_to_full(params)."
+                f"{remedy}"
             )
         if not any(runs_half):
             why = "it has no matrix product"
