@@ -144,6 +144,25 @@ def test_the_loss_scale_is_followed_through(name: str, is_lowered: bool) -> None
     assert rules(jmp.scale_aware(sgd), unscaled) == {"unscaled-gradients"}
 
 
+@pytest.mark.parametrize("is_half", [True, False])
+def test_a_half_loss_of_a_step_is_found(is_half: bool) -> None:
+    def loss(params, x, y):
+        x, w = x.astype(jnp.float16), params["w"].astype(jnp.float16)
+        distance = jnp.abs(x @ w)
+        return jnp.mean(distance if is_half else distance.astype(jnp.float32))
+
+    tx = jmp.scale_aware(optax.sgd(0.1))
+
+    def step(params, opt_state, x, y):
+        value, grads = scaled(loss, opt_state)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params, value=value)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    params = {"w": PARAMS["w"]}
+    rules = {*found(step, params, tx.init(params), X, Y)}
+    assert rules == ({"loss-in-half"} if is_half else set())
+
+
 @pytest.mark.parametrize(
     "clip", [optax.clip_by_global_norm(1.0), optax.clip(1.0), optax.identity()]
 )

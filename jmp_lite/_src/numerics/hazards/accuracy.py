@@ -112,9 +112,18 @@ def _origin_of_guarded(value: Value) -> Value:
 def _losses(program: LintedProgram) -> Hits:
     for op in program.ops:
         for value in op.outs:
-            is_scalar = value.is_result and value.is_half and value.shape == ()
+            is_scalar = value.is_half and value.shape == () and _is_returned(value)
             if is_scalar and not op.is_backward and _is_total(value):
                 yield op, f"the function returns a {value.dtype} total"
+
+
+def _is_returned(value: Value) -> bool:
+    """Return whether the function returns a value, as it is or cast."""
+
+    def passes(op: Op, value: Value) -> list[Value]:
+        return op.outs if op.is_cast else moved(op, value)
+
+    return any(reader is None for reader, _ in readers(value, passes))
 
 
 def _is_total(value: Value) -> bool:
