@@ -159,8 +159,8 @@ def test_a_half_loss_of_a_step_is_found(is_half: bool) -> None:
         return optax.apply_updates(params, updates), opt_state, value
 
     params = {"w": PARAMS["w"]}
-    rules = {*found(step, params, tx.init(params), X, Y)}
-    assert rules == ({"loss-in-half"} if is_half else set())
+    report = lint(step, POLICY)(params, tx.init(params), X, Y)
+    assert {x.rule for x in report.findings} == ({"loss-in-half"} if is_half else set())
 
 
 @pytest.mark.parametrize(
