@@ -508,3 +508,17 @@ def test_a_dtype_that_it_returns_itself_stays_under_a_policy_by_scope() -> None:
 
     policy = PolicyMap(BF16, {"full": "full"}, allow_unused=True)
     assert autocast(fun, policy)(W[0], X).dtype == jnp.bfloat16
+
+
+def test_explain_counts_the_products_of_kernels() -> None:
+    product = in_half(lambda a, b: a @ b)
+
+    def fun(w, x):
+        with jax.named_scope("attend"):
+            x = product(x, w)
+        return x @ w
+
+    args = jnp.ones((8, 8)), jnp.ones((8, 8))
+    in_float32 = PolicyMap(BF16, {"attend": "full"})
+    shares = [explain(fun, p)(*args).half_flops_share for p in (in_float32, BF16)]
+    assert shares == [0.5, 1.0]

@@ -45,8 +45,9 @@ class OpDecision:
       before: dtypes of its array operands and results in the program.
       after: the same under autocast.
       reason: why it is not in half, or why its result is not.
-      flops: multiplications and additions of real numbers in a matrix product; 0 for
-        outer products, which sum nothing, and for other operations.
+      flops: multiplications and additions of real numbers in a matrix product, or in
+        those of an `in_half` function; 0 for outer products, which sum nothing, and for
+        other operations.
       aligned: whether all dimensions of a matrix product are multiples of 8.
       times: how often it runs: the trips of the loops around it, multiplied, with 1 for
         those that are not known; all its calls together.
@@ -267,6 +268,9 @@ def explain(
 
 
 def _decision(of: Placed, half_dtype: Any) -> OpDecision:
+    is_kernel = of.reason.startswith(half_calls.REASON)
+    bodies = compat.jaxprs_of(of.eqn) if is_kernel else []
+    eqns = [of.eqn, *(eqn for body in bodies for eqn in body.eqns)]
     return OpDecision(
         layer=of.layer,
         primitive=of.eqn.primitive.name,
@@ -275,7 +279,7 @@ def _decision(of: Placed, half_dtype: Any) -> OpDecision:
         before=f"{_names(of.eqn.invars)} -> {_names(of.eqn.outvars)}",
         after=_dtypes_after(of.eqn, of.plan, half_dtype),
         reason=of.reason,
-        flops=products.flops(of.eqn),
+        flops=sum(map(products.flops, eqns)),
         aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(of.eqn)),
         times=of.times,
         calls=of.calls,
