@@ -270,7 +270,7 @@ def explain(
 def _decision(of: Placed, half_dtype: Any) -> OpDecision:
     is_kernel = of.reason.startswith(half_calls.REASON)
     bodies = compat.jaxprs_of(of.eqn) if is_kernel else []
-    eqns = [of.eqn, *(eqn for body in bodies for eqn in body.eqns)]
+    flops = sum(control_flow.count_eqns(body, products.flops) for body in bodies)
     return OpDecision(
         layer=of.layer,
         primitive=of.eqn.primitive.name,
@@ -279,7 +279,7 @@ def _decision(of: Placed, half_dtype: Any) -> OpDecision:
         before=f"{_names(of.eqn.invars)} -> {_names(of.eqn.outvars)}",
         after=_dtypes_after(of.eqn, of.plan, half_dtype),
         reason=of.reason,
-        flops=sum(map(products.flops, eqns)),
+        flops=flops + products.flops(of.eqn),
         aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(of.eqn)),
         times=of.times,
         calls=of.calls,

@@ -103,7 +103,7 @@ class Scalings:
         return is_new
 
     def _of_result(self, op: Op, value: Value) -> Scaling:
-        if self._is_zero_by(op):
+        if self._is_zero_by(op, value):
             self._zeros.add(id(value))
             return _UNSCALED
         ins = [self.of(v) for v in op.ins]
@@ -137,13 +137,13 @@ class Scalings:
             scaled_by |= {i for p in powers or () for i in _below(p, -1)}
         return Scaling(powers, is_gradient, scaled_by)
 
-    def _is_zero_by(self, op: Op) -> bool:
-        """Return whether results are 0, as gradients of what is not used are."""
+    def _is_zero_by(self, op: Op, value: Value) -> bool:
+        """Return whether a result is 0, as gradients of what is not used are."""
         if op.degrees:
             pairs = zip(op.ins, op.degrees, strict=False)
             return any(degree > 0 and self._is_zero(v) for v, degree in pairs)
         is_homogeneous = op.facts & _HOMOGENEOUS or op.name in (JOIN, *PARTS)
-        of = op.cases or op.ins
+        of = op.cases or sources_of(value) or op.ins
         return bool(is_homogeneous and of and all(map(self._is_zero, of)))
 
     def _is_zero(self, value: Value) -> bool:
