@@ -37,7 +37,7 @@ from benchmarks.common.compiled_steps import (
     STEPS,
     Step,
 )
-from benchmarks.common.models import SIZES
+from benchmarks.common.models import SIZES, TITLES
 from benchmarks.common.timing import quartiles_text, ratios, take_turns
 from examples.common.progress import track
 
@@ -53,11 +53,6 @@ Model = enum.StrEnum(  # of `MODELS`
 Dtype = enum.StrEnum("Dtype", "bfloat16 float16 fp8")
 HALVES = [Dtype.bfloat16, Dtype.float16]
 IN_BFLOAT16 = {"by hand": "bfloat16 by hand", "autocast": f"bfloat16 {GRAD_AUTOCAST}"}
-TITLES = {
-    **{"mlp": "MLP", "cnn": "ResNet-50", "unet": "U-Net", "vit": "ViT-S/16"},
-    **{"llama": "Llama", "moe": "mixture of experts", "lstm": "LSTM"},
-    "llama_in_a_scan": "Llama in a scan",
-}
 
 
 class Way(NamedTuple):
@@ -118,7 +113,7 @@ def measure(
       rounds: how often each way has its turn.
       steps: train steps in a turn.
     """
-    title = TITLES.get(todo[0].step.model, todo[0].step.model)
+    title = TITLES[todo[0].step.model]
     rows, steppers, states = {}, {}, {}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         started = pool.map(lambda way: start(way, sizes), todo)
@@ -141,7 +136,7 @@ def summarise(results: dict[str, run.Result]) -> run.Rows:
     rows, (by_hand, autocast) = [], IN_BFLOAT16.values()
     for model, result in results.items():
         found = result["rows"]
-        row = {"": TITLES.get(model, model)}
+        row = {"": TITLES[model]}
         row["float32, ms"] = f"{1e3 * np.median(found[FLOAT32]['seconds']):.1f}"
         for title, name in {TF32: TF32, **IN_BFLOAT16}.items():
             speed = 1 / ratios(found, name, FLOAT32)[1]

@@ -13,7 +13,7 @@ _PROGRAMS = "python -m benchmarks.programs"
 # Models whose steps were timed on a GPU, and how.
 TIMED = {
     "transformer": "--model transformer --dtype bfloat16 --rounds 10",
-    # Stopped behind the first: the device was lent for minutes.
+    # Stopped after the first model, when the time on the device was up.
     "cnn": "--model cnn --model unet --model vit --model llama --model moe "
     "--model lstm --model llama_in_a_scan --model mlp --dtype bfloat16 --rounds 15",
     "unet": "--model unet --dtype bfloat16 --rounds 10",

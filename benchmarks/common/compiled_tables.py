@@ -16,6 +16,7 @@ from benchmarks.common.compiled_steps import (
     SAVE_PRODUCTS,
     Step,
 )
+from benchmarks.common.models import TITLES
 from benchmarks.common.run import Rows
 from benchmarks.common.storage import (
     ADAFACTOR,
@@ -39,17 +40,6 @@ _COLUMNS = {
     "temporary": "temporaries",
     _KERNELS: "kernels",
 }
-_MODELS = {
-    "transformer": "transformer",
-    "mlp": "MLP",
-    "cnn": "ResNet-50",
-    "unet": "U-Net",
-    "vit": "ViT-S/16",
-    "llama": "Llama",
-    "moe": "mixture of experts",
-    "lstm": "LSTM",
-    "llama in a scan": "Llama in a scan",
-}
 
 
 def programs(device: str, size: str = "full") -> dict[str, dict[str, Any]]:
@@ -71,7 +61,7 @@ def over_by_hand(device: str, steps: list[Step], *columns: str) -> Rows:
         cast = f"`{call}`{how and ', ' + how}" if step.cast != POLICY else "policy"
         if step.scaled:
             cast = "`scale_aware` over no scaling"
-        title = f"{_MODELS[step.model]}, {SHORT[step.dtype]}, {cast}"
+        title = f"{TITLES[step.model]}, {SHORT[step.dtype]}, {cast}"
         ratios = _ratios(found[str(step)], found[str(step.base)], *columns)
         rows.append({"": title, **ratios})
     return rows
@@ -80,10 +70,10 @@ def over_by_hand(device: str, steps: list[Step], *columns: str) -> Rows:
 def over_float32() -> Rows:
     found = programs("h100")
     rows = []
-    compiled = [model for model in _MODELS if str(Step(model)) in found]
+    compiled = [model for model in TITLES if str(Step(model)) in found]
     for model, dtype in itertools.product(compiled, HALVES):
         base = found[str(Step(model))]
-        row = {"ratio to float32": f"{_MODELS[model]}, {SHORT[dtype]}"}
+        row = {"ratio to float32": f"{TITLES[model]}, {SHORT[dtype]}"}
         for key in (_BYTES, _PEAK):
             for cast, name in ((BY_HAND, "by hand"), (GRAD_AUTOCAST, "autocast")):
                 ratio = found[str(Step(model, dtype, cast))][key] / base[key]
@@ -99,8 +89,8 @@ def families() -> Rows:
     which XLA leaves out.
     """
     found, rows = programs("h100"), []
-    for model in _MODELS.keys() - {"mlp"}:
-        step, row = Step(model, "bfloat16", GRAD_AUTOCAST), {"": _MODELS[model]}
+    for model in TITLES.keys() - {"mlp"}:
+        step, row = Step(model, "bfloat16", GRAD_AUTOCAST), {"": TITLES[model]}
         for of, suffix in ((step, ""), (step.base, " by hand")):
             figures = found[str(of)]
             row[f"main memory, GB{suffix}"] = f"{figures[_TRAFFIC] / 1e9:.1f}"

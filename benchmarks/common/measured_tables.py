@@ -20,6 +20,7 @@ from benchmarks import (
 )
 from benchmarks.common import run
 from benchmarks.common.committed import TIMED, load
+from benchmarks.common.models import TITLES
 from benchmarks.common.run import percent
 from examples import resnet, transformer
 from examples.common import report
@@ -128,7 +129,7 @@ def predicted_memory() -> run.Rows:
     compiled = load("h100-compiled/programs-full.json")["results"]
     peaks, rows = {row["step"]: row["peak"] for row in compiled}, []
     for model, result in train_steps().items():
-        row = {"": train_step.TITLES.get(model, model)}
+        row = {"": TITLES[model]}
         for title, name in train_step.IN_BFLOAT16.items():
             ran, peak = result["rows"][name]["memory"], peaks[f"{model}: {name}"]
             row[f"{title}: compiled on the GPU, MiB"] = f"{ran / 2**20:.0f}"

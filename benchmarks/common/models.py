@@ -414,3 +414,15 @@ MODELS: dict[str, tuple[Callable[..., Loss], Callable[[Sizes], tuple[Any, ...]]]
     "lstm": (lstm_loss, _lstm_shapes),
     "llama in a scan": (llama_loss, _scanned_llama_shapes),
 }
+# Their names on the pages.
+TITLES = {
+    "transformer": "transformer",
+    "mlp": "MLP",
+    "cnn": "ResNet-50",
+    "unet": "U-Net",
+    "vit": "ViT-S/16",
+    "llama": "Llama",
+    "moe": "mixture of experts",
+    "lstm": "LSTM",
+    "llama in a scan": "Llama in a scan",
+}

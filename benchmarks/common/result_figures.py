@@ -12,6 +12,7 @@ from benchmarks import convergence, step_overhead, train_step
 from benchmarks.common import compiled_tables, plots, storage
 from benchmarks.common.committed import load
 from benchmarks.common.measured_tables import train_steps
+from benchmarks.common.models import TITLES
 from benchmarks.common.storage import (
     ADAFACTOR,
     ADAM,
@@ -51,7 +52,7 @@ def draw_times() -> Figure:
     results, series = train_steps(), {}
     for title, name in train_step.IN_BFLOAT16.items():
         series[title] = {
-            train_step.TITLES.get(model, model): ratios(found["rows"], name, TF32)
+            TITLES[model]: ratios(found["rows"], name, TF32)
             for model, found in results.items()
         }
     title = f"Train steps in bfloat16: {_device('h100/train_step-unet.json')}"

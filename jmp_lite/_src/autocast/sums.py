@@ -435,7 +435,8 @@ def find_reads(
         )
         if any(half) and is_differentiated:
             found = _eqn_reads(eqn, half, differentiated, inputs)
-            if eqn.primitive.name == "gather" and found.sums_backward:
+            is_lookup = eqn.primitive.name == "gather" and found.sums_backward
+            if is_lookup and not union(inputs[v] for v in variables(eqn.invars[1:])):
                 found = dataclasses.replace(found, repeats=_repeats(eqn, made_by))
             by_eqn[id(eqn)] = found
             reads.update(variables(itertools.compress(eqn.invars, half)))
@@ -450,9 +451,24 @@ def find_reads(
 def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
     """Return how often a gather along an axis repeats each row in turn, 0 if unknown.
 
-    `jax.image.resize` looks up the nearest of pixels at indices that it computes from
+    `jax.image.resize` looks up the nearest pixels at indices that it computes from
     shapes alone. They are computed here, when the program is traced.
     """
+
+    @functools.cache
+    def constant(var: Var) -> Any:
+        """Return the array that a variable is, None if that is not known."""
+        eqn = made_by.get(var)
+        if eqn is None or eqn.effects:
+            return None
+        known, index = facts(eqn.primitive.name), eqn.outvars.index(var)
+        operands = [v.val if compat.is_literal(v) else constant(v) for v in eqn.invars]
+        if any(x is None for x in operands):
+            return None
+        if known & Fact.IN_ORDER and not known & Fact.REPEATS:  # over devices, say
+            return np.reshape(operands[index], var.aval.shape)
+        return binding.bind_here(eqn, operands)[index]
+
     numbers, (operand, indices) = eqn.params["dimension_numbers"], eqn.invars
     axis, *others = numbers.start_index_map
     rows, shape = operand.aval.shape[axis], [*operand.aval.shape]
@@ -462,26 +478,9 @@ def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
     if others or not is_along_axis or times * rows != shape[axis]:
         return 0
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-        found = np.ravel(_constant(indices, made_by))
+        found = np.ravel(constant(indices))
     expected = np.repeat(np.arange(rows), times)
     return times if np.array_equal(found, expected) else 0
-
-
-def _constant(var: Any, made_by: Mapping[Any, Eqn]) -> Any:
-    """Return an array that depends on no argument, None if it depends on one."""
-    if compat.is_literal(var):
-        return var.val
-    eqn = made_by.get(var)
-    if eqn is None or eqn.effects:
-        return None
-    known, index = facts(eqn.primitive.name), eqn.outvars.index(var)
-    if known & Fact.IN_ORDER and not known & Fact.REPEATS:  # over devices, say
-        found = _constant(eqn.invars[index], made_by)
-        return None if found is None else np.reshape(found, var.aval.shape)
-    operands = [_constant(v, made_by) for v in eqn.invars]
-    if any(x is None for x in operands):
-        return None
-    return binding.bind_here(eqn, operands)[index]
 
 
 def _floats(operands: Iterable[Any]) -> Iterable[Any]:

@@ -249,7 +249,8 @@ class _Made:
         of_eqn = facts(eqn.primitive.name)
         if core.is_bool(var):
             return _MASK
-        if self._is_copy(eqn):
+        source, is_move = self._before_moves(eqn.outvars[0])
+        if is_move and not compat.is_literal(source) and source in self._given:
             return _COPY
         if not core.is_f32(var):
             return _NONE
@@ -261,11 +262,6 @@ class _Made:
             return _NORM
         is_cheap = of_eqn & Fact.ELEMENTWISE and not of_eqn & Fact.LINEAR
         return _CHEAP if is_cheap else _NONE
-
-    def _is_copy(self, eqn: Eqn) -> bool:
-        """Return whether this is a cast or a move of what the jaxpr is given."""
-        source, is_move = self._before_moves(eqn.outvars[0])
-        return is_move and not compat.is_literal(source) and source in self._given
 
     def _before_moves(self, var: Var) -> tuple[Var, bool]:
         """Return what a variable is a cast or a move of, and whether it is one."""

@@ -101,7 +101,9 @@ def encode(
     # An inf stays one without a sign, and has the last code.
     size = jnp.minimum(jnp.abs(x), jnp.where(signed, _MAX, jnp.inf))
     size = jnp.where(signed, size, jnp.maximum(size, _TINY)) * inverse
-    code = jnp.floor(_root(size, wide) * _inverse(_bits(step)))
+    exponent = jnp.where(wide, jnp.float32(1 / 16), jnp.float32(1 / 9))
+    root = jnp.exp(jnp.log(size) * exponent)  # but for rounding
+    code = jnp.floor(root * _inverse(_bits(step)))
     root, next_code = code * step, code + 1
     low, high = _power(root, wide), _power(next_code * step, wide)
     # 23 bits: a number that is `high`, by an error of the root, always goes there.
@@ -195,12 +197,6 @@ def _power(x: Any, wide: Any) -> Any:
     fourth = square * square
     eighth = fourth * fourth
     return eighth * jnp.where(wide, eighth, x)
-
-
-def _root(x: jax.Array, wide: jax.Array) -> jax.Array:
-    """Return the root of a number >= 0, but for rounding."""
-    exponent = jnp.where(wide, jnp.float32(1 / 16), jnp.float32(1 / 9))
-    return jnp.exp(jnp.log(x) * exponent)
 
 
 def _step(signed: jax.Array) -> jax.Array:

@@ -227,8 +227,8 @@ def scale_aware(
         return new_updates, ScaleAwareState(
             inner_state=inner_state,
             loss_scale=trees.select_tree(value_finite, adjusted, state.loss_scale),
-            # Reads the last one, so that a step can donate it: where one result has a
-            # buffer of its own, CUDA graphs are updated at each step.
+            # Reads the last one, so that a step can donate it: on an H100, each of the
+            # small steps that had a result in a new buffer was slow.
             last_finite=finite | (state.last_finite & False),
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),

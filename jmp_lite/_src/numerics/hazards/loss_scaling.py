@@ -74,12 +74,11 @@ def _clipped(program: LintedProgram) -> Hits:
 
 
 def _decayed_outside(program: LintedProgram) -> Hits:
-    for value, terms in _updated_params(program, through_select=False):
+    for op, _, terms in _updated_params(program, through_select=False):
         rest = [(v, scaled) for v, scaled in terms if not _is_guarded(v)]
         is_one = len({id(v) for v, _ in rest}) == 1
         if is_one and len(rest) < len(terms) and any(scaled for _, scaled in rest):
-            assert value.maker is not None
-            yield value.maker, "parameters decay outside of scale_aware"
+            yield op, "parameters decay outside of scale_aware"
 
 
 def _is_guarded(value: Value) -> bool:
@@ -102,22 +101,24 @@ def _decayed_while_scaled(program: LintedProgram) -> Hits:
 
 
 def _scaled_updates(program: LintedProgram) -> Hits:
-    for value, _ in _updated_params(program):
+    for op, value, _ in _updated_params(program):
         if program.scalings.of(value).scaled_by:
-            assert value.maker is not None
-            yield value.maker, "parameters are updated from gradients that are scaled"
+            yield op, "parameters are updated from gradients that are scaled"
 
 
 def _updated_params(
     program: LintedProgram, through_select: bool = True
-) -> list[tuple[Value, list[tuple[Value, bool]]]]:
-    """Return the results that are parameters after an update, with their terms."""
-    results = [v for op in program.ops for v in op.outs if v.is_result]
-    results = [v for v in results if program.scalings.of(v).is_gradient]
-    pairs = [(v, _terms(program, v, through_select)) for v in results]
+) -> list[tuple[Op, Value, list[tuple[Value, bool]]]]:
+    """Return the results that are parameters after an update, with makers and terms."""
+    results = [(op, v) for op in program.ops for v in op.outs if v.is_result]
+    found = [
+        (op, v, _terms(program, v, through_select))
+        for op, v in results
+        if program.scalings.of(v).is_gradient
+    ]
     return [
-        (v, terms)
-        for v, terms in pairs
+        (op, v, terms)
+        for op, v, terms in found
         if any(_is_param(x) and x.shape == v.shape for x, _ in terms)
     ]
 
