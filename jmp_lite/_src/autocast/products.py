@@ -18,7 +18,7 @@ from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast.precision import Softmax
 from jmp_lite._src.jaxprs import binding, control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
-from jmp_lite._src.jaxprs.primitives import CAST
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 
 NAMES = matmul_precision.PRODUCTS
 COMPLEX = "complex"  # why a product of complex numbers is not in half
@@ -407,7 +407,7 @@ def find_softmaxes(jaxpr: Jaxpr) -> dict[int, Softmax]:
         numerator, denominator = eqn.invars
         exp: Any = made_by.get(numerator)
         spread: Any = made_by.get(denominator)
-        if _name(exp) != "exp" or _name(spread) not in ("broadcast_in_dim", "reshape"):
+        if _name(exp) != "exp" or not facts(_name(spread)) & Fact.IN_ORDER:
             continue
         total: Any = made_by.get(spread.invars[0])
         if _name(total) != "reduce_sum" or total.invars[0] is not numerator:
@@ -427,10 +427,8 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
     kept = tuple(1 if i in axes else d for i, d in enumerate(shape))
     if spread.outvars[0].aval.shape != kept:
         return False
-    if spread.primitive.name == "reshape":
-        return True
     others = tuple(i for i in range(len(shape)) if i not in axes)
-    return tuple(spread.params.get("broadcast_dimensions", ())) == others
+    return spread.params.get("broadcast_dimensions", others) == others
 
 
 # Traced once for each shape, and put in place as if it were written there.

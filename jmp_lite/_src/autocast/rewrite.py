@@ -173,12 +173,12 @@ class Values:
 
     def _multiplies(self, eqn: Eqn) -> bool:
         """Return whether this multiplies arrays, or divides by a smaller one."""
-        name, operands = eqn.primitive.name, eqn.invars
-        if name not in ("mul", "div") or self.reads.is_derivative_rule:
+        operands = eqn.invars
+        if not sums.multiplies(eqn) or self.reads.is_derivative_rule:
             return False
         if any(map(compat.is_literal, operands)) or not is_f32(eqn.outvars[0]):
             return False
-        if name == "div" and operands[1].aval.size == eqn.outvars[0].aval.size:
+        if sums.divides(eqn) and operands[1].aval.size == eqn.outvars[0].aval.size:
             return False
         return self.reads.differentiated.issuperset(operands)
 
@@ -233,11 +233,9 @@ class Values:
 
     def _broadcast(self, eqn: Eqn, operands: list[Any], reads: EqnReads) -> Any:
         """Run an elementwise equation some of whose half operands are smaller."""
-        name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-        first = reads.smaller[0]
-        if len(reads.smaller) == 1 and (
-            name == "mul" or (name == "div" and first == 1)
-        ):
+        shape, first = eqn.outvars[0].aval.shape, reads.smaller[0]
+        is_divided = sums.divides(eqn) and first == 0
+        if len(reads.smaller) == 1 and sums.multiplies(eqn) and not is_divided:
             factor = operands[first], self.in_f32(eqn.invars[first])
             return sums.scale(eqn, operands[1 - first], *factor)
         for i in reads.smaller:

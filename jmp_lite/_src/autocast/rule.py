@@ -35,11 +35,11 @@ from jmp_lite._src.autocast.precision import (
     Use,
 )
 from jmp_lite._src.autocast.rewrite import Values
-from jmp_lite._src.autocast.sums import union
+from jmp_lite._src.autocast.sums import is_lookup, union
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import CAST, Fact, degree, degrees, facts
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, adds, degree, degrees, facts
 
 Decision = tuple[EqnPlan, Sequence[Precision]]
 
@@ -202,16 +202,12 @@ class Rule:
         if (self.is_move or known & Fact.ARITHMETIC) and any(info.is_f32):
             used |= use & (Use.NEAR_ONE | Use.FRACTION)
         rounds = Use.AS_HALF | Use.PRODUCT | Use.KEPT
-        if name in ("add", "sub") and NUMBER in ins and use & ~rounds:
-            used |= Use.NEAR_ONE
-        if name == "integer_pow" and eqn.params["y"] < 0:
+        if adds(name) and NUMBER in ins and use & ~rounds:
             used |= Use.NEAR_ONE
         if name == CAST and not core.is_float(eqn.outvars[0]):
             used |= Use.NEAR_ONE | Use.FRACTION
-        by_operand = [used] * len(ins)
-        if name == "div":
-            by_operand[1] |= Use.NEAR_ONE
-        return by_operand
+        powers = itertools.zip_longest(degrees(name, eqn.params)[: len(ins)], ins)
+        return [used | Use.NEAR_ONE * ((d or 0) < 0) for d, _ in powers]
 
     def run(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of an equation, in the precision of its plan."""
@@ -266,11 +262,6 @@ def broadcasts(info: EqnInfo) -> bool:
     )
 
 
-def is_lookup(eqn: Eqn) -> bool:
-    """Return whether an equation takes the rows of a table that integers name."""
-    return eqn.primitive.name == "gather"
-
-
 def looks_up_input(eqn: Eqn, analysis: Analysis) -> bool:
     """Return whether an equation looks rows up in an input, which may have moved."""
     return is_lookup(eqn) and analysis.is_moved_input(eqn.invars[0])
@@ -302,7 +293,7 @@ def is_bias_of_convolution(info: EqnInfo, analysis: Analysis) -> bool:
 
 def adds_number(info: EqnInfo, use: int) -> bool:
     """Return whether a number is added to an array, and float32 operations read it."""
-    is_sum = info.eqn.primitive.name in ("add", "sub")
+    is_sum = adds(info.eqn.primitive.name)
     has_number = is_sum and any(map(compat.is_literal, info.eqn.invars))
     return has_number and bool(use & (Use.AS_FLOAT32 | Use.OUTPUT))
 

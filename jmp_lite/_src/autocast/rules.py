@@ -40,7 +40,6 @@ from jmp_lite._src.autocast.rule import (
     casts_before,
     is_bias_of_convolution,
     is_kept,
-    is_lookup,
     is_part,
     is_retyping,
     is_sum_or_multiple,
@@ -50,7 +49,7 @@ from jmp_lite._src.autocast.rule import (
     returns_sum,
     stored_operands,
 )
-from jmp_lite._src.autocast.sums import union
+from jmp_lite._src.autocast.sums import is_lookup, union
 from jmp_lite._src.jaxprs import binding, control_flow, core
 from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.jaxprs.primitives import Fact, facts

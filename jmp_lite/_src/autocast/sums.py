@@ -43,7 +43,7 @@ from jmp_lite._src.jaxprs.core import (
     size,
     variables,
 )
-from jmp_lite._src.jaxprs.primitives import Fact, facts
+from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 
 # The primitive.
 
@@ -131,7 +131,7 @@ def scale(eqn: Eqn, array: Any, factor: Any, factor_in_f32: Any) -> Any:
     array and the factor, not the factor broadcast to the shape of the array.
     """
     (value,) = binding.bind_here(eqn, map(lax.stop_gradient, (array, factor)))
-    if eqn.primitive.name == "div":
+    if divides(eqn):
         factor_in_f32 = lax.full_like(factor_in_f32, 1) / factor_in_f32
     rank = (1,) * (value.ndim - factor_in_f32.ndim)
     factor_in_f32 = lax.reshape(factor_in_f32, (*rank, *factor_in_f32.shape))
@@ -193,7 +193,7 @@ def multiply(eqn: Eqn, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Arra
         lax.expand_dims(a, range(rank - a.ndim)) if a.ndim < rank else a
         for a in (*operands, *kept)
     )
-    if eqn.primitive.name == "mul":
+    if not divides(eqn):
         return _product(x, y, x_kept, y_kept)
     (value,) = binding.bind_here(eqn, map(lax.stop_gradient, operands))
     inverse = lax.full_like(y, 1) / y
@@ -227,6 +227,22 @@ def _product_batch(args, axes):
 _product = compat.new_primitive(
     "product_of_kept", _product_impl, _product_jvp, _product_batch
 )
+
+
+def multiplies(eqn: Eqn) -> bool:
+    """Return whether an equation multiplies or divides arrays, number by number."""
+    name = eqn.primitive.name
+    return Fact.BROADCASTS in facts(name) and len(degrees(name, {})) == 2
+
+
+def divides(eqn: Eqn) -> bool:
+    """Return whether an equation divides arrays."""
+    return multiplies(eqn) and min(degrees(eqn.primitive.name, {})) < 0
+
+
+def is_lookup(eqn: Eqn) -> bool:
+    """Return whether an equation takes the rows of a table that integers name."""
+    return eqn.primitive.name == "gather"
 
 
 def sums_backward(eqn: Eqn) -> bool:
@@ -263,7 +279,7 @@ def bind(
     (value,) = binding.bind_here(eqn, list(map(lax.stop_gradient, operands)))
     if eqn.primitive.name in ("reduce_max", "reduce_min"):
         expression = _mean_of_chosen(value, operands[0], in_f32[0], eqn.params["axes"])
-    elif eqn.primitive.name == "gather" and _takes_one_along_an_axis(eqn):
+    elif is_lookup(eqn) and _takes_one_along_an_axis(eqn):
         expression = _one_along_an_axis(eqn, in_f32[0], operands[1])
     else:
         (expression,) = binding.bind_here(eqn, in_f32)
@@ -435,8 +451,8 @@ def find_reads(
         )
         if any(half) and is_differentiated:
             found = _eqn_reads(eqn, half, differentiated, inputs)
-            is_lookup = eqn.primitive.name == "gather" and found.sums_backward
-            if is_lookup and not union(inputs[v] for v in variables(eqn.invars[1:])):
+            looks_up = is_lookup(eqn) and found.sums_backward
+            if looks_up and not union(inputs[v] for v in variables(eqn.invars[1:])):
                 found = dataclasses.replace(found, repeats=_repeats(eqn, made_by))
             by_eqn[id(eqn)] = found
             reads.update(variables(itertools.compress(eqn.invars, half)))

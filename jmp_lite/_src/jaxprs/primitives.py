@@ -283,6 +283,16 @@ def facts(name: str) -> Fact:
     return known.facts if known else _NONE
 
 
+def adds(name: str) -> bool:
+    """Return whether this adds or subtracts, of two operands one of which may be small.
+
+    Examples:
+      >>> adds("sub"), adds("add_any"), adds("neg")
+      (True, False, False)
+    """
+    return (Fact.LINEAR | Fact.BROADCASTS) in facts(name)
+
+
 def named(fact: Fact) -> tuple[str, ...]:
     """Return the primitives with any of some facts, in the order of the table."""
     return tuple(name for name, known in PRIMITIVES.items() if known.facts & fact)
