@@ -24,19 +24,8 @@ NAMES = matmul_precision.PRODUCTS
 COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
-def run(
-    eqn: Eqn,
-    operands: Sequence[Any],
-    half_dtype: Any,
-    half_result: bool,
-    order: "Order | None" = None,
-) -> Any:
+def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
     """Return the product of half operands, in half or in f32 from the accumulator."""
-    if order is not None:
-        params = {**eqn.params, "dimension_numbers": order.dimension_numbers}
-        moved = [jax.lax.transpose(operands[i], by) for i, by in order.operands]
-        out = run(eqn.replace(params=params), moved, half_dtype, half_result)
-        return jax.lax.transpose(out, order.back)
     params = dict(eqn.params)
     if not is_default_precision(params.get("precision")):  # it is for float32 products
         params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
@@ -238,6 +227,23 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
     numbers = tuple(contracted[i] for i in sides), tuple(batch)
     back = tuple(sorted(range(len(permutation)), key=permutation.__getitem__))
     return Order(tuple((i, moves_of[i]) for i in sides), numbers, back)
+
+
+def run_in_order(
+    order: Order | None,
+    run: Callable[..., Any],
+    eqn: Eqn,
+    operands: Sequence[Any],
+    half_dtype: Any,
+    half_result: bool,
+) -> Any:
+    """Return what `run` or `run_accumulated` does of a product in such an order."""
+    if order is None:
+        return run(eqn, operands, half_dtype, half_result)
+    params = {**eqn.params, "dimension_numbers": order.dimension_numbers}
+    moved = [jax.lax.transpose(operands[i], by) for i, by in order.operands]
+    out = run(eqn.replace(params=params), moved, half_dtype, half_result)
+    return jax.lax.transpose(out, order.back)
 
 
 # Products whose weight gradients are the float32 accumulator.

@@ -70,7 +70,7 @@ class _Unsafe(Rule):
 class _Product(Rule):
     """Matrix products: half operands, and a result from the float32 accumulator."""
 
-    name, is_product = "half", True
+    name, is_product, multiply = "half", True, staticmethod(products.run)
 
     def propagate(self, info, ins, uses, analysis):
         why_not = products.why_not_half(
@@ -95,17 +95,15 @@ class _Product(Rule):
         return [Use.AS_HALF | Use.PRODUCT] * len(info.eqn.invars)
 
     def run(self, eqn, plan, values):
-        if not any(plan.half_in):
-            return super().run(eqn, plan, values)
         operands = values.read(eqn.invars, plan.half_in)
-        is_half, order = plan.half_out[0], plan.order
-        return [products.run(eqn, operands, values.half_dtype, is_half, order)]
+        args = eqn, operands, values.half_dtype, plan.half_out[0]
+        return [products.run_in_order(plan.order, self.multiply, *args)]
 
 
 class _Accumulated(_Product):
     """Matrix products whose weight gradients are the float32 accumulator."""
 
-    keeps_inputs = True
+    keeps_inputs, multiply = True, staticmethod(products.run_accumulated)
 
     def propagate(self, info, ins, uses, analysis):
         plan, outs = super().propagate(info, ins, uses, analysis)
@@ -118,12 +116,6 @@ class _Accumulated(_Product):
     def operand_uses(self, info, plan, uses, analysis):
         as_half = Use.AS_HALF | Use.PRODUCT
         return [as_half if is_half else Use.AS_FLOAT32 for is_half in plan.half_in]
-
-    def run(self, eqn, plan, values):
-        operands = values.read(eqn.invars, plan.half_in)
-        return [
-            products.run_accumulated(eqn, operands, values.half_dtype, plan.half_out[0])
-        ]
 
 
 class _CastByHand(Rule):

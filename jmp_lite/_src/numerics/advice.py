@@ -472,11 +472,22 @@ class _Search:
 
 def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any:
     @functools.wraps(loss_fn, updated=())
-    def scaled(*args, **kwargs):
-        loss, aux = split_aux(loss_fn(*args, **kwargs), has_aux)
-        return loss * scale, aux
+    def step(*args, **kwargs):
+        leaves, tree = jax.tree.flatten(args)
 
-    return jax.value_and_grad(scaled, argnums, has_aux=True)
+        def scaled(*args, **kwargs):
+            arrays = iter(jax.tree.leaves(args))
+            filled = [leaf if callable(leaf) else next(arrays) for leaf in leaves]
+            result = loss_fn(*jax.tree.unflatten(tree, filled), **kwargs)
+            loss, aux = split_aux(result, has_aux)
+            return loss * scale, aux
+
+        # The functions of an equinox model are no variables.
+        variables = [None if callable(leaf) else leaf for leaf in leaves]
+        args = jax.tree.unflatten(tree, variables)
+        return jax.value_and_grad(scaled, argnums, has_aux=True)(*args, **kwargs)
+
+    return step
 
 
 def _is_in(fault: Fault, faults: Iterable[Fault]) -> bool:

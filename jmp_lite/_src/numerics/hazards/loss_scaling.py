@@ -224,7 +224,7 @@ RULES = (
         "error",
         _scaled_updates,
         "Updates grow with the loss scale, and no step is skipped.",
-        "Wrap the optimizer, scale_aware(optimizer), or call loss_scale.unscale(grads) "
-        "before it.",
+        "Scale the loss once; wrap the optimizer, scale_aware(optimizer), or call "
+        "loss_scale.unscale(grads) before it.",
     ),
 )
