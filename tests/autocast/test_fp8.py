@@ -41,67 +41,75 @@ def mlp(ws: Any, x: Any) -> Any:
     return jnp.mean((x @ ws[-1]) ** 2)
 
 
-def scanned(ws: Any, x: Any) -> Any:
-    def layer(x, w):
-        return jnp.tanh(x @ w), None
-
-    return jnp.mean(lax.scan(layer, x, ws)[0] ** 2)
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
 
 
-def remat(policy: Any) -> Any:
+def chain(layer: Any) -> Any:
+    return lambda ws, x: jnp.mean(functools.reduce(layer, ws, x) ** 2)
+
+
+def scan(layer: Any) -> Any:
     def loss(ws, x):
-        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy)
-        for w in ws:
-            x = layer(x, w)
-        return jnp.mean(x**2)
+        return jnp.mean(lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2)
 
     return loss
 
 
-def scanned_remat(ws: Any, x: Any) -> Any:
-    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-    return jnp.mean(lax.scan(layer, x, ws)[0] ** 2)
-
-
-def branches(ws: Any, x: Any) -> Any:
-    def layer(x, w):
-        return lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w.T, x)
-
-    return jnp.mean(jnp.tanh(layer(layer(x, ws[0]), ws[1])) ** 2)
+def branch(x: Any, w: Any) -> Any:
+    return jnp.tanh(lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w.T, x))
 
 
 def examples(ws: Any, x: Any) -> Any:
     def one(x):
-        return jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])
+        return functools.reduce(layer, ws, x)
 
     return jnp.mean(jax.vmap(one)(x.reshape(2, -1, SIZE)) ** 2)
 
 
-def transposed(ws: Any, x: Any) -> Any:
-    return jnp.mean(jnp.tanh(jnp.tanh(x @ ws[0].T) @ ws[1].reshape(SIZE, SIZE)) ** 2)
-
-
+REMAT = jax.checkpoint(layer)
+SAVED = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
 PROGRAMS = {
     "mlp": mlp,
-    "scan": scanned,
-    "remat": remat(None),
-    "remat, dots saved": remat(jax.checkpoint_policies.dots_saveable),
-    "scan of remat": scanned_remat,
-    "cond": branches,
+    "scan": scan(layer),
+    "remat": chain(REMAT),
+    "remat, dots saved": chain(SAVED),
+    "scan of remat": scan(REMAT),
+    "cond": chain(branch),
     "vmap": examples,
-    "transposed weights": transposed,
+    "transposed weights": chain(lambda x, w: layer(x, w.T)),
     "jit": jax.jit(mlp),
 }
+# The other programs compute what a chain of layers does.
+OF_THEIR_OWN = ("mlp", "jit", "cond", "transposed weights")
 
 WS, X = normal(0, 3, SIZE, SIZE) * 3, normal(1, 2 * SIZE, SIZE)
+
+
+CHAIN = chain(layer)
+
+
+@functools.cache
+def reference(fun: Any, sign: Any) -> Any:
+    return jax.value_and_grad(fun)(sign(0, 2, SIZE, SIZE), sign(1, 2 * SIZE, SIZE))
+
+
+@functools.cache
+def of_mlp() -> jax.Array:
+    return jax.grad(mlp)(WS, X)
+
+
+def in_fp8_of(fun: Any, *args: Any) -> int:
+    """Return the number of products in fp8."""
+    return len(jaxprs.equations(jaxprs.trace(fun, *args), "fp8_product"))
 
 
 @pytest.mark.one_of("sign")
 @pytest.mark.parametrize("sign", [normal, uniform], ids=["normal", "one sign"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_and_gradients_are_right_to_the_digits_of_fp8(name, sign):
-    fun, ws, x = PROGRAMS[name], sign(0, 3, SIZE, SIZE), sign(1, 2 * SIZE, SIZE)
-    expected, grads = jax.value_and_grad(fun)(ws, x)
+    fun, ws, x = PROGRAMS[name], sign(0, 2, SIZE, SIZE), sign(1, 2 * SIZE, SIZE)
+    expected, grads = reference(fun if name in OF_THEIR_OWN else CHAIN, sign)
     loss, outside = jax.jit(jax.value_and_grad(in_fp8(fun)))(ws, x)
     inside = jax.jit(in_fp8(jax.grad(fun)))(ws, x)
     assert loss.dtype == outside.dtype == inside.dtype == jnp.float32
@@ -130,13 +138,12 @@ def test_the_gradient_is_in_fp8_inside_as_well(name):
         formats = [eqn.params.get("formats") for eqn in eqns]
         return [f and tuple(jnp.dtype(x).name for x in f) for f in formats]
 
-    found = products(in_fp8(jax.grad(PROGRAMS[name], (0, 1))))
-    written = products(jax.grad(PROGRAMS[name], (0, 1)))
+    grad = jax.grad(PROGRAMS[name], (0, 1))
+    found = products(in_fp8(grad))
+    forward, backward = (found.count(d[:2]) for d in (FP8_FORWARD, FP8_BACKWARD))
     # As many as the program has: each in fp8, those of gradients with E5M2.
-    assert len(found) == len(written) and None not in found
-    forward = found.count(FP8_FORWARD[:2])
-    assert forward == len(found) - found.count(FP8_BACKWARD[:2]) > 0
-    assert found.count(FP8_BACKWARD[:2]) == 2 * (1 if "scan" in name else 3)
+    assert forward + backward == len(found) == len(products(grad)) and forward
+    assert backward == 2 * (1 if "scan" in name else 3)
 
 
 ONES = jnp.ones((SIZE, SIZE))
@@ -171,33 +178,31 @@ def test_other_products_are_bfloat16_and_explain_says_why(reason):
     assert rows[0].reason.startswith(f"not in fp8: {reason}")
 
 
-ELIGIBLE = {
-    "free dimensions": lambda a: jnp.tensordot(a.reshape(2, 2, 8, SIZE), a, 1),
-    "two that are summed": lambda a: jnp.einsum(
-        "ihd,hde->ie", a.reshape(SIZE, 2, -1), a.reshape(2, -1, SIZE)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ELIGIBLE)
-def test_dimensions_are_merged(name):
-    fun = in_fp8(ELIGIBLE[name])
-    assert len(jaxprs.equations(jaxprs.trace(fun, ONES), "fp8_product")) == 1
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda a: jnp.tensordot(a.reshape(2, 2, 8, SIZE), a, 1),
+        lambda a: jnp.einsum(
+            "ihd,hde->ie", a.reshape(SIZE, 2, -1), a.reshape(2, -1, SIZE)
+        ),
+    ],
+    ids=["free", "summed"],
+)
+def test_dimensions_are_merged(fun):
+    low = in_fp8(fun)
+    assert in_fp8_of(low, ONES) == 1
     # fp8 represents ones; the scale, 1 / 448, is rounded.
-    np.testing.assert_allclose(fun(ONES), ELIGIBLE[name](ONES), rtol=3e-7)
+    np.testing.assert_allclose(low(ONES), fun(ONES), rtol=3e-7)
 
 
-def test_the_default_size_is_256():
-    def product(a, b):
-        return a @ b
-
+def test_the_size_is_256_or_that_of_the_rules():
+    low = autocast(jnp.matmul, "mixed_fp8")
     for m, k, n in [(256, 256, 256), (512, 256, 1024)]:
-        found = jaxprs.trace(
-            autocast(product, "mixed_fp8"), jnp.ones((m, k)), jnp.ones((k, n))
-        )
-        assert len(jaxprs.equations(found, "fp8_product")) == 1
+        assert in_fp8_of(low, jnp.ones((m, k)), jnp.ones((k, n))) == 1
     with pytest.warns(UserWarning, match="a dimension of 255, smaller than 256"):
-        autocast(product, "mixed_fp8")(jnp.ones((255, 256)), jnp.ones((256, 256)))
+        jax.eval_shape(low, jnp.ones((255, 256)), jnp.ones((256, 256)))
+    rules = OpRules.default("bfloat16").replace(fp8_min_size=16)
+    assert in_fp8_of(autocast(mlp, "mixed_fp8", rules=rules), WS, X) == 3
 
 
 def test_without_eligible_products_the_program_is_that_of_bfloat16():
@@ -214,23 +219,18 @@ def test_a_rule_turns_fp8_on_or_off_by_path():
         with jax.named_scope("head"):
             return a @ a
 
-    def classes(policy):
+    for default, head, expected in (
+        ("mixed_fp8", "mixed_bfloat16", {"body": "fp8", "head": "half"}),
+        ("mixed_bfloat16", "mixed_fp8", {"body": "half", "head": "fp8"}),
+        ("mixed_fp8", "full", {"body": "fp8", "head": "unchanged"}),
+    ):
+        policy = PolicyMap(default, {"head": head})
         rows = explain(fun, policy, fp8_min_size=16)(ONES).rows
-        return {row.layer: row.op_class for row in rows if row.flops}
-
-    off = PolicyMap("mixed_fp8", {"head": "mixed_bfloat16"})
-    assert classes(off) == {"body": "fp8", "head": "half"}
-    on = PolicyMap("mixed_bfloat16", {"head": "mixed_fp8"})
-    assert classes(on) == {"body": "half", "head": "fp8"}
-    full = PolicyMap("mixed_fp8", {"head": "full"})
-    assert classes(full) == {"body": "fp8", "head": "unchanged"}
+        assert {row.layer: row.op_class for row in rows if row.flops} == expected
 
 
 def test_a_derivative_rule_of_the_program_stays_in_bfloat16():
-    @jax.custom_vjp
-    def product(a, b):
-        return a @ b
-
+    product = jax.custom_vjp(jnp.matmul)
     product.defvjp(
         lambda a, b: (a @ b, (a, b)), lambda ab, g: (g @ ab[1].T, ab[0].T @ g)
     )
@@ -238,11 +238,11 @@ def test_a_derivative_rule_of_the_program_stays_in_bfloat16():
     def loss(ws, x):
         return jnp.mean(jnp.tanh(product(x @ ws[0], ws[1])) ** 2)
 
-    found = count(jax.grad(in_fp8(loss)), WS, X)
+    grad = jax.grad(in_fp8(loss))
+    found = count(grad, WS, X)
     assert found[FP8_FORWARD] == 1 and found[FP8_BACKWARD] == 1
     assert sum(found.values()) == 2 + 3
-    expected = jax.grad(loss)(WS, X)
-    assert error(jax.grad(in_fp8(loss))(WS, X), expected) < BOUND
+    assert error(jax.jit(grad)(WS, X), jax.grad(loss)(WS, X)) < BOUND
 
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -258,7 +258,7 @@ def test_products_of_other_dtypes_are_as_the_program_has_them(dtype):
     jaxpr = jaxprs.trace(in_fp8(fun), ONES)
     (left,) = jaxprs.products(jaxpr)
     assert jaxprs.operand_dtypes(left) == (np.dtype(dtype).name,) * 2
-    assert len(jaxprs.equations(jaxpr, "fp8_product")) == 1
+    assert in_fp8_of(in_fp8(fun), ONES) == 1
     np.testing.assert_allclose(in_fp8(fun)(ONES), 2 * SIZE, rtol=3e-7)
 
 
@@ -272,24 +272,17 @@ def test_a_dimension_of_zero_is_not_in_fp8():
 
 
 def test_sums_of_gradients_are_float32():
-    # In bfloat16 a sum of ones ends at 256.
+    # In bfloat16 a sum of ones ends at 256; next to 4096, it has multiples of 32.
     rows = jnp.ones((4096, 16))
 
     def loss(w, b):
-        return jnp.sum(rows @ w + b[None])
+        few = sum(jnp.sum(rows[:16] @ w) for _ in range(3))
+        return few + jnp.sum(rows @ w + b[None])
 
-    grads = jax.grad(in_fp8(loss), (0, 1))(jnp.ones((16, 16)), jnp.zeros(16))
-    for grad in grads:
+    grads = jax.jit(jax.grad(in_fp8(loss), (0, 1)))(jnp.ones((16, 16)), jnp.zeros(16))
+    for grad, expected in zip(grads, (4096 + 3 * 16, 4096), strict=True):
         assert grad.dtype == jnp.float32
-        np.testing.assert_allclose(grad, 4096.0, rtol=3e-7)
-
-    def many(w):
-        few = sum(jnp.sum(rows[:16] @ w) for _ in range(21))
-        return few + jnp.sum(rows @ w)
-
-    # Next to 4096, bfloat16 has multiples of 32.
-    grad = jax.grad(in_fp8(many))(jnp.ones((16, 16)))
-    np.testing.assert_allclose(grad, 4096 + 21 * 16, rtol=1e-6)
+        np.testing.assert_allclose(grad, expected, rtol=3e-7)
 
 
 # Of one product it is a test of `fp8_dot_general`.
@@ -301,10 +294,9 @@ def test_sums_of_gradients_are_float32():
     ],
 )
 def test_a_power_of_two_as_loss_scale_changes_no_bit(name):
-    def grads(scale):
-        return jax.jit(jax.grad(lambda ws: scale * in_fp8(PROGRAMS[name])(ws, X)))(WS)
-
-    bitwise.assert_same(grads(2.0**24) * 2.0**-24, grads(1.0))
+    loss = in_fp8(PROGRAMS[name])
+    grads = jax.jit(jax.grad(lambda ws, scale: scale * loss(ws, X)))
+    bitwise.assert_same(grads(WS, 2.0**24) * 2.0**-24, grads(WS, 1.0))
 
 
 def test_gradients_have_the_range_of_e5m2():
@@ -315,8 +307,8 @@ def test_gradients_have_the_range_of_e5m2():
         return jnp.sum(jnp.tanh(x @ WS[0]) * weights)
 
     expected = jax.grad(loss)(X)[SIZE:]
-    for found in (jax.grad(in_fp8(loss))(X), in_fp8(jax.grad(loss))(X)):
-        assert error(found[SIZE:], expected) < BOUND
+    for grad in (jax.grad(in_fp8(loss)), in_fp8(jax.grad(loss))):
+        assert error(jax.jit(grad)(X)[SIZE:], expected) < BOUND
 
 
 def test_sharded_weights_give_the_same_numbers():
@@ -324,11 +316,10 @@ def test_sharded_weights_give_the_same_numbers():
     step = jax.jit(jax.value_and_grad(in_fp8(mlp)))
     expected = step(list(WS), X)
     for of_w in (P("data", None), P(None, "model"), P("data", "model")):
-        put = functools.partial(jax.device_put, device=NamedSharding(mesh, of_w))
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        found = step([put(w) for w in WS], x)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert error(a, b) < 1e-2  # bfloat16 between the products
+        ws = [jax.device_put(w, NamedSharding(mesh, of_w)) for w in WS]
+        found = step(ws, jax.device_put(X, NamedSharding(mesh, P("data"))))
+        errors = jax.tree.map(error, found, expected)
+        assert max(jax.tree.leaves(errors)) < 1e-2  # bfloat16 between the products
 
 
 def test_a_mesh_alone_changes_no_product():
@@ -341,8 +332,8 @@ def test_a_mesh_alone_changes_no_product():
         return [eqn.primitive.name for eqn in jaxprs.equations(found, *names)]
 
     with jax.set_mesh(mesh):
-        found = products()
-    assert found == products() == ["fp8_product"] * 8
+        assert products() == ["fp8_product"] * 8
+    assert products() == ["fp8_product"] * 8
 
 
 def test_operands_with_explicit_shardings_are_bfloat16():
@@ -351,11 +342,8 @@ def test_operands_with_explicit_shardings_are_bfloat16():
         x = jax.device_put(X, P("data"))
         with pytest.warns(UserWarning, match="no matrix .* an explicit sharding"):
             found = jax.jit(jax.grad(in_fp8(mlp)))(list(WS), x)
-        # What is not sharded is in fp8.
-        traced = jaxprs.trace(in_fp8(lambda a: a @ a), ONES)
-    assert len(jaxprs.equations(traced, "fp8_product")) == 1
-    for a, b in zip(found, jax.grad(mlp)(list(WS), X), strict=True):
-        assert error(a, b) < BOUND
+        assert in_fp8_of(in_fp8(lambda a: a @ a), ONES) == 1  # it is not sharded
+    assert max(map(error, found, of_mlp())) < BOUND
 
 
 def test_shard_map_sums_gradients_over_the_devices():
@@ -366,16 +354,16 @@ def test_shard_map_sums_gradients_over_the_devices():
 
     sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     found = jax.jit(jax.grad(sharded))(WS, X)
-    assert error(found, jax.grad(mlp)(WS, X)) < BOUND
+    assert error(found, of_mlp()) < BOUND
 
 
 def test_forward_derivatives_are_right():
-    _, expected = jax.jvp(lambda ws: mlp(ws, X), (WS,), (WS,))
-    for fun in (
-        lambda ws: jax.jvp(lambda ws: in_fp8(mlp)(ws, X), (ws,), (ws,))[1],
-        in_fp8(lambda ws: jax.jvp(lambda ws: mlp(ws, X), (ws,), (ws,))[1]),
-    ):
-        assert error(fun(WS), expected) < BOUND
+    def pushed(fun):
+        return lambda ws: jax.jvp(lambda ws: fun(ws, X), (ws,), (ws,))[1]
+
+    expected = pushed(mlp)(WS)
+    for fun in (pushed(in_fp8(mlp)), in_fp8(pushed(mlp))):
+        assert error(jax.jit(fun)(WS), expected) < BOUND
 
 
 def test_explain_shows_the_dtypes_and_the_share_in_fp8():
@@ -391,11 +379,9 @@ def test_explain_shows_the_dtypes_and_the_share_in_fp8():
 
 @pytest.mark.filterwarnings("error")
 def test_one_warning_where_fp8_is_slow():
-    with pytest.warns(UserWarning, match="fp8 is slower than float32 on the CPU"):
-        in_fp8(mlp)(WS, X)
-    with pytest.warns(UserWarning) as caught:
-        in_fp8(mlp)(WS, X)
-        jax.jit(in_fp8(mlp))(WS, X)
+    with pytest.warns(UserWarning, match="fp8 is slower than float32") as caught:
+        in_fp8(lambda a: a @ a)(ONES)
+        jax.eval_shape(jax.jit(in_fp8(mlp)), WS, X)
     assert len({(w.filename, w.lineno, str(w.message)) for w in caught}) == 1
 
 
@@ -403,9 +389,3 @@ def test_one_warning_where_fp8_is_slow():
 def test_a_size_of_another_type_raises(size):
     with pytest.raises(TypeError, match=re.escape(f"got {size!r}")):
         autocast(mlp, "mixed_fp8", fp8_min_size=size)
-
-
-def test_rules_hold_the_size():
-    rules = OpRules.default("bfloat16").replace(fp8_min_size=16)
-    found = jaxprs.trace(autocast(mlp, "mixed_fp8", rules=rules), WS, X)
-    assert len(jaxprs.equations(found, "fp8_product")) == 3
