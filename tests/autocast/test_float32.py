@@ -1,9 +1,7 @@
 """A policy that computes in float32: autocast is the identity, reports say so."""
 
-import re
 from typing import Any
 
-import bitwise
 import jax
 import jax.numpy as jnp
 import jaxprs
@@ -35,34 +33,38 @@ def loss(w: Any, x: Any) -> Any:
 
 TRANSFORMS = {
     "plain": lambda f: f,
-    "grad": jax.grad,
     "vmap": lambda f: jax.vmap(f, (None, 0)),
+    "grad": jax.grad,
     "hessian": jax.hessian,
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("name", TRANSFORMS)
+def reads(fun: Any) -> list[str]:
+    """Return the dtype of the first operand of each product."""
+    products = jaxprs.products(jaxprs.trace(fun, W, X))
+    return [jaxprs.operand_dtypes(eqn)[0] for eqn in products]
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [(p, "grad") for p in POLICIES[:-1]] + [(POLICIES[-1], t) for t in TRANSFORMS],
+    ids=str,
+)
 def test_autocast_is_the_identity(policy: Any, name: str) -> None:
     transform = TRANSFORMS[name]
     x = X[:, None] if name == "vmap" else X
-    same, inside = transform(autocast(loss, policy)), autocast(transform(loss), policy)
-    for fun in (same, inside):
-        assert str(jaxprs.trace(fun, W, x)) == str(jaxprs.trace(transform(loss), W, x))
-    if name == "grad":  # the same jaxpr has the same bits
-        found, expected = jax.jit(fun)(W, x), jax.jit(transform(loss))(W, x)
-        assert bitwise.raw_bits(found) == bitwise.raw_bits(expected)
+    expected = str(jaxprs.trace(transform(loss), W, x))
+    for fun in (transform(autocast(loss, policy)), autocast(transform(loss), policy)):
+        assert str(jaxprs.trace(fun, W, x)) == expected
 
 
 def test_inside_of_another_autocast_it_stays_float32() -> None:
     def model(w, x):
         return autocast(jnp.matmul, "full")(x @ w, w)
 
-    products = jaxprs.products(jaxprs.trace(autocast(model, "mixed_bfloat16"), W, X))
-    reads = [eqn.invars[0].aval.dtype for eqn in products]
-    assert reads == [jnp.bfloat16, jnp.float32]
-    around = jaxprs.trace(autocast(autocast(model, "mixed_bfloat16"), "full"), W, X)
-    assert [e.invars[0].aval.dtype for e in jaxprs.products(around)] == reads
+    low = autocast(model, "mixed_bfloat16")
+    for fun in (low, autocast(low, "full")):
+        assert reads(fun) == ["bfloat16", "float32"]
 
 
 def test_a_value_that_only_the_outside_of_jit_has_stays_known() -> None:
@@ -85,18 +87,14 @@ def test_explain_says_0_percent_and_why(policy: Any) -> None:
     assert not any(row.is_half or row.is_lowered for row in report.rows)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_dry_run_and_lint_find_nothing(policy: Any) -> None:
+@pytest.mark.parametrize("policy", POLICIES[1::3], ids=str)
+def test_dry_run_lint_and_advise_find_nothing(policy: Any) -> None:
     step = jax.value_and_grad(loss)
     report = dry_run(step, policy)(W, X)
     assert report.rows and report.dtype == "float32"
     assert not any(row.is_half or row.reads_half or row.error for row in report.rows)
     found = lint(step, policy)(W, X)
     assert len(found) == 0 and found.f32_flops_share == 0
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_advise_says_that_there_is_nothing_to_do(policy: Any) -> None:
     advice = advise(loss, policy)(W, X)
     assert advice.reasons == (
         "The policy computes in float32: there is nothing to do.",
@@ -133,14 +131,10 @@ def test_float64_is_the_dtype_of_the_program() -> None:
 )
 @pytest.mark.parametrize("call", [autocast, explain, dry_run, lint, advise])
 def test_what_autocast_cannot_do_is_refused(call: Any, policy: Any) -> None:
-    said = f"{call.__name__} expects a policy that"
-    with pytest.raises(ValueError, match=said) as caught:
+    said = rf"{call.__name__} expects a policy that.* got .*c=(f64|f32|f16|full)"
+    with pytest.raises(ValueError, match=f"{said}(.|\n)*widens nothing"):
         call(loss, policy)
-    parts = re.findall(r"c=f64|c=f32|c=f16|c=full", str(caught.value))
-    assert len(parts) >= 1 and "widens nothing" in str(caught.value)
 
-
-# A scope in half inside of a loop of a program in float32, and the other way round.
 
 LOOPS = {
     "scan": lambda f: lambda w, x: jax.lax.scan(lambda x, _: (f(w, x), None), x, X)[0],
@@ -164,6 +158,7 @@ def outer(w: Any, x: Any) -> Any:
 def test_scopes_inside_of_a_loop_have_their_own_policy(name: str, half: str) -> None:
     model = LOOPS[name](outer)
     dtypes = {"half": half, "full": "float32"}
+    wanted = jax.grad(lambda w: jnp.sum(model(w, X)))(W)
     for rules, expected in [
         ({"layer/inner": "half", "layer": "full"}, ["full", "half"]),
         ({"layer/inner": "full", "layer": "half"}, ["half", "full"]),
@@ -172,24 +167,8 @@ def test_scopes_inside_of_a_loop_have_their_own_policy(name: str, half: str) -> 
         of = {"half": f"mixed_{half}", "full": "full"}
         policy = PolicyMap("full", {p: of[kind] for p, kind in rules.items()})
         low = autocast(model, policy)
-        products = list(jaxprs.products(jaxprs.trace(low, W, X)))
-        reads = [str(eqn.invars[0].aval.dtype) for eqn in products]
-        assert reads == [dtypes[kind] for kind in expected]
+        assert reads(low) == [dtypes[kind] for kind in expected]
         assert explain(model, policy)(W, X).half_flops_share == 0.5
-        found = jax.grad(lambda w, low=low: jnp.sum(low(w, X)))(W)
-        wanted = jax.grad(lambda w: jnp.sum(model(w, X)))(W)
+        found = jax.jit(jax.grad(lambda w, low=low: jnp.sum(low(w, X))))(W)
         assert found.dtype == jnp.float32
         assert jnp.allclose(found, wanted, rtol=0.05, atol=0.05)
-
-
-def test_a_loop_in_float32_counts_as_such() -> None:
-    def model(w, x):
-        with jax.named_scope("decoder"):
-            x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0]
-        return x @ w
-
-    policy = PolicyMap("mixed_bfloat16", {"decoder": "full"})
-    assert explain(model, policy)(W, X).half_flops_share == 0.25
-    jaxpr = jaxprs.trace(autocast(model, policy), W, X)
-    reads = [eqn.invars[0].aval.dtype for eqn in jaxprs.products(jaxpr)]
-    assert reads == [jnp.float32, jnp.bfloat16]
