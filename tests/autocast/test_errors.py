@@ -1,9 +1,9 @@
 """Bad input is refused at the call, in words; what is not understood is left alone."""
 
-import itertools
 import re
 from typing import Any
 
+import bitwise
 import jax
 import jax.numpy as jnp
 import jaxprs
@@ -25,111 +25,77 @@ def product(w: jax.Array, x: jax.Array) -> jax.Array:
     return x @ w
 
 
-# Policies.
-
-
 def test_a_pattern_that_matches_no_scope_names_the_nearest() -> None:
     def model(w, x):
         with jax.named_scope("decoder"), jax.named_scope("layer_0"):
             return x @ w
 
     policy = PolicyMap(BF16, {"decoder/layer0": "float32"})
-    with pytest.raises(ValueError, match="'decoder/layer0' matches no path") as caught:
+    said = "'decoder/layer0' matches no path(.|\n)*decoder/layer_0"
+    with pytest.raises(ValueError, match=said):
         autocast(model, policy)(W, X)
-    assert "decoder/layer_0" in str(caught.value)
-
-
-# Rules.
 
 
 def test_a_mapping_changes_single_primitives() -> None:
     def model(w, x):
         return jnp.tanh(x @ w) @ w
 
-    by_default = explain(model, BF16)(W, X)
-    changed = explain(model, BF16, rules={"tanh": "float32"})(W, X)
-    assert [row.after for row in by_default.rows] == ["bf16 bf16 -> bf16"] + [
-        "bf16 -> bf16",
-        "bf16 bf16 -> f32",
-    ]
-    assert [row.op_class for row in changed.rows] == ["half", "float32", "half"]
+    def decisions(**options):
+        rows = explain(model, BF16, **options)(W, X).rows
+        return [f"{row.op_class}: {row.after}" for row in rows]
+
+    products = "half: bf16 bf16 -> bf16", "half: bf16 bf16 -> f32"
+    assert decisions() == [products[0], "promote: bf16 -> bf16", products[1]]
+    first, tanh, last = decisions(rules={"tanh": "float32"})
+    assert tanh.startswith("float32: ") and (first[:4], last[:4]) == ("half", "half")
     both: dict[str, Any] = {"tanh": "float32", "scatter_add": "unchanged"}
-    low = autocast(model, BF16, rules=both)
     table = OpRules.default(jnp.bfloat16).replace(**both)
-    expected = autocast(model, BF16, rules=table)
-    assert str(jax.make_jaxpr(low)(W, X)) == str(jax.make_jaxpr(expected)(W, X))
     assert table.class_of("scatter-add") == "unchanged"
+    lows = (autocast(model, BF16, rules=rules) for rules in (both, table))
+    found, expected = (str(jaxprs.trace(low, W, X)) for low in lows)
+    assert found == expected
 
 
 def test_rules_of_a_few_primitives_are_no_table() -> None:
-    with pytest.raises(ValueError, match="OpRules got 1 of the") as caught:
+    only = "{'tanh': 'float32'}"
+    said = f"OpRules got 1 of the(.|\n)*rules={only}(.|\n)*OpRules.only\\({only}\\)"
+    with pytest.raises(ValueError, match=said):
         OpRules({"tanh": "float32"})
-    assert "rules={'tanh': 'float32'}" in str(caught.value)
-    assert "OpRules.only({'tanh': 'float32'})" in str(caught.value)
 
 
 def test_an_empty_table_is_spelled_out() -> None:
     low = autocast(product, BF16, rules=OpRules.only({}))
     assert "bf16" not in str(jax.make_jaxpr(low)(W, X))
-    np.testing.assert_array_equal(low(W, X), product(W, X))
-
-
-# Functions and arguments.
 
 
 @pytest.mark.parametrize(
     ("bad", "shown"),
-    [
-        ("relu", "'relu'"),
-        (np.array([None, "x"]), "None"),
-        (object(), "object object"),
-    ],
+    [("relu", "'relu'"), (np.array([None, "x"]), "None"), (object(), "object object")],
     ids=["string", "object array", "object"],
 )
 def test_an_argument_that_is_no_array_is_named(bad: Any, shown: str) -> None:
     low = autocast(lambda options, x: x @ W, BF16)
     with pytest.raises(TypeError, match="as its argument") as caught:
         low({"activation": bad}, X)
-    message = str(caught.value)
-    assert shown in message and "activation" in message
-    assert "arrays, numbers or functions" in message
+    for said in (shown, "activation", "arrays, numbers or functions"):
+        assert said in str(caught.value)
 
 
-class Model(nnx.Module):
-    def __init__(self) -> None:
-        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.linear(x)
-
-    def twice(self, x: jax.Array) -> jax.Array:
-        return self(self(x))
-
-
+@pytest.mark.standard_promotion
 def test_an_nnx_module_is_sent_to_split_and_merge() -> None:
-    model = Model()
-    calls = [
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    for call in (
         lambda: autocast(model, BF16),
-        lambda: autocast(model.twice, BF16),
+        lambda: autocast(model.__call__, BF16),
         lambda: autocast(lambda model, x: model(x), BF16)(model, X),
         lambda: autocast(lambda models, x: models[0](x), BF16)([model], X),
-    ]
-    for call in calls:
+    ):
         with pytest.raises(TypeError, match="an nnx module") as caught:
             call()
         assert "nnx.split(model)" in str(caught.value)
         assert "nnx.merge(graphdef, state, copy=True)" in str(caught.value)
-
-
-@pytest.mark.standard_promotion
-def test_the_advice_for_nnx_modules_works() -> None:
-    model = Model()
     graphdef, state = nnx.split(model)
-
-    def merged(state: Any, x: Any) -> Any:
-        return nnx.merge(graphdef, state, copy=True)(x)
-
-    low = autocast(merged, BF16)
+    low = autocast(lambda state, x: nnx.merge(graphdef, state, copy=True)(x), BF16)
     assert relative_error([low(state, X)], [model(X)]) < 0.02
 
 
@@ -138,32 +104,25 @@ def test_a_user_error_is_the_users_own() -> None:
         autocast(lambda w, x: x @ w + w, BF16)(W, X)
 
 
-# Nothing to do.
-
-
-def test_a_precision_in_the_program_is_the_programs_own() -> None:
-    def model(w, x):
-        with jax.default_matmul_precision("highest"):
-            return x @ w
-
-    with pytest.warns(UserWarning, match=r"\(1 × a precision the program chose\)\.$"):
-        autocast(model, BF16)(W, X)
-
-
 def test_lowering_nothing_says_what_is_left_alone() -> None:
     def model(w, x):
         whole = jnp.arange(8, dtype=jnp.int32)
         return full_precision(jnp.matmul)(x, w), whole @ whole
 
-    said = r"model runs in half: .*\(1 × full_precision; 1 × no f32 operand"
-    with pytest.warns(UserWarning, match=f"autocast: no product of {said}"):
-        autocast(model, BF16)(W, X)
-    with pytest.warns(UserWarning, match="no product of sin runs in half: it has no"):
-        out = autocast(jnp.sin, BF16)(X)
-    np.testing.assert_array_equal(out, jnp.sin(X))
+    def precise(w, x):
+        return jnp.matmul(x, w, precision="highest")
+
     everything = PolicyMap(BF16, {".*": "full"})
-    with pytest.warns(UserWarning, match="its policy computes in float32"):
-        autocast(product, everything)(W, X)
+    cases: Any = [
+        (model, BF16, (W, X), r"model .*\(1 × full_precision; 1 × no f32 operand"),
+        (precise, BF16, (W, X), r"\(1 × a precision the program chose\)\.$"),
+        (jnp.sin, BF16, (X,), "sin runs in half: it has no"),
+        (product, everything, (W, X), "its policy computes in float32"),
+    ]
+    for fun, policy, args, said in cases:
+        with pytest.warns(UserWarning, match=f"autocast: no product of .*{said}"):
+            found = autocast(fun, policy)(*args)
+        bitwise.assert_same(found, fun(*args))
 
 
 def test_lowering_something_or_asking_for_nothing_does_not_warn() -> None:
@@ -173,16 +132,8 @@ def test_lowering_something_or_asking_for_nothing_does_not_warn() -> None:
     autocast(jnp.sin, BF16, rules=nothing)(X)
 
 
-# The user's function by its name.
-
-
-_CALLS = [autocast, explain, first_nonfinite, dry_run]
-_WRAPS = [lambda f: f, jax.jit, jax.checkpoint, jax.grad]
-
-
-@pytest.mark.parametrize(
-    ("call", "wrap"), [*itertools.product(_CALLS, _WRAPS), (advise, lambda f: f)]
-)
+@pytest.mark.parametrize("call", [autocast, explain, first_nonfinite, dry_run, advise])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.grad])
 def test_an_error_of_tracing_names_the_users_function(call: Any, wrap: Any) -> None:
     def model(w, batch):
         x = batch["x"]
@@ -194,9 +145,6 @@ def test_an_error_of_tracing_names_the_users_function(call: Any, wrap: Any) -> N
         call(wrap(model), *args)(W, {"x": X})
     assert f"the function model at {line}" in str(error.value)
     assert "depends on the value of the argument batch['x']" in str(error.value)
-
-
-# Patterns.
 
 
 @pytest.mark.parametrize("call", [autocast, explain, dry_run, lint])
@@ -214,31 +162,12 @@ def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none(
         call(wrap(product), policy)(W, X)
 
 
-# What is left alone, and is right all the same.
-
-
 def _kernel(x):
     def double(x_ref, out_ref):
         out_ref[...] = 2.0 * x_ref[...]
 
     kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pallas.pallas_call(double, out_shape=kind, interpret=True)(x)
-
-
-def _linear_solve(x):
-    matrix = jnp.diag(jnp.arange(1.0, 5.0, dtype=jnp.float32))
-
-    def matvec(v):
-        return jnp.matmul(matrix, v, precision="highest")
-
-    return lax.custom_linear_solve(
-        matvec, x, lambda _, b: b / jnp.diag(matrix)[:, None]
-    )
-
-
-def _callback(x):
-    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.pure_callback(lambda x: np.asarray(x) * 2, kind, x)
 
 
 def _decomposition(x):
@@ -259,8 +188,6 @@ def _reduction_by_a_function(x):
     ("between", "primitive", "holds"),
     [
         (_kernel, "pallas_call", None),
-        (_linear_solve, "custom_linear_solve", None),
-        (_callback, "pure_callback", None),
         (_decomposition, "cholesky", None),
         (_platforms, "cond", "cos"),
         (_reduction_by_a_function, "reduce", None),
@@ -270,25 +197,25 @@ def test_a_primitive_between_products_is_left_alone(between, primitive, holds):
     def fun(w, x):
         return between(x @ w) @ w
 
+    def is_it(eqn):
+        bodies = jaxprs.bodies(eqn)
+        return not holds or any(jaxprs.equations(body, holds) for body in bodies)
+
     low = autocast(fun, BF16)
     jaxpr, plain = jaxprs.trace(low, W, X), jaxprs.trace(fun, W, X)
-    (found,), (expected,) = (
+    found, expected = (
         [
-            eqn
-            for eqn in jaxprs.equations(j, primitive)
-            if not holds or any(jaxprs.equations(b, holds) for b in jaxprs.bodies(eqn))
+            ([v.aval for v in (*eqn.invars, *eqn.outvars)], eqn.params.keys())
+            for eqn in jaxprs.equations(of, primitive)
+            if is_it(eqn)
         ]
-        for j in (jaxpr, plain)
+        for of in (jaxpr, plain)
     )
-    (ours, theirs) = (
-        [v.aval for v in (*eqn.invars, *eqn.outvars)] for eqn in (found, expected)
-    )
-    assert ours == theirs
-    assert found.params.keys() == expected.params.keys()
+    assert found == expected and len(found) == 1
     # The last product's result is that of the function: from the f32 accumulator.
     (first, *_, last) = jaxprs.products(jaxpr)
     assert first is not last and jaxprs.is_half(first) and jaxprs.is_half(last)
-    assert relative_error([jax.jit(low)(W, X)], [jax.jit(fun)(W, X)]) < 0.03
+    assert relative_error([jax.jit(low)(W, X)], [fun(W, X)]) < 0.03
 
 
 def test_effects_keep_their_order() -> None:
