@@ -12,10 +12,7 @@ from jmp_lite._src.autocast.precision import Precision
 
 W, B, X = jnp.ones((8, 8)), jnp.ones(8), jnp.ones((4, 8))
 # The results of the equations of `f` that are half.
-HALF = {
-    "bfloat16": ["dot_general", "add", "tanh"],
-    "float16": [],
-}
+HALF = {"bfloat16": ["dot_general", "add", "tanh"], "float16": []}
 
 
 def f(w, b, x):
@@ -48,12 +45,8 @@ def test_the_example_of_the_analysis(half):
 def chained(length, last=jnp.exp):
     """Return a function of pairs of products, each of which decides on the next pair.
 
-    `exp` reads the last product in float32. So the arithmetic of the last pair is in
-    float32, reads the other product of the pair in float32, which decides on its pair.
-
-    Args:
-      length: the number of products in pairs.
-      last: what reads the last product.
+    If `exp` reads the `last` product, it is float32. So the arithmetic of the last pair
+    is, reads the other product of the pair in float32, which decides on its pair.
     """
 
     def fun(w, x):

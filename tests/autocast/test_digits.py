@@ -39,13 +39,6 @@ def arccos_of_a_product(w):
     return jnp.arccos(jnp.clip(a @ b, -1 + 1e-7, 1 - 1e-7))
 
 
-def log_in_scan(w):
-    def step(total, x):
-        return total - jnp.mean(jnp.log(1 - sigmoid(x @ w))), None
-
-    return lax.scan(step, 0.0, X.reshape(4, -1, 16))[0] / 4
-
-
 def log_in_cond(w):
     p = sigmoid(X @ w)
     return lax.cond(X[0, 0] < 2, lambda p: jnp.log(1 - p), lambda p: p, p)
@@ -69,7 +62,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "fraction": lambda w: jnp.mod(10 * (X @ w), 1) ** 2,
     "rest": lambda w: 1 - sigmoid(X @ w),
     "log_in_jit": lambda w: jax.jit(lambda p: jnp.log(1 - p))(jax.jit(sigmoid)(X @ w)),
-    "log_in_scan": log_in_scan,
+    "log_in_scan": lambda w: -lax.map(lambda x: jnp.log(1 - sigmoid(x @ w)), X),
     "log_in_remat": lambda w: jax.checkpoint(lambda w: jnp.log(1 - sigmoid(X @ w)))(w),
     "log_in_vmap": lambda w: jax.vmap(lambda x: jnp.log(1 - sigmoid(x @ w)))(X),
     "log_in_cond": log_in_cond,
@@ -94,11 +87,9 @@ def exact(name: str) -> Any:
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_saturates_keeps_its_distance_from_one(name, order, half):
-    fun = PROGRAMS[name]
-    if order == "outside":
-        cast = _loss(autocast(fun, POLICIES[half]))
-    else:
-        cast = autocast(_loss(fun), POLICIES[half])
+    fun, policy = PROGRAMS[name], POLICIES[half]
+    is_outside = order == "outside"
+    cast = _loss(autocast(fun, policy)) if is_outside else autocast(_loss(fun), policy)
     (value, grad), (exact_value, exact_grad) = jax.jit(cast)(W), exact(name)
     assert error(value, exact_value) < EPS[half] / 2
     assert error(grad, exact_grad) < 2 * EPS[half]
@@ -106,39 +97,23 @@ def test_what_saturates_keeps_its_distance_from_one(name, order, half):
 
 @BOTH
 def test_what_only_products_read_is_half_next_to_one_as_well(half: str) -> None:
-    def gate(w):
-        return (1 - sigmoid(X @ w)) @ V
-
-    jaxpr = jaxprs.trace(autocast(gate, POLICIES[half], recompute=False), W)
-    (logistic,) = jaxprs.equations(jaxpr, "logistic")
+    low = autocast(lambda w: (1 - sigmoid(X @ w)) @ V, POLICIES[half], recompute=False)
+    (logistic,) = jaxprs.equations(jaxprs.trace(low, W), "logistic")
     assert logistic.outvars[0].aval.dtype == DTYPES[half]
 
 
 @pytest.mark.parametrize(
     ("half", "number", "is_held"),
     [
-        ("bf16", 1 - 1e-7, False),
-        ("bf16", 0.999, False),
-        ("bf16", -0.999, False),
-        ("bf16", 1.001, False),
-        ("bf16", 0.9, True),
-        ("bf16", 1.0, True),
-        ("bf16", 0.1, True),
-        ("f16", 1 - 1e-7, False),
-        ("f16", 0.999, True),
-        ("f16", 1e-7, False),
+        *(("bf16", x, False) for x in (1 - 1e-7, 0.999, -0.999, 1.001)),
+        *(("bf16", x, True) for x in (0.9, 1.0, 0.1)),
+        *(("f16", x, x == 0.999) for x in (1 - 1e-7, 0.999, 1e-7)),
     ],
 )
 def test_a_number_that_rounds_to_one_is_not_held(half, number, is_held):
-    def fun(w):
-        return jnp.maximum(X @ w, number) @ V
-
-    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W)
-    (maximum,) = jaxprs.equations(jaxpr, "max")
+    low = autocast(lambda w: jnp.maximum(X @ w, number) @ V, POLICIES[half])
+    (maximum,) = jaxprs.equations(jaxprs.trace(low, W), "max")
     assert (maximum.outvars[0].aval.dtype == DTYPES[half]) == is_held
-
-
-# Masks.
 
 
 def _attention(x: Any, mask: Any) -> jax.Array:
@@ -153,39 +128,32 @@ def _mask(size: int) -> np.ndarray:
     return np.where(later, np.finfo(np.float32).min, 0).astype(np.float32)
 
 
+MASKED = {
+    "argument": _attention,
+    "constant": lambda x, mask: _attention(x, jnp.asarray(_mask(x.shape[1]))[None]),
+    "scanned": lambda x, mask: lax.map(lambda x: _attention(x[None], mask), x).sum(),
+    "batched": lambda x, mask: jax.vmap(lambda x: _attention(x, mask[0]))(x).sum(),
+}
+
+
 @BOTH
+@pytest.mark.one_of("size")
 @pytest.mark.parametrize("size", [16, 257])
-@pytest.mark.parametrize("given", ["argument", "constant", "scanned", "batched"])
+@pytest.mark.parametrize("given", MASKED)
 def test_a_mask_with_the_smallest_float32_masks_and_makes_no_nan(half, size, given):
-    x, mask = uniform(0, 2, size, 16), _mask(size)[None]
-
-    def fun(x, mask):
-        if given == "constant":
-            return _attention(x, jnp.asarray(_mask(size))[None])
-        if given == "scanned":
-            return lax.map(lambda x: _attention(x[None], mask), x).sum()
-        if given == "batched":
-            return jax.vmap(lambda x: _attention(x, mask[0]))(x).sum()
-        return _attention(x, mask)
-
-    expected = jax.jit(jax.value_and_grad(fun))(x, mask)
-    found = jax.jit(jax.value_and_grad(autocast(fun, POLICIES[half])))(x, mask)
+    args = uniform(0, 2, size, 16), _mask(size)[None]
+    fun, low = MASKED[given], autocast(MASKED[given], POLICIES[half])
+    expected, found = (jax.jit(jax.value_and_grad(f))(*args) for f in (fun, low))
     assert max(map(error, found, expected)) < 4 * EPS[half]
 
 
 @BOTH
 def test_an_infinite_mask_stays_infinite(half: str) -> None:
-    def fun(w, mask):
-        return jnp.max(X @ w + mask, 1)
-
+    low = autocast(lambda w, mask: jnp.max(X @ w + mask, 1), POLICIES[half])
     mask = jnp.zeros((1, 8)).at[0, 3].set(-jnp.inf).at[0, 4].set(jnp.inf)
-    assert jnp.all(autocast(fun, POLICIES[half])(W, mask) == jnp.inf)
+    assert jnp.all(low(W, mask) == jnp.inf)
     # Only -inf, which a maximum does not see.
-    found = autocast(fun, POLICIES[half])(W, jnp.full((1, 8), -jnp.inf))
-    assert jnp.all(found == -jnp.inf)
-
-
-# What is no arithmetic, or no number that rounding matters to.
+    assert jnp.all(low(W, jnp.full((1, 8), -jnp.inf)) == -jnp.inf)
 
 
 @BOTH
@@ -205,10 +173,10 @@ def test_an_integer_is_a_number_like_any_other(half: str, zero: Any) -> None:
     def fun(w):
         return jnp.where(X[:, :8] > 0, X @ w, zero) @ V
 
-    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W)
-    (select,) = jaxprs.equations(jaxpr, "select_n")
+    low = autocast(fun, POLICIES[half])
+    (select,) = jaxprs.equations(jaxprs.trace(low, W), "select_n")
     assert select.outvars[0].aval.dtype == DTYPES[half]
-    assert error(autocast(fun, POLICIES[half])(W), fun(W)) < 2**-7
+    assert error(low(W), fun(W)) < 2**-7
 
 
 @BOTH

@@ -19,12 +19,6 @@ def table() -> str:
     return "\n".join([header.replace("primitive", "primitives"), line, *lines])
 
 
-def names(text: str) -> list[str]:
-    """Return the primitives of a table."""
-    cells = [row.split(" | ")[0] for row in text.splitlines()[2:]]
-    return [name for cell in cells for name in cell.split("`")[1::2]]
-
-
 def test_the_page_has_the_table_of_the_code():
     text = PAGE.read_text(encoding="utf-8")
     made = text.split(MARKER)[1].partition("\n\n")[0].strip()
@@ -32,7 +26,5 @@ def test_the_page_has_the_table_of_the_code():
 
 
 def test_the_table_names_every_listed_primitive_once():
-    found = names(table())
-    assert len(found) == len(set(found))
-    assert set(found) == {name for name, _ in OpRules.default("bfloat16").classes}
-    assert found == [row.split("`")[1] for row in options.describe().splitlines()[2:]]
+    found = [row.split("`")[1] for row in options.describe().splitlines()[2:]]
+    assert sorted(found) == sorted(p for p, _ in OpRules.default("bfloat16").classes)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +37,8 @@ def steps(half: Any) -> Any:
 def test_a_product_that_the_program_has_in_half_counts(half: str) -> None:
     report = explain(steps(half), f"mixed_{half}")(W, X)
     assert report.half_flops_share == 0.5
-    assert [
-        (row.layer, row.is_half, row.is_lowered) for row in report.rows if row.flops
-    ] == [
+    products = [row for row in report.rows if row.flops]
+    assert [(row.layer, row.is_half, row.is_lowered) for row in products] == [
         ("lowered", True, True),
         ("by_hand", True, False),
         ("kept", False, False),
@@ -53,15 +51,12 @@ def test_a_product_that_the_program_has_in_half_counts(half: str) -> None:
 @in_both_halves
 def test_a_program_that_is_all_in_half_is_no_float32(half: str) -> None:
     def fun(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, _: (x @ w, None), x, length=3)[0]
+        return lax.scan(lambda x, _: (x @ w, None), x, length=3)[0]
 
-    w, x = W.astype(half), X.astype(half)
-    report = explain(fun, f"mixed_{half}")(w, x)
+    report = explain(fun, f"mixed_{half}")(W.astype(half), X.astype(half))
     assert (report.half_flops_share, report.kept) == (1.0, {})
-    (cells,) = (list(column.cells) for column in report.table().columns[1:2])
-    assert cells == ["1 of 1"]
-    of_floats = explain(fun, f"mixed_{half}")(W, X)
-    assert of_floats.half_flops_share == 1.0
+    assert list(report.table().columns[1].cells) == ["1 of 1"]
+    assert explain(fun, f"mixed_{half}")(W, X).half_flops_share == 1.0
 
 
 @pytest.mark.standard_promotion
@@ -71,7 +66,8 @@ def test_a_product_of_float32_and_another_half_is_none_in_half() -> None:
     assert report.kept == {"a dtype the program chose": 1}
 
 
-# Complex products.
+C = W.astype(jnp.complex64)
+REMEDY = "Re.C @ x. is C.real @ x.real - C.imag @ x.imag"
 
 
 def complex_and_real(c: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
@@ -81,49 +77,34 @@ def complex_and_real(c: jax.Array, w: jax.Array, x: jax.Array) -> jax.Array:
 
 @in_both_halves
 def test_a_complex_product_says_so_and_counts_as_its_real_ones(half: str) -> None:
-    c = W.astype(jnp.complex64)
-    report = explain(complex_and_real, f"mixed_{half}")(c, W, X)
+    report = explain(complex_and_real, f"mixed_{half}")(C, W, X)
     assert report.kept["complex"] == 1
     of_complex, of_real = (row for row in report.rows if row.flops)
     assert (of_complex.is_half, of_complex.flops) == (False, 4 * of_real.flops)
     assert report.half_flops_share == 0.2
 
 
-REMEDY = "Re.C @ x. is C.real @ x.real - C.imag @ x.imag"
-
-
 @in_both_halves
 def test_autocast_warns_of_a_program_of_complex_products(half: str) -> None:
-    fun, c = autocast(complex_and_real, f"mixed_{half}"), W.astype(jnp.complex64)
+    fun = autocast(complex_and_real, f"mixed_{half}")
     share = "80% of the matrix-product FLOPs of complex_and_real as they are: complex"
     with pytest.warns(UserWarning, match=f"{share}.*{REMEDY}"):
-        fun(c, W, X)
+        jax.eval_shape(fun, C, W, X)
     with pytest.warns(UserWarning, match=f"no product of dot.*complex.*{REMEDY}"):
-        autocast(jnp.dot, f"mixed_{half}")(c, c)
+        jax.eval_shape(autocast(jnp.dot, f"mixed_{half}"), C, C)
 
 
-def test_complex_products_in_a_loop_count_by_its_trips() -> None:
-    def fun(c, w, x):
+def test_few_complex_products_and_those_that_are_meant_are_not_warned_of() -> None:
+    def few(c, w, x):
         x = lax.fori_loop(0, 9, lambda _, x: x + x @ w, x)
         return (x.astype(c.dtype) @ c).real
 
-    c = W.astype(jnp.complex64)
-    assert explain(fun, "mixed_bfloat16")(c, W, X).half_flops_share == 9 / 13
-    with warnings.catch_warnings(action="error"):
-        autocast(fun, "mixed_bfloat16")(c, W, X)
+    def meant(c, w, x):
+        return full_precision(lambda x: (x.astype(c.dtype) @ c).real)(x) + x @ w
 
-
-def test_complex_products_that_are_meant_are_not_warned_of() -> None:
-    c = W.astype(jnp.complex64)
-
-    def fun(x):
-        return full_precision(lambda x: (x.astype(c.dtype) @ c).real)(x) + x @ W
-
-    with warnings.catch_warnings(action="error"):
-        autocast(fun, "mixed_bfloat16")(X)
-
-
-# Loops.
+    assert explain(few, "mixed_bfloat16")(C, W, X).half_flops_share == 9 / 13
+    for fun in (few, meant):  # each warning is an error here
+        jax.eval_shape(autocast(fun, "mixed_bfloat16"), C, W, X)
 
 
 def repeated(n: Any, x: jax.Array) -> jax.Array:
@@ -134,14 +115,10 @@ def repeated(n: Any, x: jax.Array) -> jax.Array:
 def whiles(until: Callable[[Any], Any], step: int = 1, start: int = 0) -> Any:
     """Return a function of a product in a `while` over a counter."""
 
-    def fun(x):
-        def body(state):
-            i, x = state
-            return i + step, x @ W
+    def body(state):
+        return state[0] + step, state[1] @ W
 
-        return lax.while_loop(lambda state: until(state[0]), body, (start, x))[1]
-
-    return fun
+    return lambda x: lax.while_loop(lambda s: until(s[0]), body, (start, x))[1]
 
 
 @pytest.mark.parametrize(
@@ -181,9 +158,7 @@ def test_the_body_of_a_while_counts_by_its_trips(fun: Any, times: int) -> None:
         lambda n, x: whiles(lambda i: i != 5, step=2)(x),
         lambda n, x: whiles(lambda i: i < 5, step=-1)(x),
         lambda n, x: lax.while_loop(lambda x: x[0, 0] < 5, lambda x: x @ W, x),
-        lambda n, x: lax.while_loop(
-            lambda s: s[0] < 5, lambda s: (s[0] + n, s[1] @ W), (0, x)
-        ),
+        lambda n, x: whiles(lambda i: i < 5, step=n)(x),
         lambda n, x: lax.while_loop(
             lambda s: s[0] < 5, lambda s: (s[0] * 2, s[1] @ W), (1, x)
         ),
@@ -204,38 +179,29 @@ def text_of(report: Any) -> str:
     return console.export_text()
 
 
-# What is not looked into.
-
-
-def largest_of_segments(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return what graph networks compute."""
+def segments(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.ops.segment_max(x @ w, jnp.asarray([0, 0, 1, 1]), 2)
 
 
-def test_what_is_not_looked_into_is_named_with_its_place_and_the_reason() -> None:
-    report = explain(largest_of_segments, "mixed_bfloat16")(X, W)
-    line = largest_of_segments.__code__.co_firstlineno + 2
-    why = "it runs functions of its own (max)"
-    reason = f"not looked into: scatter-max, {why}, at test_explain.py:{line}"
-    assert report.kept[reason] == 1
-    assert reason in text_of(report)
-
-
-def test_a_kernel_that_is_not_looked_into_is_named() -> None:
+def kernel(x: jax.Array, w: jax.Array) -> jax.Array:
     def double(x_ref, out_ref):
         out_ref[...] = x_ref[...] * 2.0
 
-    def fun(x, w):
-        shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-        return pl.pallas_call(double, out_shape=shape, interpret=True)(x @ w)
+    shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    return pl.pallas_call(double, out_shape=shape, interpret=True)(x @ w)
 
+
+@pytest.mark.parametrize(
+    ("fun", "primitive", "inner", "line"),
+    [(segments, "scatter-max", "max", 1), (kernel, "pallas_call", "double", 5)],
+)
+def test_what_is_not_looked_into_is_named(fun, primitive, inner, line) -> None:
     report = explain(fun, "mixed_bfloat16")(X, W)
-    (reason,) = (row.reason for row in report.rows if row.primitive == "pallas_call")
-    why = "not looked into: pallas_call, it runs functions of its own (double)"
-    assert reason.startswith(f"{why}, at test_explain.py:")
-
-
-# Outer products.
+    line += fun.__code__.co_firstlineno
+    why = f"{primitive}, it runs functions of its own ({inner})"
+    reason = f"not looked into: {why}, at test_explain.py:{line}"
+    assert report.kept[reason] == 1
+    assert reason in text_of(report)
 
 
 def test_an_outer_product_does_not_count() -> None:
@@ -250,8 +216,6 @@ def test_an_outer_product_does_not_count() -> None:
     assert report.kept["an outer product: it sums nothing"] == 2
     assert "1 of 1" in text_of(report)
 
-
-# Functions that are called several times.
 
 DEPTH = 40  # 2 ** 40 calls are too many to visit
 
@@ -271,13 +235,10 @@ def test_what_is_called_twice_is_visited_once_and_counts_twice() -> None:
 
     report = explain(nested(layer), "mixed_bfloat16")(X)
     calls = 2**DEPTH
-    product, exp = (
-        row for row in report.rows if row.primitive in ("dot_general", "exp")
-    )
+    product, exp = (r for r in report.rows if r.primitive in ("dot_general", "exp"))
     assert (product.calls, product.times) == (calls, 3 * calls)
     assert (exp.calls, exp.times) == (calls, calls)
-    assert report.kept == {"unsafe in half": calls}
-    assert report.casts > calls
+    assert report.kept == {"unsafe in half": calls} and report.casts > calls
     assert f"{calls} of {calls}" in text_of(report)
     assert type(report).from_json(report.to_json()) == report
 
@@ -291,13 +252,10 @@ def test_a_function_that_is_called_in_two_scopes_has_rows_in_both() -> None:
         with jax.named_scope("b"):
             return layer(layer(layer(x)))
 
-    # The last product is only returned.
     report = explain(fun, "mixed_bfloat16")(X)
-    assert [(row.layer, row.calls, row.times) for row in report.rows] == [
-        ("a", 2, 2),
-        ("b", 2, 2),
-        ("b", 1, 1),
-    ]
+    found = [(row.layer, row.calls, row.times) for row in report.rows]
+    # The last product is only returned.
+    assert found == [("a", 2, 2), ("b", 2, 2), ("b", 1, 1)]
 
 
 def test_whiles_whose_trips_are_not_known_count_for_each_call() -> None:
@@ -308,8 +266,7 @@ def test_whiles_whose_trips_are_not_known_count_for_each_call() -> None:
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_the_warning_of_autocast_visits_a_function_once(is_kept: bool) -> None:
-    fun = nested((lambda x: x @ W) if is_kept else jnp.sin)
-    fun = full_precision(fun) if is_kept else fun
+    fun = full_precision(nested(lambda x: x @ W)) if is_kept else nested(jnp.sin)
     why = f"{2**DEPTH} × full_precision" if is_kept else "it has no matrix product"
     with pytest.warns(UserWarning, match=why):
         jax.make_jaxpr(autocast(fun, "mixed_bfloat16"))(X)
