@@ -1,17 +1,15 @@
 """`jax.default_matmul_precision` around autocast is for the products in float32."""
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import pytest
 from jax.lax import Precision
 
 from jmp_lite import autocast, explain, full_precision
-from jmp_lite._src import compat
-from jmp_lite._src.jaxprs.matmul_precision import PRODUCTS
 
 W = jnp.eye(8) + 0.5
 HIGHEST = (Precision.HIGHEST,) * 2
@@ -19,18 +17,12 @@ SETTINGS = ["highest", "float32", "tensorfloat32", "BF16_BF16_F32", "default", N
 in_both_halves = pytest.mark.parametrize("half", ["mixed_float16", "mixed_bfloat16"])
 
 
-def products(jaxpr: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, dtype of the first operand and precision of each product."""
-    for eqn in compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name in PRODUCTS:
-            dtype = str(eqn.invars[0].aval.dtype)
-            yield eqn.primitive.name, dtype, eqn.params["precision"]
-        for inner in compat.jaxprs_of(eqn):
-            yield from products(inner)
-
-
 def products_of(fun: Any, *args: Any) -> list[tuple[str, str, Any]]:
-    return list(products(jax.make_jaxpr(fun)(*args)))
+    """Return name, dtype of the first operand and precision of each product."""
+    return [
+        (eqn.primitive.name, jaxprs.operand_dtypes(eqn)[0], eqn.params["precision"])
+        for eqn in jaxprs.products(jaxprs.trace(fun, *args))
+    ]
 
 
 def every_kind_of_product(w: jax.Array) -> jax.Array:

@@ -77,9 +77,8 @@ class Plain:
     def __init__(self, program: Program) -> None:
         self.fun, self.args = program.make()
         self.jitted = _jit(self.fun)
-        self.value_and_grad = jax.value_and_grad(_loss(self.fun))
-        self.jitted_grad = _jit(self.value_and_grad)
         self.outs_and_grad = _outs_and_grad(self.fun)
+        self.jitted_grad = _jit(self.outs_and_grad)
 
     @functools.cached_property
     def value(self) -> Any:
@@ -95,7 +94,7 @@ class Plain:
 
     @functools.cached_property
     def value_and_gradient(self) -> Any:
-        return _jit(self.outs_and_grad)(*self.args, SIGNED)
+        return self.jitted_grad(*self.args, SIGNED)
 
 
 class Checks:
@@ -107,7 +106,7 @@ class Checks:
         self.cast = autocast(self.plain.fun, self.policy)
         self.jitted = _jit(self.cast)
         self.outer_grad = _jit(jax.grad(_loss(self.cast)))
-        self.inner_grad = _jit(autocast(self.plain.value_and_grad, self.policy))
+        self.inner_grad = _jit(autocast(self.plain.outs_and_grad, self.policy))
 
     def eager(self) -> None:
         self.assert_close(self.cast(*self.plain.args), self.plain.value)
@@ -169,8 +168,7 @@ class Checks:
         self.check_gradient(self.outer_grad(*self.plain.args, SIGNED))
 
     def grad_inside(self) -> None:
-        inside = _jit(autocast(self.plain.outs_and_grad, self.policy))
-        outs, grad = inside(*self.plain.args, SIGNED)
+        outs, grad = self.inner_grad(*self.plain.args, SIGNED)
         self.assert_close(outs, self.plain.value_and_gradient[0])
         self.check_gradient(grad)
 

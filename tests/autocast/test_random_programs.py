@@ -27,15 +27,9 @@ pytestmark = pytest.mark.standard_promotion
 
 
 class Mode(NamedTuple):
-    """What is asked of autocast.
+    """What is asked of autocast: `inside`, of `autocast(grad(f))`."""
 
-    Attributes:
-      half: a key of `POLICIES`.
-      half_results: as in `autocast`.
-      inside: whether it is `autocast(grad(f))`, or `grad(autocast(f))`.
-    """
-
-    half: str
+    half: str  # a key of `POLICIES`
     half_results: bool | None = None
     inside: bool = False
 
@@ -54,17 +48,10 @@ GRIDS = 2 ** (np.arange(1, 1 + DRAWS) * 0.618034 % 1)
 
 
 class Half(NamedTuple):
-    """A half dtype, as the oracle rounds to it.
+    """A half dtype, as the oracle rounds to it, and a loss scale for it."""
 
-    Attributes:
-      bits: of the significand.
-      least: the exponent of the smallest subnormal number.
-      largest: the largest number.
-      scale: the loss scale.
-    """
-
-    bits: int
-    least: int
+    bits: int  # of the significand
+    least: int  # the exponent of the smallest subnormal number
     largest: float
     scale: float
 
@@ -74,11 +61,6 @@ class Half(NamedTuple):
         info = jnp.finfo(DTYPES[half])
         scale = 1024.0 if half == "f16" else 1.0
         return cls(info.nmant + 1, info.minexp - info.nmant, float(info.max), scale)
-
-    @property
-    def roundoff(self) -> float:
-        """The largest relative error of rounding."""
-        return 2.0**-self.bits
 
 
 # The oracle.
@@ -112,17 +94,13 @@ def _saturating(x: Any, grid: Any, fun: Any, derivative: Any, half: Half) -> Any
     return fun(x)
 
 
-def _saturating_forward(x, grid, fun, derivative, half):
-    del derivative
-    return fun(x), (_round(fun(x), grid, half), grid)
-
-
-def _saturating_backward(fun, derivative, half, kept, ct):
-    del fun, half
-    return ct * derivative(kept[0]), jnp.zeros_like(kept[1])
-
-
-_saturating.defvjp(_saturating_forward, _saturating_backward)
+_saturating.defvjp(
+    lambda x, grid, fun, _, half: (fun(x), (_round(fun(x), grid, half), grid)),
+    lambda fun, derivative, half, kept, ct: (
+        ct * derivative(kept[0]),
+        jnp.zeros_like(kept[1]),
+    ),
+)
 
 
 def _arithmetic(mode: Mode, grid: Any) -> Arithmetic:
@@ -171,8 +149,7 @@ def _results(value_and_grads: Any) -> Results:
 def _lowered(program: Program, mode: Mode, run: Run) -> Any:
     """Return the program under autocast."""
 
-    def loss(args):
-        return Half.of(mode.half).scale * run(program, args)
+    loss = _scaled(program, mode, run)
 
     def low(fun):
         return autocast(fun, POLICIES[mode.half], half_results=mode.half_results)
@@ -182,21 +159,17 @@ def _lowered(program: Program, mode: Mode, run: Run) -> Any:
     return jax.jit(_value_and_grad(program, low(loss)))
 
 
-def _plain(program: Program, mode: Mode) -> Any:
-    def loss(args):
-        return Half.of(mode.half).scale * random_programs.run(program, args)
-
-    return jax.jit(_value_and_grad(program, loss))
+def _scaled(program: Program, mode: Mode, run: Any) -> Any:
+    return lambda *args: Half.of(mode.half).scale * run(program, *args)
 
 
 def _oracle(program: Program, mode: Mode) -> Callable[[dict[str, Any], float], Results]:
     """Return the program in float64, as a function of arguments and the grid."""
 
-    def loss(args, grid):
-        arithmetic = _arithmetic(mode, grid)
-        out = random_programs.run(program, args, arithmetic)
-        return Half.of(mode.half).scale * out
+    def run(program, args, grid):
+        return random_programs.run(program, args, _arithmetic(mode, grid))
 
+    loss = _scaled(program, mode, run)
     jitted = jax.jit(_value_and_grad(program, loss))
 
     def oracle(args, grid):
@@ -214,19 +187,11 @@ def _distance(found: Results, exact: Results) -> dict[str, float]:
 
 
 class Errors(NamedTuple):
-    """Errors on one set of arguments: of the value, and of each gradient.
+    """Errors on one set of arguments: norms, of the value and of each gradient."""
 
-    Attributes:
-      found: of autocast.
-      spread: of the oracle with noise.
-      size: the norm of what is exact.
-      exact: what is exact.
-      args: the arguments.
-    """
-
-    found: dict[str, float]
-    spread: dict[str, float]
-    size: dict[str, float]
+    found: dict[str, float]  # of autocast
+    spread: dict[str, float]  # of the oracle with noise
+    size: dict[str, float]  # of what is exact
     exact: Results
     args: dict[str, Any]
 
@@ -256,21 +221,14 @@ def multiples(
     """Return the error of autocast in multiples of the spread: of value and gradients.
 
     It is the median of several sets of arguments. The spread counts float32's own error
-    and a part of a roundoff of the result.
-
-    Args:
-      program: the program.
-      mode: what is asked of autocast.
-      run: what autocast gets to see; the oracle runs the program.
-
-    Returns:
-      None if most numbers are out of range. Without those whose spread is so
-      large that it says nothing.
+    and a part of a roundoff of the result. None if most numbers are out of range, and
+    without those whose spread is so large that it says nothing. Autocast gets to see
+    `run`; the oracle runs the program.
     """
     errors = _measure(program, mode, run)
     if len(errors) <= DATA // 2:
         return None
-    roundoff = Half.of(mode.half).roundoff
+    roundoff = 2.0 ** -Half.of(mode.half).bits
 
     def multiples_of(in_f32: list[dict[str, float]]) -> dict[str, float]:
         found = {}
@@ -290,7 +248,9 @@ def multiples(
     found = multiples_of([dict.fromkeys(e.found, 0.0) for e in errors])
     if max(found.values(), default=0) < LIMIT:
         return found
-    plain = _plain(program, mode)
+    plain = jax.jit(
+        _value_and_grad(program, _scaled(program, mode, random_programs.run))
+    )
     return multiples_of([_distance(_results(plain(e.args)), e.exact) for e in errors])
 
 

@@ -1,5 +1,6 @@
 """Images resized to the nearest pixel: the gradient is a sum, and no scatter."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,6 @@ pytestmark = pytest.mark.standard_promotion
 
 X, W = abs(normal(0, 8, 6, 6, 4)), abs(normal(1, 4, 4))  # gradients of one sign
 IN_HALVES = pytest.mark.parametrize("half", ["bf16", "f16"])
-IN_BOTH = pytest.mark.parametrize("recompute", [True, False])
 
 
 def nearest(height: int, width: int) -> Callable[[Any], Any]:
@@ -70,39 +70,51 @@ OTHERS = {
 }
 
 
+LOSSES = {name: of(resize) for name, resize in (REPEATED | OTHERS).items()}
+
+
 def scatters(fun: Callable[..., Any], *args: Any) -> int:
     scopes = jaxprs.scopes(jaxprs.trace(fun, *args))
     names = [eqn.primitive.name for jaxpr in scopes for eqn in jaxpr.eqns]
     return sum(name.startswith("scatter") for name in names)
 
 
-def check(loss: Callable[..., Any], half: str, recompute: bool) -> Callable[..., Any]:
-    """Check a gradient against that of float64; return what computes it.
+@functools.cache
+def exact(loss: Callable[..., Any]) -> np.ndarray:
+    """Return the gradient of the images in float64."""
+    with jax.enable_x64(True):
+        grad = jax.jit(jax.grad(loss, 1))
+        return np.asarray(grad(*(np.asarray(x, np.float64) for x in (W, X))))
+
+
+def check(loss: Callable[..., Any], expected: np.ndarray, half: str, **options: Any):
+    """Check a gradient against that of float64; return how many scatters it has.
 
     That of the images: some versions of XLA add bfloat16 products in bfloat16 on a CPU,
     and the gradient of the weights adds a thousand.
     """
-    found = jax.jit(jax.grad(autocast(loss, POLICIES[half], recompute=recompute), 1))
-    with jax.enable_x64(True):
-        exact = jax.grad(loss, 1)(*(np.asarray(x, np.float64) for x in (W, X)))
-    assert error(found(W, X), exact) < {"bf16": 4e-3, "f16": 5e-4}[half]
-    return found
+    grad = jax.jit(jax.grad(autocast(loss, POLICIES[half], **options), 1))
+    with jax.transfer_guard("disallow"):  # indices are computed while it is traced
+        count = scatters(grad, W, X)
+    assert error(grad(W, X), expected) < {"bf16": 4e-3, "f16": 5e-4}[half]
+    return count
 
 
-@IN_BOTH
+@pytest.mark.one_of("half")
+@pytest.mark.parametrize("recompute", [True, False])
 @IN_HALVES
 @pytest.mark.parametrize("name", REPEATED)
 def test_the_gradient_of_what_is_repeated_is_a_sum(name, half, recompute):
-    loss = of(REPEATED[name])
+    loss = LOSSES[name]
     assert scatters(jax.grad(loss), W, X)
-    assert not scatters(check(loss, half, recompute), W, X)
+    assert not check(loss, exact(loss), half, recompute=recompute)
 
 
+@pytest.mark.one_of("half")
 @IN_HALVES
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_lookups_have_their_gradient(name, half):
-    loss = of(OTHERS[name])
-    assert scatters(check(loss, half, True), W, X)
+    assert check(LOSSES[name], exact(LOSSES[name]), half, recompute=True)
 
 
 def _sharded(loss):
@@ -130,12 +142,9 @@ AROUND: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.one_of("half")
 @IN_HALVES
 @pytest.mark.parametrize("name", AROUND)
 def test_so_it_is_inside_of_transformations(name, half):
-    loss = AROUND[name](of(nearest(12, 12)))
-    with jax.transfer_guard("disallow"):  # indices are computed while it is traced
-        found = autocast(loss, POLICIES[half], recompute=True)
-        count = scatters(jax.jit(jax.grad(found)), W, X)
-    assert count == 0
-    check(loss, half, True)
+    loss = LOSSES["twice"]
+    assert not check(AROUND[name](loss), exact(loss), half, recompute=True)

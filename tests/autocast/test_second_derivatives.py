@@ -3,20 +3,17 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from arrays import error, uniform
 from autocast_corpus.program import DTYPES, POLICIES
-from flax import nnx
+from gated_nets import linen_net, nnx_net
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite import autocast, sums_in_float32
-from jmp_lite import linen as jmp_linen
-from jmp_lite import nnx as jmp_nnx
 
 pytestmark = pytest.mark.one_of("half")
 
@@ -132,8 +129,6 @@ def check(found: Any, expected: Any, half: str) -> None:
     assert max(errors.values()) < BOUND[half], errors
 
 
-# Of one program, and of what is computed again, in each way.
-_EVERY_WAY = {"times", "in_remat"}
 # The others are the same of a scalar, or twice.
 _FULL = {
     "scalar_times",
@@ -142,6 +137,9 @@ _FULL = {
     "times_twice",
     "in_vmap",
 }
+IN_WAYS = pytest.mark.parametrize(
+    "ways", [ORDERS, pytest.param(tuple(WAYS), marks=pytest.mark.full)], ids=len
+)
 
 
 @BOTH
@@ -149,10 +147,10 @@ _FULL = {
     ("name", "ways"),
     [
         *(
-            pytest.param(x, WAYS, marks=[pytest.mark.full] * (x not in _EVERY_WAY))
+            pytest.param(x, WAYS, marks=[pytest.mark.full] * (x != "times"))
             for x in PROGRAMS
         ),
-        *((x, ORDERS) for x in PROGRAMS if x not in _EVERY_WAY | _FULL),
+        *((x, ORDERS) for x in PROGRAMS if x not in _FULL | {"times"}),
     ],
 )
 def test_derivatives_of_gradients_have_every_term(name, ways, half) -> None:
@@ -162,16 +160,20 @@ def test_derivatives_of_gradients_have_every_term(name, ways, half) -> None:
 
 
 @BOTH
+@IN_WAYS
 @pytest.mark.parametrize("name", ["times_and_plus", "in_vmap"])
-def test_derivatives_have_every_term_if_those_of_weights_are_accumulators(name, half):
+def test_derivatives_have_every_term_if_those_of_weights_are_accumulators(
+    name, ways, half
+):
     fun, factor = PROGRAMS[name]
     low = autocast(fun, f"{POLICIES[half]},reduce=float32")
-    check(derivatives(low)(W, factor), exact(fun, W, factor), half)
+    check(derivatives(low, ways)(W, factor), exact(fun, W, factor, ways=ways), half)
 
 
 @BOTH
+@IN_WAYS
 @pytest.mark.parametrize("reduce_dtype", [None, "float32"])
-def test_derivatives_of_gradients_of_casts_by_hand(reduce_dtype, half) -> None:
+def test_derivatives_of_gradients_of_casts_by_hand(reduce_dtype, ways, half) -> None:
     def by_hand(dtype):
         def loss(w, g):
             x, low, gain = (a.astype(dtype) for a in (X, w, g))
@@ -181,49 +183,20 @@ def test_derivatives_of_gradients_of_casts_by_hand(reduce_dtype, half) -> None:
         return loss
 
     low = sums_in_float32(by_hand(DTYPES[half]), reduce_dtype=reduce_dtype)
-    found = derivatives(low)(W, G)
-    check(found, exact(by_hand(np.float64), W, G), half)
-
-
-class LinenNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        gain = self.param("gain", nn.initializers.ones, (1, WIDTH))
-        return nn.Dense(1, use_bias=False)(nn.tanh(nn.Dense(WIDTH)(x) * gain))
-
-
-class NnxNet(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.gain = nnx.Param(jnp.ones((1, WIDTH)))
-        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(nnx.tanh(self.first(x) * self.gain[...]))
-
-
-def _linen_loss(policy: str) -> Any:
-    model = jmp_linen.with_policy(LinenNet(), policy)
-    params = jax.jit(model.init)(jax.random.key(0), X)
-    return lambda p: jnp.mean(model.apply(p, X) ** 2), params
-
-
-def _nnx_loss(policy: str) -> Any:
-    graphdef, params = nnx.split(jmp_nnx.with_policy(NnxNet(), policy))
-    return lambda p: jnp.mean(nnx.merge(graphdef, p)(X) ** 2), params
+    found = derivatives(low, ways)(W, G)
+    check(found, exact(by_hand(np.float64), W, G, ways=ways), half)
 
 
 @BOTH
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("make", [_linen_loss, _nnx_loss])
+@pytest.mark.parametrize("make", [linen_net, nnx_net])
 def test_a_gradient_penalty_under_with_policy(make: Any, half: str) -> None:
     def penalty(policy):
-        loss, params = make(policy)
+        net, params = make(policy, X, np.arange(64) % 4)
 
-        def total(p):
-            squares = jax.tree.map(lambda g: jnp.sum(g**2), jax.grad(loss)(p))
-            return sum(jax.tree.leaves(squares))
+        def total(params):
+            grads = jax.grad(lambda params: jnp.mean(net(params) ** 2))(params)
+            return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
 
         return jax.jit(jax.grad(total))(params)
 
@@ -231,34 +204,40 @@ def test_a_gradient_penalty_under_with_policy(make: Any, half: str) -> None:
     assert max(jax.tree.leaves(errors)) < BOUND[half], errors
 
 
-@pytest.mark.parametrize("is_row", [True, False])
-@pytest.mark.parametrize(
-    ("policy", "size"),
-    [
-        ("mixed_bfloat16", 1.0),
-        ("mixed_bfloat16", 1e-6),  # float16 has no such numbers
-        ("mixed_bfloat16", 1e6),
-        ("mixed_float16", 1.0),
-    ],
-)
-def test_what_a_loop_keeps_in_two_bytes_has_second_derivatives(policy, size, is_row):
-    """JAX forgets rules of `jax.custom_jvp` in parts of a checkpoint in a loop."""
+def _second(low: Callable[[Any], Any], is_row: bool) -> Any:
+    """Return what derives a residual stream's loss twice, for a size of the loss."""
     rng = np.random.default_rng(0)
     w, v, x, of = (rng.standard_normal(s).astype("f") for s in [(32, 32)] * 4)
 
-    def loss(w, x):
+    @low
+    def loss(w, x, size):
         def layer(h, _):
-            scale = jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True)) if is_row else 1.0
+            scale = lax.rsqrt(jnp.mean(h * h, -1, keepdims=True)) if is_row else 1.0
             return h + jnp.tanh(h * scale @ w / 6) @ v / 6, None
 
-        return jnp.mean(jax.lax.scan(layer, x, None, length=3)[0] * of) * size
+        return jnp.mean(lax.scan(layer, x, None, length=3)[0] * of) * size
 
-    def second(fun):
-        def penalty(w):
-            return jnp.sum(jnp.square(jax.grad(fun, 1)(w, x)))
+    @jax.jit
+    def second(size):
+        grad = jax.grad(lambda w, x: loss(w, x, size))
+        penalty = jax.grad(lambda w: jnp.sum(jax.grad(loss, 1)(w, x, size) ** 2))
+        return jax.jvp(grad, (w, x), (v, of))[1] / size, penalty(w) / size**2
 
-        along = jax.jvp(jax.grad(fun), (w, x), (v, of))[1]
-        return along / size, jax.grad(penalty)(w) / size**2
+    return second
 
-    for found, want in zip(second(autocast(loss, policy)), second(loss), strict=True):
-        assert jnp.linalg.norm(found - want) < 0.06 * jnp.linalg.norm(want)
+
+@pytest.mark.parametrize("is_row", [True, False])
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [
+        ("mixed_bfloat16", [1.0, 1e-6, 1e6]),  # float16 has no such numbers
+        ("mixed_float16", [1.0]),
+    ],
+)
+def test_what_a_loop_keeps_in_two_bytes_has_second_derivatives(policy, sizes, is_row):
+    """JAX forgets rules of `jax.custom_jvp` in parts of a checkpoint in a loop."""
+    expected = _second(lambda loss: loss, is_row)(1.0)
+    second = _second(lambda loss: autocast(loss, policy), is_row)
+    for size in sizes:
+        errors = map(error, second(size), expected)
+        assert max(errors) < 0.06, size

@@ -10,6 +10,15 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
+from arrays import error
+from backward_pass import (
+    check_recomputed,
+    gelu,
+    gradients,
+    kept,
+    layer_norm,
+    rms_norm_and_silu,
+)
 from jax import lax
 
 from jmp_lite import autocast
@@ -30,28 +39,14 @@ GAIN, X = 1 + _normal(N) / 10, _normal(8, 32, N)
 WEIGHTS = _normal(8, 32, N)
 
 
-def gelu(h, w, gain):
-    return jax.nn.gelu(h + gain) @ w
-
-
 def gated(h, w, gain):
     return jax.nn.silu(h) * (h * gain + X @ w) @ w
-
-
-def layer_norm(h, w, gain):
-    h = h - jnp.mean(h, -1, keepdims=True)
-    return h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * gain @ w
 
 
 def fast_layer_norm(h, w, gain):
     """As flax has it: the variance is a difference."""
     mean, squares = jnp.mean(h, -1, keepdims=True), jnp.mean(h**2, -1, keepdims=True)
     return (h - mean) * lax.rsqrt(squares - mean**2 + 1e-6) * gain @ w
-
-
-def rms_norm_and_silu(h, w, gain):
-    scale = lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
-    return jax.nn.silu(h * scale * gain) @ w
 
 
 def batch_norm_and_relu(h, w, gain):
@@ -76,7 +71,11 @@ MODELS = [
     batch_norm_and_relu,
     group_norm,
 ]
-IN_MODELS = pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
+IN_HALVES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+
+
+def _name(x: Any) -> str:
+    return getattr(x, "__name__", str(x))
 
 
 def _loss(model, w, v, gain, *, offset=0.0, scale=1.0):
@@ -94,85 +93,55 @@ def _in_a_loop(model, w, v, gain):
     return jnp.mean(lax.scan(layer, X @ w, None, length=3)[0] * WEIGHTS)
 
 
-def _errors(
-    loss: Any, recompute: bool | None, *args: Any, policy: str = "mixed_float16"
-) -> list[float]:
-    """Return the errors of gradients in half, against float64."""
-    indices = tuple(range(len(args)))
-    fun = autocast(lambda *args: 1024.0 * loss(*args), policy, recompute=recompute)
-    found = jax.jit(jax.grad(fun, indices))(*args)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(x, jnp.float64) for x in args]
-        exact = jax.jit(jax.grad(lambda *args: 1024.0 * loss(*args), indices))(*wide)
-    return [
-        float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
-        for a, b in zip(found, map(np.asarray, exact), strict=True)
-    ]
-
-
-def _held(fun: Callable[..., Any], *args: Any) -> list[str]:
-    """Return the dtypes of what a backward pass keeps, of the size of activations."""
-    _, vjp = jax.eval_shape(lambda *args: jax.vjp(jax.jit(fun), *args), *args)
-    return sorted(x.dtype.name for x in jax.tree.leaves(vjp) if x.size >= X.size)
+def _held(fun: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
+    """Return the dtypes of what is kept of the size of activations, under autocast."""
+    policy = options.pop("policy", "mixed_float16")
+    return kept(autocast(fun, policy, **options), *args, size=X.size)
 
 
 @pytest.mark.parametrize(
-    "model",
-    [m for m in MODELS if m is not batch_norm_and_relu],
-    ids=lambda f: f.__name__,
+    "model", [m for m in MODELS if m is not batch_norm_and_relu], ids=_name
 )
 def test_two_bytes_are_kept_of_what_waits(model):
-    args = W, V, GAIN
-    found, before = (
-        _held(
-            autocast(functools.partial(_loss, model), "mixed_float16", recompute=on),
-            *args,
-        )
-        for on in (True, False)
-    )
+    loss = functools.partial(_loss, model)
+    found, before = (_held(loss, W, V, GAIN, recompute=on) for on in (True, False))
     assert before.count("float32") > 2
     # WEIGHTS; and what a sum or a mean needs all digits of.
     assert found.count("float32") == 1 + (model is gated)
     assert set(found) == {"float16", "float32"} and len(found) <= 7
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.one_of("policy")
+@IN_HALVES
 @pytest.mark.parametrize(
-    "model",
-    [layer_norm, fast_layer_norm, rms_norm_and_silu],
-    ids=lambda f: f.__name__,
+    "model", [layer_norm, fast_layer_norm, rms_norm_and_silu], ids=_name
 )
 def test_a_loop_keeps_two_bytes_of_what_it_carries(model, policy):
     """XLA does not see through the residuals of a loop."""
     loss = functools.partial(_in_a_loop, model)
     found, before = (
-        _held(autocast(loss, policy, recompute=on), W, V, GAIN) for on in (True, False)
+        _held(loss, W, V, GAIN, policy=policy, recompute=on) for on in (True, False)
     )
     assert before.count("float32") > 2
     assert found.count("float32") == 1  # WEIGHTS
     assert len(found) < len(before)
-    errors, of_before = (
-        _errors(loss, on, W, V, GAIN, policy=policy) for on in (True, False)
-    )
-    for new, old in zip(errors, of_before, strict=True):
-        assert new < 1.5 * old
+    check_recomputed(loss, W, V, GAIN, policy=policy, most=1.5)
 
 
 def test_a_loop_under_vmap_keeps_two_bytes():
     loss = autocast(functools.partial(_in_a_loop, layer_norm), "mixed_bfloat16")
     weights = np.stack([W, W[::-1]])
     mapped = jax.vmap(loss, (0, None, None))
-    held = _held(mapped, weights, V, GAIN)
+    held = kept(mapped, weights, V, GAIN, size=X.size)
     assert held.count("float32") == 1  # WEIGHTS
     found = jax.jit(jax.grad(lambda *args: jnp.sum(mapped(*args))))(weights, V, GAIN)
     alone = jax.jit(jax.grad(loss))
     for w, grad in zip(weights, found, strict=True):
-        want = alone(w, V, GAIN)
-        assert np.linalg.norm(grad - want) < 0.02 * np.linalg.norm(want)
+        assert error(grad, alone(w, V, GAIN)) < 0.02
 
 
+@IN_HALVES
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_a_loop_keeps_half_probabilities_alone(policy, recompute):
     x = _normal(256, N)
 
@@ -183,11 +152,9 @@ def test_a_loop_keeps_half_probabilities_alone(policy, recompute):
 
         return jnp.mean(lax.scan(layer, x, w)[0] ** 2)
 
-    fun = autocast(loss, policy, recompute=recompute)
     w = np.stack([np.concatenate([W, V, W.T], axis=1)] * 2)
-    _, vjp = jax.eval_shape(lambda w: jax.vjp(jax.jit(fun), w), w)
-    held = [x.dtype.itemsize for x in jax.tree.leaves(vjp) if x.size == 2 * 256**2]
-    assert held == [2]
+    low = autocast(loss, policy, recompute=recompute)
+    assert kept(low, w, size=2 * 256**2) == [policy.removeprefix("mixed_")]
 
 
 # How far the values are from zero, and how large. float16 ends at 65504.
@@ -211,17 +178,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "place"), CASES, ids=lambda x: getattr(x, "__name__", x)
-)
+@pytest.mark.parametrize(("model", "place"), CASES, ids=_name)
 def test_gradients_have_about_the_error_of_float32(model, place):
     offset, scale = PLACES[place]
     loss = functools.partial(_loss, model, offset=offset, scale=scale)
-    found, before = (_errors(loss, on, W, V, GAIN) for on in (True, False))
     # A ReLU may choose otherwise by a number that is rounded.
     most = 4 if model is batch_norm_and_relu else 2.2
-    for new, old in zip(found, before, strict=True):
-        assert new < most * old
+    values = check_recomputed(loss, W, V, GAIN, policy="mixed_float16", most=most)
+    np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6)
 
 
 def far_targets(w, b):
@@ -286,12 +250,10 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("loss", EXACT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", EXACT, ids=_name)
 def test_what_needs_its_digits_keeps_them(loss):
     b = np.full(N, 5000, np.float32)
-    found, before = (_errors(loss, on, W, b) for on in (True, False))
-    for new, old in zip(found, before, strict=True):
-        assert new < 2.5 * old
+    check_recomputed(loss, W, b, policy="mixed_float16", most=2.5)
 
 
 # Functions whose derivatives need more of an operand than its distance from the mean.
@@ -308,7 +270,8 @@ OF_DIGITS = {
 }
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.one_of("policy")
+@IN_HALVES
 @pytest.mark.parametrize("fun", OF_DIGITS.values(), ids=OF_DIGITS)
 def test_a_function_before_a_norm_keeps_its_digits(fun, policy):
     """As of the logarithm of a spectrum: the numbers of a row differ by decades."""
@@ -322,8 +285,7 @@ def test_a_function_before_a_norm_keeps_its_digits(fun, policy):
         in_a_loop = jnp.log(lax.scan(layer, x, None, length=2)[0])
         return jnp.mean((layer_norm(fun(x), V, GAIN) + in_a_loop) * WEIGHTS)
 
-    (found,), (before,) = (_errors(loss, on, W, policy=policy) for on in (True, False))
-    assert found < 1.2 * before
+    check_recomputed(loss, W, policy=policy, most=1.2)
 
 
 def test_square_roots_in_float16_have_ten_bits_up_to_4e9():
@@ -341,21 +303,9 @@ def test_rows_are_kept_to_eleven_bits_of_their_deviation():
     assert error.max() < 4 * 2.0**-11  # what is four deviations away has four
 
 
-@IN_MODELS
-def test_the_forward_pass_has_the_values_of_float32(model):
-    losses = [
-        jax.jit(
-            autocast(functools.partial(_loss, model), "mixed_float16", recompute=on)
-        )
-        for on in (True, False)
-    ]
-    found, before = (loss(W, V, GAIN) for loss in losses)
-    np.testing.assert_allclose(found, before, rtol=1e-4, atol=1e-6)
-
-
 def test_a_norm_in_a_call_keeps_two_bytes():
     loss = functools.partial(_in_a_loop, jax.jit(layer_norm))
-    held = _held(autocast(loss, "mixed_float16"), W, V, GAIN)
+    held = _held(loss, W, V, GAIN)
     assert held.count("float32") == 1  # WEIGHTS
 
 
@@ -378,13 +328,7 @@ def test_a_call_is_what_stands_in_it():
         return jnp.maximum(h, 0)
 
     found, want = (
-        _held(
-            autocast(
-                functools.partial(loss, relu=fun), "mixed_float16", half_results=True
-            ),
-            w,
-            v,
-        )
+        _held(functools.partial(loss, relu=fun), w, v, half_results=True)
         for fun in (jax.jit(relu), relu)
     )
     assert found == want
@@ -411,26 +355,19 @@ def test_a_norm_of_flax_has_a_kept_copy_alone():
         h = X @ w
         return jnp.mean(norm.apply(variables, h) @ v * WEIGHTS) + jnp.mean(h)
 
-    held = _held(autocast(loss, "mixed_float16"), W, V)
-    assert held.count("float32") == 1  # WEIGHTS
-    found, before = (_errors(loss, on, W, V) for on in (True, False))
-    assert found[0] < 2 * before[0]
+    assert _held(loss, W, V).count("float32") == 1  # WEIGHTS
+    check_recomputed(loss, W, V, policy="mixed_float16", most=2)
 
 
-def test_rows_without_deviation_have_finite_gradients():
+@pytest.mark.parametrize("factor", [0, np.inf])
+def test_gradients_are_finite_without_deviation_and_not_of_infinities(factor):
+    x = np.where(X == X[0, 0, 0], factor, X) if factor else X * 0
+
     def loss(w, v):
-        return jnp.mean(layer_norm((X * 0) @ w + 3.0, v, GAIN) * WEIGHTS)
+        return jnp.mean(layer_norm(x @ w + 3.0, v, GAIN) * WEIGHTS)
 
-    grads = jax.grad(autocast(loss, "mixed_float16"), (0, 1))(W, V)
-    assert all(bool(jnp.all(jnp.isfinite(g))) for g in grads)
-
-
-def test_what_is_not_finite_stays_so():
-    def loss(w, x):
-        return jnp.mean(layer_norm(x @ w, V, GAIN) * WEIGHTS)
-
-    grad = jax.grad(autocast(loss, "mixed_float16"))
-    assert not np.all(np.isfinite(grad(W, np.where(X == X[0, 0, 0], np.inf, X))))
+    _, grads = gradients(autocast(loss, "mixed_float16"), W, V)
+    assert all(np.all(np.isfinite(g)) == (factor == 0) for g in grads)
 
 
 def test_bfloat16_has_no_float16_outside_of_loops():
@@ -462,6 +399,6 @@ def test_a_call_without_results_in_a_loop_is_left_alone():
         return jnp.sum(h * 1.5) + jnp.sum(means)
 
     params = np.stack([W, W.T]), np.stack([V, V.T])
-    found = autocast(jax.grad(loss), "mixed_float16")(params)
-    for grad, want in zip(found, jax.grad(loss)(params), strict=True):
-        assert np.linalg.norm(grad - want) < 0.02 * np.linalg.norm(want)
+    found = jax.jit(autocast(jax.grad(loss), "mixed_float16"))(params)
+    for grad, want in zip(found, jax.jit(jax.grad(loss))(params), strict=True):
+        assert error(grad, want) < 0.02

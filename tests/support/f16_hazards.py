@@ -11,9 +11,10 @@ from autocast_corpus.program import normal, weight
 
 HAZARDS = {}
 FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
-# The weights and the input of attention, and of two layers.
+# The weights and the input of attention, and of two layers; a large input.
 OF_ATTENTION = weight(0, 4, 8, 8), normal(1, 8, 8)
 OF_LAYERS = weight(0, 2, 16, 16), normal(1, 8, 16)
+OF_LARGE = OF_LAYERS[0], 1e3 * OF_LAYERS[1]
 
 
 def hazard(w: jax.Array, x: jax.Array) -> Any:
@@ -40,6 +41,10 @@ def causal() -> jax.Array:
 def project(w: jax.Array, x: jax.Array, between: Any) -> jax.Array:
     """Return the mean square of a two-layer model with something between the layers."""
     return jnp.mean((between(x @ w[0]) @ w[1] - 1.0) ** 2)
+
+
+def over_norm(x: jax.Array, total: Any, eps: float) -> jax.Array:
+    return x * jax.lax.rsqrt(total(x**2, -1, keepdims=True) + eps)
 
 
 # The logits reach 1e5, past float16's 65504; the gaps between them decide.
@@ -89,10 +94,7 @@ def fully_masked_rows(w, x):
     normal(1, 8, 16) * jnp.where(jnp.arange(8) == 0, 1e-3, 1.0)[:, None],
 )
 def l2_norm_with_eps(w, x):
-    def normalise(x):
-        return x * jax.lax.rsqrt(jnp.sum(x**2, -1, keepdims=True) + 1e-12)
-
-    return project(w, x, normalise)
+    return project(w, x, lambda x: over_norm(x, jnp.sum, 1e-12))
 
 
 @hazard(*OF_LAYERS)
@@ -101,7 +103,7 @@ def log_of_clipped(w, x):
     return jnp.mean((jnp.log(jnp.maximum(p, 1e-10)) @ w[1]) ** 2)
 
 
-@hazard(weight(0, 2, 16, 16), 1e3 * normal(1, 8, 16))
+@hazard(*OF_LARGE)
 def layer_norm_of_large(w, x):
     def layer_norm(x):
         mean = jnp.mean(x, -1, keepdims=True)
@@ -111,12 +113,9 @@ def layer_norm_of_large(w, x):
     return project(w, x, layer_norm)
 
 
-@hazard(weight(0, 2, 16, 16), 1e3 * normal(1, 8, 16))
+@hazard(*OF_LARGE)
 def rms_norm_of_large(w, x):
-    def rms_norm(x):
-        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
-
-    return project(w, x, rms_norm)
+    return project(w, x, lambda x: over_norm(x, jnp.mean, 1e-6))
 
 
 @hazard(weight(0, 2, 16, 16), 60.0 * normal(1, 8, 16))

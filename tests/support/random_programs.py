@@ -24,13 +24,7 @@ TRIPS = 3
 
 
 class Op(NamedTuple):
-    """An operation: its name in `OPS`, what it is given, and what it runs.
-
-    Attributes:
-      name: a key of `OPS`.
-      option: chooses an argument, a number or an axis.
-      body: the operations inside.
-    """
+    """An operation: a key of `OPS`, what it chooses by, and the operations inside."""
 
     name: str
     option: int = 0
@@ -38,12 +32,9 @@ class Op(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A random program.
+    """A random program: its operations, in order, and a key of `REDUCTIONS`.
 
-    Attributes:
-      ops: what is done to the array, in order.
-      reduction: a key of `REDUCTIONS`.
-      one_sign: whether all arguments are positive.
+    With `one_sign`, all arguments are positive.
     """
 
     ops: tuple[Op, ...]
@@ -107,34 +98,20 @@ class Arithmetic:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What operations read beside the current array.
-
-    Attributes:
-      args: the arguments of the program.
-      values: all arrays so far.
-      arithmetic: how products and saturating functions are computed.
-      row: in a scan, what it gives to this iteration.
-    """
+    """What operations read: arguments, all arrays so far, and the row of a scan."""
 
     args: dict[str, Any]
     values: tuple[Any, ...]
-    arithmetic: "Arithmetic"
+    arithmetic: Arithmetic
     row: Any = None
 
-    def product(self, fun: Any, a: Any, b: Any) -> Any:
-        """Return a bilinear function of two arrays."""
-        return self.arithmetic.product(fun, a, b)
-
     def matmul(self, a: Any, b: Any) -> Any:
-        """Return the matrix product of two arrays."""
-        return self.product(jnp.matmul, a, b)
+        return self.arithmetic.product(jnp.matmul, a, b)
 
     def weight(self, option: int) -> Any:
-        """Return one of the weights."""
         return self.args[f"w{option % 2}"]
 
     def earlier(self, option: int) -> Any:
-        """Return one of the arrays so far."""
         return self.values[option % len(self.values)]
 
     def run(self, ops: tuple[Op, ...], h: Any, **changes: Any) -> Any:
@@ -146,23 +123,18 @@ class Context:
         return h
 
 
-PLAIN = Arithmetic()
-
-
-def run(program: Program, args: dict[str, Any], arithmetic: Arithmetic = PLAIN) -> Any:
-    """Return the loss that a program computes.
-
-    Args:
-      program: the program.
-      args: what `arguments` returns, of any floating dtype.
-      arithmetic: how products are computed.
-    """
+def run(
+    program: Program, args: dict[str, Any], arithmetic: Arithmetic = Arithmetic()
+) -> Any:
+    """Return the loss that a program computes, of what `arguments` returns."""
     context = Context(args, (), arithmetic)
     h = context.run(program.ops, args["x"])
     return REDUCTIONS[program.reduction](context, h)
 
 
 # Products.
+
+Table = dict[str, Callable[[Context, Any, Op], Any]]
 
 
 def _attention(c, h, op):
@@ -189,7 +161,7 @@ def _conv(c, h, op):
         )
         return window[0]
 
-    return c.product(fun, h, c.weight(op.option))
+    return c.arithmetic.product(fun, h, c.weight(op.option))
 
 
 def _vector(c, h, op):
@@ -236,7 +208,7 @@ def _with_rule(rule):
     return op_fun
 
 
-PRODUCTS: dict[str, Callable[[Context, Any, Op], Any]] = {
+PRODUCTS: Table = {
     "product": lambda c, h, op: c.matmul(h, c.weight(op.option)),
     "transposed_product": lambda c, h, op: c.matmul(h, c.weight(op.option).T),
     "product_from_left": lambda c, h, op: c.matmul(c.weight(op.option), h),
@@ -253,15 +225,7 @@ PRODUCTS: dict[str, Callable[[Context, Any, Op], Any]] = {
 
 _NUMBERS = (1.0, -1.0, 0.5, 3.0, 0.1, 1000.0, -1000.0)
 _FACTORS = (2.0, -1.0, 0.5, 3.0, 0.1)
-_ADDED = (
-    "bias",
-    "large_bias",
-    "column",
-    "large_scalar",
-    "scalar",
-    "array",
-    "large_array",
-)
+_ADDED = "bias large_bias column large_scalar scalar array large_array".split()
 _MULTIPLIED = "scale", "scalar", "column", "array"
 
 
@@ -269,13 +233,12 @@ def _choose(options, op):
     return options[op.option % len(options)]
 
 
-def _constant(name, h, negative=False):
+def _constant(name, h):
     """Return an array that the program knows: like an argument, and not one."""
-    x = arguments(Program(()), 99)[name]
-    return jnp.asarray(-x if negative else x, h.dtype)
+    return jnp.asarray(arguments(Program(()), 99)[name], h.dtype)
 
 
-OFFSETS: dict[str, Callable[[Context, Any, Op], Any]] = {
+OFFSETS: Table = {
     "add_number": lambda c, h, op: h + _choose(_NUMBERS, op),
     "subtract_from_number": lambda c, h, op: _choose(_NUMBERS, op) - h,
     "add_argument": lambda c, h, op: h + c.args[_choose(_ADDED, op)],
@@ -291,7 +254,7 @@ OFFSETS: dict[str, Callable[[Context, Any, Op], Any]] = {
 
 # Functions of each element, and of two arrays.
 
-FUNCTIONS: dict[str, Callable[[Context, Any, Op], Any]] = {
+FUNCTIONS: Table = {
     "tanh": lambda c, h, op: c.arithmetic.tanh(h),
     "sigmoid": lambda c, h, op: c.arithmetic.sigmoid(h),
     "erf": lambda c, h, op: jax.scipy.special.erf(h),
@@ -335,7 +298,7 @@ def _layer_norm(c, h, op):
     return (h - mean) * lax.rsqrt(variance + 1e-3)
 
 
-STATISTICS: dict[str, Callable[[Context, Any, Op], Any]] = {
+STATISTICS: Table = {
     "softmax": lambda c, h, op: SIZE * jax.nn.softmax(h, _axis(op)),
     "log_softmax": lambda c, h, op: jax.nn.log_softmax(h, _axis(op)),
     "layer_norm": _layer_norm,
@@ -363,26 +326,19 @@ STATISTICS: dict[str, Callable[[Context, Any, Op], Any]] = {
 _INDICES = np.array([3, 3, 0, 7, 1, 3, 5, 2], np.int32)
 
 
-def _rolled(h):
-    return jnp.concatenate([h[2:], h[:2]])
-
-
-def _segments(h):
-    sums = jax.ops.segment_sum(h, _INDICES, SIZE)
-    return sums[_INDICES] / 2
-
-
-MOVES: dict[str, Callable[[Context, Any, Op], Any]] = {
+MOVES: Table = {
     "transpose": lambda c, h, op: h.T,
     "reshape": lambda c, h, op: h.reshape(4, 2 * SIZE).T.reshape(SIZE, SIZE),
     "reverse": lambda c, h, op: h[::-1],
-    "roll": lambda c, h, op: _rolled(h),
+    "roll": lambda c, h, op: jnp.concatenate([h[2:], h[:2]]),
     "gather": lambda c, h, op: h[_INDICES],
     "gather_columns": lambda c, h, op: h[:, _INDICES],
     "take_along_axis": lambda c, h, op: (
         h + jnp.take_along_axis(h, _INDICES[:, None], 1)
     ),
-    "segment_sum": lambda c, h, op: _segments(h),
+    "segment_sum": lambda c, h, op: (
+        jax.ops.segment_sum(h, _INDICES, SIZE)[_INDICES] / 2
+    ),
     "tile": lambda c, h, op: jnp.tile(h[: SIZE // 2], (2, 1)),
     "repeat": lambda c, h, op: jnp.repeat(h[:, : SIZE // 2], 2, 1),
     "concatenate": lambda c, h, op: jnp.concatenate(
@@ -449,7 +405,7 @@ def _cond(c, h, op):
     return lax.cond(c.args["scalar"] > (op.option % 2), *branches, h)
 
 
-CONTROL_FLOW: dict[str, Callable[[Context, Any, Op], Any]] = {
+CONTROL_FLOW: Table = {
     "jit": lambda c, h, op: jax.jit(lambda h: c.run(op.body, h))(h),
     "remat": lambda c, h, op: jax.checkpoint(lambda h: c.run(op.body, h))(h),
     "scan": _scan,
@@ -495,23 +451,20 @@ REDUCTIONS: dict[str, Callable[[Context, Any], Any]] = {
 # The strategy.
 
 
-_NO_BODY = st.just(())
-
-
-def _ops(names: Any, bodies: Any = _NO_BODY) -> Any:
-    of_each = st.tuples(st.sampled_from(sorted(names)), st.integers(0, 6), bodies)
+def _ops(names: Any, inner: Any = None) -> Any:
+    """Draw an operation; given what draws others, it runs one to four of these."""
+    body = st.just(()) if inner is None else st.lists(inner, min_size=1, max_size=4)
+    of_each = st.tuples(
+        st.sampled_from(sorted(names)), st.integers(0, 6), body.map(tuple)
+    )
     return of_each.map(lambda op: Op(*op))
-
-
-def _bodies(ops: Any) -> Any:
-    return st.lists(ops, min_size=1, max_size=4).map(tuple)
 
 
 _PRODUCTS = _ops(PRODUCTS)
 _GROUPS = PRODUCTS, OFFSETS, OFFSETS, FUNCTIONS, STATISTICS, MOVES
 _SIMPLE = st.one_of(*[_ops(group) for group in _GROUPS])
-_INNER = st.one_of(_SIMPLE, _SIMPLE, _ops(CONTROL_FLOW, _bodies(_SIMPLE)))
-_ANY = st.one_of(_SIMPLE, _SIMPLE, _ops(CONTROL_FLOW, _bodies(_INNER)))
+_INNER = st.one_of(_SIMPLE, _SIMPLE, _ops(CONTROL_FLOW, _SIMPLE))
+_ANY = st.one_of(_SIMPLE, _SIMPLE, _ops(CONTROL_FLOW, _INNER))
 
 
 @st.composite

@@ -10,13 +10,9 @@ from autocast_corpus import (
 )
 from autocast_corpus.program import CHECKS, Program
 
-PROGRAMS = (
-    *layers.PROGRAMS,
-    *control_flow.PROGRAMS,
-    *derivatives.PROGRAMS,
-    *ops.PROGRAMS,
-    *distribution.PROGRAMS,
-    *effects.PROGRAMS,
+_MODULES = layers, control_flow, derivatives, ops, distribution, effects
+PROGRAMS = tuple(
+    x for m in _MODULES for x in vars(m).values() if isinstance(x, Program)
 )
 
 __all__ = ["CHECKS", "PROGRAMS", "Program"]

@@ -34,225 +34,156 @@ def scan_rnn():
     return fun, (params, normal(4, 6, 2, 4))
 
 
-@program()
-def scan_over_layers():
-    def fun(params, x):
-        def layer(x, params):
-            w1, w2 = params
-            return x + jax.nn.relu(x @ w1) @ w2, jnp.mean(x)
+@program(args=lambda: ((weight(0, 3, 8, 16), weight(1, 3, 16, 8)), normal(2, 4, 8)))
+def scan_over_layers(params, x):
+    def layer(x, params):
+        w1, w2 = params
+        return x + jax.nn.relu(x @ w1) @ w2, jnp.mean(x)
 
-        return lax.scan(layer, x, params)
-
-    return fun, ((weight(0, 3, 8, 16), weight(1, 3, 16, 8)), normal(2, 4, 8))
+    return lax.scan(layer, x, params)
 
 
-@program()
-def scan_reversed_and_unrolled():
-    def fun(w, xs):
-        def step(h, x):
-            return 0.5 * h + x @ w, jnp.max(h)
+@program(args=lambda: (weight(0, 4, 8), normal(1, 5, 2, 4)))
+def scan_reversed_and_unrolled(w, xs):
+    def step(h, x):
+        return 0.5 * h + x @ w, jnp.max(h)
 
-        h = jnp.zeros((2, 8), jnp.float32)
-        return lax.scan(step, h, xs, reverse=True, unroll=2)
-
-    return fun, (weight(0, 4, 8), normal(1, 5, 2, 4))
+    h = jnp.zeros((2, 8), jnp.float32)
+    return lax.scan(step, h, xs, reverse=True, unroll=2)
 
 
 @no_reverse_while()
-def while_loop():
-    def fun(w, x):
-        def keeps_on(carry):
-            i, x = carry
-            return (i < 5) & (jnp.max(jnp.abs(x @ w)) < 1e3)
+def while_loop(w, x):
+    def keeps_on(carry):
+        i, x = carry
+        return (i < 5) & (jnp.max(jnp.abs(x @ w)) < 1e3)
 
-        def body(carry):
-            i, x = carry
-            return i + 1, x + 0.5 * jnp.tanh(x @ w)
+    def body(carry):
+        i, x = carry
+        return i + 1, x + 0.5 * jnp.tanh(x @ w)
 
-        return lax.while_loop(keeps_on, body, (0, x))
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    return lax.while_loop(keeps_on, body, (0, x))
 
 
 @program()
-def fori_loop():
-    def fun(w, x):
-        return lax.fori_loop(0, 4, lambda i, x: x + jnp.sin(x @ w) / (i + 1.0), x)
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+def fori_loop(w, x):
+    return lax.fori_loop(0, 4, lambda i, x: x + jnp.sin(x @ w) / (i + 1.0), x)
 
 
-@no_reverse_while()
-def fori_loop_of_traced_length():
-    def fun(w, x, n):
-        return lax.fori_loop(0, n, lambda i, x: x + jnp.sin(x @ w), x)
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8), jnp.int32(3))
+@no_reverse_while(args=lambda: (weight(0, 8, 8), normal(1, 4, 8), jnp.int32(3)))
+def fori_loop_of_traced_length(w, x, n):
+    return lax.fori_loop(0, n, lambda i, x: x + jnp.sin(x @ w), x)
 
 
 @program()
-def cond():
-    def fun(w, x):
-        def low(x):
-            return x @ w
+def cond(w, x):
+    def low(x):
+        return x @ w
 
-        def high(x):
-            return jnp.exp(-(x**2))
+    def high(x):
+        return jnp.exp(-(x**2))
 
-        return lax.cond(jnp.sum(x) > 0, low, high, x) @ w
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    return lax.cond(jnp.sum(x) > 0, low, high, x) @ w
 
 
-@program()
-def switch():
-    def fun(w, i, x):
-        branches = [
-            lambda x: jax.nn.softmax(x @ w),
-            lambda x: x,
-            lambda x: jnp.tanh(x @ w) @ w,
-        ]
-        outs = [lax.switch(i + k, branches, x) for k in (0, 1)]
-        return outs[0] + outs[1]
-
-    return fun, (weight(0, 8, 8), jnp.int32(1), normal(1, 4, 8))
+@program(args=lambda: (weight(0, 8, 8), jnp.int32(1), normal(1, 4, 8)))
+def switch(w, i, x):
+    branches = [
+        lambda x: jax.nn.softmax(x @ w),
+        lambda x: x,
+        lambda x: jnp.tanh(x @ w) @ w,
+    ]
+    outs = [lax.switch(i + k, branches, x) for k in (0, 1)]
+    return outs[0] + outs[1]
 
 
-@program()
-def map_with_batch_size():
-    def fun(w, xs):
-        return lax.map(lambda x: jax.nn.softmax(x @ w), xs, batch_size=3)
-
-    return fun, (weight(0, 8, 8), normal(1, 7, 2, 8))
+@program(args=lambda: (weight(0, 8, 8), normal(1, 7, 2, 8)))
+def map_with_batch_size(w, xs):
+    return lax.map(lambda x: jax.nn.softmax(x @ w), xs, batch_size=3)
 
 
-@program()
-def associative_scan():
-    def fun(a, x):
-        def combine(left, right):
-            (a1, b1), (a2, b2) = left, right
-            return a2 @ a1, (a2 @ b1[..., None])[..., 0] + b2
+@program(args=lambda: (0.5 * weight(0, 6, 4, 4), normal(1, 6, 4)))
+def associative_scan(a, x):
+    def combine(left, right):
+        (a1, b1), (a2, b2) = left, right
+        return a2 @ a1, (a2 @ b1[..., None])[..., 0] + b2
 
-        return lax.associative_scan(combine, (a, x))[1]
-
-    return fun, (0.5 * weight(0, 6, 4, 4), normal(1, 6, 4))
+    return lax.associative_scan(combine, (a, x))[1]
 
 
-@program()
-def checkpoint():
-    def fun(w, x):
-        @jax.checkpoint
-        def block(x):
-            return x + jax.nn.gelu(x @ w) @ w.T
+@program(args=lambda: (weight(0, 8, 16), normal(1, 4, 8)))
+def checkpoint(w, x):
+    @jax.checkpoint
+    def block(x):
+        return x + jax.nn.gelu(x @ w) @ w.T
 
-        return block(block(x))
-
-    return fun, (weight(0, 8, 16), normal(1, 4, 8))
+    return block(block(x))
 
 
-@program()
-def checkpoint_with_policy():
-    def fun(w, x):
-        policy = jax.checkpoint_policies.dots_saveable
+@program(args=lambda: (weight(0, 8, 16), normal(1, 4, 8)))
+def checkpoint_with_policy(w, x):
+    policy = jax.checkpoint_policies.dots_saveable
 
-        @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-        def block(x):
-            return x + jax.nn.softmax(x @ w) @ w.T
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    def block(x):
+        return x + jax.nn.softmax(x @ w) @ w.T
 
-        return block(block(x))
+    return block(block(x))
 
-    return fun, (weight(0, 8, 16), normal(1, 4, 8))
+
+@program(args=lambda: (weight(0, 8, 16), normal(1, 4, 8)))
+def checkpoint_with_names(w, x):
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def block(x):
+        return x + jax.nn.gelu(checkpoint_name(x @ w, "hidden")) @ w.T
+
+    return block(block(x))
 
 
 @program()
-def checkpoint_with_names():
-    def fun(w, x):
-        policy = jax.checkpoint_policies.save_only_these_names("hidden")
+def remat_in_scan(w, x):
+    @jax.checkpoint
+    def block(x, _):
+        return x + jnp.tanh(x @ w), None
 
-        @functools.partial(jax.checkpoint, policy=policy)
-        def block(x):
-            return x + jax.nn.gelu(checkpoint_name(x @ w, "hidden")) @ w.T
-
-        return block(block(x))
-
-    return fun, (weight(0, 8, 16), normal(1, 4, 8))
+    return lax.scan(block, x, None, length=3)[0]
 
 
 @program()
-def remat_in_scan():
-    def fun(w, x):
-        @jax.checkpoint
-        def block(x, _):
-            return x + jnp.tanh(x @ w), None
-
-        return lax.scan(block, x, None, length=3)[0]
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
-
-
-@program()
-def nested_jit():
+def nested_jit(w, x):
     @jax.jit
     def layer(w, x):
         return jax.nn.relu(x @ w)
 
-    def fun(w, x):
-        return layer(w, jax.jit(jnp.sin)(layer(w, x)))
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    return layer(w, jax.jit(jnp.sin)(layer(w, x)))
 
 
-@program()
-def key_in_carry():
-    def fun(w, key, x):
-        def step(carry, _):
-            key, x = carry
-            key, fresh = jax.random.split(key)
-            keep = jax.random.bernoulli(fresh, 0.9, x.shape)
-            return (key, jnp.where(keep, x @ w, 0.0)), jax.random.key_data(key)
+@program(args=lambda: (weight(0, 8, 8), jax.random.key(7), normal(1, 4, 8)))
+def key_in_carry(w, key, x):
+    def step(carry, _):
+        key, x = carry
+        key, fresh = jax.random.split(key)
+        keep = jax.random.bernoulli(fresh, 0.9, x.shape)
+        return (key, jnp.where(keep, x @ w, 0.0)), jax.random.key_data(key)
 
-        return lax.scan(step, (key, x), None, length=3)
-
-    return fun, (weight(0, 8, 8), jax.random.key(7), normal(1, 4, 8))
+    return lax.scan(step, (key, x), None, length=3)
 
 
-@program()
-def scan_in_cond_in_scan():
-    def fun(w, xs):
-        def inner(h, x):
-            return jnp.tanh(h @ w + x), None
+@program(args=lambda: (weight(0, 8, 8), normal(1, 4, 2, 8)))
+def scan_in_cond_in_scan(w, xs):
+    def inner(h, x):
+        return jnp.tanh(h @ w + x), None
 
-        def outer(h, x):
-            rows = jnp.stack([x, 2.0 * x])
-            h = lax.cond(
-                jnp.sum(x) > 0,
-                lambda h: lax.scan(inner, h, rows)[0],
-                lambda h: h,
-                h,
-            )
-            return h, jnp.sum(h)
+    def outer(h, x):
+        rows = jnp.stack([x, 2.0 * x])
+        h = lax.cond(
+            jnp.sum(x) > 0,
+            lambda h: lax.scan(inner, h, rows)[0],
+            lambda h: h,
+            h,
+        )
+        return h, jnp.sum(h)
 
-        return lax.scan(outer, jnp.zeros((2, 8), jnp.float32), xs)
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 2, 8))
-
-
-PROGRAMS = (
-    scan_rnn,
-    scan_over_layers,
-    scan_reversed_and_unrolled,
-    while_loop,
-    fori_loop,
-    fori_loop_of_traced_length,
-    cond,
-    switch,
-    map_with_batch_size,
-    associative_scan,
-    checkpoint,
-    checkpoint_with_policy,
-    checkpoint_with_names,
-    remat_in_scan,
-    nested_jit,
-    key_in_carry,
-    scan_in_cond_in_scan,
-)
+    return lax.scan(outer, jnp.zeros((2, 8), jnp.float32), xs)

@@ -36,35 +36,28 @@ clipped_product.defvjp(_clipped_forward, _clipped_backward)
 
 
 @no_forward_mode()
-def custom_vjp():
-    def fun(w, x):
-        return clipped_product(x, w) @ w
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+def custom_vjp(w, x):
+    return clipped_product(x, w) @ w
 
 
 @no_forward_mode()
-def custom_vjp_in_scan():
-    def fun(w, x):
-        def step(x, _):
-            return x + clipped_product(x, w), None
+def custom_vjp_in_scan(w, x):
+    def step(x, _):
+        return x + clipped_product(x, w), None
 
-        return lax.scan(step, x, None, length=3)[0] @ w
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    return lax.scan(step, x, None, length=3)[0] @ w
 
 
 @no_forward_mode()
-def custom_vjp_in_remat():
-    def fun(w, x):
-        block = jax.checkpoint(lambda x: clipped_product(x @ w, w))
-        return block(block(x))
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+def custom_vjp_in_remat(w, x):
+    block = jax.checkpoint(lambda x: clipped_product(x @ w, w))
+    return block(block(x))
 
 
-@no_forward_mode()
-def custom_vjp_with_symbolic_zeros():
+@no_forward_mode(
+    args=lambda: ({"w": weight(0, 8, 8), "b": normal(1, 4, 8)}, normal(2, 4, 8))
+)
+def custom_vjp_with_symbolic_zeros(params, x):
     @jax.custom_vjp
     def product(x, w, b):
         return x @ w + b
@@ -81,15 +74,12 @@ def custom_vjp_with_symbolic_zeros():
 
     product.defvjp(forward, backward, symbolic_zeros=True)
 
-    def fun(params, x):
-        hidden = product(x, params["w"], params["b"])
-        return product(jnp.tanh(hidden), params["w"], params["b"])
-
-    return fun, ({"w": weight(0, 8, 8), "b": normal(1, 4, 8)}, normal(2, 4, 8))
+    hidden = product(x, params["w"], params["b"])
+    return product(jnp.tanh(hidden), params["w"], params["b"])
 
 
 @no_forward_mode()
-def custom_vjp_with_static_arguments():
+def custom_vjp_with_static_arguments(w, x):
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
     def apply(activation, x, scale):
         return scale * activation(x)
@@ -103,14 +93,11 @@ def custom_vjp_with_static_arguments():
 
     apply.defvjp(forward, backward)
 
-    def fun(w, x):
-        return apply(jnp.tanh, apply(lambda x: x * 2.0, x @ w, 0.5) @ w, 3.0)
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    return apply(jnp.tanh, apply(lambda x: x * 2.0, x @ w, 0.5) @ w, 3.0)
 
 
 @program()
-def custom_jvp():
+def custom_jvp(w, x):
     @jax.custom_jvp
     def project(x, w):
         return jnp.log1p(jnp.exp(x @ w))
@@ -120,14 +107,11 @@ def custom_jvp():
         (x, w), (x_dot, w_dot) = primals, tangents
         return project(x, w), jax.nn.sigmoid(x @ w) * (x_dot @ w + x @ w_dot)
 
-    def fun(w, x):
-        return project(project(x, w), w)
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    return project(project(x, w), w)
 
 
 @program()
-def custom_root():
+def custom_root(w, x):
     def solve(residual, start):
         def newton(_, x):
             value, slope = jax.jvp(residual, (x,), (jnp.ones_like(x),))
@@ -138,97 +122,70 @@ def custom_root():
     def tangent_solve(linear, y):
         return y / linear(jnp.ones_like(y))
 
-    def fun(w, x):
-        target = jnp.abs(x @ w) + 1.0
-        root = lax.custom_root(
-            lambda x: x**3 + x - target, jnp.ones_like(target), solve, tangent_solve
-        )
-        return root @ w
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    target = jnp.abs(x @ w) + 1.0
+    root = lax.custom_root(
+        lambda x: x**3 + x - target, jnp.ones_like(target), solve, tangent_solve
+    )
+    return root @ w
 
 
-@program()
-def custom_linear_solve():
-    def fun(w, x):
-        matrix = w @ w.T + 4.0 * jnp.eye(8, dtype=w.dtype)
-        solution, _ = jax.scipy.sparse.linalg.cg(
-            lambda v: jnp.matmul(matrix, v, precision="highest"), x, maxiter=8
-        )
-        return solution @ w
-
-    return fun, (weight(0, 8, 8), normal(1, 8))
+@program(args=lambda: (weight(0, 8, 8), normal(1, 8)))
+def custom_linear_solve(w, x):
+    matrix = w @ w.T + 4.0 * jnp.eye(8, dtype=w.dtype)
+    solution, _ = jax.scipy.sparse.linalg.cg(
+        lambda v: jnp.matmul(matrix, v, precision="highest"), x, maxiter=8
+    )
+    return solution @ w
 
 
-@no_forward_mode(tolerance=16, grad_tolerance=24)
-def ode():
-    def fun(w, x):
-        def velocity(x, t, w):
-            return jnp.tanh(x @ w) * jnp.cos(t)
+@no_forward_mode(
+    tolerance=16, grad_tolerance=24, args=lambda: (weight(0, 4, 4), normal(1, 2, 4))
+)
+def ode(w, x):
+    def velocity(x, t, w):
+        return jnp.tanh(x @ w) * jnp.cos(t)
 
-        times = jnp.linspace(0.0, 1.0, 3, dtype=jnp.float32)
-        return odeint(velocity, x, times, w, rtol=1e-3, atol=1e-3)
-
-    return fun, (weight(0, 4, 4), normal(1, 2, 4))
+    times = jnp.linspace(0.0, 1.0, 3, dtype=jnp.float32)
+    return odeint(velocity, x, times, w, rtol=1e-3, atol=1e-3)
 
 
-@program()
-def maml():
+@program(args=lambda: (weight(0, 8, 8), normal(1, 4, 8), normal(2, 4, 8)))
+def maml(w, x, y):
     def loss(w, x):
         return jnp.mean((jnp.tanh(x @ w) - x) ** 2)
 
-    def fun(w, x, y):
-        adapted = w - 0.5 * jax.grad(loss)(w, x)
-        return loss(adapted, y)
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8), normal(2, 4, 8))
+    adapted = w - 0.5 * jax.grad(loss)(w, x)
+    return loss(adapted, y)
 
 
 @program()
-def hessian_vector_product():
+def hessian_vector_product(w, x):
     def loss(w, x):
         return jnp.sum(jax.nn.softmax(x @ w @ w) ** 2)
 
-    def fun(w, x):
-        v = jnp.sin(10.0 * w)
-        return jax.jvp(lambda w: jax.grad(loss)(w, x), (w,), (v,))[1]
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    v = jnp.sin(10.0 * w)
+    return jax.jvp(lambda w: jax.grad(loss)(w, x), (w,), (v,))[1]
 
 
-@program(checks_not=FORWARD_ONLY, why="its line search is a while loop", tolerance=64)
-def lbfgs():
+@program(
+    checks_not=FORWARD_ONLY,
+    why="its line search is a while loop",
+    tolerance=64,
+    args=lambda: (weight(0, 4, 2), normal(1, 8, 4)),
+)
+def lbfgs(w, x):
     solver = optax.lbfgs(memory_size=2)
 
-    def fun(w, x):
-        def loss(w):
-            return jnp.mean((x @ w - x[:, :2]) ** 2) + 0.1 * jnp.mean(w**2)
+    def loss(w):
+        return jnp.mean((x @ w - x[:, :2]) ** 2) + 0.1 * jnp.mean(w**2)
 
-        def step(carry, _):
-            w, state = carry
-            value, grad = optax.value_and_grad_from_state(loss)(w, state=state)
-            updates, state = solver.update(
-                grad, state, w, value=value, grad=grad, value_fn=loss
-            )
-            return (optax.apply_updates(w, updates), state), value
+    def step(carry, _):
+        w, state = carry
+        value, grad = optax.value_and_grad_from_state(loss)(w, state=state)
+        updates, state = solver.update(
+            grad, state, w, value=value, grad=grad, value_fn=loss
+        )
+        return (optax.apply_updates(w, updates), state), value
 
-        (w, _), values = lax.scan(step, (w, solver.init(w)), None, length=2)
-        return w, values
-
-    return fun, (weight(0, 4, 2), normal(1, 8, 4))
-
-
-PROGRAMS = (
-    custom_vjp,
-    custom_vjp_in_scan,
-    custom_vjp_in_remat,
-    custom_vjp_with_symbolic_zeros,
-    custom_vjp_with_static_arguments,
-    custom_jvp,
-    custom_root,
-    custom_linear_solve,
-    ode,
-    maml,
-    hessian_vector_product,
-    lbfgs,
-)
+    (w, _), values = lax.scan(step, (w, solver.init(w)), None, length=2)
+    return w, values

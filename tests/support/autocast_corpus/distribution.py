@@ -21,8 +21,8 @@ def mesh():
     return jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
 
 
-@program()
-def sharded_jit():
+@program(args=lambda: (weight(0, 8, 16), normal(1, 4, 8)))
+def sharded_jit(w, x):
     rows, columns = NamedSharding(mesh(), P("x")), NamedSharding(mesh(), P(None, "x"))
 
     @functools.partial(jax.jit, in_shardings=(columns, rows), out_shardings=rows)
@@ -30,24 +30,18 @@ def sharded_jit():
         hidden = lax.with_sharding_constraint(x @ w, rows)
         return jax.nn.gelu(hidden) @ w.T
 
-    def fun(w, x):
-        return layer(w, layer(w, x))
-
-    return fun, (weight(0, 8, 16), normal(1, 4, 8))
+    return layer(w, layer(w, x))
 
 
 @program()
-def shard_map_psum_scatter():
+def shard_map_psum_scatter(w, x):
     @functools.partial(
         jax.shard_map, mesh=mesh(), in_specs=(P("x"), P(None, "x")), out_specs=P("x")
     )
     def layer(w, x):
         return lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
 
-    def fun(w, x):
-        return jnp.tanh(layer(w, x))
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    return jnp.tanh(layer(w, x))
 
 
 @program()
@@ -94,22 +88,9 @@ def shard_map_all_gather():
     return layer, (weight(0, 8, 8), normal(1, 4, 8))
 
 
-@unbatched()
-def pmap():
-    def fun(w, x):
-        def layer(w, x):
-            return lax.psum(jnp.tanh(x @ w), "x") @ w
+@unbatched(args=lambda: (weight(0, 8, 8), normal(1, 2, 4, 8)))
+def pmap(w, x):
+    def layer(w, x):
+        return lax.psum(jnp.tanh(x @ w), "x") @ w
 
-        return jax.pmap(layer, axis_name="x", in_axes=(None, 0))(w, x)
-
-    return fun, (weight(0, 8, 8), normal(1, 2, 4, 8))
-
-
-PROGRAMS = (
-    sharded_jit,
-    shard_map_psum_scatter,
-    shard_map_ring,
-    shard_map_with_jit_and_scan,
-    shard_map_all_gather,
-    pmap,
-)
+    return jax.pmap(layer, axis_name="x", in_axes=(None, 0))(w, x)

@@ -12,82 +12,57 @@ printed: list[float] = []
 
 
 @program(checks_not=BATCHED, why="ordered effects have no order under vmap")
-def ordered_print():
-    def fun(w, x):
-        def step(x, _):
-            x = jnp.tanh(x @ w)
-            jax.debug.callback(printed.append, x[0, 0], ordered=True)
-            return x, None
+def ordered_print(w, x):
+    def step(x, _):
+        x = jnp.tanh(x @ w)
+        jax.debug.callback(printed.append, x[0, 0], ordered=True)
+        return x, None
 
-        return jax.lax.scan(step, x, None, length=3)[0]
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    return jax.lax.scan(step, x, None, length=3)[0]
 
 
 @program()
-def unordered_print():
-    def fun(w, x):
-        x = x @ w
-        jax.debug.callback(printed.append, x[0, 0])
-        return x @ w
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+def unordered_print(w, x):
+    x = x @ w
+    jax.debug.callback(printed.append, x[0, 0])
+    return x @ w
 
 
 @program(
     checks_not=(*BATCHED, *FORWARD_ONLY),
     why="an ordered io_callback has no order under vmap, and no derivative",
 )
-def ordered_io_callback():
-    def fun(w, x):
-        x = x @ w
-        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        x = io_callback(lambda x: 2 * x, kind, x, ordered=True)
-        x = io_callback(lambda x: x + 1, kind, x @ w, ordered=True)
-        return x @ w
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+def ordered_io_callback(w, x):
+    x = x @ w
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    x = io_callback(lambda x: 2 * x, kind, x, ordered=True)
+    x = io_callback(lambda x: x + 1, kind, x @ w, ordered=True)
+    return x @ w
 
 
 @program(checks_not=FORWARD_ONLY, why="a pure_callback has no derivative")
-def pure_callback():
-    def fun(w, x):
-        x = x @ w
-        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        x = jax.pure_callback(lambda x: x[::-1], kind, x, vmap_method="sequential")
-        return x @ w
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+def pure_callback(w, x):
+    x = x @ w
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    x = jax.pure_callback(lambda x: x[::-1], kind, x, vmap_method="sequential")
+    return x @ w
 
 
 @program()
-def donated_buffers():
+def donated_buffers(w, x):
     @functools.partial(jax.jit, donate_argnums=1)
     def step(w, x):
         return x + jnp.tanh(x @ w)
 
-    def fun(w, x):
-        return step(w, step(w, x + 0.0))
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+    return step(w, step(w, x + 0.0))
 
 
-@program(context=lambda: jax.enable_x64(True))
-def x64():
-    def fun(w, x, exact):
-        hidden = jnp.tanh(x @ w)
-        counts = jnp.cumsum(jnp.ones((4,), jnp.int64))
-        mean = jnp.mean(hidden.astype(jnp.float64) @ exact)
-        return hidden @ w, mean, counts
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8), normal(2, 8, 8).astype("float64"))
-
-
-PROGRAMS = (
-    ordered_print,
-    unordered_print,
-    ordered_io_callback,
-    pure_callback,
-    donated_buffers,
-    x64,
+@program(
+    context=lambda: jax.enable_x64(True),
+    args=lambda: (weight(0, 8, 8), normal(1, 4, 8), normal(2, 8, 8).astype("float64")),
 )
+def x64(w, x, exact):
+    hidden = jnp.tanh(x @ w)
+    counts = jnp.cumsum(jnp.ones((4,), jnp.int64))
+    mean = jnp.mean(hidden.astype(jnp.float64) @ exact)
+    return hidden @ w, mean, counts

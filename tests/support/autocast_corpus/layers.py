@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from autocast_corpus.program import Program, normal, program
+from autocast_corpus.program import normal, program
 
 third_party = functools.partial(program, third_party=True)
 
@@ -18,16 +18,16 @@ def init(module: nn.Module, *args: jax.Array):
     return jax.jit(module.init)({"params": jax.random.key(0)}, *args)
 
 
+def of_linen(module: nn.Module, *shape: int):
+    """Return what a module computes, its variables and an input of a shape."""
+    x = normal(1, *shape)
+    return module.apply, (init(module, x), x)
+
+
 @third_party()
 def linen_mlp():
-    class MLP(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.relu(nn.Dense(16)(x))
-            return nn.log_softmax(nn.Dense(8)(nn.LayerNorm()(x)))
-
-    x = normal(1, 4, 8)
-    return MLP().apply, (init(MLP(), x), x)
+    layers = nn.Dense(16), nn.relu, nn.LayerNorm(), nn.Dense(8), nn.log_softmax
+    return of_linen(nn.Sequential(layers), 4, 8)
 
 
 @third_party()
@@ -41,11 +41,10 @@ def linen_cnn_batch_norm():
             x = nn.max_pool(nn.Conv(8, (3, 3))(x), (2, 2), (2, 2))
             return nn.Dense(4)(x.reshape(x.shape[0], -1))
 
-    x = normal(1, 4, 8, 8, 4)
-    variables = init(CNN(), x)
+    apply, (variables, x) = of_linen(CNN(), 4, 8, 8, 4)
 
     def fun(params, batch_stats, x):
-        return CNN().apply(
+        return apply(
             {"params": params, "batch_stats": batch_stats}, x, mutable=["batch_stats"]
         )
 
@@ -54,8 +53,7 @@ def linen_cnn_batch_norm():
 
 @third_party()
 def linen_lstm():
-    model, x = nn.RNN(nn.LSTMCell(8)), normal(1, 2, 5, 8)
-    return model.apply, (init(model, x), x)
+    return of_linen(nn.RNN(nn.LSTMCell(8)), 2, 5, 8)
 
 
 @third_party()
@@ -76,8 +74,7 @@ def linen_scan_of_remat():
             )
             return nn.Dense(4)(layers()(x, None)[0])
 
-    x = normal(1, 4, 8)
-    return Stack().apply, (init(Stack(), x), x)
+    return of_linen(Stack(), 4, 8)
 
 
 @third_party()
@@ -94,21 +91,14 @@ def linen_attention():
 
 @third_party()
 def linen_norms():
-    class Norms(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.GroupNorm(num_groups=2)(nn.Dense(8)(x))
-            x = nn.RMSNorm()(nn.Dense(8)(x))
-            return nn.WeightNorm(nn.Dense(8))(x)
-
-    x = normal(1, 4, 8)
-    return Norms().apply, (init(Norms(), x), x)
+    groups, weights = nn.GroupNorm(num_groups=2), nn.WeightNorm(nn.Dense(8))
+    layers = nn.Dense(8), groups, nn.Dense(8), nn.RMSNorm(), weights
+    return of_linen(nn.Sequential(layers), 4, 8)
 
 
 @third_party()
 def linen_conv_transpose():
-    model, x = nn.ConvTranspose(8, (3, 3), strides=(2, 2)), normal(1, 2, 4, 4, 4)
-    return model.apply, (init(model, x), x)
+    return of_linen(nn.ConvTranspose(8, (3, 3), strides=(2, 2)), 2, 4, 4, 4)
 
 
 class Block(nnx.Module):
@@ -202,18 +192,3 @@ def equinox_mlp():
         return jax.vmap(eqx.combine(params, static))(x)
 
     return fun, (params, normal(1, 4, 8))
-
-
-PROGRAMS: tuple[Program, ...] = (
-    linen_mlp,
-    linen_cnn_batch_norm,
-    linen_lstm,
-    linen_scan_of_remat,
-    linen_attention,
-    linen_norms,
-    linen_conv_transpose,
-    nnx_transformer,
-    nnx_scan,
-    nnx_remat,
-    equinox_mlp,
-)

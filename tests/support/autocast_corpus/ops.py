@@ -8,70 +8,56 @@ from jax import lax
 from autocast_corpus.program import BATCHED, normal, program, weight
 
 
-@program()
-def einsum():
-    def fun(w, x):
-        y = jnp.einsum("bhqd,bhkd->bhqk", x, x)
-        y = jnp.einsum("...qk,bhkd->b...qd", jnp.tanh(y[0]), x)
-        return jnp.einsum("bhqd,hde->bqe", y, w)
-
-    return fun, (weight(0, 2, 4, 8), normal(1, 2, 2, 6, 4))
+@program(args=lambda: (weight(0, 2, 4, 8), normal(1, 2, 2, 6, 4)))
+def einsum(w, x):
+    y = jnp.einsum("bhqd,bhkd->bhqk", x, x)
+    y = jnp.einsum("...qk,bhkd->b...qd", jnp.tanh(y[0]), x)
+    return jnp.einsum("bhqd,hde->bqe", y, w)
 
 
-@program()
-def grouped_convolution():
-    def fun(w, x):
-        return lax.conv_general_dilated(
-            x,
-            w,
-            window_strides=(2, 1),
-            padding="SAME",
-            rhs_dilation=(1, 2),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=2,
-        )
-
-    return fun, (weight(0, 3, 3, 4, 8), normal(1, 2, 6, 6, 8))
+@program(args=lambda: (weight(0, 3, 3, 4, 8), normal(1, 2, 6, 6, 8)))
+def grouped_convolution(w, x):
+    return lax.conv_general_dilated(
+        x,
+        w,
+        window_strides=(2, 1),
+        padding="SAME",
+        rhs_dilation=(1, 2),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=2,
+    )
 
 
-@program()
-def transposed_convolution():
-    def fun(w, x):
-        x = lax.conv_transpose(x, w, strides=(2, 2), padding="SAME")
-        return jax.nn.relu(x)
-
-    return fun, (weight(0, 3, 3, 4, 8), normal(1, 2, 4, 4, 4))
+@program(args=lambda: (weight(0, 3, 3, 4, 8), normal(1, 2, 4, 4, 4)))
+def transposed_convolution(w, x):
+    x = lax.conv_transpose(x, w, strides=(2, 2), padding="SAME")
+    return jax.nn.relu(x)
 
 
-@program(checks_not=BATCHED, why="JAX cannot batch a ragged_dot whose groups are not")
-def ragged_dot():
-    def fun(w, x, sizes):
-        return jax.nn.silu(lax.ragged_dot(x, w, sizes))
-
-    return fun, (weight(0, 3, 8, 4), normal(1, 6, 8), jnp.array([1, 3, 2], jnp.int32))
-
-
-@program()
-def dot_product_attention():
-    def fun(w, x):
-        qkv = jnp.einsum("btd,dkhe->kbthe", x, w)
-        keep = jnp.arange(6) < 5
-        return jax.nn.dot_product_attention(*qkv, mask=keep[None, None, None, :])
-
-    return fun, (weight(0, 8, 3, 2, 4) * 0.7, normal(1, 2, 6, 8))
+@program(
+    checks_not=BATCHED,
+    why="JAX cannot batch a ragged_dot whose groups are not",
+    args=lambda: (weight(0, 3, 8, 4), normal(1, 6, 8), jnp.array([1, 3, 2], jnp.int32)),
+)
+def ragged_dot(w, x, sizes):
+    return jax.nn.silu(lax.ragged_dot(x, w, sizes))
 
 
-@program()
-def causal_attention():
-    def fun(w, x):
-        qkv = jnp.einsum("btd,dkhe->kbthe", x, w)
-        return jax.nn.dot_product_attention(*qkv, is_causal=True)
-
-    return fun, (weight(0, 8, 3, 2, 4) * 0.7, normal(1, 2, 6, 8))
+@program(args=lambda: (weight(0, 8, 3, 2, 4) * 0.7, normal(1, 2, 6, 8)))
+def dot_product_attention(w, x):
+    qkv = jnp.einsum("btd,dkhe->kbthe", x, w)
+    keep = jnp.arange(6) < 5
+    return jax.nn.dot_product_attention(*qkv, mask=keep[None, None, None, :])
 
 
-@program()
-def rotary_embedding():
+@program(args=lambda: (weight(0, 8, 3, 2, 4) * 0.7, normal(1, 2, 6, 8)))
+def causal_attention(w, x):
+    qkv = jnp.einsum("btd,dkhe->kbthe", x, w)
+    return jax.nn.dot_product_attention(*qkv, is_causal=True)
+
+
+@program(args=lambda: (weight(0, 3, 8, 4), normal(1, 2, 6, 8)))
+def rotary_embedding(w, x):
     def rotate(x, positions):
         inverse = 10000.0 ** (-jnp.arange(0, 4, 2, dtype=jnp.float32) / 4)
         angles = positions.astype(jnp.float32)[:, None] * inverse[None, :]
@@ -81,13 +67,10 @@ def rotary_embedding():
             x.shape
         )
 
-    def fun(w, x):
-        positions = 8000 + jnp.arange(6)
-        q, k = (rotate(x @ w[i], positions) for i in (0, 1))
-        logits = jnp.einsum("bqd,bkd->bqk", q, k)
-        return jax.nn.softmax(logits) @ (x @ w[2])
-
-    return fun, (weight(0, 3, 8, 4), normal(1, 2, 6, 8))
+    positions = 8000 + jnp.arange(6)
+    q, k = (rotate(x @ w[i], positions) for i in (0, 1))
+    logits = jnp.einsum("bqd,bkd->bqk", q, k)
+    return jax.nn.softmax(logits) @ (x @ w[2])
 
 
 @program()
@@ -104,36 +87,27 @@ def mixture_of_experts():
 
 
 @program()
-def sort():
-    def fun(w, x):
-        # Far apart, so that rounding does not swap two of them.
-        spread = 10.0 * jnp.arange(8, dtype=x.dtype)[::-1]
-        y = jnp.sort(x @ w + spread[None, :], axis=-1)
-        order = jnp.argsort(-y, axis=-1)
-        return jnp.take_along_axis(y, order, -1) @ w, order
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+def sort(w, x):
+    # Far apart, so that rounding does not swap two of them.
+    spread = 10.0 * jnp.arange(8, dtype=x.dtype)[::-1]
+    y = jnp.sort(x @ w + spread[None, :], axis=-1)
+    order = jnp.argsort(-y, axis=-1)
+    return jnp.take_along_axis(y, order, -1) @ w, order
 
 
-@program()
-def gather_and_scatter():
-    def fun(table, tokens):
-        x = table[tokens]
-        counts = jnp.zeros((16, 8), x.dtype).at[tokens].add(x @ table.T[:, :8])
-        x = lax.dynamic_update_slice(x, counts[:2], (1, 0))
-        return x @ table.T
-
-    return fun, (weight(0, 16, 8), jnp.array([3, 1, 3, 15], jnp.int32))
+@program(args=lambda: (weight(0, 16, 8), jnp.array([3, 1, 3, 15], jnp.int32)))
+def gather_and_scatter(table, tokens):
+    x = table[tokens]
+    counts = jnp.zeros((16, 8), x.dtype).at[tokens].add(x @ table.T[:, :8])
+    x = lax.dynamic_update_slice(x, counts[:2], (1, 0))
+    return x @ table.T
 
 
 @program()
-def fourier_transform():
-    def fun(w, x):
-        spectrum = jnp.fft.rfft(x @ w)
-        power = jnp.log1p(jnp.abs(spectrum) ** 2)
-        return power, jnp.fft.irfft(spectrum, 8) @ w
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
+def fourier_transform(w, x):
+    spectrum = jnp.fft.rfft(x @ w)
+    power = jnp.log1p(jnp.abs(spectrum) ** 2)
+    return power, jnp.fft.irfft(spectrum, 8) @ w
 
 
 @program(
@@ -141,89 +115,64 @@ def fourier_transform():
     why="JAX's derivatives of decompositions multiply in float32",
     tolerance=16,
     grad_tolerance=48,
+    args=lambda: (weight(0, 8, 4), normal(1, 8, 8)),
 )
-def linear_algebra():
-    def fun(w, x):
-        y = x @ w
-        matrix = y.T @ y / 8.0 + jnp.eye(4, dtype=y.dtype)
-        return {
-            "solve": jnp.linalg.solve(matrix, y.T),
-            "cholesky": jnp.linalg.cholesky(matrix),
-            "logdet": jnp.linalg.slogdet(matrix)[1],
-            "inverse": jnp.linalg.inv(matrix),
-            "eigenvalues": jnp.linalg.eigvalsh(matrix),
-            "singular": jnp.linalg.svd(y, compute_uv=False),
-            "r": jnp.abs(jnp.linalg.qr(y)[1]),
-            "norm": jnp.linalg.norm(y),
-        }
-
-    return fun, (weight(0, 8, 4), normal(1, 8, 8))
+def linear_algebra(w, x):
+    y = x @ w
+    matrix = y.T @ y / 8.0 + jnp.eye(4, dtype=y.dtype)
+    return {
+        "solve": jnp.linalg.solve(matrix, y.T),
+        "cholesky": jnp.linalg.cholesky(matrix),
+        "logdet": jnp.linalg.slogdet(matrix)[1],
+        "inverse": jnp.linalg.inv(matrix),
+        "eigenvalues": jnp.linalg.eigvalsh(matrix),
+        "singular": jnp.linalg.svd(y, compute_uv=False),
+        "r": jnp.abs(jnp.linalg.qr(y)[1]),
+        "norm": jnp.linalg.norm(y),
+    }
 
 
-@program(tolerance=16, grad_tolerance=32)
-def gamma_sampling():
-    def fun(w, key, x):
-        shape = jax.nn.softplus(x @ w) + 1.0
-        return jax.random.gamma(key, shape)
-
-    return fun, (weight(0, 8, 4), jax.random.key(3), normal(1, 4, 8))
-
-
-@program(third_party=True)
-def classification_losses():
-    def fun(w, x, labels):
-        logits = 3.0 * x @ w
-        hot = jax.nn.one_hot(labels, 8)
-        return {
-            "integer": optax.softmax_cross_entropy_with_integer_labels(logits, labels),
-            "one_hot": optax.softmax_cross_entropy(logits, hot),
-            "sigmoid": optax.sigmoid_binary_cross_entropy(logits, hot),
-            "focal": optax.sigmoid_focal_loss(logits, hot),
-            "hinge": optax.hinge_loss(logits, 2 * hot - 1),
-            "kl": optax.kl_divergence(jax.nn.log_softmax(logits), hot),
-        }
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8), jnp.arange(4))
-
-
-@program(third_party=True)
-def regression_losses():
-    def fun(w, x):
-        y, target = x @ w, jnp.tanh(x)
-        return {
-            "l2": optax.l2_loss(y, target),
-            "huber": optax.huber_loss(y, target),
-            "log_cosh": optax.log_cosh(y, target),
-            "cosine": optax.cosine_distance(y, target, epsilon=1e-6),
-        }
-
-    return fun, (weight(0, 8, 8), normal(1, 4, 8))
-
-
-@program(third_party=True)
-def ctc_loss():
-    def fun(w, x, labels):
-        padding = jnp.zeros(x.shape[:2])
-        return optax.ctc_loss(x @ w, padding, labels, jnp.zeros(labels.shape))
-
-    return fun, (weight(0, 8, 5), normal(1, 2, 6, 8), jnp.array([[1, 2], [3, 1]]))
-
-
-PROGRAMS = (
-    einsum,
-    grouped_convolution,
-    transposed_convolution,
-    ragged_dot,
-    dot_product_attention,
-    causal_attention,
-    rotary_embedding,
-    mixture_of_experts,
-    sort,
-    gather_and_scatter,
-    fourier_transform,
-    linear_algebra,
-    gamma_sampling,
-    classification_losses,
-    regression_losses,
-    ctc_loss,
+@program(
+    tolerance=16,
+    grad_tolerance=32,
+    args=lambda: (weight(0, 8, 4), jax.random.key(3), normal(1, 4, 8)),
 )
+def gamma_sampling(w, key, x):
+    shape = jax.nn.softplus(x @ w) + 1.0
+    return jax.random.gamma(key, shape)
+
+
+@program(
+    third_party=True, args=lambda: (weight(0, 8, 8), normal(1, 4, 8), jnp.arange(4))
+)
+def classification_losses(w, x, labels):
+    logits = 3.0 * x @ w
+    hot = jax.nn.one_hot(labels, 8)
+    return {
+        "integer": optax.softmax_cross_entropy_with_integer_labels(logits, labels),
+        "one_hot": optax.softmax_cross_entropy(logits, hot),
+        "sigmoid": optax.sigmoid_binary_cross_entropy(logits, hot),
+        "focal": optax.sigmoid_focal_loss(logits, hot),
+        "hinge": optax.hinge_loss(logits, 2 * hot - 1),
+        "kl": optax.kl_divergence(jax.nn.log_softmax(logits), hot),
+    }
+
+
+@program(third_party=True)
+def regression_losses(w, x):
+    y, target = x @ w, jnp.tanh(x)
+    return {
+        "l2": optax.l2_loss(y, target),
+        "huber": optax.huber_loss(y, target),
+        "log_cosh": optax.log_cosh(y, target),
+        "cosine": optax.cosine_distance(y, target, epsilon=1e-6),
+    }
+
+
+@program(
+    third_party=True,
+    args=lambda: (weight(0, 8, 5), normal(1, 2, 6, 8), jnp.array([[1, 2], [3, 1]])),
+)
+def ctc_loss(w, x, labels):
+    padding = jnp.zeros(x.shape[:2])
+    return optax.ctc_loss(x @ w, padding, labels, jnp.zeros(labels.shape))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,21 +70,31 @@ class Program:
 
 
 def program(
-    *, checks_not: tuple[str, ...] = (), why: str = "", **options: Any
-) -> Callable[[Callable[[], Any]], Program]:
-    """Turn a factory into a program that is called as it is.
+    *,
+    checks_not: tuple[str, ...] = (),
+    why: str = "",
+    args: Callable[[], tuple[Any, ...]] | None = None,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Program]:
+    """Turn a function, or what makes one and its arguments, into a program.
 
     Args:
       checks_not: the checks that do not apply.
       why: the reason.
+      args: returns the arguments of a function; by default, a weight and a batch.
       **options: fields of `Program`.
     """
     if checks_not and not why:
         raise ValueError("A check that does not apply needs its reason.")
 
-    def wrap(make: Callable[[], Any]) -> Program:
+    def wrap(fun: Callable[..., Any]) -> Program:
+        def with_arguments() -> Any:
+            return fun, args() if args else (weight(0, 8, 8), normal(1, 4, 8))
+
+        # What has no parameters makes the function.
+        make = with_arguments if inspect.signature(fun).parameters else fun
         without = dict.fromkeys(checks_not, why)
-        return Program(make.__name__, make, without=without, **options)
+        return Program(fun.__name__, make, without=without, **options)
 
     return wrap
 
