@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jmp_lite import autocast, numerics
 
 SIZES = dict(zip("bcghstuvd", (2, 3, 4, 2, 16, 24, 3, 2, 8), strict=True))
+POLICIES = ["mixed_bfloat16", "mixed_float16", "p=f32,c=bf16,o=f32,r=f32"]
 _rng = np.random.default_rng(0)
 
 
@@ -28,6 +29,7 @@ def _products(fun, *args) -> list[tuple[int, ...]]:
     return [eqn.outvars[0].aval.shape for eqn in found]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("spec", "made"),
     [
@@ -42,9 +44,9 @@ def _products(fun, *args) -> list[tuple[int, ...]]:
         ("bshd,bthd->bhst", "bhst"),  # as it is
     ],
 )
-def test_a_product_is_made_in_the_order_in_which_it_is_read(spec, made):
+def test_a_product_is_made_in_the_order_in_which_it_is_read(spec, made, policy):
     operands = _operands(spec)
-    fun = autocast(lambda *args: jnp.sin(jnp.einsum(spec, *args)), "mixed_bfloat16")
+    fun = autocast(lambda *args: jnp.sin(jnp.einsum(spec, *args)), policy)
     if made is None:
         plain = _products(lambda *args: jnp.einsum(spec, *args), *operands)
         assert _products(fun, *operands) == plain
@@ -53,7 +55,7 @@ def test_a_product_is_made_in_the_order_in_which_it_is_read(spec, made):
 
 
 @pytest.mark.one_of("policy")
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("spec", ["bsgd,btgd->bgst", "sud,tvd->sutv"])
 def test_an_order_changes_no_number(spec, policy):
     """Whatever the order, and under `vmap` and in gradients, of one sign here."""
