@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optimizers
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import (
     HALF_WRAPPERS,
@@ -22,7 +22,6 @@ from optimizers import (
     apply_updates,
     half_on_purpose,
     in_halves,
-    with_masters,
     without_scale,
 )
 
@@ -34,6 +33,7 @@ from jmp_lite import (
     master_weights,
     scale_aware,
 )
+from jmp_lite._src import trees
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("wrap")]
@@ -51,56 +51,51 @@ def _clipped_adam() -> Any:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-2))
 
 
-# What stands around `wrap`, and between it and `scale_aware`.
-COMPOSITIONS = {
-    "inside": lambda wrap: _scaled(wrap(_clipped_adam())),
-    "around": lambda wrap: wrap(_scaled(_clipped_adam())),
-    "around MultiSteps": lambda wrap: wrap(
-        _scaled(optax.MultiSteps(_clipped_adam(), every_k_schedule=2))
+def _every_second(inner: Any) -> Any:
+    return optax.MultiSteps(inner, every_k_schedule=2)
+
+
+# What stands between `scale_aware` and `wrap`.
+_BETWEEN: dict[str, Any] = {
+    "inside": lambda wrap: wrap(_clipped_adam()),
+    "inside MultiSteps": lambda wrap: _every_second(wrap(_clipped_adam())),
+    "MultiSteps inside": lambda wrap: wrap(_every_second(_clipped_adam())),
+    "last in a chain": lambda wrap: optax.chain(
+        optax.clip_by_global_norm(1.0), wrap(optax.adam(3e-2))
     ),
-    "inside MultiSteps": lambda wrap: _scaled(
-        optax.MultiSteps(wrap(_clipped_adam()), every_k_schedule=2)
+    "inject_hyperparams": lambda wrap: optax.inject_hyperparams(
+        lambda rate: wrap(optax.adam(rate))
+    )(optax.linear_schedule(3e-2, 0.0, 100)),
+    "partition": lambda wrap: optax.partition(
+        {"half": wrap(_clipped_adam()), "full": optax.sgd(1e-2)},
+        {"w": "half", "b": ["half", "full"]},
     ),
-    "MultiSteps inside": lambda wrap: _scaled(
-        wrap(optax.MultiSteps(_clipped_adam(), every_k_schedule=2))
+    "masked": lambda wrap: optax.chain(
+        optax.masked(wrap(optax.adam(3e-2)), {"w": True, "b": [True, False]}),
+        optax.masked(optax.scale(-1e-2), {"w": False, "b": [False, True]}),
     ),
-    "last in a chain": lambda wrap: _scaled(
-        optax.chain(optax.clip_by_global_norm(1.0), wrap(optax.adam(3e-2)))
-    ),
-    "inject_hyperparams": lambda wrap: _scaled(
-        optax.inject_hyperparams(lambda learning_rate: wrap(optax.adam(learning_rate)))(
-            learning_rate=optax.linear_schedule(3e-2, 0.0, 100)
-        )
-    ),
-    "partition": lambda wrap: _scaled(
-        optax.partition(
-            {"half": wrap(_clipped_adam()), "full": optax.sgd(1e-2)},
-            {"w": "half", "b": ["half", "full"]},
-        )
-    ),
-    "masked": lambda wrap: _scaled(
-        optax.chain(
-            optax.masked(wrap(optax.adam(3e-2)), {"w": True, "b": [True, False]}),
-            optax.masked(optax.scale(-1e-2), {"w": False, "b": [False, True]}),
-        )
-    ),
-    "apply_if_finite": lambda wrap: _scaled(
-        optax.apply_if_finite(wrap(_clipped_adam()), max_consecutive_errors=3)
-    ),
-    "no extra arguments": lambda wrap: _scaled(
-        wrap(optax.GradientTransformation(*optax.sgd(3e-2, momentum=0.9)))
+    "apply_if_finite": lambda wrap: optax.apply_if_finite(wrap(_clipped_adam()), 3),
+    "no extra arguments": lambda wrap: wrap(
+        optax.GradientTransformation(*optax.sgd(3e-2, momentum=0.9))
     ),
 }
-_SHORT = ("inside", "around", "inside MultiSteps", "masked")
+COMPOSITIONS: dict[str, Any] = {
+    "around": lambda wrap: wrap(_scaled(_clipped_adam())),
+    "around MultiSteps": lambda wrap: wrap(_scaled(_every_second(_clipped_adam()))),
+} | {
+    name: lambda wrap, make=make: _scaled(make(wrap)) for name, make in _BETWEEN.items()
+}
 in_compositions = pytest.mark.parametrize("name", COMPOSITIONS)
 
 
-def _params() -> Any:
+def _params(wrap: Any = None) -> Any:
+    """Return parameters of all dtypes that `wrap` takes."""
     rng = np.random.default_rng(0)
     w, b = rng.normal(size=(8, 4)), rng.normal(size=8)
     w[0, 0], w[1, 1] = 0.0, -0.0
-    halves = jnp.asarray(w, jnp.float16), jnp.asarray(b, jnp.bfloat16)
-    return {"w": halves[0], "b": [halves[1], jnp.ones(8)]}
+    half = jnp.bfloat16 if wrap is IN_REMAINDERS else jnp.float16
+    b = [jnp.asarray(b, jnp.bfloat16), jnp.ones(8)]
+    return {"w": jnp.asarray(w, half), "b": b}
 
 
 def _grads(params: Any, seed: int, bad: float | None = None) -> Any:
@@ -113,22 +108,21 @@ def _grads(params: Any, seed: int, bad: float | None = None) -> Any:
     return grads
 
 
-def _states(tree: Any, kind: Any) -> list[Any]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [x for x in leaves if isinstance(x, kind)]
-
-
 def _assert_masters_lead(params: Any, state: Any) -> None:
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
-    for found in _states(state, MasterWeightsState):
+    for _, found in trees.find(state, MasterWeightsState):
         for path, m in jax.tree_util.tree_leaves_with_path(found.masters):
             np.testing.assert_array_equal(by_path[path], m.astype(by_path[path].dtype))
 
 
+IN_REMAINDERS = functools.partial(master_weights, storage="remainder")
 # States in low precision are rounded in each step, and so are skipped too.
 ALL_WRAPPERS = HALF_WRAPPERS | {
-    dtype: functools.partial(jmp_lite.low_precision_state, dtype=dtype, min_size=1)
-    for dtype in ("bfloat16", "8bit")
+    "remainders": IN_REMAINDERS,
+    **{
+        dtype: functools.partial(jmp_lite.low_precision_state, dtype=dtype, min_size=1)
+        for dtype in ("bfloat16", "8bit")
+    },
 }
 
 
@@ -137,7 +131,7 @@ ALL_WRAPPERS = HALF_WRAPPERS | {
 @pytest.mark.parametrize("wrap", ALL_WRAPPERS.values(), ids=ALL_WRAPPERS)
 def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
     trainer = Trainer(COMPOSITIONS[name](wrap))
-    first = params = _params()
+    first = params = _params(wrap)
     state = trainer.init(params)
     avals, structure = bitwise.avals((params, state)), jax.tree.structure(state)
     for seed, bad in enumerate((None, np.nan, None, None, np.inf, None)):
@@ -145,7 +139,7 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
         params, state = trainer.step(params, state, _grads(params, seed, bad))
         assert bitwise.avals((params, state)) == avals
         assert jax.tree.structure(state) == structure
-        _assert_masters_lead(params, state)
+        _assert_masters_lead(params, optimizers.with_masters(params, state))
         if bad is None:
             continue
         old, new = map(without_scale, (before, (params, state)))
@@ -155,52 +149,15 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
             old, new = (old[0], old[1].inner_state), (new[0], new[1].inner_state)
         bitwise.assert_same(old, new)
     assert trainer.traces == 1
+    assert bool(trees.find(state, MasterRemaindersState)) == (wrap is IN_REMAINDERS)
     assert int(jmp_lite.loss_scale_metrics(state)["skipped_steps"]) == 2
     for x, y in zip(*map(jax.tree.leaves, (params, first)), strict=True):
         assert (np.asarray(x) != np.asarray(y)).any()
 
 
-# That each composition keeps what is stored is the test above.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in _SHORT else [pytest.mark.full])
-        for name in COMPOSITIONS
-    ],
-)
-def test_remainders_train_as_float32_masters_do_in_any_composition(name):
-    def run(storage):
-        trainer = Trainer(
-            COMPOSITIONS[name](functools.partial(master_weights, storage=storage)),
-            compiler_options=bitwise.UNOPTIMISED
-            | {"xla_allow_excess_precision": False},
-        )
-        params = jmp_lite.cast_like(_params(), {"w": bf16, "b": [bf16, bf16]})
-        params["b"][1] = jnp.ones(8)
-        state, carries = trainer.init(params), []
-        for seed, bad in enumerate((None, np.nan, None, None, np.inf, None)):
-            params, state = trainer.step(params, state, _grads(params, seed, bad))
-            carries.append((params, state))
-        assert trainer.traces == 1
-        return carries
-
-    bf16 = jnp.zeros([], jnp.bfloat16)
-    carries, expected = run("remainder"), run("float32")
-    got = [(params, with_masters(params, state)) for params, state in carries]
-    # Bit for bit is the test of single optimisers: here XLA fuses two programs.
-    assert bitwise.avals(got) == bitwise.avals(expected)
-    for x, y in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=1e-6, atol=1e-8)
-    assert _states(carries[-1], MasterRemaindersState)
-    for skipped in (1, 4):
-        before, after = map(without_scale, carries[skipped - 1 : skipped + 1])
-        bitwise.assert_same(after, before)
-
-
 @in_halves
-@pytest.mark.parametrize("zero", [0.0, -0.0])
 @with_wrappers
-def test_a_zero_update_leaves_every_bit(wrap, dtype, zero):
+def test_a_zero_update_leaves_every_bit(wrap, dtype):
     patterns = np.arange(0, 2**16, 7).astype(np.uint16).view(jnp.dtype(dtype))
     with np.errstate(invalid="ignore"):  # among the bit patterns are NaNs
         wide = np.float32(patterns)
@@ -208,8 +165,9 @@ def test_a_zero_update_leaves_every_bit(wrap, dtype, zero):
     patterns = patterns[np.isfinite(wide) & ((np.abs(wide) > 1.2e-38) | (wide == 0))]
     params = jnp.append(jnp.asarray(patterns), jnp.asarray([0.0, -0.0], dtype))
     tx: Any = wrap(optax.sgd(1.0))
-    updates, _ = tx.update(jnp.full(params.shape, zero), tx.init(params), params)
-    bitwise.assert_same(apply_updates(params, updates), params)
+    for zero in (0.0, -0.0):
+        updates, _ = tx.update(jnp.full(params.shape, zero), tx.init(params), params)
+        bitwise.assert_same(apply_updates(params, updates), params)
 
 
 # What travels from scale_aware to them.
@@ -230,73 +188,72 @@ def test_who_stands_between_is_given_what_the_caller_gave_and_reads_their_state(
     params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
     state = tx.init(params)
     _, after = tx.update(params, state, params, mine=1)
-    (extra, moments), *_ = seen
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    ((extra, moments),) = seen
     assert extra == {"mine": 1}
     assert [x.dtype for x in moments] == [jnp.float32] * 2
-    assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
 @with_wrappers
 def test_what_is_inside_of_them_sees_float32_parameters_as_such(wrap):
-    seen = []
-
-    def update_fn(updates, state, params=None, **extra):
-        seen.append((updates.dtype, jnp.asarray(params).dtype, extra))
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(lambda params: (), update_fn)
-    params = jnp.ones(2, jnp.float16)
+    seen: list[Any] = []
+    inner = optimizers.recording(seen)
+    halves = jnp.ones(2, jnp.float16)
     for tx in (scale_aware(wrap(inner)), wrap(inner)):
-        tx.update(params, tx.init(params), params, mine=1)
-    assert seen == [(jnp.float32, jnp.float32, {"mine": 1})] * 2
+        tx.update(halves, tx.init(halves), halves, mine=1)
+    for grads, params, extra in seen:
+        assert (grads.dtype, params.dtype, extra) == (*[jnp.float32] * 2, {"mine": 1})
 
 
 # On several devices.
 
 
+STORED = HALF_WRAPPERS | {"remainders": IN_REMAINDERS}
+
+
 @pytest.mark.one_of("order")
 @pytest.mark.parametrize("order", ["inside", "around"])
-@with_wrappers
-def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, wrap):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    cut = NamedSharding(mesh, P("data"))
+@pytest.mark.parametrize("stored", STORED)
+def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, stored):
+    wrap = STORED[stored]
     trainer = Trainer(COMPOSITIONS[order](wrap))
-    params = _params()
+    params = _params(wrap)
     grads = _grads(params, 1)
     expected, _ = trainer.run(params, [grads])
 
-    params, grads = jax.device_put((params, grads), cut)
+    params, grads = jax.device_put((params, grads), optimizers.cut("data"))
     stepped, state = trainer.run(params, [grads])
 
-    masters = [x.masters for x in _states(state, MasterWeightsState)]
-    for leaf in jax.tree.leaves((stepped, masters)):
-        assert leaf.sharding.is_equivalent_to(cut, leaf.ndim)
+    kinds = MasterWeightsState, MasterRemaindersState
+    kept = [stored for _, (_, stored) in trees.find(state, kinds)]
+    optimizers.assert_sharded((stepped, kept), optimizers.cut("data"))
     # The norm that clips is summed in another order.
     for x, y in zip(*map(jax.tree.leaves, (stepped, expected)), strict=True):
-        spacing = float(jnp.finfo(x.dtype).eps)
-        np.testing.assert_allclose(
-            np.float32(x), np.float32(y), rtol=2 * spacing, atol=1e-6
-        )
+        rtol = 2 * float(jnp.finfo(x.dtype).eps)
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=rtol, atol=1e-6)
 
 
+@pytest.mark.one_of("check_vma")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_same_key_on_every_device_of_a_shard_map_gives_the_same_noise(check_vma):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     tx = jmp_lite.stochastic_rounding(optax.sgd(2.0**-10), jax.random.key(0))
-    params = jnp.ones(8 * 64, jnp.bfloat16)
+    params, split = jnp.ones(8 * 64, jnp.bfloat16), optimizers.cut("data")
 
     def step(params, grads):
         updates, _ = tx.update(grads, tx.init(params), params)
         return apply_updates(params, updates)
 
-    split = P("data")
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(split, split), out_specs=split, check_vma=check_vma
+        step,
+        mesh=split.mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=check_vma,
     )
     shards = np.asarray(jax.jit(mapped)(params, jnp.ones(8 * 64))).reshape(8, 64)
     assert (shards == shards[0]).all() and (shards[0] < 1).any()
     # Under jit, each element of a sharded array has noise of its own.
-    cut = jax.device_put((params, jnp.ones(8 * 64)), NamedSharding(mesh, split))
+    cut = jax.device_put((params, jnp.ones(8 * 64)), split)
     shards = np.asarray(jax.jit(step)(*cut)).reshape(8, 64)
     assert len(np.unique(shards, axis=0)) == 8
 
@@ -307,6 +264,7 @@ LOST = "where an update below half the spacing of their numbers is lost"
 TREE = {"w": jnp.ones(2), "b": [jnp.ones(2)]}
 
 
+@pytest.mark.one_of("dtype")
 @in_halves
 @pytest.mark.parametrize(
     "call",
@@ -314,13 +272,16 @@ TREE = {"w": jnp.ones(2), "b": [jnp.ones(2)]}
     ids=["eager", "jit", "eval_shape"],
 )
 def test_half_parameters_whose_small_updates_are_lost_warn_at_init(call, dtype):
-    params = jmp_lite.cast_floating(TREE, dtype)
-    with pytest.warns(UserWarning, match=LOST) as caught:
-        call(scale_aware(optax.adam(1e-3)).init, params)
-    (warning,) = caught
-    name = jnp.dtype(dtype).name
-    start = f"2 of 2 parameters are stored in half precision (params['b'][0] in {name})"
-    assert str(warning.message).startswith(start)
+    params, name = jmp_lite.cast_floating(TREE, dtype), jnp.dtype(dtype).name
+    some = params | {"b": TREE["b"]}
+    for tree, start in (
+        (params, "2 of 2 parameters are stored in half precision (params['b'][0]"),
+        (some, "1 of 2 parameters are stored in half precision (params['w']"),
+    ):
+        with pytest.warns(UserWarning, match=LOST) as caught:
+            call(scale_aware(optax.adam(1e-3)).init, tree)
+        (warning,) = caught
+        assert str(warning.message).startswith(f"{start} in {name})")
     advice = "in float32, as 'mixed_bfloat16' .* master_weights or stochastic_rounding"
     assert re.search(advice, str(warning.message))
 
@@ -331,23 +292,13 @@ def test_the_warning_names_the_line_that_calls_init():
     assert caught[0].filename == __file__
 
 
-def test_some_half_parameters_warn_and_are_counted():
-    params = {**TREE, "w": jnp.ones(2, jnp.float16)}
-    with pytest.warns(UserWarning, match=r"1 of 2 .*\(params\['w'\] in float16\)"):
-        scale_aware(optax.adam(1e-3)).init(params)
-
-
-LABELS = {"w": "trained", "b": "frozen"}
-FREEZE = optax.partition(
-    {"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}, LABELS
-)
-
-
 def test_half_parameters_that_may_be_frozen_do_not_warn():
+    parts = {"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}
+    tx = scale_aware(optax.partition(parts, {"w": "trained", "b": "frozen"}))
     frozen = {**TREE, "b": [jnp.ones(2, jnp.bfloat16)]}
-    scale_aware(FREEZE).init(frozen)
+    tx.init(frozen)
     with pytest.warns(UserWarning, match=LOST):  # those that are trained are half too
-        scale_aware(FREEZE).init(jmp_lite.cast_floating(frozen, jnp.bfloat16))
+        tx.init(jmp_lite.cast_floating(frozen, jnp.bfloat16))
 
 
 @in_compositions
@@ -369,7 +320,6 @@ def test_errors_say_what_is_expected(name):
         tx.update(params, tx.init(params))
     flattened: Any = scale_aware(optax.flatten(tx))
     halves = {"a": jnp.ones(2, jnp.float16)}
-    with pytest.raises(
-        ValueError, match=r"(?s)Cannot tell .* \[''\] .* \[\"\['a'\]\"\]"
-    ):
+    message = r"(?s)Cannot tell .* \[''\] .* \[\"\['a'\]\"\]"
+    with pytest.raises(ValueError, match=message):
         flattened.update(halves, flattened.init(halves), halves)

@@ -1,5 +1,6 @@
 """`low_precision_state`: what is stored how, right on average, and under JAX."""
 
+import functools
 from typing import Any
 
 import bitwise
@@ -8,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from optimizers import Trainer, half_on_purpose
+from optimizers import Trainer, assert_sharded, cut, half_on_purpose, with_low_dtypes
 
 from jmp_lite import (
     LowPrecisionArray,
@@ -18,15 +18,13 @@ from jmp_lite import (
     low_precision_state,
     scale_aware,
 )
+from jmp_lite._src import trees
 from jmp_lite._src.optimizers import rounding
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = [pytest.mark.standard_promotion, half_on_purpose]
 
-DTYPES = ("bfloat16", "8bit")
-with_dtypes = pytest.mark.parametrize("dtype", DTYPES)
-
-SHAPE = (16, 256)
+SHAPE = (8, 512)
 
 
 def _is_stored(x: Any) -> bool:
@@ -35,9 +33,7 @@ def _is_stored(x: Any) -> bool:
 
 def _read(tree: Any) -> Any:
     """Return a state with its float32 numbers."""
-    return jax.tree.map(
-        lambda x: x.to_float32() if _is_stored(x) else x, tree, is_leaf=_is_stored
-    )
+    return trees.map_nodes(lambda x: x.to_float32(), tree, LowPrecisionArray)
 
 
 def _dtype_names(tree: Any) -> dict[str, str]:
@@ -48,17 +44,8 @@ def _dtype_names(tree: Any) -> dict[str, str]:
     }
 
 
-def _scan(tx: Any, state: Any, grads: Any, steps: int) -> Any:
-    """Return the state after so many steps with the same gradients."""
-
-    @jax.jit
-    def run(state):
-        def step(state, _):
-            return tx.update(grads, state, grads)[1], None
-
-        return jax.lax.scan(step, state, length=steps)[0]
-
-    return run(state)
+def _names_of_init(tx: Any, params: Any) -> dict[str, str]:
+    return _dtype_names(jax.eval_shape(tx.init, params))
 
 
 def _assert_mean(got: Any, expected: Any) -> None:
@@ -78,29 +65,44 @@ def _lognormal(seed: int, decades: float, shape: Any = SHAPE) -> np.ndarray:
 # Right on average.
 
 
+@functools.cache
+def _adam(dtype: str) -> Any:
+    """Return Adam, and its update, compiled once for all tests."""
+    tx: Any = low_precision_state(optax.scale_by_adam(eps=1e-16), dtype)
+    return tx, jax.jit(tx.update)
+
+
 @pytest.mark.one_of("magnitude")
-@with_dtypes
+@with_low_dtypes
 @pytest.mark.parametrize("magnitude", [1.0, 1e-6])
 def test_moments_decay_for_a_parameter_without_a_gradient(dtype, magnitude):
-    tx = low_precision_state(optax.scale_by_adam(), dtype)
+    tx, update = _adam(dtype)
     grads = magnitude * _lognormal(1, 3)
-    state = _scan(tx, tx.init(jnp.asarray(grads)), jnp.asarray(grads), 1)
-    first: Any = _read(state.inner_state)
+    _, state = update(jnp.asarray(grads), tx.init(jnp.asarray(grads)))
+    first = _read(state.inner_state)
     _assert_mean(first.nu, 1e-3 * np.float64(grads) ** 2)
 
-    last: Any = _read(_scan(tx, state, jnp.zeros(SHAPE), 1000).inner_state)
-    _assert_mean(last.nu, np.float64(first.nu) * 0.999**1000)
+    for _ in range(400):
+        _, state = update(jnp.zeros(SHAPE), state)
+    last = _read(state.inner_state)
+    _assert_mean(last.nu, np.float64(first.nu) * 0.999**400)
     assert (np.asarray(last.nu) > 0).all()
     assert np.abs(last.mu).max() < 1e-6 * magnitude
 
 
-def _updates(tx: Any, grads: list[np.ndarray]) -> list[np.ndarray]:
-    update = jax.jit(tx.update)
-    state, updates = tx.init(jnp.asarray(grads[0])), []
-    for grad in grads:
+def _updates(dtype: str, grads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the updates of Adam for these gradients, and what they are in float64."""
+    tx, update = _adam(dtype)
+    state, updates = tx.init(jnp.zeros(SHAPE)), []
+    expected, m, v = [], 0.0, 0.0
+    for i, grad in enumerate(grads, 1):
         u, state = update(jnp.asarray(grad), state)
         updates.append(np.asarray(u, np.float64))
-    return updates
+        with np.errstate(invalid="ignore"):  # inf / inf
+            m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * np.float64(grad) ** 2
+            root = np.sqrt(v / (1 - 0.999**i)) + 1e-16
+            expected.append(m / (1 - 0.9**i) / root)
+    return np.array(updates), np.array(expected)
 
 
 # The error of an update, by its root mean square: that of `test_with_naive...` is far
@@ -113,32 +115,24 @@ _ERRORS |= {("8bit", 2): 0.2, ("8bit", 4): 0.25, ("8bit", 8): 0.55}
 def test_no_update_explodes_where_second_moments_are_small(dtype, decades):
     scale = 1e-6 * _lognormal(3, decades)
     rng = np.random.default_rng(4)
-    deviates = rng.standard_normal((60, *SHAPE)).astype(np.float32)
-    grads = list(scale * deviates)
-    inner = optax.scale_by_adam(eps=1e-16)
-    got = _updates(low_precision_state(inner, dtype), grads)
-    expected = _updates(inner, grads)
-    for u, v in zip(got[10:], expected[10:], strict=True):
+    grads = scale * rng.standard_normal((60, *SHAPE)).astype(np.float32)
+    for u, v in zip(*(x[10:] for x in _updates(dtype, grads)), strict=True):
         assert np.abs(u).max() < (5 if decades == 8 else 3) * np.abs(v).max()
         error = np.sqrt(np.mean((u - v) ** 2) / np.mean(v**2))
         assert error < _ERRORS[dtype, decades]
 
 
 @pytest.mark.parametrize("spike", [1e10, 1e25, np.inf])
-@with_dtypes
+@with_low_dtypes
 def test_one_huge_gradient_costs_one_parameter_at_most(dtype, spike):
     rng = np.random.default_rng(0)
-    grads = list(1e-4 * rng.standard_normal((12, 2, 512)).astype(np.float32))
-    grads[5][1, 300] = spike
-    updates = _updates(
-        low_precision_state(optax.scale_by_adam(), dtype, min_size=1), grads
-    )
-    expected = _updates(optax.scale_by_adam(), grads)
-    others = np.delete(updates, 300, 2)
-    assert np.isfinite(others).all()
-    assert np.abs(others).max() < 2 * np.abs(np.delete(expected, 300, 2)).max()
+    grads = 1e-4 * rng.standard_normal((12, *SHAPE)).astype(np.float32)
+    grads[5, 1, 300] = spike
+    updates, expected = (np.delete(x, 300, 2) for x in _updates(dtype, grads))
+    assert np.isfinite(updates).all()
+    assert np.abs(updates).max() < 2 * np.abs(expected).max()
     # A block beside it does not see it.
-    error = (np.delete(updates, slice(256, 512), 2) - np.array(expected)[..., :256])[6:]
+    error = (updates - expected)[6:, :, :256]
     assert np.sqrt(np.mean(error**2)) < 0.15
 
 
@@ -147,7 +141,7 @@ def test_steps_are_the_same_as_in_float32_but_for_the_rounding(getkey):
     grads = jax.tree.map(lambda p: p**3, params)
     inner = optax.adamw(1e-2)
     expected, _ = inner.update(grads, inner.init(params), params)
-    for dtype in DTYPES:
+    for dtype in ("bfloat16", "8bit"):
         tx = low_precision_state(inner, dtype)
         # The first update is computed before anything is rounded.
         updates, _ = tx.update(grads, tx.init(params), params)
@@ -157,52 +151,48 @@ def test_steps_are_the_same_as_in_float32_but_for_the_rounding(getkey):
 # Which leaves, and how many bytes.
 
 
-def _tree() -> Any:
-    return {
-        "embed": jnp.ones((100, 64)),
-        "layers": [{"w": jnp.ones((64, 300)), "b": jnp.ones(300)} for _ in range(2)],
-        "head": jnp.ones((2000, 3)),
-        "step": jnp.arange(5000),
-    }
+TREE = {
+    "embed": jnp.ones((100, 64)),
+    "layers": [{"w": jnp.ones((64, 300)), "b": jnp.ones(300)} for _ in range(2)],
+    "head": jnp.ones((2000, 3)),
+}
 
 
 def test_large_leaves_in_the_shape_of_a_parameter_are_stored_in_low_precision():
-    params = {k: v for k, v in _tree().items() if k != "step"}
-    names = _dtype_names(low_precision_state(optax.adam(1.0)).init(params))
+    names = _names_of_init(low_precision_state(optax.adam(1.0)), TREE)
     small = {name for name, dtype in names.items() if dtype == "float32"}
     both = ".inner_state[0].mu", ".inner_state[0].nu"
     assert small == {f"{m}['layers'][{i}]['b']" for m in both for i in range(2)}
     assert names[".key"] == "key<fry>" and names[".inner_state[0].count"] == "int32"
 
-    names = _dtype_names(low_precision_state(optax.adam(1.0), "8bit").init(params))
+    names = _names_of_init(low_precision_state(optax.adam(1.0), "8bit"), TREE)
     for moment in both:
         assert names[f"{moment}['embed']"] == "8bit"
         assert names[f"{moment}['head']"] == "bfloat16"  # rows of 3 have 3 scales
-    all_names = _dtype_names(low_precision_state(optax.sgd(1.0, 0.9)).init(params))
-    assert all_names[".inner_state[0].trace['embed']"] == "bfloat16"
+    names = _names_of_init(low_precision_state(optax.sgd(1.0, 0.9)), TREE)
+    assert names[".inner_state[0].trace['embed']"] == "bfloat16"
 
 
 def test_rules_choose_by_the_path_of_the_parameter():
-    params = {k: v for k, v in _tree().items() if k != "step"}
     rules = {r"embed": None, r"layers/0/.*": "bfloat16", r"layers/.*/w": jnp.bfloat16}
     tx: Any = low_precision_state(optax.adam(1e-2), "8bit", rules=rules, min_size=300)
-    state = tx.init(params)
-    names = _dtype_names(state)
+    names = _names_of_init(tx, TREE)
     for moment in (".inner_state[0].mu", ".inner_state[0].nu"):
         assert names[f"{moment}['embed']"] == "float32"
         assert names[f"{moment}['layers'][0]['b']"] == "bfloat16"
         assert names[f"{moment}['layers'][1]['w']"] == "bfloat16"
         assert names[f"{moment}['layers'][1]['b']"] == "8bit"
-    assert _dtype_names(tx.update(params, state, params)[1]) == names
+    state = jax.eval_shape(tx.init, TREE)
+    _, after = jax.eval_shape(tx.update, TREE, state, TREE)
+    assert _dtype_names(after) == names
 
 
 def test_other_leaves_are_left_alone():
+    dtypes = ("float16", "bfloat16", "complex64", "int32", "float8_e4m3fn")
+
     def init_fn(params):
         shape = params["w"].shape
-        return {
-            dtype: {"w": jnp.zeros(shape, dtype)}
-            for dtype in ("float16", "bfloat16", "complex64", "int32", "float8_e4m3fn")
-        } | {
+        return {dtype: {"w": jnp.zeros(shape, dtype)} for dtype in dtypes} | {
             "float32": {"v": jnp.zeros(shape)},
             "rows": {"w": jnp.zeros(shape[0])},
             "keys": {"w": jax.random.split(jax.random.key(0), shape)},
@@ -223,11 +213,8 @@ def test_other_leaves_are_left_alone():
     tx: Any = low_precision_state(inner, min_size=1)
     params = {"w": jnp.ones((8, 64))}
     state = tx.init(params)
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_stored)
-    found = [path for path, x in leaves if _is_stored(x)]
-    assert [jax.tree_util.keystr(path) for path in found] == [
-        ".inner_state['moment']['w']"
-    ]
+    found = [path for path, _ in trees.find(state, LowPrecisionArray)]
+    assert found == ["inner_state/moment/w"]
     after = tx.update(params, state)[1].inner_state
     assert bitwise.avals(after) == bitwise.avals(state.inner_state)
     moment, record = after.pop("moment"), after.pop("record")
@@ -238,7 +225,7 @@ def test_other_leaves_are_left_alone():
 
 def test_a_gradient_that_is_none_leaves_its_moments():
     params = {"a": jnp.ones(5000), "b": jnp.ones(5000)}
-    for dtype in DTYPES:
+    for dtype in ("bfloat16", "8bit"):
         tx: Any = low_precision_state(optax.trace(0.9), dtype)
         _, state = tx.update(params, tx.init(params), params)
         _, after = tx.update({"a": params["a"], "b": None}, state, params)
@@ -254,7 +241,7 @@ def test_a_moment_that_is_kept_keeps_its_bits():
     inner = optax.conditionally_transform(
         optax.ema(0.9), lambda step, **extra: jnp.asarray(step) % 2 == 0
     )
-    for dtype in DTYPES:
+    for dtype in ("bfloat16", "8bit"):
         tx: Any = low_precision_state(inner, dtype)
         _, state = tx.update(grads, tx.init(grads), grads)
         _, kept = tx.update(grads, state, grads)
@@ -269,11 +256,9 @@ def test_a_moment_that_is_kept_keeps_its_bits():
 
 def test_its_key_goes_on_unless_every_optimiser_in_it_skips():
     params = {"a": jnp.ones(5000), "b": jnp.ones(5000)}
-    parts: dict[Any, Any] = {
-        name: scale_aware(optax.trace(0.9), NoOpLossScale()) for name in params
-    }
-    labels = {name: name for name in params}
-    tx: Any = low_precision_state(optax.partition(parts, labels))
+    part = scale_aware(optax.trace(0.9), NoOpLossScale())
+    parts = optax.partition({"a": part, "b": part}, {"a": "a", "b": "b"})
+    tx: Any = low_precision_state(parts)
     state = tx.init(params)
     _, after = tx.update(params | {"b": params["b"] * jnp.inf}, state, params)
     assert bitwise.raw_bits(after.key) != bitwise.raw_bits(state.key)
@@ -299,34 +284,36 @@ def test_each_leaf_and_each_step_has_noise_of_its_own():
 # Under JAX.
 
 
-@with_dtypes
-@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
-def test_a_sharded_step_has_the_numbers_of_one_device(dtype, spec):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    tx: Any = low_precision_state(optax.adam(1e-2), dtype)
-    params = jnp.asarray(_lognormal(6, 3, (16, 2048)))
-    grads = jnp.asarray(_lognormal(7, 6, (16, 2048)))
-    trainer = Trainer(tx)
-    expected = trainer.run(params, [grads, -grads])
-
-    cut = NamedSharding(mesh, spec)
-    params, grads = jax.device_put((params, grads), cut)
-    stepped, state = trainer.run(params, [grads, -grads])
-    bitwise.assert_same((stepped, state), expected)
-    for leaf in jax.tree.leaves((stepped, state.inner_state[0].nu)):
-        assert leaf.sharding.is_equivalent_to(cut, leaf.ndim)
+over_specs = pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
 
 
 @pytest.mark.one_of("spec")
-@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+@with_low_dtypes
+@over_specs
+def test_a_sharded_step_has_the_numbers_of_one_device(dtype, spec):
+    params = jnp.asarray(_lognormal(6, 3, (16, 2048)))
+    grads = jnp.asarray(_lognormal(7, 6, (16, 2048)))
+    grads = grads.at[8:, ::2].multiply(-1)  # blocks of every kind
+    trainer = Trainer(low_precision_state(optax.sgd(1e-2, 0.9), dtype))
+    expected = trainer.run(params, [grads, -grads])
+
+    params, grads = jax.device_put((params, grads), cut(*spec))
+    stepped, state = trainer.run(params, [grads, -grads])
+    bitwise.assert_same((stepped, state), expected)
+    assert_sharded((stepped, state.inner_state[0].trace), cut(*spec))
+
+
+@pytest.mark.one_of("spec")
+@over_specs
 def test_a_sharded_step_in_8_bits_needs_no_other_device(spec):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    cut, whole = NamedSharding(mesh, spec), NamedSharding(mesh, P())
-    tx = low_precision_state(optax.adam(1e-2), "8bit")
-    params = jax.device_put(jnp.ones((16, 2048)), cut)
-    state = jax.jit(tx.init)(params)
-    cuts = jax.tree.map(lambda x: cut if x.ndim == 2 else whole, state)
-    state = jax.device_put(state, cuts)
+    tx = low_precision_state(optax.trace(0.9), "8bit")
+    params = jax.ShapeDtypeStruct((16, 2048), jnp.float32, sharding=cut(*spec))
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=cut(*spec) if x.ndim == 2 else cut()
+        ),
+        jax.eval_shape(tx.init, params),
+    )
     program: Any = jax.jit(tx.update).lower(params, state, params).compile().as_text()
     assert "fusion(" in program
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
@@ -334,25 +321,23 @@ def test_a_sharded_step_in_8_bits_needs_no_other_device(spec):
 
 
 def test_a_step_in_shard_map_works_on_its_shards():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    tx: Any = low_precision_state(optax.adam(1e-2), "8bit")
+    tx: Any = low_precision_state(optax.trace(0.9), "8bit")
     params = jnp.asarray(_lognormal(6, 3, (1, 4096)))  # 512 numbers on each device
     state = tx.init(params)
-    specs = jax.tree.map(lambda x: P(None, "data") if x.ndim == 2 else P(), state)
-    cut = P(None, "data")
+    rows = P(None, "data")
+    specs = jax.tree.map(lambda x: rows if x.ndim == 2 else P(), state)
 
     @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=(cut, specs), out_specs=(cut, specs))
+    @jax.shard_map(mesh=cut().mesh, in_specs=(rows, specs), out_specs=(rows, specs))
     def step(params, state):
         return tx.update(params, state, params)
 
     updates, after = step(params, state)
-    expected, _ = tx.update(params, state, params)
-    np.testing.assert_allclose(updates, expected, rtol=1e-6)
-    _assert_mean(_read(after.inner_state[0].nu), 1e-3 * np.float64(params) ** 2)
+    np.testing.assert_allclose(updates, params, rtol=1e-6)
+    _assert_mean(_read(after.inner_state.trace), params)
 
 
-@with_dtypes
+@with_low_dtypes
 def test_init_under_jit_allocates_one_leaf_in_float32_at_most(dtype):
     tx = low_precision_state(optax.adam(1e-3), dtype)
     params = [jnp.ones((64, 1024)) for _ in range(4)]
@@ -360,7 +345,7 @@ def test_init_under_jit_allocates_one_leaf_in_float32_at_most(dtype):
     assert memory.temp_size_in_bytes <= (dtype == "8bit") * params[0].nbytes
 
 
-@with_dtypes
+@with_low_dtypes
 def test_equal_shapes_are_traced_once(dtype, monkeypatch):
     traced, noise_like = [], rounding.noise_like
 
@@ -391,24 +376,17 @@ def test_a_dtype_that_is_not_stored_is_refused_with_the_name_of_8_bits(name):
 
 def test_a_state_of_another_transformation_or_dtype_is_refused():
     params = {"w": jnp.ones((20, 256)), "v": jnp.ones((20, 256))}
-    bf16, f8 = (low_precision_state(optax.adam(1.0), dtype) for dtype in DTYPES)
-    with pytest.raises(
-        ValueError, match=r"Expected the state of low_precision_state.*, got tuple"
+    adam = optax.adam(1.0)
+    bf16, f8 = low_precision_state(adam), low_precision_state(adam, "8bit")
+    ruled = low_precision_state(adam, rules={"w": None})
+    for tx, other, message in (
+        (bf16, adam, "Expected the state of low_precision_state.*, got tuple"),
+        (bf16, f8, "'0/mu/v' is 8bit, expected bfloat16"),
+        (f8, bf16, "'0/mu/v' is bfloat16, expected 8bit"),
+        (ruled, bf16, "'0/mu/w' is bfloat16, expected float32. Call init again"),
     ):
-        bf16.update(params, optax.adam(1.0).init(params), params)
-    for tx, other, found, expected in (
-        (bf16, f8, "8bit", "bfloat16"),
-        (f8, bf16, "bfloat16", "8bit"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"'0/mu/v' is {found}, expected {expected}"
-        ):
+        with pytest.raises(ValueError, match=message):
             tx.update(params, other.init(params), params)
-    ruled = low_precision_state(optax.adam(1.0), rules={"w": None})
-    with pytest.raises(
-        ValueError, match="'0/mu/w' is bfloat16, expected float32. Call init again"
-    ):
-        ruled.update(params, bf16.init(params))
 
 
 def test_an_inner_optimiser_must_keep_its_structure():
@@ -417,11 +395,8 @@ def test_an_inner_optimiser_must_keep_its_structure():
         return updates, (state, state)
 
     params = jnp.ones(5000)
-    inner = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params), update_fn
-    )
+    inner = optax.GradientTransformation(jnp.zeros_like, update_fn)
     tx = low_precision_state(inner)
-    with pytest.raises(
-        ValueError, match="low_precision_state changed the structure of its state"
-    ):
+    message = "low_precision_state changed the structure of its state"
+    with pytest.raises(ValueError, match=message):
         tx.update(params, tx.init(params), params)

@@ -1,5 +1,6 @@
 """Which leaves of a state are moments, and that the others make no step worse."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from optimizers import apply_updates
+from optax_table import named
+from optimizers import apply_updates, over, with_low_dtypes
 
 from jmp_lite import LowPrecisionArray, low_precision_state, scale_aware
 from jmp_lite._src import trees
@@ -17,48 +19,37 @@ from jmp_lite._src.optimizers import base
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = pytest.mark.standard_promotion
 
-DTYPES = ("bfloat16", "8bit")
-with_dtypes = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def _is_stored(x: Any) -> bool:
-    return isinstance(x, LowPrecisionArray)
-
 
 def _stored(inner: Any, dtype: Any = "8bit") -> set[str]:
     """Return the last names of the leaves that are stored in low precision."""
-    state = low_precision_state(inner, dtype, min_size=1).init(jnp.ones((4, 64)))
-    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_stored)
-    return {trees.key_path(path).split("/")[-1] for path, x in leaves if _is_stored(x)}
+    tx = low_precision_state(inner, dtype, min_size=1)
+    state = jax.eval_shape(tx.init, jnp.ones((4, 64)))
+    return {path.split("/")[-1] for path, _ in trees.find(state, LowPrecisionArray)}
 
+
+_centered = functools.partial(optax.rmsprop, 1e-3, centered=True)
 
 # Name -> an optimiser, and the leaves that may be rounded.
 _ADAM = {"mu", "nu"}
 OPTIMISERS: dict[str, tuple[Any, set[str]]] = {
-    "adam": (lambda: optax.adam(1e-2), _ADAM),
-    "adamw": (lambda: optax.adamw(1e-2), _ADAM),
-    "adamax": (lambda: optax.adamax(1e-2), _ADAM),
-    "adabelief": (lambda: optax.adabelief(1e-2), _ADAM),
+    **{
+        name: (make, _ADAM)
+        for name, make in named(
+            "adam adamw adamax adabelief nadam radam yogi lamb contrib.sophia "
+            "contrib.adopt",
+            1e-2,
+        ).items()
+    },
     "amsgrad": (lambda: optax.amsgrad(1e-2), {*_ADAM, "nu_max"}),
-    "nadam": (lambda: optax.nadam(1e-2), _ADAM),
-    "radam": (lambda: optax.radam(1e-2), _ADAM),
-    "yogi": (lambda: optax.yogi(1e-2), _ADAM),
-    "lamb": (lambda: optax.lamb(1e-2), _ADAM),
     "lion": (lambda: optax.lion(1e-3), {"mu"}),
     "novograd": (lambda: optax.novograd(1e-2), {"mu"}),
     "adagrad": (lambda: optax.adagrad(1e-2), {"sum_of_squares"}),
     "adadelta": (lambda: optax.adadelta(1.0), {"e_g", "e_x"}),
     "adan": (lambda: optax.adan(1e-2), {"m", "v", "n"}),  # and the last gradient
     "rmsprop": (lambda: optax.rmsprop(1e-3), {"nu"}),
-    "rmsprop, centered": (lambda: optax.rmsprop(1e-3, centered=True), set()),
-    "rmsprop, centered, from the first step": (
-        lambda: optax.rmsprop(1e-3, centered=True, bias_correction=True),
-        set(),
-    ),
-    "rmsprop, centered, momentum": (
-        lambda: optax.rmsprop(1e-3, centered=True, momentum=0.9),
-        {"trace"},
-    ),
+    "rmsprop, centered": (_centered, set()),
+    "rmsprop, centered, bias": (lambda: _centered(bias_correction=True), set()),
+    "rmsprop, centered, momentum": (lambda: _centered(momentum=0.9), {"trace"}),
     "scale_by_stddev": (
         lambda: optax.chain(optax.scale_by_stddev(), optax.scale(-1e-3)),
         set(),
@@ -73,10 +64,8 @@ OPTIMISERS: dict[str, tuple[Any, set[str]]] = {
     "lbfgs": (lambda: optax.lbfgs(), set()),
     "lbfgs, no search": (lambda: optax.lbfgs(0.1, linesearch=None), set()),
     "muon": (lambda: contrib.muon(1e-2), {"mu"}),
-    "sophia": (lambda: contrib.sophia(1e-2), _ADAM),
     "madgrad": (lambda: contrib.madgrad(1e-2), {"grad_sum_sq", "s"}),
     "ademamix": (lambda: contrib.ademamix(1e-2), {"m1", "m2", "nu"}),
-    "adopt": (lambda: contrib.adopt(1e-2), _ADAM),
     "schedule_free": (lambda: contrib.schedule_free_adamw(1e-2), {"nu"}),
     "prodigy": (lambda: contrib.prodigy(), {"exp_avg", "exp_avg_sq", "grad_sum"}),
     "in apply_if_finite": (
@@ -84,7 +73,7 @@ OPTIMISERS: dict[str, tuple[Any, set[str]]] = {
         set(),
     ),
     "in scale_aware": (
-        lambda: scale_aware(optax.rmsprop(1e-3, centered=True, momentum=0.9)),
+        lambda: scale_aware(_centered(momentum=0.9)),
         {"trace"},
     ),
     "in MultiSteps": (
@@ -130,7 +119,7 @@ def _train(tx: Any, needs: str, same_batch: bool) -> Any:
         value, grad = jax.value_and_grad(value_fn)(params)
         extra: Any = {
             "lbfgs": {"value": value, "grad": grad, "value_fn": value_fn},
-            "sophia": {"obj_fn": value_fn},
+            "contrib.sophia": {"obj_fn": value_fn},
             "with plateaus": {"value": value},
         }
         updates, state = tx.update(grad, state, params, **extra.get(needs, {}))
@@ -140,47 +129,38 @@ def _train(tx: Any, needs: str, same_batch: bool) -> Any:
     if same_batch:
         batches = jnp.broadcast_to(batches[0], batches.shape)
     params = jnp.asarray(_PARAMS, jnp.float32)
-    run = jax.jit(lambda params, state: jax.lax.scan(step, (params, state), batches))
-    (params, _), values = run(params, tx.init(params))
+
+    @jax.jit
+    def run(params):
+        return jax.lax.scan(step, (params, tx.init(params)), batches)
+
+    (params, _), values = run(params)
     return np.asarray(params, np.float64), float(values[-1])
 
 
 # What the sign of a moment decides is decided by its rounding where it is near zero.
 # Muon divides by singular values, small ones too.
-_FAR = {"lion": 0.4, "sophia": 0.4, "muon": 0.9}
-# Held in each run of the tests; the others are those of `make full`.
-_FIRST = (
-    "adam",
-    "rmsprop, centered, from the first step",
-    "scale_by_stddev",
-    "lbfgs, no search",
-)
+_FAR = {"lion": 0.4, "contrib.sophia": 0.4, "muon": 0.9}
 
 
-def _assert_near(name: str, dtype: str, same_batch: bool) -> None:
-    make, _ = OPTIMISERS[name]
-    expected, loss = _train(make(), name, same_batch)
-    tx = low_precision_state(make(), dtype, min_size=1)
+@functools.cache
+def _train_in_float32(name: str, same_batch: bool) -> Any:
+    return _train(OPTIMISERS[name][0](), name, same_batch)
+
+
+@pytest.mark.one_of("dtype", "same_batch")
+@pytest.mark.parametrize("same_batch", [True, False])
+@over("name", OPTIMISERS, "adam", "rmsprop, centered, bias", "lbfgs, no search")
+@with_low_dtypes
+def test_after_50_steps_it_is_near_float32(name, dtype, same_batch):
+    expected, loss = _train_in_float32(name, same_batch)
+    tx = low_precision_state(OPTIMISERS[name][0](), dtype, min_size=1)
     got, got_loss = _train(tx, name, same_batch)
     assert np.isfinite(got).all()
     moved = np.linalg.norm(expected - _PARAMS)
     most = _FAR.get(name, {"bfloat16": 0.05, "8bit": 0.3}[dtype])
     assert np.linalg.norm(got - expected) < most * moved
     assert got_loss < 1.5 * loss
-
-
-@pytest.mark.parametrize("name", _FIRST)
-@with_dtypes
-def test_after_50_steps_it_is_near_float32(name, dtype):
-    _assert_near(name, dtype, same_batch=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("same_batch", [True, False])
-@pytest.mark.parametrize("name", OPTIMISERS)
-@with_dtypes
-def test_after_50_steps_every_optimiser_is_near_float32(name, dtype, same_batch):
-    _assert_near(name, dtype, same_batch)
 
 
 # The forms of an average.
@@ -267,8 +247,9 @@ def test_a_history_keeps_its_differences():
     tx: Any = low_precision_state(optax.scale_by_lbfgs(), "8bit", min_size=1)
     params = jnp.linspace(1.0, 2.0, 512).reshape(2, 256)
     state = tx.init(params)
+    update = jax.jit(tx.update)
     for _ in range(2):
-        _, state = tx.update(params, state, params)
+        _, state = update(params, state, params)
         params = params - 1e-5
     history = state.inner_state
     np.testing.assert_array_equal(history.params, params + 1e-5)

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax_table
 import pytest
 from optax import contrib
+from optax_table import RATE, loss, loss_arguments, named, sgd
 from optimizers import half_on_purpose
 
 from jmp_lite import (
@@ -29,50 +31,16 @@ pytestmark = [
     pytest.mark.one_of("wrap"),
 ]
 
-_RATE = 1e-2
-_MASK = {"w": True, "b": False}
-
-
-def _loss(params: Any) -> Any:
-    cosines = [jnp.sum(jnp.cos(jnp.float32(x))) for x in jax.tree.leaves(params)]
-    return sum(cosines)
-
 
 # What a transformation is handed besides gradients, state and parameters.
-def _value(params: Any) -> dict[str, Any]:
-    return {"value": _loss(params)}
-
-
-def _line_search(params: Any) -> dict[str, Any]:
-    grad = jax.grad(_loss)(params)
-    return {"value": _loss(params), "grad": grad, "value_fn": _loss}
-
-
 def _objective(params: Any) -> dict[str, Any]:
     del params
-    return {"obj_fn": _loss}
+    return {"obj_fn": loss}
 
 
 def _gradient(params: Any) -> dict[str, Any]:
     del params
-    return {"grad_fn": jax.grad(lambda params, _: _loss(params))}
-
-
-def _sgd() -> Any:
-    return optax.sgd(_RATE)
-
-
-def _named(names: str, *args: Any) -> dict[str, Callable[[], Any]]:
-    def make(name):
-        *module, function = name.split(".")
-        return lambda: getattr(contrib if module else optax, function)(*args)
-
-    return {name: make(name) for name in names.split()}
-
-
-def _alternating(step: Any, **extra: Any) -> Any:
-    del extra
-    return step % 2 == 0
+    return {"grad_fn": jax.grad(lambda params, _: loss(params))}
 
 
 def _fixed_signature() -> Any:
@@ -86,103 +54,67 @@ def _fixed_signature() -> Any:
 
 
 _PLAIN: dict[str, Callable[[], Any]] = {
-    **_named(
+    **optax_table.LINKS,
+    **{
+        name: lambda wrap=wrap: wrap(optax.adam(RATE))
+        for name, wrap in optax_table.WRAPPERS.items()
+    },
+    **named(
         "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad "
         "fromage lamb lars lion nadam nadamw novograd optimistic_adam_v2 "
         "optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd signum sm3 yogi "
-        "scale_by_learning_rate scale_by_rprop contrib.acprop contrib.ademamix "
-        "contrib.adopt contrib.galore contrib.madgrad contrib.muon "
-        "contrib.scale_by_madgrad contrib.simplified_ademamix",
-        _RATE,
+        "scale_by_rprop contrib.acprop contrib.ademamix contrib.adopt contrib.galore "
+        "contrib.madgrad contrib.muon contrib.scale_by_madgrad "
+        "contrib.simplified_ademamix",
+        RATE,
     ),
-    **_named(
-        "centralize identity keep_params_nonnegative normalize_by_update_norm "
-        "scale_by_adadelta scale_by_adam scale_by_adamax scale_by_adan "
-        "scale_by_amsgrad scale_by_belief scale_by_distance_over_gradients "
-        "scale_by_factored_rms scale_by_lbfgs scale_by_lion scale_by_novograd "
+    **named(
+        "identity scale_by_adadelta scale_by_adamax scale_by_adan scale_by_amsgrad "
+        "scale_by_belief scale_by_distance_over_gradients scale_by_novograd "
         "scale_by_optimistic_gradient scale_by_param_block_norm "
-        "scale_by_param_block_rms scale_by_radam scale_by_rms scale_by_rss "
-        "scale_by_sign scale_by_sm3 scale_by_stddev scale_by_trust_ratio "
-        "scale_by_yogi set_to_zero zero_nans contrib.cocob contrib.dadapt_adamw "
-        "contrib.dog contrib.dowg contrib.normalize contrib.prodigy "
-        "contrib.scale_by_acprop contrib.scale_by_ademamix contrib.scale_by_adopt "
-        "contrib.scale_by_cocob contrib.scale_by_galore "
+        "scale_by_param_block_rms scale_by_radam scale_by_rss scale_by_sm3 "
+        "scale_by_stddev scale_by_yogi set_to_zero contrib.cocob "
+        "contrib.dadapt_adamw contrib.dog contrib.dowg contrib.normalize "
+        "contrib.prodigy contrib.scale_by_acprop contrib.scale_by_ademamix "
+        "contrib.scale_by_adopt contrib.scale_by_cocob contrib.scale_by_galore "
         "contrib.scale_by_simplified_ademamix contrib.schedule_free_adamw "
         "contrib.schedule_free_sgd"
     ),
-    **_named(
-        "adaptive_grad_clip add_decayed_weights clip clip_by_block_rms "
-        "clip_by_global_norm ema scale trace",
-        0.5,
-    ),
-    "add_noise": lambda: optax.add_noise(0.1, 0.5, jax.random.key(3)),
-    "apply_every": lambda: optax.apply_every(2),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(_RATE), 2),
-    "conditionally_mask": lambda: optax.conditionally_mask(_sgd(), _alternating),
-    "conditionally_transform": lambda: optax.conditionally_transform(
-        optax.adam(_RATE), _alternating
-    ),
-    "contrib.mechanize": lambda: contrib.mechanize(optax.adam(_RATE)),
-    "contrib.sam": lambda: contrib.sam(_sgd(), optax.chain(contrib.normalize())),
-    "contrib.schedule_free": lambda: contrib.schedule_free(_sgd(), _RATE),
     "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(
-        optax.adam(_RATE)
+        optax.adam(RATE)
     ),
     "fixed signature": _fixed_signature,
-    "flatten": lambda: optax.flatten(optax.adam(_RATE)),
-    "freeze": lambda: optax.freeze(_MASK),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
-        optax.linear_schedule(_RATE, 0.0, 9)
-    ),
-    "lbfgs, no line search": lambda: optax.lbfgs(_RATE, linesearch=None),
-    "lookahead": lambda: optax.lookahead(_sgd(), 2, 0.5),
+    "lbfgs, no line search": lambda: optax.lbfgs(RATE, linesearch=None),
     "lookahead, reset": lambda: optax.lookahead(
-        optax.adam(_RATE), 2, 0.5, reset_state=True
+        optax.adam(RATE), 2, 0.5, reset_state=True
     ),
-    "masked": lambda: optax.masked(optax.adam(_RATE), _MASK),
-    "MultiSteps": lambda: optax.MultiSteps(optax.adam(_RATE), 2),
-    "named_chain": lambda: optax.named_chain(("adam", optax.adam(_RATE))),
-    "noisy_sgd": lambda: optax.noisy_sgd(_RATE, key=jax.random.key(0)),
-    "partition": lambda: optax.partition(
-        {True: optax.adam(_RATE), False: _sgd()}, _MASK
-    ),
-    "scale_by_schedule": lambda: optax.scale_by_schedule(lambda count: 1 / (1 + count)),
+    "MultiSteps itself": lambda: optax.MultiSteps(optax.adam(RATE), 2),
+    "named_chain": lambda: optax.named_chain(("adam", optax.adam(RATE))),
+    "noisy_sgd": lambda: optax.noisy_sgd(RATE, key=jax.random.key(0)),
     "selective_transform": lambda: optax.selective_transform(
-        optax.adam(_RATE), freeze_mask=_MASK
+        optax.adam(RATE), freeze_mask=optax_table.MASK
     ),
-    "snapshot": lambda: optax.chain(optax.snapshot("norm", optax.tree.norm), _sgd()),
     "stateless": lambda: optax.stateless(lambda updates, _: updates),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda u, _: u),
 }
-_WITH_EXTRA: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]] = {
-    **{
-        name: (make, _value)
-        for name, make in _named(
-            "polyak_sgd scale_by_polyak contrib.momo contrib.momo_adam "
-            "contrib.reduce_on_plateau"
-        ).items()
-    },
+_WITH_LOSS: dict[str, Callable[[], Any]] = {
+    **named("polyak_sgd contrib.momo contrib.momo_adam lbfgs"),
+    **{name: optax_table.LINKS[name] for name in optax_table.NEED_LOSS},
+    "scale_by_zoom_linesearch": lambda: optax.scale_by_zoom_linesearch(2),
+}
+INNERS: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]] = {
+    **{name: (make, lambda params: {}) for name, make in _PLAIN.items()},
+    **{name: (make, loss_arguments) for name, make in _WITH_LOSS.items()},
     "contrib.hutchinson_estimator_diag_hessian": (
         contrib.hutchinson_estimator_diag_hessian,
         _objective,
     ),
     "contrib.sam, opaque": (
-        lambda: contrib.sam(_sgd(), _sgd(), opaque_mode=True),
+        lambda: contrib.sam(sgd(), sgd(), opaque_mode=True),
         _gradient,
     ),
-    "contrib.sophia": (lambda: contrib.sophia(_RATE), _objective),
-    "lbfgs": (optax.lbfgs, _line_search),
-    "scale_by_backtracking_linesearch": (
-        lambda: optax.scale_by_backtracking_linesearch(2, store_grad=True),
-        _line_search,
-    ),
-    "scale_by_zoom_linesearch": (
-        lambda: optax.scale_by_zoom_linesearch(2),
-        _line_search,
-    ),
+    "contrib.sophia": (lambda: contrib.sophia(RATE), _objective),
 }
-INNERS = {name: (make, lambda params: {}) for name, make in _PLAIN.items()}
-INNERS |= _WITH_EXTRA
 
 _SCALE = StaticLossScale(4.0)
 _KEY = jax.random.key(0)

@@ -17,7 +17,8 @@ from jmp_lite._src.optimizers import rounding
 def _bits(noise: Any) -> np.ndarray:
     """Return the 32 bits of each number, `[n, 32]` of -1 and 1."""
     numbers = np.asarray(noise).reshape(-1, 1)
-    return ((numbers >> np.arange(32, dtype=np.uint32)) & 1) * 2.0 - 1.0
+    bits = (numbers >> np.arange(32, dtype=np.uint32)) & 1
+    return bits.astype(np.float32) * 2 - 1  # sums of 2**16 are exact
 
 
 def _noise(shape: tuple[int, ...], seed: int = 0, leaf: int = 0) -> np.ndarray:

@@ -1,6 +1,5 @@
 """`scale_aware` inside the libraries people train with, and in their checkpoints."""
 
-import pickle
 from typing import Any
 
 import bitwise
@@ -66,7 +65,7 @@ def test_an_unfiltered_equinox_model_may_be_given_for_the_parameters(wrap, kept,
 
     def train(tx, scale):
         model, state = first, tx.init(eqx.filter(first, keep))
-        for _ in range(3):
+        for _ in range(2):
             grads = eqx.filter_grad(lambda model: model() * scale)(model)
             assert grads.activation is None and grads.index is None
             updates, state = tx.update(grads, state, model)
@@ -75,31 +74,27 @@ def test_an_unfiltered_equinox_model_may_be_given_for_the_parameters(wrap, kept,
         return np.asarray(model.table, np.float32)
 
     expected = train(inner, 1.0)
-    assert (expected[:2] < 0.96).all()
-    for tx in (
-        scale_aware(around(inner), StaticLossScale(8.0)),
-        around(scale_aware(inner, StaticLossScale(8.0))),
-    ):
-        # Alone, optax computes in half.
-        rtol = 8 * float(jnp.finfo(dtype).eps)
+    assert (expected[:2] < 0.98).all()
+    scale, rtol = StaticLossScale(8.0), 8 * float(jnp.finfo(dtype).eps)
+    # Alone, optax computes in half.
+    for tx in (scale_aware(around(inner), scale), around(scale_aware(inner, scale))):
         np.testing.assert_allclose(train(tx, 8.0), expected, rtol=rtol)
 
 
 # Checkpoints.
 
+
+def _low_precision(inner: Any, dtype: str) -> Any:
+    return low_precision_state(inner, dtype, key=jax.random.PRNGKey(0), min_size=1)
+
+
+_DYNAMIC = DynamicLossScale(64.0, period=7, min_loss_scale=0.5, hysteresis=3)
 _TRANSFORMATIONS: dict[str, Any] = {
-    "hysteresis": scale_aware(
-        _inner(), DynamicLossScale(64.0, period=7, min_loss_scale=0.5, hysteresis=3)
-    ),
-    "dynamic": scale_aware(_inner(), DynamicLossScale(64.0)),
+    "dynamic": scale_aware(_inner(), _DYNAMIC),
     "static": scale_aware(_inner(), StaticLossScale(16.0)),
     "noop": scale_aware(_inner(), NoOpLossScale()),
-    **{
-        f"low_precision_state, {dtype}": scale_aware(
-            low_precision_state(_inner(), dtype, key=jax.random.PRNGKey(0), min_size=1)
-        )
-        for dtype in ("bfloat16", "8bit")
-    },
+    "bfloat16": scale_aware(_low_precision(_inner(), "bfloat16")),
+    "8bit": scale_aware(_low_precision(_inner(), "8bit")),
     "master_weights": scale_aware(master_weights(_inner())),
     "stochastic_rounding": scale_aware(
         stochastic_rounding(_inner(), jax.random.PRNGKey(0))
@@ -121,12 +116,7 @@ def _through_orbax(state, fresh, folder):
         return checkpointer.restore(folder / "state", abstract)
 
 
-def _through_pickle(state, fresh, folder):
-    del fresh, folder
-    return pickle.loads(pickle.dumps(state))
-
-
-@pytest.mark.parametrize("way", [_through_flax, _through_orbax, _through_pickle])
+@pytest.mark.parametrize("way", [_through_flax, _through_orbax])
 @pytest.mark.parametrize("name", _TRANSFORMATIONS)
 def test_a_checkpoint_restores_every_bit(name, way, tmp_path):
     tx = _TRANSFORMATIONS[name]
@@ -136,9 +126,7 @@ def test_a_checkpoint_restores_every_bit(name, way, tmp_path):
         grads = {"w": jnp.full(40, grad, jnp.float16)}
         _, state = tx.update(grads, state, params)
     assert (int(state.skipped_steps), int(state.consecutive_skips)) == (2, 1)
-
     restored = way(state, fresh, tmp_path)
-
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     bitwise.assert_same(restored, state)
     assert type(restored.loss_scale) is type(state.loss_scale)

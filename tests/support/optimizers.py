@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jmp_lite import (
     MasterRemaindersState,
@@ -15,12 +17,16 @@ from jmp_lite import (
     master_weights,
     stochastic_rounding,
 )
+from jmp_lite._src import trees
 from jmp_lite._src.optimizers import remainder
 
 apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
 
 HALVES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
 in_halves = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+
+# Of `low_precision_state`.
+with_low_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
 
 # Parameters in half alone: the subject is another than the updates that are lost.
 half_on_purpose = pytest.mark.filterwarnings("ignore:.* stored in half precision")
@@ -39,6 +45,27 @@ NEED_LOSS: dict[str, Any] = {
         optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)
     ),
 }
+
+
+def over(name: str, values: Any, *first: Any) -> Any:
+    """Parametrise a test: `make test` runs the first ones, and all others are full."""
+    others = [pytest.param(x, marks=pytest.mark.full) for x in values if x not in first]
+    return pytest.mark.parametrize(name, [*first, *others])
+
+
+def recording(seen: list[Any]) -> optax.GradientTransformationExtraArgs:
+    """Return an optimiser that takes the gradients as updates.
+
+    It counts its steps, and notes gradients, parameters and what else it is given.
+    """
+
+    def update_fn(updates, state, params=None, **extra):
+        seen.append((updates, params, extra))
+        return updates, {"count": state["count"] + 1}
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: {"count": jnp.int32(0)}, update_fn
+    )
 
 
 class Trainer:
@@ -62,18 +89,27 @@ class Trainer:
         return params, state
 
 
-def _map_scale_aware(fun: Any, tree: Any) -> Any:
-    def is_scale_aware(x):
-        return isinstance(x, ScaleAwareState)
+def assert_in_place(step: Any, *args: Any, donated: Any) -> None:
+    """Check that a step uses the memory of what it is given again, all of it."""
+    memory: Any = step.lower(*args).compile().memory_analysis()
+    held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(donated)]
+    assert memory.alias_size_in_bytes == sum(held)
 
-    return jax.tree.map(
-        lambda x: fun(x) if is_scale_aware(x) else x, tree, is_leaf=is_scale_aware
-    )
+
+def cut(*spec: Any) -> NamedSharding:
+    """Return a sharding over eight devices, along the axis "data"."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, P(*spec))
+
+
+def assert_sharded(tree: Any, sharding: NamedSharding) -> None:
+    for leaf in jax.tree.leaves(tree):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 def without_scale(state: Any) -> Any:
     """Return a state without its loss scales and their counters."""
-    return _map_scale_aware(lambda x: x.inner_state, state)
+    return trees.map_nodes(lambda x: x.inner_state, state, ScaleAwareState)
 
 
 def bits_without_scale(state: Any) -> Any:
@@ -89,13 +125,8 @@ def with_masters(params: Any, state: Any) -> Any:
         p = by_path[path]
         return remainder.join(p, x) if p.dtype == jnp.bfloat16 else x
 
-    def is_one(x):
-        return isinstance(x, MasterRemaindersState)
-
     def replace(x):
-        if not is_one(x):
-            return x
         masters = jax.tree_util.tree_map_with_path(master, x.remainders)
         return MasterWeightsState(x.inner_state, masters)
 
-    return jax.tree.map(replace, state, is_leaf=is_one)
+    return trees.map_nodes(replace, state, MasterRemaindersState)

@@ -64,17 +64,6 @@ class Bigger(linen.TrainState):
     note: str = struct.field(pytree_node=False, default="none")
 
 
-def loss_and_stats(
-    apply_fn: Any, params: Any, batch_stats: Any, rng: Any, x: Any
-) -> Any:
-    """Return the loss of the linen model, and its new batch statistics."""
-    variables = {"params": params, "batch_stats": batch_stats}
-    out, updated = apply_fn(
-        variables, x, rngs={"dropout": rng}, mutable=["batch_stats"]
-    )
-    return jnp.mean((out.astype(jnp.float32) - 1) ** 2), updated["batch_stats"]
-
-
 class Linen:
     """linen's train state."""
 
@@ -109,8 +98,10 @@ class Linen:
         rng, dropout_rng = jax.random.split(state.rng)
 
         def loss_fn(params):
-            stats = state.batch_stats
-            return loss_and_stats(state.apply_fn, params, stats, dropout_rng, x)
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            rngs = {"dropout": dropout_rng}
+            out, new = state.apply_fn(variables, x, rngs=rngs, mutable=["batch_stats"])
+            return jnp.mean((out.astype(jnp.float32) - 1) ** 2), new["batch_stats"]
 
         value_and_grad = scaled_value_and_grad(
             loss_fn, loss_scale=state.opt_state, has_aux=True
@@ -172,7 +163,7 @@ class NnxNet(nnx.Module):
 
 
 class Nnx:
-    """nnx' train state."""
+    """nnx' train state, with the methods of the other."""
 
     @staticmethod
     def make_model(policy: str = "mixed_float16") -> Any:
@@ -181,25 +172,20 @@ class Nnx:
 
     @classmethod
     def create(cls, tx: Any = None, model: Any = None, **options: Any) -> Any:
-        """Return a state at step 0."""
         tx = scale_aware(optax.adam(0.1), SCALE) if tx is None else tx
         model = cls.make_model() if model is None else model
         return jmp_nnx.TrainState.create(model, tx, **options)
 
     @classmethod
     def create_half(cls, tx: Any) -> Any:
-        """Return a state whose parameters are stored in half."""
         return cls.create(tx, cls.make_model("p=bf16,c=bf16,o=f32"))
 
     @staticmethod
     def other_state(state: Any) -> dict[str, Any]:
-        """Return what `apply_gradients` takes beside gradients and loss."""
         return {"other_state": state.other_state}
 
     @staticmethod
     def train_step(state: Any, x: Any) -> Any:
-        """Return the state after a step, and the loss."""
-
         def loss_fn(params):
             model = state.model(params)
             return jnp.mean((model(x) - 1) ** 2), state.other_state_of(model)
@@ -213,7 +199,6 @@ class Nnx:
     @staticmethod
     @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
     def apply(state, bad, value, size):
-        """Return the state after a step on `gradients` and all that comes with it."""
         model = state.model()
         model(batch(0))
         stats = nnx.state(model, nnx.BatchStat)
@@ -226,14 +211,12 @@ class Nnx:
 
     @staticmethod
     def evaluate(state: Any) -> Any:
-        """Return the output of the model with its running statistics."""
         model = state.model()
         model.eval()
         return model(batch(0))
 
     @staticmethod
     def kernel(params: Any) -> Any:
-        """Return the kernel of the first layer."""
         return params["model"]["first"]["kernel"][...]
 
     @staticmethod
@@ -242,7 +225,6 @@ class Nnx:
 
     @staticmethod
     def streams(state: Any) -> Any:
-        """Return the random streams."""
         return nnx.filter_state(state.other_state, nnx.RngState)
 
     @classmethod

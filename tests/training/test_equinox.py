@@ -79,17 +79,23 @@ def times_scale(tree: Any) -> Any:
 
 def test_all_is_that_of_filter_value_and_grad_times_the_scale():
     model, state = eqx.nn.make_with_state(Net)(KEY)
-    ours = scaled_value_and_grad(loss, has_aux=True, **filtered)(model, state, X)
-    plain = eqx.filter_value_and_grad(loss, has_aux=True)(model, state, X)
+
+    @eqx.filter_jit
+    def run(*args):
+        return (
+            scaled_value_and_grad(loss, has_aux=True, **filtered)(*args),
+            eqx.filter_value_and_grad(loss, has_aux=True)(*args),
+            scaled_grad(loss, has_aux=True, **filtered)(*args),
+        )
+
+    ours, plain, (only_grads, only_aux) = run(model, state, X)
     ((value, aux), grads), ((expected_value, expected_aux), expected) = ours, plain
     assert (value.dtype, float(value)) == (jnp.float32, float(expected_value))
-    bitwise.assert_same(aux, expected_aux)
-    assert jax.tree.structure(grads) == jax.tree.structure(expected)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
+    for found, found_aux in ((grads, aux), (only_grads, only_aux)):
+        bitwise.assert_same(found_aux, expected_aux)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        chex.assert_trees_all_close(found, times_scale(expected), rtol=1e-6)
     assert grads.mlp.activation is None
-    grads, aux = scaled_grad(loss, has_aux=True, **filtered)(model, state, X)
-    chex.assert_trees_all_close(grads, times_scale(expected), rtol=1e-6)
-    bitwise.assert_same(aux, expected_aux)
 
 
 def test_argnums_are_refused_in_the_words_of_equinox():
@@ -100,24 +106,29 @@ def test_argnums_are_refused_in_the_words_of_equinox():
 # Train steps.
 
 
-def cast_loss(policy: Any) -> Any:
-    def fun(model, state, x):
-        model, x = policy.cast_to_compute((model, x))
-        return loss(model, state, x)
+def of_arrays(fun: Any, model: Any) -> tuple[Any, Any]:
+    """Return a function of the model's arrays, and these arrays."""
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    return lambda arrays, *args: fun(eqx.combine(arrays, rest), *args), arrays
 
-    return fun
+
+def cast_loss(policy: Any) -> Any:
+    return lambda model, state, x: loss(
+        policy.cast_to_compute(model), state, policy.cast_to_compute(x)
+    )
 
 
 def autocast_loss(policy: Any) -> Any:
     def fun(model, state, x):
-        arrays, rest = eqx.partition(model, eqx.is_array)
-
-        def of_arrays(arrays, state, x):
-            return loss(eqx.combine(arrays, rest), state, x)
-
-        return autocast(of_arrays, policy)(arrays, state, x)
+        full, arrays = of_arrays(loss, model)
+        return autocast(full, policy)(arrays, state, x)
 
     return fun
+
+
+def assert_products_in_half(fun: Any, *args: Any) -> None:
+    found = jaxprs.dtypes_of_products(fun, *args)
+    assert {dtypes[:2] for dtypes in found} == {("bfloat16",) * 2}
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -126,7 +137,6 @@ def test_a_train_step_and_one_that_is_skipped(half, to_half):
     tx: Any = scale_aware(optax.adam(0.02), DynamicLossScale(2.0**10))
     loss_fn = to_half(get_policy(f"mixed_{half}"))
     traces: list[int] = []
-    skipped: Any
 
     @eqx.filter_jit
     def step(model, state, opt_state, x):
@@ -150,14 +160,11 @@ def test_a_train_step_and_one_that_is_skipped(half, to_half):
         model, state, opt_state, value = step(model, state, opt_state, X)
         losses.append(float(value))
     assert losses[-1] < losses[0] / 2
-    assert {x.dtype for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))} == {
-        jnp.dtype(jnp.float32)
-    }
-    skipped = step(model, state, opt_state, X.at[0, 0].set(jnp.inf))
-    assert len(traces) == 1
-    assert int(skipped[2].skipped_steps) == 1
-    before = eqx.filter((model, state), eqx.is_array)
-    after = eqx.filter((skipped[0], skipped[1]), eqx.is_array)
+    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    assert {x.dtype for x in arrays} == {jnp.dtype(jnp.float32)}
+    *skipped, opt_state, _ = step(model, state, opt_state, X.at[0, 0].set(jnp.inf))
+    assert len(traces) == 1 and int(opt_state.skipped_steps) == 1
+    before, after = eqx.filter(((model, state), tuple(skipped)), eqx.is_array)
     bitwise.assert_same(after, before)
 
 
@@ -166,11 +173,8 @@ def test_a_train_step_and_one_that_is_skipped(half, to_half):
 
 def test_autocast_takes_a_model_with_functions_in_it():
     low = autocast(mlp_loss, "mixed_bfloat16")
-    params, rest = eqx.partition(mlp(), eqx.is_array)
-    found = jaxprs.dtypes_of_products(
-        lambda params: low(eqx.combine(params, rest), X), params
-    )
-    assert {dtypes[:2] for dtypes in found} == {("bfloat16",) * 2}
+    fun, arrays = of_arrays(low, mlp())
+    assert_products_in_half(fun, arrays, X)
     value, grads = scaled_value_and_grad(low, **filtered)(mlp(), X)
     expected_value, expected = eqx.filter_value_and_grad(mlp_loss)(mlp(), X)
     assert float(value) == pytest.approx(float(expected_value), rel=0.02)
@@ -184,19 +188,8 @@ def test_autocast_of_a_model_with_strings_in_it_says_the_way():
     text = str(error.value)
     assert "(arrays, rest = equinox.partition(model, equinox.is_array))" in text
     assert "equinox.combine(arrays, rest)" in text
-    arrays, rest = eqx.partition(model, eqx.is_array)  # as it says
-
-    def fun(arrays, state, x):
-        return loss(eqx.combine(arrays, rest), state, x)
-
-    low = autocast(fun, "mixed_bfloat16")
-    found = jaxprs.dtypes_of_products(low, arrays, state, X)
-    assert {dtypes[:2] for dtypes in found} == {("bfloat16",) * 2}
-    shapes = (
-        jax.eval_shape(low, arrays, state, X),
-        jax.eval_shape(fun, arrays, state, X),
-    )
-    assert bitwise.avals(shapes[0]) == bitwise.avals(shapes[1])
-
-
-# Casts.
+    full, arrays = of_arrays(loss, model)  # as it says
+    low = autocast(full, "mixed_bfloat16")
+    assert_products_in_half(low, arrays, state, X)
+    found, expected = (jax.eval_shape(f, arrays, state, X) for f in (low, full))
+    assert bitwise.avals(found) == bitwise.avals(expected)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from mlps import POLICIES, as_dtype, dense, distance, mlp, row
+from mlps import POLICIES, as_dtype, dense, distance, mlp
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_aware
@@ -18,13 +18,6 @@ from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_awa
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("dtype")]
 
 _EPS = {"float16": 2**-10, "bfloat16": 2**-7}
-
-over_half = pytest.mark.parametrize("dtype", _EPS)
-
-
-def _loss_scales(state):
-    return {name: float(s.loss_scale) for name, s in state.items()}
-
 
 # Tasks: a trunk, a head for each, and losses of very different size.
 
@@ -36,14 +29,15 @@ _WEIGHTS = {"faint": 1e-7, "plain": 1.0, "loud": 1e3}
 def _task_params() -> Any:
     rng = np.random.default_rng(0)
     heads = {name: [dense(rng, 8, 2)] for name in _WEIGHTS}
-    return {"trunk": [dense(rng, 3, 8), dense(rng, 8, 8)], "heads": heads}
+    layers = {"trunk": [dense(rng, 3, 8), dense(rng, 8, 8)], "heads": heads}
+    return as_dtype(layers, jnp.float32)
 
 
-def _task_batches(n=20) -> Any:
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(n, 16, 3))
-    y = {name: rng.normal(size=(n, 16, 2)) for name in _WEIGHTS}
-    return {"x": x, "y": y, "boost": {name: np.ones(n) for name in _WEIGHTS}}
+def _task_batch(seed: int, **boost: float) -> Any:
+    rng = np.random.default_rng(seed)
+    y = {name: rng.normal(size=(16, 2)) for name in _WEIGHTS}
+    boost = dict.fromkeys(_WEIGHTS, 1.0) | boost
+    return as_dtype({"x": rng.normal(size=(16, 3)), "y": y, "boost": boost}, "float32")
 
 
 def _task_loss(policy, name, params, batch):
@@ -54,51 +48,44 @@ def _task_loss(policy, name, params, batch):
     return weight * jnp.mean((y - batch["y"][name]) ** 2)
 
 
-def _task_grads(policy, params, loss_scales, batch):
-    """Return what the recipe adds up, and the verdict on each loss."""
-    grads, finite = {}, {}
-    for name, loss_scale in loss_scales.items():
-        loss = functools.partial(_task_loss, policy, name)
-        scaled = jmp_lite.scaled_grad(loss, loss_scale=loss_scale)(params, batch)
-        grads[name] = loss_scale.unscale(scaled)
-        finite[name] = jmp_lite.all_finite(grads[name])
-    return jax.tree.map(lambda *g: sum(g), *grads.values()), finite
-
-
 # The losses have been unscaled when their gradients are added: what is left to do is
 # to check the sum.
 _TASK_TX: Any = scale_aware(optax.adam(1e-2), NoOpLossScale())
 
 
-def _task_step(policy, carry, batch):
+@jax.jit
+def _task_step(carry, batch):
+    """Take the step of the recipe: unscaled gradients are added, each checked."""
     params, state, loss_scales = carry
-    grads, finite = _task_grads(policy, params, loss_scales, batch)
+    grads, scales = [], {}
+    for name, loss_scale in loss_scales.items():
+        loss = functools.partial(_task_loss, POLICIES["float16"], name)
+        scaled = jmp_lite.scaled_grad(loss, loss_scale=loss_scale)(params, batch)
+        grads.append(loss_scale.unscale(scaled))
+        scales[name] = loss_scale.adjust(jmp_lite.all_finite(grads[-1]))
+    grads = jax.tree.map(lambda *g: sum(g), *grads)
     updates, state = _TASK_TX.update(grads, state, params)
-    loss_scales = {name: s.adjust(finite[name]) for name, s in loss_scales.items()}
-    return optax.apply_updates(params, updates), state, loss_scales
+    return optax.apply_updates(params, updates), state, scales
 
 
 @pytest.mark.one_of("bad")
 @pytest.mark.parametrize("bad", _WEIGHTS)
 def test_an_overflow_of_one_loss_skips_the_step_and_lowers_its_scale_only(bad):
-    step = jax.jit(functools.partial(_task_step, POLICIES["float16"]))
-    params = as_dtype(_task_params(), jnp.float32)
-    batches = as_dtype(_task_batches(4), jnp.float32)
-    first, second, *rest = (row(batches, i) for i in range(4))
+    params = _task_params()
     scales = {"faint": 2.0**24, "plain": 2.0**12, "loud": 2.0**4}
     loss_scales = {name: DynamicLossScale(scale) for name, scale in scales.items()}
-    carry = step((params, _TASK_TX.init(params), loss_scales), first)
-
-    boost = second["boost"] | {bad: jnp.float32(1e6)}
-    skipped = step(carry, second | {"boost": boost})
+    carry = _task_step((params, _TASK_TX.init(params), loss_scales), _task_batch(1))
+    skipped = _task_step(carry, _task_batch(2, **{bad: 1e6}))
 
     bitwise.assert_same(skipped[0], carry[0])
     bitwise.assert_same(skipped[1].inner_state, carry[1].inner_state)
-    assert _loss_scales(skipped[2]) == scales | {bad: scales[bad] / 2}
+    found = {name: float(s.loss_scale) for name, s in skipped[2].items()}
+    assert found == scales | {bad: scales[bad] / 2}
     counters = {name: int(s.counter) for name, s in skipped[2].items()}
     assert counters == {name: 0 if name == bad else 2 for name in _WEIGHTS}
-    for batch in rest:
-        carry, skipped = step(carry, batch), step(skipped, batch)
+    for seed in (3, 4):
+        batch = _task_batch(seed)
+        carry, skipped = _task_step(carry, batch), _task_step(skipped, batch)
     # Half as large a scale, and a power of two: the same gradients.
     bitwise.assert_same(skipped[0], carry[0])
     assert int(skipped[1].skipped_steps) == 1
@@ -148,24 +135,27 @@ def _penalty_grads(dtype, inner, outer, size=1.0) -> Any:
         return jax.tree.map(np.asarray, outer.unscale(grads))
 
 
-_over_kinds = pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
+_NONE = NoOpLossScale()
 
 
-@_over_kinds
-@over_half
+@functools.cache
+def _exact(size=1.0) -> Any:
+    return _penalty_grads("float64", _NONE, _NONE, size)
+
+
+@pytest.mark.one_of("kind")
+@pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
+@pytest.mark.parametrize("dtype", _EPS)
 def test_the_gradient_of_a_penalty_in_half_is_that_of_float64(kind, dtype):
-    exact = _penalty_grads("float64", NoOpLossScale(), NoOpLossScale())
     grads = _penalty_grads(dtype, kind(2.0**10), kind(2.0**10))
-    assert distance(grads, exact) < 3 * _EPS[dtype]
+    assert distance(grads, _exact()) < 3 * _EPS[dtype]
 
 
 def test_the_gradient_inside_a_penalty_needs_a_scale_too():
-    none, scale = NoOpLossScale(), DynamicLossScale(2.0**20)
-    exact = _penalty_grads("float64", none, none, _FAINT)
-    scaled = _penalty_grads("float16", scale, none, _FAINT)
-    assert distance(scaled, exact) < 2**-9
+    scaled = _penalty_grads("float16", DynamicLossScale(2.0**20), _NONE, _FAINT)
+    assert distance(scaled, _exact(_FAINT)) < 2**-9
     # The cotangent of a gradient of 1e-7 is as large as that one is small: 2**20 brings
     # both into range, and a scale of the whole loss makes matters worse.
-    for outer in (none, DynamicLossScale(2.0**8)):
-        only_outside = _penalty_grads("float16", none, outer, _FAINT)
+    for outer in (_NONE, DynamicLossScale(2.0**8)):
+        only_outside = _penalty_grads("float16", _NONE, outer, _FAINT)
         assert not jmp_lite.all_finite(only_outside)
