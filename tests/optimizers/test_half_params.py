@@ -293,7 +293,7 @@ def test_the_warning_names_the_line_that_calls_init():
 
 
 def test_half_parameters_that_may_be_frozen_do_not_warn():
-    parts = {"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}
+    parts: dict[Any, Any] = {"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}
     tx = scale_aware(optax.partition(parts, {"w": "trained", "b": "frozen"}))
     frozen = {**TREE, "b": [jnp.ones(2, jnp.bfloat16)]}
     tx.init(frozen)

@@ -395,8 +395,8 @@ def test_an_inner_optimiser_must_keep_its_structure():
         return updates, (state, state)
 
     params = jnp.ones(5000)
-    inner = optax.GradientTransformation(jnp.zeros_like, update_fn)
-    tx = low_precision_state(inner)
+    zeros: Any = jnp.zeros_like
+    tx = low_precision_state(optax.GradientTransformation(zeros, update_fn))
     message = "low_precision_state changed the structure of its state"
     with pytest.raises(ValueError, match=message):
         tx.update(params, tx.init(params), params)

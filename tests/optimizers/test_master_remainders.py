@@ -201,7 +201,10 @@ def test_float16_is_refused_where_it_is(order):
 
 def test_float16_is_refused_of_the_parameters_that_it_has_alone():
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.float16)}
-    parts = {"a": in_remainders(optax.sgd(1.0)), "b": master_weights(optax.sgd(1.0))}
+    parts: dict[Any, Any] = {
+        "a": in_remainders(optax.sgd(1.0)),
+        "b": master_weights(optax.sgd(1.0)),
+    }
     tx: Any = scale_aware(optax.partition(parts, {name: name for name in parts}))
     params, state = Trainer(tx).run(params, [params])
     dtypes = {str(x.dtype) for x in jax.tree.leaves(state.inner_state) if x.ndim}

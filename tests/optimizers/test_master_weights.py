@@ -65,7 +65,8 @@ def test_small_updates_are_lost_in_half_and_add_up_in_the_masters(dtype, small):
 def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
     # As BERT is fine-tuned: a schedule, clipping, no weight decay of biases and norms.
     decayed = {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}
-    rate = optax.linear_schedule(1e-2, 0.0, 20)
+    up, down = optax.linear_schedule(0.0, 1e-2, 4), optax.linear_schedule(1e-2, 0.0, 16)
+    rate = optax.join_schedules([up, down], [4])
     recipe = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(rate, weight_decay=1e-2, mask=decayed),
@@ -93,7 +94,7 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
             return apply_updates(params, updates), state, value
 
         state, values = tx.init(params), []
-        for i in range(12):
+        for i in range(20):
             bad_batch = x * (jnp.nan if i == 7 else 1.0)
             params, state, value = step(params, state, bad_batch)
             values.append(float(value))

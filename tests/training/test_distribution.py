@@ -246,7 +246,7 @@ def _laid_out(tree, mesh, specs):
 
     def put(path, x):
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        spec = dict(zip(("w1", "w2"), specs, strict=True)).get(name, P())
+        spec = specs[("w1", "w2").index(name)] if name in ("w1", "w2") else P()
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(put, tree)

@@ -33,6 +33,12 @@ def trained(
     return jax.jit(run)(params)
 
 
+def at_end(field: Any, tolerance: float) -> jax.Array:
+    """Solve a differential equation."""
+    start, times = jnp.array([1.0, 0.0]), jnp.linspace(0, 5.0, 3)
+    return odeint(field, start, times, rtol=tolerance, atol=tolerance)[-1]
+
+
 @pytest.mark.full
 def test_targets_far_from_zero_need_their_offset_in_float32() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
@@ -99,32 +105,29 @@ def test_a_second_derivative_has_the_digits_of_float16() -> None:
     assert bfloat16 > 2 * float16
 
 
-# A differential equation.
-
-
-def field(y, t):
-    keys = jax.random.split(jax.random.key(0), 6)
-    w1, w2 = jax.random.normal(keys[4], (2, 64)), jax.random.normal(keys[5], (64, 2))
-    return jnp.tanh(y @ w1) @ w2 / 8 - y
-
-
-def solved(field, tolerance):
-    start, times = jnp.array([1.0, 0.0]), jnp.linspace(0, 5.0, 3)
-    return odeint(field, start, times, rtol=tolerance, atol=tolerance)[-1]
-
-
-half_field = jmp.autocast(field, "mixed_bfloat16")
-
-
 @pytest.mark.full
 def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
-    exact = solved(field, 1e-7)
-    off = [float(jnp.abs(solved(half_field, t) - exact).max()) for t in (1e-3, 1e-5)]
+    keys = jax.random.split(jax.random.key(0), 6)
+    w1 = jax.random.normal(keys[4], (2, 64))
+    w2 = jax.random.normal(keys[5], (64, 2)) / 8
+
+    def field(y, t):
+        return jnp.tanh(y @ w1) @ w2 - y
+
+    exact = at_end(field, 1e-7)
+    half = jmp.autocast(field, "mixed_bfloat16")
+    off = [float(jnp.abs(at_end(half, t) - exact).max()) for t in (1e-3, 1e-5)]
     assert 1e-4 < off[1] < off[0] < 1e-3
 
 
 @pytest.mark.full
 def test_a_solver_takes_more_steps_where_half_cannot_meet_its_tolerance() -> None:
+    keys = jax.random.split(jax.random.key(0), 6)
+    w1, w2 = jax.random.normal(keys[4], (2, 64)), jax.random.normal(keys[5], (64, 2))
+
+    def field(y, t):
+        return jnp.tanh(y @ w1) @ w2 / 8 - y
+
     def count_calls(field, tolerance):
         calls = []
 
@@ -132,12 +135,13 @@ def test_a_solver_takes_more_steps_where_half_cannot_meet_its_tolerance() -> Non
             jax.debug.callback(lambda: calls.append(1))
             return field(y, t)
 
-        solved(counted, tolerance)
+        at_end(counted, tolerance)
         jax.effects_barrier()
         return len(calls)
 
-    assert count_calls(half_field, 1e-3) < 1.3 * count_calls(field, 1e-3)
-    assert count_calls(half_field, 1e-5) > 1.5 * count_calls(field, 1e-5)
+    half = jmp.autocast(field, "mixed_bfloat16")
+    assert count_calls(half, 1e-3) < 1.3 * count_calls(field, 1e-3)
+    assert count_calls(half, 1e-5) > 1.5 * count_calls(field, 1e-5)
 
 
 def test_a_ratio_of_probabilities_in_half_is_off_before_anything_is_learned() -> None:
@@ -167,7 +171,7 @@ def test_muon_under_autocast_is_off_by_more_than_its_gradients() -> None:
     grads = {"w": jax.random.normal(jax.random.key(0), (128, 256))}
     state = muon.init(grads)
     (exact,), (half,) = (
-        jax.tree.leaves(update(grads, state, grads)[0])
+        jax.tree.leaves(jax.jit(update)(grads, state, grads)[0])
         for update in (muon.update, jmp.autocast(muon.update, "mixed_bfloat16"))
     )
     off = jnp.linalg.norm(half - exact) / jnp.linalg.norm(exact)

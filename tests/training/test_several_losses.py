@@ -131,7 +131,7 @@ def _penalty_grads(dtype, inner, outer, size=1.0) -> Any:
             return _penalty(POLICIES[dtype], params, x, inner, size)
 
         fun = jmp_lite.scaled_grad(loss, loss_scale=outer)
-        grads = jax.jit(fun, compiler_options=bitwise.UNOPTIMISED)(params)
+        grads = jax.jit(fun)(params)
         return jax.tree.map(np.asarray, outer.unscale(grads))
 
 
