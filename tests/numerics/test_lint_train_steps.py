@@ -13,17 +13,21 @@ from jax import lax
 from right_steps import ALWAYS_RIGHT
 from train_steps import (
     ADAM,
+    CLIP,
     PARAMS,
     POLICY,
     STEPS,
     X,
     Y,
     basic,
+    gradients_of,
     loss_fn,
     plain_loss,
     scaled,
+    stacked,
     step_with,
     unscaled,
+    updated,
 )
 
 import jmp_lite as jmp
@@ -42,7 +46,7 @@ OF_LOSS_SCALES = {
 }
 
 
-def found(step: Callable[..., Any], *args: Any) -> dict[str, str]:
+def found(step: Callable[..., Any], args: Any) -> dict[str, str]:
     """Return the findings that are about the loss scale: rule to remedy."""
     findings = lint(step, POLICY)(*args).findings
     return {f.rule: f.fix for f in findings if f.rule in OF_LOSS_SCALES}
@@ -50,56 +54,43 @@ def found(step: Callable[..., Any], *args: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_wrong_only_if_its_loss_is_not_scaled(name: str) -> None:
-    step, args = STEPS[name](scaled)
-    assert found(step, *args) == {}
-    step, args = STEPS[name](unscaled)
-    (rule,) = found(step, *args)
+    assert found(*STEPS[name](scaled)) == {}
+    (rule,) = found(*STEPS[name](unscaled))
     assert rule == "unscaled-gradients"
 
 
 @pytest.mark.parametrize("name", ALWAYS_RIGHT)
 def test_nothing_is_said_of_what_is_right_or_cannot_be_known(name: str) -> None:
-    step, args = ALWAYS_RIGHT[name]()
-    assert found(step, *args) == {}
+    assert found(*ALWAYS_RIGHT[name]()) == {}
 
 
 # The other faults.
 
 INSIDE = "Put it inside: scale_aware(optax.chain(..., optimizer))."
+SGD = jmp.scale_aware(optax.sgd(0.1))
+# Parameters of losses without a bias.
+WEIGHTS = {"w": PARAMS["w"], "v": PARAMS["v"]}
 
 
-def found_with(tx: Any, loss_scale: Any = None) -> dict[str, str]:
-    """Return the findings in a step with scaled gradients and this optimiser."""
-
-    def step(params, opt_state, loss_scale, x, y):
-        value, grads = scaled(loss_fn, loss_scale or opt_state)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    return found(step, PARAMS, tx.init(PARAMS), loss_scale, X, Y)
+def found_with(tx: Any, grad: Any = scaled, loss: Any = loss_fn, params: Any = PARAMS):
+    """Return the findings in a step with this optimiser, scaled gradients as a rule."""
+    return found(*step_with(tx, gradients_of(grad, loss), params))
 
 
 @pytest.mark.parametrize(
     "clip",
     [
+        CLIP,
         optax.clip(1.0),
-        optax.clip_by_global_norm(1.0),
         optax.clip_by_block_rms(1.0),
         optax.adaptive_grad_clip(0.1),
     ],
-    ids=["value", "global_norm", "block_rms", "adaptive"],
+    ids=["global_norm", "value", "block_rms", "adaptive"],
 )
 def test_clipping_of_scaled_gradients_is_found(clip: Any) -> None:
-    adam = optax.adam(1e-3)
-    assert found_with(jmp.scale_aware(optax.chain(clip, adam))) == {}
-    outside = optax.chain(clip, jmp.scale_aware(adam))
-    assert found_with(outside) == {"clipped-while-scaled": INSIDE}
-    of_updates = optax.chain(jmp.scale_aware(adam), clip)
-    assert found_with(of_updates) == {}
-
-
-def _over(through: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda params, x, y: jnp.mean(through(x, params["w"]) @ params["v"] - y) ** 2
+    assert found_with(jmp.scale_aware(optax.chain(clip, optax.adam(1e-3)))) == {}
+    assert found_with(optax.chain(clip, ADAM)) == {"clipped-while-scaled": INSIDE}
+    assert found_with(optax.chain(ADAM, clip)) == {}  # of updates
 
 
 def _states(x: Any, w: Any) -> Any:
@@ -125,23 +116,14 @@ PASSED: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("is_lowered", [True, False])
 @pytest.mark.parametrize("name", PASSED)
 def test_the_loss_scale_is_followed_through(name: str, is_lowered: bool) -> None:
-    loss, sgd = _over(PASSED[name]), optax.sgd(0.1)
+    def loss(params, x, y):
+        return jnp.mean(PASSED[name](x, params["w"]) @ params["v"] - y) ** 2
+
     loss = jmp.autocast(loss, POLICY) if is_lowered else loss
-    params = {"w": PARAMS["w"], "v": PARAMS["v"]}
-
-    def rules(tx: Any, grad: Any = scaled) -> set[str]:
-        def step(params, opt_state, x, y):
-            _, grads = grad(loss, opt_state)(params, x, y)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        kept = {"float32-product"}  # where nothing is lowered
-        return {*found(step, params, tx.init(params), X, Y)} - kept
-
-    clip = optax.clip_by_global_norm(1.0)
-    assert rules(jmp.scale_aware(optax.chain(clip, sgd))) == set()
-    assert rules(optax.chain(clip, jmp.scale_aware(sgd))) == {"clipped-while-scaled"}
-    assert rules(jmp.scale_aware(sgd), unscaled) == {"unscaled-gradients"}
+    rules = functools.partial(found_with, loss=loss, params=WEIGHTS)
+    assert set(rules(jmp.scale_aware(optax.chain(CLIP, optax.sgd(0.1))))) == set()
+    assert set(rules(optax.chain(CLIP, SGD))) == {"clipped-while-scaled"}
+    assert set(rules(SGD, unscaled)) == {"unscaled-gradients"}
 
 
 @pytest.mark.parametrize("is_half", [True, False])
@@ -151,35 +133,21 @@ def test_a_half_loss_of_a_step_is_found(is_half: bool) -> None:
         distance = jnp.abs(x @ w)
         return jnp.mean(distance if is_half else distance.astype(jnp.float32))
 
-    tx = jmp.scale_aware(optax.sgd(0.1))
-
     def step(params, opt_state, x, y):
         value, grads = scaled(loss, opt_state)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state, value
+        return *updated(SGD, grads, opt_state, params, value=value), value
 
     params = {"w": PARAMS["w"]}
-    report = lint(step, POLICY)(params, tx.init(params), X, Y)
+    report = lint(step, POLICY)(params, SGD.init(params), X, Y)
     assert {x.rule for x in report.findings} == ({"loss-in-half"} if is_half else set())
 
 
-@pytest.mark.parametrize(
-    "clip", [optax.clip_by_global_norm(1.0), optax.clip(1.0), optax.identity()]
-)
+@pytest.mark.parametrize("clip", [CLIP, optax.clip(1.0), optax.identity()])
 def test_a_gradient_that_is_zero_has_any_scale(clip: Any) -> None:
-    params, adam = PARAMS | {"unused": jnp.ones(3)}, optax.adam(1e-3)
-
-    def rules(tx: Any, grad: Any = scaled) -> set[str]:
-        def step(params, opt_state, x, y):
-            _, grads = grad(loss_fn, opt_state)(params, x, y)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        return {*found(step, params, tx.init(params), X, Y)}
-
-    right = jmp.scale_aware(optax.chain(clip, adam))
-    assert rules(right) == set()
-    assert rules(right, unscaled) == {"unscaled-gradients"}
+    params = PARAMS | {"unused": jnp.ones(3)}
+    right = jmp.scale_aware(optax.chain(clip, optax.adam(1e-3)))
+    assert found_with(right, params=params) == {}
+    assert set(found_with(right, unscaled, params=params)) == {"unscaled-gradients"}
 
 
 def test_primitives_of_autocast_pass_the_loss_scale_on() -> None:
@@ -187,76 +155,53 @@ def test_primitives_of_autocast_pass_the_loss_scale_on() -> None:
     def loss(params, x, y):  # a product in float32, whose operands are kept in half
         return jnp.mean((jax.nn.gelu(x @ params["w"]) @ params["v"] - y) ** 2)
 
-    clip = optax.clip_by_global_norm(1.0)
-    tx = optax.chain(clip, jmp.scale_aware(optax.adam(1e-3)))
-
-    def step(params, opt_state, x, y):
-        _, grads = scaled(loss, opt_state)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params = {"w": PARAMS["w"], "v": PARAMS["v"]}
-    rules = found(step, params, tx.init(params), X, Y)
+    rules = found_with(optax.chain(CLIP, ADAM), loss=loss, params=WEIGHTS)
     assert rules == {"clipped-while-scaled": INSIDE}
 
 
 @pytest.mark.parametrize("by_norm", [True, False])
 @pytest.mark.parametrize("before", [True, False])
 def test_clipping_by_hand_is_found(by_norm: bool, before: bool) -> None:
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
-    def clip(grads):
+    def clip(grads, _=None):
         if not by_norm:
             return jax.tree.map(lambda g: jnp.clip(g, -1.0, 1.0), grads)
         factor = jnp.minimum(1.0, 1.0 / (optax.tree.norm(grads) + 1e-6))
         return jax.tree.map(lambda g: g * factor, grads)
 
-    def step(params, opt_state, x, y):
-        _, grads = scaled(loss_fn, opt_state)(params, x, y)
-        grads = clip(grads) if before else grads
-        updates, opt_state = tx.update(grads, opt_state, params)
-        updates = updates if before else clip(updates)
-        return optax.apply_updates(params, updates), opt_state
-
-    expected = {"clipped-while-scaled": INSIDE} if before else {}
-    assert found(step, PARAMS, tx.init(PARAMS), X, Y) == expected
+    by_hand = optax.stateless(clip)
+    tx = optax.chain(by_hand, ADAM) if before else optax.chain(ADAM, by_hand)
+    assert found_with(tx) == ({"clipped-while-scaled": INSIDE} if before else {})
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_each_fault_is_found_in_a_scan_over_steps(loop: bool) -> None:
-    clip, decay = optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.01)
-    adam = optax.adam(1e-3)
-    faults = {
-        "clipped-while-scaled": optax.chain(clip, jmp.scale_aware(adam)),
-        "decay-outside": optax.chain(jmp.scale_aware(adam), decay),
-    }
-    for rule, tx in faults.items():
+@pytest.mark.parametrize(
+    ("rule", "tx"),
+    [
+        ("clipped-while-scaled", optax.chain(CLIP, ADAM)),
+        ("decay-outside", optax.chain(ADAM, optax.add_decayed_weights(0.01))),
+    ],
+)
+def test_each_fault_is_found_in_a_scan_over_steps(
+    rule: str, tx: Any, loop: bool
+) -> None:
+    def step(carry, batch):
+        params, opt_state = carry
+        _, grads = scaled(loss_fn, opt_state)(params, *batch)
+        return updated(tx, grads, opt_state, params), None
 
-        def step(carry, batch, tx=tx):
-            params, opt_state = carry
-            _, grads = scaled(loss_fn, opt_state)(params, *batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), None
-
-        def train(carry, xs, ys, step=step):
-            return jax.lax.scan(step, carry, (xs, ys))
-
-        carry = PARAMS, tx.init(PARAMS)
-        if loop:
-            found_rules = found(train, carry, jnp.stack([X] * 2), jnp.stack([Y] * 2))
-        else:
-            found_rules = found(step, carry, (X, Y))
-        assert set(found_rules) == {rule}
+    args = (PARAMS, tx.init(PARAMS)), (X, Y)
+    if loop:
+        step, args = functools.partial(lax.scan, step), (args[0], stacked(2, args[1]))
+    assert set(found(step, args)) == {rule}
 
 
 @pytest.mark.parametrize("where", ["before", "after", "by hand"])
 @pytest.mark.parametrize("half", [False, True])
 def test_decay_outside_is_found(where: str, half: bool) -> None:
     inner = jmp.scale_aware(jmp.master_weights(optax.sgd(0.1, momentum=0.9)))
-    decay = optax.add_decayed_weights(1e-4 if where == "before" else -1e-4)
     tx = {
-        "before": optax.chain(decay, inner),
-        "after": optax.chain(inner, decay),
+        "before": optax.chain(optax.add_decayed_weights(1e-4), inner),
+        "after": optax.chain(inner, optax.add_decayed_weights(-1e-4)),
         "by hand": inner,
     }[where]
     params = jax.tree.map(lambda p: p.astype("float16") if half else p, PARAMS)
@@ -268,13 +213,18 @@ def test_decay_outside_is_found(where: str, half: bool) -> None:
             params = jax.tree.map(lambda p: p * (1 - 1e-4), params)
         return optax.apply_updates(params, updates), opt_state
 
-    rules = found(step, params, jax.eval_shape(tx.init, params), X, Y)
+    rules = found(step, (params, jax.eval_shape(tx.init, params), X, Y))
     assert rules == {"decay-outside": INSIDE}
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(1e-3), optax.lion(1e-3)])
 def test_scaled_gradients_in_a_plain_optimiser_are_found(tx: Any) -> None:
-    ((rule, fix),) = found_with(tx, jmp.DynamicLossScale()).items()
+    def step(params, opt_state, loss_scale, x, y):
+        _, grads = scaled(loss_fn, loss_scale)(params, x, y)
+        return updated(tx, grads, opt_state, params)
+
+    args = PARAMS, tx.init(PARAMS), jmp.DynamicLossScale(), X, Y
+    ((rule, fix),) = found(step, args).items()
     assert rule == "scaled-update"
     assert fix.startswith("Wrap the optimizer, scale_aware(optimizer), or call")
 
@@ -288,32 +238,26 @@ def test_scaled_gradients_in_a_train_state_without_scale_aware_are_found() -> No
         value, grads = scaled(state.apply_fn, loss_scale)(state.params, x, y)
         return state.apply_gradients(grads=grads, value=value)
 
-    assert set(found(step, state, jmp.DynamicLossScale(), X, Y)) == {"scaled-update"}
+    args = state, jmp.DynamicLossScale(), X, Y
+    assert set(found(step, args)) == {"scaled-update"}
 
 
 @pytest.mark.parametrize("loss_scale", [None, jmp.NoOpLossScale()])
 def test_float16_gradients_without_a_loss_scale_are_found(loss_scale: Any) -> None:
     adam = optax.adam(1e-3)
     tx = adam if loss_scale is None else jmp.scale_aware(adam, loss_scale)
-    step, args = step_with(tx, lambda params, _, x, y: jax.grad(loss_fn)(params, x, y))
-    ((rule, fix),) = found(step, *args).items()
-    assert rule == "no-loss-scale"
-    assert fix == (
-        "Use scale_aware(optimizer) and scaled_value_and_grad(loss_fn, "
-        "loss_scale=opt_state), or bfloat16."
-    )
+    assert found_with(tx, unscaled) == {
+        "no-loss-scale": "Use scale_aware(optimizer) and scaled_value_and_grad(loss_fn,"
+        " loss_scale=opt_state), or bfloat16."
+    }
 
 
 def test_float16_gradients_of_float32_products_are_found_without_a_scale() -> None:
     params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
     tx = jmp.master_weights(optax.adam(1e-3))
-
-    def step(params, opt_state, x, y):  # x is float32, so the products are
-        grads = jax.grad(plain_loss)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    assert set(found(step, params, tx.init(params), X, Y)) == {"no-loss-scale"}
+    # x is float32, so the products are.
+    rules = found_with(tx, unscaled, plain_loss, params)
+    assert set(rules) == {"no-loss-scale"}
 
 
 def test_decay_before_a_trust_ratio_is_found() -> None:
@@ -327,7 +271,7 @@ def test_decay_before_a_trust_ratio_is_found() -> None:
 
 
 def test_the_gradient_alone_is_no_train_step() -> None:
-    assert found(jax.value_and_grad(loss_fn), PARAMS, X, Y) == {}
+    assert found(jax.value_and_grad(loss_fn), (PARAMS, X, Y)) == {}
 
 
 def test_unscaled_gradients_name_the_line_and_the_remedy() -> None:
@@ -346,7 +290,7 @@ def test_gradients_unscaled_twice_are_found() -> None:
         _, grads = scaled(loss_fn, opt_state)(params, x, y)
         return jmp.get_loss_scale(opt_state).unscale(grads)
 
-    assert set(found(*_called(step_with(ADAM, gradients)))) == {"unscaled-gradients"}
+    assert set(found(*step_with(ADAM, gradients))) == {"unscaled-gradients"}
 
 
 def test_the_loss_scale_of_the_other_network_is_found() -> None:
@@ -354,17 +298,12 @@ def test_the_loss_scale_of_the_other_network_is_found() -> None:
         return scaled(loss_fn, other)(params, x, y)[1]
 
     step = step_with(ADAM, gradients, batch=(ADAM.init(PARAMS), X, Y))
-    assert "unscaled-gradients" in found(*_called(step))
+    assert "unscaled-gradients" in found(*step)
 
 
-def test_shapes_stand_for_the_arguments() -> None:
+def test_arguments_may_be_shapes_and_are_seen_by_name() -> None:
     step, args = basic(unscaled, optax.adam(1e-3))
-    shapes = jax.eval_shape(lambda *args: args, *args)
-    assert set(found(step, *shapes)) == {"unscaled-gradients"}
-
-
-def test_arguments_by_name_are_seen() -> None:
-    step, (params, opt_state, x, y) = basic(unscaled, optax.adam(1e-3))
+    params, opt_state, x, y = jax.eval_shape(lambda *args: args, *args)
     report = lint(step, POLICY)(params, x=x, y=y, opt_state=opt_state)
     assert [f.rule for f in report.findings] == ["unscaled-gradients"]
 
@@ -374,22 +313,14 @@ def test_what_no_rule_knows_hides_no_fault_and_is_none() -> None:
         spectrum = jnp.fft.rfft(loss_fn(params, x, y) * jnp.ones(8))
         return jnp.mean(jnp.abs(spectrum))
 
-    assert found(*_called(basic(scaled, optax.adamw(1e-3), loss))) == {}
-    wrong = found(*_called(basic(unscaled, optax.adamw(1e-3), loss)))
-    assert set(wrong) == {"unscaled-gradients"}
+    tx = jmp.scale_aware(optax.adamw(1e-3))
+    assert found_with(tx, scaled, loss) == {}
+    assert set(found_with(tx, unscaled, loss)) == {"unscaled-gradients"}
 
 
 def test_nothing_is_said_of_gradients_that_are_scaled_in_part() -> None:
-    def both(loss, opt_state):
-        def fun(*args):
-            value, grads = scaled(loss, opt_state)(*args)
-            return value, jax.tree.map(jnp.add, grads, jax.grad(loss)(*args))
+    def gradients(params, opt_state, *batch):
+        _, grads = scaled(loss_fn, opt_state)(params, *batch)
+        return jax.tree.map(jnp.add, grads, jax.grad(loss_fn)(params, *batch))
 
-        return fun
-
-    assert found(*_called(basic(both, optax.adamw(1e-3)))) == {}
-
-
-def _called(step_and_args: Any) -> Any:
-    step, args = step_and_args
-    return step, *args
+    assert found(*step_with(jmp.scale_aware(optax.adamw(1e-3)), gradients)) == {}

@@ -3,6 +3,7 @@
 A decorated function returns a step and its arguments.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training import dynamic_scale
-from train_steps import ADAM, PARAMS, X, Y, loss_fn, plain_loss, scaled, step_with
+from train_steps import (
+    ADAM,
+    PARAMS,
+    X,
+    Y,
+    gradients_of,
+    loss_fn,
+    plain_loss,
+    scaled,
+    step_with,
+    updated,
+)
 
 import jmp_lite as jmp
 
@@ -45,19 +57,15 @@ def the_scale_as_the_first_cotangent():
 
 @right
 def the_scale_as_the_cotangents_of_two_losses():
-    tx = jmp.scale_aware(optax.adam(1e-3))
-
-    def step(params, opt_state, x, y):
+    def gradients(params, opt_state, x, y):
         def losses(params):
             return jnp.stack([loss_fn(params, x, y), loss_fn(params, x, -y)])
 
         _, pullback = jax.vjp(losses, params)
         weights = jnp.asarray([1.0, 0.3])
-        (grads,) = pullback(jmp.get_loss_scale(opt_state).scale(weights))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return pullback(jmp.get_loss_scale(opt_state).scale(weights))[0]
 
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
+    return step_with(ADAM, gradients)
 
 
 @right
@@ -92,25 +100,20 @@ def bfloat16_without_a_scale():
     return step_with(tx, lambda params, _, *batch: jax.grad(loss)(params, *batch))
 
 
-def _with_scale(loss_scale: Any, loss: Any) -> Any:
-    tx = jmp.scale_aware(optax.adamw(1e-3), loss_scale)
-
-    def step(params, opt_state, x, y):
-        value, grads = scaled(loss, opt_state)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
-
-
-@right
-def bfloat16_with_a_scale_of_one():
-    return _with_scale(jmp.NoOpLossScale(), jmp.autocast(plain_loss, "mixed_bfloat16"))
-
-
-@right
-def a_static_loss_scale():
-    return _with_scale(jmp.StaticLossScale(1024.0), loss_fn)
+OTHER_SCALES = {
+    "bfloat16_with_a_scale_of_one": (
+        jmp.NoOpLossScale(),
+        jmp.autocast(plain_loss, "mixed_bfloat16"),
+    ),
+    "a_static_loss_scale": (jmp.StaticLossScale(1024.0), loss_fn),
+    "float32_throughout": (jmp.NoOpLossScale(), plain_loss),
+}
+for _name, (_scale, _loss) in OTHER_SCALES.items():
+    ALWAYS_RIGHT[_name] = functools.partial(
+        step_with,
+        jmp.scale_aware(optax.adamw(1e-3), _scale),
+        gradients_of(scaled, _loss),
+    )
 
 
 @right
@@ -119,8 +122,7 @@ def dynamic_scale_of_flax():
 
     def step(params, opt_state, scale, x, y):
         scale, finite, _, grads = scale.value_and_grad(loss_fn)(params, x, y)
-        updates, new_state = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_state
+        new = updated(tx, grads, opt_state, params)
         return jmp.select_tree(finite, new, (params, opt_state)), scale
 
     scale = jax.tree.map(jnp.asarray, dynamic_scale.DynamicScale())
@@ -143,12 +145,6 @@ def a_constant_of_ones_own():
         return jax.tree.map(lambda p, g: p - 0.1 / 1024.0 * g, params, grads)
 
     return step, (PARAMS, X, Y)
-
-
-@right
-def float32_throughout():
-    step, (params, opt_state, x, y) = _with_scale(jmp.NoOpLossScale(), plain_loss)
-    return step, (params, opt_state, x, y)
 
 
 @right

@@ -47,6 +47,12 @@ def unscaled(
     return value_and_grad(loss, **options)
 
 
+def updated(tx: Any, grads: Any, opt_state: Any, params: Any, **options: Any) -> Any:
+    """Return the parameters after an update, and the state of the optimiser."""
+    updates, opt_state = tx.update(grads, opt_state, params, **options)
+    return optax.apply_updates(params, updates), opt_state
+
+
 def plain_loss(params, x, y):
     hidden = jax.nn.relu(x @ params["w"]) @ params["v"]
     return jnp.mean((hidden + params["b"][None] - y) ** 2)
@@ -61,8 +67,7 @@ def basic(grad: Any, optimizer: Any, loss: Any = loss_fn) -> Any:
 
     def step(params, opt_state, x, y):
         value, grads = grad(loss, opt_state)(params, x, y)
-        updates, opt_state = tx.update(grads, opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state, value
+        return *updated(tx, grads, opt_state, params, value=value), value
 
     return step, (PARAMS, tx.init(PARAMS), X, Y)
 
@@ -74,8 +79,7 @@ def step_with(
 
     def step(params, opt_state, *batch):
         grads = gradients(params, opt_state, *batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return updated(tx, grads, opt_state, params)
 
     return step, (params, tx.init(params), *batch)
 
@@ -85,12 +89,36 @@ def gradients_of(grad: Any, loss: Any = loss_fn) -> Any:
     return lambda params, opt_state, *batch: grad(loss, opt_state)(params, *batch)[1]
 
 
+def stacked(count: int, tree: Any) -> Any:
+    """Return each array of a tree several times."""
+    return jax.tree.map(lambda x: jnp.stack([x] * count), tree)
+
+
+def zeros_like(tree: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
 ADAM = jmp.scale_aware(optax.adam(1e-3))
 
 
-@step_of
-def sgd(grad):
-    return basic(grad, optax.sgd(0.1))
+CLIP = optax.clip_by_global_norm(1.0)
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": optax.sgd(0.1),
+    "clip_decay_and_schedule_inside": optax.chain(
+        CLIP, optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100))
+    ),
+    "other_clips_inside": optax.chain(
+        optax.clip(1.0),
+        optax.adaptive_grad_clip(0.1),
+        optax.clip_by_block_rms(1.0),
+        optax.lion(1e-3, weight_decay=0.1),
+    ),
+    "adafactor": optax.adafactor(1e-3),
+    "hyperparameters_in_the_state": optax.inject_hyperparams(optax.adamw)(1e-3),
+    "accumulation_inside": optax.MultiSteps(optax.adam(1e-3), 4),
+}
+for _name, _optimizer in OPTIMIZERS.items():
+    STEPS[_name] = functools.partial(basic, optimizer=_optimizer)
 
 
 @step_of
@@ -100,47 +128,16 @@ def adam_jitted_and_donated(grad):
 
 
 @step_of
-def clip_decay_and_schedule_inside(grad):
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
-    return basic(
-        grad, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    )
-
-
-@step_of
-def other_clips_inside(grad):
-    clips = optax.clip(1.0), optax.adaptive_grad_clip(0.1), optax.clip_by_block_rms(1.0)
-    return basic(grad, optax.chain(*clips, optax.lion(1e-3, weight_decay=0.1)))
-
-
-@step_of
-def adafactor(grad):
-    return basic(grad, optax.adafactor(1e-3))
-
-
-@step_of
-def hyperparameters_in_the_state(grad):
-    return basic(grad, optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3))
-
-
-@step_of
-def accumulation_inside(grad):
-    return basic(grad, optax.MultiSteps(optax.adam(1e-3), 4))
-
-
-@step_of
 def accumulation_in_a_scan(grad):
     def gradients(params, opt_state, xs, ys):
         def add(total, batch):
             _, grads = grad(loss_fn, opt_state)(params, *batch)
             return jax.tree.map(jnp.add, total, grads), None
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(add, zeros, (xs, ys))
+        total, _ = jax.lax.scan(add, zeros_like(params), (xs, ys))
         return jax.tree.map(lambda g: g / 4, total)
 
-    batch = jnp.stack([X] * 4), jnp.stack([Y] * 4)
-    return step_with(ADAM, gradients, batch=batch)
+    return step_with(ADAM, gradients, batch=stacked(4, (X, Y)))
 
 
 @step_of
@@ -157,13 +154,12 @@ def accumulation_of_unscaled_gradients_in_a_scan(grad):
             count = count + finite.astype(jnp.float32)
             return (total, count, loss_scale.adjust(finite)), None
 
-        first = jax.tree.map(jnp.zeros_like, params), jnp.float32(0), loss_scale
+        first = zeros_like(params), jnp.float32(0), loss_scale
         (total, count, loss_scale), _ = jax.lax.scan(add, first, (xs, ys))
         mean = jax.tree.map(lambda g: g / count, total)
-        updates, opt_state = tx.update(mean, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss_scale
+        return *updated(tx, mean, opt_state, params), loss_scale
 
-    batches = jnp.stack([X] * 4), jnp.stack([Y] * 4)
+    batches = stacked(4, (X, Y))
     return step, (PARAMS, tx.init(PARAMS), jmp.DynamicLossScale(), *batches)
 
 
@@ -174,16 +170,14 @@ def accumulation_by_hand_in_an_argument(grad):
         total = jax.tree.map(jnp.add, total, grads)
 
         def update(params, opt_state, total):
-            updates, opt_state = ADAM.update(total, opt_state, params)
-            zeros = jax.tree.map(jnp.zeros_like, total)
-            return optax.apply_updates(params, updates), opt_state, zeros
+            return *updated(ADAM, total, opt_state, params), zeros_like(total)
 
         def wait(*args):
             return args
 
         return jax.lax.cond(is_last, update, wait, params, opt_state, total)
 
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    zeros = zeros_like(PARAMS)
     return step, (PARAMS, ADAM.init(PARAMS), zeros, jnp.bool_(True), X, Y)
 
 
@@ -195,13 +189,9 @@ def jmps_way(grad):
         value, grads = grad(loss_fn, loss_scale)(params, x, y)
         grads = loss_scale.unscale(grads)
         finite = jmp.all_finite(grads)
-        updates, new_state = tx.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
-        return (
-            *jmp.select_tree(finite, (new_params, new_state), (params, opt_state)),
-            loss_scale.adjust(finite),
-            value,
-        )
+        new = updated(tx, grads, opt_state, params)
+        chosen = jmp.select_tree(finite, new, (params, opt_state))
+        return *chosen, loss_scale.adjust(finite), value
 
     return step, (PARAMS, tx.init(PARAMS), jmp.DynamicLossScale(), X, Y)
 
@@ -231,8 +221,7 @@ def several_loss_scales(grad):
             grads[name] = loss_scale.unscale(given)
             new_scales[name] = loss_scale.adjust(jmp.all_finite(grads[name]))
         total = jax.tree.map(lambda *g: sum(g[1:], g[0]), *grads.values())
-        updates, opt_state = tx.update(total, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, new_scales
+        return *updated(tx, total, opt_state, params), new_scales
 
     scales = {"fit": jmp.DynamicLossScale(), "size": jmp.DynamicLossScale(2.0**24)}
     return step, (PARAMS, tx.init(PARAMS), scales, X, Y)
@@ -248,9 +237,8 @@ def a_sum_of_losses_with_aux(grad):
         fun = grad(losses, opt_state, has_aux=True)
         (value, aux), grads = fun(params, x, y)
         norm = optax.tree.norm(jmp.get_loss_scale(opt_state).unscale(grads))
-        updates, opt_state = ADAM.update(grads, opt_state, params, value=value)
-        metrics = jmp.loss_scale_metrics(opt_state) | aux | {"norm": norm}
-        return optax.apply_updates(params, updates), opt_state, metrics
+        params, opt_state = updated(ADAM, grads, opt_state, params, value=value)
+        return params, opt_state, jmp.loss_scale_metrics(opt_state) | aux, norm
 
     return step, (PARAMS, ADAM.init(PARAMS), X, Y)
 
@@ -266,49 +254,47 @@ def _gan() -> Any:
     def generator_loss(generator, critic, x):
         return -jnp.mean(score(critic, score(generator, x) @ jnp.ones((8, 16))))
 
-    losses = {"critic": critic_loss, "generator": generator_loss}
-    return {name: jmp.autocast(loss, POLICY) for name, loss in losses.items()}
+    return {
+        ("critic", "generator"): jmp.autocast(critic_loss, POLICY),
+        ("generator", "critic"): jmp.autocast(generator_loss, POLICY),
+    }
+
+
+GAN = {"critic": PARAMS, "generator": PARAMS}
 
 
 @step_of
 def a_gan_with_two_loss_scales(grad):
-    txs = {name: jmp.scale_aware(optax.adam(1e-3)) for name in _gan()}
-
     def step(params, states, x):
         params, states = dict(params), dict(states)
-        for name, other in ("critic", "generator"), ("generator", "critic"):
-            fun = grad(_gan()[name], states[name])
-            _, grads = fun(params[name], params[other], x)
-            updates, states[name] = txs[name].update(grads, states[name], params[name])
-            params[name] = optax.apply_updates(params[name], updates)
+        for (name, other), loss in _gan().items():
+            _, grads = grad(loss, states[name])(params[name], params[other], x)
+            params[name], states[name] = updated(
+                ADAM, grads, states[name], params[name]
+            )
         return params, states
 
-    params = {"critic": PARAMS, "generator": PARAMS}
-    return step, (params, {name: tx.init(PARAMS) for name, tx in txs.items()}, X)
+    return step, (GAN, {name: ADAM.init(PARAMS) for name in GAN}, X)
 
 
 @step_of
 def a_gan_with_one_loss_scale(grad):
-    labels = {"critic": "critic", "generator": "generator"}
     parts: Any = {"critic": optax.adam(4e-4), "generator": optax.adam(1e-4)}
-    tx = jmp.scale_aware(optax.partition(parts, labels))
+    tx = jmp.scale_aware(optax.partition(parts, {name: name for name in parts}))
 
     def step(params, opt_state, x):
         grads = {}
-        for name, other in ("critic", "generator"), ("generator", "critic"):
-            fun = grad(_gan()[name], opt_state)
-            _, grads[name] = fun(params[name], params[other], x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        for (name, other), loss in _gan().items():
+            _, grads[name] = grad(loss, opt_state)(params[name], params[other], x)
+        return updated(tx, grads, opt_state, params)
 
-    params = {"critic": PARAMS, "generator": PARAMS}
-    return step, (params, tx.init(params), X)
+    return step, (GAN, tx.init(GAN), X)
 
 
 @step_of
 def steps_in_a_scan(grad):
-    step, (params, opt_state, x, y) = basic(
-        grad, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    step, (params, opt_state, *batch) = basic(
+        grad, optax.chain(CLIP, optax.adamw(1e-3))
     )
 
     def train(params, opt_state, xs, ys):
@@ -318,7 +304,7 @@ def steps_in_a_scan(grad):
 
         return jax.lax.scan(body, (params, opt_state), (xs, ys))
 
-    return train, (params, opt_state, jnp.stack([x] * 3), jnp.stack([y] * 3))
+    return train, (params, opt_state, *stacked(3, batch))
 
 
 @step_of
@@ -358,8 +344,7 @@ def _mapped(grad: Any, average: str) -> Any:
         value, grads = grad(loss, opt_state)(params, x, y)
         if average == "grads":
             value, grads = jax.lax.pmean((value, grads), "data")
-        updates, opt_state = tx.update(grads, opt_state, params, value=value)
-        return optax.apply_updates(params, updates), opt_state
+        return updated(tx, grads, opt_state, params, value=value)
 
     return step, tx.init(PARAMS)
 
@@ -377,8 +362,7 @@ def in_shard_map(grad):
 def in_pmap(grad):
     step, opt_state = _mapped(grad, "grads")
     mapped = jax.pmap(step, axis_name="data", devices=jax.devices()[:2])
-    params, opt_state = jax.tree.map(lambda x: jnp.stack([x] * 2), (PARAMS, opt_state))
-    return mapped, (params, opt_state, jnp.stack([X] * 2), jnp.stack([Y] * 2))
+    return mapped, stacked(2, (PARAMS, opt_state, X, Y))
 
 
 @step_of
@@ -404,8 +388,8 @@ def half_parameters_with_masters(grad):
 @step_of
 def a_step_of_each_seed(grad):
     step, (params, opt_state, x, y) = basic(grad, optax.adamw(1e-3))
-    params, opt_state = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, opt_state))
-    return jax.vmap(step, (0, 0, None, None)), (params, opt_state, x, y)
+    mapped = jax.vmap(step, (0, 0, None, None))
+    return mapped, (*stacked(2, (params, opt_state)), x, y)
 
 
 @step_of
@@ -413,11 +397,10 @@ def parameters_projected_after_the_step(grad):
     step, args = basic(grad, optax.adam(1e-3))
 
     def projected(params, opt_state, x, y):
-        params, opt_state, value = step(params, opt_state, x, y)
-        params = jax.tree.map(
-            lambda p: p / jnp.maximum(1.0, jnp.linalg.norm(p)), params
-        )
-        return params, opt_state, value
+        params, opt_state, _ = step(params, opt_state, x, y)
+        norms = jax.tree.map(jnp.linalg.norm, params)
+        params = jax.tree.map(lambda p, n: p / jnp.maximum(1.0, n), params, norms)
+        return params, opt_state
 
     return projected, args
 
@@ -446,8 +429,7 @@ def private_gradients_of_each_example(grad):
         fun = grad(loss_fn, opt_state)
         one = jax.vmap(fun, in_axes=(None, 0, 0))
         values, grads = one(params, x[:, None], y[:, None])
-        updates, opt_state = tx.update(grads, opt_state, params, value=values.mean())
-        return optax.apply_updates(params, updates), opt_state
+        return updated(tx, grads, opt_state, params, value=values.mean())
 
     return step, (PARAMS, tx.init(PARAMS), X, Y)
 
@@ -491,13 +473,10 @@ class Pooled(nn.Module):
 @step_of
 def linen_train_state(grad):
     model = jmp_lite.linen.with_policy(Pooled(), POLICY)
-    x = jnp.ones((8, 8, 8, 8))
+    x, tx = jnp.ones((8, 8, 8, 8)), jmp.scale_aware(optax.adamw(1e-3))
     variables = model.init(jax.random.key(0), x)
     state = jmp_lite.linen.TrainState.create(
-        apply_fn=model.apply,
-        tx=jmp.scale_aware(optax.adamw(1e-3)),
-        ema_decay=0.99,
-        **variables,
+        apply_fn=model.apply, tx=tx, ema_decay=0.99, **variables
     )
 
     def step(state, x, y):
@@ -514,9 +493,7 @@ def linen_train_state(grad):
 
 @step_of
 def train_state_of_flax(grad):
-    state = FlaxTrainState.create(
-        apply_fn=loss_fn, params=PARAMS, tx=jmp.scale_aware(optax.adam(1e-3))
-    )
+    state = FlaxTrainState.create(apply_fn=loss_fn, params=PARAMS, tx=ADAM)
 
     def step(state, x, y):
         value, grads = grad(state.apply_fn, state.opt_state)(state.params, x, y)
@@ -574,7 +551,6 @@ def nnx_train_state(grad):
 @step_of
 def equinox_model(grad):
     model = eqx.nn.MLP(16, 8, width_size=16, depth=2, key=jax.random.key(0))
-    tx = jmp.scale_aware(optax.adam(1e-3))
 
     @functools.partial(jmp.autocast, policy=POLICY)
     def loss(model, x, y):
@@ -584,7 +560,7 @@ def equinox_model(grad):
         fun = grad(loss, opt_state, value_and_grad=eqx.filter_value_and_grad)
         _, grads = fun(model, x, y)
         params = eqx.filter(model, eqx.is_inexact_array)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = ADAM.update(grads, opt_state, params)
         return eqx.apply_updates(model, updates), opt_state
 
-    return step, (model, tx.init(eqx.filter(model, eqx.is_inexact_array)), X, Y)
+    return step, (model, ADAM.init(eqx.filter(model, eqx.is_inexact_array)), X, Y)
