@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_lite as jmp
 from jmp_lite import numerics
 from jmp_lite._src.autocast.transform import check_policy
-from jmp_lite._src.numerics import runs
+from jmp_lite._src.numerics import advice, runs, stretches
 from jmp_lite._src.numerics.dry_run import measure
 from jmp_lite.numerics import EXPONENTS, DryRunReport, OpStats, dry_run
 
@@ -48,44 +48,37 @@ def in_autocast(fun: Any, policy: Any, *args: Any) -> Any:
     return jax.jit(jmp.autocast(fun, policy), compiler_options=options)(*args)
 
 
-# One of each kind: every form of control flow, rules, effects, dtypes.
-_SHORT = {
-    "scan_reversed_and_unrolled": "f16",
-    "while_loop": "bf16",
-    "cond": "f16",
-    "checkpoint": "f16",
-    "custom_vjp_in_scan": "bf16",
-    "custom_jvp": "f16",
-    "shard_map_with_jit_and_scan": "f16",
-    "x64": "f16",
+# One of each kind: every form of control flow, rules, effects, dtypes. The half dtype,
+# and whether it is one of the longer ones.
+_HALVES = {
+    "scan_reversed_and_unrolled": ("f16", False),
+    "while_loop": ("bf16", False),
+    "cond": ("f16", False),
+    "checkpoint": ("f16", False),
+    "custom_vjp_in_scan": ("bf16", False),
+    "custom_jvp": ("f16", False),
+    "shard_map_with_jit_and_scan": ("f16", False),
+    "x64": ("f16", False),
+    "linen_scan_of_remat": ("bf16", True),
+    "switch": ("bf16", True),
+    "key_in_carry": ("bf16", True),
+    "scan_in_cond_in_scan": ("f16", True),
+    "maml": ("f16", True),
+    "causal_attention": ("bf16", True),
+    "donated_buffers": ("bf16", True),
 }
-_FULL = {
-    "linen_scan_of_remat": "bf16",
-    "switch": "bf16",
-    "key_in_carry": "bf16",
-    "scan_in_cond_in_scan": "f16",
-    "maml": "f16",
-    "causal_attention": "bf16",
-    "donated_buffers": "bf16",
-}
 
 
-def _cases() -> list[Any]:
-    halves = _SHORT | _FULL
-    standard, full = [pytest.mark.standard_promotion], [pytest.mark.full]
-    return [
-        pytest.param(
-            program,
-            halves[program.name],
-            id=program.name,
-            marks=standard * program.third_party + full * (program.name in _FULL),
-        )
-        for program in PROGRAMS
-        if program.name in halves
-    ]
+def _case(program: Program) -> Any:
+    half, is_long = _HALVES[program.name]
+    marks = [pytest.mark.standard_promotion] * program.third_party
+    marks += [pytest.mark.full] * is_long
+    return pytest.param(program, half, id=program.name, marks=marks)
 
 
-@pytest.mark.parametrize(("program", "half"), _cases())
+@pytest.mark.parametrize(
+    ("program", "half"), [_case(p) for p in PROGRAMS if p.name in _HALVES]
+)
 def test_the_run_of_the_policy_is_that_of_autocast(program: Program, half: str) -> None:
     with program.context():
         fun, args = program.make()
@@ -275,16 +268,14 @@ def test_arrays_too_large_for_the_host_are_compared_where_they_are(monkeypatch):
 # What it costs.
 
 
-def test_a_dry_run_costs_few_compilations():
-    loss, params, tokens = compilations.transformer()
-    with compilations.counted() as found:
-        report = dry_run(jax.grad(loss), "mixed_float16")(params, tokens)
-    assert {r.layer for r in report.layers()} >= {"block_0/mlp", "block_1/attention"}
-    assert len(found) <= 4
-
-
+# `advise` takes long here: two tests below, its dry runs share their programs.
 @pytest.mark.parametrize(
-    ("tool", "most"), [("dry_run", 8), ("first_nonfinite", 8), ("advise", 16)]
+    ("tool", "most"),
+    [
+        ("dry_run", 8),
+        ("first_nonfinite", 8),
+        pytest.param("advise", 16, marks=pytest.mark.full),
+    ],
 )
 def test_equal_layers_are_lowered_and_compiled_once(tool, most):
     run = {
@@ -305,15 +296,43 @@ def test_equal_layers_are_lowered_and_compiled_once(tool, most):
     assert counts[0][1] <= most
 
 
+def equal_layers(ws, x):
+    for i, w in enumerate(ws):
+        with jax.named_scope(f"layer_{i}"):
+            x = x + jnp.tanh(x @ w) * jnp.cos(x)
+    return x
+
+
+EQUAL = [jnp.eye(3) * (i + 1) / 6 for i in range(6)], jnp.ones((2, 3))
+
+
 def test_layers_that_share_a_program_have_the_numbers_of_their_own(monkeypatch):
-    loss, params, tokens = compilations.transformer(5)
+    monkeypatch.setattr(stretches, "_LEAST_SITES", 4)
 
     def report():
-        return dry_run(jax.grad(loss), "mixed_float16")(params, tokens).to_json()
+        with compilations.counted() as compiled:
+            found = dry_run(equal_layers, "mixed_float16")(*EQUAL).to_json()
+        return found, len(compiled)
 
-    shared = report()
+    shared, programs = report()
     monkeypatch.setattr(runs, "structure", lambda *_: object())
-    assert report() == shared
+    alone, more_programs = report()
+    assert shared == alone and programs < more_programs
+
+
+def test_the_dry_runs_of_advice_share_their_programs(monkeypatch):
+    dry_runs = []
+
+    def counting(*args, **kwargs):
+        dry_runs.append(args)
+        return measure(*args, **kwargs)
+
+    monkeypatch.setattr(advice, "measure", counting)
+    with compilations.counted() as compiled:
+        numerics.advise(lambda *args: jnp.mean(equal_layers(*args)), "mixed_float16")(
+            EQUAL[0][:2], EQUAL[1]
+        )
+    assert len(compiled) < len(dry_runs)
 
 
 # Loops and branches.
@@ -448,6 +467,3 @@ def test_an_nnx_model_has_the_layers_that_the_user_names() -> None:
     assert all(r.line.startswith(__file__) for r in report.rows)
     with pytest.raises(TypeError, match=r"got an nnx module.*nnx\.split"):
         dry_run(lambda m, x: m(x), "mixed_float16")(model, jnp.ones((2, 3)))
-
-
-# Errors.

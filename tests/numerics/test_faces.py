@@ -16,7 +16,7 @@ WIDTH = 16
 
 
 def many_layers(w, x):
-    for i in range(60):
+    for i in range(46):
         with jax.named_scope(f"layer_{i}"):
             x = jnp.log(jnp.tanh(x @ w) ** 2 + 1e-9)
     return jnp.mean(x)
@@ -40,9 +40,9 @@ MADE = {
     "nonfinite": lambda: numerics.first_nonfinite(lambda w, x: jnp.log(x - w).sum())(
         *ARGS
     ),
-    "tree_stats": lambda: numerics.tree_stats({f"{i}": ARGS for i in range(60)}, "f16"),
+    "tree_stats": lambda: numerics.tree_stats({f"{i}": ARGS for i in range(46)}, "f16"),
     "doctor": lambda: DIAGNOSIS,
-    "modules": lambda: modules(60),
+    "modules": lambda: modules(46),
 }
 
 

@@ -1,5 +1,6 @@
 """Advice on half results: what is measured to stay in range, and only that."""
 
+import functools
 import math
 from typing import Any
 
@@ -33,6 +34,12 @@ def model(w, x, middle=1.0):
         return jnp.mean(jnp.square(jnp.exp(-jnp.square(x @ w[2])) - 0.5))
 
 
+@functools.cache
+def advice_on(policy: str = HALF, middle: float = 1.0) -> Advice:
+    """Return what is advised for the model, once for all tests that look at it."""
+    return advise(lambda w, x: model(w, x, middle), policy)(W, X)
+
+
 def rules(advice: Advice) -> dict[str, Any]:
     return dict(getattr(advice.policy, "rules", ()))
 
@@ -44,7 +51,7 @@ def results_of_products(fun: Any, policy: Any, *args: Any) -> dict[str, str]:
 
 
 def test_what_stays_far_below_the_range_is_half():
-    advice = advise(model, HALF)(W, X)
+    advice = advice_on()
     assert rules(advice) == dict.fromkeys(
         ("first", "middle", "last"), jmp.get_policy(LOW)
     )
@@ -55,7 +62,7 @@ def test_what_stays_far_below_the_range_is_half():
         advice
     )
     half, full = (
-        jax.value_and_grad(jmp.autocast(model, policy))(W, X)
+        jax.jit(jax.value_and_grad(jmp.autocast(model, policy)))(W, X)
         for policy in (advice.policy, HALF)
     )
     exact = jax.value_and_grad(model)(W, X)
@@ -64,6 +71,7 @@ def test_what_stays_far_below_the_range_is_half():
         assert float(jnp.linalg.norm(a - c)) <= bound
 
 
+@pytest.mark.one_of("headroom")
 @pytest.mark.parametrize("headroom", [4.0, 16.0, 100.0])
 @pytest.mark.parametrize(("share", "dtype"), [(0.99, "f16"), (1.01, "f32")])
 def test_the_headroom_is_kept_to_a_percent(headroom, share, dtype):
@@ -84,15 +92,9 @@ def test_without_an_end_to_the_headroom_nothing_more_is_half():
 
 
 def test_a_layer_that_comes_near_the_end_keeps_float32_results():
-    def loss(w, x):
-        return model(w, x, middle=2000.0)
-
-    advice = advise(loss, HALF)(W, X)
-    assert results_of_products(loss, advice.policy, W, X) == {
-        "first": "f16",
-        "middle": "f32",
-        "last": "f16",
-    }
+    advice = advice_on(middle=2000.0)
+    results = results_of_products(model, advice.policy, W, X)
+    assert results == {"first": "f16", "middle": "f32", "last": "f16"}
     (reason,) = (r for r in advice.reasons if r.startswith("middle"))
     assert "results of products stay in float32: dot_general at " in reason
     assert "and 16 times that is beyond 6.55e+04" in reason
@@ -110,19 +112,15 @@ def test_an_operation_that_grows_on_half_results_takes_their_half_away():
     advice = advise(loss, HALF)(W, X)
     found = jmp.numerics.dry_run(loss, advice.policy)(W, X)
     assert not any(row.is_half and row.max_abs * 16 > LARGEST for row in found.rows)
-    value = float(jmp.autocast(loss, advice.policy)(W, X))
-    np.testing.assert_allclose(value, float(loss(W, X)), rtol=0.01)
+    value = jax.jit(jmp.autocast(loss, advice.policy))(W, X)
+    np.testing.assert_allclose(value, loss(W, X), rtol=0.01)
 
 
 def test_another_batch_only_makes_it_more_careful():
-    first = advise(model, HALF)(W, X)
+    first = advice_on()
     harder = advise(model, HALF, previous=first)(W, X * np.float32(2000))
     easier = advise(model, HALF, previous=harder)(W, X)
-    assert results_of_products(model, harder.policy, W, X) == {
-        "first": "f32",
-        "middle": "f32",
-        "last": "f32",
-    }
+    assert set(results_of_products(model, harder.policy, W, X).values()) == {"f32"}
     assert easier.policy == harder.policy
     layers = {name for name, reason in easier.half_results if reason}
     assert layers == {name for name, reason in harder.half_results if reason}
@@ -188,19 +186,17 @@ def test_a_search_that_does_not_settle_allows_no_half_results_and_says_so(monkey
 
 
 def test_advice_is_saved_as_json():
-    for scale in (1.0, 2000.0):
-        advice = advise(lambda w, x, s=scale: model(w, x, s), HALF)(W, X)
+    plain = advice_on("mixed_bfloat16")
+    for advice in (advice_on(), advice_on(middle=2000.0), plain):
         again = Advice.from_json(advice.to_json())
         assert again == advice and again.code() == advice.code()
-    plain = advise(model, "mixed_bfloat16")(W, X)
-    assert Advice.from_json(plain.to_json()) == plain
     for text in ("", "{}", "[]", plain.report.to_json()):
         with pytest.raises(ValueError, match="Expected the JSON of an Advice"):
             Advice.from_json(text)
 
 
 def test_bfloat16_has_half_results_already():
-    advice = advise(model, "mixed_bfloat16")(W, X)
+    advice = advice_on("mixed_bfloat16")
     assert advice.policy == jmp.get_policy("mixed_bfloat16")
     assert advice.half_results == ()
 
@@ -252,7 +248,7 @@ def test_a_factor_of_a_derivative_does_not_lower_the_loss_scale():
 
 
 # That autocast has each hazard right is a test of its own, which takes no advice.
-_SHORT = ("large_products", "fully_masked_rows", "long_sum", "l2_norm_with_eps")
+_SHORT = ("large_products", "long_sum")
 
 
 @pytest.mark.standard_promotion
@@ -336,6 +332,5 @@ def test_beyond_what_was_measured_the_step_is_skipped_and_the_product_is_named()
         )
     again = advise(loss, HALF, previous=advice)(grown, X)
     assert results_of_products(loss, again.policy, grown, X)["stream"] == "f32"
-    np.testing.assert_allclose(
-        jmp.autocast(loss, again.policy)(grown, X), loss(grown, X), rtol=0.01
-    )
+    repaired = jax.jit(jmp.autocast(loss, again.policy))(grown, X)
+    np.testing.assert_allclose(repaired, loss(grown, X), rtol=0.01)

@@ -32,7 +32,9 @@ def line_of(fun: Any, offset: int) -> str:
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("case", HAZARDS + HARMLESS, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", HAZARDS + HARMLESS, ids=lambda case: case.program.__name__
+)
 def test_what_is_planted_is_found_on_its_line_and_nothing_else(case: Case) -> None:
     fun = case.under(case.program)
     report = lint(fun, case.policy, target=case.target)(*case.args)
@@ -247,6 +249,3 @@ def test_arrays_shapes_and_other_arguments_are_all_arguments() -> None:
     )
     assert of_arrays == of_shapes
     assert rules(of_arrays) == ["eps-underflows", "softmax-in-half"]
-
-
-# Errors.

@@ -113,6 +113,7 @@ PASSED: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.one_of("is_lowered")
 @pytest.mark.parametrize("is_lowered", [True, False])
 @pytest.mark.parametrize("name", PASSED)
 def test_the_loss_scale_is_followed_through(name: str, is_lowered: bool) -> None:
@@ -195,6 +196,7 @@ def test_each_fault_is_found_in_a_scan_over_steps(
     assert set(found(step, args)) == {rule}
 
 
+@pytest.mark.one_of("half")
 @pytest.mark.parametrize("where", ["before", "after", "by hand"])
 @pytest.mark.parametrize("half", [False, True])
 def test_decay_outside_is_found(where: str, half: bool) -> None:

@@ -26,28 +26,19 @@ INF, NAN = float("inf"), float("nan")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function and its arguments.
+    """A function and its arguments."""
 
-    Attributes:
-      name: that of the function, as it is written.
-      fun: what is watched: the function, its gradient, ...
-      args: its arguments.
-      line: the line that ends in `# here`, `""` if there is none.
-    """
-
-    name: str
-    fun: Callable[..., Any]
+    name: str  # that of the function, as it is written
+    fun: Callable[..., Any]  # what is watched: the function, its gradient, ...
     args: tuple[Any, ...]
-    line: str
+    line: str  # the one that ends in `# here`, `""` if there is none
 
 
 def given(*args: Any, under: Any = None, source: Any = None) -> Any:
     """Make a program of a function.
 
-    Args:
-      *args: the arguments of the function.
-      under: makes of the function what is watched, its gradient say.
-      source: what holds the line at fault, if that is not the function itself.
+    `under` makes of the function what is watched, its gradient say; `source` holds the
+    line at fault, if the function itself does not.
     """
 
     def make(fun):
@@ -61,21 +52,13 @@ def given(*args: Any, under: Any = None, source: Any = None) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hazard:
-    """A program, and what is to be found in it.
-
-    Attributes:
-      program: the program.
-      found: primitive, layer, direction, dtype.
-      iterations: of the loops around it.
-      operands: the ranges.
-      third_party: whether it needs JAX's default promotion.
-    """
+    """A program, and what is to be found in it."""
 
     program: Program
-    found: tuple[str, str, str, str]
+    found: tuple[str, str, str, str]  # primitive, layer, direction, dtype
     iterations: tuple[int, ...] = ()
-    operands: tuple[tuple[float, float], ...] = ()
-    third_party: bool = False
+    operands: tuple[tuple[float, float], ...] = ()  # their ranges
+    third_party: bool = False  # whether it needs JAX's default promotion
 
 
 HAZARDS: list[Hazard] = []
@@ -106,18 +89,14 @@ def total(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def grad_of_total(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the gradient of the sum of the results."""
     return jax.grad(total(fun))
 
 
 def grad_of_jitted_total(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the gradient of the sum of the results, which is jitted."""
     return jax.grad(jax.jit(total(fun)))
 
 
-def in_float16(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as autocast makes it."""
-    return jmp.autocast(fun, "mixed_float16")
+in_float16 = functools.partial(jmp.autocast, policy="mixed_float16")
 
 
 # Elementwise, forward.
@@ -133,24 +112,10 @@ def overflow_of_a_square(x):
         return jnp.sqrt(x)
 
 
-@forward_f32("log", operands=((0.0, 1.0),))
-@given(jnp.array([1.0, 0.0]))
-def log_of_zero(x):
-    y = jnp.log(x)  # here
-    return jnp.sum(y * 2.0)
-
-
 @forward_f32("div", operands=((0.0, 1.0), (0.0, 1.0)))
 @given(jnp.array([1.0, 0.0]), jnp.array([1.0, 0.0]))
 def zero_over_zero(x, y):
     return jnp.exp(x / y)  # here
-
-
-@forward_f32("exp", "gate", operands=((-1.0, 90.0),))
-@given(jnp.array([-1.0, 90.0]))
-def overflow_of_exp(x):
-    with jax.named_scope("gate"):
-        return jnp.log1p(jnp.exp(x))  # here
 
 
 @forward_f16("div", operands=((0.0, 2.0), (0.0, 2.0)))
@@ -165,12 +130,6 @@ def eps_that_is_zero_in_half(x):
 def cast_to_half(x):
     half = x.astype(F16)  # here
     return half.astype(F32)
-
-
-@forward_f32("pow", operands=((-2.0, 2.0), (0.5, 0.5)))
-@given(jnp.array([-2.0, 2.0]), jnp.float32(0.5))
-def root_of_a_negative_number(x, p):
-    return 1.0 + x**p  # here
 
 
 @forward_f32("mul", operands=((0.0, 0.0), (INF, INF)))
@@ -262,12 +221,6 @@ def slope_of_sqrt_at_zero_beside_the_value(x):
     for _ in range(2):
         x = jnp.sqrt(x)  # here
     return x
-
-
-@backward_f32("pow", operands=((0.0, 4.0), (-0.5, -0.5)))
-@given(jnp.array([0.0, 4.0]), under=grad_of_jitted_total)
-def slope_of_a_power_at_zero(x):
-    return x**0.5  # here
 
 
 @backward_f32("div", operands=((0.5, 0.5), (0.0, 2.0)))
@@ -407,16 +360,6 @@ def backward_of_what_is_computed_again(x):
 
 
 # Loops, branches, calls.
-
-
-@forward_f32("div", "cell", iterations=(3,), operands=((1.0, 1.0), (0.0, 0.0)))
-@given(jnp.array([3.0, 2.0, 1.0, 0.0, 1.0]))
-def iteration_of_a_scan(xs):
-    def step(h, x):
-        with jax.named_scope("cell"):
-            return h + 1.0 / x, h  # here
-
-    return lax.scan(step, jnp.float32(0.0), xs)
 
 
 @forward_f32("log", iterations=(2, 1), operands=((0.0, 0.0),))
