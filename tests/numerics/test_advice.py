@@ -113,7 +113,7 @@ def patterns(advice: Advice) -> list[str]:
     ],
 )
 def test_following_the_advice_repairs_the_training(loss_fn, policy):
-    advice = advise(loss_fn, policy)(PARAMS, X, Y)
+    advice = advice_on(loss_fn, policy)
     assert patterns(advice) == ["middle"]
     assert advice.left == ()
     expected = train(loss_fn, jmp.NoOpLossScale())
@@ -221,7 +221,7 @@ def test_an_error_is_traced_to_the_layer_that_has_lost_the_digits(
     assert re.match(start + shows, advice.reasons[0]), advice.reasons
     assert advice.left == ()
     with pytest.warns(UserWarning, match="no product of .* runs in half"):  # it was all
-        assert np.isfinite(jmp.autocast(loss_fn, advice.policy)(*args))
+        assert np.isfinite(jax.jit(jmp.autocast(loss_fn, advice.policy))(*args))
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -245,7 +245,7 @@ def test_a_clipped_sigmoid_needs_no_layer_in_float32(half: str) -> None:
     args = jnp.ones((2, 1)), jnp.linspace(-10.0, 10.0, 24)[:, None] * jnp.ones((1, 2))
     advice = advise(loss, f"mixed_{half}")(*args)
     assert patterns(advice) == [] and advice.left == ()
-    got = jmp.autocast(loss, advice.policy)(*args)
+    got = jax.jit(jmp.autocast(loss, advice.policy))(*args)
     np.testing.assert_allclose(got, loss(*args), rtol=1e-3)
 
 
@@ -432,12 +432,12 @@ def test_attention_with_norms_stays_in_half(policy, getkey):
         labels = jnp.zeros(x.shape[:2], jnp.int32)
         return optax.softmax_cross_entropy_with_integer_labels(out, labels).mean()
 
-    advice = advise(loss, policy)(model.init(getkey(), x), x)
+    advice = advise(loss, policy)(jax.jit(model.init)(getkey(), x), x)
     assert patterns(advice) == []
     assert advice.left == ()
 
 
-# Where it starts from, and what it cannot do.
+# Where it starts from.
 
 
 def test_the_rules_of_the_start_stay_behind_those_that_are_new():

@@ -33,8 +33,6 @@ class Mlp(nn.Module):
 
 
 class Nested(nn.Module):
-    """Blocks of them."""
-
     @nn.compact
     def __call__(self, x):
         for i in range(2):
@@ -43,8 +41,6 @@ class Nested(nn.Module):
 
 
 class Numbered(nn.Module):
-    """Layers that linen names."""
-
     @nn.compact
     def __call__(self, x):
         large = nn.Dense(8, kernel_init=LARGE)  # made first: Dense_0
@@ -65,8 +61,6 @@ class WithSetup(nn.Module):
 
 
 class Rematerialised(nn.Module):
-    """A block that is computed again."""
-
     @nn.compact
     def __call__(self, x):
         return nn.remat(Mlp)(name="mlp")(x)
@@ -75,6 +69,27 @@ class Rematerialised(nn.Module):
 def float32_patterns(advice: Advice) -> list[str]:
     rules = getattr(advice.policy, "rules", ())
     return sorted(pattern for pattern, p in rules if p.compute_dtype == jnp.float32)
+
+
+def loss_of(net: Any) -> Any:
+    """Return the loss of a model of linen, or of one like it, and its parameters."""
+
+    def loss(params, x, net=net):
+        return jnp.mean(jnp.square(net.apply(params, x)))
+
+    return loss, jax.jit(net.init)(jax.random.key(0), X)
+
+
+def in_both(net: Any, policy: Any) -> Any:
+    """Return the losses of a model with a policy and under autocast, and in float32."""
+    loss, params = loss_of(net)
+    by_module = jmp_lite.linen.with_policy(net, policy)
+
+    @jax.jit
+    def losses(params, x):
+        return loss(params, x, by_module), jmp.autocast(loss, policy)(params, x)
+
+    return np.asarray(losses(params, X)), loss(params, X)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +104,11 @@ def float32_patterns(advice: Advice) -> list[str]:
     ids=lambda x: type(x).__name__,
 )
 def test_patterns_of_a_linen_model_fit_both(net: Any, patterns: list[str]) -> None:
-    params = net.init(jax.random.key(0), X)
-
-    def loss(params, x, net=net):
-        return jnp.mean(jnp.square(net.apply(params, x)))
-
+    loss, params = loss_of(net)
     advice = advise(loss, "mixed_float16")(params, X)
     assert float32_patterns(advice) == patterns and advice.left == ()
-    by_module = loss(params, X, jmp_lite.linen.with_policy(net, advice.policy))
-    by_autocast = jmp.autocast(loss, advice.policy)(params, X)
-    np.testing.assert_allclose([by_module, by_autocast], loss(params, X), rtol=0.02)
-    assert not np.isfinite(jmp.autocast(loss, "mixed_float16")(params, X))
+    np.testing.assert_allclose(*in_both(net, advice.policy), rtol=0.02)
+    assert not np.isfinite(jax.jit(jmp.autocast(loss, "mixed_float16"))(params, X))
 
 
 class Tied(nn.Module):
@@ -112,33 +121,25 @@ class Tied(nn.Module):
 
 
 class Critic(nn.Module):
-    """A model that is safe in float16."""
-
     @nn.compact
     def __call__(self, x):
         return nn.Dense(1, name="out")(jnp.tanh(nn.Dense(8, name="in")(x)))
 
 
 def test_a_model_that_must_be_in_float32_itself_is_all_of_it() -> None:
-    net: Any = Tied()
-    params = net.init(jax.random.key(0), X)
-
-    def loss(params, x, net=net):
-        return jnp.mean(jnp.square(net.apply(params, x)))
-
+    loss, params = loss_of(Tied())
     advice = advise(loss, "mixed_float16")(params, X)
     assert "(Tied)?" in float32_patterns(advice) and advice.left == ()
-    by_module = loss(params, X, jmp_lite.linen.with_policy(net, advice.policy))
     with pytest.warns(UserWarning, match="3 × its policy computes in float32"):
-        by_autocast = jmp.autocast(loss, advice.policy)(params, X)
-    np.testing.assert_allclose([by_module, by_autocast], loss(params, X), rtol=0.02)
+        found, expected = in_both(Tied(), advice.policy)
+    np.testing.assert_allclose(found, expected, rtol=0.02)
 
 
 def test_a_model_in_float32_leaves_the_other_model_in_half() -> None:
     net: Any = Tied()
     critic: Any = Critic()
-    params = net.init(jax.random.key(0), X)
-    others = critic.init(jax.random.key(1), X)
+    params = jax.jit(net.init)(jax.random.key(0), X)
+    others = jax.jit(critic.init)(jax.random.key(1), X)
 
     def loss(params, others, x):
         return jnp.mean(critic.apply(others, net.apply(params, x)))
@@ -167,7 +168,7 @@ def test_a_layer_inside_one_that_is_in_float32_needs_no_rule() -> None:
     )
     advice = advise(loss, "mixed_float16", previous=previous)(w, X)
     assert float32_patterns(advice) == ["outer"]
-    assert jnp.isfinite(jmp.autocast(loss, advice.policy)(w, X))
+    assert jnp.isfinite(jax.jit(jmp.autocast(loss, advice.policy))(w, X))
 
 
 class Block(nnx.Module):
@@ -186,8 +187,6 @@ class Block(nnx.Module):
 
 
 class Blocks(nnx.Module):
-    """Two of them."""
-
     def __init__(self):
         self.first, self.second = Block(), Block()
 
@@ -209,7 +208,7 @@ def test_patterns_of_scopes_that_are_paths_of_nnx_fit_both() -> None:
     assert advice.left == ()
     model = jmp_lite.nnx.with_policy(Blocks(), advice.policy)
     by_module = jnp.mean(jnp.square(model(X)))
-    by_autocast = jmp.autocast(loss, advice.policy)(state, X)
+    by_autocast = jax.jit(jmp.autocast(loss, advice.policy))(state, X)
     np.testing.assert_allclose([by_module, by_autocast], loss(state, X), rtol=0.02)
     report = dry_run(loss, advice.policy)(state, X)
     assert {r.layer for r in report.rows if r.is_half} == {"first/up", "second/up"}

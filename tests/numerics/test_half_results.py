@@ -299,7 +299,7 @@ def test_beyond_what_was_measured_the_step_is_skipped_and_the_product_is_named()
 
     advice = advise(loss, HALF)(W, X)
     loss_fn = jmp.autocast(loss, advice.policy)
-    tx = jmp.scale_aware(optax.adam(1e-3), advice.loss_scale)
+    tx = jmp.scale_aware(optax.sgd(1e-3, momentum=0.9), advice.loss_scale)
     grown = W * np.array([5e4, 1, 1], np.float32)[:, None, None]
     state: Any = tx.init(grown)
 
