@@ -122,8 +122,6 @@ def test_following_the_advice_repairs_the_training(loss_fn, policy):
     assert repaired == pytest.approx(expected, rel=0.1)
     broken = train(jmp.autocast(loss_fn, policy), advice.loss_scale)
     assert np.isnan(broken) or broken > 3 * expected
-    reports = [dry_run(loss_fn, p)(PARAMS, X, Y) for p in (policy, advice.policy)]
-    assert reports[0].worst(1)[0].added_error > 30 * reports[1].worst(1)[0].added_error
 
 
 def test_the_reason_names_the_operation_and_its_range():
@@ -279,8 +277,13 @@ def test_a_layer_that_was_suspected_and_is_innocent_is_left_in_half():
 # What is said of it.
 
 
+@functools.cache
+def of_sine() -> DryRunReport:
+    return dry_run(jnp.sin, "mixed_float16")(jnp.ones(2))
+
+
 def a_row(**changes: Any) -> OpStats:
-    (row,) = dry_run(jnp.sin, "mixed_float16")(jnp.ones(2)).rows
+    (row,) = of_sine().rows
     held: dict[str, Any] = {"layer": "a", "line": "m.py:3", "dtype": "float16"}
     errors = {"error": 0.5, "added_error": 0.5}
     return dataclasses.replace(row, **(held | errors | changes))
@@ -290,38 +293,32 @@ LOST = {"error": np.inf, "added_error": np.inf}
 CAUSE = ("a", "dot_general", "m.py:1")
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        (
-            LOST | {"overflow": 0.25, "max_abs": 1e5},
-            "sin at m.py:3 reaches 1e+05, beyond 6.55e+04, in 25.0% of its numbers.",
-        ),
-        (
-            LOST | {"overflow": 1e-5, "max_abs": 7e4},
-            "sin at m.py:3 reaches 7e+04, beyond 6.55e+04, in <0.1% of its numbers.",
-        ),
+def test_each_kind_of_fault_has_words_of_its_own():
+    large = LOST | {"max_abs": 1e5}
+    beyond = "reaches 1e+05, beyond 6.55e+04, in"
+    of_half = "has an error of 50.0% in float16."
+    for changes, reason in (
+        (large | {"overflow": 0.25}, f"sin at m.py:3 {beyond} 25.0% of its numbers."),
+        (large | {"overflow": 1e-5}, f"sin at m.py:3 {beyond} <0.1% of its numbers."),
         (
             LOST | {"max_abs": 15.9},
             "sin at m.py:3 is not finite in float16; in float32 it reaches 15.9.",
         ),
-        ({}, "sin at m.py:3 has an error of 50.0% in float16."),
+        ({}, f"sin at m.py:3 {of_half}"),
         (
             {"error": 17.0, "added_error": 1.0},
             "sin at m.py:3 has an error of 17 times its size in float16.",
         ),
-        ({"cause": CAUSE}, "sin at m.py:3 has an error of 50.0% in float16."),
+        ({"cause": CAUSE}, f"sin at m.py:3 {of_half}"),
         (
             {"layer": "", "cause": CAUSE},
             "dot_general at m.py:1 rounds away what sin in no scope at m.py:3 needs, "
-            "which has an error of 50.0% in float16.",
+            f"which {of_half}",
         ),
-    ],
-)
-def test_each_kind_of_fault_has_words_of_its_own(changes, reason):
-    (fault,) = find_faults(DryRunReport((a_row(**changes),), "float16"), ())
-    assert fault.layer == "a"
-    assert fault.reason() == f"a in float32: {reason}"
+    ):
+        (fault,) = find_faults(DryRunReport((a_row(**changes),), "float16"), ())
+        assert fault.layer == "a"
+        assert fault.reason() == f"a in float32: {reason}"
 
 
 def test_what_is_in_no_layer_is_left_and_said_with_what_else_can_be_done():
@@ -421,10 +418,9 @@ def test_attention_with_norms_stays_in_half(policy, getkey):
         def __call__(self, x):
             mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
             x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x), mask=mask)
-            h = nn.gelu(nn.Dense(32)(nn.LayerNorm()(x)))
-            return x + nn.Dense(8)(h)
+            return nn.Dense(5)(nn.gelu(x))
 
-    model = nn.Sequential([Block(), nn.Dense(5)])
+    model = Block()
     x = jax.random.normal(getkey(), (2, 6, 8))
 
     def loss(params, x):

@@ -23,21 +23,11 @@ from jmp_lite._src.numerics.stats import (
     merge_stacked,
     value_stats_on_host,
 )
-from jmp_lite.numerics import (
-    EXPONENTS,
-    TreeStats,
-    ValueStats,
-    merge,
-)
+from jmp_lite.numerics import EXPONENTS, TreeStats, ValueStats, merge
 
-
-def with_exponents(fun: Any) -> Any:
-    return functools.partial(fun, histogram=True)
-
-
-empty = with_exponents(numerics.empty)
-tree_stats = with_exponents(numerics.tree_stats)
-value_stats = with_exponents(numerics.value_stats)
+empty = functools.partial(numerics.empty, histogram=True)
+tree_stats = functools.partial(numerics.tree_stats, histogram=True)
+value_stats = functools.partial(numerics.value_stats, histogram=True)
 
 HALVES = [jnp.float16, jnp.bfloat16]
 
@@ -101,13 +91,14 @@ def borders(dtype: Any) -> list[float]:
     return [np.nextafter(x, side) for x in exact for side in (x, np.float32(0), np.inf)]
 
 
-@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_each_border_is_where_a_cast_has_it(dtype, sign):
+def test_each_border_is_where_a_cast_has_it(dtype):
     for x in borders(dtype):
-        assert_matches_numpy(np.float32(sign * x), dtype)
+        for sign in (1, -1):
+            assert_matches_numpy(np.float32(sign * x), dtype)
 
 
+@pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("dtype", [*HALVES, jnp.float32])
 @pytest.mark.parametrize("held", [*HALVES, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_every_small_number_is_counted_as_numpy_does(held, dtype):
@@ -116,6 +107,7 @@ def test_every_small_number_is_counted_as_numpy_does(held, dtype):
     assert_matches_numpy(every.reshape(2, 64, -1), dtype)
 
 
+@pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("dtype", [*HALVES, jnp.float32])
 def test_float32_of_every_exponent_is_counted_as_numpy_does(dtype):
     bits = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32)
@@ -141,7 +133,7 @@ def test_a_complex_number_is_two_numbers():
     assert as_lists(value_stats(x, "f16")) == as_lists(value_stats(parts, "f16"))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 1, 7)])
+@pytest.mark.parametrize("shape", [(), (3, 0), (5, 1, 7)])
 def test_any_shape_will_do(shape):
     x = np.random.default_rng(0).normal(size=shape)
     assert_matches_numpy(np.float32(x), jnp.float16)
@@ -184,6 +176,7 @@ def assert_counts_all_of_x(found: ValueStats) -> None:
     assert raw_bits(found) == raw_bits(value_stats(X, "f16"))
 
 
+@pytest.mark.one_of("histogram")
 @pytest.mark.parametrize("histogram", [True, False])
 def test_jit_vmap_and_scan_find_what_eager_finds(histogram):
     count = functools.partial(value_stats, dtype="f16", histogram=histogram)
@@ -394,6 +387,3 @@ def test_the_table_has_the_worst_leaf_on_top():
     assert rows["rare"] == ["5e+03", "-", "-", "<0.1%", "-", "-", "-30…0"]
     assert rows["zeros"] == ["2", *"----", "100.0%", "-"]
     assert "rounded to float16" in lines[0]
-
-
-# In a train step.
