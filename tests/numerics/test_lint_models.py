@@ -16,7 +16,7 @@ import jmp_lite.nnx
 from jmp_lite import autocast
 from jmp_lite.numerics import lint
 
-pytestmark = pytest.mark.one_of("policy")
+pytestmark = [pytest.mark.one_of("policy"), pytest.mark.standard_promotion]
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
@@ -48,8 +48,7 @@ class Block(nnx.Module):
 
     def __call__(self, x, mask):
         x = x + self.attention(self.norms[0](x), mask=mask)
-        x = x + self.dropout(self.down(jax.nn.gelu(self.up(self.norms[1](x)))))
-        return x
+        return x + self.dropout(self.down(jax.nn.gelu(self.up(self.norms[1](x)))))
 
 
 class Transformer(nnx.Module):
@@ -107,7 +106,6 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(losses)
 
 
-@pytest.mark.standard_promotion
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", [conv_net, transformer])
 def test_sound_models_have_no_findings(make: Any, policy: str) -> None:
@@ -126,7 +124,6 @@ def test_sound_models_have_no_findings(make: Any, policy: str) -> None:
         assert report.f32_flops_share == 0.0
 
 
-@pytest.mark.standard_promotion
 @pytest.mark.parametrize("make", [conv_net, transformer])
 def test_a_model_in_float32_is_a_model_left_in_float32(make: Any) -> None:
     fun, *args = make(None)
@@ -135,7 +132,6 @@ def test_a_model_in_float32_is_a_model_left_in_float32(make: Any) -> None:
     assert report.f32_flops_share == 1.0
 
 
-@pytest.mark.standard_promotion
 def test_modules_that_hold_their_state_are_functions_too() -> None:
     model = jmp_lite.nnx.with_policy(Transformer(32, 16, nnx.Rngs(0)), "mixed_bfloat16")
     assert not lint(model, "mixed_bfloat16")(ints(2, 8))

@@ -72,7 +72,7 @@ def test_a_single_number_among_a_billion_is_seen():
     np.testing.assert_allclose(common.get_height(), -0.86)
 
 
-def test_float16s_range_is_shaded_and_named():
+def test_the_range_is_shaded_and_named():
     (axes,) = plot_histograms(NAMED, jnp.float16).axes
     info = jnp.finfo(jnp.float16)
     low, high = axes.get_xlim()
@@ -89,10 +89,7 @@ def test_float16s_range_is_shaded_and_named():
     assert low <= EXPONENTS[0] and high > max(
         c[-1].get_x() for c in axes.containers[:2]
     )
-
-
-def test_bfloat16_has_no_border_in_sight():
-    (axes,) = plot_histograms(NAMED, "bf16").axes
+    (axes,) = plot_histograms(NAMED, "bf16").axes  # no border in sight
     assert spans(axes) == {"normal": axes.get_xlim()}
     assert "bfloat16" in axes.get_xlabel()
 
