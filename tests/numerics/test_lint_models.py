@@ -55,7 +55,7 @@ class Transformer(nnx.Module):
     def __init__(self, vocabulary, features, rngs):
         self.embed = nnx.Embed(vocabulary, features, rngs=rngs)
         self.positions = nnx.Embed(16, features, rngs=rngs)
-        self.blocks = nnx.List([Block(features, rngs) for _ in range(2)])
+        self.blocks = nnx.List([Block(features, rngs) for _ in range(1)])
         self.norm = nnx.LayerNorm(features, use_fast_variance=False, rngs=rngs)
         self.head = nnx.Linear(features, vocabulary, rngs=rngs)
 

@@ -10,12 +10,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import lax
 
 import jmp_lite as jmp
@@ -34,15 +32,11 @@ class Program:
     line: str  # the one that ends in `# here`, `""` if there is none
 
 
-def given(*args: Any, under: Any = None, source: Any = None) -> Any:
-    """Make a program of a function.
-
-    `under` makes of the function what is watched, its gradient say; `source` holds the
-    line at fault, if the function itself does not.
-    """
+def given(*args: Any, under: Any = None) -> Any:
+    """Make a program of a function; `under` makes its gradient of it, say."""
 
     def make(fun):
-        lines, first = inspect.getsourcelines(source or fun)
+        lines, first = inspect.getsourcelines(fun)
         at = [first + i for i, line in enumerate(lines) if line.endswith("# here\n")]
         line = f"{__file__}:{at[0]}" if at else ""
         return Program(fun.__name__, under(fun) if under else fun, args, line)
@@ -519,7 +513,7 @@ def infinite_state_that_stays(best, x):
     return best, x
 
 
-# Whole steps, and models.
+# A whole step.
 
 ADAM = optax.adam(1e-3)
 
@@ -529,77 +523,6 @@ ADAM = optax.adam(1e-3)
 def eps_of_adam_in_half(params, state, grads):
     updates, state = ADAM.update(grads, state, params)  # here
     return optax.apply_updates(params, updates), state
-
-
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        # Its own lines are flax's: that of the call is the first of the user's.
-        h = nn.Dense(4, name="up", use_bias=False)(x)  # here
-        return nn.Dense(4, name="down")(h)
-
-
-class LinenNet(nn.Module):
-    def setup(self):
-        self.blocks = [LinenBlock(), LinenBlock()]
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def linen_block(*, up: float, down_bias: float) -> dict[str, dict[str, jax.Array]]:
-    """Return the parameters of a block."""
-    bias = jnp.full(4, down_bias, F16)
-    return {
-        "up": {"kernel": jnp.full((4, 4), up, F16)},
-        "down": {"kernel": jnp.zeros((4, 4), F16), "bias": bias},
-    }
-
-
-@forward_f16(
-    "dot_general",
-    "LinenNet/blocks_1/up",
-    operands=((400.0, 400.0), (60.0, 60.0)),
-    third_party=True,
-)
-@given(
-    {
-        "blocks_0": linen_block(up=0.0, down_bias=400.0),
-        "blocks_1": linen_block(up=60.0, down_bias=0.0),
-    },
-    jnp.ones((2, 4), F16),
-    source=LinenBlock,
-)
-def linen_model(params, x):
-    return LinenNet().apply({"params": params}, x)
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(4, 4, rngs=rngs)
-
-    def __call__(self, x):
-        with jax.named_scope("up"):  # nnx enters none
-            x = self.up(x)  # here
-        return self.down(x)
-
-
-GRAPHDEF, STATE = nnx.split(NnxNet(nnx.Rngs(0)))
-
-
-@forward_f16(
-    "dot_general", "up", operands=((400.0, 400.0), (60.0, 60.0)), third_party=True
-)
-@given(
-    jax.tree.map(lambda p: jnp.full_like(p, 60.0, F16), STATE),
-    jnp.full((2, 4), 400.0, F16),
-    source=NnxNet,
-)
-def nnx_model(state, x):
-    return nnx.merge(GRAPHDEF, state)(x)
 
 
 # And what is none: all results are finite.

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from flax.training.train_state import TrainState as FlaxTrainState
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
@@ -322,17 +321,6 @@ def steps_in_a_while_loop(grad):
     return train, (params, opt_state, x, y)
 
 
-@step_of
-def two_steps_in_a_row(grad):
-    step, args = basic(grad, optax.adamw(1e-3))
-
-    def twice(params, opt_state, x, y):
-        params, opt_state, _ = step(params, opt_state, x, y)
-        return step(params, opt_state, x, y)
-
-    return twice, args
-
-
 def _mapped(grad: Any, average: str) -> Any:
     tx = jmp.scale_aware(optax.adam(1e-3), axis_name="data")
 
@@ -489,17 +477,6 @@ def linen_train_state(grad):
         return state.apply_gradients(grads=grads, value=value, batch_stats=stats)
 
     return step, (state, x, Y)
-
-
-@step_of
-def train_state_of_flax(grad):
-    state = FlaxTrainState.create(apply_fn=loss_fn, params=PARAMS, tx=ADAM)
-
-    def step(state, x, y):
-        value, grads = grad(state.apply_fn, state.opt_state)(state.params, x, y)
-        return state.apply_gradients(grads=grads), value
-
-    return step, (state, X, Y)
 
 
 class Layers(nnx.Module):
