@@ -1,7 +1,6 @@
 """`lint` finds what is planted, on its line, and nothing in programs that are sound."""
 
 import inspect
-import io
 import json
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from lint_corpus import F16, F32, HAZARDS, KEY, Case, bf16, f16, f32
 from lint_harmless import HARMLESS
-from rich.console import Console
+from printed import printed
 
 import jmp_lite.linen
 from jmp_lite import PolicyMap, autocast, full_precision
@@ -167,10 +166,8 @@ def test_a_report_survives_json(report_of_three) -> None:
 
 
 def test_a_table_has_a_row_per_finding(report_of_three) -> None:
-    console = Console(width=200, record=True, file=io.StringIO())
     table = report_of_three.table()
-    console.print(table)
-    text = console.export_text()
+    text = printed(table, width=200)
     assert table.row_count == 3
     assert "lint: 3 findings, 0.0% of matrix-product FLOPs left in float32" in text
     assert "softmax-in-half" in text

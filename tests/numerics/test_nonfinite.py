@@ -76,16 +76,6 @@ def test_nothing_is_found_where_all_results_are_finite(program: Program) -> None
     assert first_nonfinite(program.fun)(*program.args) is None
 
 
-def test_what_makes_a_number_costs_few_compilations():
-    loss, params, tokens = compilations.transformer()
-    params["blocks"][1]["up"] = params["blocks"][1]["up"].at[0, 0].set(3e38)
-    params["blocks"][1]["down"] = 1e3 * params["blocks"][1]["down"]
-    with compilations.counted() as compiled:
-        report = first_nonfinite(jax.grad(loss))(params, tokens)
-    assert found(report).layer == "block_1/mlp"
-    assert len(compiled) <= 4
-
-
 def test_iterations_share_a_compilation():
     def step(h, x):
         return jnp.tanh(h * x), jnp.log(x)

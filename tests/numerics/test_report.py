@@ -1,7 +1,6 @@
 """The report of a dry run: its order, its layers, its tables, figures and JSON."""
 
 import dataclasses
-import io
 import json
 import math
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from matplotlib.figure import Figure
-from rich.console import Console
+from printed import printed
 
 from jmp_lite.numerics import EXPONENTS, DryRunReport, OpStats, dry_run
 
@@ -52,12 +51,6 @@ ROWS = (
     a_row(layer="", primitive="add", dtype="float32", added_error=0.0, max_abs=1e30),
 )
 REPORT = DryRunReport(ROWS, "float16")
-
-
-def printed(table: Any, width: int = 160) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(table)
-    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue] - a StringIO
 
 
 def layers_of(text: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Statistics of numbers: as NumPy has them, at every border, however they run."""
 
 import functools
-import io
 import json
 import pickle
 import re
@@ -14,7 +13,8 @@ import pytest
 from bitwise import raw_bits
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from rich.console import Console
+from numpy_stats import expected_stats
+from printed import printed
 
 from jmp_lite import numerics
 from jmp_lite._src.numerics import stats
@@ -23,34 +23,13 @@ from jmp_lite._src.numerics.stats import (
     merge_stacked,
     value_stats_on_host,
 )
-from jmp_lite.numerics import EXPONENTS, TreeStats, ValueStats, merge
+from jmp_lite.numerics import TreeStats, ValueStats, merge
 
 empty = functools.partial(numerics.empty, histogram=True)
 tree_stats = functools.partial(numerics.tree_stats, histogram=True)
 value_stats = functools.partial(numerics.value_stats, histogram=True)
 
 HALVES = [jnp.float16, jnp.bfloat16]
-
-
-def expected_stats(x: Any, dtype: Any) -> dict[str, Any]:
-    """Return the statistics as NumPy has them: by casting, in float64."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        magnitudes = np.abs(np.asarray(x).astype(np.float64)).ravel()
-        rounded = magnitudes.astype(dtype).astype(np.float64)
-    numbers = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
-    exponents = np.clip(np.frexp(numbers)[1] - 1, EXPONENTS[0], EXPONENTS[-1])
-    smallest_normal = float(jnp.finfo(dtype).smallest_normal)
-    return {
-        "size": magnitudes.size,
-        "nonfinite": np.sum(~np.isfinite(magnitudes)),
-        "zero": np.sum(magnitudes == 0),
-        "subnormal": np.sum((rounded > 0) & (rounded < smallest_normal)),
-        "underflow": np.sum((rounded == 0) & (magnitudes > 0)),
-        "overflow": np.sum(np.isfinite(magnitudes) & np.isinf(rounded)),
-        "max_abs": np.max(numbers, initial=0.0).astype(np.float32),
-        "min_abs": np.min(numbers, initial=np.inf).astype(np.float32),
-        "histogram": [np.sum(exponents == e) for e in EXPONENTS],
-    }
 
 
 def floats(values: list[float]) -> np.ndarray:
@@ -376,10 +355,7 @@ def test_the_table_has_the_worst_leaf_on_top():
         "nan": jnp.array([1.0, jnp.nan]),
         "large": jnp.array([1.0, 1e9]),
     }
-    console = Console(width=80, file=io.StringIO())
-    with console.capture() as capture:
-        console.print(numerics.tree_stats(tree, "f16").table())
-    lines = capture.get().splitlines()
+    lines = printed(numerics.tree_stats(tree, "f16").table(), width=80).splitlines()
     rows = {cells[0]: cells[1:] for cells in map(str.split, lines) if len(cells) == 8}
     order = ["nan", "large", "flushed", "rare", "subnormal", "fine", "zeros"]
     assert [name for name in rows if name in tree] == order
