@@ -36,36 +36,32 @@ def test_scopes_and_lines_do_not_count():
     assert hash(structure_of(layer)) == hash(structure_of(in_scope))
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        pytest.param((lambda x, y: x + y, lambda x, y: x - y), id="primitive"),
-        pytest.param((lambda x, y: x + y, lambda x, y: x + x), id="operands"),
-        pytest.param((lambda x, y: x - y, lambda x, y: y - x), id="order"),
-        pytest.param((lambda x, y: (x, x + y), lambda x, y: (y, x + y)), id="results"),
-        pytest.param((lambda x, y: x + 1.0, lambda x, y: x + 2.0), id="literal"),
-        pytest.param((lambda x, y: x * 0.0, lambda x, y: x * -0.0), id="zero"),
-        pytest.param((lambda x, y: x.sum(0), lambda x, y: x.sum(1)), id="parameter"),
-        pytest.param(
-            (
-                lambda x, y: jax.jit(lambda x: x + 1.0)(x),
-                lambda x, y: jax.jit(lambda x: x + 2.0)(x),
-            ),
-            id="inside_a_call",
-        ),
-        pytest.param(
-            (
-                lambda x, y: lax.dot(x, y),
-                lambda x, y: lax.dot(x, y, precision=lax.Precision.HIGHEST),
-            ),
-            id="precision",
-        ),
-    ],
-)
-def test_what_changes_the_numbers_counts(pair):
-    one, other = map(structure_of, pair)
+def in_jit(number: float) -> Callable[..., Any]:
+    return lambda x, y: jax.jit(lambda x: x + number)(x)
+
+
+def dot(precision: Any) -> Callable[..., Any]:
+    return lambda x, y: lax.dot(x, y, precision=precision)
+
+
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "primitive": (lambda x, y: x + y, lambda x, y: x - y),
+    "operands": (lambda x, y: x + y, lambda x, y: x + x),
+    "order": (lambda x, y: x - y, lambda x, y: y - x),
+    "results": (lambda x, y: (x, x + y), lambda x, y: (y, x + y)),
+    "literal": (lambda x, y: x + 1.0, lambda x, y: x + 2.0),
+    "zero": (lambda x, y: x * 0.0, lambda x, y: x * -0.0),
+    "parameter": (lambda x, y: x.sum(0), lambda x, y: x.sum(1)),
+    "inside_a_call": (in_jit(1.0), in_jit(2.0)),
+    "precision": (dot(None), dot(lax.Precision.HIGHEST)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_changes_the_numbers_counts(name):
+    one, other = map(structure_of, PAIRS[name])
     assert one != other
-    assert one == structure_of(pair[0])
+    assert one == structure_of(PAIRS[name][0])
 
 
 def test_dtypes_count():

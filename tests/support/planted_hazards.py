@@ -52,7 +52,6 @@ class Hazard:
     found: tuple[str, str, str, str]  # primitive, layer, direction, dtype
     iterations: tuple[int, ...] = ()
     operands: tuple[tuple[float, float], ...] = ()  # their ranges
-    third_party: bool = False  # whether it needs JAX's default promotion
 
 
 HAZARDS: list[Hazard] = []
@@ -511,18 +510,6 @@ def operation_after_an_infinite_state_was_used(best, x):
 @given(jnp.float32(INF), 1)
 def infinite_state_that_stays(best, x):
     return best, x
-
-
-# A whole step.
-
-ADAM = optax.adam(1e-3)
-
-
-@forward_f16("div", operands=((0.0, 0.0), (0.0, 0.0)), third_party=True)
-@given(jnp.ones(2, F16), ADAM.init(jnp.ones(2, F16)), jnp.zeros(2, F16))
-def eps_of_adam_in_half(params, state, grads):
-    updates, state = ADAM.update(grads, state, params)  # here
-    return optax.apply_updates(params, updates), state
 
 
 # And what is none: all results are finite.

@@ -34,7 +34,6 @@ def step_of(fun: Any) -> Any:
 
 
 def scaled(loss: Any, loss_scale: Any, **options: Any) -> Any:
-    """Return what computes a loss and its scaled gradients."""
     return jmp.scaled_value_and_grad(loss, loss_scale=loss_scale, **options)
 
 
@@ -89,7 +88,6 @@ def gradients_of(grad: Any, loss: Any = loss_fn) -> Any:
 
 
 def stacked(count: int, tree: Any) -> Any:
-    """Return each array of a tree several times."""
     return jax.tree.map(lambda x: jnp.stack([x] * count), tree)
 
 
