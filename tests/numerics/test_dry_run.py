@@ -1,5 +1,6 @@
 """A dry run: its statistics against NumPy, its policy's run against autocast itself."""
 
+import inspect
 from typing import Any
 
 import compilations
@@ -445,7 +446,7 @@ def test_a_linen_model_has_its_modules_as_layers(getkey) -> None:
     assert [r.layer for r in report.layers()] == ["Net/up", "Net/norm", "Net/down"]
     assert [r.is_half for r in report.layers()] == [True, False, True]
     # The lines of the layers are flax's: the user's are those that call them.
-    line = Net.__call__.__wrapped__.__code__.co_firstlineno + 2
+    line = inspect.unwrap(Net.__call__).__code__.co_firstlineno + 2
     lines = {r.line for r in report.rows if r.layer == "Net/up"}
     assert lines == {f"{__file__}:{line}"}
     assert {r.layer for r in report.layers(1)} == {"Net"}

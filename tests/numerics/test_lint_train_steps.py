@@ -190,10 +190,11 @@ def test_each_fault_is_found_in_a_scan_over_steps(
         _, grads = scaled(loss_fn, opt_state)(params, *batch)
         return updated(tx, grads, opt_state, params), None
 
-    args = (PARAMS, tx.init(PARAMS)), (X, Y)
+    carry, batch = (PARAMS, tx.init(PARAMS)), (X, Y)
+    train, args = step, (carry, batch)
     if loop:
-        step, args = functools.partial(lax.scan, step), (args[0], stacked(2, args[1]))
-    assert set(found(step, args)) == {rule}
+        train, args = functools.partial(lax.scan, step), (carry, stacked(2, batch))
+    assert set(found(train, args)) == {rule}
 
 
 @pytest.mark.one_of("half")
