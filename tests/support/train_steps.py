@@ -460,7 +460,7 @@ class Pooled(nn.Module):
 def linen_train_state(grad):
     model = jmp_lite.linen.with_policy(Pooled(), POLICY)
     x, tx = jnp.ones((8, 8, 8, 8)), jmp.scale_aware(optax.adamw(1e-3))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     state = jmp_lite.linen.TrainState.create(
         apply_fn=model.apply, tx=tx, ema_decay=0.99, **variables
     )
@@ -525,7 +525,7 @@ def nnx_train_state(grad):
 
 @step_of
 def equinox_model(grad):
-    model = eqx.nn.MLP(16, 8, width_size=16, depth=2, key=jax.random.key(0))
+    model = eqx.filter_jit(eqx.nn.MLP)(16, 8, 16, depth=1, key=jax.random.key(0))
 
     @functools.partial(jmp.autocast, policy=POLICY)
     def loss(model, x, y):
