@@ -14,7 +14,7 @@ from flax import nnx
 import jmp_lite as jmp
 import jmp_lite.linen
 import jmp_lite.nnx
-from jmp_lite._src.numerics.patterns import pattern_of
+from jmp_lite._src.numerics.patterns import is_inside, pattern_of
 from jmp_lite.numerics import Advice, advise, dry_run
 
 pytestmark = pytest.mark.standard_promotion
@@ -238,3 +238,9 @@ def test_a_pattern_matches_scope_and_path(layer, matched, others) -> None:
     pattern = pattern_of(layer)
     assert all(re.fullmatch(pattern, path) for path in matched)
     assert not any(re.fullmatch(pattern, path) for path in others)
+
+
+def test_the_rule_of_a_model_holds_for_all_unless_there_are_several() -> None:
+    assert is_inside("Net/mlp", ["Net"], several_models=False)
+    assert is_inside("Critic/in", ["Net"], several_models=False)
+    assert not is_inside("Critic/in", ["Net"], several_models=True)
