@@ -9,112 +9,119 @@ import jax
 import jax.numpy as jnp
 import jaxprs
 import linen_models
-import nnx_models
 import numpy as np
 import pytest
+from arrays import error
 from flax import nnx
-from flax_inputs import HALVES, X, dtypes, in_both_halves, normal, under_policies
-from linen_models import KEY, init, shapes
+from flax_inputs import (
+    HALVES,
+    X,
+    dtypes,
+    grad_dtypes,
+    in_both_halves,
+    normal,
+    of_both,
+    output,
+    param_dtypes,
+    products,
+    run,
+    split,
+    trace,
+    under_policies,
+    with_policy,
+)
+from linen_models import KEY, call, init, shapes
 from nnx_models import params_of
 
-from jmp_lite import linen
-from jmp_lite import nnx as jmp_nnx
+from jmp_lite import autocast, in_half
 from jmp_lite._src.flax.attention import dot_product_attention
 
 pytestmark = under_policies
 
 # Layers.
 
-LINEN_LAYERS: dict[str, Any] = {
-    "Dense": lambda: nn.Dense(3),
-    "DenseGeneral": lambda: nn.DenseGeneral((2, 3), axis=-1),
-    "Einsum": lambda: nn.Einsum((4, 3), "abc,cd->abd"),
-    "Conv": lambda: nn.Conv(3, (2,)),
-    "ConvLocal": lambda: nn.ConvLocal(3, (2,)),
-    "ConvTranspose": lambda: nn.ConvTranspose(3, (2,)),
-    "MultiHeadAttention": lambda: nn.MultiHeadAttention(2, normalize_qk=True),
-    "RNN(LSTMCell)": lambda: nn.RNN(nn.LSTMCell(3)),
-    "RNN(OptimizedLSTMCell)": lambda: nn.RNN(nn.OptimizedLSTMCell(3)),
-    "RNN(GRUCell)": lambda: nn.RNN(nn.GRUCell(3)),
-    "RNN(MGUCell)": lambda: nn.RNN(nn.MGUCell(3)),
-    "RNN(SimpleCell)": lambda: nn.RNN(nn.SimpleCell(3)),
-    "Bidirectional": lambda: nn.Bidirectional(
+LAYERS: dict[str, Any] = {
+    "linen Dense": nn.Dense(3),
+    "linen DenseGeneral": nn.DenseGeneral((2, 3), axis=-1),
+    "linen Einsum": nn.Einsum((4, 3), "abc,cd->abd"),
+    "linen Conv": nn.Conv(3, (2,)),
+    "linen ConvLocal": nn.ConvLocal(3, (2,)),
+    "linen ConvTranspose": nn.ConvTranspose(3, (2,)),
+    "linen MultiHeadAttention": nn.MultiHeadAttention(2, normalize_qk=True),
+    "linen OptimizedLSTMCell": nn.RNN(nn.OptimizedLSTMCell(3)),
+    "linen GRUCell, SimpleCell": nn.Bidirectional(
         nn.RNN(nn.GRUCell(3)), nn.RNN(nn.SimpleCell(3))
     ),
-    "WeightNorm": lambda: nn.WeightNorm(nn.Dense(3)),
-}
-NNX_LAYERS: dict[str, Any] = {
-    "Linear": lambda r: nnx.Linear(4, 3, rngs=r),
-    "LinearGeneral": lambda r: nnx.LinearGeneral(4, (2, 3), rngs=r),
-    "Einsum": lambda r: nnx.Einsum("abc,cd->abd", (4, 3), rngs=r),
-    "Conv": lambda r: nnx.Conv(4, 3, (2,), rngs=r),
-    "ConvTranspose": lambda r: nnx.ConvTranspose(4, 3, (2,), rngs=r),
-    "RNN(LSTMCell)": lambda r: nnx.RNN(nnx.LSTMCell(4, 3, rngs=r)),
-    "RNN(OptimizedLSTMCell)": lambda r: nnx.RNN(nnx.OptimizedLSTMCell(4, 3, rngs=r)),
-    "Bidirectional": lambda r: nnx.Bidirectional(
-        nnx.RNN(nnx.GRUCell(4, 3, rngs=r)), nnx.RNN(nnx.GRUCell(4, 3, rngs=r))
+    "linen LSTMCell, MGUCell": nn.Bidirectional(
+        nn.RNN(nn.LSTMCell(3)), nn.RNN(nn.MGUCell(3))
     ),
-    "LoRALinear": lambda r: nnx.LoRALinear(4, 3, lora_rank=2, rngs=r),
-    "Sequential": lambda r: nnx.Sequential(nnx.Linear(4, 3, rngs=r), nnx.PReLU()),
+    "linen WeightNorm": nn.WeightNorm(nn.Dense(3)),
+    "nnx Linear": lambda r: nnx.Linear(4, 3, rngs=r),
+    "nnx LinearGeneral": lambda r: nnx.LinearGeneral(4, (2, 3), rngs=r),
+    "nnx Einsum": lambda r: nnx.Einsum("abc,cd->abd", (4, 3), rngs=r),
+    "nnx Conv": lambda r: nnx.Conv(4, 3, (2,), rngs=r),
+    "nnx ConvTranspose": lambda r: nnx.ConvTranspose(4, 3, (2,), rngs=r),
+    "nnx OptimizedLSTMCell": lambda r: nnx.RNN(nnx.OptimizedLSTMCell(4, 3, rngs=r)),
+    "nnx GRUCell, LSTMCell": lambda r: nnx.Bidirectional(
+        nnx.RNN(nnx.GRUCell(4, 3, rngs=r)), nnx.RNN(nnx.LSTMCell(4, 3, rngs=r))
+    ),
+    "nnx LoRALinear": lambda r: nnx.LoRALinear(4, 3, lora_rank=2, rngs=r),
+    "nnx Sequential": lambda r: nnx.Sequential(nnx.Linear(4, 3, rngs=r), nnx.PReLU()),
 }
 
 
 @in_both_halves
-@pytest.mark.parametrize(
-    ("flax", "name"),
-    [(linen_models, name) for name in LINEN_LAYERS]
-    + [(nnx_models, name) for name in NNX_LAYERS],
-)
-def test_the_products_of_a_layer_are_in_half(half, flax, name):
-    is_linen = flax is linen_models
-    layer = LINEN_LAYERS[name]() if is_linen else NNX_LAYERS[name](nnx.Rngs(0))
-    model = flax.with_policy(layer, HALVES[half])
-    jaxpr = flax.trace(model, X)
-    products = jaxprs.products(jaxpr)
-    assert products and all(
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_products_of_a_layer_are_in_half(half, name):
+    layer = LAYERS[name]
+    if name.startswith("nnx"):
+        layer = layer(nnx.Rngs(0))
+    model = with_policy(layer, HALVES[half])
+    jaxpr = trace(model, X)
+    found = jaxprs.products(jaxpr)
+    assert found and all(
         {v.aval.dtype.name for v in (*eqn.invars[:2], *eqn.outvars)} == {half}
-        for eqn in products
+        for eqn in found
     )
-    assert flax.param_dtypes(model, X) == {"float32"}
+    assert param_dtypes(model, X) == {"float32"}
     assert jaxpr.outvars[0].aval.dtype == jnp.float32
 
 
 def test_an_embedding_in_half_also_as_the_last_layer():
     policy, tokens = "p=f32,c=bf16,o=bf16", jnp.arange(3)
-    model = linen.with_policy(nn.Embed(5, 4), policy)
+    model = with_policy(nn.Embed(5, 4), policy)
     variables = shapes(model, tokens)
     assert dtypes(variables) == {"float32"}
-    assert linen_models.output(model, tokens).dtype == jnp.bfloat16
-    call = jaxprs.dtypes_of_products(
-        lambda v, x: model.apply(v, x, method="attend"), variables, X
-    )
-    assert call == [("bfloat16",) * 3]
-    of_nnx = jmp_nnx.with_policy(nnx.Embed(5, 4, rngs=nnx.Rngs(0)), policy)
+    assert output(model, tokens).dtype == jnp.bfloat16
+    attend = functools.partial(model.apply, method="attend")
+    assert jaxprs.dtypes_of_products(attend, variables, X) == [("bfloat16",) * 3]
+    of_nnx = with_policy(nnx.Embed(5, 4, rngs=nnx.Rngs(0)), policy)
     assert of_nnx(tokens).dtype == jnp.bfloat16
     assert of_nnx.model.attend(X).dtype == jnp.bfloat16
     assert dtypes(params_of(of_nnx)) == {"float32"}
 
 
 @in_both_halves
-@pytest.mark.parametrize("flax", [linen_models, nnx_models], ids=["linen", "nnx"])
+@of_both
 def test_a_module_with_parameters_of_its_own(flax, half):
-    model = flax.with_policy(flax.make(flax.Custom), HALVES[half])
+    plain = flax.make(flax.Custom)
+    model = with_policy(plain, HALVES[half])
     with jax.numpy_dtype_promotion("strict"):
-        assert flax.products(model, X) == {(half, half, half)}
-    assert flax.output(model, X).dtype == jnp.float32
+        assert products(model, X) == {(half, half, half)}
+    assert output(model, X).dtype == jnp.float32
     if flax is linen_models:
         table = shapes(model, X)["params"]["table"]
         assert (table["a"].dtype, table["n"].dtype) == (jnp.float32, jnp.int32)
     else:
-        assert flax.param_dtypes(model) == flax.grad_dtypes(model, X) == {"float32"}
+        assert param_dtypes(model) == grad_dtypes(model, X) == {"float32"}
         assert model.explain()[""].params == ("full",)
-        np.testing.assert_allclose(model(X), flax.make(flax.Custom)(X), atol=0.05)
+        np.testing.assert_allclose(*run([model, plain], X), atol=0.05)
 
 
 def test_the_carry_of_a_cell_keeps_the_dtype_that_it_came_in():
     """A loop requires it."""
     for cell in (nn.SimpleCell(3), nn.LSTMCell(3), nn.OptimizedLSTMCell(3)):
-        model = linen.with_policy(cell, "p=f32,c=f16,o=f16")
+        model = with_policy(cell, "p=f32,c=f16,o=f16")
         carry = cell.initialize_carry(KEY, (2, 4))
         variables = shapes(model, carry, X[:, 0])
         new_carry, out = jax.eval_shape(model.apply, variables, carry, X[:, 0])
@@ -126,14 +133,14 @@ def test_a_simple_cell_of_nnx_is_float32_unless_its_author_sets_a_dtype():
     """flax sets its `dtype` to float32 by default."""
     plain = nnx.RNN(nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0)))
     with pytest.warns(UserWarning, match="0 of the 3 layers of RNN run in float16"):
-        model = jmp_nnx.with_policy(plain, "half")
+        model = with_policy(plain, "half")
     assert model.explain()["cell"].why == "its own dtype=full"
 
 
 def test_boxed_parameters_stay_boxed():
     boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
-    model = linen.with_policy(nn.Dense(3, kernel_init=boxed), "half")
-    variables = init(model, X)
+    model = with_policy(nn.Dense(3, kernel_init=boxed), "half")
+    variables = shapes(model, X)
     kernel = variables["params"]["kernel"]
     assert isinstance(kernel, nn.Partitioned)
     assert kernel.names == ("in", "out")
@@ -160,64 +167,63 @@ def check_statistics_are_float32(jaxpr: Any) -> None:
 
 
 @in_both_halves
-@pytest.mark.parametrize("flax", [linen_models, nnx_models], ids=["linen", "nnx"])
+@of_both
 @pytest.mark.parametrize("name", NORMS)
 def test_the_statistics_of_a_norm_are_float32_and_its_output_is_half(half, flax, name):
     policy = f"p=f32,c={half},o={half}"
     x = (300 * X).astype(half)  # whose squares are beyond float16
     if flax is linen_models:
         norm = functools.partial(getattr(nn, name), **NORMS[name])
-        model = linen.with_policy(norm(), policy)
+        model, by_hand = with_policy(norm(), policy), norm(dtype=half)
         variables = init(model, X)
-        call = linen_models.call(model, x)
-        check_statistics_are_float32(jaxprs.trace(call, variables))
-        out, state = call(variables)
-        by_hand = linen_models.call(norm(dtype=half), x)(variables)
-        assert bitwise.raw_bits((out, state)) == bitwise.raw_bits(by_hand)
+        calls = call(model, x), call(by_hand, x)
+        check_statistics_are_float32(jaxprs.trace(calls[0], variables))
+        (out, state), expected = jax.jit(
+            lambda v: [call(v) for call in calls], compiler_options=bitwise.UNOPTIMISED
+        )(variables)
+        bitwise.assert_same((out, state), expected)
     else:
         norm = getattr(nnx, name)(4, rngs=nnx.Rngs(0), **NORMS[name])
-        model = jmp_nnx.with_policy(norm, policy)
-        check_statistics_are_float32(nnx_models.trace(model, x))
-        out, state = model(x), nnx.state(model)
-        expected = norm(x.astype(jnp.float32))
+        model = with_policy(norm, policy)
+        check_statistics_are_float32(trace(model, x))
+        compiled = nnx.jit(lambda model, norm: (model(x), norm(x.astype(jnp.float32))))
+        out, expected = compiled(model, norm)
+        state = nnx.state(model)
         np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.02)
     assert out.dtype.name == half
-    assert bool(jnp.isfinite(out).all())
+    assert np.isfinite(np.float32(out)).all()
     assert dtypes(state) <= {"float32"}
 
 
 def test_running_statistics_stay_float32_whatever_they_are():
-    model = linen.with_policy(nn.BatchNorm(use_running_average=True), "half")
+    model = with_policy(nn.BatchNorm(use_running_average=True), "half")
     variables = init(model, X)
     assert dtypes(variables["params"]) == {"float16"}
     assert dtypes(variables["batch_stats"]) == {"float32"}
     variables["batch_stats"]["var"] = jnp.full(4, 1e6)  # beyond float16
-    out = model.apply(variables, (1000 * X).astype(jnp.float16))
+    out = jax.jit(model.apply)(variables, (1000 * X).astype(jnp.float16))
     np.testing.assert_allclose(out, X, atol=2e-3)
 
 
 def test_a_running_variance_of_nnx_beyond_float16_stays_finite():
-    def make():
-        norm = nnx.BatchNorm(4, use_running_average=True, rngs=nnx.Rngs(0))
-        norm.var[...] = jnp.full(4, 1e6)
-        return norm
-
-    x = 1000 * X
-    out = jmp_nnx.with_policy(make(), "mixed_float16")(x)
-    np.testing.assert_allclose(out, make()(x), atol=2e-3)
+    plain, by_hand = (
+        nnx.BatchNorm(4, use_running_average=True, rngs=nnx.Rngs(0)) for _ in range(2)
+    )
+    plain.var[...] = by_hand.var[...] = jnp.full(4, 1e6)
     # Told its dtype by hand, flax's layer casts the variance to float16: inf.
-    by_hand = make()
     by_hand.dtype = jnp.float16
-    assert not bool(jnp.any(by_hand(x)))
+    models = [with_policy(plain, "mixed_float16"), plain, by_hand]
+    out, expected, wrong = run(models, 1000 * X)
+    np.testing.assert_allclose(out, expected, atol=2e-3)
+    assert not np.any(wrong)
 
 
 def test_the_gradient_of_a_scale_is_summed_in_float32():
     """Over a large batch, float16 would overflow."""
-    model = linen.with_policy(nn.LayerNorm(), "mixed_float16")
+    model = with_policy(nn.LayerNorm(), "mixed_float16")
     x = normal(4096, 4)
-    variables = init(model, x)
-    grads = jax.grad(lambda v: 100 * jnp.abs(model.apply(v, x)).sum())(variables)
-    assert float(grads["params"]["scale"].min()) > 65504
+    grad = jax.jit(jax.grad(lambda v: 100 * jnp.abs(model.apply(v, x)).sum()))
+    assert grad(init(model, x))["params"]["scale"].min() > 65504
 
 
 @in_both_halves
@@ -230,29 +236,25 @@ def test_spectral_norm(half):
             norm = nn.SpectralNorm(nn.Dense(3, dtype=self.dtype), dtype=self.dtype)
             return norm(x, update_stats=True)
 
-    model = linen.with_policy(Model(), HALVES[half])
-    by_hand = Model(jnp.dtype(half))
-    variables = init(by_hand, X)
-    out, state = model.apply(variables, X, mutable=["batch_stats"])
-    expected, expected_state = by_hand.apply(variables, X, mutable=["batch_stats"])
-    assert bitwise.raw_bits(out.astype(half)) == bitwise.raw_bits(expected)
-    assert bitwise.raw_bits(state) == bitwise.raw_bits(expected_state)
+    model, by_hand = with_policy(Model(), HALVES[half]), Model(jnp.dtype(half))
+    (out, state), (expected, expected_state) = jax.jit(
+        lambda v: [call(m, X)(v) for m in (model, by_hand)],
+        compiler_options=bitwise.UNOPTIMISED,
+    )(init(by_hand, X))
+    bitwise.assert_same(out.astype(half), expected)
+    bitwise.assert_same(state, expected_state)
     assert dtypes(state) == {"float32"}
 
 
 @pytest.mark.parametrize("wrapper", [nnx.WeightNorm, nnx.SpectralNorm])
 def test_the_weights_inside_of_a_weight_norm_stay_float32(wrapper):
-    def make():
-        rngs = nnx.Rngs(0)
-        return wrapper(nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
-
-    model, plain = jmp_nnx.with_policy(make(), "mixed_bfloat16"), make()
-    np.testing.assert_allclose(model(X), plain(X), atol=0.05)
+    rngs = nnx.Rngs(0)
+    plain = wrapper(nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
+    model = with_policy(plain, "mixed_bfloat16")
+    assert ("bfloat16",) * 3 in products(model, X)
+    np.testing.assert_allclose(*run([model, plain], X), atol=0.05)
     # flax writes the normalised weights over the others.
-    assert bitwise.raw_bits(nnx.state(model.model)) == bitwise.raw_bits(
-        nnx.state(plain)
-    )
-    assert ("bfloat16",) * 3 in nnx_models.products(model, X)
+    bitwise.assert_same(nnx.state(model.model), nnx.state(plain))
 
 
 # Attention.
@@ -264,80 +266,65 @@ def softmax_dtypes(jaxpr: Any) -> set[str]:
 
 
 TOLERANCE = {"float16": 5e-3, "bfloat16": 5e-2}
-MASK = nn.make_causal_mask(jnp.ones((2, 6)))
+MASK = nn.make_causal_mask(np.ones((2, 6)))
+LATER = np.arange(6) > 0
+FIRST_TO_ITSELF = np.broadcast_to(LATER | ~LATER[:, None], (2, 1, 6, 6))
 DROPOUT = {"dropout_rate": 0.5, "deterministic": False}
+NO_DROPOUT = {"dropout_rate": 0.5, "deterministic": True}
 # Fields of the layer, arguments of the call.
-LINEN_CALLS: dict[str, Any] = {
-    "plain": ({}, {}),
-    "mask": ({}, {"mask": MASK}),
-    "dropout": (DROPOUT, {}),
-    "dropout of each": (DROPOUT | {"broadcast_dropout": False}, {}),
-    "no bias": ({"use_bias": False, "out_features": 3}, {}),
+CALLS: dict[str, Any] = {
+    "linen": ({}, {}),
+    "linen mask": ({}, {"mask": MASK}),
+    "linen dropout": (DROPOUT, {}),
+    "linen dropout of each": (DROPOUT | {"broadcast_dropout": False}, {}),
+    "linen no bias": ({"use_bias": False, "out_features": 3}, {}),
+    "nnx": ({}, {}),
+    "nnx causal": ({}, {"is_causal": True}),
+    "nnx mask": ({}, {"mask": MASK}),
+    "nnx dropout": (DROPOUT, {}),
+    "nnx shared heads": ({"num_kv_heads": 1}, {}),
+    "nnx shared heads, dropout": (DROPOUT | {"num_kv_heads": 1}, {}),
+    # In either half by our own attention.
+    "nnx causal, off": (NO_DROPOUT, {"is_causal": True}),
+    "nnx causal, mask": (NO_DROPOUT, {"is_causal": True, "mask": FIRST_TO_ITSELF}),
 }
-NNX_CALLS: dict[str, Any] = {
-    "plain": ({}, {}),
-    "causal": ({}, {"is_causal": True}),
-    "mask": ({}, {"mask": MASK}),
-    "dropout": (DROPOUT, {}),
-}
+
+
+def attention(kind: str, **fields: Any) -> Any:
+    if kind == "linen":
+        return nn.MultiHeadDotProductAttention(2, **fields)
+    options = {"decode": False, "rngs": nnx.Rngs(0)} | fields
+    return nnx.MultiHeadAttention(2, 4, **options)
 
 
 @in_both_halves
-@pytest.mark.parametrize("name", LINEN_CALLS)
-def test_the_softmax_of_linen_attention_is_float32_and_its_products_are_half(
-    half, name
-):
-    fields, kwargs = LINEN_CALLS[name]
-    plain = nn.MultiHeadDotProductAttention(2, **fields)
-    model = linen.with_policy(plain, HALVES[half])
-    variables = init(model, X)
-    call = linen_models.call(model, X, **kwargs)
-    jaxpr = jaxprs.trace(call, variables)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_softmax_of_attention_is_float32_and_its_products_are_half(half, name):
+    fields, kwargs = CALLS[name]
+    kind = name.partition(" ")[0]
+    plain, ours = (attention(kind, **fields) for _ in range(2))
+    model = with_policy(ours, HALVES[half])
+    # What nnx calls where nothing is dropped promotes.
+    is_ours = kind == "linen" or "dropout_rate" in fields
+    with jax.numpy_dtype_promotion("strict" if is_ours else "standard"):
+        jaxpr = trace(model, X, **kwargs)
     assert softmax_dtypes(jaxpr) == {"float32"}
-    assert set(jaxprs.dtypes_of_products(call, variables)) == {(half,) * 3}
+    found = jaxprs.products(jaxpr)
+    assert {jaxprs.operand_dtypes(eqn) for eqn in found} == {(half, half)}
+    if kind == "linen":
+        assert {eqn.outvars[0].aval.dtype.name for eqn in found} == {half}
     # As flax in float32: the same weights masked, the same dropped.
-    calls = call, linen_models.call(plain, X, **kwargs)
-    out, expected = jax.jit(lambda v: [call(v)[0] for call in calls])(variables)
+    out, expected = run([model, plain], X, **kwargs)
     np.testing.assert_allclose(out, expected, atol=TOLERANCE[half])
-    with jax.numpy_dtype_promotion("strict"):
-        jax.eval_shape(call, variables)
-
-
-@in_both_halves
-@pytest.mark.parametrize("kv_heads", [2, 1])
-@pytest.mark.parametrize("name", NNX_CALLS)
-def test_the_softmax_of_nnx_attention_is_float32_and_its_products_are_half(
-    half, kv_heads, name
-):
-    fields, kwargs = NNX_CALLS[name]
-    ours, plain = (
-        nnx.MultiHeadAttention(
-            2, 4, num_kv_heads=kv_heads, decode=False, rngs=nnx.Rngs(0), **fields
-        )
-        for _ in range(2)
-    )
-    model = jmp_nnx.with_policy(ours, HALVES[half])
-    jaxpr = nnx_models.trace(model, X, **kwargs)
-    assert softmax_dtypes(jaxpr) == {"float32"}
-    found = {jaxprs.operand_dtypes(eqn) for eqn in jaxprs.products(jaxpr)}
-    assert found == {(half, half)}
-    # The same weights masked, the same dropped.
-    expected = plain(X, **kwargs)
-    np.testing.assert_allclose(model(X, **kwargs), expected, atol=TOLERANCE[half])
 
 
 def test_attention_in_float32_is_flax_own():
-    for fields, kwargs in (LINEN_CALLS["mask"], LINEN_CALLS["dropout"]):
-        plain = nn.MultiHeadDotProductAttention(2, **fields)
-        variables = init(plain, X)
-        out, expected = (
-            jax.jit(
-                linen_models.call(m, X, **kwargs),
-                compiler_options=bitwise.UNOPTIMISED,
-            )(variables)
-            for m in (linen.with_policy(plain, "full"), plain)
-        )
-        assert bitwise.raw_bits(out) == bitwise.raw_bits(expected)
+    plain = attention("linen", **DROPOUT)
+    calls = [call(m, X, mask=MASK) for m in (with_policy(plain, "full"), plain)]
+    ours, expected = jax.jit(
+        lambda v: [call(v) for call in calls], compiler_options=bitwise.UNOPTIMISED
+    )(init(plain, X))
+    bitwise.assert_same(ours, expected)
 
 
 def test_logits_beyond_halves_precision_are_told_apart():
@@ -346,41 +333,59 @@ def test_logits_beyond_halves_precision_are_told_apart():
     key = jnp.ones((2, 1, 1), jnp.bfloat16)
     value = jnp.array([0.0, 1.0], jnp.bfloat16).reshape(2, 1, 1)
     bias = jnp.array([0.0, 0.5]).reshape(1, 1, 2)
-    out = dot_product_attention(query, key, value, bias)
+    out = jax.jit(dot_product_attention)(query, key, value, bias)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(
-        out.astype(jnp.float32).ravel(), jax.nn.sigmoid(0.5), atol=4e-3
-    )
-
-
-def test_dropout_may_be_causal_and_masked_at_once():
-    def make():
-        return nnx.MultiHeadAttention(
-            2, 4, decode=False, dropout_rate=0.5, deterministic=True, rngs=nnx.Rngs(0)
-        )
-
-    mask = jnp.ones((2, 1, 6, 6), jnp.bool_).at[:, :, :, 0].set(False)
-    mask = mask.at[:, :, 0, 0].set(True)
-    model = jmp_nnx.with_policy(make(), "mixed_float16")
-    both: Any = ({"is_causal": True}, {"is_causal": True, "mask": mask})
-    for kwargs in both:
-        np.testing.assert_allclose(model(X, **kwargs), make()(X, **kwargs), atol=5e-3)
-    with jax.numpy_dtype_promotion("strict"):
-        nnx_models.products(model, X, mask=mask)
+    expected = 1 / (1 + np.exp(-0.5))
+    np.testing.assert_allclose(np.float32(out).ravel(), expected, atol=4e-3)
 
 
 def test_attention_weights_are_sown_once():
-    model = linen.with_policy(nn.MultiHeadDotProductAttention(2), "mixed_float16")
-    variables = init(model, X)
-    out, state = model.apply(
-        variables, X, sow_weights=True, capture_intermediates=True, mutable=True
-    )
+    model = with_policy(attention("linen"), "mixed_float16")
+    sow = functools.partial(model.apply, sow_weights=True, capture_intermediates=True)
+    out, state = jax.jit(lambda v: sow(v, X, mutable=True))(init(model, X))
     (weights,) = state["intermediates"]["attention_weights"]
     assert weights.shape == (2, 2, 6, 6)
     assert weights.dtype == jnp.float16
-    np.testing.assert_allclose(weights.astype(jnp.float32).sum(-1), 1, atol=2e-3)
+    np.testing.assert_allclose(np.float32(weights).sum(-1), 1, atol=2e-3)
     (captured,) = state["intermediates"]["__call__"]
-    assert bitwise.raw_bits(captured) == bitwise.raw_bits(out)
+    bitwise.assert_same(captured, out)
+
+
+def demands_half(query, key, value, **options):
+    del options
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"Q must be fp16/bf16, got {query.dtype}")
+    return jax.nn.dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_kernel_that_demands_half_gets_it(kind):
+    plain, ours = attention(kind), attention(kind, attention_fn=in_half(demands_half))
+    out, expected = run([with_policy(ours, "mixed_bfloat16"), plain], X)
+    assert error(out, expected) < 0.02
+    call, params = split(ours, X) if kind == "nnx" else (ours.apply, init(plain, X))
+    low = jax.jit(autocast(call, "mixed_bfloat16"))(params, X)
+    assert error(low, expected) < 0.02
+
+
+def test_a_kernel_of_linen_that_demands_half_and_does_not_get_it_says_so():
+    ours = attention("linen", attention_fn=in_half(demands_half))
+    of_autocast = autocast(ours.init, "mixed_bfloat16")
+    variables = jax.eval_shape(of_autocast, KEY, X)
+    assert dtypes(variables) == {"float32"}
+    model = with_policy(ours, "mixed_bfloat16")
+    assert model.explain(variables, X)["query"].compute == "bf16"
+    bare = attention("linen", attention_fn=demands_half)
+    for apply, has_note in [
+        (autocast(bare.apply, "mixed_bfloat16"), True),
+        (with_policy(bare, "mixed_bfloat16").apply, True),
+        (with_policy(ours, "full").apply, False),
+    ]:
+        with pytest.raises(NotImplementedError, match="bf16, got float32") as raised:
+            jax.eval_shape(apply, variables, X)
+        notes = " ".join(getattr(raised.value, "__notes__", ()))
+        assert ("call in_half(kernel)(...)" in notes) == has_note
+        assert ("in_half" in notes) == has_note
 
 
 def test_another_attention_fn_is_left_alone():
@@ -388,50 +393,47 @@ def test_another_attention_fn_is_left_alone():
         del key, options
         return query + value
 
-    attention = nn.MultiHeadDotProductAttention(2, attention_fn=attend)
-    model = linen.with_policy(attention, "mixed_float16")
-    jaxpr = jaxprs.trace(lambda v: model.apply(v, X), shapes(model, X))
-    assert not jaxprs.equations(jaxpr, "exp")
+    model = with_policy(attention("linen", attention_fn=attend), "mixed_float16")
+    assert not jaxprs.equations(trace(model, X), "exp")
 
 
 def test_decoding_with_a_cache():
     """Its cache is as wide as what is written to it; step by step as all at once."""
-    attention = nn.MultiHeadDotProductAttention(2, decode=True)
-    model = linen.with_policy(attention, "mixed_float16")
+    plain = attention("linen", decode=True)
+    model = with_policy(plain, "mixed_float16")
     variables = init(model, X)
     cache = variables["cache"]
     assert cache["cached_key"].dtype == cache["cached_value"].dtype == jnp.float16
     assert cache["cache_index"].dtype == jnp.int32
+    whole = with_policy(attention("linen"), "mixed_float16")
 
     @jax.jit
-    def decode(cache, x):
+    def decode(variables, cache, x):
         def step(cache, token):
-            given = {"params": variables["params"], "cache": cache}
+            given = variables | {"cache": cache}
             out, state = model.apply(given, token[:, None], mutable=["cache"])
             return state["cache"], out[:, 0]
 
-        return jax.lax.scan(step, cache, jnp.swapaxes(x, 0, 1))
+        cache, out = jax.lax.scan(step, cache, jnp.swapaxes(x, 0, 1))
+        return cache, jnp.swapaxes(out, 0, 1), whole.apply(variables, x, mask=MASK)
 
-    cache, out = decode(cache, X)
+    cache, out, expected = decode({"params": variables["params"]}, cache, X)
     assert int(cache["cache_index"]) == 6
-    whole = linen.with_policy(nn.MultiHeadDotProductAttention(2), "mixed_float16")
-    mask = nn.make_causal_mask(jnp.ones((2, 6)))
-    expected = whole.apply({"params": variables["params"]}, X, mask=mask)
-    np.testing.assert_allclose(jnp.swapaxes(out, 0, 1), expected, atol=2e-3)
-
+    np.testing.assert_allclose(out, expected, atol=2e-3)
     # A cache made by the model without a policy keeps its dtype.
-    plain = attention.init(KEY, X)
-    _, state = model.apply(plain, X[:, :1], mutable=["cache"])
-    assert bitwise.avals(state["cache"]) == bitwise.avals(plain["cache"])
+    of_plain = shapes(plain, X)
+    _, state = jax.eval_shape(
+        lambda v: model.apply(v, X[:, :1], mutable=["cache"]), of_plain
+    )
+    assert dtypes(state["cache"]) == dtypes(of_plain["cache"]) == {"float32", "int32"}
 
 
 def test_decoding_with_a_cache_of_nnx():
-    attention = nnx.MultiHeadAttention(2, 4, decode=True, rngs=nnx.Rngs(0))
-    model = jmp_nnx.with_policy(attention, "mixed_float16")
+    model = with_policy(attention("nnx", decode=True), "mixed_float16")
     model.model.init_cache((2, 6, 4), dtype=jnp.float16)
-    out = jnp.concatenate([model(X[:, i : i + 1]) for i in range(6)], axis=1)
+    step = nnx.jit(lambda model, x: model(x))
+    out = np.concatenate([step(model, X[:, i : i + 1]) for i in range(6)], axis=1)
     assert int(model.model.cache_index[...]) == 6
     assert model.model.cached_key[...].dtype == jnp.float16
-    plain = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
-    expected = plain(X, is_causal=True)
+    (expected,) = run([attention("nnx")], X, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=5e-3)

@@ -18,16 +18,13 @@ from jmp_lite._src.flax.module_policies import (
 )
 
 
-class _Layer:
-    pass
+class _Layer: ...
 
 
-class _Dense(_Layer):
-    pass
+class _Dense(_Layer): ...
 
 
-class _Norm(_Layer):
-    pass
+class _Norm(_Layer): ...
 
 
 MODULES = {
@@ -38,16 +35,6 @@ MODULES = {
     "encoder/deep/er/dense": _Dense,  # not every part of a path is a module
     "head": _Dense,
 }
-
-
-def _of(policy, classes=(), modules=None):
-    found = ModulePolicies(policy, classes).resolve(modules or MODULES)
-    return {path: str(of.policy.compute_dtype.__name__) for path, of in found.items()}
-
-
-def _starts(policy, classes=()):
-    found = ModulePolicies(policy, classes).resolve(MODULES)
-    return [path for path, of in found.items() if of.is_rule_start]
 
 
 F16, BF16, F32 = "float16", "bfloat16", "float32"
@@ -101,22 +88,25 @@ PRECEDENCE = {
 @pytest.mark.parametrize("case", PRECEDENCE)
 def test_which_rule_a_module_has(case):
     (default, rules, classes), expected = PRECEDENCE[case]
-    of = _of(PolicyMap(default, rules), classes)
-    assert of == dict(zip(MODULES, expected, strict=True))
+    found = ModulePolicies(PolicyMap(default, rules), classes).resolve(MODULES)
+    computes = [of.policy.compute_dtype.__name__ for of in found.values()]
+    assert computes == expected
 
 
 def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():
-    assert _starts(PolicyMap("mixed_bfloat16", {"encoder": "full"})) == ["encoder"]
-    policy = PolicyMap("full", {"encoder/dense": "float32", "encoder.*": "bfloat16"})
-    assert _starts(policy, {_Dense: "half"}) == [
-        "encoder",
-        "encoder/dense",
-        "encoder/deep/er/dense",
-        "head",
-    ]
-    classes = {object: "half"}
-    assert _starts(PolicyMap("full"), classes) == [""]
-    found = ModulePolicies(PolicyMap("full"), classes).resolve(MODULES)
+    inner = {"encoder/dense": F32, "encoder.*": BF16}
+    deep = "encoder/deep/er/dense"
+    for policy, classes, expected in [
+        (PolicyMap(BF16, {"encoder": "full"}), {}, ["encoder"]),
+        (
+            PolicyMap("full", inner),
+            {_Dense: "half"},
+            ["encoder", "encoder/dense", deep, "head"],
+        ),
+        (PolicyMap("full"), {object: "half"}, [""]),
+    ]:
+        found = ModulePolicies(policy, classes).resolve(MODULES)
+        assert [path for path, of in found.items() if of.is_rule_start] == expected
     assert all(of.is_named for of in found.values())
 
 
@@ -186,15 +176,12 @@ def test_a_field_called_dtype_may_be_something_else():
     assert own_dtype(object()) is None
 
 
-def _rows():
-    return (
+def test_an_explanation_is_asked_by_path():
+    rows = [
         ModuleDtypes("", "Model", (), "f16", ("full",), "the default"),
         ModuleDtypes("a", "Dense", ("f16", "full"), "f16", (), "path 'a'"),
-    )
-
-
-def test_an_explanation_is_asked_by_path():
-    explanation = Explanation(_rows())
+    ]
+    explanation = Explanation(tuple(rows))
     assert explanation["a"].why == "path 'a'"
     with pytest.raises(KeyError, match=r"no module 'b' in \['', 'a'\]"):
         _ = explanation["b"]

@@ -1,15 +1,10 @@
-"""Models of nnx under policies, and what a call of them computes.
-
-The functions here have the same names as those of `linen_models`, for tests of both.
-"""
+"""Models of nnx; names that `linen_models` has too are for tests of both."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxprs
 from flax import nnx
-from flax_inputs import dtypes
 
 from jmp_lite.nnx import with_policy as with_policy
 
@@ -21,51 +16,9 @@ def make(cls: Any, **fields: Any) -> Any:
     return cls(nnx.Rngs(0), **fields)
 
 
-def _call(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Return a call as a function of the state, and the state."""
-    graphdef, state = nnx.split(model)
-    return lambda state: nnx.merge(graphdef, state)(*args, **kwargs), state
-
-
-def trace(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the jaxpr of a call."""
-    return jaxprs.trace(*_call(model, *args, **kwargs))
-
-
-def all_products(model: Any, *args: Any, **kwargs: Any) -> list[tuple[str, ...]]:
-    """Return the dtypes of operands and result of each product of a call."""
-    return jaxprs.dtypes_of_products(*_call(model, *args, **kwargs))
-
-
-def products(model: Any, *args: Any, **kwargs: Any) -> set[tuple[str, ...]]:
-    """Return `all_products`, without repetitions."""
-    return set(all_products(model, *args, **kwargs))
-
-
 def params_of(model: Any) -> Any:
     """Return the parameters of a model."""
     return nnx.state(model, nnx.Param)
-
-
-def param_dtypes(model: Any, *_: Any) -> set[str]:
-    """Return the dtypes that parameters are stored in."""
-    return dtypes(params_of(model))
-
-
-def grad_dtypes(model: Any, *args: Any) -> set[str]:
-    """Return the dtypes of gradients for the parameters."""
-    grad = nnx.grad(lambda model: model(*args).sum())
-    return dtypes(nnx.eval_shape(grad, model))
-
-
-def output(model: Any, *args: Any) -> Any:
-    """Return the shape and dtype of what a model returns."""
-    return jax.eval_shape(*_call(model, *args))
-
-
-def explain(model: Any, *_: Any) -> Any:
-    """Return what `explain` says."""
-    return model.explain()
 
 
 class Mlp(nnx.Module):
