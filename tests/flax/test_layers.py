@@ -422,9 +422,8 @@ def test_decoding_with_a_cache():
     np.testing.assert_allclose(out, expected, atol=2e-3)
     # A cache made by the model without a policy keeps its dtype.
     of_plain = shapes(plain, X)
-    _, state = jax.eval_shape(
-        lambda v: model.apply(v, X[:, :1], mutable=["cache"]), of_plain
-    )
+    write = functools.partial(model.apply, mutable=["cache"])
+    _, state = jax.eval_shape(write, of_plain, X[:, :1])
     assert dtypes(state["cache"]) == dtypes(of_plain["cache"]) == {"float32", "int32"}
 
 

@@ -183,10 +183,8 @@ def test_values_and_gradients_are_right_to_the_digits_of_fp8(name):
     flax, make, *_ = MODELS[name]
     x = normal(2, SIZE, SIZE) if name == "linen, vmap" else X
     plain = flax.make(make)
-    runs, params = zip(
-        *(split(model, x) for model in (with_policy(plain, "mixed_fp8"), plain)),
-        strict=True,
-    )
+    models = with_policy(plain, "mixed_fp8"), plain
+    runs, params = zip(*(split(model, x) for model in models), strict=True)
 
     @jax.jit
     def values_and_grads(params, x):

@@ -85,9 +85,8 @@ def test_all_in_linen_is_bit_for_bit_as_cast_by_hand(half):
     kernels = [path for path in bits if "kernel" in path]
     assert kernels and all(bits[path] == expected_bits[path] for path in kernels)
     # Some gradients are 0 but for roundings: those of biases before a norm.
-    rounding = float(jnp.finfo(half).eps) * max(
-        map(np.linalg.norm, jax.tree.leaves(full))
-    )
+    largest = max(map(np.linalg.norm, jax.tree.leaves(full)))
+    rounding = float(jnp.finfo(half).eps * largest)
     errors, by_hand_errors = (
         jax.tree.map(lambda a, b: float(np.linalg.norm(a - b)), g, full)
         for g in (grads, by_hand_grads)
@@ -102,10 +101,8 @@ def test_all_in_nnx_is_bit_for_bit_as_cast_by_hand(half):
         with_policy(nnx_models.ConvNet(nnx.Rngs(0)), HALVES[half]),
         nnx_models.ConvNet(nnx.Rngs(0), dtype=jnp.dtype(half)),
     )
-
-    graphdefs, params, rests = zip(
-        *(nnx.split(model, nnx.Param, ...) for model in models), strict=True
-    )
+    parts = [nnx.split(model, nnx.Param, ...) for model in models]
+    graphdefs, params, rests = zip(*parts, strict=True)
 
     def grads_of(graphdef, params, rest):
         def loss(params):
@@ -125,9 +122,8 @@ def test_all_in_nnx_is_bit_for_bit_as_cast_by_hand(half):
     tolerance = {"float16": 2e-2, "bfloat16": 0.2}[half]
     ours = dict(nnx.to_flat_state(grads["model"]))
     for path, grad in nnx.to_flat_state(expected_grads):
-        np.testing.assert_allclose(
-            ours[path][...], grad[...], rtol=tolerance, atol=tolerance
-        )
+        found, right = ours[path][...], grad[...]
+        np.testing.assert_allclose(found, right, rtol=tolerance, atol=tolerance)
 
 
 def test_in_float32_nothing_changes():
@@ -141,17 +137,6 @@ def test_in_float32_nothing_changes():
         assert str(jax.make_jaxpr(model)(variables)) == expected
     plain = nnx_models.ConvNet(nnx.Rngs(0))
     bitwise.assert_same(*run([with_policy(plain, "full"), plain], X))
-
-
-def test_an_nnx_model_stays_as_it_was():
-    plain = nnx_models.ConvNet(nnx.Rngs(0))
-    before, graphdef = bitwise.raw_bits(nnx.state(plain)), nnx.graphdef(plain)
-    model = with_policy(plain, "half", {nnx.LayerNorm: "full"})
-    assert output(model, X).dtype == jnp.float16
-    assert bitwise.raw_bits(nnx.state(plain)) == before
-    assert nnx.graphdef(plain) == graphdef
-    assert output(plain, X).dtype == jnp.float32
-    assert model.model is not plain
 
 
 # A gradient is the number of rows, which half cannot represent.

@@ -22,7 +22,6 @@ from train_states import (
     Linen,
     Nnx,
     batch,
-    gradients,
     run_with_an_overflow,
     schedule,
 )
@@ -77,25 +76,28 @@ INNER: dict[str, Any] = {
 @pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
 def test_finite_steps_are_optax_own_bit_for_bit(flax, name, wrap):
     inner, is_plain = INNER[name](), wrap == "plain"
-    tx = inner if is_plain else scale_aware(inner, StaticLossScale(2.0**8))
+    factor = 1.0 if is_plain else 2.0**8
+    tx = inner if is_plain else scale_aware(inner, StaticLossScale(factor))
     state = flax.create(tx)
 
     @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
+    def step(state):
+        grads = jax.tree.map(lambda p: factor * jnp.cos(p), state.params)
+        other_state = flax.other_state(state)
+        return state.apply_gradients(grads=grads, value=0.5, **other_state)
+
+    @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
     def of_optax(params, opt_state):
-        grads = gradients(params)
-        if not is_plain:
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / 2.0**8, grads)
+        grads = jax.tree.map(jnp.cos, params)
         updates, opt_state = inner.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     expected: Any = state.params, inner.init(state.params)
     for n in range(3):
-        state, expected = flax.apply(state, *FINITE), of_optax(*expected)
+        state, expected = step(state), of_optax(*expected)
         opt_state = state.opt_state if is_plain else state.opt_state.inner_state
         bitwise.assert_same((state.params, opt_state), expected)
         assert int(state.step) == n + 1
-    if flax is Linen:
-        assert set(state.batch_stats["BatchNorm_0"]["mean"].tolist()) == {3.0}
 
 
 # A skipped step.

@@ -42,7 +42,7 @@ def dtypes(tree: Any) -> set[str]:
 
 def with_policy(model: Any, *policies: Any) -> Any:
     """Return a model under policies."""
-    flax = nnx_models if isinstance(model, nnx.Module) else linen_models
+    flax: Any = nnx_models if isinstance(model, nnx.Module) else linen_models
     return flax.with_policy(model, *policies)
 
 
@@ -121,6 +121,7 @@ def grad_dtypes(model: Any, *args: Any) -> set[str]:
 
 def explain(model: Any, *args: Any) -> Any:
     """Return what `explain` says, of linen of a call."""
+    of_model = model.explain
     if isinstance(model, nnx.Module):
-        return model.explain()
-    return model.explain(shapes(model, *args), *args, **TRAINING)
+        return of_model()
+    return of_model(shapes(model, *args), *args, **TRAINING)

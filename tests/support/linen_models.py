@@ -103,10 +103,7 @@ class ConvNet(nn.Module):
 
 @struct.dataclass
 class Config:
-    """The settings of a `Transformer`."""
-
     dtype: Any = jnp.float32
-    tied: bool = False
 
 
 class TransformerBlock(nn.Module):
@@ -131,11 +128,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        config = self.config
-        embed = nn.Embed(16, 8, name="embed")
-        x = embed(tokens).astype(config.dtype)
-        x = TransformerBlock(config, name="block")(x)
-        x = nn.LayerNorm(dtype=config.dtype)(x)
-        if config.tied:
-            return embed.attend(x.astype(jnp.float32))
-        return nn.Dense(16, dtype=config.dtype, name="logits")(x)
+        dtype = self.config.dtype
+        x = nn.Embed(16, 8, name="embed")(tokens).astype(dtype)
+        x = nn.LayerNorm(dtype=dtype)(TransformerBlock(self.config, name="block")(x))
+        return nn.Dense(16, dtype=dtype, name="logits")(x)
