@@ -95,36 +95,33 @@ def test_without_native_fp8_one_sentence_says_so(device, why):
     assert reason.startswith(f"No native fp8 products are known here: {why}")
 
 
-@pytest.mark.parametrize("device", [H100, TPU7], ids=lambda x: x.device_kind)
-def test_where_fp8_is_clearly_faster_it_is_recommended_to_try(device):
-    native, measured, advice, first = fp8_reasons(
-        device, bfloat16=1.0, forward=2.0, gradient=1.6
+# A trained step is one forward product and two for gradients: 1 / 2 + 2 / 1.6, not 3.
+@pytest.mark.parametrize(
+    ("device", "forward", "gradient", "ratio"),
+    [
+        *((H100, 2.0, 1.6, "1.71"), (TPU7, 2.0, 1.6, "1.71")),
+        *((H100, 1.0, 1.0, "1.00"), (H100, 1.8, 1.0, "1.17"), (H100, 0.5, 0.5, "0.50")),
+    ],
+)
+def test_native_fp8_is_recommended_to_try_where_it_is_clearly_faster(
+    device, forward, gradient, ratio
+):
+    native, measured, *advice = fp8_reasons(
+        device, bfloat16=1.0, forward=forward, gradient=gradient
     )
     assert native == f"fp8 products are native on {device.device_kind}."
-    # Per unit of work: 1 / 2 forward and 2 / 1.6 for two gradients, instead of 3.
     assert measured == (
-        "fp8 products run at 1.71 × the rate of bfloat16 here (forward 2.00 ×, "
-        "gradients 1.60 ×)."
+        f"fp8 products run at {ratio} × the rate of bfloat16 here (forward "
+        f"{forward:.2f} ×, gradients {gradient:.2f} ×)."
     )
+    if float(ratio) < 1.2:
+        (why,) = advice
+        assert why.startswith("That is not clearly faster") and "--seconds" in why
+        return
+    advice, first = advice
     assert 'Try get_policy("mixed_fp8") for models' in advice
     assert "256 or larger" in advice
     assert "policy stays mixed_bfloat16" in first and "measured on the model" in first
-
-
-@pytest.mark.parametrize(
-    ("forward", "gradient", "ratio"),
-    [(1.0, 1.0, "1.00"), (1.8, 1.0, "1.17"), (0.5, 0.5, "0.50")],
-)
-def test_native_fp8_that_is_not_clearly_faster_is_not_recommended(
-    forward, gradient, ratio
-):
-    native, measured, why = fp8_reasons(
-        H100, bfloat16=1.0, forward=forward, gradient=gradient
-    )
-    assert native == "fp8 products are native on H100."
-    assert measured.startswith(f"fp8 products run at {ratio} × the rate of bfloat16")
-    assert f"(forward {forward:.2f} ×, gradients {gradient:.2f} ×)" in measured
-    assert why.startswith("That is not clearly faster") and "--seconds" in why
 
 
 @pytest.mark.parametrize("missing", ["bfloat16", "forward", "gradient"])
@@ -149,10 +146,8 @@ def test_a_driver_that_jax_does_not_use_is_noticed(tmp_path: Path):
 def test_a_jaxlib_that_is_known_to_compute_sums_wrongly_is_named():
     version = jaxlib.version.__version__
     found = doctor.find_miscompiled()
-    of_f32, of_bf16 = (
-        version in {"0.10.2", "0.11.0"},
-        jaxlib.version.__version_info__ >= (0, 11, 2),
-    )
+    of_f32 = version in {"0.10.2", "0.11.0"}
+    of_bf16 = jaxlib.version.__version_info__ >= (0, 11, 2)
     assert len(found) == of_f32 + of_bf16, found
     for sentence in found:
         assert sentence.startswith(f"jaxlib {version} computes sums wrongly here: a")
@@ -187,12 +182,6 @@ def test_the_range_of_a_dtype(dtype, largest, normal, subnormal):
     assert found.keeps_subnormals == (dtype == jnp.float16)
 
 
-def test_float32_products_are_float32_here():
-    bits, error = doctor.measure_float32()
-    assert bits == 23
-    assert 1e-8 < error < 1e-6
-
-
 def _rounded_away(x):
     """Round to 10 bits, ties away from zero, as GPUs do to TF32."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -203,12 +192,13 @@ def _rounded_away(x):
 @pytest.mark.parametrize(
     ("rounded", "bits"),
     [
+        (lambda x: x, 23),
         (lambda x: x.astype(jnp.bfloat16), 7),
         (lambda x: x.astype(jnp.float16), 10),
         (_rounded_away, 10),
     ],
 )
-def test_products_of_fewer_bits_are_seen_to_be(monkeypatch, rounded, bits):
+def test_the_bits_of_products_are_found(monkeypatch, rounded, bits):
     def dot(a, b):
         operands = rounded(a), rounded(b)
         return jax.lax.dot(*operands, preferred_element_type=jnp.float32)
@@ -216,15 +206,14 @@ def test_products_of_fewer_bits_are_seen_to_be(monkeypatch, rounded, bits):
     monkeypatch.setattr(doctor.jnp, "dot", dot)
     found, error = doctor.measure_float32()
     assert found == bits
-    assert 2.0 ** -(bits + 3) < error < 2.0**-bits
+    assert 2.0 ** -(bits + 3) < error < 2.0 ** -min(bits, 20)
 
 
 def test_an_accelerator_is_not_judged_by_small_products(monkeypatch):
     sizes = []
     monkeypatch.setattr(doctor.jax, "local_devices", lambda: [H100])
-    monkeypatch.setattr(
-        doctor, "_compile_products", lambda size: sizes.append(size) or ({}, {})
-    )
+    products = lambda size: sizes.append(size) or ({}, {})  # noqa: E731
+    monkeypatch.setattr(doctor, "_compile_products", products)
     doctor.measure_rates(1e-9)
     assert sizes == [4096]
 

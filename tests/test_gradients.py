@@ -145,15 +145,3 @@ def test_allow_int_gives_float0(loss_scale):
     _, (of_int, of_float) = fun(jnp.int32(1), jnp.float32(1))
     assert of_int.dtype == jax.dtypes.float0
     assert float(of_float) == 2 * SCALE
-
-
-# Under transformations.
-
-
-# Errors.
-
-
-def test_what_is_no_function_is_refused_with_its_value():
-    for transform in (scaled_grad, scaled_value_and_grad):
-        with pytest.raises(TypeError, match=r"a function to differentiate, got 3\.0"):
-            transform(3.0, loss_scale=StaticLossScale(2.0))  # pyright: ignore[reportArgumentType]

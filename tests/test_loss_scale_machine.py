@@ -149,84 +149,39 @@ def test_the_scale_stays_usable_where_the_peer_leaves_the_range(peer):
 # By hand: the rules of those that cannot be installed, and ours where easily lost.
 
 PEERS = {"period": 3, "factor": 2.0, "backoff_factor": 0.5, "hysteresis": 2}
-
-
 # ExponentialUpdateLossScaleManager(1024, 3, 2, 2, 0.5).
 TF1 = DynamicLossScale(1024.0, **PEERS, hysteresis_refill="scale_change")
 # DynamicGradScaler(1024, 1.0, 2.0, 0.5, 3, hysteresis=2).
 MEGATRON = DynamicLossScale(1024.0, **PEERS, hysteresis_refill="growth")
 # DynamicLossScaler(1024, 2.0, 3, 1, 2, consecutive_hysteresis).
 DEEPSPEED = DynamicLossScale(1024.0, **PEERS, hysteresis_refill="finite_step")
+LATE = DynamicLossScale(8.0, counter=7, period=3)
+BOUNDED = DynamicLossScale(8.0, period=1, max_loss_scale=20.0)
+TOO_HIGH = restored(64.0, BOUNDED)
+TOO_LOW = restored(0.25, DynamicLossScale(8.0, min_loss_scale=1.0))
 
-
-# What is protected: a loss scale, and the scales after each of its steps.
-MOVES: dict[str, tuple[DynamicLossScale, list[tuple[str, list[float]]]]] = {
-    "TF1 counts bad steps since the scale last changed": (
+# What is protected: a loss scale, its steps ("1" is a finite one), and the exponents of
+# the scales after each.
+MOVES: dict[str, tuple[DynamicLossScale, str, list[float]]] = {
+    "bad steps count since the last change": (
         TF1,
-        [
-            ("10", [1024, 1024]),  # the first bad step of two
-            ("11", [1024, 1024]),  # finite ones do not forget it
-            ("0", [512]),  # the second: lower, and start anew
-            ("0", [512]),
-            ("0", [256]),
-        ],
+        "1011000",
+        [10, 10, 10, 10, 9, 9, 8],
     ),
-    "TF1 starts its good steps anew at a bad one": (
-        TF1,
-        [("110", [1024] * 3), ("11", [1024] * 2), ("1", [2048])],
-    ),
-    "TF1 forgets a bad step when the scale grows": (
-        TF1,
-        [("0", [1024]), ("111", [1024, 1024, 2048]), ("0", [2048]), ("0", [1024])],
-    ),
-    "Megatron lowers at every bad step once its hysteresis is used up": (
-        MEGATRON,
-        [
-            ("0", [1024]),
-            ("00", [512, 256]),
-            ("11", [256, 256]),  # two finite steps refill nothing
-            ("0", [128]),
-        ],
-    ),
-    "Megatron refills its hysteresis when the scale grows": (
-        MEGATRON,
-        [
-            ("00", [1024, 512]),
-            ("111", [512, 512, 1024]),
-            ("0", [1024]),
-            ("10", [1024, 512]),
-        ],
-    ),
-    "DeepSpeed forgives a bad step at each finite one": (
-        DEEPSPEED,
-        [("01" * 5, [1024] * 10)],
-    ),
-    "DeepSpeed lowers from the second bad step in a row on": (
-        DEEPSPEED,
-        [("000", [1024, 512, 256]), ("1", [256]), ("00", [256, 128])],
-    ),
-    "growth stops at the ceiling even between powers": (
-        DynamicLossScale(8.0, period=1, max_loss_scale=20.0),
-        [("111", [16, 20, 20])],
-    ),
-    "growth never lowers a scale that starts above its ceiling": (
-        restored(64.0, DynamicLossScale(8.0, period=1, max_loss_scale=20.0)),
-        [("1", [64])],
-    ),
-    "backoff never raises a scale that starts below its floor": (
-        restored(0.25, DynamicLossScale(8.0, min_loss_scale=1.0)),
-        [("00", [0.25, 0.25])],
-    ),
-    "a counter beyond the period grows at once": (
-        DynamicLossScale(8.0, counter=7, period=3),
-        [("1111", [16, 16, 16, 32])],
-    ),
+    "a bad step ends the good ones": (TF1, "110111", [10, 10, 10, 10, 10, 11]),
+    "growth forgets a bad step": (TF1, "011100", [10, 10, 10, 11, 11, 10]),
+    "used up, each bad step lowers": (MEGATRON, "000110", [10, 9, 8, 8, 8, 7]),
+    "growth refills": (MEGATRON, "00111010", [10, 9, 9, 9, 10, 10, 10, 9]),
+    "a finite step forgives a bad one": (DEEPSPEED, "0101010101", [10] * 10),
+    "the second bad step in a row lowers": (DEEPSPEED, "000100", [10, 9, 8, 8, 8, 7]),
+    "growth stops at the ceiling": (BOUNDED, "111", [4, math.log2(20), math.log2(20)]),
+    "growth never lowers a scale": (TOO_HIGH, "1", [6]),
+    "backoff never raises a scale": (TOO_LOW, "00", [-2, -2]),
+    "a counter beyond the period grows at once": (LATE, "1111", [4, 4, 4, 5]),
 }
 
 
 @pytest.mark.parametrize("rule", MOVES)
 def test_the_scale_moves_as_the_rule_says(rule):
-    loss_scale, steps = MOVES[rule]
-    bits = "".join(bits for bits, _ in steps)
-    expected = [scale for _, scales in steps for scale in scales]
-    np.testing.assert_allclose(walk(loss_scale, bits), expected, rtol=1e-6)
+    loss_scale, steps, exponents = MOVES[rule]
+    np.testing.assert_allclose(walk(loss_scale, steps), np.exp2(exponents), rtol=1e-6)

@@ -20,31 +20,30 @@ def exit_status(*args: str) -> object:
         return exit.code
 
 
-def in_one_line(text: str) -> str:
-    return " ".join(text.split())
+@pytest.fixture
+def quick(monkeypatch):
+    """Time nothing."""
 
-
-def test_json_is_all_that_goes_to_stdout(capfd):
-    assert exit_status("doctor", "--json", "--seconds", "0.1") == 0
-    out, err = capfd.readouterr()
-    assert json.loads(out)["devices"][0]["count"] == 8
-    assert err == ""  # no terminal: no progress
-
-
-def test_tables_and_advice_are_printed(capfd):
-    assert exit_status("doctor", "--seconds", "0.1") == 0
-    text = in_one_line(capfd.readouterr().out)
-    assert "cpu: cpu - 8" in text
-    assert "products of 256 × 256" in text and "Train with get_policy(" in text
-
-
-def test_progress_is_shown_on_a_terminal_and_wiped_out(capsys, monkeypatch):
     def measure_rates(seconds, on_progress):
         for share in (0.25, 0.5, 1.0):
             on_progress(share)
         return (doctor.Rate("float32", 256, 1e-3, 1.0, 1.0),)
 
     monkeypatch.setattr(doctor, "measure_rates", measure_rates)
+
+
+def test_json_or_tables_are_all_that_goes_to_stdout(capfd, quick):
+    assert exit_status("doctor", "--json") == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["devices"][0]["count"] == 8
+    assert err == ""  # no terminal: no progress
+    assert exit_status("doctor") == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert "cpu: cpu - 8" in text
+    assert "products of 256 × 256" in text and "Train with get_policy(" in text
+
+
+def test_progress_is_shown_on_a_terminal_and_wiped_out(capsys, monkeypatch, quick):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert exit_status("doctor", "--json") == 0
     out, err = capsys.readouterr()
@@ -67,44 +66,36 @@ def test_devices_are_counted(count):
     assert all(rate["seconds"] > 0 for rate in found["rates"])
 
 
-def test_an_error_is_one_line(capsys, monkeypatch):
-    def local_devices():
-        raise RuntimeError("no backend")
-
-    monkeypatch.setattr(doctor.jax, "local_devices", local_devices)
-    assert exit_status("doctor") == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    assert err.startswith("JAX finds no device (JAX_PLATFORMS is 'cpu')")
-
-
-def test_ctrl_c_ends_it_without_a_traceback(monkeypatch):
+@pytest.mark.parametrize(
+    ("raised", "status", "expected"),
+    [(RuntimeError("no device"), 1, "no device\n"), (KeyboardInterrupt(), 130, "")],
+    ids=["an error", "Ctrl-C"],
+)
+def test_what_stops_it_is_no_traceback(raised, status, expected, capsys, monkeypatch):
     def stop(**kwargs):
-        raise KeyboardInterrupt
+        raise raised
 
     monkeypatch.setattr(doctor, "diagnose", stop)
-    assert exit_status("doctor") == 130
+    assert exit_status("doctor") == status
+    assert capsys.readouterr() == ("", expected)
 
 
-def test_without_a_command_there_is_help(capsys):
+def test_without_a_command_there_is_help_and_the_version_is_that_of_the_package(capsys):
     assert exit_status() == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: jmp-lite ") and "doctor" in out
-
-
-def test_the_version_is_that_of_the_package(capsys):
     assert exit_status("--version") == 0
     assert capsys.readouterr().out == f"jmp_lite {jmp_lite.__version__}\n"
+
+
+EXPECTED = "argument --seconds: expected 0.1 to 600"
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["docter"], "invalid choice: 'docter'"),
-        (["doctor", "--seconds", "0"], "argument --seconds: expected 0.1 to 600"),
-        (["doctor", "--seconds", "nan"], "argument --seconds: expected 0.1 to 600"),
-        (["doctor", "--seconds", "601"], "argument --seconds: expected 0.1 to 600"),
-        (["doctor", "--seconds", "soon"], "argument --seconds: expected 0.1 to 600"),
+        *((["doctor", "--seconds", x], EXPECTED) for x in ("0", "nan", "601", "soon")),
         (["doctor", "--sec", "1"], "unrecognized arguments: --sec 1"),
         (["doctor", "--jason"], "unrecognized arguments: --jason"),
         (["doctor", "now"], "unrecognized arguments: now"),

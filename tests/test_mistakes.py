@@ -44,6 +44,11 @@ DENSE: Any = nn.Dense(3)
 LINEAR: Any = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
 STATE = linen.TrainState.create(apply_fn=DENSE.apply, params=P, tx=TX)
 NUMBERS: Any = ((1,), (0,)), ((), ())
+REMAINDERS = jmp.master_weights(SGD, storage="remainder")
+RULED = jmp.low_precision_state(ADAM, rules={"embed": None})
+KEYS = jax.random.split(KEY)
+NAN, F8 = {"w": jnp.full(2, jnp.nan)}, P["w"].astype(jnp.float8_e4m3fn)
+TURNED, MANY = P | {"w": P["w"].T}, {"scale": X, "fin_steps": X}
 
 
 def loss(p: Any, x: Any) -> Any:
@@ -60,6 +65,14 @@ def used(loss_scale: Any) -> Any:
 
 def dynamic(*args: Any, **settings: Any) -> Any:
     return jmp.DynamicLossScale(*args, **settings)
+
+
+def fp8_product(a: Any, b: Any = P["w"], **options: Any) -> Any:
+    return jmp.fp8_dot_general(a, b, NUMBERS, **options)
+
+
+def linen_state(params: Any, **options: Any) -> Any:
+    return linen.TrainState.create(apply_fn=None, params=params, **options)
 
 
 def mapped(pattern: Any, policy: Any = "float32") -> Any:
@@ -92,14 +105,7 @@ POLICIES: list[Row] = [
     (lambda: jmp.Policy("float32", "float16"), "missing 1", "'output_dtype'"),
     (lambda: jmp.Policy("float32", "int8", "float32"), "'int8'", "one of half, bf16"),
     (lambda: jmp.Policy("float32", None, "float32"), "dtype or its name", "got None"),
-    (lambda: jmp.Policy("float32", 16, "float32"), "dtype or its name", "got 16"),
-    (lambda: jmp.Policy("float32", P, "float32"), "dtype or its name", "got {'w'"),
-    (lambda: jmp.Policy("float32", "f8", "float32"), "Unknown dtype 'f8'", "f16"),
-    (
-        lambda: jmp.Policy("float32", "float8_e4m3fn", "float32"),
-        "Cannot compute in float8_e4m3fn",
-        'get_policy("mixed_fp8")',
-    ),
+    (lambda: jmp.Policy("f32", "float8_e5m2", "f32"), "Cannot compute in", "mixed_fp8"),
     (lambda: jmp.Policy("f32", "f16", "f32", "int8"), "None", "'fp8', got 'int8'"),
     (lambda: jmp.Policy("f32", "f16", "f32", "fp8"), "bfloat16, got f16", "mixed_fp8"),
     (lambda: jmp.Policy("f32", "f16", "f32", reduce_dtype="f16"), "or float32, got"),
@@ -116,25 +122,20 @@ POLICIES: list[Row] = [
     (lambda: jmp.get_policy("c=f16,r=f16"), "or float32, got f16"),
     (lambda: jmp.get_policy(""), "''", "mixed_float16"),
     (lambda: MIXED.compute, "no attribute 'compute'"),
-    (lambda: MIXED.with_output_dtype("int32"), "'int32'", "one of half, bf16"),
     (lambda: MIXED.check_device("gpu"), "got 'gpu'", "write jax.devices('gpu')[0]"),
-    (
-        lambda: jmp.PolicyMap({".*": "f32"}, "mixed_float16"),
-        "Expected a mapping of patterns to policies, got 'mixed_float16'",
-    ),
+    (lambda: jmp.PolicyMap({".*": "f32"}, "full"), "a mapping of", "got 'full'"),
     (lambda: jmp.PolicyMap("mixed_float16", ["b"]), "mapping of patterns", "got ['b']"),
     (lambda: mapped("("), "Expected a regular expression", "got '('", "missing )"),
     (lambda: mapped(3), "Expected a regular expression", "got 3", "not a string"),
     (lambda: mapped("w", "float33"), "Unknown dtype 'float33'", "bf16"),
+    (lambda: mapped("w").explain(P, "x"), "'param', 'compute' or 'output', got 'x'"),
     (lambda: mapped("dekoder").cast_to_compute(P), "'dekoder'", "nearest", "'w'"),
 ]
 
 TREES: list[Row] = [
     (lambda: jmp.cast_floating(F16, P), "dtype or its name", "got {'w'"),
-    (lambda: jmp.cast_floating(P, "int8"), "Unknown dtype 'int8'", "one of half"),
     (lambda: jmp.cast_floating(P, jnp.int8), "a floating dtype", "got 'int8'"),
     (lambda: jmp.cast_floating(P, "floaty"), "Unknown dtype 'floaty'", "one of half"),
-    (lambda: jmp.cast_floating(P, None), "Expected a floating dtype", "got None"),
     (lambda: jmp.cast_floating(P), "missing 1", "'dtype'"),
     (lambda: jmp.cast_to_half(P, F16), "takes 1 positional argument but 2"),
     (lambda: jmp.cast_like(P, {"w": P["w"]}), "different structure", "first has ['b']"),
@@ -151,21 +152,12 @@ TREES: list[Row] = [
 ]
 
 LOSS_SCALES: list[Row] = [
-    (lambda: dynamic(0.0), "a positive, finite loss scale, got 0.0"),
-    (lambda: dynamic(-1.0), "a positive, finite loss scale, got -1.0"),
     (lambda: jmp.scale_aware(SGD, dynamic("1024")), "Expected one number", "'1024'"),
     (lambda: jmp.scale_aware(SGD, dynamic(None)), "Expected one number", "got None"),
     (lambda: jmp.scale_aware(SGD, dynamic(X[0])), "Expected one number", "got Array"),
-    (lambda: dynamic(period=0), "period to be at least 1, a whole int32, got 0"),
-    (lambda: dynamic(period=1.5), "period to be at least 1, a whole int32, got 1.5"),
     (lambda: dynamic(period="2000"), "period to be a number", "got '2000'"),
     (lambda: jax.jit(lambda n: dynamic(period=n))(3), "period", "known at trace time"),
     (lambda: dynamic(factor=None), "factor to be a number", "got None"),
-    (lambda: dynamic(factor=0.5), "factor to be finite and above 1, got 0.5"),
-    (lambda: dynamic(factor=1), "factor to be finite and above 1, got 1"),
-    (lambda: dynamic(backoff_factor=2.0), "between 0 and 1, got 2.0"),
-    (lambda: dynamic(hysteresis=0), "hysteresis to be at least 1", "got 0"),
-    (lambda: dynamic(hysteresis_refill="never"), "'scale_change'", "got 'never'"),
     (lambda: dynamic(min_loss_scale=4.0, max_loss_scale=2.0), "got 4.0 and 2.0"),
     (lambda: dynamic(1024), "Expected floating type for loss_scale, got int", "cast"),
     (lambda: dynamic().adjust(X > 0), "shape (3, 4)", "all_finite(grads) makes one"),
@@ -173,8 +165,6 @@ LOSS_SCALES: list[Row] = [
     (lambda: dynamic().adjust(), "missing 1", "'grads_finite'"),
     (lambda: jmp.DynamicLossScale.scale(P), "missing 1", "'tree'"),
     (lambda: jmp.StaticLossScale(), "missing 1", "'loss_scale'"),
-    (lambda: used(float("inf")), "positive, finite", "got inf"),
-    (lambda: used(float("nan")), "positive, finite", "got nan"),
     (lambda: used(0), "positive, finite loss scale, got 0"),
     (lambda: used(2.0**-130), "positive, finite", "2**-126 to 2**126"),
     (lambda: used("dynamic"), "Expected one number", "got 'dynamic'"),
@@ -183,17 +173,10 @@ LOSS_SCALES: list[Row] = [
     (lambda: jmp.get_loss_scale(P), "dict with the leaves ['b', 'w']", "scale_aware("),
     (lambda: jmp.get_loss_scale(SGD.init(P)), "Found no loss scale", "scale_aware("),
     (lambda: jmp.get_loss_scale(TX), "no loss scale", "scale_aware(...).init(params)"),
-    (
-        lambda: jmp.get_loss_scale((S, S)),
-        "several, at ['0/loss_scale'",
-        "pass the part",
-    ),
+    (lambda: jmp.get_loss_scale((S, S)), "at ['0/loss_scale'", "pass the part"),
     (lambda: jmp.loss_scale_metrics(P), "no ScaleAwareState", "dict", "scale_aware("),
     (lambda: jmp.check_skipped_steps(TX), "no ScaleAwareState", "scale_aware("),
-    (
-        lambda: jmp.check_skipped_steps(S, max_consecutive_skips=0),
-        "max_consecutive_skips to be at least 1, got 0",
-    ),
+    (lambda: jmp.check_skipped_steps(S, max_consecutive_skips=0), "at least 1, got 0"),
     (lambda: jax.jit(jmp.check_skipped_steps)(S), "on the host", "outside of jax.jit"),
 ]
 
@@ -218,18 +201,11 @@ GRADIENTS: list[Row] = [
 
 OPTIMISERS: list[Row] = [
     (lambda: jmp.scale_aware(), "missing 1", "'inner'"),
-    (
-        lambda: jmp.scale_aware(optax.sgd),
-        "an optax transformation",
-        "Call it: sgd(...)",
-    ),
+    (lambda: jmp.scale_aware(optax.sgd), "optax transformation", "Call it: sgd(...)"),
     (lambda: jmp.scale_aware(1e-3), "an optax transformation, got 0.001"),
     (lambda: jmp.scale_aware([SGD]), "an optax transformation, got [", "optax.chain("),
     (lambda: jmp.scale_aware(dynamic(), SGD), "transformation, got DynamicLossScale("),
-    (
-        lambda: jmp.scale_aware(SGD, jmp.DynamicLossScale),
-        "DynamicLossScale, got <class",
-    ),
+    (lambda: jmp.scale_aware(SGD, jmp.DynamicLossScale), "Scale, got <class"),
     (lambda: jmp.scale_aware(SGD, S), "DynamicLossScale, got ScaleAwareState("),
     (lambda: jmp.scale_aware(SGD, axis="i"), "unexpected keyword argument 'axis'"),
     (lambda: TX.update(P, SGD.init(P), P), "state of scale_aware(", "got tuple"),
@@ -249,36 +225,20 @@ OPTIMISERS: list[Row] = [
     (lambda: jmp.master_weights(optax.sgd), "transformation", "Call it: sgd(...)"),
     (lambda: jmp.master_weights(SGD, storage="f32"), "\"remainder\", got 'f32'"),
     (lambda: jmp.master_weights(SGD, "remainder"), "takes 1 positional argument"),
-    (
-        lambda: jmp.master_weights(SGD, storage="remainder").init(H),
-        "got a float16 parameter at 'b'",
-        'use storage="float32"',
-    ),
+    (lambda: REMAINDERS.init(H), "a float16 parameter at 'b'", 'storage="float32"'),
     (lambda: jmp.stochastic_rounding(SGD), "missing 1", "'key'"),
     (lambda: jmp.stochastic_rounding(SGD, 0), "PRNG key", "random.key(0), got 0"),
     (lambda: jmp.stochastic_rounding(KEY, SGD), "transformation, got Array((), dtype="),
-    (
-        lambda: jmp.stochastic_rounding(SGD, jax.random.split(KEY)),
-        "Expected one PRNG key",
-        "got Array((2,)",
-    ),
+    (lambda: jmp.stochastic_rounding(SGD, KEYS), "one PRNG key", "got Array((2,)"),
     (lambda: ROUNDING.update(H, ROUNDING.init(H)), "Expected parameters", "update(gra"),
-    (
-        lambda: ROUNDING.update(H, SGD.init(H), H),
-        "state of stochastic_rounding",
-        "tuple",
-    ),
+    (lambda: ROUNDING.update(H, (), H), "state of stochastic_rounding", "tuple"),
     (lambda: jmp.low_precision_state(optax.adam), "transformation", "Call it: adam("),
     (lambda: jmp.low_precision_state(ADAM, "float16"), "'8bit'", "got 'float16'"),
     (lambda: jmp.low_precision_state(ADAM, 8), "'8bit'", "got 8"),
     (lambda: jmp.low_precision_state(ADAM, rules={"(": "8bit"}), "regular", "'('"),
     (lambda: jmp.low_precision_state(ADAM, rules={"w": "int4"}), "got 'int4'"),
     (lambda: jmp.low_precision_state(ADAM, rules=["w"]), "a mapping", "got ['w']"),
-    (
-        lambda: jmp.low_precision_state(ADAM, rules={"embed": None}).init(P),
-        "'embed' matches no path",
-        "'b', 'w'",
-    ),
+    (lambda: RULED.init(P), "'embed' matches no path", "'b', 'w'"),
     (lambda: LOW.update(P, ADAM.init(P), P), "state of low_precision_state(", "tuple"),
 ]
 
@@ -305,11 +265,12 @@ AUTOCAST: list[Row] = [
     (lambda: jmp.explain(loss, "mixed_float17"), "'mixed_float17'", "mixed_float16"),
     (lambda: jmp.explain(loss, MIXED)(P), "missing 1", "'x'"),
     (lambda: jmp.fp8_dot_general(X, P["w"]), "missing 1", "'dimension_numbers'"),
-    (lambda: jmp.fp8_dot_general(X, X, NUMBERS), "contracting", "(4,) and (3,)"),
-    (
-        lambda: jmp.fp8_dot_general(X.astype(int), P["w"], NUMBERS),
-        "expects arrays of float32, bfloat16 or float16, got lhs of int32",
-    ),
+    (lambda: fp8_product(X, b=X), "contracting", "(4,) and (3,)"),
+    (lambda: fp8_product(X.astype(int)), "TypeError", "or float16, got lhs of int32"),
+    (lambda: fp8_product(X, b=F8), "TypeError", "of float8", "before it is rounded"),
+    (lambda: fp8_product(X, b=[[1.0]]), "TypeError", "got rhs of list"),
+    (lambda: fp8_product(X, precision="highest"), "ValueError", "one precision, got"),
+    (lambda: fp8_product(X, out_sharding=1), "not support", "sharding_constraint"),
 ]
 
 NUMERICS: list[Row] = [
@@ -345,34 +306,12 @@ MODULES: list[Row] = [
     (lambda: linen.with_policy(nn.Dense, MIXED), "a linen module", "Dense(...)"),
     (lambda: linen.with_policy(MIXED, DENSE), "got get_policy(", "(model, policy)"),
     (lambda: linen.with_policy(LINEAR, MIXED), "a linen", "jmp_lite.nnx.with_policy"),
-    (
-        lambda: linen.with_policy(DENSE, mapped("decoder")).init(KEY, X),
-        "'decoder' matches no path",
-    ),
-    (lambda: linen.TrainState.create(apply_fn=None, params=P), "missing 1", "'tx'"),
-    (
-        lambda: linen.TrainState.create(apply_fn=None, params=P, tx=optax.sgd),
-        "an optax transformation",
-        "Call it: sgd(...)",
-    ),
-    (
-        lambda: linen.TrainState.create(apply_fn=None, params=P, tx=TX, ema_decay=1.5),
-        "ema_decay between 0 and 1, got 1.5",
-    ),
-    (
-        lambda: linen.TrainState.create(
-            apply_fn=None, params={"w": jnp.full(2, jnp.nan)}, tx=TX
-        ),
-        "initial parameters are not finite",
-        "['w']",
-        "load them again",
-    ),
-    (
-        lambda: linen.TrainState.create(
-            apply_fn=None, params=P, tx=TX, update_on_skip=("stats",)
-        ),
-        "update_on_skip names ['stats'], expected some of",
-    ),
+    (lambda: linen.with_policy(DENSE, mapped("a")).init(KEY, X), "'a' matches no path"),
+    (lambda: linen_state(P), "missing 1", "'tx'"),
+    (lambda: linen_state(P, tx=optax.sgd), "transformation", "Call it: sgd(...)"),
+    (lambda: linen_state(P, tx=TX, ema_decay=1.5), "ema_decay between 0 and 1, got 1"),
+    (lambda: linen_state(NAN, tx=TX), "are not finite", "['w']", "load them again"),
+    (lambda: linen_state(P, tx=TX, update_on_skip=["a"]), "names ['a'], expected some"),
     (lambda: linen.TrainState.create(None, P, TX), "takes 1 positional argument but 4"),
     (lambda: STATE.apply_gradients(P), "takes 1 positional argument but 2"),
     (lambda: STATE.apply_gradients(grads={"w": X}), "'b' is in the parameters only"),
@@ -398,11 +337,7 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.save(None, P, step=4), "path of a folder first, got NoneType"),
     (lambda f: ckpt.save(f, P), "a step of at least 0, got None", "pass step="),
     (lambda f: ckpt.save(f, P, 4), "takes 2 positional arguments but 3"),
-    (
-        lambda f: ckpt.save(f, P, step=1),
-        "Step 1 is older than step 3",
-        "another folder",
-    ),
+    (lambda f: ckpt.save(f, P, step=1), "Step 1 is older than step 3", "another fold"),
     (lambda f: ckpt.save(f, P, step=-1), "a step of at least 0, got -1"),
     (lambda f: ckpt.save(f, P, step=1.5), "a whole number for the step, got 1.5"),
     (lambda f: ckpt.save(f, P, step="4"), "a step of at least 0, got 4"),
@@ -412,11 +347,7 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.save(f, {"a": 2**70}, step=4), "a is 11805", "64 bits at most"),
     (lambda f: ckpt.save(f, {"a": {"b": 1}, "a/b": 2}, step=4), "path a/b: rename one"),
     (lambda f: ckpt.save(__file__, P, step=4), "a folder for checkpoints", "is a file"),
-    (
-        lambda f: ckpt.restore(P, f),
-        "path of a folder first, got dict",
-        "restore(folder",
-    ),
+    (lambda f: ckpt.restore(P, f), "a folder first, got dict", "restore(folder"),
     (lambda f: ckpt.restore(f), "missing 1", "'like'"),
     (lambda f: ckpt.restore(f / "none", P), "no checkpoint in", "no such folder"),
     (lambda f: ckpt.restore(f.parent, P), "no checkpoint in", "it holds run"),
@@ -426,20 +357,12 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.restore(f, P | {"e": X}), "only `like` has e (float32[3, 4])"),
     (lambda f: ckpt.restore(f, H), "`like` has float16[2]", "cast=True casts them"),
     (lambda f: ckpt.restore(f, H, cast="f16"), "got 'f16'", "the dtypes are those of"),
-    (
-        lambda f: ckpt.restore(f, {"w": P["w"].T, "b": P["b"]}, cast=True),
-        "float32[4, 2], `like` has float32[2, 4]",
-        "same shape",
-    ),
+    (lambda f: ckpt.restore(f, TURNED, cast=True), "float32[2, 4]", "same shape"),
     (lambda f: ckpt.restore(f, DENSE), "differ in structure", "(no array)"),
     (lambda f: ckpt.latest_step(__file__), "a folder for checkpoints", "is a file"),
     (lambda f: ckpt.convert_loss_scale(8.0), "of jmp (", "of flax (", "got float"),
     (lambda f: ckpt.convert_loss_scale({"scale": 8.0}), "got dict with ['scale']"),
-    (
-        lambda f: ckpt.convert_loss_scale({"scale": X, "fin_steps": X}),
-        "shape (3, 4)",
-        "pass the first",
-    ),
+    (lambda f: ckpt.convert_loss_scale(MANY), "shape (3, 4)", "pass the first"),
 ]
 
 # What a newcomer tries, who comes from torch, apex, Keras, Haiku or flax.
@@ -461,31 +384,13 @@ NEWCOMERS: list[Row] = [
     (lambda: enter(jmp.autocast), "'function' object", "context man"),
     (lambda: enter(jmp.autocast(loss)), "'function' object", "context man"),
     (lambda: enter(jmp.full_precision(X)), "full_precision is not a context manager"),
-    (
-        lambda: jmp.autocast("mixed_float16")(loss),
-        "got 'mixed_float16'",
-        "@autocast(policy='mixed_float16')",
-    ),
+    (lambda: jmp.autocast("full")(loss), "got 'full'", "@autocast(policy='full')"),
     (lambda: jmp.autocast(loss, jnp.bfloat16), "a Policy", "write 'mixed_bfloat16'"),
-    (
-        lambda: jmp.autocast(loss, jnp.dtype("float16")),
-        "dtype('float16')",
-        "write 'mixed_float16'",
-    ),
-    (lambda: jmp.get_policy(jnp.float32), "a Policy", "float32", "write 'float32'"),
-    (
-        lambda: jmp.scale_aware(SGD, "mixed_float16"),
-        "got 'mixed_float16'",
-        "write loss_scale_for('mixed_float16')",
-    ),
+    (lambda: jmp.autocast(loss, jnp.dtype(F16)), "dtype('f", "write 'mixed_float16'"),
+    (lambda: jmp.scale_aware(SGD, "c=f16"), "got 'c=f16'", "loss_scale_for('c=f16')"),
     (lambda: jmp.scale_aware(SGD, "dynamic"), "One that adapts is DynamicLossScale()"),
     (lambda: jmp.scale_aware(SGD, MIXED), "loss_scale_for(get_policy('p=full,c=f16"),
-    (
-        lambda: jmp.scale_aware(SGD, 1024.0),
-        "got 1024.0",
-        "StaticLossScale(1024.0)",
-        "DynamicLossScale(1024.0)",
-    ),
+    (lambda: jmp.scale_aware(SGD, 8.0), "StaticLossScale(8.0)", "DynamicLossScale(8"),
     (lambda: grads(loss_scale=8.0), "tree of type float", "StaticLossScale(8.0)"),
     (
         lambda: dynamic(backoff_factor=0.5, **_TORCH),
@@ -498,50 +403,33 @@ NEWCOMERS: list[Row] = [
     (lambda: jmp.scaled_grad(with_aux, loss_scale=S)(P, X), _AUX),
     (lambda: jax.jit(jmp.scaled_grad(with_aux, loss_scale=S))(P, X), _AUX),
     (lambda: num.advise(with_aux, "mixed_float16")(P, X), _AUX),
-    (
-        lambda: jmp.full_precision(DENSE),
-        f"{_LINEN}full_precision(model.apply, ...)",
-    ),
+    (lambda: jmp.full_precision(DENSE), f"{_LINEN}full_precision(model.apply, ...)"),
 ]
-for _name in ("autocast", "explain", "lint", "dry_run", "advise"):
-    _call: Any = getattr(jmp if hasattr(jmp, _name) else num, _name)
-    _shape = f"write {_name}(f, policy)(*args), not {_name}(f, policy, *args)."
-    NEWCOMERS += [
-        (
-            lambda call=_call: call("mixed_float16", loss),
-            f"{_name} expects a function, got 'mixed_float16' first",
-            f"write {_name}(loss, 'mixed_float16').",
-        ),
-        (
-            lambda call=_call: call(Transformed(loss, loss), MIXED),
-            f"{_name} expects a function, got Transformed(init=",
-            "pass its .apply.",
-        ),
-        (
-            lambda call=_call: call(loss, MIXED, P, X),
-            f"{_name} expects at most 2",
-            "got 4",
-            _shape,
-        ),
-        (lambda call=_call: call(loss, X), "as its policy", _shape),
-        (lambda call=_call: call(loss, MIXED, x=X), "argument 'x': it has", "function"),
-        (lambda call=_call: call(loss, P), f"{_name} got dict as its policy", _shape),
-        (lambda call=_call: call(3, MIXED), f"{_name} expects a function, got 3."),
-    ]
-    if _name != "lint":  # which takes modules
-        NEWCOMERS += [
-            (
-                lambda call=_call: call(DENSE, MIXED),
-                f"{_LINEN}{_name}(model.apply, ...)",
-                "jmp_lite.linen.with_policy(model, policy)",
-            ),
-            (
-                lambda call=_call: call(LINEAR, MIXED),
-                f"{_name} got an nnx module",
-                _SPLIT,
-            ),
-        ]
 
+
+def of_transformation(name: str) -> list[Row]:
+    """Return what is tried with a function of a function and of a policy."""
+    call: Any = getattr(jmp if hasattr(jmp, name) else num, name)
+    shape = f"write {name}(f, policy)(*args), not {name}(f, policy, *args)."
+    expects = f"{name} expects a function, got"
+    haiku = Transformed(loss, loss)
+    model = f"{_LINEN}{name}(model.apply, ...)", "jmp_lite.linen.with_policy(model, po"
+    rows: list[Row] = [
+        (lambda: call("c=f16", loss), f"{expects} 'c=f16' first", "(loss, 'c=f16')."),
+        (lambda: call(haiku, MIXED), f"{expects} Transformed(init=", "its .apply."),
+        (lambda: call(loss, MIXED, P, X), f"{name} expects at most 2", "got 4", shape),
+        (lambda: call(loss, X), "as its policy", shape),
+        (lambda: call(loss, MIXED, x=X), "argument 'x': it has", "function"),
+        (lambda: call(loss, P), f"{name} got dict as its policy", shape),
+        (lambda: call(3, MIXED), f"{expects} 3."),
+        (lambda: call(DENSE, MIXED), *model),
+        (lambda: call(LINEAR, MIXED), f"{name} got an nnx module", _SPLIT),
+    ]
+    return rows[:-2] if name == "lint" else rows  # which takes modules
+
+
+for _name in ("autocast", "explain", "lint", "dry_run", "advise"):
+    NEWCOMERS += of_transformation(_name)
 PARTS = {
     "newcomers": NEWCOMERS,
     "policies": POLICIES,
@@ -558,7 +446,7 @@ PARTS = {
 def check(call: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises(Exception) as caught:  # of which type, the words say
         call()
-    text = str(caught.value)
+    text = f"{caught.typename}: {caught.value}"
     assert re.search(".*".join(map(re.escape, words)), text, re.DOTALL), text
 
 

@@ -1,8 +1,7 @@
 """trees: the floating arrays of any pytree are cast, checked and chosen; no others."""
 
-import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,25 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jmp_lite import all_finite, cast_floating, cast_like, select_tree
 from jmp_lite._src import trees
 
 FLOATS = [jnp.bfloat16, jnp.float16, jnp.float32, np.dtype("float64")]
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    kernel: Any
-    name: str = dataclasses.field(metadata={"static": True})
 
 
 def not_castable() -> dict[str, Any]:
@@ -66,6 +51,7 @@ def test_a_leaf_that_is_no_floating_array_is_returned_itself(kind):
     leaf = NOT_CASTABLE[kind]
     for dtype in FLOATS:
         assert cast_floating({"x": leaf}, dtype)["x"] is leaf
+    assert select_tree(True, {"x": leaf}, {"x": leaf})["x"] is leaf
 
 
 @pytest.mark.parametrize("source", FLOATS, ids=str)
@@ -84,13 +70,10 @@ def test_every_floating_array_is_cast(source, target):
     assert all(x.shape == tree[name].shape for name, x in result.items())
 
 
-def test_an_array_of_the_right_dtype_is_not_copied():
+def test_an_array_of_the_right_dtype_is_not_copied_and_one_of_numpy_stays_one():
     tree = {"jax": jnp.ones(2, jnp.float16), "numpy": np.ones(2, np.float16)}
     result = cast_floating(tree, "float16")
     assert result["jax"] is tree["jax"] and result["numpy"] is tree["numpy"]
-
-
-def test_a_numpy_array_stays_on_the_host():
     assert isinstance(cast_floating(np.ones(2), jnp.bfloat16), np.ndarray)
 
 
@@ -106,47 +89,16 @@ def test_a_sharding_of_a_shape_survives_the_cast():
 
 
 def test_a_module_is_a_tree_like_any_other(getkey):
-    mlp = eqx.nn.MLP(2, 3, width_size=4, depth=1, key=getkey())
+    mlp = eqx.nn.MLP(2, 3, width_size=4, depth=0, key=getkey())
     result = cast_floating(mlp, jnp.bfloat16)
     assert result.activation is mlp.activation
     arrays = [x for x in jax.tree.leaves(result) if eqx.is_array(x)]
-    assert [x.dtype for x in arrays] == [jnp.bfloat16] * 4
+    assert [x.dtype for x in arrays] == [jnp.bfloat16] * 2
     linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     result = cast_floating(linear, jnp.bfloat16)
     assert isinstance(result, nnx.Linear)
     assert result.kernel[...].dtype == jnp.bfloat16
     assert linear.kernel[...].dtype == jnp.float32
-
-
-LEAVES = st.sampled_from(
-    [*NOT_CASTABLE.values(), *(np.ones(2, dtype) for dtype in FLOATS)]
-)
-TREES = st.recursive(
-    LEAVES | st.none(),
-    lambda children: (
-        st.lists(children, max_size=3)
-        | st.dictionaries(st.sampled_from("abc"), children, max_size=3)
-        | st.tuples(children, children).map(lambda pair: Pair(*pair))
-        | children.map(lambda child: Layer(child, name="x"))
-    ),
-    max_leaves=8,
-)
-
-
-@given(TREES, st.sampled_from(FLOATS))
-def test_in_any_tree_the_floats_change_and_nothing_else(tree, dtype):
-    result = cast_floating(tree, dtype)
-    assert jax.tree.structure(result) == jax.tree.structure(tree)
-    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True):
-        is_float = isinstance(x, np.ndarray) and x.dtype in FLOATS
-        assert y.dtype == dtype if is_float else y is x
-
-
-@given(TREES)
-def test_any_tree_is_selected_from_itself(tree):
-    result = select_tree(True, tree, tree)
-    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(result), strict=True):
-        assert y is x
 
 
 # cast_like, cast_at_least_float32, multiply.
@@ -174,19 +126,20 @@ def test_only_half_precision_is_lifted_to_float32():
 # all_finite.
 
 
+@pytest.mark.one_of("bad")
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", [*FLOATS, np.complex64], ids=str)
 def test_one_bad_number_in_any_dtype_is_found(bad, dtype):
-    x = np.ones((2, 2), dtype)
-    assert bool(all_finite({"a": np.ones(3), "b": x}))
-    x[1, 1] = bad
-    assert not bool(all_finite({"a": np.ones(3), "b": x}))
+    tree = {"a": np.ones(3), "b": np.ones((2, 2), dtype)}
+    assert bool(all_finite(tree))
+    tree["b"][1, 1] = bad
+    assert not bool(all_finite(tree))
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [math.nan, math.inf, complex(0, math.inf), jnp.array([1j, complex(1, math.nan)])],
-)
+IN_AN_ARRAY = jnp.array([1j, complex(1, math.nan)])
+
+
+@pytest.mark.parametrize("bad", [math.nan, complex(0, math.inf), IN_AN_ARRAY])
 def test_python_numbers_and_imaginary_parts_are_checked_too(bad):
     assert not bool(all_finite([1.0, bad]))
 
@@ -217,6 +170,7 @@ def test_a_true_predicate_of_any_kind_takes_the_first(pred):
 
 
 PAIRS = {
+    "one is NaN": (jnp.ones(2), jnp.full(2, jnp.nan)),
     "ints": (jnp.arange(2), jnp.zeros(2, jnp.int32)),
     "bools": (jnp.array([True]), jnp.array([False])),
     "bf16": (jnp.ones(2, jnp.bfloat16), jnp.zeros(2, jnp.bfloat16)),
@@ -236,13 +190,8 @@ def test_either_of_two_leaves_is_chosen_bit_for_bit(kind):
         chosen = jax.jit(select_tree)(jnp.bool_(pred), a, b)
         if kind == "keys":
             chosen, expected = map(jax.random.key_data, (chosen, expected))
-        assert np.array_equal(chosen, expected)
+        np.testing.assert_array_equal(chosen, expected)
         assert chosen.dtype == jnp.asarray(expected).dtype
-
-
-def test_a_nan_in_the_other_tree_does_not_leak():
-    chosen = select_tree(True, jnp.ones(2), jnp.full(2, jnp.nan))
-    assert chosen.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

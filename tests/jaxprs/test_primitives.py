@@ -1,7 +1,8 @@
 """Each fact of the table holds for its primitive, on an example."""
 
 import collections
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -34,12 +35,11 @@ MESH = jax.make_mesh((3,), ("i",), (jax.sharding.AxisType.Auto,))
 WINDOW = (2, 1), (1, 1), "VALID"
 
 
-def on_devices(fun: Callable[[Any], Any], check_vma: bool = False) -> Any:
+def on_devices(fun: Callable[[Any], Any], **options: Any) -> Any:
     """Return a function of `X` and `Y` that runs on three rows of `X` per device."""
-    rows = jax.P("i")
-    out = jax.P() if check_vma else rows
-    options = {"mesh": MESH, "in_specs": rows, "out_specs": out}
-    return lambda x, y: jax.shard_map(fun, check_vma=check_vma, **options)(x)
+    rows = {"in_specs": jax.P("i"), "out_specs": jax.P("i"), "check_vma": False}
+    run = jax.shard_map(fun, mesh=MESH, **rows | options)
+    return lambda x, y: run(x)
 
 
 # The name of a primitive -> a function of `X` and `Y` that it computes.
@@ -73,12 +73,9 @@ EXAMPLES: dict[str, Callable[[Any, Any], Any]] = {
     "stop_gradient": lambda x, y: lax.stop_gradient(x),
     "name": lambda x, y: checkpoint_name(x, "x"),
     "optimization_barrier": lambda x, y: lax.optimization_barrier((x, y))[0],
-    "pvary": lambda x, y: jax.shard_map(
-        lambda x: lax.pcast(x, "i", to="varying"),
-        mesh=MESH,
-        in_specs=jax.P(),
-        out_specs=jax.P("i"),
-    )(x),
+    "pvary": on_devices(
+        lambda x: lax.pcast(x, "i", to="varying"), in_specs=jax.P(), check_vma=True
+    ),
     "device_put": lambda x, y: jax.device_put(x, jax.devices()[0]),
     "sharding_constraint": lambda x, y: lax.with_sharding_constraint(
         x, jax.NamedSharding(MESH, jax.P("i"))
@@ -92,7 +89,9 @@ EXAMPLES: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_window_sum": lambda x, y: lax.reduce_window(x, 0.0, lax.add, *WINDOW),
     "scatter-add": lambda x, y: jnp.asarray(x).at[ROW].add(x[7:]),
     "psum": on_devices(lambda x: lax.psum(x, "i")),
-    "psum_invariant": on_devices(lambda x: lax.psum(x, "i"), check_vma=True),
+    "psum_invariant": on_devices(
+        lambda x: lax.psum(x, "i"), out_specs=jax.P(), check_vma=True
+    ),
     "reduce_scatter": on_devices(lambda x: lax.psum_scatter(x, "i")),
 }
 # Names that other versions of JAX print, or that only keywords of `OpRules` have.
@@ -113,8 +112,14 @@ def of(fact: Fact) -> Any:
     return pytest.mark.parametrize("name", [n for n in EXAMPLES if facts(n) & fact])
 
 
+@functools.cache
+def results(name: str) -> list[Any]:
+    """Return what an example computes of `X` and `Y`, and of their negatives."""
+    fun = jax.jit(EXAMPLES[name])
+    return [jax.tree.map(np.asarray, fun(sign * X, sign * Y)) for sign in (1, -1)]
+
+
 def numbers(*arrays: Any) -> set[float]:
-    """Return the numbers of arrays."""
     return {float(n) for x in jax.tree.leaves(arrays) for n in np.ravel(x)}
 
 
@@ -144,38 +149,26 @@ def test_a_result_holds_numbers_of_its_floating_operands(name: str) -> None:
         assert list(found) == ([] if facts(name) & Fact.SUMS else floats)
 
 
-@of(Fact.MOVES)
-def test_a_move_has_numbers_of_one_operand(name: str) -> None:
-    assert numbers(EXAMPLES[name](X, Y)) <= numbers(X)
-
-
-@of(Fact.JOINS)
-def test_a_join_has_numbers_of_several_operands(name: str) -> None:
-    found = numbers(EXAMPLES[name](X, Y))
-    assert found <= numbers(X, Y)
-    assert found & numbers(X) and found & numbers(Y)
-
-
 @of(Fact.MOVES | Fact.JOINS)
-def test_only_a_choice_depends_on_the_numbers(name: str) -> None:
-    positive, negative = EXAMPLES[name](X, Y), EXAMPLES[name](-X, -Y)
-    pairs = zip(jax.tree.leaves(positive), jax.tree.leaves(negative), strict=True)
-    is_odd = all(np.array_equal(a, -np.asarray(b)) for a, b in pairs)
+def test_moves_joins_and_choices_have_numbers_of_their_operands(name: str) -> None:
+    out, of_negative = map(jax.tree.leaves, results(name))
+    found = numbers(out)
+    assert found <= numbers(X, Y) and found & numbers(X)
+    assert bool(found & numbers(Y)) is bool(facts(name) & Fact.JOINS)
+    is_odd = all(np.array_equal(x, -y) for x, y in zip(out, of_negative, strict=True))
     assert is_odd is not bool(facts(name) & Fact.CHOOSES)
 
 
 @of(Fact.IN_ORDER)
 def test_a_result_in_order_is_the_operand_in_another_shape(name: str) -> None:
-    out = np.ravel(EXAMPLES[name](X, Y))
-    assert np.array_equal(out[: X.size], np.ravel(X))
+    assert np.array_equal(np.ravel(results(name)[0])[: X.size], np.ravel(X))
 
 
 @of(Fact.SUMS)
 def test_a_sum_is_made_of_many_numbers(name: str) -> None:
-    out = EXAMPLES[name](X, Y)
-    assert not numbers(out) <= numbers(X)
-    slopes = jax.jacfwd(lambda x: EXAMPLES[name](x, Y))(X).reshape(out.size, X.size)
-    assert np.max(np.sum(slopes > 0, axis=1)) > 1
+    assert not numbers(results(name)[0]) <= numbers(X)
+    slopes = jax.jit(jax.jacfwd(lambda x: EXAMPLES[name](x, Y)))(X)
+    assert np.max(np.sum(np.reshape(slopes, (-1, X.size)) > 0, axis=1)) > 1
 
 
 def test_autocast_moves_and_joins_in_half_and_sums_in_float32() -> None:
@@ -188,7 +181,7 @@ def test_autocast_moves_and_joins_in_half_and_sums_in_float32() -> None:
 
 @of(Fact.PERMUTES)
 def test_a_permutation_has_every_number_equally_often(name: str) -> None:
-    counts = collections.Counter(np.ravel(EXAMPLES[name](X, Y)).tolist())
+    counts = collections.Counter(np.ravel(results(name)[0]).tolist())
     counts.pop(0.0, None)  # of devices that receive nothing
     assert len(set(counts.values())) == 1
     assert set(counts) == numbers(X) or name == "ppermute"
@@ -200,12 +193,13 @@ def test_the_gradient_of_a_repeated_number_is_a_sum(name: str) -> None:
         if name == "dynamic_slice":  # vmap maps its index alone
             at = jax.vmap(lambda i: lax.dynamic_slice(x, (i, 0), (3, 2)))
             return at(jnp.arange(4)).sum()
-        twice = jnp.stack([ROW, ROW]) if name == "gather" else None
-        out = x[twice] if name == "gather" else EXAMPLES[name](x, Y)
-        wide = name == "broadcast_in_dim"
-        return (lax.broadcast_in_dim(x, (2, 9, 4), (1, 2)) if wide else out).sum()
+        if name == "gather":
+            return x[jnp.stack([ROW, ROW])].sum()
+        if name == "broadcast_in_dim":
+            return lax.broadcast_in_dim(x, (2, 9, 4), (1, 2)).sum()
+        return EXAMPLES[name](x, Y).sum()
 
-    assert jnp.max(jax.grad(total)(jnp.asarray(X))) > 1
+    assert np.max(jax.jit(jax.grad(total))(X)) > 1
 
 
 # Functions of one number each, or of several.
@@ -230,10 +224,30 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "reduce_prod": lambda x: lax.reduce_prod_p.bind(x, axes=(0,)),
     "cumprod": lax.cumprod,
 }
+# Not every function is defined for all numbers that it is tried on.
+ignoring = functools.partial(np.errstate, all="ignore")
 
 
 def in_table(fact: Fact) -> set[str]:
     return {name for name in named(fact) if name in ELEMENTWISE}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compute(names: tuple[str, ...], *operands: Any) -> Any:
+    funs = ELEMENTWISE | REDUCTIONS
+    return {name: funs[name](*operands[: SEVERAL.get(name, 1)]) for name in names}
+
+
+def computed(names: Iterable[str], *operands: Any) -> dict[str, Any]:
+    """Return what each function gives of as many operands as it takes: one program."""
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, _compute(tuple(names), *operands))
+
+
+@functools.cache
+def all_at(operands: bytes) -> dict[str, Any]:
+    """Return what `ELEMENTWISE` gives of three operands of three numbers."""
+    return computed(ELEMENTWISE, *np.frombuffer(operands).reshape(3, 3))
 
 
 def test_elementwise_examples_cover_what_the_table_says_of_numbers() -> None:
@@ -246,127 +260,119 @@ def test_elementwise_examples_cover_what_the_table_says_of_numbers() -> None:
 
 def test_what_is_elementwise_has_its_operands_at_each_place() -> None:
     order, operands = np.asarray([2, 0, 1]), np.asarray([[0.9, 0.3, 0.5]] * 3)
-
-    def commutes(name):
-        fun, count = (ELEMENTWISE | REDUCTIONS)[name], SEVERAL.get(name, 1)
-        moved = fun(*jnp.asarray(operands[:count, order]))
-        result = fun(*jnp.asarray(operands[:count]))
-        is_same = result.shape == order.shape and np.allclose(
-            moved, result[order], rtol=1e-6, equal_nan=True
-        )
-        return is_same
-
-    assert {name for name in ELEMENTWISE if commutes(name)} == set(ELEMENTWISE)
-    assert not {name for name in REDUCTIONS if commutes(name)}
+    names = ELEMENTWISE | REDUCTIONS
+    straight, moved = (computed(names, *x) for x in (operands, operands[:, order]))
+    found = {
+        name
+        for name, y in straight.items()
+        if y.shape == order.shape
+        and np.allclose(moved[name], y[order], rtol=1e-6, equal_nan=True)
+    }
+    assert found == set(ELEMENTWISE)
     known = set(named(Fact.ELEMENTWISE))
     assert set(ELEMENTWISE) <= known and not known & set(REDUCTIONS)
     assert known & set(EXAMPLES) == {"select_n", "stop_gradient"}
 
 
 def test_what_broadcasts_is_elementwise_in_several_operands() -> None:
-    operands = jnp.asarray([1.5, 2.5]), jnp.asarray([2.0, 3.0]), jnp.asarray([3.0, 4.0])
-    for name in in_table(Fact.BROADCASTS):
-        count = SEVERAL[name]
-        by_each = jax.jacfwd(ELEMENTWISE[name], tuple(range(count)))(*operands[:count])
-        assert all(x[0, 1] == x[1, 0] == 0.0 for x in by_each), name
+    names = in_table(Fact.BROADCASTS)
     # `add_any` adds gradients, which have one shape.
-    assert in_table(Fact.BROADCASTS) == set(SEVERAL) - {"add_any"}
+    assert names == set(SEVERAL) - {"add_any"}
+
+    @jax.jit
+    def slopes(*x):
+        by_each = {n: jax.jacfwd(ELEMENTWISE[n], range(SEVERAL[n])) for n in names}
+        return {name: of(*x[: SEVERAL[name]]) for name, of in by_each.items()}
+
+    for name, found in slopes(
+        *np.float32([[1.5, 2.5], [2.0, 3.0], [3.0, 4.0]])
+    ).items():
+        assert all(x[0, 1] == x[1, 0] == 0.0 for x in found), name
 
 
 def test_arithmetic_is_exact_on_small_whole_numbers() -> None:
     whole = np.asarray([1.0, 2.0, 4.0, -2.0])
-
-    def is_exact(name, dtype=np.float16):
-        fun = (ELEMENTWISE | REDUCTIONS)[name]
-        with jax.enable_x64(True):
-            count = SEVERAL.get(name, 1)
-            args = [np.roll(whole, i) for i in range(count)]
-            exact = fun(*map(jnp.asarray, args))
-            half = fun(*[jnp.asarray(x, dtype) for x in args])
-            return np.array_equal(np.float64(half), exact)
-
-    assert all(map(is_exact, named(Fact.ARITHMETIC)))
-    rounded = "tanh logistic erf exp sin rsqrt".split()
-    assert not any(map(is_exact, rounded))
+    args = np.stack([np.roll(whole, i) for i in range(3)])
+    arithmetic, rounded = set(named(Fact.ARITHMETIC)), "tanh logistic erf exp sin rsqrt"
+    names = sorted({*arithmetic, *rounded.split()})
+    exact, half = computed(names, *args), computed(names, *args.astype(np.float16))
+    assert {n for n in names if np.array_equal(half[n], exact[n])} == arithmetic
 
 
 def test_rounding_before_what_is_exact_is_rounding_after() -> None:
     args = np.random.default_rng(0).standard_normal((3, 4000)).astype(np.float32)
+    after, found = computed(ELEMENTWISE, *args), set(ELEMENTWISE)
 
-    def is_same(name):
-        fun, count = ELEMENTWISE[name], SEVERAL.get(name, 1)
-        for dtype in (jnp.bfloat16, jnp.float16):
-            after = jnp.asarray(fun(*args[:count]), dtype)
-            before = fun(*[jnp.asarray(x, dtype) for x in args[:count]])
-            if not np.array_equal(after, before, equal_nan=True):
-                return False
-        return True
+    def is_same(x, y):
+        return np.array_equal(np.float32(x), np.float32(y), equal_nan=True)
 
-    found = {name for name in ELEMENTWISE if is_same(name)}
+    for dtype in (jnp.bfloat16, jnp.float16):
+        before = computed(ELEMENTWISE, *args.astype(dtype))
+        with ignoring():
+            rounded = {name: y.astype(dtype) for name, y in after.items()}
+        found &= {name for name, y in rounded.items() if is_same(y, before[name])}
     whole = {"floor", "ceil", "round"}  # rounded, a number may be another whole one
     assert found - whole == in_table(Fact.EXACT)
 
 
+@ignoring()
 def test_what_saturates_does() -> None:
-    def saturates(fun):
-        at = fun(jnp.float32([1.0, 2.0, 30.0, 31.0, -30.0, -31.0]))
-        return at[0] != at[1] and at[2] == at[3] and abs(at[4] - at[5]) < 1e-9
-
-    found = {n for n, f in ELEMENTWISE.items() if n not in SEVERAL and saturates(f)}
+    one = set(ELEMENTWISE) - set(SEVERAL)
+    results = computed(one, np.float32([1.0, 2.0, 30.0, 31.0, -30.0, -31.0]))
+    found = {
+        name
+        for name, y in results.items()
+        if y[0] != y[1] and y[2] == y[3] and abs(y[4] - y[5]) < 1e-9
+    }
     assert found == in_table(Fact.SATURATES)
 
 
 # Positive operands of functions that are defined for one number each, or for several.
 A, B = (np.asarray(x) for x in ([2.9, 1.7, 0.9], [0.8, 0.4, 2.3]))
+Law = Callable[..., tuple[Any, Any]]
 
 
-def having(law: Callable[..., tuple[Any, Any]]) -> set[str]:
-    """Return the elementwise primitives for which both sides of an equation agree."""
-    found = set()
-    with jax.enable_x64(True):
-        for name, fun in ELEMENTWISE.items():
-            operands = np.stack([A, B, A + B])[: SEVERAL.get(name, 1)]
-            one, other = law(lambda x, fun=fun: fun(*map(jnp.asarray, x)), operands)
-            if np.allclose(one, other, rtol=1e-9):
-                found.add(name)
-    return found
+@ignoring()
+def agree(name: str, law: Law) -> bool:
+    """Return whether both sides of an equation agree for an elementwise primitive."""
+
+    def fun(x):
+        return all_at(np.resize(x, (3, 3)).tobytes())[name]
+
+    one, other = law(fun, np.stack([A, B, A + B])[: SEVERAL.get(name, 1)])
+    return np.allclose(one, other, rtol=1e-9)
 
 
-def test_what_is_linear_adds_up() -> None:
-    def law(fun, x):
-        return fun(x[:, ::-1] - 3.0 * x), fun(x[:, ::-1]) - 3.0 * fun(x)
+LAWS: dict[Fact, Law] = {
+    Fact.LINEAR: lambda fun, x: (fun(x[:, ::-1] - 3 * x), fun(x[:, ::-1]) - 3 * fun(x)),
+    Fact.EXPONENTIAL: lambda fun, x: (fun(2 * x), fun(x) ** 2),
+    Fact.LOGARITHM: lambda fun, x: (fun(x**3), 3 * fun(x)),
+    Fact.PERIODIC: lambda fun, x: (fun(x + 2 * np.pi), fun(x)),
+}
 
-    assert having(law) == in_table(Fact.LINEAR)
+
+@pytest.mark.parametrize("fact", LAWS, ids=str)
+def test_a_law_holds_for_those_of_which_the_table_says_so(fact: Fact) -> None:
+    found = {name for name in ELEMENTWISE if agree(name, LAWS[fact])}
+    found -= {"sign"}  # which is constant here
+    of_one = fact is not Fact.LINEAR
+    assert (found - set(SEVERAL) if of_one else found) == in_table(fact)
 
 
 def test_limits_give_one_of_their_operands_by_size() -> None:
     def law(fun, x):
-        y, shifted = np.asarray(fun(x)), np.asarray(fun(x + 4.0))
-        is_one = (y == x).any(0) & np.isclose(shifted, y + 4.0)
-        return np.where(is_one, 0.0, 1.0), np.zeros(3)
+        y, shifted = fun(x), fun(x + 4.0)
+        return (y == x).any(0) & np.isclose(shifted, y + 4.0), True
 
-    assert having(law) & set(SEVERAL) == in_table(Fact.LIMITS)
-
-
-def test_exponentials_and_logarithms_swap_sums_and_products() -> None:
-    exponential = having(lambda fun, x: (fun(2 * x), fun(x) ** 2))
-    logarithm = having(lambda fun, x: (fun(x**3), 3 * fun(x)))
-    one = set(ELEMENTWISE) - set(SEVERAL) - {"sign"}  # which is constant here
-    assert exponential & one == in_table(Fact.EXPONENTIAL)
-    assert logarithm & one == in_table(Fact.LOGARITHM)
-
-
-def test_a_turn_changes_no_angle() -> None:
-    found = having(lambda fun, x: (fun(x + 2 * np.pi), fun(x)))
-    assert found - set(SEVERAL) - {"sign"} == in_table(Fact.PERIODIC)
+    found = {name for name in SEVERAL if agree(name, law)}
+    assert found == in_table(Fact.LIMITS)
 
 
 def test_comparisons_compare() -> None:
     for name in named(Fact.COMPARES):
         of_sizes = np.asarray(getattr(lax, name)(X[0], X[0, ::-1]))
         assert of_sizes.dtype == bool and (of_sizes.any() or name == "eq")
-    others = [n for n in EXAMPLES if EXAMPLES[n](X, Y)[0].dtype == bool]
-    assert not others
+    assert not [n for n in EXAMPLES if jax.tree.leaves(results(n)[0])[0].dtype == bool]
 
 
 def test_degrees_are_those_of_scaled_operands() -> None:
@@ -380,25 +386,21 @@ def test_degrees_are_those_of_scaled_operands() -> None:
 
         return of_scaled
 
-    found = {name for name in ELEMENTWISE if name in having(law(name))}
+    found = {name for name in ELEMENTWISE if agree(name, law(name))}
     assert found == {name for name in ELEMENTWISE if degrees(name, {"y": 3})}
     assert {"mul", "div", "square", "integer_pow", "sqrt", "rsqrt", "abs"} <= found
-    x, w = jnp.asarray(X), jnp.asarray(Y.T)
-    np.testing.assert_allclose((2.0 * x) @ (3.0 * w), 6.0 * (x @ w))
     assert degrees("dot_general", {}) == degrees("conv_general_dilated", {}) == (1, 1)
 
 
 def test_numpy_has_the_same_function_with_its_extremes_at_ends_or_zero() -> None:
     at = np.linspace(-1.0, 1.0, 201)
-    for name, of_numpy in ON_HOST.items():
-        count = SEVERAL.get(name, 1)
-        operands = [at[:, None] - 0.5, at[None] + 2.0][:count]
-        with jax.enable_x64(True):
-            values = np.asarray(ELEMENTWISE[name](*map(jnp.asarray, operands)))
+    both = at[:, None] - 0.5, at[None] + 2.0
+    for name, values in computed(ON_HOST, *both).items():
+        operands, of_numpy = both[: SEVERAL.get(name, 1)], ON_HOST[name]
         np.testing.assert_array_max_ulp(values, of_numpy(*operands))
         ends = [x[np.isin(x, [x.min(), x.max(), 0.0])] for x in operands]
         corners = of_numpy(*np.meshgrid(*ends))
-        assert values.min() == corners.min() and values.max() == corners.max()
+        assert values.min() == corners.min() and values.max() == corners.max(), name
 
 
 def test_loops_calls_and_parts_are_primitives() -> None:
@@ -407,41 +409,37 @@ def test_loops_calls_and_parts_are_primitives() -> None:
     assert not set(CHECKPOINTS).isdisjoint(compat.primitive_names())
 
 
+@ignoring()
 def test_what_reads_digits_is_steep_or_jumps() -> None:
     """Its relative change is more than 100 times that of an operand around 1 or -1."""
-    of_one = {"pow": lambda x: x**200.0, "rem": lambda x: jnp.fmod(x, 0.75)}
+    x = np.linspace(0.4, 1.6, 20001)
+    funs = {n: f for n, f in ELEMENTWISE.items() if n not in SEVERAL}
+    funs |= {"pow": lambda x: x**200.0, "rem": lambda x: jnp.fmod(x, 0.75)}
+    with jax.enable_x64(True):
+        run = jax.jit(lambda x: {name: fun(x) for name, fun in funs.items()})
+        both = jax.tree.map(np.asarray, (run(x), run(-x)))
 
-    def is_steep(fun):
-        with jax.enable_x64(True):
-            x = jnp.linspace(0.4, 1.6, 20001)
-            for at in (x, -x):
-                y = fun(at)
-                size = jnp.maximum(jnp.minimum(jnp.abs(y[1:]), jnp.abs(y[:-1])), 1e-3)
-                if jnp.nanmax(jnp.abs(jnp.diff(y)) / size) > 100 * (x[1] - x[0]):
-                    return True
-        return False
+    def is_steep(y):
+        size = np.maximum(np.minimum(np.abs(y[1:]), np.abs(y[:-1])), 1e-3)
+        return np.any(np.abs(np.diff(y)) / size > 100 * (x[1] - x[0]))
 
-    one = {n: of_one.get(n, f) for n, f in ELEMENTWISE.items() if n not in SEVERAL}
-    found = {name for name, fun in (one | of_one).items() if is_steep(fun)}
+    found = {name for name in funs if any(is_steep(results[name]) for results in both)}
     angles = {"cos", "tan"}  # steep where they are 0 or infinite, as are sums
     assert found - angles == in_table(Fact.NEAR_ONE | Fact.FRACTION)
 
 
 def test_a_product_sums_products() -> None:
-    x, image = jnp.ones((8, 8)), jnp.ones((1, 1, 8, 8))
-    sizes = jnp.asarray([4, 4], jnp.int32)
+    x, image = np.ones((8, 8), np.float32), np.ones((1, 1, 8, 8), np.float32)
+    kernel, sizes = image[..., :2, :2], np.int32([4, 4])
     found = {
-        "dot_general": lambda: x @ x,
-        "conv_general_dilated": lambda: lax.conv(
-            image, image[..., :2, :2], (1, 1), "SAME"
-        ),
-        "ragged_dot_general": lambda: lax.ragged_dot(x, jnp.ones((2, 8, 8)), sizes),
+        "dot_general": lambda: lax.dot(x, x),
+        "conv_general_dilated": lambda: lax.conv(image, kernel, (1, 1), "SAME"),
+        "ragged_dot_general": lambda: lax.ragged_dot(x, np.stack([x, x]), sizes),
     }
-    names = {"ragged_dot", *found}
     for name, run in found.items():
         assert name in str(jax.make_jaxpr(run)()).replace("ragged_dot[", name)
         assert run().max() > 1.0
-    assert names == set(named(Fact.PRODUCT))
+    assert {"ragged_dot", *found} == set(named(Fact.PRODUCT))
 
 
 # Primitives without a record: they run as the program has them.

@@ -100,48 +100,43 @@ def _cases(programs: Any, short: int | None = None) -> list[Any]:
     ]
 
 
-def assert_same(result: Any, expected: Any, found: list[Site]) -> None:
-    """Assert that results are the same to the bit, or nearly if there is a loop.
+def walk_beside(fun: Any, args: Any) -> tuple[Any, Any]:
+    """Return the results of a walk and of the function, in one program of XLA's.
 
-    What counts the iterations is in the loop's body, which XLA may then fuse otherwise.
+    It computes them alike, and once where they are. The iterations of a loop are
+    counted in its body, which XLA may then fuse otherwise: these are only near.
     """
+    both = jax.jit(lambda *args: (walk(fun, *args)[0], fun(*args)))
+    result, expected = both(*args)
     assert bitwise.avals(result) == bitwise.avals(expected)
-    if not any(site.loops for site in found):
+    if not any(site.loops for site in sites_of(fun, *args)):
         assert bitwise.raw_bits(result) == bitwise.raw_bits(expected)
     assert_close(result, expected)
+    return result, expected
 
 
 def assert_close(result: Any, expected: Any) -> None:
     numbers = [jax.tree.leaves(x) for x in (result, expected)]
     for x, y in zip(*numbers, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
         if jnp.issubdtype(x.dtype, jnp.number):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
         else:
             assert bitwise.raw_bits(x) == bitwise.raw_bits(y)
 
 
-# The corpus. Under jit both are one program of XLA's, which then fuses them alike.
+# The corpus.
 
 
 @pytest.mark.parametrize("program", _cases(PROGRAMS, 0))
-def test_a_walk_gives_the_bits_of_the_program(program: Program) -> None:
+def test_a_walk_gives_the_bits_of_the_program_and_a_run_its_numbers(
+    program: Program,
+) -> None:
     with program.context():
         fun, args = program.make()
-        result = jax.jit(lambda *args: walk(fun, *args)[0])(*args)
-        expected = jax.jit(fun)(*args)
-        found = sites_of(fun, *args)
-    assert_same(result, expected, found)
-
-
-@pytest.mark.parametrize("program", _cases(PROGRAMS, 1))
-def test_a_run_gives_the_numbers_of_the_program(program: Program) -> None:
-    with program.context():
-        fun, args = program.make()
+        _, expected = walk_beside(fun, args)
         result, _, ran = run(fun, *args)
-        expected = jax.jit(fun)(*args)
         found = sites_of(fun, *args)
-    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
     assert_close(result, expected)
     for site, iterations in zip(found, ran, strict=True):
         # A branch runs less often, or not at all.
@@ -164,10 +159,8 @@ def test_a_walk_gives_the_bits_of_the_gradient(program: Program) -> None:
             return sum(jnp.sum(jnp.sin(x)).astype(jnp.float32) for x in floats)
 
         grad = jax.value_and_grad(loss)
-        result = jax.jit(lambda *args: walk(grad, *args)[0])(*args)
-        expected = jax.jit(grad)(*args)
+        walk_beside(grad, args)
         found = sites_of(grad, *args)
-    assert_same(result, expected, found)
     assert {site.direction for site in found} == {"forward", "backward"}
 
 
@@ -270,11 +263,10 @@ def test_a_long_program_is_run_in_parts():
 
 
 def test_times_and_loops_are_those_of_the_scans_around():
-    cos, mul = sites_of(scan_in_a_scan, jnp.ones((3, 2)))
-    assert (cos.primitive, cos.times, cos.loops) == ("cos", 3, 1)
-    assert (mul.primitive, mul.times, mul.loops) == ("mul", 6, 2)
-    lt, mul = sites_of(while_below, jnp.float32(2.0))
-    assert (lt.times, mul.times, mul.loops) == (None, None, 1)
+    found = sites_of(scan_in_a_scan, jnp.ones((3, 2))), sites_of(while_below, ONE)
+    places = [[(s.primitive, s.times, s.loops) for s in sites] for sites in found]
+    of_while = [("lt", None, 1), ("mul", None, 1)]
+    assert places == [[("cos", 3, 1), ("mul", 6, 2)], of_while]
 
 
 def test_what_is_carried_goes_through_calls_loops_and_branches():
@@ -289,15 +281,16 @@ def test_what_is_carried_goes_through_calls_loops_and_branches():
         assert [int(d) for d in depths] == [1, 3, 2, 5, 0]
 
 
-def test_keys_and_integers_pass(getkey):
-    def fun(key, n):
-        key, fresh = jax.random.split(key)
-        return key, jax.random.key_data(fresh), n // 2, n > 3
+def key_and_integers(key, n):
+    key, fresh = jax.random.split(key)
+    return key, jax.random.key_data(fresh), n // 2, n > 3
 
-    key, n = getkey(), jnp.int32(7)
-    for look in (walk, run):
-        result, *_ = look(fun, key, n)
-        assert bitwise.raw_bits(result) == bitwise.raw_bits(fun(key, n))
+
+def test_keys_and_integers_pass(getkey):
+    args = getkey(), np.int32(7)
+    expected = jax.jit(key_and_integers)(*args)
+    for result in (run(key_and_integers, *args)[0], walk(key_and_integers, *args)[0]):
+        assert bitwise.raw_bits(result) == bitwise.raw_bits(expected)
 
 
 @pytest.mark.parametrize("length", [0, 3])
@@ -310,9 +303,9 @@ def test_keys_may_be_the_rows_of_a_scan(length, getkey):
         key, (keys, ys) = lax.scan(step, key, xs)
         return lax.scan(lambda c, k: (c + jax.random.uniform(k), None), 0.0, keys), ys
 
-    key, xs = getkey(), jnp.zeros(length)
-    result, _, _ = run(fun, key, xs)
-    assert bitwise.raw_bits(result) == bitwise.raw_bits(fun(key, xs))
+    args = getkey(), np.zeros(length, np.float32)
+    result, _, _ = run(fun, *args)
+    assert bitwise.raw_bits(result) == bitwise.raw_bits(jax.jit(fun)(*args))
 
 
 def test_effects_happen_once_and_in_order():
@@ -387,14 +380,11 @@ def test_a_library_function_that_is_traced_once_has_the_line_of_each_call():
 
 
 def test_a_jitted_function_of_the_user_has_its_own_lines():
-    @jax.jit
     def norm(x):
         return jnp.sqrt(jnp.sum(x))
 
-    plain: Any = norm
-    line = plain.__wrapped__.__code__.co_firstlineno + 2
-    (sqrt,) = sites_named("sqrt", norm, jnp.ones(2))
-    assert sqrt.line == f"{__file__}:{line}"
+    (sqrt,) = sites_named("sqrt", jax.jit(norm), jnp.ones(2))
+    assert sqrt.line == f"{__file__}:{norm.__code__.co_firstlineno + 1}"
 
 
 def test_marks_of_autocast_are_no_layers():
