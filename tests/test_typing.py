@@ -114,42 +114,29 @@ def run(folder: Path, *command: str) -> str:
     ).stdout
 
 
-def write(folder: Path, first_line: str = "") -> str:
-    program = folder / "program.py"
-    program.write_text(first_line + PROGRAM, encoding="utf-8")
-    return program.name
-
-
-def described(errors: dict[int, str]) -> dict[str, str]:
-    """Return the errors by line of the program, for messages of the test."""
-    return {LINES[line - 1]: error for line, error in errors.items()}
+def check(errors: dict[int, str]) -> None:
+    described = {LINES[line - 1]: error for line, error in errors.items()}
+    assert errors.keys() == REJECTED, described
 
 
 def test_pyright_in_strict_mode(tmp_path: Path) -> None:
-    program = write(tmp_path, "# pyright: strict")
+    program = tmp_path / "program.py"
+    program.write_text("# pyright: strict" + PROGRAM, encoding="utf-8")
     options = ("--outputjson", "--pythonpath", sys.executable)
-    found = json.loads(run(tmp_path, "pyright", *options, program))
-    errors = {
-        error["range"]["start"]["line"] + 1: error["message"]
-        for error in found["generalDiagnostics"]
-        if error["severity"] == "error"
-    }
-    assert errors.keys() == REJECTED, described(errors)
+    found = json.loads(run(tmp_path, "pyright", *options, program.name))
+    errors = [e for e in found["generalDiagnostics"] if e["severity"] == "error"]
+    check({e["range"]["start"]["line"] + 1: e["message"] for e in errors})
 
 
 @pytest.mark.full  # it reads the same lines, and takes longer
 def test_mypy_in_strict_mode(tmp_path: Path) -> None:
-    program = write(tmp_path)
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     # Errors in this program only, not in the packages that it imports.
     options = ("--strict", "--follow-imports=silent", "--output=json")
     cache = f"--cache-dir={ROOT / '.mypy_cache'}"
-    found = run(tmp_path, "mypy", *options, cache, program).splitlines()
-    errors = {
-        error["line"]: error["message"]
-        for error in map(json.loads, found)
-        if error["severity"] == "error"
-    }
-    assert errors.keys() == REJECTED, described(errors)
+    found = run(tmp_path, "mypy", *options, cache, "program.py").splitlines()
+    errors = [e for e in map(json.loads, found) if e["severity"] == "error"]
+    check({e["line"]: e["message"] for e in errors})
 
 
 def test_a_decorator_with_arguments_is_the_same_transformation() -> None:

@@ -14,8 +14,9 @@ from jmp_lite import memory
 pytestmark = pytest.mark.standard_promotion
 
 Shape = jax.ShapeDtypeStruct
-PARAMS = {f"w{i}": Shape((64, 64), "float32") for i in range(4)}
+PARAMS = {f"w{i}": Shape((64, 64), "float32") for i in range(2)}
 X = Shape((512, 64), "float32")
+ADAM = optax.adam(1e-3)
 
 
 def loss_fn(params, x, remat=False):
@@ -38,15 +39,16 @@ def choice(tx, remat=False):
     return step, (PARAMS, jax.eval_shape(tx.init, PARAMS), X)
 
 
+IN_BF16 = jmp.low_precision_state(ADAM, min_size=0)
+
+
 @functools.cache
 def compared():
     steps = {
-        "Adam": choice(optax.adam(1e-3)),
-        "Adam, recomputed": choice(optax.adam(1e-3), remat=True),
+        "Adam": choice(ADAM),
+        "Adam, recomputed": choice(ADAM, remat=True),
         "SGD, recomputed": choice(optax.sgd(1e-3), remat=True),
-        "Adam, bf16 state": choice(
-            jmp.low_precision_state(optax.adam(1e-3), min_size=0)
-        ),
+        "Adam, bf16 state": choice(IN_BF16),
     }
     return memory.compare(steps, "cpu", donate_argnums=(0, 1), fits="1GB")
 
@@ -55,8 +57,9 @@ def test_the_least_memory_is_first_and_each_row_is_that_of_the_step():
     rows = {row.name: row.report for row in compared().rows}
     peaks = [report.peak for report in rows.values()]
     assert peaks == sorted(peaks) and len(peaks) == 4
-    alone = memory.of_step(choice(optax.adam(1e-3))[0], "cpu", donate_argnums=(0, 1))
-    assert alone(*choice(optax.adam(1e-3))[1]).peak == rows["Adam"].peak
+    step, args = choice(ADAM)
+    alone = memory.of_step(step, "cpu", donate_argnums=(0, 1))(*args)
+    assert alone.peak == rows["Adam"].peak
     assert rows["SGD, recomputed"].peak < rows["Adam, recomputed"].peak
     assert rows["Adam"].bytes_a_parameter == pytest.approx(12, abs=0.01)
     assert rows["Adam, bf16 state"].bytes_a_parameter == pytest.approx(8, abs=0.01)
@@ -112,10 +115,9 @@ def test_progress_and_mistakes():
     assert names == ["a", "b"]
     with pytest.raises(ValueError, match="at least one step"):
         memory.compare({})
+    expected = "Expected a pair for 'a', a step and a tup"
     for entry in (loss_fn, (loss_fn,), (loss_fn, PARAMS), (3, ())):
-        with pytest.raises(
-            TypeError, match="Expected a pair for 'a', a step and a tup"
-        ):
+        with pytest.raises(TypeError, match=expected):
             memory.compare({"a": entry})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="a limit with its unit"):
         memory.compare(steps, fits="24")
