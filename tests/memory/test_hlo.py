@@ -1,5 +1,7 @@
 """What is counted in the text of compiled programs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,12 @@ ENTRY %main (w: f32[8,4], t: s32[], m: f32[8,4]) -> (f32[8,4], f32[8,4]) {
 """
 
 
+def count(*lines: str) -> Any:
+    """Return what is counted in a program of these instructions."""
+    body = "".join(f"  {line}\n" for line in lines)
+    return hlo.count(f"HloModule m\nENTRY %main () -> f32[4] {{\n{body}}}")
+
+
 def test_everything_in_the_text_of_a_program_is_counted():
     counts = hlo.count(PROGRAM)
     # fusion, conditional, callback: not names, a scalar's add, or what goes on beside
@@ -69,8 +77,7 @@ def test_traffic_takes_a_slice_that_is_fetched_ahead_once():
 
 
 def test_a_collective_is_no_kernel_and_its_bytes_are_those_it_leaves():
-    line = "  %x = bf16[16]{0} reduce-scatter(%y), dimensions={0}\n"
-    counts = hlo.count("HloModule m\nENTRY %main () -> bf16[16] {\n" + line + "}")
+    counts = count("%x = bf16[16]{0} reduce-scatter(%y), dimensions={0}")
     assert (counts.kernels, counts.collectives) == (0, {"reduce-scatter bf16": 32})
 
 
@@ -89,18 +96,16 @@ def test_a_collective_is_no_kernel_and_its_bytes_are_those_it_leaves():
 )
 def test_what_a_collective_reads_is_not_what_it_leaves(shape, left):
     opcode = next(iter(left)).split()[0]
-    line = f"  %x = {shape} {opcode}-start(%y, %z), dimensions={{0}}\n"
-    text = "HloModule m\nENTRY %main () -> f32[4] {\n" + line + "}"
-    assert hlo.count(text).collectives == left
+    counts = count(f"%x = {shape} {opcode}-start(%y, %z), dimensions={{0}}")
+    assert counts.collectives == left
 
 
 def test_fp8_is_gathered_and_read_as_a_byte_each():
-    lines = (
-        "  %w = f8e4m3fn[16]{0} parameter(0)\n"
-        "  %g = f8e5m2[16]{0} copy(%w)\n"
-        "  %a = f8e4m3fn[64]{0} all-gather(%w), dimensions={0}\n"
+    counts = count(
+        "%w = f8e4m3fn[16]{0} parameter(0)",
+        "%g = f8e5m2[16]{0} copy(%w)",
+        "%a = f8e4m3fn[64]{0} all-gather(%w), dimensions={0}",
     )
-    counts = hlo.count("HloModule m\nENTRY %main () -> f8e4m3fn[64] {\n" + lines + "}")
     assert counts.collectives == {"all-gather f8e4m3fn": 64}
     assert counts.traffic == 16 + 16 + 16 + 64
 
@@ -152,34 +157,22 @@ custom_call_target="__cublas$gemm"
 
 def test_products_are_counted_by_what_they_read_and_not_by_what_was_cast():
     found = hlo.count(PRODUCTS).products
-    assert found == {
-        "bf16 bf16": 1,
-        "f16 f16": 2,
-        "f8e4m3fn f8e4m3fn": 2,
-        "f8e5m2 f8e4m3fn": 1,
-    }
-    assert figures.fp8_products(found) == 3
+    of_fp8 = {"f8e4m3fn f8e4m3fn": 2, "f8e5m2 f8e4m3fn": 1}
+    assert found == {"bf16 bf16": 1, "f16 f16": 2} | of_fp8
     upcast = hlo.count(PRODUCTS.replace("f8e5m2", "bf16")).products
     assert upcast["bf16 f8e4m3fn"] == 1
-    assert (
-        figures.fp8_products(hlo.count(PRODUCTS.replace("f8e4m3fn", "f16")).products)
-        == 1
-    )
+    other = hlo.count(PRODUCTS.replace("f8e4m3fn", "f16")).products
+    assert (figures.fp8_products(found), figures.fp8_products(other)) == (3, 1)
 
 
 def test_a_collective_in_pieces_is_counted_once():
     # As a TPU's compiler writes one that goes on beside other work.
     gather = "f16[16]{0} all-gather(%y), channel_id=1, dimensions={0}"
-    pieces = "".join(
-        f"%beside.{i} () -> f16[16] {{\n  %g = {gather}\n}}\n" for i in (1, 2)
-    )
-    entry = (
-        "ENTRY %main () -> f16[16] {\n"
-        "  %a = f16[16]{0} fusion(%y), kind=kCustom, calls=%beside.1\n"
-        "  %b = f16[16]{0} fusion(%y), kind=kCustom, calls=%beside.2\n"
-        f"  %c = {gather}\n}}"
-    )
-    counts = hlo.count("HloModule m\n" + pieces + entry)
+    pieces = f"%1 () -> f16[16] {{\n  %g = {gather}\n}}\n"
+    pieces += pieces.replace("%1", "%2")
+    fusion = "f16[16]{0} fusion(%y), kind=kCustom, calls="
+    entry = f"  %a = {fusion}%1\n  %b = {fusion}%2\n  %c = {gather}\n"
+    counts = hlo.count(f"HloModule m\n{pieces}ENTRY %m () -> f16[16] {{\n{entry}}}")
     assert counts.collectives == {"all-gather f16": 2 * 16 * 2}
     assert counts.collective_calls == {"all-gather": 2}
 
@@ -195,13 +188,9 @@ def test_all_collectives_of_a_shard_map_are_counted():
         return jax.lax.psum(y, "d"), moved, scattered
 
     sharded = PartitionSpec("d")
-    run = jax.shard_map(
-        on_each,
-        mesh=mesh,
-        in_specs=(sharded, sharded),
-        out_specs=(PartitionSpec(), sharded, sharded),
-    )
-    ones = jnp.ones((16, 16))
+    specs = {"in_specs": sharded, "out_specs": (PartitionSpec(), sharded, sharded)}
+    run = jax.shard_map(on_each, mesh=mesh, **specs)
+    ones = jax.ShapeDtypeStruct((16, 16), "float32")
     text = jax.jit(run).lower(ones, ones).compile().as_text()
     assert text is not None and "channel_id=2" not in text
     assert hlo.count(text).collectives == {
@@ -216,34 +205,22 @@ SUMS = """\
 HloModule m
 
 %add.1 (a: bf16[], b: bf16[]) -> bf16[] {
-  %a = bf16[] parameter(0)
-  %b = bf16[] parameter(1)
   ROOT %sum.1 = bf16[] add(%a, %b)
 }
 
 %add.2 (a.3: f32[], b.3: f32[]) -> f32[] {
-  %a.3 = f32[] parameter(0)
-  %b.3 = f32[] parameter(1)
   ROOT %sum.2 = f32[] add(%a.3, %b.3)
 }
 
 %larger (a.2: bf16[], b.2: bf16[]) -> bf16[] {
-  %a.2 = bf16[] parameter(0)
-  %b.2 = bf16[] parameter(1)
   ROOT %max.2 = bf16[] maximum(%a.2, %b.2)
 }
 
 %fused (x: bf16[8,4]) -> bf16[4] {
-  %x = bf16[8,4]{1,0} parameter(0)
-  %zero = bf16[] constant(0)
   ROOT %inner = bf16[4]{0} reduce(%x, %zero), dimensions={0}, to_apply=%add.1
 }
 
 ENTRY %main (h: bf16[8,4], w: f32[8,4], i: s32[8,1], z: bf16[]) -> bf16[4] {
-  %h = bf16[8,4]{1,0} parameter(0)
-  %w = f32[8,4]{1,0} parameter(1)
-  %i = s32[8,1]{1,0} parameter(2)
-  %z = bf16[] parameter(3)
   %whole = f32[4]{0} reduce(%w, %z), dimensions={0}, to_apply=%add.2
   %rounded = bf16[4]{0} reduce(%w, %z), dimensions={0}, to_apply=%add.2
   %most = bf16[4]{0} reduce(%h, %z), dimensions={0}, to_apply=%larger

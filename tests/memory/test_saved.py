@@ -18,7 +18,7 @@ from jmp_lite import memory
 pytestmark = pytest.mark.standard_promotion
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "int32": "i32", "uint32": "u32"}
-PARAMS = jax.eval_shape(lambda: transformer.init(2, 32, 64))
+PARAMS = jax.eval_shape(lambda: transformer.init(1, 32, 64))
 TOKENS = jax.ShapeDtypeStruct((2, 16), jnp.int32)
 
 
@@ -49,32 +49,24 @@ def loops(w, x):
     return jax.lax.cond(x.sum() > 0, jnp.sin, jnp.exp, x).sum()
 
 
+def of_linen(variables, x, key):
+    return NET.apply(variables, x, rngs={"dropout": key})
+
+
+def of_equinox(arrays, x):
+    return jax.vmap(eqx.combine(arrays, MLP))(x).sum()
+
+
+SAVE = memory.save_products
 PROGRAMS = {
     "plain": (gpt, PARAMS, TOKENS),
     "recomputed layers": (functools.partial(gpt, remat=True), PARAMS, TOKENS),
-    "save_products": (
-        jax.checkpoint(gpt, policy=memory.save_products),
-        PARAMS,
-        TOKENS,
-    ),
+    "save_products": (jax.checkpoint(gpt, policy=SAVE), PARAMS, TOKENS),
     "autocast": (jmp.autocast(gpt, "mixed_bfloat16"), PARAMS, TOKENS),
     "stacked layers": (gpt, jax.eval_shape(transformer.stack, PARAMS), TOKENS),
-    "linen": (
-        lambda v, x, key: NET.apply(v, x, rngs={"dropout": key}),
-        VARIABLES,
-        X,
-        KEY,
-    ),
-    "equinox": (
-        lambda arrays, x: jax.vmap(eqx.combine(arrays, MLP))(x).sum(),
-        eqx.filter(MLP, eqx.is_array),
-        X,
-    ),
-    "loops": (
-        loops,
-        jax.ShapeDtypeStruct((3, 8, 8), jnp.float32),
-        X,
-    ),
+    "linen": (of_linen, VARIABLES, X, KEY),
+    "equinox": (of_equinox, eqx.filter(MLP, eqx.is_array), X),
+    "loops": (loops, jax.ShapeDtypeStruct((3, 8, 8), jnp.float32), X),
 }
 
 
@@ -110,7 +102,7 @@ def test_a_row_names_the_operation_inside_of_calls_loops_and_checkpoints():
     assert "cos" in stacked and "scan" not in stacked
     assert all("test_saved.py:" in row.line for row in report.rows)
 
-    @functools.partial(jax.checkpoint, policy=memory.save_products)
+    @functools.partial(jax.checkpoint, policy=SAVE)
     def in_checkpoint(w, x):
         with jax.named_scope("outer"):
             return jax.jit(lambda w, x: jax.nn.relu(x @ w))(w, x).sum()
@@ -125,9 +117,8 @@ def test_layers_are_named_as_they_are_in_the_model():
     assert {"Net/LayerNorm_0", "Net/Dropout_0"} <= report.by_layer.keys()
     text = str(report)
     assert "by layer: Net" in text and "by dtype: f32" in text
-    assert "jmp_lite_autocast" not in str(
-        memory.saved(jmp.autocast(gpt, "mixed_bfloat16"))(PARAMS, TOKENS)
-    )
+    autocast, *args = PROGRAMS["autocast"]
+    assert "jmp_lite_autocast" not in str(memory.saved(autocast)(*args))
 
 
 def softmax_by_hand(x):
@@ -158,8 +149,7 @@ def test_hints_say_what_could_be_half_or_need_not_be_saved(fun, operation, hint)
     assert hints and all(hint in h and (hint or not h) for h in hints), rows
 
 
-def precise(x, y):
-    return jnp.dot(x, y, precision="highest")
+precise = functools.partial(jnp.dot, precision="highest")
 
 
 @pytest.mark.parametrize(
@@ -177,9 +167,8 @@ def test_hints_do_not_advise_autocast_under_autocast(fun, hint):
 
 
 def test_a_copy_of_an_argument_need_not_be_saved():
-    (row,) = memory.saved(lambda w, x: (x @ w.astype("bfloat16")).sum())(
-        X, jax.ShapeDtypeStruct((2, 4), jnp.bfloat16)
-    ).rows
+    x = jax.ShapeDtypeStruct((2, 4), jnp.bfloat16)
+    (row,) = memory.saved(lambda w, x: (x @ w.astype("bfloat16")).sum())(X, x).rows
     assert row.hint == "a copy of an argument: save_products makes it again"
 
 
