@@ -20,21 +20,7 @@ import optax
 import pytest
 from optimizers import half_on_purpose
 
-import jmp_lite
-from jmp_lite import (
-    DynamicLossScale,
-    LowPrecisionArray,
-    NoOpLossScale,
-    OpRules,
-    Policy,
-    PolicyMap,
-    StaticLossScale,
-    TooManySkippedStepsError,
-    low_precision_state,
-    master_weights,
-    scale_aware,
-    stochastic_rounding,
-)
+import jmp_lite as jmp
 
 pytestmark = half_on_purpose
 
@@ -42,8 +28,8 @@ PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array([0.5, 4.0])}
 GRADS = {"w": jnp.array([8.0, 16.0]), "b": jnp.array([-8.0, 32.0])}
 _BOUNDS = {"min_loss_scale": 0.5, "backoff_factor": 0.5, "max_loss_scale": 64.0}
 _HYSTERESIS = {"hysteresis": 3, "hysteresis_refill": "growth", "bad_steps": 2}
-DYNAMIC = DynamicLossScale(8.0, 5, 7, 4, **_BOUNDS, **_HYSTERESIS)
-POLICY = Policy("bf16", "f16", "f64")
+DYNAMIC = jmp.DynamicLossScale(8.0, 5, 7, 4, **_BOUNDS, **_HYSTERESIS)
+POLICY = jmp.Policy("bf16", "f16", "f64")
 
 
 def momentum() -> Any:
@@ -52,7 +38,7 @@ def momentum() -> Any:
     Powers of two only, so that however XLA fuses, results are the same to the bit: in
     float32, and not in half, where the updates have to be rounded.
     """
-    return scale_aware(small_sgd(), DYNAMIC)
+    return jmp.scale_aware(small_sgd(), DYNAMIC)
 
 
 def small_sgd() -> Any:
@@ -61,9 +47,11 @@ def small_sgd() -> Any:
 
 # Every optimiser of the package.
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "low_precision_state": lambda inner: low_precision_state(inner, min_size=1),
-    "master_weights": master_weights,
-    "stochastic_rounding": lambda inner: stochastic_rounding(inner, jax.random.key(3)),
+    "low_precision_state": lambda inner: jmp.low_precision_state(inner, min_size=1),
+    "master_weights": jmp.master_weights,
+    "stochastic_rounding": lambda inner: jmp.stochastic_rounding(
+        inner, jax.random.key(3)
+    ),
 }
 TRANSFORMATIONS: dict[str, Callable[[], Any]] = {"scale_aware": momentum} | {
     name: lambda wrap=wrap: wrap(momentum()) for name, wrap in WRAPPERS.items()
@@ -79,29 +67,29 @@ def a_state(name: str = "scale_aware") -> Any:
 
 def a_remainders_state() -> Any:
     """Return the state of masters in remainders, after a step."""
-    tx: Any = master_weights(momentum(), storage="remainder")
-    params = jmp_lite.cast_floating(PARAMS, "bfloat16")
+    tx: Any = jmp.master_weights(momentum(), storage="remainder")
+    params = jmp.cast_floating(PARAMS, "bfloat16")
     return tx.update(GRADS, tx.init(params), params)[1]
 
 
+RULES = {"half_results": False, "fp8_min_size": 128, "recompute": False}
+LOW = jmp.LowPrecisionArray(jnp.uint8([7]), jnp.float32([-0.5]))
 # One instance of every public class, no field of which has its default.
 INSTANCES: dict[str, Callable[[], Any]] = {
     "DynamicLossScale": lambda: DYNAMIC,
     "MasterRemaindersState": a_remainders_state,
-    "LowPrecisionArray": lambda: LowPrecisionArray(jnp.uint8([7]), jnp.float32([-0.5])),
+    "LowPrecisionArray": lambda: LOW,
     "LowPrecisionState": lambda: a_state("low_precision_state"),
     "MasterWeightsState": lambda: a_state("master_weights"),
-    "NoOpLossScale": NoOpLossScale,
-    "OpRules": lambda: OpRules.only({"tanh": "float32"}).replace(
-        half_results=False, fp8_min_size=128, recompute=False
-    ),
-    "Policy": lambda: jmp_lite.get_policy("c=bf16,m=fp8,r=f32"),
-    "PolicyMap": lambda: PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
+    "NoOpLossScale": jmp.NoOpLossScale,
+    "OpRules": lambda: jmp.OpRules.only({"tanh": "float32"}).replace(**RULES),
+    "Policy": lambda: jmp.get_policy("c=bf16,m=fp8,r=f32"),
+    "PolicyMap": lambda: jmp.PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
     "ScaleAwareState": a_state,
-    "StaticLossScale": lambda: StaticLossScale(16.0),
+    "StaticLossScale": lambda: jmp.StaticLossScale(16.0),
     "StochasticRoundingState": lambda: a_state("stochastic_rounding"),
 }
-ERRORS = [TooManySkippedStepsError]
+ERRORS = [jmp.TooManySkippedStepsError]
 
 TREE = {"h": jnp.array([1.0, 2.0], jnp.float16), "f": jnp.ones(2), "n": jnp.arange(2)}
 
@@ -115,47 +103,50 @@ def of_scaled(transform):
 
 
 def lowered(fun):
-    return jmp_lite.autocast(fun, "mixed_bfloat16")
+    return jmp.autocast(fun, "mixed_bfloat16")
 
 
 OPERANDS = jnp.ones((3, 2)), jnp.eye(2)
 SCALED = DYNAMIC, PARAMS, GRADS["w"]
 # Functions of arrays: what to call, and on what. Each belongs to the name before "/".
 ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "all_finite": (jmp_lite.all_finite, (TREE,)),
+    "all_finite": (jmp.all_finite, (TREE,)),
     "autocast": (lowered(lambda x, w: jnp.exp(jnp.dot(x, w))), OPERANDS),
-    "full_precision": (jmp_lite.full_precision(jnp.dot), OPERANDS),
-    "in_half": (lowered(jmp_lite.in_half(jnp.dot)), OPERANDS),
-    "cast_floating": (lambda t: jmp_lite.cast_floating(t, jnp.bfloat16), (TREE,)),
-    "cast_like": (jmp_lite.cast_like, (TREE, dict(TREE, f=TREE["h"]))),
-    "cast_to_full": (jmp_lite.cast_to_full, (TREE,)),
-    "cast_to_half": (jmp_lite.cast_to_half, (TREE,)),
-    "get_loss_scale": (jmp_lite.get_loss_scale, (a_state(),)),
-    "loss_scale_metrics": (jmp_lite.loss_scale_metrics, (a_state(),)),
-    "select_tree": (jmp_lite.select_tree, (jnp.bool_(False), PARAMS, GRADS)),
-    "scaled_grad": (of_scaled(jmp_lite.scaled_grad), SCALED),
-    "scaled_value_and_grad": (of_scaled(jmp_lite.scaled_value_and_grad), SCALED),
+    "full_precision": (jmp.full_precision(jnp.dot), OPERANDS),
+    "in_half": (lowered(jmp.in_half(jnp.dot)), OPERANDS),
+    "cast_floating": (lambda t: jmp.cast_floating(t, jnp.bfloat16), (TREE,)),
+    "cast_like": (jmp.cast_like, (TREE, dict(TREE, f=TREE["h"]))),
+    "cast_to_full": (jmp.cast_to_full, (TREE,)),
+    "cast_to_half": (jmp.cast_to_half, (TREE,)),
+    "get_loss_scale": (jmp.get_loss_scale, (a_state(),)),
+    "loss_scale_metrics": (jmp.loss_scale_metrics, (a_state(),)),
+    "select_tree": (jmp.select_tree, (jnp.bool_(False), PARAMS, GRADS)),
+    "scaled_grad": (of_scaled(jmp.scaled_grad), SCALED),
+    "scaled_value_and_grad": (of_scaled(jmp.scaled_value_and_grad), SCALED),
     "fp8_dot_general": (
-        lambda a, b: jmp_lite.fp8_dot_general(a, b, (((0,), (0,)), ((), ()))),
-        (jnp.ones((2, 3)), jnp.ones((2, 4))),
+        lambda a, b: jmp.fp8_dot_general(a, b, (((1,), (0,)), ((), ()))),
+        OPERANDS,
     ),
     "sums_in_float32": (
-        jmp_lite.sums_in_float32(lambda w, i: w.astype(jnp.bfloat16)[i] * 2),
+        jmp.sums_in_float32(lambda w, i: w.astype(jnp.bfloat16)[i] * 2),
         (PARAMS["w"], jnp.zeros(3, jnp.int32)),
     ),
-    "Policy/cast_to_param": (Policy("f16", "f16", "f16").cast_to_param, (TREE,)),
+    "Policy/cast_to_param": (jmp.Policy("f16", "f16", "f16").cast_to_param, (TREE,)),
     "Policy/cast_to_compute": (POLICY.cast_to_compute, (TREE,)),
     "Policy/cast_to_output": (POLICY.with_output_dtype("f32").cast_to_output, (TREE,)),
     "PolicyMap/cast_to_compute": (
-        PolicyMap("full", {"h": "bf16"}).cast_to_compute,
+        jmp.PolicyMap("full", {"h": "bf16"}).cast_to_compute,
         (TREE,),
     ),
-    "StaticLossScale/scale": (StaticLossScale(8.0).scale, (TREE,)),
-    "StaticLossScale/unscale": (StaticLossScale(8.0).unscale, (TREE,)),
-    "DynamicLossScale/scale": (DynamicLossScale.scale, (DYNAMIC, TREE)),
-    "DynamicLossScale/unscale": (DynamicLossScale.unscale, (DYNAMIC, TREE)),
-    "DynamicLossScale/adjust": (DynamicLossScale.adjust, (DYNAMIC, jnp.bool_(True))),
-    "NoOpLossScale/scale": (NoOpLossScale().scale, (TREE,)),
+    "StaticLossScale/scale": (jmp.StaticLossScale(8.0).scale, (TREE,)),
+    "StaticLossScale/unscale": (jmp.StaticLossScale(8.0).unscale, (TREE,)),
+    "DynamicLossScale/scale": (jmp.DynamicLossScale.scale, (DYNAMIC, TREE)),
+    "DynamicLossScale/unscale": (jmp.DynamicLossScale.unscale, (DYNAMIC, TREE)),
+    "DynamicLossScale/adjust": (
+        jmp.DynamicLossScale.adjust,
+        (DYNAMIC, jnp.bool_(True)),
+    ),
+    "NoOpLossScale/scale": (jmp.NoOpLossScale().scale, (TREE,)),
     "scale_aware/update": (TRANSFORMATIONS["scale_aware"]().update, (GRADS, a_state())),
     "master_weights/update": (
         TRANSFORMATIONS["master_weights"]().update,
@@ -171,9 +162,7 @@ ON_THE_HOST |= {"half_dtype", "loss_scale_for"}
 
 
 def of_kind(kind: type) -> set[str]:
-    return {
-        name for name in jmp_lite.__all__ if isinstance(getattr(jmp_lite, name), kind)
-    }
+    return {name for name in jmp.__all__ if isinstance(getattr(jmp, name), kind)}
 
 
 def test_every_public_class_is_held_to_the_contracts():
@@ -200,7 +189,7 @@ def assert_same(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("name", INSTANCES)
 def test_an_instance_survives_flattening_jit_and_pickle_and_is_frozen(name):
     instance = INSTANCES[name]()
-    assert type(instance) is getattr(jmp_lite, name)
+    assert type(instance) is getattr(jmp, name)
     leaves, structure = jax.tree.flatten(instance)
     assert_same(jax.tree.unflatten(structure, leaves), instance)
     with_paths, structure = jax.tree_util.tree_flatten_with_path(instance)
@@ -230,9 +219,9 @@ def test_an_error_pickles_with_its_text(error):
     assert type(again) is error and str(again) == "the text"
 
 
-@pytest.mark.parametrize("name", sorted({*jmp_lite.__all__} - {"memory", "numerics"}))
+@pytest.mark.parametrize("name", sorted({*jmp.__all__} - {"memory", "numerics"}))
 def test_public_objects_pickle_by_name(name):
-    value = getattr(jmp_lite, name)
+    value = getattr(jmp, name)
     assert pickle.loads(pickle.dumps(value)) == value
 
 
@@ -265,7 +254,9 @@ def test_jit_and_vmap_do_what_eager_does_and_jit_compiles_once(name):
 # Optimisers.
 
 OPTIMISERS = TRANSFORMATIONS | {
-    f"{name} in scale_aware": lambda wrap=wrap: scale_aware(wrap(small_sgd()), DYNAMIC)
+    f"{name} in scale_aware": lambda wrap=wrap: jmp.scale_aware(
+        wrap(small_sgd()), DYNAMIC
+    )
     for name, wrap in WRAPPERS.items()
 }
 
@@ -301,7 +292,7 @@ def training_step(tx: Any) -> Callable[..., Any]:
         params, state = carry
         updates, state = tx.update(grads, state, params)
         params = jax.tree.map(apply, params, updates)
-        return (params, state), jmp_lite.loss_scale_metrics(state)
+        return (params, state), jmp.loss_scale_metrics(state)
 
     return step
 

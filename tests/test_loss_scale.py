@@ -10,24 +10,15 @@ import numpy as np
 import optax
 import pytest
 
-from jmp_lite import (
-    DynamicLossScale,
-    NoOpLossScale,
-    PolicyMap,
-    StaticLossScale,
-    get_loss_scale,
-    get_policy,
-    loss_scale_for,
-    scale_aware,
-)
+import jmp_lite as jmp
 from jmp_lite._src.loss_scale import check_loss_scale
 
 SCALING = {
-    "static": StaticLossScale(1024),
-    "static from f16": StaticLossScale(np.float16(1024)),
-    "dynamic": DynamicLossScale(1024.0),
-    "dynamic from f16": DynamicLossScale(np.float16(1024)),
-    "dynamic from array": DynamicLossScale(jnp.bfloat16(1024)),
+    "static": jmp.StaticLossScale(1024),
+    "static from f16": jmp.StaticLossScale(np.float16(1024)),
+    "dynamic": jmp.DynamicLossScale(1024.0),
+    "dynamic from f16": jmp.DynamicLossScale(np.float16(1024)),
+    "dynamic from array": jmp.DynamicLossScale(jnp.bfloat16(1024)),
 }
 
 
@@ -77,8 +68,8 @@ def test_python_numbers_are_scaled_as_float32(loss_scale, x, dtype):
 def test_powers_of_two_are_undone_bit_for_bit(exponent, getkey):
     x = jax.random.normal(getkey(), (64,))
     number = 2.0**exponent
-    dynamic = DynamicLossScale(number, min_loss_scale=0.0, max_loss_scale=math.inf)
-    for loss_scale in dynamic, StaticLossScale(number):
+    dynamic = jmp.DynamicLossScale(number, min_loss_scale=0.0, max_loss_scale=math.inf)
+    for loss_scale in dynamic, jmp.StaticLossScale(number):
         result = loss_scale.unscale(loss_scale.scale(x))
         # Where the product itself is a normal number.
         kept = np.abs(np.asarray(x, np.float64)) * number >= 2.0**-126
@@ -86,12 +77,12 @@ def test_powers_of_two_are_undone_bit_for_bit(exponent, getkey):
 
 
 def test_no_op_and_static_scales_stay_as_they_are():
-    for loss_scale in NoOpLossScale(), StaticLossScale(8.0):
+    for loss_scale in jmp.NoOpLossScale(), jmp.StaticLossScale(8.0):
         assert loss_scale.adjust(jnp.bool_(False)) is loss_scale
         assert jax.tree.leaves(loss_scale) == []
     tree = {"x": jnp.ones(2, jnp.float16)}
-    assert NoOpLossScale().scale(tree) is NoOpLossScale().unscale(tree) is tree
-    assert NoOpLossScale().loss_scale == 1
+    assert jmp.NoOpLossScale().scale(tree) is jmp.NoOpLossScale().unscale(tree) is tree
+    assert jmp.NoOpLossScale().loss_scale == 1
 
 
 def test_a_static_scale_is_one_hashable_constant_however_given():
@@ -103,17 +94,17 @@ def test_a_static_scale_is_one_hashable_constant_however_given():
         return loss_scale.scale(x)
 
     for value in 8.0, 8, np.float32(8), jnp.float32(8), 4.0:
-        loss_scale = StaticLossScale(value)
-        assert hash(loss_scale) == hash(StaticLossScale(float(value)))
+        loss_scale = jmp.StaticLossScale(value)
+        assert hash(loss_scale) == hash(jmp.StaticLossScale(float(value)))
         assert float(scale(loss_scale, jnp.float32(1))) == value
-    assert traced == [StaticLossScale(8.0), StaticLossScale(4.0)]
+    assert traced == [jmp.StaticLossScale(8.0), jmp.StaticLossScale(4.0)]
 
 
 # Constructor.
 
 
 def test_defaults_are_those_of_the_documentation():
-    loss_scale = DynamicLossScale()
+    loss_scale = jmp.DynamicLossScale()
     assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (2.0**15, 0)
     assert (loss_scale.period, loss_scale.factor) == (2000, 2)
     assert (loss_scale.min_loss_scale, loss_scale.max_loss_scale) == (1.0, 2.0**24)
@@ -123,12 +114,12 @@ def test_defaults_are_those_of_the_documentation():
 
 
 def test_positional_arguments_are_in_jmps_order():
-    loss_scale = DynamicLossScale(4.0, 1, 3, 5, 0.5)
+    loss_scale = jmp.DynamicLossScale(4.0, 1, 3, 5, 0.5)
     assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (4.0, 1)
     assert (loss_scale.period, loss_scale.factor) == (3, 5)
     assert (loss_scale.min_loss_scale, loss_scale.backoff_factor) == (0.5, 1 / 5)
     with pytest.raises(TypeError, match="positional arguments"):
-        DynamicLossScale(4.0, 1, 3, 5, 0.5, 0.5)  # pyright: ignore[reportCallIssue] - the point
+        jmp.DynamicLossScale(4.0, 1, 3, 5, 0.5, 0.5)  # pyright: ignore[reportCallIssue] - the point
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ def test_positional_arguments_are_in_jmps_order():
 )
 def test_leaves_are_float32_and_int32_from_the_first_call_on(scale):
     def make(scale):
-        return DynamicLossScale(scale, np.int64(3), hysteresis=2)
+        return jmp.DynamicLossScale(scale, np.int64(3), hysteresis=2)
 
     with jax.enable_x64(True):
         made = make(scale)
@@ -151,7 +142,7 @@ def test_leaves_are_float32_and_int32_from_the_first_call_on(scale):
 def test_an_integer_warns_at_its_user_and_becomes_a_float(name, number):
     expected = f"Expected floating type for {name}"
     with pytest.warns(UserWarning, match=expected) as caught:
-        loss_scale = DynamicLossScale(**{"loss_scale": 8.0, name: number})
+        loss_scale = jmp.DynamicLossScale(**{"loss_scale": 8.0, name: number})
     assert [warning.filename for warning in caught] == [__file__]
     assert loss_scale.loss_scale.dtype == jnp.float32
     assert float(getattr(loss_scale, name)) == 8.0
@@ -168,10 +159,10 @@ BAD_SCALES = [
 def test_a_scale_that_cannot_scale_is_refused(scale):
     expected = f"Expected a positive, finite loss scale, got {float(scale)}; "
     with pytest.raises(ValueError, match=re.escape(expected)):
-        DynamicLossScale(scale)
+        jmp.DynamicLossScale(scale)
     # jmp's tests make a StaticLossScale(0): it is refused where it is used.
     with pytest.raises(ValueError, match=re.escape(expected)):
-        scale_aware(optax.sgd(1.0), StaticLossScale(scale))
+        jmp.scale_aware(optax.sgd(1.0), jmp.StaticLossScale(scale))
 
 
 COUNT = "at least 1, a whole int32"
@@ -187,7 +178,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize(("name", "value", "expected"), OUT_OF_RANGE)
 def test_a_setting_out_of_its_range_is_refused(name, value, expected):
     with pytest.raises(ValueError) as error:
-        DynamicLossScale(8.0, **{name: value})
+        jmp.DynamicLossScale(8.0, **{name: value})
     assert str(error.value) == f"Expected {name} to be {expected}, got {value!r}."
 
 
@@ -197,12 +188,12 @@ def test_a_setting_out_of_its_range_is_refused(name, value, expected):
 @pytest.mark.parametrize("array", [float, np.float32, jnp.float32])
 def test_a_scale_that_starts_out_of_bounds_is_refused(scale, bound, array):
     with pytest.raises(ValueError) as error:
-        DynamicLossScale(array(scale))
+        jmp.DynamicLossScale(array(scale))
     assert str(error.value) == (
         "Expected a loss scale between min_loss_scale and max_loss_scale, got "
         f"{scale}, 1.0 and 16777216.0: pass {bound}={scale} too."
     )
-    assert DynamicLossScale(scale, **{bound: scale}).loss_scale == scale
+    assert jmp.DynamicLossScale(scale, **{bound: scale}).loss_scale == scale
 
 
 @pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])
@@ -210,64 +201,62 @@ def test_a_scale_that_starts_out_of_bounds_is_refused(scale, bound, array):
 def test_bounds_are_constants_of_the_program(name, value):
     expected = f"Expected {name} to be a number known at trace time, got"
     with pytest.raises(TypeError, match=expected):
-        DynamicLossScale(8.0, **{name: value})
+        jmp.DynamicLossScale(8.0, **{name: value})
     with pytest.raises(TypeError, match=f"{expected} .*: it is static"):
-        jax.jit(lambda x: DynamicLossScale(8.0, **{name: x}).loss_scale)(1.0)
+        jax.jit(lambda x: jmp.DynamicLossScale(8.0, **{name: x}).loss_scale)(1.0)
 
 
 @pytest.mark.parametrize("number", [np.float32(2), np.array(2.0), jnp.float32(2)])
 def test_a_bound_is_a_python_float_however_given(number):
-    scale = DynamicLossScale(8.0, min_loss_scale=number, max_loss_scale=number * 8)
+    scale = jmp.DynamicLossScale(8.0, min_loss_scale=number, max_loss_scale=number * 8)
     assert type(scale.min_loss_scale) is float and scale.min_loss_scale == 2.0
     assert type(scale.max_loss_scale) is float
     # They are static: equal bounds make equal programs.
-    same = DynamicLossScale(8.0, min_loss_scale=2.0, max_loss_scale=16.0)
+    same = jmp.DynamicLossScale(8.0, min_loss_scale=2.0, max_loss_scale=16.0)
     assert jax.tree.structure(scale) == jax.tree.structure(same)
     assert hash(jax.tree.structure(scale)) == hash(jax.tree.structure(same))
 
 
 def test_a_count_of_bad_steps_is_dropped_where_nothing_counts_them():
-    loss_scale = DynamicLossScale(8.0, bad_steps=3)
+    loss_scale = jmp.DynamicLossScale(8.0, bad_steps=3)
     assert loss_scale.bad_steps is None
     assert float(loss_scale.adjust(False).loss_scale) == 4.0
 
 
 # loss_scale_for, get_loss_scale, check_loss_scale.
 
+MAPS = [jmp.PolicyMap("full", {"a": "float16"}), jmp.PolicyMap("f16", {"a": "full"})]
+IN_FLOAT16 = ["mixed_float16", "float16", jmp.get_policy("c=f16"), *MAPS]
+NOT_IN_FLOAT16 = ["p=f32,c=f32,o=f16", "p=f16,c=bf16", "mixed_bfloat16", "full"]
+NOT_IN_FLOAT16.append(jmp.PolicyMap("full", {"a": "bf16"}))
+
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("mixed_float16", DynamicLossScale),
-        ("float16", DynamicLossScale),
-        ("p=f32,c=f32,o=f16", NoOpLossScale),
-        ("p=f16,c=bf16", NoOpLossScale),
-        ("mixed_bfloat16", NoOpLossScale),
-        ("full", NoOpLossScale),
-        (get_policy("c=f16"), DynamicLossScale),
-        (PolicyMap("full", {"a": "float16"}), DynamicLossScale),
-        (PolicyMap("float16", {"a": "full"}), DynamicLossScale),
-        (PolicyMap("full", {"a": "bf16"}), NoOpLossScale),
+        *((policy, jmp.DynamicLossScale) for policy in IN_FLOAT16),
+        *((policy, jmp.NoOpLossScale) for policy in NOT_IN_FLOAT16),
     ],
     ids=str,
 )
 def test_only_float16_compute_needs_a_loss_scale(policy, expected):
-    assert type(loss_scale_for(policy)) is expected
+    assert type(jmp.loss_scale_for(policy)) is expected
 
 
 @pytest.mark.parametrize(
-    "loss_scale", [NoOpLossScale(), StaticLossScale(8.0), DynamicLossScale(8.0)]
+    "loss_scale",
+    [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0), jmp.DynamicLossScale(8.0)],
 )
 def test_a_loss_scale_is_found_at_any_depth(loss_scale):
-    state = scale_aware(optax.sgd(0.1), loss_scale).init(jnp.ones(2))
+    state = jmp.scale_aware(optax.sgd(0.1), loss_scale).init(jnp.ones(2))
     for tree in loss_scale, {"a": [None, loss_scale]}, {"opt": (state, jnp.ones(2))}:
-        assert get_loss_scale(tree) == loss_scale
+        assert jmp.get_loss_scale(tree) == loss_scale
 
 
 def test_a_scale_without_a_known_value_passes():
     @jax.jit
     def check(scale):
-        check_loss_scale(DynamicLossScale(scale))
+        check_loss_scale(jmp.DynamicLossScale(scale))
         return scale
 
     assert float(check(0.0)) == 0.0

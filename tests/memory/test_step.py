@@ -276,6 +276,7 @@ def test_what_is_no_array_in_a_model_of_equinox_is_static(jit, shapes):
 
 
 OTHER_MESH = AbstractMesh((8,), ("x",))
+ON_FOUR = {"w": sharded(SMALL[0]["w"])}, sharded(SMALL[1], "data")
 TWO_MESHES = {"w": sharded(SMALL[0]["w"])}, sharded(SMALL[1], mesh=OTHER_MESH)
 
 
@@ -288,18 +289,8 @@ TWO_MESHES = {"w": sharded(SMALL[0]["w"])}, sharded(SMALL[1], mesh=OTHER_MESH)
         ({"classes": {"params": "weights"}}, (), ValueError, "a class of 'parameters'"),
         ({"classes": {"p": "batch"}}, SMALL, ValueError, "classes has 'p'"),
         ({}, SMALL[:1], TypeError, "small: missing a required argument: 'x'"),
-        (
-            {"devices": 4},
-            SMALL,
-            ValueError,
-            "4, and arguments without .*: pass shapes w",
-        ),
-        (
-            {"devices": 2},
-            TWO_MESHES[:1] * 2,
-            ValueError,
-            "devices=2, and shardings over 4",
-        ),
+        ({"devices": 4}, SMALL, ValueError, "4, and arguments without .*: pass shapes"),
+        ({"devices": 2}, ON_FOUR, ValueError, "devices=2, and shardings over 4"),
         ({"devices": 0}, SMALL, ValueError, "positive number of devices"),
         ({"device": "cpu"}, TWO_MESHES, ValueError, "on one mesh"),
     ],
