@@ -32,17 +32,17 @@ DYNAMIC = jmp.DynamicLossScale(8.0, 5, 7, 4, **_BOUNDS, **_HYSTERESIS)
 POLICY = jmp.Policy("bf16", "f16", "f64")
 
 
-def momentum() -> Any:
-    """Return a scale-aware optimiser with moments.
+def small_sgd() -> Any:
+    """Return an optimiser with moments.
 
     Powers of two only, so that however XLA fuses, results are the same to the bit: in
     float32, and not in half, where the updates have to be rounded.
     """
-    return jmp.scale_aware(small_sgd(), DYNAMIC)
-
-
-def small_sgd() -> Any:
     return optax.sgd(2.0**-12, momentum=0.5)
+
+
+def momentum() -> Any:
+    return jmp.scale_aware(small_sgd(), DYNAMIC)
 
 
 # Every optimiser of the package.
@@ -351,7 +351,7 @@ def test_an_optimiser_runs_in_a_vmap(name, dtype):
     params, _ = start(tx, dtype)
     members = stack(params, params)
     carry = members, jax.vmap(tx.init)(members)
-    got = jax.vmap(training_step(tx))(carry, stack(*finite_and_not))
+    got = jax.jit(jax.vmap(training_step(tx)))(carry, stack(*finite_and_not))
     expected = [training_step(tx)(start(tx, dtype), g) for g in finite_and_not]
     bitwise.assert_same(got, stack(*expected))
     assert got[1]["last_finite"].tolist() == [True, False]

@@ -1,5 +1,6 @@
 """Loss scales: what they do to numbers, what they refuse, how they are chosen."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -104,20 +105,14 @@ def test_a_static_scale_is_one_hashable_constant_however_given():
 
 
 def test_defaults_are_those_of_the_documentation():
-    loss_scale = jmp.DynamicLossScale()
-    assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (2.0**15, 0)
-    assert (loss_scale.period, loss_scale.factor) == (2000, 2)
-    assert (loss_scale.min_loss_scale, loss_scale.max_loss_scale) == (1.0, 2.0**24)
-    assert (loss_scale.backoff_factor, loss_scale.hysteresis) == (0.5, 1)
-    assert loss_scale.hysteresis_refill == "scale_change"
-    assert loss_scale.bad_steps is None
+    found = dataclasses.astuple(jmp.DynamicLossScale())
+    bounds, rest = (1.0, 0.5, 2.0**24), (1, "scale_change", None)
+    assert found == (2.0**15, 0, 2000, 2, *bounds, *rest)
 
 
 def test_positional_arguments_are_in_jmps_order():
     loss_scale = jmp.DynamicLossScale(4.0, 1, 3, 5, 0.5)
-    assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (4.0, 1)
-    assert (loss_scale.period, loss_scale.factor) == (3, 5)
-    assert (loss_scale.min_loss_scale, loss_scale.backoff_factor) == (0.5, 1 / 5)
+    assert dataclasses.astuple(loss_scale)[:6] == (4.0, 1, 3, 5, 0.5, 1 / 5)
     with pytest.raises(TypeError, match="positional arguments"):
         jmp.DynamicLossScale(4.0, 1, 3, 5, 0.5, 0.5)  # pyright: ignore[reportCallIssue] - the point
 

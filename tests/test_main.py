@@ -60,9 +60,7 @@ def test_devices_are_counted(count):
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["devices"] == [
-        {"platform": "cpu", "kind": "cpu", "compute_capability": None, "count": count}
-    ]
+    assert [device["count"] for device in found["devices"]] == [count]
     assert all(rate["seconds"] > 0 for rate in found["rates"])
 
 

@@ -84,7 +84,6 @@ def test_progress_is_shown_on_a_terminal(has_rich, capsys, monkeypatch):
         (["my_model:make_nothing"], "returns a step and a tuple of its arguments, got"),
         (["my_model:make_wrong"], "missing a required argument: 'x'"),
         (["my_model:make_step", "--fits", "24"], "a limit with its unit"),
-        (["my_model:make_step", "--devices", "4"], "devices=4, and arguments without"),
     ],
 )
 def test_mistakes_are_one_line_and_status_1(args, message, capsys):
