@@ -171,13 +171,9 @@ def load(*statements: str) -> list[set[str]]:
     JAX is told of a platform that does not exist: starting a backend raises.
     """
     code = "import sys\n" + "".join(f"{x}\nprint(*sys.modules)\n" for x in statements)
-    environment = os.environ | {
-        "JAX_PLATFORMS": "no_such_platform",
-        "PYTHONPATH": str(PACKAGE.parent),
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    paths = {"JAX_PLATFORMS": "no_such_platform", "PYTHONPATH": str(PACKAGE.parent)}
+    run = [sys.executable, "-c", code]
+    result = subprocess.run(run, env=os.environ | paths, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return [set(line.split()) for line in result.stdout.splitlines()]
 
@@ -241,9 +237,7 @@ def test_public_modules_are_attributes_and_no_others() -> None:
         ("../nnx.py", "with a:\n  x = 1", "line 1: only re-exports"),
     ],
 )
-def test_a_planted_violation_is_found(
-    tmp_path: Path, file: str, source: str, problem: str
-) -> None:
+def test_a_planted_violation_is_found(tmp_path, file, source, problem) -> None:
     path = (tmp_path / "house" / "_src" / file).resolve()
     path.parent.mkdir(parents=True)
     path.write_text(source, encoding="utf-8")

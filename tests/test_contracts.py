@@ -32,6 +32,9 @@ DYNAMIC = jmp.DynamicLossScale(8.0, 5, 7, 4, **_BOUNDS, **_HYSTERESIS)
 POLICY = jmp.Policy("bf16", "f16", "f64")
 
 
+KEY = jax.random.key(3)
+
+
 def small_sgd() -> Any:
     """Return an optimiser with moments.
 
@@ -49,9 +52,7 @@ def momentum() -> Any:
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "low_precision_state": lambda inner: jmp.low_precision_state(inner, min_size=1),
     "master_weights": jmp.master_weights,
-    "stochastic_rounding": lambda inner: jmp.stochastic_rounding(
-        inner, jax.random.key(3)
-    ),
+    "stochastic_rounding": lambda inner: jmp.stochastic_rounding(inner, KEY),
 }
 TRANSFORMATIONS: dict[str, Callable[[], Any]] = {"scale_aware": momentum} | {
     name: lambda wrap=wrap: wrap(momentum()) for name, wrap in WRAPPERS.items()
@@ -106,7 +107,7 @@ def lowered(fun):
     return jmp.autocast(fun, "mixed_bfloat16")
 
 
-OPERANDS = jnp.ones((3, 2)), jnp.eye(2)
+OPERANDS, MATMUL = (jnp.ones((3, 2)), jnp.eye(2)), (((1,), (0,)), ((), ()))
 SCALED = DYNAMIC, PARAMS, GRADS["w"]
 # Functions of arrays: what to call, and on what. Each belongs to the name before "/".
 ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -123,10 +124,7 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "select_tree": (jmp.select_tree, (jnp.bool_(False), PARAMS, GRADS)),
     "scaled_grad": (of_scaled(jmp.scaled_grad), SCALED),
     "scaled_value_and_grad": (of_scaled(jmp.scaled_value_and_grad), SCALED),
-    "fp8_dot_general": (
-        lambda a, b: jmp.fp8_dot_general(a, b, (((1,), (0,)), ((), ()))),
-        OPERANDS,
-    ),
+    "fp8_dot_general": (lambda a, b: jmp.fp8_dot_general(a, b, MATMUL), OPERANDS),
     "sums_in_float32": (
         jmp.sums_in_float32(lambda w, i: w.astype(jnp.bfloat16)[i] * 2),
         (PARAMS["w"], jnp.zeros(3, jnp.int32)),
@@ -142,14 +140,11 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "StaticLossScale/unscale": (jmp.StaticLossScale(8.0).unscale, (TREE,)),
     "DynamicLossScale/scale": (jmp.DynamicLossScale.scale, (DYNAMIC, TREE)),
     "DynamicLossScale/unscale": (jmp.DynamicLossScale.unscale, (DYNAMIC, TREE)),
-    "DynamicLossScale/adjust": (
-        jmp.DynamicLossScale.adjust,
-        (DYNAMIC, jnp.bool_(True)),
-    ),
+    "DynamicLossScale/adjust": (DYNAMIC.adjust, (jnp.bool_(True),)),
     "NoOpLossScale/scale": (jmp.NoOpLossScale().scale, (TREE,)),
-    "scale_aware/update": (TRANSFORMATIONS["scale_aware"]().update, (GRADS, a_state())),
+    "scale_aware/update": (momentum().update, (GRADS, a_state())),
     "master_weights/update": (
-        TRANSFORMATIONS["master_weights"]().update,
+        jmp.master_weights(momentum()).update,
         (GRADS, a_state("master_weights"), PARAMS),
     ),
 }
@@ -254,9 +249,7 @@ def test_jit_and_vmap_do_what_eager_does_and_jit_compiles_once(name):
 # Optimisers.
 
 OPTIMISERS = TRANSFORMATIONS | {
-    f"{name} in scale_aware": lambda wrap=wrap: jmp.scale_aware(
-        wrap(small_sgd()), DYNAMIC
-    )
+    f"{name} inside": lambda wrap=wrap: jmp.scale_aware(wrap(small_sgd()), DYNAMIC)
     for name, wrap in WRAPPERS.items()
 }
 

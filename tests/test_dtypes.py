@@ -53,10 +53,8 @@ def test_what_is_no_dtype_is_refused(value):
 
 def test_four_floats_take_part_in_mixed_precision_and_two_are_half():
     known = FLOATS | {"int32": jnp.int32, "bool": jnp.bool_, "complex": jnp.complex64}
-    taking_part = {
-        n for n, dtype in known.items() if dtypes.is_castable(np.dtype(dtype))
-    }
-    assert taking_part == {"float16", "bfloat16", "float32", "float64"}
+    taken = {name for name, x in known.items() if dtypes.is_castable(np.dtype(x))}
+    assert taken == {"float16", "bfloat16", "float32", "float64"}
     half = {name for name, dtype in known.items() if dtypes.is_half(np.dtype(dtype))}
     assert half == {"float16", "bfloat16"}
 
@@ -83,9 +81,7 @@ def test_half_dtype_follows_jmp(platform, expected):
     ],
     ids=str,
 )
-def test_bfloat16_is_recommended_except_on_older_nvidia_gpus(
-    device, capability, expected
-):
+def test_older_nvidia_gpus_are_recommended_float16(device, capability, expected):
     assert dtypes.compute_capability(device) == capability
     assert dtypes.recommended_half_dtype(device) is expected
 
@@ -106,9 +102,7 @@ def test_bfloat16_is_recommended_except_on_older_nvidia_gpus(
     ],
     ids=str,
 )
-def test_a_slow_half_dtype_says_why_and_a_fast_dtype_has_no_reason(
-    dtype, device, reason
-):
+def test_a_slow_half_dtype_says_why_and_a_fast_one_nothing(dtype, device, reason):
     found = dtypes.slow_half_reason(dtype, device)
     assert found is None if reason is None else reason in found
 

@@ -117,16 +117,14 @@ def test_positional_arguments_are_in_jmps_order():
         jmp.DynamicLossScale(4.0, 1, 3, 5, 0.5, 0.5)  # pyright: ignore[reportCallIssue] - the point
 
 
-@pytest.mark.parametrize(
-    "scale", [2.0**15, np.float16(2**15), jnp.bfloat16(2**15), np.float64(2**15)]
-)
-def test_leaves_are_float32_and_int32_from_the_first_call_on(scale):
+@pytest.mark.parametrize("dtype", [float, np.float16, jnp.bfloat16, np.float64])
+def test_leaves_are_float32_and_int32_from_the_first_call_on(dtype):
     def make(scale):
         return jmp.DynamicLossScale(scale, np.int64(3), hysteresis=2)
 
     with jax.enable_x64(True):
-        made = make(scale)
-        for step in made, jax.jit(make)(scale), made.adjust(True), made.adjust(False):
+        made, jitted = make(dtype(2**15)), jax.jit(make)(dtype(2**15))
+        for step in made, jitted, made.adjust(True), made.adjust(False):
             dtypes = [str(x.dtype) for x in jax.tree.leaves(step)]
             assert dtypes == ["float32", "int32", "int32"]
             assert not any(x.weak_type for x in jax.tree.leaves(step))
@@ -177,18 +175,17 @@ def test_a_setting_out_of_its_range_is_refused(name, value, expected):
     assert str(error.value) == f"Expected {name} to be {expected}, got {value!r}."
 
 
-@pytest.mark.parametrize(
-    ("scale", "bound"), [(2.0**30, "max_loss_scale"), (0.25, "min_loss_scale")]
-)
+@pytest.mark.parametrize(("scale", "bound"), [(2.0**30, "max"), (0.25, "min")])
 @pytest.mark.parametrize("array", [float, np.float32, jnp.float32])
 def test_a_scale_that_starts_out_of_bounds_is_refused(scale, bound, array):
     with pytest.raises(ValueError) as error:
         jmp.DynamicLossScale(array(scale))
     assert str(error.value) == (
         "Expected a loss scale between min_loss_scale and max_loss_scale, got "
-        f"{scale}, 1.0 and 16777216.0: pass {bound}={scale} too."
+        f"{scale}, 1.0 and 16777216.0: pass {bound}_loss_scale={scale} too."
     )
-    assert jmp.DynamicLossScale(scale, **{bound: scale}).loss_scale == scale
+    bounds = {f"{bound}_loss_scale": scale}
+    assert jmp.DynamicLossScale(scale, **bounds).loss_scale == scale
 
 
 @pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])

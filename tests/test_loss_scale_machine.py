@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from jmp_lite import DynamicLossScale
 
 REFILLS = ["scale_change", "growth", "finite_step"]
-RECORDED = json.loads(
-    (pathlib.Path(__file__).parent / "data" / "peers.json").read_text()
-)
+FOLDER = pathlib.Path(__file__).parent
+RECORDED = json.loads((FOLDER / "data" / "peers.json").read_text())
 
 
 def walk(loss_scale: DynamicLossScale, bits: str) -> list[float]:
@@ -72,11 +71,10 @@ class Reference:
                     self.bad = 0
 
 
+SCALES = [1.0, 10.0, 2.0**15, 65504.0, 2.0**-126, 2.0**126]
 SETTINGS = st.fixed_dictionaries(
     {
-        "loss_scale": st.sampled_from(
-            [1.0, 10.0, 2.0**15, 65504.0, 2.0**-126, 2.0**126]
-        ),
+        "loss_scale": st.sampled_from(SCALES),
         "period": st.integers(1, 5),
         "factor": st.sampled_from([2, 2.0, 4, 3, 1.5, 1e30]),
         "backoff_factor": st.sampled_from([None, 0.5, 0.8, 0.25, 1e-30]),
@@ -137,9 +135,8 @@ def test_the_scale_stays_usable_where_the_peer_leaves_the_range(peer):
     # on the inverse is subnormal, and flushed to 0, and with it the gradients.
     assert float(peer["after_non_finite"]) == 0.0
     assert float(peer["after_finite"]) >= 2.0**127
-    loss_scale = DynamicLossScale(
-        2.0**15, period=1, min_loss_scale=0.0, max_loss_scale=math.inf
-    )
+    bounds = {"min_loss_scale": 0.0, "max_loss_scale": math.inf}
+    loss_scale = DynamicLossScale(2.0**15, period=1, **bounds)
     for bit, last in ("0", 2.0**-126), ("1", 2.0**126):
         assert walk(loss_scale, bit * 300)[-1] == last
         extreme = restored(last, loss_scale)
@@ -163,11 +160,7 @@ TOO_LOW = restored(0.25, DynamicLossScale(8.0, min_loss_scale=1.0))
 # What is protected: a loss scale, its steps ("1" is a finite one), and the exponents of
 # the scales after each.
 MOVES: dict[str, tuple[DynamicLossScale, str, list[float]]] = {
-    "bad steps count since the last change": (
-        TF1,
-        "1011000",
-        [10, 10, 10, 10, 9, 9, 8],
-    ),
+    "bad steps count since a change": (TF1, "1011000", [10, 10, 10, 10, 9, 9, 8]),
     "a bad step ends the good ones": (TF1, "110111", [10, 10, 10, 10, 10, 11]),
     "growth forgets a bad step": (TF1, "011100", [10, 10, 10, 11, 11, 10]),
     "used up, each bad step lowers": (MEGATRON, "000110", [10, 9, 8, 8, 8, 7]),

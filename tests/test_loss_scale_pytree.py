@@ -46,13 +46,10 @@ def test_adjust_keeps_every_other_field(finite):
 
 
 def test_shardings_of_a_loss_scale_are_taken_by_jit():
-    sharding = jax.sharding.NamedSharding(
-        jax.make_mesh((8,), ("data",)), jax.sharding.PartitionSpec()
-    )
+    sharding = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P())
     shardings = jax.tree.map(lambda _: sharding, far_from_default())
-    adjust = jax.jit(
-        lambda ls: ls.adjust(False), in_shardings=(shardings,), out_shardings=shardings
-    )
+    options = {"in_shardings": (shardings,), "out_shardings": shardings}
+    adjust = jax.jit(lambda loss_scale: loss_scale.adjust(False), **options)
     adjusted = adjust(jax.device_put(far_from_default(), shardings))
     assert adjusted.loss_scale.sharding == sharding
     assert statics(adjusted) == STATIC

@@ -453,9 +453,9 @@ def check(call: Callable[[], Any], words: list[str]) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=f"{part}: {row[1]}")
+        pytest.param(x, id=f"{part}: {x[1]}")
         for part, rows in PARTS.items()
-        for row in rows
+        for x in rows
     ],
 )
 def test_a_mistake_says_what_was_got_and_what_is_expected(row: Row) -> None:

@@ -36,9 +36,7 @@ def test_what_the_errors_recommend_works() -> None:
     assert jmp.linen.with_policy(DENSE, HALF).apply(params, X).shape == X.shape
     assert autocast(policy="mixed_float16")(loss)(W, X) == 1
     assert jmp.scale_aware(optax.sgd(0.1), jmp.loss_scale_for("mixed_float16"))
-    scale = jmp.DynamicLossScale(
-        loss_scale=65536.0, factor=2.0, backoff_factor=0.5, period=2000
-    )
+    scale = jmp.DynamicLossScale(loss_scale=65536.0, factor=2.0, period=2000)
     assert scale.loss_scale == 65536 and scale.period == 2000
     fun = jmp.scaled_value_and_grad(with_aux, loss_scale=SCALE, has_aux=True)
     assert fun(W, X)[0][0] == 1
@@ -79,9 +77,7 @@ def test_an_attribute_that_is_elsewhere_is_found(name: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.4.38", "0.9.2", "0.9.2.dev20260101"])
-def test_an_older_jax_is_refused_with_both_versions_a_newer_is_not(
-    version: str,
-) -> None:
+def test_an_older_jax_is_refused_and_a_newer_is_not(version: str) -> None:
     said = f"jmp_lite needs jax 0.10 or newer, and jax {version} is installed: pip"
     with pytest.raises(ImportError, match=re.escape(said)):
         compat.check_jax(version)

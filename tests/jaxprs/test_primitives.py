@@ -32,6 +32,9 @@ def on_devices(fun: Callable[[Any], Any], **options: Any) -> Any:
     return lambda x, y: run(x)
 
 
+varying = functools.partial(lax.pcast, axis_name="i", to="varying")
+total = functools.partial(lax.psum, axis_name="i")
+
 # The name of a primitive -> a function of `X` and `Y` that it computes.
 EXAMPLES: dict[str, Callable[[Any, Any], Any]] = {
     "broadcast_in_dim": lambda x, y: lax.broadcast_in_dim(x, (9, 1, 4), (0, 2)),
@@ -63,9 +66,7 @@ EXAMPLES: dict[str, Callable[[Any, Any], Any]] = {
     "stop_gradient": lambda x, y: lax.stop_gradient(x),
     "name": lambda x, y: checkpoint_name(x, "x"),
     "optimization_barrier": lambda x, y: lax.optimization_barrier((x, y))[0],
-    "pvary": on_devices(
-        lambda x: lax.pcast(x, "i", to="varying"), in_specs=jax.P(), check_vma=True
-    ),
+    "pvary": on_devices(varying, in_specs=jax.P(), check_vma=True),
     "device_put": lambda x, y: jax.device_put(x, jax.devices()[0]),
     "sharding_constraint": lambda x, y: lax.with_sharding_constraint(
         x, jax.NamedSharding(MESH, jax.P("i"))
@@ -78,10 +79,8 @@ EXAMPLES: dict[str, Callable[[Any, Any], Any]] = {
     "cumlogsumexp": lambda x, y: lax.cumlogsumexp(x, 1),
     "reduce_window_sum": lambda x, y: lax.reduce_window(x, 0.0, lax.add, *WINDOW),
     "scatter-add": lambda x, y: jnp.asarray(x).at[ROW].add(x[7:]),
-    "psum": on_devices(lambda x: lax.psum(x, "i")),
-    "psum_invariant": on_devices(
-        lambda x: lax.psum(x, "i"), out_specs=jax.P(), check_vma=True
-    ),
+    "psum": on_devices(total),
+    "psum_invariant": on_devices(total, out_specs=jax.P(), check_vma=True),
     "reduce_scatter": on_devices(lambda x: lax.psum_scatter(x, "i")),
 }
 # Names that other versions of JAX print, or that only keywords of `OpRules` have.
@@ -205,9 +204,8 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "clamp": lambda x, y, z: lax.clamp(x, y, z),
     "add_any": ad.add_jaxvals,
 }
-SEVERAL = {"clamp": 3} | dict.fromkeys(
-    "add sub mul div max min rem pow atan2 add_any".split(), 2
-)
+_OF_TWO = "add sub mul div max min rem pow atan2 add_any".split()
+SEVERAL = {"clamp": 3} | dict.fromkeys(_OF_TWO, 2)
 REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda x: lax.reduce_sum_p.bind(x, axes=(0,)),
     "cumsum": lax.cumsum,
@@ -274,9 +272,8 @@ def test_what_broadcasts_is_elementwise_in_several_operands() -> None:
         by_each = {n: jax.jacfwd(ELEMENTWISE[n], range(SEVERAL[n])) for n in names}
         return {name: of(*x[: SEVERAL[name]]) for name, of in by_each.items()}
 
-    for name, found in slopes(
-        *np.float32([[1.5, 2.5], [2.0, 3.0], [3.0, 4.0]])
-    ).items():
+    operands = np.float32([[1.5, 2.5], [2.0, 3.0], [3.0, 4.0]])
+    for name, found in slopes(*operands).items():
         assert all(x[0, 1] == x[1, 0] == 0.0 for x in found), name
 
 

@@ -129,9 +129,7 @@ def assert_close(result: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("program", _cases(PROGRAMS, 0))
-def test_a_walk_gives_the_bits_of_the_program_and_a_run_its_numbers(
-    program: Program,
-) -> None:
+def test_a_walk_gives_the_bits_of_the_program_a_run_its_numbers(program: Program):
     with program.context():
         fun, args = program.make()
         _, expected = walk_beside(fun, args)
@@ -228,12 +226,9 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fun", "args", "expected"), COUNTS, ids=lambda x: getattr(x, "__name__", "")
-)
-def test_each_equation_is_seen_as_often_as_it_runs(
-    fun: Any, args: Any, expected: Any
-) -> None:
+@pytest.mark.parametrize("case", COUNTS, ids=lambda case: case[0].__name__)
+def test_each_equation_is_seen_as_often_as_it_runs(case: Any) -> None:
+    fun, args, expected = case
     result, _, ran = run(fun, *args)
     expected_result = fun(*args)
     assert bitwise.raw_bits(result) == bitwise.raw_bits(expected_result)

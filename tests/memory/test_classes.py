@@ -27,9 +27,8 @@ def loss_fn(params, x):
 
 def count(fun, *args, result=None, **options):
     result = jax.eval_shape(fun, *args) if result is None else result
-    return dict(
-        collections.Counter(classes_of_leaves(fun, args, {}, result, **options))
-    )
+    found = classes_of_leaves(fun, args, {}, result, **options)
+    return dict(collections.Counter(found))
 
 
 @pytest.mark.parametrize(

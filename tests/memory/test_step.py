@@ -237,11 +237,9 @@ class Eqx(eqx.Module):
         return self.dropout(x.reshape(self.groups, -1), key=key), state
 
 
-@pytest.mark.parametrize(
-    ("jit", "shapes"), [(eqx.filter_jit, True), (lambda step: step, False)]
-)
-def test_what_is_no_array_in_a_model_of_equinox_is_static(jit, shapes):
-    @jit
+@pytest.mark.parametrize("is_jitted", [True, False])
+def test_what_is_no_array_in_a_model_of_equinox_is_static(is_jitted):
+    @(eqx.filter_jit if is_jitted else lambda step: step)
     def step(model, opt_state, state, x, key):
         def loss(model, state):
             axes = {"in_axes": (0, None, None), "out_axes": (0, None)}
@@ -257,12 +255,10 @@ def test_what_is_no_array_in_a_model_of_equinox_is_static(jit, shapes):
     model, state = eqx.nn.make_with_state(Eqx)()
     opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
     args = model, opt_state, state, jnp.ones((8, 16)), jax.random.key(0)
-    if shapes:
+    if is_jitted:  # and of shapes
         args = eqx.filter_eval_shape(lambda *args: args, *args)
-    measure = memory.of_step(
-        step, "cpu", donate_argnums=(0, 1), classes={"state": "other state"}
-    )
-    report = measure(*args)
+    options = {"donate_argnums": (0, 1), "classes": {"state": "other state"}}
+    report = memory.of_step(step, "cpu", **options)(*args)
     assert report.parameter_count == 16 * 16 + 16 + 2 * 16
     assert report.donated >= 3 * report.arguments["parameters"]
 

@@ -10,19 +10,8 @@ from jax.interpreters import partial_eval
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.products import is_outer
 
-PRODUCTS = (
-    "dot_general",
-    "conv_general_dilated",
-    "ragged_dot",
-    "ragged_dot_general",
-)
-_SUMS = (
-    "reduce_sum",
-    "cumsum",
-    "reduce_window_sum",
-    "scatter-add",
-    "select_and_scatter_add",
-)
+PRODUCTS = "dot_general conv_general_dilated ragged_dot ragged_dot_general".split()
+_SUMS = "reduce_sum cumsum reduce_window_sum scatter-add select_and_scatter_add".split()
 # A product in fp8 and those of its gradients: the dtypes of operands and result.
 FP8_FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "float32")
 FP8_BACKWARD = ("float8_e5m2", "float8_e4m3fn", "float32")
@@ -123,12 +112,8 @@ def _drops_axes(eqn: Any) -> bool:
 
 def dtypes(jaxpr: Any) -> set[Any]:
     """Return the dtypes of all that is computed."""
-    return {
-        v.aval.dtype
-        for eqn in equations(jaxpr)
-        for v in eqn.outvars
-        if hasattr(v.aval, "dtype")
-    }
+    avals = [v.aval for eqn in equations(jaxpr) for v in eqn.outvars]
+    return {aval.dtype for aval in avals if hasattr(aval, "dtype")}
 
 
 def dtypes_of_products(fun: Any, *args: Any) -> list[tuple[str, ...]]:
