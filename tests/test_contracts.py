@@ -319,7 +319,7 @@ def test_a_donated_step_compiles_once_works_in_place_and_keeps_its_dtypes(name, 
             assert bitwise.avals(carry) == avals
         assert is_once or all(x.is_deleted() for x in read)
         bitwise.assert_same(carry, run_eagerly(name, dtype)[0])
-    compiled(pickle.loads(pickle.dumps(carry)), batches(dtype)[0])
+        compiled(pickle.loads(pickle.dumps(carry)), batches(dtype)[0])
 
 
 @over_optimisers

@@ -219,8 +219,10 @@ def test_a_count_of_bad_steps_is_dropped_where_nothing_counts_them():
 
 MAPS = [jmp.PolicyMap("full", {"a": "float16"}), jmp.PolicyMap("f16", {"a": "full"})]
 IN_FLOAT16 = ["mixed_float16", "float16", jmp.get_policy("c=f16"), *MAPS]
-NOT_IN_FLOAT16 = ["p=f32,c=f32,o=f16", "p=f16,c=bf16", "mixed_bfloat16", "full"]
-NOT_IN_FLOAT16.append(jmp.PolicyMap("full", {"a": "bf16"}))
+NOT_IN_FLOAT16 = [
+    *("p=f32,c=f32,o=f16", "p=f16,c=bf16", "mixed_bfloat16", "full"),
+    jmp.PolicyMap("full", {"a": "bf16"}),
+]
 
 
 @pytest.mark.parametrize(

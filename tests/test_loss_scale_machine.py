@@ -135,7 +135,7 @@ def test_the_scale_stays_usable_where_the_peer_leaves_the_range(peer):
     # on the inverse is subnormal, and flushed to 0, and with it the gradients.
     assert float(peer["after_non_finite"]) == 0.0
     assert float(peer["after_finite"]) >= 2.0**127
-    bounds = {"min_loss_scale": 0.0, "max_loss_scale": math.inf}
+    bounds: Any = {"min_loss_scale": 0.0, "max_loss_scale": math.inf}
     loss_scale = DynamicLossScale(2.0**15, period=1, **bounds)
     for bit, last in ("0", 2.0**-126), ("1", 2.0**126):
         assert walk(loss_scale, bit * 300)[-1] == last

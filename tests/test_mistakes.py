@@ -450,14 +450,10 @@ def check(call: Callable[[], Any], words: list[str]) -> None:
     assert re.search(".*".join(map(re.escape, words)), text, re.DOTALL), text
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(x, id=f"{part}: {x[1]}")
-        for part, rows in PARTS.items()
-        for x in rows
-    ],
-)
+NAMED = [(f"{part}: {row[1]}", row) for part, rows in PARTS.items() for row in rows]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in NAMED])
 def test_a_mistake_says_what_was_got_and_what_is_expected(row: Row) -> None:
     call, *words = row
     check(call, words)

@@ -52,7 +52,9 @@ def test_states_of_optimisers_are_told_from_parameters_and_batch(tx, of_state):
     expected = {"parameters": 2, "batch": 1}
     expected |= {"optimiser state": of_state} if of_state else {}
     assert count(step, PARAMS, state, X) == expected
-    assert count(lambda both, x: step(*both, x), (PARAMS, state), X) == expected
+    assert (
+        count(lambda both, x: step(both[0], both[1], x), (PARAMS, state), X) == expected
+    )
     in_dict = {"params": PARAMS, "opt_state": state, "step": jnp.int32(0)}
     found = count(lambda held, x: held, in_dict, X)
     assert found == expected | {"other state": 1}
