@@ -66,6 +66,9 @@ def test_parameters_are_what_a_gradient_or_a_model_has():
     assert count(loss_fn, PARAMS, X) == expected
     one = {"parameters": 1, "batch": 1}
     assert count(lambda w, x: w - x.sum(), X, jnp.ones(3)) == one
+    pair = {"x": X, "y": X}  # a batch is a tree, too
+    found = count(lambda w, batch: loss_fn(w, batch["x"]), PARAMS, pair)
+    assert found == {"parameters": 2, "batch": 2}
 
 
 class Linen(nn.Module):

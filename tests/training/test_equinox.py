@@ -16,6 +16,7 @@ from jmp_lite import (
     StaticLossScale,
     autocast,
     get_policy,
+    numerics,
     scale_aware,
     scaled_grad,
     scaled_value_and_grad,
@@ -184,6 +185,18 @@ def test_autocast_takes_a_model_with_functions_in_it():
     (value, grads), (expected_value, expected) = both(mlp(), X)
     assert float(value) == pytest.approx(float(expected_value), rel=0.02)
     chex.assert_trees_all_close(grads, times_scale(expected), rtol=0.1, atol=20.0)
+
+
+def test_advise_takes_a_model_with_functions_in_it():
+    advice = numerics.advise(mlp_loss, "mixed_float16")(mlp(), X)
+    arrays, static = eqx.partition(mlp(), eqx.is_array)
+
+    def of_arrays(arrays, x):
+        return mlp_loss(eqx.combine(arrays, static), x)
+
+    expected = numerics.advise(of_arrays, "mixed_float16")(arrays, X)
+    assert advice.code() == expected.code()
+    assert "StaticLossScale" in advice.code()
 
 
 def test_autocast_of_a_model_with_strings_in_it_says_the_way():
