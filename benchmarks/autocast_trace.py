@@ -104,9 +104,8 @@ def main(rounds: run.Rounds = 5) -> Iterator[run.Found]:
     """Time tracing and compiling, print medians of the ratio within a round."""
     samples: dict[str, dict[str, Any]] = {}
     for n in track(LAYERS, "tracing", total=len(LAYERS)):
-        params = jax.eval_shape(
-            functools.partial(transformer.init, n, WIDTH, VOCABULARY)
-        )
+        init = functools.partial(transformer.init, n, WIDTH, VOCABULARY)
+        params = jax.eval_shape(init)
         stacked = jax.eval_shape(transformer.stack, params)
         how = {"rounds": rounds, "compiles": n == LAYERS[0]}
         samples[f"{n}"] = {

@@ -39,8 +39,6 @@ RUNS = {
     UNSCALED: get_policy("mixed_float16"),
 }
 Curves = dict[str, dict[str, Any]]  # of each run: "loss" [steps], "skipped", scores
-
-
 # What is shown of a run: task, score, title.
 SCORES = (
     ("mlp", "final_loss", "digits, MLP: training loss"),
@@ -114,16 +112,10 @@ def train_tiny(seed: int, steps: int, console: Console) -> Curves:
 
 
 class Training(NamedTuple):
-    """What an example trains.
-
-    Attributes:
-      title: its name.
-      train: `(seed, steps, console) -> Curves`.
-      steps: how many, if nothing else is asked for.
-    """
+    """What an example trains, and for how many steps if nothing else is asked for."""
 
     title: str
-    train: Callable[[int, int, Console], Curves]
+    train: Callable[[int, int, Console], Curves]  # of a seed and a number of steps
     steps: int
 
 

@@ -33,6 +33,7 @@ from matplotlib.patches import Patch
 
 import jmp_lite as jmp
 from benchmarks.common import plots, result_figures
+from benchmarks.common.transformer import cross_entropy
 from examples import find_the_overflow
 from examples.common import pages
 from examples.common.results import ROOT
@@ -73,8 +74,7 @@ def draw_ranges() -> Figure:
     axes.set_xlim(-155, 205)
     axes.set_xticks(range(-150, 151, 50))
     axes.xaxis.set_major_formatter(_POWER_OF_TWO)
-    axes.set_xlabel("magnitude (no unit)")
-    axes.set_ylabel("format")
+    axes.set(xlabel="magnitude (no unit)", ylabel="format")
     axes.set_title("Which magnitudes a format can represent")
     handles = [
         Patch(color=plots.GREY, label="normal"),
@@ -104,20 +104,14 @@ def draw_errors(points: int = 2**13) -> Figure:
         has_any = ~np.isnan(errors).all(1)
         edges = [*exponents[has_any], exponents[has_any][-1] + 1]
         edges[-1] = min(edges[-1], math.log2(largest))
-        axes.stairs(
-            np.nanmax(errors[has_any], 1),
-            edges,
-            baseline=None,
-            color=color,
-            label=name,
-            linewidth=1.8,
-        )
+        look = {"color": color, "linewidth": 1.8}
+        largest_errors = np.nanmax(errors[has_any], 1)
+        axes.stairs(largest_errors, edges, baseline=None, label=name, **look)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(exponents[0], exponents[-1] + 1)
     axes.xaxis.set_major_formatter(_POWER_OF_TWO)
-    axes.set_xlabel("magnitude (no unit)")
-    axes.set_ylabel("largest relative error (%)")
+    axes.set(xlabel="magnitude (no unit)", ylabel="largest relative error (%)")
     axes.set_title("What rounding to a format costs; a line ends where the format does")
     axes.legend(loc="center right", bbox_to_anchor=(1, 0.3), fontsize=8)
     return figure
@@ -165,8 +159,7 @@ def _gradients(depth: int = 4, width: int = 64) -> tuple[list[jax.Array], float]
             h = x
             for w, zero in zip(weights, zeros, strict=True):
                 h = jax.nn.relu(h) @ w + zero
-            losses = optax.softmax_cross_entropy_with_integer_labels(h, labels)
-            return losses.mean() / micro_batches
+            return cross_entropy(h, labels) / micro_batches
 
         return jax.grad(loss, argnums=(0, 1))(weights, zeros)
 
@@ -248,8 +241,7 @@ def draw_loss_scale() -> Figure:
     bottom.axhline(
         _FLOAT16_MAX, color=plots.BLACK, linestyle="--", label="float16 ends: 65504"
     )
-    bottom.set_ylabel("magnitude (no unit)")
-    bottom.set_xlabel("step")
+    bottom.set(xlabel="step", ylabel="magnitude (no unit)")
     for axes in (top, bottom):
         axes.set_yscale("log", base=2)
         axes.legend(loc="lower right", fontsize=8)
@@ -278,8 +270,7 @@ def draw_skipped(steps: int = 300) -> Figure:
             label=f"{name}: {np.sum(~run.applied[:steps])} of {steps} steps skipped",
         )
     axes.set_yscale("log", base=2)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss scale (no unit)")
+    axes.set(xlabel="step", ylabel="loss scale (no unit)")
     axes.set_title(f"The loss scale of three trainings: period={PERIOD}, from 2**15 on")
     axes.legend(loc="center right", bbox_to_anchor=(1, 0.4), fontsize=8)
     return figure

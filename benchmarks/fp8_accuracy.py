@@ -27,18 +27,9 @@ import numpy as np
 import typer
 
 import jmp_lite as jmp
-from benchmarks.common import run
+from benchmarks.common import run, tasks
 from benchmarks.common.run import percent
-from benchmarks.common.tasks import (
-    BASELINE,
-    TITLES,
-    Task,
-    Way,
-    digits_task,
-    load_sources_once,
-    mean,
-    transformer_task,
-)
+from benchmarks.common.tasks import BASELINE, TITLES, Task, Way, mean
 from examples.common.cli import SeedsOption, StepsOption
 from examples.common.text import fingerprint
 
@@ -63,11 +54,11 @@ STEPS = 300
 
 def of_digits(name: str) -> Callable[[int, int], Task]:
     sizes = {"batch_size": DIGITS_BATCH_SIZE, "test_size": TEST_DIGITS}
-    return functools.partial(digits_task, name, width=WIDTH, **sizes)
+    return functools.partial(tasks.digits_task, name, width=WIDTH, **sizes)
 
 
 TASKS: dict[str, Callable[[int, int], Task]] = {
-    "transformer": lambda seed, steps: transformer_task(seed, steps, SHAPE),
+    "transformer": lambda seed, steps: tasks.transformer_task(seed, steps, SHAPE),
     "mlp": of_digits("mlp"),
     "cnn": of_digits("cnn"),
 }
@@ -207,11 +198,9 @@ def main(seeds: SeedsOption = 3, steps: StepsOption = STEPS) -> Iterator[run.Fou
         f"{steps} steps": summarise(result),
         "Errors of gradients": summarise_gradients(result),
     }
-    settings = {
-        **{"transformer": SHAPE, "digits_width": WIDTH},
-        **{"digits_batch_size": DIGITS_BATCH_SIZE},
-        "text": fingerprint(*load_sources_once()),
-    }
+    settings = {"transformer": SHAPE, "digits_width": WIDTH}
+    settings["digits_batch_size"] = DIGITS_BATCH_SIZE
+    settings["text"] = fingerprint(*tasks.load_sources_once())
     yield run.Found("fp8_accuracy", result, tables, settings=settings)
 
 

@@ -63,12 +63,9 @@ def measure(leaves: int, rounds: int, steps: int) -> dict[str, dict[str, float]]
         jnp.ones((4, 16), jnp.float16),
         **{"rounds": rounds, "steps": steps, "title": f"{leaves} leaves"},
     )
+    keys = {"trace": "trace", "compile": "compile_processor_seconds", "step": "seconds"}
     return {
-        name: {
-            "trace": row["trace"],
-            "compile": row["compile_processor_seconds"],
-            "step": float(np.median(row["seconds"])),
-        }
+        name: {key: float(np.median(row[of])) for key, of in keys.items()}
         for name, row in found.items()
     }
 
@@ -98,11 +95,8 @@ def main(rounds: run.Rounds = 20, steps: run.StepsPerRound = 3) -> Iterator[run.
     warnings.filterwarnings("ignore", ".*parameters are stored in half precision")
     # A first program that is not measured: what a process does once.
     jax.block_until_ready(jax.jit(jnp.sin)(1.0))
-    result = {
-        "cases": [
-            {"leaves": n, "contenders": measure(n, rounds, steps)} for n in LEAVES
-        ]
-    }
+    cases = [{"leaves": n, "contenders": measure(n, rounds, steps)} for n in LEAVES]
+    result = {"cases": cases}
     tables = {title: summarise(result, key) for key, (title, _) in FIGURES.items()}
     yield run.Found("many_leaves", result, tables)
 

@@ -14,7 +14,6 @@ Tables and figures have the validation loss beside it, which a small transformer
 with each choice in benchmarks.storage_accuracy.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -23,7 +22,6 @@ from benchmarks.common import targets  # first: what to install, and what JAX re
 # ruff: isort: split
 import jax
 import jax.numpy as jnp
-import optax
 import typer
 
 import jmp_lite
@@ -59,18 +57,14 @@ def program(
     def loss_fn(params, tokens):
         return transformer.loss_fn(params, tokens, sizes["heads"], dtype, remat)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, tokens):
-        grads = jax.grad(loss_fn)(params, tokens)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+    step = transformer.train_step(jax.grad(loss_fn), tx)
     params, opt_state = jax.eval_shape(init)
     tokens = jax.ShapeDtypeStruct((sizes["batch"], sizes["length"]), jnp.int32)
     grads = jax.eval_shape(jax.grad(loss_fn), params, tokens)
     held = {"parameters": params, "optimizer state": opt_state, "gradients": grads}
     shapes = params, opt_state, tokens
-    return step, shapes, {name: tree_bytes(tree) for name, tree in held.items()}
+    bytes_of = {name: tree_bytes(tree) for name, tree in held.items()}
+    return jax.jit(step, donate_argnums=(0, 1)), shapes, bytes_of
 
 
 def measure(

@@ -7,12 +7,10 @@
     python -m benchmarks.programs --device h100 --device v5p --size full
     (ulimit -s unlimited; python -m benchmarks.programs --device v6e)
 
-Compiles train steps for GPUs and TPUs with neither at hand, in the
-environment of programs-requirements.txt: written in float32, cast by hand, by a policy,
-by autocast, in fp8; with gradients reduced in float32; with scale_aware and without; on
-one device and on four. Bytes accessed, peak memory, kernels, casts, the dtypes of
-products, branches and collectives are those of the real program.
-Nothing is run, so nothing is said about time.
+Compiles the train steps of common/compiled_steps.py for GPUs and TPUs with neither at
+hand, in the environment of programs-requirements.txt. Bytes accessed, peak memory,
+kernels, casts, the dtypes of products, branches and collectives are those of the real
+program. Nothing is run, so nothing is said about time.
 
 Only what has changed is compiled. The same compiler makes the same of the same program,
 so a step whose program is that of the committed figures has these figures: one that is
@@ -20,6 +18,7 @@ cast by hand, say, where only autocast has changed. `--all` compiles every one.
 """
 
 import enum
+import functools
 import hashlib
 import json
 import math
@@ -54,8 +53,6 @@ from jmp_lite import memory
 from jmp_lite.memory import DEVICES
 
 Size = Literal["ci", "full"]
-
-
 Device = enum.StrEnum("Device", "h100 a100 v100 v5e v5p v6e")
 DEFAULT_DEVICES = [Device.h100, Device.a100, Device.v100, Device.v5e]
 
@@ -147,10 +144,8 @@ def measure_all(device: str, size: str, known: Results) -> Results:
     with ThreadPoolExecutor(max_workers=2) as pool, warnings.catch_warnings():
         # That fp8 is slow on the CPU says nothing about what is compiled for.
         warnings.filterwarnings("ignore", "Matrix products in fp8")
-        rows = pool.map(
-            lambda step: measure(step, device, size, known.get(str(step))),
-            steps,
-        )
+        of_device = functools.partial(measure, device=device, size=size)
+        rows = pool.map(lambda s: of_device(s, known=known.get(str(s))), steps)
         rows = list(track(rows, f"compiling for {device}", total=len(steps)))
     return {row["step"]: row for row in rows}
 
@@ -206,6 +201,7 @@ def main(
             "unlimited` in this shell first."
         )
     size, failed, here = "ci" if check else size, False, targets.versions()
+    of_all = {"size": size, **SIZES[size], "unit": "bytes", "compiled with": here}
     for name in device:
         path, title = result_path(name, size), DEVICES[name].title
         if check and not path.exists():
@@ -213,19 +209,15 @@ def main(
         versions, committed = read(path) if path.exists() else ({}, {})
         wrong = other_versions(versions, here)
         if check and wrong:
-            print(
-                f"The figures of {name} are those of other versions:", *wrong, sep="\n"
-            )
+            print(f"The figures of {name} are those of other versions:")
+            print(*wrong, sep="\n")
             print("`make programs` makes an environment that has them.")
             raise typer.Exit(1)
         results = measure_all(name, size, {} if every or wrong else committed)
         broken = broken_limits(name, size, results)
         if check:
-            same = sum(
-                "program" in row and row["program"] == results[key]["program"]
-                for key, row in committed.items()
-                if key in results
-            )
+            pairs = [(committed[x], results[x]) for x in committed.keys() & results]
+            same = sum(old.get("program") == new["program"] for old, new in pairs)
             print(f"{same} of {len(results)} programs are those of the figures.")
             broken = growth(committed, results) + broken
         failed = failed or bool(broken)
@@ -244,10 +236,7 @@ def main(
             f"{name}-compiled/programs-{size}",
             {"results": [*results.values()]},
             tables,
-            settings={
-                **{"size": size, **SIZES[size], "unit": "bytes"},
-                "compiled with": here,
-            },
+            settings=of_all,
             device=title,
         )
     if check:

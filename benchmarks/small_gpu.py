@@ -85,7 +85,7 @@ class Model:
             zeros = jax.tree.map(jnp.zeros_like, params)
             return jax.lax.scan(add, zeros, tokens)[0]
 
-        step = _step_of(gradients, tx)
+        step = transformer.train_step(gradients, tx)
         tokens = self.tokens
         if accumulated > 1:
             shape = (accumulated, *tokens.shape)
@@ -112,22 +112,13 @@ class Model:
                 layers[name] += (a @ b).astype(jnp.bfloat16)
             return loss_fn(params | {"layers": layers}, tokens)
 
-        update = _step_of(jax.grad(adapted_loss), tx)
+        update = transformer.train_step(jax.grad(adapted_loss), tx)
 
         def step(adapters, opt_state, params, tokens):  # by whose names they are known
             return update(adapters, opt_state, params, tokens)
 
         shapes = adapters, jax.eval_shape(tx.init, adapters), params, self.tokens
         return jax.jit(step, donate_argnums=(0, 1)), shapes
-
-
-def _step_of(gradients: Callable[..., Any], tx: Any) -> Callable[..., Any]:
-    def step(params, opt_state, *args):
-        grads = gradients(params, *args)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
 
 
 def steps(model: Model) -> dict[str, Step]:

@@ -29,14 +29,7 @@ import numpy as np
 import typer
 
 from benchmarks.common import compiled_steps, run
-from benchmarks.common.compiled_steps import (
-    ADVISED,
-    BY_HAND,
-    GRAD_AUTOCAST,
-    POLICY,
-    STEPS,
-    Step,
-)
+from benchmarks.common.compiled_steps import CASTS, GRAD_AUTOCAST, STEPS, Step
 from benchmarks.common.models import SIZES, TITLES
 from benchmarks.common.timing import quartiles_text, ratios, take_turns
 from examples.common.progress import track
@@ -72,12 +65,11 @@ def ways(model: str, dtypes: list[Dtype], platform: str) -> list[Way]:
     # On GPUs the default is TF32: float32 is asked for.
     found = [Way(plain, "float32")]
     found += [Way(plain, "tensorfloat32")] if platform == "gpu" else []
-    casts = BY_HAND, POLICY, GRAD_AUTOCAST, ADVISED
     return found + [
         Way(dataclasses.replace(step, scaled=step.dtype == "float16"))
         for step in STEPS
         if (step.model, step.layout, step.scaled) == (model, plain.layout, False)
-        and step.cast in casts
+        and step.cast in CASTS
         and step.dtype in dtypes
     ]
 

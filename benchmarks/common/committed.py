@@ -8,8 +8,6 @@ from typing import Any
 
 from examples.common.results import COMMITTED
 
-_OUT = "--out benchmarks/results"
-_PROGRAMS = "python -m benchmarks.programs"
 # Models whose steps were timed on a GPU, and how.
 TIMED = {
     "transformer": "--model transformer --dtype bfloat16 --rounds 10",
@@ -20,67 +18,58 @@ TIMED = {
     "vit": "--model vit --dtype bfloat16 --rounds 10",
     "llama": "--model llama --dtype bfloat16 --rounds 10",
 }
-# Every committed result, and the command that measures it.
-RESULTS: dict[str, str] = {
-    **{
-        f"cpu/{folder}/results.json": (
-            f"python -m examples.{folder.partition('-')[0]} --seeds 3 "
-            f"{options}{_OUT}/cpu/{folder}"
-        )
-        for folder, options in (
-            ("digits", ""),
-            ("digits-autocast", "--autocast "),
-            ("resnet", ""),
-            ("transformer", ""),
-            ("transformer-with_policy", "--no-autocast "),
-        )
-    },
-    **{
-        f"cpu/{name}.json": f"python -m benchmarks.{name} {options}{_OUT}/cpu"
-        for name, options in (
-            ("step_overhead", ""),
-            ("convergence", ""),
-            ("advised", "--seeds 8 "),
-            ("fp8_accuracy", ""),
-            ("storage_accuracy", ""),
-            ("many_leaves", ""),
-            ("autocast_trace", "--rounds 7 "),
-            ("tree_stats", ""),
-            ("checkpoint_save", "--folder /dev/shm "),
-        )
-    },
-    "h100/step_overhead.json": (
-        "python -m benchmarks.step_overhead --leaves 1 --leaves 16 --rounds 30 "
-        f"--steps 20 {_OUT}/h100"
+# Every committed result, and what measures it.
+_PROGRAMS: dict[str, str] = {
+    "cpu/digits/results": "examples.digits --seeds 3",
+    "cpu/digits-autocast/results": "examples.digits --seeds 3 --autocast",
+    "cpu/resnet/results": "examples.resnet --seeds 3",
+    "cpu/transformer/results": "examples.transformer --seeds 3",
+    "cpu/transformer-with_policy/results": (
+        "examples.transformer --seeds 3 --no-autocast"
+    ),
+    "cpu/step_overhead": "benchmarks.step_overhead",
+    "cpu/convergence": "benchmarks.convergence",
+    "cpu/advised": "benchmarks.advised --seeds 8",
+    "cpu/fp8_accuracy": "benchmarks.fp8_accuracy",
+    "cpu/storage_accuracy": "benchmarks.storage_accuracy",
+    "cpu/many_leaves": "benchmarks.many_leaves",
+    "cpu/autocast_trace": "benchmarks.autocast_trace --rounds 7",
+    "cpu/tree_stats": "benchmarks.tree_stats",
+    "cpu/checkpoint_save": "benchmarks.checkpoint_save --folder /dev/shm",
+    "h100/step_overhead": (
+        "benchmarks.step_overhead --leaves 1 --leaves 16 --rounds 30 --steps 20"
     ),
     **{
-        f"h100/train_step-{model}.json": (
-            f"python -m benchmarks.train_step {options} {_OUT}/h100"
-        )
-        for model, options in TIMED.items()
+        f"h100/train_step-{x}": f"benchmarks.train_step {how}"
+        for x, how in TIMED.items()
     },
     **{
-        f"{device}-compiled/programs-ci.json": f"{_PROGRAMS} {_OUT}"
+        f"{device}-compiled/programs-ci": "benchmarks.programs"
         for device in ("h100", "a100", "v100", "v5e")
     },
     **{
-        f"{device}-compiled/programs-full.json": (
-            f"{_PROGRAMS} --device {device} --size full {_OUT}"
+        f"{device}-compiled/programs-full": (
+            f"benchmarks.programs --device {device} --size full"
         )
         for device in ("h100", "v5e")
     },
-    **{
-        f"{device}-compiled/memory.json": (
-            f"python -m benchmarks.memory --device {device} {options}{_OUT}"
-        )
-        # To compile for a TPU takes minutes for each row.
-        for device, options in (
-            ("h100", ""),
-            ("v5e", "--layers 2 --width 1024 --heads 8 --vocabulary 8192 "),
-        )
-    },
-    "rtx4090-compiled/small_gpu.json": f"python -m benchmarks.small_gpu {_OUT}",
+    "h100-compiled/memory": "benchmarks.memory --device h100",
+    "v5e-compiled/memory": (  # to compile for a TPU takes minutes for each row
+        "benchmarks.memory --device v5e --layers 2 --width 1024 --heads 8 "
+        "--vocabulary 8192"
+    ),
+    "rtx4090-compiled/small_gpu": "benchmarks.small_gpu",
 }
+
+
+def _command(name: str) -> str:
+    folder, _, _ = name.rpartition("/")
+    # What is compiled is in the folder of its device by itself.
+    out = "" if folder.endswith("-compiled") else f"/{folder}"
+    return f"python -m {_PROGRAMS[name]} --out benchmarks/results{out}"
+
+
+RESULTS = {f"{name}.json": _command(name) for name in _PROGRAMS}
 
 
 # What `loaded` collects: the keys of a dict are in order, and each is there once.

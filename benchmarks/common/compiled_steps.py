@@ -18,6 +18,7 @@ from jmp_lite.memory import save_products
 PLAIN, BY_HAND, POLICY = "as written", "by hand", "policy"
 GRAD_AUTOCAST, AUTOCAST_GRAD = "grad(autocast(f))", "autocast(grad(f))"
 ADVISED = "grad(autocast(f)), advised"
+CASTS = BY_HAND, POLICY, GRAD_AUTOCAST, ADVISED  # those whose steps are timed
 # In `jax.checkpoint` with the policy `jmp_lite.memory.save_products`.
 SAVE_PRODUCTS = "grad(autocast(f)), save_products"
 # The policy has `reduce=float32`.
@@ -199,11 +200,8 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     )
     batch = jax.tree.map(lambda x: place(x, mesh.size > 1), batch)
     shardings = jax.tree.map(lambda x: x.sharding, held)
-    jitted = jax.jit(
-        fun,
-        donate_argnums=(0, 1, 2),
-        out_shardings=(*shardings, None),
-    )
+    out = (*shardings, None)
+    jitted = jax.jit(fun, donate_argnums=(0, 1, 2), out_shardings=out)
     return jitted, (*held, *batch)
 
 
@@ -218,10 +216,9 @@ def _halves(model: str, *casts: str) -> list[Step]:
     ]
 
 
-_AUTOCASTS = (GRAD_AUTOCAST, AUTOCAST_GRAD)
 STEPS: list[Step] = [
     Step("transformer"),
-    *_halves("transformer", BY_HAND, POLICY, *_AUTOCASTS),
+    *_halves("transformer", BY_HAND, POLICY, GRAD_AUTOCAST, AUTOCAST_GRAD),
     Step("transformer", "fp8", GRAD_AUTOCAST),
     Step("transformer", "float16", ADVISED),
     Step("transformer", "bfloat16", REDUCE_FLOAT32),

@@ -18,18 +18,10 @@ from benchmarks.common.compiled_steps import (
 )
 from benchmarks.common.models import TITLES
 from benchmarks.common.run import Rows
-from benchmarks.common.storage import (
-    ADAFACTOR,
-    CHOICES,
-    FLOAT32,
-    HALF,
-    MASTERS,
-    REMAINDERS,
-    STOCHASTIC,
-    Storage,
-)
+from benchmarks.common.storage import CHOICES, FLOAT32, HALF, SHOWN_CHOICES, Storage
 
 HALVES = ("bfloat16", "float16")
+_SCALED = ("float16", BY_HAND)
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
 _BYTES, _TRAFFIC, _PEAK, _KERNELS = "bytes accessed", "traffic", "peak", "kernels"
 # As tables name them.
@@ -146,28 +138,23 @@ def collectives() -> Rows:
     def step(*how: Any, scaled: bool = False) -> Step:
         return Step("transformer", *how, scaled=scaled, layout="FSDP")
 
-    gathered, summed = ("all-gather",), counts.REDUCTIONS
+    opcodes = {
+        "weights gathered": ("all-gather",),
+        "gradients summed": counts.REDUCTIONS,
+    }
     # A v5e sums float16 two by two, in u32.
-    half, full = ("f16", "bf16", "u32"), ("f32",)
+    dtypes = {"half": ("f16", "bf16", "u32"), "float32": ("f32",)}
     rows = []
     for title, device, of in (
         ("H100: float32", "h100", step()),
         ("H100: bfloat16, cast by hand", "h100", step("bfloat16", BY_HAND)),
-        (
-            f"H100: bfloat16, `{GRAD_AUTOCAST}`",
-            *("h100", step("bfloat16", GRAD_AUTOCAST)),
-        ),
-        (
-            "TPU v5e: float16, `scale_aware`",
-            *("v5e", step("float16", BY_HAND, scaled=True)),
-        ),
+        (f"H100: bfloat16, `{GRAD_AUTOCAST}`", "h100", step("bfloat16", GRAD_AUTOCAST)),
+        ("TPU v5e: float16, `scale_aware`", "v5e", step(*_SCALED, scaled=True)),
     ):
         row = programs(device)[str(of)]
         cells = {
-            "weights gathered: half": _megabytes(row, gathered, half),
-            "weights gathered: float32": _megabytes(row, gathered, full),
-            "gradients summed: half": _megabytes(row, summed, half),
-            "gradients summed: float32": _megabytes(row, summed, full),
+            f"{what}: {name}": _megabytes(row, opcodes[what], dtypes[name])
+            for what, name in itertools.product(opcodes, dtypes)
         }
         rows.append({"four devices": title, **cells})
     return rows
@@ -198,7 +185,6 @@ def float32_gradients() -> Rows:
     return rows
 
 
-_IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
 _SHARDED_IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST, layout="FSDP")
 
 
@@ -206,7 +192,7 @@ def fp8() -> Rows:
     """Steps in fp8 on an H100, over the same steps in bfloat16."""
     found, rows = programs("h100"), []
     for title, step in (
-        ("transformer", _IN_FP8),
+        ("transformer", Step("transformer", "fp8", GRAD_AUTOCAST)),
         ("MLP", Step("mlp", "fp8", GRAD_AUTOCAST)),
         ("transformer, FSDP on four", _SHARDED_IN_FP8),
     ):
@@ -288,22 +274,14 @@ def storage_choices() -> list[Choice]:
     for storage in CHOICES:
         name, held = str(storage), rows["h100", str(storage), False]
         trained = str(storage._replace(checked=True))
-        peaks = {
-            device: {
-                remat: rows[device, name, remat]["peak"]
-                for remat in (False, True)
-                if (device, name, remat) in rows
-            }
-            for device in DEVICES
-        }
+        peaks = {device: {} for device in DEVICES}
+        for device, remat in itertools.product(DEVICES, (False, True)):
+            if row := rows.get((device, name, remat)):
+                peaks[device][remat] = row["peak"]
         state_bytes = (held["parameters"] + held["optimizer state"]) / count
         losses = [seed["validation_loss"][trained] for seed in seeds]
         choices.append(Choice(storage, peaks, state_bytes, losses))
     return sorted(choices, key=lambda choice: choice.peaks["h100"][True])
-
-
-def memory_choices() -> Rows:
-    return list_choices(storage_choices())
 
 
 def list_choices(choices: list[Choice]) -> Rows:
@@ -327,9 +305,8 @@ def list_choices(choices: list[Choice]) -> Rows:
             )
         row["loss"] = f"{choice.loss:.4f}"
         for device, title in DEVICES.items():
-            better = [
-                f"{i}" for i, x in enumerate(choices, 1) if x.beats(choice, device)
-            ]
+            pairs = enumerate(choices, 1)
+            better = [f"{i}" for i, x in pairs if x.beats(choice, device)]
             more = ["..."] if len(better) > 3 else []
             row[f"beaten on {title} by"] = ", ".join(better[:3] + more)
         rows.append(row)
@@ -337,15 +314,7 @@ def list_choices(choices: list[Choice]) -> Rows:
 
 
 def memory_main_choices() -> Rows:
-    """The choices between which a reader decides; the table of all has the rest."""
-    shown = (
-        *(Storage(FLOAT32, checked=False), Storage(), Storage(state=HALF)),
-        *(Storage(optimizer=ADAFACTOR), Storage(weights=MASTERS)),
-        Storage(weights=REMAINDERS, state="8bit"),
-        Storage(weights=STOCHASTIC, state="8bit"),
-        Storage(weights=STOCHASTIC, optimizer=ADAFACTOR),
-    )
-    rows = list_choices([x for x in storage_choices() if x.storage in shown])
+    rows = list_choices([x for x in storage_choices() if x.storage in SHOWN_CHOICES])
     return [
         {key: x for key, x in row.items() if key and not key.startswith("beaten")}
         for row in rows
@@ -354,13 +323,8 @@ def memory_main_choices() -> Rows:
 
 def optimizer_state() -> Rows:
     """The step of Adam with its state in bfloat16 and 8 bits, over float32."""
-    columns = {
-        "state": "optimizer state",
-        "bytes accessed": "bytes accessed",
-        "temporaries": "temporary",
-        "peak": "peak",
-        "kernels": "kernels",
-    }
+    columns = {"state": "optimizer state", "bytes accessed": "bytes accessed"}
+    columns |= {"temporaries": "temporary", "peak": "peak", "kernels": "kernels"}
     rows = []
     for device, title in DEVICES.items():
         result = load(f"{device}-compiled/memory.json")
@@ -368,15 +332,12 @@ def optimizer_state() -> Rows:
         base, count = found[str(Storage())], result["settings"]["parameter count"]
         for storage in (Storage(state=HALF), Storage(state="8bit")):
             if row := found.get(str(storage)):
-                cells = {
-                    "device": title,
-                    "optimiser": storage.optimizer_title,
-                    "state, bytes a parameter": f"{row['optimizer state'] / count:.2f}",
-                }
-                ratios = {
-                    name: f"{row[k] / base[k]:.3f}" for name, k in columns.items()
-                }
-                rows.append(cells | ratios)
+                cells = {"device": title, "optimiser": storage.optimizer_title}
+                held = f"{row['optimizer state'] / count:.2f}"
+                cells["state, bytes a parameter"] = held
+                for name, key in columns.items():
+                    cells[name] = f"{row[key] / base[key]:.3f}"
+                rows.append(cells)
     return rows
 
 
@@ -384,7 +345,6 @@ def _steps(model: str, *kinds: tuple[str, str]) -> list[Step]:
     return [Step(model, *kind, scaled=kind == _SCALED) for kind in kinds]
 
 
-_SCALED = ("float16", BY_HAND)
 _AUTOCAST, _POLICY = (
     [(dtype, cast) for dtype in HALVES] for cast in (GRAD_AUTOCAST, POLICY)
 )
@@ -413,7 +373,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "float32_gradients": float32_gradients,
     "fp8": fp8,
     "fp8_collectives": fp8_collectives,
-    "memory_choices": memory_choices,
+    "memory_choices": lambda: list_choices(storage_choices()),
     "memory_main_choices": memory_main_choices,
     "optimizer_state": optimizer_state,
 }

@@ -25,18 +25,14 @@ TOLERANCE = 1.01
 
 
 class Limit(NamedTuple):
-    """A figure of a step may be at most so many times that of its base.
+    """What a figure may be: so many times that of the step's base, and some more.
 
     Attributes:
-      step: whose figure.
-      figure: a key of a row.
       times: the multiple; two are those of sizes ci and full, None is not measured.
-      per_leaf: what may be added to it for each leaf of the parameters.
-      plus: what may be added to it once; two are those of sizes ci and full.
+      per_leaf: what may be added for each leaf of the parameters.
+      plus: what may be added once; two are those of sizes ci and full.
     """
 
-    step: Step
-    figure: str
     times: Any
     per_leaf: int = 0
     plus: Any = 0
@@ -48,6 +44,10 @@ class Limit(NamedTuple):
             for x in (self.times, self.plus)
         )
         return self._replace(times=times, plus=plus)
+
+
+# By step, and by the key of a row. What is no `Limit` is the `times` of one.
+Limits = dict[Step, dict[str, Any]]
 
 
 def other_versions(committed: Row, here: dict[str, str]) -> list[str]:
@@ -80,24 +80,22 @@ def growth(committed: Results, measured: Results) -> list[tuple[str, ...]]:
 # are wider: they are what was measured, and a little room.
 
 
-def _of_casts(read: str, transformer_kernels: float) -> list[Limit]:
+def _of_casts(read: str, transformer_kernels: float) -> Limits:
     """Return what autocast and a policy may cost beside casts by hand."""
-    return [
-        limit
+    return {
+        Step(model, "bfloat16", cast): {
+            **{read: TOLERANCE, "peak": TOLERANCE},
+            "kernels": Limit(kernels, plus=(6, 0)),
+        }
         for model, cast, kernels in (
             ("transformer", GRAD_AUTOCAST, transformer_kernels),
             ("mlp", GRAD_AUTOCAST, TOLERANCE),
             ("cnn", POLICY, TOLERANCE),
         )
-        for limit in (
-            Limit(Step(model, "bfloat16", cast), read, TOLERANCE),
-            Limit(Step(model, "bfloat16", cast), "peak", TOLERANCE),
-            Limit(Step(model, "bfloat16", cast), "kernels", kernels, plus=(6, 0)),
-        )
-    ]
+    }
 
 
-def _of_families() -> list[Limit]:
+def _of_families() -> Limits:
     """Return what the README's table shows of families, and room for the small ones."""
     families = "unet", "vit", "llama", "moe", "lstm"
     traffic: dict[Step, Any] = {
@@ -108,10 +106,10 @@ def _of_families() -> list[Limit]:
     traffic[Step("unet", "float16", ADVISED)] = (1.09, 1.17)
     # XLA does not see what a loop keeps: autocast decides it.
     traffic[Step("llama in a scan", "bfloat16", GRAD_AUTOCAST)] = 1.0
-    limits = [Limit(step, "traffic", times) for step, times in traffic.items()]
-    return limits + [Limit(step, "peak", (1.08, 1.03)) for step in traffic]
+    return {s: {"traffic": x, "peak": (1.08, 1.03)} for s, x in traffic.items()}
 
 
+_READ = "bytes accessed"
 _SCALED = Step("transformer", "float16", BY_HAND, scaled=True)
 # Gradients of weights in float32, beside rounded ones. On one device they cost next to
 # nothing: at size ci the figures are the same. On four they are sent in float32. At
@@ -120,71 +118,62 @@ _FLOAT32_GRADIENTS, _PARALLEL, _SHARDED = (
     Step("transformer", "bfloat16", REDUCE_FLOAT32, layout=layout)
     for layout in ("one device", "data parallel", "FSDP")
 )
-_OF_TPUS = [
-    *_of_casts("traffic", TOLERANCE),
-    Limit(_PARALLEL, "traffic", (TOLERANCE, None)),
-    Limit(_PARALLEL, "peak", (1.04, None)),
-    Limit(_SHARDED, "traffic", (TOLERANCE, 1.08)),
-    Limit(_SHARDED, "peak", TOLERANCE),
-    Limit(_SCALED, "traffic", 1.04),
-    Limit(_SCALED, "kernels", 1.0, per_leaf=1),
-]
-_OF_GPUS = [
+_OF_TPUS: Limits = {
+    **_of_casts("traffic", TOLERANCE),
+    _PARALLEL: {"traffic": (TOLERANCE, None), "peak": (1.04, None)},
+    _SHARDED: {"traffic": (TOLERANCE, 1.08), "peak": TOLERANCE},
+    _SCALED: {"traffic": 1.04, "kernels": Limit(1.0, per_leaf=1)},
+}
+_OF_GPUS: Limits = {
     # A cluster that is computed again is a kernel more.
-    *_of_casts("bytes accessed", 1.25),
-    *_of_families(),
+    **_of_casts(_READ, 1.25),
+    **_of_families(),
     # Without measurements, float16 keeps what may overflow in float32, in two bytes.
-    Limit(Step("transformer", "float16", GRAD_AUTOCAST), "peak", (1.08, 0.85)),
+    Step("transformer", "float16", GRAD_AUTOCAST): {"peak": (1.08, 0.85)},
     # Half results, where they were measured: as lean as casts by hand. The bytes of
     # gradients, which are float32 sums here, weigh more in a small model.
-    *(
-        Limit(Step(model, "float16", ADVISED), figure, times)
+    **{
+        Step(model, "float16", ADVISED): {_READ: (1.1, 1.03), "peak": TOLERANCE}
         for model in ("transformer", "cnn")
-        for figure, times in (("bytes accessed", (1.1, 1.03)), ("peak", TOLERANCE))
-    ),
-    Limit(_FLOAT32_GRADIENTS, "bytes accessed", (1.0, TOLERANCE)),
-    Limit(_FLOAT32_GRADIENTS, "peak", 1.0),
-    Limit(_FLOAT32_GRADIENTS, "kernels", 1.0),
-    Limit(_PARALLEL, "bytes accessed", (1.08, 1.12)),
-    Limit(_PARALLEL, "peak", 1.0),
-    Limit(_SHARDED, "bytes accessed", (1.06, 1.04)),
-    Limit(_SHARDED, "peak", (1.25, 1.0)),
-    Limit(_SCALED, "bytes accessed", (1.03, 1.01)),
-    # Parts of the verdict, a byte each.
-    Limit(_SCALED, "temporary", 1.0, plus=4096),
-    # XLA reduces a large array in two kernels; then there are verdict and scale.
-    Limit(_SCALED, "kernels", 1.0, per_leaf=2, plus=4),
-]
+    },
+    _FLOAT32_GRADIENTS: {_READ: (1.0, TOLERANCE), "peak": 1.0, "kernels": 1.0},
+    _PARALLEL: {_READ: (1.08, 1.12), "peak": 1.0},
+    _SHARDED: {_READ: (1.06, 1.04), "peak": (1.25, 1.0)},
+    _SCALED: {
+        _READ: (1.03, 1.01),
+        # Parts of the verdict, a byte each.
+        "temporary": Limit(1.0, plus=4096),
+        # XLA reduces a large array in two kernels; then there are verdict and scale.
+        "kernels": Limit(1.0, per_leaf=2, plus=4),
+    },
+}
 # Beside bfloat16, each operand is read once more for its largest magnitude and once
 # more to be rounded. The backward pass keeps operands of half the size, but the
 # gradients of parameters are float32, which the large weights of the MLP show.
-_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
+_FP8, _MLP_FP8 = (Step(x, "fp8", GRAD_AUTOCAST) for x in ("transformer", "mlp"))
 _SHARDED_FP8 = dataclasses.replace(_FP8, layout="FSDP")
-_MLP_FP8 = Step("mlp", "fp8", GRAD_AUTOCAST)
-_OF_FP8 = [
-    Limit(_FP8, "bytes accessed", (1.04, 1.07)),
-    Limit(_FP8, "peak", 1.0),
-    Limit(_FP8, "temporary", 1.0),
-    Limit(_SHARDED_FP8, "bytes accessed", (1.14, 1.12)),
-    Limit(_SHARDED_FP8, "peak", 1.0),
-    Limit(_SHARDED_FP8, "temporary", 1.0),
-    Limit(_MLP_FP8, "bytes accessed", (1.01, 1.09)),
-    Limit(_MLP_FP8, "peak", (1.0, 1.03)),
-    Limit(_MLP_FP8, "temporary", (1.0, 1.19)),
-]
+_OF_FP8: Limits = {
+    _FP8: {_READ: (1.04, 1.07), "peak": 1.0, "temporary": 1.0},
+    _SHARDED_FP8: {_READ: (1.14, 1.12), "peak": 1.0, "temporary": 1.0},
+    _MLP_FP8: {_READ: (1.01, 1.09), "peak": (1.0, 1.03), "temporary": (1.0, 1.19)},
+}
 
 
-def limits(device: str, size: str) -> list[Limit]:
+def limits(device: str, size: str) -> list[tuple[Step, str, Limit]]:
     """Return what must hold between the steps of a device, whatever is committed."""
-    of_gpu = _OF_GPUS + _OF_FP8 if DEVICES[device].has_fp8 else _OF_GPUS
-    found = [x.at(size) for x in (_OF_TPUS if DEVICES[device].is_tpu else of_gpu)]
-    return [limit for limit in found if limit.times is not None]
+    of_gpu = _OF_GPUS | _OF_FP8 if DEVICES[device].has_fp8 else _OF_GPUS
+    found = [
+        (step, figure, (x if isinstance(x, Limit) else Limit(x)).at(size))
+        for step, figures in (_OF_TPUS if DEVICES[device].is_tpu else of_gpu).items()
+        for figure, x in figures.items()
+    ]
+    return [limit for limit in found if limit[2].times is not None]
 
 
 def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, ...]]:
     """Return a row of a table for each promise that does not hold."""
     rows = []
-    for step, figure, times, per_leaf, plus in limits(device, size):
+    for step, figure, (times, per_leaf, plus) in limits(device, size):
         if str(step) not in results or str(step.base) not in results:
             continue
         row, base_row = results[str(step)], results[str(step.base)]
@@ -287,8 +276,7 @@ def _broken_by_float32_gradients(
     # For a v5e, 3.7 % more were counted at size "full": the bytes of one gradient.
     times = 1.04 if DEVICES[device].is_tpu and size == "full" else TOLERANCE
     if not expected / TOLERANCE <= full <= expected * times:
-        figure = (name, "reduced in float32", f"{full:,}", "", f"{expected:,}")
-        rows.append(figure)
+        rows.append((name, "reduced in float32", f"{full:,}", "", f"{expected:,}"))
     return rows
 
 

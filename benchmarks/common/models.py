@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from benchmarks.common import transformer
 from benchmarks.common.image_models import ResNet, UNet, ViT
+from benchmarks.common.transformer import cross_entropy
 from jmp_lite.linen import with_policy
 
 # Every model takes `(params, *batch)` and returns a loss and what is to be kept.
@@ -102,7 +102,7 @@ def mlp_loss(dtype: str, sizes: Sizes) -> Loss:
         for i, (kernel, bias) in enumerate(params):
             x = x @ kernel.astype(dtype) + bias.astype(dtype)
             x = jax.nn.relu(x) if i < len(params) - 1 else x
-        return _cross_entropy(x, labels), ()
+        return cross_entropy(x, labels), ()
 
     return loss
 
@@ -115,7 +115,7 @@ def cnn_loss(dtype: str, sizes: Sizes, policy: str = "") -> Loss:
     def loss(params, batch_stats, images, labels):
         variables = {"params": params, "batch_stats": batch_stats}
         logits, updated = model.apply(variables, images, mutable=["batch_stats"])
-        return _cross_entropy(logits, labels), updated["batch_stats"]
+        return cross_entropy(logits, labels), updated["batch_stats"]
 
     return loss
 
@@ -138,7 +138,7 @@ def vit_loss(dtype: str, sizes: Sizes) -> Loss:
     model = _vit(sizes, jnp.dtype(dtype))
 
     def loss(params, images, labels):
-        return _cross_entropy(model.apply({"params": params}, images), labels), ()
+        return cross_entropy(model.apply({"params": params}, images), labels), ()
 
     return loss
 
@@ -191,7 +191,7 @@ def llama_loss(
         x, balance = carry
         with jax.named_scope("head"):
             logits = _rms_norm(x, params["norm"]) @ params["head"].astype(half)
-            return _cross_entropy(logits[:, :-1], tokens[:, 1:]) + balance, ()
+            return cross_entropy(logits[:, :-1], tokens[:, 1:]) + balance, ()
 
     return loss
 
@@ -216,14 +216,9 @@ def lstm_loss(dtype: str, sizes: Sizes) -> Loss:
 
         first = jnp.zeros((sizes["batch"], sizes["width"]), half)
         _, h = jax.lax.scan(step, (first, first), inputs)
-        return _cross_entropy(h @ weights["head"], tokens[1:]), ()
+        return cross_entropy(h @ weights["head"], tokens[1:]), ()
 
     return loss
-
-
-def _cross_entropy(logits, labels):
-    logits = logits.astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def _rms_norm(x, gain):
@@ -391,11 +386,8 @@ def _lstm_shapes(sizes: Sizes) -> tuple[Any, ...]:
         "bias": (4 * width,),
         "head": (width, words),
     }
-    return (
-        transformer.zeros(params),
-        (),
-        _tokens(sizes | {"length": sizes["steps"] + 1}),
-    )
+    tokens = _tokens(sizes | {"length": sizes["steps"] + 1})
+    return transformer.zeros(params), (), tokens
 
 
 def _tokens(sizes: Sizes) -> jax.Array:

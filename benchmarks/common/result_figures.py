@@ -13,15 +13,7 @@ from benchmarks.common import compiled_tables, plots, storage
 from benchmarks.common.committed import load
 from benchmarks.common.measured_tables import train_steps
 from benchmarks.common.models import TITLES
-from benchmarks.common.storage import (
-    ADAFACTOR,
-    ADAM,
-    FLOAT32,
-    MASTERS,
-    REMAINDERS,
-    STOCHASTIC,
-    Storage,
-)
+from benchmarks.common.storage import ADAFACTOR, ADAM, FLOAT32, Storage
 from benchmarks.common.tasks import TITLES as TASK_TITLES
 from benchmarks.common.timing import ratios
 from benchmarks.fp8_accuracy import FIRST, FP8, HALF
@@ -31,9 +23,9 @@ _COLORS = plots.BLUE, plots.VERMILION, plots.GREEN, plots.PURPLE, plots.ORANGE
 
 _COLOURS = {
     FLOAT32: plots.BLACK,
-    MASTERS: plots.BLUE,
-    REMAINDERS: plots.GREEN,
-    STOCHASTIC: plots.VERMILION,
+    storage.MASTERS: plots.BLUE,
+    storage.REMAINDERS: plots.GREEN,
+    storage.STOCHASTIC: plots.VERMILION,
 }
 _MARKERS = {
     (ADAM, FLOAT32): "o",
@@ -62,15 +54,13 @@ def draw_times() -> Figure:
 def draw_losses() -> Figure:
     """Draw the training losses of four tasks: means over seeds, from low to high."""
     found = load("cpu/convergence.json")
+    dots = (0, (1, 1))
     # float32 is drawn broad and first, so that no other line hides it.
     looks: dict[str, dict[str, Any]] = {
         convergence.BASELINE: {"color": plots.BLACK, "linewidth": 4.5, "alpha": 0.3},
         "bfloat16": {"color": plots.BLUE, "linewidth": 1.6, "linestyle": (0, (4, 2))},
         "float16": {"color": plots.VERMILION, "linewidth": 1.6},
-        convergence.UNSCALED: {
-            **{"color": plots.GREEN, "linewidth": 1.8},
-            "linestyle": (0, (1, 1)),
-        },
+        convergence.UNSCALED: dict(color=plots.GREEN, linewidth=1.8, linestyle=dots),
     }
     figure, panels = plots.panels(2, 2, (8.4, 7.2))
     handles = {}
@@ -92,8 +82,7 @@ def draw_losses() -> Figure:
         smallest, largest = axes.dataLim.intervaly
         axes.set_yscale("log" if largest > 10 * smallest else "linear")
         axes.minorticks_off()
-        axes.set_xlabel("step")
-        axes.set_ylabel("training loss")
+        axes.set(xlabel="step", ylabel="training loss")
     plots.legend_below(figure, handles.values(), handles.keys())
     figure.suptitle(
         f"Running mean of the loss, mean and range of {found['settings']['seeds']} "
@@ -139,8 +128,7 @@ def draw_fp8_gradients() -> Figure:
         axes.set_title(
             f"{TASK_TITLES[task]}\n{share:.0f} % of FLOPs in fp8", fontsize=10
         )
-        axes.set_xlabel("parameter")
-        axes.set_ylabel("|error| / |gradient in float32|")
+        axes.set(xlabel="parameter", ylabel="|error| / |gradient in float32|")
     plots.legend_below(figure, *panels[0].get_legend_handles_labels())
     figure.suptitle(
         "Error of each gradient, compared with float32: "
@@ -152,21 +140,15 @@ def draw_fp8_gradients() -> Figure:
 
 def draw_overhead() -> Figure:
     """Draw the times of a train step with loss scaling over the bare optimiser's."""
-    cases = [
-        case
-        for case in load("cpu/step_overhead.json")["cases"]
-        if (case["problem"], case["optimizer"]) == ("mlp", "adam")
-    ]
-    series = {
-        f"batch {case['batch']}": {
-            title.replace("`", ""): ratios(
-                case["contenders"], name, step_overhead.BASELINE
-            )
-            for name, title in step_overhead.PEERS.items()
-            if name in case["contenders"]
-        }
-        for case in cases
-    }
+    series = {}
+    for case in load("cpu/step_overhead.json")["cases"]:
+        if (case["problem"], case["optimizer"]) == ("mlp", "adam"):
+            rows = case["contenders"]
+            series[f"batch {case['batch']}"] = {
+                title.replace("`", ""): ratios(rows, name, step_overhead.BASELINE)
+                for name, title in step_overhead.PEERS.items()
+                if name in rows
+            }
     title = f"A step of an MLP with Adam: {_device('cpu/step_overhead.json')}"
     return _draw([("", series)], title, "time over that of Adam alone (ratio)")
 
@@ -199,12 +181,8 @@ def draw_memory() -> Figure:
     for axes, device in zip(all_axes, devices, strict=True):
         for choice in (x for x in shown if x.peaks[device]):
             way, losses = choice.storage, choice.losses
-            style: Any = {
-                "color": _colour(way),
-                "marker": _MARKERS[way.optimizer, way.state],
-                "linestyle": "none",
-                "markersize": 7,
-            }
+            style: Any = {"color": _colour(way), "linestyle": "none", "markersize": 7}
+            style["marker"] = _MARKERS[way.optimizer, way.state]
             for remat, peak in choice.peaks[device].items():
                 fill = "full" if remat else "none"
                 axes.plot([peak / 2**30], [choice.loss], fillstyle=fill, **style)
@@ -225,21 +203,15 @@ def draw_memory() -> Figure:
         return Line2D([], [], linestyle="none", label=label, **style)
 
     ways = [choice.storage for choice in choices[::-1]]
+    titles = {FLOAT32: "float32 model"}
     parameters = {
-        _colour(x): "float32 model"
-        if x.compute == FLOAT32
-        else f"bf16 model; {x.params_title}"
-        for x in ways
+        _colour(x): titles.get(x.compute, f"bf16 model; {x.params_title}") for x in ways
     }
     entries = [
         *(entry(label, color) for color, label in parameters.items()),
         *(
-            entry(
-                Storage(optimizer=tx, state=state).optimizer_title,
-                plots.GREY,
-                m,
-            )
-            for (tx, state), m in _MARKERS.items()
+            entry(Storage(optimizer=tx, state=x).optimizer_title, plots.GREY, marker)
+            for (tx, x), marker in _MARKERS.items()
         ),
         entry("layers recomputed", plots.GREY),
         entry("activations kept", plots.GREY, fillstyle="none"),
@@ -288,8 +260,7 @@ def _draw(
                 markersize=5,
             )
         panel.set_title(name, fontsize=10)
-        panel.set_xlabel(label)
-        panel.set_ylabel("train step")
+        panel.set(xlabel=label, ylabel="train step")
     axes[0].set_yticks(range(len(rows)), rows)
     axes[0].invert_yaxis()
     plots.legend_below(figure, *axes[0].get_legend_handles_labels())

@@ -123,3 +123,11 @@ MAIN_CHOICES: list[Storage] = [
     *(Storage(weights=weights) for weights in WEIGHTS),
     Storage(weights=STOCHASTIC, optimizer=ADAFACTOR),
 ]
+
+# Those between which a reader decides; the table of all has the rest.
+SHOWN_CHOICES: list[Storage] = [
+    *(x for x in MAIN_CHOICES if x.weights in (FLOAT32, MASTERS)),
+    Storage(weights=REMAINDERS, state="8bit"),
+    Storage(weights=STOCHASTIC, state="8bit"),
+    Storage(weights=STOCHASTIC, optimizer=ADAFACTOR),
+]

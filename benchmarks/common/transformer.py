@@ -1,5 +1,6 @@
 """The transformer that several benchmarks compile: written in f32, or cast by hand."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,9 +63,23 @@ def loss_fn(
         x, _ = jax.lax.scan(lambda x, w: (layer_fn(x, w), None), x, params["layers"])
     x = _norm(x, params["norm"], dtype)
     logits = (x @ params["embedding"].T.astype(dtype)).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits[:, :-1], tokens[:, 1:]
-    ).mean()
+    return cross_entropy(logits[:, :-1], tokens[:, 1:])
+
+
+def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
+    logits = logits.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def train_step(gradients: Callable[..., Any], tx: Any) -> Callable[..., Any]:
+    """Return `(params, opt_state, *batch) -> (params, opt_state)`."""
+
+    def step(params, opt_state, *args):
+        grads = gradients(params, *args)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
 
 
 def _layers(params: Any) -> list[str]:
