@@ -14,6 +14,7 @@ the fault that matters here, and draws no sample.
 
 import ast
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -40,21 +41,19 @@ class Group(NamedTuple):
     """Those that are quick and close to the files come first."""
 
 
-_AUTOCAST_TESTS = (
-    "tests/autocast/test_[!dp]*.py",
-    "tests/autocast/test_digits.py",
-    "tests/autocast/test_programs.py",
-)
+def _of(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
+
+
+_AUTOCAST_TESTS = _of("autocast", "[!dp]*", "digits", "programs")
 
 GROUPS = {
     "loss scales": Group((f"{SRC}/loss_scale.py",), ("tests/test_loss_scale*.py",)),
     "scale_aware": Group(
         (f"{SRC}/optimizers/scale_aware.py", f"{SRC}/optimizers/base.py"),
         (
-            "tests/optimizers/test_scale_aware*.py",
-            "tests/test_contracts.py",
-            "tests/optimizers/test_master_weights.py",
-            "tests/optimizers/test_half_params.py",
+            *("tests/optimizers/test_scale_aware*.py", "tests/test_contracts.py"),
+            *_of("optimizers", "master_weights", "half_params"),
         ),
     ),
     "gradients": Group(
@@ -64,17 +63,14 @@ GROUPS = {
     "trees": Group(
         (f"{SRC}/trees.py", f"{SRC}/dtypes.py"),
         (
-            "tests/test_trees.py",
-            "tests/test_dtypes.py",
+            *("tests/test_trees.py", "tests/test_dtypes.py"),
             "tests/optimizers/test_scale_aware.py",
         ),
     ),
     "policies": Group(
         (f"{SRC}/policy.py", f"{SRC}/flax/module_policies.py"),
         (
-            "tests/test_policy*.py",
-            "tests/flax/test_module_policies.py",
-            "tests/flax/test_policies.py",
+            *("tests/test_policy*.py", *_of("flax", "module_policies", "policies")),
             "tests/flax/linen/test_modules.py",
         ),
     ),
@@ -84,27 +80,17 @@ GROUPS = {
     ),
     "master weights": Group(
         (
-            f"{SRC}/optimizers/master_weights.py",
-            f"{SRC}/optimizers/remainder.py",
+            *(f"{SRC}/optimizers/master_weights.py", f"{SRC}/optimizers/remainder.py"),
             f"{SRC}/optimizers/stochastic_rounding.py",
         ),
         (
-            "tests/optimizers/test_master_remainders.py",
-            "tests/optimizers/test_master_weights.py",
-            "tests/optimizers/test_remainder.py",
-            "tests/optimizers/test_stochastic_rounding.py",
-            "tests/optimizers/test_half_params.py",
+            *_of("optimizers", "master_remainders", "master_weights", "remainder"),
+            *_of("optimizers", "stochastic_rounding", "half_params"),
         ),
     ),
     "low-precision state": Group(
-        (
-            f"{SRC}/optimizers/blocks.py",
-            f"{SRC}/optimizers/low_precision_state.py",
-        ),
-        (
-            "tests/optimizers/test_blocks.py",
-            "tests/optimizers/test_low_precision_state.py",
-        ),
+        (f"{SRC}/optimizers/blocks.py", f"{SRC}/optimizers/low_precision_state.py"),
+        _of("optimizers", "blocks", "low_precision_state"),
     ),
     "checkpoints": Group((f"{SRC}/checkpoint/*.py",), ("tests/checkpoint/test_*.py",)),
     "autocast": Group((f"{SRC}/autocast/[!e_]*.py",), _AUTOCAST_TESTS),
@@ -132,24 +118,18 @@ class Mutation:
 
     @property
     def name(self) -> str:
-        """Return what tells a mutation from others."""
         return f"{self.file}:{self.line}:{self.start} {self.old!r} -> {self.new!r}"
 
     def applied(self, source: bytes) -> bytes:
         """Return the source with this change."""
-        old = self.old.encode()
-        assert source[self.start : self.start + len(old)] == old
-        return (
-            source[: self.start] + self.new.encode() + source[self.start + len(old) :]
-        )
+        old, new = self.old.encode(), self.new.encode()
+        assert source[self.start :].startswith(old)
+        return source[: self.start] + new + source[self.start + len(old) :]
 
     def is_python(self, source: bytes) -> bool:
-        """Return whether the source with this change can be compiled."""
-        try:
-            compile(self.applied(source), self.file, "exec")
-        except SyntaxError:
-            return False
-        return True
+        with contextlib.suppress(SyntaxError):
+            return bool(compile(self.applied(source), self.file, "exec"))
+        return False
 
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -171,18 +151,13 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Div: ast.Mult,
 }
 _NAMES = {
-    "min": ("max",),
-    "max": ("min",),
-    "minimum": ("maximum",),
-    "maximum": ("minimum",),
-    "any": ("all",),
-    "all": ("any",),
-    "logical_and": ("logical_or",),
-    "logical_or": ("logical_and",),
-    "float32": ("float16", "bfloat16"),
-    "float16": ("bfloat16",),
-    "bfloat16": ("float16",),
-}
+    name: (other,)
+    for one, another in (
+        *(("min", "max"), ("minimum", "maximum"), ("any", "all")),
+        *(("logical_and", "logical_or"), ("float16", "bfloat16")),
+    )
+    for name, other in ((one, another), (another, one))
+} | {"float32": ("float16", "bfloat16")}
 _CHOICES = {"where", "select", "cond"}
 # Calls whose arguments are of different kinds, or may come in any order.
 _UNSWAPPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "cast"}
@@ -250,20 +225,19 @@ def _mutable(tree: ast.AST) -> Iterator[ast.AST]:
     skipped: set[int] = set()
     for node in ast.walk(tree):
         ignored: list[Any] = []
-        if isinstance(node, ast.FunctionDef):
-            ignored = [*node.decorator_list, node.returns]
-        elif isinstance(node, ast.ClassDef):
-            ignored = list(node.decorator_list)
-        elif isinstance(node, ast.arg | ast.AnnAssign):
-            ignored = [node.annotation]
-        elif isinstance(node, ast.JoinedStr):
-            ignored = list(node.values)
-        elif isinstance(node, ast.Raise | ast.Slice):
-            ignored = list(ast.iter_child_nodes(node))
-        elif isinstance(node, ast.Call) and _called(node) in {"warn", "field"}:
-            ignored = [*node.args, *node.keywords]
-        elif isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0]):
-            ignored = [node.value]
+        match node:
+            case ast.FunctionDef():
+                ignored = [*node.decorator_list, node.returns]
+            case ast.ClassDef():
+                ignored = [*node.decorator_list]
+            case ast.arg() | ast.AnnAssign():
+                ignored = [node.annotation]
+            case ast.JoinedStr() | ast.Raise() | ast.Slice():
+                ignored = [*ast.iter_child_nodes(node)]
+            case ast.Call() if _called(node) in {"warn", "field"}:
+                ignored = [*node.args, *node.keywords]
+            case ast.Assign() if "__all__" in ast.unparse(node.targets[0]):
+                ignored = [node.value]
         for child in filter(None, ignored):
             skipped.update(id(inner) for inner in ast.walk(child))
         if id(node) not in skipped:
@@ -402,9 +376,8 @@ def main(
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         folder = Path(name)
         copy_of_the_tree(folder)
-        for mutation in [m for m in mutations.values() if m.name not in results][
-            :limit
-        ]:
+        left = [m for m in mutations.values() if m.name not in results]
+        for mutation in left[:limit]:
             file = folder / mutation.file
             source = file.read_bytes()
             file.write_bytes(mutation.applied(source))
@@ -418,9 +391,7 @@ def main(
         proven = {m.group for m in done if results[m.name] == "survived"}
         for group in sorted({m.group for m in done} - proven):
             if run(folder, group, timeout) != "survived":
-                raise RuntimeError(
-                    f"Tests of {group} fail on code that is not mutated."
-                )
+                raise RuntimeError(f"Tests of {group} fail on code as it is.")
     print(dict(collections.Counter(results[m.name] for m in done)))
 
 

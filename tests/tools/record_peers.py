@@ -20,7 +20,7 @@ import itertools
 import json
 import pathlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 STEPS = 48
@@ -52,117 +52,102 @@ def gradients(bits: str) -> Iterator[float]:
         yield 1.0 if bit == "1" else bad[step % 3]
 
 
-def run_torch(bits: str, **arguments: Any) -> list[float]:
-    """Step `torch.amp.GradScaler`."""
+# A peer's step: takes a gradient, returns the scale after it.
+Step = Callable[[float], float]
+
+
+def torch_step(**arguments: Any) -> Step:
+    """`torch.amp.GradScaler`."""
     torch = importlib.import_module("torch")
     parameter = torch.nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     scaler = torch.amp.GradScaler("cpu", **arguments)
-    scales = []
-    for gradient in gradients(bits):
+
+    def step(gradient):
         optimizer.zero_grad()
         scaler.scale(parameter * gradient).backward()
         scaler.step(optimizer)
         scaler.update()
-        scales.append(scaler.get_scale())
-    return scales
+        return scaler.get_scale()
+
+    return step
 
 
-def run_keras(bits: str, **arguments: Any) -> list[float]:
-    """Step `keras.optimizers.LossScaleOptimizer`."""
+def keras_step(**arguments: Any) -> Step:
+    """`keras.optimizers.LossScaleOptimizer`."""
     keras = importlib.import_module("keras")
     variable = keras.Variable(1.0)
     inner = keras.optimizers.SGD(0.0)
     optimizer = keras.optimizers.LossScaleOptimizer(inner, **arguments)
     optimizer.build([variable])
-    scales = []
-    for gradient in gradients(bits):
+
+    def step(gradient):
         optimizer.apply([keras.ops.convert_to_tensor(gradient)], [variable])
-        scales.append(float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)))
-    return scales
+        return float(keras.ops.convert_to_numpy(optimizer.dynamic_scale))
+
+    return step
 
 
-def run_jmp(bits: str, **arguments: Any) -> list[float]:
-    """Step `jmp.DynamicLossScale`."""
+def jmp_step(**arguments: Any) -> Step:
+    """`jmp.DynamicLossScale`."""
     jmp, jnp = importlib.import_module("jmp"), importlib.import_module("jax.numpy")
     # jmp wants arrays of the right dtype, as its own examples do not.
     floats = {k: jnp.float32(v) for k, v in arguments.items() if "scale" in k}
-    loss_scale = jmp.DynamicLossScale(**(arguments | floats))
-    scales = []
-    for gradient in gradients(bits):
-        loss_scale = loss_scale.adjust(jmp.all_finite(jnp.float32(gradient)))
-        scales.append(float(loss_scale.loss_scale))
-    return scales
+    scales = [jmp.DynamicLossScale(**(arguments | floats))]
+
+    def step(gradient):
+        scales.append(scales[-1].adjust(jmp.all_finite(jnp.float32(gradient))))
+        return float(scales[-1].loss_scale)
+
+    return step
 
 
-def run_flax(bits: str, **arguments: Any) -> list[float]:
-    """Step `flax.training.dynamic_scale.DynamicScale`."""
+def flax_step(**arguments: Any) -> Step:
+    """`flax.training.dynamic_scale.DynamicScale`."""
     module = importlib.import_module("flax.training.dynamic_scale")
     jnp = importlib.import_module("jax.numpy")
-    dynamic_scale = module.DynamicScale(**arguments)
-    scales = []
-    for gradient in gradients(bits):
-        step = dynamic_scale.value_and_grad(lambda x, g: x * g)
-        dynamic_scale, *_ = step(jnp.float32(1), jnp.float32(gradient))
-        scales.append(float(dynamic_scale.scale))
-    return scales
+    scales = [module.DynamicScale(**arguments)]
+
+    def step(gradient):
+        fun = scales[-1].value_and_grad(lambda x, g: x * g)
+        scales.append(fun(jnp.float32(1), jnp.float32(gradient))[0])
+        return float(scales[-1].scale)
+
+    return step
 
 
+PEERS = {"torch": torch_step, "keras": keras_step, "jmp": jmp_step, "flax": flax_step}
 # The widest bounds that ours can have.
 CEILING = {"max_loss_scale": 2.0**126}
 UNBOUNDED = {"min_loss_scale": 0.0} | CEILING
+# A peer, its arguments, and ours that should do the same.
+Run = tuple[str, dict[str, Any], dict[str, Any]]
 
 
-def torch_run(scale: float, period: int, factor: float, backoff: float) -> Any:
-    theirs = {
-        "init_scale": scale,
-        "growth_interval": period,
-        "growth_factor": factor,
-        "backoff_factor": backoff,
-    }
-    ours = {
-        "loss_scale": scale,
-        "period": period,
-        "factor": factor,
-        "backoff_factor": backoff,
-        **UNBOUNDED,
-    }
-    return "torch", run_torch, theirs, ours
+def torch_run(scale: float, period: int, factor: float, backoff: float) -> Run:
+    theirs = {"init_scale": scale, "growth_interval": period, "growth_factor": factor}
+    theirs |= {"backoff_factor": backoff}
+    ours = {"loss_scale": scale, "period": period, "factor": factor}
+    return "torch", theirs, ours | {"backoff_factor": backoff, **UNBOUNDED}
 
 
-def keras_run(scale: float, period: int) -> Any:
+def keras_run(scale: float, period: int) -> Run:
     theirs = {"initial_scale": scale, "dynamic_growth_steps": period}
-    ours = {"loss_scale": scale, "period": period, **UNBOUNDED}
-    return "keras", run_keras, theirs, ours
+    return "keras", theirs, {"loss_scale": scale, "period": period, **UNBOUNDED}
 
 
-def jmp_run(scale: float, period: int, factor: int, floor: float) -> Any:
-    theirs = {
-        "loss_scale": scale,
-        "period": period,
-        "factor": factor,
-        "min_loss_scale": floor,
-    }
-    return "jmp", run_jmp, theirs, theirs | CEILING
+def jmp_run(scale: float, period: int, factor: int, floor: float) -> Run:
+    theirs = {"loss_scale": scale, "period": period, "factor": factor}
+    theirs |= {"min_loss_scale": floor}
+    return "jmp", theirs, theirs | CEILING
 
 
-def flax_run(scale: float, interval: int, factor: float, floor: float) -> Any:
-    theirs = {
-        "scale": scale,
-        "growth_interval": interval,
-        "growth_factor": factor,
-        "backoff_factor": 1 / factor,
-        "minimum_scale": floor,
-    }
+def flax_run(scale: float, interval: int, factor: float, floor: float) -> Run:
+    theirs = {"scale": scale, "growth_interval": interval, "growth_factor": factor}
+    theirs |= {"backoff_factor": 1 / factor, "minimum_scale": floor}
     # Flax grows on the step after `growth_interval` clean ones.
-    ours = {
-        "loss_scale": scale,
-        "period": interval + 1,
-        "factor": factor,
-        "min_loss_scale": floor,
-        **CEILING,
-    }
-    return "flax", run_flax, theirs, ours
+    ours = {"loss_scale": scale, "period": interval + 1, "factor": factor}
+    return "flax", theirs, ours | {"min_loss_scale": floor, **CEILING}
 
 
 RUNS = [
@@ -188,6 +173,12 @@ EXTREMES = [
 ]
 
 
+def scales_of(peer: str, bits: str, arguments: dict[str, Any]) -> list[float]:
+    """Return the scale of a peer after each step."""
+    step = PEERS[peer](**arguments)
+    return [step(gradient) for gradient in gradients(bits)]
+
+
 def run_lengths(scales: list[float]) -> list[list[float]]:
     """Return the scales as pairs of how many steps, and the scale."""
     groups = itertools.groupby(scales)
@@ -203,21 +194,24 @@ def main() -> None:
             "theirs": theirs,
             "ours": ours,
             "sequences": {
-                name: {"finite": bits, "scales": run_lengths(run(bits, **theirs))}
+                name: {
+                    "finite": bits,
+                    "scales": run_lengths(scales_of(peer, bits, theirs)),
+                }
                 for name, bits in sequences(ours["period"]).items()
             },
         }
-        for peer, run, theirs, ours in RUNS
+        for peer, theirs, ours in RUNS
     ]
     names = ("torch", "keras", "jmp", "flax", "jax")
     extremes = [
         {
             "peer": peer,
             # As text: JSON has no inf.
-            "after_finite": repr(run("1" * FAR, **theirs)[-1]),
-            "after_non_finite": repr(run("0" * FAR, **theirs)[-1]),
+            "after_finite": repr(scales_of(peer, "1" * FAR, theirs)[-1]),
+            "after_non_finite": repr(scales_of(peer, "0" * FAR, theirs)[-1]),
         }
-        for peer, run, theirs, _ in EXTREMES
+        for peer, theirs, _ in EXTREMES
     ]
     head = {
         "recorded_by": "tests/tools/record_peers.py",
