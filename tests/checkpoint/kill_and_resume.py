@@ -89,10 +89,9 @@ def train_step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Arr
 
 
 class Kill(NamedTuple):
-    """When a process kills itself: while it saves the state after so many batches.
+    """A process kills itself while it saves the state after so many batches.
 
-    That is at an event (a file opened, a folder renamed…) since the save began, or if
-    `seconds` are given, so long after.
+    That is at an event (a file opened, a folder renamed…), or after so many seconds.
     """
 
     seen: int
@@ -153,8 +152,7 @@ def _log(folder: Path, event: str, state: State, **more: Any) -> None:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "log").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(x) for x in (folder / "log").read_text("utf-8").splitlines()]
 
 
 def goes_on(before: dict[str, Any], after: dict[str, Any]) -> bool:

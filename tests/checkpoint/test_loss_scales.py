@@ -26,16 +26,15 @@ def jmp_step(scale: Any, finite: bool) -> Any:
     return scale.adjust(jnp.bool_(finite))
 
 
-FLAX = DynamicScale(
-    growth_factor=4.0,
-    backoff_factor=0.25,
-    growth_interval=3,
-    scale=64.0,
-    minimum_scale=2.0,
-)
+_FACTORS = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+FLAX = DynamicScale(**_FACTORS, scale=64.0, minimum_scale=2.0)
 JMP = jmp.DynamicLossScale(
     jnp.float32(64.0), jnp.int32(0), 3, 4, min_loss_scale=jnp.float32(2.0)
 )
+
+
+def _state(scale: Any, fin_steps: Any, **others: Any) -> dict[str, Any]:
+    return {"scale": scale, "fin_steps": fin_steps, **others}
 
 
 def fields_of(scale: Any) -> dict[str, Any]:
@@ -75,16 +74,13 @@ def test_a_converted_loss_scale_goes_on_as_it_would_there(there, step, scale, co
             DynamicLossScale(2.0**16, 5, 2001, 2.0, 2.0**-126),
         ),
         (
-            {"scale": np.float32(4), "fin_steps": np.array(5), "growth_interval": 9},
+            _state(np.float32(4), np.array(5), growth_interval=9),
             DynamicLossScale(4.0, 5, 10, 2.0, 2.0**-126),
         ),
-        (
-            {"scale": 4, "fin_steps": 5, "minimum_scale": None},
-            DynamicLossScale(4.0, 5, 2001, 2.0, 0.0),
-        ),
+        (_state(4, 5, minimum_scale=None), DynamicLossScale(4.0, 5, 2001, 2.0, 0.0)),
         ({"loss_scale": jnp.float32(4), "counter": 5}, DynamicLossScale(4.0, 5)),
         (
-            {"scale": 2.0**30, "fin_steps": 5},
+            _state(2.0**30, 5),
             DynamicLossScale(2.0**30, 5, 2001, 2.0, 2.0**-126, max_loss_scale=2.0**30),
         ),
         (
@@ -106,29 +102,20 @@ def test_objects_and_what_they_are_saved_as_convert(saved: Any, expected: Any) -
     [
         (
             3.0,
-            r"loss scale of jmp \(loss_scale, .*\) or of flax \(scale, .*\), got float",
+            r"loss scale of jmp \(loss_scale, .*\) or of flax \(scale, .*, got float",
         ),
         ({"scale": 4.0}, r"got dict with \['scale'\]"),
-        (
-            {"scale": 4.0, "fin_steps": 1, "x": 1},
-            r"got dict with \['fin_steps', 'scale'",
-        ),
+        (_state(4.0, 1, x=1), r"got dict with \['fin_steps', 'scale'"),
         (jmp_lite.NoOpLossScale(), r"got NoOpLossScale with \[\]"),
+        (jmp.StaticLossScale(jnp.float32(2)), r"got StaticLossScale with \['loss_sc"),
         (
-            jmp.StaticLossScale(jnp.float32(2)),
-            r"got StaticLossScale with \['loss_scale'",
-        ),
-        (
-            {"scale": np.ones(8), "fin_steps": np.zeros(8)},
+            _state(np.ones(8), np.zeros(8)),
             r"Expected scale to be a scalar, got shape \(8,\): a replicated state",
         ),
-        ({"scale": 0.0, "fin_steps": 1}, "positive, finite loss scale, got 0.0"),
+        (_state(0.0, 1), "positive, finite loss scale, got 0.0"),
         ({"loss_scale": np.inf, "counter": 1}, "positive, finite loss scale, got inf"),
     ],
 )
 def test_anything_else_is_refused(saved: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         convert_loss_scale(saved)
-
-
-# The whole way: from a checkpoint of another program to steps here.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,21 @@ def test_a_second_thread_is_told_who_is_saving(tmp_path: Path) -> None:
     assert names(tmp_path) == ["1", "2", "other"]
 
 
+_LOCK = """
+import sys
+from etils import epath
+from jmp_lite._src.checkpoint import folder
+with folder.writer_lock(epath.Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[Any]:
     """Another process, that has the lock of the folder until it is killed."""
-    code = (
-        "import sys\n"
-        "from etils import epath\n"
-        "from jmp_lite._src.checkpoint import folder\n"
-        "with folder.writer_lock(epath.Path(sys.argv[1])):\n"
-        "    print('locked', flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)],
+        [sys.executable, "-c", _LOCK, str(tmp_path)],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         stdin=subprocess.PIPE,
@@ -93,11 +96,8 @@ def test_no_save_that_returned_is_lost(tmp_path: Path) -> None:
             except (RuntimeError, ValueError) as error:
                 refused.append(str(error))
 
-    writers = [threading.Thread(target=write, args=(i,)) for i in range(threads)]
-    for thread in writers:
-        thread.start()
-    for thread in writers:
-        thread.join()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(write, range(threads)))
     assert saved and len(saved) + len(refused) == threads * saves
     # Another was saving, or was quicker with a later step.
     assert all("is saving into" in x or "is older than" in x for x in refused)

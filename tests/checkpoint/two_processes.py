@@ -28,12 +28,11 @@ def main(address: str, index: int, folder: Path) -> None:
     def put(x, *axes):
         return jax.device_put(x, NamedSharding(mesh, P(*axes)))
 
+    everywhere = NamedSharding(mesh, P())
     state = {
         "sharded": put(np.arange(8, dtype=np.float32), "data"),
         "replicated": put(np.float32(3.0)),
-        "key": jax.jit(
-            lambda: jax.random.key(7), out_shardings=NamedSharding(mesh, P())
-        )(),
+        "key": jax.jit(lambda: jax.random.key(7), out_shardings=everywhere)(),
         "local": jnp.int32(5),
         "loss_scale": jmp.DynamicLossScale(8.0),
     }
