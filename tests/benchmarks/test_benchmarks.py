@@ -153,18 +153,9 @@ def test_a_benchmark_refuses_what_it_cannot_measure(module, args, message):
 
 def test_turns_rotate_and_every_round_has_a_sample():
     calls: list[str] = []
-
-    def program(name):
-        def step(state):
-            calls.append(name)
-            return state + 1
-
-        return step
-
+    programs = {n: lambda state, n=n: calls.append(n) or state + 1 for n in "ab"}
     states: dict[str, Any] = {"a": 0, "b": 0}
-    samples = timing.take_turns(
-        {"a": program("a"), "b": program("b")}, states, rounds=2, steps=2, title=""
-    )
+    samples = timing.take_turns(programs, states, rounds=2, steps=2, title="")
     assert "".join(calls) == "ab" + "aabb" + "bbaa"
     assert states == {"a": 5, "b": 5}
     assert {len(x) for row in samples.values() for x in row.values()} == {2}
@@ -172,14 +163,12 @@ def test_turns_rotate_and_every_round_has_a_sample():
 
 
 def test_a_contender_is_left_out_with_a_reason(monkeypatch):
-    assert step_overhead.why_not(step_overhead.JMP, 100) == ""
-    assert step_overhead.why_not(step_overhead.JMP, 101) == (
-        "given up at more than 100 leaves, which take minutes to compile"
-    )
-    assert step_overhead.why_not(step_overhead.OURS, 101) == ""
+    why_not, jmp, ours = step_overhead.why_not, step_overhead.JMP, step_overhead.OURS
+    too_many = "given up at more than 100 leaves, which take minutes to compile"
+    assert (why_not(jmp, 100), why_not(jmp, 101)) == ("", too_many)
+    assert why_not(ours, 101) == ""
     monkeypatch.setitem(sys.modules, "jmp", None)
-    reason = "jmp is not installed: pip install jmp"
-    assert step_overhead.why_not(step_overhead.JMP, 1) == reason
+    assert why_not(jmp, 1) == "jmp is not installed: pip install jmp"
 
 
 def test_every_model_is_timed_as_it_is_compiled():

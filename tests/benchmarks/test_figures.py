@@ -41,12 +41,8 @@ _TRAINED = ("find_the_overflow.svg", "gradient_ranges.svg", "ten_minutes.svg")
         for x in figures.FIGURES
     ],
 )
-def test_a_figure_is_drawn_and_labelled(name: str, tmp_path: Path):
-    figure = figures.FIGURES[name]()
-    assert faults(figure) == []
-    figures.save(figure, tmp_path / name)
-    drawn = (tmp_path / name).read_bytes()
-    assert b"<svg" in drawn and len(drawn) < LARGEST
+def test_a_figure_is_drawn_and_labelled(name: str):
+    assert faults(figures.FIGURES[name]()) == []
 
 
 def test_a_figure_has_the_same_bytes_each_time(tmp_path: Path):
@@ -54,7 +50,7 @@ def test_a_figure_has_the_same_bytes_each_time(tmp_path: Path):
         figures.save(figures.draw_ranges(), tmp_path / name)
     one, two = ((tmp_path / name).read_bytes() for name in ("one.svg", "two.svg"))
     assert one == two
-    assert b"dc:date" not in one
+    assert b"<svg" in one and b"dc:date" not in one
 
 
 def test_a_figure_without_labels_is_seen():

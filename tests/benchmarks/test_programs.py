@@ -108,37 +108,26 @@ def test_a_step_that_reduces_in_float32_is_held_against_the_one_that_does_not():
 
 
 def _row(name, **figures):
+    none = ("half_sums", "conditionals", "host_transfers", "loops_counted_once")
+    empty = ("collectives", "collective_calls", "products")
     return {
-        "step": name,
-        "program": "0",
-        "leaves": 10,
-        "donated": 4,
-        "donated bytes": 400,
-        "bytes accessed": 10_000,
-        "peak": 1000,
-        "temporary": 1000,
-        "kernels": 1000,
-        "aliased bytes": 400,
-        "casts": 3,
-        "half_sums": 0,
-        "conditionals": 0,
-        "host_transfers": 0,
-        "aliased": 4,
-        "traffic": 10_000,
-        "collectives": {},
-        "collective_calls": {},
-        "products": {},
-        "loops_counted_once": 0,
-        "fp8 by rule": 0,
+        **{"step": name, "program": "0", "leaves": 10, "casts": 3, "fp8 by rule": 0},
+        **{"donated": 4, "donated bytes": 400, "aliased": 4, "aliased bytes": 400},
+        **dict.fromkeys(("bytes accessed", "traffic"), 10_000),
+        **dict.fromkeys(("peak", "temporary", "kernels"), 1000),
+        **dict.fromkeys(none, 0),
+        **{name: {} for name in empty},
     } | figures
 
 
 @pytest.mark.parametrize("figure", limits.GUARDED)
 def test_what_grows_by_more_than_a_hundredth_fails(figure):
-    committed = {"a": _row("a", **{figure: 10_000})}
-    assert not limits.growth(committed, {"a": _row("a", **{figure: 10_090})})
-    assert not limits.growth(committed, {"a": _row("a", **{figure: 5000})})
-    (row,) = limits.growth(committed, {"a": _row("a", **{figure: 10_110})})
+    def growth(count):
+        rows = ({"a": _row("a", **{figure: x})} for x in (10_000, count))
+        return limits.growth(*rows)
+
+    assert growth(10_090) == growth(5000) == []
+    (row,) = growth(10_110)
     assert row == ("a", figure, "10,000 → 10,110", "1.011×", "at most 1.01×")
 
 
@@ -150,59 +139,68 @@ def test_a_step_that_only_one_side_has_fails():
     ]
 
 
-PLAIN = Step("transformer", "float16", BY_HAND)
-SCALED = dataclasses.replace(PLAIN, scaled=True)
+SCALED = Step("transformer", "float16", BY_HAND, scaled=True)
+IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
+REDUCED = Step("transformer", "bfloat16", REDUCE_FLOAT32)
+PARALLEL = dataclasses.replace(REDUCED, layout="data parallel")
+SHARDED = dataclasses.replace(REDUCED, layout="FSDP")
 
 
-def _broken(device="h100", **figures):
-    rows = [_row(str(PLAIN)), _row(str(SCALED), **figures)]
-    return [
-        row[1]
-        for row in limits.broken_limits(device, "full", {r["step"]: r for r in rows})
-    ]
+def _broken(device, size, step, of_base=None, **figures):
+    """Return what a step breaks: beside its base, if there are figures of it."""
+    rows = {str(step): _row(str(step), **figures)}
+    if of_base is not None:
+        rows[str(step.base)] = _row(str(step.base), **of_base)
+    return [row[1] for row in limits.broken_limits(device, size, rows)]
 
 
 @pytest.mark.parametrize(
-    ("device", "figure", "fits", "breaks"),
+    ("device", "size", "step", "figure", "fits", "breaks"),
     [
-        ("h100", "bytes accessed", 10_100, 10_101),
-        ("h100", "temporary", 5096, 5097),
-        ("v5e", "traffic", 10_400, 10_401),
-        ("h100", "kernels", 1024, 1025),  # of ten leaves
-        ("v5e", "kernels", 1010, 1011),
-        ("h100", "conditionals", 0, 1),
-        ("v5e", "host_transfers", 0, 1),
-        ("h100", "aliased", 4, 3),
+        ("h100", "full", SCALED, "bytes accessed", 10_100, 10_101),
+        ("h100", "full", SCALED, "temporary", 5096, 5097),
+        ("v5e", "full", SCALED, "traffic", 10_400, 10_401),
+        ("h100", "full", SCALED, "kernels", 1024, 1025),  # of ten leaves
+        ("v5e", "full", SCALED, "kernels", 1010, 1011),
+        ("h100", "full", SCALED, "conditionals", 0, 1),
+        ("v5e", "full", SCALED, "host_transfers", 0, 1),
+        ("h100", "full", SCALED, "aliased", 4, 3),
+        ("h100", "full", IN_FP8, "bytes accessed", 10_700, 10_701),
+        ("h100", "full", IN_FP8, "peak", 1000, 1001),
+        ("h100", "full", IN_FP8, "temporary", 1000, 1001),
+        ("h100", "ci", REDUCED, "bytes accessed", 10_000, 10_001),
+        ("h100", "full", REDUCED, "peak", 1000, 1001),
+        ("h100", "ci", PARALLEL, "bytes accessed", 10_800, 10_801),
+        ("h100", "full", SHARDED, "bytes accessed", 10_400, 10_401),
+        ("h100", "full", SHARDED, "peak", 1000, 1001),
+        ("h100", "ci", SHARDED, "peak", 1250, 1251),
+        ("v5e", "ci", SHARDED, "traffic", 10_100, 10_101),
+        ("v5e", "full", SHARDED, "traffic", 10_800, 10_801),
+        ("v5e", "ci", PARALLEL, "peak", 1040, 1041),
     ],
+    ids=str,
 )
-def test_what_scaling_may_cost_has_limits(device, figure, fits, breaks):
-    assert _broken(device, **{figure: fits}) == []
-    assert _broken(device, **{figure: breaks}) == [figure]
+def test_what_a_step_may_cost_has_limits(device, size, step, figure, fits, breaks):
+    assert _broken(device, size, step, {}, **{figure: fits}) == []
+    assert _broken(device, size, step, {}, **{figure: breaks}) == [figure]
 
 
 def test_a_buffer_that_is_not_taken_over_breaks_a_limit():
-    assert _broken("h100", **{"aliased bytes": 399}) == ["aliased"]
+    assert _broken("h100", "full", SCALED, **{"aliased bytes": 399}) == ["aliased"]
 
 
 @pytest.mark.parametrize("how", ["grad(autocast(f))", "autocast(grad(f))"])
 def test_a_sum_in_half_under_autocast_breaks_a_limit(how):
     step = dataclasses.replace(SCALED, cast=how)
-    for name, found in ((str(step), ["half_sums"]), (str(SCALED), [])):
-        rows = {name: _row(name, half_sums=1)}
-        assert [row[1] for row in limits.broken_limits("h100", "ci", rows)] == found
+    assert _broken("h100", "ci", step, half_sums=1) == ["half_sums"]
+    assert _broken("h100", "ci", SCALED, half_sums=1) == []
 
 
 def test_parameters_gathered_in_float32_break_a_limit():
-    name = str(dataclasses.replace(SCALED, layout="FSDP"))
-    good = {"all-gather f16": 1000, "all-gather f32": 10}
-    bad = {"all-gather f16": 1000, "all-gather f32": 11}
-    for gathered, found in ((good, []), (bad, ["all-gather"])):
-        rows = {name: _row(name, collectives=gathered)}
-        broken = limits.broken_limits("v5e", "ci", rows)
-        assert [row[1] for row in broken] == found
-
-
-IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
+    step = dataclasses.replace(SCALED, layout="FSDP")
+    for full, found in ((10, []), (11, ["all-gather"])):
+        gathered = {"all-gather f16": 1000, "all-gather f32": full}
+        assert _broken("v5e", "ci", step, collectives=gathered) == found
 
 
 @pytest.mark.parametrize(
@@ -219,26 +217,16 @@ IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
 def test_another_number_of_products_in_fp8_than_the_rules_breaks_a_limit(
     device, products, found
 ):
-    row = _row(str(IN_FP8), products=products) | {"fp8 by rule": 15}
-    broken = limits.broken_limits(device, "ci", {str(IN_FP8): row})
-    assert [row[1] for row in broken] == found
+    figures = {"products": products, "fp8 by rule": 15}
+    assert _broken(device, "ci", IN_FP8, **figures) == found
 
 
-@pytest.mark.parametrize(
-    ("products", "found"),
-    [
-        (9, []),
-        (15, []),
-        (8, ["products in fp8"]),
-        (16, ["products in fp8"]),
-    ],
-)
-def test_products_of_families_may_be_joined_but_not_be_missing(products, found):
-    step = str(Step("llama", "fp8", GRAD_AUTOCAST))
-    of_row = {"f8e4m3fn f8e4m3fn": products}
-    row = _row(step, products=of_row) | {"fp8 by rule": 15}
-    broken = limits.broken_limits("h100", "ci", {step: row})
-    assert [row[1] for row in broken] == found
+def test_products_of_families_may_be_joined_but_not_be_missing():
+    step = Step("llama", "fp8", GRAD_AUTOCAST)
+    for count, is_right in ((8, False), (9, True), (15, True), (16, False)):
+        products = {"products": {"f8e4m3fn f8e4m3fn": count}, "fp8 by rule": 15}
+        found = [] if is_right else ["products in fp8"]
+        assert _broken("h100", "ci", step, **products) == found, count
 
 
 @pytest.mark.parametrize(
@@ -255,53 +243,14 @@ def test_products_of_families_may_be_joined_but_not_be_missing(products, found):
 def test_what_fp8_may_send_has_limits(collectives, calls, found):
     step = dataclasses.replace(IN_FP8, layout="FSDP")
     sent = {"all-gather f8e4m3fn": 1000, "reduce-scatter f32": 1000}
-    row = _row(
-        str(step),
-        collectives=sent | collectives,
-        collective_calls={"all-reduce": calls},
-        products={"f8e4m3fn f8e4m3fn": 1},
-    )
-    row["fp8 by rule"] = 1
     of_base = {"all-gather bf16": 1001, "reduce-scatter bf16": 500}
-    base = _row(str(step.base), collectives=of_base, collective_calls={"all-reduce": 1})
-    results = {str(step): row, str(step.base): base}
-    broken = limits.broken_limits("h100", "full", results)
-    assert [row[1] for row in broken] == found
-
-
-REDUCED = Step("transformer", "bfloat16", REDUCE_FLOAT32)
-PARALLEL = dataclasses.replace(REDUCED, layout="data parallel")
-SHARDED = dataclasses.replace(REDUCED, layout="FSDP")
-
-
-def _broken_beside_base(device, size, step, of_base=None, **figures):
-    rows = [_row(str(step), **figures), _row(str(step.base), collectives=of_base or {})]
-    results = {row["step"]: row for row in rows}
-    return [row[1] for row in limits.broken_limits(device, size, results)]
-
-
-@pytest.mark.parametrize(
-    ("device", "size", "step", "figure", "fits", "breaks"),
-    [
-        ("h100", "full", IN_FP8, "bytes accessed", 10_700, 10_701),
-        ("h100", "full", IN_FP8, "peak", 1000, 1001),
-        ("h100", "full", IN_FP8, "temporary", 1000, 1001),
-        ("h100", "ci", REDUCED, "bytes accessed", 10_000, 10_001),
-        ("h100", "full", REDUCED, "peak", 1000, 1001),
-        ("h100", "ci", PARALLEL, "bytes accessed", 10_800, 10_801),
-        ("h100", "full", SHARDED, "bytes accessed", 10_400, 10_401),
-        ("h100", "full", SHARDED, "peak", 1000, 1001),
-        ("h100", "ci", SHARDED, "peak", 1250, 1251),
-        ("v5e", "ci", SHARDED, "traffic", 10_100, 10_101),
-        ("v5e", "full", SHARDED, "traffic", 10_800, 10_801),
-        ("v5e", "ci", PARALLEL, "peak", 1040, 1041),
-    ],
-)
-def test_what_fp8_and_gradients_in_float32_may_cost_has_limits(
-    device, size, step, figure, fits, breaks
-):
-    for value, found in ((fits, []), (breaks, [figure])):
-        assert _broken_beside_base(device, size, step, **{figure: value}) == found
+    figures = {
+        "collectives": sent | collectives,
+        "collective_calls": {"all-reduce": calls},
+        **{"products": {"f8e4m3fn f8e4m3fn": 1}, "fp8 by rule": 1},
+    }
+    base = {"collectives": of_base, "collective_calls": {"all-reduce": 1}}
+    assert _broken("h100", "full", step, base, **figures) == found
 
 
 _IN_HALF, _IN_FLOAT32 = "reduced in half", "reduced in float32"
@@ -323,8 +272,8 @@ def test_a_gradient_that_is_reduced_in_half_breaks_a_limit(opcode, half, full, f
     of_base = {f"{opcode} bf16": 50_000, f"{opcode} f32": 8000}
     sent = {f"{opcode} bf16": half, f"{opcode} f32": full, "all-gather bf16": 50_000}
     for device, step in (("h100", SHARDED), ("v5e", PARALLEL)):
-        broken = _broken_beside_base(device, "ci", step, of_base, collectives=sent)
-        assert broken == found
+        base = {"collectives": of_base}
+        assert _broken(device, "ci", step, base, collectives=sent) == found
 
 
 @pytest.mark.parametrize(
@@ -342,10 +291,9 @@ def test_at_full_size_activations_may_be_summed_in_half(
     device, size, step, times, found
 ):
     half = int(times * 8 * 1024 * 1024 * 2)
-    of_base = {"all-reduce bf16": 100_000_000}
+    base = {"collectives": {"all-reduce bf16": 100_000_000}}
     sent = {"all-reduce bf16": half, "all-reduce f32": 2 * (100_000_000 - half)}
-    broken = _broken_beside_base(device, size, step, of_base, collectives=sent)
-    assert broken == found
+    assert _broken(device, size, step, base, collectives=sent) == found
 
 
 def test_fp8_is_native_on_one_of_the_gpus():
@@ -389,16 +337,13 @@ def test_the_check_passes_on_the_committed_figures_and_fails_on_more(monkeypatch
     _run("--check", "--all", "--device", "v100")
     result = _run("--check", "--device", "v100")
     assert knowns == [{}, committed]
-    assert (result.exit_code, result.output.splitlines()[-1]) == (
-        0,
-        "Nothing has grown.",
-    )
+    assert result.exit_code == 0 and result.output.endswith("\nNothing has grown.\n")
     name = next(iter(committed))
     committed[name]["peak"] = int(committed[name]["peak"] * 1.02)
     result = _run("--check", "--device", "v100")
     assert result.exit_code == 1
     assert "1.020×" in result.output and name in result.output
-    assert result.output.splitlines()[-1] == "Something has grown."
+    assert result.output.endswith("\nSomething has grown.\n")
 
 
 @pytest.mark.parametrize("device", programs.DEFAULT_DEVICES)

@@ -39,9 +39,7 @@ def test_a_clean_tree_has_the_name_of_its_commit(repository):
 
 
 @pytest.mark.parametrize("new", [False, True])
-@pytest.mark.parametrize(
-    "name", ["jmp_lite/policy.py", "examples/digits.py", "benchmarks/memory.py"]
-)
+@pytest.mark.parametrize("name", _FILES[:3])
 def test_changed_and_new_code_makes_a_tree_dirty(repository, name, new):
     path = (repository / name).with_stem("new") if new else repository / name
     path.write_text("another\n")
@@ -56,21 +54,15 @@ def test_changed_and_new_code_makes_a_tree_dirty(repository, name, new):
     assert results.why_not_into(repository / "out", repository) == ""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "README.md",
-        "tests/test_policy.py",
-        "benchmarks/README.md",
-        "benchmarks/results/cpu/memory.json",
-        "benchmarks/results/cpu/new.json",
+def test_what_no_figure_depends_on_does_not(repository):
+    for name in (
+        *("README.md", "tests/test_policy.py", "benchmarks/README.md"),
+        *(f"benchmarks/results/cpu/{x}.json" for x in ("memory", "new")),
         "jmp_lite/__pycache__/policy.pyc",
-    ],
-)
-def test_what_no_figure_depends_on_does_not(repository, name):
-    (repository / name).parent.mkdir(exist_ok=True)
-    (repository / name).write_text("another\n")
-    assert results.changes(repository) == []
+    ):
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_text("another\n")
+        assert results.changes(repository) == [], name
     assert not results.git_revision(repository).endswith("-dirty")
 
 

@@ -10,13 +10,8 @@ from benchmarks.common.committed import load
 pytestmark = pytest.mark.standard_promotion
 
 SIZES = small_gpu.TINY_LLAMA | {
-    "layers": 2,
-    "width": 128,
-    "hidden": 256,
-    "heads": 4,
-    "kv_heads": 2,
-    "vocabulary": 128,
-    "length": 32,
+    **{"layers": 2, "width": 128, "hidden": 256, "heads": 4, "kv_heads": 2},
+    **{"vocabulary": 128, "length": 32},
 }
 
 
@@ -36,6 +31,7 @@ def test_all_steps_trace_and_keep_the_dtypes_of_what_they_update():
             )
 
 
+@pytest.mark.full  # what the calls print, the page on memory tries in seconds
 def test_the_three_calls_print_what_is_stored():
     names = ["layers recomputed", "bf16 weights frozen, LoRA"]
     found = small_gpu.measure("cpu", SIZES, names)

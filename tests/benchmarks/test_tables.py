@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import step_overhead, tables
-from benchmarks.common import compiled_tables, measured_tables
+from benchmarks import tables
+from benchmarks.common import measured_tables
 from benchmarks.common.committed import RESULTS, load
 from examples.common.results import COMMITTED, ROOT, git_revision
 
@@ -179,68 +179,6 @@ def test_a_stale_block_is_written_anew_and_a_missing_result_leaves_it(monkeypatc
     assert tables.rewrite(missing) == missing
     with pytest.raises(KeyError, match="no_such"):
         tables.rewrite(old.format("no_such", "cpu/tree_stats.json"))
-
-
-def _losses(scores: list[float]) -> dict:
-    runs = [
-        {"model": "", "policy": policy, "seed": seed, "validation_loss": score + seed}
-        for policy, score in zip(("float32", "mixed_float16"), scores, strict=True)
-        for seed in (0, 1)
-    ]
-    return {"settings": {"half_precision": "autocast"}, "runs": runs}
-
-
-def test_differences_are_those_of_means_and_of_seeds(monkeypatch):
-    monkeypatch.setattr(measured_tables, "POLICIES", ("float32", "mixed_float16"))
-    monkeypatch.setattr(measured_tables, "load", lambda name: _losses([1.0, 1.03]))
-    half, full = measured_tables.differences("any")
-    assert list(half.values()) == ["mixed_float16, autocast", "+2.00 %", "3.0 %"]
-    assert full["largest of a seed"] == "66.7 %"  # 1 and 2, over their mean
-    assert measured_tables.change_of(0.99999) == "0 %"
-
-
-def test_a_peer_that_was_not_measured_is_said_to_be_so():
-    row = {"seconds": [1.0, 1.25, 1.5]}
-    names = set(step_overhead.PEERS) - {step_overhead.JMP}
-    rows = dict.fromkeys(names, row) | {step_overhead.BASELINE: {"seconds": [1.0] * 3}}
-    case = {"problem": "mlp", "optimizer": "adam", "batch": 16, "contenders": rows}
-    cells = [
-        row["adam, batch 16"] for row in step_overhead.summarise({"cases": [case]})
-    ]
-    assert cells == ["1.25", "not measured", *["1.25"] * 4]
-
-
-def test_what_is_reduced_in_float32_stands_beside_what_was_without(monkeypatch):
-    name = "transformer, FSDP: bfloat16 grad(autocast(f))"
-    base = {
-        **{"step": name, "bytes accessed": 100, "traffic": 100, "peak": 100},
-        "collectives": {
-            "all-gather bf16": 9_000_000,
-            "reduce-scatter bf16": 2_000_000,
-            "all-reduce f32": 1_000_000,
-        },
-    }
-    reduced = {
-        **{"step": f"{name}, r=f32"},
-        **{"bytes accessed": 110, "traffic": 101, "peak": 90},
-        "collectives": {"reduce-scatter f32": 4_000_000, "all-reduce f32": 1_000_000},
-    }
-    found = {
-        "h100-compiled/programs-ci.json": [base, reduced],
-        "v5e-compiled/programs-full.json": [base, reduced],
-    }
-    monkeypatch.setattr(
-        compiled_tables, "load", lambda name: {"results": found.get(name, [base])}
-    )
-    h100, v5e = compiled_tables.float32_gradients()
-    assert list(h100.values()) == [
-        *("H100", "ci", "FSDP"),
-        *("2.00", "1.00", "", "5.00", "1.100", "", "0.900"),
-    ]
-    assert list(v5e.values()) == [
-        *("TPU v5e", "full", "FSDP"),
-        *("2.00", "1.00", "", "5.00", "1.100", "1.010", "0.900"),
-    ]
 
 
 def test_the_commands_are_listed_once_each(capsys):

@@ -67,12 +67,9 @@ def test_the_command_that_goes_on_is_printed_and_goes_on(tmp_path):
             shlex.join(command),
         ],
     )
+    command, env = stopped.stderr.splitlines()[-1], ENVIRONMENT | {"STOP_AFTER": "12"}
     resumed = subprocess.run(
-        stopped.stderr.splitlines()[-1],
-        shell=True,
-        env=ENVIRONMENT | {"STOP_AFTER": "12"},
-        capture_output=True,
-        text=True,
+        command, shell=True, env=env, capture_output=True, text=True
     )
     assert resumed.returncode == 0, resumed.stderr
     assert "toy: on from step 5, saved in" in resumed.stdout

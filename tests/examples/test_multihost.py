@@ -38,13 +38,8 @@ def _launch(out: Path, processes: int, *args: str, kill: str = "") -> tuple[int,
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles three times as fast
         "KILL": kill,
     }
-    command = [
-        sys.executable,
-        "-m",
-        "tests.examples.process_of_a_run",
-        "--out",
-        str(out),
-    ]
+    module = "tests.examples.process_of_a_run"
+    command = [sys.executable, "-m", module, "--out", str(out)]
     command += ["--processes", str(processes), "--devices", str(DEVICES // processes)]
     launcher = subprocess.Popen(
         [*command, *SETTINGS, *args],
@@ -79,19 +74,14 @@ def _train(out: Path, processes: int, *args: str) -> dict[str, Trained]:
     assert status == 0, output
     # One of them says it all.
     assert output.count("One model, many devices") == 1
-    runs = {
-        run["run"]: run["history"]
-        for run in json.loads((out / "results.json").read_text())["runs"]
-    }
+    runs = json.loads((out / "results.json").read_text())["runs"]
     with np.load(out / "states.npz") as file:
         states = dict(file)
-    return {
-        label.split()[-1]: Trained(
-            history,
-            {k.removeprefix(label): x for k, x in states.items() if label in k},
-        )
-        for label, history in runs.items()
-    }
+    trained = {}
+    for label, history in ((run["run"], run["history"]) for run in runs):
+        state = {k.removeprefix(label): x for k, x in states.items() if label in k}
+        trained[label.split()[-1]] = Trained(history, state)
+    return trained
 
 
 def _assert_alike(run: Trained, expected: Trained) -> None:
@@ -108,9 +98,7 @@ def _assert_alike(run: Trained, expected: Trained) -> None:
 
 
 @pytest.mark.full
-def test_processes_train_as_one_does_through_overflows_and_a_kill(
-    tmp_path: Path,
-) -> None:
+def test_processes_train_as_one_does_through_overflows_and_a_kill(tmp_path) -> None:
     # One test: in several, which workers share out, processes would run twice.
     outs = {n: tmp_path / str(n) for n in (1, 2, 4)}
     layouts = {1: "both", 2: "both", 4: "fsdp"}

