@@ -1,4 +1,4 @@
-"""Links out of docs/ go to copies on the site."""
+"""The pages of the site: links out of docs/ go to copies, the reference is whole."""
 
 import importlib.util
 import re
@@ -28,26 +28,29 @@ _SPEC.loader.exec_module(hooks)
     ],
 )
 def test_only_links_out_of_the_pages_change(page, link, expected):
+    assert made_of(f"[text]({link})", page) == f"[text]({expected})"
+
+
+def made_of(text: str, page: str) -> str:
     file = types.SimpleNamespace(src_uri=page)
-    made = hooks.on_page_markdown(
-        f"[text]({link})", page=types.SimpleNamespace(file=file)
-    )
-    assert made == f"[text]({expected})"
+    return hooks.on_page_markdown(text, page=types.SimpleNamespace(file=file))
 
 
 def test_a_figure_opens_large_and_a_picture_in_a_line_does_not():
-    figure, line = (
-        '<p><img alt="a" src="../b.svg" /></p>',
-        '<p>a <img src="c.svg" /></p>',
-    )
-    made = hooks.on_page_content(figure + line, page=None)
-    link = '<p><a href="../b.svg"><img alt="a" src="../b.svg" /></a></p>'
-    assert made == link + line
+    figure, line = '<img alt="a" src="../b.svg" />', '<p>a <img src="c.svg" /></p>'
+    made = hooks.on_page_content(f"<p>{figure}</p>{line}", page=None)
+    assert made == f'<p><a href="../b.svg">{figure}</a></p>{line}'
+
+
+def test_every_public_name_and_module_is_in_the_reference_with_an_example():
+    assert list(hooks.reference_faults()) == []
+    modules = (ROOT / "jmp_lite").glob("[!_]*.py")
+    names = {"jmp_lite", *(f"jmp_lite.{path.stem}" for path in modules)}
+    assert names == set(hooks._PUBLIC)
 
 
 def test_the_benchmarks_are_a_page_of_the_site():
-    file = types.SimpleNamespace(src_uri="benchmarks.md")
-    made = hooks.on_page_markdown("# A\n", page=types.SimpleNamespace(file=file))
+    made = made_of("# A\n", "benchmarks.md")
     assert "\n## programs\n" in made and "<!-- table: programs_h100 -->\n|" in made
     links = re.findall(r"\]\(([^)#]+)", made)
     assert {"memory.md", "images/benchmarks_compiled.svg"} <= set(links)

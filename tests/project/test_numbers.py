@@ -112,9 +112,8 @@ def numbers_of_tables(text: str) -> list[Number]:
             for cell, column in zip(row, header, strict=False):
                 for match in re.finditer(rf"{_NUMBER}|(?<=-)\d+\.\d+", cell):
                     after = cell[match.end() :].lstrip()
-                    found.append(
-                        Number(match[0], _unit_of(after, f"{row[0]} {column}"))
-                    )
+                    unit = _unit_of(after, f"{row[0]} {column}")
+                    found.append(Number(match[0], unit))
     return found
 
 
@@ -134,9 +133,8 @@ def is_backed(number: Number, sources: list[Number]) -> bool:
         values = [source.value] if source.unit == number.unit else []
         if source.unit == "" and "." in source.digits:  # a ratio
             ratio = source.value
-            values += {"%": [100 * ratio, 100 * (ratio - 1)], "times": [ratio]}.get(
-                number.unit, []
-            )
+            of = {"%": [100 * ratio, 100 * (ratio - 1)], "times": [ratio]}
+            values += of.get(number.unit, [])
         if any(number.is_rounded(value) for value in values):
             return True
     return False

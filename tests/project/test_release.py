@@ -67,11 +67,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> email.message.Message:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     names = wheel.namelist()
     information = {name for name in names if name.startswith(f"{INFO}/")}
-    assert information == {
-        f"{INFO}/{name}"
-        for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt")
-        + ("licenses/LICENSE",)
-    }
+    held = "METADATA RECORD WHEEL entry_points.txt licenses/LICENSE".split()
+    assert information == {f"{INFO}/{name}" for name in held}
     package = ROOT / "jmp_lite"
     sources = {str(p.relative_to(ROOT)) for p in package.rglob("*.py")}
     assert set(names) - information == {*sources, "jmp_lite/py.typed"}
@@ -120,16 +117,15 @@ def test_links_of_the_page_on_pypi_go_to_the_tag(released):
     page, readme = released.get_payload(), (ROOT / "README.md").read_text("utf-8")
     assert isinstance(page, str)
     assert _FENCE.findall(page) == _FENCE.findall(readme)  # code is as it was
-    links = zip(
-        *(_LINK.findall(_FENCE.sub("", x)) for x in (page, readme)), strict=True
-    )
+    urls, relatives = (_LINK.findall(_FENCE.sub("", x)) for x in (page, readme))
+    links = zip(urls, relatives, strict=True)
     changed = {relative: url for url, relative in links if url != relative}
     for relative, url in changed.items():
         kind = "raw" if relative.endswith(".png") else "blob"
         assert url == f"{HOME}/{kind}/v{VERSION}/{relative}"
         assert (ROOT / relative.partition("#")[0]).exists()
-    left = {link for link in _LINK.findall(_FENCE.sub("", page)) if link not in changed}
-    assert [x for x in left if not x.startswith(("https://", "#"))] == []
+    left = [x for x in urls if not x.startswith(("https://", "#")) and x not in changed]
+    assert left == []
     assert any("/raw/" in url for url in changed.values())
     assert any("/blob/" in url for url in changed.values())
 
@@ -174,9 +170,8 @@ SMOKE = runpy.run_path(str(ROOT / "packaging" / "smoke.py"))
 def test_every_extra_is_tried_in_an_environment_of_its_own():
     assert set(PROJECT["optional-dependencies"]) == PARTS | OTHERS
     assert set(SMOKE["PARTS"]) == PARTS | {"core"}
-    (loop,) = re.findall(
-        r"for part in ([a-z ]+);", (ROOT / "Makefile").read_text(encoding="utf-8")
-    )
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (loop,) = re.findall(r"for part in ([a-z ]+);", makefile)
     assert set(loop.split()) == PARTS | {"core"}
 
 

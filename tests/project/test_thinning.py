@@ -1,7 +1,5 @@
 """`one_of` leaves one case of each kind to `make test`, and the same one everywhere."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,30 +35,24 @@ def test_one(half, size):
 """
 
 
-def collected(folder: Path, *args: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *args]
-    command += ["-p", "no:cacheprovider", "-c", "pytest.ini", "--rootdir", "."]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    return sorted(line for line in result.stdout.splitlines() if "::" in line)
+class Thinned:
+    """A plugin: the names of the cases that stay, and how many there are."""
+
+    def __init__(self, folder: Path, turn: int):
+        self.turn = turn
+        where = ["-c", str(folder / "pytest.ini"), str(folder)]
+        pytest.main(["--collect-only", "--import-mode=importlib", *where], [self])
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        thinning.mark_all_but_one(items, self.turn)
+        left = [item for item in items if not item.get_closest_marker("full")]
+        self.names, self.count = sorted(item.name for item in left), len(items)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("thinned")
-    (folder / "test_cases.py").write_text(_CASES)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  full\n  one_of\n")
-    hook = (
-        "import os, thinning\n"
-        "def pytest_collection_modifyitems(items):\n"
-        "    thinning.mark_all_but_one(items, int(os.environ.get('TURN', 0)))\n"
-    )
-    path = f"import sys\nsys.path.insert(0, {str(Path(thinning.__file__).parent)!r})\n"
-    (folder / "conftest.py").write_text(path + hook)
-    return folder
-
-
-def test_one_case_of_each_kind_is_left(folder: Path, monkeypatch) -> None:
-    names = [line.partition("::")[2] for line in collected(folder, "-m", "not full")]
+def test_one_case_of_each_kind_is_left(tmp_path: Path) -> None:
+    (tmp_path / "test_cases.py").write_text(_CASES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  full\n  one_of\n")
+    names = Thinned(tmp_path, 0).names
     products = [name for name in names if name.startswith("test_product")]
     sizes, halves = zip(*(n[13:-1].split("-") for n in products), strict=True)
     assert sorted(sizes) == list("123456")
@@ -71,8 +63,7 @@ def test_one_case_of_each_kind_is_left(folder: Path, monkeypatch) -> None:
     assert objects == ["test_objects[<lambda>-array0", "test_objects[<lambda>-array1"]
     assert "test_alone" in names
     assert len([name for name in names if name.startswith("test_one")]) == 1
-    assert len(collected(folder)) == 12 + 3 + 4 + 1 + 4
-    monkeypatch.setenv("TURN", "1")
-    others = [x.partition("::")[2] for x in collected(folder, "-m", "not full")]
-    both = [name for name in names + others if name.startswith("test_product")]
+    next_turn = Thinned(tmp_path, 1)
+    assert next_turn.count == 12 + 3 + 4 + 1 + 4
+    both = [x for x in names + next_turn.names if x.startswith("test_product")]
     assert len(set(both)) == 12  # the other half
