@@ -36,10 +36,11 @@ help:  ## Show this list.
 demo: $(VENV)/demo.stamp  ## Train on real digits in three precisions (DEMO_ARGS=...).
 	$(BIN)/python -m examples.digits $(DEMO_ARGS)
 
-test: lint types pytest  ## Linters, types, tests, doctests and README code.
+test: lint  ## Linters, types, tests, doctests and README code.
+	$(MAKE) --no-print-directory -j 2 types pytest
 
-test-full: MARKED =
-test-full: lint types pytest  ## The same, with the tests that take long (marked `full`).
+test-full: lint  ## The same, with the tests that take long (marked `full`).
+	$(MAKE) --no-print-directory -j 2 types pytest MARKED=
 
 lint: $(VENV)/dev.stamp  ## ruff.
 	$(BIN)/ruff check

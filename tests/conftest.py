@@ -13,6 +13,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         # XLA's passes are those of users; LLVM's, which take a third of the tests' time
         # and change no operation, are not.
         "--xla_backend_optimization_level=0",
+        # Nor do programs as small as these gain by being compiled in parts.
+        "--xla_cpu_parallel_codegen_split_count=1",
         # Nor is the code that 0.10 makes of fusions, with a compiler of its own that
         # takes half of all the time. The newest is faster, and knows no such flag.
         *(
