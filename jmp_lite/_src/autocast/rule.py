@@ -206,8 +206,11 @@ class Rule:
             used |= Use.NEAR_ONE
         if name == CAST and not core.is_float(eqn.outvars[0]):
             used |= Use.NEAR_ONE | Use.FRACTION
-        powers = itertools.zip_longest(degrees(name, eqn.params)[: len(ins)], ins)
-        return [used | Use.NEAR_ONE * ((d or 0) < 0) for d, _ in powers]
+        by_operand = [used] * len(ins)
+        for i, power in enumerate(degrees(name, eqn.params)[: len(ins)]):
+            # Near 0, where its relative error is large: a root halves that.
+            by_operand[i] |= Use.NEAR_ONE * (power <= -1)
+        return by_operand
 
     def run(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of an equation, in the precision of its plan."""
