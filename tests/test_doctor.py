@@ -96,8 +96,11 @@ def test_without_native_fp8_one_sentence_says_so(device, why):
 @pytest.mark.parametrize(
     ("device", "forward", "gradient", "ratio"),
     [
-        *((H100, 2.0, 1.6, "1.71"), (TPU7, 2.0, 1.6, "1.71")),
-        *((H100, 1.0, 1.0, "1.00"), (H100, 1.8, 1.0, "1.17"), (H100, 0.5, 0.5, "0.50")),
+        (H100, 2.0, 1.6, "1.71"),
+        (TPU7, 2.0, 1.6, "1.71"),
+        (H100, 1.0, 1.0, "1.00"),
+        (H100, 1.8, 1.0, "1.17"),
+        (H100, 0.5, 0.5, "0.50"),
     ],
 )
 def test_native_fp8_is_to_try_if_clearly_faster(device, forward, gradient, ratio):

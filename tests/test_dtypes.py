@@ -76,7 +76,8 @@ def test_half_dtype_follows_jmp(platform, expected):
         (gpu("12.0"), (12, 0), jnp.bfloat16),
         (gpu("9"), None, jnp.bfloat16),
         (gpu("gfx90a"), None, jnp.bfloat16),  # AMD's
-        *((TPU, None, jnp.bfloat16), (CPU, None, jnp.bfloat16)),
+        (TPU, None, jnp.bfloat16),
+        (CPU, None, jnp.bfloat16),
         (None, None, jnp.bfloat16),  # the first device, a CPU
     ],
     ids=str,
@@ -97,8 +98,10 @@ def test_older_nvidia_gpus_are_recommended_float16(device, capability, expected)
         (jnp.bfloat16, gpu("6.1"), "compute capability 6.1; half"),
         (jnp.bfloat16, gpu("7.5"), "7.5; bfloat16 is fast from 8.0: use"),
         *((jnp.float16, gpu(x), None) for x in ("7.0", "9.0", "gfx90a")),
-        *((jnp.bfloat16, gpu("8.0"), None), (jnp.bfloat16, TPU, None)),
-        *((jnp.float32, CPU, None), (jnp.float64, gpu("6.1"), None)),
+        (jnp.bfloat16, gpu("8.0"), None),
+        (jnp.bfloat16, TPU, None),
+        (jnp.float32, CPU, None),
+        (jnp.float64, gpu("6.1"), None),
     ],
     ids=str,
 )
@@ -110,7 +113,8 @@ def test_a_slow_half_dtype_says_why_and_a_fast_one_nothing(dtype, device, reason
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        *((gpu("8.9"), None), (gpu("10.0"), None)),
+        (gpu("8.9"), None),
+        (gpu("10.0"), None),
         (gpu("8.0"), "compute capability 8.0; fp8 is fast from 8.9"),
         (gpu("7.5"), "fast from 8.9"),
         (gpu("gfx90a"), "it is not known whether"),

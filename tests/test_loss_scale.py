@@ -35,7 +35,8 @@ IMAGINARY = {jnp.complex64: 1 - 2j}
     ("dtype", "expected"),
     [
         *((dtype, "float32") for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)),
-        *((jnp.float64, "float64"), (jnp.complex64, "complex64")),
+        (jnp.float64, "float64"),
+        (jnp.complex64, "complex64"),
     ],
 )
 def test_half_is_scaled_in_float32_and_wider_as_it_is(loss_scale, dtype, expected):
@@ -50,9 +51,15 @@ def test_half_is_scaled_in_float32_and_wider_as_it_is(loss_scale, dtype, expecte
 
 def test_what_is_no_floating_number_passes_through(loss_scale):
     leaves = [
-        *(jnp.arange(2), jnp.array([True]), jnp.ones(2, jnp.float8_e4m3fn)),
-        *(jax.random.key(0), np.zeros(2, jax.dtypes.float0)),
-        *(7, True, "text", jax.nn.relu),
+        jnp.arange(2),
+        jnp.array([True]),
+        jnp.ones(2, jnp.float8_e4m3fn),
+        jax.random.key(0),
+        np.zeros(2, jax.dtypes.float0),
+        7,
+        True,
+        "text",
+        jax.nn.relu,
     ]
     for result in loss_scale.scale(leaves), loss_scale.unscale(leaves):
         assert all(x is y for x, y in zip(leaves, result, strict=True))
@@ -220,7 +227,10 @@ def test_a_count_of_bad_steps_is_dropped_where_nothing_counts_them():
 MAPS = [jmp.PolicyMap("full", {"a": "float16"}), jmp.PolicyMap("f16", {"a": "full"})]
 IN_FLOAT16 = ["mixed_float16", "float16", jmp.get_policy("c=f16"), *MAPS]
 NOT_IN_FLOAT16 = [
-    *("p=f32,c=f32,o=f16", "p=f16,c=bf16", "mixed_bfloat16", "full"),
+    "p=f32,c=f32,o=f16",
+    "p=f16,c=bf16",
+    "mixed_bfloat16",
+    "full",
     jmp.PolicyMap("full", {"a": "bf16"}),
 ]
 

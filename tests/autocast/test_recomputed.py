@@ -64,8 +64,17 @@ def _branched(w, y):
 
 
 BODIES = [
-    *(_tanh, _residual, _gelu, _norm, _attention, _numbers, _gate, _rolled, _branched),
-    *(jax.jit(_residual), jax.checkpoint(_gelu)),
+    _tanh,
+    _residual,
+    _gelu,
+    _norm,
+    _attention,
+    _numbers,
+    _gate,
+    _rolled,
+    _branched,
+    jax.jit(_residual),
+    jax.checkpoint(_gelu),
 ]
 
 

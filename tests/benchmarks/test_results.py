@@ -56,7 +56,9 @@ def test_changed_and_new_code_makes_a_tree_dirty(repository, name, new):
 
 def test_what_no_figure_depends_on_does_not(repository):
     for name in (
-        *("README.md", "tests/test_policy.py", "benchmarks/README.md"),
+        "README.md",
+        "tests/test_policy.py",
+        "benchmarks/README.md",
         *(f"benchmarks/results/cpu/{x}.json" for x in ("memory", "new")),
         "jmp_lite/__pycache__/policy.pyc",
     ):

@@ -101,10 +101,21 @@ def test_same_dtypes_need_no_cast(tmp_path: Path) -> None:
 def test_only_floating_arrays_of_the_same_shape_are_cast(tmp_path: Path) -> None:
     f32, i32, key = jnp.float32(1), jnp.int32(1), jax.random.key(0)
     pairs = [
-        *[(i32, f32), (f32, i32), (i32, jnp.int8(1)), (jnp.bool_(True), f32)],
-        *[(jnp.complex64(1), f32), (f32, jnp.float8_e4m3fn(1)), (f32, key)],
-        *[(key, jax.random.key(0, impl="rbg")), (f32, "text"), (2.0, i32), (2, 2.0)],
-        *[(True, 1), (1, jnp.bool_(True)), (f32, jnp.ones(1)), (1.0, jnp.ones(1))],
+        (i32, f32),
+        (f32, i32),
+        (i32, jnp.int8(1)),
+        (jnp.bool_(True), f32),
+        (jnp.complex64(1), f32),
+        (f32, jnp.float8_e4m3fn(1)),
+        (f32, key),
+        (key, jax.random.key(0, impl="rbg")),
+        (f32, "text"),
+        (2.0, i32),
+        (2, 2.0),
+        (True, 1),
+        (1, jnp.bool_(True)),
+        (f32, jnp.ones(1)),
+        (1.0, jnp.ones(1)),
         (f32, jnp.ones(1, jnp.float16)),
     ]
     checkpoint.save(tmp_path, [saved for saved, _ in pairs], step=0)

@@ -126,7 +126,8 @@ def flip_a_bit(path: Path) -> None:
         # What these leave is found by the same checks.
         pytest.param(Path.unlink, marks=pytest.mark.full),
         pytest.param(lambda path: path.write_bytes(b""), marks=pytest.mark.full),
-        *(truncate, flip_a_bit),
+        truncate,
+        flip_a_bit,
     ],
     ids=["unlink", "empty", "truncate", "flip_a_bit"],
 )

@@ -58,15 +58,21 @@ def results_of(out: Path) -> dict[str, Any]:
 # to those in float32.
 EXAMPLES: dict[str, tuple[Any, str, str, dict[str, float]]] = {
     "digits": (
-        *(digits, "--width 32 --steps 20 --model mlp", "autocast"),
+        digits,
+        "--width 32 --steps 20 --model mlp",
+        "autocast",
         {"mixed_float16": 0.01, "mixed_bfloat16": 0.05},
     ),
     "transformer": (
-        *(transformer, "--width 32 --layers 1 --steps 20", "autocast"),
+        transformer,
+        "--width 32 --layers 1 --steps 20",
+        "autocast",
         {"mixed_float16": 0.01, "mixed_bfloat16": 0.02},
     ),
     "resnet": (
-        *(resnet, "--width 2 --stages 1 --steps 12", "with_policy"),
+        resnet,
+        "--width 2 --stages 1 --steps 12",
+        "with_policy",
         {"mixed_float16": 0.01, "mixed_bfloat16": 0.03},
     ),
 }
@@ -180,11 +186,13 @@ def test_a_run_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
         (multihost, "--batch-size 12", "a multiple of the 8 devices, got 12."),
         (multihost, "--process 0", "--process and --coordinator go together."),
         (
-            *(multihost, "--coordinator localhost:1 --process 2 --processes 2"),
+            multihost,
+            "--coordinator localhost:1 --process 2 --processes 2",
             "expected less than --processes, which is 2; got 2.",
         ),
         (
-            *(multihost, "--coordinator localhost:1 --process 0 --hosts"),
+            multihost,
+            "--coordinator localhost:1 --process 0 --hosts",
             "expected --hosts or --coordinator, got both.",
         ),
         (multihost, "--hosts --processes 4", "expected 4 processes, got 1."),

@@ -68,7 +68,11 @@ _DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 over_inners = over(
     "name",
     INNERS,
-    *("adam", "MultiSteps", "add_noise", "dithered_sgd", "inject_hyperparams"),
+    "adam",
+    "MultiSteps",
+    "add_noise",
+    "dithered_sgd",
+    "inject_hyperparams",
     "partition",
 )
 over_grad_dtypes = pytest.mark.parametrize("grad_dtype", _DTYPES)

@@ -186,7 +186,9 @@ FIRST = {
     "coming_from": ["16-mixed"],
     "checkpoints": ["load old checkpoint with DynamicScale"],
     "trouble/memory": [
-        *("out of memory", "consumer gpu", "does my model fit in 8GB"),
+        "out of memory",
+        "consumer gpu",
+        "does my model fit in 8GB",
         "largest batch size that fits",
     ],
     "trouble/speed": ["mixed precision slower"],

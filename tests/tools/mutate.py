@@ -52,7 +52,8 @@ GROUPS = {
     "scale_aware": Group(
         (f"{SRC}/optimizers/scale_aware.py", f"{SRC}/optimizers/base.py"),
         (
-            *("tests/optimizers/test_scale_aware*.py", "tests/test_contracts.py"),
+            "tests/optimizers/test_scale_aware*.py",
+            "tests/test_contracts.py",
             *_of("optimizers", "master_weights", "half_params"),
         ),
     ),
@@ -63,7 +64,8 @@ GROUPS = {
     "trees": Group(
         (f"{SRC}/trees.py", f"{SRC}/dtypes.py"),
         (
-            *("tests/test_trees.py", "tests/test_dtypes.py"),
+            "tests/test_trees.py",
+            "tests/test_dtypes.py",
             "tests/optimizers/test_scale_aware.py",
         ),
     ),
@@ -80,7 +82,8 @@ GROUPS = {
     ),
     "master weights": Group(
         (
-            *(f"{SRC}/optimizers/master_weights.py", f"{SRC}/optimizers/remainder.py"),
+            f"{SRC}/optimizers/master_weights.py",
+            f"{SRC}/optimizers/remainder.py",
             f"{SRC}/optimizers/stochastic_rounding.py",
         ),
         (
@@ -153,8 +156,11 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 _NAMES = {
     name: (other,)
     for one, another in (
-        *(("min", "max"), ("minimum", "maximum"), ("any", "all")),
-        *(("logical_and", "logical_or"), ("float16", "bfloat16")),
+        ("min", "max"),
+        ("minimum", "maximum"),
+        ("any", "all"),
+        ("logical_and", "logical_or"),
+        ("float16", "bfloat16"),
     )
     for name, other in ((one, another), (another, one))
 } | {"float32": ("float16", "bfloat16")}
