@@ -142,6 +142,7 @@ def test_a_step_that_only_one_side_has_fails():
 SCALED = Step("transformer", "float16", BY_HAND, scaled=True)
 IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
 REDUCED = Step("transformer", "bfloat16", REDUCE_FLOAT32)
+GROUPED = dataclasses.replace(REDUCED, model="llama")  # its queries are
 PARALLEL = dataclasses.replace(REDUCED, layout="data parallel")
 SHARDED = dataclasses.replace(REDUCED, layout="FSDP")
 
@@ -170,6 +171,7 @@ def _broken(device, size, step, of_base=None, **figures):
         ("h100", "full", IN_FP8, "temporary", 1000, 1001),
         ("h100", "ci", REDUCED, "bytes accessed", 10_000, 10_001),
         ("h100", "full", REDUCED, "peak", 1000, 1001),
+        ("h100", "full", GROUPED, "traffic", 10_400, 10_401),
         ("h100", "ci", PARALLEL, "bytes accessed", 10_800, 10_801),
         ("h100", "full", SHARDED, "bytes accessed", 10_400, 10_401),
         ("h100", "full", SHARDED, "peak", 1000, 1001),
