@@ -231,18 +231,21 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
 
 def run_in_order(
     order: Order | None,
-    run: Callable[..., Any],
+    multiply: Callable[..., Any],
     eqn: Eqn,
     operands: Sequence[Any],
     half_dtype: Any,
     half_result: bool,
 ) -> Any:
-    """Return what `run` or `run_accumulated` does of a product in such an order."""
+    """Return what `multiply` makes of a product, in such an order if there is one.
+
+    `multiply` is `run` or `run_accumulated`.
+    """
     if order is None:
-        return run(eqn, operands, half_dtype, half_result)
+        return multiply(eqn, operands, half_dtype, half_result)
     params = {**eqn.params, "dimension_numbers": order.dimension_numbers}
     moved = [jax.lax.transpose(operands[i], by) for i, by in order.operands]
-    out = run(eqn.replace(params=params), moved, half_dtype, half_result)
+    out = multiply(eqn.replace(params=params), moved, half_dtype, half_result)
     return jax.lax.transpose(out, order.back)
 
 
