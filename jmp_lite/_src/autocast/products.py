@@ -194,12 +194,12 @@ def find_orders(jaxpr: Jaxpr) -> dict[int, Order]:
             read_by[var].append(eqn.params.get("permutation"))
     for var in core.variables(jaxpr.outvars):
         read_by[var].append(None)
-    orders = {
-        index: _order(eqn, *read_by[eqn.outvars[0]])
+    return {
+        index: order
         for index, eqn in enumerate(jaxpr.eqns)
         if eqn.primitive.name == "dot_general" and len(read_by[eqn.outvars[0]]) == 1
+        if (order := _order(eqn, *read_by[eqn.outvars[0]])) is not None
     }
-    return {index: order for index, order in orders.items() if order is not None}
 
 
 def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
@@ -237,10 +237,7 @@ def run_in_order(
     half_dtype: Any,
     half_result: bool,
 ) -> Any:
-    """Return what `multiply` makes of a product, in such an order if there is one.
-
-    `multiply` is `run` or `run_accumulated`.
-    """
+    """Return what `run` or `run_accumulated` makes of a product, in such an order."""
     if order is None:
         return multiply(eqn, operands, half_dtype, half_result)
     params = {**eqn.params, "dimension_numbers": order.dimension_numbers}
@@ -434,10 +431,9 @@ def _name(eqn: Eqn) -> str:
 def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
     """Return whether the sum is put back where it was, with 1 for what it summed."""
     kept = tuple(1 if i in axes else d for i, d in enumerate(shape))
-    if spread.outvars[0].aval.shape != kept:
-        return False
     others = tuple(i for i in range(len(shape)) if i not in axes)
-    return spread.params.get("broadcast_dimensions", others) == others
+    dims = spread.params.get("broadcast_dimensions", others)
+    return spread.outvars[0].aval.shape == kept and dims == others
 
 
 # Traced once for each shape, and put in place as if it were written there.

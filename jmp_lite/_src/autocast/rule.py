@@ -206,11 +206,9 @@ class Rule:
             used |= Use.NEAR_ONE
         if name == CAST and not core.is_float(eqn.outvars[0]):
             used |= Use.NEAR_ONE | Use.FRACTION
-        by_operand = [used] * len(ins)
-        for i, power in enumerate(degrees(name, eqn.params)[: len(ins)]):
-            # Near 0, where its relative error is large: a root halves that.
-            by_operand[i] |= Use.NEAR_ONE * (power <= -1)
-        return by_operand
+        # A divisor near 0 needs its digits; a root halves its relative error.
+        powers = itertools.chain(degrees(name, eqn.params), itertools.repeat(0))
+        return [used | Use.NEAR_ONE * (next(powers) <= -1) for _ in ins]
 
     def run(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of an equation, in the precision of its plan."""

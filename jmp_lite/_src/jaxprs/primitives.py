@@ -284,12 +284,7 @@ def facts(name: str) -> Fact:
 
 
 def adds(name: str) -> bool:
-    """Return whether this adds or subtracts, of two operands one of which may be small.
-
-    Examples:
-      >>> adds("sub"), adds("add_any"), adds("neg")
-      (True, False, False)
-    """
+    """Return whether a primitive adds or subtracts, as `+` and `-` do."""
     return (Fact.LINEAR | Fact.BROADCASTS) in facts(name)
 
 

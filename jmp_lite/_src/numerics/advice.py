@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from jmp_lite._src import dtypes, reports
 from jmp_lite._src.autocast.options import resolve_rules
@@ -471,21 +472,15 @@ class _Search:
 
 
 def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any:
+    def scaled(*args, **kwargs):
+        loss, aux = split_aux(loss_fn(*args, **kwargs), has_aux)
+        return loss * scale, aux
+
     @functools.wraps(loss_fn, updated=())
     def step(*args, **kwargs):
-        leaves, tree = jax.tree.flatten(args)
-
-        def scaled(*args, **kwargs):
-            arrays = iter(jax.tree.leaves(args))
-            filled = [leaf if callable(leaf) else next(arrays) for leaf in leaves]
-            result = loss_fn(*jax.tree.unflatten(tree, filled), **kwargs)
-            loss, aux = split_aux(result, has_aux)
-            return loss * scale, aux
-
-        # The functions of an equinox model are no variables.
-        variables = [None if callable(leaf) else leaf for leaf in leaves]
-        args = jax.tree.unflatten(tree, variables)
-        return jax.value_and_grad(scaled, argnums, has_aux=True)(*args, **kwargs)
+        # The functions of an equinox model are no variables: trees without leaves.
+        held = jax.tree.map(lambda x: Partial(x) if callable(x) else x, args)
+        return jax.value_and_grad(scaled, argnums, has_aux=True)(*held, **kwargs)
 
     return step
 

@@ -110,15 +110,12 @@ def _updated_params(
     program: LintedProgram, through_select: bool = True
 ) -> list[tuple[Op, Value, list[tuple[Value, bool]]]]:
     """Return the results that are parameters after an update, with makers and terms."""
-    results = [(op, v) for op in program.ops for v in op.outs if v.is_result]
-    found = [
-        (op, v, _terms(program, v, through_select))
-        for op, v in results
-        if program.scalings.of(v).is_gradient
-    ]
     return [
         (op, v, terms)
-        for op, v, terms in found
+        for op in program.ops
+        for v in op.outs
+        if v.is_result and program.scalings.of(v).is_gradient
+        if (terms := _terms(program, v, through_select))
         if any(_is_param(x) and x.shape == v.shape for x, _ in terms)
     ]
 
