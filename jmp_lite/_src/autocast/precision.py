@@ -324,7 +324,9 @@ class CastPlan:
     is_derivative_rule: bool = False  # or inside of one
     direction: Direction = Direction.FORWARD
     around: Around = Around.NOTHING
-    steps: tuple[int | Cluster, ...] = ()  # what runs in this order; equations by index
+    # What runs in this order: equations by index, clusters, and products with moves
+    # before them, which run again for the backward pass.
+    steps: "tuple[int | Cluster | CastPlan, ...]" = ()
 
     @property
     def half_in(self) -> tuple[bool, ...]:

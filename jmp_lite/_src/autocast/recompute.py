@@ -9,24 +9,26 @@ what it reads, and its sums: the statistics of norms.
 Clusters follow from depths. The depth of what may be in a cluster is even, that of
 other equations odd, and along a path depths never fall. So what is connected at one
 even depth can run together, and the program in the order of depths.
+
+A product may be computed again with moves before it, which repeat a smaller array: then
+this array is kept.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import sums, waiting
 from jmp_lite._src.autocast.precision import (
     FLOAT32,
+    HALF,
     Around,
     CastPlan,
     Cluster,
@@ -35,73 +37,25 @@ from jmp_lite._src.autocast.precision import (
     has_range_of_f32,
 )
 from jmp_lite._src.autocast.saving import (
-    compares,
+    Work,
     is_reduction,
     saves_sums,
     saves_totals,
+    together,
+    work_of,
 )
 from jmp_lite._src.autocast.waiting import Called, Waiting
 from jmp_lite._src.jaxprs import binding, core
-from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import (
-    CALLS,
-    CAST,
-    PRIMITIVES,
-    Fact,
-    degree,
-    degrees,
-    facts,
-)
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
+from jmp_lite._src.jaxprs.primitives import CALLS, Fact, facts
 
 # An array is small beside another of so many times its size.
 _SMALL = 8
-_CHOOSES = Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES
+# What is so many times as large as what it repeats is computed again.
+_REPEATS = 2
 
 RECOMPUTED = "in f32, and again for the backward pass"
 """Why an equation of a cluster is in float32."""
-
-
-class Work(NamedTuple):
-    """What arithmetic does."""
-
-    size: int  # of the largest array
-    transcendental: int = 0  # the largest result of a function that is no polynomial
-    chooses: int = 0  # that of a choice or a comparison, or of what is chosen by
-    multiplies: bool = False  # whether variables are multiplied
-    is_exponential: bool = False
-    divides: int = 0  # the largest divisor, or operand of a root or a logarithm
-    loses_digits: int = 0  # that of other functions that need float32
-    compares: bool = False  # what must be equal to the last bit: see `saving.compares`
-    called: Called | None = None  # of a call
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether its derivative keeps arrays of its own.
-
-        That of a linear operation keeps none, and that of a choice a mask of one byte,
-        beside which recomputation buys little.
-        """
-        is_nonlinear = self.multiplies and self.chooses * 2 < self.size
-        return self.is_transcendental or is_nonlinear
-
-    @property
-    def needs_digits(self) -> bool:
-        """Whether its derivative is another one if operands are rounded.
-
-        That of an exponential needs the digits behind the point, and a choice may
-        become another choice.
-        """
-        return self.is_exponential or self.chooses > 0
-
-    @property
-    def is_transcendental(self) -> bool:
-        """Whether it is an activation."""
-        return self.transcendental * 2 >= self.size
-
-
-def _together(works: Iterable[Work], called: Called | None = None) -> Work:
-    *numbers, _ = zip(Work(0), *works, strict=True)
-    return Work(*map(max, numbers), called=called)
 
 
 class Clusters:
@@ -127,8 +81,8 @@ class Clusters:
             # An activation of what waits gains nothing over its result in bfloat16.
             among = search.waiting.summed()
             search = _Search(plan, works, self._has_range, among)
-        clusters = list(search.clusters())
-        if not clusters:
+        clusters, products = list(search.clusters()), search.products_of_moves()
+        if not clusters and not products:
             return plan
         inside = {
             i: cluster
@@ -136,8 +90,14 @@ class Clusters:
             for i in cluster.indices
             if i not in search.repeated
         }
-        alone = [i for i in range(len(pairs)) if i not in inside]
+        of_products = {i for indices in products.values() for i in indices}
+        others = (i for i in range(len(pairs)) if i not in of_products)
+        alone = [i for i in others if i not in inside]
         steps = [(search.depth[i], i, i) for i in alone]
+        steps += [
+            (search.depth[i], i, _part(plan, indices))
+            for i, indices in products.items()
+        ]
         steps += [(search.depth[c.indices[-1]], c.indices[-1], c) for c in clusters]
         steps.sort(key=lambda step: step[:2])
         eqn_plans = [
@@ -167,26 +127,13 @@ class Clusters:
             return self._work_of_body(body)
         if plan.bodies or not plan.rule.computes_in_float32:
             return None
-        dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
-        if not all(map(_is_f32_or_exact, dtypes)) or not _is_arithmetic(eqn):
-            return None
-        size, is_f32 = core.size(eqn.outvars[0]), core.is_f32(eqn.outvars[0])
-        return Work(
-            size=max(map(core.size, (*eqn.invars, *eqn.outvars))),
-            transcendental=size if is_f32 and _is_transcendental(name) else 0,
-            chooses=size if facts(name) & _CHOOSES else 0,
-            multiplies=_multiplies(eqn),
-            is_exponential=bool(facts(name) & Fact.EXPONENTIAL),
-            divides=_divides(eqn),
-            loses_digits=size if _loses_digits(name) else 0,
-            compares=compares(eqn, differentiated),
-        )
+        return work_of(eqn, differentiated)
 
     def _work_of_body(self, plan: CastPlan) -> Work | None:
         if plan not in self._works:
             works = self._works_of(plan)
             called = Called(plan.jaxpr, works)
-            known = None if None in works else _together(filter(None, works), called)
+            known = None if None in works else together(filter(None, works), called)
             self._works[plan] = known
         return self._works[plan]
 
@@ -279,7 +226,7 @@ class _Search:
                 )
             )
             is_inside.append(inside)
-            if inside:
+            if work is not None and inside:
                 self.waiting.note(eqn, work)
             self.depth[i] = max(
                 (
@@ -364,7 +311,7 @@ class _Search:
     def _cluster(self, indices: Sequence[int]) -> Cluster | None:
         """Return the cluster of some equations, None if it buys nothing."""
         eqns = [self.eqns[i] for i in indices]
-        work = _together(filter(None, map(self.works.__getitem__, indices)))
+        work = together(filter(None, map(self.works.__getitem__, indices)))
         if not work.is_worth_it and not (work.multiplies and self.waiting.values):
             return None
         inside = set(indices)
@@ -403,6 +350,42 @@ class _Search:
             rounded_backward=tuple(self._stored_backward(indices, size)),
             compares=work.compares,
         )
+
+    def products_of_moves(self) -> dict[int, list[int]]:
+        """Return products of what repeats a smaller half array, with these moves.
+
+        Such are images that are resized, or keys that groups of queries share.
+        """
+        found = {}
+        for i in filter(self._is_product, range(len(self.eqns))):
+            moves: set[int] = set()
+            for var in variables(self.eqns[i].invars):
+                source, before = self._moved_from(var)
+                if core.size(var) >= _REPEATS * core.size(source):
+                    moves.update(before)
+            if moves:
+                found[i] = [*sorted(moves), i]
+        return found
+
+    def _is_product(self, index: int) -> bool:
+        return self.plan.eqn_plans[index].is_low_product
+
+    def _moved_from(self, var: Var) -> tuple[Var, list[int]]:
+        """Return the half array that moves make what products read of, and the moves.
+
+        What is read elsewhere, too, is stored.
+        """
+        source, moves = var, []
+        is_alone = all(map(self._is_product, self._readers[var]))
+        while is_alone and source in self._made_by and source not in self._returned:
+            i = self._made_by[source]
+            operand = _moved_operand(self.eqns[i], self.plan.eqn_plans[i])
+            if operand is None:
+                break
+            moves.append(i)
+            source = self.eqns[i].invars[operand]
+            is_alone = len(self._readers[source]) == 1
+        return source, moves
 
     def _moves_before(self, eqns: Sequence[Eqn], inside: set[int]) -> list[int]:
         """Return moves of half values that equations read: these are not stored."""
@@ -465,18 +448,22 @@ class _Search:
         return all(of_operands) if of_operands else planned
 
 
+def again(fun: Callable[..., Any], plan: CastPlan, policy: Any = None) -> Any:
+    """Return a function that the backward pass computes again, as a part of a plan."""
+    if not compat.is_tracing():
+        return fun
+    # XLA does not see through the residuals of a loop.
+    is_in_loop = plan.around is Around.LOOP
+    return jax.checkpoint(fun, prevent_cse=not is_in_loop, policy=policy)
+
+
 def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
     """Return the outputs of a cluster of a plan, from the plan's `Values`."""
     operands = values.read(cluster.ins, cluster.half_in)
     compute = functools.partial(_compute, cluster, plan.jaxpr, values.half_dtype)
-    if not compat.is_tracing():
-        return compute(operands)[0]
-    # XLA does not see through the residuals of a loop.
     policy = saves_sums if cluster.compares else saves_totals
-    options = {"prevent_cse": plan.around is not Around.LOOP, "policy": policy}
-    if not cluster.waiting:
-        outputs = jax.checkpoint(lambda operands: compute(operands)[0], **options)
-        return outputs(operands)
+    if not compat.is_tracing() or not cluster.waiting:
+        return again(lambda operands: compute(operands)[0], plan, policy)(operands)
 
     def compute_from_kept(kept, totals, operands):
         read = list(map(waiting.in_place_of, operands, kept))
@@ -488,7 +475,7 @@ def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
         for v, axes in zip(cluster.ins, cluster.waits, strict=True)
     ]
     outs, totals = compute(lax.stop_gradient(operands))
-    expressions = jax.checkpoint(compute_from_kept, **options)(kept, totals, operands)
+    expressions = again(compute_from_kept, plan, policy)(kept, totals, operands)
     return list(map(sums.differentiate_as, outs, expressions))
 
 
@@ -535,6 +522,52 @@ def _compute(
     return outs, found
 
 
+def _moved_operand(eqn: Eqn, plan: EqnPlan) -> int | None:
+    """Return which half operand an equation moves, if that is all that it does."""
+    kind = facts(eqn.primitive.name) & (Fact.MOVES | Fact.CHOOSES)
+    is_moved = [kind == Fact.MOVES and core.is_float(v) for v in eqn.invars]
+    if eqn.primitive.name in CALLS and plan.bodies and eqn.outvars:
+        (body,) = plan.bodies
+        made_by = {v: i for i, e in enumerate(body.jaxpr.eqns) for v in e.outvars}
+        moved = body.jaxpr.outvars[0]
+        while not compat.is_literal(moved) and moved in made_by:
+            i = made_by[moved]
+            operand = _moved_operand(body.jaxpr.eqns[i], body.eqn_plans[i])
+            if operand is None:
+                return None
+            moved = body.jaxpr.eqns[i].invars[operand]
+        is_moved = [v is moved for v in body.jaxpr.invars]
+    if is_moved.count(True) != 1 or len(eqn.outvars) != 1:
+        return None
+    operand = is_moved.index(True)
+    is_half = plan.half_in[operand] and not compat.is_literal(eqn.invars[operand])
+    return operand if is_half else None
+
+
+def _part(plan: CastPlan, indices: Sequence[int]) -> CastPlan:
+    """Return the plan of some equations of a jaxpr, with the results of the last."""
+    eqns = [plan.jaxpr.eqns[i] for i in indices]
+    plans = [plan.eqn_plans[i] for i in indices]
+    made = {v for eqn in eqns for v in eqn.outvars}
+    half_in = {
+        v: half
+        for eqn, of_eqn in zip(eqns, plans, strict=True)
+        for v, half in zip(eqn.invars, of_eqn.half_in, strict=True)
+        if not compat.is_literal(v) and v not in made
+    }
+    ins, outs = (
+        tuple(HALF if half else FLOAT32 for half in of)
+        for of in (half_in.values(), plans[-1].half_out)
+    )
+    results = [*eqns[-1].outvars]
+    jaxpr = plan.jaxpr.replace(
+        eqns=eqns, constvars=[], invars=[*half_in], outvars=results
+    )
+    return dataclasses.replace(
+        plan, jaxpr=jaxpr, consts=(), eqn_plans=tuple(plans), ins=ins, outs=outs
+    )
+
+
 def _without_gradients(eqns: Iterable[Eqn]) -> Iterable[Var]:
     """Yield what is computed of nothing, or behind a `stop_gradient`."""
     found: set[Var] = set()
@@ -543,50 +576,3 @@ def _without_gradients(eqns: Iterable[Eqn]) -> Iterable[Var]:
         if is_stopped or found.issuperset(variables(eqn.invars)):
             found.update(eqn.outvars)
             yield from eqn.outvars
-
-
-@functools.cache
-def _is_f32_or_exact(dtype: Any) -> bool:
-    return dtype in (F32, np.dtype(bool)) or jnp.issubdtype(dtype, jnp.integer)
-
-
-def _is_arithmetic(eqn: Eqn) -> bool:
-    """Return whether this is elementwise, a reduction, or a move in order."""
-    name = eqn.primitive.name
-    if name == CAST or is_reduction(name, eqn.params):
-        return True
-    known = facts(name)
-    is_in_order = Fact.IN_ORDER in known and known & (Fact.REPEATS | Fact.PERMUTES)
-    return bool(known & Fact.ELEMENTWISE or is_in_order) or known == Fact.MOVES
-
-
-@functools.cache
-def _is_transcendental(name: str) -> bool:
-    polynomial = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
-    known = facts(name)
-    return Fact.ELEMENTWISE in known and not known & polynomial
-
-
-def _divides(eqn: Eqn) -> int:
-    """Return the size of an operand near whose zero the derivative has no bound."""
-    name = eqn.primitive.name
-    powers = (0,) if facts(name) & Fact.LOGARITHM else degrees(name, eqn.params)
-    pairs = zip(eqn.invars, powers, strict=False)
-    return max((core.size(v) for v, power in pairs if power < 1), default=0)
-
-
-@functools.cache
-def _loses_digits(name: str) -> bool:
-    """Return whether this is no sum, power or logarithm, and needs float32."""
-    known, is_plain = facts(name), Fact.LINEAR | Fact.LOGARITHM
-    if Fact.ELEMENTWISE not in known or known & is_plain:
-        return False
-    is_of_pair = known & (Fact.BROADCASTS | Fact.ARITHMETIC) == Fact.BROADCASTS
-    in_f32 = PRIMITIVES[name].op_class == "float32"
-    return bool(is_of_pair) or (in_f32 and not degrees(name, {}))
-
-
-def _multiplies(eqn: Eqn) -> bool:
-    """Return whether this is a product or a power of variables."""
-    is_known = facts(eqn.primitive.name) & Fact.ARITHMETIC
-    return bool(is_known) and degree(eqn) not in (None, 1)

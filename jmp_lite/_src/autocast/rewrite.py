@@ -266,14 +266,30 @@ class Rewriter:
         self.half_dtype = jnp.dtype(analyzer.compute_dtype)
         self._closed: dict[Any, Any] = {}
 
-    def run(self, plan: CastPlan, half_out: tuple[bool, ...], *args: Any) -> list[Any]:
-        """Return the outputs of a jaxpr, in half where `half_out` says so."""
-        values = Values(self.half_dtype, plan.reads, plan.numbers)
+    def run(
+        self,
+        plan: CastPlan,
+        half_out: tuple[bool, ...],
+        *args: Any,
+        reads: Reads | None = None,
+    ) -> list[Any]:
+        """Return the outputs of a jaxpr, in half where `half_out` says so.
+
+        That of a part of another has the `reads` of the other.
+        """
+        values = Values(self.half_dtype, reads or plan.reads, plan.numbers)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
         for step in plan.steps or range(len(plan.eqn_plans)):
             if isinstance(step, Cluster):
                 values.write(step.outs, recompute.run(step, plan, values))
+                continue
+            if isinstance(step, CastPlan):
+                run = functools.partial(self.run, step, step.half_out, reads=plan.reads)
+                made = recompute.again(run, plan)(
+                    *values.read(step.jaxpr.invars, step.half_in)
+                )
+                values.write(step.jaxpr.outvars, made)
                 continue
             eqn, eqn_plan = plan.jaxpr.eqns[step], plan.eqn_plans[step]
             values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))

@@ -1,14 +1,28 @@
-"""Policies for `jax.checkpoint`: what is saved, and what must be computed again."""
+"""What is saved for the backward pass, and what is computed again.
 
+Policies for `jax.checkpoint`, and what decides whether arithmetic is worth it.
+"""
+
+import functools
 import math
-from collections.abc import Set
-from typing import Any
+from collections.abc import Iterable, Set
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs import core
-from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import Fact, facts
+from jmp_lite._src.jaxprs.core import F32, Eqn, Var
+from jmp_lite._src.jaxprs.primitives import (
+    CAST,
+    PRIMITIVES,
+    Fact,
+    degree,
+    degrees,
+    facts,
+)
 
 # The total of fewer terms is computed again.
 _FEW = 8
@@ -84,3 +98,118 @@ def is_reduction(name: str, params: Any) -> bool:
     """Return whether a primitive reduces an array over axes."""
     reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
     return bool(reduces) and all(isinstance(a, int) for a in params.get("axes", "?"))
+
+
+# Arithmetic.
+
+_CHOOSES = Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES
+
+
+class Work(NamedTuple):
+    """What arithmetic does."""
+
+    size: int  # of the largest array
+    transcendental: int = 0  # the largest result of a function that is no polynomial
+    chooses: int = 0  # that of a choice or a comparison, or of what is chosen by
+    multiplies: bool = False  # whether variables are multiplied
+    is_exponential: bool = False
+    divides: int = 0  # the largest divisor, or operand of a root or a logarithm
+    loses_digits: int = 0  # that of other functions that need float32
+    compares: bool = False  # what must be equal to the last bit: see `saving.compares`
+    called: Any = None  # the `waiting.Called` of a call
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether its derivative keeps arrays of its own.
+
+        That of a linear operation keeps none, and that of a choice a mask of one byte,
+        beside which recomputation buys little.
+        """
+        is_nonlinear = self.multiplies and self.chooses * 2 < self.size
+        return self.is_transcendental or is_nonlinear
+
+    @property
+    def needs_digits(self) -> bool:
+        """Whether its derivative is another one if operands are rounded.
+
+        That of an exponential needs the digits behind the point, and a choice may
+        become another choice.
+        """
+        return self.is_exponential or self.chooses > 0
+
+    @property
+    def is_transcendental(self) -> bool:
+        """Whether it is an activation."""
+        return self.transcendental * 2 >= self.size
+
+
+def together(works: Iterable[Work], called: Any = None) -> Work:
+    """Return what pieces of arithmetic do together."""
+    *numbers, _ = zip(Work(0), *works, strict=True)
+    return Work(*map(max, numbers), called=called)
+
+
+def work_of(eqn: Eqn, differentiated: Set[Var]) -> Work | None:
+    """Return what an equation does, None if it is no arithmetic in float32."""
+    dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+    if not all(map(_is_f32_or_exact, dtypes)) or not _is_arithmetic(eqn):
+        return None
+    name = eqn.primitive.name
+    size, is_f32 = core.size(eqn.outvars[0]), core.is_f32(eqn.outvars[0])
+    return Work(
+        size=max(map(core.size, (*eqn.invars, *eqn.outvars))),
+        transcendental=size if is_f32 and _is_transcendental(name) else 0,
+        chooses=size if facts(name) & _CHOOSES else 0,
+        multiplies=_multiplies(eqn),
+        is_exponential=bool(facts(name) & Fact.EXPONENTIAL),
+        divides=_divides(eqn),
+        loses_digits=size if _loses_digits(name) else 0,
+        compares=compares(eqn, differentiated),
+    )
+
+
+@functools.cache
+def _is_f32_or_exact(dtype: Any) -> bool:
+    return dtype in (F32, np.dtype(bool)) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _is_arithmetic(eqn: Eqn) -> bool:
+    """Return whether this is elementwise, a reduction, or a move in order."""
+    name = eqn.primitive.name
+    if name == CAST or is_reduction(name, eqn.params):
+        return True
+    known = facts(name)
+    is_in_order = Fact.IN_ORDER in known and known & (Fact.REPEATS | Fact.PERMUTES)
+    return bool(known & Fact.ELEMENTWISE or is_in_order) or known == Fact.MOVES
+
+
+@functools.cache
+def _is_transcendental(name: str) -> bool:
+    polynomial = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
+    known = facts(name)
+    return Fact.ELEMENTWISE in known and not known & polynomial
+
+
+def _divides(eqn: Eqn) -> int:
+    """Return the size of an operand near whose zero the derivative has no bound."""
+    name = eqn.primitive.name
+    powers = (0,) if facts(name) & Fact.LOGARITHM else degrees(name, eqn.params)
+    pairs = zip(eqn.invars, powers, strict=False)
+    return max((core.size(v) for v, power in pairs if power < 1), default=0)
+
+
+@functools.cache
+def _loses_digits(name: str) -> bool:
+    """Return whether this is no sum, power or logarithm, and needs float32."""
+    known, is_plain = facts(name), Fact.LINEAR | Fact.LOGARITHM
+    if Fact.ELEMENTWISE not in known or known & is_plain:
+        return False
+    is_of_pair = known & (Fact.BROADCASTS | Fact.ARITHMETIC) == Fact.BROADCASTS
+    in_f32 = PRIMITIVES[name].op_class == "float32"
+    return bool(is_of_pair) or (in_f32 and not degrees(name, {}))
+
+
+def _multiplies(eqn: Eqn) -> bool:
+    """Return whether this is a product or a power of variables."""
+    is_known = facts(eqn.primitive.name) & Fact.ARITHMETIC
+    return bool(is_known) and degree(eqn) not in (None, 1)

@@ -23,7 +23,7 @@ from jax import lax
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import sums
 from jmp_lite._src.autocast.precision import FLOAT32, Around, CastPlan, has_range_of_f32
-from jmp_lite._src.autocast.saving import is_reduction
+from jmp_lite._src.autocast.saving import Work, is_reduction
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
 from jmp_lite._src.jaxprs.primitives import Fact, degree, facts
@@ -61,7 +61,7 @@ class Waiting:
         """Return the axes over which a value is summed; None if it does not wait."""
         return self._rows.get(var, ()) if var in self.values else None
 
-    def stays_outside(self, eqn: Eqn, work: Any) -> bool:
+    def stays_outside(self, eqn: Eqn, work: Work) -> bool:
         """Return whether an equation needs more digits of what waits than are kept.
 
         `work` is what it does. The derivative of a linear operation needs none of them,
@@ -106,7 +106,7 @@ class Waiting:
         )
         return any(of_others) or (any(of_totals) and not has_rows)
 
-    def note(self, eqn: Eqn, work: Any) -> None:
+    def note(self, eqn: Eqn, work: Work) -> None:
         """Note what a cluster computes."""
         if called := self._calls.get(id(eqn)):
             return self._note_call(eqn, work.called.jaxpr, called)
