@@ -240,9 +240,13 @@ def test_small_steps_between_products_are_not_lost(fun: Any, start: Any) -> None
     assert error(autocast(fun, BF16)(W, X) - start, fun(W, X) - start) < 0.02
 
 
+@pytest.mark.parametrize("half_results", [True, False])
 @BOTH
-def test_the_bias_of_a_convolution_is_added_in_bfloat16_alone(half: str) -> None:
-    """cuDNN adds it inside of the convolution then. float16 cannot hold each bias."""
+def test_the_bias_of_a_convolution_is_added_in_half(half, half_results) -> None:
+    """cuDNN adds it inside of the convolution then.
+
+    In float16, which cannot hold each bias, where half results are asked for.
+    """
 
     def blocks(w, b, x):
         for kernel in w:
@@ -251,9 +255,10 @@ def test_the_bias_of_a_convolution_is_added_in_bfloat16_alone(half: str) -> None
 
     w, b, x = weight(0, 2, 4, 4, 3, 3), normal(1, 1, 4, 1, 1), normal(2, 8, 4, 8, 8)
     w, b, x = map(jnp.abs, (w, b, x))  # the gradient of the bias: terms of one sign
-    cast = autocast(blocks, POLICIES[half], half_results=True)
+    cast = autocast(blocks, POLICIES[half], half_results=half_results)
     first, *_ = jaxprs.equations(jaxprs.trace(cast, w, b, x), "add")
-    expected = DTYPES["bf16"] if half == "bf16" else jnp.dtype("float32")
+    is_half = half == "bf16" or half_results
+    expected = DTYPES[half] if is_half else jnp.dtype("float32")
     assert first.outvars[0].aval.dtype == expected
     grads, exact = (
         jax.jit(jax.grad(lambda *args, f=f: jnp.mean(f(*args) ** 2), 1))(w, b, x)

@@ -283,11 +283,12 @@ def is_sum_or_multiple(eqn: Eqn, is_cast: Sequence[bool]) -> bool:
 def is_bias_of_convolution(info: EqnInfo, analysis: Analysis) -> bool:
     """Return whether cuDNN can add this as a part of a convolution, in half alone.
 
-    In bfloat16: no bias is out of its range.
+    In bfloat16, whose range no bias is out of, or where half results are asked for.
     """
+    is_in_range = precision.has_range_of_f32(analysis.compute_dtype)
     return (
         info.eqn.primitive.name == "add"
-        and precision.has_range_of_f32(analysis.compute_dtype)
+        and (is_in_range or analysis.half_results(info))
         and any(map(analysis.is_convolution, info.eqn.invars))
     )
 
