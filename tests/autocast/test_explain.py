@@ -270,3 +270,11 @@ def test_the_warning_of_autocast_visits_a_function_once(is_kept: bool) -> None:
     why = f"{2**DEPTH} × full_precision" if is_kept else "it has no matrix product"
     with pytest.warns(UserWarning, match=why):
         jax.make_jaxpr(autocast(fun, "mixed_bfloat16"))(X)
+
+
+def test_random_bits_are_not_kept_in_float32() -> None:
+    def fun(w, x):
+        mask = jax.random.bits(jax.random.key(0), x.shape) > 9
+        return jnp.where(mask, x, 0.0) @ w
+
+    assert explain(fun, "mixed_bfloat16")(jnp.ones((8, 8)), jnp.ones((4, 8))).kept == {}

@@ -235,3 +235,14 @@ def test_arguments_that_are_no_arrays_reach_the_function() -> None:
     out = low(jnp.tanh, W, X, scale=2.0)
     assert error(out, fun(jnp.tanh, W, X, scale=2.0)) < 0.02
     np.testing.assert_array_equal(low(jnp.tanh, W, np.asarray(X), 2.0, None), out)
+
+
+def test_a_constant_among_the_results_is_an_array() -> None:
+    def fun(w, x):
+        constants = jnp.array(False), jnp.array(3), jnp.array(0.5), jnp.float32(2)
+        return x @ w, constants
+
+    expected, got = fun(W, X)[1], autocast(fun, BF16)(W, X)[1]
+    for want, array in zip(expected, got, strict=True):
+        assert isinstance(array, jax.Array) and array == want
+        assert (array.dtype, array.weak_type) == (want.dtype, want.weak_type)

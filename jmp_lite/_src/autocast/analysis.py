@@ -436,7 +436,8 @@ def _describe(
 def _why_unchanged(eqn: Eqn) -> str:
     """Return why an equation without a rule runs as it is written."""
     if not compat.jaxprs_of(eqn):
-        return "not in the rules"
+        is_of_floats = any(map(core.is_float, (*eqn.invars, *eqn.outvars)))
+        return "not in the rules" if is_of_floats else ""
     why_not = control_flow.why_not_opened(eqn)
     return f"{NOT_OPENED}: {eqn.primitive.name}, {why_not}"
 

@@ -343,9 +343,14 @@ def sums_in_float32(fun: Callable[P, R], reduce_dtype: Any = None) -> Callable[P
         as_written = AsWritten(reduces_in_float32=reduces_in_float32)
         plan = as_written.plan_closed(traced.closed)
         outs = Rewriter(as_written).run(plan, plan.half_out, *traced.args)
-        return traced.restore(outs)
+        return traced.restore(_as_arrays(outs))
 
     return wrapped
+
+
+def _as_arrays(outs: Iterable[Any]) -> list[jax.Array]:
+    """Return results as arrays; JAX has kinds of its own for constants in a jaxpr."""
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs]
 
 
 class PlannedCall:
@@ -359,7 +364,7 @@ class PlannedCall:
         """Return what the function returns, in the dtypes that it would have."""
         half_out = (False,) * len(self.plan.outs)
         outs = Rewriter(self.analyzer).run(self.plan, half_out, *self.traced.args)
-        return self.traced.restore(outs)
+        return self.traced.restore(_as_arrays(outs))
 
     def what_is_missing(self) -> str:
         """Return a warning of a precision of the policy that no product has, or ""."""
@@ -568,8 +573,8 @@ def _check_arguments(args_and_kwargs: Any) -> None:
 def _nnx_advice(got: str) -> str:
     return (
         f"{got} an nnx module, whose changes of state (statistics, random streams) "
-        "would be lost in the trace. Give it a policy: jmp_lite.nnx.with_policy(model, "
-        "policy) keeps them. Or split it with graphdef, state = nnx.split(model); in "
+        "would be lost in the trace. Split it: graphdef, state = nnx.split(model); in "
         "the function, call nnx.merge(graphdef, state, copy=True), and return the "
-        "nnx.state of it where it changes."
+        "nnx.state of it where it changes. To train, jmp_lite.nnx.with_policy(model, "
+        "policy) keeps them."
     )
