@@ -255,6 +255,19 @@ def test_float16_gradients_without_a_loss_scale_are_found(loss_scale: Any) -> No
     }
 
 
+def test_they_are_found_where_a_variance_is_computed_again() -> None:
+    """It divides by a constant of its shape: that is no loss scale."""
+
+    @jax.checkpoint
+    def normed(x):
+        return x / (1 + x.var(-1, keepdims=True))
+
+    def loss(params, x, y):
+        return loss_fn(params, normed(x @ params["w"] @ params["w"].T), y)
+
+    assert set(found_with(optax.adam(1e-3), unscaled, loss)) == {"no-loss-scale"}
+
+
 def test_float16_gradients_of_float32_products_are_found_without_a_scale() -> None:
     params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
     tx = jmp.master_weights(optax.adam(1e-3))

@@ -54,9 +54,12 @@ def _may_scale(op: Op) -> bool:
 
     That is a large constant, or a number from outside of the loss function.
     """
-    if not op.is_backward:
+    factors = [v for v, _, _ in op.factors]
+    # A number that follows from a shape is no gradient, as where a norm is remade.
+    is_constant = not factors and all(scalar(v) is not None for v in op.ins)
+    if not op.is_backward or is_constant:
         return False
-    for value in [v for v, _, _ in op.factors] or op.ins:
+    for value in factors or op.ins:
         x = scalar(value)
         if x is not None:
             if op.outs[0].shape == () and abs(x) >= _LEAST_SCALE:
