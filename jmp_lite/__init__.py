@@ -37,7 +37,11 @@ from jmp_lite._src.optimizers.monitor import (
     check_skipped_steps,
     loss_scale_metrics,
 )
-from jmp_lite._src.optimizers.scale_aware import ScaleAwareState, scale_aware
+from jmp_lite._src.optimizers.scale_aware import (
+    ScaleAwareState,
+    scale_aware,
+    select_tree,
+)
 from jmp_lite._src.optimizers.stochastic_rounding import (
     StochasticRoundingState,
     stochastic_rounding,
@@ -49,7 +53,7 @@ from jmp_lite._src.policy import (
     cast_to_half,
     get_policy,
 )
-from jmp_lite._src.trees import all_finite, cast_floating, cast_like, select_tree
+from jmp_lite._src.trees import all_finite, cast_floating, cast_like
 
 if typing.TYPE_CHECKING:
     from jmp_lite import checkpoint as checkpoint

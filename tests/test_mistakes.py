@@ -173,7 +173,7 @@ LOSS_SCALES: list[Row] = [
     (lambda: jmp.get_loss_scale(P), "dict with the leaves ['b', 'w']", "scale_aware("),
     (lambda: jmp.get_loss_scale(SGD.init(P)), "Found no loss scale", "scale_aware("),
     (lambda: jmp.get_loss_scale(TX), "no loss scale", "scale_aware(...).init(params)"),
-    (lambda: jmp.get_loss_scale((S, S)), "at ['0/loss_scale'", "pass the part"),
+    (lambda: jmp.get_loss_scale((S, S)), "around optax.partition", "pass its part"),
     (lambda: jmp.loss_scale_metrics(P), "no ScaleAwareState", "dict", "scale_aware("),
     (lambda: jmp.check_skipped_steps(TX), "no ScaleAwareState", "scale_aware("),
     (lambda: jmp.check_skipped_steps(S, max_consecutive_skips=0), "at least 1, got 0"),

@@ -376,16 +376,18 @@ def get_loss_scale(tree: Any) -> LossScale:
                 warnings.warn(
                     f"An optimiser around scale_aware, got a {type(state).__name__}, "
                     "hides overflows from it: the loss scale may never fall, and an "
-                    "inf stays in the sum of MultiSteps. Put it inside, as "
-                    "scale_aware(optax.MultiSteps(optimizer, k)), or leave it out.",
+                    "inf stays in the sum of MultiSteps. Put MultiSteps inside, as "
+                    "scale_aware(optax.MultiSteps(optimizer, k)), and leave "
+                    "apply_if_finite out: scale_aware does that.",
                     stacklevel=3,
                 )
         return compat.unwrap_nnx_variables(found[0][1])
     if found:
         raise ValueError(
             "Expected one loss scale, found several, at "
-            f"{[path for path, _ in found]}: pass the part of the tree "
-            "that holds the one to use."
+            f"{[path for path, _ in found]}. Put one scale_aware around the optimisers "
+            "of one loss, as around optax.partition. If each has a loss of its own, "
+            "pass its part of the tree."
         )
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     raise ValueError(

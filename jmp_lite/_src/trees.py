@@ -186,26 +186,7 @@ class NotABooleanScalarError(TypeError, AssertionError):
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
-    """Select one of two trees, leaf by leaf, without a branch.
-
-    Args:
-      pred: bool, shape `[]`.
-      a: the tree to return if `pred` is true.
-      b: the tree to return if `pred` is false; it has the structure of `a`, and its
-        leaves have the same shapes and dtypes.
-
-    Returns:
-      The selected tree. Leaves that are the same object in both trees, and equal leaves
-      that are not arrays (functions, strings), are returned unchanged.
-
-    Raises:
-      TypeError: `pred` is not a boolean scalar.
-      ValueError: the trees differ in structure, or two leaves do not match.
-
-    Examples:
-      >>> float(select_tree(jnp.bool_(False), {"a": 1.0}, {"a": 2.0})["a"])
-      2.0
-    """
+    """Select one of two trees: see `scale_aware.select_tree`."""
     if not jax.tree_util.all_leaves([pred]):
         raise NotABooleanScalarError(
             f"expected boolean scalar, got a {type(pred).__name__}: write "

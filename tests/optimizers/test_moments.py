@@ -76,9 +76,13 @@ OPTIMISERS: dict[str, tuple[Any, set[str]]] = {
         lambda: scale_aware(_centered(momentum=0.9)),
         {"trace"},
     ),
-    "in MultiSteps": (
-        lambda: optax.MultiSteps(optax.adam(1e-2), 2),
-        {*_ADAM, "acc_grads"},
+    # Not the sums of gradients.
+    "in MultiSteps": (lambda: optax.MultiSteps(optax.adam(1e-2), 2), _ADAM),
+    "in two MultiSteps": (
+        lambda: optax.MultiSteps(
+            base.as_transformation(optax.MultiSteps(optax.adam(1e-2), 2)), 2
+        ),
+        _ADAM,
     ),
     "with plateaus": (
         lambda: optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau()),
@@ -140,7 +144,7 @@ def _train(tx: Any, needs: str, same_batch: bool) -> Any:
 
 # What the sign of a moment decides is decided by its rounding where it is near zero.
 # Muon divides by singular values, small ones too.
-_FAR = {"lion": 0.4, "contrib.sophia": 0.4, "muon": 0.9}
+_FAR = {"lion": 0.4, "contrib.sophia": 0.45, "muon": 0.9}
 
 
 @functools.cache

@@ -297,7 +297,15 @@ def test_gradients_are_not_unscaled_twice(between):
 def test_what_withholds_gradients_is_warned_of_around_scale_aware(wrap, state):
     sgd, params = optax.sgd(1.0), jnp.ones(2)
     around = {"opt": wrap(scale_aware(sgd)).init(params)}
-    with pytest.warns(UserWarning, match=f"got a {state}, hides.*Put it in"):
+    with pytest.warns(UserWarning, match=f"got a {state}, hides.*Put Mult"):
         jmp_lite.scaled_grad(jnp.sum, loss_scale=around)
     inside = {"opt": scale_aware(wrap(sgd)).init(params)}
     assert jmp_lite.get_loss_scale(inside)  # without a warning
+
+
+def test_select_tree_warns_of_a_state_that_selects_itself() -> None:
+    tx = scale_aware(optax.sgd(0.1))
+    state = tx.init(jnp.ones(2))
+    with pytest.warns(UserWarning, match="the scale never falls. Leave out"):
+        jmp_lite.select_tree(state.last_finite, (state, 1.0), (state, 2.0))
+    jmp_lite.select_tree(state.last_finite, state.inner_state, state.inner_state)

@@ -106,16 +106,16 @@ def low_precision_state(
     in that of a parameter of its shape (unlike the factors of `optax.adafactor`), it
     has at least `min_size` elements, and it is a moment: `update` computes it from its
     old value, and `init` not from the parameters'. Unchanged are copies and averages of
-    parameters, as in `master_weights`; the last gradient or parameters, as in
-    `optax.lbfgs`; and moments that are subtracted from each other, as in
-    `optax.rmsprop(centered=True)`, where rounding gives roots of negative numbers. A
-    leaf with fewer than 32 elements in the last axis is bfloat16 instead of 8 bits.
+    parameters, as in `master_weights`; sums of gradients, as in `optax.MultiSteps`; the
+    last gradient or parameters, as in `optax.lbfgs`; and moments that are subtracted
+    from each other, as in `optax.rmsprop(centered=True)`, where rounding gives roots of
+    negative numbers. A leaf with fewer than 32 elements in the last axis is bfloat16
+    instead of 8 bits.
 
-    Use it inside of `scale_aware` or around it, and inside of `optax.MultiSteps`, whose
-    sum of gradients would be rounded too. If it is sharded along the last axis, blocks
-    do not cross shards whose size is a multiple of 256. Under `vmap`, members with the
-    same key round with the same noise. Call `init` under `jit`, so that the float32
-    state is not allocated.
+    Use it inside of `scale_aware` or around it. If it is sharded along the last axis,
+    blocks do not cross shards whose size is a multiple of 256. Under `vmap`, members
+    with the same key round with the same noise. Call `init` under `jit`, so that the
+    float32 state is not allocated.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.

@@ -1,11 +1,13 @@
 """Find the moments in an optimiser's state: what may be rounded.
 
 A moment is averaged: its new number is computed from its old one, so that an error of
-rounding fades. Two kinds of leaves are none, though they have the shape of a parameter:
+rounding fades. These leaves are none, though they have the shape of a parameter:
 
 - A record is replaced in each step: the last gradient, the last parameters. What is
   subtracted from it is nearly equal to it, and the rounding is all that would be left.
 - A copy of parameters starts from their numbers: masters, averages, a starting point.
+
+- A sum of gradients, as of `optax.MultiSteps`, is no average.
 
 Moments of a pair are subtracted from each other: `nu - mu**2` is negative where `mu` is
 rounded up or `nu` down, and its root NaN.
@@ -21,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jmp_lite._src import compat, trees
 from jmp_lite._src.jaxprs import control_flow, core, primitives, tracing
@@ -56,7 +59,14 @@ def find_moments(inner: Any, params: Any) -> Any:
         a, b = (averaged & side for side in pair)
         if a and b and len(a | b) > 1:
             in_pairs |= a | b
-    return init.restore([i in averaged - in_pairs for i in range(len(copies))])
+    found = init.restore([i in averaged - in_pairs for i in range(len(copies))])
+    return trees.map_nodes(_without_sum, found, optax.MultiStepsState)
+
+
+def _without_sum(found: optax.MultiStepsState) -> optax.MultiStepsState:
+    inner = trees.map_nodes(_without_sum, found.inner_opt_state, optax.MultiStepsState)
+    grads = jax.tree.map(lambda _: False, found.acc_grads)
+    return found._replace(inner_opt_state=inner, acc_grads=grads)
 
 
 def _depends_on_inputs(jaxpr: Any) -> list[bool]:

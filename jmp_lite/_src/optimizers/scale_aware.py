@@ -8,7 +8,7 @@ where gradients are unscaled, float32 and finite.
 import difflib
 import warnings
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jmp_lite._src.optimizers.master_weights import (
     with_remainders,
 )
 from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
+
+T = TypeVar("T")
 
 # States of transformations that need the dtypes in which parameters are stored.
 NEED_STORED_DTYPES = (
@@ -235,6 +237,40 @@ def scale_aware(
         )
 
     return ScaleAwareTransformation(init_fn, update_fn)
+
+
+def select_tree(pred: Any, a: T, b: T) -> T:
+    """Select one of two trees, leaf by leaf, without a branch.
+
+    Args:
+      pred: bool, shape `[]`.
+      a: the tree to return if `pred` is true.
+      b: the tree to return if `pred` is false; it has the structure of `a`, and its
+        leaves have the same shapes and dtypes.
+
+    Returns:
+      The selected tree. Leaves that are the same object in both trees, and equal leaves
+      that are not arrays (functions, strings), are returned unchanged.
+
+    Raises:
+      TypeError: `pred` is not a boolean scalar.
+      ValueError: the trees differ in structure, or two leaves do not match.
+
+    Warns:
+      UserWarning: a tree holds a state of `scale_aware`, which selects itself.
+
+    Examples:
+      >>> float(select_tree(jnp.bool_(False), {"a": 1.0}, {"a": 2.0})["a"])
+      2.0
+    """
+    if trees.find(a, ScaleAwareState):
+        warnings.warn(
+            "select_tree got a state of scale_aware, in which a skipped step changes "
+            "its loss scale and counters alone. To select it takes these back: the "
+            "scale never falls. Leave out what scale_aware keeps, and the parameters.",
+            stacklevel=2,
+        )
+    return trees.select_tree(pred, a, b)
 
 
 def warn_if_updates_are_lost(params: optax.Params, opt_state: Any) -> None:
