@@ -204,6 +204,7 @@ FIRST = {
     "recipes/recomputation": ["nn.remat"],
     "recipes/scans_and_ensembles": ["lax.scan over layers"],
     "recipes/schedules": ["logging"],
+    "recipes/sensitive": ["neural ODE", "RK4"],
     "recipes/sharding": ["train on multiple gpus"],
 }
 # And by one of the first four.
@@ -211,7 +212,8 @@ AMONG = {
     "faq": ["bfloat16 or float16"],
     "coming_from/torch_amp": ["GradScaler"],
     "coming_from/flax_dynamic_scale": ["DynamicScale"],
-    "trouble/memory": ["OOM", "fit"],
+    "checkpoints": ["overwrite checkpoint"],
+    "trouble/memory": ["OOM", "fit", "VRAM"],
     "trouble/nan": ["loss is nan"],
     "recipes/fine_tuning": ["LoRA"],
     "recipes/recomputation": ["gradient checkpointing"],
