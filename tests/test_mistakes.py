@@ -368,7 +368,7 @@ CHECKPOINTS: list[Row] = [
 # What a newcomer tries, who comes from torch, apex, Keras, Haiku or flax.
 _MANAGER = "is not a context manager: it returns another function, as jax.jit"
 _AUX = "a scalar, got a tuple of 2. If it returns (loss, aux), pass has_aux=True."
-_SPLIT = "jmp_lite.nnx.with_policy(model, policy) keeps them. Or split it with graphdef"
+_SPLIT = "Split it: graphdef, state = nnx.split(model); in the function, call nnx.merge"
 _LINEN = "a linen module, which computes in its method apply: write "
 _TORCH = {"init_scale": 65536.0, "growth_factor": 2.0, "growth_interval": 2000}
 NEWCOMERS: list[Row] = [

@@ -10,6 +10,7 @@ import jaxprs
 import pytest
 from arrays import error
 from autocast_corpus.program import DTYPES, POLICIES, normal, weight
+from flax import nnx
 from jax import lax
 from jaxprs import dtypes_of_products
 
@@ -72,6 +73,13 @@ def test_a_region_in_full_precision_is_the_same_bit_for_bit() -> None:
     region = full_precision(lambda w, x: jax.nn.softmax(x @ w))
     out, _ = jax.jit(autocast(lambda w, x: (region(w, x), x @ w), BF16))(W, X)
     bitwise.assert_same(out, jax.jit(region)(W, X))
+
+
+def test_full_precision_takes_modules_of_nnx_which_keep_their_changes() -> None:
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    full_precision(dropout)(X)
+    full_precision(dropout.__call__)(X)
+    assert dropout.rngs is not None and dropout.rngs.count[...] == 2
 
 
 def test_full_precision_holds_in_the_backward_pass() -> None:

@@ -109,6 +109,19 @@ def test_gradients_are_sums_in_float32(name, around, half):
         assert error(got, expected) < {"bf16": 6e-3, "f16": 6e-4}[half]
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_accumulators_and_second_derivatives(name):
+    loss = of(PROGRAMS[name])
+    policy = "params=float32,compute=bfloat16,output=float32,reduce=float32"
+    low = autocast(loss, policy, recompute=True)
+
+    def along(fun):
+        return jax.jit(lambda w: jax.jvp(jax.grad(fun), (w, X), (w, X)))(W)
+
+    for got, expected in zip(along(low), along(loss), strict=True):
+        assert error(got, expected) < 6e-3
+
+
 def test_a_sum_of_many_equal_terms_does_not_stop_growing():
     def loss(w, x):
         return jnp.mean(jnp.broadcast_to(x @ w, (4096, 8)) @ w)

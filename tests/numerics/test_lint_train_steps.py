@@ -297,7 +297,7 @@ def test_unscaled_gradients_name_the_line_and_the_remedy() -> None:
     assert finding.severity == "error"
     assert finding.fix == (
         "Use scaled_value_and_grad(loss_fn, loss_scale=opt_state), or differentiate "
-        "loss_scale.scale(loss)."
+        "loss_scale.scale(loss). Unscale once: scale_aware does."
     )
 
 

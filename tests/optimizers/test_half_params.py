@@ -323,3 +323,36 @@ def test_errors_say_what_is_expected(name):
     message = r"(?s)Cannot tell .* \[''\] .* \[\"\['a'\]\"\]"
     with pytest.raises(ValueError, match=message):
         flattened.update(halves, flattened.init(halves), halves)
+
+
+@with_wrappers
+def test_what_follows_them_in_a_chain_freezes_parameters_and_is_warned_of(wrap):
+    adam, rate = wrap(optax.scale_by_adam()), optax.scale_by_learning_rate(1e-3)
+    norm = optax.snapshot("norm", optax.tree.norm)
+    params = jnp.ones(4, jnp.bfloat16)
+    scale_aware(optax.chain(wrap(optax.chain(adam, rate)), norm)).init(params)
+    for tx in (
+        optax.chain(adam, rate),
+        optax.chain(norm, optax.chain(adam, norm), rate),
+    ):
+        tx = scale_aware(tx, jmp_lite.NoOpLossScale())
+        with pytest.warns(UserWarning, match="Put it last, around the others"):
+            state, trained = tx.init(params), params
+        for _ in range(50):  # the masters move by 0.05, 6 times the spacing below 1
+            updates, state = tx.update(jnp.ones(4), state, trained)
+            trained = apply_updates(trained, updates)
+        assert (trained == params).all()
+
+
+def test_labels_that_leave_out_every_half_parameter_are_warned_of():
+    """Labels see float32 parameters: by dtype, none is in half."""
+
+    def label(params):
+        return jax.tree.map(lambda p: p.dtype.name, params)
+
+    parts: dict[Any, Any] = {
+        "bfloat16": master_weights(optax.sgd(0.1)),
+        "float32": optax.sgd(0.1),
+    }
+    with pytest.warns(UserWarning, match=LOST):
+        scale_aware(optax.partition(parts, label)).init(jnp.ones(2, jnp.bfloat16))

@@ -153,7 +153,7 @@ def test_a_collapse_says_the_scale_its_floor_and_where_to_look(loss_scale, scale
     state = _state_after([jnp.nan] * 4, loss_scale)
     expected = (
         "^The last 4 steps were skipped: their gradients or loss were not finite. "
-        f"The loss scale is {scale}. Possible causes: NaN or inf in the data "
+        f"The loss scale is {scale}. Possible causes: NaN or inf in the data, "
         ".*overflow in the forward pass, .* learning rate"
     )
     with pytest.raises(TooManySkippedStepsError, match=expected):

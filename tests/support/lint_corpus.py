@@ -316,6 +316,36 @@ def gradient_of_a_half_bias(w, b, x):
     return jnp.sum(y.astype(F32))
 
 
+@in_bfloat16("long-sum-in-half", bf16(8, 8), bf16(4, 8))
+def state_of_a_solver(w, y):
+    def step(y, _):
+        slope = jnp.tanh(y @ w)
+        return (y.astype(F32) + 0.01 * slope.astype(F32)).astype(BF16), None  # hazard
+
+    return lax.scan(step, y, length=100)[0]
+
+
+@in_float16("long-sum-in-half", f16(8, 8), f16(4, 8))
+def time_of_a_solver(w, y):
+    def step(i, carry):
+        y, t = carry
+        t = t + jnp.float16(0.01)  # hazard
+        return jnp.tanh(y @ w + t), t
+
+    return lax.fori_loop(0, 200, step, (y, jnp.zeros((), F16)))[0]
+
+
+@in_bfloat16("long-sum-in-half", f32(8, 8), bf16(200, 4, 8), under=jax.grad)
+def gradient_of_a_recurrent_weight(w, xs):
+    half = w.astype(BF16)
+
+    def step(h, x):
+        h = jnp.tanh(h @ half + x)  # hazard
+        return h, h
+
+    return jnp.sum(lax.scan(step, jnp.zeros((4, 8), BF16), xs)[1].astype(F32))
+
+
 # Positions.
 
 

@@ -174,3 +174,25 @@ def products_meant_to_be_float32(x, w):
 def products_in_fp8_and_those_that_cannot_be(x, w, attention, small):
     scores = jnp.einsum("bik,bjk->bij", attention, attention)
     return x @ w, scores, small @ jnp.ones((200, 1024), x.dtype)
+
+
+@in_bfloat16(bf16(12, 8, 8), bf16(4, 8))
+def residual_stream_of_a_few_layers(ws, x):
+    return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
+
+
+@in_bfloat16(bf16(8, 8), f32(4, 8))
+def solver_whose_state_is_float32(w, y):
+    def step(y, _):
+        return y + 0.01 * jnp.tanh(y.astype(w.dtype) @ w).astype(F32), None
+
+    return lax.scan(step, y, length=500)[0]
+
+
+@in_float16(f16(8, 8), f16(500, 4, 8))
+def recurrence_that_adds_its_input_alone(w, xs):
+    def step(h, x):
+        h = jnp.tanh(h @ w) + x
+        return h, h
+
+    return lax.scan(step, jnp.zeros((4, 8), F16), xs)[1]

@@ -216,7 +216,8 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
       >>> bool(full == jnp.float32(1.01) ** 2), bool(half == full)
       (True, False)
     """
-    check_function(fun, "full_precision")
+    is_linen = compat.is_unbound_linen_module(fun)
+    check_function(fun, "full_precision", allows_modules=not is_linen)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):

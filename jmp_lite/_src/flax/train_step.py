@@ -85,6 +85,11 @@ def next_fields(state: Any, finite: jax.Array, /, **new: Any) -> dict[str, Any]:
     return trees.select_tree(finite, new, {name: getattr(state, name) for name in new})
 
 
+def updated_on_skip(new: Any, old: Any) -> Any:
+    """Return what a skipped step updates too, unless it is not finite."""
+    return trees.select_tree(trees.all_finite(new), new, old)
+
+
 def init_ema(params: optax.Params, decay: float | None) -> Any:
     """Return the first average, at least float32; None if there is no decay."""
     if decay is None:

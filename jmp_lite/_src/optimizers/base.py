@@ -109,7 +109,9 @@ def _with_dtype_of(new: Any, old: Any) -> Any:
 def check_state(state: Any, kind: type, owner: str) -> None:
     if not isinstance(state, kind):
         raise ValueError(
-            f"Expected the state of {owner}.init(params), got {type(state).__name__}."
+            f"Expected the state of {owner}.init(params), got {type(state).__name__}. "
+            "To go on with the state of the optimiser inside: "
+            "tx.init(params)._replace(inner_state=state)."
         )
 
 

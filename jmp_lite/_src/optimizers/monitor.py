@@ -14,9 +14,9 @@ from jmp_lite._src.loss_scale import DynamicLossScale, get_loss_scale
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
 
 _POSSIBLE_CAUSES = (
-    "Possible causes: NaN or inf in the data or in the parameters; an overflow in the "
-    "forward pass, at any scale (run that operation in float32, or the model in "
-    "bfloat16); a learning rate at which the model diverged."
+    "Possible causes: NaN or inf in the data, in the parameters or in value=, the loss "
+    "of this batch; an overflow in the forward pass, at any scale (run that operation "
+    "in float32, or the model in bfloat16); a learning rate at which it diverged."
 )
 
 

@@ -6,6 +6,7 @@ where gradients are unscaled, float32 and finite.
 """
 
 import difflib
+import itertools
 import warnings
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -32,6 +33,9 @@ NEED_STORED_DTYPES = (
     MasterWeightsState,
     StochasticRoundingState,
 )
+
+# States of what leaves updates alone, or may: it is for a part of the parameters.
+_CHANGE_OTHERS = optax.SnapshotState, optax.MaskedState
 
 _SAME_STRUCTURE = (
     "A skipped step keeps the old state, so both states must have the same structure. "
@@ -115,8 +119,9 @@ def scale_aware(
     A non-finite `value` indicates a bad batch, not an overflow: the step is skipped as
     well, but the loss scale is unchanged. What `inner` makes of finite gradients is not
     checked. The update has no branches, makes no host calls and keeps no copy of the
-    gradients. `init` warns if parameters are stored in half precision, and neither
-    `master_weights` nor `stochastic_rounding` keeps their small updates.
+    gradients. `init` warns if parameters are stored in half precision, and nowhere in
+    `inner` is a `master_weights` or `stochastic_rounding`, which keeps their small
+    updates, or one is not the last of its chain.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
@@ -276,11 +281,22 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 def warn_if_updates_are_lost(params: optax.Params, opt_state: Any) -> None:
     """Warn if half-precision parameters are trained without what keeps small updates.
 
-    Silent if an optimiser updates a part of the parameters only, and some of them are
-    float32: the others may be frozen.
+    Also if something in a chain comes after that. Silent if an optimiser updates a part
+    of the parameters only, and some of them are float32: the others may be frozen.
     """
     stored = base.stored_dtypes(params)
-    if stored is None or trees.find(opt_state, NEED_STORED_DTYPES):
+    if stored is None:
+        return
+    # A state has no leaves where labels or masks leave out every parameter.
+    if any(jax.tree.leaves(x[1]) for _, x in trees.find(opt_state, NEED_STORED_DTYPES)):
+        if _is_followed(opt_state):
+            warnings.warn(
+                "In a chain, something follows master_weights or stochastic_rounding, "
+                "and changes updates that lead from one number of half precision to "
+                "another: parameters may never change. Put it last, around the others: "
+                "optax.chain(..., master_weights(optimizer)).",
+                stacklevel=3,
+            )
         return
     half = [(path, d) for path, d in stored.by_path if dtypes.is_half(d)]
     all_half = len(half) == len(stored.by_path)
@@ -295,6 +311,19 @@ def warn_if_updates_are_lost(params: optax.Params, opt_state: Any) -> None:
         "master_weights or stochastic_rounding.",
         stacklevel=3,
     )
+
+
+def _is_followed(state: Any) -> bool:
+    """Return whether a chain goes on after what needs the dtypes of parameters."""
+    if isinstance(state, NEED_STORED_DTYPES):
+        return False
+    parts = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
+    needs = [bool(trees.find(x, NEED_STORED_DTYPES)) for x in parts]
+    if type(state) is tuple and True in needs:  # a chain's; others are NamedTuples
+        after = parts[needs.index(True) + 1 :]
+        if not all(isinstance(x, _CHANGE_OTHERS) for x in after):
+            return True
+    return any(map(_is_followed, itertools.compress(parts, needs)))
 
 
 def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:

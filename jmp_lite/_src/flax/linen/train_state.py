@@ -35,7 +35,7 @@ class TrainState(train_state.TrainState):
       rng: a PRNG key, for example for dropout.
       ema_decay: the weight of the old average in each step, in (0, 1).
       update_on_skip: names of fields that a skipped step updates too, such as
-        `("rng",)`.
+        `("rng",)`, if their new values are finite.
 
     Examples:
       >>> import optax
@@ -96,7 +96,8 @@ class TrainState(train_state.TrainState):
         unknown = [n for n in kwargs.get("update_on_skip", ()) if n not in fields]
         if unknown:
             raise ValueError(
-                f"update_on_skip names {unknown}, expected some of {sorted(fields)}."
+                f"update_on_skip names {unknown}, expected some of {sorted(fields)}. A "
+                "subclass adds a field: give it a default, batches: Any = None."
             )
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         train_step.warn_about(params, state.opt_state)
@@ -130,7 +131,11 @@ class TrainState(train_state.TrainState):
                 grads,
             )
         # Fields that a skipped step updates too do not decide whether it is skipped.
-        always = {n: x for n, x in kwargs.items() if n in self.update_on_skip}
+        always = {
+            n: train_step.updated_on_skip(x, getattr(self, n))
+            for n, x in kwargs.items()
+            if n in self.update_on_skip
+        }
         new = {n: x for n, x in kwargs.items() if n not in always}
         params, opt_state, finite = train_step.update(
             self.tx,

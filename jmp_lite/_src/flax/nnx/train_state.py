@@ -45,7 +45,7 @@ class TrainState:
       tx: the optimiser.
       ema_decay: the weight of the old average in each step, in (0, 1).
       update_on_skip: an nnx filter of the `other_state` that a skipped step updates
-        too, such as `nnx.RngState`; None for nothing.
+        too, such as `nnx.RngState`, if it is finite; None for nothing.
 
     Examples:
       >>> from jmp_lite import scale_aware
@@ -157,7 +157,9 @@ class TrainState:
         new = train_step.next_fields(
             self, finite, params=params, other_state=other_state, ema=ema
         )
-        new["other_state"] = nnx.merge_state(
-            new["other_state"], nnx.filter_state(other_state, always)
+        on_skip = train_step.updated_on_skip(
+            nnx.filter_state(other_state, always),
+            nnx.filter_state(self.other_state, always),
         )
+        new["other_state"] = nnx.merge_state(new["other_state"], on_skip)
         return dataclasses.replace(self, opt_state=opt_state, **new)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.dataflow import Op, Value, moved, origin, readers
+from jmp_lite._src.numerics.hazards.dataflow import (
+    JOIN,
+    Op,
+    Value,
+    moved,
+    origin,
+    readers,
+    uncast,
+)
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import (
     IN_F32,
@@ -17,6 +25,8 @@ from jmp_lite._src.numerics.hazards.rule import (
     exact_integers,
 )
 
+# A residual stream over fewer layers may be in half.
+_MANY_STEPS = 100
 _SUM_IN_F32 = "Sum in float32: preferred_element_type=jnp.float32."
 
 
@@ -152,6 +162,21 @@ def _long_sums(program: LintedProgram) -> Hits:
             yield op, f"a sum{of} over {count} elements in {operand.dtype}"
 
 
+def _sums_in_loops(program: LintedProgram) -> Hits:
+    for join in program.named(JOIN):
+        carry, waiting, seen = join.outs[0], [uncast(v) for v in join.ins[1:]], set()
+        while carry.is_half and waiting:
+            op = waiting.pop().maker
+            if op is None or id(op) in seen or not op.facts & Fact.LINEAR:
+                continue
+            seen.add(id(op))
+            terms = list(map(uncast, op.ins))
+            waiting += terms
+            if carry in terms and op.times >= _MANY_STEPS:
+                of = " of a gradient" if op.is_backward else ""
+                yield op, f"a sum{of} over {op.times} iterations in {carry.dtype}"
+
+
 def _summed(op: Op) -> int:
     """Return how many numbers of its operand a sum adds, 1 if that is not known."""
     shape, params = op.ins[0].shape, op.eqn.params
@@ -219,5 +244,13 @@ RULES = (
         "Terms that much smaller than the sum are rounded away.",
         "Sum with dtype=jnp.float32. The gradient of a half bias is a sum in half: "
         "keep the bias in float32, or use jmp_lite.autocast.",
+    ),
+    Rule(
+        "long-sum-in-half",
+        "warning",
+        _sums_in_loops,
+        "A state, a time or a gradient that a loop adds to stops to change.",
+        "Keep what the loop carries in float32: cast inside of its body, or use "
+        "jmp_lite.autocast.",
     ),
 )

@@ -187,7 +187,7 @@ RULES = (
         "Updates are too small by the loss scale, also those of Adam, whose eps is "
         "then larger than the gradients.",
         "Use scaled_value_and_grad(loss_fn, loss_scale=opt_state), or differentiate "
-        "loss_scale.scale(loss).",
+        "loss_scale.scale(loss). Unscale once: scale_aware does.",
     ),
     Rule(
         "no-loss-scale",
