@@ -107,12 +107,12 @@ def _with_dtype_of(new: Any, old: Any) -> Any:
 
 
 def check_state(state: Any, kind: type, owner: str) -> None:
-    if not isinstance(state, kind):
-        raise ValueError(
-            f"Expected the state of {owner}.init(params), got {type(state).__name__}. "
-            "To go on with the state of the optimiser inside: "
-            "tx.init(params)._replace(inner_state=state)."
-        )
+    if isinstance(state, kind):
+        return
+    message = f"Expected the state of {owner}.init(params), got {type(state).__name__}."
+    if not hasattr(state, "inner_state"):
+        message += " To go on with that: tx.init(params)._replace(inner_state=state)."
+    raise ValueError(message)
 
 
 def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
