@@ -89,12 +89,32 @@ def test_the_smaller_array_is_kept(name, around):
     assert not is_kept(loss, recompute=True)
 
 
-def test_what_others_read_too_is_kept():
+@pytest.mark.parametrize("which", ["the whole", "a part", "a result"])
+def test_what_others_read_too_is_kept(which):
     def loss(w, x):
-        repeated = jnp.repeat(x @ w, TIMES, axis=1)
-        return jnp.mean(repeated @ w[:, 1:]) + jnp.mean(repeated**4)
+        part = jnp.repeat(x @ w, TIMES, axis=1)
+        whole = jnp.repeat(part, 2, axis=0)
+        other = {"the whole": whole, "a part": part, "a result": part}[which]
+        aux = (whole, part) if which == "a result" else ()
+        return jnp.mean(whole @ w[:, 1:]) + jnp.mean(other**4), aux
 
-    assert is_kept(loss, recompute=True)
+    half = autocast(loss, "mixed_bfloat16", recompute=True)
+    rows = memory.saved(lambda w, x: half(w, x)[0])(W, X).rows
+    assert any(np.prod(row.shape) >= TIMES * X.size for row in rows)
+    (grad, aux), (expected, of_loss) = (
+        jax.jit(jax.grad(f, 1, has_aux=True))(W, X) for f in (half, loss)
+    )
+    assert error(grad, expected) < 1e-2  # of a fourth power
+    assert all(error(x, y) < 6e-3 for x, y in zip(aux, of_loss, strict=True))
+
+
+def test_the_gradient_of_the_other_operand_is_the_accumulator():
+    def loss(v, x):
+        return jnp.mean(jnp.repeat(x @ W, TIMES, axis=1) @ v)
+
+    policy = "params=float32,compute=bfloat16,output=float32,reduce=float32"
+    grad = jax.jit(jax.grad(autocast(loss, policy, recompute=True)))(W, X)
+    assert (grad != grad.astype(jnp.bfloat16).astype(grad.dtype)).any()
 
 
 @IN_HALVES
