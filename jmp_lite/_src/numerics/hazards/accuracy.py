@@ -11,6 +11,7 @@ from jmp_lite._src.numerics.hazards.dataflow import (
     JOIN,
     Op,
     Value,
+    makers,
     moved,
     origin,
     readers,
@@ -71,8 +72,7 @@ def _products_of_one_array(program: LintedProgram, dtype: Any) -> Hits:
 
 def _is_sum_of_squares(op: Op) -> bool:
     """Return whether a product multiplies each number of an array with itself."""
-    contracted, batched = op.eqn.params["dimension_numbers"]
-    (left, right), (batch, other) = contracted, batched
+    (left, right), (batch, other) = op.eqn.params["dimension_numbers"]
     lhs, rhs = op.ins
     return (
         _reshaped_from(lhs) is _reshaped_from(rhs)
@@ -138,16 +138,8 @@ def _is_returned(value: Value) -> bool:
 
 def _is_total(value: Value) -> bool:
     """Return whether a scalar is a sum, or computed from scalars that are."""
-    waiting, seen = [value], set()
-    while waiting:
-        op = waiting.pop().maker
-        if op is None or id(op) in seen:
-            continue
-        seen.add(id(op))
-        if op.facts & Fact.SUMS or products.flops(op.eqn):
-            return True
-        waiting += [v for v in op.ins if v.shape == ()]
-    return False
+    made_of = makers([value], lambda op: [v for v in op.ins if v.shape == ()])
+    return any(op.facts & Fact.SUMS or products.flops(op.eqn) for op in made_of)
 
 
 def _long_sums(program: LintedProgram) -> Hits:
@@ -163,16 +155,15 @@ def _long_sums(program: LintedProgram) -> Hits:
 
 
 def _sums_in_loops(program: LintedProgram) -> Hits:
+    def terms(op: Op) -> list[Value]:
+        return list(map(uncast, op.ins)) if op.facts & Fact.LINEAR else []
+
     for join in program.named(JOIN):
-        carry, waiting, seen = join.outs[0], [uncast(v) for v in join.ins[1:]], set()
-        while carry.is_half and waiting:
-            op = waiting.pop().maker
-            if op is None or id(op) in seen or not op.facts & Fact.LINEAR:
-                continue
-            seen.add(id(op))
-            terms = list(map(uncast, op.ins))
-            waiting += terms
-            if carry in terms and op.times >= _MANY_STEPS:
+        carry = join.outs[0]
+        if not carry.is_half:
+            continue
+        for op in makers(map(uncast, join.ins[1:]), terms):
+            if carry in terms(op) and op.times >= _MANY_STEPS:
                 of = " of a gradient" if op.is_backward else ""
                 yield op, f"a sum{of} over {op.times} iterations in {carry.dtype}"
 

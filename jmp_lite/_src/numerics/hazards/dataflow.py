@@ -13,7 +13,7 @@ Limits: sub-jaxprs that `jaxprs.control_flow` does not understand are one operat
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -138,8 +138,8 @@ class _Opener:
         results = self._open(jaxpr, compat.consts_of(closed), inputs, None, 1)
         for value in results:
             value.is_result = True
-        live = _needed_by([*results, *self.needed])
-        ops = [op for op in self.ops if id(op) in live]
+        live = set(makers([*results, *self.needed], lambda op: op.ins))
+        ops = [op for op in self.ops if op in live]
         for op in ops:
             for value in op.ins:
                 value.uses.append(op)
@@ -291,18 +291,6 @@ def _place(op: Op) -> None:
         op.line, op.path = uses[0].line, uses[0].path
 
 
-def _needed_by(values: list[Value]) -> set[int]:
-    """Return the ids of the operations that values depend on."""
-    live: set[int] = set()
-    waiting = [value.maker for value in values]
-    while waiting:
-        op = waiting.pop()
-        if op is not None and id(op) not in live:
-            live.add(id(op))
-            waiting += [value.maker for value in op.ins]
-    return live
-
-
 def sources_of(value: Value) -> Sequence[Value]:
     """Return the values whose numbers a value holds, () if it has its own.
 
@@ -337,6 +325,19 @@ def uncast(value: Value) -> Value:
 def moved(op: Op, value: Value) -> list[Value]:
     """Return the results of an operation that hold the numbers of an operand."""
     return [out for out in op.outs if value in sources_of(out)]
+
+
+def makers(
+    values: Iterable[Value], operands: Callable[[Op], Iterable[Value]]
+) -> Iterator[Op]:
+    """Yield the makers of values, of the `operands` of these, and so on, each once."""
+    waiting, seen = list(values), set()
+    while waiting:
+        op = waiting.pop().maker
+        if op is not None and op not in seen:
+            seen.add(op)
+            yield op
+            waiting += operands(op)
 
 
 def readers(
