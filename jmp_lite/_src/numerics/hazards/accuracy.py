@@ -11,8 +11,8 @@ from jmp_lite._src.numerics.hazards.dataflow import (
     JOIN,
     Op,
     Value,
+    cast_or_moved,
     makers,
-    moved,
     origin,
     readers,
     uncast,
@@ -42,12 +42,12 @@ def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
 
     def passes(op: Op, value: Value) -> list[Value]:
         is_negation = op.facts & Fact.LINEAR and len(op.ins) == 1
-        if op.is_cast or is_negation or value in op.cases:
+        if is_negation or value in op.cases:
             return op.outs
         if op.factors and op.ins.count(value) == 1:
             known = program.ranges.of(op.ins[op.ins[0] is value])
             return op.outs if known is not None and known.is_all else []
-        return moved(op, value)
+        return cast_or_moved(op, value)
 
     return [
         reader
@@ -129,11 +129,7 @@ def _losses(program: LintedProgram) -> Hits:
 
 def _is_returned(value: Value) -> bool:
     """Return whether the function returns a value, as it is or cast."""
-
-    def passes(op: Op, value: Value) -> list[Value]:
-        return op.outs if op.is_cast else moved(op, value)
-
-    return any(reader is None for reader, _ in readers(value, passes))
+    return any(reader is None for reader, _ in readers(value, cast_or_moved))
 
 
 def _is_total(value: Value) -> bool:

@@ -11,7 +11,7 @@ from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.dataflow import (
     Op,
     Value,
-    moved,
+    cast_or_moved,
     origin,
     readers,
     sources_of,
@@ -96,7 +96,7 @@ def _needs_guard(op: Op | None, value: Value) -> bool:
 def _guarded(op: Op, value: Value) -> list[Value]:
     # A root needs no guard, but a division by it does.
     is_root = len(op.degrees) == 1 and 0.0 < op.degrees[0] < 1.0
-    return op.outs if op.is_cast or is_root else moved(op, value)
+    return op.outs if is_root else cast_or_moved(op, value)
 
 
 def _zero_divisors(program: LintedProgram) -> Hits:
@@ -130,13 +130,11 @@ def _rounded_to_one(program: LintedProgram) -> Hits:
 
 
 def _vanished_limits(program: LintedProgram) -> Hits:
-    def cast(op: Op, value: Value) -> list[Value]:
-        return op.outs if op.is_cast else moved(op, value)
-
     for op in program.having(Fact.LIMITS):
         if not op.outs[0].is_half or not any(map(_is_one, op.ins)):
             continue
-        if any(_needs_distance(*reader) for reader in readers(op.outs[0], cast)):
+        found = readers(op.outs[0], cast_or_moved)
+        if any(_needs_distance(*reader) for reader in found):
             yield op, f"{op.name} with 1 in {op.outs[0].dtype}, before 1 - x divides"
 
 

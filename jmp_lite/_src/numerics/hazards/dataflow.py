@@ -327,6 +327,11 @@ def moved(op: Op, value: Value) -> list[Value]:
     return [out for out in op.outs if value in sources_of(out)]
 
 
+def cast_or_moved(op: Op, value: Value) -> list[Value]:
+    """Return the results that hold the numbers of an operand, perhaps rounded."""
+    return op.outs if op.is_cast else moved(op, value)
+
+
 def makers(
     values: Iterable[Value], operands: Callable[[Op], Iterable[Value]]
 ) -> Iterator[Op]:

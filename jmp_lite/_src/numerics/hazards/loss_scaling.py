@@ -14,7 +14,7 @@ from jmp_lite._src.numerics.hazards.dataflow import (
     JOIN,
     Op,
     Value,
-    moved,
+    cast_or_moved,
     readers,
     sources_of,
     uncast,
@@ -127,7 +127,7 @@ def _is_param(value: Value) -> bool:
     """Return whether a value is an input that gradients are taken of."""
 
     def stands_for(op: Op, value: Value) -> list[Value]:
-        return op.outs if op.is_cast or op.name == JOIN else moved(op, value)
+        return op.outs if op.name == JOIN else cast_or_moved(op, value)
 
     if value.maker is not None or value.known is not None or value.dtype is None:
         return False
