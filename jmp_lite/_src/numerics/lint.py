@@ -6,9 +6,10 @@ because the gradient does not need its value: lint `jax.value_and_grad` instead.
 """
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -21,9 +22,9 @@ from jmp_lite._src.autocast.transform import (
     takes_function,
 )
 from jmp_lite._src.numerics.hazards import accuracy, constants, loss_scaling, speed
-from jmp_lite._src.numerics.hazards.dataflow import list_ops
+from jmp_lite._src.numerics.hazards.dataflow import Op, list_ops
 from jmp_lite._src.numerics.hazards.ranges import Ranges
-from jmp_lite._src.numerics.hazards.rule import LintedProgram, Severity
+from jmp_lite._src.numerics.hazards.rule import LintedProgram, Rule, Severity
 from jmp_lite._src.numerics.hazards.scalings import Scalings
 from jmp_lite._src.policy import Policy, PolicyMap
 
@@ -34,8 +35,6 @@ RULES = (
     *constants.POSITIONS,
     *speed.RULES,
 )
-
-_SEVERITIES = ("error", "warning", "speed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,21 +182,7 @@ def lint(
         regions = Regions(policy)
         ranges = Ranges(ops)
         program = LintedProgram(ops, ranges, Scalings(ops, ranges), regions, target)
-        findings = _merged(
-            Finding(
-                rule=rule.name,
-                layer=op.layer,
-                line=op.line,
-                primitive=op.name,
-                what=what,
-                why=rule.why,
-                fix=rule.fix,
-                times=1,
-                severity=rule.severity,
-            )
-            for rule in RULES
-            for op, what in rule.find(program)
-        )
+        findings = _find(program)
         left, total = speed.flops_in_f32(program)
         share = sum(left.values()) / total if total else 0.0
         for op in ops:
@@ -212,18 +197,28 @@ def _times(found: Finding) -> str:
     return f" ×{found.times}" if found.times > 1 else ""
 
 
-def _merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings, equal ones of a line as one, sorted by severity."""
-    merged: dict[Any, Finding] = {}
-    for found in findings:
-        place = found.line or found.layer
-        key = (found.rule, place, found.primitive, found.what)
-        if key in merged:
-            before = merged[key]
-            layer = _common(before.layer, found.layer)
-            found = dataclasses.replace(before, layer=layer, times=before.times + 1)
-        merged[key] = found
-    return sorted(merged.values(), key=lambda f: _SEVERITIES.index(f.severity))
+def _find(program: LintedProgram) -> list[Finding]:
+    """Return the findings, equal ones of a line as one, sorted by severity."""
+    alike: dict[Any, tuple[Rule, list[Op]]] = {}
+    for rule in RULES:
+        for op, what in rule.find(program):
+            key = rule.name, op.line or op.layer, op.name, what
+            alike.setdefault(key, (rule, []))[1].append(op)
+    findings = [
+        Finding(
+            rule=rule.name,
+            layer=functools.reduce(_common, (op.layer for op in ops)),
+            line=ops[0].line,
+            primitive=ops[0].name,
+            what=what,
+            why=rule.why,
+            fix=rule.fix,
+            times=len(ops),
+            severity=rule.severity,
+        )
+        for (*_, what), (rule, ops) in alike.items()
+    ]
+    return sorted(findings, key=lambda found: get_args(Severity).index(found.severity))
 
 
 def _common(layer: str, other: str) -> str:
