@@ -18,14 +18,14 @@ _TILES = {"gpu": 8, "tpu": 128}
 _ALMOST = 0.75
 
 
-def flops_in_f32(program: LintedProgram) -> tuple[dict[int, int], int]:
-    """Return the FLOPs of each product left in float32, by its id, and the total."""
+def flops_in_f32(program: LintedProgram) -> tuple[dict[Op, int], int]:
+    """Return the FLOPs of each product left in float32, and the total."""
     left, total = {}, 0
     for op in program.having(Fact.PRODUCT):
         flops = products.flops(op.eqn) * op.times
         total += flops
         if flops and _is_left(program, op):
-            left[id(op)] = flops
+            left[op] = flops
     return left, total
 
 
@@ -44,11 +44,10 @@ def _is_left(program: LintedProgram, op: Op) -> bool:
 
 def _f32_products(program: LintedProgram) -> Hits:
     left, total = flops_in_f32(program)
-    ops = [op for op in program.ops if id(op) in left]
     of_line = Counter[str]()
-    for op in ops:
-        of_line[op.line] += left[id(op)]
-    for op in ops:
+    for op, flops in left.items():
+        of_line[op.line] += flops
+    for op in left:
         share = of_line[op.line] / total
         yield op, f"float32; {share:.1%} of all matrix-product FLOPs on this line"
 
