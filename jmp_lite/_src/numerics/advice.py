@@ -451,21 +451,17 @@ class _Search:
             if not is_inside(layer, chosen, several_models):
                 chosen[layer] = "full" if layer in layers else half
         pattern = exact_pattern_of if several_models else pattern_of
-        full = {pattern(layer): policy for layer, policy in chosen.items()}
         free = {
             x: r for x, r in results.items() if not is_inside(x, chosen, several_models)
         }
         patterns, only_scopes = half_results.output_rules(free)
-        given = start.rules if is_map else ()
-        others = {p: policy for p, policy in given if p not in full}
-        with_results = {
-            pattern: default.with_output_dtype(
-                default.compute_dtype if is_half else jnp.float32
-            )
-            for pattern, is_half in patterns.items()
-            if pattern not in full and pattern not in others
-        }
-        rules = full | others | with_results
+        # Of rules with the same pattern, the first one is right.
+        rules = {pattern(layer): policy for layer, policy in chosen.items()}
+        for given, policy in start.rules if is_map else ():
+            rules.setdefault(given, policy)
+        for given, is_half in patterns.items():
+            dtype = default.compute_dtype if is_half else jnp.float32
+            rules.setdefault(given, default.with_output_dtype(dtype))
         if not rules:
             return start
         return PolicyMap(default, rules, allow_unused=is_map or only_scopes)
