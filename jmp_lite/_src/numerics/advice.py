@@ -311,15 +311,13 @@ class _Search:
             forward = [fault for fault in named if fault.row.direction == "forward"]
             if not named and turn.fitting == turn.scale:
                 break
-            new = {}
             in_fp8 = {row.layer for row in turn.measured.report.rows if row.is_fp8}
             for fault in forward or named:
                 if fault.layer in in_fp8:
                     self.not_in_fp8[fault.layer] = fault.reason(in_fp8=True)
                     continue
-                new[fault.layer] = fault.reason()
+                why[fault.layer] = fault.reason()
                 tried[fault.row.layer, fault.row.direction].add(fault.layer)
-            why |= new
             turn = self._turn(turn.fitting, why)
         # Of several layers tried for one operation, some may not matter.
         suspected = {x for layers in tried.values() if len(layers) > 1 for x in layers}
