@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -370,7 +370,8 @@ class _Search:
                     results |= dict(self.previous.half_results)
                 found = [row for row in found if not results[row.layer]]
             half = [layer for layer, reason in results.items() if not reason]
-            faults = [fault for fault in trial.faults if not _is_in(fault, base.faults)]
+            known = set(map(_place, base.faults))
+            faults = [fault for fault in trial.faults if _place(fault) not in known]
             unsafe = half_results.out_of_range(
                 found, half, self.headroom, self.dtype
             ) or (half_results.inaccurate(faults, half) if ran_with else {})
@@ -479,14 +480,10 @@ def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any
     return step
 
 
-def _is_in(fault: Fault, faults: Iterable[Fault]) -> bool:
-    """Return whether the operation of a fault has one of these already."""
-
-    def place(fault):
-        row = fault.row
-        return row.layer, row.primitive, row.line, row.direction
-
-    return place(fault) in map(place, faults)
+def _place(fault: Fault) -> tuple[str, ...]:
+    """Return which operation has a fault."""
+    row = fault.row
+    return row.layer, row.primitive, row.line, row.direction
 
 
 def _keyed(report: DryRunReport) -> Iterator[tuple[Any, OpStats]]:
