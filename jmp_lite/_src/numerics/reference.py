@@ -14,6 +14,7 @@ from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.sites import Site, in_loop, site_of
+from jmp_lite._src.numerics.report import place
 from jmp_lite._src.numerics.runs import look
 from jmp_lite._src.numerics.stretches import is_floating
 
@@ -82,13 +83,11 @@ def _products(jaxpr: Any, around: Site | None = None) -> Iterator[_Product]:
         if eqn.primitive.name in products.NAMES:
             read = [v.aval.dtype for v in eqn.invars[:2]]
             half = [dtype for dtype in read if dtypes.is_half(dtype)]
-            parts = [p for p in site.layer.split("/") if p not in name_scopes.MARKS]
-            layer = f" in {'/'.join(parts)}" if any(parts) else ""
-            line = f" at {site.line}" if site.line else ""
+            layer = name_scopes.without_marks(site.layer)
             yield _Product(
                 dtype=(half or read)[0],
                 flops=products.flops(eqn) * (site.times or 1),
-                place=f"{site.primitive}{layer}{line}",
+                place=place(layer, site.primitive, site.line),
             )
         inside = in_loop(eqn, site)
         for body in compat.jaxprs_of(eqn):

@@ -110,9 +110,9 @@ class OpStats:
         numbers += [f"{name} {x:.2g}" for name, x in errors.items() if x]
         cause = ""
         if self.cause and self.added_error:
-            cause = f" from {_place(*self.cause)}"
-        place = _place(self.layer, self.primitive, self.line)
-        return f"{place}{arrow}: {', '.join(numbers)}{cause}"
+            cause = f" from {place(*self.cause)}"
+        here = place(self.layer, self.primitive, self.line)
+        return f"{here}{arrow}: {', '.join(numbers)}{cause}"
 
     def __repr__(self) -> str:
         """Return the same in brackets."""
@@ -234,7 +234,8 @@ def _merged(layer: str, rows: list[OpStats]) -> OpStats:
     )
 
 
-def _place(layer: str, primitive: str, line: str) -> str:
+def place(layer: str, primitive: str, line: str) -> str:
+    """Return an operation, its layer and its line as text, without what it lacks."""
     where = f" in {layer}" if layer else ""
     return f"{primitive}{where}{f' at {line}' if line else ''}"
 
