@@ -8,6 +8,7 @@ look alike, at the same place of each layer, and equal stretches are traced, low
 compiled once.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -244,17 +245,12 @@ class CompiledStretch:
         self.call = lowered.compile(compat.quick_compiler_options())
 
 
+@dataclasses.dataclass(frozen=True)
 class _Same:
     """Equal to itself alone: for what cannot be hashed. Keeps the object alive."""
 
-    def __init__(self, thing: Any):
-        self.thing = thing
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and self.thing is other.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
+    number: int  # its id
+    thing: Any = dataclasses.field(compare=False)
 
 
 def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashable:
@@ -300,14 +296,14 @@ def _hashable(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return _Same(id(value), value)
     return type(value), value
 
 
 def _constant(value: Any) -> Hashable:
     """Return what is equal for constants of equal bits."""
     if isinstance(value, jax.Array):
-        return _Same(value)
+        return _Same(id(value), value)
     array = np.asarray(value)
     digest = hashlib.sha256(array.tobytes()).digest()
     return type(value), array.shape, array.dtype, digest
