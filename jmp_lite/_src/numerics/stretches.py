@@ -89,10 +89,8 @@ def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
         zip(jaxpr.eqns, steps, strict=False), key=lambda pair: _is_for_python(pair[0])
     )
     for in_python, pairs in runs:
-        if in_python:
-            groups += [([pair], True) for pair in pairs]
-        else:
-            groups += [(group, False) for group in _cut_alike(list(pairs))]
+        cut_up = ([pair] for pair in pairs) if in_python else _cut_alike(list(pairs))
+        groups += [(group, in_python) for group in cut_up]
     later = {v for v in jaxpr.outvars if not compat.is_literal(v)}
     stretches = []
     for pairs, in_python in reversed(groups):
