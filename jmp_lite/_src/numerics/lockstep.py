@@ -67,11 +67,8 @@ class PolicyShadow(Shadow):
         return value
 
     def also_reads(self, eqn_plan: EqnPlan | None) -> Sequence[Any]:
-        return (
-            [eqn_plan.softmax.logits]
-            if eqn_plan is not None and eqn_plan.softmax
-            else []
-        )
+        softmax = eqn_plan and eqn_plan.softmax
+        return [softmax.logits] if softmax else []
 
     def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
         """Return the policy's results, and the operands as a product reads them."""
