@@ -79,11 +79,10 @@ class PolicyShadow(Shadow):
             return equation.outs, ()
         if eqn_plan is None:
             return binding.bind(eqn, lows), ()
-        pairs = zip(eqn.invars, lows, strict=True)
-        known = {v: low for v, low in pairs if not compat.is_literal(v)}
-        known |= {v: shadow_of(v) for v in self.also_reads(eqn_plan)}
+        read = (*eqn.invars, *self.also_reads(eqn_plan))
+        known = [v for v in read if not compat.is_literal(v)]
         values = Values(self.low_dtype)
-        values.write(list(known), list(known.values()))
+        values.write(known, list(map(shadow_of, known)))
         outs = self.rewriter.run_eqn(eqn, eqn_plan, values)
         if not eqn_plan.is_low_product:
             return outs, ()
