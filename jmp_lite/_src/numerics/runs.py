@@ -7,7 +7,7 @@ each iteration is observed. The limits of `sites` apply.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,18 +39,12 @@ class Cell(NamedTuple):
     tag: Any
 
 
-class Observer(Protocol):
-    """Observes what runs, and defines the tags, on the host."""
+class Observer:
+    """Observes what runs on the host. Subclasses define the tags."""
 
-    def observe(self, op: Operation) -> Sequence[Any]:
-        """Return the tags of an operation's results."""
-        ...
-
-    def tag_constant(self, value: Any) -> Any:
-        """Return the tag of a constant of the program."""
-
-    def stack(self, tags: Any) -> Any:
-        """Return the tag of an array, and of its rows, from those of its rows."""
+    observe: Callable[[Operation], Sequence[Any]]  # the tags of an operation's results
+    tag_constant: Callable[[Any], Any]  # of a constant of the program
+    stack: Callable[[Any], Any]  # of an array, and of its rows, from those of its rows
 
 
 # By what they compute: for one run, or for several that share them.
