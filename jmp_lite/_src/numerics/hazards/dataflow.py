@@ -143,8 +143,11 @@ class _Opener:
         for op in ops:
             for value in op.ins:
                 value.uses.append(op)
+        # An operation without a line, such as a cast of autocast, has that of its use.
         for op in reversed(ops):
-            _place(op)
+            uses = [use for value in op.outs for use in value.uses]
+            if not op.line and uses:
+                op.line, op.path = uses[0].line, uses[0].path
         return ops
 
     def _open(self, jaxpr, consts, inputs, around: Op | None, times) -> list[Value]:
@@ -282,13 +285,6 @@ def _value_of(var: Any, known: Any = None) -> Value:
 def _integer(known: np.ndarray) -> int | None:
     is_integer = known.ndim == 0 and np.issubdtype(known.dtype, np.integer)
     return int(known) if is_integer else None
-
-
-def _place(op: Op) -> None:
-    """Give an operation without a line, such as a cast of autocast, that of its use."""
-    uses = [use for value in op.outs for use in value.uses]
-    if not op.line and uses:
-        op.line, op.path = uses[0].line, uses[0].path
 
 
 def sources_of(value: Value) -> Sequence[Value]:
