@@ -96,11 +96,9 @@ class Scalings:
         self._seen.add(id(value))
         if value.dtype is None or not jnp.issubdtype(value.dtype, jnp.inexact):
             return False
-        new = self._of_result(op, value)
-        is_new = new != self.of(value)
-        if is_new:
-            self._of[id(value)] = new
-        return is_new
+        before = self.of(value)
+        self._of[id(value)] = self._of_result(op, value)
+        return self.of(value) != before
 
     def _of_result(self, op: Op, value: Value) -> Scaling:
         if self._is_zero_by(op, value):
