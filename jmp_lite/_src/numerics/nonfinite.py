@@ -89,8 +89,7 @@ class NonFinite(reports.Report):
 
     def _table(self, every):
         del every
-        fields = {n: x for n, x in vars(self).items() if x}
-        rows = [(name, str(value)) for name, value in fields.items()]
+        rows = [(name, str(value)) for name, value in vars(self).items() if value]
         return reports.Table(str(self), ("", "of the operation"), rows)
 
 
