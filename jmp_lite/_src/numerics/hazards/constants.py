@@ -226,10 +226,8 @@ def _positions_in_half(
         if dtype is not None and is_count:
             return math.inf, dtype
         is_arithmetic = op.is_cast or op.facts & Fact.LINEAR or op.factors
-        if is_arithmetic or products.is_outer(op.eqn):
-            waiting += [(v, dtype) for v in op.ins]
-        else:
-            waiting += [(v, dtype) for v in sources_of(value)]
+        is_computed = is_arithmetic or products.is_outer(op.eqn)
+        waiting += [(v, dtype) for v in (op.ins if is_computed else sources_of(value))]
     return None
 
 
