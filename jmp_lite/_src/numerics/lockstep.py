@@ -117,6 +117,9 @@ def _cast(arrays: Any, wanted: Any) -> Any:
     return [jax.lax.convert_element_type(x, dtype) for x, dtype in pairs]
 
 
+_NO_ERROR = Tag(0.0, -1, False, NONE)
+
+
 class Record(NamedTuple):
     """What is recorded of a result of an operation, or of an operand read in half."""
 
@@ -154,8 +157,7 @@ class Lockstep(Observer):
         for i, low in enumerate(op.read):
             if op.ins[i] is not None:
                 operands[i] = self._read(op, i, low)
-        no_error = Tag(0.0, -1, False, NONE)
-        worst = max(operands, key=lambda tag: tag.rank, default=no_error)
+        worst = max(operands, key=lambda tag: tag.rank, default=_NO_ERROR)
         backward = self.known[op.site].direction == "backward"
         is_half = op.eqn_plan is not None and any(op.eqn_plan.half_out)
         dtype = self._half if is_half else ""
@@ -175,15 +177,13 @@ class Lockstep(Observer):
 
     def tag_argument(self, value: Any, index: int) -> Tag:
         """Return the tag of an argument, by its index."""
-        return Tag(0.0, -1, False, of_argument(value, index))
+        return _NO_ERROR._replace(origin=of_argument(value, index))
 
     def tag_constant(self, value: Any) -> Tag:
-        return Tag(0.0, -1, False, self._origins.tag_constant(value))
+        return _NO_ERROR._replace(origin=self._origins.tag_constant(value))
 
     def stack(self, tags: Sequence[Tag]) -> Tag:
-        if not tags:
-            return Tag(0.0, -1, False, NONE)
-        worst = max(tags, key=lambda tag: tag.error)
+        worst = max(tags, key=lambda tag: tag.error, default=_NO_ERROR)
         return worst._replace(
             backward=any(tag.backward for tag in tags),
             origin=first([tag.origin for tag in tags]),
