@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, fp8, trees
+from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.autocast.precision import EqnPlan
 from jmp_lite._src.autocast.rewrite import Rewriter, Values
 from jmp_lite._src.autocast.rules import Fp8
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import is_f32
+from jmp_lite._src.jaxprs.core import is_f32, variables
 from jmp_lite._src.jaxprs.sites import Site
 from jmp_lite._src.jaxprs.walk import Equation
 from jmp_lite._src.numerics import stats
@@ -79,8 +79,7 @@ class PolicyShadow(Shadow):
             return equation.outs, ()
         if eqn_plan is None:
             return binding.bind(eqn, lows), ()
-        read = (*eqn.invars, *self.also_reads(eqn_plan))
-        known = [v for v in read if not compat.is_literal(v)]
+        known = list(variables((*eqn.invars, *self.also_reads(eqn_plan))))
         values = Values(self.low_dtype)
         values.write(known, list(map(shadow_of, known)))
         outs = self.rewriter.run_eqn(eqn, eqn_plan, values)

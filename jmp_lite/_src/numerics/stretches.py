@@ -22,6 +22,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.core import variables
 from jmp_lite._src.jaxprs.interpret import Stretch
 from jmp_lite._src.jaxprs.primitives import CONTROL_FLOW, cases
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
@@ -91,15 +92,14 @@ def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
     for in_python, pairs in runs:
         cut_up = ([pair] for pair in pairs) if in_python else _cut_alike(list(pairs))
         groups += [(group, in_python) for group in cut_up]
-    later = {v for v in jaxpr.outvars if not compat.is_literal(v)}
+    later = set(variables(jaxpr.outvars))
     stretches = []
     for pairs, in_python in reversed(groups):
         made = dict.fromkeys(v for eqn, _ in pairs for v in eqn.outvars)
         read = dict.fromkeys(
             v
             for eqn, eqn_plan in pairs
-            for v in (*eqn.invars, *shadow.also_reads(eqn_plan))
-            if not compat.is_literal(v)
+            for v in variables((*eqn.invars, *shadow.also_reads(eqn_plan)))
         )
         invars = [v for v in read if v not in made]
         stretches.append(
