@@ -67,7 +67,7 @@ class _Watcher(_Origins, Walker):
         here = _origin(equation.moment.eqn_count, equation.site, equation.moment.loops)
         operands = _operands(equation.eqn, equation.ins, equation.tags)
         return [
-            _origin_in_program(out, operands, here) if _can_overflow(out) else NONE
+            _origin_in_program(out, operands, here) if is_floating(out) else NONE
             for out in equation.outs
         ]
 
@@ -90,7 +90,7 @@ class OriginObserver(_Origins, Observer):
         operands = _operands(op.eqn, op.ins, origins)
         found = np.asarray(_origin_of(out, operands, here))
         if found[0] == op.eqn_count:
-            floats = [x for x in op.ins if x is not None and _can_overflow(x)]
+            floats = [x for x in op.ins if x is not None and is_floating(x)]
             self.ranges[op.eqn_count] = tuple(map(_range, floats[:_OPERANDS]))
         return found
 
@@ -105,7 +105,7 @@ def of_argument(value: Any, index: int) -> Any:
 
 
 def _of_input(value: Any, site: int, when_nan: int) -> Any:
-    if not _can_overflow(value) or _is_finite_number(value):
+    if not is_floating(value) or _is_finite_number(value):
         return NONE
     value = look(value)
     xp = _library(value)
@@ -137,13 +137,13 @@ def _operands(eqn: Any, ins: Any, tags: Any) -> list[tuple[Any, Any]]:
     return [
         (x, tag)
         for x, tag in pairs
-        if x is not None and _can_overflow(x) and not _is_finite_number(x)
+        if x is not None and is_floating(x) and not _is_finite_number(x)
     ]
 
 
 def _chosen(which: Any, i: int, case: Any) -> Any:
     """Return an operand of a `select_n` with 0 wherever it is not selected."""
-    if case is None or not _can_overflow(case):
+    if case is None or not is_floating(case):
         return case
     xp = _library(which, case)
     return xp.where(which.astype(np.int32) == i, case, xp.zeros_like(case))
@@ -211,7 +211,3 @@ def _is_finite_number(x: Any) -> bool:
     """Return whether this is a number written in the program, and finite."""
     is_literal = not isinstance(x, jax.Array) and np.ndim(x) == 0
     return is_literal and bool(np.isfinite(np.asarray(x)))
-
-
-def _can_overflow(x: Any) -> bool:
-    return is_floating(jax.typeof(x))

@@ -63,7 +63,7 @@ def check_is_finite(found: Any, results: Sequence[Any], caller: str) -> None:
 
 
 def _has_nan(x: Any) -> bool:
-    if not is_floating(jax.typeof(x)):
+    if not is_floating(x):
         return False
     x = look(x)
     return bool((jnp if isinstance(x, jax.Array) else np).isnan(x).any())

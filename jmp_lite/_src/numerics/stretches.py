@@ -11,7 +11,6 @@ compiled once.
 import dataclasses
 import hashlib
 import itertools
-import math
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs.core import variables
+from jmp_lite._src.jaxprs.core import is_float, size, variables
 from jmp_lite._src.jaxprs.interpret import Stretch
 from jmp_lite._src.jaxprs.primitives import CONTROL_FLOW, cases
 from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
@@ -166,13 +165,14 @@ def _bytes(eqn: Any) -> int:
     """Return the size of all floating results in an equation."""
     bodies = bodies_of(eqn)
     if bodies is None:
-        avals = [v.aval for v in eqn.outvars if is_floating(v.aval)]
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+        made = [v for v in eqn.outvars if is_float(v)]
+        return sum(size(v) * v.aval.dtype.itemsize for v in made)
     return sum(_bytes(inner) for body in bodies for inner in body.jaxpr.eqns)
 
 
-def is_floating(aval: Any) -> bool:
-    """Return whether an abstract value is an array of floating or complex numbers."""
+def is_floating(x: Any) -> bool:
+    """Return whether a value is an array of floating or complex numbers."""
+    aval = jax.typeof(x)
     return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -372,8 +372,7 @@ class _Recorder(Walker):
 
     def _floating(self, arrays: Sequence[Any]) -> list[Any]:
         return [
-            self.slot(x) if x is not None and is_floating(jax.typeof(x)) else None
-            for x in arrays
+            self.slot(x) if x is not None and is_floating(x) else None for x in arrays
         ]
 
     def tag_constant(self, value: Any) -> _Tag:
@@ -396,4 +395,4 @@ def _unfused(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _is_computed(x: Any) -> bool:
-    return isinstance(x, Tracer) and is_floating(jax.typeof(x))
+    return isinstance(x, Tracer) and is_floating(x)
