@@ -17,10 +17,10 @@ def gained(before: DryRunReport, after: DryRunReport) -> list[OpStats]:
 
     They are half only because results of products are.
     """
-    pairs = zip(_results(before), _results(after), strict=True)
+    results = ([x for x in r.rows if not x.is_operand] for r in (before, after))
     return [
         new
-        for old, new in pairs
+        for old, new in zip(*results, strict=True)
         if new.is_half and not old.is_half and new.direction == "forward"
     ]
 
@@ -124,7 +124,3 @@ def _rules(
             yield from _rules(child, own, results)
     if own != around:
         yield scope, own
-
-
-def _results(report: DryRunReport) -> list[OpStats]:
-    return [row for row in report.rows if not row.is_operand]
