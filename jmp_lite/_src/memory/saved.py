@@ -95,7 +95,8 @@ class SavedReport(reports.Report):
         arguments = sum(row.bytes for row in self.arguments)
         largest = itertools.islice(self.by_layer.items(), 5)
         layers = [f"{name or '(no scope)'} {size(n)}" for name, n in largest]
-        more = len(self.by_layer) - len(layers)
+        if more := len(self.by_layer) - len(layers):
+            layers.append(f"{more} more")
         dtypes = [
             f"{reports.short_dtype(d)} {size(n)}" for d, n in self.by_dtype.items()
         ]
@@ -106,10 +107,7 @@ class SavedReport(reports.Report):
             ("layer", "op", "line", "dtype", "shape", "×", "size", "hint"),
             [_cells(rows) for rows in groups],
             numbers=("×", "size"),
-            caption="by layer: "
-            + ", ".join([*layers, *([f"{more} more"] if more > 0 else [])])
-            + "; by dtype: "
-            + ", ".join(dtypes),
+            caption=f"by layer: {', '.join(layers)}; by dtype: {', '.join(dtypes)}",
         )
 
 
