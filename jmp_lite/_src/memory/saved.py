@@ -200,9 +200,9 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
         names += [""] * (len(jaxpr.invars) - len(names))
         arguments = {id(v): name for v, name in zip(jaxpr.invars, names, strict=True)}
         rows, given = [], []
-        finder = _Finder()
+        made_in = functools.cache(_Made)
         for var in {id(v): v for v in jaxpr.outvars}.values():
-            found = finder.find(jaxpr, var)
+            found = _find(jaxpr, var, made_in)
             if id(found.var) in arguments:
                 name, aval = arguments[id(found.var)], found.var.aval
                 dtype, shape = str(aval.dtype), tuple(aval.shape)
@@ -312,38 +312,36 @@ def _wrapped(eqn: Eqn, var: Var) -> Var | None:
     return operand if operand.aval.shape == var.aval.shape else None
 
 
-class _Finder:
-    """Finds what made the outputs of a program, in the calls and loops that it has."""
-
-    def __init__(self):
-        self._made = functools.cache(_Made)
-
-    def find(self, jaxpr: Jaxpr, var: Var, layer: str = "", line: str = "") -> _Found:
-        made, path = self._made(jaxpr), layer
-        while not compat.is_literal(var) and (eqn := made.by.get(var)) is not None:
-            path = name_scopes.join(layer, name_scopes.of(eqn))
-            line = sources.source_line(eqn, line)
-            if (operand := _wrapped(eqn, var)) is not None:
-                var = operand
-                continue
-            sub = self._body(eqn, var)
-            if sub is None:
-                return _Found(var, eqn, made, path, line)
-            out = sub.jaxpr.outvars[sub.results.index(eqn.outvars.index(var))]
-            inside = self.find(sub.jaxpr, out, path, line)
-            if carried := _next_carry(eqn, sub, inside):
-                inside = self.find(sub.jaxpr, carried, path, line)
-            if inside.eqn is not None:
-                return inside
-            if eqn.primitive.name in LOOPS or compat.is_literal(inside.var):
-                return _Found(var, eqn, made, path, line)
-            # The body returns what it is given.
-            if inside.var not in sub.jaxpr.invars:  # a constant
-                return inside
-            var = eqn.invars[sub.operands[sub.jaxpr.invars.index(inside.var)]]
-        return _Found(var, None, made, path, line)
-
-    def _body(self, eqn: Eqn, var: Var) -> control_flow.SubJaxpr | None:
-        """Return the jaxpr in an equation that computes a result of it."""
+def _find(
+    jaxpr: Jaxpr,
+    var: Var,
+    made_in: Callable[[Jaxpr], _Made],
+    layer: str = "",
+    line: str = "",
+) -> _Found:
+    """Return what made a result of a program, in the calls and loops that it has."""
+    made, path = made_in(jaxpr), layer
+    while not compat.is_literal(var) and (eqn := made.by.get(var)) is not None:
+        path = name_scopes.join(layer, name_scopes.of(eqn))
+        line = sources.source_line(eqn, line)
+        if (operand := _wrapped(eqn, var)) is not None:
+            var = operand
+            continue
         index = eqn.outvars.index(var)
-        return next((sub for sub in bodies_of(eqn) or () if index in sub.results), None)
+        subs = bodies_of(eqn) or ()
+        sub = next((sub for sub in subs if index in sub.results), None)
+        if sub is None:
+            return _Found(var, eqn, made, path, line)
+        out = sub.jaxpr.outvars[sub.results.index(index)]
+        inside = _find(sub.jaxpr, out, made_in, path, line)
+        if carried := _next_carry(eqn, sub, inside):
+            inside = _find(sub.jaxpr, carried, made_in, path, line)
+        if inside.eqn is not None:
+            return inside
+        if eqn.primitive.name in LOOPS or compat.is_literal(inside.var):
+            return _Found(var, eqn, made, path, line)
+        # The body returns what it is given.
+        if inside.var not in sub.jaxpr.invars:  # a constant
+            return inside
+        var = eqn.invars[sub.operands[sub.jaxpr.invars.index(inside.var)]]
+    return _Found(var, None, made, path, line)
