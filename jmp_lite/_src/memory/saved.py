@@ -119,11 +119,6 @@ def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def aval_bytes(aval: Any) -> int:
-    """Return the bytes of an array, of what has its shape and dtype."""
-    return math.prod(aval.shape) * aval.dtype.itemsize
-
-
 def _alike(rows: Iterable[SavedArray]) -> list[list[SavedArray]]:
     """Return the rows of one operation and line together, whatever their layer."""
     groups: dict[Any, list[SavedArray]] = defaultdict(list)
@@ -203,11 +198,9 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
         made_in = functools.cache(_Made)
         for var in {id(v): v for v in jaxpr.outvars}.values():
             found = _find(jaxpr, var, made_in)
-            if id(found.var) in arguments:
-                name, aval = arguments[id(found.var)], found.var.aval
-                dtype, shape = str(aval.dtype), tuple(aval.shape)
-                row = SavedArray("", "argument", name, dtype, shape, aval_bytes(aval))
-                given.append(row)
+            name = arguments.get(id(found.var))
+            if name is not None:
+                given.append(_row(found.var, "", "argument", name))
             else:
                 rows.append(found.row(var))
         by_bytes = functools.partial(sorted, key=lambda row: -row.bytes)
@@ -225,13 +218,16 @@ class _Found(NamedTuple):
 
     def row(self, var: Var) -> SavedArray:
         name = self.eqn.primitive.name if self.eqn else "constant"
-        dtype, shape = str(var.aval.dtype), tuple(var.aval.shape)
         hints = self.around.hints(self.eqn, self.var) if self.eqn else _NONE
         hint = hints[name_scopes.AUTOCAST in self.layer.split("/")]
         layer = name_scopes.without_marks(self.layer)
-        return SavedArray(
-            layer, name, self.line, dtype, shape, aval_bytes(var.aval), hint
-        )
+        return _row(var, layer, name, self.line, hint)
+
+
+def _row(var: Var, layer: str, operation: str, line: str, hint: str = "") -> SavedArray:
+    dtype, shape = var.aval.dtype, tuple(var.aval.shape)
+    count = math.prod(shape) * dtype.itemsize
+    return SavedArray(layer, operation, line, str(dtype), shape, count, hint)
 
 
 class _Made:
