@@ -470,12 +470,8 @@ def _is_count(x: Any) -> bool:
 
 
 def _warn_if_not_floating(x: Any, name: str) -> None:
-    dtype = getattr(x, "dtype", None)
-    is_integer = isinstance(x, int) or (
-        dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-    )
-    if is_integer:
-        dtype = "int" if dtype is None else dtype
+    dtype = "int" if isinstance(x, int) else getattr(x, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
         warnings.warn(
             f"Expected floating type for {name}, got {dtype}; it is cast to float32.",
             stacklevel=5,
