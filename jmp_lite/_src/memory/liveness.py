@@ -152,7 +152,6 @@ def _peak(
             root = values[x.name]
         steps.append((x, made, list(filter(None, read))))
     for array in filter(None, root):
-        array.last_read = len(steps)
         array.is_given = True
     return _follow(steps, of_body)
 
