@@ -51,9 +51,7 @@ def _why_not_fp8(eqn: Any) -> str:
 
 def no_fp8_message(what: str, reasons: Mapping[str, int]) -> str:
     """Return the warning that a policy puts no product in fp8."""
-    why = "it has none"
-    if reasons:
-        why = "; ".join(f"{n} × {reason}" for reason, n in reasons.items())
+    why = "; ".join(f"{n} × {reason}" for reason, n in reasons.items()) or "it has none"
     return (
         f"with_policy put no matrix product of {what} in fp8: {why}. A larger batch "
         "has larger products; a rule overrides a `dtype` (`PolicyMap('mixed_fp8', {'': "
