@@ -150,15 +150,14 @@ class ModulePolicies:
             )
         present = tuple(modules.values())
         for cls, _ in self.classes:
-            if not any(issubclass(c, cls) for c in present):
-                if self.policy.allow_unused:
-                    continue
-                names = sorted({c.__name__ for c in present})
-                raise ValueError(
-                    f"The model has no {cls.__name__} for the policy of that class; "
-                    f"it has {names}. (allow_unused=True in a PolicyMap disables this "
-                    "check.)"
-                )
+            if self.policy.allow_unused or any(issubclass(c, cls) for c in present):
+                continue
+            names = sorted({c.__name__ for c in present})
+            raise ValueError(
+                f"The model has no {cls.__name__} for the policy of that class; "
+                f"it has {names}. (allow_unused=True in a PolicyMap disables this "
+                "check.)"
+            )
         own_dtypes = own_dtypes or {}
         resolved: dict[str, ModulePolicy] = {}
         for path in sorted(modules, key=lambda p: p.count("/") + bool(p)):
