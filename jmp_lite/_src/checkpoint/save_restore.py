@@ -252,12 +252,11 @@ class _NumpyHandler(ocp.type_handlers.NumpyHandler):
         """Return the arrays; raise the first error after the last array is read."""
         args = args or [ocp.RestoreArgs()] * len(infos)
         reads = map(self._read, infos, args)
-        arrays = []
-        for result in await asyncio.gather(*reads, return_exceptions=True):
+        results = await asyncio.gather(*reads, return_exceptions=True)
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
-            arrays.append(result)
-        return arrays
+        return results
 
     async def _read(self, info: Any, args: Any) -> np.ndarray:
         (array,) = await super().deserialize([info], [args])
