@@ -296,15 +296,12 @@ def parse_bytes(text: str) -> int:
 def _rows(found: Sequence[liveness.Live], parameters: Sequence[Any]) -> tuple[Any, ...]:
     """Return what is live by layer, operation and dtype, the largest first."""
     sizes = {program.shard_bytes(x) // x.dtype.itemsize for x in parameters}
-    groups = collections.defaultdict(list)
+    groups: dict[tuple[str, str, str, str], list[int]] = collections.defaultdict(list)
     for x in found:
         kind = ACTIVATIONS if x.made_in == "forward" else TEMPORARIES
         if x.made_in == "backward" and x.elements in sizes:
             kind = GRADIENTS
         if x.size:
             groups[kind, x.layer, x.operation, x.dtype].append(x.size)
-    rows = [
-        LiveRow(kind, layer, operation, dtype, len(x), sum(x))
-        for (kind, layer, operation, dtype), x in groups.items()
-    ]
+    rows = [LiveRow(*key, len(x), sum(x)) for key, x in groups.items()]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
