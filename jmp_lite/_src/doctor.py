@@ -331,16 +331,13 @@ def measure_rates(
     def share_used() -> float:
         return (time.perf_counter() - start) / seconds
 
-    def fits(size: int, larger: int) -> bool:
-        """Return whether compiling and a few rounds of larger products fit in time."""
-        one_round = sum(_time(run) for run in runs.values()) / seconds
-        return 2 * share_used() + _FEWEST_ROUNDS * one_round * (larger / size) ** 3 < 1
-
     size, *sizes = _SIZES.get(jax.local_devices()[0].platform, _SIZES["gpu"])
     runs, errors = _compile_products(size)
     for larger in sizes:
         on_progress(min(share_used(), 1.0))
-        if not fits(size, larger):
+        # Compiling larger products and a few rounds of them must fit in the time.
+        one_round = sum(_time(run) for run in runs.values()) / seconds
+        if 2 * share_used() + _FEWEST_ROUNDS * one_round * (larger / size) ** 3 >= 1:
             break
         size = larger
         runs, errors = _compile_products(size)
