@@ -135,38 +135,8 @@ class PolicyModule(nnx.Module):
         resolved = self.policies.resolve(_classes(modules))
         owners = params_by_module(nnx.state(self.model, nnx.Param), modules)
         cast_owners = {path for path in owners if not _has_dtype(modules[path])}
-
-        def cast(params, inputs):
-            if "" in cast_owners:
-                inputs = resolved[""].policy.cast_to_compute(inputs)
-            return cast_params(params, resolved, "compute_dtype", cast_owners), inputs
-
-        any_fp8 = any(map(_is_in_fp8, modules.values()))
-        out = self._call_copy(cast, args, kwargs, any_fp8)
-        return resolved[""].policy.cast_to_output(out)
-
-    def explain(self) -> Explanation:
-        """Return the dtypes of each module under the policies; `.table()` prints them.
-
-        Output dtypes are known for flax's layers and for the model itself only.
-        """
-        modules = dict(sorted(_modules(self.model).items()))
-        resolved = self.policies.resolve(_classes(modules), dict(self.own_dtypes))
-        outputs = {
-            path: (dtypes.dtype_name(resolved[path].compute_dtype),)
-            for path, module in modules.items()
-            if _has_dtype(module)
-        }
-        outputs[""] = (dtypes.dtype_name(resolved[""].policy.output_dtype),)
-        params = nnx.state(self.model, nnx.Param)
-        in_fp8 = [path for path, module in modules.items() if _is_in_fp8(module)]
-        classes = _classes(modules)
-        return module_policies.explain(classes, resolved, params, outputs, in_fp8)
-
-    def _call_copy(
-        self, cast: Callable[..., Any], args: Any, kwargs: Any, any_fp8: bool
-    ) -> Any:
-        """Call a copy with parameters and inputs cast; copy its state changes back."""
+        # A copy is called, with parameters and inputs cast; then its changes of state
+        # are copied back.
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         is_node = list(map(_is_node, leaves))
         # Arguments such as random streams change too, and may be shared with the model.
@@ -176,7 +146,10 @@ class PolicyModule(nnx.Module):
         settings: dict[str, dict[str, Any]] = {}
 
         def call(params, other_state, inputs):
-            of_model, inputs = cast(params.get(0, nnx.State({})), inputs)
+            if "" in cast_owners:
+                inputs = resolved[""].policy.cast_to_compute(inputs)
+            of_model = params.get(0, nnx.State({}))
+            of_model = cast_params(of_model, resolved, "compute_dtype", cast_owners)
             params_of_both = nnx.State({**params, 0: of_model})
             both = nnx.merge(graphdef, params_of_both, other_state)
             copy, given = both[0], iter(both[1])
@@ -199,12 +172,12 @@ class PolicyModule(nnx.Module):
                     changed[path] = trees.cast_like(changed[path], param)
             return out, nnx.from_flat_state(changed)
 
-        if any_fp8:
+        if any(map(_is_in_fp8, modules.values())):
             try:
                 jaxpr = trace(call, (params, other_state, inputs)).closed
             except NEEDS_VALUES:  # outside of jit, a model may need those of arrays
                 jaxpr = None
-            products.warn_about_fp8(type(self.model).__name__, jaxpr, stacklevel=3)
+            products.warn_about_fp8(type(self.model).__name__, jaxpr, stacklevel=2)
         call.__name__ = type(self.model).__name__  # for error messages
         out, changed = sums_in_float32(call, self.policies.reduce_dtype)(
             params, other_state, inputs
@@ -214,7 +187,25 @@ class PolicyModule(nnx.Module):
             for name, value in settings[path].items():
                 if vars(module).get(name) != value:
                     setattr(module, name, value)
-        return out
+        return resolved[""].policy.cast_to_output(out)
+
+    def explain(self) -> Explanation:
+        """Return the dtypes of each module under the policies; `.table()` prints them.
+
+        Output dtypes are known for flax's layers and for the model itself only.
+        """
+        modules = dict(sorted(_modules(self.model).items()))
+        resolved = self.policies.resolve(_classes(modules), dict(self.own_dtypes))
+        outputs = {
+            path: (dtypes.dtype_name(resolved[path].compute_dtype),)
+            for path, module in modules.items()
+            if _has_dtype(module)
+        }
+        outputs[""] = (dtypes.dtype_name(resolved[""].policy.output_dtype),)
+        params = nnx.state(self.model, nnx.Param)
+        in_fp8 = [path for path, module in modules.items() if _is_in_fp8(module)]
+        classes = _classes(modules)
+        return module_policies.explain(classes, resolved, params, outputs, in_fp8)
 
 
 def _is_node(x: Any) -> bool:
