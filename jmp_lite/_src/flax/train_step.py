@@ -33,7 +33,6 @@ def update(
     value: Any = None,
     other_state: Any = None,
     old_other_state: Any = None,
-    **extra: Any,
 ) -> tuple[optax.Params, optax.OptState, jax.Array]:
     """Return the next parameters and optimiser state, and whether they were updated.
 
@@ -46,8 +45,7 @@ def update(
     as in a mask, does not skip the step.
     """
     other_state_finite = _all_still_finite(other_state, old_other_state)
-    if value is not None:
-        extra["value"] = value
+    extra = {} if value is None else {"value": value}
     if jax.tree.leaves(other_state) and trees.find(opt_state, ScaleAwareState):
         # A scale-aware optimiser takes either for a bad forward pass: it skips the step
         # and keeps the loss scale.
