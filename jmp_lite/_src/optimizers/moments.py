@@ -103,7 +103,6 @@ _EXTRA: tuple[Callable[[Any], dict[str, Any]], ...] = (
 def _trace_update(inner: Any, params: Any, init: tracing.Traced) -> Any:
     """Return the jaxpr of an update: from the arrays of the state to the new ones."""
     leaves, structure = jax.tree.flatten(params)
-    param_avals = [jax.typeof(x) for x in init.args]
 
     def trace(make_extra):
         def update(state, params):
@@ -117,7 +116,7 @@ def _trace_update(inner: Any, params: Any, init: tracing.Traced) -> Any:
             new = jax.tree.leaves(base.with_dtypes_of(new, state))
             return [new[i] for i in init.out_indices]
 
-        return jax.make_jaxpr(update)(init.closed.out_avals, param_avals).jaxpr
+        return jax.make_jaxpr(update)(init.closed.out_avals, init.closed.in_avals).jaxpr
 
     first_error = None
     for make_extra in _EXTRA:
