@@ -136,30 +136,20 @@ class StepReport(reports.Report):
 
     def _table(self, every):
         rows = [
-            (n, [name, "", "argument", "", "", size(n), self._share(n)])
-            for name, n in self.arguments.items()
-            if n
+            (name, "", "argument", "", "", n) for name, n in self.arguments.items() if n
         ]
         if results := self.by_class[RESULTS]:
-            cells = [RESULTS, "", "not donated", "", "", size(results)]
-            rows.append((results, [*cells, self._share(results)]))
+            rows.append((RESULTS, "", "not donated", "", "", results))
         groups = collections.defaultdict(list)
         for row in self.live:
             layer = row.layer if every else ""
             groups[row.kind, layer, row.operation, row.dtype].append(row)
         for (kind, _, operation, dtype), found in groups.items():
             n, arrays = (sum(getattr(x, f) for x in found) for f in ("bytes", "arrays"))
-            cells = [
-                kind,
-                reports.span(x.layer for x in found),
-                operation,
-                dtype,
-                f"{arrays}",
-                size(n),
-                self._share(n),
-            ]
-            rows.append((n, cells))
-        rows.sort(key=lambda row: -row[0])
+            layer = reports.span(x.layer for x in found)
+            rows.append((kind, layer, operation, dtype, f"{arrays}", n))
+        rows.sort(key=lambda row: -row[-1])
+        peak = max(self.peak, 1)
         loops = self.counts["loops_counted_once"]
         notes = [
             f"temporaries {size(self.temporaries)}",
@@ -174,13 +164,14 @@ class StepReport(reports.Report):
         return reports.Table(
             f"{self.verdict}\nin memory at the peak:",
             ("class", "layer", "op", "dtype", "×", "size", "share"),
-            [cells for n, cells in rows if every or n > 0.001 * self.peak],
+            [
+                (*cells, size(n), reports.percent(n / peak))
+                for *cells, n in rows
+                if every or n > 0.001 * self.peak
+            ],
             numbers=("×", "size", "share"),
             caption="; ".join(notes),
         )
-
-    def _share(self, count: int) -> str:
-        return reports.percent(count / max(self.peak, 1))
 
 
 def of_step(
