@@ -170,10 +170,9 @@ def _children(tree: Any) -> Iterable[tuple[str, Any]]:
 
 def _structures(tree: Any) -> Iterable[Any]:
     yield _structure(tree)
-    if not trees.is_array(tree):
-        for _, child in _children(tree):
-            if child is not tree:
-                yield from _structures(child)
+    for _, child in _children(tree):
+        if child is not tree:  # a leaf has itself
+            yield from _structures(child)
 
 
 def _structure(tree: Any) -> Any:
