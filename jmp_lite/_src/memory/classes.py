@@ -8,7 +8,7 @@
 A train state has both: its fields `params` and `opt_state`, or those of nnx.
 """
 
-import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -70,7 +70,9 @@ def classes_of_leaves(
         if known := by_name or by_index:
             found += [known] * len(_arrays(arg))
         else:
-            found += _classes(arg, _Context(returned, has_state, name, index))
+            is_first = index == 0 and not has_state
+            class_of = functools.partial(_class, returned, name, is_first)
+            found += _classes(arg, class_of)
     if given:
         raise ValueError(
             f"classes has {next(iter(given))!r}, and the arguments are "
@@ -89,15 +91,8 @@ def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
     return names + [f"argument {i}" for i in range(len(names), count)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Context:
-    returned: list[Any]  # structures, with shapes, of all trees in the result
-    has_state: bool  # whether an argument is or has an optimiser state
-    name: str
-    index: int
-
-
-def _classes(tree: Any, context: _Context) -> list[str]:
+def _classes(tree: Any, class_of: Callable[[Any], str]) -> list[str]:
+    """Return the class of each array, by `class_of` where there is no state."""
     count = len(_arrays(tree))
     if any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable))):
         return _classes_of_nnx(tree)
@@ -112,23 +107,26 @@ def _classes(tree: Any, context: _Context) -> list[str]:
             if known and not (known == PARAMETERS and _has_state(child)):
                 found += [known] * len(_arrays(child))
             else:
-                found += _classes(child, context)
+                found += _classes(child, class_of)
         return found
-    return [_class(tree, context)] * count
+    return [class_of(tree)] * count
 
 
-def _class(tree: Any, context: _Context) -> str:
-    """Return the class of a tree without optimiser state in it."""
+def _class(returned: list[Any], name: str, is_first: bool, tree: Any) -> str:
+    """Return the class of a tree without optimiser state in it.
+
+    By the `_structure`s of all trees in the result, the name of the argument, and
+    whether it is the first one of a step without optimiser state.
+    """
     floating = [x for x in _arrays(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if any(cls.__module__.startswith("equinox.") for cls in type(tree).__mro__):
         return PARAMETERS
-    if _structure(tree) in context.returned:
+    if _structure(tree) in returned:
         return PARAMETERS if floating else OTHER
     # A forward pass returns nothing like its parameters.
     is_tree = not trees.is_array(tree) and len(floating) > 1
-    is_first = context.index == 0 and not context.has_state
-    named = _FIELDS.get(context.name)
-    return named or (PARAMETERS if is_tree and is_first and floating else BATCH)
+    named = _FIELDS.get(name)
+    return named or (PARAMETERS if is_tree and is_first else BATCH)
 
 
 def _is_variable(x: Any) -> bool:
