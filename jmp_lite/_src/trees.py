@@ -220,25 +220,19 @@ def copy_shared_buffers(tree: T) -> T:
 
 
 def first_difference(
-    a: Any, b: Any, names: tuple[str, str] = ("the first", "the second")
+    a: Any,
+    b: Any,
+    names: tuple[str, str] = ("the first", "the second"),
+    path: tuple[Any, ...] = (),
 ) -> str | None:
     """Describe where two trees first differ in structure; None if they do not.
 
-    None in the first one matches any subtree of the other.
+    None in the first one matches any subtree of the other. Both are at this key path.
 
     Examples:
       >>> first_difference({"w": 1, "b": 2}, {"w": {"x": 1}, "b": 2})
       "at 'w', a leaf in the first, a dict in the second"
     """
-    return _first_difference(a, b, names, ())
-
-
-def key_path(path: Any) -> str:
-    """Return a key path as a string such as `"decoder/layers/0/kernel"`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _first_difference(a: Any, b: Any, names: Any, path: Any) -> str | None:
     if a is None or jax.tree.structure(a) == jax.tree.structure(b):
         return None
     level_a, kind_a, parts_a = _split_root(a)
@@ -253,10 +247,15 @@ def _first_difference(a: Any, b: Any, names: Any, path: Any) -> str | None:
     if level_a != level_b:
         return f"at {where}, {kind_a} in both, with other static fields"
     found = (
-        _first_difference(part, parts_b[key], names, (*path, key))
+        first_difference(part, parts_b[key], names, (*path, key))
         for key, part in parts_a.items()
     )
     return next((difference for difference in found if difference is not None), None)
+
+
+def key_path(path: Any) -> str:
+    """Return a key path as a string such as `"decoder/layers/0/kernel"`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
