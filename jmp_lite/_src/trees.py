@@ -263,10 +263,9 @@ def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
     parts, level = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: x is not tree
     )
-    kind = "nothing" if tree is None else type(tree).__name__
-    if jax.tree_util.all_leaves([tree]):
-        kind = "leaf"
-    kind = kind if tree is None else f"a {kind}"
+    kind = "nothing" if tree is None else f"a {type(tree).__name__}"
+    if jax.tree_util.all_leaves([tree]):  # None is no leaf
+        kind = "a leaf"
     return level, kind, {path[0]: part for path, part in parts if path}
 
 
