@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 
 from jmp_lite._src import trees
-from jmp_lite._src.loss_scale import DynamicLossScale, get_loss_scale
+from jmp_lite._src.loss_scale import get_loss_scale
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
 
 _POSSIBLE_CAUSES = (
@@ -144,9 +144,7 @@ def check_skipped_steps(
         if skips < max_consecutive_skips:
             continue
         scale = float(np.min(np.asarray(state.loss_scale.loss_scale)))
-        minimum = scale
-        if isinstance(state.loss_scale, DynamicLossScale):
-            minimum = state.loss_scale.min_loss_scale
+        minimum = getattr(state.loss_scale, "min_loss_scale", scale)
         where = f" of {path!r}" if path else ""
         cause = find_cause() if find_cause is not None else None
         raise TooManySkippedStepsError(
