@@ -172,7 +172,6 @@ def scale_aware(
     if loss_scale is None:
         loss_scale = DynamicLossScale()
     check_loss_scale(loss_scale)
-    initial_loss_scale = loss_scale
 
     def init_fn(params: optax.Params) -> ScaleAwareState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
@@ -184,7 +183,7 @@ def scale_aware(
             inner_state=jax.tree.map(base.strongly_typed, inner_state),
             # Copied, because a step may donate its state while the initial loss scale
             # is used for other states.
-            loss_scale=jax.tree.map(jnp.copy, initial_loss_scale),
+            loss_scale=jax.tree.map(jnp.copy, loss_scale),
             last_finite=jnp.array(True),
             skipped_steps=jnp.zeros([], jnp.int32),
             consecutive_skips=jnp.zeros([], jnp.int32),
