@@ -257,11 +257,10 @@ def get_policy(policy: "str | Policy") -> Policy:
             )
         is_dtype = field != "matmul_dtype"
         given[field] = dtypes.parse_dtype(value) if is_dtype else value.strip()
-    param = given.get("param_dtype", jnp.float32)
-    compute = given.get("compute_dtype", param)
-    output = given.get("output_dtype", compute)
-    matmul, reduce = given.get("matmul_dtype"), given.get("reduce_dtype")
-    return Policy(param, compute, output, matmul, reduce)
+    given.setdefault("param_dtype", jnp.float32)
+    given.setdefault("compute_dtype", given["param_dtype"])
+    given.setdefault("output_dtype", given["compute_dtype"])
+    return Policy(**given)
 
 
 def _did_you_mean(name: str) -> str:
