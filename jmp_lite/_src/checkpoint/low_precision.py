@@ -55,12 +55,11 @@ def convert(
         if was == wanted:
             return x
         numbers = decompress(x) if was else x
+        dtype = wanted or target.dtype
         if wanted:
-            dtype = wanted
             numbers = jnp.asarray(numbers).astype(jnp.float32)
             new = jax.tree.map(_placed_as, compress(numbers, wanted), target)
         else:
-            dtype = target.dtype
             new, _ = cast_array(numbers, dtype, f"{where}: {name}")
             new = np.asarray(new) if isinstance(target, np.ndarray) else new
         casts[name] = Cast(was or saved[name].dtype, dtype, 0)
