@@ -107,13 +107,11 @@ def check_compatible(
     told = fixed or ([] if cast else unlike)
     if told:
         pairs = [f"{path} ({saved[path]}, `like` has {wanted[path]})" for path in told]
+        advice = "cast=True casts them."
+        if fixed:
+            advice = "Only floating arrays of the same shape can be cast."
         raise ValueError(
-            f"{where} does not match `like`: it has {summarize(pairs)}. "
-            + (
-                "Only floating arrays of the same shape can be cast."
-                if fixed
-                else "cast=True casts them."
-            )
+            f"{where} does not match `like`: it has {summarize(pairs)}. {advice}"
         )
 
 
