@@ -389,11 +389,10 @@ def get_loss_scale(tree: Any) -> LossScale:
             "of one loss, as around optax.partition. If each has a loss of its own, "
             "pass its part of the tree."
         )
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
     raise ValueError(
         "Found no loss scale in a tree of type "
         f"{type(tree).__name__} with the leaves "
-        f"{[trees.key_path(path) for path, _ in leaves][:8]}; expected a loss scale or "
+        f"{trees.key_paths(tree)[:8]}; expected a loss scale or "
         f"a state that holds one, such as scale_aware(...).init(params).{_remedy(tree)}"
     )
 

@@ -368,16 +368,13 @@ class PolicyMap:
         if role not in ("param", "compute", "output"):
             raise ValueError(f"Expected 'param', 'compute' or 'output', got {role!r}.")
         role = f"{role}_dtype"
-        leaves = [
-            (trees.key_path(path), x)
-            for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        ]
-        self.check_unused([path for path, _ in leaves])
+        paths = trees.key_paths(tree)
+        self.check_unused(paths)
         return {
             path: jnp.dtype(getattr(self.at(path), role))
             if trees.is_castable(x)
             else x.dtype
-            for path, x in leaves
+            for path, x in zip(paths, jax.tree.leaves(tree), strict=True)
             if trees.is_array(x)
         }
 
@@ -399,10 +396,7 @@ class PolicyMap:
         check_patterns(patterns, paths, if_none=if_none, hint=hint)
 
     def _cast(self, tree: T, role: str) -> T:
-        paths = [
-            trees.key_path(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)
-        ]
-        self.check_unused(paths)
+        self.check_unused(trees.key_paths(tree))
         return jax.tree_util.tree_map_with_path(
             lambda path, x: trees.cast_floating(
                 x, getattr(self.at(trees.key_path(path)), role)

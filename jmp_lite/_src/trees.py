@@ -258,6 +258,11 @@ def key_path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def key_paths(tree: Any) -> list[str]:
+    """Return the key path of each leaf of a tree."""
+    return [key_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
     """Return the structure of a tree's root, its description and its children."""
     parts, level = jax.tree_util.tree_flatten_with_path(
@@ -322,8 +327,7 @@ def _check_same_structure(a: Any, b: Any, caller: str) -> None:
     structure_a, structure_b = jax.tree.structure(a), jax.tree.structure(b)
     if structure_a == structure_b:
         return
-    a_paths = {key_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(a)}
-    b_paths = {key_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(b)}
+    a_paths, b_paths = set(key_paths(a)), set(key_paths(b))
     raise ValueError(
         f"{caller} got trees of different structure: only the first has "
         f"{sorted(a_paths - b_paths)}, only the second {sorted(b_paths - a_paths)} "

@@ -168,10 +168,7 @@ def low_precision_state(
 
     def init_fn(params: optax.Params) -> optax.OptState:
         stored, params = base.stored_dtypes(params), trees.cast_at_least_float32(params)
-        paths = [
-            trees.key_path(path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(base.fast_params(params))
-        ]
+        paths = trees.key_paths(base.fast_params(params))
         policy.check_patterns([pattern for pattern, _ in choice.rules], paths)
         at = _Shapes(params)
 
