@@ -156,15 +156,13 @@ def check_key(key: Any) -> None:
 # Parameters stored in half precision.
 
 
-@trees.register_dataclass
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StoredDtypes:
     """The dtypes in which parameters are stored: a static pytree without leaves."""
 
     # The key path and dtype of each floating parameter.
-    by_path: tuple[tuple[str, np.dtype], ...] = dataclasses.field(
-        metadata={"static": True}
-    )
+    by_path: tuple[tuple[str, np.dtype], ...]
 
 
 class Told(NamedTuple):
