@@ -187,19 +187,30 @@ def update_in_float32(
     state: optax.OptState,
     params: optax.Params | None,
     extra: dict[str, Any],
+    owner: str,
+    reason: str,
 ) -> tuple[optax.Updates, optax.OptState]:
     """Update an inner optimiser that sees float32 parameters.
 
-    States of these `kinds` are told the dtypes in which the parameters are stored.
+    States of these `kinds` are told the dtypes in which the parameters are stored. The
+    state keeps its dtypes, and for this reason its structure: raise if it is another.
     """
     stored, params = stored_dtypes(params), trees.cast_at_least_float32(params)
     if stored is None:
-        return inner.update(grads, state, params, **extra)
-    state = trees.map_nodes(
-        lambda x: x._replace(inner_state=Told(x.inner_state, stored)), state, kinds
+        updates, new = inner.update(grads, state, params, **extra)
+    else:
+        told = trees.map_nodes(
+            lambda x: x._replace(inner_state=Told(x.inner_state, stored)), state, kinds
+        )
+        updates, new = inner.update(grads, told, params, **extra)
+        new = trees.map_nodes(lambda x: x.inner_state, new, Told)
+    advice = (
+        f"{reason}, so both states must have the same structure. Put a transformation "
+        f"that changes it (such as optax.monitor) outside of {owner}: "
+        f"optax.chain({owner}(...), optax.monitor(...))."
     )
-    updates, state = inner.update(grads, state, params, **extra)
-    return updates, trees.map_nodes(lambda x: x.inner_state, state, Told)
+    check_structure(new, state, owner, advice)
+    return updates, with_dtypes_of(new, state)
 
 
 def check_update(

@@ -27,12 +27,6 @@ _DTYPES = ("bfloat16", "8bit")
 # a number.
 _SHORTEST_ROW = 32
 
-_SAME_STRUCTURE = (
-    "Each leaf is stored as before, so both states must have the same structure. Put a "
-    "transformation that changes it (such as optax.monitor) outside of "
-    "low_precision_state: optax.chain(low_precision_state(...), optax.monitor(...))."
-)
-
 
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -192,11 +186,10 @@ def low_precision_state(
         choice.check(state, at)
         old = trees.map_nodes(decompress, state.inner_state, LowPrecisionArray)
         grads = trees.cast_at_least_float32(updates)
+        owner, reason = "low_precision_state", "Each leaf is stored as before"
         new_updates, new = base.update_in_float32(
-            inner, NEED_STORED_DTYPES, grads, old, params, extra
+            inner, NEED_STORED_DTYPES, grads, old, params, extra, owner, reason
         )
-        base.check_structure(new, old, "low_precision_state", _SAME_STRUCTURE)
-        new = base.with_dtypes_of(new, old)
 
         next_key, key = jax.random.split(state.key)
         seed = jax.random.bits(key, (2,))

@@ -37,11 +37,6 @@ NEED_STORED_DTYPES = (
 # States of what leaves updates alone, or may: it is for a part of the parameters.
 _CHANGE_OTHERS = optax.SnapshotState, optax.MaskedState
 
-_SAME_STRUCTURE = (
-    "A skipped step keeps the old state, so both states must have the same structure. "
-    "Put a transformation that changes it (such as optax.monitor) outside of "
-    "scale_aware: optax.chain(scale_aware(...), optax.monitor(...))."
-)
 _UNSCALED_TWICE = (
     "The optimiser to wrap already has a scale_aware optimiser inside: gradients would "
     "be unscaled twice. Remove one of the two."
@@ -218,16 +213,13 @@ def scale_aware(
             value = _where(finite, value, 0)
         if value is not None:
             extra["value"] = value
+        old, reason = state.inner_state, "A skipped step keeps the old state"
         new_updates, inner_state = base.update_in_float32(
-            inner, NEED_STORED_DTYPES, grads, state.inner_state, params, extra
+            inner, NEED_STORED_DTYPES, grads, old, params, extra, "scale_aware", reason
         )
-        base.check_structure(
-            inner_state, state.inner_state, "scale_aware", _SAME_STRUCTURE
-        )
-        inner_state = base.with_dtypes_of(inner_state, state.inner_state)
         if skip_nonfinite:
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
-            inner_state = trees.select_tree(finite, inner_state, state.inner_state)
+            inner_state = trees.select_tree(finite, inner_state, old)
 
         adjusted = state.loss_scale.adjust(finite)
         return new_updates, ScaleAwareState(
