@@ -236,7 +236,7 @@ RULES = (
         "long-sum-in-half",
         "warning",
         _sums_in_loops,
-        "A state, a time or a gradient that a loop adds to stops to change.",
+        "A state, a time or a gradient that a loop adds to stops changing.",
         "Keep what the loop carries in float32: cast inside of its body, or use "
         "jmp_lite.autocast.",
     ),
