@@ -144,7 +144,7 @@ def _train(tx: Any, needs: str, same_batch: bool) -> Any:
 
 # What the sign of a moment decides is decided by its rounding where it is near zero.
 # Muon divides by singular values, small ones too.
-_FAR = {"lion": 0.4, "contrib.sophia": 0.45, "muon": 0.9}
+_FAR = {"lion": 0.4, "contrib.sophia": 0.4, "muon": 0.9}
 
 
 @functools.cache
