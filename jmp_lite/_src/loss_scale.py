@@ -374,11 +374,11 @@ def get_loss_scale(tree: Any) -> LossScale:
         for _, state in trees.find(tree, _WITHHOLD):
             if trees.find(state, LossScale):
                 warnings.warn(
-                    f"What has the {type(state).__name__} around scale_aware hides "
-                    "overflows from it: the loss scale may never fall, and an inf "
-                    "stays in the sum of MultiSteps. Put MultiSteps inside, as "
-                    "scale_aware(optax.MultiSteps(optimizer, k)), and leave "
-                    "apply_if_finite out: scale_aware does that.",
+                    "An optimiser around scale_aware (its state is a "
+                    f"{type(state).__name__}) hides overflows from it: the loss scale "
+                    "may never fall, and an inf stays in the sum of MultiSteps. Put "
+                    "MultiSteps inside, as scale_aware(optax.MultiSteps(optimizer, k))"
+                    ", and leave apply_if_finite out: scale_aware does that.",
                     stacklevel=3,
                 )
         return compat.unwrap_nnx_variables(found[0][1])

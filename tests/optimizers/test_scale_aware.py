@@ -297,9 +297,7 @@ def test_gradients_are_not_unscaled_twice(between):
 def test_what_withholds_gradients_is_warned_of_around_scale_aware(wrap, state):
     sgd, params = optax.sgd(1.0), jnp.ones(2)
     around = {"opt": wrap(scale_aware(sgd)).init(params)}
-    with pytest.warns(
-        UserWarning, match=f"the {state} around scale_aware hides.*Put M"
-    ):
+    with pytest.warns(UserWarning, match=f"a {state}. hides.*Put MultiSteps inside"):
         jmp_lite.scaled_grad(jnp.sum, loss_scale=around)
     inside = {"opt": scale_aware(wrap(sgd)).init(params)}
     assert jmp_lite.get_loss_scale(inside)  # without a warning

@@ -26,7 +26,7 @@ from jmp_lite import DynamicLossScale, numerics, scale_aware
 pytestmark = [
     pytest.mark.standard_promotion,
     # It warns of two of them around `scale_aware`, where these tests put them as well.
-    pytest.mark.filterwarnings("ignore:What has the .* around scale_aware"),
+    pytest.mark.filterwarnings("ignore:An optimiser around scale_aware"),
 ]
 
 _PAGE = Path(__file__).parents[2] / "docs" / "reference" / "optimisers.md"

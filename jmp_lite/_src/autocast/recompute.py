@@ -90,9 +90,8 @@ class Clusters:
             for i in cluster.indices
             if i not in search.repeated
         }
-        of_products = {i for indices in products.values() for i in indices}
-        others = (i for i in range(len(pairs)) if i not in of_products)
-        alone = [i for i in others if i not in inside]
+        together = {*inside, *itertools.chain(*products.values())}
+        alone = (i for i in range(len(pairs)) if i not in together)
         steps = [(search.depth[i], i, i) for i in alone]
         steps += [
             (search.depth[i], i, _part(plan, indices))
@@ -356,16 +355,13 @@ class _Search:
 
         Such are images that are resized, or keys that groups of queries share.
         """
-        found = {}
+        found: dict[int, set[int]] = defaultdict(set)
         for i in filter(self._is_product, range(len(self.eqns))):
-            moves: set[int] = set()
             for var in variables(self.eqns[i].invars):
-                source, before = self._moved_from(var)
+                source, moves = self._moved_from(var)
                 if core.size(var) >= _REPEATS * core.size(source):
-                    moves.update(before)
-            if moves:
-                found[i] = [*sorted(moves), i]
-        return found
+                    found[i].update(moves)
+        return {i: [*sorted(moves), i] for i, moves in found.items() if moves}
 
     def _is_product(self, index: int) -> bool:
         return self.plan.eqn_plans[index].is_low_product

@@ -13,7 +13,7 @@ their result.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -204,19 +204,16 @@ def find(plan: CastPlan, halves: Set[Var], has_range: bool) -> frozenset[Var]:
     """Return the float32 values of a plan that wait."""
     # If half has the range of float32, none waits outside of loops: there XLA itself
     # keeps what takes less.
-    may_wait = not has_range or plan.around is Around.LOOP
-    return frozenset(_find(plan, halves) if may_wait else ())
-
-
-def _find(plan: CastPlan, halves: Set[Var]) -> Iterator[Var]:
-    """Find float32 values that are computed, and not from parameters alone."""
+    if has_range and plan.around is not Around.LOOP:
+        return _NONE
+    # What is computed, and not from parameters alone.
     pairs = zip(plan.jaxpr.invars, plan.ins, strict=True)
     found = {v for v, p in pairs if p == FLOAT32}
     for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
         is_computed = any(v in found or v in halves for v in variables(eqn.invars))
         if eqn_plan.rule.is_product or is_computed:
             found.update(eqn.outvars)
-    return filter(_may_wait, found - halves)
+    return frozenset(filter(_may_wait, found - halves))
 
 
 def _may_wait(var: Var) -> bool:

@@ -72,14 +72,10 @@ def _without_sum(found: optax.MultiStepsState) -> optax.MultiStepsState:
 def _depends_on_inputs(jaxpr: Any) -> list[bool]:
     """Return for each output whether it depends on an input; zeros do not."""
     dependent = set(jaxpr.invars)
-
-    def is_dependent(x: Any) -> bool:
-        return not compat.is_literal(x) and x in dependent
-
     for eqn in jaxpr.eqns:
-        if any(map(is_dependent, eqn.invars)):
+        if not dependent.isdisjoint(core.variables(eqn.invars)):
             dependent.update(eqn.outvars)
-    return list(map(is_dependent, jaxpr.outvars))
+    return [not compat.is_literal(v) and v in dependent for v in jaxpr.outvars]
 
 
 # One update.

@@ -278,7 +278,7 @@ def warn_if_updates_are_lost(params: optax.Params, opt_state: Any) -> None:
     stored = base.stored_dtypes(params)
     if stored is None:
         return
-    # A state has no leaves where labels or masks leave out every parameter.
+    # Masters have no leaves where labels or masks leave out every parameter.
     if any(jax.tree.leaves(x[1]) for _, x in trees.find(opt_state, NEED_STORED_DTYPES)):
         if _is_followed(opt_state):
             warnings.warn(
