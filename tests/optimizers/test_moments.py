@@ -102,11 +102,12 @@ def test_moments_are_stored_in_low_precision_and_nothing_else(name):
 
 _WEIGHTS = np.random.default_rng(0).normal(size=(64, 4))
 _X = np.random.default_rng(1).normal(size=(50, 32, 64))
-_PARAMS = np.random.default_rng(2).normal(size=(2, 64, 64)) / 8
+# Of three runs: what a chaotic optimiser makes of a single one is a matter of chance.
+_PARAMS = np.random.default_rng(2).normal(size=(3, 2, 64, 64)) / 8
 
 
 def _train(tx: Any, needs: str, same_batch: bool) -> Any:
-    """Return the parameters of a small net after 50 steps, and its loss."""
+    """Return the parameters of three small nets after 50 steps, and their losses."""
     tx = base.as_transformation(tx)
     weights = jnp.asarray(_WEIGHTS, jnp.float32)
 
@@ -135,16 +136,17 @@ def _train(tx: Any, needs: str, same_batch: bool) -> Any:
     params = jnp.asarray(_PARAMS, jnp.float32)
 
     @jax.jit
+    @jax.vmap
     def run(params):
         return jax.lax.scan(step, (params, tx.init(params)), batches)
 
     (params, _), values = run(params)
-    return np.asarray(params, np.float64), float(values[-1])
+    return np.asarray(params, np.float64), np.asarray(values[:, -1])
 
 
-# What the sign of a moment decides is decided by its rounding where it is near zero.
-# Muon divides by singular values, small ones too.
-_FAR = {"lion": 0.4, "contrib.sophia": 0.4, "muon": 0.9}
+# A moment near zero decides the sign of its step: in float32, too, a start that is
+# 1e-5 off ends 0.24 off.
+_FAR = {"contrib.sophia": 0.4}
 
 
 @functools.cache
@@ -164,7 +166,7 @@ def test_after_50_steps_it_is_near_float32(name, dtype, same_batch):
     moved = np.linalg.norm(expected - _PARAMS)
     most = _FAR.get(name, {"bfloat16": 0.05, "8bit": 0.3}[dtype])
     assert np.linalg.norm(got - expected) < most * moved
-    assert got_loss < 1.5 * loss
+    assert (got_loss < 1.5 * loss).all()
 
 
 # The forms of an average.
