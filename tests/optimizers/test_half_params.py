@@ -155,6 +155,25 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
         assert (np.asarray(x) != np.asarray(y)).any()
 
 
+@half_on_purpose
+@pytest.mark.parametrize("wrap", ALL_WRAPPERS.values(), ids=ALL_WRAPPERS)
+def test_steps_have_the_same_bits_in_x64_mode(wrap):
+    tx = wrap(optax.trace(0.9))
+
+    def two_steps():
+        params = jax.tree.map(jnp.asarray, start)
+        state = tx.init(params)
+        for seed in range(2):
+            updates, state = tx.update(_grads(params, seed), state, params)
+            params = apply_updates(params, updates)
+        return bitwise.raw_bits((params, state))
+
+    start = jax.tree.map(np.asarray, _params(wrap))
+    expected = two_steps()
+    with jax.enable_x64(True):
+        assert two_steps() == expected
+
+
 @in_halves
 @with_wrappers
 def test_a_zero_update_leaves_every_bit(wrap, dtype):

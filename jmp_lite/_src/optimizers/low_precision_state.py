@@ -191,8 +191,7 @@ def low_precision_state(
             inner, NEED_STORED_DTYPES, grads, old, params, extra, owner, reason
         )
 
-        next_key, key = jax.random.split(state.key)
-        seed = jax.random.bits(key, (2,))
+        next_key, seed = rounding.next_seed(state.key)
         leaves, structure = jax.tree.flatten(state.inner_state, is_compressed)
         stored = [
             _rounded(x, y, rounding.leaf_seed(seed, i)) if is_compressed(x) else y

@@ -49,6 +49,13 @@ def noise_like(x: jax.Array, seed: jax.Array) -> jax.Array:
     return jnp.broadcast_to(_mix(position, seed[1]), x.shape)
 
 
+def next_seed(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the next key, and a seed of this step, u32 `[2]`."""
+    next_key, key = jax.random.split(key)
+    # Where 64 bits are enabled, the default would be u64.
+    return next_key, jax.random.bits(key, (2,), jnp.uint32)
+
+
 def leaf_seed(seed: jax.Array, leaf: int) -> jax.Array:
     """Return the seed, u32 `[2]`, of one of many arrays, by its number.
 

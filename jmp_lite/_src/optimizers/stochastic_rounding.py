@@ -93,8 +93,7 @@ def stochastic_rounding(
         old, half_dtypes = base.check_update(
             updates, state, params, StochasticRoundingState, "stochastic_rounding(...)"
         )
-        next_key, key = jax.random.split(state.key)
-        seed = jax.random.bits(key, (2,))
+        next_key, seed = rounding.next_seed(state.key)
         leaf_of = {path: i for i, path in enumerate(half_dtypes)}
 
         def update(path, p, u):
