@@ -87,6 +87,25 @@ def test_every_dtype_comes_back_bit_for_bit(x64: bool, tmp_path: Path) -> None:
         assert_same(round_trip(tmp_path, state), state)
 
 
+def test_arrays_of_another_byte_order_come_back_as_numbers(tmp_path: Path) -> None:
+    state = {"labels": np.arange(5, dtype=">i4"), "x": np.array([0.5], ">f8")}
+    expected = jax.tree.map(lambda x: x.astype(x.dtype.name), state)
+    for like in (state, expected):
+        assert_same(round_trip(tmp_path, state, like), expected)
+
+
+@pytest.mark.parametrize("sharding", [None, *jax.devices()[:1]])
+def test_64_bits_are_not_cut_where_jax_has_32(sharding: Any, tmp_path: Path) -> None:
+    if sharding is not None:
+        sharding = SingleDeviceSharding(sharding)
+    state = {"tokens": np.array([2**40])}
+    like = {"tokens": jax.ShapeDtypeStruct((1,), np.int64, sharding=sharding)}
+    checkpoint.save(tmp_path, state, step=0)
+    with pytest.raises(ValueError, match=r"tokens .*int64.*jax_enable_x64.*NumPy"):
+        checkpoint.restore(tmp_path, like)
+    assert_same(checkpoint.restore(tmp_path, state).state, state)
+
+
 def test_prng_keys_of_every_kind_come_back(tmp_path: Path) -> None:
     kinds = ("threefry2x32", "rbg", "unsafe_rbg")
     keys = {kind: jax.random.key(3, impl=kind) for kind in kinds}

@@ -76,7 +76,8 @@ def describe(x: Any) -> LeafSpec:
     if _number_kind(x.dtype) is None:  # NumPy's strings and objects, and float0
         return LeafSpec("object")
     is_weak = bool(getattr(x, "weak_type", False))
-    return LeafSpec("array", str(x.dtype), list(x.shape), is_weak)
+    name = np.dtype(x.dtype).newbyteorder("=").name
+    return LeafSpec("array", name, list(x.shape), is_weak)
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
@@ -179,7 +180,7 @@ def empty_array(saved: LeafSpec, target: Any) -> Any:
     return np.zeros(data.shape, data.dtype)
 
 
-def to_target(array: Any, saved: LeafSpec, target: Any) -> Any:
+def to_target(array: Any, saved: LeafSpec, target: Any, where: str) -> Any:
     """Convert a restored leaf to the target: an array, a number, text or an object."""
     if saved.kind == "object":
         return target
@@ -190,6 +191,11 @@ def to_target(array: Any, saved: LeafSpec, target: Any) -> Any:
         return array.item()
     if isinstance(target, np.ndarray | np.generic):
         return array if isinstance(target, np.ndarray) else array[()]
+    if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
+        raise ValueError(
+            f"{where} is {array.dtype}, which JAX has with jax_enable_x64 alone: pass "
+            "an array of NumPy in `like`."
+        )
     if isinstance(array, np.ndarray):
         sharding = sharding_of(target)
         array = (

@@ -227,7 +227,7 @@ def restore(
             array, casts[name] = cast_array(array, target.dtype, f"{where}: {name}")
         elif (saved[name].kind, wanted[name].kind) == ("number", "array"):
             array = cast_number(array, target.dtype, f"{where}: {name}")
-        leaves.append(to_target(array, saved[name], target))
+        leaves.append(to_target(array, saved[name], target, f"{where}: {name}"))
     state = jax.tree.unflatten(structure, leaves)
     if cast:
         state, converted = low_precision.convert(state, like, saved, where)
