@@ -33,7 +33,7 @@ def _unscaled(program: LintedProgram) -> Hits:
 
 
 def _float16_without_scale(program: LintedProgram) -> Hits:
-    if not _updated_params(program) or any(map(_may_scale, program.ops)):
+    if not _updated_params(program) or any(_may_scale(program, x) for x in program.ops):
         return
     if any(_unscaled(program)):  # which says it already
         return
@@ -49,10 +49,11 @@ def _float16_without_scale(program: LintedProgram) -> Hits:
             return
 
 
-def _may_scale(op: Op) -> bool:
+def _may_scale(program: LintedProgram, op: Op) -> bool:
     """Return whether a gradient is multiplied by what may be a loss scale.
 
-    That is a large constant, or a number from outside of the loss function.
+    That is one of `scale_aware`, a large constant, or a number from outside of the loss
+    function.
     """
     factors = [v for v, _, _ in op.factors]
     # A number that follows from a shape is no gradient, as where a norm is remade.
@@ -60,7 +61,9 @@ def _may_scale(op: Op) -> bool:
     if not op.is_backward or is_constant:
         return False
     for value in factors or op.ins:
-        x = scalar(value)
+        x, known = scalar(value), program.scalings.of(value)
+        if any(known.power or ()) and not known.is_gradient:  # mapped, it is no scalar
+            return True
         if x is not None:
             if op.outs[0].shape == () and abs(x) >= _LEAST_SCALE:
                 return True
