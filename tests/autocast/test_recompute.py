@@ -28,6 +28,7 @@ from jmp_lite import autocast, explain, memory
 # The models promote ranks, as users' do.
 pytestmark = pytest.mark.standard_promotion
 HALVES = ("float16", "bfloat16")
+REDUCE_FLOAT32 = "params=float32,compute=bfloat16,output=float32,reduce=float32"
 N = 64
 
 
@@ -47,6 +48,10 @@ _gelu, _layer_norm, _rms_norm_and_silu = map(
 )
 
 
+def _before_a_product(model):
+    return lambda w, gain, x: model(w, gain, x) @ w[1]
+
+
 def _gated(w, gain, x):
     return (jax.nn.silu(x @ w[0]) * (x @ w[1]) * gain) @ w[0]
 
@@ -62,9 +67,9 @@ MODELS = {
     "gated": _gated,
     "softplus": _softplus,
 }
-# How many half arrays of the size of the activations a backward pass keeps: what the
-# products read, and what clusters start from, if that is something else.
-KEPT = dict.fromkeys(MODELS, 3)
+# How many half arrays of the size of the activations a backward pass keeps: what
+# clusters start from, and what products read that no activation makes.
+KEPT = {"gelu": 3, "layer_norm": 4, "rms_norm_and_silu": 4, "softplus": 3}
 KEPT["gated"] = 5  # the input for each of its products, which XLA keeps once
 
 
@@ -95,10 +100,90 @@ def _error(fun, expected, *args):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_backward_pass_keeps_half_values_that_are_stored_anyway(name, half):
-    args = _arguments()
-    low = functools.partial(autocast, MODELS[name], f"mixed_{half}", half_results=True)
+    args, model = _arguments(), _before_a_product(MODELS[name])
+    low = functools.partial(autocast, model, f"mixed_{half}", half_results=True)
     assert _kept(low(), *args) == [half] * KEPT[name]
     assert len(_kept(low(recompute=False), *args)) > KEPT[name]
+
+
+# What an activation makes for one product is made again, no product is.
+READ_BY_OTHERS = {
+    "a sum": lambda h, w: h @ w[1] + h,
+    "two products": lambda h, w: h @ w[0] + h @ w[1],
+}
+
+
+@pytest.mark.parametrize("name", READ_BY_OTHERS)
+def test_an_activation_that_others_read_is_kept(name):
+    def fun(w, gain, x):
+        return READ_BY_OTHERS[name](jax.nn.gelu(x @ w[0]), w)
+
+    args = _arguments()
+    of_one, of_others = (
+        _kept(autocast(_before_a_product(f), "mixed_bfloat16"), *args).count("bfloat16")
+        for f in (_gelu, fun)
+    )
+    assert of_others == of_one + 1
+
+
+def test_an_activation_before_a_float32_result_is_kept():
+    assert len(_kept(autocast(_gelu, "mixed_bfloat16"), *_arguments())) == 3
+
+
+def test_an_activation_that_is_returned_is_a_result():
+    def fun(w, gain, x):
+        h = jax.nn.gelu(x @ w[0])
+        return _loss(lambda *_: h @ w[1] @ w[0]), h
+
+    args = _arguments()
+    (grad, h), (expected, of_fun) = (
+        jax.grad(f, has_aux=True)(*args) for f in (autocast(fun, "mixed_bfloat16"), fun)
+    )
+    assert error(grad, expected) < 0.02
+    assert error(h, of_fun) < 0.01
+
+
+def test_an_activation_of_what_waits_keeps_two_bytes_of_it():
+    def fun(w, gain, x):
+        return jax.nn.gelu(jnp.cumsum(x @ w[0], -1)) @ w[1] @ w[0]
+
+    low = autocast(fun, "mixed_float16", half_results=True)
+    assert _kept(low, *_arguments()) == ["float16"] * 4
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", REDUCE_FLOAT32])
+@pytest.mark.parametrize("name", ["gelu", "gated"])
+def test_no_product_is_computed_again(name, policy):
+    def count(fun):
+        grad = jax.jit(jax.grad(functools.partial(_loss, fun), (0, 2)))
+        return grad.lower(*_arguments()).compile().as_text().count(" dot(")
+
+    model = _before_a_product(MODELS[name])
+    assert count(autocast(model, policy)) == count(model)
+
+
+def test_an_operand_of_fp8_is_not_made_again():
+    def fun(w, gain, x):
+        return jax.nn.gelu(x @ w[0]) @ w[1] @ w[0]
+
+    with pytest.warns(UserWarning, match="fp8 is slower"):
+        found = _kept(autocast(fun, "mixed_fp8", fp8_min_size=16), *_arguments())
+    assert sorted(found) == ["bfloat16", *["float8_e4m3fn"] * 3]
+
+
+def test_an_activation_reads_in_float32_what_its_product_reads_in_half():
+    w, _, x = _arguments()
+    offset = 2.0**-12  # of numbers near 1, which half cannot hold
+
+    def fun(w, gain, x):
+        h = x @ w[0]
+        h = jax.nn.gelu((h * gain - h) / offset)
+        product = jax.lax.dot_general(h, gain, (((2,), (2,)), ((), ())))
+        return product[..., 0] @ w[0, :1]
+
+    gain = jnp.full((1, 1, N), 1 + offset, jnp.float32)
+    found = autocast(fun, "mixed_bfloat16")(w, gain, x)
+    assert error(found, fun(w, gain, x)) < 0.02
 
 
 @pytest.mark.one_of("half")
@@ -295,7 +380,7 @@ def test_masks_of_dropout_are_kept_as_bools():
     def fun(w, gain, x):
         h = jax.nn.gelu(x @ w[0] + gain)
         kept = jax.random.bernoulli(jax.random.key(1), 0.9, h.shape)
-        return jnp.where(kept, h / 0.9, 0.0) @ w[1]
+        return jnp.where(kept, h / 0.9, 0.0) @ w[1] @ w[0]
 
     found = _kept(autocast(fun, "mixed_bfloat16"), w, gain, x)
     assert found == ["bfloat16"] * 3 + ["bool"]

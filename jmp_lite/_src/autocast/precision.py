@@ -309,6 +309,16 @@ class Cluster(NamedTuple):
         return tuple(v for v, axes in pairs if axes is not None)
 
 
+class Part(NamedTuple):
+    """A product that the backward pass runs with what it is made of: it keeps `ins`."""
+
+    steps: "tuple[int | Cluster, ...]"  # the last is the product
+    ins: tuple[Var, ...]
+    half_in: tuple[bool, ...]
+    outs: tuple[Var, ...]
+    half_out: tuple[bool, ...]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CastPlan:
     """What is decided for a jaxpr."""
@@ -324,9 +334,9 @@ class CastPlan:
     is_derivative_rule: bool = False  # or inside of one
     direction: Direction = Direction.FORWARD
     around: Around = Around.NOTHING
-    # What runs in this order: equations by index, clusters, and products with moves
-    # before them, which run again for the backward pass.
-    steps: "tuple[int | Cluster | CastPlan, ...]" = ()
+    # What runs in this order: equations by index, and what runs again in the backward
+    # pass.
+    steps: tuple[int | Cluster | Part, ...] = ()
 
     @property
     def half_in(self) -> tuple[bool, ...]:
@@ -341,7 +351,12 @@ class CastPlan:
     @functools.cached_property
     def reads(self) -> Reads:
         """How the jaxpr reads its half values."""
-        clusters = [step for step in self.steps if isinstance(step, Cluster)]
+        clusters = [
+            x
+            for step in self.steps
+            for x in (step.steps if isinstance(step, Part) else [step])
+            if isinstance(x, Cluster)
+        ]
         return find_reads(
             self.jaxpr,
             [plan.reads_half for plan in self.eqn_plans],

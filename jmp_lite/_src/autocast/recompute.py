@@ -10,8 +10,8 @@ Clusters follow from depths. The depth of what may be in a cluster is even, that
 other equations odd, and along a path depths never fall. So what is connected at one
 even depth can run together, and the program in the order of depths.
 
-A product may be computed again with moves before it, which repeat a smaller array: then
-this array is kept.
+A product may be computed again with what is before it: moves that repeat a smaller
+array, or an activation. Then what these read is kept, and not what the product reads.
 """
 
 import dataclasses
@@ -28,17 +28,18 @@ from jmp_lite._src import compat
 from jmp_lite._src.autocast import sums, waiting
 from jmp_lite._src.autocast.precision import (
     FLOAT32,
-    HALF,
     Around,
     CastPlan,
     Cluster,
     Direction,
     EqnPlan,
+    Part,
     has_range_of_f32,
 )
 from jmp_lite._src.autocast.saving import (
     Work,
     is_reduction,
+    moved_operand,
     saves_sums,
     saves_totals,
     together,
@@ -81,8 +82,9 @@ class Clusters:
             # An activation of what waits gains nothing over its result in bfloat16.
             among = search.waiting.summed()
             search = _Search(plan, works, self._has_range, among)
-        clusters, products = list(search.clusters()), search.products_of_moves()
-        if not clusters and not products:
+        clusters = list(search.clusters())
+        parts = search.parts(clusters)
+        if not clusters and not parts:
             return plan
         inside = {
             i: cluster
@@ -90,22 +92,22 @@ class Clusters:
             for i in cluster.indices
             if i not in search.repeated
         }
-        together = {*inside, *itertools.chain(*products.values())}
-        alone = (i for i in range(len(pairs)) if i not in together)
-        steps = [(search.depth[i], i, i) for i in alone]
-        steps += [
-            (search.depth[i], i, _part(plan, indices))
-            for i, indices in products.items()
-        ]
-        steps += [(search.depth[c.indices[-1]], c.indices[-1], c) for c in clusters]
-        steps.sort(key=lambda step: step[:2])
         eqn_plans = [
             self._inside(*pair, inside[i]) if i in inside else pair[1]
             for i, pair in enumerate(pairs)
         ]
-        return dataclasses.replace(
-            plan, eqn_plans=tuple(eqn_plans), steps=tuple(step for *_, step in steps)
-        )
+        of_parts = {step for part in parts.values() for step in part}
+        alone = (i for i in range(len(pairs)) if i not in inside)
+        steps: list[Any] = [x for x in (*alone, *clusters) if x not in of_parts]
+        steps += [_part(plan, part) for part in parts.values()]
+
+        def last(step: int | Cluster | Part) -> int:
+            if isinstance(step, int):
+                return step
+            return (step.indices if isinstance(step, Cluster) else step.steps)[-1]
+
+        steps.sort(key=lambda step: (search.depth[last(step)], last(step)))
+        return dataclasses.replace(plan, eqn_plans=tuple(eqn_plans), steps=tuple(steps))
 
     def _works_of(self, plan: CastPlan) -> list[Work | None]:
         differentiated = sums.find_differentiated(plan.jaxpr)
@@ -350,18 +352,50 @@ class _Search:
             compares=work.compares,
         )
 
-    def products_of_moves(self) -> dict[int, list[int]]:
-        """Return products of what repeats a smaller half array, with these moves.
+    def parts(self, clusters: Iterable[Cluster]) -> dict[int, list[int | Cluster]]:
+        """Return products with the steps before them that are not kept.
 
-        Such are images that are resized, or keys that groups of queries share.
+        These are moves that repeat a smaller half array (images that are resized, keys
+        that groups of queries share), and activations.
         """
-        found: dict[int, set[int]] = defaultdict(set)
+        activations = {c.outs[0]: c for c in clusters if self._is_activation(c)}
+        found: dict[int, list[int | Cluster]] = {}
         for i in filter(self._is_product, range(len(self.eqns))):
-            for var in variables(self.eqns[i].invars):
-                source, moves = self._moved_from(var)
+            operands = dict.fromkeys(variables(self.eqns[i].invars))
+            made = [activations[v] for v in operands if v in activations]
+            moves: set[int] = set()
+            for var in operands:
+                source, moved = self._moved_from(var)
                 if core.size(var) >= _REPEATS * core.size(source):
-                    found[i].update(moves)
-        return {i: [*sorted(moves), i] for i, moves in found.items() if moves}
+                    moves.update(moved)
+            if made or moves:
+                found[i] = [*made, *sorted(moves), i]
+        return found
+
+    def _is_activation(self, cluster: Cluster) -> bool:
+        """Return whether a cluster makes an array for one product, without sums.
+
+        To make it again costs one write; behind sums, what it reads is read once more.
+        """
+        eqns, out = [self.eqns[i] for i in cluster.indices], cluster.outs[0]
+        readers = [r for r in self._readers[out] if r not in cluster.indices]
+        return (
+            len(cluster.outs) == 1
+            and not cluster.waiting
+            and out not in self._returned
+            and len(readers) == 1
+            and self._repeats_activations(readers[0])
+            and not any(is_reduction(e.primitive.name, e.params) for e in eqns)
+        )
+
+    def _repeats_activations(self, index: int) -> bool:
+        """Return whether this is a product from half to half.
+
+        Of one in fp8, operands in fp8 are kept. Before one whose result is float32, XLA
+        makes an activation in a kernel of its own.
+        """
+        plan = self.plan.eqn_plans[index]
+        return plan.is_low_product and plan.half_out[0] and not plan.rule.is_fp8
 
     def _is_product(self, index: int) -> bool:
         return self.plan.eqn_plans[index].is_low_product
@@ -375,7 +409,7 @@ class _Search:
         is_alone = all(map(self._is_product, self._readers[var]))
         while is_alone and source in self._made_by and source not in self._returned:
             i = self._made_by[source]
-            operand = _moved_operand(self.eqns[i], self.plan.eqn_plans[i])
+            operand = moved_operand(self.eqns[i], self.plan.eqn_plans[i])
             if operand is None:
                 break
             moves.append(i)
@@ -453,10 +487,17 @@ def again(fun: Callable[..., Any], plan: CastPlan, policy: Any = None) -> Any:
     return jax.checkpoint(fun, prevent_cse=not is_in_loop, policy=policy)
 
 
-def run(cluster: Cluster, plan: CastPlan, values: Any) -> Sequence[jax.Array]:
-    """Return the outputs of a cluster of a plan, from the plan's `Values`."""
+def run(
+    cluster: Cluster, plan: CastPlan, values: Any, in_part: bool
+) -> Sequence[jax.Array]:
+    """Return the outputs of a cluster of a plan, from the plan's `Values`.
+
+    That of a part is computed again with the part.
+    """
     operands = values.read(cluster.ins, cluster.half_in)
     compute = functools.partial(_compute, cluster, plan.jaxpr, values.half_dtype)
+    if in_part:
+        return compute(operands)[0]
     policy = saves_sums if cluster.compares else saves_totals
     if not compat.is_tracing() or not cluster.waiting:
         return again(lambda operands: compute(operands)[0], plan, policy)(operands)
@@ -518,49 +559,26 @@ def _compute(
     return outs, found
 
 
-def _moved_operand(eqn: Eqn, plan: EqnPlan) -> int | None:
-    """Return which half operand an equation moves, if that is all that it does."""
-    kind = facts(eqn.primitive.name) & (Fact.MOVES | Fact.CHOOSES)
-    is_moved = [kind == Fact.MOVES and core.is_float(v) for v in eqn.invars]
-    if eqn.primitive.name in CALLS and plan.bodies and eqn.outvars:
-        (body,) = plan.bodies
-        made_by = {v: i for i, e in enumerate(body.jaxpr.eqns) for v in e.outvars}
-        moved = body.jaxpr.outvars[0]
-        while not compat.is_literal(moved) and moved in made_by:
-            i = made_by[moved]
-            operand = _moved_operand(body.jaxpr.eqns[i], body.eqn_plans[i])
-            if operand is None:
-                return None
-            moved = body.jaxpr.eqns[i].invars[operand]
-        is_moved = [v is moved for v in body.jaxpr.invars]
-    if is_moved.count(True) != 1 or len(eqn.outvars) != 1:
-        return None
-    operand = is_moved.index(True)
-    is_half = plan.half_in[operand] and not compat.is_literal(eqn.invars[operand])
-    return operand if is_half else None
-
-
-def _part(plan: CastPlan, indices: Sequence[int]) -> CastPlan:
-    """Return the plan of some equations of a jaxpr, with the results of the last."""
-    eqns = [plan.jaxpr.eqns[i] for i in indices]
-    plans = [plan.eqn_plans[i] for i in indices]
-    made = {v for eqn in eqns for v in eqn.outvars}
-    half_in = {
-        v: half
-        for eqn, of_eqn in zip(eqns, plans, strict=True)
-        for v, half in zip(eqn.invars, of_eqn.half_in, strict=True)
-        if not compat.is_literal(v) and v not in made
-    }
-    ins, outs = (
-        tuple(HALF if half else FLOAT32 for half in of)
-        for of in (half_in.values(), plans[-1].half_out)
-    )
-    results = [*eqns[-1].outvars]
-    jaxpr = plan.jaxpr.replace(
-        eqns=eqns, constvars=[], invars=[*half_in], outvars=results
-    )
-    return dataclasses.replace(
-        plan, jaxpr=jaxpr, consts=(), eqn_plans=tuple(plans), ins=ins, outs=outs
+def _part(plan: CastPlan, steps: Sequence[int | Cluster]) -> Part:
+    """Return the part of a plan that takes steps, with the results of the last."""
+    half_in: dict[Any, bool] = {}
+    made: set[Var] = set()
+    for step in steps:
+        if isinstance(step, Cluster):
+            ins, half, outs = step.ins, step.half_in, step.outs
+        else:
+            eqn, half = plan.jaxpr.eqns[step], plan.eqn_plans[step].half_in
+            ins, outs = eqn.invars, eqn.outvars
+        for v, is_half in zip(ins, half, strict=True):
+            if not compat.is_literal(v) and v not in made:
+                half_in[v] = is_half and half_in.get(v, True)
+        made.update(outs)
+    return Part(
+        steps=tuple(steps),
+        ins=tuple(half_in),
+        half_in=tuple(half_in.values()),
+        outs=tuple(outs),
+        half_out=plan.eqn_plans[steps[-1]].half_out,
     )
 
 

@@ -22,6 +22,7 @@ from jmp_lite._src.autocast.precision import (
     Cluster,
     Direction,
     EqnPlan,
+    Part,
     Use,
 )
 from jmp_lite._src.autocast.sums import NO_READS, EqnReads, Reads
@@ -266,34 +267,35 @@ class Rewriter:
         self.half_dtype = jnp.dtype(analyzer.compute_dtype)
         self._closed: dict[Any, Any] = {}
 
-    def run(
-        self,
-        plan: CastPlan,
-        half_out: tuple[bool, ...],
-        *args: Any,
-        reads: Reads | None = None,
-    ) -> list[Any]:
-        """Return the outputs of a jaxpr, in half where `half_out` says so.
-
-        That of a part of another has the `reads` of the other.
-        """
-        values = Values(self.half_dtype, reads or plan.reads, plan.numbers)
+    def run(self, plan: CastPlan, half_out: tuple[bool, ...], *args: Any) -> list[Any]:
+        """Return the outputs of a jaxpr, in half where `half_out` says so."""
+        values = Values(self.half_dtype, plan.reads, plan.numbers)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
         for step in plan.steps or range(len(plan.eqn_plans)):
-            if isinstance(step, Cluster):
-                values.write(step.outs, recompute.run(step, plan, values))
-                continue
-            if isinstance(step, CastPlan):
-                run = functools.partial(self.run, step, step.half_out, reads=plan.reads)
-                made = recompute.again(run, plan)(
-                    *values.read(step.jaxpr.invars, step.half_in)
-                )
-                values.write(step.jaxpr.outvars, made)
-                continue
-            eqn, eqn_plan = plan.jaxpr.eqns[step], plan.eqn_plans[step]
-            values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))
+            if isinstance(step, Part):
+                run = functools.partial(self._run_part, plan, step)
+                operands = values.read(step.ins, step.half_in)
+                values.write(step.outs, recompute.again(run, plan)(operands))
+            else:
+                self._run_step(plan, step, values)
         return values.read(plan.jaxpr.outvars, half_out)
+
+    def _run_part(self, plan: CastPlan, part: Part, args: Sequence[Any]) -> list[Any]:
+        values = Values(self.half_dtype, plan.reads, plan.numbers)
+        values.write(part.ins, args)
+        for step in part.steps:
+            self._run_step(plan, step, values, in_part=True)
+        return values.read(part.outs, part.half_out)
+
+    def _run_step(
+        self, plan: CastPlan, step: int | Cluster, values: Values, in_part: bool = False
+    ) -> None:
+        if isinstance(step, Cluster):
+            values.write(step.outs, recompute.run(step, plan, values, in_part))
+            return
+        eqn, eqn_plan = plan.jaxpr.eqns[step], plan.eqn_plans[step]
+        values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))
 
     def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of one equation, run as its plan says."""

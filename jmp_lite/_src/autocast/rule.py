@@ -131,6 +131,7 @@ class Rule:
     is_elementwise: ClassVar[bool] = False  # computed element by element, or moved
     is_move: ClassVar[bool] = False
     is_product: ClassVar[bool] = False
+    is_fp8: ClassVar[bool] = False  # whose derivative keeps its operands in fp8
     keeps_inputs: ClassVar[bool] = False  # products that read f32 inputs and cast them
     # Whether the equations may run in float32, from half operands that are stored.
     computes_in_float32: ClassVar[bool] = False

@@ -135,7 +135,7 @@ class _CastByHand(Rule):
 class Fp8(_Accumulated):
     """Large matrix products whose operands are rounded to fp8."""
 
-    name = "fp8"
+    name, is_fp8 = "fp8", True
 
     def __init__(self, lhs_dtype: Any):
         self.dtypes = lhs_dtype, fp8.FORWARD  # of the two operands

@@ -13,9 +13,11 @@ import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import products
+from jmp_lite._src.autocast.precision import EqnPlan
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var
 from jmp_lite._src.jaxprs.primitives import (
+    CALLS,
     CAST,
     PRIMITIVES,
     Fact,
@@ -98,6 +100,28 @@ def is_reduction(name: str, params: Any) -> bool:
     """Return whether a primitive reduces an array over axes."""
     reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
     return bool(reduces) and all(isinstance(a, int) for a in params.get("axes", "?"))
+
+
+def moved_operand(eqn: Eqn, plan: EqnPlan) -> int | None:
+    """Return which half operand an equation moves, if that is all that it does."""
+    kind = facts(eqn.primitive.name) & (Fact.MOVES | Fact.CHOOSES)
+    is_moved = [kind == Fact.MOVES and core.is_float(v) for v in eqn.invars]
+    if eqn.primitive.name in CALLS and plan.bodies and eqn.outvars:
+        (body,) = plan.bodies
+        made_by = {v: i for i, e in enumerate(body.jaxpr.eqns) for v in e.outvars}
+        moved = body.jaxpr.outvars[0]
+        while not compat.is_literal(moved) and moved in made_by:
+            i = made_by[moved]
+            operand = moved_operand(body.jaxpr.eqns[i], body.eqn_plans[i])
+            if operand is None:
+                return None
+            moved = body.jaxpr.eqns[i].invars[operand]
+        is_moved = [v is moved for v in body.jaxpr.invars]
+    if is_moved.count(True) != 1 or len(eqn.outvars) != 1:
+        return None
+    operand = is_moved.index(True)
+    is_half = plan.half_in[operand] and not compat.is_literal(eqn.invars[operand])
+    return operand if is_half else None
 
 
 # Arithmetic.
