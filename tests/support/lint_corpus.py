@@ -132,11 +132,6 @@ def adam_in_half(grads):
     return updates
 
 
-@in_bfloat16("constant-becomes-one", bf16(4))
-def value_near_one_in_where(p):
-    return jnp.where(p > 0.5, 0.999, p)  # hazard
-
-
 @in_float16(
     "constant-becomes-one",
     f16(2, 4),
@@ -145,13 +140,6 @@ def value_near_one_in_where(p):
 def odds_in_a_gradient(p):
     p = jnp.minimum(p, 1 - 1e-7)  # hazard
     return jnp.sum((1.0 / (1.0 - p)).astype(F32))
-
-
-@in_bfloat16("constant-becomes-one", bf16(4, 8))
-def adam_in_bfloat16(grads):
-    optimizer = optax.adam(1e-3)
-    updates, _ = optimizer.update(grads, optimizer.init(grads))  # hazard
-    return updates
 
 
 @in_bfloat16("constant-becomes-one", ints(4))
@@ -187,12 +175,6 @@ def logsumexp_in_a_gradient(x):
 def cross_entropy_of_half_logits(logits, labels):
     entropy = optax.softmax_cross_entropy_with_integer_labels
     return jnp.mean(entropy(logits, labels).astype(F32))  # hazard
-
-
-@in_bfloat16("squares-in-half", bf16(4, 8))
-def rms_norm(x):
-    scale = jnp.mean(x**2, -1, keepdims=True)  # hazard
-    return x * lax.rsqrt(scale + 1e-6)
 
 
 @in_float16("squares-in-half", f16(4, 8))
@@ -272,11 +254,6 @@ def gradient_of_a_recurrent_weight(w, xs):
 
 
 # Positions.
-
-
-@in_float16("positions-in-half", f16(2051, 1))
-def positions(x):
-    return x + jnp.arange(x.shape[0], dtype=x.dtype)[:, None]  # hazard
 
 
 @in_bfloat16("positions-in-half", bf16(2, 300), bools(2, 300))
