@@ -36,7 +36,7 @@ def line_of(fun: Any, offset: int) -> str:
 )
 def test_what_is_planted_is_found_on_its_line_and_nothing_else(case: Case) -> None:
     fun = case.under(case.program)
-    report = lint(fun, case.policy, target=case.target)(*case.args)
+    report = lint(fun, case.policy)(*case.args)
     found = {(finding.rule, finding.line) for finding in report.findings}
     assert found == case.expected, str(report)
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
-from right_steps import ALWAYS_RIGHT
 from train_steps import (
     ADAM,
+    ALWAYS_RIGHT,
     CLIP,
     PARAMS,
     POLICY,

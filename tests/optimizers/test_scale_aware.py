@@ -43,7 +43,6 @@ def test_the_inner_optimiser_sees_unscaled_float32_gradients_and_params():
 
 
 @pytest.mark.standard_promotion  # optax.adam promotes by itself
-@pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize(
     "loss_scale", [NoOpLossScale(), StaticLossScale(1.0), DynamicLossScale(1.0)]

@@ -147,12 +147,6 @@ def hazards_that_no_result_needs(x):
     return x + 1.0
 
 
-@in_float16(f32(8, 8), f32(8, 8))
-def half_that_is_used_before_it_is_float32_again(x, w):
-    x = x.astype(F16)
-    return x @ w.astype(F16), jnp.mean(x.astype(F32) ** 2)
-
-
 @in_float16(
     f16(10, 3, 5, 5),
     f16(16, 3, 3, 3),

@@ -1,7 +1,7 @@
 """Train steps of many shapes, each right, and wrong in that its loss is not scaled.
 
 A decorated function takes what differentiates a loss, which is `scaled` or `unscaled`,
-and returns a step and its arguments.
+and returns a step and its arguments. At the end are steps that have no wrong form.
 """
 
 import functools
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.training import dynamic_scale
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
@@ -22,6 +23,7 @@ import jmp_lite.nnx
 
 POLICY = "mixed_float16"
 STEPS: dict[str, Callable[..., Any]] = {}
+ALWAYS_RIGHT: dict[str, Callable[..., Any]] = {}
 
 X, Y = jnp.ones((8, 16)), jnp.ones((8, 8))
 PARAMS = {"w": jnp.ones((16, 16)), "v": jnp.ones((16, 8)), "b": jnp.ones(8)}
@@ -100,18 +102,10 @@ ADAM = jmp.scale_aware(optax.adam(1e-3))
 
 CLIP = optax.clip_by_global_norm(1.0)
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": optax.sgd(0.1),
     "clip_decay_and_schedule_inside": optax.chain(
         CLIP, optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100))
     ),
-    "other_clips_inside": optax.chain(
-        optax.clip(1.0),
-        optax.adaptive_grad_clip(0.1),
-        optax.clip_by_block_rms(1.0),
-        optax.lion(1e-3, weight_decay=0.1),
-    ),
     "adafactor": optax.adafactor(1e-3),
-    "hyperparameters_in_the_state": optax.inject_hyperparams(optax.adamw)(1e-3),
     "accumulation_inside": optax.MultiSteps(optax.adam(1e-3), 4),
 }
 for _name, _optimizer in OPTIMIZERS.items():
@@ -122,19 +116,6 @@ for _name, _optimizer in OPTIMIZERS.items():
 def adam_jitted_and_donated(grad):
     step, args = basic(grad, optax.adam(1e-3))
     return jax.jit(step, donate_argnums=(0, 1)), args
-
-
-@step_of
-def accumulation_in_a_scan(grad):
-    def gradients(params, opt_state, xs, ys):
-        def add(total, batch):
-            _, grads = grad(loss_fn, opt_state)(params, *batch)
-            return jax.tree.map(jnp.add, total, grads), None
-
-        total, _ = jax.lax.scan(add, zeros_like(params), (xs, ys))
-        return jax.tree.map(lambda g: g / 4, total)
-
-    return step_with(ADAM, gradients, batch=stacked(4, (X, Y)))
 
 
 @step_of
@@ -194,19 +175,6 @@ def jmps_way(grad):
 
 
 @step_of
-def divided_by_the_scale_by_hand(grad):
-    def step(params, loss_scale, x, y):
-        _, grads = grad(loss_fn, loss_scale)(params, x, y)
-        rate = 0.1 / loss_scale.loss_scale
-        finite = jmp.all_finite(grads)
-        new = jax.tree.map(lambda p, g: p * (1 - 0.1 * 0.01) - rate * g, params, grads)
-        params = jmp.select_tree(finite, new, params)
-        return params, loss_scale.adjust(finite)
-
-    return step, (PARAMS, jmp.DynamicLossScale(), X, Y)
-
-
-@step_of
 def several_loss_scales(grad):
     losses = {"fit": loss_fn, "size": lambda p, x, y: 1e-6 * loss_fn(p, x, 0 * y)}
     tx = jmp.scale_aware(optax.adam(1e-3), jmp.NoOpLossScale())
@@ -222,86 +190,6 @@ def several_loss_scales(grad):
 
     scales = {"fit": jmp.DynamicLossScale(), "size": jmp.DynamicLossScale(2.0**24)}
     return step, (PARAMS, tx.init(PARAMS), scales, X, Y)
-
-
-@step_of
-def a_sum_of_losses_with_aux(grad):
-    def losses(params, x, y):
-        fit, decay = loss_fn(params, x, y), optax.tree.norm(params, squared=True)
-        return fit + 1e-4 * decay, {"fit": fit, "decay": decay}
-
-    def step(params, opt_state, x, y):
-        fun = grad(losses, opt_state, has_aux=True)
-        (value, aux), grads = fun(params, x, y)
-        norm = optax.tree.norm(jmp.get_loss_scale(opt_state).unscale(grads))
-        params, opt_state = updated(ADAM, grads, opt_state, params, value=value)
-        return params, opt_state, jmp.loss_scale_metrics(opt_state) | aux, norm
-
-    return step, (PARAMS, ADAM.init(PARAMS), X, Y)
-
-
-def _gan() -> Any:
-    def score(params, x):
-        return jax.nn.relu(x @ params["w"]) @ params["v"]
-
-    def critic_loss(critic, generator, x):
-        fake = score(generator, x) @ jnp.ones((8, 16))
-        return jnp.mean(score(critic, fake)) - jnp.mean(score(critic, x))
-
-    def generator_loss(generator, critic, x):
-        return -jnp.mean(score(critic, score(generator, x) @ jnp.ones((8, 16))))
-
-    return {
-        ("critic", "generator"): jmp.autocast(critic_loss, POLICY),
-        ("generator", "critic"): jmp.autocast(generator_loss, POLICY),
-    }
-
-
-GAN = {"critic": PARAMS, "generator": PARAMS}
-
-
-@step_of
-def a_gan_with_two_loss_scales(grad):
-    def step(params, states, x):
-        params, states = dict(params), dict(states)
-        for (name, other), loss in _gan().items():
-            _, grads = grad(loss, states[name])(params[name], params[other], x)
-            params[name], states[name] = updated(
-                ADAM, grads, states[name], params[name]
-            )
-        return params, states
-
-    return step, (GAN, {name: ADAM.init(PARAMS) for name in GAN}, X)
-
-
-@step_of
-def a_gan_with_one_loss_scale(grad):
-    parts: Any = {"critic": optax.adam(4e-4), "generator": optax.adam(1e-4)}
-    tx = jmp.scale_aware(optax.partition(parts, {name: name for name in parts}))
-
-    def step(params, opt_state, x):
-        grads = {}
-        for (name, other), loss in _gan().items():
-            _, grads[name] = grad(loss, opt_state)(params[name], params[other], x)
-        return updated(tx, grads, opt_state, params)
-
-    return step, (GAN, tx.init(GAN), X)
-
-
-@step_of
-def steps_in_a_scan(grad):
-    step, (params, opt_state, *batch) = basic(
-        grad, optax.chain(CLIP, optax.adamw(1e-3))
-    )
-
-    def train(params, opt_state, xs, ys):
-        def body(carry, batch):
-            *carry, value = step(*carry, *batch)
-            return tuple(carry), value
-
-        return jax.lax.scan(body, (params, opt_state), (xs, ys))
-
-    return train, (params, opt_state, *stacked(3, batch))
 
 
 @step_of
@@ -411,22 +299,6 @@ def averages_by_hand(grad):
 
 
 @step_of
-def private_gradients_of_each_example(grad):
-    private = optax.contrib.differentially_private_aggregate(
-        l2_norm_clip=0.5, noise_multiplier=0.1, key=jax.random.key(0)
-    )
-    tx = jmp.scale_aware(optax.chain(private, optax.sgd(0.1)))
-
-    def step(params, opt_state, x, y):
-        fun = grad(loss_fn, opt_state)
-        one = jax.vmap(fun, in_axes=(None, 0, 0))
-        values, grads = one(params, x[:, None], y[:, None])
-        return updated(tx, grads, opt_state, params, value=values.mean())
-
-    return step, (PARAMS, tx.init(PARAMS), X, Y)
-
-
-@step_of
 def a_gradient_penalty(grad):
     def penalised(params, x, y, loss_scale):
         def total(x):
@@ -439,17 +311,6 @@ def a_gradient_penalty(grad):
     def gradients(params, opt_state, x, y):
         loss_scale = jmp.get_loss_scale(opt_state)
         return grad(penalised, opt_state)(params, x, y, loss_scale)[1]
-
-    return step_with(ADAM, gradients)
-
-
-@step_of
-def sharpness_aware(grad):
-    def gradients(params, opt_state, x, y):
-        _, ascent = grad(loss_fn, opt_state)(params, x, y)
-        size = 0.05 / (optax.tree.norm(ascent) + 1e-12)
-        there = jax.tree.map(lambda p, g: p + size * g, params, ascent)
-        return grad(loss_fn, opt_state)(there, x, y)[1]
 
     return step_with(ADAM, gradients)
 
@@ -513,23 +374,6 @@ def nnx_optimizer_in_place(grad):
 
 
 @step_of
-def nnx_train_state(grad):
-    model = jmp_lite.nnx.with_policy(Layers(nnx.Rngs(0)), POLICY)
-    tx = jmp.scale_aware(optax.adamw(1e-3))
-    state = jmp_lite.nnx.TrainState.create(model, tx)
-
-    def step(state, x, y):
-        def loss(params):
-            model = state.model(params)
-            return _nnx_loss(model, x, y), state.other_state_of(model)
-
-        (value, other), grads = grad(loss, state.opt_state, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads, value=value, other_state=other)
-
-    return step, (state, X, Y)
-
-
-@step_of
 def equinox_model(grad):
     model = eqx.filter_jit(eqx.nn.MLP)(16, 8, 16, depth=1, key=jax.random.key(0))
 
@@ -545,3 +389,116 @@ def equinox_model(grad):
         return eqx.apply_updates(model, updates), opt_state
 
     return step, (model, ADAM.init(eqx.filter(model, eqx.is_inexact_array)), X, Y)
+
+
+# What is right, and has no form in which a loss is not scaled.
+
+
+def right(fun: Any) -> Any:
+    """Add a step that has no wrong form."""
+    ALWAYS_RIGHT[fun.__name__] = fun
+    return fun
+
+
+@right
+def the_loss_scaled_by_hand():
+    def gradients(params, opt_state, x, y):
+        def loss(params):
+            return jmp.get_loss_scale(opt_state).scale(loss_fn(params, x, y))
+
+        return jax.grad(loss)(params)
+
+    return step_with(ADAM, gradients)
+
+
+@right
+def the_scale_as_the_cotangents_of_two_losses():
+    def gradients(params, opt_state, x, y):
+        def losses(params):
+            return jnp.stack([loss_fn(params, x, y), loss_fn(params, x, -y)])
+
+        _, pullback = jax.vjp(losses, params)
+        weights = jnp.asarray([1.0, 0.3])
+        return pullback(jmp.get_loss_scale(opt_state).scale(weights))[0]
+
+    return step_with(ADAM, gradients)
+
+
+@right
+def gradients_in_the_arguments():
+    return step_with(ADAM, lambda params, opt_state, grads: grads, batch=(PARAMS,))
+
+
+@right
+def accumulated_in_an_argument_and_returned():
+    def step(params, loss_scale, total, x, y):
+        grads = jmp.scaled_grad(loss_fn, loss_scale=loss_scale)(params, x, y)
+        return jax.tree.map(jnp.add, total, grads)
+
+    return step, (PARAMS, jmp.DynamicLossScale(), PARAMS, X, Y)
+
+
+@right
+def bfloat16_without_a_scale():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    loss = jmp.autocast(plain_loss, "mixed_bfloat16")
+    return step_with(tx, lambda params, _, *batch: jax.grad(loss)(params, *batch))
+
+
+OTHER_SCALES = {
+    "bfloat16_with_a_scale_of_one": (
+        jmp.NoOpLossScale(),
+        jmp.autocast(plain_loss, "mixed_bfloat16"),
+    ),
+    "a_static_loss_scale": (jmp.StaticLossScale(1024.0), loss_fn),
+    "float32_throughout": (jmp.NoOpLossScale(), plain_loss),
+}
+for _name, (_scale, _loss) in OTHER_SCALES.items():
+    ALWAYS_RIGHT[_name] = functools.partial(
+        step_with,
+        jmp.scale_aware(optax.adamw(1e-3), _scale),
+        gradients_of(scaled, _loss),
+    )
+
+
+@right
+def dynamic_scale_of_flax():
+    tx = optax.adam(1e-3)
+
+    def step(params, opt_state, scale, x, y):
+        scale, finite, _, grads = scale.value_and_grad(loss_fn)(params, x, y)
+        new = updated(tx, grads, opt_state, params)
+        return jmp.select_tree(finite, new, (params, opt_state)), scale
+
+    scale = jax.tree.map(jnp.asarray, dynamic_scale.DynamicScale())
+    return step, (PARAMS, tx.init(PARAMS), scale, X, Y)
+
+
+@right
+def a_scale_of_ones_own():
+    def step(params, scale, x, y):
+        grads = jax.grad(lambda params: scale * loss_fn(params, x, y))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 / scale * g, params, grads)
+
+    return step, (PARAMS, jnp.float32(1024), X, Y)
+
+
+@right
+def a_constant_of_ones_own():
+    def step(params, x, y):
+        grads = jax.grad(lambda params: 1024.0 * loss_fn(params, x, y))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 / 1024.0 * g, params, grads)
+
+    return step, (PARAMS, X, Y)
+
+
+@right
+def decay_where_the_step_was_finite():
+    def step(params, opt_state, x, y):
+        _, grads = scaled(loss_fn, opt_state)(params, x, y)
+        updates, opt_state = ADAM.update(grads, opt_state, params)
+        assert isinstance(opt_state, jmp.ScaleAwareState)
+        decayed = jax.tree.map(lambda p, u: 0.999 * p + u, params, updates)
+        return jmp.select_tree(opt_state.last_finite, decayed, params), opt_state
+
+    return step, (PARAMS, ADAM.init(PARAMS), X, Y)

@@ -15,91 +15,69 @@ the fault that matters here, and draws no sample.
 import ast
 import collections
 import contextlib
-import dataclasses
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
 
 ROOT = Path(__file__).parents[2]
-SRC = "jmp_lite/_src"
+SRC, TESTS = "jmp_lite/_src", "tests"
 
-
-class Group(NamedTuple):
-    """Patterns of files that are mutated together, and of the tests that cover them."""
-
-    files: tuple[str, ...]
-    tests: tuple[str, ...]
-    """Those that are quick and close to the files come first."""
-
-
-def _of(folder: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
-
-
-_AUTOCAST_TESTS = _of("autocast", "[!dp]*", "digits", "programs")
-
+# Patterns of files that are mutated together, in SRC, and of the tests that cover them,
+# in TESTS: those that are quick and close to the files come first.
 GROUPS = {
-    "loss scales": Group((f"{SRC}/loss_scale.py",), ("tests/test_loss_scale*.py",)),
-    "scale_aware": Group(
-        (f"{SRC}/optimizers/scale_aware.py", f"{SRC}/optimizers/base.py"),
-        (
-            "tests/optimizers/test_scale_aware*.py",
-            "tests/test_contracts.py",
-            *_of("optimizers", "master_weights", "half_params"),
-        ),
+    "loss scales": ("loss_scale.py", "test_loss_scale*.py"),
+    "scale_aware": (
+        "optimizers/scale_aware.py optimizers/base.py",
+        "optimizers/test_scale_aware*.py test_contracts.py "
+        "optimizers/test_master_weights.py optimizers/test_half_params.py",
     ),
-    "gradients": Group(
-        (f"{SRC}/gradients.py", f"{SRC}/optimizers/monitor.py"),
-        ("tests/test_gradients.py", "tests/optimizers/test_monitor.py"),
+    "gradients": (
+        "gradients.py optimizers/monitor.py",
+        "test_gradients.py optimizers/test_monitor.py",
     ),
-    "trees": Group(
-        (f"{SRC}/trees.py", f"{SRC}/dtypes.py"),
-        (
-            "tests/test_trees.py",
-            "tests/test_dtypes.py",
-            "tests/optimizers/test_scale_aware.py",
-        ),
+    "trees": (
+        "trees.py dtypes.py",
+        "test_trees.py test_dtypes.py optimizers/test_scale_aware.py",
     ),
-    "policies": Group(
-        (f"{SRC}/policy.py", f"{SRC}/flax/module_policies.py"),
-        (
-            *("tests/test_policy*.py", *_of("flax", "module_policies", "policies")),
-            "tests/flax/linen/test_modules.py",
-        ),
+    "policies": (
+        "policy.py flax/module_policies.py",
+        "test_policy*.py flax/test_module_policies.py flax/test_policies.py "
+        "flax/linen/test_modules.py",
     ),
-    "train steps": Group(
-        (f"{SRC}/flax/train_step.py", f"{SRC}/flax/*/train_state.py"),
-        ("tests/flax/test_train_st*.py", "tests/flax/*/test_train_state.py"),
+    "train steps": (
+        "flax/train_step.py flax/*/train_state.py",
+        "flax/test_train_st*.py flax/*/test_train_state.py",
     ),
-    "master weights": Group(
-        (
-            f"{SRC}/optimizers/master_weights.py",
-            f"{SRC}/optimizers/remainder.py",
-            f"{SRC}/optimizers/stochastic_rounding.py",
-        ),
-        (
-            *_of("optimizers", "master_remainders", "master_weights", "remainder"),
-            *_of("optimizers", "stochastic_rounding", "half_params"),
-        ),
+    "master weights": (
+        "optimizers/master_weights.py optimizers/remainder.py "
+        "optimizers/stochastic_rounding.py",
+        "optimizers/test_master*.py optimizers/test_remainder.py "
+        "optimizers/test_stochastic_rounding.py optimizers/test_half_params.py",
     ),
-    "low-precision state": Group(
-        (f"{SRC}/optimizers/blocks.py", f"{SRC}/optimizers/low_precision_state.py"),
-        _of("optimizers", "blocks", "low_precision_state"),
+    "low-precision state": (
+        "optimizers/blocks.py optimizers/low_precision_state.py",
+        "optimizers/test_blocks.py optimizers/test_low_precision_state.py",
     ),
-    "checkpoints": Group((f"{SRC}/checkpoint/*.py",), ("tests/checkpoint/test_*.py",)),
-    "autocast": Group((f"{SRC}/autocast/[!e_]*.py",), _AUTOCAST_TESTS),
-    "jaxprs": Group(
-        (f"{SRC}/jaxprs/[!_]*.py",),
-        ("tests/jaxprs/test_*.py", *_AUTOCAST_TESTS, "tests/numerics/test_*.py"),
+    "checkpoints": ("checkpoint/*.py", "checkpoint/test_*.py"),
+    "autocast": (
+        "autocast/[!e_]*.py",
+        "autocast/test_[!dp]*.py autocast/test_digits.py autocast/test_programs.py",
+    ),
+    "jaxprs": (
+        "jaxprs/[!_]*.py",
+        "jaxprs/test_*.py autocast/test_[!dp]*.py autocast/test_digits.py "
+        "autocast/test_programs.py numerics/test_*.py",
     ),
 }
 
@@ -107,8 +85,7 @@ GROUPS = {
 # --- What is mutated --------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutation:
+class Mutation(NamedTuple):
     """One change: a piece of a file's text, and what stands there instead."""
 
     group: str
@@ -125,45 +102,33 @@ class Mutation:
 
     def applied(self, source: bytes) -> bytes:
         """Return the source with this change."""
-        old, new = self.old.encode(), self.new.encode()
-        assert source[self.start :].startswith(old)
-        return source[: self.start] + new + source[self.start + len(old) :]
+        before, after = source[: self.start], source[self.start :]
+        assert after.startswith(self.old.encode())
+        return before + self.new.encode() + after.removeprefix(self.old.encode())
 
-    def is_python(self, source: bytes) -> bool:
+    def is_python(self) -> bool:
         with contextlib.suppress(SyntaxError):
-            return bool(compile(self.applied(source), self.file, "exec"))
+            return bool(ast.parse(self.applied((ROOT / self.file).read_bytes())))
         return False
 
 
-_COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+_OTHERS: dict[type[ast.AST], tuple[type[Any], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
     ast.LtE: (ast.Lt, ast.Gt),
     ast.Gt: (ast.GtE, ast.LtE),
     ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
 }
-_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-}
-_NAMES = {
-    name: (other,)
-    for one, another in (
-        ("min", "max"),
-        ("minimum", "maximum"),
-        ("any", "all"),
-        ("logical_and", "logical_or"),
-        ("float16", "bfloat16"),
-    )
-    for name, other in ((one, another), (another, one))
-} | {"float32": ("float16", "bfloat16")}
+_NAMES = {"float32": ("float16", "bfloat16")}
+for _one, _other in (
+    *((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+    *((ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.Div)),
+):
+    _OTHERS |= {_one: (_other,), _other: (_one,)}
+for _name, _another in (
+    *(("min", "max"), ("minimum", "maximum"), ("any", "all")),
+    *(("logical_and", "logical_or"), ("float16", "bfloat16")),
+):
+    _NAMES |= {_name: (_another,), _another: (_name,)}
 _CHOICES = {"where", "select", "cond"}
 # Calls whose arguments are of different kinds, or may come in any order.
 _UNSWAPPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "cast"}
@@ -174,56 +139,42 @@ def _called(node: ast.Call) -> str:
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
-def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST | str]]:
-    """Yield the kind of each mutation of a node, and what replaces the node."""
+def _with(node: ast.AST, **fields: Any) -> ast.AST:
+    return type(node)(**{**dict(ast.iter_fields(node)), **fields})
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST | str]:
+    """Yield what may stand in place of a node; of an `if`, in place of its test."""
     match node:
-        case ast.Compare(left, [op], right):
-            for other in _COMPARISONS[type(op)]:
-                yield "comparison", ast.Compare(left, [other()], right)
-        case ast.BoolOp(op, values):
-            other = ast.Or() if isinstance(op, ast.And) else ast.And()
-            yield "and/or", ast.BoolOp(other, values)
+        case ast.Compare(ops=[op]):
+            yield from (_with(node, ops=[other()]) for other in _OTHERS[type(op)])
+        case ast.BoolOp(op=op) | ast.BinOp(op=op):
+            yield from (_with(node, op=other()) for other in _OTHERS.get(type(op), ()))
         case ast.UnaryOp(ast.Not(), operand):
-            yield "not", operand
+            yield operand
         case ast.Constant(bool(value)):
-            yield "constant", ast.Constant(not value)
+            yield ast.Constant(not value)
         case ast.Constant(int(value) | float(value)):
-            yield "constant", ast.Constant(value + 1)
-            yield "constant", ast.BinOp(ast.Constant(value), ast.Sub(), ast.Constant(1))
-        case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
-            yield "arithmetic", ast.BinOp(left, _ARITHMETIC[type(op)](), right)
-        case ast.Attribute(value, name) if name in _NAMES:
-            for other in _NAMES[name]:
-                yield _kind_of(name), ast.Attribute(value, other)
-        case ast.Name(name, ast.Load()) if name in _NAMES:
-            for other in _NAMES[name]:
-                yield _kind_of(name), ast.Name(other)
+            yield from (ast.Constant(value + 1), ast.Constant(value - 1))
+        case ast.Attribute(attr=name):
+            yield from (_with(node, attr=other) for other in _NAMES.get(name, ()))
+        case ast.Name(name, ast.Load()):
+            yield from map(ast.Name, _NAMES.get(name, ()))
         case ast.IfExp(_, body, orelse):
-            yield "branch", body
-            yield "branch", orelse
+            yield from (body, orelse)
         case ast.If():
-            yield "branch", "False"
-        case ast.Call(args=args, keywords=keywords):
-            if any(isinstance(arg, ast.Starred) for arg in args):
-                return
-            if _called(node) in _CHOICES and len(args) == 3:
-                yield "branch", args[1]
-                yield "branch", args[2]
-            elif len(args) >= 2 and _called(node) not in _UNSWAPPED:
-                swapped = [args[1], args[0], *args[2:]]
-                if ast.dump(args[0]) != ast.dump(args[1]):
-                    yield "arguments", ast.Call(node.func, swapped, keywords)
+            yield "False"
+        case ast.Call(args=[_, one, other]) if _called(node) in _CHOICES:
+            yield from (one, other)
+        case ast.Call(args=[one, other, *rest]) if _called(node) not in _UNSWAPPED:
+            is_starred = any(isinstance(arg, ast.Starred) for arg in node.args)
+            if not is_starred and ast.dump(one) != ast.dump(other):
+                yield _with(node, args=[other, one, *rest])
         case ast.Return(ast.Call(args=[first, *_])):
             if not isinstance(first, ast.Starred):
-                yield "early return", ast.Return(first)
-        case ast.Raise() | ast.AugAssign():
-            yield "statement", "pass"
-        case ast.Expr(ast.Call()):
-            yield "statement", "pass"
-
-
-def _kind_of(name: str) -> str:
-    return "dtype" if "float" in name else "min/max"
+                yield ast.Return(first)
+        case ast.Raise() | ast.AugAssign() | ast.Expr(ast.Call()):
+            yield "pass"
 
 
 def _mutable(tree: ast.AST) -> Iterator[ast.AST]:
@@ -252,39 +203,34 @@ def _mutable(tree: ast.AST) -> Iterator[ast.AST]:
 
 def mutations_of(file: str, source: bytes, group: str = "") -> list[Mutation]:
     """Return every mutation of a source; a few of them are no Python."""
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
     found = {}
     for node in _mutable(ast.parse(source)):
-        for kind, replacement in changes(node):
-            # Of an `if` the test alone is replaced.
+        for new in changes(node):
             target: Any = node.test if isinstance(node, ast.If) else node
             start = starts[target.lineno - 1] + target.col_offset
             end = starts[target.end_lineno - 1] + target.end_col_offset
-            if isinstance(replacement, str):
-                new = replacement
-            else:
-                new = ast.unparse(ast.fix_missing_locations(replacement))
-                new = f"({new})" if isinstance(replacement, ast.expr) else new
-            old = source[start:end].decode()
-            mutation = Mutation(group, file, target.lineno, kind, start, old, new)
+            if isinstance(new, ast.AST):
+                text = ast.unparse(ast.fix_missing_locations(new))
+                new = f"({text})" if isinstance(new, ast.expr) else text
+            place = group, file, target.lineno, type(node).__name__, start
+            mutation = Mutation(*place, source[start:end].decode(), new)
             found[mutation.name] = mutation
     return list(found.values())
 
 
-def matching(patterns: Iterable[str]) -> list[str]:
-    """Return the files that match patterns, in their order.
+def matching(folder: str, patterns: str) -> list[str]:
+    """Return the files in a folder that match patterns, in their order.
 
     Raises:
       FileNotFoundError: nothing matches one of them.
     """
     files: dict[str, None] = {}
-    for pattern in patterns:
-        found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+    for pattern in patterns.split():
+        found = sorted((ROOT / folder).glob(pattern))
         if not found:
             raise FileNotFoundError(f"No file matches {pattern!r}: update GROUPS.")
-        files |= dict.fromkeys(found)
+        files |= dict.fromkeys(str(path.relative_to(ROOT)) for path in found)
     return list(files)
 
 
@@ -295,37 +241,21 @@ def drawn(seed: int) -> Iterator[Mutation]:
     """
     rng = random.Random(seed)
     groups = []
-    for name, group in GROUPS.items():
+    for name, (files, _) in GROUPS.items():
         kinds: dict[str, list[Mutation]] = {}
-        for file in matching(group.files):
+        for file in matching(SRC, files):
             for mutation in mutations_of(file, (ROOT / file).read_bytes(), name):
                 kinds.setdefault(mutation.kind, []).append(mutation)
         order = []
         for _, mutations in sorted(kinds.items()):
             rng.shuffle(mutations)
-            places = [(i + rng.random(), m) for i, m in enumerate(mutations)]
-            order.extend(places)
-        groups.append([m for _, m in sorted(order, key=lambda place: place[0])])
-    while any(groups):
-        for group in groups:
-            while group:
-                mutation = group.pop(0)
-                if mutation.is_python((ROOT / mutation.file).read_bytes()):
-                    yield mutation
-                    break
+            order += [(i + rng.random(), m) for i, m in enumerate(mutations)]
+        groups.append(m for _, m in sorted(order) if m.is_python())
+    for turn in itertools.zip_longest(*groups):
+        yield from filter(None, turn)
 
 
 # --- How it is run ----------------------------------------------------------------
-
-
-def copy_of_the_tree(folder: Path) -> None:
-    """Copy what git knows, and what it does not ignore."""
-    listed = "git ls-files --cached --others --exclude-standard -z".split()
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
-    for name in names.decode().split("\0")[:-1]:
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((ROOT / name).read_bytes())
 
 
 def run(folder: Path, group: str, timeout: float) -> str:
@@ -339,7 +269,7 @@ def run(folder: Path, group: str, timeout: float) -> str:
     # A changed file of the same length and second would be taken for the old.
     settings = {"CI": "1", "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
-        command + matching(GROUPS[group].tests),
+        command + matching(TESTS, GROUPS[group][1]),
         cwd=folder,
         env=os.environ | settings,
         stdout=subprocess.PIPE,
@@ -374,16 +304,16 @@ def main(
     `count` mutations are drawn, from the group `only` if it is given; `limit` of those
     that have no result in the folder `out` run now.
     """
-    drawn_now = [m for _, m in zip(range(count), drawn(seed), strict=False)]
-    mutations = {m.name: m for m in drawn_now if only in ("", m.group)}
+    drawn_now = itertools.islice(drawn(seed), count)
+    mutations = [m for m in drawn_now if only in ("", m.group)]
     out.mkdir(parents=True, exist_ok=True)
     path = out / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     with tempfile.TemporaryDirectory(prefix="mutations-") as name:
         folder = Path(name)
-        copy_of_the_tree(folder)
-        left = [m for m in mutations.values() if m.name not in results]
-        for mutation in left[:limit]:
+        ignored = shutil.ignore_patterns(".*", "out", "shared", "__pycache__")
+        shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
+        for mutation in [m for m in mutations if m.name not in results][:limit]:
             file = folder / mutation.file
             source = file.read_bytes()
             file.write_bytes(mutation.applied(source))
@@ -393,7 +323,7 @@ def main(
             print(f"{results[mutation.name]}: {mutation.kind}: {mutation.name}")
         # Where a mutation survived, the tests pass. Elsewhere that is seen to, as tests
         # that fail anyway would catch everything.
-        done = [m for m in mutations.values() if m.name in results]
+        done = [m for m in mutations if m.name in results]
         proven = {m.group for m in done if results[m.name] == "survived"}
         for group in sorted({m.group for m in done} - proven):
             if run(folder, group, timeout) != "survived":

@@ -9,12 +9,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from autocast_corpus.program import REVERSE, normal, program, weight
 
-no_reverse_while = functools.partial(
-    program,
-    checks_not=REVERSE,
-    why="a while loop has no reverse mode in JAX",
-)
-
 
 @program()
 def scan_rnn():
@@ -52,7 +46,7 @@ def scan_reversed_and_unrolled(w, xs):
     return lax.scan(step, h, xs, reverse=True, unroll=2)
 
 
-@no_reverse_while()
+@program(checks_not=REVERSE, why="a while loop has no reverse mode in JAX")
 def while_loop(w, x):
     def keeps_on(carry):
         i, x = carry
@@ -63,16 +57,6 @@ def while_loop(w, x):
         return i + 1, x + 0.5 * jnp.tanh(x @ w)
 
     return lax.while_loop(keeps_on, body, (0, x))
-
-
-@program()
-def fori_loop(w, x):
-    return lax.fori_loop(0, 4, lambda i, x: x + jnp.sin(x @ w) / (i + 1.0), x)
-
-
-@no_reverse_while(args=lambda: (weight(0, 8, 8), normal(1, 4, 8), jnp.int32(3)))
-def fori_loop_of_traced_length(w, x, n):
-    return lax.fori_loop(0, n, lambda i, x: x + jnp.sin(x @ w), x)
 
 
 @program()
@@ -97,11 +81,6 @@ def switch(w, i, x):
     return outs[0] + outs[1]
 
 
-@program(args=lambda: (weight(0, 8, 8), normal(1, 7, 2, 8)))
-def map_with_batch_size(w, xs):
-    return lax.map(lambda x: jax.nn.softmax(x @ w), xs, batch_size=3)
-
-
 @program(args=lambda: (0.5 * weight(0, 6, 4, 4), normal(1, 6, 4)))
 def associative_scan(a, x):
     def combine(left, right):
@@ -116,17 +95,6 @@ def checkpoint(w, x):
     @jax.checkpoint
     def block(x):
         return x + jax.nn.gelu(x @ w) @ w.T
-
-    return block(block(x))
-
-
-@program(args=lambda: (weight(0, 8, 16), normal(1, 4, 8)))
-def checkpoint_with_policy(w, x):
-    policy = jax.checkpoint_policies.dots_saveable
-
-    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-    def block(x):
-        return x + jax.nn.softmax(x @ w) @ w.T
 
     return block(block(x))
 

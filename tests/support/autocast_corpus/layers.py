@@ -96,11 +96,6 @@ def linen_norms():
     return of_linen(nn.Sequential(layers), 4, 8)
 
 
-@third_party()
-def linen_conv_transpose():
-    return of_linen(nn.ConvTranspose(8, (3, 3), strides=(2, 2)), 2, 4, 4, 4)
-
-
 class Block(nnx.Module):
     """A transformer's layer, with dropout."""
 
@@ -164,21 +159,6 @@ def nnx_scan():
             return layer(x), None
 
         return run(x, nnx.merge(graphdef, params))[0]
-
-    return fun, (params, normal(1, 4, 8))
-
-
-@third_party()
-def nnx_remat():
-    graphdef, params = nnx.split(Linear(nnx.Rngs(0)))
-
-    def fun(params, x):
-        @nnx.remat
-        def run(layer, x):
-            return layer(x)
-
-        layer = nnx.merge(graphdef, params)
-        return run(layer, run(layer, x))
 
     return fun, (params, normal(1, 4, 8))
 
