@@ -42,6 +42,18 @@ def adam() -> Any:
 
 
 @of_both
+def test_a_step_without_new_statistics_is_warned_of_unless_they_are_frozen(flax):
+    state = flax.create(adam())
+    frozen = flax.other_state(state)  # as it was
+    state.apply_gradients(grads=state.params, **frozen)
+    (name,) = frozen
+    match = rf"(?s)got no {name}=.*leaves NaN.*or {name}=state\.{name} if"
+    with pytest.warns(UserWarning, match=match) as caught:
+        state.apply_gradients(grads=state.params)
+    assert caught[0].filename == __file__
+
+
+@of_both
 def test_after_an_overflow_the_running_variance_is_what_it_was(flax):
     """In one compilation from the first step on."""
     traces = []

@@ -42,6 +42,7 @@ OF_LOSS_SCALES = {
     "no-loss-scale",
     "clipped-while-scaled",
     "decay-outside",
+    "loss-scale-lost",
     "scaled-update",
 }
 

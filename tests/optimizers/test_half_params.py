@@ -311,6 +311,21 @@ def test_the_warning_names_the_line_that_calls_init():
     assert caught[0].filename == __file__
 
 
+def test_a_step_that_updates_what_it_has_cast_is_warned_of():
+    tx = scale_aware(optax.adam(1e-3))
+
+    def step(params, state):
+        params = jmp_lite.cast_floating(params, jnp.bfloat16)  # and returns them
+        updates, state = tx.update(params, state, params)
+        return apply_updates(params, updates), state
+
+    with pytest.warns(UserWarning, match=LOST) as caught:
+        jax.eval_shape(step, TREE, tx.init(TREE))
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "update those that were given, not their casts" in str(warning.message)
+
+
 def test_half_parameters_that_may_be_frozen_do_not_warn():
     parts: dict[Any, Any] = {"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}
     tx = scale_aware(optax.partition(parts, {"w": "trained", "b": "frozen"}))

@@ -356,6 +356,13 @@ def step_whose_loss_is_not_scaled(w, state, x):
     return w + updates, state
 
 
+@_planted_step("loss-scale-lost", _SAFE)
+def step_that_returns_the_old_state(w, state, x):
+    grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)  # hazard
+    updates, _ = _SAFE.update(grads, state, w)
+    return w + updates, state
+
+
 @_planted_step("clipped-while-scaled", _CLIPPED)
 def step_that_clips_scaled_gradients(w, state, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)

@@ -3,6 +3,7 @@
 Shared by `linen.TrainState` and `nnx.TrainState`; does not import flax.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -119,6 +120,18 @@ def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:
     """Warn if small updates are lost; a scale-aware optimiser has done it by itself."""
     if not trees.find(opt_state, ScaleAwareState):
         warn_if_updates_are_lost(params, opt_state)
+
+
+def warn_of_old_statistics(statistics: Any, argument: str) -> None:
+    """Warn if a step that was given no new statistics has some."""
+    if jax.tree.leaves(statistics):
+        warnings.warn(
+            f"apply_gradients got no {argument}=: the statistics of the norms stay as "
+            "they are. If they are replaced elsewhere, a skipped step leaves NaN in "
+            f"them. Pass the new ones, or {argument}=state.{argument} if they are "
+            "frozen.",
+            stacklevel=3,
+        )
 
 
 def _check_finite(tree: Any, what: str) -> None:

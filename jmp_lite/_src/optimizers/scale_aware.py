@@ -114,8 +114,8 @@ def scale_aware(
     A non-finite `value` indicates a bad batch, not an overflow: the step is skipped as
     well, but the loss scale is unchanged. What `inner` makes of finite gradients is not
     checked. The update has no branches, makes no host calls and keeps no copy of the
-    gradients. `init` warns if parameters are stored in half precision, and nowhere in
-    `inner` is a `master_weights` or `stochastic_rounding`, which keeps their small
+    gradients. `init` and `update` warn if parameters are in half precision, and nowhere
+    in `inner` is a `master_weights` or `stochastic_rounding`, which keeps their small
     updates, or one is not the last of its chain.
 
     Args:
@@ -188,6 +188,7 @@ def scale_aware(
         _check_names(extra)
         base.check_state(state, ScaleAwareState, "scale_aware(...)")
         base.check_gradients(updates, params)
+        warn_if_updates_are_lost(params, state.inner_state)  # a step may cast them
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
         # XLA fuses the multiplication into both uses, so no copy is kept.
         # A NoOpLossScale leaves half gradients in half.
@@ -298,8 +299,9 @@ def warn_if_updates_are_lost(params: optax.Params, opt_state: Any) -> None:
         f"{len(half)} of {len(stored.by_path)} parameters are stored in half precision "
         f"(params{path} in {dtype}), where an update below half the spacing of their "
         "numbers is lost: training slows down or stops. Store them in float32, as "
-        "'mixed_bfloat16' and 'mixed_float16' do, or wrap the optimiser in "
-        "master_weights or stochastic_rounding.",
+        "'mixed_bfloat16' and 'mixed_float16' do (and in a step update those that were "
+        "given, not their casts), or wrap the optimiser in master_weights or "
+        "stochastic_rounding.",
         stacklevel=3,
     )
 

@@ -117,7 +117,12 @@ class TrainState(train_state.TrainState):
         Raises:
           ValueError: gradients and parameters differ in structure, or a new value and
             the old one in structure, shape or dtype.
+
+        Warns:
+          UserWarning: there are batch statistics, and no new ones.
         """
+        if "batch_stats" not in kwargs:
+            train_step.warn_of_old_statistics(self.batch_stats, "batch_stats")
         params, ema, overwritten = self.params, self.ema, None
         if not isinstance(params, jax.Array) and OVERWRITE_WITH_GRADIENT in params:
             overwritten = grads[OVERWRITE_WITH_GRADIENT]

@@ -140,8 +140,14 @@ class TrainState:
 
         Raises:
           ValueError: `grads` or `other_state` has another structure, shape or dtype.
+
+        Warns:
+          UserWarning: there are batch statistics, and no new state.
         """
-        other_state = self.other_state if other_state is None else other_state
+        if other_state is None:
+            other_state = self.other_state
+            statistics = nnx.filter_state(other_state, nnx.BatchStat)
+            train_step.warn_of_old_statistics(statistics, "other_state")
         always = self.update_on_skip
         params, opt_state, finite = train_step.update(
             self.tx,

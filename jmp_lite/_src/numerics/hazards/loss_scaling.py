@@ -112,6 +112,22 @@ def _scaled_updates(program: LintedProgram) -> Hits:
             yield op, "parameters are updated from gradients that are scaled"
 
 
+def _never_adjusted(program: LintedProgram) -> Hits:
+    """Find a loss scale that no result has, but for the scale that was given."""
+    if not _updated_params(program) or any(_scaled_updates(program)):
+        return
+    results = [v for op in program.ops for v in op.outs if v.is_result]
+    known = [x for x in map(program.scalings.of, results) if not x.is_gradient]
+    if any(x.powers is None for x in known):
+        return
+    found = {x.power for x in known}
+    for op in program.ops:
+        for value in op.ins:
+            if value.is_loss_scale and program.scalings.of(value).power not in found:
+                yield op, "the loss scale after the step is not among its results"
+                return
+
+
 def _updated_params(
     program: LintedProgram, through_select: bool = True
 ) -> list[tuple[Op, Value, list[tuple[Value, bool]]]]:
@@ -221,6 +237,13 @@ RULES = (
         _decayed_while_scaled,
         "The decay is then divided by the loss scale.",
         _INSIDE,
+    ),
+    Rule(
+        "loss-scale-lost",
+        "error",
+        _never_adjusted,
+        "It never falls, so that after an overflow all steps are skipped.",
+        "Return the new state of the optimiser: updates, opt_state = tx.update(...).",
     ),
     Rule(
         "scaled-update",
