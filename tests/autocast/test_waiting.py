@@ -359,6 +359,55 @@ def test_a_norm_of_flax_has_a_kept_copy_alone():
     check_recomputed(loss, W, V, policy="mixed_float16", most=2)
 
 
+# What a kept copy must not lose: numbers near 0 of which a quotient or a root is taken,
+# numbers beyond a root's range, and those of a row in which one of them is far away.
+PADDED = X * (np.arange(32) < 24)[:, None]
+MASK = np.tril(np.ones((N, N), bool))[:32]
+EXTREMES: dict[str, Callable[..., Any]] = {
+    "magnitude": lambda a, b: jnp.sqrt(a**2 + b**2 + 1e-16),
+    "softplus": lambda a, b: jnp.log(1 + jnp.exp(10 * a)),
+    "log of probabilities": lambda a, b: jnp.log(jax.nn.softmax(10 * a) + 1e-20),
+    "root of probabilities": lambda a, b: jnp.sqrt(jax.nn.softmax(10 * a) + 1e-20),
+    "exponentials": lambda a, b: jnp.exp(a / 4 + 25) * jnp.exp(b / 4 - 25),
+    "exponentials in a call": lambda a, b: (
+        jax.jit(jnp.exp)(a / 4 + 25) * jnp.exp(b / 4 - 25)
+    ),
+    "masked": lambda a, b: _rms(jnp.tanh(jnp.where(MASK, a, -1e4))),
+    "infinite": lambda a, b: _rms(jnp.tanh(jnp.where(MASK, a, -np.inf))),
+    "a channel that is off": lambda a, b: _rms(
+        jax.nn.gelu(a + jnp.zeros(N).at[3].set(-3000.0))
+    ),
+}
+
+
+def _rms(h):
+    return h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-5)
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_gradients_are_right_at_the_ends_of_the_range(name):
+    def loss(w, v):
+        return jnp.mean((EXTREMES[name](PADDED @ w, PADDED @ v) @ v) ** 2)
+
+    _, grads = gradients(autocast(loss, "mixed_float16"), W, V)
+    _, expected = gradients(loss, W, V)
+    assert max(map(error, grads, expected)) < 5e-3
+
+
+@IN_HALVES
+def test_a_row_of_a_loop_with_one_far_number_has_the_digits_of_the_others(policy):
+    def loss(w):
+        def layer(h, _):
+            return h + _rms(jnp.tanh(h)) @ w / 4, None
+
+        h, _ = lax.scan(layer, jnp.where(MASK, X, -1e4), length=3)
+        return jnp.mean(jnp.where(MASK, h, 0) ** 2)
+
+    _, (grad,) = gradients(autocast(loss, policy), W)
+    _, (expected,) = gradients(loss, W)
+    assert error(grad, expected) < 6e-3
+
+
 @pytest.mark.parametrize("factor", [0, np.inf])
 def test_gradients_are_finite_without_deviation_and_not_of_infinities(factor):
     x = np.where(X == X[0, 0, 0], factor, X) if factor else X * 0

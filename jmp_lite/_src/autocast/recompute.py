@@ -66,6 +66,7 @@ class Clusters:
         self._has_range = has_range_of_f32(half_dtype)
         self._works: dict[CastPlan, Work | None] = {}
         self._bodies: dict[CastPlan, CastPlan] = {}
+        self._sums_of: dict[CastPlan, Any] = {}
 
     def add_to(self, plan: CastPlan) -> CastPlan:
         """Return a plan with its clusters, if it is of a forward pass.
@@ -77,11 +78,11 @@ class Clusters:
             return plan
         pairs = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))
         works = self._works_of(plan)
-        search = _Search(plan, works, self._has_range)
+        search = _Search(plan, works, self._has_range, self._sums_of)
         if self._has_range and search.waiting.values:
             # An activation of what waits gains nothing over its result in bfloat16.
             among = search.waiting.summed()
-            search = _Search(plan, works, self._has_range, among)
+            search = _Search(plan, works, self._has_range, self._sums_of, among)
         clusters = list(search.clusters())
         parts = search.parts(clusters)
         if not clusters and not parts:
@@ -180,6 +181,7 @@ class _Search:
         plan: CastPlan,
         works: Sequence[Work | None],
         has_range: bool,
+        sums_of: dict[CastPlan, Any],
         may_wait: Set[Var] | None = None,
     ):
         self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, list(works)
@@ -200,9 +202,9 @@ class _Search:
         self._returned = {v: h for v, h in pairs if not compat.is_literal(v)}
         self._constant = set(_without_gradients(self.eqns))
         # In float16, what may overflow is float32.
-        values = waiting.find(plan, self._halves, has_range)
+        values, alone = waiting.find(plan, self._halves, has_range, sums_of)
         values = values if may_wait is None else values & may_wait
-        self.waiting = Waiting(values, self._halves)
+        self.waiting = Waiting(values, self._halves, alone)
         self._stored = {v for v in self._made_by if self._is_stored(v)}
         self._is_inside = self._go_forward()
         self._go_backward()

@@ -5,11 +5,12 @@ forward pass computes with them. The backward pass computes again what clusters 
 them, and for that it need not keep all of their digits. It keeps float16 numbers: of
 what is summed along rows, as in a norm, relative to the mean and the deviation of each
 row. Of others, under a float16 policy, square roots, which reach 4e9 and have 10 bits,
-two more than bfloat16; under a bfloat16 policy, the numbers in bfloat16.
+two more than bfloat16, if products made them; under a bfloat16 policy, the numbers in
+bfloat16.
 
 A difference of rounded numbers may be wrong in each digit. So linear operations, which
 keep nothing for the backward pass, stay outside of clusters, and what is rounded is
-their result.
+their result. So do quotients and roots of what waits, which need numbers near 0.
 """
 
 import functools
@@ -26,11 +27,12 @@ from jmp_lite._src.autocast.precision import FLOAT32, Around, CastPlan, has_rang
 from jmp_lite._src.autocast.saving import Work, is_reduction
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import Fact, degree, facts
+from jmp_lite._src.jaxprs.primitives import CALLS, Fact, degree, degrees, facts
 
 # Arrays of so few numbers are kept as they are.
 _FEW = 64
 _NONE: frozenset[Var] = frozenset()
+_LINEAR = Fact.LINEAR | Fact.SUMS | Fact.MOVES | Fact.JOINS
 
 
 class _Made(NamedTuple):
@@ -38,18 +40,18 @@ class _Made(NamedTuple):
 
     sources: frozenset[Var] = _NONE  # in whatever way
     alike: frozenset[Var] = _NONE  # element by element
-    operands: Sequence[Var] = ()  # of the equation, if it is no sum
+    operands: Sequence[Var] = ()  # of the equation, if it is no sum, and not curved
     is_bounded: bool = False  # it is not large, however large the sources are
+    is_curved: bool = False  # it is no polynomial: a large source may be lost in it
 
 
 class Waiting:
     """The float32 values of a jaxpr that wait, and what clusters compute of them."""
 
-    def __init__(self, values: Set[Var], halves: Set[Var]):
-        self.values, self._halves = values, halves
+    def __init__(self, values: Set[Var], halves: Set[Var], alone: Set[Var] = _NONE):
+        # Of the values, those `alone` need not be summed along rows.
+        self.values, self._halves, self._alone = values, halves, alone
         self._rows: dict[Var, tuple[int, ...]] = {}
-        # Values of which each number needs its first digits: a row's do not do.
-        self._divisors: frozenset[Var] = _NONE
         self._made: dict[Var, _Made] = {}  # what clusters compute
         self._calls: dict[int, Waiting | None] = {}
 
@@ -59,23 +61,23 @@ class Waiting:
 
     def rows(self, var: Var) -> tuple[int, ...] | None:
         """Return the axes over which a value is summed; None if it does not wait."""
-        return self._rows.get(var, ()) if var in self.values else None
+        is_alone = var in self.values and var in self._alone
+        return self._rows.get(var, () if is_alone else None)
 
     def stays_outside(self, eqn: Eqn, work: Work) -> bool:
         """Return whether an equation needs more digits of what waits than are kept.
 
         `work` is what it does. The derivative of a linear operation needs none of them,
         that of an exponential or a choice all, and so does what is computed from a
-        difference. That of a logarithm needs the first digits of each number: a square
-        root has them, but what is relative to a row does not.
+        difference. That of a quotient or a root needs the first digits of numbers that
+        are nearly 0, which none of the forms in which they are kept has.
         """
         if not self.values:
             return False
         if work.called is not None:
             self._calls[id(eqn)] = found = self._in_call(eqn, work.called)
             return found is None
-        divisors = self._alike(eqn, work.divides)
-        if self._alike(eqn, work.loses_digits) or divisors & self._rows.keys():
+        if self._alike(eqn, work.loses_digits) or self._alike(eqn, work.divides):
             return True
         known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
         operands = _large(variables(eqn.invars), size)
@@ -110,15 +112,16 @@ class Waiting:
         """Note what a cluster computes."""
         if called := self._calls.get(id(eqn)):
             return self._note_call(eqn, work.called.jaxpr, called)
-        self._divisors |= self._alike(eqn, work.divides)
         operands = list(variables(eqn.invars))
         of_each = [self._of(v) for v in operands]
         made = _Made(_NONE.union(*(of.sources for of in of_each)))
         if not is_reduction(eqn.primitive.name, eqn.params):
             saturates = bool(facts(eqn.primitive.name) & Fact.SATURATES)
+            is_curved = work.transcendental > 0 or any(of.is_curved for of in of_each)
             made = made._replace(
                 alike=_NONE.union(*(of.alike for of in of_each)),
-                operands=operands,
+                operands=() if is_curved else operands,
+                is_curved=is_curved,
                 is_bounded=saturates
                 or all(of.is_bounded for of in of_each if of.sources),
             )
@@ -131,25 +134,17 @@ class Waiting:
         """Return what a call does to what waits, None if it needs its digits."""
         pairs = list(zip(eqn.invars, called.jaxpr.invars, strict=True))
         pairs = [(v, into) for v, into in pairs if not compat.is_literal(v)]
-        found = called.given(
+        return called.given(
             frozenset(
                 into for v, into in pairs if _large(self._of(v).sources, core.size(v))
             ),
             frozenset(into for v, into in pairs if v in self._halves),
         )
-        if found is None:
-            return None
-        divisors = {v for v, into in pairs if into in found._divisors}
-        rows = {v for v, into in pairs if found._rows.get(into)}
-        has_conflict = divisors & (rows | self._rows.keys()) or rows & self._divisors
-        return None if has_conflict else found
 
     def _note_call(self, eqn: Eqn, inner: Jaxpr, called: "Waiting") -> None:
         into = dict(zip(inner.invars, eqn.invars, strict=True))
         for var in called._rows.keys() & into.keys():
             self._note_rows(into[var], called._rows[var])
-        for var in called._divisors & into.keys():
-            self._divisors |= self._of(into[var]).alike
         for out, var in zip(eqn.outvars, inner.outvars, strict=True):
             if not compat.is_literal(var):
                 of = called._of(var)
@@ -159,6 +154,7 @@ class Waiting:
                     _NONE.union(*(given.sources for given in sources)),
                     _NONE.union(*(given.alike for given in alike)),
                     is_bounded=of.is_bounded,
+                    is_curved=of.is_curved,
                 )
 
     def _note_rows(self, total_of: Var, axes: tuple[int, ...]) -> None:
@@ -167,7 +163,7 @@ class Waiting:
         while found:
             var = found.pop()
             is_alike = var in self.values and var.aval.shape == total_of.aval.shape
-            if is_alike and var not in self._rows and var not in self._divisors:
+            if is_alike and var not in self._rows:
                 self._rows[var] = axes
                 found += self._of(var).operands
 
@@ -200,20 +196,68 @@ class Called:
         return found
 
 
-def find(plan: CastPlan, halves: Set[Var], has_range: bool) -> frozenset[Var]:
-    """Return the float32 values of a plan that wait."""
+def find(
+    plan: CastPlan, halves: Set[Var], has_range: bool, known: dict[CastPlan, Any]
+) -> tuple[Set[Var], Set[Var]]:
+    """Return the float32 values of a plan that wait; and those that may wait alone.
+
+    In float16 these are results of products, and sums of them. Others, such as
+    exponentials, may be out of the range of a square root. `known` is of other plans.
+    """
     # If half has the range of float32, none waits outside of loops: there XLA itself
     # keeps what takes less.
     if has_range and plan.around is not Around.LOOP:
-        return _NONE
+        return _NONE, _NONE
     # What is computed, and not from parameters alone.
     pairs = zip(plan.jaxpr.invars, plan.ins, strict=True)
-    found = {v for v, p in pairs if p == FLOAT32}
+    carried = frozenset(v for v, p in pairs if p == FLOAT32)
+    found = {*carried}
     for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
         is_computed = any(v in found or v in halves for v in variables(eqn.invars))
         if eqn_plan.rule.is_product or is_computed:
             found.update(eqn.outvars)
-    return frozenset(filter(_may_wait, found - halves))
+    values = frozenset(filter(_may_wait, found - halves))
+    if has_range:
+        return values, values
+    sums_of = _sums_of_products(plan, known)
+    return values, {v for v in values & sums_of.keys() if not sums_of[v] & carried}
+
+
+def _sums_of_products(
+    plan: CastPlan, known: dict[CastPlan, Any]
+) -> dict[Var, frozenset[Var]]:
+    """Return what sums, moves and multiples make of products, and of which inputs.
+
+    Half values are taken for results of products.
+    """
+    if plan in known:
+        return known[plan]
+    known[plan] = found = {v: frozenset([v]) for v in plan.jaxpr.invars}
+    found |= dict.fromkeys(plan.jaxpr.constvars, _NONE)
+    for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
+        name, size = eqn.primitive.name, max(map(core.size, eqn.outvars), default=0)
+        large = _large(variables(eqn.invars), size)
+        is_multiple = degrees(name, eqn.params) == (1, 1) and len(large) == 1
+        made_of = dict.fromkeys(eqn.outvars, large)
+        if name in CALLS and eqn_plan.bodies:
+            (body,) = eqn_plan.bodies
+            into = dict(zip(body.jaxpr.invars, eqn.invars, strict=True))
+            outs = zip(eqn.outvars, body.jaxpr.outvars, strict=True)
+            outs = [(v, w) for v, w in outs if not compat.is_literal(w)]
+            of_body = _sums_of_products(body, known)
+            made_of = {
+                v: list(variables(map(into.__getitem__, of_body[w])))
+                for v, w in outs
+                if w in of_body
+            }
+        elif not (eqn_plan.rule.is_product or facts(name) & _LINEAR or is_multiple):
+            made_of = {}
+        for v, half in zip(eqn.outvars, eqn_plan.half_out, strict=True):
+            if half or eqn_plan.rule.is_product:
+                found[v] = _NONE
+            elif v in made_of and all(w in found for w in made_of[v]):
+                found[v] = _NONE.union(*(found[w] for w in made_of[v]))
+    return found
 
 
 def _may_wait(var: Var) -> bool:
@@ -251,7 +295,7 @@ def _keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
         return Kept(x.astype(half_dtype), None, None)
     if not axes:
         root = lax.sign(x) * lax.sqrt(lax.abs(x))
-        return Kept(root.astype(jnp.float16), None, None)
+        return Kept(sums.saturate(root, jnp.dtype(jnp.float16)), None, None)
     mean, squares = (jnp.mean(y, axes, keepdims=True) for y in (x, x * x))
     # A number is at most as many deviations from the mean as the root of the count. The
     # difference of a row that is far from zero has few digits, or none.
