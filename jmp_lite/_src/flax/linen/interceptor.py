@@ -14,12 +14,7 @@ from jax import lax
 
 from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.flax import attention, module_policies, products
-from jmp_lite._src.flax.module_policies import (
-    Explanation,
-    ModulePolicies,
-    ModulePolicy,
-    enclosing_module,
-)
+from jmp_lite._src.flax.module_policies import ModulePolicies, ModulePolicy
 
 
 class PolicyInterceptor:
@@ -84,7 +79,7 @@ class PolicyInterceptor:
             )
 
         def cast_cache(path, leaf):
-            owner = enclosing_module(trees.key_path(path), self.modules)
+            owner = module_policies.enclosing_module(trees.key_path(path), self.modules)
             if owner is None or not issubclass(self.modules[owner], _ATTENTION):
                 return leaf
             return trees.cast_floating(leaf, self.resolved[owner].compute_dtype)
@@ -123,7 +118,7 @@ class PolicyInterceptor:
 
         return call
 
-    def explain(self, variables: Any) -> Explanation:
+    def explain(self, variables: Any) -> module_policies.Explanation:
         """Return the dtypes of each module in the last call."""
         params = variables.get("params", {})
         return module_policies.explain(
