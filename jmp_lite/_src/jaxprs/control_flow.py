@@ -341,19 +341,14 @@ def _custom_vjp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     return (_sub_jaxpr(jaxpr, 0, fixed_in=fixed_in, fixed_out=fixed_out),)
 
 
-def _build_custom(context: RebuildContext, rewrite: Callable[..., Any]):
+def _build_custom(context: RebuildContext):
+    is_jvp = context.eqn.primitive.name == "custom_jvp_call"
+    rewrite = context.rewrite_jvp if is_jvp else context.rewrite_vjp
+
     def wrap(fun, role):
         return context.bodies[0].fun if role == 0 else rewrite(fun)
 
     return compat.rebuild_custom_derivative(context.eqn, context.args, wrap)
-
-
-def _build_custom_jvp(context: RebuildContext):
-    return _build_custom(context, context.rewrite_jvp)
-
-
-def _build_custom_vjp(context: RebuildContext):
-    return _build_custom(context, context.rewrite_vjp)
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -365,6 +360,6 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "while": (_while_sub_jaxprs, _build_while),
     "cond": (_cond_sub_jaxprs, _build_cond),
     "shard_map": (_shard_map_sub_jaxprs, _build_shard_map),
-    "custom_jvp_call": (_custom_jvp_sub_jaxprs, _build_custom_jvp),
-    "custom_vjp_call": (_custom_vjp_sub_jaxprs, _build_custom_vjp),
+    "custom_jvp_call": (_custom_jvp_sub_jaxprs, _build_custom),
+    "custom_vjp_call": (_custom_vjp_sub_jaxprs, _build_custom),
 }
