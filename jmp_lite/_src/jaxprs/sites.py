@@ -85,13 +85,15 @@ def site_of(eqn: Eqn, around: Site = _TOP) -> Site:
     """Return the site of an equation in the call, loop or branch around it."""
     stack = name_scopes.of(eqn)
     is_backward = name_scopes.is_backward(stack, around.direction == "backward")
+    dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     return dataclasses.replace(
         around,
         primitive=eqn.primitive.name,
         layer=name_scopes.join(around.layer, stack),
         line=sources.source_line(eqn, around.line),
         direction="backward" if is_backward else "forward",
-        dtype=_dtype_name(eqn),
+        dtype=str((floating or dtypes or [""])[0]),
     )
 
 
@@ -102,9 +104,3 @@ def in_loop(eqn: Eqn, site: Site) -> Site:
     trips = control_flow.trips(eqn, [control_flow.integer(v, {}) for v in eqn.invars])
     times = None if site.times is None or trips is None else site.times * trips
     return dataclasses.replace(site, times=times, loops=site.loops + 1)
-
-
-def _dtype_name(eqn: Eqn) -> str:
-    dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
-    floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-    return str((floating or dtypes or [""])[0])
