@@ -233,8 +233,7 @@ def _scan_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
 
 
 def _build_scan(context: RebuildContext):
-    params = context.eqn.params
-    num_consts, num_carry = compat.scan_counts(params) or (0, 0)
+    num_consts, num_carry = compat.scan_counts(context.eqn.params) or (0, 0)
     consts, carry = context.args[:num_consts], context.args[num_consts:][:num_carry]
     inside = [context.enter_loop(i, x) for i, x in enumerate(consts)]
 
@@ -242,6 +241,14 @@ def _build_scan(context: RebuildContext):
         outs = context.bodies[0].fun(*(read() for read in inside), *carry, *xs)
         return outs[:num_carry], outs[num_carry:]
 
+    xs = context.args[num_consts + num_carry :]
+    carry, ys = scan_as(context.eqn, body, carry, xs)
+    return [*carry, *ys]
+
+
+def scan_as(eqn: Eqn, body: Callable[..., Any], carry: Any, xs: Any) -> Any:
+    """Return `lax.scan` of another body, as long and in the order of an equation's."""
+    params = eqn.params
     scan = functools.partial(
         jax.lax.scan,
         body,
@@ -250,9 +257,7 @@ def _build_scan(context: RebuildContext):
         unroll=params["unroll"],
         _split_transpose=params.get("_split_transpose", False),
     )
-    xs = context.args[num_consts + num_carry :]
-    carry, ys = binding.call(context.eqn, scan, carry, xs)
-    return [*carry, *ys]
+    return binding.call(eqn, scan, carry, xs)
 
 
 # while: as scan; the condition sees the carry, and none of its outputs is a result.
