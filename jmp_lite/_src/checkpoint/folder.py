@@ -131,9 +131,6 @@ def _is_empty(path: epath.Path) -> bool:
         return True
 
 
-# Processes.
-
-
 def on_first_process(act: Callable[[], None]) -> None:
     """Call a function in the first process while the others wait."""
     if jax.process_count() == 1:

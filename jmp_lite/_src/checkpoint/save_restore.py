@@ -272,9 +272,6 @@ def _arrays_handler(numpy_handler: _NumpyHandler) -> ocp.PyTreeCheckpointHandler
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-# Reading.
-
-
 def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
     """Call `read`; if it fails, name the step and the others in the folder."""
     try:

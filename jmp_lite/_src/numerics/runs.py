@@ -171,9 +171,6 @@ class Run(Interpreter):
         return Cell(_stacked(values), shadow, self.observer.stack(tags))
 
 
-# Arrays.
-
-
 def look(x: Any) -> Any:
     """Return an array as NumPy's, unless it is too large or not all of it is here."""
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):

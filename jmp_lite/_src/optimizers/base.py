@@ -153,9 +153,6 @@ def check_key(key: Any) -> None:
         )
 
 
-# Parameters stored in half precision.
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StoredDtypes:
