@@ -219,8 +219,6 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
             "counter": _as_scalar(self.counter, jnp.int32),
         }
         self._check_settings(**settings)
-        if trees.is_concrete_number(scale):
-            _check_bounds(scale, self.min_loss_scale, self.max_loss_scale)
         if self.backoff_factor is None:
             settings["backoff_factor"] = 1 / self.factor
         bad_steps = 0 if bad_steps is None else bad_steps
@@ -322,6 +320,15 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
             raise ValueError(
                 "Expected 0 <= min_loss_scale <= max_loss_scale, got "
                 f"{min_loss_scale} and {max_loss_scale}."
+            )
+        if not trees.is_concrete_number(self.loss_scale):
+            return
+        value, low, high = float(self.loss_scale), min_loss_scale, max_loss_scale
+        if not np.float32(low) <= np.float32(value) <= np.float32(high):
+            name = "min_loss_scale" if value < low else "max_loss_scale"
+            raise ValueError(
+                "Expected a loss scale between min_loss_scale and max_loss_scale, got "
+                f"{value}, {low} and {high}: pass {name}={value} too."
             )
 
 
@@ -451,16 +458,6 @@ def _check_positive(scale: Any) -> None:
         raise ValueError(
             f"Expected a positive, finite loss scale, got {value}; the scale and its "
             "inverse must be normal float32 numbers, 2**-126 to 2**126."
-        )
-
-
-def _check_bounds(scale: Any, low: Any, high: Any) -> None:
-    value, low, high = float(scale), float(low), float(high)
-    if not np.float32(low) <= np.float32(value) <= np.float32(high):
-        name = "min_loss_scale" if value < low else "max_loss_scale"
-        raise ValueError(
-            "Expected a loss scale between min_loss_scale and max_loss_scale, got "
-            f"{value}, {low} and {high}: pass {name}={value} too."
         )
 
 
