@@ -332,7 +332,6 @@ def _linear_transpose(
     ct: jax.Array, aval: Any, w8: jax.Array, scale: jax.Array, *, is_lhs, in_axes
 ) -> jax.Array:
     """Return the gradient of `x`: the product of the result's gradient, in fp8."""
-    del aval
     if w8.dtype == GRADIENT:
         _no_second_derivative(None, None)
 

@@ -57,7 +57,6 @@ class NoOpLossScale(metaclass=compat.FlaxSerializable):
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
         """Return this loss scale unchanged."""
-        del grads_finite
         return self
 
 
@@ -91,7 +90,6 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Return this loss scale unchanged."""
-        del grads_finite
         return self
 
 

@@ -52,7 +52,6 @@ class Walker(Interpreter):
         return binding.bind(eqn, ins)
 
     def constant(self, value, var):
-        del var
         return value, self.tag_constant(value)
 
     def split(self, jaxpr, plan):
@@ -82,7 +81,6 @@ class Walker(Interpreter):
 
     def scan(self, eqn, eqn_plan, body, split, moment):
         """Run a `scan` as one."""
-        del eqn_plan
         (consts, carry, xs), length = split, eqn.params["length"]
         num_carry = len(carry)
 

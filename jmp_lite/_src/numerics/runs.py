@@ -75,7 +75,6 @@ class Run(Interpreter):
         return self._stretches[key][0]
 
     def run_stretch(self, stretch, site, cells, moment, read):
-        del read
         # A value that is its own shadow is computed once. In a loop it may be that in
         # the first iteration alone, and all iterations share one program.
         shared = tuple(not moment.loops and c.shadow is c.value for c in cells)

@@ -45,7 +45,6 @@ class Shadow:
 
     def start(self, value: Any) -> Any:
         """Return the shadow of an argument or constant."""
-        del value
 
     @property
     def kind(self) -> Hashable:
@@ -62,7 +61,6 @@ class Shadow:
 
     def also_reads(self, eqn_plan: Any) -> Sequence[Any]:
         """Return the variables that the shadow of an equation reads beside its own."""
-        del eqn_plan
         return ()
 
     def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
@@ -71,14 +69,12 @@ class Shadow:
         The tags of the equation are the shadows of its operands; `shadow_of` returns
         that of any variable of the jaxpr that has a value.
         """
-        del shadow_of
         return [None] * len(equation.outs), ()
 
     def cast(
         self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
     ) -> Sequence[Any]:
         """Return shadows in the dtypes of `is_low`, as `Walker.cast` has it."""
-        del variables, is_low
         return shadows
 
 

@@ -36,7 +36,6 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     inner_update = inner.update
 
     def update_fn(updates, state, params=None, *, value=None, **extra):
-        del value
         return inner_update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)

@@ -79,7 +79,6 @@ def _depends_on_inputs(jaxpr: Any) -> list[bool]:
 
 
 def _total(params: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    del args, kwargs
     floating = filter(trees.is_castable, jax.tree.leaves(params))
     return sum((jnp.sum(x) for x in floating), jnp.float32(0))
 

@@ -243,7 +243,6 @@ _ATTENTION = nn.MultiHeadDotProductAttention
 
 def drop_output(out: Any) -> None:
     """Return None, for `jax.eval_shape`: a model need not return arrays."""
-    del out
 
 
 def _path(module: nn.Module) -> str:

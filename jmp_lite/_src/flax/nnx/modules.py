@@ -386,5 +386,4 @@ def _no_half_message(
 
 
 def _keep_dtypes(arrays: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
-    del options
     return arrays
