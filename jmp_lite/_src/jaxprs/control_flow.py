@@ -21,7 +21,7 @@ import numpy as np
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import ON_HOST, Fact, facts
+from jmp_lite._src.jaxprs.primitives import FOLLOWED, ON_HOST, Fact, facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,19 @@ def sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     """Return the jaxprs of an equation; None if it holds none that are understood."""
     rule = _RULES.get(eqn.primitive.name)
     return rule[0](eqn) if rule else None
+
+
+def bodies_of(eqn: Eqn) -> Any:
+    """Return the `SubJaxpr`s of an equation whose sites are listed, else None."""
+    name = eqn.primitive.name
+    if name not in FOLLOWED:
+        return None
+    if name == "while":
+        # Under vmap it has a condition per example, and only JAX can run it.
+        (holds,) = compat.open_jaxpr(eqn.params["cond_jaxpr"]).outvars
+        if holds.aval.shape:
+            return None
+    return sub_jaxprs(eqn)
 
 
 def why_not_opened(eqn: Eqn) -> str:
@@ -177,19 +190,14 @@ def build(context: RebuildContext) -> Sequence[Any]:
     return _RULES[context.eqn.primitive.name][1](context)
 
 
-def _sub_jaxpr(
-    jaxpr: Jaxpr, first: int, count: int | None = None, **kwargs: Any
-) -> SubJaxpr:
+def _sub_jaxpr(jaxpr: Jaxpr, first: int, **fields: Any) -> SubJaxpr:
     """Return the sub-jaxpr whose inputs are the operands from `first` on, in order."""
     opened = compat.open_jaxpr(jaxpr)
-    inputs, outputs = len(opened.invars), len(opened.outvars)
-    return SubJaxpr(
-        jaxpr=opened,
-        consts=compat.consts_of(jaxpr),
-        operands=tuple(range(first, first + inputs)),
-        results=tuple(range(outputs)) if count is None else (None,) * outputs,
-        **kwargs,
-    )
+    in_order: dict[str, Any] = {
+        "operands": tuple(range(first, first + len(opened.invars))),
+        "results": tuple(range(len(opened.outvars))),
+    }
+    return SubJaxpr(opened, compat.consts_of(jaxpr), **in_order | fields)
 
 
 # jit, a closed call, remat: one jaxpr, its inputs and outputs are the equation's.
@@ -270,7 +278,8 @@ def _while_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     cond = _sub_jaxpr(
         eqn.params["cond_jaxpr"],
         0,
-        count=0,
+        operands=(*range(cond_consts), *carry),
+        results=(None,),
         fixed_in=frozenset(range(cond_consts, cond_consts + num_carry)),
         casts_in=frozenset(range(cond_consts)),
     )
@@ -281,7 +290,6 @@ def _while_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
         fixed_out=frozenset(range(num_carry)),
         casts_in=frozenset(range(body_consts)),
     )
-    cond = dataclasses.replace(cond, operands=(*range(cond_consts), *carry))
     return cond, body
 
 

@@ -16,7 +16,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, control_flow
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.interpret import Interpreter, Moment, Stretch
-from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
+from jmp_lite._src.jaxprs.sites import count_sites
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
@@ -64,7 +64,7 @@ class Walker(Interpreter):
                 outvars=eqn.outvars,
                 last_read=(),
                 sites=count_sites([eqn]),
-                is_opened=bodies_of(eqn) is not None,
+                is_opened=control_flow.bodies_of(eqn) is not None,
             )
             for eqn, eqn_plan in zip(jaxpr.eqns, eqn_plans, strict=False)
         ]
