@@ -114,16 +114,13 @@ def _origin_of_guarded(value: Value) -> Value:
 def _losses(program: LintedProgram) -> Hits:
     for op in program.ops:
         for value in op.outs:
-            is_scalar = value.is_half and value.shape == () and _is_returned(value)
-            if is_scalar and not op.is_backward and _is_total(value):
+            is_scalar = value.is_half and value.shape == ()
+            if not is_scalar or op.is_backward:
+                continue
+            # Where a reader is None, the function returns it, as it is or cast.
+            found = dataflow.readers(value, dataflow.cast_or_moved)
+            if any(reader is None for reader, _ in found) and _is_total(value):
                 yield op, f"the function returns a {value.dtype} total"
-
-
-def _is_returned(value: Value) -> bool:
-    """Return whether the function returns a value, as it is or cast."""
-    return any(
-        reader is None for reader, _ in dataflow.readers(value, dataflow.cast_or_moved)
-    )
 
 
 def _is_total(value: Value) -> bool:
