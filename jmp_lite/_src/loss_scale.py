@@ -199,7 +199,14 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
     def __post_init__(self):
         for name in ("loss_scale", "min_loss_scale"):
-            _warn_if_not_floating(getattr(self, name), name)
+            x = getattr(self, name)
+            dtype = "int" if isinstance(x, int) else getattr(x, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+                warnings.warn(
+                    f"Expected floating type for {name}, got {dtype}; it is cast to "
+                    "float32.",
+                    stacklevel=4,
+                )
         for name in ("period", "factor", "backoff_factor", "hysteresis"):
             value = getattr(self, name)
             if value is None and name == "backoff_factor":
@@ -461,12 +468,3 @@ def _check_positive(scale: Any) -> None:
 
 def _is_count(x: Any) -> bool:
     return float(x).is_integer() and 1 <= x < 2**31
-
-
-def _warn_if_not_floating(x: Any, name: str) -> None:
-    dtype = "int" if isinstance(x, int) else getattr(x, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
-        warnings.warn(
-            f"Expected floating type for {name}, got {dtype}; it is cast to float32.",
-            stacklevel=5,
-        )

@@ -47,7 +47,11 @@ class PolicyInterceptor:
 
         def record(next_fun, args, kwargs, context):
             module = context.module
-            path, fields = self._record(module), _cache_dtype(module)
+            path, fields = self._record(module), {}
+            if isinstance(module, _ATTENTION):
+                cached = module.get_variable("cache", "cached_key")
+                if cached is not None:  # to which it can write in this dtype alone
+                    fields["dtype"] = cached.dtype
             # A scope that is shared belongs to the outer module: so do the parameters.
             is_owner = type(module) is self.modules[path]
             if self.policies.any_fp8 and is_owner and _takes_fp8(module):
@@ -272,14 +276,6 @@ def _keep_kernel(inputs: Any, kernel: Any, bias: Any, *, dtype: Any) -> Any:
     """Cast all but the kernel, so that its gradient is the accumulator of a product."""
     inputs, bias = promote_dtype(inputs, bias, dtype=dtype)
     return inputs, kernel, bias
-
-
-def _cache_dtype(module: nn.Module) -> dict[str, Any]:
-    """Return the `dtype` in which attention can write to its existing cache."""
-    if not isinstance(module, _ATTENTION):
-        return {}
-    cached = module.get_variable("cache", "cached_key")
-    return {} if cached is None else {"dtype": cached.dtype}
 
 
 def _keep_carry_dtypes(module: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
