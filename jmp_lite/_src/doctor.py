@@ -319,9 +319,6 @@ def _fp8_reasons(device: Any, ratios: Mapping[str, float]) -> list[str]:
     return reasons
 
 
-# Measurements.
-
-
 def measure_rates(
     seconds: float, on_progress: Callable[[float], None] = lambda share: None
 ) -> tuple[Rate, ...]:

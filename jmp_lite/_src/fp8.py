@@ -98,7 +98,25 @@ def fp8_dot_general(
       (https://arxiv.org/abs/2209.05433); current scaling of NVIDIA's
       TransformerEngine.
     """
-    _check(lhs, rhs, precision, options)
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        dtype = getattr(x, "dtype", type(x).__name__)
+        if not (dtypes.is_half(dtype) or dtype == jnp.float32):
+            raise TypeError(
+                f"fp8_dot_general expects arrays of float32, bfloat16 or float16, got "
+                f"{name} of {dtype}. It computes the scales itself: pass the array "
+                "before it is rounded to fp8."
+            )
+    if not _is_default(precision):
+        raise ValueError(
+            f"fp8_dot_general has one precision, got precision={precision!r}: leave it "
+            "out, or use lax.dot_general for this product."
+        )
+    unknown = {name: value for name, value in options.items() if value is not None}
+    if unknown or set(options) - {"out_sharding"}:
+        raise ValueError(
+            f"fp8_dot_general does not support {sorted(options)}: got {options}. Use "
+            "jax.lax.with_sharding_constraint on its result."
+        )
     return dot_general(lhs, rhs, dimension_numbers, preferred_element_type)
 
 
@@ -332,7 +350,6 @@ def _linear_transpose(
     ct: jax.Array, aval: Any, w8: jax.Array, scale: jax.Array, *, is_lhs, in_axes
 ) -> jax.Array:
     """Return the gradient of `x`: the product of the result's gradient, in fp8."""
-    del aval
     if w8.dtype == GRADIENT:
         _no_second_derivative(None, None)
 
@@ -381,28 +398,6 @@ _linear = compat.new_primitive(
     [_linear_transpose],
     static_argnames=("is_lhs", "in_axes"),
 )
-
-
-def _check(lhs: Any, rhs: Any, precision: Any, options: dict[str, Any]) -> None:
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        dtype = getattr(x, "dtype", type(x).__name__)
-        if not (dtypes.is_half(dtype) or dtype == jnp.float32):
-            raise TypeError(
-                f"fp8_dot_general expects arrays of float32, bfloat16 or float16, got "
-                f"{name} of {dtype}. It computes the scales itself: pass the array "
-                "before it is rounded to fp8."
-            )
-    if not _is_default(precision):
-        raise ValueError(
-            f"fp8_dot_general has one precision, got precision={precision!r}: leave it "
-            "out, or use lax.dot_general for this product."
-        )
-    unknown = {name: value for name, value in options.items() if value is not None}
-    if unknown or set(options) - {"out_sharding"}:
-        raise ValueError(
-            f"fp8_dot_general does not support {sorted(options)}: got {options}. Use "
-            "jax.lax.with_sharding_constraint on its result."
-        )
 
 
 def _is_default(precision: Any) -> bool:

@@ -57,7 +57,6 @@ class NoOpLossScale(metaclass=compat.FlaxSerializable):
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
         """Return this loss scale unchanged."""
-        del grads_finite
         return self
 
 
@@ -91,7 +90,6 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Return this loss scale unchanged."""
-        del grads_finite
         return self
 
 
@@ -201,7 +199,14 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
     def __post_init__(self):
         for name in ("loss_scale", "min_loss_scale"):
-            _warn_if_not_floating(getattr(self, name), name)
+            x = getattr(self, name)
+            dtype = "int" if isinstance(x, int) else getattr(x, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+                warnings.warn(
+                    f"Expected floating type for {name}, got {dtype}; it is cast to "
+                    "float32.",
+                    stacklevel=4,
+                )
         for name in ("period", "factor", "backoff_factor", "hysteresis"):
             value = getattr(self, name)
             if value is None and name == "backoff_factor":
@@ -219,8 +224,6 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
             "counter": _as_scalar(self.counter, jnp.int32),
         }
         self._check_settings(**settings)
-        if trees.is_concrete_number(scale):
-            _check_bounds(scale, self.min_loss_scale, self.max_loss_scale)
         if self.backoff_factor is None:
             settings["backoff_factor"] = 1 / self.factor
         bad_steps = 0 if bad_steps is None else bad_steps
@@ -322,6 +325,15 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
             raise ValueError(
                 "Expected 0 <= min_loss_scale <= max_loss_scale, got "
                 f"{min_loss_scale} and {max_loss_scale}."
+            )
+        if not trees.is_concrete_number(self.loss_scale):
+            return
+        value, low, high = float(self.loss_scale), min_loss_scale, max_loss_scale
+        if not np.float32(low) <= np.float32(value) <= np.float32(high):
+            name = "min_loss_scale" if value < low else "max_loss_scale"
+            raise ValueError(
+                "Expected a loss scale between min_loss_scale and max_loss_scale, got "
+                f"{value}, {low} and {high}: pass {name}={value} too."
             )
 
 
@@ -454,24 +466,5 @@ def _check_positive(scale: Any) -> None:
         )
 
 
-def _check_bounds(scale: Any, low: Any, high: Any) -> None:
-    value, low, high = float(scale), float(low), float(high)
-    if not np.float32(low) <= np.float32(value) <= np.float32(high):
-        name = "min_loss_scale" if value < low else "max_loss_scale"
-        raise ValueError(
-            "Expected a loss scale between min_loss_scale and max_loss_scale, got "
-            f"{value}, {low} and {high}: pass {name}={value} too."
-        )
-
-
 def _is_count(x: Any) -> bool:
     return float(x).is_integer() and 1 <= x < 2**31
-
-
-def _warn_if_not_floating(x: Any, name: str) -> None:
-    dtype = "int" if isinstance(x, int) else getattr(x, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
-        warnings.warn(
-            f"Expected floating type for {name}, got {dtype}; it is cast to float32.",
-            stacklevel=5,
-        )

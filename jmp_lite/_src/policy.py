@@ -170,17 +170,13 @@ _FOREIGN_NAMES = {
 }
 
 _GRAMMAR_KEYS = {
-    "p": "param_dtype",
     "params": "param_dtype",
-    "c": "compute_dtype",
     "compute": "compute_dtype",
-    "o": "output_dtype",
     "output": "output_dtype",
-    "m": "matmul_dtype",
     "matmul": "matmul_dtype",
-    "r": "reduce_dtype",
     "reduce": "reduce_dtype",
 }
+_GRAMMAR_KEYS |= {key[0]: field for key, field in _GRAMMAR_KEYS.items()}
 
 
 def get_policy(policy: "str | Policy") -> Policy:

@@ -32,13 +32,9 @@ def register_dataclass(cls: type[T]) -> type[T]:
     dynamic = tuple(f.name for f in fields if not f.metadata.get("static"))
     keys = tuple(jax.tree_util.GetAttrKey(name) for name in dynamic)
 
-    def flatten(self):
-        children = tuple(getattr(self, name) for name in dynamic)
-        return children, tuple(getattr(self, name) for name in static)
-
     def flatten_with_keys(self):
-        children, metadata = flatten(self)
-        return tuple(zip(keys, children, strict=True)), metadata
+        children = [(key, getattr(self, key.name)) for key in keys]
+        return children, tuple(getattr(self, name) for name in static)
 
     def unflatten(metadata, children):
         self = object.__new__(cls)
@@ -46,7 +42,7 @@ def register_dataclass(cls: type[T]) -> type[T]:
             object.__setattr__(self, name, value)
         return self
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     return cls
 
 

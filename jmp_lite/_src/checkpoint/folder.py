@@ -131,9 +131,6 @@ def _is_empty(path: epath.Path) -> bool:
         return True
 
 
-# Processes.
-
-
 def on_first_process(act: Callable[[], None]) -> None:
     """Call a function in the first process while the others wait."""
     if jax.process_count() == 1:
@@ -159,15 +156,14 @@ def on_first_process(act: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def writer_lock(root: epath.Path) -> Iterator[None]:
     """Create a folder and hold its lock, for all processes of this program."""
-    held = []
+    path, held = os.path.join(root, _LOCK), []
 
     def acquire():
         root.mkdir(parents=True, exist_ok=True)
         if sys.platform != "win32" and _is_local(root):
-            held.append(_lock(os.path.join(root, _LOCK)))
+            held.append(_lock(path))
 
     def release():
-        path = os.path.join(root, _LOCK)
         while held:
             if (descriptor := held.pop()) is None:
                 continue

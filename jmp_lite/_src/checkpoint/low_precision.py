@@ -58,7 +58,8 @@ def convert(
         dtype = wanted or target.dtype
         if wanted:
             numbers = jnp.asarray(numbers).astype(jnp.float32)
-            new = jax.tree.map(_placed_as, compress(numbers, wanted), target)
+            new = compress(numbers, wanted)
+            new = jax.device_put(new, jax.tree.map(sharding_of, target))
         else:
             new, _ = cast_array(numbers, dtype, f"{where}: {name}")
             new = np.asarray(new) if isinstance(target, np.ndarray) else new
@@ -88,8 +89,3 @@ def _abstract_scales(spec: LeafSpec, like: Any) -> Any:
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
-
-
-def _placed_as(x: jax.Array, like: Any) -> jax.Array:
-    sharding = sharding_of(like)
-    return x if sharding is None else jax.device_put(x, sharding)

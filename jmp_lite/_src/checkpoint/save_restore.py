@@ -21,7 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jmp_lite._src.checkpoint import low_precision
+from jmp_lite._src.checkpoint import leaves, low_precision
 from jmp_lite._src.checkpoint.checksum import crc32
 from jmp_lite._src.checkpoint.folder import (
     complete_steps,
@@ -33,19 +33,7 @@ from jmp_lite._src.checkpoint.folder import (
     step_number,
     writer_lock,
 )
-from jmp_lite._src.checkpoint.leaves import (
-    Casts,
-    LeafSpec,
-    cast_array,
-    cast_number,
-    check_compatible,
-    describe,
-    empty_array,
-    flatten,
-    is_castable,
-    sharding_of,
-    to_target,
-)
+from jmp_lite._src.checkpoint.leaves import Casts, LeafSpec
 from jmp_lite._src.checkpoint.loss_scales import check_loss_scales, describe_loss_scales
 from jmp_lite._src.checkpoint.record import (
     RecordSave,
@@ -215,20 +203,21 @@ def restore(
     record = _read(lambda: read_record(path), root, step)
     saved = {name: LeafSpec(**leaf) for name, leaf in record["leaves"].items()}
     target_tree = low_precision.like_saved(like, saved) if cast else like
-    targets, structure = flatten(target_tree)
-    wanted = {name: describe(target) for name, target in targets.items()}
+    targets, structure = leaves.flatten(target_tree)
+    wanted = {name: leaves.describe(target) for name, target in targets.items()}
     check_loss_scales(record["loss_scales"], describe_loss_scales(like), where)
-    check_compatible(saved, wanted, where, cast=cast)
+    leaves.check_compatible(saved, wanted, where, cast=cast)
     arrays = _read(lambda: _read_arrays(path, saved, targets), root, step)
-    casts, leaves = Casts(), []
+    casts, restored = Casts(), []
     for name, target in targets.items():
         array = arrays.pop(name)
-        if is_castable(saved[name], wanted[name]):
-            array, casts[name] = cast_array(array, target.dtype, f"{where}: {name}")
+        place = f"{where}: {name}"
+        if leaves.is_castable(saved[name], wanted[name]):
+            array, casts[name] = leaves.cast_array(array, target.dtype, place)
         elif (saved[name].kind, wanted[name].kind) == ("number", "array"):
-            array = cast_number(array, target.dtype, f"{where}: {name}")
-        leaves.append(to_target(array, saved[name], target, f"{where}: {name}"))
-    state = jax.tree.unflatten(structure, leaves)
+            array = leaves.cast_number(array, target.dtype, place)
+        restored.append(leaves.to_target(array, saved[name], target, place))
+    state = jax.tree.unflatten(structure, restored)
     if cast:
         state, converted = low_precision.convert(state, like, saved, where)
         casts.update(converted)
@@ -272,9 +261,6 @@ def _arrays_handler(numpy_handler: _NumpyHandler) -> ocp.PyTreeCheckpointHandler
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-# Reading.
-
-
 def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
     """Call `read`; if it fails, name the step and the others in the folder."""
     try:
@@ -297,7 +283,9 @@ def _read_arrays(
     path: epath.Path, saved: dict[str, LeafSpec], targets: dict[str, Any]
 ) -> dict[str, Any]:
     stored = {name: leaf for name, leaf in saved.items() if is_stored(leaf)}
-    arrays = {name: empty_array(leaf, targets[name]) for name, leaf in saved.items()}
+    arrays = {
+        name: leaves.empty_array(leaf, targets[name]) for name, leaf in saved.items()
+    }
     if not stored:
         return arrays
     args = {stored_name(name): _restore_args(targets[name]) for name in stored}
@@ -316,7 +304,7 @@ def _read_arrays(
 
 
 def _restore_args(target: Any) -> ocp.RestoreArgs:
-    sharding = sharding_of(target)
+    sharding = leaves.sharding_of(target)
     if sharding is None or sharding.is_fully_addressable:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding)

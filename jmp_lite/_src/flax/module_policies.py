@@ -16,8 +16,6 @@ from jmp_lite._src import compat, dtypes, reports, trees
 from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy
 
-# One module.
-
 
 @dataclasses.dataclass(frozen=True)
 class ModulePolicy:
@@ -64,9 +62,6 @@ def own_dtype(module: Any) -> Any:
         return None if dtype is None else jnp.dtype(dtype).type
     except TypeError:  # a field of that name with another meaning
         return None
-
-
-# All modules of a model.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,9 +232,6 @@ def no_half_message(what: str, kept: Sequence[str], policy: Policy, remedy: str)
 _MOST_NAMES = 5
 
 
-# Parameters by module.
-
-
 def enclosing_module(path: str, modules: Container[str]) -> str | None:
     """Return the longest module path that a path lies inside of, None if none does."""
     while path:
@@ -274,9 +266,6 @@ def cast_params(
         return trees.cast_floating(leaf, getattr(resolved[owner].policy, role))
 
     return jax.tree_util.tree_map_with_path(cast, params)
-
-
-# Explanations.
 
 
 @dataclasses.dataclass(frozen=True)

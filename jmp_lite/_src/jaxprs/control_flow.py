@@ -21,7 +21,7 @@ import numpy as np
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import ON_HOST, Fact, facts
+from jmp_lite._src.jaxprs.primitives import FOLLOWED, ON_HOST, Fact, facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,19 @@ def sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     """Return the jaxprs of an equation; None if it holds none that are understood."""
     rule = _RULES.get(eqn.primitive.name)
     return rule[0](eqn) if rule else None
+
+
+def bodies_of(eqn: Eqn) -> Any:
+    """Return the `SubJaxpr`s of an equation whose sites are listed, else None."""
+    name = eqn.primitive.name
+    if name not in FOLLOWED:
+        return None
+    if name == "while":
+        # Under vmap it has a condition per example, and only JAX can run it.
+        (holds,) = compat.open_jaxpr(eqn.params["cond_jaxpr"]).outvars
+        if holds.aval.shape:
+            return None
+    return sub_jaxprs(eqn)
 
 
 def why_not_opened(eqn: Eqn) -> str:
@@ -177,19 +190,14 @@ def build(context: RebuildContext) -> Sequence[Any]:
     return _RULES[context.eqn.primitive.name][1](context)
 
 
-def _sub_jaxpr(
-    jaxpr: Jaxpr, first: int, count: int | None = None, **kwargs: Any
-) -> SubJaxpr:
+def _sub_jaxpr(jaxpr: Jaxpr, first: int, **fields: Any) -> SubJaxpr:
     """Return the sub-jaxpr whose inputs are the operands from `first` on, in order."""
     opened = compat.open_jaxpr(jaxpr)
-    inputs, outputs = len(opened.invars), len(opened.outvars)
-    return SubJaxpr(
-        jaxpr=opened,
-        consts=compat.consts_of(jaxpr),
-        operands=tuple(range(first, first + inputs)),
-        results=tuple(range(outputs)) if count is None else (None,) * outputs,
-        **kwargs,
-    )
+    in_order: dict[str, Any] = {
+        "operands": tuple(range(first, first + len(opened.invars))),
+        "results": tuple(range(len(opened.outvars))),
+    }
+    return SubJaxpr(opened, compat.consts_of(jaxpr), **in_order | fields)
 
 
 # jit, a closed call, remat: one jaxpr, its inputs and outputs are the equation's.
@@ -233,8 +241,7 @@ def _scan_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
 
 
 def _build_scan(context: RebuildContext):
-    params = context.eqn.params
-    num_consts, num_carry = compat.scan_counts(params) or (0, 0)
+    num_consts, num_carry = compat.scan_counts(context.eqn.params) or (0, 0)
     consts, carry = context.args[:num_consts], context.args[num_consts:][:num_carry]
     inside = [context.enter_loop(i, x) for i, x in enumerate(consts)]
 
@@ -242,6 +249,14 @@ def _build_scan(context: RebuildContext):
         outs = context.bodies[0].fun(*(read() for read in inside), *carry, *xs)
         return outs[:num_carry], outs[num_carry:]
 
+    xs = context.args[num_consts + num_carry :]
+    carry, ys = scan_as(context.eqn, body, carry, xs)
+    return [*carry, *ys]
+
+
+def scan_as(eqn: Eqn, body: Callable[..., Any], carry: Any, xs: Any) -> Any:
+    """Return `lax.scan` of another body, as long and in the order of an equation's."""
+    params = eqn.params
     scan = functools.partial(
         jax.lax.scan,
         body,
@@ -250,9 +265,7 @@ def _build_scan(context: RebuildContext):
         unroll=params["unroll"],
         _split_transpose=params.get("_split_transpose", False),
     )
-    xs = context.args[num_consts + num_carry :]
-    carry, ys = binding.call(context.eqn, scan, carry, xs)
-    return [*carry, *ys]
+    return binding.call(eqn, scan, carry, xs)
 
 
 # while: as scan; the condition sees the carry, and none of its outputs is a result.
@@ -265,7 +278,8 @@ def _while_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     cond = _sub_jaxpr(
         eqn.params["cond_jaxpr"],
         0,
-        count=0,
+        operands=(*range(cond_consts), *carry),
+        results=(None,),
         fixed_in=frozenset(range(cond_consts, cond_consts + num_carry)),
         casts_in=frozenset(range(cond_consts)),
     )
@@ -276,7 +290,6 @@ def _while_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
         fixed_out=frozenset(range(num_carry)),
         casts_in=frozenset(range(body_consts)),
     )
-    cond = dataclasses.replace(cond, operands=(*range(cond_consts), *carry))
     return cond, body
 
 
@@ -341,19 +354,14 @@ def _custom_vjp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     return (_sub_jaxpr(jaxpr, 0, fixed_in=fixed_in, fixed_out=fixed_out),)
 
 
-def _build_custom(context: RebuildContext, rewrite: Callable[..., Any]):
+def _build_custom(context: RebuildContext):
+    is_jvp = context.eqn.primitive.name == "custom_jvp_call"
+    rewrite = context.rewrite_jvp if is_jvp else context.rewrite_vjp
+
     def wrap(fun, role):
         return context.bodies[0].fun if role == 0 else rewrite(fun)
 
     return compat.rebuild_custom_derivative(context.eqn, context.args, wrap)
-
-
-def _build_custom_jvp(context: RebuildContext):
-    return _build_custom(context, context.rewrite_jvp)
-
-
-def _build_custom_vjp(context: RebuildContext):
-    return _build_custom(context, context.rewrite_vjp)
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -365,6 +373,6 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "while": (_while_sub_jaxprs, _build_while),
     "cond": (_cond_sub_jaxprs, _build_cond),
     "shard_map": (_shard_map_sub_jaxprs, _build_shard_map),
-    "custom_jvp_call": (_custom_jvp_sub_jaxprs, _build_custom_jvp),
-    "custom_vjp_call": (_custom_vjp_sub_jaxprs, _build_custom_vjp),
+    "custom_jvp_call": (_custom_jvp_sub_jaxprs, _build_custom),
+    "custom_vjp_call": (_custom_vjp_sub_jaxprs, _build_custom),
 }

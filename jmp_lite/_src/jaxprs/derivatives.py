@@ -13,17 +13,14 @@ import collections
 from typing import Any
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs import name_scopes, sources
+from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import LOOPS
 
 
-def derivatives(jaxpr: Jaxpr, bodies_of: Any) -> frozenset[int]:
-    """Return the ids of the equations in the forward pass that compute derivatives.
-
-    `bodies_of` returns the `SubJaxpr`s of an equation to analyse, else None.
-    """
-    found = _Analysis(bodies_of)
+def derivatives(jaxpr: Jaxpr) -> frozenset[int]:
+    """Return the ids of the equations in the forward pass that compute derivatives."""
+    found = _Analysis()
     found.find_first(jaxpr)
     found.analyse(jaxpr, [_FORWARD] * len(jaxpr.outvars), "")
     # A jaxpr that is called twice may be a derivative in one of the two places.
@@ -37,8 +34,7 @@ _UNUSED, _BACK, _FORWARD = range(3)
 class _Analysis:
     """Finds equations that only the backward pass uses, from the last to the first."""
 
-    def __init__(self, bodies_of: Any):
-        self.bodies_of = bodies_of
+    def __init__(self):
         # Ids of equations: that compute the function, that compute derivatives.
         self.primal: set[int] = set()
         self.derivatives: set[int] = set()
@@ -49,7 +45,7 @@ class _Analysis:
     def find_first(self, jaxpr: Jaxpr) -> None:
         """Find the first equation of each traceback."""
         for eqn in jaxpr.eqns:
-            bodies = self.bodies_of(eqn)
+            bodies = control_flow.bodies_of(eqn)
             if bodies is None:
                 self._first.setdefault(sources.traceback_of(eqn), id(eqn))
             for body in bodies or ():
@@ -67,7 +63,7 @@ class _Analysis:
             note(var, how)
         for eqn in reversed(jaxpr.eqns):
             stack = f"{around}/{name_scopes.of(eqn)}"
-            bodies = self.bodies_of(eqn)
+            bodies = control_flow.bodies_of(eqn)
             made = [use[v] for v in eqn.outvars]
             if bodies is None:
                 how = self._analyse_one(eqn, stack, max(made, default=_UNUSED))

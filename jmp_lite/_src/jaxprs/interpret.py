@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_lite._src import compat
+from jmp_lite._src.jaxprs import control_flow
 from jmp_lite._src.jaxprs.core import Jaxpr, Var
-from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
+from jmp_lite._src.jaxprs.sites import count_sites
 
 # What a variable holds: its value, and what is beside it.
 Cell = Any
@@ -111,7 +112,6 @@ class Interpreter:
         Per variable of the equation, `is_low` says whether the plan has it in half; it
         is None without a plan.
         """
-        del variables, is_low
         return cells
 
     def run_bodies(
@@ -119,7 +119,7 @@ class Interpreter:
     ) -> Ran:
         """Run an equation by running its sub-jaxprs."""
         (eqn,), (eqn_plan,) = stretch.eqns, stretch.eqn_plans
-        sub_jaxprs = bodies_of(eqn)
+        sub_jaxprs = control_flow.bodies_of(eqn)
         plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(sub_jaxprs)
 
         def run(k: int, cells: Sequence[Cell], moment: Moment):

@@ -6,15 +6,13 @@ else that holds a jaxpr (`shard_map`, `pallas_call`, …) is one site.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.derivatives import derivatives
-from jmp_lite._src.jaxprs.primitives import FOLLOWED, LOOPS
+from jmp_lite._src.jaxprs.primitives import LOOPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +35,14 @@ _TOP = Site("", "", "", "forward", "")
 
 def sites(jaxpr: Jaxpr) -> list[Site]:
     """Return the sites of an open jaxpr in the order in which a walk numbers them."""
-    return _sites(jaxpr, _TOP, derivatives(jaxpr, bodies_of))
+    return _sites(jaxpr, _TOP, derivatives(jaxpr))
 
 
 def _sites(jaxpr: Jaxpr, around: Site, derivative_ids: frozenset[int]) -> list[Site]:
     found = []
     for eqn in jaxpr.eqns:
         site = site_of(eqn, around)
-        bodies = bodies_of(eqn)
+        bodies = control_flow.bodies_of(eqn)
         if bodies is None:
             layer = name_scopes.without_marks(site.layer)
             site = dataclasses.replace(site, layer=layer)
@@ -62,36 +60,25 @@ def count_sites(eqns: Iterable[Eqn]) -> int:
     """Return how many sites equations have, their sub-jaxprs included."""
     total = 0
     for eqn in eqns:
-        bodies = bodies_of(eqn)
+        bodies = control_flow.bodies_of(eqn)
         inside = (count_sites(sub.jaxpr.eqns) for sub in bodies or ())
         total += 1 if bodies is None else sum(inside)
     return total
-
-
-def bodies_of(eqn: Eqn) -> Any:
-    """Return the `SubJaxpr`s of an equation whose sites are listed, else None."""
-    name = eqn.primitive.name
-    if name not in FOLLOWED:
-        return None
-    if name == "while":
-        # Under vmap it has a condition per example, and only JAX can run it.
-        (holds,) = compat.open_jaxpr(eqn.params["cond_jaxpr"]).outvars
-        if holds.aval.shape:
-            return None
-    return control_flow.sub_jaxprs(eqn)
 
 
 def site_of(eqn: Eqn, around: Site = _TOP) -> Site:
     """Return the site of an equation in the call, loop or branch around it."""
     stack = name_scopes.of(eqn)
     is_backward = name_scopes.is_backward(stack, around.direction == "backward")
+    dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     return dataclasses.replace(
         around,
         primitive=eqn.primitive.name,
         layer=name_scopes.join(around.layer, stack),
         line=sources.source_line(eqn, around.line),
         direction="backward" if is_backward else "forward",
-        dtype=_dtype_name(eqn),
+        dtype=str((floating or dtypes or [""])[0]),
     )
 
 
@@ -102,9 +89,3 @@ def in_loop(eqn: Eqn, site: Site) -> Site:
     trips = control_flow.trips(eqn, [control_flow.integer(v, {}) for v in eqn.invars])
     times = None if site.times is None or trips is None else site.times * trips
     return dataclasses.replace(site, times=times, loops=site.loops + 1)
-
-
-def _dtype_name(eqn: Eqn) -> str:
-    dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
-    floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-    return str((floating or dtypes or [""])[0])

@@ -4,7 +4,6 @@ Loops, branches and calls are followed, with the limits of `sites`. `numerics.ru
 the form that observes the values on the host.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs import binding
+from jmp_lite._src.jaxprs import binding, control_flow
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.interpret import Interpreter, Moment, Stretch
-from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
+from jmp_lite._src.jaxprs.sites import count_sites
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
@@ -53,7 +52,6 @@ class Walker(Interpreter):
         return binding.bind(eqn, ins)
 
     def constant(self, value, var):
-        del var
         return value, self.tag_constant(value)
 
     def split(self, jaxpr, plan):
@@ -66,7 +64,7 @@ class Walker(Interpreter):
                 outvars=eqn.outvars,
                 last_read=(),
                 sites=count_sites([eqn]),
-                is_opened=bodies_of(eqn) is not None,
+                is_opened=control_flow.bodies_of(eqn) is not None,
             )
             for eqn, eqn_plan in zip(jaxpr.eqns, eqn_plans, strict=False)
         ]
@@ -83,8 +81,7 @@ class Walker(Interpreter):
 
     def scan(self, eqn, eqn_plan, body, split, moment):
         """Run a `scan` as one."""
-        del eqn_plan
-        params, (consts, carry, xs) = eqn.params, split
+        (consts, carry, xs), length = split, eqn.params["length"]
         num_carry = len(carry)
 
         def iterate(state, rows):
@@ -94,17 +91,10 @@ class Walker(Interpreter):
             return (outs[:num_carry], eqn_count), outs[num_carry:]
 
         # Each row of a scanned array has the tag of the array.
-        length = params["length"]
         xs = [(x, jnp.broadcast_to(tag, (length, *np.shape(tag)))) for x, tag in xs]
-        scan = functools.partial(
-            jax.lax.scan,
-            iterate,
-            length=length,
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
         rows = xs, jnp.arange(length, dtype=np.int32)
-        state, ys = binding.call(eqn, scan, (carry, moment.eqn_count), rows)
+        start = carry, moment.eqn_count
+        state, ys = control_flow.scan_as(eqn, iterate, start, rows)
         carry, eqn_count = state
         return [*carry, *((y, self.stack(tags)) for y, tags in ys)], eqn_count
 

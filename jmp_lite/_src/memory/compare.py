@@ -94,7 +94,6 @@ class Comparison(reports.Report):
         return figure
 
     def _table(self, every):
-        del every
         cells = []
         numbers = {row.name: f"{i}" for i, row in enumerate(self.rows, 1)}
         for row in self.rows:

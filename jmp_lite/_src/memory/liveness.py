@@ -211,8 +211,7 @@ def _live(x: hlo.Instruction, op_name: str, array: hlo.Array) -> Live:
 def _origin(op_name: str) -> dict[str, str]:
     """Return the layer, the operation, and the pass in which it is."""
     layer, operation = place(op_name)
-    is_again = name_scopes.REMATTED in op_name
-    is_backward = "transpose(" in op_name and not is_again
-    is_forward = "jvp(" in op_name or is_again
+    is_backward = name_scopes.is_backward(op_name, around=False)
+    is_forward = "jvp(" in op_name or name_scopes.REMATTED in op_name
     made_in = "backward" if is_backward else "forward" if is_forward else ""
     return {"layer": layer, "operation": operation, "made_in": made_in}

@@ -22,7 +22,6 @@ from jmp_lite._src.autocast.transform import check_function, takes_function
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources, tracing
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CAST, LOOPS, Fact, facts
-from jmp_lite._src.jaxprs.sites import bodies_of
 from jmp_lite._src.reports import size
 
 P = ParamSpec("P")
@@ -324,7 +323,7 @@ def _find(
             var = operand
             continue
         index = eqn.outvars.index(var)
-        subs = bodies_of(eqn) or ()
+        subs = control_flow.bodies_of(eqn) or ()
         sub = next((sub for sub in subs if index in sub.results), None)
         if sub is None:
             return _Found(var, eqn, made, path, line)

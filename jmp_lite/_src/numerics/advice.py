@@ -14,23 +14,13 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from jmp_lite._src import dtypes, reports
+from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import resolve_rules
-from jmp_lite._src.autocast.transform import (
-    check_function,
-    check_policy,
-    takes_function,
-)
 from jmp_lite._src.gradients import split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from jmp_lite._src.numerics import half_results
+from jmp_lite._src.numerics import half_results, patterns
 from jmp_lite._src.numerics.dry_run import Measured, measure
 from jmp_lite._src.numerics.faults import Fault, find_faults
-from jmp_lite._src.numerics.patterns import (
-    exact_pattern_of,
-    is_inside,
-    models_in,
-    pattern_of,
-)
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.numerics.runs import Programs
 from jmp_lite._src.numerics.stats import EXPONENTS
@@ -174,7 +164,7 @@ class Advice(reports.Report):
         )
 
 
-@takes_function
+@transform.takes_function
 def advise(
     loss_fn: Callable[..., Any],
     policy: Policy | PolicyMap | str,
@@ -233,8 +223,8 @@ def advise(
       loss_scale = jmp.StaticLossScale(2.0**21)
       <BLANKLINE>
     """
-    check_function(loss_fn, "advise", policy)
-    start, dtype = check_policy(policy, "advise")
+    transform.check_function(loss_fn, "advise", policy)
+    start, dtype = transform.check_policy(policy, "advise")
     if not headroom >= 1:
         raise ValueError(f"Expected a headroom of at least 1, got {headroom!r}.")
     if not isinstance(previous, Advice | None):
@@ -296,11 +286,11 @@ class _Search:
         tried: dict[Any, set[str]] = collections.defaultdict(set)
         if self.previous:
             self.models.update(
-                models_in(row.layer for row in self.previous.report.rows)
+                patterns.models_in(row.layer for row in self.previous.report.rows)
             )
         turn = self._turn(1.0, why)
         report = turn.measured.report
-        self.models.update(models_in(row.layer for row in report.rows))
+        self.models.update(patterns.models_in(row.layer for row in report.rows))
         self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
         is_f16 = self.dtype == jnp.float16
         if turn.fitting == 1.0 and is_f16:  # what is too large may not be scaled at all
@@ -447,18 +437,20 @@ class _Search:
         half = half.with_output_dtype(default.compute_dtype)
         chosen: dict[str, Any] = {}  # by layer; one inside of another needs no rule
         for layer in (*layers, *self.not_in_fp8):
-            if not is_inside(layer, chosen, several_models):
+            if not patterns.is_inside(layer, chosen, several_models):
                 chosen[layer] = "full" if layer in layers else half
-        pattern = exact_pattern_of if several_models else pattern_of
+        pattern = patterns.exact_pattern_of if several_models else patterns.pattern_of
         free = {
-            x: r for x, r in results.items() if not is_inside(x, chosen, several_models)
+            x: r
+            for x, r in results.items()
+            if not patterns.is_inside(x, chosen, several_models)
         }
-        patterns, only_scopes = half_results.output_rules(free)
+        wanted, only_scopes = half_results.output_rules(free)
         # Of rules with the same pattern, the first one is right.
         rules = {pattern(layer): policy for layer, policy in chosen.items()}
         for given, policy in start.rules if is_map else ():
             rules.setdefault(given, policy)
-        for given, is_half in patterns.items():
+        for given, is_half in wanted.items():
             dtype = default.compute_dtype if is_half else jnp.float32
             rules.setdefault(given, default.with_output_dtype(dtype))
         if not rules:

@@ -8,15 +8,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import OpRules, check_unused, resolve_rules
 from jmp_lite._src.autocast.rewrite import Rewriter
-from jmp_lite._src.autocast.transform import (
-    check_function,
-    check_policy,
-    name_of,
-    plan_call,
-    takes_function,
-)
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics.lockstep import Lockstep, PolicyShadow
@@ -28,7 +22,7 @@ from jmp_lite._src.numerics.runs import Cell, Programs, Run
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
-@takes_function
+@transform.takes_function
 def dry_run(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap | str,
@@ -77,8 +71,8 @@ def dry_run(
       Micikevicius et al., Mixed Precision Training, 2018
       (https://arxiv.org/abs/1710.03740); NVIDIA's precision debugger.
     """
-    check_function(fun, "dry_run", policy)
-    policy, compute_dtype = check_policy(policy, "dry_run")
+    transform.check_function(fun, "dry_run", policy)
+    policy, compute_dtype = transform.check_policy(policy, "dry_run")
     rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
 
     def run(*args, **kwargs) -> DryRunReport:
@@ -113,18 +107,20 @@ def measure(
 
     Adds what it compiles to `programs`, which has what other runs have compiled.
     """
-    compute_dtype = check_policy(policy, "dry_run")[1]
+    compute_dtype = transform.check_policy(policy, "dry_run")[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
 
     def plan_by(policy):
         with sources.lines_of_rules():
-            return plan_call(fun, policy, compute_dtype, rules, *args_and_kwargs)
+            return transform.plan_call(
+                fun, policy, compute_dtype, rules, *args_and_kwargs
+            )
 
     if isinstance(policy, PolicyMap):  # over scopes, or over modules of linen
         planned = plan_by(dataclasses.replace(policy, allow_unused=True))
         fitted = fit(policy, {site.layer for site in sites(planned.plan.jaxpr)})
         if fitted == policy:
-            check_unused(policy, planned.analyzer.regions.paths, name_of(fun))
+            check_unused(policy, planned.analyzer.regions.paths, transform.name_of(fun))
         else:
             planned, policy = plan_by(fitted), fitted
     else:

@@ -14,13 +14,8 @@ from typing import Any, Literal, get_args
 import jax
 
 from jmp_lite._src import reports
+from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import Regions
-from jmp_lite._src.autocast.transform import (
-    check_function,
-    check_policy,
-    name_of,
-    takes_function,
-)
 from jmp_lite._src.numerics.hazards import accuracy, constants, loss_scaling, speed
 from jmp_lite._src.numerics.hazards.dataflow import Op, list_ops
 from jmp_lite._src.numerics.hazards.ranges import Ranges
@@ -121,7 +116,7 @@ class LintReport(reports.Report):
         )
 
 
-@takes_function
+@transform.takes_function
 def lint(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap | str = "mixed",
@@ -166,8 +161,8 @@ def lint(
       Micikevicius et al., Mixed Precision Training, 2018
       (https://arxiv.org/abs/1710.03740); NVIDIA, Matrix Multiplication Background.
     """
-    check_function(fun, "lint", policy, allows_modules=True)
-    policy, _ = check_policy(policy, "lint")
+    transform.check_function(fun, "lint", policy, allows_modules=True)
+    policy, _ = transform.check_policy(policy, "lint")
     if target is None:
         is_tpu = jax.local_devices()[0].platform == "tpu"
         target = "tpu" if is_tpu else "gpu"
@@ -187,7 +182,7 @@ def lint(
         share = sum(left.values()) / total if total else 0.0
         for op in ops:
             program.is_low(op)
-        regions.check_unused(name_of(fun))
+        regions.check_unused(transform.name_of(fun))
         return LintReport(tuple(findings), share)
 
     return linted

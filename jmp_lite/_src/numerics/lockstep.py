@@ -22,20 +22,14 @@ from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import is_f32, variables
 from jmp_lite._src.jaxprs.sites import Site
 from jmp_lite._src.jaxprs.walk import Equation
-from jmp_lite._src.numerics import stats
+from jmp_lite._src.numerics import origins, stats
 from jmp_lite._src.numerics.error_sources import (
     Tag,
     error_on_host,
     find_source,
     relative_error,
 )
-from jmp_lite._src.numerics.origins import (
-    NONE,
-    OperandRanges,
-    OriginObserver,
-    first,
-    of_argument,
-)
+from jmp_lite._src.numerics.origins import NONE, OperandRanges
 from jmp_lite._src.numerics.report import SHARES, OpStats
 from jmp_lite._src.numerics.runs import Observer
 from jmp_lite._src.numerics.stretches import Operation, Shadow
@@ -148,7 +142,7 @@ class Lockstep(Observer):
         self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
         # Per site: of the two operands of a product that reads half, and of the result.
         self._records: list[list[Record | None]] = [[None] * 3 for _ in known]
-        self._origins = OriginObserver()
+        self._origins = origins.OriginObserver()
         self._overflow = NONE
 
     def observe(self, op: Operation) -> Sequence[Tag]:
@@ -176,7 +170,7 @@ class Lockstep(Observer):
 
     def tag_argument(self, value: Any, index: int) -> Tag:
         """Return the tag of an argument, by its index."""
-        return _NO_ERROR._replace(origin=of_argument(value, index))
+        return _NO_ERROR._replace(origin=origins.of_argument(value, index))
 
     def tag_constant(self, value: Any) -> Tag:
         return _NO_ERROR._replace(origin=self._origins.tag_constant(value))
@@ -185,7 +179,7 @@ class Lockstep(Observer):
         worst = max(tags, key=lambda tag: tag.error, default=_NO_ERROR)
         return worst._replace(
             backward=any(tag.backward for tag in tags),
-            origin=first([tag.origin for tag in tags]),
+            origin=origins.first([tag.origin for tag in tags]),
         )
 
     def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Any, OperandRanges]:
@@ -194,7 +188,7 @@ class Lockstep(Observer):
         An overflow of an operation that the program has in half itself counts too, even
         if it reaches none of the results, whose tags these are.
         """
-        origin = first([NONE, self._overflow, *(tag.origin for tag in tags)])
+        origin = origins.first([NONE, self._overflow, *(tag.origin for tag in tags)])
         return origin, self._origins.ranges.get(int(origin[0]), ())
 
     def rows(self) -> Iterator[OpStats]:
@@ -253,7 +247,7 @@ class Lockstep(Observer):
             return NONE
         origin = self._origins.origin(op, full, [tag.origin for tag in op.tags])
         if origin[0] == op.eqn_count and dtypes.is_half(full.dtype):
-            self._overflow = first([self._overflow, origin])
+            self._overflow = origins.first([self._overflow, origin])
         return origin
 
     def _add(self, site: int, which: int, record: Record) -> None:

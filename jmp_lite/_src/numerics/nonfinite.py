@@ -88,7 +88,6 @@ class NonFinite(reports.Report):
         )
 
     def _table(self, every):
-        del every
         rows = [(name, str(value)) for name, value in vars(self).items() if value]
         return reports.Table(str(self), ("", "of the operation"), rows)
 

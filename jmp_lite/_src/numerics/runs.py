@@ -75,7 +75,6 @@ class Run(Interpreter):
         return self._stretches[key][0]
 
     def run_stretch(self, stretch, site, cells, moment, read):
-        del read
         # A value that is its own shadow is computed once. In a loop it may be that in
         # the first iteration alone, and all iterations share one program.
         shared = tuple(not moment.loops and c.shadow is c.value for c in cells)
@@ -169,9 +168,6 @@ class Run(Interpreter):
         values, shadows, tags = zip(*rows, strict=True)
         shadow = None if shadows[0] is None else _stacked(shadows)
         return Cell(_stacked(values), shadow, self.observer.stack(tags))
-
-
-# Arrays.
 
 
 def look(x: Any) -> Any:

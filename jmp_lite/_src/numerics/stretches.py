@@ -21,10 +21,11 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jmp_lite._src import compat
+from jmp_lite._src.jaxprs import control_flow
 from jmp_lite._src.jaxprs.core import is_float, size, variables
 from jmp_lite._src.jaxprs.interpret import Stretch
 from jmp_lite._src.jaxprs.primitives import CONTROL_FLOW, cases
-from jmp_lite._src.jaxprs.sites import bodies_of, count_sites
+from jmp_lite._src.jaxprs.sites import count_sites
 from jmp_lite._src.jaxprs.walk import Equation, Walker
 
 # Limits of one stretch: all results are alive at once, and the time to compile grows
@@ -45,7 +46,6 @@ class Shadow:
 
     def start(self, value: Any) -> Any:
         """Return the shadow of an argument or constant."""
-        del value
 
     @property
     def kind(self) -> Hashable:
@@ -62,7 +62,6 @@ class Shadow:
 
     def also_reads(self, eqn_plan: Any) -> Sequence[Any]:
         """Return the variables that the shadow of an equation reads beside its own."""
-        del eqn_plan
         return ()
 
     def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
@@ -71,14 +70,12 @@ class Shadow:
         The tags of the equation are the shadows of its operands; `shadow_of` returns
         that of any variable of the jaxpr that has a value.
         """
-        del shadow_of
         return [None] * len(equation.outs), ()
 
     def cast(
         self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
     ) -> Sequence[Any]:
         """Return shadows in the dtypes of `is_low`, as `Walker.cast` has it."""
-        del variables, is_low
         return shadows
 
 
@@ -151,7 +148,7 @@ def _cut_alike(pairs: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
 
 def _is_for_python(eqn: Any) -> bool:
     """Return whether Python runs the sub-jaxprs of an equation: loops, long calls."""
-    bodies = bodies_of(eqn)
+    bodies = control_flow.bodies_of(eqn)
     if bodies is None:
         return False
     if eqn.primitive.name in CONTROL_FLOW:
@@ -163,7 +160,7 @@ def _is_for_python(eqn: Any) -> bool:
 
 def _bytes(eqn: Any) -> int:
     """Return the size of all floating results in an equation."""
-    bodies = bodies_of(eqn)
+    bodies = control_flow.bodies_of(eqn)
     if bodies is None:
         made = [v for v in eqn.outvars if is_float(v)]
         return sum(size(v) * v.aval.dtype.itemsize for v in made)
@@ -268,7 +265,7 @@ def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashab
         return numbers[var], var.aval
 
     def operation(eqn: Any, eqn_plan: Any) -> Hashable:
-        bodies = bodies_of(eqn)
+        bodies = control_flow.bodies_of(eqn)
         if bodies is None:
             params = tuple((key, _hashable(x)) for key, x in sorted(eqn.params.items()))
             what = params, shadow.decides(eqn_plan)

@@ -36,7 +36,6 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     inner_update = inner.update
 
     def update_fn(updates, state, params=None, *, value=None, **extra):
-        del value
         return inner_update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
@@ -151,9 +150,6 @@ def check_key(key: Any) -> None:
         raise TypeError(
             f"Expected one PRNG key, such as jax.random.key(0), got {key!r}."
         )
-
-
-# Parameters stored in half precision.
 
 
 @jax.tree_util.register_static

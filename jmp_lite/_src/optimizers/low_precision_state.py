@@ -207,9 +207,6 @@ def low_precision_state(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-# Arrays.
-
-
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
 def compress(x: jax.Array, dtype: str) -> LowPrecisionArray:
     """Round an f32 array `[..., n]` to nearest."""
@@ -240,9 +237,6 @@ def _rounded(old: LowPrecisionArray, x: jax.Array, seed: jax.Array) -> Any:
 
 def is_compressed(x: Any) -> bool:
     return isinstance(x, LowPrecisionArray)
-
-
-# Which leaves.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,9 +309,6 @@ class _Shapes:
             if shape == x.shape:
                 return param
         return None
-
-
-# Arguments.
 
 
 def _parse_dtype(dtype: Any) -> str:

@@ -195,9 +195,6 @@ def _update(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
     return rounding.update_between(p.astype(m.dtype), dtypes.round_to(m, dtype))
 
 
-# Remainders.
-
-
 def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
     """Replace masters of bf16 parameters in states from `init` by remainders of 0."""
     if stored is None:

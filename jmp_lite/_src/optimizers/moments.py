@@ -78,11 +78,7 @@ def _depends_on_inputs(jaxpr: Any) -> list[bool]:
     return [not compat.is_literal(v) and v in dependent for v in jaxpr.outvars]
 
 
-# One update.
-
-
 def _total(params: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    del args, kwargs
     floating = filter(trees.is_castable, jax.tree.leaves(params))
     return sum((jnp.sum(x) for x in floating), jnp.float32(0))
 

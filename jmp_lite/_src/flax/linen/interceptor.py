@@ -14,12 +14,7 @@ from jax import lax
 
 from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.flax import attention, module_policies, products
-from jmp_lite._src.flax.module_policies import (
-    Explanation,
-    ModulePolicies,
-    ModulePolicy,
-    enclosing_module,
-)
+from jmp_lite._src.flax.module_policies import ModulePolicies, ModulePolicy
 
 
 class PolicyInterceptor:
@@ -52,7 +47,11 @@ class PolicyInterceptor:
 
         def record(next_fun, args, kwargs, context):
             module = context.module
-            path, fields = self._record(module), _cache_dtype(module)
+            path, fields = self._record(module), {}
+            if isinstance(module, _ATTENTION):
+                cached = module.get_variable("cache", "cached_key")
+                if cached is not None:  # to which it can write in this dtype alone
+                    fields["dtype"] = cached.dtype
             # A scope that is shared belongs to the outer module: so do the parameters.
             is_owner = type(module) is self.modules[path]
             if self.policies.any_fp8 and is_owner and _takes_fp8(module):
@@ -84,7 +83,7 @@ class PolicyInterceptor:
             )
 
         def cast_cache(path, leaf):
-            owner = enclosing_module(trees.key_path(path), self.modules)
+            owner = module_policies.enclosing_module(trees.key_path(path), self.modules)
             if owner is None or not issubclass(self.modules[owner], _ATTENTION):
                 return leaf
             return trees.cast_floating(leaf, self.resolved[owner].compute_dtype)
@@ -123,7 +122,7 @@ class PolicyInterceptor:
 
         return call
 
-    def explain(self, variables: Any) -> Explanation:
+    def explain(self, variables: Any) -> module_policies.Explanation:
         """Return the dtypes of each module in the last call."""
         params = variables.get("params", {})
         return module_policies.explain(
@@ -248,7 +247,6 @@ _ATTENTION = nn.MultiHeadDotProductAttention
 
 def drop_output(out: Any) -> None:
     """Return None, for `jax.eval_shape`: a model need not return arrays."""
-    del out
 
 
 def _path(module: nn.Module) -> str:
@@ -278,14 +276,6 @@ def _keep_kernel(inputs: Any, kernel: Any, bias: Any, *, dtype: Any) -> Any:
     """Cast all but the kernel, so that its gradient is the accumulator of a product."""
     inputs, bias = promote_dtype(inputs, bias, dtype=dtype)
     return inputs, kernel, bias
-
-
-def _cache_dtype(module: nn.Module) -> dict[str, Any]:
-    """Return the `dtype` in which attention can write to its existing cache."""
-    if not isinstance(module, _ATTENTION):
-        return {}
-    cached = module.get_variable("cache", "cached_key")
-    return {} if cached is None else {"dtype": cached.dtype}
 
 
 def _keep_carry_dtypes(module: nn.Module, given: tuple[Any, ...], out: Any) -> Any:

@@ -24,11 +24,7 @@ from jmp_lite._src import trees
 from jmp_lite._src.autocast.transform import sums_in_float32
 from jmp_lite._src.flax import module_policies, products
 from jmp_lite._src.flax.linen.interceptor import PolicyInterceptor, drop_output
-from jmp_lite._src.flax.module_policies import (
-    Explanation,
-    ModulePolicies,
-    no_half_message,
-)
+from jmp_lite._src.flax.module_policies import Explanation, ModulePolicies
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
@@ -144,7 +140,7 @@ class PolicyModule:
 
         missed = run.count_missed_products(of_variables, cast)
         if missed:
-            text = no_half_message(
+            text = module_policies.no_half_message(
                 f"the {missed} matrix products of {type(self.module).__name__}",
                 module_policies.kept_from_half(run.resolved),
                 self.policies.policy.default,

@@ -11,7 +11,6 @@ Limits:
 
 import collections
 import dataclasses
-import itertools
 import math
 import operator
 import warnings
@@ -138,10 +137,9 @@ class PolicyModule(nnx.Module):
         # A copy is called, with parameters and inputs cast; then its changes of state
         # are copied back.
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        is_node = list(map(_is_node, leaves))
         # Arguments such as random streams change too, and may be shared with the model.
-        nodes = list(itertools.compress(leaves, is_node))
-        inputs = [None if node else x for node, x in zip(is_node, leaves, strict=True)]
+        nodes = [x for x in leaves if _is_node(x)]
+        inputs = [None if _is_node(x) else x for x in leaves]  # no leaf itself is None
         graphdef, params, other_state = nnx.split((self.model, nodes), nnx.Param, ...)
         settings: dict[str, dict[str, Any]] = {}
 
@@ -154,8 +152,7 @@ class PolicyModule(nnx.Module):
             both = nnx.merge(graphdef, params_of_both, other_state)
             copy, given = both[0], iter(both[1])
             args, kwargs = tree.unflatten(
-                next(given) if node else x
-                for node, x in zip(is_node, inputs, strict=True)
+                next(given) if x is None else x for x in inputs
             )
             old = {path: _arrays(leaf) for path, leaf in _flat_state(both).items()}
             out = copy(*args, **kwargs)
@@ -389,5 +386,4 @@ def _no_half_message(
 
 
 def _keep_dtypes(arrays: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:
-    del options
     return arrays

@@ -7,16 +7,8 @@ import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.dataflow import (
-    JOIN,
-    Op,
-    Value,
-    cast_or_moved,
-    makers,
-    origin,
-    readers,
-    uncast,
-)
+from jmp_lite._src.numerics.hazards import dataflow
+from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import (
     IN_F32,
@@ -47,11 +39,11 @@ def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
         if op.factors and op.ins.count(value) == 1:
             known = program.ranges.of(op.ins[op.ins[0] is value])
             return op.outs if known is not None and known.is_all else []
-        return cast_or_moved(op, value)
+        return dataflow.cast_or_moved(op, value)
 
     return [
         reader
-        for reader, _ in readers(op.outs[0], passes)
+        for reader, _ in dataflow.readers(op.outs[0], passes)
         if reader is not None and reader.facts & Fact.SUMS
     ]
 
@@ -109,38 +101,37 @@ def _logarithms(program: LintedProgram) -> Hits:
 
 def _origin_of_guarded(value: Value) -> Value:
     """Return the origin of a value, before casts and before it is kept positive."""
-    value = origin(value)
+    value = dataflow.origin(value)
     while (op := value.maker) is not None:
         is_guard = op.facts & (Fact.LINEAR | Fact.LIMITS) or op.degrees == (1.0,)
         if not op.is_cast and not is_guard:
             break
         unknown = [v for v in op.ins if scalar(v) is None]
-        value = origin(unknown[0] if unknown else op.ins[0])
+        value = dataflow.origin(unknown[0] if unknown else op.ins[0])
     return value
 
 
 def _losses(program: LintedProgram) -> Hits:
     for op in program.ops:
         for value in op.outs:
-            is_scalar = value.is_half and value.shape == () and _is_returned(value)
-            if is_scalar and not op.is_backward and _is_total(value):
+            is_scalar = value.is_half and value.shape == ()
+            if not is_scalar or op.is_backward:
+                continue
+            # Where a reader is None, the function returns it, as it is or cast.
+            found = dataflow.readers(value, dataflow.cast_or_moved)
+            if any(reader is None for reader, _ in found) and _is_total(value):
                 yield op, f"the function returns a {value.dtype} total"
-
-
-def _is_returned(value: Value) -> bool:
-    """Return whether the function returns a value, as it is or cast."""
-    return any(reader is None for reader, _ in readers(value, cast_or_moved))
 
 
 def _is_total(value: Value) -> bool:
     """Return whether a scalar is a sum, or computed from scalars that are."""
-    made_of = makers([value], lambda op: [v for v in op.ins if v.shape == ()])
+    made_of = dataflow.makers([value], lambda op: [v for v in op.ins if v.shape == ()])
     return any(op.facts & Fact.SUMS or products.flops(op.eqn) for op in made_of)
 
 
 def _long_sums(program: LintedProgram) -> Hits:
     for op in program.having(Fact.SUMS):
-        operand, count, maker = op.ins[0], _summed(op), origin(op.ins[0]).maker
+        operand, count, maker = op.ins[0], _summed(op), dataflow.origin(op.ins[0]).maker
         # The gradient of a maximum sums a mask.
         was_bool = maker is not None and maker.is_cast and maker.ins[0].dtype == bool
         if not operand.is_half or was_bool:
@@ -152,13 +143,13 @@ def _long_sums(program: LintedProgram) -> Hits:
 
 def _sums_in_loops(program: LintedProgram) -> Hits:
     def terms(op: Op) -> list[Value]:
-        return list(map(uncast, op.ins)) if op.facts & Fact.LINEAR else []
+        return list(map(dataflow.uncast, op.ins)) if op.facts & Fact.LINEAR else []
 
     for join in program.named(JOIN):
         carry = join.outs[0]
         if not carry.is_half:
             continue
-        for op in makers(map(uncast, join.ins[1:]), terms):
+        for op in dataflow.makers(map(dataflow.uncast, join.ins[1:]), terms):
             if carry in terms(op) and op.times >= _MANY_STEPS:
                 of = " of a gradient" if op.is_backward else ""
                 yield op, f"a sum{of} over {op.times} iterations in {carry.dtype}"

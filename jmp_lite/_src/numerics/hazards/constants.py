@@ -231,6 +231,14 @@ def _positions_in_half(
     return None
 
 
+# Rules that have the rest in common.
+_BECOME_ONE = (
+    (_rounded_to_one, "Near 1, numbers are 5e-4 apart in float16, 4e-3 in bfloat16."),
+    (_vanished_limits, "With a limit that was rounded to 1, 1 - x can be 0."),
+    (_averages_of_one, "The weights do not sum to 1, so the average only grows."),
+    (_powers_of_one, "A base that was rounded to 1 does not decay."),
+)
+
 RULES = (
     Rule(
         "constant-out-of-range",
@@ -282,33 +290,9 @@ RULES = (
         "infinite in float16.",
         "Use it in float32, or use an eps of at least 6e-5.",
     ),
-    Rule(
-        "constant-becomes-one",
-        "error",
-        _rounded_to_one,
-        "Near 1, numbers are 5e-4 apart in float16, 4e-3 in bfloat16.",
-        _NEXT_TO_ONE,
-    ),
-    Rule(
-        "constant-becomes-one",
-        "error",
-        _vanished_limits,
-        "With a limit that was rounded to 1, 1 - x can be 0.",
-        _NEXT_TO_ONE,
-    ),
-    Rule(
-        "constant-becomes-one",
-        "error",
-        _averages_of_one,
-        "The weights do not sum to 1, so the average only grows.",
-        _NEXT_TO_ONE,
-    ),
-    Rule(
-        "constant-becomes-one",
-        "error",
-        _powers_of_one,
-        "A base that was rounded to 1 does not decay.",
-        _NEXT_TO_ONE,
+    *(
+        Rule("constant-becomes-one", "error", find, why, _NEXT_TO_ONE)
+        for find, why in _BECOME_ONE
     ),
 )
 

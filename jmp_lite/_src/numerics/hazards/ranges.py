@@ -14,14 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src.jaxprs import primitives
-from jmp_lite._src.numerics.hazards.dataflow import (
-    JOIN,
-    Op,
-    Value,
-    origin,
-    sources_of,
-    uncast,
-)
+from jmp_lite._src.numerics.hazards import dataflow
+from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
 
 # Larger constants are weights, and not worth the time.
 _MAX_SIZE = 2**16
@@ -67,8 +61,8 @@ def scalar(value: Value, through_casts: bool = True) -> float | None:
 
     It may have been broadcast or joined with itself, or cast; it is returned uncast.
     """
-    value = uncast(value) if through_casts else origin(value)
-    if joined := dict.fromkeys(sources_of(value)):
+    value = dataflow.uncast(value) if through_casts else dataflow.origin(value)
+    if joined := dict.fromkeys(dataflow.sources_of(value)):
         found = {scalar(v, through_casts) for v in joined}
         return found.pop() if len(found) == 1 else None
     if value.known is None or value.known.shape or value.known.dtype.kind == "c":
@@ -97,7 +91,7 @@ def _of_known(array: np.ndarray) -> Range | None:
 
 def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
     """Return the range of a result of an operation."""
-    if joined := sources_of(value):
+    if joined := dataflow.sources_of(value):
         return of(joined[0]) if len(joined) == 1 else _union([of(v) for v in joined])
     if op.name == "iota":
         length = value.shape[op.eqn.params["dimension"]]
