@@ -373,7 +373,8 @@ def test_what_follows_them_in_a_chain_freezes_parameters_and_is_warned_of(wrap):
         with pytest.warns(UserWarning, match="Put it last, around the others"):
             state, trained = tx.init(params), params
         for _ in range(50):  # the masters move by 0.05, 6 times the spacing below 1
-            updates, state = tx.update(jnp.ones(4), state, trained)
+            with pytest.warns(UserWarning, match="Put it last, around the others"):
+                updates, state = tx.update(jnp.ones(4), state, trained)
             trained = apply_updates(trained, updates)
         assert (trained == params).all()
 
