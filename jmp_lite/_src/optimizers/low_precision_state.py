@@ -100,8 +100,9 @@ def low_precision_state(
     in that of a parameter of its shape (unlike the factors of `optax.adafactor`), it
     has at least `min_size` elements, and it is a moment: `update` computes it from its
     old value, and `init` not from the parameters'. Unchanged are copies and averages of
-    parameters, as in `master_weights`; sums of gradients, as in `optax.MultiSteps`; the
-    last gradient or parameters, as in `optax.lbfgs`; and moments that are subtracted
+    parameters, as in `master_weights`; the sum of gradients of `optax.MultiSteps` (not
+    those of madgrad, cocob and `optax.apply_every`, which lose digits); the last
+    gradient or parameters, as in `optax.lbfgs`; and moments that are subtracted
     from each other, as in `optax.rmsprop(centered=True)`, where rounding gives roots of
     negative numbers. A leaf with fewer than 32 elements in the last axis is bfloat16
     instead of 8 bits.

@@ -121,9 +121,10 @@ def scale_aware(
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
       loss_scale: the initial loss scale; the default is `DynamicLossScale()`.
-      axis_name: the mapped axes (`pmap`, `shard_map`) over which gradients are checked
-        together, if each device has only its own. It averages nothing: average the
-        loss in `shard_map`, the gradients in `pmap`. Not needed under `jit`.
+      axis_name: the mapped axes (`pmap`, `shard_map`) over which gradients and `value`
+        are checked together. Needed there also if gradients are averaged, since loss
+        scales would differ after a NaN in one device's `value`. It averages nothing:
+        average the loss in `shard_map`, gradients in `pmap`. Not needed under `jit`.
       skip_nonfinite: if False, non-finite gradients are passed to `inner` and its
         update is applied. The state still counts them and the scale still adjusts.
 
