@@ -292,7 +292,8 @@ def test_flax_train_states_come_back(cls: Any, tmp_path: Path) -> None:
     tx = jmp.scale_aware(optax.adam(1e-2), jmp.DynamicLossScale(8.0, period=2))
     params = {"w": jnp.ones(4), "b": jnp.float32(0)}
     fresh = cls.create(apply_fn=jnp.tanh, params=params, tx=tx, **fields)
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads, **given))
+    given = {"batch_stats": stats} if cls is TrainState else {}
     state = fresh
     for i in range(2, 5):
         state = step(state, gradients(i))

@@ -56,7 +56,8 @@ def test_a_filter_may_be_a_list():
 def test_without_new_state_the_old_one_stays():
     state = create()
     grads = jax.tree.map(np.cos, state.params)
-    after = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)
+    with pytest.warns(UserWarning, match="got no other_state="):
+        after = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)
     assert int(after.step) == 1
     bitwise.assert_same(after.other_state, state.other_state)
 

@@ -121,8 +121,6 @@ class TrainState(train_state.TrainState):
         Warns:
           UserWarning: there are batch statistics, and no new ones.
         """
-        if "batch_stats" not in kwargs:
-            train_step.warn_of_old_statistics(self.batch_stats, "batch_stats")
         params, ema, overwritten = self.params, self.ema, None
         if not isinstance(params, jax.Array) and OVERWRITE_WITH_GRADIENT in params:
             overwritten = grads[OVERWRITE_WITH_GRADIENT]
@@ -158,4 +156,6 @@ class TrainState(train_state.TrainState):
                 ema = {"params": ema, OVERWRITE_WITH_GRADIENT: overwritten}
         new |= {"params": params, "ema": ema}
         new = train_step.next_fields(self, finite, **new)
+        if "batch_stats" not in kwargs:
+            train_step.warn_of_old_statistics(self.batch_stats, "batch_stats")
         return self.replace(opt_state=opt_state, **new, **always)

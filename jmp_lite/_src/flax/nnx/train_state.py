@@ -144,10 +144,8 @@ class TrainState:
         Warns:
           UserWarning: there are batch statistics, and no new state.
         """
-        if other_state is None:
-            other_state = self.other_state
-            statistics = nnx.filter_state(other_state, nnx.BatchStat)
-            train_step.warn_of_old_statistics(statistics, "other_state")
+        was_given = other_state is not None
+        other_state = other_state if was_given else self.other_state
         always = self.update_on_skip
         params, opt_state, finite = train_step.update(
             self.tx,
@@ -168,4 +166,7 @@ class TrainState:
             nnx.filter_state(self.other_state, always),
         )
         new["other_state"] = nnx.merge_state(new["other_state"], on_skip)
+        if not was_given:
+            statistics = nnx.filter_state(self.other_state, nnx.BatchStat)
+            train_step.warn_of_old_statistics(statistics, "other_state")
         return dataclasses.replace(self, opt_state=opt_state, **new)
