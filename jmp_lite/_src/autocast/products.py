@@ -287,9 +287,17 @@ def run_accumulated(
     return product(*operands)
 
 
+# The name of what a product has cast: see `saving.saves_casts`.
+CAST_OPERAND = "cast operand"
+
+
 def _halves(operands: Sequence[Any], half_dtype: Any) -> list[Any]:
+    from jax.ad_checkpoint import checkpoint_name  # not loaded by `import jax`
+
     return [
-        jax.lax.convert_element_type(x, half_dtype) if x.dtype == jnp.float32 else x
+        checkpoint_name(jax.lax.convert_element_type(x, half_dtype), CAST_OPERAND)
+        if x.dtype == jnp.float32
+        else x
         for x in operands
     ]
 

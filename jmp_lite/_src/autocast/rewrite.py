@@ -25,6 +25,7 @@ from jmp_lite._src.autocast.precision import (
     Part,
     Use,
 )
+from jmp_lite._src.autocast.saving import saves_casts
 from jmp_lite._src.autocast.sums import NO_READS, EqnReads, Reads
 from jmp_lite._src.jaxprs import binding, control_flow, core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, is_f32
@@ -276,7 +277,8 @@ class Rewriter:
             if isinstance(step, Part):
                 run = functools.partial(self._run_part, plan, step)
                 operands = values.read(step.ins, step.half_in)
-                values.write(step.outs, recompute.again(run, plan)(operands))
+                made = recompute.again(run, plan, saves_casts)(operands)
+                values.write(step.outs, made)
             else:
                 self._run_step(plan, step, values)
         return values.read(plan.jaxpr.outvars, half_out)

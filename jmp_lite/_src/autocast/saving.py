@@ -87,6 +87,12 @@ def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:
     return not is_chosen and saves_totals(primitive, *avals, **params)
 
 
+def saves_casts(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether the result is what a product has cast of a float32 weight."""
+    del avals
+    return primitive.name == "name" and params["name"] == products.CAST_OPERAND
+
+
 def compares(eqn: Eqn, differentiated: Set[Var]) -> bool:
     """Return whether numbers must be equal to the last bit: then `saves_sums`."""
     known = facts(eqn.primitive.name)
