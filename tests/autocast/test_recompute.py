@@ -162,6 +162,19 @@ def test_no_product_is_computed_again(name, policy):
     assert count(autocast(model, policy)) == count(model)
 
 
+def test_what_a_product_has_cast_of_a_weight_is_not_cast_again():
+    def casts(**options):
+        low = autocast(_before_a_product(_gelu), REDUCE_FLOAT32, **options)
+        trace = jaxprs.trace(jax.grad(functools.partial(_loss, low)), *_arguments())
+        pairs = [
+            (eqn.invars[0].aval, eqn.outvars[0].aval)
+            for eqn in jaxprs.equations(trace, "convert_element_type")
+        ]
+        return sum(x.shape == (N, N) and y.dtype == "bfloat16" for x, y in pairs)
+
+    assert casts() == casts(recompute=False)
+
+
 def test_an_operand_of_fp8_is_not_made_again():
     def fun(w, gain, x):
         return jax.nn.gelu(x @ w[0]) @ w[1] @ w[0]

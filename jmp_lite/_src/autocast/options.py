@@ -218,9 +218,6 @@ def describe() -> str:
     return "\n".join(lines)
 
 
-# Name scopes.
-
-
 class Regions:
     """The regions of a policy, and the paths that were asked for."""
 

@@ -276,9 +276,8 @@ class Rewriter:
         for step in plan.steps or range(len(plan.eqn_plans)):
             if isinstance(step, Part):
                 run = functools.partial(self._run_part, plan, step)
-                operands = values.read(step.ins, step.half_in)
-                made = recompute.again(run, plan, saves_casts)(operands)
-                values.write(step.outs, made)
+                run = recompute.again(run, plan, saves_casts)
+                values.write(step.outs, run(values.read(step.ins, step.half_in)))
             else:
                 self._run_step(plan, step, values)
         return values.read(plan.jaxpr.outvars, half_out)

@@ -130,8 +130,6 @@ def moved_operand(eqn: Eqn, plan: EqnPlan) -> int | None:
     return operand if is_half else None
 
 
-# Arithmetic.
-
 _CHOOSES = Fact.LIMITS | Fact.COMPARES | Fact.CHOOSES
 
 
