@@ -156,7 +156,7 @@ def test_an_activation_of_what_waits_keeps_two_bytes_of_it():
 def test_no_product_is_computed_again(name, policy):
     def count(fun):
         grad = jax.jit(jax.grad(functools.partial(_loss, fun), (0, 2)))
-        return grad.lower(*_arguments()).compile().as_text().count(" dot(")
+        return str(grad.lower(*_arguments()).compile().as_text()).count(" dot(")
 
     model = _before_a_product(MODELS[name])
     assert count(autocast(model, policy)) == count(model)

@@ -312,7 +312,8 @@ class Cluster(NamedTuple):
 class Part(NamedTuple):
     """A product that the backward pass runs with what it is made of: it keeps `ins`."""
 
-    steps: "tuple[int | Cluster, ...]"  # the last is the product
+    before: tuple[int | Cluster, ...]
+    product: int
     ins: tuple[Var, ...]
     half_in: tuple[bool, ...]
     outs: tuple[Var, ...]
@@ -354,7 +355,7 @@ class CastPlan:
         clusters = [
             x
             for step in self.steps
-            for x in (step.steps if isinstance(step, Part) else [step])
+            for x in (step.before if isinstance(step, Part) else [step])
             if isinstance(x, Cluster)
         ]
         return find_reads(

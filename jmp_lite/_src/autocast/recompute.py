@@ -97,15 +97,15 @@ class Clusters:
             self._inside(*pair, inside[i]) if i in inside else pair[1]
             for i, pair in enumerate(pairs)
         ]
-        of_parts = {step for part in parts.values() for step in part}
+        of_parts = {*parts, *itertools.chain(*parts.values())}
         alone = (i for i in range(len(pairs)) if i not in inside)
         steps: list[Any] = [x for x in (*alone, *clusters) if x not in of_parts]
-        steps += [_part(plan, part) for part in parts.values()]
+        steps += [_part(plan, before, i) for i, before in parts.items()]
 
         def last(step: int | Cluster | Part) -> int:
-            if isinstance(step, int):
-                return step
-            return (step.indices if isinstance(step, Cluster) else step.steps)[-1]
+            if isinstance(step, Cluster):
+                return step.indices[-1]
+            return step.product if isinstance(step, Part) else step
 
         steps.sort(key=lambda step: (search.depth[last(step)], last(step)))
         return dataclasses.replace(plan, eqn_plans=tuple(eqn_plans), steps=tuple(steps))
@@ -355,7 +355,7 @@ class _Search:
         )
 
     def parts(self, clusters: Iterable[Cluster]) -> dict[int, list[int | Cluster]]:
-        """Return products with the steps before them that are not kept.
+        """Return products, by index, with the steps before them that are not kept.
 
         These are moves that repeat a smaller half array (images that are resized, keys
         that groups of queries share), and activations.
@@ -371,7 +371,7 @@ class _Search:
                 if core.size(var) >= _REPEATS * core.size(source):
                     moves.update(moved)
             if made or moves:
-                found[i] = [*made, *sorted(moves), i]
+                found[i] = [*made, *sorted(moves)]
         return found
 
     def _is_activation(self, cluster: Cluster) -> bool:
@@ -561,11 +561,11 @@ def _compute(
     return outs, found
 
 
-def _part(plan: CastPlan, steps: Sequence[int | Cluster]) -> Part:
-    """Return the part of a plan that takes steps, with the results of the last."""
+def _part(plan: CastPlan, before: Sequence[int | Cluster], product: int) -> Part:
+    """Return the part of a plan that runs a product with steps before it."""
     half_in: dict[Any, bool] = {}
     made: set[Var] = set()
-    for step in steps:
+    for step in (*before, product):
         if isinstance(step, Cluster):
             ins, half, outs = step.ins, step.half_in, step.outs
         else:
@@ -576,11 +576,12 @@ def _part(plan: CastPlan, steps: Sequence[int | Cluster]) -> Part:
                 half_in[v] = is_half and half_in.get(v, True)
         made.update(outs)
     return Part(
-        steps=tuple(steps),
+        before=tuple(before),
+        product=product,
         ins=tuple(half_in),
         half_in=tuple(half_in.values()),
-        outs=tuple(outs),
-        half_out=plan.eqn_plans[steps[-1]].half_out,
+        outs=tuple(plan.jaxpr.eqns[product].outvars),
+        half_out=plan.eqn_plans[product].half_out,
     )
 
 

@@ -285,7 +285,7 @@ class Rewriter:
     def _run_part(self, plan: CastPlan, part: Part, args: Sequence[Any]) -> list[Any]:
         values = Values(self.half_dtype, plan.reads, plan.numbers)
         values.write(part.ins, args)
-        for step in part.steps:
+        for step in (*part.before, part.product):
             self._run_step(plan, step, values, in_part=True)
         return values.read(part.outs, part.half_out)
 

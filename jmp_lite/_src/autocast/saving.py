@@ -89,7 +89,6 @@ def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 def saves_casts(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether the result is what a product has cast of a float32 weight."""
-    del avals
     return primitive.name == "name" and params["name"] == products.CAST_OPERAND
 
 

@@ -271,7 +271,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return trees.select_tree(pred, a, b)
 
 
-def warn_if_updates_are_lost(params: optax.Params, opt_state: Any) -> None:
+def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> None:
     """Warn if half-precision parameters are trained without what keeps small updates.
 
     Also if something in a chain comes after that. Silent if an optimiser updates a part
