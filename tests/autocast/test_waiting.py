@@ -403,8 +403,12 @@ def test_a_row_of_a_loop_with_one_far_number_has_the_digits_of_the_others(policy
         h, _ = lax.scan(layer, jnp.where(MASK, X, -1e4), length=3)
         return jnp.mean(jnp.where(MASK, h, 0) ** 2)
 
-    _, (grad,) = gradients(autocast(loss, policy), W)
-    _, (expected,) = gradients(loss, W)
+    # XLA for CPUs itself sums in half from jaxlib 0.11.2 on: docs/trouble.
+    option = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    grad, expected = (
+        jax.jit(jax.grad(f), compiler_options=option)(W)
+        for f in (autocast(loss, policy), loss)
+    )
     assert error(grad, expected) < 6e-3
 
 
