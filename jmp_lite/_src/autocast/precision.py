@@ -310,10 +310,10 @@ class Cluster(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A product that the backward pass runs with what it is made of: it keeps `ins`."""
+    """A product that the backward pass runs again, from `ins`, with steps before it."""
 
     before: tuple[int | Cluster, ...]
-    product: int
+    product: int  # its index
     ins: tuple[Var, ...]
     half_in: tuple[bool, ...]
     outs: tuple[Var, ...]

@@ -99,7 +99,9 @@ class Clusters:
         ]
         of_parts = {*parts, *itertools.chain(*parts.values())}
         alone = (i for i in range(len(pairs)) if i not in inside)
-        steps: list[Any] = [x for x in (*alone, *clusters) if x not in of_parts]
+        steps: list[int | Cluster | Part] = [
+            x for x in (*alone, *clusters) if x not in of_parts
+        ]
         steps += [_part(plan, before, i) for i, before in parts.items()]
 
         def last(step: int | Cluster | Part) -> int:

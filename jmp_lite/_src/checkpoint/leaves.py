@@ -193,8 +193,8 @@ def to_target(array: Any, saved: LeafSpec, target: Any, where: str) -> Any:
         return array if isinstance(target, np.ndarray) else array[()]
     if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
         raise ValueError(
-            f"{where} is {array.dtype}, which JAX has with jax_enable_x64 alone: pass "
-            "an array of NumPy in `like`."
+            f"{where} is {array.dtype}, which JAX has only with jax_enable_x64: pass a "
+            "NumPy array in `like`."
         )
     if isinstance(array, np.ndarray):
         sharding = sharding_of(target)

@@ -123,7 +123,7 @@ def _as_bytes(x: Any, path: str) -> np.ndarray:
         raise ValueError(f"{path} is {array}: integers are saved with 64 bits at most.")
     if array.dtype.kind == "V" and array.dtype.itemsize == 1:
         array = array.view(np.uint8)  # Orbax does not support all fp8 and int4 dtypes
-    return array.astype(array.dtype.newbyteorder("="), copy=False)  # it reads that
+    return array.astype(array.dtype.newbyteorder("="), copy=False)  # as it is read
 
 
 def _crc32_of_record(record: dict[str, Any]) -> int:

@@ -6,8 +6,7 @@ rounding fades. These leaves are none, though they have the shape of a parameter
 - A record is replaced in each step: the last gradient, the last parameters. What is
   subtracted from it is nearly equal to it, and the rounding is all that would be left.
 - A copy of parameters starts from their numbers: masters, averages, a starting point.
-
-- A sum of gradients, as of `optax.MultiSteps`, is no average.
+- A sum of gradients, of `optax.MultiSteps`, is no average: no error fades.
 
 Moments of a pair are subtracted from each other: `nu - mu**2` is negative where `mu` is
 rounded up or `nu` down, and its root NaN.

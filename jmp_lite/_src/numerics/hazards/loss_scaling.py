@@ -124,7 +124,7 @@ def _never_adjusted(program: LintedProgram) -> Hits:
     for op in program.ops:
         for value in op.ins:
             if value.is_loss_scale and program.scalings.of(value).power not in found:
-                yield op, "the loss scale after the step is not among its results"
+                yield op, "the step does not return its new loss scale"
                 return
 
 
@@ -242,7 +242,7 @@ RULES = (
         "loss-scale-lost",
         "error",
         _never_adjusted,
-        "It never falls, so that after an overflow all steps are skipped.",
+        "It never falls: after an overflow, every step is skipped.",
         "Return the new state of the optimiser: updates, opt_state = tx.update(...).",
     ),
     Rule(
