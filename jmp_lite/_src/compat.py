@@ -393,6 +393,11 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int] | None:
     return None
 
 
+def is_placed(aval: Any) -> bool:
+    """Return whether the type of an array says how devices hold it."""
+    return bool(aval.manual_axis_type.varying) or any(aval.sharding.spec)
+
+
 def shard_map_axes(params: dict[str, Any]) -> Any:
     """Return the axes that a shard_map makes manual, or None if unknown."""
     return params.get("manual_axes", params.get("newly_manual_axes"))

@@ -395,6 +395,17 @@ _linear = compat.new_primitive(
 )
 
 
+def of_each(
+    eqn: Eqn, operand: int, x: jax.Array, others: jax.Array, half_dtype: Any
+) -> jax.Array:
+    """Return products of `x`, as this operand, with each of the others, in half.
+
+    The gradient of `x` is one product, of the float32 accumulator.
+    """
+    factor = _Factor(eqn, operand, half_dtype)
+    return _linear(x, others, factor=factor, in_axes=((None, 0),))
+
+
 # Softmax.
 #
 # The probabilities of attention are computed in float32, and half where the next

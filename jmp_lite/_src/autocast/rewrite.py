@@ -7,16 +7,17 @@ float32: see `sums`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import recompute, sums, waiting
+from jmp_lite._src.autocast import products, recompute, sums, waiting
 from jmp_lite._src.autocast.precision import (
     CastPlan,
     Cluster,
@@ -259,6 +260,53 @@ class Values:
             self._cast[out] = self.in_f32(var)
 
 
+class SharedWeight(NamedTuple):
+    """A constant of a scan that a product in it reads."""
+
+    weight: int  # the index of the constant
+    side: int  # that of the operand of the product
+
+
+def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
+    """Return the weights of a scan whose gradients are best made after it.
+
+    By the index of the product that reads it, where all that read a weight are products
+    with less to keep of an iteration than a float32 gradient is to read and write.
+    """
+    counts = compat.scan_counts(eqn.params) if eqn.primitive.name == "scan" else None
+    if counts is None or eqn.params["length"] < 2:
+        return {}
+    (body,), found = plan.bodies, {}
+    jaxpr = body.jaxpr
+    if body.direction is not Direction.FORWARD or body.is_derivative_rule:
+        return {}
+    for position, weight in enumerate(jaxpr.invars[: counts[0]]):
+        readers = [i for i, e in enumerate(jaxpr.eqns) if weight in e.invars]
+        pairs = [(jaxpr.eqns[i], body.eqn_plans[i]) for i in readers]
+        if weight not in jaxpr.outvars and all(_is_shared(weight, *p) for p in pairs):
+            for i, (product, _) in zip(readers, pairs, strict=True):
+                found[i] = SharedWeight(position, product.invars.index(weight))
+    return found
+
+
+def _is_shared(weight: Var, eqn: Eqn, plan: EqnPlan) -> bool:
+    if not plan.is_low_product or plan.rule.is_fp8 or len(eqn.invars) != 2:
+        return False
+    (out,), others = eqn.outvars, [v for v in eqn.invars if v is not weight]
+    if len(others) != 1 or compat.is_literal(others[0]) or compat.is_placed(out.aval):
+        return False
+    return core.size(others[0]) + core.size(out) < 2 * core.size(weight)
+
+
+def _steps(plan: CastPlan, alone: Collection[int]) -> Iterator[int | Cluster | Part]:
+    """Yield the steps of a plan, those of parts one by one for products run `alone`."""
+    for step in plan.steps or range(len(plan.eqn_plans)):
+        if isinstance(step, Part) and step.product in alone:
+            yield from (*step.before, step.product)
+        else:
+            yield step
+
+
 class Rewriter:
     """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr."""
 
@@ -270,17 +318,39 @@ class Rewriter:
 
     def run(self, plan: CastPlan, half_out: tuple[bool, ...], *args: Any) -> list[Any]:
         """Return the outputs of a jaxpr, in half where `half_out` says so."""
-        values = Values(self.half_dtype, plan.reads, plan.numbers)
+        return self._run(plan, half_out, args, {}, {})[0]
+
+    def _run(
+        self,
+        plan: CastPlan,
+        half_out: tuple[bool, ...],
+        args: Sequence[Any],
+        shared: "Mapping[int, SharedWeight]",
+        zeros: Mapping[int, Any],
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """Return what `run` does, and what products multiply their shared weights by.
+
+        These are the products that `zeros` has, which are added to their results.
+        """
+        values, factors = Values(self.half_dtype, plan.reads, plan.numbers), {}
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
-        for step in plan.steps or range(len(plan.eqn_plans)):
+        for step in _steps(plan, zeros):
             if isinstance(step, Part):
                 run = functools.partial(self._run_part, plan, step)
                 run = recompute.again(run, plan, saves_casts)
                 values.write(step.outs, run(values.read(step.ins, step.half_in)))
             else:
                 self._run_step(plan, step, values)
-        return values.read(plan.jaxpr.outvars, half_out)
+            if isinstance(step, int) and step in zeros:
+                (var,), other = plan.jaxpr.eqns[step].outvars, 1 - shared[step].side
+                factors[step] = values.read(
+                    plan.jaxpr.eqns[step].invars, plan.eqn_plans[step].half_in
+                )[other]
+                out = values.read_as_made(var)
+                moved = out + zeros[step].astype(out.dtype)
+                values.write([var], [sums.differentiate_as(out, moved)])
+        return values.read(plan.jaxpr.outvars, half_out), factors
 
     def _run_part(self, plan: CastPlan, part: Part, args: Sequence[Any]) -> list[Any]:
         values = Values(self.half_dtype, plan.reads, plan.numbers)
@@ -350,6 +420,8 @@ class Rewriter:
     def _rebuild(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Run an equation around its rewritten jaxprs."""
         operands = binding.call(eqn, values.read, eqn.invars, plan.half_in)
+        if shared := find_shared_weights(eqn, plan):
+            return self._scan(eqn, plan, operands, values, shared)
         subs = control_flow.sub_jaxprs(eqn) or ()
         bodies = []
         for body, sub in zip(plan.bodies, subs, strict=True):
@@ -375,6 +447,73 @@ class Rewriter:
             )
         )
 
+    def _scan(
+        self,
+        eqn: Eqn,
+        plan: EqnPlan,
+        operands: Sequence[Any],
+        values: Values,
+        shared: "Mapping[int, SharedWeight]",
+    ) -> Sequence[Any]:
+        """Run a scan; its shared weights have their gradients after the loop."""
+        (body,) = plan.bodies
+        num_consts, num_carry = compat.scan_counts(eqn.params) or (0, 0)
+        length, eqns = eqn.params["length"], body.jaxpr.eqns
+        consts, rest = operands[:num_consts], operands[num_consts:]
+        in_f32 = {
+            i: values.in_f32(eqn.invars[i])
+            for i, x in enumerate(consts)
+            if dtypes.is_half(jax.typeof(x).dtype)
+        }
+        weights = {i: in_f32.pop(i, consts[i]) for i, _ in shared.values()}
+
+        def loop(weights, others, zeros):
+            consts, in_f32, carry, xs = others
+            in_f32 = weights | in_f32
+
+            def step(carry, xs):
+                xs, zeros = xs
+                read = [
+                    sums.differentiate_as(x, in_f32[i]) if i in in_f32 else x
+                    for i, x in enumerate(consts)
+                ]
+                args = [*read, *carry, *xs]
+                outs, factors = self._run(body, plan.half_out, args, shared, zeros)
+                return outs[:num_carry], (outs[num_carry:], factors)
+
+            carry, (ys, factors) = control_flow.scan_as(eqn, step, carry, (xs, zeros))
+            return [*carry, *ys], factors
+
+        @jax.custom_jvp
+        def run(weights, others):
+            return loop(weights, others, {})[0]
+
+        def jvp(primals, tangents):
+            # What is added to each product has a derivative in place of the weight.
+            weights, others = primals
+            moves = {
+                i: (tangents[0][weight], side)
+                for i, (weight, side) in shared.items()
+                if not isinstance(tangents[0][weight], SymbolicZero)
+            }
+            zeros = {
+                i: jnp.zeros((length, *eqns[i].outvars[0].aval.shape), self.half_dtype)
+                for i in moves
+            }
+            fill, moved, dots = _with_tangents(others, tangents[1])
+            (outs, factors), linear = jax.linearize(
+                lambda moved, zeros: loop(weights, fill(moved), zeros), moved, zeros
+            )
+            terms = {
+                i: products.of_each(eqns[i], side, x, factors[i], self.half_dtype)
+                for i, (x, side) in moves.items()
+            }
+            return outs, linear(dots, terms)[0]
+
+        run.defjvp(jvp, symbolic_zeros=True)
+        others = consts, in_f32, rest[:num_carry], rest[num_carry:]
+        return run(weights, others)
+
     def _body(self, plan: CastPlan, half_out: tuple[bool, ...]) -> control_flow.Body:
         def fun(*args):
             return self.run(plan, half_out, *args)
@@ -390,3 +529,16 @@ class Rewriter:
             return self._closed[key]
 
         return control_flow.Body(fun, closed)
+
+
+def _with_tangents(primals: Any, tangents: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Return a function that fills in the leaves that have a tangent; these; those."""
+    leaves, tree = jax.tree.flatten(primals)
+    dots = tree.flatten_up_to(tangents)
+    moved = [i for i, d in enumerate(dots) if not isinstance(d, SymbolicZero)]
+
+    def fill(values):
+        filled = dict(zip(moved, values, strict=True))
+        return tree.unflatten([filled.get(i, x) for i, x in enumerate(leaves)])
+
+    return fill, [leaves[i] for i in moved], [dots[i] for i in moved]

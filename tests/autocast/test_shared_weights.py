@@ -1,0 +1,274 @@
+"""A weight that every iteration of a loop reads: its gradient is a product after it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxprs
+import pytest
+from arrays import error, uniform
+from autocast_corpus.program import POLICIES, normal, weight
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jmp_lite import autocast
+
+pytestmark = pytest.mark.standard_promotion
+
+STEPS, BATCH, WIDTH = 12, 2, 8
+W, ONE_SIGN = weight(0, WIDTH, WIDTH), uniform(0, WIDTH, WIDTH) / WIDTH
+XS, POSITIVE = normal(1, STEPS, BATCH, WIDTH), uniform(1, STEPS, BATCH, WIDTH)
+IN_HALVES = pytest.mark.parametrize("half", ["bf16", "f16"])
+Loss = Callable[[Any, Any], jax.Array]
+
+
+def over(step: Any, **scan: Any) -> Loss:
+    """Return the mean of squares of what a step of `(w, h, x)` gives."""
+
+    def loss(w, xs):
+        def body(h, x):
+            h = step(w, h, x)
+            return h, h
+
+        h = 0 * xs[0]
+        return jnp.mean(lax.scan(body, h, xs, **scan)[1] ** 2)
+
+    return loss
+
+
+def plain(w, h, x):
+    return jnp.tanh(h @ w + x)
+
+
+def gated(w, h, x):  # an activation before the product, and a weight read twice
+    gate = jax.nn.sigmoid(h @ w + x)
+    return gate * h + (1 - gate) * jnp.tanh((gate * h) @ w + x)
+
+
+def on_the_left(w, h, x):
+    return jnp.tanh(jnp.einsum("nk,bk->bn", w, h) + x)
+
+
+def _fori(w, xs):
+    return jnp.mean(
+        lax.fori_loop(0, STEPS, lambda i, h: plain(w, h, xs[i]), xs[0]) ** 2
+    )
+
+
+def _nested(w, xs):
+    def body(h, x):
+        return lax.fori_loop(0, 3, lambda _, h: plain(w, h, x), h), None
+
+    return jnp.mean(lax.scan(body, xs[0], xs)[0] ** 2)
+
+
+LOSSES: dict[str, Loss] = {
+    "plain": over(plain),
+    "gated": over(gated),
+    "on the left": over(on_the_left),
+    "reversed and unrolled": over(plain, reverse=True, unroll=3),
+    "fori_loop": _fori,
+    "in jit": jax.jit(over(plain)),
+    "in a loop": _nested,
+    "mapped": lambda w, xs: jnp.mean(
+        jax.vmap(over(plain), (None, 1))(w, xs[:, :, None])
+    ),
+}
+
+
+def carried(fun: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
+    """Return the shapes that loops carry."""
+    return [
+        v.aval.shape
+        for eqn in jaxprs.equations(jaxprs.trace(fun, *args), "scan")
+        for v in eqn.outvars[: eqn.params["num_carry"]]
+    ]
+
+
+def in_float64(fun: Callable[..., Any], *args: Any) -> Any:
+    with jax.enable_x64(True):
+        return fun(*(jnp.asarray(x, jnp.float64) for x in args))
+
+
+@pytest.mark.one_of("half")
+@IN_HALVES
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loop_carries_its_gradient_and_it_is_right(name: str, half: str) -> None:
+    loss = LOSSES[name]
+    low = autocast(loss, POLICIES[half])
+    count = carried(jax.grad(loss), W, XS).count(W.shape)
+    assert carried(jax.grad(low), W, XS).count(W.shape) == count - 1
+    for w, xs in ((W, XS), (ONE_SIGN, POSITIVE)):
+        expected = in_float64(jax.grad(loss, (0, 1)), w, xs)
+        value, found = jax.jit(jax.value_and_grad(low, (0, 1)))(w, xs)
+        assert float(value) == pytest.approx(float(jax.jit(low)(w, xs)), rel=1e-6)
+        assert [x.dtype for x in found] == [jnp.float32] * 2
+        limit = {"bf16": 2e-2, "f16": 2e-3}[half]
+        assert max(map(error, found, expected)) < limit
+
+
+@IN_HALVES
+def test_the_sum_is_float32_and_beyond_the_range_of_half(half: str) -> None:
+    def loss(w, xs):
+        def body(h, x):
+            return h, jnp.sum(x @ w)
+
+        return jnp.sum(lax.scan(body, 0.0, xs)[1])
+
+    xs = uniform(2, 1000, 2, 8) * 200
+    found = jax.jit(jax.grad(autocast(loss, POLICIES[half])))(W, xs)
+    assert found.min() > 2**16
+    assert error(found, in_float64(jax.grad(loss), W, xs)) < 1e-3
+
+
+@pytest.mark.one_of("half")
+@IN_HALVES
+@pytest.mark.parametrize("name", ["plain", "gated", "mapped", "in a loop"])
+def test_second_derivatives_have_every_term(name: str, half: str) -> None:
+    loss, moves = LOSSES[name], (normal(3, *W.shape), normal(4, *XS.shape))
+
+    def in_dtype(w, moves):
+        return jax.tree.map(lambda x: x.astype(w.dtype), moves)
+
+    def along(fun, w, xs):
+        gradient = jax.grad(fun, (0, 1))
+        return jax.jvp(gradient, (w, xs), in_dtype(w, moves))[1]
+
+    def backward(fun, w, xs):
+        def slope(w, xs):
+            return jax.jvp(fun, (w, xs), in_dtype(w, moves))[1]
+
+        return jax.grad(slope, (0, 1))(w, xs)
+
+    expected = in_float64(functools.partial(along, loss), W, XS)
+    low = autocast(loss, POLICIES[half])
+    limit = {"bf16": 3e-2, "f16": 4e-3}[half]
+    for way in (along, backward):
+        found = jax.jit(functools.partial(way, low))(W, XS)
+        assert max(map(error, found, expected)) < limit
+
+
+def _checkpointed(fun: Loss) -> Any:
+    return jax.grad(jax.checkpoint(fun))(W, XS)
+
+
+def _of_each_weight(fun: Loss) -> Any:
+    return jax.vmap(jax.grad(fun), (0, None))(jnp.stack([W, W]), XS)[1]
+
+
+def _of_each_batch(fun: Loss) -> Any:
+    return jnp.sum(jax.vmap(jax.grad(fun), (None, 0))(W, jnp.stack([XS, XS])), 0) / 2
+
+
+def _in_a_loop(fun: Loss) -> Any:
+    def body(total, xs):
+        return total + jax.grad(fun)(W, xs), None
+
+    return lax.scan(body, jnp.zeros_like(W), jnp.stack([XS, XS]))[0] / 2
+
+
+def _sharded(fun: Loss, **options: Any) -> Any:
+    @functools.partial(
+        jax.shard_map,
+        mesh=jax.make_mesh((2,), ("data",), (AxisType.Auto,)),
+        in_specs=(P(), P(None, "data")),
+        out_specs=P(),
+        **options,
+    )
+    def mean(w, xs):
+        return lax.pmean(fun(w, xs), "data")
+
+    return jax.grad(mean)(W, XS)
+
+
+def _sharded_outside(fun: Loss) -> Any:
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
+    sharded = jax.NamedSharding(mesh, P("data"))
+    return jax.grad(fun)(jax.device_put(W, sharded), XS)
+
+
+@pytest.mark.one_of("half")
+@IN_HALVES
+@pytest.mark.parametrize(
+    "way",
+    [
+        _checkpointed,
+        _of_each_weight,
+        _of_each_batch,
+        _in_a_loop,
+        _sharded,
+        functools.partial(_sharded, check_vma=False),
+        _sharded_outside,
+    ],
+)
+def test_under_every_transformation(way: Callable[[Loss], Any], half: str) -> None:
+    loss = LOSSES["plain"]
+    found = jax.jit(functools.partial(way, autocast(loss, POLICIES[half])))()
+    expected = in_float64(jax.grad(loss), W, XS)
+    assert error(found, expected) < {"bf16": 1e-2, "f16": 1e-3}[half]
+
+
+@pytest.mark.parametrize("argnums", [0, 1])
+def test_what_has_no_gradient_costs_none(argnums: int) -> None:
+    loss = LOSSES["plain"]
+    low = autocast(loss, POLICIES["bf16"])
+    found = jax.jit(jax.grad(low, argnums))(W, XS)
+    assert error(found, in_float64(jax.grad(loss, argnums), W, XS)) < 1e-2
+    # Forward; to `h`; to the weight, as one product.
+    products = jaxprs.products(jaxprs.trace(jax.grad(low, argnums), W, XS))
+    assert len(products) == (3 if argnums == 0 else 2)
+
+
+def test_a_loop_without_a_gradient_is_as_it_was() -> None:
+    low = autocast(LOSSES["plain"], POLICIES["bf16"])
+    (scan,) = jaxprs.equations(jaxprs.trace(low, W, XS), "scan")
+    assert len(scan.outvars) == 2
+
+
+def test_keys_and_integers_may_be_among_what_a_loop_reads() -> None:
+    def loss(w, xs):
+        def body(carry, of):
+            (h, key), (x, i) = carry, of
+            kept = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, h.shape)
+            h = jnp.tanh((h * kept) @ w + x)
+            return (h, key), None
+
+        start = jnp.ones((BATCH, WIDTH)), jax.random.key(0)
+        (h, _), _ = lax.scan(body, start, (xs, jnp.arange(STEPS)))
+        return jnp.mean(h**2)
+
+    low = autocast(loss, POLICIES["bf16"])
+    assert W.shape not in carried(jax.grad(low), W, XS)
+    found = jax.jit(jax.grad(low))(W, XS)
+    assert error(found, jax.grad(loss)(W, XS)) < 1e-2
+
+
+LARGER = "more to keep of an iteration", W, normal(5, STEPS, 16, WIDTH), over(plain)
+MOVED = "moved first", W, XS, over(lambda w, h, x: jnp.tanh(h @ w.T + x))
+ADDED = "read elsewhere", W, XS, over(lambda w, h, x: plain(w, h, x) + jnp.sum(w))
+
+
+@pytest.mark.parametrize(("why", "w", "xs", "loss"), [LARGER, MOVED, ADDED])
+def test_others_are_summed_in_the_loop_in_float32(why, w, xs, loss) -> None:
+    low = autocast(loss, POLICIES["bf16"])
+    assert w.shape in carried(jax.grad(low), w, xs), why
+    found = jax.jit(jax.grad(low))(w, xs)
+    assert error(found, in_float64(jax.grad(loss), w, xs)) < 1e-2
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_cells_of_flax(cell: Any) -> None:
+    model, x = nn.RNN(cell(WIDTH)), jnp.swapaxes(XS, 0, 1)
+    params = model.init(jax.random.key(1), x)
+
+    def loss(params, x):
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    low = autocast(loss, POLICIES["bf16"])
+    assert W.shape not in carried(jax.grad(low), params, x)
+    found, expected = jax.grad(low)(params, x), jax.grad(loss)(params, x)
+    assert max(jax.tree.leaves(jax.tree.map(error, found, expected))) < 2e-2
