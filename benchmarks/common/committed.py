@@ -10,13 +10,16 @@ from examples.common.results import COMMITTED
 
 # Models whose steps were timed on a GPU, and how.
 TIMED = {
-    "transformer": "--model transformer --dtype bfloat16 --rounds 10",
+    "transformer": "--model transformer --dtype bfloat16 --dtype fp8 --dtype float16 "
+    "--rounds 8",
     # Stopped after the first model, when the time on the device was up.
     "cnn": "--model cnn --model unet --model vit --model llama --model moe "
     "--model lstm --model llama_in_a_scan --model mlp --dtype bfloat16 --rounds 15",
     "unet": "--model unet --dtype bfloat16 --rounds 10",
-    "vit": "--model vit --dtype bfloat16 --rounds 10",
+    "vit": "--model transformer --model vit --dtype bfloat16 --rounds 10",
     "llama": "--model llama --dtype bfloat16 --rounds 10",
+    "lstm": "--model lstm --dtype bfloat16 --rounds 10",
+    "mlp": "--model mlp --dtype bfloat16 --rounds 10",
 }
 # Every committed result, and what measures it.
 _PROGRAMS: dict[str, str] = {

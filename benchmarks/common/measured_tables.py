@@ -160,6 +160,9 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
         if (name := module.__name__.rpartition(".")[2])
     },
     "train_step": lambda: train_step.summarise(train_steps()),
+    "train_step_transformer": lambda: train_step.list_ways(
+        train_steps()["transformer"]["rows"]
+    ),
     "steps_in_short": steps_in_short,
     "predicted_memory": predicted_memory,
     "step_overhead_h100": lambda: step_overhead.summarise(

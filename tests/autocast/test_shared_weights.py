@@ -115,7 +115,7 @@ def test_no_loop_carries_its_gradient_and_it_is_right(name: str, half: str) -> N
 def test_the_sum_is_float32_and_beyond_the_range_of_half(half: str) -> None:
     def loss(w, xs):
         def body(h, x):
-            return h, jnp.sum(x @ w)
+            return h, jnp.sum(x @ w) + jnp.sum((x / 2) @ w)
 
         return jnp.sum(lax.scan(body, 0.0, xs)[1])
 
@@ -247,12 +247,22 @@ def test_keys_and_integers_may_be_among_what_a_loop_reads() -> None:
     assert error(found, jax.grad(loss)(W, XS)) < 1e-2
 
 
+def _with_weight(w, xs):
+    def body(h, x):
+        h = plain(w, h, x)
+        return h, w
+
+    h, ws = lax.scan(body, 0 * xs[0], xs)
+    return jnp.mean(ws**2, 0) + jnp.mean(h**2)
+
+
 LARGER = "more to keep of an iteration", W, normal(5, STEPS, 16, WIDTH), over(plain)
 MOVED = "moved first", W, XS, over(lambda w, h, x: jnp.tanh(h @ w.T + x))
+GIVEN = "returned", W, XS, lambda w, xs: jnp.sum(_with_weight(w, xs))
 ADDED = "read elsewhere", W, XS, over(lambda w, h, x: plain(w, h, x) + jnp.sum(w))
 
 
-@pytest.mark.parametrize(("why", "w", "xs", "loss"), [LARGER, MOVED, ADDED])
+@pytest.mark.parametrize(("why", "w", "xs", "loss"), [LARGER, MOVED, GIVEN, ADDED])
 def test_others_are_summed_in_the_loop_in_float32(why, w, xs, loss) -> None:
     low = autocast(loss, POLICIES["bf16"])
     assert w.shape in carried(jax.grad(low), w, xs), why
@@ -266,7 +276,7 @@ def test_cells_of_flax(cell: Any) -> None:
     params = model.init(jax.random.key(1), x)
 
     def loss(params, x):
-        return jnp.mean(model.apply(params, x) ** 2)
+        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x))))
 
     low = autocast(loss, POLICIES["bf16"])
     assert W.shape not in carried(jax.grad(low), params, x)

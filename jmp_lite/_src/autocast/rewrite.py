@@ -274,22 +274,21 @@ def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
     with less to keep of an iteration than a float32 gradient is to read and write.
     """
     counts = compat.scan_counts(eqn.params) if eqn.primitive.name == "scan" else None
-    if counts is None or eqn.params["length"] < 2:
+    (body, *_), found = plan.bodies, {}
+    if counts is None or body.direction is not Direction.FORWARD:
         return {}
-    (body,), found = plan.bodies, {}
-    jaxpr = body.jaxpr
-    if body.direction is not Direction.FORWARD or body.is_derivative_rule:
-        return {}
-    for position, weight in enumerate(jaxpr.invars[: counts[0]]):
-        readers = [i for i, e in enumerate(jaxpr.eqns) if weight in e.invars]
-        pairs = [(jaxpr.eqns[i], body.eqn_plans[i]) for i in readers]
-        if weight not in jaxpr.outvars and all(_is_shared(weight, *p) for p in pairs):
-            for i, (product, _) in zip(readers, pairs, strict=True):
-                found[i] = SharedWeight(position, product.invars.index(weight))
+    for position, weight in enumerate(body.jaxpr.invars[: counts[0]]):
+        readers = [i for i, e in enumerate(body.jaxpr.eqns) if weight in e.invars]
+        is_returned = weight in body.jaxpr.outvars
+        if not is_returned and all(_is_shared(weight, body, i) for i in readers):
+            for i in readers:
+                side = body.jaxpr.eqns[i].invars.index(weight)
+                found[i] = SharedWeight(position, side)
     return found
 
 
-def _is_shared(weight: Var, eqn: Eqn, plan: EqnPlan) -> bool:
+def _is_shared(weight: Var, body: CastPlan, index: int) -> bool:
+    eqn, plan = body.jaxpr.eqns[index], body.eqn_plans[index]
     if not plan.is_low_product or plan.rule.is_fp8 or len(eqn.invars) != 2:
         return False
     (out,), others = eqn.outvars, [v for v in eqn.invars if v is not weight]
@@ -325,7 +324,7 @@ class Rewriter:
         plan: CastPlan,
         half_out: tuple[bool, ...],
         args: Sequence[Any],
-        shared: "Mapping[int, SharedWeight]",
+        shared: Mapping[int, SharedWeight],
         zeros: Mapping[int, Any],
     ) -> tuple[list[Any], dict[int, Any]]:
         """Return what `run` does, and what products multiply their shared weights by.
@@ -343,13 +342,11 @@ class Rewriter:
             else:
                 self._run_step(plan, step, values)
             if isinstance(step, int) and step in zeros:
-                (var,), other = plan.jaxpr.eqns[step].outvars, 1 - shared[step].side
-                factors[step] = values.read(
-                    plan.jaxpr.eqns[step].invars, plan.eqn_plans[step].half_in
-                )[other]
-                out = values.read_as_made(var)
+                eqn, half_in = plan.jaxpr.eqns[step], plan.eqn_plans[step].half_in
+                factors[step] = values.read(eqn.invars, half_in)[1 - shared[step].side]
+                out = values.read_as_made(eqn.outvars[0])
                 moved = out + zeros[step].astype(out.dtype)
-                values.write([var], [sums.differentiate_as(out, moved)])
+                values.write(eqn.outvars, [sums.differentiate_as(out, moved)])
         return values.read(plan.jaxpr.outvars, half_out), factors
 
     def _run_part(self, plan: CastPlan, part: Part, args: Sequence[Any]) -> list[Any]:
@@ -453,7 +450,7 @@ class Rewriter:
         plan: EqnPlan,
         operands: Sequence[Any],
         values: Values,
-        shared: "Mapping[int, SharedWeight]",
+        shared: Mapping[int, SharedWeight],
     ) -> Sequence[Any]:
         """Run a scan; its shared weights have their gradients after the loop."""
         (body,) = plan.bodies
@@ -465,7 +462,9 @@ class Rewriter:
             for i, x in enumerate(consts)
             if dtypes.is_half(jax.typeof(x).dtype)
         }
-        weights = {i: in_f32.pop(i, consts[i]) for i, _ in shared.values()}
+        weights = {
+            i: in_f32.pop(i, consts[i]) for i in {of.weight for of in shared.values()}
+        }
 
         def loop(weights, others, zeros):
             consts, in_f32, carry, xs = others
