@@ -106,6 +106,8 @@ def _of_families() -> Limits:
     traffic[Step("unet", "float16", ADVISED)] = (1.09, 1.17)
     # XLA does not see what a loop keeps: autocast decides it.
     traffic[Step("llama in a scan", "bfloat16", GRAD_AUTOCAST)] = 1.0
+    # The gradient of its recurrent weight is one product after the loop.
+    traffic[Step("lstm", "bfloat16", GRAD_AUTOCAST)] = (0.9, 0.7)
     return {s: {"traffic": x, "peak": (1.08, 1.03)} for s, x in traffic.items()}
 
 
@@ -139,8 +141,9 @@ _OF_GPUS: Limits = {
     _FLOAT32_GRADIENTS: {_READ: (1.0, TOLERANCE), "peak": 1.0, "kernels": 1.0},
     # Convolutions are left out: for a float32 gradient GPUs need float32 operands.
     **{
-        Step(model, "bfloat16", REDUCE_FLOAT32): {"traffic": 1.04, "peak": (1.05, 1.03)}
-        for model in ("vit", "llama", "moe", "lstm")
+        Step(model, "bfloat16", REDUCE_FLOAT32): {"traffic": x, "peak": (1.05, 1.03)}
+        # Of a small LSTM, the gradient of the head in float32 is 1.5 % of all bytes.
+        for model, x in dict(vit=1.04, llama=1.04, moe=1.04, lstm=(1.05, 1.01)).items()
     },
     _PARALLEL: {_READ: (1.08, 1.12), "peak": 1.0},
     _SHARDED: {_READ: (1.06, 1.04), "peak": (1.25, 1.0)},

@@ -289,7 +289,9 @@ def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
 
 def _is_shared(weight: Var, body: CastPlan, index: int) -> bool:
     eqn, plan = body.jaxpr.eqns[index], body.eqn_plans[index]
-    if not plan.is_low_product or plan.rule.is_fp8 or len(eqn.invars) != 2:
+    if eqn.primitive.name != "dot_general" or not plan.is_low_product:
+        return False
+    if plan.rule.is_fp8:
         return False
     (out,), others = eqn.outvars, [v for v in eqn.invars if v is not weight]
     if len(others) != 1 or compat.is_literal(others[0]) or compat.is_placed(out.aval):
@@ -339,15 +341,21 @@ class Rewriter:
                 run = functools.partial(self._run_part, plan, step)
                 run = recompute.again(run, plan, saves_casts)
                 values.write(step.outs, run(values.read(step.ins, step.half_in)))
-            else:
-                self._run_step(plan, step, values)
-            if isinstance(step, int) and step in zeros:
-                eqn, half_in = plan.jaxpr.eqns[step], plan.eqn_plans[step].half_in
-                factors[step] = values.read(eqn.invars, half_in)[1 - shared[step].side]
-                out = values.read_as_made(eqn.outvars[0])
+            elif isinstance(step, int) and step in zeros:
+                eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
+                operands = values.read(eqn.invars, (True, True))
+                out = binding.call(eqn, self._multiply, eqn, of_eqn, operands)
                 moved = out + zeros[step].astype(out.dtype)
                 values.write(eqn.outvars, [sums.differentiate_as(out, moved)])
+                factors[step] = operands[1 - shared[step].side]
+            else:
+                self._run_step(plan, step, values)
         return values.read(plan.jaxpr.outvars, half_out), factors
+
+    def _multiply(self, eqn: Eqn, plan: EqnPlan, operands: Sequence[Any]) -> Any:
+        is_half = plan.half_out[0] or core.is_half(eqn.outvars[0])
+        args = eqn, operands, self.half_dtype, is_half
+        return products.run_in_order(plan.order, products.run, *args)
 
     def _run_part(self, plan: CastPlan, part: Part, args: Sequence[Any]) -> list[Any]:
         values = Values(self.half_dtype, plan.reads, plan.numbers)
@@ -465,6 +473,10 @@ class Rewriter:
         weights = {
             i: in_f32.pop(i, consts[i]) for i in {of.weight for of in shared.values()}
         }
+        consts = [
+            lax.convert_element_type(x, self.half_dtype) if i in weights else x
+            for i, x in enumerate(consts)
+        ]
 
         def loop(weights, others, zeros):
             consts, in_f32, carry, xs = others
