@@ -515,10 +515,11 @@ class Rewriter:
             (outs, factors), linear = jax.linearize(
                 lambda moved, zeros: loop(weights, fill(moved), zeros), moved, zeros
             )
-            terms = {
-                i: products.of_each(eqns[i], side, x, factors[i], self.half_dtype)
-                for i, (x, side) in moves.items()
-            }
+            terms = {}
+            for i, (x, side) in moves.items():
+                args = eqns[i], side, x, factors[i], self.half_dtype
+                in_body = binding.call, eqns[i], products.of_each
+                terms[i] = binding.call(eqn, *in_body, *args)
             return outs, linear(dots, terms)[0]
 
         run.defjvp(jvp, symbolic_zeros=True)
