@@ -168,8 +168,7 @@ class Report:
 
     def to_json(self) -> str:
         """Return it as JSON, for `from_json`; inf and nan are strings."""
-        derived = {name: getattr(self, name) for name in self._derived}
-        return to_json({**derived, **dataclasses.asdict(typing.cast(Any, self))})
+        return json.dumps(_plain(self._to_fields()), allow_nan=False, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -179,17 +178,22 @@ class Report:
           ValueError: the text is not the JSON of such a report.
         """
         try:
-            return _read(cls, json.loads(text))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise not_a_report(cls, text, error) from None
+            return cls._from_fields(json.loads(text))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            article = "an" if cls.__name__[0] in "AEIO" else "a"
+            raise ValueError(
+                f"Expected the JSON of {article} {cls.__name__}, got {text[:80]!r} "
+                f"({error!r})."
+            ) from None
 
+    def _to_fields(self) -> dict[str, Any]:
+        """Return what JSON has: plain values and arrays."""
+        derived = {name: getattr(self, name) for name in self._derived}
+        return {**derived, **dataclasses.asdict(typing.cast(Any, self))}
 
-def not_a_report(cls: type, text: str, error: Exception) -> ValueError:
-    """Return the error of a text that is not the JSON of a report."""
-    article = "an" if cls.__name__[0] in "AEIO" else "a"
-    return ValueError(
-        f"Expected the JSON of {article} {cls.__name__}, got {text[:80]!r} ({error!r})."
-    )
+    @classmethod
+    def _from_fields(cls, fields: Any) -> Self:
+        return _read(cls, fields)
 
 
 def text_lines(
@@ -209,12 +213,8 @@ def text_lines(
     return [line.rstrip() for line in lines]
 
 
-def to_json(value: Any) -> str:
-    """Return a tree of plain values and arrays as JSON; inf and nan are strings."""
-    return json.dumps(_plain(value), allow_nan=False, indent=1)
-
-
 def _plain(value: Any) -> Any:
+    """Return a tree of values and arrays as JSON has it; inf and nan are strings."""
     if isinstance(value, Mapping):
         return {name: _plain(x) for name, x in value.items()}
     if isinstance(value, np.ndarray | np.generic):

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -97,52 +96,41 @@ class Advice(reports.Report):
             scale = f"jmp.StaticLossScale(2.0**{exponent})"
         return f"policy = {policy}\nloss_scale = {scale}\n"
 
-    def to_json(self) -> str:
-        """Return all of it as JSON, for `from_json`."""
+    def _to_fields(self):
         rules, default, allow_unused = None, self.policy, False
         if isinstance(self.policy, PolicyMap):
             rules = [(pattern, str(policy)) for pattern, policy in self.policy.rules]
             default, allow_unused = self.policy.default, self.policy.allow_unused
-        fields = {
+        return {
             "default": str(default),
             "rules": rules,
             "allow_unused": allow_unused,
             "loss_scale": float(self.loss_scale.loss_scale),
             "reasons": self.reasons,
             "left": [self.report.rows.index(row) for row in self.left],
-            "report": json.loads(self.report.to_json()),
+            "report": self.report._to_fields(),
             "in_float32": self.in_float32,
             "half_results": self.half_results,
             "not_in_fp8": self.not_in_fp8,
         }
-        return json.dumps(fields, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> "Advice":
-        """Return the advice that `to_json` wrote.
-
-        Raises:
-          ValueError: the text is not the JSON of an advice.
-        """
-        try:
-            fields = json.loads(text)
-            policy = get_policy(fields["default"])
-            if fields["rules"] is not None:
-                policy = PolicyMap(policy, fields["rules"], fields["allow_unused"])
-            scale = fields["loss_scale"]
-            report = DryRunReport.from_json(json.dumps(fields["report"]))
-            return cls(
-                policy=policy,
-                loss_scale=NoOpLossScale() if scale == 1 else StaticLossScale(scale),
-                reasons=tuple(fields["reasons"]),
-                left=tuple(report.rows[i] for i in fields["left"]),
-                report=report,
-                in_float32=tuple(map(tuple, fields["in_float32"])),
-                half_results=tuple(map(tuple, fields["half_results"])),
-                not_in_fp8=tuple(map(tuple, fields["not_in_fp8"])),
-            )
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise reports.not_a_report(cls, text, error) from None
+    def _from_fields(cls, fields):
+        policy = get_policy(fields["default"])
+        if fields["rules"] is not None:
+            policy = PolicyMap(policy, fields["rules"], fields["allow_unused"])
+        scale = fields["loss_scale"]
+        report = DryRunReport._from_fields(fields["report"])
+        return cls(
+            policy=policy,
+            loss_scale=NoOpLossScale() if scale == 1 else StaticLossScale(scale),
+            reasons=tuple(fields["reasons"]),
+            left=tuple(report.rows[i] for i in fields["left"]),
+            report=report,
+            in_float32=tuple(map(tuple, fields["in_float32"])),
+            half_results=tuple(map(tuple, fields["half_results"])),
+            not_in_fp8=tuple(map(tuple, fields["not_in_fp8"])),
+        )
 
     def __str__(self) -> str:
         """Return the reasons and the code."""

@@ -1,7 +1,6 @@
 """Statistics of a tree, leaf by leaf: parameters, gradients, activations."""
 
 import dataclasses
-import json
 from typing import Any
 
 import jax
@@ -27,7 +26,8 @@ class TreeStats(reports.Report):
     """The statistics of each floating leaf of a tree.
 
     A pytree: returned from `jit`, stacked by `scan`, fetched with `jax.device_get`.
-    Call `named`, `table`, `plot` and `to_json` on the host.
+    Call `named`, `table`, `plot` and `to_json` on the host; `from_json` returns NumPy
+    arrays.
 
     Args:
       stats: those of the leaves, stacked: fields f32 `[n]`, a histogram `[n, 96]`.
@@ -105,32 +105,22 @@ class TreeStats(reports.Report):
 
         return plot_histograms(self.named(), self.dtype)
 
-    def to_json(self) -> str:
-        """Return everything as JSON, for `from_json`; inf and nan are strings."""
+    def _to_fields(self):
         fields = jax.tree.map(np.asarray, self.stats)._asdict()
         stats = {name: x for name, x in fields.items() if x is not None}
         dtype = dtypes.dtype_name(self.dtype)
-        return reports.to_json({"dtype": dtype, "paths": self.paths, "stats": stats})
+        return {"dtype": dtype, "paths": self.paths, "stats": stats}
 
     @classmethod
-    def from_json(cls, text: str) -> "TreeStats":
-        """Return what `to_json` wrote, as NumPy arrays.
-
-        Raises:
-          ValueError: the text is not the JSON of a `TreeStats`.
-        """
-        try:
-            content = json.loads(text)
-            arrays = {
-                name: np.asarray(x, np.float32) for name, x in content["stats"].items()
-            }
-            stats = ValueStats(**{"histogram": None, **arrays})
-            if stats.histogram is not None:  # JSON does not say the shape of []
-                shape = (*stats.size.shape, len(EXPONENTS))
-                stats = stats._replace(histogram=stats.histogram.reshape(shape))
-            return cls(stats, tuple(content["paths"]), check_dtype(content["dtype"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise reports.not_a_report(cls, text, error) from None
+    def _from_fields(cls, fields):
+        arrays = {
+            name: np.asarray(x, np.float32) for name, x in fields["stats"].items()
+        }
+        stats = ValueStats(**{"histogram": None, **arrays})
+        if stats.histogram is not None:  # JSON does not say the shape of []
+            shape = (*stats.size.shape, len(EXPONENTS))
+            stats = stats._replace(histogram=stats.histogram.reshape(shape))
+        return cls(stats, tuple(fields["paths"]), check_dtype(fields["dtype"]))
 
 
 def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeStats:
