@@ -12,7 +12,7 @@ primitive that the first function does not know (it returns None).
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +62,16 @@ def bodies_of(eqn: Eqn) -> Any:
         if holds.aval.shape:
             return None
     return sub_jaxprs(eqn)
+
+
+def site_eqns(eqns: Iterable[Eqn]) -> Iterator[Eqn]:
+    """Yield the equations that are sites, those in sub-jaxprs that are listed too."""
+    for eqn in eqns:
+        bodies = bodies_of(eqn)
+        if bodies is None:
+            yield eqn
+        for body in bodies or ():
+            yield from site_eqns(body.jaxpr.eqns)
 
 
 def why_not_opened(eqn: Eqn) -> str:

@@ -20,8 +20,7 @@ from jmp_lite._src.jaxprs.primitives import LOOPS
 
 def derivatives(jaxpr: Jaxpr) -> frozenset[int]:
     """Return the ids of the equations in the forward pass that compute derivatives."""
-    found = _Analysis()
-    found.find_first(jaxpr)
+    found = _Analysis(jaxpr)
     found.analyse(jaxpr, [_FORWARD] * len(jaxpr.outvars), "")
     # A jaxpr that is called twice may be a derivative in one of the two places.
     return frozenset((found.derivatives - found.primal) | found.recomputed())
@@ -34,22 +33,15 @@ _UNUSED, _BACK, _FORWARD = range(3)
 class _Analysis:
     """Finds equations that only the backward pass uses, from the last to the first."""
 
-    def __init__(self):
+    def __init__(self, jaxpr: Jaxpr):
         # Ids of equations: that compute the function, that compute derivatives.
         self.primal: set[int] = set()
         self.derivatives: set[int] = set()
-        self._first: dict[Any, int] = {}
+        self._first: dict[Any, int] = {}  # of each traceback
+        for eqn in control_flow.site_eqns(jaxpr.eqns):
+            self._first.setdefault(sources.traceback_of(eqn), id(eqn))
         self._kinds: dict[Any, set[str]] = collections.defaultdict(set)
         self._recomputed: list[Any] = []
-
-    def find_first(self, jaxpr: Jaxpr) -> None:
-        """Find the first equation of each traceback."""
-        for eqn in jaxpr.eqns:
-            bodies = control_flow.bodies_of(eqn)
-            if bodies is None:
-                self._first.setdefault(sources.traceback_of(eqn), id(eqn))
-            for body in bodies or ():
-                self.find_first(body.jaxpr)
 
     def analyse(self, jaxpr: Jaxpr, results: list[int], around: str) -> list[int]:
         """Return how a jaxpr uses its inputs, by how its results are used."""

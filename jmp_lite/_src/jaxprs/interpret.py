@@ -117,7 +117,6 @@ class Interpreter:
     def run_bodies(
         self, stretch: Stretch, site: int, cells: Sequence[Cell], moment: Moment
     ) -> Ran:
-        """Run an equation by running its sub-jaxprs."""
         (eqn,), (eqn_plan,) = stretch.eqns, stretch.eqn_plans
         sub_jaxprs = control_flow.bodies_of(eqn)
         plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(sub_jaxprs)

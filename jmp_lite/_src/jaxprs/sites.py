@@ -58,12 +58,7 @@ def _sites(jaxpr: Jaxpr, around: Site, derivative_ids: frozenset[int]) -> list[S
 
 def count_sites(eqns: Iterable[Eqn]) -> int:
     """Return how many sites equations have, their sub-jaxprs included."""
-    total = 0
-    for eqn in eqns:
-        bodies = control_flow.bodies_of(eqn)
-        inside = (count_sites(sub.jaxpr.eqns) for sub in bodies or ())
-        total += 1 if bodies is None else sum(inside)
-    return total
+    return sum(1 for _ in control_flow.site_eqns(eqns))
 
 
 def site_of(eqn: Eqn, around: Site = _TOP) -> Site:

@@ -80,7 +80,6 @@ class Walker(Interpreter):
         return list(zip(outs, tags, strict=True)), moment.eqn_count + 1
 
     def scan(self, eqn, eqn_plan, body, split, moment):
-        """Run a `scan` as one."""
         (consts, carry, xs), length = split, eqn.params["length"]
         num_carry = len(carry)
 
@@ -99,7 +98,6 @@ class Walker(Interpreter):
         return [*carry, *((y, self.stack(tags)) for y, tags in ys)], eqn_count
 
     def while_loop(self, test, body, split, moment):
-        """Run a `while` as one."""
         given, consts, carry = split
 
         def holds(state):
@@ -115,6 +113,5 @@ class Walker(Interpreter):
         return jax.lax.while_loop(holds, iterate, state)[:2]
 
     def switch(self, index, branches, cells, moment):
-        """Run a `cond` as one."""
         of_moment = [lambda cells, b=b: b(cells, moment) for b in branches]
         return jax.lax.switch(index[0], of_moment, cells)

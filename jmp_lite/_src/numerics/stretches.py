@@ -151,20 +151,16 @@ def _is_for_python(eqn: Any) -> bool:
     bodies = control_flow.bodies_of(eqn)
     if bodies is None:
         return False
-    if eqn.primitive.name in CONTROL_FLOW:
-        return True
-    if count_sites([eqn]) > _MOST_SITES or _bytes(eqn) > _MOST_BYTES:
+    is_long = count_sites([eqn]) > _MOST_SITES or _bytes(eqn) > _MOST_BYTES
+    if is_long or eqn.primitive.name in CONTROL_FLOW:
         return True
     return any(_is_for_python(inner) for body in bodies for inner in body.jaxpr.eqns)
 
 
 def _bytes(eqn: Any) -> int:
     """Return the size of all floating results in an equation."""
-    bodies = control_flow.bodies_of(eqn)
-    if bodies is None:
-        made = [v for v in eqn.outvars if is_float(v)]
-        return sum(size(v) * v.aval.dtype.itemsize for v in made)
-    return sum(_bytes(inner) for body in bodies for inner in body.jaxpr.eqns)
+    made = [v for inner in control_flow.site_eqns([eqn]) for v in inner.outvars]
+    return sum(size(v) * v.aval.dtype.itemsize for v in made if is_float(v))
 
 
 def is_floating(x: Any) -> bool:
