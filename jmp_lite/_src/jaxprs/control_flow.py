@@ -200,7 +200,7 @@ def build(context: RebuildContext) -> Sequence[Any]:
     return _RULES[context.eqn.primitive.name][1](context)
 
 
-def _sub_jaxpr(jaxpr: Jaxpr, first: int, **fields: Any) -> SubJaxpr:
+def as_sub_jaxpr(jaxpr: Jaxpr, first: int, **fields: Any) -> SubJaxpr:
     """Return the sub-jaxpr whose inputs are the operands from `first` on, in order."""
     opened = compat.open_jaxpr(jaxpr)
     in_order: dict[str, Any] = {
@@ -220,7 +220,7 @@ def _call_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     donated = eqn.params.get("donated_invars", (False,) * len(eqn.invars))
     kept = frozenset(i for i, d in enumerate(donated) if d)
     casts_in = frozenset(range(len(eqn.invars))) - kept
-    return (_sub_jaxpr(jaxpr, 0, fixed_in=kept, casts_in=casts_in),)
+    return (as_sub_jaxpr(jaxpr, 0, fixed_in=kept, casts_in=casts_in),)
 
 
 def _build_call(context: RebuildContext):
@@ -240,7 +240,7 @@ def _scan_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     num_consts, num_carry = counts
     carry = range(num_consts, num_consts + num_carry)
     return (
-        _sub_jaxpr(
+        as_sub_jaxpr(
             eqn.params["jaxpr"],
             0,
             fixed_in=frozenset(carry),
@@ -285,7 +285,7 @@ def _while_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     num_carry = len(eqn.outvars)
     carry = tuple(range(cond_consts + body_consts, len(eqn.invars)))
-    cond = _sub_jaxpr(
+    cond = as_sub_jaxpr(
         eqn.params["cond_jaxpr"],
         0,
         operands=(*range(cond_consts), *carry),
@@ -293,7 +293,7 @@ def _while_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
         fixed_in=frozenset(range(cond_consts, cond_consts + num_carry)),
         casts_in=frozenset(range(cond_consts)),
     )
-    body = _sub_jaxpr(
+    body = as_sub_jaxpr(
         eqn.params["body_jaxpr"],
         cond_consts,
         fixed_in=frozenset(range(body_consts, body_consts + num_carry)),
@@ -318,7 +318,7 @@ def _cond_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     if is_per_platform or eqn.invars[0].aval.shape or "branches" not in eqn.params:
         return None
     casts_in = frozenset(range(len(eqn.invars) - 1))
-    return tuple(_sub_jaxpr(b, 1, casts_in=casts_in) for b in eqn.params["branches"])
+    return tuple(as_sub_jaxpr(b, 1, casts_in=casts_in) for b in eqn.params["branches"])
 
 
 def _build_cond(context: RebuildContext):
@@ -333,7 +333,7 @@ def _build_cond(context: RebuildContext):
 def _shard_map_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     if compat.shard_map_axes(eqn.params) is None:
         return None
-    return (_sub_jaxpr(eqn.params["jaxpr"], 0),)
+    return (as_sub_jaxpr(eqn.params["jaxpr"], 0),)
 
 
 def _build_shard_map(context: RebuildContext):
@@ -354,14 +354,14 @@ def _build_shard_map(context: RebuildContext):
 
 
 def _custom_jvp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
-    return (_sub_jaxpr(eqn.params["call_jaxpr"], 0),)
+    return (as_sub_jaxpr(eqn.params["call_jaxpr"], 0),)
 
 
 def _custom_vjp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     fixed_in = frozenset(range(len(eqn.invars)))
     fixed_out = frozenset(range(len(eqn.outvars)))
     jaxpr = eqn.params["call_jaxpr"]
-    return (_sub_jaxpr(jaxpr, 0, fixed_in=fixed_in, fixed_out=fixed_out),)
+    return (as_sub_jaxpr(jaxpr, 0, fixed_in=fixed_in, fixed_out=fixed_out),)
 
 
 def _build_custom(context: RebuildContext):

@@ -122,9 +122,11 @@ def _are_loss_scales(tree: Any) -> list[bool]:
     return found
 
 
-class _Opener:
-    """Inlines jaxprs into one list of operations."""
+# What is around the operations of the function itself.
+_TOP = Op("", None, [], [], "", False, False, "", 1)
 
+
+class _Opener:
     def __init__(self, target: str):
         self.target = target
         self.ops: list[Op] = []
@@ -135,7 +137,7 @@ class _Opener:
         inputs = [_value_of(var) for var in jaxpr.invars]
         for value, is_loss_scale in zip(inputs, loss_scales, strict=True):
             value.is_loss_scale = is_loss_scale
-        results = self._open(jaxpr, compat.consts_of(closed), inputs, None, 1)
+        results = self._open(jaxpr, compat.consts_of(closed), inputs, _TOP)
         for value in results:
             value.is_result = True
         live = set(makers([*results, *self.needed], lambda op: op.ins))
@@ -150,9 +152,9 @@ class _Opener:
                 op.line, op.path = uses[0].line, uses[0].path
         return ops
 
-    def _open(self, jaxpr, consts, inputs, around: Op | None, times) -> list[Value]:
+    def _open(self, jaxpr, consts, inputs, around: Op) -> list[Value]:
         """Add the operations of a jaxpr; return its outputs."""
-        is_impl = around is not None and compat.is_new_primitive(around.eqn)
+        is_impl = around is not _TOP and compat.is_new_primitive(around.eqn)
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             values[var] = _value_of(var, const)
@@ -163,23 +165,19 @@ class _Opener:
         for eqn in jaxpr.eqns:
             ins = [read(var) for var in eqn.invars]
             stack = name_scopes.of(eqn)
-            line = around.line if around else ""
+            line = around.line
             if not is_impl:  # which has the lines of its first call
                 line = sources.source_line(eqn, line)
-            op = Op(
+            op = dataclasses.replace(
+                around,
                 name=eqn.primitive.name,
                 eqn=eqn,
                 ins=ins,
-                outs=[],
-                path=name_scopes.join(around.path if around else "", stack),
-                is_backward="transpose(" in stack,
-                is_differentiated="jvp(" in stack,
+                path=name_scopes.join(around.path, stack),
+                is_backward=around.is_backward or "transpose(" in stack,
+                is_differentiated=around.is_differentiated or "jvp(" in stack,
                 line=line,
-                times=times,
             )
-            if around is not None:
-                op.is_backward |= around.is_backward
-                op.is_differentiated |= around.is_differentiated
             sub_jaxprs = self._sub_jaxprs(eqn)
             if sub_jaxprs is None:
                 outs = [_value_of(var) for var in eqn.outvars]
@@ -198,6 +196,7 @@ class _Opener:
         known = [None if v.known is None else _integer(v.known) for v in op.ins]
         trips = control_flow.trips(eqn, known)
         times = op.times * (1 if trips is None else trips)
+        inside = dataclasses.replace(op, times=times)
         if op.name == "cond":
             self.needed.append(op.ins[0])
         carried: dict[int, Value] = {}
@@ -213,7 +212,7 @@ class _Opener:
                     inputs.append(carried[i])
                 else:
                     inputs.append(self._as(op, op.ins[i], var))
-            outs = self._open(sub.jaxpr, sub.consts, inputs, op, times)
+            outs = self._open(sub.jaxpr, sub.consts, inputs, inside)
             if is_loop:
                 carries = sorted(sub.fixed_in), sorted(sub.fixed_out)
                 # The condition of a while reads the carry and does not return it.
@@ -246,14 +245,7 @@ class _Opener:
             called, first = (of_target or eqn.params["branches"])[0], 1
         if called is None:
             return control_flow.sub_jaxprs(eqn)
-        return (
-            control_flow.SubJaxpr(
-                jaxpr=compat.open_jaxpr(called),
-                consts=compat.consts_of(called),
-                operands=tuple(range(first, len(eqn.invars))),
-                results=tuple(range(len(eqn.outvars))),
-            ),
-        )
+        return (control_flow.as_sub_jaxpr(called, first),)
 
     def _as(self, op: Op, value: Value, var: Any) -> Value:
         """Return a value as a sub-jaxpr has it: itself, a row or a shard."""
