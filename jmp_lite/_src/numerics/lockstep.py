@@ -90,24 +90,14 @@ class PolicyShadow(Shadow):
     def cast(
         self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
     ) -> list[Any]:
-        shadows = list(shadows)
-        is_low = is_low or (False,) * len(shadows)
-        wanted = {}
-        for i, (var, low) in enumerate(zip(variables, is_low, strict=True)):
-            dtype = np.dtype(self.low_dtype if low else np.float32)
-            if is_f32(var) and shadows[i].dtype != dtype:
-                wanted[i] = dtype
-        if wanted:
-            cast = _cast([shadows[i] for i in wanted], tuple(wanted.values()))
-            for i, x in zip(wanted, cast, strict=True):
-                shadows[i] = x
-        return shadows
+        rows = zip(variables, shadows, is_low or (False,) * len(shadows), strict=True)
+        return [
+            self._cast(x, self.low_dtype if low else np.float32) if is_f32(var) else x
+            for var, x, low in rows
+        ]
 
-
-@functools.partial(jax.jit, static_argnums=1)
-def _cast(arrays: Any, wanted: Any) -> Any:
-    pairs = zip(arrays, wanted, strict=True)
-    return [jax.lax.convert_element_type(x, dtype) for x, dtype in pairs]
+    def _cast(self, x: Any, dtype: Any) -> Any:
+        return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
 
 
 _NO_ERROR = Tag(0.0, -1, False, NONE)
@@ -169,7 +159,6 @@ class Lockstep(Observer):
         return tags
 
     def tag_argument(self, value: Any, index: int) -> Tag:
-        """Return the tag of an argument, by its index."""
         return _NO_ERROR._replace(origin=origins.of_argument(value, index))
 
     def tag_constant(self, value: Any) -> Tag:
@@ -265,7 +254,6 @@ class Lockstep(Observer):
 
 
 def _added_error(error: float, error_in: float) -> float:
-    """Return the part of an error that the operands did not have."""
     if math.isinf(error) and math.isfinite(error_in):
         return math.inf
     # An error of 1 means that no digit is right: more cannot be lost.

@@ -380,12 +380,6 @@ class _Recorder(Walker):
 
 def _unfused(values: Sequence[Any]) -> Sequence[Any]:
     """Return values whose floats XLA computes as written, fused with nothing else."""
-    arrays = [x for x in values if _is_computed(x)]
-    if not arrays:
-        return values
-    barred = iter(jax.lax.optimization_barrier(arrays))
-    return [next(barred) if _is_computed(x) else x for x in values]
-
-
-def _is_computed(x: Any) -> bool:
-    return isinstance(x, Tracer) and is_floating(x)
+    is_computed = [isinstance(x, Tracer) and is_floating(x) for x in values]
+    pairs = zip(values, is_computed, strict=True)
+    return [jax.lax.optimization_barrier(x) if is_new else x for x, is_new in pairs]
