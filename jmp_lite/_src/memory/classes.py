@@ -161,9 +161,8 @@ def _has_state(tree: Any) -> bool:
 
 
 def _children(tree: Any) -> Iterable[tuple[str, Any]]:
-    is_child = lambda x: x is not tree  # noqa: E731
-    for path, child in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_child):
-        yield trees.key_path(path), child
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    return [(trees.key_path(path), child) for path, child in found]
 
 
 def _structures(tree: Any) -> Iterable[Any]:
