@@ -22,8 +22,13 @@ def derivatives(jaxpr: Jaxpr) -> frozenset[int]:
     """Return the ids of the equations in the forward pass that compute derivatives."""
     found = _Analysis(jaxpr)
     found.analyse(jaxpr, [_FORWARD] * len(jaxpr.outvars), "")
+    recomputed = {
+        id(eqn)
+        for eqn in found.recomputed
+        if eqn.primitive.name not in found.kinds[sources.traceback_of(eqn)]
+    }
     # A jaxpr that is called twice may be a derivative in one of the two places.
-    return frozenset((found.derivatives - found.primal) | found.recomputed())
+    return frozenset((found.derivatives - found.primal) | recomputed)
 
 
 # How a value is used: not at all, by the backward pass only, by the forward pass.
@@ -40,8 +45,9 @@ class _Analysis:
         self._first: dict[Any, int] = {}  # of each traceback
         for eqn in control_flow.site_eqns(jaxpr.eqns):
             self._first.setdefault(sources.traceback_of(eqn), id(eqn))
-        self._kinds: dict[Any, set[str]] = collections.defaultdict(set)
-        self._recomputed: list[Any] = []
+        # Of each traceback, the primitives that compute the function.
+        self.kinds: dict[Any, set[str]] = collections.defaultdict(set)
+        self.recomputed: list[Any] = []  # equations, by `jax.checkpoint`
 
     def analyse(self, jaxpr: Jaxpr, results: list[int], around: str) -> list[int]:
         """Return how a jaxpr uses its inputs, by how its results are used."""
@@ -66,19 +72,11 @@ class _Analysis:
                 note(var, how)
         return [use[v] for v in jaxpr.invars]
 
-    def recomputed(self) -> set[int]:
-        """Return the ids of derivatives in the recomputation of `jax.checkpoint`."""
-        return {
-            id(eqn)
-            for eqn in self._recomputed
-            if eqn.primitive.name not in self._kinds[sources.traceback_of(eqn)]
-        }
-
     def _analyse_one(self, eqn: Eqn, stack: str, made: int) -> int:
         """Return how an equation uses its operands, by how its result is used."""
         traceback = sources.traceback_of(eqn)
         if name_scopes.REMATTED in stack.rpartition("transpose(")[2]:
-            self._recomputed.append(eqn)
+            self.recomputed.append(eqn)
             return _BACK
         if "transpose(" in stack:
             return _BACK
@@ -87,7 +85,7 @@ class _Analysis:
             self.derivatives.add(id(eqn))
             return _BACK
         self.primal.add(id(eqn))
-        self._kinds[traceback].add(eqn.primitive.name)
+        self.kinds[traceback].add(eqn.primitive.name)
         return _FORWARD
 
     def _analyse_bodies(self, eqn: Eqn, bodies: Any, made: list[int], stack: str):

@@ -45,14 +45,10 @@ def _sites(jaxpr: Jaxpr, around: Site, derivative_ids: frozenset[int]) -> list[S
         bodies = control_flow.bodies_of(eqn)
         if bodies is None:
             layer = name_scopes.without_marks(site.layer)
-            site = dataclasses.replace(site, layer=layer)
-            if id(eqn) in derivative_ids:
-                site = dataclasses.replace(site, direction="backward")
-            found.append(site)
-            continue
-        inside = in_loop(eqn, site)
-        for sub in bodies:
-            found += _sites(sub.jaxpr, inside, derivative_ids)
+            direction = "backward" if id(eqn) in derivative_ids else site.direction
+            found.append(dataclasses.replace(site, layer=layer, direction=direction))
+        for sub in bodies or ():
+            found += _sites(sub.jaxpr, in_loop(eqn, site), derivative_ids)
     return found
 
 

@@ -38,8 +38,7 @@ def out_of_range(
             continue
         # An operation of another layer has half operands of these: of the nearest
         # before it, to begin with.
-        before = [earlier.layer for earlier in found[: i + 1]]
-        nearest = [layer for layer in reversed(before) if layer in half][:1]
+        nearest = [x.layer for x in found[i::-1] if x.layer in half][:1]
         for layer in nearest or half:
             what = (
                 f"reaches {row.max_abs:.3g}, and {headroom:g} times that is beyond "
