@@ -95,7 +95,6 @@ class Diagnosis(reports.Report):
     miscompiled: tuple[str, ...]  # what jaxlib computes wrongly here, a sentence each
 
     def __str__(self) -> str:
-        """Return all of it as tables and sentences."""
         return self.to_text()
 
     def _table(self, every):

@@ -1,8 +1,7 @@
 """Primitives that hold jaxprs: map sub-jaxprs to operands, and re-bind the primitive.
 
-One function per primitive returns its `SubJaxpr`s: which operand of the equation is
-which input of the jaxpr, which output is which result, and which of them must keep
-their dtype (loop carries). Another runs the primitive again around rewritten jaxprs.
+One function per primitive returns its `SubJaxpr`s. Another runs the primitive again
+around rewritten jaxprs.
 
 Not understood, and so run as they are: `pallas_call`, `custom_linear_solve`, callbacks,
 reductions with a function of their own, conditions per platform, and any form of a
@@ -32,7 +31,8 @@ class SubJaxpr:
     consts: tuple[Any, ...]  # the values of its constvars
     operands: tuple[int, ...]  # per input, the index of the equation's operand
     results: tuple[int | None, ...]  # per output, that of its result; None: it is none
-    fixed_in: frozenset[int] = frozenset()  # inputs that keep the program's dtype
+    # Inputs that keep the program's dtype, as loop carries do.
+    fixed_in: frozenset[int] = frozenset()
     fixed_out: frozenset[int] = frozenset()  # outputs that do
     casts_in: frozenset[int] = frozenset()  # inputs that may be cast before, not inside
 

@@ -1,8 +1,4 @@
-"""Run a jaxpr equation by equation, inside `jit`, with a tag beside every value.
-
-Loops, branches and calls are followed, with the limits of `sites`. `numerics.runs` has
-the form that observes the values on the host.
-"""
+"""Run a jaxpr equation by equation, inside `jit`, with a tag beside every value."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -25,8 +25,6 @@ _SHARDED = (
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A step, compiled."""
-
     compiled: Any  # as JAX has it
     text: str  # of its optimised HLO module
     args: tuple[Any, ...]  # that it was compiled for: arrays, or their shapes

@@ -85,7 +85,6 @@ class LintReport(reports.Report):
     f32_flops_share: float
 
     def __len__(self) -> int:
-        """Return the number of findings."""
         return len(self.findings)
 
     def __str__(self) -> str:

@@ -73,8 +73,6 @@ class _Watcher(_Origins, Walker):
 
 
 class OriginObserver(_Origins, Observer):
-    """Carries origins on the host."""
-
     def __init__(self):
         # By `eqn_count`, of operations that are an origin.
         self.ranges: dict[int, OperandRanges] = {}

@@ -115,7 +115,6 @@ class OpStats:
         return f"{here}{arrow}: {', '.join(numbers)}{cause}"
 
     def __repr__(self) -> str:
-        """Return the same in brackets."""
         return f"<{self}>"
 
 
@@ -140,7 +139,6 @@ class DryRunReport(reports.Report):
     dtype: str
 
     def __repr__(self) -> str:
-        """Return the dtype and how many operations there are."""
         return f"<dry run in {self.dtype}: {len(self.rows)} operations>"
 
     def worst(self, count: int = 10) -> tuple[OpStats, ...]:

@@ -75,7 +75,7 @@ class Shadow:
     def cast(
         self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
     ) -> Sequence[Any]:
-        """Return shadows in the dtypes of `is_low`, as `Walker.cast` has it."""
+        """Return shadows in the dtypes of `is_low`, as `Interpreter.cast` has it."""
         return shadows
 
 

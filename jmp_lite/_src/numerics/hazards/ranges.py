@@ -23,8 +23,6 @@ _MAX_SIZE = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The known numbers of a value."""
-
     low: float
     high: float
     is_all: bool = True  # those of `where(mask, x, -1e9)` are not all known
@@ -37,8 +35,6 @@ class Range:
 
 
 class Ranges:
-    """The known ranges of the values of a program."""
-
     def __init__(self, ops: Sequence[Op]):
         self._ranges: dict[int, Range | None] = {}
         for op in ops:
@@ -90,7 +86,6 @@ def _of_known(array: np.ndarray) -> Range | None:
 
 
 def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
-    """Return the range of a result of an operation."""
     if joined := dataflow.sources_of(value):
         return of(joined[0]) if len(joined) == 1 else _union([of(v) for v in joined])
     if op.name == "iota":

@@ -33,11 +33,9 @@ class LintedProgram:
     target: str  # "gpu" or "tpu"
 
     def named(self, *names: str) -> Iterator[Op]:
-        """Yield the operations with one of these names, in order."""
         return (op for op in self.ops if op.name in names)
 
     def having(self, fact: Fact) -> Iterator[Op]:
-        """Yield the operations with one of these facts, in order."""
         return (op for op in self.ops if op.facts & fact)
 
     def casts_to_half(self) -> Iterator[Op]:

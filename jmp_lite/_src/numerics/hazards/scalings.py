@@ -43,8 +43,6 @@ class Scaling(NamedTuple):
 
 
 class Scalings:
-    """The powers of the loss scales that the values of a program have."""
-
     def __init__(self, ops: Sequence[Op], ranges: Ranges):
         self._ranges = ranges
         self._of: dict[int, Scaling] = {}
