@@ -22,13 +22,8 @@ from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import is_f32, variables
 from jmp_lite._src.jaxprs.sites import Site
 from jmp_lite._src.jaxprs.walk import Equation
-from jmp_lite._src.numerics import origins, stats
-from jmp_lite._src.numerics.error_sources import (
-    Tag,
-    error_on_host,
-    find_source,
-    relative_error,
-)
+from jmp_lite._src.numerics import error_sources, origins, stats
+from jmp_lite._src.numerics.error_sources import Tag
 from jmp_lite._src.numerics.origins import NONE, OperandRanges
 from jmp_lite._src.numerics.report import SHARES, OpStats
 from jmp_lite._src.numerics.runs import Observer
@@ -153,7 +148,9 @@ class Lockstep(Observer):
                 continue
             found, error = self._compare(full, low)
             added = _added_error(error, worst.error)
-            source = find_source(op, full, low, added, operands, self.limit)
+            source = error_sources.find_source(
+                op, full, low, added, operands, self.limit
+            )
             self._add(op.site, 2, Record(found, error, added, backward, source, dtype))
             tags.append(Tag(error, source, backward, origin))
         return tags
@@ -250,7 +247,9 @@ class Lockstep(Observer):
             found = found._replace(histogram=found.histogram.astype(np.int64))
             return found, float(error)
         found = stats.value_stats_on_host(full, self.low_dtype)
-        return found, 0.0 if low is full else error_on_host(np.asarray(low), full)
+        if low is full:
+            return found, 0.0
+        return found, error_sources.error_on_host(np.asarray(low), full)
 
 
 def _added_error(error: float, error_in: float) -> float:
@@ -265,4 +264,4 @@ def _compare(full: Any, low: Any, low_dtype: Any) -> Any:
     wide = np.promote_types(full.dtype, np.float32)
     low, wide_full = (x.astype(wide).ravel() for x in (low, full))
     found = stats.value_stats(full, low_dtype, histogram=True)
-    return found, relative_error(low, wide_full, jnp)
+    return found, error_sources.relative_error(low, wide_full, jnp)

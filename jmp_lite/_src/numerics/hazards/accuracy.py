@@ -9,14 +9,8 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards import dataflow
 from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
-from jmp_lite._src.numerics.hazards.ranges import scalar
-from jmp_lite._src.numerics.hazards.rule import (
-    IN_F32,
-    Hits,
-    LintedProgram,
-    Rule,
-    exact_integers,
-)
+from jmp_lite._src.numerics.hazards.ranges import exact_integers, scalar
+from jmp_lite._src.numerics.hazards.rule import IN_F32, Hits, LintedProgram, Rule
 
 # A residual stream over fewer layers may be in half.
 _MANY_STEPS = 100

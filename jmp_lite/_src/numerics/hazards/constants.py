@@ -8,21 +8,10 @@ import jax.numpy as jnp
 from jmp_lite._src import dtypes
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.dataflow import (
-    Op,
-    Value,
-    cast_or_moved,
-    origin,
-    readers,
-    sources_of,
-)
-from jmp_lite._src.numerics.hazards.ranges import rounded, scalar
-from jmp_lite._src.numerics.hazards.rule import (
-    Hits,
-    LintedProgram,
-    Rule,
-    exact_integers,
-)
+from jmp_lite._src.numerics.hazards import dataflow
+from jmp_lite._src.numerics.hazards.dataflow import Op, Value
+from jmp_lite._src.numerics.hazards.ranges import exact_integers, rounded, scalar
+from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
 
 # Attention scores of a healthy model are not larger.
 _USUAL = 2048.0
@@ -36,7 +25,7 @@ def _overflowing_casts(program: LintedProgram) -> Hits:
         if known is None or known.is_position:
             continue
         # A limit (`x < 1e9`, `min(x, 1e9)`) may become infinite.
-        limits, found = Fact.LIMITS | Fact.COMPARES, readers(op.outs[0])
+        limits, found = Fact.LIMITS | Fact.COMPARES, dataflow.readers(op.outs[0])
         if all(reader is not None and reader.facts & limits for reader, _ in found):
             continue
         for x in sorted({known.low, known.high}):
@@ -81,7 +70,8 @@ def _vanished_guards(program: LintedProgram) -> Hits:
             scalar(value, through_casts=False) == 0.0 for value in guards
         ):
             continue
-        if any(_needs_guard(*reader) for reader in readers(op.outs[0], _guarded)):
+        found = dataflow.readers(op.outs[0], _guarded)
+        if any(_needs_guard(*reader) for reader in found):
             yield op, f"{op.name} of 0 in {op.outs[0].dtype}, before it divides"
 
 
@@ -96,7 +86,7 @@ def _needs_guard(op: Op | None, value: Value) -> bool:
 def _guarded(op: Op, value: Value) -> list[Value]:
     # A root needs no guard, but a division by it does.
     is_root = len(op.degrees) == 1 and 0.0 < op.degrees[0] < 1.0
-    return op.outs if is_root else cast_or_moved(op, value)
+    return op.outs if is_root else dataflow.cast_or_moved(op, value)
 
 
 def _zero_divisors(program: LintedProgram) -> Hits:
@@ -133,7 +123,7 @@ def _vanished_limits(program: LintedProgram) -> Hits:
     for op in program.having(Fact.LIMITS):
         if not op.outs[0].is_half or not any(map(_is_one, op.ins)):
             continue
-        found = readers(op.outs[0], cast_or_moved)
+        found = dataflow.readers(op.outs[0], dataflow.cast_or_moved)
         if any(_needs_distance(*reader) for reader in found):
             yield op, f"{op.name} with 1 in {op.outs[0].dtype}, before 1 - x divides"
 
@@ -146,7 +136,7 @@ def _needs_distance(op: Op | None, value: Value) -> bool:
     """Return whether `1 - value` is computed and must not be 0."""
     if op is None or not op.facts & Fact.LINEAR:
         return False
-    found = readers(op.outs[0], _guarded)
+    found = dataflow.readers(op.outs[0], _guarded)
     if len(op.ins) == 1:
         return any(reader and reader.facts & Fact.NEAR_ONE for reader, _ in found)
     is_distance = op.ins[1] is value and _is_one(op.ins[0])
@@ -155,7 +145,8 @@ def _needs_distance(op: Op | None, value: Value) -> bool:
 
 def _averages_of_one(program: LintedProgram) -> Hits:
     for op in program.having(Fact.LINEAR):
-        dtype, terms = op.outs[0].dtype, [origin(value).maker for value in op.ins]
+        dtype = op.outs[0].dtype
+        terms = [dataflow.origin(value).maker for value in op.ins]
         if not op.outs[0].is_half or not all(t and t.factors for t in terms):
             continue
         factors = {scalar(v, through_casts=False) for t in terms if t for v in t.ins}
@@ -227,7 +218,8 @@ def _positions_in_half(
             return math.inf, dtype
         is_arithmetic = op.is_cast or op.facts & Fact.LINEAR or op.factors
         is_computed = is_arithmetic or products.is_outer(op.eqn)
-        waiting += [(v, dtype) for v in (op.ins if is_computed else sources_of(value))]
+        sources = op.ins if is_computed else dataflow.sources_of(value)
+        waiting += [(v, dtype) for v in sources]
     return None
 
 

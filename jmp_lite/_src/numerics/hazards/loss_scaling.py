@@ -10,15 +10,8 @@ import math
 import jax.numpy as jnp
 
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.dataflow import (
-    JOIN,
-    Op,
-    Value,
-    cast_or_moved,
-    readers,
-    sources_of,
-    uncast,
-)
+from jmp_lite._src.numerics.hazards import dataflow
+from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
 from jmp_lite._src.numerics.hazards.ranges import scalar
 from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
 
@@ -68,7 +61,7 @@ def _may_scale(program: LintedProgram, op: Op) -> bool:
             if op.outs[0].shape == () and abs(x) >= _LEAST_SCALE:
                 return True
         elif value.shape == () and jnp.issubdtype(value.dtype, jnp.floating):
-            maker = uncast(value).maker
+            maker = dataflow.uncast(value).maker
             if maker is None or not maker.is_differentiated:
                 return True
     return False
@@ -146,12 +139,12 @@ def _is_param(value: Value) -> bool:
     """Return whether a value is an input that gradients are taken of."""
 
     def stands_for(op: Op, value: Value) -> list[Value]:
-        return op.outs if op.name == JOIN else cast_or_moved(op, value)
+        return op.outs if op.name == JOIN else dataflow.cast_or_moved(op, value)
 
     if value.maker is not None or value.known is not None or value.dtype is None:
         return False
     is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-    found = readers(value, stands_for)
+    found = dataflow.readers(value, stands_for)
     return is_float and any(op is not None and op.is_differentiated for op, _ in found)
 
 
@@ -172,7 +165,7 @@ def _terms(
         seen.add((id(value), scaled))
         inner: list[Value] = []
         if op is not None and not op.is_backward:
-            if len(sources := sources_of(value)) == 1:
+            if len(sources := dataflow.sources_of(value)) == 1:
                 inner = list(sources)
             elif op.is_cast or op.name == JOIN or op.facts & Fact.LINEAR:
                 inner = op.ins
@@ -191,7 +184,7 @@ def _terms(
 
 def _is_factor(value: Value) -> bool:
     """Return whether a value is one number, possibly broadcast."""
-    while value.shape != () and len(sources := sources_of(value)) == 1:
+    while value.shape != () and len(sources := dataflow.sources_of(value)) == 1:
         (value,) = sources
     return value.shape == ()
 

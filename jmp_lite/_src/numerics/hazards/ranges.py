@@ -71,6 +71,11 @@ def rounded(x: float, dtype: Any) -> float:
         return float(np.asarray(x).astype(dtype))
 
 
+def exact_integers(dtype: Any) -> int:
+    """Return the integer up to which a half dtype holds every one: 2048 or 256."""
+    return 2 ** (jnp.finfo(dtype).nmant + 1)
+
+
 def _of_known(array: np.ndarray) -> Range | None:
     is_real = jnp.issubdtype(array.dtype, jnp.number)
     is_real = is_real and not jnp.issubdtype(array.dtype, jnp.complexfloating)

@@ -6,9 +6,7 @@ the dtypes that values have: a float32 value is safe under any policy.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
-
-import jax.numpy as jnp
+from typing import Literal
 
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.autocast.precision import Region
@@ -71,8 +69,3 @@ class Rule:
     find: Callable[[LintedProgram], Hits]
     why: str  # it is a hazard
     fix: str
-
-
-def exact_integers(dtype: Any) -> int:
-    """Return the integer up to which a half dtype holds every one: 2048 or 256."""
-    return 2 ** (jnp.finfo(dtype).nmant + 1)
