@@ -84,7 +84,7 @@ def encode(
       old: codes, u8 `[..., n]`, and scales, f32 `[..., ceil(n / 256)]`, as they are
         returned. They stay in each block whose numbers are those of `x`, bit by bit.
     """
-    bits = _bits(x)
+    bits = x.view(jnp.uint32)
     magnitude = bits & ~_SIGN
     is_inf = magnitude == _EXPONENT
     finite = jnp.where(is_inf, 0, magnitude)
@@ -92,7 +92,9 @@ def encode(
     # overrules it. -0.0 is no negative number.
     reach = jnp.where(magnitude == 0, 0, np.uint32(_HAS_INF) - (finite >> 23))
     reach = jnp.where(bits > _SIGN, _HAS_SIGN, reach.astype(jnp.uint8))
-    is_new = jnp.zeros_like(is_inf) if old is None else bits != _bits(decode(*old))
+    is_new = (
+        jnp.zeros_like(is_inf) if old is None else bits != decode(*old).view(jnp.uint32)
+    )
     largest, reach, is_new = _largest_of_blocks(finite, reach, is_new)
     scales = _scales(largest, reach)
 
@@ -103,7 +105,7 @@ def encode(
     size = jnp.where(signed, size, jnp.maximum(size, _TINY)) * inverse
     exponent = jnp.where(wide, jnp.float32(1 / 16), jnp.float32(1 / 9))
     root = jnp.exp(jnp.log(size) * exponent)  # but for rounding
-    code = jnp.floor(root * _inverse(_bits(step)))
+    code = jnp.floor(root * _inverse(step.view(jnp.uint32)))
     root, next_code = code * step, code + 1
     low, high = _power(root, wide), _power(next_code * step, wide)
     # 23 bits: a number that is `high`, by an error of the root, always goes there.
@@ -119,7 +121,7 @@ def encode(
     # subnormal numbers would be zero.
     is_number = ((magnitude + ~_SIGN) >> 31).astype(jnp.int32)
     code = code.astype(jnp.int32) * is_number
-    sign = jax.lax.bitcast_convert_type(x, jnp.int32) >> 31  # 0 or -1
+    sign = x.view(jnp.int32) >> 31  # 0 or -1
     code = ((code ^ sign) - sign).astype(jnp.uint8)
     if old is None:
         return code, scales
@@ -131,9 +133,9 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """Return the numbers, f32 `[..., n]`, of what `encode` returned."""
     scale = _to_numbers(scales, codes)
     bits, signed, wide = _of_scale(scale)
-    negative = jax.lax.bitcast_convert_type(codes, jnp.int8)
+    negative = codes.view(jnp.int8)
     code = jnp.where(signed, negative.astype(jnp.float32), codes.astype(jnp.float32))
-    number = _power(code * _step(signed), wide) * _float(bits & _EXPONENT)
+    number = _power(code * _step(signed), wide) * (bits & _EXPONENT).view(jnp.float32)
     number = jnp.where(wide & (codes == 255), jnp.inf, number)
     return jnp.where(scale != scale, scale, number)
 
@@ -177,12 +179,12 @@ def _scales(largest: jax.Array, reach: jax.Array) -> jax.Array:
     bits = jnp.maximum(bits & ~np.int32(_MANTISSA), _TINY.view(np.int32))
     bits = bits.astype(jnp.uint32)
     kind = _by_kind(signed, wide, (_SIGN, _WIDE, np.uint32(0)))
-    return jnp.where(largest > _EXPONENT, jnp.nan, _float(bits | kind))
+    return jnp.where(largest > _EXPONENT, jnp.nan, (bits | kind).view(jnp.float32))
 
 
 def _of_scale(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the bits of a scale, and whether its kind is signed and wide."""
-    bits = _bits(scale)
+    bits = scale.view(jnp.uint32)
     return bits, scale < 0, (bits & _WIDE) != 0
 
 
@@ -206,12 +208,4 @@ def _step(signed: jax.Array) -> jax.Array:
 
 def _inverse(bits: jax.Array) -> jax.Array:
     """Return the inverse of a power of two that has these bits, exactly."""
-    return _float(np.uint32(254 << 23) - bits)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return (np.uint32(254 << 23) - bits).view(jnp.float32)

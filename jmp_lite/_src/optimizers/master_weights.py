@@ -157,7 +157,7 @@ def master_weights(
             dtype = half_dtype(path)
             if dtype is None or u is None:
                 return u
-            return _update_to_weight(p, m) if in_remainders else _update(p, m, dtype)
+            return _update_to_weight(p, m, None if in_remainders else dtype)
 
         def store(path, stored, m, p, u):
             if not in_remainders or half_dtype(path) is None:
@@ -190,9 +190,10 @@ def _master_of(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
-def _update(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return the update from `p` to `m` rounded to `dtype`, f32."""
-    return rounding.update_between(p.astype(m.dtype), dtypes.round_to(m, dtype))
+def _update_to_weight(p: jax.Array, m: jax.Array, dtype: Any = None) -> jax.Array:
+    """Return the update from `p` to `m` rounded to `dtype`, or as `split` does, f32."""
+    weight = remainder.split(m)[0] if dtype is None else dtypes.round_to(m, dtype)
+    return rounding.update_between(p.astype(m.dtype), weight.astype(m.dtype))
 
 
 def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
@@ -227,20 +228,11 @@ def _joined(path: Any, p: Any, stored: jax.Array, dtype: Any) -> jax.Array:
             f"In master_weights, the parameter {trees.key_path(path)!r} is "
             f"{dtype}, and was another dtype in `init`. Call `init` again."
         )
-    return _join(p, stored) if is_remainder else stored
+    # The parameter may be cast to float32.
+    return _join(p.astype(jnp.bfloat16), stored) if is_remainder else stored
 
 
-@jax.jit
-def _join(p: jax.Array, low: jax.Array) -> jax.Array:
-    """Return the master of a bf16 parameter, which may be cast to float32."""
-    return remainder.join(p.astype(jnp.bfloat16), low)
-
-
-@jax.jit
-def _update_to_weight(p: jax.Array, m: jax.Array) -> jax.Array:
-    """Return the update from `p` to the weight of a master, f32."""
-    weight, _ = remainder.split(m)
-    return rounding.update_between(p.astype(jnp.float32), weight.astype(jnp.float32))
+_join = jax.jit(remainder.join)  # traced once for each shape
 
 
 @jax.jit
