@@ -66,13 +66,9 @@ def own_dtype(module: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ModulePolicies:
-    """Policies by path and by class.
+    """Policies by path and by class, as `with_policy` takes them.
 
-    A rule is a pattern over whole paths (`"decoder/layer_0/attention"`, `""` is the
-    model itself) or a class. It applies to the modules that it names and to all modules
-    inside. Of several patterns the first decides, and of several classes. Of a pattern
-    and a class, the one that names the inner module does; the pattern if both name it.
-    A rule overrides a `dtype` that the author of the model set. The default does not.
+    Of several patterns the first decides, and of several classes.
     """
 
     policy: Any  # a policy, its string or a map; stored as a `PolicyMap`
@@ -153,26 +149,21 @@ class ModulePolicies:
                 f"it has {names}. (allow_unused=True in a PolicyMap disables this "
                 "check.)"
             )
-        own_dtypes = own_dtypes or {}
         resolved: dict[str, ModulePolicy] = {}
         for path in sorted(modules, key=lambda p: p.count("/") + bool(p)):
             outer = enclosing_module(path, resolved)
             default = ModulePolicy(self.policy.default)
             inherited = default if outer is None else resolved[outer]
-            rule, policy = self._rule_at(path, modules[path], outer)
-            own = own_dtypes.get(path)
-            if policy is None:
-                resolved[path] = ModulePolicy(
-                    inherited.policy, inherited.rule, own_dtype=own
-                )
-            else:
-                is_start = rule != inherited.rule
-                resolved[path] = ModulePolicy(policy, rule, True, is_start, own)
+            named = self._rule_at(path, modules[path], outer)
+            rule, policy = named or (inherited.rule, inherited.policy)
+            is_start = rule != inherited.rule
+            own = own_dtypes.get(path) if own_dtypes else None
+            resolved[path] = ModulePolicy(policy, rule, bool(named), is_start, own)
         return {path: resolved[path] for path in modules}
 
     def _rule_at(
         self, path: str, module_class: type, outer: str | None
-    ) -> tuple[str, Policy | None]:
+    ) -> tuple[str, Policy] | None:
         """Return the rule that names a module, and its policy; None if none does."""
         pattern, policy = self.policy.match(path)
         if policy is not None and (outer is None or not applies(pattern, outer)):
@@ -180,7 +171,7 @@ class ModulePolicies:
         for cls, policy in self.classes:
             if issubclass(module_class, cls):
                 return f"class {cls.__name__}", policy
-        return "", None
+        return None
 
 
 def _is_class(pair: Any) -> bool:
@@ -296,16 +287,12 @@ class Explanation(reports.Report):
     def _table(self, every):
         return reports.Table(
             "Policies of modules",
-            ("path", "module", "params", "compute", "output", "why"),
+            [field.name for field in dataclasses.fields(ModuleDtypes)],
             [
-                (
-                    row.path,
-                    row.module,
-                    "\n".join(row.params),
-                    row.compute,
-                    "\n".join(row.output),
-                    row.why,
-                )
+                [
+                    "\n".join(x) if isinstance(x, tuple) else x
+                    for x in vars(row).values()
+                ]
                 for row in self.rows[: None if every else reports.LINES]
             ],
         )
