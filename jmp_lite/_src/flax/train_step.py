@@ -37,13 +37,8 @@ def update(
 ) -> tuple[optax.Params, optax.OptState, jax.Array]:
     """Return the next parameters and optimiser state, and whether they were updated.
 
-    The update is applied if the gradients, the loss and all other new state are finite.
-    Otherwise parameters and optimiser state stay bitwise unchanged, except for the loss
-    scale and the counters of a `scale_aware` optimiser.
-
-    The gradients are scaled if `tx` unscales them. The step also computed
-    `other_state`, such as batch statistics; an element of it that was infinite before,
-    as in a mask, does not skip the step.
+    A step is skipped as `TrainState` documents it; an element of `other_state` that was
+    infinite before, as in a mask, does not skip it.
     """
     other_state_finite = _all_still_finite(other_state, old_other_state)
     extra = {} if value is None else {"value": value}

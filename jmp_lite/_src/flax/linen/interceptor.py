@@ -43,8 +43,6 @@ class PolicyInterceptor:
         self._active: list[str] = []
 
     def collect(self, fun: Callable[..., Any], *args: Any) -> None:
-        """Find the modules that a function calls, and their policies."""
-
         def record(next_fun, args, kwargs, context):
             module = context.module
             path, fields = self._record(module), {}
@@ -98,7 +96,6 @@ class PolicyInterceptor:
         return new
 
     def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function with each module's inputs and outputs in its dtypes."""
         self._flag = self._run_flag
         with nn.intercept_methods(self._intercept):
             return fun(*args, **kwargs)
