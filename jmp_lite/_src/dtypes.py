@@ -135,8 +135,7 @@ def recommended_half_dtype(device: Any = None) -> Any:
 
 def compute_capability(device: Any = None) -> tuple[int, int] | None:
     """Return the compute capability of an NVIDIA GPU, or None for other devices."""
-    device = _device(device)
-    text = str(getattr(device, "compute_capability", ""))
+    text = str(getattr(_device(device), "compute_capability", ""))
     major, _, minor = text.partition(".")
     # AMD GPUs have an architecture name such as "gfx90a" here.
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None

@@ -1,10 +1,8 @@
 """Matrix products in fp8, with scales computed in each call: no state.
 
-A tensor is divided by a scale, so that its largest magnitude is the largest number of
-the fp8 format, and rounded. The product of two such tensors accumulates in float32 and
-is multiplied by both scales. Activations and weights are E4M3 (3 bits of mantissa, up
-to 448), gradients E5M2 (2 bits, up to 57344). The backward pass keeps the rounded
-tensors: half the memory of bfloat16.
+`fp8_dot_general` has the formulas. Activations and weights are E4M3 (3 bits of
+mantissa), gradients E5M2 (2 bits). The backward pass keeps the rounded tensors: half
+the memory of bfloat16.
 """
 
 import math
@@ -229,7 +227,7 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return matrices `[*batch, m, n]` over their scales in fp8, f32 `[*batch]`."""
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), initial=0).astype(jnp.float32)
     scale = jnp.maximum(largest, _FLOOR) / float(jnp.finfo(dtype).max)
-    return (x.astype(jnp.float32) / _as_matrix(scale)).astype(dtype), scale
+    return (x.astype(jnp.float32) / scale[..., None, None]).astype(dtype), scale
 
 
 def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -241,10 +239,6 @@ def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     x8, scale = quantize(matrix, dtype)
     low = x8.astype(jnp.float32) * scale
     return low.reshape(x.shape), (matrix.astype(jnp.float32) / scale).reshape(x.shape)
-
-
-def _as_matrix(scale: jax.Array) -> jax.Array:
-    return scale[..., None, None]
 
 
 def _product_impl(a: jax.Array, b: jax.Array, *, formats: Any) -> jax.Array:
@@ -309,7 +303,7 @@ def _multiply(
     # or underflows only with the result.
     a_size, b_size = _SIZE[a8.dtype], _SIZE[b8.dtype]
     scale = (a_scale * a_size) * (b_scale * b_size)
-    return out * (1 / (a_size * b_size)) * _as_matrix(scale)
+    return out * (1 / (a_size * b_size)) * scale[..., None, None]
 
 
 @jax.custom_jvp
@@ -336,7 +330,7 @@ def _linear_impl(
     """
 
     def product(x, w8, scale):
-        w = w8.astype(jnp.float32) * _as_matrix(scale)
+        w = w8.astype(jnp.float32) * scale[..., None, None]
         x, w = x.astype(jnp.float32), jnp.swapaxes(w, -1, -2)
         out = jnp.matmul(x, w, precision=lax.Precision.HIGHEST)
         return out if is_lhs else jnp.swapaxes(out, -1, -2)
@@ -373,12 +367,8 @@ def _linear_jvp(primals, tangents, **params):
 def _linear_batch(args, axes, *, is_lhs, in_axes):
     (x, w8, scale), (axis, *of_rest) = args, axes
     if axis is None:
-        size = next(
-            v.shape[i]
-            for v, i in zip((w8, scale), of_rest, strict=True)
-            if i is not None
-        )
-        x, axis = jnp.broadcast_to(x, (size, *x.shape)), 0
+        sizes = (v.shape[i] for v, i in zip(args, axes, strict=True) if i is not None)
+        x, axis = jnp.broadcast_to(x, (next(sizes), *x.shape)), 0
     x = jnp.moveaxis(x, axis, 0)
     in_axes = (*in_axes, (0, *of_rest))
     return _linear(x, w8, scale, is_lhs=is_lhs, in_axes=in_axes)
