@@ -189,9 +189,8 @@ def _check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Non
             args[index], is_leaf=compat.is_nnx_module
         )
         for path, leaf in leaves:
-            place = f"argument {index}"
-            if path:
-                place = f"{place}, at {trees.key_path(path)!r}"
+            at = f", at {trees.key_path(path)!r}" if path else ""
+            place = f"argument {index}{at}"
             if compat.is_nnx_module(leaf):
                 raise TypeError(
                     f"jax.value_and_grad got an nnx module to differentiate ({place}). "

@@ -299,13 +299,9 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
             return None, ~finite
         counted = jnp.minimum(self.bad_steps + 1, self.hysteresis)
         lower = ~finite & (counted == self.hysteresis)
-        refill = grow
-        if self.hysteresis_refill == "scale_change":
-            refill = grow | lower
-        if self.hysteresis_refill == "finite_step":
-            refill = finite
+        refills = {"scale_change": grow | lower, "growth": grow, "finite_step": finite}
         kept = jnp.where(finite, self.bad_steps, counted)
-        return jnp.where(refill, 0, kept), lower
+        return jnp.where(refills[self.hysteresis_refill], 0, kept), lower
 
     def _check_settings(self, min_loss_scale: float, max_loss_scale: float, **_):
         backoff = self.backoff_factor

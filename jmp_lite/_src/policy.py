@@ -429,11 +429,8 @@ def applies(pattern: str, path: str) -> bool:
 
 
 def first_match(patterns: Iterable[str], path: str) -> int | None:
-    """Return the index of the first pattern that applies to a path."""
-    for index, pattern in enumerate(patterns):
-        if applies(pattern, path):
-            return index
-    return None
+    found = (i for i, pattern in enumerate(patterns) if applies(pattern, path))
+    return next(found, None)
 
 
 def check_patterns(

@@ -258,7 +258,6 @@ def key_path(path: Any) -> str:
 
 
 def key_paths(tree: Any) -> list[str]:
-    """Return the key path of each leaf of a tree."""
     return [key_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
