@@ -1,6 +1,7 @@
 """The command line: `jmp-lite doctor`, or `python -m jmp_lite doctor`; `memory`."""
 
 import argparse
+import functools
 import shutil
 import sys
 from collections.abc import Sequence
@@ -39,11 +40,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--version", action="version", version=f"jmp_lite {jmp_lite.__version__}"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    add = functools.partial(commands.add_parser, allow_abbrev=False)
 
     text = "Measure half precision on this machine and recommend a policy."
-    command = commands.add_parser(
-        "doctor", help=text, description=text, allow_abbrev=False
-    )
+    command = add("doctor", help=text, description=text)
     command.set_defaults(run=_doctor)
     command.add_argument(
         "--json", action="store_true", help="print JSON instead of tables"
@@ -56,19 +56,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
 
     text = "Compile a train step, and say what it needs of a device's memory."
-    command = commands.add_parser(
-        "memory", help=text, description=text, allow_abbrev=False
-    )
+    command = add("memory", help=text, description=text)
     command.set_defaults(run=memory_command.run)
     memory_command.add_arguments(command)
 
     text = "Print a script that completes the arguments of jmp-lite in a shell."
-    command = commands.add_parser(
-        "completion",
-        help=text,
-        description=f'{text} In bash: eval "$(jmp-lite completion bash)"',
-        allow_abbrev=False,
-    )
+    in_bash = f'{text} In bash: eval "$(jmp-lite completion bash)"'
+    command = add("completion", help=text, description=in_bash)
     command.set_defaults(run=_completion)
     command.add_argument("shell", choices=["bash", "zsh", "fish"])
     return parser
