@@ -33,7 +33,6 @@ class Casts(dict[str, Cast]):
     """The casts of `restore`, a dict of key path to `Cast`; `str` returns a table."""
 
     def __str__(self) -> str:
-        """Return a table with a line for each leaf."""
         width = max(map(len, self), default=0)
         lines = [
             f"{path:{width}}  {cast.from_dtype} -> {cast.to_dtype}"
@@ -174,9 +173,8 @@ def empty_array(saved: LeafSpec, target: Any) -> Any:
     """Return the array of a leaf without elements; None if the leaf has elements."""
     if 0 not in saved.shape:
         return None
-    data = saved
-    if saved.kind == "key":
-        data = jax.eval_shape(jax.random.key_data, target)
+    is_key = saved.kind == "key"
+    data = jax.eval_shape(jax.random.key_data, target) if is_key else saved
     return np.zeros(data.shape, data.dtype)
 
 
@@ -197,10 +195,7 @@ def to_target(array: Any, saved: LeafSpec, target: Any, where: str) -> Any:
             "NumPy array in `like`."
         )
     if isinstance(array, np.ndarray):
-        sharding = sharding_of(target)
-        array = (
-            jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
-        )
+        array = jax.device_put(array, sharding_of(target))
     if saved.kind == "key":
         return jax.random.wrap_key_data(array, impl=saved.impl)
     is_weak = saved.weak_type if saved.kind == "array" else describe(target).weak_type

@@ -21,7 +21,6 @@ _JMP: dict[str, tuple[str, Callable[[Any], Any]]] = {
 _FLAX: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "scale": ("loss_scale", float),
     "fin_steps": ("counter", int),
-    # flax grows in the step after `growth_interval` finite steps.
     "growth_interval": ("period", lambda steps: int(steps) + 1),
     "growth_factor": ("factor", float),
     "backoff_factor": ("backoff_factor", float),

@@ -57,8 +57,7 @@ def convert(
         numbers = decompress(x) if was else x
         dtype = wanted or target.dtype
         if wanted:
-            numbers = jnp.asarray(numbers).astype(jnp.float32)
-            new = compress(numbers, wanted)
+            new = compress(jnp.asarray(numbers).astype(jnp.float32), wanted)
             new = jax.device_put(new, jax.tree.map(sharding_of, target))
         else:
             new, _ = cast_array(numbers, dtype, f"{where}: {name}")

@@ -34,7 +34,6 @@ class RecordHandler(ocp.JsonCheckpointHandler):
     async def async_save(
         self, directory: Any, item: Any = None, args: Any = None
     ) -> Any:
-        del directory, item
         self._record = self._thread.submit(args.make)
 
     def finalize(self, directory: Any) -> None:
