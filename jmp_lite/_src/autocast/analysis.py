@@ -157,7 +157,6 @@ class Analyzer:
         return self.plan(jaxpr, consts, ins, uses, **options)
 
     def for_derivatives(self) -> "Analyzer":
-        """Return the analyzer of rules for derivatives."""
         if self._for_derivatives is None:
             options = self.table, self.regions, self.compute_dtype
             self._for_derivatives = Analyzer(*options, is_derivative_rule=True)
@@ -495,11 +494,9 @@ class AsWritten:
         return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
 
     def plan_rule(self, closed: ClosedJaxpr, **_: Any) -> CastPlan:
-        """Return the plan of a rule for derivatives."""
         return self.plan_closed(closed, direction=Direction.DERIVATIVE_RULE)
 
     def for_derivatives(self) -> "AsWritten":
-        """Return what plans the rules for derivatives."""
         return AsWritten(is_derivative_rule=True)
 
     def _plan_eqn(self, eqn: Eqn, moved: set[Any]) -> EqnPlan:

@@ -287,7 +287,6 @@ def _decision(of: Placed, half_dtype: Any) -> OpDecision:
 
 
 def _dtypes_after(eqn: Eqn, plan: EqnPlan, half_dtype: Any) -> str:
-    """Return the dtypes of its operands and results under autocast."""
     outs = _names(eqn.outvars, plan.half_out, half_dtype)
     if isinstance(plan.rule, Fp8):
         ins = " ".join(reports.short_dtype(np.dtype(x)) for x in plan.rule.dtypes)

@@ -247,7 +247,6 @@ class Regions:
         return self.at(outer.lstrip("/"), "")
 
     def check_unused(self, name: str) -> None:
-        """Raise if a pattern matches no path that was asked for."""
         check_unused(self.policy, self.paths, name)
 
     def _make(self, path: str) -> Region:

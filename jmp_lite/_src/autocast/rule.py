@@ -1,10 +1,6 @@
 """What autocast's rules are: the interface of a class of equations, and its questions.
 
-A rule says what precision the results of an equation have given that of the operands
-(`propagate`), how the operands are used given the uses of the results (`operand_uses`)
-and which of their digits (`digits_used`), whether the uses decide (`depends_on_uses`),
-what of its results the analysis may take for what it was made of (`made_of`,
-`cast_moves`), and how the equation runs (`run`). `rules` has one for each class.
+`rules` has a rule for each class.
 """
 
 import abc
@@ -148,7 +144,6 @@ class Rule:
         It follows from the precision of each operand, and from how each result is used,
         as far as that is known.
         """
-        del uses, analysis
         if info.is_f32 == (True,) and len(ins) == 1 and ins[0] in _CONVERTED:
             return self.keep(info, "")[0], [_CONVERTED[ins[0]]]
         return self.keep(info, info.why_unchanged)
@@ -161,7 +156,6 @@ class Rule:
 
     def depends_on_uses(self, info: EqnInfo) -> bool:
         """Return whether the decision on an equation depends on what reads it."""
-        del info
         return True
 
     def made_of(
@@ -171,7 +165,6 @@ class Rule:
 
         If there is none, a half result is such a value itself.
         """
-        del info, ins, plan, analysis
 
     def cast_moves(
         self, info: EqnInfo, ins: Sequence[Precision], plan: EqnPlan, analysis: Analysis
@@ -180,14 +173,12 @@ class Rule:
 
         Asked for equations that have half results.
         """
-        del info, ins, plan, analysis
         return ()
 
     def operand_uses(
         self, info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
     ) -> Sequence[int]:
         """Return how an equation uses its operands, by the plan of this rule."""
-        del plan, analysis
         is_returned = returns_sum(info, uses)
         use = Use.OUTPUT if is_returned else Use.AS_FLOAT32 | Use.EXACT
         return [use] * len(info.eqn.invars)
