@@ -5,7 +5,6 @@ Shared by the `with_policy` of linen and of nnx; does not import flax.
 
 import collections
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,19 +20,18 @@ def find(jaxpr: Any, *names: str) -> list[Any]:
     return [eqn for eqn in walk(jaxpr) if eqn.primitive.name in named]
 
 
-def warn_about_fp8(what: str, jaxpr: Any, *, stacklevel: int) -> None:
+def warn_about_fp8(what: str, jaxpr: Any) -> None:
     """Warn if no product of a call is in fp8; else if fp8 is slow on this device.
 
-    The jaxpr is None if it is not known, or a product is in fp8; the `stacklevel` of
-    the caller's caller is 2.
+    The jaxpr is None if it is not known, or a product is in fp8.
     """
     found = [] if jaxpr is None else find(jaxpr, fp8.PRIMITIVE)
     reasons = [_why_not_fp8(eqn) for eqn in found]
     if jaxpr is None or not all(reasons):
         fp8.warn_if_slow()
     else:
-        counts = dict(collections.Counter(reasons).most_common())
-        warnings.warn(no_fp8_message(what, counts), stacklevel=stacklevel + 1)
+        text = no_fp8_message(what, collections.Counter(reasons))
+        warnings.warn(text, stacklevel=3)
 
 
 def _why_not_fp8(eqn: Any) -> str:
@@ -49,9 +47,10 @@ def _why_not_fp8(eqn: Any) -> str:
     return products.why_not_fp8(eqn, fp8.MIN_SIZE) or other
 
 
-def no_fp8_message(what: str, reasons: Mapping[str, int]) -> str:
+def no_fp8_message(what: str, reasons: collections.Counter[str]) -> str:
     """Return the warning that a policy puts no product in fp8."""
-    why = "; ".join(f"{n} × {reason}" for reason, n in reasons.items()) or "it has none"
+    notes = [f"{n} × {reason}" for reason, n in reasons.most_common()]
+    why = "; ".join(notes) or "it has none"
     return (
         f"with_policy put no matrix product of {what} in fp8: {why}. A larger batch "
         "has larger products; a rule overrides a `dtype` (`PolicyMap('mixed_fp8', {'': "

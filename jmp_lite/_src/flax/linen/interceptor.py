@@ -57,7 +57,7 @@ class PolicyInterceptor:
             with _set_fields(module, fields):
                 out = next_fun(*args, **kwargs)
             if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
-                self._normalised.add(_path(module.layer_instance))
+                self._normalised.add("/".join(module.layer_instance.path))
             return out
 
         self._flag = uuid.uuid4().hex
@@ -163,7 +163,7 @@ class PolicyInterceptor:
         return dot_general
 
     def _record(self, module: nn.Module) -> str:
-        path = _path(module)
+        path = "/".join(module.path)
         if path not in self.modules:
             self.modules[path] = type(module)
             self._own_dtypes[path] = module_policies.own_dtype(module)
@@ -244,10 +244,6 @@ _ATTENTION = nn.MultiHeadDotProductAttention
 
 def drop_output(out: Any) -> None:
     """Return None, for `jax.eval_shape`: a model need not return arrays."""
-
-
-def _path(module: nn.Module) -> str:
-    return "/".join(module.path)
 
 
 def _is_flax_layer(cls: type) -> bool:

@@ -150,7 +150,7 @@ class PolicyModule:
         elif module_policies.any_fp8(run.resolved):
             # Usually one is, without another trace.
             jaxpr = None if run.in_fp8 else run.trace(of_variables, cast)
-            products.warn_about_fp8(type(self.module).__name__, jaxpr, stacklevel=2)
+            products.warn_about_fp8(type(self.module).__name__, jaxpr)
 
         def call(variables, args, kwargs):
             cast = run.cast(variables)

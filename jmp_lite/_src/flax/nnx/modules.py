@@ -174,7 +174,7 @@ class PolicyModule(nnx.Module):
                 jaxpr = trace(call, (params, other_state, inputs)).closed
             except NEEDS_VALUES:  # outside of jit, a model may need those of arrays
                 jaxpr = None
-            products.warn_about_fp8(type(self.model).__name__, jaxpr, stacklevel=2)
+            products.warn_about_fp8(type(self.model).__name__, jaxpr)
         call.__name__ = type(self.model).__name__  # for error messages
         out, changed = sums_in_float32(call, self.policies.reduce_dtype)(
             params, other_state, inputs
@@ -341,7 +341,7 @@ def _no_fp8_message(
             reasons[f"{cls.__name__} {_why_not_fp8(modules[path])}"] += 1
         elif of.kept_dtype is not None:
             reasons[f"{cls.__name__} with a dtype of its author"] += 1
-    return products.no_fp8_message(type(model).__name__, dict(reasons.most_common()))
+    return products.no_fp8_message(type(model).__name__, reasons)
 
 
 @dataclasses.dataclass(frozen=True)
