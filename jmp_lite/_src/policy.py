@@ -86,9 +86,7 @@ class Policy:
                 "'params=float32,compute=bfloat16,output=float32,matmul=fp8', or "
                 "mixed_fp8."
             )
-
-        reduce_dtype = check_reduce_dtype(self.reduce_dtype)
-        object.__setattr__(self, "reduce_dtype", reduce_dtype)
+        object.__setattr__(self, "reduce_dtype", check_reduce_dtype(self.reduce_dtype))
 
     def cast_to_param(self, tree: T) -> T:
         """Cast the floating arrays of a tree to `param_dtype`."""

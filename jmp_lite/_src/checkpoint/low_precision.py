@@ -51,7 +51,8 @@ def convert(
 
     def convert_leaf(path: Any, target: Any, x: Any) -> Any:
         name = trees.key_path(path)
-        was, wanted = _form(x), _form(target)
+        # The dtypes of arrays in low precision, None for other leaves.
+        was, wanted = (y.dtype_name if is_compressed(y) else None for y in (x, target))
         if was == wanted:
             return x
         numbers = decompress(x) if was else x
@@ -69,11 +70,6 @@ def convert(
         convert_leaf, like, restored, is_leaf=is_compressed
     )
     return converted, casts
-
-
-def _form(x: Any) -> str | None:
-    """Return the dtype of an array in low precision, None for other leaves."""
-    return x.dtype_name if is_compressed(x) else None
 
 
 def _abstract(spec: LeafSpec, like: Any) -> Any:

@@ -81,8 +81,7 @@ def loss_scale_metrics(
             )
         unscaled = trees.cast_at_least_float32(get_loss_scale(opt_state).unscale(grads))
         floating = [x for x in jax.tree.leaves(unscaled) if trees.is_inexact(x)]
-        norm = optax.tree.norm(floating)
-        metrics["grad_norm"] = jnp.asarray(norm, jnp.float32)
+        metrics["grad_norm"] = jnp.asarray(optax.tree.norm(floating), jnp.float32)
     if not host:
         return metrics
     if any(isinstance(x, Tracer) for x in metrics.values()):

@@ -340,8 +340,7 @@ def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
         if not is_number:
             return x
         x = jnp.asarray(x)
-        is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
-        replacement = other if is_complex else other.real
+        replacement = other if jnp.iscomplexobj(x) else other.real
         return jnp.where(finite, x, jnp.asarray(replacement, x.dtype))
 
     return jax.tree.map(where, tree)
