@@ -193,10 +193,10 @@ class _Analysis(Analysis):
         is_tangent: Sequence[bool],
         around: Around,
     ):
-        keeps_inputs, table = analyzer.regions.keeps_inputs, analyzer.table
-        super().__init__(
-            analyzer.compute_dtype, direction, keeps_inputs, table.recomputes
-        )
+        super().__init__()
+        self.compute_dtype, self.direction = analyzer.compute_dtype, direction
+        self.keeps_inputs = analyzer.regions.keeps_inputs
+        self.recomputes = analyzer.table.recomputes
         self.analyzer, self.around = analyzer, around
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
         self.infos = _describe(jaxpr, analyzer, scope, direction)

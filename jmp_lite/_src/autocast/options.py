@@ -226,7 +226,7 @@ class Regions:
         self.paths: set[str] = set()
         self._regions: dict[str, Region] = {}
         policies = policies_of(policy)
-        self.any_fp8 = any(map(_has_fp8, policies))
+        self.any_fp8 = any(p.matmul_dtype == "fp8" for p in policies)
         # Whether products of some region read inputs in float32.
         self.keeps_inputs = self.any_fp8 or any(p.reduce_dtype for p in policies)
         self.any_float32 = any(p.compute_dtype == jnp.float32 for p in policies)
@@ -291,10 +291,6 @@ def _region_of(policy: Any, half_results: bool | None = None) -> Region:
         return Region(is_low=False, reason="its policy computes in float32")
     return Region(
         half_results=half_results,
-        fp8=_has_fp8(policy),
+        fp8=policy.matmul_dtype == "fp8",
         reduces_in_float32=policy.reduce_dtype == jnp.float32,
     )
-
-
-def _has_fp8(policy: Policy) -> bool:
-    return policy.matmul_dtype == "fp8"

@@ -60,16 +60,12 @@ class EqnInfo(NamedTuple):
 class Analysis(abc.ABC):
     """What a rule may ask of the analysis of the jaxpr of its equation."""
 
-    def __init__(
-        self,
-        compute_dtype: Any,
-        direction: Direction,
-        keeps_inputs: bool,
-        recomputes: bool,
-    ):
-        self.compute_dtype, self.direction = compute_dtype, direction
-        self.keeps_inputs = keeps_inputs  # whether products may read inputs in float32
-        self.recomputes = recomputes  # the backward pass keeps as little as it can
+    compute_dtype: Any
+    direction: Direction
+    keeps_inputs: bool  # whether products may read inputs in float32
+    recomputes: bool  # whether the backward pass keeps as little as it can
+
+    def __init__(self):
         self.precision: dict[Var, Precision] = {}
         # What is made of tangents, in a rule for derivatives.
         self.tangents: set[Var] = set()
