@@ -127,11 +127,7 @@ class PolicyInterceptor:
         )
 
     def count_missed_products(self, fun: Callable[..., Any], cast: Any) -> int:
-        """Return how many products a call has, if some should be in half but none is.
-
-        It is 0 if any product is in half, or if no module has a `dtype` of its own
-        that keeps it out of half.
-        """
+        """Return how many products a `dtype` keeps out of half, 0 if one is in half."""
         kept = module_policies.kept_from_half(self.resolved)
         if not kept or any(map(self._multiplies_in_half, self.modules)):
             return 0  # the usual case, without another trace

@@ -369,12 +369,10 @@ def _no_half_message(
         return None
     # Other modules may multiply their parameters, or add them, as a table of positions;
     # that is not known before a call. Such tables are smaller than weights.
-    in_layers = in_half = 0
     params = params_by_module(nnx.state(model, nnx.Param), modules)
-    for path, leaves in params.items():
-        size = sum(leaf.size for leaf in leaves)
-        in_layers += size if path in layers else 0
-        in_half += 0 if _has_dtype(modules[path]) else size
+    sizes = {path: sum(leaf.size for leaf in leaves) for path, leaves in params.items()}
+    in_layers = sum(size for path, size in sizes.items() if path in layers)
+    in_half = sum(size for path, size in sizes.items() if not _has_dtype(modules[path]))
     if in_half >= in_layers:
         return None
     return module_policies.no_half_message(

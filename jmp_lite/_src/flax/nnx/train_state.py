@@ -146,25 +146,24 @@ class TrainState:
         """
         was_given = other_state is not None
         other_state = other_state if was_given else self.other_state
+        # State that a skipped step updates too does not decide if it is skipped.
         always = self.update_on_skip
+        on_skip, new_state = nnx.filter_state(other_state, always, ...)
+        old_on_skip, old_state = nnx.filter_state(self.other_state, always, ...)
         params, opt_state, finite = train_step.update(
             self.tx,
             grads,
             self.opt_state,
             self.params,
             value=value,
-            # State that a skipped step updates too does not decide if it is skipped.
-            other_state=nnx.filter_state(other_state, nnx.Not(always)),
-            old_other_state=nnx.filter_state(self.other_state, nnx.Not(always)),
+            other_state=new_state,
+            old_other_state=old_state,
         )
         ema = train_step.update_ema(self.ema, params, self.ema_decay)
         new = train_step.next_fields(
             self, finite, params=params, other_state=other_state, ema=ema
         )
-        on_skip = train_step.updated_on_skip(
-            nnx.filter_state(other_state, always),
-            nnx.filter_state(self.other_state, always),
-        )
+        on_skip = train_step.updated_on_skip(on_skip, old_on_skip)
         new["other_state"] = nnx.merge_state(new["other_state"], on_skip)
         if not was_given:
             statistics = nnx.filter_state(self.other_state, nnx.BatchStat)
