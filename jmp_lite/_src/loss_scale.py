@@ -287,11 +287,9 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         grown = jnp.maximum(jnp.minimum(scale * self.factor, ceiling), scale)
         lowered = jnp.minimum(jnp.maximum(scale * self.backoff_factor, floor), scale)
         scale = jnp.where(grow, grown, jnp.where(lower, lowered, scale))
-        leaves = [scale, jnp.where(grow, 0, counter), bad_steps]
+        leaves = jax.tree.leaves([scale, jnp.where(grow, 0, counter), bad_steps])
         # Unflatten skips the constructor, whose checks would block on the device.
-        return jax.tree.unflatten(
-            jax.tree.structure(self), [leaf for leaf in leaves if leaf is not None]
-        )
+        return jax.tree.unflatten(jax.tree.structure(self), leaves)
 
     def _count_bad_steps(self, finite: jax.Array, grow: jax.Array) -> tuple[Any, Any]:
         """Return the next count of overflows, and whether the scale is lowered."""

@@ -160,10 +160,7 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def is_inexact(x: Any) -> bool:
-    """Return whether a leaf is scaled and checked for finite values.
-
-    True for castable and complex arrays, and for Python float and complex numbers.
-    """
+    """Return whether a leaf is scaled and checked for finite values."""
     if isinstance(x, float | complex):
         return True
     return is_castable(x) or (

@@ -48,8 +48,6 @@ class RecordHandler(ocp.JsonCheckpointHandler):
 @ocp.args.register_with_handler(RecordHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class RecordSave(ocp.args.CheckpointArgs):
-    """The argument of `RecordHandler` for saving."""
-
     make: Callable[[], dict[str, Any]]  # returns the record
 
 
