@@ -84,8 +84,6 @@ class Analyzer:
         self.clusters = recompute.Clusters(compute_dtype)
         self._plans: dict[Any, CastPlan] = {}
         self._for_derivatives: Analyzer | None = None
-        # A plan is found by the identity of its jaxpr, which must stay alive for that.
-        self._alive: list[Any] = []
 
     def plan(
         self,
@@ -114,8 +112,9 @@ class Analyzer:
             tuple(is_tangent),
             around,
         )
-        if key not in self._plans:
-            self._alive.append((jaxpr, consts))
+        if (
+            key not in self._plans
+        ):  # which keep jaxprs and consts alive, and so their ids
             options = scope, direction, is_tangent, around
             analysis = _Analysis(self, jaxpr, consts, *options)
             self._plans[key] = analysis.run(tuple(ins), tuple(uses))
@@ -433,7 +432,6 @@ def _describe(
 
 
 def _why_unchanged(eqn: Eqn) -> str:
-    """Return why an equation without a rule runs as it is written."""
     if not compat.jaxprs_of(eqn):
         is_of_floats = any(map(core.is_float, (*eqn.invars, *eqn.outvars)))
         return "not in the rules" if is_of_floats else ""

@@ -99,19 +99,17 @@ def excepted(except_: Any, fun: Callable[..., Any], name: str) -> Callable[[Any]
     except ValueError:  # functions of C have none
         parameters = inspect.signature(lambda *args, **kwargs: None).parameters.values()
     kinds = {p.kind for p in parameters}
-    positional = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, _BY_POSITION)
-    ]
-    named = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, _BY_POSITION)]
+    named = [p.name for p in parameters if p.kind not in (_ANY_NUMBER, _ANY_NAME)]
+    positional = [p.name for p in parameters if p.kind < _ANY_NUMBER]
     for x in given:
         if isinstance(x, str):
-            is_known = x in (*positional, *named) or _ANY_NAME in kinds
+            is_known = x in named or _ANY_NAME in kinds
         else:
             is_known = 0 <= x < len(positional) or (x >= 0 and _ANY_NUMBER in kinds)
         if not is_known:
             raise ValueError(
                 f"in_half: {name} has no argument {x!r}, which except_ names: it has "
-                f"{', '.join(dict.fromkeys((*positional, *named)))}."
+                f"{', '.join(named)}."
             )
     names = {x for x in given if isinstance(x, str)}
     names |= {positional[x] for x in given if x in range(len(positional))}
@@ -125,7 +123,6 @@ def excepted(except_: Any, fun: Callable[..., Any], name: str) -> Callable[[Any]
     return is_excepted
 
 
-_BY_POSITION = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _ANY_NAME = inspect.Parameter.VAR_KEYWORD
 _ANY_NUMBER = inspect.Parameter.VAR_POSITIONAL
 

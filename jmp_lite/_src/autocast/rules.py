@@ -474,7 +474,6 @@ BY_CLASS: dict[str, Rule] = {
 
 
 def rule_for(eqn: Eqn, op_class: str) -> Rule:
-    """Return the rule of an equation whose primitive is in a class."""
     if is_retyping(eqn):  # float32 to float32, as jnp.where does to numbers
         return PASSTHROUGH
     rule = BY_CLASS[op_class]
