@@ -1,6 +1,7 @@
 """A weight that every iteration of a loop reads: its gradient is a product after it."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -282,3 +283,17 @@ def test_cells_of_flax(cell: Any) -> None:
     assert W.shape not in carried(jax.grad(low), params, x)
     found, expected = jax.grad(low)(params, x), jax.grad(loss)(params, x)
     assert max(jax.tree.leaves(jax.tree.map(error, found, expected))) < 2e-2
+
+
+def test_the_product_after_a_loop_is_in_the_scope_of_those_in_it() -> None:
+    def cell(w, h, x):
+        with jax.named_scope("cell"):
+            return plain(w, h, x)
+
+    def loss(w, xs):
+        with jax.named_scope("rnn"):
+            return over(cell)(w, xs)
+
+    gradient = jax.jit(jax.grad(autocast(loss, POLICIES["bf16"])))
+    text = gradient.lower(W, XS).as_text(debug_info=True)
+    assert re.search(r"transpose\([^\"]*rnn/cell/[^\"]*dot_general", text)

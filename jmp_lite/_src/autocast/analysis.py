@@ -112,9 +112,7 @@ class Analyzer:
             tuple(is_tangent),
             around,
         )
-        if (
-            key not in self._plans
-        ):  # which keep jaxprs and consts alive, and so their ids
+        if key not in self._plans:  # a plan keeps its jaxpr and consts, and so the ids
             options = scope, direction, is_tangent, around
             analysis = _Analysis(self, jaxpr, consts, *options)
             self._plans[key] = analysis.run(tuple(ins), tuple(uses))
