@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite import autocast
+from jmp_lite._src import compat
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -86,7 +87,7 @@ def carried(fun: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
     return [
         v.aval.shape
         for eqn in jaxprs.equations(jaxprs.trace(fun, *args), "scan")
-        for v in eqn.outvars[: eqn.params["num_carry"]]
+        for v in eqn.outvars[: (compat.scan_counts(eqn.params) or (0, 0))[1]]
     ]
 
 
