@@ -48,6 +48,7 @@ REMAINDERS = jmp.master_weights(SGD, storage="remainder")
 RULED = jmp.low_precision_state(ADAM, rules={"embed": None})
 KEYS = jax.random.split(KEY)
 NAN, F8 = {"w": jnp.full(2, jnp.nan)}, P["w"].astype(jnp.float8_e4m3fn)
+SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype)
 TURNED, MANY = P | {"w": P["w"].T}, {"scale": X, "fin_steps": X}
 
 
@@ -279,6 +280,10 @@ NUMERICS: list[Row] = [
     (lambda: num.lint(loss, MIXED)(P), "missing 1", "'x'"),
     (lambda: num.dry_run(loss, "float")(P, X), "'float'", "mixed_float16"),
     (lambda: num.dry_run(loss, MIXED)(P), "missing 1", "'x'"),
+    (lambda: num.dry_run(loss, MIXED)(P, SHAPE), "values, got ShapeDtypeStruct", "arr"),
+    (lambda: jax.jit(num.dry_run(loss, MIXED))(P, X), "dry_run", "outside of jax.jit"),
+    (lambda: num.advise(loss, MIXED)(P, SHAPE), "advise runs", "got ShapeDtypeStruct"),
+    (lambda: num.first_nonfinite(loss)(P, SHAPE), "got ShapeDtypeStruct", "on arrays"),
     (lambda: num.advise(loss, MIXED, headroom=0.5), "headroom of at least 1, got 0.5"),
     (lambda: num.advise(loss, MIXED, previous=MIXED), "an Advice", "got get_policy("),
     (lambda: num.advise(lambda p: p["w"], MIXED)(P), "scalar", "(4, 2)"),

@@ -350,7 +350,7 @@ MOVES: Table = {
     "update": lambda c, h, op: h.at[2:4].set(c.earlier(op.option)[:2]),
     "stack": lambda c, h, op: jnp.mean(jnp.stack([h, c.earlier(op.option)]), 0),
     "dynamic_slice": lambda c, h, op: jnp.concatenate(
-        [lax.dynamic_slice_in_dim(h, op.option % 4, 4), h[:4]]
+        [lax.dynamic_slice_in_dim(h, op.option % 4, SIZE // 2), h[: SIZE // 2]]
     ),
     "sort": lambda c, h, op: jnp.sort(h, _axis(op)),
     "cummax": lambda c, h, op: lax.cummax(h, _axis(op)),

@@ -149,7 +149,7 @@ def compare(
       A `Comparison`, which is a table, and a bar chart by its `plot`.
 
     Raises:
-      TypeError: an entry of `steps` is no pair of a step and its arguments.
+      TypeError: `steps` is no dict of pairs of a step and its arguments.
       ValueError: `steps` is empty; and as `of_step`.
       ModuleNotFoundError: as `of_step`.
 
@@ -165,6 +165,11 @@ def compare(
       >>> sorted(row.name for row in found.rows)
       ['bfloat16', 'float32']
     """
+    if not isinstance(steps, Mapping):
+        raise TypeError(
+            "Expected a dict of steps to compare, {name: (step, args)}, got "
+            f"{type(steps).__name__}. For one step, use memory.of_step."
+        )
     if not steps:
         raise ValueError("Expected at least one step to compare.")
     rows = []

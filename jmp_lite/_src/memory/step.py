@@ -235,6 +235,11 @@ def of_step(
     def measure(*args: P.args, **kwargs: P.kwargs) -> StepReport:
         built = program.build(step, args, kwargs, device, devices, donate_argnums)
         given = built.args, built.kwargs
+        if not jax.tree.leaves(built.result):
+            raise ValueError(
+                "The step returns no array, and XLA compiles what is returned alone. "
+                "Return what it computes, such as the new parameters and the loss."
+            )
         names = roles.classes_of_leaves(step, *given, built.result, classes)
         arrays = filter(trees.is_array, jax.tree.leaves(given))
         pairs = list(zip(names, arrays, strict=True))

@@ -13,10 +13,10 @@ from jmp_lite._src.autocast.options import OpRules, check_unused, resolve_rules
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
+from jmp_lite._src.numerics import reference
 from jmp_lite._src.numerics.lockstep import Lockstep, PolicyShadow
 from jmp_lite._src.numerics.nonfinite import tracker_of
 from jmp_lite._src.numerics.patterns import fit
-from jmp_lite._src.numerics.reference import check_is_finite, check_is_float32
 from jmp_lite._src.numerics.report import DryRunReport
 from jmp_lite._src.numerics.runs import Cell, Programs, Run
 from jmp_lite._src.policy import Policy, PolicyMap
@@ -107,6 +107,7 @@ def measure(
 
     Adds what it compiles to `programs`, which has what other runs have compiled.
     """
+    reference.check_has_values(args_and_kwargs, caller)
     compute_dtype = transform.check_policy(policy, "dry_run")[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
 
@@ -126,7 +127,7 @@ def measure(
     else:
         planned = plan_by(policy)
     plan, arrays = planned.plan, planned.traced.args
-    warning = check_is_float32(plan.jaxpr, caller)
+    warning = reference.check_is_float32(plan.jaxpr, caller)
     shadow = PolicyShadow(Rewriter(planned.analyzer))
     observer = Lockstep(sites(plan.jaxpr), shadow.low_dtype)
     cells = [Cell(x, x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
@@ -138,7 +139,7 @@ def measure(
     found = tracker_of(planned.traced, origin, args_and_kwargs).report()
     if found is not None:
         found = dataclasses.replace(found, operands=ranges)
-        check_is_finite(found, values, caller)
+        reference.check_is_finite(found, values, caller)
     return Measured(
         outs=values,
         lows=[cell.shadow for cell in outs],

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jmp_lite._src import compat, reports, trees
 from jmp_lite._src.autocast.transform import refuse_modules
@@ -22,6 +21,7 @@ from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
 from jmp_lite._src.numerics.origins import CONSTANT, NEVER, find, watch
+from jmp_lite._src.numerics.reference import check_has_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +126,12 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
         raise TypeError(f"Expected a function to watch, got {fun!r}.")
 
     def run(*args, **kwargs) -> NonFinite | None:
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
-            raise TypeError(
-                "first_nonfinite runs the function operation by operation, and reads "
-                "values: call it outside of jax.jit and jax.grad, as "
-                "first_nonfinite(jax.grad(loss))(params). In jit, use track_nonfinite."
-            )
+        check_has_values(
+            (args, kwargs),
+            "first_nonfinite",
+            " Of a gradient, call first_nonfinite(jax.grad(loss))(params). In jit, use "
+            "track_nonfinite.",
+        )
         traced = _trace(fun, args, kwargs)
         origin, ranges = find(traced)
         found = tracker_of(traced, origin, (args, kwargs)).report()

@@ -6,7 +6,9 @@ A program that is in half already would be compared with itself, without any err
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import products
@@ -16,6 +18,17 @@ from jmp_lite._src.numerics.report import place
 from jmp_lite._src.numerics.stretches import is_floating
 
 _NAMED = 4
+
+
+def check_has_values(args: Any, caller: str, more: str = "") -> None:
+    """Raise if an argument is traced, or the shape of an array."""
+    for x in jax.tree.leaves(args):
+        if isinstance(x, Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{caller} runs the function operation by operation, and reads values, "
+                f"got {type(x).__name__}: call it on arrays, outside of jax.jit and "
+                f"jax.grad.{more}"
+            )
 
 
 def check_is_float32(jaxpr: Any, caller: str) -> str:
