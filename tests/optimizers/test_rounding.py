@@ -77,4 +77,5 @@ def test_leaves_of_one_shape_are_traced_and_lowered_once(name):
 
     params = [jnp.ones((8, 8), jnp.float16)] * 9
     text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
-    assert len(re.findall(r"func private @_(rounded_update|update_to_weight)\(", text)) == 1
+    names = re.findall(r"func private @_(rounded_update|update_to_weight)\(", text)
+    assert len(names) == 1
