@@ -262,10 +262,11 @@ def itemsize(dtype: str) -> int:
 
 def _half_adders(program: list[Instruction]) -> set[str]:
     """Return the names of the computations that add numbers in half precision."""
-    adders = {x.computation for x in program if x.opcode == "add"}
-    half = ("f16", "bf16")
-    return adders & {
-        x.computation for x in program for a in x.arrays if a.dtype in half
+    adds = {x.computation for x in program if x.opcode == "add"}
+    return {
+        x.computation
+        for x in program
+        if x.computation in adds and any(a.dtype in ("f16", "bf16") for a in x.arrays)
     }
 
 

@@ -25,6 +25,8 @@ _SHARDED = (
 
 @dataclasses.dataclass(frozen=True)
 class Program:
+    """A step, compiled."""
+
     compiled: Any  # as JAX has it
     text: str  # of its optimised HLO module
     args: tuple[Any, ...]  # that it was compiled for: arrays, or their shapes
@@ -65,10 +67,10 @@ def build(
         ) from error
     jaxpr = getattr(traced, "traced", traced).jaxpr  # nnx wraps what JAX traced
     lowered = traced.lower()
-    meshes = [mesh] if mesh else [x.mesh for x in _shardings((args, kwargs))]
-    platforms = (x.devices.flat[0].platform for x in meshes if isinstance(x, Mesh))
-    platform = next(platforms, None) or jax.default_backend()
+    platform = _platform(mesh, (args, kwargs))
     compiled = _compile(getattr(lowered, "lowered", lowered), platform)
+    meshes = [x.mesh for x in _shardings((args, kwargs))]
+    size = mesh.size if mesh else max((x.size for x in meshes), default=1)
     return Program(
         compiled=compiled,
         text=compiled.as_text(),
@@ -77,7 +79,7 @@ def build(
         result=result,
         flops=_flops(compat.open_jaxpr(jaxpr)),
         platform=platform,
-        count=max((x.size for x in meshes), default=1),
+        count=size,
     )
 
 
@@ -115,6 +117,13 @@ def _place(mesh: Mesh, x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
+def _platform(mesh: Mesh | None, args: Any) -> str:
+    if mesh is not None:
+        return mesh.devices.flat[0].platform
+    meshes = [x.mesh for x in _shardings(args) if isinstance(x.mesh, Mesh)]
+    return meshes[0].devices.flat[0].platform if meshes else jax.default_backend()
+
+
 def _trace(
     step: Any, args: Any, kwargs: Any, donate_argnums: int | Sequence[int]
 ) -> tuple[Any, Any]:
@@ -124,21 +133,27 @@ def _trace(
             step = jax.jit(step, donate_argnums=donate_argnums)
         traced = step.trace(*args, **kwargs)
         return traced, getattr(traced, "out_info", None)
-    given, result = (args, kwargs), None
+    result = None
+    static = {
+        path: x
+        for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs))
+        if not trees.is_array(x)
+    }
 
     @functools.wraps(step)
     def of_arrays(*args, **kwargs):
         nonlocal result
-        args, kwargs = jax.tree.map(
-            lambda x, known: known if x is None else x,
+        args, kwargs = jax.tree_util.tree_map_with_path(
+            lambda path, x: static.get(path, x),
             (args, kwargs),
-            given,
             is_leaf=lambda x: x is None,
         )
         result = step(*args, **kwargs)
         return [x for x in jax.tree.leaves(result) if trees.is_array(x)]
 
-    args, kwargs = jax.tree.map(lambda x: x if trees.is_array(x) else None, given)
+    args, kwargs = jax.tree.map(
+        lambda x: x if trees.is_array(x) else None, (args, kwargs)
+    )
     jitted = jax.jit(of_arrays, donate_argnums=donate_argnums)
     return jitted.trace(*args, **kwargs), jax.tree.map(_shape_of, result)
 
