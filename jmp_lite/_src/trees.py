@@ -30,22 +30,19 @@ def register_dataclass(cls: type[T]) -> type[T]:
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType] - a dataclass
     static = tuple(f.name for f in fields if f.metadata.get("static"))
     dynamic = tuple(f.name for f in fields if not f.metadata.get("static"))
-    keys = tuple(map(jax.tree_util.GetAttrKey, dynamic))
-
-    def flatten(self):  # in each call of a jitted step, as is `unflatten`
-        values = vars(self)
-        return [values[name] for name in dynamic], tuple(values[n] for n in static)
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in dynamic)
 
     def flatten_with_keys(self):
-        children, metadata = flatten(self)
-        return [*zip(keys, children, strict=True)], metadata
+        children = [(key, getattr(self, key.name)) for key in keys]
+        return children, tuple(getattr(self, name) for name in static)
 
     def unflatten(metadata, children):
         self = object.__new__(cls)
-        vars(self).update(zip(static + dynamic, (*metadata, *children), strict=True))
+        for name, value in zip(static + dynamic, (*metadata, *children), strict=True):
+            object.__setattr__(self, name, value)
         return self
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     return cls
 
 

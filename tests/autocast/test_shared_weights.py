@@ -155,22 +155,34 @@ def test_second_derivatives_have_every_term(name: str, half: str) -> None:
 
 
 def _checkpointed(fun: Loss) -> Any:
-    return jax.grad(jax.checkpoint(fun))(W, XS)
+    return jax.grad(jax.checkpoint(fun))(ONE_SIGN, POSITIVE)
 
 
 def _of_each_weight(fun: Loss) -> Any:
-    return jax.vmap(jax.grad(fun), (0, None))(jnp.stack([W, W]), XS)[1]
+    return jax.vmap(jax.grad(fun), (0, None))(
+        jnp.stack([ONE_SIGN, ONE_SIGN]), POSITIVE
+    )[1]
 
 
 def _of_each_batch(fun: Loss) -> Any:
-    return jnp.sum(jax.vmap(jax.grad(fun), (None, 0))(W, jnp.stack([XS, XS])), 0) / 2
+    return (
+        jnp.sum(
+            jax.vmap(jax.grad(fun), (None, 0))(
+                ONE_SIGN, jnp.stack([POSITIVE, POSITIVE])
+            ),
+            0,
+        )
+        / 2
+    )
 
 
 def _in_a_loop(fun: Loss) -> Any:
     def body(total, xs):
-        return total + jax.grad(fun)(W, xs), None
+        return total + jax.grad(fun)(ONE_SIGN, xs), None
 
-    return lax.scan(body, jnp.zeros_like(W), jnp.stack([XS, XS]))[0] / 2
+    return (
+        lax.scan(body, jnp.zeros_like(ONE_SIGN), jnp.stack([POSITIVE, POSITIVE]))[0] / 2
+    )
 
 
 def _sharded(fun: Loss, **options: Any) -> Any:
@@ -184,13 +196,13 @@ def _sharded(fun: Loss, **options: Any) -> Any:
     def mean(w, xs):
         return lax.pmean(fun(w, xs), "data")
 
-    return jax.grad(mean)(W, XS)
+    return jax.grad(mean)(ONE_SIGN, POSITIVE)
 
 
 def _sharded_outside(fun: Loss) -> Any:
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
     sharded = jax.NamedSharding(mesh, P("data"))
-    return jax.grad(fun)(jax.device_put(W, sharded), XS)
+    return jax.grad(fun)(jax.device_put(ONE_SIGN, sharded), POSITIVE)
 
 
 @pytest.mark.one_of("half")
@@ -210,7 +222,7 @@ def _sharded_outside(fun: Loss) -> Any:
 def test_under_every_transformation(way: Callable[[Loss], Any], half: str) -> None:
     loss = LOSSES["plain"]
     found = jax.jit(functools.partial(way, autocast(loss, POLICIES[half])))()
-    expected = in_float64(jax.grad(loss), W, XS)
+    expected = in_float64(jax.grad(loss), ONE_SIGN, POSITIVE)
     assert error(found, expected) < {"bf16": 1e-2, "f16": 1e-3}[half]
 
 
@@ -258,10 +270,20 @@ def _with_weight(w, xs):
     return jnp.mean(ws**2, 0) + jnp.mean(h**2)
 
 
-LARGER = "more to keep of an iteration", W, normal(5, STEPS, 16, WIDTH), over(plain)
-MOVED = "moved first", W, XS, over(lambda w, h, x: jnp.tanh(h @ w.T + x))
-GIVEN = "returned", W, XS, lambda w, xs: jnp.sum(_with_weight(w, xs))
-ADDED = "read elsewhere", W, XS, over(lambda w, h, x: plain(w, h, x) + jnp.sum(w))
+LARGER = (
+    "more to keep of an iteration",
+    ONE_SIGN,
+    uniform(5, STEPS, 16, WIDTH),
+    over(plain),
+)
+MOVED = "moved first", ONE_SIGN, POSITIVE, over(lambda w, h, x: jnp.tanh(h @ w.T + x))
+GIVEN = "returned", ONE_SIGN, POSITIVE, lambda w, xs: jnp.sum(_with_weight(w, xs))
+ADDED = (
+    "read elsewhere",
+    ONE_SIGN,
+    POSITIVE,
+    over(lambda w, h, x: plain(w, h, x) + jnp.sum(w)),
+)
 
 
 @pytest.mark.parametrize(("why", "w", "xs", "loss"), [LARGER, MOVED, GIVEN, ADDED])

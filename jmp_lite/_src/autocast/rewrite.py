@@ -268,35 +268,37 @@ class SharedWeight(NamedTuple):
 
 
 def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
-    """Return the weights of a scan whose gradients are best made after it.
+    """Return the products of a scan whose weights have their gradients after it.
 
-    By the index of the product that reads it, where all that read a weight are products
-    with less to keep of an iteration than a float32 gradient is to read and write.
+    They are the only readers of a weight, and have less to keep of an iteration than
+    its float32 gradient is to read and write. By their indices.
     """
-    counts = compat.scan_counts(eqn.params) if eqn.primitive.name == "scan" else None
-    (body, *_), found = plan.bodies, {}
-    if counts is None or body.direction is not Direction.FORWARD:
+    (body,), (num_consts, _) = plan.bodies, compat.scan_counts(eqn.params) or (0, 0)
+    if body.direction is not Direction.FORWARD:
         return {}
-    for position, weight in enumerate(body.jaxpr.invars[: counts[0]]):
-        readers = [i for i, e in enumerate(body.jaxpr.eqns) if weight in e.invars]
-        is_returned = weight in body.jaxpr.outvars
-        if not is_returned and all(_is_shared(weight, body, i) for i in readers):
-            for i in readers:
-                side = body.jaxpr.eqns[i].invars.index(weight)
-                found[i] = SharedWeight(position, side)
-    return found
+    positions = {v: i for i, v in enumerate(body.jaxpr.invars[:num_consts])}
+    kept = set(core.variables(body.jaxpr.outvars))  # and what others read, too
+    found = {}
+    for index, reader in enumerate(body.jaxpr.eqns):
+        for side, var in enumerate(reader.invars):
+            if compat.is_literal(var) or var not in positions:
+                continue
+            if _is_shared(var, reader, body.eqn_plans[index]):
+                found[index] = SharedWeight(positions[var], side)
+            else:
+                kept.add(var)
+    others = {positions[v] for v in kept if v in positions}
+    return {i: of for i, of in found.items() if of.weight not in others}
 
 
-def _is_shared(weight: Var, body: CastPlan, index: int) -> bool:
-    eqn, plan = body.jaxpr.eqns[index], body.eqn_plans[index]
+def _is_shared(weight: Var, eqn: Eqn, plan: EqnPlan) -> bool:
     if eqn.primitive.name != "dot_general" or not plan.is_low_product:
         return False
-    if plan.rule.is_fp8:
-        return False
     (out,), others = eqn.outvars, [v for v in eqn.invars if v is not weight]
-    if len(others) != 1 or compat.is_literal(others[0]) or compat.is_placed(out.aval):
+    if plan.rule.is_fp8 or len(others) != 1 or compat.is_literal(others[0]):
         return False
-    return core.size(others[0]) + core.size(out) < 2 * core.size(weight)
+    is_smaller = core.size(others[0]) + core.size(out) < 2 * core.size(weight)
+    return is_smaller and not compat.is_placed(out.aval)
 
 
 def _steps(plan: CastPlan, alone: Collection[int]) -> Iterator[int | Cluster | Part]:
@@ -425,46 +427,33 @@ class Rewriter:
     def _rebuild(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Run an equation around its rewritten jaxprs."""
         operands = binding.call(eqn, values.read, eqn.invars, plan.half_in)
-        if shared := find_shared_weights(eqn, plan):
-            return self._scan(eqn, plan, operands, values, shared)
         subs = control_flow.sub_jaxprs(eqn) or ()
         bodies = []
         for body, sub in zip(plan.bodies, subs, strict=True):
             half_out = (i is not None and plan.half_out[i] for i in sub.results)
             bodies.append(self._body(body, tuple(half_out)))
 
-        def enter_loop(index, x):
-            if not dtypes.is_half(jax.typeof(x).dtype):
-                return lambda: x
-            # Its gradient is summed over the iterations, in the dtype that it has: so
-            # it is differentiated as a cast inside of the loop.
-            in_f32 = values.in_f32(eqn.invars[index])
-            return lambda: sums.differentiate_as(x, in_f32)
-
         return control_flow.build(
             control_flow.RebuildContext(
                 eqn=eqn,
                 bodies=bodies,
                 args=operands,
-                enter_loop=enter_loop,
+                scan=functools.partial(self._scan, eqn, plan, values),
                 rewrite_jvp=functools.partial(self._rewrite_jvp, eqn, plan),
                 rewrite_vjp=self._rewrite_vjp,
             )
         )
 
     def _scan(
-        self,
-        eqn: Eqn,
-        plan: EqnPlan,
-        operands: Sequence[Any],
-        values: Values,
-        shared: Mapping[int, SharedWeight],
+        self, eqn: Eqn, plan: EqnPlan, values: Values, operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Run a scan; its shared weights have their gradients after the loop."""
-        (body,) = plan.bodies
+        """Run a scan; gradients of its shared weights are made after the loop."""
+        (body,), shared = plan.bodies, find_shared_weights(eqn, plan)
         num_consts, num_carry = compat.scan_counts(eqn.params) or (0, 0)
         length, eqns = eqn.params["length"], body.jaxpr.eqns
         consts, rest = operands[:num_consts], operands[num_consts:]
+        # The gradient of a constant is summed over the iterations, in the dtype that it
+        # has: so a half one is differentiated as a cast inside of the loop.
         in_f32 = {
             i: values.in_f32(eqn.invars[i])
             for i, x in enumerate(consts)
@@ -477,6 +466,7 @@ class Rewriter:
             lax.convert_element_type(x, self.half_dtype) if i in weights else x
             for i, x in enumerate(consts)
         ]
+        others = consts, in_f32, rest[:num_carry], rest[num_carry:]
 
         def loop(weights, others, zeros):
             consts, in_f32, carry, xs = others
@@ -495,12 +485,16 @@ class Rewriter:
             carry, (ys, factors) = control_flow.scan_as(eqn, step, carry, (xs, zeros))
             return [*carry, *ys], factors
 
+        if not shared:
+            return loop({}, others, {})[0]
+
         @jax.custom_jvp
         def run(weights, others):
             return loop(weights, others, {})[0]
 
         def jvp(primals, tangents):
-            # What is added to each product has a derivative in place of the weight.
+            # The zeros that are added to a product are differentiated, and not its
+            # weight.
             weights, others = primals
             moves = {
                 i: (tangents[0][weight], side)
@@ -523,7 +517,6 @@ class Rewriter:
             return outs, linear(dots, terms)[0]
 
         run.defjvp(jvp, symbolic_zeros=True)
-        others = consts, in_f32, rest[:num_carry], rest[num_carry:]
         return run(weights, others)
 
     def _body(self, plan: CastPlan, half_out: tuple[bool, ...]) -> control_flow.Body:

@@ -186,9 +186,8 @@ class RebuildContext:
     eqn: Eqn
     bodies: Sequence[Body]  # one per `SubJaxpr`
     args: list[Any]
-    # Takes an operand that every iteration of a loop reads, by its index, and its
-    # value; returns what gives the value inside of the loop.
-    enter_loop: Callable[[int, Any], Callable[[], Any]]
+    # Takes the operands of a scan; returns its results.
+    scan: Callable[[list[Any]], Sequence[Any]]
     # Takes the rule of a `custom_jvp` function; returns what runs instead.
     rewrite_jvp: Callable[[Callable[..., Any]], Callable[..., Any]]
     # Takes one of the two rules of a `custom_vjp` function, likewise.
@@ -248,20 +247,6 @@ def _scan_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
             casts_in=frozenset(range(len(eqn.invars))) - frozenset(carry),
         ),
     )
-
-
-def _build_scan(context: RebuildContext):
-    num_consts, num_carry = compat.scan_counts(context.eqn.params) or (0, 0)
-    consts, carry = context.args[:num_consts], context.args[num_consts:][:num_carry]
-    inside = [context.enter_loop(i, x) for i, x in enumerate(consts)]
-
-    def body(carry, xs):
-        outs = context.bodies[0].fun(*(read() for read in inside), *carry, *xs)
-        return outs[:num_carry], outs[num_carry:]
-
-    xs = context.args[num_consts + num_carry :]
-    carry, ys = scan_as(context.eqn, body, carry, xs)
-    return [*carry, *ys]
 
 
 def scan_as(eqn: Eqn, body: Callable[..., Any], carry: Any, xs: Any) -> Any:
@@ -379,7 +364,7 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     compat.CLOSED_CALL: (_call_sub_jaxprs, _build_call),
     "remat2": (_call_sub_jaxprs, _build_call),
     "checkpoint": (_call_sub_jaxprs, _build_call),
-    "scan": (_scan_sub_jaxprs, _build_scan),
+    "scan": (_scan_sub_jaxprs, lambda context: context.scan(context.args)),
     "while": (_while_sub_jaxprs, _build_while),
     "cond": (_cond_sub_jaxprs, _build_cond),
     "shard_map": (_shard_map_sub_jaxprs, _build_shard_map),

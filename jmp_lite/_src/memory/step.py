@@ -238,7 +238,8 @@ def of_step(
         if not jax.tree.leaves(built.result):
             raise ValueError(
                 "The step returns no array, and XLA compiles what is returned alone. "
-                "Return what it computes, such as the new parameters and the loss."
+                "Return what it computes, such as the new parameters and the loss, or "
+                "pass nnx.jit(step) if it updates nnx modules in place."
             )
         names = roles.classes_of_leaves(step, *given, built.result, classes)
         arrays = filter(trees.is_array, jax.tree.leaves(given))
