@@ -338,6 +338,7 @@ _SGD = optax.sgd(0.1, momentum=0.9)
 _SAFE, _SCALE = jmp_lite.scale_aware(_SGD), jmp_lite.DynamicLossScale()
 _CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), _SAFE)
 _DECAYED = optax.chain(_SAFE, optax.add_decayed_weights(-1e-4))
+_SUMMED = optax.chain(_SAFE, optax.trace(0.9))
 _WEIGHTS = f32(8, 8)
 
 
@@ -404,3 +405,24 @@ def step_without_a_loss_scale(w, x):
         return jnp.mean(jnp.square((x @ w.astype(F16)).astype(F32)))  # hazard
 
     return w - 0.1 * jax.grad(squares)(w)
+
+
+@in_float16(
+    "not-skipped",
+    _WEIGHTS,
+    jax.eval_shape(_SGD.init, _WEIGHTS),
+    jax.eval_shape(lambda: _SCALE),
+    f16(8, 8),
+)
+def step_that_keeps_nothing(w, state, scale, x):
+    grads = jmp_lite.scaled_grad(squares, loss_scale=scale)(w, x)
+    grads = scale.unscale(grads)
+    updates, state = _SGD.update(grads, state)
+    return w + updates, state, scale.adjust(jmp_lite.all_finite(grads))  # hazard
+
+
+@_planted_step("moments-outside", _SUMMED)
+def step_that_sums_updates(w, state, x):
+    grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
+    updates, state = _SUMMED.update(grads, state, w)  # hazard
+    return w + updates, state

@@ -322,12 +322,13 @@ def _is_followed(state: Any) -> bool:
 
 def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:
     """Return whether each flag is true on all devices of the mapped axes."""
-    failures = jnp.stack([~finite, ~value_finite]).astype(jnp.int32)
     # shard_map tracks the axes over which a value varies, and psum requires all or none
-    # of its axes among them. Adding 0 * index makes it all; XLA removes the addition.
-    failures = failures + 0 * jax.lax.axis_index(axis_name)
-    failures = jax.lax.psum(failures, axis_name)
-    return failures[0] == 0, failures[1] == 0
+    # of its axes among them. Adding 0 * index makes it all; XLA removes the addition,
+    # and makes the sums one.
+    none = 0 * jax.lax.axis_index(axis_name)
+    flags = finite, value_finite
+    failures = [(~flag).astype(jnp.int32) + none for flag in flags]
+    return [total == 0 for total in jax.lax.psum(failures, axis_name)]
 
 
 def _where(finite: jax.Array, tree: Any, other: complex) -> Any:

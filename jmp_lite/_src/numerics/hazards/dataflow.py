@@ -54,6 +54,7 @@ class Op:
     is_differentiated: bool  # of a function that is differentiated, or its derivative
     line: str  # `file:line` of the user's code
     times: int  # it runs: the trips of the loops around it, 1 for those not known
+    branch: Value | None = None  # which one of a `cond` gave the result: of its joins
 
     @property
     def layer(self) -> str:
@@ -89,6 +90,11 @@ class Op:
     def cases(self) -> list[Value]:
         """The operands that it chooses from by a mask."""
         return list(primitives.cases(self.name, self.ins))
+
+    @property
+    def chosen_by(self) -> Value | None:
+        """The mask, or the number of the branch, that chooses its result."""
+        return self.ins[0] if self.cases else self.branch
 
 
 def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> list[Op]:
@@ -197,8 +203,9 @@ class _Opener:
         trips = control_flow.trips(eqn, known)
         times = op.times * (1 if trips is None else trips)
         inside = dataclasses.replace(op, times=times)
-        if op.name == "cond":
-            self.needed.append(op.ins[0])
+        branch = op.ins[0] if op.name == "cond" else None
+        if branch is not None:
+            self.needed.append(branch)
         carried: dict[int, Value] = {}
         results: list[list[Value]] = [[] for _ in eqn.outvars]
         for sub in sub_jaxprs:
@@ -228,7 +235,7 @@ class _Opener:
         return [
             self._as(op, found[0], var)
             if len(found) == 1
-            else self._made(op, JOIN, found, var)
+            else self._made(op, JOIN, found, var, branch)
             for found, var in zip(results, eqn.outvars, strict=True)
         ]
 
@@ -252,9 +259,11 @@ class _Opener:
         shape = getattr(var.aval, "shape", ())
         return value if value.shape == shape else self._made(op, MOVE, [value], var)
 
-    def _made(self, op: Op, name: str, ins: list[Value], var: Any) -> Value:
+    def _made(
+        self, op: Op, name: str, ins: list[Value], var: Any, branch: Any = None
+    ) -> Value:
         value = _value_of(var)
-        self._add(dataclasses.replace(op, name=name, ins=ins), [value])
+        self._add(dataclasses.replace(op, name=name, ins=ins, branch=branch), [value])
         return value
 
     def _add(self, op: Op, outs: list[Value]) -> None:

@@ -81,9 +81,17 @@ def _decayed_outside(program: LintedProgram) -> Hits:
 
 
 def _is_guarded(value: Value) -> bool:
-    """Return whether a value is an update of `scale_aware`: -0.0 in skipped steps."""
-    cases = [scalar(v) for v in value.maker.cases] if value.maker else []
-    return any(x == 0.0 and math.copysign(1.0, x) < 0 for x in cases if x is not None)
+    """Return whether a value is an update of `scale_aware`, or a multiple or a power.
+
+    These are -0.0 in skipped steps.
+    """
+    if (op := value.maker) is None:
+        return False
+    cases = [x for v in op.cases if (x := scalar(v)) is not None]
+    if any(x == 0.0 and math.copysign(1.0, x) < 0 for x in cases):
+        return True
+    of = zip(op.ins, op.degrees, strict=False)
+    return any(degree > 0.0 and _is_guarded(v) for v, degree in of)
 
 
 def _decayed_while_scaled(program: LintedProgram) -> Hits:
@@ -119,6 +127,68 @@ def _never_adjusted(program: LintedProgram) -> Hits:
             if value.is_loss_scale and program.scalings.of(value).power not in found:
                 yield op, "the step does not return its new loss scale"
                 return
+
+
+def _not_skipped(program: LintedProgram) -> Hits:
+    updated = _updated_params(program)
+    is_dynamic = any(v.is_loss_scale for op in program.ops for v in op.ins)
+    if not updated or not is_dynamic or any(_scaled_updates(program)):
+        return
+    _, chosen = _choices(program)
+    for op, value, _ in updated:
+        if id(value) not in chosen:
+            yield op, "parameters are updated, whether gradients are finite or not"
+
+
+def _kept_in_skipped_steps(program: LintedProgram) -> Hits:
+    choices, chosen = _choices(program)
+    for op in choices:
+        adjusted = [program.scalings.of(v) for v in _cases(op) if id(v) in chosen]
+        is_scale = any(any(known.power or ()) for known in adjusted)
+        if is_scale and any(dataflow.origin(v).is_loss_scale for v in _cases(op)):
+            yield op, "the loss scale is kept where gradients are not finite"
+
+
+def _moments_outside(program: LintedProgram) -> Hits:
+    for op in program.ops:
+        for value in op.outs:
+            if not (value.is_result and program.scalings.of(value).is_gradient):
+                continue
+            terms = _terms(program, value)
+            is_old = any(
+                scaled and x.maker is None and x.shape == value.shape
+                for x, scaled in terms
+            )
+            of_param = any(_is_param(x) for x, _ in terms)
+            if is_old and not of_param and any(_is_guarded(x) for x, _ in terms):
+                yield op, "a moment of updates decays outside of scale_aware"
+
+
+def _choices(program: LintedProgram) -> tuple[list[Op], set[int]]:
+    """Return what chooses by gradients, and the ids of what is computed from that.
+
+    One of its cases is not computed from gradients: what clips has none such.
+    """
+    choices: list[Op] = []
+    of_gradients, of_choices = set(), set()
+    for op in program.ops:
+        if op.chosen_by is not None and id(op.chosen_by) in of_gradients:
+            if not all(id(v) in of_gradients for v in _cases(op)):
+                choices.append(op)
+                of_choices.update(map(id, op.outs))
+        for i, value in enumerate(op.outs):
+            # A sum over devices of several arrays has one result for each.
+            is_each = len(op.ins) == len(op.outs)
+            ins = {id(v) for v in (op.ins[i : i + 1] if is_each else op.ins)}
+            if op.is_backward or not of_gradients.isdisjoint(ins):
+                of_gradients.add(id(value))
+            if not of_choices.isdisjoint(ins):
+                of_choices.add(id(value))
+    return choices, of_choices
+
+
+def _cases(op: Op) -> list[Value]:
+    return op.cases or op.ins
 
 
 def _updated_params(
@@ -237,6 +307,29 @@ RULES = (
         _never_adjusted,
         "It never falls: after an overflow, every step is skipped.",
         "Return the new state of the optimiser: updates, opt_state = tx.update(...).",
+    ),
+    Rule(
+        "loss-scale-lost",
+        "error",
+        _kept_in_skipped_steps,
+        "It never falls: after an overflow, every step is skipped.",
+        "Call tx.update of scale_aware, or loss_scale.adjust, in each step, and keep "
+        "what it returns: both skip by themselves.",
+    ),
+    Rule(
+        "not-skipped",
+        "error",
+        _not_skipped,
+        "The first overflow makes them NaN for good.",
+        "Use scale_aware(optimizer), or keep parameters and state: "
+        "select_tree(grads_finite, new, old).",
+    ),
+    Rule(
+        "moments-outside",
+        "error",
+        _moments_outside,
+        "It changes in skipped steps, and what is updated with it.",
+        _INSIDE,
     ),
     Rule(
         "scaled-update",

@@ -1,0 +1,198 @@
+"""`lint` knows what a step must keep where its gradients are not finite."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from train_steps import (
+    ADAM,
+    PARAMS,
+    POLICY,
+    X,
+    Y,
+    gradients_of,
+    loss_fn,
+    scaled,
+    stacked,
+    step_with,
+    updated,
+)
+
+import jmp_lite as jmp
+from jmp_lite.numerics import lint
+
+# Adam of optax leans on JAX's defaults.
+pytestmark = pytest.mark.standard_promotion
+
+OPTIMIZER = optax.adam(1e-3)
+SCALE = jmp.DynamicLossScale()
+ARGS = PARAMS, OPTIMIZER.init(PARAMS), SCALE, X, Y
+NAN = jnp.full_like(X, jnp.nan)
+
+
+def found(step: Any, args: Any) -> list[str]:
+    """Return the rules that a step breaks, but for those of speed."""
+    findings = lint(step, POLICY)(*args).findings
+    return sorted({f.rule for f in findings if f.severity != "speed"})
+
+
+def by_hand(keep: Any, adjust: Any = lambda scale, finite: scale.adjust(finite)) -> Any:
+    """Return a step as users of jmp write it; `keep` selects parameters and state."""
+
+    def step(params, opt_state, loss_scale, x, y):
+        _, grads = scaled(loss_fn, loss_scale)(params, x, y)
+        grads = loss_scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        new = updated(OPTIMIZER, grads, opt_state, params)
+        kept = keep(finite, new, (params, opt_state))
+        return *kept, adjust(loss_scale, finite)
+
+    return step
+
+
+def where(finite: Any, new: Any, old: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, finite), new, old)
+
+
+def in_a_branch(finite: Any, new: Any, old: Any) -> Any:
+    return jax.lax.cond(finite, lambda: new, lambda: old)
+
+
+def not_at_all(finite: Any, new: Any, old: Any) -> Any:
+    del finite, old
+    return new
+
+
+def in_a_loop(step: Any) -> Any:
+    """Return a program of three steps, and its arguments."""
+
+    def steps(params, opt_state, loss_scale, x, y):
+        def body(carry, _):
+            return step(*carry, x, y), None
+
+        return jax.lax.scan(body, (params, opt_state, loss_scale), length=3)[0]
+
+    return steps, ARGS
+
+
+def of_two_seeds(step: Any) -> Any:
+    """Return a program of two models, and its arguments."""
+    params, opt_state, loss_scale, x, y = ARGS
+    args = *stacked(2, (params, opt_state)), loss_scale, x, y
+    return jax.vmap(step, (0, 0, None, None, None)), args
+
+
+def compiled(step: Any) -> Any:
+    return jax.jit(step), ARGS
+
+
+WRAPS = {"jit": compiled, "scan": in_a_loop, "vmap": of_two_seeds}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("keep", [where, in_a_branch, jmp.select_tree])
+def test_a_step_by_hand_that_keeps_what_it_must_is_right(keep: Any, wrap: Any) -> None:
+    assert found(*wrap(by_hand(keep))) == []
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_parameters_that_no_step_keeps_are_found(wrap: Any) -> None:
+    step = by_hand(not_at_all)
+    assert found(*wrap(step)) == ["not-skipped"]
+    params, *_ = step(*ARGS[:3], NAN, Y)
+    assert np.isnan(params["w"]).all()  # what the finding is about
+
+
+def test_a_clip_keeps_no_parameters() -> None:
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZER)
+
+    def step(params, opt_state, loss_scale, x, y):
+        _, grads = scaled(loss_fn, loss_scale)(params, x, y)
+        grads = loss_scale.unscale(grads)
+        kept = updated(clipped, grads, opt_state, params)
+        return *kept, loss_scale.adjust(jmp.all_finite(grads))
+
+    args = PARAMS, clipped.init(PARAMS), SCALE, X, Y
+    assert found(step, args) == ["not-skipped"]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.chain(optax.zero_nans(), OPTIMIZER), optax.apply_if_finite(OPTIMIZER, 5)],
+    ids=["zero_nans", "apply_if_finite"],
+)
+def test_what_optax_keeps_is_kept(optimizer: Any) -> None:
+    def step(params, opt_state, loss_scale, x, y):
+        _, grads = scaled(loss_fn, loss_scale)(params, x, y)
+        grads = loss_scale.unscale(grads)
+        kept = updated(optimizer, grads, opt_state, params)
+        return *kept, loss_scale.adjust(jmp.all_finite(grads))
+
+    assert found(step, (PARAMS, optimizer.init(PARAMS), SCALE, X, Y)) == []
+
+
+@pytest.mark.parametrize("keep", [where, in_a_branch])
+def test_a_loss_scale_that_an_overflow_keeps_is_found(keep: Any) -> None:
+    def step(params, opt_state, x, y):
+        _, grads = scaled(loss_fn, opt_state)(params, x, y)
+        new = updated(ADAM, grads, opt_state, params)
+        return keep(jmp.all_finite(grads), new, (params, opt_state))
+
+    opt_state = ADAM.init(PARAMS)
+    assert found(step, (PARAMS, opt_state, X, Y)) == ["loss-scale-lost"]
+    _, after = step(PARAMS, opt_state, NAN, Y)
+    assert after.loss_scale.loss_scale == opt_state.loss_scale.loss_scale
+
+    adjusted_if_finite = by_hand(
+        where, lambda scale, finite: keep(finite, scale.adjust(finite), scale)
+    )
+    assert found(adjusted_if_finite, ARGS) == ["loss-scale-lost"]
+
+
+def test_a_loss_scale_that_waits_for_its_turn_is_right() -> None:
+    def every_second(params, opt_state, loss_scale, count, x, y):
+        is_due = count % 2 == 1
+        step = by_hand(
+            where,
+            lambda scale, finite: where(is_due, scale.adjust(finite), scale),
+        )
+        return *step(params, opt_state, loss_scale, x, y), count + 1
+
+    params, opt_state, loss_scale, x, y = ARGS
+    args = params, opt_state, loss_scale, jnp.int32(0), x, y
+    assert found(every_second, args) == []
+
+
+def after_scale_aware(*transformations: Any) -> Any:
+    tx = optax.chain(jmp.scale_aware(optax.identity()), *transformations)
+    return step_with(tx, gradients_of(scaled))
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [optax.trace(0.9), optax.ema(0.9), optax.scale_by_adam(), optax.scale_by_lion()],
+    ids=["trace", "ema", "adam", "lion"],
+)
+def test_moments_after_scale_aware_are_found(moments: Any) -> None:
+    step, (params, opt_state, x, y) = after_scale_aware(moments)
+    assert found(step, (params, opt_state, x, y)) == ["moments-outside"]
+    _, (_, before) = step(params, opt_state, x / 1024, y)
+    _, (_, after) = step(params, opt_state, NAN, y)
+    assert not np.array_equal(*(jax.tree.leaves(x)[-1] for x in (before, after)))
+
+
+@pytest.mark.parametrize(
+    "stateless",
+    [
+        optax.scale_by_learning_rate(optax.linear_schedule(1e-3, 0, 9)),
+        optax.clip(1.0),
+        optax.scale_by_trust_ratio(),
+    ],
+    ids=["schedule", "clip", "trust_ratio"],
+)
+def test_what_keeps_no_moments_may_be_after_scale_aware(stateless: Any) -> None:
+    assert found(*after_scale_aware(stateless)) == []
