@@ -179,7 +179,7 @@ def after_scale_aware(*transformations: Any) -> Any:
 )
 def test_moments_after_scale_aware_are_found(moments: Any) -> None:
     step, (params, opt_state, x, y) = after_scale_aware(moments)
-    assert found(step, (params, opt_state, x, y)) == ["moments-outside"]
+    assert found(step, (params, opt_state, x, y)) == ["decay-outside"]
     _, (_, before) = step(params, opt_state, x / 1024, y)
     _, (_, after) = step(params, opt_state, NAN, y)
     assert not np.array_equal(*(jax.tree.leaves(x)[-1] for x in (before, after)))

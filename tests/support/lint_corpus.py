@@ -421,7 +421,7 @@ def step_that_keeps_nothing(w, state, scale, x):
     return w + updates, state, scale.adjust(jmp_lite.all_finite(grads))  # hazard
 
 
-@_planted_step("moments-outside", _SUMMED)
+@_planted_step("decay-outside", _SUMMED)
 def step_that_sums_updates(w, state, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
     updates, state = _SUMMED.update(grads, state, w)  # hazard

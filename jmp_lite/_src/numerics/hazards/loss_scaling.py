@@ -73,11 +73,15 @@ def _clipped(program: LintedProgram) -> Hits:
 
 
 def _decayed_outside(program: LintedProgram) -> Hits:
-    for op, _, terms in _updated_params(program, through_select=False):
+    for op, value in _results_of_gradients(program):
+        terms = _terms(program, value)
         rest = [(v, scaled) for v, scaled in terms if not _is_guarded(v)]
         is_one = len({id(v) for v, _ in rest}) == 1
         if is_one and len(rest) < len(terms) and any(scaled for _, scaled in rest):
-            yield op, "parameters decay outside of scale_aware"
+            ((old, _), *_) = rest
+            what = "parameters decay" if _is_param(old) else "moments of updates decay"
+            if old.maker is None and old.shape == value.shape:
+                yield op, f"{what} outside of scale_aware"
 
 
 def _is_guarded(value: Value) -> bool:
@@ -108,7 +112,7 @@ def _decayed_while_scaled(program: LintedProgram) -> Hits:
 
 
 def _scaled_updates(program: LintedProgram) -> Hits:
-    for op, value, _ in _updated_params(program):
+    for op, value in _updated_params(program):
         if program.scalings.of(value).scaled_by:
             yield op, "parameters are updated from gradients that are scaled"
 
@@ -135,7 +139,7 @@ def _not_skipped(program: LintedProgram) -> Hits:
     if not updated or not is_dynamic or any(_scaled_updates(program)):
         return
     _, chosen = _choices(program)
-    for op, value, _ in updated:
+    for op, value in updated:
         if id(value) not in chosen:
             yield op, "parameters are updated, whether gradients are finite or not"
 
@@ -147,21 +151,6 @@ def _kept_in_skipped_steps(program: LintedProgram) -> Hits:
         is_scale = any(any(known.power or ()) for known in adjusted)
         if is_scale and any(dataflow.origin(v).is_loss_scale for v in _cases(op)):
             yield op, "the loss scale is kept where gradients are not finite"
-
-
-def _moments_outside(program: LintedProgram) -> Hits:
-    for op in program.ops:
-        for value in op.outs:
-            if not (value.is_result and program.scalings.of(value).is_gradient):
-                continue
-            terms = _terms(program, value)
-            is_old = any(
-                scaled and x.maker is None and x.shape == value.shape
-                for x, scaled in terms
-            )
-            of_param = any(_is_param(x) for x, _ in terms)
-            if is_old and not of_param and any(_is_guarded(x) for x, _ in terms):
-                yield op, "a moment of updates decays outside of scale_aware"
 
 
 def _choices(program: LintedProgram) -> tuple[list[Op], set[int]]:
@@ -191,17 +180,21 @@ def _cases(op: Op) -> list[Value]:
     return op.cases or op.ins
 
 
-def _updated_params(
-    program: LintedProgram, through_select: bool = True
-) -> list[tuple[Op, Value, list[tuple[Value, bool]]]]:
-    """Return the results that are parameters after an update, with makers and terms."""
+def _results_of_gradients(program: LintedProgram) -> list[tuple[Op, Value]]:
+    """Return the results that are computed from gradients, with their makers."""
+    results = [(op, v) for op in program.ops for v in op.outs if v.is_result]
+    return [(op, v) for op, v in results if program.scalings.of(v).is_gradient]
+
+
+def _updated_params(program: LintedProgram) -> list[tuple[Op, Value]]:
+    """Return the results that are parameters after an update, with their makers."""
     return [
-        (op, v, terms)
-        for op in program.ops
-        for v in op.outs
-        if v.is_result and program.scalings.of(v).is_gradient
-        if (terms := _terms(program, v, through_select))
-        if any(_is_param(x) and x.shape == v.shape for x, _ in terms)
+        (op, v)
+        for op, v in _results_of_gradients(program)
+        if any(
+            _is_param(x) and x.shape == v.shape
+            for x, _ in _terms(program, v, through_select=True)
+        )
     ]
 
 
@@ -291,7 +284,7 @@ RULES = (
         "decay-outside",
         "error",
         _decayed_outside,
-        "The parameters change in skipped steps.",
+        "They change in skipped steps.",
         _INSIDE,
     ),
     Rule(
@@ -323,13 +316,6 @@ RULES = (
         "The first overflow makes them NaN for good.",
         "Use scale_aware(optimizer), or keep parameters and state: "
         "select_tree(grads_finite, new, old).",
-    ),
-    Rule(
-        "moments-outside",
-        "error",
-        _moments_outside,
-        "It changes in skipped steps, and what is updated with it.",
-        _INSIDE,
     ),
     Rule(
         "scaled-update",
