@@ -1,5 +1,6 @@
 """What the program chose stays, and what the policy says of a scope holds in it."""
 
+from typing import Any
 
 import bitwise
 import jax

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import FP8_BACKWARD, FP8_FORWARD
 
 from jmp_lite import OpRules, PolicyMap, autocast, explain
+from tests.autocast import layer_stacks
+from tests.autocast.layer_stacks import chain, layer, scan
 
 pytestmark = pytest.mark.filterwarnings("ignore:Matrix products in fp8")
 
@@ -41,42 +43,12 @@ def mlp(ws: Any, x: Any) -> Any:
     return jnp.mean((x @ ws[-1]) ** 2)
 
 
-def layer(x: Any, w: Any) -> Any:
-    return jnp.tanh(x @ w)
-
-
-def chain(layer: Any) -> Any:
-    return lambda ws, x: jnp.mean(functools.reduce(layer, ws, x) ** 2)
-
-
-def scan(layer: Any) -> Any:
-    def loss(ws, x):
-        return jnp.mean(lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2)
-
-    return loss
-
-
-def branch(x: Any, w: Any) -> Any:
-    return jnp.tanh(lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x @ w.T, x))
-
-
-def examples(ws: Any, x: Any) -> Any:
-    def one(x):
-        return functools.reduce(layer, ws, x)
-
-    return jnp.mean(jax.vmap(one)(x.reshape(2, -1, SIZE)) ** 2)
-
-
-REMAT = jax.checkpoint(layer)
 SAVED = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
-PROGRAMS = {
+CHAIN = chain(layer)
+PROGRAMS = layer_stacks.PROGRAMS | {
     "mlp": mlp,
-    "scan": scan(layer),
-    "remat": chain(REMAT),
     "remat, dots saved": chain(SAVED),
-    "scan of remat": scan(REMAT),
-    "cond": chain(branch),
-    "vmap": examples,
+    "scan of remat": scan(jax.checkpoint(layer)),
     "transposed weights": chain(lambda x, w: layer(x, w.T)),
     "jit": jax.jit(mlp),
 }
@@ -84,9 +56,6 @@ PROGRAMS = {
 OF_THEIR_OWN = ("mlp", "jit", "cond", "transposed weights")
 
 WS, X = normal(0, 3, SIZE, SIZE) * 3, normal(1, 2 * SIZE, SIZE)
-
-
-CHAIN = chain(layer)
 
 
 @functools.cache
