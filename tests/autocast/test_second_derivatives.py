@@ -50,25 +50,24 @@ def scaled_in_shard_map(w, g):
     return jnp.mean(rows(X, w, g) ** 2)
 
 
-# Name -> a function of a weight and a smaller array, and the smaller array.
-PROGRAMS: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
-    "times": (_net(lambda h, g: h * g), G),
-    "divided": (_net(lambda h, g: h / g), G),
-    "dividing": (_net(lambda h, g: g / (h + 4.0)), G),
-    "scalar_times": (_net(lambda h, s: h * s), ONE),
-    "divided_by_scalar": (_net(lambda h, s: h / s), ONE),
-    "times_and_plus": (_net(lambda h, g: h * g + g), G),
-    "times_twice": (_net(lambda h, g: (h * g) * g), G),
-    "times_a_row_of_h": (_net(lambda h, g: h * (h[:1] * g)), G),
-    "in_jit": (_net(jax.jit(lambda h, g: h * g)), G),
-    "in_remat": (_net(jax.checkpoint(lambda h, g: jnp.tanh(h * g) * g)), G),
-    "in_vmap": (_net(jax.vmap(lambda h, g: h * g[0], (0, None))), G),
-    "in_vmap_of_factors": (
-        _net(lambda h, g: jax.vmap(lambda s: (h * s[None]).mean(1), 1, 1)(g)),
-        G,
+# Functions of a weight and a smaller array.
+PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
+    "times": _net(lambda h, g: h * g),
+    "divided": _net(lambda h, g: h / g),
+    "dividing": _net(lambda h, g: g / (h + 4.0)),
+    "scalar_times": _net(lambda h, s: h * s),
+    "divided_by_scalar": _net(lambda h, s: h / s),
+    "times_and_plus": _net(lambda h, g: h * g + g),
+    "times_twice": _net(lambda h, g: (h * g) * g),
+    "times_a_row_of_h": _net(lambda h, g: h * (h[:1] * g)),
+    "in_jit": _net(jax.jit(lambda h, g: h * g)),
+    "in_remat": _net(jax.checkpoint(lambda h, g: jnp.tanh(h * g) * g)),
+    "in_vmap": _net(jax.vmap(lambda h, g: h * g[0], (0, None))),
+    "in_vmap_of_factors": _net(
+        lambda h, g: jax.vmap(lambda s: (h * s[None]).mean(1), 1, 1)(g)
     ),
-    "in_scan": (scaled_in_scan, G),
-    "in_shard_map": (scaled_in_shard_map, G),
+    "in_scan": scaled_in_scan,
+    "in_shard_map": scaled_in_shard_map,
 }
 
 
@@ -137,37 +136,32 @@ _FULL = {
     "times_twice",
     "in_vmap",
 }
-IN_WAYS = pytest.mark.parametrize(
-    "ways", [ORDERS, pytest.param(tuple(WAYS), marks=pytest.mark.full)], ids=len
-)
+ALL = pytest.param(tuple(WAYS), marks=pytest.mark.full)
+IN_WAYS = pytest.mark.parametrize("ways", [ORDERS, ALL], ids=len)
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("name", "ways"),
+    ("name", "ways", "reduce"),
     [
         *(
-            pytest.param(x, WAYS, marks=[pytest.mark.full] * (x != "times"))
+            pytest.param(x, WAYS, "", marks=[pytest.mark.full] * (x != "times"))
             for x in PROGRAMS
         ),
-        *((x, ORDERS) for x in PROGRAMS if x not in _FULL | {"times"}),
+        *((x, ORDERS, "") for x in PROGRAMS if x not in _FULL | {"times"}),
+        # Where those of weights are accumulators.
+        *((x, ORDERS, ",reduce=float32") for x in ("times_and_plus", "in_vmap")),
+        *(
+            pytest.param(x, WAYS, ",reduce=float32", marks=pytest.mark.full)
+            for x in ("times_and_plus", "in_vmap")
+        ),
     ],
 )
-def test_derivatives_of_gradients_have_every_term(name, ways, half) -> None:
-    fun, factor = PROGRAMS[name]
-    found = derivatives(autocast(fun, POLICIES[half]), ways)(W, factor)
+def test_derivatives_of_gradients_have_every_term(name, ways, reduce, half) -> None:
+    fun, factor = PROGRAMS[name], ONE if "scalar" in name else G
+    low = autocast(fun, f"{POLICIES[half]}{reduce}")
+    found = derivatives(low, ways)(W, factor)
     check(found, exact(fun, W, factor, ways=ways), half)
-
-
-@BOTH
-@IN_WAYS
-@pytest.mark.parametrize("name", ["times_and_plus", "in_vmap"])
-def test_derivatives_have_every_term_if_those_of_weights_are_accumulators(
-    name, ways, half
-):
-    fun, factor = PROGRAMS[name]
-    low = autocast(fun, f"{POLICIES[half]},reduce=float32")
-    check(derivatives(low, ways)(W, factor), exact(fun, W, factor, ways=ways), half)
 
 
 @BOTH
