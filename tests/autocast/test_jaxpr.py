@@ -185,17 +185,6 @@ def test_equal_bodies_stay_one_jaxpr() -> None:
     assert len({id(body) for body in bodies}) <= 2
 
 
-def test_a_checkpoint_keeps_its_policy() -> None:
-    policy = jax.checkpoint_policies.dots_saveable
-
-    def fun(w, x):
-        return jax.checkpoint(lambda x: jnp.sin(x @ w), policy=policy)(x)
-
-    jaxpr = jaxprs.trace(autocast(fun, BF16), W, X)
-    (eqn,) = jaxprs.equations(jaxpr, "checkpoint", "remat2", "remat")
-    assert eqn.params["policy"] is policy
-
-
 @BOTH
 def test_name_stacks_and_source_lines_stay(half: str) -> None:
     def fun(w, x):

@@ -159,16 +159,6 @@ def test_products_are_saved_where_checkpoint_asks_for_it():
     assert len(with_it) == len(without)
 
 
-def test_second_and_forward_derivatives():
-    def of(fun):
-        hessian = jax.grad(lambda ws: jnp.sum(jax.grad(fun)(ws, X) ** 2))
-        along = jax.jit(lambda ws: jax.jvp(lambda ws: fun(ws, X), (ws,), (ws,))[1])
-        return jax.jit(hessian)(WS), along(WS)
-
-    fun = autocast(mlp, policy("bf16"))
-    assert max(map(error, of(fun), of(mlp))) < 0.05
-
-
 def test_a_rule_turns_it_on_by_path_and_explain_shows_half():
     def fun(ws, x):
         with jax.named_scope("body"):

@@ -1,6 +1,6 @@
 """Derivatives of gradients of `autocast(f)`: every order that JAX has for float32."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -136,27 +136,22 @@ _FULL = {
     "times_twice",
     "in_vmap",
 }
-ALL = pytest.param(tuple(WAYS), marks=pytest.mark.full)
-IN_WAYS = pytest.mark.parametrize("ways", [ORDERS, ALL], ids=len)
+
+
+def _cases() -> Iterator[Any]:
+    """Yield programs, in which ways, and what is added to the policy."""
+    for name in PROGRAMS:
+        is_full = name != "times"
+        yield pytest.param(name, WAYS, "", marks=[pytest.mark.full] * is_full)
+        if is_full and name not in _FULL:
+            yield name, ORDERS, ""
+    for name in ("times_and_plus", "in_vmap"):  # gradients of weights: accumulators
+        yield name, ORDERS, ",reduce=float32"
+        yield pytest.param(name, WAYS, ",reduce=float32", marks=pytest.mark.full)
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("name", "ways", "reduce"),
-    [
-        *(
-            pytest.param(x, WAYS, "", marks=[pytest.mark.full] * (x != "times"))
-            for x in PROGRAMS
-        ),
-        *((x, ORDERS, "") for x in PROGRAMS if x not in _FULL | {"times"}),
-        # Where those of weights are accumulators.
-        *((x, ORDERS, ",reduce=float32") for x in ("times_and_plus", "in_vmap")),
-        *(
-            pytest.param(x, WAYS, ",reduce=float32", marks=pytest.mark.full)
-            for x in ("times_and_plus", "in_vmap")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "ways", "reduce"), _cases())
 def test_derivatives_of_gradients_have_every_term(name, ways, reduce, half) -> None:
     fun, factor = PROGRAMS[name], ONE if "scalar" in name else G
     low = autocast(fun, f"{POLICIES[half]}{reduce}")
@@ -165,7 +160,9 @@ def test_derivatives_of_gradients_have_every_term(name, ways, reduce, half) -> N
 
 
 @BOTH
-@IN_WAYS
+@pytest.mark.parametrize(
+    "ways", [ORDERS, pytest.param(tuple(WAYS), marks=pytest.mark.full)], ids=len
+)
 @pytest.mark.parametrize("reduce_dtype", [None, "float32"])
 def test_derivatives_of_gradients_of_casts_by_hand(reduce_dtype, ways, half) -> None:
     def by_hand(dtype):
