@@ -196,6 +196,8 @@ def test_a_primitive_between_products_is_left_alone(primitive: str) -> None:
         [
             ([v.aval for v in (*eqn.invars, *eqn.outvars)], eqn.params.keys())
             for eqn in jaxprs.equations(of, primitive)
+            # A product in half has a cond of its own, by platform.
+            if primitive != "cond" or "cos" in str(eqn)
         ]
         for of in (jaxpr, jaxprs.trace(fun, W, X))
     )
