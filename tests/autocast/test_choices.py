@@ -148,6 +148,18 @@ def test_a_square_that_is_summed_is_taken_in_f32(half: str) -> None:
     assert {eqn.outvars[0].aval.dtype for eqn in squares} == {jnp.dtype("float32")}
 
 
+def test_a_variance_by_squares_is_as_good_as_that_of_a_model_cast_by_hand() -> None:
+    def normalised(w, x, dtype=jnp.float32):
+        y = (x.astype(dtype) @ w.astype(dtype) + jnp.asarray(30, dtype)).astype("f4")
+        mean, squares = y.mean(-1, keepdims=True), (y * y).mean(-1, keepdims=True)
+        return (y - mean) * lax.rsqrt(squares - mean * mean + jnp.float32(1e-3))
+
+    w, x = weight(4, 64, 64), normal(5, 32, 64)
+    full = normalised(w, x)
+    by_hand = error(normalised(w, x, jnp.bfloat16), full)
+    assert error(autocast(normalised, BF16)(w, x), full) < 1.5 * by_hand < 0.1
+
+
 def _norm(x):
     centred = x - x.mean(-1, keepdims=True)
     return centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)

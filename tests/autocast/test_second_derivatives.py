@@ -151,7 +151,7 @@ def _cases() -> Iterator[Any]:
 
 
 @BOTH
-@pytest.mark.parametrize(("name", "ways", "reduce"), _cases())
+@pytest.mark.parametrize(("name", "ways", "reduce"), list(_cases()))
 def test_derivatives_of_gradients_have_every_term(name, ways, reduce, half) -> None:
     fun, factor = PROGRAMS[name], ONE if "scalar" in name else G
     low = autocast(fun, f"{POLICIES[half]}{reduce}")
