@@ -73,7 +73,7 @@ def position_bias(qkv=QKV, bias=SLOPES):
     return jnp.mean((jax.nn.softmax(logits, -1) @ v) ** 2)
 
 
-def large_class_biases(w=W, b=1000 + V[:, 0]):
+def large_class_biases(w=W, b: Any = 1000 + V[:, 0]):
     found = jax.nn.log_softmax(X @ w + b, -1)
     return -jnp.mean(jnp.take_along_axis(found, LABELS, 1))
 
@@ -270,7 +270,11 @@ def _residual_stream(first):
 
 def _convolved(w, b, kernel):
     x = lax.conv_general_dilated(
-        X[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        jnp.asarray(X)[None],
+        kernel,
+        (1,),
+        "SAME",
+        dimension_numbers=("NWC", "WIO", "NWC"),
     )
     return (x + b + (X @ w + b)[None])[0]
 
