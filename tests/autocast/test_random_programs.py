@@ -289,6 +289,10 @@ def test_each_operation_keeps_its_digits_around_a_product(index):
 # The oracle.
 
 OFFSETS = {
+    "then_a_mean": Program(
+        (Op("product"), Op("add_argument", 1), Op("minus_mean")), "mean_square"
+    ),
+    "in_a_softmax": Program((Op("product"), Op("add_constant", 1)), "cross_entropy"),
     "far_targets": Program((Op("product"), Op("add_number", 5)), "squared_error_far"),
     "in_a_loop": Program(
         (Op("sum_in_scan", 0, (Op("product"), Op("affine", 3), Op("minus_mean"))),),
