@@ -1,6 +1,5 @@
 """What the program chose stays, and what the policy says of a scope holds in it."""
 
-import functools
 from typing import Any
 
 import bitwise
@@ -14,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jaxprs import dtypes_of_products
 
-from jmp_lite import PolicyMap, autocast, full_precision
+from jmp_lite import PolicyMap, autocast, explain, full_precision
 
 BF16 = POLICIES["bf16"]
 W, X = weight(0, 8, 8), normal(1, 4, 8)
@@ -150,16 +149,15 @@ def test_a_square_that_is_summed_is_taken_in_f32(half: str) -> None:
 
 
 def test_a_variance_by_squares_is_as_good_as_that_of_a_model_cast_by_hand() -> None:
-    def normalised(w, x, dtype):
+    def normalised(w, x, dtype=jnp.float32):
         y = (x.astype(dtype) @ w.astype(dtype) + jnp.asarray(30, dtype)).astype("f4")
         mean, squares = y.mean(-1, keepdims=True), (y * y).mean(-1, keepdims=True)
         return (y - mean) * lax.rsqrt(squares - mean * mean + jnp.float32(1e-3))
 
     w, x = weight(4, 64, 64), normal(5, 32, 64)
-    in_float32 = functools.partial(normalised, dtype=jnp.float32)
-    full = in_float32(w, x)
+    full = normalised(w, x)
     by_hand = error(normalised(w, x, jnp.bfloat16), full)
-    assert error(autocast(in_float32, BF16)(w, x), full) < 1.5 * by_hand < 0.1
+    assert error(autocast(normalised, BF16)(w, x), full) < 1.5 * by_hand < 0.1
 
 
 def _norm(x):
@@ -167,38 +165,32 @@ def _norm(x):
     return centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
 
 
-def _norm_after_each_product(w, x):
+def _norm_after_each_product(w, x, norm=_norm):
     """Residual blocks whose stream is made by norms, as with BatchNorm."""
-    x = jax.nn.relu(_norm(x @ w))
+    x = jax.nn.relu(norm(x @ w))
     for _ in range(2):
-        x = jax.nn.relu(x + _norm(jnp.tanh(x @ w) @ w))
+        x = jax.nn.relu(x + norm(jnp.tanh(x @ w) @ w))
     return x @ w
 
 
-def _dtypes_of_relus(fun: Any) -> list[str]:
-    return [
-        str(e.outvars[0].aval.dtype)
-        for e in jaxprs.trace(fun, W, X).eqns
-        if e.primitive.name == "custom_jvp_call" and "max" in str(e)
-    ]
-
-
-def test_a_stream_that_norms_make_is_half_where_products_read_it() -> None:
-    # Rounded once, before the relu, for all that reads it: what is added next, too.
-    # float16 has no range to spare.
-    for half, name in (("bf16", "bfloat16"), ("f16", "float32")):
-        low = autocast(_norm_after_each_product, POLICIES[half])
-        assert _dtypes_of_relus(low) == [name] * 3
-
-
 @pytest.mark.parametrize(
-    "fun",
-    [lambda x, w: jnp.mean(x, 0) @ w, lambda x, w: (x, x @ w)],
-    ids=["pooled", "returned"],
+    ("fun", "half", "dtypes"),
+    [
+        # Rounded once, before the relu, for all that reads it: what is added next, too.
+        (_norm_after_each_product, "bf16", ["bfloat16"] * 3),
+        # float16 has no range to spare.
+        (_norm_after_each_product, "f16", ["float32"] * 3),
+        # These are not read by products alone.
+        (lambda w, x: jnp.mean(jax.nn.relu(_norm(x @ w)), 0) @ w, "bf16", ["float32"]),
+        (lambda w, x: ((y := jax.nn.relu(_norm(x @ w))), y @ w), "bf16", ["float32"]),
+    ],
+    ids=["bf16", "f16", "pooled", "returned"],
 )
-def test_what_is_more_than_read_by_products_stays_f32(fun: Any) -> None:
-    low = autocast(lambda w, x: fun(jax.nn.relu(_norm(x @ w)), w), BF16)
-    assert _dtypes_of_relus(low) == ["float32"]
+def test_a_stream_that_norms_make_is_half_where_products_read_it(fun, half, dtypes):
+    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W, X)
+    relus = [e for e in jaxpr.eqns if e.primitive.name == "custom_jvp_call"]
+    found = [str(e.outvars[0].aval.dtype) for e in relus if "max" in str(e)]
+    assert found == dtypes
 
 
 @pytest.mark.one_of("half")
@@ -208,8 +200,10 @@ def test_comparisons_of_what_norms_make_stay_comparisons(half: str) -> None:
         x = _norm(x @ w)
         return x, lax.select(x > 0, jnp.ones_like(x), jnp.zeros_like(x)) @ w
 
-    _, out = autocast(masked, POLICIES[half])(W, X)
-    assert error(out, masked(W, X)[1]) < 4 * EPS[half]
+    (_, out), (_, exact) = (
+        jax.jit(f)(W, X) for f in (autocast(masked, POLICIES[half]), masked)
+    )
+    assert error(out, exact) < 4 * EPS[half]
 
 
 def test_a_stream_that_norms_make_is_as_good_as_one_cast_by_hand() -> None:
@@ -220,15 +214,18 @@ def test_a_stream_that_norms_make_is_as_good_as_one_cast_by_hand() -> None:
         return low(_norm(x.astype(jnp.float32)))
 
     def by_hand(w, x):
-        x = jax.nn.relu(norm(low(x) @ w))
-        for _ in range(2):
-            x = jax.nn.relu(x + norm(jnp.tanh(x @ w) @ w))
-        return (x @ w).astype(jnp.float32)
+        return _norm_after_each_product(low(w), low(x), norm).astype(jnp.float32)
 
-    w, x = weight(0, 64, 64), normal(1, 256, 64)
-    exact = jax.jit(_norm_after_each_product)(w, x)
-    cast = jax.jit(autocast(_norm_after_each_product, BF16))
-    assert error(cast(w, x), exact) <= error(jax.jit(by_hand)(low(w), x), exact)
+    args = weight(0, 64, 64), normal(1, 256, 64)
+    exact, cast, rounded = (
+        jax.jit(fun)(*args)
+        for fun in (
+            _norm_after_each_product,
+            autocast(_norm_after_each_product, BF16),
+            by_hand,
+        )
+    )
+    assert error(cast, exact) <= error(rounded, exact)
 
 
 def _gradient_descent(w, x):
@@ -245,7 +242,8 @@ def _euler(w, x):
 
 @pytest.mark.parametrize(("fun", "start"), [(_gradient_descent, W), (_euler, X)])
 def test_small_steps_between_products_are_not_lost(fun: Any, start: Any) -> None:
-    assert error(autocast(fun, BF16)(W, X) - start, fun(W, X) - start) < 0.02
+    found, exact = (jax.jit(f)(W, X) - start for f in (autocast(fun, BF16), fun))
+    assert error(found, exact) < 0.02
 
 
 @pytest.mark.parametrize("half_results", [True, False])
@@ -262,14 +260,62 @@ def test_the_bias_of_a_convolution_is_added_in_half(half, half_results) -> None:
         return x
 
     w, b, x = weight(0, 2, 4, 4, 3, 3), normal(1, 1, 4, 1, 1), normal(2, 8, 4, 8, 8)
-    w, b, x = map(jnp.abs, (w, b, x))  # the gradient of the bias: terms of one sign
+    args = tuple(map(jnp.abs, (w, b, x)))  # the gradient of the bias: of one sign
     cast = autocast(blocks, POLICIES[half], half_results=half_results)
-    first, *_ = jaxprs.equations(jaxprs.trace(cast, w, b, x), "add")
+    first, *_ = jaxprs.equations(jaxprs.trace(cast, *args), "add")
     is_half = half == "bf16" or half_results
     expected = DTYPES[half] if is_half else jnp.dtype("float32")
     assert first.outvars[0].aval.dtype == expected
     grads, exact = (
-        jax.jit(jax.grad(lambda *args, f=f: jnp.mean(f(*args) ** 2), 1))(w, b, x)
+        jax.jit(jax.grad(lambda *args, f=f: jnp.mean(f(*args) ** 2), 1))(*args)
         for f in (cast, blocks)
     )
     assert error(grads, exact) < 4 * EPS[half]
+
+
+# A comparison asks for float32 only where its answer is more than a choice.
+
+CHOICES = {
+    "leaky": lambda x: jnp.where(x > 0, x, 0.1 * x),
+    "relu": lambda x: jnp.where(x > 0, x, 0.0),
+    "both": lambda x: jnp.where((x > 0) & (x < 1), x, 0.0),
+    "not": lambda x: jnp.where(~(x > 0), 0.0, x),
+    "any": lambda x: jnp.where(jnp.any(x > 0, -1, keepdims=True), x, 0.0),
+    "finite": lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
+    "jit": lambda x: jax.jit(jnp.where)(x > 0, x, 0.5 * x),
+    "scan": lambda x: jax.lax.map(lambda row: jnp.where(row > 0, row, 0.0), x),
+}
+
+
+def results_of_products(fun: Any) -> list[str]:
+    rows = explain(fun, POLICIES["f16"])(W, X).rows
+    return [r.after.split()[-1] for r in rows if r.primitive == "dot_general"]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_a_choice_compares_can_be_half_and_so_for_its_gradient(name):
+    def fun(w, x):
+        return CHOICES[name](x @ w) @ w
+
+    assert results_of_products(fun) == ["f16", "f32"]
+    grad = jax.grad(lambda w, x: jnp.sum(jnp.square(fun(w, x))))
+    assert results_of_products(grad)[0] == "f16"
+    for of in (fun, grad):
+        assert error(jax.jit(autocast(of, POLICIES["f16"]))(W, X), of(W, X)) < 5e-3
+
+
+ANSWERS = {
+    "returned": lambda x: (x > 0, x @ W),
+    "returned not": lambda x: (~(x > 0), x @ W),
+    "branch": lambda x: lax.cond(x[0, 0] > 0, lambda: x @ W, lambda: -x @ W),
+    "branch of any": lambda x: lax.cond(jnp.any(x > 0), lambda: x @ W, lambda: x),
+    "counted": lambda x: (jnp.sum(x > 0, dtype=jnp.int32), x @ W),
+    "printed": lambda x: (jax.debug.callback(lambda _: None, x > 0), x @ W)[1],
+    "printed number": lambda x: (jax.debug.callback(lambda _: None, x), x @ W)[1],
+    "largest": lambda x: (jnp.argmax(x), x @ W),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_decides_more_than_a_choice_stays_float32(name):
+    assert results_of_products(lambda w, x: ANSWERS[name](x @ w))[0] == "f32"

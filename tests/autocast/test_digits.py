@@ -10,7 +10,8 @@ import jaxprs
 import numpy as np
 import pytest
 from arrays import error, uniform
-from autocast_corpus.program import DTYPES, POLICIES
+from autocast_corpus.program import DTYPES, POLICIES, relative_error
+from f16_hazards import HAZARDS
 from jax import lax
 from jax.nn import sigmoid
 
@@ -181,10 +182,10 @@ def test_neighbours_of_a_number_are_those_in_float32(half: str) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("zero", [0, 0.0, 3])
-def test_an_integer_is_a_number_like_any_other(half: str, zero: Any) -> None:
+@pytest.mark.parametrize("number", [0, 0.0, 3])
+def test_an_integer_is_a_number_like_any_other(half: str, number: Any) -> None:
     def fun(w):
-        return jnp.where(X[:, :8] > 0, X @ w, zero) @ V
+        return jnp.where(X[:, :8] > 0, X @ w, number) @ V
 
     low = autocast(fun, POLICIES[half])
     (select,) = jaxprs.equations(jaxprs.trace(low, W), "select_n")
@@ -208,10 +209,25 @@ def test_moves_of_half_values_are_half(half: str) -> None:
 
     def fun(w):
         h = (X @ w).at[0].set(0.0)
-        h = lax.with_sharding_constraint(jax.device_put(h), rows)
-        return h @ V
+        return lax.with_sharding_constraint(jax.device_put(h), rows) @ V
 
     jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W)
     for move in ("scatter", "device_put", "sharding_constraint"):
         (eqn,) = jaxprs.equations(jaxpr, move)
         assert eqn.outvars[0].aval.dtype == DTYPES[half]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.one_of("order")
+@pytest.mark.parametrize("order", ["outside", "inside"])
+@pytest.mark.parametrize("name", HAZARDS)
+def test_what_overflows_or_underflows_in_f16_holds(name: str, order: str) -> None:
+    """Each hazard lies between products, as in a model: something is lowered."""
+    (fun, args), policy = HAZARDS[name], POLICIES["f16"]
+    low, both = autocast(fun, policy), jax.value_and_grad(fun)
+    products = jaxprs.products(jaxprs.trace(low, *args))
+    assert products and all(map(jaxprs.is_half, products))
+    cast = jax.value_and_grad(low) if order == "outside" else autocast(both, policy)
+    (value, grad), (exact_value, exact_grad) = (jax.jit(f)(*args) for f in (cast, both))
+    assert relative_error([value], [exact_value]) < 0.02
+    assert relative_error([grad], [exact_grad]) < 0.06

@@ -125,13 +125,6 @@ def test_lowering_nothing_says_what_is_left_alone() -> None:
         bitwise.assert_same(found, fun(*args))
 
 
-def test_lowering_something_or_asking_for_nothing_does_not_warn() -> None:
-    rules = OpRules.default(jnp.bfloat16)
-    nothing = OpRules.only([(p, c) for p, c in rules.classes if c != "half"])
-    autocast(product, BF16)(W, X)
-    autocast(jnp.sin, BF16, rules=nothing)(X)
-
-
 @pytest.mark.parametrize("call", [autocast, explain, first_nonfinite, dry_run, advise])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.grad])
 def test_an_error_of_tracing_names_the_users_function(call: Any, wrap: Any) -> None:
@@ -184,49 +177,32 @@ def _reduction_by_a_function(x):
     return x * total[:, None]
 
 
-@pytest.mark.parametrize(
-    ("between", "primitive", "holds"),
-    [
-        (_kernel, "pallas_call", None),
-        (_decomposition, "cholesky", None),
-        (_platforms, "cond", "cos"),
-        (_reduction_by_a_function, "reduce", None),
-    ],
-)
-def test_a_primitive_between_products_is_left_alone(between, primitive, holds):
-    def fun(w, x):
-        return between(x @ w) @ w
+BETWEEN = {
+    "pallas_call": _kernel,
+    "cholesky": _decomposition,
+    "cond": _platforms,
+    "reduce": _reduction_by_a_function,
+}
 
-    def is_it(eqn):
-        bodies = jaxprs.bodies(eqn)
-        return not holds or any(jaxprs.equations(body, holds) for body in bodies)
+
+@pytest.mark.parametrize("primitive", BETWEEN)
+def test_a_primitive_between_products_is_left_alone(primitive: str) -> None:
+    def fun(w, x):
+        return BETWEEN[primitive](x @ w) @ w
 
     low = autocast(fun, BF16)
-    jaxpr, plain = jaxprs.trace(low, W, X), jaxprs.trace(fun, W, X)
-    found, expected = (
+    jaxpr = jaxprs.trace(low, W, X)
+    (found,), (expected,) = (
         [
             ([v.aval for v in (*eqn.invars, *eqn.outvars)], eqn.params.keys())
             for eqn in jaxprs.equations(of, primitive)
-            if is_it(eqn)
+            # A product in half has a cond of its own, by platform.
+            if primitive != "cond" or "cos" in str(eqn)
         ]
-        for of in (jaxpr, plain)
+        for of in (jaxpr, jaxprs.trace(fun, W, X))
     )
-    assert found == expected and len(found) == 1
+    assert found == expected
     # The last product's result is that of the function: from the f32 accumulator.
     (first, *_, last) = jaxprs.products(jaxpr)
     assert first is not last and jaxprs.is_half(first) and jaxprs.is_half(last)
     assert relative_error([jax.jit(low)(W, X)], [fun(W, X)]) < 0.03
-
-
-def test_effects_keep_their_order() -> None:
-    seen = []
-
-    def fun(w, x):
-        for i in range(3):
-            x = x @ w
-            jax.debug.callback(lambda _, i=i: seen.append(i), x[0, 0], ordered=True)
-        return x
-
-    jax.block_until_ready(jax.jit(autocast(fun, BF16))(W, X))
-    jax.effects_barrier()
-    assert seen == [0, 1, 2]

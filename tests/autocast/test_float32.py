@@ -72,11 +72,10 @@ def test_a_value_that_only_the_outside_of_jit_has_stays_known() -> None:
     assert low(W, jnp.abs(X)).shape == (4, 8)
 
 
-def test_patterns_must_match_all_the_same() -> None:
-    policy = PolicyMap("full", {"layers": "full"})
-    for call in (autocast, explain, dry_run, lint):
-        with pytest.raises(ValueError, match="'layers' matches no path"):
-            call(loss, policy)(W, X)
+@pytest.mark.parametrize("call", [autocast, explain, dry_run, lint])
+def test_patterns_must_match_all_the_same(call: Any) -> None:
+    with pytest.raises(ValueError, match="'layers' matches no path"):
+        call(loss, PolicyMap("full", {"layers": "full"}))(W, X)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)

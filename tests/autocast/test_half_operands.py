@@ -159,26 +159,6 @@ def test_large_products_are_in_fp8():
     assert all(error(g, e) < 0.1 for g, e in zip(grads, want, strict=True))
 
 
-LOOKUPS = {
-    "index": lambda t, ids: t[ids],
-    "take": lambda t, ids: jnp.take(t, ids, axis=0),
-    "jit": jax.jit(lambda t, ids: t[ids]),
-    "remat": jax.checkpoint(lambda t, ids: jnp.take(t, ids, axis=0)),
-}
-
-
-@in_both_halves
-@pytest.mark.parametrize("lookup", LOOKUPS)
-def test_gradients_of_a_table_in_half_are_summed_in_float32(lookup, half):
-    def fun(table: jax.Array) -> jax.Array:
-        rows = LOOKUPS[lookup](table, jnp.zeros(4096, jnp.int32))
-        return jnp.sum(rows @ jnp.ones((8, 8))) / 8
-
-    low = autocast(fun, f"mixed_{half}")
-    grad = jax.jit(jax.grad(low))(jnp.ones((4, 8), half))
-    np.testing.assert_array_equal(grad[0], np.full(8, 4096))
-
-
 def test_a_program_all_in_half_is_told_to_begin_in_float32():
     """Tokens promote nothing: norms and the loss are in half, too, as JAX has it."""
 

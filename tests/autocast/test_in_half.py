@@ -16,8 +16,7 @@ from flax import nnx
 from half_kernels import WIDTH, W, X, flash, layer, softmax_attention
 from jax import lax
 
-import jmp_lite
-from jmp_lite import PolicyMap, autocast, explain, full_precision, in_half
+from jmp_lite import PolicyMap, autocast, explain, full_precision, in_half, numerics
 
 pytestmark = pytest.mark.one_of("half")
 BOTH = pytest.mark.parametrize("half", POLICIES)
@@ -349,18 +348,17 @@ def test_explain_lists_calls() -> None:
 
 
 def test_dry_run_and_first_nonfinite_run_calls_as_they_are() -> None:
-    report = jmp_lite.numerics.dry_run(block, BF16)(W, X)  # no warning of half products
+    report = numerics.dry_run(block, BF16)(W, X)  # no warning of half products
     (out,) = [row for row in report.rows if row.primitive == "reduce_sum"][-1:]
     assert 0 < out.error < 0.05
     exps = [row for row in report.rows if row.primitive == "exp"]
     assert exps and all(row.layer == "block" for row in exps)
     low = autocast(block, BF16)
-    assert jmp_lite.numerics.first_nonfinite(low)(W, X) is None
-    found = jmp_lite.numerics.first_nonfinite(low)(W.at[0].set(jnp.inf), X)
+    assert numerics.first_nonfinite(low)(W, X) is None
+    found = numerics.first_nonfinite(low)(W.at[0].set(jnp.inf), X)
     assert found is not None and found.layer == "block"
-    advice = jmp_lite.numerics.advise(block, "mixed_bfloat16")(W, X)
-    assert str(advice.policy)
-    assert jmp_lite.numerics.lint(low, BF16)(W, X).findings == ()
+    assert str(numerics.advise(block, "mixed_bfloat16")(W, X).policy)
+    assert numerics.lint(low, BF16)(W, X).findings == ()
 
 
 def test_a_program_of_kernels_alone_runs_in_half() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from arrays import error
 from autocast_corpus.program import DTYPES, POLICIES
+from backward_pass import exact_gradients
 from jax import lax
 
 from jmp_lite import autocast
@@ -40,162 +41,135 @@ def _normal(*shape: int) -> np.ndarray:
 ROWS, IN, OUT = 128, 32, 16
 X = _normal(ROWS, IN)
 W, V = _normal(IN, OUT) / np.sqrt(IN), _normal(OUT, 8) / 4
-W4 = W[:, :4].copy()
+W4, REVERSED = W[:, :4].copy(), W[::-1].copy()
 WEIGHTS = _rng.uniform(size=(ROWS, OUT)).astype(np.float32)
 FAR = 5000 + _normal(ROWS, OUT)
 BIASES = np.full(OUT, 5000, np.float32)
 ANCHOR = np.array([1000, 1000, 1008, 1012], np.float32)
 TOKENS, QKV = _normal(4, 32, IN), _normal(3, IN, IN) / np.sqrt(IN)
-SLOPES = 4 * np.arange(32, dtype=np.float32)
+SLOPES = 4 * np.arange(32, dtype=np.float32)[None]
+TIMES = 4096 + np.arange(OUT, dtype=np.float32)
+PRIORS = np.geomspace(1e-20, 1, OUT).astype(np.float32)
+TEMPERATURE = np.float32(0.07)
 TOKENS_OF_ONE_SIGN, SATURATING = abs(_normal(32, IN)), _normal(IN, IN)
-REVERSED = W[::-1].copy()
 LABELS = _rng.integers(0, OUT, (ROWS, 1)).astype(np.int32)  # in x64 mode as well
 
 
-def _squared(predicted: Any) -> Any:
+# Losses. Their arguments are their defaults.
+
+
+def _squared(predicted):
     return jnp.mean((predicted - FAR) ** 2)
 
 
-def boxes(w, anchor):
+def boxes(w=W4, anchor=ANCHOR):
     box = anchor + X @ w
     return jnp.mean((box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]))
 
 
-def attention(qkv, bias):
+def position_bias(qkv=QKV, bias=SLOPES):
     q, k, v = (TOKENS @ w for w in qkv)
     logits = jnp.einsum("bid,bjd->bij", q, k) / np.sqrt(IN) + bias
     return jnp.mean((jax.nn.softmax(logits, -1) @ v) ** 2)
 
 
-def cross_entropy(w, b):
+def large_class_biases(w=W, b: Any = 1000 + V[:, 0]):
     found = jax.nn.log_softmax(X @ w + b, -1)
     return -jnp.mean(jnp.take_along_axis(found, LABELS, 1))
 
 
-def offset_in_scan(w, b):
+def in_scan(w=W, b=BIASES):
     def step(total, x):
         return total + jnp.mean((x @ w + b - 5000) ** 2), None
 
     return lax.scan(step, 0 * w[0, 0], X.astype(w.dtype).reshape(8, -1, IN))[0]
 
 
-def huber(w, b):
+def huber(w=W, b=BIASES):
     off = X @ w + b - FAR
     return jnp.mean(jnp.where(abs(off) < 1, off**2 / 2, abs(off) - 0.5))
 
 
-def in_two_losses(w, b, v):
+def in_two_losses(w=W, b=BIASES, v=V):
     h = X @ w + b
     return _squared(h) + jnp.mean((h @ v) ** 2) * 1e-6
 
 
-def kl_divergence(w, v):
+def kl_divergence(w=W, v=REVERSED):
     mean, s = X @ v / 10, X @ w / 10
     return -jnp.mean(1 + s - mean**2 - jnp.exp(s)) / 2
 
 
-def survival(w):
+def survival(w=W):
     p = jax.nn.sigmoid(abs(X) @ abs(w) + 1)
     return jnp.mean(jnp.log(1 - jnp.prod(p, -1)))
 
 
-def likelihood(w, v):
+def likelihood(w=W, v=REVERSED):
     sigma = jax.nn.softplus(X @ v) + 1e-3
     return jnp.mean((((FAR - 5000) - X @ w) / sigma) ** 2 / 2 + jnp.log(sigma))
 
 
-def pairs(w):
+def pairs(w=W):
     better, worse = X @ w + 300, X[::-1] @ w + 300
     return -jnp.mean(jax.nn.log_sigmoid(better - worse))
 
 
-def sides(v):
+def sides(v=REVERSED):
     centre, size = X @ W + 512, X @ v + 4
     low, high = centre - size / 2, centre + size / 2
     return jnp.mean((high - low)[:, ::2] * (high - low)[:, 1::2])
 
 
-def variance_of_two(w, v):
+def variance_of_two(w=W, v=W + W[::-1] / 4):
     a, b = X @ w, X @ v
     mean = (a + b) / 2
     return jnp.mean((a**2 + b**2) / 2 - mean**2)
 
 
-# Name -> a loss, and its arguments.
-PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "boxes": (boxes, (W4, ANCHOR)),
-    "boxes_of_constants": (lambda w: boxes(w, ANCHOR), (W4,)),
-    "number": (lambda w: _squared(X @ w + 5000), (W,)),
-    "bias": (lambda w, b: _squared(X @ w + b), (W, BIASES)),
-    "mean_of_targets": (lambda w, b: _squared(X @ w + b), (W, BIASES[:1])),
-    "mean_and_deviation": (
-        lambda w, b, s: _squared(X @ w * s + b),
-        (W, BIASES, V[0, 0]),
+def in_cond(w=W, b=BIASES):
+    return _squared(lax.cond(b[0] > 0, lambda h: h + b, lambda h: h - b, X @ w))
+
+
+def near_one(h):
+    return jnp.mean((1 / (1 + h / 99) - 1) * WEIGHTS)
+
+
+_NAMED = [boxes, position_bias, large_class_biases, in_scan, in_cond, huber, pairs]
+_NAMED += [sides, in_two_losses, kl_divergence, survival, likelihood, variance_of_two]
+PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
+    "boxes_of_constants": lambda w=W4: boxes(w),
+    "number": lambda w=W: _squared(X @ w + 5000),
+    "bias": lambda w=W, b=BIASES: _squared(X @ w + b),
+    "mean_of_targets": lambda w=W, b=BIASES[:1]: _squared(X @ w + b),
+    "mean_and_deviation": lambda w=W, b=BIASES, s=V[0, 0]: _squared(X @ w * s + b),
+    "value_head": lambda w=W, b=BIASES[0]: jnp.mean(
+        ((X @ w)[:, 0] + b - FAR[:, 0]) ** 2
     ),
-    "value_head": (
-        lambda w, b: jnp.mean(((X @ w)[:, 0] + b - FAR[:, 0]) ** 2),
-        (W, np.float32(5000)),
+    "timestamps": lambda w=W, t=TIMES: jnp.mean((jnp.diff(X @ w + t) - 1) ** 2),
+    "position_bias_of_constants": lambda qkv=QKV: position_bias(qkv),
+    "class_priors": lambda w=W, p=PRIORS: large_class_biases(w, jnp.log(p)),
+    "temperature": lambda w=W, t=TEMPERATURE: large_class_biases(w / t, 0),
+    "in_remat": lambda w=W, b=BIASES: jax.checkpoint(
+        lambda w, b: jnp.mean((X @ w + b - 5000) ** 2)
+    )(w, b),
+    "in_jit": lambda w=W, b=BIASES: _squared(jax.jit(jnp.add)(X @ w, b)),
+    "in_vmap": lambda w=W, b=BIASES: jnp.mean(
+        jax.vmap(lambda x: (x @ w + b - 5000) ** 2)(X)
     ),
-    "timestamps": (
-        lambda w, t: jnp.mean((jnp.diff(X @ w + t) - 1) ** 2),
-        (W, 4096 + np.arange(OUT, dtype=np.float32)),
+    "relu": lambda w=W, b=BIASES: _squared(jax.nn.relu(X @ w + b)),
+    "near_one": lambda w=W: near_one(jnp.exp(X @ w)),
+    "inverse_near_one": lambda w=W: near_one((X @ w) ** 2),
+    "kl_divergence_near_0": lambda w=W / 10, v=W[::-1] / 10: kl_divergence(w, v) * 1e3,
+    "difference": lambda w=W, v=REVERSED: jnp.mean(
+        ((X @ w + 300) - (X @ v + 300)) ** 2
     ),
-    "position_bias": (attention, (QKV, SLOPES[None])),
-    "position_bias_of_constants": (lambda w: attention(w, SLOPES[None]), (QKV,)),
-    "large_class_biases": (cross_entropy, (W, 1000 + V[:, 0])),
-    "class_priors": (
-        lambda w, p: cross_entropy(w, jnp.log(p)),
-        (W, np.geomspace(1e-20, 1, OUT).astype(np.float32)),
+    "temporal_difference": lambda w=W: jnp.mean(
+        (X @ w + 100 - 0.99 * (X[::-1] @ w + 100) - WEIGHTS) ** 2
     ),
-    "temperature": (lambda w, t: cross_entropy(w / t, 0), (W, np.float32(0.07))),
-    "in_scan": (offset_in_scan, (W, BIASES)),
-    "in_remat": (
-        jax.checkpoint(lambda w, b: jnp.mean((X @ w + b - 5000) ** 2)),
-        (W, BIASES),
-    ),
-    "in_jit": (lambda w, b: _squared(jax.jit(jnp.add)(X @ w, b)), (W, BIASES)),
-    "in_vmap": (
-        lambda w, b: jnp.mean(jax.vmap(lambda x: (x @ w + b - 5000) ** 2)(X)),
-        (W, BIASES),
-    ),
-    "in_cond": (
-        lambda w, b: _squared(
-            lax.cond(b[0] > 0, lambda h: h + b, lambda h: h - b, X @ w)
-        ),
-        (W, BIASES),
-    ),
-    "huber": (huber, (W, BIASES)),
-    "relu": (lambda w, b: _squared(jax.nn.relu(X @ w + b)), (W, BIASES)),
-    "in_two_losses": (in_two_losses, (W, BIASES, V)),
-    "near_one": (
-        lambda w: jnp.mean((1 / (1 + jnp.exp(X @ w) / 99) - 1) * WEIGHTS),
-        (W,),
-    ),
-    "inverse_near_one": (
-        lambda w: jnp.mean((1 / (1 + (X @ w) ** 2 / 99) - 1) * WEIGHTS),
-        (W,),
-    ),
-    "kl_divergence": (kl_divergence, (W, REVERSED)),
-    "kl_divergence_near_0": (
-        lambda w, v: kl_divergence(w, v) * 1e3,
-        (W / 10, W[::-1] / 10),
-    ),
-    "pairs": (pairs, (W,)),
-    "difference": (
-        lambda w, v: jnp.mean(((X @ w + 300) - (X @ v + 300)) ** 2),
-        (W, REVERSED),
-    ),
-    "temporal_difference": (
-        lambda w: jnp.mean((X @ w + 100 - 0.99 * (X[::-1] @ w + 100) - WEIGHTS) ** 2),
-        (W,),
-    ),
-    "sides": (sides, (REVERSED,)),
-    "variance_of_two": (variance_of_two, (W, W + W[::-1] / 4)),
-    "survival": (survival, (W,)),
-    "likelihood": (likelihood, (W, REVERSED)),
-    "angles": (lambda w: jnp.mean(jnp.sin(3 * (X @ w + 10)) * WEIGHTS), (W,)),
-    "turns": (lambda w: jnp.mean(jnp.cos(2 * np.pi * (X @ w + 40)) * WEIGHTS), (W,)),
-    "tan": (lambda w: jnp.mean(jnp.tan(0.2 * (X @ w) + 3.1) * WEIGHTS), (W,)),
+    "angles": lambda w=W: jnp.mean(jnp.sin(3 * (X @ w + 10)) * WEIGHTS),
+    "turns": lambda w=W: jnp.mean(jnp.cos(2 * np.pi * (X @ w + 40)) * WEIGHTS),
+    "tan": lambda w=W: jnp.mean(jnp.tan(0.2 * (X @ w) + 3.1) * WEIGHTS),
 }
 # The product's own rounding is a part of an angle, as with casts by hand: of the value,
 # which nearly cancels, and of the gradient.
@@ -213,9 +187,9 @@ def _value_and_grad(fun: Any, args: Any) -> Any:
 @functools.cache
 def exact(name: str) -> Any:
     """Return the loss and its gradients in float64."""
-    fun, args = PROGRAMS[name]
+    fun: Any = PROGRAMS[name]
     with jax.enable_x64(True):
-        args = [np.asarray(x, np.float64) for x in args]
+        args = [np.asarray(x, np.float64) for x in fun.__defaults__]
         return jax.tree.map(np.asarray, _value_and_grad(_loss(fun), args))
 
 
@@ -229,13 +203,13 @@ def low(fun: Any, half: str) -> Any:
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_added_to_a_product_keeps_its_digits(name, order, half):
-    fun, args = PROGRAMS[name]
+    fun: Any = PROGRAMS[name]
+    args = fun.__defaults__
     if order == "outside":
         value, grads = _value_and_grad(_loss(low(fun, half)), args)
     else:
-        argnums = tuple(range(len(args)))
-        inside = low(jax.value_and_grad(_loss(fun), argnums), half)
-        value, grads = jax.jit(inside)(*args)
+        inside = jax.value_and_grad(_loss(fun), tuple(range(len(args))))
+        value, grads = jax.jit(low(inside, half))(*args)
     exact_value, exact_grads = exact(name)
     if name not in ANGLES:
         assert error(value, exact_value) < 0.01
@@ -260,8 +234,7 @@ def test_saturated_attention_has_the_gradient_of_casts_by_hand(size, half):
         p = cast(jax.nn.softmax(logits, -1))
         return SCALE * jnp.mean((p @ cast(x)).astype(w.dtype))
 
-    with jax.enable_x64(True):
-        expected = np.asarray(jax.jit(jax.grad(loss))(np.asarray(w, np.float64)))
+    (expected,) = exact_gradients(loss, w)
 
     def by_hand(w):
         return loss(w, lambda x: x.astype(_dtype(half)))
@@ -277,8 +250,7 @@ def test_a_half_value_is_rounded_in_all_reads_or_in_none(half):
     def loss(w):
         return SCALE * jnp.mean(jax.nn.softplus(100 * X @ w))
 
-    with jax.enable_x64(True):
-        expected = np.asarray(jax.jit(jax.grad(loss))(np.asarray(W, np.float64)))
+    (expected,) = exact_gradients(loss, W)
     for grad in (jax.grad(low(loss, half)), low(jax.grad(loss), half)):
         assert error(jax.jit(grad)(W), expected) < 0.01
 
@@ -297,9 +269,13 @@ def _residual_stream(first):
 
 
 def _convolved(w, b, kernel):
-    axes = ("NWC", "WIO", "NWC")
-    x = jnp.asarray(X[None])
-    x = lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=axes)
+    x = lax.conv_general_dilated(
+        jnp.asarray(X)[None],
+        kernel,
+        (1,),
+        "SAME",
+        dimension_numbers=("NWC", "WIO", "NWC"),
+    )
     return (x + b + (X @ w + b)[None])[0]
 
 
@@ -349,10 +325,8 @@ def test_an_eps_that_half_cannot_hold_guards_a_division(name, eps, given, half):
         return jnp.mean((GUARDED[name](ZEROS @ w, eps) @ V) ** 2)
 
     w, eps = np.eye(OUT, dtype=np.float32), EPS[eps]
-    if given == "constant":
-        found = low(lambda w: fun(w, eps), half)(w)
-    else:
-        found = low(fun, half)(w, eps)
+    is_known = given == "constant"
+    found = low(lambda w: fun(w, eps), half)(w) if is_known else low(fun, half)(w, eps)
     assert error(found, fun(w, eps)) < 0.01
 
 
@@ -439,9 +413,7 @@ def _log_of_product_jvp(primals, tangents):
     return jnp.log1p(jnp.abs(h)), (dx @ w + x @ dw) * jnp.sign(h) / (1 + jnp.abs(h))
 
 
-@jax.custom_vjp
-def _log_of_product_by_vjp(x, w):
-    return _log_of_product(x, w)
+_log_of_product_by_vjp = jax.custom_vjp(lambda x, w: _log_of_product(x, w))
 
 
 def _forward(x, w):

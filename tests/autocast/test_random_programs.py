@@ -45,38 +45,26 @@ CHAOTIC = 0.3
 DATA, DRAWS = 5, 8
 # Scales of the grid: well spread between 1 and 2.
 GRIDS = 2 ** (np.arange(1, 1 + DRAWS) * 0.618034 % 1)
-
-
-class Half(NamedTuple):
-    """A half dtype, as the oracle rounds to it, and a loss scale for it."""
-
-    bits: int  # of the significand
-    least: int  # the exponent of the smallest subnormal number
-    largest: float
-    scale: float
-
-    @classmethod
-    def of(cls, half: str) -> "Half":
-        """Return the half dtype of a mode."""
-        info = jnp.finfo(DTYPES[half])
-        scale = 1024.0 if half == "f16" else 1.0
-        return cls(info.nmant + 1, info.minexp - info.nmant, float(info.max), scale)
+SCALES = {"bf16": 1.0, "f16": 1024.0}  # of the loss
+INFO = {half: jnp.finfo(dtype) for half, dtype in DTYPES.items()}
 
 
 # The oracle.
 
 
-def _round(x: Any, grid: Any, half: Half) -> Any:
+def _round(x: Any, grid: Any, half: str) -> Any:
     """Round to half, on a grid that is scaled; not at all for the scale 0."""
+    info = INFO[half]
     _, exponent = jnp.frexp(x * grid)
-    quantum = jnp.ldexp(1.0, jnp.maximum(exponent - half.bits, half.least))
+    of_subnormals = info.minexp - info.nmant
+    quantum = jnp.ldexp(1.0, jnp.maximum(exponent - info.nmant - 1, of_subnormals))
     rounded = jnp.round(x * grid / quantum) * quantum / grid
-    rounded = jnp.where(abs(rounded) > half.largest, jnp.inf, rounded)
+    rounded = jnp.where(abs(rounded) > float(info.max), jnp.inf, rounded)
     return jnp.where(grid > 0, rounded, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _with_noise(x: Any, grid: Any, half: Half, is_half: bool) -> Any:
+def _with_noise(x: Any, grid: Any, half: str, is_half: bool) -> Any:
     """Round what a product reads, and its cotangent; or the cotangent alone."""
     return _round(x, grid, half) if is_half else x
 
@@ -88,7 +76,7 @@ _with_noise.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _saturating(x: Any, grid: Any, fun: Any, derivative: Any, half: Half) -> Any:
+def _saturating(x: Any, grid: Any, fun: Any, derivative: Any, half: str) -> Any:
     """Compute a function whose derivative is taken from its result, rounded."""
     del grid, derivative, half
     return fun(x)
@@ -105,8 +93,8 @@ _saturating.defvjp(
 
 def _arithmetic(mode: Mode, grid: Any) -> Arithmetic:
     """Return how the oracle computes: with noise if the scale of the grid is not 0."""
-    half = Half.of(mode.half)
-    has_half_results = mode.half == "bf16" or mode.half_results is True
+    half = mode.half
+    has_half_results = half == "bf16" or mode.half_results is True
 
     def product(fun, a, b):
         a, b = (_with_noise(x, grid, half, True) for x in (a, b))
@@ -115,7 +103,7 @@ def _arithmetic(mode: Mode, grid: Any) -> Arithmetic:
     def in_range(x):
         if mode.half_results is None:
             return x
-        return jnp.where(abs(x) > half.largest, jnp.nan, x)
+        return jnp.where(abs(x) > float(INFO[half].max), jnp.nan, x)
 
     return Arithmetic(
         product=product,
@@ -148,19 +136,17 @@ def _results(value_and_grads: Any) -> Results:
 
 def _lowered(program: Program, mode: Mode, run: Run) -> Any:
     """Return the program under autocast."""
-
     loss = _scaled(program, mode, run)
-
-    def low(fun):
-        return autocast(fun, POLICIES[mode.half], half_results=mode.half_results)
-
+    low = functools.partial(
+        autocast, policy=POLICIES[mode.half], half_results=mode.half_results
+    )
     if mode.inside:
         return jax.jit(low(_value_and_grad(program, loss)))
     return jax.jit(_value_and_grad(program, low(loss)))
 
 
 def _scaled(program: Program, mode: Mode, run: Any) -> Any:
-    return lambda *args: Half.of(mode.half).scale * run(program, *args)
+    return lambda *args: SCALES[mode.half] * run(program, *args)
 
 
 def _oracle(program: Program, mode: Mode) -> Callable[[dict[str, Any], float], Results]:
@@ -228,7 +214,7 @@ def multiples(
     errors = _measure(program, mode, run)
     if len(errors) <= DATA // 2:
         return None
-    roundoff = 2.0 ** -Half.of(mode.half).bits
+    roundoff = float(INFO[mode.half].eps) / 2
 
     def multiples_of(in_f32: list[dict[str, float]]) -> dict[str, float]:
         found = {}
@@ -306,8 +292,8 @@ OFFSETS = {
     "then_a_mean": Program(
         (Op("product"), Op("add_argument", 1), Op("minus_mean")), "mean_square"
     ),
-    "far_targets": Program((Op("product"), Op("add_number", 5)), "squared_error_far"),
     "in_a_softmax": Program((Op("product"), Op("add_constant", 1)), "cross_entropy"),
+    "far_targets": Program((Op("product"), Op("add_number", 5)), "squared_error_far"),
     "in_a_loop": Program(
         (Op("sum_in_scan", 0, (Op("product"), Op("affine", 3), Op("minus_mean"))),),
         "mean",

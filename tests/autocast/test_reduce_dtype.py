@@ -16,6 +16,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite import Policy, PolicyMap, autocast, explain, get_policy, sums_in_float32
+from tests.autocast import layer_stacks
+from tests.autocast.layer_stacks import chain, layer, scan
 
 DTYPES = {**HALF, "f32": jnp.float32}
 pytestmark = pytest.mark.one_of("half")
@@ -34,10 +36,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 WS, X = normal(0, 3, SIZE, SIZE) * 2, normal(1, 2 * SIZE, SIZE) * 2
 
 
-def mlp(ws, x):
-    for w in ws:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
+mlp = chain(layer)
 
 
 def moved_in_a_call(ws, x):
@@ -47,29 +46,6 @@ def moved_in_a_call(ws, x):
 
     first, second = taken(ws)
     return jnp.mean(jnp.tanh(jnp.tanh(x @ first) @ second) ** 2)
-
-
-def scanned(ws, x):
-    return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
-
-
-def remat(ws, x):
-    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
-    for w in ws:
-        x = layer(x, w)
-    return jnp.mean(x**2)
-
-
-def branches(ws, x):
-    x = lax.cond(x[0, 0] > 0, lambda x: x @ ws[0], lambda x: x @ ws[1], x)
-    return jnp.mean(jnp.tanh(x @ ws[2].T) ** 2)
-
-
-def examples(ws, x):
-    def one(x):
-        return jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1])
-
-    return jnp.mean(jax.vmap(one)(x) ** 2)
 
 
 def convolution(ws, x):
@@ -88,13 +64,9 @@ def einsum(ws, x):
     return jnp.mean(jnp.tanh(jnp.einsum("lbn,lnm->lbm", x, ws[1:, :16])) ** 2)
 
 
-PROGRAMS = {
+PROGRAMS = layer_stacks.PROGRAMS | {
     "mlp": mlp,
     "moved in a call": moved_in_a_call,
-    "scan": scanned,
-    "remat": remat,
-    "cond": branches,
-    "vmap": examples,
     "convolution": convolution,
     "ragged": ragged,
     "einsum": einsum,
@@ -108,26 +80,19 @@ def is_rounded(x: Any, dtype: Any) -> bool:
 @IN_HALVES
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_are_the_same_and_gradients_are_not_rounded(name, half):
-    fun, rounded = PROGRAMS[name], policy(half, None)
+    fun = PROGRAMS[name]
+    accumulated, rounded = (autocast(fun, policy(half, r)) for r in ("float32", None))
+    assert half_products(accumulated, WS, X) == half_products(rounded, WS, X)
     # Optimised, XLA sums in another order beside another backward pass.
     jit = functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
-    value, plain = jit(jax.value_and_grad(autocast(fun, rounded)))(WS, X)
-    same, grads = jit(jax.value_and_grad(autocast(fun, policy(half))))(WS, X)
+    value, plain = jit(jax.value_and_grad(rounded))(WS, X)
+    same, grads = jit(jax.value_and_grad(accumulated))(WS, X)
     bitwise.assert_same(same, value)
     assert is_rounded(plain, HALF[half]) or name == "ragged"
     assert not is_rounded(grads, HALF[half])
     expected = jax.jit(jax.grad(fun))(WS, X)
     assert grads.dtype == jnp.float32
     assert error(grads, expected) < 1.05 * error(plain, expected) < 0.02
-
-
-@IN_HALVES
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_products_are_in_half_and_as_many(name, half):
-    def products(reduce):
-        return half_products(autocast(PROGRAMS[name], policy(half, reduce)), WS, X)
-
-    assert products("float32") == products(None)
 
 
 def half_products(fun: Any, ws: Any, x: Any) -> int:
@@ -194,16 +159,6 @@ def test_products_are_saved_where_checkpoint_asks_for_it():
     assert len(with_it) == len(without)
 
 
-def test_second_and_forward_derivatives():
-    def of(fun):
-        hessian = jax.grad(lambda ws: jnp.sum(jax.grad(fun)(ws, X) ** 2))
-        along = jax.jit(lambda ws: jax.jvp(lambda ws: fun(ws, X), (ws,), (ws,))[1])
-        return jax.jit(hessian)(WS), along(WS)
-
-    fun = autocast(mlp, policy("bf16"))
-    assert max(map(error, of(fun), of(mlp))) < 0.05
-
-
 def test_a_rule_turns_it_on_by_path_and_explain_shows_half():
     def fun(ws, x):
         with jax.named_scope("body"):
@@ -234,35 +189,18 @@ def by_hand(name: str, half: str) -> Any:
     dtype = DTYPES[half]
 
     def layer(x, w):
-        return jnp.tanh(x.astype(dtype) @ w.astype(dtype))
+        return jnp.tanh(x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
 
-    def loss(ws, x):
-        ws = [w.astype(dtype) for w in ws]
-        for w in ws:
-            x = jnp.tanh(x.astype(dtype) @ w.T)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    def loss_with_remat(ws, x):
-        for w in ws:
-            x = jax.checkpoint(layer)(x, w)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    def loss_with_scan(ws, x):
-        def step(x, w):
-            return layer(x, w).astype(jnp.float32), None
-
-        return jnp.mean(lax.scan(step, x, jnp.stack(ws))[0] ** 2)
-
-    def loss_with_vmap(ws, x):
+    def with_vmap(ws, x):
         x = jax.vmap(lambda x: layer(layer(x, ws[0]), ws[1]))(x.reshape(4, -1, SIZE))
         x = lax.cond(x[0, 0, 0] > 0, layer, lambda x, w: -layer(x, w), x, ws[2])
-        return jnp.mean(x.astype(jnp.float32) ** 2)
+        return jnp.mean(x**2)
 
     return {
-        "plain": loss,
-        "remat": loss_with_remat,
-        "scan": loss_with_scan,
-        "vmap": loss_with_vmap,
+        "plain": chain(lambda x, w: layer(x, w.astype(dtype).T)),
+        "remat": chain(jax.checkpoint(layer)),
+        "scan": lambda ws, x: scan(layer)(jnp.stack(ws), x),
+        "vmap": with_vmap,
     }[name]
 
 

@@ -1,6 +1,6 @@
 """Derivatives of gradients of `autocast(f)`: every order that JAX has for float32."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -50,25 +50,24 @@ def scaled_in_shard_map(w, g):
     return jnp.mean(rows(X, w, g) ** 2)
 
 
-# Name -> a function of a weight and a smaller array, and the smaller array.
-PROGRAMS: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
-    "times": (_net(lambda h, g: h * g), G),
-    "divided": (_net(lambda h, g: h / g), G),
-    "dividing": (_net(lambda h, g: g / (h + 4.0)), G),
-    "scalar_times": (_net(lambda h, s: h * s), ONE),
-    "divided_by_scalar": (_net(lambda h, s: h / s), ONE),
-    "times_and_plus": (_net(lambda h, g: h * g + g), G),
-    "times_twice": (_net(lambda h, g: (h * g) * g), G),
-    "times_a_row_of_h": (_net(lambda h, g: h * (h[:1] * g)), G),
-    "in_jit": (_net(jax.jit(lambda h, g: h * g)), G),
-    "in_remat": (_net(jax.checkpoint(lambda h, g: jnp.tanh(h * g) * g)), G),
-    "in_vmap": (_net(jax.vmap(lambda h, g: h * g[0], (0, None))), G),
-    "in_vmap_of_factors": (
-        _net(lambda h, g: jax.vmap(lambda s: (h * s[None]).mean(1), 1, 1)(g)),
-        G,
+# Functions of a weight and a smaller array.
+PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
+    "times": _net(lambda h, g: h * g),
+    "divided": _net(lambda h, g: h / g),
+    "dividing": _net(lambda h, g: g / (h + 4.0)),
+    "scalar_times": _net(lambda h, s: h * s),
+    "divided_by_scalar": _net(lambda h, s: h / s),
+    "times_and_plus": _net(lambda h, g: h * g + g),
+    "times_twice": _net(lambda h, g: (h * g) * g),
+    "times_a_row_of_h": _net(lambda h, g: h * (h[:1] * g)),
+    "in_jit": _net(jax.jit(lambda h, g: h * g)),
+    "in_remat": _net(jax.checkpoint(lambda h, g: jnp.tanh(h * g) * g)),
+    "in_vmap": _net(jax.vmap(lambda h, g: h * g[0], (0, None))),
+    "in_vmap_of_factors": _net(
+        lambda h, g: jax.vmap(lambda s: (h * s[None]).mean(1), 1, 1)(g)
     ),
-    "in_scan": (scaled_in_scan, G),
-    "in_shard_map": (scaled_in_shard_map, G),
+    "in_scan": scaled_in_scan,
+    "in_shard_map": scaled_in_shard_map,
 }
 
 
@@ -137,41 +136,33 @@ _FULL = {
     "times_twice",
     "in_vmap",
 }
-IN_WAYS = pytest.mark.parametrize(
-    "ways", [ORDERS, pytest.param(tuple(WAYS), marks=pytest.mark.full)], ids=len
-)
+
+
+def _cases() -> Iterator[Any]:
+    """Yield programs, in which ways, and what is added to the policy."""
+    for name in PROGRAMS:
+        is_full = name != "times"
+        yield pytest.param(name, WAYS, "", marks=[pytest.mark.full] * is_full)
+        if is_full and name not in _FULL:
+            yield name, ORDERS, ""
+    for name in ("times_and_plus", "in_vmap"):  # gradients of weights: accumulators
+        yield name, ORDERS, ",reduce=float32"
+        yield pytest.param(name, WAYS, ",reduce=float32", marks=pytest.mark.full)
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("name", "ways"),
-    [
-        *(
-            pytest.param(x, WAYS, marks=[pytest.mark.full] * (x != "times"))
-            for x in PROGRAMS
-        ),
-        *((x, ORDERS) for x in PROGRAMS if x not in _FULL | {"times"}),
-    ],
-)
-def test_derivatives_of_gradients_have_every_term(name, ways, half) -> None:
-    fun, factor = PROGRAMS[name]
-    found = derivatives(autocast(fun, POLICIES[half]), ways)(W, factor)
+@pytest.mark.parametrize(("name", "ways", "reduce"), list(_cases()))
+def test_derivatives_of_gradients_have_every_term(name, ways, reduce, half) -> None:
+    fun, factor = PROGRAMS[name], ONE if "scalar" in name else G
+    low = autocast(fun, f"{POLICIES[half]}{reduce}")
+    found = derivatives(low, ways)(W, factor)
     check(found, exact(fun, W, factor, ways=ways), half)
 
 
 @BOTH
-@IN_WAYS
-@pytest.mark.parametrize("name", ["times_and_plus", "in_vmap"])
-def test_derivatives_have_every_term_if_those_of_weights_are_accumulators(
-    name, ways, half
-):
-    fun, factor = PROGRAMS[name]
-    low = autocast(fun, f"{POLICIES[half]},reduce=float32")
-    check(derivatives(low, ways)(W, factor), exact(fun, W, factor, ways=ways), half)
-
-
-@BOTH
-@IN_WAYS
+@pytest.mark.parametrize(
+    "ways", [ORDERS, pytest.param(tuple(WAYS), marks=pytest.mark.full)], ids=len
+)
 @pytest.mark.parametrize("reduce_dtype", [None, "float32"])
 def test_derivatives_of_gradients_of_casts_by_hand(reduce_dtype, ways, half) -> None:
     def by_hand(dtype):

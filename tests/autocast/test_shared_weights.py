@@ -93,7 +93,7 @@ def carried(fun: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
 
 def in_float64(fun: Callable[..., Any], *args: Any) -> Any:
     with jax.enable_x64(True):
-        return fun(*(jnp.asarray(x, jnp.float64) for x in args))
+        return jax.jit(fun)(*(jnp.asarray(x, jnp.float64) for x in args))
 
 
 @pytest.mark.one_of("half")
@@ -133,18 +133,15 @@ def test_the_sum_is_float32_and_beyond_the_range_of_half(half: str) -> None:
 def test_second_derivatives_have_every_term(name: str, half: str) -> None:
     loss, moves = LOSSES[name], (normal(3, *W.shape), normal(4, *XS.shape))
 
-    def in_dtype(w, moves):
-        return jax.tree.map(lambda x: x.astype(w.dtype), moves)
+    def slope(fun, w, xs):
+        directions = jax.tree.map(lambda x: x.astype(w.dtype), moves)
+        return jax.jvp(fun, (w, xs), directions)[1]
 
-    def along(fun, w, xs):
-        gradient = jax.grad(fun, (0, 1))
-        return jax.jvp(gradient, (w, xs), in_dtype(w, moves))[1]
+    def along(fun, *args):
+        return slope(jax.grad(fun, (0, 1)), *args)
 
-    def backward(fun, w, xs):
-        def slope(w, xs):
-            return jax.jvp(fun, (w, xs), in_dtype(w, moves))[1]
-
-        return jax.grad(slope, (0, 1))(w, xs)
+    def backward(fun, *args):
+        return jax.grad(functools.partial(slope, fun), (0, 1))(*args)
 
     expected = in_float64(functools.partial(along, loss), W, XS)
     low = autocast(loss, POLICIES[half])
@@ -154,74 +151,42 @@ def test_second_derivatives_have_every_term(name: str, half: str) -> None:
         assert max(map(error, found, expected)) < limit
 
 
-def _checkpointed(fun: Loss) -> Any:
-    return jax.grad(jax.checkpoint(fun))(ONE_SIGN, POSITIVE)
+MESH = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
+SHARDED = jax.device_put(ONE_SIGN, jax.NamedSharding(MESH, P("data")))
+TWICE, BATCHES = jnp.stack([ONE_SIGN, ONE_SIGN]), jnp.stack([POSITIVE, POSITIVE])
 
 
-def _of_each_weight(fun: Loss) -> Any:
-    return jax.vmap(jax.grad(fun), (0, None))(
-        jnp.stack([ONE_SIGN, ONE_SIGN]), POSITIVE
-    )[1]
-
-
-def _of_each_batch(fun: Loss) -> Any:
-    return (
-        jnp.sum(
-            jax.vmap(jax.grad(fun), (None, 0))(
-                ONE_SIGN, jnp.stack([POSITIVE, POSITIVE])
-            ),
-            0,
-        )
-        / 2
-    )
-
-
-def _in_a_loop(fun: Loss) -> Any:
-    def body(total, xs):
-        return total + jax.grad(fun)(ONE_SIGN, xs), None
-
-    return (
-        lax.scan(body, jnp.zeros_like(ONE_SIGN), jnp.stack([POSITIVE, POSITIVE]))[0] / 2
-    )
-
-
-def _sharded(fun: Loss, **options: Any) -> Any:
-    @functools.partial(
-        jax.shard_map,
-        mesh=jax.make_mesh((2,), ("data",), (AxisType.Auto,)),
-        in_specs=(P(), P(None, "data")),
-        out_specs=P(),
-        **options,
-    )
+def _in_shard_map(fun: Loss, **options: Any) -> Any:
     def mean(w, xs):
         return lax.pmean(fun(w, xs), "data")
 
-    return jax.grad(mean)(ONE_SIGN, POSITIVE)
+    specs = {"in_specs": (P(), P(None, "data")), "out_specs": P()}
+    return jax.grad(jax.shard_map(mean, mesh=MESH, **specs, **options))
 
 
-def _sharded_outside(fun: Loss) -> Any:
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
-    sharded = jax.NamedSharding(mesh, P("data"))
-    return jax.grad(fun)(jax.device_put(ONE_SIGN, sharded), POSITIVE)
+# Gradients of a loss for `ONE_SIGN` of `POSITIVE`.
+WAYS: dict[str, Callable[[Loss], Any]] = {
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f))(ONE_SIGN, POSITIVE),
+    "of each weight": lambda f: jax.vmap(jax.grad(f), (0, None))(TWICE, POSITIVE)[1],
+    "of each batch": lambda f: jax.vmap(jax.grad(f), (None, 0))(ONE_SIGN, BATCHES)[1],
+    "in a loop": lambda f: lax.scan(
+        lambda total, xs: (total + jax.grad(f)(ONE_SIGN, xs) / 2, None),
+        jnp.zeros_like(ONE_SIGN),
+        BATCHES,
+    )[0],
+    "in shard_map": lambda f: _in_shard_map(f)(ONE_SIGN, POSITIVE),
+    "unchecked": lambda f: _in_shard_map(f, check_vma=False)(ONE_SIGN, POSITIVE),
+    "sharded outside": lambda f: jax.grad(f)(SHARDED, POSITIVE),
+}
 
 
 @pytest.mark.one_of("half")
 @IN_HALVES
-@pytest.mark.parametrize(
-    "way",
-    [
-        _checkpointed,
-        _of_each_weight,
-        _of_each_batch,
-        _in_a_loop,
-        _sharded,
-        functools.partial(_sharded, check_vma=False),
-        _sharded_outside,
-    ],
-)
-def test_under_every_transformation(way: Callable[[Loss], Any], half: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_under_every_transformation(way: str, half: str) -> None:
     loss = LOSSES["plain"]
-    found = jax.jit(functools.partial(way, autocast(loss, POLICIES[half])))()
+    low = autocast(loss, POLICIES[half])
+    found = jax.jit(lambda: WAYS[way](low))()
     expected = in_float64(jax.grad(loss), ONE_SIGN, POSITIVE)
     assert error(found, expected) < {"bf16": 1e-2, "f16": 1e-3}[half]
 
@@ -261,37 +226,30 @@ def test_keys_and_integers_may_be_among_what_a_loop_reads() -> None:
     assert error(found, jax.grad(loss)(W, XS)) < 1e-2
 
 
-def _with_weight(w, xs):
+def _returned(w, xs):
     def body(h, x):
         h = plain(w, h, x)
         return h, w
 
     h, ws = lax.scan(body, 0 * xs[0], xs)
-    return jnp.mean(ws**2, 0) + jnp.mean(h**2)
+    return jnp.sum(jnp.mean(ws**2, 0) + jnp.mean(h**2))
 
 
-LARGER = (
-    "more to keep of an iteration",
-    ONE_SIGN,
-    uniform(5, STEPS, 16, WIDTH),
-    over(plain),
-)
-MOVED = "moved first", ONE_SIGN, POSITIVE, over(lambda w, h, x: jnp.tanh(h @ w.T + x))
-GIVEN = "returned", ONE_SIGN, POSITIVE, lambda w, xs: jnp.sum(_with_weight(w, xs))
-ADDED = (
-    "read elsewhere",
-    ONE_SIGN,
-    POSITIVE,
-    over(lambda w, h, x: plain(w, h, x) + jnp.sum(w)),
-)
+OTHERS: dict[str, tuple[Loss, jax.Array]] = {
+    "more to keep of an iteration": (over(plain), uniform(5, STEPS, 16, WIDTH)),
+    "moved first": (over(lambda w, h, x: jnp.tanh(h @ w.T + x)), POSITIVE),
+    "returned": (_returned, POSITIVE),
+    "read elsewhere": (over(lambda w, h, x: plain(w, h, x) + jnp.sum(w)), POSITIVE),
+}
 
 
-@pytest.mark.parametrize(("why", "w", "xs", "loss"), [LARGER, MOVED, GIVEN, ADDED])
-def test_others_are_summed_in_the_loop_in_float32(why, w, xs, loss) -> None:
+@pytest.mark.parametrize("why", OTHERS)
+def test_others_are_summed_in_the_loop_in_float32(why: str) -> None:
+    loss, xs = OTHERS[why]
     low = autocast(loss, POLICIES["bf16"])
-    assert w.shape in carried(jax.grad(low), w, xs), why
-    found = jax.jit(jax.grad(low))(w, xs)
-    assert error(found, in_float64(jax.grad(loss), w, xs)) < 1e-2
+    assert W.shape in carried(jax.grad(low), ONE_SIGN, xs)
+    found = jax.jit(jax.grad(low))(ONE_SIGN, xs)
+    assert error(found, in_float64(jax.grad(loss), ONE_SIGN, xs)) < 1e-2
 
 
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])

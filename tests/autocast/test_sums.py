@@ -28,55 +28,60 @@ SCALE = 2.0**12  # of the loss: float16 has no room for gradients of a mean
 
 X, W = uniform(0, ROWS, WIDTH), uniform(1, WIDTH, WIDTH) / WIDTH
 V, FEW = uniform(2, WIDTH) / WIDTH, uniform(3, 4, WIDTH)
-ROW, ONE = FEW[:1], jnp.ones([])
+ROW, ONE, SLOPE = FEW[:1], jnp.ones([]), jnp.float32(0.25)
+ONES, ZEROS = jnp.ones((40, WIDTH)), jnp.zeros((1, WIDTH))
+SEQUENCE = uniform(4, 90, WIDTH)
 INDICES = jnp.asarray(np.random.default_rng(0).integers(0, 4, ROWS))
 
 
-def indexed_scalars(s):
+# Functions. What is differentiated is their default.
+
+
+def indexed_scalars(s=ONES[:3, 0]):
     h = X @ W
     for i in range(3):
         h = h + s[i] * jax.nn.relu(h @ W)
     return h @ V
 
 
-def scalar_in_vmap(s):
+def scalar_in_vmap(s=ONE):
     return jax.vmap(lambda s, x: (x @ W) * s @ V, (None, 0))(s, X)
 
 
-def scalar_in_cond(s):
+def scalar_in_cond(s=ONE):
     h = X @ W
     return lax.cond(h[0, 0] > 0, lambda h: h * s, lambda h: h - s, h) @ V
 
 
-def scalar_in_scan(s):
+def scalar_in_scan(s=ONE):
     return lax.scan(lambda c, x: (c, (x @ W) * s @ V), 0.0, X.reshape(4, -1, WIDTH))[1]
 
 
-def leaky_relu(s):
+def leaky_relu(s=SLOPE):
     h = (X - 0.75) @ W
     return jnp.where(h >= 0, h, s * h) @ V
 
 
-def take_along_axis(h):
+def take_along_axis(h=FEW):
     indices = jnp.broadcast_to(INDICES[:, None], (ROWS, WIDTH))
     return jax.nn.relu(jnp.take_along_axis(h @ W, indices, 0)) @ V
 
 
-def star_graph(h):
+def star_graph(h=FEW):
     return jax.ops.segment_sum((h @ W)[INDICES], jnp.arange(ROWS) % 5, 5) @ V
 
 
-def overlapping_slices(h):
+def overlapping_slices(h=SEQUENCE):
     h = h @ W
     return jax.nn.relu(jnp.stack([h[i : i + 30] for i in range(60)])) @ V
 
 
-def overlapping_slices_of_a_map(h):
+def overlapping_slices_of_a_map(h=FEW):
     h = h @ W
     return jax.vmap(lambda i: lax.dynamic_slice_in_dim(h, i // 2, 2, 0) @ V)(INDICES)
 
 
-def context_in_scan(h):
+def context_in_scan(h=ROW):
     h = h @ W
 
     def step(total, x):
@@ -85,71 +90,54 @@ def context_in_scan(h):
     return lax.scan(step, 0.0, X.reshape(-1, 4, WIDTH))[0] * (4 / ROWS)
 
 
-def equal_maxima(h):
+def equal_maxima(h=ROW):
     return jnp.max(jnp.tile(h @ W, (ROWS, 1)), 0) @ V
 
 
-def windows_that_overlap(h):
+def windows_that_overlap(h=ONES):
     return lax.reduce_window(h @ W, -jnp.inf, lax.max, (30, 1), (1, 1), "SAME") @ V
 
 
-def padding(s):
+def padding(s=ONE):
     return jnp.pad((X * s) @ W, ((ROWS, 0), (0, 0)), constant_values=s) @ V
 
 
-# Name -> what is differentiated, and a function of it.
-PROGRAMS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "scalar_times": (ONE, lambda s: (X @ W) * s @ V),
-    "scalar_plus": (ONE, lambda s: ((X @ W) + s) @ V),
-    "scalar_minus": (ONE, lambda s: (s - X @ W) @ V),
-    "divided_by_scalar": (ONE, lambda s: (X @ W) / s @ V),
-    "scalar_divided": (ONE, lambda s: (s / (1.0 + X @ W)) @ V),
-    "maximum_of_scalar": (ONE, lambda s: jnp.maximum(X @ W, s) @ V),
-    "chosen_scalar": (ONE, lambda s: jnp.where(X > 0.5, X @ W, s) @ V),
-    "indexed_scalars": (jnp.ones(3), indexed_scalars),
-    "scalar_in_jit": (ONE, lambda s: jax.jit(lambda h, s: h * s)(X @ W, s) @ V),
-    "scalar_in_vmap": (ONE, scalar_in_vmap),
-    "scalar_in_remat": (ONE, lambda s: jax.checkpoint(lambda s: (X @ W) * s @ V)(s)),
-    "scalar_in_cond": (ONE, scalar_in_cond),
-    "scalar_in_scan": (ONE, scalar_in_scan),
-    "leaky_relu": (jnp.float32(0.25), leaky_relu),
-    "scale_of_channels": (jnp.ones((1, WIDTH)), lambda s: (X @ W) * s @ V),
-    "bias": (jnp.zeros((1, WIDTH)), lambda b: jax.nn.relu(X @ W + b) @ V),
-    "reshaped_bias": (
-        jnp.zeros(WIDTH),
-        lambda b: jnp.tanh(X @ W + b.reshape(1, -1)) @ V,
-    ),
-    "gather": (FEW, lambda h: jax.nn.relu((h @ W)[INDICES]) @ V),
-    "take": (FEW, lambda h: jax.nn.relu(jnp.take(h @ W, INDICES, axis=0)) @ V),
-    "take_along_axis": (FEW, take_along_axis),
-    "star_graph": (FEW, star_graph),
-    "tile": (ROW, lambda h: jax.nn.relu(jnp.tile(h @ W, (ROWS, 1))) @ V),
-    "repeat": (ROW, lambda h: jax.nn.relu(jnp.repeat(h @ W, ROWS, 0)) @ V),
-    "broadcast_to": (
-        ROW,
-        lambda h: jax.nn.relu(jnp.broadcast_to(h @ W, (ROWS, WIDTH))) @ V,
-    ),
-    "concatenated_with_itself": (
-        ROW,
-        lambda h: jax.nn.relu(jnp.concatenate([h @ W] * 600)) @ V,
-    ),
-    "overlapping_slices": (uniform(4, 90, WIDTH), overlapping_slices),
-    "overlapping_slices_of_a_map": (FEW, overlapping_slices_of_a_map),
-    "row_of_context": (ROW, lambda h: jax.nn.relu(X @ W + h @ W) @ V),
-    "row_of_context_times": (ROW, lambda h: (X @ W) * (h @ W) @ V),
-    "context_in_vmap": (
-        FEW[0],
-        lambda h: jax.vmap(lambda x: jax.nn.relu(x @ W + h @ W) @ V)(X),
-    ),
-    "context_stacked_in_vmap": (
-        FEW[0],
-        lambda h: jax.vmap(lambda x: jnp.stack([x @ W, h @ W]) @ V)(X),
-    ),
-    "context_in_scan": (ROW, context_in_scan),
-    "equal_maxima": (ROW, equal_maxima),
-    "windows_that_overlap": (jnp.ones((40, WIDTH)), windows_that_overlap),
-    "padding": (ONE, padding),
+_NAMED = [indexed_scalars, scalar_in_vmap, scalar_in_cond, scalar_in_scan, leaky_relu]
+_NAMED += [take_along_axis, star_graph, overlapping_slices, overlapping_slices_of_a_map]
+_NAMED += [context_in_scan, equal_maxima, windows_that_overlap, padding]
+PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
+    "scalar_times": lambda s=ONE: (X @ W) * s @ V,
+    "scalar_plus": lambda s=ONE: ((X @ W) + s) @ V,
+    "scalar_minus": lambda s=ONE: (s - X @ W) @ V,
+    "divided_by_scalar": lambda s=ONE: (X @ W) / s @ V,
+    "scalar_divided": lambda s=ONE: (s / (1.0 + X @ W)) @ V,
+    "maximum_of_scalar": lambda s=ONE: jnp.maximum(X @ W, s) @ V,
+    "chosen_scalar": lambda s=ONE: jnp.where(X > 0.5, X @ W, s) @ V,
+    "scalar_in_jit": lambda s=ONE: jax.jit(lambda h, s: h * s)(X @ W, s) @ V,
+    "scalar_in_remat": lambda s=ONE: jax.checkpoint(lambda s: (X @ W) * s @ V)(s),
+    "scale_of_channels": lambda s=ONES[:1]: (X @ W) * s @ V,
+    "bias": lambda b=ZEROS: jax.nn.relu(X @ W + b) @ V,
+    "reshaped_bias": lambda b=ZEROS[0]: jnp.tanh(X @ W + b.reshape(1, -1)) @ V,
+    "gather": lambda h=FEW: jax.nn.relu((h @ W)[INDICES]) @ V,
+    "take": lambda h=FEW: jax.nn.relu(jnp.take(h @ W, INDICES, axis=0)) @ V,
+    "tile": lambda h=ROW: jax.nn.relu(jnp.tile(h @ W, (ROWS, 1))) @ V,
+    "repeat": lambda h=ROW: jax.nn.relu(jnp.repeat(h @ W, ROWS, 0)) @ V,
+    "broadcast_to": lambda h=ROW: jax.nn.relu(jnp.broadcast_to(h @ W, X.shape)) @ V,
+    "concatenated": lambda h=ROW: jax.nn.relu(jnp.concatenate([h @ W] * 600)) @ V,
+    "row_of_context": lambda h=ROW: jax.nn.relu(X @ W + h @ W) @ V,
+    "row_of_context_times": lambda h=ROW: (X @ W) * (h @ W) @ V,
+    "context_in_vmap": lambda h=FEW[0]: jax.vmap(
+        lambda x: jax.nn.relu(x @ W + h @ W) @ V
+    )(X),
+    "context_stacked_in_vmap": lambda h=FEW[0]: jax.vmap(
+        lambda x: jnp.stack([x @ W, h @ W]) @ V
+    )(X),
 }
+
+
+def argument_of(fun: Any) -> jax.Array:
+    (argument,) = fun.__defaults__
+    return argument
 
 
 def gradient(fun: Any, argument: Any, compiled: Any = jax.jit) -> jax.Array:
@@ -164,10 +152,10 @@ def exact(name: str) -> np.ndarray:
     Compiled as one, `scalar_in_remat` is 21 % off on CPUs in jaxlib 0.10.2 and 0.11.0,
     in float64 too: https://github.com/jax-ml/jax/issues/39103.
     """
-    argument, fun = PROGRAMS[name]
+    fun = PROGRAMS[name]
     compiled = (lambda grad: grad) if name == "scalar_in_remat" else jax.jit
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        argument = np.asarray(argument, np.float64)
+        argument = np.asarray(argument_of(fun), np.float64)
         return np.asarray(gradient(fun, argument, compiled))
 
 
@@ -178,7 +166,7 @@ EPS = {half: float(jnp.finfo(dtype).eps) for half, dtype in DTYPES.items()}
 @BOTH
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_of_one_sign_are_summed_in_float32(name: str, half: str) -> None:
-    argument, fun = PROGRAMS[name]
+    fun, argument = PROGRAMS[name], argument_of(PROGRAMS[name])
     low = autocast(fun, POLICIES[half])
     assert error(gradient(low, argument), exact(name)) < 2 * EPS[half]
     inside = autocast(jax.grad(lambda a: jnp.mean(fun(a))), POLICIES[half])
@@ -187,9 +175,8 @@ def test_gradients_of_one_sign_are_summed_in_float32(name: str, half: str) -> No
 
 
 def test_a_sum_of_scaled_gradients_does_not_overflow_float16() -> None:
-    scale, (argument, fun) = 2.0**20, PROGRAMS["scalar_times"]
-    grad = jax.grad(lambda s: scale * jnp.mean(autocast(fun, "mixed_float16")(s)))
-    found = jax.jit(grad)(argument)
+    scale, fun = 2.0**20, autocast(PROGRAMS["scalar_times"], "mixed_float16")
+    found = jax.jit(jax.grad(lambda s: scale * jnp.mean(fun(s))))(ONE)
     assert found > 65504
     assert error(found / scale, exact("scalar_times")) < 2**-9
 
@@ -252,17 +239,15 @@ def test_sums_in_float32_of_code_cast_by_hand(half: str, wrap: Any) -> None:
     def loss(table, bias):
         return wrap(lambda table, bias: by_hand(table, bias, dtype))(table, bias)
 
-    plain, better = (
-        jax.jit(jax.grad(fun, (0, 1)))(*args) for fun in (loss, sums_in_float32(loss))
+    # Unoptimised: to the bit. Outside of a transformation it is the function itself.
+    jit = functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
+    (value, plain), (same, better) = (
+        jit(jax.value_and_grad(fun, (0, 1)))(*args)
+        for fun in (loss, sums_in_float32(loss))
     )
+    np.testing.assert_array_equal(value, same)
     assert max(map(error, better, expected)) < EPS[half]
     assert max(map(error, plain, expected)) > 4 * EPS[half]
-    # Outside of a transformation it would call the function itself.
-    values = [
-        jax.jit(jax.value_and_grad(fun), compiler_options=bitwise.UNOPTIMISED)(*args)[0]
-        for fun in (loss, sums_in_float32(loss))
-    ]
-    np.testing.assert_array_equal(*values)
     assert not jaxprs.half_sums(jaxprs.trace(jax.grad(sums_in_float32(loss)), *args))
 
 

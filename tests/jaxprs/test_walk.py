@@ -278,16 +278,15 @@ def test_what_is_carried_goes_through_calls_loops_and_branches():
         assert [int(d) for d in depths] == [1, 3, 2, 5, 0]
 
 
-def key_and_integers(key, n):
-    key, fresh = jax.random.split(key)
-    return key, jax.random.key_data(fresh), n // 2, n > 3
-
-
 def test_keys_and_integers_pass(getkey):
+    def fun(key, n):
+        key, fresh = jax.random.split(key)
+        return key, jax.random.key_data(fresh), n // 2, n > 3
+
     args = getkey(), np.int32(7)
-    expected = jax.jit(key_and_integers)(*args)
-    for result in (run(key_and_integers, *args)[0], walk(key_and_integers, *args)[0]):
-        assert bitwise.raw_bits(result) == bitwise.raw_bits(expected)
+    expected = jax.jit(fun)(*args)
+    for look in (run, walk):
+        assert bitwise.raw_bits(look(fun, *args)[0]) == bitwise.raw_bits(expected)
 
 
 @pytest.mark.parametrize("length", [0, 3])
@@ -366,22 +365,17 @@ def test_the_layer_of_what_is_computed_again_is_where_it_was_computed():
     assert {layer for _, layer, _ in places} == {"block"}
 
 
-def test_a_library_function_that_is_traced_once_has_the_line_of_each_call():
-    def fun(x):
-        x = jnp.linalg.norm(x)
-        return jnp.linalg.norm(x + 1.0)
-
-    first = fun.__code__.co_firstlineno + 1
-    lines = {site.line for site in sites_named("sqrt", fun, jnp.ones(2))}
-    assert lines == {f"{__file__}:{first}", f"{__file__}:{first + 1}"}
-
-
-def test_a_jitted_function_of_the_user_has_its_own_lines():
+def test_a_line_is_that_of_a_call_into_a_library_or_of_the_users_own_function():
     def norm(x):
         return jnp.sqrt(jnp.sum(x))
 
-    (sqrt,) = sites_named("sqrt", jax.jit(norm), jnp.ones(2))
-    assert sqrt.line == f"{__file__}:{norm.__code__.co_firstlineno + 1}"
+    def fun(x):
+        y = jnp.linalg.norm(x)  # which is traced once
+        return jnp.linalg.norm(x + y) + jax.jit(norm)(x)
+
+    found = [site.line for site in sites_named("sqrt", fun, jnp.ones(2))]
+    first, of_norm = (f.__code__.co_firstlineno + 1 for f in (fun, norm))
+    assert found == [f"{__file__}:{line}" for line in (first, first + 1, of_norm)]
 
 
 def test_marks_of_autocast_are_no_layers():

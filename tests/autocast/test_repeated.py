@@ -1,0 +1,250 @@
+"""Smaller arrays that are repeated: resized images, keys of groups, ensembles.
+
+Between products, the smaller array is kept, and repeated again. The gradient of a
+lookup that repeats is a sum, and no scatter.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+from arrays import error
+from autocast_corpus.program import POLICIES, normal
+from backward_pass import exact_gradients
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jmp_lite import autocast, memory
+
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("half")]
+
+# Gradients of one sign.
+W, X = abs(normal(0, 8, 8)), abs(normal(1, 3, 6, 8))
+V, IMAGES = abs(normal(1, 4, 4)), abs(normal(0, 8, 6, 6, 4))
+TIMES = 5
+IN_HALVES = pytest.mark.parametrize("half", ["bf16", "f16"])
+ACCUMULATED = f"{POLICIES['bf16']},reduce=float32"
+Loss = Callable[[Any, Any], Any]
+
+
+def _sharded(loss: Loss) -> Loss:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def mean(w, x):
+        return lax.pmean(loss(w, x), "data")
+
+    specs = P(), P("data")
+    return jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=P())
+
+
+AROUND: dict[str, Callable[[Loss], Loss]] = {
+    "nothing": lambda loss: loss,
+    "scan": lambda loss: lambda w, x: lax.map(lambda one: loss(w, one[None]), x).mean(),
+    "vmap": lambda loss: lambda w, x: jax.vmap(loss, (None, 0))(w, x[:, None]).mean(),
+    "shard_map": _sharded,
+    "checkpoint": jax.checkpoint,
+}
+
+
+@functools.cache
+def exact(loss: Loss, of_images: bool = False) -> np.ndarray:
+    """Return the gradient of what is repeated, in float64."""
+    return exact_gradients(loss, *((V, IMAGES) if of_images else (W, X)))[1]
+
+
+# What is kept.
+
+
+def _resized(w, x):
+    x = jax.image.resize(x @ w, (x.shape[0], 6 * TIMES, 8), "nearest")
+    kernel = jnp.stack([w[:, 1:]] * 3) / 3
+    axes = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=axes)
+
+
+def _keys_of_groups(w, x):
+    keys = jnp.repeat((x @ w)[:, :, None], TIMES, axis=2)
+    return jnp.einsum("bsd,btgd->bgst", x, keys)
+
+
+def _of_an_ensemble(w, x):
+    members = jnp.stack([w[:, 1:]] * TIMES)[:, None]
+    return jnp.broadcast_to(x @ w, (TIMES, *x.shape)) @ members
+
+
+def _tiled(w, x):
+    return jnp.tile(x @ w, (1, TIMES, 1)) @ w[:, 1:]
+
+
+def _of_two_products(w, x):
+    repeated = jnp.repeat(x @ w, TIMES, axis=1)
+    return repeated @ w[:, 1:] + repeated @ w.T[:, 1:]
+
+
+def mean_of_squares(fun: Callable[..., Any]) -> Loss:
+    return lambda w, x: jnp.mean(fun(w, x) ** 2)
+
+
+KEPT = {
+    "resized": mean_of_squares(_resized),
+    "keys of groups": mean_of_squares(_keys_of_groups),
+    "of an ensemble": mean_of_squares(_of_an_ensemble),
+    "tiled": mean_of_squares(_tiled),
+    "of two products": mean_of_squares(_of_two_products),
+}
+
+
+@IN_HALVES
+@pytest.mark.parametrize("around", ["nothing", "scan", "vmap"])
+@pytest.mark.parametrize("name", KEPT)
+def test_the_smaller_array_is_kept_and_gradients_are_sums_in_float32(
+    name, around, half
+):
+    """The gradient of x: the newest XLA adds products of bfloat16 in it on a CPU."""
+    loss = AROUND[around](KEPT[name])
+
+    def is_kept(**options):
+        rows = memory.saved(autocast(loss, "mixed_bfloat16", **options))(W, X).rows
+        return any(np.prod(row.shape) == TIMES * X.size for row in rows)
+
+    assert is_kept(recompute=False) and not is_kept(recompute=True)
+    grad = jax.jit(jax.grad(autocast(loss, POLICIES[half], recompute=True), 1))
+    assert error(grad(W, X), exact(KEPT[name])) < {"bf16": 6e-3, "f16": 6e-4}[half]
+
+
+@pytest.mark.parametrize("which", ["the whole", "a part", "a result"])
+def test_what_others_read_too_is_kept(which):
+    def loss(w, x):
+        part = jnp.repeat(x @ w, TIMES, axis=1)
+        whole = jnp.repeat(part, 2, axis=0)
+        other = {"the whole": whole, "a part": part, "a result": part}[which]
+        aux = (whole, part) if which == "a result" else ()
+        return jnp.mean(whole @ w[:, 1:]) + jnp.mean(other**4), aux
+
+    half = autocast(loss, "mixed_bfloat16", recompute=True)
+    rows = memory.saved(lambda w, x: half(w, x)[0])(W, X).rows
+    assert any(np.prod(row.shape) >= TIMES * X.size for row in rows)
+    (grad, aux), (expected, of_loss) = (
+        jax.jit(jax.grad(f, 1, has_aux=True))(W, X) for f in (half, loss)
+    )
+    assert error(grad, expected) < 1e-2  # of a fourth power
+    assert all(error(x, y) < 6e-3 for x, y in zip(aux, of_loss, strict=True))
+
+
+def test_the_gradient_of_the_other_operand_is_the_accumulator():
+    def loss(v, x):
+        return jnp.mean(jnp.repeat(x @ W, TIMES, axis=1) @ v)
+
+    grad = jax.jit(jax.grad(autocast(loss, ACCUMULATED, recompute=True)))(W, X)
+    assert (grad != grad.astype(jnp.bfloat16).astype(grad.dtype)).any()
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_accumulators_and_second_derivatives(name):
+    def along(fun):
+        return jax.jit(lambda w: jax.jvp(jax.grad(fun), (w, X), (w, X)))(W)
+
+    low = autocast(KEPT[name], ACCUMULATED, recompute=True)
+    for got, expected in zip(along(low), along(KEPT[name]), strict=True):
+        assert error(got, expected) < 6e-3
+
+
+def test_a_sum_of_many_equal_terms_does_not_stop_growing():
+    def loss(w, x):
+        return jnp.mean(jnp.broadcast_to(x @ w, (4096, 8)) @ w)
+
+    grad = jax.jit(jax.grad(autocast(loss, "mixed_bfloat16", recompute=True), 1))
+    assert error(grad(W, X[0, 0]), jax.grad(loss, 1)(W, X[0, 0])) < 6e-3
+
+
+# Lookups that repeat.
+
+
+def nearest(height: int, width: int) -> Callable[[Any], Any]:
+    def resize(x):
+        size = *x.shape[:-3], height, width, x.shape[-1]
+        return jax.image.resize(x, size, "nearest")
+
+    return resize
+
+
+def computed(x):
+    """Look rows up at indices that are computed from a shape, each three times."""
+    return x[:, jnp.arange(3 * x.shape[1]) // 3]
+
+
+def barred(x):
+    (indices,) = lax.optimization_barrier((jnp.arange(2 * x.shape[-3]) // 2,))
+    return x[:, lax.stop_gradient(indices)]
+
+
+REPEATED = {
+    "twice": nearest(12, 12),
+    "one axis": nearest(6, 18),
+    "by another factor": nearest(24, 18),
+    "computed": computed,
+    "behind a barrier": barred,
+}
+OTHERS = {
+    "smaller": nearest(3, 3),
+    "by a fraction": nearest(9, 9),
+    "reversed": lambda x: x[:, jnp.arange(11, -1, -1) // 2],
+    "tiled": lambda x: x[:, jnp.arange(12) % 6],
+    "out of bounds": lambda x: jnp.take(x, jnp.arange(12) // 2 + 1, -3, mode="clip"),
+    "known to a caller": lambda x: jnp.take(x, jnp.arange(12) // 2, axis=-3),
+    "by an argument": lambda x: x[:, jnp.int32(x.sum() * 0) + jnp.arange(12) // 2],
+}
+
+
+def of(resize: Callable[[Any], Any]) -> Loss:
+    """Return a loss whose products' result is resized before the next product."""
+    return mean_of_squares(lambda w, x: resize(x @ w) @ w)
+
+
+LOOKUPS = {name: of(resize) for name, resize in (REPEATED | OTHERS).items()}
+
+
+def scatters(fun: Loss) -> int:
+    names = [e.primitive.name for e in jaxprs.equations(jaxprs.trace(fun, V, IMAGES))]
+    return sum(name.startswith("scatter") for name in names)
+
+
+def check(name: str, half: str, around: str = "nothing", **options: Any) -> int:
+    """Check a gradient against that of float64; return how many scatters it has.
+
+    That of the images: some versions of XLA add bfloat16 products in bfloat16 on a CPU,
+    and the gradient of the weights adds a thousand.
+    """
+    loss = AROUND[around](LOOKUPS[name])
+    grad = jax.jit(jax.grad(autocast(loss, POLICIES[half], **options), 1))
+    with jax.transfer_guard("disallow"):  # indices are computed while it is traced
+        count = scatters(grad)
+    expected = exact(LOOKUPS[name], of_images=True)
+    assert error(grad(V, IMAGES), expected) < {"bf16": 4e-3, "f16": 5e-4}[half]
+    return count
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@IN_HALVES
+@pytest.mark.parametrize("name", REPEATED)
+def test_the_gradient_of_what_is_repeated_is_a_sum(name, half, recompute):
+    assert scatters(jax.grad(LOOKUPS[name]))
+    assert not check(name, half, recompute=recompute)
+
+
+@IN_HALVES
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_lookups_have_their_gradient(name, half):
+    assert check(name, half, recompute=True)
+
+
+@IN_HALVES
+@pytest.mark.parametrize("around", ["shard_map", "scan", "vmap", "checkpoint"])
+def test_so_it_is_inside_of_transformations(around, half):
+    assert not check("twice", half, around, recompute=True)
