@@ -79,11 +79,13 @@ def conv_net(policy: str | None) -> tuple[Any, ...]:
 
 
 def transformer(policy: str | None) -> tuple[Any, ...]:
-    """Return the loss of the transformer and its arguments."""
-    model = Transformer()
-    if policy is not None:
-        model = jmp_lite.nnx.with_policy(model, policy)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    """Return the loss of the transformer and its arguments, as shapes."""
+
+    def make():
+        model = Transformer()
+        return model if policy is None else jmp_lite.nnx.with_policy(model, policy)
+
+    graphdef, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
 
     def loss(params, rest, tokens):
         model = nnx.merge(graphdef, params, rest, copy=True)

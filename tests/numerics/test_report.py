@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from printed import printed
 
+from jmp_lite._src.numerics.faults import find_faults
 from jmp_lite.numerics import EXPONENTS, DryRunReport, OpStats, dry_run
 
 HISTOGRAM = tuple(2 if e == 3 else 1 if e == -30 else 0 for e in EXPONENTS)
@@ -139,17 +140,49 @@ def test_a_layer_counts_what_it_has_in_half():
     without = REPORT.layers()[1]  # counts all it has
     assert (without.is_half, without.overflow) == (False, 0.5)
     assert without.primitive == "exp"
-
-
-def test_fractions_of_a_layer_are_by_numbers_not_by_operations():
+    # Fractions are by numbers, not by operations.
     rows = (a_row(size=1, underflow=1.0), a_row(size=9, underflow=0.0))
     assert DryRunReport(rows, "float16").layers()[0].underflow == pytest.approx(0.1)
+
+
+# Faults.
+
+
+def test_each_kind_of_fault_has_words_of_its_own():
+    large = LOST | {"overflow": 0.0, "max_abs": 1e5}
+    beyond = "reaches 1e+05, beyond 6.55e+04, in"
+    of_half = "has an error of 50.0% in float16."
+    cause = ("a", "dot_general", "m.py:1")
+    for changes, reason in (
+        (large | {"overflow": 0.25}, f"sin at m.py:3 {beyond} 25.0% of its numbers."),
+        (large | {"overflow": 1e-5}, f"sin at m.py:3 {beyond} <0.1% of its numbers."),
+        (
+            large | {"max_abs": 15.9},
+            "sin at m.py:3 is not finite in float16; in float32 it reaches 15.9.",
+        ),
+        ({}, f"sin at m.py:3 {of_half}"),
+        (
+            {"error": 17.0, "added_error": 1.0},
+            "sin at m.py:3 has an error of 17 times its size in float16.",
+        ),
+        ({"cause": cause}, f"sin at m.py:3 {of_half}"),
+        (
+            {"layer": "", "cause": cause},
+            "dot_general at m.py:1 rounds away what sin in no scope at m.py:3 needs, "
+            f"which {of_half}",
+        ),
+    ):
+        sin = a_row(layer="a", primitive="sin", line="m.py:3", error=0.5)
+        row = dataclasses.replace(sin, **({"added_error": 0.5} | changes))
+        (fault,) = find_faults(DryRunReport((row,), "float16"), ())
+        assert fault.layer == "a"
+        assert fault.reason() == f"a in float32: {reason}"
 
 
 # Tables.
 
 
-def test_the_table_has_a_row_per_layer_worst_first():
+def test_the_table_has_a_row_per_layer_worst_first_or_every_operation():
     text = printed(REPORT.table())
     assert "dry run in float16: the worst 5 of 5 layers" in text
     assert layers_of(text) == ["net/b/c", "net/b", "net/a", "net/a"]
@@ -160,12 +193,9 @@ def test_the_table_has_a_row_per_layer_worst_first():
     narrow = printed(REPORT.table(), width=80)
     assert max(map(len, narrow.splitlines())) <= 80
     assert "net/b/c" in narrow
-
-
-def test_the_table_of_operations_has_every_row():
-    text = printed(REPORT.table(every=True))
-    assert "the worst 6 of 6 operations" in text
-    assert text.count("dot_general") == 4 and "lhs of dot_general" in text
+    every = printed(REPORT.table(every=True))
+    assert "the worst 6 of 6 operations" in every
+    assert every.count("dot_general") == 4 and "lhs of dot_general" in every
 
 
 # Figures.
