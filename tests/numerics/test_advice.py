@@ -92,9 +92,6 @@ def patterns(advice: Advice) -> list[str]:
     return [pattern for pattern, p in rules if p.compute_dtype == jnp.float32]
 
 
-# Training.
-
-
 # optax leans on JAX's promotion of dtypes.
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
@@ -234,9 +231,6 @@ def test_a_layer_that_was_suspected_and_is_innocent_is_left_in_half():
     assert len(advice.reasons) == 2
 
 
-# What is said of it.
-
-
 def test_what_is_in_no_layer_is_left_and_said_with_what_else_can_be_done():
     def loss(w, x):
         return jnp.mean(jnp.square(x * 1e4) @ w) * 1e-8
@@ -254,9 +248,6 @@ def test_what_is_in_no_layer_is_left_and_said_with_what_else_can_be_done():
     assert f"# {advice.reasons[-1]}\n" in str(advice)
 
 
-# Code.
-
-
 def test_the_code_gives_what_is_advised():
     for loss_fn, policy in (
         (overflowing, "mixed_float16"),
@@ -270,9 +261,6 @@ def test_the_code_gives_what_is_advised():
         assert names["loss_scale"] == advice.loss_scale
         assert str(advice).endswith(advice.code())
         assert str(advice).startswith(f"# {advice.reasons[0]}\n")
-
-
-# Loss scales.
 
 
 @pytest.mark.one_of("factor")
@@ -308,9 +296,6 @@ def test_a_function_of_integers_has_no_gradient_in_half():
     assert advice.reasons == ("No gradient is in half: no loss scale.",)
 
 
-# What needs nothing.
-
-
 @pytest.mark.parametrize(
     ("half", "scale"),
     [
@@ -333,9 +318,6 @@ def test_attention_with_norms_stays_in_half(policy):
     advice = advise(loss, policy)(params, tokens)
     assert patterns(advice) == []
     assert advice.left == ()
-
-
-# Where it starts from.
 
 
 def test_the_rules_of_the_start_stay_behind_those_that_are_new():

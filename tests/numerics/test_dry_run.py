@@ -141,9 +141,6 @@ def test_the_gradient_runs_as_autocast_has_it(half: str) -> None:
     assert {row.direction for row in report.rows} == {"forward", "backward"}
 
 
-# The numbers, against NumPy in float64.
-
-
 SHARES = {"nonfinite", "zero", "subnormal", "underflow", "overflow"}
 
 
@@ -256,9 +253,6 @@ def test_arrays_too_large_for_the_host_are_compared_where_they_are(monkeypatch):
             assert other == (pytest.approx(value, rel=1e-5) if is_number else value)
 
 
-# What it costs.
-
-
 _TOOLS = {
     "dry_run": lambda loss: dry_run(loss, "mixed_float16"),
     "dry_run of a gradient": lambda loss: dry_run(jax.grad(loss), "mixed_float16"),
@@ -330,9 +324,6 @@ def test_the_dry_runs_of_advice_share_their_programs(monkeypatch):
     assert len(compiled) < len(dry_runs)
 
 
-# Loops and branches.
-
-
 def test_a_loop_counts_all_of_its_iterations():
     def fun(w, xs):
         def step(h, x):
@@ -371,9 +362,6 @@ def test_a_while_runs_as_often_as_in_float32():
     # In bfloat16 alone, 0.9902 + 0.0003 rounds back, and it would never end.
     add = row(report, "add")
     assert (add.size, add.times) == (4 * 34, None)
-
-
-# Policies, layers, models.
 
 
 def two_layers(w, x):

@@ -27,9 +27,6 @@ def line_of(fun: Any, offset: int) -> str:
     return f"{__file__}:{inspect.getsourcelines(fun)[1] + offset}"
 
 
-# The corpus.
-
-
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "case", HAZARDS + HARMLESS, ids=lambda case: case.program.__name__
@@ -47,8 +44,6 @@ def test_the_corpus_plants_each_rule() -> None:
     assert all(case.expected for case in HAZARDS)
     assert len(HAZARDS) >= 25
 
-
-# What a finding says.
 
 MATRICES = f32(8, 8), f32(8, 8)
 
@@ -140,9 +135,6 @@ def test_the_share_of_float32_flops_is_by_line_and_in_total() -> None:
     ]
 
 
-# The report.
-
-
 def test_a_report_is_as_long_and_as_true_as_its_findings_and_a_table() -> None:
     report = lint(lambda x: attend(x) / 1e-9, "mixed_float16")(f16(12, 8))
     assert report
@@ -156,9 +148,6 @@ def test_a_report_is_as_long_and_as_true_as_its_findings_and_a_table() -> None:
     sound = lint(jnp.tanh, "mixed_float16")(f16(4))
     assert not sound
     assert len(sound) == 0 and str(sound) == "no findings"
-
-
-# Policies and targets.
 
 
 def test_what_the_policy_keeps_in_float32_is_not_left_there() -> None:

@@ -65,8 +65,6 @@ def test_nothing_is_said_of_what_is_right_or_cannot_be_known(name: str) -> None:
     assert found(*ALWAYS_RIGHT[name]()) == {}
 
 
-# The other faults.
-
 INSIDE = "Put it inside: scale_aware(optax.chain(..., optimizer))."
 SGD = jmp.scale_aware(optax.sgd(0.1))
 # Parameters of losses without a bias.

@@ -78,8 +78,6 @@ def test_iterations_share_a_compilation():
     assert len(compiled) <= 3  # the body, a row, and what is around
 
 
-# Inside of jit.
-
 _IN_JIT = (
     "eps_that_is_zero_in_half",
     "product_under_autocast",
@@ -192,9 +190,6 @@ def test_a_tracker_is_not_differentiated():
     assert (float(value), float(grad), tracker.report()) == (9.0, 6.0, None)
 
 
-# Loops, arguments, dtypes.
-
-
 def test_five_loops_name_the_four_outer_iterations():
     def nested(depth, x):
         if not depth:
@@ -231,9 +226,6 @@ def test_other_dtypes_pass(getkey):
     assert first_nonfinite(fun)(*args, small) is None
     report = first_nonfinite(fun)(*args[:2], args[2] * jnp.complex64(jnp.nan), small)
     assert found(report).primitive == "argument"
-
-
-# Reports.
 
 
 def test_a_report_is_a_sentence():

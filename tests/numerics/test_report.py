@@ -73,9 +73,6 @@ def real() -> DryRunReport:
     return dry_run(jax.grad(loss), "mixed_float16")(jnp.eye(4), jnp.ones((2, 4)))
 
 
-# Text.
-
-
 def test_a_row_prints_as_one_line_without_its_histogram():
     caused = a_row(layer="", line="", dtype="float32", cause=("b", "exp", "m.py:3"))
     for row, text in {
@@ -100,9 +97,6 @@ def test_a_report_prints_its_worst_layers_in_40_lines():
     assert "of 0 layers" in str(DryRunReport((), "float16"))
 
 
-# Order.
-
-
 def test_worst_is_overflow_then_added_error_then_underflow():
     assert [ROWS.index(row) for row in REPORT.worst()] == [3, 2, 0, 1, 4, 5]
     assert REPORT.worst(2) == (ROWS[3], ROWS[2])
@@ -113,9 +107,6 @@ def test_worst_is_overflow_then_added_error_then_underflow():
 def test_half_is_what_the_policy_has_in_half():
     assert [row.is_half for row in ROWS] == [True, True, False, True, True, False]
     assert a_row(dtype="bfloat16").is_half
-
-
-# Layers.
 
 
 def test_layers_are_in_the_order_of_the_program_with_directions_apart():
@@ -143,9 +134,6 @@ def test_a_layer_counts_what_it_has_in_half():
     # Fractions are by numbers, not by operations.
     rows = (a_row(size=1, underflow=1.0), a_row(size=9, underflow=0.0))
     assert DryRunReport(rows, "float16").layers()[0].underflow == pytest.approx(0.1)
-
-
-# Faults.
 
 
 def test_each_kind_of_fault_has_words_of_its_own():
@@ -179,9 +167,6 @@ def test_each_kind_of_fault_has_words_of_its_own():
         assert fault.reason() == f"a in float32: {reason}"
 
 
-# Tables.
-
-
 def test_the_table_has_a_row_per_layer_worst_first_or_every_operation():
     text = printed(REPORT.table())
     assert "dry run in float16: the worst 5 of 5 layers" in text
@@ -196,9 +181,6 @@ def test_the_table_has_a_row_per_layer_worst_first_or_every_operation():
     every = printed(REPORT.table(every=True))
     assert "the worst 6 of 6 operations" in every
     assert every.count("dot_general") == 4 and "lhs of dot_general" in every
-
-
-# Figures.
 
 
 def labels(figure: Figure) -> list[str]:
@@ -222,9 +204,6 @@ def test_the_heat_map_shows_what_is_lost():
     assert ticks == ["overflow", "underflow", "subnormal", "error"]
     texts = [text.get_text() for text in axes.texts]
     assert texts[:4] == ["8.3%", "25%", "0", "100%"]
-
-
-# JSON.
 
 
 def test_json_comes_back_exactly_and_has_no_infinity(real):

@@ -46,9 +46,6 @@ def assert_matches_numpy(x: Any, dtype: Any) -> None:
     assert as_lists(value_stats_on_host(np.asarray(x), dtype)) == expected
 
 
-# Numbers.
-
-
 def borders(dtype: Any) -> list[float]:
     """Return where the classes of numbers meet, and the float32 on either side."""
     info = jnp.finfo(dtype)
@@ -134,8 +131,6 @@ def test_both_ways_of_counting_bins_agree():
     np.testing.assert_array_equal(stats._count_by_scatter(bins), expected)
     np.testing.assert_array_equal(stats._count_by_comparison(bins), expected)
 
-
-# However they run.
 
 X = np.random.default_rng(1).lognormal(-9, 8, (8, 4, 6)).astype(np.float32)
 
@@ -257,8 +252,6 @@ def test_gradients_flow_past_it():
     assert found.underflow == 1
     np.testing.assert_array_equal(grads, floats([2e-9, 4.0]))
 
-
-# Trees.
 
 TREE = {
     "b": jnp.array([0.0, 1e-9, -1e9], jnp.float32),
