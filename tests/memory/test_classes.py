@@ -122,5 +122,3 @@ def test_classes_may_be_given_by_name_or_index():
     named = count(loss_fn, PARAMS, X, classes={"x": "other state"})
     assert named == count(loss_fn, PARAMS, X, classes={1: "other state"})
     assert named == {"parameters": 2, "other state": 1}
-    with pytest.raises(ValueError, match="classes has 'y', and the arguments are para"):
-        count(loss_fn, PARAMS, X, classes={"y": "batch"})

@@ -208,16 +208,6 @@ def test_patterns_of_scopes_that_are_paths_of_nnx_fit_both() -> None:
     assert half == {"first/up", "second/up"}
 
 
-@pytest.mark.parametrize(
-    ("layer", "matched", "others"),
-    [
-        ("Net/mlp/down", ["Net/mlp/down", "mlp/down"], ["mlp", "Net", "down"]),
-        ("Net/embed.attend", ["Net/embed.attend", "embed"], ["Net", "embed.x"]),
-        ("Net", ["Net", ""], ["Net/a"]),
-        ("a-b/c.d", ["a-b/c.d"], ["a-b/cxd"]),
-    ],
-)
-def test_a_pattern_matches_scope_and_path(layer, matched, others) -> None:
-    pattern = pattern_of(layer)
-    assert all(re.fullmatch(pattern, path) for path in matched)
-    assert not any(re.fullmatch(pattern, path) for path in others)
+def test_the_characters_of_a_layer_stand_for_themselves() -> None:
+    pattern = pattern_of("a-b/c.d")
+    assert re.fullmatch(pattern, "a-b/c.d") and not re.fullmatch(pattern, "a-b/cxd")

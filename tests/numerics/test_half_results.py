@@ -165,13 +165,9 @@ def test_a_search_that_does_not_settle_allows_no_half_results_and_says_so(monkey
 
 
 def test_advice_is_saved_as_json():
-    plain = advice_on("mixed_bfloat16")
-    for advice in (advice_on(), advice_on(middle=2000.0), plain):
+    for advice in (advice_on(), advice_on(middle=2000.0), advice_on("mixed_bfloat16")):
         again = Advice.from_json(advice.to_json())
         assert again == advice and again.code() == advice.code()
-    for text in ("", "{}", "[]", plain.report.to_json()):
-        with pytest.raises(ValueError, match="Expected the JSON of an Advice"):
-            Advice.from_json(text)
 
 
 @pytest.mark.parametrize(
