@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import nnx_models
 import optax
 import pytest
 from flax import nnx
@@ -191,16 +192,8 @@ def test_meshes_are_those_of_the_arguments(mesh):
     assert report.bytes_a_parameter == pytest.approx(4)
 
 
-class Nnx(nnx.Module):
-    def __init__(self):
-        self.dense = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
-
-    def __call__(self, x):
-        return self.dense(x)
-
-
 def test_steps_of_nnx_are_compiled_as_they_are():
-    model = Nnx()
+    model = nnx_models.make(nnx_models.Mlp)
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
     @nnx.jit
@@ -208,11 +201,11 @@ def test_steps_of_nnx_are_compiled_as_they_are():
         grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
         optimizer.update(model, grads)
 
-    x = Shape((8, 16), "float32")
+    x = Shape((8, 4), "float32")
     for device in (None, "cpu"):
         report = memory.of_step(nnx_step, device)(model, optimizer, x)
-        assert report.arguments["parameters"] == 4 * (16 * 16 + 16)
-        assert report.arguments["batch"] == 4 * 8 * 16
+        assert report.arguments["parameters"] == 4 * (4 * 8 + 8 + 8 * 3 + 3)
+        assert report.arguments["batch"] == 4 * 8 * 4
         assert report.flops > 0
 
 

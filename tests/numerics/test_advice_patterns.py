@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import linen_models
 import numpy as np
 import pytest
 from flax import nnx
@@ -114,12 +115,6 @@ class Tied(nn.Module):
         return 1e-6 * (x @ self.param("table", LARGE, (8, 8)))
 
 
-class Critic(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1, name="out")(jnp.tanh(nn.Dense(8, name="in")(x)))
-
-
 def test_a_model_that_must_be_in_float32_itself_is_all_of_it() -> None:
     loss, params = loss_of(Tied())
     advice = advise(loss, "mixed_float16")(params, X)
@@ -131,7 +126,7 @@ def test_a_model_that_must_be_in_float32_itself_is_all_of_it() -> None:
 
 def test_a_model_in_float32_leaves_the_other_model_in_half() -> None:
     net: Any = Tied()
-    critic: Any = Critic()
+    critic: Any = linen_models.Mlp()
     params = jax.jit(net.init)(jax.random.key(0), X)
     others = jax.jit(critic.init)(jax.random.key(1), X)
 
@@ -143,7 +138,7 @@ def test_a_model_in_float32_leaves_the_other_model_in_half() -> None:
     again = advise(loss, "mixed_float16", previous=advice)(params, others, X)
     for found in (advice, again):
         half = {row.layer for row in found.report.rows if row.reads_half}
-        assert {"Critic/in", "Critic/out"} <= half and "Tied" not in half
+        assert {"Mlp/first", "Mlp/last"} <= half and "Tied" not in half
 
 
 def test_layers_in_float32_stay_there_and_those_inside_need_no_rule() -> None:

@@ -50,7 +50,9 @@ OF_LOSS_SCALES = {
 def found(step: Callable[..., Any], args: Any) -> dict[str, str]:
     """Return the findings that are about the loss scale: rule to remedy."""
     findings = lint(step, POLICY)(*args).findings
-    return {f.rule: f.fix for f in findings if f.rule in OF_LOSS_SCALES}
+    found = [f for f in findings if f.rule in OF_LOSS_SCALES]
+    assert all(f.severity == "error" and f.line for f in found)
+    return {f.rule: f.fix for f in found}
 
 
 @pytest.mark.parametrize("name", STEPS)
