@@ -15,7 +15,7 @@ from flax import nnx
 import jmp_lite as jmp
 import jmp_lite.linen
 import jmp_lite.nnx
-from jmp_lite._src.numerics.patterns import pattern_of
+from jmp_lite._src.numerics.patterns import is_inside, pattern_of
 from jmp_lite.numerics import Advice, advise
 
 pytestmark = pytest.mark.standard_promotion
@@ -160,29 +160,25 @@ def test_layers_in_float32_stay_there_and_those_inside_need_no_rule() -> None:
     assert float32_patterns(advice) == ["outer"]
 
 
-class Block(nnx.Module):
-    """Two layers of nnx, whose scopes are their paths."""
-
-    def __init__(self):
-        self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        self.down = nnx.Linear(8, 8, rngs=nnx.Rngs(1), kernel_init=LARGE)
-
-    def __call__(self, x):
-        with jax.named_scope("up"):
-            x = jnp.tanh(self.up(x))
-        with jax.named_scope("down"):
-            x = self.down(x)
-        return 1e-6 * x
-
-
 class Blocks(nnx.Module):
+    """Two times two layers of nnx, whose scopes are their paths."""
+
     def __init__(self):
-        self.first, self.second = Block(), Block()
+        def block():
+            up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            down = nnx.Linear(8, 8, rngs=nnx.Rngs(1), kernel_init=LARGE)
+            return nnx.Dict(up=up, down=down)
+
+        self.first, self.second = block(), block()
 
     def __call__(self, x):
         for name in ("first", "second"):
-            with jax.named_scope(name):
-                x = x + getattr(self, name)(x)
+            block = getattr(self, name)
+            with jax.named_scope(f"{name}/up"):
+                y = jnp.tanh(block.up(x))
+            with jax.named_scope(f"{name}/down"):
+                y = block.down(y)
+            x = x + 1e-6 * y
         return x
 
 
@@ -206,3 +202,9 @@ def test_patterns_of_scopes_that_are_paths_of_nnx_fit_both() -> None:
 def test_the_characters_of_a_layer_stand_for_themselves() -> None:
     pattern = pattern_of("a-b/c.d")
     assert re.fullmatch(pattern, "a-b/c.d") and not re.fullmatch(pattern, "a-b/cxd")
+
+
+def test_the_rule_of_a_model_holds_for_all_unless_there_are_several() -> None:
+    assert is_inside("Net/mlp", ["Net"], several_models=False)
+    assert is_inside("Critic/in", ["Net"], several_models=False)
+    assert not is_inside("Critic/in", ["Net"], several_models=True)

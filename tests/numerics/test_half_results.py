@@ -170,6 +170,12 @@ def test_advice_is_saved_as_json():
         assert again == advice and again.code() == advice.code()
 
 
+def test_bfloat16_has_half_results_already():
+    advice = advice_on("mixed_bfloat16")
+    assert advice.policy == jmp.get_policy("mixed_bfloat16")
+    assert advice.half_results == ()
+
+
 @pytest.mark.parametrize(
     ("results", "wanted"),
     [
