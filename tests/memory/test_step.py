@@ -229,7 +229,7 @@ def test_what_is_no_array_in_a_model_of_equinox_is_static(is_jitted):
     @(eqx.filter_jit if is_jitted else lambda step: step)
     def step(model, opt_state, state, x):
         def loss(model, state):
-            axes = {"in_axes": (0, None), "out_axes": (0, None)}
+            axes: Any = {"in_axes": (0, None), "out_axes": (0, None)}
             out, state = jax.vmap(model, axis_name="batch", **axes)(x, state)
             return jnp.mean(out**2), state
 

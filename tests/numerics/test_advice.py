@@ -31,7 +31,7 @@ PARAMS = {
 }
 
 
-def between_harmless_layers(middle):
+def between_harmless_layers(middle: Any) -> Any:
     """Return the loss of a model whose middle layer is given."""
 
     def loss(params, x, y):
