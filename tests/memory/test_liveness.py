@@ -118,8 +118,6 @@ def test_what_a_loop_fills_is_of_that_loop_if_it_has_no_name():
 @pytest.mark.parametrize(
     ("op_name", "place"),
     [
-        ("jit(step)/jvp(net)/layer_0/dot_general", ("net/layer_0", "dot_general")),
-        ("jit(step)/transpose(jvp(net))/jit(relu)/mul", ("net", "mul")),
         (f"jit(f)/jvp(net/a)/while/body/{compat.CLOSED_CALL}/add", ("net/a", "add")),
         ("jit(f)/jmp_lite_autocast/net/exp", ("net", "exp")),
         ("", ("", "")),

@@ -23,11 +23,7 @@ def many_layers(w, x):
 ARGS = (jnp.eye(WIDTH), jnp.ones((WIDTH, WIDTH)))
 
 
-def modules(count):
-    row = module_policies.ModuleDtypes("net", "Dense", ("f32",), "f16", ("f16",), "<b>")
-    return module_policies.Explanation((row,) * count)
-
-
+MODULE = module_policies.ModuleDtypes("net", "Dense", ("f32",), "f16", ("f16",), "<b>")
 MADE = {
     "explain": lambda: jmp.explain(many_layers, "mixed_float16")(*ARGS),
     "dry_run": lambda: numerics.dry_run(many_layers, "mixed_float16")(*ARGS),
@@ -40,7 +36,7 @@ MADE = {
     ),
     "tree_stats": lambda: numerics.tree_stats({f"{i}": ARGS for i in range(46)}, "f16"),
     "doctor": lambda: DIAGNOSIS,
-    "modules": lambda: modules(46),
+    "modules": lambda: module_policies.Explanation((MODULE,) * 46),
 }
 
 

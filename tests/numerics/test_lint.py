@@ -27,9 +27,6 @@ def line_of(fun: Any, offset: int) -> str:
     return f"{__file__}:{inspect.getsourcelines(fun)[1] + offset}"
 
 
-# The corpus.
-
-
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "case", HAZARDS + HARMLESS, ids=lambda case: case.program.__name__
@@ -44,11 +41,7 @@ def test_what_is_planted_is_found_on_its_line_and_nothing_else(case: Case) -> No
 def test_the_corpus_plants_each_rule() -> None:
     module: Any = inspect.getmodule(lint)
     assert {case.rule for case in HAZARDS} == {rule.name for rule in module.RULES}
-    assert all(case.expected for case in HAZARDS)
-    assert len(HAZARDS) >= 25
 
-
-# What a finding says.
 
 MATRICES = f32(8, 8), f32(8, 8)
 
@@ -140,36 +133,19 @@ def test_the_share_of_float32_flops_is_by_line_and_in_total() -> None:
     ]
 
 
-# The report.
-
-
-@pytest.fixture(scope="module")
-def report_of_three() -> LintReport:
-    def fun(x):
-        return attend(x) / 1e-9
-
-    return lint(fun, "mixed_float16")(f16(12, 8))
-
-
-def test_a_report_is_as_long_and_as_true_as_its_findings(report_of_three) -> None:
-    assert report_of_three
-    assert len(report_of_three) == len(str(report_of_three).splitlines()) == 3
+def test_a_report_is_as_long_and_as_true_as_its_findings_and_a_table() -> None:
+    report = lint(lambda x: attend(x) / 1e-9, "mixed_float16")(f16(12, 8))
+    assert report
+    assert len(report) == len(str(report).splitlines()) == 3
+    assert LintReport.from_json(report.to_json()) == report
+    assert json.loads(report.to_json())["findings"][0]["severity"] == "error"
+    assert report.table().row_count == 3
+    text = printed(report.table(), width=200)
+    assert "lint: 3 findings, 0.0% of matrix-product FLOPs left in float32" in text
+    assert "softmax-in-half" in text and "no multiple of 8: 12 ×2" in text
     sound = lint(jnp.tanh, "mixed_float16")(f16(4))
     assert not sound
     assert len(sound) == 0 and str(sound) == "no findings"
-
-
-def test_a_report_survives_json_and_is_a_table(report_of_three) -> None:
-    text = report_of_three.to_json()
-    assert LintReport.from_json(text) == report_of_three
-    assert json.loads(text)["findings"][0]["severity"] == "error"
-    assert report_of_three.table().row_count == 3
-    text = printed(report_of_three.table(), width=200)
-    assert "lint: 3 findings, 0.0% of matrix-product FLOPs left in float32" in text
-    assert "softmax-in-half" in text and "no multiple of 8: 12 ×2" in text
-
-
-# Policies and targets.
 
 
 def test_what_the_policy_keeps_in_float32_is_not_left_there() -> None:
@@ -200,12 +176,6 @@ def test_patterns_may_be_paths_of_linen_modules() -> None:
     assert not lint(model.apply, policy)(variables, x)
     findings = lint(model.apply, "mixed_bfloat16")(variables, x).findings
     assert [finding.layer for finding in findings] == ["Model/head"]
-
-
-def test_a_pattern_that_matches_no_scope_is_refused() -> None:
-    policy = PolicyMap("mixed_bfloat16", {"haed": "full"})
-    with pytest.raises(ValueError, match="'haed' matches no path. attend has no"):
-        lint(attend, policy)(bf16(8, 8))
 
 
 def test_a_value_is_judged_by_its_own_dtype() -> None:

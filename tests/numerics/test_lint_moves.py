@@ -51,18 +51,16 @@ JOINS: dict[str, Callable[[Any], Any]] = {
     "stack under vmap": jax.vmap(lambda x: jnp.stack([x, x])),
 }
 
-# What is found behind moves alone, where several arrays would be several cases.
-OF_ONE_ARRAY: dict[str, Any] = {}
-OF_ANY: dict[str, Any] = {}
+PLANTED: dict[str, Any] = {}
 
 
 def planted(
-    rule: str, *args: Any, policy: str = "mixed_float16", into: Any = OF_ANY
+    rule: str, *args: Any, policy: str = "mixed_float16", behind: Any = MOVES | JOINS
 ) -> Any:
     """Add a program whose hazard is behind the function that it gets first."""
 
     def add(program):
-        into[program.__name__] = program, rule, args, policy
+        PLANTED[program.__name__] = program, rule, args, policy, behind
         return program
 
     return add
@@ -110,7 +108,8 @@ def a_number_near_one(move, p):
     return move(p).astype(F16) * move(jnp.full(p.shape, 1 - 1e-5, F32)).astype(F16)
 
 
-@planted("constant-becomes-one", X, into=OF_ONE_ARRAY)
+# Of several arrays, each would be a case of its own.
+@planted("constant-becomes-one", X, behind=MOVES)
 def an_average(move, x):
     return move(1.0 * x) + move(1e-4 * x)
 
@@ -137,13 +136,12 @@ def angles(move, x):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("hazard", OF_ANY | OF_ONE_ARRAY)
+@pytest.mark.parametrize("hazard", PLANTED)
 def test_a_hazard_is_found_behind_every_move(hazard: str) -> None:
-    program, rule, args, policy = (OF_ANY | OF_ONE_ARRAY)[hazard]
-    moves = MOVES | (JOINS if hazard in OF_ANY else {})
+    program, rule, args, policy, behind = PLANTED[hazard]
     found = {
         name: {f.rule for f in lint(program, policy)(move, *args).findings}
-        for name, move in {"none": lambda x: x, **moves}.items()
+        for name, move in {"none": lambda x: x, **behind}.items()
     }
     assert found == dict.fromkeys(found, {rule})
 

@@ -4,9 +4,10 @@ import functools
 import warnings
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import linen_models
+import nnx_models
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,65 +17,34 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 import jmp_lite.linen
-import jmp_lite.nnx
 from jmp_lite.numerics import advise, dry_run, first_nonfinite
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("half")]
 
 HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
-W = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)), jnp.float32)
 
 
-class Net(nn.Module):
-    """Two layers; in float16 the first overflows where `gain` is large."""
+def linen_model(half: str, module: Any = None) -> Any:
+    module = module or linen_models.Mlp()
+    model = linen_models.with_policy(module, f"mixed_{half}")
 
-    gain: float = 1.0
+    def loss(variables, x):
+        out, *_ = jax.tree.leaves(model.apply(variables, x))
+        return jnp.mean(out)
 
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(8, name="up")(self.gain * x)
-        return nn.Dense(8, name="down")(x) / self.gain
-
-
-class Layers(nn.Module):
-    """The same, scanned."""
-
-    @nn.compact
-    def __call__(self, x):
-        scanned = nn.scan(
-            lambda net, x, _: (net(x).astype(x.dtype), None),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=2,
-        )
-        return scanned(Net(6e4, name="net"), x, None)[0]
-
-
-def linen_model(half: str, module: nn.Module | None = None) -> Any:
-    model = jmp_lite.linen.with_policy(module or Net(6e4), f"mixed_{half}")
-    params = jax.jit(model.init)(jax.random.key(0), X)
-    return lambda p, x: jnp.mean(model.apply(p, x)), params
+    return loss, linen_models.init(model, X)
 
 
 def scanned_linen_model(half: str) -> Any:
-    return linen_model(half, Layers())
+    return linen_model(half, linen_models.scanned())
 
 
-class Pair(nnx.Module):
-    """Two layers of nnx."""
-
-    def __init__(self):
-        self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-        self.down = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
-
-    def __call__(self, x):
-        return self.down(self.up(x))
-
-
-def nnx_model(half: str, make: Any = Pair) -> Any:
-    graphdef, state = nnx.split(jmp_lite.nnx.with_policy(make(), f"mixed_{half}"))
-    return lambda p, x: jnp.mean(nnx.merge(graphdef, p)(1e6 * x)) * 1e-6, state
+def nnx_model(half: str, module: Any = None) -> Any:
+    module = module or nnx_models.make(nnx_models.Mlp)
+    graphdef, state = nnx.split(nnx_models.with_policy(module, f"mixed_{half}"))
+    return lambda p, x: jnp.mean(nnx.merge(graphdef, p)(x)), state
 
 
 def autocast_function(half: str) -> Any:
@@ -134,7 +104,7 @@ PROGRAMS = [
 
 
 def test_what_a_library_alone_has_traced_is_named_without_a_line() -> None:
-    loss, params = nnx_model("float16", lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    loss, params = nnx_model("float16", nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"in float16 already: dot_general\. Pass"):
         dry_run(loss, "mixed_float16")(params, X)
     found = first_nonfinite(loss)(params, 1e6 * X)
@@ -211,9 +181,6 @@ def test_what_overflows_in_half_in_the_program_itself_is_refused():
                 look(loss, "mixed_float16")(W, X)
 
 
-# Results that are not finite.
-
-
 def infinite(w, x):
     with jax.named_scope("gate"):
         return jnp.mean(jnp.exp(1e3 * x @ w))
@@ -251,32 +218,30 @@ def test_a_nan_that_came_in_is_refused():
 
 def test_infinities_that_are_masks_may_go_out():
     def fun(w, x, bias):
-        mask = jnp.tril(jnp.ones((8, 8), bool))
+        mask = jnp.tril(jnp.ones((4, 4), bool))
         return jnp.where(mask, w @ w, -jnp.inf), x @ w, bias
 
     report = dry_run(fun, "mixed_float16")(W, X, jnp.full(3, -jnp.inf))
     assert all(row.overflow == 0 for row in report.rows)
 
 
-# Rules over modules.
-
-
 def test_rules_of_with_policy_are_rules_here_and_others_are_refused():
-    net = Net()
-    params = net.init(jax.random.key(0), X)
+    net: Any = linen_models.Mlp()
+    params = linen_models.init(net, X)
 
     def loss(params, x):
-        out: Any = net.apply(params, x)
-        return jnp.mean(out)
+        return jnp.mean(net.apply(params, x))
 
-    policy = jmp.PolicyMap("mixed_float16", {"up": "full"})
+    policy = jmp.PolicyMap("mixed_float16", {"first": "full"})
     jmp_lite.linen.with_policy(net, policy).apply(params, X)
     report = dry_run(loss, policy)(params, X)
-    assert {row.layer for row in report.rows if row.is_half} == {"Net/down"}
+    assert {row.layer for row in report.rows if row.is_half} == {"Mlp/last"}
     advice = advise(loss, policy)(params, X)
     jmp_lite.linen.with_policy(net, advice.policy).apply(params, X)
-    assert jmp.explain(loss, advice.policy)(params, X).half_flops_share == 0.5
-    policy = jmp.PolicyMap("mixed_float16", {"upp": "full"})
-    with pytest.raises(ValueError, match="'upp' matches no path.*Net/up") as caught:
+    assert jmp.explain(loss, advice.policy)(params, X).half_flops_share == 3 / 7
+    policy = jmp.PolicyMap("mixed_float16", {"frist": "full"})
+    with pytest.raises(
+        ValueError, match="'frist' matches no path.*Mlp/first"
+    ) as caught:
         dry_run(loss, policy)(params, X)
     assert "allow_unused=True" in str(caught.value)
