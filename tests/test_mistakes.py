@@ -5,6 +5,7 @@ expected, what to do.
 """
 
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import jmp_lite.checkpoint
 import jmp_lite.linen
 import jmp_lite.nnx
 import jmp_lite.numerics
+from jmp_lite._src import compat
 
 # Any: a type checker sees most of these mistakes.
 jmp: Any = jmp_lite
@@ -159,6 +161,8 @@ LOSS_SCALES: list[Row] = [
     (lambda: dynamic(period="2000"), "period to be a number", "got '2000'"),
     (lambda: jax.jit(lambda n: dynamic(period=n))(3), "period", "known at trace time"),
     (lambda: dynamic(factor=None), "factor to be a number", "got None"),
+    (lambda: dynamic(min_loss_scale="1"), "min_loss_scale to be a number", "got '1'"),
+    (lambda: dynamic(max_loss_scale=X), "max_loss_scale to be a number known", "Array"),
     (lambda: dynamic(min_loss_scale=4.0, max_loss_scale=2.0), "got 4.0 and 2.0"),
     (lambda: dynamic(1024), "Expected floating type for loss_scale, got int", "cast"),
     (lambda: dynamic().adjust(X > 0), "shape (3, 4)", "all_finite(grads) makes one"),
@@ -375,6 +379,8 @@ _MANAGER = "is not a context manager: it returns another function, as jax.jit"
 _AUX = "a scalar, got a tuple of 2. If it returns (loss, aux), pass has_aux=True."
 _SPLIT = "Split it: graphdef, state = nnx.split(model); in the function, call nnx.merge"
 _LINEN = "a linen module, which computes in its method apply: write "
+_OLDER = "ImportError", "jmp_lite needs jax 0.10 or newer, and "
+_OLD_VERSIONS = "0.4.38", "0.9.2", "0.9.2.dev20260101"
 _TORCH = {"init_scale": 65536.0, "growth_factor": 2.0, "growth_interval": 2000}
 NEWCOMERS: list[Row] = [
     (lambda: enter(jmp.autocast()), "autocast expects a function", _MANAGER),
@@ -409,6 +415,11 @@ NEWCOMERS: list[Row] = [
     (lambda: jax.jit(jmp.scaled_grad(with_aux, loss_scale=S))(P, X), _AUX),
     (lambda: num.advise(with_aux, "mixed_float16")(P, X), _AUX),
     (lambda: jmp.full_precision(DENSE), f"{_LINEN}full_precision(model.apply, ...)"),
+    (lambda: jmp.with_policy, "jmp_lite.linen.with_policy, and jmp_lite.nnx.with_pol"),
+    (lambda: jmp.TrainState, "jmp_lite.linen.TrainState, and jmp_lite.nnx.TrainState"),
+    (lambda: jmp.GradScaler, "'GradScaler': see scale_aware(tx, DynamicLossScale())"),
+    (lambda: jmp.DynamicScale, "AttributeError", "jmp_lite", "see DynamicLossScale"),
+    *((lambda v=v: compat.check_jax(v), *_OLDER, f"jax {v} is") for v in _OLD_VERSIONS),
 ]
 
 
@@ -483,6 +494,17 @@ def test_what_looks_like_a_mistake_and_is_none(folder: Path) -> None:
     assert jmp.StaticLossScale(jnp.float32(8)).loss_scale == 8.0
     assert jmp.cast_floating(P, "bf16")["w"].dtype == jnp.bfloat16
     assert jmp.PolicyMap("mixed_float16").rules == ()
+    for newer in ("0.10.0", "0.10.0rc1", "0.12.1.dev1", "1.0"):
+        compat.check_jax(newer)
+    # A function, as the error says of a module: inside of a model it is one.
+    bound = nn.Sequential([lambda x: jmp.autocast(nn.Dense(4), MIXED)(x)])
+    assert "f16" in str(jax.make_jaxpr(bound.init_with_output)(KEY, X))
     assert jmp.half_dtype("cuda") == F16
     assert TX.update(P, S, P, value=True)[1].last_finite
     assert ckpt.restore(str(folder), P, step=3.0).step == 3
+
+
+def test_the_version_is_checked_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "__version__", "0.7.2")
+    with pytest.raises(ImportError, match="and jax 0.7.2 is installed"):
+        runpy.run_path(compat.__file__)
