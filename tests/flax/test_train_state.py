@@ -1,4 +1,4 @@
-"""What the train states of linen and nnx share: a skipped step changes nothing."""
+"""What the train states of linen and nnx share: a step is applied whole, or nothing."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from optimizers import bits_without_scale
+from optimizers import NEED_LOSS, bits_without_scale
 from train_states import (
     FINITE,
     NOT_FINITE,
@@ -27,7 +27,8 @@ from train_states import (
 )
 
 import jmp_lite
-from jmp_lite import StaticLossScale, master_weights, scale_aware
+from jmp_lite import DynamicLossScale, StaticLossScale, master_weights, scale_aware
+from jmp_lite._src.flax import train_step
 
 # flax's norms, and optax's counts, promote. linen and nnx share what is tested here.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("flax")]
@@ -45,11 +46,11 @@ def adam() -> Any:
 def test_a_step_without_new_statistics_is_warned_of_unless_they_are_frozen(flax):
     state = flax.create(adam())
     frozen = flax.other_state(state)  # as it was
-    state.apply_gradients(grads=state.params, **frozen)
+    jax.eval_shape(lambda s: s.apply_gradients(grads=s.params, **frozen), state)
     (name,) = frozen
     match = rf"(?s)got no {name}=.*leaves NaN.*or {name}=state\.{name} if"
     with pytest.warns(UserWarning, match=match) as caught:
-        state.apply_gradients(grads=state.params)
+        jax.eval_shape(lambda s: s.apply_gradients(grads=s.params), state)
     assert caught[0].filename == __file__
 
 
@@ -133,24 +134,11 @@ STATES: dict[str, Any] = {
         metrics={"seen": jnp.int32(0), "loss": jnp.float32(0)},
         note="mine",
     ),
-    "average": lambda flax: flax.create(adam(), ema_decay=0.5),
-    # That optax's state inside stays is a test of `scale_aware`'s own; of state beside
-    # a scale-aware optimiser, test_train_step.py has a faster one.
-    "scale_aware(MultiSteps)": lambda flax: flax.create(
-        scale_aware(optax.MultiSteps(optax.adam(0.1), 3), SCALE)
-    ),
-    "chain(scale_aware, ema)": lambda flax: flax.create(
-        optax.chain(scale_aware(optax.sgd(0.1), SCALE), optax.ema(0.9))
-    ),
 }
-FULL = {"average", "scale_aware(MultiSteps)", "chain(scale_aware, ema)"}
 over_states = pytest.mark.parametrize(
     ("flax", "name"),
-    [
-        pytest.param(flax, name, marks=[pytest.mark.full] if name in FULL else [])
-        for name in STATES
-        for flax in ([Linen] if name == "more fields" else [Linen, Nnx])
-    ],
+    [(Linen, name) for name in STATES]
+    + [(Nnx, name) for name in STATES if name != "more fields"],
 )
 
 
@@ -274,3 +262,147 @@ def test_half_parameters_whose_small_updates_are_lost_warn_once(flax, wrap):
     flax.create_half(jmp_lite.master_weights(tx))
     flax.create_half(jmp_lite.stochastic_rounding(tx, jax.random.key(0)))
     flax.create(tx)
+
+
+# The step that both take: of plain trees.
+
+_PARAMS = {"a": jnp.array([1.0, -0.0]), "b": jnp.ones(2)}
+_GRADS = {"a": jnp.ones(2), "b": jnp.ones(2)}
+
+
+def _first_step(tx: Any) -> Any:
+    """Return the first step of an optimiser, as a function of options."""
+    return functools.partial(train_step.update, tx, _GRADS, tx.init(_PARAMS), _PARAMS)
+
+
+_OPTIMISERS = {
+    "two loss scales": lambda: optax.partition(
+        {name: scale_aware(optax.adam(0.1), DynamicLossScale(8.0)) for name in _PARAMS},
+        {name: name for name in _PARAMS},
+    ),
+    "state outside": lambda: optax.chain(
+        scale_aware(optax.sgd(0.1), DynamicLossScale(8.0)), optax.ema(0.9)
+    ),
+    "state inside": lambda: scale_aware(
+        optax.chain(optax.sgd(0.1), optax.ema(0.9)), DynamicLossScale(8.0)
+    ),
+    "without skips": lambda: scale_aware(
+        optax.adam(0.1), DynamicLossScale(8.0), skip_nonfinite=False
+    ),
+    "no loss scale": lambda: optax.adam(0.1),
+}
+
+
+@pytest.mark.parametrize("name", _OPTIMISERS)
+def test_all_of_a_step_is_applied_or_nothing(name):
+    tx: Any = _OPTIMISERS[name]()
+
+    @jax.jit
+    def step(params, state, grads):
+        return train_step.update(tx, grads, state, params)
+
+    params, state, finite = step(_PARAMS, tx.init(_PARAMS), _GRADS)
+    assert finite
+    assert bitwise.raw_bits(params) != bitwise.raw_bits(_PARAMS)
+
+    for bad in ("a", "b"):
+        grads = _GRADS | {bad: jnp.array([1.0, jnp.inf])}
+        after, skipped, finite = step(params, state, grads)
+
+        assert not finite
+        assert bitwise.raw_bits(after) == bitwise.raw_bits(params)
+        assert bits_without_scale(skipped) == bits_without_scale(state)
+        if name == "two loss scales":
+            metrics = jmp_lite.loss_scale_metrics(skipped)
+            for part in _PARAMS:
+                scale = metrics[f"inner_states/{part}/inner_state/loss_scale"]
+                assert float(scale) == (4.0 if part == bad else 8.0)
+        elif name != "no loss scale":
+            assert float(jmp_lite.get_loss_scale(skipped).loss_scale) == 4.0
+
+
+def test_an_infinity_that_was_there_before_is_no_reason_to_skip():
+    old = jnp.array([-jnp.inf, 0.0])
+    for optimiser in (optax.sgd(0.1), scale_aware(optax.sgd(0.1))):
+        step = functools.partial(_first_step(optimiser), old_other_state=old)
+        assert step(other_state=old)[2]
+        assert not step(other_state=jnp.array([-jnp.inf, jnp.inf]))[2]
+
+
+def test_the_average_of_half_parameters_is_float32():
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    ema = train_step.init_ema(params, 0.5)
+    assert ema["w"].dtype == jnp.float32
+    assert bitwise.avals(train_step.update_ema(ema, params, 0.5)) == bitwise.avals(ema)
+
+
+def test_parameters_that_are_not_finite_are_named_at_step_0():
+    params = {"layer": {"w": np.array([1.0, np.nan]), "b": np.ones(1)}}
+    many = {f"w{n}": np.full(2, np.inf) for n in range(5)}
+    for bad, match in [
+        (params, r"initial parameters are not finite.*\['layer/w'\]\. Training"),
+        (many, r"\['w0', 'w1', 'w2'\] and 2 more"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            train_step.check_start(optax.sgd(0.1), bad, None, None)
+
+
+# What an optimiser is given, and may not do.
+
+_ONE = StaticLossScale(1.0)
+_WRAPPERS: dict[str, Any] = {
+    "plain": lambda inner: inner,
+    "scale_aware": lambda inner: scale_aware(inner, _ONE),
+    "MultiSteps": lambda inner: scale_aware(optax.MultiSteps(inner, 1), _ONE),
+}
+_OTHER_STATE = {"other_state": jnp.ones(1), "old_other_state": jnp.zeros(1)}
+
+
+@pytest.mark.parametrize("wrap", _WRAPPERS)
+@pytest.mark.parametrize("name", NEED_LOSS)
+def test_an_optimiser_that_needs_the_loss_says_so_as_it_does_alone(name, wrap):
+    """Given 0.0 instead, polyak would never move."""
+    inner = NEED_LOSS[name]()
+    with pytest.raises(TypeError, match="missing 1 required key.*: 'value'") as alone:
+        inner.update(_GRADS, inner.init(_PARAMS), _PARAMS)
+    update = _first_step(_WRAPPERS[wrap](inner))
+    for other_state in ({}, _OTHER_STATE):
+        with pytest.raises(TypeError) as ours:
+            jax.eval_shape(lambda kwargs: update(**kwargs), other_state)
+        assert str(ours.value) == str(alone.value)
+    params, _, finite = jax.jit(lambda: update(value=0.5, **_OTHER_STATE))()
+    assert finite
+    assert bitwise.raw_bits(params) != bitwise.raw_bits(_PARAMS)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize()))
+    update = _first_step(_WRAPPERS[wrap](sam))
+
+    @jax.jit
+    def are_finite(other):
+        options: Any = _OTHER_STATE | {"other_state": other}
+        return [update(value=value, **options)[2] for value in (None, 0.5)]
+
+    assert all(are_finite(jnp.ones(1)))
+    assert not any(are_finite(jnp.full(1, jnp.inf)))
+
+
+@pytest.mark.parametrize("wrap", ["plain", "around scale_aware", "in scale_aware"])
+def test_an_optimiser_that_changes_the_structure_of_its_state_is_an_error(wrap):
+    monitor, inner = optax.monitor({"norm": optax.tree.norm}), optax.sgd(0.1)
+    tx = {
+        "plain": optax.chain(inner, monitor),
+        "around scale_aware": optax.chain(scale_aware(inner), monitor),
+        "in scale_aware": scale_aware(optax.chain(inner, monitor)),
+    }[wrap]
+    owner, advice = "a train state", "Remove transformations that change"
+    if wrap == "in scale_aware":
+        owner, advice = "scale_aware", "A skipped step keeps the old state"
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(_first_step(tx))
+    assert str(error.value).startswith(
+        f"The optimiser inside of {owner} changed the structure of its state: "
+        f"'1/measurements/norm' is in the new state only. {advice}"
+    )
