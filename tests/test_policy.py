@@ -131,8 +131,6 @@ def test_however_its_dtypes_are_given_a_policy_is_one_key():
 def test_with_output_dtype_changes_only_that():
     assert MIXED.with_output_dtype("f64") == Policy(F32, F16, F64)
     assert MIXED == Policy(F32, F16, BF16)
-    with pytest.raises(ValueError, match="Unknown dtype 'f99'"):
-        MIXED.with_output_dtype("f99")
 
 
 def test_cast_to_full_and_half():

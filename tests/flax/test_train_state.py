@@ -336,17 +336,6 @@ def test_the_average_of_half_parameters_is_float32():
     assert bitwise.avals(train_step.update_ema(ema, params, 0.5)) == bitwise.avals(ema)
 
 
-def test_parameters_that_are_not_finite_are_named_at_step_0():
-    params = {"layer": {"w": np.array([1.0, np.nan]), "b": np.ones(1)}}
-    many = {f"w{n}": np.full(2, np.inf) for n in range(5)}
-    for bad, match in [
-        (params, r"initial parameters are not finite.*\['layer/w'\]\. Training"),
-        (many, r"\['w0', 'w1', 'w2'\] and 2 more"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            train_step.check_start(optax.sgd(0.1), bad, None, None)
-
-
 # What an optimiser is given, and may not do.
 
 _ONE = StaticLossScale(1.0)

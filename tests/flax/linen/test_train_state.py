@@ -12,9 +12,8 @@ import pytest
 from flax import serialization
 from jax.sharding import Mesh, PartitionSpec
 from optimizers import bits_without_scale
-from train_states import FINITE, NOT_FINITE, Bigger, Linen, gradients
+from train_states import FINITE, NOT_FINITE, Bigger, Linen
 
-import jmp_lite
 from jmp_lite import DynamicLossScale, scale_aware
 from jmp_lite.linen import TrainState
 
@@ -34,12 +33,6 @@ def test_create_and_apply_gradients_return_the_class_they_are_called_on():
     assert_type(after, Bigger)
     assert (type(state), type(bigger), type(after)) == (TrainState, Bigger, Bigger)
     assert after.note == "mine"
-
-
-def test_a_dynamic_scale_is_told_where_the_loss_scale_is():
-    kwargs: dict[str, Any] = {"dynamic_scale": None}
-    with pytest.raises(TypeError, match=r"tx=jmp_lite\.scale_aware\(tx\)"):
-        TrainState.create(apply_fn=None, params={}, tx=optax.sgd(0.1), **kwargs)
 
 
 @pytest.mark.parametrize("bad", ["loss", "batch statistics"])
@@ -109,30 +102,3 @@ def test_a_state_survives_serialization():
     assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
     restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
     assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
-
-
-# Errors.
-
-
-def test_a_start_that_is_not_finite_is_an_error_unless_it_is_traced():
-    stats = jax.tree.map(lambda x: x * np.nan, Linen.variables()["batch_stats"])
-    with pytest.raises(ValueError, match="The initial batch statistics are not finite"):
-        create(batch_stats=stats)
-    shapes = jax.eval_shape(create, batch_stats=stats)
-    assert isinstance(shapes.step, jax.ShapeDtypeStruct)
-
-
-def test_new_state_of_another_kind_is_an_error():
-    state = create()
-    grads = gradients(state.params)
-    for new, text in [
-        (jmp_lite.cast_floating(state.batch_stats, jnp.float16), "float16.*float32"),
-        ({"BatchNorm_0": {}}, "different structure.*batch_stats/BatchNorm_0/mean"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            state.apply_gradients(grads=grads, batch_stats=new)
-    bare: Any = TrainState.create(apply_fn=None, params=state.params, tx=state.tx)
-    with pytest.raises(ValueError, match="only the first has.*batch_stats/BatchNorm_0"):
-        bare.apply_gradients(grads=grads, batch_stats=state.batch_stats)
-    with pytest.raises(AttributeError, match="no attribute 'batchstats'"):
-        state.apply_gradients(grads=grads, batchstats=state.batch_stats)
