@@ -289,20 +289,17 @@ import jmp_lite
 params = jnp.ones(2)
 loss_scales = jmp_lite.DynamicLossScale(8.0), jmp_lite.StaticLossScale(8.0)
 loss_scales = *loss_scales, jmp_lite.NoOpLossScale()
-txs = [jmp_lite.scale_aware(optax.identity(), x) for x in loss_scales]
-states = [tx.init(params) for tx in txs]
+states = [
+    jmp_lite.scale_aware(optax.identity(), x).init(params) for x in loss_scales
+]
 assert "flax" not in sys.modules
 import flax.serialization
 
-def step(states):
-    return [tx.update(params, s, params)[1] for tx, s in zip(txs, states)]
-
-for states in states, jax.jit(step)(states):
-    saved = [flax.serialization.to_bytes(state) for state in states]
-    for state, data in zip(states, saved):
-        restored = flax.serialization.from_bytes(state, data)
-        assert type(restored.loss_scale) is type(state.loss_scale)
-        assert jax.tree.structure(restored) == jax.tree.structure(state)
+for state in states:
+    saved = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(state, saved)
+    assert type(restored.loss_scale) is type(state.loss_scale)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
 """
 
 

@@ -127,7 +127,6 @@ STATES: dict[str, Any] = {
     "MultiSteps(scale_aware)": lambda flax: flax.create(
         optax.MultiSteps(scale_aware(optax.adam(0.1), SCALE), 3)
     ),
-    "adam": lambda flax: flax.create(optax.adam(0.1)),
     "scale_aware(master_weights)": lambda flax: flax.create_half(
         scale_aware(master_weights(optax.adam(0.1)), SCALE)
     ),
