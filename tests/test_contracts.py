@@ -335,12 +335,6 @@ def test_an_error_pickles_with_its_text(error):
     assert type(again) is DOCUMENTED[error] and str(again) == "the text"
 
 
-@pytest.mark.parametrize("name", sorted({*jmp.__all__} - {"memory", "numerics"}))
-def test_public_objects_pickle_by_name(name):
-    value = getattr(jmp, name)
-    assert pickle.loads(pickle.dumps(value)) == value
-
-
 # Functions.
 
 

@@ -305,8 +305,6 @@ IN_DECODER = ["decoder", "decoder/.*", "decoder/", "dec[a-z]+", "(decoder|x)(/.*
 
 
 class Part(nnx.Module):
-    """Two layers."""
-
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.own = nnx.Linear(4, 4, rngs=rngs)
         self.layer = nnx.Linear(4, 4, rngs=rngs)

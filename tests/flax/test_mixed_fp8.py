@@ -36,13 +36,10 @@ FP8 = "bf16, products in fp8"
 
 
 def own(*operands: Any, **options: Any) -> Any:
-    """Return a product by a function of the author's."""
     return lax.dot_general(*operands, **options)
 
 
 class LinenMlp(nn.Module):
-    """Two layers, the first of which may come with settings."""
-
     settings: Any = ()
 
     @nn.compact
@@ -52,8 +49,6 @@ class LinenMlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual layer, for scan."""
-
     @nn.compact
     def __call__(self, carry, _=None):
         return carry + jnp.tanh(nn.Dense(SIZE)(carry)).astype(carry.dtype), None
@@ -68,8 +63,6 @@ class LinenScan(nn.Module):
 
 
 class NnxMlp(nnx.Module):
-    """Two layers, the first of which may come with settings."""
-
     def __init__(self, rngs, **settings):
         self.body = nnx.Linear(SIZE, SIZE, rngs=rngs, **settings)
         self.head = nnx.Linear(SIZE, SIZE, rngs=rngs)
@@ -119,7 +112,6 @@ MODELS: dict[str, tuple[Any, Any, int, int]] = {
 
 
 def mlp(flax: Any, **settings: Any) -> Any:
-    """Return the model of two layers."""
     if flax is linen_models:
         return LinenMlp(tuple(settings.items()))
     return NnxMlp(nnx.Rngs(0), **settings)
@@ -269,8 +261,6 @@ def test_a_shared_scope_computes_in_half():
 
 
 class Product(nn.Module):
-    """A product of its own."""
-
     @nn.compact
     def __call__(self, x):
         return x @ self.param("w", nn.initializers.ones, (x.shape[-1], SIZE))

@@ -354,7 +354,6 @@ _GRADS = {"a": jnp.ones(2), "b": jnp.ones(2)}
 
 
 def _first_step(tx: Any) -> Any:
-    """Return the first step of an optimiser, as a function of options."""
     return functools.partial(train_step.update, tx, _GRADS, tx.init(_PARAMS), _PARAMS)
 
 

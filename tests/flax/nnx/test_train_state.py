@@ -73,7 +73,6 @@ of_nnx: Any = {
 
 @pytest.mark.parametrize("half", [None, "bfloat16"])
 def test_all_is_that_of_nnx_value_and_grad_times_the_scale(half):
-    """Values, aux, gradients; statistics and random streams of the model."""
     ours, plain = make(half), make(half)
 
     @nnx.jit
@@ -183,8 +182,6 @@ def test_the_loss_scale_of_an_optimizer_is_made_of_arrays():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Noted(TrainState):
-    """With a field of its own."""
-
     note: str = dataclasses.field(default="none", metadata={"static": True})
 
 
