@@ -60,18 +60,9 @@ LOADED_WHERE_USED = ("equinox", "flax", "matplotlib", "orbax", "rich", "shtab", 
 # The checker.
 
 
-def find_violations(package: Path) -> list[str]:
-    """List what breaks the rules in a package's source, as `file: problem`."""
-    return [
-        f"{path.relative_to(package)}: {problem}"
-        for path in sorted(package.rglob("*.py"))
-        for problem in _find_in_file(path, package)
-    ]
-
-
-def _find_in_file(path: Path, package: Path) -> Iterator[str]:
+def _find_in_file(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    first, *rest = path.relative_to(package).parts
+    first, *rest = path.relative_to(PACKAGE).parts
     if first != "_src":
         if path.stem not in PUBLIC or rest:
             yield "is neither private, in _src, nor in PUBLIC"
@@ -84,7 +75,7 @@ def _find_in_file(path: Path, package: Path) -> Iterator[str]:
         return
     imports = _list_imports(tree)
     for name in imports:
-        yield from _find_upward_import(name, room, package.name)
+        yield from _find_upward_import(name, room)
     if room != "compat":
         nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
         for name in [*imports, *map(ast.unparse, nodes)]:
@@ -103,9 +94,9 @@ def _list_imports(tree: ast.Module) -> list[str]:
     return names
 
 
-def _find_upward_import(name: str, room: str, package: str) -> Iterator[str]:
+def _find_upward_import(name: str, room: str) -> Iterator[str]:
     root, *rest = name.split(".")
-    if root != package:
+    if root != PACKAGE.name:
         return
     if rest[:1] != ["_src"] or not rest[1:]:
         yield f"imports {name}, which is public: expected what it re-exports"
@@ -118,11 +109,11 @@ def _find_upward_import(name: str, room: str, package: str) -> Iterator[str]:
         yield f"imports {name}: {floors}, expected a lower one"
 
 
-def find_circle(package: Path) -> list[str]:
+def find_circle() -> list[str]:
     """Name modules of which each imports the next, and the last the first; or none."""
     modules = {
-        ".".join(path.relative_to(package.parent).with_suffix("").parts): path
-        for path in package.rglob("*.py")
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
     }
     graph = {}
     for name, path in modules.items():
@@ -154,17 +145,6 @@ def _find_beyond_reexports(tree: ast.Module) -> Iterator[str]:
         yield f"line {node.lineno}: only re-exports belong here"
 
 
-def find_private_imports(*folders: Path) -> list[str]:
-    """List imports of private modules of the package, as `file: problem`."""
-    return [
-        f"{path.relative_to(folder)}: imports {name}, which is private"
-        for folder in folders
-        for path in sorted(folder.rglob("*.py"))
-        for name in _list_imports(ast.parse(path.read_text(encoding="utf-8")))
-        if f"{name}.".startswith("jmp_lite._src.")
-    ]
-
-
 def load(*statements: str) -> list[set[str]]:
     """Name the modules that a fresh interpreter has loaded after each statement.
 
@@ -182,15 +162,19 @@ def load(*statements: str) -> list[set[str]]:
 
 
 def test_the_package_keeps_its_rules() -> None:
-    assert find_violations(PACKAGE) == []
+    for path in PACKAGE.rglob("*.py"):
+        assert list(_find_in_file(path)) == [], path
 
 
 def test_no_modules_import_each_other() -> None:
-    assert find_circle(PACKAGE) == []
+    assert find_circle() == []
 
 
 def test_private_modules_are_imported_by_the_package_and_its_tests_alone() -> None:
-    assert find_private_imports(ROOT / "examples", ROOT / "benchmarks") == []
+    for folder in (ROOT / "examples", ROOT / "benchmarks"):
+        for path in folder.rglob("*.py"):
+            imports = _list_imports(ast.parse(path.read_text(encoding="utf-8")))
+            assert not [name for name in imports if "jmp_lite._src" in name], path
 
 
 def test_modules_are_loaded_when_they_are_needed() -> None:
