@@ -255,6 +255,16 @@ def test_a_scale_without_a_known_value_passes():
     assert float(check(0.0)) == 0.0
 
 
+def test_shardings_of_a_loss_scale_are_taken_by_jit():
+    loss_scale = jmp.DynamicLossScale(8.0, counter=5, hysteresis=3, bad_steps=2)
+    sharding = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P())
+    shardings = jax.tree.map(lambda _: sharding, loss_scale)
+    options = {"in_shardings": (shardings,), "out_shardings": shardings}
+    adjust = jax.jit(lambda loss_scale: loss_scale.adjust(False), **options)
+    adjusted = adjust(jax.device_put(loss_scale, shardings))
+    assert adjusted.loss_scale.sharding == sharding
+
+
 # What a checkpoint of flax saves.
 
 
