@@ -79,7 +79,6 @@ def fp8_reasons(device: FakeDevice, **speeds: float) -> list[str]:
     [
         (CPU, "fp8 is slower than float32 on the CPU (cpu)"),
         (V100, "V100 has compute capability 7.0; fp8 is fast from 8.9."),
-        (A100, "A100 has compute capability 8.0; fp8 is fast from 8.9."),
         (TPU, "the matrix units of a TPU v5e have no fp8"),
         (MI300, "it is not known whether MI300X has matrix units for fp8."),
     ],

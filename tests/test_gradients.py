@@ -12,19 +12,7 @@ import pytest
 import jmp_lite as jmp
 
 SCALE = 1024.0
-DYNAMIC = jmp.DynamicLossScale(SCALE)
-LOSS_SCALES = {
-    "dynamic": jmp.scale_aware(optax.sgd(0.1), DYNAMIC).init(jnp.ones(2)),
-    "static": {"opt": (None, [jmp.StaticLossScale(SCALE)])},
-}
-
-
-pytestmark = pytest.mark.one_of("loss_scale")  # which `get_loss_scale` finds
-
-
-@pytest.fixture(params=LOSS_SCALES)
-def loss_scale(request) -> Any:
-    return LOSS_SCALES[request.param]
+STATE = jmp.scale_aware(optax.sgd(0.1), jmp.DynamicLossScale(SCALE)).init(jnp.ones(2))
 
 
 def times_scale(tree: Any) -> Any:
@@ -40,8 +28,8 @@ X = jnp.array([3.0, -0.25])
 
 
 @pytest.mark.parametrize("argnums", [0, -1, (0,), [1, 0]])
-def test_the_value_is_the_loss_and_gradients_are_times_the_scale(loss_scale, argnums):
-    options: Any = {"loss_scale": loss_scale, "argnums": argnums}
+def test_the_value_is_the_loss_and_gradients_are_times_the_scale(argnums):
+    options: Any = {"loss_scale": STATE, "argnums": argnums}
     value, grads = jmp.scaled_value_and_grad(loss, **options)(PARAMS, X, power=3.0)
     jaxs = jax.value_and_grad(loss, argnums=argnums)
     expected_value, expected = jaxs(PARAMS, X, power=3.0)
@@ -51,7 +39,7 @@ def test_the_value_is_the_loss_and_gradients_are_times_the_scale(loss_scale, arg
     chex.assert_trees_all_equal(only_grads, grads)
 
 
-def test_the_transformation_may_be_another(loss_scale):
+def test_the_transformation_may_be_another():
     """It is called as JAX' own is; argnums reach it where they are not the default."""
     seen = []
 
@@ -59,7 +47,7 @@ def test_the_transformation_may_be_another(loss_scale):
         seen.append(kwargs)
         return jax.value_and_grad(fun, **kwargs)
 
-    options: Any = {"loss_scale": loss_scale, "value_and_grad": value_and_grad}
+    options: Any = {"loss_scale": STATE, "value_and_grad": value_and_grad}
     value, grads = jmp.scaled_value_and_grad(loss, **options)(PARAMS, X)
     assert value == loss(PARAMS, X)
     chex.assert_trees_all_equal(grads, times_scale(jax.grad(loss)(PARAMS, X)))
@@ -72,13 +60,13 @@ def test_without_a_scale_it_is_jax_value_and_grad():
     chex.assert_trees_all_equal(result, jax.value_and_grad(loss)(PARAMS, X))
 
 
-def test_aux_is_not_touched(loss_scale):
+def test_aux_is_not_touched():
     aux = {"f16": jnp.float16(1), "n": 3, "key": jax.random.key(0), "none": None}
 
     def fun(params):
         return loss(params, X), aux | {"params": params["w"]}
 
-    options: Any = {"loss_scale": loss_scale, "has_aux": True}
+    options: Any = {"loss_scale": STATE, "has_aux": True}
     (value, got), grads = jmp.scaled_value_and_grad(fun, **options)(PARAMS)
     assert value == loss(PARAMS, X)
     assert got.pop("params").tolist() == PARAMS["w"].tolist()
@@ -93,10 +81,10 @@ def test_aux_is_not_touched(loss_scale):
     ("dtype", "reported"),
     [("float16", "float32"), ("bfloat16", "float32"), ("float64", "float64")],
 )
-def test_a_half_loss_is_reported_in_float32(loss_scale, dtype, reported):
+def test_a_half_loss_is_reported_in_float32(dtype, reported):
     with jax.enable_x64(True):
         x = jnp.array(3 + 2.0**-40, dtype)
-        value, grad = jmp.scaled_value_and_grad(jnp.square, loss_scale=loss_scale)(x)
+        value, grad = jmp.scaled_value_and_grad(jnp.square, loss_scale=STATE)(x)
     assert (value.dtype, float(value)) == (reported, float(x) ** 2)
     assert (grad.dtype, float(grad)) == (dtype, 2 * float(x) * SCALE)
 
@@ -119,17 +107,17 @@ def test_a_scale_lifts_gradients_that_half_precision_would_flush():
     np.testing.assert_allclose(float(grad), 1e-9, rtol=2e-3)
 
 
-def test_holomorphic_functions_keep_their_imaginary_part(loss_scale):
+def test_holomorphic_functions_keep_their_imaginary_part():
     z = jnp.complex64(1 + 2j)
-    options: Any = {"loss_scale": loss_scale, "holomorphic": True}
+    options: Any = {"loss_scale": STATE, "holomorphic": True}
     value, grad = jmp.scaled_value_and_grad(lambda z: z * z, **options)(z)
     assert complex(value) == (1 + 2j) ** 2
     assert complex(grad) == 2 * (1 + 2j) * SCALE
 
 
-def test_allow_int_gives_float0(loss_scale):
+def test_allow_int_gives_float0():
     fun = jmp.scaled_value_and_grad(
-        lambda n, x: x * 2, loss_scale=loss_scale, argnums=(0, 1), allow_int=True
+        lambda n, x: x * 2, loss_scale=STATE, argnums=(0, 1), allow_int=True
     )
     _, (of_int, of_float) = fun(jnp.int32(1), jnp.float32(1))
     assert of_int.dtype == jax.dtypes.float0

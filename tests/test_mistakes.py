@@ -5,6 +5,7 @@ expected, what to do.
 """
 
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import jmp_lite.checkpoint
 import jmp_lite.linen
 import jmp_lite.nnx
 import jmp_lite.numerics
+from jmp_lite._src import compat
 
 # Any: a type checker sees most of these mistakes.
 jmp: Any = jmp_lite
@@ -43,6 +45,8 @@ LOW = jmp.low_precision_state(ADAM, min_size=1)
 DENSE: Any = nn.Dense(3)
 LINEAR: Any = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
 STATE = linen.TrainState.create(apply_fn=DENSE.apply, params=P, tx=TX)
+NORM = {"norm": {"mean": P["b"]}}
+SUMS = jmp.PolicyMap("p=f32,c=bf16,o=f32,r=f32", {"head": "mixed_bfloat16"})
 NUMBERS: Any = ((1,), (0,)), ((), ())
 REMAINDERS = jmp.master_weights(SGD, storage="remainder")
 RULED = jmp.low_precision_state(ADAM, rules={"embed": None})
@@ -74,6 +78,16 @@ def fp8_product(a: Any, b: Any = P["w"], **options: Any) -> Any:
 
 def linen_state(params: Any, **options: Any) -> Any:
     return linen.TrainState.create(apply_fn=None, params=params, **options)
+
+
+def with_stats(new: Any, old: Any = NORM) -> Any:
+    state = STATE.replace(batch_stats=old)
+    return state.apply_gradients(grads=P, batch_stats=new)
+
+
+def in_half_inside(x: Any) -> Any:
+    """Be part of a model."""
+    return linen.with_policy(nn.Dense(2), "half").apply({}, x)
 
 
 def mapped(pattern: Any, policy: Any = "float32") -> Any:
@@ -123,6 +137,7 @@ POLICIES: list[Row] = [
     (lambda: jmp.get_policy("c=f16,r=f16"), "or float32, got f16"),
     (lambda: jmp.get_policy(""), "''", "mixed_float16"),
     (lambda: MIXED.compute, "no attribute 'compute'"),
+    (lambda: MIXED.with_output_dtype("f99"), "Unknown dtype 'f99'"),
     (lambda: MIXED.check_device("gpu"), "got 'gpu'", "write jax.devices('gpu')[0]"),
     (lambda: jmp.PolicyMap({".*": "f32"}, "full"), "a mapping of", "got 'full'"),
     (lambda: jmp.PolicyMap("mixed_float16", ["b"]), "mapping of patterns", "got ['b']"),
@@ -159,14 +174,14 @@ LOSS_SCALES: list[Row] = [
     (lambda: dynamic(period="2000"), "period to be a number", "got '2000'"),
     (lambda: jax.jit(lambda n: dynamic(period=n))(3), "period", "known at trace time"),
     (lambda: dynamic(factor=None), "factor to be a number", "got None"),
+    (lambda: dynamic(min_loss_scale="1"), "min_loss_scale to be a number", "got '1'"),
+    (lambda: dynamic(max_loss_scale=X), "max_loss_scale to be a number known", "Array"),
     (lambda: dynamic(min_loss_scale=4.0, max_loss_scale=2.0), "got 4.0 and 2.0"),
-    (lambda: dynamic(1024), "Expected floating type for loss_scale, got int", "cast"),
     (lambda: dynamic().adjust(X > 0), "shape (3, 4)", "all_finite(grads) makes one"),
     (lambda: dynamic().adjust(P), "got a tree", "all_finite(grads) makes one"),
     (lambda: dynamic().adjust(), "missing 1", "'grads_finite'"),
     (lambda: jmp.DynamicLossScale.scale(P), "missing 1", "'tree'"),
     (lambda: jmp.StaticLossScale(), "missing 1", "'loss_scale'"),
-    (lambda: used(0), "positive, finite loss scale, got 0"),
     (lambda: used(2.0**-130), "positive, finite", "2**-126 to 2**126"),
     (lambda: used("dynamic"), "Expected one number", "got 'dynamic'"),
     (lambda: jmp.loss_scale_for(8.0), "Expected a Policy or its string, got 8.0"),
@@ -244,7 +259,6 @@ OPTIMISERS: list[Row] = [
 ]
 
 AUTOCAST: list[Row] = [
-    (lambda: jmp.autocast(P, MIXED), "autocast expects a function, got {'w'"),
     (lambda: jmp.autocast(loss, MIXED)(P), "missing 1", "'x'"),
     (lambda: jmp.autocast(loss, MIXED)(P | {"a": "a"}, X), "got 'a'", "functools.part"),
     (lambda: jmp.autocast(loss, MIXED, enabled=True), "unexpected", "'enabled'", "it"),
@@ -262,7 +276,6 @@ AUTOCAST: list[Row] = [
     (lambda: jmp.sums_in_float32(P), "sums_in_float32 expects a function, got {'w'"),
     (lambda: jmp.sums_in_float32(loss, reduce_dtype="f16"), "or float32, got f16"),
     (lambda: jmp.sums_in_float32(loss, MIXED), "floating dtype", "got get_policy("),
-    (lambda: jmp.explain(P, MIXED), "explain expects a function, got {'w'"),
     (lambda: jmp.explain(loss, "mixed_float17"), "'mixed_float17'", "mixed_float16"),
     (lambda: jmp.explain(loss, MIXED)(P), "missing 1", "'x'"),
     (lambda: jmp.fp8_dot_general(X, P["w"]), "missing 1", "'dimension_numbers'"),
@@ -275,7 +288,6 @@ AUTOCAST: list[Row] = [
 ]
 
 NUMERICS: list[Row] = [
-    (lambda: num.lint(loss(P, X)), "lint expects a function, got Array(16."),
     (lambda: num.lint(loss, MIXED, target="cuda"), "'gpu' or 'tpu', got 'cuda'"),
     (lambda: num.lint(loss, MIXED)(P), "missing 1", "'x'"),
     (lambda: num.dry_run(loss, "float")(P, X), "'float'", "mixed_float16"),
@@ -307,26 +319,36 @@ NUMERICS: list[Row] = [
 MODULES: list[Row] = [
     (lambda: linen.with_policy(DENSE), "missing 1", "'policy'"),
     (lambda: linen.with_policy(DENSE, None), "a Policy or its string, got None"),
-    (lambda: linen.with_policy(DENSE, "f17"), "'f17'", "mixed_float16"),
     (lambda: linen.with_policy(nn.Dense, MIXED), "a linen module", "Dense(...)"),
     (lambda: linen.with_policy(MIXED, DENSE), "got get_policy(", "(model, policy)"),
     (lambda: linen.with_policy(LINEAR, MIXED), "a linen", "jmp_lite.nnx.with_policy"),
-    (lambda: linen.with_policy(DENSE, mapped("a")).init(KEY, X), "'a' matches no path"),
+    (lambda: linen.with_policy(DENSE, SUMS), "one reduce dtype", "jmp_lite.autocast"),
+    (lambda: linen.with_policy(DENSE.bind({}), MIXED), "got a bound Dense: call with_"),
+    (lambda: nn.Sequential([in_half_inside]).init(KEY, X), "got a bound Dense"),
     (lambda: linen_state(P), "missing 1", "'tx'"),
     (lambda: linen_state(P, tx=optax.sgd), "transformation", "Call it: sgd(...)"),
     (lambda: linen_state(P, tx=TX, ema_decay=1.5), "ema_decay between 0 and 1, got 1"),
     (lambda: linen_state(NAN, tx=TX), "are not finite", "['w']", "load them again"),
+    (lambda: linen_state([NAN] * 5, tx=TX), "['0/w', '1/w', '2/w'] and 2 more"),
+    (lambda: linen_state(P, tx=TX, batch_stats=NAN), "The initial batch statistics ar"),
+    (lambda: linen_state(P, tx=TX, dynamic_scale=None), "tx=jmp_lite.scale_aware(tx)"),
     (lambda: linen_state(P, tx=TX, update_on_skip=["a"]), "names ['a'], expected some"),
     (lambda: linen.TrainState.create(None, P, TX), "takes 1 positional argument but 4"),
     (lambda: STATE.apply_gradients(P), "takes 1 positional argument but 2"),
     (lambda: STATE.apply_gradients(grads={"w": X}), "'b' is in the parameters only"),
+    (lambda: with_stats({"norm": {}}), "different structure", "batch_stats/norm/mean"),
+    (lambda: with_stats(NORM, None), "only the first has", "batch_stats/norm/mean"),
+    (lambda: with_stats(jmp.cast_to_half(NORM)), "float16", "float32", "norm/mean"),
+    (lambda: STATE.apply_gradients(grads=P, stats=P), "AttributeError", "'stats'"),
     (lambda: nnx_.with_policy(LINEAR), "missing 1", "'policy'"),
     (lambda: nnx_.with_policy(LINEAR, None), "a Policy or its string, got None"),
-    (lambda: nnx_.with_policy(LINEAR, "f17"), "'f17'", "mixed_float16"),
     (lambda: nnx_.with_policy(nnx.Linear, MIXED), "an nnx module", "Linear(...)"),
     (lambda: nnx_.with_policy(MIXED, LINEAR), "got get_policy(", "(model, policy)"),
     (lambda: nnx_.with_policy(DENSE, MIXED), "an nnx", "jmp_lite.linen.with_policy"),
     (lambda: nnx_.with_policy(LINEAR, mapped("decoder")), "'decoder' matches no path"),
+    (lambda: nnx_.with_policy(LINEAR, MIXED, {nnx.Conv: "f32"}), "no Conv", "has ['Li"),
+    (lambda: nnx_.with_policy(LINEAR, SUMS), "one reduce dtype", "jmp_lite.autocast"),
+    (lambda: nnx_.with_policy(LINEAR, MIXED).explain()["b"], "no module 'b' in ['']"),
     (lambda: nnx_.with_policy(nnx.state(LINEAR), MIXED), "an nnx module, got State("),
     (lambda: nnx_.TrainState.create(LINEAR), "missing 1", "'tx'"),
     (lambda: nnx_.TrainState.create(LINEAR, optax.sgd), "Call it: sgd(...)"),
@@ -375,6 +397,8 @@ _MANAGER = "is not a context manager: it returns another function, as jax.jit"
 _AUX = "a scalar, got a tuple of 2. If it returns (loss, aux), pass has_aux=True."
 _SPLIT = "Split it: graphdef, state = nnx.split(model); in the function, call nnx.merge"
 _LINEN = "a linen module, which computes in its method apply: write "
+_OLDER = "ImportError", "jmp_lite needs jax 0.10 or newer, and "
+_OLD_VERSIONS = "0.4.38", "0.9.2", "0.9.2.dev20260101"
 _TORCH = {"init_scale": 65536.0, "growth_factor": 2.0, "growth_interval": 2000}
 NEWCOMERS: list[Row] = [
     (lambda: enter(jmp.autocast()), "autocast expects a function", _MANAGER),
@@ -409,6 +433,11 @@ NEWCOMERS: list[Row] = [
     (lambda: jax.jit(jmp.scaled_grad(with_aux, loss_scale=S))(P, X), _AUX),
     (lambda: num.advise(with_aux, "mixed_float16")(P, X), _AUX),
     (lambda: jmp.full_precision(DENSE), f"{_LINEN}full_precision(model.apply, ...)"),
+    (lambda: jmp.with_policy, "jmp_lite.linen.with_policy, and jmp_lite.nnx.with_pol"),
+    (lambda: jmp.TrainState, "jmp_lite.linen.TrainState, and jmp_lite.nnx.TrainState"),
+    (lambda: jmp.GradScaler, "'GradScaler': see scale_aware(tx, DynamicLossScale())"),
+    (lambda: jmp.DynamicScale, "AttributeError", "jmp_lite", "see DynamicLossScale"),
+    *((lambda v=v: compat.check_jax(v), *_OLDER, f"jax {v} is") for v in _OLD_VERSIONS),
 ]
 
 
@@ -483,6 +512,18 @@ def test_what_looks_like_a_mistake_and_is_none(folder: Path) -> None:
     assert jmp.StaticLossScale(jnp.float32(8)).loss_scale == 8.0
     assert jmp.cast_floating(P, "bf16")["w"].dtype == jnp.bfloat16
     assert jmp.PolicyMap("mixed_float16").rules == ()
+    for newer in ("0.10.0", "0.10.0rc1", "0.12.1.dev1", "1.0"):
+        compat.check_jax(newer)
+    # A function, as the error says of a module: inside of a model it is one.
+    bound = nn.Sequential([lambda x: jmp.autocast(nn.Dense(4), MIXED)(x)])
+    assert "f16" in str(jax.make_jaxpr(bound.init_with_output)(KEY, X))
     assert jmp.half_dtype("cuda") == F16
     assert TX.update(P, S, P, value=True)[1].last_finite
+    assert jax.eval_shape(lambda p: linen_state(p, tx=TX), NAN).step.shape == ()
     assert ckpt.restore(str(folder), P, step=3.0).step == 3
+
+
+def test_the_version_is_checked_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "__version__", "0.7.2")
+    with pytest.raises(ImportError, match="and jax 0.7.2 is installed"):
+        runpy.run_path(compat.__file__)

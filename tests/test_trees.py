@@ -88,16 +88,13 @@ def test_a_sharding_of_a_shape_survives_the_cast():
     assert cast_floating(shape, jnp.float16).sharding == sharding
 
 
-def test_a_module_is_a_tree_like_any_other(getkey):
+def test_modules_are_trees_like_any_other(getkey):
     mlp = eqx.nn.MLP(2, 3, width_size=4, depth=0, key=getkey())
-    result = cast_floating(mlp, jnp.bfloat16)
-    assert result.activation is mlp.activation
-    arrays = [x for x in jax.tree.leaves(result) if eqx.is_array(x)]
-    assert [x.dtype for x in arrays] == [jnp.bfloat16] * 2
     linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    result = cast_floating(linear, jnp.bfloat16)
-    assert isinstance(result, nnx.Linear)
-    assert result.kernel[...].dtype == jnp.bfloat16
+    of_eqx, of_nnx = cast_floating((mlp, linear), jnp.bfloat16)
+    assert of_eqx.activation is mlp.activation and isinstance(of_nnx, nnx.Linear)
+    arrays = [x for x in jax.tree.leaves((of_eqx, of_nnx)) if eqx.is_array(x)]
+    assert [x.dtype for x in arrays] == [jnp.bfloat16] * 4
     assert linear.kernel[...].dtype == jnp.float32
 
 

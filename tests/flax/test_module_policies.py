@@ -9,8 +9,6 @@ import pytest
 
 from jmp_lite import PolicyMap
 from jmp_lite._src.flax.module_policies import (
-    Explanation,
-    ModuleDtypes,
     ModulePolicies,
     enclosing_module,
     kept_from_half,
@@ -174,17 +172,6 @@ def test_a_field_called_dtype_may_be_something_else():
     for dtype in (None, _Dense(), "a name"):
         assert own_dtype(types.SimpleNamespace(dtype=dtype)) is None
     assert own_dtype(object()) is None
-
-
-def test_an_explanation_is_asked_by_path():
-    rows = [
-        ModuleDtypes("", "Model", (), "f16", ("full",), "the default"),
-        ModuleDtypes("a", "Dense", ("f16", "full"), "f16", (), "path 'a'"),
-    ]
-    explanation = Explanation(tuple(rows))
-    assert explanation["a"].why == "path 'a'"
-    with pytest.raises(KeyError, match=r"no module 'b' in \['', 'a'\]"):
-        _ = explanation["b"]
 
 
 def test_a_policy_of_which_no_pattern_is_a_path_warns():

@@ -37,8 +37,6 @@ pytestmark = under_policies
 
 
 class NnxAttention(nnx.Module):
-    """Multiplies by itself, in its dtype."""
-
     def __init__(self, rngs, dtype):
         self.dtype = dtype
         self.qkv = nnx.LinearGeneral(4, (3, 2, 2), dtype=dtype, rngs=rngs)
@@ -202,7 +200,6 @@ def warning(half: str, what: str, kept: int, names: str, remedy: str) -> str:
 
 
 def warned(call: Any) -> list[str]:
-    """Return the warnings of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()

@@ -1,8 +1,11 @@
-"""What the train states of linen and nnx share: a skipped step changes nothing."""
+"""A train state takes a step whole, or not at all: in linen as in nnx.
+
+What only linen has is tested here as well; what only nnx has, in nnx/.
+"""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, assert_type
 
 import bitwise
 import jax
@@ -10,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from optimizers import bits_without_scale
+from optimizers import NEED_LOSS, bits_without_scale
 from train_states import (
     FINITE,
     NOT_FINITE,
@@ -27,7 +30,9 @@ from train_states import (
 )
 
 import jmp_lite
-from jmp_lite import StaticLossScale, master_weights, scale_aware
+from jmp_lite import DynamicLossScale, StaticLossScale, master_weights, scale_aware
+from jmp_lite._src.flax import train_step
+from jmp_lite.linen import TrainState
 
 # flax's norms, and optax's counts, promote. linen and nnx share what is tested here.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("flax")]
@@ -45,11 +50,11 @@ def adam() -> Any:
 def test_a_step_without_new_statistics_is_warned_of_unless_they_are_frozen(flax):
     state = flax.create(adam())
     frozen = flax.other_state(state)  # as it was
-    state.apply_gradients(grads=state.params, **frozen)
+    jax.eval_shape(lambda s: s.apply_gradients(grads=s.params, **frozen), state)
     (name,) = frozen
     match = rf"(?s)got no {name}=.*leaves NaN.*or {name}=state\.{name} if"
     with pytest.warns(UserWarning, match=match) as caught:
-        state.apply_gradients(grads=state.params)
+        jax.eval_shape(lambda s: s.apply_gradients(grads=s.params), state)
     assert caught[0].filename == __file__
 
 
@@ -122,7 +127,6 @@ STATES: dict[str, Any] = {
     "MultiSteps(scale_aware)": lambda flax: flax.create(
         optax.MultiSteps(scale_aware(optax.adam(0.1), SCALE), 3)
     ),
-    "adam": lambda flax: flax.create(optax.adam(0.1)),
     "scale_aware(master_weights)": lambda flax: flax.create_half(
         scale_aware(master_weights(optax.adam(0.1)), SCALE)
     ),
@@ -133,29 +137,16 @@ STATES: dict[str, Any] = {
         metrics={"seen": jnp.int32(0), "loss": jnp.float32(0)},
         note="mine",
     ),
-    "average": lambda flax: flax.create(adam(), ema_decay=0.5),
-    # That optax's state inside stays is a test of `scale_aware`'s own; of state beside
-    # a scale-aware optimiser, test_train_step.py has a faster one.
-    "scale_aware(MultiSteps)": lambda flax: flax.create(
-        scale_aware(optax.MultiSteps(optax.adam(0.1), 3), SCALE)
-    ),
-    "chain(scale_aware, ema)": lambda flax: flax.create(
-        optax.chain(scale_aware(optax.sgd(0.1), SCALE), optax.ema(0.9))
-    ),
 }
-FULL = {"average", "scale_aware(MultiSteps)", "chain(scale_aware, ema)"}
 over_states = pytest.mark.parametrize(
     ("flax", "name"),
-    [
-        pytest.param(flax, name, marks=[pytest.mark.full] if name in FULL else [])
-        for name in STATES
-        for flax in ([Linen] if name == "more fields" else [Linen, Nnx])
-    ],
+    [(Linen, name) for name in STATES]
+    + [(Nnx, name) for name in STATES if name != "more fields"],
 )
 
 
 @over_states
-def test_a_skipped_step_leaves_every_bit(flax, name):
+def test_a_skipped_step_leaves_every_bit_but_those_of_the_loss_scale(flax, name):
     # One finite step first: moments and counts that are not 0.
     state = flax.apply(STATES[name](flax), *FINITE)
     expected = flax.apply(state, *FINITE)
@@ -163,6 +154,16 @@ def test_a_skipped_step_leaves_every_bit(flax, name):
         skipped = flax.apply(state, *args)
         assert bits_without_scale(skipped) == bits_without_scale(state), cause
         assert bitwise.avals(skipped) == bitwise.avals(state)
+        if name.startswith("scale_aware"):
+            metrics = jmp_lite.loss_scale_metrics(skipped.opt_state)
+            assert {key: x.item() for key, x in metrics.items()} == {
+                "loss_scale": 512.0 if cause == "gradients" else 1024.0,
+                "last_finite": False,
+                "skipped_steps": 1,
+                "consecutive_skips": 1,
+            }
+            after = flax.apply(skipped, *FINITE)
+            assert int(after.opt_state.consecutive_skips) == 0
         # The next step is the same as without the skipped one.
         skipped = dataclasses.replace(skipped, opt_state=state.opt_state)
         after = flax.apply(skipped, *FINITE)
@@ -183,23 +184,6 @@ def test_without_a_value_a_bad_batch_statistic_skips_all_the_same(flax, name):
         assert int(skipped.opt_state.consecutive_skips) == 1
     applied = flax.apply(skipped, 1.0, None, 1.0)
     assert int(applied.step) == 1
-
-
-@of_both
-@pytest.mark.one_of("cause")
-@pytest.mark.parametrize("cause", NOT_FINITE)
-def test_the_loss_scale_backs_off_if_only_the_gradients_overflowed(flax, cause):
-    state = flax.apply(flax.create(adam(), ema_decay=0.9), *NOT_FINITE[cause])
-    metrics = jmp_lite.loss_scale_metrics(state.opt_state)
-    assert {name: x.item() for name, x in metrics.items()} == {
-        "loss_scale": 512.0 if cause == "gradients" else 1024.0,
-        "last_finite": False,
-        "skipped_steps": 1,
-        "consecutive_skips": 1,
-    }
-    state = flax.apply(state, *FINITE)
-    assert int(state.opt_state.consecutive_skips) == 0
-    assert int(state.step) == 1
 
 
 @of_both
@@ -274,3 +258,215 @@ def test_half_parameters_whose_small_updates_are_lost_warn_once(flax, wrap):
     flax.create_half(jmp_lite.master_weights(tx))
     flax.create_half(jmp_lite.stochastic_rounding(tx, jax.random.key(0)))
     flax.create(tx)
+
+
+# What only linen has.
+
+
+def test_create_and_apply_gradients_return_the_class_they_are_called_on():
+    """pyright checks `assert_type`."""
+    tx, params = optax.sgd(0.1), {"w": jnp.ones(2)}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    assert_type(state, TrainState)
+    bigger = Bigger.create(apply_fn=None, params=params, tx=tx, note="mine")
+    assert_type(bigger, Bigger)
+    after = bigger.apply_gradients(grads=params)
+    assert_type(after, Bigger)
+    assert (type(state), type(bigger), type(after)) == (TrainState, Bigger, Bigger)
+    assert after.note == "mine"
+
+
+@pytest.mark.parametrize("bad", ["loss", "batch statistics"])
+def test_devices_agree_on_whether_a_step_is_taken(bad):
+    tx = scale_aware(optax.sgd(0.1), DynamicLossScale(8.0), axis_name="data")
+    state: Any = TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, batch_stats=jnp.zeros(8)
+    )
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    each, all_of = PartitionSpec("data"), PartitionSpec()
+    specs = jax.tree.map(lambda _: all_of, state).replace(batch_stats=each)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(specs, each), out_specs=specs
+    )
+    def step(state, x):
+        # The loss and the statistics are each device's own, and so is what is wrong.
+        mean = jax.lax.pmean(jnp.nan_to_num(x[0]), "data")
+        grads = {"w": mean * jnp.ones(2)}
+        if bad == "loss":
+            stats = state.batch_stats + 1
+            return state.apply_gradients(grads=grads, value=x[0], batch_stats=stats)
+        return state.apply_gradients(grads=grads, batch_stats=state.batch_stats + x)
+
+    state = step(state, jnp.ones(8))
+    assert (int(state.step), state.batch_stats.tolist()) == (1, [1.0] * 8)
+    before = bits_without_scale(state)
+    state = step(state, jnp.ones(8).at[5].set(jnp.nan))
+    assert bits_without_scale(state) == before
+    assert int(state.opt_state.skipped_steps) == 1
+    assert float(state.opt_state.loss_scale.loss_scale) == 8.0
+
+
+# Optimisers whose first state has the parameters, or one array in several places.
+ALIASING: dict[str, Any] = {
+    "dog": lambda: optax.contrib.dog(1.0),
+    "cocob": lambda: optax.contrib.cocob(),
+    "lbfgs": lambda: optax.lbfgs(0.1, linesearch=None),
+    "sam": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
+    "schedule_free": lambda: optax.contrib.schedule_free_sgd(0.1),
+}
+
+
+@pytest.mark.parametrize("name", ALIASING)
+def test_a_state_whose_optimiser_shares_its_arrays_can_be_donated(name):
+    for tx in (ALIASING[name](), scale_aware(ALIASING[name]())):
+        state = Linen.create(tx, ema_decay=0.9)
+        kept = jax.tree.map(np.asarray, state.ema)
+        donated: Any = jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)
+        assert bitwise.raw_bits(donated(state).ema) == bitwise.raw_bits(kept)
+
+
+def test_a_state_survives_serialization():
+    state = Linen.create(ema_decay=0.9, rng=jax.random.PRNGKey(1))
+    state = Linen.apply(state, *NOT_FINITE["gradients"])
+    state = Linen.apply(state, *FINITE)
+    fresh = Linen.create(state.tx, ema_decay=0.9, rng=jax.random.PRNGKey(2))
+
+    saved = serialization.to_state_dict(state)
+    restored = serialization.from_state_dict(fresh, saved)
+    assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
+
+
+# The step that both take: of plain trees.
+
+_PARAMS = {"a": jnp.array([1.0, -0.0]), "b": jnp.ones(2)}
+_GRADS = {"a": jnp.ones(2), "b": jnp.ones(2)}
+
+
+def _first_step(tx: Any) -> Any:
+    return functools.partial(train_step.update, tx, _GRADS, tx.init(_PARAMS), _PARAMS)
+
+
+_OPTIMISERS = {
+    "two loss scales": lambda: optax.partition(
+        {name: scale_aware(optax.adam(0.1), DynamicLossScale(8.0)) for name in _PARAMS},
+        {name: name for name in _PARAMS},
+    ),
+    "state outside": lambda: optax.chain(
+        scale_aware(optax.sgd(0.1), DynamicLossScale(8.0)), optax.ema(0.9)
+    ),
+    "state inside": lambda: scale_aware(
+        optax.chain(optax.sgd(0.1), optax.ema(0.9)), DynamicLossScale(8.0)
+    ),
+    "without skips": lambda: scale_aware(
+        optax.adam(0.1), DynamicLossScale(8.0), skip_nonfinite=False
+    ),
+    "no loss scale": lambda: optax.adam(0.1),
+}
+
+
+@pytest.mark.parametrize("name", _OPTIMISERS)
+def test_all_of_a_step_is_applied_or_nothing(name):
+    tx: Any = _OPTIMISERS[name]()
+
+    @jax.jit
+    def step(params, state, grads):
+        return train_step.update(tx, grads, state, params)
+
+    params, state, finite = step(_PARAMS, tx.init(_PARAMS), _GRADS)
+    assert finite
+    assert bitwise.raw_bits(params) != bitwise.raw_bits(_PARAMS)
+
+    for bad in ("a", "b"):
+        grads = _GRADS | {bad: jnp.array([1.0, jnp.inf])}
+        after, skipped, finite = step(params, state, grads)
+
+        assert not finite
+        assert bitwise.raw_bits(after) == bitwise.raw_bits(params)
+        assert bits_without_scale(skipped) == bits_without_scale(state)
+        if name == "two loss scales":
+            metrics = jmp_lite.loss_scale_metrics(skipped)
+            for part in _PARAMS:
+                scale = metrics[f"inner_states/{part}/inner_state/loss_scale"]
+                assert float(scale) == (4.0 if part == bad else 8.0)
+        elif name != "no loss scale":
+            assert float(jmp_lite.get_loss_scale(skipped).loss_scale) == 4.0
+
+
+def test_an_infinity_that_was_there_before_is_no_reason_to_skip():
+    old = jnp.array([-jnp.inf, 0.0])
+    for optimiser in (optax.sgd(0.1), scale_aware(optax.sgd(0.1))):
+        step = functools.partial(_first_step(optimiser), old_other_state=old)
+        assert step(other_state=old)[2]
+        assert not step(other_state=jnp.array([-jnp.inf, jnp.inf]))[2]
+
+
+def test_the_average_of_half_parameters_is_float32():
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    ema = train_step.init_ema(params, 0.5)
+    assert ema["w"].dtype == jnp.float32
+    assert bitwise.avals(train_step.update_ema(ema, params, 0.5)) == bitwise.avals(ema)
+
+
+# What an optimiser is given, and may not do.
+
+_ONE = StaticLossScale(1.0)
+_WRAPPERS: dict[str, Any] = {
+    "plain": lambda inner: inner,
+    "scale_aware": lambda inner: scale_aware(inner, _ONE),
+    "MultiSteps": lambda inner: scale_aware(optax.MultiSteps(inner, 1), _ONE),
+}
+_OTHER_STATE = {"other_state": jnp.ones(1), "old_other_state": jnp.zeros(1)}
+
+
+@pytest.mark.parametrize("wrap", _WRAPPERS)
+@pytest.mark.parametrize("name", NEED_LOSS)
+def test_an_optimiser_that_needs_the_loss_says_so_as_it_does_alone(name, wrap):
+    """Given 0.0 instead, polyak would never move."""
+    inner = NEED_LOSS[name]()
+    with pytest.raises(TypeError, match="missing 1 required key.*: 'value'") as alone:
+        inner.update(_GRADS, inner.init(_PARAMS), _PARAMS)
+    update = _first_step(_WRAPPERS[wrap](inner))
+    for other_state in ({}, _OTHER_STATE):
+        with pytest.raises(TypeError) as ours:
+            jax.eval_shape(lambda kwargs: update(**kwargs), other_state)
+        assert str(ours.value) == str(alone.value)
+    params, _, finite = jax.jit(lambda: update(value=0.5, **_OTHER_STATE))()
+    assert finite
+    assert bitwise.raw_bits(params) != bitwise.raw_bits(_PARAMS)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
+def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize()))
+    update = _first_step(_WRAPPERS[wrap](sam))
+
+    @jax.jit
+    def are_finite(other):
+        options: Any = _OTHER_STATE | {"other_state": other}
+        return [update(value=value, **options)[2] for value in (None, 0.5)]
+
+    assert all(are_finite(jnp.ones(1)))
+    assert not any(are_finite(jnp.full(1, jnp.inf)))
+
+
+@pytest.mark.parametrize("wrap", ["plain", "around scale_aware", "in scale_aware"])
+def test_an_optimiser_that_changes_the_structure_of_its_state_is_an_error(wrap):
+    monitor, inner = optax.monitor({"norm": optax.tree.norm}), optax.sgd(0.1)
+    tx = {
+        "plain": optax.chain(inner, monitor),
+        "around scale_aware": optax.chain(scale_aware(inner), monitor),
+        "in scale_aware": scale_aware(optax.chain(inner, monitor)),
+    }[wrap]
+    owner, advice = "a train state", "Remove transformations that change"
+    if wrap == "in scale_aware":
+        owner, advice = "scale_aware", "A skipped step keeps the old state"
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(_first_step(tx))
+    assert str(error.value).startswith(
+        f"The optimiser inside of {owner} changed the structure of its state: "
+        f"'1/measurements/norm' is in the new state only. {advice}"
+    )
