@@ -64,7 +64,7 @@ def _orders(name: str) -> dict[str, tuple[Any, Any]]:
         "before": (chain(link(), _scaled(sgd())), first),
         "after": (chain(_scaled(sgd()), link()), last),
     }
-    if name == "monitor":
+    if name == "monitor":  # inside it is refused, in the test of inner optimisers
         del orders["inside"]
     return orders
 
@@ -193,9 +193,6 @@ def test_inside_is_float32_and_elsewhere_is_as_the_table_says(name):
     found = _found(name)
     if name == "monitor":
         assert place == "after"
-        tx = _scaled(optax.chain(sgd(), _LINKS[name]()))
-        with pytest.raises(ValueError, match="Put a transformation that changes it"):
-            tx.update(_PARAMS, tx.init(_PARAMS), _PARAMS)
     else:
         assert place in ("inside", "anywhere")
         assert found["inside"] == set()

@@ -8,8 +8,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jaxprs
+import numpy as np
 import optax
 import pytest
+from optimizers import WRAPPERS, half_on_purpose
 
 from jmp_lite import (
     DynamicLossScale,
@@ -162,6 +164,54 @@ def test_a_train_step_and_one_that_is_skipped(half, to_half):
     assert len(traces) == 1 and int(opt_state.skipped_steps) == 1
     before, after = eqx.filter(((model, state), tuple(skipped)), eqx.is_array)
     bitwise.assert_same(after, before)
+
+
+class Embedding(eqx.Module):
+    """With leaves of every kind: half, whole numbers, a function, nothing."""
+
+    table: jax.Array
+    index: jax.Array
+    activation: Any
+    bias: Any = None
+
+    def __call__(self):
+        return jnp.sum(self.activation(self.table[self.index].astype(jnp.float32)))
+
+
+# What of a model an optimiser is initialised with, and one that takes that.
+KEPT: dict[str, tuple[Any, Any]] = {
+    "floats": (eqx.is_inexact_array, optax.adamw(2.0**-4, eps=1e-3)),
+    "arrays": (eqx.is_array, optax.sgd(2.0**-4, momentum=0.5)),
+    "everything": (lambda x: True, optax.sgd(2.0**-4)),
+}
+
+
+@half_on_purpose
+@pytest.mark.one_of("dtype", "wrap")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_an_unfiltered_equinox_model_may_be_given_for_the_parameters(wrap, kept, dtype):
+    around = WRAPPERS[wrap]
+    first = Embedding(jnp.ones(4, dtype), jnp.arange(2), jnp.sin)
+    keep, inner = KEPT[kept]
+
+    def train(tx, scale):
+        model, state = first, tx.init(eqx.filter(first, keep))
+        for _ in range(2):
+            grads = eqx.filter_grad(lambda model: model() * scale)(model)
+            assert grads.activation is None and grads.index is None
+            updates, state = tx.update(grads, state, model)
+            model = eqx.apply_updates(model, updates)
+        assert model.activation is jnp.sin and model.index is first.index
+        return np.asarray(model.table, np.float32)
+
+    expected = train(inner, 1.0)
+    assert (expected[:2] < 0.98).all()
+    scale, rtol = StaticLossScale(8.0), 8 * float(jnp.finfo(dtype).eps)
+    # Alone, optax computes in half.
+    for tx in (scale_aware(around(inner), scale), around(scale_aware(inner, scale))):
+        np.testing.assert_allclose(train(tx, 8.0), expected, rtol=rtol)
 
 
 # Autocast.
