@@ -17,8 +17,9 @@ from jmp_lite import DynamicLossScale
 from jmp_lite.checkpoint import convert_loss_scale
 
 
-def flax_step(scale: Any, finite: bool) -> Any:
-    grad = jnp.float32(1.0 if finite else jnp.inf)
+@jax.jit
+def flax_step(scale: Any, finite: Any) -> Any:
+    grad = jnp.where(finite, jnp.float32(1.0), jnp.inf)
     return scale.value_and_grad(lambda x: x * grad)(jnp.float32(1.0)).dynamic_scale
 
 

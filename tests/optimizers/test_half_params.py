@@ -357,19 +357,17 @@ def test_what_flattens_parameters_around_them_is_refused(wrap):
 def test_what_follows_them_in_a_chain_freezes_parameters_and_is_warned_of(wrap):
     adam, rate = wrap(optax.scale_by_adam()), optax.scale_by_learning_rate(1e-3)
     norm = optax.snapshot("norm", optax.tree.norm)
-    params = jnp.ones(4, jnp.bfloat16)
+    params, warning = jnp.ones(4, jnp.bfloat16), "Put it last, around the others"
     scale_aware(optax.chain(wrap(optax.chain(adam, rate)), norm)).init(params)
     for tx in (
         optax.chain(adam, rate),
         optax.chain(norm, optax.chain(adam, norm), rate),
     ):
-        tx = scale_aware(tx, jmp_lite.NoOpLossScale())
-        with pytest.warns(UserWarning, match="Put it last, around the others"):
-            state, trained = tx.init(params), params
-        for _ in range(50):  # the masters move by 0.05, 6 times the spacing below 1
-            with pytest.warns(UserWarning, match="Put it last, around the others"):
-                updates, state = tx.update(jnp.ones(4), state, trained)
-            trained = apply_updates(trained, updates)
+        trainer = Trainer(scale_aware(tx, jmp_lite.NoOpLossScale()))
+        with pytest.warns(UserWarning, match=warning) as caught:
+            # The masters move by 0.05, 6 times the spacing below 1.
+            trained, _ = trainer.run(params, [jnp.ones(4)] * 50)
+        assert len(caught) == 2  # by `init`, and where `update` is traced
         assert (trained == params).all()
 
 

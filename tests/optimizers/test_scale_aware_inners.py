@@ -18,8 +18,8 @@ from optax import contrib
 from optax_table import RATE, loss, loss_arguments, named, sgd
 from optimizers import half_on_purpose, over
 
-import jmp_lite
 from jmp_lite import (
+    DynamicLossScale,
     StaticLossScale,
     low_precision_state,
     master_weights,
@@ -95,9 +95,9 @@ class _Programs:
     """An optimiser, wrapped and not, each compiled once per pair of dtypes."""
 
     def __init__(self, name: str):
-        loss_scale = jmp_lite.DynamicLossScale(2.0**10, min_loss_scale=2.0**-12)
+        loss_scale = DynamicLossScale(2.0**10, min_loss_scale=2.0**-12)
         inner = TRAINED[name]()
-        wrapped: Any = jmp_lite.scale_aware(inner, loss_scale)
+        wrapped: Any = scale_aware(inner, loss_scale)
         self.inner_init, self.wrapped_init = inner.init, wrapped.init
 
         def step(grads, state, params):
@@ -134,7 +134,7 @@ def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype
     first_inner_state = programs.inner_init(_float32(first_params))
     for exponent in (-10, 7, 24):
         scale = 2.0**exponent
-        loss_scale = jmp_lite.DynamicLossScale(scale, min_loss_scale=2.0**-12)
+        loss_scale = DynamicLossScale(scale, min_loss_scale=2.0**-12)
         params, inner_state = first_params, first_inner_state
         state = first_state._replace(loss_scale=loss_scale)
         for seed in (1, 2):
@@ -152,29 +152,42 @@ def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype
                 )
 
 
-@pytest.mark.parametrize("wrap", ["inside", "around", "alone"])
+_SKIPS = "scale_aware", "A skipped step keeps the old state"
+# What is around an optimiser, who says that its state changed, why that is not
+# possible, and the path in front of its own.
+_KEEPERS: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
+    "inside": (lambda tx: scale_aware(master_weights(tx)), *_SKIPS, "inner_state/"),
+    "around": (lambda tx: master_weights(scale_aware(tx)), *_SKIPS, ""),
+    "alone": (scale_aware, *_SKIPS, ""),
+    "low_precision_state": (
+        low_precision_state,
+        "low_precision_state",
+        "Each leaf is stored as before",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", _KEEPERS)
 def test_a_state_that_changes_its_structure_is_told_to_go_outside(wrap):
     monitor = optax.monitor({"norm": optax.tree.norm})
     inner = optax.chain(optax.sgd(1.0), monitor)
-    half, scaled = jmp_lite.master_weights, jmp_lite.scale_aware
-    around: Any = {
-        "inside": scaled(half(inner)),
-        "around": half(scaled(inner)),
-        "alone": scaled(inner),
-    }[wrap]
-    params = jnp.ones(4, jnp.float16)
+    around, owner, reason, path = _KEEPERS[wrap]
+    tx, params = around(inner), jnp.ones(4, jnp.float16)
     with pytest.raises(ValueError) as error:
-        around.update(params, around.init(params), params)
-    path = "1/measurements/norm"
+        tx.update(params, tx.init(params), params)
     assert str(error.value) == (
-        "The optimiser inside of scale_aware changed the structure of its state: "
-        f"'{'inner_state/' if wrap == 'inside' else ''}{path}' is in the new state "
-        "only. A skipped step keeps the old state, so both states must have the same "
-        "structure. Put a transformation that changes it (such as optax.monitor) "
-        "outside of scale_aware: optax.chain(scale_aware(...), optax.monitor(...))."
+        f"The optimiser inside of {owner} changed the structure of its state: "
+        f"'{path}1/measurements/norm' is in the new state only. {reason}, so both "
+        "states must have the same structure. Put a transformation that changes it "
+        f"(such as optax.monitor) outside of {owner}: optax.chain({owner}(...), "
+        "optax.monitor(...))."
     )
     # As it says; and where nothing is skipped, it may stay.
-    for tx in (optax.chain(scaled(optax.sgd(1.0)), monitor), half(inner)):
+    for tx in (
+        optax.chain(scale_aware(optax.sgd(1.0)), monitor),
+        master_weights(inner),
+    ):
         state = tx.init(params)
         for _ in range(2):
             _, state = tx.update(params, state, params)
