@@ -58,7 +58,7 @@ def test_small_updates_are_lost_in_half_and_add_up_in_the_masters(dtype, small):
 @in_halves
 def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
     # As BERT is fine-tuned: a schedule, clipping, no weight decay of biases and norms.
-    decayed = {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}
+    decayed = {"kernel": True, "bias": False, "scale": False}
     up, down = optax.linear_schedule(0.0, 1e-2, 4), optax.linear_schedule(1e-2, 0.0, 16)
     rate = optax.join_schedules([up, down], [4])
     recipe = optax.chain(
@@ -67,16 +67,13 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
     )
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(2, 16, 6))
-    kernel, bias = jnp.asarray(rng.normal(size=(6, 6)), dtype), jnp.zeros(6, dtype)
-    first = {
-        "dense": {"kernel": kernel, "bias": bias},
-        "norm": {"scale": jnp.ones(6)},
-    }
+    kernel = jnp.asarray(rng.normal(size=(6, 6)), dtype)
+    first = {"kernel": kernel, "bias": jnp.zeros(6, dtype), "scale": jnp.ones(6)}
 
     def loss(params, x, y):
         params = jmp_lite.cast_floating(params, dtype)
-        h = x.astype(dtype) @ params["dense"]["kernel"] + params["dense"]["bias"]
-        h = (h * params["norm"]["scale"]).astype(jnp.float32)
+        h = x.astype(dtype) @ params["kernel"] + params["bias"]
+        h = (h * params["scale"]).astype(jnp.float32)
         return jnp.mean((h - y) ** 2)
 
     def train(tx: Any, params: Any) -> Any:
