@@ -342,12 +342,12 @@ def test_flax_and_orbax_restore_every_bit(name: str, tmp_path: Path) -> None:
     assert (int(state.skipped_steps), int(state.consecutive_skips)) == (2, 1)
 
     data = flax.serialization.to_bytes(state)
-    of_flax = flax.serialization.from_bytes(fresh, data)
+    of_flax: Any = flax.serialization.from_bytes(fresh, data)
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        of_orbax = checkpointer.restore(tmp_path / "state", abstract)
+        of_orbax: Any = checkpointer.restore(tmp_path / "state", abstract)
     for restored in (of_flax, of_orbax):
         assert jax.tree.structure(restored) == jax.tree.structure(state)
         bitwise.assert_same(restored, state)
