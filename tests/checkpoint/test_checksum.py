@@ -29,11 +29,8 @@ def test_dtypes_and_layouts_are_those_of_the_bytes(dtype):
     array = np.random.default_rng(0).integers(0, 2, (2000, 1000)).astype(dtype)
     for x in (array, array.T, array[::2], array[..., None]):
         assert crc32(x) == zlib.crc32(x.tobytes())
-
-
-def test_an_array_that_is_not_aligned_is_read():
-    data = np.random.default_rng(0).integers(0, 256, 3_000_001, np.uint8)[1:]
-    assert crc32(data) == zlib.crc32(data.tobytes())
+    unaligned = array.reshape(-1).view(np.uint8)[1:]
+    assert crc32(unaligned) == zlib.crc32(unaligned.tobytes())
 
 
 def test_zlib_reads_the_end_alone(monkeypatch):

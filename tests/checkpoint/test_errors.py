@@ -191,25 +191,21 @@ def test_a_damaged_newest_step_can_be_saved_again(tmp_path: Path) -> None:
     assert checkpoint.restore(tmp_path, like).state["x"] == 6.0
 
 
-def test_the_checkpoint_of_another_program_is_not_ours(tmp_path: Path) -> None:
+def test_the_checkpoint_of_another_program_is_said_to_be_theirs(tmp_path: Path) -> None:
+    state = {"x": jnp.ones(2)}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
-        manager.save(3, args=ocp.args.StandardSave({"x": jnp.ones(2)}))
+        manager.save(3, args=ocp.args.StandardSave(state))
     assert checkpoint.latest_step(tmp_path) == 3
-    text = refusal(checkpoint.restore, tmp_path, {"x": jnp.ones(2)})
-    assert text.startswith(
+    assert refusal(checkpoint.restore, tmp_path, state).startswith(
         f"Step 3 in {tmp_path} cannot be read: it is damaged, or jmp_lite did not save "
         "it: then restore it with Orbax itself. There are no other steps. "
         "(FileNotFoundError: "
     )
-
-
-def test_a_folder_of_orbax_or_flax_is_said_to_be_theirs(tmp_path: Path) -> None:
-    state = {"x": jnp.ones(2)}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint_5", state)  # as flax names it
+        checkpointer.save(tmp_path / "of flax/checkpoint_5", state)
     theirs = "Orbax or flax saved this: restore it with that library."
-    for folder in (tmp_path, tmp_path / "checkpoint_5"):
+    for folder in (tmp_path / "of flax", tmp_path / "of flax/checkpoint_5"):
         assert theirs in refusal(checkpoint.restore, folder, state)
 
 

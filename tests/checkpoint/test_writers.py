@@ -5,10 +5,8 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import names
@@ -51,31 +49,17 @@ with folder.writer_lock(epath.Path(sys.argv[1])):
 """
 
 
-@pytest.fixture
-def writer(tmp_path: Path) -> Iterator[Any]:
-    """Another process, that has the lock of the folder until it is killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _LOCK, str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout and process.stdout.readline() == "locked\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_writer_that_is_killed_locks_the_folder_no_longer(
-    writer: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(RuntimeError, match=f"process {writer.pid} on "):
-        checkpoint.save(tmp_path, {"x": 1}, step=1)
-    assert checkpoint.latest_step(tmp_path) is None
-    writer.kill()
-    writer.wait()
+def test_a_writer_that_is_killed_locks_the_folder_no_longer(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _LOCK, str(tmp_path)]
+    env, pipe = os.environ | {"JAX_PLATFORMS": "cpu"}, subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True
+    ) as writer:
+        assert writer.stdout and writer.stdout.readline() == "locked\n"
+        with pytest.raises(RuntimeError, match=f"process {writer.pid} on "):
+            checkpoint.save(tmp_path, {"x": 1}, step=1)
+        assert checkpoint.latest_step(tmp_path) is None
+        writer.kill()
     assert names(tmp_path) == [".writer"]
     checkpoint.save(tmp_path, {"x": 1}, step=1)
     assert names(tmp_path) == ["1"]

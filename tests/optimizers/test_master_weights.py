@@ -9,7 +9,6 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -30,7 +29,6 @@ from jmp_lite import (
     scale_aware,
 )
 from jmp_lite._src import dtypes, trees
-from jmp_lite._src.optimizers import rounding
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = pytest.mark.standard_promotion
@@ -46,13 +44,9 @@ over_storages = pytest.mark.parametrize("storage", STORAGES)
 def test_small_updates_are_lost_in_half_and_add_up_in_the_masters(dtype, small):
     steps = round(1 / small)
 
-    def train(tx: Any) -> Any:
-        return Trainer(tx).run(
-            jnp.ones([], HALVES[dtype]), [jnp.float32(-small)] * steps
-        )
-
-    assert float(train(optax.sgd(1.0))[0]) == 1.0
-    params, state = train(master_weights(optax.sgd(1.0)))
+    one, grads = jnp.ones([], HALVES[dtype]), [jnp.float32(-small)] * steps
+    assert float(Trainer(optax.sgd(1.0)).run(one, grads)[0]) == 1.0
+    params, state = Trainer(master_weights(optax.sgd(1.0))).run(one, grads)
     total = np.float32(1.0)
     for _ in range(steps):
         total += np.float32(small)
@@ -64,7 +58,7 @@ def test_small_updates_are_lost_in_half_and_add_up_in_the_masters(dtype, small):
 @in_halves
 def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
     # As BERT is fine-tuned: a schedule, clipping, no weight decay of biases and norms.
-    decayed = {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}}
+    decayed = {"kernel": True, "bias": False, "scale": False}
     up, down = optax.linear_schedule(0.0, 1e-2, 4), optax.linear_schedule(1e-2, 0.0, 16)
     rate = optax.join_schedules([up, down], [4])
     recipe = optax.chain(
@@ -73,16 +67,13 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
     )
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(2, 16, 6))
-    kernel, bias = jnp.asarray(rng.normal(size=(6, 6)), dtype), jnp.zeros(6, dtype)
-    first = {
-        "dense": {"kernel": kernel, "bias": bias},
-        "norm": {"scale": jnp.ones(6)},
-    }
+    kernel = jnp.asarray(rng.normal(size=(6, 6)), dtype)
+    first = {"kernel": kernel, "bias": jnp.zeros(6, dtype), "scale": jnp.ones(6)}
 
     def loss(params, x, y):
         params = jmp_lite.cast_floating(params, dtype)
-        h = x.astype(dtype) @ params["dense"]["kernel"] + params["dense"]["bias"]
-        h = (h * params["norm"]["scale"]).astype(jnp.float32)
+        h = x.astype(dtype) @ params["kernel"] + params["bias"]
+        h = (h * params["scale"]).astype(jnp.float32)
         return jnp.mean((h - y) ** 2)
 
     def train(tx: Any, params: Any) -> Any:
@@ -166,31 +157,6 @@ def test_parameters_are_the_cast_of_their_masters_after_each_step(sizes, seed, w
             rounded = np.asarray(m).astype(p.dtype)
             reached = _can_be_reached(np.asarray(before), rounded)
             assert ((np.asarray(p) == rounded) | ~reached).all()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "ratio"), [(np.float16, 2.0**12), (ml_dtypes.bfloat16, 2.0**15)]
-)
-def test_the_update_is_exact_within_the_bound_and_not_far_beyond(dtype, ratio):
-    rng = np.random.default_rng(0)
-    old = rng.integers(0, 2**16, 200_000).astype(np.uint16).view(dtype)
-    with np.errstate(invalid="ignore"):  # among the bit patterns are NaNs
-        size = np.abs(np.float32(old))
-    old = old[(size > 1e-20) & (size < 1e30)]
-    shrink = rng.normal(size=old.shape) * 2.0 ** -rng.uniform(-1, 20, old.shape)
-    with np.errstate(over="ignore"):
-        new = (np.float32(old) * shrink).astype(dtype)
-    old, new = old[np.isfinite(new)], new[np.isfinite(new)]
-
-    update = rounding.update_between(
-        jnp.asarray(old, jnp.float32), jnp.asarray(new, jnp.float32)
-    )
-    got = np.asarray(apply_updates(jnp.asarray(old), update))
-
-    within = (new == 0) | (np.abs(np.float64(old)) <= ratio * np.abs(np.float64(new)))
-    assert within.mean() > 0.5 and (~within).mean() > 0.1
-    np.testing.assert_array_equal(got[within], new[within])
-    assert (got[~within] != new[~within]).any()
 
 
 def test_where_an_update_misses_the_master_goes_on_from_the_parameter():

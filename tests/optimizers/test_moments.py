@@ -33,69 +33,66 @@ _centered = functools.partial(optax.rmsprop, 1e-3, centered=True)
 _ADAM = {"mu", "nu"}
 OPTIMISERS: dict[str, tuple[Any, set[str]]] = {
     **{
-        name: (make, _ADAM)
+        name: (make(), _ADAM)
         for name, make in named(
             "adam adamw adamax adabelief nadam radam yogi lamb contrib.sophia "
             "contrib.adopt",
             1e-2,
         ).items()
     },
-    "amsgrad": (lambda: optax.amsgrad(1e-2), {*_ADAM, "nu_max"}),
-    "lion": (lambda: optax.lion(1e-3), {"mu"}),
-    "novograd": (lambda: optax.novograd(1e-2), {"mu"}),
-    "adagrad": (lambda: optax.adagrad(1e-2), {"sum_of_squares"}),
-    "adadelta": (lambda: optax.adadelta(1.0), {"e_g", "e_x"}),
-    "adan": (lambda: optax.adan(1e-2), {"m", "v", "n"}),  # and the last gradient
-    "rmsprop": (lambda: optax.rmsprop(1e-3), {"nu"}),
-    "rmsprop, centered": (_centered, set()),
-    "rmsprop, centered, bias": (lambda: _centered(bias_correction=True), set()),
-    "rmsprop, centered, momentum": (lambda: _centered(momentum=0.9), {"trace"}),
+    "amsgrad": (optax.amsgrad(1e-2), {*_ADAM, "nu_max"}),
+    "lion": (optax.lion(1e-3), {"mu"}),
+    "novograd": (optax.novograd(1e-2), {"mu"}),
+    "adagrad": (optax.adagrad(1e-2), {"sum_of_squares"}),
+    "adadelta": (optax.adadelta(1.0), {"e_g", "e_x"}),
+    "adan": (optax.adan(1e-2), {"m", "v", "n"}),  # and the last gradient
+    "rmsprop": (optax.rmsprop(1e-3), {"nu"}),
+    "rmsprop, centered": (_centered(), set()),
+    "rmsprop, centered, bias": (_centered(bias_correction=True), set()),
+    "rmsprop, centered, momentum": (_centered(momentum=0.9), {"trace"}),
     "scale_by_stddev": (
-        lambda: optax.chain(optax.scale_by_stddev(), optax.scale(-1e-3)),
+        optax.chain(optax.scale_by_stddev(), optax.scale(-1e-3)),
         set(),
     ),
-    "momentum": (lambda: optax.sgd(1e-1, 0.9), {"trace"}),
+    "momentum": (optax.sgd(1e-1, 0.9), {"trace"}),
     "momentum, decay": (
-        lambda: optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-1, 0.9)),
+        optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-1, 0.9)),
         {"trace"},
     ),
-    "optimistic": (lambda: optax.optimistic_gradient_descent(1e-1), set()),
-    "adafactor": (lambda: optax.adafactor(1e-2, momentum=0.9), {"ema", "v"}),
-    "lbfgs": (lambda: optax.lbfgs(), set()),
-    "lbfgs, no search": (lambda: optax.lbfgs(0.1, linesearch=None), set()),
-    "muon": (lambda: contrib.muon(1e-2), {"mu"}),
-    "madgrad": (lambda: contrib.madgrad(1e-2), {"grad_sum_sq", "s"}),
-    "ademamix": (lambda: contrib.ademamix(1e-2), {"m1", "m2", "nu"}),
-    "schedule_free": (lambda: contrib.schedule_free_adamw(1e-2), {"nu"}),
-    "prodigy": (lambda: contrib.prodigy(), {"exp_avg", "exp_avg_sq", "grad_sum"}),
+    "optimistic": (optax.optimistic_gradient_descent(1e-1), set()),
+    "adafactor": (optax.adafactor(1e-2, momentum=0.9), {"ema", "v"}),
+    "lbfgs": (optax.lbfgs(), set()),
+    "lbfgs, no search": (optax.lbfgs(0.1, linesearch=None), set()),
+    "muon": (contrib.muon(1e-2), {"mu"}),
+    "madgrad": (contrib.madgrad(1e-2), {"grad_sum_sq", "s"}),
+    "ademamix": (contrib.ademamix(1e-2), {"m1", "m2", "nu"}),
+    "schedule_free": (contrib.schedule_free_adamw(1e-2), {"nu"}),
+    "prodigy": (contrib.prodigy(), {"exp_avg", "exp_avg_sq", "grad_sum"}),
     "in apply_if_finite": (
-        lambda: optax.apply_if_finite(optax.optimistic_gradient_descent(1e-1), 3),
+        optax.apply_if_finite(optax.optimistic_gradient_descent(1e-1), 3),
         set(),
     ),
-    "in scale_aware": (
-        lambda: scale_aware(_centered(momentum=0.9)),
-        {"trace"},
-    ),
+    "in scale_aware": (scale_aware(_centered(momentum=0.9)), {"trace"}),
     # Not the sums of gradients.
-    "in MultiSteps": (lambda: optax.MultiSteps(optax.adam(1e-2), 2), _ADAM),
+    "in MultiSteps": (optax.MultiSteps(optax.adam(1e-2), 2), _ADAM),
     "in two MultiSteps": (
-        lambda: optax.MultiSteps(
+        optax.MultiSteps(
             base.as_transformation(optax.MultiSteps(optax.adam(1e-2), 2)), 2
         ),
         _ADAM,
     ),
     "with plateaus": (
-        lambda: optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau()),
+        optax.chain(optax.adam(1e-2), contrib.reduce_on_plateau()),
         _ADAM,
     ),
-    "injected": (lambda: optax.inject_hyperparams(optax.adam)(1e-2), _ADAM),
+    "injected": (optax.inject_hyperparams(optax.adam)(1e-2), _ADAM),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_moments_are_stored_in_low_precision_and_nothing_else(name):
-    make, expected = OPTIMISERS[name]
-    assert _stored(make()) == expected
+    tx, expected = OPTIMISERS[name]
+    assert _stored(tx) == expected
 
 
 # As it is in float32.
@@ -151,7 +148,7 @@ _FAR = {"contrib.sophia": 0.4}
 
 @functools.cache
 def _train_in_float32(name: str, same_batch: bool) -> Any:
-    return _train(OPTIMISERS[name][0](), name, same_batch)
+    return _train(OPTIMISERS[name][0], name, same_batch)
 
 
 @pytest.mark.one_of("dtype", "same_batch")
@@ -160,7 +157,7 @@ def _train_in_float32(name: str, same_batch: bool) -> Any:
 @with_low_dtypes
 def test_after_50_steps_it_is_near_float32(name, dtype, same_batch):
     expected, loss = _train_in_float32(name, same_batch)
-    tx = low_precision_state(OPTIMISERS[name][0](), dtype, min_size=1)
+    tx = low_precision_state(OPTIMISERS[name][0], dtype, min_size=1)
     got, got_loss = _train(tx, name, same_batch)
     assert np.isfinite(got).all()
     moved = np.linalg.norm(expected - _PARAMS)

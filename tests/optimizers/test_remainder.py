@@ -1,16 +1,36 @@
-"""`split` and `join`: 16 bits beside a bfloat16 weight hold its float32 master.
+"""`master_weights(storage="remainder")`: the float32 masters in 2 bytes a parameter.
 
-NumPy writes and compares the bits: JAX takes subnormals for 0 on a CPU, and every NaN
-for a NaN.
+`split` and `join`: 16 bits beside a bfloat16 weight hold its float32 master.
 """
 
+import functools
+import re
+from typing import Any
+
+import bitwise
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
+from optimizers import Trainer, apply_updates, with_masters
 
+import jmp_lite
+from jmp_lite import (
+    StaticLossScale,
+    low_precision_state,
+    master_weights,
+    scale_aware,
+)
+from jmp_lite._src.optimizers import master_weights as implementation
 from jmp_lite._src.optimizers import remainder
+
+# Optax promotes by itself: bfloat16 parameters plus float32 updates, int32 counts.
+pytestmark = pytest.mark.standard_promotion
+
+# The bits. NumPy writes and compares them: JAX takes subnormals for 0 on a CPU, and
+# every NaN for a NaN.
 
 INFINITY, QUIET = 0x7F800000, 0x00400000
 
@@ -120,3 +140,201 @@ def test_neither_computes_with_floats():
         if jnp.issubdtype(x.aval.dtype, jnp.floating)
     }
     assert floats == {"bitcast_convert_type"}
+
+
+# Training.
+
+in_remainders = functools.partial(master_weights, storage="remainder")
+OPTIMISERS = {
+    "adam": lambda: optax.adam(3e-2),
+    "adamw": lambda: optax.adamw(3e-2, weight_decay=0.1),
+    "momentum": lambda: optax.sgd(3e-2, momentum=0.9),
+}
+_SCALE = StaticLossScale(8.0)
+ORDERS = {
+    "alone": lambda wrap, inner, scale=_SCALE: wrap(inner),
+    "inside": lambda wrap, inner, scale=_SCALE: scale_aware(wrap(inner), scale),
+    "around": lambda wrap, inner, scale=_SCALE: wrap(scale_aware(inner, scale)),
+}
+in_orders = pytest.mark.parametrize("order", ORDERS)
+# And inside of `low_precision_state`, or around it.
+LOW_ORDERS: dict[str, Any] = {
+    "low": lambda wrap, inner: low_precision_state(wrap(inner), min_size=1),
+    "low around": lambda wrap, inner: low_precision_state(
+        scale_aware(wrap(inner), _SCALE), min_size=1
+    ),
+    "low inside": lambda wrap, inner: scale_aware(
+        low_precision_state(wrap(inner), min_size=1), _SCALE
+    ),
+}
+
+
+def _params() -> Any:
+    rng = np.random.default_rng(0)
+    w, b = rng.normal(size=(8, 16)), rng.normal(size=8) * 1e-3
+    w[0, 0], w[1, 1] = 0.0, -0.0
+    return {
+        "w": jnp.asarray(w, jnp.bfloat16),
+        "b": [jnp.asarray(b, jnp.bfloat16), jnp.ones(8)],
+    }
+
+
+def _train(tx: Any, steps: int, *bad: int) -> Any:
+    """Train eagerly: each operation is a program of its own, which rounds once."""
+    rng, params = np.random.default_rng(1), _params()
+
+    def draw(factor):
+        return jax.tree.map(
+            lambda p: jnp.asarray(factor * rng.normal(size=p.shape), p.dtype), params
+        )
+
+    state = tx.init(params)
+    for i in range(steps):
+        grads = draw(np.nan if i in bad else 1.0)
+        updates, state = tx.update(grads, state, params)
+        params = apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.one_of("name")
+@pytest.mark.parametrize("order", [*ORDERS, *LOW_ORDERS])
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_it_trains_as_float32_masters_do(name, order):
+    """To the bit: parameters, masters, and all else that the state holds."""
+    compose = (ORDERS | LOW_ORDERS)[order]
+    steps = 3 if order in LOW_ORDERS else 8
+    bad = (2, 5) if order in ("inside", "around") else ()
+    (params, state), (expected_params, expected_state) = (
+        _train(compose(wrap, OPTIMISERS[name]()), steps, *bad)
+        for wrap in (in_remainders, master_weights)
+    )
+    bitwise.assert_same(with_masters(params, state), expected_state)
+    bitwise.assert_same(params, expected_params)
+    assert bitwise.raw_bits(params) != bitwise.raw_bits(_params())
+    if order in LOW_ORDERS:
+        large = {str(x.dtype) for x in jax.tree.leaves(state) if x.shape == (8, 16)}
+        assert large == {"uint16", "bfloat16"}
+
+
+@in_orders
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_a_parameter_and_its_remainder_belong_together_in_any_program(momentum, order):
+    # XLA must not compute the master twice, once for each. It may fuse `p - lr * g`
+    # into one operation or not: that decides here to which side of a tie it goes.
+    rng = np.random.default_rng(0)
+    old, new = (jnp.asarray(x, jnp.bfloat16) for x in rng.normal(size=(2, 2**14)))
+    old_size = np.abs(np.float64(old))
+    tie = (np.float32(new).view(np.uint32) | np.uint32(0x8000)).view(np.float32)
+    sgd = optax.sgd(0.1, momentum, nesterov=True)
+    tx = ORDERS[order](in_remainders, sgd, StaticLossScale(3.0))
+    factor = 0.1 * (1.9 if momentum else 1.0) / (1.0 if order == "alone" else 3.0)
+    grads = jnp.asarray((np.float64(old) - tie) / factor, jnp.float32)
+    params, state = Trainer(tx).run(old, [grads])
+    (low,) = [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint16]
+    master = np.asarray(remainder.join(params, low), np.float64)
+    error = np.abs(master - tie) / np.abs(tie)
+    assert (error[np.abs(tie) > old_size / 64] < 2.0**-14).all()
+
+
+def test_a_master_beyond_bfloat16_is_inf_and_comes_back():
+    large = jnp.asarray([0x7F7F], jnp.uint16)
+    params = jax.lax.bitcast_convert_type(large, jnp.bfloat16)
+    tx: Any = in_remainders(optax.sgd(1.0))
+    params, state = Trainer(tx).run(params, [jnp.full(1, -(2.0**119))])
+    assert jnp.isinf(params).all()
+    master = remainder.join(params, state.remainders)
+    assert jnp.isfinite(master).all() and float(master[0]) > 3.389e38
+
+
+# What an update cannot reach.
+
+
+def test_where_an_update_misses_the_weight_the_master_goes_on_from_there():
+    rng = np.random.default_rng(0)
+    old = jnp.asarray(rng.normal(size=50_000), jnp.bfloat16)
+    tiny = rng.normal(size=old.shape) * 2.0 ** -rng.uniform(0, 40, old.shape)
+    expected = jnp.asarray(np.float64(old) * tiny, jnp.float32)
+    update = implementation._update_to_weight(old, expected)
+    low = implementation._remainder_after(old, expected, update)
+    params = apply_updates(old, update)
+
+    master = remainder.join(params, low)
+    bitwise.assert_same(remainder.split(master), (params, low))
+    same = np.asarray(master) == np.asarray(expected)
+    size, old_size = np.abs(np.float64(expected)), np.abs(np.float64(old))
+    assert same[(size >= 2.0**-15 * old_size) | (size == 0)].all()
+    assert 0.1 < (~same).mean() < 0.7
+    weights = np.asarray(params, np.float32)
+    np.testing.assert_array_equal(np.asarray(master)[~same], weights[~same])
+    error = np.abs(np.float64(master) - np.float64(expected))
+    assert (error <= 2.0**-23 * old_size).all()
+
+
+# Parameters that are set by hand.
+
+
+@in_orders
+def test_parameters_set_by_hand_go_on_from_there(order):
+    tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
+    params, state = _train(tx, 2)
+    values = [0.0, -0.0, 3.0, -7.5, 1e-3, 1e30, -1e30, jnp.inf]
+    params["w"] = jnp.tile(jnp.asarray(values, jnp.bfloat16)[:, None], (1, 16))
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    np.testing.assert_array_equal(apply_updates(params, updates)["w"], params["w"])
+    # They have what was left of the old ones, less than half a spacing, until `init`.
+    masters = jax.tree.leaves(with_masters(params, tx.init(params)))
+    assert any((m == params["w"]).all() for m in masters if m.shape == (8, 16))
+
+
+# Bad input.
+
+
+@pytest.mark.one_of("order")
+@in_orders
+def test_float16_is_refused_where_it_is(order):
+    tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": [jnp.ones(2, jnp.float16)]}
+    with pytest.raises(ValueError, match="got a float16 parameter at 'b/0': with 5 b"):
+        tx.init(params)
+
+
+def test_float16_is_refused_of_the_parameters_that_it_has_alone():
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.float16)}
+    parts: dict[Any, Any] = {
+        "a": in_remainders(optax.sgd(1.0)),
+        "b": master_weights(optax.sgd(1.0)),
+    }
+    tx: Any = scale_aware(optax.partition(parts, {name: name for name in parts}))
+    params, state = Trainer(tx).run(params, [params])
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(state.inner_state) if x.ndim}
+    assert dtypes == {"uint16", "float32"}
+
+
+def test_the_state_of_another_storage_is_an_error():
+    params = jnp.ones(2, jnp.bfloat16)
+    one, other = in_remainders(optax.sgd(1.0)), master_weights(optax.sgd(1.0))
+    for tx, state, arguments, found in (
+        (one, other.init(params), '..., storage="remainder"', "MasterWeightsState"),
+        (other, one.init(params), "...", "MasterRemaindersState"),
+    ):
+        with pytest.raises(ValueError) as error:
+            tx.update(params, state, params)
+        assert str(error.value) == (
+            f"Expected the state of master_weights({arguments}).init(params), got "
+            f"{found}."
+        )
+
+
+@pytest.mark.one_of("order")
+@in_orders
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
+)
+def test_parameters_that_were_cast_after_init_are_an_error(before, after, order):
+    tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
+    params = {"a": jnp.ones(2, before)}
+    state, params = tx.init(params), jmp_lite.cast_floating(params, after)
+    text = f"the parameter 'a' is {after}, and was another dtype in `init`"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tx.update(params, state, params)

@@ -1,6 +1,10 @@
-"""The promises of `scale_aware`, over every kind of optimiser and pair of dtypes."""
+"""The promises of `scale_aware`, over every kind of optimiser and pair of dtypes.
+
+Every transformation of optax that works alone works inside of ours, in half.
+"""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import bitwise
@@ -8,11 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax_table
 import pytest
-from optax_table import named
+from optax import contrib
+from optax_table import RATE, loss, loss_arguments, named, sgd
 from optimizers import half_on_purpose, over
 
-import jmp_lite
+from jmp_lite import (
+    DynamicLossScale,
+    StaticLossScale,
+    low_precision_state,
+    master_weights,
+    scale_aware,
+    stochastic_rounding,
+)
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = [
@@ -24,25 +37,7 @@ pytestmark = [
 _RATE = 1e-2
 
 
-def _dithered_sgd():
-    """An optimiser with a typed key, and a count that starts as a Python number."""
-
-    def init_fn(params):
-        del params
-        return {"key": jax.random.key(7), "count": 0}
-
-    def update_fn(updates, state, params=None):
-        del params
-        key, noise_key = jax.random.split(state["key"])
-        noise = 1e-3 * jax.random.normal(noise_key)
-        rate = _RATE / (1 + state["count"])
-        updates = jax.tree.map(lambda g: -rate * (g + noise), updates)
-        return updates, {"key": key, "count": state["count"] + 1}
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-INNERS: dict[str, Any] = {
+TRAINED: dict[str, Any] = {
     **named("adam contrib.schedule_free_adamw", _RATE),
     "adamw": lambda: optax.adamw(optax.linear_schedule(_RATE, 0.0, 100)),
     "adafactor": lambda: optax.adafactor(_RATE, min_dim_size_to_factor=2),
@@ -57,48 +52,13 @@ INNERS: dict[str, Any] = {
     "add_noise": lambda: optax.chain(
         optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(_RATE)
     ),
-    "dithered_sgd": _dithered_sgd,
 }
 
 _DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 
-# What asks something of the wrapper: states of states, keys, Python numbers. How optax
-# computes is no business of ours: the other optimisers run in the full tests.
-over_inners = over(
-    "name",
-    INNERS,
-    "adam",
-    "MultiSteps",
-    "add_noise",
-    "dithered_sgd",
-    "inject_hyperparams",
-    "partition",
-)
-over_grad_dtypes = pytest.mark.parametrize("grad_dtype", _DTYPES)
-over_param_dtypes = pytest.mark.parametrize("param_dtype", _DTYPES)
-
-
-class _Programs:
-    """An optimiser, wrapped and not, each compiled once per pair of dtypes."""
-
-    def __init__(self, name: str):
-        loss_scale = jmp_lite.DynamicLossScale(2.0**10, min_loss_scale=2.0**-12)
-        inner = INNERS[name]()
-        wrapped: Any = jmp_lite.scale_aware(inner, loss_scale)
-        self.inner_init, self.wrapped_init = inner.init, wrapped.init
-
-        def step(grads, state, params):
-            updates, state = wrapped.update(grads, state, params)
-            return updates, optax.apply_updates(params, updates), state
-
-        def both(scaled, state, params, grads, inner_state):
-            after = inner.update(grads, inner_state, _float32(params))
-            return step(scaled, state, params), after
-
-        self.both = jax.jit(both, compiler_options=bitwise.UNOPTIMISED)
-
-
-_programs = functools.cache(_Programs)
+# What asks something of the wrapper: states of states, keys. How optax computes is no
+# business of ours: the other optimisers run in the full tests.
+_FIRST = "adam", "MultiSteps", "add_noise", "inject_hyperparams", "partition"
 
 
 def _tree(dtype: str, seed: int) -> dict[str, jax.Array]:
@@ -111,17 +71,25 @@ def _float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-@over_inners
-@over_grad_dtypes
-@over_param_dtypes
+@over("name", TRAINED, *_FIRST)
+@pytest.mark.parametrize("grad_dtype", _DTYPES)
+@pytest.mark.parametrize("param_dtype", _DTYPES)
 def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype):
-    programs = _programs(name)
+    inner = TRAINED[name]()
+    wrapped: Any = scale_aware(inner)
+
+    @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
+    def both(scaled, state, params, grads, inner_state):
+        expected = inner.update(grads, inner_state, _float32(params))
+        updates, state = wrapped.update(scaled, state, params)
+        return (updates, optax.apply_updates(params, updates), state), expected
+
     first_params = _tree(param_dtype, 0)
-    first_state = programs.wrapped_init(first_params)
-    first_inner_state = programs.inner_init(_float32(first_params))
+    first_state = wrapped.init(first_params)
+    first_inner_state = inner.init(_float32(first_params))
     for exponent in (-10, 7, 24):
         scale = 2.0**exponent
-        loss_scale = jmp_lite.DynamicLossScale(scale, min_loss_scale=2.0**-12)
+        loss_scale = DynamicLossScale(scale, min_loss_scale=2.0**-12)
         params, inner_state = first_params, first_inner_state
         state = first_state._replace(loss_scale=loss_scale)
         for seed in (1, 2):
@@ -130,7 +98,7 @@ def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype
                 name: np.asarray(s, np.float32) / np.float32(scale)
                 for name, s in scaled.items()
             }
-            (updates, params, state), (expected, inner_state) = programs.both(
+            (updates, params, state), (expected, inner_state) = both(
                 scaled, state, params, true_grads, inner_state
             )
             for key in expected:
@@ -139,30 +107,181 @@ def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype
                 )
 
 
-@pytest.mark.parametrize("wrap", ["inside", "around", "alone"])
+_SKIPS = "scale_aware", "A skipped step keeps the old state"
+# What is around an optimiser, who says that its state changed, why that is not
+# possible, and the path in front of its own.
+_KEEPERS: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
+    "inside": (lambda tx: scale_aware(master_weights(tx)), *_SKIPS, "inner_state/"),
+    "around": (lambda tx: master_weights(scale_aware(tx)), *_SKIPS, ""),
+    "alone": (scale_aware, *_SKIPS, ""),
+    "low_precision_state": (
+        low_precision_state,
+        "low_precision_state",
+        "Each leaf is stored as before",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", _KEEPERS)
 def test_a_state_that_changes_its_structure_is_told_to_go_outside(wrap):
     monitor = optax.monitor({"norm": optax.tree.norm})
     inner = optax.chain(optax.sgd(1.0), monitor)
-    half, scaled = jmp_lite.master_weights, jmp_lite.scale_aware
-    around: Any = {
-        "inside": scaled(half(inner)),
-        "around": half(scaled(inner)),
-        "alone": scaled(inner),
-    }[wrap]
-    params = jnp.ones(4, jnp.float16)
+    around, owner, reason, path = _KEEPERS[wrap]
+    tx, params = around(inner), jnp.ones(4, jnp.float16)
     with pytest.raises(ValueError) as error:
-        around.update(params, around.init(params), params)
-    path = "1/measurements/norm"
+        tx.update(params, tx.init(params), params)
     assert str(error.value) == (
-        "The optimiser inside of scale_aware changed the structure of its state: "
-        f"'{'inner_state/' if wrap == 'inside' else ''}{path}' is in the new state "
-        "only. A skipped step keeps the old state, so both states must have the same "
-        "structure. Put a transformation that changes it (such as optax.monitor) "
-        "outside of scale_aware: optax.chain(scale_aware(...), optax.monitor(...))."
+        f"The optimiser inside of {owner} changed the structure of its state: "
+        f"'{path}1/measurements/norm' is in the new state only. {reason}, so both "
+        "states must have the same structure. Put a transformation that changes it "
+        f"(such as optax.monitor) outside of {owner}: optax.chain({owner}(...), "
+        "optax.monitor(...))."
     )
     # As it says; and where nothing is skipped, it may stay.
-    for tx in (optax.chain(scaled(optax.sgd(1.0)), monitor), half(inner)):
+    for tx in (
+        optax.chain(scale_aware(optax.sgd(1.0)), monitor),
+        master_weights(inner),
+    ):
         state = tx.init(params)
         for _ in range(2):
             _, state = tx.update(params, state, params)
         assert float(optax.tree.get(state, "norm")) > 0
+
+
+# All of optax. Updates are traced, not run: what is held here is that nothing is
+# refused, and that neither structures nor dtypes change.
+
+
+# What a transformation is handed besides gradients, state and parameters.
+def _objective(params: Any) -> dict[str, Any]:
+    del params
+    return {"obj_fn": loss}
+
+
+def _gradient(params: Any) -> dict[str, Any]:
+    del params
+    return {"grad_fn": jax.grad(lambda params, _: loss(params))}
+
+
+def _fixed_signature() -> Any:
+    """Return an optimiser whose update takes what it names, and nothing else."""
+
+    def update_fn(updates, state, params=None, *, hess=None):
+        del params, hess
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update_fn)
+
+
+_PLAIN: dict[str, Callable[[], Any]] = {
+    **optax_table.LINKS,
+    **{
+        name: lambda wrap=wrap: wrap(optax.adam(RATE))
+        for name, wrap in optax_table.WRAPPERS.items()
+    },
+    **named(
+        "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad "
+        "fromage lamb lars lion nadam nadamw novograd optimistic_adam_v2 "
+        "optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd signum sm3 yogi "
+        "scale_by_rprop contrib.acprop contrib.ademamix contrib.adopt contrib.galore "
+        "contrib.madgrad contrib.muon contrib.scale_by_madgrad "
+        "contrib.simplified_ademamix",
+        RATE,
+    ),
+    **named(
+        "identity scale_by_adadelta scale_by_adamax scale_by_adan scale_by_amsgrad "
+        "scale_by_belief scale_by_distance_over_gradients scale_by_novograd "
+        "scale_by_optimistic_gradient scale_by_param_block_norm "
+        "scale_by_param_block_rms scale_by_radam scale_by_rss scale_by_sm3 "
+        "scale_by_stddev scale_by_yogi set_to_zero contrib.cocob "
+        "contrib.dadapt_adamw contrib.dog contrib.dowg contrib.normalize "
+        "contrib.prodigy contrib.scale_by_acprop contrib.scale_by_ademamix "
+        "contrib.scale_by_adopt contrib.scale_by_cocob contrib.scale_by_galore "
+        "contrib.scale_by_simplified_ademamix contrib.schedule_free_adamw "
+        "contrib.schedule_free_sgd"
+    ),
+    "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(
+        optax.adam(RATE)
+    ),
+    "fixed signature": _fixed_signature,
+    "lbfgs, no line search": lambda: optax.lbfgs(RATE, linesearch=None),
+    "lookahead, reset": lambda: optax.lookahead(
+        optax.adam(RATE), 2, 0.5, reset_state=True
+    ),
+    "MultiSteps itself": lambda: optax.MultiSteps(optax.adam(RATE), 2),
+    "named_chain": lambda: optax.named_chain(("adam", optax.adam(RATE))),
+    "noisy_sgd": lambda: optax.noisy_sgd(RATE, key=jax.random.key(0)),
+    "selective_transform": lambda: optax.selective_transform(
+        optax.adam(RATE), freeze_mask=optax_table.MASK
+    ),
+    "stateless": lambda: optax.stateless(lambda updates, _: updates),
+    "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda u, _: u),
+}
+_WITH_LOSS: dict[str, Callable[[], Any]] = {
+    **named("polyak_sgd contrib.momo contrib.momo_adam lbfgs"),
+    **{name: optax_table.LINKS[name] for name in optax_table.NEED_LOSS},
+    "scale_by_zoom_linesearch": lambda: optax.scale_by_zoom_linesearch(2),
+}
+INNERS: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]] = {
+    **{name: (make, lambda params: {}) for name, make in _PLAIN.items()},
+    **{name: (make, loss_arguments) for name, make in _WITH_LOSS.items()},
+    "contrib.hutchinson_estimator_diag_hessian": (
+        contrib.hutchinson_estimator_diag_hessian,
+        _objective,
+    ),
+    "contrib.sam, opaque": (
+        lambda: contrib.sam(sgd(), sgd(), opaque_mode=True),
+        _gradient,
+    ),
+    "contrib.sophia": (lambda: contrib.sophia(RATE), _objective),
+}
+
+_SCALE = StaticLossScale(4.0)
+_KEY = jax.random.key(0)
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "scale_aware": lambda inner: scale_aware(inner, _SCALE),
+    "master_weights inside": lambda inner: scale_aware(master_weights(inner), _SCALE),
+    "low_precision_state inside": lambda inner: scale_aware(
+        low_precision_state(inner, min_size=1), _SCALE
+    ),
+    "low_precision_state around": lambda inner: low_precision_state(
+        scale_aware(inner, _SCALE), min_size=1
+    ),
+    "stochastic_rounding around": lambda inner: stochastic_rounding(
+        scale_aware(inner, _SCALE), _KEY
+    ),
+}
+
+
+def _params(name: str) -> Any:
+    """Return parameters of both halves, in one tree."""
+    params = {"w": jnp.ones((3, 4), jnp.float16), "b": jnp.ones(4, jnp.bfloat16)}
+    if name.startswith("lookahead"):
+        return optax.LookaheadParams.init_synced(params)
+    return params
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype), x.weak_type), tree)
+
+
+@pytest.mark.one_of("wrap")
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("name", INNERS)
+def test_every_transformation_takes_steps_of_half_parameters(name, wrap):
+    make, extra = INNERS[name]
+    tx = WRAPPERS[wrap](make())
+    params = _params(name)
+
+    def step(params, state):
+        shown = jax.tree.map(jnp.float32, getattr(params, "fast", params))
+        grads = jax.tree.map(jnp.cos, getattr(params, "fast", params))
+        updates, state = tx.update(grads, state, params, **extra(shown))
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    stepped, after = jax.eval_shape(step, params, state)
+
+    assert _shapes(stepped) == _shapes(params)
+    assert _shapes(after) == _shapes(state)

@@ -64,7 +64,7 @@ def _orders(name: str) -> dict[str, tuple[Any, Any]]:
         "before": (chain(link(), _scaled(sgd())), first),
         "after": (chain(_scaled(sgd()), link()), last),
     }
-    if name == "monitor":
+    if name == "monitor":  # inside it is refused, in the test of inner optimisers
         del orders["inside"]
     return orders
 
@@ -101,31 +101,32 @@ class _Step(NamedTuple):
 def _runs(name: str) -> dict[str, list[tuple[_Step, _Step]]]:
     """Return, by place, what is after each step, with a scale and without."""
     params, orders = _params(name), _orders(name)
+    plains = {id(plain): plain for _, plain in orders.values()}
 
     def one(tx, before, grads):
         extra = loss_arguments(before.params) if name in NEED_LOSS else {}
         updates, state = tx.update(grads, before.state, before.params, **extra)
         return _Step(optax.apply_updates(before.params, updates), state)
 
-    @jax.jit
-    def step(before, grads):
-        after = {}
-        for place, (scaled, plain) in orders.items():
-            ours, theirs = before[place]
-            scale = jmp_lite.get_loss_scale(ours.state)
-            ours = one(scaled, ours, scale.scale(grads))
-            after[place] = ours, one(plain, theirs, grads)
-        return after
+    def scaled_one(tx, before, grads):
+        loss_scale = jmp_lite.get_loss_scale(before.state)
+        return one(tx, before, loss_scale.scale(grads))
 
-    now: Any = {
-        place: tuple(_Step(params, tx.init(params)) for tx in pair)
-        for place, pair in orders.items()
-    }
+    @jax.jit
+    def step(ours, theirs, grads):
+        return (
+            {k: scaled_one(tx, ours[k], grads) for k, (tx, _) in orders.items()},
+            {k: one(tx, theirs[k], grads) for k, tx in plains.items()},
+        )
+
+    ours = {k: _Step(params, tx.init(params)) for k, (tx, _) in orders.items()}
+    theirs = {k: _Step(params, tx.init(params)) for k, tx in plains.items()}
     steps = {place: [] for place in orders}
     for i, grads in enumerate(_grads(_BAD.get(name, jnp.inf))):
-        for place, (ours, theirs) in step(now, grads).items():
-            now[place] = ours, (now[place][1] if i == _FINITE else theirs)
-            steps[place].append(now[place])
+        ours, stepped = step(ours, theirs, grads)
+        theirs = theirs if i == _FINITE else stepped
+        for place, (_, plain) in orders.items():
+            steps[place].append((ours[place], theirs[id(plain)]))
     return steps
 
 
@@ -193,9 +194,6 @@ def test_inside_is_float32_and_elsewhere_is_as_the_table_says(name):
     found = _found(name)
     if name == "monitor":
         assert place == "after"
-        tx = _scaled(optax.chain(sgd(), _LINKS[name]()))
-        with pytest.raises(ValueError, match="Put a transformation that changes it"):
-            tx.update(_PARAMS, tx.init(_PARAMS), _PARAMS)
     else:
         assert place in ("inside", "anywhere")
         assert found["inside"] == set()

@@ -8,8 +8,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jaxprs
+import numpy as np
 import optax
 import pytest
+from optimizers import WRAPPERS, half_on_purpose
 
 from jmp_lite import (
     DynamicLossScale,
@@ -38,36 +40,35 @@ filtered: Any = {
 
 
 class Net(eqx.Module):
-    """Arrays, functions, strings and statistics."""
+    """Arrays, functions, strings, numbers and statistics."""
 
     mlp: eqx.nn.MLP
     norm: eqx.nn.BatchNorm
-    dropout: eqx.nn.Dropout
     last: eqx.nn.Linear
+    slope: float = 0.5
 
     def __init__(self, key):
         first, last = jax.random.split(key)
         self.mlp = eqx.nn.MLP(4, 8, 8, 1, key=first)
         self.norm = eqx.nn.BatchNorm(8, axis_name="batch", mode="batch")
-        self.dropout = eqx.nn.Dropout(0.5)
         self.last = eqx.nn.Linear(8, 1, key=last)
 
-    def __call__(self, x, state, key):
+    def __call__(self, x, state):
         x, state = self.norm(self.mlp(x), state)
-        return self.last(self.dropout(jax.nn.relu(x), key=key)), state
+        return self.last(jax.nn.leaky_relu(x, self.slope)), state
 
 
 def mlp() -> eqx.nn.MLP:
     return eqx.nn.MLP(4, 1, 8, 1, key=KEY)
 
 
-def mlp_loss(model, x, power=2):
-    return jnp.mean((jax.vmap(model)(x) - 1.0) ** power)
+def mlp_loss(model, x):
+    return jnp.mean((jax.vmap(model)(x) - 1.0) ** 2)
 
 
 def loss(model, state, x):
-    run = jax.vmap(model, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
-    out, state = run(x, state, jax.random.split(KEY, len(x)))
+    run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    out, state = run(x, state)
     return jnp.mean((out.astype(jnp.float32) - 1.0) ** 2), state
 
 
@@ -142,12 +143,8 @@ def test_a_train_step_and_one_that_is_skipped(half, to_half):
     @eqx.filter_jit
     def step(model, state, opt_state, x):
         traces.append(1)
-        fun = scaled_value_and_grad(
-            loss_fn,
-            loss_scale=opt_state,
-            has_aux=True,
-            value_and_grad=eqx.filter_value_and_grad,
-        )
+        options = filtered | {"loss_scale": opt_state}
+        fun = scaled_value_and_grad(loss_fn, has_aux=True, **options)
         (value, new_state), grads = fun(model, state, x)
         params = eqx.filter(model, eqx.is_inexact_array)
         updates, opt_state = tx.update(grads, opt_state, params, value=value)
@@ -167,6 +164,54 @@ def test_a_train_step_and_one_that_is_skipped(half, to_half):
     assert len(traces) == 1 and int(opt_state.skipped_steps) == 1
     before, after = eqx.filter(((model, state), tuple(skipped)), eqx.is_array)
     bitwise.assert_same(after, before)
+
+
+class Embedding(eqx.Module):
+    """With leaves of every kind: half, whole numbers, a function, nothing."""
+
+    table: jax.Array
+    index: jax.Array
+    activation: Any
+    bias: Any = None
+
+    def __call__(self):
+        return jnp.sum(self.activation(self.table[self.index].astype(jnp.float32)))
+
+
+# What of a model an optimiser is initialised with, and one that takes that.
+KEPT: dict[str, tuple[Any, Any]] = {
+    "floats": (eqx.is_inexact_array, optax.adamw(2.0**-4, eps=1e-3)),
+    "arrays": (eqx.is_array, optax.sgd(2.0**-4, momentum=0.5)),
+    "everything": (lambda x: True, optax.sgd(2.0**-4)),
+}
+
+
+@half_on_purpose
+@pytest.mark.one_of("dtype", "wrap")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_an_unfiltered_equinox_model_may_be_given_for_the_parameters(wrap, kept, dtype):
+    around = WRAPPERS[wrap]
+    first = Embedding(jnp.ones(4, dtype), jnp.arange(2), jnp.sin)
+    keep, inner = KEPT[kept]
+
+    def train(tx, scale):
+        model, state = first, tx.init(eqx.filter(first, keep))
+        for _ in range(2):
+            grads = eqx.filter_grad(lambda model: model() * scale)(model)
+            assert grads.activation is None and grads.index is None
+            updates, state = tx.update(grads, state, model)
+            model = eqx.apply_updates(model, updates)
+        assert model.activation is jnp.sin and model.index is first.index
+        return np.asarray(model.table, np.float32)
+
+    expected = train(inner, 1.0)
+    assert (expected[:2] < 0.98).all()
+    scale, rtol = StaticLossScale(8.0), 8 * float(jnp.finfo(dtype).eps)
+    # Alone, optax computes in half.
+    for tx in (scale_aware(around(inner), scale), around(scale_aware(inner, scale))):
+        np.testing.assert_allclose(train(tx, 8.0), expected, rtol=rtol)
 
 
 # Autocast.
@@ -189,12 +234,8 @@ def test_autocast_takes_a_model_with_functions_in_it():
 
 def test_advise_takes_a_model_with_functions_in_it():
     advice = numerics.advise(mlp_loss, "mixed_float16")(mlp(), X)
-    arrays, static = eqx.partition(mlp(), eqx.is_array)
-
-    def of_arrays(arrays, x):
-        return mlp_loss(eqx.combine(arrays, static), x)
-
-    expected = numerics.advise(of_arrays, "mixed_float16")(arrays, X)
+    fun, arrays = of_arrays(mlp_loss, mlp())
+    expected = numerics.advise(fun, "mixed_float16")(arrays, X)
     assert advice.code() == expected.code()
     assert "StaticLossScale" in advice.code()
 

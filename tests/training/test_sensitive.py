@@ -46,6 +46,13 @@ def trained(
     return jax.jit(run)(params)
 
 
+def weights(*shapes: tuple[int, int]) -> list[jax.Array]:
+    """Return matrices that keep the size of what they are multiplied with."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    pairs = zip(keys, shapes, strict=True)
+    return [jax.random.normal(key, shape) / shape[0] ** 0.5 for key, shape in pairs]
+
+
 def at_end(field: Any, tolerance: float) -> jax.Array:
     """Solve a differential equation."""
     start, times = jnp.array([1.0, 0.0]), jnp.linspace(0, 5.0, 3)
@@ -54,23 +61,17 @@ def at_end(field: Any, tolerance: float) -> jax.Array:
 
 @pytest.mark.full
 def test_targets_far_from_zero_need_their_offset_in_float32() -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (1024, 16))
+    x = jax.random.normal(jax.random.key(1), (1024, 16))
     y = 5000 + jnp.sin(2 * x[:, :1]) + x[:, 1:2]
-    params = {
-        "w1": jax.random.normal(keys[1], (16, 64)) / 4,
-        "w2": jax.random.normal(keys[2], (64, 1)) / 8,
-        "mean": jnp.full((1,), 5000.0),
-    }
+    params = [*weights((16, 64), (64, 1)), jnp.full((1,), 5000.0)]
 
     def loss_fn(params, x, y):
-        out = jnp.tanh(x @ params["w1"]) @ params["w2"] + params["mean"]
-        return jnp.mean((out - y) ** 2)
+        w1, w2, mean = params
+        out = jnp.tanh(x @ w1) @ w2 + mean
+        return jnp.mean((out.astype(jnp.float32) - y) ** 2)
 
     def by_hand(params, x, y):
-        params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
-        out = jnp.tanh(x @ params["w1"]) @ params["w2"] + params["mean"]
-        return jnp.mean((out.astype(jnp.float32) - y) ** 2)
+        return loss_fn(*jmp.cast_floating((params, x), jnp.bfloat16), y)
 
     half = jmp.autocast(loss_fn, "mixed_bfloat16")
     options = {"rate": 1e-2, "steps": 1000, "loss_scale": jmp.NoOpLossScale()}
@@ -83,19 +84,13 @@ def test_targets_far_from_zero_need_their_offset_in_float32() -> None:
 
 @pytest.mark.full
 def test_a_second_derivative_has_the_digits_of_float16() -> None:
-    keys = jax.random.split(jax.random.key(0), 3)
     x = jnp.linspace(-1, 1, 128)
-    params = {
-        "w0": jax.random.normal(keys[0], (1, 64)),
-        "b0": jnp.linspace(-1, 1, 64),
-        "w1": jax.random.normal(keys[1], (64, 64)) / 8,
-        "b1": jnp.zeros(64),
-        "w2": jax.random.normal(keys[2], (64, 1)) / 8,
-    }
+    biases = jnp.linspace(-1, 1, 64), jnp.zeros(64)
+    params = weights((1, 64), (64, 64), (64, 1)), biases
 
     def network(params, x):
-        h = jnp.tanh(x[None] @ params["w0"] + params["b0"])
-        return (jnp.tanh(h @ params["w1"] + params["b1"]) @ params["w2"])[0]
+        (w0, w1, w2), (b0, b1) = params
+        return (jnp.tanh(jnp.tanh(x[None] @ w0 + b0) @ w1 + b1) @ w2)[0]
 
     def solution(params, x):  # 0 at both ends
         return (1 - x**2) * network(params, x)
@@ -119,17 +114,19 @@ def test_a_second_derivative_has_the_digits_of_float16() -> None:
     assert bfloat16 > 2 * float16
 
 
+_KEYS = jax.random.split(jax.random.key(0), 6)
+W1 = jax.random.normal(_KEYS[4], (2, 64))
+W2 = jax.random.normal(_KEYS[5], (64, 2)) / 8
+
+
+def field(y: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.tanh(y @ W1) @ W2 - y
+
+
 @pytest.mark.full
 def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
-    keys = jax.random.split(jax.random.key(0), 6)
-    w1 = jax.random.normal(keys[4], (2, 64))
-    w2 = jax.random.normal(keys[5], (64, 2)) / 8
-
-    def field(y, t):
-        return jnp.tanh(y @ w1) @ w2 - y
-
     def by_hand(y, t):
-        low = [x.astype(jnp.bfloat16) for x in (y, w1, w2)]
+        low = jmp.cast_floating([y, W1, W2], jnp.bfloat16)
         return (jnp.tanh(low[0] @ low[1]) @ low[2]).astype(jnp.float32) - y
 
     exact, half = at_end(field, 1e-7), jmp.autocast(field, "mixed_bfloat16")
@@ -144,12 +141,6 @@ def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
 
 @pytest.mark.full
 def test_a_solver_takes_more_steps_where_half_cannot_meet_its_tolerance() -> None:
-    keys = jax.random.split(jax.random.key(0), 6)
-    w1, w2 = jax.random.normal(keys[4], (2, 64)), jax.random.normal(keys[5], (64, 2))
-
-    def field(y, t):
-        return jnp.tanh(y @ w1) @ w2 / 8 - y
-
     def count_calls(field, tolerance):
         calls = []
 
@@ -167,22 +158,18 @@ def test_a_solver_takes_more_steps_where_half_cannot_meet_its_tolerance() -> Non
 
 
 def test_a_ratio_of_probabilities_in_half_is_off_before_anything_is_learned() -> None:
-    keys = jax.random.split(jax.random.key(0), 4)
-    weights = [
-        jax.random.normal(key, shape) / shape[0] ** 0.5
-        for key, shape in zip(keys, [(64, 256), (256, 256), (256, 18)], strict=False)
-    ]
-    states = jax.random.normal(keys[3], (4096, 64))
+    params = weights((64, 256), (256, 256), (256, 18))
+    states = jax.random.normal(jax.random.key(1), (4096, 64))
     actions = jnp.arange(4096) % 18
 
     @jax.jit
-    def log_probability(weights, states):
-        h = jnp.tanh(jnp.tanh(states @ weights[0]) @ weights[1])
-        return jax.nn.log_softmax(h @ weights[2])[jnp.arange(4096), actions]
+    def log_probability(params, states):
+        h = jnp.tanh(jnp.tanh(states @ params[0]) @ params[1])
+        return jax.nn.log_softmax(h @ params[2])[jnp.arange(4096), actions]
 
     def largest_distance_from_1(policy):
-        new = jmp.autocast(log_probability, policy)(weights, states)
-        return jnp.abs(jnp.exp(new - log_probability(weights, states)) - 1).max()
+        new = jmp.autocast(log_probability, policy)(params, states)
+        return jnp.abs(jnp.exp(new - log_probability(params, states)) - 1).max()
 
     assert 0.003 < largest_distance_from_1("mixed_bfloat16") < 0.03
     assert 0.0003 < largest_distance_from_1("mixed_float16") < 0.003
