@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
+from commands import invoke
 
 from benchmarks import (
     advised,
@@ -81,25 +80,6 @@ ALL = (
 FAST = (checkpoint_save, memory, programs)
 
 
-def _invoke(main: Any, *args: str):
-    app = typer.Typer()
-    app.command()(main)
-    return CliRunner().invoke(app, list(args), env={"COLUMNS": "100"})
-
-
-def _plain(text: str) -> str:
-    """Return text without the box that is drawn around it."""
-    return " ".join(text.replace("│", " ").split())
-
-
-def _run(module: Any, args: str, out: Path) -> tuple[dict[str, Any], str]:
-    """Run a benchmark; return its JSON and its output."""
-    result = _invoke(module.main, *args.split(), "--out", str(out))
-    assert result.exit_code == 0, result.output
-    (path,) = out.rglob("*.json")
-    return json.loads(path.read_text()), _plain(result.output)
-
-
 @pytest.fixture
 def small(monkeypatch):
     for (module, name), value in SMALL.items():
@@ -115,8 +95,10 @@ def small(monkeypatch):
     ],
 )
 def test_a_benchmark_stores_what_it_prints(module, args, text, tmp_path):
-    found, output = _run(module, args, tmp_path)
-    assert text in output
+    status, printed = invoke(module.main, *args.split(), "--out", str(tmp_path))
+    assert status == 0 and text in printed, printed
+    (path,) = tmp_path.rglob("*.json")
+    found = json.loads(path.read_text())
     # Enough to run it again, and to know what it speaks of.
     assert found["settings"].items() >= provenance(found["settings"]["device"]).items()
     assert len(found) > 1 and "NaN" not in json.dumps(found)
@@ -132,9 +114,9 @@ def test_no_benchmark_writes_figures_of_changed_code_among_the_committed(
 ):
     monkeypatch.setattr(results, "git_revision", lambda root: "0123456789ab-dirty")
     monkeypatch.setattr(results, "changes", lambda root: ["jmp_lite/policy.py"])
-    result = _invoke(module.main, "--out", str(results.COMMITTED / "cpu"))
-    assert result.exit_code == 2
-    assert "differ from the commit: jmp_lite/policy.py." in _plain(result.output)
+    status, printed = invoke(module.main, "--out", str(results.COMMITTED / "cpu"))
+    assert status == 2
+    assert "differ from the commit: jmp_lite/policy.py." in printed
     assert inspect.signature(module.main).parameters["out"].default == Path("out")
 
 
@@ -147,8 +129,8 @@ def test_no_benchmark_writes_figures_of_changed_code_among_the_committed(
     ],
 )
 def test_a_benchmark_refuses_what_it_cannot_measure(module, args, message):
-    result = _invoke(module.main, *args.split())
-    assert result.exit_code == 2 and message in _plain(result.output)
+    status, printed = invoke(module.main, *args.split())
+    assert status == 2 and message in printed
 
 
 def test_turns_rotate_and_every_round_has_a_sample():

@@ -1,5 +1,6 @@
 """The examples run, and show what they say they show."""
 
+import functools
 import inspect
 import json
 import re
@@ -10,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import bitwise
+import commands
 import jax
 import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import optax
 import pytest
-import typer
 from flax import nnx
-from typer.testing import CliRunner
 
 import jmp_lite
 from examples import digits, drift, find_the_overflow, multihost, resnet, transformer
@@ -36,13 +36,7 @@ def read_fast(monkeypatch):
     monkeypatch.setattr(np, "genfromtxt", np.loadtxt)
 
 
-def invoke(example: Any, *args: str) -> tuple[int, str]:
-    """Return the exit status of an example, and what it printed, on one line."""
-    app = typer.Typer()
-    app.command()(example.main)
-    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "80"})
-    # An error is in a box, wrapped to the width of the terminal.
-    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+invoke = functools.partial(commands.invoke, columns=80)
 
 
 def results_of(out: Path) -> dict[str, Any]:
@@ -84,7 +78,7 @@ def test_half_runs_follow_float32_and_are_written_down(name, tmp_path):
     module, args, way, tolerances = EXAMPLES[name]
     flags = ["--autocast"] if name == "digits" else []
     args = [*args.split(), *flags, "--loss-scale", "1024", "--out", str(tmp_path)]
-    status, printed = invoke(module, *args)
+    status, printed = invoke(module.main, *args)
     assert status == 0, printed
     assert f"Half precision: {way} " in printed and "…" not in printed
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -114,7 +108,9 @@ def test_half_runs_follow_float32_and_are_written_down(name, tmp_path):
 @pytest.mark.full
 def test_float16_settles_by_skipping(tmp_path):
     args = "--width 32 --steps 20 --model cnn --policy mixed_float16".split()
-    status, printed = invoke(digits, *args, "--out", str(tmp_path / "not" / "there"))
+    status, printed = invoke(
+        digits.main, *args, "--out", str(tmp_path / "not" / "there")
+    )
     assert status == 0, printed
     history = results_of(tmp_path / "not" / "there")["runs"][0]["history"]
     taken = history["last_finite"]
@@ -126,7 +122,7 @@ def test_float16_settles_by_skipping(tmp_path):
 def test_a_run_stops_when_every_step_is_skipped(tmp_path):
     args = ["--policy", "mixed_float16", "--loss-scale", str(2.0**60)]
     args += ["--model", "mlp", "--width", "32", "--steps", "75"]
-    status, printed = invoke(digits, *args, "--out", str(tmp_path))
+    status, printed = invoke(digits.main, *args, "--out", str(tmp_path))
     assert status == 1
     assert "The last 50 steps of 'opt_state' were skipped" in printed
     assert not list(tmp_path.iterdir())
@@ -158,15 +154,17 @@ def test_a_run_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
     killed = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not list((tmp_path / "never").iterdir())
-    _, printed = invoke(resnet, *args, "--out", str(tmp_path / "resumed"))
+    _, printed = invoke(resnet.main, *args, "--out", str(tmp_path / "resumed"))
     assert "seed 0: on from step 5, saved in" in printed
-    invoke(resnet, *half, "--out", str(tmp_path / "whole"))
+    invoke(resnet.main, *half, "--out", str(tmp_path / "whole"))
     resumed, whole = (
         [run | {"step_ms": None} for run in results_of(tmp_path / name)["runs"]]
         for name in ("resumed", "whole")
     )
     assert resumed == whole
-    status, printed = invoke(resnet, *args, "--loss-scale", "8", "--out", str(tmp_path))
+    status, printed = invoke(
+        resnet.main, *args, "--loss-scale", "8", "--out", str(tmp_path)
+    )
     assert status == 2 and "static_loss_scale 0.0 (now 8.0)" in printed
 
 
@@ -200,7 +198,7 @@ def test_a_run_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
 )
 def test_bad_arguments_are_refused(module, args, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
-    status, printed = invoke(module, "--out", str(tmp_path), *args.split())
+    status, printed = invoke(module.main, "--out", str(tmp_path), *args.split())
     assert (status, expected in printed) == (2, True), printed
 
 
@@ -209,7 +207,7 @@ def test_what_to_do_where_jax_finds_no_hosts(tmp_path, monkeypatch):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    status, printed = invoke(multihost, "--out", str(tmp_path), "--hosts")
+    status, printed = invoke(multihost.main, "--out", str(tmp_path), "--hosts")
     assert status == 2
     assert "should be defined.): say --coordinator, --processes" in printed
 
@@ -314,7 +312,7 @@ def test_a_skipped_step_leaves_statistics_and_average_as_they_were():
 @pytest.mark.full
 def test_the_overflow_is_found_and_the_advice_repairs_it(tmp_path):
     args = "--width 32 --layers 1 --steps 20".split()
-    status, printed = invoke(find_the_overflow, *args, "--out", str(tmp_path))
+    status, printed = invoke(find_the_overflow.main, *args, "--out", str(tmp_path))
     assert status == 0, printed
     results = json.loads((tmp_path / "results.json").read_text())
     planted = "Transformer/mlp_0/down"
@@ -344,7 +342,7 @@ def test_the_overflow_is_found_and_the_advice_repairs_it(tmp_path):
 @pytest.mark.full
 def test_a_stream_that_outgrows_float16_is_seen_and_training_goes_on(tmp_path):
     args = "--steps 12 --width 32 --layers 1".split()
-    status, printed = invoke(drift, *args, "--out", str(tmp_path))
+    status, printed = invoke(drift.main, *args, "--out", str(tmp_path))
     assert status == 0, printed
     found = json.loads((tmp_path / "results.json").read_text())
     assert "went beyond 65504: ask numerics.advise again" in found["alarm"]["message"]

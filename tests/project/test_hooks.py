@@ -1,17 +1,14 @@
 """The pages of the site: links out of docs/ go to copies, the reference is whole."""
 
-import importlib.util
 import re
+import runpy
 import types
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_SPEC = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-assert _SPEC and _SPEC.loader
-hooks = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(hooks)
+HOOKS = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
 
 
 @pytest.mark.parametrize(
@@ -33,20 +30,20 @@ def test_only_links_out_of_the_pages_change(page, link, expected):
 
 def made_of(text: str, page: str) -> str:
     file = types.SimpleNamespace(src_uri=page)
-    return hooks.on_page_markdown(text, page=types.SimpleNamespace(file=file))
+    return HOOKS["on_page_markdown"](text, page=types.SimpleNamespace(file=file))
 
 
 def test_a_figure_opens_large_and_a_picture_in_a_line_does_not():
     figure, line = '<img alt="a" src="../b.svg" />', '<p>a <img src="c.svg" /></p>'
-    made = hooks.on_page_content(f"<p>{figure}</p>{line}", page=None)
+    made = HOOKS["on_page_content"](f"<p>{figure}</p>{line}", page=None)
     assert made == f'<p><a href="../b.svg">{figure}</a></p>{line}'
 
 
 def test_every_public_name_and_module_is_in_the_reference_with_an_example():
-    assert list(hooks.reference_faults()) == []
+    assert list(HOOKS["reference_faults"]()) == []
     modules = (ROOT / "jmp_lite").glob("[!_]*.py")
     names = {"jmp_lite", *(f"jmp_lite.{path.stem}" for path in modules)}
-    assert names == set(hooks._PUBLIC)
+    assert names == set(HOOKS["_PUBLIC"])
 
 
 def test_the_benchmarks_are_a_page_of_the_site():
