@@ -187,48 +187,48 @@ def test_what_a_step_may_cost_has_limits(device, size, step, figure, fits, break
     assert _broken(device, size, step, {}, **{figure: breaks}) == [figure]
 
 
-def test_a_buffer_that_is_not_taken_over_breaks_a_limit():
-    assert _broken("h100", "full", SCALED, **{"aliased bytes": 399}) == ["aliased"]
+def _gathered(full):
+    return {"collectives": {"all-gather f16": 1000, "all-gather f32": full}}
 
 
-@pytest.mark.parametrize("how", ["grad(autocast(f))", "autocast(grad(f))"])
-def test_a_sum_in_half_under_autocast_breaks_a_limit(how):
-    step = dataclasses.replace(SCALED, cast=how)
-    assert _broken("h100", "ci", step, half_sums=1) == ["half_sums"]
-    assert _broken("h100", "ci", SCALED, half_sums=1) == []
+def _products(forward=0, backward=0, in_half=0):
+    found = {"f8e4m3fn f8e4m3fn": forward, "f8e5m2 f8e4m3fn": backward}
+    return {"products": found | {"f16 f16": in_half}, "fp8 by rule": 15}
 
 
-def test_parameters_gathered_in_float32_break_a_limit():
-    step = dataclasses.replace(SCALED, layout="FSDP")
-    for full, found in ((10, []), (11, ["all-gather"])):
-        gathered = {"all-gather f16": 1000, "all-gather f32": full}
-        assert _broken("v5e", "ci", step, collectives=gathered) == found
+_INSIDE, _OUTSIDE = (
+    dataclasses.replace(SCALED, cast=how)
+    for how in ("autocast(grad(f))", "grad(autocast(f))")
+)
+_SHARDED_BY_HAND = dataclasses.replace(SCALED, layout="FSDP")
+_FAMILY = Step("llama", "fp8", GRAD_AUTOCAST)  # its products may be joined
+_IN_FP8 = "products in fp8"
 
 
 @pytest.mark.parametrize(
-    ("device", "products", "found"),
+    ("device", "step", "figures", "found"),
     [
-        ("h100", {"f8e4m3fn f8e4m3fn": 5, "f8e5m2 f8e4m3fn": 10, "bf16 bf16": 6}, []),
-        ("h100", {"f8e4m3fn f8e4m3fn": 5, "f8e5m2 f8e4m3fn": 9}, ["products in fp8"]),
-        ("h100", {"f8e4m3fn f8e4m3fn": 16}, ["products in fp8"]),
-        ("h100", {"f16 f16": 15}, ["products in fp8"]),
-        ("a100", {"f16 f16": 15}, []),
-        ("a100", {"f16 f16": 14, "f8e4m3fn f8e4m3fn": 1}, ["products in fp8"]),
+        ("h100", SCALED, {"aliased bytes": 399}, ["aliased"]),
+        ("h100", SCALED, {"half_sums": 1}, []),
+        ("h100", _INSIDE, {"half_sums": 1}, ["half_sums"]),
+        ("h100", _OUTSIDE, {"half_sums": 1}, ["half_sums"]),
+        ("v5e", _SHARDED_BY_HAND, _gathered(10), []),
+        ("v5e", _SHARDED_BY_HAND, _gathered(11), ["all-gather"]),
+        ("h100", IN_FP8, _products(5, 10, in_half=6), []),
+        ("h100", IN_FP8, _products(5, 9), [_IN_FP8]),
+        ("h100", IN_FP8, _products(16), [_IN_FP8]),
+        ("h100", IN_FP8, _products(in_half=15), [_IN_FP8]),
+        ("a100", IN_FP8, _products(in_half=15), []),
+        ("a100", IN_FP8, _products(1, in_half=14), [_IN_FP8]),
+        ("h100", _FAMILY, _products(8), [_IN_FP8]),
+        ("h100", _FAMILY, _products(9), []),
+        ("h100", _FAMILY, _products(15), []),
+        ("h100", _FAMILY, _products(16), [_IN_FP8]),
     ],
+    ids=str,
 )
-def test_another_number_of_products_in_fp8_than_the_rules_breaks_a_limit(
-    device, products, found
-):
-    figures = {"products": products, "fp8 by rule": 15}
-    assert _broken(device, "ci", IN_FP8, **figures) == found
-
-
-def test_products_of_families_may_be_joined_but_not_be_missing():
-    step = Step("llama", "fp8", GRAD_AUTOCAST)
-    for count, is_right in ((8, False), (9, True), (15, True), (16, False)):
-        products = {"products": {"f8e4m3fn f8e4m3fn": count}, "fp8 by rule": 15}
-        found = [] if is_right else ["products in fp8"]
-        assert _broken("h100", "ci", step, **products) == found, count
+def test_a_promise_that_a_step_breaks_is_named(device, step, figures, found):
+    assert _broken(device, "ci", step, **figures) == found
 
 
 @pytest.mark.parametrize(
@@ -296,10 +296,6 @@ def test_at_full_size_activations_may_be_summed_in_half(
     base = {"collectives": {"all-reduce bf16": 100_000_000}}
     sent = {"all-reduce bf16": half, "all-reduce f32": 2 * (100_000_000 - half)}
     assert _broken(device, size, step, base, collectives=sent) == found
-
-
-def test_fp8_is_native_on_one_of_the_gpus():
-    assert [d for d in programs.Device if memory.DEVICES[d].has_fp8] == ["h100"]
 
 
 def test_v6e_asks_for_the_stack_that_its_compiler_takes(monkeypatch):

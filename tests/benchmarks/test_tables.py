@@ -118,47 +118,6 @@ def test_every_committed_result_has_a_command():
         load("cpu/no_such.json")
 
 
-# The checks can fail.
-
-
-def test_code_that_is_no_commit_of_this_branch_is_seen():
-    name = "cpu/tree_stats.json"
-    command = RESULTS[name]
-    head = git_revision()[:12] or "0123456789ab"
-    assert fault(name, head, command) == ""
-    assert "no commit" in fault(name, f"{head}-dirty", command)
-    assert "no commit" in fault(name, "", command)
-    assert fault(name, head, command.replace("results/cpu", "elsewhere")) == ""
-    assert f"expected '{command}'" in fault(name, head, command.replace("tree_", "no_"))
-    gone = fault(name, "0" * 12, command)
-    assert bool(gone) == bool(git_revision())  # a copy of the sources has no history
-
-
-def test_a_table_without_a_result_is_seen():
-    table = "| model | loss |\n|---|---|\n| a | {} |\n"
-    for figure in ("1.5", "+0.27 %", "17.5 / 9.3", "1.78 (42)", "47.15 GB", "0.94×"):
-        assert list(without_marker(table.format(figure))) == ["| model | loss |"]
-        assert not list(without_marker(f"<!-- table: a -->\n{table.format(figure)}"))
-        assert list(without_marker(f"<!-- table: a -->\n\n{table.format(figure)}"))
-    for text in ("`f(1.0)`", "tf allow, apex 16", "norms of 2 squares", ""):
-        assert not list(without_marker(table.format(text)))
-
-
-def test_a_table_whose_section_does_not_name_its_results_is_seen():
-    table, result = "<!-- table: {} -->\n| a |\n\n", "<!-- measured: {} -->\nb\n\n"
-    stats, digits = table.format("tree_stats"), table.format("digits_accuracy")
-    of_stats = result.format("cpu/tree_stats.json")
-    missing = ["tree_stats is made from cpu/tree_stats.json"]
-    assert list(without_result(stats)) == missing
-    assert list(without_result(f"# A\n{of_stats}# B\n{stats}")) == missing
-    assert not list(without_result(f"# A\n{stats}```\n# 1\n```\n{of_stats}"))
-    one, other = (f"cpu/digits{name}/results.json" for name in ("", "-autocast"))
-    assert list(without_result(digits + result.format(one))) == [
-        f"digits_accuracy is made from {other}"
-    ]
-    assert not list(without_result(digits + result.format(f"{one}, {other}")))
-
-
 def test_a_stale_block_is_written_anew_and_a_missing_result_leaves_it(monkeypatch):
     old = "a\n\n<!-- table: {} -->\n| old |\n\n<!-- measured: {} -->\nold\n\nb\n"
     there = old.format("tree_stats", "cpu/tree_stats.json")
