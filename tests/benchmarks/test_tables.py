@@ -138,10 +138,3 @@ def test_a_stale_block_is_written_anew_and_a_missing_result_leaves_it(monkeypatc
     assert tables.rewrite(missing) == missing
     with pytest.raises(KeyError, match="no_such"):
         tables.rewrite(old.format("no_such", "cpu/tree_stats.json"))
-
-
-def test_the_commands_are_listed_once_each(capsys):
-    tables.main(commands=True)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == list(dict.fromkeys(RESULTS.values()))
-    assert all("benchmarks/results" in line for line in lines)

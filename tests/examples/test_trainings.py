@@ -4,9 +4,6 @@ import functools
 import inspect
 import json
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from flax import nnx
 
 import jmp_lite
 from examples import digits, drift, find_the_overflow, multihost, resnet, transformer
-from examples.common import cli, data, memory, report, text
+from examples.common import cli, data, memory, text
 from jmp_lite.linen import with_policy
 from jmp_lite.numerics import DryRunReport
 
@@ -105,20 +102,6 @@ def test_half_runs_follow_float32_and_are_written_down(name, tmp_path):
         assert flushed["float16, dynamic loss scale"] < 0.02
 
 
-@pytest.mark.full
-def test_float16_settles_by_skipping(tmp_path):
-    args = "--width 32 --steps 20 --model cnn --policy mixed_float16".split()
-    status, printed = invoke(
-        digits.main, *args, "--out", str(tmp_path / "not" / "there")
-    )
-    assert status == 0, printed
-    history = results_of(tmp_path / "not" / "there")["runs"][0]["history"]
-    taken = history["last_finite"]
-    assert not taken[0] and taken[-1]
-    # Halved once for each skip, and never grown within 20 steps.
-    assert history["loss_scale"][-1] == 2.0 ** (24 - taken.count(False))
-
-
 def test_a_run_stops_when_every_step_is_skipped(tmp_path):
     args = ["--policy", "mixed_float16", "--loss-scale", str(2.0**60)]
     args += ["--model", "mlp", "--width", "32", "--steps", "75"]
@@ -126,46 +109,6 @@ def test_a_run_stops_when_every_step_is_skipped(tmp_path):
     assert status == 1
     assert "The last 50 steps of 'opt_state' were skipped" in printed
     assert not list(tmp_path.iterdir())
-
-
-# As `python -m examples.resnet`, but the process is killed instead of its second save.
-_KILLED = """
-import os, signal, typer
-from examples import resnet
-from examples.common import loop
-
-save = loop.save
-def save_once(folder, state, *, step):
-    if step > 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    save(folder, state, step=step)
-
-loop.save = save_once
-typer.run(resnet.main)
-"""
-
-
-@pytest.mark.full
-def test_a_run_killed_between_two_checkpoints_goes_on_bit_for_bit(tmp_path):
-    half = [*EXAMPLES["resnet"][1].split(), "--policy", "mixed_float16"]
-    args = [*half, "--checkpoints", str(tmp_path / "saved"), "--save-every", "5"]
-    command = [sys.executable, "-c", _KILLED, *args, "--out", str(tmp_path / "never")]
-    root = Path(__file__).parents[2]
-    killed = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not list((tmp_path / "never").iterdir())
-    _, printed = invoke(resnet.main, *args, "--out", str(tmp_path / "resumed"))
-    assert "seed 0: on from step 5, saved in" in printed
-    invoke(resnet.main, *half, "--out", str(tmp_path / "whole"))
-    resumed, whole = (
-        [run | {"step_ms": None} for run in results_of(tmp_path / name)["runs"]]
-        for name in ("resumed", "whole")
-    )
-    assert resumed == whole
-    status, printed = invoke(
-        resnet.main, *args, "--loss-scale", "8", "--out", str(tmp_path)
-    )
-    assert status == 2 and "static_loss_scale 0.0 (now 8.0)" in printed
 
 
 @pytest.mark.parametrize(
@@ -396,24 +339,3 @@ def test_sources_hold_out_every_tenth_file_and_batches_are_windows_of_them(tmp_p
     np.testing.assert_array_equal(batch - batch[:, :1], [range(5)] * 256)
     # Every start is drawn, the last one too.
     assert set(batch[:, 0]) == set(range(16))
-
-
-def test_a_summary_averages_over_seeds():
-    def record(seed: int, accuracy: float, scale: float) -> report.Record:
-        history = {
-            "loss": np.full(2, 0.5),
-            "loss_scale": np.array([1.0, scale]),
-            "scale_used": np.array([1.0, 1.0]),
-            "last_finite": np.array([True, True]),
-            "skipped_steps": np.array([0, 3]),
-        }
-        shown = ("mlp", "float32", seed, accuracy)
-        return report.Record(*shown, 2.0, 0, 0, 2**20, history, columns={"noise": 0.25})
-
-    records = [record(0, 0.90, 2.0**15), record(1, 0.92, 2.0**17)]
-    runs = [record.figures(report.ACCURACY) for record in records]
-    (row,) = report.summarise(runs, report.ACCURACY, by_seed=True)
-    assert row["run"] == "mlp float32"
-    assert (row["test acc. %"], row["by seed"]) == ("91.00", "90.0, 92.0")
-    assert (row["loss scale"], row["skips"]) == ("2^15-2^17", "3")
-    assert (row["activ. MiB"], row["noise"]) == ("1.00", "0.25")

@@ -58,19 +58,22 @@ class Case:
 HAZARDS: list[Case] = []
 
 
-def planted(policy: str, rule: str, *args: Any, **options: Any) -> Any:
+def planted(
+    policy: str, rule: str | None, *args: Any, into: Any = HAZARDS, **options: Any
+) -> Any:
     """Add a program to the corpus."""
 
     def add(program):
-        HAZARDS.append(Case(program, args, policy, rule, **options))
+        into.append(Case(program, args, policy, rule, **options))
         return program
 
     return add
 
 
-in_float16 = functools.partial(planted, "mixed_float16")
-in_bfloat16 = functools.partial(planted, "mixed_bfloat16")
-in_fp8 = functools.partial(planted, "mixed_fp8")
+in_float16, in_bfloat16, in_fp8 = (
+    functools.partial(planted, f"mixed_{half}")
+    for half in ("float16", "bfloat16", "fp8")
+)
 
 
 # Constants outside of the range.
@@ -256,12 +259,6 @@ def gradient_of_a_recurrent_weight(w, xs):
 # Positions.
 
 
-@in_bfloat16("positions-in-half", bf16(2, 300), bools(2, 300))
-def positions_of_a_mask(table, mask):
-    index = jnp.cumsum(mask.astype(jnp.int32), -1) - 1
-    return table * index.astype(table.dtype)  # hazard
-
-
 @in_bfloat16("positions-in-half", bf16(2, 300), ints(2, 300))
 def positions_of_an_integer_mask(table, mask):
     index = jnp.cumsum(mask, -1) - 1
@@ -375,14 +372,6 @@ def step_that_decays_when_it_is_skipped(w, state, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
     updates, state = _DECAYED.update(grads, state, w)
     return w + updates, state  # hazard
-
-
-@_planted_step("decay-outside", _SAFE)
-def step_that_decays_by_scaled_gradients(w, state, x):
-    grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
-    grads = grads + 1e-4 * w  # hazard
-    updates, state = _SAFE.update(grads, state, w)
-    return w + updates, state
 
 
 @in_float16(

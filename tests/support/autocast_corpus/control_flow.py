@@ -92,22 +92,17 @@ def associative_scan(a, x):
 
 @program(args=lambda: (weight(0, 8, 16), normal(1, 4, 8)))
 def checkpoint(w, x):
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+
     @jax.checkpoint
     def block(x):
         return x + jax.nn.gelu(x @ w) @ w.T
 
-    return block(block(x))
-
-
-@program(args=lambda: (weight(0, 8, 16), normal(1, 4, 8)))
-def checkpoint_with_names(w, x):
-    policy = jax.checkpoint_policies.save_only_these_names("hidden")
-
     @functools.partial(jax.checkpoint, policy=policy)
-    def block(x):
+    def block_with_names(x):
         return x + jax.nn.gelu(checkpoint_name(x @ w, "hidden")) @ w.T
 
-    return block(block(x))
+    return block_with_names(block(x))
 
 
 @program()

@@ -36,11 +36,6 @@ clipped_product.defvjp(_clipped_forward, _clipped_backward)
 
 
 @no_forward_mode()
-def custom_vjp(w, x):
-    return clipped_product(x, w) @ w
-
-
-@no_forward_mode()
 def custom_vjp_in_scan(w, x):
     def step(x, _):
         return x + clipped_product(x, w), None

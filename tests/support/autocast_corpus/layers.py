@@ -25,12 +25,6 @@ def of_linen(module: nn.Module, *shape: int):
 
 
 @third_party()
-def linen_mlp():
-    layers = nn.Dense(16), nn.relu, nn.LayerNorm(), nn.Dense(8), nn.log_softmax
-    return of_linen(nn.Sequential(layers), 4, 8)
-
-
-@third_party()
 def linen_cnn_batch_norm():
     class CNN(nn.Module):
         @nn.compact
@@ -90,10 +84,10 @@ def linen_attention():
 
 
 @third_party()
-def linen_norms():
-    groups, weights = nn.GroupNorm(num_groups=2), nn.WeightNorm(nn.Dense(8))
-    layers = nn.Dense(8), groups, nn.Dense(8), nn.RMSNorm(), weights
-    return of_linen(nn.Sequential(layers), 4, 8)
+def linen_layers():
+    layers = nn.Dense(16), nn.relu, nn.LayerNorm(), nn.Dense(8), nn.GroupNorm(2)
+    more = nn.Dense(8), nn.RMSNorm(), nn.WeightNorm(nn.Dense(8)), nn.log_softmax
+    return of_linen(nn.Sequential(layers + more), 4, 8)
 
 
 class Block(nnx.Module):
