@@ -298,16 +298,6 @@ def iteration_of_a_scan_in_a_scan(xs):
     return lax.scan(outer, jnp.float32(0.0), xs)
 
 
-@backward_f32("div", iterations=(1,), operands=((0.0, 0.0), (0.0, 0.0)))
-@given(jnp.array([1.0, 0.0, 4.0]), under=jax.grad)
-def iteration_of_a_backward_scan(xs):
-    def step(h, x):
-        y = jnp.log(x)  # here
-        return h + jnp.where(x > 0.0, y, 0.0), None
-
-    return lax.scan(step, jnp.float32(0.0), xs)[0]
-
-
 @forward_f32("log", iterations=(2,), operands=((0.0, 0.0),))
 @given(jnp.array([0.0, 1.0, 0.0, 1.0]))
 def iteration_of_a_reversed_scan(xs):

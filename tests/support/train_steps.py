@@ -113,12 +113,6 @@ for _name, _optimizer in OPTIMIZERS.items():
 
 
 @step_of
-def adam_jitted_and_donated(grad):
-    step, args = basic(grad, optax.adam(1e-3))
-    return jax.jit(step, donate_argnums=(0, 1)), args
-
-
-@step_of
 def accumulation_of_unscaled_gradients_in_a_scan(grad):
     tx = jmp.scale_aware(optax.adam(1e-3), jmp.NoOpLossScale())
 

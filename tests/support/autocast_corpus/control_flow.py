@@ -106,15 +106,6 @@ def checkpoint(w, x):
 
 
 @program()
-def remat_in_scan(w, x):
-    @jax.checkpoint
-    def block(x, _):
-        return x + jnp.tanh(x @ w), None
-
-    return lax.scan(block, x, None, length=3)[0]
-
-
-@program()
 def nested_jit(w, x):
     @jax.jit
     def layer(w, x):
