@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,15 +159,6 @@ def softmax_by_hand_with_a_mask(x, mask):
     return weights / jnp.sum(weights, -1, keepdims=True)
 
 
-ATTENTION = nn.MultiHeadDotProductAttention(2, dtype=F16)
-VARIABLES = jax.eval_shape(ATTENTION.init, KEY, f16(2, 8, 16))
-
-
-@in_float16("softmax-in-half", VARIABLES, f16(2, 8, 16))
-def softmax_of_flax_attention(variables, x):
-    return ATTENTION.apply(variables, x)  # hazard
-
-
 @in_float16("softmax-in-half", f16(4, 8), under=jax.grad)
 def logsumexp_in_a_gradient(x):
     return jnp.sum(jax.nn.logsumexp(x, -1).astype(F32))  # hazard
@@ -257,6 +247,12 @@ def gradient_of_a_recurrent_weight(w, xs):
 
 
 # Positions.
+
+
+@in_bfloat16("positions-in-half", bf16(2, 300), bools(2, 300))
+def positions_of_a_mask(table, mask):
+    index = jnp.cumsum(mask.astype(jnp.int32), -1) - 1
+    return table * index.astype(table.dtype)  # hazard
 
 
 @in_bfloat16("positions-in-half", bf16(2, 300), ints(2, 300))

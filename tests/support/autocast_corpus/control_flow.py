@@ -28,15 +28,6 @@ def scan_rnn():
     return fun, (params, normal(4, 6, 2, 4))
 
 
-@program(args=lambda: ((weight(0, 3, 8, 16), weight(1, 3, 16, 8)), normal(2, 4, 8)))
-def scan_over_layers(params, x):
-    def layer(x, params):
-        w1, w2 = params
-        return x + jax.nn.relu(x @ w1) @ w2, jnp.mean(x)
-
-    return lax.scan(layer, x, params)
-
-
 @program(args=lambda: (weight(0, 4, 8), normal(1, 5, 2, 4)))
 def scan_reversed_and_unrolled(w, xs):
     def step(h, x):
