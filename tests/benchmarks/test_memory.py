@@ -79,7 +79,8 @@ def test_choices_have_the_peaks_of_devices_and_the_losses_of_their_training():
 def test_what_is_stored_in_fewer_bits_takes_fewer_bytes_in_the_committed_results():
     # Of a whole step for an H100: a state that were in float32 for longer than its
     # kernel would be in the temporaries, and read and written once more.
-    rows = memory_rows("h100")
+    results = load("h100-compiled/memory.json")["results"]
+    rows = {(row["storage"], row["remat"]): row for row in results}
     for weights, state, remat in itertools.product(
         WEIGHTS, ("bfloat16", "8bit"), (False, True)
     ):
@@ -88,10 +89,7 @@ def test_what_is_stored_in_fewer_bits_takes_fewer_bytes_in_the_committed_results
         saved = base["optimizer state"] - row["optimizer state"]
         assert row["bytes accessed"] < base["bytes accessed"]
         assert row["peak"] < base["peak"] - 0.9 * saved
-
-
-def test_remainders_take_4_bytes_a_parameter_with_the_weights():
-    rows = memory_rows("h100")
+    # With its remainder, a weight takes 4 bytes instead of 6.
     masters, remainders = (
         rows[str(Storage(weights=weights)), True]
         for weights in (storage.MASTERS, storage.REMAINDERS)
@@ -100,11 +98,6 @@ def test_remainders_take_4_bytes_a_parameter_with_the_weights():
     saved = masters["optimizer state"] - remainders["optimizer state"]
     assert abs(saved - 2 * count) < 1e-3 * count
     assert masters["peak"] - remainders["peak"] > 1.8 * count
-
-
-def memory_rows(device: str) -> dict:
-    rows = load(f"{device}-compiled/memory.json")["results"]
-    return {(row["storage"], row["remat"]): row for row in rows}
 
 
 # What is compared for a GPU of 8 GB.

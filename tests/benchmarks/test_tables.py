@@ -12,10 +12,6 @@ from benchmarks.common import measured_tables
 from benchmarks.common.committed import RESULTS, load
 from examples.common.results import COMMITTED, ROOT, git_revision
 
-# Results that are to be measured anew, by the commands in RESULTS: they are not there
-# yet, or are of code that was never committed. One that was measured leaves the list.
-TO_MEASURE: set[str] = set()
-
 _TABLE = re.compile(r"(?:^\|.*\n)+", re.M)
 _FIGURE = re.compile(r"[-+]?\d[\d.,]*( ?[%×]| [A-Z]i?B)?( [/(].*)?")
 
@@ -40,13 +36,6 @@ def fault(name: str, revision: str, command: str) -> str:
     if has_history and git("merge-base", "--is-ancestor", revision, "HEAD").returncode:
         return f"{name} is of {revision}, which is gone"
     return ""
-
-
-def fault_of(name: str) -> str:
-    if not (COMMITTED / name).exists():
-        return f"there is no {name}: {RESULTS[name]}"
-    settings = load(name)["settings"]
-    return fault(name, settings["git"], settings.get("command", "no known command"))
 
 
 def has_figures(table: str) -> bool:
@@ -102,18 +91,16 @@ def test_every_table_is_on_a_page():
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_result_is_of_committed_code(name):
-    found = fault_of(name)
-    if name in TO_MEASURE:
-        assert found, f"{name} is in order: take it off TO_MEASURE"
-    else:
-        assert not found
+    assert (COMMITTED / name).exists(), f"there is no {name}: {RESULTS[name]}"
+    settings = load(name)["settings"]
+    command = settings.get("command", "no known command")
+    assert fault(name, settings["git"], command) == ""
 
 
 def test_every_committed_result_has_a_command():
     found = {str(path.relative_to(COMMITTED)) for path in COMMITTED.rglob("*.json")}
     ignored = {name for name in found if name.endswith("/history.json")}
     assert found - ignored <= set(RESULTS)
-    assert TO_MEASURE <= set(RESULTS)
     with pytest.raises(KeyError, match="expected one of cpu/.* got 'cpu/no_such"):
         load("cpu/no_such.json")
 

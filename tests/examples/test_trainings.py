@@ -36,15 +36,6 @@ def read_fast(monkeypatch):
 invoke = functools.partial(commands.invoke, columns=80)
 
 
-def results_of(out: Path) -> dict[str, Any]:
-    """Return the results of an example, the history of each run in its place."""
-    names = "results.json", "history.json"
-    results, histories = (json.loads((out / name).read_text()) for name in names)
-    for run, history in zip(results["runs"], histories["runs"], strict=True):
-        run["history"] = history
-    return results
-
-
 # Module, arguments, the way to half precision, and how near the losses in bfloat16 are
 # to those in float32.
 EXAMPLES = {
@@ -70,7 +61,12 @@ def test_half_runs_follow_float32_and_are_written_down(name, tmp_path):
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     title, _, _, _, *rows = (tmp_path / "table.md").read_text().splitlines()
     assert title == f"**Half precision: {way}**"
-    results = results_of(tmp_path)
+    results, histories = (
+        json.loads((tmp_path / file).read_text())
+        for file in ("results.json", "history.json")
+    )
+    for run, history in zip(results["runs"], histories["runs"], strict=True):
+        run["history"] = history
     assert results["settings"]["half_precision"] == way
     runs = {run["policy"]: run for run in results["runs"]}
     assert list(runs) == list(cli.POLICIES)

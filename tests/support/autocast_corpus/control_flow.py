@@ -96,15 +96,6 @@ def checkpoint(w, x):
     return block_with_names(block(x))
 
 
-@program()
-def nested_jit(w, x):
-    @jax.jit
-    def layer(w, x):
-        return jax.nn.relu(x @ w)
-
-    return layer(w, jax.jit(jnp.sin)(layer(w, x)))
-
-
 @program(args=lambda: (weight(0, 8, 8), jax.random.key(7), normal(1, 4, 8)))
 def key_in_carry(w, key, x):
     def step(carry, _):

@@ -34,31 +34,18 @@ def sharded_jit(w, x):
 
 
 @program()
-def shard_map_gathers_and_scatters(w, x):
+def shard_map_with_collectives(w, x):
+    around = [(i, (i + 1) % 4) for i in range(4)]
+
     @functools.partial(
         jax.shard_map, mesh=mesh(), in_specs=(P("x"), P(None, "x")), out_specs=P("x")
     )
     def layer(w, x):
         x = lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
+        w = lax.ppermute(w, "x", around)
         return jax.nn.relu(x @ lax.all_gather(w, "x", tiled=True))
 
     return jnp.tanh(layer(w, x))
-
-
-@program()
-def shard_map_ring():
-    @functools.partial(
-        jax.shard_map, mesh=mesh(), in_specs=(P("x"), P("x")), out_specs=P("x")
-    )
-    def ring(w, x):
-        around = [(i, (i + 1) % 4) for i in range(4)]
-        total = x @ w[0]
-        for _ in range(3):
-            w = lax.ppermute(w, "x", around)
-            total = total + jnp.tanh(x @ w[0])
-        return total
-
-    return ring, (weight(0, 4, 8, 8), normal(1, 4, 8))
 
 
 @program()

@@ -45,11 +45,6 @@ def linen_cnn_batch_norm():
 
 
 @third_party()
-def linen_lstm():
-    return of_linen(nn.RNN(nn.LSTMCell(8)), 2, 5, 8)
-
-
-@third_party()
 def linen_scan_of_remat():
     class Block(nn.Module):
         @nn.compact
