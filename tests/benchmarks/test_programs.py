@@ -353,3 +353,4 @@ def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device):
     for name, pin in pins.items():
         assert fnmatch.fnmatch(settings["compiled with"][name], pin)
     assert limits.broken_limits(device, "ci", rows) == []
+    assert {row["step"] for row in programs.list_figures(rows)} == rows.keys()
