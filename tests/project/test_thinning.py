@@ -30,7 +30,8 @@ def left(
         dict(zip(params, x, strict=True)) for x in itertools.product(*params.values())
     ]
     cases: list[Any] = [Case("test_f", row, *names) for row in rows]
-    thinning.mark_all_but_one([*cases, *(Case("test_g", row) for row in rows)], turn)
+    others: list[Any] = [Case("test_g", row) for row in rows]
+    thinning.mark_all_but_one(cases + others, turn)
     return [case.params for case in cases if not case.is_full]
 
 
