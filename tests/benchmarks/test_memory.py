@@ -1,11 +1,12 @@
-"""The memory benchmark, cut to a size at which its bytes can be counted by hand."""
+"""The memory benchmarks, cut to a size at which bytes can be counted by hand."""
 
 import itertools
 import math
 
+import jax
 import pytest
 
-from benchmarks import memory
+from benchmarks import memory, small_gpu
 from benchmarks.common import compiled_tables, storage
 from benchmarks.common.committed import load
 from benchmarks.common.storage import CHOICES, Storage
@@ -78,7 +79,8 @@ def test_choices_have_the_peaks_of_devices_and_the_losses_of_their_training():
 def test_what_is_stored_in_fewer_bits_takes_fewer_bytes_in_the_committed_results():
     # Of a whole step for an H100: a state that were in float32 for longer than its
     # kernel would be in the temporaries, and read and written once more.
-    rows = memory_rows("h100")
+    results = load("h100-compiled/memory.json")["results"]
+    rows = {(row["storage"], row["remat"]): row for row in results}
     for weights, state, remat in itertools.product(
         WEIGHTS, ("bfloat16", "8bit"), (False, True)
     ):
@@ -87,10 +89,7 @@ def test_what_is_stored_in_fewer_bits_takes_fewer_bytes_in_the_committed_results
         saved = base["optimizer state"] - row["optimizer state"]
         assert row["bytes accessed"] < base["bytes accessed"]
         assert row["peak"] < base["peak"] - 0.9 * saved
-
-
-def test_remainders_take_4_bytes_a_parameter_with_the_weights():
-    rows = memory_rows("h100")
+    # With its remainder, a weight takes 4 bytes instead of 6.
     masters, remainders = (
         rows[str(Storage(weights=weights)), True]
         for weights in (storage.MASTERS, storage.REMAINDERS)
@@ -101,6 +100,53 @@ def test_remainders_take_4_bytes_a_parameter_with_the_weights():
     assert masters["peak"] - remainders["peak"] > 1.8 * count
 
 
-def memory_rows(device: str) -> dict:
-    rows = load(f"{device}-compiled/memory.json")["results"]
-    return {(row["storage"], row["remat"]): row for row in rows}
+# What is compared for a GPU of 8 GB.
+
+LLAMA_SIZES = small_gpu.TINY_LLAMA | {
+    **{"layers": 2, "width": 128, "hidden": 256, "heads": 4, "kv_heads": 2},
+    **{"vocabulary": 128, "length": 32},
+}
+
+
+def test_the_model_has_the_parameters_of_tinyllama():
+    params = small_gpu.Model(small_gpu.TINY_LLAMA).params
+    assert sum(x.size for x in jax.tree.leaves(params)) == 1_100_048_384
+
+
+@pytest.mark.full
+def test_all_steps_trace_and_keep_the_dtypes_of_what_they_update():
+    model = small_gpu.Model(LLAMA_SIZES)
+    for step, (trained, opt_state, *rest) in small_gpu.steps(model).values():
+        found = jax.eval_shape(step, trained, opt_state, *rest)
+        for new, old in zip(found, (trained, opt_state), strict=True):
+            assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == (
+                jax.tree.map(lambda x: (x.shape, x.dtype), old)
+            )
+
+
+@pytest.mark.full  # what the calls print, the page on memory tries in seconds
+def test_the_three_calls_print_what_is_stored():
+    names = ["layers recomputed", "bf16 weights frozen, LoRA"]
+    found = small_gpu.measure("cpu", LLAMA_SIZES, names)
+    assert found["of_step"].startswith("yes, it fits: ")
+    assert found["saved"].startswith("kept for the backward pass: ")
+    assert all(name in found["compare"] for name in names)
+    assert {row["step"] for row in found["results"]} == set(names)
+
+
+def test_what_the_page_says_of_the_committed_result():
+    rows = load("rtx4090-compiled/small_gpu.json")["results"]
+    peaks = {row["step"]: row["peak"] for row in rows}
+    assert {name for name, peak in peaks.items() if peak <= 8e9} == {
+        "bf16 weights frozen, LoRA",
+        "bf16 weights, AdaFactor",
+        "bf16 weights, AdaFactor, 4 batches summed",
+        "bf16 weights, Adam in 8 bits, not stacked",
+    }
+    first = [peaks.pop(x) for x in ("float32", "donated", "autocast")]
+    first += [peaks.pop("layers recomputed")]
+    assert first == sorted(first, reverse=True) and max(peaks.values()) < first[-1]
+    # Half copies of the weights, which are gone if these are half.
+    kept = {row["step"]: row["by class"]["activations"] for row in rows}
+    copies = 2 * 1_100_048_384
+    assert kept["layers recomputed"] - kept["bf16 weights, AdaFactor"] > 0.85 * copies

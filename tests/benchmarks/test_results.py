@@ -29,13 +29,18 @@ def repository(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_clean_tree_has_the_name_of_its_commit(repository):
+def test_a_clean_tree_has_the_name_of_its_commit_and_a_copy_of_it_has_none(repository):
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True
     ).stdout
     assert results.git_revision(repository) == head[:12]
     assert results.changes(repository) == []
     assert results.why_not_into(repository / "benchmarks/results/cpu", repository) == ""
+    copy = repository / "unpacked"
+    copy.mkdir()
+    assert results.git_revision(copy) == ""
+    out = copy / "benchmarks" / "results"
+    assert "and this is no git repository." in results.why_not_into(out, copy)
 
 
 @pytest.mark.parametrize("new", [False, True])
@@ -52,6 +57,9 @@ def test_changed_and_new_code_makes_a_tree_dirty(repository, name, new):
         f"commit: {changed}. Commit first, or write to another folder."
     )
     assert results.why_not_into(repository / "out", repository) == ""
+    link = repository / "link"
+    link.symlink_to(out.parent)
+    assert results.why_not_into(link / "cpu", repository)
 
 
 def test_what_no_figure_depends_on_does_not(repository):
@@ -66,21 +74,6 @@ def test_what_no_figure_depends_on_does_not(repository):
         (repository / name).write_text("another\n")
         assert results.changes(repository) == [], name
     assert not results.git_revision(repository).endswith("-dirty")
-
-
-def test_a_copy_of_the_sources_has_no_revision(repository):
-    copy = repository / "unpacked"
-    copy.mkdir()
-    assert results.git_revision(copy) == ""
-    out = copy / "benchmarks" / "results"
-    assert "and this is no git repository." in results.why_not_into(out, copy)
-
-
-def test_a_link_to_the_committed_results_is_seen_through(repository):
-    (repository / "jmp_lite" / "policy.py").write_text("another\n")
-    link = repository / "out"
-    link.symlink_to(repository / "benchmarks" / "results")
-    assert results.why_not_into(link / "cpu", repository)
 
 
 def test_the_option_refuses_before_anything_is_measured(monkeypatch, tmp_path):

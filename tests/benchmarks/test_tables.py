@@ -12,10 +12,6 @@ from benchmarks.common import measured_tables
 from benchmarks.common.committed import RESULTS, load
 from examples.common.results import COMMITTED, ROOT, git_revision
 
-# Results that are to be measured anew, by the commands in RESULTS: they are not there
-# yet, or are of code that was never committed. One that was measured leaves the list.
-TO_MEASURE: set[str] = set()
-
 _TABLE = re.compile(r"(?:^\|.*\n)+", re.M)
 _FIGURE = re.compile(r"[-+]?\d[\d.,]*( ?[%×]| [A-Z]i?B)?( [/(].*)?")
 
@@ -40,13 +36,6 @@ def fault(name: str, revision: str, command: str) -> str:
     if has_history and git("merge-base", "--is-ancestor", revision, "HEAD").returncode:
         return f"{name} is of {revision}, which is gone"
     return ""
-
-
-def fault_of(name: str) -> str:
-    if not (COMMITTED / name).exists():
-        return f"there is no {name}: {RESULTS[name]}"
-    settings = load(name)["settings"]
-    return fault(name, settings["git"], settings.get("command", "no known command"))
 
 
 def has_figures(table: str) -> bool:
@@ -102,87 +91,35 @@ def test_every_table_is_on_a_page():
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_result_is_of_committed_code(name):
-    found = fault_of(name)
-    if name in TO_MEASURE:
-        assert found, f"{name} is in order: take it off TO_MEASURE"
-    else:
-        assert not found
+    assert (COMMITTED / name).exists(), f"there is no {name}: {RESULTS[name]}"
+    settings = load(name)["settings"]
+    command = settings.get("command", "no known command")
+    assert fault(name, settings["git"], command) == ""
 
 
 def test_every_committed_result_has_a_command():
     found = {str(path.relative_to(COMMITTED)) for path in COMMITTED.rglob("*.json")}
     ignored = {name for name in found if name.endswith("/history.json")}
     assert found - ignored <= set(RESULTS)
-    assert TO_MEASURE <= set(RESULTS)
     with pytest.raises(KeyError, match="expected one of cpu/.* got 'cpu/no_such"):
         load("cpu/no_such.json")
 
 
-# The checks can fail.
-
-
-def test_code_that_is_no_commit_of_this_branch_is_seen():
-    name = "cpu/tree_stats.json"
-    command = RESULTS[name]
-    head = git_revision()[:12] or "0123456789ab"
-    assert fault(name, head, command) == ""
-    assert "no commit" in fault(name, f"{head}-dirty", command)
-    assert "no commit" in fault(name, "", command)
-    assert fault(name, head, command.replace("results/cpu", "elsewhere")) == ""
-    assert f"expected '{command}'" in fault(name, head, command.replace("tree_", "no_"))
-    gone = fault(name, "0" * 12, command)
-    assert bool(gone) == bool(git_revision())  # a copy of the sources has no history
-
-
-def test_a_table_without_a_result_is_seen():
-    table = "| model | loss |\n|---|---|\n| a | {} |\n"
-    for figure in ("1.5", "+0.27 %", "17.5 / 9.3", "1.78 (42)", "47.15 GB", "0.94×"):
-        assert list(without_marker(table.format(figure))) == ["| model | loss |"]
-        assert not list(without_marker(f"<!-- table: a -->\n{table.format(figure)}"))
-        assert list(without_marker(f"<!-- table: a -->\n\n{table.format(figure)}"))
-    for text in ("`f(1.0)`", "tf allow, apex 16", "norms of 2 squares", ""):
-        assert not list(without_marker(table.format(text)))
-
-
-def test_a_table_whose_section_does_not_name_its_results_is_seen():
-    table, result = "<!-- table: {} -->\n| a |\n\n", "<!-- measured: {} -->\nb\n\n"
-    stats, digits = table.format("tree_stats"), table.format("digits_accuracy")
-    of_stats = result.format("cpu/tree_stats.json")
-    missing = ["tree_stats is made from cpu/tree_stats.json"]
-    assert list(without_result(stats)) == missing
-    assert list(without_result(f"# A\n{of_stats}# B\n{stats}")) == missing
-    assert not list(without_result(f"# A\n{stats}```\n# 1\n```\n{of_stats}"))
-    one, other = (f"cpu/digits{name}/results.json" for name in ("", "-autocast"))
-    assert list(without_result(digits + result.format(one))) == [
-        f"digits_accuracy is made from {other}"
-    ]
-    assert not list(without_result(digits + result.format(f"{one}, {other}")))
-
-
 def test_a_stale_block_is_written_anew_and_a_missing_result_leaves_it(monkeypatch):
-    old = "a\n\n<!-- table: {} -->\n| old |\n\n<!-- measured: {} -->\nold\n\nb\n"
-    there = old.format("tree_stats", "cpu/tree_stats.json")
-    new = tables.rewrite(there)
+    blocks = (
+        "<!-- table: tree_stats -->\n{}\n<!-- measured: cpu/tree_stats.json -->\n{}"
+    )
+    old = f"a\n\n{blocks}\nb\n".format("| old |\n", "old\n")
+    new = tables.rewrite(old)
     assert new.startswith("a\n\n<!-- table: tree_stats -->\n|  | without histogram |")
     assert "\n\n<!-- measured: cpu/tree_stats.json -->\n*cpu, " in new
     assert new.endswith(".*\n\nb\n") and "old" not in new
-    assert tables.rewrite(new) == new
-    text = "a\n\n<!-- printed: rtx4090-compiled/small_gpu.json:compare -->\n\nb\n"
-    assert "\n```text\non NVIDIA GeForce RTX 4090" in tables.rewrite(text)
-    missing = old.format("resnet", "cpu/resnet/results.json")
 
     def nothing(name):
         raise FileNotFoundError(name)
 
     monkeypatch.setattr(measured_tables, "load", nothing)
     monkeypatch.setattr(tables, "load", nothing)
-    assert tables.rewrite(missing) == missing
+    assert tables.rewrite(old) == old
     with pytest.raises(KeyError, match="no_such"):
-        tables.rewrite(old.format("no_such", "cpu/tree_stats.json"))
-
-
-def test_the_commands_are_listed_once_each(capsys):
-    tables.main(commands=True)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == list(dict.fromkeys(RESULTS.values()))
-    assert all("benchmarks/results" in line for line in lines)
+        tables.rewrite(old.replace("tree_stats", "no_such"))

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
+from commands import invoke
 
 from examples import multihost
 from jmp_lite import checkpoint
@@ -27,8 +26,6 @@ ROOT = Path(__file__).parents[2]
 DEVICES = 4
 SETTINGS = ["--width", "32", "--layers", "0", "--steps", "12"]
 SETTINGS += ["--policy", "mixed_float16"]
-_APP = typer.Typer()
-_APP.command()(multihost.main)
 
 
 def _launch(out: Path, processes: int, *args: str, kill: str = "") -> tuple[int, str]:
@@ -137,9 +134,7 @@ def _check_that_it_goes_on_when_killed(out: Path, expected: Trained) -> None:
 
     # Once more from the middle, on the eight devices of this one process.
     shutil.rmtree(out / "saved" / "run" / "12")
-    result = CliRunner().invoke(
-        _APP, [*SETTINGS, *saves, "--out", str(out)], catch_exceptions=False
-    )
-    assert "1 × 8: on from step 8, saved in" in " ".join(result.output.split())
+    _, printed = invoke(multihost.main, *SETTINGS, *saves, "--out", str(out))
+    assert "1 × 8: on from step 8, saved in" in printed
     (run,) = json.loads((out / "results.json").read_text())["runs"]
     _assert_alike(Trained(run["history"], {}), Trained(expected.history, {}))

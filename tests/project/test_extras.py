@@ -18,6 +18,9 @@ from jmp_lite._src import extras
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(jmp_lite.__file__).parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+OPTIONAL = {name.partition(".")[0] for n in extras.LIBRARIES.values() for name in n}
 
 # Its finder stands before all others, so the libraries look as if they were not there.
 _HIDE = """
@@ -124,13 +127,12 @@ def test_tables_and_figures_ask_for_their_library(library, statements):
 
 
 def test_the_doctor_needs_no_extra_and_completion_asks_without_a_traceback():
-    optional = {name.partition(".")[0] for n in extras.LIBRARIES.values() for name in n}
     code = """
 from jmp_lite.__main__ import main
 assert main(["doctor", "--json", "--seconds", "0.1"]) == 0
 sys.exit(main(["completion", "bash"]))
 """
-    result = run_without(optional | {"typer"}, code)
+    result = run_without(OPTIONAL | {"typer"}, code)
     assert json.loads(result.stdout)["devices"]
     expected = says("shtab", "completion").partition(": ")[2] + "\n"
     assert (result.returncode, result.stderr) == (1, expected)
@@ -143,12 +145,10 @@ def test_what_an_extra_does_not_install_is_not_blamed_on_it():
 
 
 def test_the_extras_are_those_of_the_project():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    project = tomllib.loads(text)["project"]["optional-dependencies"]
 
     def modules(extra: str) -> set[str]:
         found = set()
-        for wanted in project[extra]:
+        for wanted in EXTRAS[extra]:
             name, _, others = wanted.partition(">")[0].rstrip("]").partition("[")
             inner = [modules(other) for other in others.split(",") if other]
             found |= set.union(*inner) if inner else {name.replace("-", ".")}
@@ -160,16 +160,13 @@ def test_the_extras_are_those_of_the_project():
 
 
 def test_each_extra_for_users_is_named_on_a_page():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    project = tomllib.loads(text)["project"]["optional-dependencies"]
     pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    named = {extra for extra in project if f".[{extra}]" in pages}
-    assert project.keys() - named == {"dev", "docs"}
+    named = {extra for extra in EXTRAS if f".[{extra}]" in pages}
+    assert EXTRAS.keys() - named == {"dev", "docs"}
 
 
 def unguarded(source: str) -> list[str]:
     """Name what a source imports from optional libraries outside of `needed`."""
-    optional = {name.partition(".")[0] for n in extras.LIBRARIES.values() for name in n}
     found = []
 
     def visit(node: ast.AST) -> None:
@@ -181,7 +178,7 @@ def unguarded(source: str) -> list[str]:
                 names = [alias.name for alias in node.names]
             case ast.ImportFrom(module=str(module)):
                 names = [module]
-        found.extend(n for n in names if n.partition(".")[0] in optional)
+        found.extend(n for n in names if n.partition(".")[0] in OPTIONAL)
         for child in ast.iter_child_nodes(node):
             visit(child)
 

@@ -1,69 +1,59 @@
 """`one_of` leaves one case of each kind to `make test`, and the same one everywhere."""
 
-from pathlib import Path
+import itertools
+from typing import Any
 
 import pytest
 import thinning
 
-_CASES = """
-import jax.numpy as jnp, pytest
 
-pytestmark = pytest.mark.one_of("half", "unknown")
+class Case:
+    """What `thinning` asks of a test of pytest."""
 
-@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
-def test_product(half, size):
-    pass
+    def __init__(self, function: str, params: dict[str, Any], *names: str):
+        self.nodeid, self.names, self.is_full = f"{function}[case]", names, False
+        self.callspec, self.params = self, params
 
-@pytest.mark.parametrize(("half", "eps"), [("f16", 1), ("bf16", 8), ("bf16", 1)])
-def test_together(half, eps):
-    pass
+    def iter_markers(self, name: str) -> list[pytest.Mark]:
+        assert name == "one_of"
+        return [pytest.mark.one_of(name).mark for name in self.names]
 
-@pytest.mark.parametrize("half", ["f16", "bf16"])
-@pytest.mark.parametrize(("fun", "array"), [(lambda: 1, [1]), (lambda: 2, [1])])
-def test_objects(fun, array, half):
-    pass
-
-def test_alone():
-    pass
-
-@pytest.mark.one_of("half", "size")
-@pytest.mark.parametrize("half", ["f16", "bf16"])
-@pytest.mark.parametrize("size", [1, 2])
-def test_one(half, size):
-    pass
-"""
+    def add_marker(self, name: str) -> None:
+        self.is_full = name == "full"
 
 
-class Thinned:
-    """A plugin: the names of the cases that stay, and how many there are."""
+def left(
+    params: dict[str, list[Any]], *names: str, turn: int = 0
+) -> list[dict[str, Any]]:
+    """Return the parameters of the cases that stay, of all of a test."""
+    rows = [
+        dict(zip(params, x, strict=True)) for x in itertools.product(*params.values())
+    ]
+    cases: list[Any] = [Case("test_f", row, *names) for row in rows]
+    others: list[Any] = [Case("test_g", row) for row in rows]
+    thinning.mark_all_but_one(cases + others, turn)
+    return [case.params for case in cases if not case.is_full]
 
-    def __init__(self, folder: Path, turn: int):
-        self.turn = turn
-        where = ["-c", str(folder / "pytest.ini"), str(folder)]
-        pytest.main(["--collect-only", "--import-mode=importlib", *where], [self])
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        thinning.mark_all_but_one(items, self.turn)
-        left = [item for item in items if not item.get_closest_marker("full")]
-        self.names, self.count = sorted(item.name for item in left), len(items)
+HALVES, SIZES = ["f16", "bf16"], [1, 2, 3, 4, 5, 6]
 
 
-def test_one_case_of_each_kind_is_left(tmp_path: Path) -> None:
-    (tmp_path / "test_cases.py").write_text(_CASES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  full\n  one_of\n")
-    names = Thinned(tmp_path, 0).names
-    products = [name for name in names if name.startswith("test_product")]
-    sizes, halves = zip(*(n[13:-1].split("-") for n in products), strict=True)
-    assert sorted(sizes) == list("123456")
-    assert set(halves) == {"float16", "bfloat16"}  # not one kind everywhere
-    together = [name for name in names if name.startswith("test_together")]
-    assert len(together) == 2 and "test_together[bf16-8]" in together
-    objects = [name.rpartition("-")[0] for name in names if "objects" in name]
-    assert objects == ["test_objects[<lambda>-array0", "test_objects[<lambda>-array1"]
-    assert "test_alone" in names
-    assert len([name for name in names if name.startswith("test_one")]) == 1
-    next_turn = Thinned(tmp_path, 1)
-    assert next_turn.count == 12 + 3 + 4 + 1 + 4
-    both = [x for x in names + next_turn.names if x.startswith("test_product")]
-    assert len(set(both)) == 12  # the other half
+def test_one_case_of_each_kind_is_left() -> None:
+    params = {"half": HALVES, "size": SIZES}
+    now, next_turn = (left(params, "half", "no", turn=turn) for turn in (0, 1))
+    assert sorted(x["size"] for x in now) == SIZES
+    assert {x["half"] for x in now} == {*HALVES}  # not one kind everywhere
+    assert sorted(x["size"] for x in next_turn if x not in now) == SIZES
+    assert len(left(params, "half", "size")) == 1
+    assert len(left(params)) == 12  # without the marker
+
+
+def test_objects_are_told_apart_by_their_place_and_not_by_their_text() -> None:
+    here, elsewhere = (
+        [
+            x["half"]
+            for x in left({"half": HALVES, "x": [object() for _ in SIZES]}, "half")
+        ]
+        for _ in range(2)
+    )
+    assert here == elsewhere and len(here) == 6

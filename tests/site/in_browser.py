@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,19 +122,6 @@ def forget_colours(browser: Any, server: Server) -> None:
     browser.execute_cdp_cmd("Storage.clearDataForOrigin", stored)
 
 
-def colours(browser: Any) -> str:
-    body = browser.find_element(By.TAG_NAME, "body")
-    return body.get_attribute("data-md-color-scheme")
-
-
-def wait(browser: Any, condition: Callable[[Any], Any], what: str) -> Any:
-    """Return what a condition gives, once it is true; the page may still change."""
-    changing = [StaleElementReferenceException]
-    return WebDriverWait(browser, 20, ignored_exceptions=changing).until(
-        condition, message=what
-    )
-
-
 def console_errors(browser: Any) -> list[str]:
     """Return the errors and warnings since the last call."""
     return [
@@ -167,17 +154,6 @@ def wide_parts(browser: Any, width: int) -> list[str]:
         """,
         width,
     )
-
-
-def click(browser: Any, part: Any) -> None:
-    """Click where a reader would; what the header hides is scrolled into view."""
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", part)
-    part.click()
-
-
-def title(browser: Any) -> str:
-    heading = browser.find_element(By.CSS_SELECTOR, "article h1")
-    return heading.text.removesuffix("¶").strip()
 
 
 # What is typed, by the page that is the first to be found.
@@ -237,7 +213,9 @@ def test_what_a_reader_types_leads_to_the_page(
     look(browser, WIDTHS["desktop"])
     browser.get(server.address)
     field = browser.find_element(By.CSS_SELECTOR, ".md-search__input")
-    click(browser, field)
+    # What the header hides is scrolled into view.
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
+    field.click()
     field.send_keys(words)
     found: list[str] = []
 
@@ -249,7 +227,8 @@ def test_what_a_reader_types_leads_to_the_page(
         return page in found[:most]
 
     try:
-        wait(browser, pages, "")
+        changing = [StaleElementReferenceException]  # the page, as it searches
+        WebDriverWait(browser, 20, ignored_exceptions=changing).until(pages)
     except TimeoutException:
         pytest.fail(f"{words!r} leads to {found[:4]}")
 
@@ -294,9 +273,11 @@ def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) ->
             forget_colours(browser, server)
             look(browser, width, scheme)
             browser.get(address)
-            assert colours(browser) == SCHEMES[scheme]
+            body = browser.find_element(By.TAG_NAME, "body")
+            assert body.get_attribute("data-md-color-scheme") == SCHEMES[scheme]
             assert wide_parts(browser, width) == [], f"{name}, {scheme}"
-    assert title(browser)
+    heading = browser.find_element(By.CSS_SELECTOR, "article h1")
+    assert heading.text.removesuffix("¶").strip()
     paragraphs = browser.find_elements(By.CSS_SELECTOR, "article p")
     texts = browser.execute_script(
         "return arguments[0].map(p => p.textContent)", paragraphs
@@ -311,34 +292,3 @@ def test_a_page_loads_whole_and_fits(page: str, browser: Any, server: Server) ->
     assert images == []
     assert console_errors(browser) == []
     assert server.missing == []
-
-
-# The checks can fail.
-
-
-def test_faults_of_a_page_are_seen(browser: Any, server: Server) -> None:
-    look(browser, WIDTHS["phone"])
-    browser.get(server.address)
-    browser.get_log("browser")
-    server.missing.clear()
-    browser.execute_script(
-        """
-        const wide = document.createElement("p");
-        wide.style.width = "900px"; wide.textContent = "too wide";
-        document.body.append(wide);
-        const image = document.createElement("img");
-        image.src = "none.png"; document.body.append(image);
-        const table = document.createElement("table");
-        table.innerHTML = "<tr><td>there</td><td style='white-space: pre'>" +
-                          "too far to the right ".repeat(9) + "</td></tr>";
-        document.querySelector("article").append(table);
-        console.error("broken");
-        """
-    )
-    assert hidden_cells(browser) == [("too far to the right " * 2)[:40].rstrip()]
-    assert any("too wide" in part for part in wide_parts(browser, WIDTHS["phone"]))
-    wait(browser, lambda b: server.missing, "a missing picture")
-    assert server.missing == ["404 /latest/none.png"]
-    assert any("broken" in message for message in console_errors(browser))
-    browser.get(server.address + "no_such_page/")
-    assert "404 /latest/no_such_page/" in server.missing

@@ -66,11 +66,6 @@ def large_products(w, x):
 
 
 @hazard(*OF_ATTENTION)
-def finfo_min_mask(w, x):
-    return attention(w, x, causal(), FLOAT32_MIN)
-
-
-@hazard(*OF_ATTENTION)
 def large_negative_mask(w, x):
     return attention(w, x, causal(), -1e10)
 

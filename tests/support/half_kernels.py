@@ -59,10 +59,6 @@ def plain(attend, w, x):
     return layer(attend, w, x)
 
 
-def jitted(attend, w, x):
-    return jax.jit(lambda x: layer(attend, w, x))(x)
-
-
 def scanned(attend, w, x):
     def step(x, _):
         return x + layer(attend, w, x), None
@@ -76,10 +72,6 @@ def mapped(attend, w, x):
 
 def mapped_weights(attend, w, x):
     return jax.vmap(lambda w: layer(attend, w, x))(jnp.stack([w, w / 2]))
-
-
-def rematted(attend, w, x):
-    return jax.checkpoint(lambda w, x: layer(attend, w, x))(w, x)
 
 
 def rematted_scan(attend, w, x):
@@ -117,11 +109,9 @@ def sharded(attend, w, x):
 
 PROGRAMS = [
     plain,
-    jitted,
     scanned,
     mapped,
     mapped_weights,
-    rematted,
     rematted_scan,
     branched,
     directly,

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,19 +57,22 @@ class Case:
 HAZARDS: list[Case] = []
 
 
-def planted(policy: str, rule: str, *args: Any, **options: Any) -> Any:
+def planted(
+    policy: str, rule: str | None, *args: Any, into: Any = HAZARDS, **options: Any
+) -> Any:
     """Add a program to the corpus."""
 
     def add(program):
-        HAZARDS.append(Case(program, args, policy, rule, **options))
+        into.append(Case(program, args, policy, rule, **options))
         return program
 
     return add
 
 
-in_float16 = functools.partial(planted, "mixed_float16")
-in_bfloat16 = functools.partial(planted, "mixed_bfloat16")
-in_fp8 = functools.partial(planted, "mixed_fp8")
+in_float16, in_bfloat16, in_fp8 = (
+    functools.partial(planted, f"mixed_{half}")
+    for half in ("float16", "bfloat16", "fp8")
+)
 
 
 # Constants outside of the range.
@@ -155,15 +157,6 @@ def softmax_by_hand_with_a_mask(x, mask):
     weights = jnp.exp(x - jnp.max(x, -1, keepdims=True))  # hazard
     weights = weights * mask.astype(x.dtype)
     return weights / jnp.sum(weights, -1, keepdims=True)
-
-
-ATTENTION = nn.MultiHeadDotProductAttention(2, dtype=F16)
-VARIABLES = jax.eval_shape(ATTENTION.init, KEY, f16(2, 8, 16))
-
-
-@in_float16("softmax-in-half", VARIABLES, f16(2, 8, 16))
-def softmax_of_flax_attention(variables, x):
-    return ATTENTION.apply(variables, x)  # hazard
 
 
 @in_float16("softmax-in-half", f16(4, 8), under=jax.grad)
@@ -376,14 +369,6 @@ def step_that_decays_when_it_is_skipped(w, state, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
     updates, state = _DECAYED.update(grads, state, w)
     return w + updates, state  # hazard
-
-
-@_planted_step("decay-outside", _SAFE)
-def step_that_decays_by_scaled_gradients(w, state, x):
-    grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
-    grads = grads + 1e-4 * w  # hazard
-    updates, state = _SAFE.update(grads, state, w)
-    return w + updates, state
 
 
 @in_float16(

@@ -8,24 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from lint_corpus import F16, F32, KEY, Case, bf16, bools, f16, f32, ints
+from lint_corpus import F16, F32, KEY, Case, bf16, bools, f16, f32, ints, planted
 
 HARMLESS: list[Case] = []
 
 
-def harmless(policy: str, *args: Any, **options: Any) -> Any:
-    """Add a program to the corpus."""
-
-    def add(program):
-        HARMLESS.append(Case(program, args, policy, **options))
-        return program
-
-    return add
-
-
-in_float16 = functools.partial(harmless, "mixed_float16")
-in_bfloat16 = functools.partial(harmless, "mixed_bfloat16")
-in_fp8 = functools.partial(harmless, "mixed_fp8")
+in_float16, in_bfloat16, in_fp8 = (
+    functools.partial(planted, f"mixed_{half}", None, into=HARMLESS)
+    for half in ("float16", "bfloat16", "fp8")
+)
 
 
 @in_float16(f16(16, 8), f16(16, 8), f16(16, 8), bools(16, 16))

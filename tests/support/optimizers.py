@@ -3,12 +3,12 @@
 from typing import Any
 
 import bitwise
+import checkpoints
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding
 
 from jmp_lite import (
     MasterRemaindersState,
@@ -96,10 +96,8 @@ def assert_in_place(step: Any, *args: Any, donated: Any) -> None:
     assert memory.alias_size_in_bytes == sum(held)
 
 
-def cut(*spec: Any) -> NamedSharding:
-    """Return a sharding over eight devices, along the axis "data"."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    return NamedSharding(mesh, P(*spec))
+# A sharding over eight devices, along the axis "data".
+cut = checkpoints.over_devices
 
 
 def assert_sharded(tree: Any, sharding: NamedSharding) -> None:

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -93,10 +92,6 @@ def stacked(count: int, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.stack([x] * count), tree)
 
 
-def zeros_like(tree: Any) -> Any:
-    return jax.tree.map(jnp.zeros_like, tree)
-
-
 ADAM = jmp.scale_aware(optax.adam(1e-3))
 
 
@@ -113,12 +108,6 @@ for _name, _optimizer in OPTIMIZERS.items():
 
 
 @step_of
-def adam_jitted_and_donated(grad):
-    step, args = basic(grad, optax.adam(1e-3))
-    return jax.jit(step, donate_argnums=(0, 1)), args
-
-
-@step_of
 def accumulation_of_unscaled_gradients_in_a_scan(grad):
     tx = jmp.scale_aware(optax.adam(1e-3), jmp.NoOpLossScale())
 
@@ -132,7 +121,7 @@ def accumulation_of_unscaled_gradients_in_a_scan(grad):
             count = count + finite.astype(jnp.float32)
             return (total, count, loss_scale.adjust(finite)), None
 
-        first = zeros_like(params), jnp.float32(0), loss_scale
+        first = optax.tree.zeros_like(params), jnp.float32(0), loss_scale
         (total, count, loss_scale), _ = jax.lax.scan(add, first, (xs, ys))
         mean = jax.tree.map(lambda g: g / count, total)
         return *updated(tx, mean, opt_state, params), loss_scale
@@ -148,14 +137,16 @@ def accumulation_by_hand_in_an_argument(grad):
         total = jax.tree.map(jnp.add, total, grads)
 
         def update(params, opt_state, total):
-            return *updated(ADAM, total, opt_state, params), zeros_like(total)
+            return *updated(ADAM, total, opt_state, params), optax.tree.zeros_like(
+                total
+            )
 
         def wait(*args):
             return args
 
         return jax.lax.cond(is_last, update, wait, params, opt_state, total)
 
-    zeros = zeros_like(PARAMS)
+    zeros = optax.tree.zeros_like(PARAMS)
     return step, (PARAMS, ADAM.init(PARAMS), zeros, jnp.bool_(True), X, Y)
 
 
@@ -273,19 +264,6 @@ def a_step_of_each_seed(grad):
 
 
 @step_of
-def parameters_projected_after_the_step(grad):
-    step, args = basic(grad, optax.adam(1e-3))
-
-    def projected(params, opt_state, x, y):
-        params, opt_state, _ = step(params, opt_state, x, y)
-        norms = jax.tree.map(jnp.linalg.norm, params)
-        params = jax.tree.map(lambda p, n: p / jnp.maximum(1.0, n), params, norms)
-        return params, opt_state
-
-    return projected, args
-
-
-@step_of
 def averages_by_hand(grad):
     step, (params, opt_state, x, y) = basic(grad, optax.adamw(1e-3))
 
@@ -315,19 +293,20 @@ def a_gradient_penalty(grad):
     return step_with(ADAM, gradients)
 
 
-class Pooled(nn.Module):
+class Normed(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.max_pool(nn.relu(nn.Conv(8, (3, 3))(x)), (2, 2), (2, 2))
         x = nn.BatchNorm(use_running_average=False, use_fast_variance=False)(x)
-        return nn.Dense(8)(x.reshape(x.shape[0], -1))
+        return nn.Dense(8)(nn.relu(nn.Dense(16)(x)))
 
 
 @step_of
 def linen_train_state(grad):
-    model = jmp_lite.linen.with_policy(Pooled(), POLICY)
-    x, tx = jnp.ones((8, 8, 8, 8)), jmp.scale_aware(optax.adamw(1e-3))
-    variables = jax.jit(model.init)(jax.random.key(0), x)
+    model = jmp_lite.linen.with_policy(Normed(), POLICY)
+    tx, variables = (
+        jmp.scale_aware(optax.adamw(1e-3)),
+        jax.jit(model.init)(jax.random.key(0), X),
+    )
     state = jmp_lite.linen.TrainState.create(
         apply_fn=model.apply, tx=tx, ema_decay=0.99, **variables
     )
@@ -341,7 +320,7 @@ def linen_train_state(grad):
         (value, stats), grads = grad(loss, state.opt_state, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads, value=value, batch_stats=stats)
 
-    return step, (state, x, Y)
+    return step, (state, X, Y)
 
 
 class Layers(nnx.Module):
@@ -371,24 +350,6 @@ def nnx_optimizer_in_place(grad):
         return value
 
     return step, (model, nnx.Optimizer(model, tx, wrt=nnx.Param), X, Y)
-
-
-@step_of
-def equinox_model(grad):
-    model = eqx.filter_jit(eqx.nn.MLP)(16, 8, 16, depth=1, key=jax.random.key(0))
-
-    @functools.partial(jmp.autocast, policy=POLICY)
-    def loss(model, x, y):
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    def step(model, opt_state, x, y):
-        fun = grad(loss, opt_state, value_and_grad=eqx.filter_value_and_grad)
-        _, grads = fun(model, x, y)
-        params = eqx.filter(model, eqx.is_inexact_array)
-        updates, opt_state = ADAM.update(grads, opt_state, params)
-        return eqx.apply_updates(model, updates), opt_state
-
-    return step, (model, ADAM.init(eqx.filter(model, eqx.is_inexact_array)), X, Y)
 
 
 # What is right, and has no form in which a loss is not scaled.

@@ -118,58 +118,54 @@ def flax_step(**arguments: Any) -> Step:
 
 PEERS = {"torch": torch_step, "keras": keras_step, "jmp": jmp_step, "flax": flax_step}
 # The widest bounds that ours can have.
-CEILING = {"max_loss_scale": 2.0**126}
-UNBOUNDED = {"min_loss_scale": 0.0} | CEILING
-# A peer, its arguments, and ours that should do the same.
-Run = tuple[str, dict[str, Any], dict[str, Any]]
+UNBOUNDED = {"min_loss_scale": 0.0, "max_loss_scale": 2.0**126}
+# The names of their arguments and of ours that do the same, in order.
+ARGUMENTS = {
+    "torch": (
+        "init_scale growth_interval growth_factor backoff_factor",
+        "loss_scale period factor backoff_factor",
+    ),
+    "keras": ("initial_scale dynamic_growth_steps", "loss_scale period"),
+    "jmp": (
+        "loss_scale period factor min_loss_scale",
+        "loss_scale period factor min_loss_scale",
+    ),
+    "flax": (
+        "scale growth_interval growth_factor minimum_scale",
+        "loss_scale period factor min_loss_scale",
+    ),
+}
 
 
-def torch_run(scale: float, period: int, factor: float, backoff: float) -> Run:
-    theirs = {"init_scale": scale, "growth_interval": period, "growth_factor": factor}
-    theirs |= {"backoff_factor": backoff}
-    ours = {"loss_scale": scale, "period": period, "factor": factor}
-    return "torch", theirs, ours | {"backoff_factor": backoff, **UNBOUNDED}
-
-
-def keras_run(scale: float, period: int) -> Run:
-    theirs = {"initial_scale": scale, "dynamic_growth_steps": period}
-    return "keras", theirs, {"loss_scale": scale, "period": period, **UNBOUNDED}
-
-
-def jmp_run(scale: float, period: int, factor: int, floor: float) -> Run:
-    theirs = {"loss_scale": scale, "period": period, "factor": factor}
-    theirs |= {"min_loss_scale": floor}
-    return "jmp", theirs, theirs | CEILING
-
-
-def flax_run(scale: float, interval: int, factor: float, floor: float) -> Run:
-    theirs = {"scale": scale, "growth_interval": interval, "growth_factor": factor}
-    theirs |= {"backoff_factor": 1 / factor, "minimum_scale": floor}
-    # Flax grows on the step after `growth_interval` clean ones.
-    ours = {"loss_scale": scale, "period": interval + 1, "factor": factor}
-    return "flax", theirs, ours | {"min_loss_scale": floor, **CEILING}
+def run(peer: str, *values: float) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return a peer, its arguments, and ours that should do the same."""
+    theirs, ours = (dict(zip(x.split(), values, strict=True)) for x in ARGUMENTS[peer])
+    if peer == "flax":
+        theirs["backoff_factor"] = 1 / theirs["growth_factor"]
+        ours["period"] += 1  # it grows on the step after `growth_interval` clean ones
+    return peer, theirs, UNBOUNDED | ours
 
 
 RUNS = [
-    torch_run(2.0**16, 5, 2.0, 0.5),
-    torch_run(2.0**16, 1, 2.0, 0.5),
-    torch_run(1000.0, 4, 1.5, 0.7),
-    torch_run(2.0**16, 3, 4.0, 0.5),
-    keras_run(2.0**15, 5),
-    keras_run(2.0**15, 1),
-    jmp_run(2.0**15, 5, 2, 1.0),
-    jmp_run(2.0**15, 4, 4, 0.25),
-    jmp_run(10.0, 3, 3, 0.37),
-    flax_run(2.0**16, 4, 2.0, 1.0),
+    run("torch", 2.0**16, 5, 2.0, 0.5),
+    run("torch", 2.0**16, 1, 2.0, 0.5),
+    run("torch", 1000.0, 4, 1.5, 0.7),
+    run("torch", 2.0**16, 3, 4.0, 0.5),
+    run("keras", 2.0**15, 5),
+    run("keras", 2.0**15, 1),
+    run("jmp", 2.0**15, 5, 2, 1.0),
+    run("jmp", 2.0**15, 4, 4, 0.25),
+    run("jmp", 10.0, 3, 3, 0.37),
+    run("flax", 2.0**16, 4, 2.0, 1.0),
 ]
 
 
 # So many steps take a scale of 2**15 out of float32's range, one by one.
 FAR = 300
 EXTREMES = [
-    torch_run(2.0**15, 1, 2.0, 0.5),
-    keras_run(2.0**15, 1),
-    jmp_run(2.0**15, 1, 2, 0.0),
+    run("torch", 2.0**15, 1, 2.0, 0.5),
+    run("keras", 2.0**15, 1),
+    run("jmp", 2.0**15, 1, 2, 0.0),
 ]
 
 
@@ -188,39 +184,33 @@ def run_lengths(scales: list[float]) -> list[list[float]]:
 def main() -> None:
     """Run every peer on every sequence and write the recording."""
     metadata = importlib.import_module("importlib.metadata")
-    recorded = [
-        {
-            "peer": peer,
-            "theirs": theirs,
-            "ours": ours,
-            "sequences": {
-                name: {
-                    "finite": bits,
-                    "scales": run_lengths(scales_of(peer, bits, theirs)),
-                }
-                for name, bits in sequences(ours["period"]).items()
-            },
-        }
-        for peer, theirs, ours in RUNS
-    ]
-    names = ("torch", "keras", "jmp", "flax", "jax")
-    extremes = [
-        {
-            "peer": peer,
-            # As text: JSON has no inf.
-            "after_finite": repr(scales_of(peer, "1" * FAR, theirs)[-1]),
-            "after_non_finite": repr(scales_of(peer, "0" * FAR, theirs)[-1]),
-        }
-        for peer, theirs, _ in EXTREMES
-    ]
     head = {
         "recorded_by": "tests/tools/record_peers.py",
-        "versions": {name: metadata.version(name) for name in names},
-        "extremes": extremes,
+        "versions": {
+            name: metadata.version(name)
+            for name in ("torch", "keras", "jmp", "flax", "jax")
+        },
+        "extremes": [
+            {
+                "peer": peer,
+                # As text: JSON has no inf.
+                "after_finite": repr(scales_of(peer, "1" * FAR, theirs)[-1]),
+                "after_non_finite": repr(scales_of(peer, "0" * FAR, theirs)[-1]),
+            }
+            for peer, theirs, _ in EXTREMES
+        ],
     }
-    lines = ",\n".join(json.dumps(run) for run in recorded)
+    lines = []
+    for peer, theirs, ours in RUNS:
+        recorded = {
+            name: {"finite": bits, "scales": run_lengths(scales_of(peer, bits, theirs))}
+            for name, bits in sequences(ours["period"]).items()
+        }
+        found = {"peer": peer, "theirs": theirs, "ours": ours, "sequences": recorded}
+        lines.append(json.dumps(found))
     OUTPUT.parent.mkdir(exist_ok=True)
-    OUTPUT.write_text(f'{json.dumps(head)[:-1]}, "runs": [\n{lines}\n]}}\n')
+    runs = ",\n".join(lines)
+    OUTPUT.write_text(f'{json.dumps(head)[:-1]}, "runs": [\n{runs}\n]}}\n')
 
 
 if __name__ == "__main__":

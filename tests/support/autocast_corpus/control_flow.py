@@ -28,15 +28,6 @@ def scan_rnn():
     return fun, (params, normal(4, 6, 2, 4))
 
 
-@program(args=lambda: ((weight(0, 3, 8, 16), weight(1, 3, 16, 8)), normal(2, 4, 8)))
-def scan_over_layers(params, x):
-    def layer(x, params):
-        w1, w2 = params
-        return x + jax.nn.relu(x @ w1) @ w2, jnp.mean(x)
-
-    return lax.scan(layer, x, params)
-
-
 @program(args=lambda: (weight(0, 4, 8), normal(1, 5, 2, 4)))
 def scan_reversed_and_unrolled(w, xs):
     def step(h, x):
@@ -92,40 +83,17 @@ def associative_scan(a, x):
 
 @program(args=lambda: (weight(0, 8, 16), normal(1, 4, 8)))
 def checkpoint(w, x):
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+
     @jax.checkpoint
     def block(x):
         return x + jax.nn.gelu(x @ w) @ w.T
 
-    return block(block(x))
-
-
-@program(args=lambda: (weight(0, 8, 16), normal(1, 4, 8)))
-def checkpoint_with_names(w, x):
-    policy = jax.checkpoint_policies.save_only_these_names("hidden")
-
     @functools.partial(jax.checkpoint, policy=policy)
-    def block(x):
+    def block_with_names(x):
         return x + jax.nn.gelu(checkpoint_name(x @ w, "hidden")) @ w.T
 
-    return block(block(x))
-
-
-@program()
-def remat_in_scan(w, x):
-    @jax.checkpoint
-    def block(x, _):
-        return x + jnp.tanh(x @ w), None
-
-    return lax.scan(block, x, None, length=3)[0]
-
-
-@program()
-def nested_jit(w, x):
-    @jax.jit
-    def layer(w, x):
-        return jax.nn.relu(x @ w)
-
-    return layer(w, jax.jit(jnp.sin)(layer(w, x)))
+    return block_with_names(block(x))
 
 
 @program(args=lambda: (weight(0, 8, 8), jax.random.key(7), normal(1, 4, 8)))

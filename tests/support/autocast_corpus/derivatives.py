@@ -4,11 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.experimental.ode import odeint
 
-from autocast_corpus.program import FORWARD_ONLY, normal, program, weight
+from autocast_corpus.program import normal, program, weight
 
 no_forward_mode = functools.partial(
     program, checks_not=("jvp",), why="custom_vjp has no forward mode in JAX"
@@ -36,22 +35,11 @@ clipped_product.defvjp(_clipped_forward, _clipped_backward)
 
 
 @no_forward_mode()
-def custom_vjp(w, x):
-    return clipped_product(x, w) @ w
-
-
-@no_forward_mode()
 def custom_vjp_in_scan(w, x):
     def step(x, _):
         return x + clipped_product(x, w), None
 
     return lax.scan(step, x, None, length=3)[0] @ w
-
-
-@no_forward_mode()
-def custom_vjp_in_remat(w, x):
-    block = jax.checkpoint(lambda x: clipped_product(x @ w, w))
-    return block(block(x))
 
 
 @no_forward_mode(
@@ -165,27 +153,3 @@ def hessian_vector_product(w, x):
 
     v = jnp.sin(10.0 * w)
     return jax.jvp(lambda w: jax.grad(loss)(w, x), (w,), (v,))[1]
-
-
-@program(
-    checks_not=FORWARD_ONLY,
-    why="its line search is a while loop",
-    tolerance=64,
-    args=lambda: (weight(0, 4, 2), normal(1, 8, 4)),
-)
-def lbfgs(w, x):
-    solver = optax.lbfgs(memory_size=2)
-
-    def loss(w):
-        return jnp.mean((x @ w - x[:, :2]) ** 2) + 0.1 * jnp.mean(w**2)
-
-    def step(carry, _):
-        w, state = carry
-        value, grad = optax.value_and_grad_from_state(loss)(w, state=state)
-        updates, state = solver.update(
-            grad, state, w, value=value, grad=grad, value_fn=loss
-        )
-        return (optax.apply_updates(w, updates), state), value
-
-    (w, _), values = lax.scan(step, (w, solver.init(w)), None, length=2)
-    return w, values

@@ -34,30 +34,18 @@ def sharded_jit(w, x):
 
 
 @program()
-def shard_map_psum_scatter(w, x):
+def shard_map_with_collectives(w, x):
+    around = [(i, (i + 1) % 4) for i in range(4)]
+
     @functools.partial(
         jax.shard_map, mesh=mesh(), in_specs=(P("x"), P(None, "x")), out_specs=P("x")
     )
     def layer(w, x):
-        return lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
+        x = lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
+        w = lax.ppermute(w, "x", around)
+        return jax.nn.relu(x @ lax.all_gather(w, "x", tiled=True))
 
     return jnp.tanh(layer(w, x))
-
-
-@program()
-def shard_map_ring():
-    @functools.partial(
-        jax.shard_map, mesh=mesh(), in_specs=(P("x"), P("x")), out_specs=P("x")
-    )
-    def ring(w, x):
-        around = [(i, (i + 1) % 4) for i in range(4)]
-        total = x @ w[0]
-        for _ in range(3):
-            w = lax.ppermute(w, "x", around)
-            total = total + jnp.tanh(x @ w[0])
-        return total
-
-    return ring, (weight(0, 4, 8, 8), normal(1, 4, 8))
 
 
 @program()
@@ -74,18 +62,6 @@ def shard_map_with_jit_and_scan():
         return x, lax.pmean(jnp.sum(x @ w[0]), "x")
 
     return layers, (weight(0, 3, 8, 8), normal(1, 4, 8))
-
-
-@program()
-def shard_map_all_gather():
-    @functools.partial(
-        jax.shard_map, mesh=mesh(), in_specs=(P("x"), P("x")), out_specs=P("x")
-    )
-    def layer(w, x):
-        w = lax.all_gather(w, "x", tiled=True)
-        return jax.nn.relu(x @ w)
-
-    return layer, (weight(0, 8, 8), normal(1, 4, 8))
 
 
 @unbatched(args=lambda: (weight(0, 8, 8), normal(1, 2, 4, 8)))

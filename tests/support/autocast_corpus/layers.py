@@ -1,8 +1,7 @@
-"""Models of Flax (linen and nnx) and Equinox."""
+"""Models of Flax: linen and nnx."""
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -22,12 +21,6 @@ def of_linen(module: nn.Module, *shape: int):
     """Return what a module computes, its variables and an input of a shape."""
     x = normal(1, *shape)
     return module.apply, (init(module, x), x)
-
-
-@third_party()
-def linen_mlp():
-    layers = nn.Dense(16), nn.relu, nn.LayerNorm(), nn.Dense(8), nn.log_softmax
-    return of_linen(nn.Sequential(layers), 4, 8)
 
 
 @third_party()
@@ -52,11 +45,6 @@ def linen_cnn_batch_norm():
 
 
 @third_party()
-def linen_lstm():
-    return of_linen(nn.RNN(nn.LSTMCell(8)), 2, 5, 8)
-
-
-@third_party()
 def linen_scan_of_remat():
     class Block(nn.Module):
         @nn.compact
@@ -78,49 +66,10 @@ def linen_scan_of_remat():
 
 
 @third_party()
-def linen_attention():
-    model = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8)
-    x = normal(1, 2, 6, 8)
-    mask = nn.make_causal_mask(x[..., 0])
-
-    def fun(params, x):
-        return model.apply(params, x, mask=mask)
-
-    return fun, (init(model, x), x)
-
-
-@third_party()
-def linen_norms():
-    groups, weights = nn.GroupNorm(num_groups=2), nn.WeightNorm(nn.Dense(8))
-    layers = nn.Dense(8), groups, nn.Dense(8), nn.RMSNorm(), weights
-    return of_linen(nn.Sequential(layers), 4, 8)
-
-
-class Block(nnx.Module):
-    """A transformer's layer, with dropout."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm1, self.norm2 = nnx.LayerNorm(8, rngs=rngs), nnx.RMSNorm(8, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            num_heads=2, in_features=8, decode=False, dropout_rate=0.1, rngs=rngs
-        )
-        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x):
-        x = x + self.attention(self.norm1(x), deterministic=False)
-        x = x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))))
-        return x
-
-
-class Linear(nnx.Module):
-    """A residual layer without randomness."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return x + jnp.tanh(self.linear(x))
+def linen_layers():
+    layers = nn.Dense(16), nn.relu, nn.LayerNorm(), nn.Dense(8), nn.GroupNorm(2)
+    more = nn.Dense(8), nn.RMSNorm(), nn.WeightNorm(nn.Dense(8)), nn.log_softmax
+    return of_linen(nn.Sequential(layers + more), 4, 8)
 
 
 @third_party()
@@ -128,11 +77,21 @@ def nnx_transformer():
     class Transformer(nnx.Module):
         def __init__(self, rngs):
             self.embed = nnx.Embed(16, 8, rngs=rngs)
-            self.block = Block(rngs)
+            self.first = nnx.LayerNorm(8, rngs=rngs)
+            self.second = nnx.RMSNorm(8, rngs=rngs)
+            self.attention = nnx.MultiHeadAttention(
+                num_heads=2, in_features=8, decode=False, dropout_rate=0.1, rngs=rngs
+            )
+            self.up = nnx.Linear(8, 16, rngs=rngs)
+            self.down = nnx.Linear(16, 8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
             self.head = nnx.Linear(8, 16, rngs=rngs)
 
         def __call__(self, tokens):
-            return self.head(self.block(self.embed(tokens)))
+            x = self.embed(tokens)
+            x = x + self.attention(self.first(x), deterministic=False)
+            x = x + self.dropout(self.down(nnx.gelu(self.up(self.second(x)))))
+            return self.head(x)
 
     graphdef, params, rest = nnx.split(Transformer(nnx.Rngs(0)), nnx.Param, ...)
 
@@ -142,33 +101,3 @@ def nnx_transformer():
         return logits, nnx.state(model, nnx.RngState)
 
     return fun, (params, rest, jnp.arange(12).reshape(2, 6))
-
-
-@third_party()
-def nnx_scan():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap
-    def make(rngs):
-        return Linear(rngs)
-
-    graphdef, params = nnx.split(make(nnx.Rngs(0)))
-
-    def fun(params, x):
-        @nnx.scan
-        def run(x, layer):
-            return layer(x), None
-
-        return run(x, nnx.merge(graphdef, params))[0]
-
-    return fun, (params, normal(1, 4, 8))
-
-
-@third_party()
-def equinox_mlp():
-    model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def fun(params, x):
-        return jax.vmap(eqx.combine(params, static))(x)
-
-    return fun, (params, normal(1, 4, 8))

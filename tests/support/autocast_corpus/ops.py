@@ -16,8 +16,8 @@ def einsum(w, x):
 
 
 @program(args=lambda: (weight(0, 3, 3, 4, 8), normal(1, 2, 6, 6, 8)))
-def grouped_convolution(w, x):
-    return lax.conv_general_dilated(
+def convolutions(w, x):
+    x = lax.conv_general_dilated(
         x,
         w,
         window_strides=(2, 1),
@@ -26,12 +26,7 @@ def grouped_convolution(w, x):
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         feature_group_count=2,
     )
-
-
-@program(args=lambda: (weight(0, 3, 3, 4, 8), normal(1, 2, 4, 4, 4)))
-def transposed_convolution(w, x):
-    x = lax.conv_transpose(x, w, strides=(2, 2), padding="SAME")
-    return jax.nn.relu(x)
+    return lax.conv_transpose(jnp.tanh(x[..., ::2]), w, (2, 2), padding="SAME")
 
 
 @program(
@@ -44,16 +39,10 @@ def ragged_dot(w, x, sizes):
 
 
 @program(args=lambda: (weight(0, 8, 3, 2, 4) * 0.7, normal(1, 2, 6, 8)))
-def dot_product_attention(w, x):
-    qkv = jnp.einsum("btd,dkhe->kbthe", x, w)
-    keep = jnp.arange(6) < 5
-    return jax.nn.dot_product_attention(*qkv, mask=keep[None, None, None, :])
-
-
-@program(args=lambda: (weight(0, 8, 3, 2, 4) * 0.7, normal(1, 2, 6, 8)))
 def causal_attention(w, x):
     qkv = jnp.einsum("btd,dkhe->kbthe", x, w)
-    return jax.nn.dot_product_attention(*qkv, is_causal=True)
+    mask = (jnp.arange(6) < 5)[None, None, None, :]
+    return jax.nn.dot_product_attention(*qkv, mask=mask, is_causal=True)
 
 
 @program(args=lambda: (weight(0, 3, 8, 4), normal(1, 2, 6, 8)))
@@ -145,9 +134,9 @@ def gamma_sampling(w, key, x):
 @program(
     third_party=True, args=lambda: (weight(0, 8, 8), normal(1, 4, 8), jnp.arange(4))
 )
-def classification_losses(w, x, labels):
-    logits = 3.0 * x @ w
-    hot = jax.nn.one_hot(labels, 8)
+def losses(w, x, labels):
+    y, target = x @ w, jnp.tanh(x)
+    logits, hot = 3.0 * y, jax.nn.one_hot(labels, 8)
     return {
         "integer": optax.softmax_cross_entropy_with_integer_labels(logits, labels),
         "one_hot": optax.softmax_cross_entropy(logits, hot),
@@ -155,13 +144,6 @@ def classification_losses(w, x, labels):
         "focal": optax.sigmoid_focal_loss(logits, hot),
         "hinge": optax.hinge_loss(logits, 2 * hot - 1),
         "kl": optax.kl_divergence(jax.nn.log_softmax(logits), hot),
-    }
-
-
-@program(third_party=True)
-def regression_losses(w, x):
-    y, target = x @ w, jnp.tanh(x)
-    return {
         "l2": optax.l2_loss(y, target),
         "huber": optax.huber_loss(y, target),
         "log_cosh": optax.log_cosh(y, target),
