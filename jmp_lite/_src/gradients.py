@@ -107,7 +107,13 @@ def scaled_value_and_grad(
             f"jax.value_and_grad, got {value_and_grad!r}. For gradients alone, call "
             "scaled_grad."
         )
-    scale = get_loss_scale(loss_scale).scale
+    found = get_loss_scale(loss_scale)
+    if shape := jnp.shape(getattr(found, "loss_scale", 1.0)):
+        raise ValueError(
+            f"Expected a loss scale of shape (), got {shape}, as of a state that is "
+            "replicated or stacked: differentiate inside of jax.pmap or jax.vmap."
+        )
+    scale = found.scale
 
     @functools.wraps(fun, assigned=("__name__", "__doc__"), updated=())
     def scaled_loss(*args, **kwargs):

@@ -130,6 +130,7 @@ STATES: dict[str, Any] = {
     "scale_aware(master_weights)": lambda flax: flax.create_half(
         scale_aware(master_weights(optax.adam(0.1)), SCALE)
     ),
+    "average": lambda flax: flax.create(adam(), ema_decay=0.5),
     "more fields": lambda flax: flax.create(  # linen's
         adam(),
         state_class=Bigger,

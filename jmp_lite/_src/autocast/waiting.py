@@ -3,8 +3,8 @@
 In float16, results that may overflow are float32, and in a loop what it carries. The
 forward pass computes with them. The backward pass computes again what clusters made of
 them, and for that it need not keep all of their digits. It keeps float16 numbers: of
-what is summed along rows, as in a norm, relative to the mean and the deviation of each
-row. Of others, under a float16 policy, square roots, which reach 4e9 and have 10 bits,
+what is summed along rows, as in a norm, relative to the largest number of each row, and
+to the mean where that is far from 0. Of others, under a float16 policy, square roots, which reach 4e9 and have 10 bits,
 two more than bfloat16, if products made them; under a bfloat16 policy, the numbers in
 bfloat16.
 
@@ -31,6 +31,8 @@ from jmp_lite._src.jaxprs.primitives import CALLS, Fact, degree, degrees, facts
 
 # Arrays of so few numbers are kept as they are.
 _FEW = 64
+# The largest number of a row, as it is kept: float16 has all digits over 29 octaves.
+_LARGEST = 2.0**15
 _NONE: frozenset[Var] = frozenset()
 _LINEAR = Fact.LINEAR | Fact.SUMS | Fact.MOVES | Fact.JOINS
 
@@ -274,8 +276,8 @@ class Kept(NamedTuple):
     # In the half dtype: square roots; or, in bfloat16, the array itself; or the bits of
     # float16 numbers that are relative to two numbers of each row.
     numbers: jax.Array
-    deviation: jax.Array | None  # of each row
-    mean: jax.Array | None  # of each row
+    scale: jax.Array | None  # of each row
+    center: jax.Array | None  # of each row
 
 
 # The tangent of what is kept is that of the array, in the numbers' place: so these have
@@ -296,13 +298,17 @@ def _keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     if not axes:
         root = lax.sign(x) * lax.sqrt(lax.abs(x))
         return Kept(sums.saturate(root, jnp.dtype(jnp.float16)), None, None)
-    mean, squares = (jnp.mean(y, axes, keepdims=True) for y in (x, x * x))
-    # A number is at most as many deviations from the mean as the root of the count. The
-    # difference of a row that is far from zero has few digits, or none.
-    least = squares * 1e-5 + jnp.finfo(x.dtype).tiny
-    deviation = lax.sqrt(jnp.maximum(squares - mean * mean, least))
-    numbers = ((x - mean) / deviation).astype(jnp.float16)
-    return Kept(lax.bitcast_convert_type(numbers, half_dtype), deviation, mean)
+    finite = jnp.where(lax.is_finite(x), x, 0.0)
+    low, high = (f(finite, axes, keepdims=True) for f in (jnp.min, jnp.max))
+    # Of a row all of whose numbers are nearer to the mean than to 0, what they differ by
+    # has the digits. Of others, those near 0 would lose theirs to an outlier.
+    mean = jnp.mean(x, axes, keepdims=True)  # as a norm has it, and made once
+    is_far = lax.is_finite(mean) & ((low > mean / 2) | (high < mean / 2))
+    center = jnp.where(is_far, mean, 0.0)
+    least = jnp.finfo(x.dtype).tiny * _LARGEST
+    scale = jnp.maximum(jnp.maximum(high, -low), least) / _LARGEST
+    numbers = ((x - center) / scale).astype(jnp.float16)
+    return Kept(lax.bitcast_convert_type(numbers, half_dtype), scale, center)
 
 
 def restore(kept: Kept) -> jax.Array:
@@ -312,9 +318,9 @@ def restore(kept: Kept) -> jax.Array:
 
 
 def _restore(kept: Kept) -> jax.Array:
-    if kept.deviation is not None and kept.mean is not None:
+    if kept.scale is not None and kept.center is not None:
         numbers = lax.bitcast_convert_type(kept.numbers, jnp.float16)
-        return numbers.astype(F32) * kept.deviation + kept.mean
+        return numbers.astype(F32) * kept.scale + kept.center
     found = kept.numbers.astype(F32)
     is_root = kept.numbers.dtype == jnp.float16
     return found * lax.abs(found) if is_root else found

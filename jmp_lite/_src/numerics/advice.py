@@ -449,6 +449,12 @@ class _Search:
 def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any:
     def scaled(*args, **kwargs):
         loss, aux = split_aux(loss_fn(*args, **kwargs), has_aux)
+        if jnp.shape(loss) != ():
+            raise TypeError(
+                "Expected a loss function that returns a scalar, got an array of shape "
+                f"{jnp.shape(loss)}: pass the loss itself to advise, which takes its "
+                "gradient, not the model and not jax.grad(loss)."
+            )
         return loss * scale, aux
 
     @functools.wraps(loss_fn, updated=())

@@ -96,6 +96,24 @@ def checkpoint(w, x):
     return block_with_names(block(x))
 
 
+@program()
+def remat_in_scan(w, x):
+    @jax.checkpoint
+    def block(x, _):
+        return x + jnp.tanh(x @ w), None
+
+    return lax.scan(block, x, None, length=3)[0]
+
+
+@program()
+def nested_jit(w, x):
+    @jax.jit
+    def layer(w, x):
+        return jax.nn.relu(x @ w)
+
+    return layer(w, jax.jit(jnp.sin)(layer(w, x)))
+
+
 @program(args=lambda: (weight(0, 8, 8), jax.random.key(7), normal(1, 4, 8)))
 def key_in_carry(w, key, x):
     def step(carry, _):
