@@ -4,6 +4,7 @@
 """
 
 import abc
+import collections
 import functools
 import itertools
 from collections.abc import Sequence
@@ -64,6 +65,8 @@ class Analysis(abc.ABC):
     direction: Direction
     keeps_inputs: bool  # whether products may read inputs in float32
     recomputes: bool  # whether the backward pass keeps as little as it can
+    has_half_results: bool  # where the policy of a scope does not say
+    infos: Sequence[EqnInfo]  # of the equations of the jaxpr
 
     def __init__(self):
         self.precision: dict[Var, Precision] = {}
@@ -73,10 +76,10 @@ class Analysis(abc.ABC):
         self.cast_moves: set[Var] = set()
         # Per variable, the one stored half value that it is computed from, if so.
         self.stored: dict[Var, frozenset[Var] | None] = {}
-
-    @abc.abstractmethod
-    def half_results(self, info: EqnInfo) -> bool:
-        """Return whether results of products are half where half is not asked for."""
+        # Of variables, the equations that read and made them.
+        self.readers: dict[Any, list[int]] = collections.defaultdict(list)
+        self.made_by: dict[Any, int] = {}
+        self.returned: frozenset[Var] = frozenset()
 
     @abc.abstractmethod
     def plan_body(
@@ -84,13 +87,20 @@ class Analysis(abc.ABC):
     ) -> CastPlan:
         """Return the plan of a sub-jaxpr of an equation."""
 
-    @abc.abstractmethod
+    def half_results(self, info: EqnInfo) -> bool:
+        """Return whether results of products are half where half is not asked for."""
+        by_scope = info.region.half_results
+        return self.has_half_results if by_scope is None else by_scope
+
     def only_reader(self, var: Var) -> Eqn | None:
         """Return what alone reads a variable, None if several do or it is returned."""
+        readers = set() if var in self.returned else {*self.readers[var]}
+        return self.infos[readers.pop()].eqn if len(readers) == 1 else None
 
-    @abc.abstractmethod
     def is_convolution(self, var: Var) -> bool:
-        """Return whether a variable is the result of a convolution."""
+        maker = None if compat.is_literal(var) else self.made_by.get(var)
+        name = "" if maker is None else self.infos[maker].eqn.primitive.name
+        return name == "conv_general_dilated"
 
     @property
     def is_recomputed(self) -> bool:

@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
 from jmp_lite._src import compat, dtypes
@@ -144,13 +143,10 @@ def _multiply_impl(x: jax.Array, y: jax.Array, *, dtype: Any) -> jax.Array:
 
 
 def _multiply_jvp(primals, tangents, *, dtype):
-    (x, y), (dx, dy) = primals, tangents
-    terms = [
-        _multiply(a, b, dtype=dtype)
-        for a, b in ((dx, y), (x, dy))
-        if not isinstance(a, SymbolicZero) and not isinstance(b, SymbolicZero)
-    ]
-    return _multiply(x, y, dtype=dtype), sum(terms[1:], terms[0])
+    def term(i, tangent):
+        return _multiply(*primals[:i], tangent, *primals[i + 1 :], dtype=dtype)
+
+    return compat.with_tangent(_multiply(*primals, dtype=dtype), tangents, term)
 
 
 def _in_front(x: jax.Array, axis: int | None) -> jax.Array:
@@ -208,15 +204,12 @@ def _product_impl(
 
 
 def _product_jvp(primals, tangents):
-    (x, y, x_kept, y_kept), (dx, dy, *_) = primals, tangents
-    pairs = ((dx, y_kept), (x_kept, dy))
-    terms = [
-        _multiply(*pair, dtype=x.dtype)
-        for pair, tangent in zip(pairs, (dx, dy), strict=True)
-        if not isinstance(tangent, SymbolicZero)
-    ]
-    out = _product(x, y, x_kept, y_kept)
-    return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
+    out, kept = _product(*primals), primals[2:]
+
+    def term(i, tangent):
+        return _multiply(*kept[:i], tangent, *kept[i + 1 :], dtype=out.dtype)
+
+    return compat.with_tangent(out, tangents[:2], term)
 
 
 def _product_batch(args, axes):
