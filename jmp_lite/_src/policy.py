@@ -400,7 +400,6 @@ class PolicyMap:
 
 
 def policies_of(policy: Policy | PolicyMap) -> list[Policy]:
-    """Return the policies of a map, or the one policy."""
     if not isinstance(policy, PolicyMap):
         return [policy]
     return [policy.default, *(of_rule for _, of_rule in policy.rules)]

@@ -89,7 +89,6 @@ def flops(eqn: Eqn) -> int:
 
 
 def is_complex(eqn: Eqn) -> bool:
-    """Return whether a matrix product is of complex numbers."""
     return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
 
 

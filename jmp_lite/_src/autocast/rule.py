@@ -57,6 +57,24 @@ class EqnInfo(NamedTuple):
     is_filled_in: bool  # whether it is a product whose `precision` the caller set
     why_not_fp8: str  # why a product that the policy has in fp8 is not, or ""
 
+    def returns_sum(self, uses: Sequence[int]) -> bool:
+        """Return whether an equation adds gradients, and the sum is only returned."""
+        is_returned = union(uses) & Use.DTYPE == Use.OUTPUT
+        return self.eqn.primitive.name == "add_any" and is_returned
+
+    def broadcasts(self) -> bool:
+        """Return whether elementwise arithmetic broadcasts an array."""
+        return any(
+            is_smaller and not compat.is_literal(v) and core.is_f32(v)
+            for v, is_smaller in zip(self.eqn.invars, self.is_smaller, strict=True)
+        )
+
+    def adds_number(self, use: int) -> bool:
+        """Return whether it adds a number to an array, for float32 operations."""
+        is_sum = adds(self.eqn.primitive.name)
+        has_number = is_sum and any(map(compat.is_literal, self.eqn.invars))
+        return has_number and bool(use & (Use.AS_FLOAT32 | Use.OUTPUT))
+
 
 class Analysis(abc.ABC):
     """What a rule may ask of the analysis of the jaxpr of its equation."""
@@ -125,6 +143,64 @@ class Analysis(abc.ABC):
         """Return the stored half values of which a half value is computed."""
         return self.stored.get(var) or frozenset([var])
 
+    def looks_up_input(self, eqn: Eqn) -> bool:
+        """Return whether this looks rows up in an input, which may have moved."""
+        return is_lookup(eqn) and self.is_moved_input(eqn.invars[0])
+
+    def is_bias_of_convolution(self, info: EqnInfo) -> bool:
+        """Return whether cuDNN can add this as a part of a convolution, in half alone.
+
+        In bfloat16, whose range no bias is out of, or where half results are asked for.
+        """
+        is_in_range = precision.has_range_of_f32(self.compute_dtype)
+        return (
+            info.eqn.primitive.name == "add"
+            and (is_in_range or self.half_results(info))
+            and any(map(self.is_convolution, info.eqn.invars))
+        )
+
+    def may_underflow(self, ins: Sequence[Precision], uses: Sequence[int]) -> bool:
+        """Return whether half may lose what keeps a result off zero: an argument."""
+        if precision.has_range_of_f32(self.compute_dtype):
+            return False
+        return bool(union(uses) & Use.NEAR_ONE) and (INPUT in ins or BROADCAST in ins)
+
+    def stored_operands(self, eqn: Eqn, ins: Sequence[Precision]) -> frozenset[Any]:
+        """Return the stored half values of which operands are computed."""
+        pairs = zip(eqn.invars, ins, strict=True)
+        return frozenset().union(
+            *(self.made_of(v) for v, p in pairs if p in (HALF, FUSED))
+        )
+
+    def is_kept(self, eqn: Eqn, ins: Sequence[Precision]) -> bool:
+        """Return whether the half result of arithmetic is stored, whatever reads it.
+
+        It is if it is made of several arrays, or if the backward pass reads it. Other
+        arithmetic is computed again by what reads it, as a part of that: a sum of
+        several arrays, too, that one sum or multiple alone reads.
+        """
+        if facts(eqn.primitive.name) & Fact.SATURATES:
+            return True
+        if len(self.stored_operands(eqn, ins)) < 2:
+            return False
+        reader = self.only_reader(eqn.outvars[0])
+        return not (_is_linear(eqn) and reader is not None and _is_linear(reader))
+
+    def is_part(self, info: EqnInfo, ins: Sequence[Precision], use: int) -> bool:
+        """Return whether what reads a result computes it again, in float32.
+
+        Float32 operations do, and so do sums that are stored. But a sum with a cast
+        input is stored if several read it: each of them would read two arrays.
+        """
+        in_f32_alone = bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.FACTOR)
+        if not use & Use.TERM:
+            return in_f32_alone
+        if self.is_bias_of_convolution(info):
+            return False
+        reader = self.only_reader(info.eqn.outvars[0])
+        is_read_once = reader is not None and _is_linear(reader)
+        return is_read_once or (in_f32_alone and CAST_INPUT not in ins)
+
 
 class Rule:
     """What is done with the equations of one class: here, nothing."""
@@ -185,7 +261,7 @@ class Rule:
         self, info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
     ) -> Sequence[int]:
         """Return how an equation uses its operands, by the plan of this rule."""
-        is_returned = returns_sum(info, uses)
+        is_returned = info.returns_sum(uses)
         use = Use.OUTPUT if is_returned else Use.AS_FLOAT32 | Use.EXACT
         return [use] * len(info.eqn.invars)
 
@@ -225,12 +301,6 @@ def _kept(rule: Rule, ins: int, outs: int, reason: str) -> EqnPlan:
     return EqnPlan(rule, (False,) * ins, (False,) * outs, reason=reason)
 
 
-def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:
-    """Return whether an equation adds gradients, and the sum is only returned."""
-    is_returned = union(uses) & Use.DTYPE == Use.OUTPUT
-    return info.eqn.primitive.name == "add_any" and is_returned
-
-
 def casts_before(eqn: Eqn) -> bool:
     """Return whether a cast of this move's result may happen before the move.
 
@@ -253,19 +323,6 @@ def is_move_or_cast(eqn: Eqn) -> bool:
     return casts_before(eqn)
 
 
-def broadcasts(info: EqnInfo) -> bool:
-    """Return whether elementwise arithmetic broadcasts an array."""
-    return any(
-        is_smaller and not compat.is_literal(v) and core.is_f32(v)
-        for v, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
-    )
-
-
-def looks_up_input(eqn: Eqn, analysis: Analysis) -> bool:
-    """Return whether an equation looks rows up in an input, which may have moved."""
-    return is_lookup(eqn) and analysis.is_moved_input(eqn.invars[0])
-
-
 def is_sum_or_multiple(eqn: Eqn, is_cast: Sequence[bool]) -> bool:
     """Return whether to round some operands is no worse than to round the result.
 
@@ -276,78 +333,6 @@ def is_sum_or_multiple(eqn: Eqn, is_cast: Sequence[bool]) -> bool:
         return True
     powers = itertools.compress(degrees(name, eqn.params), is_cast)
     return list(powers) == [1.0]
-
-
-def is_bias_of_convolution(info: EqnInfo, analysis: Analysis) -> bool:
-    """Return whether cuDNN can add this as a part of a convolution, in half alone.
-
-    In bfloat16, whose range no bias is out of, or where half results are asked for.
-    """
-    is_in_range = precision.has_range_of_f32(analysis.compute_dtype)
-    return (
-        info.eqn.primitive.name == "add"
-        and (is_in_range or analysis.half_results(info))
-        and any(map(analysis.is_convolution, info.eqn.invars))
-    )
-
-
-def adds_number(info: EqnInfo, use: int) -> bool:
-    """Return whether a number is added to an array, and float32 operations read it."""
-    is_sum = adds(info.eqn.primitive.name)
-    has_number = is_sum and any(map(compat.is_literal, info.eqn.invars))
-    return has_number and bool(use & (Use.AS_FLOAT32 | Use.OUTPUT))
-
-
-def may_underflow(
-    ins: Sequence[Precision], uses: Sequence[int], analysis: Analysis
-) -> bool:
-    """Return whether half may lose what keeps a result away from zero: an argument."""
-    if precision.has_range_of_f32(analysis.compute_dtype):
-        return False
-    return bool(union(uses) & Use.NEAR_ONE) and (INPUT in ins or BROADCAST in ins)
-
-
-def stored_operands(
-    eqn: Eqn, ins: Sequence[Precision], analysis: Analysis
-) -> frozenset[Any]:
-    """Return the stored half values of which operands are computed."""
-    pairs = zip(eqn.invars, ins, strict=True)
-    return frozenset().union(
-        *(analysis.made_of(v) for v, p in pairs if p in (HALF, FUSED))
-    )
-
-
-def is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
-    """Return whether the half result of arithmetic is stored, whatever reads it.
-
-    It is if it is made of several arrays, or if the backward pass reads it. Other
-    arithmetic is computed again by what reads it, as a part of that: a sum of several
-    arrays, too, that one sum or multiple alone reads.
-    """
-    if facts(eqn.primitive.name) & Fact.SATURATES:
-        return True
-    if len(stored_operands(eqn, ins, analysis)) < 2:
-        return False
-    reader = analysis.only_reader(eqn.outvars[0])
-    return not (_is_linear(eqn) and reader is not None and _is_linear(reader))
-
-
-def is_part(
-    info: EqnInfo, ins: Sequence[Precision], use: int, analysis: Analysis
-) -> bool:
-    """Return whether what reads a result computes it again, in float32.
-
-    Float32 operations do, and so do sums that are stored. But a sum with a cast input
-    is stored if several read it: each of them would read two arrays.
-    """
-    in_f32_alone = bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.FACTOR)
-    if not use & Use.TERM:
-        return in_f32_alone
-    if is_bias_of_convolution(info, analysis):
-        return False
-    reader = analysis.only_reader(info.eqn.outvars[0])
-    is_read_once = reader is not None and _is_linear(reader)
-    return is_read_once or (in_f32_alone and CAST_INPUT not in ins)
 
 
 def _is_linear(eqn: Eqn) -> bool:

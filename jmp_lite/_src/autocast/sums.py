@@ -31,17 +31,8 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import (
-    Eqn,
-    Jaxpr,
-    Var,
-    is_f32,
-    is_float,
-    is_half,
-    size,
-    variables,
-)
+from jmp_lite._src.jaxprs import binding, core
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32, variables
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 
 # The primitive.
@@ -245,7 +236,7 @@ def sums_backward(eqn: Eqn) -> bool:
     """
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
-        return size(eqn.outvars[0]) > size(eqn.invars[0])
+        return core.size(eqn.outvars[0]) > core.size(eqn.invars[0])
     is_padded_with_variable = name == "pad" and not compat.is_literal(eqn.invars[1])
     known = facts(name)
     # One that chooses among equal numbers counts them; from windows, it repeats them.
@@ -360,10 +351,10 @@ def bounded(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """Return float32 operands; of a sum or a limit, the smaller ones are bounded."""
     if not facts(eqn.primitive.name) & (Fact.LINEAR | Fact.LIMITS):
         return list(operands)
-    of_result = size(eqn.outvars[0])
+    of_result = core.size(eqn.outvars[0])
     return [
         bound(x, dtype)
-        if not compat.is_literal(v) and is_f32(v) and size(v) < of_result
+        if not compat.is_literal(v) and is_f32(v) and core.size(v) < of_result
         else x
         for v, x in zip(eqn.invars, operands, strict=True)
     ]
@@ -435,7 +426,7 @@ def find_reads(
     made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for index, (eqn, cast_in) in enumerate(zip(jaxpr.eqns, half_in, strict=True)):
         pairs = zip(eqn.invars, cast_in, strict=True)
-        half = [is_cast or is_half(v) for v, is_cast in pairs]
+        half = [is_cast or core.is_half(v) for v, is_cast in pairs]
         operands = list(variables(eqn.invars))
         of_operands = union(inputs.get(v, 0) for v in operands)
         inputs.update(dict.fromkeys(eqn.outvars, of_operands))
@@ -493,7 +484,7 @@ def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
 
 
 def _floats(operands: Iterable[Any]) -> Iterable[Any]:
-    return filter(is_float, variables(operands))
+    return filter(core.is_float, variables(operands))
 
 
 def find_differentiated(jaxpr: Jaxpr) -> frozenset[Any]:
