@@ -161,7 +161,6 @@ def buffer_ids(x: Any) -> set[Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, jax and jaxlib, by name."""
     return {
         "Python": platform.python_version(),
         "jax": jax.__version__,
@@ -433,7 +432,6 @@ _IMPLS: dict[Primitive, Any] = {}
 
 
 def is_new_primitive(eqn: Any) -> bool:
-    """Return whether the primitive of an equation is from `new_primitive`."""
     return eqn.primitive in _IMPLS
 
 

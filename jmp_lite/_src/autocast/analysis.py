@@ -50,7 +50,6 @@ from jmp_lite._src.autocast.precision import (
     CAST_INPUT,
     FLOAT32,
     INPUT,
-    NOT_OPENED,
     NUMBER,
     OTHER,
     Around,
@@ -409,7 +408,7 @@ def _why_unchanged(eqn: Eqn) -> str:
         is_of_floats = any(map(core.is_float, (*eqn.invars, *eqn.outvars)))
         return "not in the rules" if is_of_floats else ""
     why_not = control_flow.why_not_opened(eqn)
-    return f"{NOT_OPENED}: {eqn.primitive.name}, {why_not}"
+    return f"{precision.NOT_OPENED}: {eqn.primitive.name}, {why_not}"
 
 
 def _check_bodies(eqn: Eqn, plan: EqnPlan) -> EqnPlan:

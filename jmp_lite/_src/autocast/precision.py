@@ -214,7 +214,6 @@ class Direction(enum.Enum):
         return self in (Direction.DERIVATIVE_RULE, Direction.RECOMPUTED)
 
     def of(self, eqn: Eqn) -> "Direction":
-        """Return the direction of an equation in a jaxpr of this one."""
         name = eqn.primitive.name
         if self is Direction.RECOMPUTED or name == "custom_vjp_call":
             return Direction.RECOMPUTED
@@ -234,7 +233,6 @@ class Around(enum.Enum):
     """What the program itself has computed again in the backward pass."""
 
     def inside(self, eqn: Eqn) -> "Around":
-        """Return what the jaxprs of an equation are inside of."""
         name = eqn.primitive.name
         if self is Around.RECOMPUTATION or name in CHECKPOINTS:
             return Around.RECOMPUTATION

@@ -168,8 +168,6 @@ class Clusters:
 
 
 class _Search:
-    """Finds the clusters of a plan."""
-
     def __init__(
         self,
         plan: CastPlan,

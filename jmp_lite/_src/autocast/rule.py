@@ -20,15 +20,11 @@ from jmp_lite._src.autocast.precision import (
     HALF,
     IGNORED,
     INPUT,
-    INTEGER,
     NUMBER,
-    STORED,
     CastPlan,
     Direction,
     EqnPlan,
     Precision,
-    Region,
-    Softmax,
     Use,
 )
 from jmp_lite._src.autocast.rewrite import Values
@@ -46,9 +42,9 @@ class EqnInfo(NamedTuple):
 
     eqn: Eqn
     rule: "Rule"  # that of its class in the table
-    region: Region  # whether the policy lowers what is in its name scope
+    region: precision.Region  # whether the policy lowers what is in its name scope
     bodies: tuple[SubJaxpr, ...]  # where they are understood
-    softmax: Softmax | None  # whose last equation it is
+    softmax: precision.Softmax | None  # whose last equation it is
     order: Any  # the `products.Order` of a product that is transposed, or None
     fixed: tuple[Precision | None, ...]  # of literals and what is not float32
     is_smaller: tuple[bool, ...]  # per operand, than an elementwise result
@@ -63,7 +59,6 @@ class EqnInfo(NamedTuple):
         return self.eqn.primitive.name == "add_any" and is_returned
 
     def broadcasts(self) -> bool:
-        """Return whether elementwise arithmetic broadcasts an array."""
         return any(
             is_smaller and not compat.is_literal(v) and core.is_f32(v)
             for v, is_smaller in zip(self.eqn.invars, self.is_smaller, strict=True)
@@ -293,7 +288,7 @@ class Rule:
 
 
 # The precision of what is converted to float32 -> that of the result.
-_CONVERTED = {INTEGER: NUMBER, STORED: INPUT}
+_CONVERTED = {precision.INTEGER: NUMBER, precision.STORED: INPUT}
 
 
 @functools.cache  # most equations of a program have one of few plans

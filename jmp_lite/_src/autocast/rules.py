@@ -27,7 +27,6 @@ from jmp_lite._src.autocast.precision import (
     Direction,
     EqnPlan,
     Precision,
-    Region,
     Use,
 )
 from jmp_lite._src.autocast.rule import (
@@ -395,7 +394,6 @@ class _SubJaxprs(Rule):
 
 
 def _uses_by_bodies(info: EqnInfo, plans: Sequence[CastPlan]) -> list[int]:
-    """Return how sub-jaxprs use the operands of their equation."""
     uses = [0] * len(info.eqn.invars)
     for body, plan in zip(info.bodies, plans, strict=True):
         for k, i in enumerate(body.operands):
@@ -469,7 +467,7 @@ def rule_for(eqn: Eqn, op_class: str) -> Rule:
 
 
 def product_rule(
-    eqn: Eqn, region: Region, direction: Direction, fp8_min_size: int
+    eqn: Eqn, region: precision.Region, direction: Direction, fp8_min_size: int
 ) -> tuple[Rule, str]:
     """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
     if direction.has_derivative_rule:
@@ -552,7 +550,6 @@ def operand_uses(
 
 
 def _is_result_half(info: EqnInfo, use: int, analysis: Analysis) -> bool:
-    """Return whether the result of a product is half, by its uses and its scope."""
     if info.region.half_results is False or use & Use.FRACTION:
         return False
     if analysis.is_recomputed:  # then nothing may depend on the uses

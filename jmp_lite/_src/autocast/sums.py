@@ -220,7 +220,6 @@ def multiplies(eqn: Eqn) -> bool:
 
 
 def divides(eqn: Eqn) -> bool:
-    """Return whether an equation divides arrays."""
     return multiplies(eqn) and min(degrees(eqn.primitive.name, {})) < 0
 
 
