@@ -263,7 +263,8 @@ def run_accumulated(
                 return _linear(tangent, *others, factor=factor, in_axes=())
             return factor.multiply(tangent, *others)
 
-        # Not `product`: policies of `jax.checkpoint` look for plain products.
+        # A product is linear in each of its first two operands. Not `product` itself:
+        # policies of `jax.checkpoint` look for plain products.
         out = run(eqn, halves, half_dtype, half_result)
         return compat.with_tangent(out, tangents[:2], term)
 
