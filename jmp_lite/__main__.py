@@ -69,7 +69,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    """Return the number of seconds that an argument gives."""
     try:
         seconds = float(text)
     except ValueError:

@@ -97,9 +97,14 @@ def _register_with_flax_serialization(cls: Any) -> None:
     register(cls, to_state_dict, from_state_dict, override=True)
 
 
+def nnx_class(name: str) -> Any:
+    """Return a class of flax.nnx, for `isinstance`; () if that is not loaded."""
+    return getattr(sys.modules.get("flax.nnx"), name, ())
+
+
 def is_nnx(x: Any, name: str) -> bool:
     """Return whether this is of a class of flax.nnx; False if that is not loaded."""
-    return isinstance(x, getattr(sys.modules.get("flax.nnx"), name, ()))
+    return isinstance(x, nnx_class(name))
 
 
 def is_nnx_module(x: Any) -> bool:
@@ -111,17 +116,6 @@ def is_unbound_linen_module(x: Any) -> bool:
     """Return whether this is a linen module that is no part of a running `apply`."""
     module: Any = getattr(sys.modules.get("flax.linen"), "Module", ())
     return isinstance(x, module) and x.scope is None
-
-
-def unwrap_nnx_variables(tree: Any) -> Any:
-    """Replace each nnx variable in a tree by its array."""
-
-    def is_variable(x: Any) -> bool:
-        return is_nnx(x, "Variable")
-
-    return jax.tree.map(
-        lambda x: x.get_value() if is_variable(x) else x, tree, is_leaf=is_variable
-    )
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:
@@ -167,7 +161,6 @@ def buffer_ids(x: Any) -> set[Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, jax and jaxlib, by name."""
     return {
         "Python": platform.python_version(),
         "jax": jax.__version__,
@@ -409,23 +402,36 @@ def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> 
     `wrap(fun, role)` returns the replacement of the function and its derivative rules,
     with `role` 0, 1… in the order in which JAX binds them.
     """
-    user_context, manager = eqn_contexts(eqn)
-    with user_context, manager:
-        params = eqn.primitive.get_bind_params(eqn.params)
-        subfuns = tuple(
-            linear_util.wrap_init(
-                wrap(subfun.call_wrapped, role), debug_info=subfun.debug_info
-            )
-            for role, subfun in enumerate(params.pop("subfuns"))
+    params = eqn.primitive.get_bind_params(eqn.params)
+    subfuns = tuple(
+        linear_util.wrap_init(
+            wrap(subfun.call_wrapped, role), debug_info=subfun.debug_info
         )
-        return eqn.primitive.bind(*args, subfuns=subfuns, **params)
+        for role, subfun in enumerate(params.pop("subfuns"))
+    )
+    return eqn.primitive.bind(*args, subfuns=subfuns, **params)
+
+
+def with_tangent(
+    out: jax.Array, tangents: Sequence[Any], term: Callable[[int, Any], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Return a result and its tangent, of what is linear in each of some operands.
+
+    `term` is the result with the tangent of an operand, by index, in its place; what
+    has none is a `SymbolicZero`.
+    """
+    moved = [(i, t) for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    if not moved:
+        return out, jnp.zeros_like(out)
+    terms = [term(i, t) for i, t in moved]
+    total = sum(terms[1:], terms[0])
+    return out, jax.lax.convert_element_type(total, out.dtype)
 
 
 _IMPLS: dict[Primitive, Any] = {}
 
 
 def is_new_primitive(eqn: Any) -> bool:
-    """Return whether the primitive of an equation is from `new_primitive`."""
     return eqn.primitive in _IMPLS
 
 

@@ -104,7 +104,7 @@ def fp8_dot_general(
                 f"{name} of {dtype}. It computes the scales itself: pass the array "
                 "before it is rounded to fp8."
             )
-    if not _is_default(precision):
+    if not is_default_precision(precision):
         raise ValueError(
             f"fp8_dot_general has one precision, got precision={precision!r}: leave it "
             "out, or use lax.dot_general for this product."
@@ -182,7 +182,7 @@ def why_not(
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     if len(lhs_batch):
         return "batch dimensions"
-    if not _is_default(precision):
+    if not is_default_precision(precision):
         return "a precision that the model chose"
     # Merged dimensions have no such sharding, nor has the gradient.
     shardings = (lhs.sharding, rhs.sharding, out_sharding)
@@ -191,6 +191,12 @@ def why_not(
     *_, m, k = _Dimensions(lhs.shape, lhs_batch, lhs_summed).matrix
     *_, n, _ = _Dimensions(rhs.shape, rhs_batch, rhs_summed).matrix
     return why_not_sizes((m, n, k), min_size)
+
+
+def is_default_precision(precision: Any) -> bool:
+    """Return whether this is the default `precision` of a product, or a pair of it."""
+    pair = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, "default", lax.Precision.DEFAULT) for p in pair)
 
 
 def why_not_sizes(sizes: Sequence[int], min_size: int = MIN_SIZE) -> str:
@@ -246,17 +252,13 @@ def _product_impl(a: jax.Array, b: jax.Array, *, formats: Any) -> jax.Array:
 
 
 def _product_jvp(primals, tangents, *, formats):
-    (a, b), (da, db) = primals, tangents
     # What the backward pass keeps are these rounded tensors.
-    a8, a_scale = _constant(*quantize(a, formats[0]))
-    b8, b_scale = _constant(*quantize(b, formats[1]))
-    out = _multiply(a8, a_scale, b8, b_scale)
-    terms = []
-    if not isinstance(da, SymbolicZero):
-        terms.append(_linear(da, b8, b_scale, is_lhs=True, in_axes=()))
-    if not isinstance(db, SymbolicZero):
-        terms.append(_linear(db, a8, a_scale, is_lhs=False, in_axes=()))
-    return out, sum(terms[1:], terms[0])
+    a, b = (_constant(*quantize(x, of)) for x, of in zip(primals, formats, strict=True))
+
+    def term(i, tangent):
+        return _linear(tangent, *(a if i else b), is_lhs=i == 0, in_axes=())
+
+    return compat.with_tangent(_multiply(*a, *b), tangents, term)
 
 
 def _product_batch(args: Any, axes: Any, *, formats: Any) -> jax.Array:
@@ -388,8 +390,3 @@ _linear = compat.new_primitive(
     [_linear_transpose],
     static_argnames=("is_lhs", "in_axes"),
 )
-
-
-def _is_default(precision: Any) -> bool:
-    pair = precision if isinstance(precision, tuple) else (precision,)
-    return all(p in (None, "default", lax.Precision.DEFAULT) for p in pair)

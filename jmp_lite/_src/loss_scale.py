@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from jmp_lite._src import compat, trees
-from jmp_lite._src.policy import Policy, PolicyMap, get_policy
+from jmp_lite._src.policy import Policy, PolicyMap, get_policy, policies_of
 
 T = TypeVar("T")
 
@@ -349,11 +349,8 @@ def loss_scale_for(policy: Policy | PolicyMap | str) -> LossScale:
       >>> loss_scale_for("mixed_bfloat16")
       NoOpLossScale()
     """
-    if isinstance(policy, PolicyMap):
-        policies = [policy.default, *(p for _, p in policy.rules)]
-    else:
-        policies = [get_policy(policy)]
-    in_float16 = any(p.compute_dtype == jnp.float16 for p in policies)
+    policy = policy if isinstance(policy, PolicyMap) else get_policy(policy)
+    in_float16 = any(p.compute_dtype == jnp.float16 for p in policies_of(policy))
     return DynamicLossScale() if in_float16 else NoOpLossScale()
 
 
@@ -387,7 +384,8 @@ def get_loss_scale(tree: Any) -> LossScale:
                     ", and leave apply_if_finite out: scale_aware does that.",
                     stacklevel=3,
                 )
-        return compat.unwrap_nnx_variables(found[0][1])
+        variables = compat.nnx_class("Variable")
+        return trees.map_nodes(lambda x: x.get_value(), found[0][1], variables)
     if found:
         raise ValueError(
             "Expected one loss scale, found several, at "

@@ -399,6 +399,12 @@ class PolicyMap:
         )
 
 
+def policies_of(policy: Policy | PolicyMap) -> list[Policy]:
+    if not isinstance(policy, PolicyMap):
+        return [policy]
+    return [policy.default, *(of_rule for _, of_rule in policy.rules)]
+
+
 def paths_around(path: str) -> list[str]:
     """Return the paths around a path, from the root on, and the path itself.
 

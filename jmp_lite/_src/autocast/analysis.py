@@ -34,6 +34,7 @@ are: `a`, `d` and `h` would be FLOAT32, because `exp` reads `h`.
 
 import collections
 import dataclasses
+import functools
 import heapq
 import itertools
 import operator
@@ -49,7 +50,6 @@ from jmp_lite._src.autocast.precision import (
     CAST_INPUT,
     FLOAT32,
     INPUT,
-    NOT_OPENED,
     NUMBER,
     OTHER,
     Around,
@@ -83,7 +83,6 @@ class Analyzer:
         self.filled_in: set[int] = set()
         self.clusters = recompute.Clusters(compute_dtype)
         self._plans: dict[Any, CastPlan] = {}
-        self._for_derivatives: Analyzer | None = None
 
     def plan(
         self,
@@ -132,32 +131,24 @@ class Analyzer:
         return dataclasses.replace(traced, closed=closed)
 
     def plan_closed(
-        self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD
+        self,
+        closed: ClosedJaxpr,
+        direction: Direction = Direction.FORWARD,
+        ins: Sequence[Precision] | None = None,
+        uses: Sequence[int] | None = None,
+        is_tangent: Sequence[bool] = (),
     ) -> CastPlan:
         """Return the plan of a closed jaxpr, by default that of a whole function."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        ins = [INPUT] * len(jaxpr.invars)
-        uses = [Use.OUTPUT] * len(jaxpr.outvars)
-        return self.plan(jaxpr, consts, ins, uses, direction=direction)
-
-    def plan_rule(
-        self,
-        closed: ClosedJaxpr,
-        ins: Sequence[Precision],
-        uses: Sequence[int],
-        is_tangent: Sequence[bool],
-        of_function: CastPlan,
-    ) -> CastPlan:
-        """Return the plan of the rule of a function's JVP: see `plan`."""
-        jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        options = {"direction": of_function.direction, "is_tangent": is_tangent}
+        ins = [INPUT] * len(jaxpr.invars) if ins is None else ins
+        uses = [Use.OUTPUT] * len(jaxpr.outvars) if uses is None else uses
+        options = {"direction": direction, "is_tangent": is_tangent}
         return self.plan(jaxpr, consts, ins, uses, **options)
 
+    @functools.cached_property
     def for_derivatives(self) -> "Analyzer":
-        if self._for_derivatives is None:
-            options = self.table, self.regions, self.compute_dtype
-            self._for_derivatives = Analyzer(*options, is_derivative_rule=True)
-        return self._for_derivatives
+        options = self.table, self.regions, self.compute_dtype
+        return Analyzer(*options, is_derivative_rule=True)
 
 
 class _Queue:
@@ -194,6 +185,7 @@ class _Analysis(Analysis):
         self.compute_dtype, self.direction = analyzer.compute_dtype, direction
         self.keeps_inputs = analyzer.regions.keeps_inputs
         self.recomputes = analyzer.table.recomputes
+        self.has_half_results = analyzer.table.half_results
         self.analyzer, self.around = analyzer, around
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
         self.infos = _describe(jaxpr, analyzer, scope, direction)
@@ -204,17 +196,14 @@ class _Analysis(Analysis):
         # Of equations, by index: their plans; how they use operands, () if not known.
         self.plans: list[Any] = [None] * len(self.infos)
         self.operand_uses: list[Sequence[int]] = [()] * len(self.infos)
-        # Of variables: the equations that read and made them, how many readers use them
-        # in each way, and all the uses that were ever found, which only grow.
-        self.readers: dict[Any, list[int]] = collections.defaultdict(list)
-        self.made_by = {
-            v: i for i, info in enumerate(self.infos) for v in info.eqn.outvars
-        }
+        # Of variables: how many readers use them in each way, and all the uses that
+        # were ever found, which only grow.
         self.counts: dict[Any, dict[int, int]] = collections.defaultdict(dict)
         self.uses: dict[Any, int] = {}
         self.reconsidered: set[Var] = set()
         self.returned = frozenset(core.variables(jaxpr.outvars))
         for index, info in enumerate(self.infos):
+            self.made_by.update(dict.fromkeys(info.eqn.outvars, index))
             for var, fixed in zip(info.eqn.invars, info.fixed, strict=True):
                 if fixed is None:
                     self.readers[var].append(index)
@@ -232,13 +221,16 @@ class _Analysis(Analysis):
             while stale:
                 stale = self._backward(self._forward(stale))
             stale = self._reconsider()
-        outs = tuple(self._precision_of(v) for v in self.jaxpr.outvars)
+        outs = [
+            precision.fixed(v, self.compute_dtype) or self.precision[v]
+            for v in self.jaxpr.outvars
+        ]
         plan = CastPlan(
             jaxpr=self.jaxpr,
             consts=self.consts,
             eqn_plans=tuple(map(_check_bodies, self.jaxpr.eqns, self.plans)),
             ins=ins,
-            outs=outs,
+            outs=tuple(outs),
             in_uses=tuple(map(self._use_of, self.jaxpr.invars)),
             numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
             cast_moves=frozenset(self.cast_moves),
@@ -263,19 +255,6 @@ class _Analysis(Analysis):
             k in body.fixed_in or (not compat.is_literal(v) and v in self.tangents)
             for k, v in enumerate(operands)
         ]
-
-    def half_results(self, info: EqnInfo) -> bool:
-        by_scope = info.region.half_results
-        return self.analyzer.table.half_results if by_scope is None else by_scope
-
-    def only_reader(self, var: Var) -> Eqn | None:
-        readers = set() if var in self.returned else {*self.readers[var]}
-        return self.infos[readers.pop()].eqn if len(readers) == 1 else None
-
-    def is_convolution(self, var: Var) -> bool:
-        maker = None if compat.is_literal(var) else self.made_by.get(var)
-        name = "" if maker is None else self.infos[maker].eqn.primitive.name
-        return name == "conv_general_dilated"
 
     def _set_inputs(self, ins: Sequence[Precision]) -> None:
         for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):
@@ -377,10 +356,6 @@ class _Analysis(Analysis):
         """Return how all that reads a variable uses it."""
         return union(self.counts[var])
 
-    def _precision_of(self, var: Var) -> Precision:
-        fixed = precision.fixed(var, self.compute_dtype)
-        return self.precision[var] if fixed is None else fixed
-
 
 def _describe(
     jaxpr: Jaxpr, analyzer: Analyzer, scope: str, around: Direction
@@ -409,8 +384,7 @@ def _describe(
                 region = dataclasses.replace(region, reason=f"{region.reason}: {name}")
         size = core.size(eqn.outvars[0]) if rule.is_elementwise else 0
         # Integers matter where they become floats, here or in a sub-jaxpr.
-        may_convert = bodies or name == CAST
-        fixed = precision.fixed_or_integer if may_convert else precision.fixed
+        may_convert = bool(bodies) or name == CAST
         return EqnInfo(
             eqn=eqn,
             rule=rule,
@@ -418,7 +392,7 @@ def _describe(
             bodies=bodies,
             softmax=softmaxes.get(index),
             order=orders.get(index),
-            fixed=tuple([fixed(v, dtype) for v in eqn.invars]),
+            fixed=tuple([precision.fixed(v, dtype, may_convert) for v in eqn.invars]),
             is_smaller=tuple([size > core.size(v) for v in eqn.invars]),
             is_f32=tuple(map(core.is_f32, eqn.outvars)),
             why_unchanged=_why_unchanged(eqn) if rule is rules.UNCHANGED else "",
@@ -434,7 +408,7 @@ def _why_unchanged(eqn: Eqn) -> str:
         is_of_floats = any(map(core.is_float, (*eqn.invars, *eqn.outvars)))
         return "not in the rules" if is_of_floats else ""
     why_not = control_flow.why_not_opened(eqn)
-    return f"{NOT_OPENED}: {eqn.primitive.name}, {why_not}"
+    return f"{precision.NOT_OPENED}: {eqn.primitive.name}, {why_not}"
 
 
 def _check_bodies(eqn: Eqn, plan: EqnPlan) -> EqnPlan:
@@ -483,15 +457,13 @@ class AsWritten:
         return self._plans[key]
 
     def plan_closed(
-        self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD
+        self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD, **_: Any
     ) -> CastPlan:
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        is_input = not direction.has_derivative_rule
+        is_input = not (direction.has_derivative_rule or self.is_derivative_rule)
         return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
 
-    def plan_rule(self, closed: ClosedJaxpr, **_: Any) -> CastPlan:
-        return self.plan_closed(closed, direction=Direction.DERIVATIVE_RULE)
-
+    @property
     def for_derivatives(self) -> "AsWritten":
         return AsWritten(is_derivative_rule=True)
 

@@ -11,16 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, reports
-from jmp_lite._src.autocast import half_calls, products
+from jmp_lite._src.autocast import half_calls, products, transform
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.autocast.precision import EqnPlan, Placed, walk
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
-from jmp_lite._src.autocast.transform import (
-    check_function,
-    check_policy,
-    plan_call,
-    takes_function,
-)
 from jmp_lite._src.jaxprs import control_flow, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.policy import Policy, PolicyMap
@@ -202,7 +196,7 @@ _OP_COLUMNS = ("layer", "op", "line", "before", "after", "FLOPs", "×8", "why")
 _NUMBERS = ("products\nin half", "FLOPs", "not ×8", "other ops\nin half")
 
 
-@takes_function
+@transform.takes_function
 def explain(
     fun: Callable[P, Any],
     policy: Policy | PolicyMap | str = "mixed",
@@ -239,13 +233,13 @@ def explain(
       >>> [(row.layer, row.primitive, row.after) for row in report.rows]
       [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'f32 -> f32')]
     """
-    check_function(fun, "explain", policy)
-    policy, compute_dtype = check_policy(policy, "explain")
+    transform.check_function(fun, "explain", policy)
+    policy, compute_dtype = transform.check_policy(policy, "explain")
     options = half_results, fp8_min_size, recompute
     rules = resolve_rules(rules, compute_dtype, *options)
 
     def explained(*args: P.args, **kwargs: P.kwargs) -> AutocastReport:
-        planned = plan_call(fun, policy, compute_dtype, rules, args, kwargs)
+        planned = transform.plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         before = planned.traced.closed
         after = jax.make_jaxpr(lambda: planned.run())()
         casts_before, casts_after = (

@@ -15,7 +15,7 @@ from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.autocast.rules import BY_CLASS
 from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, IN_HALF, join
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES
-from jmp_lite._src.policy import Policy, PolicyMap, paths_around
+from jmp_lite._src.policy import Policy, PolicyMap, paths_around, policies_of
 
 CLASSES = tuple(BY_CLASS)
 
@@ -224,7 +224,7 @@ class Regions:
     def __init__(self, policy: Policy | PolicyMap):
         self.policy = policy
         self.paths: set[str] = set()
-        self._regions: dict[str, Region] = {}
+        self._region = functools.cache(self._find_region)
         policies = policies_of(policy)
         self.any_fp8 = any(p.matmul_dtype == "fp8" for p in policies)
         # Whether products of some region read inputs in float32.
@@ -236,10 +236,7 @@ class Regions:
         return scope if isinstance(self.policy, PolicyMap) else ""
 
     def at(self, scope: str, name_stack: str) -> Region:
-        path = join(scope, name_stack)
-        if path not in self._regions:
-            self._regions[path] = self._make(path)
-        return self._regions[path]
+        return self._region(join(scope, name_stack))
 
     def around_half_call(self, scope: str, name_stack: str) -> Region:
         """Return the region around the call of an `in_half` function."""
@@ -249,7 +246,7 @@ class Regions:
     def check_unused(self, name: str) -> None:
         check_unused(self.policy, self.paths, name)
 
-    def _make(self, path: str) -> Region:
+    def _find_region(self, path: str) -> Region:
         parts = path.split("/")
         closed = {
             AUTOCAST: "in an autocast of its own",
@@ -267,13 +264,6 @@ class Regions:
             return _region_of(self.policy.default)
         results = {jnp.float32: False, policy.compute_dtype: True}
         return _region_of(policy, results.get(policy.output_dtype))
-
-
-def policies_of(policy: Policy | PolicyMap) -> list[Policy]:
-    """Return the policies of a map, or the one policy."""
-    if not isinstance(policy, PolicyMap):
-        return [policy]
-    return [policy.default, *(of_rule for _, of_rule in policy.rules)]
 
 
 def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) -> None:

@@ -151,13 +151,18 @@ def _of_integer(x: Any, compute_dtype: Any) -> Precision:
     return INTEGER if abs(int(x)) <= largest else OTHER
 
 
-def fixed(var: Var, compute_dtype: Any) -> Precision | None:
-    """Return the precision of a literal or of what is not float32, None for others."""
-    if not is_f32(var):
+def fixed(var: Var, compute_dtype: Any, may_convert: bool = False) -> Precision | None:
+    """Return the precision of a literal or of what is not float32, None for others.
+
+    Where what is not float32 `may_convert` to it, an integer written in the program is
+    INTEGER, and of a variable it is None.
+    """
+    is_literal = compat.is_literal(var)
+    if is_f32(var):
+        return of_constant(var.val, compute_dtype) if is_literal else None
+    if not may_convert:
         return OTHER
-    if compat.is_literal(var):
-        return of_constant(var.val, compute_dtype)
-    return None
+    return _of_integer(var.val, compute_dtype) if is_literal else None
 
 
 def of_input(var: Var, given: Precision, compute_dtype: Any) -> Precision:
@@ -166,13 +171,6 @@ def of_input(var: Var, given: Precision, compute_dtype: Any) -> Precision:
         return given
     is_stored = getattr(var.aval, "dtype", None) == compute_dtype
     return STORED if is_stored and given in (INPUT, STORED) else OTHER
-
-
-def fixed_or_integer(var: Var, compute_dtype: Any) -> Precision | None:
-    """Return what `fixed` does, but INTEGER for such a literal, None for variables."""
-    if compat.is_literal(var) and not is_f32(var):
-        return _of_integer(var.val, compute_dtype)
-    return fixed(var, compute_dtype) if is_f32(var) else None
 
 
 def join(precisions: list[Precision]) -> Precision:
@@ -216,7 +214,6 @@ class Direction(enum.Enum):
         return self in (Direction.DERIVATIVE_RULE, Direction.RECOMPUTED)
 
     def of(self, eqn: Eqn) -> "Direction":
-        """Return the direction of an equation in a jaxpr of this one."""
         name = eqn.primitive.name
         if self is Direction.RECOMPUTED or name == "custom_vjp_call":
             return Direction.RECOMPUTED
@@ -236,7 +233,6 @@ class Around(enum.Enum):
     """What the program itself has computed again in the backward pass."""
 
     def inside(self, eqn: Eqn) -> "Around":
-        """Return what the jaxprs of an equation are inside of."""
         name = eqn.primitive.name
         if self is Around.RECOMPUTATION or name in CHECKPOINTS:
             return Around.RECOMPUTATION
@@ -424,19 +420,15 @@ def walk(plan: CastPlan, *, has_places: bool = True) -> list[Placed]:
     A jaxpr that is called several times is visited once: the calls are multiplied. If
     it `has_places`, it is visited once per place, and each has rows of its own.
     """
-    visited: dict[Any, list[Placed]] = {}
 
+    @functools.cache
     def visit(plan: CastPlan, *place: Any) -> list[Placed]:
-        if (plan, *place) not in visited:
-            rows: dict[Any, Placed] = {}
-            for row in visit_eqns(plan, *place):
-                key = (id(row.eqn), id(row.plan), *row[2:5])
-                calls, times = rows[key][5:] if key in rows else (0, 0)
-                rows[key] = row._replace(
-                    calls=calls + row.calls, times=times + row.times
-                )
-            visited[plan, *place] = list(rows.values())
-        return visited[plan, *place]
+        rows: dict[Any, Placed] = {}
+        for row in visit_eqns(plan, *place):
+            key = (id(row.eqn), id(row.plan), *row[2:5])
+            calls, times = rows[key][5:] if key in rows else (0, 0)
+            rows[key] = row._replace(calls=calls + row.calls, times=times + row.times)
+        return list(rows.values())
 
     def visit_eqns(plan: CastPlan, scope: str, line: str, integers: Any):
         known = dict(zip(plan.jaxpr.invars, integers, strict=True))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast.precision import Softmax
@@ -21,6 +20,7 @@ from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 
 NAMES = matmul_precision.PRODUCTS
+is_default_precision = fp8.is_default_precision
 COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
@@ -60,16 +60,11 @@ def _f32_product(bind: Callable[..., Any], half_dtype: Any, operands: Any) -> An
         return jax.lax.platform_dependent(*operands, cpu=upcast, default=plain)
 
     def jvp(primals, tangents):
-        out = product(*primals)
-        terms = []
-        for i in (0, 1):  # a product is linear in each of its first two operands
-            if not isinstance(tangents[i], SymbolicZero):
-                mixed = list(primals)
-                mixed[i] = tangents[i]
-                terms.append(bind(half_dtype, *mixed))
-        if not terms:
-            return out, jnp.zeros_like(out)
-        return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
+        def term(i, tangent):
+            return bind(half_dtype, *primals[:i], tangent, *primals[i + 1 :])
+
+        # A product is linear in each of its first two operands.
+        return compat.with_tangent(product(*primals), tangents[:2], term)
 
     product.defjvp(jvp, symbolic_zeros=True)
     return product(*operands)
@@ -94,7 +89,6 @@ def flops(eqn: Eqn) -> int:
 
 
 def is_complex(eqn: Eqn) -> bool:
-    """Return whether a matrix product is of complex numbers."""
     return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
 
 
@@ -132,13 +126,6 @@ def dimensions(eqn: Eqn) -> list[int]:
 def is_outer(eqn: Eqn) -> bool:
     """Return whether an equation is an outer product: it has no sum."""
     return eqn.primitive.name == "dot_general" and dimensions(eqn)[2] == 1
-
-
-def is_default_precision(precision: Any) -> bool:
-    """Return whether the `precision` of a product is the default."""
-    if isinstance(precision, tuple):
-        return all(map(is_default_precision, precision))
-    return precision is None or precision == jax.lax.Precision.DEFAULT
 
 
 def why_not_half(eqn: Eqn, is_filled_in: bool, compute_dtype: Any) -> str:
@@ -267,21 +254,19 @@ def run_accumulated(
         return run(eqn, halves, half_dtype, half_result)
 
     def jvp(primals, tangents):
-        halves, terms = _halves(primals, half_dtype), []
-        # Not `product`: policies of `jax.checkpoint` look for plain products.
-        out = run(eqn, halves, half_dtype, half_result)
-        for i in (0, 1):  # a product is linear in each of its first two operands
-            if isinstance(tangents[i], SymbolicZero):
-                continue
+        halves = _halves(primals, half_dtype)
+
+        def term(i, tangent):
             factor = _Factor(eqn, i, half_dtype)
-            others = [x for j, x in enumerate(halves) if j != i]
+            others = [*halves[:i], *halves[i + 1 :]]
             if primals[i].dtype == jnp.float32:
-                terms.append(_linear(tangents[i], *others, factor=factor, in_axes=()))
-            else:
-                terms.append(factor.multiply(tangents[i], *others))
-        if not terms:
-            return out, jnp.zeros_like(out)
-        return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
+                return _linear(tangent, *others, factor=factor, in_axes=())
+            return factor.multiply(tangent, *others)
+
+        # A product is linear in each of its first two operands. Not `product` itself:
+        # policies of `jax.checkpoint` look for plain products.
+        out = run(eqn, halves, half_dtype, half_result)
+        return compat.with_tangent(out, tangents[:2], term)
 
     product.defjvp(jvp, symbolic_zeros=True)
     return product(*operands)
@@ -330,14 +315,12 @@ def _linear_impl(
 
 
 def _linear_jvp(primals, tangents, *, factor, in_axes):
-    (x, *others), (dx, *d_others) = primals, tangents
     multiply = functools.partial(_linear, factor=factor, in_axes=in_axes)
-    out = multiply(x, *others)
-    terms = [multiply(dx, *others)] if not isinstance(dx, SymbolicZero) else []
-    for i, d_other in enumerate(d_others):
-        if not isinstance(d_other, SymbolicZero):
-            terms.append(multiply(x, *others[:i], d_other, *others[i + 1 :]))
-    return out, sum(terms[1:], terms[0])
+
+    def term(i, tangent):
+        return multiply(*primals[:i], tangent, *primals[i + 1 :])
+
+    return compat.with_tangent(multiply(*primals), tangents, term)
 
 
 def _linear_batch(args, axes, *, factor, in_axes):

@@ -25,7 +25,7 @@ import jax
 from jax import lax
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import sums, waiting
+from jmp_lite._src.autocast import saving, sums, waiting
 from jmp_lite._src.autocast.precision import (
     FLOAT32,
     Around,
@@ -36,15 +36,7 @@ from jmp_lite._src.autocast.precision import (
     Part,
     has_range_of_f32,
 )
-from jmp_lite._src.autocast.saving import (
-    Work,
-    is_reduction,
-    moved_operand,
-    saves_sums,
-    saves_totals,
-    together,
-    work_of,
-)
+from jmp_lite._src.autocast.saving import Work, is_reduction
 from jmp_lite._src.autocast.waiting import Called, Waiting
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
@@ -131,14 +123,14 @@ class Clusters:
             return self._work_of_body(body)
         if plan.bodies or not plan.rule.computes_in_float32:
             return None
-        return work_of(eqn, differentiated)
+        return saving.work_of(eqn, differentiated)
 
     def _work_of_body(self, plan: CastPlan) -> Work | None:
         if plan not in self._works:
             works = self._works_of(plan)
             called = Called(plan.jaxpr, works)
-            known = None if None in works else together(filter(None, works), called)
-            self._works[plan] = known
+            of_all = saving.together(filter(None, works), called)
+            self._works[plan] = None if None in works else of_all
         return self._works[plan]
 
     def _inside(
@@ -176,8 +168,6 @@ class Clusters:
 
 
 class _Search:
-    """Finds the clusters of a plan."""
-
     def __init__(
         self,
         plan: CastPlan,
@@ -316,7 +306,7 @@ class _Search:
     def _cluster(self, indices: Sequence[int]) -> Cluster | None:
         """Return the cluster of some equations, None if it buys nothing."""
         eqns = [self.eqns[i] for i in indices]
-        work = together(filter(None, map(self.works.__getitem__, indices)))
+        work = saving.together(filter(None, map(self.works.__getitem__, indices)))
         if not work.is_worth_it and not (work.multiplies and self.waiting.values):
             return None
         inside = set(indices)
@@ -413,7 +403,7 @@ class _Search:
         is_alone = all(map(self._is_product, self._readers[var]))
         while is_alone and source in self._made_by and source not in self._returned:
             i = self._made_by[source]
-            operand = moved_operand(self.eqns[i], self.plan.eqn_plans[i])
+            operand = saving.moved_operand(self.eqns[i], self.plan.eqn_plans[i])
             if operand is None:
                 break
             moves.append(i)
@@ -502,7 +492,7 @@ def run(
     compute = functools.partial(_compute, cluster, plan.jaxpr, values.half_dtype)
     if in_part:
         return compute(operands)[0]
-    policy = saves_sums if cluster.compares else saves_totals
+    policy = saving.saves_sums if cluster.compares else saving.saves_totals
     if not compat.is_tracing() or not cluster.waiting:
         return again(lambda operands: compute(operands)[0], plan, policy)(operands)
 

@@ -346,18 +346,16 @@ class Rewriter:
             elif isinstance(step, int) and step in zeros:
                 eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
                 operands = values.read(eqn.invars, (True, True))
-                out = binding.call(eqn, self._multiply, eqn, of_eqn, operands)
+                is_half = of_eqn.half_out[0] or core.is_half(eqn.outvars[0])
+                args = eqn, operands, self.half_dtype, is_half
+                run = products.run_in_order, of_eqn.order, products.run
+                out = binding.call(eqn, *run, *args)
                 moved = out + zeros[step].astype(out.dtype)
                 values.write(eqn.outvars, [sums.differentiate_as(out, moved)])
                 factors[step] = operands[1 - shared[step].side]
             else:
                 self._run_step(plan, step, values)
         return values.read(plan.jaxpr.outvars, half_out), factors
-
-    def _multiply(self, eqn: Eqn, plan: EqnPlan, operands: Sequence[Any]) -> Any:
-        is_half = plan.half_out[0] or core.is_half(eqn.outvars[0])
-        args = eqn, operands, self.half_dtype, is_half
-        return products.run_in_order(plan.order, products.run, *args)
 
     def _run_part(self, plan: CastPlan, part: Part, args: Sequence[Any]) -> list[Any]:
         values = Values(self.half_dtype, plan.reads, plan.numbers)
@@ -404,14 +402,14 @@ class Rewriter:
 
         def rule(*args):
             # It was written for the dtypes of the program: it is traced in them.
-            analyzer = self.analyzer.for_derivatives()
+            analyzer = self.analyzer.for_derivatives
             traced = analyzer.trace(fun, args, as_f32=[p.is_half for p in ins])
-            rule_plan = analyzer.plan_rule(
+            rule_plan = analyzer.plan_closed(
                 traced.closed,
+                direction=plan.bodies[0].direction,
                 ins=[ins[i] for i in traced.indices],
                 uses=[uses[i] for i in traced.out_indices],
                 is_tangent=[i >= len(args) // 2 for i in traced.indices],
-                of_function=plan.bodies[0],
             )
             half_out = rule_plan.half_out
             outs = traced.restore(self.run(rule_plan, half_out, *traced.args))
@@ -433,14 +431,15 @@ class Rewriter:
             half_out = (i is not None and plan.half_out[i] for i in sub.results)
             bodies.append(self._body(body, tuple(half_out)))
 
+        of_jvp = functools.partial(self._rewrite_jvp, eqn, plan)
+        is_jvp = eqn.primitive.name == "custom_jvp_call"
         return control_flow.build(
             control_flow.RebuildContext(
                 eqn=eqn,
                 bodies=bodies,
                 args=operands,
                 scan=functools.partial(self._scan, eqn, plan, values),
-                rewrite_jvp=functools.partial(self._rewrite_jvp, eqn, plan),
-                rewrite_vjp=self._rewrite_vjp,
+                rewrite_rule=of_jvp if is_jvp else self._rewrite_vjp,
             )
         )
 

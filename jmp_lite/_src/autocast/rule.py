@@ -4,6 +4,7 @@
 """
 
 import abc
+import collections
 import functools
 import itertools
 from collections.abc import Sequence
@@ -19,15 +20,11 @@ from jmp_lite._src.autocast.precision import (
     HALF,
     IGNORED,
     INPUT,
-    INTEGER,
     NUMBER,
-    STORED,
     CastPlan,
     Direction,
     EqnPlan,
     Precision,
-    Region,
-    Softmax,
     Use,
 )
 from jmp_lite._src.autocast.rewrite import Values
@@ -45,9 +42,9 @@ class EqnInfo(NamedTuple):
 
     eqn: Eqn
     rule: "Rule"  # that of its class in the table
-    region: Region  # whether the policy lowers what is in its name scope
+    region: precision.Region  # whether the policy lowers what is in its name scope
     bodies: tuple[SubJaxpr, ...]  # where they are understood
-    softmax: Softmax | None  # whose last equation it is
+    softmax: precision.Softmax | None  # whose last equation it is
     order: Any  # the `products.Order` of a product that is transposed, or None
     fixed: tuple[Precision | None, ...]  # of literals and what is not float32
     is_smaller: tuple[bool, ...]  # per operand, than an elementwise result
@@ -55,6 +52,23 @@ class EqnInfo(NamedTuple):
     why_unchanged: str  # why it runs as it is written, if its rule is `UNCHANGED`
     is_filled_in: bool  # whether it is a product whose `precision` the caller set
     why_not_fp8: str  # why a product that the policy has in fp8 is not, or ""
+
+    def returns_sum(self, uses: Sequence[int]) -> bool:
+        """Return whether an equation adds gradients, and the sum is only returned."""
+        is_returned = union(uses) & Use.DTYPE == Use.OUTPUT
+        return self.eqn.primitive.name == "add_any" and is_returned
+
+    def broadcasts(self) -> bool:
+        return any(
+            is_smaller and not compat.is_literal(v) and core.is_f32(v)
+            for v, is_smaller in zip(self.eqn.invars, self.is_smaller, strict=True)
+        )
+
+    def adds_number(self, use: int) -> bool:
+        """Return whether it adds a number to an array, for float32 operations."""
+        is_sum = adds(self.eqn.primitive.name)
+        has_number = is_sum and any(map(compat.is_literal, self.eqn.invars))
+        return has_number and bool(use & (Use.AS_FLOAT32 | Use.OUTPUT))
 
 
 class Analysis(abc.ABC):
@@ -64,6 +78,8 @@ class Analysis(abc.ABC):
     direction: Direction
     keeps_inputs: bool  # whether products may read inputs in float32
     recomputes: bool  # whether the backward pass keeps as little as it can
+    has_half_results: bool  # where the policy of a scope does not say
+    infos: Sequence[EqnInfo]  # of the equations of the jaxpr
 
     def __init__(self):
         self.precision: dict[Var, Precision] = {}
@@ -73,10 +89,10 @@ class Analysis(abc.ABC):
         self.cast_moves: set[Var] = set()
         # Per variable, the one stored half value that it is computed from, if so.
         self.stored: dict[Var, frozenset[Var] | None] = {}
-
-    @abc.abstractmethod
-    def half_results(self, info: EqnInfo) -> bool:
-        """Return whether results of products are half where half is not asked for."""
+        # Of variables, the equations that read and made them.
+        self.readers: dict[Any, list[int]] = collections.defaultdict(list)
+        self.made_by: dict[Any, int] = {}
+        self.returned: frozenset[Var] = frozenset()
 
     @abc.abstractmethod
     def plan_body(
@@ -84,13 +100,20 @@ class Analysis(abc.ABC):
     ) -> CastPlan:
         """Return the plan of a sub-jaxpr of an equation."""
 
-    @abc.abstractmethod
+    def half_results(self, info: EqnInfo) -> bool:
+        """Return whether results of products are half where half is not asked for."""
+        by_scope = info.region.half_results
+        return self.has_half_results if by_scope is None else by_scope
+
     def only_reader(self, var: Var) -> Eqn | None:
         """Return what alone reads a variable, None if several do or it is returned."""
+        readers = set() if var in self.returned else {*self.readers[var]}
+        return self.infos[readers.pop()].eqn if len(readers) == 1 else None
 
-    @abc.abstractmethod
     def is_convolution(self, var: Var) -> bool:
-        """Return whether a variable is the result of a convolution."""
+        maker = None if compat.is_literal(var) else self.made_by.get(var)
+        name = "" if maker is None else self.infos[maker].eqn.primitive.name
+        return name == "conv_general_dilated"
 
     @property
     def is_recomputed(self) -> bool:
@@ -114,6 +137,64 @@ class Analysis(abc.ABC):
     def made_of(self, var: Var) -> frozenset[Var]:
         """Return the stored half values of which a half value is computed."""
         return self.stored.get(var) or frozenset([var])
+
+    def looks_up_input(self, eqn: Eqn) -> bool:
+        """Return whether this looks rows up in an input, which may have moved."""
+        return is_lookup(eqn) and self.is_moved_input(eqn.invars[0])
+
+    def is_bias_of_convolution(self, info: EqnInfo) -> bool:
+        """Return whether cuDNN can add this as a part of a convolution, in half alone.
+
+        In bfloat16, whose range no bias is out of, or where half results are asked for.
+        """
+        is_in_range = precision.has_range_of_f32(self.compute_dtype)
+        return (
+            info.eqn.primitive.name == "add"
+            and (is_in_range or self.half_results(info))
+            and any(map(self.is_convolution, info.eqn.invars))
+        )
+
+    def may_underflow(self, ins: Sequence[Precision], uses: Sequence[int]) -> bool:
+        """Return whether half may lose what keeps a result off zero: an argument."""
+        if precision.has_range_of_f32(self.compute_dtype):
+            return False
+        return bool(union(uses) & Use.NEAR_ONE) and (INPUT in ins or BROADCAST in ins)
+
+    def stored_operands(self, eqn: Eqn, ins: Sequence[Precision]) -> frozenset[Any]:
+        """Return the stored half values of which operands are computed."""
+        pairs = zip(eqn.invars, ins, strict=True)
+        return frozenset().union(
+            *(self.made_of(v) for v, p in pairs if p in (HALF, FUSED))
+        )
+
+    def is_kept(self, eqn: Eqn, ins: Sequence[Precision]) -> bool:
+        """Return whether the half result of arithmetic is stored, whatever reads it.
+
+        It is if it is made of several arrays, or if the backward pass reads it. Other
+        arithmetic is computed again by what reads it, as a part of that: a sum of
+        several arrays, too, that one sum or multiple alone reads.
+        """
+        if facts(eqn.primitive.name) & Fact.SATURATES:
+            return True
+        if len(self.stored_operands(eqn, ins)) < 2:
+            return False
+        reader = self.only_reader(eqn.outvars[0])
+        return not (_is_linear(eqn) and reader is not None and _is_linear(reader))
+
+    def is_part(self, info: EqnInfo, ins: Sequence[Precision], use: int) -> bool:
+        """Return whether what reads a result computes it again, in float32.
+
+        Float32 operations do, and so do sums that are stored. But a sum with a cast
+        input is stored if several read it: each of them would read two arrays.
+        """
+        in_f32_alone = bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.FACTOR)
+        if not use & Use.TERM:
+            return in_f32_alone
+        if self.is_bias_of_convolution(info):
+            return False
+        reader = self.only_reader(info.eqn.outvars[0])
+        is_read_once = reader is not None and _is_linear(reader)
+        return is_read_once or (in_f32_alone and CAST_INPUT not in ins)
 
 
 class Rule:
@@ -175,7 +256,7 @@ class Rule:
         self, info: EqnInfo, plan: EqnPlan, uses: Sequence[int], analysis: Analysis
     ) -> Sequence[int]:
         """Return how an equation uses its operands, by the plan of this rule."""
-        is_returned = returns_sum(info, uses)
+        is_returned = info.returns_sum(uses)
         use = Use.OUTPUT if is_returned else Use.AS_FLOAT32 | Use.EXACT
         return [use] * len(info.eqn.invars)
 
@@ -207,18 +288,12 @@ class Rule:
 
 
 # The precision of what is converted to float32 -> that of the result.
-_CONVERTED = {INTEGER: NUMBER, STORED: INPUT}
+_CONVERTED = {precision.INTEGER: NUMBER, precision.STORED: INPUT}
 
 
 @functools.cache  # most equations of a program have one of few plans
 def _kept(rule: Rule, ins: int, outs: int, reason: str) -> EqnPlan:
     return EqnPlan(rule, (False,) * ins, (False,) * outs, reason=reason)
-
-
-def returns_sum(info: EqnInfo, uses: Sequence[int]) -> bool:
-    """Return whether an equation adds gradients, and the sum is only returned."""
-    is_returned = union(uses) & Use.DTYPE == Use.OUTPUT
-    return info.eqn.primitive.name == "add_any" and is_returned
 
 
 def casts_before(eqn: Eqn) -> bool:
@@ -243,19 +318,6 @@ def is_move_or_cast(eqn: Eqn) -> bool:
     return casts_before(eqn)
 
 
-def broadcasts(info: EqnInfo) -> bool:
-    """Return whether elementwise arithmetic broadcasts an array."""
-    return any(
-        is_smaller and not compat.is_literal(v) and core.is_f32(v)
-        for v, is_smaller in zip(info.eqn.invars, info.is_smaller, strict=True)
-    )
-
-
-def looks_up_input(eqn: Eqn, analysis: Analysis) -> bool:
-    """Return whether an equation looks rows up in an input, which may have moved."""
-    return is_lookup(eqn) and analysis.is_moved_input(eqn.invars[0])
-
-
 def is_sum_or_multiple(eqn: Eqn, is_cast: Sequence[bool]) -> bool:
     """Return whether to round some operands is no worse than to round the result.
 
@@ -266,78 +328,6 @@ def is_sum_or_multiple(eqn: Eqn, is_cast: Sequence[bool]) -> bool:
         return True
     powers = itertools.compress(degrees(name, eqn.params), is_cast)
     return list(powers) == [1.0]
-
-
-def is_bias_of_convolution(info: EqnInfo, analysis: Analysis) -> bool:
-    """Return whether cuDNN can add this as a part of a convolution, in half alone.
-
-    In bfloat16, whose range no bias is out of, or where half results are asked for.
-    """
-    is_in_range = precision.has_range_of_f32(analysis.compute_dtype)
-    return (
-        info.eqn.primitive.name == "add"
-        and (is_in_range or analysis.half_results(info))
-        and any(map(analysis.is_convolution, info.eqn.invars))
-    )
-
-
-def adds_number(info: EqnInfo, use: int) -> bool:
-    """Return whether a number is added to an array, and float32 operations read it."""
-    is_sum = adds(info.eqn.primitive.name)
-    has_number = is_sum and any(map(compat.is_literal, info.eqn.invars))
-    return has_number and bool(use & (Use.AS_FLOAT32 | Use.OUTPUT))
-
-
-def may_underflow(
-    ins: Sequence[Precision], uses: Sequence[int], analysis: Analysis
-) -> bool:
-    """Return whether half may lose what keeps a result away from zero: an argument."""
-    if precision.has_range_of_f32(analysis.compute_dtype):
-        return False
-    return bool(union(uses) & Use.NEAR_ONE) and (INPUT in ins or BROADCAST in ins)
-
-
-def stored_operands(
-    eqn: Eqn, ins: Sequence[Precision], analysis: Analysis
-) -> frozenset[Any]:
-    """Return the stored half values of which operands are computed."""
-    pairs = zip(eqn.invars, ins, strict=True)
-    return frozenset().union(
-        *(analysis.made_of(v) for v, p in pairs if p in (HALF, FUSED))
-    )
-
-
-def is_kept(eqn: Eqn, ins: Sequence[Precision], analysis: Analysis) -> bool:
-    """Return whether the half result of arithmetic is stored, whatever reads it.
-
-    It is if it is made of several arrays, or if the backward pass reads it. Other
-    arithmetic is computed again by what reads it, as a part of that: a sum of several
-    arrays, too, that one sum or multiple alone reads.
-    """
-    if facts(eqn.primitive.name) & Fact.SATURATES:
-        return True
-    if len(stored_operands(eqn, ins, analysis)) < 2:
-        return False
-    reader = analysis.only_reader(eqn.outvars[0])
-    return not (_is_linear(eqn) and reader is not None and _is_linear(reader))
-
-
-def is_part(
-    info: EqnInfo, ins: Sequence[Precision], use: int, analysis: Analysis
-) -> bool:
-    """Return whether what reads a result computes it again, in float32.
-
-    Float32 operations do, and so do sums that are stored. But a sum with a cast input
-    is stored if several read it: each of them would read two arrays.
-    """
-    in_f32_alone = bool(use & Use.DTYPE) and not use & (Use.AS_HALF | Use.FACTOR)
-    if not use & Use.TERM:
-        return in_f32_alone
-    if is_bias_of_convolution(info, analysis):
-        return False
-    reader = analysis.only_reader(info.eqn.outvars[0])
-    is_read_once = reader is not None and _is_linear(reader)
-    return is_read_once or (in_f32_alone and CAST_INPUT not in ins)
 
 
 def _is_linear(eqn: Eqn) -> bool:

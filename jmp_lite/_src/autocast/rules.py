@@ -27,7 +27,6 @@ from jmp_lite._src.autocast.precision import (
     Direction,
     EqnPlan,
     Precision,
-    Region,
     Use,
 )
 from jmp_lite._src.autocast.rule import (
@@ -35,19 +34,10 @@ from jmp_lite._src.autocast.rule import (
     Decision,
     EqnInfo,
     Rule,
-    adds_number,
-    broadcasts,
     casts_before,
-    is_bias_of_convolution,
-    is_kept,
-    is_part,
     is_retyping,
     is_sum_or_multiple,
     joins_half,
-    looks_up_input,
-    may_underflow,
-    returns_sum,
-    stored_operands,
 )
 from jmp_lite._src.autocast.sums import is_lookup, union
 from jmp_lite._src.jaxprs import binding, control_flow, core
@@ -163,22 +153,22 @@ class _Elementwise(Rule):
         if len(eqn.outvars) == len(ins) > 1:  # a barrier: result i is operand i
             half = tuple(p.is_half for p in ins)
             return EqnPlan(self, half, half), ins
-        if looks_up_input(eqn, analysis):
+        if analysis.looks_up_input(eqn):
             ins = [INPUT, *ins[1:]]  # cast or not: this casts it, if it is to be
         operands = [p for p in ins if p not in IGNORED]
         is_cast_before = operands == [INPUT] and self._casts_before(eqn, uses, analysis)
         joins = joins_half(eqn, ins)
-        if joins and may_underflow(ins, uses, analysis):
+        if joins and analysis.may_underflow(ins, uses):
             return UNSAFE.keep(info, "a divisor or a logarithm reads it")
         is_sum = bool(facts(eqn.primitive.name) & Fact.LINEAR)
         sums_parts = is_sum and FUSED in operands and _FUSES.issuperset(operands)
-        is_stored = (joins or sums_parts) and is_kept(eqn, ins, analysis)
+        is_stored = (joins or sums_parts) and analysis.is_kept(eqn, ins)
         keeps = is_stored and not self.is_move
         # A choice between one half array and numbers is arithmetic, too: of a cast in
         # one of two reads, XLA may leave out the one and not the other.
         may_fuse = not self.is_move or eqn.primitive.name == "select_n"
         may_fuse = may_fuse and joins and not is_stored
-        is_fused = may_fuse and is_part(info, ins, union(uses), analysis)
+        is_fused = may_fuse and analysis.is_part(info, ins, union(uses))
         if is_cast_before or keeps or (joins and not is_fused):
             in_f32 = operands.count(FUSED) > 1  # the offsets of both may cancel
             as_written = (*IGNORED, FUSED) if in_f32 else IGNORED
@@ -189,8 +179,8 @@ class _Elementwise(Rule):
                 info.is_f32,
                 keeps_half=keeps,
                 in_float32=not self.is_move
-                and (in_f32 or broadcasts(info) or adds_number(info, union(uses)))
-                and not is_bias_of_convolution(info, analysis),
+                and (in_f32 or info.broadcasts() or info.adds_number(union(uses)))
+                and not analysis.is_bias_of_convolution(info),
             )
             is_input = {HALF, FUSED}.isdisjoint(operands)
             is_input = is_input and (is_lookup(eqn) or not is_cast_before)
@@ -237,10 +227,10 @@ class _Elementwise(Rule):
         return BROADCAST if is_broadcast[0] or is_lookup(info.eqn) else INPUT
 
     def operand_uses(self, info, plan, uses, analysis):
-        if returns_sum(info, uses):
+        if info.returns_sum(uses):
             return super().operand_uses(info, plan, uses, analysis)
         eqn, operands = info.eqn, info.eqn.invars
-        if any(plan.half_in) and looks_up_input(eqn, analysis):
+        if any(plan.half_in) and analysis.looks_up_input(eqn):
             of_table = Use.AS_HALF | Use.LOOKED_UP
             use = Use.AS_FLOAT32 if analysis.keeps_inputs else of_table
             return [use] * len(operands)
@@ -262,7 +252,7 @@ class _Elementwise(Rule):
     def made_of(self, info, ins, plan, analysis):
         if plan.keeps_half:
             return None
-        found = stored_operands(info.eqn, ins, analysis)
+        found = analysis.stored_operands(info.eqn, ins)
         return found if len(found) == 1 else None
 
     def cast_moves(self, info, ins, plan, analysis):
@@ -404,7 +394,6 @@ class _SubJaxprs(Rule):
 
 
 def _uses_by_bodies(info: EqnInfo, plans: Sequence[CastPlan]) -> list[int]:
-    """Return how sub-jaxprs use the operands of their equation."""
     uses = [0] * len(info.eqn.invars)
     for body, plan in zip(info.bodies, plans, strict=True):
         for k, i in enumerate(body.operands):
@@ -465,11 +454,7 @@ SUB_JAXPRS, SOFTMAX, BOUNDARY = _SubJaxprs(), _Softmax(), _Boundary()
 
 # The class of a primitive in the table -> its rule.
 BY_CLASS: dict[str, Rule] = {
-    "half": PRODUCT,
-    "float32": UNSAFE,
-    "promote": PROMOTE,
-    "passthrough": PASSTHROUGH,
-    "unchanged": UNCHANGED,
+    rule.name: rule for rule in (PRODUCT, UNSAFE, PROMOTE, PASSTHROUGH, UNCHANGED)
 }
 
 
@@ -482,7 +467,7 @@ def rule_for(eqn: Eqn, op_class: str) -> Rule:
 
 
 def product_rule(
-    eqn: Eqn, region: Region, direction: Direction, fp8_min_size: int
+    eqn: Eqn, region: precision.Region, direction: Direction, fp8_min_size: int
 ) -> tuple[Rule, str]:
     """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
     if direction.has_derivative_rule:
@@ -565,7 +550,6 @@ def operand_uses(
 
 
 def _is_result_half(info: EqnInfo, use: int, analysis: Analysis) -> bool:
-    """Return whether the result of a product is half, by its uses and its scope."""
     if info.region.half_results is False or use & Use.FRACTION:
         return False
     if analysis.is_recomputed:  # then nothing may depend on the uses

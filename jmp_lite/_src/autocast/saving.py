@@ -181,14 +181,14 @@ def work_of(eqn: Eqn, differentiated: Set[Var]) -> Work | None:
     dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
     if not all(map(_is_f32_or_exact, dtypes)) or not _is_arithmetic(eqn):
         return None
-    name = eqn.primitive.name
+    name, known = eqn.primitive.name, facts(eqn.primitive.name)
     size, is_f32 = core.size(eqn.outvars[0]), core.is_f32(eqn.outvars[0])
     return Work(
         size=max(map(core.size, (*eqn.invars, *eqn.outvars))),
         transcendental=size if is_f32 and _is_transcendental(name) else 0,
-        chooses=size if facts(name) & _CHOOSES else 0,
-        multiplies=_multiplies(eqn),
-        is_exponential=bool(facts(name) & Fact.EXPONENTIAL),
+        chooses=size if known & _CHOOSES else 0,
+        multiplies=Fact.ARITHMETIC in known and degree(eqn) not in (None, 1),
+        is_exponential=bool(known & Fact.EXPONENTIAL),
         divides=_divides(eqn),
         loses_digits=size if _loses_digits(name) else 0,
         compares=compares(eqn, differentiated),
@@ -234,9 +234,3 @@ def _loses_digits(name: str) -> bool:
     is_of_pair = known & (Fact.BROADCASTS | Fact.ARITHMETIC) == Fact.BROADCASTS
     in_f32 = PRIMITIVES[name].op_class == "float32"
     return bool(is_of_pair) or (in_f32 and not degrees(name, {}))
-
-
-def _multiplies(eqn: Eqn) -> bool:
-    """Return whether this is a product or a power of variables."""
-    is_known = facts(eqn.primitive.name) & Fact.ARITHMETIC
-    return bool(is_known) and degree(eqn) not in (None, 1)

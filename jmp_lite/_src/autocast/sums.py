@@ -28,21 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import (
-    Eqn,
-    Jaxpr,
-    Var,
-    is_f32,
-    is_float,
-    is_half,
-    size,
-    variables,
-)
+from jmp_lite._src.jaxprs import binding, core
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32, variables
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 
 # The primitive.
@@ -144,13 +134,10 @@ def _multiply_impl(x: jax.Array, y: jax.Array, *, dtype: Any) -> jax.Array:
 
 
 def _multiply_jvp(primals, tangents, *, dtype):
-    (x, y), (dx, dy) = primals, tangents
-    terms = [
-        _multiply(a, b, dtype=dtype)
-        for a, b in ((dx, y), (x, dy))
-        if not isinstance(a, SymbolicZero) and not isinstance(b, SymbolicZero)
-    ]
-    return _multiply(x, y, dtype=dtype), sum(terms[1:], terms[0])
+    def term(i, tangent):
+        return _multiply(*primals[:i], tangent, *primals[i + 1 :], dtype=dtype)
+
+    return compat.with_tangent(_multiply(*primals, dtype=dtype), tangents, term)
 
 
 def _in_front(x: jax.Array, axis: int | None) -> jax.Array:
@@ -208,15 +195,12 @@ def _product_impl(
 
 
 def _product_jvp(primals, tangents):
-    (x, y, x_kept, y_kept), (dx, dy, *_) = primals, tangents
-    pairs = ((dx, y_kept), (x_kept, dy))
-    terms = [
-        _multiply(*pair, dtype=x.dtype)
-        for pair, tangent in zip(pairs, (dx, dy), strict=True)
-        if not isinstance(tangent, SymbolicZero)
-    ]
-    out = _product(x, y, x_kept, y_kept)
-    return out, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out)
+    out, kept = _product(*primals), primals[2:]
+
+    def term(i, tangent):
+        return _multiply(*kept[:i], tangent, *kept[i + 1 :], dtype=out.dtype)
+
+    return compat.with_tangent(out, tangents[:2], term)
 
 
 def _product_batch(args, axes):
@@ -236,7 +220,6 @@ def multiplies(eqn: Eqn) -> bool:
 
 
 def divides(eqn: Eqn) -> bool:
-    """Return whether an equation divides arrays."""
     return multiplies(eqn) and min(degrees(eqn.primitive.name, {})) < 0
 
 
@@ -252,7 +235,7 @@ def sums_backward(eqn: Eqn) -> bool:
     """
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
-        return size(eqn.outvars[0]) > size(eqn.invars[0])
+        return core.size(eqn.outvars[0]) > core.size(eqn.invars[0])
     is_padded_with_variable = name == "pad" and not compat.is_literal(eqn.invars[1])
     known = facts(name)
     # One that chooses among equal numbers counts them; from windows, it repeats them.
@@ -367,10 +350,10 @@ def bounded(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """Return float32 operands; of a sum or a limit, the smaller ones are bounded."""
     if not facts(eqn.primitive.name) & (Fact.LINEAR | Fact.LIMITS):
         return list(operands)
-    of_result = size(eqn.outvars[0])
+    of_result = core.size(eqn.outvars[0])
     return [
         bound(x, dtype)
-        if not compat.is_literal(v) and is_f32(v) and size(v) < of_result
+        if not compat.is_literal(v) and is_f32(v) and core.size(v) < of_result
         else x
         for v, x in zip(eqn.invars, operands, strict=True)
     ]
@@ -442,7 +425,7 @@ def find_reads(
     made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for index, (eqn, cast_in) in enumerate(zip(jaxpr.eqns, half_in, strict=True)):
         pairs = zip(eqn.invars, cast_in, strict=True)
-        half = [is_cast or is_half(v) for v, is_cast in pairs]
+        half = [is_cast or core.is_half(v) for v, is_cast in pairs]
         operands = list(variables(eqn.invars))
         of_operands = union(inputs.get(v, 0) for v in operands)
         inputs.update(dict.fromkeys(eqn.outvars, of_operands))
@@ -500,7 +483,7 @@ def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
 
 
 def _floats(operands: Iterable[Any]) -> Iterable[Any]:
-    return filter(is_float, variables(operands))
+    return filter(core.is_float, variables(operands))
 
 
 def find_differentiated(jaxpr: Jaxpr) -> frozenset[Any]:

@@ -19,13 +19,19 @@ import jax.numpy as jnp
 from jmp_lite._src import compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import half_calls, products
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
-from jmp_lite._src.autocast.options import OpRules, Regions, policies_of, resolve_rules
+from jmp_lite._src.autocast.options import OpRules, Regions, resolve_rules
 from jmp_lite._src.autocast.precision import CastPlan, Placed, walk
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
 from jmp_lite._src.jaxprs import core, name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
-from jmp_lite._src.policy import Policy, PolicyMap, check_reduce_dtype, get_policy
+from jmp_lite._src.policy import (
+    Policy,
+    PolicyMap,
+    check_reduce_dtype,
+    get_policy,
+    policies_of,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")

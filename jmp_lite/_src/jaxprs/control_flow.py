@@ -20,7 +20,7 @@ import numpy as np
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import FOLLOWED, ON_HOST, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, FOLLOWED, ON_HOST, Fact, facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,10 +188,8 @@ class RebuildContext:
     args: list[Any]
     # Takes the operands of a scan; returns its results.
     scan: Callable[[list[Any]], Sequence[Any]]
-    # Takes the rule of a `custom_jvp` function; returns what runs instead.
-    rewrite_jvp: Callable[[Callable[..., Any]], Callable[..., Any]]
-    # Takes one of the two rules of a `custom_vjp` function, likewise.
-    rewrite_vjp: Callable[[Callable[..., Any]], Callable[..., Any]]
+    # Takes a rule of a `custom_jvp` or a `custom_vjp`; returns what runs instead.
+    rewrite_rule: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def build(context: RebuildContext) -> Sequence[Any]:
@@ -338,10 +336,6 @@ def _build_shard_map(context: RebuildContext):
 # function has it. custom_vjp keeps its input and output dtypes, casts go inside.
 
 
-def _custom_jvp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
-    return (as_sub_jaxpr(eqn.params["call_jaxpr"], 0),)
-
-
 def _custom_vjp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     fixed_in = frozenset(range(len(eqn.invars)))
     fixed_out = frozenset(range(len(eqn.outvars)))
@@ -350,24 +344,24 @@ def _custom_vjp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
 
 
 def _build_custom(context: RebuildContext):
-    is_jvp = context.eqn.primitive.name == "custom_jvp_call"
-    rewrite = context.rewrite_jvp if is_jvp else context.rewrite_vjp
-
     def wrap(fun, role):
-        return context.bodies[0].fun if role == 0 else rewrite(fun)
+        return context.bodies[0].fun if role == 0 else context.rewrite_rule(fun)
 
-    return compat.rebuild_custom_derivative(context.eqn, context.args, wrap)
+    rebuild, eqn = compat.rebuild_custom_derivative, context.eqn
+    return binding.call(eqn, rebuild, eqn, context.args, wrap)
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "jit": (_call_sub_jaxprs, _build_call),
-    compat.CLOSED_CALL: (_call_sub_jaxprs, _build_call),
-    "remat2": (_call_sub_jaxprs, _build_call),
-    "checkpoint": (_call_sub_jaxprs, _build_call),
+    **dict.fromkeys(
+        ("jit", compat.CLOSED_CALL, *CHECKPOINTS), (_call_sub_jaxprs, _build_call)
+    ),
     "scan": (_scan_sub_jaxprs, lambda context: context.scan(context.args)),
     "while": (_while_sub_jaxprs, _build_while),
     "cond": (_cond_sub_jaxprs, _build_cond),
     "shard_map": (_shard_map_sub_jaxprs, _build_shard_map),
-    "custom_jvp_call": (_custom_jvp_sub_jaxprs, _build_custom),
+    "custom_jvp_call": (
+        lambda eqn: (as_sub_jaxpr(eqn.params["call_jaxpr"], 0),),
+        _build_custom,
+    ),
     "custom_vjp_call": (_custom_vjp_sub_jaxprs, _build_custom),
 }

@@ -7,7 +7,6 @@ setting, which is filled in afterwards.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,22 +26,17 @@ def current() -> str | None:
     return None if setting == "default" else setting
 
 
-def trace_filled_in(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None = None,
-    as_f32: Sequence[bool] | None = None,
-) -> tuple[Traced, frozenset[int]]:
+def trace_filled_in(*args: Any, **options: Any) -> tuple[Traced, frozenset[int]]:
     """Trace a function as `trace` does, with the caller's precision filled in.
 
     Also returns the `id` of the equation of each product that had none. The trace keeps
     these equations alive.
     """
     if current() is None:
-        return trace(fun, args, kwargs, as_f32), frozenset()
+        return trace(*args, **options), frozenset()
     precision = compat.default_precision()
     with jax.default_matmul_precision(None):
-        traced = trace(fun, args, kwargs, as_f32)
+        traced = trace(*args, **options)
     filled_in: set[int] = set()
 
     @functools.cache  # equal sub-jaxprs stay one object

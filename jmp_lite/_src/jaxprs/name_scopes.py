@@ -44,7 +44,6 @@ def clean(name_stack: str) -> str:
 
 
 def join(outer: str, inner: str) -> str:
-    """Return the path of a scope within a scope."""
     inner = clean(inner)
     return f"{outer}/{inner}" if outer and inner else outer or inner
 
