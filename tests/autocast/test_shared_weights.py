@@ -278,3 +278,15 @@ def test_the_product_after_a_loop_is_in_the_scope_of_those_in_it() -> None:
     gradient = jax.jit(jax.grad(autocast(loss, POLICIES["bf16"])))
     text = gradient.lower(W, XS).as_text(debug_info=True)
     assert re.search(r"transpose\([^\"]*rnn/cell/[^\"]*dot_general", text)
+
+
+def test_forward_mode_without_a_tangent_of_the_weight_keeps_no_iteration() -> None:
+    def bytes_of(length: int) -> int:
+        def final(h):
+            return lax.scan(lambda h, _: (jnp.tanh(h @ W), None), h, length=length)[0]
+
+        cast, h = autocast(final, "mixed_bfloat16"), jnp.ones((BATCH, WIDTH))
+        compiled = jax.jit(lambda h: jax.jvp(cast, (h,), (h,))).lower(h).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(512) < 2 * bytes_of(8)

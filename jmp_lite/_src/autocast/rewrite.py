@@ -505,6 +505,10 @@ class Rewriter:
                 for i in moves
             }
             fill, moved, dots = _with_tangents(others, tangents[1])
+            if not moves:  # forward mode then keeps nothing of an iteration
+                return jax.jvp(
+                    lambda x: loop(weights, fill(x), {})[0], (moved,), (dots,)
+                )
             (outs, factors), linear = jax.linearize(
                 lambda moved, zeros: loop(weights, fill(moved), zeros), moved, zeros
             )

@@ -4,9 +4,9 @@ In float16, results that may overflow are float32, and in a loop what it carries
 forward pass computes with them. The backward pass computes again what clusters made of
 them, and for that it need not keep all of their digits. It keeps float16 numbers: of
 what is summed along rows, as in a norm, relative to the largest number of each row, and
-to the mean where that is far from 0. Of others, under a float16 policy, square roots, which reach 4e9 and have 10 bits,
-two more than bfloat16, if products made them; under a bfloat16 policy, the numbers in
-bfloat16.
+to the mean where that is far from 0. Of others, under a float16 policy, square roots,
+which reach 4e9 and have 10 bits, two more than bfloat16, if products made them; under a
+bfloat16 policy, the numbers in bfloat16.
 
 A difference of rounded numbers may be wrong in each digit. So linear operations, which
 keep nothing for the backward pass, stay outside of clusters, and what is rounded is
@@ -300,8 +300,8 @@ def _keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
         return Kept(sums.saturate(root, jnp.dtype(jnp.float16)), None, None)
     finite = jnp.where(lax.is_finite(x), x, 0.0)
     low, high = (f(finite, axes, keepdims=True) for f in (jnp.min, jnp.max))
-    # Of a row all of whose numbers are nearer to the mean than to 0, what they differ by
-    # has the digits. Of others, those near 0 would lose theirs to an outlier.
+    # Where all numbers of a row are nearer to the mean than to 0, what they differ by
+    # has the digits. Elsewhere, those near 0 would lose theirs to an outlier.
     mean = jnp.mean(x, axes, keepdims=True)  # as a norm has it, and made once
     is_far = lax.is_finite(mean) & ((low > mean / 2) | (high < mean / 2))
     center = jnp.where(is_far, mean, 0.0)
