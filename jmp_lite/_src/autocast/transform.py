@@ -111,9 +111,10 @@ def autocast(
         same). A `PolicyMap` has patterns over name-scope paths
         (`"Model/decoder/attention"`: each module of linen and Haiku enters a scope, a
         linen model that of its class, modules of nnx none); `""` is everything. A
-        policy that computes in float32 leaves its scope unchanged. Its `output_dtype`
-        is that of the results of its matrix products: float32, or half wherever
-        anything but a return reads them.
+        policy that computes in float32 leaves its scope unchanged. In a map, the
+        `output_dtype` of a rule is that of the results of its matrix products:
+        float32, or half wherever anything but a return reads them; of all others,
+        `half_results` is.
       rules: primitives in another class than by default: `{"tanh": "float32"}`; or a
         whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a

@@ -199,7 +199,7 @@ def of_step(
         `mesh`, or on any other of that shape.
       fits: a limit, such as `"24GB"` or `"80GiB"`: the report begins with yes or no.
       classes: what arguments are, by name or index, where they do not tell:
-        `{"ema": "parameters"}`, or `"optimiser state"`, `"batch"`, `"other state"`.
+        `{"ema": "other state"}`, or `"parameters"`, `"optimiser state"`, `"batch"`.
 
     Returns:
       A function that returns a `StepReport`; arguments may be
