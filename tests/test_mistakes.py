@@ -64,6 +64,10 @@ def grads(fun: Any = loss, **options: Any) -> Any:
     return jmp.scaled_value_and_grad(fun, **{"loss_scale": S} | options)
 
 
+def stacked(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+
+
 def used(loss_scale: Any) -> Any:
     return jmp.scale_aware(SGD, jmp.StaticLossScale(loss_scale))
 
@@ -201,6 +205,7 @@ GRADIENTS: list[Row] = [
     (lambda: jmp.scaled_value_and_grad(loss, S), "takes 1 positional argument but 2"),
     (lambda: grads(loss(P, X)), "a function to differentiate, got Array(16."),
     (lambda: grads(loss_scale=TX), "Found no loss scale", "scale_aware(...).init("),
+    (lambda: grads(loss_scale=stacked(S)), "shape (), got (2,)", "inside of jax.pmap"),
     (lambda: grads(loss_scale=SGD.init(P)), "Found no loss scale", "scale_aware("),
     (lambda: grads(has_aux=True)(P, X), "has_aux=True to return a pair (loss, aux)"),
     (lambda: grads(lambda p, x: x @ p["w"])(P, X), "scalar", "(3, 2)"),
@@ -298,7 +303,7 @@ NUMERICS: list[Row] = [
     (lambda: num.first_nonfinite(loss)(P, SHAPE), "got ShapeDtypeStruct", "on arrays"),
     (lambda: num.advise(loss, MIXED, headroom=0.5), "headroom of at least 1, got 0.5"),
     (lambda: num.advise(loss, MIXED, previous=MIXED), "an Advice", "got get_policy("),
-    (lambda: num.advise(lambda p: p["w"], MIXED)(P), "scalar", "(4, 2)"),
+    (lambda: num.advise(lambda p: p["w"], MIXED)(P), "scalar", "(4, 2)", "loss itself"),
     (lambda: num.first_nonfinite(loss(P, X)), "a function to watch, got Array(16."),
     (lambda: num.first_nonfinite(loss, P, X), "takes 1 positional argument but 3"),
     (lambda: jax.jit(num.first_nonfinite(loss))(P, X), "outside", "track_nonfinite"),

@@ -123,7 +123,14 @@ def _scan_over_stacked(ws, x):
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
 
 
-_PROGRAMS = [_used_often, _calls_of_a_jit, _scan, _while, _nested_loops]
+def _condition(w, x):
+    def is_small(carry):
+        return (carry[0] < 5) & (jnp.sum(carry[1] @ w) < 1e3)
+
+    return lax.while_loop(is_small, lambda carry: (carry[0] + 1, 2 * carry[1]), (0, x))
+
+
+_PROGRAMS = [_used_often, _calls_of_a_jit, _scan, _while, _condition, _nested_loops]
 
 
 @BOTH

@@ -143,6 +143,7 @@ def norm(x):
         (norm, "sub", "of a norm"),
         (lambda x: jnp.where(x > 0, x * x, x).sum(), "gt", "a mask"),
         (lambda x: jnp.sin(jnp.cos(x)).sum(), "cos", "elementwise"),
+        (lambda x: (x.max(-1) * x.min(-1)).sum(), "reduce_max", ""),
         (lambda x: jnp.sin(x @ jnp.ones((8, 8))).sum(), "cos", "elementwise"),
         (lambda x: jnp.sum((x @ x.T) @ x), "dot_general", "a product in float32"),
         (lambda x: jnp.sum(jnp.sin(x.astype("bfloat16")) @ x.T), "cos", ""),

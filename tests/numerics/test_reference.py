@@ -165,6 +165,19 @@ def test_a_product_in_half_among_others_is_warned_of(half: str) -> None:
         assert [warning.filename for warning in caught] == [__file__]
 
 
+def test_a_product_in_a_loop_counts_in_each_iteration() -> None:
+    def loss(w, x):
+        def step(h, _):
+            return h + (h.astype("float16") @ w.astype("float16")).astype(
+                "float32"
+            ), None
+
+        return jnp.mean(lax.scan(step, x @ w @ w, length=4)[0])
+
+    with pytest.raises(ValueError, match="67% of its matrix-product FLOPs in float16"):
+        dry_run(loss, "mixed_float16")(W, X)
+
+
 def test_what_overflows_in_half_in_the_program_itself_is_refused():
     def loss(w, x):
         for _ in range(3):
