@@ -454,7 +454,11 @@ SUB_JAXPRS, SOFTMAX, BOUNDARY = _SubJaxprs(), _Softmax(), _Boundary()
 
 # The class of a primitive in the table -> its rule.
 BY_CLASS: dict[str, Rule] = {
-    rule.name: rule for rule in (PRODUCT, UNSAFE, PROMOTE, PASSTHROUGH, UNCHANGED)
+    "half": PRODUCT,
+    "float32": UNSAFE,
+    "promote": PROMOTE,
+    "passthrough": PASSTHROUGH,
+    "unchanged": UNCHANGED,
 }
 
 

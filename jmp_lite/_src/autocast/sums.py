@@ -54,7 +54,6 @@ _differentiate_as_p = compat.Primitive("differentiate_as")
 @_differentiate_as_p.def_impl
 @_differentiate_as_p.def_abstract_eval
 def _value_of(value: Any, *others: Any) -> Any:
-    del others
     return value
 
 
@@ -149,7 +148,6 @@ def _multiply_batch(args, axes, *, dtype):
 
 
 def _multiply_transpose(ct, aval, other, *, dtype):
-    del dtype
     if aval.shape == ct.shape:
         return _multiply(ct, other, dtype=aval.dtype)
     axes = tuple(i for i, length in enumerate(aval.shape) if length != ct.shape[i])
@@ -190,7 +188,6 @@ def multiply(eqn: Eqn, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Arra
 def _product_impl(
     x: jax.Array, y: jax.Array, x_kept: jax.Array, y_kept: jax.Array
 ) -> jax.Array:
-    del x_kept, y_kept
     return x * y
 
 

@@ -130,7 +130,6 @@ class Waiting:
         elif core.size(eqn.outvars[0]) > 1:
             self._note_rows(eqn.invars[0], eqn.params["axes"])
         self._made.update(dict.fromkeys(eqn.outvars, made))
-        return None
 
     def _in_call(self, eqn: Eqn, called: "Called") -> "Waiting | None":
         """Return what a call does to what waits, None if it needs its digits."""
