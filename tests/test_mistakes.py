@@ -273,6 +273,7 @@ AUTOCAST: list[Row] = [
     (lambda: jmp.autocast(loss, mapped("decodr"))(P, X), "'decodr'", "named_scope"),
     (lambda: jmp.autocast(loss, MIXED, rules=["tanh"]), "such as {'tanh'", "['tanh']"),
     (lambda: jmp.autocast(loss, MIXED, rules={"matmul": "half"}), "mean 'mul'"),
+    (lambda: jmp.autocast(loss, MIXED, rules={"add": "half"}), "product", "'promote'"),
     (lambda: jmp.autocast(loss, MIXED, rules={"tanh": "f16"}), "'half'", "got 'f16'"),
     (lambda: jmp.OpRules("half"), "such as {'tanh': 'float32'}, got 'half'"),
     (lambda: jmp.OpRules({"softmax": "float32"}), "['softmax']", "'dot_general'"),

@@ -287,6 +287,7 @@ def test_forward_mode_without_a_tangent_of_the_weight_keeps_no_iteration() -> No
 
         cast, h = autocast(final, "mixed_bfloat16"), jnp.ones((BATCH, WIDTH))
         compiled = jax.jit(lambda h: jax.jvp(cast, (h,), (h,))).lower(h).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory: Any = compiled.memory_analysis()
+        return memory.temp_size_in_bytes
 
     assert bytes_of(512) < 2 * bytes_of(8)

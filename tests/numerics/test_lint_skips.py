@@ -107,6 +107,34 @@ def test_parameters_that_no_step_keeps_are_found(wrap: Any) -> None:
     assert np.isnan(params["w"]).all()  # what the finding is about
 
 
+def test_moments_that_no_step_keeps_are_found() -> None:
+    def keep(finite, new, old):
+        return jmp.select_tree(finite, new[0], old[0]), new[1]
+
+    assert found(by_hand(keep), ARGS) == ["not-skipped"]
+    _, (moments, *_), _ = by_hand(keep)(*ARGS[:3], NAN, Y)
+    assert np.isnan(moments.mu["w"]).all()
+
+
+def test_a_loss_of_parameters_that_were_updated_is_a_loss() -> None:
+    def step(critic, generator, of_critic, of_generator, x):
+        def critic_loss(critic):
+            return jnp.mean((x @ generator @ critic - 1) ** 2)
+
+        def generator_loss(generator):
+            return jnp.mean((x @ generator @ critic) ** 2)
+
+        value, grads = scaled(jmp.autocast(critic_loss, POLICY), of_critic)(critic)
+        critic, of_critic = updated(ADAM, grads, of_critic, critic, value=value)
+        loss = jmp.autocast(generator_loss, POLICY)
+        value, grads = scaled(loss, of_generator)(generator)
+        new = updated(ADAM, grads, of_generator, generator, value=value)
+        return critic, of_critic, *new
+
+    w = PARAMS["w"]
+    assert found(step, (w, w, ADAM.init(w), ADAM.init(w), X)) == []
+
+
 def test_a_clip_keeps_no_parameters() -> None:
     clipped = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZER)
 

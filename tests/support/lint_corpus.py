@@ -327,7 +327,7 @@ def product_on_each_shard(x, w):
 
 # Train steps.
 
-_SGD = optax.sgd(0.1, momentum=0.9)
+_SGD, _PLAIN = optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)
 _SAFE, _SCALE = jmp_lite.scale_aware(_SGD), jmp_lite.DynamicLossScale()
 _CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), _SAFE)
 _DECAYED = optax.chain(_SAFE, optax.add_decayed_weights(-1e-4))
@@ -395,14 +395,14 @@ def step_without_a_loss_scale(w, x):
 @in_float16(
     "not-skipped",
     _WEIGHTS,
-    jax.eval_shape(_SGD.init, _WEIGHTS),
+    jax.eval_shape(_PLAIN.init, _WEIGHTS),
     jax.eval_shape(lambda: _SCALE),
     f16(8, 8),
 )
 def step_that_keeps_nothing(w, state, scale, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=scale)(w, x)
     grads = scale.unscale(grads)
-    updates, state = _SGD.update(grads, state)
+    updates, state = _PLAIN.update(grads, state)
     return w + updates, state, scale.adjust(jmp_lite.all_finite(grads))  # hazard
 
 

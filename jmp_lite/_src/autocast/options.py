@@ -14,7 +14,7 @@ from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.autocast.rules import BY_CLASS
 from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, IN_HALF, join
-from jmp_lite._src.jaxprs.primitives import PRIMITIVES
+from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts
 from jmp_lite._src.policy import Policy, PolicyMap, paths_around, policies_of
 
 CLASSES = tuple(BY_CLASS)
@@ -70,6 +70,12 @@ class OpRules:
             if op_class not in CLASSES:
                 raise ValueError(
                     f"Expected one of {CLASSES} for {name!r}, got {op_class!r}."
+                )
+        for name in pairs.keys() & PRIMITIVES.keys():
+            if pairs[name] == "half" and not facts(name) & Fact.PRODUCT:
+                raise ValueError(
+                    f"Expected a matrix product in 'half', got {name!r}: 'promote' "
+                    "runs it in half where its operands are, 'float32' in float32."
                 )
         known = set(PRIMITIVES) | compat.primitive_names()
         unknown = sorted(map(str, set(pairs) - known))

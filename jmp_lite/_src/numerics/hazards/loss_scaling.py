@@ -6,6 +6,7 @@ loss scale is a constant like any other, so that its powers are not known.
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 
@@ -77,11 +78,17 @@ def _decayed_outside(program: LintedProgram) -> Hits:
         terms = _terms(program, value)
         rest = [(v, scaled) for v, scaled in terms if not _is_guarded(v)]
         is_one = len({id(v) for v, _ in rest}) == 1
-        if is_one and len(rest) < len(terms) and any(scaled for _, scaled in rest):
-            ((old, _), *_) = rest
-            what = "parameters decay" if _is_param(old) else "moments of updates decay"
-            if old.maker is None and old.shape == value.shape:
-                yield op, f"{what} outside of scale_aware"
+        if is_one and len(rest) < len(terms) and _is_moment(rest, value):
+            is_param = _is_param(rest[0][0])
+            what = "parameters decay" if is_param else "moments of updates decay"
+            yield op, f"{what} outside of scale_aware"
+
+
+def _is_moment(terms: Iterable[tuple[Value, bool]], value: Value) -> bool:
+    """Return whether an input, multiplied by a factor, is a term of its next value."""
+    return any(
+        scaled and v.maker is None and v.shape == value.shape for v, scaled in terms
+    )
 
 
 def _is_guarded(value: Value) -> bool:
@@ -134,14 +141,18 @@ def _never_adjusted(program: LintedProgram) -> Hits:
 
 
 def _not_skipped(program: LintedProgram) -> Hits:
-    updated = _updated_params(program)
     is_dynamic = any(v.is_loss_scale for op in program.ops for v in op.ins)
-    if not updated or not is_dynamic or any(_scaled_updates(program)):
+    if not is_dynamic or any(_scaled_updates(program)):
         return
     _, chosen = _choices(program)
-    for op, value in updated:
-        if id(value) not in chosen:
+    updated = {id(v) for _, v in _updated_params(program)}
+    for op, value in _results_of_gradients(program):
+        if id(value) in chosen:
+            continue
+        if id(value) in updated:
             yield op, "parameters are updated, whether gradients are finite or not"
+        elif updated and _is_moment(_terms(program, value), value):
+            yield op, "moments are updated, whether gradients are finite or not"
 
 
 def _kept_in_skipped_steps(program: LintedProgram) -> Hits:
@@ -165,6 +176,7 @@ def _choices(program: LintedProgram) -> tuple[list[Op], set[int]]:
             if not all(id(v) in of_gradients for v in _cases(op)):
                 choices.append(op)
                 of_choices.update(map(id, op.outs))
+                continue  # what it keeps is finite
         for i, value in enumerate(op.outs):
             # A sum over devices of several arrays has one result for each.
             is_each = len(op.ins) == len(op.outs)
@@ -307,7 +319,7 @@ RULES = (
         _kept_in_skipped_steps,
         "It never falls: after an overflow, every step is skipped.",
         "Call tx.update of scale_aware, or loss_scale.adjust, in each step, and keep "
-        "what it returns: both skip by themselves.",
+        "what it returns. The loss in value= must hold no gradients.",
     ),
     Rule(
         "not-skipped",
