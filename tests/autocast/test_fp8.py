@@ -8,6 +8,7 @@ import bitwise
 import jax
 import jax.numpy as jnp
 import jaxprs
+import layer_stacks
 import numpy as np
 import pytest
 from arrays import error
@@ -15,10 +16,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import FP8_BACKWARD, FP8_FORWARD
+from layer_stacks import chain, layer, scan
 
 from jmp_lite import OpRules, PolicyMap, autocast, explain
-from tests.autocast import layer_stacks
-from tests.autocast.layer_stacks import chain, layer, scan
 
 pytestmark = pytest.mark.filterwarnings("ignore:Matrix products in fp8")
 

@@ -7,6 +7,7 @@ import bitwise
 import jax
 import jax.numpy as jnp
 import jaxprs
+import layer_stacks
 import numpy as np
 import pytest
 from arrays import error
@@ -14,10 +15,9 @@ from autocast_corpus.program import DTYPES as HALF
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from layer_stacks import chain, layer, scan
 
 from jmp_lite import Policy, PolicyMap, autocast, explain, get_policy, sums_in_float32
-from tests.autocast import layer_stacks
-from tests.autocast.layer_stacks import chain, layer, scan
 
 DTYPES = {**HALF, "f32": jnp.float32}
 pytestmark = pytest.mark.one_of("half")
