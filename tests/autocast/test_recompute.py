@@ -138,7 +138,8 @@ def test_an_activation_that_is_returned_is_a_result():
         return _loss(lambda *_: h @ w[1] @ w[0]), h
 
     (grad, h), (expected, of_fun) = (
-        jax.jit(jax.grad(f, has_aux=True))(*_arguments())
+        # Not as one program, in which newer XLA for CPUs sums in bfloat16.
+        jax.grad(f, has_aux=True)(*_arguments())
         for f in (autocast(fun, "mixed_bfloat16"), fun)
     )
     assert error(grad, expected) < 0.02
