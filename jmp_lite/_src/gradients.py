@@ -108,7 +108,7 @@ def scaled_value_and_grad(
             "scaled_grad."
         )
     found = get_loss_scale(loss_scale)
-    if shape := jnp.shape(getattr(found, "loss_scale", 1.0)):
+    if shape := jnp.shape(found.loss_scale):
         raise ValueError(
             f"Expected a loss scale of shape (), got {shape}, as of a state that is "
             "replicated or stacked: differentiate inside of jax.pmap or jax.vmap."

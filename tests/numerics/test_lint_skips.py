@@ -135,6 +135,24 @@ def test_a_loss_of_parameters_that_were_updated_is_a_loss() -> None:
     assert found(step, (w, w, ADAM.init(w), ADAM.init(w), X)) == []
 
 
+def test_a_deep_product_is_followed_once() -> None:
+    def loss(gains, x):
+        for gain in gains:  # each is read twice: 2**40 ways back through it
+            x = (x * gain) * (x * gain)
+        return jnp.mean(x @ PARAMS["w"])
+
+    gains = [X] * 40
+    step, args = step_with(ADAM, gradients_of(scaled, loss), gains, (X,))
+    assert found(step, args) == []
+
+    def kept_by_nothing(params, opt_state, x):
+        grads = gradients_of(scaled, jmp.autocast(loss, POLICY))(params, opt_state, x)
+        grads = jmp.get_loss_scale(opt_state).unscale(grads)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    assert "not-skipped" in found(kept_by_nothing, args)
+
+
 def test_a_clip_keeps_no_parameters() -> None:
     clipped = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZER)
 

@@ -37,6 +37,24 @@ pytestmark = [
 _RATE = 1e-2
 
 
+def _dithered_sgd():
+    """An optimiser with a typed key, and a count that starts as a Python number."""
+
+    def init_fn(params):
+        del params
+        return {"key": jax.random.key(7), "count": 0}
+
+    def update_fn(updates, state, params=None):
+        del params
+        key, noise_key = jax.random.split(state["key"])
+        noise = 1e-3 * jax.random.normal(noise_key)
+        rate = _RATE / (1 + state["count"])
+        updates = jax.tree.map(lambda g: -rate * (g + noise), updates)
+        return updates, {"key": key, "count": state["count"] + 1}
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
 TRAINED: dict[str, Any] = {
     **named("adam contrib.schedule_free_adamw", _RATE),
     "adamw": lambda: optax.adamw(optax.linear_schedule(_RATE, 0.0, 100)),
@@ -52,13 +70,21 @@ TRAINED: dict[str, Any] = {
     "add_noise": lambda: optax.chain(
         optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(_RATE)
     ),
+    "dithered_sgd": _dithered_sgd,
 }
 
 _DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
 
-# What asks something of the wrapper: states of states, keys. How optax computes is no
-# business of ours: the other optimisers run in the full tests.
-_FIRST = "adam", "MultiSteps", "add_noise", "inject_hyperparams", "partition"
+# What asks something of the wrapper: states of states, keys, Python numbers. How optax
+# computes is no business of ours: the other optimisers run in the full tests.
+_FIRST = (
+    "adam",
+    "MultiSteps",
+    "add_noise",
+    "dithered_sgd",
+    "inject_hyperparams",
+    "partition",
+)
 
 
 def _tree(dtype: str, seed: int) -> dict[str, jax.Array]:

@@ -20,14 +20,15 @@ from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 
 NAMES = matmul_precision.PRODUCTS
-is_default_precision = fp8.is_default_precision
 COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
 def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
     """Return the product of half operands, in half or in f32 from the accumulator."""
     params = dict(eqn.params)
-    if not is_default_precision(params.get("precision")):  # it is for float32 products
+    if not fp8.is_default_precision(
+        params.get("precision")
+    ):  # it is for float32 products
         params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
 
     def bind(dtype, *operands):
@@ -97,7 +98,7 @@ def is_half_product(eqn: Eqn) -> bool:
     if eqn.primitive.name not in NAMES:
         return False
     lhs, rhs = (v.aval.dtype for v in eqn.invars[:2])
-    is_default = is_default_precision(eqn.params.get("precision"))
+    is_default = fp8.is_default_precision(eqn.params.get("precision"))
     return is_default and lhs == rhs and dtypes.is_half(lhs)
 
 
@@ -141,7 +142,7 @@ def why_not_half(eqn: Eqn, is_filled_in: bool, compute_dtype: Any) -> str:
         return "a dtype the program chose"
     if is_outer(eqn):
         return "an outer product: it sums nothing"
-    if not is_filled_in and not is_default_precision(eqn.params.get("precision")):
+    if not is_filled_in and not fp8.is_default_precision(eqn.params.get("precision")):
         return "a precision the program chose"
     return ""
 

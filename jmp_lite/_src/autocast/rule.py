@@ -65,7 +65,7 @@ class EqnInfo(NamedTuple):
         )
 
     def adds_number(self, use: int) -> bool:
-        """Return whether it adds a number to an array, for float32 operations."""
+        """Return whether it adds a number to what float32 operations read."""
         is_sum = adds(self.eqn.primitive.name)
         has_number = is_sum and any(map(compat.is_literal, self.eqn.invars))
         return has_number and bool(use & (Use.AS_FLOAT32 | Use.OUTPUT))

@@ -113,8 +113,8 @@ def autocast(
         linen model that of its class, modules of nnx none); `""` is everything. A
         policy that computes in float32 leaves its scope unchanged. In a map, the
         `output_dtype` of a rule is that of the results of its matrix products:
-        float32, or half wherever anything but a return reads them; of all others,
-        `half_results` is.
+        float32, or half wherever anything but a return reads them. Those of all
+        other products are as `half_results` says.
       rules: primitives in another class than by default: `{"tanh": "float32"}`; or a
         whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a

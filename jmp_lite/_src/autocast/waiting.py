@@ -301,7 +301,7 @@ def _keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     low, high = (f(finite, axes, keepdims=True) for f in (jnp.min, jnp.max))
     # Where all numbers of a row are nearer to the mean than to 0, what they differ by
     # has the digits. Elsewhere, those near 0 would lose theirs to an outlier.
-    mean = jnp.mean(x, axes, keepdims=True)  # as a norm has it, and made once
+    mean = jnp.mean(x, axes, keepdims=True)  # XLA shares it with a norm's
     is_far = lax.is_finite(mean) & ((low > mean / 2) | (high < mean / 2))
     center = jnp.where(is_far, mean, 0.0)
     least = jnp.finfo(x.dtype).tiny * _LARGEST

@@ -41,7 +41,7 @@ def _why_not_fp8(eqn: Any) -> str:
     if any(dtype != jnp.bfloat16 for dtype in operands):
         computed = jnp.promote_types(*operands)
         return f"computed in {computed.name}"
-    if not products.is_default_precision(eqn.params.get("precision")):
+    if not fp8.is_default_precision(eqn.params.get("precision")):
         return "a precision that the model chose"
     other = "not of a layer that takes a dot_general"
     return products.why_not_fp8(eqn, fp8.MIN_SIZE) or other

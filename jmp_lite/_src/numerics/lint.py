@@ -127,7 +127,8 @@ def lint(
     The program is checked as it is: cast by hand, with a policy for its modules, or
     under `autocast`. For gradients, call `lint(jax.value_and_grad(loss), …)`. In a
     train step, the state among the arguments says which one is the loss scale: losses
-    that are not scaled are found, and clipping or decay outside of `scale_aware`.
+    that are not scaled are found, steps that no overflow skips, and clipping or decay
+    outside of `scale_aware`.
     Nothing is computed.
 
     Args:

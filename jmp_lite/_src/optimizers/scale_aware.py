@@ -324,7 +324,7 @@ def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> 
     """Return whether each flag is true on all devices of the mapped axes."""
     # shard_map tracks the axes over which a value varies, and psum requires all or none
     # of its axes among them. Adding 0 * index makes it all; XLA removes the addition,
-    # and makes the sums one.
+    # and makes one sum of both.
     none = 0 * jax.lax.axis_index(axis_name)
     flags = finite, value_finite
     failures = [(~flag).astype(jnp.int32) + none for flag in flags]

@@ -79,9 +79,8 @@ def _decayed_outside(program: LintedProgram) -> Hits:
         rest = [(v, scaled) for v, scaled in terms if not _is_guarded(v)]
         is_one = len({id(v) for v, _ in rest}) == 1
         if is_one and len(rest) < len(terms) and _is_moment(rest, value):
-            is_param = _is_param(rest[0][0])
-            what = "parameters decay" if is_param else "moments of updates decay"
-            yield op, f"{what} outside of scale_aware"
+            what = "parameters" if _is_param(rest[0][0]) else "moments of updates"
+            yield op, f"{what} decay outside of scale_aware"
 
 
 def _is_moment(terms: Iterable[tuple[Value, bool]], value: Value) -> bool:
@@ -96,13 +95,13 @@ def _is_guarded(value: Value) -> bool:
 
     These are -0.0 in skipped steps.
     """
-    if (op := value.maker) is None:
-        return False
-    cases = [x for v in op.cases if (x := scalar(v)) is not None]
-    if any(x == 0.0 and math.copysign(1.0, x) < 0 for x in cases):
-        return True
-    of = zip(op.ins, op.degrees, strict=False)
-    return any(degree > 0.0 and _is_guarded(v) for v, degree in of)
+
+    def multiplied(op: Op) -> list[Value]:
+        of = zip(op.ins, op.degrees, strict=False)
+        return [v for v, degree in of if degree > 0.0 and not op.is_backward]
+
+    cases = [v for op in dataflow.makers([value], multiplied) for v in op.cases]
+    return any(x == 0.0 and math.copysign(1.0, x) < 0 for x in map(scalar, cases))
 
 
 def _decayed_while_scaled(program: LintedProgram) -> Hits:
@@ -167,7 +166,7 @@ def _kept_in_skipped_steps(program: LintedProgram) -> Hits:
 def _choices(program: LintedProgram) -> tuple[list[Op], set[int]]:
     """Return what chooses by gradients, and the ids of what is computed from that.
 
-    One of its cases is not computed from gradients: what clips has none such.
+    One of its cases is not computed from gradients, unlike those of a clip.
     """
     choices: list[Op] = []
     of_gradients, of_choices = set(), set()

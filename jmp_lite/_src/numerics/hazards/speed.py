@@ -38,7 +38,7 @@ def _is_left(program: LintedProgram, op: Op) -> bool:
     # Angles of RoPE are outer products of positions and frequencies.
     if products.is_outer(op.eqn) or any(r and r.is_position for r in ranges):
         return False
-    is_default = products.is_default_precision(op.eqn.params.get("precision"))
+    is_default = fp8.is_default_precision(op.eqn.params.get("precision"))
     return is_default and program.is_low(op)
 
 
