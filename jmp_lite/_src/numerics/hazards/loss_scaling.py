@@ -101,7 +101,8 @@ def _is_guarded(value: Value) -> bool:
         return [v for v, degree in of if degree > 0.0 and not op.is_backward]
 
     cases = [v for op in dataflow.makers([value], multiplied) for v in op.cases]
-    return any(x == 0.0 and math.copysign(1.0, x) < 0 for x in map(scalar, cases))
+    numbers = [x for x in map(scalar, cases) if x is not None]
+    return any(x == 0.0 and math.copysign(1.0, x) < 0 for x in numbers)
 
 
 def _decayed_while_scaled(program: LintedProgram) -> Hits:
