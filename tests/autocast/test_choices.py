@@ -136,6 +136,28 @@ def test_a_scope_with_f32_output_takes_the_accumulator() -> None:
     assert {f[2] for f in found[:-1]} == {"bfloat16"}
 
 
+@pytest.mark.parametrize(
+    ("policy", "options", "result"),
+    [
+        ("p=f32,c=f16,o=f32", {}, "float32"),
+        ("p=f32,c=f16,o=f16", {}, "float16"),
+        (PolicyMap("p=f32,c=f16,o=f16", {"head": "full"}), {}, "float16"),
+        ("p=f32,c=f16,o=f16", {"half_results": False}, "float32"),
+        ("p=f32,c=f16,o=f16", {"rules": {"tanh": "float32"}}, "float16"),
+    ],
+    ids=["f32", "f16", "map", "argument", "rules"],
+)
+def test_a_half_output_dtype_of_the_whole_makes_results_half(policy, options, result):
+    def fun(w, x):
+        x = jnp.exp(x @ w)
+        with jax.named_scope("head"):
+            return x @ w
+
+    cast = autocast(fun, policy, **options)
+    assert dtypes_of_products(cast, W, X)[0][2] == result
+    assert cast(W, X).dtype == jnp.float32
+
+
 @BOTH
 def test_a_square_that_is_summed_is_taken_in_f32(half: str) -> None:
     def norms(w, x):

@@ -236,7 +236,7 @@ def explain(
     transform.check_function(fun, "explain", policy)
     policy, compute_dtype = transform.check_policy(policy, "explain")
     options = half_results, fp8_min_size, recompute
-    rules = resolve_rules(rules, compute_dtype, *options)
+    rules = resolve_rules(rules, policy, compute_dtype, *options)
 
     def explained(*args: P.args, **kwargs: P.kwargs) -> AutocastReport:
         planned = transform.plan_call(fun, policy, compute_dtype, rules, args, kwargs)

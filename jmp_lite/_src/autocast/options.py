@@ -181,9 +181,10 @@ class OpRules:
 
 def resolve_rules(
     rules: OpRules | Mapping[str, str] | None,
+    policy: Policy | PolicyMap,
     compute_dtype: Any,
-    half_results: bool | None,
-    fp8_min_size: int | None,
+    half_results: bool | None = None,
+    fp8_min_size: int | None = None,
     recompute: bool | None = None,
 ) -> OpRules:
     """Return the rules of a call of `autocast`, which documents what this raises."""
@@ -191,6 +192,9 @@ def resolve_rules(
         default = OpRules.default(compute_dtype)
         classes = dict(default.classes) | _printed(rules or {})
         rules = dataclasses.replace(default, classes=classes)
+        everywhere = policy.default if isinstance(policy, PolicyMap) else policy
+        if half_results is None and everywhere.output_dtype == compute_dtype:
+            half_results = True
     if not isinstance(rules, OpRules):
         raise TypeError(
             "Expected rules that map primitives to classes, such as {'tanh': "

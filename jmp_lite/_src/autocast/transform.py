@@ -111,17 +111,17 @@ def autocast(
         same). A `PolicyMap` has patterns over name-scope paths
         (`"Model/decoder/attention"`: each module of linen and Haiku enters a scope, a
         linen model that of its class, modules of nnx none); `""` is everything. A
-        policy that computes in float32 leaves its scope unchanged. In a map, the
-        `output_dtype` of a rule is that of the results of its matrix products:
-        float32, or half wherever anything but a return reads them. Those of all
-        other products are as `half_results` says.
+        policy that computes in float32 leaves its scope unchanged. A half
+        `output_dtype` is that of the results of matrix products wherever anything but
+        a return reads them; float32 in a rule of a map keeps them in float32.
       rules: primitives in another class than by default: `{"tanh": "float32"}`; or a
         whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a
         return reads them, as in torch.amp. False: only on the way to another product.
-        The default is True in bfloat16 and False in float16, which ends at 65504;
-        `numerics.advise` measures where float16 results are safe. Scopes whose policy
-        says otherwise are not affected.
+        The default is True in bfloat16 and for a policy whose `output_dtype` is half,
+        and False in float16 else, which ends at 65504; `numerics.advise` measures
+        where float16 results are safe. Scopes whose policy says otherwise are not
+        affected.
       fp8_min_size: the least size of each dimension of a product in fp8, if the policy
         has these (`"mixed_fp8"`); the default is 256. Sizes must be multiples of 16,
         and products have no batch dimensions; all others are bfloat16.
@@ -175,7 +175,7 @@ def autocast(
     check_function(fun, "autocast", policy)
     policy, compute_dtype = check_policy(policy, "autocast")
     options = half_results, fp8_min_size, recompute
-    rules = resolve_rules(rules, compute_dtype, *options)
+    rules = resolve_rules(rules, policy, compute_dtype, *options)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):

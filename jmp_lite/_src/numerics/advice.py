@@ -390,7 +390,7 @@ class _Search:
         step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
         half = {layer: not reason for layer, reason in (results or {}).items()}
         policy = self._with_rules(layers, half)
-        rules = resolve_rules(None, self.dtype, True if everywhere else None, None)
+        rules = resolve_rules(None, policy, self.dtype, True if everywhere else None)
         measured = measure(
             step,
             policy,

@@ -73,7 +73,7 @@ def dry_run(
     """
     transform.check_function(fun, "dry_run", policy)
     policy, compute_dtype = transform.check_policy(policy, "dry_run")
-    rules = resolve_rules(rules, compute_dtype, half_results, fp8_min_size)
+    rules = resolve_rules(rules, policy, compute_dtype, half_results, fp8_min_size)
 
     def run(*args, **kwargs) -> DryRunReport:
         measured = measure(fun, policy, (args, kwargs), rules=rules)
