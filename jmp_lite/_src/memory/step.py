@@ -55,7 +55,7 @@ class StepReport(reports.Report):
       memory: what one has; None if that is not known.
       limit: the bytes of `fits`, or None.
       peak: the most that is in memory: arguments, results and temporaries. It is XLA's
-        own figure; on CPUs, whose figure leaves out temporaries, it is their sum.
+        own figure, or their sum where that leaves out temporaries, as on CPUs.
       arguments: the bytes of each class of arguments.
       parameter_count: how many parameters there are, on all devices together.
       results: bytes of results that are in no donated argument's memory.
@@ -246,11 +246,6 @@ def of_step(
         pairs = list(zip(names, arrays, strict=True))
         parameters = [x for name, x in pairs if name == roles.PARAMETERS]
         memory = built.compiled.memory_analysis()
-        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        peak = memory.peak_memory_in_bytes
-        # On CPUs it leaves out what is temporary; from JAX's compilation cache it is 0.
-        if built.platform == "cpu" or not peak:
-            peak = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
         counts = hlo.count(built.text)._asdict()
         target, kind = targets.DEVICES.get(device or ""), jax.devices()[0].device_kind
         return StepReport(
@@ -258,10 +253,10 @@ def of_step(
             devices=built.count,
             memory=target.memory if target else None,
             limit=limit,
-            peak=peak,
+            peak=peak_of(memory),
             arguments=total((name, program.shard_bytes(x)) for name, x in pairs),
             parameter_count=sum(x.size for x in parameters),
-            results=results,
+            results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             donated=memory.alias_size_in_bytes,
             temporaries=memory.temp_size_in_bytes,
             live=_rows(liveness.at_peak(built.text), parameters),
@@ -272,6 +267,18 @@ def of_step(
         )
 
     return measure
+
+
+def peak_of(memory: Any) -> int:
+    """Return the peak that XLA gives, with what is temporary.
+
+    XLA leaves that out on CPUs, and for GPUs before JAX 0.10.2: its peak is then that
+    of arguments and results. From JAX's compilation cache it is 0.
+    """
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    held -= memory.alias_size_in_bytes
+    peak, temporary = memory.peak_memory_in_bytes, memory.temp_size_in_bytes
+    return held + temporary if peak - held < temporary / 2 else peak
 
 
 def parse_bytes(text: str) -> int:
