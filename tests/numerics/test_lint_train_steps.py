@@ -265,6 +265,30 @@ def test_float16_gradients_without_a_loss_scale_are_found(
     }
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("is_cast", [True, False], ids=["autocast", "forgotten"])
+def test_a_step_over_layers_is_right_but_where_autocast_is_forgotten(policy, is_cast):
+    def loss(params, x):  # what waits of a norm in a loop is float16
+        def layer(x, w):
+            x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+            return x + jnp.tanh(x @ w), None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    tx = jmp.scale_aware(optax.sgd(0.1), jmp.loss_scale_for(policy))
+
+    def step(params, state, x):
+        fun = jmp.autocast(loss, policy) if is_cast else loss
+        grads = jmp.scaled_grad(fun, loss_scale=state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.zeros((2, 16, 16))
+    report = lint(step, policy)(params, tx.init(params), jnp.zeros((8, 16)))
+    expected = [] if is_cast else ["not-in-half"]
+    assert [f.rule for f in report.findings] == expected, str(report)
+
+
 def test_decay_before_a_trust_ratio_is_found() -> None:
     tx = optax.chain(
         jmp.scale_aware(optax.scale_by_adam()),

@@ -392,6 +392,16 @@ def step_without_a_loss_scale(w, x):
     return w - 0.1 * jax.grad(squares)(w)
 
 
+@_planted_step("not-in-half", _SAFE)
+def step_whose_loss_is_in_float32(w, state, x):
+    def squares(w, x):
+        return jnp.mean(jnp.square(x.astype(F32) @ w))  # hazard
+
+    grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
+    updates, state = _SAFE.update(grads, state, w)
+    return w + updates, state
+
+
 @in_float16(
     "not-skipped",
     _WEIGHTS,

@@ -27,7 +27,7 @@ def _unscaled(program: LintedProgram) -> Hits:
 
 
 def _float16_without_scale(program: LintedProgram) -> Hits:
-    if not _updated_params(program) or any(_may_scale(program, x) for x in program.ops):
+    if not updated_params(program) or any(_may_scale(program, x) for x in program.ops):
         return
     if any(_unscaled(program)):  # which says it already
         return
@@ -119,14 +119,14 @@ def _decayed_while_scaled(program: LintedProgram) -> Hits:
 
 
 def _scaled_updates(program: LintedProgram) -> Hits:
-    for op, value in _updated_params(program):
+    for op, value in updated_params(program):
         if program.scalings.of(value).scaled_by:
             yield op, "parameters are updated from gradients that are scaled"
 
 
 def _never_adjusted(program: LintedProgram) -> Hits:
     """Find a loss scale that no result has, but for the scale that was given."""
-    if not _updated_params(program) or any(_scaled_updates(program)):
+    if not updated_params(program) or any(_scaled_updates(program)):
         return
     results = [v for op in program.ops for v in op.outs if v.is_result]
     known = [x for x in map(program.scalings.of, results) if not x.is_gradient]
@@ -145,7 +145,7 @@ def _not_skipped(program: LintedProgram) -> Hits:
     if not is_dynamic or any(_scaled_updates(program)):
         return
     _, chosen = _choices(program)
-    updated = {id(v) for _, v in _updated_params(program)}
+    updated = {id(v) for _, v in updated_params(program)}
     for op, value in _results_of_gradients(program):
         if id(value) in chosen:
             continue
@@ -198,7 +198,7 @@ def _results_of_gradients(program: LintedProgram) -> list[tuple[Op, Value]]:
     return [(op, v) for op, v in results if program.scalings.of(v).is_gradient]
 
 
-def _updated_params(program: LintedProgram) -> list[tuple[Op, Value]]:
+def updated_params(program: LintedProgram) -> list[tuple[Op, Value]]:
     """Return the results that are parameters after an update, with their makers."""
     return [
         (op, v)

@@ -112,7 +112,8 @@ class Scalings:
         self._open.discard(id(value))
         if len(sources := sources_of(value)) == 1:
             return self.of(sources[0])
-        if op.is_backward and not is_gradient:
+        # What is remade of one residual is no gradient: that takes a second operand.
+        if op.is_backward and not is_gradient and len(op.ins) > 1:
             ranges = [self._ranges.of(v) for v in op.ins]
             is_gradient = not all(known and known.is_all for known in ranges)
         if is_gradient and powers == frozenset():

@@ -1,4 +1,4 @@
-"""Hazards for speed: products in float32, odd dimensions."""
+"""Products that are not in half, and those that are slow in it."""
 
 from collections import Counter
 
@@ -8,6 +8,7 @@ from jmp_lite._src import fp8
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.dataflow import Op
+from jmp_lite._src.numerics.hazards.loss_scaling import updated_params
 from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
 
 # Matrix units process tiles of a multiple of this size, in 16-bit numbers.
@@ -42,7 +43,18 @@ def _is_left(program: LintedProgram, op: Op) -> bool:
     return is_default and program.is_low(op)
 
 
+def _nothing_in_half(program: LintedProgram) -> Hits:
+    """Yield a product of a train step to which the policy was not applied."""
+    left, _ = flops_in_f32(program)
+    operands = (v for op in program.having(Fact.PRODUCT) for v in op.ins[:2])
+    is_f32 = all(v.dtype == jnp.float32 for v in operands)
+    if left and is_f32 and updated_params(program):
+        yield next(iter(left)), "no matrix product of the train step is in half"
+
+
 def _f32_products(program: LintedProgram) -> Hits:
+    if any(_nothing_in_half(program)):  # which says it already
+        return
     left, total = flops_in_f32(program)
     of_line = Counter[str]()
     for op, flops in left.items():
@@ -88,6 +100,13 @@ def _dimensions(op: Op) -> list[int]:
 
 
 RULES = (
+    Rule(
+        "not-in-half",
+        "error",
+        _nothing_in_half,
+        "The policy does nothing: the step takes the time and the memory of float32.",
+        "Differentiate autocast(loss_fn, policy), or cast parameters and inputs.",
+    ),
     Rule(
         "float32-product",
         "speed",
