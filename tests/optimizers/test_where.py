@@ -245,6 +245,8 @@ def test_lint_names_what_the_table_says_it_names(name):
     for place, (scaled, _) in _orders(name).items():
         rules, named = found(scaled), set()
         if place != "inside" and effects[place]:
-            named = set(re.findall("`([a-z]+(?:-[a-z]+)+)`", row[4]))
+            pattern = "`([a-z]+(?:-[a-z]+)+)`(?: (before|after))?"
+            pairs = re.findall(pattern, row[4])
+            named = {rule for rule, where in pairs if where in ("", place)}
         if named or not effects[place]:
             assert rules == named
