@@ -1,5 +1,6 @@
 """Derivatives of gradients of `autocast(f)`: every order that JAX has for float32."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from arrays import error, uniform
 from autocast_corpus.program import DTYPES, POLICIES
 from gated_nets import linen_net, nnx_net
 from jax import lax
+from jax.experimental.jet import jet
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite import autocast, sums_in_float32
@@ -232,3 +234,17 @@ def test_what_a_loop_keeps_in_two_bytes_has_second_derivatives(policy, sizes, is
     for size in sizes:
         errors = map(error, second(size), expected)
         assert max(errors) < 0.06, size
+
+
+def test_jet_goes_inside_or_computes_nothing_again():
+    def loss(x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ W) @ W))
+
+    def second(loss):
+        return lambda x: jet(loss, (x,), ((jnp.ones_like(x), jnp.zeros_like(x)),))[1]
+
+    half, expected = functools.partial(autocast, policy="mixed_bfloat16"), second(loss)
+    with pytest.raises(KeyError, match="remat2"):
+        second(half(loss))(X)
+    for got in half(expected)(X), second(half(loss, recompute=False))(X):
+        np.testing.assert_allclose(got, expected(X), rtol=0.05)

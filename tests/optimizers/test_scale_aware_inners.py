@@ -311,3 +311,15 @@ def test_every_transformation_takes_steps_of_half_parameters(name, wrap):
 
     assert _shapes(stepped) == _shapes(params)
     assert _shapes(after) == _shapes(state)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_schedule_free_finds_its_state_to_evaluate_wherever_it_is(wrap):
+    """`docs/faq.md` says how."""
+    params = _params("")
+    state = WRAPPERS[wrap](contrib.schedule_free_sgd(RATE)).init(params)
+    found = optax.tree.get(state, "ScheduleFreeState")
+    evaluated = contrib.schedule_free_eval_params(found, params)
+    assert _shapes(evaluated) == _shapes(jax.tree.map(jnp.float32, params))
+    for x, p in zip(jax.tree.leaves(evaluated), jax.tree.leaves(params), strict=True):
+        assert (x == p).all()

@@ -153,7 +153,7 @@ def _effects(steps: list[tuple[_Step, _Step]]) -> set[str]:
 
 def _rows() -> dict[str, list[str]]:
     """Return the row of each transformation in the table of the docs."""
-    section = _PAGE.read_text().split("## Where each transformation belongs")[1]
+    section = _PAGE.read_text().split("## Where in a chain each optax")[1]
     table = re.search(r"\n\| transformations \|.*?\n\n", section, re.DOTALL)
     assert table is not None
     rows = [line.strip("| ").split(" | ") for line in table[0].split("\n")[3:-2]]

@@ -10,8 +10,12 @@ import pathlib
 import subprocess
 import sys
 
+import bitwise
 import jax
 import jax.numpy as jnp
+import jmp as original
+import optax
+import pytest
 
 import jmp_lite as jmp
 
@@ -57,3 +61,40 @@ def test_the_training_loop_of_jmps_readme_runs_and_skips():
     params, loss_scale, finite = train_step(params, loss_scale, jnp.float32(1))
     assert finite and float(params) == 0.5
     assert int(loss_scale.counter) == 1
+
+
+@pytest.mark.standard_promotion
+def test_the_same_loop_gives_the_same_bits_as_with_jmp():
+    tx = optax.adam(1e-2)
+    keys = jax.random.split(jax.random.key(0), 3)
+    w, v, x = (jax.random.normal(key, (16, 16)) for key in keys)
+
+    def run(jmp):
+        policy = jmp.get_policy("params=float32,compute=float16,output=float32")
+
+        @jax.jit
+        def step(state, x):
+            params, opt_state, loss_scale = state
+
+            def scaled_loss(params):
+                (w, v), low = policy.cast_to_compute((params, x))
+                out = policy.cast_to_output(jax.nn.relu(low @ w) @ v)
+                return loss_scale.scale(jnp.mean(jnp.square(out)))
+
+            grads = loss_scale.unscale(jax.grad(scaled_loss)(params))
+            updates, after = tx.update(grads, opt_state, params)
+            new = optax.apply_updates(params, updates), after
+            finite = jmp.all_finite(grads)
+            kept = jmp.select_tree(finite, new, (params, opt_state))
+            return *kept, loss_scale.adjust(finite)
+
+        loss_scale = jmp.DynamicLossScale(jnp.float32(2**15), period=3)
+        state, scales = ((w, v), tx.init((w, v)), loss_scale), []
+        for i in range(12):
+            state = step(state, x * 1e6 if i == 8 else x)
+            scales.append(float(state[2].loss_scale))
+        return state[:2], scales
+
+    (state, scales), (expected, of_jmp) = run(jmp), run(original)
+    assert scales == of_jmp and len(set(scales)) > 2
+    bitwise.assert_same(state, expected)

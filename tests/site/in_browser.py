@@ -158,8 +158,20 @@ def wide_parts(browser: Any, width: int) -> list[str]:
 
 # What is typed, by the page that is the first to be found.
 FIRST = {
-    "faq": ["8-bit adam", "disable", "x64", "export", "jupyter", "TraceContextError"],
+    "faq": [
+        "disable",
+        "autocast disabled",
+        "x64",
+        "export",
+        "jupyter",
+        "TraceContextError",
+        "running_var nan",
+        "schedule_free",
+        "batchnorm half",
+        "batchnorm float16",
+    ],
     "coming_from": ["16-mixed"],
+    "coming_from/jmp": ["jmp same results bitwise"],
     "checkpoints": ["load old checkpoint with DynamicScale"],
     "trouble/memory": [
         "out of memory",
@@ -167,21 +179,33 @@ FIRST = {
         "does my model fit in 8GB",
         "largest batch size that fits",
     ],
-    "trouble/speed": ["mixed precision slower"],
-    "trouble/skipped": ["loss scale keeps halving"],
+    "trouble/speed": [
+        "mixed precision slower",
+        "explain casts by hand",
+        "float32 product forgot to cast",
+    ],
+    "trouble/skipped": ["loss scale keeps halving", "which layer overflows"],
     "trouble/differs": ["validation loss worse than float32"],
     "recipes/accumulation": ["gradient accumulation"],
     "recipes/clipping": ["gradient clipping"],
     "recipes/ema": ["EMA of the weights"],
-    "recipes/equinox": ["expected arrays, numbers or functions"],
+    "recipes/equinox": [
+        "expected arrays, numbers or functions",
+        "eqx.nn.State BatchNorm",
+    ],
     "recipes/float16_gpus": ["fp16"],
+    "recipes/gradient_penalty": ["hessian"],
     "recipes/half_parameters": ["master weights"],
     "recipes/nnx": ["nnx bf16 training"],
+    "recipes/plain_functions": ["cast_to_compute tuple batch"],
     "recipes/recomputation": ["nn.remat"],
     "recipes/scans_and_ensembles": ["lax.scan over layers"],
-    "recipes/schedules": ["logging"],
+    "recipes/schedules": ["logging", "log loss scale skipped steps"],
     "recipes/sensitive": ["neural ODE", "RK4"],
     "recipes/sharding": ["train on multiple gpus"],
+    "memory": ["8-bit adam", "half precision optimizer state"],
+    "reference": ["python -m jmp_lite"],
+    "reference/optimisers": ["optax chain"],
 }
 # And by one of the first four.
 AMONG = {
@@ -189,12 +213,14 @@ AMONG = {
     "coming_from/torch_amp": ["GradScaler"],
     "coming_from/flax_dynamic_scale": ["DynamicScale"],
     "checkpoints": ["overwrite checkpoint"],
-    "trouble/memory": ["OOM", "fit", "VRAM"],
+    "memory": ["8-bit adam mu_dtype", "low precision optimizer state"],
+    "trouble/memory": ["OOM", "fit", "VRAM", "memory T4"],
     "trouble/nan": ["loss is nan"],
     "recipes/fine_tuning": ["LoRA"],
     "recipes/recomputation": ["gradient checkpointing"],
     "recipes/schedules": ["learning rate"],
     "recipes/sharding": ["DDP"],
+    "reference/optimisers": ["apply_if_finite"],
 }
 
 

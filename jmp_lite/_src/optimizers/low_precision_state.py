@@ -99,13 +99,13 @@ def low_precision_state(
     A leaf of the state is stored in low precision if it is float32, its key path ends
     in that of a parameter of its shape (unlike the factors of `optax.adafactor`), it
     has at least `min_size` elements, and it is a moment: `update` computes it from its
-    old value, and `init` not from the parameters'. Unchanged are copies and averages of
-    parameters, as in `master_weights`; the sum of gradients of `optax.MultiSteps` (not
-    those of madgrad, cocob and `optax.apply_every`, which lose digits); the last
-    gradient or parameters, as in `optax.lbfgs`; and moments that are subtracted
-    from each other, as in `optax.rmsprop(centered=True)`, where rounding gives roots of
-    negative numbers. A leaf with fewer than 32 elements in the last axis is bfloat16
-    instead of 8 bits.
+    old value, and `init` not from the parameters'. So an average of parameters that
+    begins at zeros is stored as a moment. Unchanged are copies of parameters, and
+    averages that begin at them; the sum of gradients of `optax.MultiSteps` (not those
+    of madgrad, cocob and `optax.apply_every`, which lose digits); the last gradient or
+    parameters, as in `optax.lbfgs`; and moments subtracted from each other, as in
+    `optax.rmsprop(centered=True)`, where rounding gives roots of negative numbers. A
+    leaf with fewer than 32 elements in the last axis is bfloat16 instead of 8 bits.
 
     Use it inside of `scale_aware` or around it. If it is sharded along the last axis,
     blocks do not cross shards whose size is a multiple of 256. Under `vmap`, members
