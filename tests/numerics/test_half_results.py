@@ -293,8 +293,8 @@ def test_beyond_what_was_measured_the_step_is_skipped_and_the_product_is_named()
         ("stream", "dot_general", "float16")
     }
     said = (
-        "in stream at .* made the first number that is not finite.* Its results in half "
-        'went beyond 65504: give the layer the policy "full". Under autocast, '
+        "in stream at .* made the first number that is not finite.* Its results in "
+        'half went beyond 65504: give the layer the policy "full". Under autocast, '
         r"numerics.advise \(previous=...\) finds a policy, too."
     )
     with pytest.raises(jmp.TooManySkippedStepsError, match=said):

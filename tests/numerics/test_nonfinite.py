@@ -307,7 +307,8 @@ def test_the_remedy_of_a_large_result_holds(api, rule, is_repaired):
         assert found(report).layer == "Net/block/Dense_0"
         assert str(report).endswith(
             ". Its results in half went beyond 65504: give the layer the policy "
-            '"full". Under autocast, numerics.advise (previous=...) finds a policy, too.'
+            '"full". Under autocast, numerics.advise (previous=...) finds a policy, '
+            "too."
         )
 
 

@@ -65,12 +65,9 @@ def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
 
 class _Origins:
     def tag_constant(self, value: Any) -> Any:
-        def when(x, xp):
-            if not dtypes.is_half(jax.typeof(x).dtype):
-                return _LATE
-            return xp.where(xp.isfinite(x).any(), _PART, _WHOLE)
-
-        return _of_input(value, CONSTANT, when)
+        is_half = dtypes.is_half(jax.typeof(value).dtype)
+        times = (_PART, _WHOLE) if is_half else (_LATE, _LATE)
+        return _of_input(value, CONSTANT, "isfinite", *times)
 
     def stack(self, tags: Any) -> Any:
         return first(tags)
@@ -112,20 +109,17 @@ def of_argument(value: Any, index: int) -> Any:
     A NaN precedes everything that runs, and the first argument with one precedes the
     others. An inf may be a mask: it comes last, after everything that runs.
     """
-
-    def when(x, xp):
-        return xp.where(xp.isnan(x).any(), index - _LATE, _LATE)
-
-    return _of_input(value, -1 - index, when)
+    return _of_input(value, -1 - index, "isnan", index - _LATE, _LATE)
 
 
-def _of_input(value: Any, site: int, when: Any) -> Any:
+def _of_input(value: Any, site: int, test: str, when: int, otherwise: int) -> Any:
+    """Return the origin of an input: its time, `when` a number of it passes a test."""
     if not is_floating(value) or _is_finite_number(value):
         return NONE
     value = look(value)
     xp = _library(value)
-    origin = _origin(when(value, xp), site, ())
-    return xp.where(xp.isfinite(value).all(), NONE, origin)
+    time = xp.where(getattr(xp, test)(value).any(), when, otherwise)
+    return xp.where(xp.isfinite(value).all(), NONE, _origin(time, site, ()))
 
 
 def _origin(eqn_count: Any, site: int, loops: Sequence[Any]) -> Any:
@@ -137,11 +131,9 @@ def _origin(eqn_count: Any, site: int, loops: Sequence[Any]) -> Any:
 def _here(op: Any, eqn_count: Any, loops: Any) -> Any:
     """Return the origin of what an operation makes."""
     powers = degrees(op.eqn.primitive.name, op.eqn.params)
-    divisors = [v for v, d in zip(op.eqn.invars, powers, strict=False) if d < 0]
-    by_zero = any(
-        compat.is_literal(v) and dtypes.is_half(v.aval.dtype) and v.val == 0
-        for v in divisors
-    )
+    read = [v for v, d in zip(op.eqn.invars, powers, strict=False) if d < 0]
+    read = [v for v in read if compat.is_literal(v) and dtypes.is_half(v.aval.dtype)]
+    by_zero = any(v.val == 0 for v in read)
     return _origin(eqn_count, op.site | by_zero * BY_CONSTANT, loops)
 
 
