@@ -204,6 +204,12 @@ def test_what_is_not_looked_into_is_named(fun, primitive, inner, line) -> None:
     assert reason in text_of(report)
 
 
+def test_what_is_not_in_the_rules_is_named() -> None:
+    report = explain(lambda w, x: jnp.arctan(x) @ w, "mixed_bfloat16")(W, X)
+    assert report.kept == {"not in the rules: atan": 1}
+    assert "1 × not in the rules: atan" in text_of(report)
+
+
 def test_an_outer_product_does_not_count() -> None:
     def fun(w, x):
         angles = jnp.einsum("t,f->tf", jnp.arange(4.0), jnp.ones(8))

@@ -234,9 +234,11 @@ def test_what_is_in_no_layer_is_left_and_said_with_what_else_can_be_done():
     def loss(w, x):
         return jnp.mean(jnp.square(x * 1e4) @ w) * 1e-8
 
-    advice = advise(loss, "mixed_float16")(jnp.eye(4), jnp.ones((2, 4)))
+    advice = advise(loss, "mixed_float16")(1e5 * jnp.eye(4), jnp.ones((2, 4)))
     assert advice.policy == jmp.get_policy("mixed_float16")
     assert {row.layer for row in advice.left} == {""}
+    operands = {row.primitive for row in advice.left if row.is_operand}
+    assert operands == {"lhs of dot_general", "rhs of dot_general"}
     assert advice.left[0].overflow > 0
     line = f"{__file__}:{loss.__code__.co_firstlineno + 1}"
     assert (
@@ -244,6 +246,7 @@ def test_what_is_in_no_layer_is_left_and_said_with_what_else_can_be_done():
         "100.0% of its numbers. No layer to keep in float32 is left: wrap dot_general "
         f"at {line} in jmp.full_precision, or give it a jax.named_scope and ask again."
     ) in advice.reasons
+    assert sum(f"wrap dot_general at {line}" in x for x in advice.reasons) == 1
     assert f"# {advice.reasons[-1]}\n" in str(advice)
 
 

@@ -420,3 +420,15 @@ def test_an_nnx_module_is_no_argument() -> None:
     model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"got an nnx module.*nnx\.split"):
         dry_run(lambda m, x: m(x), "mixed_float16")(model, jnp.ones((2, 3)))
+
+
+def test_where_a_maximum_starts_in_half_is_no_overflow() -> None:
+    def loss(w, x):
+        start = jnp.asarray(-jnp.inf, jnp.float16)
+        rows = jnp.square(x @ w).astype(jnp.float16)
+        largest = jnp.maximum(start, rows.max())
+        total = jnp.exp(start - largest) + jnp.sum(jnp.exp(rows - largest))
+        return jnp.log(total.astype(jnp.float32))
+
+    report = dry_run(loss, "mixed_float16")(jnp.eye(8), jnp.ones((2, 8)))
+    assert max(row.overflow for row in report.rows) == 0.0

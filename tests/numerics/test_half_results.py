@@ -293,9 +293,9 @@ def test_beyond_what_was_measured_the_step_is_skipped_and_the_product_is_named()
         ("stream", "dot_general", "float16")
     }
     said = (
-        "made the first number that is not finite.* Results of matrix products in half "
-        "at 'stream', or their sums, went beyond 65504: ask numerics.advise again "
-        r"\(previous=...\), or give the layer a policy with a float32 output."
+        "in stream at .* made the first number that is not finite.* Its results in "
+        'half went beyond 65504: give the layer the policy "full". Under autocast, '
+        r"numerics.advise \(previous=...\) finds a policy, too."
     )
     with pytest.raises(jmp.TooManySkippedStepsError, match=said):
         jmp.check_skipped_steps(

@@ -52,6 +52,7 @@ class Hazard:
     found: tuple[str, str, str, str]  # primitive, layer, direction, dtype
     iterations: tuple[int, ...] = ()
     operands: tuple[tuple[float, float], ...] = ()  # their ranges
+    by_constant: bool = False
 
 
 HAZARDS: list[Hazard] = []
@@ -123,6 +124,135 @@ def cast_to_half(x):
 @given(jnp.zeros(2))
 def zero_times_an_infinite_constant(x):
     return x * jnp.full(2, jnp.inf)  # here
+
+
+# A constant that half holds as inf or 0, before an operation that makes NaN of it. What
+# JAX traces of `x * 1e5` is `x * INF`, and NumPy warns, which is an error in tests.
+
+
+backward_of_constant = functools.partial(backward_f16, by_constant=True)
+of_constant = functools.partial(forward_f16, by_constant=True)
+SMALL, ENDS = jnp.array([0.25, 0.5], F16), (0.25, 0.5)
+BEYOND = jnp.full(2, 1e5, F16)
+WITH_ONE_BEYOND = BEYOND.at[0].set(1.0)
+MASK = jnp.array([0.0, -INF], F16)
+
+
+def centred(h: jax.Array) -> jax.Array:
+    with jax.named_scope("norm"):
+        return h - jnp.mean(h)
+
+
+@of_constant("mul", "layer", operands=(ENDS, (INF, INF)))
+@given(SMALL, under=jax.jit)
+def factor_that_is_infinite_in_half(x):
+    with jax.named_scope("layer"):
+        x = x * INF  # here
+    return centred(x)
+
+
+@of_constant("sub", "layer", operands=((INF, INF), ENDS))
+@given(SMALL)
+def term_that_is_infinite_in_half(x):
+    with jax.named_scope("layer"):
+        x = INF - x  # here
+    return centred(x)
+
+
+@of_constant("div", "layer", operands=(ENDS, (0.0, 0.0)))
+@given(SMALL)
+def divisor_that_is_zero_in_half(x):
+    with jax.named_scope("layer"):
+        x = x / 1e-9  # here
+    return centred(x)
+
+
+@hazard(
+    *("forward", "bfloat16", "mul"), operands=((1.0, 1.0), (INF, INF)), by_constant=True
+)
+@given(jnp.ones(2, jnp.bfloat16))
+def factor_that_is_infinite_in_bfloat16(x):
+    return centred(x * INF)  # here
+
+
+@of_constant("mul", operands=(ENDS, (1.0, INF)))
+@given(SMALL)
+def factors_one_of_which_is_infinite_in_half(x):
+    return centred(x * WITH_ONE_BEYOND)  # here
+
+
+@forward_f32("mul", operands=(ENDS, (INF, INF)), by_constant=True)
+@given(SMALL)
+def factor_that_was_infinite_before_it_was_float32(x):
+    return centred(x.astype(F32) * BEYOND.astype(F32))  # here
+
+
+@of_constant("dot_general", operands=(ENDS, (INF, INF)))
+@given(SMALL)
+def product_with_infinite_constants(x):
+    return centred(x[None] @ jnp.broadcast_to(BEYOND, (2, 2)))  # here
+
+
+@of_constant("mul", "layer", iterations=(1,), operands=(ENDS, (INF, INF)))
+@given(SMALL)
+def factor_in_a_branch_in_a_scan(x):
+    def large(x):
+        with jax.named_scope("layer"):
+            x = x * INF  # here
+        return centred(x)
+
+    def step(h, i):
+        return lax.cond(i == 1, large, lambda h: h, h), None
+
+    return lax.scan(step, x, jnp.arange(3))[0]
+
+
+@of_constant("mul", iterations=(0,), operands=(ENDS, (INF, INF)))
+@given(SMALL)
+def factor_that_is_scanned(x):
+    return lax.scan(lambda h, row: (centred(h * row), None), x, BEYOND)[0]  # here
+
+
+@backward_of_constant("mul", "layer", operands=((1.0, 1.0), (INF, INF)))
+@given(SMALL, under=grad_of_jitted_total)
+@jax.checkpoint
+def factor_of_a_gradient(x):
+    with jax.named_scope("layer"):
+        return x * INF  # here
+
+
+@of_constant("mul", operands=(ENDS, (INF, INF)))
+@given(SMALL)
+def factor_in_a_custom_jvp(x):
+    @jax.custom_jvp
+    def grow(x):
+        return x * INF  # here
+
+    grow.defjvp(lambda primals, tangents: (grow(*primals), tangents[0]))
+    return centred(grow(x))
+
+
+# Masks are no causes, whatever was done with them: here every number is masked.
+
+
+@forward_f16("sub", operands=((-INF, -INF), (-INF, -INF)))
+@given(SMALL, jnp.zeros(2, bool))
+def row_that_is_masked_wholly(x, mask):
+    masked = jnp.where(mask, x, -jnp.inf) * jnp.asarray(0.5, F16)
+    masked = masked + jnp.where(mask, 0, jnp.asarray(-jnp.inf, F16))
+    return jax.nn.softmax(jnp.maximum(masked, -jnp.inf))  # here
+
+
+@forward_f16("sub", iterations=(1,), operands=((-INF, -INF), (-INF, -INF)))
+@given(SMALL)
+def row_of_a_constant_mask(x):
+    return lax.scan(lambda h, m: (h, jax.nn.softmax(h[:1] + m)), x, MASK)[1]  # here
+
+
+@hazard("forward", "", "constant")
+@given(SMALL)
+def infinite_constant_that_is_chosen(x):
+    return jnp.maximum(lax.neg(BEYOND), jnp.where(x > 1.0, x, -BEYOND))
 
 
 # Reductions, products, moves.
@@ -414,6 +544,24 @@ def infinite_state_that_stays(best, x):
 def mask_backward(x):
     x = jnp.where(jnp.tril(jnp.ones((2, 2), bool)), x, -jnp.inf)
     return jnp.sum(jax.nn.log_softmax(x)[:, 0] + jax.nn.softmax(x)[:, 1])
+
+
+@QUIET.append
+@given(SMALL, jnp.ones((3, 2), F16))
+def masks_in_half(x, rows):
+    def softmax_online(state, row):
+        before, total = state
+        largest = jnp.maximum(before, row.max())
+        return (largest, total * jnp.exp(before - largest)), None
+
+    start = jnp.asarray(-jnp.inf, F16), jnp.ones((), F16)
+    square = jnp.triu(jnp.full((2, 2), -jnp.inf, F16), 1)
+    return (
+        lax.scan(softmax_online, start, rows)[0],
+        jax.nn.softmax(x + MASK),
+        jax.nn.softmax(x[None] + square),
+        jnp.max(x, initial=-jnp.inf, where=x > 0.3),
+    )
 
 
 @QUIET.append

@@ -406,7 +406,7 @@ def _describe(
 def _why_unchanged(eqn: Eqn) -> str:
     if not compat.jaxprs_of(eqn):
         is_of_floats = any(map(core.is_float, (*eqn.invars, *eqn.outvars)))
-        return "not in the rules" if is_of_floats else ""
+        return f"not in the rules: {eqn.primitive.name}" if is_of_floats else ""
     why_not = control_flow.why_not_opened(eqn)
     return f"{precision.NOT_OPENED}: {eqn.primitive.name}, {why_not}"
 

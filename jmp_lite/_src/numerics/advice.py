@@ -308,7 +308,8 @@ class _Search:
         gradients = self._gradients(turn.measured.report, turn.scale)
         loss_scale, reason = _as_loss_scale(gradients, turn.scale, self.dtype)
         kept = dict.fromkeys(reason for reason in results.values() if reason)
-        left = [fault.left() for fault in turn.faults]
+        # The worst of those that one remedy repairs, as both operands of a product.
+        left = {x.remedy(): x.left() for x in reversed(turn.faults)}
         advice = Advice(
             policy=turn.measured.policy,
             loss_scale=loss_scale,
@@ -318,7 +319,7 @@ class _Search:
                 *kept,
                 *saved,
                 reason,
-                *left,
+                *reversed(left.values()),
             ),
             left=tuple(fault.row for fault in turn.faults),
             report=turn.measured.report,

@@ -33,11 +33,14 @@ class Fault:
 
     def left(self) -> str:
         """Return what is wrong although no layer is left, and how to repair it."""
-        what = f"Still wrong: {self._place()} {self.what()}."
+        return f"Still wrong: {self._place()} {self.what()}. {self.remedy()}"
+
+    def remedy(self) -> str:
+        """Return how to repair the operation without a layer."""
         _, primitive, line = self.row.cause or ("", self.row.primitive, self.row.line)
         name = primitive.rpartition(" ")[2]  # of an operand, that of the product
         return (
-            f"{what} No layer to keep in float32 is left: wrap {name} at {line} "
+            f"No layer to keep in float32 is left: wrap {name} at {line} "
             "in jmp.full_precision, or give it a jax.named_scope and ask again."
         )
 

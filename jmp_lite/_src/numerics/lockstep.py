@@ -229,10 +229,11 @@ class Lockstep(Observer):
         return tag._replace(error=error, source=source)
 
     def _origin(self, op: Operation, full: Any) -> Any:
-        if full is None:
-            return NONE
-        origin = self._origins.origin(op, full, [tag.origin for tag in op.tags])
-        if origin[0] == op.eqn_count and dtypes.is_half(full.dtype):
+        op = op._replace(tags=[tag.origin for tag in op.tags])
+        origin = self._origins.origin(op, full)
+        # Not by a constant: an infinite one may be where a maximum starts.
+        is_here = origin[0] == op.eqn_count and origin[1] == op.site
+        if is_here and dtypes.is_half(full.dtype):
             self._overflow = origins.first([self._overflow, origin])
         return origin
 

@@ -20,7 +20,7 @@ from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
-from jmp_lite._src.numerics.origins import CONSTANT, NEVER, find, watch
+from jmp_lite._src.numerics.origins import BY_CONSTANT, CONSTANT, NEVER, find, watch
 from jmp_lite._src.numerics.reference import check_has_values
 
 
@@ -39,6 +39,7 @@ class NonFinite(reports.Report):
         index of the row for any `scan`, one in reverse included.
       operands: the smallest and the largest number of each floating operand; empty from
         `NonFiniteTracker.report`.
+      by_constant: whether an operand is a constant that is not finite in half.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -54,6 +55,7 @@ class NonFinite(reports.Report):
     dtype: str
     iterations: tuple[int, ...]
     operands: tuple[tuple[float, float], ...]
+    by_constant: bool = False
 
     def __str__(self) -> str:
         """Return one sentence for people."""
@@ -68,13 +70,21 @@ class NonFinite(reports.Report):
         loop = f", iteration {list(self.iterations)}" if self.iterations else ""
         ranges = " and ".join(f"[{low:.3g}, {high:.3g}]" for low, high in self.operands)
         operands = f" out of {ranges}" if ranges else ""
+        unnamed = " A jax.named_scope around each layer would name the layer."
         return (
             f"{self.primitive} ({self.dtype}, {self.direction}{loop}){where}{line} "
             f"made the first number that is not finite{operands}.{self._advice()}"
+            f"{'' if self.layer else unnamed}"
         )
 
     def _advice(self) -> str:
-        """Return what to do if a result that a policy has in half left the range."""
+        """Return what to do if half cannot hold a constant or a result."""
+        if self.by_constant:
+            half = "half" if self.dtype == "float32" else self.dtype
+            return (
+                f" A constant that it reads is beyond {half}, so inf or 0 there: use "
+                "another, or compute in float32."
+            )
         is_half = self.dtype == "float16" and self.direction == "forward"
         # Where finite numbers in half become inf because they are large: not in 1 / 0.
         grows = facts(self.primitive) & (Fact.PRODUCT | Fact.LINEAR)
@@ -82,9 +92,9 @@ class NonFinite(reports.Report):
         if not is_half or not grows:
             return ""
         return (
-            f" Results of matrix products in half at {self.layer!r}, or their sums, "
-            f"went beyond {float(jnp.finfo(jnp.float16).max):g}: ask numerics.advise "
-            "again (previous=...), or give the layer a policy with a float32 output."
+            f" Its results in half went beyond {float(jnp.finfo(jnp.float16).max):g}: "
+            'give the layer the policy "full". Under autocast, numerics.advise '
+            "(previous=...) finds a policy, too."
         )
 
     def _table(self, every):
@@ -221,16 +231,11 @@ class NonFiniteTracker:
         if index < 0:
             name = self.arguments[-1 - index]
             return NonFinite("argument", name, "", "forward", "", (), ())
+        by_constant, index = divmod(index, BY_CONSTANT)
         site = self.sites[index]
-        return NonFinite(
-            primitive=site.primitive,
-            layer=site.layer,
-            line=site.line,
-            direction=site.direction,
-            dtype=site.dtype,
-            iterations=tuple(iterations[: site.loops]),
-            operands=(),
-        )
+        where = site.primitive, site.layer, site.line, site.direction, site.dtype
+        loops = tuple(iterations[: site.loops])
+        return NonFinite(*where, loops, (), bool(by_constant))
 
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:

@@ -3,6 +3,9 @@
 An origin is an i32 vector `[6]`: how many equations ran before, the site, and the
 iterations of the loops around it. The origin of a value is that of the earliest of its
 non-finite numbers, `NONE` if all are finite.
+
+In float16, 1e5 is inf: arithmetic with a half constant that is not finite makes the
+number. A choice or a mask is intended, and so is a constant of float32.
 """
 
 from collections.abc import Sequence
@@ -12,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, dtypes
+from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.primitives import cases as cases_of
 from jmp_lite._src.jaxprs.tracing import Traced
 from jmp_lite._src.jaxprs.walk import Equation, Walker
@@ -26,10 +30,15 @@ _OPERANDS = 4
 # The origin of a value that is finite.
 NEVER = 2**31 - 1
 NONE = np.array([NEVER, *[0] * (1 + _LOOPS)], np.int32)
-# The time of what came in and may be intended: after everything that is computed.
-_LATE = NEVER - 1
+# The times of what came in, after everything that is computed: of constants in half,
+# without a finite number or with some, and of what may be intended.
+_WHOLE, _PART, _LATE = NEVER - 1, NEVER - 2, NEVER - 3
+_INTENDED = np.array([_LATE, *[NEVER] * (1 + _LOOPS)], np.int32)
 # Sites below zero are arguments, and this one any constant.
 CONSTANT = -(2**31)
+# Set in the site of an operation that made its numbers of a constant.
+BY_CONSTANT = 2**30
+_BY_CONSTANT = np.array([0, BY_CONSTANT, *[0] * _LOOPS], np.int32)
 
 # Per operand, the smallest and the largest number in it.
 OperandRanges = tuple[tuple[float, float], ...]
@@ -56,7 +65,9 @@ def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
 
 class _Origins:
     def tag_constant(self, value: Any) -> Any:
-        return _of_input(value, CONSTANT, _LATE)
+        is_half = dtypes.is_half(jax.typeof(value).dtype)
+        times = (_PART, _WHOLE) if is_half else (_LATE, _LATE)
+        return _of_input(value, CONSTANT, "isfinite", *times)
 
     def stack(self, tags: Any) -> Any:
         return first(tags)
@@ -64,11 +75,11 @@ class _Origins:
 
 class _Watcher(_Origins, Walker):
     def observe(self, equation: Equation) -> Sequence[Any]:
-        here = _origin(equation.moment.eqn_count, equation.site, equation.moment.loops)
-        operands = _operands(equation.eqn, equation.ins, equation.tags)
+        here = _here(equation, *equation.moment)
+        operands, mixes = _operands(equation)
         return [
-            _origin_in_program(out, operands, here) if is_floating(out) else NONE
-            for out in equation.outs
+            _origin_in_program(x, operands, mixes, here) if is_floating(x) else NONE
+            for x in equation.outs
         ]
 
 
@@ -78,15 +89,14 @@ class OriginObserver(_Origins, Observer):
         self.ranges: dict[int, OperandRanges] = {}
 
     def observe(self, op: Operation) -> Sequence[Any]:
-        return [self.origin(op, out, op.tags) for out in op.outs]
+        return [self.origin(op, out) for out in op.outs]
 
-    def origin(self, op: Operation, out: Any, origins: Sequence[Any]) -> Any:
+    def origin(self, op: Operation, out: Any) -> Any:
         """Return the origin of one result of an operation, by those of its operands."""
         if out is None or _library(out).isfinite(out).all():
             return NONE
-        here = np.asarray(_origin(op.eqn_count, op.site, op.loops))
-        operands = _operands(op.eqn, op.ins, origins)
-        found = np.asarray(_origin_of(out, operands, here))
+        here = np.asarray(_here(op, op.eqn_count, op.loops))
+        found = np.asarray(_origin_of(out, *_operands(op), here))
         if found[0] == op.eqn_count:
             floats = [x for x in op.ins if x is not None and is_floating(x)]
             self.ranges[op.eqn_count] = tuple(map(_range, floats[:_OPERANDS]))
@@ -99,22 +109,32 @@ def of_argument(value: Any, index: int) -> Any:
     A NaN precedes everything that runs, and the first argument with one precedes the
     others. An inf may be a mask: it comes last, after everything that runs.
     """
-    return _of_input(value, -1 - index, index - _LATE)
+    return _of_input(value, -1 - index, "isnan", index - _LATE, _LATE)
 
 
-def _of_input(value: Any, site: int, when_nan: int) -> Any:
+def _of_input(value: Any, site: int, test: str, when: int, otherwise: int) -> Any:
+    """Return the origin of an input: its time, `when` a number of it passes a test."""
     if not is_floating(value) or _is_finite_number(value):
         return NONE
     value = look(value)
     xp = _library(value)
-    when = xp.where(xp.isnan(value).any(), when_nan, _LATE)
-    return xp.where(xp.isfinite(value).all(), NONE, _origin(when, site, ()))
+    time = xp.where(getattr(xp, test)(value).any(), when, otherwise)
+    return xp.where(xp.isfinite(value).all(), NONE, _origin(time, site, ()))
 
 
 def _origin(eqn_count: Any, site: int, loops: Sequence[Any]) -> Any:
     padded = [eqn_count, site, *loops, *[0] * _LOOPS][: 2 + _LOOPS]
     xp = _library(*padded)
     return xp.stack([xp.asarray(x, np.int32) for x in padded])
+
+
+def _here(op: Any, eqn_count: Any, loops: Any) -> Any:
+    """Return the origin of what an operation makes."""
+    powers = degrees(op.eqn.primitive.name, op.eqn.params)
+    read = [v for v, d in zip(op.eqn.invars, powers, strict=False) if d < 0]
+    read = [v for v in read if compat.is_literal(v) and dtypes.is_half(v.aval.dtype)]
+    by_zero = any(v.val == 0 for v in read)
+    return _origin(eqn_count, op.site | by_zero * BY_CONSTANT, loops)
 
 
 def first(origins: Any) -> Any:
@@ -126,17 +146,25 @@ def first(origins: Any) -> Any:
     return origins[_library(origins).argmin(origins[:, 0])]
 
 
-def _operands(eqn: Any, ins: Any, tags: Any) -> list[tuple[Any, Any]]:
-    """Return the floating operands that reach the result, and their origins."""
-    pairs = list(zip(ins, tags, strict=True))
-    if cases := cases_of(eqn.primitive.name, pairs):
-        which = ins[0]
+def _operands(op: Any) -> tuple[list[tuple[Any, Any]], int | None]:
+    """Return the floating operands that reach the result, and their origins.
+
+    And from which time on a constant among them makes the numbers of the result: None
+    if there is no other operand, as what is made of a constant alone is a constant.
+    """
+    name, pairs = op.eqn.primitive.name, list(zip(op.ins, op.tags, strict=True))
+    if cases := cases_of(name, pairs):
+        which = op.ins[0]
         pairs = [(_chosen(which, i, x), tag) for i, (x, tag) in enumerate(cases)]
-    return [
-        (x, tag)
-        for x, tag in pairs
-        if x is not None and is_floating(x) and not _is_finite_number(x)
-    ]
+    pairs = [(x, tag) for x, tag in pairs if x is not None and is_floating(x)]
+    operands = [(x, tag) for x, tag in pairs if not _is_finite_number(x)]
+    if len(pairs) < 2:
+        return operands, None
+    if degrees(name, op.eqn.params):
+        return operands, _PART
+    # A constant with some finite numbers may be a mask, which is added.
+    is_arithmetic = facts(name) & (Fact.BROADCASTS | Fact.LIMITS) == Fact.BROADCASTS
+    return operands, _WHOLE if is_arithmetic else NEVER
 
 
 def _chosen(which: Any, i: int, case: Any) -> Any:
@@ -147,15 +175,20 @@ def _chosen(which: Any, i: int, case: Any) -> Any:
     return xp.where(which.astype(np.int32) == i, case, xp.zeros_like(case))
 
 
-def _origin_of(out: Any, operands: Any, here: Any) -> Any:
+def _origin_of(out: Any, operands: Any, mixes: int | None, here: Any) -> Any:
     xp, shape = _library(out, here, *(x for x, _ in operands)), np.shape(out)
     bad, nan = ~xp.isfinite(out), xp.isnan(out)
     # Element by element, where the shapes are equal: numbers elsewhere do not matter.
     seen = [(x if np.shape(x) == shape else _summary(x)) for x, _ in operands]
     made, made_nan, arrived = bad, nan, []
-    for x in seen:
-        made, made_nan = made & xp.isfinite(x), made_nan & ~xp.isnan(x)
-        arrived.append(bad & ~xp.isfinite(x))
+    for x, (_, tag) in zip(seen, operands, strict=True):
+        is_finite = xp.isfinite(x)
+        if mixes is not None:
+            is_constant = (mixes <= tag[0]) & (tag[0] < NEVER)
+            is_finite = is_finite | is_constant
+            here = xp.where(is_constant, here | _BY_CONSTANT, here)
+        made, made_nan = made & is_finite, made_nan & ~xp.isnan(x)
+        arrived.append(bad & ~is_finite)
     is_bad, is_made, *has_arrived = _any([bad, made | made_nan, *arrived], xp)
     tags = [
         xp.where(has, tag, NONE)
@@ -163,12 +196,14 @@ def _origin_of(out: Any, operands: Any, here: Any) -> Any:
     ]
     earlier = first([NONE, *tags])
     # An inf that came in may be a mask: the first operation that makes one precedes it.
-    is_here = (earlier[0] == NEVER) | ((earlier[0] == _LATE) & is_made)
+    is_here = (earlier[0] == NEVER) | ((earlier[0] >= _LATE) & is_made)
+    if mixes is not None:
+        earlier = xp.minimum(earlier, _INTENDED)
     return xp.where(is_bad, xp.where(is_here, here, earlier), NONE)
 
 
 # Traced once for each shape.
-_origin_in_program = jax.jit(_origin_of)
+_origin_in_program = jax.jit(_origin_of, static_argnums=2)
 
 
 def _summary(x: Any) -> Any:
