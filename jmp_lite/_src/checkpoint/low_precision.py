@@ -16,7 +16,6 @@ from jmp_lite._src.checkpoint.leaves import Cast, LeafSpec, cast_array, sharding
 from jmp_lite._src.optimizers.low_precision_state import (
     LowPrecisionArray,
     compress,
-    decompress,
     is_compressed,
 )
 
@@ -55,7 +54,7 @@ def convert(
         was, wanted = (y.dtype_name if is_compressed(y) else None for y in (x, target))
         if was == wanted:
             return x
-        numbers = decompress(x) if was else x
+        numbers = x.to_float32() if was else x
         dtype = wanted or target.dtype
         if wanted:
             new = compress(jnp.asarray(numbers).astype(jnp.float32), wanted)

@@ -10,7 +10,7 @@
 
 import dataclasses
 import inspect
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -152,61 +152,22 @@ def check_key(key: Any) -> None:
         )
 
 
-@jax.tree_util.register_static
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StoredDtypes:
-    """The dtypes in which parameters are stored: a static pytree without leaves."""
-
-    # The key path and dtype of each floating parameter.
-    by_path: tuple[tuple[str, np.dtype], ...]
-
-
-class Told(NamedTuple):
+class Told:
     """What stands for an inner state during an update that hides stored dtypes."""
 
     inner_state: optax.OptState
-    stored: StoredDtypes
+    # As `stored_dtypes` has them: a dict could not be hashed.
+    stored: tuple[tuple[str, np.dtype], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
 
 
-def stored_dtypes(params: optax.Params | None) -> StoredDtypes | None:
+def stored_dtypes(params: optax.Params | None) -> dict[str, np.dtype] | None:
     """Return the dtypes of parameters, or None if none of them is a half dtype."""
     stored = _dtypes_of(params)
-    if not any(map(dtypes.is_half, stored.values())):
-        return None
-    return StoredDtypes(tuple(stored.items()))
-
-
-def update_in_float32(
-    inner: optax.GradientTransformationExtraArgs,
-    kinds: Any,
-    grads: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None,
-    extra: dict[str, Any],
-    owner: str,
-    reason: str,
-) -> tuple[optax.Updates, optax.OptState]:
-    """Update an inner optimiser that sees float32 parameters.
-
-    States of these `kinds` are told the dtypes in which the parameters are stored. The
-    state keeps its dtypes, and for this reason its structure: raise if it is another.
-    """
-    stored, params = stored_dtypes(params), trees.cast_at_least_float32(params)
-    if stored is None:
-        updates, new = inner.update(grads, state, params, **extra)
-    else:
-        told = trees.map_nodes(
-            lambda x: x._replace(inner_state=Told(x.inner_state, stored)), state, kinds
-        )
-        updates, new = inner.update(grads, told, params, **extra)
-        new = trees.map_nodes(lambda x: x.inner_state, new, Told)
-    advice = (
-        f"{reason}, so both states must have the same structure. Put a transformation "
-        f"that changes it (such as optax.monitor) outside of {owner}: "
-        f"optax.chain({owner}(...), optax.monitor(...))."
-    )
-    check_structure(new, state, owner, advice)
-    return updates, with_dtypes_of(new, state)
+    return stored if any(map(dtypes.is_half, stored.values())) else None
 
 
 def check_update(
@@ -218,8 +179,7 @@ def check_update(
 ) -> tuple[optax.OptState, dict[str, np.dtype]]:
     """Check the arguments of `update` of an optimiser of half-precision parameters.
 
-    Returns the inner state, and for each parameter that is stored in half precision its
-    key path (`jax.tree_util.keystr`) and dtype.
+    Returns the inner state, and the dtypes of parameters stored in half precision.
     """
     check_state(state, kind, owner)
     if params is None:
@@ -227,7 +187,7 @@ def check_update(
     seen = _dtypes_of(params)
     known, inner_state = seen, state.inner_state
     if isinstance(inner_state, Told):
-        inner_state, known = inner_state.inner_state, dict(inner_state.stored.by_path)
+        inner_state, known = inner_state.inner_state, dict(inner_state.stored)
     if not seen.keys() <= known.keys():
         raise ValueError(
             f"Cannot tell in which dtypes the parameters {sorted(seen)} are stored: "
@@ -245,7 +205,7 @@ def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
     a branch of `lax.cond`.
     """
     if isinstance(state.inner_state, Told):
-        inner_state = state.inner_state._replace(inner_state=inner_state)
+        inner_state = Told(inner_state, state.inner_state.stored)
     return type(state)(inner_state, stored)
 
 
@@ -257,6 +217,7 @@ def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:
 
 
 def _dtypes_of(params: Any) -> dict[str, np.dtype]:
+    """Return the dtype of each floating parameter by its `jax.tree_util.keystr`."""
     return {
         jax.tree_util.keystr(path): jnp.dtype(x.dtype)
         for path, x in jax.tree_util.tree_leaves_with_path(params)

@@ -19,7 +19,7 @@ import optax
 from jmp_lite._src import compat, policy, trees
 from jmp_lite._src.optimizers import base, blocks, moments, rounding
 from jmp_lite._src.optimizers.master_weights import with_remainders
-from jmp_lite._src.optimizers.scale_aware import NEED_STORED_DTYPES, ScaleAwareState
+from jmp_lite._src.optimizers.scale_aware import ScaleAwareState, update_in_float32
 
 _DTYPES = ("bfloat16", "8bit")
 
@@ -52,9 +52,12 @@ class LowPrecisionArray(metaclass=compat.FlaxSerializable):
         """The dtype as `low_precision_state` names it."""
         return _DTYPES[0] if self.scales is None else _DTYPES[1]
 
+    @jax.jit
     def to_float32(self) -> jax.Array:
         """Return the numbers, f32 `[..., n]`."""
-        return decompress(self)
+        if self.scales is None:
+            return self.values.astype(jnp.float32)
+        return blocks.decode(self.values, self.scales)
 
 
 class LowPrecisionState(NamedTuple):
@@ -185,11 +188,13 @@ def low_precision_state(
         base.check_state(state, LowPrecisionState, "low_precision_state(...)")
         at = _Shapes(updates if params is None else params)
         choice.check(state, at)
-        old = trees.map_nodes(decompress, state.inner_state, LowPrecisionArray)
+        old = trees.map_nodes(
+            LowPrecisionArray.to_float32, state.inner_state, LowPrecisionArray
+        )
         grads = trees.cast_at_least_float32(updates)
         owner, reason = "low_precision_state", "Each leaf is stored as before"
-        new_updates, new = base.update_in_float32(
-            inner, NEED_STORED_DTYPES, grads, old, params, extra, owner, reason
+        new_updates, new = update_in_float32(
+            inner, grads, old, params, extra, owner, reason
         )
 
         next_key, seed = rounding.next_seed(state.key)
@@ -216,14 +221,6 @@ def compress(x: jax.Array, dtype: str) -> LowPrecisionArray:
     if dtype == "bfloat16":
         return LowPrecisionArray(x.astype(jnp.bfloat16))
     return LowPrecisionArray(*blocks.encode(x, jnp.uint32(2**31)))
-
-
-@jax.jit
-def decompress(array: LowPrecisionArray) -> jax.Array:
-    """Return the numbers of an array, f32 `[..., n]`."""
-    if array.scales is None:
-        return array.values.astype(jnp.float32)
-    return blocks.decode(array.values, array.scales)
 
 
 @jax.jit

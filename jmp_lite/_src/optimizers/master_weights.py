@@ -196,14 +196,13 @@ def _update_to_weight(p: jax.Array, m: jax.Array, dtype: Any = None) -> jax.Arra
     return rounding.update_between(p.astype(m.dtype), weight.astype(m.dtype))
 
 
-def with_remainders(states: Any, stored: base.StoredDtypes | None) -> Any:
+def with_remainders(states: Any, stored: dict[str, np.dtype] | None) -> Any:
     """Replace masters of bf16 parameters in states from `init` by remainders of 0."""
     if stored is None:
         return states
-    dtypes = dict(stored.by_path)
 
     def remainder_of(path, m):
-        dtype = dtypes.get(jax.tree_util.keystr(path))
+        dtype = stored.get(jax.tree_util.keystr(path))
         if dtype == jnp.float16:
             raise ValueError(
                 'master_weights(storage="remainder") got a float16 parameter at '

@@ -27,8 +27,7 @@ from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
 
 T = TypeVar("T")
 
-# States of transformations that need the dtypes in which parameters are stored.
-NEED_STORED_DTYPES = (
+_NEED_STORED_DTYPES = (
     MasterRemaindersState,
     MasterWeightsState,
     StochasticRoundingState,
@@ -216,8 +215,8 @@ def scale_aware(
         if value is not None:
             extra["value"] = value
         old, reason = state.inner_state, "A skipped step keeps the old state"
-        new_updates, inner_state = base.update_in_float32(
-            inner, NEED_STORED_DTYPES, grads, old, params, extra, "scale_aware", reason
+        new_updates, inner_state = update_in_float32(
+            inner, grads, old, params, extra, "scale_aware", reason
         )
         if skip_nonfinite:
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
@@ -235,6 +234,41 @@ def scale_aware(
         )
 
     return ScaleAwareTransformation(init_fn, update_fn)
+
+
+def update_in_float32(
+    inner: optax.GradientTransformationExtraArgs,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    extra: dict[str, Any],
+    owner: str,
+    reason: str,
+) -> tuple[optax.Updates, optax.OptState]:
+    """Update an inner optimiser that sees float32 parameters.
+
+    States that need the dtypes in which the parameters are stored are told. The state
+    keeps its dtypes, and for this reason its structure: raise if it is another.
+    """
+    stored, params = base.stored_dtypes(params), trees.cast_at_least_float32(params)
+    if stored is None:
+        updates, new = inner.update(grads, state, params, **extra)
+    else:
+        by_path = tuple(stored.items())
+        told = trees.map_nodes(
+            lambda x: x._replace(inner_state=base.Told(x.inner_state, by_path)),
+            state,
+            _NEED_STORED_DTYPES,
+        )
+        updates, new = inner.update(grads, told, params, **extra)
+        new = trees.map_nodes(lambda x: x.inner_state, new, base.Told)
+    advice = (
+        f"{reason}, so both states must have the same structure. Put a transformation "
+        f"that changes it (such as optax.monitor) outside of {owner}: "
+        f"optax.chain({owner}(...), optax.monitor(...))."
+    )
+    base.check_structure(new, state, owner, advice)
+    return updates, base.with_dtypes_of(new, state)
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:
@@ -281,7 +315,9 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> Non
     if stored is None:
         return
     # Masters have no leaves where labels or masks leave out every parameter.
-    if any(jax.tree.leaves(x[1]) for _, x in trees.find(opt_state, NEED_STORED_DTYPES)):
+    if any(
+        jax.tree.leaves(x[1]) for _, x in trees.find(opt_state, _NEED_STORED_DTYPES)
+    ):
         if _is_followed(opt_state):
             warnings.warn(
                 "In a chain, something follows master_weights or stochastic_rounding, "
@@ -291,13 +327,13 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> Non
                 stacklevel=3,
             )
         return
-    half = [(path, d) for path, d in stored.by_path if dtypes.is_half(d)]
-    all_half = len(half) == len(stored.by_path)
+    half = [(path, d) for path, d in stored.items() if dtypes.is_half(d)]
+    all_half = len(half) == len(stored)
     if not all_half and trees.find(opt_state, optax.MaskedState):
         return
     path, dtype = half[0]
     warnings.warn(
-        f"{len(half)} of {len(stored.by_path)} parameters are stored in half precision "
+        f"{len(half)} of {len(stored)} parameters are stored in half precision "
         f"(params{path} in {dtype}), where an update below half the spacing of their "
         "numbers is lost: training slows down or stops. Store them in float32, as "
         "'mixed_bfloat16' and 'mixed_float16' do (and in a step update those that were "
@@ -309,10 +345,10 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> Non
 
 def _is_followed(state: Any) -> bool:
     """Return whether a chain goes on after what needs the dtypes of parameters."""
-    if isinstance(state, NEED_STORED_DTYPES):
+    if isinstance(state, _NEED_STORED_DTYPES):
         return False
     parts = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
-    needs = [bool(trees.find(x, NEED_STORED_DTYPES)) for x in parts]
+    needs = [bool(trees.find(x, _NEED_STORED_DTYPES)) for x in parts]
     if type(state) is tuple and True in needs:  # a chain's; others are NamedTuples
         after = parts[needs.index(True) + 1 :]
         if not all(isinstance(x, _CHANGE_OTHERS) for x in after):
