@@ -54,6 +54,12 @@ def short_line(line: str) -> str:
     return line.rpartition("/")[2]
 
 
+def summarize(items: Sequence[str]) -> str:
+    """Return the first few items, and the number of the others."""
+    more = f" and {len(items) - 4} more" if len(items) > 4 else ""
+    return ", ".join(items[:4]) + more if items else "nothing"
+
+
 def span(paths: Iterable[str]) -> str:
     """Return the first of some paths and where the last differs from it.
 
@@ -76,10 +82,10 @@ def span(paths: Iterable[str]) -> str:
     return f"{_end(known[0])} … {_end('/'.join(last))}"
 
 
-def _end(path: str, most: int = 44) -> str:
-    if len(path) <= most:
+def _end(path: str) -> str:
+    if len(path) <= 44:
         return path
-    end = path[1 - most :]
+    end = path[-43:]
     return f"…/{end.partition('/')[2]}" if "/" in end else f"…{end}"
 
 

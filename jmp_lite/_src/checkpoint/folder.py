@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jmp_lite._src.checkpoint.leaves import summarize
+from jmp_lite._src.reports import summarize
 
 if sys.platform != "win32":
     import fcntl

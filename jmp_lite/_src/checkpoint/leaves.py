@@ -5,7 +5,6 @@ A spec can be stored as JSON. This module does not depend on Orbax.
 
 import base64
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, dtypes, trees
+from jmp_lite._src.reports import summarize
 
 
 class Cast(NamedTuple):
@@ -55,7 +55,6 @@ class LeafSpec:
     text: str | None = None  # the string, or the bytes in base64
 
     def __str__(self) -> str:
-        """Return the dtype and shape, or the kind."""
         if self.kind in ("array", "key"):
             return f"{self.dtype}{self.shape}"
         return f"a Python {self.dtype}" if self.dtype else "no array"
@@ -200,13 +199,6 @@ def to_target(array: Any, saved: LeafSpec, target: Any, where: str) -> Any:
         return jax.random.wrap_key_data(array, impl=saved.impl)
     is_weak = saved.weak_type if saved.kind == "array" else describe(target).weak_type
     return compat.weakly_typed(array) if is_weak else array
-
-
-def summarize(items: Iterable[str], count: int = 4) -> str:
-    """Return the first few items, and the number of the others."""
-    items = list(items)
-    more = f" and {len(items) - count} more" if len(items) > count else ""
-    return ", ".join(items[:count]) + more if items else "nothing"
 
 
 def _number_kind(dtype: Any) -> Any:

@@ -18,15 +18,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jmp_lite._src.checkpoint.checksum import crc32
-from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten, summarize
+from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten
 from jmp_lite._src.checkpoint.loss_scales import describe_loss_scales
+from jmp_lite._src.reports import summarize
 
 _FORMAT = 1
 
 
 class RecordHandler(ocp.JsonCheckpointHandler):
-    """Creates the record while other items are written, and writes it after them."""
-
     def __init__(self) -> None:
         super().__init__()
         self._thread = concurrent.futures.ThreadPoolExecutor(1)

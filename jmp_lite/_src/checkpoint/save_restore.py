@@ -2,8 +2,7 @@
 
 A checkpoint is a folder `<step>` with two items: `record`, JSON with the spec of each
 leaf, and `state`, a flat dict of arrays by key path. Strings and bytes are in the
-record. Functions and static fields are not saved; `restore` takes them from its
-argument `like`.
+record.
 
 Limits: arrays that one process can address are copied to host memory once and have a
 checksum. For an array that spans processes, each process writes and reads its own
@@ -238,7 +237,6 @@ class _NumpyHandler(ocp.type_handlers.NumpyHandler):
         self.checksums: dict[str, int] = {}
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        """Return the arrays; raise the first error after the last array is read."""
         args = args or [ocp.RestoreArgs()] * len(infos)
         reads = map(self._read, infos, args)
         results = await asyncio.gather(*reads, return_exceptions=True)

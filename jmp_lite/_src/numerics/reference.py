@@ -16,8 +16,7 @@ from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.sites import Site, in_loop, site_of
 from jmp_lite._src.numerics.report import place
 from jmp_lite._src.numerics.stretches import is_floating
-
-_NAMED = 4
+from jmp_lite._src.reports import summarize
 
 
 def check_has_values(args: Any, caller: str, more: str = "") -> None:
@@ -39,10 +38,7 @@ def check_is_float32(jaxpr: Any, caller: str) -> str:
         return ""
     share = sum(p.flops for p in in_half) / max(sum(p.flops for p in found), 1)
     names = " and ".join(sorted({str(p.dtype) for p in in_half}))
-    places = list(dict.fromkeys(p.place for p in in_half))
-    named = ", ".join(places[:_NAMED])
-    if len(places) > _NAMED:
-        named += f" and {len(places) - _NAMED} more"
+    named = summarize(list(dict.fromkeys(p.place for p in in_half)))
     text = (
         f"{caller} compares a program in float32 with itself under a policy, and got "
         f"one with {share:.0%} of its matrix-product FLOPs in {names} already: {named}."
