@@ -51,7 +51,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, and return the exit status."""
     if options.device and not os.environ.get("JAX_PLATFORMS"):
         # Nothing here needs an accelerator, and one that is absent would be looked for.
         jax.config.update("jax_platforms", "cpu")

@@ -32,7 +32,6 @@ _BODIES = re.compile(
 )
 _CALLS = re.compile(r"calls=%?([\w.-]+)")
 _INDEX = re.compile(r", index=([0-9]+)")
-# Names for arrays, and loops, which work in the memory of what they carry.
 _NAMES = ("tuple", "get-tuple-element", "bitcast", "opt-barrier", "while")
 _GIVEN = ("parameter", "constant")
 # Instructions that may write their result over an operand.
@@ -67,7 +66,6 @@ class _Array:
     live: Live
     last_read: int  # the step that reads it last
     is_named: bool  # whether XLA says what it is made of
-    is_given: bool = False  # whether it is in memory that there is already
 
 
 def at_peak(text: str) -> list[Live]:
@@ -128,7 +126,7 @@ def _peak(
     `of_body` returns the same of a computation that the instructions call.
     """
     values: dict[str, list[_Array | None]] = {}  # None: given
-    steps, root = [], []
+    steps, root = [], set()
     for step, (x, op_name) in enumerate(instructions):
         read = [array for operand in x.operands for array in values.get(operand, [])]
         if x.opcode == "get-tuple-element":
@@ -149,10 +147,10 @@ def _peak(
             made = [_Array(_live(x, op_name, a), step, is_named) for a in x.arrays]
             values[x.name] = list(made)
         if x.is_root:
-            root = values[x.name]
+            root = set(values[x.name])
         steps.append((x, made, list(filter(None, read))))
-    for array in filter(None, root):
-        array.is_given = True
+    # Results are in memory that there is already.
+    steps = [(x, [a for a in made if a not in root], read) for x, made, read in steps]
     return _follow(steps, of_body)
 
 
@@ -167,8 +165,6 @@ def _follow(
         bodies = _bodies(x.line) if x.opcode in _OPENED else []
         inside = max(map(of_body, bodies), key=_total, default=[])
         for array in made:
-            if array.is_given:
-                continue
             # It may take the memory of what is read for the last time.
             size, is_elementwise = array.live.size, _ELEMENTWISE.search(x.line)
             ends = (a for a in read if a in live and a.last_read == step)
@@ -209,7 +205,6 @@ def _live(x: hlo.Instruction, op_name: str, array: hlo.Array) -> Live:
 
 
 def _origin(op_name: str) -> dict[str, str]:
-    """Return the layer, the operation, and the pass in which it is."""
     layer, operation = place(op_name)
     is_backward = name_scopes.is_backward(op_name, around=False)
     is_forward = "jvp(" in op_name or name_scopes.REMATTED in op_name

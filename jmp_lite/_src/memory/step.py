@@ -121,9 +121,8 @@ class StepReport(reports.Report):
     @property
     def verdict(self) -> str:
         """The first line: whether it fits, or the peak."""
-        where = f"{self.devices} × " if self.devices > 1 else ""
-        each = "on each of " if self.devices > 1 else "on "
-        on = f"{each}{where}{self.device}"
+        each = f"each of {self.devices} × " if self.devices > 1 else ""
+        on = f"on {each}{self.device}"
         if self.limit is None:
             of = f" of {size(self.memory)}" if self.memory else ""
             return f"peak: {size(self.peak)}{of} {on}"
