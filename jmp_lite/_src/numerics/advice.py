@@ -218,16 +218,15 @@ def advise(
     if not isinstance(previous, Advice | None):
         raise TypeError(f"Expected an Advice as previous, got {previous!r}.")
 
+    step_of = functools.partial(_scaled_step, loss_fn, argnums, has_aux)
+
     def find(*args, **kwargs) -> Advice:
         if dtype not in dtypes.HALF_DTYPES:
-            step = _scaled_step(loss_fn, 1.0, argnums, has_aux)
-            measured = measure(step, start, (args, kwargs), caller="advise")
+            measured = measure(step_of(1.0), start, (args, kwargs), caller="advise")
             name = jnp.dtype(dtype).name
             why = f"The policy computes in {name}: there is nothing to do."
             return Advice(start, NoOpLossScale(), (why,), (), measured.report)
-        search = _Search(
-            loss_fn, start, argnums, has_aux, (args, kwargs), dtype, headroom, previous
-        )
+        search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
         advice, warning = search.run()
         if warning:
             warnings.warn(warning, stacklevel=2)
@@ -250,10 +249,8 @@ class _Turn:
 class _Search:
     """The search for a policy and a loss scale. `run` fills the last four fields."""
 
-    loss_fn: Any
+    step_of: Callable[[float], Any]  # what a dry run runs, of the loss scale
     start: Policy | PolicyMap
-    argnums: Any
-    has_aux: bool
     args_and_kwargs: tuple[Any, Any]
     dtype: Any
     headroom: float
@@ -269,16 +266,17 @@ class _Search:
 
     def run(self) -> tuple[Advice, str]:
         """Return the advice, and a warning or `""`."""
-        why = dict(self.previous.in_float32) if self.previous else {}
-        self.not_in_fp8.update(self.previous.not_in_fp8 if self.previous else ())
-        tried: dict[Any, set[str]] = collections.defaultdict(set)
+        why: dict[str, str] = {}
         if self.previous:
-            self.models.update(
-                patterns.models_in(row.layer for row in self.previous.report.rows)
+            why.update(self.previous.in_float32)
+            self.not_in_fp8.update(self.previous.not_in_fp8)
+            self.models |= patterns.models_in(
+                x.layer for x in self.previous.report.rows
             )
+        tried: dict[Any, set[str]] = collections.defaultdict(set)
         turn = self._turn(1.0, why)
         report = turn.measured.report
-        self.models.update(patterns.models_in(row.layer for row in report.rows))
+        self.models |= patterns.models_in(row.layer for row in report.rows)
         self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
         is_f16 = self.dtype == jnp.float16
         if turn.fitting == 1.0 and is_f16:  # what is too large may not be scaled at all
@@ -388,12 +386,11 @@ class _Search:
 
         Half results have those `results` with "" beside them, or all layers.
         """
-        step = _scaled_step(self.loss_fn, scale, self.argnums, self.has_aux)
         half = {layer: not reason for layer, reason in (results or {}).items()}
         policy = self._with_rules(layers, half)
         rules = resolve_rules(None, policy, self.dtype, True if everywhere else None)
         measured = measure(
-            step,
+            self.step_of(scale),
             policy,
             self.args_and_kwargs,
             rules=rules,
@@ -447,7 +444,7 @@ class _Search:
         return PolicyMap(default, rules, allow_unused=is_map or only_scopes)
 
 
-def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any:
+def _scaled_step(loss_fn: Any, argnums: Any, has_aux: bool, scale: float) -> Any:
     def scaled(*args, **kwargs):
         loss, aux = split_aux(loss_fn(*args, **kwargs), has_aux)
         if jnp.shape(loss) != ():
@@ -468,7 +465,6 @@ def _scaled_step(loss_fn: Any, scale: float, argnums: Any, has_aux: bool) -> Any
 
 
 def _place(fault: Fault) -> tuple[str, ...]:
-    """Return which operation has a fault."""
     row = fault.row
     return row.layer, row.primitive, row.line, row.direction
 
