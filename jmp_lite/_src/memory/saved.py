@@ -242,8 +242,8 @@ class _Made:
         of_eqn = facts(eqn.primitive.name)
         if core.is_bool(var):
             return _MASK
-        source, is_move = self._before_moves(eqn.outvars[0])
-        if is_move and not compat.is_literal(source) and source in self._given:
+        source = self._before_moves(eqn.outvars[0])
+        if not compat.is_literal(source) and source in self._given:
             return _COPY
         if not core.is_f32(var):
             return _NONE
@@ -256,22 +256,21 @@ class _Made:
         is_cheap = of_eqn & Fact.ELEMENTWISE and not of_eqn & Fact.LINEAR
         return _CHEAP if is_cheap else _NONE
 
-    def _before_moves(self, var: Var) -> tuple[Var, bool]:
-        """Return what a variable is a cast or a move of, and whether it is one."""
-        moved = False
+    def _before_moves(self, var: Var) -> Var:
+        """Return what a variable is a cast or a move of, or itself."""
         while not compat.is_literal(var) and (eqn := self.by.get(var)) is not None:
             of_eqn = facts(eqn.primitive.name)
             is_move = of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES
             if not is_move and eqn.primitive.name != CAST:
                 break
-            var, moved = eqn.invars[0], True
-        return var, moved
+            var = eqn.invars[0]
+        return var
 
     def _reads_statistic(self, eqn: Eqn) -> bool:
         """Return whether an operand is a mean, or a root of one, that is broadcast."""
         largest = max(map(core.size, eqn.outvars))
         for var in core.variables(eqn.invars):
-            source, _ = self._before_moves(var)
+            source = self._before_moves(var)
             is_small = core.size(source) < largest and not compat.is_literal(source)
             if is_small and self._is_of_sum(source):
                 return True
