@@ -113,12 +113,11 @@ def scaled_value_and_grad(
             f"Expected a loss scale of shape (), got {shape}, as of a state that is "
             "replicated or stacked: differentiate inside of jax.pmap or jax.vmap."
         )
-    scale = found.scale
 
     @functools.wraps(fun, assigned=("__name__", "__doc__"), updated=())
     def scaled_loss(*args, **kwargs):
         value, aux = split_aux(fun(*args, **kwargs), has_aux)
-        return scale(value), (value, aux)
+        return found.scale(value), (value, aux)
 
     if argnums != 0:  # 0 is the default everywhere; equinox accepts no argnums
         kwargs["argnums"] = argnums
@@ -214,7 +213,6 @@ def _check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Non
 
 
 def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
-    """Return the loss and the auxiliary data that a loss function returned."""
     if not has_aux:
         if isinstance(output, tuple | list):
             raise TypeError(

@@ -1,9 +1,7 @@
 """Loss scales: pytrees that scale small gradients into the range of half precision.
 
 The loss is multiplied by the loss scale before the backward pass, and the gradients are
-divided by it afterwards. A dynamic loss scale grows after a number of finite steps and
-backs off when the gradients overflow. All of this runs inside `jit`; no value is read
-on the host.
+divided by it afterwards. All runs inside `jit`; no value is read on the host.
 """
 
 import dataclasses
@@ -22,8 +20,7 @@ from jmp_lite._src.policy import Policy, PolicyMap, get_policy, policies_of
 
 T = TypeVar("T")
 
-# The scale and its inverse must both be normal float32 numbers. Outside this range one
-# of the two is flushed to 0, and the gradients with it.
+# Beyond these, the scale or its inverse is flushed to 0, and the gradients with it.
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 # States of what may withhold gradients from the optimiser inside of it.
@@ -278,8 +275,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
                 "all_finite(grads) makes one."
             )
         finite = jnp.asarray(grads_finite).astype(jnp.bool_)
-        scale, counter = self.loss_scale, self.counter
-        counter = jnp.where(finite, counter + 1, 0)
+        scale, counter = self.loss_scale, jnp.where(finite, self.counter + 1, 0)
         grow = finite & (counter >= int(self.period))
         bad_steps, lower = self._count_bad_steps(finite, grow)
         ceiling = min(self.max_loss_scale, _LARGEST)

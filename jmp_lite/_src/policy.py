@@ -1,7 +1,6 @@
 """Policies: the dtypes of parameters, computation and outputs.
 
-A `Policy` holds three dtypes. A `PolicyMap` chooses a policy for each leaf by its key
-path. Both are frozen, hashable, picklable and static under `jit`: they hold no arrays.
+Each is frozen, hashable, picklable and static under `jit`: it holds no arrays.
 """
 
 import dataclasses
@@ -139,7 +138,6 @@ class Policy:
 
 
 def check_reduce_dtype(dtype: Any) -> Any:
-    """Return a reduce dtype: None or `jnp.float32`."""
     if dtype is None:
         return None
     parsed = dtypes.parse_dtype(dtype)

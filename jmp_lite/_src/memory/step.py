@@ -149,7 +149,6 @@ class StepReport(reports.Report):
             rows.append((kind, layer, operation, dtype, f"{arrays}", n))
         rows.sort(key=lambda row: -row[-1])
         peak = max(self.peak, 1)
-        loops = self.counts["loops_counted_once"]
         notes = [
             f"temporaries {size(self.temporaries)}",
             f"donated {size(self.donated)}",
@@ -158,7 +157,7 @@ class StepReport(reports.Report):
             f"{self.traffic / 1e9:.3g} GB read and written",
             f"{self.flops:.3g} FLOPs in products",
         ]
-        if loops:
+        if loops := self.counts["loops_counted_once"]:
             notes.append(f"{loops} loops, whose trips are not known, count once")
         return reports.Table(
             f"{self.verdict}\nin memory at the peak:",

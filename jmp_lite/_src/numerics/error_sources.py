@@ -63,7 +63,6 @@ def find_source(
 
 
 def _rounds(op: Operation, low: Any) -> bool:
-    """Return whether an operation rounds its result to half."""
     if not dtypes.is_half(low.dtype):
         return False
     was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
@@ -83,7 +82,6 @@ def _find_by_repeating(
     )
 
     def error_with(is_rounded: Sequence[bool]) -> float:
-        """Return the error in float32 if some operands are rounded."""
         columns = zip(op.eqn.invars, rounded, op.ins, is_rounded, strict=True)
         outs = repeat(
             [np.asarray(x if r else y, v.aval.dtype) for v, x, y, r in columns]

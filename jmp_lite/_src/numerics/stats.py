@@ -19,7 +19,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite._src import dtypes
 
-# The bins of a histogram; the first and the last hold all smaller and larger exponents.
 # All of float16 fits, and so do the gradients of real models.
 EXPONENTS = range(-64, 32)
 """The exponents of a histogram of `value_stats`: magnitudes from 2**-64 to 2**32."""
@@ -153,9 +152,8 @@ def merge_stacked(stats: ValueStats) -> ValueStats:
 def value_stats_on_host(x: np.ndarray, dtype: Any) -> ValueStats:
     """Return `value_stats(x, dtype)` as Python numbers; compiles nothing."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return merge_on_host(
-            *(value_stats_on_host(f(x), dtype) for f in (np.real, np.imag))
-        )
+        parts = [value_stats_on_host(f(x), dtype) for f in (np.real, np.imag)]
+        return merge_on_host(*parts)
     wide = np.float64 if x.dtype == np.float64 else np.float32
     borders, powers, no_sign = _borders(wide, dtype)
     bits = np.asarray(x, wide).ravel().view(no_sign.dtype) & no_sign
@@ -204,7 +202,6 @@ def _borders(wide: Any, dtype: Any) -> tuple[list[Any], list[Any], Any]:
 
 
 def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
-    """Return the `merge` of two results of `value_stats_on_host`."""
     return ValueStats(
         *map(operator.add, a[:6], b[:6]),
         max_abs=max(a.max_abs, b.max_abs),
@@ -265,9 +262,8 @@ def measure(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
             cpu=_count_by_scatter,
             default=_count_by_comparison,
         ).astype(np.float32)
-    counts = [x.size, *counts]
     return ValueStats(
-        *[jnp.asarray(count, jnp.float32) for count in counts],
+        *[jnp.asarray(count, jnp.float32) for count in (x.size, *counts)],
         max_abs=lax.bitcast_convert_type(largest, wide).astype(jnp.float32),
         min_abs=lax.bitcast_convert_type(smallest, wide).astype(jnp.float32),
         histogram=per_exponent,

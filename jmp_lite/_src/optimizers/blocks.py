@@ -59,8 +59,7 @@ _BELOW_HIGHEST = tuple(
 _LAST = np.float32(127), np.float32(255)
 
 # Below these codes, 8 with a sign and 16 without, numbers are rounded to the side on
-# which a step is smaller: signed ones, which are averages of gradients, down, and
-# others, which divide them, up. The next number is up to `2**16` times as large.
+# which a step is smaller. The next number is up to `2**16` times as large.
 _LEAST = np.float32(1 / 8)  # the root of their numbers
 _TO_SMALLER_STEP = np.float32(1 - 2**-23), np.float32(0)
 
@@ -74,8 +73,7 @@ def encode(
     a sign, numbers below `2**-63` of the largest and subnormal ones are rounded up; in
     one with signs, those below `2**-35` of it are rounded towards zero. Those between
     the last code that is finite and the largest of float32 are rounded down. A block
-    with a NaN has the scale NaN: all its numbers become NaN. An inf stays inf, or
-    becomes the largest number of a block with negative numbers.
+    with a NaN has the scale NaN: all its numbers become NaN.
 
     Args:
       x: f32 `[..., n]`.
@@ -194,7 +192,6 @@ def _by_kind(signed: jax.Array, wide: jax.Array, values: Any) -> jax.Array:
 
 
 def _power(x: Any, wide: Any) -> Any:
-    """Return the ninth power, or the sixteenth."""
     square = x * x
     fourth = square * square
     eighth = fourth * fourth

@@ -189,8 +189,7 @@ class _Opener:
                 outs = [_value_of(var) for var in eqn.outvars]
                 self._add(op, outs)
                 if eqn.effects:
-                    self.needed += ins
-                    self.needed += outs
+                    self.needed += [*ins, *outs]
             else:
                 outs = self._open_bodies(op, sub_jaxprs)
             values.update(zip(eqn.outvars, outs, strict=True))

@@ -39,12 +39,9 @@ class Ranges:
         self._ranges: dict[int, Range | None] = {}
         for op in ops:
             for value in op.outs:
-                found = _of_result(op, value, self.of)
-                if found is not None:
-                    self._ranges[id(value)] = found
+                self._ranges[id(value)] = _of_result(op, value, self.of)
 
     def of(self, value: Value) -> Range | None:
-        """Return the range of a value, None if it is not known."""
         if value.dtype == bool:
             return Range(0.0, 1.0, is_integral=True)
         if value.known is not None and id(value) not in self._ranges:

@@ -38,11 +38,9 @@ class LintedProgram:
 
     def casts_to_half(self) -> Iterator[Op]:
         """Yield the casts to half of values that are not half."""
-        return (
-            op
-            for op in self.ops
-            if op.is_cast and op.outs[0].is_half and not op.ins[0].is_half
-        )
+        for op in self.ops:
+            if op.is_cast and op.outs[0].is_half and not op.ins[0].is_half:
+                yield op
 
     def is_low(self, op: Op) -> bool:
         """Return whether the policy has an operation in half.
