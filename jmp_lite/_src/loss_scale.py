@@ -211,19 +211,18 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
             _static_number(value, name)
             if trees.is_array(value):  # a static field must be hashable
                 object.__setattr__(self, name, np.asarray(value).item())
-        scale, bad_steps = self.loss_scale, self.bad_steps
-        if trees.is_concrete_number(scale):
-            _check_positive(scale)
+        if trees.is_concrete_number(self.loss_scale):
+            _check_positive(self.loss_scale)
         settings = {
             "min_loss_scale": _static_number(self.min_loss_scale, "min_loss_scale"),
             "max_loss_scale": _static_number(self.max_loss_scale, "max_loss_scale"),
-            "loss_scale": _as_scalar(scale, jnp.float32),
+            "loss_scale": _as_scalar(self.loss_scale, jnp.float32),
             "counter": _as_scalar(self.counter, jnp.int32),
         }
         self._check_settings(**settings)
         if self.backoff_factor is None:
             settings["backoff_factor"] = 1 / self.factor
-        bad_steps = 0 if bad_steps is None else bad_steps
+        bad_steps = 0 if self.bad_steps is None else self.bad_steps
         counts = self.hysteresis > 1
         settings["bad_steps"] = _as_scalar(bad_steps, jnp.int32) if counts else None
         for name, value in settings.items():

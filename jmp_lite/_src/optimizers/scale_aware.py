@@ -328,8 +328,7 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> Non
             )
         return
     half = [(path, d) for path, d in stored.items() if dtypes.is_half(d)]
-    all_half = len(half) == len(stored)
-    if not all_half and trees.find(opt_state, optax.MaskedState):
+    if len(half) < len(stored) and trees.find(opt_state, optax.MaskedState):
         return
     path, dtype = half[0]
     warnings.warn(
@@ -371,10 +370,8 @@ def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
     """Replace the numbers of a tree if not `finite`; keep keys and float0."""
 
     def where(x):
-        is_number = trees.is_inexact(x) or (
-            trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
-        )
-        if not is_number:
+        is_number = trees.is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
+        if not (is_number or isinstance(x, float | complex)):
             return x
         x = jnp.asarray(x)
         replacement = other if jnp.iscomplexobj(x) else other.real
