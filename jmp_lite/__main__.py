@@ -12,12 +12,7 @@ from jmp_lite._src.memory import command as memory_command
 
 
 def main(args: Sequence[str] | None = None, prog: str = "jmp-lite") -> int:
-    """Run the command line, and return its exit status.
-
-    Args:
-      args: the arguments; None for those of this process.
-      prog: how the program is called.
-    """
+    """Run the command line, that of this process by default; return its exit status."""
     parser = _parser(prog)
     options = parser.parse_args(args)
     if "run" not in options:

@@ -77,7 +77,6 @@ def step_number(step: Any) -> int:
 
 
 def complete_steps(root: epath.Path) -> dict[int, epath.Path]:
-    """Return the complete checkpoints as a dict of step to path."""
     found = [*_REPLACED.find_all(root), *_STEPS.find_all(root)]
     return {x.step: x.path for x in found if not _is_empty(x.path)}
 

@@ -93,7 +93,6 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
 def check_compatible(
     saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], where: str, *, cast: bool
 ) -> None:
-    """Raise unless each saved leaf can be restored as the target leaf."""
     missing = [f"{path} ({leaf})" for path, leaf in wanted.items() if path not in saved]
     extra = [f"{path} ({leaf})" for path, leaf in saved.items() if path not in wanted]
     if missing or extra:

@@ -72,7 +72,6 @@ def convert(
 
 
 def _abstract(spec: LeafSpec, like: Any) -> Any:
-    """Return an array of the saved dtype with the shape and sharding of a target."""
     dtype, sharding = jnp.dtype(spec.dtype), sharding_of(like)
     return jax.ShapeDtypeStruct(like.shape, dtype, sharding=sharding)
 

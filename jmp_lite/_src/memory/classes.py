@@ -173,7 +173,6 @@ def _structures(tree: Any) -> Iterable[Any]:
 
 
 def _structure(tree: Any) -> Any:
-    """Return the structure of a tree, and the shapes of its arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple(getattr(x, "shape", None) for x in leaves)
 

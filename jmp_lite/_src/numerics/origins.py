@@ -27,7 +27,6 @@ from jmp_lite._src.numerics.stretches import Operation, Shadow, is_floating
 _LOOPS = 4
 _OPERANDS = 4
 
-# The origin of a value that is finite.
 NEVER = 2**31 - 1
 NONE = np.array([NEVER, *[0] * (1 + _LOOPS)], np.int32)
 # The times of what came in, after everything that is computed: of constants in half,

@@ -20,7 +20,6 @@ from jmp_lite._src.reports import summarize
 
 
 def check_has_values(args: Any, caller: str, more: str = "") -> None:
-    """Raise if an argument is traced, or the shape of an array."""
     for x in jax.tree.leaves(args):
         if isinstance(x, Tracer | jax.ShapeDtypeStruct):
             raise TypeError(

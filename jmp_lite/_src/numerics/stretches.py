@@ -158,7 +158,6 @@ def _is_for_python(eqn: Any) -> bool:
 
 
 def _bytes(eqn: Any) -> int:
-    """Return the size of all floating results in an equation."""
     made = [v for inner in control_flow.site_eqns([eqn]) for v in inner.outvars]
     return sum(size(v) * v.aval.dtype.itemsize for v in made if is_float(v))
 

@@ -193,7 +193,6 @@ def _cases(op: Op) -> list[Value]:
 
 
 def _results_of_gradients(program: LintedProgram) -> list[tuple[Op, Value]]:
-    """Return the results that are computed from gradients, with their makers."""
     results = [(op, v) for op in program.ops for v in op.outs if v.is_result]
     return [(op, v) for op, v in results if program.scalings.of(v).is_gradient]
 

@@ -37,7 +37,6 @@ class LintedProgram:
         return (op for op in self.ops if op.facts & fact)
 
     def casts_to_half(self) -> Iterator[Op]:
-        """Yield the casts to half of values that are not half."""
         for op in self.ops:
             if op.is_cast and op.outs[0].is_half and not op.ins[0].is_half:
                 yield op
