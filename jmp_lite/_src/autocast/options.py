@@ -253,8 +253,8 @@ class Regions:
         outer, _, _ = f"/{join(scope, name_stack)}/".partition(f"/{IN_HALF}/")
         return self.at(outer.lstrip("/"), "")
 
-    def check_unused(self, name: str) -> None:
-        check_unused(self.policy, self.paths, name)
+    def check_unused(self, name: str, remedy: str = "") -> None:
+        check_unused(self.policy, self.paths, name, remedy)
 
     def _find_region(self, path: str) -> Region:
         parts = path.split("/")
@@ -276,14 +276,16 @@ class Regions:
         return _region_of(policy, results.get(policy.output_dtype))
 
 
-def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) -> None:
+def check_unused(
+    policy: Policy | PolicyMap, paths: Iterable[str], name: str, remedy: str = ""
+) -> None:
     """Raise a ValueError if a pattern matches none of the scopes of a function."""
     if isinstance(policy, PolicyMap):
         none = (
             f"{name} has no name scope: enter one around what is meant with "
-            "jax.named_scope; modules of flax.linen enter one each."
+            "jax.named_scope; modules of flax.linen enter one each, of nnx none."
         )
-        policy.check_unused(sorted(paths), none)
+        policy.check_unused(sorted(paths), none, remedy)
 
 
 def _region_of(policy: Any, half_results: bool | None = None) -> Region:

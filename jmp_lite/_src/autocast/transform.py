@@ -523,9 +523,11 @@ def check_function(
     `allows_modules` says whether modules of flax are functions, too.
     """
     got = f"{caller} expects a function, got {fun!r}"
-    if isinstance(fun, type) and fun in dtypes.HALF_DTYPES:
-        fun = f"mixed_{fun.__name__}"
-    if isinstance(fun, Policy | PolicyMap | str) and callable(policy):
+    dtype = policy if isinstance(fun, str) else fun  # torch.autocast("cuda", dtype)
+    if isinstance(dtype, type) and dtype in dtypes.HALF_DTYPES:
+        fun = f"mixed_{dtype.__name__}"
+    is_function = callable(policy) and not isinstance(policy, type)
+    if isinstance(fun, Policy | PolicyMap | str) and is_function:
         name = name_of(policy)
         raise TypeError(
             f"{got} first, and the function {name} after it: write "
