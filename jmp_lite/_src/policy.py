@@ -383,15 +383,12 @@ class PolicyMap:
             if trees.is_array(x)
         }
 
-    def check_unused(
-        self, paths: Iterable[str], if_none: str = "", remedy: str = ""
-    ) -> None:
+    def check_unused(self, paths: Iterable[str], remedy: str = "") -> None:
         """Raise if a pattern sets the policy of none of these paths.
 
         Args:
           paths: key paths; `""` is the root.
-          if_none: the explanation if the root is the only path.
-          remedy: what else may be done.
+          remedy: what to do, at the end of the message.
 
         Raises:
           ValueError: names the pattern and the nearest paths; never raised if
@@ -399,9 +396,8 @@ class PolicyMap:
         """
         if self.allow_unused:
             return
-        hint = f"{remedy} (allow_unused=True disables this check.)"
-        patterns = [pattern for pattern, _ in self.rules]
-        check_patterns(patterns, paths, if_none=if_none, hint=hint)
+        remedy += " (allow_unused=True disables this check.)"
+        check_patterns([pattern for pattern, _ in self.rules], paths, remedy)
 
     def _cast(self, tree: T, role: str) -> T:
         self.check_unused(trees.key_paths(tree))
@@ -452,12 +448,9 @@ def first_match(patterns: Iterable[str], path: str) -> int | None:
 
 
 def check_patterns(
-    patterns: Sequence[str], paths: Iterable[str], *, if_none: str = "", hint: str = ""
+    patterns: Sequence[str], paths: Iterable[str], remedy: str = ""
 ) -> None:
-    """Raise if a pattern is the first that applies for none of these paths.
-
-    `if_none` explains it if the root, `""`, is the only path; `hint` ends the message.
-    """
+    """Raise if a pattern is the first that applies for none of these paths."""
     paths = list(paths)
     decided = {first_match(patterns, path) for path in paths}
     for index, pattern in enumerate(patterns):
@@ -473,10 +466,9 @@ def check_patterns(
             )
         known = {outer: None for path in paths for outer in paths_around(path)[1:]}
         near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.0)
-        why = f"A pattern must match a whole path; the nearest are {near}."
-        if if_none and not any(paths):
-            why = if_none
-        raise ValueError(f"The pattern {pattern!r} matches no path. {why}{hint}")
+        why = f" A pattern must match a whole path; the nearest are {near}."
+        why = why if near else ""  # there is none but the root
+        raise ValueError(f"The pattern {pattern!r} matches no path.{why}{remedy}")
 
 
 def check_pattern(pattern: Any) -> str:

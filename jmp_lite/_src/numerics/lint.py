@@ -187,7 +187,7 @@ def lint(
             " If with_policy gave nnx modules this map, pass its default here: "
             f"{str(policies_of(policy)[0])!r}."
         )
-        regions.check_unused(transform.name_of(fun), remedy)
+        regions.check_unused(policy, transform.name_of(fun), remedy)
         return LintReport(tuple(findings), share)
 
     return linted
