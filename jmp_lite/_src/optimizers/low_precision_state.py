@@ -225,7 +225,8 @@ def decompress(array: LowPrecisionArray) -> jax.Array:
     """Return the numbers of an array, f32 `[..., n]`."""
     if array.scales is None:
         return jax.tree.map(lambda x: x.astype(jnp.float32), array.values)
-    return jax.tree.map(blocks.decode, array.values, array.scales)
+    [scales] = jax.tree.leaves(array.scales)
+    return jax.tree.map(lambda x: blocks.decode(x, scales), array.values)
 
 
 @jax.jit
@@ -247,8 +248,15 @@ def _around_variable(variable: Any) -> Any:
     `nnx.Optimizer` writes each of its variables as one array: it would write a
     `State` over a `LowPrecisionArray` in a variable.
     """
-    value = variable.get_raw_value()
-    return jax.tree.map(variable.replace, value) if is_compressed(value) else variable
+    array = variable.get_raw_value()
+    if not is_compressed(array):
+        return variable
+    scales = array.scales
+    if scales is not None:
+        # A shard of the numbers may be smaller than a block, which has one scale.
+        names = {"out_sharding", "optimizer_sharding"} & variable.get_metadata().keys()
+        scales = variable.replace(scales, **dict.fromkeys(names))
+    return LowPrecisionArray(variable.replace(array.values), scales)
 
 
 def into_variables(state: Any) -> Any:

@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from flax_inputs import under_policies
+from jax.sharding import AxisType, PartitionSpec
 from nnx_models import params_of
 from train_states import Nnx, NnxNet, batch
 
@@ -35,6 +36,7 @@ from jmp_lite import (
     scaled_value_and_grad,
     stochastic_rounding,
 )
+from jmp_lite._src import trees
 from jmp_lite.nnx import TrainState
 
 pytestmark = under_policies
@@ -243,6 +245,8 @@ def test_a_low_precision_state_in_nnx_optimizer(place, dtype, is_wrapped, tmp_pa
     for x in xs:
         state = expected_step(state, x)
     expected = [*bitwise.raw_bits((state.params, state.opt_state)).values()]
+    paths = trees.key_paths(state.opt_state)
+    assert any(x.endswith("/kernel/value/values") for x in paths)  # as in 0.2.0
     compiled = nnx.jit(step)
     for run in (step, compiled):
         both = model, optimizer = start()
@@ -256,6 +260,22 @@ def test_a_low_precision_state_in_nnx_optimizer(place, dtype, is_wrapped, tmp_pa
     assert state_of(resumed) == state_of(both)
     compiled(*resumed, xs[0])
     assert len(traces) == len(xs) + 1  # compiled once
+
+
+def test_blocks_of_a_low_precision_state_may_be_larger_than_shards():
+    """Flax puts each array of the state on the mesh as its parameter is annotated."""
+    by_columns = nnx.with_partitioning(nnx.initializers.ones, (None, "data"))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(0), (8, 64))
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(64, 264, kernel_init=by_columns, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, low("8bit"), wrt=nnx.Param)
+        for _ in range(2):
+            optimizer.update(model, nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model))
+    trace: Any = optimizer.opt_state.inner_state[0].trace["kernel"]
+    assert trace.values[...].dtype == jnp.uint8
+    assert trace.values[...].sharding.spec == PartitionSpec(None, "data")
+    assert trace.scales[...].shape == (64, 2)
 
 
 # TrainState.
