@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import jmp as of_others
 import optax
 import pytest
 from flax import nnx
@@ -405,6 +406,8 @@ _SPLIT = "Split it: graphdef, state = nnx.split(model); in the function, call nn
 _LINEN = "a linen module, which computes in its method apply: write "
 _OLDER = "ImportError", "jmp_lite needs jax 0.10 or newer, and "
 _OLD_VERSIONS = "0.4.38", "0.9.2", "0.9.2.dev20260101"
+OF_JMP = of_others.get_policy("params=float32,compute=float16,output=float32")
+SCALE_OF_JMP = of_others.DynamicLossScale(jnp.float32(2.0**15))
 _TORCH = {"init_scale": 65536.0, "growth_factor": 2.0, "growth_interval": 2000}
 NEWCOMERS: list[Row] = [
     (lambda: enter(jmp.autocast()), "autocast expects a function", _MANAGER),
@@ -412,6 +415,9 @@ NEWCOMERS: list[Row] = [
     (lambda: enter(jmp.autocast(MIXED)), "got get_policy('p=full,c=f16", _MANAGER),
     (lambda: enter(jmp.autocast("cuda")), "got 'cuda'", _MANAGER),
     (lambda: enter(jmp.autocast("cuda", dtype=F16)), "argument 'dtype'", _MANAGER),
+    (lambda: enter(jmp.autocast("cuda", F16)), "'cuda'", "'mixed_float16'", _MANAGER),
+    (lambda: jmp.autocast("cuda", jnp.bfloat16), "'mixed_bfloat16'", _MANAGER),
+    (lambda: jmp.autocast("cuda", jnp.float32), "got 'cuda'. A policy goes", _MANAGER),
     (lambda: enter(jmp.autocast(enabled=True)), "argument 'enabled'", _MANAGER),
     (lambda: enter(jmp.autocast(F16)), "float16'", "policy='mixed_float16'", _MANAGER),
     (lambda: jmp.autocast(F16, loss), "write autocast(loss, 'mixed_float16')"),
@@ -432,6 +438,11 @@ NEWCOMERS: list[Row] = [
         "DynamicLossScale has no argument init_scale and no growth_factor and no",
         "write loss_scale=65536.0, factor=2.0, period=2000.",
     ),
+    (lambda: jmp.get_policy(mapped("a")), "got PolicyMap(", "passed as it is, without"),
+    (lambda: jmp.get_policy(OF_JMP), "got Policy(param_", "Policy of the package jmp:"),
+    (lambda: jmp.autocast(loss, OF_JMP), "Policy of the package jmp: take jmp_lite's."),
+    (lambda: grads(loss_scale=SCALE_OF_JMP), "DynamicLossScale of the package jmp: ta"),
+    (lambda: jmp.scale_aware(SGD, SCALE_OF_JMP), "DynamicLossScale of the package jmp"),
     (lambda: dynamic(scale_window=500), "no argument scale_window", "period=500."),
     (lambda: dynamic(scales=2.0), "unexpected keyword argument 'scales'"),
     (lambda: grads(with_aux)(P, X), _AUX),

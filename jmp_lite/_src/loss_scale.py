@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,13 @@ import numpy as np
 import optax
 
 from jmp_lite._src import compat, trees
-from jmp_lite._src.policy import Policy, PolicyMap, get_policy, policies_of
+from jmp_lite._src.policy import (
+    Policy,
+    PolicyMap,
+    get_policy,
+    of_another_package,
+    policies_of,
+)
 
 T = TypeVar("T")
 
@@ -424,7 +430,7 @@ def _remedy(x: Any) -> str:
     if trees.is_concrete_number(x):
         constant, dynamic = f"StaticLossScale({x!r})", f"DynamicLossScale({x!r})"
         return f" A constant one is {constant}; one that starts there is {dynamic}."
-    return ""
+    return of_another_package(x, *get_args(LossScale))
 
 
 def _as_scalar(x: Any, dtype: Any) -> Any:

@@ -216,8 +216,10 @@ def get_policy(policy: "str | Policy") -> Policy:
             got += f" To compute in it with float32 parameters, write {name!r}."
         elif dtype in (jnp.float32, jnp.float64):
             got += f" To compute in it, write {jnp.dtype(dtype).name!r}."
+        elif isinstance(policy, PolicyMap):
+            got += " A PolicyMap is passed as it is, without get_policy."
         else:
-            got += _did_you_mean(str(policy))
+            got += of_another_package(policy, Policy) or _did_you_mean(str(policy))
         raise TypeError(got)
     name = policy.strip()
     if name == "mixed":
@@ -261,6 +263,15 @@ def _did_you_mean(name: str) -> str:
         if re.search(pattern, name.lower()):
             return f" Did you mean {ours!r}?"
     return ""
+
+
+def of_another_package(x: Any, *ours: type) -> str:
+    """Say so of an object whose class has the name of one of ours, or return ""."""
+    cls = type(x)
+    if cls.__name__ not in [our.__name__ for our in ours]:
+        return ""
+    package = cls.__module__.partition(".")[0]
+    return f" This is the {cls.__name__} of the package {package}: take jmp_lite's."
 
 
 @jax.tree_util.register_static
@@ -370,12 +381,12 @@ class PolicyMap:
             if trees.is_array(x)
         }
 
-    def check_unused(self, paths: Iterable[str], if_none: str = "") -> None:
+    def check_unused(self, paths: Iterable[str], remedy: str = "") -> None:
         """Raise if a pattern sets the policy of none of these paths.
 
         Args:
           paths: key paths; `""` is the root.
-          if_none: the explanation if the root is the only path.
+          remedy: what to do, at the end of the message.
 
         Raises:
           ValueError: names the pattern and the nearest paths; never raised if
@@ -383,9 +394,8 @@ class PolicyMap:
         """
         if self.allow_unused:
             return
-        hint = " (allow_unused=True disables this check.)"
-        patterns = [pattern for pattern, _ in self.rules]
-        check_patterns(patterns, paths, if_none=if_none, hint=hint)
+        remedy += " (allow_unused=True disables this check.)"
+        check_patterns([pattern for pattern, _ in self.rules], paths, remedy)
 
     def _cast(self, tree: T, role: str) -> T:
         self.check_unused(trees.key_paths(tree))
@@ -436,12 +446,9 @@ def first_match(patterns: Iterable[str], path: str) -> int | None:
 
 
 def check_patterns(
-    patterns: Sequence[str], paths: Iterable[str], *, if_none: str = "", hint: str = ""
+    patterns: Sequence[str], paths: Iterable[str], remedy: str = ""
 ) -> None:
-    """Raise if a pattern is the first that applies for none of these paths.
-
-    `if_none` explains it if the root, `""`, is the only path; `hint` ends the message.
-    """
+    """Raise if a pattern is the first that applies for none of these paths."""
     paths = list(paths)
     decided = {first_match(patterns, path) for path in paths}
     for index, pattern in enumerate(patterns):
@@ -457,10 +464,9 @@ def check_patterns(
             )
         known = {outer: None for path in paths for outer in paths_around(path)[1:]}
         near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.0)
-        why = f"A pattern must match a whole path; the nearest are {near}."
-        if if_none and not any(paths):
-            why = if_none
-        raise ValueError(f"The pattern {pattern!r} matches no path. {why}{hint}")
+        why = f" A pattern must match a whole path; the nearest are {near}."
+        why = why if near else ""  # there is none but the root
+        raise ValueError(f"The pattern {pattern!r} matches no path.{why}{remedy}")
 
 
 def check_pattern(pattern: Any) -> str:

@@ -149,8 +149,14 @@ def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none(
     said = (
         "The pattern 'decoder' matches no path. product has no name scope: enter one "
         "around what is meant with jax.named_scope; modules of flax.linen enter one "
-        "each. (allow_unused=True disables this check.)"
+        "each, of nnx none."
     )
+    if call is lint:
+        said += (
+            " If with_policy gave nnx modules this map, pass its default here: "
+            "'p=full,c=bf16,o=full'."
+        )
+    said += " (allow_unused=True disables this check.)"
     with pytest.raises(ValueError, match=re.escape(said)):
         call(wrap(product), policy)(W, X)
 

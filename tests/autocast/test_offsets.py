@@ -135,6 +135,20 @@ def near_one(h):
     return jnp.mean((1 / (1 + h / 99) - 1) * WEIGHTS)
 
 
+def undone(between, around=lambda fun: fun):
+    """Return the loss of a product that reads what comes after another product."""
+
+    def loss(w=W, v=V):
+        product = around(lambda w, v: between(X @ w) @ v)
+        return jnp.mean(product(w, v) ** 2)
+
+    return loss
+
+
+def relu_of_sum(h):
+    return jax.nn.relu(h + 2000) - 2000
+
+
 _NAMED = [boxes, position_bias, large_class_biases, in_scan, in_cond, huber, pairs]
 _NAMED += [sides, in_two_losses, kl_divergence, survival, likelihood, variance_of_two]
 PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
@@ -166,6 +180,21 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
     ),
     "temporal_difference": lambda w=W: jnp.mean(
         (X @ w + 100 - 0.99 * (X[::-1] @ w + 100) - WEIGHTS) ** 2
+    ),
+    "undone": undone(relu_of_sum),
+    "undone_subtraction": undone(lambda h: 2000 - jax.nn.relu(2000 - h)),
+    "undone_choice": undone(lambda h: jnp.where(h > 0, h + 2000, 2000) - 2000),
+    "undone_bias": undone(lambda h: jax.nn.relu(h + BIASES) - BIASES),
+    "undone_scale_and_mean": undone(
+        lambda h: (jax.nn.relu(h * PRIORS[-1] * 7 + BIASES) - BIASES) / 7
+    ),
+    "undone_factor": undone(lambda h: jax.nn.leaky_relu(h * 1e5) * 1e-5),
+    "undone_in_remat": undone(relu_of_sum, jax.checkpoint),
+    "undone_in_vmap": undone(
+        relu_of_sum, lambda fun: jax.vmap(fun, (None, 1), out_axes=1)
+    ),
+    "undone_in_scan": undone(
+        lambda h: lax.map(relu_of_sum, h.reshape(8, -1, OUT)).reshape(ROWS, OUT)
     ),
     "angles": lambda w=W: jnp.mean(jnp.sin(3 * (X @ w + 10)) * WEIGHTS),
     "turns": lambda w=W: jnp.mean(jnp.cos(2 * np.pi * (X @ w + 40)) * WEIGHTS),

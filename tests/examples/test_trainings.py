@@ -246,11 +246,13 @@ def test_the_overflow_is_found_and_the_advice_repairs_it(tmp_path):
     planted = "Transformer/mlp_0/down"
     assert results["broken"]["steps_taken"] == 0
     found = results["first_nonfinite"]
-    assert (found["layer"], found["direction"]) == (planted, "forward")
+    # Where the squares are rounded, for the product that reads them.
+    layer, name = planted.rsplit("/", 1)
+    assert (found["layer"], found["direction"]) == (layer, "forward")
     path, _, line = found["line"].rpartition(":")
     source, first = inspect.getsourcelines(find_the_overflow.MLP)
     assert Path(path).name == "find_the_overflow.py"
-    assert 'name="down"' in source[int(line) - first]
+    assert "jnp.square" in source[int(line) - first]
     dry = DryRunReport.from_json(json.dumps(results["dry_run"]))
     assert max(dry.layers(), key=lambda row: row.badness).layer == planted
     pasted: dict[str, Any] = {}
@@ -259,7 +261,7 @@ def test_the_overflow_is_found_and_the_advice_repairs_it(tmp_path):
     # both. Others are rules for half results.
     rules = pasted["policy"].rules
     (pattern,) = [x for x, rule in rules if rule.compute_dtype == jnp.float32]
-    assert pattern == "(Transformer/)?mlp_0/down"
+    assert pattern == f"(Transformer/)?mlp_0/{name}"
     assert re.fullmatch(pattern, planted)
     losses = (results["history"][n]["loss"] for n in ("float16, repaired", "float32"))
     np.testing.assert_allclose(*losses, rtol=2e-3)
@@ -273,7 +275,7 @@ def test_a_stream_that_outgrows_float16_is_seen_and_training_goes_on(tmp_path):
     status, printed = invoke(drift.main, *args, "--out", str(tmp_path))
     assert status == 0, printed
     found = json.loads((tmp_path / "results.json").read_text())
-    assert "went beyond 65504: ask numerics.advise again" in found["alarm"]["message"]
+    assert "went beyond 65504: give the layer the policy" in found["alarm"]["message"]
     assert "results of products stay in float32" in " ".join(found["advice"]["reasons"])
     full, half = found["validation_loss"].values()
     assert half == pytest.approx(full, rel=0.05)

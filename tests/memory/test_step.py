@@ -328,6 +328,16 @@ def test_the_peak_of_a_device_is_that_of_xla_and_its_arrays_sum_to_it(device):
     assert report.peak == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.parametrize("device", COMPILERS or ["cpu"])
+def test_a_step_in_fp8_is_judged_by_the_device_that_it_is_compiled_for(device):
+    """Of this machine alone it is known that fp8 is slow: warnings are errors here."""
+    step = jmp.autocast(lambda a: a @ a, "mixed_fp8")
+    x = Shape((256, 256), "float32")
+    assert memory.of_step(step, device)(x).kernels > 0
+    with pytest.warns(UserWarning, match="fp8 is slower than float32 on the CPU"):
+        memory.of_step(step)(x)
+
+
 def test_a_decorated_step_is_compiled_with_its_decorators():
     assert measured_small().flops == 2 * memory.of_step(small)(*SMALL).flops
     autocast = jmp.autocast(small, "mixed_bfloat16")

@@ -13,7 +13,7 @@ from lint_corpus import KEY, f32, ints
 
 import jmp_lite.linen
 import jmp_lite.nnx
-from jmp_lite import autocast
+from jmp_lite import PolicyMap, autocast
 from jmp_lite.numerics import lint
 
 pytestmark = [pytest.mark.one_of("policy"), pytest.mark.standard_promotion]
@@ -120,6 +120,17 @@ def test_sound_models_have_no_findings_but_what_is_left_in_float32(
     report = lint(jax.grad(written), "mixed_float16")(*args)
     assert {finding.rule for finding in report.findings} == {"float32-product"}
     assert report.f32_flops_share == 1.0
+
+
+def test_a_map_of_nnx_modules_is_linted_by_its_default() -> None:
+    policy = PolicyMap("mixed_bfloat16", {"attention": "full"})
+    model = jmp_lite.nnx.with_policy(Transformer(), policy)
+    said = "gave nnx modules this map, pass its default here: 'p=full,c=bf16,o=full'"
+    with pytest.raises(ValueError, match=said):
+        lint(model, policy)(ints(2, 8))
+    found = lint(model, "p=full,c=bf16,o=full")(ints(2, 8)).findings
+    assert {finding.rule for finding in found} == {"float32-product"}
+    assert all("If float32 is meant, as by a rule" in x.fix for x in found)
 
 
 def test_modules_that_hold_their_state_are_functions_too() -> None:

@@ -151,6 +151,16 @@ def test_each_kind_of_fault_has_words_of_its_own():
         assert fault.reason() == f"a in float32: {reason}"
 
 
+def test_what_only_repeats_a_large_error_is_no_fault_until_that_is_repaired():
+    lost = a_row(layer="a", error=0.6, added_error=0.6)
+    after = a_row(layer="b", error=0.9, added_error=0.3)
+    found = find_faults(DryRunReport((lost, after), "float16"), ())
+    assert [fault.layer for fault in found] == ["a"]
+    repaired = a_row(layer="b", error=0.3, added_error=0.3)
+    found = find_faults(DryRunReport((repaired,), "float16"), ())
+    assert [fault.layer for fault in found] == ["b"]
+
+
 def test_the_table_has_a_row_per_layer_worst_first_or_every_operation():
     text = printed(REPORT.table())
     assert "dry run in float16: the worst 5 of 5 layers" in text

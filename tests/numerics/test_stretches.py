@@ -97,8 +97,8 @@ def test_runs_in_both_half_dtypes_may_share_their_programs():
 
     def run(name, programs):
         # With half results, the plans of both are equal.
-        rules = resolve_rules(None, jnp.dtype(name), True, None)
         policy = get_policy(f"mixed_{name}")
+        rules = resolve_rules(None, policy, jnp.dtype(name), half_results=True)
         return measure(fun, policy, args, rules=rules, programs=programs)
 
     shared = [run(name, programs) for name in ("float16", "bfloat16")]

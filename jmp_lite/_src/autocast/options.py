@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -253,8 +253,16 @@ class Regions:
         outer, _, _ = f"/{join(scope, name_stack)}/".partition(f"/{IN_HALF}/")
         return self.at(outer.lstrip("/"), "")
 
-    def check_unused(self, name: str) -> None:
-        check_unused(self.policy, self.paths, name)
+    def check_unused(self, policy: Any, name: str, remedy: str = "") -> None:
+        """Raise a ValueError if a pattern of a policy matches none of the paths."""
+        if isinstance(policy, PolicyMap):
+            if not any(self.paths):
+                remedy = (
+                    f" {name} has no name scope: enter one around what is meant with "
+                    "jax.named_scope; modules of flax.linen enter one each, of nnx "
+                    f"none.{remedy}"
+                )
+            policy.check_unused(sorted(self.paths), remedy)
 
     def _find_region(self, path: str) -> Region:
         parts = path.split("/")
@@ -274,16 +282,6 @@ class Regions:
             return _region_of(self.policy.default)
         results = {jnp.float32: False, policy.compute_dtype: True}
         return _region_of(policy, results.get(policy.output_dtype))
-
-
-def check_unused(policy: Policy | PolicyMap, paths: Iterable[str], name: str) -> None:
-    """Raise a ValueError if a pattern matches none of the scopes of a function."""
-    if isinstance(policy, PolicyMap):
-        none = (
-            f"{name} has no name scope: enter one around what is meant with "
-            "jax.named_scope; modules of flax.linen enter one each."
-        )
-        policy.check_unused(sorted(paths), none)
 
 
 def _region_of(policy: Any, half_results: bool | None = None) -> Region:

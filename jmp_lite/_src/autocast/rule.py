@@ -181,6 +181,20 @@ class Analysis(abc.ABC):
         reader = self.only_reader(eqn.outvars[0])
         return not (_is_linear(eqn) and reader is not None and _is_linear(reader))
 
+    def is_offset(self, info: EqnInfo, use: int) -> bool:
+        """Return whether half may lose digits that more arithmetic asks for.
+
+        A sum with a number or a bias has those of the larger of both, and a multiple
+        may be out of the range of float16, until what reads it undoes that.
+        """
+        if use & (Use.PRODUCT | Use.KEPT) or self.is_recomputed:
+            return False
+        eqn = info.eqn
+        if not (info.broadcasts() or any(map(compat.is_literal, eqn.invars))):
+            return False
+        is_in_range = precision.has_range_of_f32(self.compute_dtype)
+        return adds(eqn.primitive.name) or (not is_in_range and degree(eqn) == 1)
+
     def is_part(self, info: EqnInfo, ins: Sequence[Precision], use: int) -> bool:
         """Return whether what reads a result computes it again, in float32.
 

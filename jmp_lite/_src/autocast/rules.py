@@ -168,7 +168,8 @@ class _Elementwise(Rule):
         # one of two reads, XLA may leave out the one and not the other.
         may_fuse = not self.is_move or eqn.primitive.name == "select_n"
         may_fuse = may_fuse and joins and not is_stored
-        is_fused = may_fuse and analysis.is_part(info, ins, union(uses))
+        is_part = may_fuse and analysis.is_part(info, ins, union(uses))
+        is_fused = is_part or (may_fuse and analysis.is_offset(info, union(uses)))
         if is_cast_before or keeps or (joins and not is_fused):
             in_f32 = operands.count(FUSED) > 1  # the offsets of both may cancel
             as_written = (*IGNORED, FUSED) if in_f32 else IGNORED
@@ -185,7 +186,8 @@ class _Elementwise(Rule):
             is_input = {HALF, FUSED}.isdisjoint(operands)
             is_input = is_input and (is_lookup(eqn) or not is_cast_before)
             return plan, [CAST_INPUT if is_input else HALF] * len(eqn.outvars)
-        reason = "f32 alone reads it" if is_fused else "an operand is f32"
+        reason = "f32 alone reads it" if is_part else "arithmetic may undo it"
+        reason = reason if is_fused else "an operand is f32"
         has_half = any(p.is_half for p in operands)
         plan, _ = self.keep(info, reason if has_half else "")
         result = FUSED if is_fused else self._in_float32(info, ins)

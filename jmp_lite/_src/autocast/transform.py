@@ -450,7 +450,7 @@ def plan_call(
     analyzer = Analyzer(rules, regions, compute_dtype)
     traced = analyzer.trace(fun, args, kwargs)
     plan = analyzer.plan_closed(traced.closed)
-    regions.check_unused(name_of(fun))
+    regions.check_unused(policy, name_of(fun))
     return PlannedCall(name_of(fun), traced, analyzer, plan)
 
 
@@ -523,9 +523,11 @@ def check_function(
     `allows_modules` says whether modules of flax are functions, too.
     """
     got = f"{caller} expects a function, got {fun!r}"
-    if isinstance(fun, type) and fun in dtypes.HALF_DTYPES:
-        fun = f"mixed_{fun.__name__}"
-    if isinstance(fun, Policy | PolicyMap | str) and callable(policy):
+    dtype = policy if isinstance(fun, str) else fun  # torch.autocast("cuda", dtype)
+    if isinstance(dtype, type) and dtype in dtypes.HALF_DTYPES:
+        fun = f"mixed_{dtype.__name__}"
+    is_function = callable(policy) and not isinstance(policy, type)
+    if isinstance(fun, Policy | PolicyMap | str) and is_function:
         name = name_of(policy)
         raise TypeError(
             f"{got} first, and the function {name} after it: write "

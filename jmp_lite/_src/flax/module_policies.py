@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, reports, trees
 from jmp_lite._src.autocast import half_calls
-from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy
+from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy, policies_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,7 @@ class ModulePolicies:
         classes = tuple((cls, get_policy(policy)) for cls, policy in pairs)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "classes", classes)
-        half = [p for p in self._all if dtypes.is_half(jnp.dtype(p.compute_dtype))]
-        others = [p for p in half if p.reduce_dtype != self.reduce_dtype]
+        others = [p for p in self._halves if p.reduce_dtype != self.reduce_dtype]
         if others:
             raise ValueError(
                 f"Expected one reduce dtype for the whole model, got the policies "
@@ -107,10 +106,9 @@ class ModulePolicies:
 
         In it, what is called through `in_half` gets half.
         """
-        halves = [p for p in self._all if dtypes.is_half(jnp.dtype(p.compute_dtype))]
-        if not halves:
+        if not self._halves:
             return contextlib.nullcontext()
-        return half_calls.inside(halves[0].compute_dtype)
+        return half_calls.inside(self._halves[0].compute_dtype)
 
     @property
     def reduce_dtype(self) -> Any:
@@ -119,8 +117,11 @@ class ModulePolicies:
 
     @property
     def _all(self) -> list[Policy]:
-        of_classes = [policy for _, policy in self.classes]
-        return [self.policy.default, *(p for _, p in self.policy.rules), *of_classes]
+        return [*policies_of(self.policy), *(policy for _, policy in self.classes)]
+
+    @property
+    def _halves(self) -> list[Policy]:
+        return [p for p in self._all if dtypes.is_half(jnp.dtype(p.compute_dtype))]
 
     def resolve(
         self, modules: Mapping[str, type], own_dtypes: Mapping[str, Any] | None = None

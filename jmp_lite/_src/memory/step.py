@@ -3,12 +3,13 @@
 import collections
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import jax
 
-from jmp_lite._src import compat, reports, trees
+from jmp_lite._src import compat, fp8, reports, trees
 from jmp_lite._src.autocast.transform import check_function
 from jmp_lite._src.memory import classes as roles
 from jmp_lite._src.memory import devices as targets
@@ -196,6 +197,8 @@ def of_step(
       devices: how many, if arguments have shardings over so many: on a mesh from
         `mesh`, or on any other of that shape.
       fits: a limit, such as `"24GB"` or `"80GiB"`: the report begins with yes or no.
+        For a card that has no name here, take the next older one: `"v100"` with
+        `fits="16GB"` for a T4.
       classes: what arguments are, by name or index, where they do not tell:
         `{"ema": "other state"}`, or `"parameters"`, `"optimiser state"`, `"batch"`.
 
@@ -231,7 +234,10 @@ def of_step(
         targets.find(device)
 
     def measure(*args: P.args, **kwargs: P.kwargs) -> StepReport:
-        built = program.build(step, args, kwargs, device, devices, donate_argnums)
+        with warnings.catch_warnings():
+            if device is not None:  # what is slow here need not be slow there
+                warnings.filterwarnings("ignore", module=fp8.__name__)
+            built = program.build(step, args, kwargs, device, devices, donate_argnums)
         given = built.args, built.kwargs
         if not jax.tree.leaves(built.result):
             raise ValueError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jmp_lite._src.autocast import transform
-from jmp_lite._src.autocast.options import OpRules, check_unused, resolve_rules
+from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
@@ -121,7 +121,7 @@ def measure(
         planned = plan_by(dataclasses.replace(policy, allow_unused=True))
         fitted = fit(policy, {site.layer for site in sites(planned.plan.jaxpr)})
         if fitted == policy:
-            check_unused(policy, planned.analyzer.regions.paths, transform.name_of(fun))
+            planned.analyzer.regions.check_unused(policy, transform.name_of(fun))
         else:
             planned, policy = plan_by(fitted), fitted
     else:

@@ -21,7 +21,7 @@ from jmp_lite._src.numerics.hazards.dataflow import Op, list_ops
 from jmp_lite._src.numerics.hazards.ranges import Ranges
 from jmp_lite._src.numerics.hazards.rule import LintedProgram, Rule, Severity
 from jmp_lite._src.numerics.hazards.scalings import Scalings
-from jmp_lite._src.policy import Policy, PolicyMap
+from jmp_lite._src.policy import Policy, PolicyMap, policies_of
 
 RULES = (
     *loss_scaling.RULES,
@@ -135,7 +135,8 @@ def lint(
       fun: any function, or a module that can be called.
       policy: the policy that it should run under: products in float32 where the policy
         computes in half are findings. Patterns of a `PolicyMap` match name-scope paths,
-        as for `autocast`.
+        as for `autocast`. Where `with_policy` gave nnx modules a `PolicyMap`, pass
+        its default.
       target: the device whose matrix units determine which dimensions fit; the default
         is the platform of the first device, `"gpu"` on a CPU.
 
@@ -182,7 +183,11 @@ def lint(
         share = sum(left.values()) / total if total else 0.0
         for op in ops:
             program.is_low(op)
-        regions.check_unused(transform.name_of(fun))
+        remedy = (
+            " If with_policy gave nnx modules this map, pass its default here: "
+            f"{str(policies_of(policy)[0])!r}."
+        )
+        regions.check_unused(policy, transform.name_of(fun), remedy)
         return LintReport(tuple(findings), share)
 
     return linted

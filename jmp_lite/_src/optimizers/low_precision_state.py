@@ -56,8 +56,9 @@ class LowPrecisionArray(metaclass=compat.FlaxSerializable):
     def to_float32(self) -> jax.Array:
         """Return the numbers, f32 `[..., n]`."""
         if self.scales is None:
-            return self.values.astype(jnp.float32)
-        return blocks.decode(self.values, self.scales)
+            return jax.tree.map(lambda x: x.astype(jnp.float32), self.values)
+        [scales] = jax.tree.leaves(self.scales)
+        return jax.tree.map(lambda x: blocks.decode(x, scales), self.values)
 
 
 class LowPrecisionState(NamedTuple):
@@ -180,6 +181,8 @@ def low_precision_state(
         inner_state = jax.tree_util.tree_map_with_path(
             store, inner_state, moments.find_moments(inner, params)
         )
+        variables = compat.nnx_class("Variable")
+        inner_state = trees.map_nodes(_around_variable, inner_state, variables)
         # The key is copied, because a step may donate its state.
         first_key = jax.random.key(0) if key is None else jnp.copy(key)
         return LowPrecisionState(inner_state, first_key)
@@ -227,10 +230,40 @@ def compress(x: jax.Array, dtype: str) -> LowPrecisionArray:
 def _rounded(old: LowPrecisionArray, x: jax.Array, seed: jax.Array) -> Any:
     """Return `x` stochastically rounded; `old` in each block that did not change."""
     noise = rounding.noise_like(x, seed)
+    arrays, structure = jax.tree.flatten(old)
     if old.scales is None:
         rounded = rounding.round_stochastically(x, jnp.bfloat16, noise)
-        return LowPrecisionArray(rounded.astype(jnp.bfloat16))
-    return LowPrecisionArray(*blocks.encode(x, noise, (old.values, old.scales)))
+        new = [rounded.astype(jnp.bfloat16)]
+    else:
+        new = blocks.encode(x, noise, tuple(arrays))
+    return jax.tree.unflatten(structure, new)
+
+
+def _around_variable(variable: Any) -> Any:
+    """Put an array in low precision around its variable of nnx.
+
+    `nnx.Optimizer` writes each of its variables as one array: it would write a
+    `State` over a `LowPrecisionArray` in a variable.
+    """
+    array = variable.get_raw_value()
+    if not is_compressed(array):
+        return variable
+    scales = array.scales
+    if scales is not None:
+        # A shard of the numbers may be smaller than a block, which has one scale.
+        names = {"out_sharding", "optimizer_sharding"} & variable.get_metadata().keys()
+        scales = variable.replace(scales, **dict.fromkeys(names))
+    return LowPrecisionArray(variable.replace(array.values), scales)
+
+
+def into_variables(state: Any) -> Any:
+    """Put the arrays in low precision into their variables of nnx again."""
+
+    def put(x: LowPrecisionArray) -> Any:
+        array = LowPrecisionArray(*jax.tree.leaves(x))
+        return jax.tree.unflatten(jax.tree.structure(x.values), [array])
+
+    return trees.map_nodes(put, state, LowPrecisionArray)
 
 
 def is_compressed(x: Any) -> bool:
@@ -267,11 +300,12 @@ class _Choice:
         for path, x in leaves:
             if not is_compressed(x):
                 continue
-            param = at.param_of(path, x.values)
+            [(rest, values)] = jax.tree_util.tree_leaves_with_path(x.values)
+            param = at.param_of((*path, *rest), values)
             found, expected = x.dtype_name, {self.dtype, *(d for _, d in self.rules)}
             if param is not None:
                 expected = {self._dtype_at(param)}
-            if "8bit" in expected and x.values.shape[-1] < _SHORTEST_ROW:
+            if "8bit" in expected and values.shape[-1] < _SHORTEST_ROW:
                 expected.add("bfloat16")
             if found not in expected:
                 names = " or ".join(str(d or "float32") for d in expected)

@@ -16,20 +16,27 @@ import optax
 import pytest
 from flax import nnx
 from flax_inputs import under_policies
+from jax.sharding import AxisType, PartitionSpec
 from nnx_models import params_of
 from train_states import Nnx, NnxNet, batch
 
 import jmp_lite.nnx
 from jmp_lite import (
     DynamicLossScale,
+    NoOpLossScale,
     StaticLossScale,
     check_skipped_steps,
+    checkpoint,
     get_loss_scale,
     loss_scale_metrics,
+    low_precision_state,
+    master_weights,
     scale_aware,
     scaled_grad,
     scaled_value_and_grad,
+    stochastic_rounding,
 )
+from jmp_lite._src import trees
 from jmp_lite.nnx import TrainState
 
 pytestmark = under_policies
@@ -174,6 +181,101 @@ def test_the_loss_scale_of_an_optimizer_is_made_of_arrays():
     tx = scale_aware(optax.sgd(0.1), StaticLossScale(8.0))
     static = nnx.Optimizer(make(), tx, wrt=nnx.Param)
     assert get_loss_scale(static.opt_state).loss_scale == 8.0
+
+
+class Weighted(nnx.Module):
+    """Gradients are the input, so that steps are the same however they are compiled."""
+
+    def __init__(self, dtype: Any):
+        self.kernel = nnx.Param(jnp.ones((16, 256), dtype))  # as large as `min_size`
+        self.bias = nnx.Param(jnp.ones(256, dtype))
+
+    def __call__(self, x):
+        return x * self.kernel + self.bias[None]
+
+
+SGD = optax.sgd(0.5, momentum=0.5)
+
+
+def low(dtype: str) -> Any:
+    return low_precision_state(SGD, dtype)
+
+
+PLACES: dict[str, Any] = {
+    "alone": low,
+    "in scale_aware": lambda dtype: scale_aware(low(dtype), NoOpLossScale()),
+    "around scale_aware": lambda dtype: low_precision_state(
+        scale_aware(SGD, NoOpLossScale()), dtype
+    ),
+    "in master_weights": lambda dtype: master_weights(low(dtype), storage="remainder"),
+    "in stochastic_rounding": lambda dtype: scale_aware(
+        stochastic_rounding(low(dtype), jax.random.key(1)), NoOpLossScale()
+    ),
+}
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["plain", "with_policy"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_low_precision_state_in_nnx_optimizer(place, dtype, is_wrapped, tmp_path):
+    """Flax wrote a `State` over it in the first step, and the second one failed."""
+    xs = jax.random.normal(jax.random.key(0), (4, 16, 256))
+    tx, traces = PLACES[place](dtype), []
+    param_dtype = jnp.bfloat16 if "weights" in place or "rounding" in place else None
+
+    def start():
+        model: Any = Weighted(param_dtype)
+        if is_wrapped:
+            model = jmp_lite.nnx.with_policy(model, "full")
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def loss_of(model, x):
+        return jnp.sum(model(x), dtype=jnp.float32)
+
+    def step(model, optimizer, x):
+        traces.append(1)
+        optimizer.update(model, nnx.grad(loss_of)(model, x))
+
+    @jax.jit
+    def expected_step(state, x):
+        grads = jax.grad(lambda params: loss_of(state.model(params), x))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    state = TrainState.create(start()[0], tx)
+    for x in xs:
+        state = expected_step(state, x)
+    expected = [*bitwise.raw_bits((state.params, state.opt_state)).values()]
+    paths = trees.key_paths(state.opt_state)
+    assert any(x.endswith("/kernel/value/values") for x in paths)  # as in 0.2.0
+    compiled = nnx.jit(step)
+    for run in (step, compiled):
+        both = model, optimizer = start()
+        for x in xs:
+            run(*both, x)
+        found = bitwise.raw_bits((params_of(model), optimizer.opt_state))
+        assert [*found.values()] == expected
+    checkpoint.save(tmp_path, nnx.state(both), step=4)
+    resumed = start()
+    nnx.update(resumed, checkpoint.restore(tmp_path, nnx.state(resumed)).state)
+    assert state_of(resumed) == state_of(both)
+    compiled(*resumed, xs[0])
+    assert len(traces) == len(xs) + 1  # compiled once
+
+
+def test_blocks_of_a_low_precision_state_may_be_larger_than_shards():
+    """Flax puts each array of the state on the mesh as its parameter is annotated."""
+    by_columns = nnx.with_partitioning(nnx.initializers.ones, (None, "data"))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(0), (8, 64))
+    with jax.set_mesh(mesh):
+        model = nnx.Linear(64, 264, kernel_init=by_columns, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, low("8bit"), wrt=nnx.Param)
+        for _ in range(2):
+            optimizer.update(model, nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model))
+    trace: Any = optimizer.opt_state.inner_state[0].trace["kernel"]
+    assert trace.values[...].dtype == jnp.uint8
+    assert trace.values[...].sharding.spec == PartitionSpec(None, "data")
+    assert trace.scales[...].shape == (64, 2)
 
 
 # TrainState.

@@ -167,7 +167,7 @@ class PolicyModule:
         """Return the dtypes of each module under the policies, in the order of calls.
 
         Arguments are as for `apply`; variables may be shapes (`jax.eval_shape`). There
-        is one row per module; `.table()` prints them.
+        is one row per module; `print` shows them.
 
         Raises:
           ValueError: a pattern or class of the policies matches no module.

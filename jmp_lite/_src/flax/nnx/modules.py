@@ -187,9 +187,10 @@ class PolicyModule(nnx.Module):
         return resolved[""].policy.cast_to_output(out)
 
     def explain(self) -> Explanation:
-        """Return the dtypes of each module under the policies; `.table()` prints them.
+        """Return the dtypes of each module under the policies.
 
-        Output dtypes are known for flax's layers and for the model itself only.
+        Output dtypes are known for flax's layers and for the model itself only. `print`
+        shows them.
         """
         modules = dict(sorted(_modules(self.model).items()))
         resolved = self.policies.resolve(_classes(modules), dict(self.own_dtypes))

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jmp_lite._src import trees
 from jmp_lite._src.flax import train_step
+from jmp_lite._src.optimizers.low_precision_state import into_variables
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +107,7 @@ class TrainState:
             step=jnp.zeros([], jnp.int32),
             params=params,
             other_state=other_state,
-            opt_state=tx.init(params),
+            opt_state=into_variables(tx.init(params)),
             ema=train_step.init_ema(params, ema_decay),
             graphdef=graphdef,
             tx=tx,

@@ -112,7 +112,8 @@ RULES = (
         "speed",
         _f32_products,
         "Matrix units are several times slower in float32 than in half.",
-        "Cast its operands, use jmp_lite.autocast, or mark it with full_precision.",
+        "Cast its operands or use jmp_lite.autocast. If float32 is meant, as by a rule "
+        "of with_policy, leave it, or mark it with full_precision.",
     ),
     Rule(
         "odd-dimensions",
