@@ -133,7 +133,7 @@ def zero_times_an_infinite_constant(x):
 backward_of_constant = functools.partial(backward_f16, by_constant=True)
 of_constant = functools.partial(forward_f16, by_constant=True)
 SMALL, ENDS = jnp.array([0.25, 0.5], F16), (0.25, 0.5)
-BEYOND = jnp.full(2, 1e5, F16)
+BEYOND = jnp.full(2, INF, F16)
 WITH_ONE_BEYOND = BEYOND.at[0].set(1.0)
 MASK = jnp.array([0.0, -INF], F16)
 
