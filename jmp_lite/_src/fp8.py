@@ -5,6 +5,7 @@ mantissa), gradients E5M2 (2 bits). The backward pass keeps the rounded tensors:
 the memory of bfloat16.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -126,9 +127,7 @@ def dot_general(
     lhs_dtype: Any = FORWARD,
 ) -> jax.Array:
     """Return what `fp8_dot_general` does."""
-    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
-    of_lhs = _Dimensions(lhs.shape, lhs_batch, lhs_summed)
-    of_rhs = _Dimensions(rhs.shape, rhs_batch, rhs_summed)
+    of_lhs, of_rhs = _dimensions(lhs, rhs, dimension_numbers)
     if of_lhs.batch != of_rhs.batch or of_lhs.summed != of_rhs.summed:
         # This raises the error of JAX.
         jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)
@@ -179,7 +178,7 @@ def why_not(
     min_size: int = MIN_SIZE,
 ) -> str:
     """Return why a product is not put in fp8, or "" if it is."""
-    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    _, (lhs_batch, _) = dimension_numbers
     if len(lhs_batch):
         return "batch dimensions"
     if not is_default_precision(precision):
@@ -188,9 +187,15 @@ def why_not(
     shardings = (lhs.sharding, rhs.sharding, out_sharding)
     if any(any(sharding.spec) for sharding in shardings if sharding is not None):
         return "an explicit sharding"
-    *_, m, k = _Dimensions(lhs.shape, lhs_batch, lhs_summed).matrix
-    *_, n, _ = _Dimensions(rhs.shape, rhs_batch, rhs_summed).matrix
-    return why_not_sizes((m, n, k), min_size)
+    return why_not_sizes(sizes(lhs, rhs, dimension_numbers), min_size)
+
+
+def sizes(lhs: Any, rhs: Any, dimension_numbers: Dimensions) -> list[int]:
+    """Return the dimensions of a product but its batch: both free ones, summed ones."""
+    of_lhs, of_rhs = _dimensions(lhs, rhs, dimension_numbers)
+    *_, m, k = of_lhs.matrix
+    *_, n, _ = of_rhs.matrix
+    return [m, n, k]
 
 
 def is_default_precision(precision: Any) -> bool:
@@ -227,6 +232,11 @@ class _Dimensions:
         )
         # The shape with all free and all summed dimensions merged.
         self.matrix = (*self.batch, math.prod(self.free), math.prod(self.summed))
+
+
+def _dimensions(lhs: Any, rhs: Any, numbers: Dimensions) -> list[_Dimensions]:
+    operands = zip((lhs, rhs), numbers[1], numbers[0], strict=True)
+    return [_Dimensions(x.shape, batch, summed) for x, batch, summed in operands]
 
 
 def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -337,9 +347,7 @@ def _linear_impl(
         out = jnp.matmul(x, w, precision=lax.Precision.HIGHEST)
         return out if is_lhs else jnp.swapaxes(out, -1, -2)
 
-    for axes in in_axes:
-        product = jax.vmap(product, axes)
-    return product(x, w8, scale)
+    return functools.reduce(jax.vmap, in_axes, product)(x, w8, scale)
 
 
 def _linear_transpose(
@@ -354,9 +362,7 @@ def _linear_transpose(
         # Not transposed: of a sharded weight that is, XLA gathers both forms.
         return _multiply(ct8, ct_scale, w8, scale, (-1 if is_lhs else -2, -2))
 
-    for _, *of_rest in in_axes:
-        product = jax.vmap(product, (0, *of_rest))
-    return product(ct, w8, scale)
+    return functools.reduce(jax.vmap, in_axes, product)(ct, w8, scale)
 
 
 def _linear_jvp(primals, tangents, **params):
