@@ -300,15 +300,6 @@ def _linear_impl(
     return factor.over_examples(in_axes)(half, *others)
 
 
-def _linear_jvp(primals, tangents, *, factor, in_axes):
-    multiply = functools.partial(_linear, factor=factor, in_axes=in_axes)
-
-    def term(i, tangent):
-        return multiply(*primals[:i], tangent, *primals[i + 1 :])
-
-    return compat.with_tangent(multiply(*primals), tangents, term)
-
-
 def _linear_batch(args, axes, *, factor, in_axes):
     # An operand that is not mapped stays so: its gradient is one product.
     args = [
@@ -357,7 +348,7 @@ def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[
 _linear = compat.new_primitive(
     "product_with_float32_gradient",
     _linear_impl,
-    _linear_jvp,
+    None,
     _linear_batch,
     [_linear_transpose, _transpose_of_other],
     static_argnames=("factor", "in_axes"),
@@ -424,9 +415,8 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
     return spread.outvars[0].aval.shape == kept and dims == others
 
 
-# Traced once for each shape, and put in place as if it were written there.
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
-def softmax(
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _softmax(
     logits: jax.Array, axes: tuple[int, ...], dtype: Any, may_repeat: bool
 ) -> jax.Array:
     """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
@@ -435,11 +425,6 @@ def softmax(
     program's own and has been done. The backward pass may compute it again from them
     if it `may_repeat`.
     """
-    return _softmax(logits, axes, dtype, may_repeat)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _softmax(logits, axes, dtype, may_repeat):
     exp = jnp.exp(logits.astype(jnp.float32))
     probabilities = (exp / jnp.sum(exp, axes, keepdims=True)).astype(dtype)
     if may_repeat:
@@ -471,3 +456,7 @@ def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
     # A loop would keep what JAX does: without a checkpoint, float32 probabilities.
     tangent = jax.checkpoint(tangent, prevent_cse=False)
     return probabilities, tangent(probabilities, logits_dot)
+
+
+# Traced once for each shape, and put in place as if it were written there.
+softmax = jax.jit(_softmax, static_argnums=(1, 2, 3), inline=True)
