@@ -127,7 +127,8 @@ def dot_general(
     lhs_dtype: Any = FORWARD,
 ) -> jax.Array:
     """Return what `fp8_dot_general` does."""
-    of_lhs, of_rhs = _dimensions(lhs, rhs, dimension_numbers)
+    of_lhs = _Dimensions(lhs.shape, dimension_numbers, 0)
+    of_rhs = _Dimensions(rhs.shape, dimension_numbers, 1)
     if of_lhs.batch != of_rhs.batch or of_lhs.summed != of_rhs.summed:
         # This raises the error of JAX.
         jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)
@@ -151,8 +152,7 @@ def large_dot_general(
     """Return a product in fp8 if it gains from it, else one in the dtype of `lhs`.
 
     A layer of Flax takes it as its `dot_general`, of inputs in the compute dtype and
-    weights. In fp8, the gradient of float32 weights is float32, from the accumulator.
-    The result has the dtype of the inputs by default.
+    weights. The result has the dtype of the inputs by default.
     """
     given = (dimension_numbers, precision, out_sharding)
     is_float = jnp.issubdtype(rhs.dtype, jnp.floating)
@@ -192,9 +192,8 @@ def why_not(
 
 def sizes(lhs: Any, rhs: Any, dimension_numbers: Dimensions) -> list[int]:
     """Return the dimensions of a product but its batch: both free ones, summed ones."""
-    of_lhs, of_rhs = _dimensions(lhs, rhs, dimension_numbers)
-    *_, m, k = of_lhs.matrix
-    *_, n, _ = of_rhs.matrix
+    *_, m, k = _Dimensions(lhs.shape, dimension_numbers, 0).matrix
+    *_, n, _ = _Dimensions(rhs.shape, dimension_numbers, 1).matrix
     return [m, n, k]
 
 
@@ -222,9 +221,10 @@ def warn_if_slow() -> None:
 
 
 class _Dimensions:
-    """The dimensions of an operand by their role."""
+    """The dimensions of an operand, the left or the right one, by their role."""
 
-    def __init__(self, shape: Any, batch: Sequence[int], summed: Sequence[int]):
+    def __init__(self, shape: Any, dimension_numbers: Dimensions, operand: int):
+        summed, batch = (axes[operand] for axes in dimension_numbers)
         free = [i for i in range(len(shape)) if i not in (*batch, *summed)]
         self.order = (*batch, *free, *summed)  # of the axes
         self.batch, self.free, self.summed = (
@@ -232,11 +232,6 @@ class _Dimensions:
         )
         # The shape with all free and all summed dimensions merged.
         self.matrix = (*self.batch, math.prod(self.free), math.prod(self.summed))
-
-
-def _dimensions(lhs: Any, rhs: Any, numbers: Dimensions) -> list[_Dimensions]:
-    operands = zip((lhs, rhs), numbers[1], numbers[0], strict=True)
-    return [_Dimensions(x.shape, batch, summed) for x, batch, summed in operands]
 
 
 def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
