@@ -102,14 +102,9 @@ def nnx_class(name: str) -> Any:
     return getattr(sys.modules.get("flax.nnx"), name, ())
 
 
-def is_nnx(x: Any, name: str) -> bool:
-    """Return whether this is of a class of flax.nnx; False if that is not loaded."""
-    return isinstance(x, nnx_class(name))
-
-
 def is_nnx_module(x: Any) -> bool:
     """Return whether this is an nnx module; False if flax.nnx is not loaded."""
-    return is_nnx(x, "Module")
+    return isinstance(x, nnx_class("Module"))
 
 
 def is_unbound_linen_module(x: Any) -> bool:
@@ -307,7 +302,6 @@ def user_frames(traceback: Any) -> list[Any]:
 
 
 def is_user_file(path: str) -> bool:
-    """Return whether JAX classifies a file as user code."""
     return source_info_util_private.is_user_filename(path)
 
 
@@ -353,7 +347,6 @@ def jaxprs_of(eqn: Any) -> list[Any]:
 
 
 def is_jaxpr(x: Any) -> bool:
-    """Return whether this is a jaxpr, open or closed."""
     return isinstance(x, ClosedJaxpr | Jaxpr)
 
 
@@ -446,7 +439,7 @@ def jaxpr_of_impl(eqn: Any) -> Any:
 def new_primitive(
     name: str,
     impl: Callable[..., jax.Array],
-    jvp: Callable[..., Any],
+    jvp: Callable[..., Any] | None,
     batch: Callable[..., jax.Array],
     transposes: Sequence[Callable[..., jax.Array]] = (),
     static_argnames: tuple[str, ...] = (),
@@ -455,9 +448,10 @@ def new_primitive(
 
     The function `impl`, of arrays and of static keywords, returns one array; so does
     `batch`, of operands and their mapped axes (or None), mapped over axis 0. `jvp`
-    takes primals and tangents (`SymbolicZero` where there is none). For each of the
-    first operands in which it is linear, `transposes` has a function of the cotangent,
-    the aval of that operand, and the other operands.
+    takes primals and tangents (`SymbolicZero` where there is none), and is None of what
+    is linear in each operand. For each of the first operands in which it is linear,
+    `transposes` has a function of the cotangent, the aval of that operand, and the
+    other operands.
     """
     primitive = Primitive(name)
     jitted = jax.jit(impl, static_argnames=static_argnames)
@@ -474,11 +468,17 @@ def new_primitive(
         )
         return primitive.bind(*args, **params)
 
+    def jvp_of_linear(primals, tangents, **params):
+        def term(i, tangent):
+            return bind(*primals[:i], tangent, *primals[i + 1 :], **params)
+
+        return with_tangent(bind(*primals, **params), tangents, term)
+
     def jvp_rule(primals, tangents, **params):
         symbolic = [
             SymbolicZero(t.aval) if isinstance(t, ad.Zero) else t for t in tangents
         ]
-        return jvp(primals, symbolic, **params)
+        return (jvp or jvp_of_linear)(primals, symbolic, **params)
 
     def batch_rule(args, axes, **params):
         return batch(args, axes, **params), 0

@@ -5,6 +5,7 @@ mantissa), gradients E5M2 (2 bits). The backward pass keeps the rounded tensors:
 the memory of bfloat16.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -126,9 +127,8 @@ def dot_general(
     lhs_dtype: Any = FORWARD,
 ) -> jax.Array:
     """Return what `fp8_dot_general` does."""
-    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
-    of_lhs = _Dimensions(lhs.shape, lhs_batch, lhs_summed)
-    of_rhs = _Dimensions(rhs.shape, rhs_batch, rhs_summed)
+    of_lhs = _Dimensions(lhs.shape, dimension_numbers, 0)
+    of_rhs = _Dimensions(rhs.shape, dimension_numbers, 1)
     if of_lhs.batch != of_rhs.batch or of_lhs.summed != of_rhs.summed:
         # This raises the error of JAX.
         jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)
@@ -152,8 +152,7 @@ def large_dot_general(
     """Return a product in fp8 if it gains from it, else one in the dtype of `lhs`.
 
     A layer of Flax takes it as its `dot_general`, of inputs in the compute dtype and
-    weights. In fp8, the gradient of float32 weights is float32, from the accumulator.
-    The result has the dtype of the inputs by default.
+    weights. The result has the dtype of the inputs by default.
     """
     given = (dimension_numbers, precision, out_sharding)
     is_float = jnp.issubdtype(rhs.dtype, jnp.floating)
@@ -179,7 +178,7 @@ def why_not(
     min_size: int = MIN_SIZE,
 ) -> str:
     """Return why a product is not put in fp8, or "" if it is."""
-    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    _, (lhs_batch, _) = dimension_numbers
     if len(lhs_batch):
         return "batch dimensions"
     if not is_default_precision(precision):
@@ -188,9 +187,14 @@ def why_not(
     shardings = (lhs.sharding, rhs.sharding, out_sharding)
     if any(any(sharding.spec) for sharding in shardings if sharding is not None):
         return "an explicit sharding"
-    *_, m, k = _Dimensions(lhs.shape, lhs_batch, lhs_summed).matrix
-    *_, n, _ = _Dimensions(rhs.shape, rhs_batch, rhs_summed).matrix
-    return why_not_sizes((m, n, k), min_size)
+    return why_not_sizes(sizes(lhs, rhs, dimension_numbers), min_size)
+
+
+def sizes(lhs: Any, rhs: Any, dimension_numbers: Dimensions) -> list[int]:
+    """Return the dimensions of a product but its batch: both free ones, summed ones."""
+    *_, m, k = _Dimensions(lhs.shape, dimension_numbers, 0).matrix
+    *_, n, _ = _Dimensions(rhs.shape, dimension_numbers, 1).matrix
+    return [m, n, k]
 
 
 def is_default_precision(precision: Any) -> bool:
@@ -217,9 +221,10 @@ def warn_if_slow() -> None:
 
 
 class _Dimensions:
-    """The dimensions of an operand by their role."""
+    """The dimensions of an operand, the left or the right one, by their role."""
 
-    def __init__(self, shape: Any, batch: Sequence[int], summed: Sequence[int]):
+    def __init__(self, shape: Any, dimension_numbers: Dimensions, operand: int):
+        summed, batch = (axes[operand] for axes in dimension_numbers)
         free = [i for i in range(len(shape)) if i not in (*batch, *summed)]
         self.order = (*batch, *free, *summed)  # of the axes
         self.batch, self.free, self.summed = (
@@ -337,9 +342,7 @@ def _linear_impl(
         out = jnp.matmul(x, w, precision=lax.Precision.HIGHEST)
         return out if is_lhs else jnp.swapaxes(out, -1, -2)
 
-    for axes in in_axes:
-        product = jax.vmap(product, axes)
-    return product(x, w8, scale)
+    return functools.reduce(jax.vmap, in_axes, product)(x, w8, scale)
 
 
 def _linear_transpose(
@@ -354,9 +357,7 @@ def _linear_transpose(
         # Not transposed: of a sharded weight that is, XLA gathers both forms.
         return _multiply(ct8, ct_scale, w8, scale, (-1 if is_lhs else -2, -2))
 
-    for _, *of_rest in in_axes:
-        product = jax.vmap(product, (0, *of_rest))
-    return product(ct, w8, scale)
+    return functools.reduce(jax.vmap, in_axes, product)(ct, w8, scale)
 
 
 def _linear_jvp(primals, tangents, **params):

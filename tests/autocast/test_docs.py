@@ -4,19 +4,25 @@ import itertools
 from pathlib import Path
 
 from jmp_lite import OpRules
-from jmp_lite._src.autocast import options
+from jmp_lite._src.jaxprs.primitives import PRIMITIVES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "autocast.md"
-MARKER = "<!-- made by tests/autocast/test_docs.py of options.describe() -->\n"
+MARKER = "<!-- made by tests/autocast/test_docs.py of PRIMITIVES -->\n"
+
+
+def kind_of(name: str) -> str:
+    """Return the class of a primitive in each half dtype, and its source."""
+    tables = OpRules.default("bfloat16"), OpRules.default("float16")
+    classes = [table.class_of(name) for table in tables]
+    return " | ".join([*classes, PRIMITIVES[name].source])
 
 
 def table() -> str:
     """Return the table of the code, with a row for neighbours of one kind."""
-    header, line, *rows = options.describe().splitlines()
-    split = [row.strip("| ").split(" | ", 1) for row in rows]
-    kinds = itertools.groupby(split, key=lambda row: row[1])
-    lines = [f"| {', '.join(name for name, _ in g)} | {kind} |" for kind, g in kinds]
-    return "\n".join([header.replace("primitive", "primitives"), line, *lines])
+    lines = ["| primitives | bfloat16 | float16 | source |", "|---" * 4 + "|"]
+    for kind, names in itertools.groupby(PRIMITIVES, kind_of):
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {kind} |")
+    return "\n".join(lines)
 
 
 def test_the_page_has_the_table_of_the_code():
@@ -26,5 +32,5 @@ def test_the_page_has_the_table_of_the_code():
 
 
 def test_the_table_names_every_listed_primitive_once():
-    found = [row.split("`")[1] for row in options.describe().splitlines()[2:]]
+    found = table().split("`")[1::2]
     assert sorted(found) == sorted(p for p, _ in OpRules.default("bfloat16").classes)

@@ -243,7 +243,7 @@ def explain(
         before = planned.traced.closed
         after = jax.make_jaxpr(lambda: planned.run())()
         casts_before, casts_after = (
-            control_flow.count_eqns(compat.open_jaxpr(jaxpr), half_calls.is_cast)
+            control_flow.count_eqns(compat.open_jaxpr(jaxpr).eqns, half_calls.is_cast)
             for jaxpr in (before, after)
         )
         equations, dtype = walk(planned.plan), jnp.dtype(compute_dtype)
@@ -262,9 +262,9 @@ def explain(
 
 
 def _decision(of: Placed, half_dtype: Any) -> OpDecision:
-    is_kernel = of.reason.startswith(half_calls.REASON)
-    bodies = compat.jaxprs_of(of.eqn) if is_kernel else []
-    flops = sum(control_flow.count_eqns(body, products.flops) for body in bodies)
+    flops = products.flops(of.eqn)
+    if of.reason.startswith(half_calls.REASON):
+        flops = control_flow.count_eqns([of.eqn], products.flops)
     return OpDecision(
         layer=of.layer,
         primitive=of.eqn.primitive.name,
@@ -273,7 +273,7 @@ def _decision(of: Placed, half_dtype: Any) -> OpDecision:
         before=f"{_names(of.eqn.invars)} -> {_names(of.eqn.outvars)}",
         after=_dtypes_after(of.eqn, of.plan, half_dtype),
         reason=of.reason,
-        flops=flops + products.flops(of.eqn),
+        flops=flops,
         aligned=all(d % _ALIGNMENT == 0 for d in products.dimensions(of.eqn)),
         times=of.times,
         calls=of.calls,

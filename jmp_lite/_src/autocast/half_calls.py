@@ -111,10 +111,8 @@ def excepted(except_: Any, fun: Callable[..., Any], name: str) -> Callable[[Any]
                 f"in_half: {name} has no argument {x!r}, which except_ names: it has "
                 f"{', '.join(named)}."
             )
-    names = {x for x in given if isinstance(x, str)}
-    names |= {positional[x] for x in given if x in range(len(positional))}
-    places = {x for x in given if isinstance(x, int)}
-    places |= {i for i, of_place in enumerate(positional) if of_place in names}
+    names = {dict(enumerate(positional)).get(x, x) for x in given}
+    places = {positional.index(x) if x in positional else x for x in given}
 
     def is_excepted(path: Any) -> bool:
         in_args, argument = path[0].idx == 0, path[1]

@@ -218,16 +218,6 @@ def _printed(classes: Mapping[str, Any]) -> dict[str, Any]:
     return {dashed.get(name, name): c for name, c in classes.items()}
 
 
-def describe() -> str:
-    """Return the table as markdown: primitive, class per dtype, source."""
-    tables = OpRules.default("bfloat16"), OpRules.default("float16")
-    lines = ["| primitive | bfloat16 | float16 | source |", "|---" * 4 + "|"]
-    for name, known in PRIMITIVES.items():
-        classes = " | ".join(table.class_of(name) for table in tables)
-        lines.append(f"| `{name}` | {classes} | {known.source} |")
-    return "\n".join(lines)
-
-
 class Regions:
     """The regions of a policy, and the paths that were asked for."""
 

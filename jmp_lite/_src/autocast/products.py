@@ -26,9 +26,7 @@ COMPLEX = "complex"  # why a product of complex numbers is not in half
 def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
     """Return the product of half operands, in half or in f32 from the accumulator."""
     params = dict(eqn.params)
-    if not fp8.is_default_precision(
-        params.get("precision")
-    ):  # it is for float32 products
+    if not fp8.is_default_precision(params.get("precision")):  # for float32 products
         params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
 
     def bind(dtype, *operands):
@@ -81,8 +79,7 @@ def flops(eqn: Eqn) -> int:
     lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
     of_one = 8 if is_complex(eqn) else 2
     if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return of_one * math.prod(out) * math.prod(lhs[i] for i in contracted)
+        return of_one * math.prod(out) * dimensions(eqn)[2]
     if eqn.primitive.name == "conv_general_dilated":
         out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
         return of_one * math.prod(out) * math.prod(rhs) // max(out_features, 1)
@@ -104,24 +101,15 @@ def is_half_product(eqn: Eqn) -> bool:
 
 def count(eqn: Eqn) -> int:
     """Return the number of matrix products in an equation and its sub-jaxprs."""
-    inner = (
-        control_flow.count_eqns(j, lambda eqn: eqn.primitive.name in NAMES)
-        for j in compat.jaxprs_of(eqn)
-    )
-    return (eqn.primitive.name in NAMES) + sum(inner)
+    return control_flow.count_eqns([eqn], lambda eqn: eqn.primitive.name in NAMES)
 
 
 def dimensions(eqn: Eqn) -> list[int]:
     """Return the dimensions of a matrix product that its tiles run over."""
     if eqn.primitive.name != "dot_general":
         return []
-    lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    (of_lhs, of_rhs), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    free = [
-        math.prod(d for i, d in enumerate(s) if i not in (*batch, *contracted))
-        for s, batch, contracted in ((lhs, lhs_batch, of_lhs), (rhs, rhs_batch, of_rhs))
-    ]
-    return [*free, math.prod(lhs[i] for i in of_lhs)]
+    lhs, rhs = (v.aval for v in eqn.invars)
+    return fp8.sizes(lhs, rhs, eqn.params["dimension_numbers"])
 
 
 def is_outer(eqn: Eqn) -> bool:
@@ -302,10 +290,7 @@ class _Factor(NamedTuple):
 
     def over_examples(self, in_axes: Any) -> Any:
         """Return `multiply` under `vmap`, once for each of these `in_axes`."""
-        multiply = self.multiply
-        for axes in in_axes:
-            multiply = jax.vmap(multiply, axes)
-        return multiply
+        return functools.reduce(jax.vmap, in_axes, self.multiply)
 
 
 def _linear_impl(
@@ -313,15 +298,6 @@ def _linear_impl(
 ) -> jax.Array:
     half = x.astype(factor.half_dtype)
     return factor.over_examples(in_axes)(half, *others)
-
-
-def _linear_jvp(primals, tangents, *, factor, in_axes):
-    multiply = functools.partial(_linear, factor=factor, in_axes=in_axes)
-
-    def term(i, tangent):
-        return multiply(*primals[:i], tangent, *primals[i + 1 :])
-
-    return compat.with_tangent(multiply(*primals), tangents, term)
 
 
 def _linear_batch(args, axes, *, factor, in_axes):
@@ -372,7 +348,7 @@ def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[
 _linear = compat.new_primitive(
     "product_with_float32_gradient",
     _linear_impl,
-    _linear_jvp,
+    None,
     _linear_batch,
     [_linear_transpose, _transpose_of_other],
     static_argnames=("factor", "in_axes"),
@@ -439,9 +415,8 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
     return spread.outvars[0].aval.shape == kept and dims == others
 
 
-# Traced once for each shape, and put in place as if it were written there.
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
-def softmax(
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _softmax(
     logits: jax.Array, axes: tuple[int, ...], dtype: Any, may_repeat: bool
 ) -> jax.Array:
     """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
@@ -450,11 +425,6 @@ def softmax(
     program's own and has been done. The backward pass may compute it again from them
     if it `may_repeat`.
     """
-    return _softmax(logits, axes, dtype, may_repeat)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _softmax(logits, axes, dtype, may_repeat):
     exp = jnp.exp(logits.astype(jnp.float32))
     probabilities = (exp / jnp.sum(exp, axes, keepdims=True)).astype(dtype)
     if may_repeat:
@@ -486,3 +456,7 @@ def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
     # A loop would keep what JAX does: without a checkpoint, float32 probabilities.
     tangent = jax.checkpoint(tangent, prevent_cse=False)
     return probabilities, tangent(probabilities, logits_dot)
+
+
+# Traced once for each shape, and put in place as if it were written there.
+softmax = jax.jit(_softmax, static_argnums=(1, 2, 3), inline=True)

@@ -132,13 +132,6 @@ def _multiply_impl(x: jax.Array, y: jax.Array, *, dtype: Any) -> jax.Array:
     return (x.astype(jnp.float32) * y.astype(jnp.float32)).astype(dtype)
 
 
-def _multiply_jvp(primals, tangents, *, dtype):
-    def term(i, tangent):
-        return _multiply(*primals[:i], tangent, *primals[i + 1 :], dtype=dtype)
-
-    return compat.with_tangent(_multiply(*primals, dtype=dtype), tangents, term)
-
-
 def _in_front(x: jax.Array, axis: int | None) -> jax.Array:
     return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
 
@@ -160,7 +153,7 @@ def _multiply_transpose(ct, aval, other, *, dtype):
 _multiply = compat.new_primitive(
     "multiply_broadcast",
     _multiply_impl,
-    _multiply_jvp,
+    None,
     _multiply_batch,
     [_multiply_transpose, _multiply_transpose],
     static_argnames=("dtype",),

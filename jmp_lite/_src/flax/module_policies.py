@@ -98,7 +98,6 @@ class ModulePolicies:
 
     @property
     def any_fp8(self) -> bool:
-        """Whether some policy has matrix products in fp8."""
         return any(policy.matmul_dtype == "fp8" for policy in self._all)
 
     def in_float32(self) -> contextlib.AbstractContextManager[None]:

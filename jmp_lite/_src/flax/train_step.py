@@ -103,7 +103,6 @@ def update_ema(ema: Any, params: optax.Params, decay: float | None) -> Any:
 def check_start(
     tx: Any, params: optax.Params, batch_stats: Any, decay: float | None
 ) -> None:
-    """Raise if training cannot start from this state."""
     base.check_transformation(tx)
     _check_finite(params, "parameters")
     _check_finite(batch_stats, "batch statistics")

@@ -34,7 +34,13 @@ class SubJaxpr:
     # Inputs that keep the program's dtype, as loop carries do.
     fixed_in: frozenset[int] = frozenset()
     fixed_out: frozenset[int] = frozenset()  # outputs that do
-    casts_in: frozenset[int] = frozenset()  # inputs that may be cast before, not inside
+    casts_before: bool = True  # whether the others may be cast before, not inside
+
+    @property
+    def casts_in(self) -> frozenset[int]:
+        """The inputs that may be cast before."""
+        others = frozenset(range(len(self.operands))) - self.fixed_in
+        return others if self.casts_before else frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,20 +92,21 @@ def why_not_opened(eqn: Eqn) -> str:
     return f"it runs functions of its own ({names})"
 
 
-def count_eqns(jaxpr: Jaxpr, number_of: Callable[[Any], int]) -> int:
-    """Return the sum of a number over the equations of an open jaxpr and those in it.
+def count_eqns(eqns: Iterable[Eqn], number_of: Callable[[Eqn], int]) -> int:
+    """Return the sum of a number over equations and those in their jaxprs.
 
     A jaxpr that several equations call counts for each, and is visited once.
     """
 
     @functools.cache
-    def count(jaxpr: Jaxpr) -> int:
-        return sum(
-            number_of(eqn) + sum(map(count, compat.jaxprs_of(eqn)))
-            for eqn in jaxpr.eqns
-        )
+    def count_inside(jaxpr: Jaxpr) -> int:
+        return count(jaxpr.eqns)
 
-    return count(jaxpr)
+    def count(eqns: Iterable[Eqn]) -> int:
+        inside = (sum(map(count_inside, compat.jaxprs_of(eqn))) for eqn in eqns)
+        return sum(map(number_of, eqns)) + sum(inside)
+
+    return count(eqns)
 
 
 def trips(eqn: Eqn, ins: Sequence[int | None]) -> int | None:
@@ -200,11 +207,9 @@ def build(context: RebuildContext) -> Sequence[Any]:
 def as_sub_jaxpr(jaxpr: Jaxpr, first: int, **fields: Any) -> SubJaxpr:
     """Return the sub-jaxpr whose inputs are the operands from `first` on, in order."""
     opened = compat.open_jaxpr(jaxpr)
-    in_order: dict[str, Any] = {
-        "operands": tuple(range(first, first + len(opened.invars))),
-        "results": tuple(range(len(opened.outvars))),
-    }
-    return SubJaxpr(opened, compat.consts_of(jaxpr), **in_order | fields)
+    operands = tuple(range(first, first + len(opened.invars)))
+    results = tuple(range(len(opened.outvars)))
+    return SubJaxpr(opened, compat.consts_of(jaxpr), operands, results, **fields)
 
 
 # jit, a closed call, remat: one jaxpr, its inputs and outputs are the equation's.
@@ -216,8 +221,7 @@ def _call_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
         return None
     donated = eqn.params.get("donated_invars", (False,) * len(eqn.invars))
     kept = frozenset(i for i, d in enumerate(donated) if d)
-    casts_in = frozenset(range(len(eqn.invars))) - kept
-    return (as_sub_jaxpr(jaxpr, 0, fixed_in=kept, casts_in=casts_in),)
+    return (as_sub_jaxpr(jaxpr, 0, fixed_in=kept),)
 
 
 def _build_call(context: RebuildContext):
@@ -232,19 +236,14 @@ def _build_call(context: RebuildContext):
 
 def _scan_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     counts = compat.scan_counts(eqn.params)
-    if counts is None:
-        return None
-    num_consts, num_carry = counts
-    carry = range(num_consts, num_consts + num_carry)
-    return (
-        as_sub_jaxpr(
-            eqn.params["jaxpr"],
-            0,
-            fixed_in=frozenset(carry),
-            fixed_out=frozenset(range(num_carry)),
-            casts_in=frozenset(range(len(eqn.invars))) - frozenset(carry),
-        ),
-    )
+    return counts and (_of_loop(eqn.params["jaxpr"], 0, *counts),)
+
+
+def _of_loop(jaxpr: Jaxpr, first: int, num_consts: int, num_carry: int) -> SubJaxpr:
+    """Return the sub-jaxpr of constants, a carry, and what else a loop passes to it."""
+    carry = frozenset(range(num_consts, num_consts + num_carry))
+    fixed_out = frozenset(range(num_carry))
+    return as_sub_jaxpr(jaxpr, first, fixed_in=carry, fixed_out=fixed_out)
 
 
 def scan_as(eqn: Eqn, body: Callable[..., Any], carry: Any, xs: Any) -> Any:
@@ -266,23 +265,14 @@ def scan_as(eqn: Eqn, body: Callable[..., Any], carry: Any, xs: Any) -> Any:
 
 def _while_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    num_carry = len(eqn.outvars)
-    carry = tuple(range(cond_consts + body_consts, len(eqn.invars)))
-    cond = as_sub_jaxpr(
-        eqn.params["cond_jaxpr"],
-        0,
+    carry = range(cond_consts + body_consts, len(eqn.invars))
+    cond = dataclasses.replace(
+        _of_loop(eqn.params["cond_jaxpr"], 0, cond_consts, len(carry)),
         operands=(*range(cond_consts), *carry),
         results=(None,),
-        fixed_in=frozenset(range(cond_consts, cond_consts + num_carry)),
-        casts_in=frozenset(range(cond_consts)),
+        fixed_out=frozenset(),
     )
-    body = as_sub_jaxpr(
-        eqn.params["body_jaxpr"],
-        cond_consts,
-        fixed_in=frozenset(range(body_consts, body_consts + num_carry)),
-        fixed_out=frozenset(range(num_carry)),
-        casts_in=frozenset(range(body_consts)),
-    )
+    body = _of_loop(eqn.params["body_jaxpr"], cond_consts, body_consts, len(carry))
     return cond, body
 
 
@@ -300,8 +290,7 @@ def _cond_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     is_per_platform = eqn.params.get("branches_platforms") is not None
     if is_per_platform or eqn.invars[0].aval.shape or "branches" not in eqn.params:
         return None
-    casts_in = frozenset(range(len(eqn.invars) - 1))
-    return tuple(as_sub_jaxpr(b, 1, casts_in=casts_in) for b in eqn.params["branches"])
+    return tuple(as_sub_jaxpr(branch, 1) for branch in eqn.params["branches"])
 
 
 def _build_cond(context: RebuildContext):
@@ -316,7 +305,7 @@ def _build_cond(context: RebuildContext):
 def _shard_map_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     if compat.shard_map_axes(eqn.params) is None:
         return None
-    return (as_sub_jaxpr(eqn.params["jaxpr"], 0),)
+    return (as_sub_jaxpr(eqn.params["jaxpr"], 0, casts_before=False),)
 
 
 def _build_shard_map(context: RebuildContext):
@@ -360,7 +349,7 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "cond": (_cond_sub_jaxprs, _build_cond),
     "shard_map": (_shard_map_sub_jaxprs, _build_shard_map),
     "custom_jvp_call": (
-        lambda eqn: (as_sub_jaxpr(eqn.params["call_jaxpr"], 0),),
+        lambda eqn: (as_sub_jaxpr(eqn.params["call_jaxpr"], 0, casts_before=False),),
         _build_custom,
     ),
     "custom_vjp_call": (_custom_vjp_sub_jaxprs, _build_custom),

@@ -49,12 +49,10 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def size(var: Var) -> int:
-    """Return the number of elements of a variable."""
     return math.prod(getattr(var.aval, "shape", ()))
 
 
 def is_half(var: Var) -> bool:
-    """Return whether a variable of a jaxpr is float16 or bfloat16."""
     return dtypes.is_half(getattr(var.aval, "dtype", None))
 
 

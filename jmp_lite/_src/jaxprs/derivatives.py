@@ -13,7 +13,7 @@ import collections
 from typing import Any
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
+from jmp_lite._src.jaxprs import control_flow, name_scopes
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import LOOPS
 
@@ -25,7 +25,7 @@ def derivatives(jaxpr: Jaxpr) -> frozenset[int]:
     recomputed = {
         id(eqn)
         for eqn in found.recomputed
-        if eqn.primitive.name not in found.kinds[sources.traceback_of(eqn)]
+        if eqn.primitive.name not in found.kinds[eqn.source_info.traceback]
     }
     # A jaxpr that is called twice may be a derivative in one of the two places.
     return frozenset((found.derivatives - found.primal) | recomputed)
@@ -42,9 +42,9 @@ class _Analysis:
         # Ids of equations: that compute the function, that compute derivatives.
         self.primal: set[int] = set()
         self.derivatives: set[int] = set()
-        self._first: dict[Any, int] = {}  # of each traceback
+        self._first: dict[Any, int] = {}  # of each traceback, which may be None
         for eqn in control_flow.site_eqns(jaxpr.eqns):
-            self._first.setdefault(sources.traceback_of(eqn), id(eqn))
+            self._first.setdefault(eqn.source_info.traceback, id(eqn))
         # Of each traceback, the primitives that compute the function.
         self.kinds: dict[Any, set[str]] = collections.defaultdict(set)
         self.recomputed: list[Any] = []  # equations, by `jax.checkpoint`
@@ -74,7 +74,7 @@ class _Analysis:
 
     def _analyse_one(self, eqn: Eqn, stack: str, made: int) -> int:
         """Return how an equation uses its operands, by how its result is used."""
-        traceback = sources.traceback_of(eqn)
+        traceback = eqn.source_info.traceback
         if name_scopes.REMATTED in stack.rpartition("transpose(")[2]:
             self.recomputed.append(eqn)
             return _BACK

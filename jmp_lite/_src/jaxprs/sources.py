@@ -34,14 +34,6 @@ def source_line(eqn: Eqn, around: str = "") -> str:
     return f"{files[of_users[0]]}:{frames[of_users[0]].start_line}"
 
 
-def traceback_of(eqn: Eqn) -> Any:
-    """Return the traceback of an equation, which is hashable, or None.
-
-    Equations that differentiation derives from it have the same traceback.
-    """
-    return eqn.source_info.traceback
-
-
 def lines_of_rules() -> AbstractContextManager[None]:
     """Trace operations of custom derivative rules with the lines of the rules.
 

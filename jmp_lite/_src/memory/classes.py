@@ -130,14 +130,14 @@ def _class(returned: list[Any], name: str, is_first: bool, tree: Any) -> str:
 
 
 def _is_variable(x: Any) -> bool:
-    return compat.is_nnx(x, "Variable")
+    return isinstance(x, compat.nnx_class("Variable"))
 
 
 def _classes_of_nnx(tree: Any) -> list[str]:
     found = []
     for leaf in jax.tree.leaves(tree, is_leaf=_is_variable):
         is_of_optimiser = type(leaf).__module__.startswith("flax.nnx.training")
-        is_parameter = compat.is_nnx(leaf, "Param")
+        is_parameter = isinstance(leaf, compat.nnx_class("Param"))
         of_leaf = STATE if is_of_optimiser else PARAMETERS if is_parameter else OTHER
         found += [of_leaf] * len(_arrays(leaf))
     return found

@@ -1,12 +1,7 @@
 """Policies for the modules of an nnx model, without a change to its source.
 
-Limits:
-
-- A layer of flax gets its compute dtype by its attribute `dtype`. Any other module gets
-  its parameters in it; its inputs are not cast, except those of the model itself. Only
-  the outputs of the model itself are cast.
-- The softmax of flax's attention is float32; a softmax that a model computes itself has
-  the dtype of its logits.
+Limits: the inputs of a module that is no layer of flax are not cast, except those of
+the model itself. A softmax that a model computes itself has the dtype of its logits.
 """
 
 import collections
