@@ -257,6 +257,7 @@ OPTIMISERS: list[Row] = [
     (lambda: jmp.low_precision_state(optax.adam), "transformation", "Call it: adam("),
     (lambda: jmp.low_precision_state(ADAM, "float16"), "'8bit'", "got 'float16'"),
     (lambda: jmp.low_precision_state(ADAM, 8), "'8bit'", "got 8"),
+    (lambda: jmp.low_precision_state(ADAM, {"mu": "8bit"}), "got {'mu': '8bit'}"),
     (lambda: jmp.low_precision_state(ADAM, rules={"(": "8bit"}), "regular", "'('"),
     (lambda: jmp.low_precision_state(ADAM, rules={"w": "int4"}), "got 'int4'"),
     (lambda: jmp.low_precision_state(ADAM, rules=["w"]), "a mapping", "got ['w']"),

@@ -276,8 +276,8 @@ def of_step(
 def peak_of(memory: Any) -> int:
     """Return the peak that XLA gives, with what is temporary.
 
-    XLA leaves that out on CPUs, and for GPUs before JAX 0.10.2: its peak is then that
-    of arguments and results. From JAX's compilation cache it is 0.
+    XLA leaves that out on CPUs, and for GPUs in JAX 0.10.0: its peak is then that of
+    arguments and results. From JAX's compilation cache it is 0.
     """
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     held -= memory.alias_size_in_bytes

@@ -348,7 +348,7 @@ def _parse_dtype(dtype: Any) -> str:
     if not isinstance(dtype, str):
         try:
             name = np.dtype(dtype).name
-        except TypeError:
+        except (TypeError, ValueError):
             name = None
     if name not in _DTYPES:
         remedy = ' 8 bits are "8bit".' if name in ("float8", "int8", "uint8") else ""
