@@ -184,10 +184,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
     "undone": undone(relu_of_sum),
     "undone_subtraction": undone(lambda h: 2000 - jax.nn.relu(2000 - h)),
     "undone_choice": undone(lambda h: jnp.where(h > 0, h + 2000, 2000) - 2000),
-    "undone_bias": undone(lambda h: jax.nn.relu(h + BIASES) - BIASES),
-    "undone_scale_and_mean": undone(
-        lambda h: (jax.nn.relu(h * PRIORS[-1] * 7 + BIASES) - BIASES) / 7
-    ),
     "undone_factor": undone(lambda h: jax.nn.leaky_relu(h * 1e5) * 1e-5),
     "undone_in_remat": undone(relu_of_sum, jax.checkpoint),
     "undone_in_vmap": undone(

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import precision
 from jmp_lite._src.autocast.precision import (
@@ -184,16 +186,17 @@ class Analysis(abc.ABC):
     def is_offset(self, info: EqnInfo, use: int) -> bool:
         """Return whether half may lose digits that more arithmetic asks for.
 
-        A sum with a number or a bias has those of the larger of both, and a multiple
-        may be out of the range of float16, until what reads it undoes that.
+        A sum with a number has those of the larger of both, and a large or small
+        multiple may be out of the range of float16, until what reads it undoes that. A
+        bias is rounded: the backward pass would keep float32 of what is made of it.
         """
         if use & (Use.PRODUCT | Use.KEPT) or self.is_recomputed:
             return False
         eqn = info.eqn
-        if not (info.broadcasts() or any(map(compat.is_literal, eqn.invars))):
-            return False
-        is_in_range = precision.has_range_of_f32(self.compute_dtype)
-        return adds(eqn.primitive.name) or (not is_in_range and degree(eqn) == 1)
+        numbers = [np.abs(v.val) for v in eqn.invars if compat.is_literal(v)]
+        if precision.has_range_of_f32(self.compute_dtype) or degree(eqn) != 1:
+            return bool(numbers) and adds(eqn.primitive.name)
+        return any(np.any((x < 1 / 16) | (x > 16)) for x in numbers)
 
     def is_part(self, info: EqnInfo, ins: Sequence[Precision], use: int) -> bool:
         """Return whether what reads a result computes it again, in float32.
