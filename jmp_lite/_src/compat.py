@@ -97,6 +97,15 @@ def _register_with_flax_serialization(cls: Any) -> None:
     register(cls, to_state_dict, from_state_dict, override=True)
 
 
+def of_another_package(x: Any, *ours: type) -> str:
+    """Say so of an object whose class has the name of one of ours, or return ""."""
+    cls = type(x)
+    if cls.__name__ not in [our.__name__ for our in ours]:
+        return ""
+    package = cls.__module__.partition(".")[0]
+    return f" This is the {cls.__name__} of the package {package}: take jmp_lite's."
+
+
 def nnx_class(name: str) -> Any:
     """Return a class of flax.nnx, for `isinstance`; () if that is not loaded."""
     return getattr(sys.modules.get("flax.nnx"), name, ())

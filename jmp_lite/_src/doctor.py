@@ -65,6 +65,7 @@ class DtypeRange:
 # From this measured ratio on, a half dtype is recommended even on a device where it is
 # expected to be slow, and fp8 is worth a trial where it is native.
 _CLEARLY_FASTER = 1.2
+_BUSY = "it may be busy, or the matrices too small (raise --seconds)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,10 +228,7 @@ def recommend(device: Any, ratios: Mapping[str, float]) -> Recommendation:
             f"{name} products run at {ratio:.2f} × the rate of float32 here."
         )
         if slow is None and ratio < 1:
-            reasons.append(
-                "That is less than this device can do: it is busy, or the matrices "
-                "were too small (raise --seconds)."
-            )
+            reasons.append(f"That is less than this device can do: {_BUSY}")
     if slow is not None and (ratio is None or ratio < _CLEARLY_FASTER):
         reasons.insert(0, f"{slow}.")
         reasons.append(
@@ -304,11 +302,7 @@ def _fp8_reasons(device: Any, ratios: Mapping[str, float]) -> list[str]:
         f"{forward:.2f} ×, gradients {gradient:.2f} ×)."
     )
     if ratio < _CLEARLY_FASTER:
-        reasons.append(
-            "That is not clearly faster: the device may be busy, or the matrices too "
-            "small (raise --seconds)."
-        )
-        return reasons
+        return [*reasons, f"That is not clearly faster: {_BUSY}"]
     reasons += [
         'Try get_policy("mixed_fp8") for models whose matrix products are 256 or '
         "larger in each dimension.",

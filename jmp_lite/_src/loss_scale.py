@@ -16,13 +16,7 @@ import numpy as np
 import optax
 
 from jmp_lite._src import compat, trees
-from jmp_lite._src.policy import (
-    Policy,
-    PolicyMap,
-    get_policy,
-    of_another_package,
-    policies_of,
-)
+from jmp_lite._src.policy import Policy, PolicyMap, get_policy, policies_of
 
 T = TypeVar("T")
 
@@ -430,7 +424,7 @@ def _remedy(x: Any) -> str:
     if trees.is_concrete_number(x):
         constant, dynamic = f"StaticLossScale({x!r})", f"DynamicLossScale({x!r})"
         return f" A constant one is {constant}; one that starts there is {dynamic}."
-    return of_another_package(x, *get_args(LossScale))
+    return compat.of_another_package(x, *get_args(LossScale))
 
 
 def _as_scalar(x: Any, dtype: Any) -> Any:

@@ -1,6 +1,6 @@
 """Policies: the dtypes of parameters, computation and outputs.
 
-Each is frozen, hashable, picklable and static under `jit`: it holds no arrays.
+Policies and policy maps are frozen, hashable, picklable and static under `jit`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import dtypes, trees
+from jmp_lite._src import compat, dtypes, trees
 
 T = TypeVar("T")
 
@@ -219,7 +219,9 @@ def get_policy(policy: "str | Policy") -> Policy:
         elif isinstance(policy, PolicyMap):
             got += " A PolicyMap is passed as it is, without get_policy."
         else:
-            got += of_another_package(policy, Policy) or _did_you_mean(str(policy))
+            got += compat.of_another_package(policy, Policy) or _did_you_mean(
+                str(policy)
+            )
         raise TypeError(got)
     name = policy.strip()
     if name == "mixed":
@@ -263,15 +265,6 @@ def _did_you_mean(name: str) -> str:
         if re.search(pattern, name.lower()):
             return f" Did you mean {ours!r}?"
     return ""
-
-
-def of_another_package(x: Any, *ours: type) -> str:
-    """Say so of an object whose class has the name of one of ours, or return ""."""
-    cls = type(x)
-    if cls.__name__ not in [our.__name__ for our in ours]:
-        return ""
-    package = cls.__module__.partition(".")[0]
-    return f" This is the {cls.__name__} of the package {package}: take jmp_lite's."
 
 
 @jax.tree_util.register_static

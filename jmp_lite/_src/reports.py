@@ -56,8 +56,9 @@ def short_line(line: str) -> str:
 
 def summarize(items: Sequence[str]) -> str:
     """Return the first few items, and the number of the others."""
-    more = f" and {len(items) - 4} more" if len(items) > 4 else ""
-    return ", ".join(items[:4]) + more if items else "nothing"
+    first, rest = items[:4], len(items[4:])
+    more = f" and {rest} more" if rest else ""
+    return ", ".join(first) + more if items else "nothing"
 
 
 def span(paths: Iterable[str]) -> str:
@@ -82,10 +83,10 @@ def span(paths: Iterable[str]) -> str:
     return f"{_end(known[0])} … {_end('/'.join(last))}"
 
 
-def _end(path: str) -> str:
-    if len(path) <= 44:
+def _end(path: str, most: int = 44) -> str:
+    if len(path) <= most:
         return path
-    end = path[-43:]
+    end = path[1 - most :]
     return f"…/{end.partition('/')[2]}" if "/" in end else f"…{end}"
 
 

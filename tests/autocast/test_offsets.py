@@ -52,6 +52,7 @@ TIMES = 4096 + np.arange(OUT, dtype=np.float32)
 PRIORS = np.geomspace(1e-20, 1, OUT).astype(np.float32)
 TEMPERATURE = np.float32(0.07)
 TOKENS_OF_ONE_SIGN, SATURATING = abs(_normal(32, IN)), _normal(IN, IN)
+OF_ONE_SIGN = abs(W), abs(W[0]), abs(V)
 LABELS = _rng.integers(0, OUT, (ROWS, 1)).astype(np.int32)  # in x64 mode as well
 
 
@@ -145,6 +146,10 @@ def undone(between, around=lambda fun: fun):
     return loss
 
 
+def undone_of_one_sign(w=OF_ONE_SIGN[0], b=OF_ONE_SIGN[1], v=OF_ONE_SIGN[2]):
+    return jnp.mean((relu_of_sum(abs(X) @ w + b) @ v) ** 2)
+
+
 def relu_of_sum(h):
     return jax.nn.relu(h + 2000) - 2000
 
@@ -182,6 +187,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
         (X @ w + 100 - 0.99 * (X[::-1] @ w + 100) - WEIGHTS) ** 2
     ),
     "undone": undone(relu_of_sum),
+    "undone_of_one_sign": undone_of_one_sign,
     "undone_subtraction": undone(lambda h: 2000 - jax.nn.relu(2000 - h)),
     "undone_choice": undone(lambda h: jnp.where(h > 0, h + 2000, 2000) - 2000),
     "undone_factor": undone(lambda h: jax.nn.leaky_relu(h * 1e5) * 1e-5),

@@ -65,9 +65,6 @@ from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CAST
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 
-# Assume that a product reads a value until its uses are known.
-_UNKNOWN = Use.AS_HALF | Use.PRODUCT
-
 
 class Analyzer:
     """Analyses jaxprs under one table and one policy, each of them once."""
@@ -278,7 +275,7 @@ class _Analysis(Analysis):
             decided.append(index)
             info = self.infos[index]
             eqn, ins = info.eqn, self._ins(info)
-            out_uses = [self.uses.get(v, _UNKNOWN) for v in eqn.outvars]
+            out_uses = [self.uses.get(v, Use.UNKNOWN) for v in eqn.outvars]
             plan, outs = rules.decide(info, ins, out_uses, self)
             self.plans[index] = plan
             stored = info.rule.made_of(info, ins, plan, self)
@@ -341,7 +338,7 @@ class _Analysis(Analysis):
 
     def _grow(self, results: Sequence[Any], uses: Sequence[int]) -> bool:
         """Add to what is known of the uses of results; return whether that grows."""
-        known = [self.uses.get(v, _UNKNOWN) for v in results]
+        known = [self.uses.get(v, Use.UNKNOWN) for v in results]
         pairs = zip(results, uses, strict=True)
         found = [use | self.uses.get(v, 0) for v, use in pairs]
         self.uses.update(zip(results, found, strict=True))

@@ -97,13 +97,14 @@ class Use:
       TERM: a sum reads it whose own result is stored in half, as one of two arrays is.
       FACTOR: other half arithmetic reads it whose own result is stored in half.
       LOOKED_UP: a lookup reads it, and casts it.
+      UNKNOWN: assume that a product reads it, until what reads it is known.
     """
 
     AS_HALF, AS_FLOAT32, OUTPUT = 1, 2, 4
     DTYPE = AS_HALF | AS_FLOAT32 | OUTPUT
     PRODUCT, EXACT, NEAR_ONE, FRACTION, LOOKED_UP = 8, 16, 32, 64, 128
     TERM, FACTOR = 256, 512
-    KEPT = TERM | FACTOR
+    KEPT, UNKNOWN = TERM | FACTOR, AS_HALF | PRODUCT
 
 
 def of_constant(x: Any, compute_dtype: Any) -> Precision:

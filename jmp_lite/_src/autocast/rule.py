@@ -66,11 +66,9 @@ class EqnInfo(NamedTuple):
             for v, is_smaller in zip(self.eqn.invars, self.is_smaller, strict=True)
         )
 
-    def adds_number(self, use: int) -> bool:
-        """Return whether it adds a number to what float32 operations read."""
+    def adds_number(self) -> bool:
         is_sum = adds(self.eqn.primitive.name)
-        has_number = is_sum and any(map(compat.is_literal, self.eqn.invars))
-        return has_number and bool(use & (Use.AS_FLOAT32 | Use.OUTPUT))
+        return is_sum and any(map(compat.is_literal, self.eqn.invars))
 
 
 class Analysis(abc.ABC):
@@ -192,10 +190,9 @@ class Analysis(abc.ABC):
         """
         if use & (Use.PRODUCT | Use.KEPT) or self.is_recomputed:
             return False
-        eqn = info.eqn
-        numbers = [np.abs(v.val) for v in eqn.invars if compat.is_literal(v)]
-        if precision.has_range_of_f32(self.compute_dtype) or degree(eqn) != 1:
-            return bool(numbers) and adds(eqn.primitive.name)
+        if precision.has_range_of_f32(self.compute_dtype) or degree(info.eqn) != 1:
+            return info.adds_number()
+        numbers = (np.abs(v.val) for v in info.eqn.invars if compat.is_literal(v))
         return any(np.any((x < 1 / 16) | (x > 16)) for x in numbers)
 
     def is_part(self, info: EqnInfo, ins: Sequence[Precision], use: int) -> bool:

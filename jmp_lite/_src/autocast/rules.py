@@ -174,20 +174,22 @@ class _Elementwise(Rule):
             in_f32 = operands.count(FUSED) > 1  # the offsets of both may cancel
             as_written = (*IGNORED, FUSED) if in_f32 else IGNORED
             half_in = tuple(p not in as_written for p in ins)
+            reads_f32 = union(uses) & (Use.AS_FLOAT32 | Use.OUTPUT) != 0
             plan = EqnPlan(
                 self,
                 half_in,
                 info.is_f32,
                 keeps_half=keeps,
                 in_float32=not self.is_move
-                and (in_f32 or info.broadcasts() or info.adds_number(union(uses)))
+                and (in_f32 or info.broadcasts() or (info.adds_number() and reads_f32))
                 and not analysis.is_bias_of_convolution(info),
             )
             is_input = {HALF, FUSED}.isdisjoint(operands)
             is_input = is_input and (is_lookup(eqn) or not is_cast_before)
             return plan, [CAST_INPUT if is_input else HALF] * len(eqn.outvars)
-        reason = "f32 alone reads it" if is_part else "arithmetic may undo it"
-        reason = reason if is_fused else "an operand is f32"
+        reason = "an operand is f32"
+        if is_fused:
+            reason = "f32 alone reads it" if is_part else "arithmetic may undo it"
         has_half = any(p.is_half for p in operands)
         plan, _ = self.keep(info, reason if has_half else "")
         result = FUSED if is_fused else self._in_float32(info, ins)

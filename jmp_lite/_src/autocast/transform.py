@@ -551,9 +551,7 @@ def check_function(
             f"{caller}(model.apply, ...)(variables, x). Or give it a policy: "
             "jmp_lite.linen.with_policy(model, policy)."
         )
-    if compat.is_nnx_module(fun) or compat.is_nnx_module(
-        getattr(fun, "__self__", None)
-    ):
+    if any(map(compat.is_nnx_module, (fun, getattr(fun, "__self__", None)))):
         raise TypeError(_nnx_advice(f"{caller} got"))
 
 

@@ -26,10 +26,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "arguments or of their shapes",
     )
     command.add_argument(
-        "--device",
-        choices=list(DEVICES),
-        help="compile for it (default: this machine); for another card, the next older "
-        "one, and its memory by --fits: v100 and 16GB for a T4",
+        "--device", choices=list(DEVICES), help="compile for it (default: this machine)"
     )
     command.add_argument(
         "--devices", type=int, help="how many, if the arguments are sharded"

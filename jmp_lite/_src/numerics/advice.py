@@ -270,9 +270,8 @@ class _Search:
         if self.previous:
             why.update(self.previous.in_float32)
             self.not_in_fp8.update(self.previous.not_in_fp8)
-            self.models |= patterns.models_in(
-                x.layer for x in self.previous.report.rows
-            )
+            rows = self.previous.report.rows
+            self.models |= patterns.models_in(row.layer for row in rows)
         tried: dict[Any, set[str]] = collections.defaultdict(set)
         turn = self._turn(1.0, why)
         report = turn.measured.report

@@ -135,8 +135,7 @@ def lint(
       fun: any function, or a module that can be called.
       policy: the policy that it should run under: products in float32 where the policy
         computes in half are findings. Patterns of a `PolicyMap` match name-scope paths,
-        as for `autocast`. Where `with_policy` gave nnx modules a `PolicyMap`, pass
-        its default.
+        as for `autocast`; modules of nnx enter none.
       target: the device whose matrix units determine which dimensions fit; the default
         is the platform of the first device, `"gpu"` on a CPU.
 

@@ -27,7 +27,7 @@ from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
 
 T = TypeVar("T")
 
-_NEED_STORED_DTYPES = (
+_NEED_DTYPES = (
     MasterRemaindersState,
     MasterWeightsState,
     StochasticRoundingState,
@@ -258,7 +258,7 @@ def update_in_float32(
         told = trees.map_nodes(
             lambda x: x._replace(inner_state=base.Told(x.inner_state, by_path)),
             state,
-            _NEED_STORED_DTYPES,
+            _NEED_DTYPES,
         )
         updates, new = inner.update(grads, told, params, **extra)
         new = trees.map_nodes(lambda x: x.inner_state, new, base.Told)
@@ -315,9 +315,7 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> Non
     if stored is None:
         return
     # Masters have no leaves where labels or masks leave out every parameter.
-    if any(
-        jax.tree.leaves(x[1]) for _, x in trees.find(opt_state, _NEED_STORED_DTYPES)
-    ):
+    if any(jax.tree.leaves(x[1]) for _, x in trees.find(opt_state, _NEED_DTYPES)):
         if _is_followed(opt_state):
             warnings.warn(
                 "In a chain, something follows master_weights or stochastic_rounding, "
@@ -344,10 +342,10 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> Non
 
 def _is_followed(state: Any) -> bool:
     """Return whether a chain goes on after what needs the dtypes of parameters."""
-    if isinstance(state, _NEED_STORED_DTYPES):
+    if isinstance(state, _NEED_DTYPES):
         return False
     parts = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
-    needs = [bool(trees.find(x, _NEED_STORED_DTYPES)) for x in parts]
+    needs = [bool(trees.find(x, _NEED_DTYPES)) for x in parts]
     if type(state) is tuple and True in needs:  # a chain's; others are NamedTuples
         after = parts[needs.index(True) + 1 :]
         if not all(isinstance(x, _CHANGE_OTHERS) for x in after):
