@@ -372,10 +372,14 @@ def default_precision() -> Any:
 
 def eqn_contexts(eqn: Any) -> tuple[Any, Any]:
     """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
+    return source_context(eqn.source_info), eqn.ctx.manager
+
+
+def source_context(info: Any) -> Any:
+    """Return the context of a source line, and of a name stack inside of this one."""
     util = source_info_util_private
-    stack = util.current_name_stack() + eqn.source_info.name_stack
-    source = eqn.source_info.traceback
-    return util.user_context(source, name_stack=stack), eqn.ctx.manager
+    stack = util.current_name_stack() + info.name_stack
+    return util.user_context(info.traceback, name_stack=stack)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int] | None:

@@ -25,6 +25,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jmp_lite import autocast, explain, memory
+from jmp_lite._src.jaxprs import name_scopes
 
 # The models promote ranks, as users' do.
 pytestmark = pytest.mark.standard_promotion
@@ -300,18 +301,88 @@ def _in_cond(fun):
     )
 
 
-@pytest.mark.one_of("name")
-@pytest.mark.parametrize(
+in_each_transformation = pytest.mark.parametrize(
     "around",
     [_in_scan, _in_vmap, _in_shard_map, _in_cond, jax.checkpoint, jax.jit],
     ids=["scan", "vmap", "shard_map", "cond", "remat", "jit"],
 )
+
+
+@pytest.mark.one_of("name")
+@in_each_transformation
 @pytest.mark.parametrize("name", ["gelu before a product", "rms_norm_and_silu"])
 def test_gradients_are_right_under_every_transformation(around, name):
     model = MODELS[name]
     expected = _exact(model, 2 if around is _in_scan else 1)
     low = autocast(around(model), "mixed_bfloat16")
     assert _error(low, expected, *_arguments()) < 0.03
+
+
+def _over_rms(x, eps=3.0):
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + eps)
+
+
+def _layers(w, gain, x, count=2, inside="norm", number=lambda i: 3.0):
+    for i in range(count):
+        with jax.named_scope(f"layer_{i}"):
+            x = x @ w[i % 2]
+            with jax.named_scope(inside.format(i)):
+                x = _over_rms(x, number(i))
+            x = jax.nn.silu(x * gain)
+    return x @ w[0]
+
+
+def _computed_again(fun: Any) -> list[Any]:
+    traced = jaxprs.trace(autocast(fun, "mixed_float16"), *_arguments())
+    return jaxprs.equations(traced, "remat2")
+
+
+def test_equal_layers_share_what_is_computed_again():
+    of_each = _computed_again(functools.partial(_layers, count=6))
+    assert len(of_each) == 6 and len({eqn.params["jaxpr"] for eqn in of_each}) == 1
+    places = {
+        name_scopes.join(name_scopes.of(eqn), name_scopes.of(inner))
+        for eqn in of_each
+        for inner in eqn.params["jaxpr"].eqns
+    }
+    layers = [f"jmp_lite_autocast/layer_{i}" for i in range(6)]
+    assert places == {*layers, *(f"{layer}/norm" for layer in layers)}
+
+
+@in_each_transformation
+def test_equal_layers_have_gradients_of_their_own(around):
+    expected = _exact(_layers, 2 if around is _in_scan else 1)
+    low = autocast(around(_layers), "mixed_float16")
+    assert _error(low, expected, *_arguments()) < 0.01
+
+
+def _on_two_lines(w, gain, x):
+    x = jax.nn.silu(_over_rms(x @ w[0]))
+    x = jax.nn.silu(_over_rms(x @ w[1]))
+    return x @ w[0]
+
+
+def _of_two_rules(w, gain, x):
+    for i in range(2):
+        swish = jax.custom_jvp(lambda x: x * jax.nn.sigmoid(x))
+        swish.defjvps(lambda t, _, x, i=i: (i + 1) * t)
+        x = swish(_over_rms(x @ w[i]))
+    return x @ w[0]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        _of_two_rules,
+        functools.partial(_layers, inside="norm_{}"),
+        functools.partial(_layers, number=lambda i: 3.0 + i),
+        _on_two_lines,
+    ],
+    ids=["rule", "scope", "number", "line"],
+)
+def test_layers_that_differ_share_nothing(fun):
+    of_each = _computed_again(fun)
+    assert len(of_each) == len({eqn.params["jaxpr"] for eqn in of_each}) == 2
 
 
 @pytest.mark.one_of("half", "half_results")

@@ -96,7 +96,7 @@ OTHERS = {
 NEW = {"stack", "unstack"}
 
 
-def of(fact: Fact) -> Any:
+def of(fact: int) -> Any:
     """Return the mark that runs a test on each primitive with a fact."""
     return pytest.mark.parametrize("name", [n for n in EXAMPLES if facts(n) & fact])
 
@@ -195,7 +195,7 @@ def test_the_gradient_of_a_repeated_number_alone_is_a_sum(name: str) -> None:
         return sum(out.sum() for out in jax.tree.leaves(EXAMPLES[name](x, Y)))
 
     is_sum = np.max(jax.jit(jax.grad(total))(X)) > 1
-    assert is_sum == (Fact.REPEATS in facts(name))
+    assert is_sum == bool(facts(name) & Fact.REPEATS)
 
 
 # Functions of one number each, or of several.
@@ -223,7 +223,7 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
 ignoring = functools.partial(np.errstate, all="ignore")
 
 
-def in_table(fact: Fact) -> set[str]:
+def in_table(fact: int) -> set[str]:
     return {name for name in named(fact) if name in ELEMENTWISE}
 
 
@@ -337,19 +337,20 @@ def agree(name: str, law: Law) -> bool:
     return np.allclose(one, other, rtol=1e-9)
 
 
-LAWS: dict[Fact, Law] = {
-    Fact.LINEAR: lambda fun, x: (fun(x[:, ::-1] - 3 * x), fun(x[:, ::-1]) - 3 * fun(x)),
-    Fact.EXPONENTIAL: lambda fun, x: (fun(2 * x), fun(x) ** 2),
-    Fact.LOGARITHM: lambda fun, x: (fun(x**3), 3 * fun(x)),
-    Fact.PERIODIC: lambda fun, x: (fun(x + 2 * np.pi), fun(x)),
+LAWS: dict[str, Law] = {
+    "LINEAR": lambda fun, x: (fun(x[:, ::-1] - 3 * x), fun(x[:, ::-1]) - 3 * fun(x)),
+    "EXPONENTIAL": lambda fun, x: (fun(2 * x), fun(x) ** 2),
+    "LOGARITHM": lambda fun, x: (fun(x**3), 3 * fun(x)),
+    "PERIODIC": lambda fun, x: (fun(x + 2 * np.pi), fun(x)),
 }
 
 
-@pytest.mark.parametrize("fact", LAWS, ids=str)
-def test_a_law_holds_for_those_of_which_the_table_says_so(fact: Fact) -> None:
-    found = {name for name in ELEMENTWISE if agree(name, LAWS[fact])}
+@pytest.mark.parametrize("law", LAWS)
+def test_a_law_holds_for_those_of_which_the_table_says_so(law: str) -> None:
+    fact = getattr(Fact, law)
+    found = {name for name in ELEMENTWISE if agree(name, LAWS[law])}
     found -= {"sign"}  # which is constant here
-    of_one = fact is not Fact.LINEAR
+    of_one = fact != Fact.LINEAR
     assert (found - set(SEVERAL) if of_one else found) == in_table(fact)
 
 

@@ -289,7 +289,7 @@ def test_layers_that_share_a_program_have_the_numbers_of_their_own(monkeypatch):
         return found, len(compiled)
 
     shared, programs = report()
-    monkeypatch.setattr(runs, "structure", lambda *_: object())
+    monkeypatch.setattr(runs, "structure_of", lambda *_: object())
     alone, more_programs = report()
     assert shared == alone and programs < more_programs
 

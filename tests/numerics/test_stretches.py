@@ -11,8 +11,9 @@ from jax import lax
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.options import resolve_rules
+from jmp_lite._src.jaxprs import control_flow
+from jmp_lite._src.jaxprs.structure import structure
 from jmp_lite._src.numerics.dry_run import measure
-from jmp_lite._src.numerics.stretches import Shadow, structure
 from jmp_lite._src.policy import get_policy
 
 X = jnp.ones((3, 3))
@@ -20,7 +21,10 @@ X = jnp.ones((3, 3))
 
 def structure_of(fun: Callable[..., Any], *args: Any) -> Any:
     closed = jax.make_jaxpr(fun)(*(args or (X, X)))
-    return structure(compat.open_jaxpr(closed), None, Shadow())
+    return structure(
+        compat.open_jaxpr(closed),
+        lambda eqn, _: (None, (), control_flow.bodies_of(eqn)),
+    )
 
 
 def layer(x, y):

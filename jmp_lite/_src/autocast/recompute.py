@@ -17,8 +17,9 @@ array, or an activation. Then what these read is kept, and not what the product 
 import dataclasses
 import functools
 import itertools
+import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
@@ -38,9 +39,10 @@ from jmp_lite._src.autocast.precision import (
 )
 from jmp_lite._src.autocast.saving import Work, is_reduction
 from jmp_lite._src.autocast.waiting import Called, Waiting
-from jmp_lite._src.jaxprs import binding, core
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
+from jmp_lite._src.jaxprs import binding, core, name_scopes, sources
+from jmp_lite._src.jaxprs.core import Eqn, Var, variables
 from jmp_lite._src.jaxprs.primitives import CALLS, Fact, facts
+from jmp_lite._src.jaxprs.structure import structure
 
 # An array is small beside another of so many times its size.
 _SMALL = 8
@@ -482,42 +484,60 @@ def again(fun: Callable[..., Any], plan: CastPlan, policy: Any = None) -> Any:
 
 
 def run(
-    cluster: Cluster, plan: CastPlan, values: Any, in_part: bool
+    cluster: Cluster, plan: CastPlan, values: Any, in_part: bool, known: dict[Any, Any]
 ) -> Sequence[jax.Array]:
     """Return the outputs of a cluster of a plan, from the plan's `Values`.
 
-    That of a part is computed again with the part.
+    That of a part is computed again with the part. `known` are functions that compute
+    clusters again: equal ones, as those of layers, share one, which JAX traces once.
     """
     operands = values.read(cluster.ins, cluster.half_in)
-    compute = functools.partial(_compute, cluster, plan.jaxpr, values.half_dtype)
-    if in_part:
-        return compute(operands)[0]
-    policy = saving.saves_sums if cluster.compares else saving.saves_totals
-    if not compat.is_tracing() or not cluster.waiting:
-        return again(lambda operands: compute(operands)[0], plan, policy)(operands)
+    eqns = [plan.jaxpr.eqns[i] for i in cluster.indices]
+    if in_part or not compat.is_tracing():
+        return _compute(cluster, eqns, values.half_dtype, operands)[0]
+    around, eqns = name_scopes.split(eqns)
+    compute = functools.partial(_compute, cluster, eqns, values.half_dtype)
 
     def compute_from_kept(kept, totals, operands):
-        read = list(map(waiting.in_place_of, operands, kept))
-        return compute(read, totals)[0]
+        pairs = zip(operands, kept, strict=True)
+        return compute([waiting.in_place_of(*pair) for pair in pairs], totals)[0]
 
-    first = plan.jaxpr.eqns[cluster.indices[0]]
-    kept = [
-        None if axes is None else binding.call(first, values.kept, v, axes)
-        for v, axes in zip(cluster.ins, cluster.waits, strict=True)
-    ]
-    outs, totals = compute(lax.stop_gradient(operands))
-    expressions = again(compute_from_kept, plan, policy)(kept, totals, operands)
-    return list(map(sums.differentiate_as, outs, expressions))
+    key = _structure(cluster, eqns), plan.around
+    if key not in known:
+        policy = saving.saves_sums if cluster.compares else saving.saves_totals
+        known[key] = again(compute_from_kept, plan, policy)
+    with compat.source_context(around):
+        kept = [
+            None if axes is None else values.kept(v, axes)
+            for v, axes in zip(cluster.ins, cluster.waits, strict=True)
+        ]
+        if not cluster.waiting:
+            return known[key](kept, None, operands)
+        outs, totals = compute(lax.stop_gradient(operands))
+        expressions = known[key](kept, totals, operands)
+        return list(map(sums.differentiate_as, outs, expressions))
+
+
+def _structure(cluster: Cluster, eqns: Sequence[Eqn]) -> Hashable:
+    """Return what is equal for clusters of one scope and line that do the same."""
+
+    def place(eqn, _):
+        return (name_scopes.of(eqn), sources.source_line(eqn)), (), None
+
+    jaxpr = types.SimpleNamespace(eqns=eqns, invars=cluster.ins, constvars=())
+    jaxpr.outvars = *cluster.outs, *cluster.rounded_backward
+    of_eqns = structure(jaxpr, place)
+    return of_eqns, cluster.half_in, cluster.waits, cluster.half_out, cluster.compares
 
 
 def _compute(
     cluster: Cluster,
-    jaxpr: Jaxpr,
+    eqns: Sequence[Eqn],
     half_dtype: Any,
     operands: Sequence[Any],
     totals: Sequence[Any] | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Return the outputs of a cluster of a jaxpr, and its totals, the results of sums.
+    """Return the outputs of a cluster, and its totals, the results of sums.
 
     Totals that are known are differentiated, and not computed again.
     """
@@ -528,7 +548,7 @@ def _compute(
     # What may be out of the range of half; masks that are added to it as well.
     wide = set(cluster.waiting)
     given, found, made_by = iter(totals or ()), [], {}
-    for eqn in map(jaxpr.eqns.__getitem__, cluster.indices):
+    for eqn in eqns:
         read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
         if wide.isdisjoint(variables(eqn.invars)):
             read = sums.bounded(eqn, read, half_dtype)

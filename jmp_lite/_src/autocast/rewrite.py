@@ -318,6 +318,7 @@ class Rewriter:
         self.analyzer = analyzer
         self.half_dtype = jnp.dtype(analyzer.compute_dtype)
         self._closed: dict[Any, Any] = {}
+        self._again: dict[Any, Any] = {}
 
     def run(self, plan: CastPlan, half_out: tuple[bool, ...], *args: Any) -> list[Any]:
         """Return the outputs of a jaxpr, in half where `half_out` says so."""
@@ -368,7 +369,8 @@ class Rewriter:
         self, plan: CastPlan, step: int | Cluster, values: Values, in_part: bool = False
     ) -> None:
         if isinstance(step, Cluster):
-            values.write(step.outs, recompute.run(step, plan, values, in_part))
+            outs = recompute.run(step, plan, values, in_part, self._again)
+            values.write(step.outs, outs)
             return
         eqn, eqn_plan = plan.jaxpr.eqns[step], plan.eqn_plans[step]
         values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))

@@ -187,7 +187,7 @@ def work_of(eqn: Eqn, differentiated: Set[Var]) -> Work | None:
         size=max(map(core.size, (*eqn.invars, *eqn.outvars))),
         transcendental=size if is_f32 and _is_transcendental(name) else 0,
         chooses=size if known & _CHOOSES else 0,
-        multiplies=Fact.ARITHMETIC in known and degree(eqn) not in (None, 1),
+        multiplies=bool(known & Fact.ARITHMETIC) and degree(eqn) not in (None, 1),
         is_exponential=bool(known & Fact.EXPONENTIAL),
         divides=_divides(eqn),
         loses_digits=size if _loses_digits(name) else 0,
@@ -206,7 +206,7 @@ def _is_arithmetic(eqn: Eqn) -> bool:
     if name == CAST or is_reduction(name, eqn.params):
         return True
     known = facts(name)
-    is_in_order = Fact.IN_ORDER in known and known & (Fact.REPEATS | Fact.PERMUTES)
+    is_in_order = known & Fact.IN_ORDER and known & (Fact.REPEATS | Fact.PERMUTES)
     return bool(known & Fact.ELEMENTWISE or is_in_order) or known == Fact.MOVES
 
 
@@ -214,7 +214,7 @@ def _is_arithmetic(eqn: Eqn) -> bool:
 def _is_transcendental(name: str) -> bool:
     polynomial = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
     known = facts(name)
-    return Fact.ELEMENTWISE in known and not known & polynomial
+    return bool(known & Fact.ELEMENTWISE) and not known & polynomial
 
 
 def _divides(eqn: Eqn) -> int:
@@ -229,7 +229,7 @@ def _divides(eqn: Eqn) -> int:
 def _loses_digits(name: str) -> bool:
     """Return whether this is no sum, power or logarithm, and needs float32."""
     known, is_plain = facts(name), Fact.LINEAR | Fact.LOGARITHM
-    if Fact.ELEMENTWISE not in known or known & is_plain:
+    if not known & Fact.ELEMENTWISE or known & is_plain:
         return False
     is_of_pair = known & (Fact.BROADCASTS | Fact.ARITHMETIC) == Fact.BROADCASTS
     in_f32 = PRIMITIVES[name].op_class == "float32"

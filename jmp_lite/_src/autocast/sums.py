@@ -206,7 +206,8 @@ _product = compat.new_primitive(
 def multiplies(eqn: Eqn) -> bool:
     """Return whether an equation multiplies or divides arrays, number by number."""
     name = eqn.primitive.name
-    return Fact.BROADCASTS in facts(name) and len(degrees(name, {})) == 2
+    broadcasts = bool(facts(name) & Fact.BROADCASTS)
+    return broadcasts and len(degrees(name, {})) == 2
 
 
 def divides(eqn: Eqn) -> bool:
@@ -229,7 +230,8 @@ def sums_backward(eqn: Eqn) -> bool:
     is_padded_with_variable = name == "pad" and not compat.is_literal(eqn.invars[1])
     known = facts(name)
     # One that chooses among equal numbers counts them; from windows, it repeats them.
-    chooses = (Fact.MOVES | Fact.CHOOSES) in known
+    moved_by_choice = Fact.MOVES | Fact.CHOOSES
+    chooses = known & moved_by_choice == moved_by_choice
     return bool(known & Fact.REPEATS) or chooses or is_padded_with_variable
 
 

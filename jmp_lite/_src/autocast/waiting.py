@@ -291,6 +291,7 @@ def keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     return kept._replace(numbers=sums.differentiate_as(kept.numbers, x))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     if not axes and has_range_of_f32(half_dtype):
         return Kept(x.astype(half_dtype), None, None)
@@ -326,12 +327,15 @@ def _restore(kept: Kept) -> jax.Array:
 
 
 @jax.custom_jvp
-def in_place_of(x: jax.Array, kept: Kept | None) -> jax.Array:
-    """Return what was kept of an array, if so, with the derivative of the array."""
-    return x if kept is None else restore(kept)
+def _in_place_of(x: jax.Array, kept: Kept) -> jax.Array:
+    return restore(kept)
 
 
-@in_place_of.defjvp
+@_in_place_of.defjvp
 def _in_place_of_jvp(primals, tangents):
-    x, kept = primals  # the array itself need not be kept
-    return x if kept is None else restore(kept), tangents[0]
+    return restore(primals[1]), tangents[0]  # the array itself need not be kept
+
+
+def in_place_of(x: Any, kept: Kept | None) -> Any:
+    """Return what was kept of an array, if so, with the derivative of the array."""
+    return x if kept is None else _in_place_of(x, kept)

@@ -7,7 +7,10 @@ computes again is where it was computed first.
 """
 
 import functools
+import itertools
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from jmp_lite._src.jaxprs.core import Eqn
 
@@ -51,6 +54,17 @@ def join(outer: str, inner: str) -> str:
 def of(eqn: Eqn) -> str:
     """Return the name stack of an equation, relative to its jaxpr."""
     return str(eqn.source_info.name_stack)
+
+
+def split(eqns: Sequence[Eqn]) -> tuple[Any, list[Eqn]]:
+    """Return the source of what is around all equations, and these relative to it."""
+    infos = [eqn.source_info for eqn in eqns]
+    levels = zip(*(info.name_stack.stack for info in infos), strict=False)
+    depth = len([*itertools.takewhile(lambda scopes: len({*scopes}) == 1, levels)])
+    around = infos[0].replace(name_stack=infos[0].name_stack[:depth])
+    inside = [info.replace(name_stack=info.name_stack[depth:]) for info in infos]
+    pairs = zip(eqns, inside, strict=True)
+    return around, [eqn.replace(source_info=info) for eqn, info in pairs]
 
 
 def is_backward(name_stack: str, around: bool) -> bool:

@@ -21,7 +21,6 @@ Sources of a class, by what their lists say of the op under its name there:
   apex    apex.amp.lists: FP16_FUNCS, FP32_FUNCS, CASTS
 """
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,72 +31,72 @@ from jmp_lite._src import compat
 T = TypeVar("T")
 
 
-class Fact(enum.Flag):
-    """What is known of a primitive."""
+class Fact:
+    """What is known of a primitive, as bits: an `enum.Flag` is slow to trace with."""
 
-    PRODUCT = enum.auto()
+    PRODUCT = 1 << 0
     """A matrix product, which matrix units compute."""
 
-    MOVES = enum.auto()
+    MOVES = 1 << 1
     """Every number of a result is one of the first operand, or of the operand with the
     result's index if there are as many operands as results."""
 
-    PERMUTES = enum.auto()
+    PERMUTES = 1 << 2
     """Every number of the operand is in the result, as often as any other."""
 
-    JOINS = enum.auto()
+    JOINS = 1 << 3
     """Every number of the result is one of several operands."""
 
-    CHOOSES = enum.auto()
+    CHOOSES = 1 << 4
     """Which of the numbers is in the result depends on numbers or on a mask."""
 
-    IN_ORDER = enum.auto()
+    IN_ORDER = 1 << 5
     """A result of the operand's size has its numbers in the same order."""
 
-    REPEATS = enum.auto()
+    REPEATS = 1 << 6
     """A number may be in the result several times, by the operation itself or where
     `vmap` maps its indices alone: its gradient is a sum."""
 
-    SUMS = enum.auto()
+    SUMS = 1 << 7
     """Every number of the result is a sum over many numbers, or made of one."""
 
-    ELEMENTWISE = enum.auto()
+    ELEMENTWISE = 1 << 8
     """Every number of the result is computed of those at its place."""
 
-    LINEAR = enum.auto()
+    LINEAR = 1 << 9
     """Elementwise, and the result of a sum of operands is the sum of the results."""
 
-    LIMITS = enum.auto()
+    LIMITS = 1 << 10
     """Every number of the result is an operand's at its place, chosen by size."""
 
-    COMPARES = enum.auto()
+    COMPARES = 1 << 11
     """Whether an operand is equal to, or larger than, another."""
 
-    EXPONENTIAL = enum.auto()
+    EXPONENTIAL = 1 << 12
     """Sums become products."""
 
-    LOGARITHM = enum.auto()
+    LOGARITHM = 1 << 13
     """Products become sums."""
 
-    PERIODIC = enum.auto()
+    PERIODIC = 1 << 14
     """The operand is an angle: a whole turn changes nothing."""
 
-    ARITHMETIC = enum.auto()
+    ARITHMETIC = 1 << 15
     """Exact on small whole numbers: the result has the digits of its operands."""
 
-    BROADCASTS = enum.auto()
+    BROADCASTS = 1 << 16
     """Elementwise in several operands, one of which may have been broadcast."""
 
-    EXACT = enum.auto()
+    EXACT = 1 << 17
     """To round the operands is to round the result."""
 
-    SATURATES = enum.auto()
+    SATURATES = 1 << 18
     """Large operands give 1 or -1, or 2, whatever their size."""
 
-    NEAR_ONE = enum.auto()
+    NEAR_ONE = 1 << 19
     """Reads the distance of an operand from 1: its rounding is most of the result."""
 
-    FRACTION = enum.auto()
+    FRACTION = 1 << 20
     """Reads the fraction of an operand, or jumps: a rounding changes the result wholly,
     so that not even the result of a matrix product may be rounded."""
 
@@ -107,11 +106,10 @@ class Primitive(NamedTuple):
 
     op_class: str
     in_f16: str  # its class in float16, where the square of 256 overflows
-    facts: Fact
+    facts: int
     source: str  # who has it in this class too, or why it is
 
 
-_NONE = Fact(0)
 _EACH = Fact.ELEMENTWISE
 _OF_SEVERAL = _EACH | Fact.ARITHMETIC | Fact.BROADCASTS
 _IN_ORDER = Fact.MOVES | Fact.IN_ORDER
@@ -146,7 +144,7 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
         (Fact.SUMS, "psum psum2 psum_invariant reduce_scatter unreduced_psum"),
         (Fact.ARITHMETIC, "reduce_prod cumprod"),
         (_EACH | Fact.ARITHMETIC | Fact.LINEAR, "add_any"),
-        (_NONE, "scatter-mul scatter_mul"),
+        (0, "scatter-mul scatter_mul"),
     ),
     ("float32", "float32", "torch promote (fmod); half has few whole numbers"): (
         (_EACH | _DIGITS | Fact.BROADCASTS, "rem"),
@@ -185,7 +183,7 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
         (_IN_ORDER, "name optimization_barrier"),
         (_IN_ORDER, "pvary pbroadcast device_put sharding_constraint"),
         (_PERMUTES, "all_gather all_gather_invariant all_to_all ppermute"),
-        (_NONE, "argmax argmin reduce_and reduce_or"),
+        (0, "argmax argmin reduce_and reduce_or"),
         (_EACH | Fact.COMPARES, "eq ne lt le gt ge"),
         (_EACH, "is_finite"),
     ),
@@ -277,18 +275,19 @@ def degree(eqn: Any) -> float | None:
     return sum(d for v, d in pairs if not compat.is_literal(v)) if powers else None
 
 
-def facts(name: str) -> Fact:
+def facts(name: str) -> int:
     """Return what is known of a primitive, nothing if it is not in the table."""
     known = PRIMITIVES.get(name)
-    return known.facts if known else _NONE
+    return known.facts if known else 0
 
 
 def adds(name: str) -> bool:
     """Return whether a primitive adds or subtracts, as `+` and `-` do."""
-    return (Fact.LINEAR | Fact.BROADCASTS) in facts(name)
+    both = Fact.LINEAR | Fact.BROADCASTS
+    return facts(name) & both == both
 
 
-def named(fact: Fact) -> tuple[str, ...]:
+def named(fact: int) -> tuple[str, ...]:
     """Return the primitives with any of some facts, in the order of the table."""
     return tuple(name for name, known in PRIMITIVES.items() if known.facts & fact)
 

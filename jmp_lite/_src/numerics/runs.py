@@ -24,7 +24,7 @@ from jmp_lite._src.numerics.stretches import (
     Stretch,
     cut,
     layout,
-    structure,
+    structure_of,
 )
 
 # Larger arrays stay on their device.
@@ -83,7 +83,7 @@ class Run(Interpreter):
         inputs = [c.value for c in cells], shadows
         key = id(stretch), shared, layout(inputs)
         if key not in self._compiled:
-            same = self.shadow.kind, structure(stretch, stretch, self.shadow), *key[1:]
+            same = self.shadow.kind, structure_of(stretch, self.shadow), *key[1:]
             if same not in self._programs:
                 self._programs[same] = CompiledStretch(
                     stretch, self.shadow, shared, inputs

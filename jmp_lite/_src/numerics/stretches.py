@@ -8,8 +8,6 @@ look alike, at the same place of each layer, and equal stretches are traced, low
 compiled once.
 """
 
-import dataclasses
-import hashlib
 import itertools
 import zlib
 from collections.abc import Callable, Hashable, Sequence
@@ -17,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from jmp_lite._src import compat
@@ -26,6 +23,7 @@ from jmp_lite._src.jaxprs.core import is_float, size, variables
 from jmp_lite._src.jaxprs.interpret import Stretch
 from jmp_lite._src.jaxprs.primitives import CONTROL_FLOW, cases
 from jmp_lite._src.jaxprs.sites import count_sites
+from jmp_lite._src.jaxprs.structure import structure
 from jmp_lite._src.jaxprs.walk import Equation, Walker
 
 # Limits of one stretch: all results are alive at once, and the time to compile grows
@@ -235,68 +233,17 @@ class CompiledStretch:
         self.call = lowered.compile(compat.quick_compiler_options())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Same:
-    """Equal to itself alone: for what cannot be hashed. Keeps the object alive."""
+def structure_of(stretch: Stretch, shadow: Shadow) -> Hashable:
+    """Return what is equal if two stretches, and their shadows, compute the same."""
 
-    number: int  # its id
-    thing: Any = dataclasses.field(compare=False)
-
-
-def structure(jaxpr: Any, plan: Any, shadow: Shadow, consts: Any = ()) -> Hashable:
-    """Return what is equal if two jaxprs compute the same from equal inputs.
-
-    Variables are numbered in the order in which they are met. Name scopes and source
-    lines do not count: those of a result are its site's. A `Stretch` is a jaxpr, too.
-    """
-    numbers: dict[Any, int] = {}
-
-    def name(var: Any) -> Hashable:
-        if compat.is_literal(var):
-            return _constant(var.val), var.aval
-        if var in numbers:
-            return numbers[var]
-        numbers[var] = len(numbers)
-        return numbers[var], var.aval
-
-    def operation(eqn: Any, eqn_plan: Any) -> Hashable:
-        bodies = control_flow.bodies_of(eqn)
+    def decides(eqn: Any, eqn_plan: Any) -> tuple[Any, Any, Any]:
+        bodies, also_reads = control_flow.bodies_of(eqn), shadow.also_reads(eqn_plan)
         if bodies is None:
-            params = tuple((key, _hashable(x)) for key, x in sorted(eqn.params.items()))
-            what = params, shadow.decides(eqn_plan)
-        else:  # only these run
-            plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(bodies)
-            what = (
-                eqn_plan and (eqn_plan.half_in, eqn_plan.half_out),
-                *(
-                    structure(body.jaxpr, body_plan, shadow, body.consts)
-                    for body, body_plan in zip(bodies, plans, strict=True)
-                ),
-            )
-        names = map(name, (*eqn.invars, *shadow.also_reads(eqn_plan), *eqn.outvars))
-        return eqn.primitive, eqn.ctx, what, *names
+            return shadow.decides(eqn_plan), also_reads, None
+        in_half = eqn_plan and (eqn_plan.half_in, eqn_plan.half_out)
+        return in_half, also_reads, bodies  # only these run
 
-    ins = *map(name, jaxpr.constvars), *map(_constant, consts), *map(name, jaxpr.invars)
-    steps = plan.eqn_plans if plan else itertools.repeat(None)
-    operations = (*map(operation, jaxpr.eqns, steps),)
-    return ins, operations, tuple(map(name, jaxpr.outvars))
-
-
-def _hashable(value: Any) -> Hashable:
-    try:
-        hash(value)
-    except TypeError:
-        return _Same(id(value), value)
-    return type(value), value
-
-
-def _constant(value: Any) -> Hashable:
-    """Return what is equal for constants of equal bits."""
-    if isinstance(value, jax.Array):
-        return _Same(id(value), value)
-    array = np.asarray(value)
-    digest = hashlib.sha256(array.tobytes()).digest()
-    return type(value), array.shape, array.dtype, digest
+    return structure(stretch, decides, stretch)
 
 
 def layout(inputs: Any) -> Any:

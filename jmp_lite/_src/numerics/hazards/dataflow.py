@@ -65,7 +65,7 @@ class Op:
         return self.name == primitives.CAST
 
     @functools.cached_property
-    def facts(self) -> Fact:
+    def facts(self) -> int:
         return primitives.facts(self.name)
 
     @functools.cached_property

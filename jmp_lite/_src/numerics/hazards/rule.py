@@ -11,7 +11,6 @@ from typing import Literal
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.jaxprs import name_scopes
-from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.dataflow import Op
 from jmp_lite._src.numerics.hazards.ranges import Ranges
 from jmp_lite._src.numerics.hazards.scalings import Scalings
@@ -33,7 +32,7 @@ class LintedProgram:
     def named(self, *names: str) -> Iterator[Op]:
         return (op for op in self.ops if op.name in names)
 
-    def having(self, fact: Fact) -> Iterator[Op]:
+    def having(self, fact: int) -> Iterator[Op]:
         return (op for op in self.ops if op.facts & fact)
 
     def casts_to_half(self) -> Iterator[Op]:
