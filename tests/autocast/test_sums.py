@@ -292,6 +292,17 @@ def test_what_asks_for_numbers_works_in_grad_without_jit_and_warns(ask: str) -> 
         assert f"asks at {line}" in str(error.value)
 
 
+def test_a_float32_value_that_many_products_read_sums_their_gradients():
+    """It is cast once: the 257th of equal terms would be lost in bfloat16."""
+
+    def loss(h):
+        h = h @ W[:, :8] + 1.0
+        return sum(h @ W[:8, :1] for _ in range(300)) / 300 + jnp.exp(-h[:1, :1])
+
+    low = gradient(autocast(loss, POLICIES["bf16"]), ROW)
+    assert error(low, gradient(loss, ROW)) < 2 * EPS["bf16"]
+
+
 @BOTH
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("make", [linen_net, nnx_net])

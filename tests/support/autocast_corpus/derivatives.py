@@ -105,6 +105,20 @@ def custom_jvp(w, x):
 
 
 @program()
+def custom_jvp_of_a_number(w, x):
+    @jax.custom_jvp
+    def with_its_slope(h):
+        return 2.0 * h, jnp.float32(2)
+
+    @with_its_slope.defjvp
+    def _(primals, tangents):
+        return with_its_slope(*primals), (2.0 * tangents[0], 0.0)
+
+    doubled, slope = with_its_slope(x @ w)
+    return slope * (doubled @ w)
+
+
+@program()
 def custom_root(w, x):
     def solve(residual, start):
         def newton(_, x):
