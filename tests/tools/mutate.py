@@ -34,7 +34,8 @@ ROOT = Path(__file__).parents[2]
 SRC, TESTS = "jmp_lite/_src", "tests"
 
 # Patterns of files that are mutated together, in SRC, and of the tests that cover them,
-# in TESTS: those that are quick and close to the files come first.
+# in TESTS: those that are quick and close to the files come first. MISUSE is of all.
+MISUSE = "test_mistakes.py"
 GROUPS = {
     "loss scales": ("loss_scale.py", "test_loss_scale*.py"),
     "scale_aware": (
@@ -269,7 +270,7 @@ def run(folder: Path, group: str, timeout: float) -> str:
     # A changed file of the same length and second would be taken for the old.
     settings = {"CI": "1", "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
-        command + matching(TESTS, GROUPS[group][1]),
+        command + matching(TESTS, f"{GROUPS[group][1]} {MISUSE}"),
         cwd=folder,
         env=os.environ | settings,
         stdout=subprocess.PIPE,
