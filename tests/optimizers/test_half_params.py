@@ -20,8 +20,11 @@ from optimizers import (
     HALF_WRAPPERS,
     Trainer,
     apply_updates,
+    gradients,
     half_on_purpose,
     in_halves,
+    in_remainders,
+    params_in,
     without_scale,
 )
 
@@ -88,24 +91,9 @@ COMPOSITIONS: dict[str, Any] = {
 in_compositions = pytest.mark.parametrize("name", COMPOSITIONS)
 
 
-def _params(wrap: Any = None) -> Any:
+def _params(wrap: Any) -> Any:
     """Return parameters of all dtypes that `wrap` takes."""
-    rng = np.random.default_rng(0)
-    w, b = rng.normal(size=(8, 4)), rng.normal(size=8)
-    w[0, 0], w[1, 1] = 0.0, -0.0
-    half = jnp.bfloat16 if wrap is IN_REMAINDERS else jnp.float16
-    b = [jnp.asarray(b, jnp.bfloat16), jnp.ones(8)]
-    return {"w": jnp.asarray(w, half), "b": b}
-
-
-def _grads(params: Any, seed: int, bad: float | None = None) -> Any:
-    rng = np.random.default_rng(seed)
-    grads = jax.tree.map(
-        lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
-    )
-    if bad is not None:
-        grads["w"] = grads["w"].at[2, 3].set(bad)
-    return grads
+    return params_in(jnp.bfloat16 if wrap is in_remainders else jnp.float16)
 
 
 def _assert_masters_lead(params: Any, state: Any) -> None:
@@ -115,10 +103,9 @@ def _assert_masters_lead(params: Any, state: Any) -> None:
             np.testing.assert_array_equal(by_path[path], m.astype(by_path[path].dtype))
 
 
-IN_REMAINDERS = functools.partial(master_weights, storage="remainder")
 # States in low precision are rounded in each step, and so are skipped too.
 ALL_WRAPPERS = HALF_WRAPPERS | {
-    "remainders": IN_REMAINDERS,
+    "remainders": in_remainders,
     **{
         dtype: functools.partial(jmp_lite.low_precision_state, dtype=dtype, min_size=1)
         for dtype in ("bfloat16", "8bit")
@@ -136,7 +123,7 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
     avals, structure = bitwise.avals((params, state)), jax.tree.structure(state)
     for seed, bad in enumerate((None, np.nan, None, None, np.inf, None)):
         before = params, state
-        params, state = trainer.step(params, state, _grads(params, seed, bad))
+        params, state = trainer.step(params, state, gradients(params, seed, bad))
         assert bitwise.avals((params, state)) == avals
         assert jax.tree.structure(state) == structure
         _assert_masters_lead(params, optimizers.with_masters(params, state))
@@ -149,7 +136,7 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
             old, new = (old[0], old[1].inner_state), (new[0], new[1].inner_state)
         bitwise.assert_same(old, new)
     assert trainer.traces == 1
-    assert bool(trees.find(state, MasterRemaindersState)) == (wrap is IN_REMAINDERS)
+    assert bool(trees.find(state, MasterRemaindersState)) == (wrap is in_remainders)
     assert int(jmp_lite.loss_scale_metrics(state)["skipped_steps"]) == 2
     for x, y in zip(*map(jax.tree.leaves, (params, first)), strict=True):
         assert (np.asarray(x) != np.asarray(y)).any()
@@ -164,7 +151,7 @@ def test_steps_have_the_same_bits_in_x64_mode(wrap):
         params = jax.tree.map(jnp.asarray, start)
         state = tx.init(params)
         for seed in range(2):
-            updates, state = tx.update(_grads(params, seed), state, params)
+            updates, state = tx.update(gradients(params, seed), state, params)
             params = apply_updates(params, updates)
         return bitwise.raw_bits((params, state))
 
@@ -227,7 +214,7 @@ def test_what_is_inside_of_them_sees_float32_parameters_as_such(wrap):
 # On several devices.
 
 
-STORED = HALF_WRAPPERS | {"remainders": IN_REMAINDERS}
+STORED = HALF_WRAPPERS | {"remainders": in_remainders}
 
 
 @pytest.mark.one_of("order")
@@ -237,7 +224,7 @@ def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, s
     wrap = STORED[stored]
     trainer = Trainer(COMPOSITIONS[order](wrap))
     params = _params(wrap)
-    grads = _grads(params, 1)
+    grads = gradients(params, 1)
     expected, _ = trainer.run(params, [grads])
 
     params, grads = jax.device_put((params, grads), optimizers.cut("data"))

@@ -3,7 +3,6 @@
 `split` and `join`: 16 bits beside a bfloat16 weight hold its float32 master.
 """
 
-import functools
 import re
 from typing import Any
 
@@ -14,15 +13,20 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from optimizers import Trainer, apply_updates, with_masters
+from optimizers import (
+    LOW_ORDERS,
+    ORDERS,
+    Trainer,
+    apply_updates,
+    gradients,
+    in_orders,
+    in_remainders,
+    params_in,
+    with_masters,
+)
 
 import jmp_lite
-from jmp_lite import (
-    StaticLossScale,
-    low_precision_state,
-    master_weights,
-    scale_aware,
-)
+from jmp_lite import StaticLossScale, master_weights, scale_aware
 from jmp_lite._src.optimizers import master_weights as implementation
 from jmp_lite._src.optimizers import remainder
 
@@ -144,53 +148,19 @@ def test_neither_computes_with_floats():
 
 # Training.
 
-in_remainders = functools.partial(master_weights, storage="remainder")
 OPTIMISERS = {
     "adam": lambda: optax.adam(3e-2),
     "adamw": lambda: optax.adamw(3e-2, weight_decay=0.1),
     "momentum": lambda: optax.sgd(3e-2, momentum=0.9),
 }
-_SCALE = StaticLossScale(8.0)
-ORDERS = {
-    "alone": lambda wrap, inner, scale=_SCALE: wrap(inner),
-    "inside": lambda wrap, inner, scale=_SCALE: scale_aware(wrap(inner), scale),
-    "around": lambda wrap, inner, scale=_SCALE: wrap(scale_aware(inner, scale)),
-}
-in_orders = pytest.mark.parametrize("order", ORDERS)
-# And inside of `low_precision_state`, or around it.
-LOW_ORDERS: dict[str, Any] = {
-    "low": lambda wrap, inner: low_precision_state(wrap(inner), min_size=1),
-    "low around": lambda wrap, inner: low_precision_state(
-        scale_aware(wrap(inner), _SCALE), min_size=1
-    ),
-    "low inside": lambda wrap, inner: scale_aware(
-        low_precision_state(wrap(inner), min_size=1), _SCALE
-    ),
-}
-
-
-def _params() -> Any:
-    rng = np.random.default_rng(0)
-    w, b = rng.normal(size=(8, 16)), rng.normal(size=8) * 1e-3
-    w[0, 0], w[1, 1] = 0.0, -0.0
-    return {
-        "w": jnp.asarray(w, jnp.bfloat16),
-        "b": [jnp.asarray(b, jnp.bfloat16), jnp.ones(8)],
-    }
 
 
 def _train(tx: Any, steps: int, *bad: int) -> Any:
     """Train eagerly: each operation is a program of its own, which rounds once."""
-    rng, params = np.random.default_rng(1), _params()
-
-    def draw(factor):
-        return jax.tree.map(
-            lambda p: jnp.asarray(factor * rng.normal(size=p.shape), p.dtype), params
-        )
-
+    params = params_in(jnp.bfloat16)
     state = tx.init(params)
     for i in range(steps):
-        grads = draw(np.nan if i in bad else 1.0)
+        grads = gradients(params, i, np.nan if i in bad else None)
         updates, state = tx.update(grads, state, params)
         params = apply_updates(params, updates)
     return params, state
@@ -210,9 +180,9 @@ def test_it_trains_as_float32_masters_do(name, order):
     )
     bitwise.assert_same(with_masters(params, state), expected_state)
     bitwise.assert_same(params, expected_params)
-    assert bitwise.raw_bits(params) != bitwise.raw_bits(_params())
+    assert bitwise.raw_bits(params) != bitwise.raw_bits(params_in(jnp.bfloat16))
     if order in LOW_ORDERS:
-        large = {str(x.dtype) for x in jax.tree.leaves(state) if x.shape == (8, 16)}
+        large = {str(x.dtype) for x in jax.tree.leaves(state) if x.shape == (8, 4)}
         assert large == {"uint16", "bfloat16"}
 
 
@@ -278,12 +248,12 @@ def test_parameters_set_by_hand_go_on_from_there(order):
     tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
     params, state = _train(tx, 2)
     values = [0.0, -0.0, 3.0, -7.5, 1e-3, 1e30, -1e30, jnp.inf]
-    params["w"] = jnp.tile(jnp.asarray(values, jnp.bfloat16)[:, None], (1, 16))
+    params["w"] = jnp.tile(jnp.asarray(values, jnp.bfloat16)[:, None], (1, 4))
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
     np.testing.assert_array_equal(apply_updates(params, updates)["w"], params["w"])
     # They have what was left of the old ones, less than half a spacing, until `init`.
     masters = jax.tree.leaves(with_masters(params, tx.init(params)))
-    assert any((m == params["w"]).all() for m in masters if m.shape == (8, 16))
+    assert any((m == params["w"]).all() for m in masters if m.shape == (8, 4))
 
 
 # Bad input.

@@ -1,11 +1,13 @@
 """Optimisers that several test modules wrap, ways to wrap them, and to train."""
 
+import functools
 from typing import Any
 
 import bitwise
 import checkpoints
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
@@ -14,7 +16,10 @@ from jmp_lite import (
     MasterRemaindersState,
     MasterWeightsState,
     ScaleAwareState,
+    StaticLossScale,
+    low_precision_state,
     master_weights,
+    scale_aware,
     stochastic_rounding,
 )
 from jmp_lite._src import trees
@@ -37,6 +42,31 @@ HALF_WRAPPERS: dict[str, Any] = {
     "stochastic_rounding": lambda inner: stochastic_rounding(inner, jax.random.key(0)),
 }
 WRAPPERS: dict[str, Any] = {"plain": lambda inner: inner} | HALF_WRAPPERS
+in_remainders = functools.partial(master_weights, storage="remainder")
+
+_SCALE = StaticLossScale(8.0)
+# A wrapper, in which order with `scale_aware`.
+ORDERS: dict[str, Any] = {
+    "alone": lambda wrap, inner, scale=_SCALE: wrap(inner),
+    "inside": lambda wrap, inner, scale=_SCALE: scale_aware(wrap(inner), scale),
+    "around": lambda wrap, inner, scale=_SCALE: wrap(scale_aware(inner, scale)),
+}
+in_orders = pytest.mark.parametrize("order", ORDERS)
+# And inside of `low_precision_state`, or around it.
+LOW_ORDERS: dict[str, Any] = {
+    "low": lambda wrap, inner, scale=_SCALE: low_precision_state(
+        wrap(inner), min_size=1
+    ),
+    "low around": lambda wrap, inner, scale=_SCALE: low_precision_state(
+        scale_aware(wrap(inner), scale), min_size=1
+    ),
+    "low inside": lambda wrap, inner, scale=_SCALE: scale_aware(
+        low_precision_state(wrap(inner), min_size=1), scale
+    ),
+    "around low": lambda wrap, inner, scale=_SCALE: wrap(
+        low_precision_state(inner, min_size=1)
+    ),
+}
 
 # Their update raises without the loss.
 NEED_LOSS: dict[str, Any] = {
@@ -51,6 +81,26 @@ def over(name: str, values: Any, *first: Any) -> Any:
     """Parametrise a test: `make test` runs the first ones, and all others are full."""
     others = [pytest.param(x, marks=pytest.mark.full) for x in values if x not in first]
     return pytest.mark.parametrize(name, [*first, *others])
+
+
+def params_in(dtype: Any) -> Any:
+    """Return parameters in half precision, some of them near zero, and in float32."""
+    rng = np.random.default_rng(0)
+    w, b = rng.normal(size=(8, 4)), rng.normal(size=8) * 1e-3
+    w[0, 0], w[1, 1] = 0.0, -0.0
+    b = [jnp.asarray(b, jnp.bfloat16), jnp.ones(8)]
+    return {"w": jnp.asarray(w, dtype), "b": b}
+
+
+def gradients(params: Any, seed: int, bad: float | None = None) -> Any:
+    """Return gradients for `params_in`, one element of which may be another number."""
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
+    )
+    if bad is not None:
+        grads["w"] = grads["w"].at[2, 3].set(bad)
+    return grads
 
 
 def recording(seen: list[Any]) -> optax.GradientTransformationExtraArgs:
