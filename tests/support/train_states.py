@@ -29,6 +29,7 @@ NOT_FINITE = {
     "gradients": (jnp.inf, 0.5, 1.0),
     "loss": (1.0, jnp.nan, 1.0),
     "batch statistics": (1.0, 0.5, jnp.inf),
+    "batch statistics, without a loss": (1.0, None, jnp.inf),
     "all": (jnp.nan, jnp.inf, jnp.nan),
 }
 

@@ -309,15 +309,6 @@ def test_a_filter_may_be_a_list():
     assert (one, hash(one)) == (other, hash(other))
 
 
-def test_without_new_state_the_old_one_stays():
-    state = create()
-    grads = jax.tree.map(np.cos, state.params)
-    with pytest.warns(UserWarning, match="got no other_state="):
-        after = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)
-    assert int(after.step) == 1
-    bitwise.assert_same(after.other_state, state.other_state)
-
-
 def test_a_call_of_the_model_changes_no_state():
     """Not even where nothing is traced."""
     state = create()
