@@ -43,6 +43,7 @@ HALF_WRAPPERS: dict[str, Any] = {
 }
 WRAPPERS: dict[str, Any] = {"plain": lambda inner: inner} | HALF_WRAPPERS
 in_remainders = functools.partial(master_weights, storage="remainder")
+low = functools.partial(low_precision_state, min_size=1)  # also of small parameters
 
 _SCALE = StaticLossScale(8.0)
 # A wrapper, in which order with `scale_aware`.
@@ -54,18 +55,14 @@ ORDERS: dict[str, Any] = {
 in_orders = pytest.mark.parametrize("order", ORDERS)
 # And inside of `low_precision_state`, or around it.
 LOW_ORDERS: dict[str, Any] = {
-    "low": lambda wrap, inner, scale=_SCALE: low_precision_state(
-        wrap(inner), min_size=1
-    ),
-    "low around": lambda wrap, inner, scale=_SCALE: low_precision_state(
-        scale_aware(wrap(inner), scale), min_size=1
+    "low": lambda wrap, inner, scale=_SCALE: low(wrap(inner)),
+    "low around": lambda wrap, inner, scale=_SCALE: low(
+        scale_aware(wrap(inner), scale)
     ),
     "low inside": lambda wrap, inner, scale=_SCALE: scale_aware(
-        low_precision_state(wrap(inner), min_size=1), scale
+        low(wrap(inner)), scale
     ),
-    "around low": lambda wrap, inner, scale=_SCALE: wrap(
-        low_precision_state(inner, min_size=1)
-    ),
+    "around low": lambda wrap, inner, scale=_SCALE: wrap(low(inner)),
 }
 
 # Their update raises without the loss.
