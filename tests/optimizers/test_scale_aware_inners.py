@@ -189,16 +189,6 @@ def _gradient(params: Any) -> dict[str, Any]:
     return {"grad_fn": jax.grad(lambda params, _: loss(params))}
 
 
-def _fixed_signature() -> Any:
-    """Return an optimiser whose update takes what it names, and nothing else."""
-
-    def update_fn(updates, state, params=None, *, hess=None):
-        del params, hess
-        return updates, state
-
-    return optax.GradientTransformationExtraArgs(lambda params: (), update_fn)
-
-
 _PLAIN: dict[str, Callable[[], Any]] = {
     **optax_table.LINKS,
     **{
@@ -229,7 +219,6 @@ _PLAIN: dict[str, Callable[[], Any]] = {
     "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(
         optax.adam(RATE)
     ),
-    "fixed signature": _fixed_signature,
     "lbfgs, no line search": lambda: optax.lbfgs(RATE, linesearch=None),
     "lookahead, reset": lambda: optax.lookahead(
         optax.adam(RATE), 2, 0.5, reset_state=True
