@@ -11,6 +11,7 @@ import jaxprs
 import numpy as np
 import optax
 import pytest
+from jax.core import Tracer
 from optimizers import WRAPPERS, Trainer, half_on_purpose, low, recording
 
 import jmp_lite
@@ -81,7 +82,7 @@ def test_a_loss_is_given_to_those_that_take_it(around):
             with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
                 _update(tx, HALVES, HALVES, value=jnp.float32(0.5), other=1)
     # `low_precision_state` traces it first, without `hess`.
-    given = [x for x in seen if x is not None and not isinstance(x, jax.core.Tracer)]
+    given = [x for x in seen if x is not None and not isinstance(x, Tracer)]
     assert given == [3, 3, 0.5, 0.5]
 
 
