@@ -29,7 +29,7 @@ from flax_inputs import (
     under_policies,
     with_policy,
 )
-from linen_models import KEY, KEYS, ConvNet, init, shapes
+from linen_models import KEY, ConvNet, init, shapes
 from nnx_models import params_of
 
 from jmp_lite import PolicyMap
@@ -59,26 +59,37 @@ def test_parameters_products_and_outputs_have_the_dtypes_of_the_policy(
     assert output(model, X).dtype.name == result
 
 
-@in_both_halves
-def test_all_in_linen_is_bit_for_bit_as_cast_by_hand(half):
-    """Values, statistics and gradients."""
-    ours, by_hand = with_policy(ConvNet(), HALVES[half]), ConvNet(jnp.dtype(half))
-    variables, of_ours = jax.jit(
-        lambda: [model.init(KEYS, X) for model in (by_hand, ours)]
-    )()
-    bitwise.assert_same(of_ours, variables)
+def differentiable(model: Any) -> tuple[Any, Any]:
+    """Return a call as a function of what has a gradient, and that."""
+    if not isinstance(model, nnx.Module):
+        return linen_models.call(model, X), init(model, X)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    return lambda params: (nnx.merge(graphdef, params, rest, copy=True)(X), ()), params
 
-    def grads_of(model):
-        def loss(variables):
-            out, state = linen_models.call(model, X)(variables)
+
+@in_both_halves
+@of_both
+def test_all_is_bit_for_bit_as_cast_by_hand(flax, half):
+    """Values, statistics and gradients."""
+    by_hand, full = (flax.make(flax.ConvNet, dtype=d) for d in (jnp.dtype(half), None))
+    ours = with_policy(flax.make(flax.ConvNet), HALVES[half])
+    calls, params = zip(*map(differentiable, (ours, by_hand, full)), strict=True)
+    if flax is linen_models:
+        bitwise.assert_same(params[0], params[1])
+
+    def grads_of(call, params):
+        def loss(params):
+            out, state = call(params)
             return jnp.sum(out.astype(jnp.float32) ** 2), (out, state)
 
-        return jax.grad(loss, has_aux=True)
+        return jax.grad(loss, has_aux=True)(params)
 
-    (grads, (out, state)), (by_hand_grads, expected), (full, _) = jax.jit(
-        lambda v: [grads_of(model)(v) for model in (ours, by_hand, ConvNet())],
+    (grads, (out, state)), (by_hand_grads, expected), (full_grads, _) = jax.jit(
+        lambda params: list(map(grads_of, calls, params)),
         compiler_options=bitwise.UNOPTIMISED,
-    )(variables)
+    )(params)
+    if flax is nnx_models:
+        grads = grads["model"]
     assert out.dtype == jnp.float32
     assert expected[0].dtype.name == half
     bitwise.assert_same((out.astype(half), state), expected)
@@ -87,45 +98,11 @@ def test_all_in_linen_is_bit_for_bit_as_cast_by_hand(half):
     kernels = [path for path in bits if "kernel" in path]
     assert kernels and all(bits[path] == expected_bits[path] for path in kernels)
     # Some gradients are 0 but for roundings: those of biases before a norm.
-    largest = max(map(np.linalg.norm, jax.tree.leaves(full)))
-    rounding = float(jnp.finfo(half).eps * largest)
-    errors, by_hand_errors = (
-        jax.tree.map(lambda a, b: float(np.linalg.norm(a - b)), g, full)
-        for g in (grads, by_hand_grads)
-    )
-    is_no_worse = jax.tree.map(lambda a, b: a <= b + rounding, errors, by_hand_errors)
-    assert all(jax.tree.leaves(is_no_worse)), (errors, by_hand_errors, rounding)
-
-
-@in_both_halves
-def test_all_in_nnx_is_bit_for_bit_as_cast_by_hand(half):
-    models = (
-        with_policy(nnx_models.ConvNet(nnx.Rngs(0)), HALVES[half]),
-        nnx_models.ConvNet(nnx.Rngs(0), dtype=jnp.dtype(half)),
-    )
-    parts = [nnx.split(model, nnx.Param, ...) for model in models]
-    graphdefs, params, rests = zip(*parts, strict=True)
-
-    def grads_of(graphdef, params, rest):
-        def loss(params):
-            out = nnx.merge(graphdef, params, rest, copy=True)(X)
-            return jnp.sum(out.astype(jnp.float32) ** 2), out
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    (grads, out), (expected_grads, expected) = jax.jit(
-        lambda params, rests: list(map(grads_of, graphdefs, params, rests)),
-        compiler_options=bitwise.UNOPTIMISED,
-    )(params, rests)
-    assert out.dtype == jnp.float32
-    assert expected.dtype.name == half
-    bitwise.assert_same(out.astype(half), expected)
-    # By hand, scales and biases of norms are rounded to half; ours are not.
-    tolerance = {"float16": 2e-2, "bfloat16": 0.2}[half]
-    ours = dict(nnx.to_flat_state(grads["model"]))
-    for path, grad in nnx.to_flat_state(expected_grads):
-        found, right = ours[path][...], grad[...]
-        np.testing.assert_allclose(found, right, rtol=tolerance, atol=tolerance)
+    leaves = list(map(jax.tree.leaves, (full_grads, grads, by_hand_grads)))
+    rounding = float(jnp.finfo(half).eps * max(map(np.linalg.norm, leaves[0])))
+    for path, right, found, cast in zip(bits, *leaves, strict=True):
+        error, by_hand_error = (np.linalg.norm(x - right) for x in (found, cast))
+        assert error <= by_hand_error + rounding, path
 
 
 def test_in_float32_nothing_changes():

@@ -54,8 +54,10 @@ def test_a_step_without_new_statistics_is_warned_of_unless_they_are_frozen(flax)
     (name,) = frozen
     match = rf"(?s)got no {name}=.*leaves NaN.*or {name}=state\.{name} if"
     with pytest.warns(UserWarning, match=match) as caught:
-        jax.eval_shape(lambda s: s.apply_gradients(grads=s.params), state)
+        after = jax.jit(lambda s: s.apply_gradients(grads=s.params))(state)
     assert caught[0].filename == __file__
+    assert int(after.step) == 1
+    bitwise.assert_same(flax.other_state(after), frozen)
 
 
 @of_both
@@ -131,22 +133,11 @@ STATES: dict[str, Any] = {
         scale_aware(master_weights(optax.adam(0.1)), SCALE)
     ),
     "average": lambda flax: flax.create(adam(), ema_decay=0.5),
-    "more fields": lambda flax: flax.create(  # linen's
-        adam(),
-        state_class=Bigger,
-        ema_decay=0.5,
-        metrics={"seen": jnp.int32(0), "loss": jnp.float32(0)},
-        note="mine",
-    ),
 }
-over_states = pytest.mark.parametrize(
-    ("flax", "name"),
-    [(Linen, name) for name in STATES]
-    + [(Nnx, name) for name in STATES if name != "more fields"],
-)
 
 
-@over_states
+@of_both
+@pytest.mark.parametrize("name", STATES)
 def test_a_skipped_step_leaves_every_bit_but_those_of_the_loss_scale(flax, name):
     # One finite step first: moments and counts that are not 0.
     state = flax.apply(STATES[name](flax), *FINITE)
@@ -173,20 +164,6 @@ def test_a_skipped_step_leaves_every_bit_but_those_of_the_loss_scale(flax, name)
     assert bits_without_scale(expected) != bits_without_scale(state)
 
 
-@pytest.mark.one_of("name")
-@over_states
-def test_without_a_value_a_bad_batch_statistic_skips_all_the_same(flax, name):
-    state = STATES[name](flax)
-    skipped = flax.apply(state, 1.0, None, jnp.inf)
-    assert bits_without_scale(skipped) == bits_without_scale(state)
-    assert bitwise.avals(skipped) == bitwise.avals(state)
-    if name.startswith("scale_aware"):
-        assert float(skipped.opt_state.loss_scale.loss_scale) == 2.0**10
-        assert int(skipped.opt_state.consecutive_skips) == 1
-    applied = flax.apply(skipped, 1.0, None, 1.0)
-    assert int(applied.step) == 1
-
-
 @of_both
 def test_the_average_is_that_of_a_float64_reference(flax):
     state = flax.create(adam(), ema_decay=0.9)
@@ -207,11 +184,10 @@ def test_the_average_is_that_of_a_float64_reference(flax):
 def test_which_state_a_skipped_step_updates_is_chosen(flax, streams):
     state = flax.create(adam(), update_on_skip=streams)
     skipped = flax.apply(state, *NOT_FINITE["gradients"])
-    moved = bitwise.raw_bits(flax.streams(skipped))
-    assert moved != bitwise.raw_bits(flax.streams(state))
+    before, after = map(bits_without_scale, (state, skipped))
+    moved = [path for path in before if after[path] != before[path]]
     # All else stays. Without `update_on_skip`, so do the streams: see above.
-    skipped = flax.with_streams_of(skipped, state)
-    assert bits_without_scale(skipped) == bits_without_scale(state)
+    assert moved and all("rng" in path for path in moved)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +197,7 @@ def test_state_that_is_always_updated_skips_no_step_and_stays_finite(flax, stati
     state = flax.create(adam(), update_on_skip=statistics)
     for n in range(3):
         state = flax.apply(state, *NOT_FINITE["batch statistics"])
-        assert jmp_lite.all_finite(flax.batch_stats(state))
+        assert jmp_lite.all_finite(jax.jit(flax.evaluate)(state))
         assert int(state.step) == n + 1
 
 
@@ -454,20 +430,16 @@ def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
     assert not any(are_finite(jnp.full(1, jnp.inf)))
 
 
-@pytest.mark.parametrize("wrap", ["plain", "around scale_aware", "in scale_aware"])
+@pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
 def test_an_optimiser_that_changes_the_structure_of_its_state_is_an_error(wrap):
-    monitor, inner = optax.monitor({"norm": optax.tree.norm}), optax.sgd(0.1)
-    tx = {
-        "plain": optax.chain(inner, monitor),
-        "around scale_aware": optax.chain(scale_aware(inner), monitor),
-        "in scale_aware": scale_aware(optax.chain(inner, monitor)),
-    }[wrap]
-    owner, advice = "a train state", "Remove transformations that change"
-    if wrap == "in scale_aware":
-        owner, advice = "scale_aware", "A skipped step keeps the old state"
+    """Inside of `scale_aware` that is an error without a train state, too."""
+    tx = optax.chain(
+        _WRAPPERS[wrap](optax.sgd(0.1)), optax.monitor({"norm": optax.tree.norm})
+    )
     with pytest.raises(ValueError) as error:
         jax.eval_shape(_first_step(tx))
     assert str(error.value).startswith(
-        f"The optimiser inside of {owner} changed the structure of its state: "
-        f"'1/measurements/norm' is in the new state only. {advice}"
+        "The optimiser inside of a train state changed the structure of its state: "
+        "'1/measurements/norm' is in the new state only. Remove transformations that "
+        "change"
     )

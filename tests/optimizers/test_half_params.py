@@ -20,19 +20,15 @@ from optimizers import (
     HALF_WRAPPERS,
     Trainer,
     apply_updates,
+    gradients,
     half_on_purpose,
     in_halves,
+    in_remainders,
+    params_in,
     without_scale,
 )
 
-import jmp_lite
-from jmp_lite import (
-    MasterRemaindersState,
-    MasterWeightsState,
-    StochasticRoundingState,
-    master_weights,
-    scale_aware,
-)
+import jmp_lite as jmp
 from jmp_lite._src import trees
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
@@ -44,7 +40,7 @@ with_wrappers = pytest.mark.parametrize(
 
 
 def _scaled(inner: Any) -> Any:
-    return scale_aware(inner, jmp_lite.DynamicLossScale(8.0, min_loss_scale=8.0))
+    return jmp.scale_aware(inner, jmp.DynamicLossScale(8.0, min_loss_scale=8.0))
 
 
 def _clipped_adam() -> Any:
@@ -88,39 +84,23 @@ COMPOSITIONS: dict[str, Any] = {
 in_compositions = pytest.mark.parametrize("name", COMPOSITIONS)
 
 
-def _params(wrap: Any = None) -> Any:
+def _params(wrap: Any) -> Any:
     """Return parameters of all dtypes that `wrap` takes."""
-    rng = np.random.default_rng(0)
-    w, b = rng.normal(size=(8, 4)), rng.normal(size=8)
-    w[0, 0], w[1, 1] = 0.0, -0.0
-    half = jnp.bfloat16 if wrap is IN_REMAINDERS else jnp.float16
-    b = [jnp.asarray(b, jnp.bfloat16), jnp.ones(8)]
-    return {"w": jnp.asarray(w, half), "b": b}
-
-
-def _grads(params: Any, seed: int, bad: float | None = None) -> Any:
-    rng = np.random.default_rng(seed)
-    grads = jax.tree.map(
-        lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
-    )
-    if bad is not None:
-        grads["w"] = grads["w"].at[2, 3].set(bad)
-    return grads
+    return params_in(jnp.bfloat16 if wrap is in_remainders else jnp.float16)
 
 
 def _assert_masters_lead(params: Any, state: Any) -> None:
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
-    for _, found in trees.find(state, MasterWeightsState):
+    for _, found in trees.find(state, jmp.MasterWeightsState):
         for path, m in jax.tree_util.tree_leaves_with_path(found.masters):
             np.testing.assert_array_equal(by_path[path], m.astype(by_path[path].dtype))
 
 
-IN_REMAINDERS = functools.partial(master_weights, storage="remainder")
 # States in low precision are rounded in each step, and so are skipped too.
 ALL_WRAPPERS = HALF_WRAPPERS | {
-    "remainders": IN_REMAINDERS,
+    "remainders": in_remainders,
     **{
-        dtype: functools.partial(jmp_lite.low_precision_state, dtype=dtype, min_size=1)
+        dtype: functools.partial(optimizers.low, dtype=dtype)
         for dtype in ("bfloat16", "8bit")
     },
 }
@@ -136,21 +116,21 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
     avals, structure = bitwise.avals((params, state)), jax.tree.structure(state)
     for seed, bad in enumerate((None, np.nan, None, None, np.inf, None)):
         before = params, state
-        params, state = trainer.step(params, state, _grads(params, seed, bad))
+        params, state = trainer.step(params, state, gradients(params, seed, bad))
         assert bitwise.avals((params, state)) == avals
         assert jax.tree.structure(state) == structure
         _assert_masters_lead(params, optimizers.with_masters(params, state))
         if bad is None:
             continue
         old, new = map(without_scale, (before, (params, state)))
-        if isinstance(state, StochasticRoundingState):
+        if isinstance(state, jmp.StochasticRoundingState):
             # It splits its key before scale_aware, inside of it, sees the gradients.
             assert bitwise.raw_bits(old[1].key) != bitwise.raw_bits(new[1].key)
             old, new = (old[0], old[1].inner_state), (new[0], new[1].inner_state)
         bitwise.assert_same(old, new)
     assert trainer.traces == 1
-    assert bool(trees.find(state, MasterRemaindersState)) == (wrap is IN_REMAINDERS)
-    assert int(jmp_lite.loss_scale_metrics(state)["skipped_steps"]) == 2
+    assert bool(trees.find(state, jmp.MasterRemaindersState)) == (wrap is in_remainders)
+    assert int(jmp.loss_scale_metrics(state)["skipped_steps"]) == 2
     for x, y in zip(*map(jax.tree.leaves, (params, first)), strict=True):
         assert (np.asarray(x) != np.asarray(y)).any()
 
@@ -164,7 +144,7 @@ def test_steps_have_the_same_bits_in_x64_mode(wrap):
         params = jax.tree.map(jnp.asarray, start)
         state = tx.init(params)
         for seed in range(2):
-            updates, state = tx.update(_grads(params, seed), state, params)
+            updates, state = tx.update(gradients(params, seed), state, params)
             params = apply_updates(params, updates)
         return bitwise.raw_bits((params, state))
 
@@ -203,7 +183,7 @@ def test_who_stands_between_is_given_what_the_caller_gave_and_reads_their_state(
 
         return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
-    tx = scale_aware(between(wrap(optax.sgd(1.0, momentum=0.5))))
+    tx = jmp.scale_aware(between(wrap(optax.sgd(1.0, momentum=0.5))))
     params = {"a": jnp.ones(2, jnp.float16), "b": jnp.ones(2)}
     state = tx.init(params)
     _, after = tx.update(params, state, params, mine=1)
@@ -218,7 +198,7 @@ def test_what_is_inside_of_them_sees_float32_parameters_as_such(wrap):
     seen: list[Any] = []
     inner = optimizers.recording(seen)
     halves = jnp.ones(2, jnp.float16)
-    for tx in (scale_aware(wrap(inner)), wrap(inner)):
+    for tx in (jmp.scale_aware(wrap(inner)), wrap(inner)):
         tx.update(halves, tx.init(halves), halves, mine=1)
     for grads, params, extra in seen:
         assert (grads.dtype, params.dtype, extra) == (*[jnp.float32] * 2, {"mine": 1})
@@ -227,7 +207,7 @@ def test_what_is_inside_of_them_sees_float32_parameters_as_such(wrap):
 # On several devices.
 
 
-STORED = HALF_WRAPPERS | {"remainders": IN_REMAINDERS}
+STORED = HALF_WRAPPERS | {"remainders": in_remainders}
 
 
 @pytest.mark.one_of("order")
@@ -237,13 +217,13 @@ def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, s
     wrap = STORED[stored]
     trainer = Trainer(COMPOSITIONS[order](wrap))
     params = _params(wrap)
-    grads = _grads(params, 1)
+    grads = gradients(params, 1)
     expected, _ = trainer.run(params, [grads])
 
     params, grads = jax.device_put((params, grads), optimizers.cut("data"))
     stepped, state = trainer.run(params, [grads])
 
-    kinds = MasterWeightsState, MasterRemaindersState
+    kinds = jmp.MasterWeightsState, jmp.MasterRemaindersState
     kept = [stored for _, (_, stored) in trees.find(state, kinds)]
     optimizers.assert_sharded((stepped, kept), optimizers.cut("data"))
     # The norm that clips is summed in another order.
@@ -255,7 +235,7 @@ def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, s
 @pytest.mark.one_of("check_vma")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_same_key_on_every_device_of_a_shard_map_gives_the_same_noise(check_vma):
-    tx = jmp_lite.stochastic_rounding(optax.sgd(2.0**-10), jax.random.key(0))
+    tx = jmp.stochastic_rounding(optax.sgd(2.0**-10), jax.random.key(0))
     params, split = jnp.ones(8 * 64, jnp.bfloat16), optimizers.cut("data")
 
     def step(params, grads):
@@ -294,14 +274,14 @@ _CALLS: dict[str, Any] = {
 @in_halves
 @pytest.mark.parametrize("how", _CALLS)
 def test_half_parameters_whose_small_updates_are_lost_warn_at_init(how, dtype):
-    params, name = jmp_lite.cast_floating(TREE, dtype), jnp.dtype(dtype).name
+    params, name = jmp.cast_floating(TREE, dtype), jnp.dtype(dtype).name
     some = params | {"b": TREE["b"]}
     for tree, start in (
         (params, "2 of 2 parameters are stored in half precision (params['b'][0]"),
         (some, "1 of 2 parameters are stored in half precision (params['w']"),
     ):
         with pytest.warns(UserWarning, match=LOST) as caught:
-            _CALLS[how](scale_aware(optax.adam(1e-3)).init, tree)
+            _CALLS[how](jmp.scale_aware(optax.adam(1e-3)).init, tree)
         (warning,) = caught
         assert how != "eager" or warning.filename == __file__
         assert str(warning.message).startswith(f"{start} in {name})")
@@ -310,10 +290,10 @@ def test_half_parameters_whose_small_updates_are_lost_warn_at_init(how, dtype):
 
 
 def test_a_step_that_updates_what_it_has_cast_is_warned_of():
-    tx = scale_aware(optax.adam(1e-3))
+    tx = jmp.scale_aware(optax.adam(1e-3))
 
     def step(params, state):
-        params = jmp_lite.cast_floating(params, jnp.bfloat16)  # and returns them
+        params = jmp.cast_floating(params, jnp.bfloat16)  # and returns them
         updates, state = tx.update(params, state, params)
         return apply_updates(params, updates), state
 
@@ -326,19 +306,19 @@ def test_a_step_that_updates_what_it_has_cast_is_warned_of():
 
 def test_half_parameters_that_may_be_frozen_do_not_warn():
     parts: dict[Any, Any] = {"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}
-    tx = scale_aware(optax.partition(parts, {"w": "trained", "b": "frozen"}))
+    tx = jmp.scale_aware(optax.partition(parts, {"w": "trained", "b": "frozen"}))
     frozen = {**TREE, "b": [jnp.ones(2, jnp.bfloat16)]}
     tx.init(frozen)
     with pytest.warns(UserWarning, match=LOST):  # those that are trained are half too
-        tx.init(jmp_lite.cast_floating(frozen, jnp.bfloat16))
+        tx.init(jmp.cast_floating(frozen, jnp.bfloat16))
 
 
 @in_compositions
 @with_wrappers
 def test_half_parameters_that_keep_small_updates_do_not_warn(name, wrap):
-    params = jmp_lite.cast_floating({**TREE, "b": [jnp.ones(2)] * 2}, jnp.bfloat16)
+    params = jmp.cast_floating({**TREE, "b": [jnp.ones(2)] * 2}, jnp.bfloat16)
     COMPOSITIONS[name](wrap).init(params)
-    jmp_lite.low_precision_state(COMPOSITIONS[name](wrap)).init(params)
+    jmp.low_precision_state(COMPOSITIONS[name](wrap)).init(params)
 
 
 # Bad input.
@@ -346,7 +326,7 @@ def test_half_parameters_that_keep_small_updates_do_not_warn(name, wrap):
 
 @with_wrappers
 def test_what_flattens_parameters_around_them_is_refused(wrap):
-    flattened: Any = scale_aware(optax.flatten(wrap(optax.sgd(1.0))))
+    flattened: Any = jmp.scale_aware(optax.flatten(wrap(optax.sgd(1.0))))
     halves = {"a": jnp.ones(2, jnp.float16)}
     message = r"(?s)Cannot tell .* \[''\] .* \[\"\['a'\]\"\]"
     with pytest.raises(ValueError, match=message):
@@ -358,12 +338,12 @@ def test_what_follows_them_in_a_chain_freezes_parameters_and_is_warned_of(wrap):
     adam, rate = wrap(optax.scale_by_adam()), optax.scale_by_learning_rate(1e-3)
     norm = optax.snapshot("norm", optax.tree.norm)
     params, warning = jnp.ones(4, jnp.bfloat16), "Put it last, around the others"
-    scale_aware(optax.chain(wrap(optax.chain(adam, rate)), norm)).init(params)
+    jmp.scale_aware(optax.chain(wrap(optax.chain(adam, rate)), norm)).init(params)
     for tx in (
         optax.chain(adam, rate),
         optax.chain(norm, optax.chain(adam, norm), rate),
     ):
-        trainer = Trainer(scale_aware(tx, jmp_lite.NoOpLossScale()))
+        trainer = Trainer(jmp.scale_aware(tx, jmp.NoOpLossScale()))
         with pytest.warns(UserWarning, match=warning) as caught:
             # The masters move by 0.05, 6 times the spacing below 1.
             trained, _ = trainer.run(params, [jnp.ones(4)] * 50)
@@ -378,8 +358,8 @@ def test_labels_that_leave_out_every_half_parameter_are_warned_of():
         return jax.tree.map(lambda p: p.dtype.name, params)
 
     parts: dict[Any, Any] = {
-        "bfloat16": master_weights(optax.sgd(0.1)),
+        "bfloat16": jmp.master_weights(optax.sgd(0.1)),
         "float32": optax.sgd(0.1),
     }
     with pytest.warns(UserWarning, match=LOST):
-        scale_aware(optax.partition(parts, label)).init(jnp.ones(2, jnp.bfloat16))
+        jmp.scale_aware(optax.partition(parts, label)).init(jnp.ones(2, jnp.bfloat16))

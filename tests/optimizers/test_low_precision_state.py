@@ -17,6 +17,7 @@ from jmp_lite import (
     NoOpLossScale,
     low_precision_state,
     scale_aware,
+    stochastic_rounding,
 )
 from jmp_lite._src import trees
 from jmp_lite._src.optimizers import rounding
@@ -266,19 +267,33 @@ def test_its_key_goes_on_unless_every_optimiser_in_it_skips():
     assert bitwise.raw_bits(after.key) == bitwise.raw_bits(state.key)
 
 
-def test_each_leaf_and_each_step_has_noise_of_its_own():
-    params = {"a": jnp.full((5000,), 0.3), "b": jnp.full((5000,), 0.3)}
-    tx: Any = low_precision_state(optax.trace(0.9))
-    _, first = tx.update(params, tx.init(params))
-    _, other = tx.update(params, first._replace(inner_state=tx.init(params)[0]))
-    draws = [s.inner_state.trace[n].values for s in (first, other) for n in "ab"]
-    for i, x in enumerate(draws):
-        assert all((x != y).any() for y in draws[:i])
-    again = tx.update(params, tx.init(params))[1]
-    bitwise.assert_same(again, first)
-    with_key: Any = low_precision_state(optax.trace(0.9), key=jax.random.key(1))
-    moved = with_key.update(params, with_key.init(params))[1]
-    assert (moved.inner_state.trace["a"].values != draws[0]).any()
+_NOISY: dict[str, Any] = {
+    "low_precision_state": lambda key: low_precision_state(
+        optax.trace(0.9, accumulator_dtype=jnp.float32), key=key
+    ),
+    "stochastic_rounding": lambda key: stochastic_rounding(optax.sgd(1.0), key),
+}
+
+
+@pytest.mark.parametrize("name", _NOISY)
+def test_each_leaf_and_each_step_has_noise_of_its_own(name):
+    params = {leaf: jnp.ones(5000, jnp.bfloat16) for leaf in "ab"}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.3 * 2.0**-7), params)
+
+    def rounded(tx, state):
+        updates, after = tx.update(grads, state, params)
+        is_state = name == "low_precision_state"
+        found = after.inner_state.trace if is_state else updates
+        return [found[leaf].values if is_state else found[leaf] for leaf in "ab"], after
+
+    tx = _NOISY[name](jax.random.key(0))
+    state = tx.init(params)
+    draws, after = rounded(tx, state)
+    bitwise.assert_same(rounded(tx, state), (draws, after))
+    draws += rounded(tx, after._replace(inner_state=state.inner_state))[0]
+    draws += rounded(tx, tx.init(params)._replace(key=jax.random.key(1)))[0]
+    for i, one in enumerate(draws):
+        assert all(0.2 < jnp.mean(one != other) < 0.8 for other in draws[:i])
 
 
 # Under JAX.

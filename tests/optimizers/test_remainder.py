@@ -3,7 +3,6 @@
 `split` and `join`: 16 bits beside a bfloat16 weight hold its float32 master.
 """
 
-import functools
 import re
 from typing import Any
 
@@ -13,16 +12,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import optimizers
 import pytest
-from optimizers import Trainer, apply_updates, with_masters
+from optimizers import ORDERS, Trainer, in_orders, in_remainders, with_masters
 
 import jmp_lite
-from jmp_lite import (
-    StaticLossScale,
-    low_precision_state,
-    master_weights,
-    scale_aware,
-)
+from jmp_lite import StaticLossScale, master_weights, scale_aware
 from jmp_lite._src.optimizers import master_weights as implementation
 from jmp_lite._src.optimizers import remainder
 
@@ -144,65 +139,31 @@ def test_neither_computes_with_floats():
 
 # Training.
 
-in_remainders = functools.partial(master_weights, storage="remainder")
 OPTIMISERS = {
     "adam": lambda: optax.adam(3e-2),
     "adamw": lambda: optax.adamw(3e-2, weight_decay=0.1),
     "momentum": lambda: optax.sgd(3e-2, momentum=0.9),
 }
-_SCALE = StaticLossScale(8.0)
-ORDERS = {
-    "alone": lambda wrap, inner, scale=_SCALE: wrap(inner),
-    "inside": lambda wrap, inner, scale=_SCALE: scale_aware(wrap(inner), scale),
-    "around": lambda wrap, inner, scale=_SCALE: wrap(scale_aware(inner, scale)),
-}
-in_orders = pytest.mark.parametrize("order", ORDERS)
-# And inside of `low_precision_state`, or around it.
-LOW_ORDERS: dict[str, Any] = {
-    "low": lambda wrap, inner: low_precision_state(wrap(inner), min_size=1),
-    "low around": lambda wrap, inner: low_precision_state(
-        scale_aware(wrap(inner), _SCALE), min_size=1
-    ),
-    "low inside": lambda wrap, inner: scale_aware(
-        low_precision_state(wrap(inner), min_size=1), _SCALE
-    ),
-}
-
-
-def _params() -> Any:
-    rng = np.random.default_rng(0)
-    w, b = rng.normal(size=(8, 16)), rng.normal(size=8) * 1e-3
-    w[0, 0], w[1, 1] = 0.0, -0.0
-    return {
-        "w": jnp.asarray(w, jnp.bfloat16),
-        "b": [jnp.asarray(b, jnp.bfloat16), jnp.ones(8)],
-    }
 
 
 def _train(tx: Any, steps: int, *bad: int) -> Any:
     """Train eagerly: each operation is a program of its own, which rounds once."""
-    rng, params = np.random.default_rng(1), _params()
-
-    def draw(factor):
-        return jax.tree.map(
-            lambda p: jnp.asarray(factor * rng.normal(size=p.shape), p.dtype), params
-        )
-
+    params = optimizers.params_in(jnp.bfloat16)
     state = tx.init(params)
     for i in range(steps):
-        grads = draw(np.nan if i in bad else 1.0)
+        grads = optimizers.gradients(params, i, np.nan if i in bad else None)
         updates, state = tx.update(grads, state, params)
-        params = apply_updates(params, updates)
+        params = optimizers.apply_updates(params, updates)
     return params, state
 
 
 @pytest.mark.one_of("name")
-@pytest.mark.parametrize("order", [*ORDERS, *LOW_ORDERS])
+@pytest.mark.parametrize("order", [*ORDERS, *optimizers.LOW_ORDERS])
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_it_trains_as_float32_masters_do(name, order):
     """To the bit: parameters, masters, and all else that the state holds."""
-    compose = (ORDERS | LOW_ORDERS)[order]
-    steps = 3 if order in LOW_ORDERS else 8
+    compose = (ORDERS | optimizers.LOW_ORDERS)[order]
+    steps = 3 if order in optimizers.LOW_ORDERS else 8
     bad = (2, 5) if order in ("inside", "around") else ()
     (params, state), (expected_params, expected_state) = (
         _train(compose(wrap, OPTIMISERS[name]()), steps, *bad)
@@ -210,9 +171,10 @@ def test_it_trains_as_float32_masters_do(name, order):
     )
     bitwise.assert_same(with_masters(params, state), expected_state)
     bitwise.assert_same(params, expected_params)
-    assert bitwise.raw_bits(params) != bitwise.raw_bits(_params())
-    if order in LOW_ORDERS:
-        large = {str(x.dtype) for x in jax.tree.leaves(state) if x.shape == (8, 16)}
+    first = optimizers.params_in(jnp.bfloat16)
+    assert bitwise.raw_bits(params) != bitwise.raw_bits(first)
+    if order in optimizers.LOW_ORDERS:
+        large = {str(x.dtype) for x in jax.tree.leaves(state) if x.shape == (8, 4)}
         assert large == {"uint16", "bfloat16"}
 
 
@@ -256,7 +218,7 @@ def test_where_an_update_misses_the_weight_the_master_goes_on_from_there():
     expected = jnp.asarray(np.float64(old) * tiny, jnp.float32)
     update = implementation._update_to_weight(old, expected)
     low = implementation._remainder_after(old, expected, update)
-    params = apply_updates(old, update)
+    params = optimizers.apply_updates(old, update)
 
     master = remainder.join(params, low)
     bitwise.assert_same(remainder.split(master), (params, low))
@@ -278,12 +240,13 @@ def test_parameters_set_by_hand_go_on_from_there(order):
     tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
     params, state = _train(tx, 2)
     values = [0.0, -0.0, 3.0, -7.5, 1e-3, 1e30, -1e30, jnp.inf]
-    params["w"] = jnp.tile(jnp.asarray(values, jnp.bfloat16)[:, None], (1, 16))
+    params["w"] = jnp.tile(jnp.asarray(values, jnp.bfloat16)[:, None], (1, 4))
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
-    np.testing.assert_array_equal(apply_updates(params, updates)["w"], params["w"])
+    stepped = optimizers.apply_updates(params, updates)
+    np.testing.assert_array_equal(stepped["w"], params["w"])
     # They have what was left of the old ones, less than half a spacing, until `init`.
     masters = jax.tree.leaves(with_masters(params, tx.init(params)))
-    assert any((m == params["w"]).all() for m in masters if m.shape == (8, 16))
+    assert any((m == params["w"]).all() for m in masters if m.shape == (8, 4))
 
 
 # Bad input.
@@ -294,13 +257,8 @@ def test_parameters_set_by_hand_go_on_from_there(order):
 def test_float16_is_refused_where_it_is(order):
     tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": [jnp.ones(2, jnp.float16)]}
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="got a float16 parameter at 'b/0': with 5 b"):
         tx.init(params)
-    assert str(error.value) == (
-        "master_weights(storage=\"remainder\") got a float16 parameter at 'b/0': with "
-        "5 bits of exponent it does not hold the exponent of its float32 master. Store "
-        'it in bfloat16, or use storage="float32".'
-    )
 
 
 def test_float16_is_refused_of_the_parameters_that_it_has_alone():
@@ -318,16 +276,13 @@ def test_float16_is_refused_of_the_parameters_that_it_has_alone():
 def test_the_state_of_another_storage_is_an_error():
     params = jnp.ones(2, jnp.bfloat16)
     one, other = in_remainders(optax.sgd(1.0)), master_weights(optax.sgd(1.0))
-    for tx, state, arguments, found in (
-        (one, other.init(params), '..., storage="remainder"', "MasterWeightsState"),
-        (other, one.init(params), "...", "MasterRemaindersState"),
+    for tx, state, text in (
+        (one, other, '..., storage="remainder").init(params), got MasterWeightsState.'),
+        (other, one, "...).init(params), got MasterRemaindersState."),
     ):
-        with pytest.raises(ValueError) as error:
-            tx.update(params, state, params)
-        assert str(error.value) == (
-            f"Expected the state of master_weights({arguments}).init(params), got "
-            f"{found}."
-        )
+        text = re.escape(f"Expected the state of master_weights({text}")
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            tx.update(params, state.init(params), params)
 
 
 @pytest.mark.one_of("order")

@@ -16,7 +16,7 @@ import optax_table
 import pytest
 from optax import contrib
 from optax_table import RATE, loss, loss_arguments, named, sgd
-from optimizers import half_on_purpose, over
+from optimizers import HALF_WRAPPERS, ORDERS, half_on_purpose, low, over
 
 from jmp_lite import (
     DynamicLossScale,
@@ -24,7 +24,6 @@ from jmp_lite import (
     low_precision_state,
     master_weights,
     scale_aware,
-    stochastic_rounding,
 )
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
@@ -190,16 +189,6 @@ def _gradient(params: Any) -> dict[str, Any]:
     return {"grad_fn": jax.grad(lambda params, _: loss(params))}
 
 
-def _fixed_signature() -> Any:
-    """Return an optimiser whose update takes what it names, and nothing else."""
-
-    def update_fn(updates, state, params=None, *, hess=None):
-        del params, hess
-        return updates, state
-
-    return optax.GradientTransformationExtraArgs(lambda params: (), update_fn)
-
-
 _PLAIN: dict[str, Callable[[], Any]] = {
     **optax_table.LINKS,
     **{
@@ -230,7 +219,6 @@ _PLAIN: dict[str, Callable[[], Any]] = {
     "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(
         optax.adam(RATE)
     ),
-    "fixed signature": _fixed_signature,
     "lbfgs, no line search": lambda: optax.lbfgs(RATE, linesearch=None),
     "lookahead, reset": lambda: optax.lookahead(
         optax.adam(RATE), 2, 0.5, reset_state=True
@@ -263,19 +251,13 @@ INNERS: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]] = {
     "contrib.sophia": (lambda: contrib.sophia(RATE), _objective),
 }
 
-_SCALE = StaticLossScale(4.0)
-_KEY = jax.random.key(0)
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "scale_aware": lambda inner: scale_aware(inner, _SCALE),
-    "master_weights inside": lambda inner: scale_aware(master_weights(inner), _SCALE),
-    "low_precision_state inside": lambda inner: scale_aware(
-        low_precision_state(inner, min_size=1), _SCALE
-    ),
-    "low_precision_state around": lambda inner: low_precision_state(
-        scale_aware(inner, _SCALE), min_size=1
-    ),
-    "stochastic_rounding around": lambda inner: stochastic_rounding(
-        scale_aware(inner, _SCALE), _KEY
+    "scale_aware": lambda inner: scale_aware(inner, StaticLossScale(4.0)),
+    "master_weights inside": functools.partial(ORDERS["inside"], master_weights),
+    "low_precision_state inside": functools.partial(ORDERS["inside"], low),
+    "low_precision_state around": functools.partial(ORDERS["around"], low),
+    "stochastic_rounding around": functools.partial(
+        ORDERS["around"], HALF_WRAPPERS["stochastic_rounding"]
     ),
 }
 

@@ -17,7 +17,7 @@ import optax
 import optax_table
 import pytest
 from optax_table import NEED_LOSS, RATE, loss_arguments, sgd
-from optimizers import HALF_WRAPPERS, bits_without_scale, over
+from optimizers import HALF_WRAPPERS, bits_without_scale, low, over
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, numerics, scale_aware
@@ -36,7 +36,7 @@ _LINKS = optax_table.LINKS | {
 _WRAPPERS: dict[str, Any] = {
     **optax_table.WRAPPERS,
     **HALF_WRAPPERS,
-    "low_precision_state": lambda tx: jmp_lite.low_precision_state(tx, min_size=1),
+    "low_precision_state": low,
 }
 
 # What an overflow is, where that is not inf.

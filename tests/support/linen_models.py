@@ -73,7 +73,8 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, carry, _=None):
-        y = nn.Dense(4, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(carry))
+        y = nn.LayerNorm(dtype=self.dtype)(carry)
+        y = nn.Dense(carry.shape[-1], dtype=self.dtype)(y)
         return carry + y.astype(carry.dtype), None
 
 

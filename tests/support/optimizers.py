@@ -1,11 +1,13 @@
 """Optimisers that several test modules wrap, ways to wrap them, and to train."""
 
+import functools
 from typing import Any
 
 import bitwise
 import checkpoints
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
@@ -14,7 +16,10 @@ from jmp_lite import (
     MasterRemaindersState,
     MasterWeightsState,
     ScaleAwareState,
+    StaticLossScale,
+    low_precision_state,
     master_weights,
+    scale_aware,
     stochastic_rounding,
 )
 from jmp_lite._src import trees
@@ -37,6 +42,28 @@ HALF_WRAPPERS: dict[str, Any] = {
     "stochastic_rounding": lambda inner: stochastic_rounding(inner, jax.random.key(0)),
 }
 WRAPPERS: dict[str, Any] = {"plain": lambda inner: inner} | HALF_WRAPPERS
+in_remainders = functools.partial(master_weights, storage="remainder")
+low = functools.partial(low_precision_state, min_size=1)  # also of small parameters
+
+_SCALE = StaticLossScale(8.0)
+# A wrapper, in which order with `scale_aware`.
+ORDERS: dict[str, Any] = {
+    "alone": lambda wrap, inner, scale=_SCALE: wrap(inner),
+    "inside": lambda wrap, inner, scale=_SCALE: scale_aware(wrap(inner), scale),
+    "around": lambda wrap, inner, scale=_SCALE: wrap(scale_aware(inner, scale)),
+}
+in_orders = pytest.mark.parametrize("order", ORDERS)
+# And inside of `low_precision_state`, or around it.
+LOW_ORDERS: dict[str, Any] = {
+    "low": lambda wrap, inner, scale=_SCALE: low(wrap(inner)),
+    "low around": lambda wrap, inner, scale=_SCALE: low(
+        scale_aware(wrap(inner), scale)
+    ),
+    "low inside": lambda wrap, inner, scale=_SCALE: scale_aware(
+        low(wrap(inner)), scale
+    ),
+    "around low": lambda wrap, inner, scale=_SCALE: wrap(low(inner)),
+}
 
 # Their update raises without the loss.
 NEED_LOSS: dict[str, Any] = {
@@ -51,6 +78,26 @@ def over(name: str, values: Any, *first: Any) -> Any:
     """Parametrise a test: `make test` runs the first ones, and all others are full."""
     others = [pytest.param(x, marks=pytest.mark.full) for x in values if x not in first]
     return pytest.mark.parametrize(name, [*first, *others])
+
+
+def params_in(dtype: Any) -> Any:
+    """Return parameters in half precision, some of them near zero, and in float32."""
+    rng = np.random.default_rng(0)
+    w, b = rng.normal(size=(8, 4)), rng.normal(size=8) * 1e-3
+    w[0, 0], w[1, 1] = 0.0, -0.0
+    b = [jnp.asarray(b, jnp.bfloat16), jnp.ones(8)]
+    return {"w": jnp.asarray(w, dtype), "b": b}
+
+
+def gradients(params: Any, seed: int, bad: float | None = None) -> Any:
+    """Return gradients for `params_in`, one element of which may be another number."""
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params
+    )
+    if bad is not None:
+        grads["w"] = grads["w"].at[2, 3].set(bad)
+    return grads
 
 
 def recording(seen: list[Any]) -> optax.GradientTransformationExtraArgs:
@@ -89,11 +136,10 @@ class Trainer:
         return params, state
 
 
-def assert_in_place(step: Any, *args: Any, donated: Any) -> None:
-    """Check that a step uses the memory of what it is given again, all of it."""
-    memory: Any = step.lower(*args).compile().memory_analysis()
+def assert_in_place(compiled: Any, donated: Any) -> None:
+    """Check that a program uses the memory of what it is given again, all of it."""
     held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(donated)]
-    assert memory.alias_size_in_bytes == sum(held)
+    assert compiled.memory_analysis().alias_size_in_bytes == sum(held)
 
 
 # A sharding over eight devices, along the axis "data".

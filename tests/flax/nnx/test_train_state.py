@@ -20,22 +20,8 @@ from jax.sharding import AxisType, PartitionSpec
 from nnx_models import params_of
 from train_states import Nnx, NnxNet, batch
 
+import jmp_lite as jmp
 import jmp_lite.nnx
-from jmp_lite import (
-    DynamicLossScale,
-    NoOpLossScale,
-    StaticLossScale,
-    check_skipped_steps,
-    checkpoint,
-    get_loss_scale,
-    loss_scale_metrics,
-    low_precision_state,
-    master_weights,
-    scale_aware,
-    scaled_grad,
-    scaled_value_and_grad,
-    stochastic_rounding,
-)
 from jmp_lite._src import trees
 from jmp_lite.nnx import TrainState
 
@@ -48,7 +34,7 @@ create = Nnx.create
 
 def make(half: str | None = None) -> Any:
     model = NnxNet(nnx.Rngs(0))
-    return model if half is None else jmp_lite.nnx.with_policy(model, f"mixed_{half}")
+    return model if half is None else jmp.nnx.with_policy(model, f"mixed_{half}")
 
 
 def loss(model, x):
@@ -73,7 +59,7 @@ def assert_is_scaled(grads: Any, expected: Any) -> None:
 # Scaled gradients: what nnx.value_and_grad does, times the scale.
 
 of_nnx: Any = {
-    "loss_scale": StaticLossScale(SCALE),
+    "loss_scale": jmp.StaticLossScale(SCALE),
     "value_and_grad": nnx.value_and_grad,
 }
 
@@ -84,7 +70,7 @@ def test_all_is_that_of_nnx_value_and_grad_times_the_scale(half):
 
     @nnx.jit
     def both(ours, plain):
-        scaled = scaled_value_and_grad(loss, has_aux=True, **of_nnx)
+        scaled = jmp.scaled_value_and_grad(loss, has_aux=True, **of_nnx)
         right = nnx.value_and_grad(loss, has_aux=True)
         return scaled(ours, X), right(plain, X)
 
@@ -117,7 +103,7 @@ def loss_of_two(first, second, x):
 def test_argnums_are_those_of_nnx(fun, argnums):
     models = 2 if fun is loss_of_two else 1
     ours, plain = ([make() for _ in range(models)] for _ in range(2))
-    grads = scaled_grad(fun, argnums=argnums, **of_nnx)(*ours, X)
+    grads = jmp.scaled_grad(fun, argnums=argnums, **of_nnx)(*ours, X)
     assert_is_scaled(grads, nnx.grad(fun, argnums=argnums)(*plain, X))
     assert list(map(state_of, ours)) == list(map(state_of, plain))
 
@@ -126,7 +112,7 @@ def test_argnums_are_those_of_nnx(fun, argnums):
 
 
 def optimizer_of(model: Any) -> nnx.Optimizer:
-    tx = scale_aware(optax.adam(0.02), DynamicLossScale(2.0**10, period=3))
+    tx = jmp.scale_aware(optax.adam(0.02), jmp.DynamicLossScale(2.0**10, period=3))
     return nnx.Optimizer(model, tx, wrt=nnx.Param)
 
 
@@ -140,7 +126,7 @@ def test_a_train_step_with_nnx_optimizer(half):
     def step(model, optimizer, x):
         traces.append(1)
         options: Any = of_nnx | {"loss_scale": optimizer.opt_state}
-        value, grads = scaled_value_and_grad(loss_alone, **options)(model, x)
+        value, grads = jmp.scaled_value_and_grad(loss_alone, **options)(model, x)
         optimizer.update(model, grads, value=value)
         return value
 
@@ -151,8 +137,8 @@ def test_a_train_step_with_nnx_optimizer(half):
     assert streams == list(range(1, 13))
     assert np.abs(inner.norm.mean[...]).max() > 0.01
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
-    assert float(get_loss_scale(optimizer.opt_state).loss_scale) == 2.0**14
-    check_skipped_steps(optimizer.opt_state)
+    assert float(jmp.get_loss_scale(optimizer.opt_state).loss_scale) == 2.0**14
+    jmp.check_skipped_steps(optimizer.opt_state)
 
     # A skipped step keeps the parameters but not the state of the model: so says
     # docs/recipes/nnx.md of nnx.Optimizer, and TrainState does better.
@@ -162,7 +148,7 @@ def test_a_train_step_with_nnx_optimizer(half):
     before = kept()
     step(model, optimizer, np.inf * X)
     assert kept() == before
-    metrics = loss_scale_metrics(optimizer.opt_state)
+    metrics = jmp.loss_scale_metrics(optimizer.opt_state)
     assert (int(metrics["skipped_steps"]), bool(metrics["last_finite"])) == (1, False)
     assert int(optimizer.step[...]) == 13
     assert not np.isfinite(inner.norm.mean[...]).all()
@@ -173,14 +159,14 @@ def test_the_loss_scale_of_an_optimizer_is_made_of_arrays():
     """nnx.Optimizer keeps each of them in a variable."""
     optimizer = optimizer_of(make())
     for tree in (optimizer.opt_state, optimizer, {"opt": (optimizer, None)}):
-        loss_scale = get_loss_scale(tree)
-        expected = DynamicLossScale(period=3)
+        loss_scale = jmp.get_loss_scale(tree)
+        expected = jmp.DynamicLossScale(period=3)
         assert jax.tree.structure(loss_scale) == jax.tree.structure(expected)
         assert isinstance(loss_scale.loss_scale, jax.Array)
         assert float(loss_scale.adjust(False).loss_scale) == 2.0**9
-    tx = scale_aware(optax.sgd(0.1), StaticLossScale(8.0))
+    tx = jmp.scale_aware(optax.sgd(0.1), jmp.StaticLossScale(8.0))
     static = nnx.Optimizer(make(), tx, wrt=nnx.Param)
-    assert get_loss_scale(static.opt_state).loss_scale == 8.0
+    assert jmp.get_loss_scale(static.opt_state).loss_scale == 8.0
 
 
 class Weighted(nnx.Module):
@@ -198,18 +184,20 @@ SGD = optax.sgd(0.5, momentum=0.5)
 
 
 def low(dtype: str) -> Any:
-    return low_precision_state(SGD, dtype)
+    return jmp.low_precision_state(SGD, dtype)
 
 
 PLACES: dict[str, Any] = {
     "alone": low,
-    "in scale_aware": lambda dtype: scale_aware(low(dtype), NoOpLossScale()),
-    "around scale_aware": lambda dtype: low_precision_state(
-        scale_aware(SGD, NoOpLossScale()), dtype
+    "in scale_aware": lambda dtype: jmp.scale_aware(low(dtype), jmp.NoOpLossScale()),
+    "around scale_aware": lambda dtype: jmp.low_precision_state(
+        jmp.scale_aware(SGD, jmp.NoOpLossScale()), dtype
     ),
-    "in master_weights": lambda dtype: master_weights(low(dtype), storage="remainder"),
-    "in stochastic_rounding": lambda dtype: scale_aware(
-        stochastic_rounding(low(dtype), jax.random.key(1)), NoOpLossScale()
+    "in master_weights": lambda dtype: jmp.master_weights(
+        low(dtype), storage="remainder"
+    ),
+    "in stochastic_rounding": lambda dtype: jmp.scale_aware(
+        jmp.stochastic_rounding(low(dtype), jax.random.key(1)), jmp.NoOpLossScale()
     ),
 }
 
@@ -226,7 +214,7 @@ def test_a_low_precision_state_in_nnx_optimizer(place, dtype, is_wrapped, tmp_pa
     def start():
         model: Any = Weighted(param_dtype)
         if is_wrapped:
-            model = jmp_lite.nnx.with_policy(model, "full")
+            model = jmp.nnx.with_policy(model, "full")
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def loss_of(model, x):
@@ -254,9 +242,9 @@ def test_a_low_precision_state_in_nnx_optimizer(place, dtype, is_wrapped, tmp_pa
             run(*both, x)
         found = bitwise.raw_bits((params_of(model), optimizer.opt_state))
         assert [*found.values()] == expected
-    checkpoint.save(tmp_path, nnx.state(both), step=4)
+    jmp.checkpoint.save(tmp_path, nnx.state(both), step=4)
     resumed = start()
-    nnx.update(resumed, checkpoint.restore(tmp_path, nnx.state(resumed)).state)
+    nnx.update(resumed, jmp.checkpoint.restore(tmp_path, nnx.state(resumed)).state)
     assert state_of(resumed) == state_of(both)
     compiled(*resumed, xs[0])
     assert len(traces) == len(xs) + 1  # compiled once
@@ -302,20 +290,11 @@ def test_create_and_apply_gradients_return_the_class_they_are_called_on():
 
 def test_a_filter_may_be_a_list():
     """As a static field it must be hashable."""
-    tx = scale_aware(optax.adam(0.1))
+    tx = jmp.scale_aware(optax.adam(0.1))
     one, other = (
         jax.tree.structure(create(tx, update_on_skip=[nnx.RngState])) for _ in range(2)
     )
     assert (one, hash(one)) == (other, hash(other))
-
-
-def test_without_new_state_the_old_one_stays():
-    state = create()
-    grads = jax.tree.map(np.cos, state.params)
-    with pytest.warns(UserWarning, match="got no other_state="):
-        after = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)
-    assert int(after.step) == 1
-    bitwise.assert_same(after.other_state, state.other_state)
 
 
 def test_a_call_of_the_model_changes_no_state():
@@ -333,7 +312,7 @@ def test_the_model_outlives_a_donated_state():
     model = Nnx.make_model()
     before = bitwise.raw_bits(nnx.state(model))
     # The first state of the optimiser has the first parameters.
-    state = create(scale_aware(optax.contrib.cocob()), model, ema_decay=0.9)
+    state = create(jmp.scale_aware(optax.contrib.cocob()), model, ema_decay=0.9)
     step: Any = jax.jit(lambda s: Nnx.train_step(s, X)[0], donate_argnums=0)
     assert int(step(step(state)).step) == 2
     assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
