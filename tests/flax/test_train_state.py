@@ -35,7 +35,7 @@ from jmp_lite._src.flax import train_step
 from jmp_lite.linen import TrainState
 
 # flax's norms, and optax's counts, promote. linen and nnx share what is tested here.
-pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("flax")]
+pytestmark = pytest.mark.standard_promotion
 
 of_both = pytest.mark.parametrize("flax", [Linen, Nnx])
 
