@@ -7,13 +7,11 @@ imports, and those of unstable JAX outside of compat.py, are refused by ruff.
 
 import ast
 import graphlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 import jmp_lite
 
@@ -151,10 +149,7 @@ def load(*statements: str) -> list[set[str]]:
     JAX is told of a platform that does not exist: starting a backend raises.
     """
     code = "import sys\n" + "".join(f"{x}\nprint(*sys.modules)\n" for x in statements)
-    paths = {"JAX_PLATFORMS": "no_such_platform", "PYTHONPATH": str(PACKAGE.parent)}
-    run = [sys.executable, "-c", code]
-    result = subprocess.run(run, env=os.environ | paths, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = run_python("-c", code, JAX_PLATFORMS="no_such_platform")
     return [set(line.split()) for line in result.stdout.splitlines()]
 
 

@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import re
-import subprocess
-import sys
 from typing import Any
 
 import chex
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from commands import run_python
 
 import jmp_lite as jmp
 from jmp_lite._src.loss_scale import check_loss_scale
@@ -314,6 +313,4 @@ for state in states:
 
 
 def test_flax_may_be_imported_after_a_loss_scale_was_made():
-    run = [sys.executable, "-c", _PROGRAM]
-    result = subprocess.run(run, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", _PROGRAM)

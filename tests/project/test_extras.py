@@ -5,12 +5,11 @@ What is imported is tried in a process of its own, in which the library cannot b
 
 import ast
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 import jmp_lite
 from examples.common import requirements
@@ -44,18 +43,10 @@ print(json.dumps([error_of(statement) for statement in json.loads(sys.argv[1])])
 """
 
 
-def run_without(
-    hidden: set[str], code: str, *args: str
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _HIDE.format(hidden=hidden) + code, *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
 def errors_without(hidden: set[str], *statements: str) -> list[str | None]:
     """Return what each statement raises where libraries are missing, or None."""
-    result = run_without(hidden, _TRY, json.dumps(statements))
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    code = _HIDE.format(hidden=hidden) + _TRY
+    return json.loads(run_python("-c", code, json.dumps(statements)).stdout)
 
 
 def says(library: str, extra: str) -> str:
@@ -132,10 +123,10 @@ from jmp_lite.__main__ import main
 assert main(["doctor", "--json", "--seconds", "0.1"]) == 0
 sys.exit(main(["completion", "bash"]))
 """
-    result = run_without(OPTIONAL | {"typer"}, code)
+    hide = _HIDE.format(hidden=OPTIONAL | {"typer"})
+    result = run_python("-c", hide + code, status=1)
     assert json.loads(result.stdout)["devices"]
-    expected = says("shtab", "completion").partition(": ")[2] + "\n"
-    assert (result.returncode, result.stderr) == (1, expected)
+    assert result.stderr == says("shtab", "completion").partition(": ")[2] + "\n"
 
 
 def test_what_an_extra_does_not_install_is_not_blamed_on_it():
