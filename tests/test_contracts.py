@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import pathlib
 import pickle
 import pkgutil
 import re
@@ -271,10 +270,6 @@ def test_every_public_method_has_a_docstring(name):
         if callable(member) or isinstance(member, property):
             documented = (member.__doc__ or "").strip()
             assert documented or method.startswith("_"), method
-
-
-def test_the_package_is_typed():
-    assert (pathlib.Path(jmp.__path__[0]) / "py.typed").is_file()
 
 
 # Every public object is in its table.

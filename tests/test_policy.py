@@ -166,22 +166,6 @@ def test_the_name_of_another_library_is_answered_with_ours(theirs, ours):
     get_policy(ours)
 
 
-@pytest.mark.parametrize(
-    ("value", "answer"),
-    [
-        (16, "Did you mean 'mixed_float16'?"),
-        (jnp.float16, "write 'mixed_float16'"),
-        (jnp.bfloat16, "write 'mixed_bfloat16'"),
-        (np.dtype("float16"), "write 'mixed_float16'"),
-        (jnp.float32, "write 'float32'"),
-    ],
-)
-def test_what_is_not_a_string_is_answered_with_the_string(value, answer):
-    with pytest.raises(TypeError, match=re.escape(f"got {value!r}.")) as caught:
-        get_policy(value)
-    assert answer in str(caught.value)
-
-
 def test_check_device_warns_once_where_the_compute_dtype_or_fp8_is_slow():
     policy, turing = Policy(F16, BF16, F16), FakeDevice("gpu", "7.5")
     with pytest.warns(UserWarning) as caught:
