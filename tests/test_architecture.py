@@ -149,8 +149,8 @@ def load(*statements: str) -> list[set[str]]:
     JAX is told of a platform that does not exist: starting a backend raises.
     """
     code = "import sys\n" + "".join(f"{x}\nprint(*sys.modules)\n" for x in statements)
-    result = run_python("-c", code, JAX_PLATFORMS="no_such_platform")
-    return [set(line.split()) for line in result.stdout.splitlines()]
+    out, _ = run_python("-c", code, JAX_PLATFORMS="no_such_platform")
+    return [set(line.split()) for line in out.splitlines()]
 
 
 # The house.

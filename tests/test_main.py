@@ -56,7 +56,7 @@ def test_progress_is_shown_on_a_terminal_and_wiped_out(capsys, monkeypatch, quic
 def test_devices_are_counted(count):
     command = ["-m", "jmp_lite", "doctor", "--json", "--seconds", "0.1"]
     flags = f"--xla_force_host_platform_device_count={count}"
-    found = json.loads(run_python(*command, XLA_FLAGS=flags).stdout)
+    found = json.loads(run_python(*command, XLA_FLAGS=flags)[0])
     assert [device["count"] for device in found["devices"]] == [count]
     assert all(rate["seconds"] > 0 for rate in found["rates"])
 

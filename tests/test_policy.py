@@ -128,11 +128,6 @@ def test_however_its_dtypes_are_given_a_policy_is_one_key():
     assert jax.tree.leaves(MIXED) == []  # it is static
 
 
-def test_with_output_dtype_changes_only_that():
-    assert MIXED.with_output_dtype("f64") == Policy(F32, F16, F64)
-    assert MIXED == Policy(F32, F16, BF16)
-
-
 def test_cast_to_full_and_half():
     tree = {"h": jnp.ones(2, BF16), "i": jnp.arange(2), "f": jnp.ones(2)}
     tree["fp8"] = jnp.ones(2, jnp.float8_e4m3fn)

@@ -104,7 +104,7 @@ REJECTED = {i for i, line in enumerate(LINES, 1) if line.endswith("# error")}
 
 def run(folder: Path, *command: str) -> str:
     program = "-m", *command, "program.py"
-    return run_python(*program, cwd=folder, status=1, MYPYPATH=str(ROOT)).stdout
+    return run_python(*program, cwd=folder, status=1, MYPYPATH=str(ROOT))[0]
 
 
 def check(errors: dict[int, str]) -> None:

@@ -46,7 +46,7 @@ print(json.dumps([error_of(statement) for statement in json.loads(sys.argv[1])])
 def errors_without(hidden: set[str], *statements: str) -> list[str | None]:
     """Return what each statement raises where libraries are missing, or None."""
     code = _HIDE.format(hidden=hidden) + _TRY
-    return json.loads(run_python("-c", code, json.dumps(statements)).stdout)
+    return json.loads(run_python("-c", code, json.dumps(statements))[0])
 
 
 def says(library: str, extra: str) -> str:
@@ -124,9 +124,9 @@ assert main(["doctor", "--json", "--seconds", "0.1"]) == 0
 sys.exit(main(["completion", "bash"]))
 """
     hide = _HIDE.format(hidden=OPTIONAL | {"typer"})
-    result = run_python("-c", hide + code, status=1)
-    assert json.loads(result.stdout)["devices"]
-    assert result.stderr == says("shtab", "completion").partition(": ")[2] + "\n"
+    out, err = run_python("-c", hide + code, status=1)
+    assert json.loads(out)["devices"]
+    assert err == says("shtab", "completion").partition(": ")[2] + "\n"
 
 
 def test_what_an_extra_does_not_install_is_not_blamed_on_it():

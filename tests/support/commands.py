@@ -22,10 +22,16 @@ def invoke(main: Callable[..., Any], *args: str, columns: int = 100) -> tuple[in
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
-def run_python(*args: str, cwd: Path = _ROOT, status: int = 0, **env: str) -> Any:
-    """Run Python with this tree, though another be installed; check how it ends."""
-    env = os.environ | {"PYTHONPATH": str(_ROOT)} | env
-    command = [sys.executable, *args]
-    result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
-    assert result.returncode == status, result.stdout + result.stderr
-    return result
+def start_python(*args: str, cwd: Path = _ROOT, **env: str) -> subprocess.Popen[str]:
+    """Start Python with this tree, though another may be installed."""
+    env, pipe = os.environ | {"PYTHONPATH": str(_ROOT)} | env, subprocess.PIPE
+    streams: Any = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True}
+    return subprocess.Popen([sys.executable, *args], cwd=cwd, env=env, **streams)
+
+
+def run_python(*args: str, status: int = 0, **options: Any) -> tuple[str, str]:
+    """Return what Python prints, and its errors; check how it ends."""
+    with start_python(*args, **options) as process:
+        out, err = process.communicate()
+    assert process.returncode == status, out + err
+    return out, err
