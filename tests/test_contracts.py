@@ -5,7 +5,6 @@ optimiser in TRANSFORMATIONS: tests fail until it has one. Names are sorted, com
 documented, and where they say they are.
 """
 
-import ast
 import builtins
 import dataclasses
 import functools
@@ -192,23 +191,13 @@ def parameters(value: Any) -> list[str]:
     """Return the names that a caller may pass, `*` and `**` ones included."""
     if dataclasses.is_dataclass(value):
         return [field.name for field in dataclasses.fields(value) if field.init]
-    stars = {
-        inspect.Parameter.VAR_POSITIONAL: "*",
-        inspect.Parameter.VAR_KEYWORD: "**",
-    }
-    signature = inspect.signature(value)
-    return [stars.get(p.kind, "") + p.name for p in signature.parameters.values()]
+    given = inspect.signature(value).parameters.values()
+    return [re.findall(r"^\**\w+", str(parameter))[0] for parameter in given]
 
 
 def raised_in(function: Any) -> list[type]:
     """Return the errors that a function's own source raises."""
-    tree = ast.parse(inspect.getsource(function))
-    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
-    names = [
-        exc.func.id
-        for exc in raised
-        if isinstance(exc, ast.Call) and isinstance(exc.func, ast.Name)
-    ]
+    names = re.findall(r"^ +raise (\w+)\(", inspect.getsource(function), re.M)
     known = vars(builtins) | function.__globals__
     return [known[name] for name in names]
 

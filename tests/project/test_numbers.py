@@ -70,16 +70,14 @@ def prose(text: str) -> str:
         return re.sub(r"[^\n]", " ", match[0])
 
     for pattern in (
-        r"^( *)```.*?^\1```",
+        r"(?s)^( *)```.*?^\1```",
         r"<!--.*?-->",
         r"^ *\|.*$",
         r"^#.*$",
         r"^\*.*; revisions? [\w, ]+\.\*$",
         r"`[^`]*`",
     ):
-        text = re.sub(
-            pattern, blank, text, flags=re.M | re.S if "```" in pattern else re.M
-        )
+        text = re.sub(pattern, blank, text, flags=re.M)
     return text
 
 
