@@ -158,23 +158,18 @@ def test_each_extra_for_users_is_named_on_a_page():
 
 def unguarded(source: str) -> list[str]:
     """Name what a source imports from optional libraries outside of `needed`."""
-    found = []
-
-    def visit(node: ast.AST) -> None:
-        names = []
-        match node:
+    names, left = [], [ast.parse(source)]
+    while left:
+        match left.pop():
             case ast.With(items=[item]) if "extras.needed(" in ast.unparse(item):
-                return
-            case ast.Import():
-                names = [alias.name for alias in node.names]
+                pass
+            case ast.Import(names=aliases):
+                names += [alias.name for alias in aliases]
             case ast.ImportFrom(module=str(module)):
-                names = [module]
-        found.extend(n for n in names if n.partition(".")[0] in OPTIONAL)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(source))
-    return found
+                names += [module]
+            case node:
+                left += ast.iter_child_nodes(node)
+    return [name for name in names if name.partition(".")[0] in OPTIONAL]
 
 
 def test_no_import_of_an_optional_library_is_forgotten():
