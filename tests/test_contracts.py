@@ -279,8 +279,7 @@ def test_every_public_function_is_held_to_the_contracts():
 def assert_same(got: Any, expected: Any) -> None:
     assert type(got) is type(expected)
     assert jax.tree.structure(got) == jax.tree.structure(expected)
-    chex.assert_trees_all_equal(got, expected)
-    chex.assert_trees_all_equal_dtypes(got, expected)
+    chex.assert_trees_all_equal(got, expected, strict=True)
     for field in dataclasses.fields(got) if dataclasses.is_dataclass(got) else ():
         assert getattr(got, field.name) == getattr(expected, field.name), field.name
 
@@ -334,8 +333,7 @@ def test_jit_and_vmap_do_what_eager_does_and_jit_compiles_once(name):
 
     expected = function(*arguments)
     for given in arguments, jax.tree.map(np.asarray, arguments):
-        chex.assert_trees_all_equal(jitted(*given), expected)
-        chex.assert_trees_all_equal_dtypes(jitted(*given), expected)
+        chex.assert_trees_all_equal(jitted(*given), expected, strict=True)
     assert len(traces) == 1
     shapes = jax.eval_shape(function, *arguments)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, expected)
