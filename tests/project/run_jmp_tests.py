@@ -24,12 +24,8 @@ def our_module(name: str, **private: Any) -> types.ModuleType:
 
     It is no package, so others of jmp are not to be found in it.
     """
-    module = types.ModuleType(name)
-    for public in jmp_lite.__all__:
-        setattr(module, public, getattr(jmp_lite, public))
-    for key, value in private.items():
-        setattr(module, key, value)
-    sys.modules[name] = module
+    sys.modules[name] = module = types.ModuleType(name)
+    vars(module).update({x: getattr(jmp_lite, x) for x in jmp_lite.__all__} | private)
     return module
 
 

@@ -158,7 +158,8 @@ def test_each_extra_for_users_is_named_on_a_page():
 
 def unguarded(source: str) -> list[str]:
     """Name what a source imports from optional libraries outside of `needed`."""
-    names, left = [], [ast.parse(source)]
+    names: list[str] = []
+    left: list[ast.AST] = [ast.parse(source)]
     while left:
         match left.pop():
             case ast.With(items=[item]) if "extras.needed(" in ast.unparse(item):
