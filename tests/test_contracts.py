@@ -5,13 +5,11 @@ optimiser in TRANSFORMATIONS: tests fail until it has one. Names are sorted, com
 documented, and where they say they are.
 """
 
-import ast
 import builtins
 import dataclasses
 import functools
 import importlib
 import inspect
-import pathlib
 import pickle
 import pkgutil
 import re
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import half_on_purpose
+from optimizers import HALF_WRAPPERS, half_on_purpose
 
 import jmp_lite as jmp
 
@@ -38,9 +36,6 @@ _BOUNDS = {"min_loss_scale": 0.5, "backoff_factor": 0.5, "max_loss_scale": 64.0}
 _HYSTERESIS = {"hysteresis": 3, "hysteresis_refill": "growth", "bad_steps": 2}
 DYNAMIC = jmp.DynamicLossScale(8.0, 5, 7, 4, **_BOUNDS, **_HYSTERESIS)
 POLICY = jmp.Policy("bf16", "f16", "f64")
-
-
-KEY = jax.random.key(3)
 
 
 def small_sgd() -> Any:
@@ -57,10 +52,8 @@ def momentum() -> Any:
 
 
 # Every optimiser of the package.
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "low_precision_state": lambda inner: jmp.low_precision_state(inner, min_size=1),
-    "master_weights": jmp.master_weights,
-    "stochastic_rounding": lambda inner: jmp.stochastic_rounding(inner, KEY),
+WRAPPERS = HALF_WRAPPERS | {
+    "low_precision_state": lambda inner: jmp.low_precision_state(inner, min_size=1)
 }
 TRANSFORMATIONS: dict[str, Callable[[], Any]] = {"scale_aware": momentum} | {
     name: lambda wrap=wrap: wrap(momentum()) for name, wrap in WRAPPERS.items()
@@ -193,23 +186,13 @@ def parameters(value: Any) -> list[str]:
     """Return the names that a caller may pass, `*` and `**` ones included."""
     if dataclasses.is_dataclass(value):
         return [field.name for field in dataclasses.fields(value) if field.init]
-    stars = {
-        inspect.Parameter.VAR_POSITIONAL: "*",
-        inspect.Parameter.VAR_KEYWORD: "**",
-    }
-    signature = inspect.signature(value)
-    return [stars.get(p.kind, "") + p.name for p in signature.parameters.values()]
+    given = inspect.signature(value).parameters.values()
+    return [re.findall(r"^\**\w+", str(parameter))[0] for parameter in given]
 
 
 def raised_in(function: Any) -> list[type]:
     """Return the errors that a function's own source raises."""
-    tree = ast.parse(inspect.getsource(function))
-    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
-    names = [
-        exc.func.id
-        for exc in raised
-        if isinstance(exc, ast.Call) and isinstance(exc.func, ast.Name)
-    ]
+    names = re.findall(r"^ +raise (\w+)\(", inspect.getsource(function), re.M)
     known = vars(builtins) | function.__globals__
     return [known[name] for name in names]
 
@@ -228,13 +211,11 @@ def test_all_is_sorted_and_complete(name):
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_public_object_is_defined_in_the_package_and_opens_with_one_sentence(name):
+def test_a_public_object_is_defined_in_the_package(name):
     value = DOCUMENTED[name]
     assert value.__module__.startswith("jmp_lite.")
     assert getattr(importlib.import_module(value.__module__), name) is value
     assert value.__qualname__ == name
-    first = (inspect.getdoc(value) or "").partition("\n\n")[0]
-    assert first.endswith(".") and "\n" not in first and len(first) <= 88
 
 
 @pytest.mark.parametrize("name", sorted({*DOCUMENTED} - {*ERRORS}))
@@ -273,10 +254,6 @@ def test_every_public_method_has_a_docstring(name):
             assert documented or method.startswith("_"), method
 
 
-def test_the_package_is_typed():
-    assert (pathlib.Path(jmp.__path__[0]) / "py.typed").is_file()
-
-
 # Every public object is in its table.
 
 
@@ -295,8 +272,7 @@ def test_every_public_function_is_held_to_the_contracts():
 def assert_same(got: Any, expected: Any) -> None:
     assert type(got) is type(expected)
     assert jax.tree.structure(got) == jax.tree.structure(expected)
-    chex.assert_trees_all_equal(got, expected)
-    chex.assert_trees_all_equal_dtypes(got, expected)
+    chex.assert_trees_all_equal(got, expected, strict=True)
     for field in dataclasses.fields(got) if dataclasses.is_dataclass(got) else ():
         assert getattr(got, field.name) == getattr(expected, field.name), field.name
 
@@ -350,8 +326,7 @@ def test_jit_and_vmap_do_what_eager_does_and_jit_compiles_once(name):
 
     expected = function(*arguments)
     for given in arguments, jax.tree.map(np.asarray, arguments):
-        chex.assert_trees_all_equal(jitted(*given), expected)
-        chex.assert_trees_all_equal_dtypes(jitted(*given), expected)
+        chex.assert_trees_all_equal(jitted(*given), expected, strict=True)
     assert len(traces) == 1
     shapes = jax.eval_shape(function, *arguments)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, expected)

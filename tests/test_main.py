@@ -1,11 +1,11 @@
 """The command line: arguments, exit statuses, and what goes to which stream."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+from commands import run_python
 
 import jmp_lite
 from jmp_lite.__main__ import main
@@ -54,12 +54,9 @@ def test_progress_is_shown_on_a_terminal_and_wiped_out(capsys, monkeypatch, quic
 
 @pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_devices_are_counted(count):
-    command = [sys.executable, "-m", "jmp_lite", "doctor", "--json", "--seconds", "0.1"]
+    command = ["-m", "jmp_lite", "doctor", "--json", "--seconds", "0.1"]
     flags = f"--xla_force_host_platform_device_count={count}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = json.loads(run_python(*command, XLA_FLAGS=flags)[0])
     assert [device["count"] for device in found["devices"]] == [count]
     assert all(rate["seconds"] > 0 for rate in found["rates"])
 

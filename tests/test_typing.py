@@ -5,14 +5,13 @@ reject the lines that are marked with `# error`.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from commands import run_python
 
 import jmp_lite
 from jmp_lite import autocast
@@ -104,14 +103,8 @@ REJECTED = {i for i, line in enumerate(LINES, 1) if line.endswith("# error")}
 
 
 def run(folder: Path, *command: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=folder,
-        # The package of this tree, though another may be installed.
-        env=os.environ | {"MYPYPATH": str(ROOT), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    ).stdout
+    program = "-m", *command, "program.py"
+    return run_python(*program, cwd=folder, status=1, MYPYPATH=str(ROOT))[0]
 
 
 def check(errors: dict[int, str]) -> None:
@@ -120,10 +113,10 @@ def check(errors: dict[int, str]) -> None:
 
 
 def test_pyright_in_strict_mode(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("# pyright: strict" + PROGRAM, encoding="utf-8")
+    text = "# pyright: strict" + PROGRAM
+    (tmp_path / "program.py").write_text(text, encoding="utf-8")
     options = ("--outputjson", "--pythonpath", sys.executable)
-    found = json.loads(run(tmp_path, "pyright", *options, program.name))
+    found = json.loads(run(tmp_path, "pyright", *options))
     errors = [e for e in found["generalDiagnostics"] if e["severity"] == "error"]
     check({e["range"]["start"]["line"] + 1: e["message"] for e in errors})
 
@@ -134,7 +127,7 @@ def test_mypy_in_strict_mode(tmp_path: Path) -> None:
     # Errors in this program only, not in the packages that it imports.
     options = ("--strict", "--follow-imports=silent", "--output=json")
     cache = f"--cache-dir={ROOT / '.mypy_cache'}"
-    found = run(tmp_path, "mypy", *options, cache, "program.py").splitlines()
+    found = run(tmp_path, "mypy", *options, cache).splitlines()
     errors = [e for e in map(json.loads, found) if e["severity"] == "error"]
     check({e["line"]: e["message"] for e in errors})
 

@@ -147,11 +147,9 @@ def test_a_damaged_checkpoint_is_an_error_or_every_bit(
             state = checkpoint.restore(folder, good).state
         except ValueError as error:
             refused.append(file.name)
-            assert str(error).startswith(
-                f"Step 6 in {folder} cannot be read: it is damaged, or jmp_lite did "
-                "not save it: then restore it with Orbax itself. Pass step= to restore "
-                "another of [4]. ("
-            )
+            start, _, end = str(error).partition(": ")  # between: as for other programs
+            assert start == f"Step 6 in {folder} cannot be read"
+            assert "with Orbax itself. Pass step= to restore another of [4]. (" in end
             older = checkpoint.restore(folder, good, step=4)
             assert older.state["x"][7] == 1.0
         else:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import over_devices, refusal
+from checkpoints import over_devices, refusal, save_and_restore
 
 from jmp_lite import LowPrecisionArray, checkpoint, low_precision_state, scale_aware
 from jmp_lite._src.optimizers.low_precision_state import compress
@@ -54,8 +54,7 @@ def test_a_state_is_restored_to_the_bit(dtype, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "to"), [*itertools.permutations(DTYPES, 2)])
 def test_a_state_of_one_dtype_becomes_one_of_another(dtype, to, tmp_path: Path) -> None:
     state, like = _state(dtype), _state(to, seed=1)
-    checkpoint.save(tmp_path, state, step=0)
-    restored = checkpoint.restore(tmp_path, like, cast=True)
+    restored = save_and_restore(tmp_path, state, like, cast=True)
     assert bitwise.avals(restored.state) == bitwise.avals(like)
     assert jax.tree.structure(restored.state) == jax.tree.structure(like)
     line = f"inner_state/0/nu/w  {dtype or 'float32'} -> {to or 'float32'}"
@@ -71,11 +70,9 @@ def test_a_state_of_one_dtype_becomes_one_of_another(dtype, to, tmp_path: Path) 
 
 def test_a_state_of_plain_optax_starts_one_in_low_precision(tmp_path: Path) -> None:
     params = {"w": jnp.ones((8, WIDTH))}
-    state = optax.adam(1e-3).init(params)
-    checkpoint.save(tmp_path, {"tx": state}, step=0)
-    fresh = _tx("8bit").init(params)
+    state, fresh = optax.adam(1e-3).init(params), _tx("8bit").init(params)
     like = {"tx": fresh.inner_state}
-    restored = checkpoint.restore(tmp_path, like, cast=True).state["tx"]
+    restored = save_and_restore(tmp_path, {"tx": state}, like, cast=True).state["tx"]
     bitwise.assert_same(fresh._replace(inner_state=restored), fresh)
 
 
@@ -84,8 +81,7 @@ def test_one_inf_is_one_number_of_8_bits(tmp_path: Path) -> None:
     moments, *others = state.inner_state
     nu = {"w": moments.nu["w"].at[3, 5].set(jnp.inf)}
     state = state._replace(inner_state=(moments._replace(nu=nu), *others))
-    checkpoint.save(tmp_path, state, step=0)
-    restored = checkpoint.restore(tmp_path, _state("8bit"), cast=True)
+    restored = save_and_restore(tmp_path, state, _state("8bit"), cast=True)
     np.testing.assert_allclose(_numbers(restored.state), nu["w"], rtol=0.25)
 
 
@@ -99,8 +95,7 @@ def test_moments_of_a_pair_that_were_stored_in_8_bits_are_restored(tmp_path):
     compressed = {k: {"w": compress(x, "8bit")} for k, x in numbers.items()}
     moments, *others = like.inner_state
     old = like._replace(inner_state=(moments._replace(**compressed), *others))
-    checkpoint.save(tmp_path, old, step=0)
-    restored = checkpoint.restore(tmp_path, like, cast=True)
+    restored = save_and_restore(tmp_path, old, like, cast=True)
     assert bitwise.avals(restored.state) == bitwise.avals(like)
     for name, x in numbers.items():
         got = getattr(restored.state.inner_state[0], name)["w"]
@@ -118,9 +113,8 @@ def test_a_sharded_state_is_converted_on_its_devices(to, tmp_path: Path) -> None
         return jax.device_put(x, cut) if x.ndim == 2 else x
 
     dtype = None if to else "8bit"
-    checkpoint.save(tmp_path, jax.tree.map(put, _state(dtype)), step=0)
-    like = jax.tree.map(put, _state(to))
-    restored = checkpoint.restore(tmp_path, like, cast=True).state
+    state, like = (jax.tree.map(put, _state(x)) for x in (dtype, to))
+    restored = save_and_restore(tmp_path, state, like, cast=True).state
     for x, y in zip(*map(jax.tree.leaves, (restored, like)), strict=True):
         if x.ndim == 2:
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
@@ -128,17 +122,13 @@ def test_a_sharded_state_is_converted_on_its_devices(to, tmp_path: Path) -> None
 
 
 def test_arrays_of_numpy_are_converted(tmp_path: Path) -> None:
-    state = jax.device_get(_state("8bit")._replace(key=0))
-    checkpoint.save(tmp_path, state, step=0)
-    like = jax.device_get(_state(None)._replace(key=0))
-    restored = checkpoint.restore(tmp_path, like, cast=True).state
+    state, like = (jax.device_get(_state(x)._replace(key=0)) for x in ("8bit", None))
+    restored = save_and_restore(tmp_path, state, like, cast=True).state
     assert type(restored.inner_state[0].nu["w"]) is np.ndarray
     np.testing.assert_array_equal(_numbers(restored), _numbers(state))
 
 
 def test_other_shapes_are_refused(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, _state("8bit"), step=0)
-    params = {"w": jnp.ones((4, WIDTH))}
-    like = _tx(None).init(params)
-    text = refusal(checkpoint.restore, tmp_path, like, cast=True)
+    like = _tx(None).init({"w": jnp.ones((4, WIDTH))})
+    text = refusal(save_and_restore, tmp_path, _state("8bit"), like, cast=True)
     assert "inner_state/0/mu/w" in text

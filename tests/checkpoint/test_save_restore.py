@@ -4,8 +4,6 @@ import datetime
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -23,6 +21,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import names, over_devices
+from commands import run_python, start_python
 from etils import epath
 from flax import nnx
 from flax.training import train_state
@@ -34,8 +33,6 @@ from jmp_lite import checkpoint
 from jmp_lite._src.checkpoint import checksum, save_restore
 from jmp_lite._src.checkpoint.folder import resolve_folder
 from jmp_lite.linen import TrainState
-
-ROOT = Path(__file__).parents[2]
 
 DTYPES_OF_64_BITS = ["int64", "uint64", "float64", "complex128"]
 DTYPES = [
@@ -427,16 +424,7 @@ def test_orbax_reads_it_without_us(tmp_path: Path) -> None:
     np.testing.assert_array_equal(arrays["dense/0"], [0.0, 1.0, 2.0])
 
 
-# Processes.
-
-
-def start(module: str, *args: str) -> subprocess.Popen[str]:
-    """Start a module of this folder, on one device."""
-    command = [sys.executable, "-m", f"tests.checkpoint.{module}", *args]
-    env, pipe = os.environ | {"XLA_FLAGS": ""}, subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True
-    )
+# Processes, each on one device.
 
 
 @pytest.mark.full
@@ -444,16 +432,15 @@ def test_two_processes_save_and_restore_one_state(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    processes = [start("two_processes", address, i, str(tmp_path)) for i in "01"]
+    run = "-m", "tests.checkpoint.two_processes", address
+    processes = [start_python(*run, i, str(tmp_path), XLA_FLAGS="") for i in "01"]
     for index, (out, err) in enumerate([p.communicate() for p in processes]):
         assert f"process {index}: sharded  float32 -> bfloat16\n" in out, out + err
 
 
 @pytest.mark.full
 def test_runs_that_are_killed_end_at_the_same_bits() -> None:
-    process = start("kill_and_resume", "6")
-    out, err = process.communicate()
-    assert process.returncode == 0, out + err
+    out, _ = run_python("-m", "tests.checkpoint.kill_and_resume", "6", XLA_FLAGS="")
     counts = json.loads(out.splitlines()[-1])
     assert (counts["kills"], counts["differences"]) == (6, 0)
     assert counts["mid_window"] > 0 and counts["after_skip"] > 0, out

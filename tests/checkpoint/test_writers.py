@@ -2,20 +2,18 @@
 
 import os
 import platform
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from checkpoints import names
+from commands import start_python
 from etils import epath
 
 from jmp_lite import checkpoint
 from jmp_lite._src.checkpoint import folder as folders
 
-ROOT = Path(__file__).parents[2]
 LIKE = {"x": 0}
 
 
@@ -50,11 +48,7 @@ with folder.writer_lock(epath.Path(sys.argv[1])):
 
 
 def test_a_writer_that_is_killed_locks_the_folder_no_longer(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _LOCK, str(tmp_path)]
-    env, pipe = os.environ | {"JAX_PLATFORMS": "cpu"}, subprocess.PIPE
-    with subprocess.Popen(
-        command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True
-    ) as writer:
+    with start_python("-c", _LOCK, str(tmp_path)) as writer:
         assert writer.stdout and writer.stdout.readline() == "locked\n"
         with pytest.raises(RuntimeError, match=f"process {writer.pid} on "):
             checkpoint.save(tmp_path, {"x": 1}, step=1)

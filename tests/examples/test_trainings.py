@@ -204,8 +204,7 @@ def test_a_step_has_half_products(make_step, use_autocast, forward, backward, na
 
 def test_the_transformer_casts_nothing_by_itself():
     jaxpr = jaxprs.trace(*transformer_step(jmp_lite.get_policy("float32"), True))
-    outs = [v for eqn in jaxprs.equations(jaxpr) for v in eqn.outvars]
-    dtypes = {v.aval.dtype.name for v in outs}
+    dtypes = {dtype.name for dtype in jaxprs.dtypes(jaxpr)}
     assert "float32" in dtypes and not dtypes & {"float16", "bfloat16"}
 
 

@@ -20,28 +20,17 @@ TESTS = ("loss_scale_test", "policy_test")
 
 
 def our_module(name: str, **private: Any) -> types.ModuleType:
-    """Return a module of jmp's name that holds our public names."""
-    module = types.ModuleType(name)
-    for public in jmp_lite.__all__:
-        setattr(module, public, getattr(jmp_lite, public))
-    for key, value in private.items():
-        setattr(module, key, value)
-    sys.modules[name] = module
+    """Return a module of jmp's name that holds our public names.
+
+    It is no package, so others of jmp are not to be found in it.
+    """
+    sys.modules[name] = module = types.ModuleType(name)
+    vars(module).update({x: getattr(jmp_lite, x) for x in jmp_lite.__all__} | private)
     return module
-
-
-class RefuseJmp:
-    """An import hook in front of all others: jmp's own code is not to be found."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        del path, target
-        if name.partition(".")[0] == "jmp":
-            raise ImportError(f"{name} is not to be loaded: jmp_lite stands for it.")
 
 
 def main() -> None:
     """Load and run the tests; print the counts and the names of those that failed."""
-    sys.meta_path.insert(0, RefuseJmp())
     loss_scale = our_module("jmp._src.loss_scale")
     policy = our_module("jmp._src.policy", dtype_to_names=dict(dtypes.DTYPE_NAMES))
     our_module("jmp", _src=our_module("jmp._src", loss_scale=loss_scale, policy=policy))

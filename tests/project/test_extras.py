@@ -5,12 +5,11 @@ What is imported is tried in a process of its own, in which the library cannot b
 
 import ast
 import json
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 import jmp_lite
 from examples.common import requirements
@@ -44,18 +43,10 @@ print(json.dumps([error_of(statement) for statement in json.loads(sys.argv[1])])
 """
 
 
-def run_without(
-    hidden: set[str], code: str, *args: str
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _HIDE.format(hidden=hidden) + code, *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
 def errors_without(hidden: set[str], *statements: str) -> list[str | None]:
     """Return what each statement raises where libraries are missing, or None."""
-    result = run_without(hidden, _TRY, json.dumps(statements))
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    code = _HIDE.format(hidden=hidden) + _TRY
+    return json.loads(run_python("-c", code, json.dumps(statements))[0])
 
 
 def says(library: str, extra: str) -> str:
@@ -132,10 +123,10 @@ from jmp_lite.__main__ import main
 assert main(["doctor", "--json", "--seconds", "0.1"]) == 0
 sys.exit(main(["completion", "bash"]))
 """
-    result = run_without(OPTIONAL | {"typer"}, code)
-    assert json.loads(result.stdout)["devices"]
-    expected = says("shtab", "completion").partition(": ")[2] + "\n"
-    assert (result.returncode, result.stderr) == (1, expected)
+    hide = _HIDE.format(hidden=OPTIONAL | {"typer"})
+    out, err = run_python("-c", hide + code, status=1)
+    assert json.loads(out)["devices"]
+    assert err == says("shtab", "completion").partition(": ")[2] + "\n"
 
 
 def test_what_an_extra_does_not_install_is_not_blamed_on_it():
@@ -167,23 +158,19 @@ def test_each_extra_for_users_is_named_on_a_page():
 
 def unguarded(source: str) -> list[str]:
     """Name what a source imports from optional libraries outside of `needed`."""
-    found = []
-
-    def visit(node: ast.AST) -> None:
-        names = []
-        match node:
+    names: list[str] = []
+    left: list[ast.AST] = [ast.parse(source)]
+    while left:
+        match left.pop():
             case ast.With(items=[item]) if "extras.needed(" in ast.unparse(item):
-                return
-            case ast.Import():
-                names = [alias.name for alias in node.names]
+                pass
+            case ast.Import(names=aliases):
+                names += [alias.name for alias in aliases]
             case ast.ImportFrom(module=str(module)):
-                names = [module]
-        found.extend(n for n in names if n.partition(".")[0] in OPTIONAL)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(source))
-    return found
+                names += [module]
+            case node:
+                left += ast.iter_child_nodes(node)
+    return [name for name in names if name.partition(".")[0] in OPTIONAL]
 
 
 def test_no_import_of_an_optional_library_is_forgotten():

@@ -31,20 +31,22 @@ PARTS = {"checkpoint", "completion", "flax", "numerics"}
 OTHERS = {"dev", "docs", "examples", "gpu", "memory-gpu", "memory-tpu", "tpu"}
 
 
+def build_in(folder: Path, out: Path) -> zipfile.ZipFile:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # as build frontends do
+        return zipfile.ZipFile(out / build.build_wheel(str(out)))
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    folder = tmp_path_factory.mktemp("wheel")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)  # as build frontends do
-        return zipfile.ZipFile(folder / build.build_wheel(str(folder)))
+    return build_in(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 INFO = f"jmp_lite-{VERSION}.dist-info"
 HOME = "https://github.com/someone/jmp_lite"
 
 
-@pytest.fixture(scope="module")
-def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
+def metadata_of(wheel: zipfile.ZipFile) -> email.message.Message:
     return email.message_from_string(wheel.read(f"{INFO}/METADATA").decode())
 
 
@@ -61,10 +63,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> email.message.Message:
     shutil.copy(ROOT / "pyproject.toml", folder)
     environment = {**os.environ, "URL": HOME}
     subprocess.run(fill_in.pop(), shell=True, check=True, cwd=folder, env=environment)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        wheel = zipfile.ZipFile(folder / build.build_wheel(str(folder)))
-    return email.message_from_string(wheel.read(f"{INFO}/METADATA").decode())
+    return metadata_of(build_in(folder, folder))
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
@@ -75,17 +74,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     package = ROOT / "jmp_lite"
     sources = {str(p.relative_to(ROOT)) for p in package.rglob("*.py")}
     assert set(names) - information == {*sources, "jmp_lite/py.typed"}
-
-
-def test_the_metadata_is_of_a_version_that_all_upload_tools_take(metadata, released):
-    for each in (metadata, released):
-        assert each["Metadata-Version"] == "2.4"
-        assert each["License-Expression"] == PROJECT["license"]
-
-
-def test_the_command_is_installed(wheel):
-    text = wheel.read(f"{INFO}/entry_points.txt").decode()
-    assert text == "[console_scripts]\njmp-lite = jmp_lite.__main__:main\n"
+    commands = wheel.read(f"{INFO}/entry_points.txt").decode()
+    assert commands == "[console_scripts]\njmp-lite = jmp_lite.__main__:main\n"
 
 
 def test_the_sdist_holds_what_its_tests_need(tmp_path, monkeypatch):
@@ -110,8 +100,14 @@ _LINK = re.compile(r"\]\(([^)\s]*)\)")
 _FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 
 
-def test_no_address_leads_nowhere_until_a_release_fills_it_in(metadata, released):
-    assert "Project-URL" not in metadata
+def test_upload_tools_take_the_metadata_whose_address_a_release_fills_in(
+    wheel, released
+):
+    metadata = metadata_of(wheel)
+    for each in (metadata, released):
+        assert each["Metadata-Version"] == "2.4"  # of all of them
+        assert each["License-Expression"] == PROJECT["license"]
+    assert "Project-URL" not in metadata  # which would lead nowhere
     (repository,) = (x for x in released.get_all("Project-URL") if "Repository" in x)
     assert repository == f"Repository, {HOME}"
 

@@ -1,25 +1,20 @@
 """`one_of` leaves one case of each kind to `make test`, and the same one everywhere."""
 
 import itertools
+import types
 from typing import Any
 
 import pytest
 import thinning
 
 
-class Case:
-    """What `thinning` asks of a test of pytest."""
-
-    def __init__(self, function: str, params: dict[str, Any], *names: str):
-        self.nodeid, self.names, self.is_full = f"{function}[case]", names, False
-        self.callspec, self.params = self, params
-
-    def iter_markers(self, name: str) -> list[pytest.Mark]:
-        assert name == "one_of"
-        return [pytest.mark.one_of(name).mark for name in self.names]
-
-    def add_marker(self, name: str) -> None:
-        self.is_full = name == "full"
+def make_case(function: str, params: dict[str, Any], *names: str) -> Any:
+    """Return what `thinning` asks of a test of pytest; it notes its new markers."""
+    markers = {"one_of": [pytest.mark.one_of(name).mark for name in names]}
+    case: Any = types.SimpleNamespace(nodeid=f"{function}[case]", added=[])
+    case.callspec = types.SimpleNamespace(params=params)
+    case.iter_markers, case.add_marker = markers.get, case.added.append
+    return case
 
 
 def left(
@@ -29,10 +24,11 @@ def left(
     rows = [
         dict(zip(params, x, strict=True)) for x in itertools.product(*params.values())
     ]
-    cases: list[Any] = [Case("test_f", row, *names) for row in rows]
-    others: list[Any] = [Case("test_g", row) for row in rows]
+    cases = [make_case("test_f", row, *names) for row in rows]
+    others = [make_case("test_g", row) for row in rows]
     thinning.mark_all_but_one(cases + others, turn)
-    return [case.params for case in cases if not case.is_full]
+    assert {x for case in cases for x in case.added} <= {"full"}
+    return [case.callspec.params for case in cases if not case.added]
 
 
 HALVES, SIZES = ["f16", "bf16"], [1, 2, 3, 4, 5, 6]

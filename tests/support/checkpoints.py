@@ -9,6 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jmp_lite import checkpoint
+
 
 def names(folder: Path) -> list[str]:
     """Return the sorted names of what a folder holds."""
@@ -20,6 +22,11 @@ def over_devices(*axes: Any, count: int = 8) -> NamedSharding:
     devices = jax.devices()[:count]
     mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=devices)
     return NamedSharding(mesh, P(*axes))
+
+
+def save_and_restore(folder: Path, state: Any, like: Any, **options: Any) -> Any:
+    checkpoint.save(folder, state, step=0)
+    return checkpoint.restore(folder, like, **options)
 
 
 def refusal(use: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

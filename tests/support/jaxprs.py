@@ -77,19 +77,16 @@ def is_half(eqn: Any) -> bool:
     return all(v.aval.dtype in HALF for v in eqn.invars[:2])
 
 
-def has_precision(eqn: Any) -> bool:
-    """Return whether the program chose a product's precision."""
-    precision = eqn.params.get("precision")
-    return precision not in (None, (jax.lax.Precision.DEFAULT,) * 2)
-
-
 def not_lowered(jaxpr: Any) -> list[tuple[str, ...]]:
     """Return the operand dtypes of products that should be in half and are not."""
+    unchosen = None, (jax.lax.Precision.DEFAULT,) * 2
     return [
         operand_dtypes(eqn)
         for eqn in products(jaxpr)
         if "float32" in operand_dtypes(eqn)
-        and not (has_precision(eqn) or is_outer(eqn))
+        and not is_outer(eqn)
+        # The program did not choose its precision.
+        and eqn.params.get("precision") in unchosen
     ]
 
 

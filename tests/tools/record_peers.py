@@ -169,15 +169,10 @@ EXTREMES = [
 ]
 
 
-def scales_of(peer: str, bits: str, arguments: dict[str, Any]) -> list[float]:
-    """Return the scale of a peer after each step."""
+def scales_of(peer: str, bits: str, arguments: dict[str, Any]) -> list[list[float]]:
+    """Return the scales of a peer as pairs of how many steps, and the scale."""
     step = PEERS[peer](**arguments)
-    return [step(gradient) for gradient in gradients(bits)]
-
-
-def run_lengths(scales: list[float]) -> list[list[float]]:
-    """Return the scales as pairs of how many steps, and the scale."""
-    groups = itertools.groupby(scales)
+    groups = itertools.groupby(step(gradient) for gradient in gradients(bits))
     return [[len(list(group)), scale] for scale, group in groups]
 
 
@@ -194,8 +189,8 @@ def main() -> None:
             {
                 "peer": peer,
                 # As text: JSON has no inf.
-                "after_finite": repr(scales_of(peer, "1" * FAR, theirs)[-1]),
-                "after_non_finite": repr(scales_of(peer, "0" * FAR, theirs)[-1]),
+                "after_finite": repr(scales_of(peer, "1" * FAR, theirs)[-1][1]),
+                "after_non_finite": repr(scales_of(peer, "0" * FAR, theirs)[-1][1]),
             }
             for peer, theirs, _ in EXTREMES
         ],
@@ -203,7 +198,7 @@ def main() -> None:
     lines = []
     for peer, theirs, ours in RUNS:
         recorded = {
-            name: {"finite": bits, "scales": run_lengths(scales_of(peer, bits, theirs))}
+            name: {"finite": bits, "scales": scales_of(peer, bits, theirs)}
             for name, bits in sequences(ours["period"]).items()
         }
         found = {"peer": peer, "theirs": theirs, "ours": ours, "sequences": recorded}
