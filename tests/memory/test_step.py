@@ -35,10 +35,7 @@ def loss_fn(params, tokens):
         return transformer.loss_fn(params, tokens, 4, jnp.float32)
 
 
-def step(params, opt_state, tokens):
-    loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, loss
+step = transformer.train_step(jax.grad(loss_fn), TX)
 
 
 @functools.cache

@@ -86,9 +86,14 @@ def test_the_headroom_is_kept_to_a_percent(headroom, share, dtype):
     assert len(reasons) == (dtype == "f32")
 
 
-def test_without_an_end_to_the_headroom_nothing_more_is_half():
-    advice = advise(model, HALF, headroom=math.inf)(W, X)
-    assert advice.policy == jmp.get_policy(HALF) and advice.half_results == ()
+@pytest.mark.parametrize(
+    ("policy", "headroom"), [(HALF, math.inf), ("mixed_bfloat16", 16.0)]
+)
+def test_without_an_end_to_the_headroom_or_to_the_range_nothing_more_is_half(
+    policy, headroom
+):
+    advice = advise(model, policy, headroom=headroom)(W, X)
+    assert advice.policy == jmp.get_policy(policy) and advice.half_results == ()
 
 
 def test_a_layer_that_comes_near_the_end_keeps_float32_results():
@@ -168,12 +173,6 @@ def test_advice_is_saved_as_json():
     for advice in (advice_on(), advice_on(middle=2000.0), advice_on("mixed_bfloat16")):
         again = Advice.from_json(advice.to_json())
         assert again == advice and again.code() == advice.code()
-
-
-def test_bfloat16_has_half_results_already():
-    advice = advice_on("mixed_bfloat16")
-    assert advice.policy == jmp.get_policy("mixed_bfloat16")
-    assert advice.half_results == ()
 
 
 @pytest.mark.parametrize(

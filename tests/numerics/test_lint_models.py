@@ -6,10 +6,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import linen_models
 import optax
 import pytest
 from flax import nnx
-from lint_corpus import KEY, f32, ints
+from lint_corpus import ints
 
 import jmp_lite.linen
 import jmp_lite.nnx
@@ -21,15 +22,15 @@ pytestmark = [pytest.mark.one_of("policy"), pytest.mark.standard_promotion]
 
 class ConvNet(nn.Module):
     @nn.compact
-    def __call__(self, x, train):
+    def __call__(self, x):
         norm = functools.partial(
-            nn.BatchNorm, use_running_average=not train, use_fast_variance=False
+            nn.BatchNorm, use_running_average=False, use_fast_variance=False
         )
         x = nn.relu(norm()(nn.Conv(16, (3, 3))(x)))
         x = nn.max_pool(x, (2, 2), (2, 2))
         x = nn.relu(norm()(nn.Conv(32, (3, 3), use_bias=False)(x)))
         x = nn.avg_pool(x, (2, 2), (2, 2)).reshape(x.shape[0], -1)
-        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(nn.Dense(64)(x)))
+        x = nn.Dropout(0.1, deterministic=False)(nn.relu(nn.Dense(64)(x)))
         return nn.Dense(16)(x)
 
 
@@ -62,20 +63,15 @@ def conv_net(policy: str | None) -> tuple[Any, ...]:
     """Return the loss of the convolutional model and its arguments, as shapes."""
     plain = ConvNet()
     model = plain if policy is None else jmp_lite.linen.with_policy(plain, policy)
-    x = f32(2, 8, 8, 3)
-    variables = jax.eval_shape(functools.partial(plain.init, train=False), KEY, x)
+    x = jnp.ones((2, 8, 8, 3))
+    variables = linen_models.shapes(plain, x)
 
-    def loss(params, statistics, x, labels, key):
-        logits, _ = model.apply(
-            {"params": params, "batch_stats": statistics},
-            x,
-            train=True,
-            mutable=["batch_stats"],
-            rngs={"dropout": key},
-        )
+    def loss(params, statistics, x, labels):
+        variables = {"params": params, "batch_stats": statistics}
+        logits, _ = model.apply(variables, x, **linen_models.TRAINING)
         return _cross_entropy(logits, labels)
 
-    return loss, variables["params"], variables["batch_stats"], x, ints(2), KEY
+    return loss, variables["params"], variables["batch_stats"], x, ints(2)
 
 
 def transformer(policy: str | None) -> tuple[Any, ...]:

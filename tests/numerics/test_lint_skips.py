@@ -10,6 +10,7 @@ import optax
 import pytest
 from train_steps import (
     ADAM,
+    CLIP,
     PARAMS,
     POLICY,
     X,
@@ -40,14 +41,18 @@ def found(step: Any, args: Any) -> list[str]:
     return sorted({f.rule for f in findings if f.severity != "speed"})
 
 
-def by_hand(keep: Any, adjust: Any = lambda scale, finite: scale.adjust(finite)) -> Any:
+def by_hand(
+    keep: Any,
+    adjust: Any = lambda scale, finite: scale.adjust(finite),
+    optimizer: Any = OPTIMIZER,
+) -> Any:
     """Return a step as users of jmp write it; `keep` selects parameters and state."""
 
     def step(params, opt_state, loss_scale, x, y):
         _, grads = scaled(loss_fn, loss_scale)(params, x, y)
         grads = loss_scale.unscale(grads)
         finite = jmp.all_finite(grads)
-        new = updated(OPTIMIZER, grads, opt_state, params)
+        new = updated(optimizer, grads, opt_state, params)
         kept = keep(finite, new, (params, opt_state))
         return *kept, adjust(loss_scale, finite)
 
@@ -154,32 +159,18 @@ def test_a_deep_product_is_followed_once() -> None:
     assert "not-skipped" in found(kept_by_nothing, args)
 
 
-def test_a_clip_keeps_no_parameters() -> None:
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZER)
-
-    def step(params, opt_state, loss_scale, x, y):
-        _, grads = scaled(loss_fn, loss_scale)(params, x, y)
-        grads = loss_scale.unscale(grads)
-        kept = updated(clipped, grads, opt_state, params)
-        return *kept, loss_scale.adjust(jmp.all_finite(grads))
-
-    args = PARAMS, clipped.init(PARAMS), SCALE, X, Y
-    assert found(step, args) == ["not-skipped"]
-
-
 @pytest.mark.parametrize(
-    "optimizer",
-    [optax.chain(optax.zero_nans(), OPTIMIZER), optax.apply_if_finite(OPTIMIZER, 5)],
-    ids=["zero_nans", "apply_if_finite"],
+    ("optimizer", "rules"),
+    [
+        (optax.chain(CLIP, OPTIMIZER), ["not-skipped"]),
+        (optax.chain(optax.zero_nans(), OPTIMIZER), []),
+        (optax.apply_if_finite(OPTIMIZER, 5), []),
+    ],
+    ids=["clip", "zero_nans", "apply_if_finite"],
 )
-def test_what_optax_keeps_is_kept(optimizer: Any) -> None:
-    def step(params, opt_state, loss_scale, x, y):
-        _, grads = scaled(loss_fn, loss_scale)(params, x, y)
-        grads = loss_scale.unscale(grads)
-        kept = updated(optimizer, grads, opt_state, params)
-        return *kept, loss_scale.adjust(jmp.all_finite(grads))
-
-    assert found(step, (PARAMS, optimizer.init(PARAMS), SCALE, X, Y)) == []
+def test_what_optax_keeps_is_kept_and_a_clip_keeps_nothing(optimizer, rules) -> None:
+    step = by_hand(not_at_all, optimizer=optimizer)
+    assert found(step, (PARAMS, optimizer.init(PARAMS), SCALE, X, Y)) == rules
 
 
 @pytest.mark.parametrize("keep", [where, in_a_branch])

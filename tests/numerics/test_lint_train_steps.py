@@ -175,13 +175,11 @@ def test_a_gradient_that_is_zero_has_any_scale(clip: Any) -> None:
     ],
 )
 def test_each_fault_is_found_in_a_scan_over_steps(rule: str, tx: Any) -> None:
-    def step(carry, batch):
-        params, opt_state = carry
-        _, grads = scaled(loss_fn, opt_state)(params, *batch)
-        return updated(tx, grads, opt_state, params), None
-
-    args = (PARAMS, tx.init(PARAMS)), stacked(2, (X, Y))
-    assert set(found(functools.partial(lax.scan, step), args)) == {rule}
+    step, (*carry, x, y) = step_with(tx, gradients_of(scaled))
+    steps = functools.partial(
+        lax.scan, lambda carry, batch: (step(*carry, *batch), None)
+    )
+    assert set(found(steps, (tuple(carry), stacked(2, (x, y))))) == {rule}
 
 
 @pytest.mark.one_of("half")
@@ -207,14 +205,19 @@ def test_decay_outside_is_found(where: str, half: bool) -> None:
     assert rules == {"decay-outside": INSIDE}
 
 
+def scaled_by_an_argument(tx: Any, loss_scale: Any) -> Any:
+    """Return a step that is given its loss scale with the batch."""
+
+    def gradients(params, _, loss_scale, *batch):
+        return scaled(loss_fn, loss_scale)(params, *batch)[1]
+
+    return step_with(tx, gradients, batch=(loss_scale, X, Y))
+
+
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adamw(1e-3), optax.lion(1e-3)])
 def test_scaled_gradients_in_a_plain_optimiser_are_found(tx: Any) -> None:
-    def step(params, opt_state, loss_scale, x, y):
-        _, grads = scaled(loss_fn, loss_scale)(params, x, y)
-        return updated(tx, grads, opt_state, params)
-
-    args = PARAMS, tx.init(PARAMS), jmp.DynamicLossScale(), X, Y
-    ((rule, fix),) = found(step, args).items()
+    step = scaled_by_an_argument(tx, jmp.DynamicLossScale())
+    ((rule, fix),) = found(*step).items()
     assert rule == "scaled-update"
     assert "wrap the optimizer, scale_aware(optimizer), or call" in fix
 
@@ -304,18 +307,15 @@ def test_the_gradient_alone_is_no_train_step() -> None:
 
 
 def test_gradients_unscaled_twice_are_found() -> None:
-    def gradients(params, opt_state, x, y):
-        _, grads = scaled(loss_fn, opt_state)(params, x, y)
+    def gradients(params, opt_state, *batch):
+        grads = gradients_of(scaled)(params, opt_state, *batch)
         return jmp.get_loss_scale(opt_state).unscale(grads)
 
     assert set(found(*step_with(ADAM, gradients))) == {"unscaled-gradients"}
 
 
 def test_the_loss_scale_of_the_other_network_is_found() -> None:
-    def gradients(params, opt_state, other, x, y):
-        return scaled(loss_fn, other)(params, x, y)[1]
-
-    step = step_with(ADAM, gradients, batch=(ADAM.init(PARAMS), X, Y))
+    step = scaled_by_an_argument(ADAM, ADAM.init(PARAMS))
     assert "unscaled-gradients" in found(*step)
 
 

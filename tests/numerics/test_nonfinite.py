@@ -82,26 +82,12 @@ def test_iterations_share_a_compilation():
     assert len(compiled) <= 3  # the body, a row, and what is around
 
 
-_IN_JIT = (
-    "eps_that_is_zero_in_half",
-    "product_under_autocast",
-    "computed_again_in_the_backward_pass",
-    "slope_of_sqrt_in_a_scan",
-    "rule_of_a_custom_vjp_in_a_scan_of_remat",
-    "iteration_of_a_scan_in_a_scan",
-    "iteration_of_a_backward_scan",
-    "iteration_of_a_while",
-    "branch_of_a_cond",
-    "argument_with_a_nan",
-    "divisor_that_is_zero_in_half",
-    "factor_in_a_branch_in_a_scan",
-    "factor_in_a_custom_jvp",
-    "row_of_a_constant_mask",
-)
+# XLA computes the square in float32, which does not overflow.
+_IN_JIT = [h for h in HAZARDS if h.program.name != "overflow_of_a_square"]
 
 
 @pytest.mark.one_of("hazard")
-@pytest.mark.parametrize("hazard", [h for h in HAZARDS if h.program.name in _IN_JIT])
+@pytest.mark.parametrize("hazard", _IN_JIT, ids=name_of)
 def test_a_tracker_finds_it_inside_of_jit(hazard: Hazard) -> None:
     fun, args = hazard.program.fun, hazard.program.args
     result, tracker = jax.jit(track_nonfinite(fun))(*args)
@@ -164,8 +150,6 @@ def test_a_tracker_is_stacked_by_scan_and_vmap():
         jax.jit(steps)(jnp.array([1.0, 0.0])),
         jax.vmap(track_nonfinite(jnp.log))(jnp.array([1.0, 0.0]))[1],
     ):
-        with pytest.raises(ValueError, match=r"stacked to \[2\]: take run i of them"):
-            trackers.report()
         first, second = _two_reports(trackers)
         assert first is None
         assert names(second) == ("log", "", "forward", "float32")
