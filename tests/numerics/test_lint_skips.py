@@ -75,19 +75,18 @@ def not_at_all(finite: Any, new: Any, old: Any) -> Any:
 def in_a_loop(step: Any) -> Any:
     """Return a program of three steps, and its arguments."""
 
-    def steps(params, opt_state, loss_scale, x, y):
+    def steps(*args):
         def body(carry, _):
-            return step(*carry, x, y), None
+            return step(*carry, *args[3:]), None
 
-        return jax.lax.scan(body, (params, opt_state, loss_scale), length=3)[0]
+        return jax.lax.scan(body, args[:3], length=3)[0]
 
     return steps, ARGS
 
 
 def of_two_seeds(step: Any) -> Any:
     """Return a program of two models, and its arguments."""
-    params, opt_state, loss_scale, x, y = ARGS
-    args = *stacked(2, (params, opt_state)), loss_scale, x, y
+    args = *stacked(2, ARGS[:2]), *ARGS[2:]
     return jax.vmap(step, (0, 0, None, None, None)), args
 
 
@@ -200,9 +199,7 @@ def test_a_loss_scale_that_waits_for_its_turn_is_right() -> None:
         )
         return *step(params, opt_state, loss_scale, x, y), count + 1
 
-    params, opt_state, loss_scale, x, y = ARGS
-    args = params, opt_state, loss_scale, jnp.int32(0), x, y
-    assert found(every_second, args) == []
+    assert found(every_second, (*ARGS[:3], jnp.int32(0), X, Y)) == []
 
 
 def after_scale_aware(*transformations: Any) -> Any:

@@ -114,15 +114,11 @@ def _states(x: Any, w: Any) -> Any:
 
 # What gradients pass, on their way to the weight.
 PASSED: dict[str, Callable[..., Any]] = {
-    "layers": lambda x, w: lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[
-        0
-    ],
+    "layers": lambda x, w: lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ w), x),
     "recurrence": _states,
     "carry": lambda x, w: lax.scan(lambda h, row: (h + row, h), x[0] @ w, x @ w)[1],
     "map": lambda x, w: lax.map(lambda row: jnp.tanh(row @ w), x),
-    "pooling": lambda x, w: nn.max_pool((x @ w)[..., None], (2,), padding="SAME")[
-        ..., 0
-    ],
+    "pooling": lambda x, w: nn.max_pool((x @ w)[None], (2,), padding="SAME")[0],
     "fft": lambda x, w: jnp.abs(jnp.fft.fft(x @ w, axis=0)),
     # A product in float32, whose operands are kept in half.
     "autocast": jmp.autocast(lambda x, w: jax.nn.gelu(x @ w), POLICY),

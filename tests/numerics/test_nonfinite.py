@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planted_hazards import HAZARDS, QUIET, Hazard, Program
+from planted_hazards import HAZARDS, QUIET, Hazard
 
 import jmp_lite as jmp
 from jmp_lite._src.numerics import runs
@@ -37,18 +37,18 @@ def names(report: NonFinite | None) -> tuple[str, ...]:
 def assert_tells_of(hazard: Hazard, report: NonFinite | None) -> None:
     """Assert that a report says what is to be found, but for the operands."""
     assert names(report) == hazard.found
-    assert found(report).line == hazard.program.line
+    assert found(report).line == hazard.line
     assert found(report).iterations == hazard.iterations
     assert found(report).by_constant == hazard.by_constant
 
 
 def name_of(hazard: Hazard) -> str:
-    return hazard.program.name
+    return hazard.name
 
 
 @pytest.mark.parametrize("hazard", HAZARDS, ids=name_of)
 def test_the_operation_at_fault_is_found(hazard: Hazard) -> None:
-    report = first_nonfinite(hazard.program.fun)(*hazard.program.args)
+    report = first_nonfinite(hazard.fun)(*hazard.args)
     assert_tells_of(hazard, report)
     np.testing.assert_allclose(found(report).operands, hazard.operands, rtol=1e-6)
 
@@ -61,8 +61,8 @@ def test_arrays_too_large_for_the_host_are_looked_at_where_they_are(
     test_the_operation_at_fault_is_found(hazard)
 
 
-@pytest.mark.parametrize("program", QUIET, ids=lambda program: program.name)
-def test_nothing_is_found_where_all_results_are_finite(program: Program) -> None:
+@pytest.mark.parametrize("program", QUIET, ids=name_of)
+def test_nothing_is_found_where_all_results_are_finite(program: Hazard) -> None:
     results = jax.tree.leaves(program.fun(*program.args))
     assert all(np.isfinite(x).all() for x in results)
     assert first_nonfinite(program.fun)(*program.args) is None
@@ -83,13 +83,13 @@ def test_iterations_share_a_compilation():
 
 
 # XLA computes the square in float32, which does not overflow.
-_IN_JIT = [h for h in HAZARDS if h.program.name != "overflow_of_a_square"]
+_IN_JIT = [h for h in HAZARDS if h.name != "overflow_of_a_square"]
 
 
 @pytest.mark.one_of("hazard")
 @pytest.mark.parametrize("hazard", _IN_JIT, ids=name_of)
 def test_a_tracker_finds_it_inside_of_jit(hazard: Hazard) -> None:
-    fun, args = hazard.program.fun, hazard.program.args
+    fun, args = hazard.fun, hazard.args
     result, tracker = jax.jit(track_nonfinite(fun))(*args)
     assert_tells_of(hazard, tracker.report())
     assert found(tracker.report()).operands == ()
