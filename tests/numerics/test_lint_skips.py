@@ -12,9 +12,12 @@ from train_steps import (
     ADAM,
     CLIP,
     PARAMS,
+    PLAIN_ADAM,
     POLICY,
     X,
     Y,
+    args_by_hand,
+    by_hand,
     gradients_of,
     loss_fn,
     scaled,
@@ -29,9 +32,7 @@ from jmp_lite.numerics import lint
 # Adam of optax leans on JAX's defaults.
 pytestmark = pytest.mark.standard_promotion
 
-OPTIMIZER = optax.adam(1e-3)
-SCALE = jmp.DynamicLossScale()
-ARGS = PARAMS, OPTIMIZER.init(PARAMS), SCALE, X, Y
+ARGS = args_by_hand(PLAIN_ADAM)
 NAN = jnp.full_like(X, jnp.nan)
 
 
@@ -39,24 +40,6 @@ def found(step: Any, args: Any) -> list[str]:
     """Return the rules that a step breaks, but for those of speed."""
     findings = lint(step, POLICY)(*args).findings
     return sorted({f.rule for f in findings if f.severity != "speed"})
-
-
-def by_hand(
-    keep: Any,
-    adjust: Any = lambda scale, finite: scale.adjust(finite),
-    optimizer: Any = OPTIMIZER,
-) -> Any:
-    """Return a step as users of jmp write it; `keep` selects parameters and state."""
-
-    def step(params, opt_state, loss_scale, x, y):
-        _, grads = scaled(loss_fn, loss_scale)(params, x, y)
-        grads = loss_scale.unscale(grads)
-        finite = jmp.all_finite(grads)
-        new = updated(optimizer, grads, opt_state, params)
-        kept = keep(finite, new, (params, opt_state))
-        return *kept, adjust(loss_scale, finite)
-
-    return step
 
 
 def where(finite: Any, new: Any, old: Any) -> Any:
@@ -161,15 +144,15 @@ def test_a_deep_product_is_followed_once() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "rules"),
     [
-        (optax.chain(CLIP, OPTIMIZER), ["not-skipped"]),
-        (optax.chain(optax.zero_nans(), OPTIMIZER), []),
-        (optax.apply_if_finite(OPTIMIZER, 5), []),
+        (optax.chain(CLIP, PLAIN_ADAM), ["not-skipped"]),
+        (optax.chain(optax.zero_nans(), PLAIN_ADAM), []),
+        (optax.apply_if_finite(PLAIN_ADAM, 5), []),
     ],
     ids=["clip", "zero_nans", "apply_if_finite"],
 )
 def test_what_optax_keeps_is_kept_and_a_clip_keeps_nothing(optimizer, rules) -> None:
     step = by_hand(not_at_all, optimizer=optimizer)
-    assert found(step, (PARAMS, optimizer.init(PARAMS), SCALE, X, Y)) == rules
+    assert found(step, args_by_hand(optimizer)) == rules
 
 
 @pytest.mark.parametrize("keep", [where, in_a_branch])

@@ -27,7 +27,6 @@ from train_steps import (
     stacked,
     step_with,
     unscaled,
-    updated,
 )
 
 import jmp_lite as jmp
@@ -146,12 +145,8 @@ def test_a_half_loss_of_a_step_is_found(is_half: bool) -> None:
         distance = jnp.abs(x @ w)
         return jnp.mean(distance if is_half else distance.astype(jnp.float32))
 
-    def step(params, opt_state, x, y):
-        value, grads = scaled(loss, opt_state)(params, x, y)
-        return *updated(SGD, grads, opt_state, params, value=value), value
-
-    params = {"w": PARAMS["w"]}
-    report = lint(step, POLICY)(params, SGD.init(params), X, Y)
+    step, args = basic(scaled, optax.sgd(0.1), loss)
+    report = lint(step, POLICY)(*args)
     assert {x.rule for x in report.findings} == ({"loss-in-half"} if is_half else set())
 
 
@@ -275,15 +270,9 @@ def test_a_step_over_layers_is_right_but_where_autocast_is_forgotten(policy, is_
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
     tx = jmp.scale_aware(optax.sgd(0.1), jmp.loss_scale_for(policy))
-
-    def step(params, state, x):
-        fun = jmp.autocast(loss, policy) if is_cast else loss
-        grads = jmp.scaled_grad(fun, loss_scale=state)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jnp.zeros((2, 16, 16))
-    report = lint(step, policy)(params, tx.init(params), jnp.zeros((8, 16)))
+    grads = gradients_of(scaled, jmp.autocast(loss, policy) if is_cast else loss)
+    step, args = step_with(tx, grads, jnp.zeros((2, 16, 16)), (jnp.zeros((8, 16)),))
+    report = lint(step, policy)(*args)
     expected = [] if is_cast else ["not-in-half"]
     assert [f.rule for f in report.findings] == expected, str(report)
 

@@ -92,9 +92,10 @@ def stacked(count: int, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.stack([x] * count), tree)
 
 
-ADAM = jmp.scale_aware(optax.adam(1e-3))
+PLAIN_ADAM = optax.adam(1e-3)
+ADAM = jmp.scale_aware(PLAIN_ADAM)
 # For gradients that a step has unscaled itself.
-UNSCALED_ADAM = jmp.scale_aware(optax.adam(1e-3), jmp.NoOpLossScale())
+UNSCALED_ADAM = jmp.scale_aware(PLAIN_ADAM, jmp.NoOpLossScale())
 CLIP = optax.clip_by_global_norm(1.0)
 OPTIMIZERS: dict[str, Any] = {
     "clip_decay_and_schedule_inside": optax.chain(
@@ -148,19 +149,33 @@ def accumulation_by_hand_in_an_argument(grad):
     return step, (PARAMS, ADAM.init(PARAMS), zeros, jnp.bool_(True), X, Y)
 
 
+def by_hand(
+    keep: Any,
+    adjust: Any = lambda scale, finite: scale.adjust(finite),
+    optimizer: Any = PLAIN_ADAM,
+    grad: Any = scaled,
+) -> Any:
+    """Return a step as users of jmp write it; `keep` selects parameters and state."""
+
+    def step(params, opt_state, loss_scale, x, y):
+        _, grads = grad(loss_fn, loss_scale)(params, x, y)
+        grads = loss_scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        new = updated(optimizer, grads, opt_state, params)
+        kept = keep(finite, new, (params, opt_state))
+        return *kept, adjust(loss_scale, finite)
+
+    return step
+
+
+def args_by_hand(optimizer: Any) -> Any:
+    return PARAMS, optimizer.init(PARAMS), jmp.DynamicLossScale(), X, Y
+
+
 @step_of
 def jmps_way(grad):
     tx = optax.adamw(1e-3)
-
-    def step(params, opt_state, loss_scale, x, y):
-        value, grads = grad(loss_fn, loss_scale)(params, x, y)
-        grads = loss_scale.unscale(grads)
-        finite = jmp.all_finite(grads)
-        new = updated(tx, grads, opt_state, params)
-        chosen = jmp.select_tree(finite, new, (params, opt_state))
-        return *chosen, loss_scale.adjust(finite), value
-
-    return step, (PARAMS, tx.init(PARAMS), jmp.DynamicLossScale(), X, Y)
+    return by_hand(jmp.select_tree, optimizer=tx, grad=grad), args_by_hand(tx)
 
 
 @step_of
