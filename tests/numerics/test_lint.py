@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -13,16 +14,13 @@ import nnx_models
 import optax
 import pytest
 from flax import nnx
-from lint_corpus import CASES, F16, F32, KEY, Case, bf16, f16, f32, ints
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from lint_corpus import CASES, F16, F32, KEY, Case, bf16, bools, f16, f32, ints
 from printed import printed
 
 from jmp_lite import PolicyMap, autocast, full_precision
 from jmp_lite.numerics import LintReport, lint
-
-
-def rules(report: LintReport) -> list[str]:
-    """Return the rule of each finding."""
-    return [finding.rule for finding in report.findings]
 
 
 @pytest.mark.standard_promotion
@@ -162,7 +160,8 @@ def test_a_value_is_judged_by_its_own_dtype() -> None:
 
     assert not lint(fun, "mixed_float16")(f32(4))
     assert not lint(fun, "mixed_float16")(bf16(4))
-    assert rules(lint(fun, "mixed_bfloat16")(f16(4))) == ["eps-underflows"]
+    (finding,) = lint(fun, "mixed_bfloat16")(f16(4)).findings
+    assert finding.rule == "eps-underflows"
 
 
 def test_the_target_is_that_of_the_device_and_a_gpu_on_a_cpu() -> None:
@@ -170,11 +169,6 @@ def test_the_target_is_that_of_the_device_and_a_gpu_on_a_cpu() -> None:
     assert not lint(jnp.dot, "mixed_float16")(*args)
     report = lint(jnp.dot, "mixed_float16", target="tpu")(*args)
     assert [f.what for f in report.findings] == ["no multiple of 128: 24"]
-
-
-def test_nothing_is_computed() -> None:
-    report = lint(jax.nn.softmax, "mixed_float16")(f16(2**40, 2**40))
-    assert rules(report) == ["softmax-in-half"]
 
 
 def test_arrays_shapes_and_other_arguments_are_all_arguments() -> None:
@@ -188,7 +182,155 @@ def test_arrays_shapes_and_other_arguments_are_all_arguments() -> None:
         for tree in (x, shapes)
     )
     assert of_arrays == of_shapes
-    assert rules(of_arrays) == ["eps-underflows", "softmax-in-half"]
+    rules = [finding.rule for finding in of_arrays.findings]
+    assert rules == ["eps-underflows", "softmax-in-half"]
+
+
+# A hazard behind whatever only moves or joins the numbers.
+
+
+X = f16(4, 8)
+ROWS = [3, 1, 1]
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "reshape": lambda x: x.reshape(x.shape[::-1]),
+    "transpose": lambda x: x.T,
+    "squeeze": lambda x: jnp.squeeze(x[:1], 0),
+    "expand_dims": lambda x: x[:, None],
+    "broadcast": lambda x: jnp.broadcast_to(x, (3, 4, 8)),
+    "repeat": lambda x: jnp.repeat(x, 2, 0),
+    "tile": lambda x: jnp.tile(x, (2, 3)),
+    "rev": lambda x: x[::-1],
+    "slice": lambda x: x[1:, ::2],
+    "dynamic_slice": lambda x: lax.dynamic_slice(x, (1, 2), (2, 2)),
+    "gather": lambda x: x[jnp.asarray(ROWS)],
+    "take": lambda x: jnp.take(x, jnp.asarray(ROWS), axis=1),
+    "split": lambda x: jnp.split(x, 2)[1],
+    "unstack": lambda x: jnp.unstack(x)[2],
+    "stop_gradient": lax.stop_gradient,
+    "name": lambda x: checkpoint_name(x, "moved"),
+    "barrier": lambda x: lax.optimization_barrier((x, x[:1]))[0],
+    "jit": jax.jit(lambda x: jnp.tile(x, (2, 1))),
+    "vmap": jax.vmap(lambda x: jnp.tile(x, 2)),
+    "remat": jax.checkpoint(lambda x: jnp.tile(x, (2, 1))),
+    "scan": lambda x: lax.scan(lambda _, row: (None, jnp.tile(row, 2)), None, x)[1],
+}
+JOINS: dict[str, Callable[[Any], Any]] = {
+    "concatenate": lambda x: jnp.concatenate([x, x[1:]]),
+    "stack": lambda x: jnp.stack([x, x[::-1]]),
+    "stack of one": lambda x: jnp.stack([x]),
+    "hstack": lambda x: jnp.hstack([x, x[:, :2]]),
+    "roll": lambda x: jnp.roll(x, 1, 0),
+    "pad": lambda x: jnp.pad(x, 1, mode="edge"),
+    "block": lambda x: jnp.block([[x, x], [x, x]]),
+    "update": lambda x: lax.dynamic_update_slice(x, x[:2, :2], (1, 1)),
+    "scatter": lambda x: x.at[jnp.asarray(ROWS)].set(x[:3]),
+    "stack under vmap": jax.vmap(lambda x: jnp.stack([x, x])),
+}
+
+PLANTED: dict[str, Any] = {}
+
+
+def behind_moves(
+    rule: str, *args: Any, policy: str = "mixed_float16", behind: Any = MOVES | JOINS
+) -> Any:
+    """Add a program whose hazard is behind the function that it gets first."""
+
+    def add(program):
+        PLANTED[program.__name__] = program, rule, args, policy, behind
+        return program
+
+    return add
+
+
+@behind_moves("constant-out-of-range", bools(4, 8))
+def a_mask_cast_later(move, mask):
+    return move(jnp.where(mask, 0.0, -1e9)).astype(F16)
+
+
+@behind_moves("constant-out-of-range", X)
+def an_infinite_factor(move, x):
+    factors = move(jnp.full(x.shape, 1e6, F32).astype(F16))
+    return factors * move(x)
+
+
+@behind_moves(
+    "constant-out-of-range", bools(4, 8), bools(4, 8), policy="mixed_bfloat16"
+)
+def two_masks(move, a, b):
+    first, second = (jnp.where(mask, 0, jnp.finfo(jnp.bfloat16).min) for mask in (a, b))
+    return move(first) + move(second)
+
+
+@behind_moves("eps-underflows", X)
+def an_eps_of_a_divisor(move, x):
+    return 1.0 / move(jnp.abs(x) + 1e-8)
+
+
+@behind_moves("eps-underflows", X)
+def a_divisor_of_zero(move, x):
+    return move(x) / move(jnp.full(x.shape, 1e-9, F16))
+
+
+@behind_moves("eps-underflows", X)
+def a_subnormal_eps(move, x):
+    return lax.rsqrt(move(x) + move(jnp.full(x.shape, 1e-6, F32)).astype(F16))
+
+
+@behind_moves("constant-becomes-one", X)
+def a_limit_near_one(move, p):
+    return jnp.log1p(-move(jnp.minimum(p, 1 - 1e-7)).astype(F32))
+
+
+@behind_moves("constant-becomes-one", f32(4, 8))
+def a_number_near_one(move, p):
+    return move(p).astype(F16) * move(jnp.full(p.shape, 1 - 1e-5, F32)).astype(F16)
+
+
+# Of several arrays, each would be a case of its own.
+@behind_moves("constant-becomes-one", X, behind=MOVES)
+def an_average(move, x):
+    return move(1.0 * x) + move(1e-4 * x)
+
+
+@behind_moves("softmax-in-half", X)
+def exponentials_summed_later(move, x):
+    return jnp.sum(move(jnp.exp(x)).astype(F32))
+
+
+@behind_moves("squares-in-half", X)
+def squares_summed_later(move, x):
+    return jnp.sum(move(x * x).astype(F32))
+
+
+IN_ORDER = "expand_dims", "reshape", "barrier", "stop_gradient"
+
+
+@behind_moves("squares-in-half", X, behind={name: MOVES[name] for name in IN_ORDER})
+def squares_of_one_array_moved_twice(move, x):
+    return x * jnp.vdot(move(x), move(x))
+
+
+@behind_moves("positions-in-half", policy="mixed_bfloat16")
+def rounded_positions(move):
+    return move(jnp.arange(1000, 1032).reshape(4, 8)).astype(jnp.bfloat16)
+
+
+@behind_moves("positions-in-half", bf16(4, 8), policy="mixed_bfloat16")
+def angles(move, x):
+    position = jnp.arange(200, 232).reshape(4, 8).astype(jnp.bfloat16)
+    return jnp.sin(move(position) * move(x))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("hazard", PLANTED)
+def test_a_hazard_is_found_behind_every_move(hazard: str) -> None:
+    program, rule, args, policy, behind = PLANTED[hazard]
+    found = {
+        name: {f.rule for f in lint(program, policy)(move, *args).findings}
+        for name, move in {"none": lambda x: x, **behind}.items()
+    }
+    assert found == dict.fromkeys(found, {rule})
 
 
 # Models that are sound, and their gradients.
