@@ -70,14 +70,13 @@ def test_a_finding_says_what_where_and_what_to_do() -> None:
 
 
 def test_the_derivative_of_a_checkpoint_is_in_the_layer_it_is_of() -> None:
+    @jax.checkpoint
+    def block(x):
+        with jax.named_scope("layer"):
+            return attend(x)
+
     def fun(x):
         with jax.named_scope("model"):
-
-            @jax.checkpoint
-            def block(x):
-                with jax.named_scope("layer"):
-                    return attend(x)
-
             return jnp.sum(block(x).astype(F32))
 
     findings = lint(jax.grad(fun), "mixed_float16")(f16(8, 8)).findings

@@ -387,19 +387,16 @@ def test_moments_that_no_step_keeps_are_found() -> None:
 
 
 def test_a_loss_of_parameters_that_were_updated_is_a_loss() -> None:
+    def trained(loss, w, opt_state):
+        value, grads = scaled(jmp.autocast(loss, POLICY), opt_state)(w)
+        return updated(ADAM, grads, opt_state, w, value=value)
+
     def step(critic, generator, of_critic, of_generator, x):
-        def critic_loss(critic):
-            return jnp.mean((x @ generator @ critic - 1) ** 2)
+        def loss(critic, generator, target):
+            return jnp.mean((x @ generator @ critic - target) ** 2)
 
-        def generator_loss(generator):
-            return jnp.mean((x @ generator @ critic) ** 2)
-
-        value, grads = scaled(jmp.autocast(critic_loss, POLICY), of_critic)(critic)
-        critic, of_critic = updated(ADAM, grads, of_critic, critic, value=value)
-        loss = jmp.autocast(generator_loss, POLICY)
-        value, grads = scaled(loss, of_generator)(generator)
-        new = updated(ADAM, grads, of_generator, generator, value=value)
-        return critic, of_critic, *new
+        new = trained(lambda w: loss(w, generator, 1), critic, of_critic)
+        return *new, *trained(lambda w: loss(new[0], w, 0), generator, of_generator)
 
     w = PARAMS["w"]
     assert found(step, (w, w, ADAM.init(w), ADAM.init(w), X)) == {}

@@ -136,14 +136,11 @@ def accumulation_by_hand_in_an_argument(grad):
         total = jax.tree.map(jnp.add, total, grads)
 
         def update(params, opt_state, total):
-            return *updated(ADAM, total, opt_state, params), optax.tree.zeros_like(
-                total
-            )
+            zeros = optax.tree.zeros_like(total)
+            return *updated(ADAM, total, opt_state, params), zeros
 
-        def wait(*args):
-            return args
-
-        return jax.lax.cond(is_last, update, wait, params, opt_state, total)
+        carry = params, opt_state, total
+        return jax.lax.cond(is_last, update, lambda *carry: carry, *carry)
 
     zeros = optax.tree.zeros_like(PARAMS)
     return step, (PARAMS, ADAM.init(PARAMS), zeros, jnp.bool_(True), X, Y)
