@@ -166,10 +166,12 @@ def test_a_gradient_that_is_zero_has_any_scale(clip: Any) -> None:
 )
 def test_each_fault_is_found_in_a_scan_over_steps(rule: str, tx: Any) -> None:
     step, (*carry, x, y) = step_with(tx, gradients_of(scaled))
-    steps = functools.partial(
-        lax.scan, lambda carry, batch: (step(*carry, *batch), None)
-    )
-    assert set(found(steps, (tuple(carry), stacked(2, (x, y))))) == {rule}
+
+    def body(carry: Any, batch: Any) -> Any:
+        return step(*carry, *batch), None
+
+    args = tuple(carry), stacked(2, (x, y))
+    assert set(found(functools.partial(lax.scan, body), args)) == {rule}
 
 
 @pytest.mark.one_of("half")

@@ -236,7 +236,7 @@ def test_gradients_flow_past_it():
 
     grads, found = jax.jit(jax.grad(loss, has_aux=True))(jnp.array([1e-9, 2.0]))
     assert found.underflow == 1
-    np.testing.assert_array_equal(grads, np.float32([2e-9, 4.0]))
+    np.testing.assert_array_equal(grads, np.array([2e-9, 4.0], np.float32))
 
 
 TREE = {
@@ -289,7 +289,9 @@ def test_the_statistics_of_steps_are_stacked_and_read_one_by_one():
 
 
 @pytest.mark.parametrize("histogram", [True, False])
-@pytest.mark.parametrize("tree", [TREE, {}, {"x": np.float32([2.0**-140, 3e38])}])
+@pytest.mark.parametrize(
+    "tree", [TREE, {}, {"x": np.array([2.0**-140, 3e38], np.float32)}]
+)
 def test_json_brings_back_every_bit(tree, histogram):
     found = tree_stats(tree, "f16", histogram=histogram)
     text = found.to_json()
