@@ -335,11 +335,6 @@ def in_a_branch(finite: Any, new: Any, old: Any) -> Any:
     return lax.cond(finite, lambda: new, lambda: old)
 
 
-def not_at_all(finite: Any, new: Any, old: Any) -> Any:
-    del finite, old
-    return new
-
-
 def in_a_loop(step: Any) -> Any:
     """Return a program of three steps, and its arguments."""
 
@@ -358,11 +353,11 @@ def of_two_seeds(step: Any) -> Any:
     return jax.vmap(step, (0, 0, None, None, None)), args
 
 
-def compiled(step: Any) -> Any:
-    return jax.jit(step), ARGS
-
-
-WRAPS = {"jit": compiled, "scan": in_a_loop, "vmap": of_two_seeds}
+WRAPS: dict[str, Any] = {
+    "jit": lambda step: (jax.jit(step), ARGS),
+    "scan": in_a_loop,
+    "vmap": of_two_seeds,
+}
 
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
@@ -373,7 +368,7 @@ def test_a_step_by_hand_that_keeps_what_it_must_is_right(keep: Any, wrap: Any) -
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 def test_parameters_that_no_step_keeps_are_found(wrap: Any) -> None:
-    step = by_hand(not_at_all)
+    step = by_hand()
     assert set(found(*wrap(step))) == {"not-skipped"}
     params, *_ = step(*ARGS[:3], NAN, Y)
     assert np.isnan(params["w"]).all()  # what the finding is about
@@ -433,7 +428,7 @@ def test_a_deep_product_is_followed_once() -> None:
     ids=["clip", "zero_nans", "apply_if_finite"],
 )
 def test_what_optax_keeps_is_kept_and_a_clip_keeps_nothing(optimizer, rules) -> None:
-    step = by_hand(not_at_all, optimizer=optimizer)
+    step = by_hand(optimizer=optimizer)
     assert set(found(step, args_by_hand(optimizer))) == rules
 
 

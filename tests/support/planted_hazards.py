@@ -239,13 +239,10 @@ def infinite_constant_that_is_chosen(x):
 # Reductions, products, moves.
 
 
-ONE_ROW_MASKED = jnp.array([[True, False], [False, False]])
-
-
 @forward_f32(
     "sub",
     jnp.array([[1.0, -1.0], [-1.0, -1.0]]),
-    ONE_ROW_MASKED,
+    jnp.array([[True, False], [False, False]]),
     out_of=((-INF, 0.0), (-INF, 0.0)),
 )
 def masked_row_after_a_nan_that_was_masked_too(x, mask):

@@ -104,8 +104,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": optax.adafactor(1e-3),
     "accumulation_inside": optax.MultiSteps(optax.adam(1e-3), 4),
 }
-for _name, _optimizer in OPTIMIZERS.items():
-    STEPS[_name] = functools.partial(basic, optimizer=_optimizer)
+STEPS |= {k: functools.partial(basic, optimizer=tx) for k, tx in OPTIMIZERS.items()}
 
 
 @step_of
@@ -147,12 +146,12 @@ def accumulation_by_hand_in_an_argument(grad):
 
 
 def by_hand(
-    keep: Any,
+    keep: Any = lambda finite, new, old: new,
     adjust: Any = lambda scale, finite: scale.adjust(finite),
     optimizer: Any = PLAIN_ADAM,
     grad: Any = scaled,
 ) -> Any:
-    """Return a step as users of jmp write it; `keep` selects parameters and state."""
+    """Return a step as users of jmp write it; `keep` chooses parameters and state."""
 
     def step(params, opt_state, loss_scale, x, y):
         _, grads = grad(loss_fn, loss_scale)(params, x, y)
@@ -324,10 +323,6 @@ def linen_train_state(grad):
     return step, (state, *OF_CONV_NETS)
 
 
-def _nnx_loss(model, x, y):
-    return jnp.mean((model(x) - y) ** 2)
-
-
 @step_of
 def nnx_optimizer_in_place(grad):
     model = nnx_models.with_policy(nnx_models.make(nnx_models.ConvNet), POLICY)
@@ -335,8 +330,11 @@ def nnx_optimizer_in_place(grad):
 
     @nnx.jit
     def step(model, optimizer, x, y):
-        fun = grad(_nnx_loss, optimizer.opt_state, value_and_grad=nnx.value_and_grad)
-        value, grads = fun(model, x, y)
+        def loss(model):
+            return jnp.mean((model(x) - y) ** 2)
+
+        options = {"value_and_grad": nnx.value_and_grad}
+        value, grads = grad(loss, optimizer.opt_state, **options)(model)
         optimizer.update(model, grads)
         return value
 
