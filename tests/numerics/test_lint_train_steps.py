@@ -288,10 +288,6 @@ def test_decay_before_a_trust_ratio_is_found() -> None:
     assert found_with(tx) == {"decay-outside": INSIDE}
 
 
-def test_the_gradient_alone_is_no_train_step() -> None:
-    assert found(jax.value_and_grad(loss_fn), (PARAMS, X, Y)) == {}
-
-
 def test_gradients_unscaled_twice_are_found() -> None:
     def gradients(params, opt_state, *batch):
         grads = gradients_of(scaled)(params, opt_state, *batch)

@@ -211,14 +211,8 @@ def cumulative_sum(x):
     return jnp.cumsum(x, -1)  # hazard
 
 
-@in_float16(
-    "long-sum-in-half",
-    f16(8, 8),
-    f16(8),
-    f16(2056, 8),
-    under=functools.partial(jax.grad, argnums=1),
-)
-def gradient_of_a_half_bias(w, b, x):
+@in_float16("long-sum-in-half", f16(8), f16(8, 8), f16(2056, 8), under=jax.grad)
+def gradient_of_a_half_bias(b, w, x):
     y = x @ w + b  # hazard
     return jnp.sum(y.astype(F32))
 

@@ -77,8 +77,8 @@ def hazard(
 
 forward_f16 = hazard
 forward_f32 = functools.partial(hazard, dtype="float32")
-backward_f16 = functools.partial(hazard, direction="backward")
-backward_f32 = functools.partial(hazard, direction="backward", dtype="float32")
+backward_f16 = functools.partial(hazard, direction="backward", under=jax.grad)
+backward_f32 = functools.partial(backward_f16, dtype="float32")
 came_in = functools.partial(hazard, dtype="")
 quiet = functools.partial(hazard, "", into=QUIET)
 
@@ -302,9 +302,7 @@ def slope_of_sqrt_that_is_computed_again(x):
     return jnp.sin(jnp.sqrt(x))  # here
 
 
-@backward_f32(
-    "div", jnp.array([4.0, 0.0]), under=jax.grad, iterations=(1,), out_of=(0.5, 0.0)
-)
+@backward_f32("div", jnp.array([4.0, 0.0]), iterations=(1,), out_of=(0.5, 0.0))
 def slope_of_sqrt_in_a_scan(xs):
     def step(h, x):
         return h + jnp.sqrt(x), None  # here
@@ -330,11 +328,7 @@ def gradient_of_a_scaled_loss(x):
 
 
 @backward_f32(
-    "div in clip/rule",
-    jnp.array([1.0, 0.0]),
-    under=jax.grad,
-    iterations=(1,),
-    out_of=(1.0, 0.0),
+    "div in clip/rule", jnp.array([1.0, 0.0]), iterations=(1,), out_of=(1.0, 0.0)
 )
 def rule_of_a_custom_vjp_in_a_scan_of_remat(xs):
     @jax.custom_vjp
@@ -452,7 +446,7 @@ def library_function_that_is_traced_once(x):
         return x * jnp.linalg.norm(y)  # here
 
 
-@backward_f32("div in two", jnp.zeros(2), under=jax.grad, out_of=(0.5, 0.0))
+@backward_f32("div in two", jnp.zeros(2), out_of=(0.5, 0.0))
 def slope_of_a_library_function_that_is_traced_once(x):
     with jax.named_scope("one"):
         y = jnp.linalg.norm(x + 1.0)
