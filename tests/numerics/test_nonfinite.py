@@ -53,7 +53,7 @@ def test_the_operation_at_fault_is_found(hazard: Hazard) -> None:
     np.testing.assert_allclose(found(report).operands, hazard.operands, rtol=1e-6)
 
 
-@pytest.mark.parametrize("hazard", HAZARDS[::10], ids=name_of)
+@pytest.mark.parametrize("hazard", HAZARDS[::5], ids=name_of)
 def test_arrays_too_large_for_the_host_are_looked_at_where_they_are(
     hazard: Hazard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
