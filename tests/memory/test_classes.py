@@ -14,6 +14,7 @@ from flax.training import train_state
 
 import jmp_lite as jmp
 import jmp_lite.linen
+from benchmarks.common import transformer
 from jmp_lite._src.memory.classes import classes_of_leaves
 
 pytestmark = pytest.mark.standard_promotion
@@ -46,10 +47,7 @@ def count(fun, *args, result=None, **options):
 def test_states_of_optimisers_are_told_from_parameters_and_batch(tx, of_state):
     state = tx.init(PARAMS)
 
-    def step(params, state, x):
-        updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = transformer.train_step(jax.grad(loss_fn), tx)
     expected = {"parameters": 2, "batch": 1}
     expected |= {"optimiser state": of_state} if of_state else {}
     assert count(step, PARAMS, state, X) == expected

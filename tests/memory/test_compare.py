@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jmp_lite as jmp
+from benchmarks.common import transformer
 from jmp_lite import memory
 
 pytestmark = pytest.mark.standard_promotion
@@ -32,11 +33,8 @@ def _layer(x, w):
 
 
 def choice(tx, remat=False):
-    def step(params, opt_state, x):
-        grads = jax.grad(functools.partial(loss_fn, remat=remat))(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+    gradients = jax.grad(functools.partial(loss_fn, remat=remat))
+    step = transformer.train_step(gradients, tx)
     return step, (PARAMS, jax.eval_shape(tx.init, PARAMS), X)
 
 

@@ -24,6 +24,7 @@ LOOP = """\
 
 
 def at_peak(lines, before=""):
+    lines = "%p = f32[8]{0} parameter(0)", *lines
     body = "".join(f"  {line}\n" for line in lines)
     entry = "ENTRY %main (p: f32[8]) -> f32[8] {\n" + body + "}\n"
     return liveness.at_peak(HEAD + before + entry)
@@ -35,7 +36,6 @@ def sizes(lines, before=""):
 
 def test_an_array_lives_until_it_is_read_last():
     lines = [
-        "%p = f32[8]{0} parameter(0)",
         "%a = f32[64]{0} custom-call(%p)",
         "%b = f32[32]{0} custom-call(%a)",  # the peak: a and b
         "%c = f32[16]{0} custom-call(%b)",
@@ -43,7 +43,7 @@ def test_an_array_lives_until_it_is_read_last():
     ]
     assert sizes(lines) == [128, 256]
     # A bitcast is a name: what reads it reads the array.
-    lines[3:] = [
+    lines[2:] = [
         "%n = f32[8,8]{1,0} bitcast(%a)",
         "%c = f32[16]{0} custom-call(%b)",
         "ROOT %d = f32[8]{0} custom-call(%n, %c)",
@@ -53,7 +53,6 @@ def test_an_array_lives_until_it_is_read_last():
 
 def test_results_are_not_counted():
     lines = [
-        "%p = f32[8]{0} parameter(0)",
         "%a = f32[8]{0} custom-call(%p)",
         "%b = f32[64]{0} custom-call(%a)",
         "%c = f32[] custom-call(%b)",
@@ -64,22 +63,20 @@ def test_results_are_not_counted():
 
 def test_elementwise_kernels_write_over_what_they_read_last():
     lines = [
-        "%p = f32[8]{0} parameter(0)",
         "%a = f32[64]{0} custom-call(%p)",
         "%b = f32[64]{0} fusion(%a), kind=kLoop, calls=%f",
         "ROOT %c = f32[8]{0} custom-call(%b)",
     ]
     assert sizes(lines) == [256]
-    lines[3] = "ROOT %c = f32[8]{0} custom-call(%b, %a)"
+    lines[2] = "ROOT %c = f32[8]{0} custom-call(%b, %a)"
     assert sizes(lines) == [256, 256]
-    lines[2] = "%b = f32[64]{0} custom-call(%a)"
-    lines[3] = "ROOT %c = f32[8]{0} custom-call(%b)"
+    lines[1] = "%b = f32[64]{0} custom-call(%a)"
+    lines[2] = "ROOT %c = f32[8]{0} custom-call(%b)"
     assert sizes(lines) == [256, 256]
 
 
 def test_loops_work_in_what_they_carry_and_add_what_they_make():
     lines = [
-        "%p = f32[8]{0} parameter(0)",
         "%a = f32[8]{0} custom-call(%p)",
         "%b = f32[8]{0} custom-call(%p)",
         "%t = (f32[8]{0}, f32[8]{0}) tuple(%a, %b)",
@@ -90,9 +87,9 @@ def test_loops_work_in_what_they_carry_and_add_what_they_make():
     ]
     assert sizes(lines, before=LOOP) == [32, 32, 256]
     # After the loop only what is read of its results is in memory.
-    lines[6] = "%big = f32[100]{0} custom-call(%x)"
+    lines[5] = "%big = f32[100]{0} custom-call(%x)"
     assert sizes(lines, before=LOOP) == [32, 400]
-    (inner,) = [x for x in at_peak(lines[:6], LOOP) if x.size == 256]
+    (inner,) = [x for x in at_peak(lines[:5], LOOP) if x.size == 256]
     assert (inner.layer, inner.operation) == ("inner", "dot")
     assert (inner.made_in, inner.dtype, inner.elements) == ("forward", "f32", 64)
 
@@ -101,7 +98,6 @@ def test_what_a_loop_fills_is_of_that_loop_if_it_has_no_name():
     loop = "(f32[8]{{0}}, f32[8]{{0}}) while({}), condition=%cond, body=%body"
     loop += ', metadata={{op_name="jit(f)/transpose(jvp({}))/while"}}'
     lines = [
-        "%p = f32[8]{0} parameter(0)",
         "%a = f32[8]{0} fusion(), kind=kLoop, calls=%f",
         '%b = f32[8]{0} fusion(), metadata={op_name="jit(f)/jvp(net)/exp"}',
         "%t = (f32[8]{0}, f32[8]{0}) tuple(%a, %b)",

@@ -86,9 +86,15 @@ def test_the_headroom_is_kept_to_a_percent(headroom, share, dtype):
     assert len(reasons) == (dtype == "f32")
 
 
-def test_without_an_end_to_the_headroom_nothing_more_is_half():
-    advice = advise(model, HALF, headroom=math.inf)(W, X)
-    assert advice.policy == jmp.get_policy(HALF) and advice.half_results == ()
+@pytest.mark.parametrize(
+    ("policy", "headroom"), [(HALF, math.inf), ("mixed_bfloat16", 16.0)]
+)
+def test_without_an_end_to_the_headroom_or_to_the_range_nothing_more_is_half(
+    policy, headroom
+):
+    advice = advise(model, policy, headroom=headroom)(W, X)
+    assert advice.policy == jmp.get_policy(policy) and advice.half_results == ()
+    assert Advice.from_json(advice.to_json()) == advice
 
 
 def test_a_layer_that_comes_near_the_end_keeps_float32_results():
@@ -98,6 +104,8 @@ def test_a_layer_that_comes_near_the_end_keeps_float32_results():
     (reason,) = (r for r in advice.reasons if r.startswith("middle"))
     assert "results of products stay in float32: dot_general at " in reason
     assert "and 16 times that is beyond 6.55e+04" in reason
+    again = Advice.from_json(advice.to_json())
+    assert again == advice and again.code() == advice.code()
 
 
 def test_an_operation_that_grows_on_half_results_takes_their_half_away():
@@ -162,18 +170,6 @@ def test_a_search_that_does_not_settle_allows_no_half_results_and_says_so(monkey
     ) in advice.reasons
     chosen = jmp.PolicyMap(HALF, {"middle": LOW})
     assert results_of_products(model, chosen, W, X)["middle"] == "f16"
-
-
-def test_advice_is_saved_as_json():
-    for advice in (advice_on(), advice_on(middle=2000.0), advice_on("mixed_bfloat16")):
-        again = Advice.from_json(advice.to_json())
-        assert again == advice and again.code() == advice.code()
-
-
-def test_bfloat16_has_half_results_already():
-    advice = advice_on("mixed_bfloat16")
-    assert advice.policy == jmp.get_policy("mixed_bfloat16")
-    assert advice.half_results == ()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from planted_hazards import HAZARDS, QUIET, Hazard, Program
+from planted_hazards import HAZARDS, QUIET, Hazard
 
 import jmp_lite as jmp
 from jmp_lite._src.numerics import runs
@@ -37,23 +37,23 @@ def names(report: NonFinite | None) -> tuple[str, ...]:
 def assert_tells_of(hazard: Hazard, report: NonFinite | None) -> None:
     """Assert that a report says what is to be found, but for the operands."""
     assert names(report) == hazard.found
-    assert found(report).line == hazard.program.line
+    assert found(report).line == hazard.line
     assert found(report).iterations == hazard.iterations
     assert found(report).by_constant == hazard.by_constant
 
 
 def name_of(hazard: Hazard) -> str:
-    return hazard.program.name
+    return hazard.name
 
 
 @pytest.mark.parametrize("hazard", HAZARDS, ids=name_of)
 def test_the_operation_at_fault_is_found(hazard: Hazard) -> None:
-    report = first_nonfinite(hazard.program.fun)(*hazard.program.args)
+    report = first_nonfinite(hazard.fun)(*hazard.args)
     assert_tells_of(hazard, report)
     np.testing.assert_allclose(found(report).operands, hazard.operands, rtol=1e-6)
 
 
-@pytest.mark.parametrize("hazard", HAZARDS[::10], ids=name_of)
+@pytest.mark.parametrize("hazard", HAZARDS[::5], ids=name_of)
 def test_arrays_too_large_for_the_host_are_looked_at_where_they_are(
     hazard: Hazard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,8 +61,8 @@ def test_arrays_too_large_for_the_host_are_looked_at_where_they_are(
     test_the_operation_at_fault_is_found(hazard)
 
 
-@pytest.mark.parametrize("program", QUIET, ids=lambda program: program.name)
-def test_nothing_is_found_where_all_results_are_finite(program: Program) -> None:
+@pytest.mark.parametrize("program", QUIET, ids=name_of)
+def test_nothing_is_found_where_all_results_are_finite(program: Hazard) -> None:
     results = jax.tree.leaves(program.fun(*program.args))
     assert all(np.isfinite(x).all() for x in results)
     assert first_nonfinite(program.fun)(*program.args) is None
@@ -82,28 +82,14 @@ def test_iterations_share_a_compilation():
     assert len(compiled) <= 3  # the body, a row, and what is around
 
 
-_IN_JIT = (
-    "eps_that_is_zero_in_half",
-    "product_under_autocast",
-    "computed_again_in_the_backward_pass",
-    "slope_of_sqrt_in_a_scan",
-    "rule_of_a_custom_vjp_in_a_scan_of_remat",
-    "iteration_of_a_scan_in_a_scan",
-    "iteration_of_a_backward_scan",
-    "iteration_of_a_while",
-    "branch_of_a_cond",
-    "argument_with_a_nan",
-    "divisor_that_is_zero_in_half",
-    "factor_in_a_branch_in_a_scan",
-    "factor_in_a_custom_jvp",
-    "row_of_a_constant_mask",
-)
+# XLA computes the square in float32, which does not overflow.
+_IN_JIT = [h for h in HAZARDS if h.name != "overflow_of_a_square"]
 
 
 @pytest.mark.one_of("hazard")
-@pytest.mark.parametrize("hazard", [h for h in HAZARDS if h.program.name in _IN_JIT])
+@pytest.mark.parametrize("hazard", _IN_JIT, ids=name_of)
 def test_a_tracker_finds_it_inside_of_jit(hazard: Hazard) -> None:
-    fun, args = hazard.program.fun, hazard.program.args
+    fun, args = hazard.fun, hazard.args
     result, tracker = jax.jit(track_nonfinite(fun))(*args)
     assert_tells_of(hazard, tracker.report())
     assert found(tracker.report()).operands == ()
@@ -164,8 +150,6 @@ def test_a_tracker_is_stacked_by_scan_and_vmap():
         jax.jit(steps)(jnp.array([1.0, 0.0])),
         jax.vmap(track_nonfinite(jnp.log))(jnp.array([1.0, 0.0]))[1],
     ):
-        with pytest.raises(ValueError, match=r"stacked to \[2\]: take run i of them"):
-            trackers.report()
         first, second = _two_reports(trackers)
         assert first is None
         assert names(second) == ("log", "", "forward", "float32")

@@ -1,9 +1,9 @@
 """The report of a dry run: its order, its layers, its tables, figures and JSON."""
 
 import dataclasses
+import functools
 import json
 import math
-from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -35,10 +35,7 @@ ROW = OpStats(
 )
 
 
-def a_row(**changes: Any) -> OpStats:
-    return dataclasses.replace(ROW, **changes)
-
-
+a_row = functools.partial(dataclasses.replace, ROW)
 IN_F32 = {"dtype": "float32", "overflow": 0.5, "added_error": 0.004}
 LOST = {"overflow": 0.25, "error": math.inf, "added_error": math.inf}
 ROWS = (
@@ -204,10 +201,8 @@ def test_json_comes_back_exactly_and_has_no_infinity():
     assert DryRunReport.from_json(text) == REPORT
     assert DryRunReport.from_json(text).to_json() == text
 
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    data = json.loads(text, parse_constant=refuse)
+    assert "Infinity" not in text and "NaN" not in text
+    data = json.loads(text)
     assert data["dtype"] == "float16"
     assert data["rows"][3]["error"] == "inf"
     assert set(data["rows"][0]) == {field.name for field in dataclasses.fields(OpStats)}

@@ -18,11 +18,6 @@ from printed import printed
 
 from jmp_lite import numerics
 from jmp_lite._src.numerics import stats
-from jmp_lite._src.numerics.stats import (
-    merge_on_host,
-    merge_stacked,
-    value_stats_on_host,
-)
 from jmp_lite.numerics import TreeStats, ValueStats, merge
 
 empty = functools.partial(numerics.empty, histogram=True)
@@ -32,10 +27,6 @@ value_stats = functools.partial(numerics.value_stats, histogram=True)
 HALVES = [jnp.float16, jnp.bfloat16]
 
 
-def floats(values: list[float]) -> np.ndarray:
-    return np.array(values, np.float32)
-
-
 def as_lists(found: ValueStats) -> dict[str, Any]:
     return {name: np.asarray(x).tolist() for name, x in found._asdict().items()}
 
@@ -43,7 +34,7 @@ def as_lists(found: ValueStats) -> dict[str, Any]:
 def assert_matches_numpy(x: Any, dtype: Any) -> None:
     expected = {n: np.asarray(v).tolist() for n, v in expected_stats(x, dtype).items()}
     assert as_lists(value_stats(x, dtype)) == expected
-    assert as_lists(value_stats_on_host(np.asarray(x), dtype)) == expected
+    assert as_lists(stats.value_stats_on_host(np.asarray(x), dtype)) == expected
 
 
 def borders(dtype: Any) -> list[float]:
@@ -85,9 +76,10 @@ def test_every_small_number_is_counted_as_numpy_does(held, dtype):
 
 @pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("dtype", [*HALVES, jnp.float32])
-def test_float32_of_every_exponent_is_counted_as_numpy_does(dtype):
-    bits = np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32)
-    assert_matches_numpy(bits.view(np.float32).reshape(100, -1), dtype)
+@pytest.mark.parametrize("shape", [(100, 100), (), (3, 0), (5, 1, 7)])
+def test_float32_of_every_exponent_is_counted_as_numpy_does(shape, dtype):
+    bits = np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
+    assert_matches_numpy(bits.view(np.float32), dtype)
 
 
 def test_float64_is_counted_as_it_is():
@@ -107,12 +99,6 @@ def test_a_complex_number_is_two_numbers():
     parts = np.stack([x.real, x.imag])
     assert_matches_numpy(parts, jnp.float16)
     assert as_lists(value_stats(x, "f16")) == as_lists(value_stats(parts, "f16"))
-
-
-@pytest.mark.parametrize("shape", [(), (3, 0), (5, 1, 7)])
-def test_any_shape_will_do(shape):
-    x = np.random.default_rng(0).normal(size=shape)
-    assert_matches_numpy(np.float32(x), jnp.float16)
 
 
 def test_a_subnormal_that_is_given_is_counted_and_one_that_is_computed_is_flushed():
@@ -158,8 +144,8 @@ def test_steps_add_up_in_a_scan():
 
     total, _ = jax.jit(lambda xs: lax.scan(step, empty(), xs))(X)
     assert_counts_all_of_x(total)
-    of_rows = [value_stats_on_host(x, jnp.float16) for x in X]
-    on_host = functools.reduce(merge_on_host, of_rows)
+    of_rows = [stats.value_stats_on_host(x, jnp.float16) for x in X]
+    on_host = functools.reduce(stats.merge_on_host, of_rows)
     assert as_lists(on_host) == as_lists(total)
 
 
@@ -232,7 +218,7 @@ def test_shards_are_counted_in_a_shard_map():
         in_specs=PartitionSpec("a"),
         out_specs=PartitionSpec("a"),
     )
-    assert_counts_all_of_x(jax.jit(lambda x: merge_stacked(count(x)))(X))
+    assert_counts_all_of_x(jax.jit(lambda x: stats.merge_stacked(count(x)))(X))
 
 
 def test_nothing_comes_to_the_host():
@@ -250,7 +236,7 @@ def test_gradients_flow_past_it():
 
     grads, found = jax.jit(jax.grad(loss, has_aux=True))(jnp.array([1e-9, 2.0]))
     assert found.underflow == 1
-    np.testing.assert_array_equal(grads, floats([2e-9, 4.0]))
+    np.testing.assert_array_equal(grads, np.array([2e-9, 4.0], np.float32))
 
 
 TREE = {
@@ -270,7 +256,7 @@ def test_a_leaf_is_counted_under_its_path():
     found = tree_stats({"layer": [TREE]}, "f16").named()
     assert list(found) == [f"layer/0/{name}" for name in ("b", "empty", "h", "w")]
     for path, leaf_stats in found.items():
-        leaf = TREE[path[-1]] if path[-1] != "y" else TREE["empty"]
+        leaf = TREE[path.removeprefix("layer/0/")]
         assert as_lists(leaf_stats) == as_lists(value_stats(leaf, "f16"))
 
 
@@ -303,7 +289,9 @@ def test_the_statistics_of_steps_are_stacked_and_read_one_by_one():
 
 
 @pytest.mark.parametrize("histogram", [True, False])
-@pytest.mark.parametrize("tree", [TREE, {}, {"x": floats([2.0**-140, 3e38])}])
+@pytest.mark.parametrize(
+    "tree", [TREE, {}, {"x": np.array([2.0**-140, 3e38], np.float32)}]
+)
 def test_json_brings_back_every_bit(tree, histogram):
     found = tree_stats(tree, "f16", histogram=histogram)
     text = found.to_json()

@@ -1,7 +1,7 @@
-"""Programs with a planted hazard each.
+"""Programs with a planted hazard each, and programs that only look as if.
 
-A decorator gives the rule that a program breaks and the shapes of its arguments. The
-line that is at fault ends in `# hazard`.
+A decorator gives the rule that a program breaks, if it does, and the shapes of its
+arguments. A line that is at fault ends in `# hazard`.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,21 +55,20 @@ class Case:
         }
 
 
-HAZARDS: list[Case] = []
+CASES: list[Case] = []
 
 
-def planted(
-    policy: str, rule: str | None, *args: Any, into: Any = HAZARDS, **options: Any
-) -> Any:
+def planted(policy: str, rule: str | None, *args: Any, **options: Any) -> Any:
     """Add a program to the corpus."""
 
     def add(program):
-        into.append(Case(program, args, policy, rule, **options))
+        CASES.append(Case(program, args, policy, rule, **options))
         return program
 
     return add
 
 
+in_autocast = functools.partial(jmp_lite.autocast, policy="mixed_float16")
 in_float16, in_bfloat16, in_fp8 = (
     functools.partial(planted, f"mixed_{half}")
     for half in ("float16", "bfloat16", "fp8")
@@ -111,6 +111,12 @@ def mask_in_a_branch_of_a_scan(x, mask):
         return carry + 1, masked
 
     return lax.scan(step, 0, x)[1]
+
+
+@in_float16("constant-out-of-range", f16(4))
+def jitted_function_of_jax_that_is_called_twice(x):
+    x = jnp.where(x > 0, x, -1e9)  # hazard
+    return jnp.where(x > 1, x, -1e9)  # hazard
 
 
 # Small constants.
@@ -159,7 +165,8 @@ def softmax_by_hand_with_a_mask(x, mask):
     return weights / jnp.sum(weights, -1, keepdims=True)
 
 
-@in_float16("softmax-in-half", f16(4, 8), under=jax.grad)
+# Of an array that is too large to be computed.
+@in_float16("softmax-in-half", f16(2**40, 2**20), under=jax.grad)
 def logsumexp_in_a_gradient(x):
     return jnp.sum(jax.nn.logsumexp(x, -1).astype(F32))  # hazard
 
@@ -204,14 +211,8 @@ def cumulative_sum(x):
     return jnp.cumsum(x, -1)  # hazard
 
 
-@in_float16(
-    "long-sum-in-half",
-    f16(8, 8),
-    f16(8),
-    f16(2056, 8),
-    under=functools.partial(jax.grad, argnums=1),
-)
-def gradient_of_a_half_bias(w, b, x):
+@in_float16("long-sum-in-half", f16(8), f16(8, 8), f16(2056, 8), under=jax.grad)
+def gradient_of_a_half_bias(b, w, x):
     y = x @ w + b  # hazard
     return jnp.sum(y.astype(F32))
 
@@ -250,14 +251,9 @@ def gradient_of_a_recurrent_weight(w, xs):
 
 
 @in_bfloat16("positions-in-half", bf16(2, 300), bools(2, 300))
+@in_bfloat16("positions-in-half", bf16(2, 300), ints(2, 300))
 def positions_of_a_mask(table, mask):
     index = jnp.cumsum(mask.astype(jnp.int32), -1) - 1
-    return table * index.astype(table.dtype)  # hazard
-
-
-@in_bfloat16("positions-in-half", bf16(2, 300), ints(2, 300))
-def positions_of_an_integer_mask(table, mask):
-    index = jnp.cumsum(mask, -1) - 1
     return table * index.astype(table.dtype)  # hazard
 
 
@@ -272,6 +268,12 @@ def rotary_angles(x):
 def rotary_angles_cast_too_early(x, position):
     angle = jnp.einsum("t,f->tf", position.astype(x.dtype), x[0])
     return jnp.concatenate([jnp.sin(angle), x], -1)  # hazard
+
+
+@in_float16("positions-in-half", f32(8, 8), under=in_autocast)
+def positions_that_autocast_casts(w):
+    positions = jnp.arange(4096.0).reshape(512, 8)
+    return jnp.sum((positions @ w) ** 2)  # hazard
 
 
 # Speed.
@@ -327,8 +329,8 @@ def product_on_each_shard(x, w):
 
 # Train steps.
 
-_SGD, _PLAIN = optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)
-_SAFE, _SCALE = jmp_lite.scale_aware(_SGD), jmp_lite.DynamicLossScale()
+_SGD = optax.sgd(0.1, momentum=0.9)
+_SAFE, _SCALE = jmp_lite.scale_aware(_SGD), jax.eval_shape(jmp_lite.DynamicLossScale)
 _CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), _SAFE)
 _DECAYED = optax.chain(_SAFE, optax.add_decayed_weights(-1e-4))
 _SUMMED = optax.chain(_SAFE, optax.trace(0.9))
@@ -339,48 +341,45 @@ def squares(w, x):
     return jnp.mean(jnp.square((x @ w.astype(F16)).astype(F32)))
 
 
-def _planted_step(rule: str, tx: Any) -> Any:
-    return in_float16(rule, _WEIGHTS, jax.eval_shape(tx.init, _WEIGHTS), f16(8, 8))
+def _planted_step(rule: str, tx: Any, *more: Any) -> Any:
+    """Add a step, which gets the optimiser first."""
+    args = _WEIGHTS, jax.eval_shape(tx.init, _WEIGHTS), *more, f16(8, 8)
+    return in_float16(rule, *args, under=lambda step: functools.partial(step, tx))
 
 
 @_planted_step("unscaled-gradients", _SAFE)
-def step_whose_loss_is_not_scaled(w, state, x):
+def step_whose_loss_is_not_scaled(tx, w, state, x):
     grads = jax.grad(squares)(w, x)
-    updates, state = _SAFE.update(grads, state, w)  # hazard
+    updates, state = tx.update(grads, state, w)  # hazard
     return w + updates, state
 
 
 @_planted_step("loss-scale-lost", _SAFE)
-def step_that_returns_the_old_state(w, state, x):
+def step_that_returns_the_old_state(tx, w, state, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)  # hazard
-    updates, _ = _SAFE.update(grads, state, w)
+    updates, _ = tx.update(grads, state, w)
     return w + updates, state
 
 
 @_planted_step("clipped-while-scaled", _CLIPPED)
-def step_that_clips_scaled_gradients(w, state, x):
+@_planted_step("decay-outside", _SUMMED)
+def step_that_clips_scaled_gradients_or_sums_updates(tx, w, state, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
-    updates, state = _CLIPPED.update(grads, state, w)  # hazard
+    updates, state = tx.update(grads, state, w)  # hazard
     return w + updates, state
 
 
 @_planted_step("decay-outside", _DECAYED)
-def step_that_decays_when_it_is_skipped(w, state, x):
+def step_that_decays_when_it_is_skipped(tx, w, state, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
-    updates, state = _DECAYED.update(grads, state, w)
+    updates, state = tx.update(grads, state, w)
     return w + updates, state  # hazard
 
 
-@in_float16(
-    "scaled-update",
-    _WEIGHTS,
-    jax.eval_shape(_SGD.init, _WEIGHTS),
-    jax.eval_shape(lambda: _SCALE),
-    f16(8, 8),
-)
-def step_that_unscales_nothing(w, state, scale, x):
+@_planted_step("scaled-update", _SGD, _SCALE)
+def step_that_unscales_nothing(tx, w, state, scale, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=scale)(w, x)
-    updates, state = _SGD.update(grads, state)
+    updates, state = tx.update(grads, state)
     return w + updates, state, scale  # hazard
 
 
@@ -393,31 +392,191 @@ def step_without_a_loss_scale(w, x):
 
 
 @_planted_step("not-in-half", _SAFE)
-def step_whose_loss_is_in_float32(w, state, x):
+def step_whose_loss_is_in_float32(tx, w, state, x):
     def squares(w, x):
         return jnp.mean(jnp.square(x.astype(F32) @ w))  # hazard
 
     grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
-    updates, state = _SAFE.update(grads, state, w)
+    updates, state = tx.update(grads, state, w)
     return w + updates, state
 
 
-@in_float16(
-    "not-skipped",
-    _WEIGHTS,
-    jax.eval_shape(_PLAIN.init, _WEIGHTS),
-    jax.eval_shape(lambda: _SCALE),
-    f16(8, 8),
-)
-def step_that_keeps_nothing(w, state, scale, x):
+@_planted_step("not-skipped", optax.sgd(0.1), _SCALE)
+def step_that_keeps_nothing(tx, w, state, scale, x):
     grads = jmp_lite.scaled_grad(squares, loss_scale=scale)(w, x)
     grads = scale.unscale(grads)
-    updates, state = _PLAIN.update(grads, state)
+    updates, state = tx.update(grads, state)
     return w + updates, state, scale.adjust(jmp_lite.all_finite(grads))  # hazard
 
 
-@_planted_step("decay-outside", _SUMMED)
-def step_that_sums_updates(w, state, x):
-    grads = jmp_lite.scaled_grad(squares, loss_scale=state)(w, x)
-    updates, state = _SUMMED.update(grads, state, w)  # hazard
-    return w + updates, state
+# Programs that look as if they had a hazard, and have none.
+
+
+@in_float16(None, f16(16, 8), f16(16, 8), f16(16, 8), bools(16, 16))
+def attention_as_it_should_be(q, k, v, mask):
+    logits = jnp.einsum("qd,kd->qk", q, k) * q.shape[-1] ** -0.5
+    logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
+    weights = jax.nn.softmax(logits.astype(F32)).astype(q.dtype)
+    return weights @ v
+
+
+@in_float16(None, f16(4, 8), bools(4, 8))
+def infinite_masks_and_limits(x, mask):
+    x = jnp.where(mask, x, -jnp.inf)
+    return jnp.max(x, -1), jnp.clip(x, -1e6, 1e6), x < 1e9, jnp.minimum(x, 1e9)
+
+
+@in_float16(None, f16(4, 8), f16(2, 4, 8))
+def zeros_that_are_no_eps(x, terms):
+    total = sum([terms[0], terms[1]])
+    root = jnp.sqrt(jnp.maximum(x, 0.0)) + 1.0
+    return jax.nn.relu(x) / total, x / root, x + 0.0, x * 0.0
+
+
+@in_float16(None, f16(4, 8))
+def eps_of_a_divisor_that_is_replaced(x):
+    x = jnp.abs(x) + 1e-8
+    return 1.0 / jnp.where(x > 0, x, 1.0)
+
+
+@in_bfloat16(None, bf16(4, 8), bf16(4, 8))
+def eps_that_bfloat16_holds(x, y):
+    optimizer = optax.adam(1e-3, b2=0.99)
+    updates: Any = optimizer.update(x, optimizer.init(x))[0]
+    return updates / jnp.maximum(y, 1e-12) + lax.rsqrt(y + 1e-6)
+
+
+@in_bfloat16(None, bf16(4), bf16(4))
+def ones_that_are_meant(x, y):
+    p = jnp.clip(x, 0.0, 1.0)
+    odds = p / (1.0 + p) + y / jnp.minimum(y, 1.0) + jnp.log(2.0 - p.astype(F32))
+    average = 0.99 * x + 0.01 * y
+    return odds, average, 1.0 * x, 1.0 * x + 0.5 * y, x**2.0, jnp.where(x > 0, 1, x)
+
+
+@in_float16(None, f16(16, 8), f16(16, 8))
+def products_that_are_no_squares(x, y):
+    gram = x @ x.T, jnp.einsum("aij,aji->a", *[x.reshape(2, 8, 8)] * 2)
+    shifted = jnp.einsum("id,id->i", x[1:], x[:-1])
+    in_another_order = x * jnp.vdot(x, x[::-1]) * jnp.vdot(x, x.T.reshape(x.shape))
+    in_f32 = jnp.einsum("id,id->i", x, x, preferred_element_type=F32)
+    of_both = jnp.einsum("id,id->i", x, y)
+    return gram, shifted, in_another_order, in_f32, of_both
+
+
+@in_bfloat16(None, bf16(2, 200), ints(2, 200))
+def counts_that_are_exact(x, mask):
+    return x * jnp.cumsum(mask, -1).astype(x.dtype), jnp.cumsum(mask, -1)
+
+
+@in_float16(None, f16(4, 8192))
+def statistics_that_jax_takes_in_float32(x):
+    mean, variance = jnp.mean(x, -1), jnp.var(x, -1)
+    return x.sum(-1), mean, variance, jnp.std(x, -1), jnp.prod(x, -1)
+
+
+@in_float16(None, f16(4, 8), under=jax.grad)
+def activations(x):
+    functions = "relu gelu silu elu selu softplus sigmoid log_sigmoid hard_tanh"
+    ys = [getattr(jax.nn, name)(x) for name in functions.split()]
+    ys += [jax.nn.gelu(x, approximate=False), jnp.exp(-x), x * x, jnp.tanh(x)]
+    return sum(jnp.sum(y.astype(F32)) for y in ys[:-2])
+
+
+@in_float16(None, f16(4, 32, 32, 8), under=jax.grad)
+def maxima_and_their_gradients(x):
+    pooled = nn.max_pool(x, (2, 2), (2, 2)) + jnp.max(x, (0, 1, 2), keepdims=True)
+    averaged = nn.avg_pool(x, (2, 2), (2, 2))
+    return jnp.sum(pooled.astype(F32)) + jnp.sum(averaged.astype(F32))
+
+
+@in_float16(None, f16(4096, 8), ints(4096), f16(4096, 8))
+def lookups(table, labels, x):
+    one_hot = jax.nn.one_hot(labels, table.shape[0], dtype=x.dtype)
+    position = jnp.arange(x.shape[0])
+    causal = position[:, None] >= position[None]
+    x = x + table[labels] + jnp.take(table, position % 8, axis=0)
+    return jnp.where(causal, x @ x.T, 0.0), one_hot @ table
+
+
+@in_float16(None, f16(4096, 8))
+def rotary_embedding_in_float32(x):
+    position = jnp.arange(x.shape[0], dtype=F32)
+    frequency = 1e4 ** -(jnp.arange(4, dtype=F32) / 4)
+    angle = jnp.einsum("t,f->tf", position, frequency)
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@in_bfloat16(None, bf16(8, 8), jax.ShapeDtypeStruct((8, 8), jnp.uint8))
+def sines_of_features(x, image):
+    x = x + image.astype(x.dtype) / 255.0
+    return jnp.sin(30.0 * x), jnp.cos(jnp.arange(8, dtype=x.dtype) / 8)
+
+
+@in_float16(None, KEY, f16(4, 8))
+def dropout_and_noise(key, x):
+    noise = jax.random.normal(key, x.shape, x.dtype)
+    keep = jax.random.bernoulli(key, 0.9, x.shape)
+    return jnp.where(keep, x / 0.9, 0.0) + noise
+
+
+@in_float16(None, f16(16, 8), ints(16), under=jax.value_and_grad)
+def losses_of_float32_logits(logits, labels):
+    logits = logits.astype(F32)
+    one_hot = jax.nn.one_hot(labels, logits.shape[-1])
+    entropy = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    binary = optax.sigmoid_binary_cross_entropy(logits, one_hot)
+    square = optax.l2_loss(logits, one_hot)
+    return jnp.mean(entropy) + jnp.mean(binary) + jnp.mean(square)
+
+
+@in_float16(None, f16(4, 8))
+def hazards_that_no_result_needs(x):
+    unused = jax.nn.softmax(x), x / 1e-9, jnp.sum(x * x)
+    del unused
+    return x + 1.0
+
+
+@in_float16(
+    None, (f16(10, 3, 5, 5), f16(16, 3, 3, 3)), f16(16, 1, 3, 3), under=jax.grad
+)
+def channels_that_cannot_be_helped(operands, depthwise):
+    x, w = operands
+    x = lax.conv(x, w, (1, 1), "SAME")
+    x = lax.conv_general_dilated(x, depthwise, (1, 1), "SAME", feature_group_count=16)
+    return jnp.sum(x.astype(F32))
+
+
+@in_float16(None, f32(8, 8), f32(8, 8))
+def products_meant_to_be_float32(x, w):
+    return jnp.dot(x, w, precision=lax.Precision.HIGHEST)
+
+
+@in_fp8(None, bf16(256, 512), bf16(512, 1024), bf16(2, 200, 256), bf16(64, 200))
+def products_in_fp8_and_those_that_cannot_be(x, w, attention, small):
+    scores = jnp.einsum("bik,bjk->bij", attention, attention)
+    return x @ w, scores, small @ jnp.ones((200, 1024), x.dtype)
+
+
+@in_bfloat16(None, bf16(12, 8, 8), bf16(4, 8))
+def residual_stream_of_a_few_layers(ws, x):
+    return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
+
+
+@in_bfloat16(None, bf16(8, 8), f32(4, 8))
+def solver_whose_state_is_float32(w, y):
+    def step(y, _):
+        return y + 0.01 * jnp.tanh(y.astype(w.dtype) @ w).astype(F32), None
+
+    return lax.scan(step, y, length=500)[0]
+
+
+@in_float16(None, f16(8, 8), f16(500, 4, 8))
+def recurrence_that_adds_its_input_alone(w, xs):
+    def step(h, x):
+        h = jnp.tanh(h @ w) + x
+        return h, h
+
+    return lax.scan(step, jnp.zeros((4, 8), F16), xs)[1]

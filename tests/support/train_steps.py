@@ -8,9 +8,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import linen_models
+import nnx_models
 import optax
 from flax import nnx
 from flax.training import dynamic_scale
@@ -18,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 import jmp_lite.linen
-import jmp_lite.nnx
 
 POLICY = "mixed_float16"
 STEPS: dict[str, Callable[..., Any]] = {}
@@ -92,9 +92,10 @@ def stacked(count: int, tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.stack([x] * count), tree)
 
 
-ADAM = jmp.scale_aware(optax.adam(1e-3))
-
-
+PLAIN_ADAM = optax.adam(1e-3)
+ADAM = jmp.scale_aware(PLAIN_ADAM)
+# For gradients that a step has unscaled itself.
+UNSCALED_ADAM = jmp.scale_aware(PLAIN_ADAM, jmp.NoOpLossScale())
 CLIP = optax.clip_by_global_norm(1.0)
 OPTIMIZERS: dict[str, Any] = {
     "clip_decay_and_schedule_inside": optax.chain(
@@ -103,14 +104,11 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": optax.adafactor(1e-3),
     "accumulation_inside": optax.MultiSteps(optax.adam(1e-3), 4),
 }
-for _name, _optimizer in OPTIMIZERS.items():
-    STEPS[_name] = functools.partial(basic, optimizer=_optimizer)
+STEPS |= {k: functools.partial(basic, optimizer=tx) for k, tx in OPTIMIZERS.items()}
 
 
 @step_of
 def accumulation_of_unscaled_gradients_in_a_scan(grad):
-    tx = jmp.scale_aware(optax.adam(1e-3), jmp.NoOpLossScale())
-
     def step(params, opt_state, loss_scale, xs, ys):
         def add(carry, batch):
             total, count, loss_scale = carry
@@ -124,10 +122,10 @@ def accumulation_of_unscaled_gradients_in_a_scan(grad):
         first = optax.tree.zeros_like(params), jnp.float32(0), loss_scale
         (total, count, loss_scale), _ = jax.lax.scan(add, first, (xs, ys))
         mean = jax.tree.map(lambda g: g / count, total)
-        return *updated(tx, mean, opt_state, params), loss_scale
+        return *updated(UNSCALED_ADAM, mean, opt_state, params), loss_scale
 
-    batches = stacked(4, (X, Y))
-    return step, (PARAMS, tx.init(PARAMS), jmp.DynamicLossScale(), *batches)
+    args = PARAMS, UNSCALED_ADAM.init(PARAMS), jmp.DynamicLossScale()
+    return step, (*args, *stacked(4, (X, Y)))
 
 
 @step_of
@@ -137,38 +135,48 @@ def accumulation_by_hand_in_an_argument(grad):
         total = jax.tree.map(jnp.add, total, grads)
 
         def update(params, opt_state, total):
-            return *updated(ADAM, total, opt_state, params), optax.tree.zeros_like(
-                total
-            )
+            zeros = optax.tree.zeros_like(total)
+            return *updated(ADAM, total, opt_state, params), zeros
 
-        def wait(*args):
-            return args
-
-        return jax.lax.cond(is_last, update, wait, params, opt_state, total)
+        carry = params, opt_state, total
+        return jax.lax.cond(is_last, update, lambda *carry: carry, *carry)
 
     zeros = optax.tree.zeros_like(PARAMS)
     return step, (PARAMS, ADAM.init(PARAMS), zeros, jnp.bool_(True), X, Y)
 
 
+def by_hand(
+    keep: Any = lambda finite, new, old: new,
+    adjust: Any = lambda scale, finite: scale.adjust(finite),
+    optimizer: Any = PLAIN_ADAM,
+    grad: Any = scaled,
+) -> Any:
+    """Return a step as users of jmp write it; `keep` chooses parameters and state."""
+
+    def step(params, opt_state, loss_scale, x, y):
+        _, grads = grad(loss_fn, loss_scale)(params, x, y)
+        grads = loss_scale.unscale(grads)
+        finite = jmp.all_finite(grads)
+        new = updated(optimizer, grads, opt_state, params)
+        kept = keep(finite, new, (params, opt_state))
+        return *kept, adjust(loss_scale, finite)
+
+    return step
+
+
+def args_by_hand(optimizer: Any) -> Any:
+    return PARAMS, optimizer.init(PARAMS), jmp.DynamicLossScale(), X, Y
+
+
 @step_of
 def jmps_way(grad):
     tx = optax.adamw(1e-3)
-
-    def step(params, opt_state, loss_scale, x, y):
-        value, grads = grad(loss_fn, loss_scale)(params, x, y)
-        grads = loss_scale.unscale(grads)
-        finite = jmp.all_finite(grads)
-        new = updated(tx, grads, opt_state, params)
-        chosen = jmp.select_tree(finite, new, (params, opt_state))
-        return *chosen, loss_scale.adjust(finite), value
-
-    return step, (PARAMS, tx.init(PARAMS), jmp.DynamicLossScale(), X, Y)
+    return by_hand(jmp.select_tree, optimizer=tx, grad=grad), args_by_hand(tx)
 
 
 @step_of
 def several_loss_scales(grad):
     losses = {"fit": loss_fn, "size": lambda p, x, y: 1e-6 * loss_fn(p, x, 0 * y)}
-    tx = jmp.scale_aware(optax.adam(1e-3), jmp.NoOpLossScale())
 
     def step(params, opt_state, loss_scales, x, y):
         grads, new_scales = {}, {}
@@ -177,10 +185,10 @@ def several_loss_scales(grad):
             grads[name] = loss_scale.unscale(given)
             new_scales[name] = loss_scale.adjust(jmp.all_finite(grads[name]))
         total = jax.tree.map(lambda *g: sum(g[1:], g[0]), *grads.values())
-        return *updated(tx, total, opt_state, params), new_scales
+        return *updated(UNSCALED_ADAM, total, opt_state, params), new_scales
 
     scales = {"fit": jmp.DynamicLossScale(), "size": jmp.DynamicLossScale(2.0**24)}
-    return step, (PARAMS, tx.init(PARAMS), scales, X, Y)
+    return step, (PARAMS, UNSCALED_ADAM.init(PARAMS), scales, X, Y)
 
 
 @step_of
@@ -198,25 +206,22 @@ def steps_in_a_while_loop(grad):
     return train, (params, opt_state, x, y)
 
 
-def _mapped(grad: Any, average: str) -> Any:
+def _mapped(grad: Any, loss: Any, average: Any = lambda found: found) -> Any:
     tx = jmp.scale_aware(optax.adam(1e-3), axis_name="data")
 
-    def loss(params, x, y):
-        value = loss_fn(params, x, y)
-        return jax.lax.pmean(value, "data") if average == "loss" else value
-
     def step(params, opt_state, x, y):
-        value, grads = grad(loss, opt_state)(params, x, y)
-        if average == "grads":
-            value, grads = jax.lax.pmean((value, grads), "data")
+        value, grads = average(grad(loss, opt_state)(params, x, y))
         return updated(tx, grads, opt_state, params, value=value)
 
     return step, tx.init(PARAMS)
 
 
+_average = functools.partial(jax.lax.pmean, axis_name="data")
+
+
 @step_of
 def in_shard_map(grad):
-    step, opt_state = _mapped(grad, "loss")
+    step, opt_state = _mapped(grad, lambda *args: _average(loss_fn(*args)))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = P(), P(), P("data"), P("data")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P())
@@ -225,7 +230,7 @@ def in_shard_map(grad):
 
 @step_of
 def in_pmap(grad):
-    step, opt_state = _mapped(grad, "grads")
+    step, opt_state = _mapped(grad, loss_fn, _average)
     mapped = jax.pmap(step, axis_name="data", devices=jax.devices()[:2])
     return mapped, stacked(2, (PARAMS, opt_state, X, Y))
 
@@ -293,20 +298,15 @@ def a_gradient_penalty(grad):
     return step_with(ADAM, gradients)
 
 
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False, use_fast_variance=False)(x)
-        return nn.Dense(8)(nn.relu(nn.Dense(16)(x)))
+# The inputs and labels of convolutional models.
+OF_CONV_NETS = jnp.ones((2, 6, 4)), jnp.ones((2, 6, 3))
 
 
 @step_of
 def linen_train_state(grad):
-    model = jmp_lite.linen.with_policy(Normed(), POLICY)
-    tx, variables = (
-        jmp.scale_aware(optax.adamw(1e-3)),
-        jax.jit(model.init)(jax.random.key(0), X),
-    )
+    model = linen_models.with_policy(linen_models.ConvNet(), POLICY)
+    tx = jmp.scale_aware(optax.adamw(1e-3))
+    variables = linen_models.init(model, OF_CONV_NETS[0])
     state = jmp_lite.linen.TrainState.create(
         apply_fn=model.apply, tx=tx, ema_decay=0.99, **variables
     )
@@ -320,36 +320,25 @@ def linen_train_state(grad):
         (value, stats), grads = grad(loss, state.opt_state, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads, value=value, batch_stats=stats)
 
-    return step, (state, X, Y)
-
-
-class Layers(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(16, 16, rngs=rngs)
-        self.drop = nnx.Dropout(0.1, rngs=rngs)
-        self.last = nnx.Linear(16, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(self.drop(nnx.relu(self.first(x))))
-
-
-def _nnx_loss(model, x, y):
-    return jnp.mean((model(x) - y) ** 2)
+    return step, (state, *OF_CONV_NETS)
 
 
 @step_of
 def nnx_optimizer_in_place(grad):
-    model = jmp_lite.nnx.with_policy(Layers(nnx.Rngs(0)), POLICY)
-    tx = jmp.scale_aware(optax.adamw(1e-3))
+    model = nnx_models.with_policy(nnx_models.make(nnx_models.ConvNet), POLICY)
+    optimizer = nnx.Optimizer(model, jmp.scale_aware(optax.adamw(1e-3)), wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer, x, y):
-        fun = grad(_nnx_loss, optimizer.opt_state, value_and_grad=nnx.value_and_grad)
-        value, grads = fun(model, x, y)
+        def loss(model):
+            return jnp.mean((model(x) - y) ** 2)
+
+        options = {"value_and_grad": nnx.value_and_grad}
+        value, grads = grad(loss, optimizer.opt_state, **options)(model)
         optimizer.update(model, grads)
         return value
 
-    return step, (model, nnx.Optimizer(model, tx, wrt=nnx.Param), X, Y)
+    return step, (model, optimizer, *OF_CONV_NETS)
 
 
 # What is right, and has no form in which a loss is not scaled.
@@ -359,6 +348,11 @@ def right(fun: Any) -> Any:
     """Add a step that has no wrong form."""
     ALWAYS_RIGHT[fun.__name__] = fun
     return fun
+
+
+@right
+def the_gradient_alone():
+    return jax.value_and_grad(loss_fn), (PARAMS, X, Y)
 
 
 @right
@@ -399,18 +393,17 @@ def accumulated_in_an_argument_and_returned():
     return step, (PARAMS, jmp.DynamicLossScale(), PARAMS, X, Y)
 
 
+bfloat16_loss = jmp.autocast(plain_loss, "mixed_bfloat16")
+
+
 @right
 def bfloat16_without_a_scale():
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    loss = jmp.autocast(plain_loss, "mixed_bfloat16")
-    return step_with(tx, lambda params, _, *batch: jax.grad(loss)(params, *batch))
+    tx = optax.chain(CLIP, optax.adamw(1e-3))
+    return step_with(tx, gradients_of(unscaled, bfloat16_loss))
 
 
 OTHER_SCALES = {
-    "bfloat16_with_a_scale_of_one": (
-        jmp.NoOpLossScale(),
-        jmp.autocast(plain_loss, "mixed_bfloat16"),
-    ),
+    "bfloat16_with_a_scale_of_one": (jmp.NoOpLossScale(), bfloat16_loss),
     "a_static_loss_scale": (jmp.StaticLossScale(1024.0), loss_fn),
     "float32_throughout": (jmp.NoOpLossScale(), plain_loss),
 }
@@ -435,22 +428,20 @@ def dynamic_scale_of_flax():
     return step, (PARAMS, tx.init(PARAMS), scale, X, Y)
 
 
+def step_with_a_scale_of_ones_own(params, scale, x, y):
+    grads = jax.grad(lambda params: scale * loss_fn(params, x, y))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 / scale * g, params, grads)
+
+
 @right
 def a_scale_of_ones_own():
-    def step(params, scale, x, y):
-        grads = jax.grad(lambda params: scale * loss_fn(params, x, y))(params)
-        return jax.tree.map(lambda p, g: p - 0.1 / scale * g, params, grads)
-
-    return step, (PARAMS, jnp.float32(1024), X, Y)
+    return step_with_a_scale_of_ones_own, (PARAMS, jnp.float32(1024), X, Y)
 
 
 @right
 def a_constant_of_ones_own():
-    def step(params, x, y):
-        grads = jax.grad(lambda params: 1024.0 * loss_fn(params, x, y))(params)
-        return jax.tree.map(lambda p, g: p - 0.1 / 1024.0 * g, params, grads)
-
-    return step, (PARAMS, X, Y)
+    step = functools.partial(step_with_a_scale_of_ones_own, scale=1024.0)
+    return lambda params, x, y: step(params, x=x, y=y), (PARAMS, X, Y)
 
 
 @right
