@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jaxprs
 import pytest
 from arrays import error
-from autocast_corpus.program import DTYPES, POLICIES, normal, weight
+from autocast_corpus.program import DTYPES, EPS, IN_HALVES, POLICIES, normal, weight
 from flax import nnx
 from jax import lax
 from jaxprs import dtypes_of_products
@@ -17,12 +17,10 @@ from jmp_lite import PolicyMap, autocast, explain, full_precision
 
 BF16 = POLICIES["bf16"]
 W, X = weight(0, 8, 8), normal(1, 4, 8)
-EPS = {half: float(jnp.finfo(dtype).eps) for half, dtype in DTYPES.items()}
-BOTH = pytest.mark.parametrize("half", POLICIES)
 
 
 @pytest.mark.one_of("half")
-@BOTH
+@IN_HALVES
 def test_the_angles_of_rotary_embeddings_never_go_low(half: str) -> None:
     def angles(w, x, positions):
         frequencies = 10000.0 ** (-jnp.arange(0, 8, 2, dtype=jnp.float32) / 8)
@@ -158,7 +156,7 @@ def test_a_half_output_dtype_of_the_whole_makes_results_half(policy, options, re
     assert cast(W, X).dtype == jnp.float32
 
 
-@BOTH
+@IN_HALVES
 def test_a_square_that_is_summed_is_taken_in_f32(half: str) -> None:
     def norms(w, x):
         y = x @ w
@@ -216,7 +214,7 @@ def test_a_stream_that_norms_make_is_half_where_products_read_it(fun, half, dtyp
 
 
 @pytest.mark.one_of("half")
-@BOTH
+@IN_HALVES
 def test_comparisons_of_what_norms_make_stay_comparisons(half: str) -> None:
     def masked(w, x):
         x = _norm(x @ w)
@@ -269,7 +267,7 @@ def test_small_steps_between_products_are_not_lost(fun: Any, start: Any) -> None
 
 
 @pytest.mark.parametrize("half_results", [True, False])
-@BOTH
+@IN_HALVES
 def test_the_bias_of_a_convolution_is_added_in_half(half, half_results) -> None:
     """cuDNN adds it inside of the convolution then.
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from arrays import error
+from arrays import error, in_float64
 from jax import lax
 
 from jmp_lite import autocast
@@ -39,11 +39,9 @@ def gradients(fun: Callable[..., Any], *args: Any) -> Any:
     return jax.jit(jax.value_and_grad(fun, tuple(range(len(args)))))(*args)
 
 
-def exact_gradients(fun: Callable[..., Any], *args: Any) -> list[np.ndarray]:
+def exact_gradients(fun: Callable[..., Any], *args: Any) -> tuple[np.ndarray, ...]:
     """Return the gradients for all arguments, in float64."""
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) for x in args]
-        return [np.asarray(x) for x in gradients(fun, *wide)[1]]
+    return in_float64(jax.grad(fun, tuple(range(len(args)))), *args)
 
 
 def check_recomputed(
@@ -52,7 +50,7 @@ def check_recomputed(
     policy: str,
     most: float,
     scale: float = 1024.0,
-    exact: list[np.ndarray] | None = None,
+    exact: tuple[np.ndarray, ...] | None = None,
 ) -> list[Any]:
     """Check that what is computed again makes gradients hardly worse.
 
