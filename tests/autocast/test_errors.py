@@ -174,10 +174,6 @@ def _decomposition(x):
     return jnp.linalg.cholesky(gram, symmetrize_input=False) @ x
 
 
-def _platforms(x):
-    return lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
-
-
 def _reduction_by_a_function(x):
     total = lax.reduce(x, np.float32(0), lambda a, b: a + b * b, (1,))
     return x * total[:, None]
@@ -186,7 +182,7 @@ def _reduction_by_a_function(x):
 BETWEEN = {
     "pallas_call": _kernel,
     "cholesky": _decomposition,
-    "cond": _platforms,
+    "cond": lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
     "reduce": _reduction_by_a_function,
 }
 

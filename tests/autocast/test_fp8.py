@@ -11,12 +11,12 @@ import jaxprs
 import layer_stacks
 import numpy as np
 import pytest
-from arrays import error
+from arrays import error, largest_error
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import FP8_BACKWARD, FP8_FORWARD
-from layer_stacks import chain, layer, scan
+from layer_stacks import chain, layer, normal, scan
 
 from jmp_lite import OpRules, PolicyMap, autocast, explain
 
@@ -27,10 +27,6 @@ BOUND = 0.15
 SIZE = 32
 
 in_fp8 = functools.partial(autocast, policy="mixed_fp8", fp8_min_size=16)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
 
 
 def uniform(seed: int, *shape: int) -> jax.Array:
@@ -282,8 +278,7 @@ def test_sharded_weights_give_the_same_numbers():
     for of_w in (P("data", None), P(None, "model"), P("data", "model")):
         ws = [jax.device_put(w, NamedSharding(mesh, of_w)) for w in WS]
         found = step(ws, jax.device_put(X, NamedSharding(mesh, P("data"))))
-        errors = jax.tree.map(error, found, expected)
-        assert max(jax.tree.leaves(errors)) < 1e-2  # bfloat16 between the products
+        assert largest_error(found, expected) < 1e-2  # bfloat16 between the products
 
 
 def test_a_mesh_alone_changes_no_product():
@@ -307,7 +302,7 @@ def test_operands_with_explicit_shardings_are_bfloat16():
         with pytest.warns(UserWarning, match="no matrix .* an explicit sharding"):
             found = jax.jit(jax.grad(in_fp8(mlp)))(list(WS), x)
         assert in_fp8_of(in_fp8(lambda a: a @ a), ONES) == 1  # it is not sharded
-    assert max(map(error, found, of_mlp())) < BOUND
+    assert largest_error(found, list(of_mlp())) < BOUND
 
 
 def test_shard_map_sums_gradients_over_the_devices():

@@ -12,25 +12,21 @@ import numpy as np
 import pytest
 from arrays import error
 from autocast_corpus.program import DTYPES as HALF
+from autocast_corpus.program import IN_HALVES
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from layer_stacks import chain, layer, scan
+from layer_stacks import chain, layer, normal, scan
 
 from jmp_lite import Policy, PolicyMap, autocast, explain, get_policy, sums_in_float32
 
 DTYPES = {**HALF, "f32": jnp.float32}
 pytestmark = pytest.mark.one_of("half")
-IN_HALVES = pytest.mark.parametrize("half", HALF)
 SIZE = 32
 
 
 def policy(half: str, reduce: Any = "float32") -> Policy:
     return Policy("float32", half, "float32", None, reduce)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
 
 
 WS, X = normal(0, 3, SIZE, SIZE) * 2, normal(1, 2 * SIZE, SIZE) * 2

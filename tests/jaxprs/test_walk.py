@@ -196,10 +196,6 @@ def while_below(x):
     return lax.while_loop(lambda x: x < 100.0, lambda x: x * 3.0, x)
 
 
-def while_with_a_condition_each(xs):
-    return jax.vmap(while_below)(xs)
-
-
 def branches(i, x):
     choices = [jnp.sin, lambda x: jnp.cos(jnp.exp(x)), lambda x: x]
     return lax.switch(i, choices, x), lax.cond(i > 0, jnp.tanh, jnp.log1p, x)
@@ -219,7 +215,7 @@ COUNTS = [
     (scan_of_nothing, (np.ones(0, np.float32),), [("add", 0), ("exp", 0), ("sub", 1)]),
     (scan_of_constants, (np.eye(2, dtype=np.float32),), [("dot_general", 3)]),
     (while_below, (ONE * 2,), [("lt", 0), ("mul", 4)]),
-    (while_with_a_condition_each, (np.array([1, 99], np.float32),), [("while", 1)]),
+    (jax.vmap(while_below), (np.array([1, 99], np.float32),), [("while", 1)]),
     (branches, (np.int32(1), ONE), [("sin", 0), ("exp", 1), ("cos", 1), ("tanh", 1)]),
     (branches, (np.int32(0), ONE), [("sin", 1), ("cos", 0), ("log1p", 1)]),
     (calls, (ONE,), [("sin", 1), ("sin", 1), ("max", 1)]),

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def normal(seed: int, *shape: int) -> jax.Array:
+    """Return float32 numbers of a size that a product with a weight keeps."""
+    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
+
+
 def layer(x: Any, w: Any) -> Any:
     return jnp.tanh(x @ w)
 
