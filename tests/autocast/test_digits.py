@@ -38,16 +38,6 @@ def arccos_of_a_product(w):
     return jnp.arccos(jnp.clip(a @ b, -1 + 1e-7, 1 - 1e-7))
 
 
-def log_in_cond(w):
-    p = sigmoid(X @ w)
-    return lax.cond(X[0, 0] < 2, lambda p: jnp.log(1 - p), lambda p: p, p)
-
-
-def log_of_one_gathered(w):
-    p = sigmoid(X @ w)
-    return jnp.log(1 - jnp.take_along_axis(p, jnp.zeros((256, 1), jnp.int32), 1))
-
-
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "cross_entropy_by_hand": cross_entropy_by_hand,
     "log1p_of_minus_sigmoid": lambda w: jnp.log1p(-sigmoid(X @ w)),
@@ -64,8 +54,12 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "log_in_scan": lambda w: -lax.map(lambda x: jnp.log(1 - sigmoid(x @ w)), X),
     "log_in_remat": lambda w: jax.checkpoint(lambda w: jnp.log(1 - sigmoid(X @ w)))(w),
     "log_in_vmap": lambda w: jax.vmap(lambda x: jnp.log(1 - sigmoid(x @ w)))(X),
-    "log_in_cond": log_in_cond,
-    "log_of_one_gathered": log_of_one_gathered,
+    "log_in_cond": lambda w: lax.cond(
+        X[0, 0] < 2, lambda p: jnp.log(1 - p), lambda p: p, sigmoid(X @ w)
+    ),
+    "log_of_one_gathered": lambda w: jnp.log(
+        1 - jnp.take_along_axis(sigmoid(X @ w), jnp.zeros((256, 1), jnp.int32), 1)
+    ),
 }
 
 

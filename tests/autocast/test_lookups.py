@@ -10,7 +10,8 @@ import jaxprs
 import numpy as np
 import pytest
 from arrays import error, largest_error
-from autocast_corpus.program import DTYPES, EPS, POLICIES, normal, weight
+from autocast_corpus.program import DTYPES, EPS, IN_HALVES, POLICIES, normal, weight
+from backward_pass import rms_norm
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -23,19 +24,20 @@ TABLE, SCALES = normal(0, 32, 16), 1 + normal(5, 16) / 4
 WEIGHTS = [weight(i, 16, 16) for i in (1, 2)]
 IDS = np.arange(24, dtype=np.int32).reshape(4, 6) * 5 % 32
 OTHERS = IDS[:, ::-1].copy()
-# float16 has half results where they were measured: the policies of `advise`.
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-MODES = {"bf16": (POLICIES["bf16"], None), "f16": (POLICIES["f16"], True)}
-IN_MODES = pytest.mark.parametrize("half", MODES)
 
 
-def lower(fun: Callable[..., Any], half: str) -> Callable[..., Any]:
-    policy, half_results = MODES[half]
-    return autocast(fun, policy, half_results=half_results)
+def lower(fun: Callable[..., Any], half: str, reduce: str = "") -> Callable[..., Any]:
+    """Run a function under autocast with half results.
+
+    bfloat16 has them in any case; in float16 they need to be measured: the policies of
+    `advise` have them.
+    """
+    return autocast(fun, POLICIES[half] + reduce, half_results=True)
 
 
 def norm(x):
-    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * SCALES
+    return rms_norm(x) * SCALES
 
 
 def stream(x, weights):
@@ -73,11 +75,6 @@ def tied(table, weights, ids):
     return stream(x, weights) + jnp.mean(jax.nn.log_softmax(x @ table.T) * 0.1)
 
 
-def dropped(table, weights, ids):
-    keep = (ids % 7 > 0)[..., None]
-    return stream(jnp.where(keep, table[ids] / 0.9, 0), weights)
-
-
 def joined(table, weights, ids):
     x = jnp.concatenate([table[ids], table[ids + 1]], axis=-1)
     return jnp.mean((x @ jnp.concatenate(weights)) ** 2)
@@ -99,7 +96,9 @@ HALVED: dict[str, Callable[..., Any]] = {
     "two tables": lambda table, weights, ids: stream(
         table[ids] + table[::-1][ids], weights
     ),
-    "dropped": dropped,
+    "dropped": lambda table, weights, ids: stream(
+        jnp.where((ids % 7 > 0)[..., None], table[ids] / 0.9, 0), weights
+    ),
     "joined": joined,
     "scan": in_scan,
     "vmap": lambda table, weights, ids: jnp.sum(
@@ -115,7 +114,7 @@ def _derivatives(name: str) -> Any:
 
 
 @pytest.mark.one_of("half")
-@IN_MODES
+@IN_HALVES
 @pytest.mark.parametrize("name", HALVED)
 def test_a_table_is_cast_before_it_is_looked_up_in(name, half):
     fun = lower(HALVED[name], half)
@@ -147,7 +146,7 @@ EXACT: dict[str, Callable[..., Any]] = {
 }
 
 
-@IN_MODES
+@IN_HALVES
 @pytest.mark.parametrize("name", EXACT)
 def test_what_float32_alone_reads_is_looked_up_in_float32(name, half):
     def fun(table, weights, ids):
@@ -203,12 +202,12 @@ MANY: dict[str, Callable[..., Any]] = {
     "scan": _in_scan,
     "shard_map": _in_shard_map,
 }
-REDUCE = {"": "", "r=f32": ",reduce=float32"}
+IN_REDUCE = pytest.mark.parametrize("reduce", ["", ",reduce=float32"])
 
 
 @pytest.mark.one_of("half", "reduce")
-@IN_MODES
-@pytest.mark.parametrize("reduce", REDUCE)
+@IN_HALVES
+@IN_REDUCE
 @pytest.mark.parametrize(
     ("name", "is_half"),
     [
@@ -218,8 +217,7 @@ REDUCE = {"": "", "r=f32": ",reduce=float32"}
 )
 def test_the_gradient_of_a_table_is_summed_in_float32(name, is_half, reduce, half):
     """Of a table that the program stores in half, too."""
-    policy = f"params=float32,compute={half},output=float32{REDUCE[reduce]}"
-    fun = autocast(MANY[name], policy, half_results=True)
+    fun = lower(MANY[name], half, reduce)
     dtype = DTYPES[half] if is_half else jnp.float32
     table, ids = jnp.ones((4, 8), dtype), jnp.zeros(4096, jnp.int32)
     assert dtypes_of_lookups(fun, table, ids) == {half}
@@ -228,11 +226,10 @@ def test_the_gradient_of_a_table_is_summed_in_float32(name, is_half, reduce, hal
     np.testing.assert_array_equal(grad, np.eye(4, 1) * np.full(8, 512))
 
 
-@IN_MODES
-@pytest.mark.parametrize("reduce", REDUCE)
+@IN_HALVES
+@IN_REDUCE
 def test_a_table_is_gathered_from_devices_as_parameters_are(reduce, half):
-    policy = f"params=float32,compute={half},output=float32{REDUCE[reduce]}"
-    fun = autocast(_in_shard_map, policy, half_results=True)
+    fun = lower(_in_shard_map, half, reduce)
     jaxpr = jaxprs.trace(fun, jnp.ones((4, 8)), jnp.zeros(16, jnp.int32))
     gathered = {
         eqn.invars[0].aval.dtype for eqn in jaxprs.equations(jaxpr, "all_gather")

@@ -101,19 +101,9 @@ def kl_divergence(w=W, v=REVERSED):
     return -jnp.mean(1 + s - mean**2 - jnp.exp(s)) / 2
 
 
-def survival(w=W):
-    p = jax.nn.sigmoid(abs(X) @ abs(w) + 1)
-    return jnp.mean(jnp.log(1 - jnp.prod(p, -1)))
-
-
 def likelihood(w=W, v=REVERSED):
     sigma = jax.nn.softplus(X @ v) + 1e-3
     return jnp.mean((((FAR - 5000) - X @ w) / sigma) ** 2 / 2 + jnp.log(sigma))
-
-
-def pairs(w=W):
-    better, worse = X @ w + 300, X[::-1] @ w + 300
-    return -jnp.mean(jax.nn.log_sigmoid(better - worse))
 
 
 def sides(v=REVERSED):
@@ -146,8 +136,8 @@ def relu_of_sum(h):
     return jax.nn.relu(h + 2000) - 2000
 
 
-_NAMED = [boxes, position_bias, large_class_biases, in_scan, huber, pairs]
-_NAMED += [sides, in_two_losses, kl_divergence, survival, likelihood, variance_of_two]
+_NAMED = [boxes, position_bias, large_class_biases, in_scan, huber, sides]
+_NAMED += [in_two_losses, kl_divergence, likelihood, variance_of_two]
 PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
     "boxes_of_constants": lambda w=W4: boxes(w),
     "number": lambda w=W: _squared(X @ w + 5000),
@@ -177,6 +167,12 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
     "kl_divergence_near_0": lambda w=W / 10, v=W[::-1] / 10: kl_divergence(w, v) * 1e3,
     "difference": lambda w=W, v=REVERSED: jnp.mean(
         ((X @ w + 300) - (X @ v + 300)) ** 2
+    ),
+    "pairs": lambda w=W: (
+        -jnp.mean(jax.nn.log_sigmoid((X @ w + 300) - (X[::-1] @ w + 300)))
+    ),
+    "survival": lambda w=W: jnp.mean(
+        jnp.log(1 - jnp.prod(jax.nn.sigmoid(abs(X) @ abs(w) + 1), -1))
     ),
     "temporal_difference": lambda w=W: jnp.mean(
         (X @ w + 100 - 0.99 * (X[::-1] @ w + 100) - WEIGHTS) ** 2
@@ -239,16 +235,13 @@ def test_what_is_added_to_a_product_keeps_its_digits(name, order, half):
     assert largest_error(grads, exact_grads) < 0.03
 
 
-def _dtype(half: str) -> Any:
-    return DTYPES[half.split()[0]]
-
-
 @pytest.mark.one_of("size")
 @IN_MODES
 @pytest.mark.parametrize("size", [8, 16, 32])
 def test_saturated_attention_has_the_gradient_of_casts_by_hand(size, half):
     # Half probabilities do not sum to 1: what their gradients have in common must not
     # depend on it. Values of one sign have much in common.
+    dtype = DTYPES[half.split()[0]]
     tokens, w = TOKENS_OF_ONE_SIGN[:size], 12 * SATURATING / IN
 
     def loss(w, cast=lambda x: x):
@@ -259,9 +252,7 @@ def test_saturated_attention_has_the_gradient_of_casts_by_hand(size, half):
 
     (expected,) = exact_gradients(loss, w)
 
-    def by_hand(w):
-        return loss(w, lambda x: x.astype(_dtype(half)))
-
+    by_hand = functools.partial(loss, cast=lambda x: x.astype(dtype))
     rounded, found = (jax.jit(jax.grad(fun))(w) for fun in (by_hand, low(loss, half)))
     assert error(found, expected) < 1.5 * error(rounded, expected)
 
@@ -320,7 +311,9 @@ def test_a_sum_of_two_arrays_is_stored_in_half(half, name):
     args = W, W[:OUT], BIASES, np.ones((3, IN, OUT), np.float32)
     jaxpr = jaxprs.trace(low(_residual_stream(first), half), *args)
     dtypes = [e.outvars[0].aval.dtype for e in jaxprs.equations(jaxpr, "add")]
-    found = [d == _dtype(half) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    found = [
+        d == DTYPES[half.split()[0]] for d in dtypes if jnp.issubdtype(d, jnp.floating)
+    ]
     assert found == is_half
 
 

@@ -35,11 +35,6 @@ def _width_of_a_norm(w, gain, x):
     return jnp.max(y, -1) - jnp.min(y, -1)
 
 
-def _jitted(w, gain, x):
-    largest = jax.jit(lambda y: jnp.max(jax.nn.silu(y), -1, keepdims=True))
-    return largest(x @ w[0] + gain)
-
-
 MODELS = {
     "an activation": lambda w, gain, x: (
         jnp.max(jax.nn.gelu(x @ w[0] + gain), -2, keepdims=True) @ w[1]
@@ -47,7 +42,9 @@ MODELS = {
     "a probability": lambda w, gain, x: jnp.max(jax.nn.softmax(x @ w[0] + gain), -1),
     "where": _where_it_is_largest,
     "the width of a norm": _width_of_a_norm,
-    "in jit": _jitted,
+    "in jit": lambda w, gain, x: jax.jit(
+        lambda y: jnp.max(jax.nn.silu(y), -1, keepdims=True)
+    )(x @ w[0] + gain),
 }
 AROUND = {
     "alone": lambda model: lambda w, gain, x: model(w, gain, x[0]),

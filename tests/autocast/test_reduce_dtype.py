@@ -32,9 +32,6 @@ def policy(half: str, reduce: Any = "float32") -> Policy:
 WS, X = normal(0, 3, SIZE, SIZE) * 2, normal(1, 2 * SIZE, SIZE) * 2
 
 
-mlp = chain(layer)
-
-
 def moved_in_a_call(ws, x):
     @jax.jit
     def taken(ws):
@@ -50,21 +47,18 @@ def convolution(ws, x):
     return jnp.mean(lax.conv(jnp.tanh(x), kernels[1], (2, 1), "VALID") ** 2)
 
 
-def ragged(ws, x):
-    sizes = jnp.array([20, 24, 20], jnp.int32)
-    return jnp.mean(jnp.tanh(lax.ragged_dot(x, ws, sizes)) ** 2)
-
-
 def einsum(ws, x):
     x = jnp.einsum("bk,kln->lbn", x, ws[:1].reshape(SIZE, 2, -1))
     return jnp.mean(jnp.tanh(jnp.einsum("lbn,lnm->lbm", x, ws[1:, :16])) ** 2)
 
 
 PROGRAMS = layer_stacks.PROGRAMS | {
-    "mlp": mlp,
+    "mlp": chain(layer),
     "moved in a call": moved_in_a_call,
     "convolution": convolution,
-    "ragged": ragged,
+    "ragged": lambda ws, x: jnp.mean(
+        jnp.tanh(lax.ragged_dot(x, ws, jnp.array([20, 24, 20], jnp.int32))) ** 2
+    ),
     "einsum": einsum,
 }
 

@@ -86,12 +86,9 @@ def mean_of_squares(fun: Callable[..., Any]) -> Loss:
     return lambda w, x: jnp.mean(fun(w, x) ** 2)
 
 
-KEPT = {
-    "resized": mean_of_squares(_resized),
-    "keys of groups": mean_of_squares(_keys_of_groups),
-    "of an ensemble": mean_of_squares(_of_an_ensemble),
+_NAMED = [_resized, _keys_of_groups, _of_an_ensemble, _of_two_products]
+KEPT = {fun.__name__: mean_of_squares(fun) for fun in _NAMED} | {
     "tiled": mean_of_squares(lambda w, x: jnp.tile(x @ w, (1, TIMES, 1)) @ w[:, 1:]),
-    "of two products": mean_of_squares(_of_two_products),
 }
 
 

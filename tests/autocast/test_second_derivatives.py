@@ -80,10 +80,6 @@ def _jvp(fun: Any) -> Any:
     return lambda w, g: jax.jvp(fun, (w, g), (jnp.cos(w), jnp.cos(g)))[1]
 
 
-def _hvp(fun: Any) -> Any:
-    return _jvp(jax.grad(fun, (0, 1)))
-
-
 # How the derivatives are taken, of a function of two arrays.
 WAYS: dict[str, Callable[[Any], Any]] = {
     "jacrev_of_grad": lambda f: jax.jacrev(jax.grad(f, 0), 1),
@@ -92,7 +88,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "jacrev_of_jacfwd": lambda f: jax.jacrev(jax.jacfwd(f, 1), 0),
     "jacfwd_of_jacfwd": lambda f: jax.jacfwd(jax.jacfwd(f, 0), 1),
     "hessian": lambda f: jax.hessian(f, 1),
-    "hvp": _hvp,
+    "hvp": lambda f: _jvp(jax.grad(f, (0, 1))),
     "grad_of_jvp": lambda f: jax.grad(_jvp(f), (0, 1)),
     "penalty": lambda f: jax.grad(_penalty(f, 0), (0, 1)),
     "penalty_of_factor": lambda f: jax.grad(_penalty(f, 1), (0, 1)),

@@ -54,11 +54,6 @@ def leaky_relu(s=SLOPE):
     return jnp.where(h >= 0, h, s * h) @ V
 
 
-def take_along_axis(h=FEW):
-    indices = jnp.broadcast_to(INDICES[:, None], (ROWS, WIDTH))
-    return jax.nn.relu(jnp.take_along_axis(h @ W, indices, 0)) @ V
-
-
 def overlapping_slices(h=SEQUENCE):
     h = h @ W
     return jax.nn.relu(jnp.stack([h[i : i + 30] for i in range(60)])) @ V
@@ -78,8 +73,8 @@ def context_in_scan(h=ROW):
     return lax.scan(step, 0.0, X.reshape(-1, 4, WIDTH))[0] * (4 / ROWS)
 
 
-_NAMED = [indexed_scalars, scalar_in_cond, leaky_relu, take_along_axis]
-_NAMED += [overlapping_slices, overlapping_slices_of_a_map, context_in_scan]
+_NAMED = [indexed_scalars, scalar_in_cond, leaky_relu, overlapping_slices]
+_NAMED += [overlapping_slices_of_a_map, context_in_scan]
 PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
     "scalar_times": lambda s=ONE: (X @ W) * s @ V,
     "scalar_plus": lambda s=ONE: ((X @ W) + s) @ V,
@@ -99,6 +94,10 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
     "reshaped_bias": lambda b=ZEROS[0]: jnp.tanh(X @ W + b.reshape(1, -1)) @ V,
     "gather": lambda h=FEW: jax.nn.relu((h @ W)[INDICES]) @ V,
     "take": lambda h=FEW: jax.nn.relu(jnp.take(h @ W, INDICES, axis=0)) @ V,
+    "take_along_axis": lambda h=FEW: (
+        jax.nn.relu(jnp.take_along_axis(h @ W, jnp.tile(INDICES[:, None], WIDTH), 0))
+        @ V
+    ),
     "tile": lambda h=ROW: jax.nn.relu(jnp.tile(h @ W, (ROWS, 1))) @ V,
     "repeat": lambda h=ROW: jax.nn.relu(jnp.repeat(h @ W, ROWS, 0)) @ V,
     "broadcast_to": lambda h=ROW: jax.nn.relu(jnp.broadcast_to(h @ W, X.shape)) @ V,

@@ -11,6 +11,11 @@ from jax import lax
 
 from jmp_lite import autocast
 
+
+def rms_norm(h):
+    return h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+
+
 # Models of a product, a weight and a gain.
 
 
@@ -19,13 +24,11 @@ def gelu(h, w, gain):
 
 
 def layer_norm(h, w, gain):
-    h = h - jnp.mean(h, -1, keepdims=True)
-    return h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * gain @ w
+    return rms_norm(h - jnp.mean(h, -1, keepdims=True)) * gain @ w
 
 
 def rms_norm_and_silu(h, w, gain):
-    scale = lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
-    return jax.nn.silu(h * scale * gain) @ w
+    return jax.nn.silu(rms_norm(h) * gain) @ w
 
 
 def kept(fun: Callable[..., Any], *args: Any, size: int) -> list[str]:

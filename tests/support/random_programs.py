@@ -169,12 +169,8 @@ def _vector(c, h, op):
     return h + projected[:, None] if op.option % 2 else h * projected
 
 
-def _tanh_of_product(x, w):
-    return jnp.tanh(x @ w)
-
-
-_by_jvp = jax.custom_jvp(_tanh_of_product)
-_by_vjp = jax.custom_vjp(_tanh_of_product)
+_by_jvp = jax.custom_jvp(lambda x, w: jnp.tanh(x @ w))
+_by_vjp = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w))
 
 
 @_by_jvp.defjvp
