@@ -413,3 +413,129 @@ def test_a_call_without_results_in_a_loop_is_left_alone():
     found = jax.jit(autocast(jax.grad(loss), "mixed_float16"))(params)
     for grad, want in zip(found, jax.jit(jax.grad(loss))(params), strict=True):
         assert error(grad, want) < 0.02
+
+
+# A number is kept in two bytes, relative to others of its row: one that is far larger,
+# or infinite, must not cost the others theirs.
+
+ROWS, OF_ROWS = X.reshape(-1, N), WEIGHTS.reshape(-1, N)
+SCALE = 256.0  # of the loss, for float16
+
+
+def product(cast: Any, x: Any, w: Any) -> Any:
+    return (cast(x) @ cast(w)).astype(jnp.float32)
+
+
+def gain_of_product(cast: Any, sign: Any, large: float) -> Any:
+    w = sign(W).at[:, 0].set(0.0).at[0].set(0.0).at[0, 0].set(large)
+    x = sign(ROWS).at[:, 0].set(1.0)  # so x @ w has a column of large numbers
+
+    def loss(gain):
+        h = rms_norm(product(cast, x, w)) * gain
+        return (product(cast, h, sign(V)) * sign(OF_ROWS)).mean() * SCALE
+
+    return loss
+
+
+def gain_of_carry(cast: Any, sign: Any, large: float) -> Any:
+    def loss(gain):
+        def layer(h, _):
+            out = product(cast, rms_norm(h) * gain, sign(V))
+            return h.at[:, 1:].add(jnp.tanh(out)[:, 1:]), out
+
+        first = sign(ROWS).at[:, 0].set(large)
+        return (lax.scan(layer, first, length=2)[1] * sign(OF_ROWS)).mean() * SCALE
+
+    return loss
+
+
+def check(make: Any, half: str, *args: Any) -> None:
+    """Check that autocast has at most twice the error of casts by hand."""
+    *settings, param = args
+    plain = make(jnp.asarray, *settings)
+    by_hand = make(lambda x: jnp.asarray(x).astype(half), *settings)
+    exact, found, rounded = (
+        jax.jit(jax.grad(fun))(param)[1:]  # the other channels
+        for fun in (plain, autocast(plain, f"mixed_{half}"), by_hand)
+    )
+    assert error(found, exact) < 2 * error(rounded, exact)
+
+
+@pytest.mark.parametrize("sign", [jnp.asarray, jnp.abs], ids=["both", "one sign"])
+@pytest.mark.parametrize("large", [1.0, 1e3, 3e4])
+@pytest.mark.parametrize(
+    ("make", "half"),
+    [
+        (gain_of_product, "float16"),
+        (gain_of_carry, "float16"),
+        (gain_of_carry, "bfloat16"),
+    ],
+)
+def test_a_channel_of_large_numbers_costs_the_others_no_digits(make, half, large, sign):
+    gain = jnp.full(N, large / 8, jnp.float32).at[0].set(0.125)
+    check(make, half, sign, large, gain)
+
+
+@pytest.mark.parametrize("decades", [1, 3])
+def test_a_sum_over_the_batch_costs_small_rows_no_digits(decades):
+    def make(cast, x):
+        def loss(w):
+            h = product(cast, x, w)
+            total = jnp.square(h.mean(0)).sum() * 1e-6
+            return ((product(cast, rms_norm(h), V) * OF_ROWS).mean() + total) * SCALE
+
+        return loss
+
+    sizes = 10 ** np.random.default_rng(0).uniform(-decades, decades, (len(ROWS), 1))
+    check(make, "float16", (ROWS * sizes).astype(np.float32), W)
+
+
+def test_a_number_that_is_infinite_costs_its_row_none():
+    def make(cast, masked):
+        mask = jnp.zeros((256, N)).at[0, 1].set(masked)
+
+        def loss(w):
+            h = product(cast, ROWS, w) + mask
+            gate = jax.nn.sigmoid(h.sum(-1, keepdims=True))
+            return product(cast, jnp.tanh(h) * gate, V).sum()
+
+        return loss
+
+    check(make, "float16", -jnp.inf, W)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("large", [1.0, 1e18, 1e20])
+def test_squares_beyond_float32_cost_a_carry_nothing(large, half):
+    def make(cast):
+        def loss(w):
+            def step(h, _):
+                gate = jax.nn.sigmoid(h.mean(-1, keepdims=True) / large) / large
+                out = product(cast, jnp.tanh(h * gate), w)
+                return h + jnp.tanh(out), out
+
+            first = jnp.asarray(ROWS) / 8 * large
+            return (lax.scan(step, first, length=2)[1] * OF_ROWS).mean()
+
+        return loss
+
+    check(make, half, W)
+
+
+@pytest.mark.parametrize("far", [100.0, -100.0, 1e4])
+def test_a_difference_from_the_mean_of_its_row_keeps_its_digits(far):
+    def make(cast):
+        def loss(gain):
+            def layer(h, _):
+                mean = h.mean(-1, keepdims=True)
+                variance = jnp.square(h - mean).mean(-1, keepdims=True)
+                normed = (h - mean) * lax.rsqrt(variance + 1e-6) * gain
+                out = product(cast, normed, V)
+                return h + jnp.tanh(out), out
+
+            first = jnp.asarray(ROWS) + far
+            return (lax.scan(layer, first, length=2)[1] * OF_ROWS).mean()
+
+        return loss
+
+    check(make, "bfloat16", jnp.ones(N))
