@@ -80,11 +80,10 @@ def joined(table, weights, ids):
     return jnp.mean((x @ jnp.concatenate(weights)) ** 2)
 
 
-def in_scan(table, weights, ids):
-    def step(total, ids):
-        return total + stream(table[ids], weights), None
-
-    return lax.scan(step, 0.0 * table[0, 0], ids)[0]
+def total(fun, ids):
+    """Return the sum of a function of each row of indices, in a loop."""
+    start = jnp.float32(0)
+    return lax.scan(lambda total, row: (total + fun(row), None), start, ids)[0]
 
 
 HALVED: dict[str, Callable[..., Any]] = {
@@ -100,7 +99,9 @@ HALVED: dict[str, Callable[..., Any]] = {
         jnp.where((ids % 7 > 0)[..., None], table[ids] / 0.9, 0), weights
     ),
     "joined": joined,
-    "scan": in_scan,
+    "scan": lambda table, weights, ids: total(
+        lambda ids: stream(table[ids], weights), ids
+    ),
     "vmap": lambda table, weights, ids: jnp.sum(
         jax.vmap(lambda ids: stream(table[ids], weights))(ids)
     ),
@@ -184,13 +185,6 @@ def _in_shard_map(table, ids):
     return jax.shard_map(fun, mesh=mesh, **specs)(table, ids)
 
 
-def _in_scan(table, ids):
-    def step(total, ids):
-        return total + _index(table, ids), None
-
-    return lax.scan(step, 0.0 * table[0, 0], ids.reshape(8, -1))[0]
-
-
 MANY: dict[str, Callable[..., Any]] = {
     "index": _index,
     "jit": jax.jit(_index),
@@ -199,7 +193,9 @@ MANY: dict[str, Callable[..., Any]] = {
     "vmap": lambda table, ids: jnp.sum(
         jax.vmap(_index, (None, 0))(table, ids.reshape(8, -1))
     ),
-    "scan": _in_scan,
+    "scan": lambda table, ids: total(
+        lambda ids: _index(table, ids), ids.reshape(8, -1)
+    ),
     "shard_map": _in_shard_map,
 }
 IN_REDUCE = pytest.mark.parametrize("reduce", ["", ",reduce=float32"])

@@ -157,13 +157,6 @@ def _gate(w, y):
     return jax.nn.sigmoid(h) * h + jax.nn.swish(y)
 
 
-def _rolled(w, y):
-    def body(y, _):
-        return jnp.sin(y @ w) + y, None
-
-    return jax.lax.scan(body, y, length=2)[0]
-
-
 BODIES = {
     "tanh": lambda w, y: jnp.tanh(y @ w),
     "residual": _residual,
@@ -172,7 +165,9 @@ BODIES = {
     "attention": _attention,
     "numbers": lambda w, y: 0.5 * (1 - (y @ w)) * 1.7 + y / (1 + jnp.abs(y @ w)),
     "gate": _gate,
-    "rolled": _rolled,
+    "rolled": lambda w, y: jax.lax.scan(
+        lambda y, _: (jnp.sin(y @ w) + y, None), y, length=2
+    )[0],
     "branched": lambda w, y: jax.lax.cond(
         y[0, 0] > 0, lambda: jnp.tanh(y @ w) @ w, lambda: y @ w
     ),

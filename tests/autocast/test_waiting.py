@@ -86,11 +86,8 @@ def _loss(model, w, v, gain, *, offset=0.0, scale=1.0):
 
 def _in_a_loop(model, w, v, gain):
     """Sum a residual stream of three layers: what a loop carries is float32."""
-
-    def layer(h, _):
-        return h + model(h, v, gain), None
-
-    return jnp.mean(lax.scan(layer, X @ w, None, length=3)[0] * WEIGHTS)
+    h, _ = lax.scan(lambda h, _: (h + model(h, v, gain), None), X @ w, length=3)
+    return jnp.mean(h * WEIGHTS)
 
 
 def _held(fun: Any, *args: Any, policy="mixed_float16", **options: Any) -> list[str]:

@@ -53,25 +53,12 @@ def layer(attend: Callable[..., Any], w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def scanned(attend, w, x):
-    def step(x, _):
-        return x + layer(attend, w, x), None
-
-    return lax.scan(step, x, length=2)[0]
+    return lax.scan(lambda x, _: (x + layer(attend, w, x), None), x, length=2)[0]
 
 
 def rematted_scan(attend, w, x):
-    @jax.checkpoint
-    def step(x, w):
-        return layer(attend, w, x), None
-
+    step = jax.checkpoint(lambda x, w: (layer(attend, w, x), None))
     return lax.scan(step, x, jnp.stack([w, w / 2]))[0]
-
-
-def branched(attend, w, x):
-    def one(x):
-        return layer(attend, w, x)
-
-    return lax.cond(x[0, 0, 0] > -10, one, lambda x: x, x)
 
 
 def in_shard_map(attend, w, x):
@@ -94,7 +81,9 @@ PROGRAMS: dict[str, Callable[..., jax.Array]] = {
         jnp.stack([w, w / 2])
     ),
     "rematted_scan": rematted_scan,
-    "branched": branched,
+    "branched": lambda attend, w, x: lax.cond(
+        x[0, 0, 0] > -10, lambda x: layer(attend, w, x), lambda x: x, x
+    ),
     "directly": lambda attend, w, x: attend(x, x, x @ w[0] + x),
     "in_shard_map": in_shard_map,
     "sharded": sharded,
