@@ -109,16 +109,14 @@ def _model(w: jax.Array, x: jax.Array) -> Any:
         return x @ w
 
 
-@jax.named_scope("model")
-def _checkpointed(w: jax.Array, x: jax.Array) -> Any:
-    return jax.checkpoint(_model)(w, x)
+_CHECKPOINTED = jax.named_scope("model")(jax.checkpoint(_model))
 
 
 @pytest.mark.parametrize(
     ("model", "layer", "products"),
     [
         (_model, "decoder/layer_1", 3),  # forward, by the weight, by the input
-        (_checkpointed, "model/decoder/layer_1", 4),  # forward again
+        (_CHECKPOINTED, "model/decoder/layer_1", 4),  # forward again
     ],
 )
 def test_patterns_hold_in_the_backward_pass_too(model, layer, products):

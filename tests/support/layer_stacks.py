@@ -22,10 +22,9 @@ def chain(layer: Any) -> Any:
 
 
 def scan(layer: Any) -> Any:
-    def loss(ws, x):
-        return jnp.mean(lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2)
-
-    return loss
+    return lambda ws, x: jnp.mean(
+        lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2
+    )
 
 
 def _branch(x: Any, w: Any) -> Any:
