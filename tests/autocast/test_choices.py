@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import jaxprs
 import pytest
 from arrays import error
-from autocast_corpus.program import DTYPES, POLICIES, normal, weight
+from autocast_corpus.program import DTYPES, EPS, IN_HALVES, POLICIES, normal, weight
+from backward_pass import rms_norm
 from flax import nnx
 from jax import lax
 from jaxprs import dtypes_of_products
@@ -17,12 +18,10 @@ from jmp_lite import PolicyMap, autocast, explain, full_precision
 
 BF16 = POLICIES["bf16"]
 W, X = weight(0, 8, 8), normal(1, 4, 8)
-EPS = {half: float(jnp.finfo(dtype).eps) for half, dtype in DTYPES.items()}
-BOTH = pytest.mark.parametrize("half", POLICIES)
 
 
 @pytest.mark.one_of("half")
-@BOTH
+@IN_HALVES
 def test_the_angles_of_rotary_embeddings_never_go_low(half: str) -> None:
     def angles(w, x, positions):
         frequencies = 10000.0 ** (-jnp.arange(0, 8, 2, dtype=jnp.float32) / 8)
@@ -110,16 +109,14 @@ def _model(w: jax.Array, x: jax.Array) -> Any:
         return x @ w
 
 
-@jax.named_scope("model")
-def _checkpointed(w: jax.Array, x: jax.Array) -> Any:
-    return jax.checkpoint(_model)(w, x)
+_CHECKPOINTED = jax.named_scope("model")(jax.checkpoint(_model))
 
 
 @pytest.mark.parametrize(
     ("model", "layer", "products"),
     [
         (_model, "decoder/layer_1", 3),  # forward, by the weight, by the input
-        (_checkpointed, "model/decoder/layer_1", 4),  # forward again
+        (_CHECKPOINTED, "model/decoder/layer_1", 4),  # forward again
     ],
 )
 def test_patterns_hold_in_the_backward_pass_too(model, layer, products):
@@ -158,7 +155,7 @@ def test_a_half_output_dtype_of_the_whole_makes_results_half(policy, options, re
     assert cast(W, X).dtype == jnp.float32
 
 
-@BOTH
+@IN_HALVES
 def test_a_square_that_is_summed_is_taken_in_f32(half: str) -> None:
     def norms(w, x):
         y = x @ w
@@ -183,8 +180,7 @@ def test_a_variance_by_squares_is_as_good_as_that_of_a_model_cast_by_hand() -> N
 
 
 def _norm(x):
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
+    return rms_norm(x - x.mean(-1, keepdims=True))
 
 
 def _norm_after_each_product(w, x, norm=_norm):
@@ -216,7 +212,7 @@ def test_a_stream_that_norms_make_is_half_where_products_read_it(fun, half, dtyp
 
 
 @pytest.mark.one_of("half")
-@BOTH
+@IN_HALVES
 def test_comparisons_of_what_norms_make_stay_comparisons(half: str) -> None:
     def masked(w, x):
         x = _norm(x @ w)
@@ -269,7 +265,7 @@ def test_small_steps_between_products_are_not_lost(fun: Any, start: Any) -> None
 
 
 @pytest.mark.parametrize("half_results", [True, False])
-@BOTH
+@IN_HALVES
 def test_the_bias_of_a_convolution_is_added_in_half(half, half_results) -> None:
     """cuDNN adds it inside of the convolution then.
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
-from arrays import error, uniform
-from autocast_corpus.program import DTYPES, POLICIES, relative_error
+from arrays import error, in_float64, largest_error, uniform
+from autocast_corpus.program import DTYPES, EPS, IN_HALVES, POLICIES, relative_error
 from f16_hazards import HAZARDS
 from jax import lax
 from jax.nn import sigmoid
@@ -19,8 +19,6 @@ from jmp_lite import autocast, explain
 
 pytestmark = pytest.mark.one_of("half")
 
-BOTH = pytest.mark.parametrize("half", POLICIES)
-EPS = {half: float(jnp.finfo(dtype).eps) for half, dtype in DTYPES.items()}
 SCALE = 2.0**12
 
 # Sixteenths: both kinds of half hold them, so that no error is that of the operands.
@@ -40,16 +38,6 @@ def arccos_of_a_product(w):
     return jnp.arccos(jnp.clip(a @ b, -1 + 1e-7, 1 - 1e-7))
 
 
-def log_in_cond(w):
-    p = sigmoid(X @ w)
-    return lax.cond(X[0, 0] < 2, lambda p: jnp.log(1 - p), lambda p: p, p)
-
-
-def log_of_one_gathered(w):
-    p = sigmoid(X @ w)
-    return jnp.log(1 - jnp.take_along_axis(p, jnp.zeros((256, 1), jnp.int32), 1))
-
-
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "cross_entropy_by_hand": cross_entropy_by_hand,
     "log1p_of_minus_sigmoid": lambda w: jnp.log1p(-sigmoid(X @ w)),
@@ -66,8 +54,12 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "log_in_scan": lambda w: -lax.map(lambda x: jnp.log(1 - sigmoid(x @ w)), X),
     "log_in_remat": lambda w: jax.checkpoint(lambda w: jnp.log(1 - sigmoid(X @ w)))(w),
     "log_in_vmap": lambda w: jax.vmap(lambda x: jnp.log(1 - sigmoid(x @ w)))(X),
-    "log_in_cond": log_in_cond,
-    "log_of_one_gathered": log_of_one_gathered,
+    "log_in_cond": lambda w: lax.cond(
+        X[0, 0] < 2, lambda p: jnp.log(1 - p), lambda p: p, sigmoid(X @ w)
+    ),
+    "log_of_one_gathered": lambda w: jnp.log(
+        1 - jnp.take_along_axis(sigmoid(X @ w), jnp.zeros((256, 1), jnp.int32), 1)
+    ),
 }
 
 
@@ -78,12 +70,10 @@ def _loss(fun: Any) -> Any:
 @functools.cache
 def exact(name: str) -> Any:
     """Return the loss and its gradient in float64."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        found = _loss(PROGRAMS[name])(np.asarray(W, np.float64))
-        return jax.tree.map(np.asarray, found)
+    return in_float64(_loss(PROGRAMS[name]), W)
 
 
-@BOTH
+@IN_HALVES
 @pytest.mark.one_of("order")
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -109,7 +99,7 @@ def test_a_root_does_not_need_them() -> None:
     assert "its distance from 1 is used" not in report.kept
 
 
-@BOTH
+@IN_HALVES
 def test_what_only_products_read_is_half_next_to_one_as_well(half: str) -> None:
     low = autocast(lambda w: (1 - sigmoid(X @ w)) @ V, POLICIES[half], recompute=False)
     (logistic,) = jaxprs.equations(jaxprs.trace(low, W), "logistic")
@@ -150,7 +140,7 @@ MASKED = {
 }
 
 
-@BOTH
+@IN_HALVES
 @pytest.mark.one_of("size")
 @pytest.mark.parametrize("size", [16, 257])
 @pytest.mark.parametrize("given", MASKED)
@@ -158,10 +148,10 @@ def test_a_mask_with_the_smallest_float32_masks_and_makes_no_nan(half, size, giv
     args = uniform(0, 2, size, 16), _mask(size)[None]
     fun, low = MASKED[given], autocast(MASKED[given], POLICIES[half])
     expected, found = (jax.jit(jax.value_and_grad(f))(*args) for f in (fun, low))
-    assert max(map(error, found, expected)) < 4 * EPS[half]
+    assert largest_error(found, expected) < 4 * EPS[half]
 
 
-@BOTH
+@IN_HALVES
 def test_an_infinite_mask_stays_infinite(half: str) -> None:
     low = autocast(lambda w, mask: jnp.max(X @ w + mask, 1), POLICIES[half])
     mask = jnp.zeros((1, 8)).at[0, 3].set(-jnp.inf).at[0, 4].set(jnp.inf)
@@ -170,7 +160,7 @@ def test_an_infinite_mask_stays_infinite(half: str) -> None:
     assert jnp.all(low(W, jnp.full((1, 8), -jnp.inf)) == -jnp.inf)
 
 
-@BOTH
+@IN_HALVES
 def test_neighbours_of_a_number_are_those_in_float32(half: str) -> None:
     def fun(w):
         h = X @ w
@@ -181,7 +171,7 @@ def test_neighbours_of_a_number_are_those_in_float32(half: str) -> None:
     np.testing.assert_array_equal(after, jnp.nextafter(h, jnp.inf))
 
 
-@BOTH
+@IN_HALVES
 @pytest.mark.parametrize("number", [0, 0.0, 3])
 def test_an_integer_is_a_number_like_any_other(half: str, number: Any) -> None:
     def fun(w):
@@ -193,7 +183,7 @@ def test_an_integer_is_a_number_like_any_other(half: str, number: Any) -> None:
     assert error(low(W), fun(W)) < 2**-7
 
 
-@BOTH
+@IN_HALVES
 def test_an_integer_that_half_does_not_hold_is_float32(half: str) -> None:
     def fun(w, n):
         return jnp.where(X[:, :8] > 0, X @ w, 4097), jnp.where(X[:, :8] > 0, X @ w, n)
@@ -202,7 +192,7 @@ def test_an_integer_that_half_does_not_hold_is_float32(half: str) -> None:
     assert jnp.max(fixed) == 4097 and jnp.max(given) == 4099
 
 
-@BOTH
+@IN_HALVES
 def test_moves_of_half_values_are_half(half: str) -> None:
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -56,14 +56,11 @@ def test_a_mapping_changes_single_primitives() -> None:
     assert found == expected
 
 
-def test_rules_of_a_few_primitives_are_no_table() -> None:
+def test_rules_of_few_primitives_or_none_are_a_table_where_only_says_so() -> None:
     only = "{'tanh': 'float32'}"
     said = f"OpRules got 1 of the(.|\n)*rules={only}(.|\n)*OpRules.only\\({only}\\)"
     with pytest.raises(ValueError, match=said):
         OpRules({"tanh": "float32"})
-
-
-def test_an_empty_table_is_spelled_out() -> None:
     low = autocast(product, BF16, rules=OpRules.only({}))
     assert "bf16" not in str(jax.make_jaxpr(low)(W, X))
 
@@ -174,10 +171,6 @@ def _decomposition(x):
     return jnp.linalg.cholesky(gram, symmetrize_input=False) @ x
 
 
-def _platforms(x):
-    return lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
-
-
 def _reduction_by_a_function(x):
     total = lax.reduce(x, np.float32(0), lambda a, b: a + b * b, (1,))
     return x * total[:, None]
@@ -186,7 +179,7 @@ def _reduction_by_a_function(x):
 BETWEEN = {
     "pallas_call": _kernel,
     "cholesky": _decomposition,
-    "cond": _platforms,
+    "cond": lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
     "reduce": _reduction_by_a_function,
 }
 

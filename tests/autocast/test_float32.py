@@ -39,12 +39,6 @@ TRANSFORMS = {
 }
 
 
-def reads(fun: Any) -> list[str]:
-    """Return the dtype of the first operand of each product."""
-    products = jaxprs.products(jaxprs.trace(fun, W, X))
-    return [jaxprs.operand_dtypes(eqn)[0] for eqn in products]
-
-
 @pytest.mark.parametrize(
     ("policy", "name"),
     [(p, "grad") for p in POLICIES[:-1]] + [(POLICIES[-1], t) for t in TRANSFORMS],
@@ -64,7 +58,8 @@ def test_inside_of_another_autocast_it_stays_float32() -> None:
 
     low = autocast(model, "mixed_bfloat16")
     for fun in (low, autocast(low, "full")):
-        assert reads(fun) == ["bfloat16", "float32"]
+        found = jaxprs.dtypes_of_products(fun, W, X)
+        assert [dtypes[0] for dtypes in found] == ["bfloat16", "float32"]
 
 
 def test_a_value_that_only_the_outside_of_jit_has_stays_known() -> None:
@@ -166,7 +161,8 @@ def test_scopes_inside_of_a_loop_have_their_own_policy(name: str, half: str) -> 
         of = {"half": f"mixed_{half}", "full": "full"}
         policy = PolicyMap("full", {p: of[kind] for p, kind in rules.items()})
         low = autocast(model, policy)
-        assert reads(low) == [dtypes[kind] for kind in expected]
+        found = [of[0] for of in jaxprs.dtypes_of_products(low, W, X)]
+        assert found == [dtypes[kind] for kind in expected]
         assert explain(model, policy)(W, X).half_flops_share == 0.5
         found = jax.jit(jax.grad(lambda w, low=low: jnp.sum(low(w, X))))(W)
         assert found.dtype == jnp.float32

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from arrays import error
 from autocast_corpus import distribution
-from autocast_corpus.program import DTYPES, POLICIES, normal, weight
+from autocast_corpus.program import DTYPES, IN_HALVES, POLICIES, normal, weight
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,18 +20,12 @@ from jmp_lite._src.jaxprs import sources
 
 BF16 = POLICIES["bf16"]
 W, X = weight(0, 8, 8), normal(1, 4, 8)
-BOTH = pytest.mark.parametrize("half", POLICIES)
-
-
-def gradients(fun: Any) -> tuple[Any, Any]:
-    """Return both orders of autocast and the gradient."""
-    return jax.grad(autocast(fun, BF16)), autocast(jax.grad(fun), BF16)
 
 
 # The backward pass.
 
 
-@BOTH
+@IN_HALVES
 def test_products_with_f32_results_have_half_backward_passes(half: str) -> None:
     def conv(w, x):
         return lax.conv_general_dilated(x, w, (1,), "SAME")
@@ -86,7 +80,7 @@ def test_gradient_of_a_weight_used_often_adds_up_in_f32(model, in_body) -> None:
     """A weight cast once, by hand, adds its gradient up in half: with 6e-3 or more."""
     fun, args = model(in_body)
     expected = jax.jit(jax.grad(fun))(*args)
-    for grad in gradients(fun):
+    for grad in (jax.grad(autocast(fun, BF16)), autocast(jax.grad(fun), BF16)):
         assert error(jax.jit(grad)(*args), expected) < 3e-3
 
 
@@ -115,14 +109,6 @@ def _while(w, x):
     return lax.while_loop(lambda carry: carry[0] < 5, step, (0, x))[1]
 
 
-def _nested_loops(w, x):
-    return lax.fori_loop(0, 3, lambda _, x: _scan(w, x), x)
-
-
-def _scan_over_stacked(ws, x):
-    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
-
-
 def _condition(w, x):
     def is_small(carry):
         return (carry[0] < 5) & (jnp.sum(carry[1] @ w) < 1e3)
@@ -130,14 +116,20 @@ def _condition(w, x):
     return lax.while_loop(is_small, lambda carry: (carry[0] + 1, 2 * carry[1]), (0, x))
 
 
-_PROGRAMS = [_used_often, _calls_of_a_jit, _scan, _while, _condition, _nested_loops]
+_NAMED = [_used_often, _calls_of_a_jit, _scan, _while, _condition]
+PROGRAMS = {fun.__name__: fun for fun in _NAMED} | {
+    "nested loops": lambda w, x: lax.fori_loop(0, 3, lambda _, x: _scan(w, x), x),
+    "scan over stacked": lambda ws, x: lax.scan(
+        lambda x, w: (jnp.tanh(x @ w), None), x, ws
+    ),
+}
 
 
-@BOTH
-@pytest.mark.parametrize("fun", [*_PROGRAMS, _scan_over_stacked])
-def test_a_weight_is_cast_once_outside_of_calls_and_loops(fun, half):
-    w = weight(0, 3, 8, 8) if fun is _scan_over_stacked else W
-    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), w, X)
+@IN_HALVES
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_weight_is_cast_once_outside_of_calls_and_loops(name, half):
+    w = weight(0, 3, 8, 8) if "stacked" in name else W
+    jaxpr = jaxprs.trace(autocast(PROGRAMS[name], POLICIES[half]), w, X)
     assert jaxprs.products(jaxpr)
     (cast,) = [
         eqn
@@ -185,7 +177,7 @@ def test_equal_bodies_stay_one_jaxpr() -> None:
     assert len({id(body) for body in bodies}) <= 2
 
 
-@BOTH
+@IN_HALVES
 def test_name_stacks_and_source_lines_stay(half: str) -> None:
     def fun(w, x):
         with jax.named_scope("decoder"):

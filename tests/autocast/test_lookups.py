@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
-from arrays import error
-from autocast_corpus.program import DTYPES, POLICIES, normal, weight
+from arrays import error, largest_error
+from autocast_corpus.program import DTYPES, EPS, IN_HALVES, POLICIES, normal, weight
+from backward_pass import rms_norm
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -23,19 +24,20 @@ TABLE, SCALES = normal(0, 32, 16), 1 + normal(5, 16) / 4
 WEIGHTS = [weight(i, 16, 16) for i in (1, 2)]
 IDS = np.arange(24, dtype=np.int32).reshape(4, 6) * 5 % 32
 OTHERS = IDS[:, ::-1].copy()
-# float16 has half results where they were measured: the policies of `advise`.
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-MODES = {"bf16": (POLICIES["bf16"], None), "f16": (POLICIES["f16"], True)}
-IN_MODES = pytest.mark.parametrize("half", MODES)
 
 
-def lower(fun: Callable[..., Any], half: str) -> Callable[..., Any]:
-    policy, half_results = MODES[half]
-    return autocast(fun, policy, half_results=half_results)
+def lower(fun: Callable[..., Any], half: str, reduce: str = "") -> Callable[..., Any]:
+    """Run a function under autocast with half results.
+
+    bfloat16 has them in any case; in float16 they need to be measured: the policies of
+    `advise` have them.
+    """
+    return autocast(fun, POLICIES[half] + reduce, half_results=True)
 
 
 def norm(x):
-    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * SCALES
+    return rms_norm(x) * SCALES
 
 
 def stream(x, weights):
@@ -68,22 +70,9 @@ def take(table, weights, ids):
     return stream(jnp.take(table, ids, axis=0), weights)
 
 
-def positions(table, weights, ids):
-    return stream(table[ids] * 4.0 + SCALES, weights)
-
-
 def tied(table, weights, ids):
     x = table[ids]
     return stream(x, weights) + jnp.mean(jax.nn.log_softmax(x @ table.T) * 0.1)
-
-
-def two_tables(table, weights, ids):
-    return stream(table[ids] + table[::-1][ids], weights)
-
-
-def dropped(table, weights, ids):
-    keep = (ids % 7 > 0)[..., None]
-    return stream(jnp.where(keep, table[ids] / 0.9, 0), weights)
 
 
 def joined(table, weights, ids):
@@ -91,29 +80,31 @@ def joined(table, weights, ids):
     return jnp.mean((x @ jnp.concatenate(weights)) ** 2)
 
 
-def in_scan(table, weights, ids):
-    def step(total, ids):
-        return total + stream(table[ids], weights), None
-
-    return lax.scan(step, 0.0 * table[0, 0], ids)[0]
-
-
-def in_vmap(table, weights, ids):
-    fun = jax.vmap(lambda ids: stream(table[ids], weights))
-    return jnp.sum(fun(ids))
+def total(fun, ids):
+    """Return the sum of a function of each row of indices, in a loop."""
+    start = jnp.float32(0)
+    return lax.scan(lambda total, row: (total + fun(row), None), start, ids)[0]
 
 
 HALVED: dict[str, Callable[..., Any]] = {
     "take": take,
     "jit": jax.jit(take),
     "remat": jax.checkpoint(take),
-    "positions": positions,
+    "positions": lambda table, weights, ids: stream(table[ids] * 4.0 + SCALES, weights),
     "tied": tied,
-    "two tables": two_tables,
-    "dropped": dropped,
+    "two tables": lambda table, weights, ids: stream(
+        table[ids] + table[::-1][ids], weights
+    ),
+    "dropped": lambda table, weights, ids: stream(
+        jnp.where((ids % 7 > 0)[..., None], table[ids] / 0.9, 0), weights
+    ),
     "joined": joined,
-    "scan": in_scan,
-    "vmap": in_vmap,
+    "scan": lambda table, weights, ids: total(
+        lambda ids: stream(table[ids], weights), ids
+    ),
+    "vmap": lambda table, weights, ids: jnp.sum(
+        jax.vmap(lambda ids: stream(table[ids], weights))(ids)
+    ),
 }
 
 
@@ -124,7 +115,7 @@ def _derivatives(name: str) -> Any:
 
 
 @pytest.mark.one_of("half")
-@IN_MODES
+@IN_HALVES
 @pytest.mark.parametrize("name", HALVED)
 def test_a_table_is_cast_before_it_is_looked_up_in(name, half):
     fun = lower(HALVED[name], half)
@@ -133,46 +124,35 @@ def test_a_table_is_cast_before_it_is_looked_up_in(name, half):
     # No worse than the same in half by hand: the table rounded.
     value, grads = jax.jit(jax.value_and_grad(fun, (0, 1)))(*args)
     expected, exact_grads = _derivatives(name)
-    eps = jnp.finfo(DTYPES[half]).eps
-    assert error(value, expected) < 2 * eps
+    assert error(value, expected) < 2 * EPS[half]
     assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
-    assert max(jax.tree.leaves(jax.tree.map(error, grads, exact_grads))) < 8 * eps
+    assert largest_error(grads, exact_grads) < 8 * EPS[half]
 
 
-def anchors(table, weights, ids):
-    """Boxes: an offset of a product, of which float32 alone reads the sum."""
-    return jnp.mean((table[ids] + 1000 + TABLE[:6] @ weights[0] - 1000) ** 3)
+# Functions of rows of the table, of other rows, and of weights.
+EXACT: dict[str, Callable[..., Any]] = {
+    # Boxes: an offset of a product, of which float32 alone reads the sum.
+    "anchors": lambda x, _, weights: jnp.mean(
+        (x + 1000 + TABLE[:6] @ weights[0] - 1000) ** 3
+    ),
+    "distances": lambda x, others, weights: stream(x - others, weights),
+    "returned": lambda x, _, weights: (x, stream(x, weights)),
+    # Of a norm alone: the stream begins behind it.
+    "normed": lambda x, _, weights: stream(norm(x) @ weights[0], weights),
+    "factorized": lambda x, others, weights: (
+        jnp.sum(x * others, -1),
+        TABLE @ weights[0],
+    ),
+    "rotated": lambda x, _, weights: stream(jnp.sin(x) @ weights[0], weights),
+}
 
 
-def distances(table, weights, ids):
-    x = table[ids] - table[OTHERS]
-    return stream(x, weights)
+@IN_HALVES
+@pytest.mark.parametrize("name", EXACT)
+def test_what_float32_alone_reads_is_looked_up_in_float32(name, half):
+    def fun(table, weights, ids):
+        return EXACT[name](table[ids], table[OTHERS], weights)
 
-
-def returned(table, weights, ids):
-    x = table[ids]
-    return x, stream(x, weights)
-
-
-def normed(table, weights, ids):
-    """Of a norm alone: the stream begins behind it."""
-    return stream(norm(table[ids]) @ weights[0], weights)
-
-
-def factorized(table, weights, ids):
-    return jnp.sum(table[ids] * table[OTHERS], -1), TABLE @ weights[0]
-
-
-def rotated(table, weights, ids):
-    return stream(jnp.sin(table[ids]) @ weights[0], weights)
-
-
-EXACT = [anchors, distances, returned, normed, factorized, rotated]
-
-
-@IN_MODES
-@pytest.mark.parametrize("fun", EXACT, ids=lambda f: f.__name__)
-def test_what_float32_alone_reads_is_looked_up_in_float32(fun, half):
     found = dtypes_of_lookups(lower(fun, half), TABLE, WEIGHTS, IDS)
     assert found == {"f32"}
 
@@ -195,10 +175,6 @@ def _index(table, ids):
     return plain_stream(table[ids])
 
 
-def _take(table, ids):
-    return plain_stream(jnp.take(table, ids, axis=0))
-
-
 def _in_shard_map(table, ids):
     def fun(table, ids):
         table = lax.all_gather(table, "data", tiled=True)
@@ -209,30 +185,25 @@ def _in_shard_map(table, ids):
     return jax.shard_map(fun, mesh=mesh, **specs)(table, ids)
 
 
-def _in_scan(table, ids):
-    def step(total, ids):
-        return total + _index(table, ids), None
-
-    return lax.scan(step, 0.0 * table[0, 0], ids.reshape(8, -1))[0]
-
-
 MANY: dict[str, Callable[..., Any]] = {
     "index": _index,
     "jit": jax.jit(_index),
-    "take in jit": _take,
+    "take in jit": lambda table, ids: plain_stream(jnp.take(table, ids, axis=0)),
     "remat": jax.checkpoint(_index),
     "vmap": lambda table, ids: jnp.sum(
         jax.vmap(_index, (None, 0))(table, ids.reshape(8, -1))
     ),
-    "scan": _in_scan,
+    "scan": lambda table, ids: total(
+        lambda ids: _index(table, ids), ids.reshape(8, -1)
+    ),
     "shard_map": _in_shard_map,
 }
-REDUCE = {"": "", "r=f32": ",reduce=float32"}
+IN_REDUCE = pytest.mark.parametrize("reduce", ["", ",reduce=float32"])
 
 
 @pytest.mark.one_of("half", "reduce")
-@IN_MODES
-@pytest.mark.parametrize("reduce", REDUCE)
+@IN_HALVES
+@IN_REDUCE
 @pytest.mark.parametrize(
     ("name", "is_half"),
     [
@@ -242,8 +213,7 @@ REDUCE = {"": "", "r=f32": ",reduce=float32"}
 )
 def test_the_gradient_of_a_table_is_summed_in_float32(name, is_half, reduce, half):
     """Of a table that the program stores in half, too."""
-    policy = f"params=float32,compute={half},output=float32{REDUCE[reduce]}"
-    fun = autocast(MANY[name], policy, half_results=True)
+    fun = lower(MANY[name], half, reduce)
     dtype = DTYPES[half] if is_half else jnp.float32
     table, ids = jnp.ones((4, 8), dtype), jnp.zeros(4096, jnp.int32)
     assert dtypes_of_lookups(fun, table, ids) == {half}
@@ -252,11 +222,10 @@ def test_the_gradient_of_a_table_is_summed_in_float32(name, is_half, reduce, hal
     np.testing.assert_array_equal(grad, np.eye(4, 1) * np.full(8, 512))
 
 
-@IN_MODES
-@pytest.mark.parametrize("reduce", REDUCE)
+@IN_HALVES
+@IN_REDUCE
 def test_a_table_is_gathered_from_devices_as_parameters_are(reduce, half):
-    policy = f"params=float32,compute={half},output=float32{REDUCE[reduce]}"
-    fun = autocast(_in_shard_map, policy, half_results=True)
+    fun = lower(_in_shard_map, half, reduce)
     jaxpr = jaxprs.trace(fun, jnp.ones((4, 8)), jnp.zeros(16, jnp.int32))
     gathered = {
         eqn.invars[0].aval.dtype for eqn in jaxprs.equations(jaxpr, "all_gather")

@@ -86,16 +86,10 @@ def test_what_the_program_writes_wins(half, around):
 
 
 def test_it_reaches_derivative_rules_and_an_autocast_inside():
-    @jax.custom_vjp
-    def keep(w):
-        return full_precision(jnp.matmul)(w, w)
-
-    keep.defvjp(
-        lambda w: (keep(w), w), lambda w, ct: (full_precision(jnp.matmul)(ct, w),)
-    )
-    inner = autocast(
-        lambda w: (w @ w, full_precision(jnp.matmul)(w, w)), "mixed_float16"
-    )
+    matmul = full_precision(jnp.matmul)
+    keep = jax.custom_vjp(lambda w: matmul(w, w))
+    keep.defvjp(lambda w: (keep(w), w), lambda w, ct: (matmul(ct, w),))
+    inner = autocast(lambda w: (w @ w, matmul(w, w)), "mixed_float16")
 
     def loss(w):
         return sum(map(jnp.sum, (keep(w @ w), *inner(w))))

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
-from arrays import error
-from autocast_corpus.program import DTYPES, POLICIES
-from backward_pass import exact_gradients
+from arrays import error, in_float64, largest_error
+from autocast_corpus.program import DTYPES, EPS, IN_HALVES, POLICIES
+from backward_pass import exact_gradients, gradients
 from jax import lax
 
 from jmp_lite import autocast
@@ -52,7 +52,7 @@ TIMES = 4096 + np.arange(OUT, dtype=np.float32)
 PRIORS = np.geomspace(1e-20, 1, OUT).astype(np.float32)
 TEMPERATURE = np.float32(0.07)
 TOKENS_OF_ONE_SIGN, SATURATING = abs(_normal(32, IN)), _normal(IN, IN)
-OF_ONE_SIGN = abs(W), abs(W[0]), abs(V)
+W_OF_ONE_SIGN, B_OF_ONE_SIGN, V_OF_ONE_SIGN = abs(W), abs(W[0]), abs(V)
 LABELS = _rng.integers(0, OUT, (ROWS, 1)).astype(np.int32)  # in x64 mode as well
 
 
@@ -101,19 +101,9 @@ def kl_divergence(w=W, v=REVERSED):
     return -jnp.mean(1 + s - mean**2 - jnp.exp(s)) / 2
 
 
-def survival(w=W):
-    p = jax.nn.sigmoid(abs(X) @ abs(w) + 1)
-    return jnp.mean(jnp.log(1 - jnp.prod(p, -1)))
-
-
 def likelihood(w=W, v=REVERSED):
     sigma = jax.nn.softplus(X @ v) + 1e-3
     return jnp.mean((((FAR - 5000) - X @ w) / sigma) ** 2 / 2 + jnp.log(sigma))
-
-
-def pairs(w=W):
-    better, worse = X @ w + 300, X[::-1] @ w + 300
-    return -jnp.mean(jax.nn.log_sigmoid(better - worse))
 
 
 def sides(v=REVERSED):
@@ -126,10 +116,6 @@ def variance_of_two(w=W, v=W + W[::-1] / 4):
     a, b = X @ w, X @ v
     mean = (a + b) / 2
     return jnp.mean((a**2 + b**2) / 2 - mean**2)
-
-
-def in_cond(w=W, b=BIASES):
-    return _squared(lax.cond(b[0] > 0, lambda h: h + b, lambda h: h - b, X @ w))
 
 
 def near_one(h):
@@ -146,16 +132,12 @@ def undone(between, around=lambda fun: fun):
     return loss
 
 
-def undone_of_one_sign(w=OF_ONE_SIGN[0], b=OF_ONE_SIGN[1], v=OF_ONE_SIGN[2]):
-    return jnp.mean((relu_of_sum(abs(X) @ w + b) @ v) ** 2)
-
-
 def relu_of_sum(h):
     return jax.nn.relu(h + 2000) - 2000
 
 
-_NAMED = [boxes, position_bias, large_class_biases, in_scan, in_cond, huber, pairs]
-_NAMED += [sides, in_two_losses, kl_divergence, survival, likelihood, variance_of_two]
+_NAMED = [boxes, position_bias, large_class_biases, in_scan, huber, sides]
+_NAMED += [in_two_losses, kl_divergence, likelihood, variance_of_two]
 PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
     "boxes_of_constants": lambda w=W4: boxes(w),
     "number": lambda w=W: _squared(X @ w + 5000),
@@ -172,6 +154,9 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
     "in_remat": lambda w=W, b=BIASES: jax.checkpoint(
         lambda w, b: jnp.mean((X @ w + b - 5000) ** 2)
     )(w, b),
+    "in_cond": lambda w=W, b=BIASES: _squared(
+        lax.cond(b[0] > 0, lambda h: h + b, lambda h: h - b, X @ w)
+    ),
     "in_jit": lambda w=W, b=BIASES: _squared(jax.jit(jnp.add)(X @ w, b)),
     "in_vmap": lambda w=W, b=BIASES: jnp.mean(
         jax.vmap(lambda x: (x @ w + b - 5000) ** 2)(X)
@@ -183,11 +168,19 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
     "difference": lambda w=W, v=REVERSED: jnp.mean(
         ((X @ w + 300) - (X @ v + 300)) ** 2
     ),
+    "pairs": lambda w=W: (
+        -jnp.mean(jax.nn.log_sigmoid((X @ w + 300) - (X[::-1] @ w + 300)))
+    ),
+    "survival": lambda w=W: jnp.mean(
+        jnp.log(1 - jnp.prod(jax.nn.sigmoid(abs(X) @ abs(w) + 1), -1))
+    ),
     "temporal_difference": lambda w=W: jnp.mean(
         (X @ w + 100 - 0.99 * (X[::-1] @ w + 100) - WEIGHTS) ** 2
     ),
     "undone": undone(relu_of_sum),
-    "undone_of_one_sign": undone_of_one_sign,
+    "undone_of_one_sign": lambda w=W_OF_ONE_SIGN, b=B_OF_ONE_SIGN, v=V_OF_ONE_SIGN: (
+        jnp.mean((relu_of_sum(abs(X) @ w + b) @ v) ** 2)
+    ),
     "undone_subtraction": undone(lambda h: 2000 - jax.nn.relu(2000 - h)),
     "undone_choice": undone(lambda h: jnp.where(h > 0, h + 2000, 2000) - 2000),
     "undone_factor": undone(lambda h: jax.nn.leaky_relu(h * 1e5) * 1e-5),
@@ -211,17 +204,12 @@ def _loss(fun: Any) -> Any:
     return lambda *args: SCALE * fun(*args)
 
 
-def _value_and_grad(fun: Any, args: Any) -> Any:
-    return jax.jit(jax.value_and_grad(fun, tuple(range(len(args)))))(*args)
-
-
 @functools.cache
 def exact(name: str) -> Any:
     """Return the loss and its gradients in float64."""
     fun: Any = PROGRAMS[name]
-    with jax.enable_x64(True):
-        args = [np.asarray(x, np.float64) for x in fun.__defaults__]
-        return jax.tree.map(np.asarray, _value_and_grad(_loss(fun), args))
+    args = fun.__defaults__
+    return in_float64(jax.value_and_grad(_loss(fun), tuple(range(len(args)))), *args)
 
 
 def low(fun: Any, half: str) -> Any:
@@ -237,18 +225,14 @@ def test_what_is_added_to_a_product_keeps_its_digits(name, order, half):
     fun: Any = PROGRAMS[name]
     args = fun.__defaults__
     if order == "outside":
-        value, grads = _value_and_grad(_loss(low(fun, half)), args)
+        value, grads = gradients(_loss(low(fun, half)), *args)
     else:
         inside = jax.value_and_grad(_loss(fun), tuple(range(len(args))))
         value, grads = jax.jit(low(inside, half))(*args)
     exact_value, exact_grads = exact(name)
     if name not in ANGLES:
         assert error(value, exact_value) < 0.01
-    assert max(map(error, grads, exact_grads)) < 0.03
-
-
-def _dtype(half: str) -> Any:
-    return DTYPES[half.split()[0]]
+    assert largest_error(grads, exact_grads) < 0.03
 
 
 @pytest.mark.one_of("size")
@@ -257,6 +241,7 @@ def _dtype(half: str) -> Any:
 def test_saturated_attention_has_the_gradient_of_casts_by_hand(size, half):
     # Half probabilities do not sum to 1: what their gradients have in common must not
     # depend on it. Values of one sign have much in common.
+    dtype = DTYPES[half.split()[0]]
     tokens, w = TOKENS_OF_ONE_SIGN[:size], 12 * SATURATING / IN
 
     def loss(w, cast=lambda x: x):
@@ -267,9 +252,7 @@ def test_saturated_attention_has_the_gradient_of_casts_by_hand(size, half):
 
     (expected,) = exact_gradients(loss, w)
 
-    def by_hand(w):
-        return loss(w, lambda x: x.astype(_dtype(half)))
-
+    by_hand = functools.partial(loss, cast=lambda x: x.astype(dtype))
     rounded, found = (jax.jit(jax.grad(fun))(w) for fun in (by_hand, low(loss, half)))
     assert error(found, expected) < 1.5 * error(rounded, expected)
 
@@ -328,13 +311,15 @@ def test_a_sum_of_two_arrays_is_stored_in_half(half, name):
     args = W, W[:OUT], BIASES, np.ones((3, IN, OUT), np.float32)
     jaxpr = jaxprs.trace(low(_residual_stream(first), half), *args)
     dtypes = [e.outvars[0].aval.dtype for e in jaxprs.equations(jaxpr, "add")]
-    found = [d == _dtype(half) for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    found = [
+        d == DTYPES[half.split()[0]] for d in dtypes if jnp.issubdtype(d, jnp.floating)
+    ]
     assert found == is_half
 
 
 # What half cannot hold.
 
-EPS = {"array": np.full(OUT, 1e-8, np.float32), "number": np.float32(1e-9)}
+SMALL = {"array": np.full(OUT, 1e-8, np.float32), "number": np.float32(1e-9)}
 ZEROS = np.where(_rng.uniform(size=(ROWS, OUT)) < 0.5, 0, 1).astype(np.float32)
 GUARDED: dict[str, Callable[[Any, Any], Any]] = {
     "added": lambda h, eps: h / (h + eps),
@@ -349,13 +334,13 @@ GUARDED: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.one_of("eps")
 @IN_MODES
 @pytest.mark.parametrize("given", ["argument", "constant"])
-@pytest.mark.parametrize("eps", EPS)
+@pytest.mark.parametrize("eps", SMALL)
 @pytest.mark.parametrize("name", GUARDED)
 def test_an_eps_that_half_cannot_hold_guards_a_division(name, eps, given, half):
     def fun(w, eps):
         return jnp.mean((GUARDED[name](ZEROS @ w, eps) @ V) ** 2)
 
-    w, eps = np.eye(OUT, dtype=np.float32), EPS[eps]
+    w, eps = np.eye(OUT, dtype=np.float32), SMALL[eps]
     is_known = given == "constant"
     found = low(lambda w: fun(w, eps), half)(w) if is_known else low(fun, half)(w, eps)
     assert error(found, fun(w, eps)) < 0.01
@@ -393,10 +378,10 @@ def test_a_mask_of_large_numbers_makes_no_nan(rows, half):
         def loss(w, mask, fun=fun):
             return SCALE * jnp.mean(fun(X @ w, mask) ** 2)
 
-        value, grad = _value_and_grad(low(loss, half), (W, mask))
+        value, grad = gradients(low(loss, half), W, mask)
         assert jnp.isfinite(value) and jnp.all(jnp.isfinite(grad[0])), fun
         if fun is not read_in_half or rows == "some":
-            exact_value, exact_grad = _value_and_grad(loss, (W, mask))
+            exact_value, exact_grad = gradients(loss, W, mask)
             assert error(value, exact_value) < 0.01
             assert error(grad[0], exact_grad[0]) < 0.03
 
@@ -432,9 +417,7 @@ def test_an_integer_is_made_of_all_digits_of_a_product(half):
 # Rules for derivatives.
 
 
-@jax.custom_jvp
-def _log_of_product(x, w):
-    return jnp.log1p(jnp.abs(x @ w))
+_log_of_product = jax.custom_jvp(lambda x, w: jnp.log1p(jnp.abs(x @ w)))
 
 
 @_log_of_product.defjvp
@@ -461,7 +444,7 @@ def _backward(kept, ct):
 _log_of_product_by_vjp.defvjp(_forward, _backward)
 
 
-@pytest.mark.parametrize("half", ["bf16", "f16"])
+@IN_HALVES
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("fun", [_log_of_product, _log_of_product_by_vjp])
 def test_a_rule_for_derivatives_has_the_results_of_where_it_stands(fun, wrap, half):
@@ -471,7 +454,5 @@ def test_a_rule_for_derivatives_has_the_results_of_where_it_stands(fun, wrap, ha
     def loss(x, w):
         return 2.0**14 * jnp.mean(wrap(fun)(x, w))
 
-    expected = _value_and_grad(loss, (x, w))
-    found = _value_and_grad(low(loss, half), (x, w))
-    errors = jax.tree.map(error, found, expected)
-    assert max(jax.tree.leaves(errors)) < jnp.finfo(DTYPES[half]).eps
+    found, expected = (gradients(f, x, w) for f in (low(loss, half), loss))
+    assert largest_error(found, expected) < EPS[half]

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from arrays import error
 from autocast_corpus.program import DTYPES as HALF
+from autocast_corpus.program import IN_HALVES
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from layer_stacks import chain, layer, scan
+from layer_stacks import chain, layer, normal, scan
 
 from jmp_lite import Policy, PolicyMap, autocast, explain, get_policy, sums_in_float32
 
 DTYPES = {**HALF, "f32": jnp.float32}
 pytestmark = pytest.mark.one_of("half")
-IN_HALVES = pytest.mark.parametrize("half", HALF)
 SIZE = 32
 
 
@@ -29,14 +29,7 @@ def policy(half: str, reduce: Any = "float32") -> Policy:
     return Policy("float32", half, "float32", None, reduce)
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
-
-
 WS, X = normal(0, 3, SIZE, SIZE) * 2, normal(1, 2 * SIZE, SIZE) * 2
-
-
-mlp = chain(layer)
 
 
 def moved_in_a_call(ws, x):
@@ -54,21 +47,18 @@ def convolution(ws, x):
     return jnp.mean(lax.conv(jnp.tanh(x), kernels[1], (2, 1), "VALID") ** 2)
 
 
-def ragged(ws, x):
-    sizes = jnp.array([20, 24, 20], jnp.int32)
-    return jnp.mean(jnp.tanh(lax.ragged_dot(x, ws, sizes)) ** 2)
-
-
 def einsum(ws, x):
     x = jnp.einsum("bk,kln->lbn", x, ws[:1].reshape(SIZE, 2, -1))
     return jnp.mean(jnp.tanh(jnp.einsum("lbn,lnm->lbm", x, ws[1:, :16])) ** 2)
 
 
 PROGRAMS = layer_stacks.PROGRAMS | {
-    "mlp": mlp,
+    "mlp": chain(layer),
     "moved in a call": moved_in_a_call,
     "convolution": convolution,
-    "ragged": ragged,
+    "ragged": lambda ws, x: jnp.mean(
+        jnp.tanh(lax.ragged_dot(x, ws, jnp.array([20, 24, 20], jnp.int32))) ** 2
+    ),
     "einsum": einsum,
 }
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import error, uniform
-from autocast_corpus.program import DTYPES, POLICIES
+from arrays import in_float64, largest_error, uniform
+from autocast_corpus.program import DTYPES, IN_HALVES, POLICIES
 from gated_nets import linen_net, nnx_net
 from jax import lax
 from jax.experimental.jet import jet
@@ -19,7 +19,6 @@ from jmp_lite import autocast, sums_in_float32
 
 pytestmark = pytest.mark.one_of("half")
 
-BOTH = pytest.mark.parametrize("half", POLICIES)
 # At most: several roundings in half, of values and of their derivatives.
 BOUND = {"bf16": 0.06, "f16": 0.015}
 
@@ -81,10 +80,6 @@ def _jvp(fun: Any) -> Any:
     return lambda w, g: jax.jvp(fun, (w, g), (jnp.cos(w), jnp.cos(g)))[1]
 
 
-def _hvp(fun: Any) -> Any:
-    return _jvp(jax.grad(fun, (0, 1)))
-
-
 # How the derivatives are taken, of a function of two arrays.
 WAYS: dict[str, Callable[[Any], Any]] = {
     "jacrev_of_grad": lambda f: jax.jacrev(jax.grad(f, 0), 1),
@@ -93,7 +88,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "jacrev_of_jacfwd": lambda f: jax.jacrev(jax.jacfwd(f, 1), 0),
     "jacfwd_of_jacfwd": lambda f: jax.jacfwd(jax.jacfwd(f, 0), 1),
     "hessian": lambda f: jax.hessian(f, 1),
-    "hvp": _hvp,
+    "hvp": lambda f: _jvp(jax.grad(f, (0, 1))),
     "grad_of_jvp": lambda f: jax.grad(_jvp(f), (0, 1)),
     "penalty": lambda f: jax.grad(_penalty(f, 0), (0, 1)),
     "penalty_of_factor": lambda f: jax.grad(_penalty(f, 1), (0, 1)),
@@ -109,35 +104,22 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 ORDERS = ("jacrev_of_grad", "jacfwd_of_grad", "jacrev_of_jacfwd", "jacfwd_of_jacfwd")
 
 
-def derivatives(fun: Any, ways: Iterable[str] = WAYS) -> Any:
+def derivatives(fun: Any, ways: Iterable[str]) -> Any:
     """Return what takes the derivatives of a function in some ways, in one program."""
     taken = {name: WAYS[name](fun) for name in ways}
     return jax.jit(lambda *args: {name: way(*args) for name, way in taken.items()})
 
 
-def exact(fun: Any, *args: Any, ways: Iterable[str] = WAYS) -> Any:
-    """Return derivatives in float64."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        args = tuple(np.asarray(x, np.float64) for x in args)
-        return jax.tree.map(np.asarray, derivatives(fun, ways)(*args))
-
-
-def check(found: Any, expected: Any, half: str) -> None:
-    errors = {
-        way: max(jax.tree.leaves(jax.tree.map(error, found[way], expected[way])))
-        for way in expected
-    }
+def check(fun: Any, exact: Any, factor: Any, ways: Iterable[str], half: str) -> None:
+    """Check the derivatives of a function by those of another in float64."""
+    found = derivatives(fun, ways)(W, factor)
+    expected = in_float64(derivatives(exact, ways), W, factor)
+    errors = {way: largest_error(found[way], expected[way]) for way in ways}
     assert max(errors.values()) < BOUND[half], errors
 
 
 # The others are the same of a scalar, or twice.
-_FULL = {
-    "scalar_times",
-    "divided_by_scalar",
-    "times_and_plus",
-    "times_twice",
-    "in_vmap",
-}
+_FULL = "scalar_times divided_by_scalar times_and_plus times_twice in_vmap".split()
 
 
 def _cases() -> Iterator[Any]:
@@ -152,16 +134,15 @@ def _cases() -> Iterator[Any]:
         yield pytest.param(name, WAYS, ",reduce=float32", marks=pytest.mark.full)
 
 
-@BOTH
+@IN_HALVES
 @pytest.mark.parametrize(("name", "ways", "reduce"), list(_cases()))
 def test_derivatives_of_gradients_have_every_term(name, ways, reduce, half) -> None:
     fun, factor = PROGRAMS[name], ONE if "scalar" in name else G
     low = autocast(fun, f"{POLICIES[half]}{reduce}")
-    found = derivatives(low, ways)(W, factor)
-    check(found, exact(fun, W, factor, ways=ways), half)
+    check(low, fun, factor, ways, half)
 
 
-@BOTH
+@IN_HALVES
 @pytest.mark.parametrize(
     "ways", [ORDERS, pytest.param(tuple(WAYS), marks=pytest.mark.full)], ids=len
 )
@@ -176,11 +157,10 @@ def test_derivatives_of_gradients_of_casts_by_hand(reduce_dtype, ways, half) -> 
         return loss
 
     low = sums_in_float32(by_hand(DTYPES[half]), reduce_dtype=reduce_dtype)
-    found = derivatives(low, ways)(W, G)
-    check(found, exact(by_hand(np.float64), W, G, ways=ways), half)
+    check(low, by_hand(np.float64), G, ways, half)
 
 
-@BOTH
+@IN_HALVES
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("make", [linen_net, nnx_net])
 def test_a_gradient_penalty_under_with_policy(make: Any, half: str) -> None:
@@ -193,8 +173,8 @@ def test_a_gradient_penalty_under_with_policy(make: Any, half: str) -> None:
 
         return jax.jit(jax.grad(total))(params)
 
-    errors = jax.tree.map(error, penalty(POLICIES[half]), penalty("full"))
-    assert max(jax.tree.leaves(errors)) < BOUND[half], errors
+    found, expected = penalty(POLICIES[half]), penalty("full")
+    assert largest_error(found, expected) < BOUND[half]
 
 
 def _second(low: Callable[[Any], Any], is_row: bool) -> Any:
@@ -232,8 +212,7 @@ def test_what_a_loop_keeps_in_two_bytes_has_second_derivatives(policy, sizes, is
     expected = _second(lambda loss: loss, is_row)(1.0)
     second = _second(lambda loss: autocast(loss, policy), is_row)
     for size in sizes:
-        errors = map(error, second(size), expected)
-        assert max(errors) < 0.06, size
+        assert largest_error(second(size), expected) < 0.06, size
 
 
 def test_jet_goes_inside_or_computes_nothing_again():

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import jaxprs
 import pytest
-from arrays import error, uniform
-from autocast_corpus.program import POLICIES, normal, weight
+from arrays import error, in_float64, largest_error, uniform
+from autocast_corpus.program import IN_HALVES, POLICIES, normal, weight
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.standard_promotion
 STEPS, BATCH, WIDTH = 12, 2, 8
 W, ONE_SIGN = weight(0, WIDTH, WIDTH), uniform(0, WIDTH, WIDTH) / WIDTH
 XS, POSITIVE = normal(1, STEPS, BATCH, WIDTH), uniform(1, STEPS, BATCH, WIDTH)
-IN_HALVES = pytest.mark.parametrize("half", ["bf16", "f16"])
 Loss = Callable[[Any, Any], jax.Array]
 
 
@@ -51,16 +50,6 @@ def gated(w, h, x):  # an activation before the product, and a weight read twice
     return gate * h + (1 - gate) * jnp.tanh((gate * h) @ w + x)
 
 
-def on_the_left(w, h, x):
-    return jnp.tanh(jnp.einsum("nk,bk->bn", w, h) + x)
-
-
-def _fori(w, xs):
-    return jnp.mean(
-        lax.fori_loop(0, STEPS, lambda i, h: plain(w, h, xs[i]), xs[0]) ** 2
-    )
-
-
 def _nested(w, xs):
     def body(h, x):
         return lax.fori_loop(0, 3, lambda _, h: plain(w, h, x), h), None
@@ -71,9 +60,11 @@ def _nested(w, xs):
 LOSSES: dict[str, Loss] = {
     "plain": over(plain),
     "gated": over(gated),
-    "on the left": over(on_the_left),
+    "on the left": over(lambda w, h, x: jnp.tanh(jnp.einsum("nk,bk->bn", w, h) + x)),
     "reversed and unrolled": over(plain, reverse=True, unroll=3),
-    "fori_loop": _fori,
+    "fori_loop": lambda w, xs: jnp.mean(
+        lax.fori_loop(0, STEPS, lambda i, h: plain(w, h, xs[i]), xs[0]) ** 2
+    ),
     "in jit": jax.jit(over(plain)),
     "in a loop": _nested,
     "mapped": lambda w, xs: jnp.mean(
@@ -91,11 +82,6 @@ def carried(fun: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]:
     ]
 
 
-def in_float64(fun: Callable[..., Any], *args: Any) -> Any:
-    with jax.enable_x64(True):
-        return jax.jit(fun)(*(jnp.asarray(x, jnp.float64) for x in args))
-
-
 @pytest.mark.one_of("half")
 @IN_HALVES
 @pytest.mark.parametrize("name", LOSSES)
@@ -110,7 +96,7 @@ def test_no_loop_carries_its_gradient_and_it_is_right(name: str, half: str) -> N
         assert float(value) == pytest.approx(float(jax.jit(low)(w, xs)), rel=1e-6)
         assert [x.dtype for x in found] == [jnp.float32] * 2
         limit = {"bf16": 2e-2, "f16": 2e-3}[half]
-        assert max(map(error, found, expected)) < limit
+        assert largest_error(found, expected) < limit
 
 
 @IN_HALVES
@@ -148,7 +134,7 @@ def test_second_derivatives_have_every_term(name: str, half: str) -> None:
     limit = {"bf16": 3e-2, "f16": 4e-3}[half]
     for way in (along, backward):
         found = jax.jit(functools.partial(way, low))(W, XS)
-        assert max(map(error, found, expected)) < limit
+        assert largest_error(found, expected) < limit
 
 
 MESH = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
@@ -263,7 +249,7 @@ def test_cells_of_flax(cell: Any) -> None:
     low = autocast(loss, POLICIES["bf16"])
     assert W.shape not in carried(jax.grad(low), params, x)
     found, expected = jax.grad(low)(params, x), jax.grad(loss)(params, x)
-    assert max(jax.tree.leaves(jax.tree.map(error, found, expected))) < 2e-2
+    assert largest_error(found, expected) < 2e-2
 
 
 def test_the_product_after_a_loop_is_in_the_scope_of_those_in_it() -> None:

@@ -6,10 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from arrays import error
+from arrays import error, in_float64
 from jax import lax
 
 from jmp_lite import autocast
+
+
+def rms_norm(h):
+    return h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+
 
 # Models of a product, a weight and a gain.
 
@@ -19,13 +24,11 @@ def gelu(h, w, gain):
 
 
 def layer_norm(h, w, gain):
-    h = h - jnp.mean(h, -1, keepdims=True)
-    return h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * gain @ w
+    return rms_norm(h - jnp.mean(h, -1, keepdims=True)) * gain @ w
 
 
 def rms_norm_and_silu(h, w, gain):
-    scale = lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
-    return jax.nn.silu(h * scale * gain) @ w
+    return jax.nn.silu(rms_norm(h) * gain) @ w
 
 
 def kept(fun: Callable[..., Any], *args: Any, size: int) -> list[str]:
@@ -39,11 +42,9 @@ def gradients(fun: Callable[..., Any], *args: Any) -> Any:
     return jax.jit(jax.value_and_grad(fun, tuple(range(len(args)))))(*args)
 
 
-def exact_gradients(fun: Callable[..., Any], *args: Any) -> list[np.ndarray]:
+def exact_gradients(fun: Callable[..., Any], *args: Any) -> tuple[np.ndarray, ...]:
     """Return the gradients for all arguments, in float64."""
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) for x in args]
-        return [np.asarray(x) for x in gradients(fun, *wide)[1]]
+    return in_float64(jax.grad(fun, tuple(range(len(args)))), *args)
 
 
 def check_recomputed(
@@ -52,7 +53,7 @@ def check_recomputed(
     policy: str,
     most: float,
     scale: float = 1024.0,
-    exact: list[np.ndarray] | None = None,
+    exact: tuple[np.ndarray, ...] | None = None,
 ) -> list[Any]:
     """Check that what is computed again makes gradients hardly worse.
 

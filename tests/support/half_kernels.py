@@ -14,6 +14,7 @@ HALVES = (jnp.bfloat16, jnp.float16)
 BATCH, LENGTH, WIDTH = 2, 8, 16
 X = normal(0, BATCH, LENGTH, WIDTH)
 W = jnp.stack([weight(i, WIDTH, WIDTH) for i in range(1, 5)])
+MESH = jax.sharding.Mesh(jax.devices()[:2], "data")
 
 
 def softmax_attention(q, k, v):
@@ -36,16 +37,12 @@ def flash(q, k, v):
     return softmax_attention(q, k, v)
 
 
-def flash_fwd(q, k, v):
-    return flash(q, k, v), (q, k, v)
-
-
 def flash_bwd(kept, gradient):
     demands_half(gradient, *kept)
     return jax.vjp(softmax_attention, *kept)[1](gradient)
 
 
-flash.defvjp(flash_fwd, flash_bwd)
+flash.defvjp(lambda q, k, v: (flash(q, k, v), (q, k, v)), flash_bwd)
 
 
 def layer(attend: Callable[..., Any], w: jax.Array, x: jax.Array) -> jax.Array:
@@ -55,66 +52,39 @@ def layer(attend: Callable[..., Any], w: jax.Array, x: jax.Array) -> jax.Array:
 # Programs of an attention function, a weight and an array.
 
 
-def plain(attend, w, x):
-    return layer(attend, w, x)
-
-
 def scanned(attend, w, x):
-    def step(x, _):
-        return x + layer(attend, w, x), None
-
-    return lax.scan(step, x, length=2)[0]
-
-
-def mapped(attend, w, x):
-    return jax.vmap(lambda x: layer(attend, w, x))(x)
-
-
-def mapped_weights(attend, w, x):
-    return jax.vmap(lambda w: layer(attend, w, x))(jnp.stack([w, w / 2]))
+    return lax.scan(lambda x, _: (x + layer(attend, w, x), None), x, length=2)[0]
 
 
 def rematted_scan(attend, w, x):
-    @jax.checkpoint
-    def step(x, w):
-        return layer(attend, w, x), None
-
+    step = jax.checkpoint(lambda x, w: (layer(attend, w, x), None))
     return lax.scan(step, x, jnp.stack([w, w / 2]))[0]
 
 
-def branched(attend, w, x):
-    def one(x):
-        return layer(attend, w, x)
-
-    return lax.cond(x[0, 0, 0] > -10, one, lambda x: x, x)
-
-
-def directly(attend, w, x):
-    return attend(x, x, x @ w[0] + x)
-
-
 def in_shard_map(attend, w, x):
-    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
-    one = jax.shard_map(lambda w, x: layer(attend, w, x), mesh=mesh, **specs)
+    one = jax.shard_map(lambda w, x: layer(attend, w, x), mesh=MESH, **specs)
     return one(w, x)
 
 
 def sharded(attend, w, x):
-    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
-    rows = NamedSharding(mesh, P("data"))
+    rows = NamedSharding(MESH, P("data"))
     one = jax.jit(lambda x: layer(attend, w, x), out_shardings=rows)
     return one(lax.with_sharding_constraint(x, rows))
 
 
-PROGRAMS = [
-    plain,
-    scanned,
-    mapped,
-    mapped_weights,
-    rematted_scan,
-    branched,
-    directly,
-    in_shard_map,
-    sharded,
-]
+PROGRAMS: dict[str, Callable[..., jax.Array]] = {
+    "plain": layer,
+    "scanned": scanned,
+    "mapped": lambda attend, w, x: jax.vmap(lambda x: layer(attend, w, x))(x),
+    "mapped_weights": lambda attend, w, x: jax.vmap(lambda w: layer(attend, w, x))(
+        jnp.stack([w, w / 2])
+    ),
+    "rematted_scan": rematted_scan,
+    "branched": lambda attend, w, x: lax.cond(
+        x[0, 0, 0] > -10, lambda x: layer(attend, w, x), lambda x: x, x
+    ),
+    "directly": lambda attend, w, x: attend(x, x, x @ w[0] + x),
+    "in_shard_map": in_shard_map,
+    "sharded": sharded,
+}

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def normal(seed: int, *shape: int) -> jax.Array:
+    """Return float32 numbers of a size that a product with a weight keeps."""
+    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
+
+
 def layer(x: Any, w: Any) -> Any:
     return jnp.tanh(x @ w)
 
@@ -17,10 +22,9 @@ def chain(layer: Any) -> Any:
 
 
 def scan(layer: Any) -> Any:
-    def loss(ws, x):
-        return jnp.mean(lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2)
-
-    return loss
+    return lambda ws, x: jnp.mean(
+        lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] ** 2
+    )
 
 
 def _branch(x: Any, w: Any) -> Any:

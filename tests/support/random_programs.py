@@ -169,12 +169,8 @@ def _vector(c, h, op):
     return h + projected[:, None] if op.option % 2 else h * projected
 
 
-def _tanh_of_product(x, w):
-    return jnp.tanh(x @ w)
-
-
-_by_jvp = jax.custom_jvp(_tanh_of_product)
-_by_vjp = jax.custom_vjp(_tanh_of_product)
+_by_jvp = jax.custom_jvp(lambda x, w: jnp.tanh(x @ w))
+_by_vjp = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w))
 
 
 @_by_jvp.defjvp
@@ -429,18 +425,15 @@ def _weighted(c, h):
     return h * jnp.asarray(weights, h.dtype)
 
 
-def _cross_entropy(c, h):
-    log_p = jax.nn.log_softmax(h, -1)
-    return -jnp.mean(jnp.take_along_axis(log_p, _INDICES[:, None], 1))
-
-
 REDUCTIONS: dict[str, Callable[[Context, Any], Any]] = {
     "mean": lambda c, h: jnp.mean(_weighted(c, h)),
     "sum": lambda c, h: jnp.sum(_weighted(c, h)),
     "mean_square": lambda c, h: jnp.mean(_weighted(c, h) ** 2),
     "squared_error": lambda c, h: jnp.mean((h - c.args["array"]) ** 2),
     "squared_error_far": lambda c, h: jnp.mean((h - c.args["large_array"]) ** 2),
-    "cross_entropy": _cross_entropy,
+    "cross_entropy": lambda c, h: (
+        -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(h, -1), _INDICES[:, None], 1))
+    ),
     "logsumexp": lambda c, h: jnp.mean(jax.nn.logsumexp(h, -1)),
     "max": lambda c, h: jnp.mean(jnp.max(h, -1)),
     "norm": lambda c, h: jnp.mean(jnp.linalg.norm(h, axis=-1)),

@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 POLICIES = {"bf16": "p=f32,c=bf16,o=f32", "f16": "p=f32,c=f16,o=f32"}
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+EPS = {half: float(jnp.finfo(dtype).eps) for half, dtype in DTYPES.items()}
+IN_HALVES = pytest.mark.parametrize("half", POLICIES)
 
 # What is asked of a program, by the name that `Program.without` gives it.
 CHECKS = (
