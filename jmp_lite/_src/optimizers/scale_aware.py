@@ -27,11 +27,7 @@ from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
 
 T = TypeVar("T")
 
-_NEED_DTYPES = (
-    MasterRemaindersState,
-    MasterWeightsState,
-    StochasticRoundingState,
-)
+_NEED_DTYPES = (MasterRemaindersState, MasterWeightsState, StochasticRoundingState)
 
 # States of what leaves updates alone, or may: it is for a part of the parameters.
 _CHANGE_OTHERS = optax.SnapshotState, optax.MaskedState
