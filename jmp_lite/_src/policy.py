@@ -392,7 +392,7 @@ class PolicyMap:
 
     def _cast(self, tree: T, role: str) -> T:
         self.check_unused(trees.key_paths(tree))
-        return jax.tree_util.tree_map_with_path(
+        return jax.tree.map_with_path(
             lambda path, x: trees.cast_floating(
                 x, getattr(self.at(trees.key_path(path)), role)
             ),

@@ -138,7 +138,7 @@ def call(
     The argument at a key path of `(args, kwargs)` that `is_excepted` stays as it is.
     """
     half_dtype = np.dtype(how.half_dtype)
-    paths, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
+    paths, tree = jax.tree.flatten_with_path((tuple(args), kwargs))
     # NumPy's scalars are numbers, which a kernel may need the value of.
     arrays = {
         i: leaf

@@ -161,7 +161,7 @@ def _has_state(tree: Any) -> bool:
 
 
 def _children(tree: Any) -> Iterable[tuple[str, Any]]:
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    found = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     return [(trees.key_path(path), child) for path, child in found]
 
 

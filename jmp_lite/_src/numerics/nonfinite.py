@@ -246,7 +246,7 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
 def tracker_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> NonFiniteTracker:
     """Return the tracker of a traced call, by the origin of its results."""
-    leaves = jax.tree_util.tree_leaves_with_path(args_and_kwargs)
+    leaves = jax.tree.leaves_with_path(args_and_kwargs)
     names = [trees.key_path(path[1:]) for path, x in leaves if is_traceable(x)]
     known = sites(compat.open_jaxpr(traced.closed))
     return NonFiniteTracker(origin, tuple(known), tuple(names))

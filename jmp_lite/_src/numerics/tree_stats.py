@@ -146,7 +146,7 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
     """
     leaves = [
         (trees.key_path(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in jax.tree.leaves_with_path(tree)
         if trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     dtype = check_dtype(dtype)

@@ -92,7 +92,7 @@ class PolicyInterceptor:
                 new["params"], self.resolved, role, owners
             )
         if "cache" in new:
-            new["cache"] = jax.tree_util.tree_map_with_path(cast_cache, new["cache"])
+            new["cache"] = jax.tree.map_with_path(cast_cache, new["cache"])
         return new
 
     def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -192,7 +192,7 @@ class PolicyModule:
 
 def _with_dtypes_of(given: Any, cast: Any, updated: Any) -> Any:
     """Return updated variables, in the dtypes they had before they were cast."""
-    given, cast = map(dict, map(jax.tree_util.tree_leaves_with_path, (given, cast)))
+    given, cast = map(dict, map(jax.tree.leaves_with_path, (given, cast)))
 
     def restore(path, leaf):
         if path not in given:
@@ -201,4 +201,4 @@ def _with_dtypes_of(given: Any, cast: Any, updated: Any) -> Any:
         unchanged = leaf is cast[path]
         return given[path] if unchanged else trees.cast_like(leaf, given[path])
 
-    return jax.tree_util.tree_map_with_path(restore, updated)
+    return jax.tree.map_with_path(restore, updated)
