@@ -31,7 +31,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, core, name_scopes
 from jmp_lite._src.jaxprs.core import F32, ClosedJaxpr, Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import CAST
-from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
+from jmp_lite._src.jaxprs.tracing import Traced, fill, is_traceable, trace
 
 REASON = "in_half"
 
@@ -154,10 +154,7 @@ def call(
 
     @functools.wraps(fun, updated=())
     def of_arrays(*values):
-        leaves = [leaf for _, leaf in paths]
-        for i, value in zip(given, values, strict=True):
-            leaves[i] = value
-        args, kwargs = jax.tree.unflatten(tree, leaves)
+        args, kwargs = fill(tree, [leaf for _, leaf in paths], given, values)
         return fun(*args, **kwargs)
 
     def in_half(out_dtypes=None):

@@ -81,12 +81,10 @@ class OpRules:
         unknown = sorted(map(str, set(pairs) - known))
         if unknown:
             near = difflib.get_close_matches(unknown[0], sorted(known))
-            did_you_mean = (
-                f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            )
+            question = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ValueError(
                 f"Unknown primitives {unknown}: expected names as a jaxpr prints them, "
-                f"such as 'dot_general' or 'reduce_sum'.{did_you_mean}"
+                f"such as 'dot_general' or 'reduce_sum'.{question}"
             )
         missing = sorted(set(PRIMITIVES) - set(pairs))
         if missing:

@@ -63,9 +63,8 @@ def classes_of_leaves(
     if any(not trees.is_array(arg) for arg in args):  # a lone array is none of them
         returned = [x for x in returned if x[0] != jax.tree.structure(0)]
     found = []
-    for index, (name, arg) in enumerate(
-        [*zip(names, args, strict=True), *kwargs.items()]
-    ):
+    named = [*zip(names, args, strict=True), *kwargs.items()]
+    for index, (name, arg) in enumerate(named):
         by_name, by_index = given.pop(name, None), given.pop(index, None)
         if known := by_name or by_index:
             found += [known] * len(_arrays(arg))

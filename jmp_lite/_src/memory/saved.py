@@ -181,8 +181,7 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 
         def of_arrays(arrays):
-            filled = dict(enumerate(leaves)) | arrays
-            args, kwargs = jax.tree.unflatten(tree, filled.values())
+            args, kwargs = tracing.fill(tree, leaves, arrays, arrays.values())
             return of_any(*args, **kwargs)
 
         return jax.tree.leaves(jax.vjp(of_arrays, arrays)[1])
