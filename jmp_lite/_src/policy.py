@@ -64,8 +64,7 @@ class Policy:
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
-            dtype = dtypes.parse_dtype(getattr(self, name))
-            object.__setattr__(self, name, dtype)
+            object.__setattr__(self, name, dtypes.parse_dtype(getattr(self, name)))
         if dtypes.needs_scale(self.compute_dtype):
             raise ValueError(
                 f"Cannot compute in {dtypes.dtype_name(self.compute_dtype)}: a cast to "

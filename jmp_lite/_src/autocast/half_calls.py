@@ -255,8 +255,7 @@ def choose(closed: ClosedJaxpr, is_low: Callable[[str, str], bool]) -> ClosedJax
     def chosen(eqn: Eqn, scope: str) -> Any:
         stack = name_scopes.of(eqn)
         if is_choice(eqn):
-            branches = eqn.params["branches"]
-            branch = branches[0 if is_low(scope, stack) else -1]
+            branch = eqn.params["branches"][0 if is_low(scope, stack) else -1]
             return eqn.replace(params={**eqn.params, "branches": (branch,)})
         is_call = name_of_kernel(eqn) and name_scopes.IN_HALF in _parts(eqn)
         if is_call and not is_low(scope, stack):

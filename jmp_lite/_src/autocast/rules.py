@@ -393,8 +393,7 @@ class _SubJaxprs(Rule):
     def operand_uses(self, info, plan, uses, analysis):
         # The plan was made for the uses that were known before.
         ins = [body_plan.ins for body_plan in plan.bodies]
-        plans = self._plan_bodies_for(info, ins, uses, analysis)
-        return _uses_by_bodies(info, plans)
+        return _uses_by_bodies(info, self._plan_bodies_for(info, ins, uses, analysis))
 
 
 def _uses_by_bodies(info: EqnInfo, plans: Sequence[CastPlan]) -> list[int]:

@@ -124,8 +124,7 @@ def _class(returned: list[Any], name: str, is_first: bool, tree: Any) -> str:
         return PARAMETERS if floating else OTHER
     # A forward pass returns nothing like its parameters.
     is_tree = not trees.is_array(tree) and len(floating) > 1
-    named = _FIELDS.get(name)
-    return named or (PARAMETERS if is_tree and is_first else BATCH)
+    return _FIELDS.get(name) or (PARAMETERS if is_tree and is_first else BATCH)
 
 
 def _is_variable(x: Any) -> bool:
@@ -155,8 +154,7 @@ def _is_state(tree: Any) -> bool:
 
 
 def _has_state(tree: Any) -> bool:
-    found = jax.tree.leaves(tree, is_leaf=_is_state)
-    return any(map(_is_state, found))
+    return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
 def _children(tree: Any) -> Iterable[tuple[str, Any]]:

@@ -189,8 +189,7 @@ def low_precision_state(
 
     def update_fn(updates, state, params=None, **extra):
         base.check_state(state, LowPrecisionState, "low_precision_state(...)")
-        at = _Shapes(updates if params is None else params)
-        choice.check(state, at)
+        choice.check(state, _Shapes(updates if params is None else params))
         old = trees.map_nodes(
             LowPrecisionArray.to_float32, state.inner_state, LowPrecisionArray
         )
