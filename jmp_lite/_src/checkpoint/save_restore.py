@@ -24,7 +24,6 @@ from jmp_lite._src.checkpoint import folder as folders
 from jmp_lite._src.checkpoint import leaves, low_precision
 from jmp_lite._src.checkpoint import record as records
 from jmp_lite._src.checkpoint.checksum import crc32
-from jmp_lite._src.checkpoint.leaves import Casts, LeafSpec
 from jmp_lite._src.checkpoint.loss_scales import check_loss_scales, describe_loss_scales
 
 
@@ -130,7 +129,7 @@ class Restored(NamedTuple):
 
     state: Any
     step: int
-    casts: Casts
+    casts: leaves.Casts
 
 
 def restore(
@@ -185,14 +184,14 @@ def restore(
     path, step = folders.find_step(root, step)
     where = f"Step {step} in {root}"
     record = _read(lambda: records.read_record(path), root, step)
-    saved = {name: LeafSpec(**leaf) for name, leaf in record["leaves"].items()}
+    saved = {name: leaves.LeafSpec(**leaf) for name, leaf in record["leaves"].items()}
     target_tree = low_precision.like_saved(like, saved) if cast else like
     targets, structure = leaves.flatten(target_tree)
     wanted = {name: leaves.describe(target) for name, target in targets.items()}
     check_loss_scales(record["loss_scales"], describe_loss_scales(like), where)
     leaves.check_compatible(saved, wanted, where, cast=cast)
     arrays = _read(lambda: _read_arrays(path, saved, targets), root, step)
-    casts, restored = Casts(), []
+    casts, restored = leaves.Casts(), []
     for name, target in targets.items():
         array = arrays.pop(name)
         place = f"{where}: {name}"
@@ -263,7 +262,7 @@ def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
 
 
 def _read_arrays(
-    path: epath.Path, saved: dict[str, LeafSpec], targets: dict[str, Any]
+    path: epath.Path, saved: dict[str, leaves.LeafSpec], targets: dict[str, Any]
 ) -> dict[str, Any]:
     stored = {name: leaf for name, leaf in saved.items() if records.is_stored(leaf)}
     arrays = {

@@ -9,7 +9,6 @@ import numpy as np
 
 from jmp_lite._src import extras, reports
 from jmp_lite._src.memory import classes, step
-from jmp_lite._src.reports import size
 
 # Okabe and Ito's palette, for colour-blind readers.
 _COLOURS = {
@@ -102,8 +101,8 @@ class Comparison(reports.Report):
                     numbers[row.name],
                     row.name,
                     fits,
-                    size(report.peak),
-                    size(report.temporaries),
+                    reports.size(report.peak),
+                    reports.size(report.temporaries),
                     f"{report.traffic / 1e9:.3g}",
                     f"{report.kernels}",
                     f"{report.bytes_a_parameter:.2f}",
