@@ -218,9 +218,8 @@ def get_policy(policy: "str | Policy") -> Policy:
         elif isinstance(policy, PolicyMap):
             got += " A PolicyMap is passed as it is, without get_policy."
         else:
-            got += compat.of_another_package(policy, Policy) or _did_you_mean(
-                str(policy)
-            )
+            others = compat.of_another_package(policy, Policy)
+            got += others or _did_you_mean(str(policy))
         raise TypeError(got)
     name = policy.strip()
     if name == "mixed":
@@ -446,8 +445,7 @@ def check_patterns(
     for index, pattern in enumerate(patterns):
         if index in decided:
             continue
-        matched = [path for path in paths if applies(pattern, path)]
-        if matched:
+        if matched := [path for path in paths if applies(pattern, path)]:
             earlier = next(p for p in patterns if applies(p, matched[0]))
             raise ValueError(
                 f"The pattern {pattern!r} is never used: earlier patterns apply to all "

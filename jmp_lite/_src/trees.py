@@ -156,11 +156,8 @@ def all_finite(tree: Any) -> jax.Array:
 
 def is_inexact(x: Any) -> bool:
     """Return whether a leaf is scaled and checked for finite values."""
-    if isinstance(x, float | complex):
-        return True
-    return is_castable(x) or (
-        is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating)
-    )
+    is_complex = is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return isinstance(x, float | complex) or is_castable(x) or is_complex
 
 
 def is_concrete_number(x: Any) -> bool:

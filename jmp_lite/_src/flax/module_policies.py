@@ -88,8 +88,7 @@ class ModulePolicies:
         classes = tuple((cls, get_policy(policy)) for cls, policy in pairs)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "classes", classes)
-        others = [p for p in self._halves if p.reduce_dtype != self.reduce_dtype]
-        if others:
+        if others := [p for p in self._halves if p.reduce_dtype != self.reduce_dtype]:
             raise ValueError(
                 f"Expected one reduce dtype for the whole model, got the policies "
                 f"{policy.default} and {others[0]}. Set it in all of them, or use "

@@ -30,8 +30,7 @@ def warn_about_fp8(what: str, jaxpr: Any) -> None:
     if jaxpr is None or not all(reasons):
         fp8.warn_if_slow()
     else:
-        text = no_fp8_message(what, collections.Counter(reasons))
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(no_fp8_message(what, collections.Counter(reasons)), stacklevel=3)
 
 
 def _why_not_fp8(eqn: Any) -> str:

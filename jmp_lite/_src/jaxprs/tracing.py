@@ -73,6 +73,5 @@ def fill(
 
 def is_traceable(x: Any) -> bool:
     """Return whether an argument is traced; others reach the function as they are."""
-    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    is_array = isinstance(x, arrays)
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
     return is_array and x.dtype != jax.dtypes.float0 and x.dtype != object

@@ -234,8 +234,7 @@ class NonFiniteTracker:
         by_constant, index = divmod(index, BY_CONSTANT)
         site = self.sites[index]
         where = site.primitive, site.layer, site.line, site.direction, site.dtype
-        loops = tuple(iterations[: site.loops])
-        return NonFinite(*where, loops, (), bool(by_constant))
+        return NonFinite(*where, tuple(iterations[: site.loops]), (), bool(by_constant))
 
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:

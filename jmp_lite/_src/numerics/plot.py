@@ -41,8 +41,7 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     an object with a `histogram` `[96]`, such as a `ValueStats`.
     """
     dtype = check_dtype(dtype)
-    without = [name for name, stats in named.items() if stats.histogram is None]
-    if without:
+    if without := [name for name, stats in named.items() if stats.histogram is None]:
         raise ValueError(
             f"Expected a histogram of every layer, got none of {without}: count with "
             "histogram=True."

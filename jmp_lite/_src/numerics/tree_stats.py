@@ -113,9 +113,7 @@ class TreeStats(reports.Report):
 
     @classmethod
     def _from_fields(cls, fields):
-        arrays = {
-            name: np.asarray(x, np.float32) for name, x in fields["stats"].items()
-        }
+        arrays = {n: np.asarray(x, np.float32) for n, x in fields["stats"].items()}
         stats = ValueStats(**{"histogram": None, **arrays})
         if stats.histogram is not None:  # JSON does not say the shape of []
             shape = (*stats.size.shape, len(EXPONENTS))

@@ -134,8 +134,7 @@ def _follow(jaxpr: Any) -> tuple[list[Origins], list[tuple[set[int], set[int]]]]
         return list(map(read, jaxpr.outvars))
 
     def results(eqn: Any, operands: list[Origins]) -> list[Origins]:
-        bodies = control_flow.sub_jaxprs(eqn)
-        if bodies:
+        if bodies := control_flow.sub_jaxprs(eqn):
             found = [_NONE] * len(eqn.outvars)
             for body in bodies:
                 outs = run(body.jaxpr, [operands[i] for i in body.operands])

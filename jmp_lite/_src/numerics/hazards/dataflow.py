@@ -113,10 +113,9 @@ def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> li
 
     with sources.lines_of_rules():
         traced = tracing.trace(called, (fun, args, kwargs))
-    loss_scales = _are_loss_scales((fun, args, kwargs))
-    return _Opener(target).program(
-        traced.closed, [loss_scales[i] for i in traced.indices]
-    )
+    of_leaves = _are_loss_scales((fun, args, kwargs))
+    are_loss_scales = [of_leaves[i] for i in traced.indices]
+    return _Opener(target).program(traced.closed, are_loss_scales)
 
 
 def _are_loss_scales(tree: Any) -> list[bool]:

@@ -87,8 +87,7 @@ def _odd_dimensions(program: LintedProgram) -> Hits:
         if not all(value.is_half for value in op.ins[:2]):
             continue
         # Small dimensions, such as the 3 channels of an image, cannot be changed.
-        odd = sorted({d for d in _dimensions(op) if d >= 8 and d % tile})
-        if odd:
+        if odd := sorted({d for d in _dimensions(op) if d >= 8 and d % tile}):
             yield op, f"no multiple of {tile}: {', '.join(map(str, odd))}"
 
 
@@ -106,8 +105,7 @@ def _almost_fp8(program: LintedProgram) -> Hits:
             continue
         if any(op.eqn.params["dimension_numbers"][1]):  # batch dimensions
             continue
-        missed = sorted(size for size in sizes if size < least or size % tile)
-        if missed:
+        if missed := sorted(size for size in sizes if size < least or size % tile):
             yield op, f"not in fp8: {', '.join(map(str, missed))}"
 
 
