@@ -377,9 +377,8 @@ def eqn_contexts(eqn: Any) -> tuple[Any, Any]:
 
 def source_context(info: Any) -> Any:
     """Return the context of a source line, and of a name stack inside of this one."""
-    util = source_info_util_private
-    stack = util.current_name_stack() + info.name_stack
-    return util.user_context(info.traceback, name_stack=stack)
+    stack = source_info_util_private.current_name_stack() + info.name_stack
+    return source_info_util_private.user_context(info.traceback, name_stack=stack)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int] | None:
@@ -430,8 +429,7 @@ def with_tangent(
     if not moved:
         return out, jnp.zeros_like(out)
     terms = [term(i, t) for i, t in moved]
-    total = sum(terms[1:], terms[0])
-    return out, jax.lax.convert_element_type(total, out.dtype)
+    return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
 
 
 _IMPLS: dict[Primitive, Any] = {}

@@ -424,8 +424,7 @@ def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str
 
 def _product_name(lhs: Any, rhs: Any) -> str:
     """Return the NumPy name of a dtype, or both names: "float8_e5m2 x …"."""
-    names = (np.dtype(dtype).name for dtype in (lhs, rhs))
-    return " x ".join(dict.fromkeys(names))
+    return " x ".join(dict.fromkeys(np.dtype(x).name for x in (lhs, rhs)))
 
 
 def _time(run: Callable[[], Any]) -> float:

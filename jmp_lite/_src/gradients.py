@@ -190,9 +190,7 @@ def _check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Non
     for index in indices:
         if not -len(args) <= index < len(args):
             continue  # JAX raises its own error
-        leaves = jax.tree_util.tree_leaves_with_path(
-            args[index], is_leaf=compat.is_nnx_module
-        )
+        leaves = jax.tree.leaves_with_path(args[index], is_leaf=compat.is_nnx_module)
         for path, leaf in leaves:
             at = f", at {trees.key_path(path)!r}" if path else ""
             place = f"argument {index}{at}"

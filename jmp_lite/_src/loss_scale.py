@@ -404,9 +404,8 @@ def check_loss_scale(loss_scale: Any) -> None:
             f"{loss_scale!r}.{_remedy(loss_scale)}"
         )
     value = loss_scale.loss_scale
-    if isinstance(value, str | None) or (
-        trees.is_array(value) and jnp.ndim(value) != 0
-    ):
+    is_several = trees.is_array(value) and jnp.ndim(value) != 0
+    if isinstance(value, str | None) or is_several:
         raise TypeError(f"Expected one number in the loss scale, got {value!r}.")
     if trees.is_concrete_number(value):
         _check_positive(value)

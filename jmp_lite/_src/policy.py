@@ -64,8 +64,7 @@ class Policy:
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
-            dtype = dtypes.parse_dtype(getattr(self, name))
-            object.__setattr__(self, name, dtype)
+            object.__setattr__(self, name, dtypes.parse_dtype(getattr(self, name)))
         if dtypes.needs_scale(self.compute_dtype):
             raise ValueError(
                 f"Cannot compute in {dtypes.dtype_name(self.compute_dtype)}: a cast to "
@@ -219,9 +218,8 @@ def get_policy(policy: "str | Policy") -> Policy:
         elif isinstance(policy, PolicyMap):
             got += " A PolicyMap is passed as it is, without get_policy."
         else:
-            got += compat.of_another_package(policy, Policy) or _did_you_mean(
-                str(policy)
-            )
+            others = compat.of_another_package(policy, Policy)
+            got += others or _did_you_mean(str(policy))
         raise TypeError(got)
     name = policy.strip()
     if name == "mixed":
@@ -392,7 +390,7 @@ class PolicyMap:
 
     def _cast(self, tree: T, role: str) -> T:
         self.check_unused(trees.key_paths(tree))
-        return jax.tree_util.tree_map_with_path(
+        return jax.tree.map_with_path(
             lambda path, x: trees.cast_floating(
                 x, getattr(self.at(trees.key_path(path)), role)
             ),
@@ -447,8 +445,7 @@ def check_patterns(
     for index, pattern in enumerate(patterns):
         if index in decided:
             continue
-        matched = [path for path in paths if applies(pattern, path)]
-        if matched:
+        if matched := [path for path in paths if applies(pattern, path)]:
             earlier = next(p for p in patterns if applies(p, matched[0]))
             raise ValueError(
                 f"The pattern {pattern!r} is never used: earlier patterns apply to all "

@@ -58,9 +58,7 @@ def is_castable(x: Any) -> bool:
 
 def find(tree: Any, kinds: Any) -> list[tuple[str, Any]]:
     """Return the nodes of these types in a tree, at any depth, with their key paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: isinstance(x, kinds)
-    )
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
     return [(key_path(path), x) for path, x in leaves if isinstance(x, kinds)]
 
 
@@ -158,11 +156,8 @@ def all_finite(tree: Any) -> jax.Array:
 
 def is_inexact(x: Any) -> bool:
     """Return whether a leaf is scaled and checked for finite values."""
-    if isinstance(x, float | complex):
-        return True
-    return is_castable(x) or (
-        is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating)
-    )
+    is_complex = is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return isinstance(x, float | complex) or is_castable(x) or is_complex
 
 
 def is_concrete_number(x: Any) -> bool:
@@ -191,9 +186,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
             f"expected boolean scalar, got {pred.dtype} of shape {pred.shape}"
         )
     _check_same_structure(a, b, "select_tree")
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x, y: _select(pred, x, y, path), a, b
-    )
+    return jax.tree.map_with_path(lambda path, x, y: _select(pred, x, y, path), a, b)
 
 
 def copy_shared_buffers(tree: T) -> T:
@@ -252,14 +245,12 @@ def key_path(path: Any) -> str:
 
 
 def key_paths(tree: Any) -> list[str]:
-    return [key_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [key_path(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
     """Return the structure of a tree's root, its description and its children."""
-    parts, level = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: x is not tree
-    )
+    parts, level = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     kind = "nothing" if tree is None else f"a {type(tree).__name__}"
     if jax.tree_util.all_leaves([tree]):  # None is no leaf
         kind = "a leaf"

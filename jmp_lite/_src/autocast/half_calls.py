@@ -31,7 +31,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, core, name_scopes
 from jmp_lite._src.jaxprs.core import F32, ClosedJaxpr, Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import CAST
-from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
+from jmp_lite._src.jaxprs.tracing import Traced, fill, is_traceable, trace
 
 REASON = "in_half"
 
@@ -138,7 +138,7 @@ def call(
     The argument at a key path of `(args, kwargs)` that `is_excepted` stays as it is.
     """
     half_dtype = np.dtype(how.half_dtype)
-    paths, tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
+    paths, tree = jax.tree.flatten_with_path((tuple(args), kwargs))
     # NumPy's scalars are numbers, which a kernel may need the value of.
     arrays = {
         i: leaf
@@ -154,10 +154,7 @@ def call(
 
     @functools.wraps(fun, updated=())
     def of_arrays(*values):
-        leaves = [leaf for _, leaf in paths]
-        for i, value in zip(given, values, strict=True):
-            leaves[i] = value
-        args, kwargs = jax.tree.unflatten(tree, leaves)
+        args, kwargs = fill(tree, [leaf for _, leaf in paths], given, values)
         return fun(*args, **kwargs)
 
     def in_half(out_dtypes=None):
@@ -258,8 +255,7 @@ def choose(closed: ClosedJaxpr, is_low: Callable[[str, str], bool]) -> ClosedJax
     def chosen(eqn: Eqn, scope: str) -> Any:
         stack = name_scopes.of(eqn)
         if is_choice(eqn):
-            branches = eqn.params["branches"]
-            branch = branches[0 if is_low(scope, stack) else -1]
+            branch = eqn.params["branches"][0 if is_low(scope, stack) else -1]
             return eqn.replace(params={**eqn.params, "branches": (branch,)})
         is_call = name_of_kernel(eqn) and name_scopes.IN_HALF in _parts(eqn)
         if is_call and not is_low(scope, stack):

@@ -78,18 +78,14 @@ class OpRules:
                     "runs it in half where its operands are, 'float32' in float32."
                 )
         known = set(PRIMITIVES) | compat.primitive_names()
-        unknown = sorted(map(str, set(pairs) - known))
-        if unknown:
+        if unknown := sorted(map(str, set(pairs) - known)):
             near = difflib.get_close_matches(unknown[0], sorted(known))
-            did_you_mean = (
-                f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            )
+            question = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ValueError(
                 f"Unknown primitives {unknown}: expected names as a jaxpr prints them, "
-                f"such as 'dot_general' or 'reduce_sum'.{did_you_mean}"
+                f"such as 'dot_general' or 'reduce_sum'.{question}"
             )
-        missing = sorted(set(PRIMITIVES) - set(pairs))
-        if missing:
+        if missing := sorted(set(PRIMITIVES) - set(pairs)):
             raise ValueError(
                 f"OpRules got {len(pairs)} of the {len(PRIMITIVES)} primitives of its "
                 f"table; {missing[0]!r} has no class. To change a few, pass autocast "

@@ -239,8 +239,7 @@ def run_accumulated(
 
     @jax.custom_jvp
     def product(*operands):
-        halves = _halves(operands, half_dtype)
-        return run(eqn, halves, half_dtype, half_result)
+        return run(eqn, _halves(operands, half_dtype), half_dtype, half_result)
 
     def jvp(primals, tangents):
         halves = _halves(primals, half_dtype)

@@ -349,9 +349,8 @@ class _SubJaxprs(Rule):
             for i in range(len(eqn.outvars))
         ]
         half_in = tuple(p.is_half and i not in fixed for i, p in enumerate(ins))
-        half_out = tuple(
-            p.is_half and f32 for p, f32 in zip(outs, info.is_f32, strict=True)
-        )
+        pairs = zip(outs, info.is_f32, strict=True)
+        half_out = tuple(p.is_half and is_f32 for p, is_f32 in pairs)
         return EqnPlan(self, half_in, half_out, tuple(plans)), outs
 
     def _plan_bodies(self, info, ins, uses, analysis) -> list[CastPlan]:
@@ -393,8 +392,7 @@ class _SubJaxprs(Rule):
     def operand_uses(self, info, plan, uses, analysis):
         # The plan was made for the uses that were known before.
         ins = [body_plan.ins for body_plan in plan.bodies]
-        plans = self._plan_bodies_for(info, ins, uses, analysis)
-        return _uses_by_bodies(info, plans)
+        return _uses_by_bodies(info, self._plan_bodies_for(info, ins, uses, analysis))
 
 
 def _uses_by_bodies(info: EqnInfo, plans: Sequence[CastPlan]) -> list[int]:

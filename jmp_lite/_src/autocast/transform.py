@@ -564,7 +564,7 @@ def refuse_modules(args_and_kwargs: Any, who: str) -> None:
 
 def _check_arguments(args_and_kwargs: Any) -> None:
     refuse_modules(args_and_kwargs, "a function under autocast")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args_and_kwargs):
+    for path, leaf in jax.tree.leaves_with_path(args_and_kwargs):
         is_array = trees.is_array(leaf) and leaf.dtype != object
         if is_array or isinstance(leaf, bool | int | float | complex) or callable(leaf):
             continue

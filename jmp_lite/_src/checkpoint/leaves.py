@@ -80,7 +80,7 @@ def describe(x: Any) -> LeafSpec:
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     """Return a dict of key path to leaf, and the structure of the tree."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, structure = jax.tree.flatten_with_path(tree)
     paths = [trees.key_path(path) for path, _ in leaves]
     if len(set(paths)) < len(paths):
         twice = sorted({path for path in paths if paths.count(path) > 1})

@@ -39,7 +39,7 @@ def like_saved(like: Any, saved: dict[str, LeafSpec]) -> Any:
             None if scales is None else _abstract_scales(scales, array),
         )
 
-    return jax.tree_util.tree_map_with_path(convert, like, is_leaf=is_compressed)
+    return jax.tree.map_with_path(convert, like, is_leaf=is_compressed)
 
 
 def convert(
@@ -65,7 +65,7 @@ def convert(
         casts[name] = Cast(was or saved[name].dtype, dtype, 0)
         return new
 
-    converted = jax.tree_util.tree_map_with_path(
+    converted = jax.tree.map_with_path(
         convert_leaf, like, restored, is_leaf=is_compressed
     )
     return converted, casts

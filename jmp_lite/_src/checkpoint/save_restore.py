@@ -20,27 +20,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jmp_lite._src.checkpoint import folder as folders
 from jmp_lite._src.checkpoint import leaves, low_precision
+from jmp_lite._src.checkpoint import record as records
 from jmp_lite._src.checkpoint.checksum import crc32
-from jmp_lite._src.checkpoint.folder import (
-    complete_steps,
-    find_step,
-    on_first_process,
-    prepare_folder,
-    recover_replaced,
-    resolve_folder,
-    step_number,
-    writer_lock,
-)
-from jmp_lite._src.checkpoint.leaves import Casts, LeafSpec
 from jmp_lite._src.checkpoint.loss_scales import check_loss_scales, describe_loss_scales
-from jmp_lite._src.checkpoint.record import (
-    RecordSave,
-    encode,
-    is_stored,
-    read_record,
-    stored_name,
-)
 
 
 def save(
@@ -82,12 +66,12 @@ def save(
       >>> latest_step(folder)
       7
     """
-    root = resolve_folder(folder)
-    step = step_number(getattr(state, "step", None) if step is None else step)
+    root = folders.resolve_folder(folder)
+    step = folders.step_number(getattr(state, "step", None) if step is None else step)
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"Expected to keep at least 1 checkpoint, got keep={keep!r}.")
-    arrays, make_record = encode(state)
-    items: dict[str, Any] = {"record": RecordSave(make_record)}
+    arrays, make_record = records.encode(state)
+    items: dict[str, Any] = {"record": records.RecordSave(make_record)}
     if arrays:  # Orbax does not save an empty tree
         items["state"] = ocp.args.PyTreeSave(arrays)
     options = ocp.CheckpointManagerOptions(
@@ -95,14 +79,14 @@ def save(
         cleanup_tmp_directories=True,
         enable_async_checkpointing=False,
     )
-    with writer_lock(root):
-        newest = max(complete_steps(root), default=-1)
+    with folders.writer_lock(root):
+        newest = max(folders.complete_steps(root), default=-1)
         if step < newest:
             raise ValueError(
                 f"Step {step} is older than step {newest}, the newest in {root}. Save "
                 "to another folder, or remove the later steps."
             )
-        on_first_process(lambda: prepare_folder(root, step))
+        folders.on_first_process(lambda: folders.prepare_folder(root, step))
         with ocp.CheckpointManager(
             root,
             options=options,
@@ -111,7 +95,7 @@ def save(
         ) as manager:
             # Without force=True, Orbax may skip a save silently.
             manager.save(step, args=ocp.args.Composite(**items), force=True)
-        on_first_process(lambda: recover_replaced(root))
+        folders.on_first_process(lambda: folders.recover_replaced(root))
 
 
 def latest_step(folder: str | os.PathLike[str]) -> int | None:
@@ -131,7 +115,7 @@ def latest_step(folder: str | os.PathLike[str]) -> int | None:
       >>> latest_step(tempfile.mkdtemp()) is None
       True
     """
-    return max(complete_steps(resolve_folder(folder)), default=None)
+    return max(folders.complete_steps(folders.resolve_folder(folder)), default=None)
 
 
 class Restored(NamedTuple):
@@ -145,7 +129,7 @@ class Restored(NamedTuple):
 
     state: Any
     step: int
-    casts: Casts
+    casts: leaves.Casts
 
 
 def restore(
@@ -196,18 +180,18 @@ def restore(
             f"Expected cast=True or cast=False, got {cast!r}: the dtypes are those of "
             "`like`, such as policy.cast_to_param(like)."
         )
-    root = resolve_folder(folder)
-    path, step = find_step(root, step)
+    root = folders.resolve_folder(folder)
+    path, step = folders.find_step(root, step)
     where = f"Step {step} in {root}"
-    record = _read(lambda: read_record(path), root, step)
-    saved = {name: LeafSpec(**leaf) for name, leaf in record["leaves"].items()}
+    record = _read(lambda: records.read_record(path), root, step)
+    saved = {name: leaves.LeafSpec(**leaf) for name, leaf in record["leaves"].items()}
     target_tree = low_precision.like_saved(like, saved) if cast else like
     targets, structure = leaves.flatten(target_tree)
     wanted = {name: leaves.describe(target) for name, target in targets.items()}
     check_loss_scales(record["loss_scales"], describe_loss_scales(like), where)
     leaves.check_compatible(saved, wanted, where, cast=cast)
     arrays = _read(lambda: _read_arrays(path, saved, targets), root, step)
-    casts, restored = Casts(), []
+    casts, restored = leaves.Casts(), []
     for name, target in targets.items():
         array = arrays.pop(name)
         place = f"{where}: {name}"
@@ -264,7 +248,7 @@ def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
     try:
         return read()
     except Exception as error:  # Orbax and its dependencies raise different errors
-        others = sorted(complete_steps(root).keys() - {step})
+        others = sorted(folders.complete_steps(root).keys() - {step})
         advice = "There are no other steps"
         if others:
             advice = f"Pass step= to restore another of {others}"
@@ -278,23 +262,23 @@ def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
 
 
 def _read_arrays(
-    path: epath.Path, saved: dict[str, LeafSpec], targets: dict[str, Any]
+    path: epath.Path, saved: dict[str, leaves.LeafSpec], targets: dict[str, Any]
 ) -> dict[str, Any]:
-    stored = {name: leaf for name, leaf in saved.items() if is_stored(leaf)}
+    stored = {name: leaf for name, leaf in saved.items() if records.is_stored(leaf)}
     arrays = {
         name: leaves.empty_array(leaf, targets[name]) for name, leaf in saved.items()
     }
     if not stored:
         return arrays
-    args = {stored_name(name): _restore_args(targets[name]) for name in stored}
+    args = {records.stored_name(name): _restore_args(targets[name]) for name in stored}
     numpy_handler = _NumpyHandler()
     with ocp.Checkpointer(_arrays_handler(numpy_handler)) as checkpointer:
         request = ocp.args.PyTreeRestore(dict.fromkeys(args, 0), restore_args=args)
         read = checkpointer.restore(path / "state", args=request)
-    for name, leaf in stored.items():
-        arrays[name] = array = read[stored_name(name)]
+    for (name, leaf), key in zip(stored.items(), args, strict=True):
+        arrays[name] = array = read[key]
         is_whole = isinstance(array, np.ndarray) and leaf.crc32 is not None
-        if is_whole and numpy_handler.checksums[stored_name(name)] != leaf.crc32:
+        if is_whole and numpy_handler.checksums[key] != leaf.crc32:
             raise ValueError(f"{name} does not match its checksum")
         if leaf.kind == "array" and array.dtype != leaf.dtype:
             arrays[name] = array.view(leaf.dtype)

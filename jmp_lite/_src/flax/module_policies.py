@@ -88,8 +88,7 @@ class ModulePolicies:
         classes = tuple((cls, get_policy(policy)) for cls, policy in pairs)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "classes", classes)
-        others = [p for p in self._halves if p.reduce_dtype != self.reduce_dtype]
-        if others:
+        if others := [p for p in self._halves if p.reduce_dtype != self.reduce_dtype]:
             raise ValueError(
                 f"Expected one reduce dtype for the whole model, got the policies "
                 f"{policy.default} and {others[0]}. Set it in all of them, or use "
@@ -238,7 +237,7 @@ def params_by_module(params: Any, modules: Container[str]) -> dict[str, list[Any
     Key paths start with module paths; leaves that are in no module are left out.
     """
     found: dict[str, list[Any]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree.leaves_with_path(params):
         owner = enclosing_module(trees.key_path(path), modules)
         if owner is not None:
             found.setdefault(owner, []).append(leaf)
@@ -256,7 +255,7 @@ def cast_params(
             return leaf
         return trees.cast_floating(leaf, getattr(resolved[owner].policy, role))
 
-    return jax.tree_util.tree_map_with_path(cast, params)
+    return jax.tree.map_with_path(cast, params)
 
 
 @dataclasses.dataclass(frozen=True)

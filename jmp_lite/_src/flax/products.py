@@ -30,8 +30,7 @@ def warn_about_fp8(what: str, jaxpr: Any) -> None:
     if jaxpr is None or not all(reasons):
         fp8.warn_if_slow()
     else:
-        text = no_fp8_message(what, collections.Counter(reasons))
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(no_fp8_message(what, collections.Counter(reasons)), stacklevel=3)
 
 
 def _why_not_fp8(eqn: Any) -> str:
@@ -39,8 +38,7 @@ def _why_not_fp8(eqn: Any) -> str:
     if eqn.primitive.name == fp8.PRIMITIVE or any(map(dtypes.needs_scale, operands)):
         return ""
     if any(dtype != jnp.bfloat16 for dtype in operands):
-        computed = jnp.promote_types(*operands)
-        return f"computed in {computed.name}"
+        return f"computed in {jnp.promote_types(*operands).name}"
     if not fp8.is_default_precision(eqn.params.get("precision")):
         return "a precision that the model chose"
     other = "not of a layer that takes a dot_general"

@@ -131,7 +131,7 @@ def warn_of_old_statistics(statistics: Any, argument: str) -> None:
 def _check_finite(tree: Any, what: str) -> None:
     bad = [
         trees.key_path(path)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in jax.tree.leaves_with_path(tree)
         if trees.is_inexact(leaf)
         and not isinstance(leaf, Tracer | jax.ShapeDtypeStruct)
         and not bool(jnp.isfinite(leaf).all())

@@ -180,10 +180,13 @@ def _counters(
 
 def integer(var: Var, known: Mapping[Any, int | None]) -> int | None:
     """Return the integer that a variable or a literal is, None if it is not known."""
-    if not compat.is_literal(var):
-        return known.get(var)
-    is_integer = np.ndim(var.val) == 0 and np.issubdtype(var.aval.dtype, np.integer)
-    return int(var.val) if is_integer else None
+    return as_integer(var.val) if compat.is_literal(var) else known.get(var)
+
+
+def as_integer(value: Any) -> int | None:
+    number = np.asarray(value)
+    is_integer = number.ndim == 0 and np.issubdtype(number.dtype, np.integer)
+    return int(number) if is_integer else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -118,7 +118,7 @@ _CHOOSES = Fact.MOVES | Fact.CHOOSES
 _DIGITS = Fact.NEAR_ONE | Fact.FRACTION
 
 # Class (in bfloat16, and in float16 if that is another), source -> facts, primitives.
-_TABLE: dict[tuple[str, str, str], tuple[tuple[Fact, str], ...]] = {
+_TABLE: dict[tuple[str, str, str], tuple[tuple[int, str], ...]] = {
     ("half", "half", "tf allow, torch lower, apex 16"): (
         (Fact.PRODUCT, "dot_general ragged_dot ragged_dot_general"),
         (Fact.PRODUCT, "conv_general_dilated"),

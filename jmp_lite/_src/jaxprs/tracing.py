@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,15 +40,10 @@ def trace(
     @functools.wraps(fun, updated=())
     def traced(*args, **kwargs):
         nonlocal out_tree
-        filled = list(leaves)
-        for i, array in zip(dynamic, jax.tree.leaves((args, kwargs)), strict=True):
-            filled[i] = array
-        args, kwargs = jax.tree.unflatten(tree, filled)
+        args, kwargs = fill(tree, leaves, dynamic, jax.tree.leaves((args, kwargs)))
         outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        static_outs.update(
-            {i: out for i, out in enumerate(outs) if not is_traceable(out)}
-        )
-        return [out for out in outs if is_traceable(out)]
+        static_outs.update({i: x for i, x in enumerate(outs) if not is_traceable(x)})
+        return [x for x in outs if is_traceable(x)]
 
     avals: list[Any] = [None] * len(leaves)  # None is no leaf: it is left out
     for i in dynamic:
@@ -68,8 +63,15 @@ def trace(
     return Traced(closed, args, dynamic, out_indices, restore)
 
 
+def fill(
+    tree: Any, leaves: Sequence[Any], indices: Iterable[int], arrays: Iterable[Any]
+) -> Any:
+    """Return a tree of these leaves, with arrays in the place of some."""
+    filled = dict(enumerate(leaves)) | dict(zip(indices, arrays, strict=True))
+    return jax.tree.unflatten(tree, filled.values())
+
+
 def is_traceable(x: Any) -> bool:
     """Return whether an argument is traced; others reach the function as they are."""
-    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    is_array = isinstance(x, arrays)
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
     return is_array and x.dtype != jax.dtypes.float0 and x.dtype != object

@@ -63,9 +63,8 @@ def classes_of_leaves(
     if any(not trees.is_array(arg) for arg in args):  # a lone array is none of them
         returned = [x for x in returned if x[0] != jax.tree.structure(0)]
     found = []
-    for index, (name, arg) in enumerate(
-        [*zip(names, args, strict=True), *kwargs.items()]
-    ):
+    named = [*zip(names, args, strict=True), *kwargs.items()]
+    for index, (name, arg) in enumerate(named):
         by_name, by_index = given.pop(name, None), given.pop(index, None)
         if known := by_name or by_index:
             found += [known] * len(_arrays(arg))
@@ -125,8 +124,7 @@ def _class(returned: list[Any], name: str, is_first: bool, tree: Any) -> str:
         return PARAMETERS if floating else OTHER
     # A forward pass returns nothing like its parameters.
     is_tree = not trees.is_array(tree) and len(floating) > 1
-    named = _FIELDS.get(name)
-    return named or (PARAMETERS if is_tree and is_first else BATCH)
+    return _FIELDS.get(name) or (PARAMETERS if is_tree and is_first else BATCH)
 
 
 def _is_variable(x: Any) -> bool:
@@ -156,12 +154,11 @@ def _is_state(tree: Any) -> bool:
 
 
 def _has_state(tree: Any) -> bool:
-    found = jax.tree.leaves(tree, is_leaf=_is_state)
-    return any(map(_is_state, found))
+    return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
 def _children(tree: Any) -> Iterable[tuple[str, Any]]:
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    found = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     return [(trees.key_path(path), child) for path, child in found]
 
 

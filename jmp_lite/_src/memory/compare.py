@@ -1,14 +1,14 @@
 """`compare`: several ways to train beside each other, in a table and in bars."""
 
-import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jmp_lite._src import extras, reports
 from jmp_lite._src.memory import classes, step
-from jmp_lite._src.reports import size
 
 # Okabe and Ito's palette, for colour-blind readers.
 _COLOURS = {
@@ -74,15 +74,11 @@ class Comparison(reports.Report):
         height = 1.2 + 0.35 * len(self.rows)
         figure = Figure(figsize=(8, height), layout="constrained")
         axes = figure.add_subplot()
-        left: dict[str, float] = collections.defaultdict(float)
+        steps, left = [row.name for row in self.rows], np.zeros(len(self.rows))
         for name, colour in _COLOURS.items():
-            for row in self.rows:
-                width = row.report.by_class.get(name, 0) / 2**30
-                # Once in the legend: at the first row.
-                label = name if row is self.rows[0] else None
-                bar = {"left": left[row.name], "color": colour, "label": label}
-                axes.barh(row.name, width, **bar)
-                left[row.name] += width
+            sizes = np.array([row.report.by_class.get(name, 0) for row in self.rows])
+            axes.barh(steps, sizes / 2**30, left=left, color=colour, label=name)
+            left = left + sizes / 2**30
         limit = next((row.report.limit for row in self.rows if row.report.limit), None)
         if limit is not None:
             axes.axvline(limit / 2**30, color="black", linestyle="--")
@@ -105,8 +101,8 @@ class Comparison(reports.Report):
                     numbers[row.name],
                     row.name,
                     fits,
-                    size(report.peak),
-                    size(report.temporaries),
+                    reports.size(report.peak),
+                    reports.size(report.temporaries),
                     f"{report.traffic / 1e9:.3g}",
                     f"{report.kernels}",
                     f"{report.bytes_a_parameter:.2f}",

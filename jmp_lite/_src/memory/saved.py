@@ -122,8 +122,7 @@ def _alike(rows: Iterable[SavedArray]) -> list[list[SavedArray]]:
     """Return the rows of one operation and line together, whatever their layer."""
     groups: dict[Any, list[SavedArray]] = defaultdict(list)
     for row in rows:
-        key = row.operation, row.line, row.dtype, row.shape, row.hint
-        groups[key].append(row)
+        groups[row.operation, row.line, row.dtype, row.shape, row.hint].append(row)
     return sorted(groups.values(), key=lambda rows: -sum(row.bytes for row in rows))
 
 
@@ -181,15 +180,13 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 
         def of_arrays(arrays):
-            filled = dict(enumerate(leaves)) | arrays
-            args, kwargs = jax.tree.unflatten(tree, filled.values())
+            args, kwargs = tracing.fill(tree, leaves, arrays, arrays.values())
             return of_any(*args, **kwargs)
 
         return jax.tree.leaves(jax.vjp(of_arrays, arrays)[1])
 
     def list_saved(*args: P.args, **kwargs: P.kwargs) -> SavedReport:
-        closed = tracing.trace(residuals, args, kwargs).closed
-        jaxpr = compat.open_jaxpr(closed)
+        jaxpr = compat.open_jaxpr(tracing.trace(residuals, args, kwargs).closed)
         names = list(jaxpr.debug_info.arg_names or ())
         names += [""] * (len(jaxpr.invars) - len(names))
         arguments = {id(v): name for v, name in zip(jaxpr.invars, names, strict=True)}

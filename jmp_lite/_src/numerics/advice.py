@@ -97,21 +97,19 @@ class Advice(reports.Report):
         return f"policy = {policy}\nloss_scale = {scale}\n"
 
     def _to_fields(self):
-        rules, default, allow_unused = None, self.policy, False
-        if isinstance(self.policy, PolicyMap):
-            rules = [(pattern, str(policy)) for pattern, policy in self.policy.rules]
-            default, allow_unused = self.policy.default, self.policy.allow_unused
+        fields = dict(vars(self))
+        rules, default, allow_unused = None, fields.pop("policy"), False
+        if isinstance(default, PolicyMap):
+            rules = [(pattern, str(policy)) for pattern, policy in default.rules]
+            default, allow_unused = default.default, default.allow_unused
         return {
             "default": str(default),
             "rules": rules,
             "allow_unused": allow_unused,
+            **fields,
             "loss_scale": float(self.loss_scale.loss_scale),
-            "reasons": self.reasons,
             "left": [self.report.rows.index(row) for row in self.left],
             "report": self.report._to_fields(),
-            "in_float32": self.in_float32,
-            "half_results": self.half_results,
-            "not_in_fp8": self.not_in_fp8,
         }
 
     @classmethod
@@ -121,15 +119,14 @@ class Advice(reports.Report):
             policy = PolicyMap(policy, fields["rules"], fields["allow_unused"])
         scale = fields["loss_scale"]
         report = DryRunReport._from_fields(fields["report"])
+        by_layer = "in_float32", "half_results", "not_in_fp8"
         return cls(
             policy=policy,
             loss_scale=NoOpLossScale() if scale == 1 else StaticLossScale(scale),
             reasons=tuple(fields["reasons"]),
             left=tuple(report.rows[i] for i in fields["left"]),
             report=report,
-            in_float32=tuple(map(tuple, fields["in_float32"])),
-            half_results=tuple(map(tuple, fields["half_results"])),
-            not_in_fp8=tuple(map(tuple, fields["not_in_fp8"])),
+            **{name: tuple(map(tuple, fields[name])) for name in by_layer},
         )
 
     def __str__(self) -> str:

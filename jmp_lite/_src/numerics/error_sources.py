@@ -83,12 +83,10 @@ def _find_by_repeating(
 
     def error_with(is_rounded: Sequence[bool]) -> float:
         columns = zip(op.eqn.invars, rounded, op.ins, is_rounded, strict=True)
-        outs = repeat(
-            [np.asarray(x if r else y, v.aval.dtype) for v, x, y, r in columns]
-        )
+        args = [np.asarray(x if r else y, v.aval.dtype) for v, x, y, r in columns]
         return max(
             error_on_host(np.asarray(out), np.asarray(x))
-            for out, x in zip(outs, op.outs, strict=True)
+            for out, x in zip(repeat(args), op.outs, strict=True)
             if x is full
         )
 

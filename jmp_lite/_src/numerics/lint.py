@@ -164,8 +164,7 @@ def lint(
     transform.check_function(fun, "lint", policy, allows_modules=True)
     policy, _ = transform.check_policy(policy, "lint")
     if target is None:
-        is_tpu = jax.local_devices()[0].platform == "tpu"
-        target = "tpu" if is_tpu else "gpu"
+        target = "tpu" if jax.local_devices()[0].platform == "tpu" else "gpu"
     if target not in ("gpu", "tpu"):
         raise ValueError(f"Expected target='gpu' or 'tpu', got {target!r}.")
 

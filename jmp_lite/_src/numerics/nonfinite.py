@@ -234,8 +234,7 @@ class NonFiniteTracker:
         by_constant, index = divmod(index, BY_CONSTANT)
         site = self.sites[index]
         where = site.primitive, site.layer, site.line, site.direction, site.dtype
-        loops = tuple(iterations[: site.loops])
-        return NonFinite(*where, loops, (), bool(by_constant))
+        return NonFinite(*where, tuple(iterations[: site.loops]), (), bool(by_constant))
 
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
@@ -246,7 +245,7 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
 def tracker_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> NonFiniteTracker:
     """Return the tracker of a traced call, by the origin of its results."""
-    leaves = jax.tree_util.tree_leaves_with_path(args_and_kwargs)
+    leaves = jax.tree.leaves_with_path(args_and_kwargs)
     names = [trees.key_path(path[1:]) for path, x in leaves if is_traceable(x)]
     known = sites(compat.open_jaxpr(traced.closed))
     return NonFiniteTracker(origin, tuple(known), tuple(names))

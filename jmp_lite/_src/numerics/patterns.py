@@ -105,8 +105,7 @@ def _split(layer: str) -> tuple[str, str]:
     """Return the scopes up to that of the model, and the path of a module in it."""
     parts = layer.split("/")
     for i, part in enumerate(parts):
-        found = _CLASS.fullmatch(part)
-        if found:
+        if found := _CLASS.fullmatch(part):
             end, own_method = i + 1, re.compile(rf"{found[2]}\.\w+")
             while end < len(parts) and own_method.fullmatch(parts[end]):
                 end += 1

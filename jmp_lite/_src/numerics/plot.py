@@ -4,6 +4,7 @@ They are made without pyplot, so without a display or global state. Write one wi
 `figure.savefig("a.png")`; notebooks display them.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ with extras.needed("numerics"):
 
 # Okabe and Ito's palette, for colour-blind readers.
 _BARS = "#0072B2"
-_PARTS = {  # colour and opacity
+_PARTS = {  # from the smallest numbers on: colour and opacity
     "underflow": ("#D55E00", 0.30),
     "subnormal": ("#E69F00", 0.22),
     "normal": ("#009E73", 0.10),
@@ -40,8 +41,7 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     an object with a `histogram` `[96]`, such as a `ValueStats`.
     """
     dtype = check_dtype(dtype)
-    without = [name for name, stats in named.items() if stats.histogram is None]
-    if without:
+    if without := [name for name, stats in named.items() if stats.histogram is None]:
         raise ValueError(
             f"Expected a histogram of every layer, got none of {without}: count with "
             "histogram=True."
@@ -51,13 +51,8 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     figure, axes = _make_figure(list(named), width=7.5)
     info = jnp.finfo(dtype)
     to_zero = info.minexp - info.nmant - 1  # half of the smallest subnormal rounds to 0
-    parts = {  # as log2
-        "underflow": (-math.inf, to_zero),
-        "subnormal": (to_zero, info.minexp),
-        "normal": (info.minexp, info.maxexp),
-        "overflow": (info.maxexp, math.inf),
-    }
-    low, high = _limits(counts, parts)
+    borders = -math.inf, to_zero, info.minexp, info.maxexp, math.inf  # as log2
+    low, high = _limits(counts, borders)
     for row, row_counts in enumerate(counts):
         drawn = np.flatnonzero(row_counts)
         shares = row_counts[drawn] / row_counts.sum()
@@ -72,10 +67,10 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
             label=list(named)[row],
         )
         axes.axhline(row + 0.43, color="black", linewidth=0.5)
-    for name, (left, right) in parts.items():
+    parts = zip(_PARTS.items(), itertools.pairwise(borders), strict=True)
+    for (name, (face, alpha)), (left, right) in parts:
         left, right = max(left, low), min(right, high)
         if left < right:
-            face, alpha = _PARTS[name]
             axes.axvspan(left, right, color=face, alpha=alpha, linewidth=0, zorder=0)
             middle = (left + right) / 2
             axes.text(
@@ -136,10 +131,9 @@ def _make_figure(rows: Sequence[str], *, width: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _limits(counts: Any, parts: Mapping[str, tuple[float, float]]) -> tuple[int, int]:
+def _limits(counts: Any, borders: Sequence[float]) -> tuple[int, int]:
     """Return the interval to draw, as log2: all numbers, and the range of the dtype."""
     shown = {e for e, n in zip(EXPONENTS, counts.sum(0), strict=True) if n}
-    borders = {b for part in parts.values() for b in part}
     shown |= {b for b in borders if EXPONENTS[0] < b < EXPONENTS[-1]}
     if not shown:
         return EXPONENTS[0], EXPONENTS[-1] + 1

@@ -224,8 +224,7 @@ def check_dtype(dtype: DTypeLike) -> Any:
 def measure(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
     """Return `value_stats(x, dtype)` for any floating dtype, fp8 included."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = [measure(part, dtype, histogram) for part in (x.real, x.imag)]
-        return merge(*parts)
+        return merge(*(measure(part, dtype, histogram) for part in (x.real, x.imag)))
     # The cast is exact, and the exponent of a float16 or fp8 subnormal can be read.
     wide = np.float64 if x.dtype == jnp.float64 else np.float32
     borders, _, no_sign = _borders(wide, dtype)

@@ -113,9 +113,7 @@ class TreeStats(reports.Report):
 
     @classmethod
     def _from_fields(cls, fields):
-        arrays = {
-            name: np.asarray(x, np.float32) for name, x in fields["stats"].items()
-        }
+        arrays = {n: np.asarray(x, np.float32) for n, x in fields["stats"].items()}
         stats = ValueStats(**{"histogram": None, **arrays})
         if stats.histogram is not None:  # JSON does not say the shape of []
             shape = (*stats.size.shape, len(EXPONENTS))
@@ -146,7 +144,7 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
     """
     leaves = [
         (trees.key_path(path), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in jax.tree.leaves_with_path(tree)
         if trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     dtype = check_dtype(dtype)

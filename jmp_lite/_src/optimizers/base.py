@@ -211,15 +211,13 @@ def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
 
 def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:
     """Map over the key paths and leaves of trees, with None as a leaf of the first."""
-    return jax.tree_util.tree_map_with_path(
-        fun, tree, *rest, is_leaf=lambda x: x is None
-    )
+    return jax.tree.map_with_path(fun, tree, *rest, is_leaf=lambda x: x is None)
 
 
 def _dtypes_of(params: Any) -> dict[str, np.dtype]:
     """Return the dtype of each floating parameter by its `jax.tree_util.keystr`."""
     return {
         jax.tree_util.keystr(path): jnp.dtype(x.dtype)
-        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        for path, x in jax.tree.leaves_with_path(params)
         if trees.is_castable(x)
     }

@@ -178,7 +178,7 @@ def low_precision_state(
 
         inner_state = with_remainders(inner.init(params), stored)
         inner_state = jax.tree.map(base.strongly_typed, inner_state)
-        inner_state = jax.tree_util.tree_map_with_path(
+        inner_state = jax.tree.map_with_path(
             store, inner_state, moments.find_moments(inner, params)
         )
         variables = compat.nnx_class("Variable")
@@ -189,8 +189,7 @@ def low_precision_state(
 
     def update_fn(updates, state, params=None, **extra):
         base.check_state(state, LowPrecisionState, "low_precision_state(...)")
-        at = _Shapes(updates if params is None else params)
-        choice.check(state, at)
+        choice.check(state, _Shapes(updates if params is None else params))
         old = trees.map_nodes(
             LowPrecisionArray.to_float32, state.inner_state, LowPrecisionArray
         )
@@ -294,13 +293,11 @@ class _Choice:
         Sizes are not checked: in `shard_map`, those of a leaf are smaller than they
         were in `init`.
         """
-        leaves = jax.tree_util.tree_leaves_with_path(
-            state.inner_state, is_leaf=is_compressed
-        )
+        leaves = jax.tree.leaves_with_path(state.inner_state, is_leaf=is_compressed)
         for path, x in leaves:
             if not is_compressed(x):
                 continue
-            [(rest, values)] = jax.tree_util.tree_leaves_with_path(x.values)
+            [(rest, values)] = jax.tree.leaves_with_path(x.values)
             param = at.param_of((*path, *rest), values)
             found, expected = x.dtype_name, {self.dtype, *(d for _, d in self.rules)}
             if param is not None:
@@ -321,7 +318,7 @@ class _Shapes:
     """The shapes of parameters, or of their gradients, by key path."""
 
     def __init__(self, params: Any):
-        leaves = jax.tree_util.tree_leaves_with_path(base.fast_params(params))
+        leaves = jax.tree.leaves_with_path(base.fast_params(params))
         self._by_keys = {
             tuple(map(str, path)): (trees.key_path(path), x.shape)
             for path, x in leaves

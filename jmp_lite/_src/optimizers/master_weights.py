@@ -213,7 +213,7 @@ def with_remainders(states: Any, stored: dict[str, np.dtype] | None) -> Any:
         return jnp.zeros_like(m, jnp.uint16) if dtype == jnp.bfloat16 else m
 
     def replace(state):
-        remainders = jax.tree_util.tree_map_with_path(remainder_of, state.remainders)
+        remainders = jax.tree.map_with_path(remainder_of, state.remainders)
         return state._replace(remainders=remainders)
 
     return trees.map_nodes(replace, states, MasterRemaindersState)

@@ -97,11 +97,8 @@ def _trace_update(inner: Any, params: Any, init: tracing.Traced) -> Any:
 
     def trace(make_extra):
         def update(state, params):
-            filled = list(leaves)
-            for i, x in zip(init.indices, params, strict=True):
-                filled[i] = x
-            filled, state = jax.tree.unflatten(structure, filled), init.restore(state)
-            grads = base.fast_params(filled)
+            filled = tracing.fill(structure, leaves, init.indices, params)
+            state, grads = init.restore(state), base.fast_params(filled)
             extra = {"value": jnp.float32(0), **make_extra(grads)}
             _, new = inner.update(grads, state, filled, **extra)
             new = jax.tree.leaves(base.with_dtypes_of(new, state))
@@ -137,8 +134,7 @@ def _follow(jaxpr: Any) -> tuple[list[Origins], list[tuple[set[int], set[int]]]]
         return list(map(read, jaxpr.outvars))
 
     def results(eqn: Any, operands: list[Origins]) -> list[Origins]:
-        bodies = control_flow.sub_jaxprs(eqn)
-        if bodies:
+        if bodies := control_flow.sub_jaxprs(eqn):
             found = [_NONE] * len(eqn.outvars)
             for body in bodies:
                 outs = run(body.jaxpr, [operands[i] for i in body.operands])

@@ -27,11 +27,7 @@ from jmp_lite._src.optimizers.stochastic_rounding import StochasticRoundingState
 
 T = TypeVar("T")
 
-_NEED_DTYPES = (
-    MasterRemaindersState,
-    MasterWeightsState,
-    StochasticRoundingState,
-)
+_NEED_DTYPES = (MasterRemaindersState, MasterWeightsState, StochasticRoundingState)
 
 # States of what leaves updates alone, or may: it is for a part of the parameters.
 _CHANGE_OTHERS = optax.SnapshotState, optax.MaskedState
@@ -359,8 +355,7 @@ def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> 
     # of its axes among them. Adding 0 * index makes it all; XLA removes the addition,
     # and makes one sum of both.
     none = 0 * jax.lax.axis_index(axis_name)
-    flags = finite, value_finite
-    failures = [(~flag).astype(jnp.int32) + none for flag in flags]
+    failures = [(~x).astype(jnp.int32) + none for x in (finite, value_finite)]
     return [total == 0 for total in jax.lax.psum(failures, axis_name)]
 
 

@@ -92,7 +92,7 @@ class PolicyInterceptor:
                 new["params"], self.resolved, role, owners
             )
         if "cache" in new:
-            new["cache"] = jax.tree_util.tree_map_with_path(cast_cache, new["cache"])
+            new["cache"] = jax.tree.map_with_path(cast_cache, new["cache"])
         return new
 
     def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -167,11 +167,9 @@ class PolicyInterceptor:
 
     def _multiplies_in_half(self, path: str) -> bool:
         """Return whether a module is a layer that multiplies matrices in half."""
-        cls = self.modules[path]
+        cls, dtype = self.modules[path], self.resolved[path].compute_dtype
         is_product = _is_flax_layer(cls) and not issubclass(cls, (*_NORMS, nn.Embed))
-        return is_product and dtypes.is_half(
-            jnp.dtype(self.resolved[path].compute_dtype)
-        )
+        return is_product and dtypes.is_half(jnp.dtype(dtype))
 
     def _casts_its_params(self, path: str) -> bool:
         """Return whether a module itself casts its parameters, where it needs to."""

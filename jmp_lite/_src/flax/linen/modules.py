@@ -138,8 +138,7 @@ class PolicyModule:
         def of_variables(variables):
             return self.module.apply(variables, *args, **kwargs)
 
-        missed = run.count_missed_products(of_variables, cast)
-        if missed:
+        if missed := run.count_missed_products(of_variables, cast):
             text = module_policies.no_half_message(
                 f"the {missed} matrix products of {type(self.module).__name__}",
                 module_policies.kept_from_half(run.resolved),
@@ -160,8 +159,9 @@ class PolicyModule:
             out, updated = out
             return out, _with_dtypes_of(variables, cast, updated)
 
-        reduce_dtype = self.policies.reduce_dtype
-        return sums_in_float32(call, reduce_dtype)(variables, args, kwargs)
+        return sums_in_float32(call, self.policies.reduce_dtype)(
+            variables, args, kwargs
+        )
 
     def explain(self, variables: Any, *args: Any, **kwargs: Any) -> Explanation:
         """Return the dtypes of each module under the policies, in the order of calls.
@@ -192,7 +192,7 @@ class PolicyModule:
 
 def _with_dtypes_of(given: Any, cast: Any, updated: Any) -> Any:
     """Return updated variables, in the dtypes they had before they were cast."""
-    given, cast = map(dict, map(jax.tree_util.tree_leaves_with_path, (given, cast)))
+    given, cast = map(dict, map(jax.tree.leaves_with_path, (given, cast)))
 
     def restore(path, leaf):
         if path not in given:
@@ -201,4 +201,4 @@ def _with_dtypes_of(given: Any, cast: Any, updated: Any) -> Any:
         unchanged = leaf is cast[path]
         return given[path] if unchanged else trees.cast_like(leaf, given[path])
 
-    return jax.tree_util.tree_map_with_path(restore, updated)
+    return jax.tree.map_with_path(restore, updated)

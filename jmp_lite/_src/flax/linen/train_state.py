@@ -93,8 +93,7 @@ class TrainState(train_state.TrainState):
         train_step.check_start(tx, params, kwargs.get("batch_stats"), ema_decay)
         kwargs.setdefault("ema", train_step.init_ema(params, ema_decay))
         fields = {field.name for field in dataclasses.fields(cls)}
-        unknown = [n for n in kwargs.get("update_on_skip", ()) if n not in fields]
-        if unknown:
+        if unknown := [n for n in kwargs.get("update_on_skip", ()) if n not in fields]:
             raise ValueError(
                 f"update_on_skip names {unknown}, expected some of {sorted(fields)}. A "
                 "subclass adds a field: give it a default, batches: Any = None."

@@ -10,13 +10,20 @@ from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards import dataflow
 from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
 from jmp_lite._src.numerics.hazards.ranges import exact_integers, scalar
-from jmp_lite._src.numerics.hazards.rule import IN_F32, Hits, LintedProgram, Rule
+from jmp_lite._src.numerics.hazards.rule import IN_F32, Hits, LintedProgram, Rules
 
 # A residual stream over fewer layers may be in half.
 _MANY_STEPS = 100
 _SUM_IN_F32 = "Sum in float32: preferred_element_type=jnp.float32."
 
+RULES = Rules()
 
+
+@RULES.warning(
+    "softmax-in-half",
+    "Small probabilities are lost, and each has 3 digits at most.",
+    "jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype), or jmp_lite.autocast.",
+)
 def _softmaxes(program: LintedProgram) -> Hits:
     for op in program.having(Fact.EXPONENTIAL):
         if op.outs[0].is_half and _sums_of(program, op):
@@ -79,6 +86,34 @@ def _reshaped_from(value: Value) -> Value:
     return value
 
 
+RULES.error(
+    "squares-in-half",
+    "A square overflows from 256 on and is 0 below 2e-4, even if the sum is in "
+    "float32.",
+    IN_F32,
+)(lambda program: _squares(program, jnp.float16))
+RULES.warning(
+    "squares-in-half",
+    "Each square is rounded to 2 or 3 digits; E[x²] - E[x]² cancels them.",
+    IN_F32,
+)(lambda program: _squares(program, jnp.bfloat16))
+RULES.error(
+    "squares-in-half",
+    "The sum overflows above 65504: 256 numbers of 16 suffice.",
+    _SUM_IN_F32,
+)(lambda program: _products_of_one_array(program, jnp.float16))
+RULES.warning(
+    "squares-in-half",
+    "The sum is rounded to 2 or 3 digits; E[x²] - E[x]² cancels them.",
+    _SUM_IN_F32,
+)(lambda program: _products_of_one_array(program, jnp.bfloat16))
+
+
+@RULES.warning(
+    "log-in-half",
+    "It has few digits near 1, and is -inf where its operand underflowed.",
+    "Use jax.nn.log_softmax or logsumexp of float32 logits.",
+)
 def _logarithms(program: LintedProgram) -> Hits:
     # The rule for softmax covers the logarithm of its sum.
     sums = {
@@ -105,6 +140,11 @@ def _origin_of_guarded(value: Value) -> Value:
     return value
 
 
+@RULES.warning(
+    "loss-in-half",
+    "Its changes between steps are rounded away; float16 overflows above 65504.",
+    "Cast the operands of the loss to float32 first.",
+)
 def _losses(program: LintedProgram) -> Hits:
     for op in program.ops:
         for value in op.outs:
@@ -123,6 +163,12 @@ def _is_total(value: Value) -> bool:
     return any(op.facts & Fact.SUMS or products.flops(op.eqn) for op in made_of)
 
 
+@RULES.warning(
+    "long-sum-in-half",
+    "Terms that much smaller than the sum are rounded away.",
+    "Sum with dtype=jnp.float32. The gradient of a half bias is a sum in half: "
+    "keep the bias in float32, or use jmp_lite.autocast.",
+)
 def _long_sums(program: LintedProgram) -> Hits:
     for op in program.having(Fact.SUMS):
         operand, count, maker = op.ins[0], _summed(op), dataflow.origin(op.ins[0]).maker
@@ -135,6 +181,12 @@ def _long_sums(program: LintedProgram) -> Hits:
             yield op, f"a sum{of} over {count} elements in {operand.dtype}"
 
 
+@RULES.warning(
+    "long-sum-in-half",
+    "A state, a time or a gradient that a loop adds to stops changing.",
+    "Keep what the loop carries in float32: cast inside of its body, or use "
+    "jmp_lite.autocast.",
+)
 def _sums_in_loops(program: LintedProgram) -> Hits:
     def terms(op: Op) -> list[Value]:
         return list(map(dataflow.uncast, op.ins)) if op.facts & Fact.LINEAR else []
@@ -156,73 +208,3 @@ def _summed(op: Op) -> int:
         return math.prod(params["window_dimensions"])
     axes = params.get("axes", (params["axis"],) if "axis" in params else ())
     return math.prod(shape[i] for i in axes if isinstance(i, int))
-
-
-RULES = (
-    Rule(
-        "softmax-in-half",
-        "warning",
-        _softmaxes,
-        "Small probabilities are lost, and each has 3 digits at most.",
-        "jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype), or jmp_lite.autocast.",
-    ),
-    Rule(
-        "squares-in-half",
-        "error",
-        lambda program: _squares(program, jnp.float16),
-        "A square overflows from 256 on and is 0 below 2e-4, even if the sum is in "
-        "float32.",
-        IN_F32,
-    ),
-    Rule(
-        "squares-in-half",
-        "warning",
-        lambda program: _squares(program, jnp.bfloat16),
-        "Each square is rounded to 2 or 3 digits; E[x²] - E[x]² cancels them.",
-        IN_F32,
-    ),
-    Rule(
-        "squares-in-half",
-        "error",
-        lambda program: _products_of_one_array(program, jnp.float16),
-        "The sum overflows above 65504: 256 numbers of 16 suffice.",
-        _SUM_IN_F32,
-    ),
-    Rule(
-        "squares-in-half",
-        "warning",
-        lambda program: _products_of_one_array(program, jnp.bfloat16),
-        "The sum is rounded to 2 or 3 digits; E[x²] - E[x]² cancels them.",
-        _SUM_IN_F32,
-    ),
-    Rule(
-        "log-in-half",
-        "warning",
-        _logarithms,
-        "It has few digits near 1, and is -inf where its operand underflowed.",
-        "Use jax.nn.log_softmax or logsumexp of float32 logits.",
-    ),
-    Rule(
-        "loss-in-half",
-        "warning",
-        _losses,
-        "Its changes between steps are rounded away; float16 overflows above 65504.",
-        "Cast the operands of the loss to float32 first.",
-    ),
-    Rule(
-        "long-sum-in-half",
-        "warning",
-        _long_sums,
-        "Terms that much smaller than the sum are rounded away.",
-        "Sum with dtype=jnp.float32. The gradient of a half bias is a sum in half: "
-        "keep the bias in float32, or use jmp_lite.autocast.",
-    ),
-    Rule(
-        "long-sum-in-half",
-        "warning",
-        _sums_in_loops,
-        "A state, a time or a gradient that a loop adds to stops changing.",
-        "Keep what the loop carries in float32: cast inside of its body, or use "
-        "jmp_lite.autocast.",
-    ),
-)

@@ -1,5 +1,6 @@
 """Known numbers that half does not hold: masks, small eps, near 1, positions."""
 
+import functools
 import math
 from typing import Any
 
@@ -11,14 +12,24 @@ from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards import dataflow
 from jmp_lite._src.numerics.hazards.dataflow import Op, Value
 from jmp_lite._src.numerics.hazards.ranges import exact_integers, rounded, scalar
-from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
+from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rules
 
 # Attention scores of a healthy model are not larger.
 _USUAL = 2048.0
 
-_NEXT_TO_ONE = "Compute it in float32, or use the distance from 1 instead."
+RULES, POSITIONS = Rules(), Rules()
+_becomes_one = functools.partial(
+    RULES.error,
+    "constant-becomes-one",
+    fix="Compute it in float32, or use the distance from 1 instead.",
+)
 
 
+@RULES.error(
+    "constant-out-of-range",
+    "An infinite mask gives NaN where everything is masked; inf * 0 is NaN.",
+    "Mask with jnp.where(mask, x, jnp.finfo(x.dtype).min), or mask in float32.",
+)
 def _overflowing_casts(program: LintedProgram) -> Hits:
     for op in program.casts_to_half():
         known, dtype = program.ranges.of(op.ins[0]), op.outs[0].dtype
@@ -33,6 +44,11 @@ def _overflowing_casts(program: LintedProgram) -> Hits:
                 yield op, f"{x:.4g} becomes {rounded(x, dtype):g} in {dtype}"
 
 
+@RULES.error(
+    "constant-out-of-range",
+    "inf * 0 is NaN, and x / inf is 0.",
+    "Use a constant within the range of the dtype, or compute in float32.",
+)
 def _infinite_factors(program: LintedProgram) -> Hits:
     for op in filter(lambda op: op.factors, program.ops):
         factors = [scalar(value, through_casts=False) for value in op.ins]
@@ -41,6 +57,11 @@ def _infinite_factors(program: LintedProgram) -> Hits:
             yield op, f"{verb} by a constant that is infinite in {op.outs[0].dtype}"
 
 
+@RULES.error(
+    "constant-out-of-range",
+    "Added to a score of the same sign, or to another mask, it overflows.",
+    "Use jnp.where(mask, x, jnp.finfo(x.dtype).min), which does not add.",
+)
 def _overflowing_sums(program: LintedProgram) -> Hits:
     for op in program.having(Fact.LINEAR):
         dtype = op.outs[0].dtype
@@ -54,6 +75,11 @@ def _overflowing_sums(program: LintedProgram) -> Hits:
             yield op, f"{largest:.5g}, the limit of {dtype}, is added"
 
 
+@RULES.error(
+    "eps-underflows",
+    "The constant was rounded to 0: as an eps it has no effect.",
+    "Use it in float32, or use an eps of at least 6e-5.",
+)
 def _vanished_constants(program: LintedProgram) -> Hits:
     for op in program.casts_to_half():
         x, dtype = scalar(op.ins[0]), op.outs[0].dtype
@@ -61,6 +87,11 @@ def _vanished_constants(program: LintedProgram) -> Hits:
             yield op, f"{x:.4g} becomes 0 in {dtype}"
 
 
+@RULES.error(
+    "eps-underflows",
+    "An eps that was rounded to 0 has no effect: 0 / 0 is NaN.",
+    "Add the eps in float32, or use one of at least 6e-5.",
+)
 def _vanished_guards(program: LintedProgram) -> Hits:
     for op in program.having(Fact.LINEAR | Fact.LIMITS):
         # Python's sum starts with `0 + x`, so an eps is the second operand of a sum. In
@@ -89,6 +120,7 @@ def _guarded(op: Op, value: Value) -> list[Value]:
     return op.outs if is_root else dataflow.cast_or_moved(op, value)
 
 
+@RULES.error("eps-underflows", "The divisor was rounded to 0.", "Divide in float32.")
 def _zero_divisors(program: LintedProgram) -> Hits:
     for op in program.ops:
         pairs = zip(op.ins, op.degrees, strict=False)
@@ -98,6 +130,12 @@ def _zero_divisors(program: LintedProgram) -> Hits:
             yield op, f"divides by a constant that is 0 in {op.outs[0].dtype}"
 
 
+@RULES.warning(
+    "eps-underflows",
+    "Subnormals have few digits, some hardware treats them as 0, and 1 / 1e-5 is "
+    "infinite in float16.",
+    "Use it in float32, or use an eps of at least 6e-5.",
+)
 def _subnormal_constants(program: LintedProgram) -> Hits:
     for op in (*program.casts_to_half(), *program.having(Fact.BROADCASTS)):
         if not op.outs[0].is_half:
@@ -109,6 +147,7 @@ def _subnormal_constants(program: LintedProgram) -> Hits:
                 yield op, f"{x:.4g} is subnormal in {dtype}"
 
 
+@_becomes_one("Near 1, numbers are 5e-4 apart in float16, 4e-3 in bfloat16.")
 def _rounded_to_one(program: LintedProgram) -> Hits:
     for op in program.casts_to_half():
         x, dtype = scalar(op.ins[0]), op.outs[0].dtype
@@ -119,6 +158,7 @@ def _rounded_to_one(program: LintedProgram) -> Hits:
 # Numbers that NumPy rounded before tracing are found by their use.
 
 
+@_becomes_one("With a limit that was rounded to 1, 1 - x can be 0.")
 def _vanished_limits(program: LintedProgram) -> Hits:
     for op in program.having(Fact.LIMITS):
         if not op.outs[0].is_half or not any(map(_is_one, op.ins)):
@@ -143,6 +183,7 @@ def _needs_distance(op: Op | None, value: Value) -> bool:
     return is_distance and any(_needs_guard(*reader) for reader in found)
 
 
+@_becomes_one("The weights do not sum to 1, so the average only grows.")
 def _averages_of_one(program: LintedProgram) -> Hits:
     for op in program.having(Fact.LINEAR):
         dtype = op.outs[0].dtype
@@ -155,6 +196,7 @@ def _averages_of_one(program: LintedProgram) -> Hits:
             yield op, f"an average with weights 1 and {rest[0]:.2g} in {dtype}"
 
 
+@_becomes_one("A base that was rounded to 1 does not decay.")
 def _powers_of_one(program: LintedProgram) -> Hits:
     for op in program.named("pow"):
         if op.outs[0].is_half and _is_one(op.ins[0]):
@@ -168,6 +210,11 @@ _COUNTS = ("int32", "int64", "uint32", "uint64")
 _ANGLE_ERROR = 1 / 64  # radians
 
 
+@POSITIONS.error(
+    "positions-in-half",
+    "Neighbouring positions are rounded to the same number.",
+    "Keep positions in int32 or float32; cast the results computed from them.",
+)
 def _rounded_positions(program: LintedProgram) -> Hits:
     for op in (*program.named("iota"), *program.casts_to_half()):
         dtype, known = op.outs[0].dtype, program.ranges.of((op.ins or op.outs)[0])
@@ -178,6 +225,11 @@ def _rounded_positions(program: LintedProgram) -> Hits:
             yield op, f"counts up to {known.bound:.0f}; {dtype} is exact up to {limit}"
 
 
+@POSITIONS.warning(
+    "positions-in-half",
+    "The rounding error of an angle grows with its size, to more than a radian.",
+    "Compute angles, sines and cosines in float32; cast the sines and cosines.",
+)
 def _half_angles(program: LintedProgram) -> Hits:
     for op in program.having(Fact.PERIODIC):
         found = _positions_in_half(program, op.ins[0])
@@ -221,86 +273,3 @@ def _positions_in_half(
         sources = op.ins if is_computed else dataflow.sources_of(value)
         waiting += [(v, dtype) for v in sources]
     return None
-
-
-# Rules that have the rest in common.
-_BECOME_ONE = (
-    (_rounded_to_one, "Near 1, numbers are 5e-4 apart in float16, 4e-3 in bfloat16."),
-    (_vanished_limits, "With a limit that was rounded to 1, 1 - x can be 0."),
-    (_averages_of_one, "The weights do not sum to 1, so the average only grows."),
-    (_powers_of_one, "A base that was rounded to 1 does not decay."),
-)
-
-RULES = (
-    Rule(
-        "constant-out-of-range",
-        "error",
-        _overflowing_casts,
-        "An infinite mask gives NaN where everything is masked; inf * 0 is NaN.",
-        "Mask with jnp.where(mask, x, jnp.finfo(x.dtype).min), or mask in float32.",
-    ),
-    Rule(
-        "constant-out-of-range",
-        "error",
-        _infinite_factors,
-        "inf * 0 is NaN, and x / inf is 0.",
-        "Use a constant within the range of the dtype, or compute in float32.",
-    ),
-    Rule(
-        "constant-out-of-range",
-        "error",
-        _overflowing_sums,
-        "Added to a score of the same sign, or to another mask, it overflows.",
-        "Use jnp.where(mask, x, jnp.finfo(x.dtype).min), which does not add.",
-    ),
-    Rule(
-        "eps-underflows",
-        "error",
-        _vanished_constants,
-        "The constant was rounded to 0: as an eps it has no effect.",
-        "Use it in float32, or use an eps of at least 6e-5.",
-    ),
-    Rule(
-        "eps-underflows",
-        "error",
-        _vanished_guards,
-        "An eps that was rounded to 0 has no effect: 0 / 0 is NaN.",
-        "Add the eps in float32, or use one of at least 6e-5.",
-    ),
-    Rule(
-        "eps-underflows",
-        "error",
-        _zero_divisors,
-        "The divisor was rounded to 0.",
-        "Divide in float32.",
-    ),
-    Rule(
-        "eps-underflows",
-        "warning",
-        _subnormal_constants,
-        "Subnormals have few digits, some hardware treats them as 0, and 1 / 1e-5 is "
-        "infinite in float16.",
-        "Use it in float32, or use an eps of at least 6e-5.",
-    ),
-    *(
-        Rule("constant-becomes-one", "error", find, why, _NEXT_TO_ONE)
-        for find, why in _BECOME_ONE
-    ),
-)
-
-POSITIONS = (
-    Rule(
-        "positions-in-half",
-        "error",
-        _rounded_positions,
-        "Neighbouring positions are rounded to the same number.",
-        "Keep positions in int32 or float32; cast the results computed from them.",
-    ),
-    Rule(
-        "positions-in-half",
-        "warning",
-        _half_angles,
-        "The rounding error of an angle grows with its size, to more than a radian.",
-        "Compute angles, sines and cosines in float32; cast the sines and cosines.",
-    ),
-)

@@ -113,10 +113,9 @@ def list_ops(fun: Callable[..., Any], args: Any, kwargs: Any, target: str) -> li
 
     with sources.lines_of_rules():
         traced = tracing.trace(called, (fun, args, kwargs))
-    loss_scales = _are_loss_scales((fun, args, kwargs))
-    return _Opener(target).program(
-        traced.closed, [loss_scales[i] for i in traced.indices]
-    )
+    of_leaves = _are_loss_scales((fun, args, kwargs))
+    are_loss_scales = [of_leaves[i] for i in traced.indices]
+    return _Opener(target).program(traced.closed, are_loss_scales)
 
 
 def _are_loss_scales(tree: Any) -> list[bool]:
@@ -171,9 +170,8 @@ class _Opener:
         for eqn in jaxpr.eqns:
             ins = [read(var) for var in eqn.invars]
             stack = name_scopes.of(eqn)
-            line = around.line
-            if not is_impl:  # which has the lines of its first call
-                line = sources.source_line(eqn, line)
+            # What is traced once has the lines of its first call.
+            line = around.line if is_impl else sources.source_line(eqn, around.line)
             op = dataclasses.replace(
                 around,
                 name=eqn.primitive.name,
@@ -198,7 +196,7 @@ class _Opener:
     def _open_bodies(self, op: Op, sub_jaxprs: Any) -> list[Value]:
         """Add the operations of the sub-jaxprs of an equation; return its results."""
         eqn, is_loop = op.eqn, op.name in primitives.LOOPS
-        known = [None if v.known is None else _integer(v.known) for v in op.ins]
+        known = [control_flow.as_integer(v.known) for v in op.ins]
         trips = control_flow.trips(eqn, known)
         times = op.times * (1 if trips is None else trips)
         inside = dataclasses.replace(op, times=times)
@@ -209,9 +207,8 @@ class _Opener:
         results: list[list[Value]] = [[] for _ in eqn.outvars]
         for sub in sub_jaxprs:
             inputs = []
-            for k, (i, var) in enumerate(
-                zip(sub.operands, sub.jaxpr.invars, strict=True)
-            ):
+            pairs = zip(sub.operands, sub.jaxpr.invars, strict=True)
+            for k, (i, var) in enumerate(pairs):
                 if is_loop and k in sub.fixed_in:
                     if i not in carried:
                         carried[i] = self._made(op, JOIN, [op.ins[i]], var)
@@ -280,11 +277,6 @@ def _value_of(var: Any, known: Any = None) -> Value:
         shape=getattr(var.aval, "shape", ()),
         known=np.asarray(known) if known is not None and is_number else None,
     )
-
-
-def _integer(known: np.ndarray) -> int | None:
-    is_integer = known.ndim == 0 and np.issubdtype(known.dtype, np.integer)
-    return int(known) if is_integer else None
 
 
 def sources_of(value: Value) -> Sequence[Value]:

@@ -14,18 +14,35 @@ from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards import dataflow
 from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
 from jmp_lite._src.numerics.hazards.ranges import scalar
-from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
+from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rules
 
 # A loss that is multiplied by less is weighted, not scaled.
 _LEAST_SCALE = 8.0
 
+_INSIDE = "Put it inside: scale_aware(optax.chain(..., optimizer))."
 
+RULES = Rules()
+
+
+@RULES.error(
+    "unscaled-gradients",
+    "Updates are too small by the loss scale, also those of Adam, whose eps is "
+    "then larger than the gradients.",
+    "Use scaled_value_and_grad(loss_fn, loss_scale=opt_state), or differentiate "
+    "loss_scale.scale(loss). Unscale once: scale_aware does.",
+)
 def _unscaled(program: LintedProgram) -> Hits:
     for op in program.ops:
         if program.scalings.power_of_unscaled(op) == 0.0:
             yield op, "gradients that the loss scale never reached are divided by it"
 
 
+@RULES.error(
+    "no-loss-scale",
+    "Gradients below 6e-8 become 0.",
+    "Use scale_aware(optimizer) and scaled_value_and_grad(loss_fn, "
+    "loss_scale=opt_state), or bfloat16.",
+)
 def _float16_without_scale(program: LintedProgram) -> Hits:
     if not updated_params(program) or any(_may_scale(program, x) for x in program.ops):
         return
@@ -68,11 +85,18 @@ def _may_scale(program: LintedProgram, op: Op) -> bool:
     return False
 
 
+@RULES.error(
+    "clipped-while-scaled",
+    "The limit is compared with gradients times the loss scale, and an overflow "
+    "may be hidden.",
+    _INSIDE,
+)
 def _clipped(program: LintedProgram) -> Hits:
     for op in filter(program.scalings.is_clip, program.ops):
         yield op, "gradients are clipped while they are scaled"
 
 
+@RULES.error("decay-outside", "They change in skipped steps.", _INSIDE)
 def _decayed_outside(program: LintedProgram) -> Hits:
     for op, value in _results_of_gradients(program):
         terms = _terms(program, value)
@@ -105,6 +129,7 @@ def _is_guarded(value: Value) -> bool:
     return any(x == 0.0 and math.copysign(1.0, x) < 0 for x in numbers)
 
 
+@RULES.error("decay-outside", "The decay is then divided by the loss scale.", _INSIDE)
 def _decayed_while_scaled(program: LintedProgram) -> Hits:
     of = program.scalings.of
     for op in program.having(Fact.LINEAR):
@@ -118,12 +143,11 @@ def _decayed_while_scaled(program: LintedProgram) -> Hits:
                 yield op, "weight decay is added to gradients while they are scaled"
 
 
-def _scaled_updates(program: LintedProgram) -> Hits:
-    for op, value in updated_params(program):
-        if program.scalings.of(value).scaled_by:
-            yield op, "parameters are updated from gradients that are scaled"
-
-
+@RULES.error(
+    "loss-scale-lost",
+    "It never falls: after an overflow, every step is skipped.",
+    "Return the new state of the optimiser: updates, opt_state = tx.update(...).",
+)
 def _never_adjusted(program: LintedProgram) -> Hits:
     """Find a loss scale that no result has, but for the scale that was given."""
     if not updated_params(program) or any(_scaled_updates(program)):
@@ -140,6 +164,27 @@ def _never_adjusted(program: LintedProgram) -> Hits:
                 return
 
 
+@RULES.error(
+    "loss-scale-lost",
+    "It never falls: after an overflow, every step is skipped.",
+    "Call tx.update of scale_aware, or loss_scale.adjust, in each step, and keep "
+    "what it returns. The loss in value= must hold no gradients.",
+)
+def _kept_in_skipped_steps(program: LintedProgram) -> Hits:
+    choices, chosen = _choices(program)
+    for op in choices:
+        adjusted = [program.scalings.of(v) for v in _cases(op) if id(v) in chosen]
+        is_scale = any(any(known.power or ()) for known in adjusted)
+        if is_scale and any(dataflow.origin(v).is_loss_scale for v in _cases(op)):
+            yield op, "the loss scale is kept where gradients are not finite"
+
+
+@RULES.error(
+    "not-skipped",
+    "The first overflow makes them NaN for good.",
+    "Use scale_aware(optimizer), or keep parameters and state: "
+    "select_tree(grads_finite, new, old).",
+)
 def _not_skipped(program: LintedProgram) -> Hits:
     is_dynamic = any(v.is_loss_scale for op in program.ops for v in op.ins)
     if not is_dynamic or any(_scaled_updates(program)):
@@ -155,13 +200,16 @@ def _not_skipped(program: LintedProgram) -> Hits:
             yield op, "moments are updated, whether gradients are finite or not"
 
 
-def _kept_in_skipped_steps(program: LintedProgram) -> Hits:
-    choices, chosen = _choices(program)
-    for op in choices:
-        adjusted = [program.scalings.of(v) for v in _cases(op) if id(v) in chosen]
-        is_scale = any(any(known.power or ()) for known in adjusted)
-        if is_scale and any(dataflow.origin(v).is_loss_scale for v in _cases(op)):
-            yield op, "the loss scale is kept where gradients are not finite"
+@RULES.error(
+    "scaled-update",
+    "Updates grow with the loss scale, and no step is skipped.",
+    "Scale the loss once; wrap the optimizer, scale_aware(optimizer), or call "
+    "loss_scale.unscale(grads) before it.",
+)
+def _scaled_updates(program: LintedProgram) -> Hits:
+    for op, value in updated_params(program):
+        if program.scalings.of(value).scaled_by:
+            yield op, "parameters are updated from gradients that are scaled"
 
 
 def _choices(program: LintedProgram) -> tuple[list[Op], set[int]]:
@@ -261,79 +309,3 @@ def _is_factor(value: Value) -> bool:
     while value.shape != () and len(sources := dataflow.sources_of(value)) == 1:
         (value,) = sources
     return value.shape == ()
-
-
-_INSIDE = "Put it inside: scale_aware(optax.chain(..., optimizer))."
-
-RULES = (
-    Rule(
-        "unscaled-gradients",
-        "error",
-        _unscaled,
-        "Updates are too small by the loss scale, also those of Adam, whose eps is "
-        "then larger than the gradients.",
-        "Use scaled_value_and_grad(loss_fn, loss_scale=opt_state), or differentiate "
-        "loss_scale.scale(loss). Unscale once: scale_aware does.",
-    ),
-    Rule(
-        "no-loss-scale",
-        "error",
-        _float16_without_scale,
-        "Gradients below 6e-8 become 0.",
-        "Use scale_aware(optimizer) and scaled_value_and_grad(loss_fn, "
-        "loss_scale=opt_state), or bfloat16.",
-    ),
-    Rule(
-        "clipped-while-scaled",
-        "error",
-        _clipped,
-        "The limit is compared with gradients times the loss scale, and an overflow "
-        "may be hidden.",
-        _INSIDE,
-    ),
-    Rule(
-        "decay-outside",
-        "error",
-        _decayed_outside,
-        "They change in skipped steps.",
-        _INSIDE,
-    ),
-    Rule(
-        "decay-outside",
-        "error",
-        _decayed_while_scaled,
-        "The decay is then divided by the loss scale.",
-        _INSIDE,
-    ),
-    Rule(
-        "loss-scale-lost",
-        "error",
-        _never_adjusted,
-        "It never falls: after an overflow, every step is skipped.",
-        "Return the new state of the optimiser: updates, opt_state = tx.update(...).",
-    ),
-    Rule(
-        "loss-scale-lost",
-        "error",
-        _kept_in_skipped_steps,
-        "It never falls: after an overflow, every step is skipped.",
-        "Call tx.update of scale_aware, or loss_scale.adjust, in each step, and keep "
-        "what it returns. The loss in value= must hold no gradients.",
-    ),
-    Rule(
-        "not-skipped",
-        "error",
-        _not_skipped,
-        "The first overflow makes them NaN for good.",
-        "Use scale_aware(optimizer), or keep parameters and state: "
-        "select_tree(grads_finite, new, old).",
-    ),
-    Rule(
-        "scaled-update",
-        "error",
-        _scaled_updates,
-        "Updates grow with the loss scale, and no step is skipped.",
-        "Scale the loss once; wrap the optimizer, scale_aware(optimizer), or call "
-        "loss_scale.unscale(grads) before it.",
-    ),
-)

@@ -5,6 +5,7 @@ the dtypes that values have: a float32 value is safe under any policy.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -58,10 +59,32 @@ class LintedProgram:
         return [self.regions.at("", path) for path in paths]
 
 
+Find = Callable[[LintedProgram], Hits]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     name: str  # several rules may share one
     severity: Severity
-    find: Callable[[LintedProgram], Hits]
+    find: Find
     why: str  # it is a hazard
     fix: str
+
+
+class Rules(list[Rule]):
+    """Rules, in the order of their findings."""
+
+    def add(
+        self, severity: Severity, name: str, why: str, fix: str
+    ) -> Callable[[Find], Find]:
+        """Add the rule whose function this decorates."""
+
+        def decorated(find: Find) -> Find:
+            self.append(Rule(name, severity, find, why, fix))
+            return find
+
+        return decorated
+
+    error = functools.partialmethod(add, "error")
+    warning = functools.partialmethod(add, "warning")
+    speed = functools.partialmethod(add, "speed")

@@ -9,14 +9,15 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.dataflow import Op
 from jmp_lite._src.numerics.hazards.loss_scaling import updated_params
-from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rule
+from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rules
 
 # Matrix units process tiles of a multiple of this size, in 16-bit numbers.
 _TILES = {"gpu": 8, "tpu": 128}
 
-
 # A size of at least this share of what fp8 needs is one to round up.
 _ALMOST = 0.75
+
+RULES = Rules()
 
 
 def flops_in_f32(program: LintedProgram) -> tuple[dict[Op, int], int]:
@@ -43,6 +44,11 @@ def _is_left(program: LintedProgram, op: Op) -> bool:
     return is_default and program.is_low(op)
 
 
+@RULES.error(
+    "not-in-half",
+    "The policy does nothing: the step takes the time and the memory of float32.",
+    "Differentiate autocast(loss_fn, policy), or cast parameters and inputs.",
+)
 def _nothing_in_half(program: LintedProgram) -> Hits:
     """Yield a product of a train step to which the policy was not applied."""
     left, _ = flops_in_f32(program)
@@ -52,6 +58,12 @@ def _nothing_in_half(program: LintedProgram) -> Hits:
         yield next(iter(left)), "no matrix product of the train step is in half"
 
 
+@RULES.speed(
+    "float32-product",
+    "Matrix units are several times slower in float32 than in half.",
+    "Cast its operands or use jmp_lite.autocast. If float32 is meant, as by a rule "
+    "of with_policy, leave it, or mark it with full_precision.",
+)
 def _f32_products(program: LintedProgram) -> Hits:
     if any(_nothing_in_half(program)):  # which says it already
         return
@@ -64,17 +76,27 @@ def _f32_products(program: LintedProgram) -> Hits:
         yield op, f"float32; {share:.1%} of all matrix-product FLOPs on this line"
 
 
+@RULES.speed(
+    "odd-dimensions",
+    "Matrix units process whole tiles: other sizes are padded or slower.",
+    "Round the vocabulary, hidden size or batch up to a multiple.",
+)
 def _odd_dimensions(program: LintedProgram) -> Hits:
     tile = _TILES[program.target]
     for op in program.having(Fact.PRODUCT):
         if not all(value.is_half for value in op.ins[:2]):
             continue
         # Small dimensions, such as the 3 channels of an image, cannot be changed.
-        odd = sorted({d for d in _dimensions(op) if d >= 8 and d % tile})
-        if odd:
+        if odd := sorted({d for d in _dimensions(op) if d >= 8 and d % tile}):
             yield op, f"no multiple of {tile}: {', '.join(map(str, odd))}"
 
 
+@RULES.speed(
+    "almost-fp8",
+    f"Matrix products in fp8 have dimensions of at least {fp8.MIN_SIZE} "
+    f"that are multiples of {fp8.TILE}.",
+    "Round the vocabulary, hidden size or batch up to a multiple.",
+)
 def _almost_fp8(program: LintedProgram) -> Hits:
     least, tile = fp8.MIN_SIZE, fp8.TILE
     for op in program.having(Fact.PRODUCT):
@@ -83,8 +105,7 @@ def _almost_fp8(program: LintedProgram) -> Hits:
             continue
         if any(op.eqn.params["dimension_numbers"][1]):  # batch dimensions
             continue
-        missed = sorted(size for size in sizes if size < least or size % tile)
-        if missed:
+        if missed := sorted(size for size in sizes if size < least or size % tile):
             yield op, f"not in fp8: {', '.join(map(str, missed))}"
 
 
@@ -97,37 +118,3 @@ def _dimensions(op: Op) -> list[int]:
         return []
     out_features, in_features = (op.ins[1].shape[i] for i in spec[:2])
     return [out_features // op.eqn.params["feature_group_count"], in_features]
-
-
-RULES = (
-    Rule(
-        "not-in-half",
-        "error",
-        _nothing_in_half,
-        "The policy does nothing: the step takes the time and the memory of float32.",
-        "Differentiate autocast(loss_fn, policy), or cast parameters and inputs.",
-    ),
-    Rule(
-        "float32-product",
-        "speed",
-        _f32_products,
-        "Matrix units are several times slower in float32 than in half.",
-        "Cast its operands or use jmp_lite.autocast. If float32 is meant, as by a rule "
-        "of with_policy, leave it, or mark it with full_precision.",
-    ),
-    Rule(
-        "odd-dimensions",
-        "speed",
-        _odd_dimensions,
-        "Matrix units process whole tiles: other sizes are padded or slower.",
-        "Round the vocabulary, hidden size or batch up to a multiple.",
-    ),
-    Rule(
-        "almost-fp8",
-        "speed",
-        _almost_fp8,
-        f"Matrix products in fp8 have dimensions of at least {fp8.MIN_SIZE} "
-        f"that are multiples of {fp8.TILE}.",
-        "Round the vocabulary, hidden size or batch up to a multiple.",
-    ),
-)
