@@ -232,6 +232,7 @@ OPTIMISERS: list[Row] = [
     (lambda: jmp.scale_aware(), "missing 1", "'inner'"),
     (lambda: jmp.scale_aware(optax.sgd), "optax transformation", "Call it: sgd(...)"),
     (lambda: jmp.scale_aware(1e-3), "an optax transformation, got 0.001"),
+    (lambda: jmp.scale_aware(nn.Dense(2)), "an optax transformation, got Dense("),
     (lambda: jmp.scale_aware([SGD]), "an optax transformation, got [", "optax.chain("),
     (lambda: jmp.scale_aware(dynamic(), SGD), "transformation, got DynamicLossScale("),
     (lambda: jmp.scale_aware(SGD, jmp.DynamicLossScale), "Scale, got <class"),
