@@ -351,6 +351,19 @@ def test_what_follows_them_in_a_chain_freezes_parameters_and_is_warned_of(wrap):
         assert (trained == params).all()
 
 
+@with_wrappers
+def test_a_chain_that_goes_on_is_found_beside_one_that_does_not(wrap):
+    last, goes_on = (
+        wrap(optax.sgd(0.1)),
+        optax.chain(wrap(optax.sgd(0.1)), optax.scale(2)),
+    )
+    tx = jmp.scale_aware(
+        optax.partition({"a": last, "b": goes_on}, {"a": "a", "b": "b"})
+    )
+    with pytest.warns(UserWarning, match="Put it last, around the others"):
+        tx.init(dict.fromkeys("ab", jnp.ones(4, jnp.bfloat16)))
+
+
 def test_labels_that_leave_out_every_half_parameter_are_warned_of():
     """Labels see float32 parameters: by dtype, none is in half."""
 
