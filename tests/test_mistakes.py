@@ -224,6 +224,7 @@ GRADIENTS: list[Row] = [
     (lambda: grads(value_and_grad=jax.grad), "got <function grad", "scaled_grad"),
     (lambda: grads(value_and_grad=nnx.grad), "got <function grad", "scaled_grad"),
     (lambda: grads(lambda m: m(X))(LINEAR), "nnx module", "nnx.value_and_grad"),
+    (lambda: grads(len)({"m": LINEAR}), "nnx module", "(argument 0, at 'm')"),
     (lambda: grads(lambda f: f(X).sum())(jnp.sin), "equinox.filter_value_and_grad"),
     (lambda: grads()({"w": X.astype(int), "b": X}, X), "real- or", "got int32"),
 ]
@@ -238,7 +239,7 @@ OPTIMISERS: list[Row] = [
     (lambda: jmp.scale_aware(SGD, jmp.DynamicLossScale), "Scale, got <class"),
     (lambda: jmp.scale_aware(SGD, S), "DynamicLossScale, got ScaleAwareState("),
     (lambda: jmp.scale_aware(SGD, axis="i"), "unexpected keyword argument 'axis'"),
-    (lambda: TX.update(P, SGD.init(P), P), "state of scale_aware(", "got tuple"),
+    (lambda: TX.update(P, SGD.init(P), P), "got tuple", "_replace(inner_state=state)"),
     (lambda: TX.update(P, P, S), "state of scale_aware(...).init(params), got dict"),
     (lambda: TX.update(P, None, P), "state of scale_aware(", "got NoneType"),
     (lambda: TX.update(P["w"], S, P), "a leaf in the gradients, a dict in the param"),
