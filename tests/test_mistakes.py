@@ -170,12 +170,8 @@ TREES: list[Row] = [
     (lambda: jmp.select_tree(True, P, {"w": X}), "different structure", "['b']"),
     (lambda: jmp.select_tree(True, P, H), "float32[2] and float16[2] at 'b'", "same"),
     (lambda: jmp.select_tree(True, P["w"], P["b"]), "float32[4, 2] and float32[2]"),
-    (
-        lambda: jmp.select_tree(True, ["a"], ["b"]),
-        "Value",
-        "'a' and 'b' at '0'",
-        "not arr",
-    ),
+    (lambda: jmp.select_tree(True, ["a"], ["b"]), "'a' and 'b' at '0'", "not arr"),
+    (lambda: jmp.select_tree(True, [1.0], ["b"]), "1.0 and 'b' at '0'", "not arr"),
     (lambda: jmp.recommended_half_dtype("gpu"), "a jax.Device, got 'gpu'", "jax.dev"),
 ]
 
