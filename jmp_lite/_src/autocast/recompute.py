@@ -194,7 +194,7 @@ class _Search:
                 self._readers[of_eqn.softmax.logits].append(i)
         pairs = zip(plan.jaxpr.outvars, plan.half_out, strict=True)
         self._returned = {v: h for v, h in pairs if not compat.is_literal(v)}
-        self._constant = set(_without_gradients(self.eqns))
+        self._constant = set(saving.without_gradients(self.eqns))
         # In float16, what may overflow is float32.
         values, alone = waiting.find(plan, self._halves, has_range, sums_of)
         values = values if may_wait is None else values & may_wait
@@ -595,13 +595,3 @@ def _part(plan: CastPlan, before: Sequence[int | Cluster], product: int) -> Part
         outs=tuple(plan.jaxpr.eqns[product].outvars),
         half_out=plan.eqn_plans[product].half_out,
     )
-
-
-def _without_gradients(eqns: Iterable[Eqn]) -> Iterable[Var]:
-    """Yield what is computed of nothing, or behind a `stop_gradient`."""
-    found: set[Var] = set()
-    for eqn in eqns:
-        is_stopped = eqn.primitive.name == "stop_gradient"
-        if is_stopped or found.issuperset(variables(eqn.invars)):
-            found.update(eqn.outvars)
-            yield from eqn.outvars

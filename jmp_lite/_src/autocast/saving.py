@@ -234,3 +234,13 @@ def _loses_digits(name: str) -> bool:
     is_of_pair = known & (Fact.BROADCASTS | Fact.ARITHMETIC) == Fact.BROADCASTS
     in_f32 = PRIMITIVES[name].op_class == "float32"
     return bool(is_of_pair) or (in_f32 and not degrees(name, {}))
+
+
+def without_gradients(eqns: Iterable[Eqn]) -> Iterable[Var]:
+    """Yield what is computed of nothing, or behind a `stop_gradient`."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        is_stopped = eqn.primitive.name == "stop_gradient"
+        if is_stopped or found.issuperset(core.variables(eqn.invars)):
+            found.update(eqn.outvars)
+            yield from eqn.outvars
