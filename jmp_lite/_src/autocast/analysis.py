@@ -83,6 +83,7 @@ class Analyzer:
         self.filled_in: set[int] = set()
         self.clusters = recompute.Clusters(compute_dtype)
         self._plans: dict[Any, CastPlan] = {}
+        self._finished: dict[CastPlan, CastPlan] = {}
 
     def plan(
         self,
@@ -143,7 +144,30 @@ class Analyzer:
         ins = [INPUT] * len(jaxpr.invars) if ins is None else ins
         uses = [Use.OUTPUT] * len(jaxpr.outvars) if uses is None else uses
         options = {"direction": direction, "is_tangent": is_tangent}
-        return self.plan(jaxpr, consts, ins, uses, **options)
+        return self._finish(self.plan(jaxpr, consts, ins, uses, **options))
+
+    def _finish(self, plan: CastPlan) -> CastPlan:
+        """Return a plan with its clusters, and those of sub-jaxprs.
+
+        The analysis makes several plans of a sub-jaxpr, until it knows all uses.
+        """
+        if plan not in self._finished:
+            pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
+            eqn_plans = tuple(itertools.starmap(self._finish_bodies, pairs))
+            done = dataclasses.replace(plan, eqn_plans=eqn_plans)
+            recomputes = self.table.recomputes
+            self._finished[plan] = self.clusters.add_to(done) if recomputes else done
+        return self._finished[plan]
+
+    def _finish_bodies(self, eqn: Eqn, plan: EqnPlan) -> EqnPlan:
+        if not plan.bodies:
+            return plan
+        plan = dataclasses.replace(plan, bodies=tuple(map(self._finish, plan.bodies)))
+        # A choice with one branch is none: its branch is run.
+        if any(plan.half_in) or half_calls.is_choice(eqn):
+            return plan
+        is_idle = all(body.changes_nothing for body in plan.bodies)
+        return dataclasses.replace(plan, changes_no_body=is_idle)
 
     @functools.cached_property
     def for_derivatives(self) -> "Analyzer":
@@ -225,10 +249,10 @@ class _Analysis(Analysis):
             precision.fixed(v, self.compute_dtype) or self.precision[v]
             for v in self.jaxpr.outvars
         ]
-        plan = CastPlan(
+        return CastPlan(
             jaxpr=self.jaxpr,
             consts=self.consts,
-            eqn_plans=tuple(map(_check_bodies, self.jaxpr.eqns, self.plans)),
+            eqn_plans=tuple(self.plans),
             ins=ins,
             outs=tuple(outs),
             in_uses=tuple(map(self._use_of, self.jaxpr.invars)),
@@ -238,7 +262,6 @@ class _Analysis(Analysis):
             direction=self.direction,
             around=self.around,
         )
-        return self.analyzer.clusters.add_to(plan) if self.recomputes else plan
 
     def plan_body(self, eqn, body, ins, uses):
         scope = name_scopes.join(self.scope, name_scopes.of(eqn))
@@ -408,14 +431,6 @@ def _why_unchanged(eqn: Eqn) -> str:
         return f"not in the rules: {eqn.primitive.name}" if is_of_floats else ""
     why_not = control_flow.why_not_opened(eqn)
     return f"{precision.NOT_OPENED}: {eqn.primitive.name}, {why_not}"
-
-
-def _check_bodies(eqn: Eqn, plan: EqnPlan) -> EqnPlan:
-    # A choice with one branch is none: its branch is run.
-    if not plan.bodies or any(plan.half_in) or half_calls.is_choice(eqn):
-        return plan
-    is_idle = all(body.changes_nothing for body in plan.bodies)
-    return dataclasses.replace(plan, changes_no_body=is_idle)
 
 
 class AsWritten:
