@@ -9,7 +9,7 @@ import jaxprs
 import numpy as np
 import optax
 import pytest
-from arrays import error
+from arrays import error, largest_error
 from backward_pass import (
     check_recomputed,
     exact_gradients,
@@ -105,7 +105,7 @@ def _exact(model, loops=1):
 def _error(fun, expected, *args):
     """Return the largest error of a function's gradients."""
     _, found = gradients(functools.partial(_loss, fun), *args)
-    return max(map(error, found, expected))
+    return largest_error([*found], [*expected])
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -387,12 +387,12 @@ def test_layers_that_differ_share_nothing(fun):
     ("half", "half_results"),
     [("bfloat16", True), ("float16", True), ("float16", None)],
 )
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "equal layers"])
 def test_gradients_of_one_sign_are_summed_in_float32(name, half, half_results):
     """In bfloat16, a sum of more than 256 equal terms stops growing."""
     w, gain, x = map(jnp.abs, _arguments())
     x = jnp.broadcast_to(x[:1, :1], (64, 64, N)) / N
-    model = MODELS[name]
+    model = (MODELS | {"equal layers": _layers})[name]
 
     def loss(fun, *args):
         # Of one sign behind a norm as well, whose results have a mean of 0. It is
@@ -409,7 +409,7 @@ def test_gradients_of_one_sign_are_summed_in_float32(name, half, half_results):
     with jax.enable_x64(True):
         exact = grads(model, *(jnp.asarray(a, jnp.float64) for a in (w, gain, x)))
     eps = float(jnp.finfo(half).eps)
-    assert max(map(error, grads(cast, w, gain, x), exact)) < 6 * eps
+    assert largest_error(grads(cast, w, gain, x), exact) < 6 * eps
 
 
 def test_ordered_effects_keep_their_order():
@@ -446,7 +446,7 @@ def test_derivatives_of_gradients_have_every_term(name):
         grads, tangents = derivatives(
             autocast(MODELS[name], "mixed_bfloat16", recompute=recompute)
         )
-        assert max(map(error, grads, exact)) < 0.05
+        assert largest_error(grads, exact) < 0.05
         assert error(tangents, along) < 0.02
 
 

@@ -147,9 +147,10 @@ class Analyzer:
         return self._finish(self.plan(jaxpr, consts, ins, uses, **options))
 
     def _finish(self, plan: CastPlan) -> CastPlan:
-        """Return a plan with its clusters, and those of sub-jaxprs.
+        """Return a plan with what follows from the final plans of its sub-jaxprs.
 
-        The analysis makes several plans of a sub-jaxpr, until it knows all uses.
+        That is which of them change nothing, and clusters. The analysis makes several
+        plans of a sub-jaxpr, until it knows all uses.
         """
         if plan not in self._finished:
             pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
@@ -162,12 +163,11 @@ class Analyzer:
     def _finish_bodies(self, eqn: Eqn, plan: EqnPlan) -> EqnPlan:
         if not plan.bodies:
             return plan
-        plan = dataclasses.replace(plan, bodies=tuple(map(self._finish, plan.bodies)))
+        bodies = tuple(map(self._finish, plan.bodies))
         # A choice with one branch is none: its branch is run.
-        if any(plan.half_in) or half_calls.is_choice(eqn):
-            return plan
-        is_idle = all(body.changes_nothing for body in plan.bodies)
-        return dataclasses.replace(plan, changes_no_body=is_idle)
+        is_run = any(plan.half_in) or half_calls.is_choice(eqn)
+        is_idle = not is_run and all(body.changes_nothing for body in bodies)
+        return dataclasses.replace(plan, bodies=bodies, changes_no_body=is_idle)
 
     @functools.cached_property
     def for_derivatives(self) -> "Analyzer":

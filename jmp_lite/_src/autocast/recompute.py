@@ -499,8 +499,8 @@ def run(
     compute = functools.partial(_compute, cluster, eqns, values.half_dtype)
 
     def compute_from_kept(kept, totals, operands):
-        pairs = zip(operands, kept, strict=True)
-        return compute([waiting.in_place_of(*pair) for pair in pairs], totals)[0]
+        read = list(map(waiting.in_place_of, operands, kept))
+        return compute(read, totals)[0]
 
     key = _structure(cluster, eqns), plan.around
     if key not in known:
@@ -519,7 +519,7 @@ def run(
 
 
 def _structure(cluster: Cluster, eqns: Sequence[Eqn]) -> Hashable:
-    """Return what is equal for clusters of one scope and line that do the same."""
+    """Return what is equal for clusters that compute the same, at the same places."""
 
     def place(eqn, _):
         return (name_scopes.of(eqn), sources.source_line(eqn)), (), None

@@ -33,7 +33,7 @@ from jax.interpreters import ad, batching, mlir
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32, variables
-from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
+from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts, has
 
 # The primitive.
 
@@ -206,8 +206,7 @@ _product = compat.new_primitive(
 def multiplies(eqn: Eqn) -> bool:
     """Return whether an equation multiplies or divides arrays, number by number."""
     name = eqn.primitive.name
-    broadcasts = bool(facts(name) & Fact.BROADCASTS)
-    return broadcasts and len(degrees(name, {})) == 2
+    return bool(facts(name) & Fact.BROADCASTS) and len(degrees(name, {})) == 2
 
 
 def divides(eqn: Eqn) -> bool:
@@ -228,11 +227,9 @@ def sums_backward(eqn: Eqn) -> bool:
     if name == "broadcast_in_dim":
         return core.size(eqn.outvars[0]) > core.size(eqn.invars[0])
     is_padded_with_variable = name == "pad" and not compat.is_literal(eqn.invars[1])
-    known = facts(name)
     # One that chooses among equal numbers counts them; from windows, it repeats them.
-    moved_by_choice = Fact.MOVES | Fact.CHOOSES
-    chooses = known & moved_by_choice == moved_by_choice
-    return bool(known & Fact.REPEATS) or chooses or is_padded_with_variable
+    repeats = bool(facts(name) & Fact.REPEATS) or has(name, Fact.MOVES | Fact.CHOOSES)
+    return repeats or is_padded_with_variable
 
 
 def bind(

@@ -287,12 +287,12 @@ class Kept(NamedTuple):
 
 def keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     """Return what is kept of a float32 array: `rows` has the axes."""
-    kept = _keep(lax.stop_gradient(x), axes, half_dtype)
+    kept = _in_two_bytes(lax.stop_gradient(x), axes, half_dtype)
     return kept._replace(numbers=sums.differentiate_as(kept.numbers, x))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
+def _in_two_bytes(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     if not axes and has_range_of_f32(half_dtype):
         return Kept(x.astype(half_dtype), None, None)
     if not axes:

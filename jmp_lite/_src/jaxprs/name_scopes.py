@@ -57,7 +57,10 @@ def of(eqn: Eqn) -> str:
 
 
 def split(eqns: Sequence[Eqn]) -> tuple[Any, list[Eqn]]:
-    """Return the source of what is around all equations, and these relative to it."""
+    """Return the scope that all equations share, and them with the scopes inside it.
+
+    The scope is a `SourceInfo`, with the line of the first equation.
+    """
     infos = [eqn.source_info for eqn in eqns]
     levels = zip(*(info.name_stack.stack for info in infos), strict=False)
     depth = len([*itertools.takewhile(lambda scopes: len({*scopes}) == 1, levels)])

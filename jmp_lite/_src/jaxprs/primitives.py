@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Fact:
-    """What is known of a primitive, as bits: an `enum.Flag` is slow to trace with."""
+    """What is known of a primitive, as bits of an int: `enum.Flag` slows tracing."""
 
     PRODUCT = 1 << 0
     """A matrix product, which matrix units compute."""
@@ -281,10 +281,14 @@ def facts(name: str) -> int:
     return known.facts if known else 0
 
 
+def has(name: str, all_of: int) -> bool:
+    """Return whether every one of some facts is known of a primitive."""
+    return facts(name) & all_of == all_of
+
+
 def adds(name: str) -> bool:
     """Return whether a primitive adds or subtracts, as `+` and `-` do."""
-    both = Fact.LINEAR | Fact.BROADCASTS
-    return facts(name) & both == both
+    return has(name, Fact.LINEAR | Fact.BROADCASTS)
 
 
 def named(fact: int) -> tuple[str, ...]:
@@ -299,8 +303,7 @@ def cases(name: str, operands: Sequence[T]) -> Sequence[T]:
       >>> cases("select_n", ["mask", "x", "y"]), cases("stack", ["x", "y"])
       (['x', 'y'], [])
     """
-    chooses = Fact.JOINS | Fact.CHOOSES
-    is_choice = facts(name) & chooses == chooses
+    is_choice = has(name, Fact.JOINS | Fact.CHOOSES)
     return held(name, operands, 0, 1) if is_choice else operands[:0]
 
 

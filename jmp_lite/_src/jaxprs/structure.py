@@ -23,7 +23,8 @@ def structure(
     """Return what is equal if two jaxprs compute the same from equal inputs.
 
     Variables are numbered in the order in which they are met. Name scopes and source
-    lines do not count. What has the attributes of a jaxpr is one.
+    lines count only if `decides` returns them. Any object with the attributes of a
+    jaxpr will do.
     """
     numbers: dict[Any, int] = {}
 

@@ -159,9 +159,8 @@ class PolicyModule:
             out, updated = out
             return out, _with_dtypes_of(variables, cast, updated)
 
-        return sums_in_float32(call, self.policies.reduce_dtype)(
-            variables, args, kwargs
-        )
+        reduce_dtype = self.policies.reduce_dtype
+        return sums_in_float32(call, reduce_dtype)(variables, args, kwargs)
 
     def explain(self, variables: Any, *args: Any, **kwargs: Any) -> Explanation:
         """Return the dtypes of each module under the policies, in the order of calls.
