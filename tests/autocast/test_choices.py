@@ -1,5 +1,6 @@
 """What the program chose stays, and what the policy says of a scope holds in it."""
 
+import re
 from typing import Any
 
 import bitwise
@@ -131,6 +132,24 @@ def test_a_scope_with_f32_output_takes_the_accumulator() -> None:
     found = dtypes_of_products(autocast(_model, policy), W, X)
     assert found[-1] == ("bfloat16", "bfloat16", "float32")
     assert {f[2] for f in found[:-1]} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *POLICIES.values(),
+        "p=f32,c=bf16,o=bf16",
+        "p=f32,c=f16,o=f16",
+        "p=f32,c=bf16,o=f32,r=f32",
+    ],
+)
+@pytest.mark.parametrize("rules", [["decoder"], [""], ["head", "decoder"]])
+def test_a_rule_equal_to_the_default_changes_nothing(policy, rules) -> None:
+    def gradient(policy):
+        grad = jax.grad(lambda *args: jnp.sum(autocast(_model, policy)(*args)))
+        return re.sub("0x[0-9a-f]+", "", str(jaxprs.trace(grad, W, X)))
+
+    assert gradient(PolicyMap(policy, dict.fromkeys(rules, policy))) == gradient(policy)
 
 
 @pytest.mark.parametrize(

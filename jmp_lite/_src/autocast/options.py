@@ -263,9 +263,9 @@ class Regions:
         if not isinstance(self.policy, PolicyMap):
             return _region_of(self.policy)
         self.paths.update(paths_around(path))
-        policy = self.policy.rule_for(path)
-        if policy is None:
-            return _region_of(self.policy.default)
+        policy, default = self.policy.at(path), self.policy.default
+        if policy.output_dtype == default.output_dtype:
+            return _region_of(policy)
         results = {jnp.float32: False, policy.compute_dtype: True}
         return _region_of(policy, results.get(policy.output_dtype))
 

@@ -113,7 +113,9 @@ def autocast(
         linen model that of its class, modules of nnx none); `""` is everything. A
         policy that computes in float32 leaves its scope unchanged. A half
         `output_dtype` is that of the results of matrix products wherever anything but
-        a return reads them; float32 in a rule of a map keeps them in float32.
+        a return reads them. A rule with another `output_dtype` than the default
+        changes that in its scope: `PolicyMap("p=f32,c=f16,o=f16", {"head":
+        "p=f32,c=f16,o=f32"})` keeps results in float32 there.
       rules: primitives in another class than by default: `{"tanh": "float32"}`; or a
         whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a
