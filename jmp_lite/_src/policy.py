@@ -6,6 +6,7 @@ Policies and policy maps are frozen, hashable, picklable and static under `jit`.
 import dataclasses
 import difflib
 import functools
+import itertools
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -276,6 +277,10 @@ class PolicyMap:
     what its path names and to everything inside: `"decoder"` and `"decoder/.*"` mean
     the same, `""` is everything. The first pattern that applies sets the policy.
 
+    One map serves casts, `with_policy` and `autocast`. The layer of a linen model whose
+    parameters are `"params/decoder/kernel"` is the module `"decoder"` and the scope
+    `"Model/decoder"`: each of them names the other two, if it matches nothing itself.
+
     Args:
       default: the policy where no pattern applies; a `Policy` or its string.
       rules: a mapping of patterns to policies, in order of precedence.
@@ -363,9 +368,10 @@ class PolicyMap:
             raise ValueError(f"Expected 'param', 'compute' or 'output', got {role!r}.")
         role = f"{role}_dtype"
         paths = trees.key_paths(tree)
-        self.check_unused(paths)
+        fitted = self.fitted(paths)
+        fitted.check_unused(paths)
         return {
-            path: jnp.dtype(getattr(self.at(path), role))
+            path: jnp.dtype(getattr(fitted.at(path), role))
             if trees.is_castable(x)
             else x.dtype
             for path, x in zip(paths, jax.tree.leaves(tree), strict=True)
@@ -388,11 +394,60 @@ class PolicyMap:
         remedy += " (allow_unused=True disables this check.)"
         check_patterns([pattern for pattern, _ in self.rules], paths, remedy)
 
+    def fitted(self, paths: Iterable[str], model: str = "") -> "PolicyMap":
+        """Return a map with the same policies, whose patterns match these paths.
+
+        A pattern that matches none of them is compared without what is in front of a
+        model: the collection of the parameters, and the scope of the model's class.
+
+        Args:
+          paths: key paths, paths of modules or of name scopes.
+          model: the class of the model that paths of modules are in.
+
+        Examples:
+          >>> policy = PolicyMap("full", {"params/mlp": "mixed_float16"})
+          >>> policy.fitted(["Net/mlp/up", "Net/head"]).rules[0][0]
+          'Net/mlp'
+        """
+        known = {outer: None for path in paths for outer in paths_around(path)}
+        has_params = any(path.split("/")[0] == "params" for path in known)
+        of_model = {
+            path: (model, path) if model else split_at_model(path) for path in known
+        }
+        has_class = not has_params and any(name for name, _ in of_model.values())
+        short, full = {}, {}  # per path, that in its model, and with the model's class
+        for path, (name, module) in of_model.items():
+            short[path] = path.partition("/")[2] if has_params else module
+            full[path] = scope_of(name, module)
+
+        def fit(pattern: str) -> str:
+            wanted = [pattern, re.sub("^params(/|$)", "", pattern)]
+            if not has_class:  # of two models, each has a class of its own
+                wanted.append(re.sub(f"^{_CLASS}(/|$)", "", pattern))
+            for asked, names in itertools.product(wanted, (None, short, full)):
+                found = [
+                    path
+                    for path in known
+                    if applies(asked, names[path] if names else path)
+                ]
+                if not found:
+                    continue
+                if asked is pattern and names is None:
+                    return pattern
+                inner = {x for x in found if {*paths_around(x)[:-1]} & {*found}}
+                return "|".join(re.escape(x) for x in found if x not in inner)
+            return pattern
+
+        rules = tuple((fit(pattern), policy) for pattern, policy in self.rules)
+        return dataclasses.replace(self, rules=rules)
+
     def _cast(self, tree: T, role: str) -> T:
-        self.check_unused(trees.key_paths(tree))
+        paths = trees.key_paths(tree)
+        fitted = self.fitted(paths)
+        fitted.check_unused(paths)
         return jax.tree.map_with_path(
             lambda path, x: trees.cast_floating(
-                x, getattr(self.at(trees.key_path(path)), role)
+                x, getattr(fitted.at(trees.key_path(path)), role)
             ),
             tree,
         )
@@ -413,6 +468,53 @@ def paths_around(path: str) -> list[str]:
     """
     parts = path.split("/") if path else []
     return ["/".join(parts[:i]) for i in range(len(parts) + 1)]
+
+
+# The scope of a linen model is its class, or a method of it; not a module that linen has
+# numbered, as Dense_0.
+_CLASS = r"(?!\w*_\d+\b)([A-Z]\w*)"
+
+
+@functools.lru_cache(maxsize=4096)
+def split_at_model(path: str) -> tuple[str, str]:
+    """Return the class of a linen model and the path of a module in it.
+
+    Methods that have scopes of their own are left out. Without a model, the class is
+    `""`.
+
+    Examples:
+      >>> split_at_model("loss/Net/mlp"), split_at_model("decoder/mlp")
+      (('Net', 'mlp'), ('', 'decoder/mlp'))
+      >>> split_at_model("Net/Net.encode/embed/embed.attend")
+      ('Net', 'embed')
+    """
+    parts = path.split("/")
+    for i, part in enumerate(parts):
+        if found := re.fullmatch(rf"{_CLASS}(\.\w+)?", part):
+            modules = [found[1]]
+            for inner in parts[i + 1 :]:
+                module, dot, _ = inner.partition(".")
+                if not (dot and module == modules[-1]):
+                    modules.append(module)
+            return found[1], "/".join(modules[1:])
+    return "", path
+
+
+def scope_of(model: str, module: str) -> str:
+    """Return the scope of a module in a linen model, which has a class or `""`."""
+    return "/".join(filter(None, (model, module)))
+
+
+def pattern_of(layer: str) -> str:
+    r"""Return a pattern that is a layer, whether it names a scope or a module.
+
+    Examples:
+      >>> pattern_of("loss/Net/mlp-1/down"), pattern_of("Net/embed.attend")
+      ('Net/mlp-1/down', 'Net/embed')
+      >>> pattern_of("squares.all")
+      'squares\\.all'
+    """
+    return re.escape(scope_of(*split_at_model(layer))).replace(r"\-", "-")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -32,6 +32,7 @@ from flax_inputs import (
 from linen_models import KEY, ConvNet, init, shapes
 from nnx_models import params_of
 
+import jmp_lite as jmp
 from jmp_lite import PolicyMap
 
 pytestmark = under_policies
@@ -303,6 +304,51 @@ def test_a_pattern_or_class_that_names_no_linen_module_is_an_error():
             call()
     with pytest.raises(ValueError, match=r"no Conv.*it has \['Deep', 'Dense', 'Mlp'\]"):
         output(with_policy(deep, "full", {nn.Conv: "half"}), X)
+
+
+@pytest.mark.parametrize("place", ["", "loss/"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["body/first", "Deep/body/first", "params/body/first", "Deep/(body|b)/fir.*"],
+)
+def test_one_map_serves_with_policy_autocast_and_casts(pattern, place):
+    deep, policy = linen_models.Deep(), PolicyMap("mixed_bfloat16", {pattern: "full"})
+    variables = init(deep, X)
+
+    def fun(variables, x):
+        with jax.named_scope(f"{place}step"):
+            return deep.apply(variables, x)
+
+    half, full = ("bfloat16",) * 2, ("float32",) * 2
+    assert products(with_policy(deep, policy), X) == {
+        (*half, half[0]),
+        (*full, full[0]),
+    }
+    report = jmp.explain(fun, policy)(variables, X)
+    by_layer = {r.layer: r.after for r in report.rows if r.primitive == "dot_general"}
+    of_first = f"{place}step/Deep/body/first"
+    assert [x for x, after in by_layer.items() if after.startswith("f32 f32")] == [
+        of_first
+    ]
+    for tree, root in ((variables, "params/"), (variables["params"], "")):
+        found = policy.explain(tree)
+        wide = {path for path, dtype in found.items() if dtype == jnp.float32}
+        assert wide == {f"{root}body/first/{name}" for name in ("kernel", "bias")}
+        assert dtypes(policy.cast_to_compute(tree)) == set(map(str, found.values()))
+
+
+def test_a_pattern_with_the_class_of_another_model_is_an_error():
+    deep, policy = (
+        linen_models.Deep(),
+        PolicyMap("mixed_bfloat16", {"Mlp/body": "full"}),
+    )
+    variables = init(deep, X)
+    for call in (
+        lambda: with_policy(deep, policy).apply(variables, X),
+        lambda: jmp.autocast(deep.apply, policy)(variables, X),
+    ):
+        with pytest.raises(ValueError, match="'Mlp/body' matches no path"):
+            call()
 
 
 def test_an_error_in_a_model_changes_nothing():

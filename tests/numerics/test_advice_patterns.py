@@ -1,7 +1,6 @@
 """Patterns of an advised policy fit `autocast` and `with_policy` of linen and nnx."""
 
 import dataclasses
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +14,6 @@ from flax import nnx
 import jmp_lite as jmp
 import jmp_lite.linen
 import jmp_lite.nnx
-from jmp_lite._src.numerics.patterns import is_inside, pattern_of
 from jmp_lite.numerics import Advice, advise
 
 pytestmark = pytest.mark.standard_promotion
@@ -92,9 +90,9 @@ def in_both(net: Any, policy: Any) -> Any:
 @pytest.mark.parametrize(
     ("net", "patterns"),
     [
-        (Nested(), ["(Nested/)?mlp_0/down", "(Nested/)?mlp_1/down"]),
-        (Numbered(), ["(Numbered/)?Dense_0"]),
-        (WithSetup(), [r"(WithSetup/)?table(\.attend)?"]),
+        (Nested(), ["Nested/mlp_0/down", "Nested/mlp_1/down"]),
+        (Numbered(), ["Numbered/Dense_0"]),
+        (WithSetup(), ["WithSetup/table"]),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -118,7 +116,7 @@ class Tied(nn.Module):
 def test_a_model_that_must_be_in_float32_itself_is_all_of_it() -> None:
     loss, params = loss_of(Tied())
     advice = advise(loss, "mixed_float16")(params, X)
-    assert "(Tied)?" in float32_patterns(advice) and advice.left == ()
+    assert "Tied" in float32_patterns(advice) and advice.left == ()
     with pytest.warns(UserWarning, match="3 × its policy computes in float32"):
         found, expected = in_both(Tied(), advice.policy)
     np.testing.assert_allclose(found, expected, rtol=0.02)
@@ -197,14 +195,3 @@ def test_patterns_of_scopes_that_are_paths_of_nnx_fit_both() -> None:
     np.testing.assert_allclose([by_module, by_autocast], loss(state, X), rtol=0.02)
     half = {row.layer for row in advice.report.rows if row.is_half}
     assert half == {"first/up", "second/up"}
-
-
-def test_the_characters_of_a_layer_stand_for_themselves() -> None:
-    pattern = pattern_of("a-b/c.d")
-    assert re.fullmatch(pattern, "a-b/c.d") and not re.fullmatch(pattern, "a-b/cxd")
-
-
-def test_the_rule_of_a_model_holds_for_all_unless_there_are_several() -> None:
-    assert is_inside("Net/mlp", ["Net"], several_models=False)
-    assert is_inside("Critic/in", ["Net"], several_models=False)
-    assert not is_inside("Critic/in", ["Net"], several_models=True)

@@ -84,6 +84,7 @@ class Analyzer:
         self.clusters = recompute.Clusters(compute_dtype)
         self._plans: dict[Any, CastPlan] = {}
         self._finished: dict[CastPlan, CastPlan] = {}
+        self._is_fitted = is_derivative_rule
 
     def plan(
         self,
@@ -124,6 +125,9 @@ class Analyzer:
         with half_calls.inside(dtype, by_scope):
             traced, filled_in = matmul_precision.trace_filled_in(fun, *args, **options)
         self.filled_in |= filled_in
+        if not self._is_fitted:  # what is traced later is a rule for derivatives
+            self.regions.fit(name_scopes.scopes_in(traced.closed))
+            self._is_fitted = True
         if not by_scope:
             return traced
         closed = half_calls.choose(

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -227,6 +227,12 @@ class Regions:
         self.keeps_inputs = self.any_fp8 or any(p.reduce_dtype for p in policies)
         self.any_float32 = any(p.compute_dtype == jnp.float32 for p in policies)
 
+    def fit(self, scopes: Iterable[str]) -> None:
+        """Read the patterns of the policy as those of a program with these scopes."""
+        if isinstance(self.policy, PolicyMap):
+            self.policy = self.policy.fitted(scopes)
+            self._region = functools.cache(self._find_region)
+
     def key(self, scope: str) -> str:
         """Return what of a scope matters for what is inside it."""
         return scope if isinstance(self.policy, PolicyMap) else ""
@@ -239,16 +245,16 @@ class Regions:
         outer, _, _ = f"/{join(scope, name_stack)}/".partition(f"/{IN_HALF}/")
         return self.at(outer.lstrip("/"), "")
 
-    def check_unused(self, policy: Any, name: str, remedy: str = "") -> None:
-        """Raise a ValueError if a pattern of a policy matches none of the paths."""
-        if isinstance(policy, PolicyMap):
+    def check_unused(self, name: str, remedy: str = "") -> None:
+        """Raise a ValueError if a pattern of the policy matches none of the paths."""
+        if isinstance(self.policy, PolicyMap):
             if not any(self.paths):
                 remedy = (
                     f" {name} has no name scope: enter one around what is meant with "
                     "jax.named_scope; modules of flax.linen enter one each, of nnx "
                     f"none.{remedy}"
                 )
-            policy.check_unused(sorted(self.paths), remedy)
+            self.policy.check_unused(sorted(self.paths), remedy)
 
     def _find_region(self, path: str) -> Region:
         parts = path.split("/")

@@ -452,7 +452,7 @@ def plan_call(
     analyzer = Analyzer(rules, regions, compute_dtype)
     traced = analyzer.trace(fun, args, kwargs)
     plan = analyzer.plan_closed(traced.closed)
-    regions.check_unused(policy, name_of(fun))
+    regions.check_unused(name_of(fun))
     return PlannedCall(name_of(fun), traced, analyzer, plan)
 
 

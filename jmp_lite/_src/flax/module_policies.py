@@ -14,7 +14,13 @@ import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, reports, trees
 from jmp_lite._src.autocast import half_calls
-from jmp_lite._src.policy import Policy, PolicyMap, applies, get_policy, policies_of
+from jmp_lite._src.policy import (
+    Policy,
+    PolicyMap,
+    first_match,
+    get_policy,
+    policies_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +135,15 @@ class ModulePolicies:
         By its path, which starts with that of the module that encloses it: its class,
         and the `dtype` that its author set, if any.
         """
-        self.policy.check_unused(modules)
-        rules = [pattern for pattern, _ in self.policy.rules]
-        if rules and not any(self.policy.match(path)[1] for path in modules):
+        fitted = self.policy.fitted(modules, modules[""].__name__)
+        fitted.check_unused(modules)
+        patterns = [pattern for pattern, _ in fitted.rules]
+        found = {path: first_match(patterns, path) for path in modules}
+        if patterns and set(found.values()) == {None}:
+            given = [pattern for pattern, _ in self.policy.rules[:5]]
             warnings.warn(
-                f"No pattern of the PolicyMap is a path of the model: its rules do "
-                f"nothing. Got {rules[:5]}; paths are {[*modules][1:6]}. They do not "
-                "begin with the model's class, as autocast's scopes of linen do.",
+                "No pattern of the PolicyMap is a path of the model: its rules do "
+                f"nothing. Got {given}; paths are {[*modules][1:6]}.",
                 stacklevel=3,
             )
         present = tuple(modules.values())
@@ -153,7 +161,7 @@ class ModulePolicies:
             outer = enclosing_module(path, resolved)
             default = ModulePolicy(self.policy.default)
             inherited = default if outer is None else resolved[outer]
-            named = self._rule_at(path, modules[path], outer)
+            named = self._rule_at(found, path, modules[path], outer)
             rule, policy = named or (inherited.rule, inherited.policy)
             is_start = rule != inherited.rule
             own = own_dtypes.get(path) if own_dtypes else None
@@ -161,12 +169,21 @@ class ModulePolicies:
         return {path: resolved[path] for path in modules}
 
     def _rule_at(
-        self, path: str, module_class: type, outer: str | None
+        self,
+        found: Mapping[str, int | None],
+        path: str,
+        module_class: type,
+        outer: str | None,
     ) -> tuple[str, Policy] | None:
-        """Return the rule that names a module, and its policy; None if none does."""
-        pattern, policy = self.policy.match(path)
-        if policy is not None and (outer is None or not applies(pattern, outer)):
-            return f"path {pattern!r}", policy
+        """Return the rule that names a module, and its policy; None if none does.
+
+        `found` has the index of the first rule that applies, per path.
+        """
+        index = found[path]
+        if index is not None:
+            pattern, policy = self.policy.rules[index]
+            if outer is None or found[outer] != index:
+                return f"path {pattern!r}", policy
         for cls, policy in self.classes:
             if issubclass(module_class, cls):
                 return f"class {cls.__name__}", policy

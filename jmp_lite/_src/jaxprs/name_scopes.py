@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_lite._src.jaxprs.core import Eqn
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 
 # Scopes that autocast enters itself; they are marks, not places in the model.
 FULL_PRECISION = "jmp_lite_full_precision"
@@ -54,6 +55,17 @@ def join(outer: str, inner: str) -> str:
 def of(eqn: Eqn) -> str:
     """Return the name stack of an equation, relative to its jaxpr."""
     return str(eqn.source_info.name_stack)
+
+
+def scopes_in(jaxpr: Jaxpr, around: str = "") -> set[str]:
+    """Return the paths of all equations of a jaxpr, and of the jaxprs that it holds."""
+    found: set[str] = set()
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        path = join(around, of(eqn))
+        found.add(path)
+        for body in compat.jaxprs_of(eqn):
+            found |= scopes_in(body, path)
+    return found
 
 
 def split(eqns: Sequence[Eqn]) -> tuple[Any, list[Eqn]]:

@@ -17,13 +17,19 @@ from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import resolve_rules
 from jmp_lite._src.gradients import split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from jmp_lite._src.numerics import half_results, patterns
+from jmp_lite._src.numerics import half_results
 from jmp_lite._src.numerics.dry_run import Measured, measure
 from jmp_lite._src.numerics.faults import Fault, find_faults
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.numerics.runs import Programs
 from jmp_lite._src.numerics.stats import EXPONENTS
-from jmp_lite._src.policy import Policy, PolicyMap, get_policy
+from jmp_lite._src.policy import (
+    Policy,
+    PolicyMap,
+    get_policy,
+    paths_around,
+    pattern_of,
+)
 
 # The loss scale brings the largest gradient to this fraction of the largest number,
 # because later batches have larger gradients.
@@ -237,6 +243,7 @@ class _Turn:
     """A dry run with some layers in float32."""
 
     measured: Measured
+    policy: Policy | PolicyMap
     scale: float  # the loss scale that it ran with
     fitting: float  # the one that fits its gradients
     faults: list[Fault]
@@ -256,8 +263,6 @@ class _Search:
     unscaled: dict[Any, float] = dataclasses.field(default_factory=dict)
     # The layers that must not be in fp8, each with its reason.
     not_in_fp8: dict[str, str] = dataclasses.field(default_factory=dict)
-    # The scopes of models of linen.
-    models: set[str] = dataclasses.field(default_factory=set)
     # What its dry runs compile: most of each is in the others too.
     programs: Programs = dataclasses.field(default_factory=dict)
 
@@ -267,12 +272,9 @@ class _Search:
         if self.previous:
             why.update(self.previous.in_float32)
             self.not_in_fp8.update(self.previous.not_in_fp8)
-            rows = self.previous.report.rows
-            self.models |= patterns.models_in(row.layer for row in rows)
         tried: dict[Any, set[str]] = collections.defaultdict(set)
         turn = self._turn(1.0, why)
         report = turn.measured.report
-        self.models |= patterns.models_in(row.layer for row in report.rows)
         self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
         is_f16 = self.dtype == jnp.float16
         if turn.fitting == 1.0 and is_f16:  # what is too large may not be scaled at all
@@ -305,7 +307,7 @@ class _Search:
         # The worst of those that one remedy repairs, as both operands of a product.
         left = {x.remedy(): x.left() for x in reversed(turn.faults)}
         advice = Advice(
-            policy=turn.measured.policy,
+            policy=turn.policy,
             loss_scale=loss_scale,
             reasons=(
                 *why.values(),
@@ -403,33 +405,29 @@ class _Search:
             for fault in find_faults(measured.report, set(layers))
             if fault.row.direction == "forward" or fitting == scale
         ]
-        return _Turn(measured, scale, fitting, faults)
+        return _Turn(measured, policy, scale, fitting, faults)
 
     def _with_rules(
         self, layers: Collection[str], results: Mapping[str, bool]
     ) -> Policy | PolicyMap:
-        """Return a policy with rules for layers: in float32, not in fp8, half results.
-
-        The rule for a model of linen is `""`, unless there are several models.
-        """
-        start, several_models = self.start, len(self.models) > 1
+        """Return a policy with rules for layers: float32, not fp8, half results."""
+        start = self.start
         is_map = isinstance(start, PolicyMap)
         default = start.default if is_map else start
         half = dataclasses.replace(default, matmul_dtype=None)
         half = half.with_output_dtype(default.compute_dtype)
         chosen: dict[str, Any] = {}  # by layer; one inside of another needs no rule
         for layer in (*layers, *self.not_in_fp8):
-            if not patterns.is_inside(layer, chosen, several_models):
+            if chosen.keys().isdisjoint(paths_around(layer)):
                 chosen[layer] = "full" if layer in layers else half
-        pattern = patterns.exact_pattern_of if several_models else patterns.pattern_of
         free = {
-            x: r
-            for x, r in results.items()
-            if not patterns.is_inside(x, chosen, several_models)
+            layer: is_half
+            for layer, is_half in results.items()
+            if chosen.keys().isdisjoint(paths_around(layer))
         }
         wanted, only_scopes = half_results.output_rules(free)
         # Of rules with the same pattern, the first one is right.
-        rules = {pattern(layer): policy for layer, policy in chosen.items()}
+        rules = {pattern_of(layer): policy for layer, policy in chosen.items()}
         for given, policy in start.rules if is_map else ():
             rules.setdefault(given, policy)
         for given, is_half in wanted.items():

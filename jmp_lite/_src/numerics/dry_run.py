@@ -16,7 +16,6 @@ from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics import reference
 from jmp_lite._src.numerics.lockstep import Lockstep, PolicyShadow
 from jmp_lite._src.numerics.nonfinite import tracker_of
-from jmp_lite._src.numerics.patterns import fit
 from jmp_lite._src.numerics.report import DryRunReport
 from jmp_lite._src.numerics.runs import Cell, Programs, Run
 from jmp_lite._src.policy import Policy, PolicyMap
@@ -41,8 +40,7 @@ def dry_run(
       fun: any JAX function in float32, neither a model with a policy nor the result of
         `autocast`. If a few of its products are in half, they stay so in both runs, and
         there is a warning.
-      policy: as for `autocast`. Patterns of a `PolicyMap` may also be paths of modules,
-        as for linen's `with_policy`.
+      policy: as for `autocast`.
       rules: as for `autocast`.
       half_results: as for `autocast`.
       fp8_min_size: likewise.
@@ -90,7 +88,6 @@ class Measured(NamedTuple):
     outs: list[Any]
     lows: list[Any]
     report: DryRunReport
-    policy: Policy | PolicyMap  # patterns over modules of linen match scopes as well
     warning: str
 
 
@@ -111,21 +108,10 @@ def measure(
     compute_dtype = transform.check_policy(policy, "dry_run")[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
 
-    def plan_by(policy):
-        with sources.lines_of_rules():
-            return transform.plan_call(
-                fun, policy, compute_dtype, rules, *args_and_kwargs
-            )
-
-    if isinstance(policy, PolicyMap):  # over scopes, or over modules of linen
-        planned = plan_by(dataclasses.replace(policy, allow_unused=True))
-        fitted = fit(policy, {site.layer for site in sites(planned.plan.jaxpr)})
-        if fitted == policy:
-            planned.analyzer.regions.check_unused(policy, transform.name_of(fun))
-        else:
-            planned, policy = plan_by(fitted), fitted
-    else:
-        planned = plan_by(policy)
+    with sources.lines_of_rules():
+        planned = transform.plan_call(
+            fun, policy, compute_dtype, rules, *args_and_kwargs
+        )
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)
     shadow = PolicyShadow(Rewriter(planned.analyzer))
@@ -144,6 +130,5 @@ def measure(
         outs=values,
         lows=[cell.shadow for cell in outs],
         report=DryRunReport(tuple(observer.rows()), str(shadow.low_dtype)),
-        policy=policy,
         warning=warning,
     )

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
 from jmp_lite._src.numerics.faults import Fault
-from jmp_lite._src.numerics.patterns import exact_pattern_of, part_of_model
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
+from jmp_lite._src.policy import pattern_of, split_at_model
 from jmp_lite._src.reports import size
 
 
@@ -95,12 +95,12 @@ def output_rules(results: Mapping[str, bool]) -> tuple[dict[str, bool], bool]:
     The patterns are in their order of precedence, each with whether results are half.
     Also returns whether one matches scopes of `autocast` only, no module of linen.
     """
-    has_modules = any(part_of_model(layer) is not None for layer in results)
+    has_modules = any(split_at_model(layer)[0] for layer in results)
     # For `with_policy`, "" is the model, whose output this would be.
     everywhere = results.get("", False) and not has_modules
     rules = [*_rules("", everywhere, results), *[("", True)] * everywhere]
-    patterns = {exact_pattern_of(layer): is_half for layer, is_half in rules}
-    of_modules = [bool(part_of_model(layer)) for layer, _ in rules]
+    patterns = {pattern_of(layer): is_half for layer, is_half in rules}
+    of_modules = [all(split_at_model(layer)) for layer, _ in rules]
     return patterns, has_modules and not all(of_modules)
 
 

@@ -19,7 +19,12 @@ from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.numerics.hazards import accuracy, constants, loss_scaling, speed
 from jmp_lite._src.numerics.hazards.dataflow import Op, list_ops
 from jmp_lite._src.numerics.hazards.ranges import Ranges
-from jmp_lite._src.numerics.hazards.rule import LintedProgram, Rule, Severity
+from jmp_lite._src.numerics.hazards.rule import (
+    LintedProgram,
+    Rule,
+    Severity,
+    policy_path,
+)
 from jmp_lite._src.numerics.hazards.scalings import Scalings
 from jmp_lite._src.policy import Policy, PolicyMap, policies_of
 
@@ -174,6 +179,7 @@ def lint(
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
             ops = list_ops(fun, args, kwargs, target)
         regions = Regions(policy)
+        regions.fit(map(policy_path, ops))
         ranges = Ranges(ops)
         program = LintedProgram(ops, ranges, Scalings(ops, ranges), regions, target)
         findings = _find(program)
@@ -185,7 +191,7 @@ def lint(
             " If with_policy gave nnx modules this map, pass its default here: "
             f"{str(policies_of(policy)[0])!r}."
         )
-        regions.check_unused(policy, transform.name_of(fun), remedy)
+        regions.check_unused(transform.name_of(fun), remedy)
         return LintReport(tuple(findings), share)
 
     return linted

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from jmp_lite._src.autocast.options import Regions
-from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.numerics.hazards.dataflow import Op
 from jmp_lite._src.numerics.hazards.ranges import Ranges
@@ -42,21 +41,17 @@ class LintedProgram:
                 yield op
 
     def is_low(self, op: Op) -> bool:
-        """Return whether the policy has an operation in half.
-
-        Scopes of linen begin with the class of the model, paths of its modules do not;
-        a pattern may match either.
-        """
-        return all(region.is_low for region in self._regions_of(op))
+        """Return whether the policy has an operation in half."""
+        return self.regions.at("", policy_path(op)).is_low
 
     def is_fp8(self, op: Op) -> bool:
         """Return whether the policy has an operation in fp8, if it is eligible."""
-        return all(region.fp8 for region in self._regions_of(op))
+        return self.regions.at("", policy_path(op)).fp8
 
-    def _regions_of(self, op: Op) -> list[Region]:
-        parts = [part for part in op.path.split("/") if part != name_scopes.AUTOCAST]
-        paths = "/".join(parts), "/".join(parts[1:])
-        return [self.regions.at("", path) for path in paths]
+
+def policy_path(op: Op) -> str:
+    """Return the path by which a policy is asked for an operation under autocast."""
+    return "/".join(part for part in op.path.split("/") if part != name_scopes.AUTOCAST)
 
 
 Find = Callable[[LintedProgram], Hits]
