@@ -470,8 +470,8 @@ def paths_around(path: str) -> list[str]:
     return ["/".join(parts[:i]) for i in range(len(parts) + 1)]
 
 
-# The scope of a linen model is its class, or a method of it; not a module that linen has
-# numbered, as Dense_0.
+# The scope of a linen model is its class, or a method of it. linen numbers other
+# modules, as Dense_0.
 _CLASS = r"(?!\w*_\d+\b)([A-Z]\w*)"
 
 
