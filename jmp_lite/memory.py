@@ -1,6 +1,6 @@
 """Memory: what a function keeps for its gradient, and what its program needs."""
 
-from jmp_lite._src.autocast.saving import save_products
+from jmp_lite._src.autocast.segments import save_products
 from jmp_lite._src.memory.compare import Compared, Comparison, compare
 from jmp_lite._src.memory.devices import DEVICES, Device, mesh
 from jmp_lite._src.memory.saved import SavedArray, SavedReport, saved

@@ -39,6 +39,7 @@ import jaxlib.version
 from jax._src import core as core_private
 from jax._src import linear_util  # not from `jax.extend`: it imports Pallas too
 from jax._src import source_info_util as source_info_util_private
+from jax._src.ad_checkpoint import remat_p
 from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
 from jax._src.lax import lax as lax_private
 from jax.core import Tracer
@@ -516,3 +517,12 @@ def new_primitive(
     batching.primitive_batchers[primitive] = batch_rule
     mlir.register_lowering(primitive, mlir.lower_fun(jitted, multiple_results=False))
     return bind
+
+
+def checkpoint(closed: Any, args: Sequence[Any], **options: Any) -> list[Any]:
+    """Run a closed jaxpr that the backward pass runs again, as `jax.checkpoint` does."""
+    opened, consts = open_jaxpr(closed), consts_of(closed)
+    if consts:
+        invars = [*opened.constvars, *opened.invars]
+        opened = opened.replace(constvars=[], invars=invars)
+    return remat_p.bind(*consts, *args, jaxpr=opened, differentiated=False, **options)

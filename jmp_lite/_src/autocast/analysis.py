@@ -1,69 +1,79 @@
-"""The analysis: which values of a jaxpr are held in half precision.
+"""The analysis: which values of a jaxpr are stored in half precision.
 
-Before anything runs, each variable gets a `Precision`, which follows from how it is
-made, going forward; and a `Use`, which follows from what reads it, going backward. The
-precision of a product's result depends on its uses, and the uses of a value on the
-precision of what it is combined with. So both passes are repeated, over the equations
-that a change concerns, until nothing changes. Uses only grow from one round to the
-next, but once for each input that is cast for a use that has gone; so this ends.
-Sub-jaxprs (of jit, scan, …) are analysed in the same way, once per combination of
-precisions and uses.
+Two passes, before anything runs. From the last equation to the first: how is each value
+read, and which of its digits are needed? From the first to the last: how is each value
+held, in half or in float32? Then `segments` finds arithmetic that runs together. The
+jaxprs of jit, scan, ... are analysed in the same way, once for each way in which they
+are called.
 
-An example, under a bfloat16 policy::
+An example, under a half policy::
 
     def f(w, b, x):
         h = jnp.tanh(x @ w + b)
         return jnp.exp(h).sum(), h @ w
 
-    a = dot_general x w     HALF       a matrix product; used by `d` alone
-    c = broadcast b         BROADCAST  an input, made larger: a bias
-    d = add a c             HALF       HALF and BROADCAST: arithmetic in half
-    h = tanh d              HALF       HALF; used by a product and by `exp`
-    e = exp h               FLOAT32    class "float32": reads `h` cast to float32
-    s = reduce_sum e        FLOAT32    class "float32"
+    a = dot_general x w     HALF       a matrix product that arithmetic reads
+    c = broadcast b         INPUT      a bias
+    d = add a c             HALF       float32 arithmetic of what is stored in half
+    h = tanh d              HALF
+    e = exp h               FLOAT32    class "float32": unsafe in half
+    s = reduce_sum e        FLOAT32
     p = dot_general h w     FLOAT32    only returned: the float32 accumulator
 
-First round, forward: no use is known yet, so each product is taken to be read in half,
-`p` among them. Backward: `p` is only an OUTPUT; `e` uses `h` AS_FLOAT32, exactly; the
-second product uses `h` AS_HALF; `h` is HALF, so `tanh` uses `d` as `h` is used, and so
-on up to `a`. Second round: `p` is an OUTPUT and nothing else, which makes it FLOAT32;
-in bfloat16 `a` stays HALF, since a product reads it in the end. No use has changed, so
-this is the result. In float16 the results of products are half only if all their uses
-are: `a`, `d` and `h` would be FLOAT32, because `exp` reads `h`.
+From the last to the first: `p` and `s` are only returned. The second product reads `h`
+in half, `exp` in float32, and so on up to `a`, which the sum reads: so `a` is stored in
+half. `c`, `d`, `h`, `e` and `s` are one segment: it reads `a` and `b`, and writes `s` and
+`h`, rounded to half once for the second product. `exp` reads `h` before it is rounded.
+The backward pass computes the segment again from `a` and `b`.
 """
 
-import collections
-import dataclasses
 import functools
-import heapq
 import itertools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import half_calls, precision, products, recompute, rules
+from jmp_lite._src.autocast import half_calls, products, rules, segments
+from jmp_lite._src.autocast.digits import Structure, Use, structure, union
 from jmp_lite._src.autocast.options import OpRules, Regions
-from jmp_lite._src.autocast.precision import (
-    CAST_INPUT,
+from jmp_lite._src.autocast.rules import Body, Op
+from jmp_lite._src.autocast.storage import (
     FLOAT32,
+    HALF,
     INPUT,
-    NUMBER,
     OTHER,
     Around,
-    CastPlan,
     Direction,
+    NOT_OPENED,
     EqnPlan,
-    Precision,
-    Use,
+    Held,
+    Place,
+    Plan,
+    of_constant,
 )
-from jmp_lite._src.autocast.rule import Analysis, EqnInfo, is_move_or_cast, union
 from jmp_lite._src.jaxprs import control_flow, core, matmul_precision, name_scopes
+from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import CAST
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, LOOPS, Fact, facts
 from jmp_lite._src.jaxprs.tracing import Traced, trace
+
+
+class _Described(NamedTuple):
+    """A jaxpr, and what is read off it once."""
+
+    jaxpr: Jaxpr  # which is kept, and so its id
+    ops: list[Op]
+    structure: Structure
+    softmaxes: dict[int, products.Softmax]
+
+
+class _Uses(NamedTuple):
+    """How the variables of a jaxpr are read."""
+
+    of: dict[Var, int]
+    softmaxes: frozenset[int]  # the divisions that run as a softmax
 
 
 class Analyzer:
@@ -81,43 +91,16 @@ class Analyzer:
         self.is_derivative_rule = is_derivative_rule
         # The `id`s of the products whose `precision` the caller set.
         self.filled_in: set[int] = set()
-        self.clusters = recompute.Clusters(compute_dtype)
-        self._plans: dict[Any, CastPlan] = {}
-        self._finished: dict[CastPlan, CastPlan] = {}
         self._is_fitted = is_derivative_rule
+        self._described: dict[Any, _Described] = {}
+        self._uses: dict[Any, _Uses] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._is_arithmetic: dict[int, tuple[Jaxpr, bool]] = {}
 
-    def plan(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        ins: Sequence[Precision],
-        uses: Sequence[int],
-        scope: str = "",
-        direction: Direction = Direction.FORWARD,
-        is_tangent: Sequence[bool] = (),
-        around: Around = Around.NOTHING,
-    ) -> CastPlan:
-        """Return the plan of an open jaxpr that is called in a name scope.
-
-        `is_tangent` is given for the inputs of a rule for derivatives.
-        """
-        key = (
-            id(jaxpr),
-            tuple(map(id, consts)),
-            tuple(ins),
-            tuple(uses),
-            self.regions.key(scope),
-            direction
-            if self.regions.keeps_inputs
-            else direction is Direction.RECOMPUTED,
-            tuple(is_tangent),
-            around,
-        )
-        if key not in self._plans:  # a plan keeps its jaxpr and consts, and so the ids
-            options = scope, direction, is_tangent, around
-            analysis = _Analysis(self, jaxpr, consts, *options)
-            self._plans[key] = analysis.run(tuple(ins), tuple(uses))
-        return self._plans[key]
+    @functools.cached_property
+    def for_derivatives(self) -> "Analyzer":
+        options = self.table, self.regions, self.compute_dtype
+        return Analyzer(*options, is_derivative_rule=True)
 
     def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:
         """Trace a function whose jaxpr this is to plan."""
@@ -131,310 +114,271 @@ class Analyzer:
         if not by_scope:
             return traced
         closed = half_calls.choose(
-            traced.closed, lambda *path: self.regions.around_half_call(*path).is_low
+            traced.closed, lambda *path: self.regions.around_half_call(*path).is_half
         )
-        return dataclasses.replace(traced, closed=closed)
+        return traced.replace(closed=closed)
 
     def plan_closed(
         self,
         closed: ClosedJaxpr,
         direction: Direction = Direction.FORWARD,
-        ins: Sequence[Precision] | None = None,
+        ins: Sequence[Held] | None = None,
         uses: Sequence[int] | None = None,
-        is_tangent: Sequence[bool] = (),
-    ) -> CastPlan:
+        tangents: Sequence[int] = (),
+    ) -> Plan:
         """Return the plan of a closed jaxpr, by default that of a whole function."""
-        jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        ins = [INPUT] * len(jaxpr.invars) if ins is None else ins
-        uses = [Use.OUTPUT] * len(jaxpr.outvars) if uses is None else uses
-        options = {"direction": direction, "is_tangent": is_tangent}
-        return self._finish(self.plan(jaxpr, consts, ins, uses, **options))
+        sub = control_flow.as_sub_jaxpr(closed, 0)
+        ins = [INPUT] * len(sub.operands) if ins is None else ins
+        uses = [Use.RETURNED] * len(sub.results) if uses is None else uses
+        place = Place(direction=direction, tangents=tuple(tangents))
+        return self.plan(sub, place, ins, uses)
 
-    def _finish(self, plan: CastPlan) -> CastPlan:
-        """Return a plan with what follows from the final plans of its sub-jaxprs.
+    def plan(
+        self, sub: SubJaxpr, place: Place, ins: Sequence[Held], uses: Sequence[int]
+    ) -> Plan:
+        """Return the plan of a jaxpr at a place, given how its inputs are held.
 
-        That is which of them change nothing, and clusters. The analysis makes several
-        plans of a sub-jaxpr, until it knows all uses.
+        `uses` says how each of its outputs is read.
         """
-        if plan not in self._finished:
-            pairs = zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True)
-            eqn_plans = tuple(itertools.starmap(self._finish_bodies, pairs))
-            done = dataclasses.replace(plan, eqn_plans=eqn_plans)
-            recomputes = self.table.recomputes
-            self._finished[plan] = self.clusters.add_to(done) if recomputes else done
-        return self._finished[plan]
+        described = self._describe(sub.jaxpr, place)
+        key = self._key(sub.jaxpr, place), tuple(map(id, sub.consts))
+        key = *key, tuple(ins), tuple(uses)
+        if key not in self._plans:  # a plan keeps its jaxpr and consts, and so the ids
+            found = self._find_uses(described, place, uses)
+            self._plans[key] = self._make_plan(sub, place, ins, described, found)
+        return self._plans[key]
 
-    def _finish_bodies(self, eqn: Eqn, plan: EqnPlan) -> EqnPlan:
-        if not plan.bodies:
-            return plan
-        bodies = tuple(map(self._finish, plan.bodies))
-        # A choice with one branch is none: its branch is run.
-        is_run = any(plan.half_in) or half_calls.is_choice(eqn)
-        is_idle = not is_run and all(body.changes_nothing for body in bodies)
-        return dataclasses.replace(plan, bodies=bodies, changes_no_body=is_idle)
+    def uses_of(self, sub: SubJaxpr, place: Place, uses: Sequence[int]) -> list[int]:
+        """Return how a jaxpr reads its inputs, given how its outputs are read."""
+        described = self._describe(sub.jaxpr, place)
+        of = self._find_uses(described, place, uses).of
+        return [of.get(v, 0) for v in sub.jaxpr.invars]
 
-    @functools.cached_property
-    def for_derivatives(self) -> "Analyzer":
-        options = self.table, self.regions, self.compute_dtype
-        return Analyzer(*options, is_derivative_rule=True)
+    def is_arithmetic(self, eqn: Eqn) -> bool:
+        """Return whether an equation is arithmetic in float32, or a call of such."""
+        if eqn.effects or not eqn.outvars:
+            return False
+        if eqn.primitive.name not in CALLS:
+            op_class = self.table.class_of(eqn.primitive.name)
+            is_listed = op_class in ("float32", "promote", "passthrough")
+            is_listed = is_listed or eqn.primitive.name == CAST
+            return is_listed and segments.is_arithmetic(eqn)
+        return all(self._is_arithmetic_body(body) for body in compat.jaxprs_of(eqn))
 
+    def _is_arithmetic_body(self, jaxpr: Jaxpr) -> bool:
+        if id(jaxpr) not in self._is_arithmetic:
+            found = all(map(self.is_arithmetic, jaxpr.eqns))
+            self._is_arithmetic[id(jaxpr)] = jaxpr, found
+        return self._is_arithmetic[id(jaxpr)][1]
 
-class _Queue:
-    """Indices of equations, the least first; each once, also if it comes again."""
+    def _key(self, jaxpr: Jaxpr, place: Place) -> Any:
+        return id(jaxpr), place._replace(scope=self.regions.key(place.scope))
 
-    def __init__(self, indices: Iterable[int]):
-        self._heap = sorted(indices)
-        self._seen = set(self._heap)
+    def _describe(self, jaxpr: Jaxpr, place: Place) -> _Described:
+        key = self._key(jaxpr, place)
+        if key not in self._described:
+            self._described[key] = self._read_off(jaxpr, place)
+        return self._described[key]
 
-    def push(self, indices: Iterable[int]) -> None:
-        """Add indices beyond the one that was taken last."""
-        for index in indices:
-            if index not in self._seen:
-                self._seen.add(index)
-                heapq.heappush(self._heap, index)
-
-    def __iter__(self) -> Iterator[int]:
-        while self._heap:
-            yield heapq.heappop(self._heap)
-
-
-class _Analysis(Analysis):
-    def __init__(
-        self,
-        analyzer: Analyzer,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        scope: str,
-        direction: Direction,
-        is_tangent: Sequence[bool],
-        around: Around,
-    ):
-        super().__init__()
-        self.compute_dtype, self.direction = analyzer.compute_dtype, direction
-        self.keeps_inputs = analyzer.regions.keeps_inputs
-        self.recomputes = analyzer.table.recomputes
-        self.has_half_results = analyzer.table.half_results
-        self.analyzer, self.around = analyzer, around
-        self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
-        self.infos = _describe(jaxpr, analyzer, scope, direction)
-        self.tangents = set(itertools.compress(jaxpr.invars, is_tangent))
-        for eqn in jaxpr.eqns if self.tangents else ():
-            if self.has_tangent(eqn):
-                self.tangents.update(eqn.outvars)
-        # Of equations, by index: their plans; how they use operands, () if not known.
-        self.plans: list[Any] = [None] * len(self.infos)
-        self.operand_uses: list[Sequence[int]] = [()] * len(self.infos)
-        # Of variables: how many readers use them in each way, and all the uses that
-        # were ever found, which only grow.
-        self.counts: dict[Any, dict[int, int]] = collections.defaultdict(dict)
-        self.uses: dict[Any, int] = {}
-        self.reconsidered: set[Var] = set()
-        self.returned = frozenset(core.variables(jaxpr.outvars))
-        for index, info in enumerate(self.infos):
-            self.made_by.update(dict.fromkeys(info.eqn.outvars, index))
-            for var, fixed in zip(info.eqn.invars, info.fixed, strict=True):
-                if fixed is None:
-                    self.readers[var].append(index)
-            if info.softmax is not None:
-                self.readers[info.softmax.logits].append(index)
-
-    def run(self, ins: tuple[Precision, ...], out_uses: tuple[int, ...]) -> CastPlan:
-        """Repeat both passes, over what has changed, until no use does."""
-        self._set_inputs(ins)
-        for var, use in zip(self.jaxpr.outvars, out_uses, strict=True):
-            if not compat.is_literal(var):
-                self._count(var, use, 1)
-        stale: Iterable[int] = range(len(self.infos))
-        while stale:
-            while stale:
-                stale = self._backward(self._forward(stale))
-            stale = self._reconsider()
-        outs = [
-            precision.fixed(v, self.compute_dtype) or self.precision[v]
-            for v in self.jaxpr.outvars
+    def _read_off(self, jaxpr: Jaxpr, place: Place) -> _Described:
+        lowers = self.table.lowers_anything
+        softmaxes = products.find_softmaxes(jaxpr) if lowers else {}
+        orders = products.find_orders(jaxpr) if lowers else {}
+        ops = [
+            self._op(eqn, place, orders.get(index))
+            for index, eqn in enumerate(jaxpr.eqns)
         ]
-        return CastPlan(
-            jaxpr=self.jaxpr,
-            consts=self.consts,
-            eqn_plans=tuple(self.plans),
-            ins=ins,
-            outs=tuple(outs),
-            in_uses=tuple(map(self._use_of, self.jaxpr.invars)),
-            numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
-            cast_moves=frozenset(self.cast_moves),
-            is_derivative_rule=self.analyzer.is_derivative_rule,
-            direction=self.direction,
-            around=self.around,
-        )
+        moves = (isinstance(op.rule, rules.Arithmetic | rules.Move) for op in ops)
+        carry = [jaxpr.invars[i] for i, _ in place.carry]
+        return _Described(jaxpr, ops, structure(jaxpr, moves, carry), softmaxes)
 
-    def plan_body(self, eqn, body, ins, uses):
-        scope = name_scopes.join(self.scope, name_scopes.of(eqn))
-        options = scope, self.direction.of(eqn), self._tangents_of(eqn, body)
-        options = *options, self.around.inside(eqn)
-        return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, *options)
-
-    def _tangents_of(self, eqn: Eqn, body: Any) -> Sequence[bool]:
-        """Return which inputs of a sub-jaxpr are made of tangents, () if none is."""
-        if not self.has_tangent(eqn):
-            return ()
-        operands = [eqn.invars[i] for i in body.operands]  # a loop may change its carry
-        return [
-            k in body.fixed_in or (not compat.is_literal(v) and v in self.tangents)
-            for k, v in enumerate(operands)
-        ]
-
-    def _set_inputs(self, ins: Sequence[Precision]) -> None:
-        for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):
-            is_f32 = core.is_f32(var)
-            self.precision[var] = (
-                precision.of_constant(const, self.compute_dtype) if is_f32 else OTHER
-            )
-        for var, given in zip(self.jaxpr.invars, ins, strict=True):
-            self.precision[var] = precision.of_input(var, given, self.compute_dtype)
-
-    def _forward(self, stale: Iterable[int]) -> list[int]:
-        """Decide on equations, and on those that read results that this changes.
-
-        Returns all that were decided on.
-        """
-        queue, decided = _Queue(stale), []
-        for index in queue:
-            decided.append(index)
-            info = self.infos[index]
-            eqn, ins = info.eqn, self._ins(info)
-            out_uses = [self.uses.get(v, Use.UNKNOWN) for v in eqn.outvars]
-            plan, outs = rules.decide(info, ins, out_uses, self)
-            self.plans[index] = plan
-            stored = info.rule.made_of(info, ins, plan, self)
-            has_half = any(p.is_half for p in outs)
-            moves = info.rule.cast_moves(info, ins, plan, self) if has_half else ()
-            for var, of_result in zip(eqn.outvars, outs, strict=True):
-                known = self.precision.get(var), self.stored.get(var)
-                found = of_result, stored, var in moves
-                if (*known, var in self.cast_moves) != found:
-                    self.precision[var], self.stored[var] = of_result, stored
-                    queue.push(self.readers.get(var, ()))
-            self.cast_moves.difference_update(eqn.outvars)
-            self.cast_moves.update(moves)
-        return decided
-
-    def _ins(self, info: EqnInfo) -> list[Precision]:
-        """Return the precision of each operand of an equation."""
-        pairs = zip(info.eqn.invars, info.fixed, strict=True)
-        return [self.precision[v] if fixed is None else fixed for v, fixed in pairs]
-
-    def _backward(self, decided: Iterable[int]) -> list[int]:
-        """Find how equations use their operands, and those that made these in turn.
-
-        Returns those to decide on again: more uses of their results are known.
-        """
-        queue, stale = _Queue(-index for index in decided), []
-        for index in map(operator.neg, queue):
-            info = self.infos[index]
-            of_results = [self._use_of(v) for v in info.eqn.outvars]
-            grows = self._grow(info.eqn.outvars, of_results)
-            if grows and info.rule.depends_on_uses(info):
-                stale.append(index)
-            plan, ins = self.plans[index], self._ins(info)
-            found = rules.operand_uses(info, plan, ins, of_results, self)
-            before = self.operand_uses[index] or [None] * len(found)
-            self.operand_uses[index] = found
-            for var, old, new in zip(info.eqn.invars, before, found, strict=True):
-                if old == new or compat.is_literal(var):
-                    continue
-                use = self._use_of(var)
-                self._count(var, new, 1)
-                if old is not None:
-                    self._count(var, old, -1)
-                if var in self.made_by and self._use_of(var) != use:
-                    queue.push([-self.made_by[var]])
-        return stale
-
-    def _reconsider(self) -> list[int]:
-        """Return what casts inputs for a use that has gone, each of them once."""
-        stale = []
-        for index, info in enumerate(self.infos):
-            for var in info.eqn.outvars:
-                use = self._use_of(var)
-                is_old = self.precision[var] == CAST_INPUT and self.uses[var] != use
-                if is_old and var not in self.reconsidered:
-                    self.reconsidered.add(var)
-                    self.uses[var] = use
-                    stale.append(index)
-        return stale
-
-    def _grow(self, results: Sequence[Any], uses: Sequence[int]) -> bool:
-        """Add to what is known of the uses of results; return whether that grows."""
-        known = [self.uses.get(v, Use.UNKNOWN) for v in results]
-        pairs = zip(results, uses, strict=True)
-        found = [use | self.uses.get(v, 0) for v, use in pairs]
-        self.uses.update(zip(results, found, strict=True))
-        return found != known
-
-    def _count(self, var: Var, use: int, change: int) -> None:
-        """Count the readers that use a variable in one way."""
-        counts = self.counts[var]
-        counts[use] = counts.get(use, 0) + change
-        if not counts[use]:
-            del counts[use]
-
-    def _use_of(self, var: Var) -> int:
-        """Return how all that reads a variable uses it."""
-        return union(self.counts[var])
-
-
-def _describe(
-    jaxpr: Jaxpr, analyzer: Analyzer, scope: str, around: Direction
-) -> list[EqnInfo]:
-    """Return what is read off the program once, per equation of a jaxpr."""
-    table, dtype = analyzer.table, analyzer.compute_dtype
-    softmaxes = products.find_softmaxes(jaxpr) if table.lowers_anything else {}
-    orders = products.find_orders(jaxpr) if table.lowers_anything else {}
-
-    def describe(index: int, eqn: Eqn) -> EqnInfo:
-        name = eqn.primitive.name
-        rule, why_not_fp8 = rules.rule_for(eqn, table.class_of(name)), ""
-        bodies = control_flow.sub_jaxprs(eqn) or () if rule is rules.SUB_JAXPRS else ()
-        region = analyzer.regions.at(scope, name_scopes.of(eqn))
-        if rule is rules.PRODUCT and (region.fp8 or region.reduces_in_float32):
-            direction = around.of(eqn)
-            rule, why_not_fp8 = rules.product_rule(
-                eqn, region, direction, table.fp8_min_size
-            )
+    def _op(self, eqn: Eqn, place: Place, order: Any) -> Op:
+        name, direction = eqn.primitive.name, place.direction.of(eqn)
+        region = self.regions.at(place.scope, name_scopes.of(eqn))
         if region.reason == half_calls.REASON:
             is_boundary = half_calls.is_boundary(eqn)
             if is_boundary or half_calls.is_choice(eqn):
-                rule = rules.BOUNDARY if is_boundary else rule
-                region = analyzer.regions.around_half_call(scope, name_scopes.of(eqn))
-            elif name := half_calls.name_of_kernel(eqn):
-                region = dataclasses.replace(region, reason=f"{region.reason}: {name}")
-        size = core.size(eqn.outvars[0]) if rule.is_elementwise else 0
-        # Integers matter where they become floats, here or in a sub-jaxpr.
-        may_convert = bool(bodies) or name == CAST
-        return EqnInfo(
-            eqn=eqn,
-            rule=rule,
-            region=region,
-            bodies=bodies,
-            softmax=softmaxes.get(index),
-            order=orders.get(index),
-            fixed=tuple([precision.fixed(v, dtype, may_convert) for v in eqn.invars]),
-            is_smaller=tuple([size > core.size(v) for v in eqn.invars]),
-            is_f32=tuple(map(core.is_f32, eqn.outvars)),
-            why_unchanged=_why_unchanged(eqn) if rule is rules.UNCHANGED else "",
-            is_filled_in=id(eqn) in analyzer.filled_in,
-            why_not_fp8=why_not_fp8,
+                region = self.regions.around_half_call(
+                    place.scope, name_scopes.of(eqn)
+                )
+            elif kernel := half_calls.name_of_kernel(eqn):
+                reason = f"{region.reason}: {kernel}"
+                return Op(eqn, rules.WRITTEN, region, direction, (), reason)
+            if is_boundary and region.is_half:
+                return Op(eqn, rules.BOUNDARY, region, direction)
+        bodies = control_flow.sub_jaxprs(eqn) or ()
+        if not region.is_half and (region.is_closed or not bodies):
+            return Op(eqn, rules.WRITTEN, region, direction, (), region.reason)
+        if bodies and name in CALLS and self.is_arithmetic(eqn) and region.is_half:
+            return Op(eqn, rules.CALLED, region, direction, bodies)
+        if bodies:
+            return Op(eqn, rules.SUB_JAXPRS, region, direction, bodies)
+        op_class = self.table.class_of(name)
+        if op_class == "half":
+            rule = self._product_rule(eqn, region, direction, order)
+            is_filled_in = id(eqn) in self.filled_in
+            return Op(eqn, rule, region, direction, (), "", is_filled_in)
+        reason = why_written(eqn) if op_class == "unchanged" else ""
+        rule = rules.rule_for(eqn, op_class, self.is_arithmetic(eqn))
+        return Op(eqn, rule, region, direction, (), reason)
+
+    def _product_rule(self, eqn, region, direction, order) -> rules.Rule:
+        if direction.has_derivative_rule:
+            reason = "a function with a rule for its derivatives"
+            return rules.Product(order, reason if region.fp8 else "")
+        why_not = ""
+        if region.fp8:
+            why_not = products.why_not_fp8(eqn, self.table.fp8_min_size)
+            if not why_not:
+                is_backward = direction is Direction.BACKWARD
+                return rules.FP8_BACKWARD if is_backward else rules.FP8
+        is_accumulated = region.reduces_in_float32
+        return (rules.Accumulated if is_accumulated else rules.Product)(order, why_not)
+
+    def _find_uses(
+        self, described: _Described, place: Place, uses: Sequence[int]
+    ) -> _Uses:
+        """Find how each value is read, from the last equation to the first."""
+        key = id(described), tuple(uses)
+        if key not in self._uses:
+            found, grown = self._read_backward(described, place, uses), list(uses)
+            # What a loop carries is read as the next iteration reads it.
+            for i, k in place.carry:
+                read = found.of.get(described.jaxpr.invars[i], 0)
+                grown[k] |= read & Use.DIGITS
+            if grown != list(uses):
+                found = self._find_uses(described, place, grown)
+            self._uses[key] = found
+        return self._uses[key]
+
+    def _read_backward(
+        self, described: _Described, place: Place, uses: Sequence[int]
+    ) -> _Uses:
+        of: dict[Var, int] = {}
+
+        def note(variables: Sequence[Var], found: Sequence[int]) -> None:
+            for var, use in zip(variables, found, strict=True):
+                if not compat.is_literal(var):
+                    of[var] = of.get(var, 0) | use
+
+        note(described.jaxpr.outvars, uses)
+        body, softmaxes = Body(self, place, described.structure, {}, set(), set()), []
+        for index in reversed(range(len(described.ops))):
+            op = described.ops[index]
+            results = [of.get(v, 0) for v in op.eqn.outvars]
+            if index in described.softmaxes and results == [Use.HALF]:
+                softmaxes.append(index)
+                note([described.softmaxes[index].logits], [Use.FLOAT32])
+            elif any(results) or op.eqn.effects:
+                note(op.eqn.invars, op.rule.reads(op, results, body))
+        return _Uses(of, frozenset(softmaxes))
+
+    def _make_plan(
+        self,
+        sub: SubJaxpr,
+        place: Place,
+        ins: Sequence[Held],
+        described: _Described,
+        uses: _Uses,
+    ) -> Plan:
+        """Find how each value is held, from the first equation to the last."""
+        jaxpr, dtype = sub.jaxpr, self.compute_dtype
+        held: dict[Var, Held] = {}
+        for var, const in zip(jaxpr.constvars, sub.consts, strict=True):
+            held[var] = of_constant(const, dtype) if core.is_f32(var) else OTHER
+        for var, given in zip(jaxpr.invars, ins, strict=True):
+            held[var] = given if core.is_f32(var) else OTHER
+        linear = {v for v, of in held.items() if of == HALF}
+        tangents = {jaxpr.invars[i] for i in place.tangents}
+        body = Body(self, place, described.structure, held, linear, tangents)
+        plans: list[EqnPlan] = []
+        for index, op in enumerate(described.ops):
+            eqn = op.eqn
+            if index in uses.softmaxes:
+                softmax, rule = described.softmaxes[index], rules.Softmax
+                op = op._replace(rule=rule(softmax, not self.table.recomputes))
+            if not tangents.isdisjoint(core.variables(eqn.invars)):
+                tangents.update(eqn.outvars)
+            operands = [self._held(v, held) for v in eqn.invars]
+            results = [uses.of.get(v, 0) for v in eqn.outvars]
+            plan, outs = op.rule.stores(op, operands, results, body)
+            plans.append(plan)
+            for var, of in zip(eqn.outvars, outs, strict=True):
+                held[var] = of if core.is_f32(var) else OTHER
+            linear.update(_linear_results(op, outs, body))
+        has_gradients = self._has_gradients(place)
+        arranged = segments.arrange(
+            jaxpr,
+            plans,
+            held,
+            uses.of,
+            described.structure,
+            lambda index: self._in_half(described.ops[index], body),
+            # What the program itself computes again is left to it.
+            has_segments=self.table.recomputes
+            and has_gradients
+            and place.around is not Around.RECOMPUTATION,
+            is_in_loop=place.around is Around.LOOP,
+        )
+        outs = [
+            HALF if not compat.is_literal(v) and v in arranged.half else
+            FLOAT32 if (of := self._held(v, held)) == HALF else of
+            for v in jaxpr.outvars
+        ]
+        return Plan(
+            jaxpr=jaxpr,
+            consts=tuple(sub.consts),
+            eqn_plans=tuple(arranged.plans),
+            ins=tuple(ins),
+            outs=tuple(outs),
+            place=place,
+            steps=tuple(arranged.steps),
+            sums=frozenset(arranged.sums),
+            rounded=frozenset(arranged.rounded if has_gradients else ()),
+            is_derivative_rule=self.is_derivative_rule,
         )
 
-    return [describe(index, eqn) for index, eqn in enumerate(jaxpr.eqns)]
+    def _in_half(self, op: Op, body: Body) -> EqnPlan:
+        """Return the plan of a choice that runs in half."""
+        eqn = op.eqn
+        if op.bodies:
+            op, uses = op._replace(rule=rules.SUB_JAXPRS), [Use.HALF]
+            ins = [HALF if core.is_f32(v) else OTHER for v in eqn.invars]
+            return op.rule.stores(op, ins, uses, body)[0]
+        half_in = tuple(map(core.is_f32, eqn.invars))
+        return EqnPlan(rules.MOVE, half_in, (True,))
+
+    def _has_gradients(self, place: Place) -> bool:
+        """Return whether gradients may be taken of a jaxpr, and not of a rule."""
+        return not self.is_derivative_rule and place.direction is Direction.FORWARD
+
+    def _held(self, var: Var, held: dict[Var, Held]) -> Held:
+        if not compat.is_literal(var):
+            return held[var]
+        return of_constant(var.val, self.compute_dtype) if core.is_f32(var) else OTHER
 
 
-def _why_unchanged(eqn: Eqn) -> str:
+def _linear_results(op: Op, outs: Sequence[Held], body: Body) -> list[Var]:
+    """Return the results that are sums or multiples of what is stored in half."""
+    halves = [v for v, held in zip(op.eqn.outvars, outs, strict=True) if held == HALF]
+    if not halves or not isinstance(op.rule, rules.Arithmetic):
+        return halves
+    known = facts(op.eqn.primitive.name)
+    of_half = [v for v in core.variables(op.eqn.invars) if body.held[v] == HALF]
+    is_linear = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS)
+    is_multiple = known & Fact.BROADCASTS and len(of_half) == 1
+    if (is_linear or is_multiple) and not body.linear.isdisjoint(of_half):
+        return halves
+    return []
+
+
+def why_written(eqn: Eqn) -> str:
+    """Return why an equation that is not in the table runs as it is written."""
     if not compat.jaxprs_of(eqn):
         is_of_floats = any(map(core.is_float, (*eqn.invars, *eqn.outvars)))
         return f"not in the rules: {eqn.primitive.name}" if is_of_floats else ""
     why_not = control_flow.why_not_opened(eqn)
-    return f"{precision.NOT_OPENED}: {eqn.primitive.name}, {why_not}"
+    return f"{NOT_OPENED}: {eqn.primitive.name}, {why_not}"
 
 
 class AsWritten:
@@ -450,57 +394,51 @@ class AsWritten:
         # Gradients of float32 inputs that the program casts for a matrix product are
         # the product's accumulators.
         self.reduces_in_float32 = reduces_in_float32
-        self._plans: dict[Any, CastPlan] = {}
-
-    def plan(
-        self, jaxpr: Jaxpr, consts: tuple[Any, ...], is_input: tuple[bool, ...]
-    ) -> CastPlan:
-        """Return the plan of an open jaxpr.
-
-        Per input, `is_input` says whether it is one of the program, moved at most.
-        """
-        key = id(jaxpr), tuple(map(id, consts)), is_input
-        if key not in self._plans:  # which keeps the jaxpr alive, and so its id
-            inputs = *itertools.compress(jaxpr.invars, is_input), *jaxpr.constvars
-            moved = set(filter(core.is_f32, inputs))
-            self._plans[key] = CastPlan(
-                jaxpr=jaxpr,
-                consts=consts,
-                eqn_plans=tuple(self._plan_eqn(eqn, moved) for eqn in jaxpr.eqns),
-                ins=(FLOAT32,) * len(jaxpr.invars),
-                outs=(FLOAT32,) * len(jaxpr.outvars),
-                in_uses=(Use.OUTPUT,) * len(jaxpr.invars),
-                is_derivative_rule=self.is_derivative_rule,
-            )
-        return self._plans[key]
-
-    def plan_closed(
-        self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD, **_: Any
-    ) -> CastPlan:
-        jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        is_input = not (direction.has_derivative_rule or self.is_derivative_rule)
-        return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
+        self._plans: dict[Any, Plan] = {}
 
     @property
     def for_derivatives(self) -> "AsWritten":
         return AsWritten(is_derivative_rule=True)
 
-    def _plan_eqn(self, eqn: Eqn, moved: set[Any]) -> EqnPlan:
+    def plan_closed(
+        self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD, **_: Any
+    ) -> Plan:
+        is_input = not (direction.has_derivative_rule or self.is_derivative_rule)
+        sub = control_flow.as_sub_jaxpr(closed, 0)
+        return self._plan(sub, (is_input,) * len(sub.operands))
+
+    def _plan(self, sub: SubJaxpr, is_input: tuple[bool, ...]) -> Plan:
+        """Return the plan of a jaxpr.
+
+        Per input, `is_input` says whether it is one of the program, moved at most.
+        """
+        key = id(sub.jaxpr), tuple(map(id, sub.consts)), is_input
+        if key not in self._plans:  # which keeps the jaxpr alive, and so its id
+            inputs = *itertools.compress(sub.jaxpr.invars, is_input), *sub.jaxpr.constvars
+            moved = set(filter(core.is_f32, inputs))
+            self._plans[key] = Plan(
+                jaxpr=sub.jaxpr,
+                consts=tuple(sub.consts),
+                eqn_plans=tuple(self._plan_eqn(eqn, moved) for eqn in sub.jaxpr.eqns),
+                ins=(FLOAT32,) * len(sub.jaxpr.invars),
+                outs=(FLOAT32,) * len(sub.jaxpr.outvars),
+                place=Place(),
+                is_derivative_rule=self.is_derivative_rule,
+            )
+        return self._plans[key]
+
+    def _plan_eqn(self, eqn: Eqn, moved: set[Var]) -> EqnPlan:
         """Return the plan of an equation, and note in `moved` if it moves inputs."""
-        subs = control_flow.sub_jaxprs(eqn) or ()
         is_moved = [not compat.is_literal(v) and v in moved for v in eqn.invars]
         bodies = tuple(
-            self.plan(sub.jaxpr, sub.consts, tuple(is_moved[i] for i in sub.operands))
-            for sub in subs
+            self._plan(sub, tuple(is_moved[i] for i in sub.operands))
+            for sub in control_flow.sub_jaxprs(eqn) or ()
         )
-        if any(is_moved) and is_move_or_cast(eqn):
+        if any(is_moved) and rules.is_move_or_cast(eqn):
             moved.update(eqn.outvars)
         is_product = self.reduces_in_float32 and products.is_half_product(eqn)
         is_cast_by_hand = is_product and any(is_moved[:2])
-        return EqnPlan(
-            rules.CAST_BY_HAND if is_cast_by_hand else rules.UNCHANGED,
-            (False,) * len(eqn.invars),
-            (False,) * len(eqn.outvars),
-            bodies,
-            changes_no_body=all(body.changes_nothing for body in bodies),
-        )
+        rule = rules.SUB_JAXPRS if bodies else rules.WRITTEN
+        rule = rules.CAST_BY_HAND if is_cast_by_hand else rule
+        none = (False,) * len(eqn.invars), (False,) * len(eqn.outvars)
+        return EqnPlan(rule, *none, bodies)

@@ -13,8 +13,8 @@ import numpy as np
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import half_calls, products, transform
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
-from jmp_lite._src.autocast.precision import EqnPlan, Placed, walk
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
+from jmp_lite._src.autocast.storage import EqnPlan, Placed, walk
 from jmp_lite._src.jaxprs import control_flow, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.policy import Policy, PolicyMap
@@ -286,7 +286,7 @@ def _dtypes_after(eqn: Eqn, plan: EqnPlan, half_dtype: Any) -> str:
         ins = " ".join(reports.short_dtype(np.dtype(x)) for x in plan.rule.dtypes)
     else:
         half_in = plan.half_in
-        if plan.is_low_product:  # which casts its float32 operands itself
+        if plan.is_half_product:  # which casts its float32 operands itself
             half_in = (True, True, *half_in[2:])
         ins = _names(eqn.invars, half_in, half_dtype)
     return f"{ins} -> {outs}"

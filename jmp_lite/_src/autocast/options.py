@@ -11,14 +11,11 @@ import jax.numpy as jnp
 
 from jmp_lite._src import compat, fp8
 from jmp_lite._src.autocast import half_calls
-from jmp_lite._src.autocast.precision import Region
-from jmp_lite._src.autocast.rules import BY_CLASS
+from jmp_lite._src.autocast.rules import CLASSES
+from jmp_lite._src.autocast.storage import Region
 from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, IN_HALF, join
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts
 from jmp_lite._src.policy import Policy, PolicyMap, paths_around, policies_of
-
-CLASSES = tuple(BY_CLASS)
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +108,7 @@ class OpRules:
           >>> OpRules.default(jnp.float16).class_of("square")
           'float32'
         """
-        is_f16 = jnp.dtype(compute_dtype) == jnp.float16
-        classes = {
-            name: known.in_f16 if is_f16 else known.op_class
-            for name, known in PRIMITIVES.items()
-        }
-        return cls(classes, half_results=not is_f16)
+        return cls({name: known.op_class for name, known in PRIMITIVES.items()})
 
     @classmethod
     def only(cls, classes: Any) -> "OpRules":
@@ -265,7 +257,7 @@ class Regions:
         }
         for mark, reason in closed.items():
             if mark in parts:
-                return Region(is_low=False, is_closed=True, reason=reason)
+                return Region(is_half=False, is_closed=True, reason=reason)
         if not isinstance(self.policy, PolicyMap):
             return _region_of(self.policy)
         self.paths.update(paths_around(path))
@@ -278,7 +270,7 @@ class Regions:
 
 def _region_of(policy: Any, half_results: bool | None = None) -> Region:
     if policy.compute_dtype == jnp.float32:
-        return Region(is_low=False, reason="its policy computes in float32")
+        return Region(is_half=False, reason="its policy computes in float32")
     return Region(
         half_results=half_results,
         fp8=policy.matmul_dtype == "fp8",

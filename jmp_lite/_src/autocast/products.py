@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, fp8
-from jmp_lite._src.autocast.precision import Softmax
 from jmp_lite._src.jaxprs import binding, control_flow, core, matmul_precision
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 
 NAMES = matmul_precision.PRODUCTS
@@ -379,6 +378,13 @@ def of_each(
 # `dz` changes no `p`. XLA makes one kernel of this, which reads `p` and `dz` once; it
 # made two of `sum(p * dz) / sum(p)`. `p` is at most 1, so nothing overflows; float16
 # rounds to zero what is below 6e-8.
+
+
+class Softmax(NamedTuple):
+    """A quotient `exp(z) / sum(exp(z))` in a jaxpr."""
+
+    logits: Var  # `z`
+    axes: tuple[int, ...]  # what is summed over
 
 
 def find_softmaxes(jaxpr: Jaxpr) -> dict[int, Softmax]:

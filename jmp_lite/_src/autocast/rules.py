@@ -1,117 +1,209 @@
-"""One rule object per class of the table: all that autocast does with an equation.
+"""What autocast does with an equation: a rule for each kind.
 
-`Rule` is what they have in common. The classes are those in `BY_CLASS`.
+A rule answers three questions. How does the equation read its operands, given how its
+results are read (`reads`, asked from the last equation to the first)? How are its
+results held, given how its operands are (`stores`, asked from the first to the last)?
+And how does it run (`run`)?
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
-from jmp_lite._src import dtypes, fp8
-from jmp_lite._src.autocast import half_calls, precision, products, sums
-from jmp_lite._src.autocast.precision import (
-    BROADCAST,
-    CAST_INPUT,
+from jmp_lite._src import compat, dtypes, fp8
+from jmp_lite._src.autocast import digits, half_calls, products, sums
+from jmp_lite._src.autocast.digits import Structure, Use, union
+from jmp_lite._src.autocast.storage import (
     FLOAT32,
-    FUSED,
     HALF,
-    IGNORED,
     INPUT,
-    NORMALIZED,
-    NUMBER,
     OTHER,
-    STATISTIC,
-    CastPlan,
     Direction,
     EqnPlan,
-    Precision,
-    Use,
+    Held,
+    Place,
+    Plan,
+    Region,
+    of_constant,
 )
-from jmp_lite._src.autocast.rule import (
-    Analysis,
-    Decision,
-    EqnInfo,
-    Rule,
-    casts_before,
-    is_retyping,
-    is_sum_or_multiple,
-    joins_half,
-)
-from jmp_lite._src.autocast.sums import is_lookup, union
 from jmp_lite._src.jaxprs import binding, control_flow, core
-from jmp_lite._src.jaxprs.core import Eqn
-from jmp_lite._src.jaxprs.primitives import Fact, facts
+from jmp_lite._src.jaxprs.control_flow import SubJaxpr
+from jmp_lite._src.jaxprs.core import Eqn, Var
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, LOOPS, Fact, facts
+
+# What is smaller is a scalar or a few of them, and no array that pays to round.
+_FEW = 64
 
 
-class _Unsafe(Rule):
-    """Operations that overflow, underflow or lose digits in half."""
+class Op(NamedTuple):
+    """An equation of a jaxpr, and what is read off the program once."""
 
-    name, computes_in_float32 = "float32", True
+    eqn: Eqn
+    rule: "Rule"
+    region: Region
+    direction: Direction
+    bodies: tuple[SubJaxpr, ...] = ()
+    reason: str = ""  # why it runs as it is written
+    is_filled_in: bool = False  # whether it is a product whose precision the caller set
 
-    def propagate(self, info, ins, uses, analysis):
-        return self.keep(info, "unsafe in half")
 
-    def depends_on_uses(self, info):
-        return info.softmax is not None
+class Body(NamedTuple):
+    """What a rule may ask of the jaxpr that its equation is in."""
+
+    analyzer: Any  # `analysis.Analyzer`
+    place: Place
+    structure: Structure
+    held: dict[Var, Held]
+    linear: set[Var]  # sums and multiples of what is stored in half
+    tangents: set[Var]  # what is made of tangents, in a rule for derivatives
+
+    @property
+    def compute_dtype(self) -> Any:
+        return self.analyzer.compute_dtype
+
+    def inside(self, op: Op, sub: SubJaxpr) -> Place:
+        """Return where a jaxpr of an equation is."""
+        return self.place.inside(op.eqn, sub, self.tangents)
 
 
-class _Product(Rule):
-    """Matrix products: half operands, and a result from the float32 accumulator."""
+Decision = tuple[EqnPlan, Sequence[Held]]
 
-    name, is_product, multiply = "half", True, staticmethod(products.run)
 
-    def propagate(self, info, ins, uses, analysis):
-        why_not = products.why_not_half(
-            info.eqn, info.is_filled_in, analysis.compute_dtype
-        ) or ("" if any(p not in IGNORED for p in ins) else "no f32 operand")
+class Rule:
+    """An equation that runs as it is written."""
+
+    name: ClassVar[str] = "unchanged"  # the class, as the table and `explain` have it
+    is_product: ClassVar[bool] = False
+    is_fp8: ClassVar[bool] = False  # whose derivative keeps its operands in fp8
+    casts_inputs: ClassVar[bool] = False  # whether it reads f32 inputs and casts them
+    is_source: ClassVar[bool] = False  # whether its results are computed by products
+    is_arithmetic: ClassVar[bool] = False  # whether segments are made of it
+    moves: ClassVar[bool] = False
+
+    def operands(self, eqn: Eqn) -> Sequence[Var]:
+        """Return the variables that the equation reads as it runs."""
+        return eqn.invars
+
+    def reads(self, op: Op, uses: Sequence[int], body: Body) -> Sequence[int]:
+        """Return how the equation reads each operand, given how its results are read.
+
+        Asked if something reads one of them.
+        """
+        is_forward = op.direction is not Direction.BACKWARD
+        asked = digits.asked(op.eqn, union(uses), body.structure, is_forward)
+        if op.eqn.primitive.name == "add_any" and union(uses) == Use.RETURNED:
+            return [Use.RETURNED] * len(asked)  # a sum of gradients
+        return [Use.FLOAT32 | x for x in asked]
+
+    def stores(
+        self, op: Op, ins: Sequence[Held], uses: Sequence[int], body: Body
+    ) -> Decision:
+        """Return the plan of an equation, and how each of its results is held."""
+        return self.as_written(op, op.reason)
+
+    def as_written(self, op: Op, reason: str) -> Decision:
+        """Return the decision that an equation runs as it is written."""
+        eqn = op.eqn
+        none = (False,) * len(eqn.invars), (False,) * len(eqn.outvars)
+        outs = [FLOAT32 if core.is_f32(v) else OTHER for v in eqn.outvars]
+        return EqnPlan(self, *none, reason=reason), outs
+
+    def run(self, eqn: Eqn, plan: EqnPlan, values: Any) -> Sequence[Any]:
+        """Return the results of an equation, from `emit.Values`."""
+        return values.apply(eqn, plan.half_in)
+
+
+UNSAFE = "unsafe in half"
+"""Why an equation of the class "float32" is in float32."""
+
+
+class Written(Rule):
+    """Operations that run in float32: sums by index or along an axis, for example."""
+
+    def __init__(self, name: str):
+        self.name = name  # pyright: ignore[reportAttributeAccessIssue]
+
+    def stores(self, op, ins, uses, body):
+        return self.as_written(op, UNSAFE if self.name == "float32" else "")
+
+
+class Product(Rule):
+    """Matrix products: half operands, a result in half or the float32 accumulator."""
+
+    name, is_product, is_source = "half", True, True
+    multiply = staticmethod(products.run)
+
+    def __init__(self, order: products.Order | None = None, why_not_fp8: str = ""):
+        self.order, self.why_not_fp8 = order, why_not_fp8
+
+    def reads(self, op, uses, body):
+        return [Use.HALF] * len(op.eqn.invars)
+
+    def stores(self, op, ins, uses, body):
+        why_not = products.why_not_half(op.eqn, op.is_filled_in, body.compute_dtype)
+        if all(held == OTHER for held in ins):
+            why_not = why_not or "no f32 operand"
         if why_not:
-            return UNCHANGED.keep(info, why_not)
-        is_half = _is_result_half(info, uses[0], analysis)
+            return WRITTEN.as_written(op, why_not)
         # It is linear in a tangent, and transposed as it stands: the transpose of a
         # product with a float32 result would multiply half by float32.
-        is_half = is_half or analysis.has_tangent(info.eqn)
-        half_in = tuple(p not in IGNORED for p in ins)
+        is_half = not body.tangents.isdisjoint(core.variables(op.eqn.invars))
+        is_half = is_half or has_half_result(op, uses[0], body)
         reasons = [
-            f"not in fp8: {info.why_not_fp8}" if info.why_not_fp8 else "",
+            f"not in fp8: {self.why_not_fp8}" if self.why_not_fp8 else "",
             "" if is_half else "f32 result from the accumulator",
         ]
+        half_in = tuple(held != OTHER for held in ins)
         reason = "; ".join(filter(None, reasons))
-        plan = EqnPlan(self, half_in, (is_half,), reason=reason, order=info.order)
+        plan = EqnPlan(self, half_in, (is_half,), reason=reason)
         return plan, [HALF if is_half else FLOAT32]
-
-    def operand_uses(self, info, plan, uses, analysis):
-        return [Use.AS_HALF | Use.PRODUCT] * len(info.eqn.invars)
 
     def run(self, eqn, plan, values):
         operands = values.read(eqn.invars, plan.half_in)
         args = eqn, operands, values.half_dtype, plan.half_out[0]
-        return [products.run_in_order(plan.order, self.multiply, *args)]
+        return [products.run_in_order(self.order, self.multiply, *args)]
 
 
-class _Accumulated(_Product):
+class Accumulated(Product):
     """Matrix products whose weight gradients are the float32 accumulator."""
 
-    keeps_inputs, multiply = True, staticmethod(products.run_accumulated)
+    casts_inputs, multiply = True, staticmethod(products.run_accumulated)
 
-    def propagate(self, info, ins, uses, analysis):
-        plan, outs = super().propagate(info, ins, uses, analysis)
+    def reads(self, op, uses, body):
+        # What may be a parameter is cast by the product, and not before it.
+        moved = map(body.structure.is_moved_input, op.eqn.invars)
+        return [Use.FLOAT32 if is_moved else Use.HALF for is_moved in moved]
+
+    def stores(self, op, ins, uses, body):
+        plan, outs = super().stores(op, ins, uses, body)
         if plan.rule is not self:
             return plan, outs
-        pairs = zip(info.eqn.invars, plan.half_in, strict=True)
-        half_in = (half and not analysis.is_moved_input(v) for v, half in pairs)
-        return dataclasses.replace(plan, half_in=tuple(half_in)), outs
-
-    def operand_uses(self, info, plan, uses, analysis):
-        as_half = Use.AS_HALF | Use.PRODUCT
-        return [as_half if is_half else Use.AS_FLOAT32 for is_half in plan.half_in]
+        half_in = tuple(held not in (OTHER, INPUT) for held in ins)
+        return dataclasses.replace(plan, half_in=half_in), outs
 
 
-class _CastByHand(Rule):
+class Fp8(Accumulated):
+    """Large matrix products whose operands are rounded to fp8."""
+
+    name, is_fp8 = "fp8", True
+
+    def __init__(self, lhs_dtype: Any):
+        super().__init__()
+        self.dtypes = lhs_dtype, fp8.FORWARD  # of the two operands
+
+    def run(self, eqn, plan, values):
+        lhs, rhs = values.read(eqn.invars, plan.half_in)
+        dimensions = eqn.params["dimension_numbers"]
+        dtype = values.half_dtype if plan.half_out[0] else jnp.float32
+        return [fp8.dot_general(lhs, rhs, dimensions, dtype, self.dtypes[0])]
+
+
+class CastByHand(Rule):
     """Matrix products in half of inputs that the program casts itself."""
 
-    name, is_product, keeps_inputs = "unchanged", True, True
+    is_product, casts_inputs = True, True
 
     def run(self, eqn, plan, values):
         half = eqn.invars[0].aval.dtype
@@ -122,324 +214,249 @@ class _CastByHand(Rule):
         return [products.run_accumulated(eqn, operands, half, is_half)]
 
 
-class Fp8(_Accumulated):
-    """Large matrix products whose operands are rounded to fp8."""
-
-    name, is_fp8 = "fp8", True
-
-    def __init__(self, lhs_dtype: Any):
-        self.dtypes = lhs_dtype, fp8.FORWARD  # of the two operands
-
-    def run(self, eqn, plan, values):
-        lhs, rhs = values.read(eqn.invars, plan.half_in)
-        dimensions = eqn.params["dimension_numbers"]
-        dtype = values.half_dtype if plan.half_out[0] else jnp.float32
-        return [fp8.dot_general(lhs, rhs, dimensions, dtype, self.dtypes[0])]
+def has_half_result(op: Op, use: int, body: Body) -> bool:
+    """Return whether the result of a product is stored in half, by what reads it."""
+    by_scope = op.region.half_results
+    if by_scope is False or use & Use.DIGITS:
+        return False
+    if body.place.direction is Direction.RECOMPUTED:  # nothing may depend on the uses
+        return by_scope is True
+    if by_scope or body.analyzer.table.half_results:
+        return bool(use & (Use.HALF | Use.FLOAT32))
+    return use == Use.HALF
 
 
-# What may become a part of float32 operations.
-_FUSES = {HALF, CAST_INPUT, FUSED, NUMBER, BROADCAST}
+class Arithmetic(Rule):
+    """Elementwise arithmetic and sums over axes, which run in float32.
 
+    What is not an operand of more arithmetic beside it is stored in half, if the class
+    of the primitive is safe in half and the operands were stored so. `segments` decides
+    what is beside it.
+    """
 
-class _Elementwise(Rule):
-    """Arithmetic and moves: half where every operand is, else float32."""
+    is_arithmetic = True
 
-    is_elementwise = computes_in_float32 = True
+    def __init__(self, name: str):
+        self.name = name  # pyright: ignore[reportAttributeAccessIssue]
+        self.is_safe = name in ("promote", "passthrough")
 
-    def propagate(self, info, ins, uses, analysis):
-        eqn = info.eqn
-        if facts(eqn.primitive.name) & Fact.SATURATES and uses[0] & Use.NEAR_ONE:
-            return UNSAFE.keep(info, "its distance from 1 is used")
-        if len(eqn.outvars) == len(ins) > 1:  # a barrier: result i is operand i
-            half = tuple(p.is_half for p in ins)
-            return EqnPlan(self, half, half), ins
-        if analysis.looks_up_input(eqn):
-            ins = [INPUT, *ins[1:]]  # cast or not: this casts it, if it is to be
-        operands = [p for p in ins if p not in IGNORED]
-        is_cast_before = operands == [INPUT] and self._casts_before(eqn, uses, analysis)
-        joins = joins_half(eqn, ins)
-        if joins and analysis.may_underflow(ins, uses):
-            return UNSAFE.keep(info, "a divisor or a logarithm reads it")
-        is_sum = bool(facts(eqn.primitive.name) & Fact.LINEAR)
-        sums_parts = is_sum and FUSED in operands and _FUSES.issuperset(operands)
-        is_stored = (joins or sums_parts) and analysis.is_kept(eqn, ins)
-        keeps = is_stored and not self.is_move
-        # A choice between one half array and numbers is arithmetic, too: of a cast in
-        # one of two reads, XLA may leave out the one and not the other.
-        may_fuse = not self.is_move or eqn.primitive.name == "select_n"
-        may_fuse = may_fuse and joins and not is_stored
-        is_part = may_fuse and analysis.is_part(info, ins, union(uses))
-        is_fused = is_part or (may_fuse and analysis.is_offset(info, union(uses)))
-        if is_cast_before or keeps or (joins and not is_fused):
-            in_f32 = operands.count(FUSED) > 1  # the offsets of both may cancel
-            as_written = (*IGNORED, FUSED) if in_f32 else IGNORED
-            half_in = tuple(p not in as_written for p in ins)
-            reads_f32 = union(uses) & (Use.AS_FLOAT32 | Use.OUTPUT) != 0
-            plan = EqnPlan(
-                self,
-                half_in,
-                info.is_f32,
-                keeps_half=keeps,
-                in_float32=not self.is_move
-                and (in_f32 or info.broadcasts() or (info.adds_number() and reads_f32))
-                and not analysis.is_bias_of_convolution(info),
-            )
-            is_input = {HALF, FUSED}.isdisjoint(operands)
-            is_input = is_input and (is_lookup(eqn) or not is_cast_before)
-            return plan, [CAST_INPUT if is_input else HALF] * len(eqn.outvars)
-        reason = "an operand is f32"
-        if is_fused:
-            reason = "f32 alone reads it" if is_part else "arithmetic may undo it"
-        has_half = any(p.is_half for p in operands)
-        plan, _ = self.keep(info, reason if has_half else "")
-        result = FUSED if is_fused else self._in_float32(info, ins)
-        return plan, [result] * len(eqn.outvars)
+    def stores(self, op, ins, uses, body):
+        plan, outs = self.as_written(op, UNSAFE if self.name == "float32" else "")
+        if self.is_safe and self._is_half(op, ins, body):
+            outs = [HALF if held == FLOAT32 else held for held in outs]
+        return plan, outs
 
-    def _casts_before(self, eqn: Eqn, uses: Sequence[int], analysis: Analysis) -> bool:
-        """Return whether an input is cast before it is moved or looked up."""
-        use = union(uses)
-        if not is_lookup(eqn):
-            return use & Use.DTYPE == Use.AS_HALF and casts_before(eqn)
-        if analysis.is_recomputed:
+    def _is_half(self, op: Op, ins: Sequence[Held], body: Body) -> bool:
+        """Return whether a result may be stored in half, by how operands are held."""
+        operands = list(zip(op.eqn.invars, ins, strict=True))
+        halves = [v for v, held in operands if held == HALF]
+        wide = [v for v, held in operands if held == FLOAT32]
+        if not halves or any(map(compat.is_literal, wide)):
             return False
-        # What is KEPT is rounded, whatever reads it beside.
-        is_rounded = use & Use.KEPT and not use & (Use.OUTPUT | Use.FRACTION)
-        return use & Use.DTYPE == Use.AS_HALF or bool(is_rounded)
-
-    def _in_float32(self, info: EqnInfo, ins: Sequence[Precision]) -> Precision:
-        """Return the precision of a result that is computed in float32."""
-        name = info.eqn.primitive.name
-        # Is an operand broadcast, explicitly, or by arithmetic?
-        may_broadcast = not self.is_move or name == "broadcast_in_dim"
-        is_broadcast = [may_broadcast and smaller for smaller in info.is_smaller]
-        after = {FLOAT32: STATISTIC, INPUT: INPUT if self.is_move else BROADCAST}
-        operands = {
-            after.get(p, p) if broadcast else p
-            for p, broadcast in zip(ins, is_broadcast, strict=True)
-            if p not in IGNORED
-        }
-        if not operands or FLOAT32 in operands:
-            return FLOAT32
-        if INPUT not in operands:
-            if FUSED in operands and operands <= _FUSES:
-                return FUSED
-            if not operands.isdisjoint((HALF, CAST_INPUT, FUSED, NORMALIZED)):
-                return NORMALIZED
-            return next(p for p in (STATISTIC, BROADCAST, NUMBER) if p in operands)
-        if not self.is_move or not operands <= {INPUT, BROADCAST, NUMBER}:
-            return FLOAT32
-        return BROADCAST if is_broadcast[0] or is_lookup(info.eqn) else INPUT
-
-    def operand_uses(self, info, plan, uses, analysis):
-        if info.returns_sum(uses):
-            return super().operand_uses(info, plan, uses, analysis)
-        eqn, operands = info.eqn, info.eqn.invars
-        if any(plan.half_in) and analysis.looks_up_input(eqn):
-            of_table = Use.AS_HALF | Use.LOOKED_UP
-            use = Use.AS_FLOAT32 if analysis.keeps_inputs else of_table
-            return [use] * len(operands)
-        passed = self._passed_on(eqn, plan, union(uses))
-        is_input = [
-            analysis.is_moved_input(v) or analysis.is_cast_input(v) for v in operands
-        ]
-        is_exact = is_sum_or_multiple(eqn, is_input)
-        joins = facts(eqn.primitive.name) & Fact.JOINS
-        # A bias is cast where it is added, once it is broadcast, also if it was
-        # reshaped before: so its gradient is summed in float32.
-        return [
-            Use.AS_FLOAT32
-            if of_input and ((is_smaller and not joins) or not is_exact)
-            else passed
-            for of_input, is_smaller in zip(is_input, info.is_smaller, strict=True)
-        ]
-
-    def made_of(self, info, ins, plan, analysis):
-        if plan.keeps_half:
-            return None
-        found = analysis.stored_operands(info.eqn, ins)
-        return found if len(found) == 1 else None
-
-    def cast_moves(self, info, ins, plan, analysis):
-        results = info.eqn.outvars
-        pairs = zip(info.eqn.invars, ins, strict=True)
-        halves = {v for v, p in pairs if p.is_half}
-        if not halves:
-            return results if casts_before(info.eqn) else ()
-        is_moved = self.is_move and analysis.keeps_inputs
-        return results if is_moved and halves <= analysis.cast_moves else ()
-
-    def _passed_on(self, eqn: Eqn, plan: EqnPlan, use: int) -> int:
-        rounds_before = self.is_move or facts(eqn.primitive.name) & Fact.EXACT
-        passed = ~Use.DTYPE if rounds_before else Use.KEPT
-        beside, use = use & passed, use & Use.DTYPE
-        if use & Use.OUTPUT:
-            beside |= Use.EXACT
-        if use == Use.OUTPUT and self.is_move:
-            return Use.OUTPUT | beside
-        if not (any(plan.half_in) or casts_before(eqn)):
-            return Use.AS_FLOAT32 | beside
-        if plan.keeps_half:
-            is_sum = facts(eqn.primitive.name) & Fact.LINEAR
-            beside |= Use.TERM if is_sum else Use.FACTOR
-        in_f32 = Use.AS_FLOAT32 if use & (Use.AS_FLOAT32 | Use.OUTPUT) else 0
-        return use & Use.AS_HALF | in_f32 | beside
+        size = core.size(op.eqn.outvars[0])
+        spread = body.structure.spread  # as the statistics of a norm
+        if all(v in spread or core.size(v) < size for v in wide):
+            return True
+        # A residual stream is half, whatever it began as.
+        adds = facts(op.eqn.primitive.name) & Fact.LINEAR
+        return bool(adds) and size > _FEW and not body.linear.isdisjoint(halves)
 
     def run(self, eqn, plan, values):
-        if any(plan.half_in) and is_retyping(eqn):  # the result is the operand
-            return values.read(eqn.invars, plan.half_in)
-        if any(plan.reads_half):
-            return values.apply(eqn, plan.reads_half)
-        results = values.apply_in_f32(eqn, plan.half_in)
-        if plan.in_float32 and not plan.keeps_half:
-            values.note_casts(eqn.outvars, results)
-            return results
-        if plan.in_float32:
-            return [sums.stored(x, values.half_dtype) for x in results]
-        return values.cast_to_half(results, plan.half_out)
+        return values.apply_in_float32(eqn, plan)
 
 
-class _Promote(_Elementwise):
-    name, is_move = "promote", False
+class Move(Rule):
+    """Moves and choices of numbers: what is stored in half is moved in half."""
+
+    name, moves = "passthrough", True
+
+    def reads(self, op, uses, body):
+        use, name = union(uses), op.eqn.primitive.name
+        if sums.is_lookup(op.eqn):
+            index, use = Use.FLOAT32, use & ~Use.HALF | Use.FLOAT32
+            return [use, *[index] * (len(op.eqn.invars) - 1)]
+        if len(op.eqn.outvars) == len(op.eqn.invars):  # a barrier
+            return uses
+        asked = super().reads(op, uses, body)
+        if facts(name) & Fact.CHOOSES:  # by size
+            return [x | use for x in asked]
+        return [
+            use if core.is_float(v) else x
+            for v, x in zip(op.eqn.invars, asked, strict=True)
+        ]
+
+    def stores(self, op, ins, uses, body):
+        eqn = op.eqn
+        if len(eqn.outvars) == len(ins) > 1:
+            half = tuple(held == HALF for held in ins)
+            return EqnPlan(self, half, half), ins
+        plan, outs = self.as_written(op, "")
+        floats = [held for held in ins if held != OTHER]
+        if self._is_half(op, ins, union(uses), body):
+            half_in = tuple(held != OTHER for held in ins)
+            half_out = tuple(held == FLOAT32 for held in outs)
+            outs = [HALF if held == FLOAT32 else held for held in outs]
+            return EqnPlan(self, half_in, half_out), outs
+        if all(held == INPUT for held in floats):
+            outs = [INPUT if held == FLOAT32 else held for held in outs]
+        return plan, outs
+
+    def _is_half(
+        self, op: Op, ins: Sequence[Held], use: int, body: Body
+    ) -> bool:
+        """Return whether a result is stored in half."""
+        eqn, floats = op.eqn, [held for held in ins if held != OTHER]
+        if use & Use.DIGITS:
+            return False
+        if HALF in floats:
+            size = core.size(eqn.outvars[0])
+            return all(
+                held in (HALF, OTHER) or (held == INPUT and core.size(v) < size)
+                for v, held in zip(eqn.invars, ins, strict=True)
+            )
+        if sums.is_lookup(eqn) and ins[0] == INPUT:
+            return bool(use & Use.HALF) and not use & Use.RETURNED
+        # It moves half the bytes if it is cast before. What drops numbers would cast
+        # more than it has to, and what repeats them sums in its transpose.
+        permutes = facts(eqn.primitive.name) & Fact.PERMUTES
+        return bool(permutes) and use == Use.HALF
 
 
-class _PassThrough(_Elementwise):
-    """Moves and choices of numbers: an input that was only moved is still an input."""
+class Called(Arithmetic):
+    """A function with a rule for its derivative that is arithmetic: it runs as it is."""
 
-    name, is_move = "passthrough", True
+    def __init__(self):
+        super().__init__("promote")
+
+    def reads(self, op, uses, body):
+        (sub,) = op.bodies
+        found = body.analyzer.uses_of(sub, body.inside(op, sub), uses)
+        return [Use.FLOAT32 | use & Use.DIGITS for use in found]
+
+    def stores(self, op, ins, uses, body):
+        (sub,) = op.bodies
+        inside = body.analyzer.plan(sub, body.inside(op, sub), ins, uses)
+        plan, outs = self.as_written(op, "")
+        pairs = zip(outs, inside.outs, strict=True)
+        return plan, [HALF if HALF in pair else pair[0] for pair in pairs]
 
 
-class _SubJaxprs(Rule):
-    """Control flow and calls: each sub-jaxpr has a plan of its own."""
+class SubJaxprs(Rule):
+    """Control flow and calls: each of their jaxprs has a plan of its own."""
 
     name = "sub"
 
-    def propagate(self, info, ins, uses, analysis):
-        eqn, bodies, ins = info.eqn, info.bodies, list(ins)
-        if analysis.keeps_inputs:  # a body says itself whether it wants them in half
-            ins = [
-                INPUT if p.is_half and analysis.is_moved_input(v) else p
-                for v, p in zip(eqn.invars, ins, strict=True)
-            ]
-        plans = self._plan_bodies(info, ins, uses, analysis)
-        # An operand that the bodies use in half alone is cast before the equation: out
-        # of the loop, or once for all the calls.
-        used = _uses_by_bodies(info, plans)
-        castable = {b.operands[k] for b in bodies for k in b.casts_in}
-        moved_out = [
-            i
-            for i, p in enumerate(ins)
-            if used[i] & (Use.DTYPE | Use.LOOKED_UP) == Use.AS_HALF
-            and i in castable
-            and p in (INPUT, BROADCAST, FLOAT32)
-        ]
-        if moved_out:
-            for i in moved_out:
+    def reads(self, op, uses, body):
+        found = [0] * len(op.eqn.invars)
+        if op.eqn.primitive.name == "cond":
+            found[0] = Use.FLOAT32
+        for sub in op.bodies:
+            place = body.inside(op, sub)
+            read = body.analyzer.uses_of(sub, place, _of_outputs(op, sub, uses))
+            for k, i in enumerate(sub.operands):
+                is_fixed = k in sub.fixed_in
+                found[i] |= read[k] & Use.DIGITS | Use.FLOAT32 if is_fixed else read[k]
+        return [use or Use.RETURNED for use in found]  # it is passed in any case
+
+    def stores(self, op, ins, uses, body):
+        eqn, ins = op.eqn, list(ins)
+        if not op.region.is_half:  # its jaxprs may have scopes with other policies
+            ins = [FLOAT32 if held == HALF else held for held in ins]
+        # An operand that the jaxprs read in half alone is cast before: out of the loop,
+        # or once for all the calls.
+        read = self.reads(op, uses, body)
+        castable = {sub.operands[k] for sub in op.bodies for k in sub.casts_in}
+        for i, held in enumerate(ins):
+            if read[i] == Use.HALF and i in castable and held in (INPUT, FLOAT32):
                 ins[i] = HALF
-            plans = self._plan_bodies(info, ins, uses, analysis)
-        fixed = {b.operands[k] for b in bodies for k in b.fixed_in}
+        fixed = {sub.operands[k] for sub in op.bodies for k in sub.fixed_in}
+        plans = tuple(
+            body.analyzer.plan(
+                sub,
+                body.inside(op, sub),
+                [_fixed(ins[i]) if k in sub.fixed_in else ins[i] for k, i in enumerate(sub.operands)],
+                _of_outputs(op, sub, uses),
+            )
+            for sub in op.bodies
+        )
         outs = [
-            precision.join(
+            _join(
                 [
-                    FLOAT32 if k in body.fixed_out else plan.outs[k]
-                    for body, plan in zip(bodies, plans, strict=True)
-                    for k, j in enumerate(body.results)
+                    _fixed(plan.outs[k]) if k in sub.fixed_out else plan.outs[k]
+                    for sub, plan in zip(op.bodies, plans, strict=True)
+                    for k, j in enumerate(sub.results)
                     if j == i
                 ]
             )
             for i in range(len(eqn.outvars))
         ]
-        half_in = tuple(p.is_half and i not in fixed for i, p in enumerate(ins))
-        pairs = zip(outs, info.is_f32, strict=True)
-        half_out = tuple(p.is_half and is_f32 for p, is_f32 in pairs)
-        return EqnPlan(self, half_in, half_out, tuple(plans)), outs
-
-    def _plan_bodies(self, info, ins, uses, analysis) -> list[CastPlan]:
-        of_bodies = [
-            [
-                (OTHER if ins[i] in IGNORED else FLOAT32)  # a loop may change it
-                if k in body.fixed_in
-                else ins[i]
-                for k, i in enumerate(body.operands)
-            ]
-            for body in info.bodies
-        ]
-        return self._plan_bodies_for(info, of_bodies, uses, analysis)
-
-    def _plan_bodies_for(self, info, ins, uses, analysis) -> list[CastPlan]:
-        """Return the plans of bodies, given the precision of the inputs of each."""
-        return [
-            analysis.plan_body(
-                info.eqn,
-                body,
-                of_body,
-                [
-                    Use.OUTPUT if i is None or k in body.fixed_out else uses[i]
-                    for k, i in enumerate(body.results)
-                ],
-            )
-            for body, of_body in zip(info.bodies, ins, strict=True)
-        ]
-
-    def cast_moves(self, info, ins, plan, analysis):
-        pairs = list(zip(info.bodies, plan.bodies, strict=True))
-        return [
-            var
-            for i, var in enumerate(info.eqn.outvars)
-            if analysis.keeps_inputs
-            and all(of_body.is_cast_move(body, i) for body, of_body in pairs)
-        ]
-
-    def operand_uses(self, info, plan, uses, analysis):
-        # The plan was made for the uses that were known before.
-        ins = [body_plan.ins for body_plan in plan.bodies]
-        return _uses_by_bodies(info, self._plan_bodies_for(info, ins, uses, analysis))
+        half_in = tuple(x == HALF and i not in fixed for i, x in enumerate(ins))
+        half_out = tuple(held == HALF for held in outs)
+        return EqnPlan(self, half_in, half_out, plans), outs
 
 
-def _uses_by_bodies(info: EqnInfo, plans: Sequence[CastPlan]) -> list[int]:
-    uses = [0] * len(info.eqn.invars)
-    for body, plan in zip(info.bodies, plans, strict=True):
-        for k, i in enumerate(body.operands):
-            is_fixed = k in body.fixed_in
-            uses[i] |= Use.AS_FLOAT32 | Use.EXACT if is_fixed else plan.in_uses[k]
-    return uses
+def _of_outputs(op: Op, sub: SubJaxpr, uses: Sequence[int]) -> list[int]:
+    """Return how the outputs of a jaxpr of an equation are read."""
+    return [
+        Use.RETURNED
+        if i is None
+        else uses[i] & Use.DIGITS | Use.RETURNED
+        if k in sub.fixed_out
+        else uses[i]
+        for k, i in enumerate(sub.results)
+    ]
 
 
-class _Softmax(Rule):
-    """The division of a softmax that only half operations read."""
+def _fixed(held: Held) -> Held:
+    """Return how a value is held whose dtype is that of the program."""
+    return OTHER if held == OTHER else FLOAT32
+
+
+def _join(held: Sequence[Held]) -> Held:
+    """Return how the result of several branches is held."""
+    first, *others = dict.fromkeys(held)
+    return FLOAT32 if others else first
+
+
+class Softmax(Rule):
+    """The division of a softmax that only matrix products read."""
 
     name = "softmax"
 
-    def propagate(self, info, ins, uses, analysis):
-        found: Any = info.softmax
-        of_logits = analysis.precision[found.logits]
-        is_from_half = of_logits.is_half or of_logits == FUSED
-        may_repeat = is_from_half and not analysis.recomputes
-        found = dataclasses.replace(found, may_repeat=may_repeat)
-        return EqnPlan(self, (False, False), (True,), softmax=found), [HALF]
+    def __init__(self, softmax: products.Softmax, may_repeat: bool):
+        self.softmax, self.may_repeat = softmax, may_repeat
+
+    def operands(self, eqn):
+        return [self.softmax.logits]
+
+    def reads(self, op, uses, body):
+        return [0, 0]  # the logits are read in their place
+
+    def stores(self, op, ins, uses, body):
+        return EqnPlan(self, (False, False), (True,)), [HALF]
 
     def run(self, eqn, plan, values):
-        found: Any = plan.softmax
-        logits = values.read_as_made(found.logits)
-        options = found.axes, values.half_dtype, found.may_repeat
+        logits = values.inner(self.softmax.logits)
+        options = self.softmax.axes, values.half_dtype, self.may_repeat
         return [products.softmax(logits, *options)]
 
 
-class _Boundary(Rule):
+class Boundary(Rule):
     """Casts around a call of an `in_half` function: a half value is passed as it is.
 
     Its results are like those of matrix products: half where these would be.
     """
 
-    name = half_calls.REASON
+    name, is_source = half_calls.REASON, True
 
-    def propagate(self, info, ins, uses, analysis):
-        if info.is_f32 == (False,):
+    def reads(self, op, uses, body):
+        return [Use.HALF]
+
+    def stores(self, op, ins, uses, body):
+        if not core.is_f32(op.eqn.outvars[0]):
             return EqnPlan(self, (True,), (False,)), [OTHER]
-        is_half = _is_result_half(info, uses[0], analysis)
+        is_half = has_half_result(op, uses[0], body)
         return EqnPlan(self, (False,), (is_half,)), [HALF if is_half else FLOAT32]
-
-    def operand_uses(self, info, plan, uses, analysis):
-        return [Use.AS_HALF | Use.PRODUCT]
 
     def run(self, eqn, plan, values):
         if any(plan.half_in):
@@ -448,117 +465,39 @@ class _Boundary(Rule):
         return [value] if any(plan.half_out) else binding.bind_here(eqn, [value])
 
 
-UNCHANGED, UNSAFE, PRODUCT = Rule(), _Unsafe(), _Product()
-ACCUMULATED, CAST_BY_HAND = _Accumulated(), _CastByHand()
+WRITTEN, SUB_JAXPRS, MOVE, BOUNDARY = Rule(), SubJaxprs(), Move(), Boundary()
+CAST_BY_HAND, CALLED = CastByHand(), Called()
+MOVE_IN_SEGMENT = Arithmetic("passthrough")
 FP8, FP8_BACKWARD = Fp8(fp8.FORWARD), Fp8(fp8.GRADIENT)
-PROMOTE, PASSTHROUGH = _Promote(), _PassThrough()
-SUB_JAXPRS, SOFTMAX, BOUNDARY = _SubJaxprs(), _Softmax(), _Boundary()
 
-# The class of a primitive in the table -> its rule.
-BY_CLASS: dict[str, Rule] = {
-    "half": PRODUCT,
-    "float32": UNSAFE,
-    "promote": PROMOTE,
-    "passthrough": PASSTHROUGH,
-    "unchanged": UNCHANGED,
-}
+CLASSES = ("half", "float32", "promote", "passthrough", "unchanged")
+"""The classes of primitives."""
+
+_ARITHMETIC = {name: Arithmetic(name) for name in CLASSES}
+_WRITTEN = {name: Written(name) for name in CLASSES} | {"unchanged": WRITTEN}
 
 
-def rule_for(eqn: Eqn, op_class: str) -> Rule:
+def rule_for(eqn: Eqn, op_class: str, is_arithmetic: bool) -> Rule:
+    """Return the rule of an equation that is no product and holds no jaxprs."""
+    known = facts(eqn.primitive.name)
     if is_retyping(eqn):  # float32 to float32, as jnp.where does to numbers
-        return PASSTHROUGH
-    rule = BY_CLASS[op_class]
-    is_opened = rule is UNCHANGED and control_flow.sub_jaxprs(eqn)
-    return SUB_JAXPRS if is_opened else rule
+        return MOVE
+    moves = known & (Fact.MOVES | Fact.JOINS) and not known & Fact.ELEMENTWISE
+    is_stopped = eqn.primitive.name == "stop_gradient"
+    if op_class == "passthrough" and (is_stopped or moves):
+        is_reduction = known & Fact.CHOOSES and is_arithmetic
+        return _ARITHMETIC[op_class] if is_reduction else MOVE
+    return (_ARITHMETIC if is_arithmetic else _WRITTEN)[op_class]
 
 
-def product_rule(
-    eqn: Eqn, region: precision.Region, direction: Direction, fp8_min_size: int
-) -> tuple[Rule, str]:
-    """Return the rule of a product by the policy; and why it is not in fp8, or ""."""
-    if direction.has_derivative_rule:
-        reason = "a function with a rule for its derivatives"
-        return PRODUCT, reason if region.fp8 else ""
-    why_not = products.why_not_fp8(eqn, fp8_min_size) if region.fp8 else ""
-    if region.fp8 and not why_not:
-        return (FP8_BACKWARD if direction is Direction.BACKWARD else FP8), ""
-    return ACCUMULATED if region.reduces_in_float32 else PRODUCT, why_not
+def is_retyping(eqn: Eqn) -> bool:
+    """Return whether an equation only makes a dtype weak or strong."""
+    is_cast = eqn.primitive.name == CAST
+    return is_cast and eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
 
 
-def decide(
-    info: EqnInfo, ins: Sequence[Precision], uses: Sequence[int], analysis: Analysis
-) -> Decision:
-    """Return the plan of an equation, and the precision of each result."""
-    rule = info.rule
-    if not info.region.is_low:
-        if info.region.is_closed or not info.bodies:
-            return UNCHANGED.keep(info, info.region.reason)
-        # The bodies may have scopes with other policies.
-        ins = [FLOAT32 if p.is_half else p for p in ins]
-    is_softmax = info.softmax is not None
-    if is_softmax and [use & Use.DTYPE for use in uses] == [Use.AS_HALF]:
-        rule = SOFTMAX
-    plan, outs = rule.propagate(info, ins, uses, analysis)
-    if not all(info.is_f32):
-        pairs = zip(outs, info.is_f32, strict=True)
-        outs = [p if is_f32 else OTHER for p, is_f32 in pairs]
-    if {FUSED, NORMALIZED} & {*outs} and analysis.half_results(info):
-        return _round_norms(plan, outs, uses)
-    return plan, outs
-
-
-def _round_norms(
-    plan: EqnPlan, outs: Sequence[Precision], uses: Sequence[int]
-) -> Decision:
-    """Round the output of a norm to half for everything that reads it.
-
-    That is done if a product reads it, which needs it in half anyway, and nothing uses
-    it exactly.
-    """
-    wanted = Use.AS_FLOAT32 | Use.PRODUCT
-    unwanted = Use.OUTPUT | Use.EXACT | Use.NEAR_ONE | Use.FRACTION
-    rounds = [
-        out in (FUSED, NORMALIZED) and use & (wanted | unwanted) == wanted
-        for out, use in zip(outs, uses, strict=True)
-    ]
-    half_out = tuple(map(max, plan.half_out, rounds))
-    rounded = [HALF if r else out for r, out in zip(rounds, outs, strict=True)]
-    return dataclasses.replace(plan, half_out=half_out), rounded
-
-
-def operand_uses(
-    info: EqnInfo,
-    plan: EqnPlan,
-    ins: Sequence[Precision],
-    uses: Sequence[int],
-    analysis: Analysis,
-) -> list[int]:
-    """Return how an equation uses each of its operands, and which of their digits.
-
-    A bool is not rounded, and what chooses by it does not ask for the digits of what
-    was compared: `where(x > 0, x, 0)` uses `x` as its result is used.
-    """
-    eqn, results = info.eqn, info.eqn.outvars
-    used = plan.rule.operand_uses(info, plan, uses, analysis)
-    bool_use = None  # that of bool operands, if they are used unlike others
-    if not plan.bodies and results:
-        if all(map(core.is_bool, results)):
-            bool_use = union(uses)
-            if not any(uses):  # a comparison, or logic, that only chooses
-                used = [0] * len(used)
-        elif all(map(core.is_float, results)):
-            bool_use = 0
-    digits = info.rule.digits_used(info, ins, uses)
-    return [
-        (use if bool_use is None or not core.is_bool(v) else bool_use) | of_digits
-        for v, use, of_digits in zip(eqn.invars, used, digits, strict=True)
-    ]
-
-
-def _is_result_half(info: EqnInfo, use: int, analysis: Analysis) -> bool:
-    if info.region.half_results is False or use & Use.FRACTION:
-        return False
-    if analysis.is_recomputed:  # then nothing may depend on the uses
-        return info.region.half_results is True
-    use &= Use.DTYPE
-    return use != Use.OUTPUT if analysis.half_results(info) else use == Use.AS_HALF
+def is_move_or_cast(eqn: Eqn) -> bool:
+    """Return whether an equation only permutes numbers, or casts them to half."""
+    if eqn.primitive.name == CAST:
+        return dtypes.is_half(eqn.params["new_dtype"])
+    return bool(facts(eqn.primitive.name) & Fact.PERMUTES)

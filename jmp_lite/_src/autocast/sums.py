@@ -160,49 +160,6 @@ _multiply = compat.new_primitive(
 )
 
 
-def multiply(eqn: Eqn, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Array:
-    """Run a `mul` in float32, or a `div` by a smaller array.
-
-    Of each operand the backward pass keeps what is `kept`: the half numbers that it was
-    cast from, or the operand.
-    """
-    rank = eqn.outvars[0].aval.ndim
-    x, y, x_kept, y_kept = (
-        lax.expand_dims(a, range(rank - a.ndim)) if a.ndim < rank else a
-        for a in (*operands, *kept)
-    )
-    if not divides(eqn):
-        return _product(x, y, x_kept, y_kept)
-    (value,) = binding.bind_here(eqn, map(lax.stop_gradient, operands))
-    inverse = lax.full_like(y, 1) / y
-    return differentiate_as(value, _product(x, inverse, x_kept, inverse))
-
-
-def _product_impl(
-    x: jax.Array, y: jax.Array, x_kept: jax.Array, y_kept: jax.Array
-) -> jax.Array:
-    return x * y
-
-
-def _product_jvp(primals, tangents):
-    out, kept = _product(*primals), primals[2:]
-
-    def term(i, tangent):
-        return _multiply(*kept[:i], tangent, *kept[i + 1 :], dtype=out.dtype)
-
-    return compat.with_tangent(out, tangents[:2], term)
-
-
-def _product_batch(args, axes):
-    return _product(*map(_in_front, args, axes))
-
-
-# A product of the first two, whose derivative has the last two in their place.
-_product = compat.new_primitive(
-    "product_of_kept", _product_impl, _product_jvp, _product_batch
-)
-
-
 def multiplies(eqn: Eqn) -> bool:
     """Return whether an equation multiplies or divides arrays, number by number."""
     name = eqn.primitive.name
@@ -297,15 +254,21 @@ def _one_along_an_axis(eqn: Eqn, in_f32: jax.Array, indices: jax.Array) -> jax.A
     return jax.checkpoint(total, prevent_cse=False)(in_f32, indices)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def bound(x: jax.Array, dtype: Any) -> jax.Array:
+def bound(x: Any, dtype: Any) -> Any:
     """Return float32 numbers to which negative half ones may be added.
 
     A finite number below the range of half, as masks contain, becomes half of the
     lowest half number: a sum with it stays finite. What is too large stays so, and
     becomes inf in half: it is no mask.
     """
-    lowest = np.asarray(jnp.finfo(dtype).min, x.dtype)
+    lowest = np.asarray(jnp.finfo(dtype).min, np.float32)
+    if not isinstance(x, jax.Array):  # a number of the program
+        return lowest / 2 if -np.inf < x < lowest else x
+    return _bound(x, float(lowest))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _bound(x: jax.Array, lowest: float) -> jax.Array:
     is_below = (x < lowest) & lax.is_finite(x)
     return lax.select(is_below, lax.full_like(x, lowest / 2), x)
 
@@ -325,8 +288,8 @@ def read_stored(x: jax.Array) -> jax.Array:
     in_f32 = lax.convert_element_type(x, jnp.float32)
     if x.dtype != jnp.bfloat16:
         return in_f32
-    rounded = dtypes.round_to(lax.stop_gradient(in_f32), x.dtype)
-    return differentiate_as(rounded, in_f32)
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(in_f32, info.nexp, info.nmant)
 
 
 def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:
@@ -335,17 +298,14 @@ def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:
     return differentiate_as(lax.stop_gradient(x), expression)
 
 
-def bounded(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
-    """Return float32 operands; of a sum or a limit, the smaller ones are bounded."""
-    if not facts(eqn.primitive.name) & (Fact.LINEAR | Fact.LIMITS):
-        return list(operands)
-    of_result = core.size(eqn.outvars[0])
-    return [
-        bound(x, dtype)
-        if not compat.is_literal(v) and is_f32(v) and core.size(v) < of_result
-        else x
-        for v, x in zip(eqn.invars, operands, strict=True)
-    ]
+def bounded(
+    operands: Sequence[Any], is_bounded: Sequence[bool], dtype: Any
+) -> Sequence[Any]:
+    """Return float32 operands, of which some may be masks."""
+    if not is_bounded:
+        return operands
+    pairs = zip(operands, is_bounded, strict=True)
+    return [bound(x, dtype) if may_be_mask else x for x, may_be_mask in pairs]
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -400,16 +360,16 @@ def find_reads(
     jaxpr: Jaxpr,
     half_in: Sequence[Sequence[bool]],
     is_derivative_rule: bool = False,
-    in_clusters: Collection[int] = (),
-    of_clusters: Iterable[Var] = (),
+    in_segments: Collection[int] = (),
+    of_segments: Iterable[Var] = (),
 ) -> Reads:
     """Return how a jaxpr reads its half values.
 
     `half_in` says of the operands of each equation which float32 ones are read in half.
-    Equations `in_clusters`, by index, run as parts of these, which read `of_clusters`.
+    Equations `in_segments`, by index, run as parts of these, which read `of_segments`.
     """
     differentiated = find_differentiated(jaxpr)
-    by_eqn, reads, reads_in_f32 = {}, collections.Counter(of_clusters), set()
+    by_eqn, reads, reads_in_f32 = {}, collections.Counter(of_segments), set()
     inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
     made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for index, (eqn, cast_in) in enumerate(zip(jaxpr.eqns, half_in, strict=True)):
@@ -419,7 +379,7 @@ def find_reads(
         of_operands = union(inputs.get(v, 0) for v in operands)
         inputs.update(dict.fromkeys(eqn.outvars, of_operands))
         is_differentiated = (
-            not differentiated.isdisjoint(eqn.outvars) and index not in in_clusters
+            not differentiated.isdisjoint(eqn.outvars) and index not in in_segments
         )
         if any(half) and is_differentiated:
             found = _eqn_reads(eqn, half, differentiated, inputs)

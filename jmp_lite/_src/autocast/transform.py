@@ -20,9 +20,9 @@ from jmp_lite._src import compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import half_calls, products
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.options import OpRules, Regions, resolve_rules
-from jmp_lite._src.autocast.precision import CastPlan, Placed, walk
-from jmp_lite._src.autocast.rewrite import Rewriter
-from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
+from jmp_lite._src.autocast.emit import Emitter
+from jmp_lite._src.autocast.rules import BOUNDARY
+from jmp_lite._src.autocast.storage import Placed, Plan, walk
 from jmp_lite._src.jaxprs import core, name_scopes
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 from jmp_lite._src.policy import (
@@ -352,7 +352,7 @@ def sums_in_float32(fun: Callable[P, R], reduce_dtype: Any = None) -> Callable[P
             return out
         as_written = AsWritten(reduces_in_float32=reduces_in_float32)
         plan = as_written.plan_closed(traced.closed)
-        outs = Rewriter(as_written).run(plan, plan.half_out, *traced.args)
+        outs = Emitter(as_written).run(plan, plan.half_out, *traced.args)
         return traced.restore(_as_arrays(outs))
 
     return wrapped
@@ -366,21 +366,21 @@ def _as_arrays(outs: Iterable[Any]) -> list[jax.Array]:
 class PlannedCall:
     """A function traced on its arguments, and the plan for it."""
 
-    def __init__(self, name: str, traced: Traced, analyzer: Analyzer, plan: CastPlan):
+    def __init__(self, name: str, traced: Traced, analyzer: Analyzer, plan: Plan):
         self.name, self.traced = name, traced
         self.analyzer, self.plan = analyzer, plan
 
     def run(self) -> Any:
         """Return what the function returns, in the dtypes that it would have."""
         half_out = (False,) * len(self.plan.outs)
-        outs = Rewriter(self.analyzer).run(self.plan, half_out, *self.traced.args)
+        outs = Emitter(self.analyzer).run(self.plan, half_out, *self.traced.args)
         return self.traced.restore(_as_arrays(outs))
 
     def what_is_missing(self) -> str:
         """Return a warning of a precision of the policy that no product has, or ""."""
         equations = walk(self.plan, has_places=False)
         runs_half = [
-            of.plan.is_low_product or of.plan.rule is BOUNDARY for of in equations
+            of.plan.is_half_product or of.plan.rule is BOUNDARY for of in equations
         ]
         is_half = any(products.is_half_product(of.eqn) for of in equations)
         if is_half and not any(runs_half):
@@ -407,7 +407,7 @@ class PlannedCall:
             of_all = f"{share:.0%} of the matrix-product FLOPs of {self.name}"
             why = f"as they are: {products.COMPLEX}"
             return f"autocast leaves {of_all} {why}. {_REAL_PARTS}"
-        has_fp8 = any(isinstance(of.plan.rule, Fp8) for of in equations)
+        has_fp8 = any(of.plan.rule.is_fp8 for of in equations)
         if not self.analyzer.regions.any_fp8 or has_fp8:
             return ""
         return f"autocast put no matrix product of {self.name} in fp8: {self._kept()}."

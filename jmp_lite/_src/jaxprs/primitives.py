@@ -105,7 +105,6 @@ class Primitive(NamedTuple):
     """What is known of one primitive."""
 
     op_class: str
-    in_f16: str  # its class in float16, where the square of 256 overflows
     facts: int
     source: str  # who has it in this class too, or why it is
 
@@ -117,13 +116,13 @@ _PERMUTES = Fact.MOVES | Fact.PERMUTES
 _CHOOSES = Fact.MOVES | Fact.CHOOSES
 _DIGITS = Fact.NEAR_ONE | Fact.FRACTION
 
-# Class (in bfloat16, and in float16 if that is another), source -> facts, primitives.
-_TABLE: dict[tuple[str, str, str], tuple[tuple[int, str], ...]] = {
-    ("half", "half", "tf allow, torch lower, apex 16"): (
+# Class, source -> facts, primitives.
+_TABLE: dict[tuple[str, str], tuple[tuple[int, str], ...]] = {
+    ("half", "tf allow, torch lower, apex 16"): (
         (Fact.PRODUCT, "dot_general ragged_dot ragged_dot_general"),
         (Fact.PRODUCT, "conv_general_dilated"),
     ),
-    ("float32", "float32", "tf deny, torch fp32, apex 32"): (
+    ("float32", "tf deny, torch fp32, apex 32"): (
         (_EACH | Fact.EXPONENTIAL, "exp exp2"),
         (_EACH | Fact.NEAR_ONE | Fact.LOGARITHM, "log log2"),
         (_EACH | Fact.NEAR_ONE, "log1p"),
@@ -132,13 +131,13 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[int, str], ...]] = {
         (_EACH | Fact.PERIODIC, "tan"),
         (_EACH | _DIGITS, "asin acos acosh atanh"),
     ),
-    ("float32", "float32", "angles, as tan"): ((_EACH | Fact.PERIODIC, "sin cos"),),
-    ("float32", "float32", "torch fp32 (erfinv), or of the same kind"): (
+    ("float32", "angles, as tan"): ((_EACH | Fact.PERIODIC, "sin cos"),),
+    ("float32", "torch fp32 (erfinv), or of the same kind"): (
         (_EACH, "erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a"),
         (_EACH, "random_gamma_grad bessel_i0e bessel_i1e"),
         (_EACH, "regularized_incomplete_beta zeta"),
     ),
-    ("float32", "float32", "tf deny, torch fp32, apex 32: sums"): (
+    ("float32", "tf deny, torch fp32, apex 32: sums"): (
         (Fact.SUMS | Fact.ARITHMETIC, "reduce_sum cumsum"),
         (Fact.SUMS, "cumlogsumexp reduce_window_sum scatter-add scatter_add"),
         (Fact.SUMS, "psum psum2 psum_invariant reduce_scatter unreduced_psum"),
@@ -146,29 +145,27 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[int, str], ...]] = {
         (_EACH | Fact.ARITHMETIC | Fact.LINEAR, "add_any"),
         (0, "scatter-mul scatter_mul"),
     ),
-    ("float32", "float32", "torch promote (fmod); half has few whole numbers"): (
+    ("float32", "torch promote (fmod); half has few whole numbers"): (
         (_EACH | _DIGITS | Fact.BROADCASTS, "rem"),
         (_EACH | _DIGITS, "floor ceil round"),
     ),
-    ("promote", "promote", "tf infer, torch promote"): (
+    ("promote", "tf infer, torch promote"): (
         (_OF_SEVERAL, "mul div"),
+        (_EACH | Fact.ARITHMETIC, "square integer_pow"),
         (_OF_SEVERAL | Fact.LINEAR, "add sub"),
         (_EACH | Fact.ARITHMETIC | Fact.EXACT | Fact.LINEAR, "neg"),
         (_EACH | Fact.SATURATES, "tanh logistic erf erfc"),
         (_EACH | Fact.BROADCASTS, "atan2"),
     ),
-    ("promote", "promote", "tf clear, torch promote"): (
+    ("promote", "tf clear, torch promote"): (
         (_OF_SEVERAL | Fact.EXACT | Fact.LIMITS, "max min clamp"),
         (_EACH | Fact.ARITHMETIC | Fact.EXACT, "abs"),
-        (_EACH | Fact.EXACT, "sign"),
+        (_EACH | Fact.EXACT, "sign reduce_precision"),
     ),
-    ("promote", "float32", "tf infer; in f16: f32"): (
-        (_EACH | Fact.ARITHMETIC, "square integer_pow"),
-    ),
-    ("promote", "promote", "the derivative of tanh, from jax 0.12 on"): (
+    ("promote", "the derivative of tanh, from jax 0.12 on"): (
         (_EACH, "one_minus_square"),
     ),
-    ("passthrough", "passthrough", "tf clear: moves and choices"): (
+    ("passthrough", "tf clear: moves and choices"): (
         (_IN_ORDER | Fact.REPEATS, "broadcast_in_dim"),
         (_IN_ORDER | Fact.PERMUTES, "reshape squeeze expand_dims copy"),
         (_PERMUTES, "transpose rev"),
@@ -183,15 +180,23 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[int, str], ...]] = {
         (_IN_ORDER, "name optimization_barrier"),
         (_IN_ORDER, "pvary pbroadcast device_put sharding_constraint"),
         (_PERMUTES, "all_gather all_gather_invariant all_to_all ppermute"),
-        (0, "argmax argmin reduce_and reduce_or"),
+        (Fact.FRACTION, "argmax argmin"),
+        (0, "reduce_and reduce_or"),
         (_EACH | Fact.COMPARES, "eq ne lt le gt ge"),
         (_EACH, "is_finite"),
     ),
 }
 
+# In no class: what needs all digits, as JAX has it.
+_TABLE["unchanged", "linear algebra, order, solvers"] = (
+    (Fact.FRACTION, "cholesky lu qr householder_product geqrf geqp3 eig eigh svd"),
+    (Fact.FRACTION, "schur hessenberg tridiagonal triangular_solve"),
+    (Fact.FRACTION, "tridiagonal_solve custom_linear_solve sort top_k approx_top_k"),
+)
+
 PRIMITIVES: dict[str, Primitive] = {
-    name: Primitive(op_class, in_f16, facts, source)
-    for (op_class, in_f16, source), groups in _TABLE.items()
+    name: Primitive(op_class, facts, source)
+    for (op_class, source), groups in _TABLE.items()
     for facts, names in groups
     for name in names.split()
 }

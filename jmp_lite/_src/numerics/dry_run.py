@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
-from jmp_lite._src.autocast.rewrite import Rewriter
+from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics import reference
@@ -114,7 +114,7 @@ def measure(
         )
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)
-    shadow = PolicyShadow(Rewriter(planned.analyzer))
+    shadow = PolicyShadow(Emitter(planned.analyzer))
     observer = Lockstep(sites(plan.jaxpr), shadow.low_dtype)
     cells = [Cell(x, x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
     outs, _ = Run(observer, shadow, programs).run(

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import dtypes, fp8, trees
-from jmp_lite._src.autocast.precision import EqnPlan
-from jmp_lite._src.autocast.rewrite import Rewriter, Values
+from jmp_lite._src.autocast.emit import Emitter, Values
 from jmp_lite._src.autocast.rules import Fp8
+from jmp_lite._src.autocast.storage import EqnPlan
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import is_f32, variables
 from jmp_lite._src.jaxprs.sites import Site
@@ -37,7 +37,7 @@ ROUNDINGS = 32
 class PolicyShadow(Shadow):
     """Computes the values of the policy's run."""
 
-    def __init__(self, rewriter: Rewriter):
+    def __init__(self, rewriter: Emitter):
         self.rewriter, self.low_dtype = rewriter, rewriter.half_dtype
 
     @property
@@ -72,7 +72,7 @@ class PolicyShadow(Shadow):
         values = Values(self.low_dtype)
         values.write(known, list(map(shadow_of, known)))
         outs = self.rewriter.run_eqn(eqn, eqn_plan, values)
-        if not eqn_plan.is_low_product:
+        if not eqn_plan.is_half_product:
             return outs, ()
         read = values.read(eqn.invars, eqn_plan.half_in)[:2]
         if isinstance(eqn_plan.rule, Fp8):

@@ -42,7 +42,7 @@ class LintedProgram:
 
     def is_low(self, op: Op) -> bool:
         """Return whether the policy has an operation in half."""
-        return self.regions.at("", policy_path(op)).is_low
+        return self.regions.at("", policy_path(op)).is_half
 
     def is_fp8(self, op: Op) -> bool:
         """Return whether the policy has an operation in fp8, if it is eligible."""

@@ -1,4 +1,4 @@
-"""Run a plan: every equation of its jaxpr again, in the precision that it says.
+"""Run a plan: every equation of its jaxpr again, with what is stored in half in half.
 
 A variable has at most two values, the one that its equation returned and the cast of
 it; each is computed once. Every read in half precision is differentiated as a cast of
@@ -7,7 +7,8 @@ float32: see `sums`.
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,55 +18,62 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import products, recompute, sums, waiting
-from jmp_lite._src.autocast.precision import (
-    CastPlan,
-    Cluster,
+from jmp_lite._src.autocast import products, segments, sums
+from jmp_lite._src.autocast.digits import Use
+from jmp_lite._src.autocast.storage import (
+    HALF,
+    Around,
     Direction,
     EqnPlan,
     Part,
-    Use,
+    Plan,
+    Segment,
 )
-from jmp_lite._src.autocast.saving import saves_casts
 from jmp_lite._src.autocast.sums import NO_READS, EqnReads, Reads
-from jmp_lite._src.jaxprs import binding, control_flow, core
+from jmp_lite._src.jaxprs import binding, control_flow, core, name_scopes, sources
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, is_f32
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
+from jmp_lite._src.jaxprs.structure import structure
 
 
 class Values:
     """The values of the variables of one jaxpr, in half and in float32.
 
-    `reads` is how the jaxpr reads them; by default, no derivative is taken. `numbers`
-    are those of the program that the compute dtype represents.
+    `reads` is how the jaxpr reads them; by default, no derivative is taken.
     """
 
     def __init__(
         self,
         half_dtype: Any,
         reads: Reads = NO_READS,
-        numbers: frozenset[Var] = frozenset(),
+        sums_of_arrays: frozenset[Var] = frozenset(),
     ):
-        self.half_dtype = half_dtype
-        self.reads, self.numbers = reads, numbers
+        self.half_dtype, self.reads = half_dtype, reads
+        self._sums = sums_of_arrays
         self._made: dict[Any, Any] = {}
         # The cast of a float32 value to half, or the float32 value of a half one.
         self._cast: dict[Any, Any] = {}
         self._saturated: dict[Any, Any] = {}
-        # What the backward pass keeps of float32 values.
-        self._kept: dict[Any, Any] = {}
-        # Of these, the cast has not been read.
-        self._unread: set[Any] = set()
+        # What arithmetic has computed of what is stored in half, before it is rounded.
+        self._inner: dict[Any, Any] = {}
         # The moves that made half values whose float32 original is known.
         self._moved_by: dict[Any, Any] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
-        """Set the values of variables, in the dtypes in which they were computed."""
+        """Set the values of variables, in the dtypes in which they are stored."""
         self._made.update(zip(variables, values, strict=True))
 
-    def read_as_made(self, var: Var) -> Any:
-        """Return a value in the dtype in which it was computed."""
-        return self._made[var]
+    def write_arithmetic(
+        self, variables: Sequence[Var], values: Sequence[Any], half: Sequence[bool]
+    ) -> None:
+        """Set the float32 values of variables, of which some are stored in half."""
+        for var, value, is_half in zip(variables, values, half, strict=True):
+            if is_half:
+                self._inner[var] = value
+                is_sum = var in self._sums
+                store = sums.stored if is_sum else lax.convert_element_type
+                value = store(value, self.half_dtype)
+            self._made[var] = value
 
     def read(self, variables: Sequence[Var], half: Sequence[bool]) -> list[Any]:
         """Return values, in half where `half` says so, else in the program's dtype."""
@@ -77,6 +85,10 @@ class Values:
     def read_bounded(self, var: Var) -> Any:
         """Return a value in half; of a mask in float32, numbers stay finite."""
         return self._in_half(var, joins=not self.reads.is_derivative_rule)
+
+    def inner(self, var: Var) -> Any:
+        """Return what arithmetic has computed, before it is rounded to half."""
+        return self._inner.get(var, self._made[var])
 
     def in_f32(self, var: Var) -> Any:
         """Return a float value in float32: the one that was cast to half, if it was."""
@@ -100,45 +112,18 @@ class Values:
     def _knows_origin(self, var: Var) -> bool:
         return var in self._cast or var in self._moved_by
 
-    def kept(self, var: Var, axes: tuple[int, ...]) -> waiting.Kept:
-        """Return what the backward pass keeps of a float32 value that waits."""
-        if var not in self._kept:
-            self._kept[var] = waiting.keep(self._made[var], axes, self.half_dtype)
-        return self._kept[var]
-
-    def note_casts(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
-        """Cast values here, and not where something reads them in half."""
-        casts = self.cast_to_half(values, (True,) * len(values))
-        self._cast.update(zip(variables, casts, strict=True))
-        self._unread.update(variables)
-
-    def cast_to_half(self, values: Sequence[Any], half: Sequence[bool]) -> list[Any]:
-        """Return new values, cast where `half` says so."""
-        return [
-            lax.convert_element_type(x, self.half_dtype) if is_half else x
-            for x, is_half in zip(values, half, strict=True)
-        ]
-
-    def apply_in_f32(self, eqn: Eqn, is_half: Sequence[bool]) -> list[Any]:
-        """Return the results of arithmetic in float32, from half values or others.
-
-        Of what is multiplied, the backward pass keeps the half values. An operand
-        `is_half` if the result is half, and others read the operand in half.
-        """
-        multiplies = self._multiplies(eqn)
-        if not any(is_half) and not multiplies:
-            return self.apply(eqn, is_half)
-        operands = [*map(self._as_written, eqn.invars)]
-        if multiplies:
-            size = eqn.outvars[0].aval.size
-            kept = [
-                self._value_in_half(v, False)[0]
-                if is_half_value and v.aval.size == size
-                else self._made[v]
-                for v, is_half_value in zip(eqn.invars, is_half, strict=True)
-            ]
-            return [sums.multiply(eqn, operands, kept)]
-        return binding.bind_here(eqn, sums.bounded(eqn, operands, self.half_dtype))
+    def apply_in_float32(self, eqn: Eqn, plan: EqnPlan) -> list[Any]:
+        """Return the results of arithmetic, of stored half values and others."""
+        operands = []
+        for var, is_half in zip(eqn.invars, plan.half_in, strict=True):
+            if is_half and self._made[var].dtype == F32:  # of a dry run, not rounded yet
+                operands.append(lax.convert_element_type(self._in_half(var), F32))
+            elif is_half or compat.is_literal(var) or var not in self._inner:
+                operands.append(self._as_written(var))
+            else:
+                operands.append(self._inner[var])
+        operands = sums.bounded(operands, plan.bounded, self.half_dtype)
+        return binding.bind_here(eqn, operands)
 
     def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
         """Return the results of an equation, whose transpose sums in float32."""
@@ -174,17 +159,6 @@ class Values:
             return sums.bind(eqn, operands, in_f32, reads.repeats)
         return binding.bind_here(eqn, operands)
 
-    def _multiplies(self, eqn: Eqn) -> bool:
-        """Return whether this multiplies arrays, or divides by a smaller one."""
-        operands = eqn.invars
-        if not sums.multiplies(eqn) or self.reads.is_derivative_rule:
-            return False
-        if any(map(compat.is_literal, operands)) or not is_f32(eqn.outvars[0]):
-            return False
-        if sums.divides(eqn) and operands[1].aval.size == eqn.outvars[0].aval.size:
-            return False
-        return self.reads.differentiated.issuperset(operands)
-
     def _all_in_f32(self, eqn: Eqn, reads: EqnReads) -> list[Any]:
         return [
             self._as_written(v)
@@ -219,13 +193,12 @@ class Values:
         value = self._made[var]
         if not is_f32(var) or value.dtype == self.half_dtype:
             return value, var not in self.reads.many
-        if joins and var not in self.numbers:
+        if joins:
             if var not in self._saturated:
                 self._saturated[var] = sums.saturate(value, self.half_dtype)
             return self._saturated[var], False
-        is_first = var not in self._cast or var in self._unread
-        self._unread.discard(var)
-        if var not in self._cast:
+        is_first = var not in self._cast
+        if is_first:
             self._cast[var] = lax.convert_element_type(value, self.half_dtype)
         return self._cast[var], is_first
 
@@ -274,7 +247,7 @@ def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
     its float32 gradient is to read and write. By their indices.
     """
     (body,), (num_consts, _) = plan.bodies, compat.scan_counts(eqn.params) or (0, 0)
-    if body.direction is not Direction.FORWARD:
+    if body.place.direction is not Direction.FORWARD:
         return {}
     positions = {v: i for i, v in enumerate(body.jaxpr.invars[:num_consts])}
     kept = set(core.variables(body.jaxpr.outvars))  # and what others read, too
@@ -292,7 +265,7 @@ def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
 
 
 def _is_shared(weight: Var, eqn: Eqn, plan: EqnPlan) -> bool:
-    if eqn.primitive.name != "dot_general" or not plan.is_low_product:
+    if eqn.primitive.name != "dot_general" or not plan.is_half_product:
         return False
     (out,), others = eqn.outvars, [v for v in eqn.invars if v is not weight]
     if plan.rule.is_fp8 or len(others) != 1 or compat.is_literal(others[0]):
@@ -301,16 +274,7 @@ def _is_shared(weight: Var, eqn: Eqn, plan: EqnPlan) -> bool:
     return is_smaller and not compat.is_placed(out.aval)
 
 
-def _steps(plan: CastPlan, alone: Collection[int]) -> Iterator[int | Cluster | Part]:
-    """Yield the steps of a plan, those of parts one by one for products run `alone`."""
-    for step in plan.steps or range(len(plan.eqn_plans)):
-        if isinstance(step, Part) and step.product in alone:
-            yield from (*step.before, step.product)
-        else:
-            yield step
-
-
-class Rewriter:
+class Emitter:
     """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr."""
 
     def __init__(self, analyzer: Any):
@@ -318,15 +282,15 @@ class Rewriter:
         self.analyzer = analyzer
         self.half_dtype = jnp.dtype(analyzer.compute_dtype)
         self._closed: dict[Any, Any] = {}
-        self._again: dict[Any, Any] = {}
+        self._segments: dict[Any, Any] = {}
 
-    def run(self, plan: CastPlan, half_out: tuple[bool, ...], *args: Any) -> list[Any]:
+    def run(self, plan: Plan, half_out: tuple[bool, ...], *args: Any) -> list[Any]:
         """Return the outputs of a jaxpr, in half where `half_out` says so."""
         return self._run(plan, half_out, args, {}, {})[0]
 
     def _run(
         self,
-        plan: CastPlan,
+        plan: Plan,
         half_out: tuple[bool, ...],
         args: Sequence[Any],
         shared: Mapping[int, SharedWeight],
@@ -336,51 +300,132 @@ class Rewriter:
 
         These are the products that `zeros` has, which are added to their results.
         """
-        values, factors = Values(self.half_dtype, plan.reads, plan.numbers), {}
+        values = Values(self.half_dtype, plan.reads, plan.sums)
+        factors: dict[int, Any] = {}
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
-        for step in _steps(plan, zeros):
+        for step in plan.steps or range(len(plan.eqn_plans)):
+            if isinstance(step, Part) and step.product in zeros:
+                self._run_before(step, plan, values)
+                step = step.product
+            if isinstance(step, Segment):
+                values.write(step.writes, self._run_segment(step, plan, values))
+                continue
             if isinstance(step, Part):
-                run = functools.partial(self._run_part, plan, step)
-                run = recompute.again(run, plan, saves_casts)
-                values.write(step.outs, run(values.read(step.ins, step.half_in)))
-            elif isinstance(step, int) and step in zeros:
-                eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
-                operands = values.read(eqn.invars, (True, True))
-                is_half = of_eqn.half_out[0] or core.is_half(eqn.outvars[0])
-                args = eqn, operands, self.half_dtype, is_half
-                run = products.run_in_order, of_eqn.order, products.run
-                out = binding.call(eqn, *run, *args)
-                moved = out + zeros[step].astype(out.dtype)
-                values.write(eqn.outvars, [sums.differentiate_as(out, moved)])
-                factors[step] = operands[1 - shared[step].side]
-            else:
-                self._run_step(plan, step, values)
+                product = plan.jaxpr.eqns[step.product]
+                values.write(product.outvars, self._run_part(step, plan, values))
+                continue
+            eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
+            if step not in zeros:
+                results = self.run_eqn(eqn, of_eqn, values)
+                if of_eqn.rule.is_arithmetic:
+                    results = [
+                        sums.rounded_backward(x, self.half_dtype)
+                        if v in plan.rounded
+                        else x
+                        for v, x in zip(eqn.outvars, results, strict=True)
+                    ]
+                    values.write_arithmetic(eqn.outvars, results, of_eqn.half_out)
+                else:
+                    values.write(eqn.outvars, results)
+                continue
+            operands = values.read(eqn.invars, (True, True))
+            is_half = of_eqn.half_out[0] or core.is_half(eqn.outvars[0])
+            call = eqn, operands, self.half_dtype, is_half
+            run = products.run_in_order, of_eqn.rule.order, products.run
+            out = binding.call(eqn, *run, *call)
+            moved = out + zeros[step].astype(out.dtype)
+            values.write(eqn.outvars, [sums.differentiate_as(out, moved)])
+            factors[step] = operands[1 - shared[step].side]
         return values.read(plan.jaxpr.outvars, half_out), factors
 
-    def _run_part(self, plan: CastPlan, part: Part, args: Sequence[Any]) -> list[Any]:
-        values = Values(self.half_dtype, plan.reads, plan.numbers)
-        values.write(part.ins, args)
-        for step in (*part.before, part.product):
-            self._run_step(plan, step, values, in_part=True)
-        return values.read(part.outs, part.half_out)
+    def _run_part(self, part: Part, plan: Plan, values: Values) -> Sequence[jax.Array]:
+        """Return the result of a product that the backward pass runs again."""
+        product = plan.jaxpr.eqns[part.product], plan.eqn_plans[part.product]
 
-    def _run_step(
-        self, plan: CastPlan, step: int | Cluster, values: Values, in_part: bool = False
-    ) -> None:
-        if isinstance(step, Cluster):
-            outs = recompute.run(step, plan, values, in_part, self._again)
-            values.write(step.outs, outs)
-            return
-        eqn, eqn_plan = plan.jaxpr.eqns[step], plan.eqn_plans[step]
-        values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))
+        def compute(operands):
+            inner = Values(self.half_dtype, plan.reads, plan.sums)
+            inner.write(part.reads, operands)
+            self._run_before(part, plan, inner)
+            return self.run_eqn(*product, inner)
+
+        operands = values.read(part.reads, part.half_in)
+        if not compat.is_tracing():
+            return compute(operands)
+        is_in_loop = plan.place.around is Around.LOOP
+        closed = jax.make_jaxpr(compute)(operands)
+        return compat.checkpoint(
+            closed, operands, prevent_cse=not is_in_loop, policy=segments.saves_casts
+        )
+
+    def _run_before(self, part: Part, plan: Plan, values: Values) -> None:
+        """Run what makes the operands of the product of a part."""
+        if part.segment is not None:
+            outs = self._compute(part.segment, plan, values)
+            values.write(part.segment.writes, outs)
+        for i in part.moves:
+            eqn, of_eqn = plan.jaxpr.eqns[i], plan.eqn_plans[i]
+            values.write(eqn.outvars, self.run_eqn(eqn, of_eqn, values))
 
     def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of one equation, run as its plan says."""
-        if plan.runs_bodies:
+        is_run = any(plan.half_in) or not all(b.changes_nothing for b in plan.bodies)
+        if plan.bodies and is_run:
             return self._rebuild(eqn, plan, values)
         # A cast is in the name scope of the equation that it is first made for.
         return binding.call(eqn, plan.rule.run, eqn, plan, values)
+
+    def _run_segment(
+        self, segment: Segment, plan: Plan, values: Values
+    ) -> Sequence[jax.Array]:
+        """Return what a segment writes; equal ones share what JAX traces once."""
+        if not compat.is_tracing():
+            return self._compute(segment, plan, values)
+        operands = values.read(segment.reads, segment.half_in)
+        around, eqns = name_scopes.split([plan.jaxpr.eqns[i] for i in segment.eqns])
+        is_in_loop = plan.place.around is Around.LOOP
+        policy = segments.saves_sums if segment.compares else segments.saves_totals
+        args = segment, eqns, *_of_eqns(segment, eqns, plan), self.half_dtype
+        key = _structure(*args), is_in_loop, tuple(map(jax.typeof, operands))
+
+        def run_again(*operands):
+            if key not in self._segments:
+
+                def compute(*operands):
+                    return _compute(*args, *operands)[0]
+
+                self._segments[key] = jax.make_jaxpr(compute)(*operands)
+            return compat.checkpoint(
+                self._segments[key],
+                jax.tree.leaves(operands),
+                prevent_cse=not is_in_loop,  # XLA does not see through its residuals
+                policy=policy,
+            )
+
+        with compat.source_context(around):
+            if not any(segment.kept):
+                return run_again(operands)
+            outs, totals = _compute(*args, list(map(lax.stop_gradient, operands)))
+            kept = [
+                self._kept(x) if is_kept else x
+                for x, is_kept in zip(operands, segment.kept, strict=True)
+            ]
+            expressions = run_again(kept, totals)
+            return list(map(sums.differentiate_as, outs, expressions))
+
+    def _kept(self, x: jax.Array) -> jax.Array:
+        """Return what a loop keeps of a float32 array, in its place."""
+        half = lax.convert_element_type(lax.stop_gradient(x), self.half_dtype)
+        return sums.differentiate_as(half, x)
+
+    def _compute(
+        self, segment: Segment, plan: Plan, values: Values
+    ) -> Sequence[jax.Array]:
+        """Return what a segment writes, which is not computed again."""
+        operands = values.read(segment.reads, segment.half_in)
+        eqns = [plan.jaxpr.eqns[i] for i in segment.eqns]
+        args = segment, eqns, *_of_eqns(segment, eqns, plan), self.half_dtype
+        return _compute(*args, operands)[0]
 
     def _rewrite_vjp(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Return a rule of a VJP rewritten, in the dtypes that it was written for."""
@@ -396,7 +441,7 @@ class Rewriter:
     def _rewrite_jvp(self, eqn: Eqn, plan: EqnPlan, fun: Callable[..., Any]) -> Any:
         """Return the rule of a JVP rewritten, with half where the function has it."""
         ins = plan.bodies[0].ins * 2  # of primals and tangents
-        uses = [Use.AS_HALF if half else Use.AS_FLOAT32 for half in plan.half_out * 2]
+        uses = [Use.HALF if half else Use.FLOAT32 for half in plan.half_out * 2]
         out_dtypes = [
             self.half_dtype if half else v.aval.dtype
             for v, half in zip(eqn.outvars, plan.half_out, strict=True)
@@ -405,13 +450,15 @@ class Rewriter:
         def rule(*args):
             # It was written for the dtypes of the program: it is traced in them.
             analyzer = self.analyzer.for_derivatives
-            traced = analyzer.trace(fun, args, as_f32=[p.is_half for p in ins])
+            traced = analyzer.trace(fun, args, as_f32=[held == HALF for held in ins])
             rule_plan = analyzer.plan_closed(
                 traced.closed,
-                direction=plan.bodies[0].direction,
+                direction=plan.bodies[0].place.direction,
                 ins=[ins[i] for i in traced.indices],
                 uses=[uses[i] for i in traced.out_indices],
-                is_tangent=[i >= len(args) // 2 for i in traced.indices],
+                tangents=[
+                    k for k, i in enumerate(traced.indices) if i >= len(args) // 2
+                ],
             )
             half_out = rule_plan.half_out
             outs = traced.restore(self.run(rule_plan, half_out, *traced.args))
@@ -524,7 +571,7 @@ class Rewriter:
         run.defjvp(jvp, symbolic_zeros=True)
         return run(weights, others)
 
-    def _body(self, plan: CastPlan, half_out: tuple[bool, ...]) -> control_flow.Body:
+    def _body(self, plan: Plan, half_out: tuple[bool, ...]) -> control_flow.Body:
         def fun(*args):
             return self.run(plan, half_out, *args)
 
@@ -552,3 +599,68 @@ def _with_tangents(primals: Any, tangents: Any) -> tuple[Any, list[Any], list[An
         return tree.unflatten([filled.get(i, x) for i, x in enumerate(leaves)])
 
     return fill, [leaves[i] for i in moved], [dots[i] for i in moved]
+
+
+def _of_eqns(segment: Segment, eqns: Sequence[Eqn], plan: Plan) -> tuple[Any, Any]:
+    """Return which operands of equations may be masks, and whose gradients are half."""
+    bounded = tuple(plan.eqn_plans[i].bounded for i in segment.eqns)
+    return bounded, tuple(v for e in eqns for v in e.outvars if v in plan.rounded)
+
+
+def _structure(
+    segment: Segment,
+    eqns: Sequence[Eqn],
+    bounded: Sequence[Sequence[bool]],
+    rounded: Sequence[Var],
+    half_dtype: Any,
+) -> Hashable:
+    """Return what is equal for segments that compute the same, at the same places."""
+
+    def place(eqn, _):
+        return (name_scopes.of(eqn), sources.source_line(eqn)), (), None
+
+    jaxpr = types.SimpleNamespace(eqns=eqns, invars=segment.reads, constvars=())
+    jaxpr.outvars = *segment.writes, *rounded
+    half = segment.half_in, segment.half_out, segment.compares
+    return structure(jaxpr, place), half, bounded, half_dtype
+
+
+def _compute(
+    segment: Segment,
+    eqns: Sequence[Eqn],
+    bounded: Sequence[Sequence[bool]],
+    rounded: Sequence[Var],
+    half_dtype: Any,
+    operands: Sequence[Any],
+    totals: Sequence[Any] | None = None,
+) -> tuple[list[Any], list[Any]]:
+    """Return what a segment writes, in float32 arithmetic of what it reads; its totals.
+
+    Totals, the results of sums, that are known are differentiated, and not computed
+    again.
+    """
+    known = {
+        v: sums.read_stored(x) if core.is_f32(v) and x.dtype != F32 else x
+        for v, x in zip(segment.reads, operands, strict=True)
+    }
+    given, found, made_by = iter(totals or ()), [], {}
+    for eqn, of_eqn in zip(eqns, bounded, strict=True):
+        read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
+        read = sums.bounded(read, of_eqn, half_dtype)
+        results = binding.bind(eqn, read)
+        if segments.is_reduction(eqn):
+            if totals is not None:
+                results = [sums.differentiate_as(next(given), *results)]
+            found += results
+        known.update(zip(eqn.outvars, results, strict=True))
+        made_by.update(dict.fromkeys(eqn.outvars, eqn))
+        for v in eqn.outvars:
+            if v in rounded:
+                known[v] = sums.rounded_backward(known[v], half_dtype)
+    outs = [  # a cast is in the name scope of what made the value
+        binding.call(made_by[v], lax.convert_element_type, known[v], half_dtype)
+        if half
+        else known[v]
+        for v, half in zip(segment.writes, segment.half_out, strict=True)
+    ]
+    return outs, found

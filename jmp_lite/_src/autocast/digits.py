@@ -1,0 +1,250 @@
+"""Digits: which readers of a value need more of them than half precision has.
+
+A bfloat16 number has 8 bits, a float16 number 11. Arithmetic that reads a rounded number
+has its relative error, with a few exceptions: a difference of two numbers may be all
+rounding error, and so may what is decided by order. These readers ask for all digits,
+and so does, backward, the arithmetic that passes digits on:
+
+  NEAR   the distance from a number is used: `1 - p`, `log(p)`, a divisor, a factor that
+         is multiplied many times. Asked through sums and multiples.
+  TERMS  a difference of two arrays is taken. Asked through functions of one array too.
+  ALL    order, linear algebra, an angle, an integer. Asked through any arithmetic.
+
+They end at a matrix product, whose operands are half in any case: its *result* is the
+float32 accumulator then. A difference from a statistic, as `x - mean(x)` in a norm, asks
+nothing: what is rounded is small beside what a norm divides by.
+
+Limits: whether terms cancel depends on their values, which are not known. `x * cos - y *
+sin` asks nothing, as in rotary embeddings; nor does a sum of many terms, whose roundings
+cancel; an offset inside of a product (a column of ones) cannot be seen.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs import core
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, adds, degrees, facts, has
+
+
+class Use:
+    """How a value is read, as bits: the union over everything that reads it.
+
+    Attributes:
+      HALF: a matrix product reads it.
+      FLOAT32: anything else reads it.
+      RETURNED: it is returned.
+      DTYPE: the mask of these three.
+      NEAR, TERMS, ALL: which digits are asked for, see above.
+      DIGITS: the mask of these three.
+    """
+
+    HALF, FLOAT32, RETURNED = 1, 2, 4
+    NEAR, TERMS, ALL = 8, 16, 32
+    DTYPE, DIGITS = 7, 56
+
+
+NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
+
+_TIMES_ONE_ANOTHER = ("cumprod", "reduce_prod", "scatter-mul", "scatter_mul")
+
+
+class Structure(NamedTuple):
+    """What a jaxpr itself says of its variables."""
+
+    made_by: dict[Var, Eqn]
+    # Per variable, of which inputs, products and other results it is computed: bits.
+    origins: dict[Var, int]
+    spread: set[Var]  # made of a smaller array, whose numbers it repeats
+    statistics: set[Var]  # made of sums over axes, and of nothing larger
+    roots: dict[Var, Var]  # the array that a value is a part of, or moved from
+    carried: set[Var]  # sums and multiples of what a loop carries
+    inputs: frozenset[Var]
+
+    def is_moved_input(self, var: Var) -> bool:
+        """Return whether a variable is an input, or moved from one."""
+        return not compat.is_literal(var) and self.roots.get(var, var) in self.inputs
+
+
+def structure(
+    jaxpr: Jaxpr, is_arithmetic: Iterable[bool], carry: Sequence[Var]
+) -> Structure:
+    """Return the structure of a jaxpr; per equation, whether it is arithmetic or moves.
+
+    `carry` are the inputs that a loop carries.
+    """
+    count = itertools.count()
+    origins = {v: 1 << next(count) for v in (*jaxpr.constvars, *jaxpr.invars)}
+    carried = set(filter(core.is_f32, carry))
+    inputs = frozenset(origins)
+    found = Structure({}, origins, set(), set(), {}, carried, inputs)
+    for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
+        found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
+        if not arithmetic:
+            found.origins.update({v: 1 << next(count) for v in eqn.outvars})
+            continue
+        _note(eqn, found)
+    return found
+
+
+def _note(eqn: Eqn, found: Structure) -> None:
+    operands = list(variables(eqn.invars))
+    union = 0
+    for v in operands:
+        union |= found.origins.get(v, 0)
+    found.origins.update(dict.fromkeys(eqn.outvars, union))
+    name, known = eqn.primitive.name, facts(eqn.primitive.name)
+    size = core.size(eqn.outvars[0])
+    floats = [v for v in operands if core.is_float(v)]
+    if known & Fact.MOVES and floats:
+        root = found.roots.get(floats[0], floats[0])
+        found.roots.update(dict.fromkeys(eqn.outvars, root))
+        if core.size(floats[0]) < size:
+            found.spread.update(eqn.outvars)
+    elif all(v in found.spread or core.size(v) == 1 for v in floats):
+        found.spread.update(eqn.outvars)
+    reduces = floats and size < core.size(floats[0])
+    others = [v for v in floats if v not in found.statistics]
+    is_of_statistics = len(others) < len(floats) and found.spread.issuperset(others)
+    if (known & (Fact.SUMS | Fact.CHOOSES) and reduces) or is_of_statistics:
+        found.statistics.update(eqn.outvars)
+    carried = [v in found.carried for v in floats]
+    is_linear = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS)
+    if any(carried) and size > 1 and (is_linear or _multiplies(name)):
+        found.carried.update(eqn.outvars)
+
+
+def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
+    """Return which digits arithmetic or a move asks of each operand, as bits.
+
+    `use` has those that are asked of its results. Derivatives ask for none of their own:
+    only equations of the forward pass do (`is_forward`).
+    """
+    passed = use & Use.DIGITS
+    name, known = eqn.primitive.name, facts(eqn.primitive.name)
+    if name == CAST and not core.is_float(eqn.outvars[0]):
+        is_rounded = any(map(core.is_float, eqn.invars))
+        return [ALL if is_rounded or passed else 0] * len(eqn.invars)
+    if name == CAST and core.is_bool(eqn.invars[0]):
+        return [ALL]
+    if known & Fact.COMPARES:
+        return _of_comparison(eqn, passed, of)
+    if all(map(core.is_bool, eqn.outvars)):  # whether numbers are finite, say
+        return [passed * core.is_bool(v) for v in eqn.invars]
+    if has(name, Fact.JOINS | Fact.CHOOSES):
+        return [_of_mask(eqn, of), *[passed] * (len(eqn.invars) - 1)]
+    if known & (Fact.FRACTION | Fact.PERIODIC):
+        return [ALL] * len(eqn.invars)
+    if name in _TIMES_ONE_ANOTHER:
+        return [passed | NEAR] * len(eqn.invars)
+    own = [0] * len(eqn.invars)
+    if is_forward:
+        own = _of_own(eqn, use, of)
+    if known & Fact.NEAR_ONE:
+        own = [NEAR] * len(eqn.invars)
+    return [x | y for x, y in zip(own, _passed_on(eqn, passed, of), strict=True)]
+
+
+def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:
+    """Return which digits sums, differences, products and quotients ask for."""
+    name, (*operands,) = eqn.primitive.name, eqn.invars
+    if adds(name):
+        return _of_terms(eqn, use, of)
+    if not _multiplies(name):
+        return [0] * len(operands)
+    if min(degrees(name, eqn.params)) < 0:  # a divisor near 0
+        return [0, NEAR]
+    if any(map(compat.is_literal, operands)):
+        return [0, 0]
+    carried = [v in of.carried for v in operands]
+    if carried.count(True) == 1:  # what is carried is multiplied in each iteration
+        return [0 if c else NEAR for c in carried]
+    roots = {of.roots.get(v, v) for v in operands}
+    are_moved = all(v in of.roots for v in operands)
+    # Parts of one array, multiplied: a product along an axis, as in a scan.
+    return [NEAR, NEAR] if are_moved and len(roots) == 1 else [0, 0]
+
+
+def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
+    signs = [-1 if eqn.primitive.name == "sub" and i else 1 for i in range(2)]
+    if any(map(compat.is_literal, eqn.invars)):
+        # A sum with a number is all that a product reads of it: no digit is lost.
+        is_literal = [compat.is_literal(v) for v in eqn.invars]
+        number = next(v.val for v in eqn.invars if compat.is_literal(v))
+        index = is_literal.index(True)
+        is_zero = core.size(eqn.outvars[0]) == 0 or number == 0
+        cancels = "sub" == eqn.primitive.name or float(number) < 0
+        if is_zero or not cancels or not use & ~Use.HALF:
+            return [0, 0]
+        return [0 if i == index else NEAR for i in range(2)]
+    for i, var in enumerate(eqn.invars):
+        maker = of.made_by.get(var)
+        if maker is not None and maker.primitive.name == "neg":
+            signs[i] = -signs[i]
+    is_difference = signs[0] != signs[1]
+    size = core.size(eqn.outvars[0])
+    spread = [v in of.spread or core.size(v) < size for v in eqn.invars]
+    # Of one alone, it is a bias, or the statistic of a norm.
+    if not is_difference or any(v in of.statistics for v in eqn.invars):
+        return [0, 0]
+    return [0, 0] if spread.count(True) == 1 else [TERMS, TERMS]
+
+
+def _of_comparison(eqn: Eqn, passed: int, of: Structure) -> list[int]:
+    """Return which digits a comparison asks for: if more than a choice of its operands.
+
+    Equality with a largest number of the same array is a choice of that.
+    """
+    origins = {of.origins.get(v, 0) for v in variables(eqn.invars)}
+    asks = passed & ALL and (len(origins) > 1 or len(eqn.invars) == 1 or _has_literal(eqn))
+    return [ALL if asks else 0] * len(eqn.invars)
+
+
+def _has_literal(eqn: Eqn) -> bool:
+    return any(map(compat.is_literal, eqn.invars))
+
+
+def _of_mask(eqn: Eqn, of: Structure) -> int:
+    """Return which digits a choice asks of its mask: none if that is of the same values."""
+    mask, *cases = eqn.invars
+    chosen = 0
+    for v in variables(cases):
+        chosen |= of.origins.get(v, 0)
+    return ALL if of.origins.get(mask, 0) & ~chosen else 0
+
+
+def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:
+    """Return which of the digits that are asked of a result are asked of operands."""
+    name, known, operands = eqn.primitive.name, facts(eqn.primitive.name), eqn.invars
+    if not passed:
+        return [0] * len(operands)
+    linear = Fact.MOVES | Fact.JOINS | Fact.LINEAR | Fact.LIMITS
+    if known & linear or name == "abs":
+        return [passed] * len(operands)
+    if known & Fact.SUMS:  # roundings of many terms cancel
+        along_axis = core.size(eqn.outvars[0]) >= core.size(operands[0])
+        return [passed if along_axis else passed & ALL] * len(operands)
+    if not _multiplies(name):
+        return [passed & (TERMS | ALL)] * len(operands)
+    scales = [
+        compat.is_literal(v) or core.size(v) == 1 or v in of.statistics
+        for v in operands
+    ]
+    return [
+        passed & ALL if any(not s for j, s in enumerate(scales) if j != i) else passed
+        for i in range(len(operands))
+    ]
+
+
+def _multiplies(name: str) -> bool:
+    return has(name, Fact.BROADCASTS) and len(degrees(name, {})) == 2
+
+
+def union(bits: Iterable[int]) -> int:
+    """Return the bits that any of several numbers has."""
+    found = 0
+    for x in bits:
+        found |= x
+    return found

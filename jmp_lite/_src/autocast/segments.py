@@ -1,0 +1,767 @@
+"""Segments: arithmetic that runs together in float32, between values that are stored.
+
+Between two matrix products lie norms, biases and activations. A segment is a connected
+set of such operations. It reads stored values, computes in float32 as the program is
+written, and rounds what others read of it to half, once. JAX would keep for the backward
+pass what the derivative of each operation needs: of a GELU, three float32 arrays. A
+segment keeps what it reads, and its statistics, the results of sums; the rest is
+computed again.
+
+What runs together must not wait for what runs between: so each operation has a level.
+It is that of what it reads, and one more where a segment is read from outside. Connected
+arithmetic of one level is a segment, and the levels are the order in which a jaxpr runs.
+
+    x1                         level 0
+    y  = norm(x1)              0   segment, reads x1
+    p  = y @ w                 1
+    x2 = x1 + p                1   segment, reads x1 and p: a sum, which is stored
+    z  = norm(x2)              2   segment, reads x2
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite._src import compat
+from jmp_lite._src.autocast import products, rules
+from jmp_lite._src.autocast.digits import Structure, Use
+from jmp_lite._src.autocast.storage import (
+    HALF,
+    INPUT,
+    OTHER,
+    EqnPlan,
+    Held,
+    Part,
+    Segment,
+)
+from jmp_lite._src.jaxprs import core
+from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, degrees, facts
+
+# A product makes again what repeats an array so many times.
+_REPEATS = 2
+# The total of fewer terms is computed again.
+_FEW = 8
+
+
+class Arranged(NamedTuple):
+    """A jaxpr in the order in which it runs, and what of it is stored in half."""
+
+    half: Set[Var]
+    plans: Sequence[EqnPlan]
+    steps: Sequence[int | Segment | Part]
+    rounded: Set[Var]  # what has its gradient stored in half
+    sums: Set[Var]  # the sums that are stored
+
+
+def arrange(
+    jaxpr: Jaxpr,
+    plans: Sequence[EqnPlan],
+    held: Mapping[Var, Held],
+    uses: Mapping[Var, int],
+    structure: Structure,
+    in_half: Callable[[int], EqnPlan],
+    has_segments: bool,
+    is_in_loop: bool,
+) -> Arranged:
+    """Find the segments of a jaxpr, and which of their results are stored in half.
+
+    `in_half` returns the plan of an equation that runs in half as it is. Without
+    segments, the arithmetic is the same, and the backward pass keeps what JAX does.
+    """
+    search = _Search(jaxpr, plans, held, uses, structure, has_segments, is_in_loop)
+    return search.run(in_half)
+
+
+def is_reduction(eqn: Eqn) -> bool:
+    """Return whether an equation reduces an array over axes."""
+    return _reduces(eqn.primitive.name, eqn.params)
+
+
+def _reduces(name: str, params: Mapping[str, Any]) -> bool:
+    reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
+    return bool(reduces) and all(isinstance(a, int) for a in params.get("axes", "?"))
+
+
+def is_arithmetic(eqn: Eqn) -> bool:
+    """Return whether an equation is float32 arithmetic, or moves numbers in order."""
+    dtypes = (getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars))
+    if not all(map(_is_f32_or_exact, dtypes)):
+        return False
+    known = facts(eqn.primitive.name)
+    is_elementwise = known & Fact.ELEMENTWISE or eqn.primitive.name == CAST
+    return bool(is_elementwise) or is_reduction(eqn) or _moves_in_order(eqn)
+
+
+@functools.cache
+def _is_f32_or_exact(dtype: Any) -> bool:
+    return dtype in (F32, np.dtype(bool)) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _moves_in_order(eqn: Eqn) -> bool:
+    known = facts(eqn.primitive.name)
+    in_order = known & Fact.IN_ORDER and known & (Fact.REPEATS | Fact.PERMUTES)
+    return bool(in_order) or known == Fact.MOVES
+
+
+def keeps_arrays(eqn: Eqn) -> bool:
+    """Return whether the derivative of arithmetic keeps arrays of its own.
+
+    That of a sum keeps none, and that of a choice a mask.
+    """
+    known, bodies = facts(eqn.primitive.name), compat.jaxprs_of(eqn)
+    if bodies or not core.is_f32(eqn.outvars[0]):
+        return any(keeps_arrays(inner) for body in bodies for inner in body.eqns)
+    if is_reduction(eqn) or eqn.primitive.name == CAST:
+        return False
+    if known & (Fact.MOVES | Fact.JOINS | Fact.LINEAR | Fact.EXACT | Fact.LIMITS):
+        return False
+    floats = [v for v in variables(eqn.invars) if core.is_float(v)]
+    return len(floats) > 1 or degrees(eqn.primitive.name, eqn.params)[:1] != (1.0,)
+
+
+def _adds(eqn: Eqn) -> bool:
+    return bool(facts(eqn.primitive.name) & Fact.LINEAR)
+
+
+def _is_exact(eqn: Eqn) -> bool:
+    """Return whether it is the same to round the operand or the result, as of a ReLU."""
+    if bodies := compat.jaxprs_of(eqn):
+        return all(_is_exact(inner) for body in bodies for inner in body.eqns)
+    return bool(facts(eqn.primitive.name) & (Fact.EXACT | Fact.JOINS))
+
+
+def _chooses(eqn: Eqn) -> bool:
+    """Return whether arithmetic chooses numbers of arrays: by size, or by a mask."""
+    if bodies := compat.jaxprs_of(eqn):
+        return any(_chooses(inner) for body in bodies for inner in body.eqns)
+    known, reduces = facts(eqn.primitive.name), is_reduction(eqn)
+    return bool(known & (Fact.LIMITS | Fact.CHOOSES)) and not reduces
+
+
+def _is_polynomial(eqn: Eqn) -> bool:
+    """Return whether arithmetic is no activation: sums, products, moves."""
+    known = facts(eqn.primitive.name)
+    if bodies := compat.jaxprs_of(eqn):
+        return all(_is_polynomial(inner) for body in bodies for inner in body.eqns)
+    polynomial = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
+    return not known & Fact.ELEMENTWISE or bool(known & polynomial)
+
+
+def _without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
+    """Return what is computed of nothing, or behind a `stop_gradient`."""
+    found: set[Var] = set()
+    for eqn in eqns:
+        is_stopped = eqn.primitive.name == "stop_gradient"
+        if is_stopped or found.issuperset(variables(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
+
+
+class _Search:
+    def __init__(
+        self, jaxpr, plans, held, uses, structure, has_segments, is_in_loop
+    ):
+        self.jaxpr, self.eqns, self.plans = jaxpr, jaxpr.eqns, list(plans)
+        self.held, self.uses, self.structure = held, uses, structure
+        self.has_segments, self.is_in_loop = has_segments, is_in_loop
+        self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.readers: dict[Var, list[int]] = defaultdict(list)
+        # What nothing reads does not run.
+        self.is_alive = [
+            bool(eqn.effects) or any(uses.get(v, 0) for v in eqn.outvars)
+            for eqn in self.eqns
+        ]
+        self.constant = _without_gradients(self.eqns)
+        # What is computed from products, and not from parameters alone.
+        self.computed = {v for v in jaxpr.invars if held[v] not in (INPUT, OTHER)}
+        for i, (eqn, plan) in enumerate(zip(self.eqns, self.plans, strict=True)):
+            operands = set(variables(plan.rule.operands(eqn)))
+            has_products = any(body.has_products for body in plan.bodies)
+            is_source = plan.rule.is_source or has_products
+            if is_source or not self.computed.isdisjoint(operands):
+                self.computed.update(eqn.outvars)
+            for v in operands if self.is_alive[i] else ():
+                self.readers[v].append(i)
+        self.returned = set(variables(jaxpr.outvars))
+        self.level = [0] * len(self.eqns)
+        self.is_inside = [False] * len(self.eqns)
+        # Sums that are stored: what reads them is of another segment.
+        self.cut: set[Var] = set()
+
+    def run(self, in_half: Callable[[int], EqnPlan]) -> Arranged:
+        self._find_levels()
+        self.cut = self._stored_sums()
+        if self.cut:
+            self._find_levels()
+        groups = self._groups()
+        self.group = {i: n for n, group in enumerate(groups) for i in group}
+        self.choices = self._choices_of_stored()
+        for i in self.choices:
+            self.plans[i], self.is_inside[i] = in_half(i), False
+            groups[self.group.pop(i)].remove(i)
+        groups = list(filter(None, groups))
+        half = self._stored()
+        plans = [self._with_dtypes(i, half) for i in range(len(self.eqns))]
+        for i, bounded in self._bounded(half).items():
+            plans[i] = dataclasses.replace(plans[i], bounded=bounded)
+        rounded = set().union(*map(self._rounded_backward, groups))
+        found = (self._segment(g, half) for g in groups if self.has_segments)
+        segments = [segment for segment in found if segment is not None]
+        return Arranged(half, plans, self._steps(segments, plans), rounded, self.cut)
+
+    def _find_levels(self) -> None:
+        """Find which equations are in segments, and at which level each of them runs."""
+        of_effects = 0
+        for i, eqn in enumerate(self.eqns):
+            operands = list(variables(self.plans[i].rule.operands(eqn)))
+            self.is_inside[i] = self.is_alive[i] and self._may_be_inside(i, operands)
+            levels = [
+                self.level[self.made_by[v]] + self._rise(v, i)
+                for v in operands
+                if v in self.made_by
+            ]
+            self.level[i] = max(levels, default=0)
+            if eqn.effects:  # they keep their order
+                self.level[i] = of_effects = max(self.level[i], of_effects)
+        # What is read later alone runs later: what it reads is stored in its place.
+        for i in reversed(range(len(self.eqns))):
+            eqn = self.eqns[i]
+            results = [v for v in eqn.outvars if self.readers[v]]
+            if self.is_inside[i] and results and self.returned.isdisjoint(eqn.outvars):
+                latest = min(
+                    self.level[r] - self._rise(v, r)
+                    for v in results
+                    for r in self.readers[v]
+                )
+                self.level[i] = max(self.level[i], latest)
+
+    def _may_be_inside(self, i: int, operands: Sequence[Var]) -> bool:
+        """Return whether an equation is arithmetic on what is computed from products."""
+        rule, eqn = self.plans[i].rule, self.eqns[i]
+        if not rule.is_arithmetic:
+            moves = rule.moves and _moves_in_order(eqn)
+            return moves and any(map(self._is_inner, operands))
+        return any(self._is_inner(v) or self._is_source(v) for v in operands)
+
+    def _is_inner(self, var: Var) -> bool:
+        """Return whether a segment makes a value, and others may read it in float32."""
+        maker = self.made_by.get(var)
+        return maker is not None and self.is_inside[maker] and var not in self.cut
+
+    def _is_source(self, var: Var) -> bool:
+        """Return whether segments start from a value: an array, and no parameter."""
+        return core.is_f32(var) and var in self.computed
+
+    def _rise(self, var: Var, reader: int) -> int:
+        """Return how much later a reader of a variable runs than its maker, at least."""
+        maker = self.made_by[var]
+        is_between = self.is_inside[maker] and self.is_inside[reader]
+        return int(self.is_inside[maker] and (not is_between or var in self.cut))
+
+    def _choices_of_stored(self) -> list[int]:
+        """Return choices, as a ReLU, whose results are stored in half.
+
+        To round before is the same, and then they, and their derivatives, run in half.
+        """
+        found: list[int] = []
+        for i in reversed(range(len(self.eqns))):
+            eqn = self.eqns[i]
+            if not self.is_inside[i] or not _is_exact(eqn) or len(eqn.outvars) != 1:
+                continue
+            (out,) = eqn.outvars
+            beside = {r for r in self.readers[out] if self._is_beside(out, r)}
+            if out in self.cut or not beside <= {*found}:
+                continue
+            arrays = [v for v in variables(eqn.invars) if core.is_f32(v)]
+            is_half = self.held[out] == HALF and self._is_stored_in_half(out)
+            if is_half and all(self.held[v] in (HALF, INPUT) for v in arrays):
+                found.append(i)
+        return found
+
+    def _outside(self, var: Var) -> list[int]:
+        """Return what reads a value of a segment from outside of it."""
+        return [r for r in self.readers[var] if not self._is_beside(var, r)]
+
+    def _stored(self) -> set[Var]:
+        """Return what is stored in half."""
+        half = {v for v in self.jaxpr.invars if self.held[v] == HALF}
+        for i, (eqn, plan) in enumerate(zip(self.eqns, self.plans, strict=True)):
+            if self.is_inside[i]:
+                half.update(filter(self._is_stored_in_half, eqn.outvars))
+            else:
+                half.update(itertools.compress(eqn.outvars, plan.half_out))
+        return half
+
+    def _is_stored_in_half(self, var: Var) -> bool:
+        use, readers = self.uses.get(var, 0), self._outside(var)
+        if use & Use.DIGITS or not core.is_f32(var):
+            return False
+        if var in self.returned and not use & (Use.HALF | Use.FLOAT32):
+            return False
+        if not readers and var not in self.returned:
+            return False
+        if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
+            return True
+        is_read = var not in self.returned
+        return is_read and all(self._reads_half(r, var) for r in readers)
+
+    def _reads_half(self, reader: int, var: Var) -> bool:
+        plan = self.plans[reader]
+        pairs = zip(self.eqns[reader].invars, plan.half_in, strict=True)
+        of_operands = [is_half for v, is_half in pairs if v is var]
+        return bool(of_operands) and all(of_operands)
+
+    def _stored_sums(self) -> set[Var]:
+        """Return sums of arrays, as in a residual stream: these are stored.
+
+        What reads them starts from the sum, and the backward pass keeps one array, not
+        its terms. Of a sum of sums, the last one is stored.
+        """
+        found: set[Var] = set()
+        terms: dict[Var, frozenset[Var] | None] = {}  # None if it is no sum
+        for i, eqn in enumerate(self.eqns):
+            if not self.is_inside[i]:
+                continue
+            of_eqn = self._terms(eqn, terms)
+            terms.update(dict.fromkeys(eqn.outvars, of_eqn))
+            (out, *_) = eqn.outvars
+            if not of_eqn or len(of_eqn) < 2 or self.held[out] != HALF:
+                continue
+            if not (_adds(eqn) or _is_exact(eqn)):
+                continue
+            readers = [self.eqns[r] for r in self.readers[out]]
+            goes_on = len(readers) == 1 and (_adds(readers[0]) or _is_exact(readers[0]))
+            if not goes_on and not self.uses[out] & Use.DIGITS:
+                found.add(out)
+        return found
+
+    def _terms(
+        self, eqn: Eqn, terms: Mapping[Var, frozenset[Var] | None]
+    ) -> frozenset[Var] | None:
+        """Return the arrays of which an equation adds multiples, None if it does not."""
+        known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
+        arrays, found = [], frozenset()
+        for v in variables(eqn.invars):
+            is_array = v not in self.structure.spread and core.size(v) >= size
+            if core.is_f32(v) and is_array:
+                arrays.append(v)
+        is_sum = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS) or _is_exact(eqn)
+        is_multiple = known & Fact.BROADCASTS and len(arrays) == 1
+        if not (is_sum or is_multiple):
+            return None
+        for v in arrays:
+            of_operand = terms.get(v) if self._is_inner(v) else frozenset([v])
+            if of_operand is None:
+                return None
+            found |= of_operand
+        return found
+
+    def _with_dtypes(self, i: int, half: Set[Var]) -> EqnPlan:
+        """Return the plan of an equation with what of it is stored in half."""
+        eqn, plan = self.eqns[i], self.plans[i]
+        if not plan.rule.is_arithmetic and not self.is_inside[i]:
+            return plan
+        inside = self.is_inside[i]
+        half_in = tuple(
+            not compat.is_literal(v)
+            and v in half
+            and not (inside and self._is_beside(v, i))
+            for v in eqn.invars
+        )
+        half_out = tuple(v in half for v in eqn.outvars)
+        rule = plan.rule if plan.rule.is_arithmetic else rules.MOVE_IN_SEGMENT
+        return dataclasses.replace(plan, rule=rule, half_in=half_in, half_out=half_out)
+
+    def _bounded(self, half: Set[Var]) -> dict[int, tuple[bool, ...]]:
+        """Return which operands may be masks, of sums and choices stored in half.
+
+        No product makes a mask.
+        """
+        linear = Fact.LINEAR | Fact.LIMITS | Fact.JOINS | Fact.MOVES
+        found: dict[int, tuple[bool, ...]] = {}
+        queue = [v for v in half if self._is_inner(v) or v in self.cut]
+        while queue:
+            i = self.made_by.get(queue.pop())
+            if i is None or i in found or not self.is_inside[i]:
+                continue
+            eqn = self.eqns[i]
+            if not (facts(eqn.primitive.name) & linear or eqn.primitive.name == "mul"):
+                continue
+            found[i] = tuple(
+                core.is_f32(v) and (compat.is_literal(v) or v not in self.computed)
+                for v in eqn.invars
+            )
+            queue += [v for v in variables(eqn.invars) if self._is_beside(v, i)]
+        return {i: flags for i, flags in found.items() if any(flags)}
+
+    def _is_beside(self, var: Var, reader: int) -> bool:
+        """Return whether a value is made in the segment of its reader."""
+        maker = self.made_by.get(var)
+        if maker is None or not self._is_inner(var):
+            return False
+        return self.group[maker] == self.group.get(reader)
+
+    # Segments.
+
+    def _groups(self) -> list[list[int]]:
+        """Return the equations that are connected at one level."""
+        parent = list(range(len(self.eqns)))
+
+        def root(i: int) -> int:
+            while parent[i] != i:
+                parent[i] = i = parent[parent[i]]
+            return i
+
+        in_sums = self._in_sums()
+        for i, eqn in enumerate(self.eqns):
+            if not self.is_inside[i]:
+                continue
+            for v in filter(self._is_inner, variables(eqn.invars)):
+                maker = self.made_by[v]
+                # A sum that is stored reads the results of segments as others do.
+                if i in in_sums and not (maker in in_sums or self._is_sum(v)):
+                    continue
+                if self.level[maker] == self.level[i]:
+                    parent[root(maker)] = root(i)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i in itertools.compress(range(len(self.eqns)), self.is_inside):
+            groups[root(i)].append(i)
+        return list(groups.values())
+
+    def _in_sums(self) -> set[int]:
+        """Return the equations that make the sums that are stored."""
+        found: set[int] = set()
+        queue = [self.made_by[v] for v in self.cut]
+        while queue:
+            i = queue.pop()
+            eqn, size = self.eqns[i], core.size(self.eqns[i].outvars[0])
+            arrays = [v for v in variables(eqn.invars) if core.size(v) >= size]
+            if i in found or not (_is_exact(eqn) or (_adds(eqn) and len(arrays) > 1)):
+                continue
+            found.add(i)
+            inner = filter(self._is_inner, variables(self.eqns[i].invars))
+            queue += [self.made_by[v] for v in inner]
+        return found
+
+    def _is_sum(self, var: Var) -> bool:
+        """Return whether a value adds what is stored, a bias say, and does no more."""
+        maker = self.made_by[var]
+        eqn = self.eqns[maker]
+        is_linear = facts(eqn.primitive.name) & (Fact.LINEAR | Fact.MOVES)
+        if not (is_linear or _is_exact(eqn)):
+            return False
+        return all(map(self._is_sum, filter(self._is_inner, variables(eqn.invars))))
+
+    def _rounded_backward(self, group: Sequence[int]) -> list[Var]:
+        """Return the inputs of activations behind norms or biases.
+
+        Their gradients are read twice: to be summed, for statistics and biases, and
+        after that. To compute them twice costs more than to store them, so XLA does.
+        """
+        summed: dict[Var, Var] = {}  # the result whose gradient is, of what made of it
+        found: dict[Var, None] = {}
+        largest = max(core.size(self.eqns[i].outvars[0]) for i in group)
+        for i in group:
+            eqn = self.eqns[i]
+            size = core.size(eqn.outvars[0])
+            operands = [v for v in variables(eqn.invars) if v not in self.constant]
+            made_of = [summed[v] for v in operands if v in summed]
+            if _chooses(eqn) or not _is_polynomial(eqn):
+                large = (v for v in made_of if core.size(v) * 2 >= largest)
+                found.update(dict.fromkeys(filter(core.is_f32, large)))
+            is_first = (
+                is_reduction(eqn)
+                or any(core.is_float(v) and core.size(v) < size for v in operands)
+                or len({*made_of}) > 1
+            )
+            for v in eqn.outvars if operands and (is_first or made_of) else ():
+                summed[v] = v if is_first else made_of[0]
+        return list(found)
+
+    def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment | None:
+        """Return the segment of some equations, None if to compute it again buys nothing."""
+        inside, eqns = set(group), [self.eqns[i] for i in group]
+        if not any(map(keeps_arrays, eqns)):
+            return None
+        # XLA computes products of arrays again by itself, where it keeps a mask.
+        size = max(core.size(eqn.outvars[0]) for eqn in eqns)
+        large = [eqn for eqn in eqns if core.size(eqn.outvars[0]) * 2 >= size]
+        is_costly = not all(map(_is_polynomial, large))
+        if not (is_costly or self.is_in_loop) and any(map(_chooses, large)):
+            return None
+        made = {v for i in group for v in self.eqns[i].outvars}
+        moves = self._moves_before(group, made)
+        indices = [*moves, *group]
+        made.update(v for i in moves for v in self.eqns[i].outvars)
+        operands = (v for i in indices for v in variables(self.eqns[i].invars))
+        reads = [v for v in dict.fromkeys(operands) if v not in made]
+        writes = [
+            v
+            for i in group
+            for v in self.eqns[i].outvars
+            if v in self.returned or not inside.issuperset(self.readers[v])
+        ]
+        if not writes:
+            return None
+        return Segment(
+            eqns=tuple(indices),
+            reads=tuple(reads),
+            half_in=tuple(v in half for v in reads),
+            writes=tuple(writes),
+            half_out=tuple(v in half for v in writes),
+            compares=any(self._compares(i) for i in group),
+            kept=tuple(
+                self.is_in_loop and v in self.computed and v not in half
+                # A loop keeps each of them as often as it runs.
+                and core.is_f32(v) and core.size(v) * 2 >= size
+                for v in reads
+            ),
+        )
+
+    def _compares(self, i: int) -> bool:
+        """Return whether numbers of an equation must be equal to the last bit."""
+        eqn = self.eqns[i]
+        known = facts(eqn.primitive.name)
+        if known & Fact.COMPARES:
+            return all(core.is_float(v) and not compat.is_literal(v) for v in eqn.invars)
+        return bool(known & Fact.CHOOSES) and is_reduction(eqn)
+
+    def _moves_before(self, group: Sequence[int], made: Set[Var]) -> list[int]:
+        """Return moves of what a segment reads, which it makes itself."""
+        found: dict[int, None] = {}
+        queue = [v for i in group for v in variables(self.eqns[i].invars)]
+        while queue:
+            var = queue.pop()
+            i = self.made_by.get(var)
+            if var in made or i is None or i in found or not self.plans[i].rule.moves:
+                continue
+            eqn = self.eqns[i]
+            operand = eqn.invars[0]
+            if not _moves_in_order(eqn) or self.is_inside[i]:
+                continue
+            if compat.is_literal(operand):
+                found[i] = None
+            elif core.size(var) * 2 > core.size(operand):  # a part is kept by itself
+                found[i] = None
+                queue.append(operand)
+        return sorted(found)
+
+    # Parts.
+
+    def _parts(
+        self, segments: Sequence[Segment], plans: Sequence[EqnPlan]
+    ) -> list[Part]:
+        """Return products that run again with what makes an operand of them.
+
+        That is an activation, or moves that repeat a smaller half array: images that
+        are resized, keys that groups of queries share. It is not kept then.
+        """
+        activations = {s.writes[0]: s for s in segments if self._is_activation(s)}
+        found = []
+        for i, plan in enumerate(plans):
+            if not plan.is_half_product or not plan.half_out[0] or plan.rule.is_fp8:
+                continue
+            operands = dict.fromkeys(variables(self.eqns[i].invars))
+            segment = next((activations[v] for v in operands if v in activations), None)
+            moves: set[int] = set()
+            for v in operands:
+                source, moved = self._moved_from(v)
+                if core.size(v) >= _REPEATS * core.size(source):
+                    moves.update(moved)
+            if segment or moves:
+                found.append(_part(self.eqns, plans, i, segment, sorted(moves)))
+        return found
+
+    def _is_activation(self, segment: Segment) -> bool:
+        """Return whether a segment makes an array for one reader, without sums.
+
+        To make it again costs one write; behind sums, what it reads is read once more.
+        """
+        out, eqns = segment.writes[0], [self.eqns[i] for i in segment.eqns]
+        return (
+            len(segment.writes) == 1
+            and segment.half_out[0]
+            and out not in self.returned
+            and len(self._outside(out)) == 1
+            and not any(map(is_reduction, eqns))
+        )
+
+    def _moved_from(self, var: Var) -> tuple[Var, list[int]]:
+        """Return the half array that moves make what a product reads of, and the moves.
+
+        What is read elsewhere, too, is stored.
+        """
+        source, moves = var, []
+        while len(self.readers[source]) == 1 and source not in self.returned:
+            i = self.made_by.get(source, -1)
+            operand = _moved_operand(self.eqns[i], self.plans[i]) if i >= 0 else None
+            if operand is None:
+                break
+            moves.append(i)
+            source = self.eqns[i].invars[operand]
+        return source, moves
+
+    # The order.
+
+    def _steps(
+        self, segments: Sequence[Segment], plans: Sequence[EqnPlan]
+    ) -> list[int | Segment | Part]:
+        parts = self._parts(segments, plans) if self.has_segments else []
+        done = {i for s in segments for i in s.eqns if self.is_inside[i]}
+        done |= {i for part in parts for i in (part.product, *part.moves)}
+        in_parts = [part.segment for part in parts]
+        steps: list[int | Segment | Part] = [
+            i for i in range(len(self.eqns)) if i not in done
+        ]
+        steps += [s for s in segments if s not in in_parts] + parts
+
+        def order(step: int | Segment | Part) -> tuple[int, int, int]:
+            last = step.eqns[-1] if isinstance(step, Segment) else step
+            last = last.product if isinstance(last, Part) else last
+            is_after = 2 if last in self.choices else int(self.is_inside[last])
+            return self.level[last], is_after, last
+
+        steps.sort(key=order)
+        return self._alive(steps)
+
+    def _alive(
+        self, steps: Sequence[int | Segment | Part]
+    ) -> list[int | Segment | Part]:
+        """Return the steps that something reads, or that have effects."""
+        needed, found = set(self.returned), []
+        for step in reversed(steps):
+            if isinstance(step, Segment):
+                reads, writes, has_effects = step.reads, step.writes, False
+            elif isinstance(step, Part):
+                reads, has_effects = step.reads, False
+                writes = self.eqns[step.product].outvars
+            else:
+                eqn = self.eqns[step]
+                reads = self.plans[step].rule.operands(eqn)
+                writes, has_effects = eqn.outvars, bool(eqn.effects)
+            if has_effects or not needed.isdisjoint(writes):
+                needed.update(variables(reads))
+                found.append(step)
+        return found[::-1]
+
+
+def _part(
+    eqns: Sequence[Eqn],
+    plans: Sequence[EqnPlan],
+    product: int,
+    segment: Segment | None,
+    moves: Sequence[int],
+) -> Part:
+    """Return a part of a jaxpr: what it reads, and whether in half."""
+    half_in: dict[Var, bool] = {}
+    made: set[Var] = set()
+
+    def note(reads: Sequence[Var], half: Sequence[bool], writes: Sequence[Var]) -> None:
+        for v, is_half in zip(reads, half, strict=True):
+            if not compat.is_literal(v) and v not in made:
+                half_in[v] = is_half and half_in.get(v, True)
+        made.update(writes)
+
+    if segment:
+        note(segment.reads, segment.half_in, segment.writes)
+    for i in (*moves, product):
+        note(eqns[i].invars, plans[i].half_in, eqns[i].outvars)
+    reads = tuple(half_in)
+    return Part(product, segment, tuple(moves), reads, tuple(half_in.values()))
+
+
+def _moved_operand(eqn: Eqn, plan: EqnPlan) -> int | None:
+    """Return which half operand an equation moves, if that is all that it does."""
+    kind = facts(eqn.primitive.name) & (Fact.MOVES | Fact.CHOOSES)
+    is_moved = [kind == Fact.MOVES and core.is_float(v) for v in eqn.invars]
+    if eqn.primitive.name in CALLS and plan.bodies and eqn.outvars:
+        (body,) = plan.bodies
+        made_by = {v: i for i, e in enumerate(body.jaxpr.eqns) for v in e.outvars}
+        moved = body.jaxpr.outvars[0]
+        while not compat.is_literal(moved) and moved in made_by:
+            i = made_by[moved]
+            operand = _moved_operand(body.jaxpr.eqns[i], body.eqn_plans[i])
+            if operand is None:
+                return None
+            moved = body.jaxpr.eqns[i].invars[operand]
+        is_moved = [v is moved for v in body.jaxpr.invars]
+    if is_moved.count(True) != 1 or len(eqn.outvars) != 1:
+        return None
+    operand = is_moved.index(True)
+    is_half = plan.half_in[operand] and not compat.is_literal(eqn.invars[operand])
+    return operand if is_half else None
+
+
+# Policies for `jax.checkpoint`: what is saved.
+
+
+def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Save the results of products, sums and softmax; compute the rest again.
+
+    A policy for `jax.checkpoint` and `nn.remat`, for one layer or a whole function. No
+    product is computed twice, and no activation is kept. The result of a softmax takes
+    the place of its logits. Under `autocast`, what it has in half is kept in half.
+
+    Args:
+      primitive: the primitive of an operation, as `jax.checkpoint` passes it.
+      *avals: the shapes and dtypes of its operands.
+      **params: its parameters.
+
+    Returns:
+      Whether its results are kept for the backward pass.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from jmp_lite import autocast, memory
+      >>> def f(w, x):
+      ...     return (jax.nn.gelu(x @ w[0]) @ w[1]).sum()
+      >>> lean = autocast(jax.checkpoint(f, policy=memory.save_products))
+      >>> w, x = jnp.ones((2, 8, 8)), jnp.ones((4, 8))
+      >>> for fun in (autocast(f), lean, autocast(jax.checkpoint(f))):
+      ...     str(jax.make_jaxpr(jax.grad(fun))(w, x)).count("= dot_general")
+      5
+      5
+      6
+
+    References:
+      `jax.checkpoint_policies.dots_saveable`, which computes sums again.
+    """
+    if primitive.name == "custom_jvp_call":
+        # A softmax, or a product whose result is float32, which `autocast` wraps so.
+        inner = compat.open_jaxpr(params["call_jaxpr"])
+        has_softmax = bool(products.find_softmaxes(inner))
+        return has_softmax or any(map(products.count, inner.eqns))
+    is_product = bool(facts(primitive.name) & Fact.PRODUCT)
+    return is_product or saves_sums(primitive, *avals, **params)
+
+
+def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether the result of an operation is a statistic, which is kept."""
+    if not _reduces(primitive.name, params):
+        return False
+    return math.prod(avals[0].shape[i] for i in params["axes"]) >= _FEW
+
+
+def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether the result is a statistic that is a sum, not a largest number.
+
+    The gradient of a largest number goes to what equals it. Computed again in another
+    kernel, nothing need equal the one that was saved.
+    """
+    is_chosen = facts(primitive.name) & Fact.CHOOSES
+    return not is_chosen and saves_totals(primitive, *avals, **params)
+
+
+def saves_casts(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """Return whether the result is what a product has cast of a float32 weight."""
+    return primitive.name == "name" and params["name"] == products.CAST_OPERAND
