@@ -100,7 +100,7 @@ class Values:
             self._cast[var] = (
                 binding.bind(move, [self.in_f32(move.invars[0])])[0]
                 if move
-                else lax.convert_element_type(value, F32)
+                else sums.read_stored(value) if var in self._sums else lax.convert_element_type(value, F32)
             )
         return self._cast[var]
 

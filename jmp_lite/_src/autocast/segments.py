@@ -343,6 +343,7 @@ class _Search:
             goes_on = len(readers) == 1 and (_adds(readers[0]) or _is_exact(readers[0]))
             if not goes_on and not self.uses[out] & Use.DIGITS:
                 found.add(out)
+                terms[out] = frozenset([out])
         return found
 
     def _terms(
@@ -497,7 +498,7 @@ class _Search:
         size = max(core.size(eqn.outvars[0]) for eqn in eqns)
         large = [eqn for eqn in eqns if core.size(eqn.outvars[0]) * 2 >= size]
         is_costly = not all(map(_is_polynomial, large))
-        if not (is_costly or self.is_in_loop) and any(map(_chooses, large)):
+        if not (is_costly or self.is_in_loop):
             return None
         made = {v for i in group for v in self.eqns[i].outvars}
         moves = self._moves_before(group, made)
