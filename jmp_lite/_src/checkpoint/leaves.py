@@ -14,6 +14,14 @@ import numpy as np
 from jmp_lite._src import compat, dtypes, trees
 from jmp_lite._src.reports import summarize
 
+_KINDS = ("array", "key", "number", "text", "object")
+_NUMBERS = {  # of Python -> dtypes on disk
+    "bool": ("bool",),
+    "int": ("int64", "uint64"),
+    "float": ("float64",),
+    "complex": ("complex128",),
+}
+
 
 class Cast(NamedTuple):
     """The cast of a leaf by `restore`.
@@ -78,6 +86,49 @@ def describe(x: Any) -> LeafSpec:
     return LeafSpec("array", name, list(x.shape), is_weak)
 
 
+def parse_spec(saved: Any) -> LeafSpec:
+    """Return the spec in a record; any exception means that it is malformed."""
+    spec = LeafSpec(**saved)
+    are_sizes = all(type(size) is int and size >= 0 for size in spec.shape)
+    types = type(spec.dtype), type(spec.shape)
+    if spec.kind not in _KINDS or types != (str, list) or not are_sizes:
+        raise ValueError(f"malformed: {saved}")
+    if spec.kind == "array" and _number_kind(np.dtype(spec.dtype)) is None:
+        raise ValueError(f"{spec.dtype} is not a dtype of numbers")
+    if spec.kind == "key":
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=spec.impl))
+        if str(key.dtype) != spec.dtype:
+            raise ValueError(f"{spec.impl} is not the implementation of {spec.dtype}")
+    if spec.kind == "text":
+        _to_text(spec)
+    return spec
+
+
+def is_stored(leaf: LeafSpec) -> bool:
+    """Return whether a leaf is an array on disk, beside the record."""
+    # Orbax does not save arrays without elements.
+    return leaf.kind not in ("object", "text") and 0 not in leaf.shape
+
+
+def stored_shape(leaf: LeafSpec) -> tuple[int, ...]:
+    """Return the shape of a leaf's array on disk."""
+    if leaf.kind != "key":
+        return tuple(leaf.shape)
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf.impl)))
+    return (*leaf.shape, *key.shape)
+
+
+def stored_dtypes(leaf: LeafSpec) -> tuple[str, ...]:
+    """Return the dtypes that a leaf's array on disk may have."""
+    if leaf.kind == "key":
+        return ("uint32",)
+    if leaf.kind == "number":
+        return _NUMBERS.get(leaf.dtype, sum(_NUMBERS.values(), ()))
+    # Orbax does not support all fp8 and int4 dtypes.
+    is_small = np.dtype(leaf.dtype).kind == "V" and np.dtype(leaf.dtype).itemsize == 1
+    return (leaf.dtype, "uint8") if is_small else (leaf.dtype,)
+
+
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     """Return a dict of key path to leaf, and the structure of the tree."""
     leaves, structure = jax.tree.flatten_with_path(tree)
@@ -115,12 +166,17 @@ def check_compatible(
 
 def _matches(saved: LeafSpec, wanted: LeafSpec) -> bool:
     """Return whether a leaf can be restored without a cast."""
-    if saved.shape != wanted.shape or saved.dtype == wanted.dtype:
-        return saved.shape == wanted.shape
+    if saved.shape != wanted.shape:
+        return False
+    if saved.kind == wanted.kind:
+        return saved.dtype == wanted.dtype
     # A Python number matches arrays of its kind, of any width.
     if {saved.kind, wanted.kind} != {"number", "array"}:
         return False
-    return _number_kind(np.dtype(saved.dtype)) == _number_kind(np.dtype(wanted.dtype))
+    number, array = sorted((saved, wanted), key=lambda leaf: leaf.kind == "array")
+    if number.dtype not in _NUMBERS:  # of a subclass
+        return False
+    return _number_kind(np.dtype(number.dtype)) == _number_kind(np.dtype(array.dtype))
 
 
 def is_castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
@@ -167,22 +223,12 @@ def sharding_of(target: Any) -> Any:
     return getattr(target, "sharding", None)
 
 
-def empty_array(saved: LeafSpec, target: Any) -> Any:
-    """Return the array of a leaf without elements; None if the leaf has elements."""
-    if 0 not in saved.shape:
-        return None
-    is_key = saved.kind == "key"
-    data = jax.eval_shape(jax.random.key_data, target) if is_key else saved
-    return np.zeros(data.shape, data.dtype)
-
-
 def to_target(array: Any, saved: LeafSpec, target: Any, where: str) -> Any:
     """Convert a restored leaf to the target: an array, a number, text or an object."""
     if saved.kind == "object":
         return target
-    if saved.text is not None:
-        is_bytes = saved.dtype == "bytes"
-        return base64.b64decode(saved.text) if is_bytes else saved.text
+    if saved.kind == "text":
+        return _to_text(saved)
     if not trees.is_array(target) and saved.kind == "number":
         return array.item()
     if isinstance(target, np.ndarray | np.generic):
@@ -198,6 +244,13 @@ def to_target(array: Any, saved: LeafSpec, target: Any, where: str) -> Any:
         return jax.random.wrap_key_data(array, impl=saved.impl)
     is_weak = saved.weak_type if saved.kind == "array" else describe(target).weak_type
     return compat.weakly_typed(array) if is_weak else array
+
+
+def _to_text(spec: LeafSpec) -> str | bytes:
+    text = spec.text
+    if type(text) is not str or spec.dtype not in ("str", "bytes"):
+        raise ValueError(f"malformed text: {spec}")
+    return base64.b64decode(text, validate=True) if spec.dtype == "bytes" else text
 
 
 def _number_kind(dtype: Any) -> Any:

@@ -104,6 +104,14 @@ def describe_loss_scales(tree: Any) -> dict[str, dict[str, Any]]:
     return described
 
 
+def parse_loss_scales(saved: Any) -> dict[str, Any]:
+    """Return the loss scales in a record; any exception means that it is malformed."""
+    for path, loss_scale in saved.items():
+        if type(_kind(loss_scale)) is not str:
+            raise ValueError(f"malformed: {path}")
+    return saved
+
+
 def check_loss_scales(saved: Any, wanted: Any, where: str) -> None:
     """Raise if two loss scales at the same path have different state."""
     for path in sorted(saved.keys() & wanted.keys()):

@@ -1,60 +1,53 @@
-"""The contents of a checkpoint: arrays, and a record with the spec of each leaf.
+"""The record of a checkpoint: JSON with the spec of each leaf.
 
-The record has a checksum of each array that one process can address. The checksums are
-computed while Orbax writes the arrays, and the record is written last.
+It has a checksum of each array that one process can address.
 """
 
-import concurrent.futures
 import dataclasses
 import json
 import warnings
 import zlib
-from collections.abc import Callable
-from typing import Any
-from urllib.parse import quote
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+from etils import epath
 
-from jmp_lite._src.checkpoint.checksum import crc32
-from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten
-from jmp_lite._src.checkpoint.loss_scales import describe_loss_scales
+from jmp_lite._src.checkpoint.leaves import (
+    LeafSpec,
+    describe,
+    flatten,
+    is_stored,
+    parse_spec,
+)
+from jmp_lite._src.checkpoint.loss_scales import (
+    describe_loss_scales,
+    parse_loss_scales,
+)
 from jmp_lite._src.reports import summarize
 
 _FORMAT = 1
 
 
-class RecordHandler(ocp.JsonCheckpointHandler):
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+class Encoded(NamedTuple):
+    """A state as it is saved, by key path."""
 
-    async def async_save(
-        self, directory: Any, item: Any = None, args: Any = None
-    ) -> Any:
-        self._record = self._thread.submit(args.make)
-
-    def finalize(self, directory: Any) -> None:
-        """Write the record; Orbax calls this after all other items are written."""
-        record = ocp.args.JsonSave(self._record.result())
-        ocp.JsonCheckpointHandler().save(directory, args=record)
-
-    def close(self) -> None:
-        self._thread.shutdown()
+    arrays: dict[str, Any]
+    on_host: dict[str, np.ndarray]  # those that this process can address
+    leaves: dict[str, LeafSpec]
+    loss_scales: dict[str, Any]
 
 
-@ocp.args.register_with_handler(RecordHandler, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class RecordSave(ocp.args.CheckpointArgs):
-    make: Callable[[], dict[str, Any]]  # returns the record
+class Record(NamedTuple):
+    """What a record holds, by key path."""
+
+    leaves: dict[str, LeafSpec]
+    loss_scales: dict[str, Any]
 
 
-def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
-    """Return the arrays of a state by stored name, and a function for its record.
-
-    Warns of leaves that are not saved, but for functions.
-    """
+def encode(state: Any) -> Encoded:
+    """Return a state as it is saved; warn of lost leaves, but for functions."""
     arrays, leaves, on_host, lost = {}, {}, {}, []
     for path, x in flatten(state)[0].items():
         leaf = describe(x)
@@ -64,52 +57,53 @@ def encode(state: Any) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
         if is_stored(leaf):
             if not isinstance(x, jax.Array) or x.is_fully_addressable:
                 x = on_host[path] = _as_bytes(x, path)
-            arrays[stored_name(path)] = x
+            arrays[path] = x
         leaves[path] = leaf
         if leaf.kind == "object" and not callable(x):
             lost.append(f"{path} (a {type(x).__name__})")
-    loss_scales = describe_loss_scales(state)
     if lost:
         warnings.warn(
             f"{summarize(lost)} is not saved: `restore` takes it from `like`. Numbers, "
             "strings, bytes and arrays of numbers are saved.",
             stacklevel=3,
         )
-
-    def make_record() -> dict[str, Any]:
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            sums = dict(zip(on_host, threads.map(crc32, on_host.values()), strict=True))
-        record = {
-            "format": _FORMAT,
-            "leaves": {
-                path: dataclasses.asdict(leaf) | {"crc32": sums.get(path)}
-                for path, leaf in leaves.items()
-            },
-            "loss_scales": loss_scales,
-        }
-        return {**record, "crc32": _crc32_of_record(record)}
-
-    return arrays, make_record
+    return Encoded(arrays, on_host, leaves, describe_loss_scales(state))
 
 
-def read_record(path: Any) -> dict[str, Any]:
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        record = checkpointer.restore(path / "record", args=ocp.args.JsonRestore())
+def write(path: epath.Path, encoded: Encoded, checksums: Iterable[int]) -> None:
+    """Write a record; the checksums are those of the arrays on the host."""
+    sums = dict(zip(encoded.on_host, checksums, strict=True))
+    record = {
+        "format": _FORMAT,
+        "leaves": {
+            path: dataclasses.asdict(leaf) | {"crc32": sums.get(path)}
+            for path, leaf in encoded.leaves.items()
+        },
+        "loss_scales": encoded.loss_scales,
+    }
+    (path / "record").mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**record, "crc32": _crc32_of_record(record)})
+    (path / "record" / "metadata").write_text(text)
+
+
+def is_record(path: epath.Path) -> bool:
+    """Return whether a checkpoint has a record, of any format, that can be read."""
+    try:
+        record = _load(path)
+    except (OSError, ValueError, RecursionError):  # ValueError: not JSON, or not text
+        return False
+    return isinstance(record, dict) and {"format", "leaves"} <= record.keys()
+
+
+def read(path: epath.Path) -> Record:
+    """Return the record of a checkpoint; any exception means that it is damaged."""
+    record = _load(path)
     if record.pop("crc32") != _crc32_of_record(record):
         raise ValueError("the record does not match its checksum")
     if record["format"] != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}, got {record['format']}")
-    return record
-
-
-def stored_name(path: str) -> str:
-    # The store does not distinguish "a/" and "a".
-    return "/".join(quote(part, safe=" ") or "%" for part in path.split("/"))
-
-
-def is_stored(leaf: LeafSpec) -> bool:
-    # Orbax does not save arrays without elements.
-    return leaf.kind not in ("object", "text") and 0 not in leaf.shape
+    leaves = {name: parse_spec(leaf) for name, leaf in record["leaves"].items()}
+    return Record(leaves, parse_loss_scales(record["loss_scales"]))
 
 
 def _as_bytes(x: Any, path: str) -> np.ndarray:
@@ -120,6 +114,10 @@ def _as_bytes(x: Any, path: str) -> np.ndarray:
     if array.dtype.kind == "V" and array.dtype.itemsize == 1:
         array = array.view(np.uint8)  # Orbax does not support all fp8 and int4 dtypes
     return array.astype(array.dtype.newbyteorder("="), copy=False)  # as it is read
+
+
+def _load(path: epath.Path) -> Any:
+    return json.loads((path / "record" / "metadata").read_text())
 
 
 def _crc32_of_record(record: dict[str, Any]) -> int:

@@ -1,0 +1,142 @@
+"""The lock for writing to a folder, for all processes of a program.
+
+`save` holds a lock (`flock`) on the file `.writer` in the folder. The operating system
+releases it when the process ends for any reason. It excludes other threads and
+processes on this machine, and on other hosts if the file system shares locks between
+hosts, as NFS does. There is no lock on object stores (`gs://`) and on Windows.
+"""
+
+import contextlib
+import datetime
+import os
+import platform
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jmp_lite._src.checkpoint.folder import is_local
+
+if sys.platform != "win32":
+    import fcntl
+
+_LOCK = ".writer"
+_OWNER = "process "  # how the text of a lock file begins
+
+
+def on_first_process(act: Callable[[], None]) -> None:
+    """Call a function in the first process while the others wait."""
+    if jax.process_count() == 1:
+        act()
+        return
+    ocp.multihost.sync_global_processes("jmp_lite_checkpoint")
+    error, text = None, ""
+    if jax.process_index() == 0:
+        try:
+            act()
+        except Exception as raised:
+            error, text = raised, f"{type(raised).__name__}: {raised}"
+    codes = np.zeros(2000, np.int32)
+    codes[: len(text)] = [ord(letter) for letter in text[: codes.size]]
+    codes = np.asarray(multihost_utils.broadcast_one_to_all(codes))
+    if error is not None:
+        raise error
+    if codes.any():
+        text = "".join(map(chr, codes[codes > 0]))
+        raise RuntimeError(f"The first process could not save: {text}")
+
+
+@contextlib.contextmanager
+def writer_lock(root: epath.Path) -> Iterator[None]:
+    """Create a folder and hold its lock, for all processes of this program."""
+    path, held = os.path.join(root, _LOCK), []
+
+    def acquire():
+        root.mkdir(parents=True, exist_ok=True)
+        if sys.platform != "win32" and is_local(root):
+            held.append(_lock(path))
+
+    def release():
+        while held:
+            if (descriptor := held.pop()) is None:
+                continue
+            if _is_at(path, descriptor):  # a user may have removed it
+                os.unlink(path)  # before the lock is released
+            os.close(descriptor)
+
+    on_first_process(acquire)
+    try:
+        yield
+    except BaseException:
+        release()  # without synchronisation: other processes may not have failed
+        raise
+    on_first_process(release)
+
+
+def _lock(path: str) -> int | None:
+    """Lock a file and return its descriptor, or None if locks are not supported."""
+    while True:
+        descriptor = _open(path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 1000).decode(errors="replace")
+            os.close(descriptor)
+            raise RuntimeError(
+                f"Another program or thread is saving into {os.path.dirname(path)}: "
+                f"{owner or 'it has just started'}. Only one writer at a time: wait "
+                "for it, or use a separate folder for each run."
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            warnings.warn(
+                f"Cannot lock {path} ({error}): two programs that save there at the "
+                "same time would remove each other's steps.",
+                stacklevel=2,
+            )
+            return None
+        # The previous owner may have removed the file after it was opened here.
+        if _is_at(path, descriptor):
+            break
+        os.close(descriptor)
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    with contextlib.suppress(OSError):  # the disk is full: locked without a name
+        os.truncate(descriptor, 0)
+        owner = f"{_OWNER}{os.getpid()} on {platform.node()}, since {now}"
+        os.pwrite(descriptor, owner.encode(), 0)
+    return descriptor
+
+
+def _open(path: str) -> int:
+    """Open the lock file, which may exist; raise if it is not one of ours."""
+    with contextlib.ExitStack() as undo:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError:
+            if not (os.path.islink(path) or os.path.isdir(path)):
+                raise  # such as a folder without permission to write
+        else:
+            undo.callback(os.close, descriptor)
+            info = os.fstat(descriptor)
+            if stat.S_ISREG(info.st_mode) and info.st_nlink < 2:
+                start = os.pread(descriptor, len(_OWNER), 0)
+                if start in (b"", _OWNER.encode()):
+                    undo.pop_all()
+                    return descriptor
+    raise ValueError(
+        f"{path} is not a lock file of jmp_lite, or it is a link: save would write to "
+        "it. Move it away, or save to another folder."
+    )
+
+
+def _is_at(path: str, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
