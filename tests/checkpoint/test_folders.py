@@ -158,7 +158,7 @@ def test_a_link_to_a_step_is_refused(tmp_path: Path) -> None:
         ):
             assert refusal(use) == (
                 f"{run / name} is a link, and jmp_lite follows none in a folder of "
-                "checkpoints: put a copy in its place, or give the link another name."
+                "checkpoints: put a copy in its place."
             )
         assert contents(tmp_path) == before
         (run / name).unlink()
@@ -194,7 +194,7 @@ def test_the_folder_itself_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
     for folder in (tmp_path / "lost", tmp_path / "lost" / "run"):
         text = refusal(checkpoint.save, folder, {"x": 3}, step=3)
-        assert text.endswith(f"{tmp_path / 'lost'} is not a folder.")
+        assert text.endswith(f"{tmp_path / 'lost'} is no folder.")
 
 
 @pytest.mark.parametrize("place", [os.symlink, os.link, shutil.copy, "folder", "fifo"])
@@ -223,14 +223,12 @@ def test_a_lock_that_links_to_nothing_makes_no_file(tmp_path: Path) -> None:
     assert names(tmp_path) == [".writer"]
 
 
-@pytest.mark.parametrize("is_link", [False, True])
-def test_the_place_for_saving_is_a_folder(is_link: bool, tmp_path: Path) -> None:
+def test_the_place_for_saving_is_no_link(tmp_path: Path) -> None:
     run, outside = tmp_path / "run", note(tmp_path / "outside" / "notes.txt").parent
     saving = run / ".jmp_lite_saving"
     run.mkdir()
-    saving.symlink_to(outside) if is_link else note(saving)
-    text = refusal(checkpoint.save, run, {"x": 2}, step=1)
-    assert text == f"{saving} is not a folder of jmp_lite: move it away."
+    saving.symlink_to(outside)
+    assert f"{saving} is a link" in refusal(checkpoint.save, run, {"x": 2}, step=1)
     assert names(outside) == ["notes.txt"] and names(run) == [saving.name]
 
 
@@ -243,7 +241,7 @@ def test_a_path_that_orbax_takes_for_a_pattern_is_refused(
     name: str, below: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / name / below
-    text = f"Expected a path without *, ? and [, got {folder}: Orbax takes them for a "
+    text = f"valid Unicode without \\ * ? [, got {str(folder)!r}: Orbax would take it "
     with_names = {"x": jnp.ones(2)}
     assert text in refusal(checkpoint.save, folder, with_names, step=1)
     assert names(tmp_path) == []
@@ -260,13 +258,13 @@ def test_a_path_that_orbax_takes_for_another_is_refused(
     name: str, below: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / name / below
-    for use in (
-        lambda: checkpoint.save(folder, {"x": jnp.ones(2)}, step=1),
-        lambda: checkpoint.restore(folder, {"x": jnp.ones(2)}),
-        lambda: checkpoint.latest_step(folder),
+    for refused, use in (
+        ("\\ * ? [", lambda: checkpoint.save(folder, {"x": jnp.ones(2)}, step=1)),
+        ("\\", lambda: checkpoint.restore(folder, {"x": jnp.ones(2)})),
+        ("\\", lambda: checkpoint.latest_step(folder)),
     ):
         assert refusal(use) == (
-            "Expected a path of valid Unicode without backslashes, got "
+            f"Expected a path of valid Unicode without {refused}, got "
             f"{os.fspath(folder)!r}: Orbax would take it for another folder. Use "
             "another name."
         )
@@ -277,10 +275,10 @@ def test_no_path_is_not_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = 'Expected the path of a folder, got "": "." is the working one.'
-    assert refusal(checkpoint.save, "", {"x": 1}, step=1) == text
-    assert refusal(checkpoint.restore, "", LIKE) == text
-    assert refusal(checkpoint.latest_step, "") == text
+    text = ", got '': Orbax would take it for another folder"
+    assert text in refusal(checkpoint.save, "", {"x": 1}, step=1)
+    assert text in refusal(checkpoint.restore, "", LIKE)
+    assert text in refusal(checkpoint.latest_step, "")
     assert names(tmp_path) == []
     checkpoint.save(".", {"x": 1}, step=1)
     assert names(tmp_path) == ["1"]

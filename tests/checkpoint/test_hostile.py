@@ -18,7 +18,6 @@ import pytest
 import tensorstore as ts
 from checkpoints import names, over_devices, refusal
 
-import jmp_lite as jmp
 from jmp_lite import checkpoint
 from jmp_lite._src.optimizers.low_precision_state import compress
 
@@ -28,7 +27,6 @@ STATE = {
     "n": 3,
     "text": "text",
     "bytes": b"bytes",
-    "loss_scale": jmp.DynamicLossScale(8.0),
 }
 
 
@@ -125,31 +123,15 @@ MALFORMED: dict[str, Callable[[Any], Any]] = {
     "a number": lambda record: 5,
     "empty": lambda record: {},
     "no leaves": lambda record: record.pop("leaves") and None,
-    "no loss scales": lambda record: record.pop("loss_scales") and None,
     "no format": lambda record: record.pop("format") and None,
     "leaves in a list": lambda record: record | {"leaves": [*record["leaves"]]},
     "leaves are null": lambda record: record | {"leaves": None},
-    "loss scales in a list": lambda record: record | {"loss_scales": ["loss_scale"]},
-    "loss scales are null": lambda record: record | {"loss_scales": None},
     "another format": lambda record: record | {"format": "1"},
     "a leaf is null": lambda record: record["leaves"].update(w=None),
     "a leaf is a list": lambda record: record["leaves"].update(w=[]),
     "a leaf is empty": lambda record: record["leaves"].update(w={}),
     "a leaf has a field more": set_leaf("w", color="red"),
     "no kind": lambda record: record["leaves"]["w"].pop("kind") and None,
-    "a loss scale is null": lambda record: record["loss_scales"].update(
-        loss_scale=None
-    ),
-    "a loss scale is empty": lambda record: record["loss_scales"].update(loss_scale={}),
-    "no settings": lambda record: (
-        record["loss_scales"]["loss_scale"].pop("settings") and None
-    ),
-    "settings are null": lambda record: record["loss_scales"]["loss_scale"].update(
-        settings=None
-    ),
-    "hysteresis is text": lambda record: record["loss_scales"]["loss_scale"].update(
-        settings={"hysteresis": "text"}
-    ),
     "a text is null": set_leaf("text", text=None),
     "a text is a number": set_leaf("text", text=5),
     "bytes are no base64": set_leaf("bytes", text="%"),

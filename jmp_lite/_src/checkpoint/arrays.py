@@ -1,14 +1,14 @@
 """The arrays of a checkpoint: Orbax writes them, and tensorstore reads them.
 
-Orbax stores a flat dict of arrays in its folder `state`, in zarr format. tensorstore,
-which Orbax is built on, opens an array before it allocates memory for its numbers: so
-shapes and dtypes are compared with the record first. An array that spans processes is
-written and read in shards, each by its own process.
+Orbax stores a flat dict of arrays in zarr format. tensorstore, which Orbax is built on,
+opens an array before it allocates memory for its numbers: so the shape and the dtype
+are compared with the record first. Of an array that spans processes, each process
+writes and reads its own shards.
 """
 
 import logging
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -19,7 +19,7 @@ import tensorstore as ts
 from etils import epath
 
 from jmp_lite._src.checkpoint.folder import is_local
-from jmp_lite._src.checkpoint.leaves import LeafSpec, stored_dtypes, stored_shape
+from jmp_lite._src.checkpoint.leaves import LeafSpec, sharding_of, stored_as
 from jmp_lite._src.reports import summarize
 
 
@@ -48,10 +48,10 @@ def write(path: epath.Path, arrays: Mapping[str, Any]) -> None:
     registry = types.create_type_handler_registry(
         (np.ndarray, numpy_handler), (jax.Array, types.get_type_handler(jax.Array))
     )
-    named = {_name(path): array for path, array in arrays.items()}
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=True, use_zarr3=False, type_handler_registry=registry
     )
+    named = {_name(path): array for path, array in arrays.items()}
     log = logging.getLogger("absl")
     log.addFilter(_is_not_of_a_thread)
     try:
@@ -82,44 +82,41 @@ class Store:
         self._kvstore = {"driver": "ocdbt", "base": base, "cache_pool": pool}
         self._context = ts.Context({pool: {"total_bytes_limit": 100_000_000}})
 
-    def check_names(self, paths: Collection[str]) -> None:
-        """Raise if one of these arrays is not there."""
-        if paths:
-            found = ts.KvStore.open(self._kvstore, context=self._context).result()
-            keys = {key.decode() for key in found.list().result()}
-            lost = [path for path in paths if f"{_name(path)}/.zarray" not in keys]
+    def check_names(self, leaves: Mapping[str, LeafSpec]) -> None:
+        """Raise if the array of a leaf cannot be found."""
+        stored = [path for path, leaf in leaves.items() if leaf.is_stored]
+        if stored:
+            store = ts.KvStore.open(self._kvstore, context=self._context).result()
+            names = set(store.list().result())
+            lost = [x for x in stored if f"{_name(x)}/.zarray".encode() not in names]
             if lost:
                 raise ValueError(f"{summarize(lost)} cannot be read back")
 
-    def open(self, path: str, leaf: LeafSpec) -> ts.TensorStore:
-        """Open an array without reading it; raise if it is not that of the leaf."""
+    def read(self, path: str, leaf: LeafSpec, target: Any) -> Any:
+        """Read an array: one of jax if it spans processes, else one of NumPy."""
         spec = {
             "driver": "zarr",
             "kvstore": {**self._kvstore, "path": f"{_name(path)}/"},
             "fill_missing_data_reads": False,
         }
-        array = ts.open(spec, open=True, read=True, context=self._context).result()
-        dtype, shape = array.dtype.name, stored_shape(leaf)
-        chunk = array.chunk_layout.read_chunk.shape or ()  # no chunk of a scalar
-        if dtype not in stored_dtypes(leaf) or array.shape != shape:
+        stored = ts.open(spec, open=True, read=True, context=self._context).result()
+        shape, dtypes = stored_as(leaf, target)
+        chunk = stored.chunk_layout.read_chunk.shape or ()  # a scalar has none
+        if stored.shape != shape or stored.dtype.name not in dtypes:
             raise ValueError(
-                f"{path} is {leaf} by the record, but stored as {dtype}"
-                f"{list(array.shape)}"
+                f"{path} is {leaf} by the record, but stored as {stored.dtype.name}"
+                f"{list(stored.shape)}"
             )
         if any((part or 0) > whole for part, whole in zip(chunk, shape, strict=True)):
             raise ValueError(f"{path} has chunks of shape {list(chunk)}")
-        return array
-
-    def read(self, path: str, leaf: LeafSpec, sharding: Any) -> Any:
-        """Read an array: one of jax if it spans processes, else one of NumPy."""
-        stored = self.open(path, leaf)
 
         def read(index: Any) -> np.ndarray:
             array = np.asarray(stored[index].read().result())
             return array.view(leaf.dtype) if leaf.kind == "array" else array
 
+        sharding = sharding_of(target)
         if sharding is not None and not sharding.is_fully_addressable:
-            return jax.make_array_from_callback(stored.shape, sharding, read)
+            return jax.make_array_from_callback(shape, sharding, read)
         array = read(...)
         if leaf.crc32 not in (None, crc32(array)):
             raise ValueError(f"{path} does not match its checksum")

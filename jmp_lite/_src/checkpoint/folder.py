@@ -13,7 +13,6 @@ Google Cloud Storage cannot rename a folder: a checkpoint is written in place th
 is complete when it has the file `commit_success.txt`, as Orbax' own.
 """
 
-import glob
 import os
 import re
 from typing import Any
@@ -27,7 +26,6 @@ from jmp_lite._src.reports import summarize
 _SAVING = ".jmp_lite_saving"
 _COMMIT = "commit_success.txt"
 _NAME = re.compile(r"(replaced_)?(0|[1-9][0-9]*)")
-_LAST = 2**63 - 1  # the largest step
 
 
 def resolve_folder(
@@ -39,29 +37,21 @@ def resolve_folder(
             f"Expected the path of a folder first, got {type(folder).__name__}: write "
             "save(folder, state), restore(folder, like)."
         )
-    if not os.fspath(folder):
-        raise ValueError(
-            'Expected the path of a folder, got "": "." is the working one.'
-        )
     root = epath.Path(folder).expanduser()
-    text = root.as_posix()
-    if "\\" in text or "\0" in text or text != text.encode(errors="replace").decode():
+    text = root.as_posix() if os.fspath(folder) else ""  # "" is no name of "."
+    refused = "\\*?[" if to_save else "\\"  # Orbax takes *, ? and [ for a pattern
+    is_unicode = text.encode(errors="replace").decode() == text
+    if not text or not is_unicode or {*refused, "\0"} & {*text}:
         raise ValueError(
-            f"Expected a path of valid Unicode without backslashes, got {text!r}: "
-            "Orbax would take it for another folder. Use another name."
-        )
-    if to_save and glob.escape(text) != text:
-        raise ValueError(
-            f"Expected a path without *, ? and [, got {root}: Orbax takes them for a "
-            "pattern of names. Use another name."
+            f"Expected a path of valid Unicode without {' '.join(refused)}, got "
+            f"{text!r}: Orbax would take it for another folder. Use another name."
         )
     if is_local(root):
         root = root.absolute()  # it would turn a URL into a local path
         there = next(path for path in (root, *root.parents) if _is_there(path))
         if not there.is_dir():
             raise ValueError(
-                f"Expected a folder for checkpoints, got {root}: {there} is not a "
-                "folder."
+                f"Expected a folder for checkpoints, got {root}: {there} is no folder."
             )
     return root
 
@@ -77,7 +67,7 @@ def step_number(step: Any) -> int:
             "replicated state (pmap) has one step per device. Pass step=, or the state "
             "of one device."
         )
-    if number.dtype.kind not in "iuf" or not 0 <= number <= _LAST:
+    if number.dtype.kind not in "iuf" or not 0 <= number < 2**63:
         raise ValueError(
             f"Expected a step of at least 0, got {step}: pass step=, below 2**63, or a "
             "state with a field step."
@@ -91,16 +81,10 @@ def steps(root: epath.Path) -> dict[int, epath.Path]:
     """Return the checkpoints in a folder, damaged ones too, by step."""
     found = {}
     for path in sorted(root.iterdir()) if root.is_dir() else ():
-        name = _NAME.fullmatch(path.name)
-        if name is None:
-            continue
-        if os.path.islink(path):
-            raise ValueError(
-                f"{path} is a link, and jmp_lite follows none in a folder of "
-                "checkpoints: put a copy in its place, or give the link another name."
-            )
-        if _holds_record(path):
-            found.setdefault(int(name[2]), path)  # "7" is before "replaced_7"
+        if name := _NAME.fullmatch(path.name):
+            _refuse_link(path)
+            if _holds_record(path):
+                found.setdefault(int(name[2]), path)  # "7" is before "replaced_7"
     return found
 
 
@@ -119,35 +103,10 @@ def find_step(root: epath.Path, step: int | None) -> tuple[epath.Path, int]:
     step = max(found) if step is None else step_number(step)
     if step not in found:
         raise ValueError(f"There is no step {step} in {root}: it has {sorted(found)}.")
-    path = found[step]
-    for parent, folders, files in os.walk(path):  # nothing, if it is a URL
+    for parent, folders, files in os.walk(found[step]):  # nothing, of a URL
         for name in folders + files:
-            if os.path.islink(os.path.join(parent, name)):
-                raise ValueError(
-                    f"{os.path.join(parent, name)} is a link, and jmp_lite follows "
-                    "none in a checkpoint: put a copy in its place."
-                )
-    return path, step
-
-
-def check_save(root: epath.Path, step: int) -> None:
-    """Raise if a step cannot be saved without loss of what is in the folder."""
-    newest = max(steps(root), default=-1)
-    if step < newest:
-        raise ValueError(
-            f"Step {step} is older than step {newest}, the newest in {root}. Save "
-            "to another folder, or remove the later steps."
-        )
-    for name in (str(step), f"replaced_{step}"):
-        path = root / name
-        if _is_there(path) and not (_is_empty(path) or _is_ours(path)):
-            raise ValueError(
-                f"{path} holds no record of jmp_lite that can be read: save would "
-                "replace it. Move it away, or save to another folder."
-            )
-    saving = root / _SAVING
-    if _is_there(saving) and (os.path.islink(saving) or not saving.is_dir()):
-        raise ValueError(f"{saving} is not a folder of jmp_lite: move it away.")
+            _refuse_link(os.path.join(parent, name))
+    return found[step], step
 
 
 def place_to_save(root: epath.Path, step: int) -> epath.Path:
@@ -156,7 +115,20 @@ def place_to_save(root: epath.Path, step: int) -> epath.Path:
 
 
 def prepare(root: epath.Path, step: int) -> None:
-    """Remove what an interrupted save has left, and make room for a step."""
+    """Make room for a step; raise if something would be lost."""
+    newest = max(steps(root), default=-1)
+    if step < newest:
+        raise ValueError(
+            f"Step {step} is older than step {newest}, the newest in {root}. Save "
+            "to another folder, or remove the later steps."
+        )
+    for path in (root / str(step), root / f"replaced_{step}"):
+        if _is_there(path) and not (_is_empty(path) or _is_ours(path)):
+            raise ValueError(
+                f"{path} holds no record of jmp_lite that can be read: save would "
+                "replace it. Move it away, or save to another folder."
+            )
+    _refuse_link(root / _SAVING)
     clear(root, step)
     place_to_save(root, step).parent.mkdir(exist_ok=True)
     _recover_replaced(root)
@@ -199,8 +171,15 @@ def _is_there(path: epath.Path) -> bool:
 
 
 def _is_empty(path: epath.Path) -> bool:
-    is_folder = path.is_dir() and not os.path.islink(path)
-    return is_folder and next(iter(path.iterdir()), None) is None
+    return path.is_dir() and next(iter(path.iterdir()), None) is None
+
+
+def _refuse_link(path: str | epath.Path) -> None:
+    if os.path.islink(path):
+        raise ValueError(
+            f"{path} is a link, and jmp_lite follows none in a folder of checkpoints: "
+            "put a copy in its place."
+        )
 
 
 def _holds_record(path: epath.Path) -> bool:
@@ -230,17 +209,13 @@ def _set_aside(path: epath.Path) -> None:
 
 def _recover_replaced(root: epath.Path) -> None:
     """Remove replaced checkpoints, or restore one whose replacement is incomplete."""
-    for old in sorted(root.iterdir()):
-        name = _NAME.fullmatch(old.name)
-        if name is None or name[1] is None or not _is_ours(old):
-            continue
-        path = root / name[2]
-        if _is_empty(path):
-            path.rmdir()
-        if not _is_there(path):
-            old.rename(path)
-        elif _is_ours(path):
-            _remove(old)
+    for old in sorted(root.glob("replaced_*")):
+        path = root / old.name.removeprefix("replaced_")
+        if _NAME.fullmatch(old.name) and _is_ours(old):
+            if not _is_there(path):
+                old.rename(path)
+            elif _is_ours(path):
+                _remove(old)
 
 
 def _remove(path: epath.Path) -> None:

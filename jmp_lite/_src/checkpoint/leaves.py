@@ -1,7 +1,4 @@
-"""Leaves of a state: their specs, compatibility checks and conversions.
-
-A spec can be stored as JSON. This module does not depend on Orbax.
-"""
+"""Leaves of a state: their specs, compatibility checks and conversions."""
 
 import base64
 import dataclasses
@@ -11,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, trees
+from jmp_lite._src import compat, trees
 from jmp_lite._src.reports import summarize
 
-_KINDS = ("array", "key", "number", "text", "object")
-_NUMBERS = {  # of Python -> dtypes on disk
-    "bool": ("bool",),
-    "int": ("int64", "uint64"),
-    "float": ("float64",),
-    "complex": ("complex128",),
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+# Numbers of Python: the dtypes of their kind, and those on disk.
+_NUMBERS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "bool": (jnp.bool_, ("bool",)),
+    "int": (jnp.integer, ("int64", "uint64")),
+    "float": (jnp.floating, ("float64",)),
+    "complex": (jnp.complexfloating, ("complex128",)),
 }
 
 
@@ -67,6 +65,11 @@ class LeafSpec:
             return f"{self.dtype}{self.shape}"
         return f"a Python {self.dtype}" if self.dtype else "no array"
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is an array on disk. Orbax does not save one without elements."""
+        return self.kind not in ("object", "text") and 0 not in self.shape
+
 
 def describe(x: Any) -> LeafSpec:
     """Return the spec of a leaf: an array, `ShapeDtypeStruct` or donated array."""
@@ -79,54 +82,11 @@ def describe(x: Any) -> LeafSpec:
         return LeafSpec("number", type(x).__name__) if is_number else LeafSpec("object")
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return LeafSpec("key", str(x.dtype), list(x.shape))
-    if _number_kind(x.dtype) is None:  # NumPy's strings and objects, and float0
-        return LeafSpec("object")
+    if not any(jnp.issubdtype(x.dtype, kind) for kind, _ in _NUMBERS.values()):
+        return LeafSpec("object")  # NumPy's strings and objects, and float0
     is_weak = bool(getattr(x, "weak_type", False))
     name = np.dtype(x.dtype).newbyteorder("=").name
     return LeafSpec("array", name, list(x.shape), is_weak)
-
-
-def parse_spec(saved: Any) -> LeafSpec:
-    """Return the spec in a record; any exception means that it is malformed."""
-    spec = LeafSpec(**saved)
-    are_sizes = all(type(size) is int and size >= 0 for size in spec.shape)
-    types = type(spec.dtype), type(spec.shape)
-    if spec.kind not in _KINDS or types != (str, list) or not are_sizes:
-        raise ValueError(f"malformed: {saved}")
-    if spec.kind == "array" and _number_kind(np.dtype(spec.dtype)) is None:
-        raise ValueError(f"{spec.dtype} is not a dtype of numbers")
-    if spec.kind == "key":
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=spec.impl))
-        if str(key.dtype) != spec.dtype:
-            raise ValueError(f"{spec.impl} is not the implementation of {spec.dtype}")
-    if spec.kind == "text":
-        _to_text(spec)
-    return spec
-
-
-def is_stored(leaf: LeafSpec) -> bool:
-    """Return whether a leaf is an array on disk, beside the record."""
-    # Orbax does not save arrays without elements.
-    return leaf.kind not in ("object", "text") and 0 not in leaf.shape
-
-
-def stored_shape(leaf: LeafSpec) -> tuple[int, ...]:
-    """Return the shape of a leaf's array on disk."""
-    if leaf.kind != "key":
-        return tuple(leaf.shape)
-    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=leaf.impl)))
-    return (*leaf.shape, *key.shape)
-
-
-def stored_dtypes(leaf: LeafSpec) -> tuple[str, ...]:
-    """Return the dtypes that a leaf's array on disk may have."""
-    if leaf.kind == "key":
-        return ("uint32",)
-    if leaf.kind == "number":
-        return _NUMBERS.get(leaf.dtype, sum(_NUMBERS.values(), ()))
-    # Orbax does not support all fp8 and int4 dtypes.
-    is_small = np.dtype(leaf.dtype).kind == "V" and np.dtype(leaf.dtype).itemsize == 1
-    return (leaf.dtype, "uint8") if is_small else (leaf.dtype,)
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
@@ -149,7 +109,8 @@ def check_compatible(
     if missing or extra:
         raise ValueError(
             f"{where} and `like` differ in structure: only the checkpoint has "
-            f"{summarize(extra)}, only `like` has {summarize(missing)}."
+            f"{summarize(extra)}, only `like` has {summarize(missing)}. Restore into "
+            "what was saved, then change it."
         )
     unlike = [path for path in wanted if not _matches(saved[path], wanted[path])]
     fixed = [path for path in unlike if not is_castable(saved[path], wanted[path])]
@@ -166,53 +127,88 @@ def check_compatible(
 
 def _matches(saved: LeafSpec, wanted: LeafSpec) -> bool:
     """Return whether a leaf can be restored without a cast."""
-    if saved.shape != wanted.shape:
-        return False
-    if saved.kind == wanted.kind:
-        return saved.dtype == wanted.dtype
+    if saved.shape != wanted.shape or saved.kind == wanted.kind:
+        return (saved.shape, saved.dtype) == (wanted.shape, wanted.dtype)
     # A Python number matches arrays of its kind, of any width.
-    if {saved.kind, wanted.kind} != {"number", "array"}:
+    number, array = (saved, wanted) if wanted.kind == "array" else (wanted, saved)
+    if (number.kind, array.kind) != ("number", "array") or number.dtype not in _NUMBERS:
         return False
-    number, array = sorted((saved, wanted), key=lambda leaf: leaf.kind == "array")
-    if number.dtype not in _NUMBERS:  # of a subclass
-        return False
-    return _number_kind(np.dtype(number.dtype)) == _number_kind(np.dtype(array.dtype))
+    return jnp.issubdtype(np.dtype(array.dtype), _NUMBERS[number.dtype][0])
 
 
 def is_castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
-    """Return whether two floating arrays have the same shape and different dtypes."""
-    if not saved.kind == wanted.kind == "array" or saved.shape != wanted.shape:
-        return False
-    both = np.dtype(saved.dtype), np.dtype(wanted.dtype)
-    return both[0] != both[1] and all(map(dtypes.is_castable, both))
+    """Return whether two floating arrays have the same shape."""
+    is_alike = (saved.kind, saved.shape) == ("array", wanted.shape)
+    return is_alike and saved.dtype in _FLOATS and wanted.dtype in _FLOATS
+
+
+def stored_as(leaf: LeafSpec, target: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the shape of a leaf's array on disk, and the dtypes it may have there."""
+    if leaf.kind == "key":
+        return jax.eval_shape(jax.random.key_data, target).shape, ("uint32",)
+    if leaf.kind == "number":
+        every = [dtype for _, names in _NUMBERS.values() for dtype in names]
+        return (), _NUMBERS.get(leaf.dtype, (None, tuple(every)))[1]
+    # Orbax does not support all fp8 and int4 dtypes.
+    is_small = np.dtype(leaf.dtype).kind == "V" and np.dtype(leaf.dtype).itemsize == 1
+    shape = target.shape if trees.is_array(target) else ()
+    return shape, (leaf.dtype, "uint8") if is_small else (leaf.dtype,)
+
+
+def decode(array: Any, leaf: LeafSpec, target: Any) -> Any:
+    """Return the value of a saved leaf; any exception means that it is damaged."""
+    if leaf.kind == "key":
+        key = jax.random.wrap_key_data(array, impl=leaf.impl)
+        if key.dtype != target.dtype:
+            raise ValueError(f"{leaf.impl} is not the implementation of {leaf.dtype}")
+        return key
+    if leaf.kind != "text":
+        return array
+    if not isinstance(leaf.text, str):
+        raise ValueError(f"expected a text, got {leaf.text}")
+    is_bytes = leaf.dtype == "bytes"
+    return base64.b64decode(leaf.text, validate=True) if is_bytes else leaf.text
+
+
+def to_target(
+    value: Any, saved: LeafSpec, target: Any, where: str
+) -> tuple[Any, Cast | None]:
+    """Convert a saved value to its counterpart in `like`; return it and its cast."""
+    if saved.kind in ("object", "text"):
+        return (target if saved.kind == "object" else value), None
+    if saved.kind == "number" and not trees.is_array(target):
+        return value.item(), None
+    wanted, cast = describe(target), None
+    if wanted.kind == "array" and value.dtype.name != wanted.dtype:
+        value, cast = cast_array(value, np.dtype(wanted.dtype), where)
+        cast = cast if saved.kind == "array" else None
+    if isinstance(target, np.ndarray | np.generic):
+        return (value if isinstance(target, np.ndarray) else value[()]), cast
+    if value.dtype != jax.dtypes.canonicalize_dtype(value.dtype, True):
+        raise ValueError(
+            f"{where} is {value.dtype}, which JAX has only with jax_enable_x64: pass a "
+            "NumPy array in `like`."
+        )
+    value = jax.device_put(value, sharding_of(target))
+    is_weak = saved.weak_type if saved.kind == "array" else wanted.weak_type
+    return (compat.weakly_typed(value) if is_weak else value), cast
 
 
 def cast_array(array: Any, dtype: Any, where: str) -> tuple[Any, Cast]:
-    """Cast a floating array, a NumPy array on the host."""
+    """Cast an array to a dtype of its kind; raise if a finite number is lost."""
     xp: Any = np if isinstance(array, np.ndarray) else jnp
-    dtype = np.dtype(dtype)
     with np.errstate(all="ignore"):
         new = array.astype(dtype)
-    overflowed = xp.isfinite(array) & ~xp.isfinite(new)
-    if overflowed.any():
-        largest = float(abs(xp.where(overflowed, array, xp.zeros_like(array))).max())
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    lost = xp.isfinite(array) & ~xp.isfinite(new) if is_inexact else new != array
+    if lost.any():
+        largest = float(abs(xp.where(lost, array, xp.zeros_like(array))).max())
         raise ValueError(
-            f"{where} overflows {dtype}: {int(overflowed.sum())} of {array.size} "
-            f"numbers, up to {largest:.6g}, would become inf. Use a wider dtype in "
-            "`like`."
+            f"{where} overflows {dtype}: {int(lost.sum())} of {array.size} numbers, up "
+            f"to {largest:.6g}. Use a wider dtype in `like`."
         )
     underflowed = int(((new == 0) & (array != 0)).sum())
-    return new, Cast(array.dtype, dtype, underflowed)
-
-
-def cast_number(array: np.ndarray, dtype: Any, where: str) -> np.ndarray:
-    """Convert a Python number, read as an array, to a dtype."""
-    if dtypes.is_castable(dtype):
-        return cast_array(array, dtype, where)[0]
-    try:
-        return np.asarray(array.item(), dtype)
-    except OverflowError:
-        raise ValueError(f"{where} is {array}, out of range of {dtype}.") from None
+    return new, Cast(array.dtype, np.dtype(dtype), underflowed)
 
 
 def sharding_of(target: Any) -> Any:
@@ -221,38 +217,3 @@ def sharding_of(target: Any) -> Any:
     if isinstance(target, jax.Array) and not target.committed:
         return None
     return getattr(target, "sharding", None)
-
-
-def to_target(array: Any, saved: LeafSpec, target: Any, where: str) -> Any:
-    """Convert a restored leaf to the target: an array, a number, text or an object."""
-    if saved.kind == "object":
-        return target
-    if saved.kind == "text":
-        return _to_text(saved)
-    if not trees.is_array(target) and saved.kind == "number":
-        return array.item()
-    if isinstance(target, np.ndarray | np.generic):
-        return array if isinstance(target, np.ndarray) else array[()]
-    if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
-        raise ValueError(
-            f"{where} is {array.dtype}, which JAX has only with jax_enable_x64: pass a "
-            "NumPy array in `like`."
-        )
-    if isinstance(array, np.ndarray):
-        array = jax.device_put(array, sharding_of(target))
-    if saved.kind == "key":
-        return jax.random.wrap_key_data(array, impl=saved.impl)
-    is_weak = saved.weak_type if saved.kind == "array" else describe(target).weak_type
-    return compat.weakly_typed(array) if is_weak else array
-
-
-def _to_text(spec: LeafSpec) -> str | bytes:
-    text = spec.text
-    if type(text) is not str or spec.dtype not in ("str", "bytes"):
-        raise ValueError(f"malformed text: {spec}")
-    return base64.b64decode(text, validate=True) if spec.dtype == "bytes" else text
-
-
-def _number_kind(dtype: Any) -> Any:
-    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)

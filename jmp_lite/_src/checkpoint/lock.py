@@ -1,9 +1,9 @@
-"""The lock for writing to a folder, for all processes of a program.
+"""One writer in a folder, among the threads, processes and hosts that may save there.
 
 `save` holds a lock (`flock`) on the file `.writer` in the folder. The operating system
-releases it when the process ends for any reason. It excludes other threads and
-processes on this machine, and on other hosts if the file system shares locks between
-hosts, as NFS does. There is no lock on object stores (`gs://`) and on Windows.
+releases it when the process ends for any reason. It excludes other hosts if the file
+system shares locks between hosts, as NFS does. There is no lock on object stores
+(`gs://`) and on Windows.
 """
 
 import contextlib
@@ -25,9 +25,6 @@ from jmp_lite._src.checkpoint.folder import is_local
 
 if sys.platform != "win32":
     import fcntl
-
-_LOCK = ".writer"
-_OWNER = "process "  # how the text of a lock file begins
 
 
 def on_first_process(act: Callable[[], None]) -> None:
@@ -54,35 +51,25 @@ def on_first_process(act: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def writer_lock(root: epath.Path) -> Iterator[None]:
-    """Create a folder and hold its lock, for all processes of this program."""
-    path, held = os.path.join(root, _LOCK), []
-
-    def acquire():
-        root.mkdir(parents=True, exist_ok=True)
-        if sys.platform != "win32" and is_local(root):
-            held.append(_lock(path))
-
-    def release():
-        while held:
-            if (descriptor := held.pop()) is None:
-                continue
+    """Create a folder and hold its lock."""
+    root.mkdir(parents=True, exist_ok=True)
+    path, descriptor = os.path.join(root, ".writer"), None
+    if sys.platform != "win32" and is_local(root):
+        descriptor = _lock(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
             if _is_at(path, descriptor):  # a user may have removed it
                 os.unlink(path)  # before the lock is released
             os.close(descriptor)
-
-    on_first_process(acquire)
-    try:
-        yield
-    except BaseException:
-        release()  # without synchronisation: other processes may not have failed
-        raise
-    on_first_process(release)
 
 
 def _lock(path: str) -> int | None:
     """Lock a file and return its descriptor, or None if locks are not supported."""
     while True:
-        descriptor = _open(path)
+        _check_ours(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -106,33 +93,28 @@ def _lock(path: str) -> int | None:
             break
         os.close(descriptor)
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    with contextlib.suppress(OSError):  # the disk is full: locked without a name
+    with contextlib.suppress(OSError):  # the disk is full: a lock without a name
         os.truncate(descriptor, 0)
-        owner = f"{_OWNER}{os.getpid()} on {platform.node()}, since {now}"
-        os.pwrite(descriptor, owner.encode(), 0)
+        owner = f"process {os.getpid()} on {platform.node()}, since {now}"
+        os.write(descriptor, owner.encode())
     return descriptor
 
 
-def _open(path: str) -> int:
-    """Open the lock file, which may exist; raise if it is not one of ours."""
-    with contextlib.ExitStack() as undo:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError:
-            if not (os.path.islink(path) or os.path.isdir(path)):
-                raise  # such as a folder without permission to write
-        else:
-            undo.callback(os.close, descriptor)
-            info = os.fstat(descriptor)
-            if stat.S_ISREG(info.st_mode) and info.st_nlink < 2:
-                start = os.pread(descriptor, len(_OWNER), 0)
-                if start in (b"", _OWNER.encode()):
-                    undo.pop_all()
-                    return descriptor
-    raise ValueError(
-        f"{path} is not a lock file of jmp_lite, or it is a link: save would write to "
-        "it. Move it away, or save to another folder."
-    )
+def _check_ours(path: str) -> None:
+    """Raise if there is something else in the place of the lock file."""
+    try:
+        info = os.lstat(path)
+        is_ours = stat.S_ISREG(info.st_mode) and info.st_nlink == 1
+        if is_ours and info.st_size:
+            with open(path, "rb") as file:
+                is_ours = file.read(8) == b"process "
+    except FileNotFoundError:
+        return
+    if not is_ours:
+        raise ValueError(
+            f"{path} is not a lock file of jmp_lite, or it is a link: save would write "
+            "to it. Move it away, or save to another folder."
+        )
 
 
 def _is_at(path: str, descriptor: int) -> bool:

@@ -7,58 +7,34 @@ import dataclasses
 import json
 import warnings
 import zlib
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
 
-from jmp_lite._src.checkpoint.leaves import (
-    LeafSpec,
-    describe,
-    flatten,
-    is_stored,
-    parse_spec,
-)
-from jmp_lite._src.checkpoint.loss_scales import (
-    describe_loss_scales,
-    parse_loss_scales,
-)
+from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten
 from jmp_lite._src.reports import summarize
 
 _FORMAT = 1
 
 
-class Encoded(NamedTuple):
-    """A state as it is saved, by key path."""
+def encode(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arrays of a state by key path, and its record without checksums.
 
-    arrays: dict[str, Any]
-    on_host: dict[str, np.ndarray]  # those that this process can address
-    leaves: dict[str, LeafSpec]
-    loss_scales: dict[str, Any]
-
-
-class Record(NamedTuple):
-    """What a record holds, by key path."""
-
-    leaves: dict[str, LeafSpec]
-    loss_scales: dict[str, Any]
-
-
-def encode(state: Any) -> Encoded:
-    """Return a state as it is saved; warn of lost leaves, but for functions."""
-    arrays, leaves, on_host, lost = {}, {}, {}, []
+    Arrays that this process can address are of NumPy. Warns of leaves that are not
+    saved, but for functions.
+    """
+    arrays, leaves, lost = {}, {}, []
     for path, x in flatten(state)[0].items():
         leaf = describe(x)
         if leaf.kind == "key":
             leaf = dataclasses.replace(leaf, impl=str(jax.random.key_impl(x)))
             x = jax.random.key_data(x)
-        if is_stored(leaf):
-            if not isinstance(x, jax.Array) or x.is_fully_addressable:
-                x = on_host[path] = _as_bytes(x, path)
-            arrays[path] = x
-        leaves[path] = leaf
+        if leaf.is_stored:
+            on_host = not isinstance(x, jax.Array) or x.is_fully_addressable
+            arrays[path] = _as_bytes(x, path) if on_host else x
+        leaves[path] = dataclasses.asdict(leaf)
         if leaf.kind == "object" and not callable(x):
             lost.append(f"{path} (a {type(x).__name__})")
     if lost:
@@ -67,22 +43,14 @@ def encode(state: Any) -> Encoded:
             "strings, bytes and arrays of numbers are saved.",
             stacklevel=3,
         )
-    return Encoded(arrays, on_host, leaves, describe_loss_scales(state))
+    return arrays, {"format": _FORMAT, "leaves": leaves, "loss_scales": {}}  # of 0.2.0
 
 
-def write(path: epath.Path, encoded: Encoded, checksums: Iterable[int]) -> None:
-    """Write a record; the checksums are those of the arrays on the host."""
-    sums = dict(zip(encoded.on_host, checksums, strict=True))
-    record = {
-        "format": _FORMAT,
-        "leaves": {
-            path: dataclasses.asdict(leaf) | {"crc32": sums.get(path)}
-            for path, leaf in encoded.leaves.items()
-        },
-        "loss_scales": encoded.loss_scales,
-    }
+def write(path: epath.Path, record: dict[str, Any], checksums: dict[str, int]) -> None:
+    for name, checksum in checksums.items():
+        record["leaves"][name]["crc32"] = checksum
     (path / "record").mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**record, "crc32": _crc32_of_record(record)})
+    text = json.dumps({**record, "crc32": _crc32(record)})
     (path / "record" / "metadata").write_text(text)
 
 
@@ -95,15 +63,18 @@ def is_record(path: epath.Path) -> bool:
     return isinstance(record, dict) and {"format", "leaves"} <= record.keys()
 
 
-def read(path: epath.Path) -> Record:
-    """Return the record of a checkpoint; any exception means that it is damaged."""
+def read(path: epath.Path) -> dict[str, LeafSpec]:
+    """Return the specs of leaves; any exception means that the record is damaged."""
     record = _load(path)
-    if record.pop("crc32") != _crc32_of_record(record):
+    if record.pop("crc32") != _crc32(record):
         raise ValueError("the record does not match its checksum")
     if record["format"] != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}, got {record['format']}")
-    leaves = {name: parse_spec(leaf) for name, leaf in record["leaves"].items()}
-    return Record(leaves, parse_loss_scales(record["loss_scales"]))
+    leaves = {name: LeafSpec(**leaf) for name, leaf in record["leaves"].items()}
+    for leaf in leaves.values():
+        if leaf.kind == "array":
+            np.dtype(leaf.dtype)
+    return leaves
 
 
 def _as_bytes(x: Any, path: str) -> np.ndarray:
@@ -120,5 +91,5 @@ def _load(path: epath.Path) -> Any:
     return json.loads((path / "record" / "metadata").read_text())
 
 
-def _crc32_of_record(record: dict[str, Any]) -> int:
+def _crc32(record: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())

@@ -26,7 +26,6 @@ from jmp_lite._src.checkpoint import folder as folders
 from jmp_lite._src.checkpoint import leaves, low_precision
 from jmp_lite._src.checkpoint import record as records
 from jmp_lite._src.checkpoint.lock import on_first_process, writer_lock
-from jmp_lite._src.checkpoint.loss_scales import check_loss_scales, describe_loss_scales
 
 
 def save(
@@ -75,13 +74,28 @@ def save(
     step = folders.step_number(getattr(state, "step", None) if step is None else step)
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"Expected to keep at least 1 checkpoint, got keep={keep!r}.")
-    encoded = records.encode(state)
-    with writer_lock(root):
-        folders.check_save(root, step)
+    arrays, record = records.encode(state)
+    place = folders.place_to_save(root, step)
+    with contextlib.ExitStack() as lock:
+
+        def begin() -> None:
+            lock.enter_context(writer_lock(root))
+            folders.prepare(root, step)
+
+        def finish() -> None:
+            records.write(place, record, dict(zip(on_host, checksums, strict=True)))
+            on_disk.Store(place / "state").check_names(records.read(place))
+            folders.commit(root, step, keep)
+            lock.close()
+
+        on_first_process(begin)
+        on_host = {path: x for path, x in arrays.items() if isinstance(x, np.ndarray)}
         try:
-            on_first_process(lambda: folders.prepare(root, step))
-            _write(folders.place_to_save(root, step), encoded)
-            on_first_process(lambda: folders.commit(root, step, keep))
+            with ThreadPoolExecutor() as threads:  # while Orbax writes
+                checksums = threads.map(on_disk.crc32, on_host.values())
+                if arrays:  # Orbax does not save an empty tree
+                    on_disk.write(place / "state", arrays)
+            on_first_process(finish)
             return
         except Exception as error:  # Orbax and its dependencies raise different errors
             reason = _reason(error)
@@ -96,23 +110,6 @@ def save(
             f"Step {step} could not be saved in {root}: {reason}. The newest step "
             f"there is {newest}."
         )
-
-
-def _write(place: epath.Path, encoded: records.Encoded) -> None:
-    """Write a state, and read back what `restore` reads first."""
-    with ThreadPoolExecutor() as threads:
-        # While Orbax writes.
-        checksums = threads.map(on_disk.crc32, encoded.on_host.values())
-        if encoded.arrays:  # Orbax does not save an empty tree
-            on_disk.write(place / "state", encoded.arrays)
-
-    def finish() -> None:
-        records.write(place, encoded, checksums)
-        saved = records.read(place).leaves
-        stored = [path for path, leaf in saved.items() if leaves.is_stored(leaf)]
-        on_disk.Store(place / "state").check_names(stored)
-
-    on_first_process(finish)
 
 
 def latest_step(folder: str | os.PathLike[str]) -> int | None:
@@ -177,8 +174,8 @@ def restore(
 
     Raises:
       ValueError: there is no such checkpoint, or it is damaged; `folder` is invalid;
-        the structure, a shape, a dtype or the type of a loss scale differs from `like`;
-        a cast would make a finite number inf.
+        the structure, a shape or a dtype differs from `like`; a cast would make a
+        finite number inf.
       TypeError: `folder` is not a path; `cast` is not a bool.
 
     Examples:
@@ -200,23 +197,35 @@ def restore(
     root = folders.resolve_folder(folder)
     path, step = folders.find_step(root, step)
     where = f"Step {step} in {root}"
-    record = _read(lambda: records.read(path), root, step)
-    saved = record.leaves
+    saved = _read(lambda: records.read(path), root, step)
     target_tree = low_precision.like_saved(like, saved) if cast else like
     targets, structure = leaves.flatten(target_tree)
     wanted = {name: leaves.describe(target) for name, target in targets.items()}
-    check_loss_scales(record.loss_scales, describe_loss_scales(like), where)
     leaves.check_compatible(saved, wanted, where, cast=cast)
-    arrays = _read(lambda: _read_arrays(path, saved, targets), root, step)
+    store = on_disk.Store(path / "state")
+
+    def read(name: str) -> Any:
+        leaf, target = saved[name], targets[name]
+        array = None
+        if leaf.is_stored:
+            array = store.read(name, leaf, target)
+        elif leaf.kind in ("array", "key"):  # without elements
+            shape, dtypes = leaves.stored_as(leaf, target)
+            array = np.zeros(shape, dtypes[0])
+        return leaves.decode(array, leaf, target)
+
+    def read_all() -> dict[str, Any]:
+        with ThreadPoolExecutor() as threads:
+            return dict(zip(targets, threads.map(read, targets), strict=True))
+
+    values = _read(read_all, root, step)
     casts, restored = leaves.Casts(), []
     for name, target in targets.items():
-        array = arrays.pop(name)
-        place = f"{where}: {name}"
-        if leaves.is_castable(saved[name], wanted[name]):
-            array, casts[name] = leaves.cast_array(array, target.dtype, place)
-        elif (saved[name].kind, wanted[name].kind) == ("number", "array"):
-            array = leaves.cast_number(array, target.dtype, place)
-        restored.append(leaves.to_target(array, saved[name], target, place))
+        value = values.pop(name)  # one copy of each array at a time
+        x, done = leaves.to_target(value, saved[name], target, f"{where}: {name}")
+        restored.append(x)
+        if done is not None:
+            casts[name] = done
     state = jax.tree.unflatten(structure, restored)
     if cast:
         state, converted = low_precision.convert(state, like, saved, where)
@@ -244,21 +253,3 @@ def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
 def _reason(error: Exception) -> str:
     first_line = (str(error).splitlines() or [""])[0].partition(" [tensorstore_")[0]
     return f"{type(error).__name__}: {first_line}"
-
-
-def _read_arrays(
-    path: epath.Path, saved: dict[str, leaves.LeafSpec], targets: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the array of each leaf by key path, None where there is none."""
-    store = on_disk.Store(path / "state")
-
-    def read(name: str) -> Any:
-        leaf = saved[name]
-        if leaves.is_stored(leaf):
-            return store.read(name, leaf, leaves.sharding_of(targets[name]))
-        if 0 not in leaf.shape:
-            return None
-        return np.zeros(leaves.stored_shape(leaf), leaves.stored_dtypes(leaf)[0])
-
-    with ThreadPoolExecutor() as threads:
-        return dict(zip(saved, threads.map(read, saved), strict=True))
