@@ -93,7 +93,7 @@ class Store:
                 raise ValueError(f"{summarize(lost)} cannot be read back")
 
     def read(self, path: str, leaf: LeafSpec, target: Any) -> Any:
-        """Read an array: one of jax if it spans processes, else one of NumPy."""
+        """Read an array; return a function that reads one that spans processes."""
         spec = {
             "driver": "zarr",
             "kvstore": {**self._kvstore, "path": f"{_name(path)}/"},
@@ -116,7 +116,8 @@ class Store:
 
         sharding = sharding_of(target)
         if sharding is not None and not sharding.is_fully_addressable:
-            return jax.make_array_from_callback(shape, sharding, read)
+            # Called by the thread of the user, who may have enabled 64 bits for it.
+            return lambda: jax.make_array_from_callback(shape, sharding, read)
         array = read(...)
         if leaf.crc32 not in (None, crc32(array)):
             raise ValueError(f"{path} does not match its checksum")

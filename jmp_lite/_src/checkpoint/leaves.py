@@ -113,7 +113,7 @@ def check_compatible(
             "what was saved, then change it."
         )
     unlike = [path for path in wanted if not _matches(saved[path], wanted[path])]
-    fixed = [path for path in unlike if not is_castable(saved[path], wanted[path])]
+    fixed = [path for path in unlike if not _is_castable(saved[path], wanted[path])]
     told = fixed or ([] if cast else unlike)
     if told:
         pairs = [f"{path} ({saved[path]}, `like` has {wanted[path]})" for path in told]
@@ -136,7 +136,7 @@ def _matches(saved: LeafSpec, wanted: LeafSpec) -> bool:
     return jnp.issubdtype(np.dtype(array.dtype), _NUMBERS[number.dtype][0])
 
 
-def is_castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
+def _is_castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
     """Return whether two floating arrays have the same shape."""
     is_alike = (saved.kind, saved.shape) == ("array", wanted.shape)
     return is_alike and saved.dtype in _FLOATS and wanted.dtype in _FLOATS
@@ -184,7 +184,9 @@ def to_target(
         cast = cast if saved.kind == "array" else None
     if isinstance(target, np.ndarray | np.generic):
         return (value if isinstance(target, np.ndarray) else value[()]), cast
-    if value.dtype != jax.dtypes.canonicalize_dtype(value.dtype, True):
+    if value.dtype != jax.dtypes.canonicalize_dtype(
+        value.dtype, allow_extended_dtype=True
+    ):
         raise ValueError(
             f"{where} is {value.dtype}, which JAX has only with jax_enable_x64: pass a "
             "NumPy array in `like`."

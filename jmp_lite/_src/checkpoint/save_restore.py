@@ -206,17 +206,20 @@ def restore(
 
     def read(name: str) -> Any:
         leaf, target = saved[name], targets[name]
-        array = None
         if leaf.is_stored:
-            array = store.read(name, leaf, target)
-        elif leaf.kind in ("array", "key"):  # without elements
-            shape, dtypes = leaves.stored_as(leaf, target)
-            array = np.zeros(shape, dtypes[0])
-        return leaves.decode(array, leaf, target)
+            return store.read(name, leaf, target)
+        if leaf.kind not in ("array", "key"):
+            return None
+        shape, dtypes = leaves.stored_as(leaf, target)
+        return np.zeros(shape, dtypes[0])  # without elements
 
     def read_all() -> dict[str, Any]:
         with ThreadPoolExecutor() as threads:
-            return dict(zip(targets, threads.map(read, targets), strict=True))
+            arrays = dict(zip(targets, threads.map(read, targets), strict=True))
+        return {
+            name: leaves.decode(x() if callable(x) else x, saved[name], targets[name])
+            for name, x in arrays.items()
+        }
 
     values = _read(read_all, root, step)
     casts, restored = leaves.Casts(), []
