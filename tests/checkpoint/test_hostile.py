@@ -159,7 +159,7 @@ def test_a_malformed_record_is_said_to_be_damaged(name: str, tmp_path: Path) -> 
     assert checkpoint.restore(tmp_path, STATE).step == 2
 
 
-@pytest.mark.parametrize("field", ["kind", "dtype", "shape", "weak_type"])
+@pytest.mark.parametrize("field", ["kind", "dtype", "shape"])
 def test_any_value_of_a_field_is_refused_or_changes_nothing(
     field: str, tmp_path: Path
 ) -> None:
@@ -170,17 +170,16 @@ def test_any_value_of_a_field_is_refused_or_changes_nothing(
         for value in FIELDS:
             shutil.copytree(saved, tmp_path / "1")
             craft(tmp_path, set_leaf(leaf, **{field: value}))
-            for cast in (False, True):
-                try:
-                    state = checkpoint.restore(tmp_path, STATE, cast=cast).state
-                except ValueError as error:
-                    texts = (
-                        f"Step 1 in {tmp_path} cannot be read: it is damaged",
-                        f"Step 1 in {tmp_path} does not match `like`: it has {leaf} (",
-                    )
-                    assert str(error).startswith(texts), (leaf, value)
-                else:
-                    assert bitwise.raw_bits(state) == bitwise.raw_bits(STATE)
+            try:
+                state = checkpoint.restore(tmp_path, STATE, cast=True).state
+            except ValueError as error:
+                texts = (
+                    f"Step 1 in {tmp_path} cannot be read: it is damaged",
+                    f"Step 1 in {tmp_path} does not match `like`: it has {leaf} (",
+                )
+                assert str(error).startswith(texts), (leaf, value)
+            else:
+                assert bitwise.raw_bits(state) == bitwise.raw_bits(STATE)
             shutil.rmtree(tmp_path / "1")
 
 

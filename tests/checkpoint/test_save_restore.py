@@ -30,7 +30,6 @@ from optimizers import half_on_purpose
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite._src.checkpoint import arrays as on_disk
 from jmp_lite._src.checkpoint.folder import resolve_folder
 from jmp_lite.linen import TrainState
 
@@ -465,19 +464,3 @@ def test_what_is_not_saved_is_told_but_for_functions(tmp_path):
         checkpoint.save(tmp_path, state, step=1)
     like = {**state, "when": datetime.date(2025, 1, 2)}
     assert checkpoint.restore(tmp_path, like).state["when"] == like["when"]
-
-
-def test_checksums_are_computed_once_while_arrays_are_read(tmp_path, monkeypatch):
-    state = {"a": jnp.arange(5.0), "b": np.ones((2, 3)), "c": 1.5}
-    checkpoint.save(tmp_path, state, step=0)
-    threads = []
-
-    def crc32(array):
-        threads.append(threading.current_thread())
-        return crc32_of(array)
-
-    crc32_of = on_disk.crc32
-    monkeypatch.setattr(on_disk, "crc32", crc32)
-    checkpoint.restore(tmp_path, state)
-    assert len(threads) == 3
-    assert threading.main_thread() not in threads

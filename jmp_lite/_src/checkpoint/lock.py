@@ -39,13 +39,11 @@ def on_first_process(act: Callable[[], None]) -> None:
             act()
         except Exception as raised:
             error, text = raised, f"{type(raised).__name__}: {raised}"
-    codes = np.zeros(2000, np.int32)
-    codes[: len(text)] = [ord(letter) for letter in text[: codes.size]]
-    codes = np.asarray(multihost_utils.broadcast_one_to_all(codes))
+    data = np.frombuffer(text.encode(errors="replace")[:2000].ljust(2000), np.uint8)
+    data = np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes()
     if error is not None:
         raise error
-    if codes.any():
-        text = "".join(map(chr, codes[codes > 0]))
+    if text := data.decode(errors="replace").strip():
         raise RuntimeError(f"The first process could not save: {text}")
 
 

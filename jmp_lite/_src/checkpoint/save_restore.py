@@ -1,8 +1,7 @@
 """Save and restore states with Orbax.
 
 A checkpoint is a folder `<step>` with two folders: `record`, JSON with the spec of each
-leaf, and `state`, a flat dict of arrays by key path. Strings and bytes are in the
-record.
+leaf and with strings and bytes, and `state`, a flat dict of arrays by key path.
 
 Limits: arrays that one process can address are copied to host memory once and have a
 checksum. For an array that spans processes, each process writes and reads its own
