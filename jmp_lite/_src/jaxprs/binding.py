@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 
@@ -26,6 +28,25 @@ def call(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
     """Call a function in the name scope and source line of an equation."""
     user_context, manager = compat.eqn_contexts(eqn)
     with user_context, manager:
+        return fun(*args)
+
+
+def in_mesh(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in the mesh of an equation, in the name scope of the caller."""
+    with compat.eqn_contexts(eqn)[1]:
+        return fun(*args)
+
+
+def in_mesh_of(x: Any, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in the mesh, with the axis types, in which an array was made.
+
+    What reads it may be in another: `reshard`, at the ends of `auto_axes`.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    mesh = here if here.empty else jax.typeof(x).sharding.mesh
+    if mesh.empty or mesh == here:
+        return fun(*args)
+    with jax.sharding.use_abstract_mesh(mesh):
         return fun(*args)
 
 
