@@ -391,10 +391,18 @@ def default_precision() -> Any:
 
 def eqn_contexts(eqn: Any) -> tuple[Any, Any]:
     """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
-    info = eqn.source_info
+    return source_context(eqn.source_info), eqn.ctx.manager
+
+
+def mesh_of(eqn: Any) -> Any:
+    """Return the mesh in which an equation of a jaxpr was made; it may be empty."""
+    return eqn.ctx.cur_abstract_mesh
+
+
+def source_context(info: Any) -> Any:
+    """Return the context of a source line, and of a name stack inside of this one."""
     stack = source_info_util_private.current_name_stack() + info.name_stack
-    source = source_info_util_private.user_context(info.traceback, name_stack=stack)
-    return source, eqn.ctx.manager
+    return source_info_util_private.user_context(info.traceback, name_stack=stack)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int] | None:

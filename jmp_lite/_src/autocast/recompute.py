@@ -494,8 +494,7 @@ def run(
     operands = values.read(cluster.ins, cluster.half_in)
     eqns = [plan.jaxpr.eqns[i] for i in cluster.indices]
     if in_part or not compat.is_tracing():
-        args = cluster, eqns, values.half_dtype, operands
-        return binding.in_mesh(eqns[0], _compute, *args)[0]
+        return _compute(cluster, eqns, values.half_dtype, operands)[0]
     around, eqns = name_scopes.split(eqns)
     compute = functools.partial(_compute, cluster, eqns, values.half_dtype)
 
@@ -507,8 +506,7 @@ def run(
     if key not in known:
         policy = saving.saves_sums if cluster.compares else saving.saves_totals
         known[key] = again(compute_from_kept, plan, policy)
-    user_context, manager = compat.eqn_contexts(around)
-    with user_context, manager:
+    with compat.source_context(around):
         kept = [
             None if axes is None else values.kept(v, axes)
             for v, axes in zip(cluster.ins, cluster.waits, strict=True)

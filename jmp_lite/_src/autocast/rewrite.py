@@ -350,9 +350,8 @@ class Rewriter:
             if isinstance(step, Part):
                 run = functools.partial(self._run_part, plan, step)
                 run = recompute.again(run, plan, saves_casts)
-                product, args = plan.jaxpr.eqns[step.product], (step.ins, step.half_in)
-                outs = binding.in_mesh(product, run, values.read(*args))
-                values.write(step.outs, outs)
+                args, eqn = (step.ins, step.half_in), plan.jaxpr.eqns[step.product]
+                values.write(step.outs, binding.in_mesh(eqn, run, values.read(*args)))
             elif isinstance(step, int) and step in zeros:
                 eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
                 operands = values.read(eqn.invars, (True, True))
@@ -378,8 +377,9 @@ class Rewriter:
         self, plan: CastPlan, step: int | Cluster, values: Values, in_part: bool = False
     ) -> None:
         if isinstance(step, Cluster):
-            outs = recompute.run(step, plan, values, in_part, self._again)
-            values.write(step.outs, outs)
+            run, eqn = recompute.run, plan.jaxpr.eqns[step.indices[0]]
+            args = step, plan, values, in_part, self._again
+            values.write(step.outs, binding.in_mesh(eqn, run, *args))
             return
         eqn, eqn_plan = plan.jaxpr.eqns[step], plan.eqn_plans[step]
         values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))

@@ -10,6 +10,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from jmp_lite._src.jaxprs.core import Eqn
 
@@ -55,16 +56,18 @@ def of(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def split(eqns: Sequence[Eqn]) -> tuple[Eqn, list[Eqn]]:
-    """Return the first equation in the scope that all share, and all inside of that."""
+def split(eqns: Sequence[Eqn]) -> tuple[Any, list[Eqn]]:
+    """Return the scope that all equations share, and them with the scopes inside it.
+
+    The scope is a `SourceInfo`, with the line of the first equation.
+    """
     infos = [eqn.source_info for eqn in eqns]
     levels = zip(*(info.name_stack.stack for info in infos), strict=False)
     depth = len([*itertools.takewhile(lambda scopes: len({*scopes}) == 1, levels)])
     around = infos[0].replace(name_stack=infos[0].name_stack[:depth])
     inside = [info.replace(name_stack=info.name_stack[depth:]) for info in infos]
     pairs = zip(eqns, inside, strict=True)
-    first = eqns[0].replace(source_info=around)
-    return first, [eqn.replace(source_info=info) for eqn, info in pairs]
+    return around, [eqn.replace(source_info=info) for eqn, info in pairs]
 
 
 def is_backward(name_stack: str, around: bool) -> bool:
