@@ -36,10 +36,13 @@ check_jax(jax.__version__)
 
 import jax.numpy as jnp
 import jaxlib.version
+import numpy as np
+from jax import export
 from jax._src import core as core_private
 from jax._src import linear_util  # not from `jax.extend`: it imports Pallas too
 from jax._src import source_info_util as source_info_util_private
 from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
+from jax._src.export import shape_poly as shape_poly_private
 from jax._src.lax import lax as lax_private
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
@@ -350,6 +353,22 @@ def _takes_given_source() -> bool:
     return given is not None and made.traceback == given
 
 
+def bounds(dimension: Any) -> tuple[float, float]:
+    """Return the least and the largest number that a dimension of a shape may be."""
+    if not export.is_symbolic_dim(dimension):
+        return dimension, dimension
+    best = shape_poly_private.BoundsPrecision.BEST
+    return shape_poly_private._bounds_decision(dimension, best)
+
+
+def evaluate(dimension: Any, value: int) -> int:
+    """Return a dimension of a shape if every symbol in it has one value."""
+    if not export.is_symbolic_dim(dimension):
+        return dimension
+    values: Any = dict.fromkeys(dimension._get_vars(), np.int64(value))
+    return int(dimension._evaluate(values))
+
+
 def jaxprs_of(eqn: Any) -> list[Any]:
     """Return the open jaxprs in the parameters of an equation."""
     return list(jaxprs_in_params(eqn.params))
@@ -373,6 +392,11 @@ def default_precision() -> Any:
 def eqn_contexts(eqn: Any) -> tuple[Any, Any]:
     """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
     return source_context(eqn.source_info), eqn.ctx.manager
+
+
+def mesh_of(eqn: Any) -> Any:
+    """Return the mesh in which an equation of a jaxpr was made; it may be empty."""
+    return eqn.ctx.cur_abstract_mesh
 
 
 def source_context(info: Any) -> Any:
@@ -444,7 +468,8 @@ def jaxpr_of_impl(eqn: Any) -> Any:
     if not is_new_primitive(eqn):
         return None
     avals = [var.aval for var in eqn.invars]
-    return _IMPLS[eqn.primitive].trace(*avals, **eqn.params).jaxpr
+    with eqn.ctx.manager:
+        return _IMPLS[eqn.primitive].trace(*avals, **eqn.params).jaxpr
 
 
 def new_primitive(

@@ -205,9 +205,13 @@ def is_default_precision(precision: Any) -> bool:
 
 def why_not_sizes(sizes: Sequence[int], min_size: int = MIN_SIZE) -> str:
     """Return why a product with these dimensions is not put in fp8, or ""."""
-    if min(sizes) < min_size:
-        return f"a dimension of {min(sizes)}, smaller than {min_size}"
-    odd = [size for size in sizes if size % TILE]
+    # Of a symbolic one it has to be known.
+    small = min(sizes, key=lambda size: compat.bounds(size)[0])
+    least, most = compat.bounds(small)
+    if least < min_size:
+        may_be = "" if most < min_size else "which may be "
+        return f"a dimension of {small}, {may_be}smaller than {min_size}"
+    odd = [size for size in sizes if size % TILE != 0]
     return f"a dimension of {odd[0]}, no multiple of {TILE}" if odd else ""
 
 

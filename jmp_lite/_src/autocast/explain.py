@@ -41,7 +41,7 @@ class OpDecision:
       reason: why it is not in half, or why its result is not.
       flops: multiplications and additions of real numbers in a matrix product, or in
         those of an `in_half` function; 0 for outer products, which sum nothing, and for
-        other operations.
+        other operations. A symbolic dimension counts as 4096.
       aligned: whether all dimensions of a matrix product are multiples of 8.
       times: how often it runs: the trips of the loops around it, multiplied, with 1 for
         those that are not known; all its calls together.

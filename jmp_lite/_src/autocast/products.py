@@ -6,7 +6,6 @@ the f32 accumulator itself (`preferred_element_type`), which only costs more mem
 
 import collections
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -76,14 +75,15 @@ def flops(eqn: Eqn) -> int:
     """
     if eqn.primitive.name not in NAMES or is_outer(eqn):
         return 0
-    lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
-    of_one = 8 if is_complex(eqn) else 2
+    (lhs, rhs), out = (v.aval.shape for v in eqn.invars[:2]), eqn.outvars[0].aval.shape
     if eqn.primitive.name == "dot_general":
-        return of_one * math.prod(out) * dimensions(eqn)[2]
-    if eqn.primitive.name == "conv_general_dilated":
-        out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return of_one * math.prod(out) * math.prod(rhs) // max(out_features, 1)
-    return of_one * math.prod(out) * lhs[-1]  # ragged: rows × columns × summed
+        summed = dimensions(eqn)[2:]
+    elif eqn.primitive.name == "conv_general_dilated":
+        out_features = eqn.params["dimension_numbers"].rhs_spec[0]
+        summed = [d for i, d in enumerate(rhs) if i != out_features]
+    else:
+        summed = lhs[-1:]  # ragged: rows × columns × summed
+    return (8 if is_complex(eqn) else 2) * core.total([*out, *summed])
 
 
 def is_complex(eqn: Eqn) -> bool:
@@ -185,7 +185,7 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
         return None
     if eqn.params.get("out_sharding") is not None:  # of the order that it has
         return None
-    moves_of, wanted, size = [], [], eqn.outvars[0].aval.size
+    moves_of, wanted, size = [], [], core.size(eqn.outvars[0])
     for operand, *dims in zip(eqn.invars[:2], contracted, batch, strict=True):
         free = [i for i in range(operand.aval.ndim) if i not in (*dims[0], *dims[1])]
         start = rank + sum(map(len, wanted))
@@ -193,7 +193,7 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
         moves = [*range(operand.aval.ndim)]
         for i, j in zip(free, wanted[-1], strict=True):
             moves[i] = free[j - start]
-        if moves != sorted(moves) and operand.aval.size >= size:
+        if moves != sorted(moves) and core.size(operand) >= size:
             return None
         moves_of.append(tuple(moves))
     sides = (1, 0) if list(permutation[rank:]) == wanted[1] + wanted[0] else (0, 1)

@@ -88,7 +88,7 @@ class Values:
             self._cast[var] = (
                 binding.bind(move, [self.in_f32(move.invars[0])])[0]
                 if move
-                else lax.convert_element_type(value, F32)
+                else _cast(value, F32)
             )
         return self._cast[var]
 
@@ -115,7 +115,7 @@ class Values:
     def cast_to_half(self, values: Sequence[Any], half: Sequence[bool]) -> list[Any]:
         """Return new values, cast where `half` says so."""
         return [
-            lax.convert_element_type(x, self.half_dtype) if is_half else x
+            _cast(x, self.half_dtype) if is_half else x
             for x, is_half in zip(values, half, strict=True)
         ]
 
@@ -209,7 +209,8 @@ class Values:
         value, has_derivative = self._value_in_half(var, joins)
         if (has_derivative and not like) or var not in self.reads.differentiated:
             return value
-        return sums.differentiate_as(value, self.in_f32(var), *like)
+        ends = value, self.in_f32(var), *like
+        return binding.in_mesh_of(value, sums.differentiate_as, *ends)
 
     def _value_in_half(self, var: Var, joins: bool) -> tuple[Any, bool]:
         """Return a value in half, and whether it has the derivative of this cast."""
@@ -221,12 +222,13 @@ class Values:
             return value, var not in self.reads.many
         if joins and var not in self.numbers:
             if var not in self._saturated:
-                self._saturated[var] = sums.saturate(value, self.half_dtype)
+                args = value, self.half_dtype
+                self._saturated[var] = binding.in_mesh_of(value, sums.saturate, *args)
             return self._saturated[var], False
         is_first = var not in self._cast or var in self._unread
         self._unread.discard(var)
         if var not in self._cast:
-            self._cast[var] = lax.convert_element_type(value, self.half_dtype)
+            self._cast[var] = _cast(value, self.half_dtype)
         return self._cast[var], is_first
 
     def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
@@ -258,6 +260,11 @@ class Values:
             self._moved_by[out] = eqn
         elif not permutes and is_f32(var):
             self._cast[out] = self.in_f32(var)
+
+
+def _cast(x: Any, dtype: Any) -> jax.Array:
+    """Cast an array where it was made."""
+    return binding.in_mesh_of(x, lax.convert_element_type, x, dtype)
 
 
 class SharedWeight(NamedTuple):
@@ -343,7 +350,8 @@ class Rewriter:
             if isinstance(step, Part):
                 run = functools.partial(self._run_part, plan, step)
                 run = recompute.again(run, plan, saves_casts)
-                values.write(step.outs, run(values.read(step.ins, step.half_in)))
+                args, eqn = (step.ins, step.half_in), plan.jaxpr.eqns[step.product]
+                values.write(step.outs, binding.in_mesh(eqn, run, values.read(*args)))
             elif isinstance(step, int) and step in zeros:
                 eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
                 operands = values.read(eqn.invars, (True, True))
@@ -369,8 +377,9 @@ class Rewriter:
         self, plan: CastPlan, step: int | Cluster, values: Values, in_part: bool = False
     ) -> None:
         if isinstance(step, Cluster):
-            outs = recompute.run(step, plan, values, in_part, self._again)
-            values.write(step.outs, outs)
+            run, eqn = recompute.run, plan.jaxpr.eqns[step.indices[0]]
+            args = step, plan, values, in_part, self._again
+            values.write(step.outs, binding.in_mesh(eqn, run, *args))
             return
         eqn, eqn_plan = plan.jaxpr.eqns[step], plan.eqn_plans[step]
         values.write(eqn.outvars, self.run_eqn(eqn, eqn_plan, values))
@@ -440,7 +449,9 @@ class Rewriter:
                 eqn=eqn,
                 bodies=bodies,
                 args=operands,
-                scan=functools.partial(self._scan, eqn, plan, values),
+                scan=functools.partial(
+                    binding.in_mesh, eqn, self._scan, eqn, plan, values
+                ),
                 rewrite_rule=of_jvp if is_jvp else self._rewrite_vjp,
             )
         )
@@ -464,7 +475,7 @@ class Rewriter:
             i: in_f32.pop(i, consts[i]) for i in {of.weight for of in shared.values()}
         }
         consts = [
-            lax.convert_element_type(x, self.half_dtype) if i in weights else x
+            _cast(x, self.half_dtype) if i in weights else x
             for i, x in enumerate(consts)
         ]
         others = consts, in_f32, rest[:num_carry], rest[num_carry:]

@@ -4,7 +4,6 @@ Policies for `jax.checkpoint`, and what decides whether arithmetic is worth it.
 """
 
 import functools
-import math
 from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
@@ -74,7 +73,7 @@ def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether the result of an operation is a statistic, which is kept."""
     if not is_reduction(primitive.name, params):
         return False
-    return math.prod(avals[0].shape[i] for i in params["axes"]) >= _FEW
+    return core.total(avals[0].shape[i] for i in params["axes"]) >= _FEW
 
 
 def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:

@@ -364,6 +364,32 @@ def saturate(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.convert_element_type(lax.select(is_infinite, x, bounded), dtype)
 
 
+def in_context(x: Any) -> Any:
+    """Return an argument whose gradient has the mesh of the context in its type.
+
+    In JAX it has it if axes of the mesh are explicit, also if the argument was made
+    outside of the mesh. The transpose of a cast would lose it.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return x
+    is_outside = jax.typeof(x).sharding.mesh.empty
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return _in_context(x) if is_outside and is_float else x
+
+
+def _put_in_context(ct: jax.Array, aval: Any) -> jax.Array:
+    return jax.sharding.reshard(ct, jax.typeof(ct).sharding.spec)
+
+
+def _in_context_batch(args, axes):
+    return _in_context(_in_front(args[0], axes[0]))
+
+
+_in_context = compat.new_primitive(
+    "in_context", lambda x: x, None, _in_context_batch, [_put_in_context]
+)
+
+
 # How a jaxpr reads half values.
 
 # A sum of two half gradients is rounded once, as is a float32 sum that is then cast:
@@ -449,6 +475,8 @@ def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
         eqn = made_by.get(var)
         if eqn is None or eqn.effects:
             return None
+        if core.has_symbol((*var.aval.shape, *eqn.params.values())):
+            return None
         known, index = facts(eqn.primitive.name), eqn.outvars.index(var)
         operands = [v.val if compat.is_literal(v) else constant(v) for v in eqn.invars]
         if any(x is None for x in operands):
@@ -460,6 +488,8 @@ def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
     numbers, (operand, indices) = eqn.params["dimension_numbers"], eqn.invars
     axis, *others = numbers.start_index_map
     rows, shape = operand.aval.shape[axis], [*operand.aval.shape]
+    if core.has_symbol((rows, *indices.aval.shape)):
+        return 0
     times, shape[axis] = indices.aval.size // max(rows, 1), indices.aval.size
     is_along_axis = numbers.offset_dims == (*range(axis), *range(axis + 1, len(shape)))
     is_along_axis = is_along_axis and eqn.outvars[0].aval.shape == tuple(shape)

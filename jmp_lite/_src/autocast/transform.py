@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, fp8, trees
-from jmp_lite._src.autocast import half_calls, products
+from jmp_lite._src.autocast import half_calls, products, sums
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.options import OpRules, Regions, resolve_rules
 from jmp_lite._src.autocast.precision import CastPlan, Placed, walk
@@ -373,7 +373,8 @@ class PlannedCall:
     def run(self) -> Any:
         """Return what the function returns, in the dtypes that it would have."""
         half_out = (False,) * len(self.plan.outs)
-        outs = Rewriter(self.analyzer).run(self.plan, half_out, *self.traced.args)
+        args = map(sums.in_context, self.traced.args)
+        outs = Rewriter(self.analyzer).run(self.plan, half_out, *args)
         return self.traced.restore(_as_arrays(outs))
 
     def what_is_missing(self) -> str:

@@ -299,7 +299,9 @@ def _in_two_bytes(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
         root = lax.sign(x) * lax.sqrt(lax.abs(x))
         return Kept(sums.saturate(root, jnp.dtype(jnp.float16)), None, None)
     finite = jnp.where(lax.is_finite(x), x, 0.0)
-    low, high = (f(finite, axes, keepdims=True) for f in (jnp.min, jnp.max))
+    low, high = (  # `jnp.min` asks whether an axis may be empty
+        lax.expand_dims(f(finite, axes), axes) for f in (lax.reduce_min, lax.reduce_max)
+    )
     # Where all numbers of a row are nearer to the mean than to 0, what they differ by
     # has the digits. Elsewhere, those near 0 would lose theirs to an outlier.
     mean = jnp.mean(x, axes, keepdims=True)  # XLA shares it with a norm's

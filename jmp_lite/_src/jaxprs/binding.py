@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 
@@ -26,6 +28,28 @@ def call(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
     """Call a function in the name scope and source line of an equation."""
     user_context, manager = compat.eqn_contexts(eqn)
     with user_context, manager:
+        return fun(*args)
+
+
+def in_mesh(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in the mesh of an equation, with the types of its axes there."""
+    return _in_mesh(compat.mesh_of(eqn), fun, *args)
+
+
+def in_mesh_of(x: Any, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in the mesh in which an array was made, as `in_mesh` does.
+
+    What reads it may be in another: `reshard`, at the ends of `auto_axes`.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    mesh = here if here.empty else jax.typeof(x).sharding.mesh
+    return _in_mesh(mesh, fun, *args)
+
+
+def _in_mesh(mesh: Any, fun: Callable[..., Any], *args: Any) -> Any:
+    if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+        return fun(*args)
+    with jax.sharding.use_abstract_mesh(mesh):
         return fun(*args)
 
 

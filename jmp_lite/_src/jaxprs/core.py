@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jmp_lite._src import compat, dtypes
 
@@ -48,8 +49,34 @@ def _is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+# What a symbolic dimension counts as, of a function that `jax.export` traces.
+_MANY = 4096
+
+
+def total(dimensions: Iterable[Any]) -> int:
+    """Return the product of some dimensions, to compare it with others.
+
+    A symbolic one counts as many, within the bounds that are known of it: a sum over it
+    is long, and what is broadcast along it is smaller. Whatever is decided by this must
+    be right for every size. What must be known of a size is asked of `compat.bounds`.
+    """
+    dimensions = tuple(dimensions)
+    product = math.prod(dimensions)
+    return product if type(product) is int else math.prod(map(_count, dimensions))
+
+
+def _count(dimension: Any) -> int:
+    least, largest = compat.bounds(dimension)
+    return int(min(max(compat.evaluate(dimension, _MANY), least, 0), largest))
+
+
+def has_symbol(dimensions: Iterable[Any]) -> bool:
+    """Return whether one of some dimensions is symbolic."""
+    return any(map(export.is_symbolic_dim, dimensions))
+
+
 def size(var: Var) -> int:
-    return math.prod(getattr(var.aval, "shape", ()))
+    return total(getattr(var.aval, "shape", ()))
 
 
 def is_half(var: Var) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
+from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards import dataflow
 from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
@@ -176,7 +177,7 @@ def _long_sums(program: LintedProgram) -> Hits:
         was_bool = maker is not None and maker.is_cast and maker.ins[0].dtype == bool
         if not operand.is_half or was_bool:
             continue
-        if count > exact_integers(operand.dtype):
+        if core.total([count]) > exact_integers(operand.dtype):
             of = " of a gradient" if op.is_backward else ""
             yield op, f"a sum{of} over {count} elements in {operand.dtype}"
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src.jaxprs import primitives
+from jmp_lite._src.jaxprs import core, primitives
 from jmp_lite._src.numerics.hazards import dataflow
 from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
 
@@ -91,7 +91,7 @@ def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
     if joined := dataflow.sources_of(value):
         return of(joined[0]) if len(joined) == 1 else _union([of(v) for v in joined])
     if op.name == "iota":
-        length = value.shape[op.eqn.params["dimension"]]
+        length = core.total([value.shape[op.eqn.params["dimension"]]])
         return Range(0.0, max(length - 1.0, 0.0), True, True, True)
     if op.name == JOIN:
         # The final value of a loop carry is not known.
@@ -111,7 +111,7 @@ def _of_result(op: Op, value: Value, of: Callable[[Value], Range | None]):
 
 
 def _running(summed: Value, axis: int, known: Range | None) -> Range | None:
-    length = summed.shape[axis]
+    length = core.total([summed.shape[axis]])
     if known is None:
         # A cumulative sum of integers usually counts a mask.
         is_count = jnp.issubdtype(summed.dtype, jnp.integer)

@@ -87,7 +87,7 @@ def _odd_dimensions(program: LintedProgram) -> Hits:
         if not all(value.is_half for value in op.ins[:2]):
             continue
         # Small dimensions, such as the 3 channels of an image, cannot be changed.
-        if odd := sorted({d for d in _dimensions(op) if d >= 8 and d % tile}):
+        if odd := sorted(d for d in _dimensions(op) if d >= 8 and d % tile):
             yield op, f"no multiple of {tile}: {', '.join(map(str, odd))}"
 
 
@@ -100,8 +100,9 @@ def _odd_dimensions(program: LintedProgram) -> Hits:
 def _almost_fp8(program: LintedProgram) -> Hits:
     least, tile = fp8.MIN_SIZE, fp8.TILE
     for op in program.having(Fact.PRODUCT):
-        sizes = set(products.dimensions(op.eqn))  # none of a convolution
-        if not program.is_fp8(op) or min(sizes, default=0) < _ALMOST * least:
+        is_dot = op.name == "dot_general"
+        sizes = _dimensions(op) if is_dot and program.is_fp8(op) else ()
+        if min(sizes, default=0) < _ALMOST * least:
             continue
         if any(op.eqn.params["dimension_numbers"][1]):  # batch dimensions
             continue
@@ -109,12 +110,13 @@ def _almost_fp8(program: LintedProgram) -> Hits:
             yield op, f"not in fp8: {', '.join(map(str, missed))}"
 
 
-def _dimensions(op: Op) -> list[int]:
+def _dimensions(op: Op) -> set[int]:
+    """Return the dimensions of a product that its tiles run over, if they are known."""
     spec = getattr(op.eqn.params.get("dimension_numbers"), "rhs_spec", None)
     if spec is None:
-        return products.dimensions(op.eqn)
+        return {d for d in products.dimensions(op.eqn) if isinstance(d, int)}
     # In gradients the same channels have other roles.
     if op.is_backward:
-        return []
+        return set()
     out_features, in_features = (op.ins[1].shape[i] for i in spec[:2])
-    return [out_features // op.eqn.params["feature_group_count"], in_features]
+    return {out_features // op.eqn.params["feature_group_count"], in_features}
