@@ -296,6 +296,121 @@ def test_gradients_unscaled_twice_are_found() -> None:
     assert set(found(*step_with(ADAM, gradients))) == {"unscaled-gradients"}
 
 
+# What a step makes of its gradients, given the loss scale and the parameters.
+OF_A_CONSTANT: dict[str, tuple[Any, Any, set[str]]] = {
+    "right": (scaled, lambda s, g, p: s.unscale(g), set()),
+    "never scaled": (unscaled, lambda s, g, p: s.unscale(g), {"unscaled-gradients"}),
+    "never unscaled": (scaled, lambda s, g, p: g, {"scaled-update"}),
+    "unscaled twice": (
+        scaled,
+        lambda s, g, p: s.unscale(s.unscale(g)),
+        {"unscaled-gradients"},
+    ),
+    "clipped": (
+        scaled,
+        lambda s, g, p: s.unscale(_clip_norm_by_hand(g)),
+        {"clipped-while-scaled"},
+    ),
+    "decayed": (
+        scaled,
+        lambda s, g, p: s.unscale(jax.tree.map(lambda g, p: g + 1e-4 * p, g, p)),
+        {"decay-outside"},
+    ),
+}
+CONSTANTS = {
+    "static": jmp.StaticLossScale(1024.0),
+    "closed over": jmp.DynamicLossScale(1024.0),
+}
+
+
+@pytest.mark.one_of("wrap")
+@pytest.mark.parametrize("wrap", ["jit", "scan", "vmap", "remat"])
+@pytest.mark.parametrize("loss_scale", CONSTANTS.values(), ids=CONSTANTS)
+@pytest.mark.parametrize("name", OF_A_CONSTANT)
+def test_a_loss_scale_that_is_a_constant_is_followed(name, loss_scale, wrap) -> None:
+    grad, change, rules = OF_A_CONSTANT[name]
+    loss = jax.checkpoint(loss_fn) if wrap == "remat" else loss_fn
+
+    def step(params, opt_state, _, x, y):
+        grads = change(loss_scale, grad(loss, loss_scale)(params, x, y)[1], params)
+        return *updated(PLAIN_ADAM, grads, opt_state, params), jnp.float32(0)
+
+    wrapped, args = WRAPS["jit" if wrap == "remat" else wrap](step)
+    assert set(found(wrapped, (*args[:2], jnp.float32(0), *args[3:]))) == rules
+
+
+def test_a_static_scale_of_scale_aware_is_followed() -> None:
+    loss_scale = jmp.StaticLossScale(2.0**13)
+    tx = jmp.scale_aware(PLAIN_ADAM, loss_scale)
+
+    def twice(params, opt_state, *batch):
+        return loss_scale.unscale(gradients_of(scaled)(params, opt_state, *batch))
+
+    assert found_with(tx) == {}
+    assert set(found_with(tx, unscaled)) == {"unscaled-gradients"}
+    assert found_with(optax.chain(CLIP, tx)) == {"clipped-while-scaled": INSIDE}
+    assert set(found(*step_with(tx, twice))) == {"unscaled-gradients"}
+    other = jmp.scale_aware(PLAIN_ADAM, jmp.StaticLossScale(2.0**12))
+    by_ours = gradients_of(lambda loss, _: scaled(loss, loss_scale))
+    assert "unscaled-gradients" in found(*step_with(other, by_ours))
+    # Numbers that only look like the scale: of a mean, of a learning rate.
+    alike = jmp.StaticLossScale(128.0)
+    sgd = jmp.scale_aware(optax.sgd(1 / 128), alike)
+    assert found_with(sgd) == {}
+
+
+_over_devices = functools.partial(functools.partial, axis_name="data")
+_mean, _sum = _over_devices(lax.pmean), _over_devices(lax.psum)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _varying(params: Any) -> Any:
+    """Return parameters of which each device has its own, so their gradients too."""
+    return jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
+
+
+# What becomes of parameters, the loss and gradients on each of 4 devices, whether axes
+# are checked -> how many times the update of one device.
+@pytest.mark.parametrize(
+    ("of_params", "of_loss", "of_grads", "check", "times"),
+    [
+        (_same, _mean, _same, True, 1),
+        (_same, _mean, _mean, True, 1),
+        (_varying, _same, _mean, True, 1),
+        (_same, _same, _mean, False, 1),
+        (_same, _same, _mean, True, 4),
+        (_same, _mean, _sum, True, 4),
+        (_same, _same, _sum, True, 16),
+    ],
+)
+def test_gradients_that_shard_map_summed_are_summed_once(
+    of_params: Any, of_loss: Any, of_grads: Any, check: bool, times: int
+) -> None:
+    tx = jmp.scale_aware(optax.sgd(0.1), jmp.StaticLossScale(2.0**10))
+
+    def step(params, opt_state, x, y):
+        def loss(*args):
+            return of_loss(loss_fn(*args))
+
+        of_scaled = jmp.scaled_grad(loss, loss_scale=opt_state)
+        grads = of_grads(of_scaled(of_params(params), x, y))
+        return updated(tx, grads, opt_state, params)[0]
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.P(), jax.P(), jax.P("data"), jax.P("data")
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check
+    )
+    args = PARAMS, tx.init(PARAMS), X, Y
+    assert set(found(mapped, args)) == ({"summed-twice"} if times > 1 else set())
+    one, args_of_one = step_with(tx, gradients_of(scaled))
+    after, of_one = mapped(*args)["b"], one(*args_of_one)[0]["b"]
+    np.testing.assert_allclose(after - 1, times * (of_one - 1), rtol=1e-2)
+
+
 def test_the_loss_scale_of_the_other_network_is_found() -> None:
     step = scaled_by_an_argument(ADAM, ADAM.init(PARAMS))
     assert "unscaled-gradients" in found(*step)

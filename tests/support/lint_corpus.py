@@ -211,6 +211,29 @@ def cumulative_sum(x):
     return jnp.cumsum(x, -1)  # hazard
 
 
+@in_float16("long-sum-in-half", f16(4096), ints(4096))
+@in_bfloat16("long-sum-in-half", bf16(4096), ints(4096))
+@in_bfloat16("long-sum-in-half", bf16(2, 4096), ints(2, 4096), under=jax.vmap)
+@in_bfloat16("long-sum-in-half", bf16(4096), ints(4096), under=jax.checkpoint)
+def sums_by_index(x, i):
+    of_segments = jax.ops.segment_sum(x, i, num_segments=4)  # hazard
+    added = jnp.zeros(4, x.dtype).at[i].add(x)  # hazard
+    return of_segments, added, jnp.bincount(i, weights=x, length=4)  # hazard
+
+
+@in_bfloat16("long-sum-in-half", bf16(4096), ints(4096))
+def sums_by_index_in_a_loop(x, i):
+    def step(total, term):
+        return total.at[term[1]].add(term[0]), None  # hazard
+
+    return lax.scan(step, jnp.zeros(4, x.dtype), (x, i))[0]
+
+
+@in_bfloat16("long-sum-in-half", bf16(4, 8), ints(4096), under=jax.grad)
+def gradient_of_a_table_of_few_rows(table, i):
+    return jnp.sum(table[i].astype(F32))  # hazard
+
+
 @in_float16("long-sum-in-half", f16(8), f16(8, 8), f16(2056, 8), under=jax.grad)
 def gradient_of_a_half_bias(b, w, x):
     y = x @ w + b  # hazard
@@ -255,6 +278,19 @@ def gradient_of_a_recurrent_weight(w, xs):
 def positions_of_a_mask(table, mask):
     index = jnp.cumsum(mask.astype(jnp.int32), -1) - 1
     return table * index.astype(table.dtype)  # hazard
+
+
+@in_float16("positions-in-half", bools(2, 4096))
+@in_float16("positions-in-half", bools(2, 4096), under=jax.vmap)
+@in_float16("positions-in-half", bools(2, 4096), under=jax.checkpoint)
+def counts_of_a_mask_in_half(mask):
+    return jnp.cumsum(mask.astype(F16), -1)  # hazard
+
+
+@in_bfloat16("positions-in-half", ints(300), under=jax.jit)
+def places_of_tokens_among_experts(expert):
+    one_hot = jax.nn.one_hot(expert, 8, dtype=BF16)
+    return jnp.cumsum(one_hot, 0) * one_hot  # hazard
 
 
 @in_float16("positions-in-half", f16(512, 8))
@@ -313,18 +349,29 @@ def product_in_a_custom_derivative(x, w):
     return product(x, w)
 
 
-@in_float16("float32-product", f32(16, 8), f32(8, 8))
-def product_on_each_shard(x, w):
+@in_float16("float64-product", f32(8, 8), f32(8, 8), under=in_autocast)
+def product_with_a_number_of_numpy(x, w):
+    with jax.enable_x64(True):
+        return x @ w, (x * np.float64(2.0)) @ w  # hazard
+
+
+def on_two_devices(of_params: Any, of_batch: Any, of_result: Any) -> Any:
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
-    rows, all_of_it = jax.P("data"), jax.P()
+    specs = {"in_specs": (of_params, of_batch), "out_specs": of_result}
+    return functools.partial(jax.shard_map, mesh=mesh, **specs)
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(rows, all_of_it), out_specs=rows
-    )
-    def shard(x, w):
-        return x @ w  # hazard
 
-    return shard(x, w)
+ROWS = jax.P("data")
+
+
+@in_float16(
+    "float32-product",
+    f32(16, 8),
+    f32(8, 8),
+    under=on_two_devices(ROWS, jax.P(), ROWS),
+)
+def product_on_each_shard(x, w):
+    return x @ w  # hazard
 
 
 # Train steps.
@@ -409,6 +456,13 @@ def step_that_keeps_nothing(tx, w, state, scale, x):
     return w + updates, state, scale.adjust(jmp_lite.all_finite(grads))  # hazard
 
 
+@in_float16(
+    "summed-twice", _WEIGHTS, f16(8, 8), under=on_two_devices(jax.P(), ROWS, jax.P())
+)
+def mean_of_gradients_that_are_sums(w, x):
+    return lax.pmean(jax.grad(squares)(w, x), "data")  # hazard
+
+
 # Programs that look as if they had a hazard, and have none.
 
 
@@ -466,7 +520,19 @@ def products_that_are_no_squares(x, y):
 
 @in_bfloat16(None, bf16(2, 200), ints(2, 200))
 def counts_that_are_exact(x, mask):
-    return x * jnp.cumsum(mask, -1).astype(x.dtype), jnp.cumsum(mask, -1)
+    of_mask = jnp.cumsum((mask > 0).astype(x.dtype), -1)
+    return x * jnp.cumsum(mask, -1).astype(x.dtype), jnp.cumsum(mask, -1), of_mask
+
+
+@in_bfloat16(None, bf16(4096, 8), ints(4096))
+def scattered_once(x, i):
+    rows = jnp.zeros_like(x).at[:2048].add(x[:2048])
+    return rows, jnp.zeros_like(x).at[i].add(x, unique_indices=True)
+
+
+@in_bfloat16(None, bf16(5000, 8), ints(4096), under=jax.grad)
+def gradient_of_a_large_table(table, i):
+    return jnp.sum(table[i].astype(F32))
 
 
 @in_float16(None, f16(4, 8192))

@@ -16,6 +16,7 @@ import jax
 from jmp_lite._src import reports
 from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import Regions
+from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.numerics.hazards import accuracy, constants, loss_scaling, speed
 from jmp_lite._src.numerics.hazards.dataflow import Op, list_ops
 from jmp_lite._src.numerics.hazards.ranges import Ranges
@@ -77,8 +78,8 @@ class LintReport(reports.Report):
 
     Attributes:
       findings: errors first, then warnings, then those of speed.
-      f32_flops_share: the share of matrix-product FLOPs, 0 to 1, that are in float32
-        though the policy has them in half.
+      f32_flops_share: the share of matrix-product FLOPs, 0 to 1, that are in float32,
+        or float64, though the policy has them in half.
     """
 
     findings: tuple[Finding, ...]
@@ -210,13 +211,18 @@ def _find(program: LintedProgram) -> list[Finding]:
             primitive=ops[0].name,
             what=what,
             why=rule.why,
-            fix=rule.fix,
+            fix=_fix(rule, ops),
             times=len(ops),
             severity=rule.severity,
         )
         for (*_, what), (rule, ops) in alike.items()
     ]
     return sorted(findings, key=lambda found: get_args(Severity).index(found.severity))
+
+
+def _fix(rule: Rule, ops: list[Op]) -> str:
+    in_autocast = all(name_scopes.AUTOCAST in op.path.split("/") for op in ops)
+    return in_autocast and rule.fix_in_autocast or rule.fix
 
 
 def _common(layer: str, other: str) -> str:

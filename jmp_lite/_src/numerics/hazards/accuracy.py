@@ -16,7 +16,10 @@ from jmp_lite._src.numerics.hazards.rule import IN_F32, Hits, LintedProgram, Rul
 _MANY_STEPS = 100
 _SUM_IN_F32 = "Sum in float32: preferred_element_type=jnp.float32."
 
-RULES = Rules()
+RULES = Rules(
+    "Autocast leaves in half what is: begin the function with params = "
+    "jmp_lite.cast_to_full(params), and leave out casts to half."
+)
 
 
 @RULES.warning(
@@ -174,7 +177,9 @@ def _long_sums(program: LintedProgram) -> Hits:
         operand, count, maker = op.ins[0], _summed(op), dataflow.origin(op.ins[0]).maker
         # The gradient of a maximum sums a mask.
         was_bool = maker is not None and maker.is_cast and maker.ins[0].dtype == bool
-        if not operand.is_half or was_bool:
+        known = program.ranges.of(op.outs[0])
+        is_position = known is not None and known.is_position  # of another rule
+        if not operand.is_half or was_bool or is_position:
             continue
         if count > exact_integers(operand.dtype):
             of = " of a gradient" if op.is_backward else ""
@@ -189,7 +194,10 @@ def _long_sums(program: LintedProgram) -> Hits:
 )
 def _sums_in_loops(program: LintedProgram) -> Hits:
     def terms(op: Op) -> list[Value]:
-        return list(map(dataflow.uncast, op.ins)) if op.facts & Fact.LINEAR else []
+        # What a backward pass scatters are gradients of different elements.
+        is_scatter = "update_jaxpr" in op.eqn.params and not op.is_backward
+        adds = is_scatter or op.facts & Fact.LINEAR
+        return list(map(dataflow.uncast, op.ins)) if adds else []
 
     for join in program.named(JOIN):
         carry = join.outs[0]
@@ -202,8 +210,20 @@ def _sums_in_loops(program: LintedProgram) -> Hits:
 
 
 def _summed(op: Op) -> int:
-    """Return how many numbers of its operand a sum adds, 1 if that is not known."""
+    """Return how many numbers a sum adds to one, 1 if that is not known.
+
+    At most: the indices of a scatter may be equal. Those of a gradient, of a lookup,
+    are taken to be spread over the table.
+    """
     shape, params = op.ins[0].shape, op.eqn.params
+    if "update_jaxpr" in params:
+        dims, indices = params["dimension_numbers"], op.ins[1].shape[:-1]
+        batch = dims.scatter_indices_batching_dims
+        count = math.prod(n for i, n in enumerate(indices) if i not in batch)
+        table = math.prod(shape[i] for i in dims.scatter_dims_to_operand_dims)
+        if params["unique_indices"]:
+            return 1
+        return count // max(table, 1) if op.is_backward else count
     if "window_dimensions" in params:
         return math.prod(params["window_dimensions"])
     axes = params.get("axes", (params["axis"],) if "axis" in params else ())

@@ -216,8 +216,9 @@ _ANGLE_ERROR = 1 / 64  # radians
     "Keep positions in int32 or float32; cast the results computed from them.",
 )
 def _rounded_positions(program: LintedProgram) -> Hits:
-    for op in (*program.named("iota"), *program.casts_to_half()):
-        dtype, known = op.outs[0].dtype, program.ranges.of((op.ins or op.outs)[0])
+    for op in (*program.named("iota", "cumsum"), *program.casts_to_half()):
+        of = op.ins[0] if op.is_cast else op.outs[0]
+        dtype, known = op.outs[0].dtype, program.ranges.of(of)
         if not dtypes.is_half(dtype) or known is None or not known.is_position:
             continue
         limit = exact_integers(dtype)

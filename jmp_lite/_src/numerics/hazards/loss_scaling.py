@@ -1,7 +1,7 @@
 """Train steps whose loss scale is not used as it must be.
 
-Limits: what cannot be decided is no finding, as where gradients are arguments. A static
-loss scale is a constant like any other, so that its powers are not known.
+Limits: what cannot be decided is no finding, as where gradients are arguments, or a
+constant scale is not of a loss scale of ours.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
-from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.jaxprs.primitives import LOOPS, Fact
 from jmp_lite._src.numerics.hazards import dataflow
 from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
 from jmp_lite._src.numerics.hazards.ranges import scalar
@@ -212,6 +212,33 @@ def _scaled_updates(program: LintedProgram) -> Hits:
             yield op, "parameters are updated from gradients that are scaled"
 
 
+@RULES.error(
+    "summed-twice",
+    "Where shard_map checks axes, gradients of replicated parameters are sums over the "
+    "devices already, and a mean of these is the same sum.",
+    "Differentiate the mean of the loss, jax.lax.pmean(loss, axis_name), and leave the "
+    "gradients as they are.",
+)
+def _summed_twice(program: LintedProgram) -> Hits:
+    """Find sums over devices of gradients that are equal there."""
+    copies = list(program.named("pvary"))
+    # The derivative of a mean of losses begins with a copy to each device.
+    averaged = [op for op in copies if op.is_backward and op.ins[0].shape == ()]
+    for op in program.named("psum_invariant", "psum"):
+        axes = op.eqn.params["axes"]
+        for value, total in zip(op.ins, op.outs, strict=True):
+            copy, uses = value.maker, dataflow.readers(total)
+            if op.is_backward or copy not in copies:
+                continue
+            is_mean = all(use and use.degrees == (1.0, -1.0) for use, _ in uses)
+            if is_mean and any({*axes} & {*x.eqn.params["axes"]} for x in averaged):
+                continue
+            terms = _terms(program, copy.ins[copy.outs.index(value)])
+            if any(v.maker is not None and v.maker.is_backward for v, _ in terms):
+                kind = "mean" if is_mean else "sum"
+                yield op, f"a {kind} over {axes} of gradients that are summed over them"
+
+
 def _choices(program: LintedProgram) -> tuple[list[Op], set[int]]:
     """Return what chooses by gradients, and the ids of what is computed from that.
 
@@ -289,7 +316,10 @@ def _terms(
         if op is not None and not op.is_backward:
             if len(sources := dataflow.sources_of(value)) == 1:
                 inner = list(sources)
-            elif op.is_cast or op.name == JOIN or op.facts & Fact.LINEAR:
+            elif op.name == JOIN:
+                # What a loop carries is what it began with, after some steps.
+                inner = op.ins[:1] if op.eqn.primitive.name in LOOPS else op.ins
+            elif op.is_cast or op.facts & Fact.LINEAR:
                 inner = op.ins
             elif op.cases and through_select:
                 inner = op.cases

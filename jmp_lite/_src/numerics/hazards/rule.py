@@ -69,10 +69,15 @@ class Rule:
     find: Find
     why: str  # it is a hazard
     fix: str
+    fix_in_autocast: str  # "" if it is the same there
 
 
 class Rules(list[Rule]):
     """Rules, in the order of their findings."""
+
+    def __init__(self, fix_in_autocast: str = ""):
+        super().__init__()
+        self.fix_in_autocast = fix_in_autocast
 
     def add(
         self, severity: Severity, name: str, why: str, fix: str
@@ -80,7 +85,8 @@ class Rules(list[Rule]):
         """Add the rule whose function this decorates."""
 
         def decorated(find: Find) -> Find:
-            self.append(Rule(name, severity, find, why, fix))
+            rule = Rule(name, severity, find, why, fix, self.fix_in_autocast)
+            self.append(rule)
             return find
 
         return decorated

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.primitives import PARTS, Fact
 from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value, sources_of
 from jmp_lite._src.numerics.hazards.ranges import Ranges, scalar
@@ -46,11 +47,23 @@ class Scalings:
     def __init__(self, ops: Sequence[Op], ranges: Ranges):
         self._ranges = ranges
         self._of: dict[int, Scaling] = {}
-        inputs = {id(v): v for op in ops for v in op.ins if v.is_loss_scale}
-        for scale in inputs:
-            power = tuple(float(scale == other) for other in inputs)
-            self._of[scale] = Scaling(frozenset([power]))
-        self._zero = (0.0,) * len(inputs)
+        inputs = dict.fromkeys(id(v) for op in ops for v in op.ins if v.is_loss_scale)
+        # A constant that a loss scale multiplies by: itself, or its inverse.
+        constants = {
+            op: number
+            for op in ops
+            if name_scopes.LOSS_SCALE in op.path.split("/") and op.factors
+            if (number := self._number(op.ins[1])) not in (None, 0.0, 1.0)
+        }
+        names = *inputs, *dict.fromkeys(max(x, 1 / x) for x in constants.values())
+        units = {x: tuple(float(x == y) for y in names) for x in names}
+        self._of.update({x: Scaling(frozenset([units[x]])) for x in inputs})
+        self._constants: dict[Op, Scaling] = {}
+        for op, x in constants.items():
+            unit = units[max(x, 1 / x)]
+            power = unit if x >= 1.0 else tuple(-y for y in unit)
+            self._constants[op] = Scaling(frozenset([power]))
+        self._zero = (0.0,) * len(names)
         # A loop carry is known once the body of the loop is. Until then, what the
         # backward pass makes of the carry alone is open, and has no power.
         self._seen: set[int] = set()
@@ -64,13 +77,22 @@ class Scalings:
     def of(self, value: Value) -> Scaling:
         return self._of.get(id(value), _UNSCALED)
 
+    def of_operand(self, op: Op, value: Value) -> Scaling:
+        is_scale = op in self._constants and value is op.ins[1]
+        return self._constants[op] if is_scale else self.of(value)
+
+    def _number(self, value: Value) -> float | None:
+        known = self._ranges.of(value)
+        is_one = known is not None and known.is_all and known.low == known.high
+        return known.low if known and is_one else None
+
     def power_of_unscaled(self, op: Op) -> float | None:
         """Return the power of a loss scale in gradients that are divided by it.
 
         NaN if it is not known, None if the operation does no such thing.
         """
         for value, factor, sign in op.factors if not op.is_backward else ():
-            known, inverse = self.of(value), self.of(factor)
+            known, inverse = self.of(value), self.of_operand(op, factor)
             for i, x in enumerate(inverse.power or ()):
                 if sign * x == -1.0 and known.is_gradient and not inverse.is_gradient:
                     return known.power[i] if known.power else math.nan
@@ -102,7 +124,7 @@ class Scalings:
         if self._is_zero_by(op, value):
             self._zeros.add(id(value))
             return _UNSCALED
-        ins = [self.of(v) for v in op.ins]
+        ins = [self.of_operand(op, v) for v in op.ins]
         powers = self._powers(op, ins)
         is_gradient = any(x.is_gradient for x in ins)
         is_open = op.is_backward and not is_gradient and powers == frozenset()
@@ -126,7 +148,7 @@ class Scalings:
             powers = frozenset([self._zero])
         scaled_by = frozenset().union(*(x.scaled_by for x in ins))
         for _, factor, sign in op.factors:
-            known = self.of(factor)
+            known = self.of_operand(op, factor)
             if not known.is_gradient:
                 divided = {i for p in known.powers or () for i in _below(p, sign)}
                 scaled_by = scaled_by - divided if known.powers is not None else _NONE

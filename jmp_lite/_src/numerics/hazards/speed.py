@@ -1,13 +1,15 @@
 """Products that are not in half, and those that are slow in it."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
 from jmp_lite._src import fp8
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.dataflow import Op
+from jmp_lite._src.numerics.hazards import dataflow
+from jmp_lite._src.numerics.hazards.dataflow import Op, Value
 from jmp_lite._src.numerics.hazards.loss_scaling import updated_params
 from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rules
 
@@ -35,7 +37,7 @@ def _is_left(program: LintedProgram, op: Op) -> bool:
     """Return whether a product is in float32 where the policy computes in half."""
     operands = op.ins[:2]
     ranges = [program.ranges.of(value) for value in operands]
-    if not any(value.dtype == jnp.float32 for value in operands):
+    if not any(value.dtype in (jnp.float32, jnp.float64) for value in operands):
         return False
     # Angles of RoPE are outer products of positions and frequencies.
     if products.is_outer(op.eqn) or any(r and r.is_position for r in ranges):
@@ -61,19 +63,54 @@ def _nothing_in_half(program: LintedProgram) -> Hits:
 @RULES.speed(
     "float32-product",
     "Matrix units are several times slower in float32 than in half.",
-    "Cast its operands or use jmp_lite.autocast. If float32 is meant, as by a rule "
-    "of with_policy, leave it, or mark it with full_precision.",
+    "Cast its operands or use jmp_lite.autocast; explain says why that leaves one. If "
+    "float32 is meant, as by a rule of with_policy, leave it, or mark it with "
+    "full_precision.",
 )
 def _f32_products(program: LintedProgram) -> Hits:
     if any(_nothing_in_half(program)):  # which says it already
         return
+    for op, share in _shares_of_lines(program):
+        if not any(map(_is_f64, (*op.ins, *op.outs))):
+            yield op, f"float32; {share}"
+
+
+@RULES.speed(
+    "float64-product",
+    "Autocast leaves float64, and matrix units have none, or a slow one.",
+    "Cast to float32 where it begins; NumPy's arrays and numbers are float64.",
+)
+def _f64_products(program: LintedProgram) -> Hits:
+    for op, share in _shares_of_lines(program):
+        if any(map(_is_f64, (*op.ins, *op.outs))):
+            yield op, f"float64, {_beginning(program, op)}; {share}"
+
+
+def _shares_of_lines(program: LintedProgram) -> Iterator[tuple[Op, str]]:
     left, total = flops_in_f32(program)
     of_line = Counter[str]()
     for op, flops in left.items():
         of_line[op.line] += flops
     for op in left:
         share = of_line[op.line] / total
-        yield op, f"float32; {share:.1%} of all matrix-product FLOPs on this line"
+        yield op, f"{share:.1%} of all matrix-product FLOPs on this line"
+
+
+def _is_f64(value: Value) -> bool:
+    return value.dtype == jnp.float64
+
+
+def _beginning(program: LintedProgram, product: Op) -> str:
+    """Return where the numbers of a product become float64."""
+
+    def in_f64(op: Op) -> list[Value]:
+        return [v for v in op.ins if _is_f64(v) and v.known is None]
+
+    before = [product, *dataflow.makers(in_f64(product), in_f64)]
+    if any(v.maker is None for op in before for v in in_f64(op)):
+        return "as an argument is"
+    firsts = [op for op in before if not in_f64(op)]
+    return f"from {min(firsts, key=program.ops.index).line} on"
 
 
 @RULES.speed(
