@@ -530,6 +530,19 @@ def scattered_once(x, i):
     return rows, jnp.zeros_like(x).at[i].add(x, unique_indices=True)
 
 
+@in_bfloat16(None, bf16(200, 8))
+def rows_written_one_by_one(x):
+    def step(i, rows):
+        return rows.at[i].set(x[i] + 1.0)
+
+    return lax.fori_loop(0, 200, step, jnp.zeros_like(x))
+
+
+@in_float16(None, bools(4096))
+def counts_by_pairs_in_float16(mask):
+    return lax.associative_scan(jnp.add, mask.astype(F16))
+
+
 @in_bfloat16(None, bf16(5000, 8), ints(4096), under=jax.grad)
 def gradient_of_a_large_table(table, i):
     return jnp.sum(table[i].astype(F32))

@@ -17,19 +17,24 @@ from jmp_lite._src import reports
 from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.jaxprs import name_scopes
-from jmp_lite._src.numerics.hazards import accuracy, constants, loss_scaling, speed
-from jmp_lite._src.numerics.hazards.dataflow import Op, list_ops
-from jmp_lite._src.numerics.hazards.ranges import Ranges
-from jmp_lite._src.numerics.hazards.rule import LintedProgram, Rule, Severity
-from jmp_lite._src.numerics.hazards.scalings import Scalings
+from jmp_lite._src.numerics.hazards import accuracy, constants, speed, train_steps
+from jmp_lite._src.numerics.hazards.opening import list_values
+from jmp_lite._src.numerics.hazards.ranges import find_ranges
+from jmp_lite._src.numerics.hazards.rule import Program, Rule, Severity
+from jmp_lite._src.numerics.hazards.scaling import find_scalings
+from jmp_lite._src.numerics.hazards.values import Value
 from jmp_lite._src.policy import Policy, PolicyMap, policies_of
 
-RULES = (
-    *loss_scaling.RULES,
-    *constants.RULES,
-    *accuracy.RULES,
-    *constants.POSITIONS,
-    *speed.RULES,
+RULES = tuple(
+    x
+    for module in (train_steps, constants, accuracy, speed)
+    for x in vars(module).values()
+    if isinstance(x, Rule)
+)
+
+_IN_AUTOCAST = (
+    "Autocast leaves in half what is: begin the function with params = "
+    "jmp_lite.cast_to_full(params), and leave out casts to half."
 )
 
 
@@ -173,20 +178,20 @@ def lint(
         with warnings.catch_warnings():
             # The report says where a constant overflows; NumPy only that one does.
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
-            ops = list_ops(fun, args, kwargs, target)
-        regions = Regions(policy)
-        ranges = Ranges(ops)
-        program = LintedProgram(ops, ranges, Scalings(ops, ranges), regions, target)
+            values = list_values(fun, args, kwargs, target)
+        find_ranges(values)
+        find_scalings(values)
+        program = Program(values, Regions(policy), target)
         findings = _find(program)
-        left, total = speed.flops_in_f32(program)
-        share = sum(left.values()) / total if total else 0.0
-        for op in ops:
-            program.is_low(op)
+        total = sum(program.flops.values())
+        share = sum(program.left.values()) / total if total else 0.0
+        for value in values:  # so that the policy knows each path
+            program.regions_of(value)
         remedy = (
             " If with_policy gave nnx modules this map, pass its default here: "
             f"{str(policies_of(policy)[0])!r}."
         )
-        regions.check_unused(policy, transform.name_of(fun), remedy)
+        program.regions.check_unused(policy, transform.name_of(fun), remedy)
         return LintReport(tuple(findings), share)
 
     return linted
@@ -196,33 +201,39 @@ def _times(found: Finding) -> str:
     return f" ×{found.times}" if found.times > 1 else ""
 
 
-def _find(program: LintedProgram) -> list[Finding]:
+def _find(program: Program) -> list[Finding]:
     """Return the findings, equal ones of a line as one, sorted by severity."""
-    alike: dict[Any, tuple[Rule, list[Op]]] = {}
+    alike: dict[Any, tuple[Rule, list[Value]]] = {}
     for rule in RULES:
-        for op, what in rule.find(program):
-            key = rule.name, op.line or op.layer, op.name, what
-            alike.setdefault(key, (rule, []))[1].append(op)
+        for value, what in rule.hits(program):
+            key = rule.name, value.line or value.path, value.name, what
+            alike.setdefault(key, (rule, []))[1].append(value)
     findings = [
         Finding(
             rule=rule.name,
-            layer=functools.reduce(_common, (op.layer for op in ops)),
-            line=ops[0].line,
-            primitive=ops[0].name,
+            layer=functools.reduce(_common, map(_layer, found)),
+            line=found[0].line,
+            primitive=found[0].name,
             what=what,
             why=rule.why,
-            fix=_fix(rule, ops),
-            times=len(ops),
+            fix=_fix(rule, found),
+            times=len(found),
             severity=rule.severity,
         )
-        for (*_, what), (rule, ops) in alike.items()
+        for (*_, what), (rule, found) in alike.items()
     ]
     return sorted(findings, key=lambda found: get_args(Severity).index(found.severity))
 
 
-def _fix(rule: Rule, ops: list[Op]) -> str:
-    in_autocast = all(name_scopes.AUTOCAST in op.path.split("/") for op in ops)
-    return in_autocast and rule.fix_in_autocast or rule.fix
+def _layer(value: Value) -> str:
+    return name_scopes.without_marks(value.path)
+
+
+def _fix(rule: Rule, found: list[Value]) -> str:
+    in_autocast = all(value.is_in(name_scopes.AUTOCAST) for value in found)
+    if in_autocast and rule.severity != "speed" and "jmp_lite.autocast" in rule.fix:
+        return _IN_AUTOCAST
+    return rule.fix
 
 
 def _common(layer: str, other: str) -> str:
