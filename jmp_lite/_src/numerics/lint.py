@@ -18,11 +18,9 @@ from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.numerics.hazards import accuracy, constants, speed, train_steps
+from jmp_lite._src.numerics.hazards.graph import Value
 from jmp_lite._src.numerics.hazards.opening import list_values
-from jmp_lite._src.numerics.hazards.ranges import find_ranges
 from jmp_lite._src.numerics.hazards.rule import Program, Rule, Severity
-from jmp_lite._src.numerics.hazards.scaling import find_scalings
-from jmp_lite._src.numerics.hazards.values import Value
 from jmp_lite._src.policy import Policy, PolicyMap, policies_of
 
 RULES = tuple(
@@ -101,22 +99,17 @@ class LintReport(reports.Report):
         return "\n".join(lines) or "no findings"
 
     def _table(self, every):
-        findings = self.findings if every else self.findings[: reports.LINES]
+        def row(found: Finding) -> tuple[str, ...]:
+            what = f"{found.primitive}: {found.what}{_times(found)}"
+            place = found.layer, reports.short_line(found.line)
+            why = f"{found.why} {found.fix}"
+            return found.severity, found.rule, *place, what, why
+
         return reports.Table(
             f"lint: {len(self)} findings, {self.f32_flops_share:.1%} of "
             "matrix-product FLOPs left in float32",
             ("", "rule", "layer", "line", "what", "why, and how to repair it"),
-            [
-                (
-                    found.severity,
-                    found.rule,
-                    found.layer,
-                    reports.short_line(found.line),
-                    f"{found.primitive}: {found.what}{_times(found)}",
-                    f"{found.why} {found.fix}",
-                )
-                for found in findings
-            ],
+            list(map(row, self.findings[: None if every else reports.LINES])),
             show_lines=True,
         )
 
@@ -179,11 +172,8 @@ def lint(
             # The report says where a constant overflows; NumPy only that one does.
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
             values = list_values(fun, args, kwargs, target)
-        find_ranges(values)
-        find_scalings(values)
         program = Program(values, Regions(policy), target)
-        findings = _find(program)
-        total = sum(program.flops.values())
+        findings, total = _find(program), sum(program.flops.values())
         share = sum(program.left.values()) / total if total else 0.0
         for value in values:  # so that the policy knows each path
             program.regions_of(value)
@@ -208,32 +198,26 @@ def _find(program: Program) -> list[Finding]:
         for value, what in rule.hits(program):
             key = rule.name, value.line or value.path, value.name, what
             alike.setdefault(key, (rule, []))[1].append(value)
-    findings = [
-        Finding(
-            rule=rule.name,
-            layer=functools.reduce(_common, map(_layer, found)),
-            line=found[0].line,
-            primitive=found[0].name,
-            what=what,
-            why=rule.why,
-            fix=_fix(rule, found),
-            times=len(found),
-            severity=rule.severity,
-        )
-        for (*_, what), (rule, found) in alike.items()
-    ]
-    return sorted(findings, key=lambda found: get_args(Severity).index(found.severity))
+    found = [_finding(rule, key[-1], of) for key, (rule, of) in alike.items()]
+    return sorted(found, key=lambda found: get_args(Severity).index(found.severity))
 
 
-def _layer(value: Value) -> str:
-    return name_scopes.without_marks(value.path)
-
-
-def _fix(rule: Rule, found: list[Value]) -> str:
-    in_autocast = all(value.is_in(name_scopes.AUTOCAST) for value in found)
-    if in_autocast and rule.severity != "speed" and "jmp_lite.autocast" in rule.fix:
-        return _IN_AUTOCAST
-    return rule.fix
+def _finding(rule: Rule, what: str, values: list[Value]) -> Finding:
+    layers = (name_scopes.without_marks(value.path) for value in values)
+    severity = rule.severity_of(values[0])
+    in_autocast = all(value.is_in(name_scopes.AUTOCAST) for value in values)
+    is_advised = severity != "speed" and "jmp_lite.autocast" in rule.fix
+    return Finding(
+        rule=rule.name,
+        layer=functools.reduce(_common, layers),
+        line=values[0].line,
+        primitive=values[0].name,
+        what=what,
+        why=rule.why,
+        fix=_IN_AUTOCAST if in_autocast and is_advised else rule.fix,
+        times=len(values),
+        severity=severity,
+    )
 
 
 def _common(layer: str, other: str) -> str:

@@ -7,17 +7,10 @@ import jax.numpy as jnp
 
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.numerics.hazards import graph
+from jmp_lite._src.numerics.hazards.graph import Value
 from jmp_lite._src.numerics.hazards.ranges import exact_integers, rounded
 from jmp_lite._src.numerics.hazards.rule import Program, rule
-from jmp_lite._src.numerics.hazards.values import (
-    Value,
-    behind,
-    casts,
-    moves,
-    origin,
-    readers,
-    standing_for,
-)
 
 # Attention scores of a healthy model are not larger.
 _USUAL = 2048.0
@@ -33,16 +26,8 @@ def _written(value: Value) -> float | None:
 
     None if the number is not known, or was cast, and so found where it was.
     """
-    was_cast = any(x.is_cast for x in behind([value], lambda value: value.held))
+    was_cast = any(x.is_cast for x in graph.behind([value], lambda value: value.held))
     return None if was_cast else value.number
-
-
-def _is_zero(value: Value) -> bool:
-    return _written(value) == 0.0
-
-
-def _is_one(value: Value) -> bool:
-    return _written(value) == 1.0
 
 
 @_of_half(
@@ -75,8 +60,10 @@ def _beyond_range(value: Value, _: Program) -> str | None:
 def _is_limit(value: Value) -> bool:
     """Return whether a value is only compared, as in `x < 1e9`, `min(x, 1e9)`."""
     limits = Fact.LIMITS | Fact.COMPARES
-    is_result = any(x.is_result for x in standing_for(value, moves))
-    return not is_result and all(x.facts & limits for x, _ in readers(value, moves))
+    is_result = any(x.is_result for x in graph.ahead(value, graph.moves))
+    return not is_result and all(
+        x.facts & limits for x, _ in graph.readers(value, graph.moves)
+    )
 
 
 @_of_half(
@@ -88,13 +75,13 @@ def _is_limit(value: Value) -> bool:
 def _vanished_eps(value: Value, _: Program) -> str | None:
     if value.is_cast_to_half and value.ins[0].number and value.number == 0.0:
         return f"{value.ins[0].number:.4g} becomes 0 in {value.dtype}"
-    if any(map(_is_zero, value.divisors)):
+    if any(_written(x) == 0.0 for x in value.divisors):
         return f"divides by a constant that is 0 in {value.dtype}"
     # Python's sum starts with `0 + x`, so an eps is the second operand of a sum. In
     # bfloat16 no eps underflows. A clamp has a limit of 0 on purpose.
     is_guard = value.facts & (Fact.LINEAR | Fact.LIMITS) and value.dtype == jnp.float16
     guards = value.ins[bool(value.facts & Fact.LINEAR) :] if len(value.ins) == 2 else ()
-    if is_guard and any(map(_is_zero, guards)) and _is_needed(value):
+    if is_guard and any(_written(x) == 0.0 for x in guards) and _is_needed(value):
         return f"{value.name} of 0 in {value.dtype}, before it divides"
 
 
@@ -102,7 +89,7 @@ def _is_needed(value: Value) -> bool:
     """Return whether a value must not be 0: it divides, or its logarithm is taken."""
     return any(
         x in use.divisors or use.facts & Fact.LOGARITHM
-        for use, x in readers(value, _guards)
+        for use, x in graph.readers(value, _guards)
     )
 
 
@@ -112,7 +99,7 @@ def _guards(use: Value, value: Value) -> bool:
     A root needs no guard, but a division by it does.
     """
     is_root = len(use.degrees) == 1 and 0.0 < use.degrees[0] < 1.0
-    return is_root or casts(use, value)
+    return is_root or graph.casts(use, value)
 
 
 @_of_half(
@@ -145,12 +132,12 @@ def _one(value: Value, _: Program) -> str | None:
         if value.number is not None and abs(value.number) == 1.0:
             return f"{x:.8g} becomes {value.number:g} in {dtype}"
     # Numbers that NumPy rounded before tracing are found by their use.
-    if value.name == "pow" and _is_one(value.ins[0]):
+    if value.name == "pow" and _written(value.ins[0]) == 1.0:
         return f"a power of 1 in {dtype}"
-    if value.facts & Fact.LIMITS and any(map(_is_one, value.ins)):
-        if any(_is_distance(use, x) for use, x in readers(value, casts)):
+    if value.facts & Fact.LIMITS and any(_written(x) == 1.0 for x in value.ins):
+        if any(_is_distance(use, x) for use, x in graph.readers(value, graph.casts)):
             return f"{value.name} with 1 in {dtype}, before 1 - x divides"
-    terms = [origin(x) for x in value.ins] if value.facts & Fact.LINEAR else []
+    terms = [graph.origin(x) for x in value.ins] if value.facts & Fact.LINEAR else []
     if terms and all(term.factors for term in terms):
         weights = {_written(x) or 0.0 for term in terms for x in term.ins}
         half_eps = float(jnp.finfo(dtype).eps) / 2
@@ -164,8 +151,8 @@ def _is_distance(use: Value, value: Value) -> bool:
     if not use.facts & Fact.LINEAR:
         return False
     if len(use.ins) == 1:
-        return any(x.facts & Fact.NEAR_ONE for x, _ in readers(use, _guards))
-    return use.ins[1] is value and _is_one(use.ins[0]) and _is_needed(use)
+        return any(x.facts & Fact.NEAR_ONE for x, _ in graph.readers(use, _guards))
+    return use.ins[1] is value and _written(use.ins[0]) == 1.0 and _is_needed(use)
 
 
 @_of_half(
@@ -191,8 +178,8 @@ def _rounded_position(value: Value, _: Program) -> str | None:
 )
 def _half_angle(value: Value, _: Program) -> str | None:
     (angle,) = value.ins
-    halves = [x for x in behind([angle], _computed_from) if x.is_half]
-    position = max(map(_position, behind(halves, _computed_from)), default=0.0)
+    halves = [x for x in graph.behind([angle], _computed_from) if x.is_half]
+    position = max(map(_position, graph.behind(halves, _computed_from)), default=0.0)
     if position == 0.0:
         return None
     dtype = halves[0].dtype

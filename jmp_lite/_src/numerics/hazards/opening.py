@@ -19,7 +19,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
-from jmp_lite._src.numerics.hazards.values import JOIN, MOVE, Value, behind
+from jmp_lite._src.numerics.hazards.graph import JOIN, MOVE, Value, behind
 
 _ONE_OF_EACH = Fact.MOVES | Fact.SUMS
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src.jaxprs import primitives
-from jmp_lite._src.numerics.hazards.values import Range, Value
+from jmp_lite._src.numerics.hazards.graph import Range, Value
 
 # Larger constants are weights, and not worth the time.
 _MAX_SIZE = 2**16

@@ -16,8 +16,9 @@ from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.scaling import UNSCALED, may_scale
-from jmp_lite._src.numerics.hazards.values import Value, terms_of
+from jmp_lite._src.numerics.hazards.graph import Value, terms_of
+from jmp_lite._src.numerics.hazards.ranges import find_ranges
+from jmp_lite._src.numerics.hazards.scaling import UNSCALED, find_scalings, may_scale
 
 Severity = Literal["error", "warning", "speed"]
 
@@ -27,6 +28,8 @@ class Program:
 
     def __init__(self, values: Sequence[Value], regions: Regions, target: str):
         self.values, self.regions, self.target = values, regions, target
+        find_ranges(values)
+        find_scalings(values)
         results = [x for x in values if x.is_result and x.scaling.is_gradient]
         # Those of a train step that are its parameters after the update.
         self.updated = {x for x in results if _is_updated(x)}
@@ -85,6 +88,11 @@ class Rule:
     of: int = 0  # facts, of which a value must have one
     in_half: bool = False  # whether a value must be in half
     is_once: bool = False  # whether one value is enough
+    in_bfloat16: Severity | None = None  # if it is another there
+
+    def severity_of(self, value: Value) -> Severity:
+        is_bfloat16 = value.dtype == jnp.bfloat16
+        return self.in_bfloat16 if self.in_bfloat16 and is_bfloat16 else self.severity
 
     def hits(self, program: Program) -> Iterator[tuple[Value, str]]:
         """Yield the values that break the rule, and what is wrong with each."""

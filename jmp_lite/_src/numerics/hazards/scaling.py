@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.primitives import PARTS, Fact
-from jmp_lite._src.numerics.hazards.values import JOIN, Scaling, Value, uncast
+from jmp_lite._src.numerics.hazards.graph import JOIN, Scaling, Value, uncast
 
 CLIPPED, UNSCALED = "clipped", "unscaled"
 

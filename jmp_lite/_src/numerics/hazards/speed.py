@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jmp_lite._src import fp8
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.numerics.hazards.graph import Value, behind
 from jmp_lite._src.numerics.hazards.rule import Program, rule
-from jmp_lite._src.numerics.hazards.values import Value, behind
 
 # Matrix units process tiles of a multiple of this size, in 16-bit numbers.
 _TILES = {"gpu": 8, "tpu": 128}
@@ -55,11 +55,10 @@ def _float32_product(value: Value, program: Program) -> str | None:
 def _float64_product(value: Value, program: Program) -> str | None:
     if not any(map(_is_f64, (*value.ins, value))):
         return None
-    before = list(behind([value], _float64_operands))
-    firsts = {x for x in before if not _float64_operands(x)}
-    line = next(x.line for x in program.values if x in firsts or x is value)
+    before = set(behind([value], _float64_operands))
+    firsts = (x for x in program.values if x in before and not _float64_operands(x))
     is_argument = any(x.is_input for x in before)
-    where = "as an argument is" if is_argument else f"from {line} on"
+    where = "as an argument is" if is_argument else f"from {next(firsts).line} on"
     return _share_of_line(f"float64, {where}", value, program)
 
 

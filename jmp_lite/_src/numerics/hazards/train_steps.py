@@ -9,15 +9,10 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.numerics.hazards import graph
+from jmp_lite._src.numerics.hazards.graph import Value
 from jmp_lite._src.numerics.hazards.rule import Program, rule
 from jmp_lite._src.numerics.hazards.scaling import CLIPPED, UNSCALED
-from jmp_lite._src.numerics.hazards.values import (
-    Value,
-    moves,
-    origin,
-    readers,
-    terms_of,
-)
 
 _INSIDE = "Put it inside: scale_aware(optax.chain(..., optimizer))."
 
@@ -74,7 +69,7 @@ def _clipped(value: Value, _: Program) -> str | None:
 )
 def _decay(value: Value, program: Program) -> str | None:
     if value in program.results:
-        terms = terms_of(value)
+        terms = graph.terms_of(value)
         rest = {(x, scaled) for x, scaled in terms if not x.scaling.is_update}
         of = {x for x, _ in rest}
         if len(of) == 1 and rest < terms and _is_moment(rest, value):
@@ -83,7 +78,11 @@ def _decay(value: Value, program: Program) -> str | None:
     if value.facts & Fact.LINEAR and not value.is_backward and len(value.ins) == 2:
         for x, other in (value.ins, value.ins[::-1]):
             is_scaled = x.scaling.is_gradient and x.scaling.is_scaled
-            terms = terms_of(other) if is_scaled and not other.scaling.is_scaled else ()
+            terms = (
+                graph.terms_of(other)
+                if is_scaled and not other.scaling.is_scaled
+                else ()
+            )
             if terms and all(scaled and term.is_param for term, scaled in terms):
                 return "weight decay is added to gradients while they are scaled"
 
@@ -105,7 +104,7 @@ def _is_moment(terms: Iterable[tuple[Value, bool]], value: Value) -> bool:
 def _lost(value: Value, program: Program) -> str | None:
     cases = value.cases if value.scaling.is_choice else ()
     is_adjusted = any(x.scaling.is_kept and x.scaling.is_scaled for x in cases)
-    if is_adjusted and any(origin(x).is_loss_scale for x in cases):
+    if is_adjusted and any(graph.origin(x).is_loss_scale for x in cases):
         return "the loss scale is kept where gradients are not finite"
     scales = [x.scaling.power for x in value.ins if x.is_loss_scale]
     if not scales or not program.updated or program.is_still_scaled:
@@ -130,7 +129,7 @@ def _not_skipped(value: Value, program: Program) -> str | None:
     if not program.updated or not program.is_dynamic or program.is_still_scaled:
         return None
     what = "parameters" if value in program.updated else "moments"
-    if value in program.updated or _is_moment(terms_of(value), value):
+    if value in program.updated or _is_moment(graph.terms_of(value), value):
         return f"{what} are updated, whether gradients are finite or not"
 
 
@@ -159,12 +158,14 @@ def _summed_twice(value: Value, program: Program) -> str | None:
     (copy, *_), axes = value.ins, value.eqn.params.get("axes", ())
     if value.is_backward or copy.name != "pvary":  # it is equal on each device
         return None
-    if not any(term.is_backward for term, _ in terms_of(copy.ins[0])):
+    if not any(term.is_backward for term, _ in graph.terms_of(copy.ins[0])):
         return None
     # The derivative of a mean of losses begins with a copy to each device.
     copies = (x for x in program.values if x.name == "pvary" and x.shape == ())
     averaged = {axis for x in copies if x.is_backward for axis in x.eqn.params["axes"]}
-    is_mean = all(use.degrees == (1.0, -1.0) for use, _ in readers(value, moves))
+    is_mean = all(
+        use.degrees == (1.0, -1.0) for use, _ in graph.readers(value, graph.moves)
+    )
     if not is_mean or not averaged & set(axes):
         kind = "mean" if is_mean else "sum"
         return f"a {kind} over {axes} of gradients that are summed over them"

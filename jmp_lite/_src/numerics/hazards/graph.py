@@ -192,22 +192,20 @@ def behind(
             waiting += through(value)
 
 
-def readers(
-    value: Value, through: Callable[[Value, Value], bool]
-) -> Iterator[tuple[Value, Value]]:
-    """Yield what reads a value, or what stands for it, and the operand that it reads.
+def ahead(value: Value, through: Callable[[Value, Value], bool]) -> Iterator[Value]:
+    """Yield a value, and what stands for it.
 
     `through` says of a value and its operand whether the one stands for the other.
     """
-    for x in standing_for(value, through):
-        yield from ((use, x) for use in x.uses if not through(use, x))
-
-
-def standing_for(
-    value: Value, through: Callable[[Value, Value], bool]
-) -> Iterator[Value]:
-    """Yield a value, and what stands for it."""
     return behind([value], lambda x: [use for use in x.uses if through(use, x)])
+
+
+def readers(
+    value: Value, through: Callable[[Value, Value], bool]
+) -> Iterator[tuple[Value, Value]]:
+    """Yield what reads a value, or what stands for it, each with what it reads."""
+    for x in ahead(value, through):
+        yield from ((use, x) for use in x.uses if not through(use, x))
 
 
 def moves(use: Value, value: Value) -> bool:
