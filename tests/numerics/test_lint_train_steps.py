@@ -301,11 +301,7 @@ OF_A_CONSTANT: dict[str, tuple[Any, Any, set[str]]] = {
     "right": (scaled, lambda s, g, p: s.unscale(g), set()),
     "never scaled": (unscaled, lambda s, g, p: s.unscale(g), {"unscaled-gradients"}),
     "never unscaled": (scaled, lambda s, g, p: g, {"scaled-update"}),
-    "unscaled twice": (
-        scaled,
-        lambda s, g, p: s.unscale(s.unscale(g)),
-        {"unscaled-gradients"},
-    ),
+    "twice": (scaled, lambda s, g, p: s.unscale(s.unscale(g)), {"unscaled-gradients"}),
     "clipped": (
         scaled,
         lambda s, g, p: s.unscale(_clip_norm_by_hand(g)),
@@ -359,8 +355,7 @@ def test_a_static_scale_of_scale_aware_is_followed() -> None:
     assert found_with(sgd) == {}
 
 
-_over_devices = functools.partial(functools.partial, axis_name="data")
-_mean, _sum = _over_devices(lax.pmean), _over_devices(lax.psum)
+_mean, _sum = (functools.partial(f, axis_name="data") for f in (lax.pmean, lax.psum))
 
 
 def _same(x: Any) -> Any:

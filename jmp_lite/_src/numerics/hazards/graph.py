@@ -121,21 +121,25 @@ class Value:
         return primitives.facts(self.name)
 
     @functools.cached_property
-    def held(self) -> Sequence["Value"]:
+    def sources(self) -> Sequence["Value"]:
         """The operands whose numbers it holds: one of a move, several of a join.
 
-        None of a choice by a mask: what that leaves out matters.
+        None of a loop carry, nor of a maximum: what that leaves out matters.
         """
-        if self.name == MOVE:
-            return self.ins
-        is_choice = self.facts & Fact.CHOOSES
-        return () if is_choice else primitives.held(self.name, self.ins, 0, 1)
+        if self.name in (MOVE, JOIN):
+            return () if self.is_carry else self.ins
+        is_maximum = self.facts & Fact.CHOOSES and self.mask is None
+        return () if is_maximum else primitives.held(self.name, self.ins, 0, 1)
 
-    @functools.cached_property
+    @property
+    def held(self) -> Sequence["Value"]:
+        """Those, if it is no choice by a mask or by the branch of a `cond`."""
+        return () if self.mask else self.sources
+
+    @property
     def cases(self) -> Sequence["Value"]:
-        """The operands that it is one of: by a mask, or by the branch of a `cond`."""
-        is_branch = self.name == JOIN and not self.is_carry
-        return self.ins if is_branch else primitives.cases(self.name, self.ins)
+        """Those, if it is a choice."""
+        return self.sources if self.mask else ()
 
     @functools.cached_property
     def degrees(self) -> tuple[float, ...]:

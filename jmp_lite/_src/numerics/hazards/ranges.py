@@ -58,10 +58,8 @@ def _of_array(array: np.ndarray) -> Range | None:
 def _of_result(value: Value) -> Range | None:
     ranges = [operand.range for operand in value.ins]
     known = [r for r in ranges if r is not None]
-    if len(value.held) == 1:
-        return value.held[0].range
-    if value.held or value.cases:
-        return _union([x.range for x in value.held or value.cases])
+    if value.sources:
+        return _union([x.range for x in value.sources])
     if value.name == "iota":
         length = value.shape[value.eqn.params["dimension"]]
         return Range(0.0, max(length - 1.0, 0.0), True, True, True)

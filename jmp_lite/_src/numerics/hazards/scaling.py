@@ -95,7 +95,7 @@ def _power(value: Value) -> Scaling:
     if value.degrees:
         return _product(zip(ins, value.degrees, strict=False))
     if value.facts & _HOMOGENEOUS or value.name in (JOIN, *PARTS):
-        return _sum([x.scaling for x in value.cases or value.held or value.ins])
+        return _sum([x.scaling for x in value.sources or value.ins])
     return Scaling(is_known=not any(x.is_scaled or not x.is_known for x in ins))
 
 
@@ -150,13 +150,13 @@ def _is_clip(value: Value) -> bool:
     is_limit = value.facts & Fact.LIMITS
     of = value.ins if is_limit else value.cases if value.name != JOIN else ()
     gradients = [x.scaling for x in of if x.scaling.is_gradient and x.scaling.power]
-    if not is_limit:
-        # What is clipped by its norm is divided by it.
-        is_other = len({x.power for x in gradients}) > 1
-        return is_other and any(x.is_scaled for x in gradients)
-    limits = [abs(x.number or 0.0) for x in value.ins]
-    is_clip = any(_LIMITS[0] < x < _LIMITS[1] for x in limits)
-    return is_clip and any(x.is_scaled for x in gradients)
+    if not any(x.is_scaled for x in gradients):
+        return False
+    if is_limit:
+        limits = [abs(x.number or 0.0) for x in value.ins]
+        return any(_LIMITS[0] < x < _LIMITS[1] for x in limits)
+    # What is clipped by its norm is divided by it.
+    return len({x.power for x in gradients}) > 1
 
 
 def may_scale(value: Value) -> bool:
