@@ -173,8 +173,7 @@ def lint(
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
             values = list_values(fun, args, kwargs, target)
         program = Program(values, Regions(policy), target)
-        findings, total = _find(program), sum(program.flops.values())
-        share = sum(program.left.values()) / total if total else 0.0
+        share = sum(program.left.values()) / max(program.total, 1)
         for value in values:  # so that the policy knows each path
             program.regions_of(value)
         remedy = (
@@ -182,7 +181,7 @@ def lint(
             f"{str(policies_of(policy)[0])!r}."
         )
         program.regions.check_unused(policy, transform.name_of(fun), remedy)
-        return LintReport(tuple(findings), share)
+        return LintReport(tuple(_find(program)), share)
 
     return linted
 

@@ -111,10 +111,9 @@ class Value:
     def number(self) -> float | None:
         """The constant that all of it is, None if it is none."""
         known = self.range
-        is_one = (
-            known and known.is_all and known.is_constant and known.low == known.high
-        )
-        return known.low if known and is_one else None
+        if known is None or known.low != known.high:
+            return None
+        return known.low if known.is_all and known.is_constant else None
 
     @functools.cached_property
     def facts(self) -> int:

@@ -94,7 +94,10 @@ class _Opener:
                 is_differentiated=around.is_differentiated or "jvp(" in stack,
             )
             bodies = self._bodies(eqn)
-            outs = self._results(at) if bodies is None else self._opened(at, bodies)
+            if at.name == "differentiate_as":  # of autocast: its first operand
+                outs = at.ins[:1]
+            else:
+                outs = self._opened(at, bodies) if bodies else self._results(at)
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(var) for var in jaxpr.outvars]
 

@@ -5,6 +5,7 @@ checks the dtypes that values have: a float32 value is safe under any policy.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -42,7 +43,11 @@ class Program:
         found = [x for x in values if x.facts & Fact.PRODUCT]
         # Of each matrix product, and of those not in half where the policy has it so.
         self.flops = {x: products.flops(x.eqn) * x.times for x in found}
+        self.total = sum(self.flops.values())
         self.left = {x: n for x, n in self.flops.items() if n and self._is_left(x)}
+        self.left_of_lines = Counter[str]()
+        for x, flops in self.left.items():
+            self.left_of_lines[x.line] += flops
         is_f32 = all(y.dtype == jnp.float32 for x in found for y in x.ins[:2])
         self.is_float32_step = bool(self.updated and self.left) and is_f32
 

@@ -72,8 +72,7 @@ def _float64_operands(value: Value) -> list[Value]:
 
 def _share_of_line(what: str, value: Value, program: Program) -> str | None:
     if value in program.left:
-        left = [n for x, n in program.left.items() if x.line == value.line]
-        share = sum(left) / sum(program.flops.values())
+        share = program.left_of_lines[value.line] / program.total
         return f"{what}; {share:.1%} of all matrix-product FLOPs on this line"
 
 

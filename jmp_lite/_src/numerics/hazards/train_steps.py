@@ -78,11 +78,9 @@ def _decay(value: Value, program: Program) -> str | None:
     if value.facts & Fact.LINEAR and not value.is_backward and len(value.ins) == 2:
         for x, other in (value.ins, value.ins[::-1]):
             is_scaled = x.scaling.is_gradient and x.scaling.is_scaled
-            terms = (
-                graph.terms_of(other)
-                if is_scaled and not other.scaling.is_scaled
-                else ()
-            )
+            if not is_scaled or other.scaling.is_scaled:
+                continue
+            terms = graph.terms_of(other)
             if terms and all(scaled and term.is_param for term, scaled in terms):
                 return "weight decay is added to gradients while they are scaled"
 
@@ -155,7 +153,8 @@ def _scaled_update(value: Value, program: Program) -> str | None:
     of=Fact.SUMS,
 )
 def _summed_twice(value: Value, program: Program) -> str | None:
-    (copy, *_), axes = value.ins, value.eqn.params.get("axes", ())
+    copy, params = value.ins[0], value.eqn.params
+    axes = params.get("axes", params.get("axis_name"))
     if value.is_backward or copy.name != "pvary":  # it is equal on each device
         return None
     if not any(term.is_backward for term, _ in graph.terms_of(copy.ins[0])):
@@ -163,9 +162,8 @@ def _summed_twice(value: Value, program: Program) -> str | None:
     # The derivative of a mean of losses begins with a copy to each device.
     copies = (x for x in program.values if x.name == "pvary" and x.shape == ())
     averaged = {axis for x in copies if x.is_backward for axis in x.eqn.params["axes"]}
-    is_mean = all(
-        use.degrees == (1.0, -1.0) for use, _ in graph.readers(value, graph.moves)
-    )
-    if not is_mean or not averaged & set(axes):
+    uses = [use for use, _ in graph.readers(value, graph.moves)]
+    is_mean = bool(uses) and all(use.degrees == (1.0, -1.0) for use in uses)
+    if not is_mean or not averaged.intersection(axes):
         kind = "mean" if is_mean else "sum"
         return f"a {kind} over {axes} of gradients that are summed over them"
