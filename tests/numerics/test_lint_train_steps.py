@@ -321,15 +321,12 @@ OF_A_CONSTANT: dict[str, tuple[Any, Any]] = {
     "clipped-while-scaled": (scaled, lambda g, s, p: s.unscale(_clip_norm_by_hand(g))),
     "decay-outside": (scaled, lambda g, s, p: s.unscale(_decayed(g, p))),
 }
-CONSTANTS = {
-    "static": jmp.StaticLossScale(1024.0),
-    "closed over": jmp.DynamicLossScale(1024.0),
-}
+CONSTANTS = jmp.StaticLossScale(1024.0), jmp.DynamicLossScale(1024.0)
 
 
 @pytest.mark.one_of("wrap")
 @pytest.mark.parametrize("wrap", ["jit", "scan", "vmap", "remat"])
-@pytest.mark.parametrize("loss_scale", CONSTANTS.values(), ids=CONSTANTS)
+@pytest.mark.parametrize("loss_scale", CONSTANTS, ids=["static", "closed over"])
 @pytest.mark.parametrize("name", OF_A_CONSTANT)
 def test_a_loss_scale_that_is_a_constant_is_followed(name, loss_scale, wrap) -> None:
     grad, change = OF_A_CONSTANT[name]
