@@ -565,7 +565,7 @@ def losses_of_float32_logits(logits, labels):
 
 @in_float16((f16(10, 3, 5, 5), f16(16, 3, 3, 3)), f16(16, 1, 3, 3), under=total)
 def channels_that_cannot_be_helped(operands, depthwise):
-    x = lax.conv(*operands, (1, 1), "SAME")
+    x = lax.conv(operands[0], operands[1], (1, 1), "SAME")
     return lax.conv_general_dilated(
         x, depthwise, (1, 1), "SAME", feature_group_count=16
     )
