@@ -1,8 +1,7 @@
 """A value of a program: what made it, what reads it, and what is known of it.
 
-This is the one data structure of `lint`. `opening` lists the values of a function,
-`ranges` and `scaling` note what is known of each, from the first to the last, and the
-rules read it.
+This is the one data structure of `lint`. `opening` lists the values of a function, each
+with its range, `scaling` notes what depends on gradients, and the rules read it.
 
 Two operations are not primitives. `MOVE` relates a scanned array and its rows, or a
 sharded array and its shards. `JOIN` has several possible values: a loop carry (its

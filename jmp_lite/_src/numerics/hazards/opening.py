@@ -19,7 +19,8 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
-from jmp_lite._src.numerics.hazards.graph import JOIN, MOVE, Value, behind
+from jmp_lite._src.numerics.hazards.graph import JOIN, MOVE, Scaling, Value, behind
+from jmp_lite._src.numerics.hazards.ranges import range_of
 
 _ONE_OF_EACH = Fact.MOVES | Fact.SUMS
 
@@ -195,6 +196,7 @@ class _Opener:
         fields = {"name": name, "ins": list(ins), "mask": mask, "uses": []}
         dtype, shape = getattr(like, "dtype", None), getattr(like, "shape", ())
         made = dataclasses.replace(at, dtype=dtype, shape=shape, **fields)
+        made.range = range_of(made)
         self.values.append(made)
         return made
 
@@ -204,4 +206,7 @@ def _value_of(aval: Any, array: Any = None) -> Value:
     dtype = getattr(aval, "dtype", None)
     is_number = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
     known = np.asarray(array) if array is not None and is_number else None
-    return Value(dtype, getattr(aval, "shape", ()), known)
+    value = Value(dtype, getattr(aval, "shape", ()), known)
+    value.range = range_of(value)
+    value.scaling = Scaling(is_zero=value.number == 0.0)
+    return value

@@ -19,16 +19,13 @@ from jmp_lite._src.numerics.hazards.graph import Range, Value
 _MAX_SIZE = 2**16
 
 
-def find_ranges(values: Sequence[Value]) -> None:
-    """Give each value, and the inputs and constants that it reads, its range."""
-    for value in values:
-        for x in (*(x for x in value.ins if not x.name), value):
-            if x.dtype == bool:
-                x.range = Range(0.0, 1.0, is_integral=True)
-            elif x.name:
-                x.range = _of_result(x)
-            elif x.array is not None and x.range is None:
-                x.range = _of_array(x.array)
+def range_of(value: Value) -> Range | None:
+    """Return the range of a value, given those of its operands; None if unknown."""
+    if value.dtype == bool:
+        return Range(0.0, 1.0, is_integral=True)
+    if value.array is not None:
+        return _of_array(value.array)
+    return _of_result(value) if value.name else None
 
 
 def rounded(x: float, dtype: Any) -> float:

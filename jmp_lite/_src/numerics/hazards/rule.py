@@ -18,7 +18,6 @@ from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.graph import Value, terms_of
-from jmp_lite._src.numerics.hazards.ranges import find_ranges
 from jmp_lite._src.numerics.hazards.scaling import UNSCALED, find_scalings, may_scale
 
 Severity = Literal["error", "warning", "speed"]
@@ -29,7 +28,6 @@ class Program:
 
     def __init__(self, values: Sequence[Value], regions: Regions, target: str):
         self.values, self.regions, self.target = values, regions, target
-        find_ranges(values)
         find_scalings(values)
         results = [x for x in values if x.is_result and x.scaling.is_gradient]
         # Those of a train step that are its parameters after the update.

@@ -43,8 +43,6 @@ def find_scalings(values: Sequence[Value]) -> None:
         for x in value.ins:
             if x.is_loss_scale:
                 scales[x] = x, 1.0
-            if not x.name:
-                x.scaling = Scaling(is_zero=x.number == 0.0)
     names = list(dict.fromkeys(name for name, _ in scales.values()))
     for value, (name, power) in scales.items():
         value.scaling = Scaling(tuple(power * (name == other) for other in names))
