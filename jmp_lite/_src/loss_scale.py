@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from jmp_lite._src import compat, trees
+from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy, policies_of
 
 T = TypeVar("T")
@@ -79,11 +80,11 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
 
     def scale(self, tree: T) -> T:
         """Return the tree times the scale; see `DynamicLossScale.scale`."""
-        return trees.multiply(tree, self.loss_scale)
+        return _multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Return the tree divided by the scale; see `DynamicLossScale.unscale`."""
-        return trees.multiply(tree, 1 / self.loss_scale)
+        return _multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Return this loss scale unchanged."""
@@ -239,7 +240,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
           exceed the range of f16. Integers, bools, keys, `float0` and objects are
           returned unchanged.
         """
-        return trees.multiply(tree, self.loss_scale)
+        return _multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Divide the floating and complex leaves of a tree by the scale.
@@ -252,7 +253,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
           underflow in half precision. Complex leaves stay complex. Integers, bools,
           keys, `float0` and objects are returned unchanged.
         """
-        return trees.multiply(tree, 1 / self.loss_scale)
+        return _multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """Return the loss scale for the next step.
@@ -324,6 +325,12 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
                 "Expected a loss scale between min_loss_scale and max_loss_scale, got "
                 f"{value}, {low} and {high}: pass {name}={value} too."
             )
+
+
+def _multiply(tree: T, factor: Any) -> T:
+    """Multiply a tree, in the scope by which `lint` knows a scale that is constant."""
+    with jax.named_scope(name_scopes.LOSS_SCALE):
+        return trees.multiply(tree, factor)
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale

@@ -13,7 +13,13 @@ from jmp_lite._src import compat, fp8
 from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.autocast.precision import Region
 from jmp_lite._src.autocast.rules import BY_CLASS
-from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, IN_HALF, join
+from jmp_lite._src.jaxprs.name_scopes import (
+    AUTOCAST,
+    FULL_PRECISION,
+    IN_HALF,
+    join,
+    without_marks,
+)
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts
 from jmp_lite._src.policy import Policy, PolicyMap, paths_around, policies_of
 
@@ -268,6 +274,7 @@ class Regions:
                 return Region(is_low=False, is_closed=True, reason=reason)
         if not isinstance(self.policy, PolicyMap):
             return _region_of(self.policy)
+        path = without_marks(path)
         self.paths.update(paths_around(path))
         policy, default = self.policy.at(path), self.policy.default
         if policy.output_dtype == default.output_dtype:

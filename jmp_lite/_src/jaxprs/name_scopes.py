@@ -19,7 +19,9 @@ from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 FULL_PRECISION = "jmp_lite_full_precision"
 AUTOCAST = "jmp_lite_autocast"
 IN_HALF = "jmp_lite_in_half"
-MARKS = (FULL_PRECISION, AUTOCAST, IN_HALF)
+# And one of loss scales, around the multiplication by one, or by its inverse.
+LOSS_SCALE = "jmp_lite_loss_scale"
+MARKS = (FULL_PRECISION, AUTOCAST, IN_HALF, LOSS_SCALE)
 # The scope that JAX enters for what `jax.checkpoint` computes again.
 REMATTED = "rematted_computation"
 
