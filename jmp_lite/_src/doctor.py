@@ -95,8 +95,8 @@ class Diagnosis(reports.Report):
     missing: tuple[str, ...]  # hardware that JAX does not use, a sentence each
     miscompiled: tuple[str, ...]  # what jaxlib computes wrongly here, a sentence each
 
-    def __str__(self) -> str:
-        return self.to_text()
+    def _text(self):
+        return self.to_text().split("\n")
 
     def _table(self, every):
         return reports.Table(
@@ -159,7 +159,8 @@ class Diagnosis(reports.Report):
             [textwrap.fill(text, width) for text in (*errors, products)],
             [textwrap.fill(text, width, break_on_hyphens=False) for text in advice],
         ]
-        return "\n\n".join("\n".join(lines) for lines in parts)
+        text = "\n\n".join("\n".join(lines) for lines in parts)
+        return reports.printable(text, keep="\n")
 
 
 _RATE = ("TFLOP/s", "/ float32")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, dtypes, trees
-from jmp_lite._src.reports import summarize
+from jmp_lite._src.reports import printable, summarize
 
 
 class Cast(NamedTuple):
@@ -35,7 +35,7 @@ class Casts(dict[str, Cast]):
     def __str__(self) -> str:
         width = max(map(len, self), default=0)
         lines = [
-            f"{path:{width}}  {cast.from_dtype} -> {cast.to_dtype}"
+            f"{printable(path):{width}}  {cast.from_dtype} -> {cast.to_dtype}"
             + (f", {cast.underflowed} became 0" if cast.underflowed else "")
             for path, cast in self.items()
         ]

@@ -288,10 +288,7 @@ class Explanation(reports.Report):
             "Policies of modules",
             [field.name for field in dataclasses.fields(ModuleDtypes)],
             [
-                [
-                    "\n".join(x) if isinstance(x, tuple) else x
-                    for x in vars(row).values()
-                ]
+                list(vars(row).values())
                 for row in self.rows[: None if every else reports.LINES]
             ],
         )

@@ -74,16 +74,20 @@ class Comparison(reports.Report):
         height = 1.2 + 0.35 * len(self.rows)
         figure = Figure(figsize=(8, height), layout="constrained")
         axes = figure.add_subplot()
-        steps, left = [row.name for row in self.rows], np.zeros(len(self.rows))
+        places, left = range(len(self.rows)), np.zeros(len(self.rows))
         for name, colour in _COLOURS.items():
             sizes = np.array([row.report.by_class.get(name, 0) for row in self.rows])
-            axes.barh(steps, sizes / 2**30, left=left, color=colour, label=name)
+            axes.barh(places, sizes / 2**30, left=left, color=colour, label=name)
             left = left + sizes / 2**30
         limit = next((row.report.limit for row in self.rows if row.report.limit), None)
         if limit is not None:
             axes.axvline(limit / 2**30, color="black", linestyle="--")
+        names = [reports.printable(row.name) for row in self.rows]
+        axes.set_yticks(places, names, parse_math=False)
         axes.invert_yaxis()
-        axes.set_xlabel(f"GiB at the peak, {self.rows[0].report.device}")
+        axes.set_xlabel(
+            f"GiB at the peak, {self.rows[0].report.device}", parse_math=False
+        )
         axes.legend(fontsize="small", ncols=2)
         if path is not None:
             figure.savefig(path)

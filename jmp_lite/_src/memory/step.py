@@ -161,7 +161,7 @@ class StepReport(reports.Report):
         if loops := self.counts["loops_counted_once"]:
             notes.append(f"{loops} loops, whose trips are not known, count once")
         return reports.Table(
-            f"{self.verdict}\nin memory at the peak:",
+            (self.verdict, "in memory at the peak:"),
             ("class", "layer", "op", "dtype", "×", "size", "share"),
             [
                 (*cells, size(n), reports.percent(n / peak))

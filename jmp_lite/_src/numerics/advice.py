@@ -129,13 +129,12 @@ class Advice(reports.Report):
             **{name: tuple(map(tuple, fields[name])) for name in by_layer},
         )
 
-    def __str__(self) -> str:
-        """Return the reasons and the code."""
+    def _text(self):
         reasons = [f"# {reason}" for reason in self.reasons]
         shown = reasons[: reports.LINES]
         if more := len(reasons) - len(shown):
             shown.append(f"# and {more} more reasons: .reasons")
-        return "\n".join([*shown, self.code()])
+        return [*shown, *self.code().split("\n")]
 
     def _table(self, every):
         rules: Sequence[Any] = [("", self.policy)]
@@ -145,7 +144,7 @@ class Advice(reports.Report):
             f"advice: loss scale {self.loss_scale.loss_scale:g}",
             ("pattern", "policy"),
             [(pattern, str(policy)) for pattern, policy in rules],
-            caption="\n".join(self.reasons[: None if every else reports.LINES]),
+            caption=self.reasons[: None if every else reports.LINES],
         )
 
 

@@ -63,7 +63,7 @@ class Finding:
     def __str__(self) -> str:
         """Return one line, in the format of compilers."""
         layer = f" ({self.layer})" if self.layer else ""
-        return (
+        return reports.printable(
             f"{self.line or '?'}: {self.severity}: {self.rule}: {self.primitive}: "
             f"{self.what}{layer}{_times(self)}. {self.why} {self.fix}"
         )
@@ -87,12 +87,12 @@ class LintReport(reports.Report):
     def __len__(self) -> int:
         return len(self.findings)
 
-    def __str__(self) -> str:
-        """Return a line per finding, as compilers have them; at most 40."""
+    def _text(self):
+        # A line per finding, as compilers have them.
         lines = [str(found) for found in self.findings[: reports.LINES - 1]]
         if more := len(self) - len(lines):
             lines.append(f"and {more} more findings: .table(every=True)")
-        return "\n".join(lines) or "no findings"
+        return lines or "no findings"
 
     def _table(self, every):
         findings = self.findings if every else self.findings[: reports.LINES]

@@ -57,8 +57,7 @@ class NonFinite(reports.Report):
     operands: tuple[tuple[float, float], ...]
     by_constant: bool = False
 
-    def __str__(self) -> str:
-        """Return one sentence for people."""
+    def _text(self):
         if self.primitive == "argument":
             return (
                 f"A number that is not finite came in with the argument {self.layer}."

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite._src import extras
+from jmp_lite._src import extras, reports
 from jmp_lite._src.numerics.stats import EXPONENTS, check_dtype
 
 with extras.needed("numerics"):
@@ -125,7 +125,8 @@ def _make_figure(rows: Sequence[str], *, width: float) -> tuple[Figure, Axes]:
     size = (width + 0.075 * longest, 1.2 + 0.3 * max(len(rows), 3))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    names = list(map(reports.printable, rows))
+    axes.set_yticks(range(len(rows)), names, fontsize=9, parse_math=False)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(left=False)
     return figure, axes

@@ -235,12 +235,12 @@ def _merged(layer: str, rows: list[OpStats]) -> OpStats:
 def place(layer: str, primitive: str, line: str) -> str:
     """Return an operation, its layer and its line as text, without what it lacks."""
     where = f" in {layer}" if layer else ""
-    return f"{primitive}{where}{f' at {line}' if line else ''}"
+    return reports.printable(f"{primitive}{where}{f' at {line}' if line else ''}")
 
 
-def _cells(row: OpStats) -> tuple[str, ...]:
+def _cells(row: OpStats) -> tuple[reports.Lines, ...]:
     return (
-        f"{row.title}\n  {row.primitive}, {reports.short_line(row.line)}",
+        (row.title, f"  {row.primitive}, {reports.short_line(row.line)}"),
         reports.short_dtype(row.dtype),
         f"{row.max_abs:.1e}",
         *(reports.percent(x) if x else "" for x in (row.overflow, row.underflow)),

@@ -66,11 +66,11 @@ class TreeStats(reports.Report):
             for i, path in enumerate(self.paths)
         }
 
-    def __str__(self) -> str:
-        """Return the table, if these are concrete and of one step."""
+    def _text(self):
+        # The table, if these are concrete and of one step.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(self.stats))
         is_shown = not is_traced and self.stats.size.ndim == 1
-        return super().__str__() if is_shown else repr(self)
+        return super()._text() if is_shown else repr(self).split("\n")
 
     def _table(self, every):
         numbers = ("size", *_SHARES.values(), "log2|x|")
