@@ -274,7 +274,8 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
                 "all_finite(grads) makes one."
             )
         finite = jnp.asarray(grads_finite).astype(jnp.bool_)
-        scale, counter = self.loss_scale, jnp.where(finite, self.counter + 1, 0)
+        scale = self.loss_scale
+        counter = jnp.where(finite, optax.safe_increment(self.counter), 0)
         grow = finite & (counter >= int(self.period))
         bad_steps, lower = self._count_bad_steps(finite, grow)
         ceiling = min(self.max_loss_scale, _LARGEST)
@@ -290,7 +291,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         """Return the next count of overflows, and whether the scale is lowered."""
         if self.hysteresis == 1:
             return None, ~finite
-        counted = jnp.minimum(self.bad_steps + 1, self.hysteresis)
+        counted = jnp.minimum(optax.safe_increment(self.bad_steps), self.hysteresis)
         lower = ~finite & (counted == self.hysteresis)
         refills = {"scale_change": grow | lower, "growth": grow, "finite_step": finite}
         kept = jnp.where(finite, self.bad_steps, counted)
