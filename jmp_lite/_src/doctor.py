@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, fp8, reports
+from jmp_lite._src import arguments, compat, dtypes, fp8, reports
 
 # The dtypes of both operands. The fp8 products are those of `fp8_dot_general`: forward,
 # and for gradients. It has no E5M2 x E5M2, and neither has cuBLAS.
@@ -180,8 +180,7 @@ def diagnose(
       ValueError: `seconds` is not positive.
       RuntimeError: JAX finds no device.
     """
-    if not seconds > 0:
-        raise ValueError(f"Expected a positive number of seconds, got {seconds}.")
+    arguments.number(seconds, "seconds", "positive", lambda x: x > 0)
     try:
         devices = jax.local_devices()
     except (AssertionError, RuntimeError) as error:  # JAX raises either

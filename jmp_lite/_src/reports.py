@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from jmp_lite._src import extras
+from jmp_lite._src import arguments, extras
 
 LINES = 40
 """How many lines of text a report prints."""
@@ -179,7 +179,7 @@ class Table:
 
 
 _NOT_OF_A_REPORT = (
-    *(AttributeError, LookupError, TypeError, ValueError),
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
     RecursionError,  # of brackets in thousands of others
 )
 
@@ -213,7 +213,7 @@ class Report:
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        return self._table(every).to_rich()
+        return self._table(arguments.flag(every, "every")).to_rich()
 
     def to_json(self) -> str:
         """Return it as JSON, for `from_json`; inf and nan are strings."""
@@ -230,10 +230,8 @@ class Report:
             return cls._from_fields(json.loads(text))
         except _NOT_OF_A_REPORT as error:
             article = "an" if cls.__name__[0] in "AEIO" else "a"
-            raise ValueError(
-                f"Expected the JSON of {article} {cls.__name__}, got {text[:80]!r} "
-                f"({error!r})."
-            ) from None
+            expected, why = f"the JSON of {article} {cls.__name__}", f"({error!r})"
+            raise ValueError(arguments.wrong("text", expected, text, why)) from None
 
     def _to_fields(self) -> dict[str, Any]:
         """Return what JSON has: plain values and arrays."""

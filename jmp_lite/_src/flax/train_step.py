@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from jmp_lite._src import trees
+from jmp_lite._src import arguments, trees
 from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.scale_aware import (
     OfBatch,
@@ -53,6 +53,11 @@ def update(
     updates, new_opt_state = tx.update(grads, told, params, **extra)
     new_opt_state = trees.map_nodes(lambda x: x.loss_scale, new_opt_state, OfBatch)
     base.check_structure(new_opt_state, opt_state, "a train state", _ADVICE)
+    if lost := set(trees.key_paths(params)) - set(trees.key_paths(updates)):
+        raise ValueError(
+            f"Expected a gradient of every parameter, got None for {sorted(lost)[:4]}. "
+            "Freeze a parameter with optax.partition and optax.set_to_zero."
+        )
     new_params = optax.apply_updates(params, updates)
     finite = jnp.array(True)
     if not _is_scale_aware(opt_state):
@@ -104,10 +109,13 @@ def check_start(
     tx: Any, params: optax.Params, batch_stats: Any, decay: float | None
 ) -> None:
     base.check_transformation(tx)
+    if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
+        raise TypeError(arguments.wrong("params", "a tree of arrays", params))
+    base.check_leaves(params, "parameters")
     _check_finite(params, "parameters")
     _check_finite(batch_stats, "batch statistics")
-    if decay is not None and not 0 < decay < 1:
-        raise ValueError(f"Expected ema_decay between 0 and 1, got {decay}.")
+    if decay is not None:
+        arguments.number(decay, "ema_decay", "between 0 and 1", lambda x: 0 < x < 1)
 
 
 def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:

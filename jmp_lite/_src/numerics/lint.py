@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from jmp_lite._src import reports
+from jmp_lite._src import arguments, reports
 from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.numerics.hazards import accuracy, constants, loss_scaling, speed
@@ -165,8 +165,7 @@ def lint(
     policy, _ = transform.check_policy(policy, "lint")
     if target is None:
         target = "tpu" if jax.local_devices()[0].platform == "tpu" else "gpu"
-    if target not in ("gpu", "tpu"):
-        raise ValueError(f"Expected target='gpu' or 'tpu', got {target!r}.")
+    arguments.one_of(target, "target", ("gpu", "tpu"))
 
     def linted(*args: Any, **kwargs: Any) -> LintReport:
         with warnings.catch_warnings():

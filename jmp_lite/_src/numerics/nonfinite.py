@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, reports, trees
+from jmp_lite._src import arguments, compat, reports, trees
 from jmp_lite._src.autocast.transform import refuse_modules
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
@@ -131,8 +131,7 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     References:
       torch's anomaly mode; Hugging Face's DebugUnderflowOverflow.
     """
-    if not callable(fun):
-        raise TypeError(f"Expected a function to watch, got {fun!r}.")
+    arguments.function(fun, "watch")
 
     def run(*args, **kwargs) -> NonFinite | None:
         check_has_values(
@@ -174,8 +173,7 @@ def track_nonfinite(
       >>> tracker.report().primitive
       'div'
     """
-    if not callable(fun):
-        raise TypeError(f"Expected a function to watch, got {fun!r}.")
+    arguments.function(fun, "watch")
 
     def watched(*args, **kwargs):
         traced = _trace(fun, args, kwargs)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite._src import extras, reports
-from jmp_lite._src.numerics.stats import EXPONENTS, check_dtype
+from jmp_lite._src import dtypes, extras, reports
+from jmp_lite._src.numerics.stats import EXPONENTS
 
 with extras.needed("numerics"):
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     height is the logarithm of the share of the layer's non-zero numbers. Each layer is
     an object with a `histogram` `[96]`, such as a `ValueStats`.
     """
-    dtype = check_dtype(dtype)
+    dtype = dtypes.parse_dtype(dtype)
     if without := [name for name, stats in named.items() if stats.histogram is None]:
         raise ValueError(
             f"Expected a histogram of every layer, got none of {without}: count with "

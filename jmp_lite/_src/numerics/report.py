@@ -4,7 +4,7 @@ import dataclasses
 import operator
 from typing import Any
 
-from jmp_lite._src import reports
+from jmp_lite._src import arguments, reports
 
 # The fields that are fractions of all numbers, as `ValueStats` has their counts.
 SHARES = ("nonfinite", "zero", "subnormal", "underflow", "overflow")
@@ -143,6 +143,7 @@ class DryRunReport(reports.Report):
 
     def worst(self, count: int = 10) -> tuple[OpStats, ...]:
         """Return the operations with the largest `badness`, worst first."""
+        count = arguments.count(count, "count", least=0)
         return tuple(sorted(self.rows, key=_BADNESS, reverse=True)[:count])
 
     def layers(self, depth: int | None = None) -> tuple[OpStats, ...]:
@@ -151,6 +152,8 @@ class DryRunReport(reports.Report):
         Args:
           depth: how many parts of a path count as the layer; None for all.
         """
+        if depth is not None:
+            depth = arguments.count(depth, "depth", least=0)
         groups: dict[tuple[str, str], list[OpStats]] = {}
         for row in self.rows:
             layer = "/".join(row.layer.split("/")[:depth])

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite._src import dtypes, trees
+from jmp_lite._src import arguments, dtypes, trees
 from jmp_lite._src.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.master_weights import (
@@ -168,6 +168,12 @@ def scale_aware(
     if loss_scale is None:
         loss_scale = DynamicLossScale()
     check_loss_scale(loss_scale)
+    arguments.flag(skip_nonfinite, "skip_nonfinite")
+    try:
+        hash(axis_name)
+    except TypeError:
+        expected = "a name, or a tuple of names"
+        raise TypeError(arguments.wrong("axis_name", expected, axis_name)) from None
 
     def init_fn(params: optax.Params) -> ScaleAwareState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
@@ -198,13 +204,14 @@ def scale_aware(
         # A NoOpLossScale leaves half gradients in half.
         grads = trees.cast_at_least_float32(loss_scale.unscale(updates))
         if value is not None:
-            if not trees.is_array(value) and not isinstance(value, bool | int | float):
+            array = arguments.array(value)
+            if array is None or isinstance(value, list | tuple):
                 raise TypeError(
                     "Expected value to be the unscaled loss, a number, got "
                     f"{value!r}. With has_aux=True, take it out of the pair: "
                     "(loss, aux), grads = ..."
                 )
-            value = trees.cast_at_least_float32(jnp.asarray(value))
+            value = trees.cast_at_least_float32(array)
             value_finite = value_finite & trees.all_finite(value)
         finite = trees.all_finite(grads) & value_finite
         if axis_name is not None:
@@ -366,7 +373,14 @@ def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> 
     # shard_map tracks the axes over which a value varies, and psum requires all or none
     # of its axes among them. Adding 0 * index makes it all; XLA removes the addition,
     # and makes one sum of both.
-    none = 0 * jax.lax.axis_index(axis_name)
+    try:
+        none = 0 * jax.lax.axis_index(axis_name)
+    except NameError:
+        raise ValueError(
+            f"scale_aware(axis_name={axis_name!r}) was updated where no such axis name "
+            "is bound: call update in the pmap or shard_map that has it, and leave "
+            "axis_name out under jit."
+        ) from None
     failures = [(~x).astype(jnp.int32) + none for x in (finite, value_finite)]
     return [total == 0 for total in jax.lax.psum(failures, axis_name)]
 
