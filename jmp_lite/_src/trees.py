@@ -163,34 +163,35 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.stack(verdicts).all() if verdicts else jnp.array(True)
 
 
-# Squares of finite numbers times one of them neither overflow nor underflow as a whole.
-_FACTORS = 1.0, 2.0**-65, 2.0**65
+_FACTOR = 2.0**65  # of small numbers, and of large ones its inverse
 
 
 def norm(tree: Any) -> jax.Array:
     """Return the 2-norm of the floating and complex arrays of a tree, f32 `[]`.
 
-    It is right for all finite numbers but subnormal ones, also where their squares are
-    inf or 0, in one pass over each array.
+    It is right for all normal numbers, also where their squares are inf or 0, in one
+    pass over each array.
     """
-    totals = [jnp.float32(0)] * len(_FACTORS)
+    totals = [jnp.float32(0)] * 3
     for leaf in filter(is_inexact, jax.tree.leaves(tree)):
         x = jnp.asarray(leaf)
         for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
-            scaled = [part * jnp.asarray(factor, part.dtype) for factor in _FACTORS]
+            size = jnp.abs(part)
+            factor, zero = jnp.asarray(_FACTOR, part.dtype), np.zeros((), part.dtype)
+            # Without a choice, XLA squares first.
+            large = jnp.where(size > 1, part / factor, zero)
+            small = jnp.where(size < 1, part * factor, zero)
             sums = jax.lax.reduce(
-                list(map(jnp.square, scaled)),
-                [np.zeros((), part.dtype)] * len(_FACTORS),
+                list(map(jnp.square, (part, large, small))),
+                [zero] * 3,
                 lambda a, b: list(map(jnp.add, a, b)),
                 range(part.ndim),
             )
-            totals = [
-                a + b.astype(jnp.float32) for a, b in zip(totals, sums, strict=True)
-            ]
+            pairs = zip(totals, sums, strict=True)
+            totals = [total + x.astype(jnp.float32) for total, x in pairs]
     plain, of_large, of_small = map(jnp.sqrt, totals)
-    is_small = plain < 2.0**-30
-    unscaled = jnp.where(is_small, of_small / _FACTORS[2], plain)
-    return jnp.where(jnp.isinf(plain), of_large / _FACTORS[1], unscaled)
+    finite = jnp.where(plain < 2.0**-30, of_small / _FACTOR, plain)
+    return jnp.where(jnp.isinf(plain), of_large * _FACTOR, finite)
 
 
 def is_inexact(x: Any) -> bool:
