@@ -113,7 +113,11 @@ ROWS: list[Row] = [
         lambda: jmp.scale_aware(SGD, skip_nonfinite="False"),
         "True or False, got 'False'",
     ),
-    (lambda: jmp.scale_aware(SGD, axis_name=["i"]), "a name, or a tuple", "got ['i']"),
+    (
+        lambda: jmp.scale_aware(SGD, axis_name=["i"]).update(P, S, P),
+        "['i']",
+        "is bound",
+    ),
     (lambda: TX.init(None), "Expected parameters", "got None"),
     (lambda: jmp.scale_aware(ADAM).init({"w": "no"}), "as parameters, got 'no' at"),
     (lambda: TX.update(None, S, P), "Expected gradients, got None"),

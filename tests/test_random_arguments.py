@@ -88,19 +88,22 @@ def one_call(name: str, data: Any) -> tuple[dict[str, Any], BaseException | None
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run in an empty folder, with JAX' own frames in tracebacks."""
     monkeypatch.chdir(tmp_path)
-    filtering = jax.config.jax_traceback_filtering
-    jax.config.update("jax_traceback_filtering", "off")
+    config: Any = jax.config
+    filtering = config.jax_traceback_filtering
+    config.update("jax_traceback_filtering", "off")
     yield
-    jax.config.update("jax_traceback_filtering", filtering)
+    config.update("jax_traceback_filtering", filtering)
 
 
 def check(name: str, examples: int) -> None:
+    checks: Any = list(hypothesis.HealthCheck)
+
     @hypothesis.settings(
         max_examples=examples,
         derandomize=True,
         database=None,
         deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=checks,
     )
     @hypothesis.given(st.data())
     def calls(data: Any) -> None:

@@ -28,12 +28,12 @@ def wrong(name: str, expected: str, got: Any, remedy: str = "") -> str:
     return f"Expected {name} to be {expected}, got {shown}.{remedy and f' {remedy}'}"
 
 
-def flag(value: Any, name: str, or_none: bool = False, remedy: str = "") -> Any:
+def flag(value: Any, name: str, or_none: bool = False) -> Any:
     """Return a flag: `"False"` is none."""
     if isinstance(value, bool | np.bool_) or (or_none and value is None):
         return value
     expected = "True, False or None" if or_none else "True or False"
-    raise TypeError(wrong(name, expected, value, remedy))
+    raise TypeError(wrong(name, expected, value))
 
 
 def is_number(x: Any) -> bool:

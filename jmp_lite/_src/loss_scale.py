@@ -289,7 +289,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         """
         finite, scale = check_flag(grads_finite), self.loss_scale
         counter = jnp.where(finite, optax.safe_increment(self.counter), 0)
-        grow = finite & (counter >= self.period)
+        grow = finite & (counter >= int(self.period))
         bad_steps, lower = self._count_bad_steps(finite, grow)
         ceiling = min(self.max_loss_scale, _LARGEST)
         floor = max(self.min_loss_scale, _SMALLEST)

@@ -118,12 +118,12 @@ def _joined(lines: Lines) -> str:
 class Table:
     """A table, however it is shown."""
 
-    title: Lines
+    title: Any  # a line or several, as cells and caption; stored as printable text
     columns: Sequence[str]  # their titles
-    rows: Sequence[Sequence[Lines]]  # the cells of each row, the worst first
+    rows: Sequence[Sequence[Any]]  # the cells of each row, the worst first
     numbers: Collection[str] = ()  # columns aligned to the right and never wrapped
     red: Collection[int] = ()  # the indices of rows
-    caption: Lines = ""
+    caption: Any = ""
     show_lines: bool = False  # between rows
 
     def __post_init__(self):

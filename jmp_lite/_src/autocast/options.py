@@ -195,7 +195,7 @@ def resolve_rules(
     )
 
 
-def _printed(classes: Any) -> dict[str, Any]:
+def _printed(classes: Any) -> dict[Any, Any]:
     """Return classes by name as JAX prints it: some have a dash, as keywords cannot."""
     dashed = {x.replace("-", "_"): x for x in PRIMITIVES if "-" in x}
     return {dashed.get(name, name): c for name, c in _table(classes).items()}

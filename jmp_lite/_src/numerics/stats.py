@@ -89,13 +89,11 @@ def value_stats(
       (https://arxiv.org/abs/1710.03740), figures 2 and 3: histograms of exponents.
     """
     array = arguments.array(x)
-    if array is None:
-        raise TypeError(f"Expected an array of floats, got {x!r}.")
-    x = array
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"Expected an array of floats, got {x.dtype}{list(x.shape)}.")
+    if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
+        got = repr(x) if array is None else f"{array.dtype}{list(array.shape)}"
+        raise TypeError(f"Expected an array of floats, got {got}.")
     arguments.flag(histogram, "histogram")
-    return measure(x, dtypes.parse_dtype(dtype), bool(histogram))
+    return measure(array, dtypes.parse_dtype(dtype), bool(histogram))
 
 
 def empty(*, histogram: bool = False) -> ValueStats:

@@ -189,7 +189,7 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
         )
 
 
-def check_params(params: optax.Params, stored: Any) -> None:
+def check_params(params: Any, stored: Any) -> None:
     """Raise unless parameters are like those that a state has stored."""
     names = "the parameters", "the state"
     difference = trees.first_difference(params, stored, names)

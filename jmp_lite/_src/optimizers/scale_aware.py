@@ -169,11 +169,6 @@ def scale_aware(
         loss_scale = DynamicLossScale()
     check_loss_scale(loss_scale)
     arguments.flag(skip_nonfinite, "skip_nonfinite")
-    try:
-        hash(axis_name)
-    except TypeError:
-        expected = "a name, or a tuple of names"
-        raise TypeError(arguments.wrong("axis_name", expected, axis_name)) from None
 
     def init_fn(params: optax.Params) -> ScaleAwareState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
@@ -204,8 +199,9 @@ def scale_aware(
         # A NoOpLossScale leaves half gradients in half.
         grads = trees.cast_at_least_float32(loss_scale.unscale(updates))
         if value is not None:
-            array = arguments.array(value)
-            if array is None or isinstance(value, list | tuple):
+            is_pair = isinstance(value, list | tuple)
+            array = None if is_pair else arguments.array(value)
+            if array is None:
                 raise TypeError(
                     "Expected value to be the unscaled loss, a number, got "
                     f"{value!r}. With has_aux=True, take it out of the pair: "
@@ -234,10 +230,8 @@ def scale_aware(
         next_scale = trees.select_tree(value_finite, adjusted, loss_scale)
         if isinstance(state.loss_scale, OfBatch):
             next_scale = state.loss_scale._replace(loss_scale=next_scale)
-        skips = map(
-            optax.safe_increment, (state.skipped_steps, state.consecutive_skips)
-        )
-        skipped_steps, consecutive_skips = skips
+        skips = optax.safe_increment(state.consecutive_skips)
+        skipped_steps = optax.safe_increment(state.skipped_steps)
         return new_updates, ScaleAwareState(
             inner_state=inner_state,
             loss_scale=next_scale,
@@ -245,7 +239,7 @@ def scale_aware(
             # small steps that had a result in a new buffer was slow.
             last_finite=finite | (state.last_finite & False),
             skipped_steps=jnp.where(finite, state.skipped_steps, skipped_steps),
-            consecutive_skips=jnp.where(finite, 0, consecutive_skips),
+            consecutive_skips=jnp.where(finite, 0, skips),
         )
 
     return ScaleAwareTransformation(init_fn, update_fn)
@@ -375,7 +369,7 @@ def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> 
     # and makes one sum of both.
     try:
         none = 0 * jax.lax.axis_index(axis_name)
-    except NameError:
+    except (NameError, TypeError):
         raise ValueError(
             f"scale_aware(axis_name={axis_name!r}) was updated where no such axis name "
             "is bound: call update in the pmap or shard_map that has it, and leave "
