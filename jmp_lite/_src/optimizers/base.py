@@ -67,11 +67,11 @@ def _why_unlike(grads: Any, state: Any, params: Any) -> str:
     """Return how gradients differ from parameters, or from each part of a state."""
 
     def shapes(tree):
-        return jax.tree.structure(tree), tuple(map(jnp.shape, jax.tree.leaves(tree)))
+        return jax.tree.structure(tree), tuple(map(np.shape, jax.tree.leaves(tree)))
 
     structure, _ = own = shapes(grads)
     parts = jax.tree.leaves(state, is_leaf=lambda x: jax.tree.structure(x) == structure)
-    has_arrays = any(jnp.ndim(x) for x in jax.tree.leaves(state))
+    has_arrays = any(np.ndim(x) for x in jax.tree.leaves(state))
     if why := _other_shape(grads, params):
         return why
     if not has_arrays or own in map(shapes, parts):
@@ -82,11 +82,11 @@ def _why_unlike(grads: Any, state: Any, params: Any) -> str:
 
 def _other_shape(tree: Any, params: Any) -> str:
     """Return which leaf has another shape than the parameter at its path, or ""."""
-    expected = {path: jnp.shape(x) for path, x in jax.tree.leaves_with_path(params)}
+    expected = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(params)}
     for path, x in jax.tree.leaves_with_path(tree):
-        if jnp.shape(x) != expected.get(path, jnp.shape(x)):
+        if np.shape(x) != expected.get(path, np.shape(x)):
             where = f" at {trees.key_path(path)!r}" if path else ""
-            return f"shape {jnp.shape(x)}{where}, not {expected[path]}"
+            return f"shape {np.shape(x)}{where}, not {expected[path]}"
     return ""
 
 
