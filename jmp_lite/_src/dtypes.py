@@ -134,8 +134,9 @@ def half_dtype(platform: str | None = None) -> Any:
     """
     if platform is None:
         platform = jax.local_devices()[0].platform
-    else:
-        arguments.one_of(platform, "platform", _PLATFORMS)
+    elif not (isinstance(platform, str) and platform in _PLATFORMS):
+        own = jax.default_backend()  # that of a plugin may have another name
+        arguments.one_of(platform, "platform", (*_PLATFORMS, own))
     return jnp.bfloat16 if platform == "tpu" else jnp.float16
 
 
