@@ -28,7 +28,7 @@ OF_JAX = (
     "differentiating with respect to ",
     "Jitted function has donate_argnums=",
 )
-_JAX = jax.value_and_grad.__module__
+_TRANSFORMATION = "value_and_grad=value_and_grad"
 PACKAGE = str(Path(jmp.__file__).parent)
 HERE = random_arguments.__file__
 
@@ -65,10 +65,12 @@ def one_call(name: str, data: Any) -> tuple[dict[str, Any], BaseException | None
         )
         for token in tokens
     }
-    for token in ("fun", "value_and_grad=value_and_grad"):  # what others' raise
-        fun = drawn.get(token, loss)
-        is_known = inspect.isfunction(fun) and fun.__module__ in (loss.__module__, _JAX)
-        hypothesis.assume(is_known or not callable(fun) and fun is not ...)
+    # What functions of others raise is not ours.
+    fun, transformation = drawn.get("fun", loss), drawn.get(_TRANSFORMATION)
+    is_ours = inspect.isfunction(fun) and fun.__module__ == loss.__module__
+    hypothesis.assume(is_ours or not callable(fun) and fun is not ...)
+    is_of_jax = transformation is jax.value_and_grad
+    hypothesis.assume(is_of_jax or not callable(transformation))
 
     def call(function: Any, spec: list[str]) -> Any:
         named = {t.partition("=")[0]: drawn[t] for t in spec if "=" in t}

@@ -49,8 +49,11 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             extra.pop("value", None)
         try:
             new_updates, new_state = inner_update(updates, state, params, **extra)
-        except (TypeError, ValueError) as error:
-            if _is_ours(error) or not (why := _why_unlike(updates, state, params)):
+        except (OverflowError, TypeError, ValueError) as error:
+            if _is_ours(error):
+                raise
+            check_leaves(updates, "gradients")
+            if not (why := _why_unlike(updates, state, params)):
                 raise
             raise ValueError(f"{_LIKE_PARAMS}: {why}.") from error
         if why := _other_shape(new_updates, params):
@@ -176,7 +179,6 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
     """
     if grads is None:
         raise ValueError("Expected gradients, got None.")
-    check_leaves(grads, "gradients")
     if params is None:
         return
     if not isinstance(grads, optax.LookaheadParams):
