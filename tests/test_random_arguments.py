@@ -42,7 +42,8 @@ def fault(name: str, error: BaseException) -> str:
     if not is_last and ours:
         is_of_user = HERE in files[ours[0] :]
         is_of_optax = any("/optax/" in file for file in files[ours[-1] :])
-        if is_of_user or (is_of_optax and isinstance(error, TypeError)):
+        is_of_trees = "mismatch" in str(error) or str(error).startswith("Expected ")
+        if is_of_user or (is_of_optax and not is_of_trees):
             return ""
     of_files = name in ("save", "restore", "latest_step") and isinstance(error, OSError)
     if of_files or str(error).startswith(OF_JAX):
