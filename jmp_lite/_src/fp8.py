@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -98,7 +99,7 @@ def fp8_dot_general(
       TransformerEngine.
     """
     for name, x in (("lhs", lhs), ("rhs", rhs)):
-        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        is_array = isinstance(x, jax.Array | np.ndarray)
         dtype = x.dtype if is_array else type(x).__name__
         if not (dtypes.is_half(dtype) or dtype == jnp.float32):
             raise TypeError(
