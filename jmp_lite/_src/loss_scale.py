@@ -211,10 +211,10 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
     def __post_init__(self):
         for name in ("loss_scale", "min_loss_scale"):
-            x = getattr(self, name)
-            dtype = "int" if isinstance(x, int) else None
-            dtype = x.dtype if trees.is_array(x) else dtype
-            if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+            x: Any = getattr(self, name)
+            dtype = x.dtype if trees.is_array(x) else jnp.float32
+            if isinstance(x, int) or jnp.issubdtype(dtype, jnp.integer):
+                dtype = "int" if isinstance(x, int) else dtype
                 warnings.warn(
                     f"Expected floating type for {name}, got {dtype}; it is cast to "
                     "float32.",
