@@ -61,7 +61,8 @@ class OpRules:
     def __post_init__(self):
         arguments.flag(self.half_results, "half_results")
         arguments.flag(self.recompute, "recompute", or_none=True)
-        arguments.count(self.fp8_min_size, "fp8_min_size", least=0)
+        size = arguments.count(self.fp8_min_size, "fp8_min_size", least=0)
+        object.__setattr__(self, "fp8_min_size", size)
         pairs = _table(self.classes)
         for name, op_class in pairs.items():
             arguments.one_of(op_class, f"the class of {name!r}", CLASSES)
