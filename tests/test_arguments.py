@@ -76,6 +76,11 @@ ROWS: list[Row] = [
         "boolean scalar, got float32 of shape ()",
     ),
     (lambda: jmp.select_tree(True, [2**40], [3]), "1099511627776 and 3 at '0'"),
+    (lambda: num.track_nonfinite(loss)(P, SHAPE), "arrays", "inside of jax.eval_shape"),
+    (
+        lambda: MASTERS.update(H, MASTERS.init(H), jax.eval_shape(lambda: H)),
+        "arrays, got",
+    ),
     (lambda: jmp.all_finite(SHAPE), "Expected arrays", "inside of jax.eval_shape"),
     (lambda: dynamic([8.0]), "loss_scale to be a number", "got [8.0]"),
     (lambda: dynamic(np.bool_(True)), "loss_scale to be a number", "True"),

@@ -158,7 +158,7 @@ def all_finite(tree: Any) -> jax.Array:
       >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.array([0.0, jnp.inf])}))
       False
     """
-    leaves = [_with_value(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    leaves = [with_value(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     verdicts = [jnp.isfinite(x).all() for x in leaves]
     return jnp.stack(verdicts).all() if verdicts else jnp.array(True)
 
@@ -290,7 +290,8 @@ def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
     return level, kind, {path[0]: part for path, part in parts if path}
 
 
-def _with_value(x: Any) -> Any:
+def with_value(x: Any) -> Any:
+    """Return a leaf that is no `ShapeDtypeStruct`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"Expected arrays, got {x}: call it inside of jax.eval_shape.")
     return x
@@ -299,7 +300,7 @@ def _with_value(x: Any) -> Any:
 def _multiply(x: Any, factor: Any) -> Any:
     if not is_inexact(x):
         return x
-    if not is_array(_with_value(x)):
+    if not is_array(with_value(x)):
         # A Python number has no dtype yet: it becomes float32.
         x = jnp.asarray(x, jnp.complex64 if isinstance(x, complex) else jnp.float32)
     x = cast_at_least_float32(x)

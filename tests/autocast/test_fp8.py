@@ -1,7 +1,6 @@
 """`mixed_fp8`: which products are in fp8, and that the rest is as in bfloat16."""
 
 import functools
-import re
 from typing import Any
 
 import bitwise

@@ -236,6 +236,7 @@ class NonFiniteTracker:
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
+    jax.tree.map(trees.with_value, (args, kwargs))
     with sources.lines_of_rules():
         return trace(fun, args, kwargs)
 

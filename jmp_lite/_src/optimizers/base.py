@@ -263,6 +263,7 @@ def check_update(
     check_state(state, kind, owner)
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")
+    jax.tree.map(trees.with_value, params)
     seen = _dtypes_of(params)
     known, inner_state = seen, state.inner_state
     if isinstance(inner_state, Told):
