@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -84,8 +85,8 @@ def fp8_dot_general(
     Raises:
       TypeError: an operand is not f32, bf16 or f16: for fp8 arrays it would need their
         scales.
-      ValueError: a precision other than the default; an unknown option; a second
-        derivative, which fp8 does not have.
+      ValueError: the dimension numbers do not fit; a precision other than the default;
+        an unknown option; a second derivative, which fp8 does not have.
 
     Examples:
       >>> a, b = jnp.ones((2, 16)), jnp.full((16, 3), 0.5, jnp.bfloat16)
@@ -98,7 +99,8 @@ def fp8_dot_general(
       TransformerEngine.
     """
     for name, x in (("lhs", lhs), ("rhs", rhs)):
-        dtype = getattr(x, "dtype", type(x).__name__)
+        is_array = isinstance(x, jax.Array | np.ndarray)
+        dtype = x.dtype if is_array else type(x).__name__
         if not (dtypes.is_half(dtype) or dtype == jnp.float32):
             raise TypeError(
                 f"fp8_dot_general expects arrays of float32, bfloat16 or float16, got "
@@ -116,6 +118,17 @@ def fp8_dot_general(
             f"fp8_dot_general does not support {sorted(options)}: got {options}. Use "
             "jax.lax.with_sharding_constraint on its result."
         )
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs)]
+    try:
+        (_, _), (_, _) = dimension_numbers
+        jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), *shapes)
+    except Exception as error:  # JAX raises different ones
+        raise ValueError(
+            f"fp8_dot_general cannot multiply {lhs.shape} and {rhs.shape} by the "
+            f"dimension_numbers {dimension_numbers!r}: {error}"
+        ) from None
+    if preferred_element_type is not None:
+        preferred_element_type = dtypes.parse_dtype(preferred_element_type)
     return dot_general(lhs, rhs, dimension_numbers, preferred_element_type)
 
 
@@ -129,9 +142,6 @@ def dot_general(
     """Return what `fp8_dot_general` does."""
     of_lhs = _Dimensions(lhs.shape, dimension_numbers, 0)
     of_rhs = _Dimensions(rhs.shape, dimension_numbers, 1)
-    if of_lhs.batch != of_rhs.batch or of_lhs.summed != of_rhs.summed:
-        # This raises the error of JAX.
-        jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)
     if dtype is None:
         dtype = lhs.dtype if lhs.dtype == rhs.dtype else jnp.float32
     # One free and one summed dimension on each side, which XLA's fp8 kernels need.
@@ -200,7 +210,11 @@ def sizes(lhs: Any, rhs: Any, dimension_numbers: Dimensions) -> list[int]:
 def is_default_precision(precision: Any) -> bool:
     """Return whether this is the default `precision` of a product, or a pair of it."""
     pair = precision if isinstance(precision, tuple) else (precision,)
-    return all(p in (None, "default", lax.Precision.DEFAULT) for p in pair)
+    kinds, default = (
+        str | lax.Precision | None,
+        (None, "default", lax.Precision.DEFAULT),
+    )
+    return all(isinstance(p, kinds) and p in default for p in pair)
 
 
 def why_not_sizes(sizes: Sequence[int], min_size: int = MIN_SIZE) -> str:

@@ -372,10 +372,14 @@ class PlannedCall:
 
     def run(self) -> Any:
         """Return what the function returns, in the dtypes that it would have."""
+        return self.traced.restore(self.arrays())
+
+    def arrays(self) -> list[jax.Array]:
+        """Return the arrays of what the function returns."""
         half_out = (False,) * len(self.plan.outs)
         args = map(sums.in_context, self.traced.args)
         outs = Rewriter(self.analyzer).run(self.plan, half_out, *args)
-        return self.traced.restore(_as_arrays(outs))
+        return _as_arrays(outs)
 
     def what_is_missing(self) -> str:
         """Return a warning of a precision of the policy that no product has, or ""."""
@@ -568,8 +572,7 @@ def refuse_modules(args_and_kwargs: Any, who: str) -> None:
 def _check_arguments(args_and_kwargs: Any) -> None:
     refuse_modules(args_and_kwargs, "a function under autocast")
     for path, leaf in jax.tree.leaves_with_path(args_and_kwargs):
-        is_array = trees.is_array(leaf) and leaf.dtype != object
-        if is_array or isinstance(leaf, bool | int | float | complex) or callable(leaf):
+        if trees.is_number(leaf) or callable(leaf):
             continue
         index = trees.key_path(path[1:])
         raise TypeError(

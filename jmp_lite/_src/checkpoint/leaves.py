@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, trees
-from jmp_lite._src.reports import summarize
+from jmp_lite._src.reports import printable, summarize
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 # Numbers of Python: the dtypes of their kind, and those on disk.
@@ -41,7 +41,7 @@ class Casts(dict[str, Cast]):
     def __str__(self) -> str:
         width = max(map(len, self), default=0)
         lines = [
-            f"{path:{width}}  {cast.from_dtype} -> {cast.to_dtype}"
+            f"{printable(path):{width}}  {cast.from_dtype} -> {cast.to_dtype}"
             + (f", {cast.underflowed} became 0" if cast.underflowed else "")
             for path, cast in self.items()
         ]

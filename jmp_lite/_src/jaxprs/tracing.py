@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmp_lite._src import trees
 from jmp_lite._src.jaxprs.core import ClosedJaxpr
 
 
@@ -73,5 +74,4 @@ def fill(
 
 def is_traceable(x: Any) -> bool:
     """Return whether an argument is traced; others reach the function as they are."""
-    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-    return is_array and x.dtype != jax.dtypes.float0 and x.dtype != object
+    return trees.is_array(x) and x.dtype != jax.dtypes.float0

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from jmp_lite._src import reports
+from jmp_lite._src import arguments, reports
 from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.jaxprs import name_scopes
@@ -72,7 +72,7 @@ class Finding:
     def __str__(self) -> str:
         """Return one line, in the format of compilers."""
         layer = f" ({self.layer})" if self.layer else ""
-        return (
+        return reports.printable(
             f"{self.line or '?'}: {self.severity}: {self.rule}: {self.primitive}: "
             f"{self.what}{layer}{_times(self)}. {self.why} {self.fix}"
         )
@@ -96,12 +96,12 @@ class LintReport(reports.Report):
     def __len__(self) -> int:
         return len(self.findings)
 
-    def __str__(self) -> str:
-        """Return a line per finding, as compilers have them; at most 40."""
+    def _text(self):
+        # A line per finding, as compilers have them.
         lines = [str(found) for found in self.findings[: reports.LINES - 1]]
         if more := len(self) - len(lines):
             lines.append(f"and {more} more findings: .table(every=True)")
-        return "\n".join(lines) or "no findings"
+        return lines or "no findings"
 
     def _table(self, every):
         def row(found: Finding) -> tuple[str, ...]:
@@ -169,8 +169,7 @@ def lint(
     policy, _ = transform.check_policy(policy, "lint")
     if target is None:
         target = "tpu" if jax.local_devices()[0].platform == "tpu" else "gpu"
-    if target not in ("gpu", "tpu"):
-        raise ValueError(f"Expected target='gpu' or 'tpu', got {target!r}.")
+    arguments.one_of(target, "target", ("gpu", "tpu"))
 
     def linted(*args: Any, **kwargs: Any) -> LintReport:
         with warnings.catch_warnings():
