@@ -8,6 +8,7 @@ file only.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import os
 import platform
@@ -39,10 +40,13 @@ import jaxlib.version
 from jax._src import core as core_private
 from jax._src import linear_util  # not from `jax.extend`: it imports Pallas too
 from jax._src import source_info_util as source_info_util_private
+from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
 from jax._src.lax import lax as lax_private
+from jax._src.state.types import AbstractRef
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 
 # Since JAX 0.12 they are one class.
@@ -305,6 +309,11 @@ def is_literal(var: Any) -> bool:
     return isinstance(var, Literal)
 
 
+def is_ref(aval: Any) -> bool:
+    """Return whether this is the type of a `jax.Ref`, which has a dtype, too."""
+    return isinstance(aval, AbstractRef)
+
+
 def user_frames(traceback: Any) -> list[Any]:
     """Return the frames of a traceback outside of JAX, innermost first."""
     return list(source_info_util_private.user_frames(traceback))
@@ -454,6 +463,7 @@ def new_primitive(
     batch: Callable[..., jax.Array],
     transposes: Sequence[Callable[..., jax.Array]] = (),
     static_argnames: tuple[str, ...] = (),
+    on_cpu: Callable[..., jax.Array] | None = None,
 ) -> Callable[..., jax.Array]:
     """Return a function of arrays that JAX transforms by rules of its own.
 
@@ -462,7 +472,8 @@ def new_primitive(
     takes primals and tangents (`SymbolicZero` where there is none), and is None of what
     is linear in each operand. For each of the first operands in which it is linear,
     `transposes` has a function of the cotangent, the aval of that operand, and the
-    other operands.
+    other operands; the cotangents of operands after these are 0. `jet` differentiates
+    `impl` itself. On CPUs, `on_cpu` has the same values if `impl` does not run there.
     """
     primitive = Primitive(name)
     jitted = jax.jit(impl, static_argnames=static_argnames)
@@ -494,25 +505,46 @@ def new_primitive(
     def batch_rule(args, axes, **params):
         return batch(args, axes, **params), 0
 
-    primitive.def_impl(jitted)
+    def run(*args, **params):
+        if on_cpu is None:
+            return impl(*args, **params)
+        default, cpu = (functools.partial(f, **params) for f in (impl, on_cpu))
+        return jax.lax.platform_dependent(*args, cpu=cpu, default=default)
+
+    compiled = jax.jit(run, static_argnames=static_argnames)
+    primitive.def_impl(compiled)
     primitive.def_abstract_eval(
         lambda *avals, **params: jitted.trace(*avals, **params).jaxpr.out_avals[0]
     )
     ad.primitive_jvps[primitive] = jvp_rule
 
     def transpose_rule(ct, *operands, **params):
-        (index,) = (i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
-        aval, others = operands[index].aval, [*operands[:index], *operands[index + 1 :]]
-        cts: list[Any] = [None] * len(operands)
-        if isinstance(ct, ad.Zero):
-            cts[index] = ad.Zero(aval)
-        else:
-            cts[index] = transposes[index](ct, aval, *others, **params)
-            cts[index] = cts[index].astype(aval.dtype)
+        cts = no_cotangents(operands)
+        for index, transpose in enumerate(transposes):
+            x = operands[index]
+            if ad.is_undefined_primal(x) and not isinstance(ct, ad.Zero):
+                others = [*operands[:index], *operands[index + 1 :]]
+                found = transpose(ct, x.aval, *others, **params)
+                cts[index] = found.astype(x.aval.dtype)
         return cts
+
+    def jet_rule(primals, terms, **params):
+        taylor = functools.partial(impl, **params)
+        return bind(*primals, **params), jet.jet2(taylor, primals, terms)[1]
 
     if transposes:
         ad.primitive_transposes[primitive] = transpose_rule
     batching.primitive_batchers[primitive] = batch_rule
-    mlir.register_lowering(primitive, mlir.lower_fun(jitted, multiple_results=False))
+    jet.jet_rules[primitive] = jet_rule
+    lower(primitive, compiled)
     return bind
+
+
+def no_cotangents(operands: Sequence[Any]) -> list[Any]:
+    """Return what a rule for a transpose returns for operands without a gradient."""
+    return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+
+
+def lower(primitive: Primitive, fun: Callable[..., Any]) -> None:
+    """Let XLA compile a primitive with one result as a function of its operands."""
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))

@@ -19,7 +19,7 @@ from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast.sums import Reads, find_reads
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, dtype_of, is_f32
 from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, LOOPS
 
 
@@ -170,7 +170,7 @@ def of_input(var: Var, given: Precision, compute_dtype: Any) -> Precision:
     """Return the precision of an input of a jaxpr, given that of what it gets."""
     if is_f32(var) or given == INTEGER:
         return given
-    is_stored = getattr(var.aval, "dtype", None) == compute_dtype
+    is_stored = dtype_of(var) == compute_dtype
     return STORED if is_stored and given in (INPUT, STORED) else OTHER
 
 

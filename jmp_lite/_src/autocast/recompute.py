@@ -23,7 +23,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
-from jax import lax
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import saving, sums, waiting
@@ -513,7 +512,7 @@ def run(
         ]
         if not cluster.waiting:
             return known[key](kept, None, operands)
-        outs, totals = compute(lax.stop_gradient(operands))
+        outs, totals = compute([*map(sums.without_derivative, operands)])
         expressions = known[key](kept, totals, operands)
         return list(map(sums.differentiate_as, outs, expressions))
 

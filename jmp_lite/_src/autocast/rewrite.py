@@ -271,8 +271,11 @@ def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
     """Return the products of a scan whose weights have their gradients after it.
 
     They are the only readers of a weight, and have less to keep of an iteration than
-    its float32 gradient is to read and write. By their indices.
+    its float32 gradient is to read and write. By their indices. There is none if the
+    loop has effects, as on a ref: JAX has no derivative rules for what has.
     """
+    if eqn.effects:
+        return {}
     (body,), (num_consts, _) = plan.bodies, compat.scan_counts(eqn.params) or (0, 0)
     if body.direction is not Direction.FORWARD:
         return {}

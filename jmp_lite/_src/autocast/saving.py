@@ -61,12 +61,10 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     References:
       `jax.checkpoint_policies.dots_saveable`, which computes sums again.
     """
-    if primitive.name == "custom_jvp_call":
-        # A softmax, or a product whose result is float32, which `autocast` wraps so.
-        inner = compat.open_jaxpr(params["call_jaxpr"])
-        has_softmax = bool(products.find_softmaxes(inner))
-        return has_softmax or any(map(products.count, inner.eqns))
-    is_product = bool(facts(primitive.name) & Fact.PRODUCT)
+    if primitive.name == "custom_jvp_call":  # a softmax, which `autocast` wraps so
+        return bool(products.find_softmaxes(compat.open_jaxpr(params["call_jaxpr"])))
+    is_product = facts(primitive.name) & Fact.PRODUCT
+    is_product = bool(is_product) or primitive.name == products.HALF_PRODUCT
     return is_product or saves_sums(primitive, *avals, **params)
 
 
@@ -178,7 +176,7 @@ def together(works: Iterable[Work], called: Any = None) -> Work:
 
 def work_of(eqn: Eqn, differentiated: Set[Var]) -> Work | None:
     """Return what an equation does, None if it is no arithmetic in float32."""
-    dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+    dtypes = map(core.dtype_of, (*eqn.invars, *eqn.outvars))
     if not all(map(_is_f32_or_exact, dtypes)) or not _is_arithmetic(eqn):
         return None
     name, known = eqn.primitive.name, facts(eqn.primitive.name)

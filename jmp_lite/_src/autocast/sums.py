@@ -28,7 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir
+from jax.experimental import jet
+from jax.interpreters import ad, batching
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding, core
@@ -48,6 +49,16 @@ def differentiate_as(value: jax.Array, expression: jax.Array, *like: Any) -> jax
     return _differentiate_as_p.bind(value, expression, *like)
 
 
+def without_derivative(x: jax.Array) -> jax.Array:
+    """Return what `lax.stop_gradient` does, which JAX cannot transpose.
+
+    Of a function that is linear, what computes the value of `differentiate_as` has
+    cotangents of 0. JAX passes these through what is linear, and through any `jit`.
+    """
+    is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return _differentiate_as_p.bind(x) if is_float else x
+
+
 _differentiate_as_p = compat.Primitive("differentiate_as")
 
 
@@ -58,41 +69,45 @@ def _value_of(value: Any, *others: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:
-    value = differentiate_as(*primals)
-    if isinstance(tangents[1], ad.Zero):
+    value = _differentiate_as_p.bind(*primals)
+    if len(tangents) == 1 or isinstance(tangents[1], ad.Zero):
         return value, ad.Zero(jax.typeof(value).to_tangent_aval())
     return value, lax.convert_element_type(tangents[1], value.dtype)
 
 
-def _transpose(cotangent: Any, value: Any, expression: Any, *like: Any) -> Any:
+def _transpose(cotangent: Any, *operands: Any) -> Any:
     # That of a cast of the expression: no other operand has a cotangent.
-    cotangents = [
-        ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (value, *like)
-    ]
-    if not ad.is_undefined_primal(expression):
-        return [cotangents[0], None, *cotangents[1:]]
-    if not isinstance(cotangent, ad.Zero):
-        cotangent = lax.convert_element_type(cotangent, expression.aval.dtype)
-    return [cotangents[0], cotangent, *cotangents[1:]]
+    cotangents = compat.no_cotangents(operands)
+    is_zero = len(operands) == 1 or isinstance(cotangent, ad.Zero)
+    if not is_zero and ad.is_undefined_primal(operands[1]):
+        dtype = operands[1].aval.dtype
+        cotangents[1] = lax.convert_element_type(cotangent, dtype)
+    return cotangents
 
 
 def _batch(operands: Any, axes: Any) -> Any:
     pairs = list(zip(operands, axes, strict=True))
     (length,) = {x.shape[axis] for x, axis in pairs if axis is not None}
-    value, expression = (
+    moved = (
         lax.broadcast(x, (length,)) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in pairs[:2]
     )
     # A `vmap` around this one still needs `like`.
-    return differentiate_as(value, expression, *operands[2:]), 0
+    return _differentiate_as_p.bind(*moved, *operands[2:]), 0
+
+
+def _jet(primals: Any, series: Any) -> Any:
+    value = _differentiate_as_p.bind(*primals)
+    if len(primals) == 1:
+        return value, jet.zero_series
+    return value, [lax.convert_element_type(x, value.dtype) for x in series[1]]
 
 
 ad.primitive_jvps[_differentiate_as_p] = _jvp
 ad.primitive_transposes[_differentiate_as_p] = _transpose
 batching.primitive_batchers[_differentiate_as_p] = _batch
-mlir.register_lowering(
-    _differentiate_as_p, mlir.lower_fun(_value_of, multiple_results=False)
-)
+compat.lower(_differentiate_as_p, _value_of)
+jet.jet_rules[_differentiate_as_p] = _jet
 
 
 # Operations.
@@ -119,7 +134,7 @@ def scale(eqn: Eqn, array: Any, factor: Any, factor_in_f32: Any) -> Any:
     Both are half; the factor in float32 is differentiated. The backward pass keeps the
     array and the factor, not the factor broadcast to the shape of the array.
     """
-    (value,) = binding.bind_here(eqn, map(lax.stop_gradient, (array, factor)))
+    (value,) = binding.bind_here(eqn, map(without_derivative, (array, factor)))
     if divides(eqn):
         factor_in_f32 = lax.full_like(factor_in_f32, 1) / factor_in_f32
     rank = (1,) * (value.ndim - factor_in_f32.ndim)
@@ -173,7 +188,7 @@ def multiply(eqn: Eqn, operands: Sequence[Any], kept: Sequence[Any]) -> jax.Arra
     )
     if not divides(eqn):
         return _product(x, y, x_kept, y_kept)
-    (value,) = binding.bind_here(eqn, map(lax.stop_gradient, operands))
+    (value,) = binding.bind_here(eqn, map(without_derivative, operands))
     inverse = lax.full_like(y, 1) / y
     return differentiate_as(value, _product(x, inverse, x_kept, inverse))
 
@@ -197,9 +212,17 @@ def _product_batch(args, axes):
     return _product(*map(_in_front, args, axes))
 
 
+def _product_transpose(ct, aval, other, x_kept, y_kept, *, kept):
+    return _multiply_transpose(ct, aval, (x_kept, y_kept)[kept], dtype=None)
+
+
 # A product of the first two, whose derivative has the last two in their place.
 _product = compat.new_primitive(
-    "product_of_kept", _product_impl, _product_jvp, _product_batch
+    "product_of_kept",
+    _product_impl,
+    _product_jvp,
+    _product_batch,
+    [functools.partial(_product_transpose, kept=i) for i in (1, 0)],
 )
 
 
@@ -244,11 +267,11 @@ def bind(
         (axis,) = eqn.params["dimension_numbers"].start_index_map
         value, expression = (
             jnp.repeat(x, repeats, axis)
-            for x in (lax.stop_gradient(operands[0]), in_f32[0])
+            for x in (without_derivative(operands[0]), in_f32[0])
         )
         return [differentiate_as(value, expression)]
-    # Without stop_gradient, JAX would compute residuals for the derivative of `value`.
-    (value,) = binding.bind_here(eqn, list(map(lax.stop_gradient, operands)))
+    # Else, JAX would compute residuals for the derivative of `value`.
+    (value,) = binding.bind_here(eqn, list(map(without_derivative, operands)))
     if eqn.primitive.name in ("reduce_max", "reduce_min"):
         expression = _mean_of_chosen(value, operands[0], in_f32[0], eqn.params["axes"])
     elif is_lookup(eqn) and _takes_one_along_an_axis(eqn):
@@ -297,14 +320,19 @@ def _one_along_an_axis(eqn: Eqn, in_f32: jax.Array, indices: jax.Array) -> jax.A
     return jax.checkpoint(total, prevent_cse=False)(in_f32, indices)
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def bound(x: jax.Array, dtype: Any) -> jax.Array:
     """Return float32 numbers to which negative half ones may be added.
 
     A finite number below the range of half, as masks contain, becomes half of the
     lowest half number: a sum with it stays finite. What is too large stays so, and
-    becomes inf in half: it is no mask.
+    becomes inf in half: it is no mask. The derivative is that of `x`.
     """
+    return differentiate_as(_bound(x, dtype), x)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _bound(x: jax.Array, dtype: Any) -> jax.Array:
+    x = without_derivative(x)
     lowest = np.asarray(jnp.finfo(dtype).min, x.dtype)
     is_below = (x < lowest) & lax.is_finite(x)
     return lax.select(is_below, lax.full_like(x, lowest / 2), x)
@@ -325,14 +353,14 @@ def read_stored(x: jax.Array) -> jax.Array:
     in_f32 = lax.convert_element_type(x, jnp.float32)
     if x.dtype != jnp.bfloat16:
         return in_f32
-    rounded = dtypes.round_to(lax.stop_gradient(in_f32), x.dtype)
+    rounded = dtypes.round_to(without_derivative(in_f32), x.dtype)
     return differentiate_as(rounded, in_f32)
 
 
 def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:
     """Return float32 numbers, whose gradient is rounded to half where it is stored."""
     expression = lax.convert_element_type(stored(x, dtype), x.dtype)
-    return differentiate_as(lax.stop_gradient(x), expression)
+    return differentiate_as(without_derivative(x), expression)
 
 
 def bounded(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
@@ -355,7 +383,7 @@ def saturate(x: jax.Array, dtype: Any) -> jax.Array:
     Masks contain them. bfloat16 ends a little before float32: `finfo(float32).min`
     would become -inf, and `finfo(float32).max` inf. The result has no derivative.
     """
-    x, info = lax.stop_gradient(x), jnp.finfo(dtype)
+    x, info = without_derivative(x), jnp.finfo(dtype)
     lowest, largest = (np.asarray(end, x.dtype) for end in (info.min, info.max))
     bounded = lax.max(x, lowest)
     if info.maxexp == jnp.finfo(x.dtype).maxexp:
@@ -458,12 +486,14 @@ def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
         return binding.bind_here(eqn, operands)[index]
 
     numbers, (operand, indices) = eqn.params["dimension_numbers"], eqn.invars
-    axis, *others = numbers.start_index_map
+    if len(numbers.start_index_map) != 1:
+        return 0
+    (axis,) = numbers.start_index_map
     rows, shape = operand.aval.shape[axis], [*operand.aval.shape]
     times, shape[axis] = indices.aval.size // max(rows, 1), indices.aval.size
     is_along_axis = numbers.offset_dims == (*range(axis), *range(axis + 1, len(shape)))
     is_along_axis = is_along_axis and eqn.outvars[0].aval.shape == tuple(shape)
-    if others or not is_along_axis or times * rows != shape[axis]:
+    if not is_along_axis or times * rows != shape[axis]:
         return 0
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
         found = np.ravel(constant(indices))

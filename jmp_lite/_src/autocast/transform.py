@@ -566,7 +566,8 @@ def _check_arguments(args_and_kwargs: Any) -> None:
     refuse_modules(args_and_kwargs, "a function under autocast")
     for path, leaf in jax.tree.leaves_with_path(args_and_kwargs):
         is_array = trees.is_array(leaf) and leaf.dtype != object
-        if is_array or isinstance(leaf, bool | int | float | complex) or callable(leaf):
+        is_given = isinstance(leaf, bool | int | float | complex | jax.Ref)
+        if is_array or is_given or callable(leaf):
             continue
         index = trees.key_path(path[1:])
         raise TypeError(

@@ -287,7 +287,7 @@ class Kept(NamedTuple):
 
 def keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     """Return what is kept of a float32 array: `rows` has the axes."""
-    kept = _in_two_bytes(lax.stop_gradient(x), axes, half_dtype)
+    kept = _in_two_bytes(sums.without_derivative(x), axes, half_dtype)
     return kept._replace(numbers=sums.differentiate_as(kept.numbers, x))
 
 
@@ -313,10 +313,11 @@ def _in_two_bytes(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
 
 def restore(kept: Kept) -> jax.Array:
     """Return the float32 array, as far as it was kept."""
-    found = _restore(jax.tree.map(lax.stop_gradient, kept))
+    found = _restore(jax.tree.map(sums.without_derivative, kept))
     return sums.differentiate_as(found, kept.numbers.astype(F32))
 
 
+@jax.jit
 def _restore(kept: Kept) -> jax.Array:
     if kept.scale is not None and kept.center is not None:
         numbers = lax.bitcast_convert_type(kept.numbers, jnp.float16)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -42,8 +43,10 @@ def trace(
         nonlocal out_tree
         args, kwargs = fill(tree, leaves, dynamic, jax.tree.leaves((args, kwargs)))
         outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        static_outs.update({i: x for i, x in enumerate(outs) if not is_traceable(x)})
-        return [x for x in outs if is_traceable(x)]
+        is_static = [not is_traceable(x) or _is_shape(x) for x in outs]
+        static = dict(itertools.compress(enumerate(outs), is_static))
+        static_outs.update({i: _without_tracer(x) for i, x in static.items()})
+        return [x for i, x in enumerate(outs) if i not in static]
 
     avals: list[Any] = [None] * len(leaves)  # None is no leaf: it is left out
     for i in dynamic:
@@ -73,5 +76,18 @@ def fill(
 
 def is_traceable(x: Any) -> bool:
     """Return whether an argument is traced; others reach the function as they are."""
-    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-    return is_array and x.dtype != jax.dtypes.float0 and x.dtype != object
+    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | jax.Ref
+    return isinstance(x, kinds) and x.dtype != jax.dtypes.float0 and x.dtype != object
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _without_tracer(x: Any) -> Any:
+    """Return what a function returns beside arrays: of a float0, which is 0, no tracer.
+
+    JAX has them as gradients of integers and bools.
+    """
+    is_float0 = isinstance(x, jax.Array) and x.dtype == jax.dtypes.float0
+    return np.zeros(x.shape, x.dtype) if is_float0 else x

@@ -21,7 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
+from jmp_lite._src.jaxprs import (
+    control_flow,
+    core,
+    name_scopes,
+    primitives,
+    sources,
+    tracing,
+)
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
 
@@ -270,7 +277,7 @@ class _Opener:
 
 
 def _value_of(var: Any, known: Any = None) -> Value:
-    dtype = getattr(var.aval, "dtype", None)
+    dtype = core.dtype_of(var)
     is_number = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
     return Value(
         dtype=dtype,
