@@ -40,6 +40,7 @@ import jaxlib.version
 from jax._src import core as core_private
 from jax._src import linear_util  # not from `jax.extend`: it imports Pallas too
 from jax._src import source_info_util as source_info_util_private
+from jax._src.ad_checkpoint import remat_p
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
 from jax._src.lax import lax as lax_private
@@ -47,7 +48,7 @@ from jax._src.state.types import AbstractRef
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import jet
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 # Since JAX 0.12 they are one class.
 ClosedJaxpr: Any = getattr(core_private, "ClosedJaxpr", Jaxpr)
@@ -502,7 +503,7 @@ def new_primitive(
         ]
         return (jvp or jvp_of_linear)(primals, symbolic, **params)
 
-    def batch_rule(args, axes, **params):
+    def batch_rule(args, axes, /, **params):
         return batch(args, axes, **params), 0
 
     def run(*args, **params):
@@ -545,6 +546,33 @@ def no_cotangents(operands: Sequence[Any]) -> list[Any]:
     return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
 
 
+def made_of_first(primitive: Primitive, count: int) -> None:
+    """Let JAX know that a result is made of the first operands of a primitive alone.
+
+    It is linear where these are, whatever the others are.
+    """
+
+    def rule(trace, *tracers, **params):
+        first = tracers[:count]
+        tracers = first if all(x.is_known() for x in first) else tracers
+        return trace.default_process_primitive(primitive, tracers, params)
+
+    partial_eval.custom_partial_eval_rules[primitive] = rule
+
+
 def lower(primitive: Primitive, fun: Callable[..., Any]) -> None:
     """Let XLA compile a primitive with one result as a function of its operands."""
     mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+
+
+def _series_of_checkpoint(primals: Any, terms: Any, *, jaxpr: Any, **_: Any) -> Any:
+    """Return a Taylor series for `jet`, which takes no gradient of what it computes."""
+    closed = ClosedJaxpr(jaxpr, ()) if isinstance(jaxpr, Jaxpr) else jaxpr
+    return jet.jet2(core_private.jaxpr_as_fun(closed), primals, terms)
+
+
+# `jet` goes through any primitive that has a rule. JAX has none for two that autocast
+# puts into a program.
+jet.jet_rules.setdefault(remat_p, _series_of_checkpoint)
+if lax_private.optimization_barrier_p not in jet.jet_rules:
+    jet.deflinear(lax_private.optimization_barrier_p)

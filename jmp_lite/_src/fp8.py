@@ -377,9 +377,19 @@ def _linear_batch(args, axes, *, is_lhs, in_axes):
     return _linear(x, w8, scale, is_lhs=is_lhs, in_axes=in_axes)
 
 
+def _product_transpose(ct, aval, other, *, formats, operand):
+    rounded = quantize(other, formats[1 - operand])
+    return _linear_transpose(ct, aval, *rounded, is_lhs=operand == 0, in_axes=())
+
+
 # f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
 _product = compat.new_primitive(
-    PRIMITIVE, _product_impl, _product_jvp, _product_batch, static_argnames=("formats",)
+    PRIMITIVE,
+    _product_impl,
+    _product_jvp,
+    _product_batch,
+    [functools.partial(_product_transpose, operand=i) for i in range(2)],
+    static_argnames=("formats",),
 )
 # Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
 # multiply float32.

@@ -384,9 +384,8 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
     return spread.outvars[0].aval.shape == kept and dims == others
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _softmax(
-    logits: jax.Array, axes: tuple[int, ...], dtype: Any, may_repeat: bool
+def _softmax_impl(
+    logits: jax.Array, *, axes: tuple[int, ...], dtype: Any, may_repeat: bool
 ) -> jax.Array:
     """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
 
@@ -403,13 +402,12 @@ def _softmax(
     return jax.lax.optimization_barrier(probabilities)
 
 
-@_softmax.defjvp
-def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
+def _softmax_jvp(primals, tangents, *, axes, dtype, may_repeat):
     from jax.ad_checkpoint import checkpoint_name  # not loaded by `import jax`
 
     (logits,), (logits_dot,) = primals, tangents
-    probabilities = _softmax(logits, axes, dtype, may_repeat)
-    # A policy that saves what `_softmax` returns computes this copy again. Without it,
+    probabilities = softmax(logits, axes=axes, dtype=dtype, may_repeat=may_repeat)
+    # A policy that saves what `softmax` returns computes this copy again. Without it,
     # the operand of the checkpoint below would be saved as well: the same numbers.
     probabilities = checkpoint_name(probabilities, "probabilities")
 
@@ -427,5 +425,18 @@ def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
     return probabilities, tangent(probabilities, logits_dot)
 
 
-# Traced once for each shape, and put in place as if it were written there.
-softmax = jax.jit(_softmax, static_argnums=(1, 2, 3), inline=True)
+def _softmax_batch(args, mapped, *, axes, **options):
+    logits = jnp.moveaxis(args[0], mapped[0], 0)
+    return softmax(logits, axes=tuple(i + 1 for i in axes), **options)
+
+
+SOFTMAX = "softmax"
+"""The name of the primitive."""
+
+softmax = compat.new_primitive(
+    SOFTMAX,
+    _softmax_impl,
+    _softmax_jvp,
+    _softmax_batch,
+    static_argnames=("axes", "dtype", "may_repeat"),
+)

@@ -420,8 +420,8 @@ class _Softmax(Rule):
     def run(self, eqn, plan, values):
         found: Any = plan.softmax
         logits = values.read_as_made(found.logits)
-        options = found.axes, values.half_dtype, found.may_repeat
-        return [products.softmax(logits, *options)]
+        options = {"axes": found.axes, "may_repeat": found.may_repeat}
+        return [products.softmax(logits, dtype=values.half_dtype, **options)]
 
 
 class _Boundary(Rule):

@@ -61,11 +61,9 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     References:
       `jax.checkpoint_policies.dots_saveable`, which computes sums again.
     """
-    if primitive.name == "custom_jvp_call":  # a softmax, which `autocast` wraps so
-        return bool(products.find_softmaxes(compat.open_jaxpr(params["call_jaxpr"])))
-    is_product = facts(primitive.name) & Fact.PRODUCT
-    is_product = bool(is_product) or primitive.name == products.HALF_PRODUCT
-    return is_product or saves_sums(primitive, *avals, **params)
+    is_of_autocast = primitive.name in (products.HALF_PRODUCT, products.SOFTMAX)
+    is_product = bool(facts(primitive.name) & Fact.PRODUCT)
+    return is_of_autocast or is_product or saves_sums(primitive, *avals, **params)
 
 
 def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:

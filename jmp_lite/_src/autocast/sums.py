@@ -85,14 +85,19 @@ def _transpose(cotangent: Any, *operands: Any) -> Any:
     return cotangents
 
 
-def _batch(operands: Any, axes: Any) -> Any:
+def all_mapped(operands: Any, axes: Any, count: int | None = None) -> list[Any]:
+    """Return the first operands of a rule for `vmap`, with the mapped axis in front."""
     pairs = list(zip(operands, axes, strict=True))
     (length,) = {x.shape[axis] for x, axis in pairs if axis is not None}
-    moved = (
+    return [
         lax.broadcast(x, (length,)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in pairs[:2]
-    )
+        for x, axis in pairs[:count]
+    ]
+
+
+def _batch(operands: Any, axes: Any) -> Any:
     # A `vmap` around this one still needs `like`.
+    moved = all_mapped(operands, axes, 2)
     return _differentiate_as_p.bind(*moved, *operands[2:]), 0
 
 
@@ -106,6 +111,7 @@ def _jet(primals: Any, series: Any) -> Any:
 ad.primitive_jvps[_differentiate_as_p] = _jvp
 ad.primitive_transposes[_differentiate_as_p] = _transpose
 batching.primitive_batchers[_differentiate_as_p] = _batch
+compat.made_of_first(_differentiate_as_p, 2)
 compat.lower(_differentiate_as_p, _value_of)
 jet.jet_rules[_differentiate_as_p] = _jet
 

@@ -327,16 +327,18 @@ def _restore(kept: Kept) -> jax.Array:
     return found * lax.abs(found) if is_root else found
 
 
-@jax.custom_jvp
-def _in_place_of(x: jax.Array, kept: Kept) -> jax.Array:
-    return restore(kept)
-
-
-@_in_place_of.defjvp
-def _in_place_of_jvp(primals, tangents):
-    return restore(primals[1]), tangents[0]  # the array itself need not be kept
+# The second of two arrays, with the derivative of the first, which need not be kept.
+_in_place_of = compat.new_primitive(
+    "in_place_of",
+    lambda x, restored: restored,
+    lambda primals, tangents: compat.with_tangent(
+        primals[1], tangents[:1], lambda _, tangent: tangent
+    ),
+    lambda args, axes: _in_place_of(*sums.all_mapped(args, axes)),
+    [lambda ct, aval, restored: ct],
+)
 
 
 def in_place_of(x: Any, kept: Kept | None) -> Any:
     """Return what was kept of an array, if so, with the derivative of the array."""
-    return x if kept is None else _in_place_of(x, kept)
+    return x if kept is None else _in_place_of(x, restore(kept))
