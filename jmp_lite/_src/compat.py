@@ -44,6 +44,8 @@ from jax._src.ad_checkpoint import remat_p
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
 from jax._src.lax import lax as lax_private
+from jax._src.interpreters import partial_eval as partial_eval_private
+from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
@@ -313,6 +315,23 @@ def is_literal(var: Any) -> bool:
 def is_ref(aval: Any) -> bool:
     """Return whether this is the type of a `jax.Ref`, which has a dtype, too."""
     return isinstance(aval, AbstractRef)
+
+
+def without_refs(closed: Any) -> Any:
+    """Return a closed jaxpr of the values in its refs; refs from outside stay as is."""
+    opened, consts = open_jaxpr(closed), consts_of(closed)
+    given = any(is_ref(v.aval) for v in (*opened.constvars, *opened.invars))
+    if not given and core_private.internal_mutable_array_effect not in opened.effects:
+        return closed
+    of_all = partial_eval_private.convert_constvars_jaxpr(opened)
+    # Since JAX 0.12 they are one function.
+    of_closed: Any = getattr(discharge, "discharge_state2", discharge.discharge_state)
+    pure = of_closed(partial_eval_private.close_jaxpr(of_all))
+    run, count = core_private.jaxpr_as_fun(pure), len(opened.outvars)
+    values = [x[...] if isinstance(x, jax.Ref) else x for x in consts]
+    return jax.make_jaxpr(lambda *args: run(*values, *args)[:count])(
+        *pure.in_avals[len(values) :]
+    )
 
 
 def user_frames(traceback: Any) -> list[Any]:

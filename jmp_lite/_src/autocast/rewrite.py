@@ -492,7 +492,9 @@ class Rewriter:
         if not shared:
             return loop({}, others, {})[0]
 
+        # JAX transposes all of a function with a rule, of a checkpoint what is linear.
         @jax.custom_jvp
+        @functools.partial(jax.checkpoint, prevent_cse=False)
         def run(weights, others):
             return loop(weights, others, {})[0]
 

@@ -443,12 +443,14 @@ def plan_call(
     rules: OpRules,
     args: Any,
     kwargs: Any,
+    *,
+    without_refs: bool = False,
 ) -> PlannedCall:
     """Trace a call, and decide what runs in half."""
     _check_arguments((args, kwargs))
     regions = Regions(policy)
     analyzer = Analyzer(rules, regions, compute_dtype)
-    traced = analyzer.trace(fun, args, kwargs)
+    traced = analyzer.trace(fun, args, kwargs, without_refs=without_refs)
     plan = analyzer.plan_closed(traced.closed)
     regions.check_unused(policy, name_of(fun))
     return PlannedCall(name_of(fun), traced, analyzer, plan)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.core import ClosedJaxpr
 
 
@@ -28,10 +29,12 @@ def trace(
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,
     as_f32: Sequence[bool] | None = None,
+    without_refs: bool = False,
 ) -> Traced:
     """Trace a function; arguments that are no arrays reach it as they are.
 
-    Per leaf, `as_f32` says whether it is traced as if it were float32.
+    Per leaf, `as_f32` says whether it is traced as if it were float32. A function
+    `without_refs` computes with what is in its refs, and writes into none.
     """
     leaves, tree = jax.tree.flatten((args, kwargs or {}))
     dynamic = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
@@ -55,6 +58,8 @@ def trace(
         avals[i] = aval.update(dtype=np.dtype(np.float32)) if to_f32 else aval
     arg_avals, kwarg_avals = jax.tree.unflatten(tree, avals)
     closed = jax.make_jaxpr(traced)(*arg_avals, **kwarg_avals)
+    if without_refs:
+        closed = compat.without_refs(closed)
     count = len(closed.out_avals) + len(static_outs)
     out_indices = [i for i in range(count) if i not in static_outs]
 
@@ -63,6 +68,8 @@ def trace(
         return jax.tree.unflatten(out_tree, [merged[i] for i in range(count)])
 
     args = [leaves[i] for i in dynamic]
+    if without_refs:
+        args = [x[...] if isinstance(x, jax.Ref) else x for x in args]
     return Traced(closed, args, dynamic, out_indices, restore)
 
 

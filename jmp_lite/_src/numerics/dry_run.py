@@ -114,7 +114,12 @@ def measure(
     def plan_by(policy):
         with sources.lines_of_rules():
             return transform.plan_call(
-                fun, policy, compute_dtype, rules, *args_and_kwargs
+                fun,
+                policy,
+                compute_dtype,
+                rules,
+                *args_and_kwargs,
+                without_refs=True,
             )
 
     if isinstance(policy, PolicyMap):  # over scopes, or over modules of linen

@@ -240,7 +240,7 @@ class NonFiniteTracker:
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
     with sources.lines_of_rules():
-        return trace(fun, args, kwargs)
+        return trace(fun, args, kwargs, without_refs=True)
 
 
 def tracker_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> NonFiniteTracker:
