@@ -43,8 +43,8 @@ from jax._src import source_info_util as source_info_util_private
 from jax._src.ad_checkpoint import remat_p
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
-from jax._src.lax import lax as lax_private
 from jax._src.interpreters import partial_eval as partial_eval_private
+from jax._src.lax import lax as lax_private
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 from jax.core import Tracer

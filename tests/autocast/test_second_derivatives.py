@@ -229,7 +229,7 @@ SMOOTH: dict[str, Callable[[Any], Any]] = {
     "norm": lambda x: _normalized(x @ W) @ W,
     "softmax": lambda x: jax.nn.softmax((x @ W) @ (x @ W).T) @ (x @ W),
     "take": lambda x: jnp.take(jnp.tanh(x @ W), np.asarray([0, 0, 2]), axis=0) @ W,
-    "broadcast": lambda x: jnp.broadcast_to((x @ W)[None], (2, *x.shape)) @ W,
+    "broadcast": lambda x: jnp.broadcast_to(jnp.tanh(x @ W)[None], (2, 4, 8)) @ W,
     "jit": jax.jit(lambda x: jnp.tanh(x @ W) @ W),
 }
 
