@@ -531,7 +531,8 @@ def new_primitive(
         default, cpu = (functools.partial(f, **params) for f in (impl, on_cpu))
         return jax.lax.platform_dependent(*args, cpu=cpu, default=default)
 
-    compiled = jax.jit(run, static_argnames=static_argnames)
+    # Traced once, and compiled as if it were written there, in the scope of each place.
+    compiled = jax.jit(run, static_argnames=static_argnames, inline=True)
     primitive.def_impl(compiled)
     primitive.def_abstract_eval(
         lambda *avals, **params: jitted.trace(*avals, **params).jaxpr.out_avals[0]
