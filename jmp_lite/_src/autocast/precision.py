@@ -329,7 +329,6 @@ class CastPlan:
     in_uses: tuple[int, ...]
     numbers: frozenset[Var] = frozenset()  # those that the compute dtype can represent
     cast_moves: frozenset[Var] = frozenset()  # half inputs, cast before they moved
-    is_derivative_rule: bool = False  # or inside of one
     direction: Direction = Direction.FORWARD
     around: Around = Around.NOTHING
     # What runs in this order: equations by index, and what runs again in the backward
@@ -358,7 +357,6 @@ class CastPlan:
         return find_reads(
             self.jaxpr,
             [plan.reads_half for plan in self.eqn_plans],
-            self.is_derivative_rule,
             in_clusters={i for cluster in clusters for i in cluster.indices},
             of_clusters=[v for cluster in clusters for v in cluster.ins],
         )

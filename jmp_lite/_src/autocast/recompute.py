@@ -66,7 +66,7 @@ class Clusters:
 
         What the program itself computes again is left to it.
         """
-        is_forward = plan.direction is Direction.FORWARD and not plan.is_derivative_rule
+        is_forward = plan.direction is Direction.FORWARD
         if not is_forward or plan.around is Around.RECOMPUTATION:
             return plan
         pairs = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))

@@ -76,7 +76,7 @@ class Values:
 
     def read_bounded(self, var: Var) -> Any:
         """Return a value in half; of a mask in float32, numbers stay finite."""
-        return self._in_half(var, joins=not self.reads.is_derivative_rule)
+        return self._in_half(var, joins=True)
 
     def in_f32(self, var: Var) -> Any:
         """Return a float value in float32: the one that was cast to half, if it was."""
@@ -152,13 +152,6 @@ class Values:
                 for v, is_half in zip(eqn.invars, half, strict=True)
             ]
             return binding.bind_here(eqn, operands)
-        if self.reads.is_derivative_rule and (reads.smaller or reads.sums_backward):
-            # JAX transposes what a rule does to a tangent as it is written, and
-            # `differentiate_as` does not compute the expression that it differentiates.
-            (out,) = eqn.outvars
-            dtype = self.half_dtype if is_f32(out) else out.aval.dtype
-            (result,) = binding.bind_here(eqn, self._all_in_f32(eqn, reads))
-            return [lax.convert_element_type(result, dtype)]
         operands = [
             self._value_in_half(v, joins)[0]
             if i in reads.smaller
@@ -177,7 +170,7 @@ class Values:
     def _multiplies(self, eqn: Eqn) -> bool:
         """Return whether this multiplies arrays, or divides by a smaller one."""
         operands = eqn.invars
-        if not sums.multiplies(eqn) or self.reads.is_derivative_rule:
+        if not sums.multiplies(eqn):
             return False
         if any(map(compat.is_literal, operands)) or not is_f32(eqn.outvars[0]):
             return False
@@ -230,8 +223,6 @@ class Values:
         return self._cast[var], is_first
 
     def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
-        if self.reads.is_derivative_rule:  # of a tangent, the result would be one, too
-            return ()
         return [self._made[v] for v in reads.like.get(index, ())]
 
     def _broadcast(self, eqn: Eqn, operands: list[Any], reads: EqnReads) -> Any:
@@ -407,14 +398,12 @@ class Rewriter:
 
         def rule(*args):
             # It was written for the dtypes of the program: it is traced in them.
-            analyzer = self.analyzer.for_derivatives
-            traced = analyzer.trace(fun, args, as_f32=[p.is_half for p in ins])
-            rule_plan = analyzer.plan_closed(
+            traced = self.analyzer.trace(fun, args, as_f32=[p.is_half for p in ins])
+            rule_plan = self.analyzer.plan_closed(
                 traced.closed,
                 direction=plan.bodies[0].direction,
                 ins=[ins[i] for i in traced.indices],
                 uses=[uses[i] for i in traced.out_indices],
-                is_tangent=[i >= len(args) // 2 for i in traced.indices],
             )
             half_out = rule_plan.half_out
             outs = traced.restore(self.run(rule_plan, half_out, *traced.args))

@@ -69,9 +69,6 @@ class _Product(Rule):
         if why_not:
             return UNCHANGED.keep(info, why_not)
         is_half = _is_result_half(info, uses[0], analysis)
-        # It is linear in a tangent, and transposed as it stands: the transpose of a
-        # product with a float32 result would multiply half by float32.
-        is_half = is_half or analysis.has_tangent(info.eqn)
         half_in = tuple(p not in IGNORED for p in ins)
         reasons = [
             f"not in fp8: {info.why_not_fp8}" if info.why_not_fp8 else "",

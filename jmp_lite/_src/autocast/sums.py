@@ -425,15 +425,11 @@ class Reads:
     by_eqn: Mapping[int, EqnReads]  # by `id`, for those that have half operands
     many: frozenset[Var]  # read so often that their gradients are summed in float32
     differentiated: frozenset[Var]  # through these, a gradient may pass
-    # JAX transposes a rule for derivatives as it is: an operation on a tangent must be
-    # linear in it.
-    is_derivative_rule: bool = False
 
 
 def find_reads(
     jaxpr: Jaxpr,
     half_in: Sequence[Sequence[bool]],
-    is_derivative_rule: bool = False,
     in_clusters: Collection[int] = (),
     of_clusters: Iterable[Var] = (),
 ) -> Reads:
@@ -467,7 +463,7 @@ def find_reads(
     reads.update(variables(jaxpr.outvars))
     reads.update(reads_in_f32)
     many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
-    return Reads(by_eqn, many, differentiated, is_derivative_rule)
+    return Reads(by_eqn, many, differentiated)
 
 
 def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
