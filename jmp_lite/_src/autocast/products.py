@@ -7,7 +7,7 @@ the f32 accumulator itself (`preferred_element_type`), which only costs more mem
 import collections
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +24,12 @@ COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
 def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
-    """Return the product of half operands, in half or in f32 from the accumulator."""
-    how = _How(eqn, half_dtype, half_result)
-    if half_result:
-        return how.multiply(*operands)
-    return _product(*operands, how=how, in_axes=())
+    """Return the product of operands in half, in half or in f32 from the accumulator.
+
+    It casts float32 operands. Their gradients are the float32 accumulators of products:
+    JAX would round these to half, and cast that to float32.
+    """
+    return _multiply(operands, _How(eqn, half_dtype, half_result))
 
 
 def flops(eqn: Eqn) -> int:
@@ -169,37 +170,24 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
 
 def run_in_order(
     order: Order | None,
-    multiply: Callable[..., Any],
     eqn: Eqn,
     operands: Sequence[Any],
     half_dtype: Any,
     half_result: bool,
 ) -> Any:
-    """Return what `run` or `run_accumulated` makes of a product, in such an order."""
+    """Return what `run` makes of a product, in such an order."""
     if order is None:
-        return multiply(eqn, operands, half_dtype, half_result)
+        return run(eqn, operands, half_dtype, half_result)
     params = {**eqn.params, "dimension_numbers": order.dimension_numbers}
     moved = [jax.lax.transpose(operands[i], by) for i, by in order.operands]
-    out = multiply(eqn.replace(params=params), moved, half_dtype, half_result)
+    out = run(eqn.replace(params=params), moved, half_dtype, half_result)
     return jax.lax.transpose(out, order.back)
 
 
-# Products whose weight gradients are the float32 accumulator.
+# Products that JAX is not to differentiate as its own.
 #
-# The gradient of a weight that is cast to half for a product is a product itself, with
-# a float32 accumulator. JAX rounds it to half, and then casts it to float32. Here, the
-# product reads the float32 weight and casts it. Its transpose returns the accumulator.
-
-
-def run_accumulated(
-    eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool
-) -> Any:
-    """Return what `run` does of operands, of which float32 ones are cast to half.
-
-    The gradients of operands in float32 are the accumulators of their products.
-    """
-    how = _How(eqn, half_dtype, half_result)
-    return _product(*operands, how=how, in_axes=())
+# It would multiply half by float32 in the derivative of a product with a float32
+# result, and round the gradient of a float32 operand.
 
 
 # The name of what a product has cast: see `saving.saves_casts`.
@@ -232,9 +220,8 @@ class _How(NamedTuple):
         ]
         result = self.half_dtype if self.half_result else jnp.float32
         params = {**self.eqn.params, "preferred_element_type": jnp.dtype(result)}
-        if not fp8.is_default_precision(
-            params.get("precision")
-        ):  # for float32 products
+        is_default = fp8.is_default_precision(params.get("precision"))
+        if not is_default:  # that of float32 products
             params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
         return binding.bind_here(self.eqn, [*cast, *operands[2:]], params)[0]
 
@@ -251,21 +238,21 @@ def _impl_on_cpu(*operands, how, in_axes):
     return functools.reduce(jax.vmap, in_axes, in_f32)(*operands)
 
 
+def _multiply(operands: Sequence[Any], how: _How, in_axes: Any = ()) -> jax.Array:
+    options = {"how": how, "in_axes": in_axes}
+    if how.half_result and all(x.dtype != jnp.float32 for x in operands[:2]):
+        return _impl(*operands, **options)  # policies of `jax.checkpoint` look for it
+    return _product(*operands, **options)
+
+
 def _jvp(primals, tangents, *, how, in_axes):
     halves, in_half = _halves(primals, how.half_dtype), how._replace(half_result=True)
 
-    def product(how, *operands):
-        if how.half_result and jnp.float32 not in [x.dtype for x in operands]:
-            # Policies of `jax.checkpoint` look for plain products.
-            return _impl(*operands, how=how, in_axes=in_axes)
-        return _product(*operands, how=how, in_axes=in_axes)
-
     def term(i, tangent):
-        return product(in_half, *halves[:i], tangent, *halves[i + 1 :])
+        return _multiply([*halves[:i], tangent, *halves[i + 1 :]], in_half, in_axes)
 
-    # A product is linear in each of its first two operands. The plain derivative of one
-    # with an f32 result multiplies half by f32.
-    return compat.with_tangent(product(how, *halves), tangents[:2], term)
+    # A product is linear in each of its first two operands.
+    return compat.with_tangent(_multiply(halves, how, in_axes), tangents[:2], term)
 
 
 def _batch(args, axes, *, how, in_axes):
@@ -307,10 +294,8 @@ def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[
 
 
 HALF_PRODUCT = "half_product"
-"""The name of the primitive of these."""
+"""The name of their primitive."""
 
-# Of half or float32 operands, which it casts, in half or float32: what JAX' own product
-# is not linear in, or would transpose as a product of half with float32.
 _product = compat.new_primitive(
     HALF_PRODUCT,
     _impl,
@@ -332,7 +317,7 @@ def of_each(
     pairs = [(x, None), (others, 0)]
     operands, axes = zip(*(pairs if operand == 0 else pairs[::-1]), strict=True)
     how = _How(eqn, half_dtype, half_result=True)
-    return _product(*operands, how=how, in_axes=(axes,))
+    return _multiply(operands, how, (axes,))
 
 
 # Softmax.

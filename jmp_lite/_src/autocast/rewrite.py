@@ -343,8 +343,7 @@ class Rewriter:
                 operands = values.read(eqn.invars, (True, True))
                 is_half = of_eqn.half_out[0] or core.is_half(eqn.outvars[0])
                 args = eqn, operands, self.half_dtype, is_half
-                run = products.run_in_order, of_eqn.order, products.run
-                out = binding.call(eqn, *run, *args)
+                out = binding.call(eqn, products.run_in_order, of_eqn.order, *args)
                 moved = out + zeros[step].astype(out.dtype)
                 values.write(eqn.outvars, [sums.differentiate_as(out, moved)])
                 factors[step] = operands[1 - shared[step].side]
