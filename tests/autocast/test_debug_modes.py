@@ -75,7 +75,7 @@ TOOLS: dict[str, Callable[[], Any]] = {
     "explain": lambda: explain(loss, BF16)(W, X).half_flops_share,
     "dry_run": lambda: numerics.dry_run(loss, BF16)(W, X).rows[0].primitive,
     "dry_run_of_gradient": lambda: numerics.dry_run(jax.grad(loss), BF16)(W, X).rows[0],
-    "first_nonfinite": lambda: numerics.first_nonfinite(loss)(W / 0, X).primitive,
+    "first_nonfinite": lambda: str(numerics.first_nonfinite(loss)(W / 0, X)),
     "track_nonfinite": lambda: numerics.track_nonfinite(loss)(W, X)[1].report(),
     "advise": lambda: str(numerics.advise(loss, BF16)(W, X).policy),
     "lint": lambda: numerics.lint(step)(W, X).findings,

@@ -75,13 +75,13 @@ def _jvp(primals: Any, tangents: Any) -> Any:
     return value, lax.convert_element_type(tangents[1], value.dtype)
 
 
-def _transpose(cotangent: Any, *operands: Any) -> Any:
+def _transpose(cotangent: Any, value: Any, *operands: Any) -> Any:
     # That of a cast of the expression: no other operand has a cotangent.
-    cotangents = compat.no_cotangents(operands)
-    is_zero = len(operands) == 1 or isinstance(cotangent, ad.Zero)
-    if not is_zero and ad.is_undefined_primal(operands[1]):
-        dtype = operands[1].aval.dtype
-        cotangents[1] = lax.convert_element_type(cotangent, dtype)
+    cotangents = compat.no_cotangents((value, *operands))
+    for expression in filter(ad.is_undefined_primal, operands[:1]):
+        if not isinstance(cotangent, ad.Zero):
+            dtype = expression.aval.dtype
+            cotangents[1] = lax.convert_element_type(cotangent, dtype)
     return cotangents
 
 
