@@ -58,18 +58,17 @@ def build(
     if mesh is not None:
         place = functools.partial(_place, mesh)
         args, kwargs = jax.tree.map(place, (args, kwargs))
+    try:
+        traced, result = _trace(step, args, kwargs, donate_argnums)
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            f"of_step compiles {name} as jax.jit does, and jax.jit cannot trace it: "
+            f"{error}"
+        ) from error
+    jaxpr = getattr(traced, "traced", traced).jaxpr  # nnx wraps what JAX traced
+    lowered = traced.lower()
     platform = _platform(mesh, (args, kwargs))
-    with jax.disable_jit(False):  # under which JAX has no such program
-        try:
-            traced, result = _trace(step, args, kwargs, donate_argnums)
-        except jax.errors.JAXTypeError as error:
-            raise TypeError(
-                f"of_step compiles {name} as jax.jit does, and jax.jit cannot trace "
-                f"it: {error}"
-            ) from error
-        jaxpr = getattr(traced, "traced", traced).jaxpr  # nnx wraps what JAX traced
-        lowered = traced.lower()
-        compiled = _compile(getattr(lowered, "lowered", lowered), platform)
+    compiled = _compile(getattr(lowered, "lowered", lowered), platform)
     meshes = [x.mesh for x in _shardings((args, kwargs))]
     size = mesh.size if mesh else max((x.size for x in meshes), default=1)
     return Program(
