@@ -8,12 +8,11 @@ file only.
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,7 @@ from jax._src.lax import lax as lax_private
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental import jet
-from jax.interpreters import ad, batching, mlir, partial_eval
 
 # Since JAX 0.12 they are one class.
 ClosedJaxpr: Any = getattr(core_private, "ClosedJaxpr", Jaxpr)
@@ -446,149 +443,10 @@ def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> 
     return eqn.primitive.bind(*args, subfuns=subfuns, **params)
 
 
-def with_tangent(
-    out: jax.Array, tangents: Sequence[Any], term: Callable[[int, Any], jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Return a result and its tangent, of what is linear in each of some operands.
-
-    `term` is the result with the tangent of an operand, by index, in its place; what
-    has none is a `SymbolicZero`.
-    """
-    moved = [(i, t) for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-    if not moved:
-        return out, jnp.zeros_like(out)
-    terms = [term(i, t) for i, t in moved]
-    return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
-
-
-_IMPLS: dict[Primitive, Any] = {}
-
-
-def is_new_primitive(eqn: Any) -> bool:
-    return eqn.primitive in _IMPLS
-
-
-def jaxpr_of_impl(eqn: Any) -> Any:
-    """Return the closed jaxpr of an equation of `new_primitive`, None of any other."""
-    if not is_new_primitive(eqn):
-        return None
-    avals = [var.aval for var in eqn.invars]
-    return _IMPLS[eqn.primitive].trace(*avals, **eqn.params).jaxpr
-
-
-def new_primitive(
-    name: str,
-    impl: Callable[..., jax.Array],
-    jvp: Callable[..., Any] | None,
-    batch: Callable[..., jax.Array],
-    transposes: Sequence[Callable[..., jax.Array]] = (),
-    static_argnames: tuple[str, ...] = (),
-    on_cpu: Callable[..., jax.Array] | None = None,
-) -> Callable[..., jax.Array]:
-    """Return a function of arrays that JAX transforms by rules of its own.
-
-    The function `impl`, of arrays and of static keywords, returns one array; so does
-    `batch`, of operands and their mapped axes (or None), mapped over axis 0. `jvp`
-    takes primals and tangents (`SymbolicZero` where there is none), and is None of what
-    is linear in each operand. For each of the first operands in which it is linear,
-    `transposes` has a function of the cotangent, the aval of that operand, and the
-    other operands; the cotangents of operands after these are 0. `jet` differentiates
-    `impl` itself. On CPUs, `on_cpu` has the same values if `impl` does not run there.
-    """
-    primitive = Primitive(name)
-    jitted = jax.jit(impl, static_argnames=static_argnames)
-    _IMPLS[primitive] = jitted
-
-    def bind(*args: jax.Array, **params: Any) -> jax.Array:
-        # As JAX does for its own operations under shard_map: a gradient of what is the
-        # same on all devices is summed over them.
-        axes = [jax.typeof(x).manual_axis_type.varying for x in args]
-        union = frozenset().union(*axes)
-        args = tuple(
-            jax.lax.pcast(x, tuple(union - of_x), to="varying") if union - of_x else x
-            for x, of_x in zip(args, axes, strict=True)
-        )
-        return primitive.bind(*args, **params)
-
-    def jvp_of_linear(primals, tangents, **params):
-        def term(i, tangent):
-            return bind(*primals[:i], tangent, *primals[i + 1 :], **params)
-
-        return with_tangent(bind(*primals, **params), tangents, term)
-
-    def jvp_rule(primals, tangents, **params):
-        symbolic = [
-            SymbolicZero(t.aval) if isinstance(t, ad.Zero) else t for t in tangents
-        ]
-        return (jvp or jvp_of_linear)(primals, symbolic, **params)
-
-    def batch_rule(args, axes, /, **params):
-        return batch(args, axes, **params), 0
-
-    def run(*args, **params):
-        if on_cpu is None:
-            return impl(*args, **params)
-        default, cpu = (functools.partial(f, **params) for f in (impl, on_cpu))
-        return jax.lax.platform_dependent(*args, cpu=cpu, default=default)
-
-    # Traced once, and compiled as if it were written there, in the scope of each place.
-    compiled = jax.jit(run, static_argnames=static_argnames, inline=True)
-    primitive.def_impl(compiled)
-    primitive.def_abstract_eval(
-        lambda *avals, **params: jitted.trace(*avals, **params).jaxpr.out_avals[0]
-    )
-    ad.primitive_jvps[primitive] = jvp_rule
-
-    def transpose_rule(ct, *operands, **params):
-        cts = no_cotangents(operands)
-        for index, transpose in enumerate(transposes):
-            x = operands[index]
-            if ad.is_undefined_primal(x) and not isinstance(ct, ad.Zero):
-                others = [*operands[:index], *operands[index + 1 :]]
-                found = transpose(ct, x.aval, *others, **params)
-                cts[index] = found.astype(x.aval.dtype)
-        return cts
-
-    def jet_rule(primals, terms, **params):
-        taylor = functools.partial(impl, **params)
-        return bind(*primals, **params), jet.jet2(taylor, primals, terms)[1]
-
-    if transposes:
-        ad.primitive_transposes[primitive] = transpose_rule
-    batching.primitive_batchers[primitive] = batch_rule
-    jet.jet_rules[primitive] = jet_rule
-    lower(primitive, compiled)
-    return bind
-
-
-def no_cotangents(operands: Sequence[Any]) -> list[Any]:
-    """Return what a rule for a transpose returns for operands without a gradient."""
-    return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
-
-
-def made_of_first(primitive: Primitive, count: int) -> None:
-    """Let JAX know that a result is made of the first operands of a primitive alone.
-
-    It is linear where these are, whatever the others are.
-    """
-
-    def rule(trace, *tracers, **params):
-        first = tracers[:count]
-        tracers = first if all(x.is_known() for x in first) else tracers
-        return trace.default_process_primitive(primitive, tracers, params)
-
-    partial_eval.custom_partial_eval_rules[primitive] = rule
-
-
-def lower(primitive: Primitive, fun: Callable[..., Any]) -> None:
-    """Let XLA compile a primitive with one result as a function of its operands."""
-    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
-
-
 def _series_of_checkpoint(primals: Any, terms: Any, *, jaxpr: Any, **_: Any) -> Any:
     """Return a Taylor series for `jet`, which takes no gradient of what it computes."""
-    closed = ClosedJaxpr(jaxpr, ()) if isinstance(jaxpr, Jaxpr) else jaxpr
-    return jet.jet2(core_private.jaxpr_as_fun(closed), primals, terms)
+    run = core_private.jaxpr_as_fun(partial_eval_private.close_jaxpr(jaxpr))
+    return jet.jet2(run, primals, terms)
 
 
 # `jet` goes through any primitive that has a rule. JAX has none for two that autocast

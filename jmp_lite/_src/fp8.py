@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import dtypes, new_primitives
 
 # The formats of forward operands and of gradients.
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -263,7 +263,7 @@ def _product_jvp(primals, tangents, *, formats):
     def term(i, tangent):
         return _linear(tangent, *(a if i else b), is_lhs=i == 0, in_axes=())
 
-    return compat.with_tangent(_multiply(*a, *b), tangents, term)
+    return new_primitives.with_tangent(_multiply(*a, *b), tangents, term)
 
 
 def _product_batch(args: Any, axes: Any, *, formats: Any) -> jax.Array:
@@ -383,7 +383,7 @@ def _product_transpose(ct, aval, other, *, formats, operand):
 
 
 # f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
-_product = compat.new_primitive(
+_product = new_primitives.new_primitive(
     PRIMITIVE,
     _product_impl,
     _product_jvp,
@@ -393,7 +393,7 @@ _product = compat.new_primitive(
 )
 # Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
 # multiply float32.
-_linear = compat.new_primitive(
+_linear = new_primitives.new_primitive(
     "fp8_linear",
     _linear_impl,
     _linear_jvp,

@@ -186,6 +186,15 @@ def test_transposes_inside_and_with_float32_gradients(name, half) -> None:
 
 
 @IN_HALVES
+@pytest.mark.parametrize("name", ["gain_between", "bias", "mask", "take"])
+def test_transposes_without_jit(name, half) -> None:
+    fun = PROGRAMS[name]
+    with jax.disable_jit():
+        found = transposed(autocast(fun, POLICIES[half]), _SHORT)
+        assert largest_error(found, transposed(fun, _SHORT)) < BOUND[half]
+
+
+@IN_HALVES
 def test_what_is_cast_by_hand_is_transposed(half) -> None:
     def by_hand(x):
         half_x, w, row = (a.astype(DTYPES[half]) for a in (x, W, ROW))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, new_primitives
 from jmp_lite._src.autocast.products import HALF_PRODUCT, SOFTMAX, is_outer
 
 PRODUCTS = "dot_general conv_general_dilated ragged_dot ragged_dot_general".split()
@@ -35,7 +35,7 @@ def bodies(eqn: Any) -> list[Any]:
     of a product or a softmax that autocast has a primitive of its own for.
     """
     if eqn.primitive.name in (HALF_PRODUCT, SOFTMAX):
-        return [opened(compat.jaxpr_of_impl(eqn))]
+        return [opened(new_primitives.jaxpr_of_impl(eqn))]
     if eqn.params.get("branches_platforms"):
         return [opened(eqn.params["branches"][-1])]
     found = []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, dtypes, fp8
+from jmp_lite._src import compat, dtypes, fp8, new_primitives
 from jmp_lite._src.autocast.precision import Softmax
 from jmp_lite._src.jaxprs import binding, control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
@@ -252,7 +252,9 @@ def _jvp(primals, tangents, *, how, in_axes):
         return _multiply([*halves[:i], tangent, *halves[i + 1 :]], in_half, in_axes)
 
     # A product is linear in each of its first two operands.
-    return compat.with_tangent(_multiply(halves, how, in_axes), tangents[:2], term)
+    return new_primitives.with_tangent(
+        _multiply(halves, how, in_axes), tangents[:2], term
+    )
 
 
 def _batch(args, axes, *, how, in_axes):
@@ -296,7 +298,7 @@ def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[
 HALF_PRODUCT = "half_product"
 """The name of their primitive."""
 
-_product = compat.new_primitive(
+_product = new_primitives.new_primitive(
     HALF_PRODUCT,
     _impl,
     _jvp,
@@ -418,7 +420,7 @@ def _softmax_batch(args, mapped, *, axes, **options):
 SOFTMAX = "softmax"
 """The name of the primitive."""
 
-softmax = compat.new_primitive(
+softmax = new_primitives.new_primitive(
     SOFTMAX,
     _softmax_impl,
     _softmax_jvp,

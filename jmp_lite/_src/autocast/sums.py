@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import jet
 from jax.interpreters import ad, batching
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat, dtypes, new_primitives
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32, variables
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts, has
@@ -49,16 +49,6 @@ def differentiate_as(value: jax.Array, expression: jax.Array, *like: Any) -> jax
     return _differentiate_as_p.bind(value, expression, *like)
 
 
-def without_derivative(x: jax.Array) -> jax.Array:
-    """Return what `lax.stop_gradient` does, which JAX cannot transpose.
-
-    Of a function that is linear, what computes the value of `differentiate_as` has
-    cotangents of 0. JAX passes these through what is linear, and through any `jit`.
-    """
-    is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return _differentiate_as_p.bind(x) if is_float else x
-
-
 _differentiate_as_p = compat.Primitive("differentiate_as")
 
 
@@ -69,19 +59,18 @@ def _value_of(value: Any, *others: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:
-    value = _differentiate_as_p.bind(*primals)
-    if len(tangents) == 1 or isinstance(tangents[1], ad.Zero):
+    value = differentiate_as(*primals)
+    if isinstance(tangents[1], ad.Zero):
         return value, ad.Zero(jax.typeof(value).to_tangent_aval())
     return value, lax.convert_element_type(tangents[1], value.dtype)
 
 
-def _transpose(cotangent: Any, value: Any, *operands: Any) -> Any:
+def _transpose(cotangent: Any, value: Any, expression: Any, *like: Any) -> Any:
     # That of a cast of the expression: no other operand has a cotangent.
-    cotangents = compat.no_cotangents((value, *operands))
-    for expression in filter(ad.is_undefined_primal, operands[:1]):
-        if not isinstance(cotangent, ad.Zero):
-            dtype = expression.aval.dtype
-            cotangents[1] = lax.convert_element_type(cotangent, dtype)
+    cotangents = new_primitives.no_cotangents((value, expression, *like))
+    if ad.is_undefined_primal(expression) and not isinstance(cotangent, ad.Zero):
+        dtype = expression.aval.dtype
+        cotangents[1] = lax.convert_element_type(cotangent, dtype)
     return cotangents
 
 
@@ -96,24 +85,34 @@ def all_mapped(operands: Any, axes: Any, count: int | None = None) -> list[Any]:
 
 
 def _batch(operands: Any, axes: Any) -> Any:
+    value, expression = all_mapped(operands, axes, 2)
     # A `vmap` around this one still needs `like`.
-    moved = all_mapped(operands, axes, 2)
-    return _differentiate_as_p.bind(*moved, *operands[2:]), 0
+    return differentiate_as(value, expression, *operands[2:]), 0
 
 
 def _jet(primals: Any, series: Any) -> Any:
-    value = _differentiate_as_p.bind(*primals)
-    if len(primals) == 1:
-        return value, jet.zero_series
+    value = differentiate_as(*primals)
     return value, [lax.convert_element_type(x, value.dtype) for x in series[1]]
 
 
 ad.primitive_jvps[_differentiate_as_p] = _jvp
 ad.primitive_transposes[_differentiate_as_p] = _transpose
 batching.primitive_batchers[_differentiate_as_p] = _batch
-compat.made_of_first(_differentiate_as_p, 2)
-compat.lower(_differentiate_as_p, _value_of)
+new_primitives.made_of_first(_differentiate_as_p, 2)
+new_primitives.lower(_differentiate_as_p, _value_of)
 jet.jet_rules[_differentiate_as_p] = _jet
+
+_value = new_primitives.new_value("without_derivative", lambda x: x)
+
+
+def without_derivative(x: jax.Array) -> jax.Array:
+    """Return what `lax.stop_gradient` does, which JAX cannot transpose.
+
+    Of a function that is linear, what computes the value of `differentiate_as` has
+    cotangents of 0, which JAX passes through what is linear.
+    """
+    is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return _value(x) if is_float else x
 
 
 # Operations.
@@ -171,7 +170,7 @@ def _multiply_transpose(ct, aval, other, *, dtype):
 
 # Linear in each operand, of any floating dtypes: so every derivative of it is right,
 # and keeps operands that are not broadcast. A sum over what was is float32.
-_multiply = compat.new_primitive(
+_multiply = new_primitives.new_primitive(
     "multiply_broadcast",
     _multiply_impl,
     None,
@@ -211,7 +210,7 @@ def _product_jvp(primals, tangents):
     def term(i, tangent):
         return _multiply(*kept[:i], tangent, *kept[i + 1 :], dtype=out.dtype)
 
-    return compat.with_tangent(out, tangents[:2], term)
+    return new_primitives.with_tangent(out, tangents[:2], term)
 
 
 def _product_batch(args, axes):
@@ -223,7 +222,7 @@ def _product_transpose(ct, aval, other, x_kept, y_kept, *, kept):
 
 
 # A product of the first two, whose derivative has the last two in their place.
-_product = compat.new_primitive(
+_product = new_primitives.new_primitive(
     "product_of_kept",
     _product_impl,
     _product_jvp,
@@ -333,15 +332,16 @@ def bound(x: jax.Array, dtype: Any) -> jax.Array:
     lowest half number: a sum with it stays finite. What is too large stays so, and
     becomes inf in half: it is no mask. The derivative is that of `x`.
     """
-    return differentiate_as(_bound(x, dtype), x)
+    return differentiate_as(_bound(x, dtype=jnp.dtype(dtype)), x)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _bound(x: jax.Array, dtype: Any) -> jax.Array:
-    x = without_derivative(x)
+def _bounded(x: jax.Array, *, dtype: Any) -> jax.Array:
     lowest = np.asarray(jnp.finfo(dtype).min, x.dtype)
     is_below = (x < lowest) & lax.is_finite(x)
     return lax.select(is_below, lax.full_like(x, lowest / 2), x)
+
+
+_bound = new_primitives.new_value("bound", _bounded)
 
 
 def stored(x: jax.Array, dtype: Any) -> jax.Array:
@@ -382,20 +382,26 @@ def bounded(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
     ]
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def saturate(x: jax.Array, dtype: Any) -> jax.Array:
     """Cast to half; finite numbers below the range become the lowest half number.
 
     Masks contain them. bfloat16 ends a little before float32: `finfo(float32).min`
     would become -inf, and `finfo(float32).max` inf. The result has no derivative.
     """
-    x, info = without_derivative(x), jnp.finfo(dtype)
+    return _saturate(x, dtype=jnp.dtype(dtype))
+
+
+def _saturated(x: jax.Array, *, dtype: Any) -> jax.Array:
+    info = jnp.finfo(dtype)
     lowest, largest = (np.asarray(end, x.dtype) for end in (info.min, info.max))
     bounded = lax.max(x, lowest)
     if info.maxexp == jnp.finfo(x.dtype).maxexp:
         bounded = lax.min(bounded, largest)
     is_infinite = lax.eq(lax.abs(x), np.asarray(np.inf, x.dtype))
     return lax.convert_element_type(lax.select(is_infinite, x, bounded), dtype)
+
+
+_saturate = new_primitives.new_value("saturate", _saturated)
 
 
 # How a jaxpr reads half values.

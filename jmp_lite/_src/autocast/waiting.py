@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, new_primitives
 from jmp_lite._src.autocast import sums
 from jmp_lite._src.autocast.precision import FLOAT32, Around, CastPlan, has_range_of_f32
 from jmp_lite._src.autocast.saving import Work, is_reduction
@@ -328,10 +328,10 @@ def _restore(kept: Kept) -> jax.Array:
 
 
 # The second of two arrays, with the derivative of the first, which need not be kept.
-_in_place_of = compat.new_primitive(
+_in_place_of = new_primitives.new_primitive(
     "in_place_of",
     lambda x, restored: restored,
-    lambda primals, tangents: compat.with_tangent(
+    lambda primals, tangents: new_primitives.with_tangent(
         primals[1], tangents[:1], lambda _, tangent: tangent
     ),
     lambda args, axes: _in_place_of(*sums.all_mapped(args, axes)),

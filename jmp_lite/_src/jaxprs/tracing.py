@@ -46,10 +46,10 @@ def trace(
         nonlocal out_tree
         args, kwargs = fill(tree, leaves, dynamic, jax.tree.leaves((args, kwargs)))
         outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        is_static = [not is_traceable(x) or _is_shape(x) for x in outs]
-        static = dict(itertools.compress(enumerate(outs), is_static))
-        static_outs.update({i: _without_tracer(x) for i, x in static.items()})
-        return [x for i, x in enumerate(outs) if i not in static]
+        is_array = [is_traceable(x) and not _is_shape(x) for x in outs]
+        static = (i for i, is_one in enumerate(is_array) if not is_one)
+        static_outs.update({i: _without_tracer(outs[i]) for i in static})
+        return list(itertools.compress(outs, is_array))
 
     avals: list[Any] = [None] * len(leaves)  # None is no leaf: it is left out
     for i in dynamic:

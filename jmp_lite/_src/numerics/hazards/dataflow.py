@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat, dtypes, new_primitives
 from jmp_lite._src.jaxprs import (
     control_flow,
     core,
@@ -166,7 +166,7 @@ class _Opener:
 
     def _open(self, jaxpr, consts, inputs, around: Op) -> list[Value]:
         """Add the operations of a jaxpr; return its outputs."""
-        is_impl = around is not _TOP and compat.is_new_primitive(around.eqn)
+        is_impl = around is not _TOP and new_primitives.is_new_primitive(around.eqn)
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             values[var] = _value_of(var, const)
@@ -244,7 +244,7 @@ class _Opener:
 
     def _sub_jaxprs(self, eqn: Any) -> Any:
         platforms = eqn.params.get("branches_platforms")
-        called, first = compat.jaxpr_of_impl(eqn), 0
+        called, first = new_primitives.jaxpr_of_impl(eqn), 0
         if platforms is not None:
             names = {"gpu": {"gpu", "cuda", "rocm"}}.get(self.target, {self.target})
             of_target = [
