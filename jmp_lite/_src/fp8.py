@@ -389,7 +389,6 @@ _product = new_primitives.new_primitive(
     _product_jvp,
     _product_batch,
     [functools.partial(_product_transpose, operand=i) for i in range(2)],
-    static_argnames=("formats",),
 )
 # Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
 # multiply float32.
@@ -399,5 +398,4 @@ _linear = new_primitives.new_primitive(
     _linear_jvp,
     _linear_batch,
     [_linear_transpose],
-    static_argnames=("is_lhs", "in_axes"),
 )

@@ -5,6 +5,7 @@ series for `jax.experimental.jet`.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,16 @@ def with_tangent(
     return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
 
 
+def _compiled(impl: Callable[..., Any]) -> Any:
+    """Return a function that is traced once, with its keywords static.
+
+    It is compiled as if it were written in each place, in the name scope there.
+    """
+    parameters = inspect.signature(impl).parameters.values()
+    static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return jax.jit(impl, static_argnames=static, inline=True)
+
+
 _IMPLS: dict[compat.Primitive, Any] = {}
 
 
@@ -53,7 +64,6 @@ def new_primitive(
     jvp: Callable[..., Any] | None,
     batch: Callable[..., jax.Array],
     transposes: Sequence[Callable[..., jax.Array]] = (),
-    static_argnames: tuple[str, ...] = (),
     on_cpu: Callable[..., jax.Array] | None = None,
 ) -> Callable[..., jax.Array]:
     """Return a function of arrays that JAX transforms by rules of its own.
@@ -67,7 +77,7 @@ def new_primitive(
     `impl` itself. On CPUs, `on_cpu` has the same values if `impl` does not run there.
     """
     primitive = compat.Primitive(name)
-    jitted = jax.jit(impl, static_argnames=static_argnames)
+    jitted = _compiled(impl)
     _IMPLS[primitive] = jitted
 
     def bind(*args: jax.Array, **params: Any) -> jax.Array:
@@ -97,13 +107,10 @@ def new_primitive(
         return batch(args, axes, **params), 0
 
     def run(*args, **params):
-        if on_cpu is None:
-            return impl(*args, **params)
-        default, cpu = (functools.partial(f, **params) for f in (impl, on_cpu))
+        default, cpu = (functools.partial(f, **params) for f in (impl, on_cpu or impl))
         return jax.lax.platform_dependent(*args, cpu=cpu, default=default)
 
-    # Traced once, and compiled as if it were written there, in the scope of each place.
-    compiled = jax.jit(run, static_argnames=static_argnames, inline=True)
+    compiled = jitted if on_cpu is None else _compiled(functools.wraps(impl)(run))
     primitive.def_impl(compiled)
     primitive.def_abstract_eval(
         lambda *avals, **params: jitted.trace(*avals, **params).jaxpr.out_avals[0]
@@ -132,33 +139,37 @@ def new_primitive(
     return bind
 
 
-def new_value(name: str, impl: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return what computes the numbers of an array, as a primitive without derivative.
+def new_value(impl: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Make a function a primitive whose result has no derivative.
 
-    `impl` is elementwise, of an array and of a static `dtype`. As a part of a function
-    that is linear it has cotangents of 0, also if it is not linear itself.
+    The function is elementwise, of an array and of static keywords; what is no floating
+    array passes as it is. As a part of a function that is linear, it has cotangents of
+    0, also if it is not linear itself.
     """
-    primitive = compat.Primitive(name)
-
-    @functools.partial(jax.jit, static_argnames="dtype", inline=True)
-    def compiled(x, **params):
-        return impl(x, **params)
+    primitive = compat.Primitive(impl.__name__.strip("_"))
+    jitted = _compiled(impl)
+    _IMPLS[primitive] = jitted
 
     def jvp_rule(primals, tangents, **params):
         out = primitive.bind(*primals, **params)
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
 
-    _IMPLS[primitive] = compiled
-    primitive.def_impl(compiled)
+    primitive.def_impl(jitted)
     primitive.def_abstract_eval(
-        lambda aval, **params: compiled.trace(aval, **params).jaxpr.out_avals[0]
+        lambda aval, **params: jitted.trace(aval, **params).jaxpr.out_avals[0]
     )
     ad.primitive_jvps[primitive] = jvp_rule
     ad.primitive_transposes[primitive] = lambda _, x, **params: no_cotangents([x])
     batching.defvectorized(primitive)
     jet.defzero(primitive)
-    lower(primitive, compiled)
-    return primitive.bind
+    lower(primitive, jitted)
+
+    @functools.wraps(impl)
+    def value(x, **params):
+        is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        return primitive.bind(x, **params) if is_float else x
+
+    return value
 
 
 def no_cotangents(operands: Sequence[Any]) -> list[Any]:

@@ -304,7 +304,6 @@ _product = new_primitives.new_primitive(
     _jvp,
     _batch,
     [functools.partial(_transpose, operand=i) for i in range(2)],
-    static_argnames=("how", "in_axes"),
     on_cpu=_impl_on_cpu,
 )
 
@@ -425,5 +424,4 @@ softmax = new_primitives.new_primitive(
     _softmax_impl,
     _softmax_jvp,
     _softmax_batch,
-    static_argnames=("axes", "dtype", "may_repeat"),
 )

@@ -214,7 +214,7 @@ class Values:
             return value, var not in self.reads.many
         if joins and var not in self.numbers:
             if var not in self._saturated:
-                self._saturated[var] = sums.saturate(value, self.half_dtype)
+                self._saturated[var] = sums.saturate(value, dtype=self.half_dtype)
             return self._saturated[var], False
         is_first = var not in self._cast or var in self._unread
         self._unread.discard(var)

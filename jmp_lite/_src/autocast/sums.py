@@ -102,17 +102,15 @@ new_primitives.made_of_first(_differentiate_as_p, 2)
 new_primitives.lower(_differentiate_as_p, _value_of)
 jet.jet_rules[_differentiate_as_p] = _jet
 
-_value = new_primitives.new_value("without_derivative", lambda x: x)
 
-
+@new_primitives.new_value
 def without_derivative(x: jax.Array) -> jax.Array:
     """Return what `lax.stop_gradient` does, which JAX cannot transpose.
 
     Of a function that is linear, what computes the value of `differentiate_as` has
     cotangents of 0, which JAX passes through what is linear.
     """
-    is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return _value(x) if is_float else x
+    return x
 
 
 # Operations.
@@ -176,7 +174,6 @@ _multiply = new_primitives.new_primitive(
     None,
     _multiply_batch,
     [_multiply_transpose, _multiply_transpose],
-    static_argnames=("dtype",),
 )
 
 
@@ -332,16 +329,14 @@ def bound(x: jax.Array, dtype: Any) -> jax.Array:
     lowest half number: a sum with it stays finite. What is too large stays so, and
     becomes inf in half: it is no mask. The derivative is that of `x`.
     """
-    return differentiate_as(_bound(x, dtype=jnp.dtype(dtype)), x)
+    return differentiate_as(_bounded(x, dtype=dtype), x)
 
 
+@new_primitives.new_value
 def _bounded(x: jax.Array, *, dtype: Any) -> jax.Array:
     lowest = np.asarray(jnp.finfo(dtype).min, x.dtype)
     is_below = (x < lowest) & lax.is_finite(x)
     return lax.select(is_below, lax.full_like(x, lowest / 2), x)
-
-
-_bound = new_primitives.new_value("bound", _bounded)
 
 
 def stored(x: jax.Array, dtype: Any) -> jax.Array:
@@ -382,16 +377,13 @@ def bounded(eqn: Eqn, operands: Sequence[Any], dtype: Any) -> list[Any]:
     ]
 
 
-def saturate(x: jax.Array, dtype: Any) -> jax.Array:
+@new_primitives.new_value
+def saturate(x: jax.Array, *, dtype: Any) -> jax.Array:
     """Cast to half; finite numbers below the range become the lowest half number.
 
     Masks contain them. bfloat16 ends a little before float32: `finfo(float32).min`
-    would become -inf, and `finfo(float32).max` inf. The result has no derivative.
+    would become -inf, and `finfo(float32).max` inf.
     """
-    return _saturate(x, dtype=jnp.dtype(dtype))
-
-
-def _saturated(x: jax.Array, *, dtype: Any) -> jax.Array:
     info = jnp.finfo(dtype)
     lowest, largest = (np.asarray(end, x.dtype) for end in (info.min, info.max))
     bounded = lax.max(x, lowest)
@@ -399,9 +391,6 @@ def _saturated(x: jax.Array, *, dtype: Any) -> jax.Array:
         bounded = lax.min(bounded, largest)
     is_infinite = lax.eq(lax.abs(x), np.asarray(np.inf, x.dtype))
     return lax.convert_element_type(lax.select(is_infinite, x, bounded), dtype)
-
-
-_saturate = new_primitives.new_value("saturate", _saturated)
 
 
 # How a jaxpr reads half values.

@@ -297,7 +297,7 @@ def _in_two_bytes(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
         return Kept(x.astype(half_dtype), None, None)
     if not axes:
         root = lax.sign(x) * lax.sqrt(lax.abs(x))
-        return Kept(sums.saturate(root, jnp.dtype(jnp.float16)), None, None)
+        return Kept(sums.saturate(root, dtype=jnp.dtype(jnp.float16)), None, None)
     finite = jnp.where(lax.is_finite(x), x, 0.0)
     low, high = (f(finite, axes, keepdims=True) for f in (jnp.min, jnp.max))
     # Where all numbers of a row are nearer to the mean than to 0, what they differ by
