@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat, dtypes, new_primitives
 
 # The formats of forward operands and of gradients.
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -281,7 +281,7 @@ def _product_jvp(primals, tangents, *, formats):
     def term(i, tangent):
         return _linear(tangent, *(a if i else b), is_lhs=i == 0, in_axes=())
 
-    return compat.with_tangent(_multiply(*a, *b), tangents, term)
+    return new_primitives.with_tangent(_multiply(*a, *b), tangents, term)
 
 
 def _product_batch(args: Any, axes: Any, *, formats: Any) -> jax.Array:
@@ -395,17 +395,25 @@ def _linear_batch(args, axes, *, is_lhs, in_axes):
     return _linear(x, w8, scale, is_lhs=is_lhs, in_axes=in_axes)
 
 
+def _product_transpose(ct, aval, other, *, formats, operand):
+    rounded = quantize(other, formats[1 - operand])
+    return _linear_transpose(ct, aval, *rounded, is_lhs=operand == 0, in_axes=())
+
+
 # f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
-_product = compat.new_primitive(
-    PRIMITIVE, _product_impl, _product_jvp, _product_batch, static_argnames=("formats",)
+_product = new_primitives.new_primitive(
+    PRIMITIVE,
+    _product_impl,
+    _product_jvp,
+    _product_batch,
+    [functools.partial(_product_transpose, operand=i) for i in range(2)],
 )
 # Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
 # multiply float32.
-_linear = compat.new_primitive(
+_linear = new_primitives.new_primitive(
     "fp8_linear",
     _linear_impl,
     _linear_jvp,
     _linear_batch,
     [_linear_transpose],
-    static_argnames=("is_lhs", "in_axes"),
 )

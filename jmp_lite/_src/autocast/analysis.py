@@ -34,7 +34,6 @@ are: `a`, `d` and `h` would be FLOAT32, because `exp` reads `h`.
 
 import collections
 import dataclasses
-import functools
 import heapq
 import itertools
 import operator
@@ -74,17 +73,15 @@ class Analyzer:
         table: OpRules,
         regions: Regions,
         compute_dtype: Any,
-        is_derivative_rule: bool = False,
     ):
         self.table, self.regions = table, regions
         self.compute_dtype = compute_dtype
-        self.is_derivative_rule = is_derivative_rule
         # The `id`s of the products whose `precision` the caller set.
         self.filled_in: set[int] = set()
         self.clusters = recompute.Clusters(compute_dtype)
         self._plans: dict[Any, CastPlan] = {}
         self._finished: dict[CastPlan, CastPlan] = {}
-        self._is_fitted = is_derivative_rule
+        self._is_fitted = False
 
     def plan(
         self,
@@ -94,13 +91,9 @@ class Analyzer:
         uses: Sequence[int],
         scope: str = "",
         direction: Direction = Direction.FORWARD,
-        is_tangent: Sequence[bool] = (),
         around: Around = Around.NOTHING,
     ) -> CastPlan:
-        """Return the plan of an open jaxpr that is called in a name scope.
-
-        `is_tangent` is given for the inputs of a rule for derivatives.
-        """
+        """Return the plan of an open jaxpr that is called in a name scope."""
         key = (
             id(jaxpr),
             tuple(map(id, consts)),
@@ -110,11 +103,10 @@ class Analyzer:
             direction
             if self.regions.keeps_inputs
             else direction is Direction.RECOMPUTED,
-            tuple(is_tangent),
             around,
         )
         if key not in self._plans:  # a plan keeps its jaxpr and consts, and so the ids
-            options = scope, direction, is_tangent, around
+            options = scope, direction, around
             analysis = _Analysis(self, jaxpr, consts, *options)
             self._plans[key] = analysis.run(tuple(ins), tuple(uses))
         return self._plans[key]
@@ -141,14 +133,12 @@ class Analyzer:
         direction: Direction = Direction.FORWARD,
         ins: Sequence[Precision] | None = None,
         uses: Sequence[int] | None = None,
-        is_tangent: Sequence[bool] = (),
     ) -> CastPlan:
         """Return the plan of a closed jaxpr, by default that of a whole function."""
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
         ins = [INPUT] * len(jaxpr.invars) if ins is None else ins
         uses = [Use.OUTPUT] * len(jaxpr.outvars) if uses is None else uses
-        options = {"direction": direction, "is_tangent": is_tangent}
-        return self._finish(self.plan(jaxpr, consts, ins, uses, **options))
+        return self._finish(self.plan(jaxpr, consts, ins, uses, direction=direction))
 
     def _finish(self, plan: CastPlan) -> CastPlan:
         """Return a plan with what follows from the final plans of its sub-jaxprs.
@@ -172,11 +162,6 @@ class Analyzer:
         is_run = any(plan.half_in) or half_calls.is_choice(eqn)
         is_idle = not is_run and all(body.changes_nothing for body in bodies)
         return dataclasses.replace(plan, bodies=bodies, changes_no_body=is_idle)
-
-    @functools.cached_property
-    def for_derivatives(self) -> "Analyzer":
-        options = self.table, self.regions, self.compute_dtype
-        return Analyzer(*options, is_derivative_rule=True)
 
 
 class _Queue:
@@ -206,7 +191,6 @@ class _Analysis(Analysis):
         consts: Sequence[Any],
         scope: str,
         direction: Direction,
-        is_tangent: Sequence[bool],
         around: Around,
     ):
         super().__init__()
@@ -217,10 +201,6 @@ class _Analysis(Analysis):
         self.analyzer, self.around = analyzer, around
         self.jaxpr, self.consts, self.scope = jaxpr, tuple(consts), scope
         self.infos = _describe(jaxpr, analyzer, scope, direction)
-        self.tangents = set(itertools.compress(jaxpr.invars, is_tangent))
-        for eqn in jaxpr.eqns if self.tangents else ():
-            if self.has_tangent(eqn):
-                self.tangents.update(eqn.outvars)
         # Of equations, by index: their plans; how they use operands, () if not known.
         self.plans: list[Any] = [None] * len(self.infos)
         self.operand_uses: list[Sequence[int]] = [()] * len(self.infos)
@@ -262,26 +242,14 @@ class _Analysis(Analysis):
             in_uses=tuple(map(self._use_of, self.jaxpr.invars)),
             numbers=frozenset(v for v, p in self.precision.items() if p == NUMBER),
             cast_moves=frozenset(self.cast_moves),
-            is_derivative_rule=self.analyzer.is_derivative_rule,
             direction=self.direction,
             around=self.around,
         )
 
     def plan_body(self, eqn, body, ins, uses):
         scope = name_scopes.join(self.scope, name_scopes.of(eqn))
-        options = scope, self.direction.of(eqn), self._tangents_of(eqn, body)
-        options = *options, self.around.inside(eqn)
+        options = scope, self.direction.of(eqn), self.around.inside(eqn)
         return self.analyzer.plan(body.jaxpr, body.consts, ins, uses, *options)
-
-    def _tangents_of(self, eqn: Eqn, body: Any) -> Sequence[bool]:
-        """Return which inputs of a sub-jaxpr are made of tangents, () if none is."""
-        if not self.has_tangent(eqn):
-            return ()
-        operands = [eqn.invars[i] for i in body.operands]  # a loop may change its carry
-        return [
-            k in body.fixed_in or (not compat.is_literal(v) and v in self.tangents)
-            for k, v in enumerate(operands)
-        ]
 
     def _set_inputs(self, ins: Sequence[Precision]) -> None:
         for var, const in zip(self.jaxpr.constvars, self.consts, strict=True):
@@ -443,10 +411,7 @@ class AsWritten:
     compute_dtype = np.dtype(np.float32)
     trace = staticmethod(trace)
 
-    def __init__(
-        self, is_derivative_rule: bool = False, reduces_in_float32: bool = False
-    ):
-        self.is_derivative_rule = is_derivative_rule
+    def __init__(self, reduces_in_float32: bool = False):
         # Gradients of float32 inputs that the program casts for a matrix product are
         # the product's accumulators.
         self.reduces_in_float32 = reduces_in_float32
@@ -470,7 +435,6 @@ class AsWritten:
                 ins=(FLOAT32,) * len(jaxpr.invars),
                 outs=(FLOAT32,) * len(jaxpr.outvars),
                 in_uses=(Use.OUTPUT,) * len(jaxpr.invars),
-                is_derivative_rule=self.is_derivative_rule,
             )
         return self._plans[key]
 
@@ -478,12 +442,8 @@ class AsWritten:
         self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD, **_: Any
     ) -> CastPlan:
         jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-        is_input = not (direction.has_derivative_rule or self.is_derivative_rule)
+        is_input = not direction.has_derivative_rule
         return self.plan(jaxpr, consts, (is_input,) * len(jaxpr.invars))
-
-    @property
-    def for_derivatives(self) -> "AsWritten":
-        return AsWritten(is_derivative_rule=True)
 
     def _plan_eqn(self, eqn: Eqn, moved: set[Any]) -> EqnPlan:
         """Return the plan of an equation, and note in `moved` if it moves inputs."""

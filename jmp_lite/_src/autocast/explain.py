@@ -15,7 +15,7 @@ from jmp_lite._src.autocast import half_calls, products, transform
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.autocast.precision import EqnPlan, Placed, walk
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
-from jmp_lite._src.jaxprs import control_flow, matmul_precision
+from jmp_lite._src.jaxprs import control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.policy import Policy, PolicyMap
 
@@ -294,7 +294,7 @@ def _dtypes_after(eqn: Eqn, plan: EqnPlan, half_dtype: Any) -> str:
 
 def _names(variables: Any, half: Any = (), half_dtype: Any = None) -> str:
     def name(var, is_half):
-        dtype = half_dtype if is_half else getattr(var.aval, "dtype", None)
+        dtype = half_dtype if is_half else core.dtype_of(var)
         return "" if dtype is None else reports.short_dtype(dtype)
 
     return " ".join(itertools.starmap(name, itertools.zip_longest(variables, half)))

@@ -19,7 +19,7 @@ from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast.sums import Reads, find_reads
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, dtype_of, is_f32
 from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, LOOPS
 
 
@@ -170,7 +170,7 @@ def of_input(var: Var, given: Precision, compute_dtype: Any) -> Precision:
     """Return the precision of an input of a jaxpr, given that of what it gets."""
     if is_f32(var) or given == INTEGER:
         return given
-    is_stored = getattr(var.aval, "dtype", None) == compute_dtype
+    is_stored = dtype_of(var) == compute_dtype
     return STORED if is_stored and given in (INPUT, STORED) else OTHER
 
 
@@ -329,7 +329,6 @@ class CastPlan:
     in_uses: tuple[int, ...]
     numbers: frozenset[Var] = frozenset()  # those that the compute dtype can represent
     cast_moves: frozenset[Var] = frozenset()  # half inputs, cast before they moved
-    is_derivative_rule: bool = False  # or inside of one
     direction: Direction = Direction.FORWARD
     around: Around = Around.NOTHING
     # What runs in this order: equations by index, and what runs again in the backward
@@ -358,7 +357,6 @@ class CastPlan:
         return find_reads(
             self.jaxpr,
             [plan.reads_half for plan in self.eqn_plans],
-            self.is_derivative_rule,
             in_clusters={i for cluster in clusters for i in cluster.indices},
             of_clusters=[v for cluster in clusters for v in cluster.ins],
         )

@@ -23,7 +23,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any
 
 import jax
-from jax import lax
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import saving, sums, waiting
@@ -67,7 +66,7 @@ class Clusters:
 
         What the program itself computes again is left to it.
         """
-        is_forward = plan.direction is Direction.FORWARD and not plan.is_derivative_rule
+        is_forward = plan.direction is Direction.FORWARD
         if not is_forward or plan.around is Around.RECOMPUTATION:
             return plan
         pairs = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))
@@ -354,14 +353,16 @@ class _Search:
         These are moves that repeat a smaller half array (images that are resized, keys
         that groups of queries share), and activations.
         """
+        clusters = list(clusters)
         activations = {c.outs[0]: c for c in clusters if self._is_activation(c)}
+        inside = {i for c in clusters for i in c.indices} - self.repeated
         found: dict[int, list[int | Cluster]] = {}
         for i in filter(self._is_product, range(len(self.eqns))):
             operands = dict.fromkeys(variables(self.eqns[i].invars))
             made = [activations[v] for v in operands if v in activations]
             moves: set[int] = set()
             for var in operands:
-                source, moved = self._moved_from(var)
+                source, moved = self._moved_from(var, inside)
                 if core.size(var) >= _REPEATS * core.size(source):
                     moves.update(moved)
             if made or moves:
@@ -396,17 +397,17 @@ class _Search:
     def _is_product(self, index: int) -> bool:
         return self.plan.eqn_plans[index].is_low_product
 
-    def _moved_from(self, var: Var) -> tuple[Var, list[int]]:
+    def _moved_from(self, var: Var, inside: Set[int]) -> tuple[Var, list[int]]:
         """Return the half array that moves make what products read of, and the moves.
 
-        What is read elsewhere, too, is stored.
+        What is read elsewhere, too, is stored. Moves `inside` of clusters stay there.
         """
         source, moves = var, []
         is_alone = all(map(self._is_product, self._readers[var]))
         while is_alone and source in self._made_by and source not in self._returned:
             i = self._made_by[source]
             operand = saving.moved_operand(self.eqns[i], self.plan.eqn_plans[i])
-            if operand is None:
+            if operand is None or i in inside:
                 break
             moves.append(i)
             source = self.eqns[i].invars[operand]
@@ -513,7 +514,7 @@ def run(
         ]
         if not cluster.waiting:
             return known[key](kept, None, operands)
-        outs, totals = compute(lax.stop_gradient(operands))
+        outs, totals = compute([*map(sums.without_derivative, operands)])
         expressions = known[key](kept, totals, operands)
         return list(map(sums.differentiate_as, outs, expressions))
 

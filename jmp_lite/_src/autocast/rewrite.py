@@ -76,7 +76,7 @@ class Values:
 
     def read_bounded(self, var: Var) -> Any:
         """Return a value in half; of a mask in float32, numbers stay finite."""
-        return self._in_half(var, joins=not self.reads.is_derivative_rule)
+        return self._in_half(var, joins=True)
 
     def in_f32(self, var: Var) -> Any:
         """Return a float value in float32: the one that was cast to half, if it was."""
@@ -152,13 +152,6 @@ class Values:
                 for v, is_half in zip(eqn.invars, half, strict=True)
             ]
             return binding.bind_here(eqn, operands)
-        if self.reads.is_derivative_rule and (reads.smaller or reads.sums_backward):
-            # JAX transposes what a rule does to a tangent as it is written, and
-            # `differentiate_as` does not compute the expression that it differentiates.
-            (out,) = eqn.outvars
-            dtype = self.half_dtype if is_f32(out) else out.aval.dtype
-            (result,) = binding.bind_here(eqn, self._all_in_f32(eqn, reads))
-            return [lax.convert_element_type(result, dtype)]
         operands = [
             self._value_in_half(v, joins)[0]
             if i in reads.smaller
@@ -177,7 +170,7 @@ class Values:
     def _multiplies(self, eqn: Eqn) -> bool:
         """Return whether this multiplies arrays, or divides by a smaller one."""
         operands = eqn.invars
-        if not sums.multiplies(eqn) or self.reads.is_derivative_rule:
+        if not sums.multiplies(eqn):
             return False
         if any(map(compat.is_literal, operands)) or not is_f32(eqn.outvars[0]):
             return False
@@ -222,8 +215,8 @@ class Values:
             return value, var not in self.reads.many
         if joins and var not in self.numbers:
             if var not in self._saturated:
-                args = value, self.half_dtype
-                self._saturated[var] = binding.in_mesh_of(value, sums.saturate, *args)
+                saturate = functools.partial(sums.saturate, dtype=self.half_dtype)
+                self._saturated[var] = binding.in_mesh_of(value, saturate, value)
             return self._saturated[var], False
         is_first = var not in self._cast or var in self._unread
         self._unread.discard(var)
@@ -232,8 +225,6 @@ class Values:
         return self._cast[var], is_first
 
     def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
-        if self.reads.is_derivative_rule:  # of a tangent, the result would be one, too
-            return ()
         return [self._made[v] for v in reads.like.get(index, ())]
 
     def _broadcast(self, eqn: Eqn, operands: list[Any], reads: EqnReads) -> Any:
@@ -278,8 +269,11 @@ def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
     """Return the products of a scan whose weights have their gradients after it.
 
     They are the only readers of a weight, and have less to keep of an iteration than
-    its float32 gradient is to read and write. By their indices.
+    its float32 gradient is to read and write. By their indices. There is none if the
+    loop has effects, as on a ref: JAX has no derivative rules for what has.
     """
+    if eqn.effects:
+        return {}
     (body,), (num_consts, _) = plan.bodies, compat.scan_counts(eqn.params) or (0, 0)
     if body.direction is not Direction.FORWARD:
         return {}
@@ -357,8 +351,7 @@ class Rewriter:
                 operands = values.read(eqn.invars, (True, True))
                 is_half = of_eqn.half_out[0] or core.is_half(eqn.outvars[0])
                 args = eqn, operands, self.half_dtype, is_half
-                run = products.run_in_order, of_eqn.order, products.run
-                out = binding.call(eqn, *run, *args)
+                out = binding.call(eqn, products.run_in_order, of_eqn.order, *args)
                 moved = out + zeros[step].astype(out.dtype)
                 values.write(eqn.outvars, [sums.differentiate_as(out, moved)])
                 factors[step] = operands[1 - shared[step].side]
@@ -413,14 +406,12 @@ class Rewriter:
 
         def rule(*args):
             # It was written for the dtypes of the program: it is traced in them.
-            analyzer = self.analyzer.for_derivatives
-            traced = analyzer.trace(fun, args, as_f32=[p.is_half for p in ins])
-            rule_plan = analyzer.plan_closed(
+            traced = self.analyzer.trace(fun, args, as_f32=[p.is_half for p in ins])
+            rule_plan = self.analyzer.plan_closed(
                 traced.closed,
                 direction=plan.bodies[0].direction,
                 ins=[ins[i] for i in traced.indices],
                 uses=[uses[i] for i in traced.out_indices],
-                is_tangent=[i >= len(args) // 2 for i in traced.indices],
             )
             half_out = rule_plan.half_out
             outs = traced.restore(self.run(rule_plan, half_out, *traced.args))
@@ -500,7 +491,9 @@ class Rewriter:
         if not shared:
             return loop({}, others, {})[0]
 
+        # JAX transposes all of a function with a rule, of a checkpoint what is linear.
         @jax.custom_jvp
+        @functools.partial(jax.checkpoint, prevent_cse=False)
         def run(weights, others):
             return loop(weights, others, {})[0]
 

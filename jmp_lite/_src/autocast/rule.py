@@ -83,8 +83,6 @@ class Analysis(abc.ABC):
 
     def __init__(self):
         self.precision: dict[Var, Precision] = {}
-        # What is made of tangents, in a rule for derivatives.
-        self.tangents: set[Var] = set()
         # Results that are half because an input is cast before it is moved.
         self.cast_moves: set[Var] = set()
         # Per variable, the one stored half value that it is computed from, if so.
@@ -119,10 +117,6 @@ class Analysis(abc.ABC):
     def is_recomputed(self) -> bool:
         """Whether the program may compute the same again, with other uses."""
         return self.direction is Direction.RECOMPUTED
-
-    def has_tangent(self, eqn: Eqn) -> bool:
-        """Return whether an operand is made of a tangent, in a rule for derivatives."""
-        return not self.tangents.isdisjoint(core.variables(eqn.invars))
 
     def is_moved_input(self, var: Var) -> bool:
         """Return whether an operand is an input, moved or broadcast at most."""

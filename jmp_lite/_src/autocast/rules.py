@@ -60,7 +60,7 @@ class _Unsafe(Rule):
 class _Product(Rule):
     """Matrix products: half operands, and a result from the float32 accumulator."""
 
-    name, is_product, multiply = "half", True, staticmethod(products.run)
+    name, is_product = "half", True
 
     def propagate(self, info, ins, uses, analysis):
         why_not = products.why_not_half(
@@ -69,9 +69,6 @@ class _Product(Rule):
         if why_not:
             return UNCHANGED.keep(info, why_not)
         is_half = _is_result_half(info, uses[0], analysis)
-        # It is linear in a tangent, and transposed as it stands: the transpose of a
-        # product with a float32 result would multiply half by float32.
-        is_half = is_half or analysis.has_tangent(info.eqn)
         half_in = tuple(p not in IGNORED for p in ins)
         reasons = [
             f"not in fp8: {info.why_not_fp8}" if info.why_not_fp8 else "",
@@ -87,13 +84,13 @@ class _Product(Rule):
     def run(self, eqn, plan, values):
         operands = values.read(eqn.invars, plan.half_in)
         args = eqn, operands, values.half_dtype, plan.half_out[0]
-        return [products.run_in_order(plan.order, self.multiply, *args)]
+        return [products.run_in_order(plan.order, *args)]
 
 
 class _Accumulated(_Product):
     """Matrix products whose weight gradients are the float32 accumulator."""
 
-    keeps_inputs, multiply = True, staticmethod(products.run_accumulated)
+    keeps_inputs = True
 
     def propagate(self, info, ins, uses, analysis):
         plan, outs = super().propagate(info, ins, uses, analysis)
@@ -119,7 +116,7 @@ class _CastByHand(Rule):
         operands = values.read(eqn.invars, plan.half_in)
         for i, var in enumerate(eqn.invars[:2]):
             operands[i] = values.before_cast(var, operands[i])
-        return [products.run_accumulated(eqn, operands, half, is_half)]
+        return [products.run(eqn, operands, half, is_half)]
 
 
 class Fp8(_Accumulated):
@@ -420,8 +417,8 @@ class _Softmax(Rule):
     def run(self, eqn, plan, values):
         found: Any = plan.softmax
         logits = values.read_as_made(found.logits)
-        options = found.axes, values.half_dtype, found.may_repeat
-        return [products.softmax(logits, *options)]
+        options = {"axes": found.axes, "may_repeat": found.may_repeat}
+        return [products.softmax(logits, dtype=values.half_dtype, **options)]
 
 
 class _Boundary(Rule):

@@ -60,13 +60,9 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     References:
       `jax.checkpoint_policies.dots_saveable`, which computes sums again.
     """
-    if primitive.name == "custom_jvp_call":
-        # A softmax, or a product whose result is float32, which `autocast` wraps so.
-        inner = compat.open_jaxpr(params["call_jaxpr"])
-        has_softmax = bool(products.find_softmaxes(inner))
-        return has_softmax or any(map(products.count, inner.eqns))
+    is_of_autocast = primitive.name in (products.HALF_PRODUCT, products.SOFTMAX)
     is_product = bool(facts(primitive.name) & Fact.PRODUCT)
-    return is_product or saves_sums(primitive, *avals, **params)
+    return is_of_autocast or is_product or saves_sums(primitive, *avals, **params)
 
 
 def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -177,7 +173,7 @@ def together(works: Iterable[Work], called: Any = None) -> Work:
 
 def work_of(eqn: Eqn, differentiated: Set[Var]) -> Work | None:
     """Return what an equation does, None if it is no arithmetic in float32."""
-    dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+    dtypes = map(core.dtype_of, (*eqn.invars, *eqn.outvars))
     if not all(map(_is_f32_or_exact, dtypes)) or not _is_arithmetic(eqn):
         return None
     name, known = eqn.primitive.name, facts(eqn.primitive.name)

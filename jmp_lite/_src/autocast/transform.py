@@ -450,12 +450,14 @@ def plan_call(
     rules: OpRules,
     args: Any,
     kwargs: Any,
+    *,
+    without_refs: bool = False,
 ) -> PlannedCall:
     """Trace a call, and decide what runs in half."""
     _check_arguments((args, kwargs))
     regions = Regions(policy)
     analyzer = Analyzer(rules, regions, compute_dtype)
-    traced = analyzer.trace(fun, args, kwargs)
+    traced = analyzer.trace(fun, args, kwargs, without_refs=without_refs)
     plan = analyzer.plan_closed(traced.closed)
     regions.check_unused(name_of(fun))
     return PlannedCall(name_of(fun), traced, analyzer, plan)
@@ -572,7 +574,7 @@ def refuse_modules(args_and_kwargs: Any, who: str) -> None:
 def _check_arguments(args_and_kwargs: Any) -> None:
     refuse_modules(args_and_kwargs, "a function under autocast")
     for path, leaf in jax.tree.leaves_with_path(args_and_kwargs):
-        if trees.is_number(leaf) or callable(leaf):
+        if trees.is_number(leaf) or isinstance(leaf, jax.Ref) or callable(leaf):
             continue
         index = trees.key_path(path[1:])
         raise TypeError(

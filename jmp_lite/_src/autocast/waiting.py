@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, new_primitives
 from jmp_lite._src.autocast import sums
 from jmp_lite._src.autocast.precision import FLOAT32, Around, CastPlan, has_range_of_f32
 from jmp_lite._src.autocast.saving import Work, is_reduction
@@ -287,7 +287,7 @@ class Kept(NamedTuple):
 
 def keep(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
     """Return what is kept of a float32 array: `rows` has the axes."""
-    kept = _in_two_bytes(lax.stop_gradient(x), axes, half_dtype)
+    kept = _in_two_bytes(sums.without_derivative(x), axes, half_dtype)
     return kept._replace(numbers=sums.differentiate_as(kept.numbers, x))
 
 
@@ -297,7 +297,7 @@ def _in_two_bytes(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
         return Kept(x.astype(half_dtype), None, None)
     if not axes:
         root = lax.sign(x) * lax.sqrt(lax.abs(x))
-        return Kept(sums.saturate(root, jnp.dtype(jnp.float16)), None, None)
+        return Kept(sums.saturate(root, dtype=jnp.dtype(jnp.float16)), None, None)
     finite = jnp.where(lax.is_finite(x), x, 0.0)
     low, high = (  # `jnp.min` asks whether an axis may be empty
         lax.expand_dims(f(finite, axes), axes) for f in (lax.reduce_min, lax.reduce_max)
@@ -315,10 +315,11 @@ def _in_two_bytes(x: jax.Array, axes: tuple[int, ...], half_dtype: Any) -> Kept:
 
 def restore(kept: Kept) -> jax.Array:
     """Return the float32 array, as far as it was kept."""
-    found = _restore(jax.tree.map(lax.stop_gradient, kept))
+    found = _restore(jax.tree.map(sums.without_derivative, kept))
     return sums.differentiate_as(found, kept.numbers.astype(F32))
 
 
+@jax.jit
 def _restore(kept: Kept) -> jax.Array:
     if kept.scale is not None and kept.center is not None:
         numbers = lax.bitcast_convert_type(kept.numbers, jnp.float16)
@@ -328,16 +329,18 @@ def _restore(kept: Kept) -> jax.Array:
     return found * lax.abs(found) if is_root else found
 
 
-@jax.custom_jvp
-def _in_place_of(x: jax.Array, kept: Kept) -> jax.Array:
-    return restore(kept)
-
-
-@_in_place_of.defjvp
-def _in_place_of_jvp(primals, tangents):
-    return restore(primals[1]), tangents[0]  # the array itself need not be kept
+# The second of two arrays, with the derivative of the first, which need not be kept.
+_in_place_of = new_primitives.new_primitive(
+    "in_place_of",
+    lambda x, restored: restored,
+    lambda primals, tangents: new_primitives.with_tangent(
+        primals[1], tangents[:1], lambda _, tangent: tangent
+    ),
+    lambda args, axes: _in_place_of(*sums.all_mapped(args, axes)),
+    [lambda ct, aval, restored: ct],
+)
 
 
 def in_place_of(x: Any, kept: Kept | None) -> Any:
     """Return what was kept of an array, if so, with the derivative of the array."""
-    return x if kept is None else _in_place_of(x, kept)
+    return x if kept is None else _in_place_of(x, restore(kept))

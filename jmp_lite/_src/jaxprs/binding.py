@@ -19,8 +19,15 @@ def bind(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]
 
 def bind_here(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
     """Run an equation as `bind` does, in the scope and source line of the caller."""
-    params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    outs = eqn.primitive.bind(*args, **dict(params or {}))
+    args, of_eqn = list(args), eqn.params if params is None else params
+    bound = eqn.primitive.get_bind_params(of_eqn)
+    try:
+        outs = eqn.primitive.bind(*args, **dict(bound or {}))
+    except compat.InternalFloatingPointError as error:
+        # As JAX' own `jit` does: under `jax_debug_nans`, the operation raises.
+        jaxpr = of_eqn["jaxpr"]
+        evaluate(compat.open_jaxpr(jaxpr), compat.consts_of(jaxpr), args)
+        raise FloatingPointError(str(error)) from None
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 

@@ -30,18 +30,26 @@ def variables(operands: Iterable[Any]) -> Iterator[Var]:
     return (v for v in operands if not compat.is_literal(v))
 
 
+def dtype_of(var: Var) -> Any:
+    """Return the dtype of a value; None of a token or a ref, which is no value.
+
+    What is read of a `jax.Ref` is a value. The ref itself is not cast or kept.
+    """
+    return None if compat.is_ref(var.aval) else getattr(var.aval, "dtype", None)
+
+
 def is_f32(var: Var) -> bool:
-    return getattr(var.aval, "dtype", None) == F32
+    return dtype_of(var) == F32
 
 
 def is_float(var: Var) -> bool:
     """Return whether a variable is floating or complex."""
-    dtype = getattr(var.aval, "dtype", None)
+    dtype = dtype_of(var)
     return dtype is not None and _is_inexact(dtype)
 
 
 def is_bool(var: Var) -> bool:
-    return getattr(var.aval, "dtype", None) == _BOOL
+    return dtype_of(var) == _BOOL
 
 
 @functools.cache
@@ -80,7 +88,7 @@ def size(var: Var) -> int:
 
 
 def is_half(var: Var) -> bool:
-    return dtypes.is_half(getattr(var.aval, "dtype", None))
+    return dtypes.is_half(dtype_of(var))
 
 
 def map_jaxprs(eqn: Eqn, fun: Callable[[Jaxpr], Jaxpr]) -> Eqn:

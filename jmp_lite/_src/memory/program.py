@@ -148,14 +148,15 @@ def _trace(
             (args, kwargs),
             is_leaf=lambda x: x is None,
         )
-        result = step(*args, **kwargs)
-        return [x for x in jax.tree.leaves(result) if trees.is_array(x)]
+        made = step(*args, **kwargs)
+        result = jax.tree.map(_shape_of, made)
+        return [x for x in jax.tree.leaves(made) if trees.is_array(x)]
 
     args, kwargs = jax.tree.map(
         lambda x: x if trees.is_array(x) else None, (args, kwargs)
     )
     jitted = jax.jit(of_arrays, donate_argnums=donate_argnums)
-    return jitted.trace(*args, **kwargs), jax.tree.map(_shape_of, result)
+    return jitted.trace(*args, **kwargs), result
 
 
 def _shape_of(x: Any) -> Any:

@@ -235,7 +235,8 @@ def of_step(
         targets.find(device)
 
     def measure(*args: P.args, **kwargs: P.kwargs) -> StepReport:
-        with warnings.catch_warnings():
+        # Under `jax.disable_jit`, too, it is the program that `jit` compiles.
+        with warnings.catch_warnings(), jax.disable_jit(False):
             if device is not None:  # what is slow here need not be slow there
                 warnings.filterwarnings("ignore", module=fp8.__name__)
             built = program.build(step, args, kwargs, device, devices, donate_argnums)

@@ -110,7 +110,7 @@ def measure(
 
     with sources.lines_of_rules():
         planned = transform.plan_call(
-            fun, policy, compute_dtype, rules, *args_and_kwargs
+            fun, policy, compute_dtype, rules, *args_and_kwargs, without_refs=True
         )
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)

@@ -238,7 +238,7 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
     jax.tree.map(trees.with_value, (args, kwargs))
     with sources.lines_of_rules():
-        return trace(fun, args, kwargs)
+        return trace(fun, args, kwargs, without_refs=True)
 
 
 def tracker_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> NonFiniteTracker:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat
+from jmp_lite._src import compat, new_primitives
 from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
@@ -72,7 +72,7 @@ class _Opener:
 
         What is around has the place of a call, a loop or a branch.
         """
-        is_impl = around.eqn is not None and compat.is_new_primitive(around.eqn)
+        is_impl = around.eqn is not None and new_primitives.is_new_primitive(around.eqn)
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             values[var] = _value_of(var.aval, const)
@@ -128,7 +128,7 @@ class _Opener:
     def _bodies(self, eqn: Any) -> Sequence[control_flow.SubJaxpr] | None:
         branches = eqn.params.get("branches", ())
         platforms = eqn.params.get("branches_platforms")
-        if called := compat.jaxpr_of_impl(eqn):
+        if called := new_primitives.jaxpr_of_impl(eqn):
             return (control_flow.as_sub_jaxpr(called, 0),)
         if platforms is None:
             return control_flow.sub_jaxprs(eqn)
